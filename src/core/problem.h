@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// The normalised problem: what validation makes of the caller's structs and all that backends ever see. Plain data, copied by value
+// into kernel parameters; derived values are computed once here, defaults are resolved, absent tensors have null data.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "core/mask.h"
+
+namespace fa {
+
+enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+
+constexpr int dtype_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+// (batch, seqlen, heads, head_dim) with head_dim contiguous; packed tensors have batch_stride 0 and rows counted over the whole
+// batch; paged keys have (pages, page_size, heads, head_dim) with batch_stride = page stride. Strides in elements.
+struct Operand {
+  void *data = nullptr;
+  Dtype dtype = Dtype::f32;
+  int64_t batch_stride = 0;
+  int64_t seq_stride = 0;
+  int64_t head_stride = 0;
+};
+
+// One fp32 per (batch, head, row): lse, dlse. Packed: batch_stride 0, rows counted over the whole batch.
+struct RowScalar {
+  float *data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t seq_stride = 0;
+};
+
+// (batch, heads_q, seqlen_q, seqlen_k) indexed by (b, h, i, j) with i, j counted within the sequence; dimensions of size 1 have
+// stride 0 here. For dbias, `sum_*` marks the dimensions of size 1 that are summed over (false where the problem's own
+// size is 1 as well: nothing to sum).
+struct ScoreTensor {
+  void *data = nullptr;
+  Dtype dtype = Dtype::f32;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+};
+
+// uint8 (batch, heads_q, ceil(seqlen_q / size_q), ceil(seqlen_k / size_k)); dimensions of size 1 have stride 0.
+struct BlockMask {
+  const uint8_t *data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  int64_t size_q = 0;
+  int64_t size_k = 0;
+
+  // Whether block (i / size_q, j / size_k) is visible.
+  FA_HD bool visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return data[b * batch_stride + h * head_stride + (i / size_q) * row_stride + (j / size_k) * col_stride] != 0;
+  }
+};
+
+// Where the sequences of one side (queries or keys) lie. `cu` and `used` are device memory on CUDA: only kernels read them.
+struct Lengths {
+  const void *cu = nullptr;       // (batch + 1) offsets, or null: padded
+  bool cu_is_64 = false;          //
+  const int32_t *used = nullptr;  // (batch), or null
+  int64_t used_stride = 1;        //
+  int64_t cu_stride = 1;          //
+  int64_t max_len = 0;            // no sequence is longer; the exact length when padded without `used`
+  int64_t total = 0;              // rows in the packed tensor; batch * max_len when padded
+};
+
+// One sequence of one side. `slot` rows from `start` on belong to it, `len` of them are used. start is 0 for padded tensors, where
+// batch_stride selects the sequence.
+struct Sequence {
+  int64_t start = 0;
+  int64_t slot = 0;
+  int64_t len = 0;
+};
+
+FA_HD Sequence sequence_of(const Lengths &lengths, int64_t b) {
+  Sequence s;
+  if (lengths.cu == nullptr) {
+    s.slot = lengths.max_len;
+  } else if (lengths.cu_is_64) {
+    const int64_t *cu = static_cast<const int64_t *>(lengths.cu);
+    s.start = cu[b * lengths.cu_stride];
+    s.slot = cu[(b + 1) * lengths.cu_stride] - s.start;
+  } else {
+    const int32_t *cu = static_cast<const int32_t *>(lengths.cu);
+    s.start = cu[b * lengths.cu_stride];
+    s.slot = int64_t{cu[(b + 1) * lengths.cu_stride]} - s.start;
+  }
+  s.len = s.slot;
+  if (lengths.used != nullptr) {
+    const int64_t used = lengths.used[b * lengths.used_stride];
+    s.len = used < s.len ? used : s.len;
+  }
+  return s;
+}
+
+struct Dropout {
+  uint32_t threshold = 0;   // an element is kept when its 16 random bits >= threshold; 0 = no dropout
+  float keep_scale = 1.0f;  // 1 / (1 - threshold / 65536)
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+  const uint64_t *seed_ptr = nullptr;    // replaces seed; device memory on CUDA
+  const uint64_t *offset_ptr = nullptr;  // added to offset; device memory on CUDA
+};
+
+// Forward and the shared part of backward.
+struct Problem {
+  int64_t batch = 0;
+  int64_t heads_q = 0;
+  int64_t heads_k = 0;
+  int64_t group = 1;  // heads_q / heads_k
+  int64_t head_dim = 0;
+  int64_t head_dim_v = 0;
+
+  Lengths q_lengths;
+  Lengths k_lengths;
+
+  Operand q, k, v, out;
+  RowScalar lse;  // data may be null in forward
+
+  // Paged keys: page_table[b * table_stride_b + p * table_stride_p] is the page of rows p * page_size .. ; null = not paged.
+  const int32_t *page_table = nullptr;
+  int64_t page_table_batch_stride = 0;
+  int64_t page_table_page_stride = 0;
+  int64_t page_size = 0;
+  int64_t num_pages = 0;
+  int64_t max_pages = 0;
+
+  Band band;
+  ScoreTensor bias;
+  BlockMask block_mask;
+  const float *alibi_slopes = nullptr;
+  int64_t alibi_batch_stride = 0;
+  int64_t alibi_head_stride = 0;
+  const float *sink = nullptr;
+  int64_t sink_stride = 0;
+
+  float softmax_scale = 0;
+  float softcap = 0;  // 0 = none
+  Dropout dropout;
+
+  int32_t num_splits = 0;
+  bool deterministic = false;
+  bool batch_invariant = false;
+
+  // Scores need more than scale, band and lengths.
+  FA_HD bool general_score() const {
+    return softcap > 0 || bias.data != nullptr || block_mask.data != nullptr || alibi_slopes != nullptr ||
+           dropout.threshold > 0;
+  }
+};
+
+// What backward adds. Absent outputs have null data.
+struct BackwardProblem {
+  Problem forward;
+  Operand dout;
+  RowScalar dlse;
+  Operand dq, dk, dv;
+  // dbias has bias's shape: where a stride is 0 because the dimension has size 1, it is summed over.
+  ScoreTensor dbias;
+  bool dbias_sum_batch = false;
+  bool dbias_sum_heads = false;
+  bool dbias_sum_rows = false;
+  float *dsink = nullptr;
+  int64_t dsink_stride = 0;
+};
+
+// (out, lse) pairs to combine; parts are described by arrays that live as long as the call.
+struct MergePart {
+  Operand out;
+  RowScalar lse;
+};
+struct MergeProblem {
+  int64_t batch = 0;     // 1 for packed tensors
+  int64_t seqlen_q = 0;  // total_q for packed tensors
+  int64_t heads_q = 0;
+  int64_t head_dim_v = 0;
+  int32_t num_parts = 0;
+  const MergePart *parts = nullptr;
+  Operand out;
+  RowScalar lse;  // data may be null
+};
+
+}  // namespace fa

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// All that the rest of the library sees of the CPU backend: plan, then run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/parallel.h"
+#include "core/problem.h"
+#include "core/status.h"
+
+namespace fa::cpu {
+
+// What a plan may depend on besides the problem. Results never depend on `threads`.
+struct Machine {
+  fa_cpu_isa isa = FA_CPU_ISA_PORTABLE;
+  int32_t threads = 1;
+};
+
+// Best instruction set of this processor (and operating system), and whether it has a given one.
+fa_cpu_isa best_isa();
+bool has_isa(fa_cpu_isa isa);
+
+// How a problem will run: pure function of problem shape and machine, reads no tensor data (so lengths count at their maxima).
+struct Plan {
+  const char *kernel = "";  // static string
+  const char *reason = "";  // static string: why this kernel
+  size_t workspace_bytes = 0;
+  int32_t num_splits = 1;
+  int32_t tasks = 1;  // scratch areas in the workspace = parallel tasks to start
+};
+
+Plan plan_forward(const Problem &problem, const Machine &machine);
+Plan plan_backward(const BackwardProblem &problem, const Machine &machine);
+
+// Run a plan. `workspace` is 256-byte aligned and holds plan.workspace_bytes of any content. Lengths and page tables have been
+// checked. False if the host's parallel_for did not run every task.
+bool forward(const Problem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
+bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
+bool merge(const MergeProblem &problem, const Machine &machine, Parallel &parallel);
+
+}  // namespace fa::cpu
