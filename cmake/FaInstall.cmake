@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# `cmake --install`: two components, `runtime` (the library) and `development` (headers, CMake package, pkg-config). The tree can
+# be moved as a whole: nothing installed holds an absolute path.
+include(CMakePackageConfigHelpers)
+
+set(FA_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/flashattn")
+
+install(
+  TARGETS flashattn
+  EXPORT flashattn-targets
+  LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT runtime NAMELINK_COMPONENT development)
+install(
+  FILES include/flashattn/flashattn.h include/flashattn/flashattn_dl.h "${CMAKE_CURRENT_BINARY_DIR}/include/flashattn/version.h"
+  DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/flashattn"
+  COMPONENT development)
+install(
+  EXPORT flashattn-targets
+  NAMESPACE flashattn::
+  DESTINATION "${FA_CMAKE_DIR}"
+  COMPONENT development)
+
+configure_package_config_file(
+  cmake/flashattn-config.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config.cmake" INSTALL_DESTINATION "${FA_CMAKE_DIR}"
+  NO_SET_AND_CHECK_MACRO)
+# Before 1.0 a minor version may change the ABI; from 1.0 on, SameMajorVersion.
+write_basic_package_version_file(
+  "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config-version.cmake" COMPATIBILITY SameMinorVersion)
+install(
+  FILES "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config.cmake" "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config-version.cmake"
+  DESTINATION "${FA_CMAKE_DIR}"
+  COMPONENT development)
+
+# The .pc file finds the prefix from its own place. Absolute install directories (some distributions) are kept as they are.
+file(RELATIVE_PATH FA_PC_PREFIX "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig" "${CMAKE_INSTALL_PREFIX}")
+foreach(dir LIBDIR INCLUDEDIR)
+  if(IS_ABSOLUTE "${CMAKE_INSTALL_${dir}}")
+    set(FA_PC_${dir} "${CMAKE_INSTALL_${dir}}")
+  else()
+    set(FA_PC_${dir} "\${prefix}/${CMAKE_INSTALL_${dir}}")
+  endif()
+endforeach()
+configure_file(cmake/flashattn.pc.in flashattn.pc @ONLY)
+install(
+  FILES "${CMAKE_CURRENT_BINARY_DIR}/flashattn.pc"
+  DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig"
+  COMPONENT development)

@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file flashattn_dl.h
+ * @brief Loads libflashattn at run time: no link dependency, a struct of function pointers.
+ *
+ * For programs that use the library when it is there and do without it when it is not, and for plugins that must not add a symbol
+ * or a dependency to their host. Header-only, C99 and C++; needs flashattn.h beside it and, before glibc 2.34, -ldl.
+ *
+ *     fa_dl_api fa;
+ *     char error[256];
+ *     if (fa_dl_open(NULL, &fa, error, sizeof error) != 0) { puts(error); return; }
+ *     fa.fa_create(&ctx, NULL);
+ *     ...
+ *     fa.fa_destroy(ctx);
+ *     fa_dl_close(&fa);
+ */
+#ifndef FLASHATTN_FLASHATTN_DL_H
+#define FLASHATTN_FLASHATTN_DL_H
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "flashattn.h"
+
+/** @brief What fa_dl_open() loads when the caller names nothing: the SONAME, searched as the dynamic linker does. */
+#define FA_DL_DEFAULT_PATH "libflashattn.so.0"
+
+/* clang-format off */
+/**
+ * @brief Every function of flashattn.h as X(result type, name, parameters).
+ *
+ * The tests hold this list, the header and the library's exports equal.
+ */
+#define FA_DL_FUNCTIONS(X) \
+  X(const char *, fa_status_name, (fa_status status)) \
+  X(const char *, fa_status_description, (fa_status status)) \
+  X(int32_t, fa_version, (void)) \
+  X(const char *, fa_version_string, (void)) \
+  X(const char *, fa_build_info, (void)) \
+  X(fa_status, fa_config_init, (fa_config *config, size_t size)) \
+  X(fa_status, fa_create, (fa_context *out, const fa_config *config)) \
+  X(void, fa_destroy, (fa_context ctx)) \
+  X(const char *, fa_last_error, (fa_context ctx)) \
+  X(int32_t, fa_last_cuda_error, (fa_context ctx)) \
+  X(fa_status, fa_device_properties_init, (fa_device_properties *properties, size_t size)) \
+  X(fa_status, fa_device_info, (fa_context ctx, fa_device_properties *properties)) \
+  X(fa_status, fa_tensor_from_dlpack, (fa_tensor *tensor, const void *dl_tensor)) \
+  X(fa_status, fa_attention_init, (fa_attention *attention, size_t size)) \
+  X(fa_status, fa_gradients_init, (fa_gradients *gradients, size_t size)) \
+  X(fa_status, fa_plan_info_init, (fa_plan_info *info, size_t size)) \
+  X(fa_status, fa_forward_query, (fa_context ctx, const fa_attention *attention, fa_plan_info *info)) \
+  X(fa_status, fa_backward_query, (fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, \
+    fa_plan_info *info)) \
+  X(fa_status, fa_forward_prepare, (fa_context ctx, const fa_attention *attention)) \
+  X(fa_status, fa_backward_prepare, (fa_context ctx, const fa_attention *attention, const fa_gradients *gradients)) \
+  X(fa_status, fa_forward, (fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, \
+    fa_stream stream)) \
+  X(fa_status, fa_backward, (fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace, \
+    size_t workspace_bytes, fa_stream stream)) \
+  X(fa_status, fa_merge, (fa_context ctx, int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, \
+    const fa_tensor *out, const fa_tensor *lse, fa_stream stream)) \
+  X(size_t, fa_sizeof, (fa_struct_kind kind))
+/* clang-format on */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** @brief The library's functions, each under its own name. All NULL while nothing is loaded. */
+typedef struct fa_dl_api {
+  /** What dlopen() returned. */
+  void *handle;
+#define FA_DL_MEMBER(result, name, parameters) result(*name) parameters;
+  FA_DL_FUNCTIONS(FA_DL_MEMBER)
+#undef FA_DL_MEMBER
+} fa_dl_api;
+
+/**
+ * @brief Unloads the library. Destroy every context first.
+ * @param api Filled by fa_dl_open(); all NULL afterwards. Closing twice, or a zeroed struct, has no effect.
+ */
+static inline void fa_dl_close(fa_dl_api *api) {
+  if (api->handle != NULL) dlclose(api->handle);
+  memset(api, 0, sizeof *api);
+}
+
+/**
+ * @brief Loads the library and looks up every function.
+ * @param path File or SONAME; NULL = ::FA_DL_DEFAULT_PATH.
+ * @param[out] api The functions; all NULL on failure.
+ * @param[out] error Text of a failure, or NULL.
+ * @param error_size Bytes at `error`.
+ * @return 0, or -1 if the file cannot be loaded, lacks a function or lays out ::fa_tensor differently.
+ */
+static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size_t error_size) {
+  const char *reason = NULL;
+  const char *missing = "";
+  if (path == NULL) path = FA_DL_DEFAULT_PATH;
+  memset(api, 0, sizeof *api);
+  api->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (api->handle == NULL) {
+    reason = dlerror();
+  } else {
+    void *symbol;
+    /* memcpy: ISO C has no conversion from an object pointer to a function pointer. */
+#define FA_DL_LOOK_UP(result, name, parameters)               \
+  symbol = dlsym(api->handle, #name);                         \
+  memcpy(&api->name, &symbol, sizeof symbol);                 \
+  if (symbol == NULL && reason == NULL) {                     \
+    reason = "the library loaded is not this one: it lacks "; \
+    missing = #name;                                          \
+  }
+    FA_DL_FUNCTIONS(FA_DL_LOOK_UP)
+#undef FA_DL_LOOK_UP
+    if (reason == NULL && api->fa_sizeof(FA_STRUCT_TENSOR) != sizeof(fa_tensor)) {
+      reason = "the library's fa_tensor is not this header's";
+    }
+  }
+  if (reason == NULL) return 0;
+  if (error != NULL && error_size > 0) snprintf(error, error_size, "%s: %s%s", path, reason, missing);
+  fa_dl_close(api);
+  return -1;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FLASHATTN_FLASHATTN_DL_H */
