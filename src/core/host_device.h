@@ -5,5 +5,5 @@
 #if defined(__CUDACC__)
 #define FA_HD __host__ __device__ __forceinline__
 #else
-#define FA_HD inline
+#define FA_HD inline __attribute__((always_inline))
 #endif

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector vocabulary of the CPU kernels: one struct `Simd` of verbs per instruction set, and the functions written on top of them.
+//
+// Kernel sources are compiled once per instruction set, in files named *_avx512.cpp, *_avx2.cpp and *_portable.cpp. The first line
+// of such a file defines FA_TARGET_AVX512, FA_TARGET_AVX2 or FA_TARGET_PORTABLE; this header then defines FA_ISA, the namespace
+// inside fa::cpu that everything compiled for that instruction set must live in. Nothing that the linker could merge between
+// instruction sets may be shared: kernels call no inline function from outside FA_ISA unless it is FA_HD (always inlined).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define FA_INLINE inline __attribute__((always_inline))
+
+#if defined(FA_TARGET_AVX512)
+#define FA_ISA avx512
+#include "cpu/simd_avx512.h"
+#elif defined(FA_TARGET_AVX2)
+#define FA_ISA avx2
+#include "cpu/simd_avx2.h"
+#elif defined(FA_TARGET_PORTABLE)
+#define FA_ISA portable
+#include "cpu/simd_portable.h"
+#else
+#error "cpu/simd.h: include it from a *_avx512.cpp, *_avx2.cpp or *_portable.cpp file that defines its FA_TARGET_"
+#endif
+
+namespace fa::cpu::FA_ISA {
+
+using F = Simd::F;  // kWidth floats
+using I = Simd::I;  // kWidth 32-bit integers
+using M = Simd::M;  // kWidth truth values
+constexpr int kWidth = Simd::kWidth;
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.69314718055994531f;
+constexpr float kInfinity = __builtin_inff();
+
+FA_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+FA_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+FA_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// tanh with relative error below 4e-7 everywhere; +-1 for large arguments, NaN for NaN.
+FA_INLINE F tanh(F x) {
+  const F a = Simd::abs(x);
+  // |x| >= 0.625: 1 - 2 / (exp(2|x|) + 1), with the sign of x.
+  const F e = Simd::exp2(Simd::mul(a, Simd::set(2 * kLog2e)));
+  const F big = Simd::sub(Simd::set(1.0f), Simd::div(Simd::set(2.0f), Simd::add(e, Simd::set(1.0f))));
+  // |x| < 0.625: odd polynomial (Cephes).
+  const F z = Simd::mul(x, x);
+  F p = Simd::fma(Simd::set(-5.70498872745e-3f), z, Simd::set(2.06390887954e-2f));
+  p = Simd::fma(p, z, Simd::set(-5.37397155531e-2f));
+  p = Simd::fma(p, z, Simd::set(1.33314422036e-1f));
+  p = Simd::fma(p, z, Simd::set(-3.33332819422e-1f));
+  const F small = Simd::fma(Simd::mul(p, z), x, x);
+  return Simd::select(Simd::lt(a, Simd::set(0.625f)), small, Simd::copysign(big, x));
+}
+
+// Memory formats of tensor elements: load and store kWidth or the first n (0 <= n <= kWidth) elements as floats. The partial forms
+// touch no memory past element n; lanes past it are zero.
+struct ElementF32 {
+  using Type = float;
+  static FA_INLINE F load(const Type *p) { return Simd::load(p); }
+  static FA_INLINE F load(const Type *p, int n) { return Simd::load(p, n); }
+  static FA_INLINE void store(Type *p, F x) { Simd::store(p, x); }
+  static FA_INLINE void store(Type *p, F x, int n) { Simd::store(p, x, n); }
+};
+struct ElementF16 {
+  using Type = uint16_t;
+  static FA_INLINE F load(const Type *p) { return Simd::load_f16(p); }
+  static FA_INLINE F load(const Type *p, int n) {
+    Type buffer[kWidth] = {0};
+    __builtin_memcpy(buffer, p, static_cast<size_t>(n) * sizeof(Type));
+    return Simd::load_f16(buffer);
+  }
+  static FA_INLINE void store(Type *p, F x) { Simd::store_f16(p, x); }
+  static FA_INLINE void store(Type *p, F x, int n) {
+    Type buffer[kWidth];
+    Simd::store_f16(buffer, x);
+    __builtin_memcpy(p, buffer, static_cast<size_t>(n) * sizeof(Type));
+  }
+};
+struct ElementBf16 {
+  using Type = uint16_t;
+  static FA_INLINE F load(const Type *p) { return Simd::load_bf16(p); }
+  static FA_INLINE F load(const Type *p, int n) {
+    Type buffer[kWidth] = {0};
+    __builtin_memcpy(buffer, p, static_cast<size_t>(n) * sizeof(Type));
+    return Simd::load_bf16(buffer);
+  }
+  static FA_INLINE void store(Type *p, F x) { Simd::store_bf16(p, x); }
+  static FA_INLINE void store(Type *p, F x, int n) {
+    Type buffer[kWidth];
+    Simd::store_bf16(buffer, x);
+    __builtin_memcpy(p, buffer, static_cast<size_t>(n) * sizeof(Type));
+  }
+};
+
+}  // namespace fa::cpu::FA_ISA

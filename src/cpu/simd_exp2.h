@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// Coefficients of 2^f = 1 + f (c1 + f (c2 + ...)) for 0 <= f < 1: minimax in the relative error (8.3e-8) with the value 1 at 0 kept
+// exact, so that the weight of a row's largest score is exactly 1.
+#pragma once
+
+namespace fa::cpu {
+
+constexpr float kExp2C1 = 0.693151311808f;
+constexpr float kExp2C2 = 0.240164450136f;
+constexpr float kExp2C3 = 0.055799913146f;
+constexpr float kExp2C4 = 0.00901703028444f;
+constexpr float kExp2C5 = 0.00186713008191f;
+
+}  // namespace fa::cpu
