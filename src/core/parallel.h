@@ -8,6 +8,8 @@ namespace fa {
 
 class Parallel {
  public:
+  using Task = void (*)(void *context, int32_t task);
+
   virtual ~Parallel() = default;
 
   // Tasks a region may have at most; >= 1.
@@ -16,7 +18,7 @@ class Parallel {
   // Calls task(context, t) once for every 0 <= t < num_tasks and returns when all have returned. Tasks may run one after another
   // on a single thread and in any order, so a task must never wait for a task with another index to *start*.
   // Returns false if a task was not run (a faulty host callback).
-  virtual bool run(int32_t num_tasks, void (*task)(void *context, int32_t t), void *context) = 0;
+  virtual bool run(int32_t num_tasks, Task task, void *context) = 0;
 
  protected:
   Parallel() = default;

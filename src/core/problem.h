@@ -33,8 +33,7 @@ struct RowScalar {
 };
 
 // (batch, heads_q, seqlen_q, seqlen_k) indexed by (b, h, i, j) with i, j counted within the sequence; dimensions of size 1 have
-// stride 0 here. For dbias, `sum_*` marks the dimensions of size 1 that are summed over (false where the problem's own
-// size is 1 as well: nothing to sum).
+// stride 0 here.
 struct ScoreTensor {
   void *data = nullptr;
   Dtype dtype = Dtype::f32;
@@ -62,13 +61,13 @@ struct BlockMask {
 
 // Where the sequences of one side (queries or keys) lie. `cu` and `used` are device memory on CUDA: only kernels read them.
 struct Lengths {
-  const void *cu = nullptr;       // (batch + 1) offsets, or null: padded
-  bool cu_is_64 = false;          //
+  const void *cu = nullptr;  // (batch + 1) offsets, or null: padded
+  bool cu_is_64 = false;
   const int32_t *used = nullptr;  // (batch), or null
-  int64_t used_stride = 1;        //
-  int64_t cu_stride = 1;          //
-  int64_t max_len = 0;            // no sequence is longer; the exact length when padded without `used`
-  int64_t total = 0;              // rows in the packed tensor; batch * max_len when padded
+  int64_t used_stride = 1;
+  int64_t cu_stride = 1;
+  int64_t max_len = 0;  // no sequence is longer; the exact length when padded without `used`
+  int64_t total = 0;    // rows of the packed tensor; 0 when not packed
 };
 
 // One sequence of one side. `slot` rows from `start` on belong to it, `len` of them are used. start is 0 for padded tensors, where
@@ -79,18 +78,19 @@ struct Sequence {
   int64_t len = 0;
 };
 
+// cu_seqlens[n].
+FA_HD int64_t offset_of(const Lengths &lengths, int64_t n) {
+  const int64_t at = n * lengths.cu_stride;
+  return lengths.cu_is_64 ? static_cast<const int64_t *>(lengths.cu)[at]
+                          : int64_t{static_cast<const int32_t *>(lengths.cu)[at]};
+}
+
 FA_HD Sequence sequence_of(const Lengths &lengths, int64_t b) {
   Sequence s;
-  if (lengths.cu == nullptr) {
-    s.slot = lengths.max_len;
-  } else if (lengths.cu_is_64) {
-    const int64_t *cu = static_cast<const int64_t *>(lengths.cu);
-    s.start = cu[b * lengths.cu_stride];
-    s.slot = cu[(b + 1) * lengths.cu_stride] - s.start;
-  } else {
-    const int32_t *cu = static_cast<const int32_t *>(lengths.cu);
-    s.start = cu[b * lengths.cu_stride];
-    s.slot = int64_t{cu[(b + 1) * lengths.cu_stride]} - s.start;
+  s.slot = lengths.max_len;
+  if (lengths.cu != nullptr) {
+    s.start = offset_of(lengths, b);
+    s.slot = offset_of(lengths, b + 1) - s.start;
   }
   s.len = s.slot;
   if (lengths.used != nullptr) {
@@ -164,6 +164,8 @@ struct BackwardProblem {
   Operand dq, dk, dv;
   // dbias has bias's shape: where a stride is 0 because the dimension has size 1, it is summed over.
   ScoreTensor dbias;
+  int64_t dbias_rows = 0;  // sizes of its last two dimensions; rows and columns beyond a sequence's lengths get zero
+  int64_t dbias_cols = 0;
   bool dbias_sum_batch = false;
   bool dbias_sum_heads = false;
   bool dbias_sum_rows = false;

@@ -20,7 +20,7 @@ install(
   COMPONENT development)
 
 configure_package_config_file(
-  cmake/flashattn-config.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config.cmake" INSTALL_DESTINATION "${FA_CMAKE_DIR}"
+  src/cmake/flashattn-config.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config.cmake" INSTALL_DESTINATION "${FA_CMAKE_DIR}"
   NO_SET_AND_CHECK_MACRO)
 # Before 1.0 a minor version may change the ABI; from 1.0 on, SameMajorVersion.
 write_basic_package_version_file(
@@ -39,7 +39,7 @@ foreach(dir LIBDIR INCLUDEDIR)
     set(FA_PC_${dir} "\${prefix}/${CMAKE_INSTALL_${dir}}")
   endif()
 endforeach()
-configure_file(cmake/flashattn.pc.in flashattn.pc @ONLY)
+configure_file(src/cmake/flashattn.pc.in flashattn.pc @ONLY)
 install(
   FILES "${CMAKE_CURRENT_BINARY_DIR}/flashattn.pc"
   DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig"

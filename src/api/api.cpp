@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+// The exported functions: guard the handle, copy the structs in, hand over to core, turn every failure into a status and a text.
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <vector>
+
+#include "api/context.h"
+#include "api/copy_in.h"
+#include "core/cost.h"
+#include "core/tensor_check.h"
+#include "core/validate.h"
+
+namespace fa::api {
+namespace {
+
+// Text of failures of calls that have no handle to keep it.
+ErrorText &thread_error() {
+  thread_local ErrorText error;
+  return error;
+}
+
+// Runs `body` so that no exception leaves the library.
+template <typename Body>
+fa_status guarded(ErrorText &error, Body body) noexcept {
+  try {
+    return body();
+  } catch (const std::bad_alloc &) {
+    return fail(error, FA_ERROR_OUT_OF_MEMORY, "memory for the call's own bookkeeping could not be allocated");
+  } catch (const std::exception &exception) {
+    return fail(error, FA_ERROR_INTERNAL, "unexpected exception: %s", exception.what());
+  } catch (...) {
+    return fail(error, FA_ERROR_INTERNAL, "unexpected exception");
+  }
+}
+
+// Runs `body` without a handle; its text is fa_last_error(NULL).
+template <typename Body>
+fa_status without_context(Body body) noexcept {
+  ErrorText &error = thread_error();
+  error.text[0] = '\0';
+  return guarded(error, [&] { return body(error); });
+}
+
+// Runs `body` as the only user of a context; its text is fa_last_error(ctx).
+template <typename Body>
+fa_status with_context(fa_context ctx, Body body) noexcept {
+  if (ctx == nullptr) return fail(thread_error(), FA_ERROR_INVALID_ARGUMENT, "ctx is NULL");
+  if (ctx->magic != fa_context_s::kMagic) {
+    return fail(thread_error(), FA_ERROR_INVALID_ARGUMENT, "ctx is %p, which is no context (destroyed already?)",
+                static_cast<void *>(ctx));
+  }
+  if (ctx->busy.exchange(true, std::memory_order_acquire)) {
+    return fail(thread_error(), FA_ERROR_BUSY,
+                "ctx is %p, which is in use by another call; a context serves one call at a time", static_cast<void *>(ctx));
+  }
+  ctx->error.text[0] = '\0';
+  const fa_status status = guarded(ctx->error, [&] { return body(*ctx, ctx->error); });
+  if (status != FA_OK && ctx->log != nullptr) ctx->log(ctx->log_user, FA_LOG_ERROR, ctx->error.text);
+  ctx->busy.store(false, std::memory_order_release);
+  return status;
+}
+
+fa_status read_problem(const fa_attention *attention, Problem &problem, ErrorText &error) {
+  fa_attention copy;
+  FA_RETURN_IF_ERROR(copy_in(attention, "attention", copy, error));
+  return normalise(copy, problem, error);
+}
+
+fa_status read_problem(const fa_attention *attention, const fa_gradients *gradients, BackwardProblem &problem,
+                       ErrorText &error) {
+  fa_attention attention_copy;
+  fa_gradients gradients_copy;
+  FA_RETURN_IF_ERROR(copy_in(attention, "attention", attention_copy, error));
+  FA_RETURN_IF_ERROR(copy_in(gradients, "gradients", gradients_copy, error));
+  return normalise(attention_copy, gradients_copy, problem, error);
+}
+
+template <typename AnyProblem>
+fa_status run(fa_context_s &context, const AnyProblem &problem, void *workspace, size_t workspace_bytes, fa_stream stream,
+              ErrorText &error) {
+  return context.backend->run(problem, Workspace{workspace, workspace_bytes}, stream, error);
+}
+
+// The answer to a query: the plan and the cost, or the failure, which is part of the answer.
+template <typename AnyProblem>
+void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, fa_plan_info &info, ErrorText &error) {
+  PlanSummary plan;
+  if (status == FA_OK) status = context.backend->plan(problem, plan, error);
+  info.status = status;
+  if (status != FA_OK) {
+    std::memcpy(info.reason, error.text, sizeof info.reason);
+    return;
+  }
+  const Cost cost = cost_of(problem);
+  info.workspace_bytes = plan.workspace_bytes;
+  info.flops = cost.flops;
+  info.bytes = cost.bytes;
+  info.num_splits = plan.num_splits;
+  std::snprintf(info.kernel, sizeof info.kernel, "%s", plan.kernel);
+  std::snprintf(info.reason, sizeof info.reason, "%s", plan.reason);
+}
+
+fa_status create_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error) {
+  switch (config.device_type) {
+    case FA_DEVICE_AUTO:
+    case FA_DEVICE_CPU:
+      return create_cpu_backend(config, backend, error);
+    case FA_DEVICE_CUDA:
+      return fail(error, FA_ERROR_NOT_BUILT, "device_type is FA_DEVICE_CUDA, but this build has no CUDA kernels");
+    default:
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "device_type is %d, which is no fa_device_type", int{config.device_type});
+  }
+}
+
+void log_device(const fa_context_s &context) {
+  if (context.log == nullptr) return;
+  fa_device_properties properties{};
+  context.backend->describe(properties);
+  char line[256];
+  std::snprintf(line, sizeof line, "context on %s, %d threads, cpu_isa %d", properties.name, int{properties.num_threads},
+                int{properties.cpu_isa});
+  context.log(context.log_user, FA_LOG_INFO, line);
+}
+
+fa_status create(fa_context *out, const fa_config *config, ErrorText &error) {
+  if (out == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out is NULL");
+  *out = nullptr;
+  fa_config settings{};
+  if (config != nullptr) FA_RETURN_IF_ERROR(copy_in(config, "config", settings, error));
+  if (settings.reserved != 0)
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.reserved is %d; it must be 0", int{settings.reserved});
+  if (settings.log == nullptr && settings.log_user != nullptr) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.log_user is %p but config.log is NULL", settings.log_user);
+  }
+  auto context = std::make_unique<fa_context_s>();
+  context->log = settings.log;
+  context->log_user = settings.log_user;
+  FA_RETURN_IF_ERROR(create_backend(settings, context->backend, error));
+  log_device(*context);
+  *out = context.release();
+  return FA_OK;
+}
+
+// The layout DLPack has had since 0.2, all of it that is read here.
+struct DLTensor {
+  void *data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t dtype_code;
+  uint8_t dtype_bits;
+  uint16_t dtype_lanes;
+  const int64_t *shape;
+  const int64_t *strides;  // NULL = row-major
+  uint64_t byte_offset;
+};
+
+fa_status from_dlpack(fa_tensor *tensor, const void *dl_tensor, ErrorText &error) {
+  if (tensor == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "tensor is NULL");
+  if (dl_tensor == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "dl_tensor is NULL");
+  const DLTensor &source = *static_cast<const DLTensor *>(dl_tensor);
+  fa_tensor view{};
+  if (source.ndim < 1 || source.ndim > 4)
+    return fail(error, FA_ERROR_SHAPE, "dl_tensor->ndim is %d; it must be 1 to 4", int{source.ndim});
+  if (source.shape == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "dl_tensor->shape is NULL");
+  view.ndim = source.ndim;
+  view.dtype =
+      static_cast<fa_dtype>(source.dtype_code | source.dtype_bits << 8 | static_cast<uint32_t>(source.dtype_lanes) << 16);
+  if (dtype_size(view.dtype) == 0) {
+    return fail(error, FA_ERROR_DTYPE, "dl_tensor->dtype is code %d, %d bits, %d lanes, which is no fa_dtype",
+                int{source.dtype_code}, int{source.dtype_bits}, int{source.dtype_lanes});
+  }
+  int64_t row_major = 1;
+  for (int32_t d = source.ndim - 1; d >= 0; --d) {
+    view.shape[d] = source.shape[d];
+    view.stride[d] = source.strides != nullptr ? source.strides[d] : row_major;
+    if (__builtin_mul_overflow(row_major, source.shape[d], &row_major)) {
+      return fail(error, FA_ERROR_SHAPE, "dl_tensor->shape has more elements than 64 bits count");
+    }
+  }
+  view.data = source.data != nullptr ? static_cast<char *>(source.data) + source.byte_offset : nullptr;
+  *tensor = view;
+  return FA_OK;
+}
+
+}  // namespace
+}  // namespace fa::api
+
+using namespace fa;       // NOLINT: this file only exports
+using namespace fa::api;  // NOLINT
+
+extern "C" {
+
+const char *fa_status_name(fa_status status) { return status_name(status); }
+
+const char *fa_status_description(fa_status status) { return status_description(status); }
+
+fa_status fa_config_init(fa_config *config, size_t size) {
+  return without_context([&](ErrorText &error) { return init(config, "config", size, error); });
+}
+
+fa_status fa_device_properties_init(fa_device_properties *properties, size_t size) {
+  return without_context([&](ErrorText &error) { return init(properties, "properties", size, error); });
+}
+
+fa_status fa_attention_init(fa_attention *attention, size_t size) {
+  return without_context([&](ErrorText &error) { return init(attention, "attention", size, error); });
+}
+
+fa_status fa_gradients_init(fa_gradients *gradients, size_t size) {
+  return without_context([&](ErrorText &error) { return init(gradients, "gradients", size, error); });
+}
+
+fa_status fa_plan_info_init(fa_plan_info *info, size_t size) {
+  return without_context([&](ErrorText &error) { return init(info, "info", size, error); });
+}
+
+fa_status fa_tensor_from_dlpack(fa_tensor *tensor, const void *dl_tensor) {
+  return without_context([&](ErrorText &error) { return from_dlpack(tensor, dl_tensor, error); });
+}
+
+fa_status fa_create(fa_context *out, const fa_config *config) {
+  return without_context([&](ErrorText &error) { return create(out, config, error); });
+}
+
+void fa_destroy(fa_context ctx) {
+  if (ctx != nullptr && ctx->magic == fa_context_s::kMagic) delete ctx;
+}
+
+const char *fa_last_error(fa_context ctx) {
+  return ctx == nullptr || ctx->magic != fa_context_s::kMagic ? thread_error().text : ctx->error.text;
+}
+
+int32_t fa_last_cuda_error(fa_context ctx) {
+  return ctx == nullptr || ctx->magic != fa_context_s::kMagic ? 0 : ctx->backend->last_cuda_error();
+}
+
+fa_status fa_device_info(fa_context ctx, fa_device_properties *properties) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    FA_RETURN_IF_ERROR(check_out(properties, "properties", error));
+    fa_device_properties answer{};
+    context.backend->describe(answer);
+    copy_out(answer, properties);
+    return FA_OK;
+  });
+}
+
+fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_plan_info *info) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    FA_RETURN_IF_ERROR(check_out(info, "info", error));
+    Problem problem;
+    fa_plan_info result{};
+    answer(context, read_problem(attention, problem, error), problem, result, error);
+    copy_out(result, info);
+    return result.status;
+  });
+}
+
+fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, fa_plan_info *info) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    FA_RETURN_IF_ERROR(check_out(info, "info", error));
+    BackwardProblem problem;
+    fa_plan_info result{};
+    answer(context, read_problem(attention, gradients, problem, error), problem, result, error);
+    copy_out(result, info);
+    return result.status;
+  });
+}
+
+fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    Problem problem;
+    FA_RETURN_IF_ERROR(read_problem(attention, problem, error));
+    return context.backend->prepare(problem, error);
+  });
+}
+
+fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    BackwardProblem problem;
+    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, error));
+    return context.backend->prepare(problem, error);
+  });
+}
+
+fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, fa_stream stream) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    Problem problem;
+    FA_RETURN_IF_ERROR(read_problem(attention, problem, error));
+    return run(context, problem, workspace, workspace_bytes, stream, error);
+  });
+}
+
+fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
+                      size_t workspace_bytes, fa_stream stream) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    BackwardProblem problem;
+    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, error));
+    return run(context, problem, workspace, workspace_bytes, stream, error);
+  });
+}
+
+fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
+                   const fa_tensor *out, const fa_tensor *lse, fa_stream stream) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    std::vector<MergePart> parts;
+    MergeProblem problem;
+    FA_RETURN_IF_ERROR(normalise_merge(num_parts, out_parts, lse_parts, out, lse, parts, problem, error));
+    return context.backend->run(problem, stream, error);
+  });
+}
+
+size_t fa_sizeof(fa_struct_kind kind) {
+  switch (kind) {
+    case FA_STRUCT_CONFIG:
+      return sizeof(fa_config);
+    case FA_STRUCT_DEVICE_PROPERTIES:
+      return sizeof(fa_device_properties);
+    case FA_STRUCT_TENSOR:
+      return sizeof(fa_tensor);
+    case FA_STRUCT_ATTENTION:
+      return sizeof(fa_attention);
+    case FA_STRUCT_GRADIENTS:
+      return sizeof(fa_gradients);
+    case FA_STRUCT_PLAN_INFO:
+      return sizeof(fa_plan_info);
+    default:
+      return 0;
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this build is: version and contents.
+#include "flashattn/flashattn.h"
+#include "flashattn/version.h"
+
+#if defined(__clang__)
+#define FA_COMPILER "clang " __clang_version__
+#elif defined(__GNUC__)
+#define FA_COMPILER "gcc " __VERSION__
+#else
+#define FA_COMPILER "unknown"
+#endif
+
+#if defined(__x86_64__)
+#define FA_CPU_ISAS "portable avx2 avx512"
+#else
+#define FA_CPU_ISAS "portable"
+#endif
+
+extern "C" {
+
+int32_t fa_version(void) { return FA_VERSION; }
+
+const char *fa_version_string(void) { return FA_VERSION_STRING; }
+
+const char *fa_build_info(void) {
+  return "version=" FA_VERSION_STRING
+         "\n"
+         "compiler=" FA_COMPILER
+         "\n"
+         "backends=cpu\n"
+         "cpu_isas=" FA_CPU_ISAS
+         "\n"
+         "cpu_head_dims=1..512\n"
+         "cuda_toolkit=none\n"
+         "cuda_archs=none\n"
+         "cuda_head_dims=none\n";
+}
+
+}  // extern "C"

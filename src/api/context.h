@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an fa_context points to.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "core/backend.h"
+#include "core/status.h"
+#include "flashattn/flashattn.h"
+
+struct fa_context_s {
+  static constexpr uint64_t kMagic = 0x6E74746168736C66;  // "flashatt"
+
+  uint64_t magic = kMagic;
+  std::atomic<bool> busy{false};
+  fa::ErrorText error;
+  fa_log_fn log = nullptr;
+  void *log_user = nullptr;
+  std::unique_ptr<fa::Backend> backend;
+
+  ~fa_context_s() { magic = 0; }
+};

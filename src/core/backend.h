@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the API asks of a device: one object per context. The same plan stands behind the query, prepare and the launch.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "core/problem.h"
+#include "core/status.h"
+#include "flashattn/flashattn.h"
+
+namespace fa {
+
+// The part of a backend's plan that users see.
+struct PlanSummary {
+  const char *kernel = "";  // static string
+  const char *reason = "";  // static string: why this kernel
+  size_t workspace_bytes = 0;
+  int32_t num_splits = 1;
+};
+
+// Scratch memory of the caller, or {nullptr, 0}: the backend takes its own.
+struct Workspace {
+  void *data = nullptr;
+  size_t bytes = 0;
+};
+
+constexpr size_t kWorkspaceAlignment = 256;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual void describe(fa_device_properties &properties) const = 0;
+  virtual int32_t last_cuda_error() const { return 0; }
+
+  // Pure: whether and how the problem would run.
+  virtual fa_status plan(const Problem &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
+
+  // Makes the following run safe to capture.
+  virtual fa_status prepare(const Problem &problem, ErrorText &error) = 0;
+  virtual fa_status prepare(const BackwardProblem &problem, ErrorText &error) = 0;
+
+  virtual fa_status run(const Problem &problem, Workspace workspace, fa_stream stream, ErrorText &error) = 0;
+  virtual fa_status run(const BackwardProblem &problem, Workspace workspace, fa_stream stream, ErrorText &error) = 0;
+  virtual fa_status run(const MergeProblem &problem, fa_stream stream, ErrorText &error) = 0;
+
+ protected:
+  Backend() = default;
+};
+
+// Creates the backend a configuration asks for. One function per device kind; a kind that is not built is refused by core.
+fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error);
+
+// Refuses a workspace that a plan cannot use; {nullptr, 0} is fine.
+fa_status check_workspace(const Workspace &workspace, size_t needed_bytes, ErrorText &error);
+
+}  // namespace fa

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/cost.h"
+
+#include <algorithm>
+
+namespace fa {
+namespace {
+
+// Sum over 0 <= i < n of clamp(i + offset, 0, limit).
+double sum_clamped(int64_t n, int64_t offset, int64_t limit) {
+  const int64_t rising = std::clamp<int64_t>(-offset, 0, n);            // rows before this one are clamped to 0
+  const int64_t flat = std::clamp<int64_t>(limit - offset, rising, n);  // rows from this one on are clamped to limit
+  const double count = static_cast<double>(flat - rising);
+  const double ramp = count * (static_cast<double>(rising + offset) + static_cast<double>(flat - 1 + offset)) / 2;
+  return ramp + static_cast<double>(n - flat) * static_cast<double>(limit);
+}
+
+double rows_of(const Lengths &lengths, int64_t batch) {
+  return lengths.cu != nullptr ? static_cast<double>(lengths.total)
+                               : static_cast<double>(batch) * static_cast<double>(lengths.max_len);
+}
+
+struct Traffic {
+  double q_side;    // bytes of one q-shaped tensor
+  double out_side;  // bytes of one out-shaped tensor
+  double k_side;
+  double v_side;
+  double lse;
+};
+
+Traffic traffic_of(const Problem &p) {
+  const double element = dtype_bytes(p.q.dtype);
+  const double rows_q = rows_of(p.q_lengths, p.batch) * static_cast<double>(p.heads_q);
+  const double rows_k = rows_of(p.k_lengths, p.batch) * static_cast<double>(p.heads_k);
+  return {rows_q * static_cast<double>(p.head_dim) * element, rows_q * static_cast<double>(p.head_dim_v) * element,
+          rows_k * static_cast<double>(p.head_dim) * element, rows_k * static_cast<double>(p.head_dim_v) * element, rows_q * 4};
+}
+
+double pairs_of(const Problem &p) {
+  return static_cast<double>(p.batch) * static_cast<double>(p.heads_q) *
+         visible_pairs(p.band, p.q_lengths.max_len, p.k_lengths.max_len);
+}
+
+}  // namespace
+
+double visible_pairs(const Band &band, int64_t seqlen_q, int64_t seqlen_k) {
+  // Keys of row i end at clamp(i + shift + right + 1) and begin at clamp(i + shift - left).
+  const int64_t shift = band.shift(seqlen_q, seqlen_k);
+  return sum_clamped(seqlen_q, shift + band.right + 1, seqlen_k) - sum_clamped(seqlen_q, shift - band.left, seqlen_k);
+}
+
+Cost cost_of(const Problem &p) {
+  const Traffic t = traffic_of(p);
+  Cost cost;
+  cost.flops = 2.0 * pairs_of(p) * static_cast<double>(p.head_dim + p.head_dim_v);
+  cost.bytes = t.q_side + t.k_side + t.v_side + t.out_side + (p.lse.data != nullptr ? t.lse : 0);
+  return cost;
+}
+
+Cost cost_of(const BackwardProblem &b) {
+  const Problem &p = b.forward;
+  const Traffic t = traffic_of(p);
+  Cost cost;
+  // S = q k^T, dq and dk take head_dim; dP = dout v^T and dv take head_dim_v.
+  cost.flops = 2.0 * pairs_of(p) * static_cast<double>(3 * p.head_dim + 2 * p.head_dim_v);
+  cost.bytes = t.q_side + t.k_side + t.v_side + 2 * t.out_side + t.lse + (b.dlse.data != nullptr ? t.lse : 0) +
+               (b.dq.data != nullptr ? t.q_side : 0) + (b.dk.data != nullptr ? t.k_side : 0) +
+               (b.dv.data != nullptr ? t.v_side : 0);
+  return cost;
+}
+
+}  // namespace fa

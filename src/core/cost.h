@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a problem costs at least: matrix operations over visible pairs, and bytes that must move.
+#pragma once
+
+#include "core/problem.h"
+
+namespace fa {
+
+struct Cost {
+  double flops = 0;
+  double bytes = 0;
+};
+
+Cost cost_of(const Problem &problem);
+Cost cost_of(const BackwardProblem &problem);
+
+// Query-key pairs that the band leaves visible in one sequence.
+double visible_pairs(const Band &band, int64_t seqlen_q, int64_t seqlen_k);
+
+}  // namespace fa

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of a single tensor: is it there, does its memory make sense, has it the shape and dtype its role asks for.
+#pragma once
+
+#include <initializer_list>
+
+#include "core/problem.h"
+#include "core/status.h"
+#include "flashattn/flashattn.h"
+
+namespace fa {
+
+enum class Role { input, output };
+
+// A tensor of the caller and the name its messages use.
+struct NamedTensor {
+  const char *name;
+  const fa_tensor &tensor;
+};
+
+// Absent means data == NULL and ndim == 0.
+inline bool is_present(const fa_tensor &t) { return t.data != nullptr || t.ndim != 0; }
+
+int64_t element_count(const fa_tensor &t);
+int dtype_size(fa_dtype dtype);  // 0 for a number that is no fa_dtype
+const char *dtype_name(fa_dtype dtype);
+bool is_attention_dtype(fa_dtype dtype);  // fp32, fp16, bf16
+Dtype to_dtype(fa_dtype dtype);           // of an attention dtype
+
+// One allowed size of a dimension, and what it is called in messages; `or_one` also allows 1 (broadcast).
+struct Dim {
+  int64_t size;
+  const char *meaning;
+  bool or_one = false;
+};
+
+// The tensor is present, its sizes and strides address memory that can exist, its pointer is aligned, outputs do not overlap
+// themselves. Everything below assumes this has passed.
+fa_status check_memory(const NamedTensor &t, Role role, ErrorText &error);
+
+fa_status check_ndim(const NamedTensor &t, int32_t ndim, const char *layout, ErrorText &error);
+fa_status check_shape(const NamedTensor &t, std::initializer_list<Dim> dims, ErrorText &error);
+fa_status check_dtype(const NamedTensor &t, std::initializer_list<fa_dtype> allowed, ErrorText &error);
+fa_status check_unit_stride(const NamedTensor &t, int32_t dim, ErrorText &error);
+
+// Stride with which a dimension is walked: 0 where it has size 1, so that broadcasting needs no cases.
+inline int64_t broadcast_stride(const fa_tensor &t, int32_t dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; }
+
+}  // namespace fa

@@ -1,0 +1,668 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/validate.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+
+#include "core/tensor_check.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+
+// (batch, seqlen, heads, head_dim), (total, heads, head_dim) or (pages, page_size, heads, head_dim).
+Operand to_operand(const fa_tensor &t) {
+  const bool packed = t.ndim == 3;
+  Operand operand;
+  operand.data = t.data;
+  operand.dtype = to_dtype(t.dtype);
+  operand.batch_stride = packed ? 0 : t.stride[0];
+  operand.seq_stride = t.stride[packed ? 0 : 1];
+  operand.head_stride = t.stride[packed ? 1 : 2];
+  return operand;
+}
+
+// (batch, heads, seqlen) or (heads, total).
+RowScalar to_row_scalar(const fa_tensor &t) {
+  const bool packed = t.ndim == 2;
+  RowScalar scalar;
+  scalar.data = static_cast<float *>(t.data);
+  scalar.batch_stride = packed ? 0 : t.stride[0];
+  scalar.head_stride = t.stride[packed ? 0 : 1];
+  scalar.seq_stride = t.stride[packed ? 1 : 2];
+  return scalar;
+}
+
+ScoreTensor to_score_tensor(const fa_tensor &t) {
+  return {t.data,
+          to_dtype(t.dtype),
+          broadcast_stride(t, 0),
+          broadcast_stride(t, 1),
+          broadcast_stride(t, 2),
+          broadcast_stride(t, 3)};
+}
+
+// Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
+class Normaliser {
+ public:
+  Normaliser(const fa_attention &attention, Problem &problem, ErrorText &error) : a_(attention), p_(problem), error_(error) {}
+
+  fa_status forward() {
+    FA_RETURN_IF_ERROR(options());
+    FA_RETURN_IF_ERROR(queries_and_keys());
+    FA_RETURN_IF_ERROR(lengths());
+    FA_RETURN_IF_ERROR(check_sizes());
+    FA_RETURN_IF_ERROR(mask());
+    FA_RETURN_IF_ERROR(score_tensors());
+    FA_RETURN_IF_ERROR(dropout());
+    return fp8_scales();
+  }
+
+  fa_status outputs(Role role, bool lse_required) {
+    FA_RETURN_IF_ERROR(like_q("out", a_.out, role, p_.head_dim_v, "v's head_dim"));
+    p_.out = to_operand(a_.out);
+    if (is_present(a_.lse) || lse_required) {
+      FA_RETURN_IF_ERROR(row_scalar("lse", a_.lse, role));
+      p_.lse = to_row_scalar(a_.lse);
+    }
+    return FA_OK;
+  }
+
+  // A tensor with q's rows, heads and dtype.
+  fa_status like_q(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
+    return operand_like({name, t}, a_.q, role, head_dim, head_dim_meaning, "as q");
+  }
+  fa_status like_k(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
+    return operand_like({name, t}, a_.k, role, head_dim, head_dim_meaning, "as k");
+  }
+
+  fa_status row_scalar(const char *name, const fa_tensor &t, Role role) {
+    const NamedTensor named{name, t};
+    FA_RETURN_IF_ERROR(check_memory(named, role, error_));
+    FA_RETURN_IF_ERROR(check_dtype(named, {FA_FLOAT32}, error_));
+    if (packed_q_) return check_shape(named, {{p_.heads_q, "heads_q"}, {a_.q.shape[0], "total_q"}}, error_);
+    return check_shape(named, {{p_.batch, "batch"}, {p_.heads_q, "heads_q"}, {a_.q.shape[1], "seqlen_q"}}, error_);
+  }
+
+ private:
+  fa_status options() {
+    constexpr uint32_t kFlags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT;
+    if (a_.flags & ~kFlags) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "flags is 0x%x; bits 0x%x are unknown", a_.flags, a_.flags & ~kFlags);
+    }
+    p_.deterministic = a_.flags & FA_FLAG_DETERMINISTIC;
+    p_.batch_invariant = a_.flags & FA_FLAG_BATCH_INVARIANT;
+    if (!std::isfinite(a_.softmax_scale) || a_.softmax_scale < 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT,
+                  "softmax_scale is %g; it must be finite and not negative (0 = 1/sqrt(head_dim))", double{a_.softmax_scale});
+    }
+    if (!std::isfinite(a_.softcap) || a_.softcap < 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "softcap is %g; it must be finite and not negative (0 = none)",
+                  double{a_.softcap});
+    }
+    p_.softcap = a_.softcap;
+    if (a_.num_splits < 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "num_splits is %d; it cannot be negative (0 = automatic)",
+                  int{a_.num_splits});
+    }
+    p_.num_splits = a_.num_splits;
+    return FA_OK;
+  }
+
+  fa_status queries_and_keys() {
+    packed_q_ = is_present(a_.cu_seqlens_q);
+    packed_k_ = is_present(a_.cu_seqlens_k);
+    paged_ = is_present(a_.page_table);
+    if (paged_ && packed_k_) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT,
+                  "cu_seqlens_k and page_table are both given; paged keys take their lengths from seqused_k");
+    }
+
+    const NamedTensor q{"q", a_.q}, k{"k", a_.k}, v{"v", a_.v};
+    for (const NamedTensor &t : {q, k, v}) {
+      FA_RETURN_IF_ERROR(check_memory(t, Role::input, error_));
+      if (t.tensor.dtype == FA_FLOAT8_E4M3) {
+        return fail(error_, FA_ERROR_UNSUPPORTED, "%s.dtype is float8_e4m3, for which there is no kernel yet", t.name);
+      }
+    }
+    FA_RETURN_IF_ERROR(check_dtype(q, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(q, packed_q_ ? 3 : 4,
+                                  packed_q_ ? "(total_q, heads_q, head_dim) because cu_seqlens_q is given"
+                                            : "(batch, seqlen_q, heads_q, head_dim) because cu_seqlens_q is absent",
+                                  error_));
+    const char *layout_k = paged_      ? "(pages, page_size, heads_k, head_dim) because page_table is given"
+                           : packed_k_ ? "(total_k, heads_k, head_dim) because cu_seqlens_k is given"
+                                       : "(batch, seqlen_k, heads_k, head_dim) because cu_seqlens_k and page_table are absent";
+    FA_RETURN_IF_ERROR(check_ndim(k, packed_k_ ? 3 : 4, layout_k, error_));
+    FA_RETURN_IF_ERROR(check_ndim(v, packed_k_ ? 3 : 4, layout_k, error_));
+
+    p_.heads_q = a_.q.shape[a_.q.ndim - 2];
+    p_.heads_k = a_.k.shape[a_.k.ndim - 2];
+    p_.head_dim = a_.q.shape[a_.q.ndim - 1];
+    p_.head_dim_v = a_.v.shape[a_.v.ndim - 1];
+    const int head_dim_index = a_.q.ndim - 1;
+    if (p_.heads_q < 1)
+      return fail(error_, FA_ERROR_SHAPE, "q.shape[%d] (heads_q) is 0; it must be at least 1", head_dim_index - 1);
+    if (p_.heads_k < 1) return fail(error_, FA_ERROR_SHAPE, "k.shape[%d] (heads_k) is 0; it must be at least 1", a_.k.ndim - 2);
+    if (p_.heads_q % p_.heads_k != 0) {
+      return fail(error_, FA_ERROR_SHAPE, "q has %" PRId64 " heads, which is not a multiple of k's %" PRId64 " heads",
+                  p_.heads_q, p_.heads_k);
+    }
+    p_.group = p_.heads_q / p_.heads_k;
+    for (const auto &[t, head_dim] : {std::pair{&q, p_.head_dim}, std::pair{&v, p_.head_dim_v}}) {
+      const int index = t->tensor.ndim - 1;
+      if (head_dim < 1)
+        return fail(error_, FA_ERROR_SHAPE, "%s.shape[%d] (head_dim) is 0; it must be at least 1", t->name, index);
+      if (head_dim > kMaxHeadDim) {
+        return fail(error_, FA_ERROR_UNSUPPORTED, "%s.shape[%d] (head_dim) is %" PRId64 "; kernels go up to %" PRId64, t->name,
+                    index, head_dim, kMaxHeadDim);
+      }
+    }
+    FA_RETURN_IF_ERROR(check_unit_stride(q, a_.q.ndim - 1, error_));
+    FA_RETURN_IF_ERROR(operand_like(k, a_.k, Role::input, p_.head_dim, "head_dim of q", "as q"));
+    FA_RETURN_IF_ERROR(operand_like(v, a_.k, Role::input, p_.head_dim_v, "its own head_dim", "as k"));
+    p_.softmax_scale = a_.softmax_scale > 0 ? a_.softmax_scale : 1.0f / std::sqrt(static_cast<float>(p_.head_dim));
+    p_.q = to_operand(a_.q);
+    p_.k = to_operand(a_.k);
+    p_.v = to_operand(a_.v);
+    return FA_OK;
+  }
+
+  // Same dtype as q, same leading sizes as `model`, the given head_dim, contiguous.
+  fa_status operand_like(const NamedTensor &t, const fa_tensor &model, Role role, int64_t head_dim,
+                         const char *head_dim_meaning, const char *relation) {
+    FA_RETURN_IF_ERROR(check_memory(t, role, error_));
+    FA_RETURN_IF_ERROR(check_dtype(t, {a_.q.dtype}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(t, model.ndim, relation, error_));
+    const int last = model.ndim - 1;
+    for (int d = 0; d < last; ++d) {
+      if (t.tensor.shape[d] != model.shape[d]) {
+        return fail(error_, FA_ERROR_SHAPE, "%s.shape[%d] is %" PRId64 "; it must be %" PRId64 " (%s)", t.name, d,
+                    t.tensor.shape[d], model.shape[d], relation);
+      }
+    }
+    if (t.tensor.shape[last] != head_dim) {
+      return fail(error_, FA_ERROR_SHAPE, "%s.shape[%d] is %" PRId64 "; it must be %" PRId64 " (%s)", t.name, last,
+                  t.tensor.shape[last], head_dim, head_dim_meaning);
+    }
+    return check_unit_stride(t, last, error_);
+  }
+
+  // Keeps every product of a few sizes within 64 bits; far above what any memory holds.
+  fa_status check_sizes() {
+    constexpr int64_t kLimit = int64_t{1} << 40;
+    const std::pair<const char *, int64_t> sizes[] = {{"batch", p_.batch},
+                                                      {"heads_q", p_.heads_q},
+                                                      {"seqlen_q", p_.q_lengths.max_len},
+                                                      {"seqlen_k", p_.k_lengths.max_len},
+                                                      {"page_size", p_.page_size}};
+    for (const auto &[name, size] : sizes) {
+      if (size > kLimit) {
+        return fail(error_, FA_ERROR_UNSUPPORTED, "%s is %" PRId64 "; sizes go up to 2^40", name, size);
+      }
+    }
+    if (p_.batch > 0 && p_.heads_q > kLimit / p_.batch) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "batch %" PRId64 " times heads_q %" PRId64 " is more than 2^40", p_.batch,
+                  p_.heads_q);
+    }
+    return FA_OK;
+  }
+
+  fa_status lengths() {
+    FA_RETURN_IF_ERROR(batch());
+    FA_RETURN_IF_ERROR(side({"cu_seqlens_q", a_.cu_seqlens_q}, {"seqused_q", a_.seqused_q}, {"max_seqlen_q", a_.max_seqlen_q},
+                            packed_q_ ? a_.q.shape[0] : a_.q.shape[1], packed_q_, p_.q_lengths));
+    int64_t capacity_k = packed_k_ ? a_.k.shape[0] : a_.k.shape[1];
+    if (paged_) FA_RETURN_IF_ERROR(pages(capacity_k));
+    return side({"cu_seqlens_k", a_.cu_seqlens_k}, {"seqused_k", a_.seqused_k}, {"max_seqlen_k", a_.max_seqlen_k}, capacity_k,
+                packed_k_ || (paged_ && is_present(a_.seqused_k)), p_.k_lengths);
+  }
+
+  // The batch size is said by q, or by the offsets when q is packed; everything else must agree.
+  fa_status batch() {
+    if (packed_q_) {
+      FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_q", a_.cu_seqlens_q}));
+      p_.batch = a_.cu_seqlens_q.shape[0] - 1;
+    } else {
+      p_.batch = a_.q.shape[0];
+    }
+    if (packed_k_) {
+      FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_k", a_.cu_seqlens_k}));
+      return check_shape({"cu_seqlens_k", a_.cu_seqlens_k}, {{p_.batch + 1, "batch + 1"}}, error_);
+    }
+    if (!paged_ && a_.k.shape[0] != p_.batch) {
+      return fail(error_, FA_ERROR_SHAPE, "k.shape[0] is %" PRId64 "; it must be %" PRId64 " (the batch of q)", a_.k.shape[0],
+                  p_.batch);
+    }
+    return FA_OK;
+  }
+
+  fa_status check_offsets(const NamedTensor &cu) {
+    FA_RETURN_IF_ERROR(check_memory(cu, Role::input, error_));
+    FA_RETURN_IF_ERROR(check_dtype(cu, {FA_INT32, FA_INT64}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(cu, 1, "(batch + 1)", error_));
+    if (cu.tensor.shape[0] < 1) return fail(error_, FA_ERROR_SHAPE, "%s.shape[0] is 0; it must be batch + 1", cu.name);
+    return FA_OK;
+  }
+
+  struct MaxLen {
+    const char *name;
+    int64_t value;
+  };
+
+  // `bounded`: sequences may be shorter than `rows`, so the caller may give an upper bound.
+  fa_status side(const NamedTensor &cu, const NamedTensor &used, const MaxLen &max_len, int64_t rows, bool bounded,
+                 Lengths &lengths) {
+    if (is_present(cu.tensor)) {
+      lengths.cu = cu.tensor.data;
+      lengths.cu_is_64 = cu.tensor.dtype == FA_INT64;
+      lengths.cu_stride = cu.tensor.stride[0];
+    }
+    if (is_present(used.tensor)) {
+      FA_RETURN_IF_ERROR(check_memory(used, Role::input, error_));
+      FA_RETURN_IF_ERROR(check_dtype(used, {FA_INT32}, error_));
+      FA_RETURN_IF_ERROR(check_shape(used, {{p_.batch, "batch"}}, error_));
+      lengths.used = static_cast<const int32_t *>(used.tensor.data);
+      lengths.used_stride = used.tensor.stride[0];
+    }
+    if (max_len.value < 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; it cannot be negative", max_len.name, max_len.value);
+    }
+    if (!bounded && max_len.value != 0 && max_len.value < rows) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 ", less than the %" PRId64 " rows of every sequence",
+                  max_len.name, max_len.value, rows);
+    }
+    lengths.max_len = max_len.value > 0 ? std::min(max_len.value, rows) : rows;
+    lengths.total = is_present(cu.tensor) ? rows : 0;
+    return FA_OK;
+  }
+
+  fa_status pages(int64_t &capacity) {
+    const NamedTensor table{"page_table", a_.page_table};
+    FA_RETURN_IF_ERROR(check_memory(table, Role::input, error_));
+    FA_RETURN_IF_ERROR(check_dtype(table, {FA_INT32}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(table, 2, "(batch, max_pages)", error_));
+    FA_RETURN_IF_ERROR(check_shape(table, {{p_.batch, "batch"}, {a_.page_table.shape[1], "max_pages"}}, error_));
+    p_.page_size = a_.k.shape[1];
+    if (p_.page_size < 1) return fail(error_, FA_ERROR_SHAPE, "k.shape[1] (page_size) is 0; it must be at least 1");
+    p_.page_table = static_cast<const int32_t *>(a_.page_table.data);
+    p_.page_table_batch_stride = a_.page_table.stride[0];
+    p_.page_table_page_stride = a_.page_table.stride[1];
+    p_.num_pages = a_.k.shape[0];
+    p_.max_pages = a_.page_table.shape[1];
+    if (__builtin_mul_overflow(p_.max_pages, p_.page_size, &capacity)) {
+      return fail(error_, FA_ERROR_SHAPE, "page_table.shape[1] %" PRId64 " times page_size %" PRId64 " overflows", p_.max_pages,
+                  p_.page_size);
+    }
+    return FA_OK;
+  }
+
+  fa_status mask() {
+    if (a_.mask != FA_MASK_NONE && a_.mask != FA_MASK_CAUSAL && a_.mask != FA_MASK_CAUSAL_TOP_LEFT) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "mask is %d, which is no fa_mask_kind", int{a_.mask});
+    }
+    constexpr uint32_t kSides = FA_WINDOW_LEFT | FA_WINDOW_RIGHT;
+    if (a_.window & ~kSides) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "window is 0x%x; bits 0x%x are unknown", a_.window, a_.window & ~kSides);
+    }
+    FA_RETURN_IF_ERROR(window_limit("window_left", "FA_WINDOW_LEFT", a_.window & FA_WINDOW_LEFT, a_.window_left, p_.band.left));
+    FA_RETURN_IF_ERROR(
+        window_limit("window_right", "FA_WINDOW_RIGHT", a_.window & FA_WINDOW_RIGHT, a_.window_right, p_.band.right));
+    if (a_.mask != FA_MASK_NONE) p_.band.right = 0;
+    p_.band.top_left = a_.mask == FA_MASK_CAUSAL_TOP_LEFT;
+    return FA_OK;
+  }
+
+  fa_status window_limit(const char *name, const char *bit, bool given, int64_t value, int64_t &limit) {
+    if (!given && value != 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 " but %s is not set in window", name, value, bit);
+    }
+    if (value < 0) return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; it cannot be negative", name, value);
+    if (given) limit = std::min(value, Band::kUnlimited);
+    return FA_OK;
+  }
+
+  fa_status score_tensors() {
+    const int64_t bound_q = score_bound(a_.max_seqlen_q, p_.q_lengths), bound_k = score_bound(a_.max_seqlen_k, p_.k_lengths);
+    if (is_present(a_.bias)) {
+      const NamedTensor bias{"bias", a_.bias};
+      FA_RETURN_IF_ERROR(check_memory(bias, Role::input, error_));
+      FA_RETURN_IF_ERROR(check_dtype(bias, {a_.q.dtype, FA_FLOAT32}, error_));
+      FA_RETURN_IF_ERROR(check_shape(
+          bias, {{p_.batch, "batch", true}, {p_.heads_q, "heads_q", true}, {bound_q, "seqlen_q", true}, {bound_k, "seqlen_k"}},
+          error_));
+      p_.bias = to_score_tensor(a_.bias);
+    }
+    FA_RETURN_IF_ERROR(block_mask(bound_q, bound_k));
+    if (is_present(a_.alibi_slopes)) {
+      const NamedTensor slopes{"alibi_slopes", a_.alibi_slopes};
+      FA_RETURN_IF_ERROR(check_memory(slopes, Role::input, error_));
+      FA_RETURN_IF_ERROR(check_dtype(slopes, {FA_FLOAT32}, error_));
+      const bool per_batch = a_.alibi_slopes.ndim == 2;
+      FA_RETURN_IF_ERROR(per_batch ? check_shape(slopes, {{p_.batch, "batch"}, {p_.heads_q, "heads_q"}}, error_)
+                                   : check_shape(slopes, {{p_.heads_q, "heads_q"}}, error_));
+      p_.alibi_slopes = static_cast<const float *>(a_.alibi_slopes.data);
+      p_.alibi_batch_stride = per_batch ? a_.alibi_slopes.stride[0] : 0;
+      p_.alibi_head_stride = a_.alibi_slopes.stride[per_batch ? 1 : 0];
+    }
+    if (is_present(a_.sink)) {
+      const NamedTensor sink{"sink", a_.sink};
+      FA_RETURN_IF_ERROR(check_memory(sink, Role::input, error_));
+      FA_RETURN_IF_ERROR(check_dtype(sink, {FA_FLOAT32}, error_));
+      FA_RETURN_IF_ERROR(check_shape(sink, {{p_.heads_q, "heads_q"}}, error_));
+      p_.sink = static_cast<const float *>(a_.sink.data);
+      p_.sink_stride = a_.sink.stride[0];
+    }
+    return FA_OK;
+  }
+
+  // Rows or columns that bias and block mask must have: what the caller said, also where that exceeds the rows there are.
+  static int64_t score_bound(int64_t max_seqlen, const Lengths &lengths) {
+    return max_seqlen > 0 ? max_seqlen : lengths.max_len;
+  }
+
+  fa_status block_mask(int64_t bound_q, int64_t bound_k) {
+    const bool given = is_present(a_.block_mask);
+    for (const auto &[name, size] : {std::pair{"block_size_q", a_.block_size_q}, std::pair{"block_size_k", a_.block_size_k}}) {
+      if (given && size < 1)
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; with block_mask it must be at least 1", name, size);
+      if (!given && size != 0)
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 " but block_mask is absent", name, size);
+    }
+    if (!given) return FA_OK;
+    const NamedTensor mask{"block_mask", a_.block_mask};
+    FA_RETURN_IF_ERROR(check_memory(mask, Role::input, error_));
+    FA_RETURN_IF_ERROR(check_dtype(mask, {FA_UINT8, FA_BOOL}, error_));
+    const auto blocks = [](int64_t length, int64_t size) { return length / size + (length % size != 0); };
+    FA_RETURN_IF_ERROR(check_shape(mask,
+                                   {{p_.batch, "batch", true},
+                                    {p_.heads_q, "heads_q", true},
+                                    {blocks(bound_q, a_.block_size_q), "ceil(seqlen_q / block_size_q)"},
+                                    {blocks(bound_k, a_.block_size_k), "ceil(seqlen_k / block_size_k)"}},
+                                   error_));
+    p_.block_mask = {static_cast<const uint8_t *>(a_.block_mask.data),
+                     broadcast_stride(a_.block_mask, 0),
+                     broadcast_stride(a_.block_mask, 1),
+                     a_.block_mask.stride[2],
+                     a_.block_mask.stride[3],
+                     a_.block_size_q,
+                     a_.block_size_k};
+    return FA_OK;
+  }
+
+  fa_status dropout() {
+    const float p = a_.dropout_p;
+    if (!(p >= 0.0f && p < 1.0f)) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "dropout_p is %g; it must be at least 0 and less than 1", double{p});
+    }
+    if (a_.dropout_seed_ptr != nullptr && a_.dropout_seed != 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT,
+                  "dropout_seed is %" PRIu64 " and dropout_seed_ptr is given too; give one of them", a_.dropout_seed);
+    }
+    for (const auto &[name, pointer] :
+         {std::pair{"dropout_seed_ptr", a_.dropout_seed_ptr}, std::pair{"dropout_offset_ptr", a_.dropout_offset_ptr}}) {
+      if (reinterpret_cast<uintptr_t>(pointer) % alignof(uint64_t) != 0) {
+        return fail(error_, FA_ERROR_ALIGNMENT, "%s is %p; it needs 8-byte alignment", name,
+                    static_cast<const void *>(pointer));
+      }
+    }
+    const long threshold = std::min(std::lround(static_cast<double>(p) * 65536.0), 65535L);
+    if (threshold == 0) return FA_OK;
+    constexpr int64_t kMaxLen = int64_t{1} << 31;  // the counter of the random bits has 32 bits for a key index
+    if (p_.k_lengths.max_len >= kMaxLen || p_.q_lengths.max_len >= kMaxLen || p_.batch * p_.heads_q >= 2 * kMaxLen) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "dropout_p is %g with seqlen_q %" PRId64 ", seqlen_k %" PRId64 ", batch * heads_q %" PRId64
+                  "; dropout goes up to 2^31 - 1 rows and keys and 2^32 - 1 heads",
+                  double{p}, p_.q_lengths.max_len, p_.k_lengths.max_len, p_.batch * p_.heads_q);
+    }
+    p_.dropout.threshold = static_cast<uint32_t>(threshold);
+    p_.dropout.keep_scale = static_cast<float>(65536.0 / static_cast<double>(65536 - threshold));
+    p_.dropout.seed = a_.dropout_seed;
+    p_.dropout.offset = a_.dropout_offset;
+    p_.dropout.seed_ptr = a_.dropout_seed_ptr;
+    p_.dropout.offset_ptr = a_.dropout_offset_ptr;
+    return FA_OK;
+  }
+
+  fa_status fp8_scales() {
+    for (const NamedTensor &t : {NamedTensor{"q_descale", a_.q_descale}, NamedTensor{"k_descale", a_.k_descale},
+                                 NamedTensor{"v_descale", a_.v_descale}}) {
+      if (is_present(t.tensor)) {
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is given but q.dtype is %s; descales are for fp8", t.name,
+                    dtype_name(a_.q.dtype));
+      }
+    }
+    return FA_OK;
+  }
+
+  const fa_attention &a_;
+  Problem &p_;
+  ErrorText &error_;
+  bool packed_q_ = false;
+  bool packed_k_ = false;
+  bool paged_ = false;
+};
+
+// Outputs may not start where another tensor starts. Views into one allocation interleave legally, so only equal addresses are
+// caught.
+fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
+                         ErrorText &error) {
+  const auto has_data = [](const NamedTensor &t) { return t.tensor.data != nullptr && element_count(t.tensor) > 0; };
+  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
+    if (!has_data(*output)) continue;
+    const auto clash = [&](const NamedTensor &t) { return has_data(t) && t.tensor.data == output->tensor.data; };
+    const NamedTensor *other = std::find_if(others.begin(), others.end(), clash);
+    if (other == others.end()) {
+      other = std::find_if(output + 1, outputs.end(), clash);
+      if (other == outputs.end()) continue;
+    }
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s.data and %s.data are both %p; outputs must have their own memory",
+                output->name, other->name, output->tensor.data);
+  }
+  return FA_OK;
+}
+
+}  // namespace
+
+fa_status normalise(const fa_attention &a, Problem &problem, ErrorText &error) {
+  problem = Problem{};
+  Normaliser normaliser(a, problem, error);
+  FA_RETURN_IF_ERROR(normaliser.forward());
+  FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
+  return check_distinct(
+      {{"out", a.out}, {"lse", a.lse}},
+      {{"q", a.q}, {"k", a.k}, {"v", a.v}, {"bias", a.bias}, {"sink", a.sink}, {"alibi_slopes", a.alibi_slopes}}, error);
+}
+
+fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProblem &problem, ErrorText &error) {
+  problem = BackwardProblem{};
+  Problem &p = problem.forward;
+  Normaliser normaliser(a, p, error);
+  FA_RETURN_IF_ERROR(normaliser.forward());
+  FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
+  if (p.page_table != nullptr)
+    return fail(error, FA_ERROR_UNSUPPORTED, "page_table is given, but there is no backward for paged keys");
+  if (g.reserved != 0) return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients.reserved is %u; it must be 0", g.reserved);
+
+  FA_RETURN_IF_ERROR(normaliser.like_q("dout", g.dout, Role::input, p.head_dim_v, "v's head_dim"));
+  problem.dout = to_operand(g.dout);
+  if (is_present(g.dlse)) {
+    FA_RETURN_IF_ERROR(normaliser.row_scalar("dlse", g.dlse, Role::input));
+    problem.dlse = to_row_scalar(g.dlse);
+  }
+
+  bool any = false;
+  if (is_present(g.dq)) {
+    FA_RETURN_IF_ERROR(normaliser.like_q("dq", g.dq, Role::output, p.head_dim, "head_dim of q"));
+    problem.dq = to_operand(g.dq);
+    any = true;
+  }
+  if (is_present(g.dk)) {
+    FA_RETURN_IF_ERROR(normaliser.like_k("dk", g.dk, Role::output, p.head_dim, "head_dim of k"));
+    problem.dk = to_operand(g.dk);
+    any = true;
+  }
+  if (is_present(g.dv)) {
+    FA_RETURN_IF_ERROR(normaliser.like_k("dv", g.dv, Role::output, p.head_dim_v, "head_dim of v"));
+    problem.dv = to_operand(g.dv);
+    any = true;
+  }
+  if (is_present(g.dbias)) {
+    if (!is_present(a.bias))
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients.dbias is given but attention.bias is absent");
+    const NamedTensor dbias{"dbias", g.dbias};
+    FA_RETURN_IF_ERROR(check_memory(dbias, Role::output, error));
+    FA_RETURN_IF_ERROR(check_dtype(dbias, {a.q.dtype, FA_FLOAT32}, error));
+    FA_RETURN_IF_ERROR(check_shape(dbias,
+                                   {{a.bias.shape[0], "as bias"},
+                                    {a.bias.shape[1], "as bias"},
+                                    {a.bias.shape[2], "as bias"},
+                                    {a.bias.shape[3], "as bias"}},
+                                   error));
+    problem.dbias = to_score_tensor(g.dbias);
+    problem.dbias_rows = a.bias.shape[2];
+    problem.dbias_cols = a.bias.shape[3];
+    problem.dbias_sum_batch = a.bias.shape[0] == 1 && p.batch != 1;
+    problem.dbias_sum_heads = a.bias.shape[1] == 1 && p.heads_q != 1;
+    problem.dbias_sum_rows = a.bias.shape[2] == 1 && p.q_lengths.max_len != 1;
+    any = true;
+  }
+  if (is_present(g.dsink)) {
+    if (!is_present(a.sink))
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients.dsink is given but attention.sink is absent");
+    const NamedTensor dsink{"dsink", g.dsink};
+    FA_RETURN_IF_ERROR(check_memory(dsink, Role::output, error));
+    FA_RETURN_IF_ERROR(check_dtype(dsink, {FA_FLOAT32}, error));
+    FA_RETURN_IF_ERROR(check_shape(dsink, {{p.heads_q, "heads_q"}}, error));
+    problem.dsink = static_cast<float *>(g.dsink.data);
+    problem.dsink_stride = g.dsink.stride[0];
+    any = true;
+  }
+  if (!any) return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients has none of dq, dk, dv, dbias, dsink: nothing to compute");
+  return check_distinct({{"dq", g.dq}, {"dk", g.dk}, {"dv", g.dv}, {"dbias", g.dbias}, {"dsink", g.dsink}},
+                        {{"q", a.q},
+                         {"k", a.k},
+                         {"v", a.v},
+                         {"out", a.out},
+                         {"lse", a.lse},
+                         {"dout", g.dout},
+                         {"dlse", g.dlse},
+                         {"bias", a.bias},
+                         {"sink", a.sink}},
+                        error);
+}
+
+fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, const fa_tensor *out,
+                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, ErrorText &error) {
+  problem = MergeProblem{};
+  if (num_parts < 1) return fail(error, FA_ERROR_INVALID_ARGUMENT, "num_parts is %d; it must be at least 1", int{num_parts});
+  if (out_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out_parts is NULL");
+  if (lse_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "lse_parts is NULL");
+  if (out == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out is NULL");
+
+  const NamedTensor result{"out", *out};
+  FA_RETURN_IF_ERROR(check_memory(result, Role::output, error));
+  FA_RETURN_IF_ERROR(check_dtype(result, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error));
+  const bool packed = out->ndim == 3;
+  if (!packed)
+    FA_RETURN_IF_ERROR(
+        check_ndim(result, 4, "(batch, seqlen_q, heads_q, head_dim_v), or 3: (total_q, heads_q, head_dim_v)", error));
+  FA_RETURN_IF_ERROR(check_unit_stride(result, out->ndim - 1, error));
+  problem.batch = packed ? 1 : out->shape[0];
+  problem.seqlen_q = out->shape[packed ? 0 : 1];
+  problem.heads_q = out->shape[packed ? 1 : 2];
+  problem.head_dim_v = out->shape[packed ? 2 : 3];
+  problem.out = to_operand(*out);
+
+  const auto check_lse = [&](const NamedTensor &t, Role role) -> fa_status {
+    FA_RETURN_IF_ERROR(check_memory(t, role, error));
+    FA_RETURN_IF_ERROR(check_dtype(t, {FA_FLOAT32}, error));
+    if (packed) return check_shape(t, {{problem.heads_q, "heads_q"}, {problem.seqlen_q, "total_q"}}, error);
+    return check_shape(t, {{problem.batch, "batch"}, {problem.heads_q, "heads_q"}, {problem.seqlen_q, "seqlen_q"}}, error);
+  };
+  if (lse != nullptr && is_present(*lse)) {
+    FA_RETURN_IF_ERROR(check_lse({"lse", *lse}, Role::output));
+    problem.lse = to_row_scalar(*lse);
+  }
+
+  parts.resize(static_cast<size_t>(num_parts));
+  for (int32_t n = 0; n < num_parts; ++n) {
+    char out_name[32], lse_name[32];
+    std::snprintf(out_name, sizeof out_name, "out_parts[%d]", int{n});
+    std::snprintf(lse_name, sizeof lse_name, "lse_parts[%d]", int{n});
+    const NamedTensor part{out_name, out_parts[n]};
+    FA_RETURN_IF_ERROR(check_memory(part, Role::input, error));
+    FA_RETURN_IF_ERROR(check_dtype(part, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error));
+    FA_RETURN_IF_ERROR(check_dtype(part, {out_parts[0].dtype}, error));
+    FA_RETURN_IF_ERROR(check_ndim(part, out->ndim, "as out", error));
+    for (int d = 0; d < out->ndim; ++d) {
+      if (part.tensor.shape[d] != out->shape[d]) {
+        return fail(error, FA_ERROR_SHAPE, "%s.shape[%d] is %" PRId64 "; it must be %" PRId64 " (as out)", out_name, d,
+                    part.tensor.shape[d], out->shape[d]);
+      }
+    }
+    FA_RETURN_IF_ERROR(check_unit_stride(part, out->ndim - 1, error));
+    FA_RETURN_IF_ERROR(check_lse({lse_name, lse_parts[n]}, Role::input));
+    parts[static_cast<size_t>(n)] = {to_operand(out_parts[n]), to_row_scalar(lse_parts[n])};
+  }
+  problem.num_parts = num_parts;
+  problem.parts = parts.data();
+  return FA_OK;
+}
+
+namespace {
+
+fa_status check_host_side(const Lengths &lengths, int64_t batch, const char *side, ErrorText &error) {
+  for (int64_t b = 0; b < batch; ++b) {
+    int64_t slot = lengths.max_len;
+    if (lengths.cu != nullptr) {
+      const int64_t begin = offset_of(lengths, b), end = offset_of(lengths, b + 1);
+      if (begin < 0 || end < begin || end > lengths.total) {
+        return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                    "cu_seqlens_%s[%" PRId64 "..%" PRId64 "] is %" PRId64 ", %" PRId64
+                    "; offsets must not decrease and stay within 0 and total_%s = %" PRId64,
+                    side, b, b + 1, begin, end, side, lengths.total);
+      }
+      slot = end - begin;
+    }
+    int64_t len = slot;
+    if (lengths.used != nullptr) {
+      len = lengths.used[b * lengths.used_stride];
+      if (len < 0 || len > slot) {
+        return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                    "seqused_%s[%" PRId64 "] is %" PRId64 "; it must be between 0 and %" PRId64 ", the rows of its sequence",
+                    side, b, len, slot);
+      }
+    }
+    if (len > lengths.max_len) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                  "max_seqlen_%s is %" PRId64 ", but sequence %" PRId64 " has %" PRId64 " rows", side, lengths.max_len, b, len);
+    }
+  }
+  return FA_OK;
+}
+
+}  // namespace
+
+fa_status check_host_lengths(const Problem &p, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_host_side(p.q_lengths, p.batch, "q", error));
+  FA_RETURN_IF_ERROR(check_host_side(p.k_lengths, p.batch, "k", error));
+  if (p.page_table == nullptr) return FA_OK;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t len = sequence_of(p.k_lengths, b).len;
+    for (int64_t n = 0; n * p.page_size < len; ++n) {
+      const int64_t page = p.page_table[b * p.page_table_batch_stride + n * p.page_table_page_stride];
+      if (page < 0 || page >= p.num_pages) {
+        return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                    "page_table[%" PRId64 "][%" PRId64 "] is %" PRId64 "; k has pages 0 to %" PRId64, b, n, page,
+                    p.num_pages - 1);
+      }
+    }
+  }
+  return FA_OK;
+}
+
+}  // namespace fa

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU as a backend: settings, threads and scratch memory around the kernels of launch.h.
+#include "core/backend.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+
+#include "core/validate.h"
+#include "cpu/host.h"
+#include "cpu/launch.h"
+#include "cpu/thread_pool.h"
+
+namespace fa {
+namespace cpu {
+namespace {
+
+constexpr int32_t kMaxThreads = 4096;
+
+class CpuBackend final : public Backend {
+ public:
+  CpuBackend(const Machine &machine, std::unique_ptr<Parallel> parallel) : machine_(machine), parallel_(std::move(parallel)) {}
+
+  void describe(fa_device_properties &properties) const override {
+    properties.device_type = FA_DEVICE_CPU;
+    properties.num_threads = machine_.threads;
+    properties.cpu_isa = machine_.isa;
+    properties.memory_bytes = memory_bytes();
+    std::snprintf(properties.name, sizeof properties.name, "%s", processor_name().c_str());
+  }
+
+  fa_status plan(const Problem &problem, PlanSummary &summary, ErrorText &) const override {
+    summary = summarise(plan_forward(problem, machine_));
+    return FA_OK;
+  }
+  fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &) const override {
+    summary = summarise(plan_backward(problem, machine_));
+    return FA_OK;
+  }
+
+  fa_status prepare(const Problem &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const BackwardProblem &, ErrorText &) override { return FA_OK; }
+
+  fa_status run(const Problem &problem, Workspace workspace, fa_stream, ErrorText &error) override {
+    const Plan plan = plan_forward(problem, machine_);
+    FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
+    FA_RETURN_IF_ERROR(check_host_lengths(problem, error));
+    return finished(forward(problem, machine_, plan, workspace.data, *parallel_), error);
+  }
+
+  fa_status run(const BackwardProblem &problem, Workspace workspace, fa_stream, ErrorText &error) override {
+    const Plan plan = plan_backward(problem, machine_);
+    FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
+    FA_RETURN_IF_ERROR(check_host_lengths(problem.forward, error));
+    return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
+  }
+
+  fa_status run(const MergeProblem &problem, fa_stream, ErrorText &error) override {
+    return finished(merge(problem, machine_, *parallel_), error);
+  }
+
+ private:
+  static PlanSummary summarise(const Plan &plan) { return {plan.kernel, plan.reason, plan.workspace_bytes, plan.num_splits}; }
+
+  fa_status finished(bool all_tasks_ran, ErrorText &error) const {
+    if (all_tasks_ran) return FA_OK;
+    return fail(error, FA_ERROR_CALLBACK, "config.parallel_for returned before every task had run; the outputs are incomplete");
+  }
+
+  // Checks the caller's workspace, or lends the context's own, which grows as needed and stays for the next call.
+  fa_status take_workspace(Workspace &workspace, size_t needed_bytes, ErrorText &error) {
+    FA_RETURN_IF_ERROR(check_workspace(workspace, needed_bytes, error));
+    if (workspace.data != nullptr || needed_bytes == 0) return FA_OK;
+    if (own_bytes_ < needed_bytes) {
+      own_.reset();
+      own_bytes_ = 0;
+      const size_t bytes = (needed_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+      own_.reset(bytes < needed_bytes ? nullptr : std::aligned_alloc(kWorkspaceAlignment, bytes));
+      if (!own_) {
+        return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
+                    needed_bytes);
+      }
+      own_bytes_ = bytes;
+    }
+    workspace = {own_.get(), own_bytes_};
+    return FA_OK;
+  }
+
+  struct Free {
+    void operator()(void *memory) const { std::free(memory); }
+  };
+
+  const Machine machine_;
+  const std::unique_ptr<Parallel> parallel_;
+  std::unique_ptr<void, Free> own_;
+  size_t own_bytes_ = 0;
+};
+
+}  // namespace
+}  // namespace cpu
+
+fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error) {
+  if (config.device_index != 0) {
+    return fail(error, FA_ERROR_NO_DEVICE, "device_index is %d; the CPU has only device 0", int{config.device_index});
+  }
+  if (config.num_threads < 0 || config.num_threads > cpu::kMaxThreads) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "num_threads is %d; it must be 0 (automatic) to %d", int{config.num_threads},
+                int{cpu::kMaxThreads});
+  }
+  cpu::Machine machine;
+  switch (config.cpu_isa) {
+    case FA_CPU_ISA_AUTO:
+      machine.isa = cpu::best_isa();
+      break;
+    case FA_CPU_ISA_PORTABLE:
+    case FA_CPU_ISA_AVX2:
+    case FA_CPU_ISA_AVX512:
+      if (!cpu::has_isa(config.cpu_isa)) {
+        return fail(error, FA_ERROR_ARCH, "cpu_isa is %d, which this processor or this build does not have",
+                    int{config.cpu_isa});
+      }
+      machine.isa = config.cpu_isa;
+      break;
+    default:
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "cpu_isa is %d, which is no fa_cpu_isa", int{config.cpu_isa});
+  }
+  machine.threads = config.num_threads > 0 ? config.num_threads : cpu::available_processors();
+
+  std::unique_ptr<Parallel> parallel;
+  if (config.parallel_for != nullptr) {
+    parallel = std::make_unique<cpu::HostParallel>(config.parallel_for, config.parallel_for_user, machine.threads);
+  } else {
+    if (config.parallel_for_user != nullptr) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "parallel_for_user is %p but parallel_for is NULL",
+                  config.parallel_for_user);
+    }
+    parallel = std::make_unique<cpu::ThreadPool>(machine.threads);
+  }
+  backend = std::make_unique<cpu::CpuBackend>(machine, std::move(parallel));
+  return FA_OK;
+}
+
+}  // namespace fa
