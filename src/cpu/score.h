@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+// The general score, for forward and backward: turns a tile of raw products q k into logits, knows which pairs are masked, and
+// draws the dropout weights. A tile is `rows` x `cols` floats of one (batch entry, query head), row-major with leading dimension
+// `ld`, whose element (r, c) belongs to query tile.row + r and key tile.col + c.
+//
+// Logits are kept in base 2 (multiplied by log2(e)), so that weights are one exp2 away. Problems without a general score never call
+// score_logits: their logit is score.multiplier * (q k), which kernels fold into the argument of exp2. After score_logits the
+// multiplier to use is 1.
+#pragma once
+
+#include "core/mask.h"
+#include "core/philox.h"
+#include "core/problem.h"
+#include "cpu/simd.h"
+
+namespace fa::cpu::FA_ISA {
+
+struct Tile {
+  int64_t row = 0;
+  int64_t col = 0;
+  int64_t rows = 0;
+  int64_t cols = 0;
+};
+
+// How much of a tile is masked.
+enum class Masking { kNone, kSome, kAll };
+
+// The score of one (batch entry, query head).
+struct Score {
+  float multiplier = 1;  // base-2 logit per unit of q k, when the score is not general
+  bool general = false;
+
+  Band band;
+  int64_t seqlen_q = 0;
+  int64_t seqlen_k = 0;
+
+  float softmax_scale = 1;
+  float softcap = 0;       // 0 = none
+  float alibi_slope = 0;   //
+  bool has_alibi = false;  //
+  // (seqlen_q, seqlen_k) of this batch entry and head.
+  const char *bias = nullptr;
+  Dtype bias_dtype = Dtype::f32;
+  int64_t bias_row_stride = 0;
+  int64_t bias_col_stride = 0;
+  // (ceil(seqlen_q / size_q), ceil(seqlen_k / size_k)) of this batch entry and head.
+  const uint8_t *blocks = nullptr;
+  int64_t block_row_stride = 0;
+  int64_t block_col_stride = 0;
+  int64_t block_rows = 1;
+  int64_t block_cols = 1;
+
+  bool dropout = false;
+  DropoutKey dropout_key;
+  uint32_t dropout_head = 0;  // b * heads_q + h
+  uint32_t dropout_threshold = 0;
+  float dropout_scale = 1;
+
+  // Masked pairs can come from something that only the tile's values tell: -inf in the bias.
+  FA_INLINE bool masks_by_value() const { return bias != nullptr; }
+};
+
+inline Score make_score(const Problem &p, int64_t b, int64_t h, int64_t seqlen_q, int64_t seqlen_k) {
+  Score s;
+  s.general = p.general_score();
+  s.multiplier = s.general ? 1.0f : p.softmax_scale * kLog2e;
+  s.band = p.band;
+  s.seqlen_q = seqlen_q;
+  s.seqlen_k = seqlen_k;
+  s.softmax_scale = p.softmax_scale;
+  s.softcap = p.softcap;
+  if (p.alibi_slopes != nullptr) {
+    s.has_alibi = true;
+    s.alibi_slope = p.alibi_slopes[b * p.alibi_batch_stride + h * p.alibi_head_stride];
+  }
+  if (p.bias.data != nullptr) {
+    s.bias = static_cast<const char *>(p.bias.data) +
+             (b * p.bias.batch_stride + h * p.bias.head_stride) * (p.bias.dtype == Dtype::f32 ? 4 : 2);
+    s.bias_dtype = p.bias.dtype;
+    s.bias_row_stride = p.bias.row_stride;
+    s.bias_col_stride = p.bias.col_stride;
+  }
+  if (p.block_mask.data != nullptr) {
+    s.blocks = p.block_mask.data + b * p.block_mask.batch_stride + h * p.block_mask.head_stride;
+    s.block_row_stride = p.block_mask.row_stride;
+    s.block_col_stride = p.block_mask.col_stride;
+    s.block_rows = p.block_mask.size_q;
+    s.block_cols = p.block_mask.size_k;
+  }
+  if (p.dropout.threshold > 0) {
+    s.dropout = true;
+    const uint64_t seed = p.dropout.seed_ptr != nullptr ? *p.dropout.seed_ptr : p.dropout.seed;
+    const uint64_t offset = p.dropout.offset + (p.dropout.offset_ptr != nullptr ? *p.dropout.offset_ptr : 0);
+    s.dropout_key = dropout_key(seed, offset);
+    s.dropout_head = static_cast<uint32_t>(b * p.heads_q + h);
+    s.dropout_threshold = p.dropout.threshold;
+    s.dropout_scale = p.dropout.keep_scale;
+  }
+  return s;
+}
+
+// --- Masks ---------------------------------------------------------------------------------------------------------------------
+
+// Masking of a tile by the band and the block mask. Pairs masked by a bias of -inf do not count.
+inline Masking tile_masking(const Score &s, const Tile &t) {
+  const Range rows{t.row, t.row + t.rows};
+  const int64_t col_end = t.col + t.cols;
+  const Range seen = visible_keys(s.band, s.seqlen_q, s.seqlen_k, rows);
+  if (seen.empty() || seen.end <= t.col || seen.begin >= col_end) return Masking::kAll;
+  bool some = false, all = true;
+  const Range interior = interior_keys(s.band, s.seqlen_q, s.seqlen_k, rows);
+  if (interior.begin > t.col || interior.end < col_end) some = true;
+  if (s.blocks == nullptr) return some ? Masking::kSome : Masking::kNone;
+  for (int64_t i = t.row / s.block_rows; i * s.block_rows < rows.end; ++i) {
+    for (int64_t j = t.col / s.block_cols; j * s.block_cols < col_end; ++j) {
+      if (s.blocks[i * s.block_row_stride + j * s.block_col_stride] != 0) {
+        all = false;
+      } else {
+        some = true;
+      }
+      if (some && !all) return Masking::kSome;
+    }
+  }
+  return all ? Masking::kAll : (some ? Masking::kSome : Masking::kNone);
+}
+
+// Writes -inf to x[begin, end).
+FA_INLINE void mask_columns(float *x, int64_t begin, int64_t end) {
+  for (int64_t c = begin; c < end; ++c) x[c] = -kInfinity;
+}
+
+// Writes -inf where the band or the block mask hides the key. Columns past seqlen_k count as hidden.
+inline void mask_tile(const Score &s, const Tile &t, float *x, int64_t ld) {
+  const Range rows{t.row, t.row + t.rows};
+  const Range interior = interior_keys(s.band, s.seqlen_q, s.seqlen_k, rows);
+  if (interior.begin > t.col || interior.end < t.col + t.cols) {
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const Range seen = visible_keys(s.band, s.seqlen_q, s.seqlen_k, t.row + r);
+      const int64_t begin = min64(max64(seen.begin - t.col, 0), t.cols);
+      const int64_t end = max64(min64(seen.end - t.col, t.cols), begin);
+      mask_columns(x + r * ld, 0, begin);
+      mask_columns(x + r * ld, end, t.cols);
+    }
+  }
+  if (s.blocks == nullptr) return;
+  const int64_t row_end = min64(t.row + t.rows, s.seqlen_q), col_end = min64(t.col + t.cols, s.seqlen_k);
+  for (int64_t i = t.row / s.block_rows; i * s.block_rows < row_end; ++i) {
+    const int64_t r_begin = max64(i * s.block_rows - t.row, 0), r_end = min64((i + 1) * s.block_rows, row_end) - t.row;
+    for (int64_t j = t.col / s.block_cols; j * s.block_cols < col_end; ++j) {
+      if (s.blocks[i * s.block_row_stride + j * s.block_col_stride] != 0) continue;
+      const int64_t c_begin = max64(j * s.block_cols - t.col, 0), c_end = min64((j + 1) * s.block_cols, col_end) - t.col;
+      for (int64_t r = r_begin; r < r_end; ++r) mask_columns(x + r * ld, c_begin, c_end);
+    }
+  }
+}
+
+// --- Logits --------------------------------------------------------------------------------------------------------------------
+
+// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. The row of the
+// bias starts at `bias`; its elements are `stride` apart.
+template <class Element>
+inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t cols) {
+  const auto *row = reinterpret_cast<const typename Element::Type *>(bias);
+  const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity);
+  for (int64_t c = 0; c < cols; c += kWidth) {
+    const int n = static_cast<int>(min64(cols - c, kWidth));
+    F value;
+    if (stride == 1) {
+      value = n == kWidth ? Element::load(row + c) : Element::load(row + c, n);
+    } else {
+      typename Element::Type gathered[kWidth] = {};
+      for (int l = 0; l < n; ++l) gathered[l] = row[(c + l) * stride];
+      value = Element::load(gathered);
+    }
+    const F sum = Simd::fma(value, log2e, Simd::load(x + c, n));
+    Simd::store(x + c, Simd::select(Simd::eq(value, minus_infinity), minus_infinity, sum), n);
+  }
+}
+
+// Raw products -> base-2 logits before masks, in place. With `derivative` (same shape), also writes d logit / d (softmax_scale q k)
+// in natural units, 1 - tanh^2 under a softcap; it is needed only then. Rows past seqlen_q and columns past seqlen_k are computed
+// without their bias, which does not exist.
+inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, float *derivative) {
+  const F log2e_scale = Simd::set(s.softmax_scale * kLog2e);
+  const F to_cap = Simd::set(s.softcap > 0 ? s.softmax_scale / s.softcap : 0), cap = Simd::set(s.softcap * kLog2e);
+  const F slope = Simd::set(-s.alibi_slope * kLog2e), one = Simd::set(1.0f);
+  const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
+  const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
+  for (int64_t r = 0; r < t.rows; ++r) {
+    float *row = x + r * ld;
+    // |i + seqlen_k - seqlen_q - j| with j = col + c.
+    const float distance0 = static_cast<float>(t.row + r + s.seqlen_k - s.seqlen_q - t.col);
+    for (int64_t c = 0; c < t.cols; c += kWidth) {
+      const int n = static_cast<int>(min64(t.cols - c, kWidth));
+      F y = Simd::load(row + c, n);
+      if (s.softcap > 0) {
+        const F th = tanh(Simd::mul(y, to_cap));
+        y = Simd::mul(th, cap);
+        if (derivative != nullptr) Simd::store(derivative + r * ld + c, Simd::sub(one, Simd::mul(th, th)), n);
+      } else {
+        y = Simd::mul(y, log2e_scale);
+      }
+      if (s.has_alibi) {
+        const F distance = Simd::sub(Simd::set(distance0 - static_cast<float>(c)), Simd::to_float(Simd::iota()));
+        y = Simd::fma(slope, Simd::abs(distance), y);
+      }
+      Simd::store(row + c, y, n);
+    }
+    if (r < bias_rows && bias_cols > 0) {
+      const int64_t offset = (t.row + r) * s.bias_row_stride + t.col * s.bias_col_stride;
+      switch (s.bias_dtype) {
+        case Dtype::f32:
+          add_bias_row<ElementF32>(row, s.bias + 4 * offset, s.bias_col_stride, bias_cols);
+          break;
+        case Dtype::f16:
+          add_bias_row<ElementF16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          break;
+        case Dtype::bf16:
+          add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          break;
+      }
+    }
+  }
+}
+
+// --- Dropout -------------------------------------------------------------------------------------------------------------------
+
+// Random bits of one 16 x 16 block: call n = 4 * (i % 8) + (j % 8) / 2 of the block puts its word w at words[w][n]. As the counters
+// of the 32 calls are consecutive, lanes are calls; see core/philox.h for the rule.
+inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, uint32_t (&words)[4][32]) {
+  for (int lane = 0; lane < 32; lane += kWidth) {
+    I c0 = Simd::iadd(Simd::iset(static_cast<uint32_t>(32 * block_col + lane)), Simd::iota());
+    I c1 = Simd::iset(static_cast<uint32_t>(block_row)), c2 = Simd::iset(s.dropout_head), c3 = Simd::iset(s.dropout_key.c3);
+    uint32_t k0 = s.dropout_key.k0, k1 = s.dropout_key.k1;
+    for (int round = 0; round < 10; ++round) {
+      I high0, low0, high1, low1;
+      Simd::mul_wide(c0, 0xD2511F53u, high0, low0);
+      Simd::mul_wide(c2, 0xCD9E8D57u, high1, low1);
+      c0 = Simd::ixor(Simd::ixor(high1, c1), Simd::iset(k0));
+      c1 = low1;
+      c2 = Simd::ixor(Simd::ixor(high0, c3), Simd::iset(k1));
+      c3 = low0;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    Simd::istore(words[0] + lane, c0);
+    Simd::istore(words[1] + lane, c1);
+    Simd::istore(words[2] + lane, c2);
+    Simd::istore(words[3] + lane, c3);
+  }
+}
+
+// Factor of every weight of the tile: 0 where it is dropped, 1 / (1 - p) where it is kept.
+inline void dropout_weights(const Score &s, const Tile &t, float *weights, int64_t ld) {
+  const I threshold = Simd::iset(s.dropout_threshold);
+  const F kept = Simd::set(s.dropout_scale);
+  const int64_t row_end = t.row + t.rows, col_end = t.col + t.cols;
+  for (int64_t bi = t.row / 16; 16 * bi < row_end; ++bi) {
+    for (int64_t bj = t.col / 16; 16 * bj < col_end; ++bj) {
+      uint32_t words[4][32];
+      dropout_block(s, bi, bj, words);
+      const int64_t c_begin = max64(16 * bj, t.col), c_end = min64(16 * bj + 16, col_end);
+      for (int64_t i = max64(16 * bi, t.row); i < min64(16 * bi + 16, row_end); ++i) {
+        // Words hold the 16 bits of columns j and j + 1 in their low and high halves: in memory, 8 columns in order.
+        uint16_t bits[16];
+        const int64_t half = 2 * ((i >> 3) & 1), call = 4 * (i & 7);
+        __builtin_memcpy(bits, &words[half][call], 16);
+        __builtin_memcpy(bits + 8, &words[half + 1][call], 16);
+        float row[16];
+        for (int c = 0; c < 16; c += kWidth) {
+          const I drawn = Simd::template shr<16>(Simd::bits(Simd::load_bf16(bits + c)));
+          Simd::store(row + c, Simd::select(Simd::ilt(drawn, threshold), Simd::zero(), kept));
+        }
+        __builtin_memcpy(weights + (i - t.row) * ld + (c_begin - t.col), row + (c_begin - 16 * bj),
+                         static_cast<size_t>(c_end - c_begin) * sizeof(float));
+      }
+    }
+  }
+}
+
+}  // namespace fa::cpu::FA_ISA
