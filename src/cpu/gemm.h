@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix products of the CPU kernels: C (m x n) from A (m x k) and a packed panel of B (k x n), n = 1 or 2 vectors.
+//
+// One element of A is broadcast and multiplied with one row of the panel, so A may be row-major or k-major ("transposed") at the
+// same speed. The accumulators of kMr rows fill the register file: 12 x 2 of 32 registers, 6 x 2 of 16. An element of C is one
+// chain of multiply-adds over ascending k, whatever m and the position of its row in a strip, so results do not depend on how
+// rows are grouped.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace fa::cpu::FA_ISA {
+
+constexpr int kMr = Simd::kRegisters == 32 ? 12 : 6;  // rows of a strip
+constexpr int kNr = 2 * kWidth;                       // columns of a panel
+
+// What becomes of C.
+enum class Output {
+  store,     // C = A B
+  add,       // C = C + A B
+  scale_add  // C = diag(scale) C + A B
+};
+
+// acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; panel row i is
+// b[i * NV * kWidth ..].
+template <int MR, int NV, bool kTransA>
+FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, F (&acc)[MR][NV]) {
+  for (int64_t i = 0; i < k; ++i) {
+    F row[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) row[v] = Simd::load(b + v * kWidth);
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r) {
+      const F x = Simd::set(kTransA ? a[r] : a[r * lda]);
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) acc[r][v] = Simd::fma(x, row[v], acc[r][v]);
+    }
+    a += kTransA ? lda : 1;
+    b += NV * kWidth;
+  }
+}
+
+template <int MR, int NV, bool kTransA, Output kOutput>
+FA_INLINE void gemm_strip(int64_t k, const float *a, int64_t lda, const float *b, float *c, int64_t ldc, const float *scale) {
+  F acc[MR][NV];
+#pragma GCC unroll 12
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) {
+      if constexpr (kOutput == Output::store) acc[r][v] = Simd::zero();
+      if constexpr (kOutput == Output::add) acc[r][v] = Simd::load(c + r * ldc + v * kWidth);
+      if constexpr (kOutput == Output::scale_add)
+        acc[r][v] = Simd::mul(Simd::set(scale[r]), Simd::load(c + r * ldc + v * kWidth));
+    }
+  }
+  multiply<MR, NV, kTransA>(k, a, lda, b, acc);
+#pragma GCC unroll 12
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) Simd::store(c + r * ldc + v * kWidth, acc[r][v]);
+  }
+}
+
+// Calls body.operator()<MR>(row) for strips that cover m rows: as many of kMr as fit, then 8 (if kMr is 12), 4, 2, 1.
+template <class Body>
+FA_INLINE void for_strips(int64_t m, Body body) {
+  int64_t r = 0;
+  for (; m - r >= kMr; r += kMr) body.template operator()<kMr>(r);
+  if constexpr (kMr > 8) {
+    if (m - r >= 8) body.template operator()<8>(r), r += 8;
+  }
+  if (m - r >= 4) body.template operator()<4>(r), r += 4;
+  if (m - r >= 2) body.template operator()<2>(r), r += 2;
+  if (m - r >= 1) body.template operator()<1>(r);
+}
+
+// One panel: C (m x NV vectors, row stride ldc) from A (m x k) and B (k x NV vectors, contiguous). `scale` (m) only for
+// Output::scale_add.
+template <int NV, bool kTransA, Output kOutput>
+__attribute__((noinline)) void gemm_panel(int64_t m, int64_t k, const float *a, int64_t lda, const float *b, float *c,
+                                          int64_t ldc, const float *scale = nullptr) {
+  for_strips(
+      m, [&]<int MR>(int64_t r) __attribute__((always_inline)) {
+        gemm_strip<MR, NV, kTransA, kOutput>(k, a + (kTransA ? r : r * lda), lda, b, c + r * ldc, ldc, scale + r);
+      });
+}
+
+// All panels of B (k x n): panels of kNr columns, each k * kNr floats and `panel_stride` floats after the one before; the last one
+// may be narrower, kWidth columns, when n (a multiple of kWidth) is an odd number of vectors.
+template <bool kTransA, Output kOutput>
+inline void gemm(int64_t m, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, int64_t panel_stride, float *c,
+                 int64_t ldc, const float *scale = nullptr) {
+  for (; n >= kNr; n -= kNr, b += panel_stride, c += kNr) gemm_panel<2, kTransA, kOutput>(m, k, a, lda, b, c, ldc, scale);
+  if (n > 0) gemm_panel<1, kTransA, kOutput>(m, k, a, lda, b, c, ldc, scale);
+}
+
+}  // namespace fa::cpu::FA_ISA
