@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/tensor_check.h"
 
-#include <algorithm>
 #include <array>
 #include <cinttypes>
 
@@ -35,9 +34,12 @@ bool overlaps_itself(const fa_tensor &t) {
   std::array<Step, 4> steps{};
   int count = 0;
   for (int d = 0; d < t.ndim; ++d) {
-    if (t.shape[d] > 1) steps[count++] = {t.stride[d] < 0 ? -t.stride[d] : t.stride[d], t.shape[d]};
+    if (t.shape[d] <= 1) continue;
+    const Step step{t.stride[d] < 0 ? -t.stride[d] : t.stride[d], t.shape[d]};
+    int at = count++;
+    for (; at > 0 && steps[at - 1].stride > step.stride; --at) steps[at] = steps[at - 1];
+    steps[at] = step;
   }
-  std::sort(steps.begin(), steps.begin() + count, [](const Step &a, const Step &b) { return a.stride < b.stride; });
   int64_t span = 1;
   for (int d = 0; d < count; ++d) {
     if (steps[d].stride < span) return true;
