@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "parity/backend.h"
+
+namespace parity {
+namespace {
+
+class CpuBackend : public Backend {
+ public:
+  CpuBackend(std::string name, fa_context context) : name_(std::move(name)), context_(context) {}
+  ~CpuBackend() override { fa_destroy(context_); }
+  std::string name() const override { return name_; }
+  fa_context context() override { return context_; }
+
+  void *allocate(size_t bytes) override {
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 256, bytes > 0 ? bytes : 1) != 0) throw std::bad_alloc();
+    return memory;
+  }
+  void release(void *memory) override { std::free(memory); }
+  void upload(void *device, const void *host, size_t bytes) override { std::memcpy(device, host, bytes); }
+  void download(void *host, const void *device, size_t bytes) override { std::memcpy(host, device, bytes); }
+
+ private:
+  std::string name_;
+  fa_context context_;
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<Backend>> cpu_backends() {
+  const struct {
+    fa_cpu_isa isa;
+    const char *name;
+  } isas[] = {{FA_CPU_ISA_PORTABLE, "portable"}, {FA_CPU_ISA_AVX2, "avx2"}, {FA_CPU_ISA_AVX512, "avx512"}};
+  std::vector<std::shared_ptr<Backend>> backends;
+  for (const auto &isa : isas) {
+    for (int32_t threads : {1, 2, 3}) {
+      fa_config config;
+      fa_config_init(&config, sizeof config);
+      config.device_type = FA_DEVICE_CPU;
+      config.cpu_isa = isa.isa;
+      config.num_threads = threads;
+      fa_context context = nullptr;
+      const fa_status status = fa_create(&context, &config);
+      if (status == FA_ERROR_ARCH) continue;  // this processor lacks it
+      if (status != FA_OK) {
+        std::fprintf(stderr, "fa_create(%s, %d threads): %s\n", isa.name, threads, fa_last_error(nullptr));
+        std::abort();
+      }
+      backends.push_back(std::make_shared<CpuBackend>("cpu_" + std::string(isa.name) + "_" + std::to_string(threads), context));
+    }
+  }
+  return backends;
+}
+
+}  // namespace parity

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "parity/runner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "parity/expectation.h"
+
+namespace parity {
+namespace {
+
+constexpr size_t kWorkspaceGuard = 256;
+
+bool is_output(Role role) { return is_forward_output(role) || is_backward_output(role); }
+
+// All tensors of one problem in device memory, and the structs that describe them.
+class Upload {
+ public:
+  Upload(Backend &backend, const Data &data) : backend_(backend), data_(data), attention(data.options()) {
+    fa_gradients_init(&gradients, sizeof gradients);
+    for (int role = 0; role < kNumRoles; ++role) {
+      const HostTensor &tensor = data.tensors[static_cast<size_t>(role)];
+      if (!tensor.present()) continue;
+      auto &buffer = buffers_[static_cast<size_t>(role)];
+      buffer = std::make_unique<Buffer>(backend, tensor.bytes().size());
+      backend.upload(buffer->get(), tensor.bytes().data(), tensor.bytes().size());
+      field(attention, gradients, static_cast<Role>(role)) = tensor.at(buffer->get());
+    }
+    dropout();
+  }
+
+  HostTensor download(Role role) const {
+    HostTensor tensor = data_.tensors[role];
+    if (tensor.present()) backend_.download(tensor.bytes().data(), buffers_[role]->get(), tensor.bytes().size());
+    return tensor;
+  }
+
+ private:
+  // By pointer, half of the offset is given by value: the two add up.
+  void dropout() {
+    const auto seed = static_cast<uint64_t>(data_.problem.dropout_seed),
+               offset = static_cast<uint64_t>(data_.problem.dropout_offset);
+    if (data_.problem.dropout == 0) return;
+    attention.dropout_seed = seed;
+    attention.dropout_offset = offset;
+    if (!data_.problem.dropout_by_pointer) return;
+    const uint64_t values[2] = {seed, offset - offset / 2};
+    dropout_values_ = std::make_unique<Buffer>(backend_, sizeof values);
+    backend_.upload(dropout_values_->get(), values, sizeof values);
+    attention.dropout_seed = 0;
+    attention.dropout_offset = offset / 2;
+    attention.dropout_seed_ptr = reinterpret_cast<const uint64_t *>(dropout_values_->get());
+    attention.dropout_offset_ptr = attention.dropout_seed_ptr + 1;
+  }
+
+  Backend &backend_;
+  const Data &data_;
+  std::array<std::unique_ptr<Buffer>, kNumRoles> buffers_;
+  std::unique_ptr<Buffer> dropout_values_;
+
+ public:
+  fa_attention attention;
+  fa_gradients gradients;
+};
+
+// The caller's workspace of exactly the size asked for, poisoned, with a guard on either side.
+class Workspace {
+ public:
+  Workspace(Backend &backend, size_t bytes)
+      : backend_(backend), bytes_(bytes), poison_(bytes + 2 * kWorkspaceGuard, kPoison), buffer_(backend, poison_.size()) {
+    backend.upload(buffer_.get(), poison_.data(), poison_.size());
+  }
+  unsigned char *get() const { return buffer_.get() + kWorkspaceGuard; }
+  bool guards_intact() {
+    backend_.download(poison_.data(), buffer_.get(), poison_.size());
+    const auto intact = [](unsigned char byte) { return byte == kPoison; };
+    return std::all_of(poison_.begin(), poison_.begin() + kWorkspaceGuard, intact) &&
+           std::all_of(poison_.end() - kWorkspaceGuard, poison_.end(), intact);
+  }
+
+ private:
+  Backend &backend_;
+  size_t bytes_;
+  std::vector<unsigned char> poison_;
+  Buffer buffer_;
+};
+
+// Query, then `call(workspace, bytes)`.
+template <typename Query, typename Call>
+fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, Query query, Call call) {
+  fa_plan_info info;
+  fa_plan_info_init(&info, sizeof info);
+  const fa_status status = query(&info);
+  if (status != FA_OK) return status;
+  if (info.kernel[0] == 0) e.damage += std::string(name) + "_query: no kernel name; ";
+  if (data.problem.own_workspace) return call(nullptr, size_t{0});
+  Workspace workspace(backend, info.workspace_bytes);
+  const fa_status result = call(workspace.get(), static_cast<size_t>(info.workspace_bytes));
+  if (!workspace.guards_intact()) e.damage += std::string(name) + ": written outside its workspace; ";
+  return result;
+}
+
+std::string repro(const Backend &backend, const Data &data) {
+  return "\n  on " + backend.name() + ": FA_TEST_CASE='" + describe(data.problem) + "' parity_test --gtest_filter='*Replay*'";
+}
+
+}  // namespace
+
+Execution execute(Backend &backend, const Data &data) { return execute(backend, backend.context(), data); }
+
+Execution execute(Backend &backend, fa_context context, const Data &data) {
+  Execution e;
+  Upload device(backend, data);
+  const fa_attention *attention = &device.attention;
+  const fa_gradients *gradients = &device.gradients;
+  e.forward = query_and_call(
+      backend, data, e, "fa_forward", [&](fa_plan_info *info) { return fa_forward_query(context, attention, info); },
+      [&](void *workspace, size_t bytes) { return fa_forward(context, attention, workspace, bytes, backend.stream()); });
+  if (e.forward != FA_OK) e.error = fa_last_error(context);
+  if (e.forward == FA_OK && data.problem.backward) {
+    e.backward = query_and_call(
+        backend, data, e, "fa_backward",
+        [&](fa_plan_info *info) { return fa_backward_query(context, attention, gradients, info); },
+        [&](void *workspace, size_t bytes) {
+          return fa_backward(context, attention, gradients, workspace, bytes, backend.stream());
+        });
+    if (e.backward != FA_OK) e.error = fa_last_error(context);
+  }
+  for (int n = 0; n < kNumRoles; ++n) {
+    const Role role = static_cast<Role>(n);
+    HostTensor now = device.download(role);
+    if (is_output(role)) {
+      e.outputs[role] = std::move(now);
+    } else if (now.present() && now.bytes() != data.tensors[role].bytes()) {
+      e.damage += std::string(role_name(role)) + " is an input and was changed; ";
+    }
+  }
+  return e;
+}
+
+::testing::AssertionResult verify(const Backend &backend, const Data &data, const Execution &e) {
+  if (!e.ok()) {
+    return ::testing::AssertionFailure() << (e.forward != FA_OK ? "fa_forward: " : "fa_backward: ")
+                                         << fa_status_name(e.forward != FA_OK ? e.forward : e.backward) << ", " << e.error
+                                         << repro(backend, data);
+  }
+  std::string faults = e.damage;
+  for (int n = 0; n < kNumRoles; ++n) {
+    const Role role = static_cast<Role>(n);
+    if (!is_output(role) || !e.outputs[role].present()) continue;
+    const std::string fault = mismatch(data, role, e.outputs[role]);
+    if (!fault.empty()) faults += "\n  " + fault;
+  }
+  if (faults.empty()) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << faults << repro(backend, data);
+}
+
+::testing::AssertionResult check(Backend &backend, const Data &data) {
+  const Execution e = execute(backend, data);
+  const fa_status status = e.forward != FA_OK ? e.forward : e.backward;
+  if (backend.may_refuse() && status / 100 == 2) return ::testing::AssertionSuccess() << "refused: " << e.error;
+  return verify(backend, data, e);
+}
+
+::testing::AssertionResult check(Backend &backend, const Case &c) { return check(backend, *cached_data(c)); }
+
+::testing::AssertionResult same_bits(const Data &data, const Execution &a, const Execution &b) {
+  for (int n = 0; n < kNumRoles; ++n) {
+    if (a.outputs[static_cast<size_t>(n)].bytes() != b.outputs[static_cast<size_t>(n)].bytes()) {
+      return ::testing::AssertionFailure() << role_name(static_cast<Role>(n)) << " differs bitwise: " << describe(data.problem);
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+std::string backend_name(const ::testing::TestParamInfo<std::shared_ptr<Backend>> &info) { return info.param->name(); }
+
+}  // namespace parity

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a Case through a backend and judges everything that came back.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <memory>
+#include <string>
+
+#include "parity/backend.h"
+#include "parity/data.h"
+
+namespace parity {
+
+struct Execution {
+  fa_status forward = FA_OK;
+  fa_status backward = FA_OK;                 // FA_OK when there is none
+  std::string error;                          // text of the failing call
+  std::string damage;                         // memory changed that no call may change; "" = none
+  std::array<HostTensor, kNumRoles> outputs;  // as they are in device memory after the calls
+
+  bool ok() const { return forward == FA_OK && backward == FA_OK; }
+};
+
+// Uploads everything, outputs and workspace poisoned, calls fa_forward and, where the case has one, fa_backward, and downloads.
+// Inputs and the surroundings of the workspace are checked for damage.
+Execution execute(Backend &backend, const Data &data);
+// The same in another context of the same device.
+Execution execute(Backend &backend, fa_context context, const Data &data);
+
+// Compares an execution with data.expected; the failure text holds the whole case.
+::testing::AssertionResult verify(const Backend &backend, const Data &data, const Execution &execution);
+
+// execute and verify.
+::testing::AssertionResult check(Backend &backend, const Data &data);
+::testing::AssertionResult check(Backend &backend, const Case &c);
+
+// Bitwise equality of all outputs.
+::testing::AssertionResult same_bits(const Data &data, const Execution &a, const Execution &b);
+
+// Tests that run on every backend.
+class EveryBackend : public ::testing::TestWithParam<std::shared_ptr<Backend>> {
+ protected:
+  Backend &backend() { return *GetParam(); }
+};
+std::string backend_name(const ::testing::TestParamInfo<std::shared_ptr<Backend>> &info);
+
+}  // namespace parity
+
+#define FA_ON_EVERY_BACKEND(suite) \
+  INSTANTIATE_TEST_SUITE_P(All, suite, ::testing::ValuesIn(::parity::all_backends()), ::parity::backend_name)

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "reference/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "reference/dropout.h"
+#include "reference/number_formats.h"
+
+namespace reference {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+size_t at(int64_t i, int64_t columns, int64_t j) { return static_cast<size_t>(i * columns + j); }
+
+Result zeros(const Sequence &s) {
+  Result r;
+  r.out.assign(static_cast<size_t>(s.heads_q * s.seqlen_q * s.head_dim_v), 0.0);
+  r.lse.assign(static_cast<size_t>(s.heads_q * s.seqlen_q), 0.0);
+  r.dq.assign(s.q.size(), 0.0);
+  r.dk.assign(s.k.size(), 0.0);
+  r.dv.assign(s.v.size(), 0.0);
+  r.dbias.assign(s.bias.size(), 0.0);
+  r.dsink.assign(s.sink.size(), 0.0);
+  return r;
+}
+
+// One head, in arithmetic `Real`; `stored` is how a matrix product rounds when it is written to memory. Every array below is
+// (seqlen_q, seqlen_k) of one head.
+template <typename Real, typename Stored>
+class Head {
+ public:
+  Head(const Sequence &s, int64_t h, Stored stored) : s_(s), h_(h), hk_(h / (s.heads_q / s.heads_k)), stored_(stored) {
+    const auto size = static_cast<size_t>(s.seqlen_q * s.seqlen_k);
+    seen_.assign(size, false);
+    logit_.assign(size, 0);
+    slope_of_cap_.assign(size, 1);
+    weight_.assign(size, 0);
+    keep_.assign(size, 1);
+  }
+
+  void forward(Result &r, Result *magnitude, double *largest_logit) {
+    logits(largest_logit);
+    for (int64_t i = 0; i < s_.seqlen_q; ++i) softmax_row(i, r);
+    for (int64_t i = 0; i < s_.seqlen_q; ++i) {
+      for (int64_t d = 0; d < s_.head_dim_v; ++d) {
+        Real sum = 0, terms = 0;
+        for (int64_t j = 0; j < s_.seqlen_k; ++j) {
+          const size_t ij = at(i, s_.seqlen_k, j);
+          if (!seen_[ij] || keep_[ij] == 0) continue;
+          const Real term = static_cast<Real>(stored_(weight_[ij] * keep_[ij])) * v(j, d);
+          sum += term;
+          terms += std::abs(term);
+        }
+        r.out[out_at(i, d)] = stored_(sum);
+        if (magnitude) magnitude->out[out_at(i, d)] = terms;
+      }
+    }
+  }
+
+  void backward(Result &r, Result *magnitude) {
+    const bool has_dlse = !s_.dlse.empty();
+    for (int64_t i = 0; i < s_.seqlen_q; ++i) {
+      const Real dlse = has_dlse ? static_cast<Real>(s_.dlse[at(h_, s_.seqlen_q, i)]) : Real(0);
+      Real delta = 0, delta_terms = 0;  // D = rowsum(dO * O)
+      for (int64_t d = 0; d < s_.head_dim_v; ++d) {
+        const Real term = dout(i, d) * static_cast<Real>(r.out[out_at(i, d)]);
+        delta += term;
+        delta_terms += std::abs(term);
+      }
+      if (!s_.sink.empty() && r.lse[at(h_, s_.seqlen_q, i)] > -kInfinity) {
+        const Real weight =
+            std::exp(static_cast<Real>(s_.sink[static_cast<size_t>(h_)]) - static_cast<Real>(r.lse[at(h_, s_.seqlen_q, i)]));
+        add(r.dsink[static_cast<size_t>(h_)], weight * (dlse - delta));
+        if (magnitude) magnitude->dsink[static_cast<size_t>(h_)] += weight * (std::abs(dlse) + delta_terms);
+      }
+      for (int64_t j = 0; j < s_.seqlen_k; ++j) {
+        const size_t ij = at(i, s_.seqlen_k, j);
+        if (seen_[ij]) backward_pair(i, j, delta, delta_terms, dlse, r, magnitude);
+      }
+    }
+  }
+
+ private:
+  void logits(double *largest_logit) {
+    for (int64_t i = 0; i < s_.seqlen_q; ++i) {
+      for (int64_t j = 0; j < s_.seqlen_k; ++j) {
+        if (!visible(s_, h_, i, j)) continue;
+        const size_t ij = at(i, s_.seqlen_k, j);
+        Real dot = 0, terms = 0;
+        for (int64_t d = 0; d < s_.head_dim; ++d) {
+          const Real term = q(i, d) * k(j, d);
+          dot += term;
+          terms += std::abs(term);
+        }
+        Real x = static_cast<Real>(stored_(dot)) * static_cast<Real>(s_.scale);
+        terms *= static_cast<Real>(s_.scale);
+        if (s_.softcap > 0) {
+          const Real cap = static_cast<Real>(s_.softcap);
+          const Real t = std::tanh(x / cap);
+          slope_of_cap_[ij] = 1 - t * t;
+          x = cap * t;
+          terms += cap;
+        }
+        if (!s_.bias.empty()) {
+          const Real bias = static_cast<Real>(s_.bias[bias_at(i, j)]);
+          x += bias;
+          terms += std::abs(bias);
+        }
+        if (!s_.slopes.empty()) {
+          const int64_t distance = std::abs(i + s_.seqlen_k - s_.seqlen_q - j);
+          const Real alibi = static_cast<Real>(s_.slopes[static_cast<size_t>(h_)]) * static_cast<Real>(distance);
+          x -= alibi;
+          terms += std::abs(alibi);
+        }
+        seen_[ij] = true;
+        logit_[ij] = x;
+        if (s_.dropout_threshold > 0) {
+          const bool kept = dropout_bits(s_.dropout_seed, s_.dropout_offset, s_.batch_index, s_.heads_q, h_, i, j) >=
+                            static_cast<uint64_t>(s_.dropout_threshold);
+          keep_[ij] = kept ? Real(1) / (Real(1) - static_cast<Real>(s_.dropout_threshold) / Real(65536)) : Real(0);
+        }
+        if (largest_logit && terms > *largest_logit) *largest_logit = terms;
+      }
+    }
+  }
+
+  void softmax_row(int64_t i, Result &r) {
+    const Real sink =
+        s_.sink.empty() ? -std::numeric_limits<Real>::infinity() : static_cast<Real>(s_.sink[static_cast<size_t>(h_)]);
+    Real maximum = sink;
+    bool any = sink > -kInfinity;
+    for (int64_t j = 0; j < s_.seqlen_k; ++j) {
+      const size_t ij = at(i, s_.seqlen_k, j);
+      if (!seen_[ij]) continue;
+      any = true;
+      // A NaN logit must win, whatever it is compared with.
+      if (!(logit_[ij] <= maximum)) maximum = logit_[ij];
+      if (std::isnan(maximum)) break;
+    }
+    double &lse = r.lse[at(h_, s_.seqlen_q, i)];
+    lse = -kInfinity;
+    if (!any) return;
+    Real sum = sink > -kInfinity ? std::exp(sink - maximum) : Real(0);
+    for (int64_t j = 0; j < s_.seqlen_k; ++j) {
+      const size_t ij = at(i, s_.seqlen_k, j);
+      if (!seen_[ij]) continue;
+      weight_[ij] = std::exp(logit_[ij] - maximum);
+      sum += weight_[ij];
+    }
+    for (int64_t j = 0; j < s_.seqlen_k; ++j) weight_[at(i, s_.seqlen_k, j)] /= sum;
+    lse = static_cast<double>(maximum + std::log(sum));
+  }
+
+  void backward_pair(int64_t i, int64_t j, Real delta, Real delta_terms, Real dlse, Result &r, Result *magnitude) {
+    const size_t ij = at(i, s_.seqlen_k, j);
+    const Real dropped = weight_[ij] * keep_[ij];
+    Real dp = 0, dp_terms = 0;
+    for (int64_t d = 0; d < s_.head_dim_v; ++d) {
+      if (keep_[ij] == 0) break;  // a dropped value is not part of the result
+      const Real term = dout(i, d) * v(j, d);
+      dp += term;
+      dp_terms += std::abs(term);
+      add(r.dv[v_at(j, d)], static_cast<Real>(stored_(dropped)) * dout(i, d));
+      if (magnitude) magnitude->dv[v_at(j, d)] += std::abs(dropped * dout(i, d));
+    }
+    const Real ds = stored_(weight_[ij] * (keep_[ij] * static_cast<Real>(stored_(dp)) - delta + dlse));
+    const Real ds_terms = weight_[ij] * (keep_[ij] * dp_terms + delta_terms + std::abs(dlse));
+    if (!s_.bias.empty()) {
+      r.dbias[bias_at(i, j)] = ds;
+      if (magnitude) magnitude->dbias[bias_at(i, j)] = ds_terms;
+    }
+    const Real scale = static_cast<Real>(s_.scale);
+    const Real raw = stored_(ds * slope_of_cap_[ij]);
+    for (int64_t d = 0; d < s_.head_dim; ++d) {
+      add(r.dq[q_at(i, d)], raw * scale * k(j, d));
+      add(r.dk[k_at(j, d)], raw * scale * q(i, d));
+      if (!magnitude) continue;
+      magnitude->dq[q_at(i, d)] += ds_terms * scale * std::abs(k(j, d));
+      magnitude->dk[k_at(j, d)] += ds_terms * scale * std::abs(q(i, d));
+    }
+  }
+
+  // Sums are as wide as the arithmetic.
+  static void add(double &sum, Real term) { sum = static_cast<double>(static_cast<Real>(sum) + term); }
+
+  size_t q_at(int64_t i, int64_t d) const { return at(h_ * s_.seqlen_q + i, s_.head_dim, d); }
+  size_t k_at(int64_t j, int64_t d) const { return at(hk_ * s_.seqlen_k + j, s_.head_dim, d); }
+  size_t v_at(int64_t j, int64_t d) const { return at(hk_ * s_.seqlen_k + j, s_.head_dim_v, d); }
+  size_t out_at(int64_t i, int64_t d) const { return at(h_ * s_.seqlen_q + i, s_.head_dim_v, d); }
+  size_t bias_at(int64_t i, int64_t j) const { return at(h_ * s_.seqlen_q + i, s_.seqlen_k, j); }
+  Real q(int64_t i, int64_t d) const { return static_cast<Real>(s_.q[q_at(i, d)]); }
+  Real k(int64_t j, int64_t d) const { return static_cast<Real>(s_.k[k_at(j, d)]); }
+  Real v(int64_t j, int64_t d) const { return static_cast<Real>(s_.v[v_at(j, d)]); }
+  Real dout(int64_t i, int64_t d) const { return static_cast<Real>(s_.dout[out_at(i, d)]); }
+
+  const Sequence &s_;
+  const int64_t h_, hk_;
+  const Stored stored_;
+  std::vector<bool> seen_;
+  std::vector<Real> logit_;
+  std::vector<Real> slope_of_cap_;  // derivative of the soft limit
+  std::vector<Real> weight_;        // softmax(S), before dropout
+  std::vector<Real> keep_;          // 0 for a dropped weight, else 1 / (1 - p)
+};
+
+template <typename Real, typename Stored>
+void run(const Sequence &s, Stored stored, Result &r, Result *magnitude, double *largest_logit) {
+  for (int64_t h = 0; h < s.heads_q; ++h) {
+    Head<Real, Stored> head(s, h, stored);
+    head.forward(r, magnitude, largest_logit);
+    if (!s.dout.empty()) head.backward(r, magnitude);
+  }
+}
+
+}  // namespace
+
+bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j) {
+  // The mask's diagonal: the key that query i is aligned with.
+  const int64_t diagonal = s.mask == FA_MASK_CAUSAL_TOP_LEFT ? i : i + s.seqlen_k - s.seqlen_q;
+  if (s.mask != FA_MASK_NONE && j > diagonal) return false;
+  if (s.window_left >= 0 && j < diagonal - s.window_left) return false;
+  if (s.window_right >= 0 && j > diagonal + s.window_right) return false;
+  if (!s.blocks.empty()) {
+    const int64_t block_rows = (s.seqlen_q + s.block_q - 1) / s.block_q;
+    const int64_t block_columns = (s.seqlen_k + s.block_k - 1) / s.block_k;
+    if (!s.blocks[at(h * block_rows + i / s.block_q, block_columns, j / s.block_k)]) return false;
+  }
+  if (!s.bias.empty() && s.bias[at(h * s.seqlen_q + i, s.seqlen_k, j)] == -kInfinity) return false;
+  return true;
+}
+
+Exact attention(const Sequence &s) {
+  Exact exact{zeros(s), zeros(s), 0};
+  run<double>(
+      s, [](double x) { return x; }, exact.value, &exact.magnitude, &exact.largest_logit);
+  return exact;
+}
+
+Result unfused(const Sequence &s, fa_dtype dtype) {
+  Result r = zeros(s);
+  if (dtype == FA_FLOAT32) {
+    run<float>(
+        s, [](float x) { return x; }, r, nullptr, nullptr);
+  } else {
+    run<float>(
+        s, [dtype](float x) { return static_cast<float>(round_to(dtype, x)); }, r, nullptr, nullptr);
+  }
+  // Sums over rows and heads were kept wide; they are rounded once, when stored.
+  for (auto *gradient : {&r.dq, &r.dk, &r.dv}) {
+    for (double &x : *gradient) x = round_to(dtype, x);
+  }
+  return r;
+}
+
+}  // namespace reference

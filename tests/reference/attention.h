@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention and its gradients written out plainly for one sequence: the whole matrix S, its mask, softmax, P, O, and the analytic
+// backward. In double it is what the library is compared with; in an input dtype it measures the error that an unfused
+// implementation makes, which bounds the error the library may make.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flashattn/flashattn.h"
+
+namespace reference {
+
+// One sequence of a batch: only the rows in use.
+struct Sequence {
+  int64_t heads_q = 0, heads_k = 0;
+  int64_t seqlen_q = 0, seqlen_k = 0;
+  int64_t head_dim = 0, head_dim_v = 0;
+
+  std::vector<double> q;  // (heads_q, seqlen_q, head_dim)
+  std::vector<double> k;  // (heads_k, seqlen_k, head_dim)
+  std::vector<double> v;  // (heads_k, seqlen_k, head_dim_v)
+
+  fa_mask_kind mask = FA_MASK_NONE;
+  int64_t window_left = -1;   // -1 = absent
+  int64_t window_right = -1;  //
+  std::vector<double> bias;   // (heads_q, seqlen_q, seqlen_k) or empty
+  std::vector<bool> blocks;   // (heads_q, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) or empty
+  int64_t block_q = 0, block_k = 0;
+  std::vector<double> slopes;  // (heads_q) or empty
+  std::vector<double> sink;    // (heads_q) or empty
+  double scale = 1;
+  double softcap = 0;
+
+  int64_t dropout_threshold = 0;  // weights whose 16 bits are below it are dropped
+  uint64_t dropout_seed = 0, dropout_offset = 0;
+  int64_t batch_index = 0;
+
+  std::vector<double> dout;  // (heads_q, seqlen_q, head_dim_v); empty = forward only
+  std::vector<double> dlse;  // (heads_q, seqlen_q) or empty
+};
+
+// Every array is shaped as what it is the result or the gradient of; dbias is not summed over broadcast dimensions.
+struct Result {
+  std::vector<double> out, lse;
+  std::vector<double> dq, dk, dv, dbias, dsink;
+};
+
+// The result and, element by element, the sum of the magnitudes of the terms it was summed from: rounding errors are proportional to
+// it however much the terms cancel.
+struct Exact {
+  Result value;
+  Result magnitude;
+  double largest_logit = 0;  // largest sum of the magnitudes that one visible logit was summed from
+};
+
+// Whether query i of head h may see key j: causal mask, window, block mask and -inf in the bias.
+bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j);
+
+// Everything in double.
+Exact attention(const Sequence &s);
+
+// Matrix products are stored in `dtype` (and accumulated in fp32), the softmax is fp32: the usual unfused computation.
+Result unfused(const Sequence &s, fa_dtype dtype);
+
+}  // namespace reference
