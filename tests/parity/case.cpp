@@ -26,6 +26,7 @@ void visit_side(const std::string &prefix, SideT &s, Visitor visit) {
   visit(prefix + "index_stride", s.index_stride);
   visit(prefix + "used", s.used);
   visit(prefix + "max_slack", s.max_slack);
+  visit(prefix + "max_of_used", s.max_of_used);
 }
 
 template <typename CaseT, typename Visitor>
@@ -150,9 +151,11 @@ int64_t total_rows(const Side &side) { return slot_start(side, static_cast<int64
 
 int64_t stated_max(const Case &c, const Side &side) {
   if (side.max_slack < 0 || (!side.packed && !paged(c, side))) return 0;
+  const bool by_use = paged(c, side) || side.max_of_used;
   int64_t longest = 0;
-  for (int64_t b = 0; b < c.batch; ++b)
-    longest = std::max(longest, paged(c, side) ? used_rows(c, side, b) : slot_rows(c, side, b));
+  for (int64_t b = 0; b < c.batch; ++b) {
+    longest = std::max(longest, by_use ? used_rows(c, side, b) : slot_rows(c, side, b));
+  }
   return longest + side.max_slack;
 }
 

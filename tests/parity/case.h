@@ -38,7 +38,8 @@ struct Side {
   int64_t cu_bits = 32;
   int64_t index_stride = 1;   // stride of cu_seqlens and seqused
   std::vector<int64_t> used;  // seqused, or empty
-  int64_t max_slack = -1;     // packed or paged: max_seqlen is the longest plus this; -1 = say 0
+  int64_t max_slack = -1;     // packed or paged: max_seqlen is the longest sequence plus this; -1 = say 0
+  int64_t max_of_used = 0;    // the longest by seqused instead of by its slot
 };
 
 struct Case {

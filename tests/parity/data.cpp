@@ -415,7 +415,8 @@ fa_attention Data::options() const {
   o.max_seqlen_q = stated_max(c, c.q);
   o.max_seqlen_k = stated_max(c, c.k);
   o.mask = static_cast<fa_mask_kind>(c.mask);
-  o.window = (c.window_left >= 0 ? FA_WINDOW_LEFT : 0u) | (c.window_right >= 0 ? FA_WINDOW_RIGHT : 0u);
+  if (c.window_left >= 0) o.window |= FA_WINDOW_LEFT;
+  if (c.window_right >= 0) o.window |= FA_WINDOW_RIGHT;
   o.window_left = std::max<int64_t>(c.window_left, 0);
   o.window_right = std::max<int64_t>(c.window_right, 0);
   o.block_size_q = c.block_q;

@@ -34,6 +34,7 @@ void draw_lengths(Dice &dice, const Case &c, Side &side) {
   side.seqlen = dice.length();
   side.packed = dice.chance(35);
   side.max_slack = dice.one_of({-1, 0, 0, 1, 37});
+  side.max_of_used = dice.chance(30);
   side.cu_bits = dice.one_of({32, 64});
   side.index_stride = dice.one_of({1, 1, 1, 2});
   if (side.packed) {
@@ -122,7 +123,7 @@ Case random_case(std::mt19937_64 &rng) {
   c.lse_odd = dice.chance(40);
   c.dlse = dice.chance(40);
   c.backward = c.lse != 0 && c.page_size == 0;
-  if (dice.chance(15)) c.skipped_gradients = dice.between(0, 31);
+  if (dice.chance(15)) c.skipped_gradients = dice.between(0, 31) & ~dice.one_of({1, 2, 4});  // one is left
   c.flags = dice.between(0, 3);
   c.num_splits = dice.one_of({0, 0, 0, 1, 2, 3});
   c.own_workspace = dice.chance(30);

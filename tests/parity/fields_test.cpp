@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every option of fa_attention alone, forward and backward, in every dtype.
+#include "parity/runner.h"
+
+namespace parity {
+namespace {
+
+// A problem that crosses block boundaries, with grouped heads and dlse.
+Case base(const char *name, int64_t dtype = FA_FLOAT32) {
+  Case c;
+  c.seed = seed_for(name);
+  c.dtype = dtype;
+  c.heads_q = 4;
+  c.heads_k = 2;
+  c.head_dim = c.head_dim_v = 32;
+  c.q.seqlen = 70;
+  c.k.seqlen = 83;
+  c.dlse = 1;
+  return c;
+}
+
+class Fields : public EveryBackend {
+ protected:
+  // Runs the variants of a Case that `vary` makes, each in every dtype.
+  template <typename Vary>
+  void each_dtype(const char *name, Vary vary) {
+    for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+      Case c = base(name, dtype);
+      vary(c);
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+};
+
+TEST_P(Fields, None) {
+  each_dtype("none", [](Case &) {});
+  each_dtype("no dlse", [](Case &c) { c.dlse = 0; });
+}
+
+TEST_P(Fields, LseIsOptionalInForward) {
+  each_dtype("no lse", [](Case &c) { c.lse = c.backward = 0; });
+}
+
+TEST_P(Fields, MaskCausal) {
+  for (const int64_t mask : {FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
+    each_dtype("causal", [&](Case &c) { c.mask = mask; });
+    each_dtype("causal, more queries", [&](Case &c) {
+      c.mask = mask;
+      std::swap(c.q.seqlen, c.k.seqlen);
+    });
+  }
+}
+
+TEST_P(Fields, Window) {
+  for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
+    for (const int64_t left : {-1, 0, 1, 20, 500}) {
+      for (const int64_t right : {-1, 0, 9, 500}) {
+        Case c = base("window");
+        c.mask = mask;
+        c.window_left = left;
+        c.window_right = right;
+        EXPECT_TRUE(check(backend(), c));
+        std::swap(c.q.seqlen, c.k.seqlen);
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
+TEST_P(Fields, WindowOfTheLargestSize) {
+  Case c = base("huge window");
+  c.window_left = c.window_right = INT64_MAX;
+  EXPECT_TRUE(check(backend(), c));
+}
+
+TEST_P(Fields, Bias) {
+  each_dtype("bias", [](Case &c) { c.bias = 1; });
+  each_dtype("fp32 bias", [](Case &c) { c.bias = c.bias_fp32 = c.dbias_fp32 = 1; });
+  each_dtype("odd bias", [](Case &c) { c.bias = c.bias_odd = 1; });
+}
+
+TEST_P(Fields, BiasBroadcast) {
+  for (int64_t bits = 0; bits < 8; ++bits) {
+    each_dtype("bias of size 1", [&](Case &c) {
+      c.bias = 1;
+      c.bias_by_size = bits;
+    });
+    each_dtype("bias of stride 0", [&](Case &c) {
+      c.bias = 1;
+      c.bias_by_stride = bits;
+    });
+  }
+}
+
+TEST_P(Fields, BiasAsMask) {
+  for (const int64_t percentage : {10, 90, 100}) {
+    each_dtype("bias of -inf", [&](Case &c) {
+      c.bias = 1;
+      c.bias_masked = percentage;
+      c.nan_keys = c.nan_queries = 1;
+    });
+  }
+}
+
+TEST_P(Fields, BlockMask) {
+  for (const auto &[block_q, block_k] : {std::pair{64, 64}, {1, 1}, {7, 13}, {100, 5}, {16, 1000}}) {
+    for (const int64_t percentage : {0, 50, 100}) {
+      Case c = base("block mask");
+      c.block_q = block_q;
+      c.block_k = block_k;
+      c.block_masked = percentage;
+      c.nan_keys = c.nan_queries = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+  each_dtype("bool block mask", [](Case &c) {
+    c.block_q = 16;
+    c.block_k = 32;
+    c.block_bool = 1;
+  });
+}
+
+TEST_P(Fields, BlockMaskBroadcast) {
+  for (int64_t bits = 0; bits < 4; ++bits) {
+    Case c = base("block mask broadcast");
+    c.block_q = 16;
+    c.block_k = 24;
+    c.block_by_size = bits;
+    EXPECT_TRUE(check(backend(), c));
+    std::swap(c.block_by_size, c.block_by_stride);
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Fields, Alibi) {
+  for (const int64_t dimensions : {1, 2}) {
+    each_dtype("alibi", [&](Case &c) { c.alibi = dimensions; });
+    each_dtype("alibi and a top-left mask", [&](Case &c) {
+      c.alibi = dimensions;
+      c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+      std::swap(c.q.seqlen, c.k.seqlen);
+    });
+  }
+}
+
+TEST_P(Fields, Sink) {
+  each_dtype("sink", [](Case &c) { c.sink = 1; });
+  each_dtype("sink, rows without keys", [](Case &c) {
+    c.sink = 1;
+    c.mask = FA_MASK_CAUSAL;
+    std::swap(c.q.seqlen, c.k.seqlen);
+  });
+}
+
+TEST_P(Fields, SoftmaxScale) {
+  for (const double scale : {1e-3, 0.3, 1.0, 2.5}) each_dtype("scale", [&](Case &c) { c.scale = scale; });
+}
+
+TEST_P(Fields, Softcap) {
+  for (const double softcap : {0.5, 5.0, 50.0}) each_dtype("softcap", [&](Case &c) { c.softcap = softcap; });
+}
+
+TEST_P(Fields, Dropout) {
+  for (const double p : {0.0001, 0.1, 0.5, 0.97}) {
+    for (const int64_t by_pointer : {0, 1}) {
+      each_dtype("dropout", [&](Case &c) {
+        c.dropout = p;
+        c.dropout_seed = 0x123456789ABCDEF0;
+        c.dropout_offset = 0x0FEDCBA987654321;
+        c.dropout_by_pointer = by_pointer;
+      });
+    }
+  }
+}
+
+TEST_P(Fields, NumSplitsAndFlags) {
+  for (const int64_t splits : {1, 2, 7, 1000}) {
+    Case c = base("splits");
+    c.num_splits = splits;
+    c.flags = splits % 4;
+    EXPECT_TRUE(check(backend(), c));
+    c.q.seqlen = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Fields, EveryGradientAlone) {
+  for (int64_t kept = 0; kept < 5; ++kept) {
+    Case c = base("one gradient");
+    c.bias = c.sink = 1;
+    c.mask = FA_MASK_CAUSAL;
+    c.skipped_gradients = 31 & ~(int64_t{1} << kept);
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Fields, WorkspaceOfTheLibrary) {
+  each_dtype("own workspace", [](Case &c) { c.own_workspace = 1; });
+}
+
+TEST_P(Fields, Everything) {
+  for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
+    each_dtype("everything", [&](Case &c) {
+      c.mask = mask;
+      c.window_left = 50;
+      c.bias = c.sink = c.nan_keys = c.nan_queries = 1;
+      c.bias_masked = 10;
+      c.block_q = 16;
+      c.block_k = 8;
+      c.block_masked = 20;
+      c.alibi = 2;
+      c.softcap = 20;
+      c.dropout = 0.2;
+      c.dropout_seed = 99;
+    });
+  }
+}
+
+FA_ON_EVERY_BACKEND(Fields);
+
+}  // namespace
+}  // namespace parity

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// The yardstick itself: number formats bit by bit, the random bits against published vectors, and the reference's gradients against
+// differences of its own forward in double.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "parity/case.h"
+#include "reference/attention.h"
+#include "reference/dropout.h"
+#include "reference/number_formats.h"
+
+namespace parity {
+namespace {
+
+using reference::philox4x32_10;
+using Words = std::array<uint32_t, 4>;
+
+// Vectors of the Random123 distribution (kat_vectors).
+TEST(ReferencePhilox, KnownAnswers) {
+  EXPECT_EQ(philox4x32_10({0, 0, 0, 0}, {0, 0}), (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(philox4x32_10({~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}), (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(philox4x32_10({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+            (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(ReferenceDropout, KeepsTheRightShare) {
+  int64_t dropped = 0;
+  for (int64_t i = 0; i < 300; ++i) {
+    for (int64_t j = 0; j < 300; ++j) dropped += reference::dropout_bits(7, 9, 1, 4, 2, i, j) < 16384;
+  }
+  EXPECT_NEAR(static_cast<double>(dropped) / 90000, 0.25, 0.006);  // 4 standard deviations
+}
+
+double through(fa_dtype dtype, double value) { return reference::round_to(dtype, value); }
+
+TEST(ReferenceFormats, RoundToNearestEven) {
+  EXPECT_EQ(through(FA_FLOAT16, 1 + std::ldexp(1, -11)), 1);  // tie to even
+  EXPECT_EQ(through(FA_FLOAT16, 1 + 3 * std::ldexp(1, -11)), 1 + std::ldexp(1, -9));
+  EXPECT_EQ(through(FA_FLOAT16, 65519), 65504);
+  EXPECT_EQ(through(FA_FLOAT16, 65520), INFINITY);
+  EXPECT_EQ(through(FA_FLOAT16, std::ldexp(1, -24)), std::ldexp(1, -24));  // smallest subnormal
+  EXPECT_EQ(through(FA_FLOAT16, std::ldexp(1, -25)), 0);
+  EXPECT_EQ(through(FA_BFLOAT16, 1 + std::ldexp(1, -8)), 1);
+  EXPECT_EQ(through(FA_BFLOAT16, -3.14159), -3.140625);
+  EXPECT_EQ(through(FA_BFLOAT16, 1e39), INFINITY);
+  EXPECT_TRUE(std::isnan(through(FA_BFLOAT16, NAN)));
+  EXPECT_TRUE(std::isnan(through(FA_FLOAT16, NAN)));
+}
+
+// Every 16-bit pattern survives decoding and encoding.
+TEST(ReferenceFormats, EveryPatternRoundTrips) {
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+      const auto pattern = static_cast<uint16_t>(bits);
+      const double value = reference::load(&pattern, dtype);
+      if (std::isnan(value)) continue;
+      uint16_t back = 0;
+      reference::store(&back, dtype, value);
+      ASSERT_EQ(back, pattern);
+    }
+  }
+}
+
+// bfloat16 is the upper half of a float.
+TEST(ReferenceFormats, BfloatIsHalfOfAFloat) {
+  for (uint32_t bits = 0; bits < 0x10000; bits += 7) {
+    const auto pattern = static_cast<uint16_t>(bits);
+    const uint32_t wide = bits << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    if (!std::isnan(value)) {
+      EXPECT_EQ(reference::load(&pattern, FA_BFLOAT16), value);
+    }
+  }
+}
+
+reference::Sequence random_sequence(std::mt19937_64 &rng) {
+  std::normal_distribution<double> normal;
+  reference::Sequence s;
+  s.heads_q = 4;
+  s.heads_k = 2;
+  s.seqlen_q = 5;
+  s.seqlen_k = 6;
+  s.head_dim = 3;
+  s.head_dim_v = 2;
+  const auto fill = [&](std::vector<double> &values, int64_t size) {
+    values.resize(static_cast<size_t>(size));
+    for (double &value : values) value = normal(rng);
+  };
+  fill(s.q, 4 * 5 * 3);
+  fill(s.k, 2 * 6 * 3);
+  fill(s.v, 2 * 6 * 2);
+  fill(s.bias, 4 * 5 * 6);
+  fill(s.sink, 4);
+  fill(s.slopes, 4);
+  fill(s.dout, 4 * 5 * 2);
+  fill(s.dlse, 4 * 5);
+  s.mask = FA_MASK_CAUSAL;
+  s.window_left = 4;
+  s.scale = 0.7;
+  s.softcap = 3;
+  s.dropout_threshold = 20000;
+  s.dropout_seed = 5;
+  s.bias[3] = -std::numeric_limits<double>::infinity();
+  return s;
+}
+
+double loss(const reference::Sequence &s) {
+  const reference::Result r = reference::attention(s).value;
+  double sum = 0;
+  for (size_t n = 0; n < r.out.size(); ++n) sum += r.out[n] * s.dout[n];
+  for (size_t n = 0; n < r.lse.size(); ++n) sum += std::isfinite(r.lse[n]) ? r.lse[n] * s.dlse[n] : 0;
+  return sum;
+}
+
+TEST(ReferenceGradients, AreDifferencesOfForward) {
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("reference gradients")));
+  for (int round = 0; round < 4; ++round) {
+    const reference::Sequence s = random_sequence(rng);
+    const reference::Result r = reference::attention(s).value;
+    const auto compare = [&](std::vector<double> reference::Sequence::*input, const std::vector<double> &gradient) {
+      for (size_t n = 0; n < gradient.size(); ++n) {
+        constexpr double kStep = 1e-5;
+        reference::Sequence up = s, down = s;
+        (up.*input)[n] += kStep;
+        (down.*input)[n] -= kStep;
+        EXPECT_NEAR((loss(up) - loss(down)) / (2 * kStep), gradient[n], 1e-8) << "element " << n;
+      }
+    };
+    compare(&reference::Sequence::q, r.dq);
+    compare(&reference::Sequence::k, r.dk);
+    compare(&reference::Sequence::v, r.dv);
+    compare(&reference::Sequence::bias, r.dbias);
+    compare(&reference::Sequence::sink, r.dsink);
+  }
+}
+
+}  // namespace
+}  // namespace parity

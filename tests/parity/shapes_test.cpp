@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sizes and layouts: head dims, grouped heads, lengths around block boundaries and at zero, every memory layout.
+#include "parity/runner.h"
+
+namespace parity {
+namespace {
+
+Case base(const char *name) {
+  Case c;
+  c.seed = seed_for(name);
+  c.q.seqlen = 37;
+  c.k.seqlen = 50;
+  c.dlse = 1;
+  return c;
+}
+
+class Shapes : public EveryBackend {};
+
+TEST_P(Shapes, HeadDims) {
+  const std::pair<int64_t, int64_t> dims[] = {{1, 1},    {2, 2},    {8, 8},     {31, 31},   {40, 40},   {64, 64},   {72, 72},
+                                              {80, 80},  {96, 96},  {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512},
+                                              {64, 512}, {512, 64}, {1, 128},   {128, 1},   {33, 17}};
+  for (const auto &[head_dim, head_dim_v] : dims) {
+    for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {
+      Case c = base("head dims");
+      c.dtype = dtype;
+      c.batch = 1;
+      c.head_dim = head_dim;
+      c.head_dim_v = head_dim_v;
+      EXPECT_TRUE(check(backend(), c));
+      c.mask = FA_MASK_CAUSAL;
+      c.softcap = 10;  // kernels have a plain and a general form
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Shapes, EveryHeadDimUpTo70) {
+  for (int64_t head_dim = 1; head_dim <= 70; ++head_dim) {
+    Case c = base("every head dim");
+    c.batch = 1;
+    c.heads_q = c.heads_k = 1;
+    c.head_dim = head_dim;
+    c.head_dim_v = 71 - head_dim;
+    c.q.seqlen = 9;
+    c.k.seqlen = 20;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Shapes, GroupedHeads) {
+  for (const auto &[heads_q, heads_k] : {std::pair{1, 1}, {3, 3}, {6, 2}, {8, 1}, {5, 1}, {14, 2}}) {
+    for (const int64_t seqlen_q : {1, 4, 40}) {
+      Case c = base("grouped heads");
+      c.heads_q = heads_q;
+      c.heads_k = heads_k;
+      c.q.seqlen = seqlen_q;
+      c.mask = FA_MASK_CAUSAL;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Shapes, LengthsAroundBlocks) {
+  for (const int64_t seqlen_q : {1, 2, 3, 11, 12, 13, 47, 48, 49, 95, 96, 97, 128}) {
+    for (const int64_t seqlen_k : {1, 2, 31, 32, 33, 64, 127, 128, 129}) {
+      Case c = base("lengths");
+      c.batch = 1;
+      c.head_dim = c.head_dim_v = 8;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = seqlen_k;
+      EXPECT_TRUE(check(backend(), c));
+      c.mask = FA_MASK_CAUSAL;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Shapes, LongSequences) {
+  for (const auto &[seqlen_q, seqlen_k] : {std::pair{1, 3000}, {3, 1025}, {520, 513}, {257, 1030}, {1030, 257}}) {
+    for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL}) {
+      Case c = base("long");
+      c.batch = 1;
+      c.heads_k = 1;
+      c.head_dim = c.head_dim_v = 8;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = seqlen_k;
+      c.mask = mask;
+      EXPECT_TRUE(check(backend(), c));
+      c.bias = 1;
+      c.bias_by_size = kOverBatch | kOverHeads | kOverRows;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Shapes, NothingToDo) {
+  for (const int64_t batch : {0, 2}) {
+    for (const int64_t seqlen_q : {0, 5}) {
+      for (const int64_t seqlen_k : {0, 5}) {
+        Case c = base("nothing");
+        c.batch = batch;
+        c.q.seqlen = seqlen_q;
+        c.k.seqlen = seqlen_k;
+        c.sink = c.bias = 1;
+        c.bias_by_size = kOverBatch;
+        EXPECT_TRUE(check(backend(), c));
+        c.q.packed = c.k.packed = 1;
+        c.q.slots.assign(static_cast<size_t>(batch), seqlen_q);
+        c.k.slots.assign(static_cast<size_t>(batch), seqlen_k);
+        c.q.lead = c.k.trail = 2;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
+class Layouts : public EveryBackend {};
+
+TEST_P(Layouts, EveryPair) {
+  for (int64_t layout_q = 0; layout_q < kNumLayouts; ++layout_q) {
+    for (int64_t layout_k = 0; layout_k < kNumLayouts; ++layout_k) {
+      for (const int64_t packed : {0, 1}) {
+        Case c = base("layouts");
+        c.dtype = packed ? FA_FLOAT16 : FA_FLOAT32;
+        c.heads_q = 4;
+        c.head_dim = 24;
+        c.q.layout = layout_q;
+        c.k.layout = layout_k;
+        c.q.grad_layout = layout_k == kShared ? kBhsd : layout_k;
+        c.k.grad_layout = layout_q == kShared ? kSbhd : layout_q;
+        c.lse_odd = layout_q % 2;
+        c.q.packed = c.k.packed = packed;
+        c.q.slots = {20, 1};
+        c.k.slots = {33, 40};
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
+TEST_P(Layouts, ShortQueries) {
+  for (int64_t layout = 0; layout < kNumLayouts; ++layout) {
+    for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+      Case c = base("short queries");
+      c.dtype = dtype;
+      c.heads_q = 6;
+      c.head_dim = 40;
+      c.q.seqlen = 1;
+      c.k.seqlen = 300;
+      c.q.layout = c.k.layout = layout;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+FA_ON_EVERY_BACKEND(Shapes);
+FA_ON_EVERY_BACKEND(Layouts);
+
+}  // namespace
+}  // namespace parity
