@@ -1,0 +1,492 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every field of fa_attention and fa_gradients misused, one at a time, through every function that takes it: the documented status, a
+// sentence that names the field and its value, and nothing written.
+#include <gtest/gtest.h>
+
+#include <cinttypes>
+#include <climits>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "flashattn/flashattn.h"
+#include "sample_problem.h"
+
+namespace fa_test {
+namespace {
+
+enum Calls : unsigned {
+  kForward = 1,      // fa_forward
+  kBackward = 2,     // fa_backward
+  kAskForward = 4,   // fa_forward_query, fa_forward_prepare
+  kAskBackward = 8,  // fa_backward_query, fa_backward_prepare
+  kRuns = kForward | kBackward,
+  kAnyForward = kForward | kAskForward,
+  kAnyBackward = kBackward | kAskBackward,
+  kAll = kAnyForward | kAnyBackward,
+};
+
+struct Misuse {
+  std::string what;
+  unsigned calls;
+  fa_status status;
+  std::vector<std::string> text;  // what the sentence must contain
+  std::function<void(SampleProblem &)> apply;
+  Layout layout = Layout::padded;
+};
+
+struct TensorField {
+  const char *name;
+  fa_tensor fa_attention::*in_attention;
+  fa_tensor fa_gradients::*in_gradients;
+  Layout layout;     // where the sample has it
+  unsigned calls;    // which calls read it
+  unsigned outputs;  // in which calls it is written
+  bool head_dim;     // its last stride must be 1
+
+  fa_tensor &of(SampleProblem &p) const {
+    return in_attention != nullptr ? p.attention.*in_attention : p.gradients.*in_gradients;
+  }
+};
+
+const TensorField kTensorFields[] = {
+    {"q", &fa_attention::q, nullptr, Layout::padded, kAll, 0, true},
+    {"k", &fa_attention::k, nullptr, Layout::padded, kAll, 0, true},
+    {"v", &fa_attention::v, nullptr, Layout::padded, kAll, 0, true},
+    {"out", &fa_attention::out, nullptr, Layout::padded, kAll, kAnyForward, true},
+    {"lse", &fa_attention::lse, nullptr, Layout::padded, kAll, kAnyForward, false},
+    {"cu_seqlens_q", &fa_attention::cu_seqlens_q, nullptr, Layout::packed, kAll, 0, false},
+    {"cu_seqlens_k", &fa_attention::cu_seqlens_k, nullptr, Layout::packed, kAll, 0, false},
+    {"seqused_q", &fa_attention::seqused_q, nullptr, Layout::packed, kAll, 0, false},
+    {"seqused_k", &fa_attention::seqused_k, nullptr, Layout::padded, kAll, 0, false},
+    {"page_table", &fa_attention::page_table, nullptr, Layout::paged, kAnyForward, 0, false},
+    {"bias", &fa_attention::bias, nullptr, Layout::padded, kAll, 0, false},
+    {"block_mask", &fa_attention::block_mask, nullptr, Layout::padded, kAll, 0, false},
+    {"alibi_slopes", &fa_attention::alibi_slopes, nullptr, Layout::padded, kAll, 0, false},
+    {"sink", &fa_attention::sink, nullptr, Layout::padded, kAll, 0, false},
+    {"dout", nullptr, &fa_gradients::dout, Layout::padded, kAnyBackward, 0, true},
+    {"dlse", nullptr, &fa_gradients::dlse, Layout::padded, kAnyBackward, 0, false},
+    {"dq", nullptr, &fa_gradients::dq, Layout::padded, kAnyBackward, kAnyBackward, true},
+    {"dk", nullptr, &fa_gradients::dk, Layout::padded, kAnyBackward, kAnyBackward, true},
+    {"dv", nullptr, &fa_gradients::dv, Layout::padded, kAnyBackward, kAnyBackward, true},
+    {"dbias", nullptr, &fa_gradients::dbias, Layout::padded, kAnyBackward, kAnyBackward, false},
+    {"dsink", nullptr, &fa_gradients::dsink, Layout::padded, kAnyBackward, kAnyBackward, false},
+};
+
+int element_bytes(fa_dtype dtype) { return (dtype >> 8 & 0xFF) / 8; }
+
+void row_major(fa_tensor &t) {
+  int64_t step = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    t.stride[d] = step;
+    step *= t.shape[d];
+  }
+}
+
+// What can be wrong with any tensor.
+void add_tensor_misuses(const TensorField &field, std::vector<Misuse> &cases) {
+  const std::string name = field.name;
+  const auto add = [&](const std::string &what, fa_status status, std::vector<std::string> text,
+                       std::function<void(fa_tensor &)> apply, unsigned calls) {
+    if (calls == 0) return;
+    cases.push_back({name + " " + what, calls, status, std::move(text),
+                     [field, apply = std::move(apply)](SampleProblem &p) { apply(field.of(p)); }, field.layout});
+  };
+  SampleProblem sample(field.layout);
+  const fa_tensor valid = field.of(sample);
+
+  for (const int32_t ndim : {INT32_MIN, -1, 0, 5, INT32_MAX}) {
+    add(
+        "with impossible ndim", FA_ERROR_SHAPE, {name + ".ndim", std::to_string(ndim)}, [=](fa_tensor &t) { t.ndim = ndim; },
+        field.calls);
+  }
+  // alibi_slopes comes with one dimension or two.
+  for (const int32_t ndim : {valid.ndim - 1, valid.ndim + 1}) {
+    if (ndim < 1 || ndim > 4 || (name == "alibi_slopes" && ndim == 1)) continue;
+    add(
+        "with wrong ndim", FA_ERROR_SHAPE, {name + ".ndim", std::to_string(ndim)},
+        [=](fa_tensor &t) {
+          t.ndim = ndim;
+          t.shape[3] = t.stride[3] = 1;
+        },
+        field.calls);
+  }
+  for (const fa_dtype dtype : {0, 1, -1, 0x00022002, INT_MAX}) {
+    char value[16];
+    std::snprintf(value, sizeof value, "0x%08x", static_cast<unsigned>(dtype));
+    add(
+        "with unknown dtype", FA_ERROR_DTYPE, {name + ".dtype", value}, [=](fa_tensor &t) { t.dtype = dtype; }, field.calls);
+  }
+  const fa_dtype other = element_bytes(valid.dtype) == 8 ? FA_FLOAT32 : valid.dtype == FA_UINT8 ? FA_INT32 : FA_UINT8;
+  add(
+      "with wrong dtype", FA_ERROR_DTYPE,
+      {name + ".dtype", other == FA_UINT8   ? "uint8"
+                        : other == FA_INT32 ? "int32"
+                                            : "float32"},
+      [=](fa_tensor &t) { t.dtype = other; }, field.calls);
+  for (int d = 0; d < valid.ndim; ++d) {
+    const std::string index = "[" + std::to_string(d) + "]";
+    add(
+        "with negative size", FA_ERROR_SHAPE, {name + ".shape" + index, "-3"}, [=](fa_tensor &t) { t.shape[d] = -3; },
+        field.calls);
+    // A wrong size of q, k, v or the offsets may be told as the size of another tensor that no longer fits. A page table may be wider.
+    if (name != "page_table" || d == 0) {
+      const bool sets_sizes = name == "q" || name == "k" || name == "v" || name == "cu_seqlens_q";
+      add(
+          "with wrong size", FA_ERROR_SHAPE, {sets_sizes ? "shape[" : name + ".shape" + index},
+          [=](fa_tensor &t) {
+            t.shape[d] += 2;
+            row_major(t);
+          },
+          field.calls);
+    }
+    if (valid.shape[d] > 1) {
+      add(
+          "with overflowing stride", FA_ERROR_SHAPE, {name + ".stride" + index, std::to_string(INT64_MAX / 2)},
+          [=](fa_tensor &t) { t.stride[d] = INT64_MAX / 2; }, field.calls);
+      add(
+          "with overflowing negative stride", FA_ERROR_SHAPE, {name + ".stride" + index, std::to_string(INT64_MIN)},
+          [=](fa_tensor &t) { t.stride[d] = INT64_MIN; }, field.calls);
+      add(
+          "with broadcast output", FA_ERROR_SHAPE, {name + ".stride" + index, "0"}, [=](fa_tensor &t) { t.stride[d] = 0; },
+          field.outputs);
+    }
+    add(
+        "with size beyond 64 bits", FA_ERROR_SHAPE, {name + ".shape" + index, std::to_string(INT64_MAX)},
+        [=](fa_tensor &t) { t.shape[d] = INT64_MAX; }, field.calls);
+  }
+  add(
+      "outside the address space", FA_ERROR_SHAPE, {name + ".data"},
+      [=](fa_tensor &t) { t.data = reinterpret_cast<void *>(UINTPTR_MAX - 63); },
+      valid.shape[0] * valid.stride[0] * element_bytes(valid.dtype) > 64 ? field.calls : 0u);
+  add(
+      "without data", FA_ERROR_INVALID_ARGUMENT, {name + ".data", "NULL"}, [](fa_tensor &t) { t.data = nullptr; }, field.calls);
+  if (element_bytes(valid.dtype) > 1) {
+    add(
+        "misaligned", FA_ERROR_ALIGNMENT, {name + ".data", "0x"},
+        [](fa_tensor &t) { t.data = static_cast<char *>(t.data) + 1; }, field.calls);
+  }
+  if (field.head_dim) {
+    const int last = valid.ndim - 1;
+    add(
+        "with strided head_dim", FA_ERROR_SHAPE, {name + ".stride[" + std::to_string(last) + "]", "2"},
+        [=](fa_tensor &t) {
+          for (int d = 0; d < t.ndim; ++d) t.stride[d] *= 2;
+        },
+        field.calls);
+    add(
+        "with a dtype unlike q's", FA_ERROR_DTYPE, {".dtype"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT16; }, field.calls);
+    add(
+        "of fp8", name[0] == 'q' || name[0] == 'k' || name[0] == 'v' ? FA_ERROR_UNSUPPORTED : FA_ERROR_DTYPE,
+        {name + ".dtype", "float8_e4m3"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT8_E4M3; }, field.calls);
+  }
+  if (valid.ndim > 1) {
+    const int first = valid.shape[0] > 1 ? 0 : 1;
+    add(
+        "with overlapping rows", FA_ERROR_SHAPE, {name, "overlap"},
+        [=](fa_tensor &t) { t.stride[first] = t.stride[t.ndim - 1]; }, field.outputs);
+  }
+}
+
+// What can be wrong with which tensors are there.
+void add_combination_misuses(std::vector<Misuse> &cases) {
+  const auto add = [&](const char *what, unsigned calls, fa_status status, std::vector<std::string> text,
+                       std::function<void(SampleProblem &)> apply, Layout layout = Layout::padded) {
+    cases.push_back({what, calls, status, std::move(text), std::move(apply), layout});
+  };
+  const auto remove = [](fa_tensor &t) { t = fa_tensor{}; };
+  constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
+
+  add("no q", kAll, kInvalid, {"q is required"}, [=](SampleProblem &p) { remove(p.attention.q); });
+  add("no k", kAll, kInvalid, {"k is required"}, [=](SampleProblem &p) { remove(p.attention.k); });
+  add("no v", kAll, kInvalid, {"v is required"}, [=](SampleProblem &p) { remove(p.attention.v); });
+  add("no out", kAll, kInvalid, {"out is required"}, [=](SampleProblem &p) { remove(p.attention.out); });
+  add("no lse", kAnyBackward, kInvalid, {"lse is required"}, [=](SampleProblem &p) { remove(p.attention.lse); });
+  add("no dout", kAnyBackward, kInvalid, {"dout is required"}, [=](SampleProblem &p) { remove(p.gradients.dout); });
+  add("no gradient wanted", kAnyBackward, kInvalid, {"dq", "dk", "dv", "dbias", "dsink"}, [=](SampleProblem &p) {
+    for (fa_tensor *t : {&p.gradients.dq, &p.gradients.dk, &p.gradients.dv, &p.gradients.dbias, &p.gradients.dsink}) remove(*t);
+  });
+  add("dbias without bias", kAnyBackward, kInvalid, {"dbias", "bias"}, [=](SampleProblem &p) { remove(p.attention.bias); });
+  add("dsink without sink", kAnyBackward, kInvalid, {"dsink", "sink"}, [=](SampleProblem &p) { remove(p.attention.sink); });
+  add("gradients.reserved", kAnyBackward, kInvalid, {"reserved", "9"}, [=](SampleProblem &p) { p.gradients.reserved = 9; });
+
+  add(
+      "packed tensors without offsets", kAll, FA_ERROR_SHAPE, {"q.ndim is 3", "cu_seqlens_q"},
+      [=](SampleProblem &p) { remove(p.attention.cu_seqlens_q); }, Layout::packed);
+  add(
+      "packed keys without offsets", kAll, FA_ERROR_SHAPE, {"k.ndim is 3", "cu_seqlens_k"},
+      [=](SampleProblem &p) { remove(p.attention.cu_seqlens_k); }, Layout::packed);
+  add("offsets with padded tensors", kAll, FA_ERROR_SHAPE, {"q.ndim is 4", "cu_seqlens_q"}, [](SampleProblem &p) {
+    p.attention.cu_seqlens_q = p.values<int32_t>(FA_INT32, {3}, {0, 5, 10});
+  });
+  add(
+      "pages and offsets", kAnyForward, kInvalid, {"cu_seqlens_k", "page_table"},
+      [](SampleProblem &p) {
+        p.attention.cu_seqlens_k = p.values<int32_t>(FA_INT32, {3}, {0, 5, 10});
+      },
+      Layout::paged);
+  add(
+      "backward of pages", kAnyBackward, FA_ERROR_UNSUPPORTED, {"page_table"}, [](SampleProblem &) {}, Layout::paged);
+  add(
+      "page of no rows", kAnyForward, FA_ERROR_SHAPE, {"shape[1]", "page_size"},
+      [](SampleProblem &p) { p.attention.k.shape[1] = p.attention.v.shape[1] = 0; }, Layout::paged);
+
+  add("heads that do not divide", kAll, FA_ERROR_SHAPE, {"4 heads", "3 heads"}, [](SampleProblem &p) {
+    p.attention.k = p.floats({2, 7, 3, 8});
+    p.attention.v = p.floats({2, 7, 3, 6});
+  });
+  add("no query heads", kAll, FA_ERROR_SHAPE, {"q.shape[2]", "heads_q"}, [](SampleProblem &p) { p.attention.q.shape[2] = 0; });
+  add("no key heads", kAll, FA_ERROR_SHAPE, {"k.shape[2]", "heads_k"}, [](SampleProblem &p) { p.attention.k.shape[2] = 0; });
+  add("head_dim 0", kAll, FA_ERROR_SHAPE, {"q.shape[3]", "head_dim"}, [](SampleProblem &p) { p.attention.q.shape[3] = 0; });
+  add("head_dim 513", kAll, FA_ERROR_UNSUPPORTED, {"q.shape[3]", "513", "512"}, [](SampleProblem &p) {
+    p.attention.q = p.floats({2, 5, 4, 513});
+    p.attention.k = p.floats({2, 7, 2, 513});
+  });
+  add("value head_dim 513", kAll, FA_ERROR_UNSUPPORTED, {"v.shape[3]", "513", "512"}, [](SampleProblem &p) {
+    p.attention.v = p.floats({2, 7, 2, 513});
+  });
+  add("out in q's place", kAnyForward, kInvalid, {"out.data", "q.data"},
+      [](SampleProblem &p) { p.attention.out.data = p.attention.q.data; });
+  add("lse in k's place", kAnyForward, kInvalid, {"lse.data", "k.data"},
+      [](SampleProblem &p) { p.attention.lse.data = p.attention.k.data; });
+  add("dk in dv's place", kAnyBackward, kInvalid, {"dk.data", "dv.data"},
+      [](SampleProblem &p) { p.gradients.dk.data = p.gradients.dv.data; });
+  add("dq in dout's place", kAnyBackward, kInvalid, {"dq.data", "dout.data"},
+      [](SampleProblem &p) { p.gradients.dq.data = p.gradients.dout.data; });
+  add("q_descale with fp32", kAll, kInvalid, {"q_descale", "float32"}, [](SampleProblem &p) {
+    p.attention.q_descale = p.floats({2, 2});
+  });
+  add("k_descale with fp32", kAll, kInvalid, {"k_descale", "float32"}, [](SampleProblem &p) {
+    p.attention.k_descale = p.floats({2, 2});
+  });
+  add("v_descale with fp32", kAll, kInvalid, {"v_descale", "float32"}, [](SampleProblem &p) {
+    p.attention.v_descale = p.floats({2, 2});
+  });
+  for (const auto &[name, member] :
+       {std::pair{"q_descale", &fa_attention::q_descale}, std::pair{"k_descale", &fa_attention::k_descale},
+        std::pair{"v_descale", &fa_attention::v_descale}}) {
+    // Half given: data without dimensions is no absent tensor.
+    add("half a descale", kAll, kInvalid, {name}, [member = member](SampleProblem &p) { (p.attention.*member).data = &p; });
+  }
+}
+
+// Numbers, bits and enumerations.
+void add_scalar_misuses(std::vector<Misuse> &cases) {
+  const auto add = [&](const std::string &what, fa_status status, std::vector<std::string> text,
+                       std::function<void(fa_attention &)> apply, Layout layout = Layout::padded) {
+    cases.push_back({what, layout == Layout::paged ? kAnyForward : kAll, status, std::move(text),
+                     [apply = std::move(apply)](SampleProblem &p) { apply(p.attention); }, layout});
+  };
+  constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
+
+  for (const uint32_t flags : {4u, 0x80000000u, 0xFFFFFFFFu}) {
+    char value[16];
+    std::snprintf(value, sizeof value, "0x%x", flags);
+    add("flags", kInvalid, {"flags", value}, [=](fa_attention &a) { a.flags = flags; });
+    add("window", kInvalid, {"window", value}, [=](fa_attention &a) { a.window = flags; });
+  }
+  for (const int32_t mask : {-1, 3, INT32_MAX, INT32_MIN}) {
+    add("mask", kInvalid, {"mask", std::to_string(mask)}, [=](fa_attention &a) { a.mask = mask; });
+  }
+  for (const int64_t value : {int64_t{-1}, INT64_MIN}) {
+    const std::string text = std::to_string(value);
+    add("window_left", kInvalid, {"window_left", text}, [=](fa_attention &a) { a.window_left = value; });
+    add("window_right", kInvalid, {"window_right", text}, [=](fa_attention &a) {
+      a.window = FA_WINDOW_RIGHT;
+      a.window_left = 0;
+      a.window_right = value;
+    });
+    for (const Layout layout : {Layout::padded, Layout::packed, Layout::paged}) {
+      add(
+          "max_seqlen_q", kInvalid, {"max_seqlen_q", text}, [=](fa_attention &a) { a.max_seqlen_q = value; }, layout);
+      add(
+          "max_seqlen_k", kInvalid, {"max_seqlen_k", text}, [=](fa_attention &a) { a.max_seqlen_k = value; }, layout);
+    }
+    add("block_size_q", kInvalid, {"block_size_q", text}, [=](fa_attention &a) { a.block_size_q = value; });
+    add("block_size_k", kInvalid, {"block_size_k", text}, [=](fa_attention &a) { a.block_size_k = value; });
+  }
+  add("max_seqlen_q below the rows", kInvalid, {"max_seqlen_q", "4", "5"}, [](fa_attention &a) { a.max_seqlen_q = 4; });
+  add("max_seqlen_k below the rows", kInvalid, {"max_seqlen_k", "6", "7"}, [](fa_attention &a) { a.max_seqlen_k = 6; });
+  add("block_size_q 0", kInvalid, {"block_size_q", "0"}, [](fa_attention &a) { a.block_size_q = 0; });
+  add("block_size_k 0", kInvalid, {"block_size_k", "0"}, [](fa_attention &a) { a.block_size_k = 0; });
+  add("block_size_q huge", FA_ERROR_SHAPE, {"block_mask.shape[2]"}, [](fa_attention &a) { a.block_size_q = INT64_MAX; });
+  add("block sizes without mask", kInvalid, {"block_size_q", "4", "block_mask"},
+      [](fa_attention &a) { a.block_mask = fa_tensor{}; });
+  add("block_size_k without mask", kInvalid, {"block_size_k", "4", "block_mask"}, [](fa_attention &a) {
+    a.block_mask = fa_tensor{};
+    a.block_size_q = 0;
+  });
+  add("window_left without its bit", kInvalid, {"window_left", "6", "FA_WINDOW_LEFT"}, [](fa_attention &a) { a.window = 0; });
+  add("window_right without its bit", kInvalid, {"window_right", "2", "FA_WINDOW_RIGHT"},
+      [](fa_attention &a) { a.window_right = 2; });
+
+  const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
+  for (const auto &[value, text] :
+       {std::pair{nan, "nan"}, std::pair{inf, "inf"}, std::pair{-inf, "-inf"}, std::pair{-1.5f, "-1.5"}}) {
+    add("softmax_scale", kInvalid, {"softmax_scale", text}, [value = value](fa_attention &a) { a.softmax_scale = value; });
+    add("softcap", kInvalid, {"softcap", text}, [value = value](fa_attention &a) { a.softcap = value; });
+    add("dropout_p", kInvalid, {"dropout_p", text}, [value = value](fa_attention &a) { a.dropout_p = value; });
+  }
+  add("dropout_p 1", kInvalid, {"dropout_p", "1"}, [](fa_attention &a) { a.dropout_p = 1.0f; });
+  for (const int32_t splits : {-1, INT32_MIN}) {
+    add("num_splits", kInvalid, {"num_splits", std::to_string(splits)}, [=](fa_attention &a) { a.num_splits = splits; });
+  }
+  add("two seeds", kInvalid, {"dropout_seed", "77", "dropout_seed_ptr"}, [](fa_attention &a) { a.dropout_seed = 77; });
+  const auto misalign = [](const uint64_t *&pointer) {
+    pointer = reinterpret_cast<const uint64_t *>(reinterpret_cast<uintptr_t>(pointer) + 4);
+  };
+  add("seed pointer", FA_ERROR_ALIGNMENT, {"dropout_seed_ptr", "0x"}, [=](fa_attention &a) { misalign(a.dropout_seed_ptr); });
+  add("offset pointer", FA_ERROR_ALIGNMENT, {"dropout_offset_ptr", "0x"},
+      [=](fa_attention &a) { misalign(a.dropout_offset_ptr); });
+}
+
+// Lengths and page numbers, which only the calls that compute read.
+void add_length_misuses(std::vector<Misuse> &cases) {
+  const auto add = [&](const std::string &field, Layout layout, int index, int64_t value, std::vector<std::string> text,
+                       fa_tensor fa_attention::*member) {
+    text.push_back(std::to_string(value));
+    cases.push_back({field + " contents", layout == Layout::paged ? kForward : kRuns, FA_ERROR_INVALID_ARGUMENT,
+                     std::move(text),
+                     [=](SampleProblem &p) {
+                       const fa_tensor &t = p.attention.*member;
+                       if (t.dtype == FA_INT64)
+                         static_cast<int64_t *>(t.data)[index] = value;
+                       else
+                         static_cast<int32_t *>(t.data)[index] = static_cast<int32_t>(value);
+                     },
+                     layout});
+  };
+  for (const auto &[index, value] :
+       {std::pair{0, -1}, std::pair{1, 11}, std::pair{2, 12}, std::pair{1, INT_MIN}, std::pair{2, INT_MAX}}) {
+    add("cu_seqlens_q", Layout::packed, index, value, {"cu_seqlens_q"}, &fa_attention::cu_seqlens_q);
+  }
+  for (const auto &[index, value] : {std::pair{0, int64_t{-1}}, std::pair{1, int64_t{15}}, std::pair{2, int64_t{16}},
+                                     std::pair{1, INT64_MIN}, std::pair{2, INT64_MAX}, std::pair{0, INT64_MIN}}) {
+    add("cu_seqlens_k", Layout::packed, index, value, {"cu_seqlens_k"}, &fa_attention::cu_seqlens_k);
+  }
+  for (const int value : {-1, 100, INT_MAX, INT_MIN}) {
+    add("seqused_q", Layout::packed, 1, value, {"seqused_q[1]"}, &fa_attention::seqused_q);
+    add("seqused_k", Layout::padded, 0, value, {"seqused_k[0]"}, &fa_attention::seqused_k);
+    add("seqused_k", Layout::packed, 0, value, {"seqused_k[0]"}, &fa_attention::seqused_k);
+    add("seqused_k", Layout::paged, 1, value, {"seqused_k[1]"}, &fa_attention::seqused_k);
+    add("page_table", Layout::paged, 0, value, {"page_table[0][0]"}, &fa_attention::page_table);
+  }
+  cases.push_back({"max_seqlen_q too small",
+                   kRuns,
+                   FA_ERROR_INVALID_ARGUMENT,
+                   {"max_seqlen_q", "3"},
+                   [](SampleProblem &p) {
+                     p.attention.max_seqlen_q = 3;
+                     p.attention.bias = p.attention.block_mask = p.gradients.dbias = fa_tensor{};
+                     p.attention.block_size_q = p.attention.block_size_k = 0;
+                   },
+                   Layout::packed});
+  cases.push_back({"max_seqlen_k too small",
+                   kRuns,
+                   FA_ERROR_INVALID_ARGUMENT,
+                   {"max_seqlen_k", "4"},
+                   [](SampleProblem &p) {
+                     p.attention.max_seqlen_k = 4;
+                     p.attention.bias = p.attention.block_mask = p.gradients.dbias = fa_tensor{};
+                     p.attention.block_size_q = p.attention.block_size_k = 0;
+                   },
+                   Layout::packed});
+}
+
+class MisusedProblem : public testing::Test {
+ protected:
+  void SetUp() override {
+    fa_config config;
+    fa_config_init(&config, sizeof config);
+    config.device_type = FA_DEVICE_CPU;
+    config.num_threads = 2;
+    ASSERT_EQ(fa_create(&ctx_, &config), FA_OK);
+  }
+  void TearDown() override { fa_destroy(ctx_); }
+
+  void check(const Misuse &misuse) {
+    const auto call = [&](unsigned which, const char *function, auto &&run) {
+      if (!(misuse.calls & which)) return;
+      SampleProblem p(misuse.layout);
+      misuse.apply(p);
+      p.remember();
+      const fa_status status = run(p);
+      ++calls_;
+      const std::string text = fa_last_error(ctx_);
+      const std::string where =
+          std::string(function) + ", " + misuse.what + ": " + fa_status_name(status) + ", \"" + text + "\"";
+      EXPECT_EQ(status, misuse.status) << where;
+      for (const std::string &part : misuse.text) EXPECT_NE(text.find(part), std::string::npos) << where << " lacks " << part;
+      EXPECT_TRUE(p.untouched()) << where << " wrote to memory";
+    };
+    const auto query = [&](SampleProblem &p, bool backward) {
+      fa_plan_info info;
+      fa_plan_info_init(&info, sizeof info);
+      const fa_status status =
+          backward ? fa_backward_query(ctx_, &p.attention, &p.gradients, &info) : fa_forward_query(ctx_, &p.attention, &info);
+      EXPECT_EQ(info.status, status);
+      EXPECT_STREQ(info.kernel, "");
+      EXPECT_EQ(std::string(info.reason), std::string(fa_last_error(ctx_)));
+      return status;
+    };
+    call(kAskForward, "fa_forward_query", [&](SampleProblem &p) { return query(p, false); });
+    call(kAskBackward, "fa_backward_query", [&](SampleProblem &p) { return query(p, true); });
+    call(kAskForward, "fa_forward_prepare", [&](SampleProblem &p) { return fa_forward_prepare(ctx_, &p.attention); });
+    call(kAskBackward, "fa_backward_prepare",
+         [&](SampleProblem &p) { return fa_backward_prepare(ctx_, &p.attention, &p.gradients); });
+    call(kForward, "fa_forward", [&](SampleProblem &p) { return fa_forward(ctx_, &p.attention, nullptr, 0, nullptr); });
+    call(kBackward, "fa_backward",
+         [&](SampleProblem &p) { return fa_backward(ctx_, &p.attention, &p.gradients, nullptr, 0, nullptr); });
+  }
+
+  void check_all(const std::vector<Misuse> &cases) {
+    for (const Misuse &misuse : cases) check(misuse);
+    std::printf("misuse: %zu cases, %d calls\n", cases.size(), calls_);
+  }
+
+  fa_context ctx_ = nullptr;
+  int calls_ = 0;
+};
+
+// Without this the rest would prove nothing.
+TEST_F(MisusedProblem, TheSampleItselfIsFine) {
+  for (const Layout layout : {Layout::padded, Layout::packed, Layout::paged}) {
+    SampleProblem p(layout);
+    EXPECT_EQ(fa_forward(ctx_, &p.attention, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+    EXPECT_FALSE(p.untouched());
+    EXPECT_STREQ(fa_last_error(ctx_), "");
+    if (layout == Layout::paged) continue;
+    EXPECT_EQ(fa_backward(ctx_, &p.attention, &p.gradients, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  }
+}
+
+TEST_F(MisusedProblem, Tensors) {
+  std::vector<Misuse> cases;
+  for (const TensorField &field : kTensorFields) add_tensor_misuses(field, cases);
+  check_all(cases);
+}
+
+TEST_F(MisusedProblem, Combinations) {
+  std::vector<Misuse> cases;
+  add_combination_misuses(cases);
+  check_all(cases);
+}
+
+TEST_F(MisusedProblem, Scalars) {
+  std::vector<Misuse> cases;
+  add_scalar_misuses(cases);
+  check_all(cases);
+}
+
+TEST_F(MisusedProblem, LengthsAndPages) {
+  std::vector<Misuse> cases;
+  add_length_misuses(cases);
+  check_all(cases);
+}
+
+}  // namespace
+}  // namespace fa_test
