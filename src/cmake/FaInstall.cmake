@@ -32,6 +32,7 @@ install(
 
 # The .pc file finds the prefix from its own place. Absolute install directories (some distributions) are kept as they are.
 file(RELATIVE_PATH FA_PC_PREFIX "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig" "${CMAKE_INSTALL_PREFIX}")
+string(REGEX REPLACE "/$" "" FA_PC_PREFIX "${FA_PC_PREFIX}")
 foreach(dir LIBDIR INCLUDEDIR)
   if(IS_ABSOLUTE "${CMAKE_INSTALL_${dir}}")
     set(FA_PC_${dir} "${CMAKE_INSTALL_${dir}}")

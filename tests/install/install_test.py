@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Installs the build, moves the installed tree elsewhere, and uses it from outside: CMake package, pkg-config, dlopen; and the source tree by
+add_subdirectory.
+
+usage: install_test.py CASE SOURCE_DIR BUILD_DIR CMAKE GENERATOR C_COMPILER CXX_COMPILER [FLAGS]
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+case, source, build, cmake, generator, cc, cxx = sys.argv[1:8]
+flags = sys.argv[8].split() if len(sys.argv) > 8 else []
+here = Path(source) / "tests/install"
+
+
+def run(*command, **environment):
+    command = [str(part) for part in command]
+    print("+", " ".join(command), flush=True)
+    return subprocess.run(command, check=True, env={**os.environ, **environment})
+
+
+def configure_build_run(project, folder, *definitions):
+    run(cmake, "-G", generator, "-S", here / project, "-B", folder, f"-DCMAKE_C_COMPILER={cc}", f"-DCMAKE_CXX_COMPILER={cxx}",
+        f"-DCMAKE_C_FLAGS={' '.join(flags)}", f"-DCMAKE_CXX_FLAGS={' '.join(flags)}", "-DCMAKE_BUILD_TYPE=Release", *definitions)
+    run(cmake, "--build", folder, "--parallel", os.cpu_count())
+    run(folder / "user")
+
+
+def installed(folder):
+    """The installed tree, moved after the installation."""
+    run(cmake, "--install", build, "--prefix", folder / "first")
+    prefix = folder / "moved elsewhere"
+    (folder / "first").rename(prefix)
+    return prefix
+
+
+def library_dir(prefix):
+    return next(prefix.rglob("libflashattn.so")).parent
+
+
+def test_find_package(folder):
+    configure_build_run("find_package", folder / "build", f"-DCMAKE_PREFIX_PATH={installed(folder)}")
+
+
+def test_pkg_config(folder):
+    prefix = installed(folder)
+    libraries = library_dir(prefix)
+    asked = subprocess.run(["pkg-config", "--cflags", "--libs", "flashattn"], check=True, capture_output=True, text=True,
+                           env={**os.environ, "PKG_CONFIG_PATH": str(libraries / "pkgconfig")}).stdout
+    # pkg-config escapes blanks for a shell, so a shell reads them.
+    program = folder / "user"
+    run("sh", "-c", f"'{cc}' {' '.join(flags)} '{here / 'main.c'}' -o '{program}' {asked}")
+    run(program, LD_LIBRARY_PATH=str(libraries))
+    version = subprocess.run(["pkg-config", "--modversion", "flashattn"], check=True, capture_output=True, text=True,
+                             env={**os.environ, "PKG_CONFIG_PATH": str(libraries / "pkgconfig")}).stdout.strip()
+    header = next(prefix.rglob("version.h")).read_text()
+    assert f'"{version}"' in header, version
+
+
+def test_dlopen(folder):
+    prefix = installed(folder)
+    program = folder / "user"
+    run(cc, *flags, "-std=c99", "-I", prefix / "include", here / "dlopen.c", "-o", program, "-ldl")
+    run(program, LD_LIBRARY_PATH=str(library_dir(prefix)))
+
+
+def test_subdirectory(folder):
+    configure_build_run("subdirectory", folder / "build", f"-DFLASHATTN_SOURCE_DIR={source}")
+
+
+def test_components(folder):
+    run(cmake, "--install", build, "--prefix", folder / "runtime", "--component", "runtime")
+    run(cmake, "--install", build, "--prefix", folder / "development", "--component", "development")
+    names = {part: {file.name for file in (folder / part).rglob("*") if not file.is_dir()} for part in ("runtime", "development")}
+    assert len(names["runtime"]) == 2 and all(re.fullmatch(r"libflashattn\.so\.[\d.]+", name) for name in names["runtime"]), names
+    wanted = {"libflashattn.so", "flashattn.h", "flashattn_dl.h", "version.h", "flashattn.pc", "flashattn-config.cmake"}
+    assert wanted <= names["development"], names
+    assert not names["runtime"] & names["development"], names
+    for file in (folder / "development").rglob("*"):
+        if file.is_file() and file.suffix in {".cmake", ".pc", ".h"}:
+            for path in (source, build, str(folder)):
+                assert path not in file.read_text(), f"{file} holds the absolute path {path}"
+
+
+with tempfile.TemporaryDirectory() as scratch:
+    {name[5:]: function for name, function in list(globals().items()) if name.startswith("test_")}[case](Path(scratch))
