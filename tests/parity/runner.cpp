@@ -174,6 +174,8 @@ Execution execute(Backend &backend, fa_context context, const Data &data) {
   return ::testing::AssertionSuccess();
 }
 
+void PrintTo(const std::shared_ptr<Backend> &backend, std::ostream *stream) { *stream << backend->name(); }
+
 std::string backend_name(const ::testing::TestParamInfo<std::shared_ptr<Backend>> &info) { return info.param->name(); }
 
 }  // namespace parity

@@ -44,6 +44,8 @@ class EveryBackend : public ::testing::TestWithParam<std::shared_ptr<Backend>> {
  protected:
   Backend &backend() { return *GetParam(); }
 };
+// GoogleTest prints parameters by this.
+void PrintTo(const std::shared_ptr<Backend> &backend, std::ostream *stream);
 std::string backend_name(const ::testing::TestParamInfo<std::shared_ptr<Backend>> &info);
 
 }  // namespace parity

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// Equal bits: from run to run, for any number of threads, and whatever else is in the batch.
+#include "parity/cpu_context.h"
+#include "parity/runner.h"
+
+namespace parity {
+namespace {
+
+// Problems that split work in every way there is: many heads, one long head, short queries, shared query heads, general scores.
+std::vector<Case> problems() {
+  std::vector<Case> cases;
+  const auto add = [&](const char *name, auto vary) {
+    Case c;
+    c.seed = seed_for(name);
+    c.head_dim = c.head_dim_v = 32;
+    c.dlse = 1;
+    c.flags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT;
+    vary(c);
+    cases.push_back(c);
+  };
+  add("many heads", [](Case &c) {
+    c.heads_q = c.heads_k = 6;
+    c.q.seqlen = c.k.seqlen = 130;
+    c.mask = FA_MASK_CAUSAL;
+  });
+  add("one long head", [](Case &c) {
+    c.batch = c.heads_q = c.heads_k = 1;
+    c.q.seqlen = 700;
+    c.k.seqlen = 900;
+    c.dtype = FA_BFLOAT16;
+  });
+  add("one query", [](Case &c) {
+    c.heads_q = 8;
+    c.q.seqlen = 1;
+    c.k.seqlen = 4000;
+  });
+  add("general", [](Case &c) {
+    c.batch = 3;
+    c.heads_q = 6;
+    c.q.packed = c.k.packed = 1;
+    c.q.slots = {300, 1, 70};
+    c.k.slots = {300, 500, 20};
+    c.mask = FA_MASK_CAUSAL;
+    c.bias = c.sink = 1;
+    c.bias_by_size = kOverBatch | kOverHeads;
+    c.bias_by_stride = kOverRows;
+    c.dropout = 0.1;
+    c.dtype = FA_FLOAT16;
+  });
+  add("bias broadcast over rows", [](Case &c) {
+    c.batch = 1;
+    c.heads_k = 1;
+    c.q.seqlen = 600;
+    c.k.seqlen = 400;
+    c.bias = c.sink = 1;
+    c.bias_by_size = kOverRows | kOverHeads;
+  });
+  return cases;
+}
+
+class Determinism : public EveryBackend {};
+
+TEST_P(Determinism, ThirtyRuns) {
+  for (const Case &c : problems()) {
+    const Data data = make_data(c, nullptr, /*with_expected=*/false);
+    const Execution first = execute(backend(), data);
+    if (backend().may_refuse() && !first.ok()) continue;
+    ASSERT_TRUE(first.ok()) << first.error;
+    for (int64_t run = 1; run < scaled(30); ++run)
+      ASSERT_TRUE(same_bits(data, first, execute(backend(), data))) << "run " << run;
+  }
+}
+
+TEST_P(Determinism, WorkspaceOfEitherSideGivesTheSame) {
+  for (const Case &c : problems()) {
+    Data data = make_data(c, nullptr, /*with_expected=*/false);
+    const Execution given = execute(backend(), data);
+    data.problem.own_workspace = 1;
+    EXPECT_TRUE(same_bits(data, given, execute(backend(), data)));
+  }
+}
+
+// A sequence alone, and the same one in a batch of others.
+TEST_P(Determinism, BatchInvariance) {
+  for (const int64_t packed : {0, 1}) {
+    for (const int64_t seqlen_q : {1, 9, 200}) {
+      for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {
+        Case c;
+        c.seed = seed_for("batch invariance");
+        c.dtype = dtype;
+        c.flags = FA_FLAG_BATCH_INVARIANT;
+        c.batch = 4;
+        c.heads_q = 4;
+        c.head_dim = c.head_dim_v = 48;
+        c.dlse = 1;
+        c.mask = FA_MASK_CAUSAL;
+        c.q.packed = c.k.packed = packed;
+        c.q.seqlen = seqlen_q;
+        c.k.seqlen = 600;
+        c.q.slots = {3, seqlen_q, 0, 250};
+        c.k.slots = {700, 600, 40, 250};
+        const Data batch = make_data(c, nullptr, /*with_expected=*/false);
+        Case alone = c;
+        alone.batch = 1;
+        alone.q.slots = {seqlen_q};
+        alone.k.slots = {600};
+        const Data single = make_data(
+            alone,
+            [&](Data &d) {
+              for (const auto &[role, rows, heads, columns] : {std::tuple{kQ, seqlen_q, c.heads_q, c.head_dim},
+                                                               {kDout, seqlen_q, c.heads_q, c.head_dim_v},
+                                                               {kK, int64_t{600}, c.heads_k, c.head_dim},
+                                                               {kV, int64_t{600}, c.heads_k, c.head_dim_v}}) {
+                for (int64_t i = 0; i < rows; ++i) {
+                  for (int64_t h = 0; h < heads; ++h) {
+                    for (int64_t n = 0; n < columns; ++n) {
+                      d.tensors[role].set(d.element(role, 0, i, h, n),
+                                          batch.tensors[role].get(batch.element(role, 1, i, h, n)));
+                    }
+                  }
+                }
+              }
+              for (int64_t h = 0; h < c.heads_q; ++h) {
+                for (int64_t i = 0; i < seqlen_q; ++i) {
+                  d.tensors[kDlse].set(d.row_element(kDlse, 0, h, i),
+                                       batch.tensors[kDlse].get(batch.row_element(kDlse, 1, h, i)));
+                }
+              }
+            },
+            /*with_expected=*/false);
+        const Execution among = execute(backend(), batch), apart = execute(backend(), single);
+        if (backend().may_refuse() && !(among.ok() && apart.ok())) continue;
+        ASSERT_TRUE(among.ok() && apart.ok()) << among.error << apart.error;
+        for (const auto &[role, rows, heads, columns] : {std::tuple{kOut, seqlen_q, c.heads_q, c.head_dim_v},
+                                                         {kDq, seqlen_q, c.heads_q, c.head_dim},
+                                                         {kDk, int64_t{600}, c.heads_k, c.head_dim},
+                                                         {kDv, int64_t{600}, c.heads_k, c.head_dim_v}}) {
+          for (int64_t i = 0; i < rows; ++i) {
+            for (int64_t h = 0; h < heads; ++h) {
+              for (int64_t n = 0; n < columns; ++n) {
+                ASSERT_EQ(among.outputs[role].get(batch.element(role, 1, i, h, n)),
+                          apart.outputs[role].get(single.element(role, 0, i, h, n)))
+                    << role_name(role) << " row " << i << " head " << h << " of " << describe(c);
+              }
+            }
+          }
+        }
+        for (int64_t h = 0; h < c.heads_q; ++h) {
+          for (int64_t i = 0; i < seqlen_q; ++i) {
+            ASSERT_EQ(among.outputs[kLse].get(batch.row_element(kLse, 1, h, i)),
+                      apart.outputs[kLse].get(single.row_element(kLse, 0, h, i)));
+          }
+        }
+      }
+    }
+  }
+}
+
+FA_ON_EVERY_BACKEND(Determinism);
+
+TEST(DeterminismOfCpu, AnyNumberOfThreads) {
+  for (const auto &backend : all_backends()) {
+    if (backend->name().rfind("cpu_", 0) != 0 || backend->name().back() != '1') continue;  // once an instruction set
+    fa_device_properties device;
+    fa_device_properties_init(&device, sizeof device);
+    ASSERT_EQ(fa_device_info(backend->context(), &device), FA_OK);
+    for (const Case &c : problems()) {
+      const Data data = make_data(c, nullptr, /*with_expected=*/false);
+      const Execution one = execute(*backend, data);
+      ASSERT_TRUE(one.ok()) << one.error;
+      for (const int32_t threads : {2, 3, 8}) {
+        const Context context = cpu_context(threads, device.cpu_isa);
+        EXPECT_TRUE(same_bits(data, one, execute(*backend, context.get(), data)))
+            << threads << " threads on " << backend->name();
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace parity
