@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The library's random bits against the tests' own statement of the rule, and against published vectors.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "core/philox.h"
+#include "reference/dropout.h"
+
+namespace fa {
+namespace {
+
+void expect_words(const Philox4 &actual, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+  EXPECT_EQ(actual.word[0], w0);
+  EXPECT_EQ(actual.word[1], w1);
+  EXPECT_EQ(actual.word[2], w2);
+  EXPECT_EQ(actual.word[3], w3);
+}
+
+// Vectors of the Random123 distribution (kat_vectors).
+TEST(Philox, KnownAnswers) {
+  expect_words(philox4x32_10(0, 0, 0, 0, 0, 0), 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8);
+  expect_words(philox4x32_10(~0u, ~0u, ~0u, ~0u, ~0u, ~0u), 0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd);
+  expect_words(philox4x32_10(0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0), 0xd16cfe09, 0x94fdcceb,
+               0x5001e420, 0x24126ea1);
+}
+
+TEST(Dropout, BitsFollowTheDocumentedRule) {
+  std::mt19937_64 rng(1);
+  for (int n = 0; n < 20000; ++n) {
+    const uint64_t seed = rng(), offset = rng();
+    const int64_t batch = static_cast<int64_t>(rng() % 9), head = static_cast<int64_t>(rng() % 7);
+    const int64_t i = static_cast<int64_t>(rng() % 100000), j = static_cast<int64_t>(rng() % 100000);
+    ASSERT_EQ(dropout_bits(dropout_key(seed, offset), static_cast<uint32_t>(batch * 7 + head), i, j),
+              reference::dropout_bits(seed, offset, batch, 7, head, i, j));
+  }
+}
+
+}  // namespace
+}  // namespace fa

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan is a pure function of shapes and machine: no tensor is read, and nothing grows with seqlen_q * seqlen_k.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "cpu/launch.h"
+
+namespace fa::cpu {
+namespace {
+
+float unreadable;  // an address that plans may compare with null but not follow beyond
+
+Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim = 64) {
+  Problem p;
+  p.batch = 2;
+  p.heads_q = 8;
+  p.heads_k = 4;
+  p.group = 2;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.q_lengths.max_len = seqlen_q;
+  p.k_lengths.max_len = seqlen_k;
+  p.q.data = p.k.data = p.v.data = p.out.data = &unreadable;
+  p.lse.data = &unreadable;
+  p.softmax_scale = 1;
+  return p;
+}
+
+BackwardProblem backward_problem(int64_t seqlen) {
+  BackwardProblem b;
+  b.forward = problem(seqlen, seqlen);
+  b.dout.data = b.dq.data = b.dk.data = b.dv.data = &unreadable;
+  return b;
+}
+
+TEST(Plan, HasANameAndAReason) {
+  for (const int64_t seqlen_q : {1, 5, 2000}) {
+    const Plan plan = plan_forward(problem(seqlen_q, 2000), Machine{FA_CPU_ISA_PORTABLE, 2});
+    EXPECT_STRNE(plan.kernel, "");
+    EXPECT_STRNE(plan.reason, "");
+    EXPECT_GE(plan.tasks, 1);
+    EXPECT_LE(plan.tasks, 2);
+    EXPECT_GE(plan.num_splits, 1);
+  }
+  const Plan plan = plan_backward(backward_problem(2000), Machine{FA_CPU_ISA_PORTABLE, 2});
+  EXPECT_STRNE(plan.kernel, "");
+  EXPECT_STRNE(plan.reason, "");
+}
+
+TEST(Plan, SameQuestionSameAnswer) {
+  const Plan a = plan_forward(problem(300, 400), Machine{best_isa(), 3});
+  const Plan b = plan_forward(problem(300, 400), Machine{best_isa(), 3});
+  EXPECT_STREQ(a.kernel, b.kernel);
+  EXPECT_EQ(a.workspace_bytes, b.workspace_bytes);
+  EXPECT_EQ(a.num_splits, b.num_splits);
+}
+
+// Results do not depend on threads, so neither may the split of keys.
+TEST(Plan, SplitsDoNotDependOnThreads) {
+  for (const int64_t seqlen_k : {1, 100, 5000, 100000}) {
+    const int32_t splits = plan_forward(problem(1, seqlen_k), Machine{best_isa(), 1}).num_splits;
+    for (const int32_t threads : {2, 3, 64}) {
+      EXPECT_EQ(plan_forward(problem(1, seqlen_k), Machine{best_isa(), threads}).num_splits, splits) << seqlen_k;
+    }
+  }
+}
+
+// Four times the length takes at most about four times the workspace, never sixteen.
+TEST(Plan, WorkspaceGrowsAtMostLinearly) {
+  const Machine machine{best_isa(), 2};
+  for (const int64_t seqlen : {2048, 8192, 32768}) {
+    const size_t forward = plan_forward(problem(seqlen, seqlen), machine).workspace_bytes;
+    EXPECT_LE(plan_forward(problem(4 * seqlen, 4 * seqlen), machine).workspace_bytes, 5 * forward + 4096);
+    const size_t backward = plan_backward(backward_problem(seqlen), machine).workspace_bytes;
+    EXPECT_LE(plan_backward(backward_problem(4 * seqlen), machine).workspace_bytes, 5 * backward + 4096);
+  }
+}
+
+TEST(Plan, InstructionSetsOfThisMachine) {
+  EXPECT_TRUE(has_isa(FA_CPU_ISA_PORTABLE));
+  EXPECT_TRUE(has_isa(best_isa()));
+  EXPECT_FALSE(has_isa(12345));
+}
+
+}  // namespace
+}  // namespace fa::cpu
