@@ -81,7 +81,8 @@ __attribute__((noinline)) void gemm_panel(int64_t m, int64_t k, const float *a, 
                                           int64_t ldc, const float *scale = nullptr) {
   for_strips(
       m, [&]<int MR>(int64_t r) __attribute__((always_inline)) {
-        gemm_strip<MR, NV, kTransA, kOutput>(k, a + (kTransA ? r : r * lda), lda, b, c + r * ldc, ldc, scale + r);
+        gemm_strip<MR, NV, kTransA, kOutput>(k, a + (kTransA ? r : r * lda), lda, b, c + r * ldc, ldc,
+                                             kOutput == Output::scale_add ? scale + r : nullptr);
       });
 }
 

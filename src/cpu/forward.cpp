@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward pass and the merge: plan, workspace, and the way into the kernels of the chosen instruction set.
+#include <algorithm>
+
+#include "cpu/forward_job.h"
+#include "cpu/launch.h"
+
+namespace fa::cpu {
+namespace {
+
+struct Kernels {
+  void (*forward_worker)(const ForwardJob &job, int32_t worker);
+  void (*merge_rows)(const MergeJob &job);
+  const char *names[3];  // by ForwardMode
+};
+
+const Kernels &kernels_of(fa_cpu_isa isa) {
+  static constexpr Kernels kPortable = {portable::forward_worker,
+                                        portable::merge_rows,
+                                        {"cpu_fwd_tiled_portable", "cpu_fwd_split_portable", "cpu_fwd_vector_portable"}};
+#if defined(__x86_64__)
+  static constexpr Kernels kAvx2 = {
+      avx2::forward_worker, avx2::merge_rows, {"cpu_fwd_tiled_avx2", "cpu_fwd_split_avx2", "cpu_fwd_vector_avx2"}};
+  static constexpr Kernels kAvx512 = {
+      avx512::forward_worker, avx512::merge_rows, {"cpu_fwd_tiled_avx512", "cpu_fwd_split_avx512", "cpu_fwd_vector_avx512"}};
+  if (isa == FA_CPU_ISA_AVX512) return kAvx512;
+  if (isa == FA_CPU_ISA_AVX2) return kAvx2;
+#endif
+  (void)isa;
+  return kPortable;
+}
+
+const char *reason_of(ForwardMode mode) {
+  switch (mode) {
+    case ForwardMode::kTiled:
+      return "keys and values are packed once for all queries of a key head";
+    case ForwardMode::kTiledSplit:
+      return "the queries of a key head fit one block: keys are split among threads";
+    case ForwardMode::kVector:
+      return "very few queries a key head: dot products on unpacked keys, split among threads";
+  }
+  return "";
+}
+
+// Below this much work a second thread costs more than it brings.
+constexpr double kParallelFlops = 2e6;
+
+int32_t worker_count(const Problem &p, const Machine &machine, ForwardMode mode) {
+  const double flops = 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.q_lengths.max_len) *
+                       static_cast<double>(p.k_lengths.max_len) * static_cast<double>(p.head_dim + p.head_dim_v);
+  if (flops < kParallelFlops) return 1;
+  const int64_t pieces = mode == ForwardMode::kTiled ? (p.group * p.q_lengths.max_len + kBlockRows - 1) / kBlockRows
+                                                     : (p.k_lengths.max_len + split_keys(mode) - 1) / split_keys(mode);
+  return static_cast<int32_t>(std::clamp<int64_t>(p.batch * p.heads_k * std::max<int64_t>(pieces, 1), 1, machine.threads));
+}
+
+}  // namespace
+
+Plan plan_forward(const Problem &problem, const Machine &machine) {
+  const ForwardMode mode = forward_mode(problem.group * problem.q_lengths.max_len);
+  Plan plan;
+  plan.kernel = kernels_of(machine.isa).names[static_cast<int>(mode)];
+  plan.reason = reason_of(mode);
+  plan.tasks = worker_count(problem, machine, mode);
+  const ForwardLayout layout = forward_layout(problem, plan.tasks);
+  plan.num_splits = mode == ForwardMode::kTiled ? 1 : static_cast<int32_t>(layout.max_splits);
+  plan.workspace_bytes = layout.total_bytes;
+  return plan;
+}
+
+bool forward(const Problem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
+  ForwardJob job;
+  job.problem = &problem;
+  job.layout = forward_layout(problem, plan.tasks);
+  job.workspace = static_cast<char *>(workspace);
+  Schedule schedule(workspace, job.layout.slots, problem.batch * problem.heads_k);
+  job.schedule = &schedule;
+
+  struct Context {
+    const ForwardJob &job;
+    const Kernels &kernels;
+  } context{job, kernels_of(machine.isa)};
+  return parallel.run(
+      plan.tasks,
+      [](void *c, int32_t task) {
+        const auto &[j, kernels] = *static_cast<Context *>(c);
+        kernels.forward_worker(j, task);
+      },
+      &context);
+}
+
+bool merge(const MergeProblem &problem, const Machine &machine, Parallel &parallel) {
+  const int64_t rows = problem.batch * problem.seqlen_q * problem.heads_q;
+  constexpr int64_t kParallelRows = 256;
+  struct Context {
+    const MergeProblem &problem;
+    const Kernels &kernels;
+    int64_t rows;
+    int32_t tasks;
+  } context{problem, kernels_of(machine.isa), rows,
+            static_cast<int32_t>(std::clamp<int64_t>(rows / kParallelRows, 1, machine.threads))};
+  return parallel.run(
+      context.tasks,
+      [](void *c, int32_t task) {
+        const auto &[problem, kernels, rows, tasks] = *static_cast<Context *>(c);
+        kernels.merge_rows({&problem, rows * task / tasks, rows * (task + 1) / tasks});
+      },
+      &context);
+}
+
+}  // namespace fa::cpu

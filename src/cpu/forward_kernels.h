@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward pass of one instruction set: cuts heads into items for the scheduler and runs them. Included by forward_<isa>.cpp.
+#pragma once
+
+#include "cpu/forward_tiled.h"
+#include "cpu/forward_vector.h"
+#include "cpu/merge_kernels.h"
+
+namespace fa::cpu::FA_ISA {
+
+static_assert(kVectorRows * kVectorSplitKeys <= 16 * kBlockKeys, "a split's scores fit where a tile's do");
+
+// Items of a head:
+//   kTiled                packing of one key block each, then (barrier) one block of queries each, longest first
+//   kTiledSplit, kVector  one split of the keys each, then (barrier) their combination; a single split writes its result itself
+class ForwardWork final : public HeadWork {
+ public:
+  explicit ForwardWork(const ForwardJob &job) : p_(*job.problem), layout_(job.layout), workspace_(job.workspace) {}
+
+  int64_t items(int64_t index) const override {
+    const Head head = make_head(p_, index);
+    if (head.mode == ForwardMode::kTiled) return key_blocks(head).size() + query_blocks(head);
+    const int64_t n = splits(head).size();
+    return n <= 1 ? 1 : n + 1;
+  }
+
+  int64_t barrier(int64_t index, int64_t item) const override {
+    const Head head = make_head(p_, index);
+    const int64_t first_phase = head.mode == ForwardMode::kTiled ? key_blocks(head).size() : splits(head).size();
+    return item < first_phase ? 0 : first_phase;
+  }
+
+  void begin(int64_t, int32_t) override {}
+
+  void run(int64_t index, int64_t item, int32_t slot, int32_t worker) override {
+    const Head head = make_head(p_, index);
+    char *shared = workspace_ + layout_.slots_at + static_cast<size_t>(slot) * layout_.slot_bytes;
+    char *scratch = workspace_ + layout_.workers_at + static_cast<size_t>(worker) * layout_.worker_bytes;
+    if (head.mode != ForwardMode::kTiled) return run_split(head, item, shared, scratch);
+    const Range blocks = key_blocks(head);
+    if (item < blocks.size()) return pack_block(head, blocks.begin + item, shared);
+    run_queries(head, item - blocks.size(), shared, scratch);
+  }
+
+ private:
+  // Key blocks with a visible key.
+  Range key_blocks(const Head &head) const {
+    if (head.visible.empty()) return {0, 0};
+    return {head.visible.begin / kBlockKeys, (head.visible.end + kBlockKeys - 1) / kBlockKeys};
+  }
+
+  // Splits with a visible key. They begin at multiples of their size, so a key always falls into the same one.
+  Range splits(const Head &head) const {
+    if (head.visible.empty()) return {0, 0};
+    const int64_t size = split_keys(head.mode);
+    return {head.visible.begin / size, (head.visible.end + size - 1) / size};
+  }
+
+  // Blocks of queries of a tiled head: by rows if the sequence fills a block, else by heads.
+  int64_t heads_per_block(const Head &head) const { return max64(kBlockRows / head.queries.len, 1); }
+  int64_t row_blocks(const Head &head) const { return (head.queries.len + kBlockRows - 1) / kBlockRows; }
+  int64_t head_blocks(const Head &head) const { return (p_.group + heads_per_block(head) - 1) / heads_per_block(head); }
+  int64_t query_blocks(const Head &head) const { return row_blocks(head) * head_blocks(head); }
+
+  struct PackedHead {
+    float *keys;
+    float *values;
+    char *finite;
+  };
+  PackedHead packed(char *shared) const {
+    return {reinterpret_cast<float *>(shared), reinterpret_cast<float *>(shared + layout_.slot_keys),
+            shared + layout_.slot_keys + layout_.slot_values};
+  }
+
+  // Packs key block n; returns whether its values are finite.
+  bool pack(const Head &head, int64_t n, float *keys, float *values) const {
+    const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
+    const Rows k = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
+    const Rows v = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
+    bool finite = true;
+    for_dtype(p_.k.dtype, [&]<class Element>() {
+      pack_transposed<Element>(k, begin, end, p_.head_dim, keys);
+      finite = pack_rows<Element>(v, begin, end, p_.head_dim_v, values, kBlockKeys * kNr);
+    });
+    return finite;
+  }
+
+  void pack_block(const Head &head, int64_t n, char *shared) const {
+    const PackedHead to = packed(shared);
+    to.finite[n] = pack(head, n, to.keys + n * kBlockKeys * p_.head_dim, to.values + n * kBlockKeys * layout_.dim_v);
+  }
+
+  void run_queries(const Head &head, int64_t item, char *shared, char *scratch) const {
+    const int64_t across = head_blocks(head), per_block = heads_per_block(head);
+    // Under a causal mask later queries see more keys: longest first, so that workers finish together.
+    const int64_t row_block = row_blocks(head) - 1 - item / across;
+    QueryBlock block;
+    block.first_head = item % across * per_block;
+    block.heads = min64(per_block, p_.group - block.first_head);
+    block.first_query = row_block * kBlockRows;
+    block.queries = min64(kBlockRows, head.queries.len - block.first_query);
+    if (row_block == 0) write_unused_rows(p_, head, block.first_head, block.heads);
+
+    BlockState st = begin_block(p_, layout_, scratch, head, block);
+    const PackedHead from = packed(shared);
+    const Range seen =
+        visible_keys(p_.band, head.queries.len, head.keys.len, Range{block.first_query, block.first_query + block.queries});
+    for (int64_t n = seen.begin / kBlockKeys; n * kBlockKeys < seen.end; ++n) {
+      attend(p_, head, st,
+             {n * kBlockKeys, from.keys + n * kBlockKeys * p_.head_dim, from.values + n * kBlockKeys * layout_.dim_v,
+              from.finite[n] != 0});
+    }
+    for (int64_t r = 0; r < st.rows; ++r)
+      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), row_result(st, r));
+  }
+
+  void run_split(const Head &head, int64_t item, char *shared, char *scratch) const {
+    const Range all = splits(head);
+    const QueryBlock block{0, p_.group, 0, head.queries.len};
+    const int64_t rows = block.rows();
+    const Partials partials{reinterpret_cast<float *>(shared + layout_.slot_keys + layout_.slot_values + layout_.slot_flags),
+                            rows, round_up(p_.head_dim_v, kWidth)};
+    const auto finish = [&](int64_t r, const RowResult &result) {
+      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), result);
+    };
+    const bool last = item == all.size() || all.size() <= 1;
+    if (last) write_unused_rows(p_, head, 0, p_.group);
+    if (item == all.size()) {  // also for a head that sees no key
+      float *output = reinterpret_cast<float *>(scratch);
+      for (int64_t r = 0; r < rows; ++r) finish(r, combine_splits(partials, item, r, output));
+      return;
+    }
+    const int64_t size = split_keys(head.mode), begin = (all.begin + item) * size;
+    const Range keys{max64(begin, head.visible.begin), min64(begin + size, head.visible.end)};
+    const auto put = [&](int64_t r, const RowResult &result) { last ? finish(r, result) : partials.put(item, r, result); };
+    if (head.mode == ForwardMode::kVector) return attend_vector(p_, layout_, scratch, head, keys, put);
+
+    BlockState st = begin_block(p_, layout_, scratch, head, block);
+    float *packed_keys =
+        reinterpret_cast<float *>(scratch + layout_.worker_bytes - layout_.worker_values - layout_.worker_keys);
+    float *packed_values = reinterpret_cast<float *>(scratch + layout_.worker_bytes - layout_.worker_values);
+    for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
+      const bool finite = pack(head, n, packed_keys, packed_values);
+      attend(p_, head, st, {n * kBlockKeys, packed_keys, packed_values, finite});
+    }
+    for (int64_t r = 0; r < rows; ++r) put(r, row_result(st, r));
+  }
+
+  const Problem &p_;
+  const ForwardLayout &layout_;
+  char *const workspace_;
+};
+
+void forward_worker(const ForwardJob &job, int32_t worker) {
+  ForwardWork work(job);
+  job.schedule->work(work, worker);
+}
+
+}  // namespace fa::cpu::FA_ISA

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sizes of the forward pass; see forward_layout.h.
+#include "cpu/forward_layout.h"
+
+#include <algorithm>
+
+namespace fa::cpu {
+namespace {
+
+constexpr int64_t kMaxVector = 16;    // floats of the widest vector; panels are padded to it
+constexpr int64_t kWholeStrips = 48;  // rows that are whole strips (12 or 6) and whole vectors for every instruction set
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+// Bytes of an area, so that every area starts on a cache line of its own and a vector may be stored past its end.
+size_t area(int64_t floats) { return static_cast<size_t>(round_up(floats + kMaxVector, 64)) * sizeof(float); }
+
+}  // namespace
+
+ForwardMode forward_mode(int64_t rows) {
+  if (rows <= kVectorRows) return ForwardMode::kVector;
+  return rows <= kBlockRows ? ForwardMode::kTiledSplit : ForwardMode::kTiled;
+}
+
+int64_t split_keys(ForwardMode mode) { return mode == ForwardMode::kVector ? kVectorSplitKeys : kTiledSplitKeys; }
+
+ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
+  const int64_t max_rows = p.group * p.q_lengths.max_len;
+  const int64_t max_keys = p.k_lengths.max_len;
+  // Shorter sequences than the longest exist only if lengths are given as data.
+  const bool exact = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
+  ForwardLayout l;
+  l.dim_v = round_up(p.head_dim_v, kMaxVector);
+
+  const ForwardMode longest = forward_mode(max_rows);
+  const bool tiled = longest == ForwardMode::kTiled;
+  const bool tiled_split = longest == ForwardMode::kTiledSplit || (tiled && !exact);
+  const bool vector = longest == ForwardMode::kVector || !exact;
+  const int64_t blocks = std::max<int64_t>(ceil_div(max_keys, kBlockKeys), 1);
+  if (tiled) {
+    l.slot_keys = area(blocks * kBlockKeys * p.head_dim);
+    l.slot_values = area(blocks * kBlockKeys * l.dim_v);
+    l.slot_flags = static_cast<size_t>(round_up(blocks, 256));
+  }
+  int64_t partials = 0;
+  const auto reserve = [&](ForwardMode mode, int64_t rows) {
+    const int64_t splits = std::max<int64_t>(ceil_div(max_keys, split_keys(mode)), 1);
+    l.max_splits = std::max(l.max_splits, splits);
+    partials = std::max(partials, splits * rows * (2 + l.dim_v));
+  };
+  if (vector) reserve(ForwardMode::kVector, std::min(max_rows, kVectorRows));
+  if (tiled_split) reserve(ForwardMode::kTiledSplit, std::min(max_rows, kBlockRows));
+  if (l.max_splits > 1) l.slot_partials = area(partials);
+  l.slot_bytes = l.slot_keys + l.slot_values + l.slot_flags + l.slot_partials;
+
+  const int64_t rows = std::min(round_up(max_rows, kWholeStrips), kBlockRows);
+  l.worker_queries = area(rows * p.head_dim + kMaxVector);
+  l.worker_scores = area(rows * kBlockKeys);
+  l.worker_output = area(rows * l.dim_v);
+  l.worker_rows = area(rows * (2 * kMaxVector + 8));
+  if (p.dropout.threshold > 0) l.worker_weights = area(rows * kBlockKeys);
+  if (tiled_split) {
+    l.worker_keys = area(kBlockKeys * p.head_dim);
+    l.worker_values = area(kBlockKeys * l.dim_v);
+  }
+  l.worker_bytes =
+      l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_weights + l.worker_keys + l.worker_values;
+
+  const int64_t heads = p.batch * p.heads_k;
+  l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));
+  l.slots_at = static_cast<size_t>(round_up(static_cast<int64_t>(Schedule::bytes(l.slots)), 256));
+  l.workers_at = l.slots_at + static_cast<size_t>(l.slots) * l.slot_bytes;
+  l.total_bytes = l.workers_at + static_cast<size_t>(tasks) * l.worker_bytes;
+  return l;
+}
+
+}  // namespace fa::cpu

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tiled and the vector forward kernels share: the description of one head of one sequence, the state of the online softmax
+// and how it becomes the result.
+#pragma once
+
+#include "cpu/forward_job.h"
+#include "cpu/pack.h"
+#include "cpu/score.h"
+
+namespace fa::cpu::FA_ISA {
+
+// A masked weight: compares equal to 0, but differs in its sign bit from a visible weight that underflowed. Where values are not
+// finite, kernels skip masked weights, because 0 * NaN would leak; visible ones must be multiplied.
+constexpr float kMaskedWeight = -0.0f;
+FA_INLINE bool is_masked_weight(float w) { return __builtin_bit_cast(uint32_t, w) == 0x80000000u; }
+
+// One key head of one sequence with the query heads that read it.
+struct Head {
+  int64_t b = 0;
+  int64_t head_k = 0;
+  Sequence queries, keys;
+  Range visible;  // keys that at least one query sees
+  ForwardMode mode = ForwardMode::kVector;
+};
+
+inline Head make_head(const Problem &p, int64_t index) {
+  Head h;
+  h.b = index / p.heads_k;
+  h.head_k = index % p.heads_k;
+  h.queries = sequence_of(p.q_lengths, h.b);
+  h.keys = sequence_of(p.k_lengths, h.b);
+  h.visible = visible_keys(p.band, h.queries.len, h.keys.len, Range{0, h.queries.len});
+  h.mode = forward_mode(p.group * h.queries.len);
+  return h;
+}
+
+// Some queries of some heads of the group: row r is query first_query + r % queries of head first_head + r / queries.
+struct QueryBlock {
+  int64_t first_head = 0;  // within the group
+  int64_t heads = 0;
+  int64_t first_query = 0;
+  int64_t queries = 0;
+
+  FA_INLINE int64_t rows() const { return heads * queries; }
+  FA_INLINE int64_t query(int64_t r) const { return first_query + r % queries; }
+  FA_INLINE int64_t head(int64_t r) const { return first_head + r / queries; }
+};
+
+// Calls body(head of the group, first row, rows) for the parts of rows [begin, end) that belong to one head each.
+template <class Body>
+FA_INLINE void for_heads(const QueryBlock &block, int64_t begin, int64_t end, Body body) {
+  while (begin < end) {
+    const int64_t n = min64(end, (begin / block.queries + 1) * block.queries) - begin;
+    body(block.head(begin), begin, n);
+    begin += n;
+  }
+}
+
+// A finished row: weights are exp2(logit - max), `sum` is their sum and `output` (head_dim_v floats) the sum of weight * value.
+struct RowResult {
+  float max = -kInfinity;
+  float sum = 0;
+  float *output = nullptr;
+};
+
+FA_INLINE float exp2_scalar(float x) { return __builtin_exp2f(x); }
+// x - max that is -inf, not NaN, when both are -inf.
+FA_INLINE float below(float x, float max) { return x == -kInfinity ? x : x - max; }
+
+// Writes output and log-sum-exp of query `i` of query head `h`; adds the sink.
+inline void write_row(const Problem &p, const Head &head, int64_t h, int64_t i, RowResult row) {
+  if (p.sink != nullptr) {
+    const float sink = p.sink[h * p.sink_stride] * kLog2e;
+    const float max = sink > row.max || sink != sink ? sink : row.max;
+    const float factor = exp2_scalar(below(row.max, max));
+    row.sum = row.sum * factor + exp2_scalar(below(sink, max));
+    for (int64_t c = 0; c < p.head_dim_v; c += kWidth)
+      Simd::store(row.output + c, Simd::mul(Simd::set(factor), Simd::load(row.output + c)));
+    row.max = max;
+  }
+  const bool empty = row.sum == 0;
+  const F inverse = Simd::set(empty ? 0.0f : 1.0f / row.sum);
+  const Rows out = rows_of(p.out, head.b, h, head.queries.start);
+  for_dtype(
+      p.out.dtype, [&]<class Element>() __attribute__((always_inline)) {
+        auto *to = reinterpret_cast<typename Element::Type *>(const_cast<char *>(out.row(i)));
+        for (int64_t c = 0; c < p.head_dim_v; c += kWidth) {
+          const int n = static_cast<int>(min64(p.head_dim_v - c, kWidth));
+          const F x = empty ? Simd::zero() : Simd::mul(inverse, Simd::load(row.output + c));
+          if (n == kWidth) {
+            Element::store(to + c, x);
+          } else {
+            Element::store(to + c, x, n);
+          }
+        }
+      });
+  if (p.lse.data != nullptr) {
+    const float lse = empty ? -kInfinity : row.max * kLn2 + __builtin_logf(row.sum);
+    p.lse.data[head.b * p.lse.batch_stride + h * p.lse.head_stride + (head.queries.start + i) * p.lse.seq_stride] = lse;
+  }
+}
+
+// Rows of the sequence's slot past its used length: output 0, log-sum-exp -inf.
+inline void write_unused_rows(const Problem &p, const Head &head, int64_t first_head, int64_t heads) {
+  for (int64_t h = head.head_k * p.group + first_head; h < head.head_k * p.group + first_head + heads; ++h) {
+    const Rows out = rows_of(p.out, head.b, h, head.queries.start);
+    for (int64_t i = head.queries.len; i < head.queries.slot; ++i) {
+      __builtin_memset(const_cast<char *>(out.row(i)), 0,
+                       static_cast<size_t>(p.head_dim_v * (p.out.dtype == Dtype::f32 ? 4 : 2)));
+      if (p.lse.data != nullptr) {
+        p.lse.data[head.b * p.lse.batch_stride + h * p.lse.head_stride + (head.queries.start + i) * p.lse.seq_stride] =
+            -kInfinity;
+      }
+    }
+  }
+}
+
+// Results of the splits of one head, in its slot: for every split and row the maximum, the sum and the output.
+struct Partials {
+  float *data = nullptr;
+  int64_t rows = 0;
+  int64_t dim_v = 0;
+
+  FA_INLINE float *row(int64_t split, int64_t r) const { return data + (split * rows + r) * (dim_v + 2); }
+  FA_INLINE void put(int64_t split, int64_t r, const RowResult &x) const {
+    float *to = row(split, r);
+    to[0] = x.max;
+    to[1] = x.sum;
+    for (int64_t c = 0; c < dim_v; c += kWidth) Simd::store(to + 2 + c, Simd::load(x.output + c));
+  }
+};
+
+// Combines the splits of row r, in ascending order, into `output` (dim_v floats of scratch).
+inline RowResult combine_splits(const Partials &partials, int64_t splits, int64_t r, float *output) {
+  RowResult result;
+  result.output = output;
+  for (int64_t s = 0; s < splits; ++s) {
+    const float max = partials.row(s, r)[0];
+    if (max > result.max) result.max = max;
+  }
+  for (int64_t c = 0; c < partials.dim_v; c += kWidth) Simd::store(output + c, Simd::zero());
+  for (int64_t s = 0; s < splits; ++s) {
+    const float *part = partials.row(s, r);
+    if (part[1] == 0) continue;  // saw no key
+    const float weight = exp2_scalar(below(part[0], result.max));
+    result.sum += weight * part[1];
+    for (int64_t c = 0; c < partials.dim_v; c += kWidth) {
+      Simd::store(output + c, Simd::fma(Simd::set(weight), Simd::load(part + 2 + c), Simd::load(output + c)));
+    }
+  }
+  return result;
+}
+
+}  // namespace fa::cpu::FA_ISA

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packing: tensor rows of any dtype, stride and page layout become the float panels that the micro-kernels read. What lies past the
+// end of a sequence is never read; panels hold zeros there.
+#pragma once
+
+#include "core/problem.h"
+#include "cpu/gemm.h"
+#include "cpu/simd.h"
+
+namespace fa::cpu::FA_ISA {
+
+// Calls body.operator()<Element>() for the dtype.
+template <class Body>
+FA_INLINE void for_dtype(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::f32:
+      return body.template operator()<ElementF32>();
+    case Dtype::f16:
+      return body.template operator()<ElementF16>();
+    case Dtype::bf16:
+      return body.template operator()<ElementBf16>();
+  }
+}
+
+// Where the rows of one head of one sequence lie; rows are counted within the sequence.
+struct Rows {
+  const char *data = nullptr;
+  int64_t stride = 0;              // bytes from row to row (of a page)
+  const int32_t *pages = nullptr;  // page of rows n * page_size .., or null: not paged
+  int64_t pages_stride = 0;
+  int64_t page_size = 0;
+  int64_t page_bytes = 0;  // bytes from page to page
+
+  FA_INLINE const char *row(int64_t j) const {
+    if (pages == nullptr) return data + j * stride;
+    return data + pages[(j / page_size) * pages_stride] * page_bytes + (j % page_size) * stride;
+  }
+  // Rows j .. j + n - 1 are `stride` bytes apart; n >= 1.
+  FA_INLINE int64_t run(int64_t j, int64_t end) const {
+    return pages == nullptr ? end - j : min64(end - j, page_size - j % page_size);
+  }
+};
+
+// Rows of head h of sequence b, which starts at row `start` of the tensor.
+inline Rows rows_of(const Operand &x, int64_t b, int64_t h, int64_t start) {
+  const int64_t bytes = x.dtype == Dtype::f32 ? 4 : 2;
+  Rows r;
+  r.data = static_cast<const char *>(x.data) + (b * x.batch_stride + h * x.head_stride + start * x.seq_stride) * bytes;
+  r.stride = x.seq_stride * bytes;
+  return r;
+}
+
+// Rows of key or value head h of sequence b, through the page table if there is one.
+inline Rows key_rows_of(const Problem &p, const Operand &x, int64_t b, int64_t h, int64_t start) {
+  if (p.page_table == nullptr) return rows_of(x, b, h, start);
+  Rows r = rows_of(x, 0, h, 0);
+  r.pages = p.page_table + b * p.page_table_batch_stride;
+  r.pages_stride = p.page_table_page_stride;
+  r.page_size = p.page_size;
+  r.page_bytes = x.batch_stride * (x.dtype == Dtype::f32 ? 4 : 2);
+  return r;
+}
+
+// Transposes n <= kWidth rows of `dim` elements: to[i * ld + r] = element i of row r for r < n, 0 for n <= r < store_lanes.
+template <class Element>
+inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *to, int64_t ld, int store_lanes) {
+  for (int64_t i = 0; i < dim; i += kWidth) {
+    const int cols = static_cast<int>(min64(dim - i, kWidth));
+    F tile[kWidth];
+#pragma GCC unroll 16
+    for (int r = 0; r < kWidth; ++r) {
+      tile[r] = Simd::zero();
+      if (r < n) {
+        const auto *row = reinterpret_cast<const typename Element::Type *>(rows[r]) + i;
+        tile[r] = cols == kWidth ? Element::load(row) : Element::load(row, cols);
+      }
+    }
+    Simd::transpose(tile);
+    if (cols == kWidth && store_lanes == kWidth) {
+#pragma GCC unroll 16
+      for (int c = 0; c < kWidth; ++c) Simd::store(to + (i + c) * ld, tile[c]);
+    } else {
+      for (int c = 0; c < cols; ++c) Simd::store(to + (i + c) * ld, tile[c], store_lanes);
+    }
+  }
+}
+
+// Keys [begin, end) as K^T panels: panel n, `dim` x kNr floats at to + n * kNr * dim, holds keys begin + n * kNr ..; its columns
+// past `end` are zero.
+template <class Element>
+inline void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_t dim, float *to) {
+  for (int64_t j = begin; j < end; j += kNr, to += kNr * dim) {
+    for (int v = 0; v < 2; ++v) {
+      const int64_t first = j + v * kWidth;
+      const int n = static_cast<int>(max64(min64(end - first, kWidth), 0));
+      const char *rows[kWidth];
+      for (int r = 0; r < n; ++r) rows[r] = keys.row(first + r);
+      transpose_rows<Element>(rows, n, dim, to + v * kWidth, kNr, kWidth);
+    }
+  }
+}
+
+// Rows [begin, end) as row panels for `gemm`: columns n * kNr .. of row j are at to + n * panel_stride + (j - begin) * kNr; the last
+// panel is kWidth wide if `dim` needs an odd number of vectors. Columns past `dim` are zero. Returns whether every value is finite.
+template <class Element>
+inline bool pack_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, float *to, int64_t panel_stride) {
+  F probe = Simd::zero();  // x * 0 summed: NaN as soon as one x is not finite
+  for (int64_t j = begin; j < end; ++j) {
+    const auto *row = reinterpret_cast<const typename Element::Type *>(source.row(j));
+    for (int64_t i = 0; i < dim; i += kWidth) {
+      const int cols = static_cast<int>(min64(dim - i, kWidth));
+      const F x = cols == kWidth ? Element::load(row + i) : Element::load(row + i, cols);
+      probe = Simd::fma(x, Simd::zero(), probe);
+      const int64_t panel = i / kNr;
+      const int64_t width = dim - panel * kNr > kWidth ? kNr : kWidth;
+      Simd::store(to + panel * panel_stride + (j - begin) * width + i % kNr, x);
+    }
+  }
+  return Simd::reduce_add(probe) == 0;
+}
+
+}  // namespace fa::cpu::FA_ISA
