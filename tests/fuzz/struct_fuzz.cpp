@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random problems, most of them wrong, through every function that takes one. Each starts from a valid problem and has a few fields
+// replaced by values that are apt to break things. Inputs lie in read-only memory and outputs in memory of their own, both between
+// unmapped pages, so a kernel that strays dies here. A problem the library accepts runs only if its tensors lie within that memory:
+// what a caller says about its own memory is beyond what any library can check.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <random>
+#include <string>
+
+#include "flashattn/flashattn.h"
+
+namespace {
+
+// Memory between two unmapped regions.
+class Arena {
+ public:
+  explicit Arena(size_t bytes) : bytes_(bytes) {
+    memory_ =
+        static_cast<char *>(mmap(nullptr, bytes + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    EXPECT_NE(memory_, MAP_FAILED);
+    protect(PROT_READ | PROT_WRITE);
+  }
+  ~Arena() { munmap(memory_, bytes_ + 2 * kGuard); }
+  void protect(int protection) { mprotect(begin(), bytes_, protection); }
+  char *begin() const { return memory_ + kGuard; }
+  char *end() const { return begin() + bytes_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr size_t kGuard = size_t{1} << 24;
+  size_t bytes_;
+  char *memory_;
+};
+
+int dtype_bytes(fa_dtype dtype) { return (dtype >> 8 & 0xFF) / 8; }
+
+// Whether every element of `t` lies in `arena`.
+bool inside(const fa_tensor &t, const Arena &arena) {
+  if (t.data == nullptr || t.ndim == 0) return true;
+  __int128 low = reinterpret_cast<uintptr_t>(t.data), high = low + dtype_bytes(t.dtype);
+  for (int d = 0; d < t.ndim; ++d) {
+    if (t.shape[d] == 0) return true;
+    const __int128 reach = static_cast<__int128>(t.shape[d] - 1) * t.stride[d] * dtype_bytes(t.dtype);
+    (reach < 0 ? low : high) += reach;
+  }
+  return low >= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.begin())) &&
+         high <= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.end()));
+}
+
+constexpr fa_tensor fa_attention::*kInputs[] = {&fa_attention::q,
+                                                &fa_attention::k,
+                                                &fa_attention::v,
+                                                &fa_attention::cu_seqlens_q,
+                                                &fa_attention::cu_seqlens_k,
+                                                &fa_attention::seqused_q,
+                                                &fa_attention::seqused_k,
+                                                &fa_attention::page_table,
+                                                &fa_attention::bias,
+                                                &fa_attention::block_mask,
+                                                &fa_attention::alibi_slopes,
+                                                &fa_attention::sink,
+                                                &fa_attention::q_descale,
+                                                &fa_attention::k_descale,
+                                                &fa_attention::v_descale};
+constexpr fa_tensor fa_attention::*kOutputs[] = {&fa_attention::out, &fa_attention::lse};
+constexpr fa_tensor fa_gradients::*kGradients[] = {&fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv,
+                                                   &fa_gradients::dbias, &fa_gradients::dsink};
+constexpr fa_tensor fa_gradients::*kIncoming[] = {&fa_gradients::dout, &fa_gradients::dlse};
+
+struct Problem {
+  fa_attention attention;
+  fa_gradients gradients;
+};
+
+class StructFuzz : public testing::Test {
+ protected:
+  StructFuzz() : inputs_(size_t{1} << 20), outputs_(size_t{1} << 20) {
+    const char *seed = std::getenv("FA_FUZZ_SEED");
+    random_.seed(seed != nullptr ? std::strtoull(seed, nullptr, 0) : 20240229);
+    fill_inputs();
+    for (const int32_t threads : {1, 2}) {
+      fa_config config;
+      fa_config_init(&config, sizeof config);
+      config.device_type = FA_DEVICE_CPU;
+      config.num_threads = threads;
+      EXPECT_EQ(fa_create(&contexts_[threads - 1], &config), FA_OK);
+    }
+  }
+  ~StructFuzz() override {
+    for (fa_context ctx : contexts_) fa_destroy(ctx);
+  }
+
+  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+  bool one_in(int64_t n) { return below(n) == 0; }
+  template <typename T, size_t N>
+  T pick(const T (&values)[N]) {
+    return values[below(N)];
+  }
+
+  // The first half is floats with a few NaN and infinities; then come pools of small integers, as lengths and page numbers are.
+  void fill_inputs() {
+    float *floats = reinterpret_cast<float *>(inputs_.begin());
+    const size_t half = inputs_.bytes() / 2 / sizeof(float);
+    const float specials[] = {std::numeric_limits<float>::quiet_NaN(),
+                              std::numeric_limits<float>::infinity(),
+                              -std::numeric_limits<float>::infinity(),
+                              1e38f,
+                              -1e38f,
+                              0.0f};
+    for (size_t i = 0; i < half; ++i) {
+      floats[i] = one_in(400) ? pick(specials) : static_cast<float>(below(2001) - 1000) / 500.0f;
+    }
+    int32_t *integers = reinterpret_cast<int32_t *>(floats + half);
+    for (size_t i = 0; i < half; ++i) integers[i] = static_cast<int32_t>(one_in(50) ? random_() : below(4));
+    inputs_.protect(PROT_READ);
+  }
+
+  // Somewhere in an arena, aligned to 16 bytes, with some room behind it.
+  void *place(const Arena &arena, double from, double to) {
+    const auto offset = static_cast<int64_t>(static_cast<double>(arena.bytes()) * from);
+    const auto size = static_cast<int64_t>(static_cast<double>(arena.bytes()) * (to - from)) * 3 / 4;
+    return arena.begin() + (offset + below(size)) / 16 * 16;
+  }
+
+  fa_tensor tensor(void *data, fa_dtype dtype, std::initializer_list<int64_t> shape) {
+    fa_tensor t{};
+    t.data = data;
+    t.dtype = dtype;
+    t.ndim = static_cast<int32_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), t.shape);
+    int64_t step = 1;
+    for (int d = t.ndim - 1; d >= 0; --d) {
+      t.stride[d] = step;
+      step *= t.shape[d];
+    }
+    return t;
+  }
+  fa_tensor input(fa_dtype dtype, std::initializer_list<int64_t> shape) { return tensor(place(inputs_, 0, 0.5), dtype, shape); }
+  fa_tensor lengths(fa_dtype dtype, std::initializer_list<int64_t> shape) {
+    return tensor(place(inputs_, 0.5, 1), dtype, shape);
+  }
+  fa_tensor output(fa_dtype dtype, std::initializer_list<int64_t> shape) { return tensor(place(outputs_, 0, 1), dtype, shape); }
+
+  // Valid, but for what the lengths happen to be.
+  Problem valid() {
+    Problem p;
+    fa_attention &a = p.attention;
+    fa_gradients &g = p.gradients;
+    fa_attention_init(&a, sizeof a);
+    fa_gradients_init(&g, sizeof g);
+    const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+    const fa_dtype dtype = pick(dtypes);
+    const int64_t heads_k = 1 + below(2), heads_q = heads_k * (1 + below(3)), d = 1 + below(24), dv = 1 + below(24);
+    int64_t batch = below(4), seq_q = below(9), seq_k = below(12);
+    const bool packed = one_in(3), paged = !packed && one_in(4);
+    const auto rows = [&](auto make, int64_t length, int64_t heads, int64_t dim) {
+      return packed ? (this->*make)(dtype, {length, heads, dim}) : (this->*make)(dtype, {batch, length, heads, dim});
+    };
+    constexpr auto in = &StructFuzz::input, out = &StructFuzz::output;
+    a.q = rows(in, seq_q, heads_q, d);
+    a.k = paged ? input(dtype, {4, 1 + below(4), heads_k, d}) : rows(in, seq_k, heads_k, d);
+    a.v = paged ? input(dtype, {4, a.k.shape[1], heads_k, dv}) : rows(in, seq_k, heads_k, dv);
+    a.out = rows(out, seq_q, heads_q, dv);
+    a.lse = packed ? output(FA_FLOAT32, {heads_q, seq_q}) : output(FA_FLOAT32, {batch, heads_q, seq_q});
+    if (packed) {
+      a.cu_seqlens_q = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
+      a.cu_seqlens_k = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
+    }
+    if (paged) {
+      a.page_table = lengths(FA_INT32, {batch, 3});
+      seq_k = 3 * a.k.shape[1];
+    }
+    if (one_in(4)) a.seqused_q = lengths(FA_INT32, {batch});
+    if (one_in(4)) a.seqused_k = lengths(FA_INT32, {batch});
+    a.mask = static_cast<fa_mask_kind>(below(3));
+    if (one_in(3)) a.window |= FA_WINDOW_LEFT, a.window_left = below(8);
+    if (one_in(3)) a.window |= FA_WINDOW_RIGHT, a.window_right = below(8);
+    if (one_in(3)) a.bias = input(dtype, {1, heads_q, seq_q, seq_k});
+    if (one_in(3)) {
+      a.block_size_q = 1 + below(4);
+      a.block_size_k = 1 + below(4);
+      a.block_mask = lengths(
+          FA_UINT8, {1, 1, (seq_q + a.block_size_q - 1) / a.block_size_q, (seq_k + a.block_size_k - 1) / a.block_size_k});
+    }
+    if (one_in(3)) a.alibi_slopes = input(FA_FLOAT32, {heads_q});
+    if (one_in(3)) a.sink = input(FA_FLOAT32, {heads_q});
+    if (one_in(3)) a.softcap = 10.0f;
+    if (one_in(3)) a.dropout_p = 0.3f, a.dropout_seed = random_();
+    if (one_in(6)) a.dropout_seed = 0, a.dropout_seed_ptr = static_cast<uint64_t *>(place(inputs_, 0, 1));
+    a.flags = static_cast<uint32_t>(below(4));
+
+    g.dout = rows(in, seq_q, heads_q, dv);
+    if (one_in(2)) g.dlse = packed ? input(FA_FLOAT32, {heads_q, seq_q}) : input(FA_FLOAT32, {batch, heads_q, seq_q});
+    g.dq = rows(out, seq_q, heads_q, d);
+    if (!paged) g.dk = rows(out, seq_k, heads_k, d);
+    if (!paged) g.dv = rows(out, seq_k, heads_k, dv);
+    if (a.bias.data != nullptr && one_in(2)) g.dbias = output(FA_FLOAT32, {1, heads_q, seq_q, seq_k});
+    if (a.sink.data != nullptr && one_in(2)) g.dsink = output(FA_FLOAT32, {heads_q});
+    return p;
+  }
+
+  int64_t nasty_integer() {
+    const int64_t values[] = {0,
+                              1,
+                              -1,
+                              2,
+                              3,
+                              4,
+                              5,
+                              8,
+                              16,
+                              63,
+                              64,
+                              65,
+                              512,
+                              513,
+                              INT32_MAX,
+                              INT32_MIN,
+                              int64_t{1} << 32,
+                              int64_t{1} << 40,
+                              (int64_t{1} << 40) + 1,
+                              int64_t{1} << 60,
+                              int64_t{1} << 62,
+                              INT64_MAX,
+                              INT64_MIN,
+                              INT64_MAX - 1};
+    return one_in(8) ? static_cast<int64_t>(random_()) : pick(values);
+  }
+
+  void damage(fa_tensor &t) {
+    switch (below(9)) {
+      case 0: {
+        void *const places[] = {nullptr,
+                                static_cast<char *>(t.data) + 1,
+                                static_cast<char *>(t.data) + 2,
+                                outputs_.begin(),
+                                inputs_.begin(),
+                                outputs_.end() - 4,
+                                reinterpret_cast<void *>(8),
+                                reinterpret_cast<void *>(UINTPTR_MAX - 7)};
+        t.data = pick(places);
+        break;
+      }
+      case 1: {
+        const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT32, FA_INT64, FA_UINT8,
+                                   FA_BOOL,    0,          -1,          0x00022002};
+        t.dtype = pick(dtypes);
+        break;
+      }
+      case 2:
+        t.ndim = static_cast<int32_t>(one_in(4) ? nasty_integer() : below(6) - 1);
+        break;
+      case 3:
+        t = fa_tensor{};
+        break;
+      case 4:
+        for (int64_t &size : t.shape) size = one_in(2) ? below(6) : size;
+        break;
+      case 5:
+        for (int64_t &stride : t.stride) stride = one_in(2) ? below(9) - 4 : stride;
+        break;
+      case 6:
+        t.stride[below(4)] = nasty_integer();
+        break;
+      default:
+        t.shape[below(4)] = nasty_integer();
+    }
+  }
+
+  // Scalar fields as bytes: any bit pattern may stand in any of them.
+  template <typename T>
+  void damage_scalar(T &field) {
+    const auto value = static_cast<uint64_t>(nasty_integer());
+    if (one_in(2)) {
+      std::memcpy(&field, &value, sizeof field);
+    } else {
+      field = static_cast<T>(below(5) - 2);
+    }
+  }
+
+  void damage(Problem &p) {
+    fa_attention &a = p.attention;
+    fa_gradients &g = p.gradients;
+    switch (below(22)) {
+      case 0:
+        return damage_scalar(a.flags);
+      case 1:
+        return damage_scalar(a.max_seqlen_q);
+      case 2:
+        return damage_scalar(a.max_seqlen_k);
+      case 3:
+        return damage_scalar(a.mask);
+      case 4:
+        return damage_scalar(a.window);
+      case 5:
+        return damage_scalar(a.window_left);
+      case 6:
+        return damage_scalar(a.window_right);
+      case 7:
+        return damage_scalar(a.block_size_q);
+      case 8:
+        return damage_scalar(a.block_size_k);
+      case 9:
+        return damage_scalar(a.softmax_scale);
+      case 10:
+        return damage_scalar(a.softcap);
+      case 11:
+        return damage_scalar(a.dropout_p);
+      case 12:
+        return damage_scalar(a.num_splits);
+      case 13:
+        return damage_scalar(one_in(2) ? a.dropout_seed : a.dropout_offset);
+      case 14:
+        return damage_scalar(g.reserved);
+      case 15:
+        return damage_scalar(one_in(2) ? a.struct_size : g.struct_size);
+      case 16:
+      case 17:
+        return damage(g.*pick(kGradients));
+      case 18:
+        return damage(g.*pick(kIncoming));
+      case 19:
+        return damage(a.*pick(kOutputs));
+      default:
+        return damage(a.*pick(kInputs));
+    }
+  }
+
+  // What would be fatal by the caller's own fault: memory it does not have. Struct sizes stay as they are for the same reason.
+  bool runnable(const Problem &p, bool backward) const {
+    const auto seed = [&](const uint64_t *pointer) {
+      const auto *address = reinterpret_cast<const char *>(pointer);
+      return pointer == nullptr || (address >= inputs_.begin() && address + 8 <= inputs_.end());
+    };
+    for (const auto member : kInputs) {
+      if (!inside(p.attention.*member, inputs_)) return false;
+    }
+    for (const auto member : kOutputs) {
+      if (!inside(p.attention.*member, outputs_)) return false;
+    }
+    if (backward) {
+      for (const auto member : kIncoming) {
+        if (!inside(p.gradients.*member, inputs_)) return false;
+      }
+      for (const auto member : kGradients) {
+        if (!inside(p.gradients.*member, outputs_)) return false;
+      }
+    }
+    return seed(p.attention.dropout_seed_ptr) && seed(p.attention.dropout_offset_ptr);
+  }
+
+  void count(const char *function, fa_status status, const char *text) {
+    ++calls_;
+    ++statuses_[status];
+    EXPECT_STRNE(fa_status_name(status), "FA_ERROR_UNKNOWN") << function << " returned " << status;
+    EXPECT_NE(status, FA_ERROR_INTERNAL) << function << ": " << text;
+    EXPECT_EQ(status == FA_OK, *text == '\0') << function << ": " << fa_status_name(status) << ", \"" << text << "\"";
+  }
+
+  void one_problem() {
+    Problem p = valid();
+    // One in four stays whole, so that kernels run too.
+    for (int64_t n = below(4); n > 0; --n) damage(p);
+    // A larger struct_size lets the library read behind our struct, which is only a mistake of this test.
+    p.attention.struct_size = std::min<uint32_t>(p.attention.struct_size, sizeof p.attention);
+    p.gradients.struct_size = std::min<uint32_t>(p.gradients.struct_size, sizeof p.gradients);
+    fa_context ctx = contexts_[below(2)];
+    fa_plan_info info;
+    for (const bool backward : {false, true}) {
+      fa_plan_info_init(&info, sizeof info);
+      const fa_status asked =
+          backward ? fa_backward_query(ctx, &p.attention, &p.gradients, &info) : fa_forward_query(ctx, &p.attention, &info);
+      count("query", asked, fa_last_error(ctx));
+      const fa_status prepared =
+          backward ? fa_backward_prepare(ctx, &p.attention, &p.gradients) : fa_forward_prepare(ctx, &p.attention);
+      count("prepare", prepared, fa_last_error(ctx));
+      EXPECT_EQ(asked, prepared);
+      if (asked == FA_OK && (!runnable(p, backward) || info.flops > 1e8 || info.workspace_bytes > (size_t{1} << 28))) continue;
+      const fa_status run = backward ? fa_backward(ctx, &p.attention, &p.gradients, nullptr, 0, nullptr)
+                                     : fa_forward(ctx, &p.attention, nullptr, 0, nullptr);
+      count("run", run, fa_last_error(ctx));
+      ran_ += run == FA_OK;
+      // Only lengths and page numbers, which queries do not read, may tell the two apart.
+      const bool lengths_were_wrong = asked == FA_OK && run == FA_ERROR_INVALID_ARGUMENT;
+      EXPECT_TRUE(run == asked || lengths_were_wrong) << fa_status_name(asked) << ", then " << fa_last_error(ctx);
+    }
+  }
+
+  Arena inputs_, outputs_;
+  std::mt19937_64 random_;
+  fa_context contexts_[2] = {};
+  int64_t calls_ = 0, ran_ = 0;
+  std::map<fa_status, int64_t> statuses_;
+};
+
+TEST_F(StructFuzz, NothingCrashes) {
+  const char *wish = std::getenv("FA_FUZZ_CALLS");
+  const int64_t calls = wish != nullptr ? std::atoll(wish) : 60000;
+  while (calls_ < calls && !HasFailure()) one_problem();
+  std::printf("fuzz: %lld calls, 0 crashes, %lld of them computed\n", static_cast<long long>(calls_),
+              static_cast<long long>(ran_));
+  for (const auto &[status, times] : statuses_)
+    std::printf("  %-28s %lld\n", fa_status_name(status), static_cast<long long>(times));
+  EXPECT_GT(ran_, calls_ / 50) << "too few problems are valid: this test tests little";
+}
+
+}  // namespace
