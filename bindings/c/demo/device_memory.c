@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Host memory by the C library, GPU memory by eleven functions of the CUDA driver found with dlopen(): the program builds and runs
+ * where there is no CUDA at all. */
+#include "device_memory.h"
+
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* The driver's ABI: CUresult and CUdevice are int, CUdeviceptr is a 64-bit number, CUcontext a pointer. */
+typedef uint64_t cuda_address;
+
+struct device_memory {
+  void *driver; /* handle of libcuda.so.1; NULL = host memory */
+  int device;
+  int (*primary_release)(int device);
+  int (*synchronize)(void);
+  int (*allocate)(cuda_address *address, size_t bytes);
+  int (*free)(cuda_address address);
+  int (*set_bytes)(cuda_address address, unsigned char value, size_t bytes);
+  int (*upload)(cuda_address device, const void *host, size_t bytes);
+  int (*download)(void *host, cuda_address device, size_t bytes);
+};
+
+/* ISO C has no cast from void * to a function pointer; POSIX promises that the bits are the same. */
+static int find(void *driver, const char *name, void *function) {
+  void *symbol = dlsym(driver, name);
+  memcpy(function, &symbol, sizeof symbol);
+  return symbol != NULL;
+}
+
+static const char *open_cuda(device_memory *memory, int index) {
+  int (*init)(unsigned flags);
+  int (*device_get)(int *device, int ordinal);
+  int (*primary_retain)(void **context, int device);
+  int (*set_current)(void *context);
+  void *context;
+  memory->driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (memory->driver == NULL) return "libcuda.so.1 cannot be loaded";
+  if (!find(memory->driver, "cuInit", &init) || !find(memory->driver, "cuDeviceGet", &device_get) ||
+      !find(memory->driver, "cuDevicePrimaryCtxRetain", &primary_retain) ||
+      !find(memory->driver, "cuDevicePrimaryCtxRelease_v2", &memory->primary_release) ||
+      !find(memory->driver, "cuCtxSetCurrent", &set_current) ||
+      !find(memory->driver, "cuCtxSynchronize", &memory->synchronize) ||
+      !find(memory->driver, "cuMemAlloc_v2", &memory->allocate) || !find(memory->driver, "cuMemFree_v2", &memory->free) ||
+      !find(memory->driver, "cuMemsetD8_v2", &memory->set_bytes) || !find(memory->driver, "cuMemcpyHtoD_v2", &memory->upload) ||
+      !find(memory->driver, "cuMemcpyDtoH_v2", &memory->download)) {
+    return "the CUDA driver lacks a function";
+  }
+  if (init(0) != 0 || device_get(&memory->device, index) != 0) return "the CUDA driver does not know this device";
+  if (primary_retain(&context, memory->device) != 0) return "the CUDA driver gives no context on this device";
+  if (set_current(context) != 0) {
+    memory->primary_release(memory->device);
+    return "the CUDA context cannot be made current";
+  }
+  return NULL;
+}
+
+device_memory *device_memory_open(const fa_device_properties *device, const char **reason) {
+  device_memory *memory = calloc(1, sizeof *memory);
+  *reason = memory == NULL ? "out of memory" : NULL;
+  if (memory != NULL && device->device_type == FA_DEVICE_CUDA) {
+    *reason = open_cuda(memory, device->device_index);
+    if (*reason != NULL) {
+      if (memory->driver != NULL) dlclose(memory->driver);
+      free(memory);
+      memory = NULL;
+    }
+  }
+  return memory;
+}
+
+void device_memory_close(device_memory *memory) {
+  if (memory == NULL) return;
+  if (memory->driver != NULL) {
+    memory->primary_release(memory->device);
+    dlclose(memory->driver);
+  }
+  free(memory);
+}
+
+void *device_memory_allocate(device_memory *memory, size_t bytes) {
+  void *data = NULL;
+  if (bytes == 0) bytes = 1;
+  if (memory->driver == NULL) {
+    if (posix_memalign(&data, 256, bytes) != 0) return NULL;
+    return memset(data, 0, bytes);
+  } else {
+    cuda_address address = 0;
+    if (memory->allocate(&address, bytes) != 0) return NULL;
+    if (memory->set_bytes(address, 0, bytes) != 0) {
+      memory->free(address);
+      return NULL;
+    }
+    return (void *)(uintptr_t)address;
+  }
+}
+
+void device_memory_free(device_memory *memory, void *data) {
+  if (memory->driver == NULL) {
+    free(data);
+  } else if (data != NULL) {
+    memory->free((uintptr_t)data);
+  }
+}
+
+int device_memory_upload(device_memory *memory, void *device, const void *host, size_t bytes) {
+  if (memory->driver != NULL) return memory->upload((uintptr_t)device, host, bytes);
+  memcpy(device, host, bytes);
+  return 0;
+}
+
+int device_memory_download(device_memory *memory, void *host, const void *device, size_t bytes) {
+  if (memory->driver != NULL) return memory->download(host, (uintptr_t)device, bytes);
+  memcpy(host, device, bytes);
+  return 0;
+}
+
+int device_memory_wait(device_memory *memory) { return memory->driver != NULL ? memory->synchronize() : 0; }

@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A small causal transformer over characters: embedding, layers of (RMSNorm, attention, RMSNorm, MLP), projection to the
+ * vocabulary; its gradient and Adam. Plain C but for attention, which is either form of attention.h.
+ *
+ * Shapes in comments: B batch, T seqlen, M = B * T rows, C width, H heads, V vocabulary, L layers. */
+#ifndef FA_DEMO_MODEL_H
+#define FA_DEMO_MODEL_H
+
+#include <stdint.h>
+
+#include "attention.h"
+
+typedef struct model_config {
+  int64_t batch, seqlen, width, heads, layers, vocabulary;
+} model_config;
+
+/* Where each weight starts in the one array of parameters. */
+typedef struct layer_weights {
+  int64_t norm1; /* (C) */
+  int64_t qkv;   /* (C, 3C) */
+  int64_t proj;  /* (C, C) */
+  int64_t norm2; /* (C) */
+  int64_t up;    /* (C, 4C) */
+  int64_t down;  /* (4C, C) */
+} layer_weights;
+
+/* What one layer keeps for backward. */
+typedef struct layer_activations {
+  float *input;    /* (M, C) */
+  float *normed1;  /* (M, C) */
+  float *rstd1;    /* (M) */
+  float *qkv;      /* (B, T, 3, H, C / H) */
+  float *saved;    /* flash: lse (B, H, T); unfused: weights (B, H, T, T) */
+  float *attended; /* (B, T, H, C / H) */
+  float *middle;   /* (M, C) after attention */
+  float *normed2;  /* (M, C) */
+  float *rstd2;    /* (M) */
+  float *hidden;   /* (M, 4C) before the activation */
+  float *active;   /* (M, 4C) after it */
+} layer_activations;
+
+typedef struct model {
+  model_config config;
+  flash *attention; /* NULL = unfused */
+
+  int64_t num_parameters;
+  int64_t token_embedding;    /* (V, C) */
+  int64_t position_embedding; /* (T, C) */
+  layer_weights *weights;     /* (L) */
+  int64_t final_norm;         /* (C) */
+  int64_t to_logits;          /* (C, V) */
+  float *parameters, *gradients, *adam_m, *adam_v;
+
+  layer_activations *activations; /* (L) */
+  float *final_input;             /* (M, C) */
+  float *final_normed;            /* (M, C) */
+  float *final_rstd;              /* (M) */
+  float *logits;                  /* (M, V); after model_loss() with backward: their gradient */
+  float *scratch;                 /* transposed weights and gradients on the way back */
+  float *matrix_scratch;          /* unfused: gradient of the attention weights of one layer */
+} model;
+
+/* Weights depend on `seed` alone. `attention` stays the caller's. */
+void model_init(model *m, const model_config *config, flash *attention, uint64_t seed);
+void model_free(model *m);
+
+/* Logits of `tokens` (batch, seqlen), both at most the configuration's. A status of libflashattn. */
+fa_status model_forward(model *m, const uint8_t *tokens, int64_t batch, int64_t seqlen);
+
+/* Mean cross-entropy in nats of `targets` (B, T) under the logits of the last model_forward() of full size. */
+double model_loss(const model *m, const uint8_t *targets);
+
+/* Gradients of that loss in m->gradients; overwrites the logits. */
+fa_status model_backward(model *m, const uint8_t *tokens, const uint8_t *targets);
+
+/* One step of Adam; `step` counts from 1. */
+void model_update(model *m, int64_t step, float learning_rate);
+
+#endif

@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Flash against unfused attention for growing N: time, peak memory, error. */
+#ifndef FA_DEMO_TABLE_H
+#define FA_DEMO_TABLE_H
+
+#include <flashattn/flashattn.h>
+
+#include "device_memory.h"
+
+/* One cell of the table: forward alone, or forward and backward. Not measured where seconds is 0. */
+typedef struct table_cell {
+  double seconds; /* least of several runs */
+  double bytes;   /* peak memory beyond inputs, outputs and gradients */
+  double error;   /* largest |result - fp64| on sampled rows over the largest |fp64|: of out, or of dq */
+} table_cell;
+
+typedef struct table_row {
+  int64_t seqlen;
+  table_cell flash[2], unfused[2]; /* [0] forward, [1] forward and backward */
+  double gradient_difference;      /* largest |flash - unfused| over the largest |unfused| in dq, dk and dv; 0 = not measured */
+} table_row;
+
+enum { kTableMaxRows = 16 };
+
+typedef struct table {
+  int64_t heads, head_dim;
+  int num_rows;
+  int memory_measured; /* else it is counted: what was allocated for the call */
+  table_row rows[kTableMaxRows];
+} table;
+
+/* Measures N = 512, 1024, ... max_seqlen, ending early on slow machines, and prints each row as it is known. On failure
+ * returns a status and writes its text. */
+fa_status table_run(table *t, fa_context ctx, device_memory *memory, int on_cpu, int64_t max_seqlen, uint64_t seed, char *error,
+                    size_t error_size);
+
+#endif
