@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact attention, forward and backward, through libflashattn.
+
+    import flashattn
+    out, lse = flashattn.forward(q, k, v, causal=True)
+    dq, dk, dv, *_ = flashattn.backward(dout, q, k, v, out, lse, causal=True)
+
+Arrays are read and written in place, whatever their strides: NumPy's, and anything with `__dlpack__` or the buffer protocol.
+The functions here use a CPU context of the calling thread; make a `Context` to choose threads, instruction set or a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Tuple
+
+from . import _abi
+from ._context import Context, DeviceInfo, Gradients, Options, Plan
+from ._error import Error
+
+__all__ = [
+    "Context",
+    "DeviceInfo",
+    "Error",
+    "Gradients",
+    "Options",
+    "Plan",
+    "backward",
+    "build_info",
+    "forward",
+    "merge",
+    "query_backward",
+    "query_forward",
+    "version",
+]
+
+_local = threading.local()
+
+
+def _context() -> Context:
+    if not hasattr(_local, "context"):
+        _local.context = Context("cpu")
+    return _local.context
+
+
+def forward(q: Any, k: Any, v: Any, **arguments: Any) -> Tuple[Any, Any]:
+    """`Context.forward` on this thread's CPU context."""
+    return _context().forward(q, k, v, **arguments)
+
+
+def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Gradients:
+    """`Context.backward` on this thread's CPU context."""
+    return _context().backward(dout, q, k, v, out, lse, **arguments)
+
+
+def merge(outs: Any, lses: Any, **arguments: Any) -> Tuple[Any, Any]:
+    """`Context.merge` on this thread's CPU context."""
+    return _context().merge(outs, lses, **arguments)
+
+
+def query_forward(q: Any, k: Any, v: Any, **arguments: Any) -> Plan:
+    """`Context.query_forward` on this thread's CPU context."""
+    return _context().query_forward(q, k, v, **arguments)
+
+
+def query_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Plan:
+    """`Context.query_backward` on this thread's CPU context."""
+    return _context().query_backward(dout, q, k, v, out, lse, **arguments)
+
+
+def version() -> str:
+    """Version of the loaded library."""
+    return _abi.lib.fa_version_string().decode()
+
+
+def build_info() -> str:
+    """What the loaded library contains, one key=value a line."""
+    return _abi.lib.fa_build_info().decode()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C ABI of flashattn.h in ctypes: constants, struct layouts, prototypes, and the library itself.
+
+This is the only module that knows where the library is and what its memory looks like. Field names and order are those of the
+header; the tests compare every offset with a C compiler's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_char,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Dict, List
+
+OK = 0
+ERROR_INVALID_ARGUMENT = 100
+
+DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA = 0, 1, 2
+CPU_ISAS: Dict[str, int] = {"auto": 0, "portable": 100, "avx2": 200, "avx512": 300}
+MASK_NONE, MASK_CAUSAL, MASK_CAUSAL_TOP_LEFT = 0, 1, 2
+WINDOW_LEFT, WINDOW_RIGHT = 1, 2
+FLAG_DETERMINISTIC, FLAG_BATCH_INVARIANT = 1, 2
+
+FLOAT32 = 0x00012002
+FLOAT16 = 0x00011002
+BFLOAT16 = 0x00011004
+FLOAT8_E4M3 = 0x0001080A
+INT32 = 0x00012000
+INT64 = 0x00014000
+UINT8 = 0x00010801
+BOOL = 0x00010806
+
+TASK_FN = CFUNCTYPE(None, c_void_p, c_int32)
+PARALLEL_FOR_FN = CFUNCTYPE(None, c_void_p, c_int32, TASK_FN, c_void_p)
+LOG_FN = CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
+
+
+class fa_config(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("device_type", c_int32),
+        ("device_index", c_int32),
+        ("num_threads", c_int32),
+        ("cpu_isa", c_int32),
+        ("reserved", c_int32),
+        ("parallel_for", PARALLEL_FOR_FN),
+        ("parallel_for_user", c_void_p),
+        ("log", LOG_FN),
+        ("log_user", c_void_p),
+    ]
+
+
+class fa_device_properties(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("device_type", c_int32),
+        ("device_index", c_int32),
+        ("num_threads", c_int32),
+        ("cpu_isa", c_int32),
+        ("compute_capability", c_int32),
+        ("multiprocessors", c_int32),
+        ("reserved", c_int32),
+        ("memory_bytes", c_uint64),
+        ("name", c_char * 128),
+    ]
+
+
+class fa_tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("shape", c_int64 * 4),
+        ("stride", c_int64 * 4),
+        ("dtype", c_int32),
+        ("ndim", c_int32),
+    ]
+
+
+class fa_attention(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("q", fa_tensor),
+        ("k", fa_tensor),
+        ("v", fa_tensor),
+        ("out", fa_tensor),
+        ("lse", fa_tensor),
+        ("cu_seqlens_q", fa_tensor),
+        ("cu_seqlens_k", fa_tensor),
+        ("seqused_q", fa_tensor),
+        ("seqused_k", fa_tensor),
+        ("page_table", fa_tensor),
+        ("max_seqlen_q", c_int64),
+        ("max_seqlen_k", c_int64),
+        ("mask", c_int32),
+        ("window", c_uint32),
+        ("window_left", c_int64),
+        ("window_right", c_int64),
+        ("bias", fa_tensor),
+        ("block_mask", fa_tensor),
+        ("block_size_q", c_int64),
+        ("block_size_k", c_int64),
+        ("alibi_slopes", fa_tensor),
+        ("sink", fa_tensor),
+        ("softmax_scale", c_float),
+        ("softcap", c_float),
+        ("dropout_p", c_float),
+        ("num_splits", c_int32),
+        ("dropout_seed", c_uint64),
+        ("dropout_offset", c_uint64),
+        ("dropout_seed_ptr", c_void_p),
+        ("dropout_offset_ptr", c_void_p),
+        ("q_descale", fa_tensor),
+        ("k_descale", fa_tensor),
+        ("v_descale", fa_tensor),
+    ]
+
+
+class fa_gradients(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("dout", fa_tensor),
+        ("dlse", fa_tensor),
+        ("dq", fa_tensor),
+        ("dk", fa_tensor),
+        ("dv", fa_tensor),
+        ("dbias", fa_tensor),
+        ("dsink", fa_tensor),
+    ]
+
+
+class fa_plan_info(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("status", c_int32),
+        ("workspace_bytes", c_uint64),
+        ("flops", c_double),
+        ("bytes", c_double),
+        ("num_splits", c_int32),
+        ("reserved", c_int32),
+        ("kernel", c_char * 64),
+        ("reason", c_char * 320),
+    ]
+
+
+# By fa_struct_kind.
+STRUCTS = {1: fa_config, 2: fa_device_properties, 3: fa_tensor, 4: fa_attention, 5: fa_gradients, 6: fa_plan_info}
+
+
+def assign(struct: ctypes.Structure, field: str, value: int) -> None:
+    """Sets an integer field; ctypes alone would drop the bits that do not fit."""
+    setattr(struct, field, value)
+    if getattr(struct, field) != value:
+        raise OverflowError(f"{field} is {value}, which does not fit the library's field")
+
+
+def _candidates() -> List[str]:
+    """Where the library may be, best first. An explicit choice is the only candidate."""
+    chosen = os.environ.get("FLASHATTN_LIBRARY")
+    if chosen:
+        return [chosen]
+    here = os.path.dirname(os.path.abspath(__file__))
+    names = ["libflashattn.so.0", "libflashattn.so"]
+    found = [os.path.join(here, name) for name in names if os.path.exists(os.path.join(here, name))]
+    system = ctypes.util.find_library("flashattn")
+    return found + ["libflashattn.so.0"] + ([system] if system else [])
+
+
+def _load() -> ctypes.CDLL:
+    failures = []
+    for path in _candidates():
+        try:
+            loaded = ctypes.CDLL(path)
+        except OSError as error:
+            failures.append(str(error))
+            continue
+        if hasattr(loaded, "fa_sizeof"):
+            return loaded
+        failures.append(f"{path}: another library of the same name, without fa_sizeof")
+    raise ImportError("libflashattn cannot be loaded (set FLASHATTN_LIBRARY to its path): " + "; ".join(failures))
+
+
+def _declare(loaded: ctypes.CDLL) -> None:
+    context, stream, tensor = c_void_p, c_void_p, POINTER(fa_tensor)
+    attention, gradients, plan = POINTER(fa_attention), POINTER(fa_gradients), POINTER(fa_plan_info)
+    prototypes = {
+        "fa_status_name": (c_char_p, [c_int32]),
+        "fa_status_description": (c_char_p, [c_int32]),
+        "fa_version": (c_int32, []),
+        "fa_version_string": (c_char_p, []),
+        "fa_build_info": (c_char_p, []),
+        "fa_config_init": (c_int32, [POINTER(fa_config), c_size_t]),
+        "fa_create": (c_int32, [POINTER(c_void_p), POINTER(fa_config)]),
+        "fa_destroy": (None, [context]),
+        "fa_last_error": (c_char_p, [context]),
+        "fa_last_cuda_error": (c_int32, [context]),
+        "fa_device_properties_init": (c_int32, [POINTER(fa_device_properties), c_size_t]),
+        "fa_device_info": (c_int32, [context, POINTER(fa_device_properties)]),
+        "fa_tensor_from_dlpack": (c_int32, [tensor, c_void_p]),
+        "fa_attention_init": (c_int32, [attention, c_size_t]),
+        "fa_gradients_init": (c_int32, [gradients, c_size_t]),
+        "fa_plan_info_init": (c_int32, [plan, c_size_t]),
+        "fa_forward_query": (c_int32, [context, attention, plan]),
+        "fa_backward_query": (c_int32, [context, attention, gradients, plan]),
+        "fa_forward_prepare": (c_int32, [context, attention]),
+        "fa_backward_prepare": (c_int32, [context, attention, gradients]),
+        "fa_forward": (c_int32, [context, attention, c_void_p, c_size_t, stream]),
+        "fa_backward": (c_int32, [context, attention, gradients, c_void_p, c_size_t, stream]),
+        "fa_merge": (c_int32, [context, c_int32, tensor, tensor, tensor, tensor, stream]),
+        "fa_sizeof": (c_size_t, [c_int32]),
+    }
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(loaded, name)
+        function.restype = result
+        function.argtypes = arguments
+
+
+def _check_sizes(loaded: ctypes.CDLL) -> None:
+    """A tensor is never versioned; the other structs only grow, and a library older than this module would refuse ours."""
+    for kind, struct in STRUCTS.items():
+        ours, theirs = ctypes.sizeof(struct), loaded.fa_sizeof(kind)
+        if theirs < ours or (struct is fa_tensor and theirs != ours):
+            raise ImportError(
+                f"libflashattn {loaded.fa_version_string().decode()} does not match this package: "
+                f"{struct.__name__} has {theirs} bytes there and {ours} here"
+            )
+
+
+lib = _load()
+_declare(lib)
+_check_sizes(lib)

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts and the calls made with them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
+
+from . import _abi, _tensor
+from ._error import check
+from ._tensor import Holds
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be said about an attention problem besides q, k and v; every function takes these as keyword arguments.
+
+    Tensors are any object `forward` takes; flashattn.h documents shapes and meaning of each field.
+    """
+
+    #: True or "bottom_right": query i sees keys j <= i + seqlen_k - seqlen_q; "top_left": j <= i.
+    causal: Union[bool, str] = False
+    #: (left, right): how far back and ahead a query sees; None = no limit on that side.
+    window: Tuple[Optional[int], Optional[int]] = (None, None)
+    #: Scale of q k^T; None = 1 / sqrt(head_dim).
+    scale: Optional[float] = None
+    #: Limits the logits to (-softcap, softcap); 0 = off.
+    softcap: float = 0.0
+    #: Added to the logits, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k).
+    bias: Any = None
+    #: uint8 or bool, one entry a block; zero masks the block.
+    block_mask: Any = None
+    #: Rows and columns of a block of `block_mask`.
+    block_size: Tuple[int, int] = (0, 0)
+    #: float32, (heads_q) or (batch, heads_q).
+    alibi_slopes: Any = None
+    #: float32, (heads_q): one more logit per head, in the denominator only.
+    sink: Any = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    dropout_offset: int = 0
+    #: Packed sequences: int32 or int64, (batch + 1).
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    #: int32, (batch): how many rows of each sequence count.
+    seqused_q: Any = None
+    seqused_k: Any = None
+    #: Paged keys: int32, (batch, max_pages).
+    page_table: Any = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    #: float8 only: float32, (batch, heads_k).
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    num_splits: int = 0
+    deterministic: bool = False
+    batch_invariant: bool = False
+
+
+class Gradients(NamedTuple):
+    """Results of `backward`; None where not asked for."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsink: Any = None
+
+
+class Plan(NamedTuple):
+    """How a call would run."""
+
+    kernel: str
+    reason: str
+    workspace_bytes: int
+    flops: float
+    bytes: float
+    num_splits: int
+
+
+class DeviceInfo(NamedTuple):
+    """What a context runs on."""
+
+    device: str
+    device_index: int
+    name: str
+    memory_bytes: int
+    num_threads: int
+    cpu_isa: str
+    compute_capability: int
+    multiprocessors: int
+
+
+_DEVICES = {"auto": _abi.DEVICE_AUTO, "cpu": _abi.DEVICE_CPU, "cuda": _abi.DEVICE_CUDA}
+_TENSOR_OPTIONS = [
+    "bias",
+    "block_mask",
+    "alibi_slopes",
+    "sink",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "page_table",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+]
+_FLOAT_OPTIONS = ["softcap", "dropout_p"]
+_INTEGER_OPTIONS = ["dropout_seed", "dropout_offset", "max_seqlen_q", "max_seqlen_k", "num_splits"]
+_CAUSAL = {
+    False: _abi.MASK_NONE,
+    True: _abi.MASK_CAUSAL,
+    "bottom_right": _abi.MASK_CAUSAL,
+    "top_left": _abi.MASK_CAUSAL_TOP_LEFT,
+}
+
+
+def _choose(table: dict, value: Any, what: str) -> int:
+    try:
+        return table[value]
+    except (KeyError, TypeError):
+        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(repr, table))}") from None
+
+
+def _lse_shape(out: Tuple[int, ...]) -> Tuple[int, ...]:
+    """(batch, heads, seqlen) of (batch, seqlen, heads, head_dim); (heads, total) of (total, heads, head_dim)."""
+    return out[:-3] + (out[-2], out[-3])
+
+
+class Context:
+    """One device with its settings. Used by one thread at a time; contexts are independent of each other.
+
+    device: "cpu", "cuda", or "auto" (CUDA if there is a usable GPU). threads: CPU threads, 0 = all. cpu_isa: "auto", "portable",
+    "avx2" or "avx512". log(level, message) receives a line for each failure and warning.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        index: int = 0,
+        *,
+        threads: int = 0,
+        cpu_isa: str = "auto",
+        log: Optional[Callable[[int, str], None]] = None,
+    ) -> None:
+        self._handle: Optional[ctypes.c_void_p] = ctypes.c_void_p()
+        config = _abi.fa_config()
+        check(_abi.lib.fa_config_init(ctypes.byref(config), ctypes.sizeof(config)))
+        config.device_type = _choose(_DEVICES, device, "device")
+        _abi.assign(config, "device_index", index)
+        _abi.assign(config, "num_threads", threads)
+        config.cpu_isa = _choose(_abi.CPU_ISAS, cpu_isa, "cpu_isa")
+        if log is not None:
+            config.log = _abi.LOG_FN(lambda _user, level, message: log(level, message.decode("utf-8", "replace")))
+        self._log = config.log  # the library calls it for as long as the context lives
+        check(_abi.lib.fa_create(ctypes.byref(self._handle), ctypes.byref(config)))
+        self._device = {"cpu": _abi.DEVICE_CPU, "cuda": _abi.DEVICE_CUDA}[self.info.device]
+
+    def close(self) -> None:
+        """Ends the context and its threads. It cannot be used afterwards."""
+        handle, self._handle = self._handle, None
+        if handle:
+            _abi.lib.fa_destroy(handle)
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._handle is None:
+            raise ValueError("the context is closed")
+        return self._handle
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The device and what is used of it."""
+        properties = _abi.fa_device_properties()
+        check(_abi.lib.fa_device_properties_init(ctypes.byref(properties), ctypes.sizeof(properties)))
+        check(_abi.lib.fa_device_info(self._open(), ctypes.byref(properties)), self._handle)
+        isas = {number: name for name, number in _abi.CPU_ISAS.items() if number != 0}
+        return DeviceInfo(
+            {_abi.DEVICE_CPU: "cpu", _abi.DEVICE_CUDA: "cuda"}[properties.device_type],
+            properties.device_index,
+            properties.name.decode("utf-8", "replace"),
+            properties.memory_bytes,
+            properties.num_threads,
+            isas.get(properties.cpu_isa, ""),
+            properties.compute_capability,
+            properties.multiprocessors,
+        )
+
+    # ------------------------------------------------------------------------------------------------ problems
+
+    def _view(self, obj: Any, what: str, holds: Holds, stream: Optional[int], writable: bool = False) -> _abi.fa_tensor:
+        return _tensor.view(obj, what, self._device, holds, writable=writable, stream=stream)
+
+    def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
+        """Everything of the problem but its outputs."""
+        problem = _abi.fa_attention()
+        check(_abi.lib.fa_attention_init(ctypes.byref(problem), ctypes.sizeof(problem)))
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor is None:
+                raise TypeError(f"{name} must be given")
+            setattr(problem, name, self._view(tensor, name, holds, stream))
+        for name in _TENSOR_OPTIONS:
+            setattr(problem, name, self._view(getattr(options, name), name, holds, stream))
+        for name in _FLOAT_OPTIONS:
+            setattr(problem, name, getattr(options, name))
+        for name in _INTEGER_OPTIONS:
+            _abi.assign(problem, name, getattr(options, name))
+        problem.mask = _choose(_CAUSAL, options.causal, "causal")
+        problem.softmax_scale = options.scale if options.scale is not None else 0.0
+        _abi.assign(problem, "block_size_q", options.block_size[0])
+        _abi.assign(problem, "block_size_k", options.block_size[1])
+        left, right = options.window
+        if left is not None:
+            problem.window |= _abi.WINDOW_LEFT
+            _abi.assign(problem, "window_left", left)
+        if right is not None:
+            problem.window |= _abi.WINDOW_RIGHT
+            _abi.assign(problem, "window_right", right)
+        if options.deterministic:
+            problem.flags |= _abi.FLAG_DETERMINISTIC
+        if options.batch_invariant:
+            problem.flags |= _abi.FLAG_BATCH_INVARIANT
+        return problem
+
+    def _out_like(self, problem: _abi.fa_attention) -> Tuple[Tuple[int, ...], int]:
+        """Shape and dtype of `out`, from q and v. Nonsense here is refused by the library."""
+        shape = _tensor.shape_of(problem.q)
+        head_dim = _tensor.shape_of(problem.v)[-1:]
+        return shape[:-1] + head_dim, problem.q.dtype
+
+    def _forward_problem(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options, stream: Optional[int], holds: Holds
+    ) -> Tuple[_abi.fa_attention, Any, Any]:
+        problem = self._problem(q, k, v, options, stream, holds)
+        shape, dtype = self._out_like(problem)
+        if len(shape) < 3:
+            raise TypeError(
+                f"q has {len(shape)} dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+            )
+        if out is None:
+            out = _tensor.allocate(shape, dtype, "out", self._device)
+        if lse is None:
+            lse = _tensor.allocate(_lse_shape(shape), _abi.FLOAT32, "lse", self._device)
+        problem.out = self._view(out, "out", holds, stream, writable=True)
+        if lse is not False:
+            problem.lse = self._view(lse, "lse", holds, stream, writable=True)
+        return problem, out, None if lse is False else lse
+
+    def _backward_problem(
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        dlse: Any,
+        results: Gradients,
+        options: Options,
+        stream: Optional[int],
+        holds: Holds,
+    ) -> Tuple[_abi.fa_attention, _abi.fa_gradients, Gradients]:
+        problem = self._problem(q, k, v, options, stream, holds)
+        problem.out = self._view(out, "out", holds, stream)
+        problem.lse = self._view(lse, "lse", holds, stream)
+        gradients = _abi.fa_gradients()
+        check(_abi.lib.fa_gradients_init(ctypes.byref(gradients), ctypes.sizeof(gradients)))
+        gradients.dout = self._view(dout, "dout", holds, stream)
+        gradients.dlse = self._view(dlse, "dlse", holds, stream)
+        given = {}
+        for name, like in (
+            ("dq", problem.q),
+            ("dk", problem.k),
+            ("dv", problem.v),
+            ("dbias", problem.bias),
+            ("dsink", problem.sink),
+        ):
+            result = getattr(results, name)
+            if result is None and (name in ("dq", "dk", "dv") or like.ndim > 0):
+                result = _tensor.allocate(_tensor.shape_of(like), like.dtype, name, self._device)
+            if result is False:
+                result = None
+            given[name] = result
+            setattr(gradients, name, self._view(result, name, holds, stream, writable=True))
+        return problem, gradients, Gradients(**given)
+
+    # --------------------------------------------------------------------------------------------------- calls
+
+    def forward(
+        self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, stream: Optional[int] = None, **options: Any
+    ) -> Tuple[Any, Any]:
+        """softmax(scale q k^T + ..., masked) v and the log of the softmax's denominator: returns (out, lse).
+
+        q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens`; read in place, any strides with the
+        last one 1. Results are written to `out` and `lse` when given and allocated by NumPy otherwise; lse=False leaves it out.
+        `stream` is a CUDA stream's address. Options are the fields of `Options`.
+        """
+        holds: Holds = []
+        problem, out, lse = self._forward_problem(q, k, v, out, lse, Options(**options), stream, holds)
+        check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
+        return out, lse
+
+    def backward(
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        *,
+        dlse: Any = None,
+        dq: Any = None,
+        dk: Any = None,
+        dv: Any = None,
+        dbias: Any = None,
+        dsink: Any = None,
+        stream: Optional[int] = None,
+        **options: Any,
+    ) -> Gradients:
+        """Gradients of `forward` for the gradients `dout` (and `dlse`) of its results; takes the same options.
+
+        Results are written where given and allocated otherwise; False leaves one out.
+        """
+        holds: Holds = []
+        problem, gradients, results = self._backward_problem(
+            dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), Options(**options), stream, holds
+        )
+        check(_abi.lib.fa_backward(self._open(), ctypes.byref(problem), ctypes.byref(gradients), None, 0, stream), self._handle)
+        return results
+
+    def merge(
+        self, outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None, lse: Any = None, stream: Optional[int] = None
+    ) -> Tuple[Any, Any]:
+        """Combines results over disjoint sets of keys into the result over all of them: returns (out, lse)."""
+        if len(outs) != len(lses) or not outs:
+            raise ValueError(f"outs and lses must pair up; there are {len(outs)} and {len(lses)}")
+        holds: Holds = []
+        count = len(outs)
+        out_views = (_abi.fa_tensor * count)(*[self._view(x, f"outs[{n}]", holds, stream) for n, x in enumerate(outs)])
+        lse_views = (_abi.fa_tensor * count)(*[self._view(x, f"lses[{n}]", holds, stream) for n, x in enumerate(lses)])
+        shape = _tensor.shape_of(out_views[0])
+        if out is None:
+            out = _tensor.allocate(shape, out_views[0].dtype, "out", self._device)
+        if lse is None:
+            lse = _tensor.allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", self._device)
+        out_view = self._view(out, "out", holds, stream, writable=True)
+        lse_view = self._view(lse, "lse", holds, stream, writable=True)
+        check(
+            _abi.lib.fa_merge(
+                self._open(), count, out_views, lse_views, ctypes.byref(out_view), ctypes.byref(lse_view), stream
+            ),
+            self._handle,
+        )
+        return out, lse
+
+    # ------------------------------------------------------------------------------------------------- queries
+
+    def _plan(self, ask: Callable[[Any], int]) -> Plan:
+        info = _abi.fa_plan_info()
+        check(_abi.lib.fa_plan_info_init(ctypes.byref(info), ctypes.sizeof(info)))
+        check(ask(ctypes.byref(info)), self._handle)
+        return Plan(
+            info.kernel.decode(),
+            info.reason.decode("utf-8", "replace"),
+            info.workspace_bytes,
+            info.flops,
+            info.bytes,
+            info.num_splits,
+        )
+
+    def query_forward(self, q: Any, k: Any, v: Any, **options: Any) -> Plan:
+        """How `forward` would run; raises the `Error` it would raise. Reads no tensor data."""
+        holds: Holds = []
+        problem, _, _ = self._forward_problem(q, k, v, None, None, Options(**options), None, holds)
+        return self._plan(lambda info: _abi.lib.fa_forward_query(self._open(), ctypes.byref(problem), info))
+
+    def query_backward(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, **options: Any
+    ) -> Plan:
+        """How `backward` would run; raises the `Error` it would raise. Reads no tensor data."""
+        holds: Holds = []
+        problem, gradients, _ = self._backward_problem(
+            dout, q, k, v, out, lse, dlse, Gradients(None, None, None), Options(**options), None, holds
+        )
+        return self._plan(
+            lambda info: _abi.lib.fa_backward_query(self._open(), ctypes.byref(problem), ctypes.byref(gradients), info)
+        )

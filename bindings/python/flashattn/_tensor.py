@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python objects as `fa_tensor` views, without copying: `__array_interface__` (NumPy), `__dlpack__` (PyTorch, JAX, CuPy, ...) and the
+buffer protocol (memoryview, array, ctypes).
+
+NumPy is used only to allocate results; without it they are memoryviews.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_ssize_t,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    py_object,
+)
+from typing import Any, List, Optional, Sequence, Tuple
+
+from . import _abi
+from ._error import check
+
+numpy: Any
+ml_dtypes: Any
+try:
+    import numpy
+except ImportError:
+    numpy = None
+
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+_BY_TYPESTR = {
+    "f4": _abi.FLOAT32,
+    "f2": _abi.FLOAT16,
+    "i4": _abi.INT32,
+    "i8": _abi.INT64,
+    "u1": _abi.UINT8,
+    "b1": _abi.BOOL,
+}
+# Extension types of NumPy, which `__array_interface__` can only call raw bytes ("V2").
+_BY_DTYPE_NAME = {"bfloat16": _abi.BFLOAT16, "float8_e4m3fn": _abi.FLOAT8_E4M3}
+_BY_FORMAT = {
+    "f": _abi.FLOAT32,
+    "e": _abi.FLOAT16,
+    "i": _abi.INT32,
+    "q": _abi.INT64,
+    "l": _abi.INT64,
+    "B": _abi.UINT8,
+    "?": _abi.BOOL,
+}
+_NAMES = {
+    _abi.FLOAT32: "float32",
+    _abi.FLOAT16: "float16",
+    _abi.BFLOAT16: "bfloat16",
+    _abi.FLOAT8_E4M3: "float8_e4m3fn",
+    _abi.INT32: "int32",
+    _abi.INT64: "int64",
+    _abi.UINT8: "uint8",
+    _abi.BOOL: "bool",
+}
+
+Holds = List[Any]  # what must stay alive as long as a view is used
+
+
+def itemsize(dtype: int) -> int:
+    return (dtype >> 8 & 0xFF) // 8
+
+
+def _fill(address: int, shape: Sequence[int], byte_strides: Optional[Sequence[int]], dtype: int, what: str) -> _abi.fa_tensor:
+    if len(shape) > 4:
+        raise TypeError(f"{what} has {len(shape)} dimensions; at most 4 are possible")
+    size = itemsize(dtype)
+    tensor = _abi.fa_tensor(data=address, dtype=dtype, ndim=len(shape))
+    step = 1
+    for d in range(len(shape) - 1, -1, -1):
+        tensor.shape[d] = shape[d]
+        if byte_strides is None:
+            tensor.stride[d] = step
+            step *= shape[d]
+            continue
+        tensor.stride[d], rest = divmod(byte_strides[d], size)
+        if rest != 0 and shape[d] > 1:
+            raise TypeError(f"{what} has a stride of {byte_strides[d]} bytes, which is no multiple of its element's {size}")
+    return tensor
+
+
+# --------------------------------------------------------------------------------------------------- __array_interface__
+
+
+def _from_array_interface(obj: Any, interface: dict, what: str, writable: bool) -> _abi.fa_tensor:
+    address, read_only = interface["data"]
+    if writable and read_only:
+        raise TypeError(f"{what} is read-only")
+    typestr = interface["typestr"]
+    name = getattr(getattr(obj, "dtype", None), "name", "")
+    dtype = _BY_DTYPE_NAME.get(name) or _BY_TYPESTR.get(typestr[1:])
+    if dtype is None or typestr[0] == ">":
+        raise TypeError(f"{what} has dtype {name or typestr}, which the library does not know")
+    return _fill(address, interface["shape"], interface.get("strides"), dtype, what)
+
+
+# ------------------------------------------------------------------------------------------------------------- DLPack
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("ndim", c_int32),
+        ("dtype_code", c_uint8),
+        ("dtype_bits", c_uint8),
+        ("dtype_lanes", c_uint16),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", c_uint64),
+    ]
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = [
+        ("version_major", c_uint32),
+        ("version_minor", c_uint32),
+        ("manager_ctx", c_void_p),
+        ("deleter", c_void_p),
+        ("flags", c_uint64),
+        ("dl_tensor", _DLTensor),
+    ]
+
+
+_READ_ONLY_FLAG = 1
+_HOST_DEVICES = {1: "cpu", 3: "cuda_host"}
+_CUDA_DEVICES = {2: "cuda", 13: "cuda_managed"}
+
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.restype, _capsule_is_valid.argtypes = c_int, [py_object, c_char_p]
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = c_void_p, [py_object, c_char_p]
+
+
+def _capsule(obj: Any, arguments: dict) -> Any:
+    try:
+        return obj.__dlpack__(max_version=(1, 0), **arguments)
+    except TypeError:  # an exporter from before DLPack 1.0
+        return obj.__dlpack__(**arguments)
+
+
+def _from_dlpack(obj: Any, what: str, writable: bool, device: int, stream: Optional[int], holds: Holds) -> _abi.fa_tensor:
+    kind, _ = obj.__dlpack_device__()
+    expected = _CUDA_DEVICES if device == _abi.DEVICE_CUDA else _HOST_DEVICES
+    if kind not in expected:
+        raise TypeError(f"{what} lies on DLPack device {int(kind)}; this context needs one of {sorted(expected)}")
+    # The exporter makes its pending work visible to the stream the call will run on; 1 is the legacy default stream.
+    arguments = {} if device != _abi.DEVICE_CUDA else {"stream": stream if stream else 1}
+    # The capsule is not consumed: it stays alive until the call is over and then frees itself.
+    capsule = _capsule(obj, arguments)
+    holds.append(capsule)
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+        if managed.version_major != 1:
+            raise TypeError(f"{what} comes as DLPack {managed.version_major}.{managed.version_minor}; this package reads 1.x")
+        if writable and managed.flags & _READ_ONLY_FLAG:
+            raise TypeError(f"{what} is read-only")
+        address = ctypes.addressof(managed) + _DLManagedTensorVersioned.dl_tensor.offset
+    elif _capsule_is_valid(capsule, b"dltensor"):
+        address = _capsule_pointer(capsule, b"dltensor")  # a DLManagedTensor begins with its DLTensor
+    else:
+        raise TypeError(f"{what}.__dlpack__() did not return a DLPack capsule")
+    tensor = _abi.fa_tensor()
+    check(_abi.lib.fa_tensor_from_dlpack(ctypes.byref(tensor), address))
+    return tensor
+
+
+# ------------------------------------------------------------------------------------------------------ buffer protocol
+
+
+class _Py_buffer(ctypes.Structure):
+    _fields_ = [
+        ("buf", c_void_p),
+        ("obj", c_void_p),
+        ("len", c_ssize_t),
+        ("itemsize", c_ssize_t),
+        ("readonly", c_int),
+        ("ndim", c_int),
+        ("format", c_char_p),
+        ("shape", POINTER(c_ssize_t)),
+        ("strides", POINTER(c_ssize_t)),
+        ("suboffsets", POINTER(c_ssize_t)),
+        ("internal", c_void_p),
+    ]
+
+
+_PyBUF_FULL_RO = 0x0100 | 0x0018 | 0x0004  # INDIRECT | STRIDES | FORMAT
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.restype, _get_buffer.argtypes = c_int, [py_object, POINTER(_Py_buffer), c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.restype, _release_buffer.argtypes = None, [POINTER(_Py_buffer)]
+
+
+class _HeldBuffer:
+    """Keeps an exported buffer locked, so that e.g. a bytearray cannot be resized under the call."""
+
+    def __init__(self, obj: Any) -> None:
+        self.view = _Py_buffer()
+        self.held = False
+        _get_buffer(obj, ctypes.byref(self.view), _PyBUF_FULL_RO)  # raises by itself
+        self.held = True
+
+    def __del__(self) -> None:
+        if self.held:
+            _release_buffer(ctypes.byref(self.view))
+
+
+def _from_buffer(obj: Any, what: str, writable: bool, holds: Holds) -> _abi.fa_tensor:
+    held = _HeldBuffer(obj)
+    holds.append(held)
+    view = held.view
+    if writable and view.readonly:
+        raise TypeError(f"{what} is read-only")
+    format = (view.format or b"B").decode()
+    dtype = _BY_FORMAT.get(format.lstrip("@=<"))
+    if dtype is None or itemsize(dtype) != view.itemsize or view.suboffsets:
+        raise TypeError(f"{what} is a buffer of format {format!r}, which the library does not know")
+    strides = [view.strides[d] for d in range(view.ndim)] if view.strides else None
+    return _fill(view.buf or 0, [view.shape[d] for d in range(view.ndim)], strides, dtype, what)
+
+
+# ----------------------------------------------------------------------------------------------------------------- views
+
+
+def view(
+    obj: Any, what: str, device: int, holds: Holds, *, writable: bool = False, stream: Optional[int] = None
+) -> _abi.fa_tensor:
+    """Describes `obj`, called `what` in messages, as the library sees it; None is an absent tensor.
+
+    Whatever must outlive the call is appended to `holds`.
+    """
+    if obj is None:
+        return _abi.fa_tensor()
+    holds.append(obj)
+    interface = getattr(obj, "__array_interface__", None)
+    if interface is not None and device == _abi.DEVICE_CPU:
+        return _from_array_interface(obj, interface, what, writable)
+    if hasattr(obj, "__dlpack__"):
+        return _from_dlpack(obj, what, writable, device, stream, holds)
+    if device == _abi.DEVICE_CPU:
+        try:
+            return _from_buffer(obj, what, writable, holds)
+        except (BufferError, TypeError) as error:
+            raise TypeError(f"{what}: cannot view a {type(obj).__name__} as a tensor ({error})") from None
+    raise TypeError(f"{what}: cannot view a {type(obj).__name__} as a tensor of the GPU; it needs __dlpack__")
+
+
+def shape_of(tensor: _abi.fa_tensor) -> Tuple[int, ...]:
+    return tuple(tensor.shape[: tensor.ndim])
+
+
+def allocate(shape: Sequence[int], dtype: int, what: str, device: int) -> Any:
+    """A new host array: NumPy's, or a memoryview without NumPy."""
+    if device != _abi.DEVICE_CPU:
+        raise TypeError(f"{what} must be given: this package does not allocate GPU memory")
+    name = _NAMES[dtype]
+    if numpy is not None:
+        if dtype == _abi.BFLOAT16:
+            if ml_dtypes is None:
+                raise TypeError(f"{what} must be given: NumPy has no bfloat16 without the package ml_dtypes")
+            return numpy.empty(shape, ml_dtypes.bfloat16)
+        return numpy.empty(shape, name)
+    if dtype != _abi.FLOAT32:
+        raise TypeError(f"{what} must be given: without NumPy this package allocates float32 only, not {name}")
+    count = 1
+    for size in shape:
+        count *= size
+    if count == 0:
+        raise TypeError(f"{what} must be given: without NumPy this package cannot allocate an array without elements")
+    return memoryview((ctypes.c_float * count)()).cast("B").cast("f", list(shape))

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward, backward and merge against the float64 reference, on arrays of every layout."""
+
+import threading
+import unittest
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise unittest.SkipTest("NumPy is not installed") from error
+
+import flashattn
+
+from . import reference
+
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+
+class Exporter:
+    """Has nothing but DLPack, as a tensor of another framework would."""
+
+    def __init__(self, array, modern=True):
+        self.array, self.modern = array, modern
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **arguments):
+        if not self.modern and arguments:
+            raise TypeError("unexpected keyword argument")
+        return self.array.__dlpack__(**arguments) if self.modern else self.array.__dlpack__()
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+class AttentionTest(unittest.TestCase):
+    def assert_close(self, actual, expected, tolerance=2e-6, what=""):
+        actual = np.asarray(actual, np.float64)
+        self.assertEqual(actual.shape, expected.shape, what)
+        self.assertTrue(np.array_equal(np.isinf(actual), np.isinf(expected)), what)
+        finite = np.isfinite(expected)
+        error = np.abs(actual - expected)[finite].max(initial=0.0)
+        self.assertLessEqual(error, tolerance * max(1.0, np.abs(expected[finite]).max(initial=0.0)), what)
+
+    def check(self, q, k, v, tolerance=2e-6, view=lambda x: x, **options):
+        """Forward and backward of the arrays as `view` presents them."""
+        bias, sink = options.get("bias"), options.get("sink")
+        expected, expected_lse, saved = reference.forward(q, k, v, **options)
+        given = {name: view(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+        out, lse = flashattn.forward(view(q), view(k), view(v), **given)
+        self.assert_close(out, expected, tolerance, "out")
+        self.assert_close(lse, expected_lse, tolerance, "lse")
+
+        dout, dlse = normal(7, *expected.shape).astype(q.dtype), normal(8, *expected_lse.shape)
+        got = flashattn.backward(view(dout), view(q), view(k), view(v), out, lse, dlse=view(dlse), **given)
+        dlse = np.where(np.isfinite(expected_lse), dlse, 0)
+        dq, dk, dv, dx, dsink = reference.backward(dout, dlse, q, k, v, np.asarray(out), saved)
+        self.assert_close(got.dq, dq, 5 * tolerance, "dq")
+        self.assert_close(got.dk, dk, 5 * tolerance, "dk")
+        self.assert_close(got.dv, dv, 5 * tolerance, "dv")
+        if bias is not None:
+            axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1 and dx.shape[axis] != 1)
+            self.assert_close(got.dbias, dx.sum(axes, keepdims=True), 5 * tolerance, "dbias")
+        else:
+            self.assertIsNone(got.dbias)
+        if sink is not None:
+            self.assert_close(got.dsink, dsink, 5 * tolerance, "dsink")
+        else:
+            self.assertIsNone(got.dsink)
+
+    def test_plain(self):
+        self.check(normal(1, 2, 33, 4, 24), normal(2, 2, 47, 4, 24), normal(3, 2, 47, 4, 24))
+
+    def test_grouped_heads_and_value_head_dim(self):
+        self.check(normal(1, 1, 20, 6, 16), normal(2, 1, 30, 2, 16), normal(3, 1, 30, 2, 40))
+
+    def test_masks(self):
+        q, k, v = normal(1, 1, 40, 2, 8), normal(2, 1, 31, 2, 8), normal(3, 1, 31, 2, 8)
+        for options in (
+            {"causal": True},
+            {"causal": "top_left"},
+            {"window": (5, None)},
+            {"window": (None, 3)},
+            {"window": (4, 0), "causal": True},
+        ):
+            with self.subTest(**options):
+                self.check(q, k, v, **options)
+
+    def test_logit_options(self):
+        q, k, v = normal(1, 2, 17, 4, 8), normal(2, 2, 19, 2, 8), normal(3, 2, 19, 2, 8)
+        for options in (
+            {"scale": 0.7},
+            {"softcap": 1.5},
+            {"bias": normal(4, 2, 4, 17, 19)},
+            {"bias": normal(4, 1, 4, 1, 19)},
+            {"sink": normal(5, 4), "causal": True},
+        ):
+            with self.subTest(options=list(options)):
+                self.check(q, k, v, **options)
+
+    def test_alibi_is_a_bias(self):
+        q, k, v = normal(1, 1, 9, 2, 8), normal(2, 1, 12, 2, 8), normal(3, 1, 12, 2, 8)
+        slopes = np.array([0.5, 0.25], np.float32)
+        distance = np.abs(np.arange(9)[:, None] + 3 - np.arange(12)[None, :])
+        expected, _, _ = reference.forward(q, k, v, bias=-slopes[None, :, None, None] * distance)
+        self.assert_close(flashattn.forward(q, k, v, alibi_slopes=slopes)[0], expected)
+
+    def test_block_mask(self):
+        q, k, v = normal(1, 1, 8, 1, 8), normal(2, 1, 8, 1, 8), normal(3, 1, 8, 1, 8)
+        blocks = np.array([[[[True, False], [True, True]]]])
+        bias = np.where(np.kron(blocks[0, 0], np.ones((4, 4))), 0, -np.inf)
+        expected, _, _ = reference.forward(q, k, v, bias=bias[None, None])
+        self.assert_close(flashattn.forward(q, k, v, block_mask=blocks, block_size=(4, 4))[0], expected)
+
+    def test_dropout_zeroes_the_stated_share(self):
+        q, k = np.zeros((1, 256, 1, 8), np.float32), np.zeros((1, 256, 1, 8), np.float32)
+        v = np.zeros((1, 256, 1, 256), np.float32)
+        v[0, np.arange(256), 0, np.arange(256)] = 256  # out is the matrix of weights, times 256
+        out, _ = flashattn.forward(q, k, v, dropout_p=0.25, dropout_seed=3)
+        self.assertAlmostEqual(float((out == 0).mean()), 0.25, delta=0.02)
+        np.testing.assert_allclose(out[out != 0], 1 / 0.75, rtol=1e-5)
+        again, _ = flashattn.forward(q, k, v, dropout_p=0.25, dropout_seed=3)
+        other, _ = flashattn.forward(q, k, v, dropout_p=0.25, dropout_seed=4)
+        self.assertTrue(np.array_equal(out, again))
+        self.assertFalse(np.array_equal(out, other))
+
+    def test_half_precision(self):
+        dtypes = [np.float16] + ([ml_dtypes.bfloat16] if ml_dtypes else [])
+        for dtype, tolerance in zip(dtypes, (2e-3, 1.6e-2)):
+            with self.subTest(dtype=dtype.__name__):
+                q, k, v = (normal(n, 1, 21, 2, 16).astype(dtype) for n in (1, 2, 3))
+                self.check(q, k, v, tolerance, causal=True)
+
+    def test_layouts_are_only_strides(self):
+        packed = normal(1, 2, 19, 3, 4, 16)
+        q, k, v = packed[:, :, 0], packed[:, :, 1], packed[:, :, 2]
+        self.check(q, k, v, causal=True)
+        by_head = [np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, k, v)]
+        self.check(*by_head, causal=True)
+        self.check(q[:, ::-1], k[:, ::2], v[:, ::2])
+
+    def test_results_land_in_given_views(self):
+        q, k, v = normal(1, 2, 9, 2, 8), normal(2, 2, 9, 2, 8), normal(3, 2, 9, 2, 8)
+        expected, lse = flashattn.forward(q, k, v)
+        room = np.full((2, 2, 9, 16), np.nan, np.float32)  # batch, heads, rows, twice the head_dim
+        out = room.transpose(0, 2, 1, 3)[..., 3:11]
+        got, none = flashattn.forward(q, k, v, out=out, lse=False)
+        self.assertIs(got, out)
+        self.assertIsNone(none)
+        self.assertTrue(np.array_equal(out, expected))
+        self.assertTrue(np.isnan(room[..., :3]).all() and np.isnan(room[..., 11:]).all())
+
+        packed = np.full((2, 9, 3, 2, 8), np.nan, np.float32)
+        gradients = flashattn.backward(q, q, k, v, expected, lse)
+        flashattn.backward(q, q, k, v, expected, lse, dq=packed[:, :, 0], dk=packed[:, :, 1], dv=packed[:, :, 2])
+        for part, gradient in enumerate((gradients.dq, gradients.dk, gradients.dv)):
+            self.assertTrue(np.array_equal(packed[:, :, part], gradient))
+        self.assertEqual(flashattn.backward(q, q, k, v, expected, lse, dq=False)[0], None)
+
+    def test_dlpack(self):
+        q, k, v = normal(1, 2, 17, 2, 8), normal(2, 2, 17, 2, 8), normal(3, 2, 17, 2, 8)
+        for modern in (True, False):
+            with self.subTest(modern=modern):
+                self.check(q, k, v, view=lambda x, modern=modern: Exporter(x, modern), causal=True)
+        out = np.empty_like(q)
+        flashattn.forward(Exporter(q[:, ::-1]), Exporter(k), Exporter(v), out=Exporter(out))
+        self.assertTrue(np.array_equal(out, flashattn.forward(q[:, ::-1], k, v)[0]))
+
+    def test_packed_sequences(self):
+        lengths_q, lengths_k = [5, 0, 9], [7, 3, 9]
+        q = normal(1, sum(lengths_q), 2, 8)
+        k, v = normal(2, sum(lengths_k), 2, 8), normal(3, sum(lengths_k), 2, 8)
+        for dtype in (np.int32, np.int64):
+            starts_q, starts_k = (np.cumsum([0] + lengths).astype(dtype) for lengths in (lengths_q, lengths_k))
+            out, lse = flashattn.forward(q, k, v, causal=True, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+            self.assertEqual(lse.shape, (2, sum(lengths_q)))
+            for n in range(3):
+                rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+                expected, expected_lse, _ = reference.forward(q[None, rows], k[None, keys], v[None, keys], causal=True)
+                self.assert_close(out[None, rows], expected)
+                self.assert_close(lse[None, :, rows], expected_lse)
+
+    def test_paged_keys(self):
+        pages_k, pages_v = normal(1, 5, 4, 2, 8), normal(2, 5, 4, 2, 8)
+        table, used = np.array([[3, 0, 4]], np.int32), np.array([10], np.int32)
+        q = normal(3, 1, 3, 2, 8)
+        k, v = (pages[table[0]].reshape(1, 12, 2, 8)[:, :10] for pages in (pages_k, pages_v))
+        expected, _, _ = reference.forward(q, k, v, causal=True)
+        self.assert_close(flashattn.forward(q, pages_k, pages_v, causal=True, page_table=table, seqused_k=used)[0], expected)
+
+    def test_merge(self):
+        q, k, v = normal(1, 2, 7, 2, 8), normal(2, 2, 30, 2, 8), normal(3, 2, 30, 2, 8)
+        whole, whole_lse = flashattn.forward(q, k, v)
+        parts = [flashattn.forward(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 11), (11, 12), (12, 30))]
+        out, lse = flashattn.merge([part[0] for part in parts], [part[1] for part in parts])
+        self.assert_close(out, whole.astype(np.float64))
+        self.assert_close(lse, whole_lse.astype(np.float64))
+
+    def test_threads_have_contexts_of_their_own(self):
+        q, k, v = normal(1, 1, 64, 2, 16), normal(2, 1, 64, 2, 16), normal(3, 1, 64, 2, 16)
+        expected, _ = flashattn.forward(q, k, v)
+        failures = []
+
+        def work():
+            for _ in range(20):
+                if not np.array_equal(flashattn.forward(q, k, v)[0], expected):
+                    failures.append("differs")
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+
+
+if __name__ == "__main__":
+    unittest.main()
