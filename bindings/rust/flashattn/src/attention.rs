@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::marker::PhantomData;
+use std::mem::size_of;
+
+use flashattn_sys as sys;
+
+use crate::{TensorView, TensorViewMut};
+
+/// Which keys a query may see, before windows, block mask and bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mask {
+    /// Every key.
+    None,
+    /// Query i sees keys j <= i + seqlen_k - seqlen_q.
+    Causal,
+    /// Query i sees keys j <= i.
+    CausalTopLeft,
+}
+
+/// One attention problem: inputs and options, shared by forward and backward. `flashattn.h` documents shapes and meaning of each.
+#[derive(Clone)]
+pub struct Attention<'a> {
+    raw: sys::fa_attention,
+    inputs: PhantomData<TensorView<'a>>,
+}
+
+/// A size beyond 63 bits is as good as the largest one: no tensor is that long.
+fn size(value: usize) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+/// Methods that set one input tensor each.
+macro_rules! inputs {
+    ($($(#[$doc:meta])* $name:ident)*) => {
+        $(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $name(mut self, tensor: TensorView<'a>) -> Self {
+                self.raw.$name = tensor.raw();
+                self
+            }
+        )*
+    };
+}
+
+impl<'a> Attention<'a> {
+    /// q (batch, rows, heads, head_dim), k and v likewise; or (total, heads, head_dim) with `cu_seqlens`.
+    pub fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
+        let raw = sys::fa_attention {
+            struct_size: size_of::<sys::fa_attention>() as u32,
+            q: q.raw(),
+            k: k.raw(),
+            v: v.raw(),
+            ..Default::default()
+        };
+        Attention { raw, inputs: PhantomData }
+    }
+
+    #[must_use]
+    pub fn mask(mut self, mask: Mask) -> Self {
+        self.raw.mask = match mask {
+            Mask::None => sys::FA_MASK_NONE,
+            Mask::Causal => sys::FA_MASK_CAUSAL,
+            Mask::CausalTopLeft => sys::FA_MASK_CAUSAL_TOP_LEFT,
+        };
+        self
+    }
+
+    /// `mask(Mask::Causal)`.
+    #[must_use]
+    pub fn causal(self) -> Self {
+        self.mask(Mask::Causal)
+    }
+
+    /// A query sees at most this many keys before its diagonal.
+    #[must_use]
+    pub fn window_left(mut self, keys: usize) -> Self {
+        self.raw.window |= sys::FA_WINDOW_LEFT;
+        self.raw.window_left = size(keys);
+        self
+    }
+
+    /// A query sees at most this many keys after its diagonal.
+    #[must_use]
+    pub fn window_right(mut self, keys: usize) -> Self {
+        self.raw.window |= sys::FA_WINDOW_RIGHT;
+        self.raw.window_right = size(keys);
+        self
+    }
+
+    /// Scale of q k^T instead of 1 / sqrt(head_dim).
+    #[must_use]
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.raw.softmax_scale = scale;
+        self
+    }
+
+    /// Logits become softcap * tanh(logit / softcap).
+    #[must_use]
+    pub fn softcap(mut self, softcap: f32) -> Self {
+        self.raw.softcap = softcap;
+        self
+    }
+
+    /// Weights are dropped with probability `p`; the same seed and offset drop the same ones on every device.
+    #[must_use]
+    pub fn dropout(mut self, p: f32, seed: u64, offset: u64) -> Self {
+        self.raw.dropout_p = p;
+        self.raw.dropout_seed = seed;
+        self.raw.dropout_offset = offset;
+        self
+    }
+
+    /// (batch or 1, heads or 1, ceil(rows / block_rows), ceil(keys / block_keys)): zero masks a block.
+    #[must_use]
+    pub fn block_mask(mut self, tensor: TensorView<'a>, block_rows: usize, block_keys: usize) -> Self {
+        self.raw.block_mask = tensor.raw();
+        self.raw.block_size_q = size(block_rows);
+        self.raw.block_size_k = size(block_keys);
+        self
+    }
+
+    inputs! {
+        /// Added to the logits: (batch or 1, heads or 1, rows or 1, keys).
+        bias
+        /// f32 (heads) or (batch, heads).
+        alibi_slopes
+        /// f32 (heads): one more logit per head, in the denominator only.
+        sink
+        /// Packed queries: i32 or i64 (batch + 1).
+        cu_seqlens_q
+        /// Packed keys: i32 or i64 (batch + 1).
+        cu_seqlens_k
+        /// i32 (batch): how many rows of each query sequence count.
+        seqused_q
+        /// i32 (batch): how many rows of each key sequence count.
+        seqused_k
+        /// Paged keys: i32 (batch, max_pages).
+        page_table
+    }
+
+    /// Upper bounds of the lengths of packed or paged sequences; 0 = unknown.
+    #[must_use]
+    pub fn max_seqlens(mut self, queries: usize, keys: usize) -> Self {
+        self.raw.max_seqlen_q = size(queries);
+        self.raw.max_seqlen_k = size(keys);
+        self
+    }
+
+    /// Equal inputs give equal bits. Always so on the CPU.
+    #[must_use]
+    pub fn deterministic(mut self) -> Self {
+        self.raw.flags |= sys::FA_FLAG_DETERMINISTIC;
+        self
+    }
+
+    /// A sequence's bits do not depend on its neighbours in the batch. Always so on the CPU.
+    #[must_use]
+    pub fn batch_invariant(mut self) -> Self {
+        self.raw.flags |= sys::FA_FLAG_BATCH_INVARIANT;
+        self
+    }
+
+    pub(crate) fn with_results(&self, out: sys::fa_tensor, lse: sys::fa_tensor) -> sys::fa_attention {
+        sys::fa_attention { out, lse, ..self.raw }
+    }
+}
+
+/// What backward reads and writes besides the [`Attention`]; what is not asked for is not computed.
+pub struct Gradients<'a> {
+    raw: sys::fa_gradients,
+    outputs: PhantomData<TensorViewMut<'a>>,
+}
+
+/// Methods that set one output tensor each.
+macro_rules! outputs {
+    ($($(#[$doc:meta])* $name:ident)*) => {
+        $(
+            $(#[$doc])*
+            #[must_use]
+            pub fn $name(mut self, tensor: TensorViewMut<'a>) -> Self {
+                self.raw.$name = tensor.raw();
+                self
+            }
+        )*
+    };
+}
+
+impl<'a> Gradients<'a> {
+    /// `dout` is the gradient of `out`.
+    pub fn new(dout: TensorView<'a>) -> Self {
+        let raw =
+            sys::fa_gradients { struct_size: size_of::<sys::fa_gradients>() as u32, dout: dout.raw(), ..Default::default() };
+        Gradients { raw, outputs: PhantomData }
+    }
+
+    /// The gradient of `lse`.
+    #[must_use]
+    pub fn dlse(mut self, tensor: TensorView<'a>) -> Self {
+        self.raw.dlse = tensor.raw();
+        self
+    }
+
+    outputs! {
+        dq
+        dk
+        dv
+        /// Of the bias, summed where it is broadcast.
+        dbias
+        /// f32 (heads).
+        dsink
+    }
+
+    pub(crate) fn raw(&self) -> &sys::fa_gradients {
+        &self.raw
+    }
+}

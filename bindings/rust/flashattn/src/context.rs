@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+use std::ffi::CStr;
+use std::mem::size_of;
+use std::os::raw::c_char;
+use std::ptr::{null, null_mut};
+
+use flashattn_sys as sys;
+
+use crate::error::{check, owned};
+use crate::{Attention, Error, Gradients, Result, TensorView, TensorViewMut};
+
+/// Instruction set of the CPU kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CpuIsa {
+    /// The best one this processor has.
+    Auto,
+    Portable,
+    Avx2,
+    Avx512,
+}
+
+/// Settings of a CPU context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Threads a call uses; 0 = all this process may use.
+    pub threads: u32,
+    pub isa: CpuIsa,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings { threads: 0, isa: CpuIsa::Auto }
+    }
+}
+
+/// What a context runs on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    pub name: String,
+    pub threads: i32,
+    pub isa: CpuIsa,
+    pub memory_bytes: u64,
+}
+
+/// How a call would run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    pub kernel: String,
+    pub reason: String,
+    pub workspace_bytes: u64,
+    pub flops: f64,
+    pub bytes: f64,
+    pub num_splits: i32,
+}
+
+/// A device with its settings, threads and scratch memory. One thread uses it at a time, which is why it is `Send` but not `Sync`.
+#[derive(Debug)]
+pub struct Context {
+    raw: sys::fa_context,
+}
+
+// SAFETY: the library lets a context move between threads.
+unsafe impl Send for Context {}
+
+impl Context {
+    /// The CPU with all its threads.
+    pub fn new() -> Result<Self> {
+        Self::with(Settings::default())
+    }
+
+    /// The CPU as `settings` say.
+    pub fn with(settings: Settings) -> Result<Self> {
+        let threads = i32::try_from(settings.threads)
+            .map_err(|_| Error::new(sys::FA_ERROR_INVALID_ARGUMENT, format!("threads is {}", settings.threads)))?;
+        let config = sys::fa_config {
+            struct_size: size_of::<sys::fa_config>() as u32,
+            device_type: sys::FA_DEVICE_CPU,
+            num_threads: threads,
+            cpu_isa: match settings.isa {
+                CpuIsa::Auto => sys::FA_CPU_ISA_AUTO,
+                CpuIsa::Portable => sys::FA_CPU_ISA_PORTABLE,
+                CpuIsa::Avx2 => sys::FA_CPU_ISA_AVX2,
+                CpuIsa::Avx512 => sys::FA_CPU_ISA_AVX512,
+            },
+            ..Default::default()
+        };
+        let mut raw = null_mut();
+        // SAFETY: both structs are alive; a failed call leaves its text with the thread.
+        unsafe { check(sys::fa_create(&mut raw, &config), null_mut())? };
+        Ok(Context { raw })
+    }
+
+    /// Takes over a context made with `flashattn_sys`, for example on a GPU.
+    ///
+    /// # Safety
+    /// `raw` is live and nobody else's. On a GPU calls only enqueue work, so the views given to them must be of its memory
+    /// ([`TensorView::from_raw`]) and stay valid until the work is done.
+    pub unsafe fn from_raw(raw: sys::fa_context) -> Self {
+        Context { raw }
+    }
+
+    /// The handle, for calls this crate does not wrap.
+    pub fn as_raw(&self) -> sys::fa_context {
+        self.raw
+    }
+
+    pub fn device(&self) -> Result<Device> {
+        let mut properties =
+            sys::fa_device_properties { struct_size: size_of::<sys::fa_device_properties>() as u32, ..Default::default() };
+        // SAFETY: the context is live, the struct initialised; its name ends in NUL.
+        unsafe {
+            check(sys::fa_device_info(self.raw, &mut properties), self.raw)?;
+            Ok(Device {
+                name: owned(properties.name.as_ptr()),
+                threads: properties.num_threads,
+                isa: match properties.cpu_isa {
+                    sys::FA_CPU_ISA_PORTABLE => CpuIsa::Portable,
+                    sys::FA_CPU_ISA_AVX2 => CpuIsa::Avx2,
+                    sys::FA_CPU_ISA_AVX512 => CpuIsa::Avx512,
+                    _ => CpuIsa::Auto,
+                },
+                memory_bytes: properties.memory_bytes,
+            })
+        }
+    }
+
+    /// Computes `out` and, if given, `lse`: f32 (batch, heads, rows), or (heads, total) when packed.
+    pub fn forward(
+        &self,
+        attention: &Attention<'_>,
+        out: &mut TensorViewMut<'_>,
+        lse: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<()> {
+        let raw = attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw()));
+        // SAFETY: views describe memory that is alive and, for the outputs, exclusively ours; the call returns when it is done.
+        unsafe { check(sys::fa_forward(self.raw, &raw, null_mut(), 0, null_mut()), self.raw) }
+    }
+
+    /// Computes the gradients asked for, from `out` and `lse` as [`Context::forward`] wrote them.
+    pub fn backward(
+        &self,
+        attention: &Attention<'_>,
+        out: TensorView<'_>,
+        lse: TensorView<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        let raw = attention.with_results(out.raw(), lse.raw());
+        // SAFETY: as in `forward`; out and lse are only read.
+        unsafe { check(sys::fa_backward(self.raw, &raw, gradients.raw(), null_mut(), 0, null_mut()), self.raw) }
+    }
+
+    /// Combines (out, lse) pairs over disjoint sets of keys into the pair over all of them.
+    pub fn merge(
+        &self,
+        parts: &[(TensorView<'_>, TensorView<'_>)],
+        out: &mut TensorViewMut<'_>,
+        lse: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<()> {
+        let outs: Vec<_> = parts.iter().map(|part| part.0.raw()).collect();
+        let lses: Vec<_> = parts.iter().map(|part| part.1.raw()).collect();
+        let count = i32::try_from(parts.len()).unwrap_or(i32::MAX); // more parts than that cannot exist in memory
+        let out = out.raw();
+        let lse = lse.map(|lse| lse.raw());
+        let lse_pointer = lse.as_ref().map_or(null(), |lse| lse as *const _);
+        // SAFETY: as in `forward`; the arrays hold `count` tensors each.
+        unsafe { check(sys::fa_merge(self.raw, count, outs.as_ptr(), lses.as_ptr(), &out, lse_pointer, null_mut()), self.raw) }
+    }
+
+    /// How [`Context::forward`] would run; the error it would give. Reads no tensor data.
+    pub fn query_forward(
+        &self,
+        attention: &Attention<'_>,
+        out: &TensorViewMut<'_>,
+        lse: Option<&TensorViewMut<'_>>,
+    ) -> Result<Plan> {
+        let raw = attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw()));
+        // SAFETY: the context is live and the structs initialised.
+        self.query(|info| unsafe { sys::fa_forward_query(self.raw, &raw, info) })
+    }
+
+    /// How [`Context::backward`] would run; the error it would give. Reads no tensor data.
+    pub fn query_backward(
+        &self,
+        attention: &Attention<'_>,
+        out: TensorView<'_>,
+        lse: TensorView<'_>,
+        gradients: &Gradients<'_>,
+    ) -> Result<Plan> {
+        let raw = attention.with_results(out.raw(), lse.raw());
+        // SAFETY: the context is live and the structs initialised.
+        self.query(|info| unsafe { sys::fa_backward_query(self.raw, &raw, gradients.raw(), info) })
+    }
+
+    fn query(&self, ask: impl FnOnce(&mut sys::fa_plan_info) -> sys::fa_status) -> Result<Plan> {
+        let mut info = sys::fa_plan_info { struct_size: size_of::<sys::fa_plan_info>() as u32, ..Default::default() };
+        let status = ask(&mut info);
+        // SAFETY: the context is live and `ask` was its last call; the texts end in NUL.
+        unsafe {
+            check(status, self.raw)?;
+            Ok(Plan {
+                kernel: owned(info.kernel.as_ptr()),
+                reason: owned(info.reason.as_ptr()),
+                workspace_bytes: info.workspace_bytes,
+                flops: info.flops,
+                bytes: info.bytes,
+                num_splits: info.num_splits,
+            })
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: ours, and no call is running.
+        unsafe { sys::fa_destroy(self.raw) }
+    }
+}
+
+/// # Safety
+/// `text` is a static NUL-terminated string.
+unsafe fn constant(text: *const c_char) -> &'static str {
+    CStr::from_ptr(text).to_str().unwrap_or("")
+}
+
+/// Version of the loaded library.
+pub fn version() -> &'static str {
+    // SAFETY: a static string.
+    unsafe { constant(sys::fa_version_string()) }
+}
+
+/// What the loaded library contains, one key=value a line.
+pub fn build_info() -> &'static str {
+    // SAFETY: a static string.
+    unsafe { constant(sys::fa_build_info()) }
+}
