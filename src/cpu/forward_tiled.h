@@ -110,7 +110,7 @@ FA_INLINE void score_strip(int64_t dim, const float *q, const float *panel, floa
   F acc[MR][2];
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = Simd::zero();
-  multiply<MR, 2, true>(dim, q, kMr, panel, acc);
+  multiply<MR, 2, true>(dim, q, kMr, panel, kNr, acc);
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r) {
     if constexpr (kMasked) {

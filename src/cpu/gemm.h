@@ -21,10 +21,9 @@ enum class Output {
   scale_add  // C = diag(scale) C + A B
 };
 
-// acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; panel row i is
-// b[i * NV * kWidth ..].
+// acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; panel row i is b[i * ldb ..].
 template <int MR, int NV, bool kTransA>
-FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, F (&acc)[MR][NV]) {
+FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, F (&acc)[MR][NV]) {
   for (int64_t i = 0; i < k; ++i) {
     F row[NV];
 #pragma GCC unroll 2
@@ -36,12 +35,13 @@ FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, 
       for (int v = 0; v < NV; ++v) acc[r][v] = Simd::fma(x, row[v], acc[r][v]);
     }
     a += kTransA ? lda : 1;
-    b += NV * kWidth;
+    b += ldb;
   }
 }
 
 template <int MR, int NV, bool kTransA, Output kOutput>
-FA_INLINE void gemm_strip(int64_t k, const float *a, int64_t lda, const float *b, float *c, int64_t ldc, const float *scale) {
+FA_INLINE void gemm_strip(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc,
+                          const float *scale) {
   F acc[MR][NV];
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r) {
@@ -53,7 +53,7 @@ FA_INLINE void gemm_strip(int64_t k, const float *a, int64_t lda, const float *b
         acc[r][v] = Simd::mul(Simd::set(scale[r]), Simd::load(c + r * ldc + v * kWidth));
     }
   }
-  multiply<MR, NV, kTransA>(k, a, lda, b, acc);
+  multiply<MR, NV, kTransA>(k, a, lda, b, ldb, acc);
 #pragma GCC unroll 12
   for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 2
@@ -81,7 +81,7 @@ __attribute__((noinline)) void gemm_panel(int64_t m, int64_t k, const float *a, 
                                           int64_t ldc, const float *scale = nullptr) {
   for_strips(
       m, [&]<int MR>(int64_t r) __attribute__((always_inline)) {
-        gemm_strip<MR, NV, kTransA, kOutput>(k, a + (kTransA ? r : r * lda), lda, b, c + r * ldc, ldc,
+        gemm_strip<MR, NV, kTransA, kOutput>(k, a + (kTransA ? r : r * lda), lda, b, NV * kWidth, c + r * ldc, ldc,
                                              kOutput == Output::scale_add ? scale + r : nullptr);
       });
 }

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of one tile of backward: products over the visible part of a tile, and the step from S and dP to P and dS.
+//
+// A tile is `rows` queries x `cols` keys. Under a band, row r of the tile sees the columns [r + low, r + high) of the tile; strips
+// and panels that see nothing are skipped, which halves the cost of tiles on the diagonal.
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/score.h"
+
+namespace fa::cpu::FA_ISA {
+
+// The columns that row r of a tile sees: [r + low, r + high) cut to [begin, end).
+struct TileBand {
+  int64_t low = 0;
+  int64_t high = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  // Columns seen by at least one of the rows [r, r + n).
+  FA_INLINE Range columns(int64_t r, int64_t n) const {
+    return {min64(max64(r + low, begin), end), min64(max64(r + n - 1 + high, begin), end)};
+  }
+  // Rows of [0, rows) that see at least one of the columns [c, c + n).
+  FA_INLINE Range row_range(int64_t c, int64_t n, int64_t rows) const {
+    return {min64(max64(c - high + 1, 0), rows), min64(max64(c + n - low, 0), rows)};
+  }
+};
+
+// C (rows x columns of band) = A (rows x k, row-major) B, where B is panels of kNr columns, k * kNr floats each: S = Q K^T, dP = dO V^T.
+// Whole panels are computed: columns [begin, end) are rounded outward to panels.
+inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const float *a, int64_t lda, const float *b,
+                            float *c, int64_t ldc) {
+  for (int64_t panel = band.begin / kNr; panel * kNr < band.end; ++panel) {
+    const Range r = band.row_range(panel * kNr, kNr, rows);
+    if (r.empty()) continue;
+    gemm_panel<2, false, Output::store>(r.size(), k, a + r.begin * lda, lda, b + panel * k * kNr,
+                                        c + r.begin * ldc + panel * kNr, ldc);
+  }
+}
+
+// One panel of NV vectors of the two products below: for each strip of rows of C, the part of k that `depth(row, rows)` names.
+template <int NV, bool kTransA, class Depth>
+__attribute__((noinline)) void add_panel(int64_t m, Depth depth, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                         float *c, int64_t ldc) {
+  for_strips(
+      m, [&]<int MR>(int64_t r) __attribute__((always_inline)) {
+        const Range k = depth(r, MR);
+        if (k.empty()) return;
+        gemm_strip<MR, NV, kTransA, Output::add>(k.size(), kTransA ? a + k.begin * lda + r : a + r * lda + k.begin, lda,
+                                                 b + k.begin * ldb, ldb, c + r * ldc, ldc, nullptr);
+      });
+}
+
+template <bool kTransA, class Depth>
+inline void add_product(int64_t m, int64_t n, Depth depth, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
+                        int64_t ldc) {
+  const int64_t columns = round_up(n, kWidth);
+  int64_t j = 0;
+  for (; j + kNr <= columns; j += kNr) add_panel<2, kTransA>(m, depth, a, lda, b + j, ldb, c + j, ldc);
+  if (j < columns) add_panel<1, kTransA>(m, depth, a, lda, b + j, ldb, c + j, ldc);
+}
+
+// C (band.end x n) += T^T B with T the tile (rows x columns) and B (rows x n): dV += P^T dO, dK += dS^T Q. C starts at the tile's
+// column 0.
+inline void add_transposed_product(const TileBand &band, int64_t rows, int64_t n, const float *tile, int64_t ld, const float *b,
+                                   int64_t ldb, float *c, int64_t ldc) {
+  const auto depth = [&](int64_t r, int64_t strip) { return band.row_range(band.begin + r, strip, rows); };
+  add_product<true>(band.end - band.begin, n, depth, tile + band.begin, ld, b, ldb, c + band.begin * ldc, ldc);
+}
+
+// C (rows x n) += T B with T the tile (rows x columns) and B (columns x n): dQ += dS K.
+inline void add_row_product(const TileBand &band, int64_t rows, int64_t n, const float *tile, int64_t ld, const float *b,
+                            int64_t ldb, float *c, int64_t ldc) {
+  const auto depth = [&](int64_t r, int64_t strip) { return band.columns(r, strip); };
+  add_product<false>(rows, n, depth, tile, ld, b, ldb, c, ldc);
+}
+
+// How masked pairs are told in the step from S to P.
+enum class MaskedBy {
+  kNothing,  // no pair is masked
+  kBand,     // by the band of the tile
+  kValue     // by S = -inf
+};
+
+struct TileStep {
+  float multiplier = 1;               // base-2 logit per unit of S
+  const float *lse2 = nullptr;        // (rows)
+  const float *delta = nullptr;       // (rows)
+  const float *derivative = nullptr;  // (rows, ld) or null: d logit / d product
+  const float *dropout = nullptr;     // (rows, ld) or null: factors of the weights
+  int64_t ld = 0;
+};
+
+// In place: S -> P = exp2(multiplier S - lse2), dP -> dS = P (dP - delta). With dropout, what is written to P is the weight
+// after dropout, which dV needs. Writes, besides the visible part, zeros as far as strips of kMr rows and columns reach.
+template <MaskedBy kMaskedBy, bool kOptions>
+inline void tile_step(const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
+  const F multiplier = Simd::set(step.multiplier), minus_infinity = Simd::set(-kInfinity), zero = Simd::zero();
+  for (int64_t strip = 0; strip < rows; strip += kMr) {
+    Range columns = band.columns(strip, kMr);
+    columns.begin = max64(columns.begin - kMr, band.begin) / kWidth * kWidth;
+    columns.end = min64(columns.end + kMr, band.end);
+    for (int64_t r = strip; r < min64(strip + kMr, rows); ++r) {
+      const F lse2 = Simd::set(step.lse2[r]), delta = Simd::set(step.delta[r]);
+      float *s_row = s + r * step.ld, *dp_row = dp + r * step.ld;
+      const Range seen = band.columns(r, 1);
+      for (int64_t c = columns.begin; c < columns.end; c += kWidth) {
+        const F x = Simd::load(s_row + c);
+        F p = Simd::exp2(Simd::fms(x, multiplier, lse2));
+        F ds = Simd::load(dp_row + c);
+        if constexpr (kOptions) {
+          const F factor = step.dropout != nullptr ? Simd::load(step.dropout + r * step.ld + c) : Simd::set(1.0f);
+          ds = Simd::mul(p, Simd::sub(Simd::mul(ds, factor), delta));
+          p = Simd::mul(p, factor);
+          if (step.derivative != nullptr) ds = Simd::mul(ds, Simd::load(step.derivative + r * step.ld + c));
+        } else {
+          ds = Simd::mul(p, Simd::sub(ds, delta));
+        }
+        // Selecting, not multiplying by 0: the values of masked pairs may be anything, NaN included.
+        if constexpr (kMaskedBy == MaskedBy::kBand) {
+          const M before = Simd::first(static_cast<int>(min64(max64(seen.begin - c, 0), kWidth)));
+          const M until = Simd::first(static_cast<int>(min64(max64(seen.end - c, 0), kWidth)));
+          p = Simd::select(before, zero, Simd::select(until, p, zero));
+          ds = Simd::select(before, zero, Simd::select(until, ds, zero));
+        }
+        if constexpr (kMaskedBy == MaskedBy::kValue) {
+          const M masked = Simd::eq(x, minus_infinity);
+          p = Simd::select(masked, zero, p);
+          ds = Simd::select(masked, zero, ds);
+        }
+        Simd::store(s_row + c, p);
+        Simd::store(dp_row + c, ds);
+      }
+    }
+  }
+}
+
+inline void tile_step(MaskedBy masked_by, const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
+  const bool options = step.derivative != nullptr || step.dropout != nullptr;
+  switch (masked_by) {
+    case MaskedBy::kNothing:
+      return options ? tile_step<MaskedBy::kNothing, true>(band, rows, step, s, dp)
+                     : tile_step<MaskedBy::kNothing, false>(band, rows, step, s, dp);
+    case MaskedBy::kBand:  // only plain problems, which have no options
+      return tile_step<MaskedBy::kBand, false>(band, rows, step, s, dp);
+    case MaskedBy::kValue:
+      return tile_step<MaskedBy::kValue, true>(band, rows, step, s, dp);
+  }
+}
+
+// Whether each pair of the tile is visible, from its logits: visible (rows x cols).
+inline void note_visible(int64_t rows, int64_t cols, const float *s, int64_t ld, uint8_t *visible) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) visible[r * cols + c] = s[r * ld + c] != -kInfinity;
+  }
+}
+
+// C[to(r, c)] += T(r, c) * B[from(r, c)] for visible pairs only: the products above for tiles where masked pairs meet values that are
+// not finite, because 0 * NaN is not 0. Slow, and only reached with such values.
+inline void add_transposed_visible(int64_t rows, int64_t cols, const uint8_t *visible, int64_t n, const float *tile, int64_t ld,
+                                   const float *b, int64_t ldb, float *c, int64_t ldc) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t j = 0; j < cols; ++j) {
+      if (!visible[r * cols + j]) continue;
+      for (int64_t i = 0; i < n; ++i) c[j * ldc + i] += tile[r * ld + j] * b[r * ldb + i];
+    }
+  }
+}
+inline void add_row_visible(int64_t rows, int64_t cols, const uint8_t *visible, int64_t n, const float *tile, int64_t ld,
+                            const float *b, int64_t ldb, float *c, int64_t ldc) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t j = 0; j < cols; ++j) {
+      if (!visible[r * cols + j]) continue;
+      for (int64_t i = 0; i < n; ++i) c[r * ldc + i] += tile[r * ld + j] * b[j * ldb + i];
+    }
+  }
+}
+
+}  // namespace fa::cpu::FA_ISA

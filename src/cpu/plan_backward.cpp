@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans backward calls: block sizes, workspace, and which kernel runs.
+#include <algorithm>
+
+#include "cpu/backward_layout.h"
+#include "cpu/launch.h"
+#include "cpu/schedule.h"
+
+namespace fa::cpu {
+namespace {
+
+// A tile of S is 96 x 256: P and dS (2 x 102 KB), the block's K, K^T, V^T (3 x 128 KB at head_dim 128) and its gradients
+// (2 x 128 KB) stay in an L2 cache of 1-2 MB, and 96 rows are enough to read them back only every 96 x 256 products.
+constexpr int64_t kBlockQ = 96;
+constexpr int64_t kBlockK = 256;
+constexpr int64_t kBlockKWide = 128;  // for head dims whose sum is above 512
+// Query rows packed by one item: short enough to share a head of 1k rows, long enough to make claiming free.
+constexpr int64_t kChunkQ = 4 * kBlockQ;
+// Rows of a block of dbias: the block's keys are packed once for these.
+constexpr int64_t kBiasRows = 4 * kBlockQ;
+// Memory for the query heads of a group that are in work at the same time. More heads at a time keep more workers busy when there
+// are few heads and few blocks of keys; long sequences have enough of these.
+constexpr size_t kWaveBytes = size_t{32} << 20;
+// Memory for heads in progress. Workers beyond the slots help with the heads of others.
+constexpr size_t kSlotsBytes = size_t{512} << 20;
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Floats from row to row: whole vectors, and an odd number of cache lines, so that rows spread over all sets of the caches.
+int64_t leading_dimension(int64_t dim) {
+  const int64_t lines = round_up(dim, 16) / 16;
+  return 16 * (lines % 2 == 0 ? lines + 1 : lines);
+}
+
+// Lays arrays out one after another, each on its own cache lines.
+class Arena {
+ public:
+  size_t take(int64_t count, size_t element_bytes) {
+    const size_t offset = bytes_;
+    bytes_ += (static_cast<size_t>(count) * element_bytes + 63) / 64 * 64;
+    return offset;
+  }
+  // 4 KB granularity keeps slots and workers from sharing pages, and a further odd line from sharing cache sets.
+  size_t bytes() const { return (bytes_ + 4095) / 4096 * 4096 + 64 * 5; }
+
+ private:
+  size_t bytes_ = 0;
+};
+
+BackwardLayout make_layout(const BackwardProblem &problem, const Machine &machine) {
+  const Problem &p = problem.forward;
+  BackwardLayout l;
+  l.wants.dq = problem.dq.data != nullptr;
+  l.wants.dk = problem.dk.data != nullptr;
+  l.wants.dv = problem.dv.data != nullptr;
+  l.wants.dsink = problem.dsink != nullptr;
+  l.wants.dbias = problem.dbias.data != nullptr;
+  const bool ds = l.wants.ds();
+
+  l.block_q = kBlockQ;
+  l.block_k = p.head_dim + p.head_dim_v > 512 ? kBlockKWide : kBlockK;
+  l.chunk_q = kChunkQ;
+  l.ld = leading_dimension(p.head_dim);
+  l.ld_v = leading_dimension(p.head_dim_v);
+  l.ld_tile = leading_dimension(l.block_k);
+  l.max_q = round_up(p.q_lengths.max_len, kBlockQ);
+  l.max_k = round_up(p.k_lengths.max_len, l.block_k);
+  l.blocks_q = l.max_q / l.block_q;
+  l.blocks_k = l.max_k / l.block_k;
+
+  const size_t head_bytes = static_cast<size_t>(l.max_q * (2 * l.ld + l.ld_v)) * sizeof(float);
+  l.wave = std::clamp<int64_t>(static_cast<int64_t>(kWaveBytes / std::max<size_t>(head_bytes, 1)), 1, p.group);
+  l.sum_group = p.group > 1;
+
+  Arena slot;
+  const int64_t q_rows = l.wave * l.max_q;
+  l.k_transposed = slot.take(l.max_k * p.head_dim, sizeof(float));
+  l.v_transposed = slot.take(ds ? l.max_k * p.head_dim_v : 0, sizeof(float));
+  l.k_rows = slot.take(l.wants.dq ? l.max_k * l.ld : 0, sizeof(float));
+  l.q_rows = slot.take(q_rows * l.ld, sizeof(float));
+  l.dout_rows = slot.take(q_rows * l.ld_v, sizeof(float));
+  l.dq_sum = slot.take(l.wants.dq ? q_rows * l.ld : 0, sizeof(float));
+  l.dk_sum = slot.take(l.wants.dk && l.sum_group ? l.max_k * l.ld : 0, sizeof(float));
+  l.dv_sum = slot.take(l.wants.dv && l.sum_group ? l.max_k * l.ld_v : 0, sizeof(float));
+  l.lse2 = slot.take(q_rows, sizeof(float));
+  l.delta = slot.take(q_rows, sizeof(float));
+  l.q_wild = slot.take(l.wave * l.blocks_q, 1);
+  l.k_wild = slot.take(l.blocks_k, 1);
+  l.dq_turn = slot.take(l.wave * l.blocks_k, sizeof(int64_t));
+  l.dkv_turn = slot.take(l.blocks_k, sizeof(int64_t));
+  l.slot_bytes = slot.bytes();
+
+  Arena worker;
+  const int64_t tile = l.block_q * l.ld_tile;
+  l.p_tile = worker.take(tile, sizeof(float));
+  l.ds_tile = worker.take(tile, sizeof(float));
+  l.derivative_tile = worker.take(p.softcap > 0 ? tile : 0, sizeof(float));
+  l.dropout_tile = worker.take(p.dropout.threshold > 0 ? tile : 0, sizeof(float));
+  l.visible_tile = worker.take(l.block_q * l.block_k, 1);
+  l.dk_block = worker.take(l.block_k * l.ld, sizeof(float));
+  l.dv_block = worker.take(l.block_k * l.ld_v, sizeof(float));
+  if (l.wants.dbias) {
+    l.bias_rows = problem.dbias_sum_rows ? 1 : kBiasRows;
+    l.bias_k = worker.take(l.block_k * p.head_dim, sizeof(float));
+    l.bias_v = worker.take(l.block_k * p.head_dim_v, sizeof(float));
+    l.bias_q = worker.take(l.block_q * l.ld, sizeof(float));
+    l.bias_dout = worker.take(l.block_q * l.ld_v, sizeof(float));
+    l.bias_lse2 = worker.take(l.block_q, sizeof(float));
+    l.bias_delta = worker.take(l.block_q, sizeof(float));
+    l.bias_sum = worker.take(l.bias_rows * l.ld_tile, sizeof(float));
+  }
+  l.worker_bytes = worker.bytes();
+
+  // No more workers than there are blocks to share.
+  const int64_t heads = p.batch * p.heads_k;
+  const int64_t items = std::max<int64_t>(heads, 1) * std::max<int64_t>(l.wave * l.blocks_k, 1);
+  l.workers = static_cast<int32_t>(std::min<int64_t>(machine.threads, items));
+  l.slots = static_cast<int32_t>(
+      std::clamp<int64_t>(static_cast<int64_t>(kSlotsBytes / l.slot_bytes), 1, std::clamp<int64_t>(heads, 1, l.workers)));
+
+  Arena all;
+  all.take(static_cast<int64_t>(Schedule::bytes(l.slots)), 1);
+  l.dsink_offset = all.take(l.wants.dsink ? p.batch * p.heads_q * l.blocks_q : 0, sizeof(double));
+  l.slots_offset = all.take(l.slots * static_cast<int64_t>(l.slot_bytes), 1);
+  l.workers_offset = all.take(l.workers * static_cast<int64_t>(l.worker_bytes), 1);
+  l.total_bytes = all.bytes();
+  return l;
+}
+
+}  // namespace
+
+Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
+  const BackwardLayout layout = make_layout(problem, machine);
+  Plan plan;
+  plan.workspace_bytes = layout.total_bytes;
+  plan.tasks = layout.workers;
+  switch (machine.isa) {
+    case FA_CPU_ISA_AVX512:
+      plan.kernel = "cpu_backward_avx512";
+      break;
+    case FA_CPU_ISA_AVX2:
+      plan.kernel = "cpu_backward_avx2";
+      break;
+    default:
+      plan.kernel = "cpu_backward_portable";
+      break;
+  }
+  plan.reason = problem.forward.general_score() ? "blocks of keys outer, general score" : "blocks of keys outer";
+  return plan;
+}
+
+bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &, void *workspace, Parallel &parallel) {
+  const BackwardLayout layout = make_layout(problem, machine);
+  switch (machine.isa) {
+#if defined(__x86_64__)
+    case FA_CPU_ISA_AVX512:
+      return avx512::backward(problem, layout, workspace, parallel);
+    case FA_CPU_ISA_AVX2:
+      return avx2::backward(problem, layout, workspace, parallel);
+#endif
+    default:
+      return portable::backward(problem, layout, workspace, parallel);
+  }
+}
+
+}  // namespace fa::cpu
