@@ -222,7 +222,7 @@ class BackwardWork final : public HeadWork {
     TileBand band;
     if (masking != Masking::kAll) {
       band = tile_band(score, t, masking);
-      visible = tile_gradients(slot, worker, g, n, m, score, t, masking, band);
+      visible = tile_gradients(x, slot, worker, g, n, m, score, t, masking, band);
     }
     if (!l_.wants.dq) return;
     if (n > 0) wait_for(turns[n - 1], m + 1);
@@ -249,8 +249,8 @@ class BackwardWork final : public HeadWork {
 
   // P and dS of a tile that is not wholly masked, and its parts of dK and dV. Returns null, or which pairs are visible if the rest
   // must be handled pair by pair.
-  const uint8_t *tile_gradients(int32_t slot, int32_t worker, int64_t g, int64_t n, int64_t m, const Score &score,
-                                const Tile &t, Masking masking, TileBand &band) const {
+  const uint8_t *tile_gradients(const Head &x, int32_t slot, int32_t worker, int64_t g, int64_t n, int64_t m,
+                                const Score &score, const Tile &t, Masking masking, TileBand &band) const {
     const int64_t at = (g % l_.wave) * l_.max_q + t.row;
     const float *q = slot_array<float>(slot, l_.q_rows) + at * l_.ld;
     const float *dout = slot_array<float>(slot, l_.dout_rows) + at * l_.ld_v;
@@ -261,8 +261,12 @@ class BackwardWork final : public HeadWork {
     if (by_pair) band = {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
 
     float *s = worker_array<float>(worker, l_.p_tile), *dp = worker_array<float>(worker, l_.ds_tile);
-    product_to_tile(band, t.rows, p_.head_dim, q, l_.ld, slot_array<float>(slot, l_.k_transposed) + t.col * p_.head_dim, s,
-                    l_.ld_tile);
+    if (scores_are_dot_products(p_, x.q)) {
+      dot_products_to_tile(p_.k.dtype, rows_of(p_.k, x.b, x.h_k, x.k.start), t, p_.head_dim, q, l_.ld, s, l_.ld_tile);
+    } else {
+      product_to_tile(band, t.rows, p_.head_dim, q, l_.ld, slot_array<float>(slot, l_.k_transposed) + t.col * p_.head_dim, s,
+                      l_.ld_tile);
+    }
     if (l_.wants.ds()) {
       product_to_tile(band, t.rows, p_.head_dim_v, dout, l_.ld_v,
                       slot_array<float>(slot, l_.v_transposed) + t.col * p_.head_dim_v, dp, l_.ld_tile);

@@ -5,6 +5,8 @@
 // and panels that see nothing are skipped, which halves the cost of tiles on the diagonal.
 #pragma once
 
+#include "cpu/forward_layout.h"
+#include "cpu/forward_vector.h"
 #include "cpu/gemm.h"
 #include "cpu/score.h"
 
@@ -37,6 +39,17 @@ inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const
     gemm_panel<2, false, Output::store>(r.size(), k, a + r.begin * lda, lda, b + panel * k * kNr,
                                         c + r.begin * ldc + panel * kNr, ldc);
   }
+}
+
+// S of a tile from unpacked keys for the very short queries whose forward takes dot products. The tiled forward adds up a product in
+// the order of product_to_tile. Following the same order, S has the same rounding errors as in forward, and what the keys of a row
+// share of these cancels in S - lse, as it does in a softmax.
+inline bool scores_are_dot_products(const Problem &p, const Sequence &queries) {
+  return forward_mode(queries.len * p.group) == ForwardMode::kVector;
+}
+inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim, const float *q, int64_t ldq,
+                                 float *s, int64_t lds) {
+  for_dtype(dtype, [&]<class Element>() { dot_products<Element>(keys, t.col, t.col + t.cols, dim, q, ldq, t.rows, s, lds); });
 }
 
 // One panel of NV vectors of the two products below: for each strip of rows of C, the part of k that `depth(row, rows)` names.
