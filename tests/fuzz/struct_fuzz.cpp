@@ -106,7 +106,8 @@ class StructFuzz : public testing::Test {
     return values[below(N)];
   }
 
-  // The first half is floats with a few NaN and infinities; then come pools of small integers, as lengths and page numbers are.
+  // The first half is floats with a few NaN and infinities. The second is groups of eight small integers that mostly increase, as
+  // offsets do, of 32 bits or as pairs of 64.
   void fill_inputs() {
     float *floats = reinterpret_cast<float *>(inputs_.begin());
     const size_t half = inputs_.bytes() / 2 / sizeof(float);
@@ -120,15 +121,22 @@ class StructFuzz : public testing::Test {
       floats[i] = one_in(400) ? pick(specials) : static_cast<float>(below(2001) - 1000) / 500.0f;
     }
     int32_t *integers = reinterpret_cast<int32_t *>(floats + half);
-    for (size_t i = 0; i < half; ++i) integers[i] = static_cast<int32_t>(one_in(50) ? random_() : below(4));
+    for (size_t i = 0; i + 8 <= half; i += 8) {
+      const bool wide = one_in(2);
+      int64_t value = 0;
+      for (size_t n = 0; n < 8; ++n) {
+        if (!wide || n % 2 == 0) value += below(3);
+        integers[i + n] = static_cast<int32_t>(one_in(50) ? static_cast<int64_t>(random_()) : wide && n % 2 == 1 ? 0 : value);
+      }
+    }
     inputs_.protect(PROT_READ);
   }
 
-  // Somewhere in an arena, aligned to 16 bytes, with some room behind it.
+  // Somewhere in an arena, aligned to 32 bytes, with some room behind it.
   void *place(const Arena &arena, double from, double to) {
     const auto offset = static_cast<int64_t>(static_cast<double>(arena.bytes()) * from);
     const auto size = static_cast<int64_t>(static_cast<double>(arena.bytes()) * (to - from)) * 3 / 4;
-    return arena.begin() + (offset + below(size)) / 16 * 16;
+    return arena.begin() + (offset + below(size)) / 32 * 32;
   }
 
   fa_tensor tensor(void *data, fa_dtype dtype, std::initializer_list<int64_t> shape) {
@@ -160,7 +168,7 @@ class StructFuzz : public testing::Test {
     const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
     const fa_dtype dtype = pick(dtypes);
     const int64_t heads_k = 1 + below(2), heads_q = heads_k * (1 + below(3)), d = 1 + below(24), dv = 1 + below(24);
-    int64_t batch = below(4), seq_q = below(9), seq_k = below(12);
+    int64_t batch = below(4), seq_q = below(12), seq_k = below(12);
     const bool packed = one_in(3), paged = !packed && one_in(4);
     const auto rows = [&](auto make, int64_t length, int64_t heads, int64_t dim) {
       return packed ? (this->*make)(dtype, {length, heads, dim}) : (this->*make)(dtype, {batch, length, heads, dim});
@@ -404,7 +412,7 @@ class StructFuzz : public testing::Test {
 
 TEST_F(StructFuzz, NothingCrashes) {
   const char *wish = std::getenv("FA_FUZZ_CALLS");
-  const int64_t calls = wish != nullptr ? std::atoll(wish) : 60000;
+  const int64_t calls = wish != nullptr ? std::atoll(wish) : 300000;
   while (calls_ < calls && !HasFailure()) one_problem();
   std::printf("fuzz: %lld calls, 0 crashes, %lld of them computed\n", static_cast<long long>(calls_),
               static_cast<long long>(ran_));
