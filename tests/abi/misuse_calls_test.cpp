@@ -59,8 +59,8 @@ class AtTheEndOfMemory {
   }
   ~AtTheEndOfMemory() { munmap(memory_, 2 * page_); }
   Struct *get() { return reinterpret_cast<Struct *>(memory_ + page_ - sizeof(Struct)); }
-  // Only struct_size itself is readable.
-  Struct *only_the_size() { return reinterpret_cast<Struct *>(memory_ + page_ - sizeof(uint32_t)); }
+  // Only the first eight bytes are readable, struct_size among them.
+  Struct *only_the_size() { return reinterpret_cast<Struct *>(memory_ + page_ - 8); }
 
  private:
   size_t page_;
