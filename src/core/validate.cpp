@@ -271,7 +271,7 @@ class Normaliser {
     if (max_len.value < 0) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; it cannot be negative", max_len.name, max_len.value);
     }
-    if (!bounded && max_len.value != 0 && max_len.value < rows) {
+    if (!bounded && p_.batch > 0 && max_len.value != 0 && max_len.value < rows) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 ", less than the %" PRId64 " rows of every sequence",
                   max_len.name, max_len.value, rows);
     }
