@@ -21,20 +21,36 @@ enum class Output {
   scale_add  // C = diag(scale) C + A B
 };
 
-// acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; panel row i is b[i * ldb ..].
+// Hides a value from the optimiser. GCC would otherwise derive the address of every row on its own, run out of registers and keep
+// some in vector registers, whose moves take issue slots from the multiply-adds (measured: 4 %).
+template <class T>
+FA_INLINE T opaque(T x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+// acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; row i of B
+// is b[i * ldb ..].
 template <int MR, int NV, bool kTransA>
 FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, F (&acc)[MR][NV]) {
+  // Row-major rows are reached from every fourth one by 1, 2 or 3 times lda: what one addressing mode can express.
+  constexpr int kBases = kTransA ? 1 : (MR + 3) / 4;
+  const float *base[kBases];
+#pragma GCC unroll 3
+  for (int n = 0; n < kBases; ++n) base[n] = opaque(a + 4 * n * lda);
+  const int64_t lda3 = opaque(3 * lda);
   for (int64_t i = 0; i < k; ++i) {
     F row[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; ++v) row[v] = Simd::load(b + v * kWidth);
 #pragma GCC unroll 12
     for (int r = 0; r < MR; ++r) {
-      const F x = Simd::set(kTransA ? a[r] : a[r * lda]);
+      const F x = Simd::set(kTransA ? base[0][r] : base[kTransA ? 0 : r / 4][r % 4 == 3 ? lda3 : r % 4 * lda]);
 #pragma GCC unroll 2
       for (int v = 0; v < NV; ++v) acc[r][v] = Simd::fma(x, row[v], acc[r][v]);
     }
-    a += kTransA ? lda : 1;
+#pragma GCC unroll 3
+    for (int n = 0; n < kBases; ++n) base[n] += kTransA ? lda : 1;
     b += ldb;
   }
 }
@@ -43,21 +59,21 @@ template <int MR, int NV, bool kTransA, Output kOutput>
 FA_INLINE void gemm_strip(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc,
                           const float *scale) {
   F acc[MR][NV];
+  const float *from = c;
 #pragma GCC unroll 12
-  for (int r = 0; r < MR; ++r) {
+  for (int r = 0; r < MR; ++r, from = opaque(from + ldc)) {
 #pragma GCC unroll 2
     for (int v = 0; v < NV; ++v) {
       if constexpr (kOutput == Output::store) acc[r][v] = Simd::zero();
-      if constexpr (kOutput == Output::add) acc[r][v] = Simd::load(c + r * ldc + v * kWidth);
-      if constexpr (kOutput == Output::scale_add)
-        acc[r][v] = Simd::mul(Simd::set(scale[r]), Simd::load(c + r * ldc + v * kWidth));
+      if constexpr (kOutput == Output::add) acc[r][v] = Simd::load(from + v * kWidth);
+      if constexpr (kOutput == Output::scale_add) acc[r][v] = Simd::mul(Simd::set(scale[r]), Simd::load(from + v * kWidth));
     }
   }
   multiply<MR, NV, kTransA>(k, a, lda, b, ldb, acc);
 #pragma GCC unroll 12
-  for (int r = 0; r < MR; ++r) {
+  for (int r = 0; r < MR; ++r, c = opaque(c + ldc)) {
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) Simd::store(c + r * ldc + v * kWidth, acc[r][v]);
+    for (int v = 0; v < NV; ++v) Simd::store(c + v * kWidth, acc[r][v]);
   }
 }
 
