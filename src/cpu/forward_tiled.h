@@ -131,12 +131,14 @@ FA_INLINE void score_strip(int64_t dim, const float *q, const float *panel, floa
   }
 }
 
+// One panel against the m rows of consecutive strips.
 template <bool kMasked>
 __attribute__((noinline)) void score_panel(int64_t m, int64_t dim, const float *q, const float *panel, float *s,
                                            float *block_max, const int64_t *begin, const int64_t *end, int64_t col) {
   for_strips(
       m, [&]<int MR>(int64_t r) __attribute__((always_inline)) {
-        score_strip<MR, kMasked>(dim, q + r, panel, s + r * kBlockKeys, block_max + r * kWidth, begin + r, end + r, col);
+        const float *strip = q + r / kMr * kMr * dim + r % kMr;
+        score_strip<MR, kMasked>(dim, strip, panel, s + r * kBlockKeys, block_max + r * kWidth, begin + r, end + r, col);
       });
 }
 
@@ -239,6 +241,20 @@ inline void accumulate_visible(int64_t m, const KeyBlock &key, int64_t begin, in
   }
 }
 
+FA_INLINE bool operator==(const Range &a, const Range &b) { return a.begin == b.begin && a.end == b.end; }
+
+// Calls body(kind, begin, end) for the maximal runs of equal kind(i) in 0 .. n - 1.
+template <class Kind, class Body>
+FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
+  for (int64_t begin = 0; begin < n;) {
+    const auto k = kind(begin);
+    int64_t end = begin + 1;
+    while (end < n && kind(end) == k) ++end;
+    body(k, begin, end);
+    begin = end;
+  }
+}
+
 // One block of queries against one block of keys.
 inline void attend(const Problem &p, const Head &head, BlockState &st, const KeyBlock &key) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
@@ -261,22 +277,24 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
 
   for (int64_t col = all_cols.begin; col < all_cols.end; col += kNr) {
     const float *panel = key.keys + col * p.head_dim;
-    for (int64_t strip = 0; strip < strips; ++strip) {
-      if (keys[strip].empty() || col < cols[strip].begin || col >= cols[strip].end) continue;
-      const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = key.first + col;
-      const bool inside = st.interior[strip].begin <= first && first + kNr <= st.interior[strip].end;
-      const float *q = st.q + r0 * p.head_dim;
-      float *s = st.s + r0 * kBlockKeys + col;
-      if (inside || general) {
-        score_panel<false>(m, p.head_dim, q, panel, s, st.block_max + r0 * kWidth, st.begin + r0, st.end + r0, first);
-      } else {
-        score_panel<true>(m, p.head_dim, q, panel, s, st.block_max + r0 * kWidth, st.begin + r0, st.end + r0, first);
-      }
-    }
+    const int64_t first = key.first + col;
+    const auto kind = [&](int64_t strip) {
+      if (keys[strip].empty() || col < cols[strip].begin || col >= cols[strip].end) return Masking::kAll;
+      if (general) return Masking::kNone;  // masks come later
+      return st.interior[strip].begin <= first && first + kNr <= st.interior[strip].end ? Masking::kNone : Masking::kSome;
+    };
+    for_runs(strips, kind, [&](Masking masking, int64_t begin, int64_t end) {
+      if (masking == Masking::kAll) return;
+      const int64_t r0 = begin * kMr, m = min64(st.rows, end * kMr) - r0;
+      (masking == Masking::kNone ? score_panel<false> : score_panel<true>)(m, p.head_dim, st.q + r0 * p.head_dim, panel,
+                                                                           st.s + r0 * kBlockKeys + col,
+                                                                           st.block_max + r0 * kWidth, st.begin + r0,
+                                                                           st.end + r0, first);
+    });
   }
 
   const float multiplier = general ? 1.0f : p.softmax_scale * kLog2e;
-  bool visible_only[kMaxStrips];
+  bool visible_only[kMaxStrips] = {};
   for (int64_t strip = 0; strip < strips; ++strip) {
     if (keys[strip].empty()) continue;
     const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = key.first + cols[strip].begin;
@@ -300,16 +318,19 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
     const bool wide = st.dim_v - c > kWidth;
     const int64_t width = wide ? kNr : kWidth;
     const float *values = key.values + c / kNr * (kBlockKeys * kNr);
-    for (int64_t strip = 0; strip < strips; ++strip) {
-      if (keys[strip].empty() || visible_only[strip]) continue;
-      const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
-      const float *s = st.s + r0 * kBlockKeys + keys[strip].begin;
-      const float *v = values + keys[strip].begin * width;
-      float *o = st.o + r0 * st.dim_v + c;
-      (wide ? gemm_panel<2, false, Output::scale_add> : gemm_panel<1, false, Output::scale_add>)(m, keys[strip].size(), s,
-                                                                                                 kBlockKeys, v, o, st.dim_v,
-                                                                                                 st.correction + r0);
-    }
+    for_runs(
+        strips,
+        [&](int64_t strip) {
+          return visible_only[strip] ? Range{0, 0} : keys[strip];
+        },
+        [&](Range run_keys, int64_t begin, int64_t end) {
+          if (run_keys.empty()) return;
+          const int64_t r0 = begin * kMr, m = min64(st.rows, end * kMr) - r0;
+          (wide ? gemm_panel<2, false, Output::scale_add>
+                : gemm_panel<1, false, Output::scale_add>)(m, run_keys.size(), st.s + r0 * kBlockKeys + run_keys.begin,
+                                                           kBlockKeys, values + run_keys.begin * width,
+                                                           st.o + r0 * st.dim_v + c, st.dim_v, st.correction + r0);
+        });
   }
 }
 
