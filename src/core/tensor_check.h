@@ -43,7 +43,10 @@ fa_status check_shape(const NamedTensor &t, std::initializer_list<Dim> dims, Err
 fa_status check_dtype(const NamedTensor &t, std::initializer_list<fa_dtype> allowed, ErrorText &error);
 fa_status check_unit_stride(const NamedTensor &t, int32_t dim, ErrorText &error);
 
-// Stride with which a dimension is walked: 0 where it has size 1, so that broadcasting needs no cases.
-inline int64_t broadcast_stride(const fa_tensor &t, int32_t dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; }
+// Stride with which a dimension is walked: 0 where no step is taken, so that broadcasting needs no cases and a stride that nobody
+// uses (it may be any number) overflows in no address.
+inline int64_t walk_stride(const fa_tensor &t, int32_t dim) {
+  return t.shape[dim] <= 1 || element_count(t) == 0 ? 0 : t.stride[dim];
+}
 
 }  // namespace fa

@@ -19,9 +19,9 @@ Operand to_operand(const fa_tensor &t) {
   Operand operand;
   operand.data = t.data;
   operand.dtype = to_dtype(t.dtype);
-  operand.batch_stride = packed ? 0 : t.stride[0];
-  operand.seq_stride = t.stride[packed ? 0 : 1];
-  operand.head_stride = t.stride[packed ? 1 : 2];
+  operand.batch_stride = packed ? 0 : walk_stride(t, 0);
+  operand.seq_stride = walk_stride(t, packed ? 0 : 1);
+  operand.head_stride = walk_stride(t, packed ? 1 : 2);
   return operand;
 }
 
@@ -30,19 +30,14 @@ RowScalar to_row_scalar(const fa_tensor &t) {
   const bool packed = t.ndim == 2;
   RowScalar scalar;
   scalar.data = static_cast<float *>(t.data);
-  scalar.batch_stride = packed ? 0 : t.stride[0];
-  scalar.head_stride = t.stride[packed ? 0 : 1];
-  scalar.seq_stride = t.stride[packed ? 1 : 2];
+  scalar.batch_stride = packed ? 0 : walk_stride(t, 0);
+  scalar.head_stride = walk_stride(t, packed ? 0 : 1);
+  scalar.seq_stride = walk_stride(t, packed ? 1 : 2);
   return scalar;
 }
 
 ScoreTensor to_score_tensor(const fa_tensor &t) {
-  return {t.data,
-          to_dtype(t.dtype),
-          broadcast_stride(t, 0),
-          broadcast_stride(t, 1),
-          broadcast_stride(t, 2),
-          broadcast_stride(t, 3)};
+  return {t.data, to_dtype(t.dtype), walk_stride(t, 0), walk_stride(t, 1), walk_stride(t, 2), walk_stride(t, 3)};
 }
 
 // Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
@@ -259,14 +254,14 @@ class Normaliser {
     if (is_present(cu.tensor)) {
       lengths.cu = cu.tensor.data;
       lengths.cu_is_64 = cu.tensor.dtype == FA_INT64;
-      lengths.cu_stride = cu.tensor.stride[0];
+      lengths.cu_stride = walk_stride(cu.tensor, 0);
     }
     if (is_present(used.tensor)) {
       FA_RETURN_IF_ERROR(check_memory(used, Role::input, error_));
       FA_RETURN_IF_ERROR(check_dtype(used, {FA_INT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(used, {{p_.batch, "batch"}}, error_));
       lengths.used = static_cast<const int32_t *>(used.tensor.data);
-      lengths.used_stride = used.tensor.stride[0];
+      lengths.used_stride = walk_stride(used.tensor, 0);
     }
     if (max_len.value < 0) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; it cannot be negative", max_len.name, max_len.value);
@@ -289,8 +284,8 @@ class Normaliser {
     p_.page_size = a_.k.shape[1];
     if (p_.page_size < 1) return fail(error_, FA_ERROR_SHAPE, "k.shape[1] (page_size) is 0; it must be at least 1");
     p_.page_table = static_cast<const int32_t *>(a_.page_table.data);
-    p_.page_table_batch_stride = a_.page_table.stride[0];
-    p_.page_table_page_stride = a_.page_table.stride[1];
+    p_.page_table_batch_stride = walk_stride(a_.page_table, 0);
+    p_.page_table_page_stride = walk_stride(a_.page_table, 1);
     p_.num_pages = a_.k.shape[0];
     p_.max_pages = a_.page_table.shape[1];
     if (__builtin_mul_overflow(p_.max_pages, p_.page_size, &capacity)) {
@@ -345,8 +340,8 @@ class Normaliser {
       FA_RETURN_IF_ERROR(per_batch ? check_shape(slopes, {{p_.batch, "batch"}, {p_.heads_q, "heads_q"}}, error_)
                                    : check_shape(slopes, {{p_.heads_q, "heads_q"}}, error_));
       p_.alibi_slopes = static_cast<const float *>(a_.alibi_slopes.data);
-      p_.alibi_batch_stride = per_batch ? a_.alibi_slopes.stride[0] : 0;
-      p_.alibi_head_stride = a_.alibi_slopes.stride[per_batch ? 1 : 0];
+      p_.alibi_batch_stride = per_batch ? walk_stride(a_.alibi_slopes, 0) : 0;
+      p_.alibi_head_stride = walk_stride(a_.alibi_slopes, per_batch ? 1 : 0);
     }
     if (is_present(a_.sink)) {
       const NamedTensor sink{"sink", a_.sink};
@@ -354,7 +349,7 @@ class Normaliser {
       FA_RETURN_IF_ERROR(check_dtype(sink, {FA_FLOAT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(sink, {{p_.heads_q, "heads_q"}}, error_));
       p_.sink = static_cast<const float *>(a_.sink.data);
-      p_.sink_stride = a_.sink.stride[0];
+      p_.sink_stride = walk_stride(a_.sink, 0);
     }
     return FA_OK;
   }
@@ -384,10 +379,10 @@ class Normaliser {
                                     {blocks(bound_k, a_.block_size_k), "ceil(seqlen_k / block_size_k)"}},
                                    error_));
     p_.block_mask = {static_cast<const uint8_t *>(a_.block_mask.data),
-                     broadcast_stride(a_.block_mask, 0),
-                     broadcast_stride(a_.block_mask, 1),
-                     a_.block_mask.stride[2],
-                     a_.block_mask.stride[3],
+                     walk_stride(a_.block_mask, 0),
+                     walk_stride(a_.block_mask, 1),
+                     walk_stride(a_.block_mask, 2),
+                     walk_stride(a_.block_mask, 3),
                      a_.block_size_q,
                      a_.block_size_k};
     return FA_OK;
@@ -538,7 +533,7 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     FA_RETURN_IF_ERROR(check_dtype(dsink, {FA_FLOAT32}, error));
     FA_RETURN_IF_ERROR(check_shape(dsink, {{p.heads_q, "heads_q"}}, error));
     problem.dsink = static_cast<float *>(g.dsink.data);
-    problem.dsink_stride = g.dsink.stride[0];
+    problem.dsink_stride = walk_stride(g.dsink, 0);
     any = true;
   }
   if (!any) return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients has none of dq, dk, dv, dbias, dsink: nothing to compute");
