@@ -48,7 +48,7 @@ TEST_P(Regression, Length704AllTrueMaskVeryNegativeLogits) {
       }
     });
     const Execution e = execute(backend(), data);
-    EXPECT_TRUE((backend().may_refuse() && !e.ok()) || verify(backend(), data, e));
+    EXPECT_TRUE(verify(backend(), data, e));
     for (int64_t i = 0; e.ok() && i < 704; ++i) {
       ASSERT_TRUE(std::isfinite(e.outputs[kDq].get(data.element(kDq, 0, i, 0, 5)))) << i;
     }
@@ -93,7 +93,7 @@ TEST_P(Regression, MoreQueriesThanKeysCausalTopRowsAreZero) {
     c.dlse = 1;
     const auto data = cached_data(c);
     const Execution e = execute(backend(), *data);
-    EXPECT_TRUE((backend().may_refuse() && !e.ok()) || verify(backend(), *data, e));
+    EXPECT_TRUE(verify(backend(), *data, e));
     for (int64_t i = 0; e.ok() && i < seqlen_q - seqlen_k; ++i) {
       EXPECT_EQ(e.outputs[kOut].get(data->element(kOut, 0, i, 0, 0)), 0);
       EXPECT_EQ(e.outputs[kDq].get(data->element(kDq, 0, i, 0, 0)), 0);
