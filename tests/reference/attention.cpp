@@ -221,8 +221,8 @@ bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j) {
   // The mask's diagonal: the key that query i is aligned with.
   const int64_t diagonal = s.mask == FA_MASK_CAUSAL_TOP_LEFT ? i : i + s.seqlen_k - s.seqlen_q;
   if (s.mask != FA_MASK_NONE && j > diagonal) return false;
-  if (s.window_left >= 0 && j < diagonal - s.window_left) return false;
-  if (s.window_right >= 0 && j > diagonal + s.window_right) return false;
+  if (s.window_left >= 0 && diagonal - j > s.window_left) return false;
+  if (s.window_right >= 0 && j - diagonal > s.window_right) return false;
   if (!s.blocks.empty()) {
     const int64_t block_rows = (s.seqlen_q + s.block_q - 1) / s.block_q;
     const int64_t block_columns = (s.seqlen_k + s.block_k - 1) / s.block_k;
