@@ -151,8 +151,8 @@ int64_t total_rows(const Side &side) { return slot_start(side, static_cast<int64
 
 int64_t stated_max(const Case &c, const Side &side) {
   if (side.max_slack < 0 || (!side.packed && !paged(c, side))) return 0;
-  const bool by_use = paged(c, side) || side.max_of_used;
-  int64_t longest = 0;
+  const bool by_use = paged(c, side) ? !side.used.empty() : side.max_of_used != 0;
+  int64_t longest = paged(c, side) && !by_use ? slot_rows(c, side, 0) : 0;
   for (int64_t b = 0; b < c.batch; ++b) {
     longest = std::max(longest, by_use ? used_rows(c, side, b) : slot_rows(c, side, b));
   }

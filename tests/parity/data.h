@@ -43,12 +43,13 @@ bool is_forward_output(Role role);
 bool is_backward_output(Role role);
 fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role);
 
-// One element of an output.
+// One element of an output; see reference::Exact.
 struct Expected {
-  int64_t element;   // of the HostTensor
-  double value;      // in exact arithmetic
-  double unfused;    // as unfused attention in the input dtype computes it
-  double magnitude;  // sum of the magnitudes of the terms that `value` was summed from
+  int64_t element = 0;     // of the HostTensor
+  double value = 0;        // in exact arithmetic
+  double unfused = 0;      // as unfused attention in the input dtype computes it
+  double magnitude = 0;    // bounds of rounding errors
+  double through_out = 0;  //
 };
 
 struct Data {

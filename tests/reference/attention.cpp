@@ -32,7 +32,9 @@ Result zeros(const Sequence &s) {
 template <typename Real, typename Stored>
 class Head {
  public:
-  Head(const Sequence &s, int64_t h, Stored stored) : s_(s), h_(h), hk_(h / (s.heads_q / s.heads_k)), stored_(stored) {
+  // `exact` is where bounds are recorded, or null.
+  Head(const Sequence &s, int64_t h, Stored stored, Exact *exact)
+      : s_(s), h_(h), hk_(h / (s.heads_q / s.heads_k)), stored_(stored), exact_(exact) {
     const auto size = static_cast<size_t>(s.seqlen_q * s.seqlen_k);
     seen_.assign(size, false);
     logit_.assign(size, 0);
@@ -41,8 +43,8 @@ class Head {
     keep_.assign(size, 1);
   }
 
-  void forward(Result &r, Result *magnitude, double *largest_logit) {
-    logits(largest_logit);
+  void forward(Result &r) {
+    logits();
     for (int64_t i = 0; i < s_.seqlen_q; ++i) softmax_row(i, r);
     for (int64_t i = 0; i < s_.seqlen_q; ++i) {
       for (int64_t d = 0; d < s_.head_dim_v; ++d) {
@@ -55,12 +57,12 @@ class Head {
           terms += std::abs(term);
         }
         r.out[out_at(i, d)] = stored_(sum);
-        if (magnitude) magnitude->out[out_at(i, d)] = terms;
+        if (exact_) exact_->magnitude.out[out_at(i, d)] = terms;
       }
     }
   }
 
-  void backward(Result &r, Result *magnitude) {
+  void backward(Result &r) {
     const bool has_dlse = !s_.dlse.empty();
     for (int64_t i = 0; i < s_.seqlen_q; ++i) {
       const Real dlse = has_dlse ? static_cast<Real>(s_.dlse[at(h_, s_.seqlen_q, i)]) : Real(0);
@@ -74,17 +76,20 @@ class Head {
         const Real weight =
             std::exp(static_cast<Real>(s_.sink[static_cast<size_t>(h_)]) - static_cast<Real>(r.lse[at(h_, s_.seqlen_q, i)]));
         add(r.dsink[static_cast<size_t>(h_)], weight * (dlse - delta));
-        if (magnitude) magnitude->dsink[static_cast<size_t>(h_)] += weight * (std::abs(dlse) + delta_terms);
+        if (exact_) {
+          exact_->magnitude.dsink[static_cast<size_t>(h_)] += weight * (std::abs(dlse) + delta_terms);
+          exact_->through_out.dsink[static_cast<size_t>(h_)] += weight * delta_terms;
+        }
       }
       for (int64_t j = 0; j < s_.seqlen_k; ++j) {
         const size_t ij = at(i, s_.seqlen_k, j);
-        if (seen_[ij]) backward_pair(i, j, delta, delta_terms, dlse, r, magnitude);
+        if (seen_[ij]) backward_pair(i, j, delta, delta_terms, dlse, r);
       }
     }
   }
 
  private:
-  void logits(double *largest_logit) {
+  void logits() {
     for (int64_t i = 0; i < s_.seqlen_q; ++i) {
       for (int64_t j = 0; j < s_.seqlen_k; ++j) {
         if (!visible(s_, h_, i, j)) continue;
@@ -122,7 +127,7 @@ class Head {
                             static_cast<uint64_t>(s_.dropout_threshold);
           keep_[ij] = kept ? Real(1) / (Real(1) - static_cast<Real>(s_.dropout_threshold) / Real(65536)) : Real(0);
         }
-        if (largest_logit && terms > *largest_logit) *largest_logit = terms;
+        if (exact_) exact_->largest_logit = std::max(exact_->largest_logit, static_cast<double>(terms));
       }
     }
   }
@@ -154,7 +159,7 @@ class Head {
     lse = static_cast<double>(maximum + std::log(sum));
   }
 
-  void backward_pair(int64_t i, int64_t j, Real delta, Real delta_terms, Real dlse, Result &r, Result *magnitude) {
+  void backward_pair(int64_t i, int64_t j, Real delta, Real delta_terms, Real dlse, Result &r) {
     const size_t ij = at(i, s_.seqlen_k, j);
     const Real dropped = weight_[ij] * keep_[ij];
     Real dp = 0, dp_terms = 0;
@@ -164,22 +169,28 @@ class Head {
       dp += term;
       dp_terms += std::abs(term);
       add(r.dv[v_at(j, d)], static_cast<Real>(stored_(dropped)) * dout(i, d));
-      if (magnitude) magnitude->dv[v_at(j, d)] += std::abs(dropped * dout(i, d));
+      if (exact_) exact_->magnitude.dv[v_at(j, d)] += std::abs(dropped * dout(i, d));
     }
     const Real ds = stored_(weight_[ij] * (keep_[ij] * static_cast<Real>(stored_(dp)) - delta + dlse));
     const Real ds_terms = weight_[ij] * (keep_[ij] * dp_terms + delta_terms + std::abs(dlse));
     if (!s_.bias.empty()) {
       r.dbias[bias_at(i, j)] = ds;
-      if (magnitude) magnitude->dbias[bias_at(i, j)] = ds_terms;
+      if (exact_) {
+        exact_->magnitude.dbias[bias_at(i, j)] = ds_terms;
+        exact_->through_out.dbias[bias_at(i, j)] = weight_[ij] * delta_terms;
+      }
     }
     const Real scale = static_cast<Real>(s_.scale);
     const Real raw = stored_(ds * slope_of_cap_[ij]);
     for (int64_t d = 0; d < s_.head_dim; ++d) {
       add(r.dq[q_at(i, d)], raw * scale * k(j, d));
       add(r.dk[k_at(j, d)], raw * scale * q(i, d));
-      if (!magnitude) continue;
-      magnitude->dq[q_at(i, d)] += ds_terms * scale * std::abs(k(j, d));
-      magnitude->dk[k_at(j, d)] += ds_terms * scale * std::abs(q(i, d));
+      if (!exact_) continue;
+      const Real q_size = scale * std::abs(q(i, d)), k_size = scale * std::abs(k(j, d));
+      exact_->magnitude.dq[q_at(i, d)] += ds_terms * k_size;
+      exact_->magnitude.dk[k_at(j, d)] += ds_terms * q_size;
+      exact_->through_out.dq[q_at(i, d)] += weight_[ij] * delta_terms * k_size;
+      exact_->through_out.dk[k_at(j, d)] += weight_[ij] * delta_terms * q_size;
     }
   }
 
@@ -199,6 +210,7 @@ class Head {
   const Sequence &s_;
   const int64_t h_, hk_;
   const Stored stored_;
+  Exact *const exact_;
   std::vector<bool> seen_;
   std::vector<Real> logit_;
   std::vector<Real> slope_of_cap_;  // derivative of the soft limit
@@ -207,11 +219,11 @@ class Head {
 };
 
 template <typename Real, typename Stored>
-void run(const Sequence &s, Stored stored, Result &r, Result *magnitude, double *largest_logit) {
+void run(const Sequence &s, Stored stored, Result &r, Exact *exact) {
   for (int64_t h = 0; h < s.heads_q; ++h) {
-    Head<Real, Stored> head(s, h, stored);
-    head.forward(r, magnitude, largest_logit);
-    if (!s.dout.empty()) head.backward(r, magnitude);
+    Head<Real, Stored> head(s, h, stored, exact);
+    head.forward(r);
+    if (!s.dout.empty()) head.backward(r);
   }
 }
 
@@ -233,9 +245,9 @@ bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j) {
 }
 
 Exact attention(const Sequence &s) {
-  Exact exact{zeros(s), zeros(s), 0};
+  Exact exact{zeros(s), zeros(s), zeros(s), 0};
   run<double>(
-      s, [](double x) { return x; }, exact.value, &exact.magnitude, &exact.largest_logit);
+      s, [](double x) { return x; }, exact.value, &exact);
   return exact;
 }
 
@@ -243,10 +255,10 @@ Result unfused(const Sequence &s, fa_dtype dtype) {
   Result r = zeros(s);
   if (dtype == FA_FLOAT32) {
     run<float>(
-        s, [](float x) { return x; }, r, nullptr, nullptr);
+        s, [](float x) { return x; }, r, nullptr);
   } else {
     run<float>(
-        s, [dtype](float x) { return static_cast<float>(round_to(dtype, x)); }, r, nullptr, nullptr);
+        s, [dtype](float x) { return static_cast<float>(round_to(dtype, x)); }, r, nullptr);
   }
   // Sums over rows and heads were kept wide; they are rounded once, when stored.
   for (auto *gradient : {&r.dq, &r.dk, &r.dv}) {

@@ -46,11 +46,11 @@ struct Result {
   std::vector<double> dq, dk, dv, dbias, dsink;
 };
 
-// The result and, element by element, the sum of the magnitudes of the terms it was summed from: rounding errors are proportional to
-// it however much the terms cancel.
+// The result and what bounds its rounding errors, element by element.
 struct Exact {
   Result value;
-  Result magnitude;
+  Result magnitude;          // sum of the magnitudes of the terms, however much they cancel
+  Result through_out;        // gradients: the part of it in which `out`, rounded to its dtype, is a factor
   double largest_logit = 0;  // largest sum of the magnitudes that one visible logit was summed from
 };
 
