@@ -17,6 +17,17 @@ namespace {
 
 constexpr int32_t kMaxThreads = 4096;
 
+// Whether no sequence of one side has a row, however many sequences there are: 2^40 empty ones are a legal problem, not worth a loop.
+bool no_rows(const Lengths &lengths) { return lengths.max_len == 0; }
+
+bool nothing_to_write(const Problem &problem) { return no_rows(problem.q_lengths); }
+
+bool nothing_to_write(const BackwardProblem &problem) {
+  const bool rows_q = problem.dq.data != nullptr && !no_rows(problem.forward.q_lengths);
+  const bool rows_k = (problem.dk.data != nullptr || problem.dv.data != nullptr) && !no_rows(problem.forward.k_lengths);
+  return !rows_q && !rows_k && problem.dbias.data == nullptr && problem.dsink == nullptr;
+}
+
 class CpuBackend final : public Backend {
  public:
   CpuBackend(const Machine &machine, std::unique_ptr<Parallel> parallel) : machine_(machine), parallel_(std::move(parallel)) {}
@@ -45,6 +56,7 @@ class CpuBackend final : public Backend {
     const Plan plan = plan_forward(problem, machine_);
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_lengths(problem, error));
+    if (nothing_to_write(problem)) return FA_OK;
     return finished(forward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 
@@ -52,6 +64,7 @@ class CpuBackend final : public Backend {
     const Plan plan = plan_backward(problem, machine_);
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_lengths(problem.forward, error));
+    if (nothing_to_write(problem)) return FA_OK;
     return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 

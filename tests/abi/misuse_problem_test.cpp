@@ -464,6 +464,37 @@ TEST_F(MisusedProblem, TheSampleItselfIsFine) {
   }
 }
 
+// Sizes beside a 0 are not limited by memory; a call must not count to them.
+TEST_F(MisusedProblem, ManyEmptySequencesTakeNoTime) {
+  SampleProblem p(Layout::padded);
+  fa_attention a;
+  fa_gradients g;
+  fa_attention_init(&a, sizeof a);
+  fa_gradients_init(&g, sizeof g);
+  const int64_t batch = int64_t{1} << 37;
+  const auto empty = [&](int64_t dim) {
+    fa_tensor t = p.floats({1, 1, 4, dim});
+    t.shape[0] = batch;
+    t.shape[1] = 0;
+    return t;
+  };
+  a.q = empty(8);
+  a.k = empty(8);
+  a.v = empty(6);
+  a.out = empty(6);
+  a.lse = p.floats({1, 4, 1});
+  a.lse.shape[0] = batch;
+  a.lse.shape[2] = 0;
+  g.dout = empty(6);
+  g.dq = empty(8);
+  g.dk = empty(8);
+  g.dv = empty(6);
+  p.remember();
+  EXPECT_EQ(fa_forward(ctx_, &a, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_backward(ctx_, &a, &g, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_TRUE(p.untouched());
+}
+
 TEST_F(MisusedProblem, Tensors) {
   std::vector<Misuse> cases;
   for (const TensorField &field : kTensorFields) add_tensor_misuses(field, cases);
