@@ -219,17 +219,18 @@ class BackwardWork final : public HeadWork {
     const float *k_rows = slot_array<float>(slot, l_.k_rows) + t.col * l_.ld;
     float *ds = worker_array<float>(worker, l_.ds_tile), *dq = slot_array<float>(slot, l_.dq_sum) + at * l_.ld;
     const uint8_t *visible = nullptr;
+    Prefetcher prefetch = prefetch_rows(slot, at + l_.block_q, x.q.len - t.row - l_.block_q);
     TileBand band;
     if (masking != Masking::kAll) {
       band = tile_band(score, t, masking);
-      visible = tile_gradients(x, slot, worker, g, n, m, score, t, masking, band);
+      visible = tile_gradients(x, slot, worker, g, n, m, score, t, masking, band, prefetch);
     }
     if (!l_.wants.dq) return;
     if (n > 0) wait_for(turns[n - 1], m + 1);
     if (visible != nullptr) {
       add_row_visible(t.rows, t.cols, visible, p_.head_dim, ds, l_.ld_tile, k_rows, l_.ld, dq, l_.ld);
     } else if (masking != Masking::kAll) {
-      add_row_product(band, t.rows, p_.head_dim, ds, l_.ld_tile, k_rows, l_.ld, dq, l_.ld);
+      add_row_product(band, t.rows, p_.head_dim, ds, l_.ld_tile, k_rows, l_.ld, dq, l_.ld, prefetch);
     }
     const Range seen = visible_keys(p_.band, x.q.len, x.k.len, Range{t.row, t.row + t.rows});
     if ((seen.end - 1) / l_.block_k == n) {  // no later block adds to these rows
@@ -238,6 +239,17 @@ class BackwardWork final : public HeadWork {
         narrow_rows<Element>(dq, l_.ld, p_.softmax_scale, to, t.row, t.row + t.rows, p_.head_dim);
       });
     }
+  }
+
+  // The next block of rows, if there are `left` rows after this one.
+  Prefetcher prefetch_rows(int32_t slot, int64_t at, int64_t left) const {
+    Prefetcher prefetch;
+    const int64_t rows = min64(left, l_.block_q), bytes = rows * static_cast<int64_t>(sizeof(float));
+    if (rows <= 0) return prefetch;
+    if (l_.wants.dq) prefetch.add(slot_array<float>(slot, l_.dq_sum) + at * l_.ld, bytes * l_.ld);
+    prefetch.add(slot_array<float>(slot, l_.dout_rows) + at * l_.ld_v, bytes * l_.ld_v);
+    prefetch.add(slot_array<float>(slot, l_.q_rows) + at * l_.ld, bytes * l_.ld);
+    return prefetch;
   }
 
   // The band as columns of the tile. The general score masks by value, so its tiles are worked on as a whole.
@@ -250,7 +262,8 @@ class BackwardWork final : public HeadWork {
   // P and dS of a tile that is not wholly masked, and its parts of dK and dV. Returns null, or which pairs are visible if the rest
   // must be handled pair by pair.
   const uint8_t *tile_gradients(const Head &x, int32_t slot, int32_t worker, int64_t g, int64_t n, int64_t m,
-                                const Score &score, const Tile &t, Masking masking, TileBand &band) const {
+                                const Score &score, const Tile &t, Masking masking, TileBand &band,
+                                Prefetcher &prefetch) const {
     const int64_t at = (g % l_.wave) * l_.max_q + t.row;
     const float *q = slot_array<float>(slot, l_.q_rows) + at * l_.ld;
     const float *dout = slot_array<float>(slot, l_.dout_rows) + at * l_.ld_v;
@@ -265,11 +278,11 @@ class BackwardWork final : public HeadWork {
       dot_products_to_tile(p_.k.dtype, rows_of(p_.k, x.b, x.h_k, x.k.start), t, p_.head_dim, q, l_.ld, s, l_.ld_tile);
     } else {
       product_to_tile(band, t.rows, p_.head_dim, q, l_.ld, slot_array<float>(slot, l_.k_transposed) + t.col * p_.head_dim, s,
-                      l_.ld_tile);
+                      l_.ld_tile, prefetch);
     }
     if (l_.wants.ds()) {
       product_to_tile(band, t.rows, p_.head_dim_v, dout, l_.ld_v,
-                      slot_array<float>(slot, l_.v_transposed) + t.col * p_.head_dim_v, dp, l_.ld_tile);
+                      slot_array<float>(slot, l_.v_transposed) + t.col * p_.head_dim_v, dp, l_.ld_tile, prefetch);
     }
 
     TileStep step;
@@ -298,8 +311,8 @@ class BackwardWork final : public HeadWork {
         add_transposed_visible(t.rows, t.cols, visible, p_.head_dim_v, s, l_.ld_tile, dout, l_.ld_v, dv, l_.ld_v);
       if (l_.wants.dk) add_transposed_visible(t.rows, t.cols, visible, p_.head_dim, dp, l_.ld_tile, q, l_.ld, dk, l_.ld);
     } else {
-      if (l_.wants.dv) add_transposed_product(band, t.rows, p_.head_dim_v, s, l_.ld_tile, dout, l_.ld_v, dv, l_.ld_v);
-      if (l_.wants.dk) add_transposed_product(band, t.rows, p_.head_dim, dp, l_.ld_tile, q, l_.ld, dk, l_.ld);
+      if (l_.wants.dv) add_transposed_product(band, t.rows, p_.head_dim_v, s, l_.ld_tile, dout, l_.ld_v, dv, l_.ld_v, prefetch);
+      if (l_.wants.dk) add_transposed_product(band, t.rows, p_.head_dim, dp, l_.ld_tile, q, l_.ld, dk, l_.ld, prefetch);
     }
     return visible;
   }

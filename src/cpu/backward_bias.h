@@ -97,14 +97,16 @@ class BiasWork {
     });
 
     const TileBand whole{-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
+    Prefetcher prefetch;  // of nothing: the next rows are not packed yet
     float *s = array<float>(worker, l_.p_tile), *dp = array<float>(worker, l_.ds_tile);
     if (scores_are_dot_products(p_, q)) {
       dot_products_to_tile(p_.k.dtype, rows_of(p_.k, b, h / p_.group, k.start), t, p_.head_dim, queries.q, l_.ld, s,
                            l_.ld_tile);
     } else {
-      product_to_tile(whole, t.rows, p_.head_dim, queries.q, l_.ld, array<float>(worker, l_.bias_k), s, l_.ld_tile);
+      product_to_tile(whole, t.rows, p_.head_dim, queries.q, l_.ld, array<float>(worker, l_.bias_k), s, l_.ld_tile, prefetch);
     }
-    product_to_tile(whole, t.rows, p_.head_dim_v, queries.dout, l_.ld_v, array<float>(worker, l_.bias_v), dp, l_.ld_tile);
+    product_to_tile(whole, t.rows, p_.head_dim_v, queries.dout, l_.ld_v, array<float>(worker, l_.bias_v), dp, l_.ld_tile,
+                    prefetch);
     TileStep step;
     step.multiplier = score.multiplier;
     step.lse2 = queries.lse2;
