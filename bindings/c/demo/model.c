@@ -41,10 +41,10 @@ static attention_shape shape_of(const model_config *c, int64_t batch, int64_t se
 static void init_parameters(model *m, uint64_t seed) {
   const model_config *c = &m->config;
   const int64_t width = c->width;
-  const double residual = 0.02 / sqrt(2.0 * (double)c->layers); /* keeps the residual stream's size independent of depth */
+  const double inner = 1 / sqrt((double)width);                  /* keeps sizes through a projection */
+  const double residual = inner / sqrt(2.0 * (double)c->layers); /* keeps that of the residual stream independent of depth */
   int64_t next = 0;
   m->token_embedding = take(&next, c->vocabulary * width);
-  m->position_embedding = take(&next, c->seqlen * width);
   m->weights = allocate((size_t)c->layers, sizeof *m->weights);
   for (int64_t l = 0; l < c->layers; ++l) {
     layer_weights *w = &m->weights[l];
@@ -65,18 +65,30 @@ static void init_parameters(model *m, uint64_t seed) {
 
   float *p = m->parameters;
   fill_normal(p + m->token_embedding, c->vocabulary * width, 0.02, &seed);
-  fill_normal(p + m->position_embedding, c->seqlen * width, 0.02, &seed);
   for (int64_t l = 0; l < c->layers; ++l) {
     const layer_weights *w = &m->weights[l];
     fill(p + w->norm1, width, 1.0f);
-    fill_normal(p + w->qkv, width * 3 * width, 0.02, &seed);
+    fill_normal(p + w->qkv, width * 3 * width, inner, &seed);
     fill_normal(p + w->proj, width * width, residual, &seed);
     fill(p + w->norm2, width, 1.0f);
-    fill_normal(p + w->up, width * 4 * width, 0.02, &seed);
-    fill_normal(p + w->down, 4 * width * width, residual, &seed);
+    fill_normal(p + w->up, width * 4 * width, inner, &seed);
+    fill_normal(p + w->down, 4 * width * width, residual / 2, &seed);
   }
   fill(p + m->final_norm, width, 1.0f);
   fill_normal(p + m->to_logits, width * c->vocabulary, 0.02, &seed);
+}
+
+/* Rotary positions: pair number c of a head turns by position / 10000^(2c / head_dim). */
+static void init_rotation(model *m) {
+  const int64_t pairs = m->config.width / m->config.heads / 2;
+  m->rotation = floats(m->config.seqlen * pairs * 2);
+  for (int64_t t = 0; t < m->config.seqlen; ++t) {
+    for (int64_t c = 0; c < pairs; ++c) {
+      const double angle = (double)t * pow(10000, -(double)c / (double)pairs);
+      m->rotation[(t * pairs + c) * 2] = (float)cos(angle);
+      m->rotation[(t * pairs + c) * 2 + 1] = (float)sin(angle);
+    }
+  }
 }
 
 void model_init(model *m, const model_config *config, flash *attention, uint64_t seed) {
@@ -84,6 +96,7 @@ void model_init(model *m, const model_config *config, flash *attention, uint64_t
   m->config = *config;
   m->attention = attention;
   init_parameters(m, seed);
+  init_rotation(m);
 
   const int64_t rows = config->batch * config->seqlen, width = config->width;
   const attention_shape shape = shape_of(config, config->batch, config->seqlen);
@@ -119,8 +132,8 @@ void model_free(model *m) {
                        a->middle, a->normed2, a->rstd2, a->hidden, a->active};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; ++i) free(arrays[i]);
   }
-  float *arrays[] = {m->parameters,   m->gradients,  m->adam_m, m->adam_v,  m->final_input,
-                     m->final_normed, m->final_rstd, m->logits, m->scratch, m->matrix_scratch};
+  float *arrays[] = {m->rotation,     m->parameters, m->gradients, m->adam_m,  m->adam_v,        m->final_input,
+                     m->final_normed, m->final_rstd, m->logits,    m->scratch, m->matrix_scratch};
   for (size_t i = 0; i < sizeof arrays / sizeof *arrays; ++i) free(arrays[i]);
   free(m->weights);
   free(m->activations);
@@ -143,6 +156,22 @@ static void linear(int64_t rows, int64_t in, int64_t out, const float *x, const 
   matmul_parallel(rows, out, in, dense(x, in), w, out, y, out, accumulate);
 }
 
+/* Turns the pairs of queries and keys of qkv (B, T, 3, H, C / H) by the angles of their rows; back with `direction` -1, which is also
+ * the way of gradients. */
+static void rotate(const model *m, int64_t rows, int64_t seqlen, float *qkv, float direction) {
+  const int64_t width = m->config.width, pairs = width / m->config.heads / 2;
+  for (int64_t i = 0; i < rows; ++i) {
+    const float *rotation = m->rotation + i % seqlen * pairs * 2;
+    for (int64_t n = 0; n < width; ++n) { /* pairs of q, then of k */
+      const float cosine = rotation[n % pairs * 2], sine = direction * rotation[n % pairs * 2 + 1];
+      float *pair = qkv + i * 3 * width + 2 * n;
+      const float x = pair[0], y = pair[1];
+      pair[0] = cosine * x - sine * y;
+      pair[1] = sine * x + cosine * y;
+    }
+  }
+}
+
 static fa_status attend(model *m, const attention_shape *shape, layer_activations *a) {
   fa_status status;
   if (m->attention == NULL) {
@@ -161,9 +190,7 @@ fa_status model_forward(model *m, const uint8_t *tokens, int64_t batch, int64_t 
   fa_status status = m->attention != NULL ? flash_reshape(m->attention, &shape, 1) : FA_OK;
 
   for (int64_t i = 0; i < rows; ++i) {
-    const float *token = p + m->token_embedding + tokens[i] * width;
-    const float *position = p + m->position_embedding + i % seqlen * width;
-    for (int64_t c = 0; c < width; ++c) m->activations[0].input[i * width + c] = token[c] + position[c];
+    memcpy(m->activations[0].input + i * width, p + m->token_embedding + tokens[i] * width, (size_t)width * sizeof *p);
   }
   for (int64_t l = 0; l < m->config.layers && status == FA_OK; ++l) {
     const layer_weights *w = &m->weights[l];
@@ -171,6 +198,7 @@ fa_status model_forward(model *m, const uint8_t *tokens, int64_t batch, int64_t 
     float *output = l + 1 < m->config.layers ? a[1].input : m->final_input;
     rms_norm(rows, width, a->input, p + w->norm1, a->normed1, a->rstd1);
     linear(rows, width, 3 * width, a->normed1, p + w->qkv, a->qkv, 0);
+    rotate(m, rows, seqlen, a->qkv, 1);
     status = attend(m, &shape, a);
     memcpy(a->middle, a->input, (size_t)(rows * width) * sizeof *a->middle);
     linear(rows, width, width, a->attended, p + w->proj, a->middle, 1);
@@ -280,16 +308,13 @@ fa_status model_backward(model *m, const uint8_t *tokens, const uint8_t *targets
 
     linear_backward(rows, width, width, a->attended, p + w->proj, dx, dvalue, g + w->proj, transposed);
     status = attend_backward(m, &shape, a, dvalue, dinner);
+    rotate(m, rows, m->config.seqlen, dinner, -1);
     linear_backward(rows, width, 3 * width, a->normed1, p + w->qkv, dinner, dvalue, g + w->qkv, transposed);
     rms_norm_backward(rows, width, a->input, p + w->norm1, a->rstd1, dvalue, dx, g + w->norm1);
   }
   for (int64_t i = 0; i < rows; ++i) {
     float *token = g + m->token_embedding + tokens[i] * width;
-    float *position = g + m->position_embedding + i % m->config.seqlen * width;
-    for (int64_t c = 0; c < width; ++c) {
-      token[c] += dx[i * width + c];
-      position[c] += dx[i * width + c];
-    }
+    for (int64_t c = 0; c < width; ++c) token[c] += dx[i * width + c];
   }
   return status;
 }

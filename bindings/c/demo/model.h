@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A small causal transformer over characters: embedding, layers of (RMSNorm, attention, RMSNorm, MLP), projection to the
- * vocabulary; its gradient and Adam. Plain C but for attention, which is either form of attention.h.
+/* A small causal transformer over characters: embedding, layers of (RMSNorm, attention with rotary positions, RMSNorm,
+ * MLP), projection to the vocabulary; its gradient and Adam. Plain C but for attention, which is either form of attention.h.
  *
  * Shapes in comments: B batch, T seqlen, M = B * T rows, C width, H heads, V vocabulary, L layers. */
 #ifndef FA_DEMO_MODEL_H
@@ -44,13 +44,13 @@ typedef struct model {
   flash *attention; /* NULL = unfused */
 
   int64_t num_parameters;
-  int64_t token_embedding;    /* (V, C) */
-  int64_t position_embedding; /* (T, C) */
-  layer_weights *weights;     /* (L) */
-  int64_t final_norm;         /* (C) */
-  int64_t to_logits;          /* (C, V) */
+  int64_t token_embedding; /* (V, C) */
+  layer_weights *weights;  /* (L) */
+  int64_t final_norm;      /* (C) */
+  int64_t to_logits;       /* (C, V) */
   float *parameters, *gradients, *adam_m, *adam_v;
 
+  float *rotation;                /* (T, C / H / 2, 2): cosine and sine of each position's angles */
   layer_activations *activations; /* (L) */
   float *final_input;             /* (M, C) */
   float *final_normed;            /* (M, C) */

@@ -21,7 +21,7 @@ static const char kUsage[] =
     "  --steps N       training steps (400)\n"
     "  --compare N     how many of them unfused attention repeats beside (80)\n"
     "  --layers N      transformer layers (2)\n"
-    "  --width N       width of the model, a multiple of --heads (128)\n"
+    "  --width N       width of the model, a multiple of twice --heads (128)\n"
     "  --heads N       attention heads (4)\n"
     "  --batch N       texts per step (4)\n"
     "  --seqlen N      characters per text (256)\n"
@@ -30,7 +30,7 @@ static const char kUsage[] =
     "  --seed N        seed of weights, batches and samples (1)\n"
     "  --max-n N       longest sequence of the table (16384)\n"
     "  --no-table      train only\n"
-    "  --json FILE     also write the results as JSON (- for standard output)\n"
+    "  --json FILE     also write the results as JSON\n"
     "  --help          this text\n";
 
 typedef struct number_option {
@@ -116,8 +116,8 @@ int options_parse(options *o, int argc, char **argv) {
     ++i;
   }
   o->seed = (uint64_t)seed;
-  if (o->width % o->heads != 0 || o->width / o->heads > 512) {
-    return wrong("%s must be a multiple of %s, and the quotient at most 512", "--width", "--heads");
+  if (o->width % (2 * o->heads) != 0 || o->width / o->heads > 512) {
+    return wrong("%s must be a multiple of twice %s, and at most 512 times it", "--width", "--heads");
   }
   if (o->threads != 0 && o->device == FA_DEVICE_CUDA)
     return wrong("%s and %s exclude each other", "--threads", "--device cuda");

@@ -9,7 +9,7 @@
 
 typedef struct options {
   const char *text; /* NULL = text of this project */
-  const char *json; /* NULL = none, "-" = standard output */
+  const char *json; /* NULL = none */
   int64_t steps, compare, layers, width, heads, batch, seqlen, threads, max_seqlen;
   uint64_t seed;
   fa_device_type device;

@@ -49,10 +49,11 @@ void parallel_rows(int64_t count, int64_t grain, void (*body)(void *, int64_t, i
   for (int t = 0; t < started; ++t) pthread_join(threads[t], NULL);
 }
 
-/* c (4 x columns) += a (4 x 4) b (4 x columns): each element of b is used four times, each of c updated four times. */
-static inline void update_4x4(float a[4][4], const float *b, int64_t b_row, float *c, int64_t c_row, int64_t columns) {
-  const float *restrict b0 = b, *restrict b1 = b + b_row, *restrict b2 = b + 2 * b_row, *restrict b3 = b + 3 * b_row;
-  float *restrict c0 = c, *restrict c1 = c + c_row, *restrict c2 = c + 2 * c_row, *restrict c3 = c + 3 * c_row;
+/* c (4 x columns) += a (4 x 4) b (4 x columns), rows as separate pointers: each element of b is used four times, each of c updated
+ * four times. */
+DEMO_INLINE void update_4x4(float a[4][4], const float *restrict b0, const float *restrict b1, const float *restrict b2,
+                            const float *restrict b3, float *restrict c0, float *restrict c1, float *restrict c2,
+                            float *restrict c3, int64_t columns) {
   const float a00 = a[0][0], a01 = a[0][1], a02 = a[0][2], a03 = a[0][3];
   const float a10 = a[1][0], a11 = a[1][1], a12 = a[1][2], a13 = a[1][3];
   const float a20 = a[2][0], a21 = a[2][1], a22 = a[2][2], a23 = a[2][3];
@@ -87,7 +88,9 @@ void matmul(int64_t m, int64_t n, int64_t k, matrix a, const float *b, int64_t b
           for (int r = 0; r < 4; ++r) {
             for (int d = 0; d < 4; ++d) a_block[r][d] = a.data[(i + r) * a.row + (k0 + kk + d) * a.column];
           }
-          update_4x4(a_block, b + (k0 + kk) * b_row + n0, b_row, c_block, c_row, columns);
+          const float *b_block = b + (k0 + kk) * b_row + n0;
+          update_4x4(a_block, b_block, b_block + b_row, b_block + 2 * b_row, b_block + 3 * b_row, c_block, c_block + c_row,
+                     c_block + 2 * c_row, c_block + 3 * c_row, columns);
         }
         for (; kk < depth; ++kk) { /* edges */
           const float *restrict b_line = b + (k0 + kk) * b_row + n0;
@@ -135,7 +138,7 @@ void transpose(int64_t rows, int64_t columns, const float *from, int64_t from_ro
 }
 
 /* e^x for x <= 0 within 2 ulp, in operations that compilers vectorise: 2^n times a polynomial of the rest. */
-static inline float exp_nonpositive(float x) {
+DEMO_INLINE float exp_nonpositive(float x) {
   union {
     float f;
     uint32_t u;

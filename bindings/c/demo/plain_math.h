@@ -11,8 +11,10 @@
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define DEMO_EVERY_ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define DEMO_INLINE static inline __attribute__((always_inline)) /* so that it is built for its caller's instruction set */
 #else
 #define DEMO_EVERY_ISA
+#define DEMO_INLINE static inline
 #endif
 
 /* Threads used by parallel_rows(); at least 1. */

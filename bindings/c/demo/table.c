@@ -15,7 +15,6 @@
 static const double kEnoughSeconds = 0.25;           /* repeat a measurement until it has taken this long */
 static const double kSlowRowSeconds = 10;            /* after a row this slow there is no longer one */
 static const double kMaxUnfusedBytes = 4294967296.0; /* unfused is left out above this, or above half of what is free */
-enum { kSampledRows = 32 };
 
 /* ------------------------------------------------------------------------------------------------- process memory */
 
@@ -108,8 +107,8 @@ static void sampled_error(const attention_shape *shape, const tensors *t, double
   const int64_t n = shape->seqlen, d = shape->head_dim, width = shape->heads * d;
   double *weights = allocate((size_t)n, sizeof *weights), *exact = allocate((size_t)(2 * d), sizeof *exact);
   double largest[2] = {0, 0}, difference[2] = {0, 0};
-  for (int64_t s = 0; s < kSampledRows; ++s) {
-    const int64_t b = s % shape->batch, h = s % shape->heads, i = s * (n - 1) / (kSampledRows - 1);
+  for (int64_t s = 0; s < kTableSampledRows; ++s) {
+    const int64_t b = s % shape->batch, h = s % shape->heads, i = s * (n - 1) / (kTableSampledRows - 1);
     const float *out = t->out + (b * n + i) * width + h * d, *dq = t->dqkv + (b * n + i) * 3 * width + h * d;
     exact_row(shape, t, b, h, i, weights, exact, exact + d);
     for (int64_t c = 0; c < d; ++c) {

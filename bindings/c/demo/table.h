@@ -20,7 +20,7 @@ typedef struct table_row {
   double gradient_difference;      /* largest |flash - unfused| over the largest |unfused| in dq, dk and dv; 0 = not measured */
 } table_row;
 
-enum { kTableMaxRows = 16 };
+enum { kTableMaxRows = 16, kTableSampledRows = 32 };
 
 typedef struct table {
   int64_t heads, head_dim;
