@@ -143,5 +143,9 @@ int options_load_text(const options *o, text *t) {
     return 2;
   }
   text_finish(t);
+  if (t->vocabulary < 2) {
+    fputs("fa_demo: the text repeats a single character; there is nothing to learn\n", stderr);
+    return 2;
+  }
   return 0;
 }

@@ -148,6 +148,9 @@ static uint8_t pick(const float *logits, int64_t count, uint64_t *random) {
   return (uint8_t)(count - 1);
 }
 
+/* Control characters of a binary file would upset the terminal. */
+static void print_byte(uint8_t byte) { putchar(byte == '\n' || byte == '\t' || (byte >= 32 && byte != 127) ? byte : '?'); }
+
 /* Continues the beginning of the held-out text. The window of the model starts over at half its length when it is full. */
 static fa_status generate(model *m, const text *t, uint64_t seed) {
   const int64_t window = m->config.seqlen, prompt = kPrompt < window / 2 ? kPrompt : window / 2;
@@ -155,7 +158,7 @@ static fa_status generate(model *m, const text *t, uint64_t seed) {
   int64_t length = prompt;
   fa_status status = FA_OK;
   memcpy(tokens, t->tokens + t->train_length, (size_t)prompt);
-  for (int64_t i = 0; i < prompt; ++i) putchar(t->byte_of[tokens[i]]);
+  for (int64_t i = 0; i < prompt; ++i) print_byte(t->byte_of[tokens[i]]);
   fputs(" | ", stdout);
   for (int i = 0; i < kGenerated && status == FA_OK; ++i) {
     if (length == window) {
@@ -165,7 +168,7 @@ static fa_status generate(model *m, const text *t, uint64_t seed) {
     status = model_forward(m, tokens, 1, length);
     if (status != FA_OK) break;
     tokens[length] = pick(m->logits + (length - 1) * m->config.vocabulary, m->config.vocabulary, &seed);
-    putchar(t->byte_of[tokens[length++]]);
+    print_byte(t->byte_of[tokens[length++]]);
     fflush(stdout);
   }
   putchar('\n');
