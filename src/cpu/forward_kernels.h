@@ -8,11 +8,10 @@
 
 namespace fa::cpu::FA_ISA {
 
-static_assert(kVectorRows * kVectorSplitKeys <= 16 * kBlockKeys, "a split's scores fit where a tile's do");
-
 // Items of a head:
 //   kTiled                packing of one key block each, then (barrier) one block of queries each, longest first
-//   kTiledSplit, kVector  one split of the keys each, then (barrier) their combination; a single split writes its result itself
+//   kTiledSplit, kVector  one split of the keys each, then (barrier) their combination; a single split writes its result itself.
+//                         The items of the first of several heads that kVector computes together do the work of all
 class ForwardWork final : public HeadWork {
  public:
   explicit ForwardWork(const ForwardJob &job) : p_(*job.problem), layout_(job.layout), workspace_(job.workspace) {}
@@ -20,6 +19,7 @@ class ForwardWork final : public HeadWork {
   int64_t items(int64_t index) const override {
     const Head head = make_head(p_, index);
     if (head.mode == ForwardMode::kTiled) return key_blocks(head).size() + query_blocks(head);
+    if (head.head_k % heads_together(head) != 0) return 0;
     const int64_t n = splits(head).size();
     return n <= 1 ? 1 : n + 1;
   }
@@ -114,26 +114,36 @@ class ForwardWork final : public HeadWork {
       write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), row_result(st, r));
   }
 
+  int64_t rows_of_head(const Head &head) const { return p_.group * head.queries.len; }
+  int64_t heads_together(const Head &head) const {
+    return head.mode == ForwardMode::kVector ? vector_heads(p_, rows_of_head(head)) : 1;
+  }
+
   void run_split(const Head &head, int64_t item, char *shared, char *scratch) const {
     const Range all = splits(head);
     const QueryBlock block{0, p_.group, 0, head.queries.len};
-    const int64_t rows = block.rows();
+    const int64_t heads = min64(heads_together(head), p_.heads_k - head.head_k), rows = rows_of_head(head);
     const Partials partials{reinterpret_cast<float *>(shared + layout_.slot_keys + layout_.slot_values + layout_.slot_flags),
-                            rows, round_up(p_.head_dim_v, kWidth)};
-    const auto finish = [&](int64_t r, const RowResult &result) {
-      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), result);
+                            heads * rows, round_up(p_.head_dim_v, kWidth)};
+    // Row h * rows + r is row r of key head head.head_k + h.
+    const auto finish = [&](int64_t row, const RowResult &result) {
+      const int64_t r = row % rows;
+      write_row(p_, head, (head.head_k + row / rows) * p_.group + block.head(r), block.query(r), result);
     };
-    const bool last = item == all.size() || all.size() <= 1;
-    if (last) write_unused_rows(p_, head, 0, p_.group);
+    const bool single = all.size() <= 1;
+    if (single || item == all.size()) write_unused_rows(p_, head, 0, heads * p_.group);
     if (item == all.size()) {  // also for a head that sees no key
       float *output = reinterpret_cast<float *>(scratch);
-      for (int64_t r = 0; r < rows; ++r) finish(r, combine_splits(partials, item, r, output));
+      for (int64_t row = 0; row < heads * rows; ++row) finish(row, combine_splits(partials, item, row, output));
       return;
     }
+    const auto put = [&](int64_t row, const RowResult &result) {
+      single ? finish(row, result) : partials.put(item, row, result);
+    };
     const int64_t size = split_keys(head.mode), begin = (all.begin + item) * size;
     const Range keys{max64(begin, head.visible.begin), min64(begin + size, head.visible.end)};
-    const auto put = [&](int64_t r, const RowResult &result) { last ? finish(r, result) : partials.put(item, r, result); };
-    if (head.mode == ForwardMode::kVector) return attend_vector(p_, layout_, scratch, head, keys, put);
+    if (head.mode == ForwardMode::kVector)
+      return attend_vector(p_, layout_, scratch, head, {head.head_k, heads, rows, keys}, put);
 
     BlockState st = begin_block(p_, layout_, scratch, head, block);
     float *packed_keys =

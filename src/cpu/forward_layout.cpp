@@ -3,6 +3,7 @@
 #include "cpu/forward_layout.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace fa::cpu {
 namespace {
@@ -24,6 +25,14 @@ ForwardMode forward_mode(int64_t rows) {
 }
 
 int64_t split_keys(ForwardMode mode) { return mode == ForwardMode::kVector ? kVectorSplitKeys : kTiledSplitKeys; }
+
+int64_t vector_heads(const Problem &p, int64_t rows) {
+  const bool side_by_side = std::abs(p.k.head_stride) < std::abs(p.k.seq_stride);
+  if (!side_by_side) return 1;
+  const int64_t by_bytes = kVectorRunBytes / (p.head_dim * dtype_bytes(p.k.dtype));
+  const int64_t by_rows = kVectorScratchRows / std::max<int64_t>(rows, 1);
+  return std::clamp<int64_t>(std::min(by_bytes, by_rows), 1, p.heads_k);
+}
 
 ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
   const int64_t max_rows = p.group * p.q_lengths.max_len;
@@ -49,13 +58,15 @@ ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
     l.max_splits = std::max(l.max_splits, splits);
     partials = std::max(partials, splits * rows * (2 + l.dim_v));
   };
-  if (vector) reserve(ForwardMode::kVector, std::min(max_rows, kVectorRows));
+  if (vector) reserve(ForwardMode::kVector, kVectorScratchRows);
   if (tiled_split) reserve(ForwardMode::kTiledSplit, std::min(max_rows, kBlockRows));
   if (l.max_splits > 1) l.slot_partials = area(partials);
   l.slot_bytes = l.slot_keys + l.slot_values + l.slot_flags + l.slot_partials;
 
   const int64_t rows = std::min(round_up(max_rows, kWholeStrips), kBlockRows);
-  l.worker_queries = area(rows * p.head_dim + kMaxVector);
+  static_assert(kVectorScratchRows <= kWholeStrips && kVectorSplitKeys <= kBlockKeys, "a vector split fits where a tile does");
+  // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.
+  l.worker_queries = area(std::max(rows * p.head_dim + kMaxVector, kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
   l.worker_scores = area(rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
   l.worker_rows = area(rows * (2 * kMaxVector + 8));

@@ -21,8 +21,12 @@ constexpr int64_t kBlockKeys = 256;
 // more than it saves.
 constexpr int64_t kVectorRows = 8;
 // Keys of one split for sequences with at most kBlockRows rows, which have too few blocks of queries to share among threads.
-constexpr int64_t kVectorSplitKeys = 512;
+constexpr int64_t kVectorSplitKeys = 256;
 constexpr int64_t kTiledSplitKeys = 1024;
+// Where the heads of a key lie side by side, a vector kernel reads several of them in one go: processors prefetch well along a page
+// and badly across pages. Bytes of a key it goes for, and rows (of all these heads) whose scores it keeps.
+constexpr int64_t kVectorRunBytes = 8192;
+constexpr int64_t kVectorScratchRows = 32;
 
 // How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads.
 enum class ForwardMode {
@@ -46,8 +50,8 @@ struct ForwardLayout {
 
   // One scratch area per worker.
   size_t worker_queries = 0;  // Q strips
-  size_t worker_scores = 0;   // kBlockRows x kBlockKeys
-  size_t worker_output = 0;   // kBlockRows x dim_v
+  size_t worker_scores = 0;   // rows x kBlockKeys
+  size_t worker_output = 0;   // rows x dim_v
   size_t worker_rows = 0;     // per-row state
   size_t worker_weights = 0;  // dropout factors of a strip
   size_t worker_keys = 0;     // kTiledSplit: panels of one key block
@@ -62,6 +66,8 @@ struct ForwardLayout {
 
 ForwardMode forward_mode(int64_t rows);
 int64_t split_keys(ForwardMode mode);
+// Key heads that ForwardMode::kVector computes together, each with `rows` rows.
+int64_t vector_heads(const Problem &problem, int64_t rows);
 ForwardLayout forward_layout(const Problem &problem, int32_t tasks);
 
 }  // namespace fa::cpu

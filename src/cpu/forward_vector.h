@@ -7,12 +7,46 @@
 
 namespace fa::cpu::FA_ISA {
 
-// Rows ahead of the current one that are prefetched: the latency of memory over the time of a row.
-constexpr int64_t kPrefetchRows = 16;
+// Keys that are handled together: enough independent sums to keep the multipliers busy, few enough memory streams.
+constexpr int kKeysTogether = 4;
+// Keys ahead of the current ones that are prefetched: the latency of memory over the time of a key.
+constexpr int64_t kPrefetchKeys = 8;
 
-// Dot products of ROWS queries (q, leading dimension ldq, zero-padded to kWidth) with KEYS keys, `stride` bytes apart.
+FA_INLINE void prefetch_row(const char *row, int64_t bytes) {
+  for (int64_t c = 0; c < bytes; c += 64) Simd::prefetch(row + c);
+}
+
+// Calls body.operator()<KEYS>(j, rows, ahead) for the keys [begin, end), four or one at a time: rows are the KEYS rows from j on, ahead
+// those to prefetch.
+template <class Body>
+FA_INLINE void for_keys(const Rows &source, int64_t begin, int64_t end, Body body) {
+  const auto some = [&]<int KEYS>(int64_t j) __attribute__((always_inline)) {
+    const char *rows[KEYS], *ahead[KEYS];
+#pragma GCC unroll 4
+    for (int n = 0; n < KEYS; ++n) {
+      rows[n] = source.row(j + n);
+      ahead[n] = source.row(min64(j + n + kPrefetchKeys, end - 1));
+    }
+    body.template operator()<KEYS>(j, rows, ahead);
+  };
+  int64_t j = begin;
+  for (; j + kKeysTogether <= end; j += kKeysTogether) some.template operator()<kKeysTogether>(j);
+  for (; j < end; ++j) some.template operator()<1>(j);
+}
+
+// Calls body.operator()<ROWS>(r) for rows 0 .. rows - 1, four, two or one at a time.
+template <class Body>
+FA_INLINE void for_row_groups(int64_t rows, Body body) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) body.template operator()<4>(r);
+  if (r + 2 <= rows) body.template operator()<2>(r), r += 2;
+  if (r < rows) body.template operator()<1>(r);
+}
+
+// s[r * lds + j] = q_r k_j for ROWS queries (zero-padded to whole vectors) and KEYS keys.
 template <class Element, int KEYS, int ROWS>
-FA_INLINE void dot_rows(const char *keys, int64_t stride, int64_t dim, const float *q, int64_t ldq, float *s, int64_t lds) {
+FA_INLINE void dot_block(const char *const (&keys)[KEYS], int64_t offset, int64_t dim, const float *q, int64_t ldq, float *s,
+                         int64_t lds) {
   F acc[KEYS][ROWS];
 #pragma GCC unroll 4
   for (int j = 0; j < KEYS; ++j) {
@@ -25,7 +59,7 @@ FA_INLINE void dot_rows(const char *keys, int64_t stride, int64_t dim, const flo
     for (int r = 0; r < ROWS; ++r) x[r] = Simd::load(q + r * ldq + c);
 #pragma GCC unroll 4
     for (int j = 0; j < KEYS; ++j) {
-      const F y = load(reinterpret_cast<const typename Element::Type *>(keys + j * stride) + c);
+      const F y = load(reinterpret_cast<const typename Element::Type *>(keys[j] + offset) + c);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) acc[j][r] = Simd::fma(x[r], y, acc[j][r]);
     }
@@ -46,114 +80,65 @@ FA_INLINE void dot_rows(const char *keys, int64_t stride, int64_t dim, const flo
   }
 }
 
-FA_INLINE void prefetch_row(const char *row, int64_t bytes) {
-  for (int64_t c = 0; c < bytes; c += 64) Simd::prefetch(row + c);
-}
-
-// s[r * lds + j - begin] = q_r k_j for keys [begin, end).
+// s[r * lds + j - begin] = q_r k_j for keys [begin, end) of one head.
 template <class Element>
 inline void dot_products(const Rows &keys, int64_t begin, int64_t end, int64_t dim, const float *q, int64_t ldq, int64_t rows,
                          float *s, int64_t lds) {
-  constexpr int kKeys = 4;
-  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename Element::Type));
-  for (int64_t j = begin; j < end;) {
-    const char *first = keys.row(j);
-    const int64_t run = keys.run(j, end);
-    const auto block = [&]<int KEYS>(int64_t i) __attribute__((always_inline)) {
-      const char *k = first + i * keys.stride;
-      for (int n = 0; n < KEYS; ++n) prefetch_row(k + (kPrefetchRows + n) * keys.stride, row_bytes);
-      float *to = s + j + i - begin;
-      int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) dot_rows<Element, KEYS, 4>(k, keys.stride, dim, q + r * ldq, ldq, to + r * lds, lds);
-      for (; r + 2 <= rows; r += 2) dot_rows<Element, KEYS, 2>(k, keys.stride, dim, q + r * ldq, ldq, to + r * lds, lds);
-      for (; r < rows; ++r) dot_rows<Element, KEYS, 1>(k, keys.stride, dim, q + r * ldq, ldq, to + r * lds, lds);
-    };
-    int64_t i = 0;
-    for (; i + kKeys <= run; i += kKeys) block.template operator()<kKeys>(i);
-    for (; i < run; ++i) block.template operator()<1>(i);
-    j += run;
-  }
+  for_keys(keys, begin, end, [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&)[KEYS]) {
+    for_row_groups(
+        rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+          dot_block<Element, KEYS, ROWS>(k, 0, dim, q + r * ldq, ldq, s + r * lds + j - begin, lds);
+        });
+  });
 }
 
-// Columns [c, c + NV * kWidth) of ROWS outputs: o_r += sum over keys of s_rj v_j. Masked weights do not touch their values. The last
-// vector has `tail` columns.
-template <class Element, int NV, int ROWS>
-inline void weigh_columns(const Rows &values, int64_t begin, int64_t end, int64_t c, int tail, const float *s, int64_t lds,
-                          float *o, int64_t ldo, bool prefetch) {
+// o_r += sum over KEYS keys of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on, of which the last has `tail` columns.
+template <class Element, int KEYS, int ROWS, int NV>
+FA_INLINE void add_weighted(const char *const (&values)[KEYS], int64_t offset, int64_t c, int tail, const float *s, int64_t lds,
+                            float *o, int64_t ldo) {
   F acc[ROWS][NV];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) acc[r][v] = Simd::load(o + r * ldo + c + v * kWidth);
   }
-  for (int64_t j = begin; j < end;) {
-    const char *row = values.row(j);
-    const int64_t run = values.run(j, end);
-    for (int64_t i = 0; i < run; ++i, row += values.stride) {
-      const auto *value = reinterpret_cast<const typename Element::Type *>(row) + c;
-      if (prefetch)
-        prefetch_row(reinterpret_cast<const char *>(value) + kPrefetchRows * values.stride,
-                     NV * kWidth * static_cast<int64_t>(sizeof(typename Element::Type)));
-      const float *w = s + j + i - begin;
-      bool masked = false;
-#pragma GCC unroll 2
-      for (int r = 0; r < ROWS; ++r) masked |= is_masked_weight(w[r * lds]);
-      if (__builtin_expect(!masked, 1)) {
+#pragma GCC unroll 4
+  for (int j = 0; j < KEYS; ++j) {
+    const auto *value = reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c;
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) {
-          const F x =
-              v + 1 < NV || tail == kWidth ? Element::load(value + v * kWidth) : Element::load(value + v * kWidth, tail);
-#pragma GCC unroll 2
-          for (int r = 0; r < ROWS; ++r) acc[r][v] = Simd::fma(Simd::set(w[r * lds]), x, acc[r][v]);
-        }
-      } else if (ROWS > 1) {
-#pragma GCC unroll 2
-        for (int r = 0; r < ROWS; ++r) {
-          if (is_masked_weight(w[r * lds])) continue;
-#pragma GCC unroll 8
-          for (int v = 0; v < NV; ++v) {
-            const F x =
-                v + 1 < NV || tail == kWidth ? Element::load(value + v * kWidth) : Element::load(value + v * kWidth, tail);
-            acc[r][v] = Simd::fma(Simd::set(w[r * lds]), x, acc[r][v]);
-          }
-        }
-      }
+    for (int v = 0; v < NV; ++v) {
+      const F x = v + 1 < NV || tail == kWidth ? Element::load(value + v * kWidth) : Element::load(value + v * kWidth, tail);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) acc[r][v] = Simd::fma(Simd::set(s[r * lds + j]), x, acc[r][v]);
     }
-    j += run;
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) Simd::store(o + r * ldo + c + v * kWidth, acc[r][v]);
   }
 }
 
-// o_r += sum over keys [begin, end) of s_r,j-begin v_j, for all rows and columns.
-template <class Element>
-inline void weighted_sums(const Rows &values, int64_t begin, int64_t end, int64_t dim, const float *s, int64_t lds,
-                          int64_t rows, float *o, int64_t ldo) {
-  const auto columns = [&]<int ROWS>(int64_t r, bool prefetch) {
-    for (int64_t c = 0; c < dim;) {
-      const auto some = [&]<int NV>() {
-        const int tail = static_cast<int>(min64(dim - c - (NV - 1) * kWidth, kWidth));
-        weigh_columns<Element, NV, ROWS>(values, begin, end, c, tail, s + r * lds, lds, o + r * ldo, ldo, prefetch);
-        c += NV * kWidth;
-      };
-      const int64_t vectors = (dim - c + kWidth - 1) / kWidth;
-      if (vectors >= 8 && (ROWS == 1 || Simd::kRegisters == 32)) {
-        some.template operator()<8>();
-      } else if (vectors >= 4) {
-        some.template operator()<4>();
-      } else if (vectors >= 2) {
-        some.template operator()<2>();
-      } else {
-        some.template operator()<1>();
-      }
+// The same for all `dim` columns.
+template <class Element, int KEYS, int ROWS>
+FA_INLINE void add_weighted_rows(const char *const (&values)[KEYS], int64_t offset, int64_t dim, const float *s, int64_t lds,
+                                 float *o, int64_t ldo) {
+  constexpr int kMost = (Simd::kRegisters == 32 ? 16 : 8) / ROWS < 8 ? (Simd::kRegisters == 32 ? 16 : 8) / ROWS : 8;
+  for (int64_t c = 0; c < dim;) {
+    const auto some = [&]<int NV>() __attribute__((always_inline)) {
+      const int tail = static_cast<int>(min64(dim - c - (NV - 1) * kWidth, kWidth));
+      add_weighted<Element, KEYS, ROWS, NV>(values, offset, c, tail, s, lds, o, ldo);
+      c += NV * kWidth;
+    };
+    const int64_t vectors = (dim - c + kWidth - 1) / kWidth;
+    if (vectors >= kMost) {
+      some.template operator()<kMost>();
+    } else if (kMost > 2 && vectors >= 2) {
+      some.template operator()<2>();
+    } else {
+      some.template operator()<1>();
     }
-  };
-  int64_t r = 0;
-  for (; r + 2 <= rows; r += 2) columns.template operator()<2>(r, r == 0);
-  if (r < rows) columns.template operator()<1>(r, r == 0);
+  }
 }
 
 // Logits of one row -> weights in place, masked ones marked. Returns {maximum, sum}.
@@ -179,54 +164,112 @@ inline RowResult softmax_row(float *s, int64_t cols, float multiplier) {
   return result;
 }
 
-// Every row of the head (at most kVectorRows) against keys [begin, end), at most kVectorSplitKeys; put(r, result) takes the rows'
-// results.
+// A split of the heads [first, first + count) of one sequence, whose keys lie side by side in memory and are read together. Row
+// h * rows + r is row r of head first + h.
+struct VectorSplit {
+  int64_t first = 0;
+  int64_t count = 0;
+  int64_t rows = 0;  // of a head
+  Range keys;
+};
+
+// All rows of the split's heads against its keys; put(row, result) takes their results.
 template <class Put>
-inline void attend_vector(const Problem &p, const ForwardLayout &layout, char *scratch, const Head &head, Range keys, Put put) {
+inline void attend_vector(const Problem &p, const ForwardLayout &layout, char *scratch, const Head &head,
+                          const VectorSplit &split, Put put) {
   const QueryBlock block{0, p.group, 0, head.queries.len};
-  const int64_t rows = block.rows(), ldq = round_up(p.head_dim, kWidth), ldo = round_up(p.head_dim_v, kWidth),
-                lds = kVectorSplitKeys;
+  const Range keys = split.keys;
+  const int64_t ldq = round_up(p.head_dim, kWidth), ldo = round_up(p.head_dim_v, kWidth), lds = kVectorSplitKeys;
   float *q = reinterpret_cast<float *>(scratch);
   float *s = reinterpret_cast<float *>(scratch + layout.worker_queries);
   float *o = reinterpret_cast<float *>(scratch + layout.worker_queries + layout.worker_scores);
   float *weights = reinterpret_cast<float *>(scratch + layout.worker_queries + layout.worker_scores + layout.worker_output);
 
-  const Rows k = key_rows_of(p, p.k, head.b, head.head_k, head.keys.start);
-  const Rows v = key_rows_of(p, p.v, head.b, head.head_k, head.keys.start);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < ldo; c += kWidth) Simd::store(o + r * ldo + c, Simd::zero());
-    const Rows source = rows_of(p.q, head.b, head.head_k * p.group + block.head(r), head.queries.start);
+  for (int64_t row = 0; row < split.count * split.rows; ++row) {
+    for (int64_t c = 0; c < ldo; c += kWidth) Simd::store(o + row * ldo + c, Simd::zero());
+    const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
+    const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
     for_dtype(p.q.dtype, [&]<class Element>() {
-      const auto *from = reinterpret_cast<const typename Element::Type *>(source.row(block.query(r)));
+      const auto *from = reinterpret_cast<const typename Element::Type *>(from_row);
       for (int64_t c = 0; c < p.head_dim; c += kWidth) {
         const int n = static_cast<int>(min64(p.head_dim - c, kWidth));
-        Simd::store(q + r * ldq + c, n == kWidth ? Element::load(from + c) : Element::load(from + c, n));
+        Simd::store(q + row * ldq + c, n == kWidth ? Element::load(from + c) : Element::load(from + c, n));
       }
     });
   }
-  for_dtype(p.k.dtype,
-            [&]<class Element>() { dot_products<Element>(k, keys.begin, keys.end, p.head_dim, q, ldq, rows, s, lds); });
 
-  RowResult results[kVectorRows];
-  for_heads(block, 0, rows, [&](int64_t h, int64_t r0, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    const Tile tile{block.query(r0), keys.begin, n, keys.size()};
-    float *x = s + r0 * lds;
-    if (score.general) score_logits(score, tile, x, lds, nullptr);
-    mask_tile(score, tile, x, lds);
-    for (int64_t r = r0; r < r0 + n; ++r) {
-      results[r] = softmax_row(s + r * lds, keys.size(), score.multiplier);
-      results[r].output = o + r * ldo;
-    }
-    if (!score.dropout) return;
-    dropout_weights(score, tile, weights, lds);
-    for (int64_t r = 0; r < n; ++r) {
-      for (int64_t c = 0; c < keys.size(); ++c) x[r * lds + c] *= weights[r * lds + c];
-    }
+  for_dtype(p.k.dtype, [&]<class Element>() {
+    constexpr int64_t kBytes = sizeof(typename Element::Type);
+    const Rows rows = key_rows_of(p, p.k, head.b, split.first, head.keys.start);
+    for_keys(rows, keys.begin, keys.end,
+             [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&ahead)[KEYS]) {
+               for (int64_t h = 0; h < split.count; ++h) {
+                 const int64_t offset = h * p.k.head_stride * kBytes;
+                 for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim * kBytes);
+                 for_row_groups(
+                     split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                       const int64_t row = h * split.rows + r;
+                       dot_block<Element, KEYS, ROWS>(k, offset, p.head_dim, q + row * ldq, ldq, s + row * lds + j - keys.begin,
+                                                      lds);
+                     });
+               }
+             });
   });
-  for_dtype(p.v.dtype,
-            [&]<class Element>() { weighted_sums<Element>(v, keys.begin, keys.end, p.head_dim_v, s, lds, rows, o, ldo); });
-  for (int64_t r = 0; r < rows; ++r) put(r, results[r]);
+
+  RowResult results[kVectorScratchRows];
+  for (int64_t h = 0; h < split.count; ++h) {
+    for_heads(block, 0, split.rows, [&](int64_t g, int64_t r0, int64_t n) {
+      const Score score = make_score(p, head.b, (split.first + h) * p.group + g, head.queries.len, head.keys.len);
+      const Tile tile{block.query(r0), keys.begin, n, keys.size()};
+      const int64_t row0 = h * split.rows + r0;
+      float *x = s + row0 * lds;
+      if (score.general) score_logits(score, tile, x, lds, nullptr);
+      mask_tile(score, tile, x, lds);
+      for (int64_t r = 0; r < n; ++r) {
+        results[row0 + r] = softmax_row(x + r * lds, keys.size(), score.multiplier);
+        results[row0 + r].output = o + (row0 + r) * ldo;
+      }
+      if (!score.dropout) return;
+      dropout_weights(score, tile, weights, lds);
+      for (int64_t r = 0; r < n; ++r) {
+        for (int64_t c = 0; c < keys.size(); ++c) x[r * lds + c] *= weights[r * lds + c];
+      }
+    });
+  }
+
+  for_dtype(p.v.dtype, [&]<class Element>() {
+    constexpr int64_t kBytes = sizeof(typename Element::Type);
+    const Rows rows = key_rows_of(p, p.v, head.b, split.first, head.keys.start);
+    for_keys(rows, keys.begin, keys.end,
+             [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
+               for (int64_t h = 0; h < split.count; ++h) {
+                 const int64_t offset = h * p.v.head_stride * kBytes;
+                 for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim_v * kBytes);
+                 for_row_groups(
+                     split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                       const int64_t row = h * split.rows + r;
+                       const float *w = s + row * lds + j - keys.begin;
+                       bool masked = false;
+                       for (int i = 0; i < ROWS; ++i) {
+                         for (int n = 0; n < KEYS; ++n) masked |= is_masked_weight(w[i * lds + n]);
+                       }
+                       if (__builtin_expect(!masked, 1)) {
+                         add_weighted_rows<Element, KEYS, ROWS>(v, offset, p.head_dim_v, w, lds, o + row * ldo, ldo);
+                         return;
+                       }
+                       for (int i = 0; i < ROWS; ++i) {
+                         for (int n = 0; n < KEYS; ++n) {
+                           if (is_masked_weight(w[i * lds + n])) continue;
+                           const char *const one[1] = {v[n]};
+                           add_weighted_rows<Element, 1, 1>(one, offset, p.head_dim_v, w + i * lds + n, lds,
+                                                            o + (row + i) * ldo, ldo);
+                         }
+                       }
+                     });
+               }
+             });
+  });
+  for (int64_t row = 0; row < split.count * split.rows; ++row) put(row, results[row]);
 }
 
 }  // namespace fa::cpu::FA_ISA
