@@ -77,6 +77,8 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("own_workspace", c.own_workspace);
   visit("nan_keys", c.nan_keys);
   visit("nan_queries", c.nan_queries);
+  visit("nan_bias", c.nan_bias);
+  visit("nan_visible", c.nan_visible);
 }
 
 std::string text_of(int64_t value) { return std::to_string(value); }
@@ -87,7 +89,10 @@ std::string text_of(double value) {
 }
 std::string text_of(const std::vector<int64_t> &values) {
   std::string text;
-  for (int64_t value : values) text += (text.empty() ? "" : ",") + std::to_string(value);
+  for (int64_t value : values) {
+    if (!text.empty()) text += ',';
+    text += std::to_string(value);
+  }
   return text;
 }
 

@@ -85,6 +85,8 @@ struct Case {
   int64_t own_workspace = 0;  // 1: the library takes the workspace itself
   int64_t nan_keys = 0;       // 1: NaN or Inf in every key and value that no query sees
   int64_t nan_queries = 0;    // 1: NaN in every query that sees no key
+  int64_t nan_bias = 0;       // 1: NaN in the bias of pairs that something else masks
+  int64_t nan_visible = 0;    // NaN in one row in use of 1: q, 2: k, 3: v, 4: dout
 };
 
 // "name=value" of everything that differs from a default Case.

@@ -1,267 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes and fills the tensors of a Case.
+// Where the elements of a Case's tensors are, and what the reference and the library are told.
 #include "parity/data.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
-#include <list>
-#include <numeric>
-
-#include "parity/expectation.h"
 
 namespace parity {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Strides of (outer, rows, heads, columns); packed tensors drop the first.
-std::vector<int64_t> strides_of(int64_t layout, int64_t outer, int64_t rows, int64_t heads, int64_t columns, int64_t qkv_row) {
-  const int64_t o = std::max<int64_t>(outer, 1), s = std::max<int64_t>(rows, 1);
-  switch (layout) {
-    case kBhsd:
-      return {heads * s * columns, columns, s * columns, 1};
-    case kSbhd:
-      return {heads * columns, o * heads * columns, columns, 1};
-    case kQkv:
-      return {s * qkv_row, qkv_row, columns, 1};
-    case kOdd:
-    case kNegative: {
-      const int64_t sign = layout == kOdd ? 1 : -1;
-      const int64_t head = columns + 3, row = heads * head + 5, batch = s * row + 7;
-      return {sign * batch, sign * row, sign * head, 1};
-    }
-    case kShared:
-      return {0, columns, 0, 1};
-    default:
-      return {s * heads * columns, heads * columns, columns, 1};
-  }
-}
-
-// A tensor shaped as q or out (query side), k or v (key side).
-HostTensor operand(const Case &c, const Side &side, int64_t layout, int64_t heads, int64_t columns) {
-  const int64_t qkv_row = (c.heads_q + 2 * c.heads_k) * std::max(c.head_dim, c.head_dim_v);
-  const int64_t shift = layout == kOdd || layout == kNegative ? 1 : 0;
-  const auto dtype = static_cast<fa_dtype>(c.dtype);
-  if (side.packed) {
-    const int64_t rows = total_rows(side);
-    std::vector<int64_t> stride = strides_of(layout, 1, rows, heads, columns, qkv_row);
-    stride.erase(stride.begin());
-    return HostTensor(dtype, {rows, heads, columns}, stride, shift);
-  }
-  const bool in_pages = paged(c, side);
-  const int64_t outer = in_pages ? c.batch * pages_per_sequence(c) + c.spare_pages : c.batch;
-  const int64_t rows = in_pages ? c.page_size : side.seqlen;
-  // Sharing between the pages of a cache would make all of them one page: only heads are shared there.
-  std::vector<int64_t> stride = strides_of(layout, outer, rows, heads, columns, qkv_row);
-  if (in_pages && layout == kShared) stride[0] = rows * columns;
-  return HostTensor(dtype, {outer, rows, heads, columns}, stride, shift);
-}
-
-HostTensor row_scalars(const Case &c, const Side &side) {
-  const int64_t odd = c.lse_odd;
-  if (side.packed) {
-    const int64_t rows = total_rows(side);
-    return HostTensor(FA_FLOAT32, {c.heads_q, rows}, {rows * (1 + odd) + 3 * odd, 1 + odd}, odd);
-  }
-  const int64_t rows = side.seqlen, step = odd ? -2 : 1;
-  const int64_t head = rows * step + (odd ? 3 * step : 0), batch = head * c.heads_q + 5 * odd * step;
-  return HostTensor(FA_FLOAT32, {c.batch, c.heads_q, rows}, {batch, head, step}, odd);
-}
-
-// bias, dbias and block mask: (batch, heads, rows, columns) of which some have size 1 and some stride 0.
-HostTensor score_tensor(fa_dtype dtype, const Case &c, int64_t rows, int64_t columns, int64_t by_size, int64_t by_stride,
-                        bool odd) {
-  const auto size = [&](int64_t bit, int64_t full) { return by_size & bit ? 1 : full; };
-  const int64_t b = size(kOverBatch, c.batch), h = size(kOverHeads, c.heads_q), r = size(kOverRows, rows);
-  const int64_t column = odd ? 2 : 1, row = columns * column + odd, head = r * row + 3 * odd, batch = h * head + 5 * odd;
-  const auto stride = [&](int64_t bit, int64_t full) { return by_stride & bit ? 0 : full; };
-  return HostTensor(dtype, {b, h, r, columns},
-                    {stride(kOverBatch, batch), stride(kOverHeads, head), stride(kOverRows, row), column}, odd);
-}
-
-class Filler {
- public:
-  explicit Filler(Data &data) : data_(data), c_(data.problem), rng_(static_cast<uint64_t>(data.problem.seed)) {}
-
-  void run() {
-    shape();
-    lengths(kCuQ, kUsedQ, c_.q);
-    lengths(kCuK, kUsedK, c_.k);
-    if (c_.page_size > 0) page_table();
-    rows(kQ, c_.q, c_.heads_q, c_.head_dim, c_.magnitude);
-    rows(kK, c_.k, c_.heads_k, c_.head_dim, 1);
-    rows(kV, c_.k, c_.heads_k, c_.head_dim_v, 1);
-    scores();
-    per_head();
-    if (c_.backward) upstream();
-  }
-
- private:
-  double normal() { return normal_(rng_); }
-  bool percent(int64_t chance) { return std::uniform_int_distribution<int64_t>(1, 100)(rng_) <= chance; }
-
-  void shape() {
-    auto &t = data_.tensors;
-    const auto dtype = static_cast<fa_dtype>(c_.dtype);
-    const auto not_shared = [](int64_t layout) { return layout == kShared ? static_cast<int64_t>(kOdd) : layout; };
-    t[kQ] = operand(c_, c_.q, c_.q.layout, c_.heads_q, c_.head_dim);
-    t[kK] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim);
-    t[kV] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim_v);
-    t[kOut] = operand(c_, c_.q, not_shared(c_.q.layout), c_.heads_q, c_.head_dim_v);
-    if (c_.lse) t[kLse] = row_scalars(c_, c_.q);
-    const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k);
-    if (c_.bias) {
-      t[kBias] =
-          score_tensor(c_.bias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, c_.bias_by_stride, c_.bias_odd);
-    }
-    if (c_.block_q > 0) {
-      t[kBlockMask] = score_tensor(c_.block_bool ? FA_BOOL : FA_UINT8, c_, ceil_div(max_q, c_.block_q),
-                                   ceil_div(max_k, c_.block_k), c_.block_by_size, c_.block_by_stride, false);
-    }
-    if (c_.alibi == 1) t[kAlibi] = HostTensor(FA_FLOAT32, {c_.heads_q}, {2});
-    if (c_.alibi == 2) t[kAlibi] = HostTensor(FA_FLOAT32, {c_.batch, c_.heads_q}, {c_.heads_q + 1, 1});
-    if (c_.sink) t[kSink] = HostTensor(FA_FLOAT32, {c_.heads_q}, {1});
-    if (!c_.backward) return;
-    t[kDout] = operand(c_, c_.q, not_shared(c_.q.grad_layout), c_.heads_q, c_.head_dim_v);
-    if (c_.dlse) t[kDlse] = row_scalars(c_, c_.q);
-    const auto wanted = [&](int64_t bit) { return (c_.skipped_gradients & bit) == 0; };
-    if (wanted(1)) t[kDq] = operand(c_, c_.q, c_.q.grad_layout, c_.heads_q, c_.head_dim);
-    if (wanted(2)) t[kDk] = operand(c_, c_.k, c_.k.grad_layout, c_.heads_k, c_.head_dim);
-    if (wanted(4)) t[kDv] = operand(c_, c_.k, c_.k.grad_layout, c_.heads_k, c_.head_dim_v);
-    if (wanted(8) && c_.bias) {
-      t[kDbias] = score_tensor(c_.dbias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, 0, !c_.bias_odd);
-    }
-    if (wanted(16) && c_.sink) t[kDsink] = HostTensor(FA_FLOAT32, {c_.heads_q}, {2});
-  }
-
-  void lengths(Role cu, Role used, const Side &side) {
-    if (side.packed) {
-      data_.tensors[cu] = HostTensor(side.cu_bits == 64 ? FA_INT64 : FA_INT32, {c_.batch + 1}, {side.index_stride});
-      for (int64_t b = 0; b <= c_.batch; ++b) {
-        data_.tensors[cu].set(data_.tensors[cu].element(b), static_cast<double>(slot_start(side, b)));
-      }
-    }
-    if (side.used.empty()) return;
-    data_.tensors[used] = HostTensor(FA_INT32, {c_.batch}, {side.index_stride});
-    for (int64_t b = 0; b < c_.batch; ++b) {
-      data_.tensors[used].set(data_.tensors[used].element(b), static_cast<double>(used_rows(c_, side, b)));
-    }
-  }
-
-  // Pages in random order; entries past a sequence's length stay poison (-1).
-  void page_table() {
-    const int64_t columns = pages_per_sequence(c_);
-    HostTensor &table = data_.tensors[kPageTable];
-    table = HostTensor(FA_INT32, {c_.batch, columns}, {columns + 1, 1});
-    std::vector<int64_t> pages(static_cast<size_t>(data_.tensors[kK].size(0)));
-    std::iota(pages.begin(), pages.end(), 0);
-    std::shuffle(pages.begin(), pages.end(), rng_);
-    for (int64_t b = 0; b < c_.batch; ++b) {
-      for (int64_t p = 0; p < ceil_div(used_rows(c_, c_.k, b), c_.page_size); ++p) {
-        table.set(table.element(b, p), static_cast<double>(pages.back()));
-        pages.pop_back();
-      }
-    }
-  }
-
-  // Only rows in use get values: the others stay NaN.
-  void rows(Role role, const Side &side, int64_t heads, int64_t columns, double magnitude) {
-    for (int64_t b = 0; b < c_.batch; ++b) {
-      for (int64_t i = 0; i < used_rows(c_, side, b); ++i) {
-        for (int64_t h = 0; h < heads; ++h) {
-          for (int64_t d = 0; d < columns; ++d) data_.tensors[role].set(data_.element(role, b, i, h, d), magnitude * normal());
-        }
-      }
-    }
-  }
-
-  void scores() {
-    if (c_.bias) {
-      HostTensor &bias = data_.tensors[kBias];
-      for (int64_t b = 0; b < c_.batch; ++b) {
-        for (int64_t h = 0; h < c_.heads_q; ++h) {
-          for (int64_t i = 0; i < used_rows(c_, c_.q, b); ++i) {
-            for (int64_t j = 0; j < used_rows(c_, c_.k, b); ++j) {
-              const int64_t element = bias.element(b % bias.size(0), h % bias.size(1), i % bias.size(2), j);
-              bias.set(element, percent(c_.bias_masked) ? -kInfinity : normal());
-            }
-          }
-        }
-      }
-    }
-    if (c_.block_q > 0) {
-      HostTensor &mask = data_.tensors[kBlockMask];
-      for (int64_t b = 0; b < mask.size(0); ++b) {
-        for (int64_t h = 0; h < mask.size(1); ++h) {
-          for (int64_t i = 0; i < mask.size(2); ++i) {
-            for (int64_t j = 0; j < mask.size(3); ++j) {
-              const int64_t shown = c_.block_bool || percent(50) ? 1 : 128;
-              mask.set(mask.element(b, h, i, j), percent(c_.block_masked) ? 0 : static_cast<double>(shown));
-            }
-          }
-        }
-      }
-    }
-  }
-
-  void per_head() {
-    for (int64_t h = 0; h < c_.heads_q; ++h) {
-      if (c_.sink) data_.tensors[kSink].set(data_.tensors[kSink].element(h), normal());
-      if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), 0.1 * std::abs(normal()));
-      for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b) {
-        data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), 0.1 * std::abs(normal()));
-      }
-    }
-  }
-
-  void upstream() {
-    rows(kDout, c_.q, c_.heads_q, c_.head_dim_v, 1);
-    for (int64_t b = 0; c_.dlse && b < c_.batch; ++b) {
-      for (int64_t h = 0; h < c_.heads_q; ++h) {
-        for (int64_t i = 0; i < used_rows(c_, c_.q, b); ++i)
-          data_.tensors[kDlse].set(data_.row_element(kDlse, b, h, i), normal());
-      }
-    }
-  }
-
-  Data &data_;
-  const Case &c_;
-  std::mt19937_64 rng_;
-  std::normal_distribution<double> normal_;
-};
-
-// Puts NaN or Inf where no query looks (nan_keys) and NaN where a query sees nothing (nan_queries).
-void hide_nans(Data &data) {
-  const Case &c = data.problem;
-  for (int64_t b = 0; b < c.batch; ++b) {
-    const reference::Sequence s = data.sequence(b);
-    const int64_t group = c.heads_q / c.heads_k;
-    for (int64_t hk = 0; c.nan_keys && hk < c.heads_k; ++hk) {
-      for (int64_t j = 0; j < s.seqlen_k; ++j) {
-        bool seen = false;
-        for (int64_t h = hk * group; h < (hk + 1) * group && !seen; ++h) {
-          for (int64_t i = 0; i < s.seqlen_q && !seen; ++i) seen = reference::visible(s, h, i, j);
-        }
-        if (seen) continue;
-        const double bad = j % 3 == 0 ? kInfinity : kNan;
-        for (int64_t d = 0; d < c.head_dim; ++d) data.tensors[kK].set(data.element(kK, b, j, hk, d), bad);
-        for (int64_t d = 0; d < c.head_dim_v; ++d) data.tensors[kV].set(data.element(kV, b, j, hk, d), bad);
-      }
-    }
-    for (int64_t h = 0; c.nan_queries && h < c.heads_q; ++h) {
-      for (int64_t i = 0; i < s.seqlen_q; ++i) {
-        bool sees = false;
-        for (int64_t j = 0; j < s.seqlen_k && !sees; ++j) sees = reference::visible(s, h, i, j);
-        for (int64_t d = 0; d < c.head_dim && !sees; ++d) data.tensors[kQ].set(data.element(kQ, b, i, h, d), kNan);
-      }
-    }
-  }
-}
 
 }  // namespace
 
@@ -339,6 +87,17 @@ int64_t Data::element(Role role, int64_t b, int64_t i, int64_t h, int64_t d) con
 int64_t Data::row_element(Role role, int64_t b, int64_t h, int64_t i) const {
   const HostTensor &t = tensors[role];
   return problem.q.packed ? t.element(h, slot_start(problem.q, b) + i) : t.element(b, h, i);
+}
+
+void copy_row(const Data &from, int64_t from_b, int64_t from_i, Data &to, int64_t to_b, int64_t to_i, Role role) {
+  const Case &c = to.problem;
+  const bool keys = role == kK || role == kV, values = role == kV || role == kDout;
+  for (int64_t h = 0; h < (keys ? c.heads_k : c.heads_q); ++h) {
+    for (int64_t d = 0; d < (values ? c.head_dim_v : c.head_dim); ++d) {
+      to.tensors[role].set(to.element(role, to_b, to_i, h, d),
+                           from.tensors[role].get(from.element(role, from_b, from_i, h, d)));
+    }
+  }
 }
 
 reference::Sequence Data::sequence(int64_t b) const {
@@ -426,28 +185,6 @@ fa_attention Data::options() const {
   o.dropout_p = static_cast<float>(c.dropout);
   o.num_splits = static_cast<int32_t>(c.num_splits);
   return o;
-}
-
-Data make_data(const Case &c, const Tamper &tamper, bool with_expected) {
-  Data data;
-  data.problem = c;
-  Filler(data).run();
-  if (c.nan_keys || c.nan_queries) hide_nans(data);
-  if (tamper) tamper(data);
-  if (with_expected) fill_expected(data);
-  return data;
-}
-
-std::shared_ptr<const Data> cached_data(const Case &c) {
-  // The suite runs one test on every backend in turn, so a short memory is enough.
-  static std::list<std::pair<std::string, std::shared_ptr<const Data>>> cache;
-  const std::string name = describe(c);
-  for (const auto &entry : cache) {
-    if (entry.first == name) return entry.second;
-  }
-  cache.emplace_front(name, std::make_shared<const Data>(make_data(c)));
-  if (cache.size() > 64) cache.pop_back();
-  return cache.front().second;
 }
 
 }  // namespace parity

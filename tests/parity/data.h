@@ -69,6 +69,9 @@ struct Data {
   fa_attention options() const;
 };
 
+// Copies all heads of one row of q, k, v or dout.
+void copy_row(const Data &from, int64_t from_b, int64_t from_i, Data &to, int64_t to_b, int64_t to_i, Role role);
+
 // Changes inputs after they were filled and before anything is computed from them.
 using Tamper = std::function<void(Data &)>;
 

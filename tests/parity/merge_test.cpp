@@ -221,16 +221,9 @@ TEST_P(Merge, PartsEqualTheWhole) {
             part,
             [&](Data &d) {
               d.tensors[kQ] = whole->tensors[kQ];
-              for (const Role role : {kK, kV}) {
-                for (int64_t b = 0; b < c.batch; ++b) {
-                  for (int64_t j = 0; j < part.k.seqlen; ++j) {
-                    for (int64_t h = 0; h < c.heads_k; ++h) {
-                      for (int64_t x = 0; x < c.head_dim; ++x) {
-                        d.tensors[role].set(d.element(role, b, j, h, x),
-                                            whole->tensors[role].get(whole->element(role, b, bounds[n] + j, h, x)));
-                      }
-                    }
-                  }
+              for (int64_t b = 0; b < c.batch; ++b) {
+                for (int64_t j = 0; j < part.k.seqlen; ++j) {
+                  for (const Role role : {kK, kV}) copy_row(*whole, b, bounds[n] + j, d, b, j, role);
                 }
               }
             },

@@ -130,6 +130,8 @@ Case random_case(std::mt19937_64 &rng) {
   // A broadcast tensor has several rows in one place: what one sees and another does not cannot hold NaN.
   c.nan_keys = c.k.layout != kShared && dice.chance(40);
   c.nan_queries = c.q.layout != kShared && dice.chance(40);
+  c.nan_bias = dice.chance(40);
+  if (c.dropout == 0 && dice.chance(10)) c.nan_visible = dice.between(1, 4);  // whether dropped NaN stays is nobody's promise
   return c;
 }
 

@@ -176,14 +176,7 @@ TEST_P(Paged, EqualsContiguous) {
       const auto same_values = [&](Data &paged_data) {
         for (int64_t b = 0; b < c.batch; ++b) {
           for (int64_t j = 0; j < c.k.used[static_cast<size_t>(b)]; ++j) {
-            for (int64_t h = 0; h < c.heads_k; ++h) {
-              for (int64_t d = 0; d < c.head_dim; ++d) {
-                for (const Role role : {kK, kV}) {
-                  const double value = contiguous.tensors[role].get(contiguous.element(role, b, j, h, d));
-                  paged_data.tensors[role].set(paged_data.element(role, b, j, h, d), value);
-                }
-              }
-            }
+            for (const Role role : {kK, kV}) copy_row(contiguous, b, j, paged_data, b, j, role);
           }
         }
         paged_data.tensors[kQ] = contiguous.tensors[kQ];

@@ -72,7 +72,7 @@ class Head {
         delta += term;
         delta_terms += std::abs(term);
       }
-      if (!s_.sink.empty() && r.lse[at(h_, s_.seqlen_q, i)] > -kInfinity) {
+      if (!s_.sink.empty() && r.lse[at(h_, s_.seqlen_q, i)] != -kInfinity) {
         const Real weight =
             std::exp(static_cast<Real>(s_.sink[static_cast<size_t>(h_)]) - static_cast<Real>(r.lse[at(h_, s_.seqlen_q, i)]));
         add(r.dsink[static_cast<size_t>(h_)], weight * (dlse - delta));

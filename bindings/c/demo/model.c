@@ -162,12 +162,14 @@ static void rotate(const model *m, int64_t rows, int64_t seqlen, float *qkv, flo
   const int64_t width = m->config.width, pairs = width / m->config.heads / 2;
   for (int64_t i = 0; i < rows; ++i) {
     const float *rotation = m->rotation + i % seqlen * pairs * 2;
-    for (int64_t n = 0; n < width; ++n) { /* pairs of q, then of k */
-      const float cosine = rotation[n % pairs * 2], sine = direction * rotation[n % pairs * 2 + 1];
-      float *pair = qkv + i * 3 * width + 2 * n;
-      const float x = pair[0], y = pair[1];
-      pair[0] = cosine * x - sine * y;
-      pair[1] = sine * x + cosine * y;
+    for (int64_t h = 0; h < 2 * m->config.heads; ++h) { /* of q, then of k */
+      float *head = qkv + i * 3 * width + h * 2 * pairs;
+      for (int64_t c = 0; c < pairs; ++c) {
+        const float cosine = rotation[2 * c], sine = direction * rotation[2 * c + 1];
+        const float x = head[2 * c], y = head[2 * c + 1];
+        head[2 * c] = cosine * x - sine * y;
+        head[2 * c + 1] = sine * x + cosine * y;
+      }
     }
   }
 }

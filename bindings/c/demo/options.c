@@ -19,7 +19,7 @@ static const char kUsage[] =
     "Trains a character-level transformer with libflashattn, checks it against unfused attention, measures both.\n"
     "  --text FILE     text to learn (default: this project's license and header)\n"
     "  --steps N       training steps (400)\n"
-    "  --compare N     how many of them unfused attention repeats beside (80)\n"
+    "  --compare N     how many of them unfused attention repeats beside (60)\n"
     "  --layers N      transformer layers (2)\n"
     "  --width N       width of the model, a multiple of twice --heads (128)\n"
     "  --heads N       attention heads (4)\n"
@@ -82,7 +82,7 @@ int options_parse(options *o, int argc, char **argv) {
       {"--seqlen", &o->seqlen, 8, 65536}, {"--threads", &o->threads, 1, 256},     {"--max-n", &o->max_seqlen, 512, 1 << 24},
       {"--seed", &seed, 0, INT64_MAX},
   };
-  const options defaults = {NULL, NULL, 400, 80, 2, 128, 4, 4, 256, 0, 16384, 1, FA_DEVICE_AUTO, 1};
+  const options defaults = {NULL, NULL, 400, 60, 2, 128, 4, 4, 256, 0, 16384, 1, FA_DEVICE_AUTO, 1};
   *o = defaults;
   for (int i = 1; i < argc; ++i) {
     const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
@@ -143,5 +143,9 @@ int options_load_text(const options *o, text *t) {
     return 2;
   }
   text_finish(t);
+  if (t->vocabulary < 2) {
+    fputs("fa_demo: the text repeats a single character; there is nothing to learn\n", stderr);
+    return 2;
+  }
   return 0;
 }

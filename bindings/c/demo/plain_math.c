@@ -192,6 +192,17 @@ void softmax_row_backward(const float *p, float *dp, int64_t count, float scale)
   for (int64_t j = 0; j < count; ++j) dp[j] = scale * p[j] * (dp[j] - dot);
 }
 
+double worse(double a, double b) { return b > a || b != b ? b : a; }
+
+double relative_difference(const float *x, const float *y, size_t count) {
+  double difference = 0, largest = 0;
+  for (size_t i = 0; i < count; ++i) {
+    difference = worse(difference, fabs((double)x[i] - y[i]));
+    largest = fmax(largest, fabs(y[i]));
+  }
+  return largest > 0 ? difference / largest : difference;
+}
+
 uint64_t random_bits(uint64_t *state) {
   uint64_t z = *state += 0x9E3779B97F4A7C15u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;

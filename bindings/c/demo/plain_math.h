@@ -48,6 +48,12 @@ void softmax_row(float *x, int64_t count, float scale);
 /* dp[0 .. count) becomes scale * p * (dp - sum p * dp): the gradient of softmax_row(). */
 void softmax_row_backward(const float *p, float *dp, int64_t count, float scale);
 
+/* The larger of two errors. NaN is larger than any number, and stays. */
+double worse(double a, double b);
+
+/* Largest |x - y| over the largest |y|. */
+double relative_difference(const float *x, const float *y, size_t count);
+
 /* SplitMix64: the next 64 random bits, a uniform number in [0, 1), a standard normal number. */
 uint64_t random_bits(uint64_t *state);
 double random_uniform(uint64_t *state);

@@ -4,6 +4,8 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "plain_math.h"
+
 const tolerance kTolerance32 = {2e-3, 1e-5, 1e-4};
 const tolerance kTolerance16 = {1e-1, 2e-2, 1e-1};
 
@@ -38,10 +40,8 @@ int report_table(const table *t, const tolerance *limit) {
   double error = 0, difference = 0;
   int passed = 1;
   for (int i = 0; i < t->num_rows; ++i) {
-    for (int backward = 0; backward < 2; ++backward) {
-      if (!(t->rows[i].flash[backward].error <= error)) error = t->rows[i].flash[backward].error;
-    }
-    if (!(t->rows[i].gradient_difference <= difference)) difference = t->rows[i].gradient_difference;
+    error = worse(error, worse(t->rows[i].flash[0].error, t->rows[i].flash[1].error));
+    difference = worse(difference, t->rows[i].gradient_difference);
   }
   printf("memory: %s, beside inputs, outputs and gradients. error: out, and dq, of %d rows.\n",
          t->memory_measured ? "growth of the process's peak" : "allocated for the call", kTableSampledRows);
@@ -50,37 +50,55 @@ int report_table(const table *t, const tolerance *limit) {
   return passed;
 }
 
-static void write_json_cells(FILE *file, const char *name, const table_cell cells[2]) {
+/* `"name": value` and what follows it; JSON has no NaN. */
+static void put(FILE *file, const char *name, double value, const char *end) {
+  if (isfinite(value)) {
+    fprintf(file, "\"%s\": %.9g%s", name, value, end);
+  } else {
+    fprintf(file, "\"%s\": null%s", name, end);
+  }
+}
+
+static void put_cells(FILE *file, const char *name, const table_cell cells[2]) {
   static const char *const passes[] = {"forward", "forward_backward"};
   fprintf(file, "\"%s\": {", name);
   for (int backward = 0; backward < 2; ++backward) {
-    fprintf(file, "\"%s\": {\"seconds\": %.6g, \"memory_bytes\": %.0f, \"error\": %.3g}%s", passes[backward],
-            cells[backward].seconds, cells[backward].bytes, cells[backward].error, backward ? "}" : ", ");
+    fprintf(file, "\"%s\": {", passes[backward]);
+    put(file, "seconds", cells[backward].seconds, ", ");
+    put(file, "memory_bytes", cells[backward].bytes, ", ");
+    put(file, "error", cells[backward].error, backward ? "}}" : "}, ");
   }
 }
 
 int report_json(const char *path, const results *r, const options *o, const fa_device_properties *device, int passed) {
   FILE *file = fopen(path, "w");
   if (file == NULL) return 0;
-  fprintf(file, "{\"version\": \"%s\", \"device\": \"%s\", \"threads\": %d, \"passed\": %s,\n", fa_version_string(),
-          device->name, device->num_threads, passed ? "true" : "false");
-  fprintf(file, " \"training\": {\"steps\": %lld, \"uniform_loss\": %.6f, \"first_loss\": %.6f, \"last_loss\": %.6f, ",
-          (long long)o->steps, r->uniform_loss, r->first_loss, r->last_loss);
-  fprintf(file, "\"held_out_loss\": %.6f, \"seconds\": %.3f, \"compared_steps\": %lld, \"trajectory_difference\": %.3g, ",
-          r->held_out_loss, r->train_seconds, (long long)r->compared_steps, r->trajectory_difference);
-  fprintf(file, "\"loss_difference\": %.3g, \"logits_difference\": %.3g, \"gradient_difference\": %.3g},\n", r->loss_difference,
-          r->logits_difference, r->gradient_difference);
-  fprintf(file, " \"table\": [");
+  fprintf(file, "{\"version\": \"%s\", \"device\": \"", fa_version_string());
+  for (const char *c = device->name; *c != '\0'; ++c) fputc(*c == '"' || *c == '\\' ? '\'' : *c, file);
+  fprintf(file, "\", \"threads\": %d, \"passed\": %s,\n \"training\": {", device->num_threads, passed ? "true" : "false");
+  put(file, "steps", (double)o->steps, ", ");
+  put(file, "seconds", r->train_seconds, ", ");
+  put(file, "uniform_loss", r->uniform_loss, ", ");
+  put(file, "first_loss", r->first_loss, ", ");
+  put(file, "last_loss", r->last_loss, ", ");
+  put(file, "held_out_loss", r->held_out_loss, ", ");
+  put(file, "loss_difference", r->loss_difference, ", ");
+  put(file, "logits_difference", r->logits_difference, ", ");
+  put(file, "gradient_difference", r->gradient_difference, ", ");
+  put(file, "compared_steps", (double)r->compared_steps, ", ");
+  put(file, "trajectory_difference", r->trajectory_difference, "},\n \"table\": [");
   for (int i = 0; i < r->table.num_rows; ++i) {
     const table_row *row = &r->table.rows[i];
-    fprintf(file, "%s\n  {\"seqlen\": %lld, ", i > 0 ? "," : "", (long long)row->seqlen);
-    write_json_cells(file, "flash", row->flash);
+    fputs(i > 0 ? ",\n  {" : "\n  {", file);
+    put(file, "seqlen", (double)row->seqlen, ", ");
     if (row->unfused[0].seconds > 0) {
-      fprintf(file, ", ");
-      write_json_cells(file, "unfused", row->unfused);
+      put_cells(file, "unfused", row->unfused);
+      fputs(", ", file);
+      put(file, "gradient_difference", row->gradient_difference, ", ");
     }
-    fprintf(file, "}");
+    put_cells(file, "flash", row->flash);
+    fputs("}", file);
   }
-  fprintf(file, "]}\n");
+  fputs("]}\n", file);
   return fclose(file) == 0;
 }

@@ -113,9 +113,9 @@ static void sampled_error(const attention_shape *shape, const tensors *t, double
     exact_row(shape, t, b, h, i, weights, exact, exact + d);
     for (int64_t c = 0; c < d; ++c) {
       largest[0] = fmax(largest[0], fabs(exact[c]));
-      difference[0] = fmax(difference[0], fabs(out[c] - exact[c]));
+      difference[0] = worse(difference[0], fabs(out[c] - exact[c]));
       largest[1] = fmax(largest[1], fabs(exact[d + c]));
-      difference[1] = fmax(difference[1], fabs(dq[c] - exact[d + c]));
+      difference[1] = worse(difference[1], fabs(dq[c] - exact[d + c]));
     }
   }
   *out_error = difference[0] / largest[0];
@@ -195,21 +195,6 @@ static fa_status measure_flash(const attention_shape *shape, tensors *t, fa_cont
 
 /* ------------------------------------------------------------------------------------------------------ table */
 
-static double largest_magnitude(const float *x, size_t count) {
-  double largest = 0;
-  for (size_t i = 0; i < count; ++i) largest = fmax(largest, fabs(x[i]));
-  return largest;
-}
-
-static double largest_difference(const float *x, const float *y, size_t count) {
-  double largest = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const double difference = fabs((double)x[i] - y[i]);
-    if (!(difference <= largest)) largest = difference; /* NaN stays */
-  }
-  return largest;
-}
-
 static void print_row(const table_row *row) {
   static const char *const passes[] = {"fwd", "fwd+bwd"};
   const double mib = 1048576;
@@ -256,8 +241,7 @@ fa_status table_run(table *t, fa_context ctx, device_memory *memory, int on_cpu,
     status = measure_flash(&shape, &x, ctx, memory, on_cpu, row->flash, error, error_size);
     if (status == FA_OK) {
       if (unfused_dqkv != NULL) {
-        row->gradient_difference =
-            largest_difference(x.dqkv, unfused_dqkv, gradients) / largest_magnitude(unfused_dqkv, gradients);
+        row->gradient_difference = relative_difference(x.dqkv, unfused_dqkv, gradients);
       }
       print_row(row);
       ++t->num_rows;

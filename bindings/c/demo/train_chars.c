@@ -74,7 +74,7 @@ static fa_status train(model *m, model *unfused, const text *t, const options *o
     status = train_step(m, tokens, targets, step, o->steps, &loss);
     if (step <= r->compared_steps && status == FA_OK) {
       status = train_step(unfused, tokens, targets, step, o->steps, &unfused_loss);
-      if (!(fabs(loss - unfused_loss) <= r->trajectory_difference)) r->trajectory_difference = fabs(loss - unfused_loss);
+      r->trajectory_difference = worse(r->trajectory_difference, fabs(loss - unfused_loss));
     }
     if (step == 1) r->first_loss = loss;
     if (step > o->steps - tail) r->last_loss += loss / (double)tail;
@@ -102,17 +102,6 @@ static fa_status held_out_loss(model *m, const text *t, double *loss) {
 
 /* ------------------------------------------------------------------------------------------------------- comparison */
 
-/* Largest |x - y| over the largest |y|; NaN if there is one. */
-static double relative_difference(const float *x, const float *y, int64_t count) {
-  double difference = 0, largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const double d = fabs((double)x[i] - y[i]);
-    if (!(d <= difference)) difference = d;
-    largest = fmax(largest, fabs(y[i]));
-  }
-  return largest > 0 ? difference / largest : difference;
-}
-
 /* Gives the trained weights to the unfused model and compares loss, logits and all gradients of one batch. */
 static fa_status compare(model *m, model *unfused, const text *t, results *r) {
   const int64_t count = m->config.batch * m->config.seqlen;
@@ -124,11 +113,12 @@ static fa_status compare(model *m, model *unfused, const text *t, results *r) {
   if (status == FA_OK) status = model_forward(unfused, tokens, m->config.batch, m->config.seqlen);
   if (status == FA_OK) {
     r->loss_difference = fabs(model_loss(m, targets) - model_loss(unfused, targets));
-    r->logits_difference = relative_difference(m->logits, unfused->logits, count * m->config.vocabulary);
+    r->logits_difference = relative_difference(m->logits, unfused->logits, (size_t)(count * m->config.vocabulary));
     status = model_backward(m, tokens, targets);
   }
   if (status == FA_OK) status = model_backward(unfused, tokens, targets);
-  if (status == FA_OK) r->gradient_difference = relative_difference(m->gradients, unfused->gradients, m->num_parameters);
+  if (status == FA_OK)
+    r->gradient_difference = relative_difference(m->gradients, unfused->gradients, (size_t)m->num_parameters);
   free(tokens);
   return status;
 }
@@ -148,6 +138,9 @@ static uint8_t pick(const float *logits, int64_t count, uint64_t *random) {
   return (uint8_t)(count - 1);
 }
 
+/* Control characters of a binary file would upset the terminal. */
+static void print_byte(uint8_t byte) { putchar(byte == '\n' || byte == '\t' || (byte >= 32 && byte != 127) ? byte : '?'); }
+
 /* Continues the beginning of the held-out text. The window of the model starts over at half its length when it is full. */
 static fa_status generate(model *m, const text *t, uint64_t seed) {
   const int64_t window = m->config.seqlen, prompt = kPrompt < window / 2 ? kPrompt : window / 2;
@@ -155,7 +148,7 @@ static fa_status generate(model *m, const text *t, uint64_t seed) {
   int64_t length = prompt;
   fa_status status = FA_OK;
   memcpy(tokens, t->tokens + t->train_length, (size_t)prompt);
-  for (int64_t i = 0; i < prompt; ++i) putchar(t->byte_of[tokens[i]]);
+  for (int64_t i = 0; i < prompt; ++i) print_byte(t->byte_of[tokens[i]]);
   fputs(" | ", stdout);
   for (int i = 0; i < kGenerated && status == FA_OK; ++i) {
     if (length == window) {
@@ -165,7 +158,7 @@ static fa_status generate(model *m, const text *t, uint64_t seed) {
     status = model_forward(m, tokens, 1, length);
     if (status != FA_OK) break;
     tokens[length] = pick(m->logits + (length - 1) * m->config.vocabulary, m->config.vocabulary, &seed);
-    putchar(t->byte_of[tokens[length++]]);
+    print_byte(t->byte_of[tokens[length++]]);
     fflush(stdout);
   }
   putchar('\n');
@@ -221,7 +214,7 @@ static fa_status backend_try(backend *b, fa_device_type type, int64_t threads, c
 /* A GPU that cannot do the work is as good as none when the choice is ours. */
 static fa_status backend_open(backend *b, const options *o, const attention_shape *shape) {
   fa_status status = backend_try(b, o->device, o->threads, shape);
-  if (status != FA_OK && o->device == FA_DEVICE_AUTO) {
+  if (status != FA_OK && o->device == FA_DEVICE_AUTO && b->device.device_type != FA_DEVICE_CPU) {
     printf("no GPU: %s\n", b->error);
     backend_close(b);
     status = backend_try(b, FA_DEVICE_CPU, 0, shape);

@@ -203,6 +203,10 @@ class Context:
     def _view(self, obj: Any, what: str, holds: Holds, stream: Optional[int], writable: bool = False) -> _abi.fa_tensor:
         return _tensor.view(obj, what, self._device, holds, writable=writable, stream=stream)
 
+    def _allocate(self, shape: Tuple[int, ...], dtype: int, what: str, cu_seqlens: _abi.fa_tensor) -> Any:
+        """Room for a result. Rows between packed sequences are never written, so they begin as zero."""
+        return _tensor.allocate(shape, dtype, what, self._device, zeroed=cu_seqlens.ndim > 0)
+
     def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
         """Everything of the problem but its outputs."""
         problem = _abi.fa_attention()
@@ -218,6 +222,8 @@ class Context:
         for name in _INTEGER_OPTIONS:
             _abi.assign(problem, name, getattr(options, name))
         problem.mask = _choose(_CAUSAL, options.causal, "causal")
+        if options.scale == 0:
+            raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
         problem.softmax_scale = options.scale if options.scale is not None else 0.0
         _abi.assign(problem, "block_size_q", options.block_size[0])
         _abi.assign(problem, "block_size_k", options.block_size[1])
@@ -250,9 +256,9 @@ class Context:
                 f"q has {len(shape)} dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
             )
         if out is None:
-            out = _tensor.allocate(shape, dtype, "out", self._device)
+            out = self._allocate(shape, dtype, "out", problem.cu_seqlens_q)
         if lse is None:
-            lse = _tensor.allocate(_lse_shape(shape), _abi.FLOAT32, "lse", self._device)
+            lse = self._allocate(_lse_shape(shape), _abi.FLOAT32, "lse", problem.cu_seqlens_q)
         problem.out = self._view(out, "out", holds, stream, writable=True)
         if lse is not False:
             problem.lse = self._view(lse, "lse", holds, stream, writable=True)
@@ -280,16 +286,17 @@ class Context:
         gradients.dout = self._view(dout, "dout", holds, stream)
         gradients.dlse = self._view(dlse, "dlse", holds, stream)
         given = {}
-        for name, like in (
-            ("dq", problem.q),
-            ("dk", problem.k),
-            ("dv", problem.v),
-            ("dbias", problem.bias),
-            ("dsink", problem.sink),
+        none = _abi.fa_tensor()
+        for name, like, cu_seqlens in (
+            ("dq", problem.q, problem.cu_seqlens_q),
+            ("dk", problem.k, problem.cu_seqlens_k),
+            ("dv", problem.v, problem.cu_seqlens_k),
+            ("dbias", problem.bias, none),
+            ("dsink", problem.sink, none),
         ):
             result = getattr(results, name)
             if result is None and (name in ("dq", "dk", "dv") or like.ndim > 0):
-                result = _tensor.allocate(_tensor.shape_of(like), like.dtype, name, self._device)
+                result = self._allocate(_tensor.shape_of(like), like.dtype, name, cu_seqlens)
             if result is False:
                 result = None
             given[name] = result
@@ -353,9 +360,9 @@ class Context:
         lse_views = (_abi.fa_tensor * count)(*[self._view(x, f"lses[{n}]", holds, stream) for n, x in enumerate(lses)])
         shape = _tensor.shape_of(out_views[0])
         if out is None:
-            out = _tensor.allocate(shape, out_views[0].dtype, "out", self._device)
+            out = self._allocate(shape, out_views[0].dtype, "out", _abi.fa_tensor())
         if lse is None:
-            lse = _tensor.allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", self._device)
+            lse = self._allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", _abi.fa_tensor())
         out_view = self._view(out, "out", holds, stream, writable=True)
         lse_view = self._view(lse, "lse", holds, stream, writable=True)
         check(

@@ -265,17 +265,17 @@ def shape_of(tensor: _abi.fa_tensor) -> Tuple[int, ...]:
     return tuple(tensor.shape[: tensor.ndim])
 
 
-def allocate(shape: Sequence[int], dtype: int, what: str, device: int) -> Any:
-    """A new host array: NumPy's, or a memoryview without NumPy."""
+def allocate(shape: Sequence[int], dtype: int, what: str, device: int, *, zeroed: bool) -> Any:
+    """A new host array: NumPy's, or a (zeroed) memoryview without NumPy."""
     if device != _abi.DEVICE_CPU:
         raise TypeError(f"{what} must be given: this package does not allocate GPU memory")
-    name = _NAMES[dtype]
+    name: Any = _NAMES[dtype]
     if numpy is not None:
         if dtype == _abi.BFLOAT16:
             if ml_dtypes is None:
                 raise TypeError(f"{what} must be given: NumPy has no bfloat16 without the package ml_dtypes")
-            return numpy.empty(shape, ml_dtypes.bfloat16)
-        return numpy.empty(shape, name)
+            name = ml_dtypes.bfloat16
+        return (numpy.zeros if zeroed else numpy.empty)(shape, name)
     if dtype != _abi.FLOAT32:
         raise TypeError(f"{what} must be given: without NumPy this package allocates float32 only, not {name}")
     count = 1

@@ -185,6 +185,14 @@ class AttentionTest(unittest.TestCase):
                 self.assert_close(out[None, rows], expected)
                 self.assert_close(lse[None, :, rows], expected_lse)
 
+    def test_rows_between_packed_sequences_are_zero(self):
+        q, starts = normal(1, 6, 1, 8), np.array([1, 4], np.int32)
+        out, lse = flashattn.forward(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts)
+        gradients = flashattn.backward(q, q, q, q, out, lse, cu_seqlens_q=starts, cu_seqlens_k=starts)
+        for result in (out, lse.T, gradients.dq, gradients.dk, gradients.dv):
+            self.assertFalse(result[[0, 4, 5]].any())
+            self.assertTrue(result[1:4].any(-1).all())
+
     def test_paged_keys(self):
         pages_k, pages_v = normal(1, 5, 4, 2, 8), normal(2, 5, 4, 2, 8)
         table, used = np.array([[3, 0, 4]], np.int32), np.array([10], np.int32)

@@ -86,6 +86,8 @@ class ErrorTest(unittest.TestCase):
             flashattn.forward(q, q, q, no_such_option=1)
         with self.assertRaisesRegex(ValueError, "causal is 'middle'"):
             flashattn.forward(q, q, q, causal="middle")
+        with self.assertRaisesRegex(ValueError, "scale is 0"):
+            flashattn.forward(q, q, q, scale=0.0)
         with self.assertRaisesRegex(OverflowError, "dropout_seed"):
             flashattn.forward(q, q, q, dropout_seed=2**64)
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Raw declarations of `flashattn.h`, name for name. The header documents them; the crate `flashattn` is the safe way to use them.
 //!
-//! Structs are declared with [`abi_struct!`], which also lists their fields, so that the tests can compare every offset with a C
+//! Structs are declared with one macro, which also lists their fields, so that the tests can compare every offset with a C
 //! compiler's.
 #![allow(non_camel_case_types)]
 

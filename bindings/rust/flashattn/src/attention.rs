@@ -88,7 +88,7 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// Scale of q k^T instead of 1 / sqrt(head_dim).
+    /// Scale of q k^T; 0 = 1 / sqrt(head_dim), the default.
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.raw.softmax_scale = scale;

@@ -66,13 +66,13 @@ fn describe(len: usize, offset: usize, shape: &[usize], strides: &[isize], dtype
     let mut tensor = sys::fa_tensor { dtype, ndim: shape.len() as i32, ..Default::default() };
     let (mut first, mut last) = (offset as i128, offset as i128);
     for (d, (&size, &stride)) in shape.iter().zip(strides).enumerate() {
-        let reach = (size as i128 - 1) * stride as i128;
-        first += reach.min(0);
-        last += reach.max(0);
         tensor.shape[d] = match i64::try_from(size) {
             Ok(size) => size,
             Err(_) => return refuse(format!("size {} does not fit 63 bits", size)),
         };
+        let reach = (size as i128 - 1) * stride as i128; // below 2^126; their sums could overflow
+        first = first.saturating_add(reach.min(0));
+        last = last.saturating_add(reach.max(0));
         tensor.stride[d] = stride as i64;
     }
     let empty = shape.contains(&0);
@@ -98,7 +98,7 @@ fn check_writable(shape: &[usize], strides: &[isize]) -> Result<()> {
                 shape, strides
             ));
         }
-        extent += stride as u128 * (size as u128 - 1);
+        extent = extent.saturating_add((stride as u128).saturating_mul(size as u128 - 1));
     }
     Ok(())
 }

@@ -234,6 +234,9 @@ fn views_stay_inside_their_slices() {
     assert!(TensorView::strided(&data, 15, &[5, 8], &[-4, 1]).is_err());
     assert!(TensorView::strided(&data, 0, &[1 << 40, 24], &[0, 1]).is_ok());
     assert!(TensorView::strided(&data, 0, &[2, 24], &[isize::MIN, 1]).is_err());
+    let (huge, far) = (isize::MAX as usize, isize::MAX);
+    assert!(TensorView::strided(&data, 0, &[huge, huge, huge, huge], &[far, far, far, far]).is_err());
+    assert!(TensorView::strided(&data, 0, &[huge, huge, huge, huge], &[-far, -far, -far, far]).is_err());
     assert!(TensorView::strided(&data, 25, &[0], &[1]).is_err());
     assert!(TensorView::strided(&data, 0, &[24], &[]).is_err());
     assert_eq!(TensorView::packed(&data, 3, &[2, 2, 2]).unwrap().len(), 3);
@@ -244,6 +247,7 @@ fn views_stay_inside_their_slices() {
     assert!(TensorViewMut::strided(&mut data, 16, &[5, 4], &[-4, 1]).is_ok());
     assert!(TensorViewMut::strided(&mut data, 0, &[5, 8], &[4, 1]).is_err());
     assert!(TensorViewMut::strided(&mut data, 0, &[2, 24], &[0, 1]).is_err());
+    assert!(TensorViewMut::strided(&mut data, 0, &[0, huge, huge, huge], &[far, far, far, far]).is_ok());
     let error = TensorViewMut::packed(&mut data, 4, &[2, 2, 2]).unwrap_err();
     assert_eq!(error.name(), "FA_ERROR_SHAPE");
     assert!(error.text().contains("does not fit a slice of 24 elements"), "{}", error);

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "probe.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace bench {
+namespace {
+
+bool processor_time = false;
+
+// Enough independent chains to keep two multiply-add units of latency 4 busy, few enough for the registers.
+template <class V, int kChains>
+__attribute__((always_inline)) inline double fma_flops(long steps) {
+  V acc[kChains];
+  V x = V{} + 0.5f, y = V{} + 0.25f;
+  for (V &a : acc) a = V{};
+  // The values are hidden in every step, so that the chains are neither folded nor merged.
+  for (long i = 0; i < steps; ++i) {
+    asm volatile("" : "+x"(x), "+x"(y));
+#pragma GCC unroll 24
+    for (int c = 0; c < kChains; ++c) acc[c] = acc[c] + x * y;
+#pragma GCC unroll 24
+    for (int c = 0; c < kChains; ++c) asm volatile("" : "+x"(acc[c]));
+  }
+  return 2.0 * kChains * static_cast<double>(steps) * (sizeof(V) / sizeof(float));
+}
+
+typedef float V4 __attribute__((vector_size(16)));
+double fma_portable(long steps) { return fma_flops<V4, 8>(steps); }
+
+template <class V>
+__attribute__((always_inline)) inline void read_vectors(const char *data, size_t bytes) {
+  constexpr size_t kStep = 4 * sizeof(V);
+  typedef V Unaligned __attribute__((aligned(1)));
+  V sum[4] = {};
+  for (size_t i = 0; i + kStep <= bytes; i += kStep) {
+    const auto *p = reinterpret_cast<const Unaligned *>(data + i);
+    __builtin_prefetch(data + i + 4096);
+    for (int n = 0; n < 4; ++n) sum[n] += p[n];
+  }
+  for (V &s : sum) asm volatile("" : "+x"(s));
+}
+void read_portable(const char *data, size_t bytes) { read_vectors<V4>(data, bytes); }
+
+#if defined(__x86_64__)
+typedef float V8 __attribute__((vector_size(32)));
+typedef float V16 __attribute__((vector_size(64)));
+__attribute__((target("avx2,fma"), flatten)) double fma_avx2(long steps) { return fma_flops<V8, 12>(steps); }
+__attribute__((target("avx2,fma"), flatten)) void read_avx2(const char *data, size_t bytes) { read_vectors<V8>(data, bytes); }
+// GCC's vector types cannot be hidden in the upper 16 registers through "+x"; the loop is written out.
+__attribute__((target("avx512f"))) double fma_avx512(long steps) {
+  long i = steps;
+  asm volatile(
+      "1:\n"
+      ".irp n,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25\n"
+      "vfmadd231ps %%zmm0, %%zmm1, %%zmm\\n\n"
+      ".endr\n"
+      "dec %0\n"
+      "jnz 1b\n"
+      : "+r"(i)
+      :
+      : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13",
+        "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "cc");
+  return 2.0 * 24 * 16 * static_cast<double>(steps);
+}
+__attribute__((target("avx512f"), flatten)) void read_avx512(const char *data, size_t bytes) { read_vectors<V16>(data, bytes); }
+#endif
+
+struct Probe {
+  const char *isa;
+  double (*fma)(long);
+  void (*read)(const char *, size_t);
+};
+
+const Probe &probe() {
+  static const Probe chosen = [] {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return Probe{"avx512", fma_avx512, read_avx512};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Probe{"avx2", fma_avx2, read_avx2};
+#endif
+    return Probe{"portable", fma_portable, read_portable};
+  }();
+  return chosen;
+}
+
+}  // namespace
+
+double seconds() {
+  timespec now;
+  clock_gettime(processor_time ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+void use_processor_time() { processor_time = true; }
+
+void on_threads(int threads, const std::function<void(int)> &task) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) others.emplace_back(task, t);
+  task(0);
+  for (std::thread &t : others) t.join();
+}
+
+std::string probe_isa() { return probe().isa; }
+
+double fma_peak_gflops(int threads) {
+  std::vector<double> rates(static_cast<size_t>(threads));
+  on_threads(threads, [&](int t) {
+    double best = 0;
+    for (int repeat = 0; repeat < 4; ++repeat) {  // of about 0.3 ms each; the first wakes the clock
+      const double start = seconds();
+      const double flops = probe().fma(75000);
+      best = std::max(best, flops / (seconds() - start));
+    }
+    rates[static_cast<size_t>(t)] = best;
+  });
+  double sum = 0;
+  for (const double rate : rates) sum += rate;
+  return sum * 1e-9;
+}
+
+double read_gbytes_per_second(const void *data, size_t bytes, int threads) {
+  const size_t part = bytes / static_cast<size_t>(threads);
+  const double start = seconds();
+  on_threads(threads, [&](int t) { probe().read(static_cast<const char *>(data) + static_cast<size_t>(t) * part, part); });
+  return static_cast<double>(bytes) / (seconds() - start) * 1e-9;
+}
+
+}  // namespace bench
