@@ -124,7 +124,8 @@ template <class Element, int KEYS, int ROWS>
 FA_INLINE void add_weighted_rows(const char *const (&values)[KEYS], int64_t offset, int64_t dim, const float *s, int64_t lds,
                                  float *o, int64_t ldo) {
   constexpr int kMost = (Simd::kRegisters == 32 ? 16 : 8) / ROWS < 8 ? (Simd::kRegisters == 32 ? 16 : 8) / ROWS : 8;
-  for (int64_t c = 0; c < dim;) {
+  int64_t c = 0;
+  while (c < dim) {
     const auto some = [&]<int NV>() __attribute__((always_inline)) {
       const int tail = static_cast<int>(min64(dim - c - (NV - 1) * kWidth, kWidth));
       add_weighted<Element, KEYS, ROWS, NV>(values, offset, c, tail, s, lds, o, ldo);
