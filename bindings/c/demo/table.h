@@ -23,7 +23,6 @@ typedef struct table_row {
 enum { kTableMaxRows = 16, kTableSampledRows = 32 };
 
 typedef struct table {
-  int64_t heads, head_dim;
   int num_rows;
   int memory_measured; /* else it is counted: what was allocated for the call */
   table_row rows[kTableMaxRows];

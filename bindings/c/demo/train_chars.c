@@ -250,8 +250,6 @@ static fa_status run(backend *b, const options *o, const text *t, results *r, in
   model_free(&unfused);
 
   if (status == FA_OK && o->table) {
-    printf("\nattention alone: batch 1, 4 heads of 64, every key visible; unfused is blocked, vectorised C %s\n\n",
-           on_cpu ? "on as many threads" : "on the CPU, flash runs on the GPU");
     status = table_run(&r->table, b->ctx, b->memory, on_cpu, o->max_seqlen, o->seed, b->error, sizeof b->error);
     if (status == FA_OK) *passed &= report_table(&r->table, limit);
   } else if (status != FA_OK) {
