@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the parity suite needs of a backend. Nothing else in the suite assumes that tensors are host memory: a new backend joins by
-// implementing this interface and adding itself to all_backends().
+// What the parity suite needs of a backend. Nothing else in the suite assumes that tensors are host memory: a new backend
+// joins by implementing this interface and adding itself to all_backends().
 #pragma once
 
 #include <cstddef>

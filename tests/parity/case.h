@@ -23,8 +23,8 @@ enum Layout : int64_t {
   kNumLayouts = 7
 };
 
-// Dimensions in which bias or block mask is broadcast, as bits. "By size" gives the dimension size 1, "by stride" its full size and
-// stride 0.
+// Dimensions in which bias or block mask is broadcast, as bits. "By size" gives the dimension size 1, "by stride" its full
+// size and stride 0.
 enum Broadcast : int64_t { kOverBatch = 1, kOverHeads = 2, kOverRows = 4 };
 
 // Query or key side.

@@ -13,9 +13,9 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Rounding errors of fp32 arithmetic that the comparison grants beyond the error of the unfused computation, in units of fp32 roundoff of
-// the magnitudes summed. Polynomial exponentials and divisions are good to a few units each. A dot product of equal terms drifts by
-// up to a unit a few terms, and forward and backward may sum it in different orders.
+// Rounding errors of fp32 arithmetic that the comparison grants beyond the error of the unfused computation, in units of fp32
+// roundoff of the magnitudes summed. Polynomial exponentials and divisions are good to a few units each. A dot product of
+// equal terms drifts by up to a unit a few terms, and forward and backward may sum it in different orders.
 double fp32_units(const Case &c) { return 8 + static_cast<double>(c.head_dim) / 4; }
 
 using Array = std::vector<double> reference::Result::*;

@@ -11,8 +11,8 @@ namespace parity {
 // Runs the reference on the inputs of `data` and fills data.expected.
 void fill_expected(Data &data);
 
-// Compares one output of the library, in memory order, with data.expected: every expected element was written and is close enough,
-// every other byte is still poison. Returns "" or what is wrong.
+// Compares one output of the library, in memory order, with data.expected: every expected element was written and is close
+// enough, every other byte is still poison. Returns "" or what is wrong.
 std::string mismatch(const Data &data, Role role, const HostTensor &actual);
 
 // Largest |actual - exact| and |unfused - exact| of one output, relative to nothing; elements that are not finite do not count.

@@ -240,8 +240,8 @@ void set_row(Data &data, Role role, int64_t b, int64_t i, int64_t h, double valu
   for (int64_t d = 0; d < columns; ++d) data.tensors[role].set(data.element(role, b, i, h, d), value);
 }
 
-// Puts NaN or Inf where no query looks (nan_keys), NaN where a query sees nothing (nan_queries) and into the bias of pairs that are
-// masked otherwise (nan_bias).
+// Puts NaN or Inf where no query looks (nan_keys), NaN where a query sees nothing (nan_queries) and into the bias of pairs
+// that are masked otherwise (nan_bias).
 void hide_nans(Data &data) {
   const Case &c = data.problem;
   const int64_t group = c.heads_q / c.heads_k;

@@ -10,13 +10,15 @@
 
 namespace parity {
 
-// Poison: all bits set, which is NaN in every floating-point type and -1 in every integer. A NaN that arithmetic makes has other bits.
+// Poison: all bits set, which is NaN in every floating-point type and -1 in every integer. A NaN that arithmetic makes has
+// other bits.
 constexpr unsigned char kPoison = 0xFF;
 
 class HostTensor {
  public:
   HostTensor() = default;
-  // Strides in elements, any sign. The whole buffer is poisoned. `shift` moves the data off its 256-byte alignment by some elements.
+  // Strides in elements, any sign. The whole buffer is poisoned. `shift` moves the data off its 256-byte alignment by some
+  // elements.
   HostTensor(fa_dtype dtype, std::initializer_list<int64_t> shape, std::vector<int64_t> stride, int64_t shift = 0);
 
   bool present() const { return view_.ndim > 0; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The yardstick itself: number formats bit by bit, the random bits against published vectors, and the reference's gradients against
-// differences of its own forward in double.
+// The yardstick itself: number formats bit by bit, the random bits against published vectors, and the reference's gradients
+// against differences of its own forward in double.
 #include <gtest/gtest.h>
 
 #include <cmath>

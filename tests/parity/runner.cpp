@@ -68,7 +68,7 @@ class Upload {
 class Workspace {
  public:
   Workspace(Backend &backend, size_t bytes)
-      : backend_(backend), bytes_(bytes), poison_(bytes + 2 * kWorkspaceGuard, kPoison), buffer_(backend, poison_.size()) {
+      : backend_(backend), poison_(bytes + 2 * kWorkspaceGuard, kPoison), buffer_(backend, poison_.size()) {
     backend.upload(buffer_.get(), poison_.data(), poison_.size());
   }
   unsigned char *get() const { return buffer_.get() + kWorkspaceGuard; }
@@ -81,7 +81,6 @@ class Workspace {
 
  private:
   Backend &backend_;
-  size_t bytes_;
   std::vector<unsigned char> poison_;
   Buffer buffer_;
 };

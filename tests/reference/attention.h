@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention and its gradients written out plainly for one sequence: the whole matrix S, its mask, softmax, P, O, and the analytic
-// backward. In double it is what the library is compared with; in an input dtype it measures the error that an unfused
-// implementation makes, which bounds the error the library may make.
+// Attention and its gradients written out plainly for one sequence: the whole matrix S, its mask, softmax, P, O, and the
+// analytic backward. In double it is what the library is compared with; in an input dtype it measures the error that an
+// unfused implementation makes, which bounds the error the library may make.
 #pragma once
 
 #include <cstdint>

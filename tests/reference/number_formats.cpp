@@ -29,8 +29,8 @@ uint16_t encode(const Format &format, double value) {
   std::frexp(magnitude, &exponent);  // magnitude = m * 2^exponent with m in [0.5, 1)
   exponent -= 1;
   if (exponent < 1 - format.bias()) exponent = 1 - format.bias();  // subnormal: the exponent is fixed
-  // In units of the last place; nearbyint rounds ties to even. A normal number includes its hidden one, which the addition below
-  // turns into an exponent step, and so does a carry out of the fraction.
+  // In units of the last place; nearbyint rounds ties to even. A normal number includes its hidden one, which the addition
+  // below turns into an exponent step, and so does a carry out of the fraction.
   const double units = std::nearbyint(std::ldexp(magnitude, format.fraction_bits - exponent));
   const double bits = std::ldexp(static_cast<double>(exponent + format.bias() - 1), format.fraction_bits) + units;
   if (bits >= format.infinity()) return static_cast<uint16_t>(sign | format.infinity());
