@@ -104,11 +104,26 @@ void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, 
 
 fa_status create_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error) {
   switch (config.device_type) {
-    case FA_DEVICE_AUTO:
+    case FA_DEVICE_AUTO: {
+#if defined(FA_HAVE_CUDA)
+      fa_config gpu = config;  // settings of the CPU only count if it is the CPU
+      gpu.num_threads = 0;
+      gpu.cpu_isa = FA_CPU_ISA_AUTO;
+      gpu.parallel_for = nullptr;
+      gpu.parallel_for_user = nullptr;
+      if (create_cuda_backend(gpu, backend, error) == FA_OK) return FA_OK;
+      error.text[0] = '\0';
+#endif
+      return create_cpu_backend(config, backend, error);
+    }
     case FA_DEVICE_CPU:
       return create_cpu_backend(config, backend, error);
     case FA_DEVICE_CUDA:
+#if defined(FA_HAVE_CUDA)
+      return create_cuda_backend(config, backend, error);
+#else
       return fail(error, FA_ERROR_NOT_BUILT, "device_type is FA_DEVICE_CUDA, but this build has no CUDA kernels");
+#endif
     default:
       return fail(error, FA_ERROR_INVALID_ARGUMENT, "device_type is %d, which is no fa_device_type", int{config.device_type});
   }

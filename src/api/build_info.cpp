@@ -17,6 +17,14 @@
 #define FA_CPU_ISAS "portable"
 #endif
 
+#if defined(FA_HAVE_CUDA)
+#define FA_BACKENDS "cpu cuda"
+#define FA_CUDA_LINES "cuda_toolkit=" FA_CUDA_TOOLKIT "\ncuda_archs=" FA_CUDA_ARCHS "\ncuda_head_dims=1..256\n"
+#else
+#define FA_BACKENDS "cpu"
+#define FA_CUDA_LINES "cuda_toolkit=none\ncuda_archs=none\ncuda_head_dims=none\n"
+#endif
+
 extern "C" {
 
 int32_t fa_version(void) { return FA_VERSION; }
@@ -28,13 +36,11 @@ const char *fa_build_info(void) {
          "\n"
          "compiler=" FA_COMPILER
          "\n"
-         "backends=cpu\n"
+         "backends=" FA_BACKENDS
+         "\n"
          "cpu_isas=" FA_CPU_ISAS
          "\n"
-         "cpu_head_dims=1..512\n"
-         "cuda_toolkit=none\n"
-         "cuda_archs=none\n"
-         "cuda_head_dims=none\n";
+         "cpu_head_dims=1..512\n" FA_CUDA_LINES;
 }
 
 }  // extern "C"

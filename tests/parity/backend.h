@@ -53,4 +53,7 @@ const std::vector<std::shared_ptr<Backend>> &all_backends();
 // The CPU backend at every instruction set of this machine and several numbers of threads.
 std::vector<std::shared_ptr<Backend>> cpu_backends();
 
+// The first CUDA device, if the build and the machine have one.
+std::vector<std::shared_ptr<Backend>> cuda_backends();
+
 }  // namespace parity

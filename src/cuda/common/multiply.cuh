@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of one warp with mma.sync over 16-bit tiles in swizzled shared memory: the verbs attention kernels are written in.
+//
+//   Accumulator[kMt][kNt][4]   element r of tile (i, j): row 16 i + g + 8 (r / 2), column 8 j + 2 q + r % 2   (g = lane / 4, q = lane % 4)
+//   Weights[kMt][k][4]         the same tiles, rounded and paired, as the left operand of the next product: columns 16 k .. 16 k + 15
+#pragma once
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/tile.cuh"
+
+namespace fa::cuda {
+
+template <int kMt, int kNt>
+using Accumulator = float[kMt][kNt][4];
+template <int kMt, int kKSteps>
+using Weights = uint32_t[kMt][kKSteps][4];
+
+// What a masked weight is rounded to: no visible weight has these bits, so the exact product can tell masked from zero.
+constexpr float kMaskedWeight = -0.f;
+constexpr uint32_t kMaskedBits = 0x8000u;
+
+template <int kMt, int kNt>
+__device__ __forceinline__ void clear(Accumulator<kMt, kNt> &acc) {
+#pragma unroll
+  for (int i = 0; i < kMt; ++i)
+#pragma unroll
+    for (int j = 0; j < kNt; ++j)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) acc[i][j][r] = 0.f;
+}
+
+// Address of the same row, `steps` times 32 bytes further: the swizzle is an XOR of low address bits, so is this.
+template <int kPitch>
+__device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
+  if constexpr (kPitch % 128 == 0) {
+    return (address ^ ((steps & 3) * 32)) + (steps >> 2) * 128;
+  } else {
+    return (address ^ ((steps & 1) * 32)) + (steps >> 1) * 64;
+  }
+}
+
+// acc = A B^T, A: kMt * 16 rows from `first_row` of `a_tile`, B: kNt * 8 rows from `first_column` of `b_tile`, both kD wide. Fragments of
+// the next 16 columns are loaded while those of the current ones are multiplied.
+template <typename Element, int kD, int kMt, int kNt>
+__device__ __forceinline__ void multiply_transposed(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
+                                                    int first_column) {
+  constexpr int kSteps = kD / 16, kPitch = kD * 2;
+  static_assert(kNt % 2 == 0);
+  const int lane = threadIdx.x & 31;
+  const uint32_t a = a_tile + swizzled<kPitch>(first_row + (lane & 15), lane >> 4);
+  const uint32_t b = b_tile + swizzled<kPitch>(first_column + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+  uint32_t af[2][kMt][4], bf[2][kNt / 2][4];
+  const auto load = [&](int step) {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i) ldmatrix_x4(af[step & 1][i], advance<kPitch>(a, step) + i * 16 * kPitch);
+#pragma unroll
+    for (int j = 0; j < kNt / 2; ++j) ldmatrix_x4(bf[step & 1][j], advance<kPitch>(b, step) + j * 16 * kPitch);
+  };
+  load(0);
+  clear<kMt, kNt>(acc);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+    for (int j = 0; j < kNt / 2; ++j)
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[step & 1][j][0], bf[step & 1][j][1]);
+        mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[step & 1][j][2], bf[step & 1][j][3]);
+      }
+  }
+}
+
+// acc += W T: T has kKSteps * 16 rows of kPitch bytes; acc covers its columns from 16 * first_column_step on.
+template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
+__device__ __forceinline__ void multiply_add(Accumulator<kMt, kNt> &acc, const Weights<kMt, kKSteps> &w, uint32_t tile,
+                                             int first_column_step = 0) {
+  constexpr int kColumnSteps = kNt / 2, kSteps = kKSteps * kColumnSteps;
+  const int lane = threadIdx.x & 31;
+  const uint32_t t = advance<kPitch>(tile + swizzled<kPitch>(lane & 15, lane >> 4), first_column_step);
+  uint32_t tf[2][4];
+  const auto load = [&](int n) {
+    ldmatrix_x4_trans(tf[n & 1], advance<kPitch>(t, n % kColumnSteps) + n / kColumnSteps * 16 * kPitch);
+  };
+  load(0);
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    if (n + 1 < kSteps) load(n + 1);
+    const int k = n / kColumnSteps, d = n % kColumnSteps;
+#pragma unroll
+    for (int i = 0; i < kMt; ++i) {
+      mma_16816<Element>(acc[i][2 * d], w[i][k], tf[n & 1][0], tf[n & 1][1]);
+      mma_16816<Element>(acc[i][2 * d + 1], w[i][k], tf[n & 1][2], tf[n & 1][3]);
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------------------
+// NaN and Inf that only some rows see: zero times them is not zero, so tiles that hold any take a slow road
+// ----------------------------------------------------------------------------------------------------------------------
+
+template <typename Element>
+__device__ __forceinline__ bool has_nonfinite(uint32_t pair) {
+  constexpr uint32_t kExponent = is_bf16<Element> ? 0x7F80u : 0x7C00u;
+  return (pair & kExponent) == kExponent || (pair & (kExponent << 16)) == (kExponent << 16);
+}
+
+// Whether this thread's share of a tile holds any; __syncthreads_or over the block then tells of the whole tile.
+template <typename Element, int kBytes, int kThreads>
+__device__ __forceinline__ bool share_has_nonfinite(uint32_t tile) {
+  bool found = false;
+#pragma unroll 4
+  for (int at = static_cast<int>(threadIdx.x) * 16; at < kBytes; at += kThreads * 16) {
+    const uint4 x = ld_shared_16(tile + at);
+    found |=
+        has_nonfinite<Element>(x.x) | has_nonfinite<Element>(x.y) | has_nonfinite<Element>(x.z) | has_nonfinite<Element>(x.w);
+  }
+  return found;
+}
+
+// Adds bits (a weight) times row `row` of the tile to rows g and g + 8 of acc, unless the weight is masked.
+template <typename Element, int kPitch, int kMt, int kNt>
+__device__ __forceinline__ void add_row_exactly(Accumulator<kMt, kNt> &acc, const uint32_t (&bits)[kMt][2], uint32_t tile,
+                                                int row, int first_column_step) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j < kNt; ++j) {
+    const uint32_t pair = ld_shared_4(tile + swizzled<kPitch>(row, first_column_step * 2 + j) + (lane & 3) * 4);
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (bits[i][r] == kMaskedBits) continue;
+        acc[i][j][2 * r] += to_float<Element>(bits[i][r]) * to_float<Element>(pair & 0xFFFFu);
+        acc[i][j][2 * r + 1] += to_float<Element>(bits[i][r]) * to_float<Element>(pair >> 16);
+      }
+  }
+}
+
+// multiply_add over the weights that are not masked, one row of the tile at a time.
+template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
+__device__ __forceinline__ void multiply_add_exactly(Accumulator<kMt, kNt> &acc, const Weights<kMt, kKSteps> &w, uint32_t tile,
+                                                     int first_column_step = 0) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int row = 0; row < kKSteps * 16; ++row) {
+    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this column's weights
+    uint32_t bits[kMt][2];
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t pair = 0;
+#pragma unroll
+        for (int k = 0; k < kKSteps; ++k)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (row >> 3 == 2 * k + half) pair = w[i][k][2 * half + r];
+          }
+        pair = __shfl_sync(~0u, pair, source);
+        bits[i][r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+    add_row_exactly<Element, kPitch, kMt, kNt>(acc, bits, tile, row, first_column_step);
+  }
+}
+
+}  // namespace fa::cuda

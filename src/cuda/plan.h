@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernel runs a problem, cut how, with what workspace: pure functions of the problem and the device, testable without a GPU.
+// Query, prepare and launch all call them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/problem.h"
+#include "core/status.h"
+
+namespace fa::cuda {
+
+// What plans need to know of a device.
+struct Device {
+  int32_t index = 0;
+  int32_t compute_capability = 0;  // major * 10 + minor
+  int32_t multiprocessors = 0;
+  int32_t shared_bytes = 0;  // that one block of threads may use
+  int64_t l2_bytes = 0;
+};
+
+struct ForwardPlan {
+  int32_t shape = -1;  // index into sm80::kForwardShapes
+  int32_t row_blocks = 0;
+  int32_t rows_per_token = 1;
+  int32_t heads_per_section = 1;
+  int32_t num_splits = 1;
+  int64_t blocks = 0;  // blocks of threads
+  size_t workspace_bytes = 0;
+  size_t split_lse_offset = 0;  // in the workspace; split_out is at 0
+  char name[64] = {0};
+  const char *reason = "";
+};
+
+struct BackwardPlan {
+  int32_t shape = -1;  // index into sm80::kBackwardShapes
+  int32_t key_blocks = 0;
+  int32_t row_chunks = 0;
+  size_t workspace_bytes = 0;
+  // In the workspace; row_lse is at 0.
+  size_t row_delta_offset = 0;
+  size_t dq_sum_offset = 0;
+  size_t turn_offset = 0;
+  char name[64] = {0};
+  const char *reason = "";
+};
+
+fa_status plan_forward(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
+fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
+
+}  // namespace fa::cuda

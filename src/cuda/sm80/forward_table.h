@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every forward kernel that is built: one line each, read by the build (one object file a line and dtype), by the plan and by the
+// launcher. Reasons for the tile shapes are in README.md beside this file.
+#pragma once
+
+#include <cstdint>
+
+namespace fa::cuda::sm80 {
+
+struct ForwardShape {
+  const char *name;
+  int32_t head_dim;    // bucket of q and k
+  int32_t head_dim_v;  // bucket of v
+  int32_t warps;
+  int32_t tiles_per_warp;  // of 16 rows
+  int32_t chunk;           // keys
+  int32_t min_blocks;      // blocks of threads on one multiprocessor
+  bool general;            // softcap, bias, block mask, ALiBi, dropout
+
+  constexpr int32_t rows() const { return warps * tiles_per_warp * 16; }
+  constexpr int32_t threads() const { return warps * 32; }
+  // Q (or out, in its place) and two chunks of K and V, in 16-bit elements.
+  constexpr int32_t shared_bytes() const {
+    return 2 * (rows() * (head_dim > head_dim_v ? head_dim : head_dim_v) + 2 * chunk * (head_dim + head_dim_v));
+  }
+};
+
+// Cheaper kernels first: the plan takes the first one that fits head dims, scores and shared memory.
+// X(name, head_dim, head_dim_v, warps, tiles_per_warp, chunk, min_blocks, general)
+#define FA_SM80_FORWARD_TABLE(X)            \
+  X(d64, 64, 64, 4, 2, 64, 2, false)        \
+  X(d96, 96, 96, 4, 2, 64, 2, false)        \
+  X(d128, 128, 128, 4, 2, 64, 2, false)     \
+  X(d192_128, 192, 128, 8, 1, 64, 1, false) \
+  X(d192, 192, 192, 8, 1, 64, 1, false)     \
+  X(d256, 256, 256, 8, 1, 64, 1, false)     \
+  X(d256s, 256, 256, 4, 1, 32, 1, false)    \
+  X(d64g, 64, 64, 8, 1, 64, 1, true)        \
+  X(d128g, 128, 128, 8, 1, 64, 1, true)     \
+  X(d256g, 256, 256, 8, 1, 32, 1, true)     \
+  X(d256gs, 256, 256, 4, 1, 32, 1, true)
+
+#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__},
+constexpr ForwardShape kForwardShapes[] = {FA_SM80_FORWARD_TABLE(FA_SM80_SHAPE)};
+#undef FA_SM80_SHAPE
+constexpr int kNumForwardShapes = sizeof(kForwardShapes) / sizeof(kForwardShapes[0]);
+
+}  // namespace fa::cuda::sm80
