@@ -264,8 +264,7 @@ void hide_nans(Data &data) {
         }
         if (sees || !c.nan_queries) continue;
         set_row(data, kQ, b, i, h, kNan);
-        // With a sink the row's dout still reaches dsink.
-        if (data.tensors[kDout].present() && !c.sink) set_row(data, kDout, b, i, h, kNan);
+        if (data.tensors[kDout].present()) set_row(data, kDout, b, i, h, kNan);
       }
     }
     for (int64_t hk = 0; c.nan_keys && hk < c.heads_k; ++hk) {

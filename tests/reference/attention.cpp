@@ -66,8 +66,12 @@ class Head {
     const bool has_dlse = !s_.dlse.empty();
     for (int64_t i = 0; i < s_.seqlen_q; ++i) {
       const Real dlse = has_dlse ? static_cast<Real>(s_.dlse[at(h_, s_.seqlen_q, i)]) : Real(0);
-      Real delta = 0, delta_terms = 0;  // D = rowsum(dO * O)
-      for (int64_t d = 0; d < s_.head_dim_v; ++d) {
+      Real delta = 0,
+           delta_terms = 0;  // D = rowsum(dO * O); a row that sees nothing has the constant output 0, whatever its dO
+      const auto row = seen_.begin() + static_cast<std::ptrdiff_t>(at(i, s_.seqlen_k, 0));
+      const bool sees = std::find(row, row + static_cast<std::ptrdiff_t>(s_.seqlen_k), true) !=
+                        row + static_cast<std::ptrdiff_t>(s_.seqlen_k);
+      for (int64_t d = 0; sees && d < s_.head_dim_v; ++d) {
         const Real term = dout(i, d) * static_cast<Real>(r.out[out_at(i, d)]);
         delta += term;
         delta_terms += std::abs(term);
