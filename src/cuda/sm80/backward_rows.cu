@@ -35,9 +35,15 @@ __global__ void __launch_bounds__(kWarps * 32) backward_rows(const __grid_consta
     if (natural != -CUDART_INF_F) {
       const int64_t out = batch * p.out.batch_stride + at * p.out.seq_stride + head * p.out.head_stride;
       const int64_t dout = batch * g.dout.batch_stride + at * g.dout.seq_stride + head * g.dout.head_stride;
-      for (int64_t column = lane; column < p.head_dim_v; column += 32)
-        delta += load(p.out, out + column) * load(g.dout, dout + column);
+      bool any = false;
+      for (int64_t column = lane; column < p.head_dim_v; column += 32) {
+        const float x = load(p.out, out + column);
+        any |= x != 0;
+        delta += x * load(g.dout, dout + column);
+      }
       for (int mask = 16; mask > 0; mask /= 2) delta += __shfl_xor_sync(~0u, delta, mask);
+      // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
+      if (!__any_sync(~0u, any)) delta = 0;
       if (g.dlse.data != nullptr)
         delta -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + at * g.dlse.seq_stride];
       lse = natural * kLog2e;
