@@ -21,8 +21,12 @@ class CpuBackend : public Backend {
     return memory;
   }
   void release(void *memory) override { std::free(memory); }
-  void upload(void *device, const void *host, size_t bytes) override { std::memcpy(device, host, bytes); }
-  void download(void *host, const void *device, size_t bytes) override { std::memcpy(host, device, bytes); }
+  void upload(void *device, const void *host, size_t bytes) override {
+    if (bytes > 0) std::memcpy(device, host, bytes);
+  }
+  void download(void *host, const void *device, size_t bytes) override {
+    if (bytes > 0) std::memcpy(host, device, bytes);
+  }
 
  private:
   std::string name_;
