@@ -52,7 +52,8 @@ class Backend {
 
 // Creates the backend a configuration asks for. One function per device kind; a kind that is not built is refused by core.
 fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error);
-fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error);  // with FA_HAVE_CUDA
+fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> &backend,
+                              ErrorText &error);  // with FA_HAVE_CUDA
 
 // Refuses a workspace that a plan cannot use; {nullptr, 0} is fine.
 fa_status check_workspace(const Workspace &workspace, size_t needed_bytes, ErrorText &error);

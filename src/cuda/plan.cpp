@@ -137,7 +137,8 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
   plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
   plan.workspace_bytes = plan.turn_offset + align_up(chunks * sizeof(int32_t));
-  std::snprintf(plan.name, sizeof plan.name, "sm80_bwd_%s_%s%s", dtype_part(p), shape.name, p.deterministic || p.batch_invariant ? "_ordered" : "");
+  std::snprintf(plan.name, sizeof plan.name, "sm80_bwd_%s_%s%s", dtype_part(p), shape.name,
+                p.deterministic || p.batch_invariant ? "_ordered" : "");
   plan.reason = reason_of(shape.general);
   return FA_OK;
 }

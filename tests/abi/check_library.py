@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 # A plugin host has these already. No OpenMP, no BLAS, no CUDA driver: the library loads on any machine.
-ALLOWED_NEEDED = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|libpthread|libdl|ld-linux.*)\.so\.\d+$")
+ALLOWED_NEEDED = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|libpthread|libdl|librt|ld-linux.*)\.so\.\d+$")
 SANITIZER_NEEDED = re.compile(r"lib[atu]b?san\.so\.\d+$")
 
 

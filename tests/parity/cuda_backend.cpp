@@ -22,7 +22,9 @@ void check(cudaError_t result, const char *what) {
 
 class CudaBackend : public Backend {
  public:
-  explicit CudaBackend(fa_context context) : context_(context) { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"); }
+  explicit CudaBackend(fa_context context) : context_(context) {
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream");
+  }
   ~CudaBackend() override {
     fa_destroy(context_);
     cudaStreamDestroy(stream_);
