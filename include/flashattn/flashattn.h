@@ -81,7 +81,7 @@ enum {
   FA_ERROR_ALIGNMENT = 104,
   /** The workspace given is smaller than the query asked for. */
   FA_ERROR_WORKSPACE = 105,
-  /** The context is in use by another call (another thread, or a callback of the same call). */
+  /** The context is in use by another call (another thread, or a callback of the same call). The text is fa_last_error(NULL). */
   FA_ERROR_BUSY = 106,
   /** A well-formed problem for which no kernel exists; the reason is in fa_last_error(). */
   FA_ERROR_UNSUPPORTED = 200,

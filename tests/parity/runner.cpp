@@ -102,6 +102,11 @@ fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const
 
 bool refused(const Backend &backend, fa_status status) { return backend.may_refuse() && status / 100 == 2; }
 
+// A busy context's own text belongs to the call that keeps it busy.
+std::string error_text(fa_context context, fa_status status) {
+  return fa_last_error(status == FA_ERROR_BUSY ? nullptr : context);
+}
+
 std::string repro(const Backend &backend, const Data &data) {
   return "\n  on " + backend.name() + ": FA_TEST_CASE='" + describe(data.problem) + "' parity_test --gtest_filter='*Replay*'";
 }
@@ -118,7 +123,7 @@ Execution execute(Backend &backend, fa_context context, const Data &data) {
   e.forward = query_and_call(
       backend, data, e, "fa_forward", [&](fa_plan_info *info) { return fa_forward_query(context, attention, info); },
       [&](void *workspace, size_t bytes) { return fa_forward(context, attention, workspace, bytes, backend.stream()); });
-  if (e.forward != FA_OK) e.error = fa_last_error(context);
+  if (e.forward != FA_OK) e.error = error_text(context, e.forward);
   if (e.forward == FA_OK && data.problem.backward) {
     e.backward = query_and_call(
         backend, data, e, "fa_backward",
@@ -126,7 +131,7 @@ Execution execute(Backend &backend, fa_context context, const Data &data) {
         [&](void *workspace, size_t bytes) {
           return fa_backward(context, attention, gradients, workspace, bytes, backend.stream());
         });
-    if (e.backward != FA_OK) e.error = fa_last_error(context);
+    if (e.backward != FA_OK) e.error = error_text(context, e.backward);
   }
   for (int n = 0; n < kNumRoles; ++n) {
     const Role role = static_cast<Role>(n);
