@@ -170,8 +170,10 @@ std::string mismatch(const Data &data, Role role, const HostTensor &actual) {
     written[static_cast<size_t>(e.element)] = true;
     const double now = actual.get(e.element);
     if (actual.poisoned(e.element)) return message("not written", role, e.element, now, nullptr, 0);
-    const double tolerance =
-        2 * largest.unfused + rounding * std::abs(e.value) + smallest + fp32 * e.magnitude + out_rounding * e.through_out;
+    // Weights below the smallest normal fp32 may be flushed to zero.
+    constexpr double kFlushed = 1e-34;
+    const double tolerance = 2 * largest.unfused + rounding * std::abs(e.value) + smallest + fp32 * e.magnitude +
+                             out_rounding * e.through_out + kFlushed;
     const bool close = std::isnan(e.value)   ? std::isnan(now)
                        : std::isinf(e.value) ? now == e.value
                                              : std::abs(now - e.value) <= tolerance;
