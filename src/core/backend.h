@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 
 #include "core/problem.h"
 #include "core/status.h"
@@ -13,7 +14,7 @@ namespace fa {
 
 // The part of a backend's plan that users see.
 struct PlanSummary {
-  const char *kernel = "";  // static string
+  std::string kernel;
   const char *reason = "";  // static string: why this kernel
   size_t workspace_bytes = 0;
   int32_t num_splits = 1;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cinttypes>
-#include <cstdio>
 
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
@@ -62,7 +61,10 @@ fa_status check_grid(int64_t blocks_per_head, int64_t heads, int64_t batch, Erro
               blocks_per_head);
 }
 
-const char *dtype_part(const Problem &p) { return p.q.dtype == Dtype::bf16 ? "bf16" : "f16"; }
+// "sm80_fwd_bf16_d128"
+std::string name_of(const char *family_and_pass, const Problem &p, const char *shape) {
+  return std::string(family_and_pass) + (p.q.dtype == Dtype::bf16 ? "_bf16_" : "_f16_") + shape;
+}
 
 const char *reason_of(bool general) {
   return general ? "tensor-core kernel with general scores (softcap, bias, block mask, ALiBi or dropout)"
@@ -115,8 +117,6 @@ fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan
     plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
     plan.workspace_bytes = plan.split_lse_offset + align_up(rows * sizeof(float));
   }
-  std::snprintf(plan.name, sizeof plan.name, "sm80_fwd_%s_%s%s", dtype_part(p), shape.name,
-                plan.num_splits > 1 ? "_split" : "");
   plan.reason = reason_of(shape.general);
   return FA_OK;
 }
@@ -137,10 +137,18 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
   plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
   plan.workspace_bytes = plan.turn_offset + align_up(chunks * sizeof(int32_t));
-  std::snprintf(plan.name, sizeof plan.name, "sm80_bwd_%s_%s%s", dtype_part(p), shape.name,
-                p.deterministic || p.batch_invariant ? "_ordered" : "");
   plan.reason = reason_of(shape.general);
   return FA_OK;
+}
+
+std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
+  return name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name) + (plan.num_splits > 1 ? "_split" : "");
+}
+
+std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
+  const Problem &p = b.forward;
+  return name_of("sm80_bwd", p, sm80::kBackwardShapes[plan.shape].name) +
+         (p.deterministic || p.batch_invariant ? "_ordered" : "");
 }
 
 }  // namespace fa::cuda

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "core/problem.h"
 #include "core/status.h"
@@ -20,8 +21,12 @@ struct Device {
   int64_t l2_bytes = 0;
 };
 
+// A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
+enum class Family : int32_t { sm80 };
+
 struct ForwardPlan {
-  int32_t shape = -1;  // index into sm80::kForwardShapes
+  Family family = Family::sm80;
+  int32_t shape = -1;  // index into the family's forward table
   int32_t row_blocks = 0;
   int32_t rows_per_token = 1;
   int32_t heads_per_section = 1;
@@ -29,12 +34,12 @@ struct ForwardPlan {
   int64_t blocks = 0;  // blocks of threads
   size_t workspace_bytes = 0;
   size_t split_lse_offset = 0;  // in the workspace; split_out is at 0
-  char name[64] = {0};
   const char *reason = "";
 };
 
 struct BackwardPlan {
-  int32_t shape = -1;  // index into sm80::kBackwardShapes
+  Family family = Family::sm80;
+  int32_t shape = -1;  // index into the family's backward table
   int32_t key_blocks = 0;
   int32_t row_chunks = 0;
   size_t workspace_bytes = 0;
@@ -42,11 +47,14 @@ struct BackwardPlan {
   size_t row_delta_offset = 0;
   size_t dq_sum_offset = 0;
   size_t turn_offset = 0;
-  char name[64] = {0};
   const char *reason = "";
 };
 
 fa_status plan_forward(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
+
+// For people. Not part of the plan: a launch needs no name.
+std::string kernel_name(const Problem &problem, const ForwardPlan &plan);
+std::string kernel_name(const BackwardProblem &problem, const BackwardPlan &plan);
 
 }  // namespace fa::cuda

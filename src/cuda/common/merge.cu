@@ -103,23 +103,18 @@ __global__ void __launch_bounds__(kWarps * 32) merge_split(const __grid_constant
       p.out.dtype, p.lse.data != nullptr ? scalar_of(p.lse, b, q.start + i, h) : nullptr);
 }
 
-unsigned blocks_of(int64_t rows) { return static_cast<unsigned>((rows + kWarps - 1) / kWarps); }
+Launch launch_of(const void *kernel, int64_t rows) { return {kernel, kWarps * 32, 0, (rows + kWarps - 1) / kWarps}; }
 
 }  // namespace
 
-cudaError_t launch_merge(const MergeListParams &params, cudaStream_t stream) {
+Launch merge_launch(const MergeListParams &params) {
   const MergeProblem &p = params.problem;
-  const int64_t rows = p.batch * p.heads_q * p.seqlen_q;
-  if (rows == 0) return cudaSuccess;
-  merge_list<<<blocks_of(rows), kWarps * 32, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_of(reinterpret_cast<const void *>(&merge_list), p.batch * p.heads_q * p.seqlen_q);
 }
 
-cudaError_t launch_merge(const MergeSplitParams &params, cudaStream_t stream) {
-  const int64_t rows = params.problem.batch * params.problem.heads_q * params.max_tokens;
-  if (rows == 0) return cudaSuccess;
-  merge_split<<<blocks_of(rows), kWarps * 32, 0, stream>>>(params);
-  return cudaGetLastError();
+Launch merge_launch(const MergeSplitParams &params) {
+  return launch_of(reinterpret_cast<const void *>(&merge_split),
+                   params.problem.batch * params.problem.heads_q * params.max_tokens);
 }
 
 }  // namespace fa::cuda

@@ -2,9 +2,8 @@
 // Combines partial results over disjoint key sets: fa_merge, and the last step of a forward that was split over the keys.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "core/problem.h"
+#include "cuda/common/launch.h"
 
 namespace fa::cuda {
 
@@ -26,7 +25,7 @@ struct MergeSplitParams {
   const float *lse;
 };
 
-cudaError_t launch_merge(const MergeListParams &params, cudaStream_t stream);
-cudaError_t launch_merge(const MergeSplitParams &params, cudaStream_t stream);
+Launch merge_launch(const MergeListParams &params);
+Launch merge_launch(const MergeSplitParams &params);
 
 }  // namespace fa::cuda

@@ -2,9 +2,8 @@
 // The backward kernels for sm_80 and newer, as plan and launcher see them.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "core/problem.h"
+#include "cuda/common/launch.h"
 #include "cuda/sm80/backward_table.h"
 
 namespace fa::cuda::sm80 {
@@ -26,14 +25,6 @@ struct BackwardParams {
   int32_t *turn;     // (): with `deterministic`, the number of blocks of keys that have added to the chunk's dq
 };
 
-// One kernel for cudaLaunchKernel.
-struct Launch {
-  const void *kernel;  // null if this build leaves it out
-  int threads;
-  int shared_bytes;
-  int64_t blocks;
-};
-
 // What runs a shape of kBackwardShapes, in this order. The problem fields of params must be set.
 struct BackwardLaunches {
   Launch main;  // dk, dv and the sum for dq
@@ -43,8 +34,8 @@ struct BackwardLaunches {
 BackwardLaunches backward_launches(int shape, Dtype dtype, const BackwardParams &params);
 
 // Before all of them: row_lse, row_delta, zero in dq_sum and turn.
-cudaError_t launch_backward_rows(const BackwardParams &params, cudaStream_t stream);
+Launch backward_rows_launch(const BackwardParams &params);
 // dsink, from row_lse and row_delta.
-cudaError_t launch_backward_sink(const BackwardParams &params, cudaStream_t stream);
+Launch backward_sink_launch(const BackwardParams &params);
 
 }  // namespace fa::cuda::sm80

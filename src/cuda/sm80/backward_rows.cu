@@ -82,15 +82,13 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
 
 }  // namespace
 
-cudaError_t launch_backward_rows(const BackwardParams &a, cudaStream_t stream) {
+Launch backward_rows_launch(const BackwardParams &a) {
   const int64_t rows = a.problem.forward.batch * a.problem.forward.heads_q * a.row_chunks * a.chunk_rows;
-  backward_rows<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), kWarps * 32, 0, stream>>>(a);
-  return cudaGetLastError();
+  return {reinterpret_cast<const void *>(&backward_rows), kWarps * 32, 0, (rows + kWarps - 1) / kWarps};
 }
 
-cudaError_t launch_backward_sink(const BackwardParams &a, cudaStream_t stream) {
-  backward_sink<<<static_cast<unsigned>(a.problem.forward.heads_q), kSinkThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+Launch backward_sink_launch(const BackwardParams &a) {
+  return {reinterpret_cast<const void *>(&backward_sink), kSinkThreads, 0, a.problem.forward.heads_q};
 }
 
 }  // namespace fa::cuda::sm80

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a family of kernels hands to the backend: the launches that carry out a plan, in stream order, with their parameters.
+#pragma once
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <type_traits>
+
+namespace fa::cuda {
+
+// One kernel and its grid of blocks of threads, both one-dimensional.
+struct Launch {
+  const void *kernel = nullptr;  // the __global__ function; null if this build leaves it out
+  int threads = 0;
+  int shared_bytes = 0;  // dynamic
+  int64_t blocks = 0;    // 0: nothing to do
+};
+
+// A short list of launches and the memory of their parameters. Lives on the stack for one call; nothing in it is initialised before
+// it is used.
+class Launches {
+ public:
+  struct Entry {
+    const char *what;  // for messages
+    Launch launch;
+    const void *params;  // the kernel's only parameter
+  };
+
+  Launches() {}
+  Launches(const Launches &) = delete;
+  Launches &operator=(const Launches &) = delete;
+
+  // Parameters that live as long as the list, uninitialised members included: the caller sets every one.
+  template <typename Params>
+  Params &make_params() {
+    static_assert(std::is_trivially_destructible_v<Params> && alignof(Params) <= kAlignment && sizeof(Params) <= kParamsBytes);
+    assert(num_params_ < kMaxParams);
+    return *new (params_[num_params_++]) Params;
+  }
+
+  void add(const char *what, const Launch &launch, const void *params) {
+    if (launch.blocks == 0) return;
+    assert(num_entries_ < kMaxEntries);
+    entries_[num_entries_++] = {what, launch, params};
+  }
+
+  const Entry *begin() const { return entries_; }
+  const Entry *end() const { return entries_ + num_entries_; }
+
+ private:
+  static constexpr int kMaxEntries = 8, kMaxParams = 3;
+  static constexpr size_t kParamsBytes = 2048, kAlignment = 64;  // of tensor maps
+
+  alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];
+  union {
+    Entry entries_[kMaxEntries];
+  };
+  int num_params_ = 0, num_entries_ = 0;
+};
+
+}  // namespace fa::cuda

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// What launchers ask of a tensor.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+
+namespace fa::cuda {
+
+// Whether every row starts on 16 bytes and is whole 16-byte pieces.
+inline bool takes_vectors(const Operand &t, int64_t head_dim) {
+  const int64_t elements = 16 / dtype_bytes(t.dtype);
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
+         (t.batch_stride | t.seq_stride | t.head_stride | head_dim) % elements == 0;
+}
+
+}  // namespace fa::cuda
