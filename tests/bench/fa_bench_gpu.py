@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU benchmark: libflashattn beside PyTorch's FlashAttention-2 and cuDNN attention, in one process, taking turns.
+
+    FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
+
+Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
+faster ours is; `x FA3` goes through the published ratio of FA3 to cuDNN (tests/bench/gpu/published.json); `x plain` compares rows
+with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind.
+"""
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu import cases, plot, report  # noqa: E402  (nothing of these needs torch)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", default=",".join((*cases.SECTIONS, "host")), help="comma-separated; default: %(default)s")
+    parser.add_argument("--filter", action="append", default=[], metavar="TEXT",
+                        help="only rows whose 'section: name ' contains TEXT; several must all match")
+    parser.add_argument("--quick", action="store_true", help="a coarser grid within a minute")
+    parser.add_argument("--seconds", type=float, help="time for all rows together (default 270, with --quick 50)")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows and stop")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw forward and backward")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="measure nothing: print, draw and compare this JSON")
+    parser.add_argument("--host-program", type=Path, metavar="FILE", help="fa_bench_host of the build, for the host time of C calls")
+    args = parser.parse_args(argv)
+    args.sections = [name for name in args.sections.split(",") if name]
+    unknown = [name for name in args.sections if name not in (*cases.SECTIONS, "host")]
+    if unknown:
+        parser.error(f"unknown section {', '.join(unknown)}")
+    args.seconds = args.seconds or (50 if args.quick else 270)
+    return args
+
+
+def measure_case(case, context, budget_s):
+    """One row. Imports torch late, so that the rest of this program works without it."""
+    import torch
+
+    from gpu import library, opponents, timing
+
+    def inputs():
+        rows = (sum(case.lengths),) if case.lengths else None
+        shape_q = (*(rows or (case.batch, case.seqlen_q)), case.heads_q)
+        shape_k = (*(rows or (case.batch, case.seqlen_k)), case.heads_k)
+        sizes = ((*shape_q, case.head_dim), (*shape_k, case.head_dim), (*shape_k, case.d_v))
+        return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+    cu = None
+    if case.lengths:
+        cu = torch.tensor([sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)], dtype=torch.int32, device="cuda")
+
+    def ours_on(q, k, v, option=case.option, deterministic=case.deterministic):
+        return library.Attention(context, q, k, v, case.causal, deterministic, cu, case.seqlen_q, option)
+
+    # Replays of short problems go round among enough inputs that the L2 cache holds none of them.
+    sets = [inputs() for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section == "decode" else 1)]
+    mine = [ours_on(*tensors) for tensors in sets]
+    others = {}
+    for tensors in sets:
+        for opponent in opponents.opponents(case, *tensors, cu):
+            others.setdefault(opponent.name, []).append(opponent)
+    if case.option or case.deterministic:
+        others["plain"] = [ours_on(*sets[0], option="", deterministic=False)]
+
+    mine[0].forward()
+    row = dict(dataclasses.asdict(case), name=case.name, flops=case.flops, kernel=mine[0].kernel)
+    reference = next((contender for name, (contender, *_) in others.items() if name != "plain"), None)
+    if reference is not None:
+        theirs = reference.forward().float()
+        row["error"] = ((mine[0].out.float() - theirs).norm() / theirs.norm()).item()
+    contenders = {"ours": mine, **others}
+    if case.direction == "backward":
+        dout = torch.randn_like(mine[0].out)
+        for kept in [*contenders.values()]:
+            kept[0].forward()
+            try:
+                kept[0].prepare_backward(dout)
+                kept[0].backward()
+            except RuntimeError as failure:
+                if kept is mine:
+                    raise
+                print(f"{case.name}: {type(kept[0]).__name__} has no backward: {failure}", file=sys.stderr)
+                contenders = {name: other for name, other in contenders.items() if other is not kept}
+        row["kernel"] = mine[0].kernel
+    calls = {name: [getattr(contender, case.direction) for contender in kept] for name, kept in contenders.items()}
+    per_call = 1
+    if case.graph:
+        per_call = timing.GRAPH_CALLS
+        calls = {name: [timing.graph_of([kept[i % len(kept)] for i in range(per_call)])] for name, kept in calls.items()}
+    row["ms"] = timing.side_by_side({name: kept[0] for name, kept in calls.items()}, budget_s, per_call)
+    if case.section == "decode":
+        row["gbytes"] = case.key_bytes / row["ms"]["ours"] / 1e6
+    return report.add_ratios(row)
+
+
+def measure_host(context, program):
+    """Microseconds of host time of one call on a tiny problem."""
+    import torch
+
+    from gpu import library, opponents, timing
+
+    tiny = cases.Case("host", "forward", 64, False, 64, 64, 1, 1, 1)
+    q, k, v = (torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mine = library.Attention(context, q, k, v)
+    results = {"ours through ctypes": timing.host_us(mine.forward)}
+    for opponent in opponents.opponents(tiny, q, k, v, None):
+        results[f"{opponent.name} through PyTorch"] = timing.host_us(opponent.forward)
+    if program:
+        results.update(json.loads(subprocess.run([program], check=True, capture_output=True, text=True).stdout))
+    return results
+
+
+def measure(args, rows_wanted):
+    import torch
+
+    from gpu import library
+
+    context = library.Context()
+    data = {
+        "library": library.abi.lib.fa_version_string().decode(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "rows": [],
+        "host_us": {},
+    }
+    print(f"libflashattn {data['library']}, {data['device']}, PyTorch {data['torch']}, cuDNN {data['cudnn']}", flush=True)
+    deadline = time.monotonic() + args.seconds
+    if "host" in args.sections:
+        data["host_us"] = measure_host(context, args.host_program)
+    section, spare_s = None, 0.15  # of a row: inputs and warm-up
+    for n, case in enumerate(rows_wanted):
+        if case.section != section:
+            section = case.section
+            print(report.heading(section))
+        share = (deadline - time.monotonic()) / (len(rows_wanted) - n) - spare_s
+        try:
+            data["rows"].append(measure_case(case, context, max(0.02, min(share, 1.0))))
+            print(report.line(data["rows"][-1]), flush=True)
+        except RuntimeError as failure:  # one row's refusal does not end the run
+            print(f"{case.name}: {failure}", flush=True)
+    return data
+
+
+def main(argv=None):
+    args = parse(argv)
+    rows_wanted = cases.all_cases([name for name in cases.SECTIONS if name in args.sections], args.quick, args.filter)
+    if args.list:
+        print("\n".join(f"{case.section}: {case.name}" for case in rows_wanted))
+        return 0
+    if args.replay:
+        data = json.loads(args.replay.read_text())
+        data["rows"] = [report.add_ratios(row) for row in data["rows"]]
+        for n, row in enumerate(data["rows"]):
+            if n == 0 or row["section"] != data["rows"][n - 1]["section"]:
+                print(report.heading(row["section"]))
+            print(report.line(row))
+    else:
+        data = measure(args, rows_wanted)
+    print(report.summary(data["rows"], data["host_us"]))
+    if args.baseline:
+        print(report.compare(data["rows"], json.loads(args.baseline.read_text())["rows"]))
+    if args.json:
+        args.json.write_text(json.dumps(data, indent=1) + os.linesep)
+    if args.svg:
+        args.svg.write_text(plot.svg(data))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grid: every row of the benchmark as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import List, Tuple
+
+TOKENS = 16384  # batch * seqlen of the grid
+WIDTH = 2048  # heads * head_dim
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_SEQLENS = (512, 2048, 8192)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    section: str
+    direction: str  # "forward" or "backward"
+    head_dim: int
+    causal: bool
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads_q: int
+    heads_k: int
+    head_dim_v: int = 0  # 0 = head_dim
+    option: str = ""  # one of OPTIONS: what general-score kernels are for
+    deterministic: bool = False
+    lengths: Tuple[int, ...] = ()  # packed sequences; batch is 1 then and seqlen_q the longest
+    graph: bool = False  # replayed from a CUDA graph, so that host time does not count
+
+    @property
+    def d_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def name(self) -> str:
+        dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        words = [self.direction, dims, "causal" if self.causal else "full"]
+        if self.lengths:
+            words.append(f"packed{len(self.lengths)}x<={self.seqlen_q}")
+        elif self.seqlen_q != self.seqlen_k:
+            words.append(f"B{self.batch} S{self.seqlen_q}x{self.seqlen_k}")
+        else:
+            words.append(f"S{self.seqlen_q}")
+        if self.heads_q != self.heads_k or self.section == "decode":
+            words.append(f"H{self.heads_q}/{self.heads_k}")
+        words += [word for word in (self.option, "deterministic" if self.deterministic else "") if word]
+        return " ".join(words)
+
+    @property
+    def flops(self) -> float:
+        """Products over visible pairs: half of them under a causal mask; backward counts five products for forward's two."""
+        pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
+        forward = 2.0 * pairs * self.heads_q * (self.head_dim + self.d_v) * (0.5 if self.causal else 1.0)
+        return forward * (2.5 if self.direction == "backward" else 1.0)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys and values in 16-bit elements: what decoding has to read."""
+        return 2 * self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.d_v)
+
+
+OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
+SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "decode", "varlen")
+
+
+def square(section, direction, head_dim, causal, seqlen, heads=0, heads_k=0, **more) -> Case:
+    heads = heads or WIDTH // head_dim
+    return Case(section, direction, head_dim, causal, seqlen, seqlen, max(TOKENS // seqlen, 1), heads, heads_k or heads, **more)
+
+
+def grid(section: str, direction: str, quick: bool) -> List[Case]:
+    seqlens = QUICK_SEQLENS if quick else SEQLENS
+    rows = [square(section, direction, d, causal, n) for d in (64, 128, 256) for causal in (False, True) for n in seqlens]
+    rows.append(square(section, direction, 128, True, 8192, 32, 8))
+    rows.append(square(section, direction, 128, False, 8192, 64, 8))
+    return rows
+
+
+def dims(quick: bool) -> List[Case]:
+    shapes = [(192, 128, 32, 32), (192, 0, 16, 16), (96, 0, 16, 16), (128, 0, 64, 8)]
+    return [
+        square("dims", direction, d, causal, n, heads, heads_k, head_dim_v=d_v)
+        for direction in ("forward", "backward") for d, d_v, heads, heads_k in shapes for causal in (False, True)
+        for n in ((2048,) if quick else (2048, 8192))
+    ]
+
+
+def deterministic(quick: bool) -> List[Case]:
+    seqlens = (4096,) if quick else (1024, 4096, 8192, 16384)
+    return [
+        square("deterministic", "backward", d, causal, n, deterministic=True)
+        for d in (64, 128, 256) for causal in (False, True) for n in seqlens
+    ]
+
+
+def short(quick: bool) -> List[Case]:
+    seqlens = (128, 512) if quick else (128, 256, 512, 1024)
+    return [
+        square("short", "forward", d, causal, n, graph=True) for d in (64, 128) for causal in (False, True) for n in seqlens
+    ]
+
+
+def general(quick: bool) -> List[Case]:
+    return [
+        square("general", direction, d, causal, 4096, option=option)
+        for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128, 256)) for causal in (False, True)
+        for option in OPTIONS
+    ]
+
+
+def decode(quick: bool) -> List[Case]:
+    shapes = [(1, 8192, 32, 8), (16, 8192, 32, 8), (128, 8192, 64, 8), (1, 131072, 32, 8), (64, 4096, 32, 32)]
+    shapes += [] if quick else [(1, 2048, 64, 8), (1, 8192, 64, 8), (1, 32768, 64, 8), (1, 131072, 64, 8)]
+    rows = [Case("decode", "forward", 128, False, 1, n, b, h, h_k, graph=True) for b, n, h, h_k in shapes]
+    return rows + ([] if quick else [Case("decode", "forward", 128, True, q, 8192, 16, 32, 8, graph=True) for q in (4, 16)])
+
+
+def varlen(quick: bool) -> List[Case]:
+    lengths = tuple(64 * (1 + 37 * n % 31) for n in range(32))  # 64 to 1984 rows, no two neighbours alike
+    return [
+        Case("varlen", direction, d, True, max(lengths), max(lengths), 1, WIDTH // d, WIDTH // d, lengths=lengths)
+        for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128))
+    ]
+
+
+def all_cases(sections, quick: bool, filters=()) -> List[Case]:
+    """The rows of these sections whose name contains every filter."""
+    makers = {
+        "forward": lambda: grid("forward", "forward", quick),
+        "backward": lambda: grid("backward", "backward", quick),
+        "dims": lambda: dims(quick),
+        "deterministic": lambda: deterministic(quick),
+        "short": lambda: short(quick),
+        "general": lambda: general(quick),
+        "decode": lambda: decode(quick),
+        "varlen": lambda: varlen(quick),
+    }
+    rows = [case for section in sections for case in makers[section]()]
+    return [case for case in rows if all(text in f"{case.section}: {case.name} " for text in filters)]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libflashattn on torch tensors, through the bindings' ctypes declarations: structs are filled once, a call is one foreign call."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bindings" / "python"))
+from flashattn import _abi as abi  # noqa: E402
+
+DTYPES = {
+    torch.float32: abi.FLOAT32,
+    torch.float16: abi.FLOAT16,
+    torch.bfloat16: abi.BFLOAT16,
+    torch.int32: abi.INT32,
+    torch.uint8: abi.UINT8,
+}
+
+
+def tensor(t: torch.Tensor) -> abi.fa_tensor:
+    view = abi.fa_tensor(data=t.data_ptr(), dtype=DTYPES[t.dtype], ndim=t.dim())
+    view.shape[: t.dim()] = t.shape
+    view.stride[: t.dim()] = t.stride()
+    return view
+
+
+class Context:
+    """A context on the current CUDA device."""
+
+    def __init__(self):
+        config = abi.fa_config()
+        self.check(abi.lib.fa_config_init(ctypes.byref(config), ctypes.sizeof(config)))
+        config.device_type = abi.DEVICE_CUDA
+        config.device_index = torch.cuda.current_device()
+        self.handle = ctypes.c_void_p()
+        self.check(abi.lib.fa_create(ctypes.byref(self.handle), ctypes.byref(config)))
+
+    def check(self, status):
+        if status != abi.OK:
+            text = abi.lib.fa_last_error(getattr(self, "handle", None)).decode()
+            raise RuntimeError(f"{abi.lib.fa_status_name(status).decode()}: {text}")
+
+
+class Attention:
+    """One problem with its workspaces. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`."""
+
+    def __init__(self, context: Context, q, k, v, causal=False, deterministic=False, cu=None, longest=0, option="", seed=1):
+        self.context = context
+        rows = q.shape[:-1]
+        self.out = torch.full((*rows, v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
+        lse_shape = (rows[1], rows[0]) if cu is not None else (rows[0], rows[2], rows[1])
+        self.lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        self.kept = [q, k, v, cu]  # what the structs point to
+        a = self.attention = abi.fa_attention()
+        context.check(abi.lib.fa_attention_init(ctypes.byref(a), ctypes.sizeof(a)))
+        a.q, a.k, a.v, a.out, a.lse = map(tensor, (q, k, v, self.out, self.lse))
+        a.mask = abi.MASK_CAUSAL if causal else abi.MASK_NONE
+        a.flags = abi.FLAG_DETERMINISTIC if deterministic else 0
+        if cu is not None:
+            a.cu_seqlens_q = a.cu_seqlens_k = tensor(cu)
+            a.max_seqlen_q = a.max_seqlen_k = longest
+        self._set(option, q, k, seed)
+        self.gradients = None
+        info = self._query()
+        self.kernel = info.kernel.decode()
+        self.workspace, self.workspace_bytes = self._workspace(info)
+
+    def _set(self, option, q, k, seed):
+        a, (seqlen_q, heads), seqlen_k = self.attention, q.shape[-3:-1], k.shape[-3]
+        if option == "softcap":
+            a.softcap = 30.0
+        elif option == "alibi":
+            self.kept.append(torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], device=q.device))
+            a.alibi_slopes = tensor(self.kept[-1])
+        elif option == "bias":
+            self.kept.append(torch.randn(1, 1, seqlen_q, seqlen_k, device=q.device).to(q.dtype))
+            a.bias = tensor(self.kept[-1])
+        elif option == "dropout":
+            a.dropout_p, a.dropout_seed = 0.1, seed
+        elif option == "block_mask":  # every block is visible: what the mask itself costs
+            self.kept.append(torch.ones(1, 1, -(-seqlen_q // 128), -(-seqlen_k // 128), dtype=torch.uint8, device=q.device))
+            a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), 128, 128
+        elif option:
+            raise ValueError(f"unknown option {option}")
+
+    def prepare_backward(self, dout):
+        q, k, v = self.kept[:3]
+        self.grads = [torch.full_like(t, float("nan")) for t in (q, k, v)]
+        g = self.gradients = abi.fa_gradients()
+        self.context.check(abi.lib.fa_gradients_init(ctypes.byref(g), ctypes.sizeof(g)))
+        g.dout, g.dq, g.dk, g.dv = map(tensor, (dout, *self.grads))
+        self.kept.append(dout)
+        info = self._query()
+        self.kernel = info.kernel.decode()
+        self.backward_workspace, self.backward_bytes = self._workspace(info)
+
+    def _query(self):
+        info = abi.fa_plan_info()
+        self.context.check(abi.lib.fa_plan_info_init(ctypes.byref(info), ctypes.sizeof(info)))
+        handle, a = self.context.handle, ctypes.byref(self.attention)
+        if self.gradients is None:
+            self.context.check(abi.lib.fa_forward_query(handle, a, ctypes.byref(info)))
+        else:
+            self.context.check(abi.lib.fa_backward_query(handle, a, ctypes.byref(self.gradients), ctypes.byref(info)))
+        return info
+
+    def _workspace(self, info):
+        memory = torch.empty(info.workspace_bytes + 256, dtype=torch.uint8, device=self.out.device)
+        self.kept.append(memory)
+        return -(-memory.data_ptr() // 256) * 256, info.workspace_bytes
+
+    def forward(self):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.context.check(abi.lib.fa_forward(self.context.handle, ctypes.byref(self.attention), self.workspace,
+                                              self.workspace_bytes, stream))
+
+    def backward(self):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.context.check(abi.lib.fa_backward(self.context.handle, ctypes.byref(self.attention), ctypes.byref(self.gradients),
+                                               self.backward_workspace, self.backward_bytes, stream))

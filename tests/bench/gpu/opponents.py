@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's FlashAttention-2 and cuDNN attention as bare operators: forward and backward without autograd's host work."""
+
+from __future__ import annotations
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Fa2:
+    """Tensors are (batch, seqlen, heads, head_dim) views; the operators want heads second."""
+
+    name = "fa2"
+
+    def __init__(self, q, k, v, causal, deterministic=False):
+        if q.shape[-1] != v.shape[-1]:
+            raise RuntimeError("no kernel for values with a head_dim of their own")
+        self.q, self.k, self.v = (t.transpose(1, 2) for t in (q, k, v))
+        self.causal, self.deterministic = causal, deterministic
+
+    def forward(self):
+        self.saved = aten._scaled_dot_product_flash_attention(self.q, self.k, self.v, 0.0, self.causal, False)
+        return self.saved[0].transpose(1, 2)
+
+    def prepare_backward(self, dout):
+        self.dout = dout.transpose(1, 2)
+        self.forward()
+
+    def backward(self):
+        out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
+        with Deterministic(self.deterministic):
+            return aten._scaled_dot_product_flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, cu_q, cu_k,
+                                                                     max_q, max_k, 0.0, self.causal, seed, offset)
+
+
+class Cudnn:
+    name = "cudnn"
+
+    def __init__(self, q, k, v, causal, deterministic=False):
+        self.q, self.k, self.v = (t.transpose(1, 2) for t in (q, k, v))
+        self.causal, self.deterministic = causal, deterministic
+
+    def forward(self):
+        self.saved = aten._scaled_dot_product_cudnn_attention(self.q, self.k, self.v, None, True, 0.0, self.causal, False)
+        return self.saved[0].transpose(1, 2)
+
+    def prepare_backward(self, dout):
+        self.dout = dout.transpose(1, 2)
+        self.forward()
+
+    def backward(self):
+        out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
+        with Deterministic(self.deterministic):
+            return aten._scaled_dot_product_cudnn_attention_backward(self.dout, self.q, self.k, self.v, out, lse, seed, offset,
+                                                                     None, cu_q, cu_k, max_q, max_k, 0.0, self.causal)
+
+
+class Fa2Packed:
+    """Tensors are (total, heads, head_dim)."""
+
+    name = "fa2"
+
+    def __init__(self, q, k, v, cu, longest, causal):
+        self.q, self.k, self.v, self.cu, self.longest, self.causal = q, k, v, cu, longest, causal
+
+    def forward(self):
+        self.saved = aten._flash_attention_forward(self.q, self.k, self.v, self.cu, self.cu, self.longest, self.longest, 0.0,
+                                                   self.causal, False)
+        return self.saved[0]
+
+    def prepare_backward(self, dout):
+        self.dout = dout
+        self.forward()
+
+    def backward(self):
+        out, lse, seed, offset, _ = self.saved
+        return aten._flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, self.cu, self.cu, self.longest,
+                                              self.longest, 0.0, self.causal, seed, offset)
+
+
+class Deterministic:
+    """Asks PyTorch for its deterministic kernels while an operator is called."""
+
+    def __init__(self, wanted):
+        self.wanted = wanted
+
+    def __enter__(self):
+        if self.wanted:
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *_):
+        if self.wanted:
+            torch.use_deterministic_algorithms(False)
+
+
+def opponents(case, q, k, v, cu):
+    """Those that take the case; each was called once."""
+    if case.option:
+        return []
+    if cu is not None:
+        makers = [lambda: Fa2Packed(q, k, v, cu, case.seqlen_q, case.causal)]
+    else:
+        # PyTorch's causal mask starts at the top left: other problems than ours unless queries and keys are as many.
+        if case.causal and case.seqlen_q != case.seqlen_k:
+            return []
+        makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic) for kind in (Fa2, Cudnn)]
+    able = []
+    for make in makers:
+        try:
+            opponent = make()
+            opponent.forward()
+            able.append(opponent)
+        except RuntimeError:  # not for this shape
+            pass
+    return able

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a run as SVG, written by hand: TFLOP/s over sequence length, one panel a head_dim and mask."""
+
+from __future__ import annotations
+
+from html import escape
+
+CONTENDERS = {"ours": ("libflashattn", "#c2410c"), "cudnn": ("cuDNN (PyTorch)", "#1d4ed8"), "fa2": ("FA2 (PyTorch)", "#15803d")}
+PANEL_W, PANEL_H = 250, 170
+LEFT, TOP, GAP_X, GAP_Y = 56, 64, 34, 58
+
+
+def text(x, y, words, size=11, anchor="middle", color="#374151", weight="normal"):
+    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}" '
+            f'font-weight="{weight}">{escape(words)}</text>')
+
+
+def line(x1, y1, x2, y2, color="#e5e7eb", width=1.0):
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="{width}"/>'
+
+
+def seqlen_label(n):
+    return f"{n // 1024}k" if n >= 1024 else str(n)
+
+
+def panel(x0, y0, rows, limit, step, with_scale):
+    """One set of axes with its top left corner at (x0, y0); rows are of one direction, head_dim and mask."""
+    seqlens = sorted({row["seqlen_q"] for row in rows})
+    x_of = {n: x0 + PANEL_W * (i + 0.5) / len(seqlens) for i, n in enumerate(seqlens)}
+    parts = []
+    for tick in range(0, limit + 1, step):
+        y = y0 + PANEL_H * (1 - tick / limit)
+        parts.append(line(x0, y, x0 + PANEL_W, y, "#9ca3af" if tick == 0 else "#e5e7eb"))
+        if with_scale:
+            parts.append(text(x0 - 6, y + 4, str(tick), anchor="end"))
+    parts += [text(x, y0 + PANEL_H + 16, seqlen_label(n)) for n, x in x_of.items()]
+    for name, (_, color) in reversed(CONTENDERS.items()):
+        points = [(x_of[row["seqlen_q"]], y0 + PANEL_H * (1 - row["tflops"][name] / limit)) for row in rows
+                  if name in row["tflops"]]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>' for x, y in points]
+    return parts
+
+
+def svg(data):
+    """The grid of forward and backward; other sections do not fit one picture."""
+    rows = [row for row in data["rows"] if row["section"] in ("forward", "backward") and row["heads_q"] == row["heads_k"]]
+    if not rows:
+        raise ValueError("no rows of the sections forward and backward to draw")
+    directions = [name for name in ("forward", "backward") if any(row["direction"] == name for row in rows)]
+    bands = [(direction, causal) for direction in directions for causal in (False, True)
+             if any(row["direction"] == direction and row["causal"] == causal for row in rows)]
+    head_dims = sorted({row["head_dim"] for row in rows})
+    width = LEFT + len(head_dims) * (PANEL_W + GAP_X)
+    height = TOP + len(bands) * (PANEL_H + GAP_Y) + 6
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        text(LEFT, 22, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k", 14, "start",
+             "#111827", "bold")
+    ]
+    for i, (label, color) in enumerate(CONTENDERS.values()):
+        x = LEFT + i * 150
+        parts += [line(x, 38, x + 22, 38, color, 3), text(x + 28, 42, label, anchor="start")]
+    for band, (direction, causal) in enumerate(bands):
+        speeds = [speed for row in rows if row["direction"] == direction for speed in row["tflops"].values()]
+        step = next(s for s in (20, 50, 100, 200, 500, 1000) if max(speeds) / s <= 7)
+        limit = step * int(max(speeds) / step + 1)
+        for column, head_dim in enumerate(head_dims):
+            some = sorted((row for row in rows if row["direction"] == direction and row["causal"] == causal
+                           and row["head_dim"] == head_dim), key=lambda row: row["seqlen_q"])
+            if not some:
+                continue
+            x0, y0 = LEFT + column * (PANEL_W + GAP_X), TOP + 14 + band * (PANEL_H + GAP_Y)
+            parts.append(text(x0, y0 - 8, f"{direction}, {'causal' if causal else 'full'}, head_dim {head_dim}", 12, "start",
+                              "#111827"))
+            parts += panel(x0, y0, some, limit, step, column == 0)
+    return "\n".join(parts + ["</svg>"]) + "\n"

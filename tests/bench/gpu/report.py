@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From measured rows to what people read: ratios, geometric means, the table, the comparison with an earlier run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())["rows"]
+RATIOS = ("fa2", "cudnn", "fa3", "plain")  # in row["ratios"]: how many times faster ours is
+
+
+def add_ratios(row):
+    """row["ms"] holds milliseconds by contender, "plain" among them for rows that are compared with our own plain kernel."""
+    ours = row["ms"]["ours"]
+    row["tflops"] = {name: row["flops"] / ms / 1e9 for name, ms in row["ms"].items()}
+    row["ratios"] = {name: ms / ours for name, ms in row["ms"].items() if name != "ours"}
+    published = PUBLISHED.get(f"{row['section']}: {row['name']}", {})
+    if "fa3" in published and "cudnn" in published and "cudnn" in row["ratios"]:
+        row["ratios"]["fa3"] = row["ratios"]["cudnn"] * published["cudnn"] / published["fa3"]
+    elif "fa3" in published and "cudnn" not in published:
+        row["ratios"]["fa3"] = row["tflops"]["ours"] / published["fa3"]  # another run's clock: a lead, no more
+    elif "fa3_us" in published:
+        row["ratios"]["fa3"] = published["fa3_us"] / 1e3 / ours
+    return row
+
+
+def geomean(values):
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+
+
+def geomeans(rows):
+    """{(section, direction, part): {ratio: (geometric mean, smallest, count)}}; a part is a head_dim or an option, "" all."""
+    groups = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        part = row["option"] or f"D{row['head_dim']}"
+        for name, ratio in row["ratios"].items():
+            for key in ("", part):
+                groups[row["section"], row["direction"], key][name].append(ratio)
+    return {
+        key: {name: (geomean(values), min(values), len(values)) for name, values in ratios.items()}
+        for key, ratios in groups.items()
+    }
+
+
+def cell(value, form="{:.2f}"):
+    return "-" if value is None else form.format(value)
+
+
+HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x plain")
+
+
+def columns(row):
+    speed, ratios = row["tflops"], row["ratios"]
+    values = [cell(row["ms"]["ours"] * 1e3, "{:.1f}")]
+    values += [cell(speed.get(name), "{:.0f}") for name in ("ours", "fa2", "cudnn")]
+    return values + [cell(ratios.get(name)) for name in RATIOS]
+
+
+def line(row):
+    notes = [row["kernel"]]
+    if "gbytes" in row:
+        notes.append(f"{row['gbytes'] / 1e3:.2f} TB/s")
+    if row.get("error", 0) > 0.02 or math.isnan(row.get("error", 0)):
+        notes.append(f"WRONG: relative difference {row['error']:.1e}")
+    return f"{row['name']:44s}" + "".join(f"{value:>9s}" for value in columns(row)) + "  " + ", ".join(notes)
+
+
+def heading(section):
+    return f"\n{section:44s}" + "".join(f"{text:>9s}" for text in HEADINGS)
+
+
+def summary(rows, host):
+    lines = ["\ngeometric mean (smallest, rows) of how many times faster ours is"]
+    groups = geomeans(rows)
+    parts = Counter((section, direction) for section, direction, part in groups if part)
+    for (section, direction, part), ratios in groups.items():
+        if part and parts[section, direction] == 1:
+            continue  # the same as the line of all
+        text = ", ".join(f"{name} {mean:.3f} ({least:.2f}, {count})" for name, (mean, least, count) in sorted(ratios.items()))
+        words = [section] + ([direction] if direction != section else []) + ([part] if part else [])
+        lines.append(f"  {' '.join(words):30s} {text}")
+    if host:
+        lines.append("host time of one call, us: " + ", ".join(f"{name} {us:.2f}" for name, us in host.items()))
+    return "\n".join(lines)
+
+
+def compare(rows, baseline_rows):
+    """Lines about rows that moved by more than 3 %, and the geometric mean of all: above 1 is faster than the baseline.
+
+    Clocks differ between runs, so rows are compared by their ratio to cuDNN, else FA2, where both runs have one."""
+    earlier = {(row["section"], row["name"]): row for row in baseline_rows}
+    lines, gains = ["\nagainst the baseline (above 1 is faster now)"], []
+    for row in rows:
+        old = earlier.get((row["section"], row["name"]))
+        if old is None:
+            continue
+        scale = 1.0
+        for opponent in ("cudnn", "fa2"):
+            if opponent in row["ms"] and opponent in old["ms"]:
+                scale = row["ms"][opponent] / old["ms"][opponent]
+                break
+        gain = old["ms"]["ours"] / row["ms"]["ours"] * scale
+        gains.append(gain)
+        if abs(gain - 1) > 0.03:
+            lines.append(f"  {row['section'] + ': ' + row['name']:54s} {gain:.3f}")
+    lines.append(f"  geometric mean of {len(gains)} rows: {geomean(gains):.3f}")
+    return "\n".join(lines)

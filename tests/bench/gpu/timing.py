@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times several contenders side by side: bursts in turn, one after another in every round, and the median of the rounds.
+
+A card runs faster in bursts of a few milliseconds than in long loops, and a neighbour's load moves its clock: contenders are only
+comparable when they take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Callable, Dict
+
+import torch
+
+ROUNDS = 9
+GRAPH_CALLS = 20
+
+
+def burst(call: Callable[[], object], calls: int) -> float:
+    """Milliseconds a call, `calls` of them in a row, on the device's clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def side_by_side(contenders: Dict[str, Callable[[], object]], budget_s: float, per_call: int = 1) -> Dict[str, float]:
+    """Median milliseconds of each contender within about `budget_s` seconds; a call stands for `per_call` of them."""
+    cost = {name: (burst(call, 1), burst(call, 2))[1] for name, call in contenders.items()}  # the first warms up
+    per_round = budget_s * 1e3 / ROUNDS / max(len(contenders), 1)
+    calls = {name: max(1, min(200, int(per_round / ms))) for name, ms in cost.items()}
+    times: Dict[str, list] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, call in contenders.items():
+            times[name].append(burst(call, calls[name]) / per_call)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def graph_of(calls) -> Callable[[], object]:
+    """A replay of these calls, captured once."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def host_us(call: Callable[[], object], calls: int = 100, rounds: int = 20) -> float:
+    """Microseconds of host time a call; few enough calls in a row that the queue to the device never fills."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
