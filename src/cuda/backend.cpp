@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CUDA device as a backend: the device's facts, the current-device dance, workspace from a pool, and launches.
-#include "core/backend.h"
+#include "cuda/backend.h"
 
 #include <cuda_runtime_api.h>
 
@@ -204,6 +204,24 @@ class CudaBackend final : public Backend {
 }  // namespace
 }  // namespace cuda
 
+namespace cuda {
+
+Device device_of(int32_t index, const cudaDeviceProp &properties) {
+  Device device;
+  device.index = index;
+  device.compute_capability = properties.major * 10 + properties.minor;
+  device.multiprocessors = properties.multiProcessorCount;
+  device.shared_bytes = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
+  device.l2_bytes = properties.l2CacheSize;
+  return device;
+}
+
+std::unique_ptr<Backend> make_backend(const Device &device, const cudaDeviceProp &properties) {
+  return std::make_unique<CudaBackend>(device, properties);
+}
+
+}  // namespace cuda
+
 fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error) {
   int count = 0;
   const cudaError_t result = cudaGetDeviceCount(&count);
@@ -226,17 +244,12 @@ fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> 
   if (const cudaError_t e = cudaGetDeviceProperties(&properties, config.device_index); e != cudaSuccess) {
     return fail(error, FA_ERROR_CUDA, "cudaGetDeviceProperties: %s", cudaGetErrorString(e));
   }
-  cuda::Device device;
-  device.index = config.device_index;
-  device.compute_capability = properties.major * 10 + properties.minor;
-  device.multiprocessors = properties.multiProcessorCount;
-  device.shared_bytes = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
-  device.l2_bytes = properties.l2CacheSize;
+  const cuda::Device device = cuda::device_of(config.device_index, properties);
   if (device.compute_capability < 80) {
     return fail(error, FA_ERROR_ARCH, "device %d (%s) has compute capability %d.%d; kernels need 8.0", int{device.index},
                 properties.name, properties.major, properties.minor);
   }
-  backend = std::make_unique<cuda::CudaBackend>(device, properties);
+  backend = cuda::make_backend(device, properties);
   return FA_OK;
 }
 

@@ -54,8 +54,7 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
 
 // A grid of blocks has to be launched in one go.
 fa_status check_grid(int64_t blocks_per_head, int64_t heads, int64_t batch, ErrorText &error) {
-  constexpr int64_t kMaxBlocks = INT32_MAX / 128;  // room for splits
-  if (heads * batch <= kMaxBlocks / blocks_per_head) return FA_OK;
+  if (heads * batch <= INT32_MAX / blocks_per_head) return FA_OK;
   return fail(error, FA_ERROR_UNSUPPORTED,
               "batch %" PRId64 " x %" PRId64 " heads x %" PRId64 " blocks are more than one launch holds", batch, heads,
               blocks_per_head);
@@ -75,13 +74,14 @@ const char *reason_of(bool general) {
 // and a captured graph must serve other lengths too.
 int32_t choose_splits(const Problem &p, const sm80::ForwardShape &shape, const Device &device, int64_t blocks) {
   const int64_t chunks = std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.chunk), 1);
-  constexpr int64_t kMaxSplits = 128, kMinChunks = 4;
-  if (p.num_splits > 0) return static_cast<int32_t>(std::min<int64_t>({p.num_splits, chunks, kMaxSplits}));
+  constexpr int64_t kMinChunks = 4;
+  const int64_t max_splits = std::min<int64_t>(128, INT32_MAX / blocks);  // all of them are one launch
+  if (p.num_splits > 0) return static_cast<int32_t>(std::min<int64_t>({p.num_splits, chunks, max_splits}));
   // A row's bits must not depend on what else runs, and with batch invariance the number of blocks may not matter.
   if (p.batch_invariant) return 1;
   const int64_t room = int64_t{device.multiprocessors} * shape.min_blocks;
   if (blocks * 5 >= room * 4) return 1;
-  return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(kMaxSplits, ceil_div(chunks, kMinChunks))));
+  return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(max_splits, ceil_div(chunks, kMinChunks))));
 }
 
 }  // namespace

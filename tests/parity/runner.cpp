@@ -87,12 +87,14 @@ class Workspace {
 
 // Query, then `call(workspace, bytes)`.
 template <typename Query, typename Call>
-fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, Query query, Call call) {
+fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, std::string &kernel, Query query,
+                         Call call) {
   fa_plan_info info;
   fa_plan_info_init(&info, sizeof info);
   const fa_status status = query(&info);
   if (status != FA_OK) return status;
-  if (info.kernel[0] == 0) e.damage += std::string(name) + "_query: no kernel name; ";
+  kernel = info.kernel;
+  if (kernel.empty()) e.damage += std::string(name) + "_query: no kernel name; ";
   if (data.problem.own_workspace) return call(nullptr, size_t{0});
   Workspace workspace(backend, info.workspace_bytes);
   const fa_status result = call(workspace.get(), static_cast<size_t>(info.workspace_bytes));
@@ -121,12 +123,13 @@ Execution execute(Backend &backend, fa_context context, const Data &data) {
   const fa_attention *attention = &device.attention;
   const fa_gradients *gradients = &device.gradients;
   e.forward = query_and_call(
-      backend, data, e, "fa_forward", [&](fa_plan_info *info) { return fa_forward_query(context, attention, info); },
+      backend, data, e, "fa_forward", e.kernels[0],
+      [&](fa_plan_info *info) { return fa_forward_query(context, attention, info); },
       [&](void *workspace, size_t bytes) { return fa_forward(context, attention, workspace, bytes, backend.stream()); });
   if (e.forward != FA_OK) e.error = error_text(context, e.forward);
   if (e.forward == FA_OK && data.problem.backward) {
     e.backward = query_and_call(
-        backend, data, e, "fa_backward",
+        backend, data, e, "fa_backward", e.kernels[1],
         [&](fa_plan_info *info) { return fa_backward_query(context, attention, gradients, info); },
         [&](void *workspace, size_t bytes) {
           return fa_backward(context, attention, gradients, workspace, bytes, backend.stream());

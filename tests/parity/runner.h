@@ -17,6 +17,7 @@ struct Execution {
   fa_status forward = FA_OK;
   fa_status backward = FA_OK;                 // FA_OK when there is none
   std::string error;                          // text of the failing call
+  std::string kernels[2];                     // of forward and backward, as their queries name them
   std::string damage;                         // memory changed that no call may change; "" = none
   std::array<HostTensor, kNumRoles> outputs;  // as they are in device memory after the calls
 

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// FA_FLAG_DETERMINISTIC: equal bits in every run, in problems large enough that blocks of threads really run side by side, whatever lies
+// in workspace and outputs before.
+#include "gpu/attention.h"
+#include "gpu/device.h"
+
+namespace gpu {
+namespace {
+
+constexpr int kRuns = 30;
+
+// Every backward kernel: dtypes, head dims, plain and general scores; causal, grouped heads and packed sequences in turn.
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 96, 128, 192, 256, 512}) {
+      for (const bool general : {false, true}) {
+        Shape shape;
+        shape.dtype = dtype;
+        shape.flags = FA_FLAG_DETERMINISTIC;
+        shape.head_dim = head_dim;
+        shape.seqlen_q = dtype == FA_FLOAT32 ? 500 : 1500;
+        shape.seqlen_k = dtype == FA_FLOAT32 ? 700 : 2000;
+        shape.softcap = general ? 20 : 0;
+        shape.dropout = general ? 0.1f : 0;
+        shape.name = std::string(dtype == FA_FLOAT32   ? "Float32"
+                                 : dtype == FA_FLOAT16 ? "Half"
+                                                       : "Bfloat16") +
+                     "D" + std::to_string(head_dim) + (general ? "General" : "");
+        const auto add = [&](const char *variant, auto vary) {
+          Shape varied = shape;
+          varied.name += variant;
+          vary(varied);
+          all.push_back(varied);
+        };
+        add("Full", [](Shape &s) { s.batch = 2; });
+        add("CausalGrouped", [](Shape &s) { s.mask = {FA_MASK_CAUSAL}, s.heads_q = 8; });
+        add("Packed", [](Shape &s) {
+          s.mask = {FA_MASK_CAUSAL, 600, -1};
+          s.heads_k = 1;
+          s.slots_q = {s.seqlen_q, 1, 0, 333};
+          s.slots_k = {s.seqlen_k, 700, 50, 333};
+          s.used_k = {s.seqlen_k - 100, 700, 50, 300};
+        });
+      }
+    }
+  }
+  return all;
+}
+
+class Determinism : public OnGpu, public ::testing::WithParamInterface<Shape> {};
+
+TEST_P(Determinism, ThirtyRuns) {
+  Attention attention(context_, stream_, GetParam());
+  std::vector<uint64_t> first;
+  for (int run = 0; run < kRuns; ++run) {
+    attention.reset();
+    ASSERT_EQ(attention.forward(), "");
+    ASSERT_EQ(attention.backward(), "");
+    if (!attention.refusal().empty()) GTEST_SKIP() << attention.refusal();
+    if (run == 0) first = attention.hashes();
+    ASSERT_EQ(attention.hashes(), first) << "run " << run << " of " << attention.kernel();
+  }
+  RecordProperty("kernel", attention.kernel());
+  EXPECT_EQ(attention.faults(), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, Determinism, ::testing::ValuesIn(shapes()),
+                         [](const ::testing::TestParamInfo<Shape> &info) { return info.param.name; });
+
+}  // namespace
+}  // namespace gpu

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every line of every kernel table runs once, on a small problem against the fp64 reference: few launches, so that slow tools
+// (compute-sanitizer) see all kernels in minutes. Kernels for devices with less shared memory than this one are reached by claiming
+// less. Linked with the library's objects, to read the tables and to make such contexts.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "api/context.h"
+#include "cuda/backend.h"
+#include "cuda/sm80/backward_table.h"
+#include "cuda/sm80/forward_table.h"
+#include "gpu/device.h"
+#include "parity/runner.h"
+
+namespace parity {
+namespace {
+
+// Names of the kernels of a table, without the suffixes that tell how they were launched.
+template <typename Shape, size_t kCount>
+void add_names(const Shape (&shapes)[kCount], const std::string &prefix, const std::vector<std::string> &dtypes,
+               std::set<std::string> &names) {
+  for (const Shape &shape : shapes) {
+    for (const std::string &dtype : dtypes) names.insert(prefix + dtype + "_" + shape.name);
+  }
+}
+
+std::set<std::string> all_kernels() {
+  std::set<std::string> names;
+  add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
+  add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
+  return names;
+}
+
+std::string without_suffix(std::string name) {
+  for (const std::string suffix : {"_split", "_ordered"}) {
+    const size_t at = name.rfind(suffix);
+    if (at != std::string::npos && at + suffix.size() == name.size()) name.resize(at);
+  }
+  return name;
+}
+
+// What selects a kernel: dtype, head dims, and scores that are plain, general, or general with what only the simplest kernels take.
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
+             {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}}) {
+      for (const int scores : {0, 1, 2}) {
+        Case c;
+        c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
+        c.dtype = dtype;
+        c.batch = 1;
+        c.heads_k = 1;
+        c.head_dim = head_dim;
+        c.head_dim_v = head_dim_v;
+        c.q.seqlen = 100;
+        c.k.seqlen = 150;
+        c.mask = FA_MASK_CAUSAL;
+        c.dlse = c.sink = 1;
+        c.num_splits = scores == 1 ? 2 : 1;
+        c.flags = scores == 0 ? FA_FLAG_DETERMINISTIC : 0;
+        c.own_workspace = scores == 2;  // memory that nothing has written: for initcheck
+        if (scores > 0) {
+          c.bias = c.alibi = 1;
+          c.softcap = 10;
+          c.dropout = 0.1;
+          c.block_q = c.block_k = scores == 1 ? 64 : 32;
+          c.block_masked = 20;
+        }
+        all.push_back(c);
+      }
+    }
+  }
+  return all;
+}
+
+// A context that believes its device to have so much shared memory, or less.
+std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes) {
+  cudaDeviceProp properties;
+  EXPECT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+  fa::cuda::Device device = fa::cuda::device_of(0, properties);
+  device.shared_bytes = std::min(device.shared_bytes, shared_bytes);
+  auto context = std::make_unique<fa_context_s>();
+  context->backend = fa::cuda::make_backend(device, properties);
+  return context;
+}
+
+TEST(EveryKernel, OfEveryTable) {
+  if (!gpu::no_gpu().empty()) GTEST_SKIP() << gpu::no_gpu();
+  const auto backends = cuda_backends();
+  ASSERT_FALSE(backends.empty());
+  Backend &backend = *backends.front();
+  std::set<std::string> seen;
+  for (const int32_t kilobytes : {1024, 163, 99}) {  // all of it; A100; desktop chips from sm_86 on
+    const auto context = context_with(kilobytes * 1024);
+    for (const Case &c : cases()) {
+      const auto data = cached_data(c);
+      const Execution e = execute(backend, context.get(), *data);
+      EXPECT_TRUE(verify(backend, *data, e));
+      for (const std::string &kernel : e.kernels) seen.insert(without_suffix(kernel));
+    }
+  }
+  const std::set<std::string> all = all_kernels();
+  std::vector<std::string> missed;
+  std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(missed));
+  EXPECT_EQ(missed, std::vector<std::string>()) << "lines of the tables that no problem reaches on these devices";
+  std::printf("%zu of %zu kernels ran\n", all.size() - missed.size(), all.size());
+}
+
+}  // namespace
+}  // namespace parity
