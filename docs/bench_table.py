@@ -1,21 +1,28 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the README's benchmark table from the JSON of fa_bench_cpu, run on this machine with the library of this build.
+"""Writes the README's benchmark tables from the JSON of fa_bench_cpu, run on this machine with the library of this build, or of
+fa_bench_gpu.py, run anywhere.
 
     build/release/tests/bench/fa_bench_cpu --json bench.json && docs/bench_table.py bench.json
+    tests/bench/fa_bench_gpu.py --json gpu.json && docs/bench_table.py gpu.json
 
 usage: bench_table.py JSON [README]
 """
 import json
+import math
 import platform
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from pathlib import Path
 
-BEGIN = "<!-- benchmark table: written by docs/bench_table.py from the JSON of fa_bench_cpu; do not edit by hand -->"
-END = "<!-- end of benchmark table -->"
+# The comments that stand around a table.
+Markers = namedtuple("Markers", "begin end")
+CPU = Markers("<!-- benchmark table: written by docs/bench_table.py from the JSON of fa_bench_cpu; do not edit by hand -->",
+              "<!-- end of benchmark table -->")
+GPU = Markers("<!-- GPU benchmark table: written by docs/bench_table.py from the JSON of fa_bench_gpu.py; do not edit by hand -->",
+              "<!-- end of GPU benchmark table -->")
 
 
 def machine():
@@ -27,7 +34,7 @@ def machine():
     return f"{name.group(1) if name else platform.machine()} (model {model.group(1) if model else '?'}), {cores} cores; {compiler}"
 
 
-def cell(row):
+def cpu_cell(row):
     """Speed, and beside it the fraction of what the machine could do in the same second."""
     if row is None:
         return ""
@@ -35,7 +42,7 @@ def cell(row):
     return f"{speed} ({100 * row['fraction']:.0f} %)"
 
 
-def table(data):
+def cpu_table(data):
     cases = defaultdict(dict)
     for row in data["rows"]:
         if row["pass"] != "memory":
@@ -48,23 +55,54 @@ def table(data):
     for (kind, dtype, head_dim, seqlen_q, seqlen_k, heads, causal), rows in cases.items():
         ratios = [row["unfused_ratio"] for row in rows.values() if "unfused_ratio" in row]
         ratio = f"{max(ratios):.1f}x" if ratios else ""
-        cells = " | ".join(cell(rows.get(t)) for t in threads)
+        cells = " | ".join(cpu_cell(rows.get(t)) for t in threads)
         lines.append(f"| {kind} | {dtype} | {heads} x {head_dim} | {seqlen_q} x {seqlen_k} | {'causal' if causal else 'full'} "
                      f"| {cells} | {ratio} |")
-    return "\n".join(lines)
-
-
-def main():
-    data = json.loads(Path(sys.argv[1]).read_text())
-    readme = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent.parent / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
     note = (f"libflashattn {data['library']}, batch 1, on {machine()}. In brackets the fraction of the fp32 multiply-add peak "
             f"({data['probe_isa']}) or, for decode, of the read bandwidth, probed in the same run; "
             "[docs/performance.md](docs/performance.md) says how.")
-    readme.write_text(f"{before}{BEGIN}\n{note}\n\n{table(data)}\n{END}{after}")
+    return note, lines
+
+
+def gpu_cell(row):
+    """TFLOP/s, and how many times faster that is than FA2 and cuDNN in the same run."""
+    if row is None:
+        return ""
+    ms = row["ms"]
+    ratios = ", ".join(f"{ms[name] / ms['ours']:.2f}" if name in ms else "-" for name in ("fa2", "cudnn"))
+    return f"{row['flops'] / ms['ours'] / 1e9:.0f} ({ratios})"
+
+
+def gpu_table(data):
+    grid = [row for row in data["rows"] if row["section"] in ("forward", "backward") and row["heads_q"] == row["heads_k"]]
+    seqlens = sorted({row["seqlen_q"] for row in grid})
+    cases = defaultdict(dict)
+    for row in grid:
+        mask = "causal" if row["causal"] else "full"
+        cases[f"{row['direction']}, head_dim {row['head_dim']}, {mask}"][row["seqlen_q"]] = row
+    lines = ["| TFLOP/s (times FA2, times cuDNN) | " + " | ".join(f"{n} rows" for n in seqlens) + " |",
+             "|---" * (1 + len(seqlens)) + "|"]
+    lines += [f"| {name} | " + " | ".join(gpu_cell(rows.get(n)) for n in seqlens) + " |" for name, rows in cases.items()]
+    means = []
+    for direction in ("forward", "backward"):
+        ratios = [row["ms"]["fa2"] / row["ms"]["ours"] for row in grid if row["direction"] == direction and "fa2" in row["ms"]]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            means.append(f"{direction} {mean:.2f} (smallest {min(ratios):.2f})")
+    note = (f"libflashattn {data['library']} on one {data['device']}, bf16, batch x rows = 16384, heads x head_dim = 2048, beside "
+            f"PyTorch {data['torch']}'s FlashAttention-2 and cuDNN {data['cudnn']} in the same process. Geometric mean of the ratio to "
+            f"FA2: {', '.join(means)}. [docs/performance.md](docs/performance.md) says how it is measured.")
+    return note, lines
+
+
+def write(json_path, readme):
+    data = json.loads(json_path.read_text())
+    markers, (note, lines) = (GPU, gpu_table(data)) if "device" in data else (CPU, cpu_table(data))
+    before, rest = readme.read_text().split(markers.begin)
+    after = rest.split(markers.end)[1]
+    table = "\n".join(lines)
+    readme.write_text(f"{before}{markers.begin}\n{note}\n\n{table}\n{markers.end}{after}")
 
 
 if __name__ == "__main__":
-    main()
+    write(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent.parent / "README.md")

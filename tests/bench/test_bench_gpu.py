@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What of the GPU benchmark needs no GPU: arguments, the grid, the table, the picture and the guides' table, from a recorded run."""
+import contextlib
+import copy
+import io
+import json
+import sys
+import tempfile
+import unittest
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "docs")]
+import bench_table  # noqa: E402
+import fa_bench_gpu  # noqa: E402
+from gpu import cases, plot, report  # noqa: E402
+
+RECORDED = HERE / "gpu" / "recorded.json"
+
+
+def output_of(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        fa_bench_gpu.main([str(argument) for argument in arguments])
+    return out.getvalue()
+
+
+def recorded():
+    data = json.loads(RECORDED.read_text())
+    data["rows"] = [report.add_ratios(row) for row in data["rows"]]
+    return data
+
+
+class Grid(unittest.TestCase):
+    def test_names_tell_rows_apart(self):
+        for quick in (False, True):
+            names = [(case.section, case.name) for case in cases.all_cases(cases.SECTIONS, quick)]
+            self.assertEqual(len(names), len(set(names)))
+
+    def test_published_rows_are_rows_of_the_grid(self):
+        names = {f"{case.section}: {case.name}" for case in cases.all_cases(cases.SECTIONS, False)}
+        self.assertEqual(set(report.PUBLISHED) - names, set())
+
+    def test_flops(self):
+        full, causal = (cases.square("forward", "forward", 128, mask, 4096) for mask in (False, True))
+        self.assertEqual(full.flops, 4 * 4 * 16 * 4096 ** 2 * 128)  # batch 4, 16 heads
+        self.assertEqual(causal.flops * 2, full.flops)
+        self.assertEqual(cases.square("backward", "backward", 128, False, 4096).flops, 2.5 * full.flops)
+        packed = cases.Case("varlen", "forward", 64, False, 200, 200, 1, 2, 2, lengths=(100, 200))
+        self.assertEqual(packed.flops, 4 * 2 * 64 * (100 ** 2 + 200 ** 2))
+
+
+class Arguments(unittest.TestCase):
+    def test_filters_narrow_the_list(self):
+        everything, some = output_of("--list").splitlines(), output_of("--list", "--filter", "D64", "--filter", "S512 ").splitlines()
+        self.assertTrue(some and set(some) < set(everything))
+        self.assertTrue(all("D64" in name and name.endswith("S512") for name in some))
+        self.assertEqual({name.split(":")[0] for name in output_of("--list", "--sections", "short,decode").splitlines()},
+                         {"short", "decode"})
+
+    def test_unknown_section_is_refused(self):
+        with self.assertRaises(SystemExit) as refusal:
+            output_of("--sections", "forward,sideways")
+        self.assertNotEqual(refusal.exception.code, 0)
+
+
+class Report(unittest.TestCase):
+    def test_ratios(self):
+        row = next(row for row in recorded()["rows"] if row["name"] == "forward D64 full S512" and row["section"] == "forward")
+        self.assertAlmostEqual(row["ratios"]["fa2"], row["ms"]["fa2"] / row["ms"]["ours"])
+        self.assertAlmostEqual(row["tflops"]["ours"], row["flops"] / row["ms"]["ours"] / 1e9)
+        published = report.PUBLISHED["forward: forward D64 full S512"]
+        self.assertAlmostEqual(row["ratios"]["fa3"], row["ratios"]["cudnn"] * published["cudnn"] / published["fa3"])
+
+    def test_replay_prints_every_row_and_means(self):
+        text = output_of("--replay", RECORDED)
+        for row in recorded()["rows"]:
+            self.assertIn(row["name"], text)
+        self.assertIn("geometric mean", text)
+        self.assertIn("fa_forward 4.27", text)
+
+    def test_wrong_results_are_called_wrong(self):
+        row = recorded()["rows"][0]
+        self.assertNotIn("WRONG", report.line(row))
+        for error in (0.5, float("nan")):
+            self.assertIn("WRONG", report.line(dict(row, error=error)))
+
+    def test_baseline_follows_ratios_not_clocks(self):
+        now, before = recorded()["rows"], recorded()["rows"]
+        for row in before:  # a card of half the clock
+            row["ms"] = {name: 2 * ms for name, ms in row["ms"].items()}
+        alone = [row for row in now if not {"cudnn", "fa2"} & set(row["ms"])]
+        together = [row for row in now if row not in alone]
+        self.assertIn("geometric mean of %d rows: 1.000" % len(together), report.compare(together, before))
+        slower = copy.deepcopy(together)
+        slower[0]["ms"]["ours"] *= 2
+        self.assertIn(f"{slower[0]['section']}: {slower[0]['name']}", report.compare(slower, before))
+
+
+class Picture(unittest.TestCase):
+    def test_svg_has_a_line_for_every_contender_of_every_panel(self):
+        data = recorded()
+        root = xml.fromstring(plot.svg(data))
+        panels = {(row["direction"], row["causal"], row["head_dim"]) for row in data["rows"] if row["section"] in ("forward", "backward")}
+        lines = [element for element in root if element.tag.endswith("polyline")]
+        self.assertEqual(len(lines), len(panels) * len(plot.CONTENDERS))
+        points = [float(x) for element in lines for pair in element.get("points").split() for x in pair.split(",")]
+        self.assertTrue(points and min(points) > 0 and max(points) < float(root.get("height")))
+
+    def test_nothing_to_draw_is_an_error(self):
+        with self.assertRaises(ValueError):
+            plot.svg({"device": "none", "rows": []})
+
+
+class Table(unittest.TestCase):
+    def test_readme_table(self):
+        with tempfile.TemporaryDirectory() as folder:
+            readme = Path(folder) / "README.md"
+            readme.write_text(f"before\n{bench_table.GPU.begin}\nold\n{bench_table.GPU.end}\nafter\n")
+            bench_table.write(RECORDED, readme)
+            text = readme.read_text()
+        self.assertTrue(text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text)
+        self.assertIn("| forward, head_dim 128, causal |", text)
+        self.assertIn("NVIDIA H200", text)
+
+
+if __name__ == "__main__":
+    unittest.main()
