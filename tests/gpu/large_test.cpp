@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensors past 2^31 elements: every element written, nothing beside them, and sampled rows as the formula says. Far apart in the batch,
-// within one sequence of contiguous rows, and by strides alone.
+// packed or not, within one sequence of contiguous rows, and by strides alone.
 #include <algorithm>
 #include <cmath>
 #include <random>
+#include <string>
+#include <vector>
 
 #include "gpu/attention.h"
 #include "gpu/device.h"
@@ -61,8 +63,9 @@ void Large::run(const Shape &shape, int samples) {
     return sample == 0 ? 0 : sample == 1 ? count - 1 : static_cast<int64_t>(rng() % static_cast<uint64_t>(count));
   };
   for (int n = 0; n < samples; ++n) {
-    const int64_t b = place(n, shape.batch), h_k = place(n, shape.heads_k), i = place(n, shape.seqlen_q),
-                  j = place(n, shape.seqlen_k), head = place(n, shape.group()), h = h_k * shape.group() + head;
+    const int64_t b = place(n, static_cast<int64_t>(a.q_side().slots.size())), h_k = place(n, shape.heads_k),
+                  i = place(n, a.q_side().used[static_cast<size_t>(b)]), j = place(n, a.k_side().used[static_cast<size_t>(b)]),
+                  head = place(n, shape.group()), h = h_k * shape.group() + head;
     const std::string where = "sequence " + std::to_string(b) + ", query head " + std::to_string(h) + ", row " +
                               std::to_string(i) + ", key " + std::to_string(j);
     const HeadGroup group = group_of(a, b, h_k);
@@ -87,6 +90,21 @@ TEST_F(Large, ManySequences) {
   shape.head_dim = 128;
   shape.mask = {FA_MASK_CAUSAL};
   const int64_t elements = shape.batch * shape.heads_q * shape.seqlen_q * shape.head_dim;
+  ASSERT_GT(elements, int64_t{1} << 31);
+  if (!fits(elements, 11)) GTEST_SKIP() << "not enough device memory";
+  run(shape, 24);
+}
+
+TEST_F(Large, PackedSequences) {
+  Shape shape;
+  shape.name = "packed sequences";
+  shape.heads_q = shape.heads_k = 2;
+  shape.head_dim = 128;
+  shape.mask = {FA_MASK_CAUSAL};
+  shape.slots_q = shape.slots_k = std::vector<int64_t>(4200, 2048);
+  shape.used_q = std::vector<int64_t>(4200, 1990);
+  shape.used_k = std::vector<int64_t>(4200, 2000);
+  const int64_t elements = int64_t{4200} * 2048 * shape.heads_q * shape.head_dim;
   ASSERT_GT(elements, int64_t{1} << 31);
   if (!fits(elements, 11)) GTEST_SKIP() << "not enough device memory";
   run(shape, 24);
