@@ -62,25 +62,26 @@ fa_status with_context(fa_context ctx, Body body) noexcept {
   return status;
 }
 
-fa_status read_problem(const fa_attention *attention, Problem &problem, ErrorText &error) {
+fa_status read_problem(const fa_attention *attention, Problem &problem, Pointers &pointers, ErrorText &error) {
   fa_attention copy;
   FA_RETURN_IF_ERROR(copy_in(attention, "attention", copy, error));
-  return normalise(copy, problem, error);
+  return normalise(copy, problem, pointers, error);
 }
 
 fa_status read_problem(const fa_attention *attention, const fa_gradients *gradients, BackwardProblem &problem,
-                       ErrorText &error) {
+                       Pointers &pointers, ErrorText &error) {
   fa_attention attention_copy;
   fa_gradients gradients_copy;
   FA_RETURN_IF_ERROR(copy_in(attention, "attention", attention_copy, error));
   FA_RETURN_IF_ERROR(copy_in(gradients, "gradients", gradients_copy, error));
-  return normalise(attention_copy, gradients_copy, problem, error);
+  return normalise(attention_copy, gradients_copy, problem, pointers, error);
 }
 
 template <typename AnyProblem>
 fa_status run(fa_context_s &context, const AnyProblem &problem, void *workspace, size_t workspace_bytes, fa_stream stream,
               ErrorText &error) {
-  return context.backend->run(problem, Workspace{workspace, workspace_bytes}, stream, error);
+  if (workspace != nullptr) context.pointers.push_back({"workspace", -1, "", workspace});
+  return context.backend->run(problem, Call{context.pointers, Workspace{workspace, workspace_bytes}, stream}, error);
 }
 
 // The answer to a query: the plan and the cost, or the failure, which is part of the answer.
@@ -267,7 +268,7 @@ fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_pla
     FA_RETURN_IF_ERROR(check_out(info, "info", error));
     Problem problem;
     fa_plan_info result{};
-    answer(context, read_problem(attention, problem, error), problem, result, error);
+    answer(context, read_problem(attention, problem, context.pointers, error), problem, result, error);
     copy_out(result, info);
     return result.status;
   });
@@ -278,7 +279,7 @@ fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const
     FA_RETURN_IF_ERROR(check_out(info, "info", error));
     BackwardProblem problem;
     fa_plan_info result{};
-    answer(context, read_problem(attention, gradients, problem, error), problem, result, error);
+    answer(context, read_problem(attention, gradients, problem, context.pointers, error), problem, result, error);
     copy_out(result, info);
     return result.status;
   });
@@ -287,23 +288,23 @@ fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const
 fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     Problem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, problem, error));
-    return context.backend->prepare(problem, error);
+    FA_RETURN_IF_ERROR(read_problem(attention, problem, context.pointers, error));
+    return context.backend->prepare(problem, context.pointers, error);
   });
 }
 
 fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     BackwardProblem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, error));
-    return context.backend->prepare(problem, error);
+    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, context.pointers, error));
+    return context.backend->prepare(problem, context.pointers, error);
   });
 }
 
 fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, fa_stream stream) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     Problem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, problem, error));
+    FA_RETURN_IF_ERROR(read_problem(attention, problem, context.pointers, error));
     return run(context, problem, workspace, workspace_bytes, stream, error);
   });
 }
@@ -312,7 +313,7 @@ fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gr
                       size_t workspace_bytes, fa_stream stream) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     BackwardProblem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, error));
+    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, context.pointers, error));
     return run(context, problem, workspace, workspace_bytes, stream, error);
   });
 }
@@ -322,8 +323,8 @@ fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     std::vector<MergePart> parts;
     MergeProblem problem;
-    FA_RETURN_IF_ERROR(normalise_merge(num_parts, out_parts, lse_parts, out, lse, parts, problem, error));
-    return context.backend->run(problem, stream, error);
+    FA_RETURN_IF_ERROR(normalise_merge(num_parts, out_parts, lse_parts, out, lse, parts, problem, context.pointers, error));
+    return context.backend->run(problem, Call{context.pointers, Workspace{}, stream}, error);
   });
 }
 

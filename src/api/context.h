@@ -15,6 +15,7 @@ struct fa_context_s {
   uint64_t magic = kMagic;
   std::atomic<bool> busy{false};
   fa::ErrorText error;
+  fa::Pointers pointers;  // of the call at hand; kept for its capacity
   fa_log_fn log = nullptr;
   void *log_user = nullptr;
   std::unique_ptr<fa::Backend> backend;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "core/pointers.h"
 #include "core/problem.h"
 #include "core/status.h"
 #include "flashattn/flashattn.h"
@@ -26,6 +27,13 @@ struct Workspace {
   size_t bytes = 0;
 };
 
+// What a call brings besides the problem.
+struct Call {
+  const Pointers &pointers;  // every address in the problem, and the workspace
+  Workspace workspace;       // none for merging
+  fa_stream stream;
+};
+
 constexpr size_t kWorkspaceAlignment = 256;
 
 class Backend {
@@ -40,12 +48,12 @@ class Backend {
   virtual fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
 
   // Makes the following run safe to capture.
-  virtual fa_status prepare(const Problem &problem, ErrorText &error) = 0;
-  virtual fa_status prepare(const BackwardProblem &problem, ErrorText &error) = 0;
+  virtual fa_status prepare(const Problem &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
 
-  virtual fa_status run(const Problem &problem, Workspace workspace, fa_stream stream, ErrorText &error) = 0;
-  virtual fa_status run(const BackwardProblem &problem, Workspace workspace, fa_stream stream, ErrorText &error) = 0;
-  virtual fa_status run(const MergeProblem &problem, fa_stream stream, ErrorText &error) = 0;
+  virtual fa_status run(const Problem &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) = 0;
 
  protected:
   Backend() = default;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/tensor_check.h"
 
-#include <algorithm>
 #include <array>
 #include <cinttypes>
 
@@ -50,14 +49,6 @@ bool overlaps_itself(const fa_tensor &t) {
 }
 
 }  // namespace
-
-int64_t element_count(const fa_tensor &t) {
-  // First, because sizes beside a 0 are not limited and their product may overflow.
-  if (std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) return 0;
-  int64_t count = 1;
-  for (int d = 0; d < t.ndim; ++d) count *= t.shape[d];
-  return count;
-}
 
 int dtype_size(fa_dtype dtype) {
   const DtypeInfo *info = find_dtype(dtype);

@@ -21,7 +21,12 @@ struct NamedTensor {
 // Absent means data == NULL and ndim == 0.
 inline bool is_present(const fa_tensor &t) { return t.data != nullptr || t.ndim != 0; }
 
-int64_t element_count(const fa_tensor &t);
+inline bool has_elements(const fa_tensor &t) {
+  for (int32_t d = 0; d < t.ndim; ++d) {
+    if (t.shape[d] == 0) return false;
+  }
+  return true;
+}
 int dtype_size(fa_dtype dtype);  // 0 for a number that is no fa_dtype
 const char *dtype_name(fa_dtype dtype);
 bool is_attention_dtype(fa_dtype dtype);  // fp32, fp16, bf16
@@ -46,7 +51,7 @@ fa_status check_unit_stride(const NamedTensor &t, int32_t dim, ErrorText &error)
 // Stride with which a dimension is walked: 0 where no step is taken, so that broadcasting needs no cases and a stride that nobody
 // uses (it may be any number) overflows in no address.
 inline int64_t walk_stride(const fa_tensor &t, int32_t dim) {
-  return t.shape[dim] <= 1 || element_count(t) == 0 ? 0 : t.stride[dim];
+  return t.shape[dim] <= 1 || !has_elements(t) ? 0 : t.stride[dim];
 }
 
 }  // namespace fa

@@ -40,10 +40,18 @@ ScoreTensor to_score_tensor(const fa_tensor &t) {
   return {t.data, to_dtype(t.dtype), walk_stride(t, 0), walk_stride(t, 1), walk_stride(t, 2), walk_stride(t, 3)};
 }
 
+// check_memory, and the address is noted.
+fa_status check_and_note(const NamedTensor &t, Role role, Pointers &pointers, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_memory(t, role, error));
+  if (has_elements(t.tensor)) pointers.push_back({t.name, -1, ".data", t.tensor.data});
+  return FA_OK;
+}
+
 // Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
 class Normaliser {
  public:
-  Normaliser(const fa_attention &attention, Problem &problem, ErrorText &error) : a_(attention), p_(problem), error_(error) {}
+  Normaliser(const fa_attention &attention, Problem &problem, Pointers &pointers, ErrorText &error)
+      : a_(attention), p_(problem), pointers_(pointers), error_(error) {}
 
   fa_status forward() {
     FA_RETURN_IF_ERROR(options());
@@ -68,15 +76,17 @@ class Normaliser {
 
   // A tensor with q's rows, heads and dtype.
   fa_status like_q(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
-    return operand_like({name, t}, a_.q, role, head_dim, head_dim_meaning, "as q");
+    FA_RETURN_IF_ERROR(memory({name, t}, role));
+    return operand_like({name, t}, a_.q, head_dim, head_dim_meaning, "as q");
   }
   fa_status like_k(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
-    return operand_like({name, t}, a_.k, role, head_dim, head_dim_meaning, "as k");
+    FA_RETURN_IF_ERROR(memory({name, t}, role));
+    return operand_like({name, t}, a_.k, head_dim, head_dim_meaning, "as k");
   }
 
   fa_status row_scalar(const char *name, const fa_tensor &t, Role role) {
     const NamedTensor named{name, t};
-    FA_RETURN_IF_ERROR(check_memory(named, role, error_));
+    FA_RETURN_IF_ERROR(memory(named, role));
     FA_RETURN_IF_ERROR(check_dtype(named, {FA_FLOAT32}, error_));
     if (packed_q_) return check_shape(named, {{p_.heads_q, "heads_q"}, {a_.q.shape[0], "total_q"}}, error_);
     return check_shape(named, {{p_.batch, "batch"}, {p_.heads_q, "heads_q"}, {a_.q.shape[1], "seqlen_q"}}, error_);
@@ -118,7 +128,7 @@ class Normaliser {
 
     const NamedTensor q{"q", a_.q}, k{"k", a_.k}, v{"v", a_.v};
     for (const NamedTensor &t : {q, k, v}) {
-      FA_RETURN_IF_ERROR(check_memory(t, Role::input, error_));
+      FA_RETURN_IF_ERROR(memory(t, Role::input));
       if (t.tensor.dtype == FA_FLOAT8_E4M3) {
         return fail(error_, FA_ERROR_UNSUPPORTED, "%s.dtype is float8_e4m3, for which there is no kernel yet", t.name);
       }
@@ -157,8 +167,8 @@ class Normaliser {
       }
     }
     FA_RETURN_IF_ERROR(check_unit_stride(q, a_.q.ndim - 1, error_));
-    FA_RETURN_IF_ERROR(operand_like(k, a_.k, Role::input, p_.head_dim, "head_dim of q", "as q"));
-    FA_RETURN_IF_ERROR(operand_like(v, a_.k, Role::input, p_.head_dim_v, "its own head_dim", "as k"));
+    FA_RETURN_IF_ERROR(operand_like(k, a_.k, p_.head_dim, "head_dim of q", "as q"));
+    FA_RETURN_IF_ERROR(operand_like(v, a_.k, p_.head_dim_v, "its own head_dim", "as k"));
     p_.softmax_scale = a_.softmax_scale > 0 ? a_.softmax_scale : 1.0f / std::sqrt(static_cast<float>(p_.head_dim));
     p_.q = to_operand(a_.q);
     p_.k = to_operand(a_.k);
@@ -167,9 +177,8 @@ class Normaliser {
   }
 
   // Same dtype as q, same leading sizes as `model`, the given head_dim, contiguous.
-  fa_status operand_like(const NamedTensor &t, const fa_tensor &model, Role role, int64_t head_dim,
-                         const char *head_dim_meaning, const char *relation) {
-    FA_RETURN_IF_ERROR(check_memory(t, role, error_));
+  fa_status operand_like(const NamedTensor &t, const fa_tensor &model, int64_t head_dim, const char *head_dim_meaning,
+                         const char *relation) {
     FA_RETURN_IF_ERROR(check_dtype(t, {a_.q.dtype}, error_));
     FA_RETURN_IF_ERROR(check_ndim(t, model.ndim, relation, error_));
     const int last = model.ndim - 1;
@@ -236,7 +245,7 @@ class Normaliser {
   }
 
   fa_status check_offsets(const NamedTensor &cu) {
-    FA_RETURN_IF_ERROR(check_memory(cu, Role::input, error_));
+    FA_RETURN_IF_ERROR(memory(cu, Role::input));
     FA_RETURN_IF_ERROR(check_dtype(cu, {FA_INT32, FA_INT64}, error_));
     FA_RETURN_IF_ERROR(check_ndim(cu, 1, "(batch + 1)", error_));
     if (cu.tensor.shape[0] < 1) return fail(error_, FA_ERROR_SHAPE, "%s.shape[0] is 0; it must be batch + 1", cu.name);
@@ -257,7 +266,7 @@ class Normaliser {
       lengths.cu_stride = walk_stride(cu.tensor, 0);
     }
     if (is_present(used.tensor)) {
-      FA_RETURN_IF_ERROR(check_memory(used, Role::input, error_));
+      FA_RETURN_IF_ERROR(memory(used, Role::input));
       FA_RETURN_IF_ERROR(check_dtype(used, {FA_INT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(used, {{p_.batch, "batch"}}, error_));
       lengths.used = static_cast<const int32_t *>(used.tensor.data);
@@ -277,7 +286,7 @@ class Normaliser {
 
   fa_status pages(int64_t &capacity) {
     const NamedTensor table{"page_table", a_.page_table};
-    FA_RETURN_IF_ERROR(check_memory(table, Role::input, error_));
+    FA_RETURN_IF_ERROR(memory(table, Role::input));
     FA_RETURN_IF_ERROR(check_dtype(table, {FA_INT32}, error_));
     FA_RETURN_IF_ERROR(check_ndim(table, 2, "(batch, max_pages)", error_));
     FA_RETURN_IF_ERROR(check_shape(table, {{p_.batch, "batch"}, {a_.page_table.shape[1], "max_pages"}}, error_));
@@ -324,7 +333,7 @@ class Normaliser {
     const int64_t bound_q = score_bound(a_.max_seqlen_q, p_.q_lengths), bound_k = score_bound(a_.max_seqlen_k, p_.k_lengths);
     if (is_present(a_.bias)) {
       const NamedTensor bias{"bias", a_.bias};
-      FA_RETURN_IF_ERROR(check_memory(bias, Role::input, error_));
+      FA_RETURN_IF_ERROR(memory(bias, Role::input));
       FA_RETURN_IF_ERROR(check_dtype(bias, {a_.q.dtype, FA_FLOAT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(
           bias, {{p_.batch, "batch", true}, {p_.heads_q, "heads_q", true}, {bound_q, "seqlen_q", true}, {bound_k, "seqlen_k"}},
@@ -334,7 +343,7 @@ class Normaliser {
     FA_RETURN_IF_ERROR(block_mask(bound_q, bound_k));
     if (is_present(a_.alibi_slopes)) {
       const NamedTensor slopes{"alibi_slopes", a_.alibi_slopes};
-      FA_RETURN_IF_ERROR(check_memory(slopes, Role::input, error_));
+      FA_RETURN_IF_ERROR(memory(slopes, Role::input));
       FA_RETURN_IF_ERROR(check_dtype(slopes, {FA_FLOAT32}, error_));
       const bool per_batch = a_.alibi_slopes.ndim == 2;
       FA_RETURN_IF_ERROR(per_batch ? check_shape(slopes, {{p_.batch, "batch"}, {p_.heads_q, "heads_q"}}, error_)
@@ -345,7 +354,7 @@ class Normaliser {
     }
     if (is_present(a_.sink)) {
       const NamedTensor sink{"sink", a_.sink};
-      FA_RETURN_IF_ERROR(check_memory(sink, Role::input, error_));
+      FA_RETURN_IF_ERROR(memory(sink, Role::input));
       FA_RETURN_IF_ERROR(check_dtype(sink, {FA_FLOAT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(sink, {{p_.heads_q, "heads_q"}}, error_));
       p_.sink = static_cast<const float *>(a_.sink.data);
@@ -369,7 +378,7 @@ class Normaliser {
     }
     if (!given) return FA_OK;
     const NamedTensor mask{"block_mask", a_.block_mask};
-    FA_RETURN_IF_ERROR(check_memory(mask, Role::input, error_));
+    FA_RETURN_IF_ERROR(memory(mask, Role::input));
     FA_RETURN_IF_ERROR(check_dtype(mask, {FA_UINT8, FA_BOOL}, error_));
     const auto blocks = [](int64_t length, int64_t size) { return length / size + (length % size != 0); };
     FA_RETURN_IF_ERROR(check_shape(mask,
@@ -419,6 +428,8 @@ class Normaliser {
     p_.dropout.offset = a_.dropout_offset;
     p_.dropout.seed_ptr = a_.dropout_seed_ptr;
     p_.dropout.offset_ptr = a_.dropout_offset_ptr;
+    if (a_.dropout_seed_ptr != nullptr) pointers_.push_back({"dropout_seed_ptr", -1, "", a_.dropout_seed_ptr});
+    if (a_.dropout_offset_ptr != nullptr) pointers_.push_back({"dropout_offset_ptr", -1, "", a_.dropout_offset_ptr});
     return FA_OK;
   }
 
@@ -433,8 +444,11 @@ class Normaliser {
     return FA_OK;
   }
 
+  fa_status memory(const NamedTensor &t, Role role) { return check_and_note(t, role, pointers_, error_); }
+
   const fa_attention &a_;
   Problem &p_;
+  Pointers &pointers_;
   ErrorText &error_;
   bool packed_q_ = false;
   bool packed_k_ = false;
@@ -445,7 +459,7 @@ class Normaliser {
 // caught.
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
                          ErrorText &error) {
-  const auto has_data = [](const NamedTensor &t) { return t.tensor.data != nullptr && element_count(t.tensor) > 0; };
+  const auto has_data = [](const NamedTensor &t) { return t.tensor.data != nullptr && has_elements(t.tensor); };
   for (auto output = outputs.begin(); output != outputs.end(); ++output) {
     if (!has_data(*output)) continue;
     const auto clash = [&](const NamedTensor &t) { return has_data(t) && t.tensor.data == output->tensor.data; };
@@ -462,9 +476,10 @@ fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initia
 
 }  // namespace
 
-fa_status normalise(const fa_attention &a, Problem &problem, ErrorText &error) {
+fa_status normalise(const fa_attention &a, Problem &problem, Pointers &pointers, ErrorText &error) {
   problem = Problem{};
-  Normaliser normaliser(a, problem, error);
+  pointers.clear();
+  Normaliser normaliser(a, problem, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
   return check_distinct(
@@ -472,10 +487,12 @@ fa_status normalise(const fa_attention &a, Problem &problem, ErrorText &error) {
       {{"q", a.q}, {"k", a.k}, {"v", a.v}, {"bias", a.bias}, {"sink", a.sink}, {"alibi_slopes", a.alibi_slopes}}, error);
 }
 
-fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProblem &problem, ErrorText &error) {
+fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProblem &problem, Pointers &pointers,
+                    ErrorText &error) {
   problem = BackwardProblem{};
+  pointers.clear();
   Problem &p = problem.forward;
-  Normaliser normaliser(a, p, error);
+  Normaliser normaliser(a, p, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
   if (p.page_table != nullptr)
@@ -509,7 +526,7 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     if (!is_present(a.bias))
       return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients.dbias is given but attention.bias is absent");
     const NamedTensor dbias{"dbias", g.dbias};
-    FA_RETURN_IF_ERROR(check_memory(dbias, Role::output, error));
+    FA_RETURN_IF_ERROR(check_and_note(dbias, Role::output, pointers, error));
     FA_RETURN_IF_ERROR(check_dtype(dbias, {a.q.dtype, FA_FLOAT32}, error));
     FA_RETURN_IF_ERROR(check_shape(dbias,
                                    {{a.bias.shape[0], "as bias"},
@@ -529,7 +546,7 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     if (!is_present(a.sink))
       return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients.dsink is given but attention.sink is absent");
     const NamedTensor dsink{"dsink", g.dsink};
-    FA_RETURN_IF_ERROR(check_memory(dsink, Role::output, error));
+    FA_RETURN_IF_ERROR(check_and_note(dsink, Role::output, pointers, error));
     FA_RETURN_IF_ERROR(check_dtype(dsink, {FA_FLOAT32}, error));
     FA_RETURN_IF_ERROR(check_shape(dsink, {{p.heads_q, "heads_q"}}, error));
     problem.dsink = static_cast<float *>(g.dsink.data);
@@ -551,15 +568,17 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
 }
 
 fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, const fa_tensor *out,
-                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, ErrorText &error) {
+                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, Pointers &pointers,
+                          ErrorText &error) {
   problem = MergeProblem{};
+  pointers.clear();
   if (num_parts < 1) return fail(error, FA_ERROR_INVALID_ARGUMENT, "num_parts is %d; it must be at least 1", int{num_parts});
   if (out_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out_parts is NULL");
   if (lse_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "lse_parts is NULL");
   if (out == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out is NULL");
 
   const NamedTensor result{"out", *out};
-  FA_RETURN_IF_ERROR(check_memory(result, Role::output, error));
+  FA_RETURN_IF_ERROR(check_and_note(result, Role::output, pointers, error));
   FA_RETURN_IF_ERROR(check_dtype(result, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error));
   const bool packed = out->ndim == 3;
   if (!packed)
@@ -580,6 +599,7 @@ fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const f
   };
   if (lse != nullptr && is_present(*lse)) {
     FA_RETURN_IF_ERROR(check_lse({"lse", *lse}, Role::output));
+    if (has_elements(*lse)) pointers.push_back({"lse", -1, ".data", lse->data});
     problem.lse = to_row_scalar(*lse);
   }
 
@@ -601,6 +621,8 @@ fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const f
     }
     FA_RETURN_IF_ERROR(check_unit_stride(part, out->ndim - 1, error));
     FA_RETURN_IF_ERROR(check_lse({lse_name, lse_parts[n]}, Role::input));
+    if (has_elements(out_parts[n])) pointers.push_back({"out_parts", n, ".data", out_parts[n].data});
+    if (has_elements(lse_parts[n])) pointers.push_back({"lse_parts", n, ".data", lse_parts[n].data});
     parts[static_cast<size_t>(n)] = {to_operand(out_parts[n]), to_row_scalar(lse_parts[n])};
   }
   problem.num_parts = num_parts;

@@ -4,19 +4,22 @@
 
 #include <vector>
 
+#include "core/pointers.h"
 #include "core/problem.h"
 #include "core/status.h"
 #include "flashattn/flashattn.h"
 
 namespace fa {
 
-// Neither reads tensor data.
-fa_status normalise(const fa_attention &attention, Problem &problem, ErrorText &error);
-fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, ErrorText &error);
+// None reads tensor data. `pointers` receives the addresses of what the problem refers to.
+fa_status normalise(const fa_attention &attention, Problem &problem, Pointers &pointers, ErrorText &error);
+fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers,
+                    ErrorText &error);
 
 // `parts` receives what problem.parts points to.
 fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, const fa_tensor *out,
-                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, ErrorText &error);
+                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, Pointers &pointers,
+                          ErrorText &error);
 
 // Checks offsets, used lengths and page numbers, for devices whose memory the host can read.
 fa_status check_host_lengths(const Problem &problem, ErrorText &error);

@@ -49,26 +49,28 @@ class CpuBackend final : public Backend {
     return FA_OK;
   }
 
-  fa_status prepare(const Problem &, ErrorText &) override { return FA_OK; }
-  fa_status prepare(const BackwardProblem &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const Problem &, const Pointers &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const BackwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
 
-  fa_status run(const Problem &problem, Workspace workspace, fa_stream, ErrorText &error) override {
+  fa_status run(const Problem &problem, const Call &call, ErrorText &error) override {
     const Plan plan = plan_forward(problem, machine_);
+    Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_lengths(problem, error));
     if (nothing_to_write(problem)) return FA_OK;
     return finished(forward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 
-  fa_status run(const BackwardProblem &problem, Workspace workspace, fa_stream, ErrorText &error) override {
+  fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) override {
     const Plan plan = plan_backward(problem, machine_);
+    Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_lengths(problem.forward, error));
     if (nothing_to_write(problem)) return FA_OK;
     return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 
-  fa_status run(const MergeProblem &problem, fa_stream, ErrorText &error) override {
+  fa_status run(const MergeProblem &problem, const Call &, ErrorText &error) override {
     return finished(merge(problem, machine_, *parallel_), error);
   }
 

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA device as a backend: the device's facts, the current-device dance, workspace from a pool, and launches.
+// A CUDA device as a backend: what it is, the context a call works in, memory checks, workspace from a pool, loading and launches.
 #include "cuda/backend.h"
-
-#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <type_traits>
-#include <unordered_set>
+#include <unordered_map>
 
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
+#include "cuda/driver.h"
 #include "cuda/launches.h"
 #include "cuda/plan.h"
 
@@ -43,12 +42,16 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
 }
 
+// A stream that somebody created, as opposed to one of the default streams, which every context has.
+bool is_created(fa_stream stream) { return stream != nullptr && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD; }
+
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(const Device &device, const cudaDeviceProp &properties) : device_(device), properties_(properties) {}
+  CudaBackend(const Driver &driver, const Device &device, const cudaDeviceProp &properties)
+      : driver_(driver), device_(device), properties_(properties) {}
 
   ~CudaBackend() override {
-    if (pool_ != nullptr) cudaMemPoolDestroy(pool_);
+    if (pool_ != nullptr) driver_.cuMemPoolDestroy(pool_);  // what the device still uses of it lives on
   }
 
   void describe(fa_device_properties &out) const override {
@@ -69,17 +72,21 @@ class CudaBackend final : public Backend {
     return summarise(problem, summary, error);
   }
 
-  fa_status prepare(const Problem &problem, ErrorText &error) override { return load_only(problem, error); }
-  fa_status prepare(const BackwardProblem &problem, ErrorText &error) override { return load_only(problem, error); }
-
-  fa_status run(const Problem &problem, Workspace workspace, fa_stream stream, ErrorText &error) override {
-    return run_planned(problem, workspace, stream, error);
+  fa_status prepare(const Problem &problem, const Pointers &pointers, ErrorText &error) override {
+    return load_only(problem, pointers, error);
   }
-  fa_status run(const BackwardProblem &problem, Workspace workspace, fa_stream stream, ErrorText &error) override {
-    return run_planned(problem, workspace, stream, error);
+  fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
+    return load_only(problem, pointers, error);
   }
 
-  fa_status run(const MergeProblem &problem, fa_stream stream, ErrorText &error) override {
+  fa_status run(const Problem &problem, const Call &call, ErrorText &error) override {
+    return run_planned(problem, call, error);
+  }
+  fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) override {
+    return run_planned(problem, call, error);
+  }
+
+  fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) override {
     if (problem.num_parts > kMaxMergeParts) {
       return fail(error, FA_ERROR_UNSUPPORTED, "num_parts is %d; on CUDA one call merges up to %d", int{problem.num_parts},
                   kMaxMergeParts);
@@ -89,38 +96,13 @@ class CudaBackend final : public Backend {
     std::copy_n(problem.parts, problem.num_parts, params.parts);
     Launches launches;
     launches.add("merge kernel", merge_launch(params), &params);
-    const CurrentDevice current(device_.index);
-    return enqueue(launches, stream, error);
+    CurrentContext context(driver_);
+    FA_RETURN_IF_ERROR(enter(call.stream, context, error));
+    FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
+    return enqueue(launches, call.stream, error);
   }
 
  private:
-  // Makes the context's device current for one call and the caller's current again afterwards.
-  class CurrentDevice {
-   public:
-    explicit CurrentDevice(int device) {
-      cudaGetDevice(&before_);
-      if (before_ != device) cudaSetDevice(device);
-      changed_ = before_ != device;
-    }
-    ~CurrentDevice() {
-      if (changed_) cudaSetDevice(before_);
-    }
-    CurrentDevice(const CurrentDevice &) = delete;
-    CurrentDevice &operator=(const CurrentDevice &) = delete;
-
-   private:
-    int before_ = 0;
-    bool changed_ = false;
-  };
-
-  fa_status check(cudaError_t result, const char *what, ErrorText &error) {
-    if (result == cudaSuccess) return FA_OK;
-    last_error_ = result;
-    cudaGetLastError();  // leaves no error behind for the next call
-    const fa_status status = result == cudaErrorMemoryAllocation ? FA_ERROR_OUT_OF_MEMORY : FA_ERROR_CUDA;
-    return fail(error, status, "%s: %s (%s)", what, cudaGetErrorString(result), cudaGetErrorName(result));
-  }
-
   template <typename AnyProblem>
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {
     PlanOf<AnyProblem> plan;
@@ -130,81 +112,188 @@ class CudaBackend final : public Backend {
   }
 
   template <typename AnyProblem>
-  fa_status load_only(const AnyProblem &problem, ErrorText &error) {
+  fa_status load_only(const AnyProblem &problem, const Pointers &pointers, ErrorText &error) {
     PlanOf<AnyProblem> plan;
     Launches launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
     FA_RETURN_IF_ERROR(make_launches(problem, plan, nullptr, launches, error));
-    const CurrentDevice current(device_.index);
-    return load(launches, error);
+    CurrentContext context(driver_);
+    FA_RETURN_IF_ERROR(enter(nullptr, context, error));
+    FA_RETURN_IF_ERROR(check_pointers(pointers, error));
+    CUkernel kernel;
+    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, kernel, error));
+    return FA_OK;
   }
 
   template <typename AnyProblem>
-  fa_status run_planned(const AnyProblem &problem, Workspace workspace, fa_stream stream, ErrorText &error) {
+  fa_status run_planned(const AnyProblem &problem, const Call &call, ErrorText &error) {
     PlanOf<AnyProblem> plan;
     Launches launches;
+    Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
     FA_RETURN_IF_ERROR(check_workspace(workspace, plan.workspace_bytes, error));
-    const CurrentDevice current(device_.index);
+    CurrentContext context(driver_);
+    FA_RETURN_IF_ERROR(enter(call.stream, context, error));
+    FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
     const bool own = workspace.data == nullptr && plan.workspace_bytes > 0;
-    if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, stream, workspace, error));
+    if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
     fa_status status = make_launches(problem, plan, workspace.data, launches, error);
-    if (status == FA_OK) status = enqueue(launches, stream, error);
-    if (own) cudaFreeAsync(workspace.data, stream);
+    if (status == FA_OK) status = enqueue(launches, call.stream, error);
+    if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
   }
 
-  // All kernels are there before the first one runs: a call does everything or nothing.
-  fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) {
-    FA_RETURN_IF_ERROR(load(launches, error));
-    for (const auto &[what, launch, params] : launches) {
-      void *arguments[] = {const_cast<void *>(params)};
-      FA_RETURN_IF_ERROR(check(cudaLaunchKernel(launch.kernel, dim3(static_cast<unsigned>(launch.blocks)),
-                                                dim3(static_cast<unsigned>(launch.threads)), arguments,
-                                                static_cast<size_t>(launch.shared_bytes), stream),
-                               what, error));
+  fa_status check(cudaError_t result, const char *what, ErrorText &error) {
+    if (result == cudaSuccess) return FA_OK;
+    last_error_ = result;
+    fa_status status = FA_ERROR_CUDA;
+    if (result == cudaErrorMemoryAllocation) status = FA_ERROR_OUT_OF_MEMORY;
+    if (result == cudaErrorNoKernelImageForDevice) status = FA_ERROR_ARCH;
+    return fail(error, status, "%s: %s (%s)", what, cudaGetErrorString(result), cudaGetErrorName(result));
+  }
+  fa_status check(CUresult result, const char *what, ErrorText &error) { return check(to_runtime(result), what, error); }
+
+  // Enters the context that `stream` belongs to. The default streams are those of the caller's current context if that is one of this
+  // device, else those of the device's primary context, which the CUDA runtime uses.
+  fa_status enter(fa_stream stream, CurrentContext &scope, ErrorText &error) {
+    // Never released, just as the runtime keeps it: work that a destroyed fa_context has enqueued still completes.
+    if (primary_ == nullptr) {
+      FA_RETURN_IF_ERROR(check(driver_.cuDevicePrimaryCtxRetain(&primary_, device_.index), "primary context", error));
+    }
+    CUcontext current = nullptr;
+    FA_RETURN_IF_ERROR(check(driver_.cuCtxGetCurrent(&current), "current context", error));
+    CUcontext wanted = current;
+    if (is_created(stream)) FA_RETURN_IF_ERROR(context_of(stream, wanted, error));
+    if (wanted != primary_) {
+      const CUdevice owner = device_of(wanted);
+      if (owner != device_.index && is_created(stream)) {
+        return fail(error, FA_ERROR_INVALID_ARGUMENT, "stream is %p, a stream of device %d; the context is on device %d",
+                    static_cast<void *>(stream), owner, int{device_.index});
+      }
+      if (owner != device_.index) wanted = primary_;
+    }
+    return wanted == current ? FA_OK : check(scope.push(wanted), "context of the call", error);
+  }
+
+  fa_status context_of(fa_stream stream, CUcontext &context, ErrorText &error) {
+    const CUresult result = driver_.cuStreamGetCtx(stream, &context);
+    if (result == CUDA_ERROR_INVALID_HANDLE || result == CUDA_ERROR_INVALID_VALUE ||
+        result == CUDA_ERROR_CONTEXT_IS_DESTROYED) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "stream is %p, which is no stream", static_cast<void *>(stream));
+    }
+    return check(result, "stream", error);
+  }
+
+  // -1 for no context.
+  CUdevice device_of(CUcontext context) const {
+    CUdevice device = -1;
+    CurrentContext scope(driver_);
+    if (context != nullptr && scope.push(context) == CUDA_SUCCESS) driver_.cuCtxGetDevice(&device);
+    return device;
+  }
+
+  // Refuses memory the device cannot use, where a kernel would fault and take the whole process's device down. Asking costs 50 ns; the
+  // answer is not kept, because memory can be freed and its address given to other memory.
+  fa_status check_pointers(const Pointers &pointers, ErrorText &error) const {
+    CUdeviceptr begin = 0;
+    size_t bytes = 0;  // of the allocation found last, in which other tensors often lie too
+    for (const NamedPointer &pointer : pointers) {
+      const auto address = reinterpret_cast<CUdeviceptr>(pointer.data);
+      if (address - begin < bytes) continue;
+      CUdeviceptr on_device = 0;
+      CUmemorytype type{};
+      int owner = -1;
+      CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_DEVICE_POINTER, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                     CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                                     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
+      void *values[] = {&on_device, &begin, &bytes, &type, &owner};
+      if (driver_.cuPointerGetAttributes(5, names, values, address) == CUDA_SUCCESS && on_device == address) continue;
+      bytes = 0;
+      const bool unknown = on_device == 0 && type == CUmemorytype{};
+      if (unknown && properties_.pageableMemoryAccess != 0) continue;  // this device reads the host's page tables
+      char place[48] = "memory of the host";
+      if (type == CU_MEMORYTYPE_DEVICE) std::snprintf(place, sizeof place, "memory of device %d", owner);
+      char element[16] = "";
+      if (pointer.index >= 0) std::snprintf(element, sizeof element, "[%d]", int{pointer.index});
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s%s%s is %p, %s that device %d has no access to", pointer.name, element,
+                  pointer.member, pointer.data, place, int{device_.index});
     }
     return FA_OK;
   }
 
-  // Raises the kernels' shared-memory limits; once a kernel and context.
-  fa_status load(const Launches &launches, ErrorText &error) {
+  // All kernels are there before the first one runs: a call enqueues everything or nothing.
+  fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) {
+    CUkernel kernels[Launches::kMaxEntries];
+    CUkernel *kernel = kernels;
+    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
+    kernel = kernels;
     for (const auto &[what, launch, params] : launches) {
-      if (launch.kernel == nullptr)
-        return fail(error, FA_ERROR_NOT_BUILT, "the %s for this problem is not in this build", what);
-      if (loaded_.count(launch.kernel) != 0) continue;
-      FA_RETURN_IF_ERROR(check(
-          cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes), what, error));
-      loaded_.insert(launch.kernel);
+      void *arguments[] = {const_cast<void *>(params)};
+      FA_RETURN_IF_ERROR(
+          check(driver_.cuLaunchKernel(reinterpret_cast<CUfunction>(*kernel++), static_cast<unsigned>(launch.blocks), 1, 1,
+                                       static_cast<unsigned>(launch.threads), 1, 1, static_cast<unsigned>(launch.shared_bytes),
+                                       stream, arguments, nullptr),
+                what, error));
     }
+    return FA_OK;
+  }
+
+  // The driver's handle of a kernel whose shared-memory limit has been raised as far as this launch needs.
+  fa_status load(const Launches::Entry &entry, CUkernel &kernel, ErrorText &error) {
+    const auto &[what, launch, params] = entry;
+    const auto found = kernels_.find(launch.kernel);
+    if (found != kernels_.end() && found->second.shared_bytes >= launch.shared_bytes) {
+      kernel = found->second.handle;
+      return FA_OK;
+    }
+    if (launch.kernel == nullptr) {
+      return fail(error, FA_ERROR_NOT_BUILT, "the %s for this problem was left out of this build", what);
+    }
+    const CaptureRelaxed relaxed(driver_);
+    FA_RETURN_IF_ERROR(check(cudaGetKernel(&kernel, launch.kernel), what, error));
+    FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
+                                                          kernel, device_.index),
+                             what, error));
+    kernels_[launch.kernel] = {kernel, launch.shared_bytes};
     return FA_OK;
   }
 
   // Stream-ordered memory for a caller who brought none.
   fa_status take(size_t bytes, fa_stream stream, Workspace &workspace, ErrorText &error) {
-    if (pool_ == nullptr) {
-      cudaMemPoolProps properties{};
-      properties.allocType = cudaMemAllocationTypePinned;
-      properties.location = {cudaMemLocationTypeDevice, device_.index};
-      FA_RETURN_IF_ERROR(check(cudaMemPoolCreate(&pool_, &properties), "cudaMemPoolCreate", error));
-      uint64_t keep = UINT64_MAX;  // what a call has freed serves the next one
-      cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &keep);
-    }
-    workspace.bytes = bytes;
-    return check(cudaMallocFromPoolAsync(&workspace.data, bytes, pool_, stream), "workspace allocation", error);
+    FA_RETURN_IF_ERROR(make_pool(error));
+    CUdeviceptr memory = 0;
+    FA_RETURN_IF_ERROR(
+        check(driver_.cuMemAllocFromPoolAsync(&memory, bytes, pool_, stream), "allocation of the workspace", error));
+    workspace = {reinterpret_cast<void *>(memory), bytes};
+    return FA_OK;
   }
 
+  fa_status make_pool(ErrorText &error) {
+    if (pool_ != nullptr) return FA_OK;
+    CUmemPoolProps properties{};
+    properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, device_.index};
+    const CaptureRelaxed relaxed(driver_);
+    FA_RETURN_IF_ERROR(check(driver_.cuMemPoolCreate(&pool_, &properties), "memory pool of the workspace", error));
+    cuuint64_t keep = UINT64_MAX;  // what a call has freed serves the next one
+    return check(driver_.cuMemPoolSetAttribute(pool_, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep), "memory pool of the workspace",
+                 error);
+  }
+
+  const Driver &driver_;
   const Device device_;
   const cudaDeviceProp properties_;
-  cudaMemPool_t pool_ = nullptr;
-  std::unordered_set<const void *> loaded_;  // kernels whose shared-memory limit has been raised
+  CUcontext primary_ = nullptr;
+  CUmemoryPool pool_ = nullptr;
+  struct Loaded {
+    CUkernel handle;
+    int shared_bytes;  // its limit
+  };
+  std::unordered_map<const void *, Loaded> kernels_;
   int32_t last_error_ = 0;
 };
 
 }  // namespace
-}  // namespace cuda
-
-namespace cuda {
 
 Device device_of(int32_t index, const cudaDeviceProp &properties) {
   Device device;
@@ -216,8 +305,12 @@ Device device_of(int32_t index, const cudaDeviceProp &properties) {
   return device;
 }
 
-std::unique_ptr<Backend> make_backend(const Device &device, const cudaDeviceProp &properties) {
-  return std::make_unique<CudaBackend>(device, properties);
+fa_status make_backend(const Device &device, const cudaDeviceProp &properties, std::unique_ptr<Backend> &backend,
+                       ErrorText &error) {
+  const Driver *driver = nullptr;
+  FA_RETURN_IF_ERROR(find_driver(driver, error));
+  backend = std::make_unique<CudaBackend>(*driver, device, properties);
+  return FA_OK;
 }
 
 }  // namespace cuda
@@ -249,8 +342,11 @@ fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> 
     return fail(error, FA_ERROR_ARCH, "device %d (%s) has compute capability %d.%d; kernels need 8.0", int{device.index},
                 properties.name, properties.major, properties.minor);
   }
-  backend = cuda::make_backend(device, properties);
-  return FA_OK;
+  if (!cuda::built_for(FA_CUDA_ARCHS, device.compute_capability)) {
+    return fail(error, FA_ERROR_ARCH, "device %d (%s) has compute capability %d.%d; this build has kernels for \"%s\" only",
+                int{device.index}, properties.name, properties.major, properties.minor, FA_CUDA_ARCHS);
+  }
+  return cuda::make_backend(device, properties, backend, error);
 }
 
 }  // namespace fa

@@ -15,6 +15,7 @@ namespace fa::cuda {
 Device device_of(int32_t index, const cudaDeviceProp &properties);
 
 // `device` decides which kernels run and how; `properties` only describe it.
-std::unique_ptr<Backend> make_backend(const Device &device, const cudaDeviceProp &properties);
+fa_status make_backend(const Device &device, const cudaDeviceProp &properties, std::unique_ptr<Backend> &backend,
+                       ErrorText &error);
 
 }  // namespace fa::cuda

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <sstream>
 
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
@@ -85,6 +86,23 @@ int32_t choose_splits(const Problem &p, const sm80::ForwardShape &shape, const D
 }
 
 }  // namespace
+
+bool built_for(const char *archs, int32_t compute_capability) {
+  std::istringstream words(archs);
+  for (std::string word; words >> word;) {
+    if (word.find_first_of("0123456789") != 0) return true;  // "native", "all"
+    const int arch = std::stoi(word);
+    const bool specific = word.find_first_of("af") != std::string::npos && word.find_first_of("af") < word.find('-');
+    const bool machine_code = word.find("-virtual") == std::string::npos;
+    const bool ptx = word.find("-real") == std::string::npos && !specific;
+    if (machine_code &&
+        (specific ? arch == compute_capability : arch / 10 == compute_capability / 10 && arch <= compute_capability)) {
+      return true;
+    }
+    if (ptx && arch <= compute_capability) return true;
+  }
+  return false;
+}
 
 fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};

@@ -50,6 +50,10 @@ struct BackwardPlan {
   const char *reason = "";
 };
 
+// Whether a build for `archs` (as CMAKE_CUDA_ARCHITECTURES, separated by spaces) has code for a device: machine code for its major
+// version and no newer minor one, or PTX of a version that is not newer. Words without a number count as having everything.
+bool built_for(const char *archs, int32_t compute_capability);
+
 fa_status plan_forward(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
 

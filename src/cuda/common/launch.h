@@ -22,6 +22,7 @@ struct Launch {
 // it is used.
 class Launches {
  public:
+  static constexpr int kMaxEntries = 8;
   struct Entry {
     const char *what;  // for messages
     Launch launch;
@@ -50,7 +51,7 @@ class Launches {
   const Entry *end() const { return entries_ + num_entries_; }
 
  private:
-  static constexpr int kMaxEntries = 8, kMaxParams = 3;
+  static constexpr int kMaxParams = 3;
   static constexpr size_t kParamsBytes = 2048, kAlignment = 64;  // of tensor maps
 
   alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];

@@ -88,7 +88,8 @@ std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes) {
   fa::cuda::Device device = fa::cuda::device_of(0, properties);
   device.shared_bytes = std::min(device.shared_bytes, shared_bytes);
   auto context = std::make_unique<fa_context_s>();
-  context->backend = fa::cuda::make_backend(device, properties);
+  fa::ErrorText error;
+  EXPECT_EQ(fa::cuda::make_backend(device, properties, context->backend, error), FA_OK) << error.text;
   return context;
 }
 
