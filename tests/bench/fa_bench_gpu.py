@@ -11,6 +11,7 @@ with softcap, ALiBi and so on with our own kernel without them, and deterministi
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,56 +44,74 @@ def parse(argv):
     return args
 
 
-def measure_case(case, context, budget_s):
-    """One row. Imports torch late, so that the rest of this program works without it."""
+def inputs(case):
+    """q, k, v as the case shapes them."""
     import torch
 
-    from gpu import library, opponents, timing
+    rows_q, rows_k = ((sum(case.lengths),),) * 2 if case.lengths else ((case.batch, case.seqlen_q), (case.batch, case.seqlen_k))
+    sizes = ((*rows_q, case.heads_q, case.head_dim), (*rows_k, case.heads_k, case.head_dim), (*rows_k, case.heads_k, case.d_v))
+    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
 
-    def inputs():
-        rows = (sum(case.lengths),) if case.lengths else None
-        shape_q = (*(rows or (case.batch, case.seqlen_q)), case.heads_q)
-        shape_k = (*(rows or (case.batch, case.seqlen_k)), case.heads_k)
-        sizes = ((*shape_q, case.head_dim), (*shape_k, case.head_dim), (*shape_k, case.d_v))
-        return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+def contenders_of(case, context):
+    """{name: one contender for each set of inputs}, ours first. Those that cannot run the case are left out."""
+    import torch
+
+    from gpu import library, opponents
 
     cu = None
     if case.lengths:
         cu = torch.tensor([sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)], dtype=torch.int32, device="cuda")
 
-    def ours_on(q, k, v, option=case.option, deterministic=case.deterministic):
+    def ours(q, k, v, option, deterministic):
         return library.Attention(context, q, k, v, case.causal, deterministic, cu, case.seqlen_q, option)
 
-    # Replays of short problems go round among enough inputs that the L2 cache holds none of them.
-    sets = [inputs() for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section == "decode" else 1)]
-    mine = [ours_on(*tensors) for tensors in sets]
-    others = {}
+    # Decoding goes round among enough inputs that the L2 cache holds none of them.
+    sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section == "decode" else 1)]
+    contenders = {"ours": [ours(*tensors, case.option, case.deterministic) for tensors in sets]}
     for tensors in sets:
         for opponent in opponents.opponents(case, *tensors, cu):
-            others.setdefault(opponent.name, []).append(opponent)
+            contenders.setdefault(opponent.name, []).append(opponent)
     if case.option or case.deterministic:
-        others["plain"] = [ours_on(*sets[0], option="", deterministic=False)]
-
-    mine[0].forward()
-    row = dict(dataclasses.asdict(case), name=case.name, flops=case.flops, kernel=mine[0].kernel)
-    reference = next((contender for name, (contender, *_) in others.items() if name != "plain"), None)
-    if reference is not None:
-        theirs = reference.forward().float()
-        row["error"] = ((mine[0].out.float() - theirs).norm() / theirs.norm()).item()
-    contenders = {"ours": mine, **others}
+        contenders["plain"] = [ours(*sets[0], "", False)]
+    for contender in [one for several in contenders.values() for one in several]:
+        contender.forward()
     if case.direction == "backward":
-        dout = torch.randn_like(mine[0].out)
-        for kept in [*contenders.values()]:
-            kept[0].forward()
+        dout = torch.randn_like(contenders["ours"][0].out)
+        for name, (contender, *_) in list(contenders.items()):
             try:
-                kept[0].prepare_backward(dout)
-                kept[0].backward()
+                contender.prepare_backward(dout)
+                contender.backward()
             except RuntimeError as failure:
-                if kept is mine:
+                if name == "ours":
                     raise
-                print(f"{case.name}: {type(kept[0]).__name__} has no backward: {failure}", file=sys.stderr)
-                contenders = {name: other for name, other in contenders.items() if other is not kept}
-        row["kernel"] = mine[0].kernel
+                print(f"{case.name}: {name} has no backward: {failure}", file=sys.stderr)
+                del contenders[name]
+    return contenders
+
+
+def largest_difference(case, contenders):
+    """Relative difference between our results and those of the first opponent; None without one."""
+    reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn")), None)
+    if reference is None:
+        return None
+    ours = contenders["ours"][0]
+    pairs = [(ours.out, reference.forward())]
+    if case.direction == "backward":
+        pairs += zip(ours.grads, reference.backward())
+    errors = [((mine.float() - theirs.float()).norm() / theirs.float().norm()).item() for mine, theirs in pairs]
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def measure_case(case, context, budget_s):
+    """One row. This and what it calls import torch late, so that the rest of this program works without it."""
+    from gpu import timing
+
+    contenders = contenders_of(case, context)
+    row = dict(dataclasses.asdict(case), name=case.name, flops=case.flops, kernel=contenders["ours"][0].kernel)
+    error = largest_difference(case, contenders)
+    if error is not None:
+        row["error"] = error
     calls = {name: [getattr(contender, case.direction) for contender in kept] for name, kept in contenders.items()}
     per_call = 1
     if case.graph:

@@ -30,8 +30,9 @@ class Fa2:
     def backward(self):
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
         with Deterministic(self.deterministic):
-            return aten._scaled_dot_product_flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, cu_q, cu_k,
-                                                                     max_q, max_k, 0.0, self.causal, seed, offset)
+            grads = aten._scaled_dot_product_flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, cu_q, cu_k,
+                                                                      max_q, max_k, 0.0, self.causal, seed, offset)
+        return [grad.transpose(1, 2) for grad in grads]
 
 
 class Cudnn:
@@ -52,8 +53,9 @@ class Cudnn:
     def backward(self):
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
         with Deterministic(self.deterministic):
-            return aten._scaled_dot_product_cudnn_attention_backward(self.dout, self.q, self.k, self.v, out, lse, seed, offset,
-                                                                     None, cu_q, cu_k, max_q, max_k, 0.0, self.causal)
+            grads = aten._scaled_dot_product_cudnn_attention_backward(self.dout, self.q, self.k, self.v, out, lse, seed, offset,
+                                                                      None, cu_q, cu_k, max_q, max_k, 0.0, self.causal)
+        return [grad.transpose(1, 2) for grad in grads]
 
 
 class Fa2Packed:
