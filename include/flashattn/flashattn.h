@@ -24,7 +24,7 @@
  * - Structs begin with `struct_size`, only ever grow at the end, and zero means "default" in every field. Old programs run with
  *   new libraries. New programs run with old libraries as long as they leave the new fields zero.
  * - A context serves one thread at a time; different contexts are independent.
- * - On a CUDA context, every tensor is device memory of that device, calls only enqueue work on the caller's stream, and
+ * - On a CUDA context, every tensor is memory that device can use, calls only enqueue work on the caller's stream, and
  *   nothing waits for the device. On a CPU context, tensors are host memory and a call returns when its work is done.
  * - 64-bit platforms only.
  */
@@ -607,7 +607,8 @@ typedef struct fa_plan_info {
 FA_API fa_status fa_plan_info_init(fa_plan_info *info, size_t size);
 
 /**
- * @brief Says whether and how fa_forward() would run, without running it. Reads no tensor data.
+ * @brief Says whether and how fa_forward() would run, without running it. Reads no tensor data, and does not look whose memory the
+ * addresses are.
  * @param ctx A handle.
  * @param attention The problem.
  * @param[in,out] info Initialised by fa_plan_info_init(); as many fields as fit are written.
@@ -617,7 +618,7 @@ FA_API fa_status fa_plan_info_init(fa_plan_info *info, size_t size);
 FA_API fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_plan_info *info);
 
 /**
- * @brief Says whether and how fa_backward() would run, without running it. Reads no tensor data.
+ * @brief Says whether and how fa_backward() would run, without running it. See fa_forward_query().
  * @param ctx A handle.
  * @param attention The problem.
  * @param gradients The gradients.
@@ -629,7 +630,7 @@ FA_API fa_status fa_backward_query(fa_context ctx, const fa_attention *attention
                                    fa_plan_info *info);
 
 /**
- * @brief Loads what fa_forward() will need for this problem, so that a following call can be captured in a CUDA graph.
+ * @brief Loads what fa_forward() will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing.
  * On the CPU only checks the problem.
  * @param ctx A handle.
  * @param attention The problem.

@@ -477,7 +477,6 @@ fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initia
 }  // namespace
 
 fa_status normalise(const fa_attention &a, Problem &problem, Pointers &pointers, ErrorText &error) {
-  problem = Problem{};
   pointers.clear();
   Normaliser normaliser(a, problem, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
@@ -489,7 +488,6 @@ fa_status normalise(const fa_attention &a, Problem &problem, Pointers &pointers,
 
 fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error) {
-  problem = BackwardProblem{};
   pointers.clear();
   Problem &p = problem.forward;
   Normaliser normaliser(a, p, pointers, error);

@@ -11,7 +11,7 @@
 
 namespace fa {
 
-// None reads tensor data. `pointers` receives the addresses of what the problem refers to.
+// None reads tensor data. `problem` is default-constructed. `pointers` receives the addresses of what the problem refers to.
 fa_status normalise(const fa_attention &attention, Problem &problem, Pointers &pointers, ErrorText &error);
 fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error);

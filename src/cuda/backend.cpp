@@ -3,6 +3,7 @@
 #include "cuda/backend.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <type_traits>
 #include <unordered_map>
@@ -103,6 +104,20 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  // Handles of a kernel whose code is loaded into the primary context. One handle serves any context, at the cost of a look-up.
+  struct Kernel {
+    CUkernel anywhere;
+    CUfunction in_primary;
+    int shared_bytes;  // limit of its dynamic shared memory
+
+    CUfunction in(bool primary) const { return primary ? in_primary : reinterpret_cast<CUfunction>(anywhere); }
+  };
+
+  struct Range {
+    CUdeviceptr begin = 0;
+    size_t bytes = 0;
+  };
+
   template <typename AnyProblem>
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {
     PlanOf<AnyProblem> plan;
@@ -120,8 +135,8 @@ class CudaBackend final : public Backend {
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
-    CUkernel kernel;
-    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, kernel, error));
+    CUfunction function;
+    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, function, error));
     return FA_OK;
   }
 
@@ -172,6 +187,7 @@ class CudaBackend final : public Backend {
       }
       if (owner != device_.index) wanted = primary_;
     }
+    in_primary_ = wanted == primary_;
     return wanted == current ? FA_OK : check(scope.push(wanted), "context of the call", error);
   }
 
@@ -192,23 +208,24 @@ class CudaBackend final : public Backend {
     return device;
   }
 
-  // Refuses memory the device cannot use, where a kernel would fault and take the whole process's device down. Asking costs 50 ns; the
-  // answer is not kept, because memory can be freed and its address given to other memory.
-  fa_status check_pointers(const Pointers &pointers, ErrorText &error) const {
-    CUdeviceptr begin = 0;
-    size_t bytes = 0;  // of the allocation found last, in which other tensors often lie too
+  // Refuses memory the device cannot use, where a kernel would fault and take the process's device down.
+  fa_status check_pointers(const Pointers &pointers, ErrorText &error) {
     for (const NamedPointer &pointer : pointers) {
       const auto address = reinterpret_cast<CUdeviceptr>(pointer.data);
-      if (address - begin < bytes) continue;
+      Range &known = known_[(address >> 21) * 0x9E3779B97F4A7C15 >> 58];
+      if (in_primary_ && address - known.begin < known.bytes) continue;
       CUdeviceptr on_device = 0;
+      Range range;
       CUmemorytype type{};
       int owner = -1;
       CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_DEVICE_POINTER, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
                                      CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
                                      CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
-      void *values[] = {&on_device, &begin, &bytes, &type, &owner};
-      if (driver_.cuPointerGetAttributes(5, names, values, address) == CUDA_SUCCESS && on_device == address) continue;
-      bytes = 0;
+      void *values[] = {&on_device, &range.begin, &range.bytes, &type, &owner};
+      if (driver_.cuPointerGetAttributes(5, names, values, address) == CUDA_SUCCESS && on_device == address) {
+        if (in_primary_) known = range;
+        continue;
+      }
       const bool unknown = on_device == 0 && type == CUmemorytype{};
       if (unknown && properties_.pageableMemoryAccess != 0) continue;  // this device reads the host's page tables
       char place[48] = "memory of the host";
@@ -223,38 +240,43 @@ class CudaBackend final : public Backend {
 
   // All kernels are there before the first one runs: a call enqueues everything or nothing.
   fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) {
-    CUkernel kernels[Launches::kMaxEntries];
-    CUkernel *kernel = kernels;
-    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
-    kernel = kernels;
+    CUfunction functions[Launches::kMaxEntries];
+    CUfunction *function = functions;
+    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *function++, error));
+    function = functions;
     for (const auto &[what, launch, params] : launches) {
       void *arguments[] = {const_cast<void *>(params)};
-      FA_RETURN_IF_ERROR(
-          check(driver_.cuLaunchKernel(reinterpret_cast<CUfunction>(*kernel++), static_cast<unsigned>(launch.blocks), 1, 1,
-                                       static_cast<unsigned>(launch.threads), 1, 1, static_cast<unsigned>(launch.shared_bytes),
-                                       stream, arguments, nullptr),
-                what, error));
+      FA_RETURN_IF_ERROR(check(
+          driver_.cuLaunchKernel(*function++, static_cast<unsigned>(launch.blocks), 1, 1, static_cast<unsigned>(launch.threads),
+                                 1, 1, static_cast<unsigned>(launch.shared_bytes), stream, arguments, nullptr),
+          what, error));
     }
     return FA_OK;
   }
 
-  // The driver's handle of a kernel whose shared-memory limit has been raised as far as this launch needs.
-  fa_status load(const Launches::Entry &entry, CUkernel &kernel, ErrorText &error) {
+  // A kernel, loaded and its shared-memory limit raised as far as this launch needs.
+  fa_status load(const Launches::Entry &entry, CUfunction &function, ErrorText &error) {
     const auto &[what, launch, params] = entry;
     const auto found = kernels_.find(launch.kernel);
     if (found != kernels_.end() && found->second.shared_bytes >= launch.shared_bytes) {
-      kernel = found->second.handle;
+      function = found->second.in(in_primary_);
       return FA_OK;
     }
     if (launch.kernel == nullptr) {
       return fail(error, FA_ERROR_NOT_BUILT, "the %s for this problem was left out of this build", what);
     }
     const CaptureRelaxed relaxed(driver_);
-    FA_RETURN_IF_ERROR(check(cudaGetKernel(&kernel, launch.kernel), what, error));
+    CurrentContext scope(driver_);
+    if (!in_primary_) FA_RETURN_IF_ERROR(check(scope.push(primary_), what, error));
+    Kernel kernel{};
+    FA_RETURN_IF_ERROR(check(cudaGetKernel(&kernel.anywhere, launch.kernel), what, error));
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
-                                                          kernel, device_.index),
+                                                          kernel.anywhere, device_.index),
                              what, error));
-    kernels_[launch.kernel] = {kernel, launch.shared_bytes};
+    FA_RETURN_IF_ERROR(check(driver_.cuKernelGetFunction(&kernel.in_primary, kernel.anywhere), what, error));
+    kernel.shared_bytes = launch.shared_bytes;
+    kernels_[launch.kernel] = kernel;
+    function = kernel.in(in_primary_);
     return FA_OK;
   }
 
@@ -285,11 +307,11 @@ class CudaBackend final : public Backend {
   const cudaDeviceProp properties_;
   CUcontext primary_ = nullptr;
   CUmemoryPool pool_ = nullptr;
-  struct Loaded {
-    CUkernel handle;
-    int shared_bytes;  // its limit
-  };
-  std::unordered_map<const void *, Loaded> kernels_;
+  bool in_primary_ = false;  // the call at hand works in primary_
+  std::unordered_map<const void *, Kernel> kernels_;
+  // Allocations found good in the primary context, by the 2 MB piece of an address in them, so that a call need not ask again (50 ns an
+  // address). Memory that has been freed may still be here, and faults in the kernel; what is not here is always asked about.
+  std::array<Range, 64> known_{};
   int32_t last_error_ = 0;
 };
 

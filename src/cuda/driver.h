@@ -18,6 +18,7 @@ namespace fa::cuda {
   X(cuCtxPopCurrent, 4000)          \
   X(cuCtxPushCurrent, 4000)         \
   X(cuDevicePrimaryCtxRetain, 7000) \
+  X(cuKernelGetFunction, 12000)     \
   X(cuKernelSetAttribute, 12000)    \
   X(cuLaunchKernel, 4000)           \
   X(cuMemAllocFromPoolAsync, 11020) \

@@ -78,7 +78,7 @@ __device__ void merge_row(int num_parts, int64_t columns, LseOf lse_of, ValueOf 
   if (lse != nullptr && lane == 0) *lse = total;
 }
 
-__global__ void __launch_bounds__(kWarps * 32) merge_list(const __grid_constant__ MergeListParams a) {
+__global__ void __launch_bounds__(kWarps * 32, 8) merge_list(const __grid_constant__ MergeListParams a) {
   const MergeProblem &p = a.problem;
   const int64_t row = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5);
   if (row >= p.batch * p.heads_q * p.seqlen_q) return;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kWarps * 32) merge_list(const __grid_constant_
       row_of(p.out, b, i, h), p.out.dtype, p.lse.data != nullptr ? scalar_of(p.lse, b, i, h) : nullptr);
 }
 
-__global__ void __launch_bounds__(kWarps * 32) merge_split(const __grid_constant__ MergeSplitParams a) {
+__global__ void __launch_bounds__(kWarps * 32, 8) merge_split(const __grid_constant__ MergeSplitParams a) {
   const Problem &p = a.problem;
   const int64_t row = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5);
   const int64_t rows = p.batch * p.heads_q * a.max_tokens;
