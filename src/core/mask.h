@@ -10,12 +10,14 @@
 namespace fa {
 
 // Half-open range of rows or columns; empty when end <= begin.
-struct Range {
-  int64_t begin = 0;
-  int64_t end = 0;
+template <typename Int>
+struct RangeOf {
+  Int begin = 0;
+  Int end = 0;
   FA_HD bool empty() const { return end <= begin; }
-  FA_HD int64_t size() const { return end > begin ? end - begin : 0; }
+  FA_HD Int size() const { return end > begin ? end - begin : 0; }
 };
+using Range = RangeOf<int64_t>;
 
 // Query i sees keys i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q, or 0 when aligned to the
 // top left. Absent limits hold kUnlimited, small enough that sums of a few of them cannot overflow.
@@ -29,36 +31,67 @@ struct Band {
   FA_HD int64_t shift(int64_t seqlen_q, int64_t seqlen_k) const { return top_left ? 0 : seqlen_k - seqlen_q; }
 };
 
-namespace detail {
-FA_HD int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : (x > high ? high : x); }
-}  // namespace detail
+// The band of one pair of sequences, with its shift. Kernels that count rows and keys in 32 bits use Int = int32_t; sequences are
+// then shorter than kLongest, so that a limit clamped to it still excludes nothing and no sum overflows.
+template <typename Int>
+struct Diagonal {
+  static constexpr int64_t kLongest = sizeof(Int) == 8 ? Band::kUnlimited : (int64_t{1} << 30) - 1024;
+  // A band as kernels take it, clamped ahead of time.
+  struct Limits {
+    Int left = static_cast<Int>(kLongest);
+    Int right = static_cast<Int>(kLongest);
+    bool top_left = false;
 
-// Keys seen by at least one of the query rows [rows.begin, rows.end). Every row's keys are one contiguous range and the ranges
-// move right by one per row, so the union is contiguous too.
+    Limits() = default;
+    FA_HD explicit Limits(const Band &band)
+        : left(static_cast<Int>(band.left < kLongest ? band.left : kLongest)),
+          right(static_cast<Int>(band.right < kLongest ? band.right : kLongest)),
+          top_left(band.top_left) {}
+    FA_HD bool unlimited_right() const { return right >= kLongest; }
+  };
+
+  Int left, right, shift, seqlen_q, seqlen_k;
+
+  FA_HD Diagonal(const Limits &limits, Int queries, Int keys)
+      : left(limits.left),
+        right(limits.right),
+        shift(limits.top_left ? 0 : keys - queries),
+        seqlen_q(queries),
+        seqlen_k(keys) {}
+
+  static FA_HD Int clamp(Int x, Int high) { return x < 0 ? 0 : (x > high ? high : x); }
+
+  // Keys seen by at least one of the query rows. Every row's keys are one contiguous range and the ranges move right by one per
+  // row, so the union is contiguous too.
+  FA_HD RangeOf<Int> visible_keys(RangeOf<Int> rows) const {
+    if (rows.empty()) return {0, 0};
+    const Int begin = clamp(rows.begin + shift - left, seqlen_k), end = clamp(rows.end - 1 + shift + right + 1, seqlen_k);
+    return {begin, end > begin ? end : begin};
+  }
+
+  // Keys seen by every one of the query rows: no mask code is needed for them.
+  FA_HD RangeOf<Int> interior_keys(RangeOf<Int> rows) const {
+    if (rows.empty()) return {0, 0};
+    const Int begin = clamp(rows.end - 1 + shift - left, seqlen_k), end = clamp(rows.begin + shift + right + 1, seqlen_k);
+    return {begin, end > begin ? end : begin};
+  }
+
+  // Query rows that see at least one of the keys.
+  FA_HD RangeOf<Int> visible_queries(RangeOf<Int> keys) const {
+    if (keys.empty()) return {0, 0};
+    const Int begin = clamp(keys.begin - shift - right, seqlen_q), end = clamp(keys.end - 1 - shift + left + 1, seqlen_q);
+    return {begin, end > begin ? end : begin};
+  }
+};
+
 FA_HD Range visible_keys(const Band &band, int64_t seqlen_q, int64_t seqlen_k, Range rows) {
-  if (rows.empty()) return {0, 0};
-  const int64_t shift = band.shift(seqlen_q, seqlen_k);
-  const int64_t begin = detail::clamp(rows.begin + shift - band.left, 0, seqlen_k);
-  const int64_t end = detail::clamp(rows.end - 1 + shift + band.right + 1, 0, seqlen_k);
-  return {begin, end > begin ? end : begin};
+  return Diagonal<int64_t>(Diagonal<int64_t>::Limits(band), seqlen_q, seqlen_k).visible_keys(rows);
 }
-
-// Keys seen by every one of the query rows: no mask code is needed for them.
 FA_HD Range interior_keys(const Band &band, int64_t seqlen_q, int64_t seqlen_k, Range rows) {
-  if (rows.empty()) return {0, 0};
-  const int64_t shift = band.shift(seqlen_q, seqlen_k);
-  const int64_t begin = detail::clamp(rows.end - 1 + shift - band.left, 0, seqlen_k);
-  const int64_t end = detail::clamp(rows.begin + shift + band.right + 1, 0, seqlen_k);
-  return {begin, end > begin ? end : begin};
+  return Diagonal<int64_t>(Diagonal<int64_t>::Limits(band), seqlen_q, seqlen_k).interior_keys(rows);
 }
-
-// Query rows that see at least one of the keys [keys.begin, keys.end).
 FA_HD Range visible_queries(const Band &band, int64_t seqlen_q, int64_t seqlen_k, Range keys) {
-  if (keys.empty()) return {0, 0};
-  const int64_t shift = band.shift(seqlen_q, seqlen_k);
-  const int64_t begin = detail::clamp(keys.begin - shift - band.right, 0, seqlen_q);
-  const int64_t end = detail::clamp(keys.end - 1 - shift + band.left + 1, 0, seqlen_q);
-  return {begin, end > begin ? end : begin};
+  return Diagonal<int64_t>(Diagonal<int64_t>::Limits(band), seqlen_q, seqlen_k).visible_queries(keys);
 }
 
 // Keys seen by the single query row i.

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
 #include "cuda/common/merge.h"
 #include "cuda/common/operand.h"
 #include "cuda/launches.h"
@@ -6,20 +8,43 @@
 #include "cuda/sm80/forward.h"
 
 namespace fa::cuda::sm80 {
+namespace {
+
+// Sizes of what is absent are 0; what exceeds every row and key divides them into one piece.
+Divisor divisor(int64_t value) { return Divisor(std::clamp<int64_t>(value, 1, int64_t{1} << 30)); }
+
+// Whether keys 2 n and 2 n + 1 of a row can be read at once.
+bool takes_pairs(const ScoreTensor &t) {
+  return t.col_stride == 1 && reinterpret_cast<uintptr_t>(t.data) % (2 * dtype_bytes(t.dtype)) == 0 &&
+         (t.batch_stride | t.head_stride | t.row_stride) % 2 == 0;
+}
+
+}  // namespace
 
 fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
   char *memory = static_cast<char *>(workspace);
   auto &params = launches.make_params<ForwardParams>();
   params.problem = p;
+  params.limits = Diagonal<int32_t>::Limits(p.band);
   params.row_blocks = plan.row_blocks;
-  params.rows_per_token = plan.rows_per_token;
-  params.heads_per_section = plan.heads_per_section;
-  params.num_splits = plan.num_splits;
+  const int64_t heads = plan.rows_per_token == 1 ? p.heads_q : p.heads_k;
+  params.last_section = static_cast<int32_t>((p.batch * heads - 1) / plan.heads_per_section);
+  params.num_splits = divisor(plan.num_splits);
+  params.section_blocks = divisor(int64_t{plan.heads_per_section} * plan.row_blocks);
+  params.section_heads = divisor(plan.heads_per_section);
+  params.last_section_heads = divisor(p.batch * heads - int64_t{params.last_section} * plan.heads_per_section);
+  params.heads = divisor(heads);
+  params.rows_per_token = divisor(plan.rows_per_token);
+  params.group = divisor(p.group);
+  params.page_size = divisor(p.page_size);
+  params.mask_size_q = divisor(p.block_mask.size_q);
+  params.mask_size_k = divisor(p.block_mask.size_k);
   params.vector_q = takes_vectors(p.q, p.head_dim);
   params.vector_k = takes_vectors(p.k, p.head_dim);
   params.vector_v = takes_vectors(p.v, p.head_dim_v);
   params.vector_out = takes_vectors(p.out, p.head_dim_v);
+  params.pair_bias = takes_pairs(p.bias);
   params.split_out = reinterpret_cast<float *>(memory);
   params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},

@@ -38,11 +38,11 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
   if (p.q.dtype == Dtype::f32) {
     return fail(error, FA_ERROR_UNSUPPORTED, "q.dtype is float32, for which there is no CUDA kernel yet");
   }
-  constexpr int64_t kMaxRows = INT32_MAX / 2;
+  constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
   if (p.q_lengths.max_len > kMaxRows || p.group > kMaxRows / std::max<int64_t>(p.q_lengths.max_len, 1) ||
       p.k_lengths.max_len > kMaxRows) {
     return fail(error, FA_ERROR_UNSUPPORTED,
-                "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30",
+                "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30 - 1024",
                 p.q_lengths.max_len, p.k_lengths.max_len);
   }
   if (p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0)) {

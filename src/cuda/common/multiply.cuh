@@ -40,92 +40,117 @@ __device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
 }
 
 // acc = A B^T, A: kMt * 16 rows from `first_row` of `a_tile`, B: kNt * 8 rows from `first_column` of `b_tile`, both kD wide. Fragments of
-// the next 16 columns are loaded while those of the current ones are multiplied.
-template <typename Element, int kD, int kMt, int kNt>
+// A are loaded one step of 16 columns ahead of their products, those of B kAhead pieces of 16 rows ahead.
+template <typename Element, int kD, int kMt, int kNt, int kAhead = kNt / 2>
 __device__ __forceinline__ void multiply_transposed(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
                                                     int first_column) {
-  constexpr int kSteps = kD / 16, kPitch = kD * 2;
+  constexpr int kPieces = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kRing = kAhead + 1;
   static_assert(kNt % 2 == 0);
   const int lane = threadIdx.x & 31;
   const uint32_t a = a_tile + swizzled<kPitch>(first_row + (lane & 15), lane >> 4);
   const uint32_t b = b_tile + swizzled<kPitch>(first_column + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  uint32_t af[2][kMt][4], bf[2][kNt / 2][4];
-  const auto load = [&](int step) {
+  uint32_t af[2][kMt][4], bf[kRing][4];
+  const auto load_a = [&](int step) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i) ldmatrix_x4(af[step & 1][i], advance<kPitch>(a, step) + i * 16 * kPitch);
-#pragma unroll
-    for (int j = 0; j < kNt / 2; ++j) ldmatrix_x4(bf[step & 1][j], advance<kPitch>(b, step) + j * 16 * kPitch);
   };
-  load(0);
+  const auto load_b = [&](int n) { ldmatrix_x4(bf[n % kRing], advance<kPitch>(b, n / kPieces) + n % kPieces * 16 * kPitch); };
+  load_a(0);
+#pragma unroll
+  for (int n = 0; n < kAhead; ++n) load_b(n);
   clear<kMt, kNt>(acc);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 < kSteps) load(step + 1);
+  for (int n = 0; n < kSteps * kPieces; ++n) {
+    const int step = n / kPieces, j = n % kPieces;
+    if (j == 0 && step + 1 < kSteps) load_a(step + 1);
+    if (n + kAhead < kSteps * kPieces) load_b(n + kAhead);
 #pragma unroll
-    for (int j = 0; j < kNt / 2; ++j)
-#pragma unroll
-      for (int i = 0; i < kMt; ++i) {
-        mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[step & 1][j][0], bf[step & 1][j][1]);
-        mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[step & 1][j][2], bf[step & 1][j][3]);
-      }
+    for (int i = 0; i < kMt; ++i) {
+      mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[n % kRing][0], bf[n % kRing][1]);
+      mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[n % kRing][2], bf[n % kRing][3]);
+    }
   }
 }
 
-// acc += W T: T has kKSteps * 16 rows of kPitch bytes; acc covers its columns from 16 * first_column_step on.
-template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
-__device__ __forceinline__ void multiply_add(Accumulator<kMt, kNt> &acc, const Weights<kMt, kKSteps> &w, uint32_t tile,
-                                             int first_column_step = 0) {
+// Columns of a tile, 16 at a time, as kParts warps share them: each 128 bytes are cut into kParts pieces. Piece d of the warp whose
+// first one is `first`, below 4 / kParts, is first + column_step<kParts>(d); with one part the pieces are just counted.
+template <int kParts>
+__host__ __device__ constexpr int column_step(int d) {
+  static_assert(kParts == 1 || kParts == 2 || kParts == 4);
+  return d / (4 / kParts) * 4 + d % (4 / kParts);
+}
+
+// acc += W T: T has kKSteps * 16 rows of kPitch bytes; acc covers its columns from 16 * first_column_step on, or the part of them that
+// starts there. weights_of(k, w) gives the part of W for rows 16 k .. 16 k + 15 of T when its turn comes, so that it can be computed
+// under the products before.
+template <typename Element, int kPitch, int kKSteps, int kParts, int kMt, int kNt, typename WeightsOf>
+__device__ __forceinline__ void multiply_add_with(Accumulator<kMt, kNt> &acc, uint32_t tile, int first_column_step,
+                                                  WeightsOf weights_of) {
   constexpr int kColumnSteps = kNt / 2, kSteps = kKSteps * kColumnSteps;
   const int lane = threadIdx.x & 31;
   const uint32_t t = advance<kPitch>(tile + swizzled<kPitch>(lane & 15, lane >> 4), first_column_step);
-  uint32_t tf[2][4];
+  uint32_t tf[2][4], w[kMt][4];
   const auto load = [&](int n) {
-    ldmatrix_x4_trans(tf[n & 1], advance<kPitch>(t, n % kColumnSteps) + n / kColumnSteps * 16 * kPitch);
+    ldmatrix_x4_trans(tf[n & 1], advance<kPitch>(t, column_step<kParts>(n % kColumnSteps)) + n / kColumnSteps * 16 * kPitch);
   };
   load(0);
 #pragma unroll
-  for (int n = 0; n < kSteps; ++n) {
-    if (n + 1 < kSteps) load(n + 1);
-    const int k = n / kColumnSteps, d = n % kColumnSteps;
+  for (int k = 0; k < kKSteps; ++k) {
+    weights_of(k, w);
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) {
-      mma_16816<Element>(acc[i][2 * d], w[i][k], tf[n & 1][0], tf[n & 1][1]);
-      mma_16816<Element>(acc[i][2 * d + 1], w[i][k], tf[n & 1][2], tf[n & 1][3]);
+    for (int d = 0; d < kColumnSteps; ++d) {
+      const int n = k * kColumnSteps + d;
+      if (n + 1 < kSteps) load(n + 1);
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        mma_16816<Element>(acc[i][2 * d], w[i], tf[n & 1][0], tf[n & 1][1]);
+        mma_16816<Element>(acc[i][2 * d + 1], w[i], tf[n & 1][2], tf[n & 1][3]);
+      }
     }
   }
+}
+
+// The same for weights that are all there.
+template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
+__device__ __forceinline__ void multiply_add(Accumulator<kMt, kNt> &acc, const Weights<kMt, kKSteps> &w, uint32_t tile,
+                                             int first_column_step = 0) {
+  multiply_add_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step,
+                                                           [&](int k, uint32_t(&part)[kMt][4]) FA_INLINE_LAMBDA {
+#pragma unroll
+                                                             for (int i = 0; i < kMt; ++i)
+#pragma unroll
+                                                               for (int r = 0; r < 4; ++r) part[i][r] = w[i][k][r];
+                                                           });
 }
 
 // ----------------------------------------------------------------------------------------------------------------------
 // NaN and Inf that only some rows see: zero times them is not zero, so tiles that hold any take a slow road
 // ----------------------------------------------------------------------------------------------------------------------
 
-template <typename Element>
-__device__ __forceinline__ bool has_nonfinite(uint32_t pair) {
-  constexpr uint32_t kExponent = is_bf16<Element> ? 0x7F80u : 0x7C00u;
-  return (pair & kExponent) == kExponent || (pair & (kExponent << 16)) == (kExponent << 16);
-}
-
 // Whether this thread's share of a tile holds any; __syncthreads_or over the block then tells of the whole tile.
 template <typename Element, int kBytes, int kThreads>
 __device__ __forceinline__ bool share_has_nonfinite(uint32_t tile) {
-  bool found = false;
+  uint32_t found = 0;
 #pragma unroll 4
   for (int at = static_cast<int>(threadIdx.x) * 16; at < kBytes; at += kThreads * 16) {
     const uint4 x = ld_shared_16(tile + at);
-    found |=
-        has_nonfinite<Element>(x.x) | has_nonfinite<Element>(x.y) | has_nonfinite<Element>(x.z) | has_nonfinite<Element>(x.w);
+    found = nan_where_nonfinite<Element>(x.x, found);
+    found = nan_where_nonfinite<Element>(x.y, found);
+    found = nan_where_nonfinite<Element>(x.z, found);
+    found = nan_where_nonfinite<Element>(x.w, found);
   }
-  return found;
+  return (found & 0x7FFF7FFFu) != 0;
 }
 
 // Adds bits (a weight) times row `row` of the tile to rows g and g + 8 of acc, unless the weight is masked.
-template <typename Element, int kPitch, int kMt, int kNt>
+template <typename Element, int kPitch, int kMt, int kNt, int kParts = 1>
 __device__ __forceinline__ void add_row_exactly(Accumulator<kMt, kNt> &acc, const uint32_t (&bits)[kMt][2], uint32_t tile,
                                                 int row, int first_column_step) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int j = 0; j < kNt; ++j) {
-    const uint32_t pair = ld_shared_4(tile + swizzled<kPitch>(row, first_column_step * 2 + j) + (lane & 3) * 4);
+    const uint32_t pair = ld_shared_4(
+        tile + swizzled<kPitch>(row, (first_column_step + column_step<kParts>(j / 2)) * 2 + j % 2) + (lane & 3) * 4);
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
@@ -138,7 +163,7 @@ __device__ __forceinline__ void add_row_exactly(Accumulator<kMt, kNt> &acc, cons
 }
 
 // multiply_add over the weights that are not masked, one row of the tile at a time.
-template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
+template <typename Element, int kPitch, int kMt, int kKSteps, int kNt, int kParts = 1>
 __device__ __forceinline__ void multiply_add_exactly(Accumulator<kMt, kNt> &acc, const Weights<kMt, kKSteps> &w, uint32_t tile,
                                                      int first_column_step = 0) {
   const int lane = threadIdx.x & 31;
@@ -160,7 +185,7 @@ __device__ __forceinline__ void multiply_add_exactly(Accumulator<kMt, kNt> &acc,
         pair = __shfl_sync(~0u, pair, source);
         bits[i][r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
       }
-    add_row_exactly<Element, kPitch, kMt, kNt>(acc, bits, tile, row, first_column_step);
+    add_row_exactly<Element, kPitch, kMt, kNt, kParts>(acc, bits, tile, row, first_column_step);
   }
 }
 

@@ -25,25 +25,88 @@ __device__ __forceinline__ DropoutKey load_dropout_key(const Dropout &dropout) {
   return dropout_key(seed, offset);
 }
 
+// The part of a logit that depends on the raw product alone, times log2(e): scaled, and with softcap c turned into c * tanh(logit / c).
+struct ScoreScale {
+  float factor;  // softmax_scale * log2(e), or softmax_scale / softcap with softcap
+  float cap;     // softcap * log2(e), or 0
+
+  __device__ __forceinline__ explicit ScoreScale(const Problem &p)
+      : factor(p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2e), cap(p.softcap * kLog2e) {}
+
+  __device__ __forceinline__ float scaled(float raw) const { return raw * factor; }
+  // tanh(x) = 1 - 2 / (1 + e^2x). Its error is 2^-23 of the cap, far below that of a product of 16-bit numbers.
+  __device__ __forceinline__ float capped(float raw) const {
+    return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(raw * (factor * 2.f * kLog2e))), cap);
+  }
+};
+
+// The bias of one query row, keys counted from `first_key` on.
+struct BiasRow {
+  const ScoreTensor &t;
+  int64_t at;
+
+  __device__ __forceinline__ BiasRow(const ScoreTensor &bias, int b, int h, int row, int first_key)
+      : t(bias), at(b * bias.batch_stride + h * bias.head_stride + row * bias.row_stride + first_key * bias.col_stride) {}
+
+  // -inf masks whatever the logit is, NaN included.
+  static __device__ __forceinline__ float sum(float logit, float bias) {
+    return bias == -CUDART_INF_F ? bias : fmaf(bias, kLog2e, logit);
+  }
+  __device__ __forceinline__ float add(float logit, int key) const {
+    return sum(logit, load_score(t, at + key * t.col_stride));
+  }
+  // Adds the bias of keys 0, 1, 8, 9, 16, 17, .. to elements r and r + 1 of the tiles of a row of tiles. Needs neighbours that can be
+  // read at once.
+  template <int kNt>
+  __device__ __forceinline__ void add_pairs(float (&tiles)[kNt][4], int r) const {
+    if (t.dtype == Dtype::f32) {
+      const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
+      float2 bias[kNt];
+#pragma unroll
+      for (int j = 0; j < kNt; ++j) bias[j] = pairs[4 * j];
+#pragma unroll
+      for (int j = 0; j < kNt; ++j) {
+        tiles[j][r] = sum(tiles[j][r], bias[j].x);
+        tiles[j][r + 1] = sum(tiles[j][r + 1], bias[j].y);
+      }
+    } else if (t.dtype == Dtype::bf16) {
+      add_pairs<__nv_bfloat16, kNt>(tiles, r);
+    } else {
+      add_pairs<__half, kNt>(tiles, r);
+    }
+  }
+  template <typename Element, int kNt>
+  __device__ __forceinline__ void add_pairs(float (&tiles)[kNt][4], int r) const {
+    const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(t.data) + at);
+    uint32_t bias[kNt];
+#pragma unroll
+    for (int j = 0; j < kNt; ++j) bias[j] = pairs[4 * j];
+#pragma unroll
+    for (int j = 0; j < kNt; ++j) {
+      tiles[j][r] = sum(tiles[j][r], to_float<Element>(bias[j] & 0xFFFFu));
+      tiles[j][r + 1] = sum(tiles[j][r + 1], to_float<Element>(bias[j] >> 16));
+    }
+  }
+};
+
 // What the score of one (batch, query head) depends on besides the raw product; rows and keys count within the sequence.
 struct ScoreTerms {
-  float scale;      // softmax_scale, or softmax_scale / softcap with softcap
-  float softcap;    // softcap * log2(e), or 0
+  ScoreScale product;
+  float scale;      // product.factor
   float alibi;      // slope * log2(e), or 0
   int diagonal;     // seqlen_k - seqlen_q
   int64_t bias_at;  // index of element (0, 0)
 
   __device__ __forceinline__ ScoreTerms(const Problem &p, int b, int h, int seqlen_q, int seqlen_k)
-      : scale(p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2e),
-        softcap(p.softcap * kLog2e),
+      : product(p),
+        scale(product.factor),
         alibi(p.alibi_slopes != nullptr ? p.alibi_slopes[b * p.alibi_batch_stride + h * p.alibi_head_stride] * kLog2e : 0.f),
         diagonal(seqlen_k - seqlen_q),
         bias_at(b * p.bias.batch_stride + h * p.bias.head_stride) {}
 
   // The logit times log2(e). Must not be called for keys outside the sequence when there is a bias.
   __device__ __forceinline__ float logit(const Problem &p, float raw, int row, int key) const {
-    float x = raw * scale;
-    if (softcap > 0) x = softcap * tanhf(x);
+    float x = product.cap > 0 ? product.capped(raw) : product.scaled(raw);
     if (alibi != 0) x -= alibi * fabsf(static_cast<float>(row + diagonal - key));
     if (p.bias.data != nullptr) {
       const float bias = load_score(p.bias, bias_at + row * p.bias.row_stride + key * p.bias.col_stride);

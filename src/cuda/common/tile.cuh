@@ -3,6 +3,7 @@
 // stride, alignment and length, paged or not.
 #pragma once
 
+#include "cuda/common/divisor.h"
 #include "cuda/common/ptx.cuh"
 
 namespace fa::cuda {
@@ -30,12 +31,18 @@ struct RowSource {
   const int32_t *page_table;  // null: not paged
   int64_t page_entry_stride;
   int64_t page_stride;  // elements
-  int page_size;
+  Divisor page_size;
 
   __device__ __forceinline__ const Element *row(int r) const {
     if (page_table == nullptr) return base + r * row_stride;
-    const int page = r / page_size;
-    return base + page_table[page * page_entry_stride] * page_stride + (r - page * page_size) * row_stride;
+    const int page = page_size.quotient(r);
+    return base + page_table[page * page_entry_stride] * page_stride +
+           (r - page * static_cast<int>(page_size.value)) * row_stride;
+  }
+
+  // Whether load_whole_tile can read this tile.
+  __device__ __forceinline__ bool whole(int first, int tile_rows) const {
+    return vectors && page_table == nullptr && first + tile_rows <= rows;
   }
 };
 
@@ -51,51 +58,85 @@ __device__ __forceinline__ void copy_elements(uint32_t dst, const Element *src, 
   st_shared_16(dst, words[0], words[1], words[2], words[3]);
 }
 
-// Fills a tile of kRows x kColumns from rows first .. first + kRows - 1. Vector sources arrive by cp.async (the caller commits and
-// waits), others before the next barrier.
-template <int kRows, int kColumns, int kThreads, typename Element>
-__device__ __forceinline__ void load_tile(uint32_t tile, const RowSource<Element> &source, int first) {
-  constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8, kLoads = kRows * kChunks / kThreads;
+// Which 16-byte chunks of a tile of kRows x kColumns a thread fills. The column is the same for all of them when the threads cover
+// whole rows.
+template <int kRows, int kColumns, int kThreads>
+struct TileShare {
+  static constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8, kLoads = kRows * kChunks / kThreads;
+  static constexpr bool kOneColumn = kThreads % kChunks == 0;
   static_assert(kRows * kChunks % kThreads == 0);
   const int thread = static_cast<int>(threadIdx.x);
-  // Where the i-th chunk of this thread lies; the column is the same for all of them when the threads cover whole rows.
-  const auto row_of = [&](int i) {
-    if constexpr (kThreads % kChunks == 0) return thread / kChunks + i * (kThreads / kChunks);
-    return (thread + i * kThreads) / kChunks;
-  };
-  const auto chunk_of = [&](int i) { return kThreads % kChunks == 0 ? thread % kChunks : (thread + i * kThreads) % kChunks; };
 
-  if (source.vectors && source.page_table == nullptr && first + kRows <= source.rows) {
-    // The usual case: no row is checked, and what differs between threads is one offset.
-    const Element *base = source.base + first * source.row_stride;
-    if constexpr (kThreads % kChunks == 0) {
-      const int64_t offset = row_of(0) * source.row_stride + chunk_of(0) * 8;
-      const int bytes = chunk_of(0) * 8 < source.columns ? 16 : 0;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        cp_async_16(tile + swizzled<kPitch>(row_of(i), chunk_of(0)),
-                    base + i * (kThreads / kChunks) * source.row_stride + offset, bytes);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int r = row_of(i), c = chunk_of(i);
-        cp_async_16(tile + swizzled<kPitch>(r, c), base + r * source.row_stride + c * 8, c * 8 < source.columns ? 16 : 0);
-      }
-    }
-    return;
+  __device__ __forceinline__ int row(int i) const {
+    if constexpr (kOneColumn) return thread / kChunks + i * (kThreads / kChunks);
+    return (thread + i * kThreads) / kChunks;
   }
-#pragma unroll 2
-  for (int i = 0; i < kLoads; ++i) {
-    const int r = row_of(i), c = chunk_of(i);
-    const bool valid = c * 8 < source.columns && first + r < source.rows;
-    const uint32_t dst = tile + swizzled<kPitch>(r, c);
-    const Element *src = valid ? source.row(first + r) + c * 8 : source.base;
-    if (source.vectors) {
-      cp_async_16(dst, src, valid ? 16 : 0);
-    } else {
-      copy_elements(dst, src, valid ? source.columns - c * 8 : 0);
+  __device__ __forceinline__ int chunk(int i) const {
+    return kOneColumn ? thread % kChunks : (thread + i * kThreads) % kChunks;
+  }
+};
+
+// Fills a tile from rows first .. first + kRows - 1, all of which exist: no row is checked, and what differs between threads is one
+// offset. Arrives by cp.async; the caller commits and waits.
+template <int kRows, int kColumns, int kThreads, typename Element>
+__device__ __forceinline__ void load_whole_tile(uint32_t tile, const RowSource<Element> &source, int first) {
+  using Share = TileShare<kRows, kColumns, kThreads>;
+  const Share share;
+  const Element *base = source.base + first * source.row_stride;
+  if constexpr (Share::kOneColumn) {
+    constexpr int kStep = kThreads / Share::kChunks;
+    const int64_t offset = share.row(0) * source.row_stride + share.chunk(0) * 8;
+    const int bytes = share.chunk(0) * 8 < source.columns ? 16 : 0;
+#pragma unroll
+    for (int i = 0; i < Share::kLoads; ++i) {
+      cp_async_16(tile + swizzled<Share::kPitch>(share.row(i), share.chunk(0)), base + i * kStep * source.row_stride + offset,
+                  bytes);
     }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Share::kLoads; ++i) {
+      const int r = share.row(i), c = share.chunk(i);
+      cp_async_16(tile + swizzled<Share::kPitch>(r, c), base + r * source.row_stride + c * 8, c * 8 < source.columns ? 16 : 0);
+    }
+  }
+}
+
+// Fills a tile from rows of any kind. address_of(r) is row r of the tile, or null for zeros; columns from `columns` on are zero. Vector
+// rows arrive by cp.async, others before the next barrier.
+template <typename Element, int kRows, int kColumns, int kThreads, typename AddressOf>
+__device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int columns, AddressOf address_of) {
+  using Share = TileShare<kRows, kColumns, kThreads>;
+  const Share share;
+  if (vectors) {
+#pragma unroll 4
+    for (int i = 0; i < Share::kLoads; ++i) {
+      const int r = share.row(i), c = share.chunk(i);
+      const Element *row = address_of(r);
+      const bool valid = row != nullptr && c * 8 < columns;
+      if (valid) {
+        cp_async_16(tile + swizzled<Share::kPitch>(r, c), row + c * 8);
+      } else {
+        st_shared_16(tile + swizzled<Share::kPitch>(r, c), 0, 0, 0, 0);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < Share::kLoads; ++i) {
+      const int r = share.row(i), c = share.chunk(i);
+      const Element *row = address_of(r);
+      copy_elements(tile + swizzled<Share::kPitch>(r, c), row + c * 8, row != nullptr ? columns - c * 8 : 0);
+    }
+  }
+}
+
+// Either of the two, as rows first .. first + kRows - 1 of the source allow.
+template <int kRows, int kColumns, int kThreads, typename Element>
+__device__ __forceinline__ void load_tile(uint32_t tile, const RowSource<Element> &source, int first) {
+  if (source.whole(first, kRows)) {
+    load_whole_tile<kRows, kColumns, kThreads>(tile, source, first);
+  } else {
+    load_rows<Element, kRows, kColumns, kThreads>(
+        tile, source.vectors, source.columns, [&](int r) { return first + r < source.rows ? source.row(first + r) : nullptr; });
   }
 }
 

@@ -2,16 +2,19 @@
 // Exact attention forward with mma.sync, for sm_80 and newer.
 //
 // A block of threads owns kRows rows of q of one key head: rows of one query head, or, for short queries, tokens x the heads of a GQA
-// group. Every warp owns kTilesPerWarp x 16 of these rows and all columns of out, in registers. The block walks over chunks of
-// kChunk keys, from the last visible one to the first, two chunks in shared memory: one being read, one on its way.
+// group (packed). kParts warps share kTilesPerWarp x 16 of these rows; each of them computes its part of the keys of S and its part
+// of the columns of out, in registers. The block walks over chunks of kChunk keys, from the last visible one to the first. With one
+// part two chunks are in shared memory, one being read and one on its way; the wide heads that need parts have room for one: K of the
+// next chunk arrives under the softmax and P V, V of this one under S.
 //
-//   shared memory:  Q [kRows][kD] | K ring [2][kChunk][kD] | V ring [2][kChunk][kDv]     (out passes through Q's place)
+//   shared memory:  Q [kRows][kD] | K [kStages][kChunk][kD] | V [kStages][kChunk][kDv]     (out passes through Q's place)
+//                   and with kParts > 1 | P [kRows][kChunk] | row maxima, later row sums [kParts][kRows]
 //
 //   for every chunk:  wait for it; fetch the next one
-//                     S = Q K^T            (kTilesPerWarp*16 x kChunk a warp, fp32)
+//                     S = Q K^T            (kTilesPerWarp*16 x kChunk/kParts a warp, fp32)
 //                     mask S if the chunk touches an edge of the band or of the sequence
 //                     P = exp2(S - m)      (m is raised, and out rescaled, only when S exceeds it by more than 2^8)
-//                     out += P V
+//                     out += P V           (kTilesPerWarp*16 x kDv/kParts a warp; the parts of P meet in shared memory)
 //
 // The row maximum m may lag behind the true one: any m gives the same result after the final division, and one that lags by at most
 // 8 in base 2 loses no precision, so the usual chunk neither reduces across lanes nor touches out.
@@ -29,24 +32,34 @@
 
 namespace fa::cuda::sm80 {
 
-template <typename Element_, int kD_, int kDv_, int kWarps_, int kTilesPerWarp_, int kChunk_, int kMinBlocks_, bool kGeneral_>
+template <typename Element_, int kD_, int kDv_, int kWarps_, int kTilesPerWarp_, int kParts_, int kChunk_, int kMinBlocks_,
+          bool kGeneral_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kD = kD_;    // head_dim of q and k, rounded up
   static constexpr int kDv = kDv_;  // head_dim of v, rounded up
   static constexpr int kWarps = kWarps_;
   static constexpr int kTilesPerWarp = kTilesPerWarp_;
+  static constexpr int kParts = kParts_;
   static constexpr int kChunk = kChunk_;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr bool kGeneral = kGeneral_;
 
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kWarps * kTilesPerWarp * 16;
+  static constexpr int kWarpRows = kTilesPerWarp * 16;
+  static constexpr int kRows = kWarps / kParts * kWarpRows;
+  static constexpr int kStages = kParts == 1 ? 2 : 1;
+  static constexpr int kKeys = kChunk / kParts;  // of a chunk, in the S of one warp
+  static constexpr int kColumns = kDv / kParts;  // of out, of one warp
   static constexpr int kOutPitch = kDv * 2;
   static constexpr int kQBytes = kRows * (kD > kDv ? kD : kDv) * 2;
   static constexpr int kKBytes = kChunk * kD * 2;
   static constexpr int kVBytes = kChunk * kDv * 2;
-  static constexpr int kSharedBytes = kQBytes + 2 * kKBytes + 2 * kVBytes;
+  static constexpr int kPPitch = kChunk * 2;
+  static constexpr int kPBytes = kParts > 1 ? kRows *kPPitch : 0;
+  static constexpr int kRowBytes = kParts > 1 ? kParts *kRows * 4 : 0;
+  static constexpr int kSharedBytes = kQBytes + kStages * (kKBytes + kVBytes) + kPBytes + kRowBytes;
+  static_assert(kWarps % kParts == 0 && kWarps / kParts < 16, "every group of warps that share rows has a barrier of its own");
 };
 
 // Log of the factor by which P may exceed 1 before m is raised.
@@ -56,24 +69,24 @@ template <class C>
 class Forward {
  public:
   using Element = typename C::Element;
-  static constexpr int kMt = C::kTilesPerWarp, kNt = C::kChunk / 8, kDt = C::kDv / 8;
-  using Scores = Accumulator<kMt, kNt>;  // rows: queries, columns: keys
-  using P = Weights<kMt, kNt / 2>;
+  using Keys = RangeOf<int32_t>;
+  static constexpr int kMt = C::kTilesPerWarp, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kPSteps = C::kChunk / 16;
+  using Scores = Accumulator<kMt, kNt>;             // rows: queries, columns: keys
+  static constexpr int kFirstStep = 4 / C::kParts;  // of out's columns, 16 at a time, times the part
 
   __device__ __forceinline__ Forward(const ForwardParams &params, char *shared)
       : a_(params),
         p_(params.problem),
         shared_q_(smem_address(shared)),
-        shared_k_(shared_q_ + C::kQBytes),
-        shared_v_(shared_k_ + 2 * C::kKBytes),
         lane_(threadIdx.x & 31),
-        warp_(threadIdx.x >> 5) {}
+        warp_(threadIdx.x >> 5),
+        part_(warp_ % C::kParts),
+        warp_group_(warp_ / C::kParts) {}
 
   __device__ __forceinline__ void run() {
     find_block();
     if (row0_ < rows_) {
       find_keys();
-      fetch_q();
       walk();
       finish();
     }
@@ -85,105 +98,96 @@ class Forward {
   // Which rows, which keys
   // ------------------------------------------------------------------------------------------------------------------
 
+  __device__ __forceinline__ bool packed() const { return a_.rows_per_token.value != 1; }
+  __device__ __forceinline__ int token_of(int row) const { return packed() ? a_.rows_per_token.quotient(row) : row; }
+  __device__ __forceinline__ int head_of(int row) const {
+    return packed() ? head_q_ + a_.rows_per_token.remainder(row) : head_q_;
+  }
+
   // Blocks are numbered so that the heads of one section run together (their keys share the L2 cache), and so that with a causal mask
   // the blocks with the most keys of a section come first.
   __device__ __forceinline__ void find_block() {
-    const int heads = a_.rows_per_token == 1 ? static_cast<int>(p_.heads_q) : static_cast<int>(p_.heads_k);
-    const int all_heads = static_cast<int>(p_.batch) * heads;
-    int index = blockIdx.x / a_.num_splits;
-    split_ = blockIdx.x % a_.num_splits;
-    const int per_section = a_.heads_per_section * a_.row_blocks;
-    const int section = index / per_section, first_head = section * a_.heads_per_section;
-    const int heads_here = min(a_.heads_per_section, all_heads - first_head);
-    index -= section * per_section;
-    row_block_ = index / heads_here;
-    if (p_.band.right < Band::kUnlimited) row_block_ = a_.row_blocks - 1 - row_block_;
-    const int head = first_head + index % heads_here;
-    b_ = head / heads;
-    const int h = head % heads;
-    head_q_ = a_.rows_per_token == 1 ? h : h * static_cast<int>(p_.group);
-    head_k_ = a_.rows_per_token == 1 ? h / static_cast<int>(p_.group) : h;
+    int index = a_.num_splits.quotient(static_cast<int>(blockIdx.x));
+    const int section = a_.section_blocks.quotient(index);
+    index -= section * static_cast<int>(a_.section_blocks.value);
+    const Divisor &heads_here = section == a_.last_section ? a_.last_section_heads : a_.section_heads;
+    int row_block = heads_here.quotient(index);
+    const int head =
+        section * static_cast<int>(a_.section_heads.value) + index - row_block * static_cast<int>(heads_here.value);
+    if (!a_.limits.unlimited_right()) row_block = a_.row_blocks - 1 - row_block;
+    row0_ = row_block * C::kRows;
+    warp_row_ = row0_ + warp_group_ * C::kWarpRows;
+    b_ = a_.heads.quotient(head);
+    const int h = head - b_ * static_cast<int>(a_.heads.value);
+    head_q_ = packed() ? h * static_cast<int>(a_.group.value) : h;
+    head_k_ = packed() ? h : a_.group.quotient(h);
 
-    const Sequence q = sequence_of(p_.q_lengths, b_), k = sequence_of(p_.k_lengths, b_);
-    q_start_ = q.start;
+    const Sequence k = sequence_of(p_.k_lengths, b_);
     k_start_ = k.start;
-    seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
-    rows_ = seqlen_q_ * a_.rows_per_token;
-    slot_rows_ = static_cast<int>(q.slot) * a_.rows_per_token;
-    row0_ = row_block_ * C::kRows;
+    rows_ = static_cast<int>(queries().len) * static_cast<int>(a_.rows_per_token.value);
   }
 
-  __device__ __forceinline__ int token_of(int row) const { return a_.rows_per_token == 1 ? row : row / a_.rows_per_token; }
-  __device__ __forceinline__ int head_of(int row) const {
-    return a_.rows_per_token == 1 ? head_q_ : head_q_ + row % a_.rows_per_token;
-  }
+  // Asked for again where it is needed: cheaper than registers held through the walk.
+  __device__ __forceinline__ Sequence queries() const { return sequence_of(p_.q_lengths, b_); }
+  __device__ __forceinline__ int split_index() const { return a_.num_splits.remainder(static_cast<int>(blockIdx.x)); }
+  __device__ __forceinline__ int seqlen_q() const { return token_of(rows_); }
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, seqlen_q(), seqlen_k_}; }
 
   // Chunks [chunk_begin_, chunk_end_) hold every key that a row of the block sees (of this split).
   __device__ __forceinline__ void find_keys() {
-    const Range tokens{token_of(row0_), token_of(min(row0_ + C::kRows, rows_) - 1) + 1};
-    const Range keys = visible_keys(p_.band, seqlen_q_, seqlen_k_, tokens);
-    chunk_begin_ = static_cast<int>(keys.begin) / C::kChunk;
-    chunk_end_ = keys.empty() ? chunk_begin_ : (static_cast<int>(keys.end) + C::kChunk - 1) / C::kChunk;
-    if (a_.num_splits > 1) {
+    const Diagonal<int32_t> d = diagonal();
+    const Keys tokens{token_of(row0_), token_of(min(row0_ + C::kRows, rows_) - 1) + 1};
+    const Keys keys = d.visible_keys(tokens);
+    chunk_begin_ = keys.begin / C::kChunk;
+    chunk_end_ = keys.empty() ? chunk_begin_ : (keys.end + C::kChunk - 1) / C::kChunk;
+    if (a_.num_splits.value > 1) {
       // Equal shares of the chunks of the longest sequence, so that the host needs no lengths; short sequences leave splits empty.
-      const int chunks = chunk_end_ - chunk_begin_, share = (chunks + a_.num_splits - 1) / a_.num_splits;
-      chunk_begin_ += split_ * share;
+      const int share = a_.num_splits.quotient(chunk_end_ - chunk_begin_ + static_cast<int>(a_.num_splits.value) - 1);
+      chunk_begin_ += split_index() * share;
       chunk_end_ = min(chunk_begin_ + share, chunk_end_);
     }
-    block_interior_ = interior_keys(p_.band, seqlen_q_, seqlen_k_, tokens);
+    block_interior_ = d.interior_keys(tokens);
     // This warp's own rows: chunks it can skip, and chunks it need not mask.
-    warp_row_ = row0_ + warp_ * kMt * 16;
-    const Range mine{token_of(warp_row_), token_of(min(warp_row_ + kMt * 16, rows_) - 1) + 1};
-    warp_visible_ = warp_row_ < rows_ ? visible_keys(p_.band, seqlen_q_, seqlen_k_, mine) : Range{0, 0};
-    warp_interior_ = interior_keys(p_.band, seqlen_q_, seqlen_k_, mine);
+    const Keys mine{token_of(warp_row_), token_of(min(warp_row_ + C::kWarpRows, rows_) - 1) + 1};
+    warp_visible_ = warp_row_ < rows_ ? d.visible_keys(mine) : Keys{0, 0};
+    warp_interior_ = d.interior_keys(mine);
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ RowSource<Element> key_source(const Operand &t, int columns, bool vectors) const {
+  __device__ __forceinline__ RowSource<Element> key_source(const Operand &t, int64_t columns, bool vectors) const {
     RowSource<Element> s;
-    const auto *data = static_cast<const Element *>(t.data) + head_k_ * t.head_stride;
+    s.base = static_cast<const Element *>(t.data) + head_k_ * t.head_stride;
     s.row_stride = t.seq_stride;
     s.rows = seqlen_k_;
-    s.columns = columns;
+    s.columns = static_cast<int>(columns);
     s.vectors = vectors;
     s.page_table = p_.page_table;
     if (p_.page_table != nullptr) {
-      s.base = data;
       s.page_table += b_ * p_.page_table_batch_stride;
       s.page_entry_stride = p_.page_table_page_stride;
       s.page_stride = t.batch_stride;
-      s.page_size = static_cast<int>(p_.page_size);
+      s.page_size = a_.page_size;
     } else {
-      s.base = data + b_ * t.batch_stride + k_start_ * t.seq_stride;
+      s.base += b_ * t.batch_stride + k_start_ * t.seq_stride;
     }
     return s;
   }
 
-  __device__ __forceinline__ void fetch_q() {
-    const auto *q = static_cast<const Element *>(p_.q.data) + b_ * p_.q.batch_stride + q_start_ * p_.q.seq_stride;
-    if (a_.rows_per_token == 1) {
-      RowSource<Element> rows{};
-      rows.base = q + head_q_ * p_.q.head_stride;
-      rows.row_stride = p_.q.seq_stride;
-      rows.rows = rows_;
-      rows.columns = static_cast<int>(p_.head_dim);
-      rows.vectors = a_.vector_q;
-      load_tile<C::kRows, C::kD, C::kThreads>(shared_q_, rows, row0_);
-      return;
-    }
-    constexpr int kChunks = C::kD / 8;
-#pragma unroll 2
-    for (int index = threadIdx.x; index < C::kRows * kChunks; index += C::kThreads) {
-      const int r = index / kChunks, c = index % kChunks, row = row0_ + r;
-      const bool valid = row < rows_ && c * 8 < static_cast<int>(p_.head_dim);
-      const Element *src = valid ? q + token_of(row) * p_.q.seq_stride + head_of(row) * p_.q.head_stride + c * 8 : q;
-      const uint32_t dst = shared_q_ + swizzled<C::kD * 2>(r, c);
-      if (a_.vector_q) {
-        cp_async_16(dst, src, valid ? 16 : 0);
-      } else {
-        copy_elements(dst, src, valid ? static_cast<int>(p_.head_dim) - c * 8 : 0);
-      }
+  __device__ __forceinline__ void fetch_q() const {
+    RowSource<Element> q{};
+    q.base = static_cast<const Element *>(p_.q.data) + b_ * p_.q.batch_stride + queries().start * p_.q.seq_stride +
+             head_q_ * p_.q.head_stride;
+    q.row_stride = p_.q.seq_stride;
+    q.rows = rows_;
+    q.columns = static_cast<int>(p_.head_dim);
+    q.vectors = a_.vector_q;
+    if (!packed() && q.whole(row0_, C::kRows)) {
+      load_whole_tile<C::kRows, C::kD, C::kThreads>(shared_q_, q, row0_);
+    } else {
+      load_rows<Element, C::kRows, C::kD, C::kThreads>(shared_q_, q.vectors, q.columns, [&](int r) -> const Element * {
+        const int row = row0_ + r;
+        return row < rows_ ? q.base + token_of(row) * q.row_stride + (head_of(row) - head_q_) * p_.q.head_stride : nullptr;
+      });
     }
   }
 
@@ -191,16 +195,22 @@ class Forward {
   // The walk over the keys
   // ------------------------------------------------------------------------------------------------------------------
 
+  __device__ __forceinline__ bool mask_block_visible(int row, int key) const {
+    const BlockMask &m = p_.block_mask;
+    return m.data[b_ * m.batch_stride + head_q_ * m.head_stride + a_.mask_size_q.quotient(row) * m.row_stride +
+                  a_.mask_size_k.quotient(key) * m.col_stride] != 0;
+  }
+
   // The next chunk at or below `chunk` in which the block mask leaves anything visible to a row of the block.
   __device__ __forceinline__ int next_chunk(int chunk) const {
     if constexpr (C::kGeneral) {
       if (p_.block_mask.data != nullptr) {
+        const int last_row = min(row0_ + C::kRows, rows_) - 1;
         for (; chunk >= chunk_begin_; --chunk) {
-          bool visible = false;
-          for (int row = row0_; row < min(row0_ + C::kRows, rows_); row += static_cast<int>(p_.block_mask.size_q)) {
-            visible |= p_.block_mask.visible(b_, head_q_, row, chunk * C::kChunk);
+          bool visible = mask_block_visible(last_row, chunk * C::kChunk);
+          for (int row = row0_; row < last_row; row += static_cast<int>(a_.mask_size_q.value)) {
+            visible |= mask_block_visible(row, chunk * C::kChunk);
           }
-          visible |= p_.block_mask.visible(b_, head_q_, min(row0_ + C::kRows, rows_) - 1, chunk * C::kChunk);
           if (visible) break;
         }
       }
@@ -209,8 +219,10 @@ class Forward {
   }
 
   __device__ __forceinline__ void walk() {
-    const RowSource<Element> k = key_source<C::kD>(p_.k, static_cast<int>(p_.head_dim), a_.vector_k);
-    const RowSource<Element> v = key_source<C::kDv>(p_.v, static_cast<int>(p_.head_dim_v), a_.vector_v);
+    const RowSource<Element> k = key_source(p_.k, p_.head_dim, a_.vector_k);
+    const RowSource<Element> v = key_source(p_.v, p_.head_dim_v, a_.vector_v);
+    fetch_q();
+    if constexpr (C::kGeneral) load_row_terms();
     clear<kMt, kDt>(out_);
 #pragma unroll
     for (int i = 0; i < kMt; ++i) {
@@ -220,111 +232,247 @@ class Forward {
         sum_[i][r] = 0.f;
       }
     }
-
-    int chunk = next_chunk(chunk_end_ - 1);
-    int slot = 0;
-    if (chunk >= chunk_begin_) fetch(k, v, chunk, slot);
-    cp_async_commit();
+    // The first turn only fetches.
+    int chunk = -1, next = next_chunk(chunk_end_ - 1), slot = C::kStages - 1;
 #pragma unroll 1
-    while (chunk >= chunk_begin_) {
-      const int key0 = chunk * C::kChunk;
-      cp_async_wait<0>();
-      __syncthreads();  // the chunk is here, and nobody reads the other slot any more
-      // Where some pair may be masked, NaN and Inf in V need care (multiply.cuh).
-      bool careful = false;
-      if (C::kGeneral || !inside(block_interior_, key0)) {
-        careful = __syncthreads_or(share_has_nonfinite<Element, C::kVBytes, C::kThreads>(shared_v_ + slot * C::kVBytes));
+    while (true) {
+      if constexpr (C::kParts == 1) {
+        turn(k, v, chunk, next, slot);
+      } else {
+        turn_of_parts(k, v, chunk, next);
       }
-      const int next = next_chunk(chunk - 1);
-      if (next >= chunk_begin_) fetch(k, v, next, slot ^ 1);
-      cp_async_commit();
-
-      if (key0 < warp_visible_.end && key0 + C::kChunk > warp_visible_.begin) {
-        // Two copies of the step: the usual one has no mask code at all.
-        if (C::kGeneral || !inside(warp_interior_, key0)) {
-          step<true>(key0, slot, careful);
-        } else {
-          step<false>(key0, slot, false);
-        }
-      }
+      if (next < chunk_begin_) break;
       chunk = next;
+      next = next_chunk(chunk - 1);
       slot ^= 1;
     }
+    if (chunk < 0) {  // nothing is visible: Q may still be on its way to where out goes
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+  }
+
+  // Chunk `chunk` is read, the next one fetched.
+  __device__ __forceinline__ void turn(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next,
+                                       int slot) {
+    const int key0 = chunk * C::kChunk;
     cp_async_wait<0>();
-  }
-
-  static __device__ __forceinline__ bool inside(const Range &keys, int key0) {
-    return key0 >= keys.begin && key0 + C::kChunk <= keys.end;
-  }
-
-  __device__ __forceinline__ void fetch(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int slot) const {
-    load_tile<C::kChunk, C::kD, C::kThreads>(shared_k_ + slot * C::kKBytes, k, chunk * C::kChunk);
-    load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v_ + slot * C::kVBytes, v, chunk * C::kChunk);
+    __syncthreads();  // the chunk is here, and nobody reads the other slot any more
+    const bool careful = chunk >= 0 && needs_care(key0, slot);
+    if (next >= chunk_begin_) {
+      load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(slot ^ 1), k, next * C::kChunk);
+      load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(slot ^ 1), v, next * C::kChunk);
+    }
+    cp_async_commit();
+    if (chunk < 0 || !warp_sees(key0)) return;
+    // Two copies of the step: the usual one has no mask code at all.
+    if (may_mask(warp_interior_, key0)) {
+      step<true>(key0, slot, careful);
+    } else {
+      step<false>(key0, slot, false);
+    }
   }
 
   template <bool kMasked>
   __device__ __forceinline__ void step(int key0, int slot, bool careful) {
     Scores s;
-    multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_ * kMt * 16, shared_k_ + slot * C::kKBytes, 0);
+    multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_group_ * C::kWarpRows, shared_k(slot), 0);
+    finish_scores<kMasked>(s, key0);
+    const auto weights = [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) exponentials<kMasked>(s, key0, i, 2 * k, w[i]);
+    };
+    if (kMasked && careful) {
+      multiply_exactly(shared_v(slot), weights);
+    } else {
+      multiply_add_with<Element, C::kDv * 2, kPSteps, 1, kMt, kDt>(out_, shared_v(slot), 0, weights);
+    }
+  }
+
+  // The same with one slot, for warps that share rows.
+  __device__ __forceinline__ void turn_of_parts(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next) {
+    const int key0 = chunk * C::kChunk, my_key0 = key0 + part_ * C::kKeys;
+    const bool mine = chunk >= 0 && warp_sees(key0);
+    cp_async_wait<0>();
+    __syncthreads();  // K is here, and nobody reads V of the chunk before any more
+    if (chunk >= 0) load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(0), v, key0);
+    cp_async_commit();
+    Scores s;
+    if (mine) {
+      multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_group_ * C::kWarpRows, shared_k(0), part_ * C::kKeys);
+    }
+    __syncthreads();  // nobody reads K any more
+    if (next >= chunk_begin_) load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(0), k, next * C::kChunk);
+    cp_async_commit();
+    if (mine) {
+      if (may_mask(warp_interior_, key0)) {
+        finish_scores<true>(s, my_key0);
+        put_weights<true>(s, my_key0);
+      } else {
+        finish_scores<false>(s, my_key0);
+        put_weights<false>(s, my_key0);
+      }
+    }
+    cp_async_wait<1>();
+    __syncthreads();  // V and P are here
+    const bool careful = chunk >= 0 && needs_care(key0, 0);
+    if (!mine) return;
+    const auto weights = [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+      const uint32_t at = shared_p() + swizzled<C::kPPitch>(lane_ & 15, lane_ >> 4);
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) ldmatrix_x4(w[i], advance<C::kPPitch>(at, k) + i * 16 * C::kPPitch);
+    };
+    if (careful) {
+      multiply_exactly(shared_v(0), weights);
+    } else {
+      multiply_add_with<Element, C::kDv * 2, kPSteps, C::kParts, kMt, kDt>(out_, shared_v(0), kFirstStep * part_, weights);
+    }
+  }
+
+  // From raw products to what exponentials() takes, with m raised where that is needed.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_scores(Scores &s, int key0) {
     if constexpr (C::kGeneral) {
-      general_scores(s, key0);
+      general_scores<kMasked>(s, key0, !inside(warp_interior_, key0));
     } else if constexpr (kMasked) {
       mask_scores(s, key0);
     }
-    P p;
-    softmax<kMasked>(s, p, key0);
-    const uint32_t v = shared_v_ + slot * C::kVBytes;
-    if (kMasked && careful) {
-      multiply_add_exactly<Element, C::kDv * 2, kMt, kNt / 2, kDt>(out_, p, v);
-    } else {
-      multiply_add<Element, C::kDv * 2, kMt, kNt / 2, kDt>(out_, p, v);
+    raise_max(s, exponent_scale());
+  }
+
+  // out += P V over the pairs that are not masked.
+  template <typename WeightsOf>
+  __device__ __forceinline__ void multiply_exactly(uint32_t v, WeightsOf weights_of) {
+    Weights<kMt, kPSteps> p;
+#pragma unroll
+    for (int k = 0; k < kPSteps; ++k) {
+      uint32_t w[kMt][4];
+      weights_of(k, w);
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) p[i][k][r] = w[i][r];
     }
+    multiply_add_exactly<Element, C::kDv * 2, kMt, kPSteps, kDt, C::kParts>(out_, p, v, kFirstStep * part_);
+  }
+
+  static __device__ __forceinline__ bool inside(const Keys &keys, int key0) {
+    return key0 >= keys.begin && key0 + C::kChunk <= keys.end;
+  }
+  // Whether pairs of a chunk may be masked for rows that all see the keys of `interior`. A block mask hides whole chunks from a warp.
+  __device__ __forceinline__ bool may_mask(const Keys &interior, int key0) const {
+    return !inside(interior, key0) || (C::kGeneral && p_.bias.data != nullptr);
+  }
+  // Whether some row of this warp sees a key of the chunk. Blocks of block_mask start at multiples of 64 rows and keys, so the rows of
+  // one warp and the keys of one chunk lie in the same one.
+  __device__ __forceinline__ bool warp_sees(int key0) const {
+    if (key0 >= warp_visible_.end || key0 + C::kChunk <= warp_visible_.begin) return false;
+    return !C::kGeneral || p_.block_mask.data == nullptr || mask_block_visible(warp_row_, key0);
+  }
+  // Where some pair may be masked, NaN and Inf in V need care (multiply.cuh).
+  __device__ __forceinline__ bool needs_care(int key0, int slot) const {
+    return may_mask(block_interior_, key0) &&
+           __syncthreads_or(share_has_nonfinite<Element, C::kVBytes, C::kThreads>(shared_v(slot)));
+  }
+
+  __device__ __forceinline__ uint32_t shared_k(int slot) const { return shared_q_ + C::kQBytes + slot * C::kKBytes; }
+  __device__ __forceinline__ uint32_t shared_v(int slot) const {
+    return shared_q_ + C::kQBytes + C::kStages * C::kKBytes + slot * C::kVBytes;
+  }
+  // P of the rows of this warp.
+  __device__ __forceinline__ uint32_t shared_p() const {
+    return shared_q_ + C::kQBytes + C::kStages * (C::kKBytes + C::kVBytes) + warp_group_ * C::kWarpRows * C::kPPitch;
+  }
+  // The maximum, later the sum, of row `row` of this warp over the keys of part `part`.
+  __device__ __forceinline__ uint32_t shared_row(int part, int row) const {
+    return shared_q_ + C::kQBytes + C::kStages * (C::kKBytes + C::kVBytes) + C::kPBytes +
+           (part * C::kRows + warp_group_ * C::kWarpRows + row) * 4;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Masks and scores
   // ------------------------------------------------------------------------------------------------------------------
 
+  // Row and key of element r of tile (i, j); keys count from the first one of this warp's part of the chunk.
   __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (lane_ >> 2) + (r >> 1) * 8; }
+  __device__ __forceinline__ int key_of(int j, int r) const { return 8 * j + 2 * (lane_ & 3) + (r & 1); }
+
+  // Keys that the rows of tile i, half r of this lane see, counted from its first key.
+  __device__ __forceinline__ Keys keys_of_row(int i, int r, int key0) const {
+    const int token = token_of(row_of(i, r)), first = key0 + 2 * (lane_ & 3);
+    const Keys keys = diagonal().visible_keys({token, token + 1});
+    return {keys.begin - first, keys.end - first};
+  }
 
   __device__ __forceinline__ void mask_scores(Scores &s, int key0) const {
-    const int first = key0 + (lane_ & 3) * 2;  // key of element 0 of tile 0
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 4; r += 2) {
-        const Range keys = visible_keys(p_.band, seqlen_q_, seqlen_k_, int64_t{token_of(row_of(i, r))});
-        const int begin = static_cast<int>(keys.begin) - first, end = static_cast<int>(keys.end) - first;
+        const Keys keys = keys_of_row(i, r, key0);
 #pragma unroll
         for (int j = 0; j < kNt; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int key = 8 * j + e;
-            if (key < begin || key >= end) s[i][j][r + e] = -CUDART_INF_F;
+            if (8 * j + e < keys.begin || 8 * j + e >= keys.end) s[i][j][r + e] = -CUDART_INF_F;
           }
       }
   }
 
-  // Turns raw products into logits in base 2, masked pairs into -inf.
-  __device__ __forceinline__ void general_scores(Scores &s, int key0) const {
+  // What the logits of this lane's rows depend on, and the key of the random bits.
+  __device__ __forceinline__ void load_row_terms() {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        terms_.slope[i][r] = 0.f;
+        const int row = row_of(i, 2 * r);
+        if (p_.alibi_slopes != nullptr && row < rows_) {
+          terms_.slope[i][r] = p_.alibi_slopes[b_ * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride] * kLog2e;
+        }
+      }
+    if (p_.dropout.threshold > 0) terms_.dropout = load_dropout_key(p_.dropout);
+  }
+
+  // Turns raw products into logits in base 2, masked pairs into -inf. `edge`: the band or the sequence hides keys of the chunk from
+  // some row of the warp.
+  template <bool kMasked>
+  __device__ __forceinline__ void general_scores(Scores &s, int key0, bool edge) const {
+    const ScoreScale scale(p_);
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 4; r += 2) {
-        const int row = row_of(i, r), token = token_of(row), head = head_of(row);
-        const bool used = row < rows_;
-        const Range keys = used ? visible_keys(p_.band, seqlen_q_, seqlen_k_, static_cast<int64_t>(token)) : Range{0, 0};
-        const bool block = !used || p_.block_mask.data == nullptr || p_.block_mask.visible(b_, head, token, key0);
-        const ScoreTerms terms(p_, b_, used ? head : head_q_, seqlen_q_, seqlen_k_);
+        const int row = min(row_of(i, r), rows_ - 1), token = token_of(row);  // what lies beyond the last row is not stored
+        const auto each = [&](auto &&f) {
 #pragma unroll
-        for (int j = 0; j < kNt; ++j)
+          for (int j = 0; j < kNt; ++j)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = key0 + 8 * j + 2 * (lane_ & 3) + e;
-            float &x = s[i][j][r + e];
-            const bool visible = block && key >= keys.begin && key < keys.end;
-            x = visible ? terms.logit(p_, x, token, key) : -CUDART_INF_F;
+            for (int e = 0; e < 2; ++e) s[i][j][r + e] = f(s[i][j][r + e], 8 * j + e);
+        };
+        if (scale.cap > 0) {
+          each([&](float x, int) { return scale.capped(x); });
+        } else {
+          each([&](float x, int) { return scale.scaled(x); });
+        }
+        if (p_.alibi_slopes != nullptr) {
+          const float distance = static_cast<float>(token + seqlen_k_ - seqlen_q() - key0 - 2 * (lane_ & 3));
+          const float slope = terms_.slope[i][r / 2];
+          each([&](float x, int key) { return fmaf(-slope, fabsf(distance - static_cast<float>(key)), x); });
+        }
+        if constexpr (kMasked) {
+          Keys keys{-kNt * 8, kNt * 8};
+          if (edge) keys = keys_of_row(i, r, key0);
+          if (p_.bias.data != nullptr) {
+            const BiasRow bias(p_.bias, b_, head_of(row), token, key0 + 2 * (lane_ & 3));
+            if (a_.pair_bias && !edge) {
+              bias.add_pairs<kNt>(s[i], r);
+            } else {
+              each([&](float x, int key) { return key >= keys.begin && key < keys.end ? bias.add(x, key) : x; });
+            }
           }
+          if (edge) each([&](float x, int key) { return key >= keys.begin && key < keys.end ? x : -CUDART_INF_F; });
+        }
       }
   }
 
@@ -335,39 +483,50 @@ class Forward {
   // The factor that turns scores into exponents of two.
   __device__ __forceinline__ float exponent_scale() const { return C::kGeneral ? 1.f : p_.softmax_scale * kLog2e; }
 
-  // P = 2^(S - m), its row sums, and P rounded to the operand of the next product. What is masked becomes
-  // kMaskedWeight.
+  // Puts P of this warp's keys where the warps that share its rows find it.
   template <bool kMasked>
-  __device__ __forceinline__ void softmax(Scores &s, P &w, int key0) {
-    const float c = exponent_scale();
-    raise_max(s, c);
-    DropoutKey key;
-    if constexpr (C::kGeneral) {
-      if (p_.dropout.threshold > 0) key = load_dropout_key(p_.dropout);
-    }
+  __device__ __forceinline__ void put_weights(const Scores &s, int key0) {
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) {
+    for (int i = 0; i < kMt; ++i)
 #pragma unroll
-      for (int jj = 0; jj < kNt / 2; ++jj) {
-        float e[2][4];
+      for (int j = 0; j < kNt; j += 2) {
+        uint32_t w[4];
+        exponentials<kMasked>(s, key0, i, j, w);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            const float x = s[i][2 * jj + half][r];
-            e[half][r] = exp2_approx(fmaf(x, c, -max_[i][r >> 1]));
-            sum_[i][r >> 1] += e[half][r];
-            if (kMasked && x == -CUDART_INF_F) e[half][r] = kMaskedWeight;
-          }
-        if constexpr (C::kGeneral) {
-          if (p_.dropout.threshold > 0) drop(e, i, key0 + 16 * jj, key);
+        for (int r = 0; r < 4; ++r) {
+          st_shared_4(
+              shared_p() + swizzled<C::kPPitch>(i * 16 + (lane_ >> 2) + r % 2 * 8, part_ * kNt + j + r / 2) + (lane_ & 3) * 4,
+              w[r]);
         }
-        w[i][jj][0] = pack2<Element>(e[0][0], e[0][1]);
-        w[i][jj][1] = pack2<Element>(e[0][2], e[0][3]);
-        w[i][jj][2] = pack2<Element>(e[1][0], e[1][1]);
-        w[i][jj][3] = pack2<Element>(e[1][2], e[1][3]);
       }
+  }
+
+  // P = 2^(S - m) of tiles (i, j) and (i, j + 1), rounded to the operand of the next product; adds to the row sums. What is masked
+  // becomes kMaskedWeight.
+  template <bool kMasked>
+  __device__ __forceinline__ void exponentials(const Scores &s, int key0, int i, int j, uint32_t (&w)[4]) {
+    const float c = exponent_scale();
+    float e[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float x = s[i][j + half][r];
+        e[half][r] = exp2_approx(fmaf(x, c, -max_[i][r >> 1]));
+        sum_[i][r >> 1] += e[half][r];
+        if (kMasked && x == -CUDART_INF_F) e[half][r] = kMaskedWeight;
+      }
+    if constexpr (C::kGeneral) {
+      if (p_.dropout.threshold > 0) drop(e, i, key0 + 8 * j);
     }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) w[r] = pack2<Element>(e[r / 2][r % 2 * 2], e[r / 2][r % 2 * 2 + 1]);
+  }
+
+  __device__ __forceinline__ void sync_parts() const { named_barrier(1 + warp_group_, C::kParts * 32); }
+  __device__ __forceinline__ bool any_part(bool value) const {
+    if constexpr (C::kParts == 1) return __any_sync(~0u, value);
+    return named_barrier_or(1 + warp_group_, C::kParts * 32, value);
   }
 
   __device__ __forceinline__ void raise_max(const Scores &s, float c) {
@@ -383,15 +542,20 @@ class Forward {
         top[i][r] = x * c;
         grow |= top[i][r] - kLag > max_[i][r];
       }
-    if (!__any_sync(~0u, grow)) return;
+    if (!any_part(grow)) return;  // from here on all warps that share the rows are done with P of the chunk before
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float x = top[i][r];
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        const float raised = fmaxf(max_[i][r], x);
+        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 1));
+        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 2));
+      }
+    over_parts(top, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float raised = fmaxf(max_[i][r], top[i][r]);
         const float factor = exp2_approx(max_[i][r] - raised);
         max_[i][r] = raised;
         sum_[i][r] *= factor;
@@ -403,31 +567,51 @@ class Forward {
       }
   }
 
-  // Zeroes the dropped weights of a 16 x 16 tile. With rows of one head and a 16-row aligned start one call of the generator serves
-  // the eight elements of a thread; packed rows ask element by element.
-  __device__ __forceinline__ void drop(float (&e)[2][4], int i, int key, const DropoutKey &dropout_key) const {
-    const uint32_t threshold = p_.dropout.threshold;
-    if (a_.rows_per_token == 1) {
-      const int row = warp_row_ + i * 16 + (lane_ >> 2), column = key + 2 * (lane_ & 3);
-      const uint32_t bh = static_cast<uint32_t>(b_ * static_cast<int>(p_.heads_q) + head_q_);
-      const Philox4 bits = philox4x32_10(dropout_counter0(row, column), dropout_counter1(row), bh, dropout_key.c3,
-                                         dropout_key.k0, dropout_key.k1);
+  // Combines one number a row, already combined over the lanes of this warp, over the parts of the keys.
+  template <typename Combine>
+  __device__ __forceinline__ void over_parts(float (&x)[kMt][2], Combine combine) const {
+    if constexpr (C::kParts > 1) {
+      const auto row = [&](int i, int r) { return i * 16 + (lane_ >> 2) + r * 8; };
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int i = 0; i < kMt; ++i)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const uint32_t word = bits.word[2 * (r >> 1) + half];
-          if (((r & 1) ? word >> 16 : word & 0xFFFFu) < threshold) e[half][r] = __signbit(e[half][r]) ? -0.f : 0.f;
+        for (int r = 0; r < 2; ++r) {
+          if ((lane_ & 3) == 0) st_shared_float(shared_row(part_, row(i, r)), x[i][r]);
         }
-    } else {
+      sync_parts();
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+      for (int i = 0; i < kMt; ++i)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const int row = row_of(i, r), column = key + 8 * half + 2 * (lane_ & 3) + (r & 1);
-          const uint32_t bh = static_cast<uint32_t>(b_ * static_cast<int>(p_.heads_q) + head_of(row));
-          if (dropout_bits(dropout_key, bh, token_of(row), column) < threshold) e[half][r] = __signbit(e[half][r]) ? -0.f : 0.f;
+        for (int r = 0; r < 2; ++r) {
+          x[i][r] = ld_shared_float(shared_row(0, row(i, r)));
+#pragma unroll
+          for (int part = 1; part < C::kParts; ++part) x[i][r] = combine(x[i][r], ld_shared_float(shared_row(part, row(i, r))));
         }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t batch_head(int row) const {
+    return static_cast<uint32_t>(b_ * static_cast<int>(p_.heads_q) + head_of(row));
+  }
+
+  // Zeroes the dropped weights of a 16 x 16 tile; a masked weight keeps its sign. One call of the generator serves the four elements
+  // that a lane has of a row, and for rows of one head those eight rows further too.
+  __device__ __forceinline__ void drop(float (&e)[2][4], int i, int key0) const {
+    const DropoutKey &key = terms_.dropout;
+    Philox4 random;
+#pragma unroll
+    for (int r = 0; r < 4; r += 2) {
+      const int row = row_of(i, r), token = token_of(row);
+      if (r == 0 || packed()) {
+        random = philox4x32_10(dropout_counter0(token, key0 + 2 * (lane_ & 3)), dropout_counter1(token), batch_head(row),
+                               key.c3, key.k0, key.k1);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t bits = (token & 8) != 0 ? random.word[2 + half] : random.word[half];
+        if ((bits & 0xFFFFu) < p_.dropout.threshold) e[half][r] = copysignf(0.f, e[half][r]);
+        if (bits >> 16 < p_.dropout.threshold) e[half][r + 1] = copysignf(0.f, e[half][r + 1]);
+      }
     }
   }
 
@@ -436,98 +620,135 @@ class Forward {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void finish() {
-    const bool split = a_.num_splits > 1;
-    __syncthreads();  // Q's place becomes out's
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 1);
+        sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 2);
+      }
+    over_parts(sum_, [](float a, float b) { return a + b; });
+    if (p_.sink != nullptr && split_index() == 0) add_sink();
+    // Q's place becomes out's: at once, where a warp's rows of out lie on its own rows of Q.
+    if constexpr (C::kParts > 1 || C::kD != C::kDv) __syncthreads();
+    float inverse[kMt][2];
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // sum is NaN when a visible score is; then out is NaN too.
+        const float sum = sum_[i][r];
+        inverse[i][r] = sum == 0.f ? 0.f : p_.dropout.keep_scale / sum;
+        max_[i][r] = sum == 0.f ? -CUDART_INF_F : (max_[i][r] + log2f(sum)) * kLn2;  // now lse
+      }
+    if (a_.num_splits.value > 1) {
+      store_split(inverse);
+      return;
+    }
+    if (p_.lse.data != nullptr && part_ == 0 && (lane_ & 3) == 0) {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = row_of(i, 2 * r);
+          if (row < rows_) *lse_at(token_of(row), head_of(row)) = max_[i][r];
+        }
+    }
+    stage_rows(inverse);
+    __syncwarp();
+    store_staged_rows();
+  }
+
+  // One more logit in the denominator.
+  __device__ __forceinline__ void add_sink() {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float sink = p_.sink[head_of(min(row_of(i, 2 * r), rows_ - 1)) * p_.sink_stride] * kLog2e;
+        // A sink far above every logit would overflow against this m; then out is negligible and only the lse matters.
+        const float raised = fmaxf(max_[i][r], sink), factor = exp2_approx(max_[i][r] - raised);
+        sum_[i][r] = sum_[i][r] * factor + exp2_approx(sink - raised);
+        max_[i][r] = raised;
+#pragma unroll
+        for (int j = 0; j < kDt; ++j) {
+          out_[i][j][2 * r] *= factor;
+          out_[i][j][2 * r + 1] *= factor;
+        }
+      }
+  }
+
+  __device__ __forceinline__ float *lse_at(int token, int head) const {
+    return p_.lse.data + b_ * p_.lse.batch_stride + head * p_.lse.head_stride + (queries().start + token) * p_.lse.seq_stride;
+  }
+  __device__ __forceinline__ Element *out_at(int token, int head) const {
+    return static_cast<Element *>(p_.out.data) + b_ * p_.out.batch_stride + (queries().start + token) * p_.out.seq_stride +
+           head * p_.out.head_stride;
+  }
+
+  // The 16 bytes of a row of out that tile j of this warp is.
+  __device__ __forceinline__ int out_chunk(int j) const {
+    return 2 * (kFirstStep * part_ + column_step<C::kParts>(j / 2)) + j % 2;
+  }
+
+  // The result of one split, in fp32.
+  __device__ __forceinline__ void store_split(const float (&inverse)[kMt][2]) const {
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row_of(i, 2 * r);
-        float sum = sum_[i][r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (p_.sink != nullptr && split_ == 0 && row < rows_) {
-          const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e;
-          // A sink far above every logit would overflow against this m; then out is negligible and only the lse matters.
-          const float raised = fmaxf(max_[i][r], sink), factor = exp2_approx(max_[i][r] - raised);
-          sum = sum * factor + exp2_approx(sink - raised);
-          max_[i][r] = raised;
+        if (row >= rows_) continue;
+        const int64_t at =
+            ((int64_t{split_index()} * p_.batch + b_) * p_.heads_q + head_of(row)) * p_.q_lengths.max_len + token_of(row);
+        if (part_ == 0 && (lane_ & 3) == 0) a_.split_lse[at] = max_[i][r];
+        float *partial = a_.split_out + at * p_.head_dim_v;
 #pragma unroll
-          for (int j = 0; j < kDt; ++j) {
-            out_[i][j][2 * r] *= factor;
-            out_[i][j][2 * r + 1] *= factor;
-          }
+        for (int j = 0; j < kDt; ++j) {
+          const int column = 8 * out_chunk(j) + 2 * (lane_ & 3);
+          if (column < p_.head_dim_v) partial[column] = out_[i][j][2 * r] * inverse[i][r];
+          if (column + 1 < p_.head_dim_v) partial[column + 1] = out_[i][j][2 * r + 1] * inverse[i][r];
         }
-        // sum is NaN when a visible score is; then out is NaN too.
-        const float inverse = sum == 0.f ? 0.f : p_.dropout.keep_scale / sum;
-        const float lse = sum == 0.f ? -CUDART_INF_F : (max_[i][r] + log2f(sum)) * kLn2;
-        if (row < rows_) store_row(i, r, row, inverse, lse, split);
-        if (!split) stage_row(i, r, inverse);
       }
-    if (!split) {
-      __syncwarp();
-      store_staged_rows();
-    }
   }
 
-  __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return p_.lse.data + b_ * p_.lse.batch_stride + head * p_.lse.head_stride + (q_start_ + token) * p_.lse.seq_stride;
-  }
-  __device__ __forceinline__ Element *out_at(int token, int head) const {
-    return static_cast<Element *>(p_.out.data) + b_ * p_.out.batch_stride + (q_start_ + token) * p_.out.seq_stride +
-           head * p_.out.head_stride;
-  }
-
-  // lse, and for a split the partial result in fp32.
-  __device__ __forceinline__ void store_row(int i, int r, int row, float inverse, float lse, bool split) const {
-    const int token = token_of(row), head = head_of(row);
-    if (!split) {
-      if (p_.lse.data != nullptr && (lane_ & 3) == 0) *lse_at(token, head) = lse;
-      return;
-    }
-    const int64_t max_tokens = p_.q_lengths.max_len;
-    const int64_t at = ((int64_t{split_} * p_.batch + b_) * p_.heads_q + head) * max_tokens + token;
-    if ((lane_ & 3) == 0) a_.split_lse[at] = lse;
-    float *partial = a_.split_out + at * p_.head_dim_v;
+  __device__ __forceinline__ void stage_rows(const float (&inverse)[kMt][2]) const {
 #pragma unroll
-    for (int j = 0; j < kDt; ++j) {
-      const int column = 8 * j + 2 * (lane_ & 3);
-      if (column < p_.head_dim_v) partial[column] = out_[i][j][2 * r] * inverse;
-      if (column + 1 < p_.head_dim_v) partial[column + 1] = out_[i][j][2 * r + 1] * inverse;
-    }
-  }
-
-  __device__ __forceinline__ void stage_row(int i, int r, float inverse) const {
-    const int local = warp_ * kMt * 16 + i * 16 + (lane_ >> 2) + r * 8;
+    for (int i = 0; i < kMt; ++i)
 #pragma unroll
-    for (int j = 0; j < kDt; ++j) {
-      st_shared_4(shared_q_ + swizzled<C::kOutPitch>(local, j) + (lane_ & 3) * 4,
-                  pack2<Element>(out_[i][j][2 * r] * inverse, out_[i][j][2 * r + 1] * inverse));
-    }
+      for (int r = 0; r < 2; ++r) {
+        const int local = warp_group_ * C::kWarpRows + i * 16 + (lane_ >> 2) + r * 8;
+#pragma unroll
+        for (int j = 0; j < kDt; ++j) {
+          st_shared_4(shared_q_ + swizzled<C::kOutPitch>(local, out_chunk(j)) + (lane_ & 3) * 4,
+                      pack2<Element>(out_[i][j][2 * r] * inverse[i][r], out_[i][j][2 * r + 1] * inverse[i][r]));
+        }
+      }
   }
 
-  // Every warp writes its own rows, 16 bytes a lane where memory allows it.
+  // Every warp writes its own rows and columns, 16 bytes a lane where memory allows it.
   __device__ __forceinline__ void store_staged_rows() const {
-    constexpr int kChunks = C::kDv / 8, kWarpRows = kMt * 16;
     const int columns = static_cast<int>(p_.head_dim_v);
-    if constexpr (32 % kChunks == 0) {
-      if (a_.vector_out && a_.rows_per_token == 1 && warp_row_ + kWarpRows <= rows_) {
-        const int r = lane_ / kChunks, c = lane_ % kChunks;
+    const auto staged = [&](int r, int c) {
+      return ld_shared_16(shared_q_ + swizzled<C::kOutPitch>(warp_group_ * C::kWarpRows + r, c));
+    };
+    if constexpr (32 % kDt == 0) {
+      if (a_.vector_out && !packed() && warp_row_ + C::kWarpRows <= rows_) {
+        const int r = lane_ / kDt, c = out_chunk(lane_ % kDt);
         if (c * 8 >= columns) return;
         Element *dst = out_at(warp_row_ + r, head_q_) + c * 8;
 #pragma unroll
-        for (int i = 0; i < kWarpRows; i += 32 / kChunks) {
-          *reinterpret_cast<uint4 *>(dst + i * p_.out.seq_stride) =
-              ld_shared_16(shared_q_ + swizzled<C::kOutPitch>(warp_ * kWarpRows + r + i, c));
+        for (int i = 0; i < C::kWarpRows; i += 32 / kDt) {
+          *reinterpret_cast<uint4 *>(dst + i * p_.out.seq_stride) = staged(r + i, c);
         }
         return;
       }
     }
 #pragma unroll 2
-    for (int index = lane_; index < kMt * 16 * kChunks; index += 32) {
-      const int r = index / kChunks, c = index % kChunks, row = warp_row_ + r;
+    for (int index = lane_; index < C::kWarpRows * kDt; index += 32) {
+      const int r = index / kDt, c = out_chunk(index % kDt), row = warp_row_ + r;
       if (row >= rows_ || c * 8 >= columns) continue;
-      const uint4 x = ld_shared_16(shared_q_ + swizzled<C::kOutPitch>(warp_ * kMt * 16 + r, c));
+      const uint4 x = staged(r, c);
       Element *dst = out_at(token_of(row), head_of(row)) + c * 8;
       if (a_.vector_out) {
         *reinterpret_cast<uint4 *>(dst) = x;
@@ -545,8 +766,9 @@ class Forward {
 
   // Rows of this block that are not used: out = 0, lse = -inf. The last block also owns what the slot holds beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
-    if (split_ != 0) return;
-    const int end = row_block_ == a_.row_blocks - 1 ? slot_rows_ : min(row0_ + C::kRows, slot_rows_);
+    if (split_index() != 0) return;
+    const int slot_rows = static_cast<int>(queries().slot) * static_cast<int>(a_.rows_per_token.value);
+    const int end = row0_ + C::kRows >= a_.row_blocks * C::kRows ? slot_rows : min(row0_ + C::kRows, slot_rows);
     for (int row = max(row0_, rows_) + warp_; row < end; row += C::kWarps) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && lane_ == 0) *lse_at(token, head) = -CUDART_INF_F;
@@ -555,21 +777,28 @@ class Forward {
     }
   }
 
+  struct RowTerms {
+    float slope[kMt][2];  // of ALiBi, times log2(e)
+    DropoutKey dropout;
+  };
+
   const ForwardParams &a_;
   const Problem &p_;
-  const uint32_t shared_q_, shared_k_, shared_v_;
+  const uint32_t shared_q_;
   const int lane_, warp_;
+  const int part_, warp_group_;  // the group of warps that share rows, and the place in it
 
-  int b_, head_q_, head_k_, split_;  // head_q_ is the first query head of the block
-  int64_t q_start_, k_start_;
-  int seqlen_q_, seqlen_k_;
-  int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
-  int row_block_, row0_, warp_row_;
+  int b_, head_q_, head_k_;  // head_q_ is the first query head of the block
+  int64_t k_start_;
+  int seqlen_k_;
+  int rows_;  // of the sequence, those that are used
+  int row0_, warp_row_;
   int chunk_begin_, chunk_end_;
-  Range block_interior_, warp_visible_, warp_interior_;
+  Keys block_interior_, warp_visible_, warp_interior_;
 
   Accumulator<kMt, kDt> out_;
   float max_[kMt][2], sum_[kMt][2];
+  RowTerms terms_;  // of general scores
 };
 
 template <class C>

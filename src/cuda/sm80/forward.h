@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "cuda/common/divisor.h"
 #include "cuda/sm80/forward_table.h"
 
 namespace fa::cuda::sm80 {
@@ -10,11 +11,20 @@ namespace fa::cuda::sm80 {
 // A problem and how it is cut. The kernel's only parameter.
 struct ForwardParams {
   Problem problem;
-  int32_t row_blocks;         // blocks of rows of the longest sequence
-  int32_t rows_per_token;     // 1, or the GQA group: query heads that share a key head are rows of one block
-  int32_t heads_per_section;  // heads (of q, or of k when packed) whose keys and values fit the L2 cache together
-  int32_t num_splits;         // key ranges a row block is split into
+  Diagonal<int32_t>::Limits limits;  // problem.band's
+  int32_t row_blocks;                // blocks of rows of the longest sequence
+  int32_t last_section;              // sections hold the heads (of q, or of k when packed) whose keys fit the L2 cache together
+  Divisor num_splits;                // key ranges a row block is split into
+  Divisor section_blocks;            // blocks of a section: heads x row_blocks
+  Divisor section_heads;
+  Divisor last_section_heads;
+  Divisor heads;           // of q, or of k when packed
+  Divisor rows_per_token;  // 1, or the GQA group (packed): query heads that share a key head are rows of one block
+  Divisor group;           // heads of q for one head of k
+  Divisor page_size;
+  Divisor mask_size_q, mask_size_k;               // of block_mask
   bool vector_q, vector_k, vector_v, vector_out;  // 16-byte accesses are legal
+  bool pair_bias;                                 // two neighbours of bias can be read at once
   // Where splits leave their results, null when there is one: out (num_splits, batch, heads_q, max_seqlen_q, head_dim_v), lse
   // (num_splits, batch, heads_q, max_seqlen_q).
   float *split_out;

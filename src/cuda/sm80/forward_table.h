@@ -13,32 +13,36 @@ struct ForwardShape {
   int32_t head_dim_v;  // bucket of v
   int32_t warps;
   int32_t tiles_per_warp;  // of 16 rows
+  int32_t parts;           // warps that share rows
   int32_t chunk;           // keys
   int32_t min_blocks;      // blocks of threads on one multiprocessor
   bool general;            // softcap, bias, block mask, ALiBi, dropout
 
-  constexpr int32_t rows() const { return warps * tiles_per_warp * 16; }
+  constexpr int32_t rows() const { return warps / parts * tiles_per_warp * 16; }
   constexpr int32_t threads() const { return warps * 32; }
-  // Q (or out, in its place) and two chunks of K and V, in 16-bit elements.
+  // Q (or out, in its place) and two chunks of K and V, in 16-bit elements; or, for parts, one chunk, P, and one float a row and part.
   constexpr int32_t shared_bytes() const {
-    return 2 * (rows() * (head_dim > head_dim_v ? head_dim : head_dim_v) + 2 * chunk * (head_dim + head_dim_v));
+    const int32_t out_or_q = 2 * rows() * (head_dim > head_dim_v ? head_dim : head_dim_v),
+                  pair = 2 * chunk * (head_dim + head_dim_v);
+    return parts == 1 ? out_or_q + 2 * pair : out_or_q + pair + rows() * (2 * chunk + 4 * parts);
   }
 };
 
 // Cheaper kernels first: the plan takes the first one that fits head dims, scores and shared memory.
-// X(name, head_dim, head_dim_v, warps, tiles_per_warp, chunk, min_blocks, general)
-#define FA_SM80_FORWARD_TABLE(X)            \
-  X(d64, 64, 64, 4, 2, 64, 2, false)        \
-  X(d96, 96, 96, 4, 2, 64, 2, false)        \
-  X(d128, 128, 128, 4, 2, 64, 2, false)     \
-  X(d192_128, 192, 128, 8, 1, 64, 1, false) \
-  X(d192, 192, 192, 8, 1, 64, 1, false)     \
-  X(d256, 256, 256, 8, 1, 64, 1, false)     \
-  X(d256s, 256, 256, 4, 1, 32, 1, false)    \
-  X(d64g, 64, 64, 8, 1, 64, 1, true)        \
-  X(d128g, 128, 128, 8, 1, 64, 1, true)     \
-  X(d256g, 256, 256, 8, 1, 32, 1, true)     \
-  X(d256gs, 256, 256, 4, 1, 32, 1, true)
+// X(name, head_dim, head_dim_v, warps, tiles_per_warp, parts, chunk, min_blocks, general)
+#define FA_SM80_FORWARD_TABLE(X)               \
+  X(d64, 64, 64, 4, 2, 1, 64, 2, false)        \
+  X(d96, 96, 96, 4, 2, 1, 64, 2, false)        \
+  X(d128, 128, 128, 4, 2, 1, 64, 2, false)     \
+  X(d192_128, 192, 128, 4, 2, 2, 64, 2, false) \
+  X(d192, 192, 192, 4, 2, 2, 64, 2, false)     \
+  X(d256, 256, 256, 4, 2, 2, 64, 2, false)     \
+  X(d256s, 256, 256, 4, 1, 1, 32, 1, false)    \
+  X(d512, 512, 512, 8, 2, 4, 64, 1, false)     \
+  X(d64g, 64, 64, 4, 1, 1, 64, 4, true)        \
+  X(d128g, 128, 128, 4, 1, 1, 64, 2, true)     \
+  X(d256g, 256, 256, 4, 2, 2, 64, 2, true)     \
+  X(d256gs, 256, 256, 4, 1, 1, 32, 1, true)
 
 #define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__},
 constexpr ForwardShape kForwardShapes[] = {FA_SM80_FORWARD_TABLE(FA_SM80_SHAPE)};
