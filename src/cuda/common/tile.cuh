@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int colum
   using Share = TileShare<kRows, kColumns, kThreads>;
   const Share share;
   if (vectors) {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < Share::kLoads; ++i) {
       const int r = share.row(i), c = share.chunk(i);
       const Element *row = address_of(r);

@@ -85,7 +85,7 @@ class Forward {
 
   __device__ __forceinline__ void run() {
     find_block();
-    if (row0_ < rows_) {
+    if (row0() < rows_) {
       find_keys();
       walk();
       finish();
@@ -115,8 +115,7 @@ class Forward {
     const int head =
         section * static_cast<int>(a_.section_heads.value) + index - row_block * static_cast<int>(heads_here.value);
     if (!a_.limits.unlimited_right()) row_block = a_.row_blocks - 1 - row_block;
-    row0_ = row_block * C::kRows;
-    warp_row_ = row0_ + warp_group_ * C::kWarpRows;
+    warp_row_ = row_block * C::kRows + warp_group_ * C::kWarpRows;
     b_ = a_.heads.quotient(head);
     const int h = head - b_ * static_cast<int>(a_.heads.value);
     head_q_ = packed() ? h * static_cast<int>(a_.group.value) : h;
@@ -130,6 +129,7 @@ class Forward {
 
   // Asked for again where it is needed: cheaper than registers held through the walk.
   __device__ __forceinline__ Sequence queries() const { return sequence_of(p_.q_lengths, b_); }
+  __device__ __forceinline__ int row0() const { return warp_row_ - warp_group_ * C::kWarpRows; }
   __device__ __forceinline__ int split_index() const { return a_.num_splits.remainder(static_cast<int>(blockIdx.x)); }
   __device__ __forceinline__ int seqlen_q() const { return token_of(rows_); }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, seqlen_q(), seqlen_k_}; }
@@ -137,7 +137,7 @@ class Forward {
   // Chunks [chunk_begin_, chunk_end_) hold every key that a row of the block sees (of this split).
   __device__ __forceinline__ void find_keys() {
     const Diagonal<int32_t> d = diagonal();
-    const Keys tokens{token_of(row0_), token_of(min(row0_ + C::kRows, rows_) - 1) + 1};
+    const Keys tokens{token_of(row0()), token_of(min(row0() + C::kRows, rows_) - 1) + 1};
     const Keys keys = d.visible_keys(tokens);
     chunk_begin_ = keys.begin / C::kChunk;
     chunk_end_ = keys.empty() ? chunk_begin_ : (keys.end + C::kChunk - 1) / C::kChunk;
@@ -181,11 +181,11 @@ class Forward {
     q.rows = rows_;
     q.columns = static_cast<int>(p_.head_dim);
     q.vectors = a_.vector_q;
-    if (!packed() && q.whole(row0_, C::kRows)) {
-      load_whole_tile<C::kRows, C::kD, C::kThreads>(shared_q_, q, row0_);
+    if (!packed() && q.whole(row0(), C::kRows)) {
+      load_whole_tile<C::kRows, C::kD, C::kThreads>(shared_q_, q, row0());
     } else {
       load_rows<Element, C::kRows, C::kD, C::kThreads>(shared_q_, q.vectors, q.columns, [&](int r) -> const Element * {
-        const int row = row0_ + r;
+        const int row = row0() + r;
         return row < rows_ ? q.base + token_of(row) * q.row_stride + (head_of(row) - head_q_) * p_.q.head_stride : nullptr;
       });
     }
@@ -205,10 +205,10 @@ class Forward {
   __device__ __forceinline__ int next_chunk(int chunk) const {
     if constexpr (C::kGeneral) {
       if (p_.block_mask.data != nullptr) {
-        const int last_row = min(row0_ + C::kRows, rows_) - 1;
+        const int last_row = min(row0() + C::kRows, rows_) - 1;
         for (; chunk >= chunk_begin_; --chunk) {
           bool visible = mask_block_visible(last_row, chunk * C::kChunk);
-          for (int row = row0_; row < last_row; row += static_cast<int>(a_.mask_size_q.value)) {
+          for (int row = row0(); row < last_row; row += static_cast<int>(a_.mask_size_q.value)) {
             visible |= mask_block_visible(row, chunk * C::kChunk);
           }
           if (visible) break;
@@ -768,8 +768,8 @@ class Forward {
   __device__ __forceinline__ void store_unused_rows() const {
     if (split_index() != 0) return;
     const int slot_rows = static_cast<int>(queries().slot) * static_cast<int>(a_.rows_per_token.value);
-    const int end = row0_ + C::kRows >= a_.row_blocks * C::kRows ? slot_rows : min(row0_ + C::kRows, slot_rows);
-    for (int row = max(row0_, rows_) + warp_; row < end; row += C::kWarps) {
+    const int end = row0() + C::kRows >= a_.row_blocks * C::kRows ? slot_rows : min(row0() + C::kRows, slot_rows);
+    for (int row = max(row0(), rows_) + warp_; row < end; row += C::kWarps) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && lane_ == 0) *lse_at(token, head) = -CUDART_INF_F;
       Element *dst = out_at(token, head);
@@ -791,8 +791,8 @@ class Forward {
   int b_, head_q_, head_k_;  // head_q_ is the first query head of the block
   int64_t k_start_;
   int seqlen_k_;
-  int rows_;  // of the sequence, those that are used
-  int row0_, warp_row_;
+  int rows_;      // of the sequence, those that are used
+  int warp_row_;  // the first row of this warp
   int chunk_begin_, chunk_end_;
   Keys block_interior_, warp_visible_, warp_interior_;
 
