@@ -4,8 +4,8 @@
 // A block of threads owns kRows rows of q of one key head: rows of one query head, or, for short queries, tokens x the heads of a GQA
 // group (packed). kParts warps share kTilesPerWarp x 16 of these rows; each of them computes its part of the keys of S and its part
 // of the columns of out, in registers. The block walks over chunks of kChunk keys, from the last visible one to the first. With one
-// part two chunks are in shared memory, one being read and one on its way; the wide heads that need parts have room for one: K of the
-// next chunk arrives under the softmax and P V, V of this one under S.
+// part two chunks are in shared memory, one being read and one on its way; the wide heads that need parts have room for one: V arrives
+// under S, K of the next chunk under the softmax and P V.
 //
 //   shared memory:  Q [kRows][kD] | K [kStages][kChunk][kD] | V [kStages][kChunk][kDv]     (out passes through Q's place)
 //                   and with kParts > 1 | P [kRows][kChunk] | row maxima, later row sums [kParts][kRows]
@@ -70,7 +70,7 @@ class Forward {
  public:
   using Element = typename C::Element;
   using Keys = RangeOf<int32_t>;
-  static constexpr int kMt = C::kTilesPerWarp, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kPSteps = C::kChunk / 16;
+  static constexpr int kMt = C::kTilesPerWarp, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kPSteps = C::kKeys / 16;
   using Scores = Accumulator<kMt, kNt>;             // rows: queries, columns: keys
   static constexpr int kFirstStep = 4 / C::kParts;  // of out's columns, 16 at a time, times the part
 
@@ -291,7 +291,7 @@ class Forward {
 
   // The same with one slot, for warps that share rows.
   __device__ __forceinline__ void turn_of_parts(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next) {
-    const int key0 = chunk * C::kChunk, my_key0 = key0 + part_ * C::kKeys;
+    const int key0 = chunk * C::kChunk;
     const bool mine = chunk >= 0 && warp_sees(key0);
     cp_async_wait<0>();
     __syncthreads();  // K is here, and nobody reads V of the chunk before any more
@@ -301,31 +301,57 @@ class Forward {
     if (mine) {
       multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_group_ * C::kWarpRows, shared_k(0), part_ * C::kKeys);
     }
-    __syncthreads();  // nobody reads K any more
+    cp_async_wait<0>();
+    __syncthreads();  // V is here, and nobody reads K any more
+    const bool careful = chunk >= 0 && needs_care(key0, 0);
     if (next >= chunk_begin_) load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(0), k, next * C::kChunk);
     cp_async_commit();
-    if (mine) {
-      if (may_mask(warp_interior_, key0)) {
-        finish_scores<true>(s, my_key0);
-        put_weights<true>(s, my_key0);
-      } else {
-        finish_scores<false>(s, my_key0);
-        put_weights<false>(s, my_key0);
-      }
-    }
-    cp_async_wait<1>();
-    __syncthreads();  // V and P are here
-    const bool careful = chunk >= 0 && needs_care(key0, 0);
     if (!mine) return;
-    const auto weights = [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
-      const uint32_t at = shared_p() + swizzled<C::kPPitch>(lane_ & 15, lane_ >> 4);
-#pragma unroll
-      for (int i = 0; i < kMt; ++i) ldmatrix_x4(w[i], advance<C::kPPitch>(at, k) + i * 16 * C::kPPitch);
-    };
-    if (careful) {
-      multiply_exactly(shared_v(0), weights);
+    if (may_mask(warp_interior_, key0)) {
+      step_of_part<true>(s, key0, careful);
     } else {
-      multiply_add_with<Element, C::kDv * 2, kPSteps, C::kParts, kMt, kDt>(out_, shared_v(0), kFirstStep * part_, weights);
+      step_of_part<false>(s, key0, false);
+    }
+    sync_parts();
+#pragma unroll 1
+    for (int n = 1; n < C::kParts; ++n) {
+      const int part = (part_ + n) % C::kParts;
+      const uint32_t at = shared_p() + swizzled<C::kPPitch>(lane_ & 15, lane_ >> 4);
+      multiply_keys<true>(part, careful, [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+#pragma unroll
+        for (int i = 0; i < kMt; ++i) {
+          ldmatrix_x4(w[i], advance<C::kPPitch>(at, part * kPSteps + k) + i * 16 * C::kPPitch);
+        }
+      });
+    }
+  }
+
+  // S of this warp's keys to P, for the other warps too, and P V over these keys.
+  template <bool kMasked>
+  __device__ __forceinline__ void step_of_part(Scores &s, int key0, bool careful) {
+    const int my_key0 = key0 + part_ * C::kKeys;
+    finish_scores<kMasked>(s, my_key0);
+    multiply_keys<kMasked>(part_, careful, [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        exponentials<kMasked>(s, my_key0, i, 2 * k, w[i]);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const int row = i * 16 + (lane_ >> 2) + r % 2 * 8, chunk = part_ * kNt + 2 * k + r / 2;
+          st_shared_4(shared_p() + swizzled<C::kPPitch>(row, chunk) + (lane_ & 3) * 4, w[i][r]);
+        }
+      }
+    });
+  }
+
+  // out += P V over the keys of one part, those that are not masked.
+  template <bool kMasked, typename WeightsOf>
+  __device__ __forceinline__ void multiply_keys(int part, bool careful, WeightsOf weights_of) {
+    const uint32_t v = shared_v(0) + part * C::kKeys * C::kDv * 2;
+    if (kMasked && careful) {
+      multiply_exactly(v, weights_of);
+    } else {
+      multiply_add_with<Element, C::kDv * 2, kPSteps, C::kParts, kMt, kDt>(out_, v, kFirstStep * part_, weights_of);
     }
   }
 
@@ -482,24 +508,6 @@ class Forward {
 
   // The factor that turns scores into exponents of two.
   __device__ __forceinline__ float exponent_scale() const { return C::kGeneral ? 1.f : p_.softmax_scale * kLog2e; }
-
-  // Puts P of this warp's keys where the warps that share its rows find it.
-  template <bool kMasked>
-  __device__ __forceinline__ void put_weights(const Scores &s, int key0) {
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int j = 0; j < kNt; j += 2) {
-        uint32_t w[4];
-        exponentials<kMasked>(s, key0, i, j, w);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          st_shared_4(
-              shared_p() + swizzled<C::kPPitch>(i * 16 + (lane_ >> 2) + r % 2 * 8, part_ * kNt + j + r / 2) + (lane_ & 3) * 4,
-              w[r]);
-        }
-      }
-  }
 
   // P = 2^(S - m) of tiles (i, j) and (i, j + 1), rounded to the operand of the next product; adds to the row sums. What is masked
   // becomes kMaskedWeight.

@@ -41,7 +41,7 @@ struct ForwardShape {
   X(d512, 512, 512, 8, 2, 4, 64, 1, false)     \
   X(d64g, 64, 64, 4, 1, 1, 64, 4, true)        \
   X(d128g, 128, 128, 4, 1, 1, 64, 2, true)     \
-  X(d256g, 256, 256, 8, 1, 1, 32, 1, true)     \
+  X(d256g, 256, 256, 4, 2, 2, 64, 2, true)     \
   X(d256gs, 256, 256, 4, 1, 1, 32, 1, true)
 
 #define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__},
