@@ -40,11 +40,11 @@ __device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
 }
 
 // acc = A B^T, A: kMt * 16 rows from `first_row` of `a_tile`, B: kNt * 8 rows from `first_column` of `b_tile`, both kD wide. Fragments of
-// A are loaded one step of 16 columns ahead of their products, those of B kAhead pieces of 16 rows ahead.
-template <typename Element, int kD, int kMt, int kNt, int kAhead = kNt / 2>
+// A and B are loaded one step of 16 columns ahead of their products.
+template <typename Element, int kD, int kMt, int kNt>
 __device__ __forceinline__ void multiply_transposed(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
                                                     int first_column) {
-  constexpr int kPieces = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kRing = kAhead + 1;
+  constexpr int kPieces = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kRing = kPieces + 1;
   static_assert(kNt % 2 == 0);
   const int lane = threadIdx.x & 31;
   const uint32_t a = a_tile + swizzled<kPitch>(first_row + (lane & 15), lane >> 4);
@@ -57,13 +57,13 @@ __device__ __forceinline__ void multiply_transposed(Accumulator<kMt, kNt> &acc, 
   const auto load_b = [&](int n) { ldmatrix_x4(bf[n % kRing], advance<kPitch>(b, n / kPieces) + n % kPieces * 16 * kPitch); };
   load_a(0);
 #pragma unroll
-  for (int n = 0; n < kAhead; ++n) load_b(n);
+  for (int n = 0; n < kPieces; ++n) load_b(n);
   clear<kMt, kNt>(acc);
 #pragma unroll
   for (int n = 0; n < kSteps * kPieces; ++n) {
     const int step = n / kPieces, j = n % kPieces;
     if (j == 0 && step + 1 < kSteps) load_a(step + 1);
-    if (n + kAhead < kSteps * kPieces) load_b(n + kAhead);
+    if (n + kPieces < kSteps * kPieces) load_b(n + kPieces);
 #pragma unroll
     for (int i = 0; i < kMt; ++i) {
       mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[n % kRing][0], bf[n % kRing][1]);
@@ -114,13 +114,12 @@ __device__ __forceinline__ void multiply_add_with(Accumulator<kMt, kNt> &acc, ui
 template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
 __device__ __forceinline__ void multiply_add(Accumulator<kMt, kNt> &acc, const Weights<kMt, kKSteps> &w, uint32_t tile,
                                              int first_column_step = 0) {
-  multiply_add_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step,
-                                                           [&](int k, uint32_t(&part)[kMt][4]) FA_INLINE_LAMBDA {
+  multiply_add_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step, [&](int k, uint32_t(&part)[kMt][4]) {
 #pragma unroll
-                                                             for (int i = 0; i < kMt; ++i)
+    for (int i = 0; i < kMt; ++i)
 #pragma unroll
-                                                               for (int r = 0; r < 4; ++r) part[i][r] = w[i][k][r];
-                                                           });
+      for (int r = 0; r < 4; ++r) part[i][r] = w[i][k][r];
+  });
 }
 
 // ----------------------------------------------------------------------------------------------------------------------

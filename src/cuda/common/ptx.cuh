@@ -7,9 +7,6 @@
 
 #include <cstdint>
 
-// For lambdas that the compiler would otherwise call: registers passed by reference would go to local memory.
-#define FA_INLINE_LAMBDA __attribute__((always_inline))
-
 namespace fa::cuda {
 
 __device__ __forceinline__ uint32_t smem_address(const void *pointer) {

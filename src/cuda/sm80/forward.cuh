@@ -278,7 +278,7 @@ class Forward {
     Scores s;
     multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_group_ * C::kWarpRows, shared_k(slot), 0);
     finish_scores<kMasked>(s, key0);
-    const auto weights = [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+    const auto weights = [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i) exponentials<kMasked>(s, key0, i, 2 * k, w[i]);
     };
@@ -317,7 +317,7 @@ class Forward {
     for (int n = 1; n < C::kParts; ++n) {
       const int part = (part_ + n) % C::kParts;
       const uint32_t at = shared_p() + swizzled<C::kPPitch>(lane_ & 15, lane_ >> 4);
-      multiply_keys<true>(part, careful, [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+      multiply_keys<true>(part, careful, [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
         for (int i = 0; i < kMt; ++i) {
           ldmatrix_x4(w[i], advance<C::kPPitch>(at, part * kPSteps + k) + i * 16 * C::kPPitch);
@@ -331,7 +331,7 @@ class Forward {
   __device__ __forceinline__ void step_of_part(Scores &s, int key0, bool careful) {
     const int my_key0 = key0 + part_ * C::kKeys;
     finish_scores<kMasked>(s, my_key0);
-    multiply_keys<kMasked>(part_, careful, [&](int k, uint32_t(&w)[kMt][4]) FA_INLINE_LAMBDA {
+    multiply_keys<kMasked>(part_, careful, [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i) {
         exponentials<kMasked>(s, my_key0, i, 2 * k, w[i]);
