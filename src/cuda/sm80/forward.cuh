@@ -22,66 +22,28 @@
 
 #include <math_constants.h>
 
-#include "core/mask.h"
-#include "core/problem.h"
 #include "cuda/common/multiply.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/sm80/forward.h"
+#include "cuda/sm80/forward_block.cuh"
 
 namespace fa::cuda::sm80 {
-
-template <typename Element_, int kD_, int kDv_, int kWarps_, int kTilesPerWarp_, int kParts_, int kChunk_, int kMinBlocks_,
-          bool kGeneral_>
-struct ForwardConfig {
-  using Element = Element_;
-  static constexpr int kD = kD_;    // head_dim of q and k, rounded up
-  static constexpr int kDv = kDv_;  // head_dim of v, rounded up
-  static constexpr int kWarps = kWarps_;
-  static constexpr int kTilesPerWarp = kTilesPerWarp_;
-  static constexpr int kParts = kParts_;
-  static constexpr int kChunk = kChunk_;
-  static constexpr int kMinBlocks = kMinBlocks_;
-  static constexpr bool kGeneral = kGeneral_;
-
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kWarpRows = kTilesPerWarp * 16;
-  static constexpr int kRows = kWarps / kParts * kWarpRows;
-  static constexpr int kStages = kParts == 1 ? 2 : 1;
-  static constexpr int kKeys = kChunk / kParts;  // of a chunk, in the S of one warp
-  static constexpr int kColumns = kDv / kParts;  // of out, of one warp
-  static constexpr int kOutPitch = kDv * 2;
-  static constexpr int kQBytes = kRows * (kD > kDv ? kD : kDv) * 2;
-  static constexpr int kKBytes = kChunk * kD * 2;
-  static constexpr int kVBytes = kChunk * kDv * 2;
-  static constexpr int kPPitch = kChunk * 2;
-  static constexpr int kPBytes = kParts > 1 ? kRows *kPPitch : 0;
-  static constexpr int kRowBytes = kParts > 1 ? kParts *kRows * 4 : 0;
-  static constexpr int kSharedBytes = kQBytes + kStages * (kKBytes + kVBytes) + kPBytes + kRowBytes;
-  static_assert(kWarps % kParts == 0 && kWarps / kParts < 16, "every group of warps that share rows has a barrier of its own");
-};
 
 // Log of the factor by which P may exceed 1 before m is raised.
 constexpr float kLag = 8.0f;
 
 template <class C>
-class Forward {
+class Forward : private ForwardBlock<C> {
  public:
-  using Element = typename C::Element;
-  using Keys = RangeOf<int32_t>;
+  using Block = ForwardBlock<C>;
+  using typename Block::Element;
+  using typename Block::Keys;
   static constexpr int kMt = C::kTilesPerWarp, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kPSteps = C::kKeys / 16;
   using Scores = Accumulator<kMt, kNt>;             // rows: queries, columns: keys
   static constexpr int kFirstStep = 4 / C::kParts;  // of out's columns, 16 at a time, times the part
 
-  __device__ __forceinline__ Forward(const ForwardParams &params, char *shared)
-      : a_(params),
-        p_(params.problem),
-        shared_q_(smem_address(shared)),
-        lane_(threadIdx.x & 31),
-        warp_(threadIdx.x >> 5),
-        part_(warp_ % C::kParts),
-        warp_group_(warp_ / C::kParts) {}
+  using Block::Block;
 
   __device__ __forceinline__ void run() {
     find_block();
@@ -94,129 +56,47 @@ class Forward {
   }
 
  private:
-  // ------------------------------------------------------------------------------------------------------------------
-  // Which rows, which keys
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ bool packed() const { return a_.rows_per_token.value != 1; }
-  __device__ __forceinline__ int token_of(int row) const { return packed() ? a_.rows_per_token.quotient(row) : row; }
-  __device__ __forceinline__ int head_of(int row) const {
-    return packed() ? head_q_ + a_.rows_per_token.remainder(row) : head_q_;
-  }
-
-  // Blocks are numbered so that the heads of one section run together (their keys share the L2 cache), and so that with a causal mask
-  // the blocks with the most keys of a section come first.
-  __device__ __forceinline__ void find_block() {
-    int index = a_.num_splits.quotient(static_cast<int>(blockIdx.x));
-    const int section = a_.section_blocks.quotient(index);
-    index -= section * static_cast<int>(a_.section_blocks.value);
-    const Divisor &heads_here = section == a_.last_section ? a_.last_section_heads : a_.section_heads;
-    int row_block = heads_here.quotient(index);
-    const int head =
-        section * static_cast<int>(a_.section_heads.value) + index - row_block * static_cast<int>(heads_here.value);
-    if (!a_.limits.unlimited_right()) row_block = a_.row_blocks - 1 - row_block;
-    warp_row_ = row_block * C::kRows + warp_group_ * C::kWarpRows;
-    b_ = a_.heads.quotient(head);
-    const int h = head - b_ * static_cast<int>(a_.heads.value);
-    head_q_ = packed() ? h * static_cast<int>(a_.group.value) : h;
-    head_k_ = packed() ? h : a_.group.quotient(h);
-
-    const Sequence k = sequence_of(p_.k_lengths, b_);
-    k_start_ = k.start;
-    seqlen_k_ = static_cast<int>(k.len);
-    rows_ = static_cast<int>(queries().len) * static_cast<int>(a_.rows_per_token.value);
-  }
-
-  // Asked for again where it is needed: cheaper than registers held through the walk.
-  __device__ __forceinline__ Sequence queries() const { return sequence_of(p_.q_lengths, b_); }
-  __device__ __forceinline__ int row0() const { return warp_row_ - warp_group_ * C::kWarpRows; }
-  __device__ __forceinline__ int split_index() const { return a_.num_splits.remainder(static_cast<int>(blockIdx.x)); }
-  __device__ __forceinline__ int seqlen_q() const { return token_of(rows_); }
-  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, seqlen_q(), seqlen_k_}; }
-
-  // Chunks [chunk_begin_, chunk_end_) hold every key that a row of the block sees (of this split).
-  __device__ __forceinline__ void find_keys() {
-    const Diagonal<int32_t> d = diagonal();
-    const Keys tokens{token_of(row0()), token_of(min(row0() + C::kRows, rows_) - 1) + 1};
-    const Keys keys = d.visible_keys(tokens);
-    chunk_begin_ = keys.begin / C::kChunk;
-    chunk_end_ = keys.empty() ? chunk_begin_ : (keys.end + C::kChunk - 1) / C::kChunk;
-    if (a_.num_splits.value > 1) {
-      // Equal shares of the chunks of the longest sequence, so that the host needs no lengths; short sequences leave splits empty.
-      const int share = a_.num_splits.quotient(chunk_end_ - chunk_begin_ + static_cast<int>(a_.num_splits.value) - 1);
-      chunk_begin_ += split_index() * share;
-      chunk_end_ = min(chunk_begin_ + share, chunk_end_);
-    }
-    block_interior_ = d.interior_keys(tokens);
-    // This warp's own rows: chunks it can skip, and chunks it need not mask.
-    const Keys mine{token_of(warp_row_), token_of(min(warp_row_ + C::kWarpRows, rows_) - 1) + 1};
-    warp_visible_ = warp_row_ < rows_ ? d.visible_keys(mine) : Keys{0, 0};
-    warp_interior_ = d.interior_keys(mine);
-  }
-
-  __device__ __forceinline__ RowSource<Element> key_source(const Operand &t, int64_t columns, bool vectors) const {
-    RowSource<Element> s;
-    s.base = static_cast<const Element *>(t.data) + head_k_ * t.head_stride;
-    s.row_stride = t.seq_stride;
-    s.rows = seqlen_k_;
-    s.columns = static_cast<int>(columns);
-    s.vectors = vectors;
-    s.page_table = p_.page_table;
-    if (p_.page_table != nullptr) {
-      s.page_table += b_ * p_.page_table_batch_stride;
-      s.page_entry_stride = p_.page_table_page_stride;
-      s.page_stride = t.batch_stride;
-      s.page_size = a_.page_size;
-    } else {
-      s.base += b_ * t.batch_stride + k_start_ * t.seq_stride;
-    }
-    return s;
-  }
-
-  __device__ __forceinline__ void fetch_q() const {
-    RowSource<Element> q{};
-    q.base = static_cast<const Element *>(p_.q.data) + b_ * p_.q.batch_stride + queries().start * p_.q.seq_stride +
-             head_q_ * p_.q.head_stride;
-    q.row_stride = p_.q.seq_stride;
-    q.rows = rows_;
-    q.columns = static_cast<int>(p_.head_dim);
-    q.vectors = a_.vector_q;
-    if (!packed() && q.whole(row0(), C::kRows)) {
-      load_whole_tile<C::kRows, C::kD, C::kThreads>(shared_q_, q, row0());
-    } else {
-      load_rows<Element, C::kRows, C::kD, C::kThreads>(shared_q_, q.vectors, q.columns, [&](int r) -> const Element * {
-        const int row = row0() + r;
-        return row < rows_ ? q.base + token_of(row) * q.row_stride + (head_of(row) - head_q_) * p_.q.head_stride : nullptr;
-      });
-    }
-  }
+  using Block::a_;
+  using Block::b_;
+  using Block::block_interior_;
+  using Block::chunk_begin_;
+  using Block::chunk_end_;
+  using Block::fetch_q;
+  using Block::find_block;
+  using Block::find_keys;
+  using Block::head_of;
+  using Block::head_q_;
+  using Block::inside;
+  using Block::key_source;
+  using Block::keys_of_row;
+  using Block::lane_;
+  using Block::may_mask;
+  using Block::next_chunk;
+  using Block::p_;
+  using Block::packed;
+  using Block::part_;
+  using Block::queries;
+  using Block::row0;
+  using Block::row_of;
+  using Block::rows_;
+  using Block::seqlen_k_;
+  using Block::seqlen_q;
+  using Block::shared_k;
+  using Block::shared_p;
+  using Block::shared_q_;
+  using Block::shared_row;
+  using Block::shared_v;
+  using Block::split_index;
+  using Block::token_of;
+  using Block::warp_;
+  using Block::warp_group_;
+  using Block::warp_interior_;
+  using Block::warp_row_;
+  using Block::warp_sees;
 
   // ------------------------------------------------------------------------------------------------------------------
   // The walk over the keys
   // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ bool mask_block_visible(int row, int key) const {
-    const BlockMask &m = p_.block_mask;
-    return m.data[b_ * m.batch_stride + head_q_ * m.head_stride + a_.mask_size_q.quotient(row) * m.row_stride +
-                  a_.mask_size_k.quotient(key) * m.col_stride] != 0;
-  }
-
-  // The next chunk at or below `chunk` in which the block mask leaves anything visible to a row of the block.
-  __device__ __forceinline__ int next_chunk(int chunk) const {
-    if constexpr (C::kGeneral) {
-      if (p_.block_mask.data != nullptr) {
-        const int last_row = min(row0() + C::kRows, rows_) - 1;
-        for (; chunk >= chunk_begin_; --chunk) {
-          bool visible = mask_block_visible(last_row, chunk * C::kChunk);
-          for (int row = row0(); row < last_row; row += static_cast<int>(a_.mask_size_q.value)) {
-            visible |= mask_block_visible(row, chunk * C::kChunk);
-          }
-          if (visible) break;
-        }
-      }
-    }
-    return chunk;
-  }
 
   __device__ __forceinline__ void walk() {
     const RowSource<Element> k = key_source(p_.k, p_.head_dim, a_.vector_k);
@@ -382,53 +262,15 @@ class Forward {
     multiply_add_exactly<Element, C::kDv * 2, kMt, kPSteps, kDt, C::kParts>(out_, p, v, kFirstStep * part_);
   }
 
-  static __device__ __forceinline__ bool inside(const Keys &keys, int key0) {
-    return key0 >= keys.begin && key0 + C::kChunk <= keys.end;
-  }
-  // Whether pairs of a chunk may be masked for rows that all see the keys of `interior`. A block mask hides whole chunks from a warp.
-  __device__ __forceinline__ bool may_mask(const Keys &interior, int key0) const {
-    return !inside(interior, key0) || (C::kGeneral && p_.bias.data != nullptr);
-  }
-  // Whether some row of this warp sees a key of the chunk. Blocks of block_mask start at multiples of 64 rows and keys, so the rows of
-  // one warp and the keys of one chunk lie in the same one.
-  __device__ __forceinline__ bool warp_sees(int key0) const {
-    if (key0 >= warp_visible_.end || key0 + C::kChunk <= warp_visible_.begin) return false;
-    return !C::kGeneral || p_.block_mask.data == nullptr || mask_block_visible(warp_row_, key0);
-  }
   // Where some pair may be masked, NaN and Inf in V need care (multiply.cuh).
   __device__ __forceinline__ bool needs_care(int key0, int slot) const {
     return may_mask(block_interior_, key0) &&
            __syncthreads_or(share_has_nonfinite<Element, C::kVBytes, C::kThreads>(shared_v(slot)));
   }
 
-  __device__ __forceinline__ uint32_t shared_k(int slot) const { return shared_q_ + C::kQBytes + slot * C::kKBytes; }
-  __device__ __forceinline__ uint32_t shared_v(int slot) const {
-    return shared_q_ + C::kQBytes + C::kStages * C::kKBytes + slot * C::kVBytes;
-  }
-  // P of the rows of this warp.
-  __device__ __forceinline__ uint32_t shared_p() const {
-    return shared_q_ + C::kQBytes + C::kStages * (C::kKBytes + C::kVBytes) + warp_group_ * C::kWarpRows * C::kPPitch;
-  }
-  // The maximum, later the sum, of row `row` of this warp over the keys of part `part`.
-  __device__ __forceinline__ uint32_t shared_row(int part, int row) const {
-    return shared_q_ + C::kQBytes + C::kStages * (C::kKBytes + C::kVBytes) + C::kPBytes +
-           (part * C::kRows + warp_group_ * C::kWarpRows + row) * 4;
-  }
-
   // ------------------------------------------------------------------------------------------------------------------
   // Masks and scores
   // ------------------------------------------------------------------------------------------------------------------
-
-  // Row and key of element r of tile (i, j); keys count from the first one of this warp's part of the chunk.
-  __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (lane_ >> 2) + (r >> 1) * 8; }
-  __device__ __forceinline__ int key_of(int j, int r) const { return 8 * j + 2 * (lane_ & 3) + (r & 1); }
-
-  // Keys that the rows of tile i, half r of this lane see, counted from its first key.
-  __device__ __forceinline__ Keys keys_of_row(int i, int r, int key0) const {
-    const int token = token_of(row_of(i, r)), first = key0 + 2 * (lane_ & 3);
-    const Keys keys = diagonal().visible_keys({token, token + 1});
-    return {keys.begin - first, keys.end - first};
-  }
 
   __device__ __forceinline__ void mask_scores(Scores &s, int key0) const {
 #pragma unroll
@@ -789,20 +631,6 @@ class Forward {
     float slope[kMt][2];  // of ALiBi, times log2(e)
     DropoutKey dropout;
   };
-
-  const ForwardParams &a_;
-  const Problem &p_;
-  const uint32_t shared_q_;
-  const int lane_, warp_;
-  const int part_, warp_group_;  // the group of warps that share rows, and the place in it
-
-  int b_, head_q_, head_k_;  // head_q_ is the first query head of the block
-  int64_t k_start_;
-  int seqlen_k_;
-  int rows_;      // of the sequence, those that are used
-  int warp_row_;  // the first row of this warp
-  int chunk_begin_, chunk_end_;
-  Keys block_interior_, warp_visible_, warp_interior_;
 
   Accumulator<kMt, kDt> out_;
   float max_[kMt][2], sum_[kMt][2];
