@@ -16,10 +16,13 @@ static fa_tensor row_major(float *data, int64_t seqlen) {
 
 int main(void) {
   float q[2] = {1, 1}, k[8] = {0}, v[8] = {1, 10, 2, 20, 3, 30, 4, 40}, out[2] = {0};
+  fa_config config;
   fa_context ctx;
   fa_attention attention;
   if (fa_version() != FA_VERSION) return 1;
-  if (fa_create(&ctx, NULL) != FA_OK) return 2;
+  fa_config_init(&config, sizeof config);
+  config.device_type = FA_DEVICE_CPU;
+  if (fa_create(&ctx, &config) != FA_OK) return 2;
   fa_attention_init(&attention, sizeof attention);
   attention.q = row_major(q, 1);
   attention.k = row_major(k, 4);
