@@ -37,7 +37,8 @@ if(NOT FA_WITH_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# Writes one source a line of `table` and dtype from `template` and appends them to the list named `sources`.
+# Writes one source a line of `table` and dtype from `template` and appends them to the list named `sources`. With a last argument ANY a
+# kernel serves every dtype: one source a line.
 function(fa_cuda_instances table template prefix sources)
   file(READ "${table}" text)
   string(REGEX MATCHALL "\n  X\\([a-z0-9_]+," lines "${text}")
@@ -45,7 +46,11 @@ function(fa_cuda_instances table template prefix sources)
   set(SHAPE_INDEX 0)
   foreach(line IN LISTS lines)
     string(REGEX REPLACE ".*X\\(([a-z0-9_]+)," "\\1" SHAPE "${line}")
-    foreach(DTYPE f16 bf16)
+    set(dtypes f16 bf16)
+    if("ANY" IN_LIST ARGN)
+      set(dtypes any)
+    endif()
+    foreach(DTYPE IN LISTS dtypes)
       if(DTYPE STREQUAL "bf16")
         set(ELEMENT __nv_bfloat16)
       else()

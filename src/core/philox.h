@@ -54,7 +54,9 @@ FA_HD uint32_t dropout_counter1(int64_t i) { return static_cast<uint32_t>(i >> 4
 // The 16 random bits of element (i, j) of batch-head `bh` = b * heads_q + h.
 FA_HD uint32_t dropout_bits(const DropoutKey &key, uint32_t bh, int64_t i, int64_t j) {
   const Philox4 r = philox4x32_10(dropout_counter0(i, j), dropout_counter1(i), bh, key.c3, key.k0, key.k1);
-  const uint32_t word = r.word[2 * ((i >> 3) & 1) + ((j >> 3) & 1)];
+  // Selected, not indexed: a GPU keeps the words in registers.
+  const uint32_t left = (i & 8) ? r.word[2] : r.word[0], right = (i & 8) ? r.word[3] : r.word[1];
+  const uint32_t word = (j & 8) ? right : left;
   return (j & 1) ? word >> 16 : word & 0xFFFFu;
 }
 

@@ -39,6 +39,8 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
   switch (plan.family) {
     case Family::sm80:
       return sm80::add_launches(problem, plan, workspace, launches, error);
+    case Family::simt:
+      return simt::add_launches(problem, plan, workspace, launches, error);
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
 }

@@ -4,9 +4,22 @@
 
 #include "core/status.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/merge.h"
 #include "cuda/plan.h"
 
 namespace fa::cuda {
+
+// The last launch of a forward that is split over the keys: combines the parts in the workspace.
+inline void add_merge(const Problem &p, int32_t num_splits, const float *out, const float *lse, Launches &launches) {
+  if (num_splits == 1) return;
+  auto &merge = launches.make_params<MergeSplitParams>();
+  merge.problem = p;
+  merge.num_parts = num_splits;
+  merge.max_tokens = static_cast<int32_t>(p.q_lengths.max_len);
+  merge.out = out;
+  merge.lse = lse;
+  launches.add("merge kernel", merge_launch(merge), &merge);
+}
 
 // Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes.
 namespace sm80 {
@@ -14,5 +27,11 @@ fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *wo
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
                        ErrorText &error);
 }  // namespace sm80
+
+namespace simt {
+fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &error);
+fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
+                       ErrorText &error);
+}  // namespace simt
 
 }  // namespace fa::cuda

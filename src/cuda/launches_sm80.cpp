@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "cuda/common/merge.h"
 #include "cuda/common/operand.h"
 #include "cuda/launches.h"
 #include "cuda/sm80/backward.h"
@@ -49,15 +48,7 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
                &params);
-  if (plan.num_splits == 1) return FA_OK;
-
-  auto &merge = launches.make_params<MergeSplitParams>();
-  merge.problem = p;
-  merge.num_parts = plan.num_splits;
-  merge.max_tokens = static_cast<int32_t>(p.q_lengths.max_len);
-  merge.out = params.split_out;
-  merge.lse = params.split_lse;
-  launches.add("merge kernel", merge_launch(merge), &merge);
+  add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
   return FA_OK;
 }
 
@@ -76,6 +67,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.vector_v = takes_vectors(p.v, p.head_dim_v);
   params.vector_dout = takes_vectors(b.dout, p.head_dim_v);
   params.deterministic = p.deterministic || p.batch_invariant;
+  params.lse_unit = kLseUnit;
   params.row_lse = reinterpret_cast<float *>(memory);
   params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
   params.dq_sum = b.dq.data != nullptr ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;

@@ -5,6 +5,8 @@
 #include <cinttypes>
 #include <sstream>
 
+#include "cuda/simt/backward_table.h"
+#include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
 
@@ -15,40 +17,42 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr size_t align_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// The first kernel of a table that holds the head dims and fits the device; -1, with a reason, if there is none.
+// The first tensor-core kernel of a table that takes the problem. If there is none: -1, and a sentence that says why.
 template <typename Shape, int kCount>
-fa_status find_shape(const Shape (&shapes)[kCount], const Problem &p, const Device &device, int32_t &found, ErrorText &error) {
-  for (found = 0; found < kCount; ++found) {
-    const Shape &shape = shapes[found];
-    if (shape.general == p.general_score() && p.head_dim <= shape.head_dim && p.head_dim_v <= shape.head_dim_v &&
-        shape.shared_bytes() <= device.shared_bytes) {
-      return FA_OK;
-    }
-  }
+const char *find_tensor_core(const Shape (&shapes)[kCount], const Problem &p, const Device &device, int32_t &found) {
   found = -1;
-  return fail(error, FA_ERROR_UNSUPPORTED,
-              "head_dim is %" PRId64 " and v's head_dim %" PRId64
-              "; no CUDA kernel%s fits them into the %d bytes of shared memory of this device",
-              p.head_dim, p.head_dim_v, p.general_score() ? " for softcap, bias, block_mask, alibi_slopes or dropout" : "",
-              int{device.shared_bytes});
+  if (p.q.dtype == Dtype::f32) return "CUDA-core kernel: fp32 operands are multiplied in fp32";
+  if (p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0))
+    return "CUDA-core kernel: the block mask's block sizes are not multiples of 64";
+  bool held = false;
+  for (int32_t n = 0; n < kCount; ++n) {
+    const Shape &shape = shapes[n];
+    if (shape.general != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v) continue;
+    held = true;
+    if (shape.shared_bytes() > device.shared_bytes) continue;
+    found = n;
+    return nullptr;
+  }
+  return held ? "CUDA-core kernel: the tensor-core kernel for this head_dim does not fit the device's shared memory"
+              : "CUDA-core kernel: head_dim is more than tensor-core kernels hold";
+}
+
+// The first CUDA-core kernel of a table with room for `columns`. The last one has it: head_dim is at most 512.
+template <typename Shape, int kCount>
+int32_t find_cuda_core(const Shape (&shapes)[kCount], int64_t columns) {
+  int32_t found = 0;
+  while (found + 1 < kCount && shapes[found].columns < columns) ++found;
+  return found;
 }
 
 // What no CUDA kernel takes, forward or backward.
 fa_status check_limits(const Problem &p, ErrorText &error) {
-  if (p.q.dtype == Dtype::f32) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "q.dtype is float32, for which there is no CUDA kernel yet");
-  }
   constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
   if (p.q_lengths.max_len > kMaxRows || p.group > kMaxRows / std::max<int64_t>(p.q_lengths.max_len, 1) ||
       p.k_lengths.max_len > kMaxRows) {
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30 - 1024",
                 p.q_lengths.max_len, p.k_lengths.max_len);
-  }
-  if (p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0)) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "block_size_q is %" PRId64 " and block_size_k %" PRId64 "; on CUDA both must be multiples of 64",
-                p.block_mask.size_q, p.block_mask.size_k);
   }
   return FA_OK;
 }
@@ -63,7 +67,8 @@ fa_status check_grid(int64_t blocks_per_head, int64_t heads, int64_t batch, Erro
 
 // "sm80_fwd_bf16_d128"
 std::string name_of(const char *family_and_pass, const Problem &p, const char *shape) {
-  return std::string(family_and_pass) + (p.q.dtype == Dtype::bf16 ? "_bf16_" : "_f16_") + shape;
+  const char *dtype = p.q.dtype == Dtype::f32 ? "_f32_" : p.q.dtype == Dtype::bf16 ? "_bf16_" : "_f16_";
+  return std::string(family_and_pass) + dtype + shape;
 }
 
 const char *reason_of(bool general) {
@@ -71,18 +76,43 @@ const char *reason_of(bool general) {
                  : "tensor-core kernel for plain scores";
 }
 
+// What cutting a forward problem needs to know of its kernel.
+struct Cut {
+  int32_t rows;            // a block of threads owns
+  int32_t chunk;           // keys it takes at a time
+  int32_t blocks_at_once;  // on one multiprocessor
+};
+
 // Splits of the keys for problems with fewer blocks than the device has room for. A rule of shapes alone: lengths are on the device,
 // and a captured graph must serve other lengths too.
-int32_t choose_splits(const Problem &p, const sm80::ForwardShape &shape, const Device &device, int64_t blocks) {
-  const int64_t chunks = std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.chunk), 1);
+int32_t choose_splits(const Problem &p, const Cut &cut, const Device &device, int64_t blocks) {
+  const int64_t chunks = std::max<int64_t>(ceil_div(p.k_lengths.max_len, cut.chunk), 1);
   constexpr int64_t kMinChunks = 4;
   const int64_t max_splits = std::min<int64_t>(128, INT32_MAX / blocks);  // all of them are one launch
   if (p.num_splits > 0) return static_cast<int32_t>(std::min<int64_t>({p.num_splits, chunks, max_splits}));
   // A row's bits must not depend on what else runs, and with batch invariance the number of blocks may not matter.
   if (p.batch_invariant) return 1;
-  const int64_t room = int64_t{device.multiprocessors} * shape.min_blocks;
+  const int64_t room = int64_t{device.multiprocessors} * cut.blocks_at_once;
   if (blocks * 5 >= room * 4) return 1;
   return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(max_splits, ceil_div(chunks, kMinChunks))));
+}
+
+// Backward on CUDA cores: every gradient has its own blocks of threads, and the workspace holds two numbers a row.
+fa_status plan_cuda_core(const BackwardProblem &b, BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  plan.family = Family::simt;
+  plan.shape = find_cuda_core(simt::kBackwardShapes, std::max(p.head_dim, p.head_dim_v));
+  const simt::BackwardShape &shape = simt::kBackwardShapes[plan.shape];
+  const int64_t queries = std::max<int64_t>(p.q_lengths.max_len, 1), keys = std::max<int64_t>(p.k_lengths.max_len, 1);
+  plan.query_blocks = static_cast<int32_t>(ceil_div(queries, shape.own_rows()));
+  plan.key_blocks = static_cast<int32_t>(ceil_div(keys, shape.own_rows()));
+  plan.row_chunks = static_cast<int32_t>(ceil_div(queries, simt::kRowPadding));
+  // dq, dk and dv are one launch.
+  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.query_blocks} + 2 * int64_t{plan.key_blocks}, p.heads_q, p.batch, error));
+  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks * simt::kRowPadding;
+  plan.row_delta_offset = align_up(rows * sizeof(float));
+  plan.workspace_bytes = plan.row_delta_offset + align_up(rows * sizeof(float));
+  return FA_OK;
 }
 
 }  // namespace
@@ -107,20 +137,30 @@ bool built_for(const char *archs, int32_t compute_capability) {
 fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  FA_RETURN_IF_ERROR(find_shape(sm80::kForwardShapes, p, device, plan.shape, error));
-  const sm80::ForwardShape &shape = sm80::kForwardShapes[plan.shape];
+  plan.reason = find_tensor_core(sm80::kForwardShapes, p, device, plan.shape);
+  Cut cut;
+  if (plan.reason == nullptr) {
+    const sm80::ForwardShape &shape = sm80::kForwardShapes[plan.shape];
+    cut = {shape.rows(), shape.chunk, shape.min_blocks};
+    plan.reason = reason_of(shape.general);
+  } else {
+    plan.family = Family::simt;
+    plan.shape = find_cuda_core(simt::kForwardShapes, p.head_dim_v);
+    const simt::ForwardShape &shape = simt::kForwardShapes[plan.shape];
+    cut = {shape.rows(), shape.chunk(), 1};
+  }
 
   // Few tokens leave most rows of a block empty: let the heads that share keys fill them. A block mask may differ between heads.
   const int64_t tokens = std::max<int64_t>(p.q_lengths.max_len, 1);
   if (p.group > 1 && p.block_mask.data == nullptr &&
-      ceil_div(tokens * p.group, shape.rows()) < ceil_div(tokens, shape.rows()) * p.group) {
+      ceil_div(tokens * p.group, cut.rows) < ceil_div(tokens, cut.rows) * p.group) {
     plan.rows_per_token = static_cast<int32_t>(p.group);
   }
-  plan.row_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(tokens * plan.rows_per_token, shape.rows()), 1));
+  plan.row_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(tokens * plan.rows_per_token, cut.rows), 1));
   const int64_t heads = plan.rows_per_token == 1 ? p.heads_q : p.heads_k;
   FA_RETURN_IF_ERROR(check_grid(plan.row_blocks, heads, p.batch, error));
   const int64_t blocks = plan.row_blocks * heads * p.batch;
-  plan.num_splits = choose_splits(p, shape, device, std::max<int64_t>(blocks, 1));
+  plan.num_splits = choose_splits(p, cut, device, std::max<int64_t>(blocks, 1));
   plan.blocks = blocks * plan.num_splits;
 
   // Keys and values of one section of heads take half of the L2 cache.
@@ -135,7 +175,6 @@ fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan
     plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
     plan.workspace_bytes = plan.split_lse_offset + align_up(rows * sizeof(float));
   }
-  plan.reason = reason_of(shape.general);
   return FA_OK;
 }
 
@@ -143,7 +182,8 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   const Problem &p = b.forward;
   plan = BackwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  FA_RETURN_IF_ERROR(find_shape(sm80::kBackwardShapes, p, device, plan.shape, error));
+  plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
+  if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);
   const sm80::BackwardShape &shape = sm80::kBackwardShapes[plan.shape];
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
   plan.row_chunks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
@@ -160,11 +200,14 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 }
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
-  return name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name) + (plan.num_splits > 1 ? "_split" : "");
+  const std::string name = plan.family == Family::simt ? name_of("simt_fwd", p, simt::kForwardShapes[plan.shape].name)
+                                                       : name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name);
+  return name + (plan.num_splits > 1 ? "_split" : "");
 }
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   const Problem &p = b.forward;
+  if (plan.family == Family::simt) return name_of("simt_bwd", p, simt::kBackwardShapes[plan.shape].name);
   return name_of("sm80_bwd", p, sm80::kBackwardShapes[plan.shape].name) +
          (p.deterministic || p.batch_invariant ? "_ordered" : "");
 }

@@ -22,7 +22,7 @@ struct Device {
 };
 
 // A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-enum class Family : int32_t { sm80 };
+enum class Family : int32_t { sm80, simt };
 
 struct ForwardPlan {
   Family family = Family::sm80;
@@ -40,6 +40,7 @@ struct ForwardPlan {
 struct BackwardPlan {
   Family family = Family::sm80;
   int32_t shape = -1;  // index into the family's backward table
+  int32_t query_blocks = 0;
   int32_t key_blocks = 0;
   int32_t row_chunks = 0;
   size_t workspace_bytes = 0;

@@ -14,6 +14,7 @@ ALLOWED = {
     "core": ("core/",),
     "cpu": ("core/", "cpu/"),
     "cuda/common": ("core/", "cuda/common/"),
+    "cuda/simt": ("core/", "cuda/common/", "cuda/simt/"),
     "cuda/sm80": ("core/", "cuda/common/", "cuda/sm80/"),
     "cuda/sm90": ("core/", "cuda/common/", "cuda/sm90/"),
     "cuda": ("core/", "cuda/"),

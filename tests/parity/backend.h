@@ -21,9 +21,6 @@ class Backend {
   virtual fa_context context() = 0;
   virtual fa_stream stream() { return nullptr; }
 
-  // Whether the library may answer a valid call with a 2xx status here; the suite then skips the case instead of failing.
-  virtual bool may_refuse() const { return false; }
-
   // Device memory, aligned to 256 bytes.
   virtual void *allocate(size_t bytes) = 0;
   virtual void release(void *memory) = 0;

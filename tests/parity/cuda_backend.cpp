@@ -32,7 +32,6 @@ class CudaBackend : public Backend {
   std::string name() const override { return "cuda"; }
   fa_context context() override { return context_; }
   fa_stream stream() override { return stream_; }
-  bool may_refuse() const override { return true; }
 
   void *allocate(size_t bytes) override {
     void *memory = nullptr;

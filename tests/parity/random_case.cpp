@@ -64,8 +64,8 @@ Case random_case(std::mt19937_64 &rng) {
   c.batch = dice.chance(3) ? 0 : dice.between(1, 4);
   c.heads_k = dice.between(1, 3);
   c.heads_q = c.heads_k * dice.one_of({1, 1, 2, 3, 5});
-  c.head_dim = dice.one_of({1, 3, 8, 16, 32, 33, 40, 64, 72, 80, 96, 128});
-  c.head_dim_v = dice.chance(70) ? c.head_dim : dice.one_of({1, 5, 8, 16, 24, 64, 128});
+  c.head_dim = dice.one_of({1, 3, 8, 16, 32, 33, 40, 64, 72, 80, 96, 128, 200, 320, 512});
+  c.head_dim_v = dice.chance(70) ? c.head_dim : dice.one_of({1, 5, 8, 16, 24, 64, 128, 300});
   draw_lengths(dice, c, c.q);
   draw_lengths(dice, c, c.k);
   if (dice.chance(20)) {

@@ -115,7 +115,6 @@ TEST_P(Regression, ViewsOfOnePackedQkvTensor) {
   c.own_workspace = 1;
   const Data data = make_data(c);
   const Execution apart = execute(backend(), data);
-  if (backend().may_refuse() && !apart.ok()) return;
   ASSERT_TRUE(verify(backend(), data, apart));
 
   const int64_t rows = c.batch * c.q.seqlen, part = c.heads_q * c.head_dim, values = rows * 3 * part;

@@ -30,8 +30,7 @@ Execution execute(Backend &backend, const Data &data);
 // The same in another context of the same device.
 Execution execute(Backend &backend, fa_context context, const Data &data);
 
-// Compares an execution with data.expected; the failure text holds the whole case. What the backend may refuse and did refuse
-// is not compared.
+// Compares an execution with data.expected; the failure text holds the whole case.
 ::testing::AssertionResult verify(const Backend &backend, const Data &data, const Execution &execution);
 
 // execute and verify.

@@ -19,7 +19,7 @@ class Shapes : public EveryBackend {};
 TEST_P(Shapes, HeadDims) {
   const std::pair<int64_t, int64_t> dims[] = {{1, 1},    {2, 2},    {8, 8},     {31, 31},   {40, 40},   {64, 64},   {72, 72},
                                               {80, 80},  {96, 96},  {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512},
-                                              {64, 512}, {512, 64}, {1, 128},   {128, 1},   {33, 17}};
+                                              {64, 512}, {512, 64}, {257, 300}, {1, 128},   {128, 1},   {33, 17}};
   for (const auto &[head_dim, head_dim_v] : dims) {
     for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {
       Case c = base("head dims");

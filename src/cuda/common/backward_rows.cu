@@ -4,22 +4,23 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
+#include "cuda/common/backward_rows.h"
 #include "cuda/common/score.cuh"
-#include "cuda/sm80/backward.h"
 
-namespace fa::cuda::sm80 {
+namespace fa::cuda {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kSinkThreads = 512;
 
 __device__ float load(const Operand &t, int64_t at) {
+  if (t.dtype == Dtype::f32) return static_cast<const float *>(t.data)[at];
   return t.dtype == Dtype::bf16 ? __bfloat162float(static_cast<const __nv_bfloat16 *>(t.data)[at])
                                 : __half2float(static_cast<const __half *>(t.data)[at]);
 }
 
 // One warp a row of a chunk.
-__global__ void __launch_bounds__(kWarps * 32) backward_rows(const __grid_constant__ BackwardParams a) {
+__global__ void __launch_bounds__(kWarps * 32) backward_rows(const __grid_constant__ BackwardRows a) {
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int lane = threadIdx.x & 31;
@@ -46,13 +47,13 @@ __global__ void __launch_bounds__(kWarps * 32) backward_rows(const __grid_consta
       if (!__any_sync(~0u, any)) delta = 0;
       if (g.dlse.data != nullptr)
         delta -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + at * g.dlse.seq_stride];
-      lse = natural * kLog2e;
+      lse = natural * a.lse_unit;
     }
   }
   if (lane == 0) {
     a.row_lse[index] = lse;
     a.row_delta[index] = delta;
-    if (row % a.chunk_rows == 0) a.turn[index / a.chunk_rows] = 0;
+    if (a.turn != nullptr && row % a.chunk_rows == 0) a.turn[index / a.chunk_rows] = 0;
   }
   if (a.dq_sum != nullptr) {
     float4 *sum = reinterpret_cast<float4 *>(a.dq_sum + index * a.head_dim_bucket);
@@ -61,16 +62,16 @@ __global__ void __launch_bounds__(kWarps * 32) backward_rows(const __grid_consta
 }
 
 // One block a head, rows in a fixed order: d sink = sum of P_sink * (dlse - sum of dout * out).
-__global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardParams a) {
+__global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
   __shared__ float sums[kSinkThreads];
   const Problem &p = a.problem.forward;
   const int head = blockIdx.x;
-  const float sink = p.sink[head * p.sink_stride] * kLog2e;
+  const float sink = p.sink[head * p.sink_stride] * a.lse_unit, to_log2 = kLog2e / a.lse_unit;
   const int64_t padded = int64_t{a.row_chunks} * a.chunk_rows;
   float sum = 0;
   for (int64_t n = threadIdx.x; n < p.batch * padded; n += kSinkThreads) {
     const int64_t at = (n / padded * p.heads_q + head) * padded + n % padded;
-    if (a.row_lse[at] != CUDART_INF_F) sum -= exp2f(sink - a.row_lse[at]) * a.row_delta[at];
+    if (a.row_lse[at] != CUDART_INF_F) sum -= exp2f((sink - a.row_lse[at]) * to_log2) * a.row_delta[at];
   }
   sums[threadIdx.x] = sum;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {
@@ -82,13 +83,13 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
 
 }  // namespace
 
-Launch backward_rows_launch(const BackwardParams &a) {
+Launch backward_rows_launch(const BackwardRows &a) {
   const int64_t rows = a.problem.forward.batch * a.problem.forward.heads_q * a.row_chunks * a.chunk_rows;
   return {reinterpret_cast<const void *>(&backward_rows), kWarps * 32, 0, (rows + kWarps - 1) / kWarps};
 }
 
-Launch backward_sink_launch(const BackwardParams &a) {
+Launch backward_sink_launch(const BackwardRows &a) {
   return {reinterpret_cast<const void *>(&backward_sink), kSinkThreads, 0, a.problem.forward.heads_q};
 }
 
-}  // namespace fa::cuda::sm80
+}  // namespace fa::cuda

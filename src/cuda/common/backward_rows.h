@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of the backward pass that go row by row, whatever kernels compute dq, dk and dv: its statistics, and the gradient of the sink.
+#pragma once
+
+#include "core/problem.h"
+#include "cuda/common/launch.h"
+
+namespace fa::cuda {
+
+// What every family's backward parameters begin with. Arrays are workspace, each for (batch, heads_q, row_chunks, ...).
+struct BackwardRows {
+  BackwardProblem problem;
+  int32_t row_chunks;  // chunks of queries of the longest sequence
+  int32_t chunk_rows;
+  int32_t head_dim_bucket;  // columns of dq_sum
+  float lse_unit;           // what row_lse is multiplied by: 1, or log2(e)
+  float *row_lse;           // (chunk_rows): lse * lse_unit; +inf for rows without keys and past the end, so that their P is 0
+  float *row_delta;         // (chunk_rows): sum of dout * out over the columns, minus dlse
+  float *dq_sum;            // (chunk_rows * head_dim_bucket): zeroed for kernels that add to it; null without
+  int32_t *turn;            // (): zeroed likewise; null without
+};
+
+// Before the kernels of the pass: row_lse, row_delta, zero in dq_sum and turn.
+Launch backward_rows_launch(const BackwardRows &params);
+// After it: dsink, from row_lse and row_delta.
+Launch backward_sink_launch(const BackwardRows &params);
+
+}  // namespace fa::cuda

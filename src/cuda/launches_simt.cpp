@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/common/operand.h"
+#include "cuda/launches.h"
+#include "cuda/simt/backward.h"
+#include "cuda/simt/forward.h"
+
+namespace fa::cuda::simt {
+namespace {
+
+// Whether every row starts on 16 bytes; these kernels take care of its end themselves.
+bool vectors(const Operand &t) { return takes_vectors(t, 0); }
+
+}  // namespace
+
+fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+  char *memory = static_cast<char *>(workspace);
+  auto &params = launches.make_params<ForwardParams>();
+  params.problem = p;
+  params.row_blocks = plan.row_blocks;
+  params.rows_per_token = plan.rows_per_token;
+  params.num_splits = plan.num_splits;
+  params.vector_q = vectors(p.q);
+  params.vector_k = vectors(p.k);
+  params.vector_v = vectors(p.v);
+  params.vector_out = vectors(p.out);
+  params.split_out = reinterpret_cast<float *>(memory);
+  params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
+  launches.add("forward kernel", forward_launch(plan.shape, plan.blocks), &params);
+  add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
+  return FA_OK;
+}
+
+fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+  const Problem &p = b.forward;
+  char *memory = static_cast<char *>(workspace);
+  auto &params = launches.make_params<BackwardParams>();
+  params.problem = b;
+  params.row_chunks = plan.row_chunks;
+  params.chunk_rows = kRowPadding;
+  params.lse_unit = 1.f;
+  params.row_lse = reinterpret_cast<float *>(memory);
+  params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
+  params.head_dim_bucket = 0;
+  params.dq_sum = nullptr;
+  params.turn = nullptr;
+  params.query_blocks = plan.query_blocks;
+  params.key_blocks = plan.key_blocks;
+  const int64_t query_blocks = p.batch * p.heads_q * plan.query_blocks, key_blocks = p.batch * p.heads_k * plan.key_blocks;
+  params.blocks_dq = b.dq.data != nullptr ? query_blocks : 0;
+  params.blocks_dk = b.dk.data != nullptr ? key_blocks : 0;
+  params.blocks_dv = b.dv.data != nullptr ? key_blocks : 0;
+  params.vector_q = vectors(p.q);
+  params.vector_k = vectors(p.k);
+  params.vector_v = vectors(p.v);
+  params.vector_dout = vectors(b.dout);
+  params.vector_dq = vectors(b.dq);
+  params.vector_dk = vectors(b.dk);
+  params.vector_dv = vectors(b.dv);
+  launches.add("backward row kernel", backward_rows_launch(params), &params);
+  launches.add("backward kernel", backward_launch(plan.shape, params), &params);
+  if (b.dbias.data != nullptr) launches.add("dbias kernel", bias_launch(params), &params);
+  if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
+  return FA_OK;
+}
+
+}  // namespace fa::cuda::simt
