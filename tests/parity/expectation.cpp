@@ -149,12 +149,21 @@ void fill_expected(Data &data) {
 
 Errors errors(const Data &data, Role role, const HostTensor &actual) {
   Errors result;
+  double count = 0;
   for (const Expected &e : data.expected[role]) {
     if (!std::isfinite(e.value)) continue;
-    result.library = std::max(result.library, std::abs(actual.get(e.element) - e.value));
-    if (std::isfinite(e.unfused)) result.unfused = std::max(result.unfused, std::abs(e.unfused - e.value));
+    const double library = std::abs(actual.get(e.element) - e.value);
+    const double unfused = std::isfinite(e.unfused) ? std::abs(e.unfused - e.value) : 0;
+    result.library = std::max(result.library, library);
+    result.unfused = std::max(result.unfused, unfused);
     result.largest_value = std::max(result.largest_value, std::abs(e.value));
+    result.library_rms += library * library;
+    result.unfused_rms += unfused * unfused;
+    result.value_rms += e.value * e.value;
+    ++count;
   }
+  for (double *sum : {&result.library_rms, &result.unfused_rms, &result.value_rms})
+    *sum = std::sqrt(*sum / std::max(count, 1.0));
   return result;
 }
 

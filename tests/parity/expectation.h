@@ -20,6 +20,10 @@ struct Errors {
   double library = 0;
   double unfused = 0;
   double largest_value = 0;
+  // Their root mean squares.
+  double library_rms = 0;
+  double unfused_rms = 0;
+  double value_rms = 0;
 };
 Errors errors(const Data &data, Role role, const HostTensor &actual);
 
