@@ -96,38 +96,46 @@ class Backward : BackwardScores<T> {
     if (step < products_) {
       this->fetch_products(t, step, parity);
     } else {
-      load_slice<T::kColumns, T::kColumns>(ring_.vacant(), this->rows(t, !own_queries_, what_ == Gradient::dv),
-                                           t.other0 + (step - products_) * T::kSliceRows, T::kSliceRows, 0);
+      load_slice<T::kSliceRows, T::kColumns, T::kColumns>(ring_.vacant(), this->rows(!own_queries_, what_ == Gradient::dv),
+                                                          t.other0 + (step - products_) * T::kSliceRows, 0);
     }
     cp_async_commit();
   }
 
   __device__ __forceinline__ void walk() {
-    int n = -1, step = 0, next = next_tile(0), next_step = 0, parity = 1;
-    bool active = false, masked = false;
+    int step = 0, next = next_tile(0), next_step = 0, parity = 1;
+    Tile now{b_, 0, own0_, 0}, coming = now;
+    bool started = false, active = false, masked = false;
 #pragma unroll 1
     while (true) {
       const float *stage = ring_.await();
-      if (next < end_) fetch(tile(next), next_step, next_step == 0 ? parity ^ 1 : parity);
-      if (n >= 0) {
-        if (step == 0) this->look(tile(n), active, masked);
-        if (active) multiply(stage, n, step, masked, parity);
+      if (next < end_) {
+        if (next_step == 0) {
+          coming = tile(next);
+          this->find_operands(coming);
+        }
+        fetch(coming, next_step, next_step == 0 ? parity ^ 1 : parity);
+      }
+      if (started) {
+        if (step == 0) this->look(now, active, masked);
+        if (active) multiply(stage, now, step, masked, parity);
       }
       if (next >= end_) break;
       if (next_step == 0) parity ^= 1;
-      n = next;
+      now = coming;
+      started = true;
       step = next_step;
       if (++next_step == products_ + T::kSlices) {
-        next = next_tile(n + 1);
+        next = next_tile(next + 1);
         next_step = 0;
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(const float *stage, int n, int step, bool masked, int parity) {
+  __device__ __forceinline__ void multiply(const float *stage, const Tile &t, int step, bool masked, int parity) {
     if (step < products_) {
       this->multiply_products(step, stage);
-      if (step == products_ - 1) this->weights(tile(n), masked, what_ == Gradient::dv, parity);
+      if (step == products_ - 1) this->weights(t, masked, what_ == Gradient::dv, parity);
     } else {
       share_weights<T>(weights_, s_, step - products_, at_);
       if (masked) {
@@ -146,22 +154,21 @@ class Backward : BackwardScores<T> {
     const float scale = what_ == Gradient::dv ? p_.dropout.keep_scale : p_.softmax_scale;
     const Sequence sequence = sequence_of(own_queries_ ? p_.q_lengths : p_.k_lengths, b_);
     const int slot = static_cast<int>(sequence.slot), used = static_cast<int>(sequence.len);
-    const Rows rows = rows_of(t, b_, sequence.start, slot, head_, columns, vectors);
-    char *base = const_cast<char *>(rows.base);
+    char *base = base_of(t, b_, sequence.start, head_);
+    const int64_t stride = t.seq_stride * dtype_bytes(t.dtype);
 #pragma unroll
     for (int i = 0; i < T::kOwn; ++i) {
       const int row = own0_ + at_.own + i;
       if (row >= used) continue;
 #pragma unroll
       for (int c = 0; c < T::kAcc; c += 4) {
-        store_4(base + row * rows.row_stride, t.dtype, at_.column + c * 16, columns, vectors,
+        store_4(base + row * stride, t.dtype, at_.column + c * 16, columns, vectors,
                 {acc_[i][c] * scale, acc_[i][c + 1] * scale, acc_[i][c + 2] * scale, acc_[i][c + 3] * scale});
       }
     }
     const int last_block = (own_queries_ ? a_.query_blocks : a_.key_blocks) - 1;
     const int end = block_ == last_block ? slot : min(own0_ + T::kOwnRows, slot);
-    for (int row = max(own0_, used) + at_.warp; row < end; row += kWarps)
-      zero_row(base + row * rows.row_stride, t.dtype, columns);
+    for (int row = max(own0_, used) + at_.warp; row < end; row += kWarps) zero_row(base + row * stride, t.dtype, columns);
   }
 
   Gradient what_;

@@ -67,6 +67,7 @@ class BackwardBias : BackwardScores<BiasTiling> {
     int64_t n = next_tile(0);
     while (n < end_) {
       const Tile t = tile(n);
+      find_operands(t);
       __syncthreads();  // the previous tile's last stage has been read
       for (int step = 0; step < products_; ++step) {
         fetch_products(t, step, 0);

@@ -16,8 +16,13 @@ class BackwardScores {
  protected:
   static constexpr int kStatRows = T::kOwnRows > T::kOtherRows ? T::kOwnRows : T::kOtherRows;
 
+  // Where the operands of a head begin.
+  struct Operands {
+    const char *q, *dout, *k, *v;
+  };
+
  public:
-  static constexpr int kSharedBytes = T::kSharedBytes + 4 * kStatRows * 4;
+  static constexpr int kSharedBytes = T::kSharedBytes + 4 * kStatRows * 4 + kWarps * sizeof(Operands);
 
  protected:
   // One tile: which head of which batch, and where its own and its other rows begin.
@@ -29,6 +34,7 @@ class BackwardScores {
       : a_(params), g_(params.problem), p_(params.problem.forward), ring_(shared) {
     weights_ = shared + 2 * T::kStageFloats + at_.warp * T::kWeightFloats;
     stats_ = shared + 2 * T::kStageFloats + kWarps * T::kWeightFloats;
+    operands_ = reinterpret_cast<Operands *>(stats_ + 4 * kStatRows) + at_.warp;
   }
 
   // Own rows are queries and dP is needed; then keys, with or without.
@@ -40,8 +46,6 @@ class BackwardScores {
 
   __device__ __forceinline__ void enter_batch(int b) {
     const Sequence q = sequence_of(p_.q_lengths, b), k = sequence_of(p_.k_lengths, b);
-    q_start_ = q.start;
-    k_start_ = k.start;
     seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
   }
@@ -50,12 +54,23 @@ class BackwardScores {
   // Operands
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Rows of q and k, or of dout and v.
-  __device__ __forceinline__ Rows rows(const Tile &t, bool queries, bool second) const {
+  // Every warp keeps its own copy in shared memory: registers are full.
+  __device__ __forceinline__ void find_operands(const Tile &t) const {
+    if (at_.lane == 0) {
+      const int head_k = t.head_q / static_cast<int>(p_.group);
+      const int64_t queries = sequence_of(p_.q_lengths, t.b).start, keys = sequence_of(p_.k_lengths, t.b).start;
+      *operands_ = {base_of(p_.q, t.b, queries, t.head_q), base_of(g_.dout, t.b, queries, t.head_q),
+                    base_of(p_.k, t.b, keys, head_k), base_of(p_.v, t.b, keys, head_k)};
+    }
+    __syncwarp();
+  }
+
+  // Rows of q and k, or of dout and v, of the head that find_operands found.
+  __device__ __forceinline__ Rows rows(bool queries, bool second) const {
     const Operand &operand = queries ? (second ? g_.dout : p_.q) : (second ? p_.v : p_.k);
     const bool vectors = queries ? (second ? a_.vector_dout : a_.vector_q) : (second ? a_.vector_v : a_.vector_k);
-    return rows_of(operand, t.b, queries ? q_start_ : k_start_, queries ? seqlen_q_ : seqlen_k_,
-                   queries ? t.head_q : t.head_q / static_cast<int>(p_.group), second ? p_.head_dim_v : p_.head_dim, vectors);
+    const char *base = queries ? (second ? operands_->dout : operands_->q) : (second ? operands_->v : operands_->k);
+    return rows_of(operand, base, queries ? seqlen_q_ : seqlen_k_, second ? p_.head_dim_v : p_.head_dim, vectors);
   }
 
   // Slice `step` of the operands of S, then of dP; with the first, the numbers of the tile's queries, into place `parity`. The caller
@@ -64,12 +79,8 @@ class BackwardScores {
     float *stage = ring_.vacant();
     const bool second = step >= first_;
     const int column = (second ? step - first_ : step) * kDepth;
-#pragma unroll 1
-    for (int side = 0; side < 2; ++side) {
-      const bool own = side == 0;
-      load_slice<kDepth, kPitch>(stage + side * T::kOwnRows * kPitch, rows(t, own == own_queries_, second),
-                                 own ? t.own0 : t.other0, own ? T::kOwnRows : T::kOtherRows, column);
-    }
+    load_slice<T::kOwnRows, kDepth, kPitch>(stage, rows(own_queries_, second), t.own0, column);
+    load_slice<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, rows(!own_queries_, second), t.other0, column);
     if (step > 0) return;
     const int count = own_queries_ ? T::kOwnRows : T::kOtherRows;
     const int64_t at =
@@ -180,12 +191,12 @@ class BackwardScores {
   const Problem &p_;
   const Place<T> at_;
   Ring<T> ring_;
-  float *weights_;  // of this warp
-  float *stats_;    // two places for lse and delta of a tile's queries
+  float *weights_;      // of this warp
+  Operands *operands_;  // of this warp, of the head that is being fetched
+  float *stats_;        // two places for lse and delta of a tile's queries
 
   bool own_queries_, through_softcap_ = false;
   int first_, products_;  // steps of S, and of S and dP
-  int64_t q_start_, k_start_;
   int seqlen_q_, seqlen_k_;
 
   float s_[T::kOwn][T::kOther], dp_[T::kOwn][T::kOther];

@@ -17,7 +17,7 @@ struct BackwardShape {
 
 // X(name, columns, own, other)
 #define FA_SIMT_BACKWARD_TABLE(X) \
-  X(d64, 64, 8, 8)                \
+  X(d64, 64, 8, 4)                \
   X(d128, 128, 8, 4)              \
   X(d256, 256, 4, 8)              \
   X(d512, 512, 4, 4)

@@ -52,11 +52,13 @@ class Forward {
     b_ = head / heads;
     const int h = head % heads;
     head_q_ = a_.rows_per_token == 1 ? h : h * static_cast<int>(p_.group);
-    head_k_ = a_.rows_per_token == 1 ? h / static_cast<int>(p_.group) : h;
+    const int head_k = a_.rows_per_token == 1 ? h / static_cast<int>(p_.group) : h;
 
     const Sequence q = sequence_of(p_.q_lengths, b_), k = sequence_of(p_.k_lengths, b_);
-    q_start_ = q.start;
-    k_start_ = k.start;
+    const int64_t key_batch = p_.page_table == nullptr ? b_ : 0, key_start = p_.page_table == nullptr ? k.start : 0;
+    q_ = base_of(p_.q, b_, q.start, head_q_);
+    k_ = base_of(p_.k, key_batch, key_start, head_k);
+    v_ = base_of(p_.v, key_batch, key_start, head_k);
     seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
     rows_ = seqlen_q_ * a_.rows_per_token;
@@ -104,14 +106,14 @@ class Forward {
   }
 
   __device__ __forceinline__ Rows query_rows() const {
-    Rows r = rows_of(p_.q, b_, q_start_, rows_, head_q_, p_.head_dim, a_.vector_q);
+    Rows r = rows_of(p_.q, q_, rows_, p_.head_dim, a_.vector_q);
     r.heads = a_.rows_per_token;
     r.head_stride = p_.q.head_stride * dtype_bytes(p_.q.dtype);
     return r;
   }
-  __device__ __forceinline__ Rows key_rows(const Operand &t, int64_t columns, bool vectors) const {
-    if (p_.page_table == nullptr) return rows_of(t, b_, k_start_, seqlen_k_, head_k_, columns, vectors);
-    Rows r = rows_of(t, 0, 0, seqlen_k_, head_k_, columns, vectors);
+  __device__ __forceinline__ Rows key_rows(const Operand &t, const char *base, int64_t columns, bool vectors) const {
+    Rows r = rows_of(t, base, seqlen_k_, columns, vectors);
+    if (p_.page_table == nullptr) return r;
     r.page_table = p_.page_table + b_ * p_.page_table_batch_stride;
     r.page_entry_stride = p_.page_table_page_stride;
     r.page_stride = t.batch_stride * dtype_bytes(t.dtype);
@@ -127,15 +129,12 @@ class Forward {
   __device__ __forceinline__ void fetch(int tile, int step) const {
     float *stage = ring_.vacant();
     if (step < products_) {
-#pragma unroll 1
-      for (int side = 0; side < 2; ++side) {
-        load_slice<kDepth, kPitch>(
-            stage + side * T::kOwnRows * kPitch, side == 0 ? query_rows() : key_rows(p_.k, p_.head_dim, a_.vector_k),
-            side == 0 ? row0_ : tile * T::kOtherRows, side == 0 ? T::kOwnRows : T::kOtherRows, step * kDepth);
-      }
+      load_slice<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), row0_, step * kDepth);
+      load_slice<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
+                                                tile * T::kOtherRows, step * kDepth);
     } else {
-      load_slice<T::kColumns, T::kColumns>(stage, key_rows(p_.v, p_.head_dim_v, a_.vector_v),
-                                           tile * T::kOtherRows + (step - products_) * T::kSliceRows, T::kSliceRows, 0);
+      load_slice<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v),
+                                                          tile * T::kOtherRows + (step - products_) * T::kSliceRows, 0);
     }
     cp_async_commit();
   }
@@ -294,14 +293,12 @@ class Forward {
     }
   }
 
+  // Read again rather than held through the walk.
+  __device__ __forceinline__ int64_t q_start() const { return sequence_of(p_.q_lengths, b_).start; }
   __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return p_.lse.data + b_ * p_.lse.batch_stride + head * p_.lse.head_stride + (q_start_ + token) * p_.lse.seq_stride;
+    return p_.lse.data + b_ * p_.lse.batch_stride + head * p_.lse.head_stride + (q_start() + token) * p_.lse.seq_stride;
   }
-  __device__ __forceinline__ char *out_at(int token, int head) const {
-    return static_cast<char *>(p_.out.data) +
-           (b_ * p_.out.batch_stride + (q_start_ + token) * p_.out.seq_stride + head * p_.out.head_stride) *
-               dtype_bytes(p_.out.dtype);
-  }
+  __device__ __forceinline__ char *out_at(int token, int head) const { return base_of(p_.out, b_, q_start() + token, head); }
 
   // Rows of this block that are not used: out = 0, lse = -inf. The last block also owns what the slot holds beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
@@ -320,8 +317,8 @@ class Forward {
   Ring<T> ring_;
   float *const weights_;  // of this warp
 
-  int b_, head_q_, head_k_, split_;  // head_q_ is the first query head of the block
-  int64_t q_start_, k_start_;
+  int b_, head_q_, split_;   // head_q_ is the first query head of the block
+  const char *q_, *k_, *v_;  // of the block's heads
   int seqlen_q_, seqlen_k_;
   int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
   int row_block_, row0_;

@@ -14,15 +14,13 @@ struct Pairs {
   const Problem &p;
   int b, seqlen_q, seqlen_k;
   int left, right, shift;  // of the band, limits that exclude nothing cut to what 32 bits hold
-  DropoutKey dropout;
 
   __device__ __forceinline__ Pairs(const Problem &problem, int batch, int queries, int keys)
-      : p(problem), b(batch), seqlen_q(queries), seqlen_k(keys), dropout{} {
+      : p(problem), b(batch), seqlen_q(queries), seqlen_k(keys) {
     constexpr int64_t kFar = int64_t{1} << 30;
     left = static_cast<int>(p.band.left < kFar ? p.band.left : kFar);
     right = static_cast<int>(p.band.right < kFar ? p.band.right : kFar);
     shift = static_cast<int>(p.band.shift(queries, keys));
-    if (p.dropout.threshold > 0) dropout = load_dropout_key(p.dropout);
   }
 
   __device__ __forceinline__ bool visible(int head, int row, int key) const {
@@ -54,7 +52,7 @@ struct Pairs {
   __device__ __forceinline__ bool kept(int head, int row, int key) const {
     if (p.dropout.threshold == 0) return true;
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p.heads_q) + head);
-    return dropout_bits(dropout, bh, row, key) >= p.dropout.threshold;
+    return dropout_bits(load_dropout_key(p.dropout), bh, row, key) >= p.dropout.threshold;
   }
 };
 

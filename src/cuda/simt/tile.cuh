@@ -58,13 +58,16 @@ struct Rows {
   }
 };
 
-// Rows of head h of a sequence that starts at row `start` of batch b.
-__device__ __forceinline__ Rows rows_of(const Operand &t, int64_t b, int64_t start, int rows, int64_t h, int64_t columns,
-                                        bool vectors) {
-  const int bytes = dtype_bytes(t.dtype);
+// The first element of head h of a sequence that starts at row `start` of batch b.
+__device__ __forceinline__ char *base_of(const Operand &t, int64_t b, int64_t start, int64_t h) {
+  return static_cast<char *>(t.data) + (b * t.batch_stride + start * t.seq_stride + h * t.head_stride) * dtype_bytes(t.dtype);
+}
+
+// Rows of a head that begins at `base`.
+__device__ __forceinline__ Rows rows_of(const Operand &t, const char *base, int rows, int64_t columns, bool vectors) {
   Rows r{};
-  r.base = static_cast<const char *>(t.data) + (b * t.batch_stride + start * t.seq_stride + h * t.head_stride) * bytes;
-  r.row_stride = t.seq_stride * bytes;
+  r.base = base;
+  r.row_stride = t.seq_stride * dtype_bytes(t.dtype);
   r.rows = rows;
   r.columns = static_cast<int32_t>(columns);
   r.dtype = t.dtype;
@@ -91,11 +94,11 @@ __device__ __forceinline__ float4 widen(uint2 x) {
           to_float<Element>(x.y >> 16)};
 }
 
-// Four columns of `loads` rows of fp32. row_at(n) is where they lie, or null for zeros; `columns` of them exist.
-template <int kUnroll, int kDstStep, typename RowAt>
-__device__ __forceinline__ void copy_floats(float *dst, int loads, RowAt row_at, int columns, bool vectors) {
+// Four columns of kLoads rows of fp32. row_at(n) is where they lie, or null for zeros; `columns` of them exist.
+template <int kLoads, int kUnroll, int kDstStep, typename RowAt>
+__device__ __forceinline__ void copy_floats(float *dst, RowAt row_at, int columns, bool vectors) {
 #pragma unroll kUnroll
-  for (int n = 0; n < loads; ++n) {
+  for (int n = 0; n < kLoads; ++n) {
     const char *src = row_at(n);
     const uint32_t to = smem_address(dst + n * kDstStep);
     if (src == nullptr || columns == 0) {
@@ -110,10 +113,10 @@ __device__ __forceinline__ void copy_floats(float *dst, int loads, RowAt row_at,
 }
 
 // The same of 16-bit elements. All loads of a batch are on their way before the first is waited for.
-template <int kBatch, int kDstStep, typename RowAt>
-__device__ __forceinline__ void copy_halves(float *dst, int loads, RowAt row_at, int columns, bool vectors, bool bf16) {
+template <int kLoads, int kBatch, int kDstStep, typename RowAt>
+__device__ __forceinline__ void copy_halves(float *dst, RowAt row_at, int columns, bool vectors, bool bf16) {
 #pragma unroll 1
-  for (int n = 0; n < loads; n += kBatch) {
+  for (int n = 0; n < kLoads; n += kBatch) {
     uint2 bits[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -126,26 +129,27 @@ __device__ __forceinline__ void copy_halves(float *dst, int loads, RowAt row_at,
   }
 }
 
-// Brings `rows` rows from `first_row` on, kWidth columns from `first_column` on, as fp32; zero where there are none. fp32 arrives by
+// Brings kRows rows from `first_row` on, kWidth columns from `first_column` on, as fp32; zero where there are none. fp32 arrives by
 // cp.async (the caller commits and waits), the others before the next barrier.
-template <int kWidth, int kSlicePitch>
-__device__ __forceinline__ void load_slice(float *slice, const Rows &source, int first_row, int rows, int first_column) {
+template <int kRows, int kWidth, int kSlicePitch>
+__device__ __forceinline__ void load_slice(float *slice, const Rows &source, int first_row, int first_column) {
   // Every thread brings four columns of every kStep-th row.
-  constexpr int kChunks = kWidth / 4, kStep = kThreads / kChunks, kDstStep = kStep * kSlicePitch;
-  static_assert(kThreads % kChunks == 0);
+  constexpr int kChunks = kWidth / 4, kStep = kThreads / kChunks, kLoads = kRows / kStep, kDstStep = kStep * kSlicePitch;
+  constexpr int kUnroll = kWidth > 256 ? 1 : 4;  // as registers allow
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
   const int row0 = static_cast<int>(threadIdx.x) / kChunks, column = static_cast<int>(threadIdx.x) % kChunks * 4;
-  const int columns = max(min(source.columns - first_column - column, 4), 0), loads = rows / kStep;
+  const int columns = max(min(source.columns - first_column - column, 4), 0);
   const int64_t offset = static_cast<int64_t>(columns > 0 ? first_column + column : 0) * dtype_bytes(source.dtype);
   float *dst = slice + row0 * kSlicePitch + column;
   const bool bf16 = source.dtype == Dtype::bf16;
-  if (source.page_table == nullptr && source.heads == 1 && first_row + rows <= source.rows) {
+  if (source.page_table == nullptr && source.heads == 1 && first_row + kRows <= source.rows) {
     const char *first = source.base + (first_row + row0) * source.row_stride + offset;
     const int64_t step = kStep * source.row_stride;
     const auto row_at = [&](int n) { return first + n * step; };
     if (source.dtype == Dtype::f32) {
-      copy_floats<2, kDstStep>(dst, loads, row_at, columns, source.vectors);
+      copy_floats<kLoads, kUnroll, kDstStep>(dst, row_at, columns, source.vectors);
     } else {
-      copy_halves<2, kDstStep>(dst, loads, row_at, columns, source.vectors, bf16);
+      copy_halves < kLoads, kLoads<4 ? kLoads : 4, kDstStep>(dst, row_at, columns, source.vectors, bf16);
     }
   } else {
     const auto row_at = [&](int n) {
@@ -153,9 +157,9 @@ __device__ __forceinline__ void load_slice(float *slice, const Rows &source, int
       return row < source.rows ? source.row(row) + offset : nullptr;
     };
     if (source.dtype == Dtype::f32) {
-      copy_floats<1, kDstStep>(dst, loads, row_at, columns, source.vectors);
+      copy_floats<kLoads, 1, kDstStep>(dst, row_at, columns, source.vectors);
     } else {
-      copy_halves<2, kDstStep>(dst, loads, row_at, columns, source.vectors, bf16);
+      copy_halves<kLoads, 2, kDstStep>(dst, row_at, columns, source.vectors, bf16);
     }
   }
 }
@@ -192,7 +196,8 @@ class Ring {
 // s += A B^T over one slice: A's rows at `own`, B's at `other` (this thread's first ones).
 template <class T>
 __device__ __forceinline__ void multiply_slice(float (&s)[T::kOwn][T::kOther], const float *own, const float *other) {
-#pragma unroll 1
+  constexpr int kUnroll = T::kOwn * T::kOther <= 32 && T::kColumns <= 256 ? 2 : 1;  // as registers allow
+#pragma unroll kUnroll
   for (int d = 0; d < kDepth; d += 4) {
     float4 b[T::kOther];
 #pragma unroll
