@@ -494,9 +494,9 @@ typedef struct fa_attention {
   /** Block mask, uint8 or bool: (b or 1, h_q or 1, ceil(s_q / block_size_q), ceil(s_k / block_size_k)); 0 masks the whole block,
    * whose work is skipped. Lengths as for `bias`. */
   fa_tensor block_mask;
-  /** Rows of a block of `block_mask`; >= 1, on CUDA a multiple of 64. */
+  /** Rows of a block of `block_mask`; >= 1. On CUDA multiples of 64 are fast. */
   int64_t block_size_q;
-  /** Columns of a block of `block_mask`; >= 1, on CUDA a multiple of 64. */
+  /** Columns of a block of `block_mask`; >= 1. On CUDA multiples of 64 are fast. */
   int64_t block_size_k;
   /** ALiBi slopes, fp32, (h_q) or (b, h_q). */
   fa_tensor alibi_slopes;
