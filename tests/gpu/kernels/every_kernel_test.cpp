@@ -14,6 +14,8 @@
 
 #include "api/context.h"
 #include "cuda/backend.h"
+#include "cuda/simt/backward_table.h"
+#include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
 #include "gpu/device.h"
@@ -35,6 +37,8 @@ std::set<std::string> all_kernels() {
   std::set<std::string> names;
   add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
+  add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);
+  add_names(fa::cuda::simt::kBackwardShapes, "simt_bwd_", {"f32", "f16", "bf16"}, names);
   return names;
 }
 
@@ -46,7 +50,8 @@ std::string without_suffix(std::string name) {
   return name;
 }
 
-// What selects a kernel: dtype, head dims, and scores that are plain, general, or general with what only the simplest kernels take.
+// What selects a kernel: dtype, head dims, and scores that are plain, general, or general with what only the simplest kernels take. bf16
+// problems are packed, and fp16 ones also run on pages.
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
@@ -74,7 +79,19 @@ std::vector<Case> cases() {
           c.block_q = c.block_k = scores == 1 ? 64 : 32;
           c.block_masked = 20;
         }
+        if (dtype == FA_BFLOAT16) {
+          c.batch = 3;
+          c.q.packed = c.k.packed = 1;
+          c.q.slots = {40, 0, 100};
+          c.k.slots = {70, 20, 150};
+          c.k.used = {70, 10, 140};
+        }
         all.push_back(c);
+        if (dtype == FA_FLOAT16 && scores == 0) {
+          c.page_size = 16;
+          c.backward = 0;
+          all.push_back(c);
+        }
       }
     }
   }

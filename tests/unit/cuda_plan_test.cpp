@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans of the CUDA backend on devices that need not be there: pure functions of shapes and device, the same in builds without CUDA.
+#include <gtest/gtest.h>
+
+#include <regex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/simt/backward_table.h"
+#include "cuda/simt/forward_table.h"
+#include "cuda/sm80/backward_table.h"
+#include "cuda/sm80/forward_table.h"
+#include "unit/cuda_problem.h"
+
+namespace fa::cuda {
+namespace {
+
+const Device &h200() { return kDevices[0].device; }
+
+// One option at a time, then all that kernels for general scores take.
+std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
+  return {
+      {"plain", [](Problem &) {}},
+      {"causal", [](Problem &p) { p.band.right = 0; }},
+      {"sink", [](Problem &p) { p.sink = &unreadable; }},
+      {"paged", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"softcap", [](Problem &p) { p.softcap = 30; }},
+      {"bias", [](Problem &p) { p.bias.data = &unreadable; }},
+      {"alibi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
+      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
+      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+      {"block mask of odd blocks", [](Problem &p) { set_block_mask(p, 24); }},
+      {"deterministic", [](Problem &p) { p.deterministic = true; }},
+      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
+  };
+}
+
+ForwardPlan forward_plan(const Problem &p, const Device &device) {
+  ForwardPlan plan;
+  ErrorText error;
+  EXPECT_EQ(plan_forward(p, device, plan, error), FA_OK) << error.text;
+  return plan;
+}
+BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
+  BackwardPlan plan;
+  ErrorText error;
+  EXPECT_EQ(plan_backward(b, device, plan, error), FA_OK) << error.text;
+  return plan;
+}
+
+// Bytes of shared memory of the planned kernel; that of CUDA-core kernels fits every device.
+int32_t shared_bytes(const ForwardPlan &plan) {
+  return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
+}
+int32_t shared_bytes(const BackwardPlan &plan) {
+  return plan.family == Family::simt ? 0 : sm80::kBackwardShapes[plan.shape].shared_bytes();
+}
+
+// Calls body(problem, device, text) for every device, dtype, head_dim and option.
+template <typename Body>
+void for_everything(Body body) {
+  for (const auto &[device_name, device] : kDevices) {
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+      for (int64_t head_dim = 1; head_dim <= 512; ++head_dim) {
+        for (const auto &[option, set] : options()) {
+          Problem p = problem(300, 400, head_dim);
+          set_dtype(p, dtype);
+          set(p);
+          body(p, device, std::string(device_name) + ", " + option + ", head_dim " + std::to_string(head_dim));
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, EveryProblemHasAKernelThatFits) {
+  const std::regex name("(sm80|simt)_(fwd|bwd)_(f32|f16|bf16)_[a-z0-9_]+");
+  for_everything([&](const Problem &p, const Device &device, const std::string &text) {
+    const ForwardPlan forward = forward_plan(p, device);
+    EXPECT_LE(shared_bytes(forward), device.shared_bytes) << text;
+    EXPECT_GE(forward.blocks, 1) << text;
+    EXPECT_STRNE(forward.reason, "") << text;
+    EXPECT_TRUE(std::regex_match(kernel_name(p, forward), name)) << kernel_name(p, forward);
+    const BackwardProblem b = backward_of(p);
+    const BackwardPlan backward = backward_plan(b, device);
+    EXPECT_LE(shared_bytes(backward), device.shared_bytes) << text;
+    EXPECT_STRNE(backward.reason, "") << text;
+    EXPECT_TRUE(std::regex_match(kernel_name(b, backward), name)) << kernel_name(b, backward);
+    EXPECT_LT(kernel_name(b, backward).size(), sizeof(fa_plan_info::kernel)) << text;
+  });
+}
+
+// A line that no problem on any device reaches is dead weight in the binary.
+TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
+  std::set<std::pair<Family, int32_t>> forward, backward;
+  for (const auto &[device_name, device] : kDevices) {
+    for (const auto &[option, set] : options()) {
+      for (int64_t head_dim = 32; head_dim <= 512; head_dim += 32) {
+        for (int64_t head_dim_v = 32; head_dim_v <= 512; head_dim_v += 32) {
+          Problem p = problem(300, 400, head_dim, head_dim_v);
+          set(p);
+          const ForwardPlan forward_of_p = forward_plan(p, device);
+          forward.insert({forward_of_p.family, forward_of_p.shape});
+          const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
+          backward.insert({backward_of_p.family, backward_of_p.shape});
+        }
+      }
+    }
+  }
+  EXPECT_EQ(forward.size(), static_cast<size_t>(sm80::kNumForwardShapes + simt::kNumForwardShapes));
+  EXPECT_EQ(backward.size(), static_cast<size_t>(sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
+}
+
+// fp16 and bf16 differ in the kernel's name alone; the same question gets the same answer.
+TEST(CudaPlan, SameForBothSixteenBitTypes) {
+  for (const int64_t head_dim : {64, 128, 192, 256}) {
+    Problem p = problem(1000, 1000, head_dim);
+    const ForwardPlan bf16 = forward_plan(p, h200());
+    EXPECT_EQ(kernel_name(p, bf16), kernel_name(p, forward_plan(p, h200())));
+    set_dtype(p, Dtype::f16);
+    const ForwardPlan f16 = forward_plan(p, h200());
+    EXPECT_EQ(f16.shape, bf16.shape);
+    EXPECT_EQ(f16.workspace_bytes, bf16.workspace_bytes);
+    EXPECT_NE(kernel_name(p, f16).find("_f16_"), std::string::npos);
+  }
+}
+
+// Four times the length takes at most about four times the workspace, never sixteen; more batch never less.
+TEST(CudaPlan, WorkspaceGrowsAtMostLinearly) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      for (const int64_t seqlen : {1, 100, 4096, 65536}) {
+        const Problem once = problem(seqlen, seqlen, head_dim), more = problem(4 * seqlen, 4 * seqlen, head_dim);
+        const size_t small = backward_plan(backward_of(once), device).workspace_bytes,
+                     large = backward_plan(backward_of(more), device).workspace_bytes;
+        EXPECT_GE(large, small) << name;
+        EXPECT_LE(large, 5 * small + 4096) << name;
+        Problem batch = once;
+        batch.batch *= 3;
+        EXPECT_GE(backward_plan(backward_of(batch), device).workspace_bytes, small) << name;
+      }
+    }
+  }
+}
+
+// Forward needs memory for splits only, and for no more of them than fill the device.
+TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t seqlen_q : {1, 16, 512, 8192}) {
+      for (const int64_t seqlen_k : {1, 1000, 100000}) {
+        const Problem p = problem(seqlen_q, seqlen_k, 128);
+        const ForwardPlan plan = forward_plan(p, device);
+        EXPECT_EQ(plan.workspace_bytes > 0, plan.num_splits > 1) << name;
+        if (plan.num_splits == 1) continue;
+        const auto rows = static_cast<size_t>(plan.num_splits * p.batch * p.heads_q * seqlen_q);
+        EXPECT_GE(plan.workspace_bytes, rows * static_cast<size_t>(p.head_dim_v + 1) * 4) << name;
+        EXPECT_LE(plan.workspace_bytes, rows * static_cast<size_t>(p.head_dim_v + 1) * 4 + 1024) << name;
+        EXPECT_LE(plan.blocks, 8 * device.multiprocessors) << name;
+      }
+    }
+  }
+}
+
+// Sizes past 32 bits are no smaller workspaces.
+TEST(CudaPlan, HugeProblemsDoNotWrapAround) {
+  Problem p = problem(1 << 20, 1 << 20, 128);
+  p.batch = 1 << 6;
+  const BackwardPlan plan = backward_plan(backward_of(p), h200());
+  const double rows = static_cast<double>(p.batch) * static_cast<double>(p.heads_q) * (1 << 20);
+  EXPECT_GE(static_cast<double>(plan.workspace_bytes), rows * 4 * static_cast<double>(p.head_dim));
+  EXPECT_GE(static_cast<double>(plan.dq_sum_offset), rows * 8);
+  p.num_splits = 100;
+  const ForwardPlan forward = forward_plan(p, h200());
+  EXPECT_EQ(forward.blocks % forward.num_splits, 0);
+  EXPECT_GE(static_cast<double>(forward.workspace_bytes), rows * 4 * static_cast<double>(p.head_dim_v * forward.num_splits));
+}
+
+TEST(CudaPlan, ManyRowsAreNoReasonToRefuse) {
+  Problem p = problem(2048, 2048, 128);
+  p.batch = 257;
+  p.heads_q = p.heads_k = 32;
+  p.group = 1;
+  backward_plan(backward_of(p), h200());
+}
+
+// More blocks of threads than a launch holds, or rows than an index, are refused with the numbers.
+TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
+  Problem many = problem(64, 64, 128);
+  many.batch = int64_t{1} << 40;
+  Problem long_keys = problem(64, int64_t{1} << 33, 128);
+  for (const auto &[p, number] : {std::pair{many, many.batch}, {long_keys, long_keys.k_lengths.max_len}}) {
+    ForwardPlan forward;
+    BackwardPlan backward;
+    ErrorText error;
+    EXPECT_EQ(plan_forward(p, h200(), forward, error), FA_ERROR_UNSUPPORTED);
+    EXPECT_NE(std::string(error.text).find(std::to_string(number)), std::string::npos) << error.text;
+    EXPECT_EQ(plan_backward(backward_of(p), h200(), backward, error), FA_ERROR_UNSUPPORTED);
+  }
+}
+
+// Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
+TEST(CudaPlan, DeviceSideLengthsPlayNoPart) {
+  for (const int64_t seqlen_q : {1, 3, 1000}) {
+    Problem p = problem(seqlen_q, 50000, 128);
+    const ForwardPlan without = forward_plan(p, h200());
+    const BackwardPlan backward_without = backward_plan(backward_of(p), h200());
+    p.k_lengths.used = reinterpret_cast<const int32_t *>(16);  // following it would crash
+    p.q_lengths.used = reinterpret_cast<const int32_t *>(16);
+    const ForwardPlan with = forward_plan(p, h200());
+    EXPECT_EQ(with.num_splits, without.num_splits);
+    EXPECT_EQ(with.blocks, without.blocks);
+    EXPECT_EQ(with.workspace_bytes, without.workspace_bytes);
+    EXPECT_EQ(backward_plan(backward_of(p), h200()).workspace_bytes, backward_without.workspace_bytes);
+    p.k_lengths.cu = p.q_lengths.cu = reinterpret_cast<const void *>(16);
+    EXPECT_EQ(forward_plan(p, h200()).num_splits, without.num_splits);
+  }
+}
+
+TEST(CudaPlan, FewBlocksSplitTheKeys) {
+  Problem p = problem(1, 100000, 128);
+  p.batch = 1;
+  EXPECT_GT(forward_plan(p, h200()).num_splits, 8);
+  EXPECT_EQ(forward_plan(problem(100000, 100000, 128), h200()).num_splits, 1) << "enough blocks without";
+  EXPECT_EQ(forward_plan(problem(1, 50, 128), h200()).num_splits, 1) << "too few keys";
+  p.num_splits = 3;
+  EXPECT_EQ(forward_plan(p, h200()).num_splits, 3) << "as asked for";
+  p.num_splits = 1 << 20;
+  EXPECT_LE(forward_plan(p, h200()).num_splits, 128);
+}
+
+// A row's bits must not depend on how many others share the launch.
+TEST(CudaPlan, BatchInvariantProblemsAreSplitAlike) {
+  for (const int64_t seqlen_q : {1, 500}) {
+    Problem p = problem(seqlen_q, 100000, 128);
+    p.batch_invariant = true;
+    std::set<int32_t> splits;
+    for (const int64_t batch : {1, 2, 50, 1000}) {
+      p.batch = batch;
+      splits.insert(forward_plan(p, h200()).num_splits);
+    }
+    EXPECT_EQ(splits.size(), 1u) << seqlen_q;
+  }
+}
+
+// The query heads that share keys fill the rows of one block when there are few queries; a block mask may tell them apart.
+TEST(CudaPlan, GroupedHeadsShareABlock) {
+  Problem p = problem(1, 4000, 128);
+  EXPECT_EQ(forward_plan(p, h200()).rows_per_token, p.group);
+  EXPECT_EQ(forward_plan(p, h200()).blocks, p.batch * p.heads_k * forward_plan(p, h200()).num_splits);
+  set_block_mask(p, 64);
+  EXPECT_EQ(forward_plan(p, h200()).rows_per_token, 1);
+  EXPECT_EQ(forward_plan(problem(4096, 4096, 128), h200()).rows_per_token, 1) << "whole blocks without";
+}
+
+TEST(CudaPlan, EmptyProblems) {
+  Problem no_batch = problem(100, 100, 128), no_queries = problem(0, 100, 128), no_keys = problem(100, 0, 128);
+  no_batch.batch = 0;
+  for (const Problem &p : {no_batch, no_queries, no_keys}) {
+    forward_plan(p, h200());
+    backward_plan(backward_of(p), h200());
+  }
+}
+
+}  // namespace
+}  // namespace fa::cuda

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Devices that need not be there and problems without memory, for asking the CUDA plan.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/plan.h"
+
+namespace fa::cuda {
+
+struct NamedDevice {
+  const char *name;
+  Device device;
+};
+
+constexpr int64_t kMegabyte = 1 << 20;
+constexpr NamedDevice kDevices[] = {
+    {"H100, H200", {0, 90, 132, 227 * 1024, 50 * kMegabyte}}, {"A100", {0, 80, 108, 163 * 1024, 40 * kMegabyte}},
+    {"RTX 3090", {0, 86, 82, 99 * 1024, 6 * kMegabyte}},      {"RTX 4090", {0, 89, 128, 99 * 1024, 72 * kMegabyte}},
+    {"RTX 5090", {0, 120, 170, 99 * 1024, 96 * kMegabyte}},
+};
+
+inline float unreadable;  // an address that plans may compare with null but not follow
+
+// Two sequences, 8 query heads on 2 key heads, bf16.
+inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v = 0) {
+  Problem p;
+  p.batch = 2;
+  p.heads_q = 8;
+  p.heads_k = 2;
+  p.group = 4;
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v > 0 ? head_dim_v : head_dim;
+  p.q_lengths.max_len = seqlen_q;
+  p.k_lengths.max_len = seqlen_k;
+  for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) {
+    operand->data = &unreadable;
+    operand->dtype = Dtype::bf16;
+  }
+  p.lse.data = &unreadable;
+  p.softmax_scale = 1;
+  return p;
+}
+
+inline BackwardProblem backward_of(const Problem &forward) {
+  BackwardProblem b;
+  b.forward = forward;
+  b.dout = b.dq = b.dk = b.dv = forward.q;
+  return b;
+}
+
+inline void set_dtype(Problem &p, Dtype dtype) {
+  for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) operand->dtype = dtype;
+}
+
+inline void set_block_mask(Problem &p, int64_t size) {
+  p.block_mask.data = reinterpret_cast<const uint8_t *>(&unreadable);
+  p.block_mask.size_q = p.block_mask.size_k = size;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writes the table "which CUDA kernel serves what" by asking the plan about every dtype, head_dim and device, or checks that a guide
+// still holds it.
+//
+//     kernel_table FILE           exits 1 if the table in FILE is not the one of this build
+//     kernel_table FILE --write   puts it there
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "unit/cuda_problem.h"
+
+namespace fa::cuda {
+namespace {
+
+constexpr char kBegin[] = "<!-- kernel table: written by kernel_table from the plan; do not edit by hand -->\n";
+constexpr char kEnd[] = "<!-- end of kernel table -->\n";
+constexpr int64_t kMaxHeadDim = 512;
+
+// Devices with the same memory for a block of threads get the same kernels.
+struct Column {
+  std::string heading;
+  Device device;
+};
+
+std::vector<Column> columns() {
+  std::vector<Column> all;
+  for (const auto &[name, device] : kDevices) {
+    if (!all.empty() && all.back().device.shared_bytes == device.shared_bytes) {
+      all.back().heading += std::string(", ") + name;
+    } else {
+      all.push_back({std::to_string(device.shared_bytes / 1024) + " KB: " + name, device});
+    }
+  }
+  return all;
+}
+
+struct Scores {
+  const char *name;
+  void (*set)(Problem &);
+};
+const Scores kScores[] = {
+    {"plain", [](Problem &) {}},
+    {"general", [](Problem &p) { p.softcap = 30; }},
+    {"odd block mask", [](Problem &p) { set_block_mask(p, 32); }},
+};
+
+// The kernel's name with `*` for 16-bit dtypes, or "none".
+std::string kernel(const Problem &p, bool backward, const Device &device) {
+  ErrorText error;
+  std::string name;
+  if (backward) {
+    BackwardPlan plan;
+    const BackwardProblem b = backward_of(p);
+    if (plan_backward(b, device, plan, error) != FA_OK) return "none";
+    name = kernel_name(b, plan);
+  } else {
+    ForwardPlan plan;
+    if (plan_forward(p, device, plan, error) != FA_OK) return "none";
+    name = kernel_name(p, plan);
+  }
+  const size_t dtype = name.find("_bf16_");
+  if (dtype != std::string::npos) name.replace(dtype, 6, "_*_");
+  return "`" + name + "`";
+}
+
+// Enough rows that nothing is split; a split changes the launch, not the kernel.
+std::vector<std::string> kernels(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores,
+                                 int64_t head_dim) {
+  Problem p = problem(8192, 8192, head_dim);
+  p.batch = 16;
+  set_dtype(p, dtype);
+  scores.set(p);
+  std::vector<std::string> names;
+  for (const Column &column : devices) names.push_back(kernel(p, backward, column.device));
+  return names;
+}
+
+// The cells from head_dim on: which head_dims get which kernels, for one kind of scores.
+std::vector<std::string> ranges(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores) {
+  std::vector<std::string> rows;
+  int64_t first = 1;
+  std::vector<std::string> names = kernels(devices, backward, dtype, scores, first);
+  for (int64_t head_dim = 2; head_dim <= kMaxHeadDim + 1; ++head_dim) {
+    std::vector<std::string> next;
+    if (head_dim <= kMaxHeadDim) next = kernels(devices, backward, dtype, scores, head_dim);
+    if (next == names) continue;
+    rows.push_back(std::to_string(first) + " to " + std::to_string(head_dim - 1) + " |");
+    for (const std::string &name : names) rows.back() += " " + name + " |";
+    first = head_dim;
+    names = next;
+  }
+  return rows;
+}
+
+std::string table() {
+  const std::vector<Column> devices = columns();
+  std::ostringstream out;
+  out << "| | dtype | scores | head_dim |";
+  for (const Column &column : devices) out << ' ' << column.heading << " |";
+  out << "\n|---|---|---|---|";
+  for (size_t n = 0; n < devices.size(); ++n) out << "---|";
+  out << '\n';
+  for (const bool backward : {false, true}) {
+    for (const Dtype dtype : {Dtype::bf16, Dtype::f32}) {
+      // Kinds of scores with the same kernels share their rows.
+      std::vector<std::pair<std::string, std::vector<std::string>>> kinds;
+      for (const Scores &scores : kScores) {
+        const std::vector<std::string> rows = ranges(devices, backward, dtype, scores);
+        const auto same = std::find_if(kinds.begin(), kinds.end(), [&](const auto &kind) { return kind.second == rows; });
+        if (same == kinds.end()) {
+          kinds.emplace_back(scores.name, rows);
+        } else {
+          same->first += std::string(", ") + scores.name;
+        }
+      }
+      for (const auto &[scores, rows] : kinds) {
+        for (const std::string &row : rows) {
+          out << "| " << (backward ? "backward" : "forward") << " | " << (dtype == Dtype::f32 ? "fp32" : "fp16, bf16") << " | "
+              << scores << " | " << row << '\n';
+        }
+      }
+    }
+  }
+  return out.str();
+}
+
+int run(const std::string &path, bool write) {
+  std::ifstream in(path);
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  const size_t begin = text.find(kBegin), end = text.find(kEnd);
+  if (begin == std::string::npos || end == std::string::npos) {
+    std::cerr << path << ": no kernel table between its two comments\n";
+    return 1;
+  }
+  const size_t body = begin + std::strlen(kBegin);
+  const std::string wanted = table();
+  if (write) {
+    std::ofstream(path) << text.substr(0, body) << wanted << text.substr(end);
+    return 0;
+  }
+  if (text.substr(body, end - body) == wanted) return 0;
+  std::cerr << path << ": the kernel table is not what the plan says; run kernel_table " << path << " --write\n\n" << wanted;
+  return 1;
+}
+
+}  // namespace
+}  // namespace fa::cuda
+
+int main(int argc, char **argv) {
+  if (argc < 2 || argc > 3 || (argc == 3 && std::strcmp(argv[2], "--write") != 0)) {
+    std::fprintf(stderr, "usage: kernel_table FILE [--write]\n");
+    return 2;
+  }
+  return fa::cuda::run(argv[1], argc == 3);
+}
