@@ -2,7 +2,6 @@
 // Plans of the CUDA backend on devices that need not be there: pure functions of shapes and device, the same in builds without CUDA.
 #include <gtest/gtest.h>
 
-#include <regex>
 #include <set>
 #include <string>
 #include <utility>
@@ -75,19 +74,34 @@ void for_everything(Body body) {
   }
 }
 
+// family_pass_dtype_shape.
+bool is_kernel_name(const std::string &name) {
+  for (const std::string family : {"sm80", "simt"}) {
+    for (const std::string pass : {"_fwd", "_bwd"}) {
+      for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
+        const std::string start = family + pass + dtype;
+        if (name.size() > start.size() && name.compare(0, start.size(), start) == 0 &&
+            name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
 TEST(CudaPlan, EveryProblemHasAKernelThatFits) {
-  const std::regex name("(sm80|simt)_(fwd|bwd)_(f32|f16|bf16)_[a-z0-9_]+");
   for_everything([&](const Problem &p, const Device &device, const std::string &text) {
     const ForwardPlan forward = forward_plan(p, device);
     EXPECT_LE(shared_bytes(forward), device.shared_bytes) << text;
     EXPECT_GE(forward.blocks, 1) << text;
     EXPECT_STRNE(forward.reason, "") << text;
-    EXPECT_TRUE(std::regex_match(kernel_name(p, forward), name)) << kernel_name(p, forward);
+    EXPECT_TRUE(is_kernel_name(kernel_name(p, forward))) << kernel_name(p, forward);
     const BackwardProblem b = backward_of(p);
     const BackwardPlan backward = backward_plan(b, device);
     EXPECT_LE(shared_bytes(backward), device.shared_bytes) << text;
     EXPECT_STRNE(backward.reason, "") << text;
-    EXPECT_TRUE(std::regex_match(kernel_name(b, backward), name)) << kernel_name(b, backward);
+    EXPECT_TRUE(is_kernel_name(kernel_name(b, backward))) << kernel_name(b, backward);
     EXPECT_LT(kernel_name(b, backward).size(), sizeof(fa_plan_info::kernel)) << text;
   });
 }
