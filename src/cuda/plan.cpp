@@ -190,11 +190,18 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.row_chunks} * shape.rows, p.heads_q, p.batch, error));
 
+  // Queries, dout and the sum for dq of one section of heads take half of the L2 cache.
+  const int64_t head_bytes = std::max<int64_t>(p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
+                                                   p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
+                                               1);
+  plan.heads_per_section =
+      static_cast<int32_t>(std::clamp<int64_t>(device.l2_bytes / 2 / head_bytes, 1, std::max<int64_t>(p.heads_k * p.batch, 1)));
+
   const size_t chunks = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = chunks * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
   plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
-  plan.workspace_bytes = plan.turn_offset + align_up(chunks * sizeof(int32_t));
+  plan.workspace_bytes = plan.turn_offset + align_up(chunks * sm80::kTurnsPerChunk * sizeof(int32_t));
   plan.reason = reason_of(shape.general);
   return FA_OK;
 }

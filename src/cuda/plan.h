@@ -43,6 +43,7 @@ struct BackwardPlan {
   int32_t query_blocks = 0;
   int32_t key_blocks = 0;
   int32_t row_chunks = 0;
+  int32_t heads_per_section = 1;
   size_t workspace_bytes = 0;
   // In the workspace; row_lse is at 0.
   size_t row_delta_offset = 0;

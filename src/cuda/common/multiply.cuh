@@ -122,6 +122,61 @@ __device__ __forceinline__ void multiply_add(Accumulator<kMt, kNt> &acc, const W
   });
 }
 
+// How an operand of a product over k lies in shared memory.
+enum class Lies { k_last, k_first };  // (rows of A or columns of B, k), or the other way round
+
+// acc += A B, both in shared memory, rows of kAPitch and kBPitch bytes. acc covers kMt * 16 rows of A from first_row on and
+// kNt * 8 columns of B from first_column on. The fragments of the next 16 k and up to 32 columns are loaded before the products of
+// the current ones.
+template <typename Element, Lies kA, int kAPitch, Lies kB, int kBPitch, int kKSteps, int kMt, int kNt>
+__device__ __forceinline__ void multiply_add_shared(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
+                                                    int first_column) {
+  constexpr int kBatch = kNt < 4 ? kNt : 4, kBatches = kNt / kBatch, kSteps = kKSteps * kBatches;
+  static_assert(kNt % kBatch == 0 && kBatch % 2 == 0);
+  const int lane = threadIdx.x & 31;
+  // Where the four 8 x 8 matrices of a fragment begin: A takes rows first, B takes k first.
+  const int low = lane & 15, high = lane >> 4, mixed = (lane & 7) + (high << 3), middle = (lane >> 3) & 1;
+  const uint32_t a = a_tile + (kA == Lies::k_last ? swizzled<kAPitch>(first_row + low, high)
+                                                  : swizzled<kAPitch>(mixed, first_row / 8 + middle));
+  const uint32_t b = b_tile + (kB == Lies::k_last ? swizzled<kBPitch>(first_column + mixed, middle)
+                                                  : swizzled<kBPitch>(low, first_column / 8 + high));
+  uint32_t af[2][kMt][4], bf[2][kBatch / 2][4];
+  const auto load = [&](int n) {
+    const int k = n / kBatches, first = n % kBatches * (kBatch / 2);
+    if (first == 0) {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        if constexpr (kA == Lies::k_last) {
+          ldmatrix_x4(af[k & 1][i], advance<kAPitch>(a, k) + i * 16 * kAPitch);
+        } else {
+          ldmatrix_x4_trans(af[k & 1][i], advance<kAPitch>(a, i) + k * 16 * kAPitch);
+        }
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kBatch / 2; ++d) {
+      if constexpr (kB == Lies::k_last) {
+        ldmatrix_x4(bf[n & 1][d], advance<kBPitch>(b, k) + (first + d) * 16 * kBPitch);
+      } else {
+        ldmatrix_x4_trans(bf[n & 1][d], advance<kBPitch>(b, first + d) + k * 16 * kBPitch);
+      }
+    }
+  };
+  load(0);
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    if (n + 1 < kSteps) load(n + 1);
+    const int k = n / kBatches, first = n % kBatches * kBatch;
+#pragma unroll
+    for (int d = 0; d < kBatch / 2; ++d)
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        mma_16816<Element>(acc[i][first + 2 * d], af[k & 1][i], bf[n & 1][d][0], bf[n & 1][d][1]);
+        mma_16816<Element>(acc[i][first + 2 * d + 1], af[k & 1][i], bf[n & 1][d][2], bf[n & 1][d][3]);
+      }
+  }
+}
+
 // ----------------------------------------------------------------------------------------------------------------------
 // NaN and Inf that only some rows see: zero times them is not zero, so tiles that hold any take a slow road
 // ----------------------------------------------------------------------------------------------------------------------
@@ -186,6 +241,43 @@ __device__ __forceinline__ void multiply_add_exactly(Accumulator<kMt, kNt> &acc,
       }
     add_row_exactly<Element, kPitch, kMt, kNt, kParts>(acc, bits, tile, row, first_column_step);
   }
+}
+
+// multiply_add_shared over the weights of A that are not masked, one k at a time; B lies k first.
+template <typename Element, Lies kA, int kAPitch, int kBPitch, int kKSteps, int kMt, int kNt>
+__device__ __forceinline__ void multiply_add_shared_exactly(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row,
+                                                            uint32_t b_tile, int first_column) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int k = 0; k < kKSteps * 16; ++k) {
+    uint32_t bits[kMt][2];
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = first_row + 16 * i + (lane >> 2) + 8 * r;
+        const int major = kA == Lies::k_last ? row : k, minor = kA == Lies::k_last ? k : row;
+        const uint32_t pair = ld_shared_4(a_tile + swizzled<kAPitch>(major, minor / 8) + (minor % 8 / 2) * 4);
+        bits[i][r] = (minor & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+    add_row_exactly<Element, kBPitch, kMt, kNt>(acc, bits, b_tile, k, first_column / 16);
+  }
+}
+
+// Whether the pieces of a tile that this thread itself, of kThreads, has fetched by load_tile (and waited for) hold any.
+template <typename Element, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ bool fetched_has_nonfinite(uint32_t tile, int thread) {
+  constexpr int kChunks = kColumns / 8;
+  uint32_t found = 0;
+#pragma unroll 4
+  for (int n = opaque(thread); n < kRows * kChunks; n += kThreads) {
+    const uint4 x = ld_shared_16(tile + swizzled<kColumns * 2>(n / kChunks, n % kChunks));
+    found = nan_where_nonfinite<Element>(x.x, found);
+    found = nan_where_nonfinite<Element>(x.y, found);
+    found = nan_where_nonfinite<Element>(x.z, found);
+    found = nan_where_nonfinite<Element>(x.w, found);
+  }
+  return (found & 0x7FFF7FFFu) != 0;
 }
 
 }  // namespace fa::cuda

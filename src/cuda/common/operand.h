@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What launchers ask of a tensor.
+// What launchers and kernels ask of a tensor.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace fa::cuda {
 
 // Whether every row starts on 16 bytes and is whole 16-byte pieces.
-inline bool takes_vectors(const Operand &t, int64_t head_dim) {
+FA_HD bool takes_vectors(const Operand &t, int64_t head_dim) {
   const int64_t elements = 16 / dtype_bytes(t.dtype);
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
          (t.batch_stride | t.seq_stride | t.head_stride | head_dim) % elements == 0;

@@ -9,6 +9,13 @@
 
 namespace fa::cuda {
 
+// The same value, of unknown origin to the compiler: what a loop computes from it is computed where it is used, not kept in
+// registers that the loop's accumulators need.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -80,6 +87,20 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
+}
+
+// The counterpart of ldmatrix_x4, for a tile whose four 8x8 matrices are the quarters of 16 x 16: rows 0-7 and 8-15 of the
+// first eight columns, then of the others. Lane l gives the address of the l / 16-th 16 bytes of row l % 16.
+__device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) st_shared_4(__shfl_sync(~0u, address, 8 * n + (lane >> 2)) + (lane & 3) * 4, r[n]);
+#endif
 }
 
 // d += a b: a 16x16 row-major, b 16x8 column-major, d 16x8.

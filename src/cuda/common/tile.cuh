@@ -65,7 +65,7 @@ struct TileShare {
   static constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8, kLoads = kRows * kChunks / kThreads;
   static constexpr bool kOneColumn = kThreads % kChunks == 0;
   static_assert(kRows * kChunks % kThreads == 0);
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread;  // of kThreads
 
   __device__ __forceinline__ int row(int i) const {
     if constexpr (kOneColumn) return thread / kChunks + i * (kThreads / kChunks);
@@ -79,9 +79,10 @@ struct TileShare {
 // Fills a tile from rows first .. first + kRows - 1, all of which exist: no row is checked, and what differs between threads is one
 // offset. Arrives by cp.async; the caller commits and waits.
 template <int kRows, int kColumns, int kThreads, typename Element>
-__device__ __forceinline__ void load_whole_tile(uint32_t tile, const RowSource<Element> &source, int first) {
+__device__ __forceinline__ void load_whole_tile(uint32_t tile, const RowSource<Element> &source, int first,
+                                                int thread = static_cast<int>(threadIdx.x)) {
   using Share = TileShare<kRows, kColumns, kThreads>;
-  const Share share;
+  const Share share{thread};
   const Element *base = source.base + first * source.row_stride;
   if constexpr (Share::kOneColumn) {
     constexpr int kStep = kThreads / Share::kChunks;
@@ -104,9 +105,10 @@ __device__ __forceinline__ void load_whole_tile(uint32_t tile, const RowSource<E
 // Fills a tile from rows of any kind. address_of(r) is row r of the tile, or null for zeros; columns from `columns` on are zero. Vector
 // rows arrive by cp.async, others before the next barrier.
 template <typename Element, int kRows, int kColumns, int kThreads, typename AddressOf>
-__device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int columns, AddressOf address_of) {
+__device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int columns, AddressOf address_of,
+                                          int thread = static_cast<int>(threadIdx.x)) {
   using Share = TileShare<kRows, kColumns, kThreads>;
-  const Share share;
+  const Share share{thread};
   if (vectors) {
 #pragma unroll 2
     for (int i = 0; i < Share::kLoads; ++i) {
@@ -131,12 +133,14 @@ __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int colum
 
 // Either of the two, as rows first .. first + kRows - 1 of the source allow.
 template <int kRows, int kColumns, int kThreads, typename Element>
-__device__ __forceinline__ void load_tile(uint32_t tile, const RowSource<Element> &source, int first) {
+__device__ __forceinline__ void load_tile(uint32_t tile, const RowSource<Element> &source, int first,
+                                          int thread = static_cast<int>(threadIdx.x)) {
   if (source.whole(first, kRows)) {
-    load_whole_tile<kRows, kColumns, kThreads>(tile, source, first);
+    load_whole_tile<kRows, kColumns, kThreads>(tile, source, first, thread);
   } else {
     load_rows<Element, kRows, kColumns, kThreads>(
-        tile, source.vectors, source.columns, [&](int r) { return first + r < source.rows ? source.row(first + r) : nullptr; });
+        tile, source.vectors, source.columns, [&](int r) { return first + r < source.rows ? source.row(first + r) : nullptr; },
+        thread);
   }
 }
 

@@ -10,11 +10,13 @@ namespace fa::cuda::sm80 {
 
 constexpr float kLseUnit = 1.4426950408889634f;  // log2(e): weights are 2^(logit - lse) here
 
-// A problem and how it is cut. The only parameter of every kernel of the pass.
+// A problem and how it is cut. The only parameter of every kernel of the pass. `turn` has kTurnsPerChunk entries a chunk: the number
+// of blocks of keys whose n-th warp has added to the chunk's dq.
 struct BackwardParams : BackwardRows {
   int32_t key_blocks;                              // blocks of keys of the longest sequence
+  int32_t heads_per_section;                       // (batch, heads_k) pairs whose blocks run together
   bool vector_q, vector_k, vector_v, vector_dout;  // 16-byte loads are legal
-  bool deterministic;  // blocks of keys add to dq in order: by `turn`, the number of those that have
+  bool deterministic;                              // blocks of keys add to dq in order, by `turn`
 };
 
 // What runs a shape of kBackwardShapes, in this order. The problem fields of params must be set.
@@ -24,5 +26,8 @@ struct BackwardLaunches {
   Launch bias;  // dbias, from q, k, v, dout, row_lse and row_delta alone; only in shapes with general scores
 };
 BackwardLaunches backward_launches(int shape, Dtype dtype, const BackwardParams &params);
+
+// Before them: row_lse, row_delta, zero in dq_sum and turn.
+Launch row_statistics_launch(const BackwardParams &params);
 
 }  // namespace fa::cuda::sm80

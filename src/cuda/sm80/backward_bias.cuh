@@ -6,8 +6,8 @@
 
 namespace fa::cuda::sm80 {
 
-// dbias: one block owns kTile x kTile elements of it and sums dS over every (batch, head, row) that shares them, in a fixed order and without
-// workspace. A second evaluation of S and dP, paid only by those who ask for dbias.
+// dbias: one block owns kTile x kTile elements of it and sums dS over every (batch, head, row) that shares them, in a fixed
+// order and without workspace. A second evaluation of S and dP, paid only by those who ask for dbias.
 template <class C>
 class BackwardBias {
  public:
@@ -51,24 +51,14 @@ class BackwardBias {
   static __host__ __device__ int tiles(int64_t n) { return static_cast<int>((n + kTile - 1) / kTile); }
 
  private:
-  __device__ __forceinline__ RowSource<Element> source(const Operand &t, int b, const Sequence &seq, int h, int64_t columns,
-                                                       bool vectors) const {
-    RowSource<Element> s{};
-    s.base = static_cast<const Element *>(t.data) + b * t.batch_stride + seq.start * t.seq_stride + h * t.head_stride;
-    s.row_stride = t.seq_stride;
-    s.rows = static_cast<int>(seq.len);
-    s.columns = static_cast<int>(columns);
-    s.vectors = vectors;
-    return s;
-  }
-
   __device__ __forceinline__ void add(int b, int h, const Sequence &q, const Sequence &k, int row0, int key0) {
     const int seqlen_q = static_cast<int>(q.len), seqlen_k = static_cast<int>(k.len), hk = h / static_cast<int>(p_.group);
     __syncthreads();  // the previous tiles have been read
-    load_tile<kTile, C::kD, kThreads>(q_, source(p_.q, b, q, h, p_.head_dim, a_.vector_q), row0);
-    load_tile<kTile, C::kD, kThreads>(k_, source(p_.k, b, k, hk, p_.head_dim, a_.vector_k), key0);
-    load_tile<kTile, C::kDv, kThreads>(v_, source(p_.v, b, k, hk, p_.head_dim_v, a_.vector_v), key0);
-    load_tile<kTile, C::kDv, kThreads>(do_, source(g_.dout, b, q, h, p_.head_dim_v, a_.vector_dout), row0);
+    load_tile<kTile, C::kD, kThreads>(q_, rows_of<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
+    load_tile<kTile, C::kD, kThreads>(k_, rows_of<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
+    load_tile<kTile, C::kDv, kThreads>(v_, rows_of<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v), key0);
+    load_tile<kTile, C::kDv, kThreads>(do_, rows_of<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout),
+                                       row0);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the caller's tensors, read and written eight elements at a time where alignment allows.
+#pragma once
+
+#include "core/problem.h"
+#include "cuda/common/operand.h"
+#include "cuda/common/tile.cuh"
+
+namespace fa::cuda {
+
+// Rows of one head of one sequence that starts at row `start` of its batch.
+template <typename Element>
+__device__ __forceinline__ RowSource<Element> rows_of(const Operand &t, int64_t batch, int64_t start, int rows, int64_t head,
+                                                      int64_t columns, bool vectors) {
+  RowSource<Element> s{};
+  s.base = static_cast<const Element *>(t.data) + batch * t.batch_stride + start * t.seq_stride + head * t.head_stride;
+  s.row_stride = t.seq_stride;
+  s.rows = rows;
+  s.columns = static_cast<int>(columns);
+  s.vectors = vectors;
+  return s;
+}
+
+// Eight elements to memory of any alignment, or to 16-byte aligned memory in one piece; those from `valid` on are not written.
+template <typename Element>
+__device__ __forceinline__ void store_elements(Element *dst, const uint32_t (&words)[4], int valid, bool vectors) {
+  if (vectors) {
+    if (valid > 0) *reinterpret_cast<uint4 *>(dst) = uint4{words[0], words[1], words[2], words[3]};
+    return;
+  }
+  auto *bits = reinterpret_cast<unsigned short *>(dst);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < valid) bits[e] = static_cast<unsigned short>(words[e / 2] >> (16 * (e & 1)));
+  }
+}
+
+}  // namespace fa::cuda
