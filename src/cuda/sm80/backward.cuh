@@ -68,6 +68,7 @@ class Backward : BackwardBlock<C> {
 #pragma unroll 1
     for (int chunk = end_ - 1; chunk >= begin_; --chunk) {
       scores(chunk);
+      this->pass_turn();
       __syncthreads();  // every warp's dS (and P) is there
       products(chunk);
       if (chunk > begin_) arrive(chunk - 1, false);

@@ -214,8 +214,8 @@ class BackwardBlock {
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(turn_of(chunk)) : "memory");
     return now;
   }
-  // Before it waits, a warp passes on the turn it holds: a chunk later, when its additions have long arrived and the release
-  // costs little.
+  // A warp passes on the turn it holds some products after its additions, when they have arrived and the release costs little; not
+  // a whole chunk after, because under a causal mask each block of keys is that far behind the one before.
   __device__ __forceinline__ void await_turn(int chunk, int now) {
     pass_turn();
     while (now != place(chunk)) now = turn(chunk);

@@ -91,10 +91,12 @@ class BackwardPaired : BackwardBlock<C> {
       if (holds_values()) {
         if (n > 0 && !kKeyWarpsAddDqFirst) add_dq(n - 1);
         accumulate(n, shared_p_, shared_do_, careful);
+        if (!kKeyWarpsAddDqFirst) this->pass_turn();
         if (n > 0 && kKeyWarpsAddDqFirst) add_dq(n - 1);
       } else {
         if (n > 0 && kKeyWarpsAddDqFirst) add_dq(n - 1);
         gradients(n);
+        this->pass_turn();
         role_barrier();  // dS of all key warps is there
         accumulate(n, shared_ds_, shared_q_, careful);
         if (n > 0 && !kKeyWarpsAddDqFirst) add_dq(n - 1);
@@ -105,6 +107,7 @@ class BackwardPaired : BackwardBlock<C> {
         if (holds_values()) {
           role_barrier();  // Q of all value warps is there
           weights(n + 1);
+          if (kKeyWarpsAddDqFirst) this->pass_turn();
         }
       }
     }
