@@ -237,8 +237,11 @@ typedef struct fa_config {
   int32_t num_threads;
   /** CPU: instruction set; one that this processor lacks is refused with ::FA_ERROR_ARCH. CUDA: must be 0. */
   fa_cpu_isa cpu_isa;
-  /** Must be 0. */
-  int32_t reserved;
+  /**
+   * CUDA: highest compute capability (major * 10 + minor, from 80 on) whose own kernels may serve; 0 = the device's. 80 keeps a
+   * newer device to the kernels that every device has. CPU: must be 0.
+   */
+  int32_t cuda_arch;
   /** CPU: the host's own thread pool; NULL = the library's. */
   fa_parallel_for_fn parallel_for;
   /** First argument of `parallel_for`. */

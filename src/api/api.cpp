@@ -115,7 +115,9 @@ fa_status create_backend(const fa_config &config, std::unique_ptr<Backend> &back
       if (create_cuda_backend(gpu, backend, error) == FA_OK) return FA_OK;
       error.text[0] = '\0';
 #endif
-      return create_cpu_backend(config, backend, error);
+      fa_config cpu = config;
+      cpu.cuda_arch = 0;
+      return create_cpu_backend(cpu, backend, error);
     }
     case FA_DEVICE_CPU:
       return create_cpu_backend(config, backend, error);
@@ -145,8 +147,6 @@ fa_status create(fa_context *out, const fa_config *config, ErrorText &error) {
   *out = nullptr;
   fa_config settings{};
   if (config != nullptr) FA_RETURN_IF_ERROR(copy_in(config, "config", settings, error));
-  if (settings.reserved != 0)
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.reserved is %d; it must be 0", int{settings.reserved});
   if (settings.log == nullptr && settings.log_user != nullptr) {
     return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.log_user is %p but config.log is NULL", settings.log_user);
   }

@@ -123,6 +123,10 @@ fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &
                 int{cpu::kMaxThreads});
   }
   cpu::Machine machine;
+  if (config.cuda_arch != 0) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "cuda_arch is %d; it is a setting of CUDA contexts and must be 0 here",
+                int{config.cuda_arch});
+  }
   switch (config.cpu_isa) {
     case FA_CPU_ISA_AUTO:
       machine.isa = cpu::best_isa();

@@ -10,6 +10,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
+#include "cuda/counters.h"
 #include "cuda/driver.h"
 #include "cuda/launches.h"
 #include "cuda/plan.h"
@@ -34,13 +35,16 @@ int32_t num_splits(const BackwardPlan &) { return 1; }
 
 // What carries out a plan. A new family of kernels adds its line here, to Family and to the plan.
 template <typename AnyProblem>
-fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &plan, void *workspace, Launches &launches,
-                        ErrorText &error) {
+fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &plan, const Driver &driver, void *workspace,
+                        int32_t *counters, Launches &launches, ErrorText &error) {
   switch (plan.family) {
     case Family::sm80:
       return sm80::add_launches(problem, plan, workspace, launches, error);
     case Family::simt:
       return simt::add_launches(problem, plan, workspace, launches, error);
+    case Family::sm90:
+      if constexpr (std::is_same_v<AnyProblem, Problem>)
+        return sm90::add_launches(problem, plan, driver, counters, launches, error);
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
 }
@@ -51,7 +55,7 @@ bool is_created(fa_stream stream) { return stream != nullptr && stream != CU_STR
 class CudaBackend final : public Backend {
  public:
   CudaBackend(const Driver &driver, const Device &device, const cudaDeviceProp &properties)
-      : driver_(driver), device_(device), properties_(properties) {}
+      : driver_(driver), device_(device), properties_(properties), counters_(driver) {}
 
   ~CudaBackend() override {
     if (pool_ != nullptr) driver_.cuMemPoolDestroy(pool_);  // what the device still uses of it lives on
@@ -133,7 +137,7 @@ class CudaBackend final : public Backend {
     PlanOf<AnyProblem> plan;
     Launches launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    FA_RETURN_IF_ERROR(make_launches(problem, plan, nullptr, launches, error));
+    FA_RETURN_IF_ERROR(make_launches(problem, plan, driver_, nullptr, nullptr, launches, error));
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
@@ -154,7 +158,9 @@ class CudaBackend final : public Backend {
     FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
     const bool own = workspace.data == nullptr && plan.workspace_bytes > 0;
     if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
-    fa_status status = make_launches(problem, plan, workspace.data, launches, error);
+    int32_t *counters = nullptr;
+    fa_status status = take_counters(plan, call.stream, counters, error);
+    if (status == FA_OK) status = make_launches(problem, plan, driver_, workspace.data, counters, launches, error);
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
@@ -292,6 +298,14 @@ class CudaBackend final : public Backend {
     return FA_OK;
   }
 
+  // For kernels that fetch their work from a counter.
+  fa_status take_counters(const ForwardPlan &plan, fa_stream stream, int32_t *&counters, ErrorText &error) {
+    if (plan.tiles <= plan.blocks) return FA_OK;
+    FA_RETURN_IF_ERROR(make_pool(error));
+    return counters_.next(pool_, stream, counters, error);
+  }
+  fa_status take_counters(const BackwardPlan &, fa_stream, int32_t *&, ErrorText &) { return FA_OK; }
+
   fa_status make_pool(ErrorText &error) {
     if (pool_ != nullptr) return FA_OK;
     CUmemPoolProps properties{};
@@ -309,6 +323,7 @@ class CudaBackend final : public Backend {
   const cudaDeviceProp properties_;
   CUcontext primary_ = nullptr;
   CUmemoryPool pool_ = nullptr;
+  Counters counters_;
   bool in_primary_ = false;  // the call at hand works in primary_
   std::unordered_map<const void *, Kernel> kernels_;
   // Allocations found good in the primary context, by the 2 MB piece of an address in them, so that a call need not ask again (50 ns an
@@ -326,6 +341,9 @@ Device device_of(int32_t index, const cudaDeviceProp &properties) {
   device.multiprocessors = properties.multiProcessorCount;
   device.shared_bytes = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
   device.l2_bytes = properties.l2CacheSize;
+#ifdef FA_HAVE_SM90
+  device.sm90 = device.compute_capability == 90;
+#endif
   return device;
 }
 
@@ -357,11 +375,16 @@ fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> 
                 "num_threads %d, cpu_isa %d and parallel_for are settings of CPU contexts and must be 0 here",
                 int{config.num_threads}, int{config.cpu_isa});
   }
+  if (config.cuda_arch != 0 && config.cuda_arch < 80) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "cuda_arch is %d; it must be 0 or a compute capability from 80 on",
+                int{config.cuda_arch});
+  }
   cudaDeviceProp properties;
   if (const cudaError_t e = cudaGetDeviceProperties(&properties, config.device_index); e != cudaSuccess) {
     return fail(error, FA_ERROR_CUDA, "cudaGetDeviceProperties: %s", cudaGetErrorString(e));
   }
-  const cuda::Device device = cuda::device_of(config.device_index, properties);
+  cuda::Device device = cuda::device_of(config.device_index, properties);
+  device.sm90 = device.sm90 && (config.cuda_arch == 0 || config.cuda_arch >= 90);
   if (device.compute_capability < 80) {
     return fail(error, FA_ERROR_ARCH, "device %d (%s) has compute capability %d.%d; kernels need 8.0", int{device.index},
                 properties.name, properties.major, properties.minor);

@@ -27,7 +27,13 @@ namespace fa::cuda {
   X(cuMemPoolDestroy, 11020)        \
   X(cuMemPoolSetAttribute, 11020)   \
   X(cuPointerGetAttributes, 7000)   \
+  X(cuMemsetD32Async, 3020)         \
+  X(cuStreamCreate, 2000)           \
+  X(cuStreamDestroy, 4000)          \
   X(cuStreamGetCtx, 9020)           \
+  X(cuStreamIsCapturing, 10000)     \
+  X(cuStreamSynchronize, 2000)      \
+  X(cuTensorMapEncodeTiled, 12000)  \
   X(cuThreadExchangeStreamCaptureMode, 10010)
 
 struct Driver {

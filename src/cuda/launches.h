@@ -5,6 +5,7 @@
 #include "core/status.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
+#include "cuda/driver.h"
 #include "cuda/plan.h"
 
 namespace fa::cuda {
@@ -21,7 +22,8 @@ inline void add_merge(const Problem &p, int32_t num_splits, const float *out, co
   launches.add("merge kernel", merge_launch(merge), &merge);
 }
 
-// Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes.
+// Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes. `counters` are a pair of Counters for this
+// launch, or null.
 namespace sm80 {
 fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &error);
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
@@ -33,5 +35,10 @@ fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *wo
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
                        ErrorText &error);
 }  // namespace simt
+
+namespace sm90 {
+fa_status add_launches(const Problem &problem, const ForwardPlan &plan, const Driver &driver, int32_t *counters,
+                       Launches &launches, ErrorText &error);
+}  // namespace sm90
 
 }  // namespace fa::cuda

@@ -5,10 +5,12 @@
 #include <cinttypes>
 #include <sstream>
 
+#include "cuda/common/operand.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
+#include "cuda/sm90/forward_table.h"
 
 namespace fa::cuda {
 namespace {
@@ -97,6 +99,52 @@ int32_t choose_splits(const Problem &p, const Cut &cut, const Device &device, in
   return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(max_splits, ceil_div(chunks, kMinChunks))));
 }
 
+// Heads whose keys and values take half of the L2 cache when `sharing` of them have the same ones.
+int32_t heads_per_section(const Problem &p, const Device &device, int64_t heads, int64_t sharing) {
+  const int64_t head_bytes =
+      std::max<int64_t>(p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing, 1);
+  return static_cast<int32_t>(std::clamp<int64_t>(device.l2_bytes / 2 / head_bytes, 1, std::max<int64_t>(heads * p.batch, 1)));
+}
+
+// Whether the copy engine can read a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
+bool takes_copies(const Operand &t, const Lengths &lengths, int64_t head_dim) {
+  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2-byte elements
+  for (const int64_t stride : {t.batch_stride, t.seq_stride, t.head_stride}) {
+    if (stride < 0 || stride >= kStrides) return false;
+  }
+  return takes_vectors(t, head_dim) && lengths.total <= INT32_MAX;
+}
+
+// Whether the sm_90a kernels take the problem, and how. They read tensors through the copy engine, which wants rows of whole 16-byte
+// pieces, and have no splits: few queries are better served by the sm_80 kernels, which pack heads and split the keys.
+bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
+  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.general_score() || p.page_table != nullptr || p.batch_invariant ||
+      p.num_splits > 1 || p.batch == 0 || p.k_lengths.max_len == 0) {
+    return false;
+  }
+  if (!takes_copies(p.q, p.q_lengths, p.head_dim) || !takes_copies(p.k, p.k_lengths, p.head_dim) ||
+      !takes_copies(p.v, p.k_lengths, p.head_dim_v)) {
+    return false;
+  }
+  const int64_t tokens = p.q_lengths.max_len;
+  for (int32_t n = 0; n < sm90::kNumForwardShapes; ++n) {
+    const sm90::ForwardShape &shape = sm90::kForwardShapes[n];
+    if (p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v || shape.shared_bytes() > device.shared_bytes) continue;
+    const int64_t row_blocks = ceil_div(tokens, shape.rows());
+    const int64_t tiles = row_blocks * p.heads_q * p.batch;
+    if (tokens < shape.rows() / 2 || tiles * 2 < device.multiprocessors || tiles > INT32_MAX / 2) return false;
+    plan.family = Family::sm90;
+    plan.shape = n;
+    plan.row_blocks = static_cast<int32_t>(row_blocks);
+    plan.tiles = static_cast<int32_t>(tiles);
+    plan.blocks = std::min<int64_t>(tiles, device.multiprocessors);
+    plan.heads_per_section = heads_per_section(p, device, p.heads_q, p.group);
+    plan.reason = "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
+    return true;
+  }
+  return false;
+}
+
 // Backward on CUDA cores: every gradient has its own blocks of threads, and the workspace holds two numbers a row.
 fa_status plan_cuda_core(const BackwardProblem &b, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
@@ -137,6 +185,7 @@ bool built_for(const char *archs, int32_t compute_capability) {
 fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  if (plan_sm90(p, device, plan)) return FA_OK;
   plan.reason = find_tensor_core(sm80::kForwardShapes, p, device, plan.shape);
   Cut cut;
   if (plan.reason == nullptr) {
@@ -163,12 +212,7 @@ fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan
   plan.num_splits = choose_splits(p, cut, device, std::max<int64_t>(blocks, 1));
   plan.blocks = blocks * plan.num_splits;
 
-  // Keys and values of one section of heads take half of the L2 cache.
-  const int64_t sharing = plan.rows_per_token == 1 ? p.group : 1;
-  const int64_t head_bytes =
-      std::max<int64_t>(p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing, 1);
-  plan.heads_per_section =
-      static_cast<int32_t>(std::clamp<int64_t>(device.l2_bytes / 2 / head_bytes, 1, std::max<int64_t>(heads * p.batch, 1)));
+  plan.heads_per_section = heads_per_section(p, device, heads, plan.rows_per_token == 1 ? p.group : 1);
 
   if (plan.num_splits > 1) {
     const size_t rows = static_cast<size_t>(plan.num_splits) * p.batch * p.heads_q * tokens;
@@ -207,6 +251,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 }
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
+  if (plan.family == Family::sm90) return name_of("sm90_fwd", p, sm90::kForwardShapes[plan.shape].name);
   const std::string name = plan.family == Family::simt ? name_of("simt_fwd", p, simt::kForwardShapes[plan.shape].name)
                                                        : name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name);
   return name + (plan.num_splits > 1 ? "_split" : "");

@@ -19,10 +19,11 @@ struct Device {
   int32_t multiprocessors = 0;
   int32_t shared_bytes = 0;  // that one block of threads may use
   int64_t l2_bytes = 0;
+  bool sm90 = false;  // it runs the sm_90a kernels, and this build has them
 };
 
 // A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-enum class Family : int32_t { sm80, simt };
+enum class Family : int32_t { sm80, simt, sm90 };
 
 struct ForwardPlan {
   Family family = Family::sm80;
@@ -32,6 +33,7 @@ struct ForwardPlan {
   int32_t heads_per_section = 1;
   int32_t num_splits = 1;
   int64_t blocks = 0;  // blocks of threads
+  int32_t tiles = 0;   // sm90: row blocks of all heads, which the blocks of threads share
   size_t workspace_bytes = 0;
   size_t split_lse_offset = 0;  // in the workspace; split_out is at 0
   const char *reason = "";

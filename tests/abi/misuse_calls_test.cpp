@@ -256,7 +256,7 @@ TEST_F(Calls, Configurations) {
       {FA_ERROR_NO_DEVICE, {"device_index", "-1"}, [](fa_config &c) { c.device_index = -1; }},
       {FA_ERROR_INVALID_ARGUMENT, {"num_threads", "-1"}, [](fa_config &c) { c.num_threads = -1; }},
       {FA_ERROR_INVALID_ARGUMENT, {"num_threads", "2147483647"}, [](fa_config &c) { c.num_threads = INT32_MAX; }},
-      {FA_ERROR_INVALID_ARGUMENT, {"reserved", "1"}, [](fa_config &c) { c.reserved = 1; }},
+      {FA_ERROR_INVALID_ARGUMENT, {"cuda_arch", "90"}, [](fa_config &c) { c.cuda_arch = 90; }},
       {FA_ERROR_INVALID_ARGUMENT,
        {"parallel_for_user", "parallel_for"},
        [&](fa_config &c) { c.parallel_for_user = &something; }},

@@ -22,14 +22,14 @@ void check(cudaError_t result, const char *what) {
 
 class CudaBackend : public Backend {
  public:
-  explicit CudaBackend(fa_context context) : context_(context) {
+  CudaBackend(fa_context context, const char *name) : context_(context), name_(name) {
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream");
   }
   ~CudaBackend() override {
     fa_destroy(context_);
     cudaStreamDestroy(stream_);
   }
-  std::string name() const override { return "cuda"; }
+  std::string name() const override { return name_; }
   fa_context context() override { return context_; }
   fa_stream stream() override { return stream_; }
 
@@ -50,6 +50,7 @@ class CudaBackend : public Backend {
 
  private:
   fa_context context_;
+  const std::string name_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -64,7 +65,15 @@ std::vector<std::shared_ptr<Backend>> cuda_backends() {
   config.device_type = FA_DEVICE_CUDA;
   fa_context context = nullptr;
   if (fa_create(&context, &config) == FA_OK) {
-    backends.push_back(std::make_shared<CudaBackend>(context));
+    backends.push_back(std::make_shared<CudaBackend>(context, "cuda"));
+    // A device with kernels of its own also runs those that it shares with others.
+    fa_device_properties device;
+    fa_device_properties_init(&device, sizeof device);
+    fa_device_info(context, &device);
+    config.cuda_arch = 80;
+    if (device.compute_capability == 90 && fa_create(&context, &config) == FA_OK) {
+      backends.push_back(std::make_shared<CudaBackend>(context, "cuda_sm80"));
+    }
   } else {
     std::fprintf(stderr, "CUDA backend not tested: %s\n", fa_last_error(nullptr));
   }

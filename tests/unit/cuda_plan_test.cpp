@@ -2,6 +2,7 @@
 // Plans of the CUDA backend on devices that need not be there: pure functions of shapes and device, the same in builds without CUDA.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
+#include "cuda/sm90/forward_table.h"
 #include "unit/cuda_problem.h"
 
 namespace fa::cuda {
@@ -51,6 +53,7 @@ BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
 
 // Bytes of shared memory of the planned kernel; that of CUDA-core kernels fits every device.
 int32_t shared_bytes(const ForwardPlan &plan) {
+  if (plan.family == Family::sm90) return sm90::kForwardShapes[plan.shape].shared_bytes();
   return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
 }
 int32_t shared_bytes(const BackwardPlan &plan) {
@@ -76,7 +79,7 @@ void for_everything(Body body) {
 
 // family_pass_dtype_shape.
 bool is_kernel_name(const std::string &name) {
-  for (const std::string family : {"sm80", "simt"}) {
+  for (const std::string family : {"sm80", "sm90", "simt"}) {
     for (const std::string pass : {"_fwd", "_bwd"}) {
       for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
         const std::string start = family + pass + dtype;
@@ -113,7 +116,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
     for (const auto &[option, set] : options()) {
       for (int64_t head_dim = 32; head_dim <= 512; head_dim += 32) {
         for (int64_t head_dim_v = 32; head_dim_v <= 512; head_dim_v += 32) {
-          Problem p = problem(300, 400, head_dim, head_dim_v);
+          Problem p = problem(1000, 1000, head_dim, head_dim_v);
           set(p);
           const ForwardPlan forward_of_p = forward_plan(p, device);
           forward.insert({forward_of_p.family, forward_of_p.shape});
@@ -123,7 +126,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
       }
     }
   }
-  EXPECT_EQ(forward.size(), static_cast<size_t>(sm80::kNumForwardShapes + simt::kNumForwardShapes));
+  EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes));
   EXPECT_EQ(backward.size(), static_cast<size_t>(sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
 }
 
@@ -266,6 +269,39 @@ TEST(CudaPlan, GroupedHeadsShareABlock) {
   set_block_mask(p, 64);
   EXPECT_EQ(forward_plan(p, h200()).rows_per_token, 1);
   EXPECT_EQ(forward_plan(problem(4096, 4096, 128), h200()).rows_per_token, 1) << "whole blocks without";
+}
+
+// The Hopper kernels serve what they can read through the copy engine and what fills the device; a build or a context without them
+// leaves it to the others.
+TEST(CudaPlan, HopperKernels) {
+  const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
+  Problem plain = problem(1000, 1000, 128);
+  const ForwardPlan plan = forward_plan(plain, h200());
+  EXPECT_EQ(plan.family, Family::sm90);
+  EXPECT_EQ(plan.tiles, 8 * plain.heads_q * plain.batch);
+  EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors)) << "blocks of threads share the tiles";
+  EXPECT_EQ(plan.num_splits, 1);
+  Device without = h200();
+  without.sm90 = false;
+  EXPECT_EQ(family(plain, without), Family::sm80);
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
+      {"softcap", [](Problem &p) { p.softcap = 30; }},
+      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"splits", [](Problem &p) { p.num_splits = 2; }},
+      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
+      {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
+      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"rows further apart than the copy engine reaches", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
+      {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
+      {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
+      {"a few queries", [](Problem &p) { p.q_lengths.max_len = 16; }},
+      {"too little to fill half of the device", [](Problem &p) { p.heads_q = p.heads_k = p.group = 1; }},
+  };
+  for (const auto &[text, change] : others) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::sm80) << text;
+  }
 }
 
 TEST(CudaPlan, EmptyProblems) {

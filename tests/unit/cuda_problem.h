@@ -15,12 +15,14 @@ struct NamedDevice {
 
 constexpr int64_t kMegabyte = 1 << 20;
 constexpr NamedDevice kDevices[] = {
-    {"H100, H200", {0, 90, 132, 227 * 1024, 50 * kMegabyte}}, {"A100", {0, 80, 108, 163 * 1024, 40 * kMegabyte}},
-    {"RTX 3090", {0, 86, 82, 99 * 1024, 6 * kMegabyte}},      {"RTX 4090", {0, 89, 128, 99 * 1024, 72 * kMegabyte}},
+    {"H100, H200", {0, 90, 132, 227 * 1024, 50 * kMegabyte, true}},
+    {"A100", {0, 80, 108, 163 * 1024, 40 * kMegabyte}},
+    {"RTX 3090", {0, 86, 82, 99 * 1024, 6 * kMegabyte}},
+    {"RTX 4090", {0, 89, 128, 99 * 1024, 72 * kMegabyte}},
     {"RTX 5090", {0, 120, 170, 99 * 1024, 96 * kMegabyte}},
 };
 
-inline float unreadable;  // an address that plans may compare with null but not follow
+alignas(16) inline float unreadable;  // an address that plans may compare with null but not follow
 
 // Two sequences, 8 query heads on 2 key heads, bf16.
 inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v = 0) {

@@ -82,16 +82,18 @@ std::vector<std::string> kernels(const std::vector<Column> &devices, bool backwa
   return names;
 }
 
-// The cells from head_dim on: which head_dims get which kernels, for one kind of scores.
+// The cells from head_dim on: which head_dims get which kernels, for one kind of scores. Multiples of 8 are asked about: the other ones
+// get the same kernels but those for Hopper.
 std::vector<std::string> ranges(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores) {
   std::vector<std::string> rows;
-  int64_t first = 1;
+  constexpr int64_t kStep = 8;
+  int64_t first = kStep;
   std::vector<std::string> names = kernels(devices, backward, dtype, scores, first);
-  for (int64_t head_dim = 2; head_dim <= kMaxHeadDim + 1; ++head_dim) {
+  for (int64_t head_dim = 2 * kStep; head_dim <= kMaxHeadDim + kStep; head_dim += kStep) {
     std::vector<std::string> next;
     if (head_dim <= kMaxHeadDim) next = kernels(devices, backward, dtype, scores, head_dim);
     if (next == names) continue;
-    rows.push_back(std::to_string(first) + " to " + std::to_string(head_dim - 1) + " |");
+    rows.push_back(std::to_string(first - kStep + 1) + " to " + std::to_string(head_dim - kStep) + " |");
     for (const std::string &name : names) rows.back() += " " + name + " |";
     first = head_dim;
     names = next;

@@ -56,7 +56,7 @@ class fa_config(ctypes.Structure):
         ("device_index", c_int32),
         ("num_threads", c_int32),
         ("cpu_isa", c_int32),
-        ("reserved", c_int32),
+        ("cuda_arch", c_int32),
         ("parallel_for", PARALLEL_FOR_FN),
         ("parallel_for_user", c_void_p),
         ("log", LOG_FN),

@@ -101,11 +101,14 @@ class Backward : BackwardBlock<C> {
 
   // Whether the block mask lets any (row, key) of the block's keys and the chunk through: its sizes are multiples of 64.
   __device__ __forceinline__ bool unmasked_blocks(int chunk) const {
-    if (!C::kGeneral || p_.block_mask.data == nullptr) return true;
-    for (int key = key0_; key < min(key0_ + C::kKeys, band_.seqlen_k); key += 64) {
-      if (p_.block_mask.visible(batch_, head_q_, chunk * C::kRows, key)) return true;
+    if constexpr (C::kGeneral) {
+      if (p_.block_mask.data == nullptr) return true;
+      for (int key = key0_; key < min(key0_ + C::kKeys, band_.seqlen_k); key += 64) {
+        if (p_.block_mask.visible(batch_, head_q_, chunk * C::kRows, key)) return true;
+      }
+      return false;
     }
-    return false;
+    return true;
   }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
+#include "cuda/sm90/forward_table.h"
 #include "gpu/device.h"
 #include "parity/runner.h"
 
@@ -33,8 +34,9 @@ void add_names(const Shape (&shapes)[kCount], const std::string &prefix, const s
   }
 }
 
-std::set<std::string> all_kernels() {
+std::set<std::string> all_kernels(bool sm90) {
   std::set<std::string> names;
+  if (sm90) add_names(fa::cuda::sm90::kForwardShapes, "sm90_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);
@@ -98,12 +100,19 @@ std::vector<Case> cases() {
   return all;
 }
 
-// A context that believes its device to have so much shared memory, or less.
-std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes) {
-  cudaDeviceProp properties;
+fa::cuda::Device this_device(cudaDeviceProp &properties) {
   EXPECT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
-  fa::cuda::Device device = fa::cuda::device_of(0, properties);
+  return fa::cuda::device_of(0, properties);
+}
+
+// A context that believes its device to have so much shared memory, or less. With `sm90` it may use the kernels for that chip, and
+// believes in a single multiprocessor, which makes even these problems large enough for them.
+std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes, bool sm90) {
+  cudaDeviceProp properties;
+  fa::cuda::Device device = this_device(properties);
   device.shared_bytes = std::min(device.shared_bytes, shared_bytes);
+  device.sm90 = sm90;
+  if (sm90) device.multiprocessors = 1;
   auto context = std::make_unique<fa_context_s>();
   fa::ErrorText error;
   EXPECT_EQ(fa::cuda::make_backend(device, properties, context->backend, error), FA_OK) << error.text;
@@ -118,8 +127,12 @@ void run_all(bool expected) {
   std::vector<Data> problems;
   for (const Case &c : cases()) problems.push_back(make_data(c, nullptr, expected));
   std::set<std::string> seen;
-  for (const int32_t kilobytes : {1024, 163, 99}) {  // all of it; A100; desktop chips from sm_86 on
-    const auto context = context_with(kilobytes * 1024);
+  cudaDeviceProp properties;
+  const bool has_sm90 = this_device(properties).sm90;
+  std::vector<std::pair<int32_t, bool>> devices = {{1024, false}, {163, false}, {99, false}};  // all of it; A100; desktop chips
+  if (has_sm90) devices.push_back({1024, true});
+  for (const auto &[kilobytes, sm90] : devices) {
+    const auto context = context_with(kilobytes * 1024, sm90);
     for (const Data &data : problems) {
       const Execution e = execute(backend, context.get(), data);
       ASSERT_TRUE(e.ok()) << e.error << ": " << describe(data.problem);
@@ -130,7 +143,7 @@ void run_all(bool expected) {
       for (const std::string &kernel : e.kernels) seen.insert(without_suffix(kernel));
     }
   }
-  const std::set<std::string> all = all_kernels();
+  const std::set<std::string> all = all_kernels(has_sm90);
   std::vector<std::string> missed;
   std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(missed));
   EXPECT_EQ(missed, std::vector<std::string>()) << "lines of the tables that no problem reaches on these devices";

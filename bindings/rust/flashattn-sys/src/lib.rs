@@ -138,7 +138,7 @@ abi_structs! {
         device_index: i32,
         num_threads: i32,
         cpu_isa: fa_cpu_isa,
-        reserved: i32,
+        cuda_arch: i32,
         parallel_for: fa_parallel_for_fn,
         parallel_for_user: *mut c_void,
         log: fa_log_fn,

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instructions that only sm_90a has, one function each: barriers in shared memory, the tensor copy engine, asynchronous products of
+// a warpgroup, and the split of the register file between roles.
+//
+// Tiles are stored as slabs of 64 columns: [slab][row][64] with 128-byte rows whose eight 16-byte pieces are XORed with row % 8, as the
+// copy engine's 128-byte swizzle writes them. Tiles start on multiples of 1024 bytes.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/common/ptx.cuh"
+
+namespace fa::cuda {
+
+// ----------------------------------------------------------------------------------------------------------------------
+// Barriers
+// ----------------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine; a __syncthreads shows them to the other threads.
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// Without a branch.
+__device__ __forceinline__ void barrier_arrive_if(bool condition, uint32_t barrier) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
+               "r"(static_cast<int>(condition))
+               : "memory");
+}
+// Waits until the phase of that parity has completed: 0 for the first one. A fresh barrier passes a wait for parity 1.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The numbered barriers of a block of threads (1 to 15; 0 is __syncthreads).
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// One lane of a converged warp, always the same one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// ----------------------------------------------------------------------------------------------------------------------
+// The tensor copy engine
+// ----------------------------------------------------------------------------------------------------------------------
+
+// What the L2 cache should do with a tile.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+// Box at (column, row, head, batch) of a 4-d map to shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void load_box(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int column, int row, int head,
+                                         int batch, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
+      : "memory");
+}
+
+// What ordinary stores have written to shared memory is seen by the copy engine and by products after this and a barrier.
+__device__ __forceinline__ void shared_fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// Four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t dst, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(dst), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// ----------------------------------------------------------------------------------------------------------------------
+// Products of a warpgroup
+// ----------------------------------------------------------------------------------------------------------------------
+
+// The low word of an operand is the same for all lanes; saying so keeps it in a uniform register.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
+// A tile whose rows are the rows (A) or columns (B) of the product, the summed dimension contiguous. One step of 16 along it is 32
+// bytes within a slab.
+__device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
+  return uint64_t{uniform((address & 0x3FFFF) >> 4)} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+// A tile of kTileRows rows that are summed over, its columns the columns of the product. One step of 16 rows is 2048 bytes.
+template <int kTileRows>
+__device__ __forceinline__ uint64_t columns_operand(uint32_t address) {
+  return uint64_t{uniform((address & 0x3FFFF) >> 4)} | uint64_t{kTileRows * 128 >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+// Only the low word moves: shared memory is too small for a carry.
+__device__ __forceinline__ uint64_t advance_operand(uint64_t operand, int bytes) {
+  return (operand & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(operand) + static_cast<uint32_t>(bytes >> 4));
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+// Everything `x` (never negative) depends on is computed before the wait that follows. Without it the assembler delays ordinary arithmetic
+// past the wait, where it no longer runs under the products.
+__device__ __forceinline__ void order_after(float x) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p nanosleep.u32 0;\n}\n" ::"f"(x) : "memory");
+}
+// Keeps the compiler from moving uses of registers that products read or write across this point.
+template <int kCount>
+__device__ __forceinline__ void hold(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int kSteps>
+__device__ __forceinline__ void hold(uint32_t (&x)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) asm volatile("" : "+r"(x[i][r])::"memory");
+}
+
+// Groups of eight registers, as operands and by number.
+#define FA_D8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FA_D24 FA_D8(0), FA_D8(8), FA_D8(16)
+#define FA_D32 FA_D8(0), FA_D8(8), FA_D8(16), FA_D8(24)
+#define FA_D40 FA_D32, FA_D8(32)
+#define FA_D48 FA_D40, FA_D8(40)
+#define FA_D56 FA_D48, FA_D8(48)
+#define FA_D64 FA_D56, FA_D8(56)
+#define FA_D72 FA_D64, FA_D8(64)
+#define FA_D80 FA_D72, FA_D8(72)
+#define FA_D88 FA_D80, FA_D8(80)
+#define FA_D96 FA_D88, FA_D8(88)
+#define FA_D128 FA_D96, FA_D8(96), FA_D8(104), FA_D8(112), FA_D8(120)
+#define FA_R24 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define FA_R32                                                                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31"
+#define FA_R40 FA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FA_R48 FA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FA_R56 FA_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FA_R64 FA_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_R72 FA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define FA_R80 FA_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define FA_R88 FA_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define FA_R96 FA_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FA_R128                                                                                                            \
+  FA_R96                                                                                                                   \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
+  "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// One product instruction: 64 rows x kColumns, 16 deep. d[4 j + r] is row 16 warp + lane / 4 + 8 (r / 2), column 8 j + 2 (lane % 4) + r % 2.
+// `accumulate` 0 overwrites d.
+template <typename Element, int kColumns>
+struct Product;
+
+// X(columns, registers, the numbers of the four to seven operands after them)
+#define FA_PRODUCT(kElement, type, n, regs, a, b, c, e, f, g)                                                              \
+  template <>                                                                                                              \
+  struct Product<kElement, n> {                                                                                            \
+    static __device__ __forceinline__ void rows_rows(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) {    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                                 \
+                   ", 0;\n"                                                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs "}, %" #a ", %" #b      \
+                                                                                                   ", p, 1, 1, 0, 0;\n}\n" \
+                   : FA_D##regs                                                                                            \
+                   : "l"(left), "l"(right), "r"(accumulate));                                                              \
+    }                                                                                                                      \
+    static __device__ __forceinline__ void registers_columns(float (&d)[regs], const uint32_t (&w)[4], uint64_t right,     \
+                                                             int accumulate) {                                             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                                 \
+                   ", 0;\n"                                                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                         \
+                   "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 1;\n}\n"                                    \
+                   : FA_D##regs                                                                                            \
+                   : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(right), "r"(accumulate));                             \
+    }                                                                                                                      \
+  };
+#define FA_PRODUCTS(n, regs, a, b, c, e, f, g)                 \
+  FA_PRODUCT(__nv_bfloat16, "bf16", n, regs, a, b, c, e, f, g) \
+  FA_PRODUCT(__half, "f16", n, regs, a, b, c, e, f, g)
+FA_PRODUCTS(48, 24, 24, 25, 26, 27, 28, 29)
+FA_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
+FA_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45)
+FA_PRODUCTS(96, 48, 48, 49, 50, 51, 52, 53)
+FA_PRODUCTS(112, 56, 56, 57, 58, 59, 60, 61)
+FA_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
+FA_PRODUCTS(144, 72, 72, 73, 74, 75, 76, 77)
+FA_PRODUCTS(160, 80, 80, 81, 82, 83, 84, 85)
+FA_PRODUCTS(176, 88, 88, 89, 90, 91, 92, 93)
+FA_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101)
+FA_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133)
+#undef FA_PRODUCTS
+#undef FA_PRODUCT
+
+// ----------------------------------------------------------------------------------------------------------------------
+// Registers
+// ----------------------------------------------------------------------------------------------------------------------
+
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+
+}  // namespace fa::cuda

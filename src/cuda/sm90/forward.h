@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward kernels for sm_90a, as plan and launcher see them.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/problem.h"
+#include "cuda/sm90/forward_table.h"
+
+namespace fa::cuda::sm90 {
+
+// A problem and how it is cut. The kernel's only parameter.
+struct ForwardParams {
+  // Boxes of 64 columns x 64 rows (q) or a chunk of rows (k, v) over (head_dim, seqlen, heads, batch).
+  CUtensorMap q_map, k_map, v_map;
+  Problem problem;
+  int32_t row_blocks;         // blocks of rows of the longest sequence
+  int32_t heads_per_section;  // query heads whose keys and values fit the L2 cache together
+  int32_t tiles;              // row_blocks * heads_q * batch
+  int32_t *counters;          // two, zero before and after: the next tile, and how many blocks of threads have finished
+  bool vector_out;            // 16-byte stores are legal
+};
+
+// The kernel's address, null if this build leaves it out. `shape` indexes kForwardShapes.
+const void *forward_kernel(int shape, Dtype dtype);
+
+}  // namespace fa::cuda::sm90

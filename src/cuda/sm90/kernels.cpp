@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finds the instances of the tables, as sm80/kernels.cpp.
+#include "cuda/sm90/forward.h"
+
+namespace fa::cuda::sm90 {
+
+#define FA_DECLARE(name, ...)                               \
+  __attribute__((weak)) const void *forward_##name##_f16(); \
+  __attribute__((weak)) const void *forward_##name##_bf16();
+FA_SM90_FORWARD_TABLE(FA_DECLARE)
+#undef FA_DECLARE
+
+const void *forward_kernel(int shape, Dtype dtype) {
+  using Getter = const void *(*)();
+#define FA_ENTRY(name, ...) {forward_##name##_f16, forward_##name##_bf16},
+  static constexpr Getter kGetters[][2] = {FA_SM90_FORWARD_TABLE(FA_ENTRY)};
+#undef FA_ENTRY
+  const Getter getter = kGetters[shape][dtype == Dtype::bf16];
+  return getter != nullptr ? getter() : nullptr;
+}
+
+}  // namespace fa::cuda::sm90
