@@ -400,6 +400,8 @@ class Forward {
       if (i == now.edges) mend(tile(now.slot));
       if (grown) scale_out();
     }
+    out_max_[0] = max_[0];
+    out_max_[1] = max_[1];
   }
 
   // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first, one more after it.
@@ -541,7 +543,7 @@ class Forward {
     const Sequence keys_of = sequence_of(p_.k_lengths, t.batch);
     const Range keys = visible_keys(p_.band, t.seqlen_q, t.seqlen_k, int64_t{row});
     const int source = ((lane_ >> 1) & 7) * 4;  // a lane that holds this row's maximum
-    const float low = __shfl_sync(~0u, max_[0], source), high = __shfl_sync(~0u, max_[1], source);
+    const float low = __shfl_sync(~0u, out_max_[0], source), high = __shfl_sync(~0u, out_max_[1], source);
     const float max = (lane_ >> 4) ? high : low;
     const Element *q = row_at(p_.q, t.batch, t.q_start + min(row, t.seqlen_q - 1), t.head_q);
 #pragma unroll
@@ -712,6 +714,7 @@ class Forward {
   uint32_t weights_[kKeys / 16][4];
   float out_[C::kDv / 2];
   float max_[2], sum_[2], factor_[2], inverse_[2];
+  float out_max_[2];         // the maximum that out is relative to; kept up to date as long as out may have to be mended
   bool edges_only_ = false;  // the tile before has masked chunks only
 };
 
