@@ -99,11 +99,14 @@ int32_t choose_splits(const Problem &p, const Cut &cut, const Device &device, in
   return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(max_splits, ceil_div(chunks, kMinChunks))));
 }
 
-// Heads whose keys and values take half of the L2 cache when `sharing` of them have the same ones.
-int32_t heads_per_section(const Problem &p, const Device &device, int64_t heads, int64_t sharing) {
-  const int64_t head_bytes =
-      std::max<int64_t>(p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing, 1);
-  return static_cast<int32_t>(std::clamp<int64_t>(device.l2_bytes / 2 / head_bytes, 1, std::max<int64_t>(heads * p.batch, 1)));
+// Of `heads` heads a sequence, those whose tensors take half of the L2 cache together.
+int32_t section_of(const Problem &p, const Device &device, int64_t heads, int64_t head_bytes) {
+  return static_cast<int32_t>(
+      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1), 1, std::max<int64_t>(heads * p.batch, 1)));
+}
+// Forward: keys and values, which `sharing` heads have in common.
+int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, int64_t sharing) {
+  return section_of(p, device, heads, p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing);
 }
 
 // Whether the copy engine can read a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
@@ -138,7 +141,7 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.row_blocks = static_cast<int32_t>(row_blocks);
     plan.tiles = static_cast<int32_t>(tiles);
     plan.blocks = std::min<int64_t>(tiles, device.multiprocessors);
-    plan.heads_per_section = heads_per_section(p, device, p.heads_q, p.group);
+    plan.heads_per_section = section_of_keys(p, device, p.heads_q, p.group);
     plan.reason = "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
     return true;
   }
@@ -211,9 +214,7 @@ fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan
   const int64_t blocks = plan.row_blocks * heads * p.batch;
   plan.num_splits = choose_splits(p, cut, device, std::max<int64_t>(blocks, 1));
   plan.blocks = blocks * plan.num_splits;
-
-  plan.heads_per_section = heads_per_section(p, device, heads, plan.rows_per_token == 1 ? p.group : 1);
-
+  plan.heads_per_section = section_of_keys(p, device, heads, plan.rows_per_token == 1 ? p.group : 1);
   if (plan.num_splits > 1) {
     const size_t rows = static_cast<size_t>(plan.num_splits) * p.batch * p.heads_q * tokens;
     plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
@@ -234,12 +235,10 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.row_chunks} * shape.rows, p.heads_q, p.batch, error));
 
-  // Queries, dout and the sum for dq of one section of heads take half of the L2 cache.
-  const int64_t head_bytes = std::max<int64_t>(p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
-                                                   p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
-                                               1);
-  plan.heads_per_section =
-      static_cast<int32_t>(std::clamp<int64_t>(device.l2_bytes / 2 / head_bytes, 1, std::max<int64_t>(p.heads_k * p.batch, 1)));
+  // Queries, dout and the sum for dq, besides keys and values.
+  plan.heads_per_section = section_of(p, device, p.heads_k,
+                                      p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
+                                          p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2);
 
   const size_t chunks = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = chunks * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));

@@ -285,12 +285,13 @@ TEST_P(Contract, ErrorIsAtMostTwiceTheUnfusedOne) {
       for (const Role role : {kOut, kDq, kDk, kDv}) {
         const Errors found = errors(*data, role, e.outputs[role]);
         const double rounding = dtype == FA_FLOAT32 ? 0x1p-24 : dtype == FA_FLOAT16 ? 0x1p-11 : 0x1p-8;
-        // In fp32 both are a few roundings, and the largest of thousands is a matter of luck (verify bounds each element by what was
-        // summed); their root mean squares are not.
         EXPECT_LE(found.library_rms, 2 * found.unfused_rms + rounding * found.value_rms)
             << role_name(role) << " " << describe(c);
-        EXPECT_TRUE(verify(backend(), *data, e));
+        // In fp32 both are a few roundings, and on devices that sum in another order the largest of thousands is a matter of luck.
+        if (dtype == FA_FLOAT32 && backend().name().rfind("cpu", 0) != 0) continue;
+        EXPECT_LE(found.library, 2 * found.unfused + rounding * found.largest_value) << role_name(role) << " " << describe(c);
       }
+      EXPECT_TRUE(verify(backend(), *data, e));  // every element, bounded by what was summed
     }
   }
 }

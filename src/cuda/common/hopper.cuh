@@ -51,9 +51,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
 
 // One lane of a converged warp, always the same one.
 __device__ __forceinline__ bool elect_one() {
@@ -148,18 +145,13 @@ __device__ __forceinline__ void hold(uint32_t (&x)[kSteps][4]) {
 // Groups of eight registers, as operands and by number.
 #define FA_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FA_D24 FA_D8(0), FA_D8(8), FA_D8(16)
 #define FA_D32 FA_D8(0), FA_D8(8), FA_D8(16), FA_D8(24)
 #define FA_D40 FA_D32, FA_D8(32)
 #define FA_D48 FA_D40, FA_D8(40)
 #define FA_D56 FA_D48, FA_D8(48)
 #define FA_D64 FA_D56, FA_D8(56)
-#define FA_D72 FA_D64, FA_D8(64)
-#define FA_D80 FA_D72, FA_D8(72)
-#define FA_D88 FA_D80, FA_D8(80)
-#define FA_D96 FA_D88, FA_D8(88)
+#define FA_D96 FA_D64, FA_D8(64), FA_D8(72), FA_D8(80), FA_D8(88)
 #define FA_D128 FA_D96, FA_D8(96), FA_D8(104), FA_D8(112), FA_D8(120)
-#define FA_R24 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
 #define FA_R32                                                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
   "%26, %27, %28, %29, %30, %31"
@@ -167,10 +159,10 @@ __device__ __forceinline__ void hold(uint32_t (&x)[kSteps][4]) {
 #define FA_R48 FA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define FA_R56 FA_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FA_R64 FA_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define FA_R72 FA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define FA_R80 FA_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define FA_R88 FA_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define FA_R96 FA_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FA_R96                                                                                                                 \
+  FA_R64                                                                                                                       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, " \
+  "%88, %89, %90, %91, %92, %93, %94, %95"
 #define FA_R128                                                                                                            \
   FA_R96                                                                                                                   \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
@@ -206,15 +198,11 @@ struct Product;
 #define FA_PRODUCTS(n, regs, a, b, c, e, f, g)                 \
   FA_PRODUCT(__nv_bfloat16, "bf16", n, regs, a, b, c, e, f, g) \
   FA_PRODUCT(__half, "f16", n, regs, a, b, c, e, f, g)
-FA_PRODUCTS(48, 24, 24, 25, 26, 27, 28, 29)
 FA_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37)
 FA_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45)
 FA_PRODUCTS(96, 48, 48, 49, 50, 51, 52, 53)
 FA_PRODUCTS(112, 56, 56, 57, 58, 59, 60, 61)
 FA_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
-FA_PRODUCTS(144, 72, 72, 73, 74, 75, 76, 77)
-FA_PRODUCTS(160, 80, 80, 81, 82, 83, 84, 85)
-FA_PRODUCTS(176, 88, 88, 89, 90, 91, 92, 93)
 FA_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101)
 FA_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133)
 #undef FA_PRODUCTS
