@@ -185,6 +185,27 @@ TEST_P(Regression, ViewsOfOnePackedQkvTensor) {
   });
 }
 
+// Kernels that stay on the device and take their work from a list met many blocks of rows without any, one after another, while they
+// held a finished one back: they waited for ever.
+TEST_P(Regression, OneLongSequenceAmongManyShortOnes) {
+  for (const int64_t head_dim : {64, 128}) {
+    Case c;
+    c.seed = seed_for("one long sequence");
+    c.dtype = FA_BFLOAT16;
+    c.heads_q = 2;
+    c.heads_k = 1;
+    c.head_dim = c.head_dim_v = head_dim;
+    c.mask = FA_MASK_CAUSAL;
+    c.q.packed = c.k.packed = 1;
+    c.batch = 80;
+    c.q.slots.assign(static_cast<size_t>(c.batch), 3);
+    c.q.slots[7] = 600;
+    c.q.slots[50] = 0;
+    c.k.slots = c.q.slots;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 FA_ON_EVERY_BACKEND(Regression);
 
 }  // namespace

@@ -41,7 +41,9 @@ class Backward : BackwardBlock<C> {
       this->fetch_k();
       this->fetch_v();
       for (int h = first_head(); h < first_head() + static_cast<int>(p_.group); ++h) walk(h, h == first_head());
-      cp_async_wait<0>();  // K and V, if no query sees them
+      // K and V, if no query sees them: then no walk has committed and awaited their copies, which must not land on dk and dv.
+      cp_async_commit();
+      cp_async_wait<0>();
     }
     __syncthreads();  // K and V have been read: dk and dv go through their place
     this->template put_gradient<C::kD>(shared_k_, dk_, warp_, p_.softmax_scale);

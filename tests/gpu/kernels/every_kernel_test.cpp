@@ -10,6 +10,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "api/context.h"
@@ -119,47 +120,78 @@ std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes, bool sm90) {
   return context;
 }
 
-// Runs every case on every device; `expected` says whether results are compared with the reference.
-void run_all(bool expected) {
+// Devices that the kernels are made for, as shared memory and whether Hopper's own kernels may be used.
+struct ClaimedDevice {
+  const char *name;
+  int32_t kilobytes;
+  bool sm90;
+};
+constexpr ClaimedDevice kDevices[] = {
+    {"Whole", 1024, false}, {"A100", 163, false}, {"Desktop", 99, false}, {"Hopper", 1024, true}};
+
+// Runs the cases on a device, collects the names of the kernels; `expected` says whether results are compared with the reference.
+void run(const std::vector<Data> &problems, const ClaimedDevice &device, bool expected, std::set<std::string> &seen) {
   const auto backends = cuda_backends();
   ASSERT_FALSE(backends.empty());
   Backend &backend = *backends.front();
-  std::vector<Data> problems;
-  for (const Case &c : cases()) problems.push_back(make_data(c, nullptr, expected));
-  std::set<std::string> seen;
-  cudaDeviceProp properties;
-  const bool has_sm90 = this_device(properties).sm90;
-  std::vector<std::pair<int32_t, bool>> devices = {{1024, false}, {163, false}, {99, false}};  // all of it; A100; desktop chips
-  if (has_sm90) devices.push_back({1024, true});
-  for (const auto &[kilobytes, sm90] : devices) {
-    const auto context = context_with(kilobytes * 1024, sm90);
-    for (const Data &data : problems) {
-      const Execution e = execute(backend, context.get(), data);
-      ASSERT_TRUE(e.ok()) << e.error << ": " << describe(data.problem);
-      EXPECT_EQ(e.damage, "") << describe(data.problem);
-      if (expected) {
-        EXPECT_TRUE(verify(backend, data, e));
-      }
-      for (const std::string &kernel : e.kernels) seen.insert(without_suffix(kernel));
+  const auto context = context_with(device.kilobytes * 1024, device.sm90);
+  for (const Data &data : problems) {
+    const Execution e = execute(backend, context.get(), data);
+    ASSERT_TRUE(e.ok()) << e.error << ": " << describe(data.problem);
+    EXPECT_EQ(e.damage, "") << describe(data.problem);
+    if (expected) {
+      EXPECT_TRUE(verify(backend, data, e));
     }
+    for (const std::string &kernel : e.kernels) seen.insert(without_suffix(kernel));
   }
-  const std::set<std::string> all = all_kernels(has_sm90);
+}
+
+bool has_sm90() {
+  cudaDeviceProp properties;
+  return this_device(properties).sm90;
+}
+
+TEST(EveryKernel, MatchesTheReference) {
+  if (!gpu::no_gpu().empty()) GTEST_SKIP() << gpu::no_gpu();
+  std::vector<Data> problems;
+  for (const Case &c : cases()) problems.push_back(make_data(c, nullptr, true));
+  std::set<std::string> seen;
+  for (const ClaimedDevice &device : kDevices) {
+    if (device.sm90 && !has_sm90()) continue;
+    run(problems, device, true, seen);
+  }
+  const std::set<std::string> all = all_kernels(has_sm90());
   std::vector<std::string> missed;
   std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(missed));
   EXPECT_EQ(missed, std::vector<std::string>()) << "lines of the tables that no problem reaches on these devices";
   std::printf("%zu of %zu kernels ran\n", all.size() - missed.size(), all.size());
 }
 
-TEST(EveryKernel, MatchesTheReference) {
+// The same without the time that references take on the host, in pieces that can run side by side: for compute-sanitizer.
+class EveryKernelOn : public ::testing::TestWithParam<std::tuple<ClaimedDevice, fa_dtype>> {};
+
+TEST_P(EveryKernelOn, Runs) {
   if (!gpu::no_gpu().empty()) GTEST_SKIP() << gpu::no_gpu();
-  run_all(true);
+  const auto &[device, dtype] = GetParam();
+  if (device.sm90 && !has_sm90()) GTEST_SKIP() << "not a Hopper device";
+  std::vector<Data> problems;
+  for (const Case &c : cases()) {
+    if (c.dtype == dtype) problems.push_back(make_data(c, nullptr, false));
+  }
+  std::set<std::string> seen;
+  run(problems, device, false, seen);
+  EXPECT_FALSE(seen.empty());
 }
 
-// The same without the time that references take on the host: for compute-sanitizer.
-TEST(EveryKernel, Runs) {
-  if (!gpu::no_gpu().empty()) GTEST_SKIP() << gpu::no_gpu();
-  run_all(false);
-}
+INSTANTIATE_TEST_SUITE_P(All, EveryKernelOn,
+                         ::testing::Combine(::testing::ValuesIn(kDevices),
+                                            ::testing::Values(FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16)),
+                         [](const auto &info) {
+                           const fa_dtype dtype = std::get<1>(info.param);
+                           return std::string(std::get<0>(info.param).name) + (dtype == FA_FLOAT32   ? "Float32"
+                                                                               : dtype == FA_FLOAT16 ? "Float16"
+                                                                                                     : "Bfloat16");
+                         });
 
 }  // namespace
 }  // namespace parity
