@@ -146,6 +146,18 @@ Execution execute(Backend &backend, fa_context context, const Data &data) {
   return e;
 }
 
+std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, const Data &data) {
+  const Upload device(backend, data);
+  std::array<std::string, 2> names;
+  fa_plan_info info;
+  fa_plan_info_init(&info, sizeof info);
+  if (fa_forward_query(context, &device.attention, &info) == FA_OK) names[0] = info.kernel;
+  if (data.problem.backward && fa_backward_query(context, &device.attention, &device.gradients, &info) == FA_OK) {
+    names[1] = info.kernel;
+  }
+  return names;
+}
+
 ::testing::AssertionResult verify(const Backend &backend, const Data &data, const Execution &e) {
   if (!e.ok()) {
     return ::testing::AssertionFailure() << (e.forward != FA_OK ? "fa_forward: " : "fa_backward: ")

@@ -29,6 +29,8 @@ struct Execution {
 Execution execute(Backend &backend, const Data &data);
 // The same in another context of the same device.
 Execution execute(Backend &backend, fa_context context, const Data &data);
+// The kernels that would run there, by the queries alone; "" for what is refused or not there.
+std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, const Data &data);
 
 // Compares an execution with data.expected; the failure text holds the whole case.
 ::testing::AssertionResult verify(const Backend &backend, const Data &data, const Execution &execution);
