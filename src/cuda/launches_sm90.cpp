@@ -41,8 +41,9 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, const Driver &
   FA_RETURN_IF_ERROR(describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.chunk, params.k_map, error));
   FA_RETURN_IF_ERROR(
       describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.chunk, params.v_map, error));
-  params.row_blocks = plan.row_blocks;
-  params.heads_per_section = plan.heads_per_section;
+  params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.order = BlockOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_section, !params.limits.unlimited_right());
+  params.group = Divisor(p.group);
   params.tiles = plan.tiles;
   params.counters = plan.tiles > plan.blocks ? counters : nullptr;
   params.vector_out = takes_vectors(p.out, p.head_dim_v);

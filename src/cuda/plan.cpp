@@ -119,33 +119,82 @@ bool takes_copies(const Operand &t, const Lengths &lengths, int64_t head_dim) {
 }
 
 // Whether the sm_90a kernels take the problem, and how. They read tensors through the copy engine, which wants rows of whole 16-byte
-// pieces, and have no splits: few queries are better served by the sm_80 kernels, which pack heads and split the keys.
+// pieces, have no splits, and of general scores know softcap and ALiBi. With batch invariance they stay out: max_seqlen_q plays a part in
+// the choice, and it is the batch's.
 bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
-  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.general_score() || p.page_table != nullptr || p.batch_invariant ||
-      p.num_splits > 1 || p.batch == 0 || p.k_lengths.max_len == 0) {
+  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.bias.data != nullptr || p.block_mask.data != nullptr ||
+      p.dropout.threshold > 0 || p.page_table != nullptr || p.batch_invariant || p.num_splits > 1 || p.batch == 0 ||
+      p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) {
     return false;
   }
   if (!takes_copies(p.q, p.q_lengths, p.head_dim) || !takes_copies(p.k, p.k_lengths, p.head_dim) ||
       !takes_copies(p.v, p.k_lengths, p.head_dim_v)) {
     return false;
   }
-  const int64_t tokens = p.q_lengths.max_len;
   for (int32_t n = 0; n < sm90::kNumForwardShapes; ++n) {
     const sm90::ForwardShape &shape = sm90::kForwardShapes[n];
-    if (p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v || shape.shared_bytes() > device.shared_bytes) continue;
-    const int64_t row_blocks = ceil_div(tokens, shape.rows());
-    const int64_t tiles = row_blocks * p.heads_q * p.batch;
-    if (tokens < shape.rows() / 2 || tiles * 2 < device.multiprocessors || tiles > INT32_MAX / 2) return false;
+    if (shape.scored != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v ||
+        shape.shared_bytes() > device.shared_bytes) {
+      continue;
+    }
+    const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
+    if (p.heads_q * p.batch > INT32_MAX / 2 / row_blocks) return false;
     plan.family = Family::sm90;
     plan.shape = n;
     plan.row_blocks = static_cast<int32_t>(row_blocks);
-    plan.tiles = static_cast<int32_t>(tiles);
-    plan.blocks = std::min<int64_t>(tiles, device.multiprocessors);
+    plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
+    plan.blocks = std::min(plan.tiles, device.multiprocessors);
     plan.heads_per_section = section_of_keys(p, device, p.heads_q, p.group);
-    plan.reason = "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
+    plan.reason = shape.scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi"
+                               : "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
     return true;
   }
   return false;
+}
+
+// Whether the Hopper kernel, with whole tiles of rows of one head and all of their keys, is worse than what `other` does: a few queries,
+// which wait for memory alone and fill no tile; splits that put more than half of the device to work; or the heads of a group in one
+// block, where that needs half of the blocks.
+bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90) {
+  constexpr int64_t kFewQueries = 16;
+  return p.q_lengths.max_len <= kFewQueries || (other.num_splits > 1 && int64_t{sm90.tiles} * 2 < device.multiprocessors) ||
+         (other.rows_per_token > 1 && int64_t{other.row_blocks} * 2 <= sm90.row_blocks * p.group);
+}
+
+// With the kernels that every device has.
+fa_status plan_anywhere(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  plan.reason = find_tensor_core(sm80::kForwardShapes, p, device, plan.shape);
+  Cut cut;
+  if (plan.reason == nullptr) {
+    const sm80::ForwardShape &shape = sm80::kForwardShapes[plan.shape];
+    cut = {shape.rows(), shape.chunk, shape.min_blocks};
+    plan.reason = reason_of(shape.general);
+  } else {
+    plan.family = Family::simt;
+    plan.shape = find_cuda_core(simt::kForwardShapes, p.head_dim_v);
+    const simt::ForwardShape &shape = simt::kForwardShapes[plan.shape];
+    cut = {shape.rows(), shape.chunk(), 1};
+  }
+
+  // Few tokens leave most rows of a block empty: let the heads that share keys fill them. A block mask may differ between heads.
+  const int64_t tokens = std::max<int64_t>(p.q_lengths.max_len, 1);
+  if (p.group > 1 && p.block_mask.data == nullptr &&
+      ceil_div(tokens * p.group, cut.rows) < ceil_div(tokens, cut.rows) * p.group) {
+    plan.rows_per_token = static_cast<int32_t>(p.group);
+  }
+  plan.row_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(tokens * plan.rows_per_token, cut.rows), 1));
+  const int64_t heads = plan.rows_per_token == 1 ? p.heads_q : p.heads_k;
+  FA_RETURN_IF_ERROR(check_grid(plan.row_blocks, heads, p.batch, error));
+  const int64_t blocks = plan.row_blocks * heads * p.batch;
+  plan.num_splits = choose_splits(p, cut, device, std::max<int64_t>(blocks, 1));
+  plan.blocks = blocks * plan.num_splits;
+  plan.heads_per_section = section_of_keys(p, device, heads, plan.rows_per_token == 1 ? p.group : 1);
+  if (plan.num_splits > 1) {
+    const size_t rows = static_cast<size_t>(plan.num_splits) * p.batch * p.heads_q * tokens;
+    plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
+    plan.workspace_bytes = plan.split_lse_offset + align_up(rows * sizeof(float));
+  }
+  return FA_OK;
 }
 
 // Backward on CUDA cores: every gradient has its own blocks of threads, and the workspace holds two numbers a row.
@@ -188,38 +237,11 @@ bool built_for(const char *archs, int32_t compute_capability) {
 fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  if (plan_sm90(p, device, plan)) return FA_OK;
-  plan.reason = find_tensor_core(sm80::kForwardShapes, p, device, plan.shape);
-  Cut cut;
-  if (plan.reason == nullptr) {
-    const sm80::ForwardShape &shape = sm80::kForwardShapes[plan.shape];
-    cut = {shape.rows(), shape.chunk, shape.min_blocks};
-    plan.reason = reason_of(shape.general);
-  } else {
-    plan.family = Family::simt;
-    plan.shape = find_cuda_core(simt::kForwardShapes, p.head_dim_v);
-    const simt::ForwardShape &shape = simt::kForwardShapes[plan.shape];
-    cut = {shape.rows(), shape.chunk(), 1};
-  }
-
-  // Few tokens leave most rows of a block empty: let the heads that share keys fill them. A block mask may differ between heads.
-  const int64_t tokens = std::max<int64_t>(p.q_lengths.max_len, 1);
-  if (p.group > 1 && p.block_mask.data == nullptr &&
-      ceil_div(tokens * p.group, cut.rows) < ceil_div(tokens, cut.rows) * p.group) {
-    plan.rows_per_token = static_cast<int32_t>(p.group);
-  }
-  plan.row_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(tokens * plan.rows_per_token, cut.rows), 1));
-  const int64_t heads = plan.rows_per_token == 1 ? p.heads_q : p.heads_k;
-  FA_RETURN_IF_ERROR(check_grid(plan.row_blocks, heads, p.batch, error));
-  const int64_t blocks = plan.row_blocks * heads * p.batch;
-  plan.num_splits = choose_splits(p, cut, device, std::max<int64_t>(blocks, 1));
-  plan.blocks = blocks * plan.num_splits;
-  plan.heads_per_section = section_of_keys(p, device, heads, plan.rows_per_token == 1 ? p.group : 1);
-  if (plan.num_splits > 1) {
-    const size_t rows = static_cast<size_t>(plan.num_splits) * p.batch * p.heads_q * tokens;
-    plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
-    plan.workspace_bytes = plan.split_lse_offset + align_up(rows * sizeof(float));
-  }
+  ForwardPlan sm90;
+  const bool hopper = plan_sm90(p, device, sm90);
+  const fa_status status = plan_anywhere(p, device, plan, error);
+  if (!hopper || (status == FA_OK && beats_sm90(p, device, plan, sm90))) return status;
+  plan = sm90;
   return FA_OK;
 }
 

@@ -271,8 +271,8 @@ TEST(CudaPlan, GroupedHeadsShareABlock) {
   EXPECT_EQ(forward_plan(problem(4096, 4096, 128), h200()).rows_per_token, 1) << "whole blocks without";
 }
 
-// The Hopper kernels serve what they can read through the copy engine and what fills the device; a build or a context without them
-// leaves it to the others.
+// The Hopper kernels serve what they can read through the copy engine, unless other kernels split the keys or fill their rows with several
+// heads; a build or a context without them leaves it to the others.
 TEST(CudaPlan, HopperKernels) {
   const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
   Problem plain = problem(1000, 1000, 128);
@@ -285,7 +285,9 @@ TEST(CudaPlan, HopperKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"softcap", [](Problem &p) { p.softcap = 30; }},
+      {"bias", [](Problem &p) { p.bias.data = &unreadable; }},
+      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+      {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
       {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
       {"splits", [](Problem &p) { p.num_splits = 2; }},
       {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
@@ -295,12 +297,29 @@ TEST(CudaPlan, HopperKernels) {
       {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
       {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
       {"a few queries", [](Problem &p) { p.q_lengths.max_len = 16; }},
-      {"too little to fill half of the device", [](Problem &p) { p.heads_q = p.heads_k = p.group = 1; }},
+      {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
+      {"few blocks and many keys",
+       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
   };
   for (const auto &[text, change] : others) {
     Problem p = plain;
     change(p);
     EXPECT_EQ(family(p), Family::sm80) << text;
+  }
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
+      {"softcap", [](Problem &p) { p.softcap = 30; }},
+      {"ALiBi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
+      {"one split asked for", [](Problem &p) { p.num_splits = 1; }},
+      {"one tile",
+       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
+      {"few queries of heads with keys of their own",
+       [](Problem &p) { p.heads_k = 8, p.group = 1, p.q_lengths.max_len = 64, p.num_splits = 1; }},
+      {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
+  };
+  for (const auto &[text, change] : ours) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::sm90) << text;
   }
 }
 

@@ -47,7 +47,8 @@ struct Scores {
 };
 const Scores kScores[] = {
     {"plain", [](Problem &) {}},
-    {"general", [](Problem &p) { p.softcap = 30; }},
+    {"softcap, ALiBi", [](Problem &p) { p.softcap = 30; }},
+    {"bias, dropout, block mask", [](Problem &p) { p.bias.data = &unreadable; }},
     {"odd block mask", [](Problem &p) { set_block_mask(p, 32); }},
 };
 

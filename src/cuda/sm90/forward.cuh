@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention forward with the asynchronous products of sm_90a.
 //
-// One block of threads a multiprocessor takes tiles of kRows query rows of one head, longest first, from a counter. One warp fetches: K and
-// V in chunks of kChunk keys through rings of kStages, Q and the description of the next tile while the current one is worked on. Each of
-// kGroups warpgroups owns 64 rows: scores S and out in registers, the weights P as left operand straight from registers.
+// One block of threads a multiprocessor takes tiles of kRows query rows of one head, longest first, from a counter. One warp plans: it
+// writes descriptions of the next tiles (tile.cuh) into a ring. One warp fetches: K and V in chunks of kChunk keys through rings of
+// kStages, and Q of the next tile while the current one is worked on. Each of kGroups warpgroups owns 64 rows: scores S and out in
+// registers, the weights P as left operand straight from registers.
 //
 //   for every chunk, through all tiles:
 //       S = Q K^T starts; out += P V of the chunk before starts
@@ -23,15 +24,17 @@
 
 #include "core/mask.h"
 #include "cuda/common/hopper.cuh"
+#include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
-#include "cuda/sm90/forward.h"
+#include "cuda/sm90/tile.cuh"
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_>
+template <typename Element_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_, bool kScored_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kGroups = kGroups_, kChunk = kChunk_, kQStages = kQStages_, kStages = kStages_;
+  static constexpr bool kScored = kScored_;  // softcap or ALiBi
   static constexpr int kTileSlots = 4;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kRows = kGroups * 64;
@@ -41,37 +44,21 @@ struct ForwardConfig {
   static constexpr int kKBytes = kChunk * kSlabs * 128, kVBytes = kChunk * kSlabsV * 128;
   static constexpr int kBarrierOffset = kQStages * kQBytes + kStages * (kKBytes + kVBytes);
   static constexpr int kTileOffset = kBarrierOffset + (2 * kQStages + 4 * kStages + 2 * kTileSlots) * 8;
-  static constexpr int kSharedBytes = kTileOffset + kTileSlots * 64;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 240, kProducerRegisters = kGroups == 3 ? 32 : 24;
+  static constexpr int kSharedBytes = kTileOffset + kTileSlots * sizeof(Tile<kGroups>);
+  // What the first warpgroup gives up of its share at the launch is what the others may take.
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kGroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
   static_assert(kChunk * 128 % 1024 == 0);
 };
 
 constexpr float kLag = 8.0f;
 
-// A block of query rows of one head, and the chunks of keys it sees.
-struct Tile {
-  int64_t q_start;
-  int batch, head_q;
-  int row_block, row0;
-  int seqlen_q, seqlen_k, slot_q;
-  int first, chunks;          // chunks [first, first + chunks); chunks < 0: no more tiles
-  int edge_left, edge_right;  // of these, how many at each end have masked pairs
-
-  __device__ __forceinline__ int edges() const { return edge_left + edge_right; }
-  // Chunks in the order of work: the right edge from the last one down, the left edge, the others from the last one down.
-  __device__ __forceinline__ int chunk(int i) const {
-    const int last = first + chunks - 1;
-    if (i < edge_right || edge_left == 0) return last - i;
-    const int left = i - edge_right;
-    return left < edge_left ? first + left : last - (i - edge_left);
-  }
-};
-static_assert(sizeof(Tile) <= 64);
-
 template <class C>
 class Forward {
  public:
   using Element = typename C::Element;
+  using Tile = sm90::Tile<C::kGroups>;
   static constexpr int kKeys = C::kChunk;
 
   __device__ __forceinline__ Forward(const ForwardParams &params, char *shared)
@@ -83,35 +70,50 @@ class Forward {
         warp_((threadIdx.x >> 5) & 3) {}
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) {
-      for (int n = 0; n < C::kQStages; ++n) {
-        barrier_init(q_full(n), 1);
-        barrier_init(q_empty(n), C::kGroups * 4);
-      }
-      for (int n = 0; n < C::kStages; ++n) {
-        barrier_init(k_full(n), 1);
-        barrier_init(k_empty(n), C::kGroups * 4);
-        barrier_init(v_full(n), 1);
-        barrier_init(v_empty(n), C::kGroups * 4);
-      }
-      for (int n = 0; n < C::kTileSlots; ++n) {
-        barrier_init(tile_full(n), 1);
-        barrier_init(tile_empty(n), C::kGroups * 4);
-      }
-      barrier_init_fence();
-    }
-    __syncthreads();
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
-      if (threadIdx.x < 32) produce();
+      if (warp_ == kFetchWarp) {
+        if (elect_one()) init_barriers();
+        __syncthreads();
+        fetch();
+      } else if (warp_ == kPlanWarp) {
+        plan();
+      } else {
+        __syncthreads();
+      }
     } else {
       take_registers<C::kConsumerRegisters>();
+      __syncthreads();
       group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // the same for the warp, and known to be
       consume();
     }
   }
 
  private:
+  static constexpr int kFetchWarp = 0, kPlanWarp = 1;
+
+  __device__ __forceinline__ void init_barriers() const {
+    prefetch_map(&a_.q_map);
+    prefetch_map(&a_.k_map);
+    prefetch_map(&a_.v_map);
+    constexpr int kWarps = C::kGroups * 4;
+    for (int n = 0; n < C::kQStages; ++n) {
+      barrier_init(q_full(n), 1);
+      barrier_init(q_empty(n), kWarps);
+    }
+    for (int n = 0; n < C::kStages; ++n) {
+      barrier_init(k_full(n), 1);
+      barrier_init(k_empty(n), kWarps);
+      barrier_init(v_full(n), 1);
+      barrier_init(v_empty(n), kWarps);
+    }
+    for (int n = 0; n < C::kTileSlots; ++n) {
+      barrier_init(tile_full(n), 1);
+      barrier_init(tile_empty(n), kWarps + 1);  // and the fetching one
+    }
+    barrier_init_fence();
+  }
+
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
@@ -131,139 +133,110 @@ class Forward {
   __device__ __forceinline__ Tile &tile(int n) const { return tiles_[n]; }
 
   // A place in a ring and how often it has been passed, as parity.
-  template <int kSize>
+  template <int kSize, bool kPowerOfTwo = (kSize & (kSize - 1)) == 0>
   struct Slot {
-    int at = 0;
-    uint32_t parity = 0;
+    int at_ = 0;
+    uint32_t parity_ = 0;
+    __device__ __forceinline__ int at() const { return at_; }
+    __device__ __forceinline__ uint32_t parity() const { return parity_; }
     __device__ __forceinline__ void step() {
-      if (++at == kSize) {
-        at = 0;
-        parity ^= 1;
+      if (++at_ == kSize) {
+        at_ = 0;
+        parity_ ^= 1;
       }
     }
   };
+  template <int kSize>
+  struct Slot<kSize, true> {
+    uint32_t count = 0;
+    __device__ __forceinline__ int at() const { return static_cast<int>(count % kSize); }
+    __device__ __forceinline__ uint32_t parity() const { return count / kSize % 2; }
+    __device__ __forceinline__ void step() { ++count; }
+  };
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Tiles
+  // Planning and fetching
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Tiles are numbered longest first with a causal mask, section by section of heads.
-  __device__ __forceinline__ Tile find_tile(int index) const {
-    Tile t;
-    const int heads = static_cast<int>(p_.heads_q), all_heads = static_cast<int>(p_.batch) * heads;
-    const int per_section = a_.heads_per_section * a_.row_blocks;
-    const int section = index / per_section, first_head = section * a_.heads_per_section;
-    const int heads_here = min(a_.heads_per_section, all_heads - first_head);
-    index -= section * per_section;
-    t.row_block = index / heads_here;
-    const int head = first_head + index - t.row_block * heads_here;
-    if (p_.band.right < Band::kUnlimited) t.row_block = a_.row_blocks - 1 - t.row_block;
-    t.batch = head / heads;
-    t.head_q = head - t.batch * heads;
-    const Sequence q = sequence_of(p_.q_lengths, t.batch), k = sequence_of(p_.k_lengths, t.batch);
-    t.q_start = q.start;
-    t.seqlen_q = static_cast<int>(q.len);
-    t.seqlen_k = static_cast<int>(k.len);
-    t.slot_q = static_cast<int>(q.slot);
-    t.row0 = t.row_block * C::kRows;
-    t.first = t.chunks = t.edge_left = t.edge_right = 0;
-    if (t.row0 >= t.seqlen_q) return t;
-    const Range rows{t.row0, min(t.row0 + C::kRows, t.seqlen_q)};
-    const Range keys = visible_keys(p_.band, t.seqlen_q, t.seqlen_k, rows);
-    if (keys.empty()) return t;
-    t.first = static_cast<int>(keys.begin) / kKeys;
-    const int end = (static_cast<int>(keys.end) + kKeys - 1) / kKeys;
-    t.chunks = end - t.first;
-    const Range inner = interior_keys(p_.band, t.seqlen_q, t.seqlen_k, rows);
-    const int inner_begin = (static_cast<int>(inner.begin) + kKeys - 1) / kKeys,
-              inner_end = static_cast<int>(inner.end) / kKeys;
-    if (inner_begin >= inner_end) {
-      t.edge_right = t.chunks;
-    } else {
-      t.edge_left = inner_begin - t.first;
-      t.edge_right = end - inner_end;
+  __device__ __forceinline__ void plan() {
+    Slot<C::kTileSlots> slot;
+    int index = blockIdx.x;
+    bool first = true;
+    while (index < a_.tiles) {
+      int next = index + static_cast<int>(gridDim.x);
+      if (lane_ == 0 && a_.counters != nullptr) next = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
+      if (!first) barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
+      plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, tile(slot.at()));
+      if (first) __syncthreads();  // the first tile need not wait for barriers to be there
+      first = false;
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
+      slot.step();
+      index = __shfl_sync(~0u, next, 0);
     }
-    return t;
+    barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
+    if (lane_ == 0) {
+      Tile &end = tile(slot.at());
+      end.chunks = -1;
+      for (int g = 0; g < C::kGroups; ++g) end.begin[g] = 0;
+      barrier_arrive(tile_full(slot.at()));
+      // The last block to come here leaves the counters as it found them.
+      if (a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+        a_.counters[0] = 0;
+        a_.counters[1] = 0;
+      }
+    }
   }
 
-  // ------------------------------------------------------------------------------------------------------------------
-  // Fetching
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void produce() {
+  __device__ __forceinline__ void fetch() {
     Slot<C::kQStages> q;
     Slot<C::kStages> k, v;
     Slot<C::kTileSlots> slot;
-    if (elect_one()) {
-      prefetch_map(&a_.q_map);
-      prefetch_map(&a_.k_map);
-      prefetch_map(&a_.v_map);
-    }
-    int index = blockIdx.x;
     while (true) {
-      const bool more = index < a_.tiles;
-      Tile t{};
-      t.chunks = -1;
-      int next = 0;
-      if (more) {
-        t = find_tile(index);
-        if (lane_ == 0 && a_.counters != nullptr) next = atomicAdd(a_.counters, 1);
-      }
-      barrier_wait(tile_empty(slot.at), slot.parity ^ 1);
-      if (lane_ == 0) {
-        tile(slot.at) = t;
-        barrier_arrive(tile_full(slot.at));
-      }
+      barrier_wait(tile_full(slot.at()), slot.parity());
+      const Tile t = tile(slot.at());
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, tile_empty(slot.at()));
       slot.step();
-      if (!more) break;
+      if (t.chunks < 0) break;
       if (t.chunks > 0) fetch_tile(t, q, k, v);
-      index = a_.counters != nullptr ? static_cast<int>(gridDim.x) + __shfl_sync(~0u, next, 0)
-                                     : index + static_cast<int>(gridDim.x);
-    }
-    // The last block to come here leaves the counters as it found them.
-    if (lane_ == 0 && a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-      a_.counters[0] = 0;
-      a_.counters[1] = 0;
     }
   }
 
   __device__ __forceinline__ void fetch_tile(const Tile &t, Slot<C::kQStages> &q, Slot<C::kStages> &k,
                                              Slot<C::kStages> &v) const {
-    const int q_row = static_cast<int>(t.q_start) + t.row0, head_k = t.head_q / static_cast<int>(p_.group);
-    const int k_row = p_.k_lengths.cu != nullptr ? static_cast<int>(offset_of(p_.k_lengths, t.batch)) : 0;
-    const int q_batch = p_.q_lengths.cu != nullptr ? 0 : t.batch, k_batch = p_.k_lengths.cu != nullptr ? 0 : t.batch;
     const auto fetch_k = [&](int chunk) {
-      barrier_wait(k_empty(k.at), k.parity ^ 1);
+      barrier_wait(k_empty(k.at()), k.parity() ^ 1);
       if (elect_one()) {
-        barrier_expect(k_full(k.at), C::kKBytes);
+        barrier_expect(k_full(k.at()), C::kKBytes);
 #pragma unroll
         for (int s = 0; s < C::kSlabs; ++s)
-          load_box(k_tile(k.at) + s * kKeys * 128, &a_.k_map, k_full(k.at), s * 64, k_row + chunk * kKeys, head_k, k_batch,
-                   kEvictLast);
+          load_box(k_tile(k.at()) + s * kKeys * 128, &a_.k_map, k_full(k.at()), s * 64, t.k_row + chunk * kKeys, t.head_k,
+                   t.k_batch, kEvictLast);
       }
       k.step();
     };
     fetch_k(t.chunk(0));
-    barrier_wait(q_empty(q.at), q.parity ^ 1);
+    barrier_wait(q_empty(q.at()), q.parity() ^ 1);
     if (elect_one()) {
-      barrier_expect(q_full(q.at), C::kQBytes);
+      barrier_expect(q_full(q.at()), C::kQBytes);
 #pragma unroll
       for (int g = 0; g < C::kGroups; ++g)
 #pragma unroll
         for (int s = 0; s < C::kSlabs; ++s)
-          load_box(q_tile(q.at) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at), s * 64, q_row + g * 64, t.head_q,
-                   q_batch, kEvictFirst);
+          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at()), s * 64, t.q_row + g * 64,
+                   t.head_q, t.q_batch, kEvictFirst);
     }
     q.step();
     for (int i = 0; i < t.chunks; ++i) {
       if (i + 1 < t.chunks) fetch_k(t.chunk(i + 1));
-      barrier_wait(v_empty(v.at), v.parity ^ 1);
+      barrier_wait(v_empty(v.at()), v.parity() ^ 1);
       if (elect_one()) {
-        barrier_expect(v_full(v.at), C::kVBytes);
+        barrier_expect(v_full(v.at()), C::kVBytes);
 #pragma unroll
         for (int s = 0; s < C::kSlabsV; ++s)
-          load_box(v_tile(v.at) + s * kKeys * 128, &a_.v_map, v_full(v.at), s * 64, k_row + t.chunk(i) * kKeys, head_k, k_batch,
-                   kEvictLast);
+          load_box(v_tile(v.at()) + s * kKeys * 128, &a_.v_map, v_full(v.at()), s * 64, t.k_row + t.chunk(i) * kKeys, t.head_k,
+                   t.k_batch, kEvictLast);
       }
       v.step();
     }
@@ -275,7 +248,7 @@ class Forward {
 
   // S = Q K^T of the next chunk of K, started.
   __device__ __forceinline__ void start_scores() {
-    const uint64_t q = rows_operand(q_tile(q_.at) + group_ * C::kQGroupBytes), k = rows_operand(k_tile(k_.at));
+    const uint64_t q = rows_operand(q_tile(q_.at()) + group_ * C::kQGroupBytes), k = rows_operand(k_tile(k_.at()));
 #pragma unroll
     for (int d = 0; d < C::kD / 16; ++d) {
       Product<Element, kKeys>::rows_rows(s_, advance_operand(q, d / 4 * 64 * 128 + d % 4 * 32),
@@ -286,7 +259,7 @@ class Forward {
 
   // out += P V of the next chunk of V, started; the first one of a tile overwrites.
   __device__ __forceinline__ void start_out(bool first) {
-    const uint64_t v = columns_operand<kKeys>(v_tile(v_.at));
+    const uint64_t v = columns_operand<kKeys>(v_tile(v_.at()));
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       Product<Element, C::kDv>::registers_columns(out_, weights_[n], advance_operand(v, n * 2048), n != 0 || !first);
@@ -298,53 +271,100 @@ class Forward {
   // The walk over tiles and chunks
   // ------------------------------------------------------------------------------------------------------------------
 
-  // The tile worked on: where its description lies, its chunks, how many of them are masked.
-  struct Place {
-    int slot = -1;
-    int chunks = 0, edges = 0;
-  };
-
   __device__ __forceinline__ void consume() {
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n)
 #pragma unroll
       for (int r = 0; r < 4; ++r) weights_[n][r] = 0;
-    Place now;
-    int before = -1;    // the slot of the tile whose last weights have not met V yet
-    bool first = true;  // and whether they are its only ones
-    while (next_tile(now)) {
-      barrier_wait(q_full(q_.at), q_.parity);
-      max_[0] = max_[1] = -1e30f;  // finite, so that -inf minus it is -inf
-      sum_[0] = sum_[1] = 0.f;
-      step<true>(now, 0, before, first);
-      int i = 1;
-      const int head = min(now.chunks, max(now.edges + 1, 2));
+    bool pending = false;  // the last weights of the tile before have not met V yet
+    bool only = true;      // and they are its only ones
+    while (true) {
+      barrier_wait(tile_full(slot_.at()), slot_.parity());
+      const Tile &t = tile(slot_.at());
+      const int begin = t.begin[group_], chunks = t.chunks;
+      if (begin >= chunks) {  // no rows, no keys, or no more tiles
+        if (pending) finish_before(only);
+        pending = false;
+        if (chunks < 0) break;
+        pass(t);
+        slot_.step();
+        continue;
+      }
+      if (t.row0 + C::kRows > t.seqlen_q) store_unused_rows(t);
+      barrier_wait(q_full(q_.at()), q_.parity());
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Finite, so that -inf minus it is -inf. What stands in unused rows must not raise it, as all rows of a warp do that together.
+        max_[r] = row_of(t, r) < t.seqlen_q ? -1e30f : 1e30f;
+        sum_[r] = 0.f;
+      }
+      if (begin > 0) skip_keys();
+      step<true>(t, begin, pending, only);
+      const int head = min(chunks, max(t.edges[group_] + 1, begin + 2));
+      int i = begin + 1;
 #pragma unroll 1
-      for (; i < head; ++i) step<false>(now, i, now.slot, i == 1);
+      for (; i < head; ++i) step<false>(t, i, true, i == begin + 1);
 #pragma unroll 1
-      for (; i < now.chunks - 1; ++i) inner_step();
-      if (i < now.chunks) step<false>(now, i, now.slot, false);
-      finish_sums(tile(now.slot));
-      before = now.slot;
-      first = now.chunks == 1;
+      for (; i < chunks; ++i) inner_step(t, C::kScored ? t.chunk(i) * kKeys : 0, i + 1 == chunks);
+      finish_sums(tile(slot_.at()));
+      pending = true;
+      only = begin + 1 == chunks;
       q_.step();
+      slot_.step();
     }
-    if (before < 0) return;
-    barrier_wait(v_full(v_.at), v_.parity);
-    if (first) clear_tail(tile(before));
+  }
+
+  __device__ __forceinline__ const Tile &tile_before() const { return tile((slot_.at() + C::kTileSlots - 1) % C::kTileSlots); }
+
+  // The last weights of the tile before meet V, and nothing else is to be done beside.
+  __device__ __forceinline__ void finish_before(bool only) {
+    barrier_wait(v_full(v_.at()), v_.parity());
+    if (only) clear_tail(tile_before());
     begin_products();
-    start_out(first);
+    start_out(only);
     products_wait<0>();
     hold(out_);
-    complete(before, edges_only_);
+    barrier_arrive_if(lane_ == 0, v_empty(v_.at()));
+    v_.step();
+    complete_before();
+  }
+
+  // A tile of which this group sees nothing.
+  __device__ __forceinline__ void pass(const Tile &t) {
+    store_unused_rows(t);
+    store_blind_rows(t);
+    const int chunks = t.chunks;
+    if (chunks > 0) {
+      barrier_wait(q_full(q_.at()), q_.parity());
+      barrier_arrive_if(lane_ == 0, q_empty(q_.at()));
+      q_.step();
+    }
+    for (int i = 0; i < chunks; ++i) {
+      skip_keys();
+      skip_values();
+    }
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, tile_empty(slot_.at()));
+  }
+
+  // A chunk that others see. It has to be there before it can be let go.
+  __device__ __forceinline__ void skip_keys() {
+    barrier_wait(k_full(k_.at()), k_.parity());
+    barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
+    k_.step();
+  }
+  __device__ __forceinline__ void skip_values() {
+    barrier_wait(v_full(v_.at()), v_.parity());
+    barrier_arrive_if(lane_ == 0, v_empty(v_.at()));
+    v_.step();
   }
 
   // The first chunk of a tile may hold rows of V past the end of the sequence: unused ones, or the next sequence. What is in them, NaN
   // included, must not count. Every group clears all of them: none waits for another.
   __device__ __forceinline__ void clear_tail(const Tile &t) const {
-    const int used = t.seqlen_k - t.chunk(0) * kKeys;
+    const int used = t.seqlen_k - t.chunk(t.begin[group_]) * kKeys;
     if (used >= kKeys || (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr)) return;
-    const uint32_t v = v_tile(v_.at);
+    const uint32_t v = v_tile(v_.at());
     for (int n = used * 8 + (threadIdx.x & 127); n < kKeys * 8; n += 128)
 #pragma unroll
       for (int s = 0; s < C::kSlabsV; ++s) st_shared_16(v + s * kKeys * 128 + n * 16, 0, 0, 0, 0);
@@ -359,68 +379,67 @@ class Forward {
     products_begin();
   }
 
-  // Weights of chunk i under the out of the chunk before it, which is the last one of tile `before` when kFirst.
+  // Weights of chunk i under the out of the chunk before it, which is the last one of the tile before when kFirst. `out`: there is one;
+  // `first`: it is the first one of its tile.
   template <bool kFirst>
-  __device__ __forceinline__ void step(const Place &now, int i, int before, bool first) {
+  __device__ __forceinline__ void step(const Tile &t, int i, bool out, bool first) {
     // In front of the very first chunk, the product runs on whatever is there and nobody looks at it: one code serves all tiles.
-    const bool out = !kFirst || before >= 0;
-    barrier_wait(k_full(k_.at), k_.parity);
+    barrier_wait(k_full(k_.at()), k_.parity());
     if (out) {
-      barrier_wait(v_full(v_.at), v_.parity);
-      if (first) clear_tail(tile(before));
+      barrier_wait(v_full(v_.at()), v_.parity());
+      if (first) clear_tail(kFirst ? tile_before() : t);
     }
     begin_products();
     start_scores();
     start_out(first);
     products_wait<1>();
     hold(s_);
-    barrier_arrive_if(lane_ == 0, k_empty(k_.at));
-    barrier_arrive_if(lane_ == 0 && i + 1 == now.chunks, q_empty(q_.at));
+    barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
+    barrier_arrive_if(lane_ == 0 && i + 1 == t.chunks, q_empty(q_.at()));
     k_.step();
-    if (i < now.edges) {
-      const Tile &t = tile(now.slot);
-      mask_scores(t, t.chunk(i) * kKeys);
-    }
+    if constexpr (C::kScored) score(t, t.chunk(i) * kKeys);
+    if (i < t.edges[group_]) mask_scores(t, t.chunk(i) * kKeys);
     const bool grown = exponentials();
     order_after(sum_[0] + sum_[1]);
     products_wait<0>();
     hold(out_);
     hold(weights_);
     round_weights();  // before anything else: S is free from here on
-    if constexpr (kFirst) {
-      if (out) {
-        barrier_arrive_if(lane_ == 0, v_empty(v_.at));
-        v_.step();
-        complete(before, edges_only_);
-      }
-      edges_only_ = now.edges == now.chunks;
-    } else {
-      barrier_arrive_if(lane_ == 0, v_empty(v_.at));
+    if (out) {
+      barrier_arrive_if(lane_ == 0, v_empty(v_.at()));
       v_.step();
-      if (i == now.edges) mend(tile(now.slot));
+    }
+    if constexpr (kFirst) {
+      if (out) complete_before();
+      if (i > 0) skip_values();
+      edges_only_ = t.edges[group_] == t.chunks;
+    } else {
+      if (i == t.edges[group_]) mend(t);
       if (grown) scale_out();
     }
     out_max_[0] = max_[0];
     out_max_[1] = max_[1];
   }
 
-  // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first, one more after it.
-  __device__ __forceinline__ void inner_step() {
-    barrier_wait(k_full(k_.at), k_.parity);
-    barrier_wait(v_full(v_.at), v_.parity);
+  // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first.
+  __device__ __forceinline__ void inner_step(const Tile &t, int key0, bool last) {
+    barrier_wait(k_full(k_.at()), k_.parity());
+    barrier_wait(v_full(v_.at()), v_.parity());
     begin_products();
     start_scores();
     start_out(false);
     products_wait<1>();
     hold(s_);
-    barrier_arrive_if(lane_ == 0, k_empty(k_.at));
+    barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
+    barrier_arrive_if(lane_ == 0 && last, q_empty(q_.at()));
     k_.step();
+    if constexpr (C::kScored) score(t, key0);
     const bool grown = exponentials();
     order_after(sum_[0] + sum_[1]);
     products_wait<0>();
     hold(out_);
     hold(weights_);
-    barrier_arrive_if(lane_ == 0, v_empty(v_.at));
+    barrier_arrive_if(lane_ == 0, v_empty(v_.at()));
     v_.step();
     if (grown) scale_out();
     round_weights();
@@ -431,34 +450,13 @@ class Forward {
     for (int j = 0; j < C::kDv / 2; ++j) out_[j] *= factor_[(j >> 1) & 1];
   }
 
-  // The tile in `slot` has all its out.
-  __device__ __forceinline__ void complete(int slot, bool edges_only) {
-    const Tile &t = tile(slot);
-    if (edges_only) mend(t);
+  // The tile before has all its out.
+  __device__ __forceinline__ void complete_before() {
+    const Tile &t = tile_before();
+    if (edges_only_) mend(t);
     store_rows(t);
     __syncwarp();
-    barrier_arrive_if(lane_ == 0, tile_empty(slot));
-  }
-
-  // The next tile that sees any key. Rows of the others are written here.
-  __device__ __forceinline__ bool next_tile(Place &place) {
-    while (true) {
-      const int slot = slot_.at;
-      barrier_wait(tile_full(slot), slot_.parity);
-      slot_.step();
-      const Tile &t = tile(slot);
-      if (t.chunks < 0) return false;
-      if (t.row0 + C::kRows > t.seqlen_q) store_unused_rows(t);
-      if (t.chunks > 0) {
-        place.slot = slot;
-        place.chunks = t.chunks;
-        place.edges = t.edges();
-        return true;
-      }
-      store_blind_rows(t);
-      __syncwarp();
-      barrier_arrive_if(lane_ == 0, tile_empty(slot));
-    }
+    barrier_arrive_if(lane_ == 0, tile_empty((slot_.at() + C::kTileSlots - 1) % C::kTileSlots));
   }
 
   __device__ __forceinline__ void round_weights() {
@@ -475,7 +473,37 @@ class Forward {
   __device__ __forceinline__ int row_of(const Tile &t, int r) const {
     return t.row0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + 8 * r;
   }
-  __device__ __forceinline__ float scale() const { return p_.softmax_scale * kLog2e; }
+  // What turns S into logits in base 2.
+  __device__ __forceinline__ float scale() const { return C::kScored ? 1.f : p_.softmax_scale * kLog2e; }
+
+  // S with softcap and ALiBi, in base 2, keys from key0 on.
+  __device__ __forceinline__ void score(const Tile &t, int key0) {
+    const ScoreScale product(p_);
+    if (product.cap > 0) {
+#pragma unroll
+      for (int j = 0; j < kKeys / 2; ++j) s_[j] = product.capped(s_[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kKeys / 2; ++j) s_[j] = product.scaled(s_[j]);
+    }
+    if (const float slope = t.alibi; slope != 0.f) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const auto distance = static_cast<float>(row_of(t, r) + t.seqlen_k - t.seqlen_q - key0 - 2 * (lane_ & 3));
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) s_[4 * j + 2 * r + e] -= slope * fabsf(distance - static_cast<float>(8 * j + e));
+      }
+    }
+  }
+  // The same for one pair.
+  __device__ __forceinline__ float logit(const Tile &t, float raw, int row, int key) const {
+    if constexpr (!C::kScored) return raw * scale();
+    const ScoreScale product(p_);
+    const float x = product.cap > 0 ? product.capped(raw) : product.scaled(raw);
+    return x - t.alibi * fabsf(static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+  }
 
   // S to P, in place. True if m was raised: then out has to be multiplied by factor_.
   __device__ __forceinline__ bool exponentials() {
@@ -510,17 +538,27 @@ class Forward {
     return grown;
   }
 
+  __device__ __forceinline__ RangeOf<int32_t> keys_of_row(const Tile &t, int row) const {
+    return Diagonal<int32_t>(a_.limits, t.seqlen_q, t.seqlen_k).visible_keys({row, row + 1});
+  }
+
+  // Of the columns 0, 1, 8, 9, 16, 17, .. that a lane holds, those below `end`, as bits.
+  static __device__ __forceinline__ uint32_t columns_below(int end) {
+    const int count = 2 * (end >> 3) + min(end & 7, 2);
+    return end <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1u;
+  }
   __device__ __forceinline__ void mask_scores(const Tile &t, int key0) {
+    static_assert(kKeys <= 128);
+    const int first = key0 + 2 * (lane_ & 3);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Range keys = visible_keys(p_.band, t.seqlen_q, t.seqlen_k, int64_t{row_of(t, r)});
-      const int first = key0 + 2 * (lane_ & 3);
-      const int begin = static_cast<int>(keys.begin) - first, end = static_cast<int>(keys.end) - first;
+      const RangeOf<int32_t> keys = keys_of_row(t, row_of(t, r));
+      const uint32_t seen = columns_below(keys.end - first) & ~columns_below(keys.begin - first);
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          if (8 * j + e < begin || 8 * j + e >= end) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
+          if ((seen >> (2 * j + e) & 1) == 0) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
     }
   }
 
@@ -533,34 +571,33 @@ class Forward {
     float zero = 0.f;
 #pragma unroll
     for (int j = 0; j < C::kDv / 2; ++j) zero = fmaf(out_[j], 0.f, zero);
-    if (t.edges() > 0 && __any_sync(~0u, zero != 0.f)) repair(t);
+    if (__any_sync(~0u, zero != 0.f)) repair(t);
   }
 
   // out of the edge chunks again, from the visible pairs alone and from global memory. Lane l takes half of the columns of the dot
   // products of row l / 2 of this warp.
   __device__ __forceinline__ void repair(const Tile &t) {
-    const int head_k = t.head_q / static_cast<int>(p_.group), row = row_of(t, 0) - (lane_ >> 2) + (lane_ >> 1);
-    const Sequence keys_of = sequence_of(p_.k_lengths, t.batch);
-    const Range keys = visible_keys(p_.band, t.seqlen_q, t.seqlen_k, int64_t{row});
+    const int row = row_of(t, 0) - (lane_ >> 2) + (lane_ >> 1);
+    const RangeOf<int32_t> keys = keys_of_row(t, row);
     const int source = ((lane_ >> 1) & 7) * 4;  // a lane that holds this row's maximum
     const float low = __shfl_sync(~0u, out_max_[0], source), high = __shfl_sync(~0u, out_max_[1], source);
     const float max = (lane_ >> 4) ? high : low;
-    const Element *q = row_at(p_.q, t.batch, t.q_start + min(row, t.seqlen_q - 1), t.head_q);
+    const Element *q = row_at(p_.q, t.q_batch, t.q_row - t.row0 + min(row, t.seqlen_q - 1), t.head_q);
 #pragma unroll
     for (int j = 0; j < C::kDv / 2; ++j) out_[j] = 0.f;
 #pragma unroll 1
-    for (int i = 0; i < t.edges(); ++i) {
+    for (int i = t.begin[group_]; i < t.edges[group_]; ++i) {
       const int key0 = t.chunk(i) * kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + kKeys, t.seqlen_k); ++key) {
-        const Element *k = row_at(p_.k, t.batch, keys_of.start + key, head_k),
-                      *v = row_at(p_.v, t.batch, keys_of.start + key, head_k);
+        const Element *k = row_at(p_.k, t.k_batch, t.k_row + key, t.head_k),
+                      *v = row_at(p_.v, t.k_batch, t.k_row + key, t.head_k);
         float x = 0.f;
 #pragma unroll 1
         for (int column = lane_ & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
         x += __shfl_xor_sync(~0u, x, 1);
         const bool visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
-        const float weight = to_float<Element>(pack2<Element>(exp2_approx(fmaf(x, scale(), -max)), 0.f) & 0xFFFFu);
+        const float weight = to_float<Element>(pack2<Element>(exp2_approx(logit(t, x, row, key) - max), 0.f) & 0xFFFFu);
         float w[2];
         bool seen[2];
 #pragma unroll
@@ -618,20 +655,29 @@ class Forward {
         sum = sum * factor + exp2_approx(sink - raised);
         max_[r] = raised;
       }
-      inverse_[r] = sum == 0.f ? 0.f : factor / sum;
+      inverse_[r] = sum == 0.f ? 0.f : __fdividef(factor, sum);
       if (p_.lse.data != nullptr && (lane_ & 3) == 0 && row < t.seqlen_q) {
-        *lse_at(t, row) = sum == 0.f ? -CUDART_INF_F : (max_[r] + log2f(sum)) * kLn2;
+        *lse_at(t, row) = sum == 0.f ? -CUDART_INF_F : (max_[r] + __log2f(sum)) * kLn2;
       }
     }
   }
 
-  // Sixteen bytes a lane: the four lanes that share a row exchange the pieces of four column blocks.
   __device__ __forceinline__ void store_rows(const Tile &t) const {
+    if (a_.vector_out) {
+      store_pieces<true>(t);
+    } else {
+      store_pieces<false>(t);
+    }
+  }
+  // Sixteen bytes a lane: the four lanes that share a row exchange the pieces of four column blocks.
+  template <bool kVectors>
+  __device__ __forceinline__ void store_pieces(const Tile &t) const {
     const int quad = lane_ & 3, columns = static_cast<int>(p_.head_dim_v);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(t, r);
-      Element *dst = out_at(t, row);
+      Element *dst = out_at(t, row) + quad * 8;
+      const int valid = row < t.seqlen_q ? columns - quad * 8 : 0;
 #pragma unroll
       for (int j = 0; j < C::kDv / 8; j += 4) {
         uint32_t x[4];
@@ -639,8 +685,7 @@ class Forward {
         for (int n = 0; n < 4; ++n)
           x[n] = pack2<Element>(out_[4 * (j + n) + 2 * r] * inverse_[r], out_[4 * (j + n) + 2 * r + 1] * inverse_[r]);
         transpose_quad(x, quad);
-        const int column = (j + quad) * 8;
-        if (row < t.seqlen_q) store_piece(dst + column, uint4{x[0], x[1], x[2], x[3]}, columns - column);
+        store_elements(dst + j * 8, x, valid - j * 8, kVectors);
       }
     }
   }
@@ -662,24 +707,11 @@ class Forward {
       }
     }
   }
-  // Eight elements, of which `valid` lie in the row.
-  __device__ __forceinline__ void store_piece(Element *dst, const uint4 &x, int valid) const {
-    if (a_.vector_out) {
-      if (valid > 0) *reinterpret_cast<uint4 *>(dst) = x;
-    } else {
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (e < valid) reinterpret_cast<unsigned short *>(dst)[e] = static_cast<unsigned short>(words[e / 2] >> (16 * (e & 1)));
-      }
-    }
-  }
-
   __device__ __forceinline__ float *lse_at(const Tile &t, int row) const {
-    return p_.lse.data + t.batch * p_.lse.batch_stride + t.head_q * p_.lse.head_stride + (t.q_start + row) * p_.lse.seq_stride;
+    return p_.lse.data + t.lse + (row - t.row0) * p_.lse.seq_stride;
   }
   __device__ __forceinline__ Element *out_at(const Tile &t, int row) const {
-    return row_at(p_.out, t.batch, t.q_start + row, t.head_q);
+    return static_cast<Element *>(p_.out.data) + t.out + (row - t.row0) * p_.out.seq_stride;
   }
 
   __device__ __forceinline__ void store_row(const Tile &t, int row, float lse) const {
@@ -687,16 +719,15 @@ class Forward {
     auto *dst = reinterpret_cast<unsigned short *>(out_at(t, row));
     for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
   }
-  // Rows that are used but see no key: out = 0, lse = -inf or the sink.
+  // Rows of this group that are used but see no key: out = 0, lse = -inf or the sink.
   __device__ __forceinline__ void store_blind_rows(const Tile &t) const {
     const float lse = p_.sink != nullptr ? p_.sink[t.head_q * p_.sink_stride] : -CUDART_INF_F;
-    for (int row = t.row0 + group_ * 4 + warp_; row < min(t.row0 + C::kRows, t.seqlen_q); row += C::kGroups * 4)
-      store_row(t, row, lse);
+    const int row0 = t.row0 + group_ * 64;
+    for (int row = row0 + warp_; row < min(row0 + 64, t.seqlen_q); row += 4) store_row(t, row, lse);
   }
-  // Rows of the slot that are not used. The last tile also owns what the slot holds beyond the grid.
+  // Rows that are not used.
   __device__ __forceinline__ void store_unused_rows(const Tile &t) const {
-    const int end = t.row_block == a_.row_blocks - 1 ? t.slot_q : min(t.row0 + C::kRows, t.slot_q);
-    for (int row = max(t.row0, t.seqlen_q) + group_ * 4 + warp_; row < end; row += C::kGroups * 4)
+    for (int row = max(t.row0, t.seqlen_q) + group_ * 4 + warp_; row < t.unused_end; row += C::kGroups * 4)
       store_row(t, row, -CUDART_INF_F);
   }
 

@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "core/problem.h"
+#include "cuda/common/block_order.h"
 #include "cuda/sm90/forward_table.h"
 
 namespace fa::cuda::sm90 {
@@ -14,11 +15,12 @@ struct ForwardParams {
   // Boxes of 64 columns x 64 rows (q) or a chunk of rows (k, v) over (head_dim, seqlen, heads, batch).
   CUtensorMap q_map, k_map, v_map;
   Problem problem;
-  int32_t row_blocks;         // blocks of rows of the longest sequence
-  int32_t heads_per_section;  // query heads whose keys and values fit the L2 cache together
-  int32_t tiles;              // row_blocks * heads_q * batch
-  int32_t *counters;          // two, zero before and after: the next tile, and how many blocks of threads have finished
-  bool vector_out;            // 16-byte stores are legal
+  Diagonal<int32_t>::Limits limits;  // problem.band's
+  BlockOrder order;                  // tiles of query heads
+  Divisor group;                     // heads of q for one head of k
+  int32_t tiles;                     // blocks of rows * heads_q * batch
+  int32_t *counters;                 // two, zero before and after: the next tile, and how many blocks of threads have finished
+  bool vector_out;                   // 16-byte stores are legal
 };
 
 // The kernel's address, null if this build leaves it out. `shape` indexes kForwardShapes.

@@ -52,14 +52,15 @@ std::string without_suffix(std::string name) {
   return name;
 }
 
-// What selects a kernel: dtype, head dims, and scores that are plain, general, or general with what only the simplest kernels take. bf16
+// What selects a kernel: dtype, head dims, and scores that are plain, general, general with what only the simplest kernels take, or with
+// softcap and ALiBi alone. bf16
 // problems are packed, and fp16 ones also run on pages.
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}}) {
-      for (const int scores : {0, 1, 2}) {
+      for (const int scores : {0, 1, 2, 3}) {
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -75,8 +76,11 @@ std::vector<Case> cases() {
         c.flags = scores == 0 ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == 2;  // memory that nothing has written: for initcheck
         if (scores > 0) {
-          c.bias = c.alibi = 1;
+          c.alibi = 1;
           c.softcap = 10;
+        }
+        if (scores == 1 || scores == 2) {
+          c.bias = 1;
           c.dropout = 0.1;
           c.block_q = c.block_k = scores == 1 ? 64 : 32;
           c.block_masked = 20;
@@ -105,14 +109,12 @@ fa::cuda::Device this_device(cudaDeviceProp &properties) {
   return fa::cuda::device_of(0, properties);
 }
 
-// A context that believes its device to have so much shared memory, or less. With `sm90` it may use the kernels for that chip, and
-// believes in a single multiprocessor, which makes even these problems large enough for them.
+// A context that believes its device to have so much shared memory, or less. With `sm90` it may use the kernels for that chip.
 std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes, bool sm90) {
   cudaDeviceProp properties;
   fa::cuda::Device device = this_device(properties);
   device.shared_bytes = std::min(device.shared_bytes, shared_bytes);
   device.sm90 = sm90;
-  if (sm90) device.multiprocessors = 1;
   auto context = std::make_unique<fa_context_s>();
   fa::ErrorText error;
   EXPECT_EQ(fa::cuda::make_backend(device, properties, context->backend, error), FA_OK) << error.text;

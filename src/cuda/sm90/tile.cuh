@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of the forward: a block of query rows of one head, the keys it sees and where everything lies. One warp works the descriptions
+// out, ahead of those that fetch and compute.
+#pragma once
+
+#include "core/mask.h"
+#include "core/problem.h"
+#include "cuda/common/score.cuh"
+#include "cuda/sm90/forward.h"
+
+namespace fa::cuda::sm90 {
+
+template <int kGroups>
+struct Tile {
+  int64_t out, lse;                    // where its first row lies, in elements
+  int q_row, q_batch, k_row, k_batch;  // what the copy engine calls its first row, and the first key of the sequence
+  float alibi;                         // slope * log2(e), or 0
+  int head_q, head_k;
+  int row0, seqlen_q, seqlen_k;  // rows count within the sequence
+  int unused_end;                // rows [seqlen_q, unused_end) of the tile's are not used, and still have to be written
+  int first, chunks;             // chunks [first, first + chunks) of keys; chunks < 0: no more tiles
+  int edge_left, edge_right;     // of these, how many at each end have masked pairs
+  // For the 64 rows of each group: in the order of work chunks [begin, chunks) are seen, those before `edges` with masked pairs.
+  int begin[kGroups], edges[kGroups];
+
+  // Chunks in the order of work: the right edge from the last one down, the left edge, the others from the last one down.
+  __device__ __forceinline__ int chunk(int i) const {
+    const int last = first + chunks - 1;
+    if (i < edge_right || edge_left == 0) return last - i;
+    const int left = i - edge_right;
+    return left < edge_left ? first + left : last - (i - edge_left);
+  }
+};
+
+// Chunks of kChunk keys with a key in the range, and those with all keys in it.
+template <int kChunk>
+__device__ __forceinline__ RangeOf<int32_t> chunks_around(const RangeOf<int32_t> &keys) {
+  return {keys.begin / kChunk, (keys.end + kChunk - 1) / kChunk};
+}
+template <int kChunk>
+__device__ __forceinline__ RangeOf<int32_t> chunks_within(const RangeOf<int32_t> &keys) {
+  return {(keys.begin + kChunk - 1) / kChunk, keys.end / kChunk};
+}
+
+// Writes tile `index` to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had.
+template <int kGroups, int kChunk, bool kScored>
+__device__ __forceinline__ void plan_tile(const ForwardParams &a, int index, int lane, Tile<kGroups> &t) {
+  // One more chunk than this group sees is the most that another one does, which the rings of chunks rely on.
+  static_assert((kGroups - 1) * 64 <= kChunk);
+  using Keys = RangeOf<int32_t>;
+  constexpr int kRows = kGroups * 64;
+  const Problem &p = a.problem;
+  const BlockOrder::Place place = a.order.at(index);
+  if constexpr (kScored) {
+    float slope = 0.f;
+    if (p.alibi_slopes != nullptr)
+      slope = p.alibi_slopes[place.batch * p.alibi_batch_stride + place.head * p.alibi_head_stride] * kLog2e;
+    if (lane == 0) t.alibi = slope;
+  }
+  const int row0 = place.row_block * kRows;
+  int seqlen_q;
+  {
+    const Sequence q = sequence_of(p.q_lengths, place.batch);
+    seqlen_q = static_cast<int>(q.len);
+    const int row = static_cast<int>(q.start) + row0, batch = p.q_lengths.cu != nullptr ? 0 : place.batch;
+    if (lane == 0) {
+      t.row0 = row0;
+      t.seqlen_q = seqlen_q;
+      // The last tile also owns what the slot holds beyond the grid.
+      t.unused_end = static_cast<int>(place.row_block == a.order.row_blocks - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
+      t.q_row = row;
+      t.q_batch = batch;
+      t.head_q = place.head;
+      t.head_k = a.group.quotient(place.head);
+      t.out = batch * p.out.batch_stride + row * p.out.seq_stride + place.head * p.out.head_stride;
+      t.lse = batch * p.lse.batch_stride + row * p.lse.seq_stride + place.head * p.lse.head_stride;
+    }
+  }
+  int seqlen_k;
+  {
+    const Sequence k = sequence_of(p.k_lengths, place.batch);
+    seqlen_k = static_cast<int>(k.len);
+    if (lane == 0) {
+      t.seqlen_k = seqlen_k;
+      t.k_row = static_cast<int>(k.start);
+      t.k_batch = p.k_lengths.cu != nullptr ? 0 : place.batch;
+    }
+  }
+
+  const Diagonal<int32_t> diagonal(a.limits, seqlen_q, seqlen_k);
+  const Keys rows{row0, min(row0 + kRows, seqlen_q)};
+  const Keys seen = diagonal.visible_keys(rows);
+  const Keys all = seen.empty() ? Keys{0, 0} : chunks_around<kChunk>(seen);
+  const Keys inner = chunks_within<kChunk>(diagonal.interior_keys(rows));
+  const int edge_left = inner.empty() ? 0 : inner.begin - all.begin,
+            edge_right = all.end - (inner.empty() ? all.begin : inner.end);
+  if (lane == 0) {
+    t.first = all.begin;
+    t.chunks = all.size();
+    t.edge_left = edge_left;
+    t.edge_right = edge_right;
+  }
+  if (lane < kGroups) {
+    const Keys mine{row0 + lane * 64, min(row0 + lane * 64 + 64, seqlen_q)};
+    const Keys my_keys = diagonal.visible_keys(mine), my_inner = chunks_within<kChunk>(diagonal.interior_keys(mine));
+    int begin = all.size(), edges = begin;
+    if (!my_keys.empty()) {
+      begin = all.end - chunks_around<kChunk>(my_keys).end;
+      if (edge_left > 0) {
+        edges = edge_left + edge_right;
+      } else if (!my_inner.empty() && my_inner.begin <= all.begin) {
+        edges = all.end - my_inner.end;
+      }
+    }
+    t.begin[lane] = begin;
+    t.edges[lane] = edges;
+  }
+}
+
+}  // namespace fa::cuda::sm90
