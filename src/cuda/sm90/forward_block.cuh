@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// One block of threads of the forward: its sizes, its shared memory, and the warps that plan and fetch. What is computed is in forward.cuh.
+#pragma once
+
+#include "cuda/common/hopper.cuh"
+#include "cuda/sm90/tile.cuh"
+
+namespace fa::cuda::sm90 {
+
+template <typename Element_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_, bool kScored_>
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kD = kD_, kDv = kDv_, kGroups = kGroups_, kChunk = kChunk_, kQStages = kQStages_, kStages = kStages_;
+  static constexpr bool kScored = kScored_;  // softcap or ALiBi
+  static constexpr int kTileSlots = 4;
+  static constexpr int kThreads = (kGroups + 1) * 128;
+  static constexpr int kRows = kGroups * 64;
+  static constexpr int kSlabs = (kD + 63) / 64, kSlabsV = (kDv + 63) / 64;
+  static constexpr int kQGroupBytes = 64 * kSlabs * 128;
+  static constexpr int kQBytes = kGroups * kQGroupBytes;
+  static constexpr int kKBytes = kChunk * kSlabs * 128, kVBytes = kChunk * kSlabsV * 128;
+  static constexpr int kBarrierOffset = kQStages * kQBytes + kStages * (kKBytes + kVBytes);
+  static constexpr int kTileOffset = kBarrierOffset + (2 * kQStages + 4 * kStages + 2 * kTileSlots) * 8;
+  static constexpr int kSharedBytes = kTileOffset + kTileSlots * sizeof(Tile<kGroups>);
+  // What the first warpgroup gives up of its share at the launch is what the others may take.
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kGroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
+  static_assert(kChunk * 128 % 1024 == 0);
+};
+
+template <class C>
+class ForwardBlock {
+ public:
+  using Element = typename C::Element;
+  using Tile = sm90::Tile<C::kGroups>;
+  static constexpr int kKeys = C::kChunk;
+
+  __device__ __forceinline__ ForwardBlock(const ForwardParams &params, char *shared)
+      : a_(params),
+        p_(params.problem),
+        tiles_(reinterpret_cast<Tile *>(shared + C::kTileOffset)),
+        shared_(smem_address(shared)),
+        lane_(threadIdx.x & 31),
+        warp_((threadIdx.x >> 5) & 3) {}
+
+  __device__ __forceinline__ void init_barriers() const {
+    prefetch_map(&a_.q_map);
+    prefetch_map(&a_.k_map);
+    prefetch_map(&a_.v_map);
+    constexpr int kWarps = C::kGroups * 4;
+    for (int n = 0; n < C::kQStages; ++n) {
+      barrier_init(q_full(n), 1);
+      barrier_init(q_empty(n), kWarps);
+    }
+    for (int n = 0; n < C::kStages; ++n) {
+      barrier_init(k_full(n), 1);
+      barrier_init(k_empty(n), kWarps);
+      barrier_init(v_full(n), 1);
+      barrier_init(v_empty(n), kWarps);
+    }
+    for (int n = 0; n < C::kTileSlots; ++n) {
+      barrier_init(tile_full(n), 1);
+      barrier_init(tile_empty(n), kWarps + 1);  // and the fetching one
+    }
+    barrier_init_fence();
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Shared memory
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint32_t q_tile(int n) const { return shared_ + n * C::kQBytes; }
+  __device__ __forceinline__ uint32_t k_tile(int n) const { return shared_ + C::kQStages * C::kQBytes + n * C::kKBytes; }
+  __device__ __forceinline__ uint32_t v_tile(int n) const { return k_tile(C::kStages) + n * C::kVBytes; }
+  __device__ __forceinline__ uint32_t q_full(int n) const { return shared_ + C::kBarrierOffset + n * 8; }
+  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kQStages + n); }
+  __device__ __forceinline__ uint32_t k_full(int n) const { return q_full(2 * C::kQStages + n); }
+  __device__ __forceinline__ uint32_t k_empty(int n) const { return k_full(C::kStages + n); }
+  __device__ __forceinline__ uint32_t v_full(int n) const { return k_full(2 * C::kStages + n); }
+  __device__ __forceinline__ uint32_t v_empty(int n) const { return k_full(3 * C::kStages + n); }
+
+  __device__ __forceinline__ uint32_t tile_full(int n) const { return k_full(4 * C::kStages + n); }
+  __device__ __forceinline__ uint32_t tile_empty(int n) const { return tile_full(C::kTileSlots + n); }
+  __device__ __forceinline__ Tile &tile(int n) const { return tiles_[n]; }
+
+  // A place in a ring and how often it has been passed, as parity.
+  template <int kSize, bool kPowerOfTwo = (kSize & (kSize - 1)) == 0>
+  struct Slot {
+    int at_ = 0;
+    uint32_t parity_ = 0;
+    __device__ __forceinline__ int at() const { return at_; }
+    __device__ __forceinline__ uint32_t parity() const { return parity_; }
+    __device__ __forceinline__ void step() {
+      if (++at_ == kSize) {
+        at_ = 0;
+        parity_ ^= 1;
+      }
+    }
+  };
+  template <int kSize>
+  struct Slot<kSize, true> {
+    uint32_t count = 0;
+    __device__ __forceinline__ int at() const { return static_cast<int>(count % kSize); }
+    __device__ __forceinline__ uint32_t parity() const { return count / kSize % 2; }
+    __device__ __forceinline__ void step() { ++count; }
+  };
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Planning and fetching
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void plan() {
+    Slot<C::kTileSlots> slot;
+    int index = blockIdx.x;
+    bool first = true;
+    while (index < a_.tiles) {
+      int next = index + static_cast<int>(gridDim.x);
+      if (lane_ == 0 && a_.counters != nullptr) next = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
+      if (!first) barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
+      plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, tile(slot.at()));
+      if (first) __syncthreads();  // the first tile need not wait for barriers to be there
+      first = false;
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
+      slot.step();
+      index = __shfl_sync(~0u, next, 0);
+    }
+    barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
+    if (lane_ == 0) {
+      Tile &end = tile(slot.at());
+      end.chunks = -1;
+      for (int g = 0; g < C::kGroups; ++g) end.begin[g] = 0;
+      barrier_arrive(tile_full(slot.at()));
+      // The last block to come here leaves the counters as it found them.
+      if (a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+        a_.counters[0] = 0;
+        a_.counters[1] = 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void fetch() {
+    Slot<C::kQStages> q;
+    Slot<C::kStages> k, v;
+    Slot<C::kTileSlots> slot;
+    while (true) {
+      barrier_wait(tile_full(slot.at()), slot.parity());
+      const Tile t = tile(slot.at());
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, tile_empty(slot.at()));
+      slot.step();
+      if (t.chunks < 0) break;
+      if (t.chunks > 0) fetch_tile(t, q, k, v);
+    }
+  }
+
+  __device__ __forceinline__ void fetch_tile(const Tile &t, Slot<C::kQStages> &q, Slot<C::kStages> &k,
+                                             Slot<C::kStages> &v) const {
+    const auto fetch_k = [&](int chunk) {
+      barrier_wait(k_empty(k.at()), k.parity() ^ 1);
+      if (elect_one()) {
+        barrier_expect(k_full(k.at()), C::kKBytes);
+#pragma unroll
+        for (int s = 0; s < C::kSlabs; ++s)
+          load_box(k_tile(k.at()) + s * kKeys * 128, &a_.k_map, k_full(k.at()), s * 64, t.k_row + chunk * kKeys, t.head_k,
+                   t.k_batch, kEvictLast);
+      }
+      k.step();
+    };
+    fetch_k(t.chunk(0));
+    barrier_wait(q_empty(q.at()), q.parity() ^ 1);
+    if (elect_one()) {
+      barrier_expect(q_full(q.at()), C::kQBytes);
+#pragma unroll
+      for (int g = 0; g < C::kGroups; ++g)
+#pragma unroll
+        for (int s = 0; s < C::kSlabs; ++s)
+          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at()), s * 64, t.q_row + g * 64,
+                   t.head_q, t.q_batch, kEvictFirst);
+    }
+    q.step();
+    for (int i = 0; i < t.chunks; ++i) {
+      if (i + 1 < t.chunks) fetch_k(t.chunk(i + 1));
+      barrier_wait(v_empty(v.at()), v.parity() ^ 1);
+      if (elect_one()) {
+        barrier_expect(v_full(v.at()), C::kVBytes);
+#pragma unroll
+        for (int s = 0; s < C::kSlabsV; ++s)
+          load_box(v_tile(v.at()) + s * kKeys * 128, &a_.v_map, v_full(v.at()), s * 64, t.k_row + t.chunk(i) * kKeys, t.head_k,
+                   t.k_batch, kEvictLast);
+      }
+      v.step();
+    }
+  }
+
+  const ForwardParams &a_;
+  const Problem &p_;
+  Tile *const tiles_;
+  const uint32_t shared_;
+  const int lane_, warp_;  // warp_ within the group
+};
+
+}  // namespace fa::cuda::sm90
