@@ -40,6 +40,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.lse_unit = 1.f;
   params.row_lse = reinterpret_cast<float *>(memory);
   params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
+  params.chunk_turns = 0;
   params.head_dim_bucket = 0;
   params.dq_sum = nullptr;
   params.turn = nullptr;

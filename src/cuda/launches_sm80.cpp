@@ -62,6 +62,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.row_chunks = plan.row_chunks;
   params.chunk_rows = shape.rows;
   params.heads_per_section = plan.heads_per_section;
+  params.chunk_turns = kTurnsPerChunk;
   params.head_dim_bucket = shape.head_dim;
   params.vector_q = takes_vectors(p.q, p.head_dim);
   params.vector_k = takes_vectors(p.k, p.head_dim);
@@ -75,7 +76,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.turn = reinterpret_cast<int32_t *>(memory + plan.turn_offset);
 
   const BackwardLaunches kernels = backward_launches(plan.shape, p.q.dtype, params);
-  launches.add("backward row kernel", row_statistics_launch(params), &params);
+  launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr)
     launches.add("backward kernel", kernels.main, &params);
   if (b.dq.data != nullptr) launches.add("dq kernel", kernels.dq, &params);

@@ -7,17 +7,20 @@
 
 namespace fa::cuda {
 
+constexpr float kLseUnit = 1.4426950408889634f;  // log2(e), for kernels whose weights are 2^(logit - lse)
+
 // What every family's backward parameters begin with. Arrays are workspace, each for (batch, heads_q, row_chunks, ...).
 struct BackwardRows {
   BackwardProblem problem;
   int32_t row_chunks;  // chunks of queries of the longest sequence
   int32_t chunk_rows;
+  int32_t chunk_turns;      // numbers in turn a chunk
   int32_t head_dim_bucket;  // columns of dq_sum
   float lse_unit;           // what row_lse is multiplied by: 1, or log2(e)
   float *row_lse;           // (chunk_rows): lse * lse_unit; +inf for rows without keys and past the end, so that their P is 0
   float *row_delta;         // (chunk_rows): sum of dout * out over the columns, minus dlse
   float *dq_sum;            // (chunk_rows * head_dim_bucket): zeroed for kernels that add to it; null without
-  int32_t *turn;            // (): zeroed likewise; null without
+  int32_t *turn;            // (chunk_turns): zeroed likewise
 };
 
 // Before the kernels of the pass: row_lse, row_delta, zero in dq_sum and turn.

@@ -8,8 +8,6 @@
 
 namespace fa::cuda::sm80 {
 
-constexpr float kLseUnit = 1.4426950408889634f;  // log2(e): weights are 2^(logit - lse) here
-
 // A problem and how it is cut. The only parameter of every kernel of the pass. `turn` has kTurnsPerChunk entries a chunk: the number
 // of blocks of keys whose n-th warp has added to the chunk's dq.
 struct BackwardParams : BackwardRows {
@@ -26,8 +24,5 @@ struct BackwardLaunches {
   Launch bias;  // dbias, from q, k, v, dout, row_lse and row_delta alone; only in shapes with general scores
 };
 BackwardLaunches backward_launches(int shape, Dtype dtype, const BackwardParams &params);
-
-// Before them: row_lse, row_delta, zero in dq_sum and turn.
-Launch row_statistics_launch(const BackwardParams &params);
 
 }  // namespace fa::cuda::sm80

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// The last step of a backward pass whose blocks of threads add up dq in the workspace.
+#pragma once
+
+#include "cuda/common/backward_rows.h"
+#include "cuda/common/rows.cuh"
+
+namespace fa::cuda {
+
+// A chunk of the sum is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each four numbers a lane as accumulators of products
+// hold them. Warps are numbered rows first.
+//
+// dq = softmax_scale * dq_sum, from the order of the accumulators to the rows of the tensor, one block a chunk; zero for rows
+// that are not used.
+template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads>
+__global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
+  constexpr int kRowParts = kRows / 16 / kRowTiles;
+  constexpr int kUnits = kRows * kD / 16;  // rows g and g + 8 of a 16 x 8 tile: four lanes' numbers
+  const Problem &p = a.problem.forward;
+  const Operand &t = a.problem.dq;
+  const int chunk = static_cast<int>(blockIdx.x) % a.row_chunks, slice = static_cast<int>(blockIdx.x) / a.row_chunks;
+  const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
+  const Sequence q = sequence_of(p.q_lengths, batch);
+  const int used = static_cast<int>(q.len), slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
+  const bool vectors = takes_vectors(t, columns);
+  const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{blockIdx.x} * (kRows * kD / 4);
+  Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + q.start * t.seq_stride + head * t.head_stride;
+#pragma unroll
+  for (int n = 0; n < kUnits / kThreads; ++n) {
+    const int unit = static_cast<int>(threadIdx.x) + n * kThreads, tile = unit / 8;
+    const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
+    const int row = chunk * kRows + (warp % kRowParts * kRowTiles + i) * 16 + unit % 8;
+    const int column = (warp / kRowParts * kColumnTiles + j) * 8;
+    uint32_t words[2][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float4 x = sum[unit * 4 + e];
+      words[0][e] = pack2<Element>(x.x * p.softmax_scale, x.y * p.softmax_scale);
+      words[1][e] = pack2<Element>(x.z * p.softmax_scale, x.w * p.softmax_scale);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r >= slot) continue;
+      const uint32_t keep = row + 8 * r < used ? ~0u : 0u;
+      store_elements<Element>(base + (row + 8 * r) * t.seq_stride + column,
+                              {words[r][0] & keep, words[r][1] & keep, words[r][2] & keep, words[r][3] & keep},
+                              columns - column, vectors);
+    }
+  }
+  // The last chunk also owns the rows of the slot beyond the grid.
+  if (chunk == a.row_chunks - 1) {
+    constexpr int kChunks = kD / 8;
+    for (int n = threadIdx.x; n < (slot - a.row_chunks * kRows) * kChunks; n += kThreads) {
+      const int row = a.row_chunks * kRows + n / kChunks, column = n % kChunks * 8;
+      store_elements<Element>(base + row * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
+    }
+  }
+}
+
+}  // namespace fa::cuda
