@@ -43,8 +43,11 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
     case Family::simt:
       return simt::add_launches(problem, plan, workspace, launches, error);
     case Family::sm90:
-      if constexpr (std::is_same_v<AnyProblem, Problem>)
+      if constexpr (std::is_same_v<AnyProblem, Problem>) {
         return sm90::add_launches(problem, plan, driver, counters, launches, error);
+      } else {
+        return sm90::add_launches(problem, plan, driver, workspace, launches, error);
+      }
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
 }

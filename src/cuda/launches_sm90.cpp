@@ -4,10 +4,16 @@
 #include "cuda/common/operand.h"
 #include "cuda/driver.h"
 #include "cuda/launches.h"
+#include "cuda/sm90/backward.h"
 #include "cuda/sm90/forward.h"
 
 namespace fa::cuda::sm90 {
 namespace {
+
+fa_status refused(const char *name, const void *data, CUresult result, ErrorText &error) {
+  return fail(error, FA_ERROR_CUDA, "%s at %p: the driver cannot describe it to the copy engine (%s)", name, data,
+              cudaGetErrorName(to_runtime(result)));
+}
 
 // Describes (batch, rows, heads, columns) of 16-bit elements to the copy engine: boxes of 64 columns and `box_rows` rows of one head, what
 // lies outside reads as zero.
@@ -25,9 +31,20 @@ fa_status describe(const Driver &driver, const char *name, const Operand &t, con
   const CUresult result = driver.cuTensorMapEncodeTiled(&map, type, 4, t.data, sizes, strides, box, steps,
                                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return FA_OK;
-  return fail(error, FA_ERROR_CUDA, "%s at %p: the driver cannot describe it to the copy engine (%s)", name, t.data,
-              cudaGetErrorName(to_runtime(result)));
+  return result == CUDA_SUCCESS ? FA_OK : refused(name, t.data, result, error);
+}
+
+// Describes one number a row, (chunks, chunk_rows), in boxes of a chunk.
+fa_status describe_statistics(const Driver &driver, const char *name, float *data, int64_t chunks, int32_t chunk_rows,
+                              CUtensorMap &map, ErrorText &error) {
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(chunk_rows), static_cast<cuuint64_t>(chunks), 1, 1};
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(chunk_rows) * sizeof(float),
+                   strides[3] = {row_bytes, row_bytes, row_bytes};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(chunk_rows), 1, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUresult result = driver.cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, data, sizes, strides, box,
+                                                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? FA_OK : refused(name, data, result, error);
 }
 
 }  // namespace
@@ -49,6 +66,50 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, const Driver &
   params.vector_out = takes_vectors(p.out, p.head_dim_v);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
                &params);
+  return FA_OK;
+}
+
+fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const Driver &driver, void *workspace,
+                       Launches &launches, ErrorText &error) {
+  const BackwardShape &shape = kBackwardShapes[plan.shape];
+  const Problem &p = b.forward;
+  char *memory = static_cast<char *>(workspace);
+  auto &params = launches.make_params<BackwardParams>();
+  params.problem = b;
+  params.row_chunks = plan.row_chunks;
+  params.chunk_rows = shape.rows;
+  params.chunk_turns = 0;
+  params.head_dim_bucket = shape.head_dim;
+  params.lse_unit = kLseUnit;
+  params.row_lse = reinterpret_cast<float *>(memory);
+  params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
+  params.dq_sum = b.dq.data != nullptr ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
+  params.turn = nullptr;
+  FA_RETURN_IF_ERROR(describe(driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
+  FA_RETURN_IF_ERROR(
+      describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.keys(), params.k_map, error));
+  FA_RETURN_IF_ERROR(
+      describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.keys(), params.v_map, error));
+  FA_RETURN_IF_ERROR(
+      describe(driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows, params.dout_map, error));
+  const int64_t chunks = p.batch * p.heads_q * plan.row_chunks;
+  FA_RETURN_IF_ERROR(
+      describe_statistics(driver, "workspace for lse", params.row_lse, chunks, shape.rows, params.lse_map, error));
+  FA_RETURN_IF_ERROR(
+      describe_statistics(driver, "workspace for delta", params.row_delta, chunks, shape.rows, params.delta_map, error));
+  params.order = BlockOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_section, false);
+  params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.vector_dk = takes_vectors(b.dk, p.head_dim);
+  params.vector_dv = takes_vectors(b.dv, p.head_dim_v);
+
+  const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
+  launches.add("backward row kernel", backward_rows_launch(params), &params);
+  if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
+    launches.add("backward kernel",
+                 {kernels.main, shape.threads(), shape.shared_bytes(), p.batch * p.heads_k * plan.key_blocks}, &params);
+  }
+  if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, chunks}, &params);
+  if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
 }
 

@@ -10,6 +10,7 @@
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
+#include "cuda/sm90/backward_table.h"
 #include "cuda/sm90/forward_table.h"
 
 namespace fa::cuda {
@@ -78,6 +79,8 @@ const char *reason_of(bool general) {
                  : "tensor-core kernel for plain scores";
 }
 
+constexpr const char *kHopperReason = "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
+
 // What cutting a forward problem needs to know of its kernel.
 struct Cut {
   int32_t rows;            // a block of threads owns
@@ -145,8 +148,53 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
     plan.blocks = std::min(plan.tiles, device.multiprocessors);
     plan.heads_per_section = section_of_keys(p, device, p.heads_q, p.group);
-    plan.reason = shape.scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi"
-                               : "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
+    plan.reason =
+        shape.scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi" : kHopperReason;
+    return true;
+  }
+  return false;
+}
+
+// Backward on tensor cores: blocks of keys that walk over chunks of queries, statistics of rows and the sum for dq in the workspace.
+template <typename Shape>
+fa_status cut_backward(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t chunk_turns,
+                       BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
+  plan.row_chunks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
+  FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
+  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.row_chunks} * shape.rows, p.heads_q, p.batch, error));
+
+  // Queries, dout and the sum for dq, besides keys and values.
+  plan.heads_per_section = section_of(p, device, p.heads_k,
+                                      p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
+                                          p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2);
+
+  const size_t chunks = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = chunks * shape.rows;
+  plan.row_delta_offset = align_up(rows * sizeof(float));
+  plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
+  plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
+  plan.workspace_bytes = plan.turn_offset + align_up(chunks * chunk_turns * sizeof(int32_t));
+  return FA_OK;
+}
+
+// Whether an sm_90a kernel takes the problem, and which. They add to dq in any order, so not where bits have to be the same every time;
+// heads of up to 64 columns would leave half of their products empty.
+bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
+  const Problem &p = b.forward;
+  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.general_score() || p.deterministic || p.batch_invariant || p.batch == 0 ||
+      p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) {
+    return false;
+  }
+  if (!takes_copies(p.q, p.q_lengths, p.head_dim) || !takes_copies(p.k, p.k_lengths, p.head_dim) ||
+      !takes_copies(p.v, p.k_lengths, p.head_dim_v) || !takes_copies(b.dout, p.q_lengths, p.head_dim_v)) {
+    return false;
+  }
+  const int64_t columns = std::max(p.head_dim, p.head_dim_v);
+  for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
+    const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
+    if (columns > shape.head_dim || columns <= shape.head_dim / 2 || shape.shared_bytes() > device.shared_bytes) continue;
+    found = n;
     return true;
   }
   return false;
@@ -249,26 +297,16 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   const Problem &p = b.forward;
   plan = BackwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  if (find_sm90(b, device, plan.shape)) {
+    plan.family = Family::sm90;
+    plan.reason = kHopperReason;
+    return cut_backward(b, device, sm90::kBackwardShapes[plan.shape], 0, plan, error);
+  }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
   if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);
   const sm80::BackwardShape &shape = sm80::kBackwardShapes[plan.shape];
-  plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
-  plan.row_chunks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
-  FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
-  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.row_chunks} * shape.rows, p.heads_q, p.batch, error));
-
-  // Queries, dout and the sum for dq, besides keys and values.
-  plan.heads_per_section = section_of(p, device, p.heads_k,
-                                      p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
-                                          p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2);
-
-  const size_t chunks = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = chunks * shape.rows;
-  plan.row_delta_offset = align_up(rows * sizeof(float));
-  plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
-  plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
-  plan.workspace_bytes = plan.turn_offset + align_up(chunks * sm80::kTurnsPerChunk * sizeof(int32_t));
   plan.reason = reason_of(shape.general);
-  return FA_OK;
+  return cut_backward(b, device, shape, sm80::kTurnsPerChunk, plan, error);
 }
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
@@ -280,6 +318,7 @@ std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   const Problem &p = b.forward;
+  if (plan.family == Family::sm90) return name_of("sm90_bwd", p, sm90::kBackwardShapes[plan.shape].name);
   if (plan.family == Family::simt) return name_of("simt_bwd", p, simt::kBackwardShapes[plan.shape].name);
   return name_of("sm80_bwd", p, sm80::kBackwardShapes[plan.shape].name) +
          (p.deterministic || p.batch_invariant ? "_ordered" : "");

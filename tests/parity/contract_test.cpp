@@ -12,12 +12,20 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-Case base(const char *name) {
+// What travels wrongly depends on the kernel: `wide` problems are for those that want 16-bit elements and rows on 16 bytes, forward and
+// backward.
+Case base(const char *name, bool wide = false) {
   Case c;
   c.seed = seed_for(name);
   c.heads_q = 4;
   c.head_dim = 24;
   c.head_dim_v = 40;
+  if (wide) {
+    c.dtype = FA_BFLOAT16;
+    c.head_dim = 104;
+    c.head_dim_v = 128;
+    c.q.grad_layout = c.k.grad_layout = kBshd;
+  }
   c.q.seqlen = 100;
   c.k.seqlen = 130;
   c.dlse = 1;
@@ -51,10 +59,10 @@ TEST_P(Contract, RowWithoutKeysIsZeroAndMinusInfinity) {
 
 // What such a row holds, NaN included, contributes nothing to dk and dv.
 TEST_P(Contract, RowWithoutKeysContributesNothing) {
-  for (const int64_t kind : {0, 1, 2}) {
-    Case c = base("silent rows");
+  for (const int64_t kind : {0, 1, 2, 3}) {
+    Case c = base("silent rows", kind == 3);
     c.nan_queries = 1;
-    if (kind == 0) {
+    if (kind == 0 || kind == 3) {
       c.mask = FA_MASK_CAUSAL;
       c.k.seqlen = 60;
     } else if (kind == 1) {
@@ -93,14 +101,14 @@ TEST_P(Contract, ZeroLengthSequencesAreLegal) {
 
 TEST_P(Contract, NanInMaskedKeysStaysThere) {
   for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t kind : {0, 1, 2, 3}) {
-      Case c = base("masked keys");
+    for (const int64_t kind : {0, 1, 2, 3, 4, 5}) {
+      Case c = base("masked keys", kind >= 4);
       c.dtype = dtype;
       c.nan_keys = 1;
-      if (kind == 0) {
+      if (kind == 0 || kind == 4) {
         c.window_left = 10;  // the first keys
         c.mask = FA_MASK_CAUSAL;
-      } else if (kind == 1) {
+      } else if (kind == 1 || kind == 5) {
         c.mask = FA_MASK_CAUSAL_TOP_LEFT;  // the last keys
       } else if (kind == 2) {
         c.block_q = 1000;
@@ -120,8 +128,8 @@ TEST_P(Contract, NanInMaskedKeysStaysThere) {
 
 // Unused rows hold NaN in every tensor of the suite; here they lie inside the blocks that kernels work on.
 TEST_P(Contract, NanPastSequsedStaysThereWhenPadded) {
-  for (const int64_t seqlen_q : {1, 100}) {
-    Case c = base("padded tail");
+  for (const auto &[seqlen_q, wide] : {std::pair<int64_t, bool>{1, false}, {100, false}, {100, true}}) {
+    Case c = base("padded tail", wide);
     c.q.seqlen = seqlen_q;
     c.q.used = {seqlen_q, (seqlen_q + 1) / 2};
     c.k.used = {129, 1};
@@ -130,13 +138,15 @@ TEST_P(Contract, NanPastSequsedStaysThereWhenPadded) {
 }
 
 TEST_P(Contract, NanPastSequsedStaysThereWhenPacked) {
-  Case c = base("packed tail");
-  c.q.packed = c.k.packed = 1;
-  c.q.slots = {50, 70};
-  c.k.slots = {60, 70};
-  c.q.used = {49, 10};
-  c.k.used = {59, 33};
-  EXPECT_TRUE(check(backend(), c));
+  for (const bool wide : {false, true}) {
+    Case c = base("packed tail", wide);
+    c.q.packed = c.k.packed = 1;
+    c.q.slots = {50, 70};
+    c.k.slots = {60, 70};
+    c.q.used = {49, 10};
+    c.k.used = {59, 33};
+    EXPECT_TRUE(check(backend(), c));
+  }
 }
 
 TEST_P(Contract, NanInPageTailsStaysThere) {
@@ -152,8 +162,8 @@ TEST_P(Contract, NanInPageTailsStaysThere) {
 
 // A sequence full of NaN between two others ruins only itself.
 TEST_P(Contract, NanInANeighbourStaysThere) {
-  for (const int64_t packed : {0, 1}) {
-    Case c = base("neighbour");
+  for (const auto &[packed, wide] : {std::pair<int64_t, bool>{0, false}, {1, false}, {1, true}}) {
+    Case c = base("neighbour", wide);
     c.batch = 3;
     c.q.packed = c.k.packed = packed;
     c.q.slots = {20, 33, 40};
@@ -174,14 +184,15 @@ TEST_P(Contract, NanInANeighbourStaysThere) {
 // reference has NaN and a number everywhere else.
 TEST_P(Contract, VisibleNanReachesTheRowsThatSeeIt) {
   for (const int64_t which : {1, 2, 3, 4}) {
-    for (const int64_t mask : {0, 1, 2, 3, 4}) {
-      for (int64_t round = 0; round < 3; ++round) {
-        Case c = base("visible nan");
+    for (const int64_t mask : {0, 1, 2, 3, 4, 5, 6, 7}) {
+      const bool wide = mask >= 5;
+      for (int64_t round = 0; round < (wide ? 1 : 3); ++round) {
+        Case c = base("visible nan", wide);
         c.seed += round;
         c.k.seqlen = 100;
         c.nan_visible = which;
-        c.mask = mask == 0 || mask == 4 ? FA_MASK_CAUSAL : FA_MASK_NONE;
-        if (mask == 1) c.window_left = c.window_right = 20;
+        c.mask = mask == 0 || mask == 4 || mask == 5 ? FA_MASK_CAUSAL : FA_MASK_NONE;
+        if (mask == 1 || mask == 6) c.window_left = c.window_right = 20;
         if (mask == 2) c.bias = 1, c.bias_masked = 30;
         if (mask == 3) c.block_q = c.block_k = 16;
         if (mask == 4) c.softcap = 20;

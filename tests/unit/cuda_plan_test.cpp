@@ -12,6 +12,7 @@
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
+#include "cuda/sm90/backward_table.h"
 #include "cuda/sm90/forward_table.h"
 #include "unit/cuda_problem.h"
 
@@ -57,6 +58,7 @@ int32_t shared_bytes(const ForwardPlan &plan) {
   return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
 }
 int32_t shared_bytes(const BackwardPlan &plan) {
+  if (plan.family == Family::sm90) return sm90::kBackwardShapes[plan.shape].shared_bytes();
   return plan.family == Family::simt ? 0 : sm80::kBackwardShapes[plan.shape].shared_bytes();
 }
 
@@ -127,7 +129,8 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
     }
   }
   EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes));
-  EXPECT_EQ(backward.size(), static_cast<size_t>(sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
+  EXPECT_EQ(backward.size(),
+            static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
 }
 
 // fp16 and bf16 differ in the kernel's name alone; the same question gets the same answer.
@@ -321,6 +324,35 @@ TEST(CudaPlan, HopperKernels) {
     change(p);
     EXPECT_EQ(family(p), Family::sm90) << text;
   }
+}
+
+TEST(CudaPlan, HopperBackwardKernels) {
+  const auto family = [](const BackwardProblem &b, const Device &device = h200()) { return backward_plan(b, device).family; };
+  const BackwardProblem plain = backward_of(problem(1000, 1000, 128));
+  EXPECT_EQ(family(plain), Family::sm90);
+  Device without = h200();
+  without.sm90 = false;
+  EXPECT_EQ(family(plain, without), Family::sm80);
+  const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
+      {"softcap", [](BackwardProblem &b) { b.forward.softcap = 30; }},
+      {"deterministic", [](BackwardProblem &b) { b.forward.deterministic = true; }},
+      {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
+      {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
+      {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
+      {"rows that are not whole 16-byte pieces", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
+      {"more keys than the copy engine counts", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
+      {"head_dim 64", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 64; }},
+      {"head_dim 136", [](BackwardProblem &b) { b.forward.head_dim = 136; }},
+  };
+  for (const auto &[text, change] : others) {
+    BackwardProblem b = plain;
+    change(b);
+    EXPECT_EQ(family(b), Family::sm80) << text;
+  }
+  // Gradients may lie anywhere: they are not read.
+  BackwardProblem b = plain;
+  b.dk.seq_stride = b.dq.seq_stride = 129;
+  EXPECT_EQ(family(b), Family::sm90);
 }
 
 TEST(CudaPlan, EmptyProblems) {

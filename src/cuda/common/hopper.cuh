@@ -85,6 +85,20 @@ __device__ __forceinline__ void load_box(uint32_t dst, const CUtensorMap *map, u
       : "memory");
 }
 
+// Adds `bytes` of floats in shared memory to those in global memory, if `wanted`, as one group of copies of the lane that elect_one
+// chooses. Without a branch.
+__device__ __forceinline__ void add_floats_if(bool wanted, float *dst, uint32_t src, uint32_t bytes) {
+  asm volatile(
+      "{\n.reg .pred p, q;\nelect.sync _|p, 0xffffffff;\nsetp.ne.and.b32 q, %3, 0, p;\n"
+      "@q cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "@q cp.async.bulk.commit_group;\n}\n" ::"l"(dst),
+      "r"(src), "r"(bytes), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+// Waits until the calling thread's groups have been read from shared memory, or have arrived.
+__device__ __forceinline__ void copies_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+
 // What ordinary stores have written to shared memory is seen by the copy engine and by products after this and a barrier.
 __device__ __forceinline__ void shared_fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
@@ -103,14 +117,19 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u
 
 // A tile whose rows are the rows (A) or columns (B) of the product, the summed dimension contiguous. One step of 16 along it is 32
 // bytes within a slab.
-__device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
-  return uint64_t{uniform((address & 0x3FFFF) >> 4)} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+__device__ __forceinline__ uint64_t uniform_rows_operand(uint32_t address) {  // known to be uniform
+  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
+__device__ __forceinline__ uint64_t rows_operand(uint32_t address) { return uniform_rows_operand(uniform(address)); }
 // A tile of kTileRows rows that are summed over, its columns the columns of the product. One step of 16 rows is 2048 bytes.
 template <int kTileRows>
-__device__ __forceinline__ uint64_t columns_operand(uint32_t address) {
-  return uint64_t{uniform((address & 0x3FFFF) >> 4)} | uint64_t{kTileRows * 128 >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
+__device__ __forceinline__ uint64_t uniform_columns_operand(uint32_t address) {
+  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{kTileRows * 128 >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
+}
+template <int kTileRows>
+__device__ __forceinline__ uint64_t columns_operand(uint32_t address) {
+  return uniform_columns_operand<kTileRows>(uniform(address));
 }
 // Only the low word moves: shared memory is too small for a carry.
 __device__ __forceinline__ uint64_t advance_operand(uint64_t operand, int bytes) {
@@ -174,26 +193,34 @@ template <typename Element, int kColumns>
 struct Product;
 
 // X(columns, registers, the numbers of the four to seven operands after them)
-#define FA_PRODUCT(kElement, type, n, regs, a, b, c, e, f, g)                                                              \
-  template <>                                                                                                              \
-  struct Product<kElement, n> {                                                                                            \
-    static __device__ __forceinline__ void rows_rows(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) {    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                                 \
-                   ", 0;\n"                                                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs "}, %" #a ", %" #b      \
-                                                                                                   ", p, 1, 1, 0, 0;\n}\n" \
-                   : FA_D##regs                                                                                            \
-                   : "l"(left), "l"(right), "r"(accumulate));                                                              \
-    }                                                                                                                      \
-    static __device__ __forceinline__ void registers_columns(float (&d)[regs], const uint32_t (&w)[4], uint64_t right,     \
-                                                             int accumulate) {                                             \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                                 \
-                   ", 0;\n"                                                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                         \
-                   "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 1;\n}\n"                                    \
-                   : FA_D##regs                                                                                            \
-                   : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(right), "r"(accumulate));                             \
-    }                                                                                                                      \
+#define FA_PRODUCT(kElement, type, n, regs, a, b, c, e, f, g)                                                                 \
+  template <>                                                                                                                 \
+  struct Product<kElement, n> {                                                                                               \
+    static __device__ __forceinline__ void rows_rows(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) {       \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                                    \
+                   ", 0;\n"                                                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs "}, %" #a ", %" #b         \
+                                                                                                   ", p, 1, 1, 0, 0;\n}\n"    \
+                   : FA_D##regs                                                                                               \
+                   : "l"(left), "l"(right), "r"(accumulate));                                                                 \
+    }                                                                                                                         \
+    static __device__ __forceinline__ void columns_columns(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                                    \
+                   ", 0;\n"                                                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs "}, %" #a ", %" #b         \
+                                                                                                   ", p, 1, 1, 1, 1;\n}\n"    \
+                   : FA_D##regs                                                                                               \
+                   : "l"(left), "l"(right), "r"(accumulate));                                                                 \
+    }                                                                                                                         \
+    static __device__ __forceinline__ void registers_columns(float (&d)[regs], const uint32_t (&w)[4], uint64_t right,        \
+                                                             int accumulate) {                                                \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                                    \
+                   ", 0;\n"                                                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                            \
+                   "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 1;\n}\n"                                       \
+                   : FA_D##regs                                                                                               \
+                   : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(right), "r"(accumulate));                                \
+    }                                                                                                                         \
   };
 #define FA_PRODUCTS(n, regs, a, b, c, e, f, g)                 \
   FA_PRODUCT(__nv_bfloat16, "bf16", n, regs, a, b, c, e, f, g) \

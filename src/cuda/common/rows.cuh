@@ -35,4 +35,24 @@ __device__ __forceinline__ void store_elements(Element *dst, const uint32_t (&wo
   }
 }
 
+// Word n of lane q of the four lanes that share a row of accumulators changes places with word q of lane n: then a lane has the four
+// words of one block of eight columns.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = (quad & bit) != 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n & bit) continue;
+      const uint32_t sent = high ? x[n] : x[n | bit];
+      const uint32_t got = __shfl_xor_sync(~0u, sent, bit);
+      if (high) {
+        x[n] = got;
+      } else {
+        x[n | bit] = got;
+      }
+    }
+  }
+}
+
 }  // namespace fa::cuda

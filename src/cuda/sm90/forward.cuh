@@ -534,24 +534,7 @@ class Forward : private ForwardBlock<C> {
       }
     }
   }
-  // Word n of lane q of the quad changes places with word q of lane n.
-  static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool high = (quad & bit) != 0;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        if (n & bit) continue;
-        const uint32_t sent = high ? x[n] : x[n | bit];
-        const uint32_t got = __shfl_xor_sync(~0u, sent, bit);
-        if (high) {
-          x[n] = got;
-        } else {
-          x[n | bit] = got;
-        }
-      }
-    }
-  }
+
   __device__ __forceinline__ float *lse_at(const Tile &t, int row) const {
     return p_.lse.data + t.lse + (row - t.row0) * p_.lse.seq_stride;
   }

@@ -18,6 +18,7 @@
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
+#include "cuda/sm90/backward_table.h"
 #include "cuda/sm90/forward_table.h"
 #include "gpu/device.h"
 #include "parity/runner.h"
@@ -36,7 +37,10 @@ void add_names(const Shape (&shapes)[kCount], const std::string &prefix, const s
 
 std::set<std::string> all_kernels(bool sm90) {
   std::set<std::string> names;
-  if (sm90) add_names(fa::cuda::sm90::kForwardShapes, "sm90_fwd_", {"f16", "bf16"}, names);
+  if (sm90) {
+    add_names(fa::cuda::sm90::kForwardShapes, "sm90_fwd_", {"f16", "bf16"}, names);
+    add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
+  }
   add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);
@@ -52,15 +56,14 @@ std::string without_suffix(std::string name) {
   return name;
 }
 
-// What selects a kernel: dtype, head dims, and scores that are plain, general, general with what only the simplest kernels take, or with
-// softcap and ALiBi alone. bf16
-// problems are packed, and fp16 ones also run on pages.
+// What selects a kernel: dtype, head dims, and scores that are plain (0 deterministic, 4 not), general (1), general with what only the
+// simplest kernels take (2), or with softcap and ALiBi alone (3). bf16 problems are packed, and fp16 ones also run on pages.
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}}) {
-      for (const int scores : {0, 1, 2, 3}) {
+      for (const int scores : {0, 1, 2, 3, 4}) {
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -74,8 +77,9 @@ std::vector<Case> cases() {
         c.dlse = c.sink = 1;
         c.num_splits = scores == 1 ? 2 : 1;
         c.flags = scores == 0 ? FA_FLAG_DETERMINISTIC : 0;
-        c.own_workspace = scores == 2;  // memory that nothing has written: for initcheck
-        if (scores > 0) {
+        c.own_workspace = scores == 2;                               // memory that nothing has written: for initcheck
+        if (scores == 4) c.q.grad_layout = c.k.grad_layout = kBshd;  // dout as Hopper's copy engine takes it
+        if (scores >= 1 && scores <= 3) {
           c.alibi = 1;
           c.softcap = 10;
         }
