@@ -44,6 +44,7 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   params.vector_v = takes_vectors(p.v, p.head_dim_v);
   params.vector_out = takes_vectors(p.out, p.head_dim_v);
   params.pair_bias = takes_pairs(p.bias);
+  params.raw = raw_unit(p);
   params.split_out = reinterpret_cast<float *>(memory);
   params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
@@ -69,6 +70,9 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.vector_v = takes_vectors(p.v, p.head_dim_v);
   params.vector_dout = takes_vectors(b.dout, p.head_dim_v);
   params.deterministic = p.deterministic || p.batch_invariant;
+  params.mask_size_q = divisor(p.block_mask.size_q);
+  params.mask_size_k = divisor(p.block_mask.size_k);
+  params.raw = raw_unit(p);
   params.lse_unit = kLseUnit;
   params.row_lse = reinterpret_cast<float *>(memory);
   params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);

@@ -30,7 +30,7 @@ const char *find_tensor_core(const Shape (&shapes)[kCount], const Problem &p, co
   bool held = false;
   for (int32_t n = 0; n < kCount; ++n) {
     const Shape &shape = shapes[n];
-    if (shape.general != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v) continue;
+    if ((scores_of(p) & ~shape.scores) != 0 || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v) continue;
     held = true;
     if (shape.shared_bytes() > device.shared_bytes) continue;
     found = n;
@@ -74,9 +74,9 @@ std::string name_of(const char *family_and_pass, const Problem &p, const char *s
   return std::string(family_and_pass) + dtype + shape;
 }
 
-const char *reason_of(bool general) {
-  return general ? "tensor-core kernel with general scores (softcap, bias, block mask, ALiBi or dropout)"
-                 : "tensor-core kernel for plain scores";
+const char *reason_of(ScoreSet scores) {
+  return scores != kPlain ? "tensor-core kernel with general scores (softcap, bias, block mask, ALiBi or dropout)"
+                          : "tensor-core kernel for plain scores";
 }
 
 constexpr const char *kHopperReason = "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
@@ -216,7 +216,7 @@ fa_status plan_anywhere(const Problem &p, const Device &device, ForwardPlan &pla
   if (plan.reason == nullptr) {
     const sm80::ForwardShape &shape = sm80::kForwardShapes[plan.shape];
     cut = {shape.rows(), shape.chunk, shape.min_blocks};
-    plan.reason = reason_of(shape.general);
+    plan.reason = reason_of(shape.scores);
   } else {
     plan.family = Family::simt;
     plan.shape = find_cuda_core(simt::kForwardShapes, p.head_dim_v);
@@ -224,9 +224,10 @@ fa_status plan_anywhere(const Problem &p, const Device &device, ForwardPlan &pla
     cut = {shape.rows(), shape.chunk(), 1};
   }
 
-  // Few tokens leave most rows of a block empty: let the heads that share keys fill them. A block mask may differ between heads.
+  // Few tokens leave most rows of a block empty: let the heads that share keys fill them. A block mask may differ between heads, dropout
+  // does.
   const int64_t tokens = std::max<int64_t>(p.q_lengths.max_len, 1);
-  if (p.group > 1 && p.block_mask.data == nullptr &&
+  if (p.group > 1 && p.block_mask.data == nullptr && p.dropout.threshold == 0 &&
       ceil_div(tokens * p.group, cut.rows) < ceil_div(tokens, cut.rows) * p.group) {
     plan.rows_per_token = static_cast<int32_t>(p.group);
   }
@@ -305,7 +306,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
   if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);
   const sm80::BackwardShape &shape = sm80::kBackwardShapes[plan.shape];
-  plan.reason = reason_of(shape.general);
+  plan.reason = reason_of(shape.scores);
   return cut_backward(b, device, shape, sm80::kTurnsPerChunk, plan, error);
 }
 

@@ -4,7 +4,7 @@
 
 usage: check_kernels.py MAX_SPILLED_BYTES OBJECT... (ends with 77, skipped, when none of them is CUDA)
 
-Plain kernels (no general scores: shapes whose name does not end in g or gs) spill at most so many bytes of registers; no kernel makes
+Plain kernels (no general scores: shapes whose name ends in a digit or in a digit and s) spill at most so many bytes of registers; no kernel makes
 ptxas serialise warpgroup instructions. Prints every kernel that spills.
 """
 import re
@@ -15,7 +15,7 @@ FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"C75\d\d")  # setmaxnreg ignored, wgmma serialised
-GENERAL = re.compile(r"_(f16|bf16|f32)_d[0-9_]+gs?\.cu")
+GENERAL = re.compile(r"_(f16|bf16|f32)_d[0-9_]+[gmbr]s?\.cu")
 
 
 def main():

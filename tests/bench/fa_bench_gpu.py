@@ -6,7 +6,8 @@
 
 Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
 faster ours is; `x FA3` goes through the published ratio of FA3 to cuDNN (tests/bench/gpu/published.json); `x plain` compares rows
-with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind.
+with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
+run the kernels for that chip, plain ones too, whatever the device is.
 """
 import argparse
 import dataclasses
@@ -145,7 +146,7 @@ def measure(args, rows_wanted):
 
     from gpu import library
 
-    context = library.Context()
+    contexts = {arch: library.Context(arch) for arch in {0} | {case.arch for case in rows_wanted}}
     data = {
         "library": library.abi.lib.fa_version_string().decode(),
         "device": torch.cuda.get_device_name(),
@@ -157,7 +158,7 @@ def measure(args, rows_wanted):
     print(f"libflashattn {data['library']}, {data['device']}, PyTorch {data['torch']}, cuDNN {data['cudnn']}", flush=True)
     deadline = time.monotonic() + args.seconds
     if "host" in args.sections:
-        data["host_us"] = measure_host(context, args.host_program)
+        data["host_us"] = measure_host(contexts[0], args.host_program)
     section, spare_s = None, 0.15  # of a row: inputs and warm-up
     for n, case in enumerate(rows_wanted):
         if case.section != section:
@@ -165,7 +166,7 @@ def measure(args, rows_wanted):
             print(report.heading(section))
         share = (deadline - time.monotonic()) / (len(rows_wanted) - n) - spare_s
         try:
-            data["rows"].append(measure_case(case, context, max(0.02, min(share, 1.0))))
+            data["rows"].append(measure_case(case, contexts[case.arch], max(0.02, min(share, 1.0))))
             print(report.line(data["rows"][-1]), flush=True)
         except RuntimeError as failure:  # one row's refusal does not end the run
             print(f"{case.name}: {failure}", flush=True)

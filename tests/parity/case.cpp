@@ -50,6 +50,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("bias_by_size", c.bias_by_size);
   visit("bias_by_stride", c.bias_by_stride);
   visit("bias_odd", c.bias_odd);
+  visit("bias_padded", c.bias_padded);
   visit("bias_masked", c.bias_masked);
   visit("block_q", c.block_q);
   visit("block_k", c.block_k);

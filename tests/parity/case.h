@@ -58,6 +58,7 @@ struct Case {
   int64_t bias_by_size = 0;    // Broadcast bits
   int64_t bias_by_stride = 0;  //
   int64_t bias_odd = 0;        // every stride odd, columns 2 apart
+  int64_t bias_padded = 0;     // rows start on 16 bytes; nothing with bias_odd
   int64_t bias_masked = 0;     // percentage of -inf
 
   int64_t block_q = 0, block_k = 0;  // block mask, when not 0

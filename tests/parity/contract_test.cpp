@@ -101,8 +101,8 @@ TEST_P(Contract, ZeroLengthSequencesAreLegal) {
 
 TEST_P(Contract, NanInMaskedKeysStaysThere) {
   for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t kind : {0, 1, 2, 3, 4, 5}) {
-      Case c = base("masked keys", kind >= 4);
+    for (const int64_t kind : {0, 1, 2, 3, 4, 5, 6}) {
+      Case c = base("masked keys", kind == 4 || kind == 5);
       c.dtype = dtype;
       c.nan_keys = 1;
       if (kind == 0 || kind == 4) {
@@ -118,6 +118,7 @@ TEST_P(Contract, NanInMaskedKeysStaysThere) {
         c.bias = 1;
         c.bias_by_size = kOverRows | kOverHeads;
         c.bias_masked = 40;
+        c.bias_padded = kind == 6;
       }
       EXPECT_TRUE(check(backend(), c));
       c.q.seqlen = 1;
@@ -184,8 +185,8 @@ TEST_P(Contract, NanInANeighbourStaysThere) {
 // reference has NaN and a number everywhere else.
 TEST_P(Contract, VisibleNanReachesTheRowsThatSeeIt) {
   for (const int64_t which : {1, 2, 3, 4}) {
-    for (const int64_t mask : {0, 1, 2, 3, 4, 5, 6, 7}) {
-      const bool wide = mask >= 5;
+    for (const int64_t mask : {0, 1, 2, 3, 4, 5, 6, 7, 8}) {
+      const bool wide = mask >= 5 && mask <= 7;
       for (int64_t round = 0; round < (wide ? 1 : 3); ++round) {
         Case c = base("visible nan", wide);
         c.seed += round;
@@ -193,7 +194,7 @@ TEST_P(Contract, VisibleNanReachesTheRowsThatSeeIt) {
         c.nan_visible = which;
         c.mask = mask == 0 || mask == 4 || mask == 5 ? FA_MASK_CAUSAL : FA_MASK_NONE;
         if (mask == 1 || mask == 6) c.window_left = c.window_right = 20;
-        if (mask == 2) c.bias = 1, c.bias_masked = 30;
+        if (mask == 2 || mask == 8) c.bias = 1, c.bias_masked = 30, c.bias_padded = mask == 8;
         if (mask == 3) c.block_q = c.block_k = 16;
         if (mask == 4) c.softcap = 20;
         EXPECT_TRUE(check(backend(), c));
@@ -220,6 +221,7 @@ TEST_P(Contract, NanInTheBiasOfMaskedPairsStaysThere) {
       Case c = base("masked bias");
       c.q.seqlen = seqlen_q;
       c.bias = c.nan_bias = 1;
+      c.bias_padded = blocks;
       c.mask = blocks ? FA_MASK_NONE : FA_MASK_CAUSAL;
       c.block_q = c.block_k = blocks * 24;
       c.window_left = 60;

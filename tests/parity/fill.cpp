@@ -74,10 +74,11 @@ HostTensor row_scalars(const Case &c, const Side &side) {
 
 // bias, dbias and block mask: (batch, heads, rows, columns) of which some have size 1 and some stride 0.
 HostTensor score_tensor(fa_dtype dtype, const Case &c, int64_t rows, int64_t columns, int64_t by_size, int64_t by_stride,
-                        bool odd) {
+                        bool odd, bool padded = false) {
   const auto size = [&](int64_t bit, int64_t full) { return by_size & bit ? 1 : full; };
   const int64_t b = size(kOverBatch, c.batch), h = size(kOverHeads, c.heads_q), r = size(kOverRows, rows);
-  const int64_t column = odd ? 2 : 1, row = columns * column + odd, head = r * row + 3 * odd, batch = h * head + 5 * odd;
+  const int64_t pitch = padded && !odd ? (columns + 7) / 8 * 8 : columns;
+  const int64_t column = odd ? 2 : 1, row = pitch * column + odd, head = r * row + 3 * odd, batch = h * head + 5 * odd;
   const auto stride = [&](int64_t bit, int64_t full) { return by_stride & bit ? 0 : full; };
   return HostTensor(dtype, {b, h, r, columns},
                     {stride(kOverBatch, batch), stride(kOverHeads, head), stride(kOverRows, row), column}, odd);
@@ -115,8 +116,8 @@ class Filler {
     if (c_.lse) t[kLse] = row_scalars(c_, c_.q);
     const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k);
     if (c_.bias) {
-      t[kBias] =
-          score_tensor(c_.bias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, c_.bias_by_stride, c_.bias_odd);
+      t[kBias] = score_tensor(c_.bias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, c_.bias_by_stride,
+                              c_.bias_odd, c_.bias_padded);
     }
     if (c_.block_q > 0) {
       t[kBlockMask] = score_tensor(c_.block_bool ? FA_BOOL : FA_UINT8, c_, ceil_div(max_q, c_.block_q),

@@ -132,6 +132,7 @@ Case random_case(std::mt19937_64 &rng) {
   c.nan_queries = c.q.layout != kShared && dice.chance(40);
   c.nan_bias = dice.chance(40);
   if (c.dropout == 0 && dice.chance(10)) c.nan_visible = dice.between(1, 4);  // whether dropped NaN stays is nobody's promise
+  c.bias_padded = c.bias != 0 && dice.chance(70);
   return c;
 }
 

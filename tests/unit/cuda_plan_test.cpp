@@ -29,7 +29,13 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
       {"sink", [](Problem &p) { p.sink = &unreadable; }},
       {"paged", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
       {"softcap", [](Problem &p) { p.softcap = 30; }},
-      {"bias", [](Problem &p) { p.bias.data = &unreadable; }},
+      {"bias", [](Problem &p) { set_bias(p); }},
+      {"unaligned bias", [](Problem &p) { set_bias(p, 3); }},
+      {"bias and dropout",
+       [](Problem &p) {
+         set_bias(p);
+         p.dropout.threshold = 6554;
+       }},
       {"alibi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
       {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
       {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
@@ -131,6 +137,20 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
   EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes));
   EXPECT_EQ(backward.size(),
             static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
+}
+
+// Kernels that are not for every score evaluate theirs unasked: no problem without it may get them.
+TEST(CudaPlan, KernelsForBiasOrDropoutGetProblemsThatHaveIt) {
+  for_everything([&](const Problem &p, const Device &device, const std::string &text) {
+    const auto fits = [&](ScoreSet scores) {
+      const ScoreSet own = scores & (kTileBias | kDropout);
+      return scores == kAll || (own & ~scores_of(p)) == 0;
+    };
+    const ForwardPlan forward = forward_plan(p, device);
+    EXPECT_TRUE(forward.family != Family::sm80 || fits(sm80::kForwardShapes[forward.shape].scores)) << text;
+    const BackwardPlan backward = backward_plan(backward_of(p), device);
+    EXPECT_TRUE(backward.family != Family::sm80 || fits(sm80::kBackwardShapes[backward.shape].scores)) << text;
+  });
 }
 
 // fp16 and bf16 differ in the kernel's name alone; the same question gets the same answer.
@@ -288,7 +308,7 @@ TEST(CudaPlan, HopperKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"bias", [](Problem &p) { p.bias.data = &unreadable; }},
+      {"bias", [](Problem &p) { set_bias(p); }},
       {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
       {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
       {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},

@@ -55,6 +55,12 @@ inline void set_dtype(Problem &p, Dtype dtype) {
   for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) operand->dtype = dtype;
 }
 
+// (batch, heads_q, seqlen_q, seqlen_k) with rows that start on 16 bytes, or `odd` elements further apart.
+inline void set_bias(Problem &p, int64_t odd = 0) {
+  const int64_t row = (p.k_lengths.max_len + 7) / 8 * 8 + odd, head = row * p.q_lengths.max_len;
+  p.bias = {&unreadable, p.q.dtype, head * p.heads_q, head, row, 1};
+}
+
 inline void set_block_mask(Problem &p, int64_t size) {
   p.block_mask.data = reinterpret_cast<const uint8_t *>(&unreadable);
   p.block_mask.size_q = p.block_mask.size_k = size;

@@ -48,7 +48,10 @@ struct Scores {
 const Scores kScores[] = {
     {"plain", [](Problem &) {}},
     {"softcap, ALiBi", [](Problem &p) { p.softcap = 30; }},
-    {"bias, dropout, block mask", [](Problem &p) { p.bias.data = &unreadable; }},
+    {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+    {"bias", [](Problem &p) { set_bias(p); }},
+    {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
+    {"other", [](Problem &p) { set_bias(p, 3); }},
     {"odd block mask", [](Problem &p) { set_block_mask(p, 32); }},
 };
 

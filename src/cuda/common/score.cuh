@@ -4,8 +4,8 @@
 
 #include <math_constants.h>
 
-#include "core/philox.h"
 #include "core/problem.h"
+#include "cuda/common/dropout.cuh"
 #include "cuda/common/ptx.cuh"
 
 namespace fa::cuda {
@@ -17,12 +17,6 @@ __device__ __forceinline__ float load_score(const ScoreTensor &t, int64_t index)
   if (t.dtype == Dtype::f32) return static_cast<const float *>(t.data)[index];
   const uint16_t bits = static_cast<const uint16_t *>(t.data)[index];
   return t.dtype == Dtype::bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
-}
-
-__device__ __forceinline__ DropoutKey load_dropout_key(const Dropout &dropout) {
-  const uint64_t seed = dropout.seed_ptr != nullptr ? *dropout.seed_ptr : dropout.seed;
-  const uint64_t offset = dropout.offset + (dropout.offset_ptr != nullptr ? *dropout.offset_ptr : 0);
-  return dropout_key(seed, offset);
 }
 
 // The part of a logit that depends on the raw product alone, times log2(e): scaled, and with softcap c turned into c * tanh(logit / c).
@@ -37,55 +31,6 @@ struct ScoreScale {
   // tanh(x) = 1 - 2 / (1 + e^2x). Its error is 2^-23 of the cap, far below that of a product of 16-bit numbers.
   __device__ __forceinline__ float capped(float raw) const {
     return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(raw * (factor * 2.f * kLog2e))), cap);
-  }
-};
-
-// The bias of one query row, keys counted from `first_key` on.
-struct BiasRow {
-  const ScoreTensor &t;
-  int64_t at;
-
-  __device__ __forceinline__ BiasRow(const ScoreTensor &bias, int b, int h, int row, int first_key)
-      : t(bias), at(b * bias.batch_stride + h * bias.head_stride + row * bias.row_stride + first_key * bias.col_stride) {}
-
-  // -inf masks whatever the logit is, NaN included.
-  static __device__ __forceinline__ float sum(float logit, float bias) {
-    return bias == -CUDART_INF_F ? bias : fmaf(bias, kLog2e, logit);
-  }
-  __device__ __forceinline__ float add(float logit, int key) const {
-    return sum(logit, load_score(t, at + key * t.col_stride));
-  }
-  // Adds the bias of keys 0, 1, 8, 9, 16, 17, .. to elements r and r + 1 of the tiles of a row of tiles. Needs neighbours that can be
-  // read at once.
-  template <int kNt>
-  __device__ __forceinline__ void add_pairs(float (&tiles)[kNt][4], int r) const {
-    if (t.dtype == Dtype::f32) {
-      const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
-      float2 bias[kNt];
-#pragma unroll
-      for (int j = 0; j < kNt; ++j) bias[j] = pairs[4 * j];
-#pragma unroll
-      for (int j = 0; j < kNt; ++j) {
-        tiles[j][r] = sum(tiles[j][r], bias[j].x);
-        tiles[j][r + 1] = sum(tiles[j][r + 1], bias[j].y);
-      }
-    } else if (t.dtype == Dtype::bf16) {
-      add_pairs<__nv_bfloat16, kNt>(tiles, r);
-    } else {
-      add_pairs<__half, kNt>(tiles, r);
-    }
-  }
-  template <typename Element, int kNt>
-  __device__ __forceinline__ void add_pairs(float (&tiles)[kNt][4], int r) const {
-    const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(t.data) + at);
-    uint32_t bias[kNt];
-#pragma unroll
-    for (int j = 0; j < kNt; ++j) bias[j] = pairs[4 * j];
-#pragma unroll
-    for (int j = 0; j < kNt; ++j) {
-      tiles[j][r] = sum(tiles[j][r], to_float<Element>(bias[j] & 0xFFFFu));
-      tiles[j][r + 1] = sum(tiles[j][r + 1], to_float<Element>(bias[j] >> 16));
-    }
   }
 };
 

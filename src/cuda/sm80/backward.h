@@ -4,6 +4,8 @@
 
 #include "core/problem.h"
 #include "cuda/common/backward_rows.h"
+#include "cuda/common/divisor.h"
+#include "cuda/common/scores.h"
 #include "cuda/sm80/backward_table.h"
 
 namespace fa::cuda::sm80 {
@@ -15,6 +17,8 @@ struct BackwardParams : BackwardRows {
   int32_t heads_per_section;                       // (batch, heads_k) pairs whose blocks run together
   bool vector_q, vector_k, vector_v, vector_dout;  // 16-byte loads are legal
   bool deterministic;                              // blocks of keys add to dq in order, by `turn`
+  Divisor mask_size_q, mask_size_k;                // of block_mask
+  RawUnit raw;
 };
 
 // What runs a shape of kBackwardShapes, in this order. The problem fields of params must be set.

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(BackwardBias<C>::kThreads) backward_bias(const
 
 template <class C>
 Launch bias_launch(const BackwardProblem &b) {
-  if constexpr (C::kGeneral) {
+  if constexpr (C::has(kTileBias | kAnyBias)) {
     using Bias = BackwardBias<C>;
     const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
     return {reinterpret_cast<const void *>(&backward_bias<C>), Bias::kThreads, Bias::kSharedBytes,

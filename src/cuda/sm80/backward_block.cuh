@@ -10,12 +10,14 @@
 namespace fa::cuda::sm80 {
 
 template <typename Element_, int kD_, int kDv_, int kWarps_, int kRoles_, int kQueryParts_, int kKeyTiles_, int kColumnParts_,
-          int kRows_, int kStages_, int kMinBlocks_, bool kGeneral_>
+          int kRows_, int kStages_, int kMinBlocks_, ScoreSet kScores_>
 struct BackwardConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kWarps = kWarps_, kRows = kRows_, kStages = kStages_, kMinBlocks = kMinBlocks_;
   static constexpr int kRoles = kRoles_, kQueryParts = kQueryParts_, kKeyTiles = kKeyTiles_, kColumnParts = kColumnParts_;
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kGeneral = kScores != kPlain, kStagesBias = stages_bias(kScores);
+  static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
   static constexpr int kThreads = kWarps * 32, kRoleWarps = kWarps / kRoles, kRoleThreads = kRoleWarps * 32;
   static constexpr int kKeys = kRoleWarps / kQueryParts * kKeyTiles * 16;
   static constexpr bool kExchange = kRoles > 1 || kQueryParts > 1;  // P goes through shared memory, like dS
@@ -35,8 +37,9 @@ struct BackwardConfig {
   static constexpr int kKBytes = kKeys * kD * 2, kVBytes = kKeys * kDv * 2;
   static constexpr int kQBytes = kRows * kD * 2, kDoBytes = kRows * kDv * 2, kStatBytes = kRows * 4;
   static constexpr int kScorePitch = kRows * 2, kScoreBytes = kKeys * kScorePitch, kScoreBuffers = kRoles;
-  static constexpr int kSharedBytes =
-      kKBytes + kVBytes + kStages * (kQBytes + kDoBytes + 2 * kStatBytes) + kScoreBuffers * kScoreBytes * (kExchange ? 2 : 1);
+  static constexpr int kBiasPitch = kKeys * 2, kBiasBytes = kStagesBias ? kRows * kBiasPitch : 0;
+  static constexpr int kSharedBytes = kKBytes + kVBytes + kStages * (kQBytes + kDoBytes + 2 * kStatBytes) +
+                                      kScoreBuffers * kScoreBytes * (kExchange ? 2 : 1) + kBiasBytes;
 };
 
 template <class C>
@@ -44,7 +47,7 @@ class BackwardBlock {
  protected:
   using Element = typename C::Element;
 
-  //   shared memory:  K | V | ring of Q | ring of dO | dS | [P] | ring of lse | ring of delta
+  //   shared memory:  K | V | ring of Q | ring of dO | dS | [P] | ring of lse | ring of delta | [bias]
   __device__ __forceinline__ BackwardBlock(const BackwardParams &params, char *shared)
       : a_(params), b_(params.problem), p_(params.problem.forward), lane_(threadIdx.x & 31), warp_(threadIdx.x >> 5) {
     shared_k_ = smem_address(shared);
@@ -87,9 +90,8 @@ class BackwardBlock {
     return (int64_t{batch_} * p_.heads_q + head_q_) * a_.row_chunks + opaque(chunk);
   }
 
-  // Where some pair may be masked, NaN and Inf in dout, q and k need care (multiply.cuh).
+  // Whether the band or the sequence masks some pair of a chunk. There NaN and Inf in dout, q and k need care (multiply.cuh).
   __device__ __forceinline__ bool masked(int chunk) const {
-    if (C::kGeneral && (p_.bias.data != nullptr || p_.block_mask.data != nullptr)) return true;
     return !band_.all(chunk * C::kRows, min(C::kRows, band_.seqlen_q - chunk * C::kRows), key0_, C::kKeys);
   }
 

@@ -8,6 +8,7 @@
 #include <math_constants.h>
 
 #include "core/mask.h"
+#include "cuda/common/dropout.cuh"
 #include "cuda/common/multiply.cuh"
 #include "cuda/common/score.cuh"
 
@@ -76,37 +77,23 @@ struct ScoreTile {
     return bits;
   }
 
-  // The pairs that dropout keeps. row0 and key0 are multiples of 16. One Philox call serves eight elements of a 16 x 16 block
-  // that share i % 8 and (j % 8) / 2; here two lanes (g even and odd) own halves of two such sets, so each makes one call and
-  // they exchange halves.
-  static __device__ __forceinline__ PairBits kept(const DropoutKey &dropout, uint32_t bh, uint32_t threshold, int row0,
-                                                  int key0) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-    PairBits bits = 0;
+  // Random bits of the 16 keys x 16 queries from key0 and a row tile on, in the order of a packed fragment: 16 bits a weight. One call
+  // serves eight pairs that share query % 8 and (key % 8) / 2; here two lanes (g even and odd) own halves of two such sets, so each
+  // makes one call and they exchange halves.
+  static __device__ __forceinline__ void random_bits(uint32_t (&bits)[4], const DropoutTile &dropout, int key0) {
+    const uint32_t lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const bool odd = (g & 1) != 0;
+    const Philox4 x = dropout.bits(2 * static_cast<uint32_t>(key0) + 4 * (2 * q + (g & 1)) + (g >> 1));
+    // Words are (query / 8, key / 8), halves the parity of the key. This lane's call is for the query of its own parity.
+    const uint32_t mine = odd ? 0x7632 : 0x5410, others = odd ? 0x5410 : 0x7632;
+    const uint32_t even_first = odd ? 0x1054 : 0x5410, odd_first = odd ? 0x3276 : 0x7632;
 #pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int jj = 0; jj < kNt / 2; ++jj) {
-        const int row = row0 + 16 * jj + 2 * q + (g & 1), key = key0 + 16 * i + g;
-        const Philox4 x =
-            philox4x32_10(dropout_counter0(row, key), dropout_counter1(row), bh, dropout.c3, dropout.k0, dropout.k1);
-        // Words are (query / 8, key / 8), halves the parity of the key.
-        uint32_t mine = 0, other = 0;  // two bits of the nibble a word: kept by this lane's and by the other lane's parity
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const uint32_t low = (x.word[w] & 0xFFFFu) >= threshold, high = (x.word[w] >> 16) >= threshold;
-          mine |= ((g & 1) ? high : low) << w;
-          other |= ((g & 1) ? low : high) << w;
-        }
-        other = __shfl_xor_sync(~0u, other, 4);  // what the other lane found for the other row of the pair
-        const uint32_t even = (g & 1) ? other : mine, odd = (g & 1) ? mine : other;  // by parity of the row
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int r = 0; r < 4; ++r)
-            bits |= ((((r & 1) ? odd : even) >> (2 * half + (r >> 1))) & 1u) << bit_of(i, 2 * jj + half, r);
-      }
-    return bits;
+    for (int n = 0; n < 4; n += 2) {
+      const uint32_t own = __byte_perm(x.word[n], x.word[n + 1], mine);
+      const uint32_t other = __shfl_xor_sync(~0u, __byte_perm(x.word[n], x.word[n + 1], others), 4);
+      bits[n] = __byte_perm(own, other, even_first);
+      bits[n + 1] = __byte_perm(own, other, odd_first);
+    }
   }
 
   // The bias of the visible pairs.
@@ -126,44 +113,6 @@ struct ScoreTile {
       load([](uint16_t x) { return to_float<__nv_bfloat16>(x); }, static_cast<const uint16_t *>(t.data) + at);
     } else {
       load([](uint16_t x) { return to_float<__half>(x); }, static_cast<const uint16_t *>(t.data) + at);
-    }
-  }
-
-  // Raw products to logits in base 2, in place; `slope`, which holds the bias if there is one, to the derivative with respect
-  // to softmax_scale * raw; pairs that the bias masks leave `visible`. Every option is one branch that all lanes take alike.
-  static __device__ __forceinline__ void logits(Tile &s, Tile &slope, PairBits &visible, const Problem &p,
-                                                const ScoreTerms &terms, int row0, int key0) {
-    const ScoreScale &product = terms.product;
-    const bool capped = product.cap > 0;
-    const float inverse = capped ? 1.f / product.cap : 0.f;
-    const auto slope_at = [&](float logit) {  // 1 - tanh^2
-      const float t = logit * inverse;
-      return 1.f - t * t;
-    };
-    if (p.bias.data != nullptr) {
-      for_each([&](int i, int j, int r) {
-        if (slope[i][j][r] == -CUDART_INF_F)
-          visible &= ~(1u << bit_of(i, j, r));  // masks whatever the product is, NaN included
-        const float bias = kLog2e * slope[i][j][r], x = capped ? product.capped(s[i][j][r]) : product.scaled(s[i][j][r]);
-        slope[i][j][r] = slope_at(x);
-        s[i][j][r] = x + bias;
-      });
-    } else if (capped) {
-      for_each([&](int i, int j, int r) {
-        s[i][j][r] = product.capped(s[i][j][r]);
-        slope[i][j][r] = slope_at(s[i][j][r]);
-      });
-    } else {
-      for_each([&](int i, int j, int r) {
-        s[i][j][r] = product.scaled(s[i][j][r]);
-        slope[i][j][r] = 1.f;
-      });
-    }
-    if (terms.alibi != 0) {
-      const float distance = static_cast<float>(row0 + terms.diagonal - key0);
-      for_each([&](int i, int j, int r) {
-        s[i][j][r] -= terms.alibi * fabsf(distance + static_cast<float>(row_of(j, r) - key_of(i, r)));
-      });
     }
   }
 

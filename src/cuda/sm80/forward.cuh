@@ -26,7 +26,7 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/sm80/forward_block.cuh"
+#include "cuda/sm80/forward_scores.cuh"
 
 namespace fa::cuda::sm80 {
 
@@ -34,14 +34,14 @@ namespace fa::cuda::sm80 {
 constexpr float kLag = 8.0f;
 
 template <class C>
-class Forward : private ForwardBlock<C> {
+class Forward : private ForwardScores<C> {
  public:
-  using Block = ForwardBlock<C>;
+  using Block = ForwardScores<C>;
   using typename Block::Element;
-  using typename Block::Keys;
+  using typename Block::Scores;
   static constexpr int kMt = C::kTilesPerWarp, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kPSteps = C::kKeys / 16;
-  using Scores = Accumulator<kMt, kNt>;             // rows: queries, columns: keys
-  static constexpr int kFirstStep = 4 / C::kParts;  // of out's columns, 16 at a time, times the part
+  static constexpr int kFirstStep = 4 / C::kParts;            // of out's columns, 16 at a time, times the part
+  static constexpr int kBiasGroups = C::kStagesBias ? 1 : 0;  // of copies, begun after those of keys and needed later
 
   using Block::Block;
 
@@ -49,7 +49,10 @@ class Forward : private ForwardBlock<C> {
     find_block();
     if (row0() < rows_) {
       find_keys();
-      walk();
+#pragma unroll 1
+      do {
+        walk();
+      } while (C::has(kTileBias | kAnyBias) && needs_careful_bias());
       finish();
     }
     store_unused_rows();
@@ -57,19 +60,22 @@ class Forward : private ForwardBlock<C> {
 
  private:
   using Block::a_;
+  using Block::apply_terms;
   using Block::b_;
   using Block::block_interior_;
+  using Block::careful_bias_;
   using Block::chunk_begin_;
   using Block::chunk_end_;
+  using Block::drop;
+  using Block::fetch_bias;
   using Block::fetch_q;
   using Block::find_block;
   using Block::find_keys;
   using Block::head_of;
   using Block::head_q_;
-  using Block::inside;
   using Block::key_source;
-  using Block::keys_of_row;
   using Block::lane_;
+  using Block::load_terms;
   using Block::may_mask;
   using Block::next_chunk;
   using Block::p_;
@@ -79,8 +85,6 @@ class Forward : private ForwardBlock<C> {
   using Block::row0;
   using Block::row_of;
   using Block::rows_;
-  using Block::seqlen_k_;
-  using Block::seqlen_q;
   using Block::shared_k;
   using Block::shared_p;
   using Block::shared_q_;
@@ -102,7 +106,7 @@ class Forward : private ForwardBlock<C> {
     const RowSource<Element> k = key_source(p_.k, p_.head_dim, a_.vector_k);
     const RowSource<Element> v = key_source(p_.v, p_.head_dim_v, a_.vector_v);
     fetch_q();
-    if constexpr (C::kGeneral) load_row_terms();
+    load_terms();
     clear<kMt, kDt>(out_);
 #pragma unroll
     for (int i = 0; i < kMt; ++i) {
@@ -136,7 +140,7 @@ class Forward : private ForwardBlock<C> {
   __device__ __forceinline__ void turn(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next,
                                        int slot) {
     const int key0 = chunk * C::kChunk;
-    cp_async_wait<0>();
+    cp_async_wait<kBiasGroups>();
     __syncthreads();  // the chunk is here, and nobody reads the other slot any more
     const bool careful = chunk >= 0 && needs_care(key0, slot);
     if (next >= chunk_begin_) {
@@ -144,20 +148,20 @@ class Forward : private ForwardBlock<C> {
       load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(slot ^ 1), v, next * C::kChunk);
     }
     cp_async_commit();
-    if (chunk < 0 || !warp_sees(key0)) return;
+    if (chunk < 0 || !warp_sees(key0)) return fetch_bias(next);
     // Two copies of the step: the usual one has no mask code at all.
     if (may_mask(warp_interior_, key0)) {
-      step<true>(key0, slot, careful);
+      step<true>(key0, slot, next, careful);
     } else {
-      step<false>(key0, slot, false);
+      step<false>(key0, slot, next, false);
     }
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void step(int key0, int slot, bool careful) {
+  __device__ __forceinline__ void step(int key0, int slot, int next, bool careful) {
     Scores s;
     multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_group_ * C::kWarpRows, shared_k(slot), 0);
-    finish_scores<kMasked>(s, key0);
+    finish_scores<kMasked>(s, key0, next);
     const auto weights = [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i) exponentials<kMasked>(s, key0, i, 2 * k, w[i]);
@@ -173,7 +177,7 @@ class Forward : private ForwardBlock<C> {
   __device__ __forceinline__ void turn_of_parts(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next) {
     const int key0 = chunk * C::kChunk;
     const bool mine = chunk >= 0 && warp_sees(key0);
-    cp_async_wait<0>();
+    cp_async_wait<kBiasGroups>();
     __syncthreads();  // K is here, and nobody reads V of the chunk before any more
     if (chunk >= 0) load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(0), v, key0);
     cp_async_commit();
@@ -186,11 +190,11 @@ class Forward : private ForwardBlock<C> {
     const bool careful = chunk >= 0 && needs_care(key0, 0);
     if (next >= chunk_begin_) load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(0), k, next * C::kChunk);
     cp_async_commit();
-    if (!mine) return;
+    if (!mine) return fetch_bias(next);
     if (may_mask(warp_interior_, key0)) {
-      step_of_part<true>(s, key0, careful);
+      step_of_part<true>(s, key0, next, careful);
     } else {
-      step_of_part<false>(s, key0, false);
+      step_of_part<false>(s, key0, next, false);
     }
     sync_parts();
 #pragma unroll 1
@@ -208,9 +212,9 @@ class Forward : private ForwardBlock<C> {
 
   // S of this warp's keys to P, for the other warps too, and P V over these keys.
   template <bool kMasked>
-  __device__ __forceinline__ void step_of_part(Scores &s, int key0, bool careful) {
+  __device__ __forceinline__ void step_of_part(Scores &s, int key0, int next, bool careful) {
     const int my_key0 = key0 + part_ * C::kKeys;
-    finish_scores<kMasked>(s, my_key0);
+    finish_scores<kMasked>(s, my_key0, next);
     multiply_keys<kMasked>(part_, careful, [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i) {
@@ -237,12 +241,8 @@ class Forward : private ForwardBlock<C> {
 
   // From raw products to what exponentials() takes, with m raised where that is needed.
   template <bool kMasked>
-  __device__ __forceinline__ void finish_scores(Scores &s, int key0) {
-    if constexpr (C::kGeneral) {
-      general_scores<kMasked>(s, key0, !inside(warp_interior_, key0));
-    } else if constexpr (kMasked) {
-      mask_scores(s, key0);
-    }
+  __device__ __forceinline__ void finish_scores(Scores &s, int key0, int next) {
+    apply_terms<kMasked>(s, key0, next);
     raise_max(s, exponent_scale());
   }
 
@@ -269,87 +269,11 @@ class Forward : private ForwardBlock<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Masks and scores
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void mask_scores(Scores &s, int key0) const {
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 4; r += 2) {
-        const Keys keys = keys_of_row(i, r, key0);
-#pragma unroll
-        for (int j = 0; j < kNt; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (8 * j + e < keys.begin || 8 * j + e >= keys.end) s[i][j][r + e] = -CUDART_INF_F;
-          }
-      }
-  }
-
-  // What the logits of this lane's rows depend on, and the key of the random bits.
-  __device__ __forceinline__ void load_row_terms() {
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        terms_.slope[i][r] = 0.f;
-        const int row = row_of(i, 2 * r);
-        if (p_.alibi_slopes != nullptr && row < rows_) {
-          terms_.slope[i][r] = p_.alibi_slopes[b_ * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride] * kLog2e;
-        }
-      }
-    if (p_.dropout.threshold > 0) terms_.dropout = load_dropout_key(p_.dropout);
-  }
-
-  // Turns raw products into logits in base 2, masked pairs into -inf. `edge`: the band or the sequence hides keys of the chunk from
-  // some row of the warp.
-  template <bool kMasked>
-  __device__ __forceinline__ void general_scores(Scores &s, int key0, bool edge) const {
-    const ScoreScale scale(p_);
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 4; r += 2) {
-        const int row = min(row_of(i, r), rows_ - 1), token = token_of(row);  // what lies beyond the last row is not stored
-        const auto each = [&](auto &&f) {
-#pragma unroll
-          for (int j = 0; j < kNt; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) s[i][j][r + e] = f(s[i][j][r + e], 8 * j + e);
-        };
-        if (scale.cap > 0) {
-          each([&](float x, int) { return scale.capped(x); });
-        } else {
-          each([&](float x, int) { return scale.scaled(x); });
-        }
-        if (p_.alibi_slopes != nullptr) {
-          const float distance = static_cast<float>(token + seqlen_k_ - seqlen_q() - key0 - 2 * (lane_ & 3));
-          const float slope = terms_.slope[i][r / 2];
-          each([&](float x, int key) { return fmaf(-slope, fabsf(distance - static_cast<float>(key)), x); });
-        }
-        if constexpr (kMasked) {
-          Keys keys{-kNt * 8, kNt * 8};
-          if (edge) keys = keys_of_row(i, r, key0);
-          if (p_.bias.data != nullptr) {
-            const BiasRow bias(p_.bias, b_, head_of(row), token, key0 + 2 * (lane_ & 3));
-            if (a_.pair_bias && !edge) {
-              bias.add_pairs<kNt>(s[i], r);
-            } else {
-              each([&](float x, int key) { return key >= keys.begin && key < keys.end ? bias.add(x, key) : x; });
-            }
-          }
-          if (edge) each([&](float x, int key) { return key >= keys.begin && key < keys.end ? x : -CUDART_INF_F; });
-        }
-      }
-  }
-
-  // ------------------------------------------------------------------------------------------------------------------
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
   // The factor that turns scores into exponents of two.
-  __device__ __forceinline__ float exponent_scale() const { return C::kGeneral ? 1.f : p_.softmax_scale * kLog2e; }
+  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
 
   // P = 2^(S - m) of tiles (i, j) and (i, j + 1), rounded to the operand of the next product; adds to the row sums. What is masked
   // becomes kMaskedWeight.
@@ -366,11 +290,9 @@ class Forward : private ForwardBlock<C> {
         sum_[i][r >> 1] += e[half][r];
         if (kMasked && x == -CUDART_INF_F) e[half][r] = kMaskedWeight;
       }
-    if constexpr (C::kGeneral) {
-      if (p_.dropout.threshold > 0) drop(e, i, key0 + 8 * j);
-    }
 #pragma unroll
     for (int r = 0; r < 4; ++r) w[r] = pack2<Element>(e[r / 2][r % 2 * 2], e[r / 2][r % 2 * 2 + 1]);
+    drop(w, i, key0 + 8 * j);
   }
 
   __device__ __forceinline__ void sync_parts() const { named_barrier(1 + warp_group_, C::kParts * 32); }
@@ -440,29 +362,25 @@ class Forward : private ForwardBlock<C> {
     }
   }
 
-  __device__ __forceinline__ uint32_t batch_head(int row) const {
-    return static_cast<uint32_t>(b_ * static_cast<int>(p_.heads_q) + head_of(row));
+  // A bias of -inf makes a weight exactly 0 by itself, unless NaN or Inf is where it masks. That shows in what the walk has made:
+  // rather than every chunk asking before, the walk is done again with care after.
+  __device__ __forceinline__ bool needs_careful_bias() {
+    if (p_.bias.data == nullptr || careful_bias_) return false;
+    careful_bias_ = __syncthreads_or(holds_nonfinite());
+    return careful_bias_;
   }
-
-  // Zeroes the dropped weights of a 16 x 16 tile; a masked weight keeps its sign. One call of the generator serves the four elements
-  // that a lane has of a row, and for rows of one head those eight rows further too.
-  __device__ __forceinline__ void drop(float (&e)[2][4], int i, int key0) const {
-    const DropoutKey &key = terms_.dropout;
-    Philox4 random;
+  __device__ __forceinline__ bool holds_nonfinite() const {
+    float nan = 0.f;  // or NaN
 #pragma unroll
-    for (int r = 0; r < 4; r += 2) {
-      const int row = row_of(i, r), token = token_of(row);
-      if (r == 0 || packed()) {
-        random = philox4x32_10(dropout_counter0(token, key0 + 2 * (lane_ & 3)), dropout_counter1(token), batch_head(row),
-                               key.c3, key.k0, key.k1);
-      }
+    for (int i = 0; i < kMt; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t bits = (token & 8) != 0 ? random.word[2 + half] : random.word[half];
-        if ((bits & 0xFFFFu) < p_.dropout.threshold) e[half][r] = copysignf(0.f, e[half][r]);
-        if (bits >> 16 < p_.dropout.threshold) e[half][r + 1] = copysignf(0.f, e[half][r + 1]);
-      }
+      for (int r = 0; r < 2; ++r) nan = fmaf(sum_[i][r], 0.f, nan);
+#pragma unroll
+      for (int j = 0; j < kDt; ++j)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) nan = fmaf(out_[i][j][r], 0.f, nan);
     }
+    return nan != 0.f;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -627,14 +545,8 @@ class Forward : private ForwardBlock<C> {
     }
   }
 
-  struct RowTerms {
-    float slope[kMt][2];  // of ALiBi, times log2(e)
-    DropoutKey dropout;
-  };
-
   Accumulator<kMt, kDt> out_;
   float max_[kMt][2], sum_[kMt][2];
-  RowTerms terms_;  // of general scores
 };
 
 template <class C>

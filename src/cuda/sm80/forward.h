@@ -4,6 +4,7 @@
 
 #include "core/problem.h"
 #include "cuda/common/divisor.h"
+#include "cuda/common/scores.h"
 #include "cuda/sm80/forward_table.h"
 
 namespace fa::cuda::sm80 {
@@ -25,6 +26,7 @@ struct ForwardParams {
   Divisor mask_size_q, mask_size_k;               // of block_mask
   bool vector_q, vector_k, vector_v, vector_out;  // 16-byte accesses are legal
   bool pair_bias;                                 // two neighbours of bias can be read at once
+  RawUnit raw;
   // Where splits leave their results, null when there is one: out (num_splits, batch, heads_q, max_seqlen_q, head_dim_v), lse
   // (num_splits, batch, heads_q, max_seqlen_q).
   float *split_out;

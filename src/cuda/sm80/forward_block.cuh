@@ -11,7 +11,7 @@
 namespace fa::cuda::sm80 {
 
 template <typename Element_, int kD_, int kDv_, int kWarps_, int kTilesPerWarp_, int kParts_, int kChunk_, int kMinBlocks_,
-          bool kGeneral_>
+          ScoreSet kScores_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kD = kD_;    // head_dim of q and k, rounded up
@@ -21,7 +21,9 @@ struct ForwardConfig {
   static constexpr int kParts = kParts_;
   static constexpr int kChunk = kChunk_;
   static constexpr int kMinBlocks = kMinBlocks_;
-  static constexpr bool kGeneral = kGeneral_;
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
+  static constexpr bool kStagesBias = stages_bias(kScores);
 
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kTilesPerWarp * 16;
@@ -36,7 +38,9 @@ struct ForwardConfig {
   static constexpr int kPPitch = kChunk * 2;
   static constexpr int kPBytes = kParts > 1 ? kRows *kPPitch : 0;
   static constexpr int kRowBytes = kParts > 1 ? kParts *kRows * 4 : 0;
-  static constexpr int kSharedBytes = kQBytes + kStages * (kKBytes + kVBytes) + kPBytes + kRowBytes;
+  static constexpr int kBiasPitch = kKeys * 2;
+  static constexpr int kBiasBytes = kStagesBias ? kRows * kChunk * 2 : 0;
+  static constexpr int kSharedBytes = kQBytes + kStages * (kKBytes + kVBytes) + kPBytes + kRowBytes + kBiasBytes;
   static_assert(kWarps % kParts == 0 && kWarps / kParts < 16, "every group of warps that share rows has a barrier of its own");
 };
 
@@ -156,7 +160,7 @@ class ForwardBlock {
 
   // The next chunk at or below `chunk` in which the block mask leaves anything visible to a row of the block.
   __device__ __forceinline__ int next_chunk(int chunk) const {
-    if constexpr (C::kGeneral) {
+    if constexpr (C::has(kBlockMask)) {
       if (p_.block_mask.data != nullptr) {
         const int last_row = min(row0() + C::kRows, rows_) - 1;
         for (; chunk >= chunk_begin_; --chunk) {
@@ -174,15 +178,15 @@ class ForwardBlock {
   static __device__ __forceinline__ bool inside(const Keys &keys, int key0) {
     return key0 >= keys.begin && key0 + C::kChunk <= keys.end;
   }
-  // Whether pairs of a chunk may be masked for rows that all see the keys of `interior`. A block mask hides whole chunks from a warp.
+  // Whether masked pairs of a chunk matter, for rows that all see the keys of `interior`. A block mask hides whole chunks from a warp.
   __device__ __forceinline__ bool may_mask(const Keys &interior, int key0) const {
-    return !inside(interior, key0) || (C::kGeneral && p_.bias.data != nullptr);
+    return !inside(interior, key0) || (C::has(kTileBias | kAnyBias) && careful_bias_);
   }
   // Whether some row of this warp sees a key of the chunk. Blocks of block_mask start at multiples of 64 rows and keys, so the rows of
   // one warp and the keys of one chunk lie in the same one.
   __device__ __forceinline__ bool warp_sees(int key0) const {
     if (key0 >= warp_visible_.end || key0 + C::kChunk <= warp_visible_.begin) return false;
-    return !C::kGeneral || p_.block_mask.data == nullptr || mask_block_visible(warp_row_, key0);
+    return !C::has(kBlockMask) || p_.block_mask.data == nullptr || mask_block_visible(warp_row_, key0);
   }
   // Row of element r of tiles (i, j).
   __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (lane_ >> 2) + (r >> 1) * 8; }
@@ -207,6 +211,10 @@ class ForwardBlock {
     return shared_q_ + C::kQBytes + C::kStages * (C::kKBytes + C::kVBytes) + C::kPBytes +
            (part * C::kRows + warp_group_ * C::kWarpRows + row) * 4;
   }
+  // The bias of the rows and keys of this warp.
+  __device__ __forceinline__ uint32_t shared_bias() const {
+    return shared_q_ + C::kSharedBytes - C::kBiasBytes + warp_ * C::kWarpRows * C::kBiasPitch;
+  }
 
   const ForwardParams &a_;
   const Problem &p_;
@@ -220,6 +228,7 @@ class ForwardBlock {
   int rows_;      // of the sequence, those that are used
   int warp_row_;  // the first row of this warp
   int chunk_begin_, chunk_end_;
+  bool careful_bias_ = false;  // pairs that a bias of -inf masks hold NaN or Inf
   Keys block_interior_, warp_visible_, warp_interior_;
 };
 

@@ -28,6 +28,7 @@ class Case:
     deterministic: bool = False
     lengths: Tuple[int, ...] = ()  # packed sequences; batch is 1 then and seqlen_q the longest
     graph: bool = False  # replayed from a CUDA graph, so that host time does not count
+    arch: int = 0  # 80: with kernels for sm_80 alone
 
     @property
     def d_v(self) -> int:
@@ -62,7 +63,7 @@ class Case:
 
 
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
-SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "decode", "varlen")
+SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen")
 
 
 def square(section, direction, head_dim, causal, seqlen, heads=0, heads_k=0, **more) -> Case:
@@ -102,10 +103,11 @@ def short(quick: bool) -> List[Case]:
     ]
 
 
-def general(quick: bool) -> List[Case]:
+def general(section: str, quick: bool, arch: int) -> List[Case]:
+    seqlens = (1024, 2048, 8192) if arch and not quick else (2048,)
     return [
-        square("general", direction, d, causal, 4096, option=option)
-        for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128, 256)) for causal in (False, True)
+        square(section, direction, d, causal, n, option=option, arch=arch)
+        for direction in ("forward", "backward") for d in (64, 128, 256) for causal in (False, True) for n in seqlens
         for option in OPTIONS
     ]
 
@@ -133,7 +135,8 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "dims": lambda: dims(quick),
         "deterministic": lambda: deterministic(quick),
         "short": lambda: short(quick),
-        "general": lambda: general(quick),
+        "general": lambda: general("general", quick, 0),
+        "sm80": lambda: general("sm80", quick, 80),
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),
     }

@@ -29,13 +29,14 @@ def tensor(t: torch.Tensor) -> abi.fa_tensor:
 
 
 class Context:
-    """A context on the current CUDA device."""
+    """A context on the current CUDA device, with the kernels that a device of compute capability `arch` has (0: its own)."""
 
-    def __init__(self):
+    def __init__(self, arch=0):
         config = abi.fa_config()
         self.check(abi.lib.fa_config_init(ctypes.byref(config), ctypes.sizeof(config)))
         config.device_type = abi.DEVICE_CUDA
         config.device_index = torch.cuda.current_device()
+        config.cuda_arch = arch
         self.handle = ctypes.c_void_p()
         self.check(abi.lib.fa_create(ctypes.byref(self.handle), ctypes.byref(config)))
 
@@ -77,7 +78,7 @@ class Attention:
             self.kept.append(torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], device=q.device))
             a.alibi_slopes = tensor(self.kept[-1])
         elif option == "bias":
-            self.kept.append(torch.randn(1, 1, seqlen_q, seqlen_k, device=q.device).to(q.dtype))
+            self.kept.append(torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype))
             a.bias = tensor(self.kept[-1])
         elif option == "dropout":
             a.dropout_p, a.dropout_seed = 0.1, seed

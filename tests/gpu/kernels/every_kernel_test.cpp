@@ -56,14 +56,22 @@ std::string without_suffix(std::string name) {
   return name;
 }
 
-// What selects a kernel: dtype, head dims, and scores that are plain (0 deterministic, 4 not), general (1), general with what only the
-// simplest kernels take (2), or with softcap and ALiBi alone (3). bf16 problems are packed, and fp16 ones also run on pages.
+// What selects a kernel: dtype, head dims and scores. bf16 problems are packed, and fp16 ones also run on pages.
+enum Scores {
+  kPlain,
+  kUnordered,
+  kEverything,
+  kOddBlocks,
+  kSmooth,
+  kBias,
+  kDropout
+};  // kOddBlocks: only the simplest kernels take them
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}}) {
-      for (const int scores : {0, 1, 2, 3, 4}) {
+      for (const Scores scores : {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout}) {
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -75,18 +83,24 @@ std::vector<Case> cases() {
         c.k.seqlen = 150;
         c.mask = FA_MASK_CAUSAL;
         c.dlse = c.sink = 1;
-        c.num_splits = scores == 1 ? 2 : 1;
-        c.flags = scores == 0 ? FA_FLAG_DETERMINISTIC : 0;
-        c.own_workspace = scores == 2;                               // memory that nothing has written: for initcheck
-        if (scores == 4) c.q.grad_layout = c.k.grad_layout = kBshd;  // dout as Hopper's copy engine takes it
-        if (scores >= 1 && scores <= 3) {
+        c.num_splits = scores == kEverything ? 2 : 1;
+        c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
+        c.own_workspace = scores == kOddBlocks;                               // memory that nothing has written: for initcheck
+        if (scores == kUnordered) c.q.grad_layout = c.k.grad_layout = kBshd;  // dout as Hopper's copy engine takes it
+        const bool everything = scores == kEverything || scores == kOddBlocks;
+        if (everything || scores == kSmooth) {
           c.alibi = 1;
           c.softcap = 10;
         }
-        if (scores == 1 || scores == 2) {
-          c.bias = 1;
-          c.dropout = 0.1;
-          c.block_q = c.block_k = scores == 1 ? 64 : 32;
+        if (everything || scores == kBias) c.bias = 1;
+        if (scores == kBias) {
+          c.bias_padded = 1;
+          c.bias_masked = 10;
+          c.nan_keys = 1;
+        }
+        if (everything || scores == kDropout) c.dropout = 0.1;
+        if (everything || scores == kBias || scores == kDropout) {
+          c.block_q = c.block_k = scores == kOddBlocks ? 32 : 64;
           c.block_masked = 20;
         }
         if (dtype == FA_BFLOAT16) {
@@ -97,7 +111,7 @@ std::vector<Case> cases() {
           c.k.used = {70, 10, 140};
         }
         all.push_back(c);
-        if (dtype == FA_FLOAT16 && scores == 0) {
+        if (dtype == FA_FLOAT16 && scores == kPlain) {
           c.page_size = 16;
           c.backward = 0;
           all.push_back(c);
