@@ -59,11 +59,12 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   char *memory = static_cast<char *>(workspace);
   auto &params = launches.make_params<BackwardParams>();
   params.problem = b;
-  params.key_blocks = plan.key_blocks;
   params.row_chunks = plan.row_chunks;
   params.chunk_rows = shape.rows;
-  params.heads_per_section = plan.heads_per_section;
   params.chunk_turns = kTurnsPerChunk;
+  params.order =
+      BlockOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_section,
+                 /*last_rows_first=*/false);
   params.head_dim_bucket = shape.head_dim;
   params.vector_q = takes_vectors(p.q, p.head_dim);
   params.vector_k = takes_vectors(p.k, p.head_dim);

@@ -6,145 +6,135 @@
 
 #include "cuda/common/backward_rows.h"
 #include "cuda/common/operand.h"
+#include "cuda/common/ptx.cuh"
 #include "cuda/common/score.cuh"
 
 namespace fa::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256;
 constexpr int kSinkThreads = 512;
 
-__device__ float load(const Operand &t, int64_t at) {
-  if (t.dtype == Dtype::f32) return static_cast<const float *>(t.data)[at];
-  return t.dtype == Dtype::bf16 ? __bfloat162float(static_cast<const __nv_bfloat16 *>(t.data)[at])
-                                : __half2float(static_cast<const __half *>(t.data)[at]);
-}
+// Eight elements of a row as they lie in memory.
+template <int kElementBytes>
+struct Eight {
+  static constexpr int kWords = kElementBytes * 2;
+  uint32_t words[kWords] = {};
 
-// Eight elements of a row, zero from `valid` on.
-__device__ __forceinline__ uint4 load_8(const Operand &t, int64_t at, int valid, bool vectors) {
-  const auto *elements = static_cast<const unsigned short *>(t.data) + at;
-  if (vectors) return valid > 0 ? __ldg(reinterpret_cast<const uint4 *>(elements)) : uint4{0, 0, 0, 0};
-  uint32_t words[4] = {0, 0, 0, 0};
+  // Zero from `valid` on.
+  __device__ __forceinline__ void load(const Operand &t, int64_t at, int valid, bool vectors) {
+    const char *from = static_cast<const char *>(t.data) + at * kElementBytes;
+    if (vectors && valid >= 8) {
 #pragma unroll
-  for (int e = 0; e < 8; ++e)
-    if (e < valid) words[e / 2] |= static_cast<uint32_t>(elements[e]) << (16 * (e & 1));
-  return {words[0], words[1], words[2], words[3]};
-}
-
-// Sum of the products of eight elements; whether one of x is not zero.
-template <typename Element>
-__device__ __forceinline__ float dot_8(const uint4 &x, const uint4 &y, bool &any) {
-  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0;
+      for (int n = 0; n < kWords; n += 4) {
+        const uint4 x = __ldg(reinterpret_cast<const uint4 *>(from) + n / 4);
+        words[n] = x.x, words[n + 1] = x.y, words[n + 2] = x.z, words[n + 3] = x.w;
+      }
+      return;
+    }
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    any |= (xs[n] & 0x7FFF7FFFu) != 0;
-    sum += to_float<Element>(xs[n] & 0xFFFFu) * to_float<Element>(ys[n] & 0xFFFFu);
-    sum += to_float<Element>(xs[n] >> 16) * to_float<Element>(ys[n] >> 16);
+    for (int e = 0; e < 8; ++e) {
+      if (e >= valid) continue;
+      if constexpr (kElementBytes == 4) {
+        words[e] = reinterpret_cast<const uint32_t *>(from)[e];
+      } else {
+        words[e / 2] |= static_cast<uint32_t>(reinterpret_cast<const unsigned short *>(from)[e]) << (16 * (e & 1));
+      }
+    }
   }
-  return sum;
-}
 
-// 16-bit tensors: one block a chunk, kLanes lanes a row, eight columns a lane.
-template <int kLanes>
-__global__ void __launch_bounds__(kThreads) backward_chunks(const __grid_constant__ BackwardRows a) {
+  // Sum of the products with y; whether one of these elements is not zero.
+  template <typename Element>
+  __device__ __forceinline__ float dot(const Eight &y, bool &any) const {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      if constexpr (kElementBytes == 4) {
+        any |= (words[n] & 0x7FFFFFFFu) != 0;
+        sum += __uint_as_float(words[n]) * __uint_as_float(y.words[n]);
+      } else {
+        any |= (words[n] & 0x7FFF7FFFu) != 0;
+        sum += to_float<Element>(words[n] & 0xFFFFu) * to_float<Element>(y.words[n] & 0xFFFFu);
+        sum += to_float<Element>(words[n] >> 16) * to_float<Element>(y.words[n] >> 16);
+      }
+    }
+    return sum;
+  }
+};
+
+// One block a chunk, kLanes lanes a row, eight columns a lane at a time.
+template <int kElementBytes, int kLanes>
+__global__ void __launch_bounds__(kThreads) backward_rows(const __grid_constant__ BackwardRows a) {
   constexpr int kPass = kThreads / kLanes, kBatch = 2;  // rows at a time, and loads in flight a lane
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
-  const int thread = static_cast<int>(threadIdx.x), column = thread % kLanes * 8;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
   const int chunk = static_cast<int>(blockIdx.x) % a.row_chunks, slice = static_cast<int>(blockIdx.x) / a.row_chunks;
   const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
-  const Sequence q = sequence_of(p.q_lengths, batch);
-  const int valid = static_cast<int>(p.head_dim_v) - column, rows = static_cast<int>(q.len) - chunk * a.chunk_rows;
-  const bool vector_out = takes_vectors(p.out, p.head_dim_v), vector_dout = takes_vectors(g.dout, p.head_dim_v);
-  const int64_t first = q.start + chunk * a.chunk_rows;
-  const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride + column;
-  const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride + column;
 
-  for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
-    uint4 x[kBatch], y[kBatch];
-#pragma unroll
-    for (int m = 0; m < kBatch; ++m) {
-      const int n = n0 + m * kPass;
-      x[m] = y[m] = uint4{0, 0, 0, 0};
-      if (n >= rows || n >= a.chunk_rows) continue;
-      x[m] = load_8(p.out, out + (first + n) * p.out.seq_stride, valid, vector_out);
-      y[m] = load_8(g.dout, dout + (first + n) * g.dout.seq_stride, valid, vector_dout);
-    }
-#pragma unroll
-    for (int m = 0; m < kBatch; ++m) {
-      const int n = n0 + m * kPass;
-      bool any = false;
-      float delta = p.q.dtype == Dtype::bf16 ? dot_8<__nv_bfloat16>(x[m], y[m], any) : dot_8<__half>(x[m], y[m], any);
-#pragma unroll
-      for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += __shfl_xor_sync(~0u, delta, mask);
-      const uint32_t row_lanes = (~0u >> (32 - kLanes)) << (thread & 31 & ~(kLanes - 1));
-      // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
-      if ((__ballot_sync(~0u, any) & row_lanes) == 0) delta = 0;
-      if (column != 0 || n >= a.chunk_rows) continue;
-      float lse = CUDART_INF_F;
-      if (n < rows) {
-        lse = p.lse.data[batch * p.lse.batch_stride + head * p.lse.head_stride + (first + n) * p.lse.seq_stride] * a.lse_unit;
-        if (lse == -CUDART_INF_F) {
-          lse = CUDART_INF_F;
-          delta = 0;
-        } else if (g.dlse.data != nullptr) {
-          delta -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
-        }
-      }
-      a.row_lse[int64_t{blockIdx.x} * a.chunk_rows + n] = lse;
-      a.row_delta[int64_t{blockIdx.x} * a.chunk_rows + n] = delta;
-    }
-  }
+  // The stores first: they need nothing that has to be loaded.
   if (thread < a.chunk_turns) a.turn[int64_t{blockIdx.x} * a.chunk_turns + thread] = 0;
   if (a.dq_sum != nullptr) {
     const int vectors = a.chunk_rows * a.head_dim_bucket / 4;
     float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{blockIdx.x} * vectors;
     for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
   }
-}
 
-// Tensors of any kind: one warp a row.
-__global__ void __launch_bounds__(kThreads) backward_rows(const __grid_constant__ BackwardRows a) {
-  const BackwardProblem &g = a.problem;
-  const Problem &p = g.forward;
-  const int lane = threadIdx.x & 31;
-  const int64_t index = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5);  // (batch, head, row)
-  const int64_t padded = int64_t{a.row_chunks} * a.chunk_rows;
-  if (index >= p.batch * p.heads_q * padded) return;
-  const int64_t row = index % padded, head = index / padded % p.heads_q, batch = index / padded / p.heads_q;
   const Sequence q = sequence_of(p.q_lengths, batch);
-  float lse = CUDART_INF_F, delta = 0;
-  if (row < q.len) {
-    const int64_t at = q.start + row;
-    const float natural = p.lse.data[batch * p.lse.batch_stride + head * p.lse.head_stride + at * p.lse.seq_stride];
-    if (natural != -CUDART_INF_F) {
-      const int64_t out = batch * p.out.batch_stride + at * p.out.seq_stride + head * p.out.head_stride;
-      const int64_t dout = batch * g.dout.batch_stride + at * g.dout.seq_stride + head * g.dout.head_stride;
-      bool any = false;
-      for (int64_t column = lane; column < p.head_dim_v; column += 32) {
-        const float x = load(p.out, out + column);
-        any |= x != 0;
-        delta += x * load(g.dout, dout + column);
+  const int rows = static_cast<int>(q.len) - chunk * a.chunk_rows;
+  const bool vector_out = takes_vectors(p.out, columns), vector_dout = takes_vectors(g.dout, columns);
+  const int64_t first = q.start + chunk * a.chunk_rows;
+  const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
+  const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
+  for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
+    float delta[kBatch] = {};
+    bool any[kBatch] = {};
+    for (int column = lane * 8; column < columns; column += kLanes * 8) {
+      Eight<kElementBytes> x[kBatch], y[kBatch];
+#pragma unroll
+      for (int m = 0; m < kBatch; ++m) {
+        const int n = n0 + m * kPass;
+        if (n >= rows || n >= a.chunk_rows) continue;
+        x[m].load(p.out, out + (first + n) * p.out.seq_stride + column, columns - column, vector_out);
+        y[m].load(g.dout, dout + (first + n) * g.dout.seq_stride + column, columns - column, vector_dout);
       }
-      for (int mask = 16; mask > 0; mask /= 2) delta += __shfl_xor_sync(~0u, delta, mask);
+#pragma unroll
+      for (int m = 0; m < kBatch; ++m) {
+        delta[m] +=
+            p.q.dtype == Dtype::bf16 ? x[m].template dot<__nv_bfloat16>(y[m], any[m]) : x[m].template dot<__half>(y[m], any[m]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kBatch; ++m) {
+      const int n = n0 + m * kPass;
+#pragma unroll
+      for (int mask = kLanes / 2; mask > 0; mask /= 2) delta[m] += __shfl_xor_sync(~0u, delta[m], mask);
+      const uint32_t row_lanes = (~0u >> (32 - kLanes)) << (thread & 31 & ~(kLanes - 1));
       // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
-      if (!__any_sync(~0u, any)) delta = 0;
-      if (g.dlse.data != nullptr)
-        delta -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + at * g.dlse.seq_stride];
-      lse = natural * a.lse_unit;
+      if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
+      if (lane != 0 || n >= a.chunk_rows) continue;
+      float lse = CUDART_INF_F;
+      if (n < rows) {
+        lse = p.lse.data[batch * p.lse.batch_stride + head * p.lse.head_stride + (first + n) * p.lse.seq_stride] * a.lse_unit;
+        if (lse == -CUDART_INF_F) {
+          lse = CUDART_INF_F;
+          delta[m] = 0;
+        } else if (g.dlse.data != nullptr) {
+          delta[m] -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
+        }
+      }
+      a.row_lse[int64_t{blockIdx.x} * a.chunk_rows + n] = lse;
+      a.row_delta[int64_t{blockIdx.x} * a.chunk_rows + n] = delta[m];
     }
   }
-  if (lane == 0) {
-    a.row_lse[index] = lse;
-    a.row_delta[index] = delta;
-    if (row % a.chunk_rows == 0)
-      for (int n = 0; n < a.chunk_turns; ++n) a.turn[index / a.chunk_rows * a.chunk_turns + n] = 0;
-  }
-  if (a.dq_sum != nullptr) {
-    float4 *sum = reinterpret_cast<float4 *>(a.dq_sum + index * a.head_dim_bucket);
-    for (int n = lane; n < a.head_dim_bucket / 4; n += 32) sum[n] = float4{0, 0, 0, 0};
-  }
+}
+
+template <int kElementBytes>
+const void *rows_kernel(int64_t columns) {
+  void (*kernel)(BackwardRows) = columns <= 64    ? &backward_rows<kElementBytes, 8>
+                                 : columns <= 128 ? &backward_rows<kElementBytes, 16>
+                                                  : &backward_rows<kElementBytes, 32>;
+  return reinterpret_cast<const void *>(kernel);
 }
 
 // One block a head, rows in a fixed order: d sink = sum of P_sink * (dlse - sum of dout * out).
@@ -171,13 +161,8 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
 
 Launch backward_rows_launch(const BackwardRows &a) {
   const Problem &p = a.problem.forward;
-  if (p.q.dtype == Dtype::f32 || p.head_dim_v > 256) {
-    const int64_t rows = p.batch * p.heads_q * a.row_chunks * a.chunk_rows;
-    return {reinterpret_cast<const void *>(&backward_rows), kThreads, 0, (rows + kWarps - 1) / kWarps};
-  }
-  void (*kernel)(BackwardRows) =
-      p.head_dim_v <= 64 ? &backward_chunks<8> : (p.head_dim_v <= 128 ? &backward_chunks<16> : &backward_chunks<32>);
-  return {reinterpret_cast<const void *>(kernel), kThreads, 0, p.batch * p.heads_q * a.row_chunks};
+  return {p.q.dtype == Dtype::f32 ? rows_kernel<4>(p.head_dim_v) : rows_kernel<2>(p.head_dim_v), kThreads, 0,
+          p.batch * p.heads_q * a.row_chunks};
 }
 
 Launch backward_sink_launch(const BackwardRows &a) {

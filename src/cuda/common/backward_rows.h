@@ -9,7 +9,9 @@ namespace fa::cuda {
 
 constexpr float kLseUnit = 1.4426950408889634f;  // log2(e), for kernels whose weights are 2^(logit - lse)
 
-// What every family's backward parameters begin with. Arrays are workspace, each for (batch, heads_q, row_chunks, ...).
+// What every family's backward parameters begin with. Arrays are workspace, each for (batch, heads_q, row_chunks, ...), without gaps:
+// every sequence is padded to row_chunks * chunk_rows rows. Any chunk_rows will do, as long as chunk_rows * head_dim_bucket is a multiple
+// of 4; tensors may have any strides and alignment.
 struct BackwardRows {
   BackwardProblem problem;
   int32_t row_chunks;  // chunks of queries of the longest sequence

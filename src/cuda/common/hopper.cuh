@@ -112,9 +112,6 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t dst, uint32_t a, uint32_t b
 // Products of a warpgroup
 // ----------------------------------------------------------------------------------------------------------------------
 
-// The low word of an operand is the same for all lanes; saying so keeps it in a uniform register.
-__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
-
 // A tile whose rows are the rows (A) or columns (B) of the product, the summed dimension contiguous. One step of 16 along it is 32
 // bytes within a slab.
 __device__ __forceinline__ uint64_t uniform_rows_operand(uint32_t address) {  // known to be uniform

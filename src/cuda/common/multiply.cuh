@@ -87,7 +87,8 @@ template <typename Element, int kPitch, int kKSteps, int kParts, int kMt, int kN
 __device__ __forceinline__ void multiply_add_with(Accumulator<kMt, kNt> &acc, uint32_t tile, int first_column_step,
                                                   WeightsOf weights_of) {
   constexpr int kColumnSteps = kNt / 2, kSteps = kKSteps * kColumnSteps;
-  const int lane = threadIdx.x & 31;
+  // Warps that do not share rows have the widest accumulators: nothing is kept for the next time.
+  const int lane = (kParts == 1 ? opaque(threadIdx.x) : threadIdx.x) & 31;
   const uint32_t t = advance<kPitch>(tile + swizzled<kPitch>(lane & 15, lane >> 4), first_column_step);
   uint32_t tf[2][4], w[kMt][4];
   const auto load = [&](int n) {

@@ -16,6 +16,9 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// A number that is the same for all lanes; saying so keeps it, and what is computed from it, in uniform registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
 __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

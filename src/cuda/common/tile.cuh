@@ -58,22 +58,23 @@ __device__ __forceinline__ void copy_elements(uint32_t dst, const Element *src, 
   st_shared_16(dst, words[0], words[1], words[2], words[3]);
 }
 
-// Which 16-byte chunks of a tile of kRows x kColumns a thread fills. The column is the same for all of them when the threads cover
-// whole rows.
+// Which 16-byte chunks of a tile of kRows x kColumns a thread fills: one column of them, every kStep-th row. The last threads have none
+// when rows are not a power of two long.
 template <int kRows, int kColumns, int kThreads>
 struct TileShare {
-  static constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8, kLoads = kRows * kChunks / kThreads;
-  static constexpr bool kOneColumn = kThreads % kChunks == 0;
-  static_assert(kRows * kChunks % kThreads == 0);
+  static constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8;
+  static constexpr int step() {
+    int rows = 1;
+    while (2 * rows * kChunks <= kThreads) rows *= 2;
+    return rows;
+  }
+  static constexpr int kStep = step(), kLoads = kRows / kStep;
+  static_assert(kChunks <= kThreads && kRows % kStep == 0);
   const int thread;  // of kThreads
 
-  __device__ __forceinline__ int row(int i) const {
-    if constexpr (kOneColumn) return thread / kChunks + i * (kThreads / kChunks);
-    return (thread + i * kThreads) / kChunks;
-  }
-  __device__ __forceinline__ int chunk(int i) const {
-    return kOneColumn ? thread % kChunks : (thread + i * kThreads) % kChunks;
-  }
+  __device__ __forceinline__ bool any() const { return kStep * kChunks == kThreads || thread < kStep * kChunks; }
+  __device__ __forceinline__ int row(int i) const { return thread / kChunks + i * kStep; }
+  __device__ __forceinline__ int chunk() const { return thread % kChunks; }
 };
 
 // Fills a tile from rows first .. first + kRows - 1, all of which exist: no row is checked, and what differs between threads is one
@@ -83,22 +84,14 @@ __device__ __forceinline__ void load_whole_tile(uint32_t tile, const RowSource<E
                                                 int thread = static_cast<int>(threadIdx.x)) {
   using Share = TileShare<kRows, kColumns, kThreads>;
   const Share share{thread};
+  if (!share.any()) return;
   const Element *base = source.base + first * source.row_stride;
-  if constexpr (Share::kOneColumn) {
-    constexpr int kStep = kThreads / Share::kChunks;
-    const int64_t offset = share.row(0) * source.row_stride + share.chunk(0) * 8;
-    const int bytes = share.chunk(0) * 8 < source.columns ? 16 : 0;
+  const int64_t offset = share.row(0) * source.row_stride + share.chunk() * 8;
+  const int bytes = share.chunk() * 8 < source.columns ? 16 : 0;
 #pragma unroll
-    for (int i = 0; i < Share::kLoads; ++i) {
-      cp_async_16(tile + swizzled<Share::kPitch>(share.row(i), share.chunk(0)), base + i * kStep * source.row_stride + offset,
-                  bytes);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < Share::kLoads; ++i) {
-      const int r = share.row(i), c = share.chunk(i);
-      cp_async_16(tile + swizzled<Share::kPitch>(r, c), base + r * source.row_stride + c * 8, c * 8 < source.columns ? 16 : 0);
-    }
+  for (int i = 0; i < Share::kLoads; ++i) {
+    cp_async_16(tile + swizzled<Share::kPitch>(share.row(i), share.chunk()),
+                base + i * Share::kStep * source.row_stride + offset, bytes);
   }
 }
 
@@ -109,10 +102,12 @@ __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int colum
                                           int thread = static_cast<int>(threadIdx.x)) {
   using Share = TileShare<kRows, kColumns, kThreads>;
   const Share share{thread};
+  if (!share.any()) return;
+  const int c = share.chunk();
   if (vectors) {
 #pragma unroll 2
     for (int i = 0; i < Share::kLoads; ++i) {
-      const int r = share.row(i), c = share.chunk(i);
+      const int r = share.row(i);
       const Element *row = address_of(r);
       const bool valid = row != nullptr && c * 8 < columns;
       if (valid) {
@@ -124,7 +119,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int colum
   } else {
 #pragma unroll 1
     for (int i = 0; i < Share::kLoads; ++i) {
-      const int r = share.row(i), c = share.chunk(i);
+      const int r = share.row(i);
       const Element *row = address_of(r);
       copy_elements(tile + swizzled<Share::kPitch>(r, c), row + c * 8, row != nullptr ? columns - c * 8 : 0);
     }

@@ -240,16 +240,23 @@ class Backward : BackwardBlock<C> {
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          const float delta = (r & 1) ? deltas.y : deltas.x, weight = s[i][j][r];
-          float d = dp[i][j][r] - delta;
-          if constexpr (C::has(kDropout)) {
-            // Dropped weights pass no gradient through P V, but still through the sum: -weight * -delta.
-            d = weight < 0.f ? delta : fmaf(dp[i][j][r], p_.dropout.keep_scale, -delta);
+          const float delta = (r & 1) ? deltas.y : deltas.x;
+          if constexpr (!C::kGeneral) {
+            // From P as rounded for dv: it need not be kept twice, nor which pairs are visible.
+            const uint32_t pair = w[i][j / 2][j % 2 * 2 + r / 2], bits = (r & 1) ? pair >> 16 : pair & 0xFFFFu;
+            const float d = to_float<Element>(bits) * (dp[i][j][r] - delta);
+            dp[i][j][r] = !kMasked ? d : (bits == kMaskedBits ? kMaskedWeight : d + 0.f);  // + 0: a visible -0 is no mask
+          } else {
+            const float weight = s[i][j][r];
+            float d = dp[i][j][r] - delta;
+            if constexpr (C::has(kDropout)) {
+              // Dropped weights pass no gradient through P V, but still through the sum: -weight * -delta.
+              d = weight < 0.f ? delta : fmaf(dp[i][j][r], p_.dropout.keep_scale, -delta);
+            }
+            d *= weight;
+            if constexpr (kMasked) d = visible >> Tile::bit_of(i, j, r) & 1 ? d + 0.f : kMaskedWeight;
+            dp[i][j][r] = d;
           }
-          d *= weight;
-          if constexpr (kMasked)
-            d = visible >> Tile::bit_of(i, j, r) & 1 ? d + 0.f : kMaskedWeight;  // + 0: a visible -0 is no mask
-          dp[i][j][r] = d;
         }
     }
     Tile::pack(w, dp);
@@ -384,7 +391,7 @@ class Backward : BackwardBlock<C> {
     const bool any = blocks_ != 0;
     if constexpr (C::kExchange) {
       const int slot = chunk % C::kStages;
-      const int first_key = warp_ / C::kColumnParts * C::kGradTiles * 16, part = warp_ % C::kColumnParts;
+      const int warp = opaque(warp_), first_key = warp / C::kColumnParts * C::kGradTiles * 16, part = warp % C::kColumnParts;
       if (any) {
         Base::template multiply<Lies::k_last, C::kDv * 2, C::kRows / 16>(
             dv_, shared_p_, first_key, shared_do_ + slot * C::kDoBytes, part * C::kDvt * 8, careful_);

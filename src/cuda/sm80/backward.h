@@ -4,6 +4,7 @@
 
 #include "core/problem.h"
 #include "cuda/common/backward_rows.h"
+#include "cuda/common/block_order.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/scores.h"
 #include "cuda/sm80/backward_table.h"
@@ -13,8 +14,7 @@ namespace fa::cuda::sm80 {
 // A problem and how it is cut. The only parameter of every kernel of the pass. `turn` has kTurnsPerChunk entries a chunk: the number
 // of blocks of keys whose n-th warp has added to the chunk's dq.
 struct BackwardParams : BackwardRows {
-  int32_t key_blocks;                              // blocks of keys of the longest sequence
-  int32_t heads_per_section;                       // (batch, heads_k) pairs whose blocks run together
+  BlockOrder order;                                // blocks of keys of the heads of k
   bool vector_q, vector_k, vector_v, vector_dout;  // 16-byte loads are legal
   bool deterministic;                              // blocks of keys add to dq in order, by `turn`
   Divisor mask_size_q, mask_size_k;                // of block_mask

@@ -49,7 +49,7 @@ class BackwardBlock {
 
   //   shared memory:  K | V | ring of Q | ring of dO | dS | [P] | ring of lse | ring of delta | [bias]
   __device__ __forceinline__ BackwardBlock(const BackwardParams &params, char *shared)
-      : a_(params), b_(params.problem), p_(params.problem.forward), lane_(threadIdx.x & 31), warp_(threadIdx.x >> 5) {
+      : a_(params), b_(params.problem), p_(params.problem.forward), lane_(threadIdx.x & 31), warp_(uniform(threadIdx.x >> 5)) {
     shared_k_ = smem_address(shared);
     shared_v_ = shared_k_ + C::kKBytes;
     shared_q_ = shared_v_ + C::kVBytes;
@@ -69,16 +69,12 @@ class BackwardBlock {
   // mask the longest walks first, and blocks that wait for their turn to add to dq always wait for one that started before
   // them.
   __device__ __forceinline__ void find_block() {
-    const int heads = static_cast<int>(p_.batch * p_.heads_k), section_blocks = a_.heads_per_section * a_.key_blocks;
-    const int section = static_cast<int>(blockIdx.x) / section_blocks, within = static_cast<int>(blockIdx.x) % section_blocks;
-    const int first_head = section * a_.heads_per_section, section_heads = min(a_.heads_per_section, heads - first_head);
-    const int key_block = within / section_heads;
-    const int head = first_head + within % section_heads;
-    batch_ = head / static_cast<int>(p_.heads_k);
-    head_k_ = head % static_cast<int>(p_.heads_k);
+    const BlockOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
+    batch_ = uniform(place.batch);
+    head_k_ = uniform(place.head);
     const Sequence q = sequence_of(p_.q_lengths, batch_), k = sequence_of(p_.k_lengths, batch_);
     q_start_ = q.start;
-    key0_ = key_block * C::kKeys;
+    key0_ = static_cast<int>(uniform(place.row_block)) * C::kKeys;
     band_ = BandLimits(p_.band, static_cast<int>(q.len), static_cast<int>(k.len));
   }
 
@@ -164,8 +160,9 @@ class BackwardBlock {
     if (a_.deterministic) now = turn(chunk);
     if (any) {
       clear<C::kDqTiles, C::kDqNt>(dq);
-      multiply<Lies::k_first, C::kD * 2, C::kKeys / 16>(dq, ds, warp_ % C::kDqRowParts * 32, shared_k_,
-                                                        warp_ / C::kDqRowParts * C::kDqNt * 8, careful);
+      const int warp = C::kRoles == 1 ? opaque(warp_) : warp_;
+      multiply<Lies::k_first, C::kD * 2, C::kKeys / 16>(dq, ds, warp % C::kDqRowParts * 32, shared_k_,
+                                                        warp / C::kDqRowParts * C::kDqNt * 8, careful);
     }
     if (a_.deterministic) await_turn(chunk, now);
     if (any) add(chunk, dq);
@@ -262,9 +259,20 @@ class BackwardBlock {
     constexpr int kChunks = kColumns / 8;
     const bool vectors = takes_vectors(t, columns);
     const Sequence k = keys();
-    const int slot = static_cast<int>(k.slot), end = key0_ / C::kKeys == a_.key_blocks - 1 ? slot : min(key0_ + C::kKeys, slot);
+    const int slot = static_cast<int>(k.slot),
+              end = key0_ / C::kKeys == a_.order.row_blocks - 1 ? slot : min(key0_ + C::kKeys, slot);
     Element *base = static_cast<Element *>(t.data) + batch_ * t.batch_stride + k.start * t.seq_stride + head_k_ * t.head_stride;
+    if (vectors && key0_ + C::kKeys <= min(end, band_.seqlen_k)) {  // the usual block: every key is there
+      constexpr int kStep = kThreads / kChunks;
+      const int first = thread / kChunks, chunk = thread % kChunks;
+      if (chunk * 8 >= columns) return;
+      Element *row = base + (key0_ + first) * t.seq_stride + chunk * 8;
 #pragma unroll 4
+      for (int n = 0; n < C::kKeys; n += kStep)
+        *reinterpret_cast<uint4 *>(row + n * t.seq_stride) = ld_shared_16(tile + swizzled<kColumns * 2>(first + n, chunk));
+      if (end == key0_ + C::kKeys) return;
+    }
+#pragma unroll 1
     for (int n = thread; n < (end - key0_) * kChunks; n += kThreads) {
       const int key = n / kChunks, chunk = n % kChunks;
       uint4 x{0, 0, 0, 0};

@@ -22,6 +22,8 @@
 
 #include <math_constants.h>
 
+#include <type_traits>
+
 #include "cuda/common/multiply.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/score.cuh"
@@ -116,25 +118,28 @@ class Forward : private ForwardScores<C> {
         sum_[i][r] = 0.f;
       }
     }
-    // The first turn only fetches.
-    int chunk = -1, next = next_chunk(chunk_end_ - 1), slot = C::kStages - 1;
+    // The first turn only fetches: there is no chunk chunk_end_. Without a block mask one register counts all three.
+    int chunk = chunk_end_, next = next_chunk(chunk_end_ - 1), slot = chunk;
 #pragma unroll 1
     while (true) {
+      if constexpr (!C::has(kBlockMask)) slot = chunk = next + 1;
       if constexpr (C::kParts == 1) {
-        turn(k, v, chunk, next, slot);
+        turn(k, v, chunk, next, slot & 1);
       } else {
         turn_of_parts(k, v, chunk, next);
       }
       if (next < chunk_begin_) break;
       chunk = next;
       next = next_chunk(chunk - 1);
-      slot ^= 1;
+      --slot;
     }
-    if (chunk < 0) {  // nothing is visible: Q may still be on its way to where out goes
+    if (!exists(chunk)) {  // nothing is visible: Q may still be on its way to where out goes
       cp_async_wait<0>();
       __syncthreads();
     }
   }
+
+  __device__ __forceinline__ bool exists(int chunk) const { return chunk < chunk_end_; }
 
   // Chunk `chunk` is read, the next one fetched.
   __device__ __forceinline__ void turn(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next,
@@ -142,13 +147,14 @@ class Forward : private ForwardScores<C> {
     const int key0 = chunk * C::kChunk;
     cp_async_wait<kBiasGroups>();
     __syncthreads();  // the chunk is here, and nobody reads the other slot any more
-    const bool careful = chunk >= 0 && needs_care(key0, slot);
+    const bool careful = exists(chunk) && needs_care(key0, slot);
     if (next >= chunk_begin_) {
-      load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(slot ^ 1), k, next * C::kChunk);
-      load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(slot ^ 1), v, next * C::kChunk);
+      const int thread = opaque(threadIdx.x);
+      load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(slot ^ 1), k, next * C::kChunk, thread);
+      load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(slot ^ 1), v, next * C::kChunk, thread);
     }
     cp_async_commit();
-    if (chunk < 0 || !warp_sees(key0)) return fetch_bias(next);
+    if (!exists(chunk) || !warp_sees(key0)) return fetch_bias(next);
     // Two copies of the step: the usual one has no mask code at all.
     if (may_mask(warp_interior_, key0)) {
       step<true>(key0, slot, next, careful);
@@ -162,24 +168,26 @@ class Forward : private ForwardScores<C> {
     Scores s;
     multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_q_, warp_group_ * C::kWarpRows, shared_k(slot), 0);
     finish_scores<kMasked>(s, key0, next);
-    const auto weights = [&](int k, uint32_t(&w)[kMt][4]) {
+    const auto weights_of = [&](auto exact) {
+      return [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
-      for (int i = 0; i < kMt; ++i) exponentials<kMasked>(s, key0, i, 2 * k, w[i]);
+        for (int i = 0; i < kMt; ++i) exponentials<decltype(exact)::value>(s, key0, i, 2 * k, w[i]);
+      };
     };
     if (kMasked && careful) {
-      multiply_exactly(shared_v(slot), weights);
+      multiply_exactly(shared_v(slot), weights_of(std::true_type{}));
     } else {
-      multiply_add_with<Element, C::kDv * 2, kPSteps, 1, kMt, kDt>(out_, shared_v(slot), 0, weights);
+      multiply_add_with<Element, C::kDv * 2, kPSteps, 1, kMt, kDt>(out_, shared_v(slot), 0, weights_of(std::false_type{}));
     }
   }
 
   // The same with one slot, for warps that share rows.
   __device__ __forceinline__ void turn_of_parts(const RowSource<Element> &k, const RowSource<Element> &v, int chunk, int next) {
     const int key0 = chunk * C::kChunk;
-    const bool mine = chunk >= 0 && warp_sees(key0);
+    const bool mine = exists(chunk) && warp_sees(key0);
     cp_async_wait<kBiasGroups>();
     __syncthreads();  // K is here, and nobody reads V of the chunk before any more
-    if (chunk >= 0) load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(0), v, key0);
+    if (exists(chunk)) load_tile<C::kChunk, C::kDv, C::kThreads>(shared_v(0), v, key0, opaque(threadIdx.x));
     cp_async_commit();
     Scores s;
     if (mine) {
@@ -187,8 +195,8 @@ class Forward : private ForwardScores<C> {
     }
     cp_async_wait<0>();
     __syncthreads();  // V is here, and nobody reads K any more
-    const bool careful = chunk >= 0 && needs_care(key0, 0);
-    if (next >= chunk_begin_) load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(0), k, next * C::kChunk);
+    const bool careful = exists(chunk) && needs_care(key0, 0);
+    if (next >= chunk_begin_) load_tile<C::kChunk, C::kD, C::kThreads>(shared_k(0), k, next * C::kChunk, opaque(threadIdx.x));
     cp_async_commit();
     if (!mine) return fetch_bias(next);
     if (may_mask(warp_interior_, key0)) {
@@ -215,17 +223,24 @@ class Forward : private ForwardScores<C> {
   __device__ __forceinline__ void step_of_part(Scores &s, int key0, int next, bool careful) {
     const int my_key0 = key0 + part_ * C::kKeys;
     finish_scores<kMasked>(s, my_key0, next);
-    multiply_keys<kMasked>(part_, careful, [&](int k, uint32_t(&w)[kMt][4]) {
+    const auto weights_of = [&](auto exact) {
+      return [&](int k, uint32_t(&w)[kMt][4]) {
 #pragma unroll
-      for (int i = 0; i < kMt; ++i) {
-        exponentials<kMasked>(s, my_key0, i, 2 * k, w[i]);
+        for (int i = 0; i < kMt; ++i) {
+          exponentials<decltype(exact)::value>(s, my_key0, i, 2 * k, w[i]);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const int row = i * 16 + (lane_ >> 2) + r % 2 * 8, chunk = part_ * kNt + 2 * k + r / 2;
-          st_shared_4(shared_p() + swizzled<C::kPPitch>(row, chunk) + (lane_ & 3) * 4, w[i][r]);
+          for (int r = 0; r < 4; ++r) {
+            const int row = i * 16 + (lane_ >> 2) + r % 2 * 8, chunk = part_ * kNt + 2 * k + r / 2;
+            st_shared_4(shared_p() + swizzled<C::kPPitch>(row, chunk) + (lane_ & 3) * 4, w[i][r]);
+          }
         }
-      }
-    });
+      };
+    };
+    if (kMasked && careful) {
+      multiply_keys<true>(part_, true, weights_of(std::true_type{}));
+    } else {
+      multiply_keys<false>(part_, false, weights_of(std::false_type{}));
+    }
   }
 
   // out += P V over the keys of one part, those that are not masked.

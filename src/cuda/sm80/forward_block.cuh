@@ -55,7 +55,7 @@ class ForwardBlock {
         p_(params.problem),
         shared_q_(smem_address(shared)),
         lane_(threadIdx.x & 31),
-        warp_(threadIdx.x >> 5),
+        warp_(C::kParts == 1 ? uniform(threadIdx.x >> 5) : threadIdx.x >> 5),
         part_(warp_ % C::kParts),
         warp_group_(warp_ / C::kParts) {}
 
@@ -77,8 +77,8 @@ class ForwardBlock {
         section * static_cast<int>(a_.section_heads.value) + index - row_block * static_cast<int>(heads_here.value);
     if (!a_.limits.unlimited_right()) row_block = a_.row_blocks - 1 - row_block;
     warp_row_ = row_block * C::kRows + warp_group_ * C::kWarpRows;
-    b_ = a_.heads.quotient(head);
-    const int h = head - b_ * static_cast<int>(a_.heads.value);
+    b_ = uniform(a_.heads.quotient(head));
+    const int h = uniform(head - b_ * static_cast<int>(a_.heads.value));
     head_q_ = packed() ? h * static_cast<int>(a_.group.value) : h;
     head_k_ = packed() ? h : a_.group.quotient(h);
 

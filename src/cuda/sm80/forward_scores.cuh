@@ -177,13 +177,21 @@ class ForwardScores : public ForwardBlock<C> {
 #pragma unroll
       for (int r = 0; r < 4; r += 2) {
         const Keys keys = keys_of_row(i, r, key0);
+        const uint32_t visible = elements_below(keys.end) & ~elements_below(keys.begin);
 #pragma unroll
         for (int j = 0; j < kNt; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            if (8 * j + e < keys.begin || 8 * j + e >= keys.end) s[i][j][r + e] = -CUDART_INF_F;
+            if ((visible >> (2 * j + e) & 1) == 0) s[i][j][r + e] = -CUDART_INF_F;
           }
       }
+  }
+
+  // Of a lane's elements of a row, keys 0, 1, 8, 9, 16, .. of the chunk, those below `key`: a bit each.
+  static __device__ __forceinline__ uint32_t elements_below(int key) {
+    static_assert(kNt < 16);
+    key = min(max(key, 0), kNt * 8);
+    return (1u << (key / 8 * 2 + min(key % 8, 2))) - 1;
   }
 
   template <bool kMasked>
