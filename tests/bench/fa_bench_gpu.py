@@ -137,7 +137,7 @@ def measure_host(context, program):
     for opponent in opponents.opponents(tiny, q, k, v, None):
         results[f"{opponent.name} through PyTorch"] = timing.host_us(opponent.forward)
     if program:
-        results.update(json.loads(subprocess.run([program], check=True, capture_output=True, text=True).stdout))
+        results.update(json.loads(subprocess.run([program.resolve()], check=True, capture_output=True, text=True).stdout))
     return results
 
 

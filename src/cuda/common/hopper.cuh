@@ -47,7 +47,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// The numbered barriers of a block of threads (1 to 15; 0 is __syncthreads).
+// The numbered barriers of a block of threads (0 to 15; __syncthreads uses 0).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }

@@ -47,16 +47,16 @@ class Forward : private ForwardBlock<C> {
       give_registers<C::kProducerRegisters>();
       if (warp_ == kFetchWarp) {
         if (elect_one()) init_barriers();
-        __syncthreads();
+        this->meet();
         fetch();
       } else if (warp_ == kPlanWarp) {
         plan();
       } else {
-        __syncthreads();
+        this->meet();
       }
     } else {
       take_registers<C::kConsumerRegisters>();
-      __syncthreads();
+      this->meet();
       group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // the same for the warp, and known to be
       consume();
     }

@@ -66,6 +66,9 @@ class ForwardBlock {
     barrier_init_fence();
   }
 
+  // All warps, once, each where it has done what the others wait for. Counted: __syncthreads is for one place in the code.
+  __device__ __forceinline__ void meet() const { named_barrier_sync(0, C::kThreads); }
+
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class ForwardBlock {
       if (lane_ == 0 && a_.counters != nullptr) next = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
       if (!first) barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
       plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, tile(slot.at()));
-      if (first) __syncthreads();  // the first tile need not wait for barriers to be there
+      if (first) meet();  // the first tile need not wait for barriers to be there
       first = false;
       __syncwarp();
       barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
