@@ -52,6 +52,28 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A place in a ring of kSize and how often it has been passed, as parity.
+template <int kSize, bool kPowerOfTwo = (kSize & (kSize - 1)) == 0>
+struct RingPlace {
+  int at_ = 0;
+  uint32_t parity_ = 0;
+  __device__ __forceinline__ int at() const { return at_; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
+  __device__ __forceinline__ void step() {
+    if (++at_ == kSize) {
+      at_ = 0;
+      parity_ ^= 1;
+    }
+  }
+};
+template <int kSize>
+struct RingPlace<kSize, true> {
+  uint32_t count = 0;
+  __device__ __forceinline__ int at() const { return static_cast<int>(count % kSize); }
+  __device__ __forceinline__ uint32_t parity() const { return count / kSize % 2; }
+  __device__ __forceinline__ void step() { ++count; }
+};
+
 // One lane of a converged warp, always the same one.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
@@ -189,35 +211,32 @@ __device__ __forceinline__ void hold(uint32_t (&x)[kSteps][4]) {
 template <typename Element, int kColumns>
 struct Product;
 
+// Both operands in shared memory; 1 for one that lies with its 16-deep dimension along columns of rows apart (MN-major), 0 along rows.
+// a, b, c: the numbers of the operands after the registers.
+#define FA_PRODUCT_SHARED(name, type, n, regs, a, b, c, columns_left, columns_right)                            \
+  static __device__ __forceinline__ void name(float(&d)[regs], uint64_t left, uint64_t right, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                        \
+                 ", 0;\n"                                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                \
+                 "}, %" #a ", %" #b ", p, 1, 1, " #columns_left ", " #columns_right ";\n}\n"                    \
+                 : FA_D##regs                                                                                   \
+                 : "l"(left), "l"(right), "r"(accumulate));                                                     \
+  }
 // X(columns, registers, the numbers of the four to seven operands after them)
-#define FA_PRODUCT(kElement, type, n, regs, a, b, c, e, f, g)                                                                 \
-  template <>                                                                                                                 \
-  struct Product<kElement, n> {                                                                                               \
-    static __device__ __forceinline__ void rows_rows(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) {       \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                                    \
-                   ", 0;\n"                                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs "}, %" #a ", %" #b         \
-                                                                                                   ", p, 1, 1, 0, 0;\n}\n"    \
-                   : FA_D##regs                                                                                               \
-                   : "l"(left), "l"(right), "r"(accumulate));                                                                 \
-    }                                                                                                                         \
-    static __device__ __forceinline__ void columns_columns(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                                    \
-                   ", 0;\n"                                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs "}, %" #a ", %" #b         \
-                                                                                                   ", p, 1, 1, 1, 1;\n}\n"    \
-                   : FA_D##regs                                                                                               \
-                   : "l"(left), "l"(right), "r"(accumulate));                                                                 \
-    }                                                                                                                         \
-    static __device__ __forceinline__ void registers_columns(float (&d)[regs], const uint32_t (&w)[4], uint64_t right,        \
-                                                             int accumulate) {                                                \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                                    \
-                   ", 0;\n"                                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                            \
-                   "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 1;\n}\n"                                       \
-                   : FA_D##regs                                                                                               \
-                   : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(right), "r"(accumulate));                                \
-    }                                                                                                                         \
+#define FA_PRODUCT(kElement, type, n, regs, a, b, c, e, f, g)                                                          \
+  template <>                                                                                                          \
+  struct Product<kElement, n> {                                                                                        \
+    FA_PRODUCT_SHARED(rows_rows, type, n, regs, a, b, c, 0, 0)                                                         \
+    FA_PRODUCT_SHARED(columns_columns, type, n, regs, a, b, c, 1, 1)                                                   \
+    static __device__ __forceinline__ void registers_columns(float (&d)[regs], const uint32_t (&w)[4], uint64_t right, \
+                                                             int accumulate) {                                         \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                             \
+                   ", 0;\n"                                                                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                     \
+                   "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 1;\n}\n"                                \
+                   : FA_D##regs                                                                                        \
+                   : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(right), "r"(accumulate));                         \
+    }                                                                                                                  \
   };
 #define FA_PRODUCTS(n, regs, a, b, c, e, f, g)                 \
   FA_PRODUCT(__nv_bfloat16, "bf16", n, regs, a, b, c, e, f, g) \
@@ -231,6 +250,7 @@ FA_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101)
 FA_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133)
 #undef FA_PRODUCTS
 #undef FA_PRODUCT
+#undef FA_PRODUCT_SHARED
 
 // ----------------------------------------------------------------------------------------------------------------------
 // Registers

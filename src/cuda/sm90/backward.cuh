@@ -125,17 +125,7 @@ class Backward {
   __device__ __forceinline__ uint32_t dout_full(int n) const { return q_full(2 * C::kStages + n); }
   __device__ __forceinline__ uint32_t dout_empty(int n) const { return q_full(3 * C::kStages + n); }
 
-  // A place in the rings and how often it has been passed, as parity.
-  struct Slot {
-    int at = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void step() {
-      if (++at == C::kStages) {
-        at = 0;
-        parity ^= 1;
-      }
-    }
-  };
+  using Slot = RingPlace<C::kStages>;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Which keys, which queries
@@ -198,24 +188,24 @@ class Backward {
     for (int g = 0; g < static_cast<int>(p_.group); ++g) {
       const int head_q = b.head_k * static_cast<int>(p_.group) + g;
       for (int chunk = b.end - 1; chunk >= b.begin; --chunk) {
-        barrier_wait(q_empty(slot.at), slot.parity ^ 1);
+        barrier_wait(q_empty(slot.at()), slot.parity() ^ 1);
         if (elect_one()) {
-          barrier_expect(q_full(slot.at), C::kQBytes + C::kStatBytes);
-          fetch_tile<C::kRows>(q_tile(slot.at), a_.q_map, q_full(slot.at), q_row + chunk * C::kRows, head_q, q_batch,
+          barrier_expect(q_full(slot.at()), C::kQBytes + C::kStatBytes);
+          fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), q_row + chunk * C::kRows, head_q, q_batch,
                                kEvictLast);
-          load_box(lse_row(slot.at), &a_.lse_map, q_full(slot.at), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+          load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
           if (first) {
             barrier_expect(v_full(), C::kKBytes);
             fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), k_row, b.head_k, k_batch, kEvictFirst);
           }
         }
         first = false;
-        barrier_wait(dout_empty(slot.at), slot.parity ^ 1);
+        barrier_wait(dout_empty(slot.at()), slot.parity() ^ 1);
         if (elect_one()) {
-          barrier_expect(dout_full(slot.at), C::kQBytes + C::kStatBytes);
-          fetch_tile<C::kRows>(dout_tile(slot.at), a_.dout_map, dout_full(slot.at), q_row + chunk * C::kRows, head_q, q_batch,
-                               kEvictLast);
-          load_box(delta_row(slot.at), &a_.delta_map, dout_full(slot.at), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+          barrier_expect(dout_full(slot.at()), C::kQBytes + C::kStatBytes);
+          fetch_tile<C::kRows>(dout_tile(slot.at()), a_.dout_map, dout_full(slot.at()), q_row + chunk * C::kRows, head_q,
+                               q_batch, kEvictLast);
+          load_box(delta_row(slot.at()), &a_.delta_map, dout_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
         }
         slot.step();
       }
@@ -273,9 +263,9 @@ class Backward {
       int head = chunks_at(b_.head_k * group), chunk = b_.end - 1, before = -1;
 #pragma unroll 1
       for (int n = 0; n < chunks; ++n) {
-        at_ = uniform(slot.at);
+        at_ = uniform(slot.at());
         buffer_ = uniform(n & 1);
-        step(slot.parity, n >> 1 & 1, chunk, before);
+        step(slot.parity(), n >> 1 & 1, chunk, before);
         before = head + chunk;
         slot.step();
         if (--chunk < b_.begin) {

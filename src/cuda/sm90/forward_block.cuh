@@ -87,27 +87,8 @@ class ForwardBlock {
   __device__ __forceinline__ uint32_t tile_empty(int n) const { return tile_full(C::kTileSlots + n); }
   __device__ __forceinline__ Tile &tile(int n) const { return tiles_[n]; }
 
-  // A place in a ring and how often it has been passed, as parity.
-  template <int kSize, bool kPowerOfTwo = (kSize & (kSize - 1)) == 0>
-  struct Slot {
-    int at_ = 0;
-    uint32_t parity_ = 0;
-    __device__ __forceinline__ int at() const { return at_; }
-    __device__ __forceinline__ uint32_t parity() const { return parity_; }
-    __device__ __forceinline__ void step() {
-      if (++at_ == kSize) {
-        at_ = 0;
-        parity_ ^= 1;
-      }
-    }
-  };
   template <int kSize>
-  struct Slot<kSize, true> {
-    uint32_t count = 0;
-    __device__ __forceinline__ int at() const { return static_cast<int>(count % kSize); }
-    __device__ __forceinline__ uint32_t parity() const { return count / kSize % 2; }
-    __device__ __forceinline__ void step() { ++count; }
-  };
+  using Slot = RingPlace<kSize>;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Planning and fetching
