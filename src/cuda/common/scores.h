@@ -10,9 +10,8 @@ namespace fa::cuda {
 
 using ScoreSet = uint32_t;
 constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
-constexpr ScoreSet kTileBias =
-    16;                            // a bias that kernels can fetch like keys: the operands' dtype, rows of whole 16-byte pieces
-constexpr ScoreSet kAnyBias = 32;  // any other
+// A bias that kernels can fetch like keys (the operands' dtype, rows of whole 16-byte pieces), and any other.
+constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
