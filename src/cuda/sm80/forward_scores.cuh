@@ -70,9 +70,11 @@ class ForwardScores : public ForwardBlock<C> {
     }
   }
 
-  // The bias of this warp's rows and keys of a chunk, on its way to where this warp alone reads it. Always one group of copies.
+  // The bias of this warp's rows and keys of a chunk, on its way to where this warp alone reads it. Always one group of copies, the
+  // second youngest when the next one is begun.
   __device__ __forceinline__ void fetch_bias(int chunk) const {
     if constexpr (C::kStagesBias) {
+      cp_async_wait<1>();  // a chunk that this warp passed over has its bias still under way
       if (chunk >= chunk_begin_) {
         __syncwarp();  // that of the chunk before has been read
         constexpr int kPieces = C::kKeys / 8, kStep = 32 / kPieces;
@@ -128,7 +130,7 @@ class ForwardScores : public ForwardBlock<C> {
       }
     }
     if constexpr (C::kStagesBias) {
-      cp_async_wait<1>();
+      cp_async_wait<1>();  // that of this chunk; the copies begun since are keys
       __syncwarp();
       add_staged_bias<kMasked>(s);
       fetch_bias(next);
