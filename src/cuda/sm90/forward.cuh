@@ -44,19 +44,22 @@ class Forward : private ForwardBlock<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x < 128) {
-      give_registers<C::kProducerRegisters>();
       if (warp_ == kFetchWarp) {
         if (elect_one()) init_barriers();
-        this->meet();
+      } else if (warp_ == kPlanWarp) {
+        plan_first();
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      give_registers<C::kProducerRegisters>();
+      if (warp_ == kFetchWarp) {
         fetch();
       } else if (warp_ == kPlanWarp) {
         plan();
-      } else {
-        this->meet();
       }
     } else {
       take_registers<C::kConsumerRegisters>();
-      this->meet();
       group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // the same for the warp, and known to be
       consume();
     }
@@ -76,6 +79,7 @@ class Forward : private ForwardBlock<C> {
   using Block::lane_;
   using Block::p_;
   using Block::plan;
+  using Block::plan_first;
   using Block::q_empty;
   using Block::q_full;
   using Block::q_tile;

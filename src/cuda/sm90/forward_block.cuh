@@ -66,9 +66,6 @@ class ForwardBlock {
     barrier_init_fence();
   }
 
-  // All warps, once, each where it has done what the others wait for. Counted: __syncthreads is for one place in the code.
-  __device__ __forceinline__ void meet() const { named_barrier_sync(0, C::kThreads); }
-
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
@@ -94,6 +91,10 @@ class ForwardBlock {
   // Planning and fetching
   // ------------------------------------------------------------------------------------------------------------------
 
+  // The first tile's description need not wait for barriers to be there.
+  __device__ __forceinline__ void plan_first() const {
+    plan_tile<C::kGroups, kKeys, C::kScored>(a_, blockIdx.x, lane_, tile(0));
+  }
   __device__ __forceinline__ void plan() {
     Slot<C::kTileSlots> slot;
     int index = blockIdx.x;
@@ -101,9 +102,10 @@ class ForwardBlock {
     while (index < a_.tiles) {
       int next = index + static_cast<int>(gridDim.x);
       if (lane_ == 0 && a_.counters != nullptr) next = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
-      if (!first) barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
-      plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, tile(slot.at()));
-      if (first) meet();  // the first tile need not wait for barriers to be there
+      if (!first) {
+        barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
+        plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, tile(slot.at()));
+      }
       first = false;
       __syncwarp();
       barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
