@@ -4,8 +4,8 @@
 
 usage: check_kernels.py GENERAL_BYTES OBJECT... (ends with 77, skipped, when none of them is CUDA)
 
-Plain kernels spill no registers, but for those that KNOWN names; those of general scores (shapes whose name does not end in a digit or
-in a digit and s) at most so many bytes. No kernel makes ptxas serialise warpgroup instructions. Prints every kernel that spills.
+Plain kernels spill no registers; those of general scores (shapes whose name does not end in a digit or in a digit and s) at most so
+many bytes. No kernel makes ptxas serialise warpgroup instructions. Prints every kernel that spills.
 """
 import re
 import sys
@@ -16,12 +16,6 @@ FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"C75\d\d")  # setmaxnreg ignored, wgmma serialised
 GENERAL = re.compile(r"_(f16|bf16|f32)_d[0-9_]+[gmbr]s?\.cu")
-# Bytes that plain kernels still spill.
-KNOWN = {
-    "sm80_bwd_f16_d128a": 92,  # not with bf16
-    "sm80_fwd_f16_d128": 4,  # in a masked step of the sm_80 code
-    "sm80_fwd_bf16_d128": 4,
-}
 
 
 def main():
@@ -47,7 +41,7 @@ def main():
             if int(frame[2]) or int(frame[3]):
                 line = f"{log.name} {function[2]} {function[1]}: {registers[1]} registers, {frame[0]}"
                 spilling.append(line)
-                kind, limit = "plain", KNOWN.get(log.name.split(".")[0], 0)
+                kind, limit = "plain", 0
                 if GENERAL.search(log.name):
                     kind, limit = "general", int(sys.argv[1])
                 if int(frame[2]) > limit:

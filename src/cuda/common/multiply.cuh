@@ -18,6 +18,8 @@ using Weights = uint32_t[kMt][kKSteps][4];
 // What a masked weight is rounded to: no visible weight has these bits, so the exact product can tell masked from zero.
 constexpr float kMaskedWeight = -0.f;
 constexpr uint32_t kMaskedBits = 0x8000u;
+// The same of a rounded weight that has been made a float again.
+__device__ __forceinline__ bool is_masked_weight(float weight) { return __float_as_uint(weight) == 0x80000000u; }
 
 template <int kMt, int kNt>
 __device__ __forceinline__ void clear(Accumulator<kMt, kNt> &acc) {

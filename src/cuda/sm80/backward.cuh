@@ -241,11 +241,12 @@ class Backward : BackwardBlock<C> {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const float delta = (r & 1) ? deltas.y : deltas.x;
-          if constexpr (!C::kGeneral) {
-            // From P as rounded for dv: it need not be kept twice, nor which pairs are visible.
+          if constexpr (!C::kGeneral && C::kExchange) {
+            // From P as rounded for dv: it need not be kept twice, nor which pairs are visible. Where warps have registers for both,
+            // P itself is better.
             const uint32_t pair = w[i][j / 2][j % 2 * 2 + r / 2], bits = (r & 1) ? pair >> 16 : pair & 0xFFFFu;
-            const float d = to_float<Element>(bits) * (dp[i][j][r] - delta);
-            dp[i][j][r] = !kMasked ? d : (bits == kMaskedBits ? kMaskedWeight : d + 0.f);  // + 0: a visible -0 is no mask
+            const float weight = to_float<Element>(bits), d = weight * (dp[i][j][r] - delta);
+            dp[i][j][r] = !kMasked ? d : (is_masked_weight(weight) ? kMaskedWeight : d + 0.f);  // + 0: a visible -0 is no mask
           } else {
             const float weight = s[i][j][r];
             float d = dp[i][j][r] - delta;

@@ -250,8 +250,9 @@ class BackwardPaired : BackwardBlock<C> {
         for (int e = 0; e < 8; ++e) {
           const int half = e / 4, r = e % 4;
           const uint32_t bits = (r & 1) ? w[e / 2] >> 16 : w[e / 2] & 0xFFFFu;
-          const float d = to_float<Element>(bits) * (dp[i][2 * k + half][r] - ((r & 1) ? delta[half].y : delta[half].x));
-          ds[e] = !kMasked ? d : (bits == kMaskedBits ? kMaskedWeight : d + 0.f);  // + 0: a visible -0 is no mask
+          const float weight = to_float<Element>(bits);
+          const float d = weight * (dp[i][2 * k + half][r] - ((r & 1) ? delta[half].y : delta[half].x));
+          ds[e] = !kMasked ? d : (is_masked_weight(weight) ? kMaskedWeight : d + 0.f);  // + 0: a visible -0 is no mask
         }
         put(at, i, k, ds);
       }

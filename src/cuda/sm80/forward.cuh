@@ -551,7 +551,7 @@ class Forward : private ForwardScores<C> {
   __device__ __forceinline__ void store_unused_rows() const {
     if (split_index() != 0) return;
     const int slot_rows = static_cast<int>(queries().slot) * static_cast<int>(a_.rows_per_token.value);
-    const int end = row0() + C::kRows >= a_.row_blocks * C::kRows ? slot_rows : min(row0() + C::kRows, slot_rows);
+    const int end = row0() + C::kRows >= a_.order.row_blocks * C::kRows ? slot_rows : min(row0() + C::kRows, slot_rows);
     for (int row = max(row0(), rows_) + warp_; row < end; row += C::kWarps) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && lane_ == 0) *lse_at(token, head) = -CUDART_INF_F;
