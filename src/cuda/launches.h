@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/status.h"
+#include "cuda/common/backward_rows.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
 #include "cuda/driver.h"
@@ -20,6 +21,22 @@ inline void add_merge(const Problem &p, int32_t num_splits, const float *out, co
   merge.out = out;
   merge.lse = lse;
   launches.add("merge kernel", merge_launch(merge), &merge);
+}
+
+// What the row kernels of a backward pass need to know, `lse_unit` as in BackwardRows.
+inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit, void *workspace, BackwardRows &rows) {
+  char *memory = static_cast<char *>(workspace);
+  rows.problem = b;
+  rows.row_chunks = plan.row_chunks;
+  rows.chunk_rows = plan.chunk_rows;
+  rows.chunk_turns = plan.chunk_turns;
+  rows.head_dim_bucket = plan.dq_sum_columns;
+  rows.lse_unit = lse_unit;
+  rows.row_lse = reinterpret_cast<float *>(memory);
+  rows.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
+  const bool sum = b.dq.data != nullptr && plan.dq_sum_columns > 0;
+  rows.dq_sum = sum ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
+  rows.turn = plan.chunk_turns > 0 ? reinterpret_cast<int32_t *>(memory + plan.turn_offset) : nullptr;
 }
 
 // Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes. `counters` are a pair of Counters for this

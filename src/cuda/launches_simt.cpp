@@ -32,18 +32,8 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
   const Problem &p = b.forward;
-  char *memory = static_cast<char *>(workspace);
   auto &params = launches.make_params<BackwardParams>();
-  params.problem = b;
-  params.row_chunks = plan.row_chunks;
-  params.chunk_rows = kRowPadding;
-  params.lse_unit = 1.f;
-  params.row_lse = reinterpret_cast<float *>(memory);
-  params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
-  params.chunk_turns = 0;
-  params.head_dim_bucket = 0;
-  params.dq_sum = nullptr;
-  params.turn = nullptr;
+  set_rows(b, plan, /*lse_unit=*/1.f, workspace, params);
   params.query_blocks = plan.query_blocks;
   params.key_blocks = plan.key_blocks;
   const int64_t query_blocks = p.batch * p.heads_q * plan.query_blocks, key_blocks = p.batch * p.heads_k * plan.key_blocks;

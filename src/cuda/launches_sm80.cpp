@@ -26,14 +26,9 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   auto &params = launches.make_params<ForwardParams>();
   params.problem = p;
   params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.row_blocks = plan.row_blocks;
-  const int64_t heads = plan.rows_per_token == 1 ? p.heads_q : p.heads_k;
-  params.last_section = static_cast<int32_t>((p.batch * heads - 1) / plan.heads_per_section);
+  params.order = BlockOrder(plan.row_blocks, std::max<int64_t>(plan.rows_per_token == 1 ? p.heads_q : p.heads_k, 1),
+                            std::max<int64_t>(p.batch, 1), plan.heads_per_section, !params.limits.unlimited_right());
   params.num_splits = divisor(plan.num_splits);
-  params.section_blocks = divisor(int64_t{plan.heads_per_section} * plan.row_blocks);
-  params.section_heads = divisor(plan.heads_per_section);
-  params.last_section_heads = divisor(p.batch * heads - int64_t{params.last_section} * plan.heads_per_section);
-  params.heads = divisor(heads);
   params.rows_per_token = divisor(plan.rows_per_token);
   params.group = divisor(p.group);
   params.page_size = divisor(p.page_size);
@@ -54,18 +49,12 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
 }
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
-  const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
-  char *memory = static_cast<char *>(workspace);
   auto &params = launches.make_params<BackwardParams>();
-  params.problem = b;
-  params.row_chunks = plan.row_chunks;
-  params.chunk_rows = shape.rows;
-  params.chunk_turns = kTurnsPerChunk;
+  set_rows(b, plan, kLseUnit, workspace, params);
   params.order =
       BlockOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_section,
                  /*last_rows_first=*/false);
-  params.head_dim_bucket = shape.head_dim;
   params.vector_q = takes_vectors(p.q, p.head_dim);
   params.vector_k = takes_vectors(p.k, p.head_dim);
   params.vector_v = takes_vectors(p.v, p.head_dim_v);
@@ -74,11 +63,6 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.mask_size_q = divisor(p.block_mask.size_q);
   params.mask_size_k = divisor(p.block_mask.size_k);
   params.raw = raw_unit(p);
-  params.lse_unit = kLseUnit;
-  params.row_lse = reinterpret_cast<float *>(memory);
-  params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
-  params.dq_sum = b.dq.data != nullptr ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
-  params.turn = reinterpret_cast<int32_t *>(memory + plan.turn_offset);
 
   const BackwardLaunches kernels = backward_launches(plan.shape, p.q.dtype, params);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

@@ -73,18 +73,8 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
                        Launches &launches, ErrorText &error) {
   const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
-  char *memory = static_cast<char *>(workspace);
   auto &params = launches.make_params<BackwardParams>();
-  params.problem = b;
-  params.row_chunks = plan.row_chunks;
-  params.chunk_rows = shape.rows;
-  params.chunk_turns = 0;
-  params.head_dim_bucket = shape.head_dim;
-  params.lse_unit = kLseUnit;
-  params.row_lse = reinterpret_cast<float *>(memory);
-  params.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
-  params.dq_sum = b.dq.data != nullptr ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
-  params.turn = nullptr;
+  set_rows(b, plan, kLseUnit, workspace, params);
   FA_RETURN_IF_ERROR(describe(driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
   FA_RETURN_IF_ERROR(
       describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.keys(), params.k_map, error));

@@ -102,14 +102,20 @@ int32_t choose_splits(const Problem &p, const Cut &cut, const Device &device, in
   return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(max_splits, ceil_div(chunks, kMinChunks))));
 }
 
-// Of `heads` heads a sequence, those whose tensors take half of the L2 cache together.
-int32_t section_of(const Problem &p, const Device &device, int64_t heads, int64_t head_bytes) {
-  return static_cast<int32_t>(
-      std::clamp<int64_t>(device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1), 1, std::max<int64_t>(heads * p.batch, 1)));
+// How many of `heads` heads a sequence are worked on together, in sections of one size: those whose tensors take half of the L2 cache,
+// or `at_least` so many.
+int32_t section_of(const Problem &p, const Device &device, int64_t heads, int64_t head_bytes, int64_t at_least) {
+  const int64_t total = std::max<int64_t>(heads * p.batch, 1), fit = device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1);
+  const int64_t sections = ceil_div(total, std::clamp<int64_t>(std::max(fit, at_least), 1, total));
+  return static_cast<int32_t>(ceil_div(total, sections));
 }
-// Forward: keys and values, which `sharing` heads have in common.
-int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, int64_t sharing) {
-  return section_of(p, device, heads, p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing);
+// Forward: keys and values, which `sharing` heads have in common. Under a causal mask a section begins with its longest walks, and if it
+// is short, so does the end of the launch. Two blocks of a head at once, which walk over the same keys side by side, are enough for the
+// L2 cache: so many heads are taken, whether their keys fit together or not.
+int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, int64_t sharing, int32_t blocks_at_once) {
+  const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
+  return section_of(p, device, heads, p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing,
+                    causal ? int64_t{device.multiprocessors} * blocks_at_once / 2 : 1);
 }
 
 // Whether the copy engine can read a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
@@ -147,7 +153,7 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.row_blocks = static_cast<int32_t>(row_blocks);
     plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
     plan.blocks = std::min(plan.tiles, device.multiprocessors);
-    plan.heads_per_section = section_of_keys(p, device, p.heads_q, p.group);
+    plan.heads_per_section = section_of_keys(p, device, p.heads_q, p.group, 1);
     plan.reason =
         shape.scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi" : kHopperReason;
     return true;
@@ -160,6 +166,9 @@ template <typename Shape>
 fa_status cut_backward(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t chunk_turns,
                        BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
+  plan.chunk_rows = shape.rows;
+  plan.chunk_turns = chunk_turns;
+  plan.dq_sum_columns = shape.head_dim;
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
   plan.row_chunks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
@@ -168,7 +177,8 @@ fa_status cut_backward(const BackwardProblem &b, const Device &device, const Sha
   // Queries, dout and the sum for dq, besides keys and values.
   plan.heads_per_section = section_of(p, device, p.heads_k,
                                       p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
-                                          p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2);
+                                          p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
+                                      /*at_least=*/1);
 
   const size_t chunks = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = chunks * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
@@ -237,7 +247,7 @@ fa_status plan_anywhere(const Problem &p, const Device &device, ForwardPlan &pla
   const int64_t blocks = plan.row_blocks * heads * p.batch;
   plan.num_splits = choose_splits(p, cut, device, std::max<int64_t>(blocks, 1));
   plan.blocks = blocks * plan.num_splits;
-  plan.heads_per_section = section_of_keys(p, device, heads, plan.rows_per_token == 1 ? p.group : 1);
+  plan.heads_per_section = section_of_keys(p, device, heads, plan.rows_per_token == 1 ? p.group : 1, cut.blocks_at_once);
   if (plan.num_splits > 1) {
     const size_t rows = static_cast<size_t>(plan.num_splits) * p.batch * p.heads_q * tokens;
     plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
@@ -255,10 +265,11 @@ fa_status plan_cuda_core(const BackwardProblem &b, BackwardPlan &plan, ErrorText
   const int64_t queries = std::max<int64_t>(p.q_lengths.max_len, 1), keys = std::max<int64_t>(p.k_lengths.max_len, 1);
   plan.query_blocks = static_cast<int32_t>(ceil_div(queries, shape.own_rows()));
   plan.key_blocks = static_cast<int32_t>(ceil_div(keys, shape.own_rows()));
-  plan.row_chunks = static_cast<int32_t>(ceil_div(queries, simt::kRowPadding));
+  plan.chunk_rows = simt::kRowPadding;
+  plan.row_chunks = static_cast<int32_t>(ceil_div(queries, plan.chunk_rows));
   // dq, dk and dv are one launch.
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.query_blocks} + 2 * int64_t{plan.key_blocks}, p.heads_q, p.batch, error));
-  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks * simt::kRowPadding;
+  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks * plan.chunk_rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.workspace_bytes = plan.row_delta_offset + align_up(rows * sizeof(float));
   return FA_OK;
@@ -301,7 +312,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   if (find_sm90(b, device, plan.shape)) {
     plan.family = Family::sm90;
     plan.reason = kHopperReason;
-    return cut_backward(b, device, sm90::kBackwardShapes[plan.shape], 0, plan, error);
+    return cut_backward(b, device, sm90::kBackwardShapes[plan.shape], /*chunk_turns=*/0, plan, error);
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
   if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);

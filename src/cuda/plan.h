@@ -45,6 +45,9 @@ struct BackwardPlan {
   int32_t query_blocks = 0;
   int32_t key_blocks = 0;
   int32_t row_chunks = 0;
+  int32_t chunk_rows = 0;
+  int32_t chunk_turns = 0;     // numbers a chunk that say whose turn it is to add to dq; 0 where nobody asks
+  int32_t dq_sum_columns = 0;  // 0: no sum
   int32_t heads_per_section = 1;
   size_t workspace_bytes = 0;
   // In the workspace; row_lse is at 0.

@@ -375,6 +375,36 @@ TEST(CudaPlan, HopperBackwardKernels) {
   EXPECT_EQ(family(b), Family::sm90);
 }
 
+TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
+  const Device &device = kDevices[0].device;
+  for (const int64_t head_dim : {64, 128, 256}) {
+    for (const int64_t seqlen : {512, 2048, 4096, 16384}) {
+      for (const bool causal : {false, true}) {
+        Problem p = problem(seqlen, seqlen, head_dim);
+        p.batch = 16384 / seqlen;
+        p.heads_q = p.heads_k = 2048 / head_dim;
+        p.group = 1;
+        if (causal) p.band.right = 0;
+        ForwardPlan forward;
+        BackwardPlan backward;
+        ErrorText error;
+        ASSERT_EQ(plan_forward(p, device, forward, error), FA_OK) << error.text;
+        ASSERT_EQ(plan_backward(backward_of(p), device, backward, error), FA_OK) << error.text;
+        const int64_t heads = p.batch * p.heads_q;
+        for (const int64_t section : {forward.heads_per_section, backward.heads_per_section}) {
+          const int64_t sections = (heads + section - 1) / section;
+          EXPECT_LT(section * sections - heads, sections)
+              << "D" << head_dim << " S" << seqlen << ": " << section << " of " << heads;
+        }
+        // A launch must not end with one short section of long walks.
+        if (causal) {
+          EXPECT_GE(forward.heads_per_section, std::min<int64_t>(heads, 44)) << "D" << head_dim << " S" << seqlen;
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, EmptyProblems) {
   Problem no_batch = problem(100, 100, 128), no_queries = problem(0, 100, 128), no_keys = problem(100, 0, 128);
   no_batch.batch = 0;

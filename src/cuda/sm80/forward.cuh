@@ -437,6 +437,7 @@ class Forward : private ForwardScores<C> {
           if (row < rows_) *lse_at(token_of(row), head_of(row)) = max_[i][r];
         }
     }
+    __syncwarp();  // Q is read
     stage_rows(inverse);
     __syncwarp();
     store_staged_rows();

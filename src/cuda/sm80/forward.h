@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "cuda/common/block_order.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/scores.h"
 #include "cuda/sm80/forward_table.h"
@@ -13,15 +14,10 @@ namespace fa::cuda::sm80 {
 struct ForwardParams {
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // problem.band's
-  int32_t row_blocks;                // blocks of rows of the longest sequence
-  int32_t last_section;              // sections hold the heads (of q, or of k when packed) whose keys fit the L2 cache together
+  BlockOrder order;                  // of row blocks; its heads are those of q, or of k when packed
   Divisor num_splits;                // key ranges a row block is split into
-  Divisor section_blocks;            // blocks of a section: heads x row_blocks
-  Divisor section_heads;
-  Divisor last_section_heads;
-  Divisor heads;           // of q, or of k when packed
-  Divisor rows_per_token;  // 1, or the GQA group (packed): query heads that share a key head are rows of one block
-  Divisor group;           // heads of q for one head of k
+  Divisor rows_per_token;            // 1, or the GQA group (packed): query heads that share a key head are rows of one block
+  Divisor group;                     // heads of q for one head of k
   Divisor page_size;
   Divisor mask_size_q, mask_size_k;               // of block_mask
   bool vector_q, vector_k, vector_v, vector_out;  // 16-byte accesses are legal

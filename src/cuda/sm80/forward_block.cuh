@@ -65,20 +65,11 @@ class ForwardBlock {
     return packed() ? head_q_ + a_.rows_per_token.remainder(row) : head_q_;
   }
 
-  // Blocks are numbered so that the heads of one section run together (their keys share the L2 cache), and so that with a causal mask
-  // the blocks with the most keys of a section come first.
   __device__ __forceinline__ void find_block() {
-    int index = a_.num_splits.quotient(static_cast<int>(blockIdx.x));
-    const int section = a_.section_blocks.quotient(index);
-    index -= section * static_cast<int>(a_.section_blocks.value);
-    const Divisor &heads_here = section == a_.last_section ? a_.last_section_heads : a_.section_heads;
-    int row_block = heads_here.quotient(index);
-    const int head =
-        section * static_cast<int>(a_.section_heads.value) + index - row_block * static_cast<int>(heads_here.value);
-    if (!a_.limits.unlimited_right()) row_block = a_.row_blocks - 1 - row_block;
-    warp_row_ = row_block * C::kRows + warp_group_ * C::kWarpRows;
-    b_ = uniform(a_.heads.quotient(head));
-    const int h = uniform(head - b_ * static_cast<int>(a_.heads.value));
+    const BlockOrder::Place place = a_.order.at(a_.num_splits.quotient(static_cast<int>(blockIdx.x)));
+    warp_row_ = place.row_block * C::kRows + warp_group_ * C::kWarpRows;
+    b_ = uniform(place.batch);
+    const int h = uniform(place.head);
     head_q_ = packed() ? h * static_cast<int>(a_.group.value) : h;
     head_k_ = packed() ? h : a_.group.quotient(h);
 
@@ -193,7 +184,7 @@ class ForwardBlock {
 
   // Keys that the rows of tile i, half r of this lane see, counted from its first key.
   __device__ __forceinline__ Keys keys_of_row(int i, int r, int key0) const {
-    const int token = token_of(row_of(i, r)), first = key0 + 2 * (lane_ & 3);
+    const int token = token_of(row_of(i, r)), first = key0 + 2 * (opaque(lane_) & 3);
     const Keys keys = diagonal().visible_keys({token, token + 1});
     return {keys.begin - first, keys.end - first};
   }
