@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instructions that only sm_90a has, one function each: barriers in shared memory, the tensor copy engine, asynchronous products of
+// The instructions that only sm_90a has, one function each: barriers for the copy engine, that engine, asynchronous products of
 // a warpgroup, and the split of the register file between roles.
 //
 // Tiles are stored as slabs of 64 columns: [slab][row][64] with 128-byte rows whose eight 16-byte pieces are XORed with row % 8, as the
@@ -16,37 +16,12 @@ namespace fa::cuda {
 // Barriers
 // ----------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
-}
 // Makes initialised barriers visible to the copy engine; a __syncthreads shows them to the other threads.
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-// Without a branch.
-__device__ __forceinline__ void barrier_arrive_if(bool condition, uint32_t barrier) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
-               "r"(static_cast<int>(condition))
-               : "memory");
-}
-// Waits until the phase of that parity has completed: 0 for the first one. A fresh barrier passes a wait for parity 1.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 // The numbered barriers of a block of threads (0 to 15; __syncthreads uses 0).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");

@@ -54,6 +54,38 @@ __device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool 
   return any != 0;
 }
 
+// Barriers in shared memory (8 bytes), which `arrivals` complete, phase by phase. Warps sleep while they wait, which chips before
+// sm_90 cannot: there these are not to be used.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kWaitsForMemory = true;
+#else
+constexpr bool kWaitsForMemory = false;
+#endif
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// Without a branch.
+__device__ __forceinline__ void barrier_arrive_if(bool condition, uint32_t barrier) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
+               "r"(static_cast<int>(condition))
+               : "memory");
+}
+// Waits until the phase of that parity has completed: 0 for the first one. A fresh barrier passes a wait for parity 1.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 __device__ __forceinline__ void st_shared_16(uint32_t dst, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(dst), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

@@ -8,7 +8,8 @@
 // under S, K of the next chunk under the softmax and P V.
 //
 //   shared memory:  Q [kRows][kD] | K [kStages][kChunk][kD] | V [kStages][kChunk][kDv]     (out passes through Q's place)
-//                   and with kParts > 1 | P [kRows][kChunk] | row maxima, later row sums [kParts][kRows]
+//                   and with kParts > 1 | P [kRows][kChunk] | row maxima, later row sums [kParts][kRows] |
+//                   barrier and votes [kWarps / kParts]
 //
 //   for every chunk:  wait for it; fetch the next one
 //                     S = Q K^T            (kTilesPerWarp*16 x kChunk/kParts a warp, fp32)
@@ -51,6 +52,9 @@ class Forward : private ForwardScores<C> {
     find_block();
     if (row0() < rows_) {
       find_keys();
+      if constexpr (C::kParts > 1 && kWaitsForMemory) {
+        if (lane_ == 0 && part_ == 0) barrier_init(shared_barrier(), C::kParts * 32);
+      }
 #pragma unroll 1
       do {
         walk();
@@ -87,11 +91,13 @@ class Forward : private ForwardScores<C> {
   using Block::row0;
   using Block::row_of;
   using Block::rows_;
+  using Block::shared_barrier;
   using Block::shared_k;
   using Block::shared_p;
   using Block::shared_q_;
   using Block::shared_row;
   using Block::shared_v;
+  using Block::shared_vote;
   using Block::split_index;
   using Block::token_of;
   using Block::warp_;
@@ -310,10 +316,23 @@ class Forward : private ForwardScores<C> {
     drop(w, i, key0 + 8 * j);
   }
 
-  __device__ __forceinline__ void sync_parts() const { named_barrier(1 + warp_group_, C::kParts * 32); }
-  __device__ __forceinline__ bool any_part(bool value) const {
+  // The warps that share rows meet. Not at a numbered barrier: racecheck loses track of __syncthreads where some warps pass those and
+  // others do not. Chips before sm_90 have them all the same, as waiting for a barrier in memory takes registers there.
+  __device__ __forceinline__ void sync_parts() {
+    if constexpr (!kWaitsForMemory) return named_barrier(1 + warp_group_, C::kParts * 32);
+    barrier_arrive(shared_barrier());
+    barrier_wait(shared_barrier(), parity_);
+    parity_ ^= 1;
+  }
+  __device__ __forceinline__ bool any_part(bool value) {
     if constexpr (C::kParts == 1) return __any_sync(~0u, value);
-    return named_barrier_or(1 + warp_group_, C::kParts * 32, value);
+    if constexpr (!kWaitsForMemory) return named_barrier_or(1 + warp_group_, C::kParts * 32, value);
+    bool any = __any_sync(~0u, value);
+    if (lane_ == 0) st_shared_4(shared_vote(part_), any);
+    sync_parts();
+#pragma unroll
+    for (int n = 1; n < C::kParts; ++n) any |= ld_shared_4(shared_vote((part_ + n) % C::kParts)) != 0;
+    return any;
   }
 
   __device__ __forceinline__ void raise_max(const Scores &s, float c) {
@@ -356,7 +375,7 @@ class Forward : private ForwardScores<C> {
 
   // Combines one number a row, already combined over the lanes of this warp, over the parts of the keys.
   template <typename Combine>
-  __device__ __forceinline__ void over_parts(float (&x)[kMt][2], Combine combine) const {
+  __device__ __forceinline__ void over_parts(float (&x)[kMt][2], Combine combine) {
     if constexpr (C::kParts > 1) {
       const auto row = [&](int i, int r) { return i * 16 + (lane_ >> 2) + r * 8; };
 #pragma unroll
@@ -563,6 +582,7 @@ class Forward : private ForwardScores<C> {
 
   Accumulator<kMt, kDt> out_;
   float max_[kMt][2], sum_[kMt][2];
+  uint32_t parity_ = 0;  // of the phase of shared_barrier()
 };
 
 template <class C>

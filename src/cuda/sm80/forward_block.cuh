@@ -38,10 +38,12 @@ struct ForwardConfig {
   static constexpr int kPPitch = kChunk * 2;
   static constexpr int kPBytes = kParts > 1 ? kRows *kPPitch : 0;
   static constexpr int kRowBytes = kParts > 1 ? kParts *kRows * 4 : 0;
+  static constexpr int kGroupBytes = kParts > 1 ? 8 + kParts * 4 : 0;  // a barrier and a vote of each warp that shares rows
   static constexpr int kBiasPitch = kKeys * 2;
   static constexpr int kBiasBytes = kStagesBias ? kRows * kChunk * 2 : 0;
-  static constexpr int kSharedBytes = kQBytes + kStages * (kKBytes + kVBytes) + kPBytes + kRowBytes + kBiasBytes;
-  static_assert(kWarps % kParts == 0 && kWarps / kParts < 16, "every group of warps that share rows has a barrier of its own");
+  static constexpr int kGroupsBytes = kWarps / kParts * kGroupBytes;
+  static constexpr int kSharedBytes = kQBytes + kStages * (kKBytes + kVBytes) + kPBytes + kRowBytes + kBiasBytes + kGroupsBytes;
+  static_assert(kWarps % kParts == 0 && kGroupBytes % 8 == 0);
 };
 
 template <class C>
@@ -202,9 +204,14 @@ class ForwardBlock {
     return shared_q_ + C::kQBytes + C::kStages * (C::kKBytes + C::kVBytes) + C::kPBytes +
            (part * C::kRows + warp_group_ * C::kWarpRows + row) * 4;
   }
+  // The barrier of the warps that share rows, and their votes. Behind everything else, whose places are aligned.
+  __device__ __forceinline__ uint32_t shared_barrier() const {
+    return shared_q_ + C::kSharedBytes - C::kGroupsBytes + warp_group_ * C::kGroupBytes;
+  }
+  __device__ __forceinline__ uint32_t shared_vote(int part) const { return shared_barrier() + 8 + part * 4; }
   // The bias of the rows and keys of this warp.
   __device__ __forceinline__ uint32_t shared_bias() const {
-    return shared_q_ + C::kSharedBytes - C::kBiasBytes + warp_ * C::kWarpRows * C::kBiasPitch;
+    return shared_q_ + C::kSharedBytes - C::kGroupsBytes - C::kBiasBytes + warp_ * C::kWarpRows * C::kBiasPitch;
   }
 
   const ForwardParams &a_;

@@ -22,12 +22,13 @@ struct ForwardShape {
 
   constexpr int32_t rows() const { return warps / parts * tiles_per_warp * 16; }
   constexpr int32_t threads() const { return warps * 32; }
-  // Q (or out, in its place) and two chunks of K and V, in 16-bit elements; or, for parts, one chunk, P, and one float a row and part.
+  // Q (or out, in its place) and two chunks of K and V, in 16-bit elements; or, for parts, one chunk, P, one float a row and part,
+  // and for each group of warps that share rows a barrier and a vote a part.
   // And the bias of a chunk.
   constexpr int32_t shared_bytes() const {
     const int32_t out_or_q = 2 * rows() * (head_dim > head_dim_v ? head_dim : head_dim_v),
                   pair = 2 * chunk * (head_dim + head_dim_v), bias = stages_bias(scores) ? 2 * rows() * chunk : 0;
-    return bias + (parts == 1 ? out_or_q + 2 * pair : out_or_q + pair + rows() * (2 * chunk + 4 * parts));
+    return bias + (parts == 1 ? out_or_q + 2 * pair : out_or_q + pair + rows() * (2 * chunk + 4 * parts) + warps / parts * (8 + 4 * parts));
   }
 };
 
