@@ -188,11 +188,11 @@ fa_status cut_backward(const BackwardProblem &b, const Device &device, const Sha
   return FA_OK;
 }
 
-// Whether an sm_90a kernel takes the problem, and which. They add to dq in any order, so not where bits have to be the same every time;
-// heads of up to 64 columns would leave half of their products empty.
+// Whether an sm_90a kernel takes the problem, and which. Not with batch invariance: what the copy engine takes depends on the batch's strides
+// and lengths.
 bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   const Problem &p = b.forward;
-  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.general_score() || p.deterministic || p.batch_invariant || p.batch == 0 ||
+  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.general_score() || p.batch_invariant || p.batch == 0 ||
       p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) {
     return false;
   }
@@ -203,7 +203,7 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   const int64_t columns = std::max(p.head_dim, p.head_dim_v);
   for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
-    if (columns > shape.head_dim || columns <= shape.head_dim / 2 || shape.shared_bytes() > device.shared_bytes) continue;
+    if (columns > shape.head_dim || shape.shared_bytes() > device.shared_bytes) continue;
     found = n;
     return true;
   }
@@ -312,7 +312,8 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   if (find_sm90(b, device, plan.shape)) {
     plan.family = Family::sm90;
     plan.reason = kHopperReason;
-    return cut_backward(b, device, sm90::kBackwardShapes[plan.shape], /*chunk_turns=*/0, plan, error);
+    const sm90::BackwardShape &shape = sm90::kBackwardShapes[plan.shape];
+    return cut_backward(b, device, shape, shape.turns(p.deterministic), plan, error);
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
   if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);
@@ -330,9 +331,9 @@ std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   const Problem &p = b.forward;
-  if (plan.family == Family::sm90) return name_of("sm90_bwd", p, sm90::kBackwardShapes[plan.shape].name);
   if (plan.family == Family::simt) return name_of("simt_bwd", p, simt::kBackwardShapes[plan.shape].name);
-  return name_of("sm80_bwd", p, sm80::kBackwardShapes[plan.shape].name) +
+  return (plan.family == Family::sm90 ? name_of("sm90_bwd", p, sm90::kBackwardShapes[plan.shape].name)
+                                      : name_of("sm80_bwd", p, sm80::kBackwardShapes[plan.shape].name)) +
          (p.deterministic || p.batch_invariant ? "_ordered" : "");
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <string>
 #include <utility>
@@ -355,13 +356,11 @@ TEST(CudaPlan, HopperBackwardKernels) {
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
       {"softcap", [](BackwardProblem &b) { b.forward.softcap = 30; }},
-      {"deterministic", [](BackwardProblem &b) { b.forward.deterministic = true; }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
       {"rows that are not whole 16-byte pieces", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
       {"more keys than the copy engine counts", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
-      {"head_dim 64", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 64; }},
       {"head_dim 136", [](BackwardProblem &b) { b.forward.head_dim = 136; }},
   };
   for (const auto &[text, change] : others) {
@@ -373,6 +372,24 @@ TEST(CudaPlan, HopperBackwardKernels) {
   BackwardProblem b = plain;
   b.dk.seq_stride = b.dq.seq_stride = 129;
   EXPECT_EQ(family(b), Family::sm90);
+  // Heads get the first bucket with room for them, whichever of their head_dims is larger.
+  for (const auto &[head_dim, head_dim_v, bucket] :
+       std::vector<std::array<int64_t, 3>>{{8, 8, 64}, {64, 64, 64}, {64, 72, 128}, {72, 64, 128}, {128, 128, 128}}) {
+    b = plain;
+    b.forward.head_dim = head_dim;
+    b.forward.head_dim_v = head_dim_v;
+    const BackwardPlan plan = backward_plan(b, h200());
+    EXPECT_EQ(plan.family, Family::sm90);
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim << ", " << head_dim_v;
+  }
+  // Deterministic gradients come from the same kernels, with a counter a chunk.
+  b = plain;
+  b.forward.deterministic = true;
+  const BackwardPlan unordered = backward_plan(plain, h200()), ordered = backward_plan(b, h200());
+  EXPECT_EQ(ordered.family, Family::sm90);
+  EXPECT_EQ(unordered.workspace_bytes, unordered.turn_offset);
+  EXPECT_GE(ordered.workspace_bytes,
+            ordered.turn_offset + b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t));
 }
 
 TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {

@@ -82,14 +82,12 @@ __device__ __forceinline__ void load_box(uint32_t dst, const CUtensorMap *map, u
       : "memory");
 }
 
-// Adds `bytes` of floats in shared memory to those in global memory, if `wanted`, as one group of copies of the lane that elect_one
-// chooses. Without a branch.
-__device__ __forceinline__ void add_floats_if(bool wanted, float *dst, uint32_t src, uint32_t bytes) {
+// Adds `bytes` of floats in shared memory to those in global memory, as one group of copies of the calling thread.
+__device__ __forceinline__ void add_floats(float *dst, uint32_t src, uint32_t bytes) {
   asm volatile(
-      "{\n.reg .pred p, q;\nelect.sync _|p, 0xffffffff;\nsetp.ne.and.b32 q, %3, 0, p;\n"
-      "@q cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-      "@q cp.async.bulk.commit_group;\n}\n" ::"l"(dst),
-      "r"(src), "r"(bytes), "r"(static_cast<int>(wanted))
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;\n" ::"l"(dst),
+      "r"(src), "r"(bytes)
       : "memory");
 }
 // Waits until the calling thread's groups have been read from shared memory, or have arrived.

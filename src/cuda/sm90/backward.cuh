@@ -13,18 +13,9 @@
 //       dq = dS K, a half of the columns a warpgroup, and the other half of dk start; under the latter dq goes to shared memory
 //
 // P and dS enter dv and dk as left operands straight from registers.
-//
-// Zero times NaN is NaN. In chunks with masked pairs the block asks whether S or dP, which are non-finite where an operand is, hold
-// anything that is not finite: only then the products go one query (or key) at a time over the visible pairs.
 #pragma once
 
-#include <math_constants.h>
-
-#include "core/mask.h"
-#include "cuda/common/hopper.cuh"
-#include "cuda/common/rows.cuh"
-#include "cuda/common/score.cuh"
-#include "cuda/sm90/backward.h"
+#include "cuda/sm90/backward_block.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -34,50 +25,38 @@ struct BackwardConfig {
   static constexpr int kD = kD_, kGroups = kGroups_, kRows = kRows_, kStages = kStages_;
   static constexpr int kThreads = (kGroups + 1) * 128, kKeys = kGroups * 64, kSlabs = (kD + 63) / 64;
   static constexpr int kConsumers = kGroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kLag = kRows > 64 ? 1 : 0;  // chunks that dq is behind
+  static constexpr int kParts = kRows / 64;        // of a chunk: dP has registers for 64 queries
   static constexpr int kKBytes = kKeys * kSlabs * 128, kQBytes = kRows * kSlabs * 128;
-  // dq of a chunk: 16 rows x kDqColumns a warp.
-  static constexpr int kDqColumns = kD / kGroups, kDqWarpBytes = 16 * kDqColumns * 4;
+  // dq of a chunk: 64 rows x kDqColumns a warpgroup, 16 rows a warp.
+  static constexpr int kDqRowParts = kRows / 64, kDqColumns = kD * kDqRowParts / kGroups, kDqBytes = 64 * kDqColumns * 4;
   static constexpr int kDsBytes = kKeys * kRows * 2, kStatBytes = kRows * 4;
   static constexpr int kQOffset = 2 * kKBytes, kDsOffset = kQOffset + 2 * kStages * kQBytes;
-  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kGroups * 4 * kDqWarpBytes;
+  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kGroups * kDqBytes;
   static constexpr int kBarrierOffset = kStatOffset + 2 * kStages * kStatBytes;
-  static constexpr int kBlockOffset = kBarrierOffset + (4 + 4 * kStages) * 8, kSharedBytes = kBlockOffset + 64;
-  static_assert(kRows == 64 && kGroups == 2 && kDqColumns <= 64);
+  static constexpr int kBlockOffset = kBarrierOffset + (4 + 2 + 2 * kGroups + 4 * kStages) * 8,
+                       kSharedBytes = kBlockOffset + 64;
+  static_assert(kRows % 64 == 0 && kGroups % kDqRowParts == 0 && kDqColumns == 64);
 };
-
-// What a masked weight is rounded to: the bits of no visible one.
-constexpr float kMasked = -0.f;
-constexpr uint32_t kMaskedHalf = 0x8000u;
-
-// What a block of threads works on. Lies in shared memory: the registers belong to the accumulators.
-struct Block {
-  int batch, head_k, key0;
-  int q_start, k_start, seqlen_q, seqlen_k;
-  int first, last;             // query i sees keys j with first <= j - i <= last
-  int begin, end;              // chunks of queries with visible pairs
-  int inner_begin, inner_end;  // of these, the ones without masked pairs
-};
-static_assert(sizeof(Block) <= 64);
 
 template <class C>
-class Backward {
+class Backward : BackwardBlock<C> {
  public:
-  using Element = typename C::Element;
-
-  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared)
-      : a_(params),
-        p_(params.problem.forward),
-        b_(*reinterpret_cast<Block *>(shared + C::kBlockOffset)),
-        shared_(smem_address(shared)),
-        lane_(threadIdx.x & 31),
-        warp_((threadIdx.x >> 5) & 3) {}
+  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : Base(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      b_ = find_block();
+      b_ = this->find_block(static_cast<int>(blockIdx.x));
       barrier_init(k_full(), 1);
       barrier_init(v_full(), 1);
-      for (int n = 0; n < 2; ++n) barrier_init(ds_full(n), C::kGroups * 4);
+      for (int n = 0; n < 2; ++n) {
+        barrier_init(ds_full(n), C::kGroups * 4);
+        barrier_init(ds_empty(n), C::kGroups * 4);
+      }
+      for (int n = 0; n < C::kGroups; ++n) {
+        barrier_init(dq_full(n), 4);
+        barrier_init(dq_empty(n), 1);
+      }
       for (int n = 0; n < C::kStages; ++n) {
         barrier_init(q_full(n), 1);
         barrier_init(q_empty(n), C::kGroups * 4);
@@ -93,6 +72,7 @@ class Backward {
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
       if (threadIdx.x < 32) produce();
+      if (warp_ > 0 && warp_ <= C::kGroups) add_dq(warp_ - 1);
     } else {
       take_registers<C::kConsumerRegisters>();
       group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // the same for the warp, and known to be
@@ -101,6 +81,11 @@ class Backward {
   }
 
  private:
+  using Base = BackwardBlock<C>;
+  using Base::a_, Base::b_, Base::lane_, Base::p_, Base::shared_, Base::warp_;
+  using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
+  using typename Base::Element;
+
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
@@ -111,68 +96,31 @@ class Backward {
   __device__ __forceinline__ uint32_t dout_tile(int n) const { return q_tile(C::kStages + n); }
   __device__ __forceinline__ uint32_t ds_tile(int n) const {
     return shared_ + C::kDsOffset + n * C::kDsBytes;
-  }  // (keys, queries)
-  __device__ __forceinline__ uint32_t dq_tile() const {
-    return shared_ + C::kDqOffset + (group_ * 4 + warp_) * C::kDqWarpBytes;
-  }
+  }  // (keys, queries), slabs of 64 queries
+  // Of dS and of K what this group's share of dq is the product of.
+  __device__ __forceinline__ uint32_t dq_rows(uint32_t ds) const { return ds + group_ % C::kDqRowParts * C::kKeys * 128; }
+  __device__ __forceinline__ uint32_t dq_columns() const { return k_tile() + group_ / C::kDqRowParts * C::kKeys * 128; }
+  __device__ __forceinline__ uint32_t dq_tile(int group) const { return shared_ + C::kDqOffset + group * C::kDqBytes; }
   __device__ __forceinline__ uint32_t lse_row(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
   __device__ __forceinline__ uint32_t delta_row(int n) const { return lse_row(C::kStages + n); }
   __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
   __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
   __device__ __forceinline__ uint32_t ds_full(int n) const { return k_full() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(2 + n); }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
+  __device__ __forceinline__ uint32_t dq_full(int group) const { return ds_full(4 + group); }
+  __device__ __forceinline__ uint32_t dq_empty(int group) const { return dq_full(C::kGroups + group); }
+  __device__ __forceinline__ uint32_t q_full(int n) const { return dq_full(2 * C::kGroups + n); }
   __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
   __device__ __forceinline__ uint32_t dout_full(int n) const { return q_full(2 * C::kStages + n); }
   __device__ __forceinline__ uint32_t dout_empty(int n) const { return q_full(3 * C::kStages + n); }
 
   using Slot = RingPlace<C::kStages>;
 
-  // ------------------------------------------------------------------------------------------------------------------
-  // Which keys, which queries
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ Block find_block() const {
-    Block b;
-    const BlockOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
-    b.key0 = place.row_block * C::kKeys;
-    b.batch = place.batch;
-    b.head_k = place.head;
-    const Sequence q = sequence_of(p_.q_lengths, b.batch), k = sequence_of(p_.k_lengths, b.batch);
-    b.q_start = static_cast<int>(q.start);
-    b.k_start = static_cast<int>(k.start);
-    const Diagonal<int32_t> diagonal(a_.limits, static_cast<int>(q.len), static_cast<int>(k.len));
-    b.seqlen_q = diagonal.seqlen_q;
-    b.seqlen_k = diagonal.seqlen_k;
-    b.first = diagonal.shift - diagonal.left;
-    b.last = diagonal.shift + diagonal.right;
-    b.begin = b.end = b.inner_begin = b.inner_end = 0;
-    if (b.key0 >= b.seqlen_k) return b;
-    const RangeOf<int32_t> queries = diagonal.visible_queries({b.key0, min(b.key0 + C::kKeys, b.seqlen_k)});
-    if (queries.empty()) return b;
-    b.begin = queries.begin / C::kRows;
-    b.end = (queries.end + C::kRows - 1) / C::kRows;
-    if (b.key0 + C::kKeys > b.seqlen_k) return b;
-    // Rows that see every key of the block.
-    b.inner_begin = (max(b.key0 + C::kKeys - 1 - b.last, 0) + C::kRows - 1) / C::kRows;
-    b.inner_end = max(min(b.key0 - b.first + 1, b.seqlen_q), 0) / C::kRows;
-    return b;
-  }
-
-  // Index of the first chunk of a head in the workspace.
-  __device__ __forceinline__ int chunks_at(int head_q) const {
-    return (b_.batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
-  }
+  __device__ __forceinline__ int first_key() const { return b_.key0 + group_ * 64; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Fetching
   // ------------------------------------------------------------------------------------------------------------------
-
-  template <int kTileRows>
-  __device__ __forceinline__ void fetch_tile(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
-                                             int batch, uint64_t policy) const {
-#pragma unroll
-    for (int s = 0; s < C::kSlabs; ++s) load_box(tile + s * kTileRows * 128, &map, barrier, s * 64, row, head, batch, policy);
-  }
 
   __device__ __forceinline__ void produce() const {
     const Block b = b_;
@@ -181,7 +129,7 @@ class Backward {
     const int q_batch = p_.q_lengths.cu != nullptr ? 0 : b.batch, k_batch = p_.k_lengths.cu != nullptr ? 0 : b.batch;
     if (elect_one()) {
       barrier_expect(k_full(), C::kKBytes);
-      fetch_tile<C::kKeys>(k_tile(), a_.k_map, k_full(), k_row, b.head_k, k_batch, kEvictFirst);
+      this->template fetch_tile<C::kKeys>(k_tile(), a_.k_map, k_full(), k_row, b.head_k, k_batch, kEvictFirst);
     }
     Slot slot;
     bool first = true;
@@ -191,20 +139,20 @@ class Backward {
         barrier_wait(q_empty(slot.at()), slot.parity() ^ 1);
         if (elect_one()) {
           barrier_expect(q_full(slot.at()), C::kQBytes + C::kStatBytes);
-          fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), q_row + chunk * C::kRows, head_q, q_batch,
-                               kEvictLast);
+          this->template fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), q_row + chunk * C::kRows, head_q,
+                                              q_batch, kEvictLast);
           load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
           if (first) {
             barrier_expect(v_full(), C::kKBytes);
-            fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), k_row, b.head_k, k_batch, kEvictFirst);
+            this->template fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), k_row, b.head_k, k_batch, kEvictFirst);
           }
         }
         first = false;
         barrier_wait(dout_empty(slot.at()), slot.parity() ^ 1);
         if (elect_one()) {
           barrier_expect(dout_full(slot.at()), C::kQBytes + C::kStatBytes);
-          fetch_tile<C::kRows>(dout_tile(slot.at()), a_.dout_map, dout_full(slot.at()), q_row + chunk * C::kRows, head_q,
-                               q_batch, kEvictLast);
+          this->template fetch_tile<C::kRows>(dout_tile(slot.at()), a_.dout_map, dout_full(slot.at()), q_row + chunk * C::kRows,
+                                              head_q, q_batch, kEvictLast);
           load_box(delta_row(slot.at()), &a_.delta_map, dout_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
         }
         slot.step();
@@ -213,33 +161,79 @@ class Backward {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
+  // The sum for dq
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Adds a group's share of dq, chunk after chunk, to the sum over blocks of keys. In deterministic mode blocks add to a chunk in ascending
+  // order: `turn` counts those that have. One only waits for blocks that started before it. Walks go down from the last chunk, so that
+  // under a causal mask, too, all blocks of a head begin with the same chunk and keep their distance.
+  __device__ __forceinline__ void add_dq(int group) const {
+    const Block b = b_;
+    const bool wanted = a_.dq_sum != nullptr, ordered = wanted && a_.turn != nullptr;
+    uint32_t parity = 0;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int first = chunks_at(b.head_k * static_cast<int>(p_.group) + g);
+      for (int chunk = b.end - 1; chunk >= b.begin; --chunk) {
+        const int64_t part = int64_t{first + chunk} * C::kGroups + group;
+        int32_t *turn = a_.turn + part;
+        // Blocks that see the chunk are consecutive. No acquire: additions happen at the L2 cache, these after the others have arrived.
+        const int place = b.key0 / C::kKeys - max(0, chunk * C::kRows + b.first) / C::kKeys;
+        if (ordered) {
+          while (turn_at(turn) != place) {
+          }
+        }
+        barrier_wait(dq_full(group), parity);
+        if (elect_one()) {
+          if (wanted) add_floats(a_.dq_sum + part * (C::kDqBytes / 4), dq_tile(group), C::kDqBytes);
+          copies_wait_read();
+          barrier_arrive(dq_empty(group));
+          if (ordered) {
+            copies_wait();
+            asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(turn) : "memory");
+          }
+        }
+        __syncwarp();
+        parity ^= 1;
+      }
+    }
+    copies_wait();
+  }
+
+  static __device__ __forceinline__ int turn_at(const int32_t *turn) {
+    int now;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(turn) : "memory");
+    return now;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
   // Products, each started and not awaited
   // ------------------------------------------------------------------------------------------------------------------
 
-  // 64 keys of K or V times the rows of a chunk.
-  __device__ __forceinline__ void start_scores(float (&s)[C::kRows / 2], uint32_t keys, uint32_t rows) const {
+  // 64 keys of K or V times kCount rows of a chunk.
+  template <int kCount>
+  __device__ __forceinline__ void start_scores(float (&s)[kCount / 2], uint32_t keys, uint32_t rows) const {
     const uint64_t a = uniform_rows_operand(keys + group_ * 64 * 128), b = uniform_rows_operand(rows);
 #pragma unroll
     for (int d = 0; d < C::kD / 16; ++d) {
-      Product<Element, C::kRows>::rows_rows(s, advance_operand(a, d / 4 * C::kKeys * 128 + d % 4 * 32),
-                                            advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
+      Product<Element, kCount>::rows_rows(s, advance_operand(a, d / 4 * C::kKeys * 128 + d % 4 * 32),
+                                          advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
     }
     products_commit();
   }
-  // gradient += weights * rows of a chunk, queries 16 kFirst to 16 kEnd.
-  template <int kFirst, int kEnd>
-  __device__ __forceinline__ void start_gradient(float (&gradient)[C::kD / 2], const uint32_t (&weights)[C::kRows / 16][4],
-                                                 uint32_t rows) const {
+  __device__ __forceinline__ void start_dp(int part) { start_scores<64>(dp_, v_tile(), dout_tile(at_) + part * 64 * 128); }
+  // gradient += weights * rows of a chunk from 16 `from` on: kCount steps of 16, of the weights from kFirst on.
+  template <int kFirst, int kCount, int kSteps>
+  __device__ __forceinline__ void start_gradient(float (&gradient)[C::kD / 2], const uint32_t (&weights)[kSteps][4],
+                                                 uint32_t rows, int from) const {
     const uint64_t b = uniform_columns_operand<C::kRows>(rows);
 #pragma unroll
-    for (int n = kFirst; n < kEnd; ++n)
-      Product<Element, C::kD>::registers_columns(gradient, weights[n], advance_operand(b, n * 2048), 1);
+    for (int n = 0; n < kCount; ++n)
+      Product<Element, C::kD>::registers_columns(gradient, weights[kFirst + n], advance_operand(b, (from + n) * 2048), 1);
     products_commit();
   }
-  // dS K: all queries of the chunk, this group's share of the columns.
+  // dS K: this group's share of the queries and columns.
   __device__ __forceinline__ void start_dq(uint32_t ds) {
-    const uint64_t a = uniform_columns_operand<C::kKeys>(ds),
-                   b = uniform_columns_operand<C::kKeys>(k_tile() + group_ * C::kKeys * 128);
+    const uint64_t a = uniform_columns_operand<C::kKeys>(dq_rows(ds)), b = uniform_columns_operand<C::kKeys>(dq_columns());
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
       Product<Element, C::kDqColumns>::columns_columns(dq_, advance_operand(a, n * 2048), advance_operand(b, n * 2048), n != 0);
@@ -260,116 +254,139 @@ class Backward {
       const int group = static_cast<int>(p_.group);
       const int chunks = (b_.end - b_.begin) * group;
       Slot slot;
-      int head = chunks_at(b_.head_k * group), chunk = b_.end - 1, before = -1;
+      int chunk = b_.end - 1;
 #pragma unroll 1
       for (int n = 0; n < chunks; ++n) {
         at_ = uniform(slot.at());
         buffer_ = uniform(n & 1);
-        step(slot.parity(), n >> 1 & 1, chunk, before);
-        before = head + chunk;
+        step(slot.parity(), n, chunk);
         slot.step();
-        if (--chunk < b_.begin) {
-          chunk = b_.end - 1;
-          head += a_.row_chunks;
-        }
+        if (--chunk < b_.begin) chunk = b_.end - 1;
       }
-      add_dq(before);
-      copies_wait();
+      finish_dq(chunks);
     }
-    store_gradient(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
-    store_gradient(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    this->store_gradient(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk, first_key(), thread,
+                         C::kConsumers);
+    this->store_gradient(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv, first_key(), thread,
+                         C::kConsumers);
   }
 
-  // One chunk, up to its dq in shared memory; `before` is the place in the workspace of the one before, whose dq is there, or -1.
-  __device__ __forceinline__ void step(uint32_t parity, uint32_t ds_parity, int chunk, int before) {
+  // The block's n-th chunk, all but its dq, and dq of the one before: so no group waits for what the other has just begun.
+  __device__ __forceinline__ void step(uint32_t parity, int n, int chunk) {
     const bool masked = chunk < b_.inner_begin || chunk >= b_.inner_end;
     barrier_wait(q_full(at_), parity);
     barrier_wait(dout_full(at_), parity);
     hold(s_);
     products_begin();
-    start_scores(s_, k_tile(), q_tile(at_));
-    add_dq(before);
+    start_scores<C::kRows>(s_, k_tile(), q_tile(at_));
+    hand_over_dq(n > C::kLag);
     hold(dp_);
     products_begin();
-    start_scores(dp_, v_tile(), dout_tile(at_));
+    start_dp(masked ? C::kParts - 1 : 0);
     products_wait<1>();
     hold(s_);
     float finite = 0.f;  // or NaN
     if (masked) finite = zero_if_finite(s_);
     weights();
-    if (masked) for_masked(chunk, [&](int n) { s_[n] = kMasked; });
+    if (masked) this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int at) { s_[at] = kMasked; });
     round(p_weights_, s_);
     products_wait<0>();
     hold(dp_);
     bool careful = false;
-    if (masked) careful = named_barrier_or(1, C::kConsumers, finite + zero_if_finite(dp_) + finite_deltas() != 0.f);
-    if (careful) {
-      multiply_carefully(chunk, ds_parity);
-    } else {
-      multiply(ds_parity);
+    if (masked) {
+      finite += zero_if_finite(dp_) + zero_if_finite(delta_row(at_));
+      for (int part = C::kParts - 2; part >= 0; --part) {
+        redo_dp(part);
+        finite += zero_if_finite(dp_);
+      }
+      careful = named_barrier_or(1, C::kConsumers, finite != 0.f);
     }
+    if (careful) {
+      multiply_carefully(chunk, n);
+    } else {
+      multiply(n);
+    }
+    careful_before_ = careful;
     __syncwarp();
     barrier_arrive_if(lane_ == 0, q_empty(at_));
     barrier_arrive_if(lane_ == 0, dout_empty(at_));
   }
 
-  // From P and dP to dv, dk and dq. One half of dk runs while the barrier waits for the other group's dS, one while dq leaves.
-  __device__ __forceinline__ void multiply(uint32_t ds_parity) {
-    constexpr int kHalf = C::kRows / 32;
+  __device__ __forceinline__ void redo_dp(int part) {
+    hold(dp_);
+    products_begin();
+    start_dp(part);
+    products_wait<0>();
+    hold(dp_);
+  }
+
+  // From P and dP of the first part to dv, dk and dq. dk goes in steps of its own: under one of them the barrier waits for the other
+  // group's dS, under one dq leaves.
+  __device__ __forceinline__ void multiply(int n) {
     const uint32_t ds = ds_tile(buffer_);
     hold(p_weights_);
     hold(dv_);
     products_begin();
-    start_gradient<0, 2 * kHalf>(dv_, p_weights_, dout_tile(at_));
-    derivatives();
-    round(ds_weights_, dp_);
-    put_ds(ds);
-    hold(ds_weights_);
-    hold(dk_);
+    start_gradient<0, C::kRows / 16>(dv_, p_weights_, dout_tile(at_), 0);
+    derivatives(0);
+    round(ds_weights_[0], dp_);
+    if constexpr (C::kLag > 0) barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
+    put_ds(ds, 0);
+    if constexpr (C::kParts == 1) {
+      hold(ds_weights_[0]);
+      hold(dk_);
+      products_begin();
+      start_gradient<0, 2>(dk_, ds_weights_[0], q_tile(at_), 0);
+    } else {
+      hold(dp_);
+      hold(ds_weights_[0]);
+      hold(dk_);
+      products_begin();
+      start_dp(1);
+      start_gradient<0, 4>(dk_, ds_weights_[0], q_tile(at_), 0);
+      products_wait<1>();
+      hold(dp_);
+      derivatives(1);
+      round(ds_weights_[1], dp_);
+      put_ds(ds, 1);
+      hold(ds_weights_[1]);
+    }
+    await_ds(n - C::kLag);
     products_begin();
-    start_gradient<0, kHalf>(dk_, ds_weights_, q_tile(at_));
-    barrier_wait(ds_full(buffer_), ds_parity);  // every warp's dS is there
-    products_begin();
-    start_dq(ds);
-    start_gradient<kHalf, 2 * kHalf>(dk_, ds_weights_, q_tile(at_));
+    start_dq(ds_tile(buffer_ ^ C::kLag));
+    if constexpr (C::kParts == 1) {
+      start_gradient<2, 2>(dk_, ds_weights_[0], q_tile(at_), 2);
+    } else {
+      start_gradient<0, 4>(dk_, ds_weights_[1], q_tile(at_), 4);
+    }
     products_wait<1>();
     hold(dq_);
-    put_dq();
+    if (C::kLag > 0 && careful_before_) dq_exactly(ds_tile(buffer_ ^ 1));
+    put_dq(n - C::kLag);
     products_wait<0>();
     hold(dv_);
     hold(dk_);
   }
 
-  // NaN if any of x is NaN or Inf.
-  static __device__ __forceinline__ float zero_if_finite(const float (&x)[C::kRows / 2]) {
-    float zero[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int n = 0; n < C::kRows / 2; ++n) zero[n % 4] = fmaf(x[n], 0.f, zero[n % 4]);
-    return (zero[0] + zero[1]) + (zero[2] + zero[3]);
-  }
-
-  // Calls f(n) for every element of a tile of scores whose pair is masked.
-  template <typename F>
-  __device__ __forceinline__ void for_masked(int chunk, F f) const {
-    const int row0 = chunk * C::kRows + 2 * (lane_ & 3);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = b_.key0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      const int begin = key - b_.last - row0;
-      const int end = key < b_.seqlen_k ? min(key - b_.first + 1, b_.seqlen_q) - row0 : begin;
-#pragma unroll
-      for (int j = 0; j < C::kRows / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (8 * j + e < begin || 8 * j + e >= end) f(4 * j + 2 * r + e);
+  // What is left of dq after the last chunk.
+  __device__ __forceinline__ void finish_dq(int chunks) {
+    if constexpr (C::kLag > 0) {
+      hand_over_dq(chunks > 1);
+      const uint32_t ds = ds_tile((chunks - 1) & 1);
+      await_ds(chunks - 1);
+      if (careful_before_) {
+        dq_exactly(ds);
+      } else {
+        hold(dq_);
+        products_begin();
+        start_dq(ds);
+        products_wait<0>();
+        hold(dq_);
+      }
+      put_dq(chunks - 1);
     }
-  }
-
-  // The statistics of this lane's queries 8 j and 8 j + 1.
-  __device__ __forceinline__ float2 stat(uint32_t row, int j) const {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(row + 8 * (lane_ & 3) + j * 32) : "memory");
-    return x;
+    hand_over_dq(true);
   }
 
   // S to P, in place.
@@ -383,62 +400,54 @@ class Backward {
     }
   }
 
-  // dP to dS, in place.
-  __device__ __forceinline__ void derivatives() {
+  // dP of a part of the chunk to dS, in place.
+  __device__ __forceinline__ void derivatives(int part) {
 #pragma unroll
-    for (int j = 0; j < C::kRows / 8; ++j) {
-      const float2 delta = stat(delta_row(at_), j);
+    for (int j = 0; j < 8; ++j) {
+      const float2 delta = stat(delta_row(at_), part * 8 + j);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
+      for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[part * 32 + 4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
     }
   }
 
-  // NaN if any row's delta is NaN or Inf, as where the row's out is.
-  __device__ __forceinline__ float finite_deltas() const {
-    float zero = 0.f;
-#pragma unroll
-    for (int n = 0; n < C::kRows / 32; ++n) zero = fmaf(ld_shared_float(delta_row(at_) + (n * 32 + lane_) * 4), 0.f, zero);
-    return zero;
-  }
-
-  static __device__ __forceinline__ void round(uint32_t (&w)[C::kRows / 16][4], const float (&x)[C::kRows / 2]) {
-#pragma unroll
-    for (int n = 0; n < C::kRows / 16; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) w[n][r] = pack2<Element>(x[8 * n + 2 * r], x[8 * n + 2 * r + 1]);
-  }
-
-  // This warp's 16 keys of dS^T, for both groups.
-  __device__ __forceinline__ void put_ds(uint32_t ds) const {
+  // This warp's 16 keys of a part of dS^T, for both groups.
+  __device__ __forceinline__ void put_ds(uint32_t ds, int part) const {
     const int key = group_ * 64 + warp_ * 16 + (lane_ & 15);
+    const auto &w = ds_weights_[part];
 #pragma unroll
-    for (int n = 0; n < C::kRows / 16; ++n) {
-      stmatrix_x4(ds + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), ds_weights_[n][0], ds_weights_[n][1],
-                  ds_weights_[n][2], ds_weights_[n][3]);
+    for (int n = 0; n < 4; ++n) {
+      stmatrix_x4(ds + part * C::kKeys * 128 + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), w[n][0], w[n][1],
+                  w[n][2], w[n][3]);
     }
+    if (part != C::kParts - 1) return;
     shared_fence_for_copies();
     __syncwarp();
     barrier_arrive_if(lane_ == 0, ds_full(buffer_));
   }
 
+  // Every warp's dS of the block's n-th chunk is there. Of the chunk before the first nothing is, and nothing of its dq is used.
+  __device__ __forceinline__ void await_ds(int n) const { barrier_wait(ds_full(n & 1), n >> 1 & 1); }
+
   // A chunk of the sum is a sequence of 16 x 8 tiles, [group][warp][j], each four numbers a lane as the accumulators hold them.
-  // This warp's part to its place in shared memory. What lay there before has long been read.
-  __device__ __forceinline__ void put_dq() const {
-    copies_wait_read();
-    __syncwarp();
+  // This warp's part of the n-th chunk to its place in shared memory, once that of the chunk before has been read from there.
+  __device__ __forceinline__ void put_dq(int n) const {
+    if constexpr (C::kLag > 0) {
+      __syncwarp();
+      barrier_arrive_if(n >= 0 && lane_ == 0, ds_empty(n & 1));
+    }
+    barrier_wait(dq_empty(group_), n < 0 ? 1 : (n & 1) ^ 1);
+    const uint32_t part = dq_tile(group_) + warp_ * (C::kDqBytes / 4);
 #pragma unroll
     for (int j = 0; j < C::kDqColumns / 8; ++j) {
-      st_shared_16(dq_tile() + j * 512 + lane_ * 16, __float_as_uint(dq_[4 * j]), __float_as_uint(dq_[4 * j + 1]),
+      st_shared_16(part + j * 512 + lane_ * 16, __float_as_uint(dq_[4 * j]), __float_as_uint(dq_[4 * j + 1]),
                    __float_as_uint(dq_[4 * j + 2]), __float_as_uint(dq_[4 * j + 3]));
     }
   }
-  // From there the copy engine adds it to that of chunk `index`, if there is one.
-  __device__ __forceinline__ void add_dq(int index) const {
+  // To the warp that adds it up.
+  __device__ __forceinline__ void hand_over_dq(bool any) const {
     shared_fence_for_copies();
     __syncwarp();
-    add_floats_if(index >= 0 && a_.dq_sum != nullptr,
-                  a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + (group_ * 4 + warp_) * (C::kDqWarpBytes / 4), dq_tile(),
-                  C::kDqWarpBytes);
+    barrier_arrive_if(any && lane_ == 0, dq_full(group_));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -446,56 +455,25 @@ class Backward {
   // ------------------------------------------------------------------------------------------------------------------
 
   // multiply() over the visible pairs alone.
-  __device__ __forceinline__ void multiply_carefully(int chunk, uint32_t ds_parity) {
+  __device__ __forceinline__ void multiply_carefully(int chunk, int n) {
     const uint32_t ds = ds_tile(buffer_);
-    derivatives();
+    if constexpr (C::kLag > 0) barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
 #pragma unroll
-    for (int n = 0; n < C::kRows / 2; ++n) dp_[n] += 0.f;  // a visible -0 is no mask
-    for_masked(chunk, [&](int n) { dp_[n] = kMasked; });
-    round(ds_weights_, dp_);
-    put_ds(ds);
+    for (int part = 0; part < C::kParts; ++part) {
+      if (part > 0) redo_dp(part);
+      derivatives(part);
+#pragma unroll
+      for (float &x : dp_) x += 0.f;  // a visible -0 is no mask
+      this->template for_masked<64>(first_key(), chunk * C::kRows + part * 64, [&](int at) { dp_[at] = kMasked; });
+      round(ds_weights_[part], dp_);
+      put_ds(ds, part);
+      add_exactly(dk_, ds_weights_[part], q_tile(at_) + part * 64 * 128);
+    }
     add_exactly(dv_, p_weights_, dout_tile(at_));
-    add_exactly(dk_, ds_weights_, q_tile(at_));
-    barrier_wait(ds_full(buffer_), ds_parity);
-    dq_exactly(ds);
-    put_dq();
-  }
-
-  // acc[8 j ..] += weight * tile element for the rows g (r = 0) and g + 8 of this warp, `bits` their weights, from one row of a tile.
-  template <int kTileRows, int kColumns>
-  __device__ __forceinline__ void add_row(float (&acc)[kColumns / 2], const uint32_t (&bits)[2], uint32_t tile, int row) const {
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const uint32_t pair =
-          ld_shared_4(tile + j / 8 * kTileRows * 128 + row * 128 + (((j % 8) ^ (row & 7)) << 4) + (lane_ & 3) * 4);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (bits[r] == kMaskedHalf) continue;
-        acc[4 * j + 2 * r] += to_float<Element>(bits[r]) * to_float<Element>(pair & 0xFFFFu);
-        acc[4 * j + 2 * r + 1] += to_float<Element>(bits[r]) * to_float<Element>(pair >> 16);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void add_exactly(float (&gradient)[C::kD / 2], const uint32_t (&weights)[C::kRows / 16][4],
-                                              uint32_t rows) const {
-#pragma unroll 1
-    for (int row = 0; row < C::kRows; ++row) {
-      const int source = (lane_ & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this query's weights
-      uint32_t bits[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t pair = 0;
-#pragma unroll
-        for (int n = 0; n < C::kRows / 16; ++n)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (row >> 3 == 2 * n + half) pair = weights[n][2 * half + r];
-        pair = __shfl_sync(~0u, pair, source);
-        bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      add_row<C::kRows, C::kD>(gradient, bits, rows, row);
-    }
+    if (n < C::kLag) return;
+    await_ds(n - C::kLag);
+    dq_exactly(ds_tile(buffer_ ^ C::kLag));
+    put_dq(n - C::kLag);
   }
 
   __device__ __forceinline__ void dq_exactly(uint32_t ds) {
@@ -507,60 +485,19 @@ class Backward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_ * 16 + (lane_ >> 2) + 8 * r;
-        const uint32_t pair = ld_shared_4(ds + key * 128 + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
+        const uint32_t pair = ld_shared_4(dq_rows(ds) + key * 128 + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
         bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
       }
-      add_row<C::kKeys, C::kDqColumns>(dq_, bits, k_tile() + group_ * C::kKeys * 128, key);
+      add_row<C::kKeys, C::kDqColumns>(dq_, bits, dq_columns(), key);
     }
   }
 
-  // ------------------------------------------------------------------------------------------------------------------
-  // Results
-  // ------------------------------------------------------------------------------------------------------------------
-
-  // dk or dv to the rows of the tensor, sixteen bytes a lane: the four lanes that share a row exchange the pieces of four column blocks.
-  // Keys of the slot that are not used get zero; the last block also owns those beyond the grid.
-  __device__ __forceinline__ void store_gradient(const Operand &t, const float (&acc)[C::kD / 2], float scale, int columns,
-                                                 bool vectors) const {
-    if (t.data == nullptr) return;
-    const int slot = static_cast<int>(sequence_of(p_.k_lengths, b_.batch).slot);
-    Element *base = static_cast<Element *>(t.data) + b_.batch * t.batch_stride + int64_t{b_.k_start} * t.seq_stride +
-                    b_.head_k * t.head_stride;
-    const int quad = lane_ & 3;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = b_.key0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      const uint32_t keep = key < b_.seqlen_k ? ~0u : 0u;
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; j += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Element>(acc[4 * (j + n) + 2 * r] * scale, acc[4 * (j + n) + 2 * r + 1] * scale) & keep;
-        transpose_quad(x, quad);
-        const int column = (j + quad) * 8;
-        if (key < slot) store_elements(base + key * t.seq_stride + column, x, columns - column, vectors);
-      }
-    }
-    if (b_.key0 / C::kKeys != a_.order.row_blocks - 1) return;
-    constexpr int kPieces = C::kD / 8;
-    const int beyond = b_.key0 + C::kKeys;
-    for (int n = static_cast<int>(threadIdx.x) - 128; n < (slot - beyond) * kPieces; n += C::kConsumers) {
-      const int column = n % kPieces * 8;
-      store_elements(base + (beyond + n / kPieces) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
-    }
-  }
-
-  const BackwardParams &a_;
-  const Problem &p_;
-  Block &b_;
-  const uint32_t shared_;
-  const int lane_, warp_;  // warp_ within the group
   int group_;
 
-  int at_, buffer_;  // the chunk's place in the rings, and that of its dS
-  float s_[C::kRows / 2], dp_[C::kRows / 2], dq_[C::kDqColumns / 2];
-  uint32_t p_weights_[C::kRows / 16][4], ds_weights_[C::kRows / 16][4];
+  int at_, buffer_;              // the chunk's place in the rings, and that of its dS
+  bool careful_before_ = false;  // the chunk before had to be multiplied carefully
+  float s_[C::kRows / 2], dp_[32], dq_[C::kDqColumns / 2];
+  uint32_t p_weights_[C::kRows / 16][4], ds_weights_[C::kParts][4][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];
 };
 

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the backward kernels for sm_90a have in common: which keys and queries a block works on, tiles of scores in the registers of a
+// warpgroup, sums over visible pairs alone, and how dk and dv leave.
+//
+// Scores are transposed: a warpgroup holds 64 keys as rows, queries as columns.
+//
+// Zero times NaN is NaN. In chunks with masked pairs the block asks whether S or dP, which are non-finite where an operand is, hold
+// anything that is not finite: only then the products go one query (or key) at a time over the visible pairs.
+#pragma once
+
+#include <math_constants.h>
+
+#include "core/mask.h"
+#include "cuda/common/hopper.cuh"
+#include "cuda/common/rows.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/sm90/backward.h"
+
+namespace fa::cuda::sm90 {
+
+// What a masked weight is rounded to: the bits of no visible one.
+constexpr float kMasked = -0.f;
+constexpr uint32_t kMaskedHalf = 0x8000u;
+
+// What a block of threads works on. Lies in shared memory: the registers belong to the accumulators.
+struct Block {
+  int batch, head_k, key0;
+  int q_start, k_start, seqlen_q, seqlen_k;
+  int first, last;             // query i sees keys j with first <= j - i <= last
+  int begin, end;              // chunks of queries with visible pairs
+  int inner_begin, inner_end;  // of these, the ones without masked pairs
+};
+static_assert(sizeof(Block) <= 64);
+
+// C::kKeys: of a block of the order. C::kRows: queries of a chunk. C::kD: columns.
+template <class C>
+class BackwardBlock {
+ protected:
+  using Element = typename C::Element;
+
+  __device__ __forceinline__ BackwardBlock(const BackwardParams &params, char *shared)
+      : a_(params),
+        p_(params.problem.forward),
+        b_(*reinterpret_cast<Block *>(shared + C::kBlockOffset)),
+        shared_(smem_address(shared)),
+        lane_(threadIdx.x & 31),
+        warp_((threadIdx.x >> 5) & 3) {}
+
+  __device__ __forceinline__ Block find_block(int index) const {
+    Block b;
+    const BlockOrder::Place place = a_.order.at(index);
+    b.key0 = place.row_block * C::kKeys;
+    b.batch = place.batch;
+    b.head_k = place.head;
+    const Sequence q = sequence_of(p_.q_lengths, b.batch), k = sequence_of(p_.k_lengths, b.batch);
+    b.q_start = static_cast<int>(q.start);
+    b.k_start = static_cast<int>(k.start);
+    const Diagonal<int32_t> diagonal(a_.limits, static_cast<int>(q.len), static_cast<int>(k.len));
+    b.seqlen_q = diagonal.seqlen_q;
+    b.seqlen_k = diagonal.seqlen_k;
+    b.first = diagonal.shift - diagonal.left;
+    b.last = diagonal.shift + diagonal.right;
+    b.begin = b.end = b.inner_begin = b.inner_end = 0;
+    if (b.key0 >= b.seqlen_k) return b;
+    const RangeOf<int32_t> queries = diagonal.visible_queries({b.key0, min(b.key0 + C::kKeys, b.seqlen_k)});
+    if (queries.empty()) return b;
+    b.begin = queries.begin / C::kRows;
+    b.end = (queries.end + C::kRows - 1) / C::kRows;
+    if (b.key0 + C::kKeys > b.seqlen_k) return b;
+    // Rows that see every key of the block.
+    b.inner_begin = (max(b.key0 + C::kKeys - 1 - b.last, 0) + C::kRows - 1) / C::kRows;
+    b.inner_end = max(min(b.key0 - b.first + 1, b.seqlen_q), 0) / C::kRows;
+    return b;
+  }
+
+  // Index of the first chunk of a head in the workspace.
+  __device__ __forceinline__ int chunks_at(int head_q) const {
+    return (b_.batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
+  }
+
+  template <int kTileRows>
+  __device__ __forceinline__ void fetch_tile(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
+                                             int batch, uint64_t policy) const {
+#pragma unroll
+    for (int s = 0; s < C::kSlabs; ++s) load_box(tile + s * kTileRows * 128, &map, barrier, s * 64, row, head, batch, policy);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Tiles of scores
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // NaN if any of x is NaN or Inf.
+  template <int kCount>
+  static __device__ __forceinline__ float zero_if_finite(const float (&x)[kCount]) {
+    float zero[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) zero[n % 4] = fmaf(x[n], 0.f, zero[n % 4]);
+    return (zero[0] + zero[1]) + (zero[2] + zero[3]);
+  }
+
+  // Calls f(n) for every element of a tile of scores whose pair is masked: 64 keys from `first_key` on, kCount queries from `first_row` on.
+  template <int kCount, typename F>
+  __device__ __forceinline__ void for_masked(int first_key, int first_row, F f) const {
+    const int row0 = first_row + 2 * (lane_ & 3);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
+      const int begin = key - b_.last - row0;
+      const int end = key < b_.seqlen_k ? min(key - b_.first + 1, b_.seqlen_q) - row0 : begin;
+#pragma unroll
+      for (int j = 0; j < kCount / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * j + e < begin || 8 * j + e >= end) f(4 * j + 2 * r + e);
+    }
+  }
+
+  // The statistics of this lane's queries 8 j and 8 j + 1.
+  __device__ __forceinline__ float2 stat(uint32_t row, int j) const {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(row + 8 * (lane_ & 3) + j * 32) : "memory");
+    return x;
+  }
+
+  // NaN if the delta of any query of the chunk is NaN or Inf, as where the query's out is.
+  __device__ __forceinline__ float zero_if_finite(uint32_t delta_row) const {
+    float zero = 0.f;
+#pragma unroll
+    for (int n = 0; n < C::kRows / 32; ++n) zero = fmaf(ld_shared_float(delta_row + (n * 32 + lane_) * 4), 0.f, zero);
+    return zero;
+  }
+
+  template <int kSteps>
+  static __device__ __forceinline__ void round(uint32_t (&w)[kSteps][4], const float (&x)[kSteps * 8]) {
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) w[n][r] = pack2<Element>(x[8 * n + 2 * r], x[8 * n + 2 * r + 1]);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Sums over visible pairs
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // acc[8 j ..] += weight * tile element for the rows g (r = 0) and g + 8 of this warp, `bits` their weights, from one row of a tile.
+  template <int kTileRows, int kColumns>
+  __device__ __forceinline__ void add_row(float (&acc)[kColumns / 2], const uint32_t (&bits)[2], uint32_t tile, int row) const {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const uint32_t pair =
+          ld_shared_4(tile + j / 8 * kTileRows * 128 + row * 128 + (((j % 8) ^ (row & 7)) << 4) + (lane_ & 3) * 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (bits[r] == kMaskedHalf) continue;
+        acc[4 * j + 2 * r] += to_float<Element>(bits[r]) * to_float<Element>(pair & 0xFFFFu);
+        acc[4 * j + 2 * r + 1] += to_float<Element>(bits[r]) * to_float<Element>(pair >> 16);
+      }
+    }
+  }
+
+  template <int kSteps>
+  __device__ __forceinline__ void add_exactly(float (&gradient)[C::kD / 2], const uint32_t (&weights)[kSteps][4],
+                                              uint32_t rows) const {
+#pragma unroll 1
+    for (int row = 0; row < kSteps * 16; ++row) {
+      const int source = (lane_ & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this query's weights
+      uint32_t bits[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t pair = 0;
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (row >> 3 == 2 * n + half) pair = weights[n][2 * half + r];
+        pair = __shfl_sync(~0u, pair, source);
+        bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+      add_row<C::kRows, C::kD>(gradient, bits, rows, row);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Results
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // dk or dv of 64 keys from `first_key` on to the rows of the tensor, sixteen bytes a lane: the four lanes that share a row exchange the
+  // pieces of four column blocks. Keys of the slot that are not used get zero; the last block also owns those beyond the grid, and its
+  // `threads` threads of which this is one clear them.
+  __device__ __forceinline__ void store_gradient(const Operand &t, const float (&acc)[C::kD / 2], float scale, int columns,
+                                                 bool vectors, int first_key, int thread, int threads) const {
+    if (t.data == nullptr) return;
+    const int slot = static_cast<int>(sequence_of(p_.k_lengths, b_.batch).slot);
+    Element *base = static_cast<Element *>(t.data) + b_.batch * t.batch_stride + int64_t{b_.k_start} * t.seq_stride +
+                    b_.head_k * t.head_stride;
+    const int quad = lane_ & 3;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
+      const uint32_t keep = key < b_.seqlen_k ? ~0u : 0u;
+#pragma unroll
+      for (int j = 0; j < C::kD / 8; j += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          x[n] = pack2<Element>(acc[4 * (j + n) + 2 * r] * scale, acc[4 * (j + n) + 2 * r + 1] * scale) & keep;
+        transpose_quad(x, quad);
+        const int column = (j + quad) * 8;
+        if (key < slot) store_elements(base + key * t.seq_stride + column, x, columns - column, vectors);
+      }
+    }
+    if (b_.key0 / C::kKeys != a_.order.row_blocks - 1) return;
+    constexpr int kPieces = C::kD / 8;
+    const int beyond = b_.key0 + C::kKeys;
+    for (int n = thread; n < (slot - beyond) * kPieces; n += threads) {
+      const int column = n % kPieces * 8;
+      store_elements(base + (beyond + n / kPieces) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
+    }
+  }
+
+  const BackwardParams &a_;
+  const Problem &p_;
+  Block &b_;
+  const uint32_t shared_;
+  const int lane_, warp_;  // warp_ within the group
+};
+
+}  // namespace fa::cuda::sm90
