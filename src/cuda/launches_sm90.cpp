@@ -77,9 +77,9 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   set_rows(b, plan, kLseUnit, workspace, params);
   FA_RETURN_IF_ERROR(describe(driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
   FA_RETURN_IF_ERROR(
-      describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.keys(), params.k_map, error));
+      describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(), params.k_map, error));
   FA_RETURN_IF_ERROR(
-      describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.keys(), params.v_map, error));
+      describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.block_keys(), params.v_map, error));
   FA_RETURN_IF_ERROR(
       describe(driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows, params.dout_map, error));
   const int64_t chunks = p.batch * p.heads_q * plan.row_chunks;
@@ -96,7 +96,8 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
     launches.add("backward kernel",
-                 {kernels.main, shape.threads(), shape.shared_bytes(), p.batch * p.heads_k * plan.key_blocks}, &params);
+                 {kernels.main, shape.threads(), shape.shared_bytes(), p.batch * p.heads_k * plan.key_blocks * shape.blocks},
+                 &params);
   }
   if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, chunks}, &params);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);

@@ -203,7 +203,8 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   const int64_t columns = std::max(p.head_dim, p.head_dim_v);
   for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
-    if (columns > shape.head_dim || shape.shared_bytes() > device.shared_bytes) continue;
+    if (columns > shape.head_dim || shape.shared_bytes() > device.shared_bytes || (p.deterministic && shape.blocks > 1))
+      continue;
     found = n;
     return true;
   }

@@ -361,7 +361,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
       {"rows that are not whole 16-byte pieces", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
       {"more keys than the copy engine counts", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
-      {"head_dim 136", [](BackwardProblem &b) { b.forward.head_dim = 136; }},
+      {"deterministic, head_dim 136", [](BackwardProblem &b) { b.forward.head_dim = 136, b.forward.deterministic = true; }},
   };
   for (const auto &[text, change] : others) {
     BackwardProblem b = plain;
@@ -373,8 +373,14 @@ TEST(CudaPlan, HopperBackwardKernels) {
   b.dk.seq_stride = b.dq.seq_stride = 129;
   EXPECT_EQ(family(b), Family::sm90);
   // Heads get the first bucket with room for them, whichever of their head_dims is larger.
-  for (const auto &[head_dim, head_dim_v, bucket] :
-       std::vector<std::array<int64_t, 3>>{{8, 8, 64}, {64, 64, 64}, {64, 72, 128}, {72, 64, 128}, {128, 128, 128}}) {
+  for (const auto &[head_dim, head_dim_v, bucket] : std::vector<std::array<int64_t, 3>>{{8, 8, 64},
+                                                                                        {64, 64, 64},
+                                                                                        {64, 72, 128},
+                                                                                        {72, 64, 128},
+                                                                                        {128, 128, 128},
+                                                                                        {136, 64, 256},
+                                                                                        {192, 128, 256},
+                                                                                        {256, 256, 256}}) {
     b = plain;
     b.forward.head_dim = head_dim;
     b.forward.head_dim_v = head_dim_v;

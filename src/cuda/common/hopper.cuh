@@ -22,6 +22,52 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
+
+// ----------------------------------------------------------------------------------------------------------------------
+// Clusters of blocks of threads
+// ----------------------------------------------------------------------------------------------------------------------
+
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+}
+// The same place in the shared memory of the block of that rank.
+__device__ __forceinline__ uint32_t in_cluster(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// At a barrier of another block, and a wait for arrivals from other blocks.
+__device__ __forceinline__ void barrier_arrive_there_if(bool condition, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n}\n" ::"r"(
+          barrier),
+      "r"(static_cast<int>(condition))
+      : "memory");
+}
+__device__ __forceinline__ void barrier_wait_there(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// `bytes` of shared memory, or a number, to that of another block; they count towards a barrier there.
+__device__ __forceinline__ void copy_there(uint32_t dst, uint32_t src, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(dst),
+               "r"(src), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_there(uint32_t dst, uint32_t value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];\n" ::"r"(dst), "r"(value),
+               "r"(barrier)
+               : "memory");
+}
+
 // The numbered barriers of a block of threads (0 to 15; __syncthreads uses 0).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");

@@ -6,13 +6,14 @@
 // warpgroups owns 64 keys, with their dk and dv in registers, and computes scores transposed, keys as rows:
 //
 //   for every chunk:
-//       S^T = K Q^T starts; the copy engine adds dq of the chunk before to the sum over blocks of keys; dP^T = V dO^T starts
+//       S^T = K Q^T and dP^T = V dO^T start, dP of 64 queries
 //       S is done: P^T = exp2(S^T - lse) under dP, rounded
 //       dP is done: dv += P^T dO starts, under it dS^T = P^T (dP^T - delta), rounded, to shared memory
-//       the first half of dk += dS^T Q starts; when all dS of the chunk is there:
-//       dq = dS K, a half of the columns a warpgroup, and the other half of dk start; under the latter dq goes to shared memory
+//       a first part of dk += dS^T Q starts; under it dS of the other 64 queries, if there are any
+//       dq = dS K, a half of the columns or of the queries a warpgroup, and the rest of dk start; under the latter dq goes to shared
+//       memory, from where the copy engine, on the word of a warp a group, adds it to the sum over blocks of keys
 //
-// P and dS enter dv and dk as left operands straight from registers.
+// P and dS enter dv and dk as left operands straight from registers. dq needs dS of both groups; with kLag it is that of the chunk before.
 #pragma once
 
 #include "cuda/sm90/backward_block.cuh"

@@ -13,7 +13,7 @@ namespace fa::cuda::sm90 {
 
 // A problem and how it is cut. The only parameter of every kernel of the pass.
 struct BackwardParams : BackwardRows {
-  // Boxes of 64 columns x a chunk of rows (q, dout) or a block of keys (k, v) over (head_dim, seqlen, heads, batch).
+  // Boxes of 64 columns x a chunk of rows (q, dout) or the keys of a block of threads (k, v) over (head_dim, seqlen, heads, batch).
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap lse_map, delta_map;    // row_lse and row_delta as (chunks, chunk_rows), boxes of one chunk
   BlockOrder order;                  // blocks of keys of key heads: with a causal mask the longest walks come first

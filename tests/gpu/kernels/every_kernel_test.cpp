@@ -151,8 +151,8 @@ bool has_sm90() {
   return this_device(properties).sm90;
 }
 
-// Runs the cases on every device, further devices only for kernels that have not run yet (both ways where they can add in order), and returns the kernels' names. With
-// `expected` results are compared with the reference.
+// Runs the cases on every device, further devices only for kernels that have not run yet, and returns the kernels' names; one that adds
+// in order counts as another. With `expected` results are compared with the reference.
 std::set<std::string> run(const std::vector<Data> &problems, bool expected) {
   std::set<std::string> seen;
   const auto backends = cuda_backends();
