@@ -181,10 +181,8 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 // Everything `x` (never negative) depends on is computed before the wait that follows. Without it the assembler delays ordinary arithmetic
-// past the wait, where it no longer runs under the products.
-__device__ __forceinline__ void order_after(float x) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p nanosleep.u32 0;\n}\n" ::"f"(x) : "memory");
-}
+// past the wait, where it no longer runs under the products. An arrival that never happens, because it needs no branch.
+__device__ __forceinline__ void order_after(float x) { barrier_arrive_if(x < 0.f, 0); }
 // Keeps the compiler from moving uses of registers that products read or write across this point.
 template <int kCount>
 __device__ __forceinline__ void hold(float (&x)[kCount]) {

@@ -39,6 +39,10 @@ class Forward : private ForwardBlock<C> {
   using typename Block::Element;
   using typename Block::Tile;
   static constexpr int kKeys = C::kChunk;
+  // At 256 columns the products take the time, and there are no registers to spare.
+  static constexpr bool kRoomy = C::kDv < 256;
+  // A step waits for V behind the start of S, and for K of the next one before its exponentials. Three groups gain nothing by that.
+  static constexpr bool kEarly = kRoomy && C::kGroups == 2;
 
   using Block::Block;
 
@@ -130,7 +134,7 @@ class Forward : private ForwardBlock<C> {
     while (true) {
       barrier_wait(tile_full(slot_.at()), slot_.parity());
       const Tile &t = tile(slot_.at());
-      const int begin = t.begin[group_], chunks = t.chunks;
+      const int begin = t.begin[group_], edges = t.edges[group_], chunks = t.chunks;
       if (begin >= chunks) {  // no rows, no keys, or no more tiles
         if (pending) finish_before(only);
         pending = false;
@@ -148,11 +152,12 @@ class Forward : private ForwardBlock<C> {
         sum_[r] = 0.f;
       }
       if (begin > 0) skip_keys();
-      step<true>(t, begin, pending, only);
-      const int head = min(chunks, max(t.edges[group_] + 1, begin + 2));
+      step<true>(t, begin, edges, chunks, pending, only);
+      const int head = min(chunks, max(edges + 1, begin + 2));
       int i = begin + 1;
 #pragma unroll 1
-      for (; i < head; ++i) step<false>(t, i, true, i == begin + 1);
+      for (; i < head; ++i) step<false>(t, i, edges, chunks, true, i == begin + 1);
+      if (kEarly && i < chunks) barrier_wait(k_full(k_.at()), k_.parity());
 #pragma unroll 1
       for (; i < chunks; ++i) inner_step(t, C::kScored ? t.chunk(i) * kKeys : 0, i + 1 == chunks);
       finish_sums(tile(slot_.at()));
@@ -211,8 +216,9 @@ class Forward : private ForwardBlock<C> {
   // The first chunk of a tile may hold rows of V past the end of the sequence: unused ones, or the next sequence. What is in them, NaN
   // included, must not count. Every group clears all of them: none waits for another.
   __device__ __forceinline__ void clear_tail(const Tile &t) const {
+    if (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr) return;
     const int used = t.seqlen_k - t.chunk(t.begin[group_]) * kKeys;
-    if (used >= kKeys || (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr)) return;
+    if (used >= kKeys) return;
     const uint32_t v = v_tile(v_.at());
     for (int n = used * 8 + (threadIdx.x & 127); n < kKeys * 8; n += 128)
 #pragma unroll
@@ -231,23 +237,33 @@ class Forward : private ForwardBlock<C> {
   // Weights of chunk i under the out of the chunk before it, which is the last one of the tile before when kFirst. `out`: there is one;
   // `first`: it is the first one of its tile.
   template <bool kFirst>
-  __device__ __forceinline__ void step(const Tile &t, int i, bool out, bool first) {
+  __device__ __forceinline__ void step(const Tile &t, int i, int edges, int chunks, bool out, bool first) {
     // In front of the very first chunk, the product runs on whatever is there and nobody looks at it: one code serves all tiles.
-    barrier_wait(k_full(k_.at()), k_.parity());
-    if (out) {
+    const auto await_values = [&] {
+      if (!out) return;
       barrier_wait(v_full(v_.at()), v_.parity());
       if (first) clear_tail(kFirst ? tile_before() : t);
-    }
+    };
+    barrier_wait(k_full(k_.at()), k_.parity());
+    if (!kEarly) await_values();
     begin_products();
     start_scores();
+    const bool edge = i < edges;
+    uint32_t seen[2];
+    if (kRoomy && edge) find_seen(t, t.chunk(i) * kKeys, seen);  // under the products
+    if (kEarly) await_values();
+    products_begin();
     start_out(first);
     products_wait<1>();
     hold(s_);
     barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
-    barrier_arrive_if(lane_ == 0 && i + 1 == t.chunks, q_empty(q_.at()));
+    barrier_arrive_if(lane_ == 0 && i + 1 == chunks, q_empty(q_.at()));
     k_.step();
     if constexpr (C::kScored) score(t, t.chunk(i) * kKeys);
-    if (i < t.edges[group_]) mask_scores(t, t.chunk(i) * kKeys);
+    if (edge) {
+      if (!kRoomy) find_seen(t, t.chunk(i) * kKeys, seen);
+      mask_scores(seen);
+    }
     const bool grown = exponentials();
     order_after(sum_[0] + sum_[1]);
     products_wait<0>();
@@ -261,27 +277,34 @@ class Forward : private ForwardBlock<C> {
     if constexpr (kFirst) {
       if (out) complete_before();
       if (i > 0) skip_values();
-      edges_only_ = t.edges[group_] == t.chunks;
+      edges_only_ = edges == chunks;
     } else {
-      if (i == t.edges[group_]) mend(t);
+      if (i == edges) mend(t);
       if (grown) scale_out();
     }
     out_max_[0] = max_[0];
     out_max_[1] = max_[1];
   }
 
-  // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first.
+  // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first. With kEarly, K is there.
   __device__ __forceinline__ void inner_step(const Tile &t, int key0, bool last) {
-    barrier_wait(k_full(k_.at()), k_.parity());
-    barrier_wait(v_full(v_.at()), v_.parity());
+    if (!kEarly) {
+      barrier_wait(k_full(k_.at()), k_.parity());
+      barrier_wait(v_full(v_.at()), v_.parity());
+    }
     begin_products();
     start_scores();
+    if (kEarly) {
+      barrier_wait(v_full(v_.at()), v_.parity());
+      products_begin();
+    }
     start_out(false);
     products_wait<1>();
     hold(s_);
     barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
     barrier_arrive_if(lane_ == 0 && last, q_empty(q_.at()));
     k_.step();
+    if (kEarly && !last) barrier_wait(k_full(k_.at()), k_.parity());
     if constexpr (C::kScored) score(t, key0);
     const bool grown = exponentials();
     order_after(sum_[0] + sum_[1]);
@@ -396,19 +419,24 @@ class Forward : private ForwardBlock<C> {
     const int count = 2 * (end >> 3) + min(end & 7, 2);
     return end <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1u;
   }
-  __device__ __forceinline__ void mask_scores(const Tile &t, int key0) {
+  // Of the keys from key0 on, those that this lane's two rows see, as bits.
+  __device__ __forceinline__ void find_seen(const Tile &t, int key0, uint32_t (&seen)[2]) const {
     static_assert(kKeys <= 128);
     const int first = key0 + 2 * (lane_ & 3);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const RangeOf<int32_t> keys = keys_of_row(t, row_of(t, r));
-      const uint32_t seen = columns_below(keys.end - first) & ~columns_below(keys.begin - first);
+      seen[r] = columns_below(keys.end - first) & ~columns_below(keys.begin - first);
+    }
+  }
+  __device__ __forceinline__ void mask_scores(const uint32_t (&seen)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          if ((seen >> (2 * j + e) & 1) == 0) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
-    }
+          if ((seen[r] >> (2 * j + e) & 1) == 0) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -488,26 +516,35 @@ class Forward : private ForwardBlock<C> {
   // Results
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Completes the sums and writes lse. out has still to be multiplied by inverse_.
+  // Completes the sums and writes lse. out has still to be multiplied by inverse_. Both rows at a time: a lone chain would wait at every
+  // step.
   __device__ __forceinline__ void finish_sums(const Tile &t) {
+    const int row = row_of(t, 0), rows = t.seqlen_q;
+    float *lse = lse_at(t, row);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = row_of(t, r);
-      float sum = sum_[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      float factor = 1.f;
-      if (p_.sink != nullptr) {
-        const float sink = p_.sink[t.head_q * p_.sink_stride] * kLog2e;
+    for (int r = 0; r < 2; ++r) sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
+    float factor[2] = {1.f, 1.f};
+    if (p_.sink != nullptr) {
+      const float sink = p_.sink[t.head_q * p_.sink_stride] * kLog2e;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
         const float raised = fmaxf(max_[r], sink);
-        factor = exp2_approx(max_[r] - raised);
-        sum = sum * factor + exp2_approx(sink - raised);
+        factor[r] = exp2_approx(max_[r] - raised);
+        sum_[r] = sum_[r] * factor[r] + exp2_approx(sink - raised);
         max_[r] = raised;
       }
-      inverse_[r] = sum == 0.f ? 0.f : __fdividef(factor, sum);
-      if (p_.lse.data != nullptr && (lane_ & 3) == 0 && row < t.seqlen_q) {
-        *lse_at(t, row) = sum == 0.f ? -CUDART_INF_F : (max_[r] + __log2f(sum)) * kLn2;
-      }
+    }
+    float log[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      inverse_[r] = sum_[r] == 0.f ? 0.f : __fdividef(factor[r], sum_[r]);
+      log[r] = sum_[r] == 0.f ? -CUDART_INF_F : (max_[r] + __log2f(sum_[r])) * kLn2;
+    }
+    if (p_.lse.data != nullptr && (lane_ & 3) == 0) {
+      if (row < rows) *lse = log[0];
+      if (row + 8 < rows) lse[8 * p_.lse.seq_stride] = log[1];
     }
   }
 
