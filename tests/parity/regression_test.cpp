@@ -30,6 +30,69 @@ Tamper opposed(double logit) {
   };
 }
 
+// Keys [0, 200) or [500, 700) have scores far above those of the others.
+std::vector<Data> far_above() {
+  std::vector<Data> all;
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const double factor : {5.0, 30.0, 1000.0}) {
+        for (const int64_t begin : {0, 500}) {
+          Case c;
+          c.seed = seed_for("far above");
+          c.dtype = dtype;
+          c.batch = c.heads_q = c.heads_k = 1;
+          c.head_dim = c.head_dim_v = head_dim;
+          c.q.seqlen = 40;
+          c.k.seqlen = 700;
+          c.num_splits = 1;
+          c.backward = 0;
+          all.push_back(make_data(c, [&](Data &d) {
+            for (int64_t j = begin; j < begin + 200; ++j) {
+              for (int64_t n = 0; n < head_dim; ++n) {
+                const int64_t element = d.element(kK, 0, j, 0, n);
+                d.tensors[kK].set(element, factor * d.tensors[kK].get(element));
+              }
+            }
+          }));
+        }
+      }
+    }
+  }
+  return all;
+}
+
+// A maximum that lags behind has to be raised, whichever keys a kernel begins with, also where weights made with the old one, or only
+// their sum, are beyond fp32.
+TEST_P(Regression, ScoresFarAboveThoseOfOtherKeys) {
+  static const std::vector<Data> made = far_above();  // one reference for all backends
+  for (const Data &data : made) EXPECT_TRUE(check(backend(), data)) << describe(data.problem);
+}
+
+// The same for one key whose weight, relative to the others', is just within fp32 or just beyond: 2^126 to 2^129.
+TEST_P(Regression, OneScoreAtTheEndOfTheRangeOfWeights) {
+  static std::map<std::pair<int64_t, double>, Data> made;
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const double logit : {60.0, 83.0, 87.5, 88.0, 88.5, 89.0}) {
+      Case c;
+      c.seed = seed_for("end of the range");
+      c.dtype = dtype;
+      c.batch = c.heads_q = c.heads_k = 1;
+      c.head_dim = c.head_dim_v = 64;
+      c.q.seqlen = 40;
+      c.k.seqlen = 700;
+      c.num_splits = 1;
+      c.backward = 0;
+      const auto fill = [&](Data &d) {
+        opposed(0)(d);
+        for (int64_t n = 0; n < c.head_dim; ++n) d.tensors[kK].set(d.element(kK, 0, 5, 0, n), logit);
+      };
+      const std::pair key{dtype, logit};
+      if (made.count(key) == 0) made.emplace(key, make_data(c, fill));
+      EXPECT_TRUE(check(backend(), made.at(key))) << logit;
+    }
+  }
+}
+
 // q a unit vector and k = -120 sqrt(D) along it, with a mask that masks nothing: dq was not finite.
 TEST_P(Regression, Length704AllTrueMaskVeryNegativeLogits) {
   static std::map<int64_t, Data> made;  // one reference for all backends

@@ -14,7 +14,8 @@
 //
 // The first scores of a tile are under way while the rows of the tile before are finished: the tensor cores need not wait for either.
 //
-// The row maximum m may lag behind the true one by 2^8, as in the sm_80 kernel: the usual chunk leaves out alone.
+// The row maximum m may lag behind the true one by 2^8, as in the sm_80 kernel: the usual chunk leaves out alone. Up to 128 columns the
+// bulk does not even look for it: P is made with m as it is, and where its sum turns out too large m is raised afterwards.
 //
 // Chunks in which some pair is masked come first. A masked weight is zero, and zero times a NaN or Inf in V is NaN: when they have left
 // anything in out that is not finite, their part is computed again pair by pair (`repair`).
@@ -31,6 +32,7 @@
 namespace fa::cuda::sm90 {
 
 constexpr float kLag = 8.0f;
+constexpr float kLargeSum = 256.0f;  // 2^kLag
 
 template <class C>
 class Forward : private ForwardBlock<C> {
@@ -43,6 +45,8 @@ class Forward : private ForwardBlock<C> {
   static constexpr bool kRoomy = C::kDv < 256;
   // A step waits for V behind the start of S, and for K of the next one before its exponentials. Three groups gain nothing by that.
   static constexpr bool kEarly = kRoomy && C::kGroups == 2;
+  // In the bulk P is made with the maximum as it is, and sums tell when that was too low. What is done then takes registers.
+  static constexpr bool kLateMaximum = C::kDv <= 128 && !C::kScored;
 
   using Block::Block;
 
@@ -159,7 +163,7 @@ class Forward : private ForwardBlock<C> {
       for (; i < head; ++i) step<false>(t, i, edges, chunks, true, i == begin + 1);
       if (kEarly && i < chunks) barrier_wait(k_full(k_.at()), k_.parity());
 #pragma unroll 1
-      for (; i < chunks; ++i) inner_step(t, C::kScored ? t.chunk(i) * kKeys : 0, i + 1 == chunks);
+      for (; i < chunks; ++i) inner_step(t, i, i + 1 == chunks);
       finish_sums(tile(slot_.at()));
       pending = true;
       only = begin + 1 == chunks;
@@ -287,7 +291,7 @@ class Forward : private ForwardBlock<C> {
   }
 
   // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first. With kEarly, K is there.
-  __device__ __forceinline__ void inner_step(const Tile &t, int key0, bool last) {
+  __device__ __forceinline__ void inner_step(const Tile &t, int i, bool last) {
     if (!kEarly) {
       barrier_wait(k_full(k_.at()), k_.parity());
       barrier_wait(v_full(v_.at()), v_.parity());
@@ -305,15 +309,27 @@ class Forward : private ForwardBlock<C> {
     barrier_arrive_if(lane_ == 0 && last, q_empty(q_.at()));
     k_.step();
     if (kEarly && !last) barrier_wait(k_full(k_.at()), k_.parity());
-    if constexpr (C::kScored) score(t, key0);
-    const bool grown = exponentials();
-    order_after(sum_[0] + sum_[1]);
+    if constexpr (C::kScored) score(t, t.chunk(i) * kKeys);
+    float sum[2] = {0.f, 0.f};
+    bool large;  // the maximum has to be raised
+    if constexpr (kLateMaximum) {
+      weigh(sum);
+      large = __any_sync(~0u, !(sum[0] + sum[1] <= kLargeSum));
+    } else {
+      large = exponentials();
+    }
+    order_after(kLateMaximum ? sum[0] + sum[1] + sum_[0] : sum_[0] + sum_[1]);
     products_wait<0>();
     hold(out_);
     hold(weights_);
     barrier_arrive_if(lane_ == 0, v_empty(v_.at()));
     v_.step();
-    if (grown) scale_out();
+    if (large) {
+      if constexpr (kLateMaximum) raise_late(t, t.chunk(i) * kKeys, sum);
+      scale_out();
+    }
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
     round_weights();
   }
 
@@ -398,16 +414,78 @@ class Forward : private ForwardBlock<C> {
         sum_[r] *= factor_[r];
       }
     }
-    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+    float sum[2];
+    weigh(sum);
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
+    return grown;
+  }
+
+  // S to P in place, with the maximum as it is, and the sums of this lane's two rows.
+  __device__ __forceinline__ void weigh(float (&sum)[2]) {
+    const float c = scale();
+    float parts[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < kKeys / 2; ++j) {
-      const float x = fmaf(s_[j], c, -max_[(j >> 1) & 1]);
-      s_[j] = exp2_approx(x);
-      sum[(j >> 1) & 3] += s_[j];
+      s_[j] = exp2_approx(fmaf(s_[j], c, -max_[(j >> 1) & 1]));
+      parts[(j >> 1) & 3] += s_[j];
     }
-    sum_[0] += sum[0] + sum[2];
-    sum_[1] += sum[1] + sum[3];
-    return grown;
+    sum[0] = parts[0] + parts[2];
+    sum[1] = parts[1] + parts[3];
+  }
+
+  // P that was made with a maximum too low by more than kLag, or holds NaN: the maximum is raised, and P and its sums are made relative to
+  // it; out has still to be multiplied by factor_. Where fp32 does not hold them, from S again.
+  __device__ __forceinline__ void raise_late(const Tile &t, int key0, float (&sum)[2]) {
+    float raised[2];
+    bool lost = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = 0.f;  // of what is not NaN
+#pragma unroll
+      for (int j = 0; j < kKeys / 4; ++j) top = fmaxf(top, s_[4 * (j / 2) + 2 * r + (j & 1)]);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      // By the exponent of the largest, but by no more than exp2_approx still makes a number of.
+      raised[r] = max_[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - 127, 0), 120));
+      factor_[r] = exp2_approx(max_[r] - raised[r]);
+      // Infinite, or max_ so large that it moves in coarse steps.
+      lost |= !(fmaxf(top, sum[r]) * factor_[r] <= kLargeSum);
+    }
+    if (__any_sync(~0u, lost)) {
+      factor_[0] = factor_[1] = 1.f;
+      sum[0] = sum[1] = 0.f;
+      scores_again(t, key0);
+      exponentials();
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        max_[r] = raised[r];
+        sum_[r] *= factor_[r];
+        sum[r] *= factor_[r];
+      }
+#pragma unroll
+      for (int j = 0; j < kKeys / 2; ++j) s_[j] *= factor_[(j >> 1) & 1];
+    }
+  }
+
+  // S of a chunk without masked pairs from global memory, shared out among lanes as in `repair`.
+  __device__ __forceinline__ void scores_again(const Tile &t, int key0) {
+    const Element *q = row_of_lane(t);
+#pragma unroll 1
+    for (int n = 0; n < kKeys; ++n) {
+      const float x = dot(q, row_at(p_.k, t.k_batch, t.k_row + key0 + n, t.head_k));
+      const int at = n - 2 * (lane_ & 3);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float mine = __shfl_sync(~0u, x, ((lane_ >> 2) + 8 * r) * 2);
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (at == 8 * j + e) s_[4 * j + 2 * r + e] = mine;
+      }
+    }
   }
 
   __device__ __forceinline__ RangeOf<int32_t> keys_of_row(const Tile &t, int row) const {
@@ -459,7 +537,7 @@ class Forward : private ForwardBlock<C> {
     const int source = ((lane_ >> 1) & 7) * 4;  // a lane that holds this row's maximum
     const float low = __shfl_sync(~0u, out_max_[0], source), high = __shfl_sync(~0u, out_max_[1], source);
     const float max = (lane_ >> 4) ? high : low;
-    const Element *q = row_at(p_.q, t.q_batch, t.q_row - t.row0 + min(row, t.seqlen_q - 1), t.head_q);
+    const Element *q = row_of_lane(t);
 #pragma unroll
     for (int j = 0; j < C::kDv / 2; ++j) out_[j] = 0.f;
 #pragma unroll 1
@@ -467,12 +545,8 @@ class Forward : private ForwardBlock<C> {
       const int key0 = t.chunk(i) * kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + kKeys, t.seqlen_k); ++key) {
-        const Element *k = row_at(p_.k, t.k_batch, t.k_row + key, t.head_k),
-                      *v = row_at(p_.v, t.k_batch, t.k_row + key, t.head_k);
-        float x = 0.f;
-#pragma unroll 1
-        for (int column = lane_ & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
-        x += __shfl_xor_sync(~0u, x, 1);
+        const Element *v = row_at(p_.v, t.k_batch, t.k_row + key, t.head_k);
+        const float x = dot(q, row_at(p_.k, t.k_batch, t.k_row + key, t.head_k));
         const bool visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
         const float weight = to_float<Element>(pack2<Element>(exp2_approx(logit(t, x, row, key) - max), 0.f) & 0xFFFFu);
         float w[2];
@@ -502,6 +576,17 @@ class Forward : private ForwardBlock<C> {
     }
   }
 
+  // q of row lane_ / 2 of this warp, and its product with a row of k; the other lane of the row takes half of the columns.
+  __device__ __forceinline__ const Element *row_of_lane(const Tile &t) const {
+    const int row = t.row0 + group_ * 64 + warp_ * 16 + (lane_ >> 1);
+    return row_at(p_.q, t.q_batch, t.q_row - t.row0 + min(row, t.seqlen_q - 1), t.head_q);
+  }
+  __device__ __forceinline__ float dot(const Element *q, const Element *k) const {
+    float x = 0.f;
+#pragma unroll 1
+    for (int column = lane_ & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
+    return x + __shfl_xor_sync(~0u, x, 1);
+  }
   // One at a time: the accumulators leave no registers for loads ahead.
   static __device__ __forceinline__ float element(const Element *row, int column) {
     unsigned short bits;
