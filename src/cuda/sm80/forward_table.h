@@ -28,7 +28,8 @@ struct ForwardShape {
   constexpr int32_t shared_bytes() const {
     const int32_t out_or_q = 2 * rows() * (head_dim > head_dim_v ? head_dim : head_dim_v),
                   pair = 2 * chunk * (head_dim + head_dim_v), bias = stages_bias(scores) ? 2 * rows() * chunk : 0;
-    return bias + (parts == 1 ? out_or_q + 2 * pair : out_or_q + pair + rows() * (2 * chunk + 4 * parts) + warps / parts * (8 + 4 * parts));
+    return bias + (parts == 1 ? out_or_q + 2 * pair
+                              : out_or_q + pair + rows() * (2 * chunk + 4 * parts) + warps / parts * (8 + 4 * parts));
   }
 };
 
