@@ -68,11 +68,6 @@ __device__ __forceinline__ void store_there(uint32_t dst, uint32_t value, uint32
                : "memory");
 }
 
-// The numbered barriers of a block of threads (0 to 15; __syncthreads uses 0).
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
 // A place in a ring of kSize and how often it has been passed, as parity.
 template <int kSize, bool kPowerOfTwo = (kSize & (kSize - 1)) == 0>
 struct RingPlace {
