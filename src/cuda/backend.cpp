@@ -125,6 +125,8 @@ class CudaBackend final : public Backend {
   struct Range {
     CUdeviceptr begin = 0;
     size_t bytes = 0;
+
+    bool holds(CUdeviceptr address) const { return address - begin < bytes; }
   };
 
   template <typename AnyProblem>
@@ -223,8 +225,10 @@ class CudaBackend final : public Backend {
   fa_status check_pointers(const Pointers &pointers, ErrorText &error) {
     for (const NamedPointer &pointer : pointers) {
       const auto address = reinterpret_cast<CUdeviceptr>(pointer.data);
-      Range &known = known_[(address >> 21) * 0x9E3779B97F4A7C15 >> 58];
-      if (in_primary_ && address - known.begin < known.bytes) continue;
+      // Large allocations are remembered by piece, small ones, of which many share a piece, by address.
+      Range &large = known_[(address >> kPieceBits) * 0x9E3779B97F4A7C15 >> 57];
+      Range &small = known_[(address >> 8) * 0x9E3779B97F4A7C15 >> 57];
+      if (in_primary_ && (large.holds(address) || small.holds(address))) continue;
       CUdeviceptr on_device = 0;
       Range range;
       CUmemorytype type{};
@@ -234,7 +238,7 @@ class CudaBackend final : public Backend {
                                      CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
       void *values[] = {&on_device, &range.begin, &range.bytes, &type, &owner};
       if (driver_.cuPointerGetAttributes(5, names, values, address) == CUDA_SUCCESS && on_device == address) {
-        if (in_primary_) known = range;
+        if (in_primary_) (range.bytes >> kPieceBits > 0 ? large : small) = range;
         continue;
       }
       const bool unknown = on_device == 0 && type == CUmemorytype{};
@@ -329,9 +333,11 @@ class CudaBackend final : public Backend {
   Counters counters_;
   bool in_primary_ = false;  // the call at hand works in primary_
   std::unordered_map<const void *, Kernel> kernels_;
-  // Allocations found good in the primary context, by the 2 MB piece of an address in them, so that a call need not ask again (50 ns an
-  // address). Memory that has been freed may still be here, and faults in the kernel; what is not here is always asked about.
-  std::array<Range, 64> known_{};
+  // Allocations found good in the primary context, by a hash of the 2 MB piece of an address in them, or of the address, so that a call need
+  // not ask again (50 ns an address). Memory that has been freed may still be here, and faults in the kernel; what is not here is always
+  // asked about.
+  static constexpr int kPieceBits = 21;
+  std::array<Range, 128> known_{};
   int32_t last_error_ = 0;
 };
 
