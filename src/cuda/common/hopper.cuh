@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instructions that only sm_90a has, one function each: barriers for the copy engine, that engine, asynchronous products of
-// a warpgroup, and the split of the register file between roles.
+// The instructions that only sm_90a has, one function each: the tensor copy engine and its barriers, clusters of blocks,
+// asynchronous products of a warpgroup, and the split of the register file between roles.
 //
 // Tiles are stored as slabs of 64 columns: [slab][row][64] with 128-byte rows whose eight 16-byte pieces are XORed with row % 8, as the
 // copy engine's 128-byte swizzle writes them. Tiles start on multiples of 1024 bytes.

@@ -112,6 +112,22 @@ __device__ __forceinline__ float ld_shared_float(uint32_t src) {
   return x;
 }
 
+__device__ __forceinline__ float2 ld_shared_float2(uint32_t src) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(src) : "memory");
+  return x;
+}
+
+// A counter in global memory that blocks of threads watch: as it is now, and one more once the calling thread's writes have arrived.
+__device__ __forceinline__ int load_relaxed(const int32_t *counter) {
+  int now;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+__device__ __forceinline__ void count_released(int32_t *counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(counter) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"

@@ -235,7 +235,7 @@ class Backward : BackwardBlock<C> {
                                                                                                   dout, first_row);
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 deltas = Base::ld_shared_float2(shared_delta_ + stat + j * 32);
+      const float2 deltas = ld_shared_float2(shared_delta_ + stat + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -271,7 +271,7 @@ class Backward : BackwardBlock<C> {
     const float c = p_.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 lse = Base::ld_shared_float2(shared_lse_ + stat + j * 32);
+      const float2 lse = ld_shared_float2(shared_lse_ + stat + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -296,7 +296,7 @@ class Backward : BackwardBlock<C> {
     for (int k = 0; k < C::kNt / 2; ++k) {
       float2 lse[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) lse[half] = Base::ld_shared_float2(shared_lse_ + stat + (2 * k + half) * 32);
+      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(shared_lse_ + stat + (2 * k + half) * 32);
       DropoutTile dropout;
       if constexpr (C::has(kDropout)) {
         const uint32_t bh = static_cast<uint32_t>(batch_ * static_cast<int>(p_.heads_q) + head_q_);

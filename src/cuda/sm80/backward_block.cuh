@@ -141,12 +141,6 @@ class BackwardBlock {
     if (thread < C::kRows / 4) cp_async_16(dst + thread * 16, stat + chunk_at(chunk) * C::kRows + thread * 4);
   }
 
-  static __device__ __forceinline__ float2 ld_shared_float2(uint32_t address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-  }
-
   // ------------------------------------------------------------------------------------------------------------------
   // dq
   // ------------------------------------------------------------------------------------------------------------------
@@ -208,11 +202,7 @@ class BackwardBlock {
   __device__ __forceinline__ int32_t *turn_of(int chunk) const { return a_.turn + chunk_at(chunk) * kTurnsPerChunk + warp_; }
 
   // Whose turn it is. No acquire: what follows are additions at the L2 cache, sent after this number has come back from there.
-  __device__ __forceinline__ int turn(int chunk) const {
-    int now;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(turn_of(chunk)) : "memory");
-    return now;
-  }
+  __device__ __forceinline__ int turn(int chunk) const { return load_relaxed(turn_of(chunk)); }
   // A warp passes on the turn it holds some products after its additions, when they have arrived and the release costs little; not
   // a whole chunk after, because under a causal mask each block of keys is that far behind the one before.
   __device__ __forceinline__ void await_turn(int chunk, int now) {
@@ -223,7 +213,7 @@ class BackwardBlock {
   __device__ __forceinline__ void pass_turn() {
     if (!a_.deterministic || turn_held_ < 0) return;
     __syncwarp();
-    if (lane_ == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(turn_of(turn_held_)) : "memory");
+    if (lane_ == 0) count_released(turn_of(turn_held_));
     turn_held_ = -1;
   }
 

@@ -195,7 +195,7 @@ class BackwardPaired : BackwardBlock<C> {
     for (int k = 0; k < C::kNt / 2; ++k) {
       float2 lse[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) lse[half] = Base::ld_shared_float2(stat + (2 * k + half) * 32);
+      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(stat + (2 * k + half) * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i) {
         float p[8];
@@ -240,7 +240,7 @@ class BackwardPaired : BackwardBlock<C> {
     for (int k = 0; k < C::kNt / 2; ++k) {
       float2 delta[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) delta[half] = Base::ld_shared_float2(stat + (2 * k + half) * 32);
+      for (int half = 0; half < 2; ++half) delta[half] = ld_shared_float2(stat + (2 * k + half) * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i) {
         uint32_t w[4];

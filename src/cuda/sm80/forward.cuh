@@ -33,9 +33,6 @@
 
 namespace fa::cuda::sm80 {
 
-// Log of the factor by which P may exceed 1 before m is raised.
-constexpr float kLag = 8.0f;
-
 template <class C>
 class Forward : private ForwardScores<C> {
  public:

@@ -95,9 +95,8 @@ class Backward : BackwardBlock<C> {
   __device__ __forceinline__ uint32_t v_tile() const { return shared_ + C::kKBytes; }
   __device__ __forceinline__ uint32_t q_tile(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
   __device__ __forceinline__ uint32_t dout_tile(int n) const { return q_tile(C::kStages + n); }
-  __device__ __forceinline__ uint32_t ds_tile(int n) const {
-    return shared_ + C::kDsOffset + n * C::kDsBytes;
-  }  // (keys, queries), slabs of 64 queries
+  // (keys, queries), slabs of 64 queries
+  __device__ __forceinline__ uint32_t ds_tile(int n) const { return shared_ + C::kDsOffset + n * C::kDsBytes; }
   // Of dS and of K what this group's share of dq is the product of.
   __device__ __forceinline__ uint32_t dq_rows(uint32_t ds) const { return ds + group_ % C::kDqRowParts * C::kKeys * 128; }
   __device__ __forceinline__ uint32_t dq_columns() const { return k_tile() + group_ / C::kDqRowParts * C::kKeys * 128; }
@@ -180,7 +179,7 @@ class Backward : BackwardBlock<C> {
         // Blocks that see the chunk are consecutive. No acquire: additions happen at the L2 cache, these after the others have arrived.
         const int place = b.key0 / C::kKeys - max(0, chunk * C::kRows + b.first) / C::kKeys;
         if (ordered) {
-          while (turn_at(turn) != place) {
+          while (load_relaxed(turn) != place) {
           }
         }
         barrier_wait(dq_full(group), parity);
@@ -190,7 +189,7 @@ class Backward : BackwardBlock<C> {
           barrier_arrive(dq_empty(group));
           if (ordered) {
             copies_wait();
-            asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(turn) : "memory");
+            count_released(turn);
           }
         }
         __syncwarp();
@@ -198,12 +197,6 @@ class Backward : BackwardBlock<C> {
       }
     }
     copies_wait();
-  }
-
-  static __device__ __forceinline__ int turn_at(const int32_t *turn) {
-    int now;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(turn) : "memory");
-    return now;
   }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -116,11 +116,7 @@ class BackwardBlock {
   }
 
   // The statistics of this lane's queries 8 j and 8 j + 1.
-  __device__ __forceinline__ float2 stat(uint32_t row, int j) const {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(row + 8 * (lane_ & 3) + j * 32) : "memory");
-    return x;
-  }
+  __device__ __forceinline__ float2 stat(uint32_t row, int j) const { return ld_shared_float2(row + 8 * (lane_ & 3) + j * 32); }
 
   // NaN if the delta of any query of the chunk is NaN or Inf, as where the query's out is.
   __device__ __forceinline__ float zero_if_finite(uint32_t delta_row) const {

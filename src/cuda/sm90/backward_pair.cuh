@@ -88,9 +88,8 @@ class BackwardPair : BackwardBlock<C> {
 
   __device__ __forceinline__ uint32_t k_tile() const { return shared_; }
   __device__ __forceinline__ uint32_t v_tile() const { return shared_ + C::kKBytes; }
-  __device__ __forceinline__ uint32_t other_k_tile() const {
-    return shared_ + 2 * C::kKBytes;
-  }  // this block's half of the columns
+  // This block's half of the columns.
+  __device__ __forceinline__ uint32_t other_k_tile() const { return shared_ + 2 * C::kKBytes; }
   __device__ __forceinline__ uint32_t q_tile(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
   __device__ __forceinline__ uint32_t dout_tile() const { return shared_ + C::kDoutOffset; }
   __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kPOffset; }

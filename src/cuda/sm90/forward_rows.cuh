@@ -13,8 +13,6 @@
 
 namespace fa::cuda::sm90 {
 
-// Log of the factor by which P may exceed 1 before m is raised.
-constexpr float kLag = 8.0f;
 constexpr float kLargeSum = 256.0f;  // 2^kLag
 
 template <class C>
