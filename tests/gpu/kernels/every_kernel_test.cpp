@@ -10,6 +10,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "api/context.h"
@@ -140,20 +141,22 @@ std::unique_ptr<fa_context_s> context_with(int32_t shared_bytes, bool sm90) {
 
 // Devices that the kernels are made for, as shared memory and whether Hopper's own kernels may be used.
 struct ClaimedDevice {
+  const char *name;
   int32_t kilobytes;
   bool sm90;
 };
 constexpr ClaimedDevice kDevices[] = {
-    {1024, false}, {163, false}, {99, false}, {1024, true}};  // all; A100; desktop chips; Hopper
+    {"Any", 1024, false}, {"A100", 163, false}, {"Desktop", 99, false}, {"Hopper", 1024, true}};
 
 bool has_sm90() {
   cudaDeviceProp properties;
   return this_device(properties).sm90;
 }
 
-// Runs the cases on every device, further devices only for kernels that have not run yet, and returns the kernels' names; one that adds
-// in order counts as another. With `expected` results are compared with the reference.
-std::set<std::string> run(const std::vector<Data> &problems, bool expected) {
+// Runs the cases on every device, further devices only for kernels that those before them do not have, and returns the kernels' names;
+// one that adds in order counts as another. With `only`, nothing runs on the other devices. With `expected` results are compared with
+// the reference.
+std::set<std::string> run(const std::vector<Data> &problems, const ClaimedDevice *only, bool expected) {
   std::set<std::string> seen;
   const auto backends = cuda_backends();
   if (backends.empty()) {
@@ -169,13 +172,14 @@ std::set<std::string> run(const std::vector<Data> &problems, bool expected) {
       const auto kernels = kernels_of(backend, context.get(), data);
       const auto known = [&](const std::string &name) { return seen.count(without("_split", name)) != 0; };
       if (known(kernels[0]) && (!data.problem.backward || known(kernels[1]))) continue;
+      for (const std::string &name : kernels) new_here.insert(without("_split", name));
+      if (only != nullptr && only != &device) continue;
       const Execution e = execute(backend, context.get(), data);
       EXPECT_TRUE(e.ok()) << e.error << ": " << describe(data.problem);
       EXPECT_EQ(e.damage, "") << describe(data.problem);
       if (expected) {
         EXPECT_TRUE(verify(backend, data, e));
       }
-      for (const std::string &name : kernels) new_here.insert(without("_split", name));
     }
     seen.merge(new_here);
   }
@@ -187,7 +191,7 @@ TEST(EveryKernel, MatchesTheReference) {
   std::vector<Data> problems;
   for (const Case &c : cases()) problems.push_back(make_data(c, nullptr, true));
   std::set<std::string> seen;
-  for (const std::string &name : run(problems, true)) seen.insert(without("_ordered", name));
+  for (const std::string &name : run(problems, nullptr, true)) seen.insert(without("_ordered", name));
   const std::set<std::string> all = all_kernels(has_sm90());
   std::vector<std::string> missed;
   std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(missed));
@@ -196,20 +200,26 @@ TEST(EveryKernel, MatchesTheReference) {
 }
 
 // The same without the time that references take on the host, in pieces that can run side by side: for compute-sanitizer.
-class EveryKernelOf : public ::testing::TestWithParam<fa_dtype> {};
+class EveryKernelOf : public ::testing::TestWithParam<std::tuple<const ClaimedDevice *, fa_dtype>> {};
 
 TEST_P(EveryKernelOf, Runs) {
   if (!gpu::no_gpu().empty()) GTEST_SKIP() << gpu::no_gpu();
+  const auto [device, dtype] = GetParam();
+  if (device->sm90 && !has_sm90()) GTEST_SKIP() << "not a Hopper GPU";
   std::vector<Data> problems;
   for (const Case &c : cases()) {
-    if (c.dtype == GetParam()) problems.push_back(make_data(c, nullptr, false));
+    if (c.dtype == dtype) problems.push_back(make_data(c, nullptr, false));
   }
-  EXPECT_FALSE(run(problems, false).empty());
+  EXPECT_FALSE(run(problems, device, false).empty());
 }
 
-INSTANTIATE_TEST_SUITE_P(All, EveryKernelOf, ::testing::Values(FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16),
-                         [](const ::testing::TestParamInfo<fa_dtype> &info) {
-                           return info.param == FA_FLOAT32 ? "Float32" : info.param == FA_FLOAT16 ? "Float16" : "Bfloat16";
+INSTANTIATE_TEST_SUITE_P(All, EveryKernelOf,
+                         ::testing::Combine(::testing::Values(&kDevices[0], &kDevices[1], &kDevices[2], &kDevices[3]),
+                                            ::testing::Values(FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16)),
+                         [](const ::testing::TestParamInfo<EveryKernelOf::ParamType> &info) {
+                           const fa_dtype dtype = std::get<1>(info.param);
+                           const std::string name = std::get<0>(info.param)->name;
+                           return name + (dtype == FA_FLOAT32 ? "_Float32" : dtype == FA_FLOAT16 ? "_Float16" : "_Bfloat16");
                          });
 
 }  // namespace
