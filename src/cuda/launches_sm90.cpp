@@ -96,7 +96,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
     launches.add("backward kernel",
-                 {kernels.main, shape.threads(), shape.shared_bytes(), p.batch * p.heads_k * plan.key_blocks * shape.blocks},
+                 {kernels.main, shape.threads(), shape.shared_bytes(), p.batch * p.heads_k * plan.key_blocks * shape.blocks()},
                  &params);
   }
   if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, chunks}, &params);

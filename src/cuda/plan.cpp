@@ -200,11 +200,12 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
       !takes_copies(p.v, p.k_lengths, p.head_dim_v) || !takes_copies(b.dout, p.q_lengths, p.head_dim_v)) {
     return false;
   }
-  const int64_t columns = std::max(p.head_dim, p.head_dim_v);
   for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
-    if (columns > shape.head_dim || shape.shared_bytes() > device.shared_bytes || (p.deterministic && shape.blocks > 1))
+    if (p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v || shape.shared_bytes() > device.shared_bytes ||
+        (p.deterministic && shape.blocks() > 1)) {
       continue;
+    }
     found = n;
     return true;
   }

@@ -372,21 +372,27 @@ TEST(CudaPlan, HopperBackwardKernels) {
   BackwardProblem b = plain;
   b.dk.seq_stride = b.dq.seq_stride = 129;
   EXPECT_EQ(family(b), Family::sm90);
-  // Heads get the first bucket with room for them, whichever of their head_dims is larger.
-  for (const auto &[head_dim, head_dim_v, bucket] : std::vector<std::array<int64_t, 3>>{{8, 8, 64},
-                                                                                        {64, 64, 64},
-                                                                                        {64, 72, 128},
-                                                                                        {72, 64, 128},
-                                                                                        {128, 128, 128},
-                                                                                        {136, 64, 256},
-                                                                                        {192, 128, 256},
-                                                                                        {256, 256, 256}}) {
+  // Heads get the first bucket with room for them.
+  for (const auto &[head_dim, head_dim_v, bucket, bucket_v] : std::vector<std::array<int64_t, 4>>{{8, 8, 64, 64},
+                                                                                                  {64, 64, 64, 64},
+                                                                                                  {64, 72, 128, 128},
+                                                                                                  {72, 64, 128, 128},
+                                                                                                  {128, 128, 128, 128},
+                                                                                                  {136, 64, 192, 128},
+                                                                                                  {192, 128, 192, 128},
+                                                                                                  {64, 136, 192, 192},
+                                                                                                  {192, 192, 192, 192},
+                                                                                                  {200, 64, 256, 256},
+                                                                                                  {256, 256, 256, 256}}) {
     b = plain;
     b.forward.head_dim = head_dim;
     b.forward.head_dim_v = head_dim_v;
     const BackwardPlan plan = backward_plan(b, h200());
-    EXPECT_EQ(plan.family, Family::sm90);
-    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim << ", " << head_dim_v;
+    const std::string text = std::to_string(head_dim) + ", " + std::to_string(head_dim_v);
+    EXPECT_EQ(plan.family, Family::sm90) << text;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << text;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim_v, bucket_v) << text;
+    EXPECT_EQ(plan.dq_sum_columns, bucket) << text;
   }
   // Deterministic gradients come from the same kernels, with a counter a chunk.
   b = plain;

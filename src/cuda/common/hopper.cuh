@@ -89,6 +89,13 @@ struct RingPlace<kSize, true> {
   __device__ __forceinline__ uint32_t parity() const { return count / kSize % 2; }
   __device__ __forceinline__ void step() { ++count; }
 };
+template <>
+struct RingPlace<1, true> {
+  uint32_t parity_ = 0;
+  __device__ __forceinline__ int at() const { return 0; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
+  __device__ __forceinline__ void step() { parity_ ^= 1; }
+};
 
 // One lane of a converged warp, always the same one.
 __device__ __forceinline__ bool elect_one() {
@@ -239,6 +246,7 @@ struct Product;
   template <>                                                                                                          \
   struct Product<kElement, n> {                                                                                        \
     FA_PRODUCT_SHARED(rows_rows, type, n, regs, a, b, c, 0, 0)                                                         \
+    FA_PRODUCT_SHARED(rows_columns, type, n, regs, a, b, c, 0, 1)                                                      \
     FA_PRODUCT_SHARED(columns_columns, type, n, regs, a, b, c, 1, 1)                                                   \
     static __device__ __forceinline__ void registers_columns(float (&d)[regs], const uint32_t (&w)[4], uint64_t right, \
                                                              int accumulate) {                                         \

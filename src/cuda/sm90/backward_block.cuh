@@ -78,11 +78,11 @@ class BackwardBlock {
     return (b_.batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
   }
 
-  template <int kTileRows>
+  template <int kTileRows, int kSlabs = C::kSlabs>
   __device__ __forceinline__ void fetch_tile(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
                                              int batch, uint64_t policy) const {
 #pragma unroll
-    for (int s = 0; s < C::kSlabs; ++s) load_box(tile + s * kTileRows * 128, &map, barrier, s * 64, row, head, batch, policy);
+    for (int s = 0; s < kSlabs; ++s) load_box(tile + s * kTileRows * 128, &map, barrier, s * 64, row, head, batch, policy);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ class BackwardBlock {
     }
   }
 
-  template <int kSteps>
-  __device__ __forceinline__ void add_exactly(float (&gradient)[C::kD / 2], const uint32_t (&weights)[kSteps][4],
+  template <int kCount, int kSteps>
+  __device__ __forceinline__ void add_exactly(float (&gradient)[kCount], const uint32_t (&weights)[kSteps][4],
                                               uint32_t rows) const {
 #pragma unroll 1
     for (int row = 0; row < kSteps * 16; ++row) {
@@ -172,7 +172,7 @@ class BackwardBlock {
         pair = __shfl_sync(~0u, pair, source);
         bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
       }
-      add_row<C::kRows, C::kD>(gradient, bits, rows, row);
+      add_row<C::kRows, 2 * kCount>(gradient, bits, rows, row);
     }
   }
 
@@ -183,7 +183,8 @@ class BackwardBlock {
   // dk or dv of 64 keys from `first_key` on to the rows of the tensor, sixteen bytes a lane: the four lanes that share a row exchange the
   // pieces of four column blocks. Keys of the slot that are not used get zero; the last block also owns those beyond the grid, and its
   // `threads` threads of which this is one clear them.
-  __device__ __forceinline__ void store_gradient(const Operand &t, const float (&acc)[C::kD / 2], float scale, int columns,
+  template <int kCount>
+  __device__ __forceinline__ void store_gradient(const Operand &t, const float (&acc)[kCount], float scale, int columns,
                                                  bool vectors, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
     const int slot = static_cast<int>(sequence_of(p_.k_lengths, b_.batch).slot);
@@ -195,7 +196,7 @@ class BackwardBlock {
       const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
       const uint32_t keep = key < b_.seqlen_k ? ~0u : 0u;
 #pragma unroll
-      for (int j = 0; j < C::kD / 8; j += 4) {
+      for (int j = 0; j < kCount / 4; j += 4) {
         uint32_t x[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n)
@@ -206,7 +207,7 @@ class BackwardBlock {
       }
     }
     if (b_.key0 / C::kKeys != a_.order.row_blocks - 1) return;
-    constexpr int kPieces = C::kD / 8;
+    constexpr int kPieces = kCount / 4;
     const int beyond = b_.key0 + C::kKeys;
     for (int n = thread; n < (slot - beyond) * kPieces; n += threads) {
       const int column = n % kPieces * 8;

@@ -6,42 +6,58 @@
 
 namespace fa::cuda::sm90 {
 
+// What the blocks of threads and their warpgroups do.
+enum class Design : int32_t {
+  alone,   // backward.cuh
+  values,  // pairs of blocks that share keys, backward_pair.cuh
+  scores,  // the same, backward_pair_scores.cuh
+};
+
 struct BackwardShape {
   const char *name;
-  int32_t head_dim;  // bucket of q, k and v
-  int32_t groups;    // warpgroups that compute, each on 64 keys
-  int32_t rows;      // queries of a chunk
-  int32_t stages;    // chunks of q in shared memory, and with one block of dout
-  int32_t blocks;    // 1, or 2 that share the keys (backward_pair.cuh); those do not add to dq in order
+  int32_t head_dim, head_dim_v;  // buckets of q and k, and of v
+  int32_t groups;                // warpgroups that compute, each on 64 keys
+  int32_t rows;                  // queries of a chunk
+  int32_t stages, dout_stages;   // chunks of q and of dout in shared memory
+  Design design;
 
+  // Those that share keys do not add to dq in order.
+  constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
   // How many blocks of keys have added a group's share of a chunk's dq, where they do so in order.
   constexpr int32_t turns(bool deterministic) const { return deterministic ? groups : 0; }
   constexpr int32_t keys() const { return groups * 64; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
-  constexpr int32_t block_keys() const { return keys() / blocks; }
+  constexpr int32_t block_keys() const { return keys() / blocks(); }
+  // Of a warp's share of the sum for dq, which it holds in registers.
+  constexpr int32_t dq_columns() const { return head_dim % 128 == 0 || design == Design::alone ? 64 : head_dim / 2; }
   constexpr int32_t shared_bytes() const {
-    const int32_t slabs = (head_dim + 63) / 64;
-    if (blocks == 2) {
-      // K | V | half of the other's K | ring of Q | dO | P | two dS and the other's | lse, delta | barriers | flags |
-      // what the block works on
-      const int32_t k = block_keys() * slabs * 128;
-      return 2 * k + k / 2 + (stages + 1) * rows * slabs * 128 + block_keys() * rows * (4 + 4 * 2) + (stages + 1) * rows * 4 +
-             (11 + 2 * stages) * 8 + 8 + 16 + 64;
+    const int32_t slab = 64 * 2, slabs = (head_dim + 63) / 64, slabs_v = (head_dim_v + 63) / 64;
+    const int32_t chunks = rows * (stages * slabs + dout_stages * slabs_v) * slab,
+                  statistics = (stages + dout_stages) * rows * 4;
+    if (design != Design::alone) {
+      // K and half of the other's, by halves of the columns | V | rings of Q and dO | P | two dS and the other's | lse, delta |
+      // barriers | flags | what the block works on
+      const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab, p = design == Design::values ? 4 : 0;
+      const int32_t barriers = 9 + 2 * (stages + dout_stages);
+      return 3 * half + block_keys() * slabs_v * slab + chunks + block_keys() * rows * (p + 4 * 2) + statistics +
+             (barriers + 1) / 2 * 16 + 16 + 64;
     }
     // K | V | rings of Q and dO | two dS | dq | rings of lse and delta | barriers | what the block works on
-    return 2 * keys() * slabs * 128 + stages * 2 * rows * slabs * 128 + 2 * keys() * rows * 2 + rows * head_dim * 4 +
-           stages * 2 * rows * 4 + (6 + 2 * groups + 4 * stages) * 8 + 64;
+    return keys() * (slabs + slabs_v) * slab + chunks + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
+           (6 + 2 * groups + 2 * (stages + dout_stages)) * 8 + 64;
   }
 };
 
 // Narrow heads first: the first line with room for the columns is taken.
-// X(name, head_dim, groups, rows, stages, blocks)
+// X(name, head_dim, head_dim_v, groups, rows, stages, dout_stages, design)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 2, 128, 2, 1)    \
-  X(d128, 128, 2, 64, 3, 1)   \
-  X(d256, 256, 2, 64, 2, 2)
+  X(d64, 64, 64, 2, 128, 2, 2, Design::alone)         \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::alone)       \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores)  \
+  X(d192, 192, 192, 2, 64, 3, 2, Design::scores)      \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::values)
 // clang-format on
 
 #define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pairs of blocks of threads for the backward of wide heads: shared memory, fetching, products, and how dq of 128 keys is added up.
+//
+// 64 keys are as many as the registers of a multiprocessor hold dk and dv of, and too few for dq: the additions to its sum would be what
+// everything waits for. So two blocks, a cluster, own 128 keys, 64 each, and exchange dS: each multiplies dS of all 128 keys by half of K's
+// columns. A block holds its own K and V, and of the other's K its half of the columns.
+//
+// Of a block's two warpgroups one has dv, one dk. Who computes what else is up to backward_pair.cuh and backward_pair_scores.cuh.
+#pragma once
+
+#include "cuda/sm90/backward_block.cuh"
+
+namespace fa::cuda::sm90 {
+
+// kHandsP: P goes from one warpgroup to the other through shared memory.
+template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kHandsP_>
+struct PairConfig {
+  using Element = Element_;
+  static constexpr int kD = kD_, kDv = kDv_, kRows = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
+  static constexpr bool kHandsP = kHandsP_;
+  static constexpr int kThreads = 384, kKeys = 128, kSlabs = kD / 64, kValueSlabs = kDv / 64;
+  static constexpr int kConsumers = 256, kConsumerRegisters = kHandsP ? 240 : 232, kProducerRegisters = kHandsP ? 24 : 40;
+  // K lies as two halves of its columns, each in slabs of its own, so that either is an operand for dq.
+  static constexpr int kHalf = kD / 2, kHalfSlabs = (kHalf + 63) / 64;
+  static constexpr int kDqColumns = kHalf % 64 == 0 ? 64 : kHalf, kDqParts = kHalf / kDqColumns;  // of a product for dq
+  static constexpr int kHalfBytes = 64 * kHalfSlabs * 128, kKBytes = 2 * kHalfBytes, kVBytes = 64 * kValueSlabs * 128;
+  static constexpr int kQBytes = kRows * kSlabs * 128, kDoutBytes = kRows * kValueSlabs * 128;
+  static constexpr int kPBytes = kHandsP ? 64 * kRows * 4 : 0, kDsBytes = 64 * kRows * 2, kStatBytes = kRows * 4;
+  // K | V | half of the other block's K | ring of Q | ring of dO | P | dS and the other block's, two of each | lse, delta | barriers | flags
+  static constexpr int kQOffset = kKBytes + kVBytes + kHalfBytes, kDoutOffset = kQOffset + kStages * kQBytes;
+  static constexpr int kPOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kPOffset + kPBytes;
+  static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
+                       kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
+  static constexpr int kBarriers = 9 + 2 * (kStages + kDoutStages);
+  static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kBlockOffset = kFlagOffset + 16;
+  static constexpr int kSharedBytes = kBlockOffset + 64;
+  static_assert(kRows == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kBlockOffset % 16 == 0);
+  static_assert((kDoutStages & (kDoutStages - 1)) == 0);
+};
+
+template <class C>
+class PairBlock : protected BackwardBlock<C> {
+ protected:
+  using Base = BackwardBlock<C>;
+  using Base::a_, Base::b_, Base::lane_, Base::p_, Base::shared_, Base::warp_;
+  using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
+  using typename Base::Element;
+  using Slot = RingPlace<C::kStages>;
+  using Dq = float[C::kDqColumns / 2];  // a part of a chunk's dq
+
+  __device__ __forceinline__ PairBlock(const BackwardParams &params, char *shared)
+      : Base(params, shared), rank_(static_cast<int>(blockIdx.x) & 1) {}
+
+  __device__ __forceinline__ uint32_t k_tile() const { return shared_; }
+  __device__ __forceinline__ uint32_t v_tile() const { return shared_ + C::kKBytes; }
+  // This block's half of the columns.
+  __device__ __forceinline__ uint32_t other_k_tile() const { return v_tile() + C::kVBytes; }
+  __device__ __forceinline__ uint32_t q_tile(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
+  __device__ __forceinline__ uint32_t dout_tile(int n) const { return shared_ + C::kDoutOffset + n * C::kDoutBytes; }
+  // (keys, queries), of this block's keys (0) and of the other's (1)
+  __device__ __forceinline__ uint32_t ds_tile(int n, int whose) const {
+    return shared_ + C::kDsOffset + (2 * n + whose) * C::kDsBytes;
+  }
+  __device__ __forceinline__ uint32_t lse_row(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
+  __device__ __forceinline__ uint32_t delta_row(int n) const { return lse_row(C::kStages + n); }
+  __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
+  __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
+  __device__ __forceinline__ uint32_t dout_full(int n) const { return k_full() + 16 + n * 8; }
+  __device__ __forceinline__ uint32_t dout_empty(int n) const { return dout_full(C::kDoutStages + n); }
+  // Three that each design uses in its own way.
+  __device__ __forceinline__ uint32_t handed(int n) const { return dout_full(2 * C::kDoutStages + n); }
+  // The half of the other block's K, which dq is the first to need. backward_pair.cuh waits for it together with K.
+  __device__ __forceinline__ uint32_t other_k_full() const { return C::kHandsP ? k_full() : handed(2); }
+  __device__ __forceinline__ uint32_t ds_full(int n) const { return handed(3 + n); }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
+  __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(4 + n); }
+  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
+  // Numbers that travel with dS: of the other block (0, 1), and two more.
+  __device__ __forceinline__ uint32_t flag(int n) const { return shared_ + C::kFlagOffset + n * 4; }
+  __device__ __forceinline__ int first_key() const { return b_.key0 + rank_ * 64; }
+  __device__ __forceinline__ bool masked(int chunk) const { return chunk < b_.inner_begin || chunk >= b_.inner_end; }
+  __device__ __forceinline__ int chunks() const { return (b_.end - b_.begin) * static_cast<int>(p_.group); }
+  // The place in the other block's shared memory.
+  __device__ __forceinline__ uint32_t there(uint32_t address) const { return in_cluster(address, rank_ ^ 1); }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Fetching
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    for (const CUtensorMap *map : {&a_.k_map, &a_.q_map, &a_.lse_map, &a_.v_map, &a_.dout_map, &a_.delta_map})
+      prefetch_map(map);
+  }
+
+  __device__ __forceinline__ void produce() const {
+    const Block b = b_;
+    if (b.begin == b.end) return;
+    const bool packed_q = p_.q_lengths.cu != nullptr, packed_k = p_.k_lengths.cu != nullptr;
+    const int k_row = (packed_k ? b.k_start : 0) + b.key0, q_row = packed_q ? b.q_start : 0;
+    const int q_batch = packed_q ? 0 : b.batch, k_batch = packed_k ? 0 : b.batch;
+    if (elect_one()) {
+      barrier_expect(k_full(), C::kKBytes + (C::kHandsP ? C::kHalfBytes : 0));
+      if constexpr (!C::kHandsP) barrier_expect(other_k_full(), C::kHalfBytes);
+#pragma unroll
+      for (int n = 0; n < 2 * C::kHalfSlabs; ++n)
+        fetch_keys(k_tile() + n * 64 * 128, k_full(), n / C::kHalfSlabs, n % C::kHalfSlabs, k_row + rank_ * 64, b.head_k,
+                   k_batch);
+    }
+    RingPlace<C::kDoutStages> dout_slot;
+    Slot slot;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int head_q = b.head_k * static_cast<int>(p_.group) + g;
+      for (int chunk = b.end - 1; chunk >= b.begin; --chunk) {
+        const bool first = g == 0 && chunk == b.end - 1;
+        barrier_wait(q_empty(slot.at()), slot.parity() ^ 1);
+        if (elect_one()) {
+          barrier_expect(q_full(slot.at()), C::kQBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), q_row + chunk * C::kRows, head_q,
+                                              q_batch, kEvictLast);
+          load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+          if (first) {
+            barrier_expect(v_full(), C::kVBytes);
+            this->template fetch_tile<64, C::kValueSlabs>(v_tile(), a_.v_map, v_full(), k_row + rank_ * 64, b.head_k, k_batch,
+                                                          kEvictFirst);
+          }
+        }
+        barrier_wait(dout_empty(dout_slot.at()), dout_slot.parity() ^ 1);
+        if (elect_one()) {
+          barrier_expect(dout_full(dout_slot.at()), C::kDoutBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows, C::kValueSlabs>(dout_tile(dout_slot.at()), a_.dout_map, dout_full(dout_slot.at()),
+                                                              q_row + chunk * C::kRows, head_q, q_batch, kEvictLast);
+          load_box(delta_row(dout_slot.at()), &a_.delta_map, dout_full(dout_slot.at()), 0, chunks_at(head_q) + chunk, 0, 0,
+                   kEvictFirst);
+          for (int s = 0; first && s < C::kHalfSlabs; ++s)
+            fetch_keys(other_k_tile() + s * 64 * 128, other_k_full(), rank_, s, k_row + (rank_ ^ 1) * 64, b.head_k, k_batch);
+        }
+        dout_slot.step();
+        slot.step();
+      }
+    }
+  }
+  // A slab of half of the columns of 64 keys.
+  __device__ __forceinline__ void fetch_keys(uint32_t tile, uint32_t barrier, int half, int slab, int row, int head,
+                                             int batch) const {
+    load_box(tile, &a_.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Products, each started and not awaited
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // K Q^T and V dO^T: 64 keys times the rows of a chunk.
+  __device__ __forceinline__ void start_scores(float (&s)[C::kRows / 2], uint32_t rows) const {
+    const uint64_t a = uniform_rows_operand(k_tile()), b = uniform_rows_operand(rows);
+#pragma unroll
+    for (int d = 0; d < C::kD / 16; ++d) {
+      const int half = d / (C::kHalf / 16), step = d % (C::kHalf / 16);
+      Product<Element, C::kRows>::rows_rows(s, advance_operand(a, half * C::kHalfBytes + step / 4 * 64 * 128 + step % 4 * 32),
+                                            advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
+    }
+    products_commit();
+  }
+  __device__ __forceinline__ void start_dp(float (&dp)[C::kRows / 2], uint32_t rows) const {
+    const uint64_t a = uniform_rows_operand(v_tile()), b = uniform_rows_operand(rows);
+#pragma unroll
+    for (int d = 0; d < C::kDv / 16; ++d) {
+      Product<Element, C::kRows>::rows_rows(dp, advance_operand(a, d / 4 * 64 * 128 + d % 4 * 32),
+                                            advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
+    }
+    products_commit();
+  }
+  // gradient += weights * rows of a chunk.
+  template <int kCount>
+  __device__ __forceinline__ void start_gradient(float (&gradient)[kCount], const uint32_t (&weights)[C::kRows / 16][4],
+                                                 uint32_t rows) const {
+    const uint64_t b = uniform_columns_operand<C::kRows>(rows);
+#pragma unroll
+    for (int n = 0; n < C::kRows / 16; ++n)
+      Product<Element, 2 * kCount>::registers_columns(gradient, weights[n], advance_operand(b, n * 2048), 1);
+    products_commit();
+  }
+  // A part of the columns of dS K, over the keys of both blocks.
+  __device__ __forceinline__ void start_dq(Dq &dq, int buffer, int part) const {
+#pragma unroll
+    for (int whose = 0; whose < 2; ++whose) {
+      const uint64_t a = uniform_columns_operand<64>(ds_tile(buffer, whose)),
+                     b = uniform_columns_operand<64>(dq_keys(whose, part));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        Product<Element, C::kDqColumns>::columns_columns(dq, advance_operand(a, n * 2048), advance_operand(b, n * 2048),
+                                                         whose != 0 || n != 0);
+      }
+    }
+    products_commit();
+  }
+  // Of this block's half of the columns of K.
+  __device__ __forceinline__ uint32_t dq_keys(int whose, int part) const {
+    return (whose == 0 ? k_tile() + rank_ * C::kHalfBytes : other_k_tile()) + part * 64 * 128;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Between products
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // This warp's 16 keys of dS^T, for products of this block; and, from one lane, for those of the other.
+  __device__ __forceinline__ void write_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer) const {
+    const int key = warp_ * 16 + (lane_ & 15);
+#pragma unroll
+    for (int n = 0; n < C::kRows / 16; ++n) {
+      stmatrix_x4(ds_tile(buffer, 0) + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), w[n][0], w[n][1], w[n][2],
+                  w[n][3]);
+    }
+    shared_fence_for_copies();
+    __syncwarp();
+  }
+  __device__ __forceinline__ void send_ds(int buffer) const {
+    constexpr int kBytes = C::kDsBytes / 4;  // of a warp
+    copy_there(there(ds_tile(buffer, 1) + warp_ * kBytes), ds_tile(buffer, 0) + warp_ * kBytes, kBytes, there(ds_full(buffer)));
+  }
+  // Neither block may overwrite it before both have multiplied it.
+  __device__ __forceinline__ void release_ds(bool any, int buffer) const {
+    __syncwarp();
+    barrier_arrive_if(any && lane_ == 0, ds_empty(buffer));
+    barrier_arrive_there_if(any && lane_ == 0, there(ds_empty(buffer)));
+  }
+
+  // Q of the chunk that follows; after the last one nothing is awaited, and the product of what is there is not used.
+  __device__ __forceinline__ void await_q(bool more, int at, uint32_t parity) const {
+    barrier_wait(q_full(at), more ? parity : parity ^ 1);
+  }
+
+  __device__ __forceinline__ void weights(float (&s)[C::kRows / 2], uint32_t lse_row) const {
+    const float c = p_.softmax_scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < C::kRows / 8; ++j) {
+      const float2 lse = stat(lse_row, j);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], c, -((r & 1) ? lse.y : lse.x)));
+    }
+  }
+  // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
+  __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
+    constexpr int kTiles = C::kDqColumns / 8;
+    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
+                 lane_ * 4;
+    wanted = wanted && a_.dq_sum != nullptr;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
+          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
+          : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void dq_exactly(Dq &dq, int buffer, int part) const {
+#pragma unroll
+    for (float &x : dq) x = 0.f;
+#pragma unroll 1
+    for (int key = 0; key < C::kKeys; ++key) {
+      const uint32_t ds = ds_tile(buffer, key / 64) + key % 64 * 128;
+      uint32_t bits[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_ * 16 + (lane_ >> 2) + 8 * r;
+        const uint32_t pair = ld_shared_4(ds + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
+        bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+      this->template add_row<64, C::kDqColumns>(dq, bits, dq_keys(key / 64, part), key % 64);
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void store(const Operand &t, const float (&acc)[kCount], float scale, int columns,
+                                        bool vectors) const {
+    this->store_gradient(t, acc, scale, columns, vectors, first_key(), rank_ * 128 + warp_ * 32 + lane_, 256);
+  }
+
+  const int rank_;  // of the block in its pair
+};
+
+}  // namespace fa::cuda::sm90
