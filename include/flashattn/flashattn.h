@@ -61,8 +61,7 @@ extern "C" {
  * @brief Result of a call: 0 is success; the hundreds digit says whose move it is.
  *
  * 1xx the caller's mistake (fix the call), 2xx no kernel for this (choose other options, another device or build),
- * 3xx the device or its driver, 4xx memory or the library itself.
- * @since 0.1
+ * 3xx the device or its driver, 4xx memory or the library itself. @since 0.1
  */
 typedef int32_t fa_status;
 
@@ -106,16 +105,14 @@ enum {
 /**
  * @brief Name of a status constant, such as "FA_ERROR_SHAPE".
  * @param status Any value.
- * @return A static string; "FA_ERROR_UNKNOWN" for a number this library does not know.
- * @since 0.1
+ * @return A static string; "FA_ERROR_UNKNOWN" for a number this library does not know. @since 0.1
  */
 FA_API const char *fa_status_name(fa_status status);
 
 /**
  * @brief One sentence saying what a status means.
  * @param status Any value.
- * @return A static string, never NULL.
- * @since 0.1
+ * @return A static string, never NULL. @since 0.1
  */
 FA_API const char *fa_status_description(fa_status status);
 
@@ -125,15 +122,13 @@ FA_API const char *fa_status_description(fa_status status);
 
 /**
  * @brief Version of the library that is loaded.
- * @return major * 10000 + minor * 100 + patch.
- * @since 0.1
+ * @return major * 10000 + minor * 100 + patch. @since 0.1
  */
 FA_API int32_t fa_version(void);
 
 /**
  * @brief Version of the library that is loaded, as text ("0.1.0").
- * @return A static string.
- * @since 0.1
+ * @return A static string. @since 0.1
  */
 FA_API const char *fa_version_string(void);
 
@@ -142,8 +137,7 @@ FA_API const char *fa_version_string(void);
  *
  * Keys: version, compiler, backends, cpu_isas, cpu_head_dims, cuda_toolkit, cuda_archs, cuda_head_dims. A key whose value
  * is "none" says the thing was not built. New keys may be added.
- * @return A static string ending in a newline.
- * @since 0.1
+ * @return A static string ending in a newline. @since 0.1
  */
 FA_API const char *fa_build_info(void);
 
@@ -186,8 +180,7 @@ enum {
 /**
  * @brief One task of a parallel region, written by the library.
  * @param task_context What the library passed to ::fa_parallel_for_fn.
- * @param task Index of the task, 0 <= task < num_tasks.
- * @since 0.1
+ * @param task Index of the task, 0 <= task < num_tasks. @since 0.1
  */
 typedef void (*fa_task_fn)(void *task_context, int32_t task);
 
@@ -199,8 +192,7 @@ typedef void (*fa_task_fn)(void *task_context, int32_t task);
  * @param user `parallel_for_user` of the configuration.
  * @param num_tasks Number of tasks, at most `num_threads` of the configuration.
  * @param task The function to call.
- * @param task_context Its first argument.
- * @since 0.1
+ * @param task_context Its first argument. @since 0.1
  */
 typedef void (*fa_parallel_for_fn)(void *user, int32_t num_tasks, fa_task_fn task, void *task_context);
 
@@ -220,8 +212,7 @@ enum {
  * @brief Receives log lines of one context, on the thread that made the call.
  * @param user `log_user` of the configuration.
  * @param level An ::fa_log_level.
- * @param message One line without a newline; valid during the call only.
- * @since 0.1
+ * @param message One line without a newline; valid during the call only. @since 0.1
  */
 typedef void (*fa_log_fn)(void *user, fa_log_level level, const char *message);
 
@@ -256,8 +247,7 @@ typedef struct fa_config {
  * @brief Fills a configuration with defaults (zero) and sets its `struct_size`.
  * @param config The struct to fill.
  * @param size sizeof(fa_config) as the caller was compiled.
- * @return ::FA_OK; ::FA_ERROR_INVALID_ARGUMENT for NULL; ::FA_ERROR_STRUCT_VERSION for an impossible size.
- * @since 0.1
+ * @return ::FA_OK; ::FA_ERROR_INVALID_ARGUMENT for NULL; ::FA_ERROR_STRUCT_VERSION for an impossible size. @since 0.1
  */
 FA_API fa_status fa_config_init(fa_config *config, size_t size);
 
@@ -268,31 +258,27 @@ FA_API fa_status fa_config_init(fa_config *config, size_t size);
  * @param[out] out The new handle; NULL on failure.
  * @param config Settings, or NULL for the defaults. Copied.
  * @return ::FA_OK, or 1xx for a bad setting, ::FA_ERROR_ARCH, ::FA_ERROR_NOT_BUILT, 3xx, ::FA_ERROR_OUT_OF_MEMORY.
- * The text of a failure is fa_last_error(NULL) on the same thread.
- * @since 0.1
+ * The text of a failure is fa_last_error(NULL) on the same thread. @since 0.1
  */
 FA_API fa_status fa_create(fa_context *out, const fa_config *config);
 
 /**
  * @brief Destroys a context and ends its threads. On CUDA, work already enqueued is not waited for and still completes.
- * @param ctx A handle, or NULL (no effect). Must not be in use.
- * @since 0.1
+ * @param ctx A handle, or NULL (no effect). Must not be in use. @since 0.1
  */
 FA_API void fa_destroy(fa_context ctx);
 
 /**
  * @brief Text of the last failure of this context; "" if its last call succeeded.
  * @param ctx A handle; NULL = the last failure, on this thread, of a call that had no handle.
- * @return A string owned by the context (by the thread for NULL), valid until its next call.
- * @since 0.1
+ * @return A string owned by the context (by the thread for NULL), valid until its next call. @since 0.1
  */
 FA_API const char *fa_last_error(fa_context ctx);
 
 /**
  * @brief The CUDA error number behind the last ::FA_ERROR_CUDA of this context.
  * @param ctx A handle.
- * @return A `cudaError_t`; 0 if there was none, or for a NULL or CPU context.
- * @since 0.1
+ * @return A `cudaError_t`; 0 if there was none, or for a NULL or CPU context. @since 0.1
  */
 FA_API int32_t fa_last_cuda_error(fa_context ctx);
 
@@ -324,8 +310,7 @@ typedef struct fa_device_properties {
  * @brief Zeroes the struct and sets its `struct_size`.
  * @param properties The struct to fill.
  * @param size sizeof(fa_device_properties) as the caller was compiled.
- * @return As fa_config_init().
- * @since 0.1
+ * @return As fa_config_init(). @since 0.1
  */
 FA_API fa_status fa_device_properties_init(fa_device_properties *properties, size_t size);
 
@@ -333,8 +318,7 @@ FA_API fa_status fa_device_properties_init(fa_device_properties *properties, siz
  * @brief Describes the device of a context.
  * @param ctx A handle.
  * @param[in,out] properties Initialised by fa_device_properties_init(); as many fields as fit are written.
- * @return ::FA_OK, or 1xx.
- * @since 0.1
+ * @return ::FA_OK, or 1xx. @since 0.1
  */
 FA_API fa_status fa_device_info(fa_context ctx, fa_device_properties *properties);
 
@@ -368,8 +352,7 @@ enum {
  * @brief A view of the caller's memory. Flat, never versioned.
  *
  * `data == NULL` with `ndim == 0` is an absent tensor. A tensor without elements may have any `data`. Strides may be
- * zero (broadcast) or negative in inputs; outputs must not overlap themselves, nor any other tensor of the call.
- * @since 0.1
+ * zero (broadcast) or negative in inputs; outputs must not overlap themselves, nor any other tensor of the call. @since 0.1
  */
 typedef struct fa_tensor {
   /** Address of element (0, 0, ...), aligned to the element size. Outputs are written through it. */
@@ -389,8 +372,7 @@ typedef struct fa_tensor {
  * @param[out] tensor The view; untouched on failure.
  * @param dl_tensor A `DLTensor *` of DLPack 0.2 or later (the `dl_tensor` member of a managed tensor).
  * @return ::FA_OK; ::FA_ERROR_INVALID_ARGUMENT, ::FA_ERROR_SHAPE for more than 4 dimensions, ::FA_ERROR_DTYPE for a dtype that
- * has no ::fa_dtype. The text of a failure is fa_last_error(NULL).
- * @since 0.1
+ * has no ::fa_dtype. The text of a failure is fa_last_error(NULL). @since 0.1
  */
 FA_API fa_status fa_tensor_from_dlpack(fa_tensor *tensor, const void *dl_tensor);
 
@@ -445,8 +427,7 @@ enum {
  *
  * A call writes every row that belongs to a sequence, and no other memory: rows past `seqused` get out = 0, lse = -infinity and
  * zero gradients. A row that sees no key gets out = 0, lse = -infinity (or the sink, if there is one) and dq = 0. What is masked
- * or past `seqused` never reaches a result, NaN included.
- * @since 0.1
+ * or past `seqused` never reaches a result, NaN included. @since 0.1
  */
 typedef struct fa_attention {
   /** sizeof(fa_attention), as set by fa_attention_init(). */
@@ -537,8 +518,7 @@ typedef struct fa_attention {
  * @brief Fills a problem with defaults (zero) and sets its `struct_size`.
  * @param attention The struct to fill.
  * @param size sizeof(fa_attention) as the caller was compiled.
- * @return As fa_config_init().
- * @since 0.1
+ * @return As fa_config_init(). @since 0.1
  */
 FA_API fa_status fa_attention_init(fa_attention *attention, size_t size);
 
@@ -568,10 +548,70 @@ typedef struct fa_gradients {
  * @brief Fills gradients with defaults (zero) and sets their `struct_size`.
  * @param gradients The struct to fill.
  * @param size sizeof(fa_gradients) as the caller was compiled.
- * @return As fa_config_init().
- * @since 0.1
+ * @return As fa_config_init(). @since 0.1
  */
 FA_API fa_status fa_gradients_init(fa_gradients *gradients, size_t size);
+
+/** @brief Bits of `fa_append.flags`. @since 0.1 */
+enum {
+  /** A rotary pair is columns 2c and 2c + 1 (GPT-J); without it, columns c and c + rotary_dim / 2 (GPT-NeoX, Llama). */
+  FA_APPEND_INTERLEAVED = 1
+};
+
+/**
+ * @brief New keys and values on their way into a cache, with the rotary embedding of them and of the queries.
+ *
+ * Row i of sequence n goes to row offsets[n] + i of its cache. Rows that have no place there are skipped: those past the end of the
+ * cache or on a page whose number is not one of the cache's, and sequences whose offset is negative.
+ *
+ * With tables, the first rotary_dim columns of k and q are rotated in fp32 and rounded once: pair c = (x, y) of a row at position p
+ * becomes (x * cos[p][c] - y * sin[p][c], x * sin[p][c] + y * cos[p][c]). Other columns, and v, are copied bit for bit. @since 0.1
+ */
+typedef struct fa_append {
+  /** sizeof(fa_append), as set by fa_append_init(). */
+  uint32_t struct_size;
+  /** ::FA_APPEND_INTERLEAVED. */
+  uint32_t flags;
+  /** New keys, (b, s_new, h_k, d) or, with `cu_seqlens`, (total_new, h_k, d); fp32, fp16 or bf16; stride of d must be 1. */
+  fa_tensor k;
+  /** New values, as k with d_v in place of d. Absent together with `v_cache`. */
+  fa_tensor v;
+  /** Keys so far, (b, s_k, h_k, d) or, paged, (pages, page_size, h_k, d); dtype of k. Only the new rows are written. */
+  fa_tensor k_cache;
+  /** Values so far, as k_cache with d_v in place of d. */
+  fa_tensor v_cache;
+  /** Paged caches: (b, max_pages) int32, as in ::fa_attention. A page that two sequences share must not get new rows of both. */
+  fa_tensor page_table;
+  /** (b) int32: rows that each sequence has in the cache already; absent = none. */
+  fa_tensor offsets;
+  /** Packed new rows: (b + 1) offsets, int32 or int64, as `cu_seqlens_q` of ::fa_attention. */
+  fa_tensor cu_seqlens;
+  /** (b) int32: how many new rows of each sequence are used. */
+  fa_tensor seqused;
+  /** Written, (b) int32: rows each sequence has afterwards, the `seqused_k` of the fa_forward() to come; 0 where the offset is
+   * negative, at most what the cache holds. Optional. */
+  fa_tensor seqused_k;
+  /** Queries of the new rows, (b, s_new, h_q, d) or (total_new, h_q, d), dtype of k. Optional; needs tables. */
+  fa_tensor q;
+  /** Rotated queries, shape and dtype of q; absent = in place. Rows of q that are not used, or skipped with their sequence, are not
+   * written. */
+  fa_tensor q_out;
+  /** Cosines, (positions, rotary_dim / 2), fp32 or dtype of k, stride of the columns 1; absent = no rotation. */
+  fa_tensor rotary_cos;
+  /** Sines, shape and dtype of rotary_cos. */
+  fa_tensor rotary_sin;
+  /** Position of each new row, (b, s_new) or (total_new), int32 or int64; absent = offsets[n] + i. Positions that the tables lack are
+   * refused on the CPU and give NaN on CUDA. */
+  fa_tensor rotary_positions;
+} fa_append;
+
+/**
+ * @brief Fills the struct with defaults (zero) and sets its `struct_size`.
+ * @param append The struct to fill.
+ * @param size sizeof(fa_append) as the caller was compiled.
+ * @return As fa_config_init(). @since 0.1
+ */
+FA_API fa_status fa_append_init(fa_append *append, size_t size);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Asking before doing
@@ -604,8 +644,7 @@ typedef struct fa_plan_info {
  * @brief Zeroes the struct and sets its `struct_size`.
  * @param info The struct to fill.
  * @param size sizeof(fa_plan_info) as the caller was compiled.
- * @return As fa_config_init().
- * @since 0.1
+ * @return As fa_config_init(). @since 0.1
  */
 FA_API fa_status fa_plan_info_init(fa_plan_info *info, size_t size);
 
@@ -615,8 +654,7 @@ FA_API fa_status fa_plan_info_init(fa_plan_info *info, size_t size);
  * @param ctx A handle.
  * @param attention The problem.
  * @param[in,out] info Initialised by fa_plan_info_init(); as many fields as fit are written.
- * @return The status fa_forward() would return before it reads tensor data; also in `info->status`.
- * @since 0.1
+ * @return The status fa_forward() would return before it reads tensor data; also in `info->status`. @since 0.1
  */
 FA_API fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_plan_info *info);
 
@@ -626,8 +664,7 @@ FA_API fa_status fa_forward_query(fa_context ctx, const fa_attention *attention,
  * @param attention The problem.
  * @param gradients The gradients.
  * @param[in,out] info Initialised by fa_plan_info_init(); as many fields as fit are written.
- * @return The status fa_backward() would return before it reads tensor data; also in `info->status`.
- * @since 0.1
+ * @return The status fa_backward() would return before it reads tensor data; also in `info->status`. @since 0.1
  */
 FA_API fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients,
                                    fa_plan_info *info);
@@ -637,8 +674,7 @@ FA_API fa_status fa_backward_query(fa_context ctx, const fa_attention *attention
  * On the CPU only checks the problem.
  * @param ctx A handle.
  * @param attention The problem.
- * @return As fa_forward().
- * @since 0.1
+ * @return As fa_forward(). @since 0.1
  */
 FA_API fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention);
 
@@ -647,8 +683,7 @@ FA_API fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attentio
  * @param ctx A handle.
  * @param attention The problem.
  * @param gradients The gradients.
- * @return As fa_backward().
- * @since 0.1
+ * @return As fa_backward(). @since 0.1
  */
 FA_API fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients);
 
@@ -664,8 +699,7 @@ FA_API fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attenti
  * NULL with 0 bytes: the library takes what it needs.
  * @param workspace_bytes Its size; at least `workspace_bytes` of fa_forward_query().
  * @param stream CUDA: the stream the work is enqueued on. CPU: ignored.
- * @return ::FA_OK or a failure; on a failure of the 1xx and 2xx kinds nothing was written.
- * @since 0.1
+ * @return ::FA_OK or a failure; on a failure of the 1xx and 2xx kinds nothing was written. @since 0.1
  */
 FA_API fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes,
                             fa_stream stream);
@@ -680,8 +714,7 @@ FA_API fa_status fa_forward(fa_context ctx, const fa_attention *attention, void 
  * @param workspace As for fa_forward().
  * @param workspace_bytes As for fa_forward(), from fa_backward_query().
  * @param stream As for fa_forward().
- * @return ::FA_OK or a failure; on a failure of the 1xx and 2xx kinds nothing was written.
- * @since 0.1
+ * @return ::FA_OK or a failure; on a failure of the 1xx and 2xx kinds nothing was written. @since 0.1
  */
 FA_API fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
                              size_t workspace_bytes, fa_stream stream);
@@ -699,11 +732,19 @@ FA_API fa_status fa_backward(fa_context ctx, const fa_attention *attention, cons
  * @param out Result, same shape; fp32, fp16 or bf16. May be the same view as one of the parts.
  * @param lse Result, as the lse of a part; or NULL. May be the same view as one of the parts.
  * @param stream As for fa_forward().
- * @return ::FA_OK or a failure.
- * @since 0.1
+ * @return ::FA_OK or a failure. @since 0.1
  */
 FA_API fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
                           const fa_tensor *out, const fa_tensor *lse, fa_stream stream);
+
+/**
+ * @brief Writes new rows into a cache of keys and values, rotating them and the queries on the way, in one kernel.
+ * @param ctx A handle.
+ * @param append The rows and the cache.
+ * @param stream As for fa_forward().
+ * @return ::FA_OK or a failure. @since 0.1
+ */
+FA_API fa_status fa_append_kv(fa_context ctx, const fa_append *append, fa_stream stream);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * For bindings
@@ -724,14 +765,15 @@ enum {
   /** ::fa_gradients */
   FA_STRUCT_GRADIENTS = 5,
   /** ::fa_plan_info */
-  FA_STRUCT_PLAN_INFO = 6
+  FA_STRUCT_PLAN_INFO = 6,
+  /** ::fa_append */
+  FA_STRUCT_APPEND = 7
 };
 
 /**
  * @brief Size of a struct as the loaded library knows it.
  * @param kind An ::fa_struct_kind.
- * @return Bytes; 0 for an unknown kind.
- * @since 0.1
+ * @return Bytes; 0 for an unknown kind. @since 0.1
  */
 FA_API size_t fa_sizeof(fa_struct_kind kind);
 

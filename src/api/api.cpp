@@ -229,6 +229,10 @@ fa_status fa_gradients_init(fa_gradients *gradients, size_t size) {
   return without_context([&](ErrorText &error) { return init(gradients, "gradients", size, error); });
 }
 
+fa_status fa_append_init(fa_append *append, size_t size) {
+  return without_context([&](ErrorText &error) { return init(append, "append", size, error); });
+}
+
 fa_status fa_plan_info_init(fa_plan_info *info, size_t size) {
   return without_context([&](ErrorText &error) { return init(info, "info", size, error); });
 }
@@ -328,6 +332,16 @@ fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts
   });
 }
 
+fa_status fa_append_kv(fa_context ctx, const fa_append *append, fa_stream stream) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    fa_append copy;
+    AppendProblem problem;
+    FA_RETURN_IF_ERROR(copy_in(append, "append", copy, error));
+    FA_RETURN_IF_ERROR(normalise(copy, problem, context.pointers, error));
+    return context.backend->run(problem, Call{context.pointers, Workspace{}, stream}, error);
+  });
+}
+
 size_t fa_sizeof(fa_struct_kind kind) {
   switch (kind) {
     case FA_STRUCT_CONFIG:
@@ -342,6 +356,8 @@ size_t fa_sizeof(fa_struct_kind kind) {
       return sizeof(fa_gradients);
     case FA_STRUCT_PLAN_INFO:
       return sizeof(fa_plan_info);
+    case FA_STRUCT_APPEND:
+      return sizeof(fa_append);
     default:
       return 0;
   }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "core/append.h"
 #include "core/pointers.h"
 #include "core/problem.h"
 #include "core/status.h"
@@ -30,7 +31,7 @@ struct Workspace {
 // What a call brings besides the problem.
 struct Call {
   const Pointers &pointers;  // every address in the problem, and the workspace
-  Workspace workspace;       // none for merging
+  Workspace workspace;       // none for merging and appending
   fa_stream stream;
 };
 
@@ -54,6 +55,7 @@ class Backend {
   virtual fa_status run(const Problem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) = 0;
 
  protected:
   Backend() = default;

@@ -6,24 +6,10 @@
 #include <cmath>
 #include <cstdio>
 
-#include "core/tensor_check.h"
+#include "core/normalise.h"
 
 namespace fa {
 namespace {
-
-constexpr int64_t kMaxHeadDim = 512;
-
-// (batch, seqlen, heads, head_dim), (total, heads, head_dim) or (pages, page_size, heads, head_dim).
-Operand to_operand(const fa_tensor &t) {
-  const bool packed = t.ndim == 3;
-  Operand operand;
-  operand.data = t.data;
-  operand.dtype = to_dtype(t.dtype);
-  operand.batch_stride = packed ? 0 : walk_stride(t, 0);
-  operand.seq_stride = walk_stride(t, packed ? 0 : 1);
-  operand.head_stride = walk_stride(t, packed ? 1 : 2);
-  return operand;
-}
 
 // (batch, heads, seqlen) or (heads, total).
 RowScalar to_row_scalar(const fa_tensor &t) {
@@ -40,13 +26,6 @@ ScoreTensor to_score_tensor(const fa_tensor &t) {
   return {t.data, to_dtype(t.dtype), walk_stride(t, 0), walk_stride(t, 1), walk_stride(t, 2), walk_stride(t, 3)};
 }
 
-// check_memory, and the address is noted.
-fa_status check_and_note(const NamedTensor &t, Role role, Pointers &pointers, ErrorText &error) {
-  FA_RETURN_IF_ERROR(check_memory(t, role, error));
-  if (has_elements(t.tensor)) pointers.push_back({t.name, -1, ".data", t.tensor.data});
-  return FA_OK;
-}
-
 // Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
 class Normaliser {
  public:
@@ -57,7 +36,7 @@ class Normaliser {
     FA_RETURN_IF_ERROR(options());
     FA_RETURN_IF_ERROR(queries_and_keys());
     FA_RETURN_IF_ERROR(lengths());
-    FA_RETURN_IF_ERROR(check_sizes());
+    FA_RETURN_IF_ERROR(check_products());
     FA_RETURN_IF_ERROR(mask());
     FA_RETURN_IF_ERROR(score_tensors());
     FA_RETURN_IF_ERROR(dropout());
@@ -157,15 +136,8 @@ class Normaliser {
                   p_.heads_q, p_.heads_k);
     }
     p_.group = p_.heads_q / p_.heads_k;
-    for (const auto &[t, head_dim] : {std::pair{&q, p_.head_dim}, std::pair{&v, p_.head_dim_v}}) {
-      const int index = t->tensor.ndim - 1;
-      if (head_dim < 1)
-        return fail(error_, FA_ERROR_SHAPE, "%s.shape[%d] (head_dim) is 0; it must be at least 1", t->name, index);
-      if (head_dim > kMaxHeadDim) {
-        return fail(error_, FA_ERROR_UNSUPPORTED, "%s.shape[%d] (head_dim) is %" PRId64 "; kernels go up to %" PRId64, t->name,
-                    index, head_dim, kMaxHeadDim);
-      }
-    }
+    FA_RETURN_IF_ERROR(check_head_dim(q, error_));
+    FA_RETURN_IF_ERROR(check_head_dim(v, error_));
     FA_RETURN_IF_ERROR(check_unit_stride(q, a_.q.ndim - 1, error_));
     FA_RETURN_IF_ERROR(operand_like(k, a_.k, p_.head_dim, "head_dim of q", "as q"));
     FA_RETURN_IF_ERROR(operand_like(v, a_.k, p_.head_dim_v, "its own head_dim", "as k"));
@@ -176,39 +148,19 @@ class Normaliser {
     return FA_OK;
   }
 
-  // Same dtype as q, same leading sizes as `model`, the given head_dim, contiguous.
   fa_status operand_like(const NamedTensor &t, const fa_tensor &model, int64_t head_dim, const char *head_dim_meaning,
                          const char *relation) {
-    FA_RETURN_IF_ERROR(check_dtype(t, {a_.q.dtype}, error_));
-    FA_RETURN_IF_ERROR(check_ndim(t, model.ndim, relation, error_));
-    const int last = model.ndim - 1;
-    for (int d = 0; d < last; ++d) {
-      if (t.tensor.shape[d] != model.shape[d]) {
-        return fail(error_, FA_ERROR_SHAPE, "%s.shape[%d] is %" PRId64 "; it must be %" PRId64 " (%s)", t.name, d,
-                    t.tensor.shape[d], model.shape[d], relation);
-      }
-    }
-    if (t.tensor.shape[last] != head_dim) {
-      return fail(error_, FA_ERROR_SHAPE, "%s.shape[%d] is %" PRId64 "; it must be %" PRId64 " (%s)", t.name, last,
-                  t.tensor.shape[last], head_dim, head_dim_meaning);
-    }
-    return check_unit_stride(t, last, error_);
+    return check_operand_like(t, model, a_.q.dtype, head_dim, head_dim_meaning, relation, error_);
   }
 
-  // Keeps every product of a few sizes within 64 bits; far above what any memory holds.
-  fa_status check_sizes() {
-    constexpr int64_t kLimit = int64_t{1} << 40;
-    const std::pair<const char *, int64_t> sizes[] = {{"batch", p_.batch},
-                                                      {"heads_q", p_.heads_q},
-                                                      {"seqlen_q", p_.q_lengths.max_len},
-                                                      {"seqlen_k", p_.k_lengths.max_len},
-                                                      {"page_size", p_.page_size}};
-    for (const auto &[name, size] : sizes) {
-      if (size > kLimit) {
-        return fail(error_, FA_ERROR_UNSUPPORTED, "%s is %" PRId64 "; sizes go up to 2^40", name, size);
-      }
-    }
-    if (p_.batch > 0 && p_.heads_q > kLimit / p_.batch) {
+  fa_status check_products() {
+    FA_RETURN_IF_ERROR(check_sizes({{"batch", p_.batch},
+                                    {"heads_q", p_.heads_q},
+                                    {"seqlen_q", p_.q_lengths.max_len},
+                                    {"seqlen_k", p_.k_lengths.max_len},
+                                    {"page_size", p_.page_size}},
+                                   error_));
+    if (p_.batch > 0 && p_.heads_q > kSizeLimit / p_.batch) {
       return fail(error_, FA_ERROR_UNSUPPORTED, "batch %" PRId64 " times heads_q %" PRId64 " is more than 2^40", p_.batch,
                   p_.heads_q);
     }
@@ -228,27 +180,19 @@ class Normaliser {
   // The batch size is said by q, or by the offsets when q is packed; everything else must agree.
   fa_status batch() {
     if (packed_q_) {
-      FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_q", a_.cu_seqlens_q}));
+      FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_q", a_.cu_seqlens_q}, pointers_, error_));
       p_.batch = a_.cu_seqlens_q.shape[0] - 1;
     } else {
       p_.batch = a_.q.shape[0];
     }
     if (packed_k_) {
-      FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_k", a_.cu_seqlens_k}));
+      FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_k", a_.cu_seqlens_k}, pointers_, error_));
       return check_shape({"cu_seqlens_k", a_.cu_seqlens_k}, {{p_.batch + 1, "batch + 1"}}, error_);
     }
     if (!paged_ && a_.k.shape[0] != p_.batch) {
       return fail(error_, FA_ERROR_SHAPE, "k.shape[0] is %" PRId64 "; it must be %" PRId64 " (the batch of q)", a_.k.shape[0],
                   p_.batch);
     }
-    return FA_OK;
-  }
-
-  fa_status check_offsets(const NamedTensor &cu) {
-    FA_RETURN_IF_ERROR(memory(cu, Role::input));
-    FA_RETURN_IF_ERROR(check_dtype(cu, {FA_INT32, FA_INT64}, error_));
-    FA_RETURN_IF_ERROR(check_ndim(cu, 1, "(batch + 1)", error_));
-    if (cu.tensor.shape[0] < 1) return fail(error_, FA_ERROR_SHAPE, "%s.shape[0] is 0; it must be batch + 1", cu.name);
     return FA_OK;
   }
 
@@ -260,18 +204,7 @@ class Normaliser {
   // `bounded`: sequences may be shorter than `rows`, so the caller may give an upper bound.
   fa_status side(const NamedTensor &cu, const NamedTensor &used, const MaxLen &max_len, int64_t rows, bool bounded,
                  Lengths &lengths) {
-    if (is_present(cu.tensor)) {
-      lengths.cu = cu.tensor.data;
-      lengths.cu_is_64 = cu.tensor.dtype == FA_INT64;
-      lengths.cu_stride = walk_stride(cu.tensor, 0);
-    }
-    if (is_present(used.tensor)) {
-      FA_RETURN_IF_ERROR(memory(used, Role::input));
-      FA_RETURN_IF_ERROR(check_dtype(used, {FA_INT32}, error_));
-      FA_RETURN_IF_ERROR(check_shape(used, {{p_.batch, "batch"}}, error_));
-      lengths.used = static_cast<const int32_t *>(used.tensor.data);
-      lengths.used_stride = walk_stride(used.tensor, 0);
-    }
+    FA_RETURN_IF_ERROR(set_lengths(cu, used, p_.batch, rows, lengths, pointers_, error_));
     if (max_len.value < 0) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; it cannot be negative", max_len.name, max_len.value);
     }
@@ -279,28 +212,19 @@ class Normaliser {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 ", less than the %" PRId64 " rows of every sequence",
                   max_len.name, max_len.value, rows);
     }
-    lengths.max_len = max_len.value > 0 ? std::min(max_len.value, rows) : rows;
-    lengths.total = is_present(cu.tensor) ? rows : 0;
+    if (max_len.value > 0) lengths.max_len = std::min(max_len.value, rows);
     return FA_OK;
   }
 
   fa_status pages(int64_t &capacity) {
-    const NamedTensor table{"page_table", a_.page_table};
-    FA_RETURN_IF_ERROR(memory(table, Role::input));
-    FA_RETURN_IF_ERROR(check_dtype(table, {FA_INT32}, error_));
-    FA_RETURN_IF_ERROR(check_ndim(table, 2, "(batch, max_pages)", error_));
-    FA_RETURN_IF_ERROR(check_shape(table, {{p_.batch, "batch"}, {a_.page_table.shape[1], "max_pages"}}, error_));
-    p_.page_size = a_.k.shape[1];
-    if (p_.page_size < 1) return fail(error_, FA_ERROR_SHAPE, "k.shape[1] (page_size) is 0; it must be at least 1");
-    p_.page_table = static_cast<const int32_t *>(a_.page_table.data);
-    p_.page_table_batch_stride = walk_stride(a_.page_table, 0);
-    p_.page_table_page_stride = walk_stride(a_.page_table, 1);
-    p_.num_pages = a_.k.shape[0];
-    p_.max_pages = a_.page_table.shape[1];
-    if (__builtin_mul_overflow(p_.max_pages, p_.page_size, &capacity)) {
-      return fail(error_, FA_ERROR_SHAPE, "page_table.shape[1] %" PRId64 " times page_size %" PRId64 " overflows", p_.max_pages,
-                  p_.page_size);
-    }
+    Pages pages;
+    FA_RETURN_IF_ERROR(set_pages({"page_table", a_.page_table}, {"k", a_.k}, p_.batch, pages, capacity, pointers_, error_));
+    p_.page_size = pages.size;
+    p_.page_table = pages.table;
+    p_.page_table_batch_stride = pages.batch_stride;
+    p_.page_table_page_stride = pages.page_stride;
+    p_.num_pages = pages.count;
+    p_.max_pages = pages.per_sequence;
     return FA_OK;
   }
 
@@ -454,25 +378,6 @@ class Normaliser {
   bool packed_k_ = false;
   bool paged_ = false;
 };
-
-// Outputs may not start where another tensor starts. Views into one allocation interleave legally, so only equal addresses are
-// caught.
-fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
-                         ErrorText &error) {
-  const auto has_data = [](const NamedTensor &t) { return t.tensor.data != nullptr && has_elements(t.tensor); };
-  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
-    if (!has_data(*output)) continue;
-    const auto clash = [&](const NamedTensor &t) { return has_data(t) && t.tensor.data == output->tensor.data; };
-    const NamedTensor *other = std::find_if(others.begin(), others.end(), clash);
-    if (other == others.end()) {
-      other = std::find_if(output + 1, outputs.end(), clash);
-      if (other == outputs.end()) continue;
-    }
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s.data and %s.data are both %p; outputs must have their own memory",
-                output->name, other->name, output->tensor.data);
-  }
-  return FA_OK;
-}
 
 }  // namespace
 
@@ -628,44 +533,9 @@ fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const f
   return FA_OK;
 }
 
-namespace {
-
-fa_status check_host_side(const Lengths &lengths, int64_t batch, const char *side, ErrorText &error) {
-  if (lengths.cu == nullptr && lengths.used == nullptr) return FA_OK;
-  for (int64_t b = 0; b < batch; ++b) {
-    int64_t slot = lengths.max_len;
-    if (lengths.cu != nullptr) {
-      const int64_t begin = offset_of(lengths, b), end = offset_of(lengths, b + 1);
-      if (begin < 0 || end < begin || end > lengths.total) {
-        return fail(error, FA_ERROR_INVALID_ARGUMENT,
-                    "cu_seqlens_%s[%" PRId64 "..%" PRId64 "] is %" PRId64 ", %" PRId64
-                    "; offsets must not decrease and stay within 0 and total_%s = %" PRId64,
-                    side, b, b + 1, begin, end, side, lengths.total);
-      }
-      slot = end - begin;
-    }
-    int64_t len = slot;
-    if (lengths.used != nullptr) {
-      len = lengths.used[b * lengths.used_stride];
-      if (len < 0 || len > slot) {
-        return fail(error, FA_ERROR_INVALID_ARGUMENT,
-                    "seqused_%s[%" PRId64 "] is %" PRId64 "; it must be between 0 and %" PRId64 ", the rows of its sequence",
-                    side, b, len, slot);
-      }
-    }
-    if (len > lengths.max_len) {
-      return fail(error, FA_ERROR_INVALID_ARGUMENT,
-                  "max_seqlen_%s is %" PRId64 ", but sequence %" PRId64 " has %" PRId64 " rows", side, lengths.max_len, b, len);
-    }
-  }
-  return FA_OK;
-}
-
-}  // namespace
-
 fa_status check_host_lengths(const Problem &p, ErrorText &error) {
-  FA_RETURN_IF_ERROR(check_host_side(p.q_lengths, p.batch, "q", error));
-  FA_RETURN_IF_ERROR(check_host_side(p.k_lengths, p.batch, "k", error));
+  FA_RETURN_IF_ERROR(check_host_side(p.q_lengths, p.batch, "_q", error));
+  FA_RETURN_IF_ERROR(check_host_side(p.k_lengths, p.batch, "_k", error));
   if (p.page_table == nullptr) return FA_OK;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t len = sequence_of(p.k_lengths, b).len;

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "core/append.h"
 #include "core/pointers.h"
 #include "core/problem.h"
 #include "core/status.h"
@@ -16,6 +17,8 @@ fa_status normalise(const fa_attention &attention, Problem &problem, Pointers &p
 fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error);
 
+fa_status normalise(const fa_append &append, AppendProblem &problem, Pointers &pointers, ErrorText &error);
+
 // `parts` receives what problem.parts points to.
 fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, const fa_tensor *out,
                           const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, Pointers &pointers,
@@ -23,5 +26,7 @@ fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const f
 
 // Checks offsets, used lengths and page numbers, for devices whose memory the host can read.
 fa_status check_host_lengths(const Problem &problem, ErrorText &error);
+// Checks offsets of packed rows, used lengths and positions. Places in the cache need no check: rows that have none are skipped.
+fa_status check_host_contents(const AppendProblem &problem, ErrorText &error);
 
 }  // namespace fa

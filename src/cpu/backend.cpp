@@ -74,6 +74,11 @@ class CpuBackend final : public Backend {
     return finished(merge(problem, machine_, *parallel_), error);
   }
 
+  fa_status run(const AppendProblem &problem, const Call &, ErrorText &error) override {
+    FA_RETURN_IF_ERROR(check_host_contents(problem, error));
+    return finished(append(problem, machine_, *parallel_), error);
+  }
+
  private:
   static PlanSummary summarise(const Plan &plan) { return {plan.kernel, plan.reason, plan.workspace_bytes, plan.num_splits}; }
 

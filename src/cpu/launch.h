@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/append.h"
 #include "core/parallel.h"
 #include "core/problem.h"
 #include "core/status.h"
@@ -38,5 +39,6 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine);
 bool forward(const Problem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool merge(const MergeProblem &problem, const Machine &machine, Parallel &parallel);
+bool append(const AppendProblem &problem, const Machine &machine, Parallel &parallel);
 
 }  // namespace fa::cpu

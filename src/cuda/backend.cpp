@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <unordered_map>
 
+#include "cuda/common/append.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/merge.h"
 #include "cuda/counters.h"
@@ -106,10 +107,19 @@ class CudaBackend final : public Backend {
     std::copy_n(problem.parts, problem.num_parts, params.parts);
     Launches launches;
     launches.add("merge kernel", merge_launch(params), &params);
-    CurrentContext context(driver_);
-    FA_RETURN_IF_ERROR(enter(call.stream, context, error));
-    FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
-    return enqueue(launches, call.stream, error);
+    return run_launches(launches, call, error);
+  }
+
+  fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) override {
+    if (problem.heads_q + problem.heads_k > kMaxAppendHeads) {
+      return fail(error, FA_ERROR_UNSUPPORTED, "q and k have %lld heads together; on CUDA one call takes up to %lld",
+                  static_cast<long long>(problem.heads_q + problem.heads_k), static_cast<long long>(kMaxAppendHeads));
+    }
+    AppendParams params;
+    params.problem = problem;
+    Launches launches;
+    launches.add("append kernel", append_launch(params), &params);
+    return run_launches(launches, call, error);
   }
 
  private:
@@ -169,6 +179,13 @@ class CudaBackend final : public Backend {
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
+  }
+
+  fa_status run_launches(const Launches &launches, const Call &call, ErrorText &error) {
+    CurrentContext context(driver_);
+    FA_RETURN_IF_ERROR(enter(call.stream, context, error));
+    FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
+    return enqueue(launches, call.stream, error);
   }
 
   fa_status check(cudaError_t result, const char *what, ErrorText &error) {

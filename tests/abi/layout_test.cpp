@@ -38,7 +38,8 @@ TEST(Layout, TheLibraryAgreesAboutSizes) {
   EXPECT_EQ(fa_sizeof(FA_STRUCT_ATTENTION), sizeof(fa_attention));
   EXPECT_EQ(fa_sizeof(FA_STRUCT_GRADIENTS), sizeof(fa_gradients));
   EXPECT_EQ(fa_sizeof(FA_STRUCT_PLAN_INFO), sizeof(fa_plan_info));
-  for (const fa_struct_kind unknown : {0, -1, 7, 1000, INT32_MAX, INT32_MIN}) EXPECT_EQ(fa_sizeof(unknown), 0u) << unknown;
+  EXPECT_EQ(fa_sizeof(FA_STRUCT_APPEND), sizeof(fa_append));
+  for (const fa_struct_kind unknown : {0, -1, 8, 1000, INT32_MAX, INT32_MIN}) EXPECT_EQ(fa_sizeof(unknown), 0u) << unknown;
 }
 
 TEST(Status, EveryConstantHasItsNameAndASentence) {

@@ -91,11 +91,13 @@ TEST_F(Calls, InitRefusesImpossibleSizes) {
   fa_attention attention;
   fa_gradients gradients;
   fa_plan_info info;
+  fa_append append;
   check(fa_config_init, &config, "config", 56);
   check(fa_device_properties_init, &properties, "properties", 168);
   check(fa_attention_init, &attention, "attention", 1472);
   check(fa_gradients_init, &gradients, "gradients", 568);
   check(fa_plan_info_init, &info, "info", 424);
+  check(fa_append_init, &append, "append", 1128);
 }
 
 // A caller from the future has a larger struct; it may use the library as long as what is new is zero.
@@ -186,6 +188,12 @@ TEST_F(Calls, StructSizesOfOtherVersions) {
       p.gradients, "gradients", [&](fa_gradients *g) { return fa_backward_prepare(ctx_, &p.attention, g); }, true);
   check(
       p.gradients, "gradients", [&](fa_gradients *g) { return fa_backward(ctx_, &p.attention, g, nullptr, 0, nullptr); }, true);
+  fa_append append;
+  fa_append_init(&append, sizeof append);
+  append.k = p.floats({2, 3, 2, 8});
+  append.k_cache = p.floats({2, 9, 2, 8});
+  check(
+      append, "append", [&](fa_append *a) { return fa_append_kv(ctx_, a, nullptr); }, true);
   check(
       info, "info", [&](fa_plan_info *i) { return fa_forward_query(ctx_, &p.attention, i); }, false);
   check(
@@ -203,6 +211,8 @@ TEST_F(Calls, NullPointers) {
   const fa_tensor *out = &p.attention.out, *lse = &p.attention.lse;
   const fa_attention *a = &p.attention;
   const fa_gradients *g = &p.gradients;
+  fa_append append;
+  fa_append_init(&append, sizeof append);
   constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
 
   // Without a handle the text is the thread's.
@@ -215,6 +225,7 @@ TEST_F(Calls, NullPointers) {
       fa_backward(nullptr, a, g, nullptr, 0, nullptr),
       fa_device_info(nullptr, &properties),
       fa_merge(nullptr, 1, out, lse, out, lse, nullptr),
+      fa_append_kv(nullptr, &append, nullptr),
   };
   for (const fa_status status : without_handle) expect_refusal(status, kInvalid, fa_last_error(nullptr), {"ctx", "NULL"});
   EXPECT_EQ(fa_last_cuda_error(nullptr), 0);
@@ -234,6 +245,7 @@ TEST_F(Calls, NullPointers) {
   expect_refusal(fa_backward(ctx_, nullptr, g, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
   expect_refusal(fa_backward(ctx_, a, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"gradients", "NULL"});
   expect_refusal(fa_device_info(ctx_, nullptr), kInvalid, fa_last_error(ctx_), {"properties", "NULL"});
+  expect_refusal(fa_append_kv(ctx_, nullptr, nullptr), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
   expect_refusal(fa_merge(ctx_, 1, nullptr, lse, out, lse, nullptr), kInvalid, fa_last_error(ctx_), {"out_parts", "NULL"});
   expect_refusal(fa_merge(ctx_, 1, out, nullptr, out, lse, nullptr), kInvalid, fa_last_error(ctx_), {"lse_parts", "NULL"});
   expect_refusal(fa_merge(ctx_, 1, out, lse, nullptr, lse, nullptr), kInvalid, fa_last_error(ctx_), {"out", "NULL"});

@@ -52,11 +52,11 @@ int dtype_bytes(fa_dtype dtype) { return (dtype >> 8 & 0xFF) / 8; }
 
 // Whether every element of `t` lies in `arena`.
 bool inside(const fa_tensor &t, const Arena &arena) {
-  if (t.data == nullptr || t.ndim == 0) return true;
+  if (t.data == nullptr || t.ndim < 1 || t.ndim > 4) return true;  // absent, or refused before anything is read
   __int128 low = reinterpret_cast<uintptr_t>(t.data), high = low + dtype_bytes(t.dtype);
   for (int d = 0; d < t.ndim; ++d) {
     if (t.shape[d] == 0) return true;
-    const __int128 reach = static_cast<__int128>(t.shape[d] - 1) * t.stride[d] * dtype_bytes(t.dtype);
+    const __int128 reach = (static_cast<__int128>(t.shape[d]) - 1) * t.stride[d] * dtype_bytes(t.dtype);
     (reach < 0 ? low : high) += reach;
   }
   return low >= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.begin())) &&
@@ -82,6 +82,12 @@ constexpr fa_tensor fa_attention::*kOutputs[] = {&fa_attention::out, &fa_attenti
 constexpr fa_tensor fa_gradients::*kGradients[] = {&fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv,
                                                    &fa_gradients::dbias, &fa_gradients::dsink};
 constexpr fa_tensor fa_gradients::*kIncoming[] = {&fa_gradients::dout, &fa_gradients::dlse};
+
+constexpr fa_tensor fa_append::*kAppendInputs[] = {
+    &fa_append::k,       &fa_append::v,          &fa_append::page_table, &fa_append::offsets,         &fa_append::cu_seqlens,
+    &fa_append::seqused, &fa_append::rotary_cos, &fa_append::rotary_sin, &fa_append::rotary_positions};
+constexpr fa_tensor fa_append::*kAppendOutputs[] = {&fa_append::k_cache, &fa_append::v_cache, &fa_append::seqused_k,
+                                                    &fa_append::q_out};
 
 struct Problem {
   fa_attention attention;
@@ -223,6 +229,43 @@ class StructFuzz : public testing::Test {
     return p;
   }
 
+  fa_append valid_append() {
+    fa_append a;
+    fa_append_init(&a, sizeof a);
+    const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+    const fa_dtype dtype = pick(dtypes), tables = one_in(2) ? dtype : fa_dtype{FA_FLOAT32};
+    const int64_t batch = below(4), rows = below(6), heads = 1 + below(2), d = 2 + below(24), dv = 1 + below(24);
+    const int64_t half = 1 + below(d / 2), heads_q = heads * (1 + below(3));
+    const bool packed = one_in(3), paged = one_in(2);
+    const auto rows_of = [&](auto make, int64_t h, int64_t dim) {
+      return packed ? (this->*make)(dtype, {rows, h, dim}) : (this->*make)(dtype, {batch, rows, h, dim});
+    };
+    constexpr auto in = &StructFuzz::input, out = &StructFuzz::output;
+    a.k = rows_of(in, heads, d);
+    a.k_cache = output(dtype, {paged ? 4 : batch, 1 + below(9), heads, d});
+    if (!one_in(4)) {
+      a.v = rows_of(in, heads, dv);
+      a.v_cache = output(dtype, {a.k_cache.shape[0], a.k_cache.shape[1], heads, dv});
+    }
+    if (paged) a.page_table = lengths(FA_INT32, {batch, 3});
+    if (packed) a.cu_seqlens = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
+    if (one_in(2)) a.offsets = lengths(FA_INT32, {batch});
+    if (one_in(4)) a.seqused = lengths(FA_INT32, {batch});
+    if (one_in(2)) a.seqused_k = output(FA_INT32, {batch});
+    if (one_in(3)) return a;
+    a.rotary_cos = input(tables, {30, half});
+    a.rotary_sin = input(tables, {30, half});
+    a.flags = static_cast<uint32_t>(below(2));
+    if (one_in(2)) {
+      const fa_dtype integers = one_in(2) ? FA_INT32 : FA_INT64;
+      a.rotary_positions = packed ? lengths(integers, {rows}) : lengths(integers, {batch, rows});
+    }
+    if (one_in(2)) return a;
+    a.q = rows_of(one_in(2) ? in : out, heads_q, d);
+    if (a.q.data < outputs_.begin() || a.q.data >= outputs_.end()) a.q_out = rows_of(out, heads_q, d);
+    return a;
+  }
+
   int64_t nasty_integer() {
     const int64_t values[] = {0,
                               1,
@@ -350,6 +393,22 @@ class StructFuzz : public testing::Test {
     }
   }
 
+  void damage(fa_append &a) {
+    switch (below(8)) {
+      case 0:
+        return damage_scalar(a.flags);
+      case 1:
+        return damage_scalar(a.struct_size);
+      case 2:
+        return damage(a.q);
+      case 3:
+      case 4:
+        return damage(a.*pick(kAppendOutputs));
+      default:
+        return damage(a.*pick(kAppendInputs));
+    }
+  }
+
   // What would be fatal by the caller's own fault: memory it does not have. Struct sizes stay as they are for the same reason.
   bool runnable(const Problem &p, bool backward) const {
     const auto seed = [&](const uint64_t *pointer) {
@@ -371,6 +430,19 @@ class StructFuzz : public testing::Test {
       }
     }
     return seed(p.attention.dropout_seed_ptr) && seed(p.attention.dropout_offset_ptr);
+  }
+
+  bool runnable(const fa_append &a) const {
+    for (const auto member : kAppendInputs) {
+      if (!inside(a.*member, inputs_)) return false;
+    }
+    for (const auto member : kAppendOutputs) {
+      if (!inside(a.*member, outputs_)) return false;
+    }
+    if (!inside(a.q, a.q_out.ndim != 0 ? inputs_ : outputs_)) return false;
+    double rows = 1;  // broadcast inputs may have more of them than anyone would wait for
+    for (int d = 0; d < 3; ++d) rows *= static_cast<double>(std::max<int64_t>(a.k.shape[d], 1));
+    return rows < 1e6;
   }
 
   void count(const char *function, fa_status status, const char *text) {
@@ -410,21 +482,33 @@ class StructFuzz : public testing::Test {
     }
   }
 
+  void one_append() {
+    fa_append a = valid_append();
+    for (int64_t n = below(4); n > 0; --n) damage(a);
+    a.struct_size = std::min<uint32_t>(a.struct_size, sizeof a);
+    if (!runnable(a)) return;
+    fa_context ctx = contexts_[below(2)];
+    const fa_status run = fa_append_kv(ctx, &a, nullptr);
+    count("append", run, fa_last_error(ctx));
+    appended_ += run == FA_OK;
+  }
+
   Arena inputs_, outputs_;
   std::mt19937_64 random_;
   fa_context contexts_[2] = {};
-  int64_t calls_ = 0, ran_ = 0;
+  int64_t calls_ = 0, ran_ = 0, appended_ = 0;
   std::map<fa_status, int64_t> statuses_;
 };
 
 TEST_F(StructFuzz, NothingCrashes) {
   const char *wish = std::getenv("FA_FUZZ_CALLS");
   const int64_t calls = wish != nullptr ? std::atoll(wish) : 300000;
-  while (calls_ < calls && !HasFailure()) one_problem();
-  std::printf("fuzz: %lld calls, 0 crashes, %lld of them computed\n", static_cast<long long>(calls_),
-              static_cast<long long>(ran_));
+  while (calls_ < calls && !HasFailure()) one_in(4) ? one_append() : one_problem();
+  std::printf("fuzz: %lld calls, 0 crashes, %lld of them computed, %lld appended\n", static_cast<long long>(calls_),
+              static_cast<long long>(ran_), static_cast<long long>(appended_));
   for (const auto &[status, times] : statuses_)
     std::printf("  %-28s %lld\n", fa_status_name(status), static_cast<long long>(times));
+  EXPECT_GT(appended_, calls_ / 200) << "too few appends are valid: this test tests little";
   EXPECT_GT(ran_, calls_ / 50) << "too few problems are valid: this test tests little";
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls captured into CUDA graphs and replayed after the device's lengths, pages and seeds have changed give what direct calls give.
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -169,6 +170,95 @@ TEST_F(Graphs, PagesChange) {
     EXPECT_NE(replayed, before);
     before = replayed;
   }
+}
+
+// A step of an engine, captured once: append a row to every cache, then attend. What a replay finds on the device (where the caches
+// end, which sequences take part, which pages they have) is what it works with.
+TEST_F(Graphs, AppendThenForward) {
+  constexpr int64_t kBatch = 3, kHeadsQ = 8, kHeadsK = 2, kDim = 64, kPages = 12, kPageSize = 16, kMaxPages = 4,
+                    kPositions = 64;
+  std::vector<void *> memory;
+  const auto tensor = [&](fa_dtype dtype, std::initializer_list<int64_t> shape) {
+    fa_tensor t{};
+    t.dtype = dtype;
+    t.ndim = static_cast<int32_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), t.shape);
+    int64_t count = 1;
+    for (int d = t.ndim - 1; d >= 0; --d) t.stride[d] = count, count *= t.shape[d];
+    check(cudaMalloc(&t.data, static_cast<size_t>(count) * 4), "memory");
+    memory.push_back(t.data);
+    return t;
+  };
+  const auto upload = [&](const fa_tensor &t, const auto &values) {
+    check(cudaMemcpyAsync(t.data, values.data(), values.size() * sizeof values[0], cudaMemcpyHostToDevice, stream_), "upload");
+    check(cudaStreamSynchronize(stream_), "upload");
+  };
+  const auto floats = [&](const fa_tensor &t, float scale) {
+    std::vector<float> values(static_cast<size_t>(t.shape[0] * t.stride[0]));
+    for (size_t n = 0; n < values.size(); ++n) values[n] = scale * (static_cast<float>(n * 7919 % 1009) / 504.5f - 1.f);
+    upload(t, values);
+  };
+  fa_append a;
+  fa_append_init(&a, sizeof a);
+  a.k = tensor(FA_FLOAT32, {kBatch, 1, kHeadsK, kDim});
+  a.v = tensor(FA_FLOAT32, {kBatch, 1, kHeadsK, kDim});
+  a.q = tensor(FA_FLOAT32, {kBatch, 1, kHeadsQ, kDim});
+  a.q_out = tensor(FA_FLOAT32, {kBatch, 1, kHeadsQ, kDim});
+  a.k_cache = tensor(FA_FLOAT32, {kPages, kPageSize, kHeadsK, kDim});
+  a.v_cache = tensor(FA_FLOAT32, {kPages, kPageSize, kHeadsK, kDim});
+  a.page_table = tensor(FA_INT32, {kBatch, kMaxPages});
+  a.offsets = tensor(FA_INT32, {kBatch});
+  a.seqused_k = tensor(FA_INT32, {kBatch});
+  a.rotary_cos = tensor(FA_FLOAT32, {kPositions, kDim / 2});
+  a.rotary_sin = tensor(FA_FLOAT32, {kPositions, kDim / 2});
+  fa_attention att;
+  fa_attention_init(&att, sizeof att);
+  att.q = a.q_out;
+  att.k = a.k_cache;
+  att.v = a.v_cache;
+  att.page_table = a.page_table;
+  att.seqused_k = a.seqused_k;
+  att.out = tensor(FA_FLOAT32, {kBatch, 1, kHeadsQ, kDim});
+  for (const fa_tensor &t : {a.k, a.v, a.q, a.rotary_cos, a.rotary_sin}) floats(t, 1.f);
+  const auto step = [&] {
+    EXPECT_EQ(fa_append_kv(context_, &a, stream_), FA_OK) << fa_last_error(context_);
+    EXPECT_EQ(fa_forward(context_, &att, nullptr, 0, stream_), FA_OK) << fa_last_error(context_);
+  };
+  const Graph graph(stream_, step);
+  ASSERT_TRUE(graph.made());
+  const auto results = [&] {
+    std::vector<uint8_t> bytes;
+    for (const fa_tensor &t : {a.k_cache, a.v_cache, a.q_out, att.out, a.seqused_k}) {
+      const size_t at = bytes.size(), size = static_cast<size_t>(t.shape[0] * t.stride[0]) * 4;
+      bytes.resize(at + size);
+      check(cudaMemcpyAsync(bytes.data() + at, t.data, size, cudaMemcpyDeviceToHost, stream_), "download");
+    }
+    check(cudaStreamSynchronize(stream_), "download");
+    return bytes;
+  };
+  const auto prepare = [&](const std::vector<int32_t> &offsets, int32_t shift) {
+    std::vector<int32_t> pages;
+    for (int32_t n = 0; n < kBatch * kMaxPages; ++n) pages.push_back((n + shift) % kPages);
+    upload(a.offsets, offsets);
+    upload(a.page_table, pages);
+    floats(a.k_cache, 2.f);
+    floats(a.v_cache, 2.f);
+    check(cudaMemsetAsync(a.q_out.data, 0xFF, kBatch * kHeadsQ * kDim * 4, stream_), "poison");
+    check(cudaMemsetAsync(att.out.data, 0xFF, kBatch * kHeadsQ * kDim * 4, stream_), "poison");
+  };
+  std::vector<uint8_t> before;
+  int32_t shift = 0;
+  for (const std::vector<int32_t> &offsets : {std::vector<int32_t>{0, 5, 63}, {17, -1, 62}, {-1, -1, 0}, {31, 32, 64}}) {
+    prepare(offsets, ++shift);
+    graph.launch(stream_);
+    const std::vector<uint8_t> replayed = results();
+    prepare(offsets, shift);
+    step();
+    EXPECT_EQ(replayed, results()) << "offsets from " << offsets[0];
+    EXPECT_NE(replayed, before);
+    before = replayed;
+  }
+  for (void *data : memory) check(cudaFree(data), "free");
 }
 
 // A context may be destroyed before its graphs: they own what they use.

@@ -34,6 +34,7 @@ CPU_ISAS: Dict[str, int] = {"auto": 0, "portable": 100, "avx2": 200, "avx512": 3
 MASK_NONE, MASK_CAUSAL, MASK_CAUSAL_TOP_LEFT = 0, 1, 2
 WINDOW_LEFT, WINDOW_RIGHT = 1, 2
 FLAG_DETERMINISTIC, FLAG_BATCH_INVARIANT = 1, 2
+APPEND_INTERLEAVED = 1
 
 FLOAT32 = 0x00012002
 FLOAT16 = 0x00011002
@@ -157,8 +158,37 @@ class fa_plan_info(ctypes.Structure):
     ]
 
 
+class fa_append(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("k", fa_tensor),
+        ("v", fa_tensor),
+        ("k_cache", fa_tensor),
+        ("v_cache", fa_tensor),
+        ("page_table", fa_tensor),
+        ("offsets", fa_tensor),
+        ("cu_seqlens", fa_tensor),
+        ("seqused", fa_tensor),
+        ("seqused_k", fa_tensor),
+        ("q", fa_tensor),
+        ("q_out", fa_tensor),
+        ("rotary_cos", fa_tensor),
+        ("rotary_sin", fa_tensor),
+        ("rotary_positions", fa_tensor),
+    ]
+
+
 # By fa_struct_kind.
-STRUCTS = {1: fa_config, 2: fa_device_properties, 3: fa_tensor, 4: fa_attention, 5: fa_gradients, 6: fa_plan_info}
+STRUCTS = {
+    1: fa_config,
+    2: fa_device_properties,
+    3: fa_tensor,
+    4: fa_attention,
+    5: fa_gradients,
+    6: fa_plan_info,
+    7: fa_append,
+}
 
 
 def assign(struct: ctypes.Structure, field: str, value: int) -> None:
@@ -213,6 +243,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "fa_tensor_from_dlpack": (c_int32, [tensor, c_void_p]),
         "fa_attention_init": (c_int32, [attention, c_size_t]),
         "fa_gradients_init": (c_int32, [gradients, c_size_t]),
+        "fa_append_init": (c_int32, [POINTER(fa_append), c_size_t]),
         "fa_plan_info_init": (c_int32, [plan, c_size_t]),
         "fa_forward_query": (c_int32, [context, attention, plan]),
         "fa_backward_query": (c_int32, [context, attention, gradients, plan]),
@@ -221,6 +252,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "fa_forward": (c_int32, [context, attention, c_void_p, c_size_t, stream]),
         "fa_backward": (c_int32, [context, attention, gradients, c_void_p, c_size_t, stream]),
         "fa_merge": (c_int32, [context, c_int32, tensor, tensor, tensor, tensor, stream]),
+        "fa_append_kv": (c_int32, [context, POINTER(fa_append), stream]),
         "fa_sizeof": (c_size_t, [c_int32]),
     }
     for name, (result, arguments) in prototypes.items():

@@ -63,6 +63,7 @@ pub const FA_WINDOW_LEFT: u32 = 1;
 pub const FA_WINDOW_RIGHT: u32 = 2;
 pub const FA_FLAG_DETERMINISTIC: u32 = 1;
 pub const FA_FLAG_BATCH_INVARIANT: u32 = 2;
+pub const FA_APPEND_INTERLEAVED: u32 = 1;
 
 pub type fa_struct_kind = i32;
 pub const FA_STRUCT_CONFIG: fa_struct_kind = 1;
@@ -71,6 +72,7 @@ pub const FA_STRUCT_TENSOR: fa_struct_kind = 3;
 pub const FA_STRUCT_ATTENTION: fa_struct_kind = 4;
 pub const FA_STRUCT_GRADIENTS: fa_struct_kind = 5;
 pub const FA_STRUCT_PLAN_INFO: fa_struct_kind = 6;
+pub const FA_STRUCT_APPEND: fa_struct_kind = 7;
 
 /// Opaque; a context is a pointer to it.
 #[repr(C)]
@@ -222,6 +224,24 @@ abi_structs! {
         kernel: [c_char; 64],
         reason: [c_char; 320],
     }
+    fa_append {
+        struct_size: u32,
+        flags: u32,
+        k: fa_tensor,
+        v: fa_tensor,
+        k_cache: fa_tensor,
+        v_cache: fa_tensor,
+        page_table: fa_tensor,
+        offsets: fa_tensor,
+        cu_seqlens: fa_tensor,
+        seqused: fa_tensor,
+        seqused_k: fa_tensor,
+        q: fa_tensor,
+        q_out: fa_tensor,
+        rotary_cos: fa_tensor,
+        rotary_sin: fa_tensor,
+        rotary_positions: fa_tensor,
+    }
 }
 
 extern "C" {
@@ -240,6 +260,7 @@ extern "C" {
     pub fn fa_tensor_from_dlpack(tensor: *mut fa_tensor, dl_tensor: *const c_void) -> fa_status;
     pub fn fa_attention_init(attention: *mut fa_attention, size: usize) -> fa_status;
     pub fn fa_gradients_init(gradients: *mut fa_gradients, size: usize) -> fa_status;
+    pub fn fa_append_init(append: *mut fa_append, size: usize) -> fa_status;
     pub fn fa_plan_info_init(info: *mut fa_plan_info, size: usize) -> fa_status;
     pub fn fa_forward_query(ctx: fa_context, attention: *const fa_attention, info: *mut fa_plan_info) -> fa_status;
     pub fn fa_backward_query(
@@ -274,5 +295,6 @@ extern "C" {
         lse: *const fa_tensor,
         stream: fa_stream,
     ) -> fa_status;
+    pub fn fa_append_kv(ctx: fa_context, append: *const fa_append, stream: fa_stream) -> fa_status;
     pub fn fa_sizeof(kind: fa_struct_kind) -> usize;
 }

@@ -13,6 +13,7 @@ fn sizes_equal_the_librarys() {
         FA_STRUCT_ATTENTION,
         FA_STRUCT_GRADIENTS,
         FA_STRUCT_PLAN_INFO,
+        FA_STRUCT_APPEND,
     ];
     let layouts = layouts();
     assert_eq!(layouts.len(), kinds.len());

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// New rows for a cache: cut into tasks, and the way into the kernel of the chosen instruction set.
+#include <algorithm>
+
+#include "cpu/append_job.h"
+#include "cpu/launch.h"
+
+namespace fa::cpu {
+namespace {
+
+using Kernel = void (*)(const AppendJob &job);
+
+Kernel kernel_of(fa_cpu_isa isa) {
+#if defined(__x86_64__)
+  if (isa == FA_CPU_ISA_AVX512) return avx512::append_rows;
+  if (isa == FA_CPU_ISA_AVX2) return avx2::append_rows;
+#endif
+  (void)isa;
+  return portable::append_rows;
+}
+
+// Below this many bytes a task a second thread costs more than it brings.
+constexpr double kTaskBytes = 64 * 1024;
+
+int32_t task_count(const AppendProblem &p, const Machine &machine) {
+  const int64_t columns = (p.heads_q + p.heads_k) * p.head_dim + p.heads_k * p.head_dim_v;
+  const double bytes = static_cast<double>(p.rows) * static_cast<double>(columns) * dtype_bytes(p.k.dtype);
+  const double tasks = std::min(bytes / kTaskBytes, static_cast<double>(std::min<int64_t>(machine.threads, p.rows)));
+  return std::max(static_cast<int32_t>(tasks), 1);
+}
+
+}  // namespace
+
+bool append(const AppendProblem &problem, const Machine &machine, Parallel &parallel) {
+  struct Context {
+    const AppendProblem &problem;
+    Kernel kernel;
+    int32_t tasks;
+  } context{problem, kernel_of(machine.isa), task_count(problem, machine)};
+  if (problem.seqused_k != nullptr) {
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      problem.seqused_k[b * problem.seqused_k_stride] =
+          static_cast<int32_t>(appended_length(problem, append_sequence(problem, b)));
+    }
+  }
+  if (problem.rows == 0) return true;
+  return parallel.run(
+      context.tasks,
+      [](void *c, int32_t task) {
+        const auto &[p, kernel, tasks] = *static_cast<Context *>(c);
+        kernel({&p, p.rows * task / tasks, p.rows * (task + 1) / tasks});
+      },
+      &context);
+}
+
+}  // namespace fa::cpu
