@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# `cmake --install`: two components, `runtime` (the library) and `development` (headers, CMake package, pkg-config). The tree can
-# be moved as a whole: nothing installed holds an absolute path.
+# `cmake --install`: components `runtime` (the library), `development` (headers, CMake package, pkg-config) and `tools` (the command-line
+# tool, see bindings/cli). The tree can be moved as a whole: nothing installed holds an absolute path.
 include(CMakePackageConfigHelpers)
 
 set(FA_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/flashattn")

@@ -88,5 +88,16 @@ def test_components(folder):
                 assert path not in file.read_text(), f"{file} holds the absolute path {path}"
 
 
+def test_cli(folder):
+    run(cmake, "--install", build, "--prefix", folder / "tools", "--component", "tools")
+    files = sorted(str(file.relative_to(folder / "tools")) for file in (folder / "tools").rglob("*") if file.is_file())
+    assert files == ["bin/flashattn", "share/man/man1/flashattn.1"], files
+    # Beside the library, wherever the tree lies, without an environment variable.
+    prefix = installed(folder)
+    run(prefix / "bin/flashattn", "verify", "--device", "cpu", "--quiet", "--filter", "forward fp32", LD_LIBRARY_PATH="")
+    tool = (prefix / "bin/flashattn").read_bytes()
+    assert build.encode() not in tool, "the tool holds the path of the build tree"
+
+
 with tempfile.TemporaryDirectory() as scratch:
     {name[5:]: function for name, function in list(globals().items()) if name.startswith("test_")}[case](Path(scratch))

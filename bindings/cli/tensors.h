@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Data for a problem: made on the host from a seed, copied to the device, and read back.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "problem.h"
+
+namespace cli {
+
+// The bytes of one tensor of a problem: about normal numbers, or valid offsets, pages, blocks, slopes.
+std::vector<char> host_data(const Spec &spec, const std::string &name, const fa_tensor &tensor, uint32_t seed);
+
+// Memory for every tensor of a problem; inputs are filled, outputs are zero.
+class Tensors {
+ public:
+  Tensors(Device &device, Problem &problem, uint32_t seed);
+
+  // What was written into an input (made again: long tensors are not kept twice).
+  std::vector<char> input(const Problem::Member &member) const;
+  // What an output holds now.
+  std::vector<char> output(const std::string &name) const;
+  // The address of a tensor of `problem`, for another problem over the same memory.
+  void *address(const std::string &name) const { return buffers_.at(name).data(); }
+
+ private:
+  Spec spec_;
+  std::map<std::string, uint32_t> seeds_;
+  std::map<std::string, Buffer> buffers_;
+};
+
+}  // namespace cli
