@@ -5,8 +5,9 @@
     out, lse = flashattn.forward(q, k, v, causal=True)
     dq, dk, dv, *_ = flashattn.backward(dout, q, k, v, out, lse, causal=True)
 
-Arrays are read and written in place, whatever their strides: NumPy's, and anything with `__dlpack__` or the buffer protocol.
-The functions here use a CPU context of the calling thread; make a `Context` to choose threads, instruction set or a GPU.
+Arrays are read and written in place, whatever their strides: NumPy's, and anything with `__dlpack__`, `__cuda_array_interface__` or the
+buffer protocol. The functions here use a CPU context of the calling thread; make a `Context` to choose threads, instruction set or a GPU.
+`flashattn.torch` and `flashattn.jax` are differentiable functions of these frameworks.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import threading
 from typing import Any, Tuple
 
 from . import _abi
+from ._array import Array
 from ._context import Context, DeviceInfo, Gradients, Options, Plan
 from ._error import Error
 
 __all__ = [
+    "Array",
     "Context",
     "DeviceInfo",
     "Error",

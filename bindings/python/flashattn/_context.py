@@ -38,7 +38,8 @@ class Options:
     #: float32, (heads_q): one more logit per head, in the denominator only.
     sink: Any = None
     dropout_p: float = 0.0
-    dropout_seed: int = 0
+    #: A number, or an int64 tensor of one element that is read when the call runs, where the call runs.
+    dropout_seed: Any = 0
     dropout_offset: int = 0
     #: Packed sequences: int32 or int64, (batch + 1).
     cu_seqlens_q: Any = None
@@ -109,7 +110,7 @@ _TENSOR_OPTIONS = [
     "v_descale",
 ]
 _FLOAT_OPTIONS = ["softcap", "dropout_p"]
-_INTEGER_OPTIONS = ["dropout_seed", "dropout_offset", "max_seqlen_q", "max_seqlen_k", "num_splits"]
+_INTEGER_OPTIONS = ["dropout_offset", "max_seqlen_q", "max_seqlen_k", "num_splits"]
 _CAUSAL = {
     False: _abi.MASK_NONE,
     True: _abi.MASK_CAUSAL,
@@ -203,9 +204,20 @@ class Context:
     def _view(self, obj: Any, what: str, holds: Holds, stream: Optional[int], writable: bool = False) -> _abi.fa_tensor:
         return _tensor.view(obj, what, self._device, holds, writable=writable, stream=stream)
 
-    def _allocate(self, shape: Tuple[int, ...], dtype: int, what: str, cu_seqlens: _abi.fa_tensor) -> Any:
+    def _allocate(self, shape: Tuple[int, ...], dtype: int, what: str, like: Any, cu_seqlens: _abi.fa_tensor) -> Any:
         """Room for a result. Rows between packed sequences are never written, so they begin as zero."""
-        return _tensor.allocate(shape, dtype, what, self._device, zeroed=cu_seqlens.ndim > 0)
+        return _tensor.allocate(shape, dtype, what, self._device, like, zeroed=cu_seqlens.ndim > 0)
+
+    def _set_seed(self, problem: _abi.fa_attention, seed: Any, holds: Holds, stream: Optional[int]) -> None:
+        if isinstance(seed, int):
+            _abi.assign(problem, "dropout_seed", seed)
+            return
+        view = self._view(seed, "dropout_seed", holds, stream)
+        if view.dtype != _abi.INT64 or _tensor.shape_of(view) not in ((), (1,)):
+            raise TypeError(
+                f"dropout_seed must be a number or one int64, not {_tensor.shape_of(view)} of dtype {view.dtype:#x}"
+            )
+        problem.dropout_seed_ptr = view.data
 
     def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
         """Everything of the problem but its outputs."""
@@ -221,6 +233,7 @@ class Context:
             setattr(problem, name, getattr(options, name))
         for name in _INTEGER_OPTIONS:
             _abi.assign(problem, name, getattr(options, name))
+        self._set_seed(problem, options.dropout_seed, holds, stream)
         problem.mask = _choose(_CAUSAL, options.causal, "causal")
         if options.scale == 0:
             raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
@@ -256,9 +269,9 @@ class Context:
                 f"q has {len(shape)} dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
             )
         if out is None:
-            out = self._allocate(shape, dtype, "out", problem.cu_seqlens_q)
+            out = self._allocate(shape, dtype, "out", q, problem.cu_seqlens_q)
         if lse is None:
-            lse = self._allocate(_lse_shape(shape), _abi.FLOAT32, "lse", problem.cu_seqlens_q)
+            lse = self._allocate(_lse_shape(shape), _abi.FLOAT32, "lse", q, problem.cu_seqlens_q)
         problem.out = self._view(out, "out", holds, stream, writable=True)
         if lse is not False:
             problem.lse = self._view(lse, "lse", holds, stream, writable=True)
@@ -296,7 +309,7 @@ class Context:
         ):
             result = getattr(results, name)
             if result is None and (name in ("dq", "dk", "dv") or like.ndim > 0):
-                result = self._allocate(_tensor.shape_of(like), like.dtype, name, cu_seqlens)
+                result = self._allocate(_tensor.shape_of(like), like.dtype, name, q, cu_seqlens)
             if result is False:
                 result = None
             given[name] = result
@@ -306,15 +319,16 @@ class Context:
     # --------------------------------------------------------------------------------------------------- calls
 
     def forward(
-        self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, stream: Optional[int] = None, **options: Any
+        self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, stream: Any = None, **options: Any
     ) -> Tuple[Any, Any]:
         """softmax(scale q k^T + ..., masked) v and the log of the softmax's denominator: returns (out, lse).
 
         q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens`; read in place, any strides with the
-        last one 1. Results are written to `out` and `lse` when given and allocated by NumPy otherwise; lse=False leaves it out.
-        `stream` is a CUDA stream's address. Options are the fields of `Options`.
+        last one 1. Results are written to `out` and `lse` when given and otherwise allocated as q is (PyTorch, CuPy; NumPy for all
+        others); lse=False leaves it out. `stream` is a CUDA stream or its address. Options are the fields of `Options`.
         """
         holds: Holds = []
+        stream = _tensor.stream_handle(stream)
         problem, out, lse = self._forward_problem(q, k, v, out, lse, Options(**options), stream, holds)
         check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
         return out, lse
@@ -334,14 +348,15 @@ class Context:
         dv: Any = None,
         dbias: Any = None,
         dsink: Any = None,
-        stream: Optional[int] = None,
+        stream: Any = None,
         **options: Any,
     ) -> Gradients:
         """Gradients of `forward` for the gradients `dout` (and `dlse`) of its results; takes the same options.
 
-        Results are written where given and allocated otherwise; False leaves one out.
+        Results are written where given and allocated as q is otherwise; False leaves one out.
         """
         holds: Holds = []
+        stream = _tensor.stream_handle(stream)
         problem, gradients, results = self._backward_problem(
             dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), Options(**options), stream, holds
         )
@@ -349,20 +364,21 @@ class Context:
         return results
 
     def merge(
-        self, outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None, lse: Any = None, stream: Optional[int] = None
+        self, outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None, lse: Any = None, stream: Any = None
     ) -> Tuple[Any, Any]:
         """Combines results over disjoint sets of keys into the result over all of them: returns (out, lse)."""
         if len(outs) != len(lses) or not outs:
             raise ValueError(f"outs and lses must pair up; there are {len(outs)} and {len(lses)}")
         holds: Holds = []
+        stream = _tensor.stream_handle(stream)
         count = len(outs)
         out_views = (_abi.fa_tensor * count)(*[self._view(x, f"outs[{n}]", holds, stream) for n, x in enumerate(outs)])
         lse_views = (_abi.fa_tensor * count)(*[self._view(x, f"lses[{n}]", holds, stream) for n, x in enumerate(lses)])
         shape = _tensor.shape_of(out_views[0])
         if out is None:
-            out = self._allocate(shape, out_views[0].dtype, "out", _abi.fa_tensor())
+            out = self._allocate(shape, out_views[0].dtype, "out", outs[0], _abi.fa_tensor())
         if lse is None:
-            lse = self._allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", _abi.fa_tensor())
+            lse = self._allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", outs[0], _abi.fa_tensor())
         out_view = self._view(out, "out", holds, stream, writable=True)
         lse_view = self._view(lse, "lse", holds, stream, writable=True)
         check(

@@ -1,43 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python objects as `fa_tensor` views, without copying: `__array_interface__` (NumPy), `__dlpack__` (PyTorch, JAX, CuPy, ...) and the
-buffer protocol (memoryview, array, ctypes).
-
-NumPy is used only to allocate results; without it they are memoryviews.
+"""Python objects as `fa_tensor` views, without copying: `__array_interface__` (NumPy), `__dlpack__` (PyTorch, JAX, CuPy, ...),
+`__cuda_array_interface__` (Numba, ...) and the buffer protocol (memoryview, array, ctypes). And room for results, made by the framework
+the queries come from.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import sys
 from ctypes import (
     POINTER,
     c_char_p,
     c_int,
-    c_int32,
-    c_int64,
     c_ssize_t,
-    c_uint8,
-    c_uint16,
-    c_uint32,
-    c_uint64,
     c_void_p,
     py_object,
 )
 from typing import Any, List, Optional, Sequence, Tuple
 
-from . import _abi
+from . import _abi, _cuda
+from ._array import Array
+from ._dlpack import CAPSULE, CUDA_DEVICES, HOST_DEVICES, READ_ONLY_FLAG, VERSIONED_CAPSULE, DLManagedTensorVersioned
 from ._error import check
 
-numpy: Any
-ml_dtypes: Any
-try:
-    import numpy
-except ImportError:
-    numpy = None
 
-try:
-    import ml_dtypes
-except ImportError:
-    ml_dtypes = None
+def _optional(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+numpy = _optional("numpy")
+ml_dtypes = numpy and _optional("ml_dtypes")
 
 _BY_TYPESTR = {
     "f4": _abi.FLOAT32,
@@ -109,38 +105,37 @@ def _from_array_interface(obj: Any, interface: dict, what: str, writable: bool) 
     return _fill(address, interface["shape"], interface.get("strides"), dtype, what)
 
 
+# ---------------------------------------------------------------------------------------------- __cuda_array_interface__
+
+
+def _from_cuda_array_interface(obj: Any, interface: dict, what: str, writable: bool, stream: Optional[int]) -> _abi.fa_tensor:
+    if interface.get("mask") is not None:
+        raise TypeError(f"{what} has a mask, which the library does not know")
+    # Version 3: the exporter's pending work is on this stream; None says there is none to wait for.
+    producer = interface.get("stream")
+    if producer is not None and producer != (stream or _cuda.LEGACY_STREAM):
+        _cuda.wait(stream or _cuda.LEGACY_STREAM, producer)
+    return _from_array_interface(obj, interface, what, writable)
+
+
+def stream_handle(stream: Any) -> Optional[int]:
+    """The address of a CUDA stream: a number, `__cuda_stream__` (the protocol), PyTorch's `cuda_stream`, CuPy's `ptr`."""
+    if stream is None or isinstance(stream, int):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol() if callable(protocol) else protocol
+        if version != 0:
+            raise TypeError(f"stream follows version {version} of __cuda_stream__; this package knows version 0")
+        return int(handle)
+    for name in ("cuda_stream", "ptr"):
+        if isinstance(getattr(stream, name, None), int):
+            return getattr(stream, name)
+    raise TypeError(f"stream is a {type(stream).__name__}; it must be an address or have __cuda_stream__, cuda_stream or ptr")
+
+
 # ------------------------------------------------------------------------------------------------------------- DLPack
 
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("device_type", c_int32),
-        ("device_id", c_int32),
-        ("ndim", c_int32),
-        ("dtype_code", c_uint8),
-        ("dtype_bits", c_uint8),
-        ("dtype_lanes", c_uint16),
-        ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)),
-        ("byte_offset", c_uint64),
-    ]
-
-
-class _DLManagedTensorVersioned(ctypes.Structure):
-    _fields_ = [
-        ("version_major", c_uint32),
-        ("version_minor", c_uint32),
-        ("manager_ctx", c_void_p),
-        ("deleter", c_void_p),
-        ("flags", c_uint64),
-        ("dl_tensor", _DLTensor),
-    ]
-
-
-_READ_ONLY_FLAG = 1
-_HOST_DEVICES = {1: "cpu", 3: "cuda_host"}
-_CUDA_DEVICES = {2: "cuda", 13: "cuda_managed"}
 
 _capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _capsule_is_valid.restype, _capsule_is_valid.argtypes = c_int, [py_object, c_char_p]
@@ -157,7 +152,7 @@ def _capsule(obj: Any, arguments: dict) -> Any:
 
 def _from_dlpack(obj: Any, what: str, writable: bool, device: int, stream: Optional[int], holds: Holds) -> _abi.fa_tensor:
     kind, _ = obj.__dlpack_device__()
-    expected = _CUDA_DEVICES if device == _abi.DEVICE_CUDA else _HOST_DEVICES
+    expected = CUDA_DEVICES if device == _abi.DEVICE_CUDA else HOST_DEVICES
     if kind not in expected:
         raise TypeError(f"{what} lies on DLPack device {int(kind)}; this context needs one of {sorted(expected)}")
     # The exporter makes its pending work visible to the stream the call will run on; 1 is the legacy default stream.
@@ -165,15 +160,15 @@ def _from_dlpack(obj: Any, what: str, writable: bool, device: int, stream: Optio
     # The capsule is not consumed: it stays alive until the call is over and then frees itself.
     capsule = _capsule(obj, arguments)
     holds.append(capsule)
-    if _capsule_is_valid(capsule, b"dltensor_versioned"):
-        managed = _DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
+    if _capsule_is_valid(capsule, VERSIONED_CAPSULE):
+        managed = DLManagedTensorVersioned.from_address(_capsule_pointer(capsule, VERSIONED_CAPSULE))
         if managed.version_major != 1:
             raise TypeError(f"{what} comes as DLPack {managed.version_major}.{managed.version_minor}; this package reads 1.x")
-        if writable and managed.flags & _READ_ONLY_FLAG:
+        if writable and managed.flags & READ_ONLY_FLAG:
             raise TypeError(f"{what} is read-only")
-        address = ctypes.addressof(managed) + _DLManagedTensorVersioned.dl_tensor.offset
-    elif _capsule_is_valid(capsule, b"dltensor"):
-        address = _capsule_pointer(capsule, b"dltensor")  # a DLManagedTensor begins with its DLTensor
+        address = ctypes.addressof(managed) + DLManagedTensorVersioned.dl_tensor.offset
+    elif _capsule_is_valid(capsule, CAPSULE):
+        address = _capsule_pointer(capsule, CAPSULE)  # a DLManagedTensor begins with its DLTensor
     else:
         raise TypeError(f"{what}.__dlpack__() did not return a DLPack capsule")
     tensor = _abi.fa_tensor()
@@ -253,34 +248,44 @@ def view(
         return _from_array_interface(obj, interface, what, writable)
     if hasattr(obj, "__dlpack__"):
         return _from_dlpack(obj, what, writable, device, stream, holds)
+    interface = getattr(obj, "__cuda_array_interface__", None)
+    if interface is not None and device == _abi.DEVICE_CUDA:
+        return _from_cuda_array_interface(obj, interface, what, writable, stream)
     if device == _abi.DEVICE_CPU:
         try:
             return _from_buffer(obj, what, writable, holds)
         except (BufferError, TypeError) as error:
             raise TypeError(f"{what}: cannot view a {type(obj).__name__} as a tensor ({error})") from None
-    raise TypeError(f"{what}: cannot view a {type(obj).__name__} as a tensor of the GPU; it needs __dlpack__")
+    raise TypeError(
+        f"{what}: cannot view a {type(obj).__name__} as a tensor of the GPU; it needs __dlpack__ or __cuda_array_interface__"
+    )
 
 
 def shape_of(tensor: _abi.fa_tensor) -> Tuple[int, ...]:
     return tuple(tensor.shape[: tensor.ndim])
 
 
-def allocate(shape: Sequence[int], dtype: int, what: str, device: int, *, zeroed: bool) -> Any:
-    """A new host array: NumPy's, or a (zeroed) memoryview without NumPy."""
+def _framework(like: Any) -> Any:
+    """The module of an object that brings its own allocator, and can be written in place."""
+    for name, kind in (("torch", "Tensor"), ("cupy", "ndarray")):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(like, getattr(module, kind)):
+            return module
+    return None
+
+
+def allocate(shape: Sequence[int], dtype: int, what: str, device: int, like: Any, *, zeroed: bool) -> Any:
+    """A new array where `like` lies, made by its framework; else by NumPy; else an `Array`."""
+    module = _framework(like)
+    if module is not None and (module.__name__ == "torch" or dtype != _abi.BFLOAT16):
+        make = module.zeros if zeroed else module.empty
+        place = {"device": like.device} if module.__name__ == "torch" else {}
+        return make(tuple(shape), dtype=getattr(module, _NAMES[dtype]), **place)
     if device != _abi.DEVICE_CPU:
-        raise TypeError(f"{what} must be given: this package does not allocate GPU memory")
-    name: Any = _NAMES[dtype]
-    if numpy is not None:
-        if dtype == _abi.BFLOAT16:
-            if ml_dtypes is None:
-                raise TypeError(f"{what} must be given: NumPy has no bfloat16 without the package ml_dtypes")
-            name = ml_dtypes.bfloat16
+        raise TypeError(
+            f"{what} must be given: a {type(like).__name__} brings no allocator of GPU memory that this package knows"
+        )
+    if numpy is not None and (dtype != _abi.BFLOAT16 or ml_dtypes is not None):
+        name: Any = ml_dtypes.bfloat16 if dtype == _abi.BFLOAT16 else _NAMES[dtype]
         return (numpy.zeros if zeroed else numpy.empty)(shape, name)
-    if dtype != _abi.FLOAT32:
-        raise TypeError(f"{what} must be given: without NumPy this package allocates float32 only, not {name}")
-    count = 1
-    for size in shape:
-        count *= size
-    if count == 0:
-        raise TypeError(f"{what} must be given: without NumPy this package cannot allocate an array without elements")
-    return memoryview((ctypes.c_float * count)()).cast("B").cast("f", list(shape))
+    return Array(shape, dtype)

@@ -6,7 +6,7 @@ import ctypes
 import unittest
 
 import flashattn
-from flashattn import _tensor
+from flashattn import _dlpack
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -21,7 +21,7 @@ class Tensor:
         rows = len(values) // 2
         self.shape = (ctypes.c_int64 * 4)(1, rows, 1, 2)
         self.strides = (ctypes.c_int64 * 4)(2 * rows, 2, 2, 1)
-        self.managed = _tensor._DLManagedTensorVersioned(version_major=version, flags=int(read_only))
+        self.managed = _dlpack.DLManagedTensorVersioned(version_major=version, flags=int(read_only))
         tensor = self.managed.dl_tensor
         tensor.data = self.memory.buffer_info()[0]
         tensor.device_type, tensor.ndim = device, 4

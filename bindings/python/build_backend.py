@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the wheel: the package and, if FLASHATTN_LIBRARY names it, libflashattn.so itself, stripped. A PEP 517 backend without
+dependencies, so that `pip wheel .` needs no network; also a program:
+
+    python3 build_backend.py LIBRARY FOLDER      # prints the name of the wheel
+"""
+
+import base64
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+EPOCH = (1980, 1, 1, 0, 0, 0)  # equal input, equal wheel
+
+
+def _project(key):
+    found = re.search(rf'^{key} = "(.*)"$', (HERE / "pyproject.toml").read_text(), flags=re.M)
+    assert found, f"pyproject.toml has no {key}"
+    return found.group(1)
+
+
+def _metadata():
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {_project('name')}",
+        f"Version: {_project('version')}",
+        f"Summary: {_project('description')}",
+        "License: Apache-2.0",
+        f"Requires-Python: {_project('requires-python')}",
+        "Description-Content-Type: text/markdown",
+    ]
+    return "\n".join(lines) + "\n\n" + (HERE / "README.md").read_text()
+
+
+def _stripped(library):
+    """The bytes of the library without symbols that only a debugger reads."""
+    strip = shutil.which("strip")
+    if strip is None:
+        return Path(library).read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "library"
+        shutil.copy(library, copy)
+        subprocess.run([strip, "--strip-unneeded", copy], check=True)
+        return copy.read_bytes()
+
+
+def _platform_tag(library):
+    """manylinux of the newest glibc that the library asks for; its other needs (libstdc++, libgcc_s, libm) are allowed there."""
+    versions = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
+    major, minor = max(versions | {(2, 17)})
+    return f"manylinux_{major}_{minor}_{os.uname().machine}"
+
+
+def _soname(library):
+    found = re.search(rb"\0(libflashattn\.so\.\d+)\0", library)
+    if not found:
+        raise SystemExit("build_backend.py: the library has no SONAME like libflashattn.so.0")
+    return found.group(1).decode()
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    name, version = _project("name"), _project("version")
+    dist_info = f"{name}-{version}.dist-info"
+    files = {f"flashattn/{path.name}": path.read_bytes() for path in sorted((HERE / "flashattn").iterdir()) if path.is_file()}
+    tag = "py3-none-any"
+    library = os.environ.get("FLASHATTN_LIBRARY")
+    if library:
+        content = _stripped(library)
+        files[f"flashattn/{_soname(content)}"] = content
+        tag = f"py3-none-{_platform_tag(content)}"
+    files[f"{dist_info}/METADATA"] = _metadata().encode()
+    files[f"{dist_info}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: libflashattn\nRoot-Is-Purelib: {'false' if library else 'true'}\nTag: {tag}\n".encode()
+    )
+    if (ROOT / "LICENSE").exists():
+        files[f"{dist_info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    record = f"{dist_info}/RECORD"
+    lines = []
+    for path, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(content)}\n")
+    files[record] = ("".join(lines) + f"{record},,\n").encode()
+    wheel = f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(Path(wheel_directory) / wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in files.items():
+            entry = zipfile.ZipInfo(path, EPOCH)
+            entry.external_attr = (0o755 if ".so" in path else 0o644) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, content)
+    return wheel
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    base = f"{_project('name')}-{_project('version')}"
+    name = f"{base}.tar.gz"
+    with tarfile.open(Path(sdist_directory) / name, "w:gz") as archive:
+        for path in [
+            *sorted((HERE / "flashattn").iterdir()),
+            *(HERE / n for n in ("build_backend.py", "pyproject.toml", "README.md")),
+        ]:
+            if path.is_file():
+                archive.add(path, f"{base}/{path.relative_to(HERE)}")
+        metadata = _metadata().encode()
+        entry = tarfile.TarInfo(f"{base}/PKG-INFO")
+        entry.size = len(metadata)
+        archive.addfile(entry, io.BytesIO(metadata))
+    return name
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: build_backend.py LIBRARY FOLDER")
+    os.environ["FLASHATTN_LIBRARY"] = sys.argv[1]
+    Path(sys.argv[2]).mkdir(parents=True, exist_ok=True)
+    print(build_wheel(sys.argv[2]))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel that carries the library, in an environment of its own; types; the README's code."""
+
+import base64
+import csv
+import hashlib
+import importlib.util
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+import zipfile
+
+HERE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def run(*command, **environment):
+    """In an environment without a trace of this tree."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHATTN", "PYTHON", "LD_"))}
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, env={**kept, **environment}, cwd="/")
+    if result.returncode != 0:
+        raise AssertionError(f"{command}: {result.returncode}\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+@unittest.skipUnless(os.environ.get("FLASHATTN_LIBRARY"), "FLASHATTN_LIBRARY is not set")
+class WheelTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.root = pathlib.Path(cls.folder.name)
+        name = run(sys.executable, HERE / "build_backend.py", os.environ["FLASHATTN_LIBRARY"], cls.root).strip()
+        cls.wheel = cls.root / name
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+    def test_name_and_record(self):
+        self.assertRegex(self.wheel.name, rf"^flashattn-\d+\.\d+\.\d+-py3-none-manylinux_2_\d+_{os.uname().machine}\.whl$")
+        with zipfile.ZipFile(self.wheel) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+        record = next(name for name in files if name.endswith("/RECORD"))
+        listed = {path: (digest, size) for path, digest, size in csv.reader(io.StringIO(files[record].decode()))}
+        self.assertEqual(set(listed), set(files))
+        for path, (digest, size) in listed.items():
+            if path != record:
+                expected = base64.urlsafe_b64encode(hashlib.sha256(files[path]).digest()).rstrip(b"=").decode()
+                self.assertEqual((digest, size), ("sha256=" + expected, str(len(files[path]))))
+        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/jax.py"):
+            self.assertIn(wanted, files)
+        metadata = files[record.replace("RECORD", "METADATA")].decode()
+        self.assertIn("\nVersion: " + self.wheel.name.split("-")[1] + "\n", metadata)
+
+    def test_version_is_the_librarys(self):
+        import flashattn
+
+        self.assertEqual(self.wheel.name.split("-")[1], flashattn.version())
+
+    def test_equal_input_equal_wheel(self):
+        again = self.root / "again"
+        name = run(sys.executable, HERE / "build_backend.py", os.environ["FLASHATTN_LIBRARY"], again).strip()
+        self.assertEqual((again / name).read_bytes(), self.wheel.read_bytes())
+
+    def test_unpacked_it_runs(self):
+        """What any installer does, on any machine: the files of the wheel, in an empty folder."""
+        with zipfile.ZipFile(self.wheel) as archive:
+            archive.extractall(self.root / "unpacked")
+        code = "import flashattn; print(flashattn.__file__, flashattn._abi.lib._name)"
+        for path in run(sys.executable, "-c", code, PYTHONPATH=str(self.root / "unpacked")).split():
+            self.assertTrue(path.startswith(str(self.root / "unpacked")), path)
+        self.assertIn("kernel cpu_", run(sys.executable, HERE / "examples/causal.py", PYTHONPATH=str(self.root / "unpacked")))
+
+    @unittest.skipUnless(
+        importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip"),
+        "this interpreter makes no environments with pip",
+    )
+    def test_installed_it_runs(self):
+        environment = self.root / "empty"
+        run(sys.executable, "-m", "venv", environment)
+        python = environment / "bin/python"
+        run(python, "-m", "pip", "install", "--no-index", "--no-deps", "--disable-pip-version-check", self.wheel)
+        self.assertIn("kernel cpu_", run(python, HERE / "examples/causal.py"))
+        # The same from the sources: without dependencies and without a network.
+        built = self.root / "from_source"
+        arguments = ("--no-index", "--no-deps", "--disable-pip-version-check", "--wheel-dir", built)
+        run(python, "-m", "pip", "wheel", *arguments, HERE, FLASHATTN_LIBRARY=os.environ["FLASHATTN_LIBRARY"])
+        self.assertEqual((built / self.wheel.name).read_bytes(), self.wheel.read_bytes())
+
+
+class TypesTest(unittest.TestCase):
+    @unittest.skipUnless(importlib.util.find_spec("mypy"), "mypy is not installed")
+    def test_mypy(self):
+        command = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "--config-file", "pyproject.toml", "flashattn"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+        self.assertEqual(result.returncode, 0, result.stdout)
+
+
+class ReadmeTest(unittest.TestCase):
+    def test_its_code_runs(self):
+        blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), flags=re.S)
+        self.assertGreaterEqual(len(blocks), 3)
+        for block in blocks:
+            needed = [name for name in ("numpy", "torch", "jax") if re.search(rf"^import {name}\b", block, flags=re.M)]
+            with self.subTest(block=block.splitlines()[0]):
+                missing = [name for name in needed if not importlib.util.find_spec(name)]
+                if missing:
+                    self.skipTest(f"{missing[0]} is not installed")
+                exec(block, {})
+
+
+if __name__ == "__main__":
+    unittest.main()
