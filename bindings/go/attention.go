@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package flashattn
+
+// #include "shim.h"
+import "C"
+
+import "fmt"
+
+// Mask says which keys a query may see, before the window, block mask and bias.
+type Mask int32
+
+const (
+	// Full: every key.
+	Full Mask = C.FA_MASK_NONE
+	// Causal: query i sees keys j <= i + rows of K - rows of Q.
+	Causal Mask = C.FA_MASK_CAUSAL
+	// CausalTopLeft: query i sees keys j <= i.
+	CausalTopLeft Mask = C.FA_MASK_CAUSAL_TOP_LEFT
+)
+
+// Attention is a problem: inputs and options. flashattn.h documents shapes and meaning; zero values are defaults.
+type Attention struct {
+	// (batch, rows, heads, head_dim), or (total, heads, head_dim) with CuSeqlens; strides are free but for the last, which is 1.
+	Q, K, V Tensor
+
+	CuSeqlensQ, CuSeqlensK Tensor // packed sequences: (batch + 1) int32 or int64
+	SeqUsedQ, SeqUsedK     Tensor // (batch) int32
+	PageTable              Tensor // (batch, max pages) int32
+	MaxSeqlenQ, MaxSeqlenK int
+
+	Mask                    Mask
+	WindowLeft, WindowRight *int // how far a query sees; nil = no limit. See Limit.
+
+	Bias                   Tensor // added to the logits
+	BlockMask              Tensor // uint8 or bool
+	BlockSizeQ, BlockSizeK int
+	ALiBiSlopes            Tensor // (heads) or (batch, heads) float32
+	Sink                   Tensor // (heads) float32
+
+	Scale         float32 // 0 = 1 / sqrt(head_dim)
+	Softcap       float32
+	DropoutP      float32
+	DropoutSeed   uint64
+	DropoutOffset uint64
+}
+
+// Limit is a side of the window.
+func Limit(rows int) *int { return &rows }
+
+// Gradients is what Backward reads and writes. A zero Tensor among the outputs is not computed.
+type Gradients struct {
+	DOut, DLSE               Tensor // of the results; DLSE may be absent
+	DQ, DK, DV, DBias, DSink Tensor
+}
+
+// Plan is how a call would run.
+type Plan struct {
+	Kernel, Reason string
+	WorkspaceBytes uint64
+	Flops, Bytes   float64
+}
+
+type named struct {
+	name   string
+	tensor *Tensor
+	place  *C.fa_tensor
+}
+
+// fill writes views without addresses, and reports the first that does not fit its slice.
+func fill(tensors []named) error {
+	for _, t := range tensors {
+		if t.tensor.err != nil {
+			return fmt.Errorf("flashattn: %s: %w", t.name, t.tensor.err)
+		}
+		*t.place = t.tensor.raw
+	}
+	return nil
+}
+
+func (a *Attention) fill(raw *C.fa_attention, out, lse *Tensor) error {
+	C.fa_attention_init(raw, C.sizeof_fa_attention)
+	raw.mask = C.fa_mask_kind(a.Mask)
+	if a.WindowLeft != nil {
+		raw.window |= C.FA_WINDOW_LEFT
+		raw.window_left = C.int64_t(*a.WindowLeft)
+	}
+	if a.WindowRight != nil {
+		raw.window |= C.FA_WINDOW_RIGHT
+		raw.window_right = C.int64_t(*a.WindowRight)
+	}
+	raw.max_seqlen_q, raw.max_seqlen_k = C.int64_t(a.MaxSeqlenQ), C.int64_t(a.MaxSeqlenK)
+	raw.block_size_q, raw.block_size_k = C.int64_t(a.BlockSizeQ), C.int64_t(a.BlockSizeK)
+	raw.softmax_scale, raw.softcap, raw.dropout_p = C.float(a.Scale), C.float(a.Softcap), C.float(a.DropoutP)
+	raw.dropout_seed, raw.dropout_offset = C.uint64_t(a.DropoutSeed), C.uint64_t(a.DropoutOffset)
+	return fill([]named{
+		{"Q", &a.Q, &raw.q}, {"K", &a.K, &raw.k}, {"V", &a.V, &raw.v}, {"out", out, &raw.out}, {"lse", lse, &raw.lse},
+		{"CuSeqlensQ", &a.CuSeqlensQ, &raw.cu_seqlens_q}, {"CuSeqlensK", &a.CuSeqlensK, &raw.cu_seqlens_k},
+		{"SeqUsedQ", &a.SeqUsedQ, &raw.seqused_q}, {"SeqUsedK", &a.SeqUsedK, &raw.seqused_k},
+		{"PageTable", &a.PageTable, &raw.page_table}, {"Bias", &a.Bias, &raw.bias}, {"BlockMask", &a.BlockMask, &raw.block_mask},
+		{"ALiBiSlopes", &a.ALiBiSlopes, &raw.alibi_slopes}, {"Sink", &a.Sink, &raw.sink},
+	})
+}
+
+func (ctx *Context) forward(a *Attention, out, lse *Tensor, info *C.fa_plan_info) error {
+	if ctx.handle == nil {
+		return errClosed
+	}
+	var raw C.fa_attention
+	if err := a.fill(&raw, out, lse); err != nil {
+		return err
+	}
+	status := C.go_forward(ctx.handle, &raw, info,
+		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
+		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data)
+	return ctx.check(status)
+}
+
+func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, info *C.fa_plan_info) error {
+	if ctx.handle == nil {
+		return errClosed
+	}
+	var raw C.fa_attention
+	var gradients C.fa_gradients
+	if err := a.fill(&raw, out, lse); err != nil {
+		return err
+	}
+	C.fa_gradients_init(&gradients, C.sizeof_fa_gradients)
+	err := fill([]named{
+		{"DOut", &g.DOut, &gradients.dout}, {"DLSE", &g.DLSE, &gradients.dlse}, {"DQ", &g.DQ, &gradients.dq},
+		{"DK", &g.DK, &gradients.dk}, {"DV", &g.DV, &gradients.dv}, {"DBias", &g.DBias, &gradients.dbias},
+		{"DSink", &g.DSink, &gradients.dsink},
+	})
+	if err != nil {
+		return err
+	}
+	status := C.go_backward(ctx.handle, &raw, &gradients, info,
+		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
+		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data,
+		g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
+	return ctx.check(status)
+}
+
+// Forward computes out and, unless it is the zero Tensor, lse: float32, (batch, heads, rows) or (heads, total).
+func (ctx *Context) Forward(a Attention, out, lse Tensor) error {
+	return ctx.forward(&a, &out, &lse, nil)
+}
+
+// Backward computes the gradients that are present in g, from out and lse as Forward wrote them.
+func (ctx *Context) Backward(a Attention, out, lse Tensor, g Gradients) error {
+	return ctx.backward(&a, &out, &lse, &g, nil)
+}
+
+func plan(ask func(info *C.fa_plan_info) error) (Plan, error) {
+	var info C.fa_plan_info
+	C.fa_plan_info_init(&info, C.sizeof_fa_plan_info)
+	if err := ask(&info); err != nil {
+		return Plan{}, err
+	}
+	return Plan{C.GoString(&info.kernel[0]), C.GoString(&info.reason[0]), uint64(info.workspace_bytes), float64(info.flops),
+		float64(info.bytes)}, nil
+}
+
+// QueryForward says how Forward would run, or why not. It reads no tensor data.
+func (ctx *Context) QueryForward(a Attention, out, lse Tensor) (Plan, error) {
+	return plan(func(info *C.fa_plan_info) error { return ctx.forward(&a, &out, &lse, info) })
+}
+
+// QueryBackward says how Backward would run, or why not. It reads no tensor data.
+func (ctx *Context) QueryBackward(a Attention, out, lse Tensor, g Gradients) (Plan, error) {
+	return plan(func(info *C.fa_plan_info) error { return ctx.backward(&a, &out, &lse, &g, info) })
+}

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package flashattn
+
+/*
+#cgo pkg-config: flashattn
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+)
+
+// Status is a number of flashattn.h. It is an error, to be compared with errors.Is.
+type Status int32
+
+// The statuses of flashattn.h: 1xx the call is wrong, 2xx there is no kernel, 3xx the device, 4xx memory or the library.
+const (
+	ErrInvalidArgument Status = C.FA_ERROR_INVALID_ARGUMENT
+	ErrStructVersion   Status = C.FA_ERROR_STRUCT_VERSION
+	ErrShape           Status = C.FA_ERROR_SHAPE
+	ErrDtype           Status = C.FA_ERROR_DTYPE
+	ErrAlignment       Status = C.FA_ERROR_ALIGNMENT
+	ErrWorkspace       Status = C.FA_ERROR_WORKSPACE
+	ErrBusy            Status = C.FA_ERROR_BUSY
+	ErrUnsupported     Status = C.FA_ERROR_UNSUPPORTED
+	ErrArch            Status = C.FA_ERROR_ARCH
+	ErrNotBuilt        Status = C.FA_ERROR_NOT_BUILT
+	ErrNoDevice        Status = C.FA_ERROR_NO_DEVICE
+	ErrDriver          Status = C.FA_ERROR_DRIVER
+	ErrCUDA            Status = C.FA_ERROR_CUDA
+	ErrOutOfMemory     Status = C.FA_ERROR_OUT_OF_MEMORY
+	ErrInternal        Status = C.FA_ERROR_INTERNAL
+	ErrCallback        Status = C.FA_ERROR_CALLBACK
+)
+
+// String is the constant's name in flashattn.h, such as "FA_ERROR_SHAPE".
+func (s Status) String() string { return C.GoString(C.fa_status_name(C.fa_status(s))) }
+
+// Error is one sentence about the status.
+func (s Status) Error() string { return C.GoString(C.fa_status_description(C.fa_status(s))) }
+
+// Error is a call that the library refused or could not complete.
+type Error struct {
+	Status Status
+	Text   string // names the argument and its value
+}
+
+func (e *Error) Error() string { return fmt.Sprintf("flashattn: %v: %s", e.Status, e.Text) }
+
+// Unwrap makes errors.Is(err, flashattn.ErrShape) work.
+func (e *Error) Unwrap() error { return e.Status }
+
+var errClosed = errors.New("flashattn: the context is closed")
+
+// CPUISA is an instruction set of the CPU kernels.
+type CPUISA int32
+
+// Instruction sets; results differ between them by rounding only.
+const (
+	ISAAuto     CPUISA = C.FA_CPU_ISA_AUTO
+	ISAPortable CPUISA = C.FA_CPU_ISA_PORTABLE
+	ISAAVX2     CPUISA = C.FA_CPU_ISA_AVX2
+	ISAAVX512   CPUISA = C.FA_CPU_ISA_AVX512
+)
+
+func (isa CPUISA) String() string {
+	switch isa {
+	case ISAAuto:
+		return "auto"
+	case ISAPortable:
+		return "portable"
+	case ISAAVX2:
+		return "avx2"
+	case ISAAVX512:
+		return "avx512"
+	}
+	return fmt.Sprintf("CPUISA(%d)", int32(isa))
+}
+
+// Option is a setting of New.
+type Option func(*C.fa_config)
+
+// Threads is how many threads a call uses; without it all that the process may use.
+func Threads(n int) Option { return func(c *C.fa_config) { c.num_threads = C.int32_t(n) } }
+
+// ISA chooses the instruction set; one that this processor lacks is refused with ErrArch.
+func ISA(isa CPUISA) Option { return func(c *C.fa_config) { c.cpu_isa = C.fa_cpu_isa(isa) } }
+
+// Context is the CPU with its settings, threads and scratch memory. It serves one goroutine at a time (ErrBusy otherwise); contexts are
+// independent of each other.
+type Context struct {
+	handle C.fa_context
+}
+
+// New creates a context. Close it, or leave that to the garbage collector.
+func New(options ...Option) (*Context, error) {
+	var config C.fa_config
+	C.fa_config_init(&config, C.sizeof_fa_config)
+	config.device_type = C.FA_DEVICE_CPU
+	for _, option := range options {
+		option(&config)
+	}
+	ctx := new(Context)
+	var text [512]C.char
+	if status := C.go_create(&ctx.handle, &config, &text[0], C.size_t(len(text))); status != C.FA_OK {
+		return nil, &Error{Status(status), C.GoString(&text[0])}
+	}
+	runtime.SetFinalizer(ctx, (*Context).Close)
+	return ctx, nil
+}
+
+// Close ends the context and its threads. Closing twice has no effect.
+func (ctx *Context) Close() error {
+	if ctx.handle != nil {
+		C.fa_destroy(ctx.handle)
+		ctx.handle = nil
+		runtime.SetFinalizer(ctx, nil)
+	}
+	return nil
+}
+
+// check turns a status of a call on ctx into an error.
+func (ctx *Context) check(status C.fa_status) error {
+	defer runtime.KeepAlive(ctx)
+	if status == C.FA_OK {
+		return nil
+	}
+	if Status(status) == ErrBusy { // its text belongs to the other call's thread
+		return &Error{ErrBusy, ErrBusy.Error()}
+	}
+	return &Error{Status(status), C.GoString(C.fa_last_error(ctx.handle))}
+}
+
+// Device is what a context runs on.
+type Device struct {
+	Name        string
+	Threads     int
+	ISA         CPUISA
+	MemoryBytes uint64
+}
+
+// Device describes the processor and what is used of it.
+func (ctx *Context) Device() (Device, error) {
+	if ctx.handle == nil {
+		return Device{}, errClosed
+	}
+	var p C.fa_device_properties
+	C.fa_device_properties_init(&p, C.sizeof_fa_device_properties)
+	if err := ctx.check(C.fa_device_info(ctx.handle, &p)); err != nil {
+		return Device{}, err
+	}
+	return Device{C.GoString(&p.name[0]), int(p.num_threads), CPUISA(p.cpu_isa), uint64(p.memory_bytes)}, nil
+}
+
+// Version is that of the loaded library.
+func Version() string { return C.GoString(C.fa_version_string()) }
+
+// BuildInfo says what the loaded library contains, one key=value a line.
+func BuildInfo() string { return C.GoString(C.fa_build_info()) }

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package flashattn
+
+// #include "shim.h"
+import "C"
+
+import (
+	"fmt"
+	"math"
+	"math/big"
+	"unsafe"
+)
+
+// Float16 is the bits of a 16-bit IEEE float.
+type Float16 uint16
+
+// BFloat16 is the bits of a bfloat16.
+type BFloat16 uint16
+
+// ToBFloat16 rounds to nearest, ties to even.
+func ToBFloat16(x float32) BFloat16 {
+	bits := math.Float32bits(x)
+	if x != x {
+		return BFloat16(bits>>16 | 0x40)
+	}
+	return BFloat16((bits + 0x7FFF + bits>>16&1) >> 16)
+}
+
+// Float32 is exact.
+func (x BFloat16) Float32() float32 { return math.Float32frombits(uint32(x) << 16) }
+
+// ToFloat16 rounds to nearest, ties to even; what is too large becomes infinite.
+func ToFloat16(x float32) Float16 {
+	bits := math.Float32bits(x)
+	sign, magnitude := Float16(bits>>16&0x8000), bits&0x7FFFFFFF
+	switch {
+	case magnitude > 0x7F800000: // NaN
+		return sign | 0x7E00
+	case magnitude >= 0x477FF000: // 65520 and more
+		return sign | 0x7C00
+	case magnitude < 0x38800000: // below the smallest normal number: a multiple of 2^-24
+		return sign | Float16(math.RoundToEven(float64(math.Float32frombits(magnitude))*(1<<24)))
+	}
+	return sign | Float16((magnitude-0x38000000+0xFFF+magnitude>>13&1)>>13)
+}
+
+// Float32 is exact.
+func (x Float16) Float32() float32 {
+	sign, magnitude := uint32(x&0x8000)<<16, uint32(x&0x7FFF)
+	if magnitude >= 0x7C00 {
+		return math.Float32frombits(sign | 0x7F800000 | magnitude<<13)
+	}
+	// 2^112 moves the exponent, subnormals included.
+	value := math.Float32frombits(magnitude<<13) * math.Float32frombits(239<<23)
+	return math.Float32frombits(math.Float32bits(value) | sign)
+}
+
+// Element is what a tensor may hold.
+type Element interface {
+	float32 | Float16 | BFloat16 | int32 | int64 | uint8 | bool
+}
+
+func dtypeOf[T Element]() C.fa_dtype {
+	var element T
+	switch any(element).(type) {
+	case float32:
+		return C.FA_FLOAT32
+	case Float16:
+		return C.FA_FLOAT16
+	case BFloat16:
+		return C.FA_BFLOAT16
+	case int32:
+		return C.FA_INT32
+	case int64:
+		return C.FA_INT64
+	case uint8:
+		return C.FA_UINT8
+	}
+	return C.FA_BOOL
+}
+
+// Tensor is a view of a slice, which it keeps alive. The zero Tensor is an absent one.
+type Tensor struct {
+	data  unsafe.Pointer
+	shape []int
+	raw   C.fa_tensor // without the address
+	err   error
+}
+
+// Of is the whole slice, last dimension closest together.
+func Of[T Element](data []T, shape ...int) Tensor {
+	strides := make([]int, len(shape))
+	step := 1
+	for d := len(shape) - 1; d >= 0; d-- {
+		strides[d] = step
+		step *= shape[d]
+	}
+	return Strided(data, 0, shape, strides)
+}
+
+// Strided is the tensor whose element (0, 0, ...) is data[offset]. Strides count elements and may be zero or negative.
+func Strided[T Element](data []T, offset int, shape, strides []int) Tensor {
+	t := Tensor{shape: append([]int(nil), shape...)}
+	if len(shape) != len(strides) || len(shape) == 0 || len(shape) > 4 {
+		t.err = fmt.Errorf("%d sizes and %d strides; both must be the same, 1 to 4", len(shape), len(strides))
+		return t
+	}
+	t.raw.dtype = dtypeOf[T]()
+	t.raw.ndim = C.int32_t(len(shape))
+	// Exact, so that no product of sizes and strides that is too large slips through.
+	first, last, empty := big.NewInt(int64(offset)), big.NewInt(int64(offset)), false
+	for d, size := range shape {
+		if size < 0 {
+			t.err = fmt.Errorf("size %d of dimension %d is negative", size, d)
+			return t
+		}
+		empty = empty || size == 0
+		t.raw.shape[d], t.raw.stride[d] = C.int64_t(size), C.int64_t(strides[d])
+		reach := new(big.Int).Mul(big.NewInt(int64(size)-1), big.NewInt(int64(strides[d])))
+		if reach.Sign() < 0 {
+			first.Add(first, reach)
+		} else {
+			last.Add(last, reach)
+		}
+	}
+	if empty {
+		return t
+	}
+	if first.Sign() < 0 || last.Cmp(big.NewInt(int64(len(data)))) >= 0 {
+		t.err = fmt.Errorf("a tensor of shape %v with strides %v at offset %d does not fit a slice of %d elements",
+			shape, strides, offset, len(data))
+		return t
+	}
+	t.data = unsafe.Pointer(&data[offset])
+	return t
+}
+
+// Shape is the sizes, outermost first.
+func (t Tensor) Shape() []int { return append([]int(nil), t.shape...) }
+
+func (t Tensor) absent() bool { return t.raw.ndim == 0 && t.err == nil }
