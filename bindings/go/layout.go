@@ -24,6 +24,7 @@ func layouts() []string {
 		{"fa_attention", reflect.TypeOf(C.fa_attention{})},
 		{"fa_gradients", reflect.TypeOf(C.fa_gradients{})},
 		{"fa_plan_info", reflect.TypeOf(C.fa_plan_info{})},
+		{"fa_append", reflect.TypeOf(C.fa_append{})},
 	} {
 		lines = append(lines, fmt.Sprintf("%s %d", s.name, s.of.Size()))
 		for n := 0; n < s.of.NumField(); n++ {

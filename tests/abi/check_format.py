@@ -12,7 +12,7 @@ from pathlib import Path
 
 VERSION = "14"  # others format a few constructs differently
 FOLDERS = ["include", "src", "tests", "bindings"]
-SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
+SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh", ".hpp", ".inc"}
 
 
 def clang_format():

@@ -17,7 +17,8 @@ FLAGS = ["-pedantic-errors", "-Wall", "-Wextra", "-Wpadded", "-Wundef", "-Wshado
 # The loader has `static inline` functions and <dlfcn.h>: C99 and C++.
 HEADERS = {"flashattn/flashattn.h": C_STANDARDS + CXX_STANDARDS,
            "flashattn/version.h": C_STANDARDS + CXX_STANDARDS,
-           "flashattn/flashattn_dl.h": C_STANDARDS[1:] + CXX_STANDARDS}
+           "flashattn/flashattn_dl.h": C_STANDARDS[1:] + CXX_STANDARDS,
+           "flashattn/flashattn.hpp": CXX_STANDARDS[CXX_STANDARDS.index("c++17"):]}
 
 
 def main():

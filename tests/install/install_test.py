@@ -56,6 +56,8 @@ def test_pkg_config(folder):
     program = folder / "user"
     run("sh", "-c", f"'{cc}' {' '.join(flags)} '{here / 'main.c'}' -o '{program}' {asked}")
     run(program, LD_LIBRARY_PATH=str(libraries))
+    run("sh", "-c", f"'{cxx}' -std=c++17 {' '.join(flags)} '{source}/bindings/cpp/causal.cpp' -o '{program}' {asked}")
+    run(program, LD_LIBRARY_PATH=str(libraries))
     version = subprocess.run(["pkg-config", "--modversion", "flashattn"], check=True, capture_output=True, text=True,
                              env={**os.environ, "PKG_CONFIG_PATH": str(libraries / "pkgconfig")}).stdout.strip()
     header = next(prefix.rglob("version.h")).read_text()
@@ -79,11 +81,11 @@ def test_components(folder):
     run(cmake, "--install", build, "--prefix", folder / "development", "--component", "development")
     names = {part: {file.name for file in (folder / part).rglob("*") if not file.is_dir()} for part in ("runtime", "development")}
     assert len(names["runtime"]) == 2 and all(re.fullmatch(r"libflashattn\.so\.[\d.]+", name) for name in names["runtime"]), names
-    wanted = {"libflashattn.so", "flashattn.h", "flashattn_dl.h", "version.h", "flashattn.pc", "flashattn-config.cmake"}
+    wanted = {"libflashattn.so", "flashattn.h", "flashattn.hpp", "flashattn_dl.h", "version.h", "flashattn.pc", "flashattn-config.cmake"}
     assert wanted <= names["development"], names
     assert not names["runtime"] & names["development"], names
     for file in (folder / "development").rglob("*"):
-        if file.is_file() and file.suffix in {".cmake", ".pc", ".h"}:
+        if file.is_file() and file.suffix in {".cmake", ".pc", ".h", ".hpp"}:
             for path in (source, build, str(folder)):
                 assert path not in file.read_text(), f"{file} holds the absolute path {path}"
 
