@@ -101,5 +101,54 @@ def test_cli(folder):
     assert build.encode() not in tool, "the tool holds the path of the build tree"
 
 
+def packed(folder, generator):
+    """What cpack makes of the build tree."""
+    cpack = Path(cmake).parent / "cpack"
+    run(cpack, "-G", generator, "-B", folder / "packages", "--config", Path(build) / "CPackConfig.cmake")
+    return sorted(file for file in (folder / "packages").iterdir() if file.is_file())
+
+
+def check_soname(libraries):
+    """The names by which the linker and the loader ask: links to one file, which carries the middle one."""
+    real = (libraries / "libflashattn.so").resolve()
+    soname = re.search(r"SONAME.*\[(.*)\]", subprocess.run(["readelf", "-d", real], check=True, capture_output=True, text=True).stdout)
+    assert re.fullmatch(r"libflashattn\.so\.\d+", soname.group(1)), soname
+    assert (libraries / soname.group(1)).resolve() == real and real.name.startswith(soname.group(1) + "."), real
+    return soname.group(1)
+
+
+def test_tarball(folder):
+    archive, = packed(folder, "TGZ")
+    assert re.fullmatch(r"libflashattn-[\d.]+-Linux-\w+\.tar\.gz", archive.name), archive
+    (folder / "unpacked").mkdir()
+    run("tar", "-xzf", archive, "-C", folder / "unpacked")
+    prefix = library_dir(folder / "unpacked").parent
+    check_soname(prefix / "lib")
+    configure_build_run("find_package", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
+
+
+def test_debian(folder):
+    packages = {}
+    for file in packed(folder, "DEB"):
+        field = lambda name: subprocess.run(["dpkg-deb", "--field", file, name], check=True, capture_output=True, text=True).stdout.strip()
+        packages[field("Package")] = {name: field(name) for name in ("Version", "Architecture", "Depends", "Section")}
+        control = subprocess.run(["dpkg-deb", "--info", file], check=True, capture_output=True, text=True).stdout
+        packages[field("Package")]["control"] = control
+        run("dpkg-deb", "--extract", file, folder / "root")
+    prefix = folder / "root/usr"
+    soname = check_soname(library_dir(prefix))
+    runtime = soname.replace(".so.", "")
+    version = packages[runtime]["Version"]
+    assert {runtime, "libflashattn-dev"} <= set(packages), packages
+    assert packages["libflashattn-dev"]["Depends"] == f"{runtime} (= {version})", packages
+    assert "shlibs" in packages[runtime]["control"] and "postinst" in packages[runtime]["control"], packages[runtime]["control"]
+    if shutil.which("dpkg-shlibdeps"):
+        assert re.search(r"libc6 \(>= [\d.]+\)", packages[runtime]["Depends"]), packages
+    if "flashattn-tools" in packages:
+        assert f"{runtime} (>= {version})" in packages["flashattn-tools"]["Depends"], packages
+        run(prefix / "bin/flashattn", "--version")
+    configure_build_run("find_package", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
+
+
 with tempfile.TemporaryDirectory() as scratch:
     {name[5:]: function for name, function in list(globals().items()) if name.startswith("test_")}[case](Path(scratch))
