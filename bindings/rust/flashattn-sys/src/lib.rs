@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Raw declarations of `flashattn.h`, name for name. The header documents them; the crate `flashattn` is the safe way to use them.
 //!
+//! The library is linked (build.rs says how it is found), or, with the feature `dynamic-loading`, opened by [`load`] at run time: a program
+//! then builds without it, and can do without it when it is not there.
+//!
 //! Structs are declared with one macro, which also lists their fields, so that the tests can compare every offset with a C
 //! compiler's.
 #![allow(non_camel_case_types)]
@@ -244,7 +247,10 @@ abi_structs! {
     }
 }
 
-extern "C" {
+mod library;
+pub use library::{is_loaded, load};
+
+library::functions! {
     pub fn fa_status_name(status: fa_status) -> *const c_char;
     pub fn fa_status_description(status: fa_status) -> *const c_char;
     pub fn fa_version() -> i32;

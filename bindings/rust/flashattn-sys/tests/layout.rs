@@ -15,6 +15,7 @@ fn sizes_equal_the_librarys() {
         FA_STRUCT_PLAN_INFO,
         FA_STRUCT_APPEND,
     ];
+    load(None).unwrap();
     let layouts = layouts();
     assert_eq!(layouts.len(), kinds.len());
     for (layout, kind) in layouts.iter().zip(kinds) {

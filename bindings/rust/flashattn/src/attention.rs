@@ -56,6 +56,7 @@ impl<'a> Attention<'a> {
         Attention { raw, inputs: PhantomData }
     }
 
+    /// Which keys a query may see.
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Self {
         self.raw.mask = match mask {
@@ -202,8 +203,11 @@ impl<'a> Gradients<'a> {
     }
 
     outputs! {
+        /// Of q.
         dq
+        /// Of k, summed over the query heads that share a key head.
         dk
+        /// Of v, summed likewise.
         dv
         /// Of the bias, summed where it is broadcast.
         dbias

@@ -2,6 +2,7 @@
 use std::ffi::CStr;
 use std::mem::size_of;
 use std::os::raw::c_char;
+use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use flashattn_sys as sys;
@@ -14,8 +15,11 @@ use crate::{Attention, Error, Gradients, Result, TensorView, TensorViewMut};
 pub enum CpuIsa {
     /// The best one this processor has.
     Auto,
+    /// Vector code for any processor.
     Portable,
+    /// AVX2, FMA and F16C.
     Avx2,
+    /// AVX-512 F, BW, DQ and VL.
     Avx512,
 }
 
@@ -24,6 +28,7 @@ pub enum CpuIsa {
 pub struct Settings {
     /// Threads a call uses; 0 = all this process may use.
     pub threads: u32,
+    /// Instruction set; one that this processor lacks is refused.
     pub isa: CpuIsa,
 }
 
@@ -36,20 +41,30 @@ impl Default for Settings {
 /// What a context runs on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
+    /// For people.
     pub name: String,
+    /// Threads a call uses.
     pub threads: i32,
+    /// Instruction set in use.
     pub isa: CpuIsa,
+    /// Memory of the machine.
     pub memory_bytes: u64,
 }
 
 /// How a call would run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
+    /// Name of the kernel, for people.
     pub kernel: String,
+    /// Why this one.
     pub reason: String,
+    /// Scratch memory the call takes.
     pub workspace_bytes: u64,
+    /// Operations of the matrix products over visible pairs.
     pub flops: f64,
+    /// Bytes of inputs and outputs.
     pub bytes: f64,
+    /// Parts the keys are split into; 1 = not split.
     pub num_splits: i32,
 }
 
@@ -70,6 +85,7 @@ impl Context {
 
     /// The CPU as `settings` say.
     pub fn with(settings: Settings) -> Result<Self> {
+        load(None)?;
         let threads = i32::try_from(settings.threads)
             .map_err(|_| Error::new(sys::FA_ERROR_INVALID_ARGUMENT, format!("threads is {}", settings.threads)))?;
         let config = sys::fa_config {
@@ -104,6 +120,7 @@ impl Context {
         self.raw
     }
 
+    /// What the context runs on.
     pub fn device(&self) -> Result<Device> {
         let mut properties =
             sys::fa_device_properties { struct_size: size_of::<sys::fa_device_properties>() as u32, ..Default::default() };
@@ -216,6 +233,13 @@ impl Drop for Context {
     }
 }
 
+/// Opens the library with the feature `dynamic-loading`, and does nothing without it: the file at `path`, else the one named by
+/// `FLASHATTN_LIBRARY`, else `libflashattn.so.0` where the system looks. [`Context::new`] does it by itself; call it to choose the file, or to
+/// learn whether the library is there (`FA_ERROR_NOT_BUILT` if not).
+pub fn load(path: Option<&Path>) -> Result<()> {
+    sys::load(path).map_err(|text| Error::new(sys::FA_ERROR_NOT_BUILT, text))
+}
+
 /// # Safety
 /// `text` is a static NUL-terminated string.
 unsafe fn constant(text: *const c_char) -> &'static str {
@@ -223,12 +247,18 @@ unsafe fn constant(text: *const c_char) -> &'static str {
 }
 
 /// Version of the loaded library.
+///
+/// # Panics
+/// With the feature `dynamic-loading`, while no library is loaded.
 pub fn version() -> &'static str {
     // SAFETY: a static string.
     unsafe { constant(sys::fa_version_string()) }
 }
 
 /// What the loaded library contains, one key=value a line.
+///
+/// # Panics
+/// With the feature `dynamic-loading`, while no library is loaded.
 pub fn build_info() -> &'static str {
     // SAFETY: a static string.
     unsafe { constant(sys::fa_build_info()) }

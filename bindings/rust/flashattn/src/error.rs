@@ -12,6 +12,7 @@ pub struct Error {
     text: String,
 }
 
+/// What calls return.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -26,6 +27,9 @@ impl Error {
 
     /// The constant's name, such as "FA_ERROR_SHAPE".
     pub fn name(&self) -> &'static str {
+        if !sys::is_loaded() {
+            return "FA_ERROR_NOT_BUILT"; // the one status there is without a library, see `load`
+        }
         // SAFETY: returns a static string for any number.
         unsafe { CStr::from_ptr(sys::fa_status_name(self.status)) }.to_str().unwrap_or("FA_ERROR_UNKNOWN")
     }

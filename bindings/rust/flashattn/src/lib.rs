@@ -18,6 +18,8 @@
 //! the library checks the rest (sequence offsets and page tables included), so safe code cannot reach memory that is not its own.
 //! GPU memory is beyond what slices can describe: use [`TensorView::from_raw`] and [`Context::from_raw`] with `flashattn_sys`.
 
+#![deny(missing_docs)]
+
 mod attention;
 mod context;
 mod element;
@@ -25,7 +27,7 @@ mod error;
 mod tensor;
 
 pub use attention::{Attention, Gradients, Mask};
-pub use context::{build_info, version, Context, CpuIsa, Device, Plan, Settings};
+pub use context::{build_info, load, version, Context, CpuIsa, Device, Plan, Settings};
 pub use element::{Bf16, Element, F16};
 pub use error::{Error, Result};
 pub use tensor::{TensorView, TensorViewMut};
