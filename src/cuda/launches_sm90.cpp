@@ -64,6 +64,11 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, const Driver &
   params.tiles = plan.tiles;
   params.counters = plan.tiles > plan.blocks ? counters : nullptr;
   params.vector_out = takes_vectors(p.out, p.head_dim_v);
+  params.copied_out = shape.out_slabs > 0 && takes_copies(p.out, p.q_lengths, p.head_dim_v);
+  if (params.copied_out) {
+    FA_RETURN_IF_ERROR(
+        describe(driver, "out", p.out, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 16, params.out_map, error));
+  }
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
                &params);
   return FA_OK;

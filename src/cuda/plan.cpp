@@ -14,6 +14,15 @@
 #include "cuda/sm90/forward_table.h"
 
 namespace fa::cuda {
+
+bool takes_copies(const Operand &t, const Lengths &lengths, int64_t head_dim) {
+  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2-byte elements
+  for (const int64_t stride : {t.batch_stride, t.seq_stride, t.head_stride}) {
+    if (stride < 0 || stride >= kStrides) return false;
+  }
+  return takes_vectors(t, head_dim) && lengths.total <= INT32_MAX;
+}
+
 namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -102,29 +111,24 @@ int32_t choose_splits(const Problem &p, const Cut &cut, const Device &device, in
   return static_cast<int32_t>(std::clamp<int64_t>(room / blocks, 1, std::min(max_splits, ceil_div(chunks, kMinChunks))));
 }
 
-// How many of `heads` heads a sequence are worked on together, in sections of one size: those whose tensors take half of the L2 cache,
-// or `at_least` so many.
-int32_t section_of(const Problem &p, const Device &device, int64_t heads, int64_t head_bytes, int64_t at_least) {
-  const int64_t total = std::max<int64_t>(heads * p.batch, 1), fit = device.l2_bytes / 2 / std::max<int64_t>(head_bytes, 1);
+// How many of `heads` heads a sequence are worked on together, in sections of one size: those whose tensors take half of the L2 cache
+// (1 / l2_parts), or `at_least` so many.
+int32_t section_of(const Problem &p, const Device &device, int64_t heads, int64_t head_bytes, int64_t at_least,
+                   int64_t l2_parts = 2) {
+  const int64_t total = std::max<int64_t>(heads * p.batch, 1),
+                fit = device.l2_bytes / l2_parts / std::max<int64_t>(head_bytes, 1);
   const int64_t sections = ceil_div(total, std::clamp<int64_t>(std::max(fit, at_least), 1, total));
   return static_cast<int32_t>(ceil_div(total, sections));
 }
+// Keys and values of a head.
+int64_t key_bytes(const Problem &p) { return p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype); }
 // Forward: keys and values, which `sharing` heads have in common. Under a causal mask a section begins with its longest walks, and if it
 // is short, so does the end of the launch. Two blocks of a head at once, which walk over the same keys side by side, are enough for the
 // L2 cache: so many heads are taken, whether their keys fit together or not.
 int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, int64_t sharing, int32_t blocks_at_once) {
   const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
-  return section_of(p, device, heads, p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype) / sharing,
+  return section_of(p, device, heads, key_bytes(p) / sharing,
                     causal ? int64_t{device.multiprocessors} * blocks_at_once / 2 : 1);
-}
-
-// Whether the copy engine can read a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
-bool takes_copies(const Operand &t, const Lengths &lengths, int64_t head_dim) {
-  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2-byte elements
-  for (const int64_t stride : {t.batch_stride, t.seq_stride, t.head_stride}) {
-    if (stride < 0 || stride >= kStrides) return false;
-  }
-  return takes_vectors(t, head_dim) && lengths.total <= INT32_MAX;
 }
 
 // Whether the sm_90a kernels take the problem, and how. They read tensors through the copy engine, which wants rows of whole 16-byte
@@ -143,7 +147,7 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
   for (int32_t n = 0; n < sm90::kNumForwardShapes; ++n) {
     const sm90::ForwardShape &shape = sm90::kForwardShapes[n];
     if (shape.scored != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v ||
-        shape.shared_bytes() > device.shared_bytes) {
+        p.q_lengths.max_len > shape.max_queries || shape.shared_bytes() > device.shared_bytes) {
       continue;
     }
     const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
@@ -153,7 +157,10 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.row_blocks = static_cast<int32_t>(row_blocks);
     plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
     plan.blocks = std::min(plan.tiles, device.multiprocessors);
-    plan.heads_per_section = section_of_keys(p, device, p.heads_q, p.group, 1);
+    // Blocks take their tiles one at a time, which evens out the end of small sections, too.
+    const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
+    plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
+                                        /*l2_parts=*/4);
     plan.reason =
         shape.scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi" : kHopperReason;
     return true;

@@ -61,6 +61,9 @@ struct BackwardPlan {
 // version and no newer minor one, or PTX of a version that is not newer. Words without a number count as having everything.
 bool built_for(const char *archs, int32_t compute_capability);
 
+// Whether the copy engine can read or write a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
+bool takes_copies(const Operand &tensor, const Lengths &lengths, int64_t head_dim);
+
 fa_status plan_forward(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
 

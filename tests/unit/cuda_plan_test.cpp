@@ -127,8 +127,11 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
         for (int64_t head_dim_v = 32; head_dim_v <= 512; head_dim_v += 32) {
           Problem p = problem(1000, 1000, head_dim, head_dim_v);
           set(p);
-          const ForwardPlan forward_of_p = forward_plan(p, device);
-          forward.insert({forward_of_p.family, forward_of_p.shape});
+          for (const int64_t seqlen : {200, 1000}) {
+            p.q_lengths.max_len = p.k_lengths.max_len = seqlen;
+            const ForwardPlan forward_of_p = forward_plan(p, device);
+            forward.insert({forward_of_p.family, forward_of_p.shape});
+          }
           const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
           backward.insert({backward_of_p.family, backward_of_p.shape});
         }
@@ -302,7 +305,7 @@ TEST(CudaPlan, HopperKernels) {
   Problem plain = problem(1000, 1000, 128);
   const ForwardPlan plan = forward_plan(plain, h200());
   EXPECT_EQ(plan.family, Family::sm90);
-  EXPECT_EQ(plan.tiles, 8 * plain.heads_q * plain.batch);
+  EXPECT_EQ(plan.tiles, 6 * plain.heads_q * plain.batch);
   EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors)) << "blocks of threads share the tiles";
   EXPECT_EQ(plan.num_splits, 1);
   Device without = h200();
@@ -427,7 +430,7 @@ TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
         }
         // A launch must not end with one short section of long walks.
         if (causal) {
-          EXPECT_GE(forward.heads_per_section, std::min<int64_t>(heads, 44)) << "D" << head_dim << " S" << seqlen;
+          EXPECT_GE(forward.heads_per_section, std::min<int64_t>(heads, 12)) << "D" << head_dim << " S" << seqlen;
         }
       }
     }

@@ -130,6 +130,21 @@ __device__ __forceinline__ void load_box(uint32_t dst, const CUtensorMap *map, u
       : "memory");
 }
 
+// The same box from memory to the L2 cache.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap *map, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];\n" ::"l"(map), "r"(column), "r"(row),
+               "r"(head), "r"(batch)
+               : "memory");
+}
+
+// A box from shared memory; what lies outside of the tensor is not written. With the next commit it is one of the calling thread's groups.
+__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t src, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
+               "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+
 // Adds `bytes` of floats in shared memory to those in global memory, as one group of copies of the calling thread.
 __device__ __forceinline__ void add_floats(float *dst, uint32_t src, uint32_t bytes) {
   asm volatile(

@@ -43,11 +43,12 @@ class Forward : private ForwardRows<C> {
   using Block::Block;
 
   __device__ __forceinline__ void run() {
+    bool any = false;  // the first tile is worth doing
     if (threadIdx.x < 128) {
       if (warp_ == kFetchWarp) {
         if (elect_one()) init_barriers();
       } else if (warp_ == kPlanWarp) {
-        plan_first();
+        any = plan_first();
       }
     }
     __syncthreads();
@@ -56,7 +57,7 @@ class Forward : private ForwardRows<C> {
       if (warp_ == kFetchWarp) {
         fetch();
       } else if (warp_ == kPlanWarp) {
-        plan();
+        plan(any);
       }
     } else {
       take_registers<C::kConsumerRegisters>();
@@ -124,28 +125,31 @@ class Forward : private ForwardRows<C> {
       if (begin >= chunks) {  // no rows, no keys, or no more tiles
         if (pending) finish_before(only);
         pending = false;
-        if (chunks < 0) break;
+        if (chunks < 0) {
+          if (C::kOutSlabs > 0 && lane_ == 0) copies_wait_read();  // shared memory ends with the block
+          break;
+        }
         pass(t);
         slot_.step();
         continue;
       }
       if (t.row0 + C::kRows > t.seqlen_q) store_unused_rows(t);
-      barrier_wait(q_full(q_.at()), q_.parity());
+      barrier_wait(q_full(q_.at(), group_), q_.parity());
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // Finite, so that -inf minus it is -inf. What stands in unused rows must not raise it, as all rows of a warp do that together.
         max_[r] = row_of(t, r) < t.seqlen_q ? -1e30f : 1e30f;
         sum_[r] = 0.f;
       }
-      if (begin > 0) skip_keys();
+      for (int n = 0; n < begin; ++n) skip_keys();
       step<true>(t, begin, edges, chunks, pending, only);
-      const int head = min(chunks, max(edges + 1, begin + 2));
       int i = begin + 1;
+      const int head = edges > begin ? min(chunks, max(edges + 1, i + 1)) : i;  // without masks the bulk begins at once
 #pragma unroll 1
       for (; i < head; ++i) step<false>(t, i, edges, chunks, true, i == begin + 1);
       if (kEarly && i < chunks) barrier_wait(k_full(k_.at()), k_.parity());
 #pragma unroll 1
-      for (; i < chunks; ++i) inner_step(t, i, i + 1 == chunks);
+      for (; i < chunks; ++i) inner_step(t, i, i + 1 == chunks, i == begin + 1);
       finish_sums(tile(slot_.at()));
       pending = true;
       only = begin + 1 == chunks;
@@ -175,8 +179,8 @@ class Forward : private ForwardRows<C> {
     store_blind_rows(t);
     const int chunks = t.chunks;
     if (chunks > 0) {
-      barrier_wait(q_full(q_.at()), q_.parity());
-      barrier_arrive_if(lane_ == 0, q_empty(q_.at()));
+      barrier_wait(q_full(q_.at(), group_), q_.parity());
+      barrier_arrive_if(lane_ == 0, q_empty(q_.at(), group_));
       q_.step();
     }
     for (int i = 0; i < chunks; ++i) {
@@ -243,7 +247,7 @@ class Forward : private ForwardRows<C> {
     products_wait<1>();
     hold(s_);
     barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
-    barrier_arrive_if(lane_ == 0 && i + 1 == chunks, q_empty(q_.at()));
+    barrier_arrive_if(lane_ == 0 && i + 1 == chunks, q_empty(q_.at(), group_));
     k_.step();
     if constexpr (C::kScored) score(t, t.chunk(i) * kKeys);
     if (edge) {
@@ -262,7 +266,7 @@ class Forward : private ForwardRows<C> {
     }
     if constexpr (kFirst) {
       if (out) complete_before();
-      if (i > 0) skip_values();
+      for (int n = 0; n < i; ++n) skip_values();
       edges_only_ = edges == chunks;
     } else {
       if (i == edges) mend(t);
@@ -272,8 +276,8 @@ class Forward : private ForwardRows<C> {
     out_max_[1] = max_[1];
   }
 
-  // The same for the bulk of a tile: nothing masked, the chunk before in the same tile and not its first. With kEarly, K is there.
-  __device__ __forceinline__ void inner_step(const Tile &t, int i, bool last) {
+  // The same for the bulk of a tile: nothing masked, the chunk before in the same tile. With kEarly, K is there.
+  __device__ __forceinline__ void inner_step(const Tile &t, int i, bool last, bool first) {
     if (!kEarly) {
       barrier_wait(k_full(k_.at()), k_.parity());
       barrier_wait(v_full(v_.at()), v_.parity());
@@ -284,11 +288,11 @@ class Forward : private ForwardRows<C> {
       barrier_wait(v_full(v_.at()), v_.parity());
       products_begin();
     }
-    start_out(false);
+    start_out(first);
     products_wait<1>();
     hold(s_);
     barrier_arrive_if(lane_ == 0, k_empty(k_.at()));
-    barrier_arrive_if(lane_ == 0 && last, q_empty(q_.at()));
+    barrier_arrive_if(lane_ == 0 && last, q_empty(q_.at(), group_));
     k_.step();
     if (kEarly && !last) barrier_wait(k_full(k_.at()), k_.parity());
     if constexpr (C::kScored) score(t, t.chunk(i) * kKeys);

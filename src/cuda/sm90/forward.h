@@ -12,8 +12,8 @@ namespace fa::cuda::sm90 {
 
 // A problem and how it is cut. The kernel's only parameter.
 struct ForwardParams {
-  // Boxes of 64 columns x 64 rows (q) or a chunk of rows (k, v) over (head_dim, seqlen, heads, batch).
-  CUtensorMap q_map, k_map, v_map;
+  // Boxes of 64 columns x 64 rows (q), a chunk of rows (k, v) or a warp's 16 rows (out) over (head_dim, seqlen, heads, batch).
+  CUtensorMap q_map, k_map, v_map, out_map;
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // problem.band's
   BlockOrder order;                  // tiles of query heads
@@ -21,6 +21,7 @@ struct ForwardParams {
   int32_t tiles;                     // blocks of rows * heads_q * batch
   int32_t *counters;                 // two, zero before and after: the next tile, and how many blocks of threads have finished
   bool vector_out;                   // 16-byte stores are legal
+  bool copied_out;                   // the copy engine can write out
 };
 
 // The kernel's address, null if this build leaves it out. `shape` indexes kForwardShapes.

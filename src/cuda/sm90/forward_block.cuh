@@ -7,11 +7,13 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_, bool kScored_>
+template <typename Element_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_, int kOutSlabs_,
+          bool kScored_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kGroups = kGroups_, kChunk = kChunk_, kQStages = kQStages_, kStages = kStages_;
-  static constexpr bool kScored = kScored_;  // softcap or ALiBi
+  static constexpr int kOutSlabs = kOutSlabs_;  // of out at a time leave through shared memory of their own, by the copy engine
+  static constexpr bool kScored = kScored_;     // softcap or ALiBi
   static constexpr int kTileSlots = 4;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kRows = kGroups * 64;
@@ -19,14 +21,19 @@ struct ForwardConfig {
   static constexpr int kQGroupBytes = 64 * kSlabs * 128;
   static constexpr int kQBytes = kGroups * kQGroupBytes;
   static constexpr int kKBytes = kChunk * kSlabs * 128, kVBytes = kChunk * kSlabsV * 128;
-  static constexpr int kBarrierOffset = kQStages * kQBytes + kStages * (kKBytes + kVBytes);
-  static constexpr int kTileOffset = kBarrierOffset + (2 * kQStages + 4 * kStages + 2 * kTileSlots) * 8;
+  static constexpr int kOutGroupBytes = 64 * kOutSlabs * 128;
+  static constexpr int kOutOffset = kQStages * kQBytes + kStages * (kKBytes + kVBytes);
+  static constexpr int kBarrierOffset = kOutOffset + kGroups * kOutGroupBytes;
+  static constexpr int kTileOffset = kBarrierOffset + (2 * kQStages * kGroups + 4 * kStages + 2 * kTileSlots + 1) * 8;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * sizeof(Tile<kGroups>);
   // What the first warpgroup gives up of its share at the launch is what the others may take.
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kGroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
   static_assert(kChunk * 128 % 1024 == 0);
+  static_assert(kOutSlabs == 0 || kSlabsV % kOutSlabs == 0);
+  // A group passes over the chunks that only groups below it see before it completes the tile before. The rings hold those.
+  static_assert((kGroups - 1) * 64 <= kStages * kChunk);
 };
 
 template <class C>
@@ -35,6 +42,7 @@ class ForwardBlock {
   using Element = typename C::Element;
   using Tile = sm90::Tile<C::kGroups>;
   static constexpr int kKeys = C::kChunk;
+  static constexpr int kPlanningChunks = 3;  // to be fetched when the next tile is taken: planning it takes their time
 
   __device__ __forceinline__ ForwardBlock(const ForwardParams &params, char *shared)
       : a_(params),
@@ -48,10 +56,13 @@ class ForwardBlock {
     prefetch_map(&a_.q_map);
     prefetch_map(&a_.k_map);
     prefetch_map(&a_.v_map);
+    if (C::kOutSlabs > 0) prefetch_map(&a_.out_map);
     constexpr int kWarps = C::kGroups * 4;
     for (int n = 0; n < C::kQStages; ++n) {
-      barrier_init(q_full(n), 1);
-      barrier_init(q_empty(n), kWarps);
+      for (int g = 0; g < C::kGroups; ++g) {
+        barrier_init(q_full(n, g), 1);
+        barrier_init(q_empty(n, g), 4);
+      }
     }
     for (int n = 0; n < C::kStages; ++n) {
       barrier_init(k_full(n), 1);
@@ -63,6 +74,7 @@ class ForwardBlock {
       barrier_init(tile_full(n), 1);
       barrier_init(tile_empty(n), kWarps + 1);  // and the fetching one
     }
+    barrier_init(tile_wanted(), 1);
     barrier_init_fence();
   }
 
@@ -73,15 +85,20 @@ class ForwardBlock {
   __device__ __forceinline__ uint32_t q_tile(int n) const { return shared_ + n * C::kQBytes; }
   __device__ __forceinline__ uint32_t k_tile(int n) const { return shared_ + C::kQStages * C::kQBytes + n * C::kKBytes; }
   __device__ __forceinline__ uint32_t v_tile(int n) const { return k_tile(C::kStages) + n * C::kVBytes; }
-  __device__ __forceinline__ uint32_t q_full(int n) const { return shared_ + C::kBarrierOffset + n * 8; }
-  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kQStages + n); }
-  __device__ __forceinline__ uint32_t k_full(int n) const { return q_full(2 * C::kQStages + n); }
+  __device__ __forceinline__ uint32_t out_tile(int group) const { return shared_ + C::kOutOffset + group * C::kOutGroupBytes; }
+  // Every group's rows of Q come and go on their own: no group waits for another one's last scores.
+  __device__ __forceinline__ uint32_t q_full(int n, int group) const {
+    return shared_ + C::kBarrierOffset + (n * C::kGroups + group) * 8;
+  }
+  __device__ __forceinline__ uint32_t q_empty(int n, int group) const { return q_full(C::kQStages + n, group); }
+  __device__ __forceinline__ uint32_t k_full(int n) const { return q_full(2 * C::kQStages, n); }
   __device__ __forceinline__ uint32_t k_empty(int n) const { return k_full(C::kStages + n); }
   __device__ __forceinline__ uint32_t v_full(int n) const { return k_full(2 * C::kStages + n); }
   __device__ __forceinline__ uint32_t v_empty(int n) const { return k_full(3 * C::kStages + n); }
 
   __device__ __forceinline__ uint32_t tile_full(int n) const { return k_full(4 * C::kStages + n); }
   __device__ __forceinline__ uint32_t tile_empty(int n) const { return tile_full(C::kTileSlots + n); }
+  __device__ __forceinline__ uint32_t tile_wanted() const { return tile_full(2 * C::kTileSlots); }
   __device__ __forceinline__ Tile &tile(int n) const { return tiles_[n]; }
 
   template <int kSize>
@@ -92,25 +109,28 @@ class ForwardBlock {
   // ------------------------------------------------------------------------------------------------------------------
 
   // The first tile's description need not wait for barriers to be there.
-  __device__ __forceinline__ void plan_first() const {
-    plan_tile<C::kGroups, kKeys, C::kScored>(a_, blockIdx.x, lane_, tile(0));
-  }
-  __device__ __forceinline__ void plan() {
+  __device__ __forceinline__ bool plan_first() const { return plan_tile(blockIdx.x, tile(0)); }
+  // A tile is taken from the counter when most of the one before has been fetched, no sooner: what a block has taken nobody else can do,
+  // and at the end of the launch all would wait for it. `any`: the first one is worth doing.
+  __device__ __forceinline__ void plan(bool any) {
     Slot<C::kTileSlots> slot;
-    int index = blockIdx.x;
-    bool first = true;
-    while (index < a_.tiles) {
-      int next = index + static_cast<int>(gridDim.x);
-      if (lane_ == 0 && a_.counters != nullptr) next = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
-      if (!first) {
-        barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
-        plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, tile(slot.at()));
+    uint32_t wanted = 0;
+    for (int index = blockIdx.x; index < a_.tiles;) {
+      if (any) {
+        __syncwarp();
+        if (C::kQStages == 1) prefetch_q(tile(slot.at()));
+        barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
+        slot.step();
+        barrier_wait(tile_wanted(), wanted);
+        wanted ^= 1;
       }
-      first = false;
-      __syncwarp();
-      barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
-      slot.step();
-      index = __shfl_sync(~0u, next, 0);
+      index += static_cast<int>(gridDim.x);
+      if (lane_ == 0 && a_.counters != nullptr) index = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
+      index = __shfl_sync(~0u, index, 0);
+      if (index < a_.tiles) {
+        barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
+        any = plan_tile(index, tile(slot.at()));
+      }
     }
     barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
     if (lane_ == 0) {
@@ -137,9 +157,25 @@ class ForwardBlock {
       barrier_arrive_if(lane_ == 0, tile_empty(slot.at()));
       slot.step();
       if (t.chunks < 0) break;
-      if (t.chunks > 0) fetch_tile(t, q, k, v);
+      if (t.chunks > 0) {
+        fetch_tile(t, q, k, v);
+      } else {
+        want_tile();
+      }
     }
   }
+
+ private:
+  __device__ __forceinline__ bool plan_tile(int index, Tile &t) const {
+    return sm90::plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, t);
+  }
+  // Where Q has one place it is asked for late: from memory to the L2 cache it comes as soon as the tile is known.
+  __device__ __forceinline__ void prefetch_q(const Tile &t) const {
+    static_assert(C::kGroups * C::kSlabs <= 32);
+    if (lane_ < C::kGroups * C::kSlabs && t.chunks > 0)
+      prefetch_box(&a_.q_map, lane_ % C::kSlabs * 64, t.q_row + lane_ / C::kSlabs * 64, t.head_q, t.q_batch);
+  }
+  __device__ __forceinline__ void want_tile() const { barrier_arrive_if(lane_ == 0, tile_wanted()); }
 
   __device__ __forceinline__ void fetch_tile(const Tile &t, Slot<C::kQStages> &q, Slot<C::kStages> &k,
                                              Slot<C::kStages> &v) const {
@@ -155,15 +191,16 @@ class ForwardBlock {
       k.step();
     };
     fetch_k(t.chunk(0));
-    barrier_wait(q_empty(q.at()), q.parity() ^ 1);
-    if (elect_one()) {
-      barrier_expect(q_full(q.at()), C::kQBytes);
 #pragma unroll
-      for (int g = 0; g < C::kGroups; ++g)
+    for (int g = 0; g < C::kGroups; ++g) {
+      barrier_wait(q_empty(q.at(), g), q.parity() ^ 1);
+      if (elect_one()) {
+        barrier_expect(q_full(q.at(), g), C::kQGroupBytes);
 #pragma unroll
         for (int s = 0; s < C::kSlabs; ++s)
-          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at()), s * 64, t.q_row + g * 64,
+          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at(), g), s * 64, t.q_row + g * 64,
                    t.head_q, t.q_batch, kEvictFirst);
+      }
     }
     q.step();
     for (int i = 0; i < t.chunks; ++i) {
@@ -177,9 +214,11 @@ class ForwardBlock {
                    t.k_batch, kEvictLast);
       }
       v.step();
+      if (i == max(t.chunks - kPlanningChunks, 0)) want_tile();
     }
   }
 
+ protected:
   const ForwardParams &a_;
   const Problem &p_;
   Tile *const tiles_;

@@ -197,10 +197,10 @@ class ForwardRows : public ForwardBlock<C> {
 
   // Called when out holds the edge chunks and nothing else.
   __device__ __forceinline__ void mend(const Tile &t) {
-    float zero = 0.f;
+    float zero[4] = {0.f, 0.f, 0.f, 0.f};  // four chains: one would wait at every step
 #pragma unroll
-    for (int j = 0; j < C::kDv / 2; ++j) zero = fmaf(out_[j], 0.f, zero);
-    if (__any_sync(~0u, zero != 0.f)) repair(t);
+    for (int j = 0; j < C::kDv / 2; ++j) zero[j % 4] = fmaf(out_[j], 0.f, zero[j % 4]);
+    if (__any_sync(~0u, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0.f)) repair(t);
   }
 
   // out of the edge chunks again, from the visible pairs alone and from global memory. Lane l takes half of the columns of the dot
@@ -308,10 +308,41 @@ class ForwardRows : public ForwardBlock<C> {
   }
 
   __device__ __forceinline__ void store_rows(const Tile &t) const {
-    if (a_.vector_out) {
+    if (C::kOutSlabs > 0 && a_.copied_out && t.row0 + group_ * 64 + 64 <= t.seqlen_q) {
+      copy_rows(t);
+    } else if (a_.vector_out) {
       store_pieces<true>(t);
     } else {
       store_pieces<false>(t);
+    }
+  }
+  // By the copy engine, a warp's 16 rows at a time: nobody waits for the memory, and no warp for another one.
+  __device__ __forceinline__ void copy_rows(const Tile &t) const {
+    const uint32_t rows = this->out_tile(group_) + warp_ * 16 * 128;
+    // Lane l gives the address of row l % 8 of matrix l / 8: 0 and 1 are rows 0 and 8, 2 and 3 the same of the next eight columns.
+    const uint32_t line = rows + (lane_ & 15) * 128, piece = lane_ >> 4;
+    constexpr int kColumns = C::kOutSlabs * 64;
+#pragma unroll
+    for (int first = 0; first < C::kDv; first += kColumns) {
+      if (lane_ == 0) copies_wait_read();  // what was here before
+      __syncwarp();
+#pragma unroll
+      for (int column = 0; column < min(kColumns, C::kDv - first); column += 16) {
+        const int j = (first + column) / 2;
+        uint32_t x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          x[n] = pack2<Element>(out_[j + 2 * n] * inverse_[n & 1], out_[j + 2 * n + 1] * inverse_[n & 1]);
+        stmatrix_x4(line + column / 64 * 64 * 128 + (((column % 64 / 8 + piece) ^ (lane_ & 7)) << 4), x[0], x[1], x[2], x[3]);
+      }
+      shared_fence_for_copies();
+      __syncwarp();
+      if (lane_ == 0) {
+#pragma unroll
+        for (int s = 0; s < C::kOutSlabs; ++s)
+          store_box(&a_.out_map, rows + s * 64 * 128, first + s * 64, t.q_row + group_ * 64 + warp_ * 16, t.head_q, t.q_batch);
+        copies_commit();
+      }
     }
   }
   // Sixteen bytes a lane: the four lanes that share a row exchange the pieces of four column blocks.
@@ -351,7 +382,7 @@ class ForwardRows : public ForwardBlock<C> {
   __device__ __forceinline__ void store_blind_rows(const Tile &t) const {
     const float lse = p_.sink != nullptr ? p_.sink[t.head_q * p_.sink_stride] : -CUDART_INF_F;
     const int row0 = t.row0 + group_ * 64;
-    for (int row = row0 + warp_; row < min(row0 + 64, t.seqlen_q); row += 4) store_row(t, row, lse);
+    for (int row = max(row0, 0) + warp_; row < min(row0 + 64, t.seqlen_q); row += 4) store_row(t, row, lse);
   }
   // Rows that are not used.
   __device__ __forceinline__ void store_unused_rows(const Tile &t) const {

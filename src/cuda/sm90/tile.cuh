@@ -42,11 +42,10 @@ __device__ __forceinline__ RangeOf<int32_t> chunks_within(const RangeOf<int32_t>
   return {(keys.begin + kChunk - 1) / kChunk, keys.end / kChunk};
 }
 
-// Writes tile `index` to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had.
+// Writes tile `index` to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had. False, for all
+// lanes, if there is nothing to do: the tile lies past the end of a packed sequence.
 template <int kGroups, int kChunk, bool kScored>
-__device__ __forceinline__ void plan_tile(const ForwardParams &a, int index, int lane, Tile<kGroups> &t) {
-  // One more chunk than this group sees is the most that another one does, which the rings of chunks rely on.
-  static_assert((kGroups - 1) * 64 <= kChunk);
+__device__ __forceinline__ bool plan_tile(const ForwardParams &a, int index, int lane, Tile<kGroups> &t) {
   using Keys = RangeOf<int32_t>;
   constexpr int kRows = kGroups * 64;
   const Problem &p = a.problem;
@@ -57,17 +56,24 @@ __device__ __forceinline__ void plan_tile(const ForwardParams &a, int index, int
       slope = p.alibi_slopes[place.batch * p.alibi_batch_stride + place.head * p.alibi_head_stride] * kLog2e;
     if (lane == 0) t.alibi = slope;
   }
-  const int row0 = place.row_block * kRows;
-  int seqlen_q;
+  int row0, seqlen_q;
+  bool any;
   {
     const Sequence q = sequence_of(p.q_lengths, place.batch);
     seqlen_q = static_cast<int>(q.len);
+    // If rows do not fill the last tile, under a causal mask it is the first one that lacks groups: its walk is the shortest. Its row0 is
+    // negative then.
+    row0 = place.row_block * kRows;
+    if (a.order.last_rows_first) row0 -= ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64;
+    // The last tile also owns what the slot holds beyond the grid.
+    const auto unused_end =
+        static_cast<int>(place.row_block == a.order.row_blocks - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
+    any = row0 < max(seqlen_q, unused_end);
     const int row = static_cast<int>(q.start) + row0, batch = p.q_lengths.cu != nullptr ? 0 : place.batch;
     if (lane == 0) {
       t.row0 = row0;
       t.seqlen_q = seqlen_q;
-      // The last tile also owns what the slot holds beyond the grid.
-      t.unused_end = static_cast<int>(place.row_block == a.order.row_blocks - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
+      t.unused_end = unused_end;
       t.q_row = row;
       t.q_batch = batch;
       t.head_q = place.head;
@@ -88,7 +94,7 @@ __device__ __forceinline__ void plan_tile(const ForwardParams &a, int index, int
   }
 
   const Diagonal<int32_t> diagonal(a.limits, seqlen_q, seqlen_k);
-  const Keys rows{row0, min(row0 + kRows, seqlen_q)};
+  const Keys rows{max(row0, 0), min(row0 + kRows, seqlen_q)};
   const Keys seen = diagonal.visible_keys(rows);
   const Keys all = seen.empty() ? Keys{0, 0} : chunks_around<kChunk>(seen);
   const Keys inner = chunks_within<kChunk>(diagonal.interior_keys(rows));
@@ -101,7 +107,7 @@ __device__ __forceinline__ void plan_tile(const ForwardParams &a, int index, int
     t.edge_right = edge_right;
   }
   if (lane < kGroups) {
-    const Keys mine{row0 + lane * 64, min(row0 + lane * 64 + 64, seqlen_q)};
+    const Keys mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
     const Keys my_keys = diagonal.visible_keys(mine), my_inner = chunks_within<kChunk>(diagonal.interior_keys(mine));
     int begin = all.size(), edges = begin;
     if (!my_keys.empty()) {
@@ -115,6 +121,7 @@ __device__ __forceinline__ void plan_tile(const ForwardParams &a, int index, int
     t.begin[lane] = begin;
     t.edges[lane] = edges;
   }
+  return any;
 }
 
 }  // namespace fa::cuda::sm90

@@ -111,6 +111,13 @@ std::vector<Case> cases() {
           c.k.used = {70, 10, 140};
         }
         all.push_back(c);
+        if (scores == kPlain && head_dim <= 128) {  // Hopper has other kernels for few queries
+          Case longer = c;
+          longer.q.seqlen = 300;
+          if (!longer.q.slots.empty()) longer.q.slots.back() = 300;
+          longer.backward = 0;
+          all.push_back(longer);
+        }
         if (dtype == FA_FLOAT16 && scores == kPlain) {
           c.page_size = 16;
           c.backward = 0;
