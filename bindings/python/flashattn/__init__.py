@@ -28,6 +28,7 @@ __all__ = [
     "Gradients",
     "Options",
     "Plan",
+    "append_kv",
     "backward",
     "build_info",
     "forward",
@@ -54,6 +55,11 @@ def forward(q: Any, k: Any, v: Any, **arguments: Any) -> Tuple[Any, Any]:
 def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Gradients:
     """`Context.backward` on this thread's CPU context."""
     return _context().backward(dout, q, k, v, out, lse, **arguments)
+
+
+def append_kv(k: Any, k_cache: Any, v: Any = None, v_cache: Any = None, **arguments: Any) -> None:
+    """`Context.append_kv` on this thread's CPU context."""
+    _context().append_kv(k, k_cache, v, v_cache, **arguments)
 
 
 def merge(outs: Any, lses: Any, **arguments: Any) -> Tuple[Any, Any]:

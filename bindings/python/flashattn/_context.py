@@ -389,6 +389,47 @@ class Context:
         )
         return out, lse
 
+    def append_kv(
+        self,
+        k: Any,
+        k_cache: Any,
+        v: Any = None,
+        v_cache: Any = None,
+        *,
+        page_table: Any = None,
+        offsets: Any = None,
+        cu_seqlens: Any = None,
+        seqused: Any = None,
+        seqused_k: Any = None,
+        q: Any = None,
+        q_out: Any = None,
+        rotary_cos: Any = None,
+        rotary_sin: Any = None,
+        rotary_positions: Any = None,
+        interleaved: bool = False,
+        stream: Any = None,
+    ) -> None:
+        """Writes new rows `k`, `v` into caches, behind the `offsets` rows that each sequence has there already, and rotates them and the
+        queries on the way if there are tables.
+
+        `seqused_k` receives the rows each sequence has afterwards; rotated queries go to `q_out`, or stay in `q`. flashattn.h (fa_append)
+        documents shapes.
+        """
+        holds: Holds = []
+        stream = _tensor.stream_handle(stream)
+        append = _abi.fa_append()
+        check(_abi.lib.fa_append_init(ctypes.byref(append), ctypes.sizeof(append)))
+        inputs = dict(k=k, v=v, page_table=page_table, offsets=offsets, cu_seqlens=cu_seqlens, seqused=seqused)
+        inputs.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_positions=rotary_positions)
+        for name, tensor in inputs.items():
+            setattr(append, name, self._view(tensor, name, holds, stream))
+        append.q = self._view(q, "q", holds, stream, writable=q_out is None)
+        for name, tensor in dict(k_cache=k_cache, v_cache=v_cache, seqused_k=seqused_k, q_out=q_out).items():
+            setattr(append, name, self._view(tensor, name, holds, stream, writable=True))
+        if interleaved:
+            append.flags |= _abi.APPEND_INTERLEAVED
+        check(_abi.lib.fa_append_kv(self._open(), ctypes.byref(append), stream), self._handle)
+
     # ------------------------------------------------------------------------------------------------- queries
 
     def _plan(self, ask: Callable[[Any], int]) -> Plan:

@@ -201,6 +201,37 @@ class AttentionTest(unittest.TestCase):
         expected, _, _ = reference.forward(q, k, v, causal=True)
         self.assert_close(flashattn.forward(q, pages_k, pages_v, causal=True, page_table=table, seqused_k=used)[0], expected)
 
+    def test_append_and_rotate(self):
+        k, v, q = normal(1, 2, 3, 2, 8), normal(2, 2, 3, 2, 6), normal(3, 2, 3, 4, 8)
+        k_cache, v_cache = np.full((2, 7, 2, 8), np.nan, np.float32), np.full((2, 7, 2, 6), np.nan, np.float32)
+        offsets, used = np.array([0, 4], np.int32), np.zeros(2, np.int32)
+        angles = np.arange(7)[:, None] * np.array([1.0, 0.5, 0.25])  # of columns c and c + 3; columns 6 and 7 stay
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        q_out = np.empty_like(q)
+        flashattn.append_kv(
+            k, k_cache, v, v_cache, offsets=offsets, seqused_k=used, q=q, q_out=q_out, rotary_cos=cos, rotary_sin=sin
+        )
+        self.assertEqual(used.tolist(), [3, 7])
+
+        def rotated(x, first):
+            c, s = cos[first : first + 3, None], sin[first : first + 3, None]
+            return np.concatenate([x[..., :3] * c - x[..., 3:6] * s, x[..., :3] * s + x[..., 3:6] * c, x[..., 6:]], -1)
+
+        for n, first in enumerate(offsets):
+            rows = slice(first, first + 3)
+            np.testing.assert_allclose(k_cache[n, rows], rotated(k[n], first), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(q_out[n], rotated(q[n], first), rtol=1e-5, atol=1e-6)
+            self.assertTrue(np.array_equal(v_cache[n, rows], v[n]))
+        self.assertTrue(np.isnan(k_cache[0, 3:]).all() and np.isnan(v_cache[1, :4]).all())
+        out, _ = flashattn.forward(q_out, k_cache, v_cache, seqused_k=used)
+        self.assertTrue(np.isfinite(out[0]).all())  # the other sequence began with rows that nobody wrote
+        # In place, pairs side by side, and what is refused.
+        again = q.copy()
+        flashattn.append_kv(k, k_cache, q=again, rotary_cos=cos, rotary_sin=sin, interleaved=True)
+        self.assertAlmostEqual(float(again[0, 1, 0, 0]), float(q[0, 1, 0, 0] * cos[1, 0] - q[0, 1, 0, 1] * sin[1, 0]), places=5)
+        with self.assertRaises(flashattn.Error):
+            flashattn.append_kv(k, k_cache, v)
+
     def test_merge(self):
         q, k, v = normal(1, 2, 7, 2, 8), normal(2, 2, 30, 2, 8), normal(3, 2, 30, 2, 8)
         whole, whole_lse = flashattn.forward(q, k, v)
