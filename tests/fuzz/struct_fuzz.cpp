@@ -2,7 +2,8 @@
 // Random problems, most of them wrong, through every function that takes one. Each starts from a valid problem and has a few fields
 // replaced by values that are apt to break things. Inputs lie in read-only memory and outputs in memory of their own, both between
 // unmapped pages, so a kernel that strays dies here. A problem the library accepts runs only if its tensors lie within that memory:
-// what a caller says about its own memory is beyond what any library can check.
+// what a caller says about its own memory is beyond what any library can check. Built with libFuzzer (tests/fuzz/libfuzzer.py), the choices
+// come from its inputs, which follow coverage, instead of random numbers.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -94,6 +95,27 @@ struct Problem {
   fa_gradients gradients;
 };
 
+// Where choices come from: random numbers, or the bytes of an input and then zeros.
+class Source {
+ public:
+  void seed(uint64_t value) { random_.seed(value); }
+  void feed(const uint8_t *data, size_t size) { next_ = data, end_ = data + size; }
+
+  uint64_t operator()() { return next_ == nullptr ? random_() : bytes(8); }
+  // Small choices take one byte each, so that a changed byte changes one choice.
+  uint64_t below(uint64_t n) { return (next_ == nullptr ? random_() : bytes(n <= 256 ? 1 : 4)) % n; }
+
+ private:
+  uint64_t bytes(int count) {
+    uint64_t value = 0;
+    for (; count > 0; --count) value = value << 8 | (next_ != end_ ? *next_++ : 0);
+    return value;
+  }
+
+  std::mt19937_64 random_;
+  const uint8_t *next_ = nullptr, *end_ = nullptr;
+};
+
 class StructFuzz : public testing::Test {
  protected:
   StructFuzz() : inputs_(size_t{1} << 20), outputs_(size_t{1} << 20) {
@@ -112,7 +134,7 @@ class StructFuzz : public testing::Test {
     for (fa_context ctx : contexts_) fa_destroy(ctx);
   }
 
-  int64_t below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+  int64_t below(int64_t n) { return static_cast<int64_t>(random_.below(static_cast<uint64_t>(n))); }
   bool one_in(int64_t n) { return below(n) == 0; }
   template <typename T, size_t N>
   T pick(const T (&values)[N]) {
@@ -297,9 +319,10 @@ class StructFuzz : public testing::Test {
   void damage(fa_tensor &t) {
     switch (below(9)) {
       case 0: {
+        const auto address = reinterpret_cast<uintptr_t>(t.data);
         void *const places[] = {nullptr,
-                                static_cast<char *>(t.data) + 1,
-                                static_cast<char *>(t.data) + 2,
+                                reinterpret_cast<void *>(address + 1),
+                                reinterpret_cast<void *>(address + 2),
                                 outputs_.begin(),
                                 inputs_.begin(),
                                 outputs_.end() - 4,
@@ -494,11 +517,26 @@ class StructFuzz : public testing::Test {
   }
 
   Arena inputs_, outputs_;
-  std::mt19937_64 random_;
+  Source random_;
   fa_context contexts_[2] = {};
   int64_t calls_ = 0, ran_ = 0, appended_ = 0;
   std::map<fa_status, int64_t> statuses_;
 };
+
+#if defined(FA_LIBFUZZER)
+
+class Input : public StructFuzz {
+ public:
+  void run(const uint8_t *data, size_t size) {
+    random_.feed(data, size);
+    one_in(4) ? one_append() : one_problem();
+  }
+
+ private:
+  void TestBody() override {}
+};
+
+#else
 
 TEST_F(StructFuzz, NothingCrashes) {
   const char *wish = std::getenv("FA_FUZZ_CALLS");
@@ -512,4 +550,17 @@ TEST_F(StructFuzz, NothingCrashes) {
   EXPECT_GT(ran_, calls_ / 50) << "too few problems are valid: this test tests little";
 }
 
+#endif
+
 }  // namespace
+
+#if defined(FA_LIBFUZZER)
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+  static Input *const input = [] {
+    testing::FLAGS_gtest_break_on_failure = true;  // so that libFuzzer keeps the input of a failed expectation
+    return new Input;
+  }();
+  input->run(data, size);
+  return 0;
+}
+#endif
