@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -54,8 +54,8 @@ struct ThreadPool::Crew {
     try {
       threads.reserve(static_cast<size_t>(helpers));
       for (int32_t helper = 0; helper < helpers; ++helper) threads.emplace_back([this, helper] { work(helper); });
-    } catch (const std::system_error &) {
-      // The system has no more threads to give; those that started do all the work.
+    } catch (const std::exception &) {
+      // The system has no more threads or memory to give; those that started do all the work.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
