@@ -336,8 +336,10 @@ enum {
   FA_FLOAT16 = 0x00011002,
   /** bfloat16. */
   FA_BFLOAT16 = 0x00011004,
-  /** fp8, e4m3 without infinities. No kernel yet: refused with ::FA_ERROR_UNSUPPORTED. */
+  /** fp8, e4m3 without infinities: for keys and values of forward, with `k_descale` and `v_descale`. */
   FA_FLOAT8_E4M3 = 0x0001080A,
+  /** 8-bit signed integer: as ::FA_FLOAT8_E4M3. */
+  FA_INT8 = 0x00010800,
   /** 32-bit signed integer. */
   FA_INT32 = 0x00012000,
   /** 64-bit signed integer. */
@@ -437,9 +439,10 @@ typedef struct fa_attention {
 
   /** Queries, (b, s_q, h_q, d) or (total_q, h_q, d); fp32, fp16 or bf16; stride of d must be 1. */
   fa_tensor q;
-  /** Keys, (b, s_k, h_k, d), (total_k, h_k, d) or, paged, (pages, page_size, h_k, d); dtype of q; stride of d must be 1. */
+  /** Keys, (b, s_k, h_k, d), (total_k, h_k, d) or, paged, (pages, page_size, h_k, d); stride of d must be 1; dtype of q or,
+   * in forward, fp8 or int8. */
   fa_tensor k;
-  /** Values, as k with d_v in place of d. */
+  /** Values, as k with d_v in place of d; dtype of k. */
   fa_tensor v;
   /** Result, as q with d_v in place of d. Written by forward, read by backward. */
   fa_tensor out;
@@ -506,11 +509,12 @@ typedef struct fa_attention {
   /** Dropout: offset read on the device of the context at run time; or NULL. */
   const uint64_t *dropout_offset_ptr;
 
-  /** fp8: factor of q, fp32, (b, h_k). Refused for other dtypes. */
+  /** For queries in fp8, which no kernel takes yet: must be absent. */
   fa_tensor q_descale;
-  /** fp8: factor of k, fp32, (b, h_k). */
+  /** Factor of keys in fp8 or int8, fp32: one a sequence and head, (b, h_k), or one a row and head, as k without d: (b, s_k, h_k),
+   * (pages, page_size, h_k) or, packed, (1, total_k, h_k). Absent = 1; refused for other dtypes. */
   fa_tensor k_descale;
-  /** fp8: factor of v, fp32, (b, h_k). */
+  /** Factor of values, as k_descale. */
   fa_tensor v_descale;
 } fa_attention;
 
@@ -576,9 +580,9 @@ typedef struct fa_append {
   fa_tensor k;
   /** New values, as k with d_v in place of d. Absent together with `v_cache`. */
   fa_tensor v;
-  /** Keys so far, (b, s_k, h_k, d) or, paged, (pages, page_size, h_k, d); dtype of k. Only the new rows are written. */
+  /** Keys so far, (b, s_k, h_k, d) or, paged, (pages, page_size, h_k, d); dtype of k, or fp8 or int8. Only new rows are written. */
   fa_tensor k_cache;
-  /** Values so far, as k_cache with d_v in place of d. */
+  /** Values so far, as k_cache with d_v in place of d; dtype of k_cache. */
   fa_tensor v_cache;
   /** Paged caches: (b, max_pages) int32, as in ::fa_attention. A page that two sequences share must not get new rows of both. */
   fa_tensor page_table;
@@ -603,6 +607,11 @@ typedef struct fa_append {
   /** Position of each new row, (b, s_new) or (total_new), int32 or int64; absent = offsets[n] + i. Positions that the tables lack are
    * refused on the CPU and give NaN on CUDA. */
   fa_tensor rotary_positions;
+  /** Factor of keys in an fp8 or int8 cache, as in ::fa_attention. One a sequence and head is read; absent = 1. One a row and head
+   * is written: the row's largest magnitude over 448 (fp8) or 127 (int8). Cache rows are row / factor, rounded, saturated. */
+  fa_tensor k_descale;
+  /** Factor of values, as k_descale. */
+  fa_tensor v_descale;
 } fa_append;
 
 /**

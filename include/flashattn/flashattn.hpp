@@ -143,6 +143,9 @@ struct dtype_of<std::int32_t> : std::integral_constant<fa_dtype, FA_INT32> {};
 /** @brief int64_t is ::FA_INT64. */
 template <>
 struct dtype_of<std::int64_t> : std::integral_constant<fa_dtype, FA_INT64> {};
+/** @brief int8_t is ::FA_INT8. */
+template <>
+struct dtype_of<std::int8_t> : std::integral_constant<fa_dtype, FA_INT8> {};
 /** @brief uint8_t is ::FA_UINT8. */
 template <>
 struct dtype_of<std::uint8_t> : std::integral_constant<fa_dtype, FA_UINT8> {};

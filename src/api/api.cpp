@@ -62,7 +62,7 @@ fa_status with_context(fa_context ctx, Body body) noexcept {
   return status;
 }
 
-fa_status read_problem(const fa_attention *attention, Problem &problem, Pointers &pointers, ErrorText &error) {
+fa_status read_problem(const fa_attention *attention, ForwardProblem &problem, Pointers &pointers, ErrorText &error) {
   fa_attention copy;
   FA_RETURN_IF_ERROR(copy_in(attention, "attention", copy, error));
   return normalise(copy, problem, pointers, error);
@@ -270,7 +270,7 @@ fa_status fa_device_info(fa_context ctx, fa_device_properties *properties) {
 fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_plan_info *info) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_out(info, "info", error));
-    Problem problem;
+    ForwardProblem problem;
     fa_plan_info result{};
     answer(context, read_problem(attention, problem, context.pointers, error), problem, result, error);
     copy_out(result, info);
@@ -291,7 +291,7 @@ fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const
 
 fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    Problem problem;
+    ForwardProblem problem;
     FA_RETURN_IF_ERROR(read_problem(attention, problem, context.pointers, error));
     return context.backend->prepare(problem, context.pointers, error);
   });
@@ -307,7 +307,7 @@ fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, con
 
 fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, fa_stream stream) {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    Problem problem;
+    ForwardProblem problem;
     FA_RETURN_IF_ERROR(read_problem(attention, problem, context.pointers, error));
     return run(context, problem, workspace, workspace_bytes, stream, error);
   });

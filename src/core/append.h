@@ -2,7 +2,7 @@
 // The normalised problem of fa_append_kv, and the rules of where rows go that host and device code share. Plain data as in problem.h.
 #pragma once
 
-#include "core/problem.h"
+#include "core/forward_problem.h"
 
 namespace fa {
 
@@ -30,6 +30,8 @@ struct AppendProblem {
   Operand k, v, q;
   Operand k_cache, v_cache, q_out;  // q_out is q where that is rotated in place
   Pages pages;
+  // Of quantised caches: one a sequence and head is read, one a row and head is written.
+  Descale k_descale, v_descale;
   int64_t capacity = 0;  // rows a sequence's cache can hold
 
   const int32_t *offsets = nullptr;  // (batch) or null: 0

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/append.h"
+#include "core/forward_problem.h"
 #include "core/pointers.h"
 #include "core/problem.h"
 #include "core/status.h"
@@ -45,14 +46,14 @@ class Backend {
   virtual int32_t last_cuda_error() const { return 0; }
 
   // Pure: whether and how the problem would run.
-  virtual fa_status plan(const Problem &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
 
   // Makes the following run safe to capture.
-  virtual fa_status prepare(const Problem &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
 
-  virtual fa_status run(const Problem &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) = 0;

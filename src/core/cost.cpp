@@ -29,11 +29,11 @@ struct Traffic {
 };
 
 Traffic traffic_of(const Problem &p) {
-  const double element = dtype_bytes(p.q.dtype);
+  const double element = dtype_bytes(p.q.dtype), key = dtype_bytes(p.k.dtype);
   const double rows_q = rows_of(p.q_lengths, p.batch) * static_cast<double>(p.heads_q);
   const double rows_k = rows_of(p.k_lengths, p.batch) * static_cast<double>(p.heads_k);
   return {rows_q * static_cast<double>(p.head_dim) * element, rows_q * static_cast<double>(p.head_dim_v) * element,
-          rows_k * static_cast<double>(p.head_dim) * element, rows_k * static_cast<double>(p.head_dim_v) * element, rows_q * 4};
+          rows_k * static_cast<double>(p.head_dim) * key, rows_k * static_cast<double>(p.head_dim_v) * key, rows_q * 4};
 }
 
 double pairs_of(const Problem &p) {

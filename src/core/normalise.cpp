@@ -42,7 +42,6 @@ fa_status check_operand_like(const NamedTensor &t, const fa_tensor &model, fa_dt
 }
 
 fa_status check_head_dim(const NamedTensor &t, ErrorText &error) {
-  constexpr int64_t kMaxHeadDim = 512;
   const int index = t.tensor.ndim - 1;
   const int64_t head_dim = t.tensor.shape[index];
   if (head_dim < 1) return fail(error, FA_ERROR_SHAPE, "%s.shape[%d] (head_dim) is 0; it must be at least 1", t.name, index);
@@ -103,6 +102,37 @@ fa_status set_pages(const NamedTensor &table, const NamedTensor &paged, int64_t 
     return fail(error, FA_ERROR_SHAPE, "page_table.shape[1] %" PRId64 " times page_size %" PRId64 " overflows",
                 pages.per_sequence, pages.size);
   }
+  return FA_OK;
+}
+
+fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role, int64_t batch, Descale &descale,
+                      Pointers &pointers, ErrorText &error) {
+  if (!is_present(t.tensor)) return FA_OK;
+  const fa_tensor &x = scaled.tensor;
+  if (!is_quantised(x.dtype)) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s is given but %s.dtype is %s; descales are for fp8 and int8", t.name,
+                scaled.name, dtype_name(x.dtype));
+  }
+  FA_RETURN_IF_ERROR(check_and_note(t, role, pointers, error));
+  FA_RETURN_IF_ERROR(check_dtype(t, {FA_FLOAT32}, error));
+  descale.per_row = t.tensor.ndim == 3;
+  const int64_t heads = x.shape[x.ndim - 2];
+  Operand &factors = descale.factors;
+  factors.data = t.tensor.data;
+  if (descale.per_row) {
+    FA_RETURN_IF_ERROR(
+        x.ndim == 3
+            ? check_shape(t, {{1, "packed rows"}, {x.shape[0], "total_k"}, {heads, "heads_k"}}, error)
+            : check_shape(t, {{x.shape[0], "as its tensor"}, {x.shape[1], "as its tensor"}, {heads, "heads_k"}}, error));
+    factors.batch_stride = walk_stride(t.tensor, 0);
+    factors.seq_stride = walk_stride(t.tensor, 1);
+    factors.head_stride = walk_stride(t.tensor, 2);
+    return FA_OK;
+  }
+  FA_RETURN_IF_ERROR(check_ndim(t, 2, "(batch, heads_k), or 3: one factor a row and head", error));
+  FA_RETURN_IF_ERROR(check_shape(t, {{batch, "batch"}, {heads, "heads_k"}}, error));
+  factors.batch_stride = walk_stride(t.tensor, 0);
+  factors.head_stride = walk_stride(t.tensor, 1);
   return FA_OK;
 }
 

@@ -10,9 +10,12 @@
 
 namespace fa {
 
-enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, i8 = 4 };
 
-constexpr int dtype_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+FA_HD constexpr int dtype_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype <= Dtype::bf16 ? 2 : 1; }
+
+// Whether numbers of the dtype stand for themselves times a factor, their descale.
+FA_HD constexpr bool is_quantised(Dtype dtype) { return dtype >= Dtype::e4m3; }
 
 // (batch, seqlen, heads, head_dim) with head_dim contiguous; packed tensors have batch_stride 0 and rows counted over the whole
 // batch; paged keys have (pages, page_size, heads, head_dim) with batch_stride = page stride. Strides in elements.

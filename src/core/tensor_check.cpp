@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cinttypes>
+#include <cstdio>
 
 namespace fa {
 namespace {
@@ -15,7 +16,8 @@ struct DtypeInfo {
 
 constexpr DtypeInfo kDtypes[] = {
     {FA_FLOAT32, 4, "float32"}, {FA_FLOAT16, 2, "float16"}, {FA_BFLOAT16, 2, "bfloat16"}, {FA_FLOAT8_E4M3, 1, "float8_e4m3"},
-    {FA_INT32, 4, "int32"},     {FA_INT64, 8, "int64"},     {FA_UINT8, 1, "uint8"},       {FA_BOOL, 1, "bool"},
+    {FA_INT8, 1, "int8"},       {FA_INT32, 4, "int32"},     {FA_INT64, 8, "int64"},       {FA_UINT8, 1, "uint8"},
+    {FA_BOOL, 1, "bool"},
 };
 
 const DtypeInfo *find_dtype(fa_dtype dtype) {
@@ -62,9 +64,21 @@ const char *dtype_name(fa_dtype dtype) {
 
 bool is_attention_dtype(fa_dtype dtype) { return dtype == FA_FLOAT32 || dtype == FA_FLOAT16 || dtype == FA_BFLOAT16; }
 
+bool is_quantised(fa_dtype dtype) { return dtype == FA_FLOAT8_E4M3 || dtype == FA_INT8; }
+
 Dtype to_dtype(fa_dtype dtype) {
-  if (dtype == FA_FLOAT16) return Dtype::f16;
-  return dtype == FA_BFLOAT16 ? Dtype::bf16 : Dtype::f32;
+  switch (dtype) {
+    case FA_FLOAT16:
+      return Dtype::f16;
+    case FA_BFLOAT16:
+      return Dtype::bf16;
+    case FA_FLOAT8_E4M3:
+      return Dtype::e4m3;
+    case FA_INT8:
+      return Dtype::i8;
+    default:
+      return Dtype::f32;
+  }
 }
 
 fa_status check_memory(const NamedTensor &named, Role role, ErrorText &error) {
@@ -149,14 +163,15 @@ fa_status check_shape(const NamedTensor &named, std::initializer_list<Dim> dims,
 
 fa_status check_dtype(const NamedTensor &named, std::initializer_list<fa_dtype> allowed, ErrorText &error) {
   const auto &[name, t] = named;
-  const char *names[4] = {"", "", "", ""};
-  int count = 0;
+  char names[80] = "";
+  size_t length = 0;
   for (const fa_dtype dtype : allowed) {
     if (t.dtype == dtype) return FA_OK;
-    if (count < 4) names[count++] = dtype_name(dtype);
+    length += static_cast<size_t>(
+        std::snprintf(names + length, sizeof names - length, "%s%s", length > 0 ? " or " : "", dtype_name(dtype)));
+    if (length >= sizeof names) break;
   }
-  return fail(error, FA_ERROR_DTYPE, "%s.dtype is %s; it must be %s%s%s%s%s", name, dtype_name(t.dtype), names[0],
-              count > 1 ? " or " : "", names[1], count > 2 ? " or " : "", names[2]);
+  return fail(error, FA_ERROR_DTYPE, "%s.dtype is %s; it must be %s", name, dtype_name(t.dtype), names);
 }
 
 fa_status check_unit_stride(const NamedTensor &named, int32_t dim, ErrorText &error) {

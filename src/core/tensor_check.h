@@ -30,7 +30,8 @@ inline bool has_elements(const fa_tensor &t) {
 int dtype_size(fa_dtype dtype);  // 0 for a number that is no fa_dtype
 const char *dtype_name(fa_dtype dtype);
 bool is_attention_dtype(fa_dtype dtype);  // fp32, fp16, bf16
-Dtype to_dtype(fa_dtype dtype);           // of an attention dtype
+bool is_quantised(fa_dtype dtype);        // fp8, int8
+Dtype to_dtype(fa_dtype dtype);           // of one of these
 
 // One allowed size of a dimension, and what it is called in messages; `or_one` also allows 1 (broadcast).
 struct Dim {

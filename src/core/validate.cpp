@@ -40,7 +40,7 @@ class Normaliser {
     FA_RETURN_IF_ERROR(mask());
     FA_RETURN_IF_ERROR(score_tensors());
     FA_RETURN_IF_ERROR(dropout());
-    return fp8_scales();
+    return descales();
   }
 
   fa_status outputs(Role role, bool lse_required) {
@@ -52,6 +52,8 @@ class Normaliser {
     }
     return FA_OK;
   }
+
+  Descale k_descale, v_descale;  // after forward()
 
   // A tensor with q's rows, heads and dtype.
   fa_status like_q(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
@@ -108,9 +110,9 @@ class Normaliser {
     const NamedTensor q{"q", a_.q}, k{"k", a_.k}, v{"v", a_.v};
     for (const NamedTensor &t : {q, k, v}) {
       FA_RETURN_IF_ERROR(memory(t, Role::input));
-      if (t.tensor.dtype == FA_FLOAT8_E4M3) {
-        return fail(error_, FA_ERROR_UNSUPPORTED, "%s.dtype is float8_e4m3, for which there is no kernel yet", t.name);
-      }
+    }
+    if (is_quantised(a_.q.dtype)) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "q.dtype is %s, for which there is no kernel yet", dtype_name(a_.q.dtype));
     }
     FA_RETURN_IF_ERROR(check_dtype(q, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error_));
     FA_RETURN_IF_ERROR(check_ndim(q, packed_q_ ? 3 : 4,
@@ -139,8 +141,9 @@ class Normaliser {
     FA_RETURN_IF_ERROR(check_head_dim(q, error_));
     FA_RETURN_IF_ERROR(check_head_dim(v, error_));
     FA_RETURN_IF_ERROR(check_unit_stride(q, a_.q.ndim - 1, error_));
-    FA_RETURN_IF_ERROR(operand_like(k, a_.k, p_.head_dim, "head_dim of q", "as q"));
-    FA_RETURN_IF_ERROR(operand_like(v, a_.k, p_.head_dim_v, "its own head_dim", "as k"));
+    FA_RETURN_IF_ERROR(check_dtype(k, {a_.q.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_));
+    FA_RETURN_IF_ERROR(check_operand_like(k, a_.k, a_.k.dtype, p_.head_dim, "head_dim of q", "as q", error_));
+    FA_RETURN_IF_ERROR(check_operand_like(v, a_.k, a_.k.dtype, p_.head_dim_v, "its own head_dim", "as k", error_));
     p_.softmax_scale = a_.softmax_scale > 0 ? a_.softmax_scale : 1.0f / std::sqrt(static_cast<float>(p_.head_dim));
     p_.q = to_operand(a_.q);
     p_.k = to_operand(a_.k);
@@ -357,15 +360,17 @@ class Normaliser {
     return FA_OK;
   }
 
-  fa_status fp8_scales() {
-    for (const NamedTensor &t : {NamedTensor{"q_descale", a_.q_descale}, NamedTensor{"k_descale", a_.k_descale},
-                                 NamedTensor{"v_descale", a_.v_descale}}) {
-      if (is_present(t.tensor)) {
-        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is given but q.dtype is %s; descales are for fp8", t.name,
-                    dtype_name(a_.q.dtype));
-      }
+  fa_status descales() {
+    if (is_present(a_.q_descale)) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "q_descale is given but q.dtype is %s; it is for fp8 queries",
+                  dtype_name(a_.q.dtype));
     }
-    return FA_OK;
+    FA_RETURN_IF_ERROR(descale({"k_descale", a_.k_descale}, {"k", a_.k}, k_descale));
+    return descale({"v_descale", a_.v_descale}, {"v", a_.v}, v_descale);
+  }
+
+  fa_status descale(const NamedTensor &t, const NamedTensor &scaled, Descale &result) {
+    return set_descale(t, scaled, Role::input, p_.batch, result, pointers_, error_);
   }
 
   fa_status memory(const NamedTensor &t, Role role) { return check_and_note(t, role, pointers_, error_); }
@@ -381,14 +386,23 @@ class Normaliser {
 
 }  // namespace
 
-fa_status normalise(const fa_attention &a, Problem &problem, Pointers &pointers, ErrorText &error) {
+fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &pointers, ErrorText &error) {
   pointers.clear();
   Normaliser normaliser(a, problem, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
+  problem.k_descale = normaliser.k_descale;
+  problem.v_descale = normaliser.v_descale;
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
-  return check_distinct(
-      {{"out", a.out}, {"lse", a.lse}},
-      {{"q", a.q}, {"k", a.k}, {"v", a.v}, {"bias", a.bias}, {"sink", a.sink}, {"alibi_slopes", a.alibi_slopes}}, error);
+  return check_distinct({{"out", a.out}, {"lse", a.lse}},
+                        {{"q", a.q},
+                         {"k", a.k},
+                         {"v", a.v},
+                         {"bias", a.bias},
+                         {"sink", a.sink},
+                         {"alibi_slopes", a.alibi_slopes},
+                         {"k_descale", a.k_descale},
+                         {"v_descale", a.v_descale}},
+                        error);
 }
 
 fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProblem &problem, Pointers &pointers,
@@ -398,6 +412,10 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
   Normaliser normaliser(a, p, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
+  if (is_quantised(p.k.dtype)) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "k.dtype is %s, but there is no backward for fp8 and int8 keys",
+                dtype_name(a.k.dtype));
+  }
   if (p.page_table != nullptr)
     return fail(error, FA_ERROR_UNSUPPORTED, "page_table is given, but there is no backward for paged keys");
   if (g.reserved != 0) return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients.reserved is %u; it must be 0", g.reserved);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/append.h"
+#include "core/forward_problem.h"
 #include "core/pointers.h"
 #include "core/problem.h"
 #include "core/status.h"
@@ -13,7 +14,7 @@
 namespace fa {
 
 // None reads tensor data. `problem` is default-constructed. `pointers` receives the addresses of what the problem refers to.
-fa_status normalise(const fa_attention &attention, Problem &problem, Pointers &pointers, ErrorText &error);
+fa_status normalise(const fa_attention &attention, ForwardProblem &problem, Pointers &pointers, ErrorText &error);
 fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error);
 

@@ -77,7 +77,7 @@ class AppendNormaliser {
                                   paged ? "(pages, page_size, heads_k, head_dim) because page_table is given"
                                         : "(batch, seqlen_k, heads_k, head_dim) because page_table is absent",
                                   error_));
-    FA_RETURN_IF_ERROR(check_dtype(k, {a_.k.dtype}, error_));
+    FA_RETURN_IF_ERROR(check_dtype(k, {a_.k.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_));
     FA_RETURN_IF_ERROR(check_shape(k,
                                    {{a_.k_cache.shape[0], paged ? "pages" : "batch"},
                                     {a_.k_cache.shape[1], paged ? "page_size" : "seqlen_k"},
@@ -88,7 +88,8 @@ class AppendNormaliser {
     p_.k_cache = to_operand(a_.k_cache);
     if (is_present(a_.v)) {
       FA_RETURN_IF_ERROR(memory(v, Role::output));
-      FA_RETURN_IF_ERROR(check_operand_like(v, a_.k_cache, a_.k.dtype, p_.head_dim_v, "head_dim of v", "as k_cache", error_));
+      FA_RETURN_IF_ERROR(
+          check_operand_like(v, a_.k_cache, a_.k_cache.dtype, p_.head_dim_v, "head_dim of v", "as k_cache", error_));
       p_.v_cache = to_operand(a_.v_cache);
     }
     return FA_OK;
@@ -112,6 +113,12 @@ class AppendNormaliser {
       return fail(error_, FA_ERROR_SHAPE, "k_cache.shape[0] is %" PRId64 "; it must be %" PRId64 " (the batch)",
                   a_.k_cache.shape[0], p_.batch);
     }
+    FA_RETURN_IF_ERROR(descale({"k_descale", a_.k_descale}, {"k_cache", a_.k_cache}, p_.k_descale));
+    if (is_present(a_.v)) {
+      FA_RETURN_IF_ERROR(descale({"v_descale", a_.v_descale}, {"v_cache", a_.v_cache}, p_.v_descale));
+    } else if (is_present(a_.v_descale)) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "v_descale is given but v_cache is absent");
+    }
     if (is_present(a_.offsets)) {
       FA_RETURN_IF_ERROR(check_counts({"offsets", a_.offsets}, Role::input, p_.batch, pointers_, error_));
       p_.offsets = static_cast<const int32_t *>(a_.offsets.data);
@@ -123,6 +130,10 @@ class AppendNormaliser {
       p_.seqused_k_stride = walk_stride(a_.seqused_k, 0);
     }
     return FA_OK;
+  }
+
+  fa_status descale(const NamedTensor &t, const NamedTensor &cache, Descale &result) {
+    return set_descale(t, cache, t.tensor.ndim == 3 ? Role::output : Role::input, p_.batch, result, pointers_, error_);
   }
 
   fa_status queries() {
@@ -220,11 +231,15 @@ class AppendNormaliser {
     const NamedTensor rows{"seqused", a_.seqused}, offsets{"offsets", a_.offsets}, cu{"cu_seqlens", a_.cu_seqlens};
     const NamedTensor cos{"rotary_cos", a_.rotary_cos}, sin{"rotary_sin", a_.rotary_sin}, pages{"page_table", a_.page_table};
     const NamedTensor positions{"rotary_positions", a_.rotary_positions};
-    if (is_present(a_.q_out)) {
-      return check_distinct({k_cache, v_cache, seqused_k, q_out}, {k, v, q, rows, offsets, cu, cos, sin, pages, positions},
-                            error_);
-    }
-    return check_distinct({k_cache, v_cache, seqused_k, q}, {k, v, rows, offsets, cu, cos, sin, pages, positions}, error_);
+    const NamedTensor k_descale{"k_descale", a_.k_descale}, v_descale{"v_descale", a_.v_descale}, none{"", fa_tensor{}};
+    // What is an output in this call, and what only read.
+    const bool apart = is_present(a_.q_out);
+    const NamedTensor &rotated = apart ? q_out : q, &unrotated = apart ? q : none;
+    const bool k_written = p_.k_descale.per_row, v_written = p_.v_descale.per_row;
+    return check_distinct({k_cache, v_cache, seqused_k, rotated, k_written ? k_descale : none, v_written ? v_descale : none},
+                          {k, v, unrotated, rows, offsets, cu, cos, sin, pages, positions, k_written ? none : k_descale,
+                           v_written ? none : v_descale},
+                          error_);
   }
 
   const fa_append &a_;

@@ -49,11 +49,10 @@ FA_INLINE void store_pairs(typename Element::Type *row, int64_t c, int n, int64_
   Element::store(row + 2 * c + first, Simd::load(pairs + kWidth), 2 * n - first);
 }
 
-// `to` may be `from`.
-template <class Element, class Table>
-inline void rotate_row(const AppendProblem &p, const char *from, char *to, const RotaryRow &table) {
-  const auto *source = reinterpret_cast<const typename Element::Type *>(from);
-  auto *target = reinterpret_cast<typename Element::Type *>(to);
+// The rotated columns of a row; `target` may be `source`.
+template <class Element, class Table, class Target>
+inline void rotate_columns(const AppendProblem &p, const typename Element::Type *source, typename Target::Type *target,
+                           const RotaryRow &table) {
   const auto *cos = reinterpret_cast<const typename Table::Type *>(table.cos);
   const auto *sin = reinterpret_cast<const typename Table::Type *>(table.sin);
   const int64_t half = p.rotary_dim / 2;
@@ -62,11 +61,49 @@ inline void rotate_row(const AppendProblem &p, const char *from, char *to, const
     const F co = Table::load(cos + c, n), si = Table::load(sin + c, n);
     const Pairs in = load_pairs<Element>(source, c, n, half, p.interleaved);
     const Pairs out = {Simd::fms(in.x, co, Simd::mul(in.y, si)), Simd::fma(in.x, si, Simd::mul(in.y, co))};
-    store_pairs<Element>(target, c, n, half, p.interleaved, out);
+    store_pairs<Target>(target, c, n, half, p.interleaved, out);
   }
-  if (to == from) return;
-  __builtin_memcpy(target + p.rotary_dim, source + p.rotary_dim,
-                   static_cast<size_t>(p.head_dim - p.rotary_dim) * sizeof(typename Element::Type));
+}
+// Tables are fp32 or have the dtype of the rows.
+template <class Element, class Target>
+FA_INLINE void rotate(const AppendProblem &p, const typename Element::Type *source, typename Target::Type *target,
+                      const RotaryRow &table) {
+  if (p.table_dtype == Dtype::f32) {
+    rotate_columns<Element, ElementF32, Target>(p, source, target, table);
+  } else {
+    rotate_columns<Element, Element, Target>(p, source, target, table);
+  }
+}
+
+// A row of `columns` columns, the first of them rotated if there is a table, in fp32.
+template <class Element>
+inline void widen_row(const AppendProblem &p, const typename Element::Type *source, int64_t columns, const RotaryRow *table,
+                      float *row) {
+  for (int64_t c = table != nullptr ? p.rotary_dim : 0; c < columns; c += kWidth) {
+    const int n = static_cast<int>(min64(columns - c, kWidth));
+    Simd::store(row + c, Element::load(source + c, n), n);
+  }
+  if (table != nullptr) rotate<Element, ElementF32>(p, source, row, *table);
+}
+
+// row / factor. A factor of the row's own is computed first and written: NaN if the row is not finite.
+template <class Target>
+inline void quantise_row(const float *row, int64_t columns, typename Target::Type *target, float *factor, bool own) {
+  if (own) {
+    F largest = Simd::zero(), probe = Simd::zero();
+    for (int64_t c = 0; c < columns; c += kWidth) {
+      const F x = Simd::load(row + c, static_cast<int>(min64(columns - c, kWidth)));
+      largest = Simd::max(Simd::abs(x), largest);
+      probe = Simd::fma(x, Simd::zero(), probe);
+    }
+    *factor = Simd::reduce_max(largest) / Target::kLargest + Simd::reduce_add(probe);
+  }
+  const float by = factor != nullptr ? *factor : 1.0f;
+  const F divisor = Simd::set(own && by == 0 ? 1.0f : by);  // a row of zeros
+  for (int64_t c = 0; c < columns; c += kWidth) {
+    const int n = static_cast<int>(min64(columns - c, kWidth));
+    Target::store(target + c, Simd::div(Simd::load(row + c, n), divisor), n);
+  }
 }
 
 // Row (outer, row) of every head of `from` to row (to_outer, to_row) of `to`, rotated where there is a table.
@@ -75,22 +112,53 @@ struct RowAt {
 };
 inline void append_heads(const AppendProblem &p, const Operand &from, RowAt source, const Operand &to, RowAt target,
                          int64_t heads, int64_t columns, const RotaryRow *table) {
-  const int64_t bytes = from.dtype == Dtype::f32 ? 4 : 2;
+  const int64_t bytes = dtype_bytes(from.dtype), rotated = table != nullptr ? p.rotary_dim : 0;
   for (int64_t h = 0; h < heads; ++h) {
     const char *read = rows_of(from, source.outer, h, source.row).data;
     char *write = const_cast<char *>(rows_of(to, target.outer, h, target.row).data);
-    if (table == nullptr) {
-      __builtin_memcpy(write, read, static_cast<size_t>(columns * bytes));
-      continue;
+    if (table != nullptr) {
+      for_dtype(from.dtype, [&]<class Element>() {
+        using Type = typename Element::Type;
+        rotate<Element, Element>(p, reinterpret_cast<const Type *>(read), reinterpret_cast<Type *>(write), *table);
+      });
+    }
+    if (write == read) continue;
+    __builtin_memcpy(write + rotated * bytes, read + rotated * bytes, static_cast<size_t>((columns - rotated) * bytes));
+  }
+}
+
+// The same into a quantised cache, in sequence b.
+inline void quantise_heads(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
+                           RowAt target, const Descale &descale, int64_t columns, const RotaryRow *table) {
+  float row[kMaxHeadDim + kWidth];
+  for (int64_t h = 0; h < p.heads_k; ++h) {
+    const char *read = rows_of(from, source.outer, h, source.row).data;
+    char *write = const_cast<char *>(rows_of(to, target.outer, h, target.row).data);
+    float *factor = nullptr;
+    if (descale.factors.data != nullptr) {
+      const Rows at =
+          descale.per_row ? rows_of(descale.factors, target.outer, h, target.row) : rows_of(descale.factors, b, h, 0);
+      factor = reinterpret_cast<float *>(const_cast<char *>(at.data));
     }
     for_dtype(from.dtype, [&]<class Element>() {
-      // Tables are fp32 or have the dtype of the rows.
-      if (p.table_dtype == Dtype::f32) {
-        rotate_row<Element, ElementF32>(p, read, write, *table);
-      } else {
-        rotate_row<Element, Element>(p, read, write, *table);
-      }
+      widen_row<Element>(p, reinterpret_cast<const typename Element::Type *>(read), columns, table, row);
     });
+    if (to.dtype == Dtype::i8) {
+      quantise_row<ElementI8>(row, columns, reinterpret_cast<int8_t *>(write), factor, descale.per_row);
+    } else {
+      quantise_row<ElementE4m3>(row, columns, reinterpret_cast<uint8_t *>(write), factor, descale.per_row);
+    }
+  }
+}
+
+// New rows of k or v into their cache.
+inline void append_cache(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
+                         const CachePlace &place, const Descale &descale, int64_t columns, const RotaryRow *table) {
+  const RowAt target{place.outer, place.row};
+  if (is_quantised(to.dtype)) {
+    quantise_heads(p, b, from, source, to, target, descale, columns, table);
+  } else {
+    append_heads(p, from, source, to, target, p.heads_k, columns, table);
   }
 }
 
@@ -106,10 +174,8 @@ inline void append_row(const AppendProblem &p, int64_t b, const AppendSequence &
   append_heads(p, p.q, source, p.q_out, source, p.heads_q, p.head_dim, rotation);
   CachePlace place;
   if (!find_place(p, b, s.offset + i, place)) return;
-  append_heads(p, p.k, source, p.k_cache, {place.outer, place.row}, p.heads_k, p.head_dim, rotation);
-  if (p.head_dim_v > 0) {
-    append_heads(p, p.v, source, p.v_cache, {place.outer, place.row}, p.heads_k, p.head_dim_v, nullptr);
-  }
+  append_cache(p, b, p.k, source, p.k_cache, place, p.k_descale, p.head_dim, rotation);
+  if (p.head_dim_v > 0) append_cache(p, b, p.v, source, p.v_cache, place, p.v_descale, p.head_dim_v, nullptr);
 }
 
 void append_rows(const AppendJob &job) {

@@ -40,7 +40,7 @@ class CpuBackend final : public Backend {
     std::snprintf(properties.name, sizeof properties.name, "%s", processor_name().c_str());
   }
 
-  fa_status plan(const Problem &problem, PlanSummary &summary, ErrorText &) const override {
+  fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &) const override {
     summary = summarise(plan_forward(problem, machine_));
     return FA_OK;
   }
@@ -49,10 +49,10 @@ class CpuBackend final : public Backend {
     return FA_OK;
   }
 
-  fa_status prepare(const Problem &, const Pointers &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const ForwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
   fa_status prepare(const BackwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
 
-  fa_status run(const Problem &problem, const Call &call, ErrorText &error) override {
+  fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) override {
     const Plan plan = plan_forward(problem, machine_);
     Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));

@@ -68,7 +68,7 @@ Plan plan_forward(const Problem &problem, const Machine &machine) {
   return plan;
 }
 
-bool forward(const Problem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
+bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
   ForwardJob job;
   job.problem = &problem;
   job.layout = forward_layout(problem, plan.tasks);

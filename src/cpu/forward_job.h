@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-#include "core/problem.h"
+#include "core/forward_problem.h"
 #include "cpu/forward_layout.h"
 #include "cpu/schedule.h"
 
 namespace fa::cpu {
 
 struct ForwardJob {
-  const Problem *problem = nullptr;
+  const ForwardProblem *problem = nullptr;
   ForwardLayout layout;
   char *workspace = nullptr;
   Schedule *schedule = nullptr;

@@ -78,9 +78,11 @@ class ForwardWork final : public HeadWork {
     const Rows k = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
     const Rows v = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
     bool finite = true;
-    for_dtype(p_.k.dtype, [&]<class Element>() {
-      pack_transposed<Element>(k, begin, end, p_.head_dim, keys);
-      finite = pack_rows<Element>(v, begin, end, p_.head_dim_v, values, kBlockKeys * kNr);
+    const Factors of_k = factors_of(p_, p_.k_descale, head.b, head.head_k, head.keys.start),
+                  of_v = factors_of(p_, p_.v_descale, head.b, head.head_k, head.keys.start);
+    for_key_dtype(p_.k.dtype, [&]<class Element>() {
+      pack_transposed<Element>(k, begin, end, p_.head_dim, keys, of_k);
+      finite = pack_rows<Element>(v, begin, end, p_.head_dim_v, values, kBlockKeys * kNr, of_v);
     });
     return finite;
   }
@@ -156,7 +158,7 @@ class ForwardWork final : public HeadWork {
     for (int64_t r = 0; r < rows; ++r) put(r, row_result(st, r));
   }
 
-  const Problem &p_;
+  const ForwardProblem &p_;
   const ForwardLayout &layout_;
   char *const workspace_;
 };

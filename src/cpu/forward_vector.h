@@ -174,9 +174,22 @@ struct VectorSplit {
   Range keys;
 };
 
+// Weights of quantised values take their factors; what is masked stays so.
+inline void scale_weights(const Factors &factors, int64_t head_stride, const VectorSplit &split, float *s, int64_t lds) {
+  for (int64_t h = 0; h < split.count; ++h) {
+    for (int64_t c = 0; c < split.keys.size(); ++c) {
+      const float factor = factors.at(split.keys.begin + c, h * head_stride);
+      for (int64_t r = 0; r < split.rows; ++r) {
+        float &w = s[(h * split.rows + r) * lds + c];
+        if (!is_masked_weight(w)) w *= factor;
+      }
+    }
+  }
+}
+
 // All rows of the split's heads against its keys; put(row, result) takes their results.
 template <class Put>
-inline void attend_vector(const Problem &p, const ForwardLayout &layout, char *scratch, const Head &head,
+inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, char *scratch, const Head &head,
                           const VectorSplit &split, Put put) {
   const QueryBlock block{0, p.group, 0, head.queries.len};
   const Range keys = split.keys;
@@ -199,9 +212,10 @@ inline void attend_vector(const Problem &p, const ForwardLayout &layout, char *s
     });
   }
 
-  for_dtype(p.k.dtype, [&]<class Element>() {
+  for_key_dtype(p.k.dtype, [&]<class Element>() {
     constexpr int64_t kBytes = sizeof(typename Element::Type);
     const Rows rows = key_rows_of(p, p.k, head.b, split.first, head.keys.start);
+    const Factors factors = factors_of(p, p.k_descale, head.b, split.first, head.keys.start);
     for_keys(rows, keys.begin, keys.end,
              [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&ahead)[KEYS]) {
                for (int64_t h = 0; h < split.count; ++h) {
@@ -213,6 +227,12 @@ inline void attend_vector(const Problem &p, const ForwardLayout &layout, char *s
                        dot_block<Element, KEYS, ROWS>(k, offset, p.head_dim, q + row * ldq, ldq, s + row * lds + j - keys.begin,
                                                       lds);
                      });
+                 if constexpr (Element::kQuantised) {
+                   for (int n = 0; n < KEYS; ++n) {
+                     const float factor = factors.at(j + n, h * p.k_descale.factors.head_stride * int64_t{sizeof(float)});
+                     for (int64_t r = 0; r < split.rows; ++r) s[(h * split.rows + r) * lds + j + n - keys.begin] *= factor;
+                   }
+                 }
                }
              });
   });
@@ -238,9 +258,13 @@ inline void attend_vector(const Problem &p, const ForwardLayout &layout, char *s
     });
   }
 
-  for_dtype(p.v.dtype, [&]<class Element>() {
+  for_key_dtype(p.v.dtype, [&]<class Element>() {
     constexpr int64_t kBytes = sizeof(typename Element::Type);
     const Rows rows = key_rows_of(p, p.v, head.b, split.first, head.keys.start);
+    if constexpr (Element::kQuantised) {
+      scale_weights(factors_of(p, p.v_descale, head.b, split.first, head.keys.start),
+                    p.v_descale.factors.head_stride * int64_t{sizeof(float)}, split, s, lds);
+    }
     for_keys(rows, keys.begin, keys.end,
              [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
                for (int64_t h = 0; h < split.count; ++h) {

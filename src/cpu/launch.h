@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/append.h"
+#include "core/forward_problem.h"
 #include "core/parallel.h"
 #include "core/problem.h"
 #include "core/status.h"
@@ -36,7 +37,7 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine);
 
 // Run a plan. `workspace` is 256-byte aligned and holds plan.workspace_bytes of any content. Lengths and page tables have been
 // checked. False if the host's parallel_for did not run every task.
-bool forward(const Problem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
+bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool merge(const MergeProblem &problem, const Machine &machine, Parallel &parallel);
 bool append(const AppendProblem &problem, const Machine &machine, Parallel &parallel);

@@ -3,13 +3,13 @@
 // end of a sequence is never read; panels hold zeros there.
 #pragma once
 
-#include "core/problem.h"
+#include "core/forward_problem.h"
 #include "cpu/gemm.h"
 #include "cpu/simd.h"
 
 namespace fa::cpu::FA_ISA {
 
-// Calls body.operator()<Element>() for the dtype.
+// Calls body.operator()<Element>() for a dtype of queries and results.
 template <class Body>
 FA_INLINE void for_dtype(Dtype dtype, Body body) {
   switch (dtype) {
@@ -19,7 +19,17 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
       return body.template operator()<ElementF16>();
     case Dtype::bf16:
       return body.template operator()<ElementBf16>();
+    case Dtype::e4m3:
+    case Dtype::i8:
+      return;
   }
+}
+// ... for a dtype of keys and values of forward.
+template <class Body>
+FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
+  if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
+  if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
+  for_dtype(dtype, body);
 }
 
 // Where the rows of one head of one sequence lie; rows are counted within the sequence.
@@ -43,7 +53,7 @@ struct Rows {
 
 // Rows of head h of sequence b, which starts at row `start` of the tensor.
 inline Rows rows_of(const Operand &x, int64_t b, int64_t h, int64_t start) {
-  const int64_t bytes = x.dtype == Dtype::f32 ? 4 : 2;
+  const int64_t bytes = dtype_bytes(x.dtype);
   Rows r;
   r.data = static_cast<const char *>(x.data) + (b * x.batch_stride + h * x.head_stride + start * x.seq_stride) * bytes;
   r.stride = x.seq_stride * bytes;
@@ -57,13 +67,35 @@ inline Rows key_rows_of(const Problem &p, const Operand &x, int64_t b, int64_t h
   r.pages = p.page_table + b * p.page_table_batch_stride;
   r.pages_stride = p.page_table_page_stride;
   r.page_size = p.page_size;
-  r.page_bytes = x.batch_stride * (x.dtype == Dtype::f32 ? 4 : 2);
+  r.page_bytes = x.batch_stride * dtype_bytes(x.dtype);
   return r;
 }
 
-// Transposes n <= kWidth rows of `dim` elements: to[i * ld + r] = element i of row r for r < n, 0 for n <= r < store_lanes.
+// What quantised rows of a head are to be multiplied by.
+struct Factors {
+  Rows rows;
+  bool given = false;
+
+  // Of row j, of the head that begins `offset` bytes further.
+  FA_INLINE float at(int64_t j, int64_t offset = 0) const {
+    if (!given) return 1.0f;
+    float factor;
+    __builtin_memcpy(&factor, rows.row(j) + offset, sizeof factor);
+    return factor;
+  }
+};
+inline Factors factors_of(const Problem &p, const Descale &descale, int64_t b, int64_t h, int64_t start) {
+  Factors f;
+  f.given = descale.factors.data != nullptr;
+  if (f.given) f.rows = descale.per_row ? key_rows_of(p, descale.factors, b, h, start) : rows_of(descale.factors, b, h, 0);
+  return f;
+}
+
+// Transposes n <= kWidth rows of `dim` elements: to[i * ld + r] = element i of row r for r < n, 0 for n <= r < store_lanes. Rows of a
+// quantised dtype have a factor each.
 template <class Element>
-inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *to, int64_t ld, int store_lanes) {
+inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *to, int64_t ld, int store_lanes,
+                           const float *factors = nullptr) {
   for (int64_t i = 0; i < dim; i += kWidth) {
     const int cols = static_cast<int>(min64(dim - i, kWidth));
     F tile[kWidth];
@@ -73,6 +105,7 @@ inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *t
       if (r < n) {
         const auto *row = reinterpret_cast<const typename Element::Type *>(rows[r]) + i;
         tile[r] = cols == kWidth ? Element::load(row) : Element::load(row, cols);
+        if constexpr (Element::kQuantised) tile[r] = Simd::mul(tile[r], Simd::set(factors[r]));
       }
     }
     Simd::transpose(tile);
@@ -88,14 +121,18 @@ inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *t
 // Keys [begin, end) as K^T panels: panel n, `dim` x kNr floats at to + n * kNr * dim, holds keys begin + n * kNr ..; its columns
 // past `end` are zero.
 template <class Element>
-inline void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_t dim, float *to) {
+inline void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_t dim, float *to, const Factors &factors = {}) {
   for (int64_t j = begin; j < end; j += kNr, to += kNr * dim) {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = j + v * kWidth;
       const int n = static_cast<int>(max64(min64(end - first, kWidth), 0));
       const char *rows[kWidth];
-      for (int r = 0; r < n; ++r) rows[r] = keys.row(first + r);
-      transpose_rows<Element>(rows, n, dim, to + v * kWidth, kNr, kWidth);
+      float of_rows[kWidth];
+      for (int r = 0; r < n; ++r) {
+        rows[r] = keys.row(first + r);
+        if constexpr (Element::kQuantised) of_rows[r] = factors.at(first + r);
+      }
+      transpose_rows<Element>(rows, n, dim, to + v * kWidth, kNr, kWidth, of_rows);
     }
   }
 }
@@ -103,13 +140,15 @@ inline void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_
 // Rows [begin, end) as row panels for `gemm`: columns n * kNr .. of row j are at to + n * panel_stride + (j - begin) * kNr; the last
 // panel is kWidth wide if `dim` needs an odd number of vectors. Columns past `dim` are zero. Returns whether every value is finite.
 template <class Element>
-inline bool pack_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, float *to, int64_t panel_stride) {
+inline bool pack_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, float *to, int64_t panel_stride,
+                      const Factors &factors = {}) {
   F probe = Simd::zero();  // x * 0 summed: NaN as soon as one x is not finite
   for (int64_t j = begin; j < end; ++j) {
     const auto *row = reinterpret_cast<const typename Element::Type *>(source.row(j));
     for (int64_t i = 0; i < dim; i += kWidth) {
       const int cols = static_cast<int>(min64(dim - i, kWidth));
-      const F x = cols == kWidth ? Element::load(row + i) : Element::load(row + i, cols);
+      F x = cols == kWidth ? Element::load(row + i) : Element::load(row + i, cols);
+      if constexpr (Element::kQuantised) x = Simd::mul(x, Simd::set(factors.at(j)));
       probe = Simd::fma(x, Simd::zero(), probe);
       const int64_t panel = i / kNr;
       const int64_t width = dim - panel * kNr > kWidth ? kNr : kWidth;

@@ -74,8 +74,8 @@ inline Score make_score(const Problem &p, int64_t b, int64_t h, int64_t seqlen_q
     s.alibi_slope = p.alibi_slopes[b * p.alibi_batch_stride + h * p.alibi_head_stride];
   }
   if (p.bias.data != nullptr) {
-    s.bias = static_cast<const char *>(p.bias.data) +
-             (b * p.bias.batch_stride + h * p.bias.head_stride) * (p.bias.dtype == Dtype::f32 ? 4 : 2);
+    s.bias =
+        static_cast<const char *>(p.bias.data) + (b * p.bias.batch_stride + h * p.bias.head_stride) * dtype_bytes(p.bias.dtype);
     s.bias_dtype = p.bias.dtype;
     s.bias_row_stride = p.bias.row_stride;
     s.bias_col_stride = p.bias.col_stride;
@@ -217,6 +217,9 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
           break;
         case Dtype::bf16:
           add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          break;
+        case Dtype::e4m3:
+        case Dtype::i8:
           break;
       }
     }

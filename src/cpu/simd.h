@@ -59,6 +59,7 @@ FA_INLINE F tanh(F x) {
 // Memory formats of tensor elements: load and store kWidth or the first n (0 <= n <= kWidth) elements as floats. The partial forms
 // touch no memory past element n; lanes past it are zero.
 struct ElementF32 {
+  static constexpr bool kQuantised = false;
   using Type = float;
   static FA_INLINE F load(const Type *p) { return Simd::load(p); }
   static FA_INLINE F load(const Type *p, int n) { return Simd::load(p, n); }
@@ -66,6 +67,7 @@ struct ElementF32 {
   static FA_INLINE void store(Type *p, F x, int n) { Simd::store(p, x, n); }
 };
 struct ElementF16 {
+  static constexpr bool kQuantised = false;
   using Type = uint16_t;
   static FA_INLINE F load(const Type *p) { return Simd::load_f16(p); }
   static FA_INLINE F load(const Type *p, int n) {
@@ -81,6 +83,7 @@ struct ElementF16 {
   }
 };
 struct ElementBf16 {
+  static constexpr bool kQuantised = false;
   using Type = uint16_t;
   static FA_INLINE F load(const Type *p) { return Simd::load_bf16(p); }
   static FA_INLINE F load(const Type *p, int n) {
@@ -93,6 +96,68 @@ struct ElementBf16 {
     Type buffer[kWidth];
     Simd::store_bf16(buffer, x);
     __builtin_memcpy(p, buffer, static_cast<size_t>(n) * sizeof(Type));
+  }
+};
+
+// Quantised formats: the number without its factor. Stores round to nearest, ties to even, and saturate.
+struct ElementE4m3 {
+  using Type = uint8_t;
+  static constexpr bool kQuantised = true;
+  static constexpr float kLargest = 448.0f;
+  static FA_INLINE F load(const Type *p) {
+    const I byte = Simd::iload_u8(p), magnitude = Simd::iand(byte, Simd::iset(0x7F));
+    // Exponent and fraction where fp32 has them, and the difference of the biases by a product, which subnormals need.
+    const F value = Simd::mul(Simd::from_bits(Simd::shl<20>(magnitude)), Simd::set(0x1p120f));
+    const F number = Simd::select(Simd::ieq(magnitude, Simd::iset(0x7F)), Simd::set(__builtin_nanf("")), value);
+    return Simd::from_bits(Simd::ior(Simd::bits(number), Simd::shl<24>(Simd::iand(byte, Simd::iset(0x80)))));
+  }
+  static FA_INLINE F load(const Type *p, int n) {
+    Type buffer[kWidth] = {0};
+    __builtin_memcpy(buffer, p, static_cast<size_t>(n));
+    return load(buffer);
+  }
+  static FA_INLINE void store(Type *p, F x) {
+    const F magnitude = Simd::min(Simd::abs(x), Simd::set(kLargest));  // kLargest for NaN, too
+    // From 2^-6 on: the fraction to 3 bits, the exponent from bias 127 to 7. Below: multiples of 2^-9.
+    const I fp32 = Simd::bits(magnitude), odd = Simd::iand(Simd::shr<20>(fp32), Simd::iset(1));
+    const I normal =
+        Simd::iadd(Simd::shr<20>(Simd::iadd(fp32, Simd::iadd(odd, Simd::iset(0x7FFFF)))), Simd::iset(-(120u << 3)));
+    const F shift = Simd::set(12582912.0f);  // 1.5 * 2^23
+    const I subnormal = Simd::iand(Simd::bits(Simd::add(Simd::mul(magnitude, Simd::set(512.0f)), shift)), Simd::iset(0xF));
+    I byte = Simd::iselect(Simd::lt(magnitude, Simd::set(0x1p-6f)), subnormal, normal);
+    byte = Simd::iselect(Simd::eq(x, x), byte, Simd::iset(0x7F));
+    Simd::istore_u8(p, Simd::ior(byte, Simd::shl<7>(Simd::shr<31>(Simd::bits(x)))));
+  }
+  static FA_INLINE void store(Type *p, F x, int n) {
+    Type buffer[kWidth];
+    store(buffer, x);
+    __builtin_memcpy(p, buffer, static_cast<size_t>(n));
+  }
+};
+struct ElementI8 {
+  using Type = int8_t;
+  static constexpr bool kQuantised = true;
+  static constexpr float kLargest = 127.0f;
+  static FA_INLINE F load(const Type *p) {
+    const I byte = Simd::iload_u8(reinterpret_cast<const uint8_t *>(p));
+    return Simd::sub(Simd::to_float(Simd::ixor(byte, Simd::iset(0x80))), Simd::set(128.0f));
+  }
+  static FA_INLINE F load(const Type *p, int n) {
+    Type buffer[kWidth] = {0};
+    __builtin_memcpy(buffer, p, static_cast<size_t>(n));
+    return load(buffer);
+  }
+  static FA_INLINE void store(Type *p, F x) {
+    const F number = Simd::select(Simd::eq(x, x), x, Simd::zero());  // there is no NaN
+    const F whole = Simd::max(Simd::min(number, Simd::set(kLargest)), Simd::set(-kLargest));
+    // The low bits of the sum are the nearest integer in two's complement.
+    Simd::istore_u8(reinterpret_cast<uint8_t *>(p),
+                    Simd::iand(Simd::bits(Simd::add(whole, Simd::set(12582912.0f))), Simd::iset(0xFF)));
+  }
+  static FA_INLINE void store(Type *p, F x, int n) {
+    Type buffer[kWidth];
+    store(buffer, x);
+    __builtin_memcpy(p, buffer, static_cast<size_t>(n));
   }
 };
 

@@ -103,6 +103,15 @@ struct Simd {
     high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
   }
 
+  // kWidth bytes, widened and narrowed (they fit).
+  static FA_INLINE I iload_u8(const uint8_t *p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+  }
+  static FA_INLINE void istore_u8(uint8_t *p, I x) {
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packus_epi16(words, words));
+  }
+
   static FA_INLINE F load_f16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
   }

@@ -102,6 +102,14 @@ struct Simd {
     high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
   }
 
+  // kWidth bytes, widened and narrowed (they fit).
+  static FA_INLINE I iload_u8(const uint8_t *p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+  }
+  static FA_INLINE void istore_u8(uint8_t *p, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(x));
+  }
+
   static FA_INLINE F load_f16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
   }

@@ -128,6 +128,12 @@ struct Simd {
   static FA_INLINE void narrow16(uint16_t *p, I x) {
     for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint16_t>(x[i]);
   }
+  // kWidth bytes, widened and narrowed (they fit).
+  static FA_INLINE I iload_u8(const uint8_t *p) { return I{p[0], p[1], p[2], p[3]}; }
+  static FA_INLINE void istore_u8(uint8_t *p, I x) {
+    for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
+  }
+
   static FA_INLINE F load_f16(const uint16_t *p) {
     const I h = widen16(p);
     const I magnitude = (h & iset(0x7FFF)) << 13;

@@ -22,7 +22,7 @@ namespace {
 
 // The plan of each kind of problem, so that forward and backward are one code below.
 template <typename AnyProblem>
-using PlanOf = std::conditional_t<std::is_same_v<AnyProblem, Problem>, ForwardPlan, BackwardPlan>;
+using PlanOf = std::conditional_t<std::is_same_v<AnyProblem, ForwardProblem>, ForwardPlan, BackwardPlan>;
 
 fa_status make_plan(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
   return plan_forward(problem, device, plan, error);
@@ -44,7 +44,7 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
     case Family::simt:
       return simt::add_launches(problem, plan, workspace, launches, error);
     case Family::sm90:
-      if constexpr (std::is_same_v<AnyProblem, Problem>) {
+      if constexpr (std::is_same_v<AnyProblem, ForwardProblem>) {
         return sm90::add_launches(problem, plan, driver, counters, launches, error);
       } else {
         return sm90::add_launches(problem, plan, driver, workspace, launches, error);
@@ -76,21 +76,21 @@ class CudaBackend final : public Backend {
 
   int32_t last_cuda_error() const override { return last_error_; }
 
-  fa_status plan(const Problem &problem, PlanSummary &summary, ErrorText &error) const override {
+  fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
   fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
 
-  fa_status prepare(const Problem &problem, const Pointers &pointers, ErrorText &error) override {
+  fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
   fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
 
-  fa_status run(const Problem &problem, const Call &call, ErrorText &error) override {
+  fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
   fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) override {

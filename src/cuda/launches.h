@@ -2,6 +2,7 @@
 // From a plan to the launches that carry it out, with their parameters: one file launches_<family>.cpp a family of kernels.
 #pragma once
 
+#include "core/forward_problem.h"
 #include "core/status.h"
 #include "cuda/common/backward_rows.h"
 #include "cuda/common/launch.h"
@@ -48,7 +49,8 @@ fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan,
 }  // namespace sm80
 
 namespace simt {
-fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &error);
+fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, Launches &launches,
+                       ErrorText &error);
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
                        ErrorText &error);
 }  // namespace simt

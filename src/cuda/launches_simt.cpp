@@ -12,7 +12,7 @@ bool vectors(const Operand &t) { return takes_vectors(t, 0); }
 
 }  // namespace
 
-fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
   char *memory = static_cast<char *>(workspace);
   auto &params = launches.make_params<ForwardParams>();
   params.problem = p;
@@ -23,9 +23,11 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   params.vector_k = vectors(p.k);
   params.vector_v = vectors(p.v);
   params.vector_out = vectors(p.out);
+  params.k_descale = p.k_descale;
+  params.v_descale = p.v_descale;
   params.split_out = reinterpret_cast<float *>(memory);
   params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
-  launches.add("forward kernel", forward_launch(plan.shape, plan.blocks), &params);
+  launches.add("forward kernel", forward_launch(plan.shape, is_quantised(p.k.dtype), plan.blocks), &params);
   add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
   return FA_OK;
 }

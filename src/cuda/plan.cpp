@@ -33,6 +33,7 @@ constexpr size_t align_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 template <typename Shape, int kCount>
 const char *find_tensor_core(const Shape (&shapes)[kCount], const Problem &p, const Device &device, int32_t &found) {
   found = -1;
+  if (is_quantised(p.k.dtype)) return "CUDA-core kernel: fp8 and int8 keys and values are widened to fp32";
   if (p.q.dtype == Dtype::f32) return "CUDA-core kernel: fp32 operands are multiplied in fp32";
   if (p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0))
     return "CUDA-core kernel: the block mask's block sizes are not multiples of 64";
@@ -80,7 +81,8 @@ fa_status check_grid(int64_t blocks_per_head, int64_t heads, int64_t batch, Erro
 // "sm80_fwd_bf16_d128"
 std::string name_of(const char *family_and_pass, const Problem &p, const char *shape) {
   const char *dtype = p.q.dtype == Dtype::f32 ? "_f32_" : p.q.dtype == Dtype::bf16 ? "_bf16_" : "_f16_";
-  return std::string(family_and_pass) + dtype + shape;
+  const char *keys = p.k.dtype == Dtype::e4m3 ? "e4m3_" : p.k.dtype == Dtype::i8 ? "i8_" : "";
+  return std::string(family_and_pass) + dtype + keys + shape;
 }
 
 const char *reason_of(ScoreSet scores) {
@@ -306,6 +308,7 @@ bool built_for(const char *archs, int32_t compute_capability) {
 fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  if (is_quantised(p.k.dtype)) return plan_anywhere(p, device, plan, error);  // no other kernel reads them
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, device, sm90);
   const fa_status status = plan_anywhere(p, device, plan, error);

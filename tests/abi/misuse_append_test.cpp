@@ -3,9 +3,11 @@
 // written.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <climits>
 #include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flashattn/flashattn.h"
@@ -45,6 +47,8 @@ struct SampleAppend {
     memory.remember();
   }
 };
+
+constexpr int64_t kSampleDimV = SampleAppend::kDimV;
 
 struct Misuse {
   fa_status status;
@@ -127,7 +131,9 @@ TEST_F(MisusedAppend, Tensors) {
     add(FA_ERROR_SHAPE, {name, "ndim"}, [](fa_tensor &t) { t.ndim = t.ndim == 1 ? 2 : t.ndim - 1, t.shape[1] = 1; });
     add(FA_ERROR_DTYPE, {name + ".dtype", "0x00000007"}, [](fa_tensor &t) { t.dtype = 7; });
     for (const fa_dtype wrong : {FA_UINT8, FA_FLOAT8_E4M3}) {
-      add(FA_ERROR_DTYPE, {name + ".dtype"}, [=](fa_tensor &t) { t.dtype = wrong; });
+      // A quantised cache of keys wants one of values.
+      const bool quantised = name == "k_cache" && wrong == FA_FLOAT8_E4M3;
+      add(FA_ERROR_DTYPE, {(quantised ? "v_cache" : name) + ".dtype"}, [=](fa_tensor &t) { t.dtype = wrong; });
     }
     add(FA_ERROR_SHAPE, {name + ".shape[0]", "-4"}, [](fa_tensor &t) { t.shape[0] = -4; });
     add(FA_ERROR_SHAPE, {name + ".stride[0]", "overflows"}, [](fa_tensor &t) { t.stride[0] = INT64_MAX / 2, t.shape[0] = 3; });
@@ -233,6 +239,48 @@ TEST_F(MisusedAppend, Combinations) {
   check(FA_ERROR_DTYPE, {"offsets.dtype", "int64"}, [](fa_append &a) {
     a.offsets.dtype = FA_INT64;
     a.offsets.data = a.rotary_positions.data;
+  });
+}
+
+TEST_F(MisusedAppend, Descales) {
+  const auto quantised = [](fa_append &a) { a.k_cache.dtype = a.v_cache.dtype = FA_INT8; };
+  const auto scaled = [=](fa_append &a, std::vector<int64_t> shape) {
+    quantised(a);
+    a.v_descale = a.v;  // memory enough
+    a.v = a.k;
+    a.v.shape[3] = kSampleDimV;
+    a.v_descale.ndim = static_cast<int32_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), a.v_descale.shape);
+    for (int d = a.v_descale.ndim - 1, step = 1; d >= 0; --d) {
+      a.v_descale.stride[d] = step;
+      step *= static_cast<int>(shape[static_cast<size_t>(d)]);
+    }
+  };
+  for (const auto &[shape, wrong, paged] : {std::tuple{std::vector<int64_t>{2, 3}, "shape[1]", false},
+                                            {{1, 2}, "shape[0]", false},
+                                            {{2, 9, 2}, "shape[1]", false},
+                                            {{2, 10, 1}, "shape[2]", false},
+                                            {{4, 3, 2}, "shape[0]", true},
+                                            {{2, 10, 2}, "shape[0]", true},
+                                            {{2}, "ndim", false}}) {
+    check(
+        FA_ERROR_SHAPE, {"v_descale", wrong}, [=, shape = shape](fa_append &a) { scaled(a, shape); }, false, paged);
+  }
+  check(FA_ERROR_INVALID_ARGUMENT, {"v_descale is given", "v_cache.dtype is float32"}, [=](fa_append &a) {
+    scaled(a, {2, 2});
+    a.k_cache.dtype = a.v_cache.dtype = FA_FLOAT32;
+  });
+  check(FA_ERROR_INVALID_ARGUMENT, {"v_descale is given", "v_cache is absent"}, [=](fa_append &a) {
+    scaled(a, {2, 2});
+    a.v = a.v_cache = fa_tensor{};
+  });
+  check(FA_ERROR_SHAPE, {"v_descale.stride[0] is 0", "broadcast"}, [=](fa_append &a) {
+    scaled(a, {2, 10, 2});
+    a.v_descale.stride[0] = 0;
+  });
+  check(FA_ERROR_INVALID_ARGUMENT, {"v_descale.data", "own memory"}, [=](fa_append &a) {
+    scaled(a, {2, 10, 2});
+    a.v_descale.data = a.k.data;
   });
 }
 

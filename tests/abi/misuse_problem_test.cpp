@@ -3,6 +3,7 @@
 // sentence that names the field and its value, and nothing written.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <climits>
 #include <cmath>
@@ -11,6 +12,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flashattn/flashattn.h"
@@ -180,9 +182,11 @@ void add_tensor_misuses(const TensorField &field, std::vector<Misuse> &cases) {
         field.calls);
     add(
         "with a dtype unlike q's", FA_ERROR_DTYPE, {".dtype"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT16; }, field.calls);
+    // Keys may be fp8, but then values are too.
     add(
-        "of fp8", name[0] == 'q' || name[0] == 'k' || name[0] == 'v' ? FA_ERROR_UNSUPPORTED : FA_ERROR_DTYPE,
-        {name + ".dtype", "float8_e4m3"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT8_E4M3; }, field.calls);
+        "of fp8", name == "q" ? FA_ERROR_UNSUPPORTED : FA_ERROR_DTYPE,
+        {name == "k" ? "v.dtype" : name + ".dtype", "float8_e4m3"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT8_E4M3; },
+        field.calls);
   }
   if (valid.ndim > 1) {
     const int first = valid.shape[0] > 1 ? 0 : 1;
@@ -257,6 +261,33 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
       [](SampleProblem &p) { p.gradients.dk.data = p.gradients.dv.data; });
   add("dq in dout's place", kAnyBackward, kInvalid, {"dq.data", "dout.data"},
       [](SampleProblem &p) { p.gradients.dq.data = p.gradients.dout.data; });
+  const auto quantised = [](SampleProblem &p) { p.attention.k.dtype = p.attention.v.dtype = FA_INT8; };
+  add("int8 keys in backward", kAnyBackward, FA_ERROR_UNSUPPORTED, {"k.dtype", "int8", "backward"}, quantised);
+  for (const auto &[layout, shape, wrong] : {std::tuple{Layout::padded, std::vector<int64_t>{2, 3}, "shape[1]"},
+                                             {Layout::padded, {1, 2}, "shape[0]"},
+                                             {Layout::padded, {2, 6, 2}, "shape[1]"},
+                                             {Layout::packed, {15, 2}, "shape[0]"},
+                                             {Layout::packed, {2, 15, 2}, "shape[0]"},
+                                             {Layout::packed, {1, 14, 2}, "shape[1]"},
+                                             {Layout::paged, {6, 4, 2}, "shape[1]"},
+                                             {Layout::paged, {2, 9, 2}, "shape[0]"},
+                                             {Layout::padded, {2}, "ndim"},
+                                             {Layout::padded, {2, 7, 2, 1}, "ndim"}}) {
+    add(
+        "a descale that does not fit", kAnyForward, FA_ERROR_SHAPE, {"v_descale", wrong},
+        [=, shape = shape](SampleProblem &p) {
+          quantised(p);
+          p.attention.v_descale = p.floats({2, 15, 4, 1});
+          p.attention.v_descale.ndim = static_cast<int32_t>(shape.size());
+          std::copy(shape.begin(), shape.end(), p.attention.v_descale.shape);
+        },
+        layout);
+  }
+  add("a descale in fp16", kAnyForward, FA_ERROR_DTYPE, {"k_descale.dtype", "float16"}, [=](SampleProblem &p) {
+    quantised(p);
+    p.attention.k_descale = p.floats({2, 2});
+    p.attention.k_descale.dtype = FA_FLOAT16;
+  });
   add("q_descale with fp32", kAll, kInvalid, {"q_descale", "float32"}, [](SampleProblem &p) {
     p.attention.q_descale = p.floats({2, 2});
   });

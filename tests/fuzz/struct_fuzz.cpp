@@ -222,6 +222,14 @@ class StructFuzz : public testing::Test {
       a.page_table = lengths(FA_INT32, {batch, 3});
       seq_k = 3 * a.k.shape[1];
     }
+    if (one_in(3)) {
+      a.k.dtype = a.v.dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3;
+      for (fa_tensor *descale : {&a.k_descale, &a.v_descale}) {
+        if (one_in(2)) continue;
+        *descale = one_in(2) ? input(FA_FLOAT32, {batch, heads_k})
+                             : input(FA_FLOAT32, {packed ? 1 : a.k.shape[0], a.k.shape[packed ? 0 : 1], heads_k});
+      }
+    }
     if (one_in(4)) a.seqused_q = lengths(FA_INT32, {batch});
     if (one_in(4)) a.seqused_k = lengths(FA_INT32, {batch});
     a.mask = static_cast<fa_mask_kind>(below(3));
@@ -268,6 +276,12 @@ class StructFuzz : public testing::Test {
     if (!one_in(4)) {
       a.v = rows_of(in, heads, dv);
       a.v_cache = output(dtype, {a.k_cache.shape[0], a.k_cache.shape[1], heads, dv});
+    }
+    if (one_in(3)) {
+      a.k_cache.dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3;
+      if (a.v_cache.ndim != 0) a.v_cache.dtype = a.k_cache.dtype;
+      if (one_in(2)) a.k_descale = input(FA_FLOAT32, {batch, heads});
+      if (one_in(2)) a.k_descale = output(FA_FLOAT32, {a.k_cache.shape[0], a.k_cache.shape[1], heads});
     }
     if (paged) a.page_table = lengths(FA_INT32, {batch, 3});
     if (packed) a.cu_seqlens = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
@@ -332,7 +346,7 @@ class StructFuzz : public testing::Test {
         break;
       }
       case 1: {
-        const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT32, FA_INT64, FA_UINT8,
+        const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT32, FA_INT64, FA_UINT8, FA_INT8,
                                    FA_BOOL,    0,          -1,          0x00022002};
         t.dtype = pick(dtypes);
         break;
@@ -463,6 +477,9 @@ class StructFuzz : public testing::Test {
       if (!inside(a.*member, outputs_)) return false;
     }
     if (!inside(a.q, a.q_out.ndim != 0 ? inputs_ : outputs_)) return false;
+    for (const fa_tensor &descale : {a.k_descale, a.v_descale}) {
+      if (!inside(descale, descale.ndim == 3 ? outputs_ : inputs_)) return false;
+    }
     double rows = 1;  // broadcast inputs may have more of them than anyone would wait for
     for (int d = 0; d < 3; ++d) rows *= static_cast<double>(std::max<int64_t>(a.k.shape[d], 1));
     return rows < 1e6;

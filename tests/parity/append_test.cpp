@@ -3,6 +3,7 @@
 // Then the cache it leaves behind, read by fa_forward.
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <sstream>
 
@@ -28,6 +29,8 @@ struct AppendCase {
   bool interleaved = false, in_place = false, with_seqused_k = true;
   int64_t capacity = 24, page_size = 0, spare_pages = 2;  // page_size 0: not paged
   int64_t lost_pages = 0;                                 // entries of the page table that are no page
+  fa_dtype cache_dtype = 0;                               // fp8 or int8; 0: dtype
+  int descale = 0;                                        // 0: absent, 1: one a sequence and head, 2: one a row and head
   int positions = 0;                                      // bits of rotary_positions; 0: absent
   Order order = Order::rows_first, cache_order = Order::rows_first;
 
@@ -55,7 +58,8 @@ std::string describe(const AppendCase &c) {
     << " trail=" << c.trail << " heads=" << c.heads_q << "/" << c.heads_k << " dims=" << c.head_dim << "/" << c.head_dim_v
     << " rotary=" << c.rotary_dim << " interleaved=" << c.interleaved << " in_place=" << c.in_place
     << " capacity=" << c.capacity << " page_size=" << c.page_size << " lost=" << c.lost_pages << " positions=" << c.positions
-    << " order=" << static_cast<int>(c.order) << " cache_order=" << static_cast<int>(c.cache_order);
+    << " order=" << static_cast<int>(c.order) << " cache_order=" << static_cast<int>(c.cache_order)
+    << " cache_dtype=" << c.cache_dtype << " descale=" << c.descale;
   list("slots", c.slots);
   list("used", c.used);
   list("offsets", c.offsets);
@@ -79,11 +83,15 @@ HostTensor rows_tensor(fa_dtype dtype, int64_t outer, int64_t rows, int64_t head
   return HostTensor(dtype, {outer, rows, heads, columns}, {step, row, head, 1}, odd);
 }
 
-// One element that must be written: with a value up to rounding, or with the bits of another tensor's element.
+// One element that must be written: with a value up to rounding, or with the bits of another tensor's element; in a quantised cache
+// with the value over the factor that stands elsewhere after the call.
 struct Want {
   double value = 0, magnitude = 0;
   const HostTensor *source = nullptr;
   int64_t source_element = 0;
+  bool quantised = false;
+  const HostTensor *factor = nullptr;
+  int64_t factor_element = 0;
 };
 
 // The tensors of a case and what must become of them.
@@ -101,8 +109,20 @@ struct AppendData {
     integers();
     const int64_t pages = c.page_size > 0 ? c.batch() * c.pages_per_sequence() + c.spare_pages : c.batch();
     const int64_t page_rows = c.page_size > 0 ? c.page_size : c.capacity;
-    k_cache = fresh(pages, page_rows, c.heads_k, c.head_dim, c.cache_order, false);
-    if (c.head_dim_v > 0) v_cache = fresh(pages, page_rows, c.heads_k, c.head_dim_v, c.cache_order, false);
+    const fa_dtype cache_dtype = c.cache_dtype != 0 ? c.cache_dtype : c.dtype;
+    k_cache = rows_tensor(cache_dtype, pages, page_rows, c.heads_k, c.head_dim, c.cache_order, false);
+    if (c.head_dim_v > 0) v_cache = rows_tensor(cache_dtype, pages, page_rows, c.heads_k, c.head_dim_v, c.cache_order, false);
+    for (HostTensor *factors : {&k_descale, &v_descale}) {
+      if (c.descale == 0 || (factors == &v_descale && c.head_dim_v == 0)) continue;
+      const int64_t h = c.heads_k;
+      if (c.descale == 2) {
+        *factors = HostTensor(FA_FLOAT32, {pages, page_rows, h}, {page_rows * h + 3, 1, page_rows});
+        continue;
+      }
+      *factors = HostTensor(FA_FLOAT32, {c.batch(), h}, {h + 1, 1});
+      std::normal_distribution<double> normal;
+      each(*factors, [&](int64_t element) { factors->set(element, 0.02 * (1 + std::abs(normal(rng)))); });
+    }
     if (c.page_size > 0) deal_pages(pages);
     tables();
     expect();
@@ -208,6 +228,9 @@ struct AppendData {
         };
         row(b, i, k, c.heads_k, c.head_dim, true, at(k), k_cache, in_cache(k_cache));
         if (c.head_dim_v > 0) row(b, i, v, c.heads_k, c.head_dim_v, false, at(v), v_cache, in_cache(v_cache));
+        if (c.cache_dtype == 0) continue;
+        quantise(b, outer, inner, k_cache, k_descale, c.head_dim);
+        if (c.head_dim_v > 0) quantise(b, outer, inner, v_cache, v_descale, c.head_dim_v);
       }
     }
   }
@@ -232,6 +255,31 @@ struct AppendData {
         wants[to(h, second)] = {x * si + y * co, magnitude, nullptr, 0};
       }
       for (int64_t d = 2 * half; d < columns; ++d) wants[to(h, d)] = {0, 0, &source, from(h, d)};
+    }
+  }
+
+  // What is wanted of a cache's row becomes what is wanted of it when it is quantised, and of its factor.
+  void quantise(int64_t b, int64_t outer, int64_t inner, const HostTensor &cache, const HostTensor &factors, int64_t columns) {
+    auto &wants = want[&cache];
+    for (int64_t h = 0; h < c.heads_k; ++h) {
+      double largest = 0, magnitude = 0;
+      const int64_t factor = c.descale == 1 ? factors.element(b, h) : c.descale == 2 ? factors.element(outer, inner, h) : 0;
+      for (int64_t d = 0; d < columns; ++d) {
+        Want &w = wants[cache.element(outer, inner, h, d)];
+        if (w.source != nullptr) w.value = w.source->get(w.source_element);
+        w.source = nullptr;
+        w.magnitude = std::max(w.magnitude, std::abs(w.value));
+        w.quantised = true;
+        w.factor = c.descale > 0 ? &factors : nullptr;
+        w.factor_element = factor;
+        largest = std::max(largest, std::abs(w.value));
+        magnitude = std::max(magnitude, w.magnitude);
+      }
+      if (c.descale != 2) continue;
+      const double range = c.cache_dtype == FA_INT8 ? 127 : 448;
+      Want &w = want[&factors][factor];
+      w.value = largest / range;
+      w.magnitude = magnitude / range;
     }
   }
 
@@ -261,7 +309,9 @@ struct AppendData {
                          {&fa_append::q_out, &q_out},
                          {&fa_append::rotary_cos, &cos},
                          {&fa_append::rotary_sin, &sin},
-                         {&fa_append::rotary_positions, &rotary_positions}};
+                         {&fa_append::rotary_positions, &rotary_positions},
+                         {&fa_append::k_descale, &k_descale},
+                         {&fa_append::v_descale, &v_descale}};
     for (const Field &field : all) {
       if (field.tensor->present()) present.push_back(field);
     }
@@ -271,6 +321,7 @@ struct AppendData {
   const AppendCase c;
   std::mt19937_64 rng;
   HostTensor k, v, q, k_cache, v_cache, q_out, page_table, offsets, cu_seqlens, seqused, seqused_k, cos, sin, rotary_positions;
+  HostTensor k_descale, v_descale;
   std::map<const HostTensor *, std::map<int64_t, Want>> want;
 };
 
@@ -315,6 +366,7 @@ AppendCase random_append(std::mt19937_64 &rng) {
   const Order orders[] = {Order::rows_first, Order::rows_first, Order::heads_first, Order::odd, Order::backwards};
   c.order = orders[below(5)];
   c.cache_order = orders[below(5)];
+  if (one_in(3)) c.cache_dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3, c.descale = static_cast<int>(below(3));
   return c;
 }
 
@@ -339,15 +391,29 @@ class Append : public EveryBackend {
     ASSERT_EQ(fa_append_kv(backend().context(), &device.append, backend().stream()), FA_OK)
         << fa_last_error(backend().context()) << "\n"
         << describe(c);
+    std::map<const HostTensor *, HostTensor> afters;
     for (const auto &[member, tensor] : data.fields()) {
-      HostTensor after = *tensor;
+      HostTensor &after = afters[tensor] = *tensor;
       backend().download(after.bytes().data(), device.buffers[tensor]->get(), after.bytes().size());
-      compare(data, *tensor, after);
+    }
+    for (const auto &[member, tensor] : data.fields()) {
+      compare(data, *tensor, afters);
       if (HasFailure()) FAIL() << describe(c);
     }
   }
 
-  static void compare(const AppendData &data, const HostTensor &before, const HostTensor &after) {
+  // A number of a quantised format is right if none is nearer to the exact quotient, but for the rounding errors of that.
+  static void expect_nearest(const Want &want, fa_dtype dtype, double stored, double factor) {
+    const double divisor = factor == 0 ? 1 : factor, exact = want.value / divisor;
+    const double nearest = reference::round_to(dtype, exact), limit = dtype == FA_INT8 ? 127 : 448;
+    const double target = std::min(std::max(exact, -limit), limit);
+    ASSERT_LE(std::abs(stored - target), std::abs(nearest - target) + 1e-6 * want.magnitude / divisor)
+        << want.value << " / " << factor << " became " << stored << " instead of " << nearest;
+  }
+
+  static void compare(const AppendData &data, const HostTensor &before,
+                      const std::map<const HostTensor *, HostTensor> &afters) {
+    const HostTensor &after = afters.at(&before);
     const size_t size = reference::element_bytes(before.dtype());
     const auto found = data.want.find(&before);
     std::map<int64_t, Want> nothing;
@@ -362,7 +428,11 @@ class Append : public EveryBackend {
       const size_t at = static_cast<size_t>(element) * size;
       ASSERT_TRUE(same_until(element)) << "elements " << untouched << " to " << element << " were written";
       untouched = element + 1;
-      if (want.source != nullptr) {
+      if (want.quantised) {
+        const double factor = want.factor != nullptr ? afters.at(want.factor).get(want.factor_element) : 1;
+        expect_nearest(want, before.dtype(), after.get(element), factor);
+        if (HasFatalFailure()) return;
+      } else if (want.source != nullptr) {
         const size_t from = static_cast<size_t>(want.source_element) * size;
         ASSERT_EQ(std::memcmp(&after.bytes()[at], &want.source->bytes()[from], size), 0) << "element " << element;
       } else if (before.dtype() == FA_INT32) {
@@ -441,7 +511,37 @@ TEST_P(Append, CopiesBits) {
     ASSERT_EQ(fa_append_kv(backend().context(), &device.append, backend().stream()), FA_OK);
     HostTensor after = data.k_cache;
     backend().download(after.bytes().data(), device.buffers[&data.k_cache]->get(), after.bytes().size());
-    compare(data, data.k_cache, after);
+    compare(data, data.k_cache, {{&data.k_cache, after}});
+  }
+}
+
+// Rows of quantised caches that are zero, huge or not finite.
+TEST_P(Append, RowsWithAFactorOfTheirOwn) {
+  for (const fa_dtype dtype : {FA_INT8, FA_FLOAT8_E4M3}) {
+    AppendCase c;
+    c.cache_dtype = dtype;
+    c.descale = 2;
+    c.rotary_dim = c.heads_q = 0;
+    AppendData data(c);
+    const double specials[] = {0, 1e38, std::nan(""), std::numeric_limits<double>::infinity(), 1e-42};
+    for (int64_t i = 0; i < 5; ++i) {
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        data.k.set(data.k.element(0, i, 0, d), i < 2 || i == 4 || d == 3 ? specials[i] : 0.5);
+      }
+    }
+    Uploaded device(backend(), data);
+    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, backend().stream()), FA_OK);
+    HostTensor cache = data.k_cache, factors = data.k_descale;
+    backend().download(cache.bytes().data(), device.buffers[&data.k_cache]->get(), cache.bytes().size());
+    backend().download(factors.bytes().data(), device.buffers[&data.k_descale]->get(), factors.bytes().size());
+    for (int64_t i = 0; i < 5; ++i) {
+      const double value = cache.get(cache.element(0, i, 0, 5)) * factors.get(factors.element(0, i, 0));
+      if (i == 2 || i == 3) {
+        EXPECT_TRUE(std::isnan(value)) << "row " << i << " is not finite, but " << value << " in the cache";
+      } else {
+        EXPECT_NEAR(value, specials[i], 1e-5 * specials[i] + 1e-41) << "row " << i;
+      }
+    }
   }
 }
 

@@ -33,6 +33,8 @@ template <typename CaseT, typename Visitor>
 void visit_fields(CaseT &c, Visitor visit) {
   visit("seed", c.seed);
   visit("dtype", c.dtype);
+  visit("key_dtype", c.key_dtype);
+  visit("descale", c.descale);
   visit("batch", c.batch);
   visit("heads_q", c.heads_q);
   visit("heads_k", c.heads_k);

@@ -15,9 +15,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const char *role_name(Role role) {
   static const char *const names[kNumRoles] = {
-      "q",         "k",         "v",          "out",  "lse",        "cu_seqlens_q", "cu_seqlens_k",
-      "seqused_q", "seqused_k", "page_table", "bias", "block_mask", "alibi_slopes", "sink",
-      "dout",      "dlse",      "dq",         "dk",   "dv",         "dbias",        "dsink"};
+      "q",         "k",          "v",    "out",        "lse",          "cu_seqlens_q", "cu_seqlens_k", "seqused_q",
+      "seqused_k", "page_table", "bias", "block_mask", "alibi_slopes", "sink",         "k_descale",    "v_descale",
+      "dout",      "dlse",       "dq",   "dk",         "dv",           "dbias",        "dsink"};
   return names[role];
 }
 
@@ -54,6 +54,10 @@ fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role) {
       return attention.alibi_slopes;
     case kSink:
       return attention.sink;
+    case kKDescale:
+      return attention.k_descale;
+    case kVDescale:
+      return attention.v_descale;
     case kDout:
       return gradients.dout;
     case kDlse:
@@ -82,6 +86,19 @@ int64_t Data::element(Role role, int64_t b, int64_t i, int64_t h, int64_t d) con
   if (!key_side || problem.page_size == 0) return t.element(b, i, h, d);
   const HostTensor &table = tensors[kPageTable];
   return t.element(static_cast<int64_t>(table.get(table.element(b, i / problem.page_size))), i % problem.page_size, h, d);
+}
+
+int64_t Data::factor_element(Role role, int64_t b, int64_t i, int64_t h) const {
+  const HostTensor &t = tensors[role == kK ? kKDescale : kVDescale];
+  if (problem.descale == 1) return t.element(b, h);
+  if (problem.k.packed) return t.element(0, slot_start(problem.k, b) + i, h);
+  if (problem.page_size == 0) return t.element(b, i, h);
+  const HostTensor &table = tensors[kPageTable];
+  return t.element(static_cast<int64_t>(table.get(table.element(b, i / problem.page_size))), i % problem.page_size, h);
+}
+
+double Data::factor(Role role, int64_t b, int64_t i, int64_t h) const {
+  return problem.descale == 0 ? 1 : tensors[role == kK ? kKDescale : kVDescale].get(factor_element(role, b, i, h));
 }
 
 int64_t Data::row_element(Role role, int64_t b, int64_t h, int64_t i) const {
@@ -114,7 +131,8 @@ reference::Sequence Data::sequence(int64_t b) const {
     values.reserve(static_cast<size_t>(heads * rows * columns));
     for (int64_t h = 0; h < heads; ++h) {
       for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t d = 0; d < columns; ++d) values.push_back(tensors[role].get(element(role, b, i, h, d)));
+        const double times = role == kK || role == kV ? factor(role, b, i, h) : 1;
+        for (int64_t d = 0; d < columns; ++d) values.push_back(times * tensors[role].get(element(role, b, i, h, d)));
       }
     }
     return values;

@@ -37,6 +37,50 @@ TEST_P(Fields, None) {
   each_dtype("no dlse", [](Case &c) { c.dlse = 0; });
 }
 
+// fp8 and int8 keys and values, by every kernel of a backend and in every layout.
+TEST_P(Fields, QuantisedKeys) {
+  for (const int64_t key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+    for (const int64_t descale : {0, 1, 2}) {
+      for (const int64_t queries : {1, 10, 70}) {
+        each_dtype("quantised", [&](Case &c) {
+          c.key_dtype = key_dtype;
+          c.descale = descale;
+          c.backward = 0;
+          c.q.seqlen = queries;
+          c.k.seqlen = 300;
+          c.k.used = {300, 77};
+          c.mask = FA_MASK_CAUSAL;
+        });
+        each_dtype("quantised pages", [&](Case &c) {
+          c.key_dtype = key_dtype;
+          c.descale = descale;
+          c.backward = 0;
+          c.q.seqlen = queries;
+          c.k.used = {20, 83};
+          c.page_size = 16;
+          c.spare_pages = 2;
+          c.nan_keys = 1;
+          c.window_left = 50;
+          c.head_dim = 40;
+        });
+        each_dtype("quantised and packed", [&](Case &c) {
+          c.key_dtype = key_dtype;
+          c.descale = descale;
+          c.backward = 0;
+          c.q.seqlen = queries;
+          c.k.packed = 1;
+          c.k.slots = {50, 83};
+          c.k.lead = 3;
+          c.k.trail = 2;
+          c.softcap = 5;
+          c.dropout = 0.3;
+          c.dropout_seed = 17;
+        });
+      }
+    }
+  }
+}
+
 TEST_P(Fields, LseIsOptionalInForward) {
   each_dtype("no lse", [](Case &c) { c.lse = c.backward = 0; });
 }

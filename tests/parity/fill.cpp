@@ -42,10 +42,10 @@ std::vector<int64_t> strides_of(int64_t layout, int64_t outer, int64_t rows, int
 }
 
 // A tensor shaped as q or out (query side), k or v (key side).
-HostTensor operand(const Case &c, const Side &side, int64_t layout, int64_t heads, int64_t columns) {
+HostTensor operand(const Case &c, const Side &side, int64_t layout, int64_t heads, int64_t columns, int64_t element_type = 0) {
   const int64_t qkv_row = (c.heads_q + 2 * c.heads_k) * std::max(c.head_dim, c.head_dim_v);
   const int64_t shift = layout == kOdd || layout == kNegative ? 1 : 0;
-  const auto dtype = static_cast<fa_dtype>(c.dtype);
+  const auto dtype = static_cast<fa_dtype>(element_type != 0 ? element_type : c.dtype);
   if (side.packed) {
     const int64_t rows = total_rows(side);
     std::vector<int64_t> stride = strides_of(layout, 1, rows, heads, columns, qkv_row);
@@ -94,8 +94,9 @@ class Filler {
     lengths(kCuK, kUsedK, c_.k);
     if (c_.page_size > 0) page_table();
     rows(kQ, c_.q, c_.heads_q, c_.head_dim, c_.magnitude);
-    rows(kK, c_.k, c_.heads_k, c_.head_dim, 1);
-    rows(kV, c_.k, c_.heads_k, c_.head_dim_v, 1);
+    rows(kK, c_.k, c_.heads_k, c_.head_dim, key_magnitude());
+    rows(kV, c_.k, c_.heads_k, c_.head_dim_v, key_magnitude());
+    factors();
     scores();
     per_head();
     if (c_.backward) upstream();
@@ -110,8 +111,11 @@ class Filler {
     const auto dtype = static_cast<fa_dtype>(c_.dtype);
     const auto not_shared = [](int64_t layout) { return layout == kShared ? static_cast<int64_t>(kOdd) : layout; };
     t[kQ] = operand(c_, c_.q, c_.q.layout, c_.heads_q, c_.head_dim);
-    t[kK] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim);
-    t[kV] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim_v);
+    t[kK] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim, c_.key_dtype);
+    t[kV] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim_v, c_.key_dtype);
+    for (const Role role : {kKDescale, kVDescale}) {
+      if (c_.descale > 0) t[role] = descale();
+    }
     t[kOut] = operand(c_, c_.q, not_shared(c_.q.layout), c_.heads_q, c_.head_dim_v);
     if (c_.lse) t[kLse] = row_scalars(c_, c_.q);
     const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k);
@@ -137,6 +141,34 @@ class Filler {
       t[kDbias] = score_tensor(c_.dbias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, 0, !c_.bias_odd);
     }
     if (wanted(16) && c_.sink) t[kDsink] = HostTensor(FA_FLOAT32, {c_.heads_q}, {2});
+  }
+
+  HostTensor descale() const {
+    const int64_t h = c_.heads_k;
+    if (c_.descale == 1) return HostTensor(FA_FLOAT32, {c_.batch, h}, {h + 1, 1});
+    if (c_.k.packed) return HostTensor(FA_FLOAT32, {1, total_rows(c_.k), h}, {0, h + 1, 1});
+    const bool in_pages = c_.page_size > 0;
+    const int64_t outer = in_pages ? c_.batch * pages_per_sequence(c_) + c_.spare_pages : c_.batch;
+    const int64_t rows = in_pages ? c_.page_size : c_.k.seqlen;
+    return HostTensor(FA_FLOAT32, {outer, rows, h}, {rows * h + 3, 1, rows});
+  }
+
+  // Quantised numbers are large, and their factors make them ordinary.
+  double key_magnitude() const {
+    if (c_.key_dtype == 0 || c_.descale == 0) return c_.key_dtype == FA_INT8 ? 2 : 1;
+    return 40;
+  }
+  void factors() {
+    for (int64_t b = 0; c_.descale > 0 && b < c_.batch; ++b) {
+      for (int64_t i = 0; i < (c_.descale == 1 ? 1 : used_rows(c_, c_.k, b)); ++i) {
+        for (int64_t h = 0; h < c_.heads_k; ++h) {
+          for (const Role role : {kK, kV}) {
+            data_.tensors[role == kK ? kKDescale : kVDescale].set(data_.factor_element(role, b, i, h),
+                                                                  (1 + 0.5 * std::abs(normal())) / key_magnitude());
+          }
+        }
+      }
+    }
   }
 
   void lengths(Role cu, Role used, const Side &side) {
@@ -271,7 +303,11 @@ void hide_nans(Data &data) {
     for (int64_t hk = 0; c.nan_keys && hk < c.heads_k; ++hk) {
       for (int64_t j = 0; j < s.seqlen_k; ++j) {
         if (key_seen[static_cast<size_t>(hk * s.seqlen_k + j)]) continue;
-        for (const Role role : {kK, kV}) set_row(data, role, b, j, hk, j % 3 == 0 ? kInfinity : kNan);
+        for (const Role role : {kK, kV}) {
+          const double value = j % 3 == 0 ? kInfinity : kNan;
+          set_row(data, role, b, j, hk, value);
+          if (c.descale == 2) data.tensors[role == kK ? kKDescale : kVDescale].set(data.factor_element(role, b, j, hk), value);
+        }
       }
     }
   }

@@ -133,6 +133,11 @@ Case random_case(std::mt19937_64 &rng) {
   c.nan_bias = dice.chance(40);
   if (c.dropout == 0 && dice.chance(10)) c.nan_visible = dice.between(1, 4);  // whether dropped NaN stays is nobody's promise
   c.bias_padded = c.bias != 0 && dice.chance(70);
+  if (dice.chance(20)) {
+    c.key_dtype = dice.one_of({FA_FLOAT8_E4M3, FA_INT8});
+    c.descale = dice.between(0, 2);
+    c.backward = 0;
+  }
   return c;
 }
 

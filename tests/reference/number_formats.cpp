@@ -18,6 +18,8 @@ struct Format {
 };
 constexpr Format kHalf{5, 10};
 constexpr Format kBfloat{8, 7};
+constexpr Format kE4m3{4, 3};  // but for its largest exponent: 7 more numbers and one NaN
+constexpr double kLargestE4m3 = 448;
 
 uint16_t encode(const Format &format, double value) {
   const uint32_t sign = std::signbit(value) ? 1u << (format.exponent_bits + format.fraction_bits) : 0u;
@@ -74,6 +76,8 @@ double unit_roundoff(fa_dtype dtype) {
       return std::ldexp(1.0, -11);
     case FA_BFLOAT16:
       return std::ldexp(1.0, -8);
+    case FA_FLOAT8_E4M3:
+      return std::ldexp(1.0, -4);
     default:
       return std::ldexp(1.0, -24);
   }
@@ -94,6 +98,14 @@ double load(const void *address, fa_dtype dtype) {
     case FA_UINT8:
     case FA_BOOL:
       return read<uint8_t>(address);
+    case FA_INT8:
+      return read<int8_t>(address);
+    case FA_FLOAT8_E4M3: {
+      const uint8_t bits = read<uint8_t>(address);
+      if ((bits & 0x7F) == 0x7F) return std::numeric_limits<double>::quiet_NaN();
+      if ((bits & 0x78) != 0x78) return decode(kE4m3, bits);
+      return (bits & 0x80 ? -256.0 : 256.0) * (1 + (bits & 7) / 8.0);
+    }
     default:
       std::abort();
   }
@@ -114,6 +126,16 @@ void store(void *address, fa_dtype dtype, double value) {
     case FA_UINT8:
     case FA_BOOL:
       return write(address, static_cast<uint8_t>(value));
+    case FA_INT8:
+      if (std::isnan(value)) value = 0;
+      return write(address, static_cast<int8_t>(std::nearbyint(std::fmin(std::fmax(value, -127), 127))));
+    case FA_FLOAT8_E4M3: {
+      const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+      if (std::isnan(value)) return write(address, static_cast<uint8_t>(sign | 0x7F));
+      const double magnitude = std::fmin(std::fabs(value), kLargestE4m3);
+      if (magnitude < 248) return write(address, static_cast<uint8_t>(sign | encode(kE4m3, magnitude)));
+      return write(address, static_cast<uint8_t>(sign | (0x78 + static_cast<int>(std::nearbyint(magnitude / 32)) - 8)));
+    }
     default:
       std::abort();
   }

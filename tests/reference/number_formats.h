@@ -16,7 +16,8 @@ size_t element_bytes(fa_dtype dtype);
 // Unit roundoff: the largest relative error of rounding to the nearest number of a floating-point dtype.
 double unit_roundoff(fa_dtype dtype);
 
-// Reads and writes one element; floating-point types round to nearest, ties to even, overflow to infinity.
+// Reads and writes one element; floating-point types and int8 round to nearest, ties to
+// even; they overflow to infinity, fp8 and int8 to their largest number (448, 127).
 double load(const void *address, fa_dtype dtype);
 void store(void *address, fa_dtype dtype, double value);
 

@@ -407,6 +407,23 @@ TEST(CudaPlan, HopperBackwardKernels) {
             ordered.turn_offset + b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t));
 }
 
+// Whatever else a problem looks like, and whichever kernels a device has.
+TEST(CudaPlan, QuantisedKeysAreForCudaCores) {
+  for (const NamedDevice &device : kDevices) {
+    for (const int64_t seqlen_q : {1, 16, 2048}) {
+      for (const Dtype dtype : {Dtype::e4m3, Dtype::i8}) {
+        Problem p = problem(seqlen_q, 4096, 128);
+        p.k.dtype = p.v.dtype = dtype;
+        ForwardPlan plan;
+        ErrorText error;
+        ASSERT_EQ(plan_forward(p, device.device, plan, error), FA_OK) << error.text;
+        EXPECT_EQ(plan.family, Family::simt) << device.name;
+        EXPECT_EQ(kernel_name(p, plan).rfind(dtype == Dtype::i8 ? "simt_fwd_bf16_i8_d128" : "simt_fwd_bf16_e4m3_d128", 0), 0u);
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
   const Device &device = kDevices[0].device;
   for (const int64_t head_dim : {64, 128, 256}) {

@@ -39,6 +39,7 @@ const FA_FLOAT32 = Int32(0x00012002)
 const FA_FLOAT16 = Int32(0x00011002)
 const FA_BFLOAT16 = Int32(0x00011004)
 const FA_FLOAT8_E4M3 = Int32(0x0001080A)
+const FA_INT8 = Int32(0x00010800)
 const FA_INT32 = Int32(0x00012000)
 const FA_INT64 = Int32(0x00014000)
 const FA_UINT8 = Int32(0x00010801)
@@ -171,6 +172,8 @@ mutable struct fa_append
     rotary_cos::fa_tensor
     rotary_sin::fa_tensor
     rotary_positions::fa_tensor
+    k_descale::fa_tensor
+    v_descale::fa_tensor
     fa_append() = zeroed(new())
 end
 

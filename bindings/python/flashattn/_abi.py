@@ -40,6 +40,7 @@ FLOAT32 = 0x00012002
 FLOAT16 = 0x00011002
 BFLOAT16 = 0x00011004
 FLOAT8_E4M3 = 0x0001080A
+INT8 = 0x00010800
 INT32 = 0x00012000
 INT64 = 0x00014000
 UINT8 = 0x00010801
@@ -176,6 +177,8 @@ class fa_append(ctypes.Structure):
         ("rotary_cos", fa_tensor),
         ("rotary_sin", fa_tensor),
         ("rotary_positions", fa_tensor),
+        ("k_descale", fa_tensor),
+        ("v_descale", fa_tensor),
     ]
 
 

@@ -51,7 +51,7 @@ class Options:
     page_table: Any = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    #: float8 only: float32, (batch, heads_k).
+    #: Factors of float8 and int8 keys and values: float32, (batch, heads_k), or as k and v without head_dim.
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None

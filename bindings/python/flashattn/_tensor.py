@@ -38,6 +38,7 @@ ml_dtypes = numpy and _optional("ml_dtypes")
 _BY_TYPESTR = {
     "f4": _abi.FLOAT32,
     "f2": _abi.FLOAT16,
+    "i1": _abi.INT8,
     "i4": _abi.INT32,
     "i8": _abi.INT64,
     "u1": _abi.UINT8,
@@ -48,6 +49,7 @@ _BY_DTYPE_NAME = {"bfloat16": _abi.BFLOAT16, "float8_e4m3fn": _abi.FLOAT8_E4M3}
 _BY_FORMAT = {
     "f": _abi.FLOAT32,
     "e": _abi.FLOAT16,
+    "b": _abi.INT8,
     "i": _abi.INT32,
     "q": _abi.INT64,
     "l": _abi.INT64,
@@ -59,6 +61,7 @@ _NAMES = {
     _abi.FLOAT16: "float16",
     _abi.BFLOAT16: "bfloat16",
     _abi.FLOAT8_E4M3: "float8_e4m3fn",
+    _abi.INT8: "int8",
     _abi.INT32: "int32",
     _abi.INT64: "int64",
     _abi.UINT8: "uint8",

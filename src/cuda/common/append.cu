@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread moves one or two 16-byte pieces of a head's row: the two that hold the halves of its rotary pairs, the one that holds whole
 // pairs, or one that is only copied. All lengths, places and positions are read here. Rows whose strides or addresses do not allow
-// 16-byte accesses go by pieces of two elements.
+// 16-byte accesses go by pieces of two elements. Rows for a quantised cache are a warp's each: it may need the largest of all columns.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <math_constants.h>
 
 #include <algorithm>
@@ -164,17 +165,19 @@ __device__ T *row_of(const Operand &t, int64_t outer, int64_t row, int64_t head)
   return static_cast<T *>(t.data) + outer * t.batch_stride + row * t.seq_stride + head * t.head_stride;
 }
 
+__device__ Table table_of(const AppendParams &a, int64_t b, const AppendSequence &s, int64_t i) {
+  const AppendProblem &p = a.problem;
+  if (p.rotary_dim == 0) return {};
+  const int64_t position = append_position(p, b, s, i), bytes = dtype_bytes(p.table_dtype);
+  return {static_cast<const char *>(p.cos) + position * p.cos_stride * bytes,
+          static_cast<const char *>(p.sin) + position * p.sin_stride * bytes, p.table_dtype == Dtype::f32, a.vector_tables,
+          position >= 0 && position < p.num_positions};
+}
+
 template <typename T, int N>
 __device__ void append_unit(const AppendParams &a, int64_t b, const AppendSequence &s, int64_t i, int unit) {
   const AppendProblem &p = a.problem;
-  Table table{};
-  if (p.rotary_dim > 0) {
-    const int64_t position = append_position(p, b, s, i);
-    const int64_t bytes = dtype_bytes(p.table_dtype);
-    table = {static_cast<const char *>(p.cos) + position * p.cos_stride * bytes,
-             static_cast<const char *>(p.sin) + position * p.sin_stride * bytes, p.table_dtype == Dtype::f32, a.vector_tables,
-             position >= 0 && position < p.num_positions};
-  }
+  const Table table = table_of(a, b, s, i);
   const int rotary_dim = static_cast<int>(p.rotary_dim);
   const int units_of_q = a.units_q * static_cast<int>(p.heads_q);
   if (unit < units_of_q) {
@@ -197,9 +200,88 @@ __device__ void append_unit(const AppendParams &a, int64_t b, const AppendSequen
                   static_cast<int>(p.head_dim_v), /*rotary_dim=*/0, false, table);
 }
 
-// `a.items` blocks of work, each a stretch of units of one row.
+// A number of a quantised format: rounded to nearest, ties to even, saturated.
+__device__ uint8_t quantise(float x, Dtype dtype) {
+  if (dtype == Dtype::e4m3) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+  return x == x ? static_cast<uint8_t>(__float2int_rn(fminf(fmaxf(x, -127.f), 127.f))) : 0;
+}
+
+// A head's row into a quantised cache, by a warp; `row` is its shared memory.
+template <typename T>
+__device__ void quantise_row(const T *from, const Operand &cache, const CachePlace &place, int64_t head, int64_t b,
+                             const Descale &descale, int columns, int rotary_dim, bool interleaved, const Table &table,
+                             float *row) {
+  const int lane = threadIdx.x & 31, half = rotary_dim / 2;
+  __syncwarp();  // the previous row has been read
+  for (int c = lane; c < half; c += 32) {
+    const int first = interleaved ? 2 * c : c, second = interleaved ? 2 * c + 1 : c + half;
+    float cos[1], sin[1];
+    table.read<T>(c, 1, cos, sin);
+    const float x = to_float(from[first]), y = to_float(from[second]);
+    row[first] = x * cos[0] - y * sin[0];
+    row[second] = x * sin[0] + y * cos[0];
+  }
+  for (int c = rotary_dim + lane; c < columns; c += 32) row[c] = to_float(from[c]);
+  __syncwarp();
+  const Operand &factors = descale.factors;
+  float factor = 1.f, divisor = 1.f;
+  if (descale.per_row) {
+    float largest = 0.f, probe = 0.f;  // probe is NaN if a column is not finite
+    for (int c = lane; c < columns; c += 32) {
+      largest = fmaxf(largest, fabsf(row[c]));
+      probe += row[c] * 0.f;
+    }
+    for (int mask = 16; mask > 0; mask /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
+      probe += __shfl_xor_sync(~0u, probe, mask);
+    }
+    factor = largest / (cache.dtype == Dtype::e4m3 ? 448.f : 127.f) + probe;
+    divisor = factor == 0.f ? 1.f : factor;
+    if (lane == 0) *row_of<float>(factors, place.outer, place.row, head) = factor;
+  } else if (factors.data != nullptr) {
+    divisor = *row_of<const float>(factors, b, 0, head);
+  }
+  uint8_t *to = row_of<uint8_t>(cache, place.outer, place.row, head);
+  if (reinterpret_cast<uintptr_t>(to) % 4 == 0 && columns % 4 == 0) {
+    for (int c = 4 * lane; c < columns; c += 128) {
+      const uchar4 bytes{quantise(row[c] / divisor, cache.dtype), quantise(row[c + 1] / divisor, cache.dtype),
+                         quantise(row[c + 2] / divisor, cache.dtype), quantise(row[c + 3] / divisor, cache.dtype)};
+      *reinterpret_cast<uchar4 *>(to + c) = bytes;
+    }
+  } else {
+    for (int c = lane; c < columns; c += 32) to[c] = quantise(row[c] / divisor, cache.dtype);
+  }
+}
+
+// Warp's share of a row: head `unit` of q, k and v.
 template <typename T, int N>
+__device__ void append_head(const AppendParams &a, int64_t b, const AppendSequence &s, int64_t i, int unit, float *shared) {
+  const AppendProblem &p = a.problem;
+  const Table table = table_of(a, b, s, i);
+  const int rotary_dim = static_cast<int>(p.rotary_dim), columns = static_cast<int>(p.head_dim);
+  if (unit < p.heads_q) {
+    for (int u = threadIdx.x & 31; u < a.units_q; u += 32) {
+      move_unit<T, N>(row_of<T>(p.q, b, s.start + i, unit), row_of<T>(p.q_out, b, s.start + i, unit), u, columns, rotary_dim,
+                      p.interleaved, table);
+    }
+    return;
+  }
+  CachePlace place;
+  if (!find_place(p, b, s.offset + i, place)) return;
+  const int64_t head = unit - p.heads_q;
+  if (head < p.heads_k) {
+    quantise_row(row_of<T>(p.k, b, s.start + i, head), p.k_cache, place, head, b, p.k_descale, columns, rotary_dim,
+                 p.interleaved, table, shared);
+  } else {
+    quantise_row(row_of<T>(p.v, b, s.start + i, head - p.heads_k), p.v_cache, place, head - p.heads_k, b, p.v_descale,
+                 static_cast<int>(p.head_dim_v), 0, false, table, shared);
+  }
+}
+
+// `a.items` blocks of work, each a stretch of units of one row.
+template <typename T, int N, bool kQuantised>
 __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ AppendParams a) {
+  __shared__ float shared[kQuantised ? kThreads / 32 * kMaxHeadDim : 1];
   const AppendProblem &p = a.problem;
   if (p.seqused_k != nullptr) {
     for (int64_t b = int64_t{blockIdx.x} * kThreads + threadIdx.x; b < p.batch; b += int64_t{gridDim.x} * kThreads) {
@@ -208,7 +290,8 @@ __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ 
   }
   for (int64_t item = blockIdx.x; item < a.items; item += gridDim.x) {
     const int64_t row = item / a.blocks_per_row;
-    const int unit = static_cast<int>(item - row * a.blocks_per_row) * kThreads + static_cast<int>(threadIdx.x);
+    const int worker = static_cast<int>(threadIdx.x) / (kQuantised ? 32 : 1);
+    const int unit = static_cast<int>(item - row * a.blocks_per_row) * (kQuantised ? kThreads / 32 : kThreads) + worker;
     int64_t b, i;
     if (p.lengths.cu != nullptr) {
       b = sequence_at(p, row);
@@ -219,24 +302,33 @@ __global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ 
       i = row - b * p.lengths.max_len;
     }
     const AppendSequence s = append_sequence(p, b);
-    if (i < s.len && s.offset >= 0 && unit < a.units) append_unit<T, N>(a, b, s, i, unit);
+    if (i >= s.len || s.offset < 0 || unit >= a.units) continue;
+    if constexpr (kQuantised) {
+      append_head<T, N>(a, b, s, i, unit, shared + worker * kMaxHeadDim);
+    } else {
+      append_unit<T, N>(a, b, s, i, unit);
+    }
   }
 }
 
 template <typename T>
-const void *kernel_of(bool vectors) {
-  return vectors ? reinterpret_cast<const void *>(&append_rows<T, 16 / sizeof(T)>)
-                 : reinterpret_cast<const void *>(&append_rows<T, 2>);
+const void *kernel_of(bool vectors, bool quantised) {
+  if (quantised) {
+    return vectors ? reinterpret_cast<const void *>(&append_rows<T, 16 / sizeof(T), true>)
+                   : reinterpret_cast<const void *>(&append_rows<T, 2, true>);
+  }
+  return vectors ? reinterpret_cast<const void *>(&append_rows<T, 16 / sizeof(T), false>)
+                 : reinterpret_cast<const void *>(&append_rows<T, 2, false>);
 }
 
-// Whether rows and both parts of a rotated row are whole 16-byte pieces.
+// Whether rows and both parts of a rotated row are whole 16-byte pieces. Of a quantised cache only q is moved in pieces.
 bool moves_vectors(const AppendProblem &p) {
   const int64_t elements = 16 / dtype_bytes(p.k.dtype);
-  for (const Operand *t : {&p.k, &p.k_cache, &p.q, &p.q_out}) {
-    if (!takes_vectors(*t, p.head_dim)) return false;
-  }
-  return takes_vectors(p.v, p.head_dim_v) && takes_vectors(p.v_cache, p.head_dim_v) &&
-         p.rotary_dim % (p.interleaved ? elements : 2 * elements) == 0;
+  const bool rotates = p.rotary_dim % (p.interleaved ? elements : 2 * elements) == 0;
+  if (!rotates || !takes_vectors(p.q, p.head_dim) || !takes_vectors(p.q_out, p.head_dim)) return false;
+  if (is_quantised(p.k_cache.dtype)) return true;
+  return takes_vectors(p.k, p.head_dim) && takes_vectors(p.k_cache, p.head_dim) && takes_vectors(p.v, p.head_dim_v) &&
+         takes_vectors(p.v_cache, p.head_dim_v);
 }
 
 }  // namespace
@@ -250,18 +342,21 @@ Launch append_launch(AppendParams &a) {
   a.units_q = static_cast<int32_t>(rotated);
   a.units_k = static_cast<int32_t>(rotated);
   a.units_v = static_cast<int32_t>(pieces(p.head_dim_v));
-  const int64_t units = p.heads_q * a.units_q + p.heads_k * (a.units_k + a.units_v);
+  const bool quantised = is_quantised(p.k_cache.dtype);
+  const int64_t units = quantised ? p.heads_q + p.heads_k * (p.head_dim_v > 0 ? 2 : 1)
+                                  : p.heads_q * a.units_q + p.heads_k * (a.units_k + a.units_v);
+  const int64_t units_per_block = quantised ? kThreads / 32 : kThreads;
   a.units = static_cast<int32_t>(units);
-  a.blocks_per_row = static_cast<int32_t>((units + kThreads - 1) / kThreads);
+  a.blocks_per_row = static_cast<int32_t>((units + units_per_block - 1) / units_per_block);
   a.items = p.rows * a.blocks_per_row;
   const int64_t table_bytes = dtype_bytes(p.table_dtype);
   a.vector_tables = vectors && reinterpret_cast<uintptr_t>(p.cos) % 16 == 0 && reinterpret_cast<uintptr_t>(p.sin) % 16 == 0 &&
                     (p.cos_stride | p.sin_stride) * table_bytes % 16 == 0;
   const int64_t lengths = p.seqused_k != nullptr ? (p.batch + kThreads - 1) / kThreads : 0;
   constexpr int64_t kMostBlocks = int64_t{1} << 30;
-  const void *kernel = p.k.dtype == Dtype::f16    ? kernel_of<__half>(vectors)
-                       : p.k.dtype == Dtype::bf16 ? kernel_of<__nv_bfloat16>(vectors)
-                                                  : kernel_of<float>(vectors);
+  const void *kernel = p.k.dtype == Dtype::f16    ? kernel_of<__half>(vectors, quantised)
+                       : p.k.dtype == Dtype::bf16 ? kernel_of<__nv_bfloat16>(vectors, quantised)
+                                                  : kernel_of<float>(vectors, quantised);
   return {kernel, kThreads, 0, std::min(std::max(a.items, lengths), kMostBlocks)};
 }
 

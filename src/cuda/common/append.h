@@ -12,7 +12,7 @@ namespace fa::cuda {
 struct AppendParams {
   AppendProblem problem;
   int32_t units_q, units_k, units_v;  // of one head of a row
-  int32_t units;                      // of a row: every head of q, k and v
+  int32_t units;                      // of a row: every head of q, k and v; for quantised caches the number of these heads
   int32_t blocks_per_row;
   bool vector_tables;  // rows of the tables start on 16 bytes
   int64_t items;       // rows * blocks_per_row

@@ -20,7 +20,8 @@
 
 namespace fa::cuda::simt {
 
-template <class T>
+// kQuantised: keys and values are fp8 or int8 with factors.
+template <class T, bool kQuantised>
 class Forward {
  public:
   __device__ __forceinline__ Forward(const ForwardParams &params, float *shared)
@@ -59,6 +60,10 @@ class Forward {
     q_ = base_of(p_.q, b_, q.start, head_q_);
     k_ = base_of(p_.k, key_batch, key_start, head_k);
     v_ = base_of(p_.v, key_batch, key_start, head_k);
+    if constexpr (kQuantised) {
+      k_factors_ = factors_of(a_.k_descale, key_batch, key_start, head_k);
+      v_factors_ = factors_of(a_.v_descale, key_batch, key_start, head_k);
+    }
     seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
     rows_ = seqlen_q_ * a_.rows_per_token;
@@ -121,6 +126,17 @@ class Forward {
     return r;
   }
 
+  // What the rows of this block's key head are multiplied by.
+  __device__ __forceinline__ Factors factors_of(const Descale &d, int64_t key_batch, int64_t key_start, int64_t head_k) const {
+    Factors f{};
+    if (d.factors.data == nullptr) return f;
+    f.base = reinterpret_cast<const float *>(d.per_row ? base_of(d.factors, key_batch, key_start, head_k)
+                                                       : base_of(d.factors, b_, 0, head_k));
+    f.row_stride = d.factors.seq_stride;
+    f.page_stride = d.per_row ? d.factors.batch_stride : 0;
+    return f;
+  }
+
   // ------------------------------------------------------------------------------------------------------------------
   // The walk over the keys
   // ------------------------------------------------------------------------------------------------------------------
@@ -130,13 +146,23 @@ class Forward {
     float *stage = ring_.vacant();
     if (step < products_) {
       load_slice<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), row0_, step * kDepth);
-      load_slice<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
-                                                tile * T::kOtherRows, step * kDepth);
+      load_keys<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
+                                               k_factors_, tile * T::kOtherRows, step * kDepth);
     } else {
-      load_slice<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v),
-                                                          tile * T::kOtherRows + (step - products_) * T::kSliceRows, 0);
+      load_keys<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v), v_factors_,
+                                                         tile * T::kOtherRows + (step - products_) * T::kSliceRows, 0);
     }
     cp_async_commit();
+  }
+
+  template <int kRows, int kWidth, int kSlicePitch>
+  __device__ __forceinline__ static void load_keys(float *slice, const Rows &source, const Factors &factors, int row,
+                                                   int column) {
+    if constexpr (kQuantised) {
+      load_quantised<kRows, kWidth, kSlicePitch>(slice, source, factors, row, column);
+    } else {
+      load_slice<kRows, kWidth, kSlicePitch>(slice, source, row, column);
+    }
   }
 
   __device__ __forceinline__ void walk() {
@@ -319,6 +345,7 @@ class Forward {
 
   int b_, head_q_, split_;   // head_q_ is the first query head of the block
   const char *q_, *k_, *v_;  // of the block's heads
+  Factors k_factors_, v_factors_;
   int seqlen_q_, seqlen_k_;
   int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
   int row_block_, row0_;
@@ -329,10 +356,10 @@ class Forward {
   float max_[T::kOwn], sum_[T::kOwn];
 };
 
-template <class T>
+template <class T, bool kQuantised>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(16) float simt_shared[];
-  Forward<T>(params, simt_shared).run();
+  Forward<T, kQuantised>(params, simt_shared).run();
 }
 
 }  // namespace fa::cuda::simt

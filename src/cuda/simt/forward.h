@@ -2,7 +2,7 @@
 // The CUDA-core forward kernels, as plan and launcher see them.
 #pragma once
 
-#include "core/problem.h"
+#include "core/forward_problem.h"
 #include "cuda/common/launch.h"
 #include "cuda/simt/forward_table.h"
 
@@ -19,9 +19,10 @@ struct ForwardParams {
   // (num_splits, batch, heads_q, max_seqlen_q).
   float *split_out;
   float *split_lse;
+  Descale k_descale, v_descale;  // of quantised keys and values
 };
 
 // Launch of shape kForwardShapes[shape] with `blocks` blocks of threads.
-Launch forward_launch(int shape, int64_t blocks);
+Launch forward_launch(int shape, bool quantised, int64_t blocks);
 
 }  // namespace fa::cuda::simt

@@ -5,7 +5,7 @@
 
 namespace fa::cuda::simt {
 
-#define FA_DECLARE(name, ...) __attribute__((weak)) Launch forward_##name();
+#define FA_DECLARE(name, ...) __attribute__((weak)) Launch forward_##name(bool quantised);
 FA_SIMT_FORWARD_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
@@ -13,20 +13,18 @@ FA_SIMT_FORWARD_TABLE(FA_DECLARE)
 FA_SIMT_BACKWARD_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
-using Getter = Launch (*)();
-
-Launch forward_launch(int shape, int64_t blocks) {
+Launch forward_launch(int shape, bool quantised, int64_t blocks) {
 #define FA_ENTRY(name, ...) forward_##name,
-  static constexpr Getter kGetters[] = {FA_SIMT_FORWARD_TABLE(FA_ENTRY)};
+  static constexpr Launch (*kGetters[])(bool) = {FA_SIMT_FORWARD_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
-  Launch launch = kGetters[shape] != nullptr ? kGetters[shape]() : Launch{};
+  Launch launch = kGetters[shape] != nullptr ? kGetters[shape](quantised) : Launch{};
   launch.blocks = blocks;
   return launch;
 }
 
 Launch backward_launch(int shape, const BackwardParams &params) {
 #define FA_ENTRY(name, ...) backward_##name,
-  static constexpr Getter kGetters[] = {FA_SIMT_BACKWARD_TABLE(FA_ENTRY)};
+  static constexpr Launch (*kGetters[])() = {FA_SIMT_BACKWARD_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
   Launch launch = kGetters[shape] != nullptr ? kGetters[shape]() : Launch{};
   launch.blocks = params.blocks_dq + params.blocks_dk + params.blocks_dv;

@@ -10,6 +10,8 @@
 // A warp owns 2 kOwn rows: lane / 16 says which kOwn of them, lane % 16 which of the other rows (n % 16) and which columns.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "core/problem.h"
 #include "cuda/common/ptx.cuh"
 
@@ -161,6 +163,67 @@ __device__ __forceinline__ void load_slice(float *slice, const Rows &source, int
     } else {
       copy_halves<kLoads, 2, kDstStep>(dst, row_at, columns, source.vectors, bf16);
     }
+  }
+}
+
+// What quantised rows of a head are to be multiplied by; without a base 1. Strides in floats.
+struct Factors {
+  const float *base;  // of row 0; paged: of page 0, row 0
+  int64_t row_stride, page_stride;
+
+  __device__ __forceinline__ float of(const Rows &rows, int r) const {
+    if (base == nullptr) return 1.f;
+    if (rows.page_table == nullptr || row_stride == 0) return base[r * row_stride];
+    const int page = r / rows.page_size;
+    return base[rows.page_table[page * rows.page_entry_stride] * page_stride + (r - page * rows.page_size) * row_stride];
+  }
+};
+
+// Four 8-bit numbers as fp32.
+__device__ __forceinline__ float4 widen_bytes(uint32_t x, bool e4m3) {
+  float y[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const uint32_t byte = x >> (8 * e) & 0xFF;
+    y[e] = e4m3 ? __half2float(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(byte), __NV_E4M3))
+                : static_cast<float>(static_cast<int8_t>(byte));
+  }
+  return {y[0], y[1], y[2], y[3]};
+}
+
+// load_slice of fp8 and int8 rows, with their factors.
+template <int kRows, int kWidth, int kSlicePitch>
+__device__ __forceinline__ void load_quantised(float *slice, const Rows &source, const Factors &factors, int first_row,
+                                               int first_column) {
+  constexpr int kChunks = kWidth / 4, kStep = kThreads / kChunks, kLoads = kRows / kStep;
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
+  const int row0 = static_cast<int>(threadIdx.x) / kChunks, column = static_cast<int>(threadIdx.x) % kChunks * 4;
+  const int columns = max(min(source.columns - first_column - column, 4), 0);
+  const bool e4m3 = source.dtype == Dtype::e4m3;
+#pragma unroll 2
+  for (int n = 0; n < kLoads; ++n) {
+    const int row = first_row + row0 + n * kStep;
+    float4 x{0, 0, 0, 0};
+    if (row < source.rows && columns > 0) {
+      const char *src = source.row(row) + first_column + column;
+      uint32_t bytes = 0;
+      if (source.vectors && columns == 4) {
+        bytes = *reinterpret_cast<const uint32_t *>(src);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (e < columns) bytes |= static_cast<uint32_t>(static_cast<uint8_t>(src[e])) << (8 * e);
+        }
+      }
+      const float factor = factors.of(source, row);
+      x = widen_bytes(bytes, e4m3);
+      x = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+      // Columns past the last one stay zero whatever the factor is.
+      if (columns < 2) x.y = 0.f;
+      if (columns < 3) x.z = 0.f;
+      if (columns < 4) x.w = 0.f;
+    }
+    *reinterpret_cast<float4 *>(slice + (row0 + n * kStep) * kSlicePitch + column) = x;
   }
 }
 

@@ -52,6 +52,7 @@ pub const FA_FLOAT32: fa_dtype = 0x0001_2002;
 pub const FA_FLOAT16: fa_dtype = 0x0001_1002;
 pub const FA_BFLOAT16: fa_dtype = 0x0001_1004;
 pub const FA_FLOAT8_E4M3: fa_dtype = 0x0001_080A;
+pub const FA_INT8: fa_dtype = 0x0001_0800;
 pub const FA_INT32: fa_dtype = 0x0001_2000;
 pub const FA_INT64: fa_dtype = 0x0001_4000;
 pub const FA_UINT8: fa_dtype = 0x0001_0801;
@@ -244,6 +245,8 @@ abi_structs! {
         rotary_cos: fa_tensor,
         rotary_sin: fa_tensor,
         rotary_positions: fa_tensor,
+        k_descale: fa_tensor,
+        v_descale: fa_tensor,
     }
 }
 
