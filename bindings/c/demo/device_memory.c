@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host memory by the C library, GPU memory by eleven functions of the CUDA driver found with dlopen(): the program builds and runs
+/* Host memory by the C library, GPU memory by functions of the CUDA driver found with dlopen(): the program builds and runs
  * where there is no CUDA at all. */
 #include "device_memory.h"
 
@@ -21,6 +21,16 @@ struct device_memory {
   int (*set_bytes)(cuda_address address, unsigned char value, size_t bytes);
   int (*upload)(cuda_address device, const void *host, size_t bytes);
   int (*download)(void *host, cuda_address device, size_t bytes);
+  int (*stream_create)(void **stream, unsigned flags);
+  int (*stream_destroy)(void *stream);
+  int (*upload_async)(cuda_address device, const void *host, size_t bytes, void *stream);
+  int (*begin_capture)(void *stream, int mode);
+  int (*end_capture)(void *stream, void **graph);
+  int (*instantiate)(void **executable, void *graph, unsigned long long flags);
+  int (*graph_destroy)(void *graph);
+  int (*launch)(void *executable, void *stream);
+  int (*executable_destroy)(void *executable);
+  void *stream; /* NULL until it is asked for */
 };
 
 /* ISO C has no cast from void * to a function pointer; POSIX promises that the bits are the same. */
@@ -45,7 +55,16 @@ static const char *open_cuda(device_memory *memory, int index) {
       !find(memory->driver, "cuCtxSynchronize", &memory->synchronize) ||
       !find(memory->driver, "cuMemAlloc_v2", &memory->allocate) || !find(memory->driver, "cuMemFree_v2", &memory->free) ||
       !find(memory->driver, "cuMemsetD8_v2", &memory->set_bytes) || !find(memory->driver, "cuMemcpyHtoD_v2", &memory->upload) ||
-      !find(memory->driver, "cuMemcpyDtoH_v2", &memory->download)) {
+      !find(memory->driver, "cuMemcpyDtoH_v2", &memory->download) ||
+      !find(memory->driver, "cuStreamCreate", &memory->stream_create) ||
+      !find(memory->driver, "cuStreamDestroy_v2", &memory->stream_destroy) ||
+      !find(memory->driver, "cuMemcpyHtoDAsync_v2", &memory->upload_async) ||
+      !find(memory->driver, "cuStreamBeginCapture_v2", &memory->begin_capture) ||
+      !find(memory->driver, "cuStreamEndCapture", &memory->end_capture) ||
+      !find(memory->driver, "cuGraphInstantiateWithFlags", &memory->instantiate) ||
+      !find(memory->driver, "cuGraphDestroy", &memory->graph_destroy) ||
+      !find(memory->driver, "cuGraphLaunch", &memory->launch) ||
+      !find(memory->driver, "cuGraphExecDestroy", &memory->executable_destroy)) {
     return "the CUDA driver lacks a function";
   }
   if (init(0) != 0 || device_get(&memory->device, index) != 0) return "the CUDA driver does not know this device";
@@ -74,6 +93,7 @@ device_memory *device_memory_open(const fa_device_properties *device, const char
 void device_memory_close(device_memory *memory) {
   if (memory == NULL) return;
   if (memory->driver != NULL) {
+    if (memory->stream != NULL) memory->stream_destroy(memory->stream);
     memory->primary_release(memory->device);
     dlclose(memory->driver);
   }
@@ -118,3 +138,36 @@ int device_memory_download(device_memory *memory, void *host, const void *device
 }
 
 int device_memory_wait(device_memory *memory) { return memory->driver != NULL ? memory->synchronize() : 0; }
+
+fa_stream device_memory_stream(device_memory *memory) {
+  const unsigned non_blocking = 1;
+  if (memory->driver != NULL && memory->stream == NULL && memory->stream_create(&memory->stream, non_blocking) != 0) {
+    memory->stream = NULL;
+  }
+  return (fa_stream)memory->stream;
+}
+
+int device_memory_enqueue_upload(device_memory *memory, void *device, const void *host, size_t bytes) {
+  if (memory->driver != NULL) return memory->upload_async((uintptr_t)device, host, bytes, device_memory_stream(memory));
+  memcpy(device, host, bytes);
+  return 0;
+}
+
+int device_memory_begin_record(device_memory *memory) {
+  const int global_mode = 0;
+  return memory->driver != NULL ? memory->begin_capture(device_memory_stream(memory), global_mode) : -1;
+}
+
+int device_memory_end_record(device_memory *memory, void **record) {
+  void *graph = NULL;
+  int failure = memory->end_capture(memory->stream, &graph);
+  if (failure == 0) failure = memory->instantiate(record, graph, 0);
+  if (graph != NULL) memory->graph_destroy(graph);
+  return failure;
+}
+
+int device_memory_replay(device_memory *memory, void *record) { return memory->launch(record, memory->stream); }
+
+void device_memory_free_record(device_memory *memory, void *record) {
+  if (record != NULL) memory->executable_destroy(record);
+}

@@ -21,7 +21,19 @@ void device_memory_free(device_memory *memory, void *data);
 int device_memory_upload(device_memory *memory, void *device, const void *host, size_t bytes);
 int device_memory_download(device_memory *memory, void *host, const void *device, size_t bytes);
 
-/* Waits until everything enqueued on the default stream has run. Zero on success. */
+/* Waits until everything enqueued on the device has run. Zero on success. */
 int device_memory_wait(device_memory *memory);
+
+/* A stream of the device that waits for no other one, made when it is first asked for; NULL on the CPU, or on a failure. */
+fa_stream device_memory_stream(device_memory *memory);
+
+/* A copy in the order of that stream. `host` may be used again when it returns. Zero on success. */
+int device_memory_enqueue_upload(device_memory *memory, void *device, const void *host, size_t bytes);
+
+/* Between the two, what is enqueued on that stream is recorded instead of run; replay enqueues the record. For GPUs only. Zero on success. */
+int device_memory_begin_record(device_memory *memory);
+int device_memory_end_record(device_memory *memory, void **record);
+int device_memory_replay(device_memory *memory, void *record);
+void device_memory_free_record(device_memory *memory, void *record);
 
 #endif
