@@ -38,8 +38,9 @@ struct BackwardConfig {
   static constexpr int kQBytes = kRows * kD * 2, kDoBytes = kRows * kDv * 2, kStatBytes = kRows * 4;
   static constexpr int kScorePitch = kRows * 2, kScoreBytes = kKeys * kScorePitch, kScoreBuffers = kRoles;
   static constexpr int kBiasPitch = kKeys * 2, kBiasBytes = kStagesBias ? kRows * kBiasPitch : 0;
+  static constexpr int kBarrierBytes = kRoles > 1 ? kRoles * 8 : 0;
   static constexpr int kSharedBytes = kKBytes + kVBytes + kStages * (kQBytes + kDoBytes + 2 * kStatBytes) +
-                                      kScoreBuffers * kScoreBytes * (kExchange ? 2 : 1) + kBiasBytes;
+                                      kScoreBuffers * kScoreBytes * (kExchange ? 2 : 1) + kBiasBytes + kBarrierBytes;
 };
 
 template <class C>
@@ -47,7 +48,7 @@ class BackwardBlock {
  protected:
   using Element = typename C::Element;
 
-  //   shared memory:  K | V | ring of Q | ring of dO | dS | [P] | ring of lse | ring of delta | [bias]
+  //   shared memory:  K | V | ring of Q | ring of dO | dS | [P] | ring of lse | ring of delta | [bias] | [barriers]
   __device__ __forceinline__ BackwardBlock(const BackwardParams &params, char *shared)
       : a_(params), b_(params.problem), p_(params.problem.forward), lane_(threadIdx.x & 31), warp_(uniform(threadIdx.x >> 5)) {
     shared_k_ = smem_address(shared);

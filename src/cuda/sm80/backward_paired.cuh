@@ -38,6 +38,13 @@ class BackwardPaired : BackwardBlock<C> {
   __device__ __forceinline__ BackwardPaired(const BackwardParams &params, char *shared) : Base(params, shared) {}
 
   __device__ __forceinline__ void run() {
+    if constexpr (kWaitsForMemory) {
+      if (threadIdx.x == 0) {
+        barrier_init(shared_barrier(true), C::kRoleThreads);
+        barrier_init(shared_barrier(false), C::kRoleThreads);
+      }
+      __syncthreads();
+    }
     clear<C::kGradTiles, C::kDt>(sum_);
     if (key0_ < band_.seqlen_k) {
       for (int h = first_head(); h < first_head() + static_cast<int>(p_.group); ++h) walk(h, h == first_head());
@@ -45,7 +52,7 @@ class BackwardPaired : BackwardBlock<C> {
     // All of Q and dO has been read: dv and dk go through their place while the last dq is on its way.
     const uint32_t tile = holds_values() ? shared_do_ : shared_q_;
     this->template put_gradient<C::kD>(tile, sum_, role_warp(), holds_values() ? 1.f : p_.softmax_scale);
-    role_barrier();
+    role_barrier(holds_values(), 0);
     this->template store<C::kD, C::kRoleThreads>(holds_values() ? b_.dv : b_.dk, tile,
                                                  holds_values() ? p_.head_dim_v : p_.head_dim, role_thread());
     add_last_dq();
@@ -97,7 +104,7 @@ class BackwardPaired : BackwardBlock<C> {
         if (n > 0 && kKeyWarpsAddDqFirst) add_dq(n - 1);
         gradients(n);
         this->pass_turn();
-        role_barrier();  // dS of all key warps is there
+        role_barrier(false, n);  // dS of all key warps is there
         accumulate(n, shared_ds_, shared_q_, careful);
         if (n > 0 && !kKeyWarpsAddDqFirst) add_dq(n - 1);
       }
@@ -105,12 +112,14 @@ class BackwardPaired : BackwardBlock<C> {
         cp_async_wait<0>();
         nonfinite = has_nonfinite(n + 1);
         if (holds_values()) {
-          role_barrier();  // Q of all value warps is there
+          role_barrier(true, n);  // Q of all value warps is there
           weights(n + 1);
           if (kKeyWarpsAddDqFirst) this->pass_turn();
         }
       }
     }
+    const int met = holds_values() ? steps - 1 : steps;
+    if (kWaitsForMemory && (met & 1)) role_barrier(holds_values(), met);
     barrier_or(false);
     last_step_ = steps - 1;
   }
@@ -128,7 +137,16 @@ class BackwardPaired : BackwardBlock<C> {
 
   // The two roles meet at different places in the code.
   static __device__ __forceinline__ bool barrier_or(bool value) { return named_barrier_or(0, C::kThreads, value); }
-  __device__ __forceinline__ void role_barrier() const { named_barrier(holds_values() ? 1 : 2, C::kRoleThreads); }
+  // The warps of a role meet for the n-th time, as those of the forward that share rows do (sync_parts). To remember n takes a
+  // register too many, so a walk over a head has an even number of meetings.
+  __device__ __forceinline__ void role_barrier(bool values, int n) const {
+    if constexpr (!kWaitsForMemory) return named_barrier(values ? 1 : 2, C::kRoleThreads);
+    barrier_arrive(shared_barrier(values));
+    barrier_wait(shared_barrier(values), n & 1);
+  }
+  __device__ __forceinline__ uint32_t shared_barrier(bool values) const {
+    return shared_k_ + C::kSharedBytes - C::kBarrierBytes + (values ? 0 : 8);
+  }
 
   __device__ __forceinline__ void fetch(int step) const {
     if (holds_values()) {

@@ -27,10 +27,10 @@ struct BackwardShape {
   constexpr int32_t threads() const { return warps * 32; }
   constexpr int32_t keys() const { return warps / roles / query_parts * key_tiles * 16; }
   constexpr int32_t shared_bytes() const {
-    // K, V | Q, dO rings | dS and, if warps exchange it, P; two of each with two roles | lse, delta rings | bias
+    // K, V | Q, dO rings | dS and, if warps exchange it, P; two of each with two roles | lse, delta rings | bias | a barrier a role
     return 2 * (keys() * (head_dim + head_dim_v) + stages * rows * (head_dim + head_dim_v) +
                 keys() * rows * ((roles > 1 || query_parts > 1 ? 2 : 1) * roles + stages_bias(scores))) +
-           stages * rows * 2 * 4;
+           stages * rows * 2 * 4 + (roles > 1 ? roles * 8 : 0);
   }
 };
 
