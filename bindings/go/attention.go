@@ -37,6 +37,7 @@ type Attention struct {
 	BlockSizeQ, BlockSizeK int
 	ALiBiSlopes            Tensor // (heads) or (batch, heads) float32
 	Sink                   Tensor // (heads) float32
+	KDescale, VDescale     Tensor // factors of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
 
 	Scale         float32 // 0 = 1 / sqrt(head_dim)
 	Softcap       float32
@@ -99,6 +100,7 @@ func (a *Attention) fill(raw *C.fa_attention, out, lse *Tensor) error {
 		{"SeqUsedQ", &a.SeqUsedQ, &raw.seqused_q}, {"SeqUsedK", &a.SeqUsedK, &raw.seqused_k},
 		{"PageTable", &a.PageTable, &raw.page_table}, {"Bias", &a.Bias, &raw.bias}, {"BlockMask", &a.BlockMask, &raw.block_mask},
 		{"ALiBiSlopes", &a.ALiBiSlopes, &raw.alibi_slopes}, {"Sink", &a.Sink, &raw.sink},
+		{"KDescale", &a.KDescale, &raw.k_descale}, {"VDescale", &a.VDescale, &raw.v_descale},
 	})
 }
 
@@ -112,7 +114,7 @@ func (ctx *Context) forward(a *Attention, out, lse *Tensor, info *C.fa_plan_info
 	}
 	status := C.go_forward(ctx.handle, &raw, info,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
-		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data)
+		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.KDescale.data, a.VDescale.data)
 	return ctx.check(status)
 }
 
@@ -136,7 +138,7 @@ func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, info 
 	}
 	status := C.go_backward(ctx.handle, &raw, &gradients, info,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
-		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data,
+		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.KDescale.data, a.VDescale.data,
 		g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
 	return ctx.check(status)
 }

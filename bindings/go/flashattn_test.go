@@ -202,6 +202,24 @@ func TestStridesAndHalfPrecision(t *testing.T) {
 	}
 }
 
+func TestKeysInInt8(t *testing.T) {
+	ctx := open(t)
+	s := sizes{1, 3, 4, 1, 1, 8}
+	q, bytes, factors := normal(1, 24), make([]int8, 32), []float32{0.5, 0.25, 1, 2}
+	exact := make([]float32, 32)
+	for i := range bytes {
+		bytes[i] = int8(i*37%21 - 10)
+		exact[i] = float32(bytes[i]) * factors[i/8]
+	}
+	keys, factor, out := Of(bytes, 1, 4, 1, 8), Of(factors, 1, 4, 1), make([]float32, 24)
+	problem := Attention{Q: Of(q, 1, 3, 1, 8), K: keys, V: keys, KDescale: factor, VDescale: factor}
+	if err := ctx.Forward(problem, Of(out, 1, 3, 1, 8), Tensor{}); err != nil {
+		t.Fatal(err)
+	}
+	want, _, _, _, _ := reference(s, q, exact, exact, make([]float32, 24), func(i, j int) bool { return true })
+	near(t, "out", out, want, 1e-5)
+}
+
 func TestHalfNumbers(t *testing.T) {
 	for bits := 0; bits < 1<<16; bits++ {
 		half, brain := Float16(bits), BFloat16(bits)

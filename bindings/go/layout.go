@@ -46,6 +46,4 @@ var unwrapped = map[string]string{
 	"dropout_seed_ptr":   "for CUDA graphs",
 	"dropout_offset_ptr": "for CUDA graphs",
 	"q_descale":          "fp8",
-	"k_descale":          "fp8",
-	"v_descale":          "fp8",
 }

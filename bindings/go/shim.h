@@ -12,7 +12,7 @@ fa_status go_create(fa_context *ctx, const fa_config *config, char *error, size_
 /* The tensors of fa_attention and of fa_gradients, in the order of their fields. */
 #define GO_ATTENTION_DATA                                                                                                    \
   void *q, void *k, void *v, void *out, void *lse, void *cu_seqlens_q, void *cu_seqlens_k, void *seqused_q, void *seqused_k, \
-      void *page_table, void *bias, void *block_mask, void *alibi_slopes, void *sink
+      void *page_table, void *bias, void *block_mask, void *alibi_slopes, void *sink, void *k_descale, void *v_descale
 #define GO_GRADIENTS_DATA void *dout, void *dlse, void *dq, void *dk, void *dv, void *dbias, void *dsink
 
 /* With `info` a query, without it the call. */

@@ -18,6 +18,9 @@ type Float16 uint16
 // BFloat16 is the bits of a bfloat16.
 type BFloat16 uint16
 
+// Float8 is the bits of an 8-bit float with 4 exponent and 3 mantissa bits, for keys and values.
+type Float8 uint8
+
 // ToBFloat16 rounds to nearest, ties to even.
 func ToBFloat16(x float32) BFloat16 {
 	bits := math.Float32bits(x)
@@ -58,7 +61,7 @@ func (x Float16) Float32() float32 {
 
 // Element is what a tensor may hold.
 type Element interface {
-	float32 | Float16 | BFloat16 | int32 | int64 | uint8 | bool
+	float32 | Float16 | BFloat16 | Float8 | int8 | int32 | int64 | uint8 | bool
 }
 
 func dtypeOf[T Element]() C.fa_dtype {
@@ -70,6 +73,10 @@ func dtypeOf[T Element]() C.fa_dtype {
 		return C.FA_FLOAT16
 	case BFloat16:
 		return C.FA_BFLOAT16
+	case Float8:
+		return C.FA_FLOAT8_E4M3
+	case int8:
+		return C.FA_INT8
 	case int32:
 		return C.FA_INT32
 	case int64:

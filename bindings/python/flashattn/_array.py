@@ -18,10 +18,19 @@ _TYPESTRS = {
     _abi.FLOAT16: "<f2",
     _abi.INT32: "<i4",
     _abi.INT64: "<i8",
+    _abi.INT8: "|i1",
     _abi.UINT8: "|u1",
     _abi.BOOL: "|b1",
 }
-_CODES = {_abi.FLOAT32: "f", _abi.FLOAT16: "e", _abi.INT32: "i", _abi.INT64: "q", _abi.UINT8: "B", _abi.BOOL: "?"}
+_CODES = {
+    _abi.FLOAT32: "f",
+    _abi.FLOAT16: "e",
+    _abi.INT32: "i",
+    _abi.INT64: "q",
+    _abi.INT8: "b",
+    _abi.UINT8: "B",
+    _abi.BOOL: "?",
+}
 
 # What exported capsules point at, by the address of the managed tensor; its deleter takes it out.
 _exports: Dict[int, Tuple[Any, ...]] = {}

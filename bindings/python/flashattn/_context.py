@@ -406,14 +406,17 @@ class Context:
         rotary_cos: Any = None,
         rotary_sin: Any = None,
         rotary_positions: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
         interleaved: bool = False,
         stream: Any = None,
     ) -> None:
         """Writes new rows `k`, `v` into caches, behind the `offsets` rows that each sequence has there already, and rotates them and the
         queries on the way if there are tables.
 
-        `seqused_k` receives the rows each sequence has afterwards; rotated queries go to `q_out`, or stay in `q`. flashattn.h (fa_append)
-        documents shapes.
+        `seqused_k` receives the rows each sequence has afterwards; rotated queries go to `q_out`, or stay in `q`. Caches in int8 or fp8 have
+        factors: `k_descale` and `v_descale` are read if there is one a sequence and head, written if one a row and head. flashattn.h
+        (fa_append) documents shapes.
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
@@ -426,6 +429,10 @@ class Context:
         append.q = self._view(q, "q", holds, stream, writable=q_out is None)
         for name, tensor in dict(k_cache=k_cache, v_cache=v_cache, seqused_k=seqused_k, q_out=q_out).items():
             setattr(append, name, self._view(tensor, name, holds, stream, writable=True))
+        for name, tensor in dict(k_descale=k_descale, v_descale=v_descale).items():
+            view = self._view(tensor, name, holds, stream)
+            # One a row and head (three dimensions) is written.
+            setattr(append, name, self._view(tensor, name, holds, stream, writable=True) if view.ndim == 3 else view)
         if interleaved:
             append.flags |= _abi.APPEND_INTERLEAVED
         check(_abi.lib.fa_append_kv(self._open(), ctypes.byref(append), stream), self._handle)

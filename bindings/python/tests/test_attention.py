@@ -232,6 +232,20 @@ class AttentionTest(unittest.TestCase):
         with self.assertRaises(flashattn.Error):
             flashattn.append_kv(k, k_cache, v)
 
+    def test_a_cache_in_int8(self):
+        k, v, q = normal(1, 1, 5, 2, 8), normal(2, 1, 5, 2, 8), normal(3, 1, 5, 2, 8)
+        k_cache, v_cache = np.zeros((1, 5, 2, 8), np.int8), np.zeros((1, 5, 2, 8), np.int8)
+        k_factor, v_factor = np.zeros((1, 5, 2), np.float32), np.zeros((1, 5, 2), np.float32)
+        flashattn.append_kv(k, k_cache, v, v_cache, k_descale=k_factor, v_descale=v_factor)
+        np.testing.assert_allclose(k_factor, np.abs(k).max(-1) / 127, rtol=1e-6)
+        np.testing.assert_allclose(k_cache * k_factor[..., None], k, atol=float(k_factor.max()) * 0.51)
+        out, _ = flashattn.forward(q, k_cache, v_cache, k_descale=k_factor, v_descale=v_factor)
+        exact, _, _ = reference.forward(q, k_cache * k_factor[..., None], v_cache * v_factor[..., None])
+        self.assert_close(out, exact, 1e-5)
+        k_factor.flags.writeable = False
+        with self.assertRaisesRegex(TypeError, "k_descale is read-only"):
+            flashattn.append_kv(k, k_cache, v, v_cache, k_descale=k_factor, v_descale=v_factor)
+
     def test_merge(self):
         q, k, v = normal(1, 2, 7, 2, 8), normal(2, 2, 30, 2, 8), normal(3, 2, 30, 2, 8)
         whole, whole_lse = flashattn.forward(q, k, v)

@@ -43,6 +43,7 @@ class ArrayTest(unittest.TestCase):
             (_abi.BFLOAT16, b"\xc0\x3f", 1.5),
             (_abi.INT32, b"\xff\xff\xff\xff", -1),
             (_abi.INT64, b"\2\0\0\0\0\0\0\0", 2),
+            (_abi.INT8, b"\xff", -1),
             (_abi.UINT8, b"\xff", 255),
             (_abi.BOOL, b"\1", True),
         ):

@@ -138,6 +138,10 @@ impl<'a> Attention<'a> {
         seqused_k
         /// Paged keys: i32 (batch, max_pages).
         page_table
+        /// Factors of keys in i8 or [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads), or as the keys without head_dim.
+        k_descale
+        /// Factors of values, likewise.
+        v_descale
     }
 
     /// Upper bounds of the lengths of packed or paged sequences; 0 = unknown.

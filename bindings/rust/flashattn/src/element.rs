@@ -21,6 +21,11 @@ pub struct F16(pub u16);
 #[repr(transparent)]
 pub struct Bf16(pub u16);
 
+/// An 8-bit float of 4 exponent and 3 mantissa bits without infinities, as bits: for keys and values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct F8E4M3(pub u8);
+
 macro_rules! element {
     ($($type:ty => $dtype:ident,)*) => {
         $(
@@ -36,6 +41,8 @@ element! {
     f32 => FA_FLOAT32,
     F16 => FA_FLOAT16,
     Bf16 => FA_BFLOAT16,
+    F8E4M3 => FA_FLOAT8_E4M3,
+    i8 => FA_INT8,
     i32 => FA_INT32,
     i64 => FA_INT64,
     u8 => FA_UINT8,

@@ -28,6 +28,6 @@ mod tensor;
 
 pub use attention::{Attention, Gradients, Mask};
 pub use context::{build_info, load, version, Context, CpuIsa, Device, Plan, Settings};
-pub use element::{Bf16, Element, F16};
+pub use element::{Bf16, Element, F16, F8E4M3};
 pub use error::{Error, Result};
 pub use tensor::{TensorView, TensorViewMut};
