@@ -31,7 +31,7 @@ struct ForwardConfig {
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kGroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
   static_assert(kChunk * 128 % 1024 == 0);
-  static_assert(kOutSlabs == 0 || kSlabsV % kOutSlabs == 0);
+  static_assert(kSlabsV % (kOutSlabs > 0 ? kOutSlabs : 1) == 0);
   // A group passes over the chunks that only groups below it see before it completes the tile before. The rings hold those.
   static_assert((kGroups - 1) * 64 <= kStages * kChunk);
 };
