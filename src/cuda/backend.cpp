@@ -276,12 +276,20 @@ class CudaBackend final : public Backend {
     CUfunction *function = functions;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *function++, error));
     function = functions;
+    CUlaunchAttribute chained{};
+    chained.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    chained.value.programmaticStreamSerializationAllowed = 1;
     for (const auto &[what, launch, params] : launches) {
       void *arguments[] = {const_cast<void *>(params)};
-      FA_RETURN_IF_ERROR(check(
-          driver_.cuLaunchKernel(*function++, static_cast<unsigned>(launch.blocks), 1, 1, static_cast<unsigned>(launch.threads),
-                                 1, 1, static_cast<unsigned>(launch.shared_bytes), stream, arguments, nullptr),
-          what, error));
+      CUlaunchConfig config{};
+      config.gridDimX = static_cast<unsigned>(launch.blocks);
+      config.blockDimX = static_cast<unsigned>(launch.threads);
+      config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+      config.sharedMemBytes = static_cast<unsigned>(launch.shared_bytes);
+      config.hStream = stream;
+      config.attrs = &chained;
+      config.numAttrs = launch.chained ? 1 : 0;
+      FA_RETURN_IF_ERROR(check(driver_.cuLaunchKernelEx(&config, *function++, arguments, nullptr), what, error));
     }
     return FA_OK;
   }

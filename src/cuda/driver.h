@@ -20,7 +20,7 @@ namespace fa::cuda {
   X(cuDevicePrimaryCtxRetain, 7000) \
   X(cuKernelGetFunction, 12000)     \
   X(cuKernelSetAttribute, 12000)    \
-  X(cuLaunchKernel, 4000)           \
+  X(cuLaunchKernelEx, 11060)        \
   X(cuMemAllocFromPoolAsync, 11020) \
   X(cuMemFreeAsync, 11020)          \
   X(cuMemPoolCreate, 11020)         \

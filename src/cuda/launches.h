@@ -31,6 +31,7 @@ inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float l
   rows.row_chunks = plan.row_chunks;
   rows.chunk_rows = plan.chunk_rows;
   rows.chunk_turns = plan.chunk_turns;
+  rows.zero_dq_sum = plan.zero_dq_sum;
   rows.head_dim_bucket = plan.dq_sum_columns;
   rows.lse_unit = lse_unit;
   rows.row_lse = reinterpret_cast<float *>(memory);

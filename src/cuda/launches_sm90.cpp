@@ -94,14 +94,16 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
       describe_statistics(driver, "workspace for delta", params.row_delta, chunks, shape.rows, params.delta_map, error));
   params.order = BlockOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_section, false);
   params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
+  params.taken = plan.chunk_turns > 0 ? params.turn + chunks * plan.chunk_turns : nullptr;
+  params.ordered = p.deterministic;
   params.vector_dk = takes_vectors(b.dk, p.head_dim);
   params.vector_dv = takes_vectors(b.dv, p.head_dim_v);
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
-    launches.add("backward kernel",
-                 {kernels.main, shape.threads(), shape.shared_bytes(), p.batch * p.heads_k * plan.key_blocks * shape.blocks()},
+    launches.add("backward kernel", {kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true},
                  &params);
   }
   if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, chunks}, &params);

@@ -193,7 +193,7 @@ fa_status cut_backward(const BackwardProblem &b, const Device &device, const Sha
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
   plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
-  plan.workspace_bytes = plan.turn_offset + align_up(chunks * chunk_turns * sizeof(int32_t));
+  plan.workspace_bytes = plan.turn_offset + (chunk_turns > 0 ? align_up((chunks * chunk_turns + 1) * sizeof(int32_t)) : 0);
   return FA_OK;
 }
 
@@ -212,7 +212,7 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
     if (p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v || shape.shared_bytes() > device.shared_bytes ||
-        (p.deterministic && shape.blocks() > 1)) {
+        (p.deterministic && shape.turns() == 0)) {
       continue;
     }
     found = n;
@@ -325,7 +325,17 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     plan.family = Family::sm90;
     plan.reason = kHopperReason;
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[plan.shape];
-    return cut_backward(b, device, shape, shape.turns(p.deterministic), plan, error);
+    FA_RETURN_IF_ERROR(cut_backward(b, device, shape, shape.turns(), plan, error));
+    // Blocks of threads that stay take their blocks of keys from a counter.
+    plan.blocks = int64_t{plan.key_blocks} * b.forward.heads_k * b.forward.batch * shape.blocks();
+    if (shape.design == sm90::Design::alone && plan.blocks > device.multiprocessors) {
+      plan.blocks = device.multiprocessors;
+    }
+    // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
+    // they wait for one another anyway.
+    constexpr int32_t kFewBlocks = 16;
+    plan.zero_dq_sum = shape.turns() == 0 || (!p.deterministic && plan.key_blocks > kFewBlocks);
+    return FA_OK;
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
   if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);

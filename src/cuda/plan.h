@@ -46,8 +46,10 @@ struct BackwardPlan {
   int32_t key_blocks = 0;
   int32_t row_chunks = 0;
   int32_t chunk_rows = 0;
-  int32_t chunk_turns = 0;     // numbers a chunk that say whose turn it is to add to dq; 0 where nobody asks
+  int32_t chunk_turns = 0;     // numbers a chunk that say who has added to dq; 0 where nobody asks
   int32_t dq_sum_columns = 0;  // 0: no sum
+  int64_t blocks = 0;          // sm90: blocks of threads
+  bool zero_dq_sum = true;     // before the kernels that add to it; else the first block of keys does not add, but stores
   int32_t heads_per_section = 1;
   size_t workspace_bytes = 0;
   // In the workspace; row_lse is at 0.

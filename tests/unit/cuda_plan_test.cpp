@@ -364,7 +364,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
       {"rows that are not whole 16-byte pieces", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
       {"more keys than the copy engine counts", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
-      {"deterministic, head_dim 136", [](BackwardProblem &b) { b.forward.head_dim = 136, b.forward.deterministic = true; }},
+      {"deterministic, head_dim 200", [](BackwardProblem &b) { b.forward.head_dim = 200, b.forward.deterministic = true; }},
   };
   for (const auto &[text, change] : others) {
     BackwardProblem b = plain;
@@ -397,14 +397,28 @@ TEST(CudaPlan, HopperBackwardKernels) {
     EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim_v, bucket_v) << text;
     EXPECT_EQ(plan.dq_sum_columns, bucket) << text;
   }
-  // Deterministic gradients come from the same kernels, with a counter a chunk.
-  b = plain;
-  b.forward.deterministic = true;
-  const BackwardPlan unordered = backward_plan(plain, h200()), ordered = backward_plan(b, h200());
-  EXPECT_EQ(ordered.family, Family::sm90);
-  EXPECT_EQ(unordered.workspace_bytes, unordered.turn_offset);
-  EXPECT_GE(ordered.workspace_bytes,
-            ordered.turn_offset + b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t));
+  // Where the copy engine adds up dq, blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the
+  // same kernels.
+  for (const int64_t head_dim : {64, 128, 192}) {
+    b = plain;
+    b.forward.head_dim = b.forward.head_dim_v = head_dim;
+    b.forward.k_lengths.max_len = 2048;
+    EXPECT_FALSE(backward_plan(b, h200()).zero_dq_sum) << head_dim;
+    b.forward.k_lengths.max_len = 8192;
+    const BackwardPlan unordered = backward_plan(b, h200());
+    EXPECT_TRUE(unordered.zero_dq_sum) << head_dim;
+    b.forward.deterministic = true;
+    const BackwardPlan ordered = backward_plan(b, h200());
+    EXPECT_EQ(ordered.family, Family::sm90) << head_dim;
+    EXPECT_FALSE(ordered.zero_dq_sum) << head_dim;
+    // Up to 128 columns blocks of threads stay, beyond that pairs of them own a block of keys.
+    EXPECT_EQ(unordered.blocks, head_dim == 192 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
+    EXPECT_EQ(ordered.shape, unordered.shape) << head_dim;
+    EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
+    EXPECT_GE(ordered.workspace_bytes,
+              ordered.turn_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t))
+        << head_dim;
+  }
 }
 
 // Whatever else a problem looks like, and whichever kernels a device has.

@@ -11,19 +11,19 @@ namespace fa::cuda {
 // hold them. Warps are numbered rows first.
 //
 // dq = softmax_scale * dq_sum, from the order of the accumulators to the rows of the tensor, one block a chunk; zero for rows
-// that are not used.
+// that are not used. The last chunks first: their sum may still be in the L2 cache.
 template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
   constexpr int kRowParts = kRows / 16 / kRowTiles;
   constexpr int kUnits = kRows * kD / 16;  // rows g and g + 8 of a 16 x 8 tile: four lanes' numbers
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
-  const int chunk = static_cast<int>(blockIdx.x) % a.row_chunks, slice = static_cast<int>(blockIdx.x) / a.row_chunks;
+  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), chunk = index % a.row_chunks, slice = index / a.row_chunks;
   const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
   const Sequence q = sequence_of(p.q_lengths, batch);
   const int used = static_cast<int>(q.len), slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
   const bool vectors = takes_vectors(t, columns);
-  const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{blockIdx.x} * (kRows * kD / 4);
+  const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4);
   Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + q.start * t.seq_stride + head * t.head_stride;
 #pragma unroll
   for (int n = 0; n < kUnits / kThreads; ++n) {
@@ -31,10 +31,12 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
     const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
     const int row = chunk * kRows + (warp % kRowParts * kRowTiles + i) * 16 + unit % 8;
     const int column = (warp / kRowParts * kColumnTiles + j) * 8;
+    // A share that no block of keys sees was never written.
+    const bool any = a.zero_dq_sum || a.turn[int64_t{index} * a.chunk_turns + unit * a.chunk_turns / kUnits] != 0;
     uint32_t words[2][4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float4 x = sum[unit * 4 + e];
+      const float4 x = any ? sum[unit * 4 + e] : float4{0, 0, 0, 0};
       words[0][e] = pack2<Element>(x.x * p.softmax_scale, x.y * p.softmax_scale);
       words[1][e] = pack2<Element>(x.z * p.softmax_scale, x.w * p.softmax_scale);
     }

@@ -21,17 +21,17 @@ struct Eight {
   static constexpr int kWords = kElementBytes * 2;
   uint32_t words[kWords] = {};
 
-  // Zero from `valid` on.
-  __device__ __forceinline__ void load(const Operand &t, int64_t at, int valid, bool vectors) {
-    const char *from = static_cast<const char *>(t.data) + at * kElementBytes;
-    if (vectors && valid >= 8) {
+  __device__ __forceinline__ void load(const Operand &t, int64_t at) {
+    const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const char *>(t.data) + at * kElementBytes);
 #pragma unroll
-      for (int n = 0; n < kWords; n += 4) {
-        const uint4 x = __ldg(reinterpret_cast<const uint4 *>(from) + n / 4);
-        words[n] = x.x, words[n + 1] = x.y, words[n + 2] = x.z, words[n + 3] = x.w;
-      }
-      return;
+    for (int n = 0; n < kWords; n += 4) {
+      const uint4 x = __ldg(from + n / 4);
+      words[n] = x.x, words[n + 1] = x.y, words[n + 2] = x.z, words[n + 3] = x.w;
     }
+  }
+  // At any address; zero from `valid` on.
+  __device__ __forceinline__ void load_single(const Operand &t, int64_t at, int valid) {
+    const char *from = static_cast<const char *>(t.data) + at * kElementBytes;
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       if (e >= valid) continue;
@@ -62,41 +62,46 @@ struct Eight {
   }
 };
 
-// One block a chunk, kLanes lanes a row, eight columns a lane at a time.
-template <int kElementBytes, int kLanes>
-__global__ void __launch_bounds__(kThreads) backward_rows(const __grid_constant__ BackwardRows a) {
-  constexpr int kPass = kThreads / kLanes, kBatch = 2;  // rows at a time, and loads in flight a lane
+// The statistics of chunk number `index`: kLanes lanes a row, eight columns a lane at a time. kVectors: of out and dout by sixteen bytes.
+template <int kElementBytes, int kLanes, bool kVectors>
+__device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int index) {
+  constexpr int kPass = kThreads / kLanes;                        // rows at a time
+  constexpr int kBatch = kVectors && kElementBytes == 2 ? 4 : 1;  // rows a lane has under way
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
-  const int chunk = static_cast<int>(blockIdx.x) % a.row_chunks, slice = static_cast<int>(blockIdx.x) / a.row_chunks;
+  const int chunk = index % a.row_chunks, slice = index / a.row_chunks;
   const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
-
-  // The stores first: they need nothing that has to be loaded.
-  if (thread < a.chunk_turns) a.turn[int64_t{blockIdx.x} * a.chunk_turns + thread] = 0;
-  if (a.dq_sum != nullptr) {
-    const int vectors = a.chunk_rows * a.head_dim_bucket / 4;
-    float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{blockIdx.x} * vectors;
-    for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
-  }
-
   const Sequence q = sequence_of(p.q_lengths, batch);
-  const int rows = static_cast<int>(q.len) - chunk * a.chunk_rows;
-  const bool vector_out = takes_vectors(p.out, columns), vector_dout = takes_vectors(g.dout, columns);
+  const int rows = min(static_cast<int>(q.len) - chunk * a.chunk_rows, a.chunk_rows);
   const int64_t first = q.start + chunk * a.chunk_rows;
   const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
   const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
+  const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
   for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
-    float delta[kBatch] = {};
+    float delta[kBatch] = {}, lse[kBatch];
     bool any[kBatch] = {};
+#pragma unroll
+    for (int m = 0; m < kBatch; ++m) {
+      const int n = n0 + m * kPass;
+      lse[m] = CUDART_INF_F;
+      if (lane == 0 && n < rows) lse[m] = all_lse[(first + n) * p.lse.seq_stride] * a.lse_unit;
+    }
     for (int column = lane * 8; column < columns; column += kLanes * 8) {
       Eight<kElementBytes> x[kBatch], y[kBatch];
 #pragma unroll
       for (int m = 0; m < kBatch; ++m) {
         const int n = n0 + m * kPass;
-        if (n >= rows || n >= a.chunk_rows) continue;
-        x[m].load(p.out, out + (first + n) * p.out.seq_stride + column, columns - column, vector_out);
-        y[m].load(g.dout, dout + (first + n) * g.dout.seq_stride + column, columns - column, vector_dout);
+        if (n >= rows) continue;
+        const int64_t x_at = out + (first + n) * p.out.seq_stride + column,
+                      y_at = dout + (first + n) * g.dout.seq_stride + column;
+        if constexpr (kVectors) {
+          x[m].load(p.out, x_at);
+          y[m].load(g.dout, y_at);
+        } else {
+          x[m].load_single(p.out, x_at, columns - column);
+          y[m].load_single(g.dout, y_at, columns - column);
+        }
       }
 #pragma unroll
       for (int m = 0; m < kBatch; ++m) {
@@ -113,19 +118,38 @@ __global__ void __launch_bounds__(kThreads) backward_rows(const __grid_constant_
       // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
       if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
       if (lane != 0 || n >= a.chunk_rows) continue;
-      float lse = CUDART_INF_F;
       if (n < rows) {
-        lse = p.lse.data[batch * p.lse.batch_stride + head * p.lse.head_stride + (first + n) * p.lse.seq_stride] * a.lse_unit;
-        if (lse == -CUDART_INF_F) {
-          lse = CUDART_INF_F;
+        if (lse[m] == -CUDART_INF_F) {
+          lse[m] = CUDART_INF_F;
           delta[m] = 0;
         } else if (g.dlse.data != nullptr) {
           delta[m] -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
         }
       }
-      a.row_lse[int64_t{blockIdx.x} * a.chunk_rows + n] = lse;
-      a.row_delta[int64_t{blockIdx.x} * a.chunk_rows + n] = delta[m];
+      a.row_lse[int64_t{index} * a.chunk_rows + n] = lse[m];
+      a.row_delta[int64_t{index} * a.chunk_rows + n] = delta[m];
     }
+  }
+}
+
+// One block a chunk. The first chunks last: the next kernel begins with them, and finds their dout in the L2 cache.
+template <int kElementBytes, int kLanes>
+__global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
+  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  let_next_start();
+  // The stores first: they need nothing that has to be loaded.
+  if (index == 0 && thread == 0 && a.turn != nullptr) a.turn[int64_t{gridDim.x} * a.chunk_turns] = 0;
+  if (thread < a.chunk_turns) a.turn[int64_t{index} * a.chunk_turns + thread] = 0;
+  if (a.dq_sum != nullptr && a.zero_dq_sum) {
+    const int vectors = a.chunk_rows * a.head_dim_bucket / 4;
+    float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{index} * vectors;
+    for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
+  }
+  const int columns = static_cast<int>(a.problem.forward.head_dim_v);
+  if (columns % 8 == 0 && takes_vectors(a.problem.forward.out, columns) && takes_vectors(a.problem.dout, columns)) {
+    chunk_statistics<kElementBytes, kLanes, true>(a, index);
+  } else {
+    chunk_statistics<kElementBytes, kLanes, false>(a, index);
   }
 }
 

@@ -145,10 +145,17 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t src, 
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
-// Adds `bytes` of floats in shared memory to those in global memory, as one group of copies of the calling thread.
+// Adds `bytes` of floats in shared memory to those in global memory, or puts them there, as one group of copies of the calling thread.
 __device__ __forceinline__ void add_floats(float *dst, uint32_t src, uint32_t bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;\n" ::"l"(dst),
+      "r"(src), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void store_floats(float *dst, uint32_t src, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
       "cp.async.bulk.commit_group;\n" ::"l"(dst),
       "r"(src), "r"(bytes)
       : "memory");

@@ -16,6 +16,7 @@ struct Launch {
   int threads = 0;
   int shared_bytes = 0;  // dynamic
   int64_t blocks = 0;    // 0: nothing to do
+  bool chained = false;  // may start while the launch before it still runs, and itself waits for that one (wait_for_previous)
 };
 
 // A short list of launches and the memory of their parameters. Lives on the stack for one call; nothing in it is initialised before

@@ -124,8 +124,27 @@ __device__ __forceinline__ int load_relaxed(const int32_t *counter) {
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
   return now;
 }
+// Makes 1 of 0, and says what it was.
+__device__ __forceinline__ int claim_relaxed(int32_t *counter) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;\n" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
 __device__ __forceinline__ void count_released(int32_t *counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(counter) : "memory");
+}
+
+// For a launch that is chained to the one before it (launch.h), and may start while that still runs: that one says from where on it may;
+// this one waits until all before it is done and its writes are seen. Without effect elsewhere.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention backward with the asynchronous products of sm_90a: dk and dv, and the sum for dq.
 //
-// A block of threads owns 128 keys of one key head, with K and V in shared memory, and walks over the queries that see them, head after
-// head of the GQA group, in chunks of kRows. One warp fetches Q, dO and their statistics through rings of kStages. Each of two
-// warpgroups owns 64 keys, with their dk and dv in registers, and computes scores transposed, keys as rows:
+// A block of threads works on one block of keys after another, as many blocks of threads as there are multiprocessors: 128 keys of one key
+// head, with K and V in shared memory, and a walk over the queries that see them, head after head of the GQA group, in chunks of kRows. A
+// warp takes the next block of keys and describes it, one fetches Q, dO and their statistics through rings of kStages, those of the next
+// block under the last chunks of this one. Each of two warpgroups owns 64 keys, with their dk and dv in registers, and computes scores
+// transposed, keys as rows:
 //
 //   for every chunk:
 //       S^T = K Q^T and dP^T = V dO^T start, dP of 64 queries
@@ -30,13 +32,14 @@ struct BackwardConfig {
   static constexpr int kParts = kRows / 64;        // of a chunk: dP has registers for 64 queries
   static constexpr int kKBytes = kKeys * kSlabs * 128, kQBytes = kRows * kSlabs * 128;
   // dq of a chunk: 64 rows x kDqColumns a warpgroup, 16 rows a warp.
-  static constexpr int kDqRowParts = kRows / 64, kDqColumns = kD * kDqRowParts / kGroups, kDqBytes = 64 * kDqColumns * 4;
+  static constexpr int kDqRowParts = kRows / 64, kDqColumns = kD * kDqRowParts / kGroups;
+  static constexpr int kShares = kGroups, kShareBytes = 64 * kDqColumns * 4;
   static constexpr int kDsBytes = kKeys * kRows * 2, kStatBytes = kRows * 4;
   static constexpr int kQOffset = 2 * kKBytes, kDsOffset = kQOffset + 2 * kStages * kQBytes;
-  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kGroups * kDqBytes;
+  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kShares * kShareBytes;
   static constexpr int kBarrierOffset = kStatOffset + 2 * kStages * kStatBytes;
-  static constexpr int kBlockOffset = kBarrierOffset + (4 + 2 + 2 * kGroups + 4 * kStages) * 8,
-                       kSharedBytes = kBlockOffset + 64;
+  static constexpr int kBlockOffset = kBarrierOffset + (12 + 2 * kGroups + 4 * kStages) * 8,
+                       kSharedBytes = kBlockOffset + 2 * 64;
   static_assert(kRows % 64 == 0 && kGroups % kDqRowParts == 0 && kDqColumns == 64);
 };
 
@@ -47,9 +50,14 @@ class Backward : BackwardBlock<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      b_ = this->find_block(static_cast<int>(blockIdx.x));
       barrier_init(k_full(), 1);
       barrier_init(v_full(), 1);
+      barrier_init(keys_empty(), C::kGroups * 4);
+      barrier_init(fetched(), 1);
+      for (int n = 0; n < 2; ++n) {
+        barrier_init(planned(n), 1);
+        barrier_init(done(n), C::kGroups * 4 + C::kShares + 1);
+      }
       for (int n = 0; n < 2; ++n) {
         barrier_init(ds_full(n), C::kGroups * 4);
         barrier_init(ds_empty(n), C::kGroups * 4);
@@ -72,8 +80,14 @@ class Backward : BackwardBlock<C> {
     __syncthreads();
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
-      if (threadIdx.x < 32) produce();
-      if (warp_ > 0 && warp_ <= C::kGroups) add_dq(warp_ - 1);
+      static_assert(C::kShares == 2);
+      if (warp_ == 0) {
+        produce();
+      } else if (warp_ == 3) {
+        plan();
+      } else {
+        add_dq(warp_ - 1);
+      }
     } else {
       take_registers<C::kConsumerRegisters>();
       group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // the same for the warp, and known to be
@@ -83,7 +97,7 @@ class Backward : BackwardBlock<C> {
 
  private:
   using Base = BackwardBlock<C>;
-  using Base::a_, Base::b_, Base::lane_, Base::p_, Base::shared_, Base::warp_;
+  using Base::a_, Base::b, Base::blocks_, Base::lane_, Base::place_, Base::p_, Base::shared_, Base::warp_;
   using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
   using typename Base::Element;
 
@@ -100,7 +114,7 @@ class Backward : BackwardBlock<C> {
   // Of dS and of K what this group's share of dq is the product of.
   __device__ __forceinline__ uint32_t dq_rows(uint32_t ds) const { return ds + group_ % C::kDqRowParts * C::kKeys * 128; }
   __device__ __forceinline__ uint32_t dq_columns() const { return k_tile() + group_ / C::kDqRowParts * C::kKeys * 128; }
-  __device__ __forceinline__ uint32_t dq_tile(int group) const { return shared_ + C::kDqOffset + group * C::kDqBytes; }
+  __device__ __forceinline__ uint32_t dq_tile(int group) const { return shared_ + C::kDqOffset + group * C::kShareBytes; }
   __device__ __forceinline__ uint32_t lse_row(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
   __device__ __forceinline__ uint32_t delta_row(int n) const { return lse_row(C::kStages + n); }
   __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
@@ -113,90 +127,126 @@ class Backward : BackwardBlock<C> {
   __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
   __device__ __forceinline__ uint32_t dout_full(int n) const { return q_full(2 * C::kStages + n); }
   __device__ __forceinline__ uint32_t dout_empty(int n) const { return q_full(3 * C::kStages + n); }
+  __device__ __forceinline__ uint32_t keys_empty() const { return q_full(4 * C::kStages); }
+  __device__ __forceinline__ uint32_t fetched() const { return q_full(4 * C::kStages + 1); }
+  __device__ __forceinline__ uint32_t planned(int n) const { return q_full(4 * C::kStages + 2 + n); }
+  __device__ __forceinline__ uint32_t done(int n) const { return q_full(4 * C::kStages + 4 + n); }
 
   using Slot = RingPlace<C::kStages>;
 
-  __device__ __forceinline__ int first_key() const { return b_.key0 + group_ * 64; }
+  __device__ __forceinline__ int first_key() const { return b().key0 + group_ * 64; }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // One block of keys after another: item 0, 1, ... of this block of threads
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Describes them, two places in shared memory. The next one is taken when all of this one has been fetched, so that those that start late
+  // are taken late, by whoever is free.
+  __device__ __forceinline__ void plan() const {
+    int index = static_cast<int>(blockIdx.x);
+    for (int item = 0;; ++item) {
+      barrier_wait(done(item & 1), item >> 1 & 1 ^ 1);
+      if (item > 0) {
+        barrier_wait(fetched(), item & 1 ^ 1);
+        wait_for_previous();
+        if (lane_ == 0) index = static_cast<int>(gridDim.x) + atomicAdd(a_.taken, 1);
+        index = __shfl_sync(~0u, index, 0);
+      }
+      const bool more = index < a_.blocks;
+      if (lane_ == 0) {
+        Block &next = blocks_[item & 1];
+        if (more) {
+          this->find_block(index, next);
+        } else {
+          next.batch = -1;
+        }
+        barrier_arrive(planned(item & 1));
+      }
+      __syncwarp();
+      if (!more) return;
+    }
+  }
+  __device__ __forceinline__ bool next_block(int item) {
+    barrier_wait(planned(item & 1), item >> 1 & 1);
+    place_ = item & 1;
+    return b().batch >= 0;
+  }
+  __device__ __forceinline__ void finish_block(int item) const {
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, done(item & 1));
+  }
+
+  __device__ __forceinline__ void add_dq(int share) {
+    uint32_t parity = 0;
+    wait_for_previous();
+    for (int item = 0; next_block(item); ++item) {
+      this->add_shares(share, dq_tile(share), dq_full(share), dq_empty(share), parity);
+      finish_block(item);
+    }
+    copies_wait();
+  }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Fetching
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void produce() const {
-    const Block b = b_;
-    if (b.begin == b.end) return;
-    const int k_row = (p_.k_lengths.cu != nullptr ? b.k_start : 0) + b.key0, q_row = p_.q_lengths.cu != nullptr ? b.q_start : 0;
-    const int q_batch = p_.q_lengths.cu != nullptr ? 0 : b.batch, k_batch = p_.k_lengths.cu != nullptr ? 0 : b.batch;
-    if (elect_one()) {
-      barrier_expect(k_full(), C::kKBytes);
-      this->template fetch_tile<C::kKeys>(k_tile(), a_.k_map, k_full(), k_row, b.head_k, k_batch, kEvictFirst);
-    }
+  __device__ __forceinline__ void produce() {
     Slot slot;
-    bool first = true;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = b.head_k * static_cast<int>(p_.group) + g;
-      for (int chunk = b.end - 1; chunk >= b.begin; --chunk) {
-        barrier_wait(q_empty(slot.at()), slot.parity() ^ 1);
-        if (elect_one()) {
-          barrier_expect(q_full(slot.at()), C::kQBytes + C::kStatBytes);
-          this->template fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), q_row + chunk * C::kRows, head_q,
-                                              q_batch, kEvictLast);
-          load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
-          if (first) {
-            barrier_expect(v_full(), C::kKBytes);
-            this->template fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), k_row, b.head_k, k_batch, kEvictFirst);
-          }
-        }
-        first = false;
-        barrier_wait(dout_empty(slot.at()), slot.parity() ^ 1);
-        if (elect_one()) {
-          barrier_expect(dout_full(slot.at()), C::kQBytes + C::kStatBytes);
-          this->template fetch_tile<C::kRows>(dout_tile(slot.at()), a_.dout_map, dout_full(slot.at()), q_row + chunk * C::kRows,
-                                              head_q, q_batch, kEvictLast);
-          load_box(delta_row(slot.at()), &a_.delta_map, dout_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
-        }
-        slot.step();
+    for (int item = 0; next_block(item); ++item) {
+      if (b().begin == b().end) {
+        wait_for_previous();
+        fetch_keys(item, 0);
+      } else {
+        fetch(slot, item);
       }
+      barrier_arrive_if(lane_ == 0, fetched());
+      finish_block(item);
     }
   }
 
-  // ------------------------------------------------------------------------------------------------------------------
-  // The sum for dq
-  // ------------------------------------------------------------------------------------------------------------------
+  // K and V, or nothing, once those of the item before have been used.
+  __device__ __forceinline__ void fetch_keys(int item, uint32_t bytes) const {
+    barrier_wait(keys_empty(), item & 1 ^ 1);
+    if (!elect_one()) return;
+    const bool packed = p_.k_lengths.cu != nullptr;
+    const int row = (packed ? b().k_start : 0) + b().key0, batch = packed ? 0 : b().batch;
+    barrier_expect(k_full(), bytes);
+    if (bytes > 0) this->template fetch_tile<C::kKeys>(k_tile(), a_.k_map, k_full(), row, b().head_k, batch, kEvictFirst);
+    barrier_expect(v_full(), bytes);
+    if (bytes > 0) this->template fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), row, b().head_k, batch, kEvictFirst);
+  }
 
-  // Adds a group's share of dq, chunk after chunk, to the sum over blocks of keys. In deterministic mode blocks add to a chunk in ascending
-  // order: `turn` counts those that have. One only waits for blocks that started before it. Walks go down from the last chunk, so that
-  // under a causal mask, too, all blocks of a head begin with the same chunk and keep their distance.
-  __device__ __forceinline__ void add_dq(int group) const {
-    const Block b = b_;
-    const bool wanted = a_.dq_sum != nullptr, ordered = wanted && a_.turn != nullptr;
-    uint32_t parity = 0;
+  __device__ __forceinline__ void fetch(Slot &slot, int item) const {
+    const bool packed = p_.q_lengths.cu != nullptr;
+    bool first = true;
     for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int first = chunks_at(b.head_k * static_cast<int>(p_.group) + g);
-      for (int chunk = b.end - 1; chunk >= b.begin; --chunk) {
-        const int64_t part = int64_t{first + chunk} * C::kGroups + group;
-        int32_t *turn = a_.turn + part;
-        // Blocks that see the chunk are consecutive. No acquire: additions happen at the L2 cache, these after the others have arrived.
-        const int place = b.key0 / C::kKeys - max(0, chunk * C::kRows + b.first) / C::kKeys;
-        if (ordered) {
-          while (load_relaxed(turn) != place) {
-          }
-        }
-        barrier_wait(dq_full(group), parity);
+      const int head_q = b().head_k * static_cast<int>(p_.group) + g;
+      for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
+        const int row = (packed ? b().q_start : 0) + chunk * C::kRows, batch = packed ? 0 : b().batch;
+        barrier_wait(q_empty(slot.at()), slot.parity() ^ 1);
         if (elect_one()) {
-          if (wanted) add_floats(a_.dq_sum + part * (C::kDqBytes / 4), dq_tile(group), C::kDqBytes);
-          copies_wait_read();
-          barrier_arrive(dq_empty(group));
-          if (ordered) {
-            copies_wait();
-            count_released(turn);
-          }
+          barrier_expect(q_full(slot.at()), C::kQBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), row, head_q, batch, kEvictLast);
         }
-        __syncwarp();
-        parity ^= 1;
+        // The places of the first K and V are free, those of others as soon as the item before is done.
+        if (first && item == 0) {
+          fetch_keys(item, C::kKBytes);
+          wait_for_previous();
+        }
+        if (elect_one())
+          load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+        barrier_wait(dout_empty(slot.at()), slot.parity() ^ 1);
+        if (elect_one()) {
+          barrier_expect(dout_full(slot.at()), C::kQBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows>(dout_tile(slot.at()), a_.dout_map, dout_full(slot.at()), row, head_q, batch,
+                                              kEvictLast);
+          load_box(delta_row(slot.at()), &a_.delta_map, dout_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+        }
+        if (first && item > 0) fetch_keys(item, C::kKBytes);
+        first = false;
+        slot.step();
       }
     }
-    copies_wait();
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -240,41 +290,49 @@ class Backward : BackwardBlock<C> {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void consume() {
-#pragma unroll
-    for (int n = 0; n < C::kD / 2; ++n) dk_[n] = dv_[n] = 0.f;
-    if (b_.begin < b_.end) {
-      barrier_wait(k_full(), 0);
-      barrier_wait(v_full(), 0);
-      const int group = static_cast<int>(p_.group);
-      const int chunks = (b_.end - b_.begin) * group;
-      Slot slot;
-      int chunk = b_.end - 1;
+    Slot slot;
+    int n = 0;
 #pragma unroll 1
-      for (int n = 0; n < chunks; ++n) {
-        at_ = uniform(slot.at());
-        buffer_ = uniform(n & 1);
-        step(slot.parity(), n, chunk);
-        slot.step();
-        if (--chunk < b_.begin) chunk = b_.end - 1;
+    for (int item = 0; next_block(item); ++item) {
+#pragma unroll
+      for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
+      barrier_wait(k_full(), item & 1);
+      barrier_wait(v_full(), item & 1);
+      if (b().begin < b().end) {
+        const int last = n + (b().end - b().begin) * static_cast<int>(p_.group);
+        int chunk = b().end - 1;
+        before_ = 0;
+        careful_before_ = false;
+#pragma unroll 1
+        for (; n < last; ++n) {
+          at_ = uniform(slot.at());
+          buffer_ = uniform(n & 1);
+          step(slot.parity(), n, chunk);
+          before_ = min(before_ + 1, 1 + C::kLag);
+          slot.step();
+          if (--chunk < b().begin) chunk = b().end - 1;
+        }
+        finish_dq(n);
       }
-      finish_dq(chunks);
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, keys_empty());
+      this->store_gradient(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk, first_key(),
+                           opaque(group_ * 128 + warp_ * 32 + lane_), C::kConsumers);
+      this->store_gradient(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv, first_key(),
+                           opaque(group_ * 128 + warp_ * 32 + lane_), C::kConsumers);
+      finish_block(item);
     }
-    const int thread = static_cast<int>(threadIdx.x) - 128;
-    this->store_gradient(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk, first_key(), thread,
-                         C::kConsumers);
-    this->store_gradient(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv, first_key(), thread,
-                         C::kConsumers);
   }
 
   // The block's n-th chunk, all but its dq, and dq of the one before: so no group waits for what the other has just begun.
   __device__ __forceinline__ void step(uint32_t parity, int n, int chunk) {
-    const bool masked = chunk < b_.inner_begin || chunk >= b_.inner_end;
+    const bool masked = chunk < b().inner_begin || chunk >= b().inner_end;
     barrier_wait(q_full(at_), parity);
     barrier_wait(dout_full(at_), parity);
     hold(s_);
     products_begin();
     start_scores<C::kRows>(s_, k_tile(), q_tile(at_));
-    hand_over_dq(n > C::kLag);
+    hand_over_dq(before_ > C::kLag);
     hold(dp_);
     products_begin();
     start_dp(masked ? C::kParts - 1 : 0);
@@ -357,7 +415,7 @@ class Backward : BackwardBlock<C> {
     products_wait<1>();
     hold(dq_);
     if (C::kLag > 0 && careful_before_) dq_exactly(ds_tile(buffer_ ^ 1));
-    put_dq(n - C::kLag);
+    put_dq(n - C::kLag, before_ >= C::kLag);
     products_wait<0>();
     hold(dv_);
     hold(dk_);
@@ -366,7 +424,7 @@ class Backward : BackwardBlock<C> {
   // What is left of dq after the last chunk.
   __device__ __forceinline__ void finish_dq(int chunks) {
     if constexpr (C::kLag > 0) {
-      hand_over_dq(chunks > 1);
+      hand_over_dq(before_ > 1);
       const uint32_t ds = ds_tile((chunks - 1) & 1);
       await_ds(chunks - 1);
       if (careful_before_) {
@@ -378,7 +436,7 @@ class Backward : BackwardBlock<C> {
         products_wait<0>();
         hold(dq_);
       }
-      put_dq(chunks - 1);
+      put_dq(chunks - 1, true);
     }
     hand_over_dq(true);
   }
@@ -422,20 +480,14 @@ class Backward : BackwardBlock<C> {
   // Every warp's dS of the block's n-th chunk is there. Of the chunk before the first nothing is, and nothing of its dq is used.
   __device__ __forceinline__ void await_ds(int n) const { barrier_wait(ds_full(n & 1), n >> 1 & 1); }
 
-  // A chunk of the sum is a sequence of 16 x 8 tiles, [group][warp][j], each four numbers a lane as the accumulators hold them.
   // This warp's part of the n-th chunk to its place in shared memory, once that of the chunk before has been read from there.
-  __device__ __forceinline__ void put_dq(int n) const {
+  __device__ __forceinline__ void put_dq(int n, bool any) const {
     if constexpr (C::kLag > 0) {
       __syncwarp();
-      barrier_arrive_if(n >= 0 && lane_ == 0, ds_empty(n & 1));
+      barrier_arrive_if(any && lane_ == 0, ds_empty(n & 1));
     }
-    barrier_wait(dq_empty(group_), n < 0 ? 1 : (n & 1) ^ 1);
-    const uint32_t part = dq_tile(group_) + warp_ * (C::kDqBytes / 4);
-#pragma unroll
-    for (int j = 0; j < C::kDqColumns / 8; ++j) {
-      st_shared_16(part + j * 512 + lane_ * 16, __float_as_uint(dq_[4 * j]), __float_as_uint(dq_[4 * j + 1]),
-                   __float_as_uint(dq_[4 * j + 2]), __float_as_uint(dq_[4 * j + 3]));
-    }
+    barrier_wait(dq_empty(group_), any ? (n & 1) ^ 1 : n & 1);
+    this->put_share(dq_, dq_tile(group_));
   }
   // To the warp that adds it up.
   __device__ __forceinline__ void hand_over_dq(bool any) const {
@@ -464,10 +516,10 @@ class Backward : BackwardBlock<C> {
       add_exactly(dk_, ds_weights_[part], q_tile(at_) + part * 64 * 128);
     }
     add_exactly(dv_, p_weights_, dout_tile(at_));
-    if (n < C::kLag) return;
+    if (before_ < C::kLag) return;
     await_ds(n - C::kLag);
     dq_exactly(ds_tile(buffer_ ^ C::kLag));
-    put_dq(n - C::kLag);
+    put_dq(n - C::kLag, true);
   }
 
   __device__ __forceinline__ void dq_exactly(uint32_t ds) {
@@ -488,6 +540,7 @@ class Backward : BackwardBlock<C> {
 
   int group_;
 
+  int before_;                   // chunks of this block of keys before the one at hand, up to 2
   int at_, buffer_;              // the chunk's place in the rings, and that of its dS
   bool careful_before_ = false;  // the chunk before had to be multiplied carefully
   float s_[C::kRows / 2], dp_[32], dq_[C::kDqColumns / 2];

@@ -18,6 +18,9 @@ struct BackwardParams : BackwardRows {
   CUtensorMap lse_map, delta_map;    // row_lse and row_delta as (chunks, chunk_rows), boxes of one chunk
   BlockOrder order;                  // blocks of keys of key heads: with a causal mask the longest walks come first
   Diagonal<int32_t>::Limits limits;  // of the band
+  int32_t blocks;                    // of keys, of all heads
+  int32_t *taken;                    // how many of them were taken beyond the first of every block of threads; behind turn
+  bool ordered;                      // blocks of keys add to dq_sum in ascending order
   bool vector_dk, vector_dv;         // 16-byte stores are legal
 };
 

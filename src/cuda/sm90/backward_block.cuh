@@ -32,7 +32,8 @@ struct Block {
 };
 static_assert(sizeof(Block) <= 64);
 
-// C::kKeys: of a block of the order. C::kRows: queries of a chunk. C::kD: columns.
+// C::kKeys: of a block of the order. C::kRows: queries of a chunk. C::kD: columns. C::kShares: of a chunk's dq, each with a place of its
+// own in the sum and C::kShareBytes of shared memory, where the copy engine adds them.
 template <class C>
 class BackwardBlock {
  protected:
@@ -41,41 +42,46 @@ class BackwardBlock {
   __device__ __forceinline__ BackwardBlock(const BackwardParams &params, char *shared)
       : a_(params),
         p_(params.problem.forward),
-        b_(*reinterpret_cast<Block *>(shared + C::kBlockOffset)),
+        blocks_(reinterpret_cast<Block *>(shared + C::kBlockOffset)),
         shared_(smem_address(shared)),
         lane_(threadIdx.x & 31),
         warp_((threadIdx.x >> 5) & 3) {}
 
-  __device__ __forceinline__ Block find_block(int index) const {
-    Block b;
+  __device__ __forceinline__ Block &b() const { return blocks_[place_]; }
+
+  // Number `index` of the order, described piece by piece: warps that do this have few registers.
+  __device__ __forceinline__ void find_block(int index, Block &b) const {
     const BlockOrder::Place place = a_.order.at(index);
-    b.key0 = place.row_block * C::kKeys;
+    const int key0 = place.row_block * C::kKeys;
+    b.key0 = key0;
     b.batch = place.batch;
     b.head_k = place.head;
-    const Sequence q = sequence_of(p_.q_lengths, b.batch), k = sequence_of(p_.k_lengths, b.batch);
-    b.q_start = static_cast<int>(q.start);
+    b.begin = b.end = b.inner_begin = b.inner_end = 0;
+    const Sequence k = sequence_of(p_.k_lengths, place.batch);
     b.k_start = static_cast<int>(k.start);
-    const Diagonal<int32_t> diagonal(a_.limits, static_cast<int>(q.len), static_cast<int>(k.len));
+    const int seqlen_k = static_cast<int>(k.len);
+    const Sequence q = sequence_of(p_.q_lengths, place.batch);
+    b.q_start = static_cast<int>(q.start);
+    const Diagonal<int32_t> diagonal(a_.limits, static_cast<int>(q.len), seqlen_k);
     b.seqlen_q = diagonal.seqlen_q;
     b.seqlen_k = diagonal.seqlen_k;
-    b.first = diagonal.shift - diagonal.left;
-    b.last = diagonal.shift + diagonal.right;
-    b.begin = b.end = b.inner_begin = b.inner_end = 0;
-    if (b.key0 >= b.seqlen_k) return b;
-    const RangeOf<int32_t> queries = diagonal.visible_queries({b.key0, min(b.key0 + C::kKeys, b.seqlen_k)});
-    if (queries.empty()) return b;
+    const int first = diagonal.shift - diagonal.left, last = diagonal.shift + diagonal.right;
+    b.first = first;
+    b.last = last;
+    if (key0 >= diagonal.seqlen_k) return;
+    const RangeOf<int32_t> queries = diagonal.visible_queries({key0, min(key0 + C::kKeys, diagonal.seqlen_k)});
+    if (queries.empty()) return;
     b.begin = queries.begin / C::kRows;
     b.end = (queries.end + C::kRows - 1) / C::kRows;
-    if (b.key0 + C::kKeys > b.seqlen_k) return b;
+    if (key0 + C::kKeys > diagonal.seqlen_k) return;
     // Rows that see every key of the block.
-    b.inner_begin = (max(b.key0 + C::kKeys - 1 - b.last, 0) + C::kRows - 1) / C::kRows;
-    b.inner_end = max(min(b.key0 - b.first + 1, b.seqlen_q), 0) / C::kRows;
-    return b;
+    b.inner_begin = (max(key0 + C::kKeys - 1 - last, 0) + C::kRows - 1) / C::kRows;
+    b.inner_end = max(min(key0 - first + 1, diagonal.seqlen_q), 0) / C::kRows;
   }
 
   // Index of the first chunk of a head in the workspace.
   __device__ __forceinline__ int chunks_at(int head_q) const {
-    return (b_.batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
+    return (b().batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
   }
 
   template <int kTileRows, int kSlabs = C::kSlabs>
@@ -105,8 +111,8 @@ class BackwardBlock {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      const int begin = key - b_.last - row0;
-      const int end = key < b_.seqlen_k ? min(key - b_.first + 1, b_.seqlen_q) - row0 : begin;
+      const int begin = key - b().last - row0;
+      const int end = key < b().seqlen_k ? min(key - b().first + 1, b().seqlen_q) - row0 : begin;
 #pragma unroll
       for (int j = 0; j < kCount / 8; ++j)
 #pragma unroll
@@ -132,6 +138,67 @@ class BackwardBlock {
     for (int n = 0; n < kSteps; ++n)
 #pragma unroll
       for (int r = 0; r < 4; ++r) w[n][r] = pack2<Element>(x[8 * n + 2 * r], x[8 * n + 2 * r + 1]);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The sum for dq
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // This warp's 16 rows of a share to its place in shared memory. A share is a sequence of 16 x 8 tiles, [warp][j], each four numbers a
+  // lane as the accumulators hold them.
+  template <int kCount>
+  __device__ __forceinline__ void put_share(const float (&dq)[kCount], uint32_t tile) const {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      st_shared_16(tile + warp_ * (kCount * 128) + j * 512 + lane_ * 16, __float_as_uint(dq[4 * j]),
+                   __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3]));
+    }
+  }
+
+  // Adds a share, chunk after chunk, to the sum over blocks of keys, as `full` and `empty` hand it over. If nobody has cleared the sum, the
+  // first block to come puts its share there, `turn` is 1 from then on and 2 when it has arrived, and the others wait for that.
+  // In deterministic mode blocks come in ascending order, and `turn` counts those whose share has arrived. One only waits for blocks that
+  // started before it. Walks go down from the last chunk, so that under a causal mask, too, all blocks of a head begin with the same chunk
+  // and keep their distance.
+  __device__ __forceinline__ void add_shares(int share, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity) const {
+    const bool wanted = a_.dq_sum != nullptr;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int first = chunks_at(b().head_k * static_cast<int>(p_.group) + g);
+      for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
+        const int index = (first + chunk) * C::kShares + share;
+        int32_t *turn = a_.turn + index;
+        // What `turn` is when this block may add. Blocks that see the chunk are consecutive. No acquire: all of this happens at the L2 cache,
+        // additions after what has arrived.
+        const int place = a_.ordered ? b().key0 / C::kKeys - max(0, chunk * C::kRows + b().first) / C::kKeys : 2;
+        int now = 2;
+        if (wanted && !a_.zero_dq_sum) {
+          do {
+            now = load_relaxed(turn);
+          } while (a_.ordered && now != place);
+        }
+        barrier_wait(full, parity);
+        if (elect_one()) {
+          if (wanted) {
+            if (now != place) now = claim_relaxed(turn);
+            while (now == 1 && place == 2) now = load_relaxed(turn);
+            float *sum = a_.dq_sum + int64_t{index} * (C::kShareBytes / 4);
+            if (now == 0) {
+              store_floats(sum, tile, C::kShareBytes);
+            } else {
+              add_floats(sum, tile, C::kShareBytes);
+            }
+          }
+          copies_wait_read();
+          barrier_arrive(empty);
+          if (wanted && (a_.ordered || now == 0)) {
+            copies_wait();
+            count_released(turn);
+          }
+        }
+        __syncwarp();
+        parity ^= 1;
+      }
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -187,14 +254,14 @@ class BackwardBlock {
   __device__ __forceinline__ void store_gradient(const Operand &t, const float (&acc)[kCount], float scale, int columns,
                                                  bool vectors, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
-    const int slot = static_cast<int>(sequence_of(p_.k_lengths, b_.batch).slot);
-    Element *base = static_cast<Element *>(t.data) + b_.batch * t.batch_stride + int64_t{b_.k_start} * t.seq_stride +
-                    b_.head_k * t.head_stride;
+    const int slot = static_cast<int>(sequence_of(p_.k_lengths, b().batch).slot);
+    Element *base = static_cast<Element *>(t.data) + b().batch * t.batch_stride + int64_t{b().k_start} * t.seq_stride +
+                    b().head_k * t.head_stride;
     const int quad = lane_ & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      const uint32_t keep = key < b_.seqlen_k ? ~0u : 0u;
+      const uint32_t keep = key < b().seqlen_k ? ~0u : 0u;
 #pragma unroll
       for (int j = 0; j < kCount / 4; j += 4) {
         uint32_t x[4];
@@ -206,9 +273,9 @@ class BackwardBlock {
         if (key < slot) store_elements(base + key * t.seq_stride + column, x, columns - column, vectors);
       }
     }
-    if (b_.key0 / C::kKeys != a_.order.row_blocks - 1) return;
+    if (b().key0 / C::kKeys != a_.order.row_blocks - 1) return;
     constexpr int kPieces = kCount / 4;
-    const int beyond = b_.key0 + C::kKeys;
+    const int beyond = b().key0 + C::kKeys;
     for (int n = thread; n < (slot - beyond) * kPieces; n += threads) {
       const int column = n % kPieces * 8;
       store_elements(base + (beyond + n / kPieces) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
@@ -217,7 +284,8 @@ class BackwardBlock {
 
   const BackwardParams &a_;
   const Problem &p_;
-  Block &b_;
+  Block *const blocks_;
+  int place_ = 0;  // of the description at hand
   const uint32_t shared_;
   const int lane_, warp_;  // warp_ within the group
 };

@@ -20,7 +20,7 @@ class BackwardPair : PairBlock<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      b_ = this->find_block(static_cast<int>(blockIdx.x) / 2);
+      this->find_block(static_cast<int>(blockIdx.x) / 2, b());
       barrier_init(k_full(), 1);
       barrier_init(v_full(), 1);
       barrier_init(dout_full(0), 1);
@@ -59,16 +59,16 @@ class BackwardPair : PairBlock<C> {
 
  private:
   using Pair = PairBlock<C>;
-  using Pair::a_, Pair::b_, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
-  using Pair::add_dq, Pair::add_exactly, Pair::await_q, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full,
-      Pair::dout_tile, Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key,
-      Pair::flag, Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile,
-      Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
-      Pair::store, Pair::there, Pair::v_full, Pair::weights, Pair::zero_if_finite;
+  using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::add_exactly, Pair::await_q, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile,
+      Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag,
+      Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::release_ds,
+      Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat, Pair::store,
+      Pair::there, Pair::v_full, Pair::weights, Pair::zero_if_finite;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
   static_assert(C::kHandsP && C::kDoutStages == 1 && C::kDqParts == 2);
 
-  __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kPOffset; }
+  __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kHandedOffset; }
   __device__ __forceinline__ uint32_t p_full() const { return handed(0); }
   __device__ __forceinline__ uint32_t p_empty() const { return handed(1); }
   __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
@@ -82,13 +82,13 @@ class BackwardPair : PairBlock<C> {
     float dv[C::kD / 2];
 #pragma unroll
     for (float &x : dv) x = 0.f;
-    const int count = b_.begin < b_.end ? chunks() : 0;
+    const int count = b().begin < b().end ? chunks() : 0;
     if (count > 0) {
       float s[C::kRows / 2];
       Dq dq;
       uint32_t w[C::kRows / 16][4];
       Slot slot;
-      int head = chunks_at(b_.head_k * static_cast<int>(p_.group)), chunk = b_.end - 1, before = 0, edges = 0;
+      int head = chunks_at(b().head_k * static_cast<int>(p_.group)), chunk = b().end - 1, before = 0, edges = 0;
       bool edge_before = false, careful_before = false;
       barrier_wait(k_full(), 0);
       barrier_wait(q_full(0), 0);
@@ -169,8 +169,8 @@ class BackwardPair : PairBlock<C> {
         before = head + chunk;
         edge_before = edge;
         careful_before = careful;
-        if (--chunk < b_.begin) {
-          chunk = b_.end - 1;
+        if (--chunk < b().begin) {
+          chunk = b().end - 1;
           head += a_.row_chunks;
         }
       }
@@ -199,6 +199,21 @@ class BackwardPair : PairBlock<C> {
     }
     release_ds(true, buffer);
   }
+  // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
+  __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
+    constexpr int kTiles = C::kDqColumns / 8;
+    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
+                 lane_ * 4;
+    wanted = wanted && a_.dq_sum != nullptr;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
+          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
+          : "memory");
+    }
+  }
+
   // Threads of the two groups with the same number hold the same elements.
   __device__ __forceinline__ uint32_t p_place(int j) const { return p_tile() + (j * 128 + warp_ * 32 + lane_) * 16; }
 
@@ -210,12 +225,12 @@ class BackwardPair : PairBlock<C> {
     float dk[C::kD / 2];
 #pragma unroll
     for (float &x : dk) x = 0.f;
-    const int count = b_.begin < b_.end ? chunks() : 0;
+    const int count = b().begin < b().end ? chunks() : 0;
     if (count > 0) {
       float dp[C::kRows / 2];
       uint32_t w[C::kRows / 16][4];
       Slot slot;
-      int chunk = b_.end - 1, edges = 0;
+      int chunk = b().end - 1, edges = 0;
       barrier_wait(v_full(), 0);
 #pragma unroll 1
       for (int n = 0; n < count; ++n) {
@@ -264,7 +279,7 @@ class BackwardPair : PairBlock<C> {
         __syncwarp();
         barrier_arrive_if(lane_ == 0, q_empty(at));
         slot.step();
-        if (--chunk < b_.begin) chunk = b_.end - 1;
+        if (--chunk < b().begin) chunk = b().end - 1;
       }
     }
     store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);

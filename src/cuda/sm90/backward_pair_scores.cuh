@@ -6,7 +6,8 @@
 //               dv += P^T dO, under it dS^T = P^T (dP^T - delta), to shared memory here and there
 //               S^T of the next chunk
 //   gradients:  dk += dS^T Q, from shared memory, while dS of the other block comes
-//               dq = dS K, kDqColumns columns at a time, added to the sum straight from registers
+//               dq = dS K, half of the columns; under the next dk to shared memory, from where the copy engine, on the word of a warp,
+//               adds it to the sum
 //
 // The first waits for the second only if that is two chunks behind.
 #pragma once
@@ -22,7 +23,7 @@ class BackwardPairScores : PairBlock<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      b_ = this->find_block(static_cast<int>(blockIdx.x) / 2);
+      this->find_block(static_cast<int>(blockIdx.x) / 2, b());
       barrier_init(k_full(), 1);
       barrier_init(other_k_full(), 1);
       barrier_init(v_full(), 1);
@@ -31,6 +32,8 @@ class BackwardPairScores : PairBlock<C> {
         barrier_init(ds_full(n), 1);
         barrier_init(ds_empty(n), 8);
       }
+      barrier_init(dq_full(), 4);
+      barrier_init(dq_empty(), 1);
       for (int n = 0; n < C::kDoutStages; ++n) {
         barrier_init(dout_full(n), 1);
         barrier_init(dout_empty(n), 4);
@@ -47,7 +50,13 @@ class BackwardPairScores : PairBlock<C> {
     cluster_sync();
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
-      if (threadIdx.x < 32) this->produce();
+      if (warp_ == 0) this->produce();
+      if (warp_ == 1) {
+        uint32_t parity = 0;
+        wait_for_previous();
+        this->add_shares(rank_, dq_tile(), dq_full(), dq_empty(), parity);
+        copies_wait();
+      }
     } else {
       take_registers<C::kConsumerRegisters>();
       if (uniform(threadIdx.x / 128) == 1) {
@@ -61,17 +70,20 @@ class BackwardPairScores : PairBlock<C> {
 
  private:
   using Pair = PairBlock<C>;
-  using Pair::a_, Pair::b_, Pair::lane_, Pair::p_, Pair::warp_;
-  using Pair::add_dq, Pair::add_exactly, Pair::add_row, Pair::await_q, Pair::chunks, Pair::chunks_at, Pair::delta_row,
-      Pair::dout_empty, Pair::dout_full, Pair::dout_tile, Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile,
-      Pair::first_key, Pair::flag, Pair::k_full, Pair::lse_row, Pair::masked, Pair::other_k_full, Pair::q_empty, Pair::q_full,
-      Pair::q_tile, Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores,
-      Pair::stat, Pair::store, Pair::there, Pair::v_full, Pair::weights, Pair::zero_if_finite;
+  using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::add_exactly, Pair::add_row, Pair::await_q, Pair::chunks, Pair::delta_row, Pair::dout_empty, Pair::dout_full,
+      Pair::dout_tile, Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::first_key, Pair::flag,
+      Pair::k_full, Pair::lse_row, Pair::masked, Pair::other_k_full, Pair::q_empty, Pair::q_full, Pair::q_tile,
+      Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
+      Pair::store, Pair::there, Pair::v_full, Pair::weights, Pair::zero_if_finite;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
-  static_assert(!C::kHandsP);
+  static_assert(!C::kHandsP && C::kDqParts == 1);
 
   // Of this block's keys; ds_full is that of the other's.
   __device__ __forceinline__ uint32_t own_ds_full(int n) const { return this->handed(n); }
+  __device__ __forceinline__ uint32_t dq_full() const { return this->handed(3); }
+  __device__ __forceinline__ uint32_t dq_empty() const { return this->handed(4); }
+  __device__ __forceinline__ uint32_t dq_tile() const { return shared_ + C::kHandedOffset; }
   __device__ __forceinline__ uint32_t own_flag(int n) const { return flag(2 + n); }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -82,12 +94,12 @@ class BackwardPairScores : PairBlock<C> {
     float dv[C::kDv / 2];
 #pragma unroll
     for (float &x : dv) x = 0.f;
-    const int count = b_.begin < b_.end ? chunks() : 0;
+    const int count = b().begin < b().end ? chunks() : 0;
     if (count > 0) {
       float s[C::kRows / 2], dp[C::kRows / 2];
       uint32_t p[C::kRows / 16][4], ds[C::kRows / 16][4];
       Slot slot;
-      int chunk = b_.end - 1;
+      int chunk = b().end - 1;
       barrier_wait(k_full(), 0);
       barrier_wait(q_full(0), 0);
       hold(s);
@@ -151,7 +163,7 @@ class BackwardPairScores : PairBlock<C> {
         barrier_arrive_if(lane_ == 0, dout_empty(dout_at));
         products_wait<0>();
         hold(s);
-        if (--chunk < b_.begin) chunk = b_.end - 1;
+        if (--chunk < b().begin) chunk = b().end - 1;
       }
     }
     store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
@@ -193,11 +205,13 @@ class BackwardPairScores : PairBlock<C> {
     float dk[C::kD / 2];
 #pragma unroll
     for (float &x : dk) x = 0.f;
-    const int count = b_.begin < b_.end ? chunks() : 0;
+    const int count = b().begin < b().end ? chunks() : 0;
     if (count > 0) {
       Dq dq;
+#pragma unroll
+      for (float &x : dq) x = 0.f;
       Slot slot;
-      int head = chunks_at(b_.head_k * static_cast<int>(p_.group)), chunk = b_.end - 1;
+      int chunk = b().end - 1;
       barrier_wait(k_full(), 0);
       barrier_wait(other_k_full(), 0);
 #pragma unroll 1
@@ -209,22 +223,21 @@ class BackwardPairScores : PairBlock<C> {
         bool careful = false;
         if (masked(chunk)) {
           barrier_wait(ds_full(buffer), parity);
-          careful = (ld_shared_4(own_flag(buffer)) | ld_shared_4(flag(buffer))) != 0;
+          // By the lane that will let them go.
+          if (lane_ == 0) careful = (ld_shared_4(own_flag(buffer)) | ld_shared_4(flag(buffer))) != 0;
+          careful = __shfl_sync(~0u, careful, 0);
         }
         if (careful) {
+          hand_over_dq(dq, n);
           dk_exactly(dk, buffer, q_tile(at));
           __syncwarp();
           barrier_arrive_if(lane_ == 0, q_empty(at));
-#pragma unroll 1
-          for (int part = 0; part < C::kDqParts; ++part) {
-            dq_exactly(dq, buffer, part);
-            add_dq(dq, true, head + chunk, part);
-          }
-          release_ds(true, buffer);
+          dq_exactly(dq, buffer, 0);
         } else {
           hold(dk);
           products_begin();
           start_dk(dk, buffer, q_tile(at));
+          hand_over_dq(dq, n);
           barrier_wait(ds_full(buffer), parity);
           hold(dq);
           products_begin();
@@ -233,30 +246,27 @@ class BackwardPairScores : PairBlock<C> {
           hold(dk);
           __syncwarp();
           barrier_arrive_if(lane_ == 0, q_empty(at));
-#pragma unroll
-          for (int part = 1; part < C::kDqParts; ++part) {
-            products_wait<0>();
-            hold(dq);
-            add_dq(dq, true, head + chunk, part - 1);
-            hold(dq);
-            products_begin();
-            start_dq(dq, buffer, part);
-          }
           products_wait<0>();
           hold(dq);
-          release_ds(true, buffer);
-          add_dq(dq, true, head + chunk, C::kDqParts - 1);
         }
+        release_ds(true, buffer);
         slot.step();
-        if (--chunk < b_.begin) {
-          chunk = b_.end - 1;
-          head += a_.row_chunks;
-        }
+        if (--chunk < b().begin) chunk = b().end - 1;
       }
+      hand_over_dq(dq, count);
     }
     store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
   }
 
+  // dq of the chunk before the n-th to shared memory, once the copy engine has read the one before from there, and to the warp that has it
+  // added.
+  __device__ __forceinline__ void hand_over_dq(const Dq &dq, int n) const {
+    barrier_wait(dq_empty(), n == 0 ? 1 : n & 1);
+    this->put_share(dq, dq_tile());
+    shared_fence_for_copies();
+    __syncwarp();
+    barrier_arrive_if(n > 0 && lane_ == 0, dq_full());
+  }
   // dk += dS^T Q of this block's keys.
   __device__ __forceinline__ void start_dk(float (&dk)[C::kD / 2], int buffer, uint32_t rows) const {
     const uint64_t a = uniform_rows_operand(ds_tile(buffer, 0)), b = uniform_columns_operand<C::kRows>(rows);

@@ -21,10 +21,9 @@ struct BackwardShape {
   int32_t stages, dout_stages;   // chunks of q and of dout in shared memory
   Design design;
 
-  // Those that share keys do not add to dq in order.
   constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
-  // How many blocks of keys have added a group's share of a chunk's dq, where they do so in order.
-  constexpr int32_t turns(bool deterministic) const { return deterministic ? groups : 0; }
+  // Shares of a chunk's dq, where the copy engine adds them to the sum: only then there is an order.
+  constexpr int32_t turns() const { return design == Design::values ? 0 : 2; }
   constexpr int32_t keys() const { return groups * 64; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   constexpr int32_t block_keys() const { return keys() / blocks(); }
@@ -35,16 +34,17 @@ struct BackwardShape {
     const int32_t chunks = rows * (stages * slabs + dout_stages * slabs_v) * slab,
                   statistics = (stages + dout_stages) * rows * 4;
     if (design != Design::alone) {
-      // K and half of the other's, by halves of the columns | V | rings of Q and dO | P | two dS and the other's | lse, delta |
+      // K and half of the other's, by halves of the columns | V | rings of Q and dO | P or dq | two dS and the other's | lse, delta |
       // barriers | flags | what the block works on
-      const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab, p = design == Design::values ? 4 : 0;
-      const int32_t barriers = 9 + 2 * (stages + dout_stages);
-      return 3 * half + block_keys() * slabs_v * slab + chunks + block_keys() * rows * (p + 4 * 2) + statistics +
+      const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
+      const int32_t handed = design == Design::values ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
+      const int32_t barriers = (design == Design::values ? 9 : 11) + 2 * (stages + dout_stages);
+      return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
              (barriers + 1) / 2 * 16 + 16 + 64;
     }
     // K | V | rings of Q and dO | two dS | dq | rings of lse and delta | barriers | what the block works on
     return keys() * (slabs + slabs_v) * slab + chunks + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
-           (6 + 2 * groups + 2 * (stages + dout_stages)) * 8 + 64;
+           (12 + 2 * groups + 2 * (stages + dout_stages)) * 8 + 2 * 64;
   }
 };
 
@@ -56,7 +56,7 @@ struct BackwardShape {
   X(d64, 64, 64, 2, 128, 2, 2, Design::alone)         \
   X(d128, 128, 128, 2, 64, 3, 3, Design::alone)       \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores)  \
-  X(d192, 192, 192, 2, 64, 3, 2, Design::scores)      \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::scores)      \
   X(d256, 256, 256, 2, 64, 2, 1, Design::values)
 // clang-format on
 

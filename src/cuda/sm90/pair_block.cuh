@@ -12,7 +12,7 @@
 
 namespace fa::cuda::sm90 {
 
-// kHandsP: P goes from one warpgroup to the other through shared memory.
+// kHandsP: P goes from one warpgroup to the other through shared memory, and dq to the sum from registers; else the copy engine adds it.
 template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kHandsP_>
 struct PairConfig {
   using Element = Element_;
@@ -25,13 +25,15 @@ struct PairConfig {
   static constexpr int kDqColumns = kHalf % 64 == 0 ? 64 : kHalf, kDqParts = kHalf / kDqColumns;  // of a product for dq
   static constexpr int kHalfBytes = 64 * kHalfSlabs * 128, kKBytes = 2 * kHalfBytes, kVBytes = 64 * kValueSlabs * 128;
   static constexpr int kQBytes = kRows * kSlabs * 128, kDoutBytes = kRows * kValueSlabs * 128;
-  static constexpr int kPBytes = kHandsP ? 64 * kRows * 4 : 0, kDsBytes = 64 * kRows * 2, kStatBytes = kRows * 4;
-  // K | V | half of the other block's K | ring of Q | ring of dO | P | dS and the other block's, two of each | lse, delta | barriers | flags
+  static constexpr int kShares = 2, kShareBytes = kRows * kHalf * 4;
+  static constexpr int kHandedBytes = kHandsP ? 64 * kRows * 4 : kShareBytes, kDsBytes = 64 * kRows * 2, kStatBytes = kRows * 4;
+  // K | V | half of the other block's K | ring of Q | ring of dO | P or dq | dS and the other block's, two of each | lse, delta | barriers |
+  // flags
   static constexpr int kQOffset = kKBytes + kVBytes + kHalfBytes, kDoutOffset = kQOffset + kStages * kQBytes;
-  static constexpr int kPOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kPOffset + kPBytes;
+  static constexpr int kHandedOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kHandedOffset + kHandedBytes;
   static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
                        kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
-  static constexpr int kBarriers = 9 + 2 * (kStages + kDoutStages);
+  static constexpr int kHanded = kHandsP ? 3 : 5, kBarriers = 6 + kHanded + 2 * (kStages + kDoutStages);
   static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kBlockOffset = kFlagOffset + 16;
   static constexpr int kSharedBytes = kBlockOffset + 64;
   static_assert(kRows == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kBlockOffset % 16 == 0);
@@ -42,7 +44,7 @@ template <class C>
 class PairBlock : protected BackwardBlock<C> {
  protected:
   using Base = BackwardBlock<C>;
-  using Base::a_, Base::b_, Base::lane_, Base::p_, Base::shared_, Base::warp_;
+  using Base::a_, Base::b, Base::lane_, Base::p_, Base::shared_, Base::warp_;
   using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
   using typename Base::Element;
   using Slot = RingPlace<C::kStages>;
@@ -67,19 +69,19 @@ class PairBlock : protected BackwardBlock<C> {
   __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
   __device__ __forceinline__ uint32_t dout_full(int n) const { return k_full() + 16 + n * 8; }
   __device__ __forceinline__ uint32_t dout_empty(int n) const { return dout_full(C::kDoutStages + n); }
-  // Three that each design uses in its own way.
+  // kHanded that each design uses in its own way.
   __device__ __forceinline__ uint32_t handed(int n) const { return dout_full(2 * C::kDoutStages + n); }
   // The half of the other block's K, which dq is the first to need. backward_pair.cuh waits for it together with K.
   __device__ __forceinline__ uint32_t other_k_full() const { return C::kHandsP ? k_full() : handed(2); }
-  __device__ __forceinline__ uint32_t ds_full(int n) const { return handed(3 + n); }
+  __device__ __forceinline__ uint32_t ds_full(int n) const { return handed(C::kHanded + n); }
   __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
   __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(4 + n); }
   __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
   // Numbers that travel with dS: of the other block (0, 1), and two more.
   __device__ __forceinline__ uint32_t flag(int n) const { return shared_ + C::kFlagOffset + n * 4; }
-  __device__ __forceinline__ int first_key() const { return b_.key0 + rank_ * 64; }
-  __device__ __forceinline__ bool masked(int chunk) const { return chunk < b_.inner_begin || chunk >= b_.inner_end; }
-  __device__ __forceinline__ int chunks() const { return (b_.end - b_.begin) * static_cast<int>(p_.group); }
+  __device__ __forceinline__ int first_key() const { return b().key0 + rank_ * 64; }
+  __device__ __forceinline__ bool masked(int chunk) const { return chunk < b().inner_begin || chunk >= b().inner_end; }
+  __device__ __forceinline__ int chunks() const { return (b().end - b().begin) * static_cast<int>(p_.group); }
   // The place in the other block's shared memory.
   __device__ __forceinline__ uint32_t there(uint32_t address) const { return in_cluster(address, rank_ ^ 1); }
 
@@ -93,36 +95,37 @@ class PairBlock : protected BackwardBlock<C> {
   }
 
   __device__ __forceinline__ void produce() const {
-    const Block b = b_;
-    if (b.begin == b.end) return;
+    const Block block = b();
+    if (block.begin == block.end) return wait_for_previous();
     const bool packed_q = p_.q_lengths.cu != nullptr, packed_k = p_.k_lengths.cu != nullptr;
-    const int k_row = (packed_k ? b.k_start : 0) + b.key0, q_row = packed_q ? b.q_start : 0;
-    const int q_batch = packed_q ? 0 : b.batch, k_batch = packed_k ? 0 : b.batch;
+    const int k_row = (packed_k ? block.k_start : 0) + block.key0, q_row = packed_q ? block.q_start : 0;
+    const int q_batch = packed_q ? 0 : block.batch, k_batch = packed_k ? 0 : block.batch;
     if (elect_one()) {
       barrier_expect(k_full(), C::kKBytes + (C::kHandsP ? C::kHalfBytes : 0));
       if constexpr (!C::kHandsP) barrier_expect(other_k_full(), C::kHalfBytes);
 #pragma unroll
       for (int n = 0; n < 2 * C::kHalfSlabs; ++n)
-        fetch_keys(k_tile() + n * 64 * 128, k_full(), n / C::kHalfSlabs, n % C::kHalfSlabs, k_row + rank_ * 64, b.head_k,
+        fetch_keys(k_tile() + n * 64 * 128, k_full(), n / C::kHalfSlabs, n % C::kHalfSlabs, k_row + rank_ * 64, block.head_k,
                    k_batch);
     }
     RingPlace<C::kDoutStages> dout_slot;
     Slot slot;
     for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = b.head_k * static_cast<int>(p_.group) + g;
-      for (int chunk = b.end - 1; chunk >= b.begin; --chunk) {
-        const bool first = g == 0 && chunk == b.end - 1;
+      const int head_q = block.head_k * static_cast<int>(p_.group) + g;
+      for (int chunk = block.end - 1; chunk >= block.begin; --chunk) {
+        const bool first = g == 0 && chunk == block.end - 1;
         barrier_wait(q_empty(slot.at()), slot.parity() ^ 1);
         if (elect_one()) {
           barrier_expect(q_full(slot.at()), C::kQBytes + C::kStatBytes);
           this->template fetch_tile<C::kRows>(q_tile(slot.at()), a_.q_map, q_full(slot.at()), q_row + chunk * C::kRows, head_q,
                                               q_batch, kEvictLast);
-          load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
           if (first) {
             barrier_expect(v_full(), C::kVBytes);
-            this->template fetch_tile<64, C::kValueSlabs>(v_tile(), a_.v_map, v_full(), k_row + rank_ * 64, b.head_k, k_batch,
-                                                          kEvictFirst);
+            this->template fetch_tile<64, C::kValueSlabs>(v_tile(), a_.v_map, v_full(), k_row + rank_ * 64, block.head_k,
+                                                          k_batch, kEvictFirst);
+            wait_for_previous();
           }
+          load_box(lse_row(slot.at()), &a_.lse_map, q_full(slot.at()), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
         }
         barrier_wait(dout_empty(dout_slot.at()), dout_slot.parity() ^ 1);
         if (elect_one()) {
@@ -132,7 +135,8 @@ class PairBlock : protected BackwardBlock<C> {
           load_box(delta_row(dout_slot.at()), &a_.delta_map, dout_full(dout_slot.at()), 0, chunks_at(head_q) + chunk, 0, 0,
                    kEvictFirst);
           for (int s = 0; first && s < C::kHalfSlabs; ++s)
-            fetch_keys(other_k_tile() + s * 64 * 128, other_k_full(), rank_, s, k_row + (rank_ ^ 1) * 64, b.head_k, k_batch);
+            fetch_keys(other_k_tile() + s * 64 * 128, other_k_full(), rank_, s, k_row + (rank_ ^ 1) * 64, block.head_k,
+                       k_batch);
         }
         dout_slot.step();
         slot.step();
@@ -238,21 +242,6 @@ class PairBlock : protected BackwardBlock<C> {
       for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], c, -((r & 1) ? lse.y : lse.x)));
     }
   }
-  // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
-  __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
-    constexpr int kTiles = C::kDqColumns / 8;
-    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
-                 lane_ * 4;
-    wanted = wanted && a_.dq_sum != nullptr;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      asm volatile(
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
-          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
-          : "memory");
-    }
-  }
-
   __device__ __forceinline__ void dq_exactly(Dq &dq, int buffer, int part) const {
 #pragma unroll
     for (float &x : dq) x = 0.f;
