@@ -49,6 +49,11 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
       } else {
         return sm90::add_launches(problem, plan, driver, workspace, launches, error);
       }
+    case Family::decode:
+      if constexpr (std::is_same_v<AnyProblem, Problem>) {
+        return decode::add_launches(problem, plan, workspace, counters, launches, error);
+      }
+      break;
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
 }
@@ -330,11 +335,10 @@ class CudaBackend final : public Backend {
     return FA_OK;
   }
 
-  // For kernels that fetch their work from a counter.
   fa_status take_counters(const ForwardPlan &plan, fa_stream stream, int32_t *&counters, ErrorText &error) {
-    if (plan.tiles <= plan.blocks) return FA_OK;
+    if (plan.counters == 0) return FA_OK;
     FA_RETURN_IF_ERROR(make_pool(error));
-    return counters_.next(pool_, stream, counters, error);
+    return counters_.next(plan.counters, pool_, stream, counters, error);
   }
   fa_status take_counters(const BackwardPlan &, fa_stream, int32_t *&, ErrorText &) { return FA_OK; }
 

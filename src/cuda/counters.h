@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pairs of counters in device memory for kernels whose blocks of threads fetch their work from a counter. A pair is zero before and
-// after the kernel that uses it, and no two kernels that may run at the same time share one.
+// Counters in device memory for kernels whose blocks of threads fetch their work from a counter or count what they have done. They are
+// zero before and after the kernel that uses them, and no two kernels that may run at the same time share one.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,21 +18,25 @@ class Counters {
   Counters(const Counters &) = delete;
   Counters &operator=(const Counters &) = delete;
 
-  // Two counters for the next kernel on `stream`, or null: then the kernel has to do without. `pool` provides the memory the first
-  // time and must outlive the kernels. A context is current.
-  fa_status next(CUmemoryPool pool, CUstream stream, int32_t *&counters, ErrorText &error);
+  // `count` counters for the next kernel on `stream`. `pool` provides memory when there is none left and must outlive the kernels. A
+  // context is current.
+  fa_status next(int32_t count, CUmemoryPool pool, CUstream stream, int32_t *&counters, ErrorText &error);
 
  private:
-  // Kernels in flight at once are fewer: a device's queues hold some thousand launches each.
-  static constexpr uint32_t kPassing = 1 << 15;
-  // A captured kernel may run again at any time: it keeps its pair for good.
-  static constexpr uint32_t kCaptured = 1 << 15;
+  struct Memory {
+    int32_t *data = nullptr;
+    int64_t size = 0, used = 0;
+  };
+  // Kernels pass over this memory round and round. Those in flight at once are fewer than it has room for: a device's queues hold some
+  // thousand launches each.
+  static constexpr int64_t kPassing = 1 << 20, kPassingKernels = 1 << 11;
+  // A captured kernel may run again at any time: it keeps its counters for good, of memory that comes in pieces of this size.
+  static constexpr int64_t kCaptured = 1 << 16;
 
-  fa_status make(CUmemoryPool pool, ErrorText &error);
+  fa_status make(int64_t size, CUmemoryPool pool, Memory &memory, ErrorText &error);
 
   const Driver &driver_;
-  int32_t *memory_ = nullptr;
-  uint32_t passing_ = 0, captured_ = 0;
+  Memory passing_, captured_;
 };
 
 }  // namespace fa::cuda

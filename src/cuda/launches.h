@@ -41,8 +41,8 @@ inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float l
   rows.turn = plan.chunk_turns > 0 ? reinterpret_cast<int32_t *>(memory + plan.turn_offset) : nullptr;
 }
 
-// Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes. `counters` are a pair of Counters for this
-// launch, or null.
+// Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes. `counters` are the plan's, of Counters, for
+// this launch.
 namespace sm80 {
 fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &error);
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
@@ -62,5 +62,10 @@ fa_status add_launches(const Problem &problem, const ForwardPlan &plan, const Dr
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, const Driver &driver, void *workspace,
                        Launches &launches, ErrorText &error);
 }  // namespace sm90
+
+namespace decode {
+fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
+                       ErrorText &error);
+}  // namespace decode
 
 }  // namespace fa::cuda

@@ -62,7 +62,7 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, const Driver &
   params.order = BlockOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_section, !params.limits.unlimited_right());
   params.group = Divisor(p.group);
   params.tiles = plan.tiles;
-  params.counters = plan.tiles > plan.blocks ? counters : nullptr;
+  params.counters = counters;
   params.vector_out = takes_vectors(p.out, p.head_dim_v);
   params.copied_out = shape.out_slabs > 0 && takes_copies(p.out, p.q_lengths, p.head_dim_v);
   if (params.copied_out) {

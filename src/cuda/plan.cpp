@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "cuda/common/operand.h"
+#include "cuda/decode/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
@@ -159,6 +160,7 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.row_blocks = static_cast<int32_t>(row_blocks);
     plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
     plan.blocks = std::min(plan.tiles, device.multiprocessors);
+    plan.counters = plan.tiles > plan.blocks ? 2 : 0;
     // Blocks take their tiles one at a time, which evens out the end of small sections, too.
     const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
     plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
@@ -168,6 +170,60 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     return true;
   }
   return false;
+}
+
+// Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
+// than one block of rows. Of general scores they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch
+// invariance a sequence's own number of queries has to be the one that the host knows.
+bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
+  constexpr int64_t kFewQueries = 16, kManyUnits = INT32_MAX / 2;
+  const bool own_length = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
+  const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
+  if (p.q.dtype == Dtype::f32 || p.bias.data != nullptr || p.block_mask.data != nullptr || p.dropout.threshold > 0 ||
+      (p.batch_invariant && !own_length) || p.batch == 0 || p.heads_k == 0 || rows == 0 || p.k_lengths.max_len == 0 ||
+      p.q_lengths.max_len > kFewQueries || !takes_vectors(p.q, p.head_dim) || !takes_vectors(p.k, p.head_dim) ||
+      !takes_vectors(p.v, p.head_dim_v)) {
+    return false;
+  }
+  const auto fits = [&](const decode::Shape &shape) {
+    return shape.head_dim >= columns && shape.rows() >= rows && shape.shared_bytes() <= device.shared_bytes &&
+           shape.capability <= device.compute_capability;
+  };
+  int32_t found = 0;
+  while (found < decode::kNumShapes && !fits(decode::kShapes[found])) ++found;
+  if (found == decode::kNumShapes) return false;
+  const decode::Shape &shape = decode::kShapes[found];
+  const int64_t items = p.batch * p.heads_k, steps = ceil_div(p.k_lengths.max_len, shape.step()) + 1,
+                room = int64_t{device.multiprocessors} * shape.blocks_at_once;
+  if (items > kManyUnits / steps) return false;
+
+  plan.family = Family::decode;
+  plan.shape = found;
+  plan.row_blocks = 1;
+  plan.rows_per_token = static_cast<int32_t>(p.group);
+  int64_t slots = 0;
+  if (p.num_splits > 0 || p.batch_invariant) {
+    // Cuts that depend on the sequence alone: as many as asked for, or such that a few heads are enough to fill the device.
+    constexpr int64_t kMostPieces = 64, kPieces = 16;
+    plan.pieces = static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, kMostPieces, steps}));
+    plan.least_log2 = p.num_splits > 0 ? 0 : 3;
+    plan.blocks = std::min(room, items * plan.pieces);
+    plan.num_splits = plan.pieces;
+    slots = plan.pieces > 1 ? items * plan.pieces : 0;
+    plan.counters = static_cast<int32_t>(plan.pieces > 1 ? items : 0);
+  } else {
+    plan.least_log2 = shape.step() < 128 ? 1 : 0;  // fewer keys are not worth a part
+    plan.ranges = static_cast<int32_t>(std::min({room, items * steps, int64_t{shape.most_parts()}}));
+    plan.blocks = plan.ranges;
+    plan.num_splits = static_cast<int32_t>(
+        std::clamp<int64_t>(ceil_div(plan.ranges, items), 1, std::max<int64_t>((steps - 1) >> plan.least_log2, 1)));
+    slots = 2 * plan.ranges;
+    plan.counters = plan.ranges;
+  }
+  plan.split_lse_offset = align_up(static_cast<size_t>(slots) * shape.rows() * shape.head_dim * sizeof(float));
+  plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(slots) * shape.rows() * 2 * sizeof(float));
+  plan.reason = "decode kernel: few queries share one read of their keys, which many blocks of threads split";
+  return true;
 }
 
 // Backward on tensor cores: blocks of keys that walk over chunks of queries, statistics of rows and the sum for dq in the workspace.
@@ -309,6 +365,7 @@ fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
   if (is_quantised(p.k.dtype)) return plan_anywhere(p, device, plan, error);  // no other kernel reads them
+  if (plan_decode(p, device, plan)) return FA_OK;
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, device, sm90);
   const fa_status status = plan_anywhere(p, device, plan, error);
@@ -346,6 +403,9 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return name_of("sm90_fwd", p, sm90::kForwardShapes[plan.shape].name);
+  if (plan.family == Family::decode) {
+    return name_of("decode_fwd", p, decode::kShapes[plan.shape].name) + (plan.num_splits > 1 ? "_split" : "");
+  }
   const std::string name = plan.family == Family::simt ? name_of("simt_fwd", p, simt::kForwardShapes[plan.shape].name)
                                                        : name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name);
   return name + (plan.num_splits > 1 ? "_split" : "");

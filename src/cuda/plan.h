@@ -23,7 +23,7 @@ struct Device {
 };
 
 // A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-enum class Family : int32_t { sm80, simt, sm90 };
+enum class Family : int32_t { sm80, simt, sm90, decode };
 
 struct ForwardPlan {
   Family family = Family::sm80;
@@ -34,6 +34,11 @@ struct ForwardPlan {
   int32_t num_splits = 1;
   int64_t blocks = 0;  // blocks of threads
   int32_t tiles = 0;   // sm90: row blocks of all heads, which the blocks of threads share
+  // decode: the cut of its work (decode/work.cuh).
+  int32_t ranges = 0;
+  int32_t pieces = 0;
+  int32_t least_log2 = 0;
+  int32_t counters = 0;  // that the launch needs
   size_t workspace_bytes = 0;
   size_t split_lse_offset = 0;  // in the workspace; split_out is at 0
   const char *reason = "";

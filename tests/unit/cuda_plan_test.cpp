@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/decode/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
@@ -62,6 +63,7 @@ BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
 // Bytes of shared memory of the planned kernel; that of CUDA-core kernels fits every device.
 int32_t shared_bytes(const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return sm90::kForwardShapes[plan.shape].shared_bytes();
+  if (plan.family == Family::decode) return decode::kShapes[plan.shape].shared_bytes();
   return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
 }
 int32_t shared_bytes(const BackwardPlan &plan) {
@@ -88,7 +90,7 @@ void for_everything(Body body) {
 
 // family_pass_dtype_shape.
 bool is_kernel_name(const std::string &name) {
-  for (const std::string family : {"sm80", "sm90", "simt"}) {
+  for (const std::string family : {"sm80", "sm90", "simt", "decode"}) {
     for (const std::string pass : {"_fwd", "_bwd"}) {
       for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
         const std::string start = family + pass + dtype;
@@ -132,13 +134,20 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             const ForwardPlan forward_of_p = forward_plan(p, device);
             forward.insert({forward_of_p.family, forward_of_p.shape});
           }
+          for (const int64_t seqlen_q : {1, 8, 16}) {
+            Problem few = problem(seqlen_q, 1000, head_dim, head_dim_v);
+            set(few);
+            const ForwardPlan plan = forward_plan(few, device);
+            forward.insert({plan.family, plan.shape});
+          }
           const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
           backward.insert({backward_of_p.family, backward_of_p.shape});
         }
       }
     }
   }
-  EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes));
+  EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes +
+                                                decode::kNumShapes));
   EXPECT_EQ(backward.size(),
             static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
 }
@@ -196,13 +205,53 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
       for (const int64_t seqlen_k : {1, 1000, 100000}) {
         const Problem p = problem(seqlen_q, seqlen_k, 128);
         const ForwardPlan plan = forward_plan(p, device);
+        if (plan.family == Family::decode) continue;
         EXPECT_EQ(plan.workspace_bytes > 0, plan.num_splits > 1) << name;
         if (plan.num_splits == 1) continue;
+        EXPECT_LE(plan.blocks, 8 * device.multiprocessors) << name;
         const auto rows = static_cast<size_t>(plan.num_splits * p.batch * p.heads_q * seqlen_q);
         EXPECT_GE(plan.workspace_bytes, rows * static_cast<size_t>(p.head_dim_v + 1) * 4) << name;
         EXPECT_LE(plan.workspace_bytes, rows * static_cast<size_t>(p.head_dim_v + 1) * 4 + 1024) << name;
-        EXPECT_LE(plan.blocks, 8 * device.multiprocessors) << name;
       }
+    }
+  }
+}
+
+// Even shares need memory by the device, not by the problem; cuts that depend on the sequence alone, for every head of every sequence.
+TEST(CudaPlan, DecodeWorkspace) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      std::set<size_t> sizes;
+      for (const int64_t batch : {64, 1000}) {
+        for (const int64_t seqlen_k : {10000, 1000000}) {
+          Problem p = problem(1, seqlen_k, head_dim);
+          p.batch = batch;
+          const ForwardPlan plan = forward_plan(p, device);
+          if (plan.family != Family::decode) continue;
+          const decode::Shape &shape = decode::kShapes[plan.shape];
+          sizes.insert(plan.workspace_bytes);
+          EXPECT_EQ(plan.pieces, 0);
+          EXPECT_EQ(plan.blocks, device.multiprocessors * shape.blocks_at_once) << name;
+          EXPECT_LE(plan.ranges, shape.most_parts()) << name;
+          EXPECT_GE(plan.counters, plan.ranges) << name;
+          EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(2) * plan.ranges * shape.rows() * (shape.head_dim + 2) * 4)
+              << name;
+          for (const bool invariant : {false, true}) {
+            Problem cut = p;
+            cut.batch_invariant = invariant;
+            cut.num_splits = invariant ? 0 : 5;
+            const ForwardPlan pieces = forward_plan(cut, device);
+            ASSERT_EQ(pieces.family, Family::decode);
+            EXPECT_EQ(pieces.shape, plan.shape);
+            EXPECT_EQ(pieces.num_splits, pieces.pieces);
+            EXPECT_EQ(pieces.counters, batch * cut.heads_k);
+            EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * cut.heads_k * pieces.pieces) *
+                                                  static_cast<size_t>(shape.rows() * (shape.head_dim + 2) * 4))
+                << name;
+          }
+        }
+      }
+      EXPECT_LE(sizes.size(), 1u) << name << " D" << head_dim;
     }
   }
 }
@@ -267,7 +316,10 @@ TEST(CudaPlan, FewBlocksSplitTheKeys) {
   p.batch = 1;
   EXPECT_GT(forward_plan(p, h200()).num_splits, 8);
   EXPECT_EQ(forward_plan(problem(100000, 100000, 128), h200()).num_splits, 1) << "enough blocks without";
-  EXPECT_EQ(forward_plan(problem(1, 50, 128), h200()).num_splits, 1) << "too few keys";
+  Problem short_keys = problem(1, 50, 128);
+  EXPECT_EQ(forward_plan(short_keys, h200()).num_splits, 1) << "too few keys";
+  set_block_mask(short_keys, 64);
+  EXPECT_EQ(forward_plan(short_keys, h200()).num_splits, 1) << "too few keys";
   p.num_splits = 3;
   EXPECT_EQ(forward_plan(p, h200()).num_splits, 3) << "as asked for";
   p.num_splits = 1 << 20;
@@ -290,12 +342,73 @@ TEST(CudaPlan, BatchInvariantProblemsAreSplitAlike) {
 
 // The query heads that share keys fill the rows of one block when there are few queries; a block mask may tell them apart.
 TEST(CudaPlan, GroupedHeadsShareABlock) {
-  Problem p = problem(1, 4000, 128);
+  Problem p = problem(20, 4000, 128);
   EXPECT_EQ(forward_plan(p, h200()).rows_per_token, p.group);
   EXPECT_EQ(forward_plan(p, h200()).blocks, p.batch * p.heads_k * forward_plan(p, h200()).num_splits);
   set_block_mask(p, 64);
   EXPECT_EQ(forward_plan(p, h200()).rows_per_token, 1);
   EXPECT_EQ(forward_plan(problem(4096, 4096, 128), h200()).rows_per_token, 1) << "whole blocks without";
+}
+
+// The decode kernels serve a few queries whose rows fit one block, on every device whose shared memory holds their rings.
+TEST(CudaPlan, DecodeKernels) {
+  const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
+  const Problem plain = problem(4, 4000, 128);
+  ASSERT_EQ(plain.group, 4) << "16 rows";
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
+      {"plain", [](Problem &) {}},
+      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"softcap and ALiBi", [](Problem &p) { p.softcap = 30, p.alibi_slopes = &unreadable; }},
+      {"a window", [](Problem &p) { p.band.left = 100, p.band.right = 0; }},
+      {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
+      {"splits", [](Problem &p) { p.num_splits = 2; }},
+      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
+      {"64 rows", [](Problem &p) { p.q_lengths.max_len = 16; }},
+      {"out that does not start on 16 bytes", [](Problem &p) { p.out.seq_stride = 129; }},
+  };
+  for (const auto &[text, change] : ours) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::decode) << text;
+    Device without = h200();
+    without.sm90 = false;
+    EXPECT_EQ(family(p, without), Family::decode) << text;
+  }
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
+      {"bias", [](Problem &p) { set_bias(p); }},
+      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
+      {"17 queries", [](Problem &p) { p.q_lengths.max_len = 17; }},
+      {"68 rows", [](Problem &p) { p.heads_q = 17 * p.heads_k, p.group = 17; }},
+      {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
+      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
+      {"a sequence's own queries unknown, batch-invariant",
+       [](Problem &p) { p.batch_invariant = true, p.q_lengths.cu = &unreadable; }},
+  };
+  for (const auto &[text, change] : others) {
+    Problem p = plain;
+    change(p);
+    EXPECT_NE(family(p), Family::decode) << text;
+  }
+  // The first line with room for the rows, on smaller devices the first that fits.
+  const auto name = [](int64_t seqlen_q, int64_t head_dim, const Device &device) {
+    const Problem p = problem(seqlen_q, 4000, head_dim);
+    return kernel_name(p, forward_plan(p, device));
+  };
+  EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_16_split");
+  EXPECT_EQ(name(5, 128, h200()), "decode_fwd_bf16_d128_32_split");
+  EXPECT_EQ(name(9, 128, h200()), "decode_fwd_bf16_d128_64_split");
+  EXPECT_EQ(name(1, 96, h200()), "decode_fwd_bf16_d128_16_split");
+  EXPECT_EQ(name(1, 136, h200()), "decode_fwd_bf16_d256_16_split");
+  EXPECT_EQ(name(9, 256, h200()), "sm80_fwd_bf16_d256_split");
+  Device a100 = h200();
+  a100.shared_bytes = 163 * 1024;
+  EXPECT_EQ(name(1, 128, a100), "decode_fwd_bf16_d128_16s_split");
+  EXPECT_EQ(name(5, 128, a100), "decode_fwd_bf16_d128_32_split");
+  a100.compute_capability = 80;
+  EXPECT_EQ(name(5, 128, a100), "sm80_fwd_bf16_d128_split");
+  EXPECT_EQ(name(1, 256, a100), "sm80_fwd_bf16_d256_split");
 }
 
 // The Hopper kernels serve what they can read through the copy engine, unless other kernels split the keys or fill their rows with several
@@ -323,7 +436,7 @@ TEST(CudaPlan, HopperKernels) {
       {"rows further apart than the copy engine reaches", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
       {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
       {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
-      {"a few queries", [](Problem &p) { p.q_lengths.max_len = 16; }},
+      {"a few queries, dropout", [](Problem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
       {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
       {"few blocks and many keys",
        [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},

@@ -15,6 +15,7 @@
 
 #include "api/context.h"
 #include "cuda/backend.h"
+#include "cuda/decode/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
@@ -42,6 +43,7 @@ std::set<std::string> all_kernels(bool sm90) {
     add_names(fa::cuda::sm90::kForwardShapes, "sm90_fwd_", {"f16", "bf16"}, names);
     add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
   }
+  add_names(fa::cuda::decode::kShapes, "decode_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);
@@ -124,6 +126,30 @@ std::vector<Case> cases() {
           c.backward = 0;
           all.push_back(c);
         }
+      }
+    }
+  }
+  // A few queries: decode kernels, with sequences that several blocks of threads share, some of them too short for that.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      for (const int64_t rows : {16, 32, 64}) {
+        Case c;
+        c.seed = seed_for("every decode kernel") + static_cast<int64_t>(all.size());
+        c.dtype = dtype;
+        c.batch = 2;
+        c.heads_k = 2;
+        c.heads_q = 2 * rows / 8;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.q.seqlen = 7;
+        c.k.seqlen = 1200;
+        c.k.used = {1200, 250};
+        c.mask = FA_MASK_CAUSAL;
+        c.sink = 1;
+        c.backward = 0;
+        c.nan_keys = 1;
+        if (dtype == FA_BFLOAT16) c.page_size = rows == 16 ? 1 : 16;
+        if (rows == 32) c.own_workspace = 1;
+        all.push_back(c);
       }
     }
   }

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// One block of threads of the decode kernel: its sizes and shared memory, the rows and keys of the piece at hand, and how they are
+// fetched. What is done with them is in decode.cuh.
+#pragma once
+
+#include "cuda/common/multiply.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/tile.cuh"
+#include "cuda/decode/work.cuh"
+
+namespace fa::cuda::decode {
+
+template <typename Element_, int kD_, int kRowTiles_, int kRowWarps_, int kKeyWarps_, int kKeys_, int kStages_, int kMinBlocks_,
+          int kCapability_>
+struct Config {
+  using Element = Element_;
+  static constexpr int kD = kD_;                // head_dim, rounded up
+  static constexpr int kRowTiles = kRowTiles_;  // of 16 rows, a warp
+  static constexpr int kRowWarps = kRowWarps_;  // warps that share keys
+  static constexpr int kKeyWarps = kKeyWarps_;  // groups of them
+  static constexpr int kKeys = kKeys_;          // of one group at a time
+  static constexpr int kStages = kStages_;
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr int kCapability = kCapability_;
+
+  static constexpr int kWarpRows = kRowTiles * 16, kRows = kRowWarps * kWarpRows;
+  static constexpr int kStep = kKeyWarps * kKeys;
+  static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKeyWarps * kGroupThreads;
+  static constexpr int kPitch = kD * 2;
+  static constexpr int kQBytes = kRows * kPitch;
+  static constexpr int kTileBytes = kKeys * kPitch;  // of K or V
+  static constexpr int kRingBytes = kStages * 2 * kTileBytes;
+  static constexpr int kRingsBytes = kKeyWarps * kRingBytes;
+  static constexpr int kSumsBytes = kKeyWarps * kRows * 8;
+  static constexpr int kSharedBytes = kQBytes + kRingsBytes + kSumsBytes;
+  static constexpr int kOutBytes = kRows * kD * 4;  // fp32 out of one group of warps, where its ring was
+  static_assert(kOutBytes <= kRingBytes && kKeys <= 32 && kKeys % 16 == 0);
+};
+
+__device__ __forceinline__ void st_shared_float2(uint32_t dst, float2 x) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(dst), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(src) : "memory");
+  return x;
+}
+
+// Copies 8 bytes global -> shared.
+__device__ __forceinline__ void cp_async_8(uint32_t dst, const void *src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(dst), "l"(src) : "memory");
+}
+
+// Counts, and returns the count before. What was written before others counted is visible to the thread that finds their count, and what
+// it has seen written before, to those that find its own.
+__device__ __forceinline__ uint32_t count_ordered(int32_t *counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+// A raw product with softcap, in its own unit. tanh(x) = 1 - 2 / (1 + e^2x): its error is 2^-23 of the cap, far below that of a product
+// of 16-bit numbers.
+__device__ __forceinline__ float capped(float product, const RawUnit &raw) {
+  return fmaf(-2.f * raw.cap, reciprocal_approx(1.f + exp2_approx(product * raw.cap_exponent)), raw.cap);
+}
+
+// Where a key lies: page 0 for all keys that are not paged, row -1 for what is read as zero.
+struct Place {
+  int page, row;
+};
+
+template <class C>
+class Block {
+ public:
+  using Element = typename C::Element;
+
+  __device__ __forceinline__ Block(const Params &params, char *shared)
+      : a_(params),
+        p_(params.problem),
+        shared_(smem_address(shared)),
+        lane_(threadIdx.x & 31),
+        row_warp_(uniform(threadIdx.x >> 5) % C::kRowWarps),
+        warp_row_(row_warp_ * C::kWarpRows),
+        key_warp_(uniform(threadIdx.x >> 5) / C::kRowWarps) {}
+
+ protected:
+  // Warps that share keys wait for each other. Where there are several, all of the block do: __syncthreads is what every tool follows.
+  static __device__ __forceinline__ void sync_group() {
+    if constexpr (C::kRowWarps == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ int group_heads() const { return static_cast<int>(a_.group.value); }
+  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row); }
+  __device__ __forceinline__ int head_of(int row) const { return piece_.head * group_heads() + a_.group.remainder(row); }
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
+  // Row of element r of tile (i, j).
+  __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8; }
+
+  __device__ __forceinline__ void set_piece(const Piece &piece) {
+    piece_ = piece;
+    const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
+    q_start_ = q.start;
+    q_slot_ = static_cast<int>(q.slot);
+    tokens_ = uniform(static_cast<int>(q.len));
+    rows_ = tokens_ * group_heads();
+    seqlen_k_ = uniform(static_cast<int>(k.len));
+
+    const Diagonal<int32_t> d = diagonal();
+    keys_ = d.visible_keys({0, tokens_});
+    const Keys mine{token_of(warp_row_), token_of(min(warp_row_ + C::kWarpRows, rows_) - 1) + 1};
+    warp_visible_ = warp_row_ < rows_ ? d.visible_keys(mine) : Keys{0, 0};
+    warp_interior_ = d.interior_keys(mine);
+
+    table_ = p_.page_table;
+    whole_pages_ = table_ == nullptr || static_cast<int>(a_.page_size.value) % C::kKeys == 0;
+    k_ = static_cast<const Element *>(p_.k.data) + piece.head * p_.k.head_stride;
+    v_ = static_cast<const Element *>(p_.v.data) + piece.head * p_.v.head_stride;
+    if (table_ != nullptr) {
+      table_ += piece.batch * p_.page_table_batch_stride;
+    } else {
+      k_ += piece.batch * p_.k.batch_stride + k.start * p_.k.seq_stride;
+      v_ += piece.batch * p_.v.batch_stride + k.start * p_.v.seq_stride;
+    }
+  }
+
+  // The first key of this warp in step `step` of the piece.
+  __device__ __forceinline__ int first_key(int step) const {
+    return (piece_.first_step + step) * C::kStep + key_warp_ * C::kKeys;
+  }
+
+  // Where this lane's key of a step lies; nothing where no row sees it, or the piece has ended.
+  __device__ __forceinline__ Place place_in(int step) const {
+    const int key = first_key(step) + lane_ % C::kKeys;
+    if (step >= piece_.steps || key < keys_.begin || key >= keys_.end) return {0, -1};
+    if (table_ == nullptr) return {0, key};
+    const int page = a_.page_size.quotient(key);
+    return {table_[page * p_.page_table_page_stride], key - page * static_cast<int>(a_.page_size.value)};
+  }
+
+  // K and V of a step, whose places the lanes hold, on their way to a slot of the ring.
+  __device__ __forceinline__ void fetch(int slot, int step, const Place &place) const {
+    if (step < piece_.steps) {
+      using Share = TileShare<C::kKeys, C::kD, C::kGroupThreads>;
+      const Share share{row_warp_ * 32 + opaque(lane_)};
+      const int column = share.chunk() * 8;
+      const uint32_t to = shared_k(slot) + swizzled<C::kPitch>(share.row(0), share.chunk());
+      const int first = first_key(step);
+      if (whole_pages_ && first >= keys_.begin && first + C::kKeys <= keys_.end) {
+        // All keys of the tile exist, one after another in one page.
+        const int64_t page = uniform(place.page), row = static_cast<int>(uniform(place.row)) + share.row(0);
+        const Element *k = k_ + page * page_stride(p_.k) + row * p_.k.seq_stride + column,
+                      *v = v_ + page * page_stride(p_.v) + row * p_.v.seq_stride + column;
+#pragma unroll
+        for (int i = 0; i < Share::kLoads; ++i) {
+          const uint32_t at = swizzle_step<Share>(to, i);
+          cp_async_16(at, k, column < p_.head_dim ? 16 : 0);
+          cp_async_16(at + C::kTileBytes, v, column < p_.head_dim_v ? 16 : 0);
+          k += Share::kStep * p_.k.seq_stride;
+          v += Share::kStep * p_.v.seq_stride;
+        }
+      } else {
+        const int64_t page = place.page, row = max(place.row, 0);
+        const int64_t k_offset = page * page_stride(p_.k) + row * p_.k.seq_stride,
+                      v_offset = page * page_stride(p_.v) + row * p_.v.seq_stride;
+#pragma unroll
+        for (int i = 0; i < Share::kLoads; ++i) {
+          const int lane = share.row(i);
+          const bool exists = __shfl_sync(~0u, place.row, lane) >= 0;
+          const uint32_t at = swizzle_step<Share>(to, i);
+          cp_async_16(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0);
+          cp_async_16(at + C::kTileBytes, v_ + __shfl_sync(~0u, v_offset, lane) + column,
+                      exists && column < p_.head_dim_v ? 16 : 0);
+        }
+      }
+    }
+    cp_async_commit();
+  }
+  // The address of the i-th piece of a tile that a thread fetches, from that of its first one.
+  template <class Share>
+  static __device__ __forceinline__ uint32_t swizzle_step(uint32_t first, int i) {
+    // Rows that are a multiple of eight apart, in the pattern's terms, differ by whole rows; others flip bits of the piece as well.
+    return (first ^ (((i * Share::kStep) & 7) << 4)) + i * Share::kStep * C::kPitch;
+  }
+
+  __device__ __forceinline__ void fetch_q() const {
+    const Element *q = static_cast<const Element *>(p_.q.data) + piece_.batch * p_.q.batch_stride + q_start_ * p_.q.seq_stride;
+    load_rows<Element, C::kRows, C::kD, C::kThreads>(
+        shared_, true, static_cast<int>(p_.head_dim), [&](int r) -> const Element * {
+          return r < rows_ ? q + token_of(r) * p_.q.seq_stride + head_of(r) * p_.q.head_stride : nullptr;
+        });
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ int64_t page_stride(const Operand &t) const { return table_ != nullptr ? t.batch_stride : 0; }
+
+  __device__ __forceinline__ uint32_t shared_rings() const { return shared_ + C::kQBytes; }
+  __device__ __forceinline__ uint32_t shared_k(int slot) const {
+    return shared_rings() + key_warp_ * C::kRingBytes + slot * 2 * C::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t shared_v(int slot) const { return shared_k(slot) + C::kTileBytes; }
+  // Eight columns (32 bytes) of a row of out of a group of warps, in fp32.
+  __device__ __forceinline__ uint32_t shared_out(int key_warp, int row, int columns8) const {
+    return shared_rings() + key_warp * C::kRingBytes + row * C::kD * 4 + ((columns8 ^ (row & 7)) << 5);
+  }
+  // Maximum and sum of a row, of the keys of a group of warps.
+  __device__ __forceinline__ uint32_t shared_sums(int key_warp, int row) const {
+    return shared_rings() + C::kRingsBytes + (key_warp * C::kRows + row) * 8;
+  }
+
+  const Params &a_;
+  const Problem &p_;
+  const uint32_t shared_;
+  const int lane_, row_warp_, warp_row_, key_warp_;  // warp_row_ is the first row of this warp
+
+  // The piece at hand.
+  Piece piece_;
+  int64_t q_start_;
+  int q_slot_, tokens_, rows_, seqlen_k_;
+  Keys keys_, warp_visible_, warp_interior_;
+  const int32_t *table_;
+  bool whole_pages_;  // a tile's keys lie in one page
+  const Element *k_, *v_;
+};
+
+}  // namespace fa::cuda::decode

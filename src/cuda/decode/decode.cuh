@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention forward for a few queries a sequence over many keys: bound by reading K and V once.
+//
+// A block of threads owns all rows of one key head: tokens x the heads of its group, so that all of them share one read of K and V. Keys
+// are dealt to kKeyWarps groups of warps, kKeys at a time, each with a ring of its own that cp.async fills; nothing but the end of a
+// piece holds the groups together. Where work is cut is in work.cuh.
+//
+//   shared memory:  Q [kRows][kD] | a ring for each group of warps [kStages] of K [kKeys][kD], V [kKeys][kD] | maxima and sums
+//                   (fp32 out of the groups, and the weights of parts, pass through the rings)
+//
+//   for every step:   wait for its K and V; fetch those of kStages - 1 steps later; ask for the pages of the step after
+//                     S = Q K^T, mask S if the keys touch an edge, P = exp2(S - m), out += P V
+//   after the last:   out of the groups is summed; to the caller's memory if the piece is the whole item, else to the workspace
+//   and then:         the block that finds itself the last of an item sums the item's parts, in the order of their keys
+//
+// A row's maximum is its own and exact at every step: a row's bits depend on its keys and on where they are cut, not on the rows beside
+// it.
+#pragma once
+
+#include <math_constants.h>
+
+#include "cuda/decode/block.cuh"
+
+namespace fa::cuda::decode {
+
+template <class C>
+class Decode : private Block<C> {
+ public:
+  using Base = Block<C>;
+  using typename Base::Element;
+  static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kDt = C::kD / 8, kPSteps = C::kKeys / 16;
+  static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    Work<C> work(a_);
+#pragma unroll 1
+    for (int range = static_cast<int>(blockIdx.x); range < work.ranges(); range += static_cast<int>(gridDim.x)) {
+      int unit = work.range_begin(range);
+      const int end = work.range_begin(range + 1);
+#pragma unroll 1
+      while (unit < end) {
+        set_piece(work.at(unit, end));
+        walk();
+        finish(work, range);
+        unit = piece_.last;
+        if (C::kD > 128 || unit < end || range + static_cast<int>(gridDim.x) < work.ranges()) work.reload();
+        __syncthreads();  // shared memory is free again
+      }
+    }
+  }
+
+ private:
+  using Base::a_;
+  using Base::diagonal;
+  using Base::fetch;
+  using Base::fetch_q;
+  using Base::first_key;
+  using Base::head_of;
+  using Base::key_warp_;
+  using Base::keys_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::piece_;
+  using Base::place_in;
+  using Base::q_slot_;
+  using Base::q_start_;
+  using Base::row_of;
+  using Base::row_warp_;
+  using Base::rows_;
+  using Base::seqlen_k_;
+  using Base::set_piece;
+  using Base::shared_;
+  using Base::shared_k;
+  using Base::shared_out;
+  using Base::shared_rings;
+  using Base::shared_sums;
+  using Base::shared_v;
+  using Base::sync_group;
+  using Base::token_of;
+  using Base::tokens_;
+  using Base::warp_interior_;
+  using Base::warp_row_;
+  using Base::warp_visible_;
+  using Scores = Accumulator<kMt, kNt>;
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The walk over the keys of a piece
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void walk() {
+    fetch_q();
+    clear<kMt, kDt>(out_);
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        max_[i][r] = -1e30f;  // finite, so that -inf minus it is -inf
+        sum_[i][r] = 0.f;
+      }
+    // The first turns only fetch. Pages are asked for two turns ahead.
+    Place place = place_in(0), next = place_in(1);
+    int free = 0;  // the slot of the ring that a turn fills; the one behind it is read
+#pragma unroll 1
+    for (int step = 1 - C::kStages; step < piece_.steps; ++step) {
+      if (step >= 0) {
+        cp_async_wait<C::kStages - 2>();
+        if (step == 0) {
+          __syncthreads();  // the step is here, and Q
+        } else {
+          sync_group();  // the step is here, and nobody reads the slot of the one before any more
+        }
+      }
+      fetch(free, step + C::kStages - 1, place);
+      free = free == C::kStages - 1 ? 0 : free + 1;
+      place = next;
+      next = place_in(step + C::kStages + 1);
+      const int key0 = first_key(step);
+      if (step >= 0 && key0 < warp_visible_.end && key0 + C::kKeys > warp_visible_.begin) attend(free, key0);
+    }
+  }
+
+  __device__ __forceinline__ void attend(int slot, int key0) {
+    Scores s;
+    multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_, row_warp_ * C::kWarpRows, shared_k(slot), 0);
+    apply_terms(s, key0);
+    const bool masked = key0 < warp_interior_.begin || key0 + C::kKeys > warp_interior_.end;
+    if (masked) mask(s, key0);
+    raise_max(s);
+    // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero.
+    if (masked && tokens_ > 1 && __any_sync(~0u, fetched_has_nonfinite<Element, C::kKeys, C::kD, 32>(shared_v(slot), lane_))) {
+      Weights<kMt, kPSteps> weights;
+#pragma unroll
+      for (int k = 0; k < kPSteps; ++k) {
+        uint32_t w[kMt][4];
+        exponentials(s, k, w);
+#pragma unroll
+        for (int i = 0; i < kMt; ++i)
+#pragma unroll
+          for (int r = 0; r < 4; ++r) weights[i][k][r] = w[i][r];
+      }
+      multiply_add_exactly<Element, C::kPitch, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
+    } else {
+      multiply_add_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, shared_v(slot), 0,
+                                                                  [&](int k, uint32_t(&w)[kMt][4]) { exponentials(s, k, w); });
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Scores, in the unit of q k^T: what is added to logits is divided by softmax_scale, so that the scale enters with the exponential
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
+
+  __device__ __forceinline__ void apply_terms(Scores &s, int key0) const {
+    if (p_.softcap > 0) {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int j = 0; j < kNt; ++j)
+#pragma unroll
+          for (int r = 0; r < 4; ++r) s[i][j][r] = capped(s[i][j][r], a_.raw);
+    }
+    if (p_.alibi_slopes != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          const int row = min(row_of(i, r), rows_ - 1);  // what lies beyond the last row is not stored
+          // Read again for every tile: cheaper than registers held through the walk.
+          const float slope =
+              a_.raw.logit * p_.alibi_slopes[piece_.batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
+          const int first = token_of(row) + seqlen_k_ - tokens_ - key0 - 2 * (opaque(lane_) & 3);
+#pragma unroll
+          for (int j = 0; j < kNt; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              s[i][j][r + e] = fmaf(-slope, fabsf(static_cast<float>(first - 8 * j - e)), s[i][j][r + e]);
+        }
+    }
+  }
+
+  __device__ __forceinline__ void mask(Scores &s, int key0) const {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int token = token_of(row_of(i, r)), first = key0 + 2 * (opaque(lane_) & 3) + r % 2;
+        const Keys keys = diagonal().visible_keys({token, token + 1});
+#pragma unroll
+        for (int j = 0; j < kNt; ++j) {
+          if (first + 8 * j < keys.begin || first + 8 * j >= keys.end) s[i][j][r] = -CUDART_INF_F;
+        }
+      }
+  }
+
+  __device__ __forceinline__ void raise_max(const Scores &s) {
+    float top[kMt][2];
+    bool grow = false;
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float x = fmaxf(s[i][0][2 * r], s[i][0][2 * r + 1]);
+#pragma unroll
+        for (int j = 1; j < kNt; ++j) x = fmaxf(x, fmaxf(s[i][j][2 * r], s[i][j][2 * r + 1]));
+        top[i][r] = x * exponent_scale();
+        grow |= top[i][r] > max_[i][r];
+      }
+    if (!__any_sync(~0u, grow)) return;
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 1));
+        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 2));
+        const float raised = fmaxf(max_[i][r], top[i][r]);
+        const float factor = exp2_approx(max_[i][r] - raised);  // 1 for rows that do not grow: their bits stay
+        max_[i][r] = raised;
+        sum_[i][r] *= factor;
+#pragma unroll
+        for (int j = 0; j < kDt; ++j) {
+          out_[i][j][2 * r] *= factor;
+          out_[i][j][2 * r + 1] *= factor;
+        }
+      }
+  }
+
+  // P = 2^(S - m) of the k-th 16 keys, rounded to the operand of the next product; adds to the row sums. What is masked becomes
+  // kMaskedWeight.
+  __device__ __forceinline__ void exponentials(const Scores &s, int k, uint32_t (&w)[kMt][4]) {
+    const float c = exponent_scale();
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float e[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const float x = s[i][2 * k + half][r];
+          e[r] = exp2_approx(fmaf(x, c, -max_[i][r >> 1]));
+          sum_[i][r >> 1] += e[r];
+          if (x == -CUDART_INF_F) e[r] = kMaskedWeight;
+        }
+        w[i][2 * half] = pack2<Element>(e[0], e[1]);
+        w[i][2 * half + 1] = pack2<Element>(e[2], e[3]);
+      }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Results
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void finish(const Work<C> &work, int range) {
+    sync_group();  // the ring is read
+    leave_out();
+    __syncthreads();
+    if (piece_.whole()) {
+      store_whole();
+      store_unused_rows();
+      return;
+    }
+    const int first_range = work.range_of(piece_.begin), parts = work.range_of(piece_.end - 1) - first_range + 1;
+    store_part(work.slot(range, piece_.first == piece_.begin));
+    int32_t *counter = a_.counters + work.counter(piece_);
+    if (!is_last(counter, parts)) return;
+    merge(work, first_range, parts);
+    if (threadIdx.x == 0) *counter = 0;
+    store_unused_rows();
+  }
+
+  // This warp's out, maxima and sums to shared memory.
+  __device__ __forceinline__ void leave_out() {
+    const int lane = opaque(lane_);
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 1);
+        sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 2);
+        const int row = warp_row_ + i * 16 + (lane >> 2) + 8 * r;
+        if ((lane & 3) == 0) st_shared_float2(shared_sums(key_warp_, row), {max_[i][r], sum_[i][r]});
+#pragma unroll
+        for (int j = 0; j < kDt; ++j) {
+          st_shared_float2(shared_out(key_warp_, row, j) + (lane & 3) * 8, {out_[i][j][2 * r], out_[i][j][2 * r + 1]});
+        }
+      }
+  }
+
+  // f(row, vector, x, sums): four columns of a row, over all groups of warps, and the row's maximum and sum.
+  template <typename F>
+  __device__ __forceinline__ void each_vector(F f) const {
+    const int count = rows_ * kVectors;
+#pragma unroll 2
+    for (int n = static_cast<int>(threadIdx.x); n < count; n += C::kThreads) {
+      const int row = n / kVectors, vector = n % kVectors;
+      float2 sums[C::kKeyWarps];
+      float top = -1e30f;
+#pragma unroll
+      for (int w = 0; w < C::kKeyWarps; ++w) {
+        sums[w] = ld_shared_float2(shared_sums(w, row));
+        top = fmaxf(top, sums[w].x);
+      }
+      float sum = 0.f;
+      float4 x{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < C::kKeyWarps; ++w) {
+        const float factor = exp2_approx(sums[w].x - top);
+        sum = fmaf(sums[w].y, factor, sum);
+        add(x, factor, ld_shared_float4(shared_out(w, row, vector / 2) + vector % 2 * 16));
+      }
+      f(row, vector, x, float2{top, sum});
+    }
+  }
+
+  static __device__ __forceinline__ void add(float4 &x, float factor, const float4 &y) {
+    x.x = fmaf(factor, y.x, x.x);
+    x.y = fmaf(factor, y.y, x.y);
+    x.z = fmaf(factor, y.z, x.z);
+    x.w = fmaf(factor, y.w, x.w);
+  }
+
+  // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
+  struct Closing {
+    float factor, lse;
+  };
+  __device__ __forceinline__ Closing close(int row, float2 sums) const {
+    float factor = 1.f;
+    if (p_.sink != nullptr) {
+      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, raised = fmaxf(sums.x, sink);
+      factor = exp2_approx(sums.x - raised);
+      sums = {raised, sums.y * factor + exp2_approx(sink - raised)};
+    }
+    // The sum is NaN when a visible score is; then out is NaN too.
+    if (sums.y == 0.f) return {0.f, -CUDART_INF_F};
+    return {factor / sums.y, (sums.x + log2f(sums.y)) * kLn2};
+  }
+
+  __device__ __forceinline__ void store_whole() const {
+    each_vector([&](int row, int vector, const float4 &x, float2 sums) {
+      const Closing closing = close(row, sums);
+      if (vector == 0) store_lse(row, closing.lse);
+      store_out(row, vector, x, closing.factor);
+    });
+  }
+
+  __device__ __forceinline__ void store_lse(int row, float lse) const {
+    if (p_.lse.data != nullptr) *lse_at(token_of(row), head_of(row)) = lse;
+  }
+  __device__ __forceinline__ void store_out(int row, int vector, const float4 &x, float factor) const {
+    const int column = 4 * vector;
+    if (column >= p_.head_dim_v) return;
+    Element *dst = out_at(token_of(row), head_of(row)) + column;
+    const uint2 words{pack2<Element>(x.x * factor, x.y * factor), pack2<Element>(x.z * factor, x.w * factor)};
+    if (a_.vector_out) {
+      *reinterpret_cast<uint2 *>(dst) = words;
+    } else {
+      auto *bits = reinterpret_cast<unsigned short *>(dst);
+      bits[0] = static_cast<unsigned short>(words.x);
+      bits[1] = static_cast<unsigned short>(words.x >> 16);
+      bits[2] = static_cast<unsigned short>(words.y);
+      bits[3] = static_cast<unsigned short>(words.y >> 16);
+    }
+  }
+
+  __device__ __forceinline__ float *lse_at(int token, int head) const {
+    return p_.lse.data + piece_.batch * p_.lse.batch_stride + head * p_.lse.head_stride +
+           (q_start_ + token) * p_.lse.seq_stride;
+  }
+  __device__ __forceinline__ Element *out_at(int token, int head) const {
+    return static_cast<Element *>(p_.out.data) + piece_.batch * p_.out.batch_stride + (q_start_ + token) * p_.out.seq_stride +
+           head * p_.out.head_stride;
+  }
+
+  // Rows of the sequence that are not used: out = 0, lse = -inf.
+  __device__ __forceinline__ void store_unused_rows() const {
+    const int end = q_slot_ * this->group_heads();
+    for (int row = rows_ + static_cast<int>(threadIdx.x >> 5); row < end; row += C::kThreads / 32) {
+      const int token = token_of(row), head = head_of(row);
+      if (p_.lse.data != nullptr && lane_ == 0) *lse_at(token, head) = -CUDART_INF_F;
+      auto *dst = reinterpret_cast<unsigned short *>(out_at(token, head));
+      for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Items in parts
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float4 *part_out(int slot, int row) const {
+    return reinterpret_cast<float4 *>(a_.part_out) + (int64_t{slot} * C::kRows + row) * kVectors;
+  }
+  __device__ __forceinline__ float2 *part_sums(int slot, int row) const {
+    return a_.part_sums + int64_t{slot} * C::kRows + row;
+  }
+
+  __device__ __forceinline__ void store_part(int slot) const {
+    each_vector([&](int row, int vector, const float4 &x, float2 sums) {
+      if (vector == 0) *part_sums(slot, row) = sums;
+      part_out(slot, row)[vector] = x;
+    });
+  }
+
+  // Whether all other parts of the item are there.
+  __device__ __forceinline__ bool is_last(int32_t *counter, int parts) const {
+    __syncthreads();  // all threads have stored theirs
+    if (threadIdx.x == 0) st_shared_4(shared_, count_ordered(counter));
+    __syncthreads();
+    return ld_shared_4(shared_) == static_cast<uint32_t>(parts - 1);
+  }
+
+  // Sums the parts in the order of their keys, whichever came last. They pass through the rings: maxima and sums of all, then out of as
+  // many at a time as fit.
+  __device__ __forceinline__ void merge(const Work<C> &work, int first_range, int parts) const {
+    constexpr int kMine = C::kRows * kVectors / C::kThreads;  // vectors of a thread
+    const int rows = rows_, thread = opaque(threadIdx.x), out_bytes = rows * C::kD * 4;
+    const uint32_t shared_parts = shared_rings() + (parts * rows * 8 + 127) / 128 * 128;
+    const int at_once = static_cast<int>(shared_rings() + C::kRingsBytes - shared_parts) / out_bytes;
+    const auto slot_of = [&](int part) { return work.slot(first_range + part, part == 0); };
+    // A part a warp.
+    const auto fetch_out = [&](int first, int count) {
+      const int lane = thread & 31;
+      for (int part = thread >> 5; part < count; part += C::kThreads / 32) {
+        const float4 *from = part_out(slot_of(first + part), 0) + lane;
+        const uint32_t to = shared_parts + part * out_bytes + lane * 16;
+#pragma unroll 4
+        for (int n = 0; n < out_bytes / 512; ++n) cp_async_16(to + n * 512, from + n * 32);
+        if (out_bytes % 512 != 0 && lane * 16 < out_bytes % 512)
+          cp_async_16(to + out_bytes / 512 * 512, from + out_bytes / 512 * 32);
+      }
+      cp_async_commit();
+    };
+    for (int n = thread; n < parts * C::kRows; n += C::kThreads) {
+      const int part = n / C::kRows, row = n % C::kRows;
+      if (row < rows) cp_async_8(shared_rings() + (part * rows + row) * 8, part_sums(slot_of(part), row));
+    }
+    fetch_out(0, min(at_once, parts));
+
+    float4 x[kMine];
+    float2 sums[kMine];
+#pragma unroll 1
+    for (int first = 0; first < parts; first += at_once) {
+      cp_async_wait<0>();
+      __syncthreads();
+#pragma unroll
+      for (int n = 0; n < kMine; ++n) {
+        const int at = thread + n * C::kThreads;
+        if (at >= rows * kVectors) break;
+        const uint32_t its = shared_rings() + at / kVectors * 8;
+        if (first == 0) {
+          x[n] = {0.f, 0.f, 0.f, 0.f};
+          sums[n] = {-1e30f, 0.f};
+#pragma unroll 4
+          for (int part = 0; part < parts; ++part) sums[n].x = fmaxf(sums[n].x, ld_shared_float(its + part * rows * 8));
+        }
+#pragma unroll 4
+        for (int part = first; part < min(first + at_once, parts); ++part) {
+          const float2 part_sum = ld_shared_float2(its + part * rows * 8);
+          const float weight = exp2_approx(part_sum.x - sums[n].x);
+          sums[n].y = fmaf(weight, part_sum.y, sums[n].y);
+          add(x[n], weight, ld_shared_float4(shared_parts + (part - first) * out_bytes + at * 16));
+        }
+      }
+      if (first + at_once < parts) {
+        __syncthreads();  // these are read
+        fetch_out(first + at_once, min(at_once, parts - first - at_once));
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const int at = thread + n * C::kThreads;
+      if (at >= rows * kVectors) break;
+      const Closing closing = close(at / kVectors, sums[n]);
+      if (at % kVectors == 0) store_lse(at / kVectors, closing.lse);
+      store_out(at / kVectors, at % kVectors, x[n], closing.factor);
+    }
+  }
+
+  Accumulator<kMt, kDt> out_;
+  float max_[kMt][2], sum_[kMt][2];
+};
+
+// Asks for all of the parameters at once: one miss of the constant cache instead of one after another as they are used, which is a good
+// part of a short launch. What is read goes where nothing lies yet.
+template <class C>
+__device__ __forceinline__ void warm_up(const Params &params, char *shared) {
+  constexpr int kLine = 64, kLast = (sizeof(Params) - 1) / kLine;
+  static_assert(kLast < 32);
+  const int lane = static_cast<int>(threadIdx.x);
+  if (lane < 32)
+    st_shared_4(smem_address(shared) + C::kSharedBytes - 128 + lane * 4,
+                reinterpret_cast<const uint32_t *>(&params)[min(lane, kLast) * (kLine / 4)]);
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH__
+  if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
+    extern __shared__ __align__(1024) char shared[];
+    warm_up<C>(params, shared);
+    Decode<C>(params, shared).run();
+  }
+#endif
+}
+
+}  // namespace fa::cuda::decode

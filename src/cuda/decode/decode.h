@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The decode kernels, as plan and launcher see them: a few queries a sequence over many keys.
+#pragma once
+
+#include <vector_types.h>
+
+#include "core/problem.h"
+#include "cuda/common/divisor.h"
+#include "cuda/common/scores.h"
+#include "cuda/decode/table.h"
+
+namespace fa::cuda::decode {
+
+// A problem and how it is cut. The kernel's only parameter.
+struct Params {
+  Problem problem;
+  Diagonal<int32_t>::Limits limits;  // problem.band's
+  Divisor group;                     // heads of q for one head of k
+  Divisor page_size;
+  bool vector_out;  // 16-byte accesses are legal
+  RawUnit raw;
+  // How work is cut (work.cuh). Either into even shares: at most `ranges`, of at least 2^least_log2 steps. Or, with `pieces` > 0, every
+  // head into so many pieces at most, of at least that many steps.
+  int32_t ranges, pieces, least_log2;
+  // Parts of results, a slot each: out (slots, rows, head_dim) and (slots, rows) of maximum and sum, where the maximum is in base 2 and
+  // neither is divided by the sum.
+  float *part_out;
+  float2 *part_sums;
+  int32_t *counters;  // zero before and after: how many parts of a head are there
+};
+
+// The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
+const void *kernel(int shape, Dtype dtype);
+
+}  // namespace fa::cuda::decode

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every decode kernel that is built: one line each, read by the build (one object file a line and dtype), by the plan and by the
+// launcher. Reasons for the sizes are in README.md beside this file.
+#pragma once
+
+#include <cstdint>
+
+namespace fa::cuda::decode {
+
+struct Shape {
+  const char *name;
+  int32_t head_dim;        // bucket of q, k and v
+  int32_t row_tiles;       // of 16 rows, of one warp
+  int32_t row_warps;       // warps that share keys
+  int32_t key_warps;       // groups of them, each with keys of its own
+  int32_t keys;            // of such a group at a time
+  int32_t stages;          // of its ring
+  int32_t blocks_at_once;  // blocks of threads on one multiprocessor
+  int32_t capability;      // of the oldest devices whose registers hold it
+
+  constexpr int32_t rows() const { return row_tiles * row_warps * 16; }
+  constexpr int32_t step() const { return key_warps * keys; }
+  constexpr int32_t threads() const { return row_warps * key_warps * 32; }
+  constexpr int32_t ring_bytes() const { return key_warps * stages * keys * head_dim * 4; }
+  // Of an item, whose maxima and sums pass through the rings together, and out of at least one.
+  constexpr int32_t most_parts() const { return (ring_bytes() - rows() * head_dim * 4 - 128) / (rows() * 8); }
+  // Q, rings of K and V, and of every row a maximum and a sum for each group of warps.
+  constexpr int32_t shared_bytes() const { return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8; }
+};
+
+// X(name, head_dim, row_tiles, row_warps, key_warps, keys, stages, blocks_at_once, capability)
+#define FA_DECODE_TABLE(X)                \
+  X(d64_16, 64, 1, 1, 4, 32, 3, 2, 80)    \
+  X(d64_64, 64, 2, 2, 4, 32, 3, 1, 80)    \
+  X(d128_16, 128, 1, 1, 8, 16, 3, 1, 80)  \
+  X(d128_16s, 128, 1, 1, 4, 16, 3, 2, 80) \
+  X(d128_32, 128, 2, 1, 4, 16, 3, 2, 90)  \
+  X(d128_64, 128, 2, 2, 4, 16, 6, 1, 90)  \
+  X(d256_16, 256, 1, 1, 4, 16, 3, 1, 80)  \
+  X(d256_32, 256, 1, 2, 4, 16, 3, 1, 80)
+
+#define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
+constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE)};
+#undef FA_DECODE_SHAPE
+constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
+
+}  // namespace fa::cuda::decode

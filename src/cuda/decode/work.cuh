@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who does what: the work of a launch as a line of units, cut into ranges. Lengths are read here, on the device, so that the cut follows
+// them and not the bounds that the host knows.
+//
+// A unit is some steps of a block of threads over the keys of one item: a head of keys of one sequence. Units lie in order of sequence,
+// head and keys. Ranges are either even shares of all units, one step each, which may begin and
+// end inside an item; or single units, of a size that depends on the item's own sequence alone. A block of threads takes ranges in turn;
+// what an item gets from several ranges meets in the workspace.
+//
+// Every warp of a block works this out for itself, a lane a sequence.
+#pragma once
+
+#include "core/mask.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/decode/decode.h"
+
+namespace fa::cuda::decode {
+
+using Keys = RangeOf<int32_t>;
+
+struct SequenceWork {
+  int units;  // of all its items
+  int item_units, unit_steps;
+  int first_step, steps;  // over the keys that some token sees; at least one step, perhaps without keys
+};
+
+// The part of an item that lies in one range.
+struct Piece {
+  int batch, head;
+  int begin, end;   // units of the whole item, counted over all work
+  int first, last;  // those in the range
+  int first_step, steps;
+
+  __device__ __forceinline__ bool whole() const { return first == begin && last == end; }
+};
+
+template <class C>
+class Work {
+ public:
+  __device__ __forceinline__ explicit Work(const Params &params) : a_(params) {
+    load(0, 0);
+    int units = chunk_end_;
+    for (int base = 32; base < batch(); base += 32) units += __reduce_add_sync(~0u, sequence(base + lane()).units);
+    ranges_ = uniform(a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges));
+    share_ = uniform(units / ranges_);
+    longer_ = uniform(units - share_ * ranges_);
+  }
+
+  __device__ __forceinline__ int ranges() const { return ranges_; }
+  __device__ __forceinline__ int range_begin(int range) const { return range * share_ + min(range, longer_); }
+  __device__ __forceinline__ int range_of(int unit) const {
+    const int split = longer_ * (share_ + 1);
+    return unit < split ? unit / (share_ + 1) : longer_ + (unit - split) / share_;
+  }
+  // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.
+  __device__ __forceinline__ int slot(int range, bool begins_here) const {
+    return a_.pieces > 0 ? range : 2 * range + begins_here;
+  }
+  // The counter of an item that several ranges have parts of.
+  __device__ __forceinline__ int counter(const Piece &piece) const {
+    if (a_.pieces == 0) return range_of(piece.begin);
+    return piece.batch * static_cast<int>(a_.problem.heads_k) + piece.head;
+  }
+
+  // Before at() is asked again: what the lanes hold is not kept in registers meanwhile.
+  __device__ __forceinline__ void reload() { load(base_, chunk_begin_); }
+  // What of the units [unit, end) belongs to the item of the first one. To be asked for in ascending order.
+  __device__ __forceinline__ Piece at(int unit, int end) {
+    while (unit >= chunk_end_) load(base_ + 32, chunk_end_);
+    const int found = __ffs(__ballot_sync(~0u, unit < end_)) - 1;
+    const auto its = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, found))); };
+    const int sequence_begin = its(end_ - mine_.units), item_units = its(mine_.item_units), unit_steps = its(mine_.unit_steps),
+              steps = its(mine_.steps), first_step = its(mine_.first_step);
+    const int item = (unit - sequence_begin) / item_units;
+    Piece piece;
+    piece.batch = uniform(base_ + found);
+    piece.head = item;
+    piece.begin = sequence_begin + item * item_units;
+    piece.end = piece.begin + item_units;
+    piece.first = unit;
+    piece.last = min(piece.end, end);
+    const int skipped = (unit - piece.begin) * unit_steps;
+    piece.first_step = first_step + skipped;
+    piece.steps = min((piece.last - unit) * unit_steps, steps - skipped);
+    return piece;
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
+  __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
+
+  __device__ __forceinline__ SequenceWork sequence(int b) const {
+    SequenceWork s{};
+    if (b >= batch()) return s;
+    const Problem &p = a_.problem;
+    const int tokens = static_cast<int>(sequence_of(p.q_lengths, b).len),
+              keys = static_cast<int>(sequence_of(p.k_lengths, b).len);
+    const Keys seen = Diagonal<int32_t>(a_.limits, tokens, keys).visible_keys({0, tokens});
+    s.first_step = seen.begin / C::kStep;
+    s.steps = seen.empty() ? 1 : (seen.end + C::kStep - 1) / C::kStep - s.first_step;
+    s.unit_steps = 1;
+    s.item_units = s.steps;
+    if (a_.pieces > 0) {
+      s.unit_steps = max((s.steps + a_.pieces - 1) / a_.pieces, 1 << a_.least_log2);
+      s.item_units = (s.steps + s.unit_steps - 1) / s.unit_steps;
+    }
+    s.units = s.item_units * static_cast<int>(a_.problem.heads_k);
+    return s;
+  }
+
+  // 32 sequences, a lane each; their units begin at `begin`.
+  __device__ __forceinline__ void load(int base, int begin) {
+    base_ = base;
+    chunk_begin_ = begin;
+    mine_ = sequence(base + lane());
+    end_ = mine_.units;
+    if (batch() > 1) {
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(~0u, end_, distance);
+        if (lane() >= distance) end_ += before;
+      }
+    }
+    end_ += begin;
+    chunk_end_ = uniform(batch() > 1 ? __shfl_sync(~0u, end_, 31) : end_);
+  }
+
+  const Params &a_;
+  int ranges_, share_, longer_;         // ranges are of share_ units, the first longer_ of them of one more
+  int base_, chunk_begin_, chunk_end_;  // the 32 sequences that the lanes hold, and where their units lie
+  SequenceWork mine_;                   // sequence base_ + lane(), whose units end at end_
+  int end_;
+};
+
+}  // namespace fa::cuda::decode

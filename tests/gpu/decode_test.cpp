@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decoding on caches large enough that many blocks of threads share a sequence: equal bits whatever the pages, the workspace, the run and
+// the batch-mates, directly and replayed from a graph whose lengths have changed.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gpu/device.h"
+
+namespace gpu {
+namespace {
+
+constexpr int64_t kBatch = 4, kRows = 6000, kHeads = 16, kKeyHeads = 2, kHeadDim = 128;
+
+// Device memory with contents.
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : bytes_(bytes) { check(cudaMalloc(&data_, bytes), "memory"); }
+  template <typename T>
+  explicit Memory(const std::vector<T> &values) : Memory(values.size() * sizeof(T)) {
+    set(values);
+  }
+  ~Memory() { check(cudaFree(data_), "free"); }
+  Memory(const Memory &) = delete;
+  Memory &operator=(const Memory &) = delete;
+
+  template <typename T>
+  void set(const std::vector<T> &values) {
+    check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "upload");
+    check(cudaDeviceSynchronize(), "upload");  // the test's stream does not wait for it
+  }
+  template <typename T>
+  std::vector<T> get() const {
+    std::vector<T> values(bytes_ / sizeof(T));
+    check(cudaMemcpy(values.data(), data_, values.size() * sizeof(T), cudaMemcpyDeviceToHost), "download");
+    return values;
+  }
+  void fill(int byte) {
+    check(cudaMemset(data_, byte, bytes_), "fill");
+    check(cudaDeviceSynchronize(), "fill");
+  }
+  void *data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void *data_ = nullptr;
+  size_t bytes_;
+};
+
+using Bits = std::vector<uint16_t>;
+
+// bf16 between -2 and 2.
+Bits numbers(size_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  Bits bits(count);
+  for (uint16_t &x : bits) x = static_cast<uint16_t>(0x3E00 + random() % 0x200 + (random() & 1) * 0x8000);
+  return bits;
+}
+
+fa_tensor tensor(const Memory &memory, fa_dtype dtype, const std::vector<int64_t> &shape, int64_t skip_bytes = 0) {
+  fa_tensor t{};
+  t.data = static_cast<char *>(memory.data()) + skip_bytes;
+  t.dtype = dtype;
+  t.ndim = static_cast<int32_t>(shape.size());
+  int64_t stride = 1;
+  for (size_t n = shape.size(); n-- > 0; stride *= shape[n]) {
+    t.shape[n] = shape[n];
+    t.stride[n] = stride;
+  }
+  return t;
+}
+
+// `tokens` queries for each of kBatch sequences, whose keys are contiguous or in pages.
+class Problem {
+ public:
+  explicit Problem(int64_t tokens, int64_t page_size = 0)
+      : tokens_(tokens),
+        page_size_(page_size),
+        q_(numbers(static_cast<size_t>(kBatch * tokens * kHeads * kHeadDim), 1)),
+        k_(cache(2)),
+        v_(cache(3)),
+        used_(std::vector<int32_t>{6000, 1, 3333, 700}),
+        table_(table()),
+        out_(static_cast<size_t>(kBatch * tokens * kHeads * kHeadDim) * 2),
+        lse_(static_cast<size_t>(kBatch * kHeads * tokens) * 4),
+        workspace_(size_t{64} << 20) {
+    fa_attention_init(&attention, sizeof attention);
+    set_sequences(0, kBatch);
+    attention.mask = FA_MASK_CAUSAL;
+  }
+
+  // The call works on sequences first .. first + count - 1 alone.
+  void set_sequences(int64_t first, int64_t count) {
+    const int64_t row = kHeads * kHeadDim, key_row = kKeyHeads * kHeadDim;
+    attention.q = tensor(q_, FA_BFLOAT16, {count, tokens_, kHeads, kHeadDim}, first * tokens_ * row * 2);
+    attention.out = tensor(out_, FA_BFLOAT16, {count, tokens_, kHeads, kHeadDim}, first * tokens_ * row * 2);
+    attention.lse = tensor(lse_, FA_FLOAT32, {count, kHeads, tokens_}, first * kHeads * tokens_ * 4);
+    attention.seqused_k = tensor(used_, FA_INT32, {count}, first * 4);
+    if (page_size_ > 0) {
+      attention.k = tensor(k_, FA_BFLOAT16, {kBatch * pages(), page_size_, kKeyHeads, kHeadDim});
+      attention.v = tensor(v_, FA_BFLOAT16, {kBatch * pages(), page_size_, kKeyHeads, kHeadDim});
+      attention.page_table = tensor(table_, FA_INT32, {count, pages()}, first * pages() * 4);
+      attention.max_seqlen_k = kRows;
+    } else {
+      attention.k = tensor(k_, FA_BFLOAT16, {count, kRows, kKeyHeads, kHeadDim}, first * kRows * key_row * 2);
+      attention.v = tensor(v_, FA_BFLOAT16, {count, kRows, kKeyHeads, kHeadDim}, first * kRows * key_row * 2);
+    }
+  }
+
+  void set_lengths(const std::vector<int32_t> &lengths) { used_.set(lengths); }
+
+  void forward(fa_context context, cudaStream_t stream) {
+    ASSERT_EQ(fa_forward(context, &attention, workspace_.data(), workspace_.bytes(), stream), FA_OK) << fa_last_error(context);
+  }
+  // Fills outputs and workspace with `byte`.
+  void poison(int byte) {
+    out_.fill(byte);
+    lse_.fill(byte);
+    workspace_.fill(byte);
+  }
+  // out, then lse.
+  Bits results() const {
+    check(cudaDeviceSynchronize(), "a kernel");
+    Bits bits = out_.get<uint16_t>();
+    const Bits lse = lse_.get<uint16_t>();
+    bits.insert(bits.end(), lse.begin(), lse.end());
+    return bits;
+  }
+
+  fa_attention attention;
+
+ private:
+  int64_t pages() const { return page_size_ > 0 ? (kRows + page_size_ - 1) / page_size_ : 1; }
+  std::vector<int32_t> table() const {
+    std::vector<int32_t> table(static_cast<size_t>(kBatch * pages()));
+    for (size_t n = 0; n < table.size(); ++n) table[n] = static_cast<int32_t>(n);
+    std::shuffle(table.begin(), table.end(), std::mt19937(4));
+    return table;
+  }
+  // The same rows for every page size; NaN where pages have room for more.
+  Bits cache(uint32_t seed) const {
+    const size_t row = kKeyHeads * kHeadDim;
+    const Bits rows = numbers(static_cast<size_t>(kBatch * kRows) * row, seed);
+    if (page_size_ == 0) return rows;
+    Bits paged(static_cast<size_t>(kBatch * pages() * page_size_) * row, 0x7FC0);
+    const std::vector<int32_t> table = this->table();
+    for (int64_t b = 0; b < kBatch; ++b) {
+      for (int64_t i = 0; i < kRows; ++i) {
+        const int64_t page = table[static_cast<size_t>(b * pages() + i / page_size_)];
+        std::copy_n(rows.begin() + static_cast<int64_t>(row) * (b * kRows + i), row,
+                    paged.begin() + static_cast<int64_t>(row) * (page * page_size_ + i % page_size_));
+      }
+    }
+    return paged;
+  }
+
+  const int64_t tokens_, page_size_;
+  Memory q_, k_, v_, used_, table_, out_, lse_, workspace_;
+};
+
+class Decode : public OnGpu {
+ protected:
+  void expect_kernel(const Problem &p, const std::string &start) {
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    ASSERT_EQ(fa_forward_query(context_, &p.attention, &info), FA_OK) << info.reason;
+    EXPECT_EQ(std::string(info.kernel).substr(0, start.size()), start);
+  }
+  Bits run(Problem &p, int poison = 0xFF) {
+    p.poison(poison);
+    p.forward(context_, stream_);
+    return p.results();
+  }
+};
+
+TEST_F(Decode, PagesDoNotMatter) {
+  for (const int64_t tokens : {1, 3, 8}) {
+    Problem contiguous(tokens);
+    expect_kernel(contiguous, "decode_");
+    const Bits expected = run(contiguous);
+    for (const int64_t page_size : {1, 24, 64}) {
+      Problem paged(tokens, page_size);
+      EXPECT_EQ(run(paged), expected) << tokens << " tokens, pages of " << page_size;
+    }
+  }
+}
+
+TEST_F(Decode, ThirtyRuns) {
+  Problem p(2, 16);
+  const Bits first = run(p);
+  for (int n = 1; n < 30; ++n) ASSERT_EQ(run(p, n), first) << "run " << n;
+}
+
+TEST_F(Decode, ReplayWithOtherLengths) {
+  Problem p(1, 16);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), "begin of the capture");
+  for (int n = 0; n < 3; ++n) p.forward(context_, stream_);
+  check(cudaStreamEndCapture(stream_, &graph), "capture");
+  check(cudaGraphInstantiate(&executable, graph, 0), "instantiation");
+  check(cudaGraphDestroy(graph), "graph");
+  Bits before;
+  for (const std::vector<int32_t> &lengths :
+       {std::vector<int32_t>{6000, 6000, 6000, 6000}, {1, 2, 3, 4}, {0, 5999, 0, 64}, {100, 900, 2000, 6000}}) {
+    p.set_lengths(lengths);
+    const Bits direct = run(p);
+    for (int n = 0; n < 3; ++n) {
+      p.poison(n == 0 ? 0xFF : n);
+      check(cudaGraphLaunch(executable, stream_), "replay");
+      EXPECT_EQ(p.results(), direct) << "replay " << n;
+    }
+    EXPECT_NE(direct, before) << "nothing changed with the lengths";
+    before = direct;
+  }
+  check(cudaGraphExecDestroy(executable), "graph");
+}
+
+TEST_F(Decode, BatchMatesDoNotMatter) {
+  for (const int64_t tokens : {1, 4}) {
+    Problem p(tokens, 16);
+    p.attention.flags = FA_FLAG_BATCH_INVARIANT;
+    expect_kernel(p, "decode_");
+    const Bits together = run(p);
+    p.poison(0xFF);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      p.set_sequences(b, 1);
+      p.forward(context_, stream_);
+    }
+    EXPECT_EQ(p.results(), together) << tokens << " tokens";
+    p.set_sequences(0, kBatch);
+    p.set_lengths({6000, 6000, 3333, 6000});
+    const Bits others = run(p);
+    const int64_t sequence = tokens * kHeads * kHeadDim;
+    EXPECT_TRUE(std::equal(others.begin() + 2 * sequence, others.begin() + 3 * sequence, together.begin() + 2 * sequence))
+        << "other lengths beside it";
+  }
+}
+
+}  // namespace
+}  // namespace gpu

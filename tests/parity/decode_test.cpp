@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// A few queries over many keys: enough keys that they are split, whatever the backend splits them into, and lengths that leave some of
+// the pieces empty.
+#include "parity/runner.h"
+
+namespace parity {
+namespace {
+
+Case base(const char *name) {
+  Case c;
+  c.seed = seed_for(name);
+  c.dtype = FA_BFLOAT16;
+  c.batch = 3;
+  c.heads_q = 4;
+  c.heads_k = 2;
+  c.head_dim = c.head_dim_v = 64;
+  c.q.seqlen = 1;
+  c.k.seqlen = 1500;
+  c.backward = 0;
+  return c;
+}
+
+class Decode : public EveryBackend {};
+
+// Rows of 1 to 64 for a head of keys, in both 16-bit types.
+TEST_P(Decode, HeadDimsAndQueries) {
+  for (const int64_t head_dim : {64, 96, 128, 256}) {
+    for (const auto &[seqlen_q, group] : {std::pair{1, 1}, {1, 8}, {3, 5}, {4, 8}, {16, 1}, {16, 4}}) {
+      Case c = base("decode: head dims");
+      c.dtype = group % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.heads_q = c.heads_k * group;
+      c.q.seqlen = seqlen_q;
+      c.mask = FA_MASK_CAUSAL;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Decode, LengthsAndPages) {
+  for (const int64_t page_size : {0, 1, 3, 16, 40, 256}) {
+    for (const int64_t seqlen_q : {1, 6}) {
+      Case c = base("decode: lengths");
+      c.head_dim = c.head_dim_v = 128;
+      c.q.seqlen = seqlen_q;
+      c.k.used = {1500, 0, 70};
+      c.page_size = page_size;
+      c.spare_pages = page_size > 0 ? 3 : 0;
+      c.mask = FA_MASK_CAUSAL;
+      c.nan_keys = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Decode, PackedWithUnusedQueries) {
+  Case c = base("decode: packed");
+  c.q.packed = c.k.packed = 1;
+  c.q.slots = {1, 0, 5};
+  c.k.slots = {700, 20, 2500};
+  c.q.used = {1, 0, 3};
+  c.k.used = {650, 20, 2500};
+  c.q.max_slack = 2;
+  c.mask = FA_MASK_CAUSAL;
+  c.nan_keys = 1;
+  EXPECT_TRUE(check(backend(), c));
+}
+
+TEST_P(Decode, MasksAndScores) {
+  for (int64_t n = 0; n < 7; ++n) {
+    Case c = base("decode: scores");
+    c.q.seqlen = 5;
+    c.mask = n == 1 ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
+    if (n == 0) c.window_left = 300;
+    if (n == 2) c.softcap = 5;
+    if (n == 3) c.alibi = 2;
+    if (n == 4) c.sink = 1;
+    if (n == 5) c.scale = 0.3;
+    if (n == 6) {
+      c.window_left = 20;
+      c.softcap = 5;
+      c.alibi = c.sink = 1;
+    }
+    c.nan_keys = 1;
+    EXPECT_TRUE(check(backend(), c));
+    c.q.seqlen = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+// NaN that some rows of a tile see and others do not.
+TEST_P(Decode, VisibleNan) {
+  for (int64_t role = 1; role <= 3; ++role) {
+    Case c = base("decode: visible NaN");
+    c.q.seqlen = 8;
+    c.mask = FA_MASK_CAUSAL;
+    c.nan_visible = role;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Decode, AnyNumberOfSplits) {
+  for (const int64_t splits : {1, 2, 7, 64, 1000}) {
+    Case c = base("decode: splits");
+    c.k.used = {1500, 3, 400};
+    c.num_splits = splits;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Decode, LargeLogits) {
+  Case c = base("decode: large logits");
+  c.magnitude = 1000;
+  EXPECT_TRUE(check(backend(), c));
+}
+
+FA_ON_EVERY_BACKEND(Decode);
+
+}  // namespace
+}  // namespace parity
