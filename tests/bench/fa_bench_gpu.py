@@ -7,7 +7,8 @@
 Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
 faster ours is; `x FA3` goes through the published ratio of FA3 to cuDNN (tests/bench/gpu/published.json); `x plain` compares rows
 with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
-run the kernels for that chip, plain ones too, whatever the device is.
+run the kernels for that chip, plain ones too, whatever the device is. In the section decode, `x read` compares with a kernel that only
+reads the keys and values: at most 1, and cuDNN's paged figures are published ones.
 """
 import argparse
 import dataclasses
@@ -50,6 +51,8 @@ def inputs(case):
     import torch
 
     rows_q, rows_k = ((sum(case.lengths),),) * 2 if case.lengths else ((case.batch, case.seqlen_q), (case.batch, case.seqlen_k))
+    if case.page:
+        rows_k = (case.batch * case.pages, case.page)
     sizes = ((*rows_q, case.heads_q, case.head_dim), (*rows_k, case.heads_k, case.head_dim), (*rows_k, case.heads_k, case.d_v))
     return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
 
@@ -65,7 +68,10 @@ def contenders_of(case, context):
         cu = torch.tensor([sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)], dtype=torch.int32, device="cuda")
 
     def ours(q, k, v, option, deterministic):
-        return library.Attention(context, q, k, v, case.causal, deterministic, cu, case.seqlen_q, option)
+        pages = None
+        if case.page:
+            pages = torch.randperm(case.batch * case.pages, device="cuda").view(case.batch, -1).to(torch.int32)
+        return library.Attention(context, q, k, v, case.causal, deterministic, cu, case.seqlen_q, option, pages=pages)
 
     # Decoding goes round among enough inputs that the L2 cache holds none of them.
     sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section == "decode" else 1)]

@@ -3,6 +3,7 @@
 """What of the GPU benchmark needs no GPU: arguments, the grid, the table, the picture and the guides' table, from a recorded run."""
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import sys
@@ -52,6 +53,17 @@ class Grid(unittest.TestCase):
         self.assertEqual(packed.flops, 4 * 2 * 64 * (100 ** 2 + 200 ** 2))
 
 
+    def test_decode_reads_keys_and_values_once(self):
+        rows = cases.decode(False)
+        self.assertEqual({row.page for row in rows}, {0, 1, 16, 64, 256})
+        row = next(row for row in rows if row.batch == 32 and row.page == 16)
+        self.assertEqual(row.key_bytes, 2 * 2 * 32 * 8192 * 8 * 128)
+        self.assertEqual(row.pages * row.page, row.seqlen_k)
+        self.assertIn("page16", row.name)
+        invariant = [row for row in rows if row.option == cases.INVARIANT]
+        self.assertTrue(invariant and all(dataclasses.replace(row, option="") in rows for row in invariant))
+
+
 class Arguments(unittest.TestCase):
     def test_filters_narrow_the_list(self):
         everything, some = output_of("--list").splitlines(), output_of("--list", "--filter", "D64", "--filter", "S512 ").splitlines()
@@ -73,6 +85,15 @@ class Report(unittest.TestCase):
         self.assertAlmostEqual(row["tflops"]["ours"], row["flops"] / row["ms"]["ours"] / 1e9)
         published = report.PUBLISHED["forward: forward D64 full S512"]
         self.assertAlmostEqual(row["ratios"]["fa3"], row["ratios"]["cudnn"] * published["cudnn"] / published["fa3"])
+
+    def test_published_times_of_decoding(self):
+        case = next(case for case in cases.decode(False) if case.batch == 1 and case.page == 16)
+        row = report.add_ratios(dict(dataclasses.asdict(case), name=case.name, flops=case.flops, kernel="", gbytes=1.0,
+                                     ms={"ours": 0.0032, "read": 0.0016}))
+        published = report.PUBLISHED[f"decode: {case.name}"]
+        self.assertAlmostEqual(row["ratios"]["cudnn"], published["cudnn_us"] / 3.2)
+        self.assertAlmostEqual(row["ratios"]["read"], 0.5)
+        self.assertEqual(len(report.columns(row)), len(report.HEADINGS))
 
     def test_replay_prints_every_row_and_means(self):
         text = output_of("--replay", RECORDED)

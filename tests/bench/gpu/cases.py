@@ -29,6 +29,7 @@ class Case:
     lengths: Tuple[int, ...] = ()  # packed sequences; batch is 1 then and seqlen_q the longest
     graph: bool = False  # replayed from a CUDA graph, so that host time does not count
     arch: int = 0  # 80: with kernels for sm_80 alone
+    page: int = 0  # keys lie in pages of so many
 
     @property
     def d_v(self) -> int:
@@ -46,7 +47,8 @@ class Case:
             words.append(f"S{self.seqlen_q}")
         if self.heads_q != self.heads_k or self.section == "decode":
             words.append(f"H{self.heads_q}/{self.heads_k}")
-        words += [word for word in (self.option, "deterministic" if self.deterministic else "") if word]
+        words += [word for word in (f"page{self.page}" if self.page else "", self.option,
+                                    "deterministic" if self.deterministic else "") if word]
         return " ".join(words)
 
     @property
@@ -57,12 +59,18 @@ class Case:
         return forward * (2.5 if self.direction == "backward" else 1.0)
 
     @property
+    def pages(self) -> int:
+        """Pages of a sequence."""
+        return -(-self.seqlen_k // self.page)
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of the keys and values in 16-bit elements: what decoding has to read."""
         return 2 * self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.d_v)
 
 
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
+INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
 SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen")
 
 
@@ -114,9 +122,18 @@ def general(section: str, quick: bool, arch: int) -> List[Case]:
 
 def decode(quick: bool) -> List[Case]:
     shapes = [(1, 8192, 32, 8), (16, 8192, 32, 8), (128, 8192, 64, 8), (1, 131072, 32, 8), (64, 4096, 32, 32)]
-    shapes += [] if quick else [(1, 2048, 64, 8), (1, 8192, 64, 8), (1, 32768, 64, 8), (1, 131072, 64, 8)]
     rows = [Case("decode", "forward", 128, False, 1, n, b, h, h_k, graph=True) for b, n, h, h_k in shapes]
-    return rows + ([] if quick else [Case("decode", "forward", 128, True, q, 8192, 16, 32, 8, graph=True) for q in (4, 16)])
+
+    def paged(batch, seqlen, page=16, tokens=1, head_dim=128, heads=64, heads_k=8, option=""):
+        return Case("decode", "forward", head_dim, True, tokens, seqlen, batch, heads, heads_k, option=option, graph=True, page=page)
+
+    rows += [paged(1, n) for n in ((8192,) if quick else (2048, 8192, 32768, 131072))] + [paged(32, 8192)]
+    if quick:
+        return rows
+    rows += [paged(8, 8192), paged(128, 8192)] + [paged(32, 8192, page) for page in (0, 1, 64, 256)]
+    rows += [paged(b, n, tokens=tokens) for b, n in ((1, 131072), (32, 8192)) for tokens in (2, 4, 8, 16)]
+    rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2), paged(64, 8192, head_dim=64, heads=32)]
+    return rows + [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]
 
 
 def varlen(quick: bool) -> List[Case]:

@@ -47,15 +47,16 @@ class Context:
 
 
 class Attention:
-    """One problem with its workspaces. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`."""
+    """One problem with its workspaces. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`; with
+    `pages`, the page table, keys and values are (pages, page_size, heads, head_dim)."""
 
-    def __init__(self, context: Context, q, k, v, causal=False, deterministic=False, cu=None, longest=0, option="", seed=1):
+    def __init__(self, context: Context, q, k, v, causal=False, deterministic=False, cu=None, longest=0, option="", seed=1, pages=None):
         self.context = context
         rows = q.shape[:-1]
         self.out = torch.full((*rows, v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
         lse_shape = (rows[1], rows[0]) if cu is not None else (rows[0], rows[2], rows[1])
         self.lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-        self.kept = [q, k, v, cu]  # what the structs point to
+        self.kept = [q, k, v, cu, pages]  # what the structs point to
         a = self.attention = abi.fa_attention()
         context.check(abi.lib.fa_attention_init(ctypes.byref(a), ctypes.sizeof(a)))
         a.q, a.k, a.v, a.out, a.lse = map(tensor, (q, k, v, self.out, self.lse))
@@ -64,6 +65,8 @@ class Attention:
         if cu is not None:
             a.cu_seqlens_q = a.cu_seqlens_k = tensor(cu)
             a.max_seqlen_q = a.max_seqlen_k = longest
+        if pages is not None:
+            a.page_table = tensor(pages)
         self._set(option, q, k, seed)
         self.gradients = None
         info = self._query()
@@ -80,6 +83,8 @@ class Attention:
         elif option == "bias":
             self.kept.append(torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype))
             a.bias = tensor(self.kept[-1])
+        elif option == "invariant":
+            a.flags |= abi.FLAG_BATCH_INVARIANT
         elif option == "dropout":
             a.dropout_p, a.dropout_seed = 0.1, seed
         elif option == "block_mask":  # every block is visible: what the mask itself costs

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())["rows"]
-RATIOS = ("fa2", "cudnn", "fa3", "plain")  # in row["ratios"]: how many times faster ours is
+RATIOS = ("fa2", "cudnn", "fa3", "plain", "read")  # in row["ratios"]: how many times faster ours is
 
 
 def add_ratios(row):
@@ -22,8 +22,9 @@ def add_ratios(row):
         row["ratios"]["fa3"] = row["ratios"]["cudnn"] * published["cudnn"] / published["fa3"]
     elif "fa3" in published and "cudnn" not in published:
         row["ratios"]["fa3"] = row["tflops"]["ours"] / published["fa3"]  # another run's clock: a lead, no more
-    elif "fa3_us" in published:
-        row["ratios"]["fa3"] = published["fa3_us"] / 1e3 / ours
+    for name in ("fa3", "cudnn"):
+        if f"{name}_us" in published:
+            row["ratios"].setdefault(name, published[f"{name}_us"] / 1e3 / ours)
     return row
 
 
@@ -50,7 +51,7 @@ def cell(value, form="{:.2f}"):
     return "-" if value is None else form.format(value)
 
 
-HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x plain")
+HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x plain", "x read")
 
 
 def columns(row):

@@ -42,6 +42,7 @@ def side_by_side(contenders: Dict[str, Callable[[], object]], budget_s: float, p
 def graph_of(calls) -> Callable[[], object]:
     """A replay of these calls, captured once."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # inputs may still be on their way
     with torch.cuda.stream(stream):
         for call in calls:
             call()
