@@ -27,9 +27,9 @@ class Counters {
     int32_t *data = nullptr;
     int64_t size = 0, used = 0;
   };
-  // Kernels pass over this memory round and round. Those in flight at once are fewer than it has room for: a device's queues hold some
-  // thousand launches each.
-  static constexpr int64_t kPassing = 1 << 20, kPassingKernels = 1 << 11;
+  // Kernels pass over this memory round and round. Those of one stream follow each other; on several streams fewer are in flight than it
+  // has room for: some thousand of the usual ones, and of those with very many counters, which run for long, this number.
+  static constexpr int64_t kPassing = 1 << 20, kPassingKernels = 1 << 8;
   // A captured kernel may run again at any time: it keeps its counters for good, of memory that comes in pieces of this size.
   static constexpr int64_t kCaptured = 1 << 16;
 
