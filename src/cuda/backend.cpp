@@ -50,7 +50,7 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
         return sm90::add_launches(problem, plan, driver, workspace, launches, error);
       }
     case Family::decode:
-      if constexpr (std::is_same_v<AnyProblem, Problem>) {
+      if constexpr (std::is_same_v<AnyProblem, ForwardProblem>) {
         return decode::add_launches(problem, plan, workspace, counters, launches, error);
       }
       break;
