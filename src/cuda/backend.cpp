@@ -38,21 +38,20 @@ int32_t num_splits(const BackwardPlan &) { return 1; }
 template <typename AnyProblem>
 fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &plan, const Driver &driver, void *workspace,
                         int32_t *counters, Launches &launches, ErrorText &error) {
+  constexpr bool kForward = std::is_same_v<PlanOf<AnyProblem>, ForwardPlan>;
   switch (plan.family) {
     case Family::sm80:
       return sm80::add_launches(problem, plan, workspace, launches, error);
     case Family::simt:
       return simt::add_launches(problem, plan, workspace, launches, error);
     case Family::sm90:
-      if constexpr (std::is_same_v<AnyProblem, ForwardProblem>) {
+      if constexpr (kForward) {
         return sm90::add_launches(problem, plan, driver, counters, launches, error);
       } else {
         return sm90::add_launches(problem, plan, driver, workspace, launches, error);
       }
     case Family::decode:
-      if constexpr (std::is_same_v<AnyProblem, ForwardProblem>) {
-        return decode::add_launches(problem, plan, workspace, counters, launches, error);
-      }
+      if constexpr (kForward) return decode::add_launches(problem, plan, workspace, counters, launches, error);
       break;
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));

@@ -26,10 +26,10 @@ void *device_memory(size_t bytes) {
 
 __global__ void nothing() {}
 
-// Few enough calls in a row that the queue to the device never fills.
+// Few enough calls in a row that neither the queue to the device nor its memory for parameters (2 KB a launch) fills.
 template <typename Call>
 double median_us(Call call) {
-  constexpr int kCalls = 100, kRounds = 50;
+  constexpr int kCalls = 20, kRounds = 250;
   std::vector<double> times;
   for (int round = 0; round < kRounds; ++round) {
     require(cudaDeviceSynchronize() == cudaSuccess, "cudaDeviceSynchronize");
