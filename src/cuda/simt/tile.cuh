@@ -169,11 +169,11 @@ __device__ __forceinline__ void load_slice(float *slice, const Rows &source, int
 // What quantised rows of a head are to be multiplied by; without a base 1. Strides in floats.
 struct Factors {
   const float *base;  // of row 0; paged: of page 0, row 0
-  int64_t row_stride, page_stride;
+  int64_t row_stride, page_stride;  // both 0: one for all rows. Pages of one row have a row_stride of 0
 
   __device__ __forceinline__ float of(const Rows &rows, int r) const {
     if (base == nullptr) return 1.f;
-    if (rows.page_table == nullptr || row_stride == 0) return base[r * row_stride];
+    if (rows.page_table == nullptr || (row_stride | page_stride) == 0) return base[r * row_stride];
     const int page = r / rows.page_size;
     return base[rows.page_table[page * rows.page_entry_stride] * page_stride + (r - page * rows.page_size) * row_stride];
   }
