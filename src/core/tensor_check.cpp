@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/tensor_check.h"
 
+#include <algorithm>
 #include <array>
 #include <cinttypes>
 #include <cstdio>
@@ -163,10 +164,10 @@ fa_status check_shape(const NamedTensor &named, std::initializer_list<Dim> dims,
 
 fa_status check_dtype(const NamedTensor &named, std::initializer_list<fa_dtype> allowed, ErrorText &error) {
   const auto &[name, t] = named;
+  if (std::find(allowed.begin(), allowed.end(), t.dtype) != allowed.end()) return FA_OK;
   char names[80] = "";
   size_t length = 0;
   for (const fa_dtype dtype : allowed) {
-    if (t.dtype == dtype) return FA_OK;
     length += static_cast<size_t>(
         std::snprintf(names + length, sizeof names - length, "%s%s", length > 0 ? " or " : "", dtype_name(dtype)));
     if (length >= sizeof names) break;
