@@ -17,6 +17,7 @@ namespace fa::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kBlocks = 6;  // on a multiprocessor; asked for nothing, ptxas keeps a kernel to 64 registers and spills on sm_80
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -280,7 +281,7 @@ __device__ void append_head(const AppendParams &a, int64_t b, const AppendSequen
 
 // `a.items` blocks of work, each a stretch of units of one row.
 template <typename T, int N, bool kQuantised>
-__global__ void __launch_bounds__(kThreads) append_rows(const __grid_constant__ AppendParams a) {
+__global__ void __launch_bounds__(kThreads, kBlocks) append_rows(const __grid_constant__ AppendParams a) {
   __shared__ float shared[kQuantised ? kThreads / 32 * kMaxHeadDim : 1];
   const AppendProblem &p = a.problem;
   if (p.seqused_k != nullptr) {
