@@ -168,7 +168,7 @@ __device__ __forceinline__ void load_slice(float *slice, const Rows &source, int
 
 // What quantised rows of a head are to be multiplied by; without a base 1. Strides in floats.
 struct Factors {
-  const float *base;  // of row 0; paged: of page 0, row 0
+  const float *base;                // of row 0; paged: of page 0, row 0
   int64_t row_stride, page_stride;  // both 0: one for all rows. Pages of one row have a row_stride of 0
 
   __device__ __forceinline__ float of(const Rows &rows, int r) const {
