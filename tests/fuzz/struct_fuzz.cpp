@@ -57,7 +57,9 @@ bool inside(const fa_tensor &t, const Arena &arena) {
   __int128 low = reinterpret_cast<uintptr_t>(t.data), high = low + dtype_bytes(t.dtype);
   for (int d = 0; d < t.ndim; ++d) {
     if (t.shape[d] == 0) return true;
-    const __int128 reach = (static_cast<__int128>(t.shape[d]) - 1) * t.stride[d] * dtype_bytes(t.dtype);
+    const __int128 steps = (static_cast<__int128>(t.shape[d]) - 1) * t.stride[d];  // two numbers of 64 bits
+    if (steps > INT64_MAX || steps < INT64_MIN) return false;
+    const __int128 reach = steps * dtype_bytes(t.dtype);
     (reach < 0 ? low : high) += reach;
   }
   return low >= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.begin())) &&
