@@ -5,8 +5,6 @@ package flashattn
 // #include "shim.h"
 import "C"
 
-import "fmt"
-
 // Mask says which keys a query may see, before the window, block mask and bias.
 type Mask int32
 
@@ -37,6 +35,7 @@ type Attention struct {
 	BlockSizeQ, BlockSizeK int
 	ALiBiSlopes            Tensor // (heads) or (batch, heads) float32
 	Sink                   Tensor // (heads) float32
+	QDescale               Tensor // factors of Q in Float8
 	KDescale, VDescale     Tensor // factors of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
 
 	Scale         float32 // 0 = 1 / sqrt(head_dim)
@@ -44,6 +43,13 @@ type Attention struct {
 	DropoutP      float32
 	DropoutSeed   uint64
 	DropoutOffset uint64
+
+	// CUDA only: addresses of uint64 on the device that kernels read when they run, so that a captured graph can change them; 0 = none.
+	DropoutSeedAt, DropoutOffsetAt uintptr
+
+	// Guarantees that the CPU always gives: equal inputs give equal bits; a sequence's bits do not depend on its neighbours in the batch.
+	Deterministic, BatchInvariant bool
+	NumSplits                     int // CUDA, a hint: parts that the keys of short queries are split into; 0 = automatic
 }
 
 // Limit is a side of the window.
@@ -60,26 +66,10 @@ type Plan struct {
 	Kernel, Reason string
 	WorkspaceBytes uint64
 	Flops, Bytes   float64
+	NumSplits      int // 1 = the keys are not split
 }
 
-type named struct {
-	name   string
-	tensor *Tensor
-	place  *C.fa_tensor
-}
-
-// fill writes views without addresses, and reports the first that does not fit its slice.
-func fill(tensors []named) error {
-	for _, t := range tensors {
-		if t.tensor.err != nil {
-			return fmt.Errorf("flashattn: %s: %w", t.name, t.tensor.err)
-		}
-		*t.place = t.tensor.raw
-	}
-	return nil
-}
-
-func (a *Attention) fill(raw *C.fa_attention, out, lse *Tensor) error {
+func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *Tensor) error {
 	C.fa_attention_init(raw, C.sizeof_fa_attention)
 	raw.mask = C.fa_mask_kind(a.Mask)
 	if a.WindowLeft != nil {
@@ -94,41 +84,56 @@ func (a *Attention) fill(raw *C.fa_attention, out, lse *Tensor) error {
 	raw.block_size_q, raw.block_size_k = C.int64_t(a.BlockSizeQ), C.int64_t(a.BlockSizeK)
 	raw.softmax_scale, raw.softcap, raw.dropout_p = C.float(a.Scale), C.float(a.Softcap), C.float(a.DropoutP)
 	raw.dropout_seed, raw.dropout_offset = C.uint64_t(a.DropoutSeed), C.uint64_t(a.DropoutOffset)
-	return fill([]named{
+	raw.num_splits = C.int32_t(a.NumSplits)
+	if a.Deterministic {
+		raw.flags |= C.FA_FLAG_DETERMINISTIC
+	}
+	if a.BatchInvariant {
+		raw.flags |= C.FA_FLAG_BATCH_INVARIANT
+	}
+	if (a.DropoutSeedAt != 0 || a.DropoutOffsetAt != 0) && !ctx.cuda {
+		return &Error{Status: ErrInvalidArgument, Text: "DropoutSeedAt and DropoutOffsetAt are addresses of a device; a context of the CPU " +
+			"takes DropoutSeed and DropoutOffset"}
+	}
+	raw.dropout_seed_ptr = (*C.uint64_t)(pointer(a.DropoutSeedAt))
+	raw.dropout_offset_ptr = (*C.uint64_t)(pointer(a.DropoutOffsetAt))
+	return ctx.fill([]named{
 		{"Q", &a.Q, &raw.q}, {"K", &a.K, &raw.k}, {"V", &a.V, &raw.v}, {"out", out, &raw.out}, {"lse", lse, &raw.lse},
 		{"CuSeqlensQ", &a.CuSeqlensQ, &raw.cu_seqlens_q}, {"CuSeqlensK", &a.CuSeqlensK, &raw.cu_seqlens_k},
 		{"SeqUsedQ", &a.SeqUsedQ, &raw.seqused_q}, {"SeqUsedK", &a.SeqUsedK, &raw.seqused_k},
 		{"PageTable", &a.PageTable, &raw.page_table}, {"Bias", &a.Bias, &raw.bias}, {"BlockMask", &a.BlockMask, &raw.block_mask},
 		{"ALiBiSlopes", &a.ALiBiSlopes, &raw.alibi_slopes}, {"Sink", &a.Sink, &raw.sink},
-		{"KDescale", &a.KDescale, &raw.k_descale}, {"VDescale", &a.VDescale, &raw.v_descale},
+		{"QDescale", &a.QDescale, &raw.q_descale}, {"KDescale", &a.KDescale, &raw.k_descale},
+		{"VDescale", &a.VDescale, &raw.v_descale},
 	})
 }
 
-func (ctx *Context) forward(a *Attention, out, lse *Tensor, info *C.fa_plan_info) error {
+func (ctx *Context) forward(a *Attention, out, lse *Tensor, what C.int, info *C.fa_plan_info) error {
 	if ctx.handle == nil {
 		return errClosed
 	}
 	var raw C.fa_attention
-	if err := a.fill(&raw, out, lse); err != nil {
+	if err := ctx.fillAttention(&raw, a, out, lse); err != nil {
 		return err
 	}
-	status := C.go_forward(ctx.handle, &raw, info,
+	status := C.go_forward(ctx.handle, what, info, ctx.workspace.data, ctx.workspaceBytes(), ctx.stream, &raw,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
-		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.KDescale.data, a.VDescale.data)
+		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.QDescale.data, a.KDescale.data,
+		a.VDescale.data)
 	return ctx.check(status)
 }
 
-func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, info *C.fa_plan_info) error {
+func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, what C.int, info *C.fa_plan_info) error {
 	if ctx.handle == nil {
 		return errClosed
 	}
 	var raw C.fa_attention
 	var gradients C.fa_gradients
-	if err := a.fill(&raw, out, lse); err != nil {
+	if err := ctx.fillAttention(&raw, a, out, lse); err != nil {
 		return err
 	}
 	C.fa_gradients_init(&gradients, C.sizeof_fa_gradients)
-	err := fill([]named{
+	err := ctx.fill([]named{
 		{"DOut", &g.DOut, &gradients.dout}, {"DLSE", &g.DLSE, &gradients.dlse}, {"DQ", &g.DQ, &gradients.dq},
 		{"DK", &g.DK, &gradients.dk}, {"DV", &g.DV, &gradients.dv}, {"DBias", &g.DBias, &gradients.dbias},
 		{"DSink", &g.DSink, &gradients.dsink},
@@ -136,21 +141,32 @@ func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, info 
 	if err != nil {
 		return err
 	}
-	status := C.go_backward(ctx.handle, &raw, &gradients, info,
+	status := C.go_backward(ctx.handle, what, info, ctx.workspace.data, ctx.workspaceBytes(), ctx.stream, &raw, &gradients,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
-		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.KDescale.data, a.VDescale.data,
-		g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
+		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.QDescale.data, a.KDescale.data,
+		a.VDescale.data, g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
 	return ctx.check(status)
 }
 
 // Forward computes out and, unless it is the zero Tensor, lse: float32, (batch, heads, rows) or (heads, total).
 func (ctx *Context) Forward(a Attention, out, lse Tensor) error {
-	return ctx.forward(&a, &out, &lse, nil)
+	return ctx.forward(&a, &out, &lse, C.GO_RUN, nil)
 }
 
 // Backward computes the gradients that are present in g, from out and lse as Forward wrote them.
 func (ctx *Context) Backward(a Attention, out, lse Tensor, g Gradients) error {
-	return ctx.backward(&a, &out, &lse, &g, nil)
+	return ctx.backward(&a, &out, &lse, &g, C.GO_RUN, nil)
+}
+
+// PrepareForward loads what Forward will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing. On the
+// CPU it only checks the problem.
+func (ctx *Context) PrepareForward(a Attention, out, lse Tensor) error {
+	return ctx.forward(&a, &out, &lse, C.GO_PREPARE, nil)
+}
+
+// PrepareBackward loads what Backward will need; see PrepareForward.
+func (ctx *Context) PrepareBackward(a Attention, out, lse Tensor, g Gradients) error {
+	return ctx.backward(&a, &out, &lse, &g, C.GO_PREPARE, nil)
 }
 
 func plan(ask func(info *C.fa_plan_info) error) (Plan, error) {
@@ -159,16 +175,18 @@ func plan(ask func(info *C.fa_plan_info) error) (Plan, error) {
 	if err := ask(&info); err != nil {
 		return Plan{}, err
 	}
-	return Plan{C.GoString(&info.kernel[0]), C.GoString(&info.reason[0]), uint64(info.workspace_bytes), float64(info.flops),
-		float64(info.bytes)}, nil
+	return Plan{
+		Kernel: C.GoString(&info.kernel[0]), Reason: C.GoString(&info.reason[0]), WorkspaceBytes: uint64(info.workspace_bytes),
+		Flops: float64(info.flops), Bytes: float64(info.bytes), NumSplits: int(info.num_splits),
+	}, nil
 }
 
 // QueryForward says how Forward would run, or why not. It reads no tensor data.
 func (ctx *Context) QueryForward(a Attention, out, lse Tensor) (Plan, error) {
-	return plan(func(info *C.fa_plan_info) error { return ctx.forward(&a, &out, &lse, info) })
+	return plan(func(info *C.fa_plan_info) error { return ctx.forward(&a, &out, &lse, C.GO_QUERY, info) })
 }
 
 // QueryBackward says how Backward would run, or why not. It reads no tensor data.
 func (ctx *Context) QueryBackward(a Attention, out, lse Tensor, g Gradients) (Plan, error) {
-	return plan(func(info *C.fa_plan_info) error { return ctx.backward(&a, &out, &lse, &g, info) })
+	return plan(func(info *C.fa_plan_info) error { return ctx.backward(&a, &out, &lse, &g, C.GO_QUERY, info) })
 }

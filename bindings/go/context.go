@@ -43,13 +43,14 @@ func (s Status) String() string { return C.GoString(C.fa_status_name(C.fa_status
 // Error is one sentence about the status.
 func (s Status) Error() string { return C.GoString(C.fa_status_description(C.fa_status(s))) }
 
-// Error is a call that the library refused or could not complete.
+// Error is a call that the library, or this package, refused or could not complete.
 type Error struct {
 	Status Status
 	Text   string // names the argument and its value
+	CUDA   int    // with ErrCUDA: the number of the CUDA error
 }
 
-func (e *Error) Error() string { return fmt.Sprintf("flashattn: %v: %s", e.Status, e.Text) }
+func (e *Error) Error() string { return fmt.Sprintf("flashattn: %s: %s", e.Status.String(), e.Text) }
 
 // Unwrap makes errors.Is(err, flashattn.ErrShape) work.
 func (e *Error) Unwrap() error { return e.Status }
@@ -84,16 +85,30 @@ func (isa CPUISA) String() string {
 // Option is a setting of New.
 type Option func(*C.fa_config)
 
-// Threads is how many threads a call uses; without it all that the process may use.
+// Threads is how many threads of the CPU a call uses; without it all that the process may use.
 func Threads(n int) Option { return func(c *C.fa_config) { c.num_threads = C.int32_t(n) } }
 
-// ISA chooses the instruction set; one that this processor lacks is refused with ErrArch.
+// ISA chooses the instruction set of the CPU; one that this processor lacks is refused with ErrArch.
 func ISA(isa CPUISA) Option { return func(c *C.fa_config) { c.cpu_isa = C.fa_cpu_isa(isa) } }
 
-// Context is the CPU with its settings, threads and scratch memory. It serves one goroutine at a time (ErrBusy otherwise); contexts are
-// independent of each other.
+// CUDA makes a context of that GPU instead of the CPU. Its tensors are memory of the device (DeviceOf), and its calls only enqueue work: see
+// SetStream. Without such a device New fails with ErrNoDevice, ErrDriver or, in a library without CUDA, ErrNotBuilt.
+func CUDA(device int) Option {
+	return func(c *C.fa_config) { c.device_type, c.device_index = C.FA_DEVICE_CUDA, C.int32_t(device) }
+}
+
+// CUDAArch limits a CUDA context to kernels of this compute capability (major * 10 + minor, from 80 on) and below.
+func CUDAArch(capability int) Option {
+	return func(c *C.fa_config) { c.cuda_arch = C.int32_t(capability) }
+}
+
+// Context is a device, the CPU unless the option CUDA says otherwise, with its settings, threads and scratch memory. It serves one goroutine
+// at a time (ErrBusy otherwise); contexts are independent of each other.
 type Context struct {
-	handle C.fa_context
+	handle    C.fa_context
+	cuda      bool
+	stream    C.uintptr_t
+	workspace Tensor
 }
 
 // New creates a context. Close it, or leave that to the garbage collector.
@@ -107,8 +122,9 @@ func New(options ...Option) (*Context, error) {
 	ctx := new(Context)
 	var text [512]C.char
 	if status := C.go_create(&ctx.handle, &config, &text[0], C.size_t(len(text))); status != C.FA_OK {
-		return nil, &Error{Status(status), C.GoString(&text[0])}
+		return nil, &Error{Status: Status(status), Text: C.GoString(&text[0])}
 	}
+	ctx.cuda = config.device_type == C.FA_DEVICE_CUDA
 	runtime.SetFinalizer(ctx, (*Context).Close)
 	return ctx, nil
 }
@@ -123,6 +139,27 @@ func (ctx *Context) Close() error {
 	return nil
 }
 
+// SetStream names the CUDA stream (a cudaStream_t) on which the calls that follow enqueue their work, in its order and without waiting for
+// it. A new context has 0, the default stream of the device. The CPU knows no streams: there calls return when their work is done.
+func (ctx *Context) SetStream(stream uintptr) { ctx.stream = C.uintptr_t(stream) }
+
+// SetWorkspace lends the calls of Forward and Backward that follow their scratch memory: one dimension of uint8, as many as WorkspaceBytes of
+// their Plan at an address that is a multiple of 256, for no other call to use while one may still run. The zero Tensor, which a new context
+// has, leaves that to the library.
+func (ctx *Context) SetWorkspace(workspace Tensor) error {
+	if err := ctx.fill([]named{{"workspace", &workspace, new(C.fa_tensor)}}); err != nil {
+		return err
+	}
+	raw := &workspace.raw
+	if !workspace.absent() && (raw.dtype != C.FA_UINT8 || raw.ndim != 1 || raw.stride[0] != 1) {
+		return &Error{Status: ErrShape, Text: "workspace: this is not one dimension of uint8, closest together"}
+	}
+	ctx.workspace = workspace
+	return nil
+}
+
+func (ctx *Context) workspaceBytes() C.size_t { return C.size_t(ctx.workspace.raw.shape[0]) }
+
 // check turns a status of a call on ctx into an error.
 func (ctx *Context) check(status C.fa_status) error {
 	defer runtime.KeepAlive(ctx)
@@ -130,20 +167,24 @@ func (ctx *Context) check(status C.fa_status) error {
 		return nil
 	}
 	if Status(status) == ErrBusy { // its text belongs to the other call's thread
-		return &Error{ErrBusy, ErrBusy.Error()}
+		return &Error{Status: ErrBusy, Text: ErrBusy.Error()}
 	}
-	return &Error{Status(status), C.GoString(C.fa_last_error(ctx.handle))}
+	return &Error{Status(status), C.GoString(C.fa_last_error(ctx.handle)), int(C.fa_last_cuda_error(ctx.handle))}
 }
 
 // Device is what a context runs on.
 type Device struct {
-	Name        string
-	Threads     int
-	ISA         CPUISA
-	MemoryBytes uint64
+	Name              string
+	CUDA              bool
+	Index             int    // CUDA: number of the device
+	Threads           int    // CPU: threads a call may use
+	ISA               CPUISA // CPU
+	ComputeCapability int    // CUDA: major * 10 + minor
+	Multiprocessors   int    // CUDA
+	MemoryBytes       uint64
 }
 
-// Device describes the processor and what is used of it.
+// Device describes what the context runs on, and what is used of it.
 func (ctx *Context) Device() (Device, error) {
 	if ctx.handle == nil {
 		return Device{}, errClosed
@@ -153,7 +194,11 @@ func (ctx *Context) Device() (Device, error) {
 	if err := ctx.check(C.fa_device_info(ctx.handle, &p)); err != nil {
 		return Device{}, err
 	}
-	return Device{C.GoString(&p.name[0]), int(p.num_threads), CPUISA(p.cpu_isa), uint64(p.memory_bytes)}, nil
+	return Device{
+		Name: C.GoString(&p.name[0]), CUDA: p.device_type == C.FA_DEVICE_CUDA, Index: int(p.device_index),
+		Threads: int(p.num_threads), ISA: CPUISA(p.cpu_isa), ComputeCapability: int(p.compute_capability),
+		Multiprocessors: int(p.multiprocessors), MemoryBytes: uint64(p.memory_bytes),
+	}, nil
 }
 
 // Version is that of the loaded library.

@@ -16,5 +16,7 @@
 // Tensors are views of slices and never copied. A view that does not fit its slice is reported, with its name, by the call that uses
 // it. The library checks everything else, sequence offsets and page tables included, before it writes.
 //
+// A context with the option CUDA works on memory of a GPU instead, named by address: DeviceOf, SetStream.
+//
 // The package finds the library by pkg-config.
 package flashattn

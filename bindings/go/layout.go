@@ -36,14 +36,3 @@ func layouts() []string {
 	}
 	return lines
 }
-
-// unwrapped names the fields of fa_attention that this package leaves zero. A field that is neither here nor in Attention fails a test.
-var unwrapped = map[string]string{
-	"struct_size": "set by fa_attention_init",
-	"flags":       "the CPU is always deterministic and batch-invariant",
-
-	"num_splits":         "a hint for CUDA",
-	"dropout_seed_ptr":   "for CUDA graphs",
-	"dropout_offset_ptr": "for CUDA graphs",
-	"q_descale":          "fp8",
-}

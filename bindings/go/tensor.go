@@ -87,52 +87,45 @@ func dtypeOf[T Element]() C.fa_dtype {
 	return C.FA_BOOL
 }
 
-// Tensor is a view of a slice, which it keeps alive. The zero Tensor is an absent one.
+// Tensor is a view of a slice, which it keeps alive, or of memory of a device. The zero Tensor is an absent one.
 type Tensor struct {
-	data  unsafe.Pointer
-	shape []int
-	raw   C.fa_tensor // without the address
-	err   error
+	data   unsafe.Pointer
+	device bool // data is no memory of Go's
+	shape  []int
+	raw    C.fa_tensor // without the address
+	err    error
 }
 
-// Of is the whole slice, last dimension closest together.
-func Of[T Element](data []T, shape ...int) Tensor {
+func denseStrides(shape []int) []int {
 	strides := make([]int, len(shape))
 	step := 1
 	for d := len(shape) - 1; d >= 0; d-- {
 		strides[d] = step
 		step *= shape[d]
 	}
-	return Strided(data, 0, shape, strides)
+	return strides
+}
+
+// Of is the whole slice, last dimension closest together.
+func Of[T Element](data []T, shape ...int) Tensor {
+	return Strided(data, 0, shape, denseStrides(shape))
 }
 
 // Strided is the tensor whose element (0, 0, ...) is data[offset]. Strides count elements and may be zero or negative.
 func Strided[T Element](data []T, offset int, shape, strides []int) Tensor {
-	t := Tensor{shape: append([]int(nil), shape...)}
-	if len(shape) != len(strides) || len(shape) == 0 || len(shape) > 4 {
-		t.err = fmt.Errorf("%d sizes and %d strides; both must be the same, 1 to 4", len(shape), len(strides))
+	t, empty := describe[T](shape, strides)
+	if t.err != nil || empty {
 		return t
 	}
-	t.raw.dtype = dtypeOf[T]()
-	t.raw.ndim = C.int32_t(len(shape))
 	// Exact, so that no product of sizes and strides that is too large slips through.
-	first, last, empty := big.NewInt(int64(offset)), big.NewInt(int64(offset)), false
+	first, last := big.NewInt(int64(offset)), big.NewInt(int64(offset))
 	for d, size := range shape {
-		if size < 0 {
-			t.err = fmt.Errorf("size %d of dimension %d is negative", size, d)
-			return t
-		}
-		empty = empty || size == 0
-		t.raw.shape[d], t.raw.stride[d] = C.int64_t(size), C.int64_t(strides[d])
 		reach := new(big.Int).Mul(big.NewInt(int64(size)-1), big.NewInt(int64(strides[d])))
 		if reach.Sign() < 0 {
 			first.Add(first, reach)
 		} else {
 			last.Add(last, reach)
 		}
-	}
-	if empty {
-		return t
 	}
 	if first.Sign() < 0 || last.Cmp(big.NewInt(int64(len(data)))) >= 0 {
 		t.err = fmt.Errorf("a tensor of shape %v with strides %v at offset %d does not fit a slice of %d elements",
@@ -143,7 +136,70 @@ func Strided[T Element](data []T, offset int, shape, strides []int) Tensor {
 	return t
 }
 
+// DeviceOf is the tensor at an address that the device of a CUDA context can use, last dimension closest together. Nothing is known of that
+// memory here: it must be as large as shape says, and stay so until the work that the calls enqueued is done.
+func DeviceOf[T Element](address uintptr, shape ...int) Tensor {
+	return DeviceStrided[T](address, shape, denseStrides(shape))
+}
+
+// DeviceStrided is the tensor whose element (0, 0, ...) lies at an address that the device of a CUDA context can use; see DeviceOf.
+func DeviceStrided[T Element](address uintptr, shape, strides []int) Tensor {
+	t, _ := describe[T](shape, strides)
+	t.device = true
+	t.data = pointer(address)
+	return t
+}
+
+// pointer is for addresses that the garbage collector does not know, and therefore leaves alone.
+func pointer(address uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&address)) }
+
+// describe is a tensor without its memory, and whether it has no elements.
+func describe[T Element](shape, strides []int) (t Tensor, empty bool) {
+	t.shape = append([]int(nil), shape...)
+	if len(shape) != len(strides) || len(shape) == 0 || len(shape) > 4 {
+		t.err = fmt.Errorf("%d sizes and %d strides; both must be the same, 1 to 4", len(shape), len(strides))
+		return t, false
+	}
+	t.raw.dtype = dtypeOf[T]()
+	t.raw.ndim = C.int32_t(len(shape))
+	for d, size := range shape {
+		if size < 0 {
+			t.err = fmt.Errorf("size %d of dimension %d is negative", size, d)
+			return t, false
+		}
+		empty = empty || size == 0
+		t.raw.shape[d], t.raw.stride[d] = C.int64_t(size), C.int64_t(strides[d])
+	}
+	return t, empty
+}
+
 // Shape is the sizes, outermost first.
 func (t Tensor) Shape() []int { return append([]int(nil), t.shape...) }
 
-func (t Tensor) absent() bool { return t.raw.ndim == 0 && t.err == nil }
+func (t *Tensor) absent() bool { return t.raw.ndim == 0 && t.err == nil }
+
+type named struct {
+	name   string
+	tensor *Tensor
+	place  *C.fa_tensor
+}
+
+// fill writes views without addresses. It reports the first that does not fit its slice, or is not of the memory that the context works on.
+func (ctx *Context) fill(tensors []named) error {
+	for _, t := range tensors {
+		text := ""
+		switch {
+		case t.tensor.err != nil:
+			return &Error{Status: ErrShape, Text: t.name + ": " + t.tensor.err.Error()}
+		case t.tensor.absent() || t.tensor.device == ctx.cuda:
+			*t.place = t.tensor.raw
+			continue
+		case ctx.cuda:
+			text = "this is a slice; a context of a CUDA device takes memory of the device (DeviceOf, DeviceStrided)"
+		default:
+			text = "this is memory of a device; a context of the CPU takes slices (Of, Strided)"
+		}
+		return &Error{Status: ErrInvalidArgument, Text: t.name + ": " + text}
+	}
+	return nil
+}
