@@ -23,7 +23,12 @@ macro_rules! functions {
             /// # Safety
             /// `find` returns the addresses of the functions of flashattn.h.
             pub(crate) unsafe fn fill(find: impl Fn(&str) -> Result<*mut c_void, String>) -> Result<Table, String> {
-                Ok(Table { $($name: std::mem::transmute(find(stringify!($name))?),)* })
+                type Address = *mut c_void;
+                Ok(Table {
+                    $($name: std::mem::transmute::<Address, unsafe extern "C" fn($($type),*) $(-> $result)?>(find(
+                        stringify!($name),
+                    )?),)*
+                })
             }
         }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::marker::PhantomData;
 use std::mem::size_of;
+use std::ptr::null;
 
 use flashattn_sys as sys;
 
@@ -27,20 +28,6 @@ pub struct Attention<'a> {
 /// A size beyond 63 bits is as good as the largest one: no tensor is that long.
 fn size(value: usize) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
-}
-
-/// Methods that set one input tensor each.
-macro_rules! inputs {
-    ($($(#[$doc:meta])* $name:ident)*) => {
-        $(
-            $(#[$doc])*
-            #[must_use]
-            pub fn $name(mut self, tensor: TensorView<'a>) -> Self {
-                self.raw.$name = tensor.raw();
-                self
-            }
-        )*
-    };
 }
 
 impl<'a> Attention<'a> {
@@ -109,6 +96,27 @@ impl<'a> Attention<'a> {
         self.raw.dropout_p = p;
         self.raw.dropout_seed = seed;
         self.raw.dropout_offset = offset;
+        self.raw.dropout_seed_ptr = null();
+        self.raw.dropout_offset_ptr = null();
+        self
+    }
+
+    /// Like [`Attention::dropout`], with seed and offset that are read when the work runs, so that a captured CUDA graph can change them.
+    ///
+    /// # Safety
+    /// Both are NULL, which counts as 0, or may be read by the device of the context that gets this problem, for as long as its work may run.
+    #[must_use]
+    pub unsafe fn dropout_at(self, p: f32, seed: *const u64, offset: *const u64) -> Self {
+        let mut attention = self.dropout(p, 0, 0);
+        attention.raw.dropout_seed_ptr = seed;
+        attention.raw.dropout_offset_ptr = offset;
+        attention
+    }
+
+    /// CUDA, a hint: parts that the keys of short queries are split into; 0 = automatic.
+    #[must_use]
+    pub fn num_splits(mut self, parts: usize) -> Self {
+        self.raw.num_splits = i32::try_from(parts).unwrap_or(i32::MAX);
         self
     }
 
@@ -138,6 +146,8 @@ impl<'a> Attention<'a> {
         seqused_k
         /// Paged keys: i32 (batch, max_pages).
         page_table
+        /// Factors of queries in [`F8E4M3`](crate::F8E4M3).
+        q_descale
         /// Factors of keys in i8 or [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads), or as the keys without head_dim.
         k_descale
         /// Factors of values, likewise.
@@ -175,20 +185,6 @@ impl<'a> Attention<'a> {
 pub struct Gradients<'a> {
     raw: sys::fa_gradients,
     outputs: PhantomData<TensorViewMut<'a>>,
-}
-
-/// Methods that set one output tensor each.
-macro_rules! outputs {
-    ($($(#[$doc:meta])* $name:ident)*) => {
-        $(
-            $(#[$doc])*
-            #[must_use]
-            pub fn $name(mut self, tensor: TensorViewMut<'a>) -> Self {
-                self.raw.$name = tensor.raw();
-                self
-            }
-        )*
-    };
 }
 
 impl<'a> Gradients<'a> {

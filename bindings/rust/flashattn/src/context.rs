@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 use std::ffi::CStr;
 use std::mem::size_of;
-use std::os::raw::c_char;
+use std::os::raw::{c_char, c_void};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use flashattn_sys as sys;
 
 use crate::error::{check, owned};
-use crate::{Attention, Error, Gradients, Result, TensorView, TensorViewMut};
+use crate::{Append, Attention, Error, Gradients, Result, TensorView, TensorViewMut};
 
 /// Instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,16 +38,33 @@ impl Default for Settings {
     }
 }
 
+/// Settings of a context on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CudaSettings {
+    /// Number of the device.
+    pub device: u32,
+    /// Highest compute capability (major * 10 + minor, from 80 on) whose own kernels may serve; 0 = the device's.
+    pub arch: u32,
+}
+
 /// What a context runs on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     /// For people.
     pub name: String,
-    /// Threads a call uses.
+    /// Whether it is a GPU.
+    pub cuda: bool,
+    /// Number of the GPU; 0 for the CPU.
+    pub index: i32,
+    /// Threads a call uses; 0 for a GPU.
     pub threads: i32,
-    /// Instruction set in use.
+    /// Instruction set in use; [`CpuIsa::Auto`] for a GPU.
     pub isa: CpuIsa,
-    /// Memory of the machine.
+    /// Compute capability of the GPU, major * 10 + minor; 0 for the CPU.
+    pub compute_capability: i32,
+    /// Streaming multiprocessors of the GPU; 0 for the CPU.
+    pub multiprocessors: i32,
+    /// Memory of the device.
     pub memory_bytes: u64,
 }
 
@@ -72,9 +89,12 @@ pub struct Plan {
 #[derive(Debug)]
 pub struct Context {
     raw: sys::fa_context,
+    stream: sys::fa_stream,
+    workspace: *mut c_void,
+    workspace_bytes: usize,
 }
 
-// SAFETY: the library lets a context move between threads.
+// SAFETY: the library lets a context move between threads; the others are addresses for it alone.
 unsafe impl Send for Context {}
 
 impl Context {
@@ -85,13 +105,9 @@ impl Context {
 
     /// The CPU as `settings` say.
     pub fn with(settings: Settings) -> Result<Self> {
-        load(None)?;
-        let threads = i32::try_from(settings.threads)
-            .map_err(|_| Error::new(sys::FA_ERROR_INVALID_ARGUMENT, format!("threads is {}", settings.threads)))?;
         let config = sys::fa_config {
-            struct_size: size_of::<sys::fa_config>() as u32,
             device_type: sys::FA_DEVICE_CPU,
-            num_threads: threads,
+            num_threads: number("threads", settings.threads)?,
             cpu_isa: match settings.isa {
                 CpuIsa::Auto => sys::FA_CPU_ISA_AUTO,
                 CpuIsa::Portable => sys::FA_CPU_ISA_PORTABLE,
@@ -100,19 +116,63 @@ impl Context {
             },
             ..Default::default()
         };
-        let mut raw = null_mut();
-        // SAFETY: both structs are alive; a failed call leaves its text with the thread.
-        unsafe { check(sys::fa_create(&mut raw, &config), null_mut())? };
-        Ok(Context { raw })
+        Self::create(config)
     }
 
-    /// Takes over a context made with `flashattn_sys`, for example on a GPU.
+    /// A GPU. Where there is none the error says what is missing: `FA_ERROR_NOT_BUILT` in a library without CUDA, `FA_ERROR_DRIVER`,
+    /// `FA_ERROR_NO_DEVICE`, or `FA_ERROR_ARCH` for a device that is too old.
     ///
     /// # Safety
-    /// `raw` is live and nobody else's. On a GPU calls only enqueue work, so the views given to them must be of its memory
-    /// ([`TensorView::from_raw`]) and stay valid until the work is done.
+    /// Calls only enqueue work, on the stream of [`Context::set_stream`], and return. So the views given to them must be of memory that the
+    /// device can use ([`TensorView::from_ptr`]), and what they name must stay valid, and what is written unseen by others, until that work
+    /// is done, however short the borrows. What the device reads for itself (sequence offsets, used lengths, page tables, positions) must be
+    /// right: it is not checked there.
+    pub unsafe fn cuda(settings: CudaSettings) -> Result<Self> {
+        Self::create(sys::fa_config {
+            device_type: sys::FA_DEVICE_CUDA,
+            device_index: number("device", settings.device)?,
+            cuda_arch: number("arch", settings.arch)?,
+            ..Default::default()
+        })
+    }
+
+    fn create(config: sys::fa_config) -> Result<Self> {
+        load(None)?;
+        let config = sys::fa_config { struct_size: size_of::<sys::fa_config>() as u32, ..config };
+        let mut raw = null_mut();
+        // SAFETY: both structs are alive; a failed call leaves its text with the thread. The new context is ours, and works on a GPU only
+        // if the caller of `cuda` has vouched for that.
+        unsafe {
+            check(sys::fa_create(&mut raw, &config), null_mut())?;
+            Ok(Self::from_raw(raw))
+        }
+    }
+
+    /// Takes over a context made with `flashattn_sys`.
+    ///
+    /// # Safety
+    /// `raw` is live and nobody else's. If it is of a GPU, as for [`Context::cuda`].
     pub unsafe fn from_raw(raw: sys::fa_context) -> Self {
-        Context { raw }
+        Context { raw, stream: null_mut(), workspace: null_mut(), workspace_bytes: 0 }
+    }
+
+    /// GPU: the stream (a `cudaStream_t`) on which the calls that follow enqueue their work; NULL, which a new context has, is the default
+    /// stream. The CPU ignores it.
+    ///
+    /// # Safety
+    /// NULL, or a stream of the context's device that lives as long as this context has it.
+    pub unsafe fn set_stream(&mut self, stream: *mut c_void) {
+        self.stream = stream.cast();
+    }
+
+    /// Scratch memory of the caller's for the calls of `forward` and `backward` that follow, instead of the library's: `workspace_bytes` of
+    /// their [`Plan`] at a multiple of 256. NULL and 0 leave it to the library again.
+    ///
+    /// # Safety
+    /// The context's device may write there, and nobody else uses it, as long as this context has it and work that got it may run.
+    pub unsafe fn set_workspace(&mut self, address: *mut c_void, bytes: usize) {
+        self.workspace = address;
+        self.workspace_bytes = bytes;
     }
 
     /// The handle, for calls this crate does not wrap.
@@ -129,6 +189,8 @@ impl Context {
             check(sys::fa_device_info(self.raw, &mut properties), self.raw)?;
             Ok(Device {
                 name: owned(properties.name.as_ptr()),
+                cuda: properties.device_type == sys::FA_DEVICE_CUDA,
+                index: properties.device_index,
                 threads: properties.num_threads,
                 isa: match properties.cpu_isa {
                     sys::FA_CPU_ISA_PORTABLE => CpuIsa::Portable,
@@ -136,6 +198,8 @@ impl Context {
                     sys::FA_CPU_ISA_AVX512 => CpuIsa::Avx512,
                     _ => CpuIsa::Auto,
                 },
+                compute_capability: properties.compute_capability,
+                multiprocessors: properties.multiprocessors,
                 memory_bytes: properties.memory_bytes,
             })
         }
@@ -149,8 +213,9 @@ impl Context {
         lse: Option<&mut TensorViewMut<'_>>,
     ) -> Result<()> {
         let raw = attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw()));
-        // SAFETY: views describe memory that is alive and, for the outputs, exclusively ours; the call returns when it is done.
-        unsafe { check(sys::fa_forward(self.raw, &raw, null_mut(), 0, null_mut()), self.raw) }
+        // SAFETY: views describe memory that is alive and, for the outputs, exclusively ours; the call returns when it is done, or the
+        // caller of `cuda` has vouched for the time until then.
+        unsafe { check(sys::fa_forward(self.raw, &raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
     /// Computes the gradients asked for, from `out` and `lse` as [`Context::forward`] wrote them.
@@ -163,7 +228,17 @@ impl Context {
     ) -> Result<()> {
         let raw = attention.with_results(out.raw(), lse.raw());
         // SAFETY: as in `forward`; out and lse are only read.
-        unsafe { check(sys::fa_backward(self.raw, &raw, gradients.raw(), null_mut(), 0, null_mut()), self.raw) }
+        unsafe {
+            let (workspace, bytes) = (self.workspace, self.workspace_bytes);
+            check(sys::fa_backward(self.raw, &raw, gradients.raw(), workspace, bytes, self.stream), self.raw)
+        }
+    }
+
+    /// Writes new rows into a cache of keys and values, rotating them and the queries on the way.
+    pub fn append_kv(&self, append: &mut Append<'_>) -> Result<()> {
+        let raw = append.raw()?;
+        // SAFETY: as in `forward`; what is written came as views that may be.
+        unsafe { check(sys::fa_append_kv(self.raw, raw, self.stream), self.raw) }
     }
 
     /// Combines (out, lse) pairs over disjoint sets of keys into the pair over all of them.
@@ -180,7 +255,7 @@ impl Context {
         let lse = lse.map(|lse| lse.raw());
         let lse_pointer = lse.as_ref().map_or(null(), |lse| lse as *const _);
         // SAFETY: as in `forward`; the arrays hold `count` tensors each.
-        unsafe { check(sys::fa_merge(self.raw, count, outs.as_ptr(), lses.as_ptr(), &out, lse_pointer, null_mut()), self.raw) }
+        unsafe { check(sys::fa_merge(self.raw, count, outs.as_ptr(), lses.as_ptr(), &out, lse_pointer, self.stream), self.raw) }
     }
 
     /// How [`Context::forward`] would run; the error it would give. Reads no tensor data.
@@ -208,6 +283,32 @@ impl Context {
         self.query(|info| unsafe { sys::fa_backward_query(self.raw, &raw, gradients.raw(), info) })
     }
 
+    /// Loads what [`Context::forward`] will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing. On
+    /// the CPU it only checks the problem.
+    pub fn prepare_forward(
+        &self,
+        attention: &Attention<'_>,
+        out: &TensorViewMut<'_>,
+        lse: Option<&TensorViewMut<'_>>,
+    ) -> Result<()> {
+        let raw = attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw()));
+        // SAFETY: the context is live and the struct initialised.
+        unsafe { check(sys::fa_forward_prepare(self.raw, &raw), self.raw) }
+    }
+
+    /// Loads what [`Context::backward`] will need for this problem; see [`Context::prepare_forward`].
+    pub fn prepare_backward(
+        &self,
+        attention: &Attention<'_>,
+        out: TensorView<'_>,
+        lse: TensorView<'_>,
+        gradients: &Gradients<'_>,
+    ) -> Result<()> {
+        let raw = attention.with_results(out.raw(), lse.raw());
+        // SAFETY: the context is live and the structs initialised.
+        unsafe { check(sys::fa_backward_prepare(self.raw, &raw, gradients.raw()), self.raw) }
+    }
+
     fn query(&self, ask: impl FnOnce(&mut sys::fa_plan_info) -> sys::fa_status) -> Result<Plan> {
         let mut info = sys::fa_plan_info { struct_size: size_of::<sys::fa_plan_info>() as u32, ..Default::default() };
         let status = ask(&mut info);
@@ -224,6 +325,11 @@ impl Context {
             })
         }
     }
+}
+
+/// A setting as the C interface has it.
+fn number(name: &str, value: u32) -> Result<i32> {
+    i32::try_from(value).map_err(|_| Error::new(sys::FA_ERROR_INVALID_ARGUMENT, format!("{} is {}", name, value)))
 }
 
 impl Drop for Context {

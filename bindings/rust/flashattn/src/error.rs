@@ -10,6 +10,7 @@ use flashattn_sys as sys;
 pub struct Error {
     status: i32,
     text: String,
+    cuda: i32,
 }
 
 /// What calls return.
@@ -17,7 +18,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
     pub(crate) fn new(status: sys::fa_status, text: impl Into<String>) -> Self {
-        Error { status, text: text.into() }
+        Error { status, text: text.into(), cuda: 0 }
     }
 
     /// The number, such as [`flashattn_sys::FA_ERROR_SHAPE`].
@@ -32,6 +33,11 @@ impl Error {
         }
         // SAFETY: returns a static string for any number.
         unsafe { CStr::from_ptr(sys::fa_status_name(self.status)) }.to_str().unwrap_or("FA_ERROR_UNKNOWN")
+    }
+
+    /// With [`flashattn_sys::FA_ERROR_CUDA`] the number of the CUDA error behind it (a `cudaError_t`), else 0.
+    pub fn cuda_error(&self) -> i32 {
+        self.cuda
     }
 
     /// What was wrong with this call.
@@ -60,5 +66,6 @@ pub(crate) unsafe fn check(status: sys::fa_status, ctx: sys::fa_context) -> Resu
     if status == sys::FA_OK {
         return Ok(());
     }
-    Err(Error::new(status, owned(sys::fa_last_error(ctx))))
+    let cuda = if status == sys::FA_ERROR_CUDA { sys::fa_last_cuda_error(ctx) } else { 0 };
+    Err(Error { status, text: owned(sys::fa_last_error(ctx)), cuda })
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Exact attention, forward and backward, through libflashattn: the safe API over host memory.
+//! Exact attention, forward and backward, through libflashattn: the safe API over host memory, and an unsafe way in for
+//! that of GPUs.
 //!
 //! ```
 //! use flashattn::{Attention, Context, TensorView, TensorViewMut};
@@ -16,18 +17,24 @@
 //!
 //! A view is checked against the bounds of the slice it is made from, and views that will be written must not overlap themselves;
 //! the library checks the rest (sequence offsets and page tables included), so safe code cannot reach memory that is not its own.
-//! GPU memory is beyond what slices can describe: use [`TensorView::from_raw`] and [`Context::from_raw`] with `flashattn_sys`.
+//! GPU memory is beyond what slices can describe, and calls on it return before their work is done: [`Context::cuda`] and
+//! [`TensorView::from_ptr`] are unsafe. Caches of keys and values are filled by [`Context::append_kv`].
 
 #![deny(missing_docs)]
 
+#[macro_use]
+mod fields;
+
+mod append;
 mod attention;
 mod context;
 mod element;
 mod error;
 mod tensor;
 
+pub use append::Append;
 pub use attention::{Attention, Gradients, Mask};
-pub use context::{build_info, load, version, Context, CpuIsa, Device, Plan, Settings};
+pub use context::{build_info, load, version, Context, CpuIsa, CudaSettings, Device, Plan, Settings};
 pub use element::{Bf16, Element, F16, F8E4M3};
 pub use error::{Error, Result};
 pub use tensor::{TensorView, TensorViewMut};

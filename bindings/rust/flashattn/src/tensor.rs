@@ -34,7 +34,7 @@ fn refuse<T>(text: String) -> Result<T> {
 fn dense_strides(shape: &[usize]) -> Vec<isize> {
     let mut strides = vec![1isize; shape.len()];
     for d in (0..shape.len().saturating_sub(1)).rev() {
-        // A product that overflows belongs to a tensor that cannot fit its slice, which `describe` finds.
+        // A product that overflows belongs to a tensor that cannot fit its slice, which `describe_within` finds.
         strides[d] = isize::try_from(shape[d + 1]).unwrap_or(isize::MAX).saturating_mul(strides[d + 1]);
     }
     strides
@@ -53,8 +53,8 @@ fn packed_strides(shape: &[usize], parts: usize) -> Result<(Vec<isize>, usize)> 
     Ok((strides, step as usize))
 }
 
-/// Checks that every element lies in a slice of `len` elements and describes the tensor but for its address.
-fn describe(len: usize, offset: usize, shape: &[usize], strides: &[isize], dtype: i32) -> Result<sys::fa_tensor> {
+/// The tensor but for its address.
+fn describe(shape: &[usize], strides: &[isize], dtype: i32) -> Result<sys::fa_tensor> {
     if shape.len() > MAX_DIMS || shape.len() != strides.len() {
         return refuse(format!(
             "{} sizes and {} strides; both must be the same, at most {}",
@@ -64,16 +64,24 @@ fn describe(len: usize, offset: usize, shape: &[usize], strides: &[isize], dtype
         ));
     }
     let mut tensor = sys::fa_tensor { dtype, ndim: shape.len() as i32, ..Default::default() };
-    let (mut first, mut last) = (offset as i128, offset as i128);
     for (d, (&size, &stride)) in shape.iter().zip(strides).enumerate() {
         tensor.shape[d] = match i64::try_from(size) {
             Ok(size) => size,
             Err(_) => return refuse(format!("size {} does not fit 63 bits", size)),
         };
+        tensor.stride[d] = stride as i64;
+    }
+    Ok(tensor)
+}
+
+/// Checks that every element lies in a slice of `len` elements and describes the tensor but for its address.
+fn describe_within(len: usize, offset: usize, shape: &[usize], strides: &[isize], dtype: i32) -> Result<sys::fa_tensor> {
+    let tensor = describe(shape, strides, dtype)?;
+    let (mut first, mut last) = (offset as i128, offset as i128);
+    for (&size, &stride) in shape.iter().zip(strides) {
         let reach = (size as i128 - 1) * stride as i128; // below 2^126; their sums could overflow
         first = first.saturating_add(reach.min(0));
         last = last.saturating_add(reach.max(0));
-        tensor.stride[d] = stride as i64;
     }
     let empty = shape.contains(&0);
     if offset > len || (!empty && (first < 0 || last >= len as i128)) {
@@ -111,7 +119,7 @@ impl<'a> TensorView<'a> {
 
     /// The tensor whose element (0, 0, ...) is `data[offset]`.
     pub fn strided<T: Element>(data: &'a [T], offset: usize, shape: &[usize], strides: &[isize]) -> Result<Self> {
-        let mut raw = describe(data.len(), offset, shape, strides, T::DTYPE)?;
+        let mut raw = describe_within(data.len(), offset, shape, strides, T::DTYPE)?;
         // From the whole slice's pointer: negative strides reach back before `offset`.
         raw.data = data.as_ptr().wrapping_add(offset) as *mut T as *mut _;
         Ok(TensorView { raw, slice: PhantomData })
@@ -123,7 +131,25 @@ impl<'a> TensorView<'a> {
         (0..parts).map(|part| Self::strided(data, part.saturating_mul(step), shape, &strides)).collect()
     }
 
-    /// A tensor this crate cannot check, GPU memory for example.
+    /// The tensor at an address this crate cannot check, in memory of a GPU for example, rows last to first.
+    ///
+    /// # Safety
+    /// As for [`TensorView::from_raw`].
+    pub unsafe fn from_ptr<T: Element>(address: *const T, shape: &[usize]) -> Result<Self> {
+        Self::from_ptr_strided(address, shape, &dense_strides(shape))
+    }
+
+    /// The tensor whose element (0, 0, ...) lies at an address this crate cannot check.
+    ///
+    /// # Safety
+    /// As for [`TensorView::from_raw`].
+    pub unsafe fn from_ptr_strided<T: Element>(address: *const T, shape: &[usize], strides: &[isize]) -> Result<Self> {
+        let mut raw = describe(shape, strides, T::DTYPE)?;
+        raw.data = address as *mut T as *mut _;
+        Ok(Self::from_raw(raw))
+    }
+
+    /// A tensor this crate cannot check, as the C interface has it.
     ///
     /// # Safety
     /// Until `'a` ends the tensor may be read by a context of its device and is written by nothing.
@@ -149,7 +175,7 @@ impl<'a> TensorViewMut<'a> {
 
     /// The tensor whose element (0, 0, ...) is `data[offset]`; no two indices may name the same element.
     pub fn strided<T: Element>(data: &'a mut [T], offset: usize, shape: &[usize], strides: &[isize]) -> Result<Self> {
-        let mut raw = describe(data.len(), offset, shape, strides, T::DTYPE)?;
+        let mut raw = describe_within(data.len(), offset, shape, strides, T::DTYPE)?;
         check_writable(shape, strides)?;
         // From the whole slice's pointer: negative strides reach back before `offset`.
         raw.data = data.as_mut_ptr().wrapping_add(offset) as *mut _;
@@ -164,14 +190,33 @@ impl<'a> TensorViewMut<'a> {
         (0..parts)
             .map(|part| {
                 let offset = part.saturating_mul(step);
-                let mut raw = describe(data.len(), offset, shape, &strides, T::DTYPE)?;
+                let mut raw = describe_within(data.len(), offset, shape, &strides, T::DTYPE)?;
                 raw.data = base.wrapping_add(offset) as *mut _;
                 Ok(TensorViewMut { raw, slice: PhantomData })
             })
             .collect()
     }
 
-    /// A tensor this crate cannot check, GPU memory for example.
+    /// The tensor at an address this crate cannot check, in memory of a GPU for example, rows last to first.
+    ///
+    /// # Safety
+    /// As for [`TensorViewMut::from_raw`].
+    pub unsafe fn from_ptr<T: Element>(address: *mut T, shape: &[usize]) -> Result<Self> {
+        Self::from_ptr_strided(address, shape, &dense_strides(shape))
+    }
+
+    /// The tensor whose element (0, 0, ...) lies at an address this crate cannot check; no two indices may name the same element.
+    ///
+    /// # Safety
+    /// As for [`TensorViewMut::from_raw`].
+    pub unsafe fn from_ptr_strided<T: Element>(address: *mut T, shape: &[usize], strides: &[isize]) -> Result<Self> {
+        let mut raw = describe(shape, strides, T::DTYPE)?;
+        check_writable(shape, strides)?;
+        raw.data = address as *mut _;
+        Ok(Self::from_raw(raw))
+    }
+
+    /// A tensor this crate cannot check, as the C interface has it.
     ///
     /// # Safety
     /// Until `'a` ends the tensor may be written by a context of its device and nothing else reads or writes it.
