@@ -13,9 +13,9 @@ module FlashAttn
 
 include("LibFlashattn.jl")
 using .LibFlashattn
-using .LibFlashattn: addresses, fa_tensor, fa_attention, fa_gradients, fa_config, fa_plan_info
+using .LibFlashattn: addresses, fa_tensor, fa_append, fa_attention, fa_gradients, fa_config, fa_plan_info
 
-export Context, FlashAttnError, attention, attention!, attention_gradients, query_forward
+export Context, FlashAttnError, append_kv!, attention, attention!, attention_gradients, merge_attention!, query_forward
 
 """A call that the library refused or could not complete: its status, the constant's name, and the library's sentence."""
 struct FlashAttnError <: Exception
@@ -62,25 +62,49 @@ default_context() = (default[] === nothing && (default[] = Context()); default[]
 
 dtype(::Type{Float32}) = LibFlashattn.FA_FLOAT32
 dtype(::Type{Float16}) = LibFlashattn.FA_FLOAT16
+dtype(::Type{Int8}) = LibFlashattn.FA_INT8
 dtype(::Type{Int32}) = LibFlashattn.FA_INT32
 dtype(::Type{Int64}) = LibFlashattn.FA_INT64
 dtype(::Type{UInt8}) = LibFlashattn.FA_UINT8
 dtype(::Type{Bool}) = LibFlashattn.FA_BOOL
 dtype(T::Type) = throw(ArgumentError("libflashattn has no dtype for $T"))
 
-# Sizes and strides in C's order. The array must be kept alive by the caller.
-tensor(::Nothing) = fa_tensor()
-function tensor(x::StridedArray{T,N}) where {T,N}
+# Sizes and strides in C's order. The array is put into `alive`, which the caller preserves as long as the library may use its address.
+tensor(alive, ::Nothing) = fa_tensor()
+function tensor(alive, x::StridedArray{T,N}) where {T,N}
     1 <= N <= 4 || throw(ArgumentError("a tensor has 1 to 4 dimensions, not $N"))
+    push!(alive, x)
     pad(dims) = ntuple(d -> d <= N ? Int64(dims[N+1-d]) : Int64(0), 4)
     return fa_tensor(pointer(x), pad(size(x)), pad(strides(x)), dtype(T), N)
 end
 
-function problem(q, k, v, out, lse, bias, sink, causal, window, scale, softcap, dropout_p, dropout_seed)
+function problem(
+    alive,
+    q,
+    k,
+    v,
+    out,
+    lse;
+    causal = false,
+    window = (nothing, nothing),
+    scale = nothing,
+    softcap = 0,
+    bias = nothing,
+    sink = nothing,
+    seqused_k = nothing,
+    page_table = nothing,
+    k_descale = nothing,
+    v_descale = nothing,
+    dropout_p = 0,
+    dropout_seed = 0,
+)
     p = fa_attention()
     check(ccall(addresses[:fa_attention_init], Int32, (Ref{fa_attention}, Csize_t), p, sizeof(fa_attention)), C_NULL)
-    p.q, p.k, p.v, p.out, p.lse = tensor(q), tensor(k), tensor(v), tensor(out), tensor(lse)
-    p.bias, p.sink = tensor(bias), tensor(sink)
+    p.q, p.k, p.v = tensor(alive, q), tensor(alive, k), tensor(alive, v)
+    p.out, p.lse = tensor(alive, out), tensor(alive, lse)
+    p.bias, p.sink = tensor(alive, bias), tensor(alive, sink)
+    p.seqused_k, p.page_table = tensor(alive, seqused_k), tensor(alive, page_table)
+    p.k_descale, p.v_descale = tensor(alive, k_descale), tensor(alive, v_descale)
     causal in (true, false, :top_left) || throw(ArgumentError("causal is $causal; it must be true, false or :top_left"))
     p.mask =
         causal === :top_left ? LibFlashattn.FA_MASK_CAUSAL_TOP_LEFT :
@@ -106,26 +130,13 @@ end
 
 Writes into `out` and, unless it is `nothing`, `lse`: Float32, (rows, heads, batch). Options: `causal` (true, false, :top_left), `window` = (left, right) with
 `nothing` for no limit, `scale` (nothing = 1 / sqrt(head_dim)), `softcap`, `bias` (rows of k, rows of q or 1, heads or 1, batch or 1), `sink` (heads),
-`dropout_p`, `dropout_seed`, `context`.
+`seqused_k` and `page_table` of a cache as for [`append_kv!`](@ref), `k_descale` and `v_descale` of keys and values in Int8, `dropout_p`, `dropout_seed`,
+`context`.
 """
-function attention!(
-    out,
-    lse,
-    q,
-    k,
-    v;
-    causal = false,
-    window = (nothing, nothing),
-    scale = nothing,
-    softcap = 0,
-    bias = nothing,
-    sink = nothing,
-    dropout_p = 0,
-    dropout_seed = 0,
-    context = default_context(),
-)
-    GC.@preserve q k v out lse bias sink context begin
-        p = problem(q, k, v, out, lse, bias, sink, causal, window, scale, softcap, dropout_p, dropout_seed)
+function attention!(out, lse, q, k, v; context = default_context(), options...)
+    alive = Any[]
+    GC.@preserve alive context begin
+        p = problem(alive, q, k, v, out, lse; options...)
         status = ccall(
             addresses[:fa_forward],
             Int32,
@@ -168,24 +179,21 @@ function attention_gradients(
     out,
     lse;
     dlse = nothing,
-    causal = false,
-    window = (nothing, nothing),
-    scale = nothing,
-    softcap = 0,
     bias = nothing,
     sink = nothing,
-    dropout_p = 0,
-    dropout_seed = 0,
     context = default_context(),
+    options...,
 )
     like(x) = x === nothing ? nothing : Array{eltype(x)}(undef, size(x))
     dq, dk, dv, dbias, dsink = like(q), like(k), like(v), like(bias), like(sink)
-    GC.@preserve q k v out lse bias sink dout dlse dq dk dv dbias dsink context begin
-        p = problem(q, k, v, out, lse, bias, sink, causal, window, scale, softcap, dropout_p, dropout_seed)
+    alive = Any[]
+    GC.@preserve alive context begin
+        p = problem(alive, q, k, v, out, lse; bias = bias, sink = sink, options...)
         g = fa_gradients()
         check(ccall(addresses[:fa_gradients_init], Int32, (Ref{fa_gradients}, Csize_t), g, sizeof(fa_gradients)), C_NULL)
-        g.dout, g.dlse, g.dq, g.dk, g.dv = tensor(dout), tensor(dlse), tensor(dq), tensor(dk), tensor(dv)
-        g.dbias, g.dsink = tensor(dbias), tensor(dsink)
+        g.dout, g.dlse = tensor(alive, dout), tensor(alive, dlse)
+        g.dq, g.dk, g.dv = tensor(alive, dq), tensor(alive, dk), tensor(alive, dv)
+        g.dbias, g.dsink = tensor(alive, dbias), tensor(alive, dsink)
         status = ccall(
             addresses[:fa_backward],
             Int32,
@@ -202,33 +210,99 @@ function attention_gradients(
     return dq, dk, dv, dbias, dsink
 end
 
+"""
+    append_kv!(k_cache, v_cache, k, v; options...)
+
+Writes new keys and values, (head_dim, heads, new rows, batch), into caches (head_dim, heads, rows, batch) or, with `page_table`, (head_dim, heads, page size,
+pages), and rotates them and the queries on the way. `v_cache` and `v` may be `nothing`. Options: `offsets`, (batch) Int32, rows that each sequence has already;
+`seqused`, (batch) Int32, how many of the new rows count; `seqused_k`, (batch) Int32, written: rows that each sequence has afterwards; `page_table`,
+(max pages, batch) Int32, whose page numbers count from 0; `rotary_cos` and `rotary_sin`, (rotary_dim / 2, positions); `rotary_positions`, (new rows, batch)
+Int32 or Int64, from 0 too; `interleaved`; `q`, the queries of the new rows, rotated into `q_out` or, without it, in place; `k_descale` and `v_descale` of caches in
+Int8, Float32: (heads, batch) is read, (heads, rows, batch) or (heads, page size, pages) is written; `context`.
+"""
+function append_kv!(
+    k_cache,
+    v_cache,
+    k,
+    v;
+    offsets = nothing,
+    seqused = nothing,
+    seqused_k = nothing,
+    page_table = nothing,
+    rotary_cos = nothing,
+    rotary_sin = nothing,
+    rotary_positions = nothing,
+    interleaved = false,
+    q = nothing,
+    q_out = nothing,
+    k_descale = nothing,
+    v_descale = nothing,
+    context = default_context(),
+)
+    alive = Any[]
+    GC.@preserve alive context begin
+        a = fa_append()
+        check(ccall(addresses[:fa_append_init], Int32, (Ref{fa_append}, Csize_t), a, sizeof(fa_append)), C_NULL)
+        a.k, a.v, a.k_cache, a.v_cache = tensor(alive, k), tensor(alive, v), tensor(alive, k_cache), tensor(alive, v_cache)
+        a.offsets, a.seqused, a.seqused_k = tensor(alive, offsets), tensor(alive, seqused), tensor(alive, seqused_k)
+        a.page_table, a.q, a.q_out = tensor(alive, page_table), tensor(alive, q), tensor(alive, q_out)
+        a.rotary_cos, a.rotary_sin = tensor(alive, rotary_cos), tensor(alive, rotary_sin)
+        a.rotary_positions = tensor(alive, rotary_positions)
+        a.k_descale, a.v_descale = tensor(alive, k_descale), tensor(alive, v_descale)
+        interleaved && (a.flags |= LibFlashattn.FA_APPEND_INTERLEAVED)
+        status = ccall(
+            addresses[:fa_append_kv],
+            Int32,
+            (Ptr{Cvoid}, Ref{fa_append}, Ptr{Cvoid}),
+            context.handle,
+            a,
+            C_NULL,
+        )
+        check(status, context.handle)
+    end
+    return k_cache, v_cache
+end
+
+"""
+    merge_attention!(out, lse, parts; context)
+
+Combines results `(out, lse)` of [`attention`](@ref) over disjoint sets of keys into the result over all of them; `lse` may be `nothing`.
+"""
+function merge_attention!(out, lse, parts; context = default_context())
+    alive = Any[]
+    GC.@preserve alive context begin
+        outs = fa_tensor[tensor(alive, part[1]) for part in parts]
+        lses = fa_tensor[tensor(alive, part[2]) for part in parts]
+        status = ccall(
+            addresses[:fa_merge],
+            Int32,
+            (Ptr{Cvoid}, Int32, Ptr{fa_tensor}, Ptr{fa_tensor}, Ptr{fa_tensor}, Ptr{fa_tensor}, Ptr{Cvoid}),
+            context.handle,
+            length(outs),
+            outs,
+            lses,
+            Ref(tensor(alive, out)),
+            lse === nothing ? C_NULL : Ref(tensor(alive, lse)),
+            C_NULL,
+        )
+        check(status, context.handle)
+    end
+    return out
+end
+
 text(bytes) = String(UInt8[b for b in Iterators.takewhile(!iszero, bytes)])
 
 """
-    query_forward(out, lse, q, k, v; context, ...)
+    query_forward(out, lse, q, k, v; options...)
 
 How `attention!` would run: (kernel, reason, workspace_bytes, flops, bytes). Throws what it would throw; reads no data.
 """
-function query_forward(
-    out,
-    lse,
-    q,
-    k,
-    v;
-    causal = false,
-    window = (nothing, nothing),
-    scale = nothing,
-    softcap = 0,
-    bias = nothing,
-    sink = nothing,
-    dropout_p = 0,
-    dropout_seed = 0,
-    context = default_context(),
-)
+function query_forward(out, lse, q, k, v; context = default_context(), options...)
     info = fa_plan_info()
     check(ccall(addresses[:fa_plan_info_init], Int32, (Ref{fa_plan_info}, Csize_t), info, sizeof(fa_plan_info)), C_NULL)
-    GC.@preserve q k v out lse bias sink context begin
-        p = problem(q, k, v, out, lse, bias, sink, causal, window, scale, softcap, dropout_p, dropout_seed)
+    alive = Any[]
+    GC.@preserve alive context begin
+        p = problem(alive, q, k, v, out, lse; options...)
         status = ccall(
             addresses[:fa_forward_query],
             Int32,

@@ -59,6 +59,84 @@ end
     close(context)
 end
 
+# A row of keys or queries rotated by hand; pairs are columns c and c + half, or 2c - 1 and 2c.
+function rotated(x, cos, sin, interleaved)
+    y, half = copy(x), length(cos)
+    for c = 1:half
+        i, j = interleaved ? (2c - 1, 2c) : (c, c + half)
+        y[i] = x[i] * cos[c] - x[j] * sin[c]
+        y[j] = x[i] * sin[c] + x[j] * cos[c]
+    end
+    return y
+end
+
+@testset "caches" begin
+    Random.seed!(2)
+    heads, dim, rows, batch, page_size = 2, 8, 3, 2, 4
+    k, v = randn(Float32, dim, heads, rows, batch), randn(Float32, dim, heads, rows, batch)
+    q = randn(Float32, dim, heads, rows, batch)
+    cos, sin = randn(Float32, 3, 16), randn(Float32, 3, 16)
+    held = Int32[5, 0]
+    pages = Int32[2 0; 1 3] # (max pages, batch), from 0
+    for paged in (false, true), interleaved in (false, true)
+        shape = paged ? (dim, heads, page_size, 5) : (dim, heads, 2page_size, batch)
+        k_cache, v_cache, used, turned = fill(7.0f0, shape), fill(7.0f0, shape), Int32[0, 0], zero(q)
+        table = paged ? pages : nothing
+        append_kv!(
+            k_cache,
+            v_cache,
+            k,
+            v;
+            offsets = held,
+            page_table = table,
+            seqused_k = used,
+            rotary_cos = cos,
+            rotary_sin = sin,
+            interleaved = interleaved,
+            q = q,
+            q_out = turned,
+        )
+        @test used == [8, 3]
+        written = 0
+        for b = 1:batch, i = 1:rows, h = 1:heads
+            place = held[b] + i - 1 # from 0
+            outer, row = paged ? (pages[place÷page_size+1, b] + 1, place % page_size + 1) : (b, place + 1)
+            c, s = cos[:, place+1], sin[:, place+1]
+            @test maximum(abs.(k_cache[:, h, row, outer] .- rotated(k[:, h, i, b], c, s, interleaved))) < 1e-5
+            @test maximum(abs.(turned[:, h, i, b] .- rotated(q[:, h, i, b], c, s, interleaved))) < 1e-5
+            @test v_cache[:, h, row, outer] == v[:, h, i, b]
+            written += dim
+        end
+        @test count(!=(7.0f0), v_cache) == written
+        out, _ = attention(turned, k_cache, v_cache; page_table = table, seqused_k = Int32[0, 3])
+        own = paged ? pages[1, 2] + 1 : 2 # where the second sequence's rows begin
+        alone, _ = attention(turned[:, :, :, 2:2], k_cache[:, :, 1:3, own:own], v_cache[:, :, 1:3, own:own])
+        @test all(iszero, out[:, :, :, 1]) && maximum(abs.(out[:, :, :, 2:2] .- alone)) < 1e-5
+    end
+    bytes, factors = zeros(Int8, dim, heads, 4, batch), zeros(Float32, heads, 4, batch)
+    append_kv!(bytes, nothing, k, nothing; k_descale = factors)
+    for b = 1:batch, i = 1:rows, h = 1:heads
+        @test factors[h, i, b] ≈ maximum(abs.(k[:, h, i, b])) / 127
+        @test maximum(abs.(bytes[:, h, i, b] .* factors[h, i, b] .- k[:, h, i, b])) <= 0.51 * factors[h, i, b]
+    end
+    @test all(iszero, factors[:, 4, :])
+    @test_throws FlashAttnError append_kv!(bytes, nothing, k, v)
+end
+
+@testset "merging" begin
+    Random.seed!(3)
+    q, k, v = randn(Float32, 8, 2, 3, 1), randn(Float32, 8, 2, 9, 1), randn(Float32, 8, 2, 9, 1)
+    whole, whole_lse = attention(q, k, v)
+    parts = [attention(q, view(k, :, :, keys, :), view(v, :, :, keys, :)) for keys in (1:2, 3:3, 4:9)]
+    out, lse = zero(whole), zero(whole_lse)
+    merge_attention!(out, lse, parts)
+    @test maximum(abs.(out .- whole)) < 1e-5 && maximum(abs.(lse .- whole_lse)) < 1e-5
+    fill!(out, 0)
+    merge_attention!(out, nothing, parts)
+    @test maximum(abs.(out .- whole)) < 1e-5
+    @test_throws FlashAttnError merge_attention!(out, lse, [])
+end
+
 @testset "refusals" begin
     q = zeros(Float32, 8, 2, 3, 1)
     failed = try
