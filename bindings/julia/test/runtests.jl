@@ -135,6 +135,12 @@ end
     merge_attention!(out, nothing, parts)
     @test maximum(abs.(out .- whole)) < 1e-5
     @test_throws FlashAttnError merge_attention!(out, lse, [])
+# What the README shows.
+@testset "README" begin
+    q, k, v, dout = (randn(Float32, 64, 8, 1024, 1) for _ in 1:4) # (head_dim, heads, rows, batch)
+    out, lse = attention(q, k, v; causal = true)
+    dq, dk, dv, _, _ = attention_gradients(dout, q, k, v, out, lse; causal = true)
+    @test size(dq) == size(q)
 end
 
 @testset "refusals" begin
