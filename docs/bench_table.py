@@ -1,37 +1,14 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the README's benchmark tables from the JSON of fa_bench_cpu, run on this machine with the library of this build, or of
-fa_bench_gpu.py, run anywhere.
-
-    build/release/tests/bench/fa_bench_cpu --json bench.json && docs/bench_table.py bench.json
-    tests/bench/fa_bench_gpu.py --json gpu.json && docs/bench_table.py gpu.json
-
-usage: bench_table.py JSON [README]
-"""
-import json
+"""The README's benchmark tables, from the JSON of fa_bench_cpu and fa_bench_gpu.py. docs/pictures.py writes them."""
 import math
-import platform
-import re
-import subprocess
-import sys
 from collections import defaultdict, namedtuple
-from pathlib import Path
 
 # The comments that stand around a table.
 Markers = namedtuple("Markers", "begin end")
-CPU = Markers("<!-- benchmark table: written by docs/bench_table.py from the JSON of fa_bench_cpu; do not edit by hand -->",
+CPU = Markers("<!-- benchmark table: written by docs/pictures.py from docs/data/cpu.json; do not edit by hand -->",
               "<!-- end of benchmark table -->")
-GPU = Markers("<!-- GPU benchmark table: written by docs/bench_table.py from the JSON of fa_bench_gpu.py; do not edit by hand -->",
+GPU = Markers("<!-- GPU benchmark table: written by docs/pictures.py from docs/data/gpu.json; do not edit by hand -->",
               "<!-- end of GPU benchmark table -->")
-
-
-def machine():
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    name = re.search(r"model name\s*: (.*)", cpuinfo)
-    model = re.search(r"model\s*: (\d+)", cpuinfo)
-    compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    cores = len(re.findall(r"^processor\s*:", cpuinfo, flags=re.M))
-    return f"{name.group(1) if name else platform.machine()} (model {model.group(1) if model else '?'}), {cores} cores; {compiler}"
 
 
 def cpu_cell(row):
@@ -58,7 +35,7 @@ def cpu_table(data):
         cells = " | ".join(cpu_cell(rows.get(t)) for t in threads)
         lines.append(f"| {kind} | {dtype} | {heads} x {head_dim} | {seqlen_q} x {seqlen_k} | {'causal' if causal else 'full'} "
                      f"| {cells} | {ratio} |")
-    note = (f"libflashattn {data['library']}, batch 1, on {machine()}. In brackets the fraction of the fp32 multiply-add peak "
+    note = (f"libflashattn {data['library']}, batch 1, on {data['machine']}. In brackets the fraction of the fp32 multiply-add peak "
             f"({data['probe_isa']}) or, for decode, of the read bandwidth, probed in the same run; "
             "[docs/performance.md](docs/performance.md) says how.")
     return note, lines
@@ -95,14 +72,10 @@ def gpu_table(data):
     return note, lines
 
 
-def write(json_path, readme):
-    data = json.loads(json_path.read_text())
+def replaced(data, text):
+    """The README with the table of this run."""
     markers, (note, lines) = (GPU, gpu_table(data)) if "device" in data else (CPU, cpu_table(data))
-    before, rest = readme.read_text().split(markers.begin)
+    before, rest = text.split(markers.begin)
     after = rest.split(markers.end)[1]
     table = "\n".join(lines)
-    readme.write_text(f"{before}{markers.begin}\n{note}\n\n{table}\n{markers.end}{after}")
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent.parent / "README.md")
+    return f"{before}{markers.begin}\n{note}\n\n{table}\n{markers.end}{after}"

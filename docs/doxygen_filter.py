@@ -51,6 +51,7 @@ def main():
                 if file == root / "README.md":
                     line = f"\\mainpage libflashattn\n\\anchor {known[file]}\n"
             else:
+                line = re.sub(r"!\[([^\]]*)\]\((?:[^)\s/]*/)*([^)\s/]+\.svg)\)", r'\\image html \2 "\1"', line)  # Doxygen's own command finds it in IMAGE_PATH
                 line = re.sub(r"\[((?:[^\]`]|`[^`]*`)*)\]\(([^)\s]+)\)", link, line)
         lines.append(line)
     sys.stdout.write("\n".join(lines) + "\n")

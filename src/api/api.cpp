@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The exported functions: guard the handle, copy the structs in, hand over to core, turn every failure into a status and a text.
+#include <cinttypes>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -196,7 +197,12 @@ fa_status from_dlpack(fa_tensor *tensor, const void *dl_tensor, ErrorText &error
       return fail(error, FA_ERROR_SHAPE, "dl_tensor->shape has more elements than 64 bits count");
     }
   }
-  view.data = source.data != nullptr ? static_cast<char *>(source.data) + source.byte_offset : nullptr;
+  uintptr_t address = reinterpret_cast<uintptr_t>(source.data);
+  if (source.data != nullptr && __builtin_add_overflow(address, source.byte_offset, &address)) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "dl_tensor->byte_offset is %" PRIu64 ", which leads past the end of memory",
+                source.byte_offset);
+  }
+  view.data = reinterpret_cast<void *>(address);
   *tensor = view;
   return FA_OK;
 }

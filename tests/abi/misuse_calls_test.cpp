@@ -476,6 +476,8 @@ TEST_F(Calls, Dlpack) {
   refuse(FA_ERROR_DTYPE, {"dtype", "64 bits"}, [](DLTensor &t) { t.bits = 64; });
   refuse(FA_ERROR_DTYPE, {"dtype", "code 77"}, [](DLTensor &t) { t.code = 77; });
   refuse(FA_ERROR_DTYPE, {"dtype", "2 lanes"}, [](DLTensor &t) { t.lanes = 2; });
+  refuse(FA_ERROR_INVALID_ARGUMENT, {"byte_offset", std::to_string(UINT64_MAX)},
+         [](DLTensor &t) { t.byte_offset = UINT64_MAX; });
   int64_t huge[3] = {INT64_MAX, 3, 4};
   refuse(FA_ERROR_SHAPE, {"shape"}, [&](DLTensor &t) { t.shape = huge; });
   expect_refusal(fa_tensor_from_dlpack(nullptr, &valid), FA_ERROR_INVALID_ARGUMENT, fa_last_error(nullptr), {"tensor", "NULL"});

@@ -359,11 +359,31 @@ void print_row(const Case &c, const Row &r) {
   std::fflush(stdout);
 }
 
+// Processor, cores and compiler: figures without them say little.
+std::string machine() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  std::string line, name = "unknown processor", model = "?";
+  int cores = 0;
+  while (std::getline(cpuinfo, line)) {
+    const size_t colon = line.find(": ");
+    if (colon == std::string::npos) continue;
+    if (line.rfind("model name", 0) == 0) name = line.substr(colon + 2);
+    if (line.rfind("model\t", 0) == 0) model = line.substr(colon + 2);
+    if (line.rfind("processor", 0) == 0) ++cores;
+  }
+#ifdef __clang__
+  const std::string compiler = "";  // __VERSION__ begins with the name
+#else
+  const std::string compiler = "GCC ";
+#endif
+  return name + " (model " + model + "), " + std::to_string(cores) + " cores; " + compiler + __VERSION__;
+}
+
 void write_json(const std::string &path, const std::vector<std::pair<Case, Row>> &rows) {
   std::ofstream out(path);
   out.precision(6);
   out << "{\n  \"library\": \"" << fa_version_string() << "\",\n  \"probe_isa\": \"" << bench::probe_isa()
-      << "\",\n  \"rows\": [\n";
+      << "\",\n  \"machine\": \"" << machine() << "\",\n  \"rows\": [\n";
   for (size_t i = 0; i < rows.size(); ++i) {
     const auto &[c, r] = rows[i];
     const std::string name = c.name();

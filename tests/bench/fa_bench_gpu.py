@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -23,10 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu import cases, plot, report  # noqa: E402  (nothing of these needs torch)
 
+WHOLE = ("host", "memory")  # sections that are no rows
+
 
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default=",".join((*cases.SECTIONS, "host")), help="comma-separated; default: %(default)s")
+    parser.add_argument("--sections", default=",".join((*cases.SECTIONS, *WHOLE)), help="comma-separated; default: %(default)s")
     parser.add_argument("--filter", action="append", default=[], metavar="TEXT",
                         help="only rows whose 'section: name ' contains TEXT; several must all match")
     parser.add_argument("--quick", action="store_true", help="a coarser grid within a minute")
@@ -39,7 +40,7 @@ def parse(argv):
     parser.add_argument("--host-program", type=Path, metavar="FILE", help="fa_bench_host of the build, for the host time of C calls")
     args = parser.parse_args(argv)
     args.sections = [name for name in args.sections.split(",") if name]
-    unknown = [name for name in args.sections if name not in (*cases.SECTIONS, "host")]
+    unknown = [name for name in args.sections if name not in (*cases.SECTIONS, *WHOLE)]
     if unknown:
         parser.error(f"unknown section {', '.join(unknown)}")
     args.seconds = args.seconds or (50 if args.quick else 270)
@@ -165,6 +166,11 @@ def measure(args, rows_wanted):
     deadline = time.monotonic() + args.seconds
     if "host" in args.sections:
         data["host_us"] = measure_host(contexts[0], args.host_program)
+    if "memory" in args.sections:
+        from gpu import memory
+
+        data["memory"] = memory.measure(contexts[0])
+        print(memory.text(data["memory"]), flush=True)
     section, spare_s = None, 0.15  # of a row: inputs and warm-up
     for n, case in enumerate(rows_wanted):
         if case.section != section:
@@ -198,7 +204,7 @@ def main(argv=None):
     if args.baseline:
         print(report.compare(data["rows"], json.loads(args.baseline.read_text())["rows"]))
     if args.json:
-        args.json.write_text(json.dumps(data, indent=1) + os.linesep)
+        args.json.write_text(report.to_json(data))
     if args.svg:
         args.svg.write_text(plot.svg(data))
     return 0

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import sys
-import tempfile
 import unittest
 import xml.etree.ElementTree as xml
 from pathlib import Path
@@ -95,6 +94,11 @@ class Report(unittest.TestCase):
         self.assertAlmostEqual(row["ratios"]["read"], 0.5)
         self.assertEqual(len(report.columns(row)), len(report.HEADINGS))
 
+    def test_json_of_a_run_is_that_run(self):
+        data = json.loads(report.to_json(recorded()))
+        data["rows"] = [report.add_ratios(row) for row in data["rows"]]
+        self.assertEqual(data, recorded())
+
     def test_replay_prints_every_row_and_means(self):
         text = output_of("--replay", RECORDED)
         for row in recorded()["rows"]:
@@ -130,18 +134,23 @@ class Picture(unittest.TestCase):
         points = [float(x) for element in lines for pair in element.get("points").split() for x in pair.split(",")]
         self.assertTrue(points and min(points) > 0 and max(points) < float(root.get("height")))
 
+    def test_memory_has_a_line_for_every_contender(self):
+        rows = [{"seqlen": n, "tensors": 32768 * n, "bytes": {"ours": 8192 * n, "unfused": 64 * n * n}} for n in (1024, 2048, 4096)]
+        root = xml.fromstring(plot.memory_svg({"device": "a GPU", "memory": rows}))
+        heights = [[float(pair.split(",")[1]) for pair in element.get("points").split()] for element in root
+                   if element.tag.endswith("polyline") and element.get("points")]
+        self.assertEqual(sorted(map(len, heights)), [3, 3, 3])
+        self.assertTrue(all(ys == sorted(ys, reverse=True) for ys in heights))  # more rows, more memory: further up
+
     def test_nothing_to_draw_is_an_error(self):
-        with self.assertRaises(ValueError):
-            plot.svg({"device": "none", "rows": []})
+        for draw in (plot.svg, plot.memory_svg):
+            with self.assertRaises(ValueError):
+                draw({"device": "none", "rows": []})
 
 
 class Table(unittest.TestCase):
     def test_readme_table(self):
-        with tempfile.TemporaryDirectory() as folder:
-            readme = Path(folder) / "README.md"
-            readme.write_text(f"before\n{bench_table.GPU.begin}\nold\n{bench_table.GPU.end}\nafter\n")
-            bench_table.write(RECORDED, readme)
-            text = readme.read_text()
+        text = bench_table.replaced(recorded(), f"before\n{bench_table.GPU.begin}\nold\n{bench_table.GPU.end}\nafter\n")
         self.assertTrue(text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text)
         self.assertIn("| forward, head_dim 128, causal |", text)
         self.assertIn("NVIDIA H200", text)

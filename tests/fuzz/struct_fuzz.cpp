@@ -5,22 +5,23 @@
 // what a caller says about its own memory is beyond what any library can check. Built with libFuzzer (tests/fuzz/libfuzzer.py), the choices
 // come from its inputs, which follow coverage, instead of random numbers.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
-#include <algorithm>
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
 #include <map>
-#include <random>
-#include <string>
+#include <vector>
 
 #include "flashattn/flashattn.h"
+#include "problems.h"
 
 namespace {
+
+using fuzz::Edge;
+using fuzz::inside;
+using fuzz::Maker;
+using fuzz::Problem;
 
 // Outputs overlap here as often as not, which the interface forbids: two threads then race by the caller's own fault.
 #if defined(__SANITIZE_THREAD__)
@@ -29,99 +30,9 @@ constexpr int32_t kMostThreads = 1;
 constexpr int32_t kMostThreads = 2;
 #endif
 
-// Memory between two unmapped regions.
-class Arena {
- public:
-  explicit Arena(size_t bytes) : bytes_(bytes) {
-    memory_ =
-        static_cast<char *>(mmap(nullptr, bytes + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    EXPECT_NE(memory_, MAP_FAILED);
-    protect(PROT_READ | PROT_WRITE);
-  }
-  ~Arena() { munmap(memory_, bytes_ + 2 * kGuard); }
-  void protect(int protection) { mprotect(begin(), bytes_, protection); }
-  char *begin() const { return memory_ + kGuard; }
-  char *end() const { return begin() + bytes_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  static constexpr size_t kGuard = size_t{1} << 24;
-  size_t bytes_;
-  char *memory_;
-};
-
-int dtype_bytes(fa_dtype dtype) { return (dtype >> 8 & 0xFF) / 8; }
-
-// Whether every element of `t` lies in `arena`.
-bool inside(const fa_tensor &t, const Arena &arena) {
-  if (t.data == nullptr || t.ndim < 1 || t.ndim > 4) return true;  // absent, or refused before anything is read
-  __int128 low = reinterpret_cast<uintptr_t>(t.data), high = low + dtype_bytes(t.dtype);
-  if (std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) return true;
-  for (int d = 0; d < t.ndim; ++d) {
-    const __int128 steps = (static_cast<__int128>(t.shape[d]) - 1) * t.stride[d];  // two numbers of 64 bits
-    if (steps > INT64_MAX || steps < INT64_MIN) return false;
-    const __int128 reach = steps * dtype_bytes(t.dtype);
-    (reach < 0 ? low : high) += reach;
-  }
-  return low >= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.begin())) &&
-         high <= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.end()));
-}
-
-constexpr fa_tensor fa_attention::*kInputs[] = {&fa_attention::q,
-                                                &fa_attention::k,
-                                                &fa_attention::v,
-                                                &fa_attention::cu_seqlens_q,
-                                                &fa_attention::cu_seqlens_k,
-                                                &fa_attention::seqused_q,
-                                                &fa_attention::seqused_k,
-                                                &fa_attention::page_table,
-                                                &fa_attention::bias,
-                                                &fa_attention::block_mask,
-                                                &fa_attention::alibi_slopes,
-                                                &fa_attention::sink,
-                                                &fa_attention::q_descale,
-                                                &fa_attention::k_descale,
-                                                &fa_attention::v_descale};
-constexpr fa_tensor fa_attention::*kOutputs[] = {&fa_attention::out, &fa_attention::lse};
-constexpr fa_tensor fa_gradients::*kGradients[] = {&fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv,
-                                                   &fa_gradients::dbias, &fa_gradients::dsink};
-constexpr fa_tensor fa_gradients::*kIncoming[] = {&fa_gradients::dout, &fa_gradients::dlse};
-
-constexpr fa_tensor fa_append::*kAppendInputs[] = {
-    &fa_append::k,       &fa_append::v,          &fa_append::page_table, &fa_append::offsets,         &fa_append::cu_seqlens,
-    &fa_append::seqused, &fa_append::rotary_cos, &fa_append::rotary_sin, &fa_append::rotary_positions};
-constexpr fa_tensor fa_append::*kAppendOutputs[] = {&fa_append::k_cache, &fa_append::v_cache, &fa_append::seqused_k,
-                                                    &fa_append::q_out};
-
-struct Problem {
-  fa_attention attention;
-  fa_gradients gradients;
-};
-
-// Where choices come from: random numbers, or the bytes of an input and then zeros.
-class Source {
- public:
-  void seed(uint64_t value) { random_.seed(value); }
-  void feed(const uint8_t *data, size_t size) { next_ = data, end_ = data + size; }
-
-  uint64_t operator()() { return next_ == nullptr ? random_() : bytes(8); }
-  // Small choices take one byte each, so that a changed byte changes one choice.
-  uint64_t below(uint64_t n) { return (next_ == nullptr ? random_() : bytes(n <= 256 ? 1 : 4)) % n; }
-
- private:
-  uint64_t bytes(int count) {
-    uint64_t value = 0;
-    for (; count > 0; --count) value = value << 8 | (next_ != end_ ? *next_++ : 0);
-    return value;
-  }
-
-  std::mt19937_64 random_;
-  const uint8_t *next_ = nullptr, *end_ = nullptr;
-};
-
-class StructFuzz : public testing::Test {
+class StructFuzz : public testing::Test, protected fuzz::Maker {
  protected:
-  StructFuzz() : inputs_(size_t{1} << 20), outputs_(size_t{1} << 20) {
+  StructFuzz() {
     const char *seed = std::getenv("FA_FUZZ_SEED");
     random_.seed(seed != nullptr ? std::strtoull(seed, nullptr, 0) : 20240229);
     fill_inputs();
@@ -137,335 +48,23 @@ class StructFuzz : public testing::Test {
     for (fa_context ctx : contexts_) fa_destroy(ctx);
   }
 
-  int64_t below(int64_t n) { return static_cast<int64_t>(random_.below(static_cast<uint64_t>(n))); }
-  bool one_in(int64_t n) { return below(n) == 0; }
-  template <typename T, size_t N>
-  T pick(const T (&values)[N]) {
-    return values[below(N)];
-  }
-
-  // The first half is floats with a few NaN and infinities. The second is groups of eight small integers that mostly increase, as
-  // offsets do, of 32 bits or as pairs of 64.
-  void fill_inputs() {
-    float *floats = reinterpret_cast<float *>(inputs_.begin());
-    const size_t half = inputs_.bytes() / 2 / sizeof(float);
-    const float specials[] = {std::numeric_limits<float>::quiet_NaN(),
-                              std::numeric_limits<float>::infinity(),
-                              -std::numeric_limits<float>::infinity(),
-                              1e38f,
-                              -1e38f,
-                              0.0f};
-    for (size_t i = 0; i < half; ++i) {
-      floats[i] = one_in(400) ? pick(specials) : static_cast<float>(below(2001) - 1000) / 500.0f;
-    }
-    int32_t *integers = reinterpret_cast<int32_t *>(floats + half);
-    for (size_t i = 0; i + 8 <= half; i += 8) {
-      const bool wide = one_in(2);
-      int64_t value = 0;
-      for (size_t n = 0; n < 8; ++n) {
-        if (!wide || n % 2 == 0) value += below(3);
-        integers[i + n] = static_cast<int32_t>(one_in(50) ? static_cast<int64_t>(random_()) : wide && n % 2 == 1 ? 0 : value);
-      }
-    }
-    inputs_.protect(PROT_READ);
-  }
-
-  // Somewhere in an arena, aligned to 32 bytes, with some room behind it.
-  void *place(const Arena &arena, double from, double to) {
-    const auto offset = static_cast<int64_t>(static_cast<double>(arena.bytes()) * from);
-    const auto size = static_cast<int64_t>(static_cast<double>(arena.bytes()) * (to - from)) * 3 / 4;
-    return arena.begin() + (offset + below(size)) / 32 * 32;
-  }
-
-  fa_tensor tensor(void *data, fa_dtype dtype, std::initializer_list<int64_t> shape) {
-    fa_tensor t{};
-    t.data = data;
-    t.dtype = dtype;
-    t.ndim = static_cast<int32_t>(shape.size());
-    std::copy(shape.begin(), shape.end(), t.shape);
-    int64_t step = 1;
-    for (int d = t.ndim - 1; d >= 0; --d) {
-      t.stride[d] = step;
-      step *= t.shape[d];
-    }
-    return t;
-  }
-  fa_tensor input(fa_dtype dtype, std::initializer_list<int64_t> shape) { return tensor(place(inputs_, 0, 0.5), dtype, shape); }
-  fa_tensor lengths(fa_dtype dtype, std::initializer_list<int64_t> shape) {
-    return tensor(place(inputs_, 0.5, 1), dtype, shape);
-  }
-  fa_tensor output(fa_dtype dtype, std::initializer_list<int64_t> shape) { return tensor(place(outputs_, 0, 1), dtype, shape); }
-
-  // Valid, but for what the lengths happen to be.
-  Problem valid() {
-    Problem p;
-    fa_attention &a = p.attention;
-    fa_gradients &g = p.gradients;
-    fa_attention_init(&a, sizeof a);
-    fa_gradients_init(&g, sizeof g);
-    const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
-    const fa_dtype dtype = pick(dtypes);
-    const int64_t heads_k = 1 + below(2), heads_q = heads_k * (1 + below(3)), d = 1 + below(24), dv = 1 + below(24);
-    int64_t batch = below(4), seq_q = below(12), seq_k = below(12);
-    const bool packed = one_in(3), paged = !packed && one_in(4);
-    const auto rows = [&](auto make, int64_t length, int64_t heads, int64_t dim) {
-      return packed ? (this->*make)(dtype, {length, heads, dim}) : (this->*make)(dtype, {batch, length, heads, dim});
-    };
-    constexpr auto in = &StructFuzz::input, out = &StructFuzz::output;
-    a.q = rows(in, seq_q, heads_q, d);
-    a.k = paged ? input(dtype, {4, 1 + below(4), heads_k, d}) : rows(in, seq_k, heads_k, d);
-    a.v = paged ? input(dtype, {4, a.k.shape[1], heads_k, dv}) : rows(in, seq_k, heads_k, dv);
-    a.out = rows(out, seq_q, heads_q, dv);
-    a.lse = packed ? output(FA_FLOAT32, {heads_q, seq_q}) : output(FA_FLOAT32, {batch, heads_q, seq_q});
-    if (packed) {
-      a.cu_seqlens_q = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
-      a.cu_seqlens_k = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
-    }
-    if (paged) {
-      a.page_table = lengths(FA_INT32, {batch, 3});
-      seq_k = 3 * a.k.shape[1];
-    }
-    if (one_in(3)) {
-      a.k.dtype = a.v.dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3;
-      for (fa_tensor *descale : {&a.k_descale, &a.v_descale}) {
-        if (one_in(2)) continue;
-        *descale = one_in(2) ? input(FA_FLOAT32, {batch, heads_k})
-                             : input(FA_FLOAT32, {packed ? 1 : a.k.shape[0], a.k.shape[packed ? 0 : 1], heads_k});
-      }
-    }
-    if (one_in(4)) a.seqused_q = lengths(FA_INT32, {batch});
-    if (one_in(4)) a.seqused_k = lengths(FA_INT32, {batch});
-    a.mask = static_cast<fa_mask_kind>(below(3));
-    if (one_in(3)) a.window |= FA_WINDOW_LEFT, a.window_left = below(8);
-    if (one_in(3)) a.window |= FA_WINDOW_RIGHT, a.window_right = below(8);
-    if (one_in(3)) a.bias = input(dtype, {1, heads_q, seq_q, seq_k});
-    if (one_in(3)) {
-      a.block_size_q = 1 + below(4);
-      a.block_size_k = 1 + below(4);
-      a.block_mask = lengths(
-          FA_UINT8, {1, 1, (seq_q + a.block_size_q - 1) / a.block_size_q, (seq_k + a.block_size_k - 1) / a.block_size_k});
-    }
-    if (one_in(3)) a.alibi_slopes = input(FA_FLOAT32, {heads_q});
-    if (one_in(3)) a.sink = input(FA_FLOAT32, {heads_q});
-    if (one_in(3)) a.softcap = 10.0f;
-    if (one_in(3)) a.dropout_p = 0.3f, a.dropout_seed = random_();
-    if (one_in(6)) a.dropout_seed = 0, a.dropout_seed_ptr = static_cast<uint64_t *>(place(inputs_, 0, 1));
-    a.flags = static_cast<uint32_t>(below(4));
-
-    g.dout = rows(in, seq_q, heads_q, dv);
-    if (one_in(2)) g.dlse = packed ? input(FA_FLOAT32, {heads_q, seq_q}) : input(FA_FLOAT32, {batch, heads_q, seq_q});
-    g.dq = rows(out, seq_q, heads_q, d);
-    if (!paged) g.dk = rows(out, seq_k, heads_k, d);
-    if (!paged) g.dv = rows(out, seq_k, heads_k, dv);
-    if (a.bias.data != nullptr && one_in(2)) g.dbias = output(FA_FLOAT32, {1, heads_q, seq_q, seq_k});
-    if (a.sink.data != nullptr && one_in(2)) g.dsink = output(FA_FLOAT32, {heads_q});
-    return p;
-  }
-
-  fa_append valid_append() {
-    fa_append a;
-    fa_append_init(&a, sizeof a);
-    const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
-    const fa_dtype dtype = pick(dtypes), tables = one_in(2) ? dtype : fa_dtype{FA_FLOAT32};
-    const int64_t batch = below(4), rows = below(6), heads = 1 + below(2), d = 2 + below(24), dv = 1 + below(24);
-    const int64_t half = 1 + below(d / 2), heads_q = heads * (1 + below(3));
-    const bool packed = one_in(3), paged = one_in(2);
-    const auto rows_of = [&](auto make, int64_t h, int64_t dim) {
-      return packed ? (this->*make)(dtype, {rows, h, dim}) : (this->*make)(dtype, {batch, rows, h, dim});
-    };
-    constexpr auto in = &StructFuzz::input, out = &StructFuzz::output;
-    a.k = rows_of(in, heads, d);
-    a.k_cache = output(dtype, {paged ? 4 : batch, 1 + below(9), heads, d});
-    if (!one_in(4)) {
-      a.v = rows_of(in, heads, dv);
-      a.v_cache = output(dtype, {a.k_cache.shape[0], a.k_cache.shape[1], heads, dv});
-    }
-    if (one_in(3)) {
-      a.k_cache.dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3;
-      if (a.v_cache.ndim != 0) a.v_cache.dtype = a.k_cache.dtype;
-      if (one_in(2)) a.k_descale = input(FA_FLOAT32, {batch, heads});
-      if (one_in(2)) a.k_descale = output(FA_FLOAT32, {a.k_cache.shape[0], a.k_cache.shape[1], heads});
-    }
-    if (paged) a.page_table = lengths(FA_INT32, {batch, 3});
-    if (packed) a.cu_seqlens = lengths(one_in(2) ? FA_INT32 : FA_INT64, {batch + 1});
-    if (one_in(2)) a.offsets = lengths(FA_INT32, {batch});
-    if (one_in(4)) a.seqused = lengths(FA_INT32, {batch});
-    if (one_in(2)) a.seqused_k = output(FA_INT32, {batch});
-    if (one_in(3)) return a;
-    a.rotary_cos = input(tables, {30, half});
-    a.rotary_sin = input(tables, {30, half});
-    a.flags = static_cast<uint32_t>(below(2));
-    if (one_in(2)) {
-      const fa_dtype integers = one_in(2) ? FA_INT32 : FA_INT64;
-      a.rotary_positions = packed ? lengths(integers, {rows}) : lengths(integers, {batch, rows});
-    }
-    if (one_in(2)) return a;
-    a.q = rows_of(one_in(2) ? in : out, heads_q, d);
-    if (a.q.data < outputs_.begin() || a.q.data >= outputs_.end()) a.q_out = rows_of(out, heads_q, d);
-    return a;
-  }
-
-  int64_t nasty_integer() {
-    const int64_t values[] = {0,
-                              1,
-                              -1,
-                              2,
-                              3,
-                              4,
-                              5,
-                              8,
-                              16,
-                              63,
-                              64,
-                              65,
-                              512,
-                              513,
-                              INT32_MAX,
-                              INT32_MIN,
-                              int64_t{1} << 32,
-                              int64_t{1} << 40,
-                              (int64_t{1} << 40) + 1,
-                              int64_t{1} << 60,
-                              int64_t{1} << 62,
-                              INT64_MAX,
-                              INT64_MIN,
-                              INT64_MAX - 1};
-    return one_in(8) ? static_cast<int64_t>(random_()) : pick(values);
-  }
-
-  void damage(fa_tensor &t) {
-    switch (below(9)) {
-      case 0: {
-        const auto address = reinterpret_cast<uintptr_t>(t.data);
-        void *const places[] = {nullptr,
-                                reinterpret_cast<void *>(address + 1),
-                                reinterpret_cast<void *>(address + 2),
-                                outputs_.begin(),
-                                inputs_.begin(),
-                                outputs_.end() - 4,
-                                reinterpret_cast<void *>(8),
-                                reinterpret_cast<void *>(UINTPTR_MAX - 7)};
-        t.data = pick(places);
-        break;
-      }
-      case 1: {
-        const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT32, FA_INT64, FA_UINT8, FA_INT8,
-                                   FA_BOOL,    0,          -1,          0x00022002};
-        t.dtype = pick(dtypes);
-        break;
-      }
-      case 2:
-        t.ndim = static_cast<int32_t>(one_in(4) ? nasty_integer() : below(6) - 1);
-        break;
-      case 3:
-        t = fa_tensor{};
-        break;
-      case 4:
-        for (int64_t &size : t.shape) size = one_in(2) ? below(6) : size;
-        break;
-      case 5:
-        for (int64_t &stride : t.stride) stride = one_in(2) ? below(9) - 4 : stride;
-        break;
-      case 6:
-        t.stride[below(4)] = nasty_integer();
-        break;
-      default:
-        t.shape[below(4)] = nasty_integer();
-    }
-  }
-
-  // Scalar fields as bytes: any bit pattern may stand in any of them.
-  template <typename T>
-  void damage_scalar(T &field) {
-    const auto value = static_cast<uint64_t>(nasty_integer());
-    if (one_in(2)) {
-      std::memcpy(&field, &value, sizeof field);
-    } else {
-      field = static_cast<T>(below(5) - 2);
-    }
-  }
-
-  void damage(Problem &p) {
-    fa_attention &a = p.attention;
-    fa_gradients &g = p.gradients;
-    switch (below(22)) {
-      case 0:
-        return damage_scalar(a.flags);
-      case 1:
-        return damage_scalar(a.max_seqlen_q);
-      case 2:
-        return damage_scalar(a.max_seqlen_k);
-      case 3:
-        return damage_scalar(a.mask);
-      case 4:
-        return damage_scalar(a.window);
-      case 5:
-        return damage_scalar(a.window_left);
-      case 6:
-        return damage_scalar(a.window_right);
-      case 7:
-        return damage_scalar(a.block_size_q);
-      case 8:
-        return damage_scalar(a.block_size_k);
-      case 9:
-        return damage_scalar(a.softmax_scale);
-      case 10:
-        return damage_scalar(a.softcap);
-      case 11:
-        return damage_scalar(a.dropout_p);
-      case 12:
-        return damage_scalar(a.num_splits);
-      case 13:
-        return damage_scalar(one_in(2) ? a.dropout_seed : a.dropout_offset);
-      case 14:
-        return damage_scalar(g.reserved);
-      case 15:
-        return damage_scalar(one_in(2) ? a.struct_size : g.struct_size);
-      case 16:
-      case 17:
-        return damage(g.*pick(kGradients));
-      case 18:
-        return damage(g.*pick(kIncoming));
-      case 19:
-        return damage(a.*pick(kOutputs));
-      default:
-        return damage(a.*pick(kInputs));
-    }
-  }
-
-  void damage(fa_append &a) {
-    switch (below(8)) {
-      case 0:
-        return damage_scalar(a.flags);
-      case 1:
-        return damage_scalar(a.struct_size);
-      case 2:
-        return damage(a.q);
-      case 3:
-      case 4:
-        return damage(a.*pick(kAppendOutputs));
-      default:
-        return damage(a.*pick(kAppendInputs));
-    }
-  }
-
-  // What would be fatal by the caller's own fault: memory it does not have. Struct sizes stay as they are for the same reason.
+  // What would be fatal by the caller's own fault: memory it does not have.
   bool runnable(const Problem &p, bool backward) const {
     const auto seed = [&](const uint64_t *pointer) {
       const auto *address = reinterpret_cast<const char *>(pointer);
       return pointer == nullptr || (address >= inputs_.begin() && address + 8 <= inputs_.end());
     };
-    for (const auto member : kInputs) {
+    for (const auto member : fuzz::kInputs) {
       if (!inside(p.attention.*member, inputs_)) return false;
     }
-    for (const auto member : kOutputs) {
+    for (const auto member : fuzz::kOutputs) {
       if (!inside(p.attention.*member, outputs_)) return false;
     }
     if (backward) {
-      for (const auto member : kIncoming) {
+      for (const auto member : fuzz::kIncoming) {
         if (!inside(p.gradients.*member, inputs_)) return false;
       }
-      for (const auto member : kGradients) {
+      for (const auto member : fuzz::kGradients) {
         if (!inside(p.gradients.*member, outputs_)) return false;
       }
     }
@@ -473,10 +72,10 @@ class StructFuzz : public testing::Test {
   }
 
   bool runnable(const fa_append &a) const {
-    for (const auto member : kAppendInputs) {
+    for (const auto member : fuzz::kAppendInputs) {
       if (!inside(a.*member, inputs_)) return false;
     }
-    for (const auto member : kAppendOutputs) {
+    for (const auto member : fuzz::kAppendOutputs) {
       if (!inside(a.*member, outputs_)) return false;
     }
     if (!inside(a.q, a.q_out.ndim != 0 ? inputs_ : outputs_)) return false;
@@ -496,27 +95,166 @@ class StructFuzz : public testing::Test {
     EXPECT_EQ(status == FA_OK, *text == '\0') << function << ": " << fa_status_name(status) << ", \"" << text << "\"";
   }
 
+  // The struct with as many bytes as it says it has, and no more: smaller ones lack fields, larger ones have some that no library knows yet,
+  // zero or not. Sizes that no version can have are given without memory behind them, for nothing may be read on.
+  template <typename Struct>
+  Struct *with_its_size(const Struct &value, Edge &edge) {
+    const size_t said = value.struct_size;
+    const bool possible = said >= 4 && said <= size_t{1} << 16;
+    return edge.put(value, possible ? said : 4, one_in(2) ? 0 : 0x5A);
+  }
+
+  void one_merge() {
+    const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+    const fa_dtype dtype = pick(dtypes);
+    const int64_t batch = below(3), rows = below(9), heads = 1 + below(4), dim = 1 + below(40);
+    const bool packed = one_in(3);
+    const auto of = [&](auto make, fa_dtype of_dtype) {
+      return packed ? (this->*make)(of_dtype, {rows, heads, dim}) : (this->*make)(of_dtype, {batch, rows, heads, dim});
+    };
+    const auto row = [&](auto make) {
+      return packed ? (this->*make)(FA_FLOAT32, {heads, rows}) : (this->*make)(FA_FLOAT32, {batch, heads, rows});
+    };
+    constexpr auto in = &Maker::input, to = &Maker::output;
+    int32_t count_of_parts = static_cast<int32_t>(1 + below(4));
+    std::vector<fa_tensor> outs, lses;  // exactly as many: an address sanitizer sees a read too many
+    for (int32_t n = 0; n < count_of_parts; ++n) outs.push_back(of(in, dtype)), lses.push_back(row(in));
+    fa_tensor out = of(to, pick(dtypes)), lse = row(to);
+    for (int64_t n = below(3); n > 0; --n) {
+      const auto part = static_cast<size_t>(below(count_of_parts));
+      fa_tensor *const tensors[] = {&outs[part], &lses[part], &out, &lse};
+      damage(*pick(tensors));
+    }
+    if (one_in(16))
+      count_of_parts = static_cast<int32_t>(one_in(2) ? INT32_MIN : below(2) - 1);  // more would be memory it does not have
+    bool ours = inside(out, outputs_) && inside(lse, outputs_);
+    for (const fa_tensor &t : outs) ours = ours && inside(t, inputs_);
+    for (const fa_tensor &t : lses) ours = ours && inside(t, inputs_);
+    double elements = 1;  // strides of 0 may make more of them than anyone would wait for
+    for (int d = 0; d < 4; ++d) elements *= static_cast<double>(std::max<int64_t>(out.shape[d], 1));
+    if (!ours || elements > 1e6) return;
+    fa_context ctx = contexts_[below(2)];
+    const fa_status run = fa_merge(ctx, count_of_parts, one_in(40) ? nullptr : outs.data(), one_in(40) ? nullptr : lses.data(),
+                                   one_in(40) ? nullptr : &out, one_in(4) ? nullptr : &lse, nullptr);
+    count("merge", run, fa_last_error(ctx));
+    merged_ += run == FA_OK;
+  }
+
+  // The layout DLPack has had since 0.2.
+  struct DLTensor {
+    void *data;
+    int32_t device_type, device_id, ndim;
+    uint8_t dtype_code, dtype_bits;
+    uint16_t dtype_lanes;
+    const int64_t *shape, *strides;
+    uint64_t byte_offset;
+  };
+
+  void one_dlpack() {
+    int64_t shape[4], strides[4];
+    for (int d = 0; d < 4; ++d)
+      shape[d] = one_in(4) ? nasty_integer() : below(6), strides[d] = one_in(4) ? nasty_integer() : below(9);
+    const uint8_t codes[] = {0, 1, 2, 4, 6, 10, 255}, bits[] = {8, 16, 32, 64, 1};
+    const DLTensor source = {one_in(8) ? nullptr : inputs_.begin(),
+                             1,
+                             0,
+                             static_cast<int32_t>(one_in(8) ? nasty_integer() : 1 + below(4)),
+                             pick(codes),
+                             pick(bits),
+                             static_cast<uint16_t>(one_in(8) ? nasty_integer() : 1),
+                             one_in(16) ? nullptr : shape,
+                             one_in(2) ? nullptr : strides,
+                             one_in(2) ? 0 : static_cast<uint64_t>(nasty_integer())};
+    fa_tensor view;
+    count("dlpack", fa_tensor_from_dlpack(one_in(40) ? nullptr : &view, one_in(40) ? nullptr : &source),
+          fa_last_error(nullptr));
+  }
+
+  // Settings, and sizes of every versioned struct.
+  void one_context() {
+    fa_config config;
+    fa_config_init(&config, sizeof config);
+    config.device_type = FA_DEVICE_CPU;
+    for (int64_t n = below(3); n > 0; --n) {
+      switch (below(6)) {
+        case 0:
+          damage_scalar(config.struct_size);
+          break;
+        case 1:
+          damage_scalar(config.device_type);
+          break;
+        case 2:
+          damage_scalar(config.device_index);
+          break;
+        case 3:
+          damage_scalar(config.num_threads);
+          break;
+        case 4:
+          damage_scalar(config.cpu_isa);
+          break;
+        default:
+          damage_scalar(config.cuda_arch);
+      }
+    }
+    if (one_in(16)) config.log_user = this;
+    if (one_in(16)) config.parallel_for_user = this;
+    fa_context ctx = nullptr;
+    const fa_status made = fa_create(one_in(40) ? nullptr : &ctx, with_its_size(config, attention_edge_));
+    count("create", made, fa_last_error(nullptr));
+    if (made == FA_OK) {
+      fa_device_properties fresh;
+      fa_device_properties_init(&fresh, sizeof fresh);
+      if (one_in(4)) damage_scalar(fresh.struct_size);
+      count("device_info", fa_device_info(ctx, with_its_size(fresh, info_edge_)), fa_last_error(ctx));
+    }
+    fa_destroy(ctx);
+    fa_sizeof(static_cast<fa_struct_kind>(nasty_integer()));
+    fa_status_description(static_cast<fa_status>(nasty_integer()));
+    alignas(8) char target[sizeof(fa_append)];
+    const size_t size = one_in(2) ? sizeof target : static_cast<size_t>(one_in(2) ? below(sizeof target) : nasty_integer());
+    if (size > sizeof target && size <= size_t{1} << 16) return;  // the caller's word for memory it does not have
+    count("init", fa_append_init(reinterpret_cast<fa_append *>(one_in(40) ? nullptr : target), size), fa_last_error(nullptr));
+  }
+
+  void one() {
+    switch (below(16)) {
+      case 0:
+      case 1:
+      case 2:
+        return one_append();
+      case 3:
+      case 4:
+        return one_merge();
+      case 5:
+        return one_in(2) ? one_dlpack() : one_context();
+      default:
+        return one_problem();
+    }
+  }
+
   void one_problem() {
     Problem p = valid();
     // One in four stays whole, so that kernels run too.
     for (int64_t n = below(4); n > 0; --n) damage(p);
-    // A larger struct_size lets the library read behind our struct, which is only a mistake of this test.
-    p.attention.struct_size = std::min<uint32_t>(p.attention.struct_size, sizeof p.attention);
-    p.gradients.struct_size = std::min<uint32_t>(p.gradients.struct_size, sizeof p.gradients);
+    const fa_attention *attention = with_its_size(p.attention, attention_edge_);
+    const fa_gradients *gradients = with_its_size(p.gradients, gradients_edge_);
     fa_context ctx = contexts_[below(2)];
-    fa_plan_info info;
     for (const bool backward : {false, true}) {
-      fa_plan_info_init(&info, sizeof info);
+      fa_plan_info fresh;
+      fa_plan_info_init(&fresh, sizeof fresh);
+      if (one_in(16)) damage_scalar(fresh.struct_size);
+      fa_plan_info *answer = with_its_size(fresh, info_edge_);
       const fa_status asked =
-          backward ? fa_backward_query(ctx, &p.attention, &p.gradients, &info) : fa_forward_query(ctx, &p.attention, &info);
+          backward ? fa_backward_query(ctx, attention, gradients, answer) : fa_forward_query(ctx, attention, answer);
       count("query", asked, fa_last_error(ctx));
-      const fa_status prepared =
-          backward ? fa_backward_prepare(ctx, &p.attention, &p.gradients) : fa_forward_prepare(ctx, &p.attention);
+      const fa_plan_info info = answer->struct_size == sizeof fresh ? *answer : fresh;
+      const fa_status prepared = backward ? fa_backward_prepare(ctx, attention, gradients) : fa_forward_prepare(ctx, attention);
       count("prepare", prepared, fa_last_error(ctx));
+      if (fresh.struct_size != sizeof fresh) continue;
       EXPECT_EQ(asked, prepared);
-      if (asked == FA_OK && (!runnable(p, backward) || info.flops > 1e8 || info.workspace_bytes > (size_t{1} << 28))) continue;
-      const fa_status run = backward ? fa_backward(ctx, &p.attention, &p.gradients, nullptr, 0, nullptr)
-                                     : fa_forward(ctx, &p.attention, nullptr, 0, nullptr);
+      if (asked == FA_OK && (!runnable(p, backward) || info.flops > 1e8 || info.workspace_bytes > (size_t{1} << 24))) continue;
+      const fa_status run = backward ? fa_backward(ctx, attention, gradients, nullptr, 0, nullptr)
+                                     : fa_forward(ctx, attention, nullptr, 0, nullptr);
       count("run", run, fa_last_error(ctx));
       ran_ += run == FA_OK;
       // Only lengths and page numbers, which queries do not read, may tell the two apart.
@@ -528,18 +266,17 @@ class StructFuzz : public testing::Test {
   void one_append() {
     fa_append a = valid_append();
     for (int64_t n = below(4); n > 0; --n) damage(a);
-    a.struct_size = std::min<uint32_t>(a.struct_size, sizeof a);
+    const fa_append *append = with_its_size(a, attention_edge_);
     if (!runnable(a)) return;
     fa_context ctx = contexts_[below(2)];
-    const fa_status run = fa_append_kv(ctx, &a, nullptr);
+    const fa_status run = fa_append_kv(ctx, append, nullptr);
     count("append", run, fa_last_error(ctx));
     appended_ += run == FA_OK;
   }
 
-  Arena inputs_, outputs_;
-  Source random_;
+  Edge attention_edge_, gradients_edge_, info_edge_;
   fa_context contexts_[2] = {};
-  int64_t calls_ = 0, ran_ = 0, appended_ = 0;
+  int64_t calls_ = 0, ran_ = 0, appended_ = 0, merged_ = 0;
   std::map<fa_status, int64_t> statuses_;
 };
 
@@ -549,7 +286,7 @@ class Input : public StructFuzz {
  public:
   void run(const uint8_t *data, size_t size) {
     random_.feed(data, size);
-    one_in(4) ? one_append() : one_problem();
+    one();
   }
 
  private:
@@ -561,12 +298,14 @@ class Input : public StructFuzz {
 TEST_F(StructFuzz, NothingCrashes) {
   const char *wish = std::getenv("FA_FUZZ_CALLS");
   const int64_t calls = wish != nullptr ? std::atoll(wish) : 300000;
-  while (calls_ < calls && !HasFailure()) one_in(4) ? one_append() : one_problem();
-  std::printf("fuzz: %lld calls, 0 crashes, %lld of them computed, %lld appended\n", static_cast<long long>(calls_),
-              static_cast<long long>(ran_), static_cast<long long>(appended_));
+  while (calls_ < calls && !HasFailure()) one();
+  std::printf("fuzz: %lld calls, 0 crashes, %lld of them computed, %lld appended, %lld merged\n",
+              static_cast<long long>(calls_), static_cast<long long>(ran_), static_cast<long long>(appended_),
+              static_cast<long long>(merged_));
   for (const auto &[status, times] : statuses_)
     std::printf("  %-28s %lld\n", fa_status_name(status), static_cast<long long>(times));
   EXPECT_GT(appended_, calls_ / 200) << "too few appends are valid: this test tests little";
+  EXPECT_GT(merged_, calls_ / 200) << "too few merges are valid: this test tests little";
   EXPECT_GT(ran_, calls_ / 50) << "too few problems are valid: this test tests little";
 }
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a run as SVG, written by hand: TFLOP/s over sequence length, one panel a head_dim and mask."""
+"""The pictures of a run as SVG, written by hand: TFLOP/s over sequence length, one panel a head_dim and mask; memory over sequence length."""
 
 from __future__ import annotations
 
+import math
 from html import escape
 
-CONTENDERS = {"ours": ("libflashattn", "#c2410c"), "cudnn": ("cuDNN (PyTorch)", "#1d4ed8"), "fa2": ("FA2 (PyTorch)", "#15803d")}
+CONTENDERS = {"ours": ("libflashattn", "#c2410c"), "fa3": ("FA3 (published ratio to cuDNN)", "#7c3aed"), "cudnn": ("cuDNN (PyTorch)", "#1d4ed8"),
+              "fa2": ("FA2 (PyTorch)", "#15803d")}
+UNFUSED = {"unfused": ("unfused (PyTorch)", "#6b7280")}
 PANEL_W, PANEL_H = 250, 170
 LEFT, TOP, GAP_X, GAP_Y = 56, 64, 34, 58
 
@@ -23,6 +26,34 @@ def seqlen_label(n):
     return f"{n // 1024}k" if n >= 1024 else str(n)
 
 
+def legend(contenders, y):
+    parts, x = [], LEFT
+    for label, color in contenders.values():
+        parts += [line(x, y, x + 22, y, color, 3), text(x + 28, y + 4, label, anchor="start")]
+        x += 60 + 6.2 * len(label)
+    return parts
+
+
+def curve(points, color, dashed=False):
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>',
+            *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>' for x, y in points)]
+
+
+def head(width, height, title):
+    return [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            'font-family="Helvetica, Arial, sans-serif">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+            text(LEFT, 22, title, 14, "start", "#111827", "bold")]
+
+
+def speed(row, name):
+    """TFLOP/s of a contender, None where it has none: FA3's through its ratio to ours."""
+    if name == "fa3":
+        return row["tflops"]["ours"] / row["ratios"]["fa3"] if "fa3" in row["ratios"] else None
+    return row["tflops"].get(name)
+
+
 def panel(x0, y0, rows, limit, step, with_scale):
     """One set of axes with its top left corner at (x0, y0); rows are of one direction, head_dim and mask."""
     seqlens = sorted({row["seqlen_q"] for row in rows})
@@ -35,11 +66,8 @@ def panel(x0, y0, rows, limit, step, with_scale):
             parts.append(text(x0 - 6, y + 4, str(tick), anchor="end"))
     parts += [text(x, y0 + PANEL_H + 16, seqlen_label(n)) for n, x in x_of.items()]
     for name, (_, color) in reversed(CONTENDERS.items()):
-        points = [(x_of[row["seqlen_q"]], y0 + PANEL_H * (1 - row["tflops"][name] / limit)) for row in rows
-                  if name in row["tflops"]]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>' for x, y in points]
+        points = [(x_of[row["seqlen_q"]], y0 + PANEL_H * (1 - speed(row, name) / limit)) for row in rows if speed(row, name) is not None]
+        parts += curve(points, color, name == "fa3")
     return parts
 
 
@@ -54,17 +82,9 @@ def svg(data):
     head_dims = sorted({row["head_dim"] for row in rows})
     width = LEFT + len(head_dims) * (PANEL_W + GAP_X)
     height = TOP + len(bands) * (PANEL_H + GAP_Y) + 6
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="Helvetica, Arial, sans-serif">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        text(LEFT, 22, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k", 14, "start",
-             "#111827", "bold")
-    ]
-    for i, (label, color) in enumerate(CONTENDERS.values()):
-        x = LEFT + i * 150
-        parts += [line(x, 38, x + 22, 38, color, 3), text(x + 28, 42, label, anchor="start")]
+    parts = head(width, height, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k") + legend(CONTENDERS, 38)
     for band, (direction, causal) in enumerate(bands):
-        speeds = [speed for row in rows if row["direction"] == direction for speed in row["tflops"].values()]
+        speeds = [speed(row, name) or 0 for row in rows if row["direction"] == direction for name in CONTENDERS]
         step = next(s for s in (20, 50, 100, 200, 500, 1000) if max(speeds) / s <= 7)
         limit = step * int(max(speeds) / step + 1)
         for column, head_dim in enumerate(head_dims):
@@ -76,4 +96,30 @@ def svg(data):
             parts.append(text(x0, y0 - 8, f"{direction}, {'causal' if causal else 'full'}, head_dim {head_dim}", 12, "start",
                               "#111827"))
             parts += panel(x0, y0, some, limit, step, column == 0)
+    return "\n".join(parts + ["</svg>"]) + "\n"
+
+
+def memory_svg(data):
+    """What a forward and a backward allocate beside their tensors; both axes logarithmic."""
+    rows = data.get("memory", [])
+    if not rows:
+        raise ValueError("no section memory to draw")
+    shown = {**{name: one for name, one in CONTENDERS.items() if name != "fa3"}, **UNFUSED, "tensors": ("the tensors themselves", "#9ca3af")}
+    width, height, x0, y0, w, h = 900, 400, 84, 66, 790, 280
+    values = [value for row in rows for value in (row["tensors"], *row["bytes"].values()) if value > 0]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    x_of = {row["seqlen"]: x0 + w * (n + 0.5) / len(rows) for n, row in enumerate(rows)}
+
+    def y_of(value):
+        return y0 + h * (1 - (math.log10(value) - low) / (high - low))
+
+    parts = head(width, height, f"Memory of forward and backward on {data['device']}, causal, bf16, 16 heads of 128") + legend(shown, 42)
+    for power in range(low, high + 1):
+        parts += [line(x0, y_of(10**power), x0 + w, y_of(10**power)),
+                  text(x0 - 8, y_of(10**power) + 4, {3: "1 kB", 4: "10 kB", 5: "100 kB", 6: "1 MB", 7: "10 MB", 8: "100 MB", 9: "1 GB", 10: "10 GB",
+                                                     11: "100 GB"}.get(power, f"1e{power} B"), anchor="end")]
+    parts += [text(x, y0 + h + 18, seqlen_label(n)) for n, x in x_of.items()] + [text(x0 + w / 2, y0 + h + 40, "rows of the sequence")]
+    for name, (_, color) in reversed(shown.items()):
+        got = [(row["seqlen"], row["tensors"] if name == "tensors" else row["bytes"].get(name)) for row in rows]
+        parts += curve([(x_of[n], y_of(value)) for n, value in got if value], color, name == "tensors")
     return "\n".join(parts + ["</svg>"]) + "\n"

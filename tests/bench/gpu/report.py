@@ -28,6 +28,13 @@ def add_ratios(row):
     return row
 
 
+def to_json(data):
+    """A row a line, without what add_ratios() makes of it."""
+    rows = [json.dumps({key: value for key, value in row.items() if key not in ("tflops", "ratios")}) for row in data["rows"]]
+    head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1)
+    return head[: head.rindex("\n}")] + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
+
+
 def geomean(values):
     values = list(values)
     return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
