@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp", "go": "bindings/go/**/*.go", "rust": "bindings/rust/*/src/**/*.rs",
+SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp", "go": "bindings/go/**/*.go", "rust": "bindings/rust/*/**/*.rs",
            "julia": "bindings/julia/**/*.jl"}
 TOOLS = ("go", "julia", "pip", "cargo")
 

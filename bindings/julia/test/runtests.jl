@@ -135,6 +135,8 @@ end
     merge_attention!(out, nothing, parts)
     @test maximum(abs.(out .- whole)) < 1e-5
     @test_throws FlashAttnError merge_attention!(out, lse, [])
+end
+
 # What the README shows.
 @testset "README" begin
     q, k, v, dout = (randn(Float32, 64, 8, 1024, 1) for _ in 1:4) # (head_dim, heads, rows, batch)
