@@ -9,7 +9,7 @@ Two custom operators, `flashattn::forward` and `flashattn::backward`, carry the 
 """
 
 import threading
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -90,48 +90,19 @@ def _lse_shape(q: Tensor) -> List[int]:
     return [*q.shape[:-3], q.shape[-2], q.shape[-3]]
 
 
-@torch.library.custom_op("flashattn::forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Optional[Tensor],
-    sink: Optional[Tensor],
-    alibi_slopes: Optional[Tensor],
-    block_mask: Optional[Tensor],
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    dropout_seed: Optional[Tensor],
-    block_size: List[int],
-    max_seqlens: List[int],
-    mask: int,
-    window: List[int],
-    scale: Optional[float],
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-) -> Tuple[Tensor, Tensor]:
-    options = _options(
-        bias,
-        sink,
-        alibi_slopes,
-        block_mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        dropout_seed,
-        block_size,
-        max_seqlens,
-        mask,
-        window,
-        scale,
-        softcap,
-        dropout_p,
-        deterministic,
-    )
+# The operators' arguments after q, k and v, in the order of _options().
+_OPTION_SCHEMA = (
+    "Tensor? bias, Tensor? sink, Tensor? alibi_slopes, Tensor? block_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? dropout_seed, int[] block_size, int[] max_seqlens, int mask, int[] window, float? scale, float softcap, "
+    "float dropout_p, bool deterministic"
+)
+
+
+@torch.library.custom_op(
+    "flashattn::forward", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_OPTION_SCHEMA}) -> (Tensor, Tensor)"
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
+    options = _options(*rest)
     return _context(q.device).forward(_plain(q), _plain(k), _plain(v), stream=_stream(q), **options)
 
 
@@ -140,53 +111,15 @@ def _forward_shapes(q, k, v, *_):
     return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
-@torch.library.custom_op("flashattn::backward", mutates_args=())
+@torch.library.custom_op(
+    "flashattn::backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, Tensor q, Tensor k, Tensor v, {_OPTION_SCHEMA}) -> Tensor[]",
+)
 def _backward(
-    dout: Tensor,
-    dlse: Optional[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    needed: List[bool],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Optional[Tensor],
-    sink: Optional[Tensor],
-    alibi_slopes: Optional[Tensor],
-    block_mask: Optional[Tensor],
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    dropout_seed: Optional[Tensor],
-    block_size: List[int],
-    max_seqlens: List[int],
-    mask: int,
-    window: List[int],
-    scale: Optional[float],
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
+    dout: Tensor, dlse: Optional[Tensor], out: Tensor, lse: Tensor, needed: List[bool], q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> List[Tensor]:
-    options = _options(
-        bias,
-        sink,
-        alibi_slopes,
-        block_mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        dropout_seed,
-        block_size,
-        max_seqlens,
-        mask,
-        window,
-        scale,
-        softcap,
-        dropout_p,
-        deterministic,
-    )
+    options = _options(*rest)
     names = ("dq", "dk", "dv", "dbias", "dsink")
     unwanted = {name: False for name, wanted in zip(names, needed) if not wanted}
     q, k, v, dout, out, lse = (_plain(tensor) for tensor in (q, k, v, dout, out, lse))
