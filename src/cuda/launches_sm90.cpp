@@ -99,6 +99,8 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.ordered = p.deterministic;
   params.vector_dk = takes_vectors(b.dk, p.head_dim);
   params.vector_dv = takes_vectors(b.dv, p.head_dim_v);
+  params.cap_exponent = p.softcap > 0 ? 2 * kLseUnit * p.softmax_scale / p.softcap : 0;
+  params.logit_factor = (p.softcap > 0 ? p.softcap : p.softmax_scale) * kLseUnit;
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

@@ -91,7 +91,10 @@ const char *reason_of(ScoreSet scores) {
                           : "tensor-core kernel for plain scores";
 }
 
-constexpr const char *kHopperReason = "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
+constexpr const char *hopper_reason(bool scored) {
+  return scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi"
+                : "Hopper kernel (asynchronous tensor-core products, copy engine) for plain scores";
+}
 
 // What cutting a forward problem needs to know of its kernel.
 struct Cut {
@@ -165,8 +168,7 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
     plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
                                         /*l2_parts=*/4);
-    plan.reason =
-        shape.scored ? "Hopper kernel (asynchronous tensor-core products, copy engine) for softcap and ALiBi" : kHopperReason;
+    plan.reason = hopper_reason(shape.scored);
     return true;
   }
   return false;
@@ -257,8 +259,8 @@ fa_status cut_backward(const BackwardProblem &b, const Device &device, const Sha
 // and lengths.
 bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   const Problem &p = b.forward;
-  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.general_score() || p.batch_invariant || p.batch == 0 ||
-      p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) {
+  if (!device.sm90 || p.q.dtype == Dtype::f32 || (scores_of(p) & ~(kSoftcap | kAlibi)) != 0 || p.batch_invariant ||
+      p.batch == 0 || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) {
     return false;
   }
   if (!takes_copies(p.q, p.q_lengths, p.head_dim) || !takes_copies(p.k, p.k_lengths, p.head_dim) ||
@@ -267,8 +269,8 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   }
   for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
-    if (p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v || shape.shared_bytes() > device.shared_bytes ||
-        (p.deterministic && shape.turns() == 0)) {
+    if (shape.scored != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v ||
+        shape.shared_bytes() > device.shared_bytes || (p.deterministic && !shape.ordered)) {
       continue;
     }
     found = n;
@@ -380,9 +382,9 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   FA_RETURN_IF_ERROR(check_limits(p, error));
   if (find_sm90(b, device, plan.shape)) {
     plan.family = Family::sm90;
-    plan.reason = kHopperReason;
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[plan.shape];
-    FA_RETURN_IF_ERROR(cut_backward(b, device, shape, shape.turns(), plan, error));
+    plan.reason = hopper_reason(shape.scored);
+    FA_RETURN_IF_ERROR(cut_backward(b, device, shape, sm90::kTurnsPerChunk, plan, error));
     // Blocks of threads that stay take their blocks of keys from a counter.
     plan.blocks = int64_t{plan.key_blocks} * b.forward.heads_k * b.forward.batch * shape.blocks();
     if (shape.design == sm90::Design::alone && plan.blocks > device.multiprocessors) {
@@ -391,7 +393,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
     constexpr int32_t kFewBlocks = 16;
-    plan.zero_dq_sum = shape.turns() == 0 || (!p.deterministic && plan.key_blocks > kFewBlocks);
+    plan.zero_dq_sum = shape.design == sm90::Design::values || (!p.deterministic && plan.key_blocks > kFewBlocks);
     return FA_OK;
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);

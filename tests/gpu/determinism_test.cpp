@@ -35,6 +35,9 @@ std::vector<Shape> shapes() {
         };
         add("Full", [](Shape &s) { s.batch = 2; });
         add("CausalGrouped", [](Shape &s) { s.mask = {FA_MASK_CAUSAL}, s.heads_q = 8; });
+        if (!general && dtype != FA_FLOAT32 && head_dim <= 256) {  // Hopper has kernels for that alone
+          add("Capped", [](Shape &s) { s.mask = {FA_MASK_CAUSAL}, s.heads_q = 8, s.softcap = 20; });
+        }
         add("Packed", [](Shape &s) {
           s.mask = {FA_MASK_CAUSAL, 600, -1};
           s.heads_k = 1;

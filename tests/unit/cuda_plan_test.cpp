@@ -471,13 +471,12 @@ TEST(CudaPlan, HopperBackwardKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
-      {"softcap", [](BackwardProblem &b) { b.forward.softcap = 30; }},
+      {"dropout and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
       {"rows that are not whole 16-byte pieces", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
       {"more keys than the copy engine counts", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
-      {"deterministic, head_dim 200", [](BackwardProblem &b) { b.forward.head_dim = 200, b.forward.deterministic = true; }},
   };
   for (const auto &[text, change] : others) {
     BackwardProblem b = plain;
@@ -510,23 +509,41 @@ TEST(CudaPlan, HopperBackwardKernels) {
     EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim_v, bucket_v) << text;
     EXPECT_EQ(plan.dq_sum_columns, bucket) << text;
   }
-  // Where the copy engine adds up dq, blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the
-  // same kernels.
-  for (const int64_t head_dim : {64, 128, 192}) {
+  // Softcap and ALiBi have kernels of their own, fewer of them.
+  for (const auto &[head_dim, head_dim_v, bucket] :
+       std::vector<std::array<int64_t, 3>>{{64, 64, 64}, {96, 96, 128}, {192, 128, 192}, {200, 64, 256}}) {
+    b = plain;
+    b.forward.head_dim = head_dim;
+    b.forward.head_dim_v = head_dim_v;
+    const int32_t unscored = backward_plan(b, h200()).shape;
+    EXPECT_FALSE(sm90::kBackwardShapes[unscored].scored);
+    b.forward.softcap = 30;
+    BackwardPlan plan = backward_plan(b, h200());
+    EXPECT_EQ(plan.family, Family::sm90) << head_dim;
+    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored) << head_dim;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim;
+    b.forward.softcap = 0;
+    static float slope = 0;
+    b.forward.alibi_slopes = &slope;
+    EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
+  }
+  // Blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the same kernels, up to 192 columns.
+  for (const int64_t head_dim : {64, 128, 192, 256}) {
     b = plain;
     b.forward.head_dim = b.forward.head_dim_v = head_dim;
     b.forward.k_lengths.max_len = 2048;
-    EXPECT_FALSE(backward_plan(b, h200()).zero_dq_sum) << head_dim;
+    EXPECT_EQ(backward_plan(b, h200()).zero_dq_sum, head_dim == 256) << head_dim;  // that one adds from registers
     b.forward.k_lengths.max_len = 8192;
     const BackwardPlan unordered = backward_plan(b, h200());
     EXPECT_TRUE(unordered.zero_dq_sum) << head_dim;
     b.forward.deterministic = true;
     const BackwardPlan ordered = backward_plan(b, h200());
     EXPECT_EQ(ordered.family, Family::sm90) << head_dim;
-    EXPECT_FALSE(ordered.zero_dq_sum) << head_dim;
+    EXPECT_EQ(ordered.zero_dq_sum, head_dim == 256) << head_dim;
     // Up to 128 columns blocks of threads stay, beyond that pairs of them own a block of keys.
-    EXPECT_EQ(unordered.blocks, head_dim == 192 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
-    EXPECT_EQ(ordered.shape, unordered.shape) << head_dim;
+    EXPECT_EQ(unordered.blocks, head_dim >= 192 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
+    EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256) << head_dim;
+    EXPECT_TRUE(sm90::kBackwardShapes[ordered.shape].ordered) << head_dim;
     EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
     EXPECT_GE(ordered.workspace_bytes,
               ordered.turn_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t))

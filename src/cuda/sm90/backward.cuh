@@ -22,14 +22,16 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_>
+template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, bool kScored_>
 struct BackwardConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kGroups = kGroups_, kRows = kRows_, kStages = kStages_;
+  static constexpr bool kScored = kScored_;
   static constexpr int kThreads = (kGroups + 1) * 128, kKeys = kGroups * 64, kSlabs = (kD + 63) / 64;
   static constexpr int kConsumers = kGroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
-  static constexpr int kLag = kRows > 64 ? 1 : 0;  // chunks that dq is behind
-  static constexpr int kParts = kRows / 64;        // of a chunk: dP has registers for 64 queries
+  static constexpr int kLag = kRows > 64 ? 1 : 0;     // chunks that dq is behind
+  static constexpr bool kShuffledNumbers = !kScored;  // those for other scores would spill them
+  static constexpr int kParts = kRows / 64;           // of a chunk: dP has registers for 64 queries
   static constexpr int kKBytes = kKeys * kSlabs * 128, kQBytes = kRows * kSlabs * 128;
   // dq of a chunk: 64 rows x kDqColumns a warpgroup, 16 rows a warp.
   static constexpr int kDqRowParts = kRows / 64, kDqColumns = kD * kDqRowParts / kGroups;
@@ -155,6 +157,7 @@ class Backward : BackwardBlock<C> {
       const bool more = index < a_.blocks;
       if (lane_ == 0) {
         Block &next = blocks_[item & 1];
+        next.item = item;
         if (more) {
           this->find_block(index, next);
         } else {
@@ -293,38 +296,43 @@ class Backward : BackwardBlock<C> {
     Slot slot;
     int n = 0;
 #pragma unroll 1
-    for (int item = 0; next_block(item); ++item) {
+    for (int item = 0; next_block(item);) {
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
       barrier_wait(k_full(), item & 1);
       barrier_wait(v_full(), item & 1);
       if (b().begin < b().end) {
-        const int last = n + (b().end - b().begin) * static_cast<int>(p_.group);
         int chunk = b().end - 1;
+        head_ = 0;
         before_ = 0;
         careful_before_ = false;
 #pragma unroll 1
-        for (; n < last; ++n) {
+        do {
           at_ = uniform(slot.at());
           buffer_ = uniform(n & 1);
           step(slot.parity(), n, chunk);
-          before_ = min(before_ + 1, 1 + C::kLag);
+          ++n;
           slot.step();
-          if (--chunk < b().begin) chunk = b().end - 1;
-        }
+          if (--chunk < b().begin) {
+            chunk = b().end - 1;
+            ++head_;
+          }
+          before_ = min(before_ + 1, 1 + C::kLag);
+        } while (head_ < static_cast<int>(p_.group));
         finish_dq(n);
       }
       __syncwarp();
       barrier_arrive_if(lane_ == 0, keys_empty());
       this->store_gradient(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk, first_key(),
-                           opaque(group_ * 128 + warp_ * 32 + lane_), C::kConsumers);
+                           group_ * 128 + warp_ * 32 + opaque(lane_), C::kConsumers);
       this->store_gradient(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv, first_key(),
-                           opaque(group_ * 128 + warp_ * 32 + lane_), C::kConsumers);
-      finish_block(item);
+                           group_ * 128 + warp_ * 32 + opaque(lane_), C::kConsumers);
+      item = b().item;
+      finish_block(item++);
     }
   }
 
-  // The block's n-th chunk, all but its dq, and dq of the one before: so no group waits for what the other has just begun.
+  // The n-th chunk of all, all but its dq, and dq of the one before: so no group waits for what the other has just begun.
   __device__ __forceinline__ void step(uint32_t parity, int n, int chunk) {
     const bool masked = chunk < b().inner_begin || chunk >= b().inner_end;
     barrier_wait(q_full(at_), parity);
@@ -332,7 +340,7 @@ class Backward : BackwardBlock<C> {
     hold(s_);
     products_begin();
     start_scores<C::kRows>(s_, k_tile(), q_tile(at_));
-    hand_over_dq(before_ > C::kLag);
+    hand_over_dq(before(chunk) > C::kLag);
     hold(dp_);
     products_begin();
     start_dp(masked ? C::kParts - 1 : 0);
@@ -340,9 +348,10 @@ class Backward : BackwardBlock<C> {
     hold(s_);
     float finite = 0.f;  // or NaN
     if (masked) finite = zero_if_finite(s_);
-    weights();
-    if (masked) this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int at) { s_[at] = kMasked; });
-    round(p_weights_, s_);
+    this->weigh(p_weights_, s_, lse_row(at_), first_key(), chunk * C::kRows,
+                this->alibi_slope(b().head_k * static_cast<int>(p_.group) + head_));
+    if (masked) this->mask_weights(p_weights_, s_, first_key(), chunk * C::kRows);
+    this->round_weights(p_weights_, s_);
     products_wait<0>();
     hold(dp_);
     bool careful = false;
@@ -357,7 +366,7 @@ class Backward : BackwardBlock<C> {
     if (careful) {
       multiply_carefully(chunk, n);
     } else {
-      multiply(n);
+      multiply(n, chunk);
     }
     careful_before_ = careful;
     __syncwarp();
@@ -375,7 +384,7 @@ class Backward : BackwardBlock<C> {
 
   // From P and dP of the first part to dv, dk and dq. dk goes in steps of its own: under one of them the barrier waits for the other
   // group's dS, under one dq leaves.
-  __device__ __forceinline__ void multiply(int n) {
+  __device__ __forceinline__ void multiply(int n, int chunk) {
     const uint32_t ds = ds_tile(buffer_);
     hold(p_weights_);
     hold(dv_);
@@ -415,16 +424,18 @@ class Backward : BackwardBlock<C> {
     products_wait<1>();
     hold(dq_);
     if (C::kLag > 0 && careful_before_) dq_exactly(ds_tile(buffer_ ^ 1));
-    put_dq(n - C::kLag, before_ >= C::kLag);
+    put_dq(n - C::kLag, C::kLag == 0 || before(chunk) >= C::kLag);
     products_wait<0>();
     hold(dv_);
     hold(dk_);
   }
 
+  // Chunks of this block of keys before the one at hand, up to 2. Without kLag only whether there are any counts, which costs no register.
+  __device__ __forceinline__ int before(int chunk) const { return C::kLag == 0 ? head_ | (b().end - 1 - chunk) : before_; }
   // What is left of dq after the last chunk.
   __device__ __forceinline__ void finish_dq(int chunks) {
     if constexpr (C::kLag > 0) {
-      hand_over_dq(before_ > 1);
+      hand_over_dq((b().end - b().begin) * static_cast<int>(p_.group) > 1);
       const uint32_t ds = ds_tile((chunks - 1) & 1);
       await_ds(chunks - 1);
       if (careful_before_) {
@@ -439,17 +450,6 @@ class Backward : BackwardBlock<C> {
       put_dq(chunks - 1, true);
     }
     hand_over_dq(true);
-  }
-
-  // S to P, in place.
-  __device__ __forceinline__ void weights() {
-    const float c = p_.softmax_scale * kLog2e;
-#pragma unroll
-    for (int j = 0; j < C::kRows / 8; ++j) {
-      const float2 lse = stat(lse_row(at_), j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) s_[4 * j + r] = exp2_approx(fmaf(s_[4 * j + r], c, -((r & 1) ? lse.y : lse.x)));
-    }
   }
 
   // dP of a part of the chunk to dS, in place.
@@ -516,7 +516,7 @@ class Backward : BackwardBlock<C> {
       add_exactly(dk_, ds_weights_[part], q_tile(at_) + part * 64 * 128);
     }
     add_exactly(dv_, p_weights_, dout_tile(at_));
-    if (before_ < C::kLag) return;
+    if (C::kLag > 0 && before(chunk) < C::kLag) return;
     await_ds(n - C::kLag);
     dq_exactly(ds_tile(buffer_ ^ C::kLag));
     put_dq(n - C::kLag, true);
@@ -540,7 +540,8 @@ class Backward : BackwardBlock<C> {
 
   int group_;
 
-  int before_;                   // chunks of this block of keys before the one at hand, up to 2
+  int head_;                     // of the group
+  int before_;                   // see before()
   int at_, buffer_;              // the chunk's place in the rings, and that of its dS
   bool careful_before_ = false;  // the chunk before had to be multiplied carefully
   float s_[C::kRows / 2], dp_[32], dq_[C::kDqColumns / 2];

@@ -22,6 +22,9 @@ struct BackwardParams : BackwardRows {
   int32_t *taken;                    // how many of them were taken beyond the first of every block of threads; behind turn
   bool ordered;                      // blocks of keys add to dq_sum in ascending order
   bool vector_dk, vector_dv;         // 16-byte stores are legal
+  // For kernels that take softcap: e^2x of its tanh(x) is two to the power of a raw product times cap_exponent (0 without softcap), and
+  // logit_factor makes a logit in base 2 of tanh, or of the raw product.
+  float cap_exponent, logit_factor;
 };
 
 constexpr int kDqThreads = 256;

@@ -29,6 +29,7 @@ struct Block {
   int first, last;             // query i sees keys j with first <= j - i <= last
   int begin, end;              // chunks of queries with visible pairs
   int inner_begin, inner_end;  // of these, the ones without masked pairs
+  int item;                    // number among those of this block of threads
 };
 static_assert(sizeof(Block) <= 64);
 
@@ -39,13 +40,14 @@ class BackwardBlock {
  protected:
   using Element = typename C::Element;
 
+  // The lane by a shuffle, or ptxas reads the thread's number anew wherever it is short of registers.
   __device__ __forceinline__ BackwardBlock(const BackwardParams &params, char *shared)
       : a_(params),
         p_(params.problem.forward),
         blocks_(reinterpret_cast<Block *>(shared + C::kBlockOffset)),
         shared_(smem_address(shared)),
-        lane_(threadIdx.x & 31),
-        warp_((threadIdx.x >> 5) & 3) {}
+        lane_(C::kShuffledNumbers ? __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31) : threadIdx.x & 31),
+        warp_((C::kShuffledNumbers ? uniform(threadIdx.x >> 5) : threadIdx.x >> 5) & 3) {}
 
   __device__ __forceinline__ Block &b() const { return blocks_[place_]; }
 
@@ -124,6 +126,76 @@ class BackwardBlock {
   // The statistics of this lane's queries 8 j and 8 j + 1.
   __device__ __forceinline__ float2 stat(uint32_t row, int j) const { return ld_shared_float2(row + 8 * (lane_ & 3) + j * 32); }
 
+  // ------------------------------------------------------------------------------------------------------------------
+  // P
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Slope of a query head * log2(e), or 0.
+  __device__ __forceinline__ float alibi_slope(int head) const {
+    if (!C::kScored || p_.alibi_slopes == nullptr) return 0.f;
+    return p_.alibi_slopes[b().batch * p_.alibi_batch_stride + head * p_.alibi_head_stride] * kLog2e;
+  }
+
+  // From S of 64 keys and kSteps * 16 queries, from `first_key` and `first_row` on, to P, and with softcap to what dP - delta is to be
+  // multiplied with, P times its derivative. P itself is rounded here then; plain scores leave that to round_weights().
+  template <int kSteps>
+  __device__ __forceinline__ void weigh(uint32_t (&w)[kSteps][4], float (&s)[kSteps * 8], uint32_t lse_row, int first_key,
+                                        int first_row, float slope) const {
+    if constexpr (!C::kScored) {
+      const float c = p_.softmax_scale * kLog2e;
+#pragma unroll
+      for (int j = 0; j < kSteps * 2; ++j) {
+        const float2 lse = stat(lse_row, j);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], c, -((r & 1) ? lse.y : lse.x)));
+      }
+    } else if (a_.cap_exponent > 0) {
+      weigh_scored<true>(w, s, lse_row, first_key, first_row, slope);
+    } else {
+      weigh_scored<false>(w, s, lse_row, first_key, first_row, slope);
+    }
+  }
+  template <bool kCapped, int kSteps>
+  __device__ __forceinline__ void weigh_scored(uint32_t (&w)[kSteps][4], float (&s)[kSteps * 8], uint32_t lse_row,
+                                               int first_key, int first_row, float slope) const {
+    const auto distance =
+        static_cast<float>(first_row + 2 * (lane_ & 3) + b().seqlen_k - b().seqlen_q - (first_key + warp_ * 16 + (lane_ >> 2)));
+#pragma unroll
+    for (int j = 0; j < kSteps * 2; ++j) {
+      const float2 lse = stat(lse_row, j);
+      float p[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float x = s[4 * j + r], derivative = 1.f;
+        if constexpr (kCapped) {
+          x = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x * a_.cap_exponent)), 1.f);  // tanh(x) = 1 - 2 / (1 + e^2x)
+          derivative = fmaf(-x, x, 1.f);
+        }
+        const auto steps = static_cast<float>(8 * j + (r & 1) - 8 * (r >> 1));
+        p[r] = exp2_approx(fmaf(x, a_.logit_factor, fmaf(-slope, fabsf(distance + steps), -((r & 1) ? lse.y : lse.x))));
+        s[4 * j + r] = p[r] * derivative;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) w[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
+    }
+  }
+  // Masks what weigh() made.
+  template <int kSteps>
+  __device__ __forceinline__ void mask_weights(uint32_t (&w)[kSteps][4], float (&s)[kSteps * 8], int first_key,
+                                               int first_row) const {
+    for_masked<kSteps * 16>(first_key, first_row, [&](int at) {
+      s[at] = kMasked;
+      if constexpr (C::kScored) {
+        uint32_t &pair = w[at / 8][at % 8 / 2];
+        pair = at & 1 ? (pair & 0xFFFFu) | kMaskedHalf << 16 : (pair & 0xFFFF0000u) | kMaskedHalf;
+      }
+    });
+  }
+  template <int kSteps>
+  static __device__ __forceinline__ void round_weights(uint32_t (&w)[kSteps][4], const float (&s)[kSteps * 8]) {
+    if constexpr (!C::kScored) round(w, s);
+  }
+
   // NaN if the delta of any query of the chunk is NaN or Inf, as where the query's out is.
   __device__ __forceinline__ float zero_if_finite(uint32_t delta_row) const {
     float zero = 0.f;
@@ -148,11 +220,17 @@ class BackwardBlock {
   // lane as the accumulators hold them.
   template <int kCount>
   __device__ __forceinline__ void put_share(const float (&dq)[kCount], uint32_t tile) const {
+    const uint32_t mine = tile + warp_ * (kCount * 128) + (C::kShuffledNumbers ? opaque(lane_) : lane_) * 16;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-      st_shared_16(tile + warp_ * (kCount * 128) + j * 512 + lane_ * 16, __float_as_uint(dq[4 * j]),
-                   __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3]));
+      st_shared_16(mine + j * 512, __float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]),
+                   __float_as_uint(dq[4 * j + 3]));
     }
+  }
+
+  // How many blocks of keys before this one see the chunk: they are consecutive.
+  __device__ __forceinline__ int place_in_order(int chunk) const {
+    return b().key0 / C::kKeys - max(0, chunk * C::kRows + b().first) / C::kKeys;
   }
 
   // Adds a share, chunk after chunk, to the sum over blocks of keys, as `full` and `empty` hand it over. If nobody has cleared the sum, the
@@ -167,9 +245,8 @@ class BackwardBlock {
       for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
         const int index = (first + chunk) * C::kShares + share;
         int32_t *turn = a_.turn + index;
-        // What `turn` is when this block may add. Blocks that see the chunk are consecutive. No acquire: all of this happens at the L2 cache,
-        // additions after what has arrived.
-        const int place = a_.ordered ? b().key0 / C::kKeys - max(0, chunk * C::kRows + b().first) / C::kKeys : 2;
+        // What `turn` is when this block may add. No acquire: all of this happens at the L2 cache, additions after what has arrived.
+        const int place = a_.ordered ? place_in_order(chunk) : 2;
         int now = 2;
         if (wanted && !a_.zero_dq_sum) {
           do {

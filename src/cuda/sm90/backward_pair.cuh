@@ -28,6 +28,10 @@ class BackwardPair : PairBlock<C> {
       barrier_init(p_full(), 128);
       barrier_init(p_empty(), 128);
       barrier_init(agreed(), C::kConsumers);
+      if constexpr (C::kOrdered) {
+        barrier_init(may_add(), 1);
+        barrier_init(added(), 4);
+      }
       for (int n = 0; n < 2; ++n) st_shared_4(doubt(n), 0);
       for (int n = 0; n < 2; ++n) {
         barrier_init(ds_full(n), 4);
@@ -46,6 +50,7 @@ class BackwardPair : PairBlock<C> {
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
       if (threadIdx.x < 32) this->produce();
+      if (C::kOrdered && warp_ == 1) take_turns();
     } else {
       take_registers<C::kConsumerRegisters>();
       if (uniform(threadIdx.x / 128) == 1) {
@@ -64,7 +69,7 @@ class BackwardPair : PairBlock<C> {
       Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag,
       Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::release_ds,
       Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat, Pair::store,
-      Pair::there, Pair::v_full, Pair::weights, Pair::zero_if_finite;
+      Pair::there, Pair::v_full, Pair::zero_if_finite;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
   static_assert(C::kHandsP && C::kDoutStages == 1 && C::kDqParts == 2);
 
@@ -72,6 +77,8 @@ class BackwardPair : PairBlock<C> {
   __device__ __forceinline__ uint32_t p_full() const { return handed(0); }
   __device__ __forceinline__ uint32_t p_empty() const { return handed(1); }
   __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
+  __device__ __forceinline__ uint32_t may_add() const { return handed(3); }
+  __device__ __forceinline__ uint32_t added() const { return handed(4); }
   __device__ __forceinline__ uint32_t doubt(int n) const { return flag(2 + n); }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -89,6 +96,7 @@ class BackwardPair : PairBlock<C> {
       uint32_t w[C::kRows / 16][4];
       Slot slot;
       int head = chunks_at(b().head_k * static_cast<int>(p_.group)), chunk = b().end - 1, before = 0, edges = 0;
+      int head_q = b().head_k * static_cast<int>(p_.group);
       bool edge_before = false, careful_before = false;
       barrier_wait(k_full(), 0);
       barrier_wait(q_full(0), 0);
@@ -105,8 +113,8 @@ class BackwardPair : PairBlock<C> {
         const bool edge = masked(chunk);
         bool careful = false;
         if (edge) careful = zero_if_finite(s) != 0.f;
-        weights(s, lse_row(at));
-        if (edge) this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { s[i] = kMasked; });
+        this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
+        if (edge) this->mask_weights(w, s, first_key(), chunk * C::kRows);
         barrier_wait(p_empty(), (n & 1) ^ 1);
 #pragma unroll
         for (int j = 0; j < C::kRows / 8; ++j) {
@@ -115,11 +123,12 @@ class BackwardPair : PairBlock<C> {
         }
         barrier_arrive(p_full());
         barrier_arrive_if(lane_ == 0, q_empty(at));
-        round(w, s);
+        this->round_weights(w, s);
         if (edge) careful = agree(careful, n, edges++);
         barrier_wait(dout_full(0), n & 1);
         const int last = buffer ^ 1;  // where dS of the chunk before is
         barrier_wait(ds_full(last), (n - 1) >> 1 & 1);
+        if (n > 0) await_turn(last);
         if (edge_before) careful_before = careful_before || ld_shared_4(flag(last)) != 0;
         if (careful || careful_before) {
           if (careful) {
@@ -157,12 +166,13 @@ class BackwardPair : PairBlock<C> {
           hold(dq);
           hold(s);
           products_begin();
-          start_dq(dq, last, 1);
+          start_dq(dq, anew(last), 1);
           start_scores(s, q_tile(next));
           products_wait<1>();
           hold(dq);
           release_ds(n > 0, last);
           add_dq(dq, n > 0, before, 1);
+          end_turn(n > 0);
         }
         products_wait<0>();
         hold(s);
@@ -172,10 +182,12 @@ class BackwardPair : PairBlock<C> {
         if (--chunk < b().begin) {
           chunk = b().end - 1;
           head += a_.row_chunks;
+          ++head_q;
         }
       }
       const int last = uniform(count - 1 & 1);
       barrier_wait(ds_full(last), (count - 1) >> 1 & 1);
+      await_turn(last);
       if (edge_before) careful_before = careful_before || ld_shared_4(flag(last)) != 0;
       finish_dq(dq, last, before, careful_before);
     }
@@ -197,13 +209,14 @@ class BackwardPair : PairBlock<C> {
       }
       add_dq(dq, true, index, part);
     }
+    end_turn(true);
     release_ds(true, buffer);
   }
   // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
   __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
     constexpr int kTiles = C::kDqColumns / 8;
-    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
-                 lane_ * 4;
+    float *sum = a_.dq_sum + int64_t{anew(index)} * (C::kRows * C::kD) +
+                 ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) + lane_ * 4;
     wanted = wanted && a_.dq_sum != nullptr;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -211,6 +224,38 @@ class BackwardPair : PairBlock<C> {
           "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
           "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
           : "memory");
+    }
+  }
+
+  // Not to be kept in registers, of which turns leave too few.
+  static __device__ __forceinline__ int anew(int x) { return C::kOrdered ? uniform(x) : x; }
+
+  // Before and after the group adds dq of the chunk whose dS is in a buffer.
+  __device__ __forceinline__ void await_turn(int buffer) const {
+    if constexpr (C::kOrdered) barrier_wait(may_add(), buffer);
+  }
+  __device__ __forceinline__ void end_turn(bool any) const {
+    if constexpr (!C::kOrdered) return;
+    __syncwarp();
+    barrier_arrive_if(any && lane_ == 0, added());
+  }
+  // A warp lets the group add dq, chunk after chunk. In deterministic mode it waits for the blocks of keys before this one, and counts on
+  // when the additions have arrived: a fence in the group itself would hold up its products. As add_shares(), for half of a chunk's dq.
+  __device__ __forceinline__ void take_turns() const {
+    wait_for_previous();
+    int n = 0;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int first = chunks_at(b().head_k * static_cast<int>(p_.group) + g);
+      for (int chunk = b().end - 1; chunk >= b().begin; --chunk, ++n) {
+        int32_t *turn = a_.turn + (first + chunk) * C::kShares + rank_;
+        const int place = this->place_in_order(chunk);
+        while (a_.ordered && load_relaxed(turn) != place) {
+        }
+        barrier_arrive_if(lane_ == 0, may_add());
+        barrier_wait(added(), n & 1);
+        if (a_.ordered && lane_ == 0) count_released(turn);
+        __syncwarp();
+      }
     }
   }
 

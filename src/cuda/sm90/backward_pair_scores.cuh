@@ -75,7 +75,7 @@ class BackwardPairScores : PairBlock<C> {
       Pair::dout_tile, Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::first_key, Pair::flag,
       Pair::k_full, Pair::lse_row, Pair::masked, Pair::other_k_full, Pair::q_empty, Pair::q_full, Pair::q_tile,
       Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
-      Pair::store, Pair::there, Pair::v_full, Pair::weights, Pair::zero_if_finite;
+      Pair::store, Pair::there, Pair::v_full, Pair::zero_if_finite;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
   static_assert(!C::kHandsP && C::kDqParts == 1);
 
@@ -99,7 +99,7 @@ class BackwardPairScores : PairBlock<C> {
       float s[C::kRows / 2], dp[C::kRows / 2];
       uint32_t p[C::kRows / 16][4], ds[C::kRows / 16][4];
       Slot slot;
-      int chunk = b().end - 1;
+      int chunk = b().end - 1, head_q = b().head_k * static_cast<int>(p_.group);
       barrier_wait(k_full(), 0);
       barrier_wait(q_full(0), 0);
       hold(s);
@@ -120,9 +120,9 @@ class BackwardPairScores : PairBlock<C> {
         start_dp(dp, dout_tile(dout_at));
         float finite = 0.f;  // or NaN
         if (edge) finite = zero_if_finite(s);
-        weights(s, lse_row(at));
-        if (edge) this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { s[i] = kMasked; });
-        round(p, s);
+        this->weigh(p, s, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
+        if (edge) this->mask_weights(p, s, first_key(), chunk * C::kRows);
+        this->round_weights(p, s);
         __syncwarp();
         barrier_arrive_if(lane_ == 0, q_empty(at));
         products_wait<0>();
@@ -163,7 +163,10 @@ class BackwardPairScores : PairBlock<C> {
         barrier_arrive_if(lane_ == 0, dout_empty(dout_at));
         products_wait<0>();
         hold(s);
-        if (--chunk < b().begin) chunk = b().end - 1;
+        if (--chunk < b().begin) {
+          chunk = b().end - 1;
+          ++head_q;
+        }
       }
     }
     store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);

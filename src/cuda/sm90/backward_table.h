@@ -13,6 +13,8 @@ enum class Design : int32_t {
   scores,  // the same, backward_pair_scores.cuh
 };
 
+constexpr int32_t kTurnsPerChunk = 2;  // shares of a chunk's dq, each of which blocks of keys add in an order of its own
+
 struct BackwardShape {
   const char *name;
   int32_t head_dim, head_dim_v;  // buckets of q and k, and of v
@@ -20,10 +22,10 @@ struct BackwardShape {
   int32_t rows;                  // queries of a chunk
   int32_t stages, dout_stages;   // chunks of q and of dout in shared memory
   Design design;
+  bool ordered;  // for deterministic mode, too
+  bool scored;   // for softcap and ALiBi
 
   constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
-  // Shares of a chunk's dq, where the copy engine adds them to the sum: only then there is an order.
-  constexpr int32_t turns() const { return design == Design::values ? 0 : 2; }
   constexpr int32_t keys() const { return groups * 64; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   constexpr int32_t block_keys() const { return keys() / blocks(); }
@@ -38,7 +40,7 @@ struct BackwardShape {
       // barriers | flags | what the block works on
       const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
       const int32_t handed = design == Design::values ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (design == Design::values ? 9 : 11) + 2 * (stages + dout_stages);
+      const int32_t barriers = (design == Design::values && !ordered ? 9 : 11) + 2 * (stages + dout_stages);
       return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
              (barriers + 1) / 2 * 16 + 16 + 64;
     }
@@ -49,15 +51,20 @@ struct BackwardShape {
 };
 
 // Narrow heads first: the first line with room for the columns is taken.
-// X(name, head_dim, head_dim_v, groups, rows, stages, dout_stages, design)
+// X(name, head_dim, head_dim_v, groups, rows, stages, dout_stages, design, ordered, scored)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::alone)         \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::alone)       \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores)  \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::scores)      \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::values)
+  X(d64, 64, 64, 2, 128, 2, 2, Design::alone, true, false)         \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)       \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)  \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)      \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)     \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::values, true, false)     \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)         \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::alone, true, true)       \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::scores, true, true)      \
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::values, true, true)
 // clang-format on
 
 #define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},

@@ -12,12 +12,13 @@
 
 namespace fa::cuda::sm90 {
 
-// kHandsP: P goes from one warpgroup to the other through shared memory, and dq to the sum from registers; else the copy engine adds it.
-template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kHandsP_>
+// kOrdered: blocks of keys can add to dq in an order. kHandsP: P goes from one warpgroup to the other through shared memory, and dq to the sum from registers; else the copy engine adds it.
+template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kHandsP_, bool kScored_,
+          bool kOrdered_>
 struct PairConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kRows = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
-  static constexpr bool kHandsP = kHandsP_;
+  static constexpr bool kHandsP = kHandsP_, kScored = kScored_, kOrdered = kOrdered_, kShuffledNumbers = false;
   static constexpr int kThreads = 384, kKeys = 128, kSlabs = kD / 64, kValueSlabs = kDv / 64;
   static constexpr int kConsumers = 256, kConsumerRegisters = kHandsP ? 240 : 232, kProducerRegisters = kHandsP ? 24 : 40;
   // K lies as two halves of its columns, each in slabs of its own, so that either is an operand for dq.
@@ -33,7 +34,7 @@ struct PairConfig {
   static constexpr int kHandedOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kHandedOffset + kHandedBytes;
   static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
                        kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
-  static constexpr int kHanded = kHandsP ? 3 : 5, kBarriers = 6 + kHanded + 2 * (kStages + kDoutStages);
+  static constexpr int kHanded = kHandsP && !kOrdered ? 3 : 5, kBarriers = 6 + kHanded + 2 * (kStages + kDoutStages);
   static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kBlockOffset = kFlagOffset + 16;
   static constexpr int kSharedBytes = kBlockOffset + 64;
   static_assert(kRows == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kBlockOffset % 16 == 0);
@@ -233,15 +234,6 @@ class PairBlock : protected BackwardBlock<C> {
     barrier_wait(q_full(at), more ? parity : parity ^ 1);
   }
 
-  __device__ __forceinline__ void weights(float (&s)[C::kRows / 2], uint32_t lse_row) const {
-    const float c = p_.softmax_scale * kLog2e;
-#pragma unroll
-    for (int j = 0; j < C::kRows / 8; ++j) {
-      const float2 lse = stat(lse_row, j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], c, -((r & 1) ? lse.y : lse.x)));
-    }
-  }
   __device__ __forceinline__ void dq_exactly(Dq &dq, int buffer, int part) const {
 #pragma unroll
     for (float &x : dq) x = 0.f;

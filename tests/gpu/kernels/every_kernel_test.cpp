@@ -81,7 +81,7 @@ std::vector<Case> cases() {
         c.head_dim = head_dim;
         c.head_dim_v = head_dim_v;
         // Some see more chunks of queries than any ring of them has places.
-        c.q.seqlen = scores == kPlain && dtype != FA_FLOAT32 ? 300 : 100;
+        c.q.seqlen = (scores == kPlain || scores == kSmooth) && dtype != FA_FLOAT32 ? 300 : 100;
         c.k.seqlen = 150;
         c.mask = FA_MASK_CAUSAL;
         c.dlse = c.sink = 1;
@@ -89,7 +89,7 @@ std::vector<Case> cases() {
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == kOddBlocks;  // memory that nothing has written: for initcheck
         // dout as Hopper's copy engine takes it
-        if (scores == kPlain || scores == kUnordered) c.q.grad_layout = c.k.grad_layout = kBshd;
+        if (scores == kPlain || scores == kUnordered || scores == kSmooth) c.q.grad_layout = c.k.grad_layout = kBshd;
         const bool everything = scores == kEverything || scores == kOddBlocks;
         if (everything || scores == kSmooth) {
           c.alibi = 1;
