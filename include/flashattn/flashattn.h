@@ -336,9 +336,9 @@ enum {
   FA_FLOAT16 = 0x00011002,
   /** bfloat16. */
   FA_BFLOAT16 = 0x00011004,
-  /** fp8, e4m3 without infinities: for keys and values of forward, with `k_descale` and `v_descale`. */
+  /** fp8, e4m3 without infinities: for operands of forward, with `q_descale`, `k_descale` and `v_descale`. */
   FA_FLOAT8_E4M3 = 0x0001080A,
-  /** 8-bit signed integer: as ::FA_FLOAT8_E4M3. */
+  /** 8-bit signed integer: as ::FA_FLOAT8_E4M3, for keys and values. */
   FA_INT8 = 0x00010800,
   /** 32-bit signed integer. */
   FA_INT32 = 0x00012000,
@@ -437,14 +437,14 @@ typedef struct fa_attention {
   /** ::FA_FLAG_DETERMINISTIC, ::FA_FLAG_BATCH_INVARIANT. */
   uint32_t flags;
 
-  /** Queries, (b, s_q, h_q, d) or (total_q, h_q, d); fp32, fp16 or bf16; stride of d must be 1. */
+  /** Queries, (b, s_q, h_q, d) or (total_q, h_q, d); stride of d must be 1; fp32, fp16 or bf16 or, in forward, fp8, if k is. */
   fa_tensor q;
   /** Keys, (b, s_k, h_k, d), (total_k, h_k, d) or, paged, (pages, page_size, h_k, d); stride of d must be 1; dtype of q or,
    * in forward, fp8 or int8. */
   fa_tensor k;
   /** Values, as k with d_v in place of d; dtype of k. */
   fa_tensor v;
-  /** Result, as q with d_v in place of d. Written by forward, read by backward. */
+  /** Result, as q with d_v in place of d; dtype of q, or with q in fp8 fp32, fp16 or bf16. Written by forward, read by backward. */
   fa_tensor out;
   /** Natural log of the softmax denominator, fp32, (b, h_q, s_q) or (h_q, total_q). Optional in forward, read by backward. */
   fa_tensor lse;
@@ -509,7 +509,7 @@ typedef struct fa_attention {
   /** Dropout: offset read on the device of the context at run time; or NULL. */
   const uint64_t *dropout_offset_ptr;
 
-  /** For queries in fp8, which no kernel takes yet: must be absent. */
+  /** Factor of queries in fp8, fp32: one a sequence and key head, (b, h_k). Absent = 1; refused for other dtypes. */
   fa_tensor q_descale;
   /** Factor of keys in fp8 or int8, fp32: one a sequence and head, (b, h_k), or one a row and head, as k without d: (b, s_k, h_k),
    * (pages, page_size, h_k) or, packed, (1, total_k, h_k). Absent = 1; refused for other dtypes. */

@@ -29,10 +29,10 @@ struct Traffic {
 };
 
 Traffic traffic_of(const Problem &p) {
-  const double element = dtype_bytes(p.q.dtype), key = dtype_bytes(p.k.dtype);
+  const double query = dtype_bytes(p.q.dtype), key = dtype_bytes(p.k.dtype), result = dtype_bytes(p.out.dtype);
   const double rows_q = rows_of(p.q_lengths, p.batch) * static_cast<double>(p.heads_q);
   const double rows_k = rows_of(p.k_lengths, p.batch) * static_cast<double>(p.heads_k);
-  return {rows_q * static_cast<double>(p.head_dim) * element, rows_q * static_cast<double>(p.head_dim_v) * element,
+  return {rows_q * static_cast<double>(p.head_dim) * query, rows_q * static_cast<double>(p.head_dim_v) * result,
           rows_k * static_cast<double>(p.head_dim) * key, rows_k * static_cast<double>(p.head_dim_v) * key, rows_q * 4};
 }
 

@@ -105,8 +105,8 @@ fa_status set_pages(const NamedTensor &table, const NamedTensor &paged, int64_t 
   return FA_OK;
 }
 
-fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role, int64_t batch, Descale &descale,
-                      Pointers &pointers, ErrorText &error) {
+fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role, int64_t batch, int64_t heads_k, bool per_row,
+                      Descale &descale, Pointers &pointers, ErrorText &error) {
   if (!is_present(t.tensor)) return FA_OK;
   const fa_tensor &x = scaled.tensor;
   if (!is_quantised(x.dtype)) {
@@ -115,22 +115,22 @@ fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role
   }
   FA_RETURN_IF_ERROR(check_and_note(t, role, pointers, error));
   FA_RETURN_IF_ERROR(check_dtype(t, {FA_FLOAT32}, error));
-  descale.per_row = t.tensor.ndim == 3;
-  const int64_t heads = x.shape[x.ndim - 2];
+  descale.per_row = per_row && t.tensor.ndim == 3;
   Operand &factors = descale.factors;
   factors.data = t.tensor.data;
   if (descale.per_row) {
     FA_RETURN_IF_ERROR(
         x.ndim == 3
-            ? check_shape(t, {{1, "packed rows"}, {x.shape[0], "total_k"}, {heads, "heads_k"}}, error)
-            : check_shape(t, {{x.shape[0], "as its tensor"}, {x.shape[1], "as its tensor"}, {heads, "heads_k"}}, error));
+            ? check_shape(t, {{1, "packed rows"}, {x.shape[0], "total_k"}, {heads_k, "heads_k"}}, error)
+            : check_shape(t, {{x.shape[0], "as its tensor"}, {x.shape[1], "as its tensor"}, {heads_k, "heads_k"}}, error));
     factors.batch_stride = walk_stride(t.tensor, 0);
     factors.seq_stride = walk_stride(t.tensor, 1);
     factors.head_stride = walk_stride(t.tensor, 2);
     return FA_OK;
   }
-  FA_RETURN_IF_ERROR(check_ndim(t, 2, "(batch, heads_k), or 3: one factor a row and head", error));
-  FA_RETURN_IF_ERROR(check_shape(t, {{batch, "batch"}, {heads, "heads_k"}}, error));
+  FA_RETURN_IF_ERROR(
+      check_ndim(t, 2, per_row ? "(batch, heads_k), or 3: one factor a row and head" : "(batch, heads_k)", error));
+  FA_RETURN_IF_ERROR(check_shape(t, {{batch, "batch"}, {heads_k, "heads_k"}}, error));
   factors.batch_stride = walk_stride(t.tensor, 0);
   factors.head_stride = walk_stride(t.tensor, 1);
   return FA_OK;

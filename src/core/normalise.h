@@ -39,9 +39,9 @@ fa_status set_lengths(const NamedTensor &cu, const NamedTensor &used, int64_t ba
 fa_status set_pages(const NamedTensor &table, const NamedTensor &paged, int64_t batch, Pages &pages, int64_t &capacity,
                     Pointers &pointers, ErrorText &error);
 
-// The factors of a quantised tensor of keys or values; refused beside another one. Absent is fine.
-fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role, int64_t batch, Descale &descale,
-                      Pointers &pointers, ErrorText &error);
+// The factors of a quantised tensor of keys or values, or with `per_row` false, of queries; refused beside another one. Absent is fine.
+fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role, int64_t batch, int64_t heads_k, bool per_row,
+                      Descale &descale, Pointers &pointers, ErrorText &error);
 
 // Every one is at most 2^40, which keeps every product of a few of them within 64 bits; far above what any memory holds.
 struct NamedSize {

@@ -53,16 +53,16 @@ class Normaliser {
     return FA_OK;
   }
 
-  Descale k_descale, v_descale;  // after forward()
+  Descale q_descale, k_descale, v_descale;  // after forward()
 
-  // A tensor with q's rows, heads and dtype.
+  // A tensor with q's rows and heads, and the dtype of results.
   fa_status like_q(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
     FA_RETURN_IF_ERROR(memory({name, t}, role));
-    return operand_like({name, t}, a_.q, head_dim, head_dim_meaning, "as q");
+    return check_operand_like({name, t}, a_.q, results_, head_dim, head_dim_meaning, "as q", error_);
   }
   fa_status like_k(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
     FA_RETURN_IF_ERROR(memory({name, t}, role));
-    return operand_like({name, t}, a_.k, head_dim, head_dim_meaning, "as k");
+    return check_operand_like({name, t}, a_.k, results_, head_dim, head_dim_meaning, "as k", error_);
   }
 
   fa_status row_scalar(const char *name, const fa_tensor &t, Role role) {
@@ -111,10 +111,7 @@ class Normaliser {
     for (const NamedTensor &t : {q, k, v}) {
       FA_RETURN_IF_ERROR(memory(t, Role::input));
     }
-    if (is_quantised(a_.q.dtype)) {
-      return fail(error_, FA_ERROR_UNSUPPORTED, "q.dtype is %s, for which there is no kernel yet", dtype_name(a_.q.dtype));
-    }
-    FA_RETURN_IF_ERROR(check_dtype(q, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error_));
+    FA_RETURN_IF_ERROR(check_dtype(q, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3}, error_));
     FA_RETURN_IF_ERROR(check_ndim(q, packed_q_ ? 3 : 4,
                                   packed_q_ ? "(total_q, heads_q, head_dim) because cu_seqlens_q is given"
                                             : "(batch, seqlen_q, heads_q, head_dim) because cu_seqlens_q is absent",
@@ -141,7 +138,7 @@ class Normaliser {
     FA_RETURN_IF_ERROR(check_head_dim(q, error_));
     FA_RETURN_IF_ERROR(check_head_dim(v, error_));
     FA_RETURN_IF_ERROR(check_unit_stride(q, a_.q.ndim - 1, error_));
-    FA_RETURN_IF_ERROR(check_dtype(k, {a_.q.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_));
+    FA_RETURN_IF_ERROR(dtypes(k));
     FA_RETURN_IF_ERROR(check_operand_like(k, a_.k, a_.k.dtype, p_.head_dim, "head_dim of q", "as q", error_));
     FA_RETURN_IF_ERROR(check_operand_like(v, a_.k, a_.k.dtype, p_.head_dim_v, "its own head_dim", "as k", error_));
     p_.softmax_scale = a_.softmax_scale > 0 ? a_.softmax_scale : 1.0f / std::sqrt(static_cast<float>(p_.head_dim));
@@ -151,9 +148,16 @@ class Normaliser {
     return FA_OK;
   }
 
-  fa_status operand_like(const NamedTensor &t, const fa_tensor &model, int64_t head_dim, const char *head_dim_meaning,
-                         const char *relation) {
-    return check_operand_like(t, model, a_.q.dtype, head_dim, head_dim_meaning, relation, error_);
+  // Keys are as queries, or quantised. Queries in fp8 have such keys, and results in another dtype, which out tells.
+  fa_status dtypes(const NamedTensor &k) {
+    results_ = a_.q.dtype;
+    if (!is_quantised(a_.q.dtype)) return check_dtype(k, {a_.q.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_);
+    FA_RETURN_IF_ERROR(check_dtype(k, {a_.q.dtype}, error_));
+    const NamedTensor out{"out", a_.out};
+    FA_RETURN_IF_ERROR(check_memory(out, Role::output, error_));
+    FA_RETURN_IF_ERROR(check_dtype(out, {FA_FLOAT16, FA_BFLOAT16, FA_FLOAT32}, error_));
+    results_ = a_.out.dtype;
+    return FA_OK;
   }
 
   fa_status check_products() {
@@ -261,7 +265,7 @@ class Normaliser {
     if (is_present(a_.bias)) {
       const NamedTensor bias{"bias", a_.bias};
       FA_RETURN_IF_ERROR(memory(bias, Role::input));
-      FA_RETURN_IF_ERROR(check_dtype(bias, {a_.q.dtype, FA_FLOAT32}, error_));
+      FA_RETURN_IF_ERROR(check_dtype(bias, {results_, FA_FLOAT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(
           bias, {{p_.batch, "batch", true}, {p_.heads_q, "heads_q", true}, {bound_q, "seqlen_q", true}, {bound_k, "seqlen_k"}},
           error_));
@@ -361,16 +365,13 @@ class Normaliser {
   }
 
   fa_status descales() {
-    if (is_present(a_.q_descale)) {
-      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "q_descale is given but q.dtype is %s; it is for fp8 queries",
-                  dtype_name(a_.q.dtype));
-    }
-    FA_RETURN_IF_ERROR(descale({"k_descale", a_.k_descale}, {"k", a_.k}, k_descale));
-    return descale({"v_descale", a_.v_descale}, {"v", a_.v}, v_descale);
+    FA_RETURN_IF_ERROR(descale({"q_descale", a_.q_descale}, {"q", a_.q}, false, q_descale));
+    FA_RETURN_IF_ERROR(descale({"k_descale", a_.k_descale}, {"k", a_.k}, true, k_descale));
+    return descale({"v_descale", a_.v_descale}, {"v", a_.v}, true, v_descale);
   }
 
-  fa_status descale(const NamedTensor &t, const NamedTensor &scaled, Descale &result) {
-    return set_descale(t, scaled, Role::input, p_.batch, result, pointers_, error_);
+  fa_status descale(const NamedTensor &t, const NamedTensor &scaled, bool per_row, Descale &result) {
+    return set_descale(t, scaled, Role::input, p_.batch, p_.heads_k, per_row, result, pointers_, error_);
   }
 
   fa_status memory(const NamedTensor &t, Role role) { return check_and_note(t, role, pointers_, error_); }
@@ -379,6 +380,7 @@ class Normaliser {
   Problem &p_;
   Pointers &pointers_;
   ErrorText &error_;
+  fa_dtype results_ = 0;  // of out, its gradient, dq, dk and dv
   bool packed_q_ = false;
   bool packed_k_ = false;
   bool paged_ = false;
@@ -390,6 +392,7 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
   pointers.clear();
   Normaliser normaliser(a, problem, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
+  problem.q_descale = normaliser.q_descale;
   problem.k_descale = normaliser.k_descale;
   problem.v_descale = normaliser.v_descale;
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
@@ -400,6 +403,7 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
                          {"bias", a.bias},
                          {"sink", a.sink},
                          {"alibi_slopes", a.alibi_slopes},
+                         {"q_descale", a.q_descale},
                          {"k_descale", a.k_descale},
                          {"v_descale", a.v_descale}},
                         error);

@@ -133,7 +133,8 @@ class AppendNormaliser {
   }
 
   fa_status descale(const NamedTensor &t, const NamedTensor &cache, Descale &result) {
-    return set_descale(t, cache, t.tensor.ndim == 3 ? Role::output : Role::input, p_.batch, result, pointers_, error_);
+    return set_descale(t, cache, t.tensor.ndim == 3 ? Role::output : Role::input, p_.batch, p_.heads_k, true, result, pointers_,
+                       error_);
   }
 
   fa_status queries() {

@@ -10,6 +10,8 @@
 // block.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/forward_state.h"
 
 namespace fa::cpu::FA_ISA {
@@ -45,7 +47,7 @@ struct BlockState {
 };
 
 // Points the state into a worker's scratch, loads the queries and starts the softmax.
-inline BlockState begin_block(const Problem &p, const ForwardLayout &layout, char *scratch, const Head &head,
+inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layout, char *scratch, const Head &head,
                               const QueryBlock &block) {
   BlockState st;
   st.block = block;
@@ -91,11 +93,13 @@ inline BlockState begin_block(const Problem &p, const ForwardLayout &layout, cha
     st.seen[strip] = seen;
     st.interior[strip] = interior;
     float *to = st.q + strip * kMr * p.head_dim;
-    for_dtype(p.q.dtype, [&]<class Element>() {
+    float factors[kMr];
+    if (is_quantised(p.q.dtype)) std::fill_n(factors, kMr, factors_of(p, p.q_descale, head.b, head.head_k, 0).at(0));
+    for_key_dtype(p.q.dtype, [&]<class Element>() {
       for (int v = 0; v < kMr; v += kWidth) {
         const int lanes = kMr - v < kWidth ? kMr - v : kWidth;
         const int some = static_cast<int>(max64(min64(n - v, lanes), 0));
-        transpose_rows<Element>(rows + v, some, p.head_dim, to + v, kMr, lanes);
+        transpose_rows<Element>(rows + v, some, p.head_dim, to + v, kMr, lanes, factors);
       }
     });
   }

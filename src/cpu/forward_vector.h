@@ -203,11 +203,15 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
     for (int64_t c = 0; c < ldo; c += kWidth) Simd::store(o + row * ldo + c, Simd::zero());
     const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
     const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
-    for_dtype(p.q.dtype, [&]<class Element>() {
+    for_key_dtype(p.q.dtype, [&]<class Element>() {
       const auto *from = reinterpret_cast<const typename Element::Type *>(from_row);
+      float factor = 1.0f;
+      if constexpr (Element::kQuantised) factor = factors_of(p, p.q_descale, head.b, h / p.group, 0).at(0);
       for (int64_t c = 0; c < p.head_dim; c += kWidth) {
         const int n = static_cast<int>(min64(p.head_dim - c, kWidth));
-        Simd::store(q + row * ldq + c, n == kWidth ? Element::load(from + c) : Element::load(from + c, n));
+        F x = n == kWidth ? Element::load(from + c) : Element::load(from + c, n);
+        if constexpr (Element::kQuantised) x = Simd::mul(x, Simd::set(factor));
+        Simd::store(q + row * ldq + c, x);
       }
     });
   }

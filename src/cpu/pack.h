@@ -24,7 +24,7 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
       return;
   }
 }
-// ... for a dtype of keys and values of forward.
+// ... for a dtype of queries, keys and values of forward.
 template <class Body>
 FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
@@ -84,6 +84,7 @@ struct Factors {
     return factor;
   }
 };
+// `h` is a key head.
 inline Factors factors_of(const Problem &p, const Descale &descale, int64_t b, int64_t h, int64_t start) {
   Factors f;
   f.given = descale.factors.data != nullptr;

@@ -23,6 +23,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *w
   params.vector_k = vectors(p.k);
   params.vector_v = vectors(p.v);
   params.vector_out = vectors(p.out);
+  params.q_descale = p.q_descale;
   params.k_descale = p.k_descale;
   params.v_descale = p.v_descale;
   params.split_out = reinterpret_cast<float *>(memory);

@@ -34,7 +34,7 @@ constexpr size_t align_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 template <typename Shape, int kCount>
 const char *find_tensor_core(const Shape (&shapes)[kCount], const Problem &p, const Device &device, int32_t &found) {
   found = -1;
-  if (is_quantised(p.k.dtype)) return "CUDA-core kernel: fp8 and int8 keys and values are widened to fp32";
+  if (is_quantised(p.k.dtype)) return "CUDA-core kernel: fp8 and int8 operands are widened to fp32";
   if (p.q.dtype == Dtype::f32) return "CUDA-core kernel: fp32 operands are multiplied in fp32";
   if (p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0))
     return "CUDA-core kernel: the block mask's block sizes are not multiples of 64";
@@ -81,9 +81,11 @@ fa_status check_grid(int64_t blocks_per_head, int64_t heads, int64_t batch, Erro
 
 // "sm80_fwd_bf16_d128"
 std::string name_of(const char *family_and_pass, const Problem &p, const char *shape) {
-  const char *dtype = p.q.dtype == Dtype::f32 ? "_f32_" : p.q.dtype == Dtype::bf16 ? "_bf16_" : "_f16_";
-  const char *keys = p.k.dtype == Dtype::e4m3 ? "e4m3_" : p.k.dtype == Dtype::i8 ? "i8_" : "";
-  return std::string(family_and_pass) + dtype + keys + shape;
+  static constexpr const char *kNames[] = {"f32", "f16", "bf16", "e4m3", "i8"};  // by Dtype
+  std::string name = std::string(family_and_pass) + "_" + kNames[static_cast<int>(p.q.dtype)] + "_";
+  if (p.k.dtype != p.q.dtype) name = name + kNames[static_cast<int>(p.k.dtype)] + "_";
+  if (p.out.dtype != p.q.dtype) name = name + "to_" + kNames[static_cast<int>(p.out.dtype)] + "_";
+  return name + shape;
 }
 
 const char *reason_of(ScoreSet scores) {

@@ -182,11 +182,14 @@ void add_tensor_misuses(const TensorField &field, std::vector<Misuse> &cases) {
         field.calls);
     add(
         "with a dtype unlike q's", FA_ERROR_DTYPE, {".dtype"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT16; }, field.calls);
-    // Keys may be fp8, but then values are too.
+    // Keys may be fp8, but then values are too; queries may, but then keys are too.
     add(
-        "of fp8", name == "q" ? FA_ERROR_UNSUPPORTED : FA_ERROR_DTYPE,
-        {name == "k" ? "v.dtype" : name + ".dtype", "float8_e4m3"}, [=](fa_tensor &t) { t.dtype = FA_FLOAT8_E4M3; },
-        field.calls);
+        "of fp8", FA_ERROR_DTYPE,
+        {name == "q"   ? "k.dtype is float32"
+         : name == "k" ? "v.dtype"
+                       : name + ".dtype",
+         "float8_e4m3"},
+        [=](fa_tensor &t) { t.dtype = FA_FLOAT8_E4M3; }, field.calls);
   }
   if (valid.ndim > 1) {
     const int first = valid.shape[0] > 1 ? 0 : 1;
@@ -262,6 +265,26 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
   add("dq in dout's place", kAnyBackward, kInvalid, {"dq.data", "dout.data"},
       [](SampleProblem &p) { p.gradients.dq.data = p.gradients.dout.data; });
   const auto quantised = [](SampleProblem &p) { p.attention.k.dtype = p.attention.v.dtype = FA_INT8; };
+  const auto fp8 = [](SampleProblem &p) { p.attention.q.dtype = p.attention.k.dtype = p.attention.v.dtype = FA_FLOAT8_E4M3; };
+  add("fp8 queries in backward", kAnyBackward, FA_ERROR_UNSUPPORTED, {"k.dtype", "float8_e4m3", "backward"}, fp8);
+  add("int8 queries", kAnyForward, FA_ERROR_DTYPE, {"q.dtype", "int8"},
+      [](SampleProblem &p) { p.attention.q.dtype = p.attention.k.dtype = p.attention.v.dtype = FA_INT8; });
+  add("fp8 queries and an fp8 result", kAnyForward, FA_ERROR_DTYPE, {"out.dtype", "float8_e4m3"}, [=](SampleProblem &p) {
+    fp8(p);
+    p.attention.out.dtype = FA_FLOAT8_E4M3;
+  });
+  add("fp8 queries and a bias of another dtype", kAnyForward, FA_ERROR_DTYPE, {"bias.dtype", "float16"}, [=](SampleProblem &p) {
+    fp8(p);
+    p.attention.bias.dtype = FA_FLOAT16;
+  });
+  add("factors of queries by row", kAnyForward, FA_ERROR_SHAPE, {"q_descale.ndim", "3"}, [=](SampleProblem &p) {
+    fp8(p);
+    p.attention.q_descale = p.floats({2, 5, 2});
+  });
+  add("factors of queries by query head", kAnyForward, FA_ERROR_SHAPE, {"q_descale.shape[1]"}, [=](SampleProblem &p) {
+    fp8(p);
+    p.attention.q_descale = p.floats({2, 4});
+  });
   add("int8 keys in backward", kAnyBackward, FA_ERROR_UNSUPPORTED, {"k.dtype", "int8", "backward"}, quantised);
   for (const auto &[layout, shape, wrong] : {std::tuple{Layout::padded, std::vector<int64_t>{2, 3}, "shape[1]"},
                                              {Layout::padded, {1, 2}, "shape[0]"},

@@ -143,6 +143,10 @@ class Maker {
         *descale = one_in(2) ? input(FA_FLOAT32, {batch, heads_k})
                              : input(FA_FLOAT32, {packed ? 1 : a.k.shape[0], a.k.shape[packed ? 0 : 1], heads_k});
       }
+      if (a.k.dtype == FA_FLOAT8_E4M3 && one_in(2)) {
+        a.q.dtype = FA_FLOAT8_E4M3;
+        if (one_in(2)) a.q_descale = input(FA_FLOAT32, {batch, heads_k});
+      }
     }
     if (one_in(4)) a.seqused_q = lengths(FA_INT32, {batch});
     if (one_in(4)) a.seqused_k = lengths(FA_INT32, {batch});

@@ -33,6 +33,7 @@ template <typename CaseT, typename Visitor>
 void visit_fields(CaseT &c, Visitor visit) {
   visit("seed", c.seed);
   visit("dtype", c.dtype);
+  visit("query_dtype", c.query_dtype);
   visit("key_dtype", c.key_dtype);
   visit("descale", c.descale);
   visit("batch", c.batch);

@@ -46,8 +46,10 @@ struct Case {
   int64_t seed = 1;
   int64_t dtype = FA_FLOAT32;
   int64_t batch = 2, heads_q = 2, heads_k = 2, head_dim = 16, head_dim_v = 16;
-  int64_t key_dtype = 0;  // of k and v: fp8 or int8; 0 = dtype
-  int64_t descale = 0;    // k_descale and v_descale: 0 absent, 1 one a sequence and head, 2 one a row and head
+  int64_t query_dtype = 0;  // of q: fp8, as key_dtype then is; 0 = dtype. Results are of dtype
+  int64_t key_dtype = 0;    // of k and v: fp8 or int8; 0 = dtype
+  int64_t descale =
+      0;  // k_descale and v_descale: 0 absent, 1 one a sequence and head, 2 one a row and head; and q_descale, as 1
   Side q, k;
   int64_t page_size = 0;    // 0 = not paged
   int64_t spare_pages = 0;  // more pages, and columns of the page table, than needed

@@ -16,8 +16,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 const char *role_name(Role role) {
   static const char *const names[kNumRoles] = {
       "q",         "k",          "v",    "out",        "lse",          "cu_seqlens_q", "cu_seqlens_k", "seqused_q",
-      "seqused_k", "page_table", "bias", "block_mask", "alibi_slopes", "sink",         "k_descale",    "v_descale",
-      "dout",      "dlse",       "dq",   "dk",         "dv",           "dbias",        "dsink"};
+      "seqused_k", "page_table", "bias", "block_mask", "alibi_slopes", "sink",         "q_descale",    "k_descale",
+      "v_descale", "dout",       "dlse", "dq",         "dk",           "dv",           "dbias",        "dsink"};
   return names[role];
 }
 
@@ -54,6 +54,8 @@ fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role) {
       return attention.alibi_slopes;
     case kSink:
       return attention.sink;
+    case kQDescale:
+      return attention.q_descale;
     case kKDescale:
       return attention.k_descale;
     case kVDescale:
@@ -89,6 +91,7 @@ int64_t Data::element(Role role, int64_t b, int64_t i, int64_t h, int64_t d) con
 }
 
 int64_t Data::factor_element(Role role, int64_t b, int64_t i, int64_t h) const {
+  if (role == kQ) return tensors[kQDescale].element(b, h / (problem.heads_q / problem.heads_k));
   const HostTensor &t = tensors[role == kK ? kKDescale : kVDescale];
   if (problem.descale == 1) return t.element(b, h);
   if (problem.k.packed) return t.element(0, slot_start(problem.k, b) + i, h);
@@ -98,7 +101,8 @@ int64_t Data::factor_element(Role role, int64_t b, int64_t i, int64_t h) const {
 }
 
 double Data::factor(Role role, int64_t b, int64_t i, int64_t h) const {
-  return problem.descale == 0 ? 1 : tensors[role == kK ? kKDescale : kVDescale].get(factor_element(role, b, i, h));
+  const HostTensor &t = tensors[role == kQ ? kQDescale : role == kK ? kKDescale : kVDescale];
+  return t.present() ? t.get(factor_element(role, b, i, h)) : 1;
 }
 
 int64_t Data::row_element(Role role, int64_t b, int64_t h, int64_t i) const {
@@ -131,7 +135,7 @@ reference::Sequence Data::sequence(int64_t b) const {
     values.reserve(static_cast<size_t>(heads * rows * columns));
     for (int64_t h = 0; h < heads; ++h) {
       for (int64_t i = 0; i < rows; ++i) {
-        const double times = role == kK || role == kV ? factor(role, b, i, h) : 1;
+        const double times = role == kQ || role == kK || role == kV ? factor(role, b, i, h) : 1;
         for (int64_t d = 0; d < columns; ++d) values.push_back(times * tensors[role].get(element(role, b, i, h, d)));
       }
     }

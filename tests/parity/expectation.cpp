@@ -174,6 +174,8 @@ std::string mismatch(const Data &data, Role role, const HostTensor &actual) {
   // A logit of magnitude x carries an error of about x units into its weight.
   const double fp32 = fp32_units(data.problem) * reference::unit_roundoff(FA_FLOAT32) * (1 + data.largest_logit);
   const double out_rounding = reference::unit_roundoff(static_cast<fa_dtype>(data.problem.dtype));
+  // Products of fp8 queries may take weights that are rounded to fp8.
+  const double weights = role == kOut && data.problem.query_dtype != 0 ? reference::unit_roundoff(FA_FLOAT8_E4M3) : 0;
   std::vector<bool> written(static_cast<size_t>(actual.num_elements_stored()), false);
   for (const Expected &e : data.expected[role]) {
     written[static_cast<size_t>(e.element)] = true;
@@ -181,7 +183,7 @@ std::string mismatch(const Data &data, Role role, const HostTensor &actual) {
     if (actual.poisoned(e.element)) return message("not written", role, e.element, now, nullptr, 0);
     // Weights below the smallest normal fp32 may be flushed to zero.
     constexpr double kFlushed = 1e-34;
-    const double tolerance = 2 * largest.unfused + rounding * std::abs(e.value) + smallest + fp32 * e.magnitude +
+    const double tolerance = 2 * largest.unfused + rounding * std::abs(e.value) + smallest + (fp32 + weights) * e.magnitude +
                              out_rounding * e.through_out + kFlushed;
     const bool close = std::isnan(e.value)   ? std::isnan(now)
                        : std::isinf(e.value) ? now == e.value

@@ -81,6 +81,88 @@ TEST_P(Fields, QuantisedKeys) {
   }
 }
 
+// fp8 queries, keys and values, by every kernel of a backend, in every layout and beside every option. Some have the whole 16-byte pieces
+// and several tiles and chunks of what multiplies fp8 itself. Few enough cases that their references are kept from backend to backend.
+TEST_P(Fields, QuantisedQueries) {
+  int64_t dtype = FA_BFLOAT16;
+  const auto each = [&](const char *name, auto vary) {
+    Case c = base(name, dtype);
+    dtype = dtype == FA_BFLOAT16 ? FA_FLOAT16 : FA_BFLOAT16;
+    c.query_dtype = c.key_dtype = FA_FLOAT8_E4M3;
+    c.descale = 1;
+    c.backward = 0;
+    c.heads_q = 2;
+    c.heads_k = 1;
+    c.head_dim = c.head_dim_v = 128;
+    vary(c);
+    EXPECT_TRUE(check(backend(), c));
+  };
+  for (const int64_t head_dim : {128, 64, 256, 40, 96}) {
+    each("fp8", [&](Case &c) {
+      c.head_dim = c.head_dim_v = head_dim;
+      c.q.seqlen = 200;
+      c.k.seqlen = 230;
+    });
+    each("fp8, causal", [&](Case &c) {
+      c.head_dim = head_dim;
+      c.q.seqlen = c.k.seqlen = 230;
+      c.mask = FA_MASK_CAUSAL;
+      c.nan_keys = c.nan_queries = 1;
+      c.k.used = {230, 101};
+      c.q.used = {120, 230};
+    });
+  }
+  for (const int64_t descale : {0, 2}) {
+    each("fp8, other factors", [&](Case &c) {
+      c.descale = descale;
+      c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+    });
+  }
+  each("fp8 to fp32", [](Case &c) { c.dtype = FA_FLOAT32; });
+  for (const int64_t queries : {1, 10, 200}) {
+    each("fp8, packed, windows", [&](Case &c) {
+      c.heads_q = 6;
+      c.heads_k = 2;
+      c.q.packed = c.k.packed = 1;
+      c.batch = 3;
+      c.q.slots = {queries, 0, 40};
+      c.k.slots = {250, 31, 0};
+      c.q.lead = c.k.lead = 3;
+      c.k.trail = 5;
+      c.window_left = 70;
+      c.window_right = 9;
+      c.sink = 1;
+      c.nan_keys = 1;
+    });
+    each("fp8, pages", [&](Case &c) {
+      c.q.seqlen = queries;
+      c.k.used = {20, 83};
+      c.page_size = 16;
+      c.spare_pages = 2;
+      c.mask = FA_MASK_CAUSAL;
+    });
+    each("fp8, scores", [&](Case &c) {
+      c.q.seqlen = queries;
+      c.bias = 1;
+      c.softcap = 5;
+      c.alibi = 2;
+      c.dropout = 0.2;
+      c.dropout_seed = 5;
+    });
+  }
+  each("fp8, large logits", [](Case &c) {
+    c.q.seqlen = c.k.seqlen = 300;
+    c.magnitude = 20;
+  });
+  for (const int64_t role : {1, 2, 3}) {
+    each("fp8, NaN in sight", [&](Case &c) {
+      c.q.seqlen = c.k.seqlen = 230;
+      c.mask = FA_MASK_CAUSAL;
+      c.nan_visible = role;
+    });
+  }
+}
+
 TEST_P(Fields, LseIsOptionalInForward) {
   each_dtype("no lse", [](Case &c) { c.lse = c.backward = 0; });
 }

@@ -93,7 +93,7 @@ class Filler {
     lengths(kCuQ, kUsedQ, c_.q);
     lengths(kCuK, kUsedK, c_.k);
     if (c_.page_size > 0) page_table();
-    rows(kQ, c_.q, c_.heads_q, c_.head_dim, c_.magnitude);
+    rows(kQ, c_.q, c_.heads_q, c_.head_dim, c_.magnitude * query_magnitude());
     rows(kK, c_.k, c_.heads_k, c_.head_dim, key_magnitude());
     rows(kV, c_.k, c_.heads_k, c_.head_dim_v, key_magnitude());
     factors();
@@ -110,12 +110,13 @@ class Filler {
     auto &t = data_.tensors;
     const auto dtype = static_cast<fa_dtype>(c_.dtype);
     const auto not_shared = [](int64_t layout) { return layout == kShared ? static_cast<int64_t>(kOdd) : layout; };
-    t[kQ] = operand(c_, c_.q, c_.q.layout, c_.heads_q, c_.head_dim);
+    t[kQ] = operand(c_, c_.q, c_.q.layout, c_.heads_q, c_.head_dim, c_.query_dtype);
     t[kK] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim, c_.key_dtype);
     t[kV] = operand(c_, c_.k, c_.k.layout, c_.heads_k, c_.head_dim_v, c_.key_dtype);
     for (const Role role : {kKDescale, kVDescale}) {
       if (c_.descale > 0) t[role] = descale();
     }
+    if (c_.descale > 0 && c_.query_dtype != 0) t[kQDescale] = HostTensor(FA_FLOAT32, {c_.batch, c_.heads_k}, {1, c_.batch + 1});
     t[kOut] = operand(c_, c_.q, not_shared(c_.q.layout), c_.heads_q, c_.head_dim_v);
     if (c_.lse) t[kLse] = row_scalars(c_, c_.q);
     const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k);
@@ -158,7 +159,14 @@ class Filler {
     if (c_.key_dtype == 0 || c_.descale == 0) return c_.key_dtype == FA_INT8 ? 2 : 1;
     return 40;
   }
+  double query_magnitude() const { return c_.query_dtype != 0 && c_.descale > 0 ? 30 : 1; }
   void factors() {
+    for (int64_t h = 0; data_.tensors[kQDescale].present() && h < c_.heads_k; ++h) {
+      for (int64_t b = 0; b < c_.batch; ++b) {
+        data_.tensors[kQDescale].set(data_.tensors[kQDescale].element(b, h),
+                                     (1 + 0.5 * std::abs(normal())) / query_magnitude());
+      }
+    }
     for (int64_t b = 0; c_.descale > 0 && b < c_.batch; ++b) {
       for (int64_t i = 0; i < (c_.descale == 1 ? 1 : used_rows(c_, c_.k, b)); ++i) {
         for (int64_t h = 0; h < c_.heads_k; ++h) {

@@ -137,6 +137,7 @@ Case random_case(std::mt19937_64 &rng) {
     c.key_dtype = dice.one_of({FA_FLOAT8_E4M3, FA_INT8});
     c.descale = dice.between(0, 2);
     c.backward = 0;
+    if (c.key_dtype == FA_FLOAT8_E4M3 && dice.chance(50)) c.query_dtype = FA_FLOAT8_E4M3;
   }
   return c;
 }

@@ -20,7 +20,7 @@
 
 namespace fa::cuda::simt {
 
-// kQuantised: keys and values are fp8 or int8 with factors.
+// kQuantised: keys and values are fp8 or int8 with factors, and queries may be.
 template <class T, bool kQuantised>
 class Forward {
  public:
@@ -61,6 +61,7 @@ class Forward {
     k_ = base_of(p_.k, key_batch, key_start, head_k);
     v_ = base_of(p_.v, key_batch, key_start, head_k);
     if constexpr (kQuantised) {
+      q_factors_ = factors_of(a_.q_descale, key_batch, key_start, head_k);
       k_factors_ = factors_of(a_.k_descale, key_batch, key_start, head_k);
       v_factors_ = factors_of(a_.v_descale, key_batch, key_start, head_k);
     }
@@ -145,24 +146,23 @@ class Forward {
   __device__ __forceinline__ void fetch(int tile, int step) const {
     float *stage = ring_.vacant();
     if (step < products_) {
-      load_slice<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), row0_, step * kDepth);
-      load_keys<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
+      load_rows<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), q_factors_, row0_, step * kDepth);
+      load_rows<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
                                                k_factors_, tile * T::kOtherRows, step * kDepth);
     } else {
-      load_keys<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v), v_factors_,
+      load_rows<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v), v_factors_,
                                                          tile * T::kOtherRows + (step - products_) * T::kSliceRows, 0);
     }
     cp_async_commit();
   }
 
   template <int kRows, int kWidth, int kSlicePitch>
-  __device__ __forceinline__ static void load_keys(float *slice, const Rows &source, const Factors &factors, int row,
+  __device__ __forceinline__ static void load_rows(float *slice, const Rows &source, const Factors &factors, int row,
                                                    int column) {
     if constexpr (kQuantised) {
-      load_quantised<kRows, kWidth, kSlicePitch>(slice, source, factors, row, column);
-    } else {
-      load_slice<kRows, kWidth, kSlicePitch>(slice, source, row, column);
+      if (is_quantised(source.dtype)) return load_quantised<kRows, kWidth, kSlicePitch>(slice, source, factors, row, column);
     }
+    load_slice<kRows, kWidth, kSlicePitch>(slice, source, row, column);
   }
 
   __device__ __forceinline__ void walk() {
@@ -345,7 +345,7 @@ class Forward {
 
   int b_, head_q_, split_;   // head_q_ is the first query head of the block
   const char *q_, *k_, *v_;  // of the block's heads
-  Factors k_factors_, v_factors_;
+  Factors q_factors_, k_factors_, v_factors_;
   int seqlen_q_, seqlen_k_;
   int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
   int row_block_, row0_;

@@ -19,7 +19,7 @@ struct ForwardParams {
   // (num_splits, batch, heads_q, max_seqlen_q).
   float *split_out;
   float *split_lse;
-  Descale k_descale, v_descale;  // of quantised keys and values
+  Descale q_descale, k_descale, v_descale;  // of quantised operands
 };
 
 // Launch of shape kForwardShapes[shape] with `blocks` blocks of threads.
