@@ -24,7 +24,7 @@ namespace {
 template <typename AnyProblem>
 using PlanOf = std::conditional_t<std::is_same_v<AnyProblem, ForwardProblem>, ForwardPlan, BackwardPlan>;
 
-fa_status make_plan(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
+fa_status make_plan(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
   return plan_forward(problem, device, plan, error);
 }
 fa_status make_plan(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
@@ -46,7 +46,7 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
       return simt::add_launches(problem, plan, workspace, launches, error);
     case Family::sm90:
       if constexpr (kForward) {
-        return sm90::add_launches(problem, plan, driver, counters, launches, error);
+        return sm90::add_launches(problem, plan, driver, workspace, counters, launches, error);
       } else {
         return sm90::add_launches(problem, plan, driver, workspace, launches, error);
       }

@@ -57,8 +57,8 @@ fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan,
 }  // namespace simt
 
 namespace sm90 {
-fa_status add_launches(const Problem &problem, const ForwardPlan &plan, const Driver &driver, int32_t *counters,
-                       Launches &launches, ErrorText &error);
+fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, const Driver &driver, void *workspace,
+                       int32_t *counters, Launches &launches, ErrorText &error);
 fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, const Driver &driver, void *workspace,
                        Launches &launches, ErrorText &error);
 }  // namespace sm90

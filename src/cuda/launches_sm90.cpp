@@ -5,6 +5,7 @@
 #include "cuda/driver.h"
 #include "cuda/launches.h"
 #include "cuda/sm90/backward.h"
+#include "cuda/sm90/copied_values.h"
 #include "cuda/sm90/forward.h"
 
 namespace fa::cuda::sm90 {
@@ -15,8 +16,14 @@ fa_status refused(const char *name, const void *data, CUresult result, ErrorText
               cudaGetErrorName(to_runtime(result)));
 }
 
-// Describes (batch, rows, heads, columns) of 16-bit elements to the copy engine: boxes of 64 columns and `box_rows` rows of one head, what
-// lies outside reads as zero.
+CUtensorMapDataType map_type(Dtype dtype) {
+  return dtype == Dtype::e4m3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+// Describes (batch, rows, heads, columns) to the copy engine: boxes of 128 bytes of columns and `box_rows` rows of one head, what lies
+// outside reads as zero.
 fa_status describe(const Driver &driver, const char *name, const Operand &t, const Lengths &lengths, int64_t batch,
                    int64_t heads, int64_t columns, int box_rows, CUtensorMap &map, ErrorText &error) {
   const bool packed = lengths.cu != nullptr;
@@ -24,14 +31,45 @@ fa_status describe(const Driver &driver, const char *name, const Operand &t, con
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(columns),
                                static_cast<cuuint64_t>(std::max<int64_t>(packed ? lengths.total : lengths.max_len, 1)),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(packed ? 1 : batch)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(t.seq_stride) * 2, static_cast<cuuint64_t>(t.head_stride) * 2,
-                                 static_cast<cuuint64_t>(t.batch_stride) * 2};  // bytes
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  const CUtensorMapDataType type = t.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result = driver.cuTensorMapEncodeTiled(&map, type, 4, t.data, sizes, strides, box, steps,
+  const auto bytes = static_cast<cuuint64_t>(dtype_bytes(t.dtype));
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(t.seq_stride) * bytes, static_cast<cuuint64_t>(t.head_stride) * bytes,
+                                 static_cast<cuuint64_t>(t.batch_stride) * bytes};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_rows), 1, 1},
+                   steps[4] = {1, 1, 1, 1};
+  const CUresult result = driver.cuTensorMapEncodeTiled(&map, map_type(t.dtype), 4, t.data, sizes, strides, box, steps,
                                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? FA_OK : refused(name, t.data, result, error);
+}
+
+// Launches the kernel that copies values to the workspace, and describes the copy to the copy engine: boxes of a chunk of keys and all
+// columns of one head.
+fa_status add_copied_values(const ForwardProblem &p, const ForwardPlan &plan, const ForwardShape &shape, const Driver &driver,
+                            void *workspace, CUtensorMap &map, Launches &launches, ErrorText &error) {
+  const bool packed = p.k_lengths.cu != nullptr;
+  auto &params = launches.make_params<TransposeParams>();
+  params.v = p.v;
+  params.lengths = p.k_lengths;
+  params.copy = static_cast<char *>(workspace);
+  params.pitch = plan.copied_keys;
+  params.heads = static_cast<int32_t>(p.heads_k);
+  params.columns = static_cast<int32_t>(p.head_dim_v);
+  params.key_blocks = static_cast<int32_t>((p.k_lengths.max_len + (packed ? kLongestChunk - 1 : 0) + 127) / 128);
+  params.column_blocks = static_cast<int32_t>((p.head_dim_v + 127) / 128);
+  launches.add("transposing kernel",
+               {transpose_kernel(), kTransposeThreads, 0, p.batch * p.heads_k * params.key_blocks * params.column_blocks},
+               &params);
+
+  const auto pitch = static_cast<cuuint64_t>(params.pitch), columns = static_cast<cuuint64_t>(p.head_dim_v),
+             heads = static_cast<cuuint64_t>(p.heads_k);
+  const cuuint64_t sizes[4] = {pitch, columns, heads, static_cast<cuuint64_t>(packed ? 1 : p.batch)};
+  const cuuint64_t strides[3] = {pitch, pitch * columns, pitch * columns * heads};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(shape.chunk), static_cast<cuuint32_t>(shape.head_dim_v), 1, 1},
+                   steps[4] = {1, 1, 1, 1};
+  const CUresult result = driver.cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, workspace, sizes, strides, box,
+                                                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? FA_OK : refused("copy of v", workspace, result, error);
 }
 
 // Describes one number a row, (chunks, chunk_rows), in boxes of a chunk.
@@ -49,15 +87,22 @@ fa_status describe_statistics(const Driver &driver, const char *name, float *dat
 
 }  // namespace
 
-fa_status add_launches(const Problem &p, const ForwardPlan &plan, const Driver &driver, int32_t *counters, Launches &launches,
-                       ErrorText &error) {
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const Driver &driver, void *workspace,
+                       int32_t *counters, Launches &launches, ErrorText &error) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
   auto &params = launches.make_params<ForwardParams>();
   params.problem = p;
   FA_RETURN_IF_ERROR(describe(driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 64, params.q_map, error));
   FA_RETURN_IF_ERROR(describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.chunk, params.k_map, error));
-  FA_RETURN_IF_ERROR(
-      describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.chunk, params.v_map, error));
+  if (shape.fp8) {
+    FA_RETURN_IF_ERROR(add_copied_values(p, plan, shape, driver, workspace, params.v_map, launches, error));
+    params.q_descale = p.q_descale;
+    params.k_descale = p.k_descale;
+    params.v_descale = p.v_descale;
+  } else {
+    FA_RETURN_IF_ERROR(
+        describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.chunk, params.v_map, error));
+  }
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.order = BlockOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_section, !params.limits.unlimited_right());
   params.group = Divisor(p.group);
@@ -69,8 +114,10 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, const Driver &
     FA_RETURN_IF_ERROR(
         describe(driver, "out", p.out, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 16, params.out_map, error));
   }
-  launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
-               &params);
+  launches.add(
+      "forward kernel",
+      {forward_kernel(plan.shape, p.out.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/shape.fp8},
+      &params);
   return FA_OK;
 }
 

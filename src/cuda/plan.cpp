@@ -12,6 +12,7 @@
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
 #include "cuda/sm90/backward_table.h"
+#include "cuda/sm90/copied_values.h"
 #include "cuda/sm90/forward_table.h"
 
 namespace fa::cuda {
@@ -142,7 +143,10 @@ int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, i
 // Whether the sm_90a kernels take the problem, and how. They read tensors through the copy engine, which wants rows of whole 16-byte
 // pieces, have no splits, and of general scores know softcap and ALiBi. With batch invariance they stay out: max_seqlen_q plays a part in
 // the choice, and it is the batch's.
-bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
+// fp8: all operands, with factors by sequence and head. Values are copied to the workspace first, transposed.
+bool plan_sm90(const ForwardProblem &p, const Device &device, ForwardPlan &plan) {
+  const bool fp8 = p.q.dtype == Dtype::e4m3;
+  if (fp8 ? p.out.dtype == Dtype::f32 || p.k_descale.per_row || p.v_descale.per_row : is_quantised(p.k.dtype)) return false;
   if (!device.sm90 || p.q.dtype == Dtype::f32 || p.bias.data != nullptr || p.block_mask.data != nullptr ||
       p.dropout.threshold > 0 || p.page_table != nullptr || p.batch_invariant || p.num_splits > 1 || p.batch == 0 ||
       p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) {
@@ -154,8 +158,9 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
   }
   for (int32_t n = 0; n < sm90::kNumForwardShapes; ++n) {
     const sm90::ForwardShape &shape = sm90::kForwardShapes[n];
-    if (shape.scored != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v ||
-        p.q_lengths.max_len > shape.max_queries || shape.shared_bytes() > device.shared_bytes) {
+    if (shape.fp8 != fp8 || shape.scored != p.general_score() || p.head_dim > shape.head_dim ||
+        p.head_dim_v > shape.head_dim_v || p.q_lengths.max_len > shape.max_queries ||
+        shape.shared_bytes() > device.shared_bytes) {
       continue;
     }
     const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
@@ -170,6 +175,12 @@ bool plan_sm90(const Problem &p, const Device &device, ForwardPlan &plan) {
     const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
     plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
                                         /*l2_parts=*/4);
+    if (fp8) {
+      plan.copied_keys = sm90::copied_keys(p.k_lengths, p.batch);
+      if (plan.copied_keys > INT32_MAX) return false;
+      plan.workspace_bytes = static_cast<size_t>((p.k_lengths.cu != nullptr ? 1 : p.batch) * p.heads_k * p.head_dim_v) *
+                             static_cast<size_t>(plan.copied_keys);
+    }
     plan.reason = hopper_reason(shape.scored);
     return true;
   }
@@ -365,10 +376,14 @@ bool built_for(const char *archs, int32_t compute_capability) {
   return false;
 }
 
-fa_status plan_forward(const Problem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  if (is_quantised(p.k.dtype)) return plan_anywhere(p, device, plan, error);  // no other kernel reads them
+  if (is_quantised(p.k.dtype)) {
+    if (plan_sm90(p, device, plan)) return FA_OK;
+    plan = ForwardPlan{};
+    return plan_anywhere(p, device, plan, error);
+  }
   if (plan_decode(p, device, plan)) return FA_OK;
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, device, sm90);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/problem.h"
+#include "core/forward_problem.h"
 #include "core/status.h"
 
 namespace fa::cuda {
@@ -38,7 +38,8 @@ struct ForwardPlan {
   int32_t ranges = 0;
   int32_t pieces = 0;
   int32_t least_log2 = 0;
-  int32_t counters = 0;  // that the launch needs
+  int32_t counters = 0;     // that the launch needs
+  int64_t copied_keys = 0;  // sm90, fp8: in a row of the copy of V, which is the workspace
   size_t workspace_bytes = 0;
   size_t split_lse_offset = 0;  // in the workspace; split_out is at 0
   const char *reason = "";
@@ -71,7 +72,7 @@ bool built_for(const char *archs, int32_t compute_capability);
 // Whether the copy engine can read or write a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
 bool takes_copies(const Operand &tensor, const Lengths &lengths, int64_t head_dim);
 
-fa_status plan_forward(const Problem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
+fa_status plan_forward(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
 
 // For people. Not part of the plan: a launch needs no name.

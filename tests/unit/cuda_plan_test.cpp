@@ -15,6 +15,7 @@
 #include "cuda/sm80/backward_table.h"
 #include "cuda/sm80/forward_table.h"
 #include "cuda/sm90/backward_table.h"
+#include "cuda/sm90/copied_values.h"
 #include "cuda/sm90/forward_table.h"
 #include "unit/cuda_problem.h"
 
@@ -50,7 +51,7 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
 ForwardPlan forward_plan(const Problem &p, const Device &device) {
   ForwardPlan plan;
   ErrorText error;
-  EXPECT_EQ(plan_forward(p, device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(plan_forward(forward_of(p), device, plan, error), FA_OK) << error.text;
   return plan;
 }
 BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
@@ -134,6 +135,10 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             const ForwardPlan forward_of_p = forward_plan(p, device);
             forward.insert({forward_of_p.family, forward_of_p.shape});
           }
+          set_fp8(p, Dtype::bf16);
+          const ForwardPlan of_fp8 = forward_plan(p, device);
+          forward.insert({of_fp8.family, of_fp8.shape});
+          set_dtype(p, Dtype::bf16);
           for (const int64_t seqlen_q : {1, 8, 16}) {
             Problem few = problem(seqlen_q, 1000, head_dim, head_dim_v);
             set(few);
@@ -287,7 +292,7 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
     ForwardPlan forward;
     BackwardPlan backward;
     ErrorText error;
-    EXPECT_EQ(plan_forward(p, h200(), forward, error), FA_ERROR_UNSUPPORTED);
+    EXPECT_EQ(plan_forward(forward_of(p), h200(), forward, error), FA_ERROR_UNSUPPORTED);
     EXPECT_NE(std::string(error.text).find(std::to_string(number)), std::string::npos) << error.text;
     EXPECT_EQ(plan_backward(backward_of(p), h200(), backward, error), FA_ERROR_UNSUPPORTED);
   }
@@ -560,10 +565,55 @@ TEST(CudaPlan, QuantisedKeysAreForCudaCores) {
         p.k.dtype = p.v.dtype = dtype;
         ForwardPlan plan;
         ErrorText error;
-        ASSERT_EQ(plan_forward(p, device.device, plan, error), FA_OK) << error.text;
+        ASSERT_EQ(plan_forward(forward_of(p), device.device, plan, error), FA_OK) << error.text;
         EXPECT_EQ(plan.family, Family::simt) << device.name;
         EXPECT_EQ(kernel_name(p, plan).rfind(dtype == Dtype::i8 ? "simt_fwd_bf16_i8_d128" : "simt_fwd_bf16_e4m3_d128", 0), 0u);
       }
+    }
+  }
+}
+
+// fp8 queries: Hopper's kernels if factors are by head and results have 16 bits, with room for the copy of the values; else CUDA cores.
+TEST(CudaPlan, QuantisedQueries) {
+  for (const NamedDevice &device : kDevices) {
+    for (const Dtype results : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
+      ForwardProblem p = forward_of(problem(2048, 1000, 128));
+      set_fp8(p, results);
+      const auto plan_of = [&] {
+        ForwardPlan plan;
+        ErrorText error;
+        EXPECT_EQ(plan_forward(p, device.device, plan, error), FA_OK) << error.text;
+        return plan;
+      };
+      const bool hopper = device.device.sm90 && results != Dtype::f32;
+      const ForwardPlan plan = plan_of();
+      EXPECT_EQ(plan.family, hopper ? Family::sm90 : Family::simt) << device.name;
+      const std::string name = std::string(hopper ? "sm90" : "simt") + "_fwd_e4m3_to_" +
+                               (results == Dtype::f32    ? "f32"
+                                : results == Dtype::bf16 ? "bf16"
+                                                         : "f16") +
+                               "_d128";
+      EXPECT_EQ(kernel_name(p, plan).rfind(name, 0), 0u) << kernel_name(p, plan);
+      if (hopper) {
+        EXPECT_TRUE(sm90::kForwardShapes[plan.shape].fp8);
+        EXPECT_EQ(plan.workspace_bytes, size_t{2 * 2 * 128} * 1024);
+      }
+      p.v_descale.per_row = true;
+      EXPECT_EQ(plan_of().family, Family::simt);
+      p.v_descale.per_row = false;
+      p.softcap = 30;
+      EXPECT_EQ(plan_of().family, Family::simt);
+    }
+  }
+}
+
+// Packed sequences have room of their own in the copy of the values, for all of their keys and the zeros up to the end of a chunk.
+TEST(CudaPlan, CopiedKeysOfSequencesLieApart) {
+  for (const int64_t step : {0, 1, 15, 127, 128, 129, 1000}) {
+    for (int64_t b = 0; b < 20; ++b) {
+      const int64_t begin = sm90::copied_key(b * step, b), next = sm90::copied_key((b + 1) * step, b + 1);
+      EXPECT_EQ(begin % 128, 0);
+      EXPECT_GE(next, begin + step + sm90::kLongestChunk - 1);
     }
   }
 }
@@ -581,7 +631,7 @@ TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
         ForwardPlan forward;
         BackwardPlan backward;
         ErrorText error;
-        ASSERT_EQ(plan_forward(p, device, forward, error), FA_OK) << error.text;
+        ASSERT_EQ(plan_forward(forward_of(p), device, forward, error), FA_OK) << error.text;
         ASSERT_EQ(plan_backward(backward_of(p), device, backward, error), FA_OK) << error.text;
         const int64_t heads = p.batch * p.heads_q;
         for (const int64_t section : {forward.heads_per_section, backward.heads_per_section}) {

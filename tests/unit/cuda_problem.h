@@ -44,6 +44,12 @@ inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int
   return p;
 }
 
+inline ForwardProblem forward_of(const Problem &p) {
+  ForwardProblem forward;
+  static_cast<Problem &>(forward) = p;
+  return forward;
+}
+
 inline BackwardProblem backward_of(const Problem &forward) {
   BackwardProblem b;
   b.forward = forward;
@@ -53,6 +59,10 @@ inline BackwardProblem backward_of(const Problem &forward) {
 
 inline void set_dtype(Problem &p, Dtype dtype) {
   for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) operand->dtype = dtype;
+}
+inline void set_fp8(Problem &p, Dtype results) {
+  set_dtype(p, Dtype::e4m3);
+  p.out.dtype = results;
 }
 
 // (batch, heads_q, seqlen_q, seqlen_k) with rows that start on 16 bytes, or `odd` elements further apart.

@@ -66,7 +66,7 @@ std::string kernel(const Problem &p, bool backward, const Device &device) {
     name = kernel_name(b, plan);
   } else {
     ForwardPlan plan;
-    if (plan_forward(p, device, plan, error) != FA_OK) return "none";
+    if (plan_forward(forward_of(p), device, plan, error) != FA_OK) return "none";
     name = kernel_name(p, plan);
   }
   const size_t dtype = name.find("_bf16_");

@@ -2,11 +2,12 @@
 // The instructions that only sm_90a has, one function each: the tensor copy engine and its barriers, clusters of blocks,
 // asynchronous products of a warpgroup, and the split of the register file between roles.
 //
-// Tiles are stored as slabs of 64 columns: [slab][row][64] with 128-byte rows whose eight 16-byte pieces are XORed with row % 8, as the
+// Tiles are stored as slabs of 64 columns (of 8 bits, 128): [slab][row][64] with 128-byte rows whose eight 16-byte pieces are XORed with row % 8, as the
 // copy engine's 128-byte swizzle writes them. Tiles start on multiples of 1024 bytes.
 #pragma once
 
 #include <cuda.h>
+#include <cuda_fp8.h>
 
 #include "cuda/common/ptx.cuh"
 
@@ -247,7 +248,7 @@ __device__ __forceinline__ void hold(uint32_t (&x)[kSteps][4]) {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
   "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// One product instruction: 64 rows x kColumns, 16 deep. d[4 j + r] is row 16 warp + lane / 4 + 8 (r / 2), column 8 j + 2 (lane % 4) + r % 2.
+// One product instruction: 64 rows x kColumns, 16 deep (of 8 bits, 32). d[4 j + r] is row 16 warp + lane / 4 + 8 (r / 2), column 8 j + 2 (lane % 4) + r % 2.
 // `accumulate` 0 overwrites d.
 template <typename Element, int kColumns>
 struct Product;
@@ -291,8 +292,61 @@ FA_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69)
 FA_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101)
 FA_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133)
 #undef FA_PRODUCTS
+
+// Of 8 bits: both operands lie along rows.
+#define FA_PRODUCT_8(n, regs, a, b, c, e, f, g)                                                                         \
+  template <>                                                                                                           \
+  struct Product<__nv_fp8_e4m3, n> {                                                                                    \
+    static __device__ __forceinline__ void rows_rows(float (&d)[regs], uint64_t left, uint64_t right, int accumulate) { \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                              \
+                   ", 0;\n"                                                                                             \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" FA_R##regs "}, %" #a ", %" #b           \
+                                                                                           ", p, 1, 1;\n}\n"            \
+                   : FA_D##regs                                                                                         \
+                   : "l"(left), "l"(right), "r"(accumulate));                                                           \
+    }                                                                                                                   \
+    static __device__ __forceinline__ void registers_rows(float (&d)[regs], const uint32_t (&w)[4], uint64_t right,     \
+                                                          int accumulate) {                                             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                              \
+                   ", 0;\n"                                                                                             \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" FA_R##regs                              \
+                   "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1;\n}\n"                                    \
+                   : FA_D##regs                                                                                         \
+                   : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(right), "r"(accumulate));                          \
+    }                                                                                                                   \
+  };
+FA_PRODUCT_8(64, 32, 32, 33, 34, 35, 36, 37)
+FA_PRODUCT_8(96, 48, 48, 49, 50, 51, 52, 53)
+FA_PRODUCT_8(128, 64, 64, 65, 66, 67, 68, 69)
+FA_PRODUCT_8(256, 128, 128, 129, 130, 131, 132, 133)
+#undef FA_PRODUCT_8
 #undef FA_PRODUCT
 #undef FA_PRODUCT_SHARED
+
+// Four floats as e4m3, the first in the lowest byte; what is too large becomes the largest.
+__device__ __forceinline__ uint32_t pack4_e4m3(float a, float b, float c, float d) {
+  uint32_t r;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+template <>
+__device__ __forceinline__ float to_float<__nv_fp8_e4m3>(uint32_t bits) {
+  return __half2float(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(bits & 0xFF), __NV_E4M3));
+}
+// As a left operand in registers holds it.
+template <typename Element>
+__device__ __forceinline__ float rounded(float x) {
+  if constexpr (sizeof(Element) == 1) {
+    return to_float<Element>(pack4_e4m3(x, 0.f, 0.f, 0.f));
+  } else {
+    return to_float<Element>(pack2<Element>(x, 0.f) & 0xFFFFu);
+  }
+}
 
 // ----------------------------------------------------------------------------------------------------------------------
 // Registers

@@ -79,7 +79,7 @@ class Forward : private ForwardRows<C> {
       Block::v_full, Block::v_tile;
   using Block::out_, Block::out_max_, Block::s_, Block::sum_, Block::max_, Block::weights_;
   using Block::row_of, Block::scale_out, Block::score, Block::store_blind_rows, Block::store_rows, Block::store_unused_rows,
-      Block::weigh;
+      Block::set_scale, Block::weigh;
   using Block::tile, Block::tile_empty, Block::tile_full;
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Forward : private ForwardRows<C> {
   __device__ __forceinline__ void start_scores() {
     const uint64_t q = rows_operand(q_tile(q_.at()) + group_ * C::kQGroupBytes), k = rows_operand(k_tile(k_.at()));
 #pragma unroll
-    for (int d = 0; d < C::kD / 16; ++d) {
+    for (int d = 0; d < C::kD / C::kStepColumns; ++d) {
       Product<Element, kKeys>::rows_rows(s_, advance_operand(q, d / 4 * 64 * 128 + d % 4 * 32),
                                          advance_operand(k, d / 4 * kKeys * 128 + d % 4 * 32), d != 0);
     }
@@ -99,10 +99,14 @@ class Forward : private ForwardRows<C> {
 
   // out += P V of the next chunk of V, started; the first one of a tile overwrites.
   __device__ __forceinline__ void start_out(bool first) {
-    const uint64_t v = columns_operand<kKeys>(v_tile(v_.at()));
+    const uint64_t v = C::kFp8 ? rows_operand(v_tile(v_.at())) : columns_operand<kKeys>(v_tile(v_.at()));
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-      Product<Element, C::kDv>::registers_columns(out_, weights_[n], advance_operand(v, n * 2048), n != 0 || !first);
+    for (int n = 0; n < Block::kSteps; ++n) {
+      if constexpr (C::kFp8) {
+        Product<Element, C::kDv>::registers_rows(out_, weights_[n], advance_operand(v, n * 32), n != 0 || !first);
+      } else {
+        Product<Element, C::kDv>::registers_columns(out_, weights_[n], advance_operand(v, n * 2048), n != 0 || !first);
+      }
     }
     products_commit();
   }
@@ -113,7 +117,7 @@ class Forward : private ForwardRows<C> {
 
   __device__ __forceinline__ void consume() {
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n)
+    for (int n = 0; n < Block::kSteps; ++n)
 #pragma unroll
       for (int r = 0; r < 4; ++r) weights_[n][r] = 0;
     bool pending = false;  // the last weights of the tile before have not met V yet
@@ -141,6 +145,7 @@ class Forward : private ForwardRows<C> {
         max_[r] = row_of(t, r) < t.seqlen_q ? -1e30f : 1e30f;
         sum_[r] = 0.f;
       }
+      set_scale(t);
       for (int n = 0; n < begin; ++n) skip_keys();
       step<true>(t, begin, edges, chunks, pending, only);
       int i = begin + 1;
@@ -206,7 +211,7 @@ class Forward : private ForwardRows<C> {
   // The first chunk of a tile may hold rows of V past the end of the sequence: unused ones, or the next sequence. What is in them, NaN
   // included, must not count. Every group clears all of them: none waits for another.
   __device__ __forceinline__ void clear_tail(const Tile &t) const {
-    if (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr) return;
+    if (C::kFp8 || (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr)) return;  // the copy of V has zeros there
     const int used = t.seqlen_k - t.chunk(t.begin[group_]) * kKeys;
     if (used >= kKeys) return;
     const uint32_t v = v_tile(v_.at());
@@ -300,7 +305,7 @@ class Forward : private ForwardRows<C> {
     bool large;  // the maximum has to be raised
     if constexpr (kLateMaximum) {
       weigh(sum);
-      large = __any_sync(~0u, !(sum[0] + sum[1] <= kLargeSum));
+      large = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= Block::kMostSum) : !(sum[0] + sum[1] <= kLargeSum));
     } else {
       large = exponentials();
     }

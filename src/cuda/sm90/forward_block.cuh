@@ -7,20 +7,25 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_, int kOutSlabs_,
-          bool kScored_>
+template <typename Element_, typename Out_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_,
+          int kOutSlabs_, bool kScored_>
 struct ForwardConfig {
   using Element = Element_;
+  using Out = Out_;
+  static constexpr bool kFp8 = sizeof(Element) == 1;  // V comes transposed
   static constexpr int kD = kD_, kDv = kDv_, kGroups = kGroups_, kChunk = kChunk_, kQStages = kQStages_, kStages = kStages_;
   static constexpr int kOutSlabs = kOutSlabs_;  // of out at a time leave through shared memory of their own, by the copy engine
   static constexpr bool kScored = kScored_;     // softcap or ALiBi
   static constexpr int kTileSlots = 4;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kRows = kGroups * 64;
-  static constexpr int kSlabs = (kD + 63) / 64, kSlabsV = (kDv + 63) / 64;
+  static constexpr int kSlabColumns = 128 / sizeof(Element);
+  static constexpr int kSlabs = (kD + kSlabColumns - 1) / kSlabColumns, kSlabsV = (kDv + 63) / 64;
+  static constexpr int kStepColumns = 32 / sizeof(Element);  // summed by one product instruction
   static constexpr int kQGroupBytes = 64 * kSlabs * 128;
   static constexpr int kQBytes = kGroups * kQGroupBytes;
-  static constexpr int kKBytes = kChunk * kSlabs * 128, kVBytes = kChunk * kSlabsV * 128;
+  static constexpr int kKBytes = kChunk * kSlabs * 128, kVBytes = kFp8 ? kDv * 128 : kChunk * kSlabsV * 128;
+  static constexpr int kVFetched = kFp8 ? kDv * kChunk : kVBytes;  // bytes that the copy engine brings
   static constexpr int kOutGroupBytes = 64 * kOutSlabs * 128;
   static constexpr int kOutOffset = kQStages * kQBytes + kStages * (kKBytes + kVBytes);
   static constexpr int kBarrierOffset = kOutOffset + kGroups * kOutGroupBytes;
@@ -30,7 +35,7 @@ struct ForwardConfig {
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kGroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
-  static_assert(kChunk * 128 % 1024 == 0);
+  static_assert(kChunk * 128 % 1024 == 0 && kChunk % kStepColumns == 0 && (!kFp8 || kChunk <= kLongestChunk));
   static_assert(kSlabsV % (kOutSlabs > 0 ? kOutSlabs : 1) == 0);
   // A group passes over the chunks that only groups below it see before it completes the tile before. The rings hold those.
   static_assert((kGroups - 1) * 64 <= kStages * kChunk);
@@ -150,6 +155,7 @@ class ForwardBlock {
     Slot<C::kQStages> q;
     Slot<C::kStages> k, v;
     Slot<C::kTileSlots> slot;
+    if (C::kFp8) wait_for_previous();  // that makes the copy of V
     while (true) {
       barrier_wait(tile_full(slot.at()), slot.parity());
       const Tile t = tile(slot.at());
@@ -167,13 +173,13 @@ class ForwardBlock {
 
  private:
   __device__ __forceinline__ bool plan_tile(int index, Tile &t) const {
-    return sm90::plan_tile<C::kGroups, kKeys, C::kScored>(a_, index, lane_, t);
+    return sm90::plan_tile<C::kGroups, kKeys, C::kScored, C::kFp8>(a_, index, lane_, t);
   }
   // Where Q has one place it is asked for late: from memory to the L2 cache it comes as soon as the tile is known.
   __device__ __forceinline__ void prefetch_q(const Tile &t) const {
     static_assert(C::kGroups * C::kSlabs <= 32);
     if (lane_ < C::kGroups * C::kSlabs && t.chunks > 0)
-      prefetch_box(&a_.q_map, lane_ % C::kSlabs * 64, t.q_row + lane_ / C::kSlabs * 64, t.head_q, t.q_batch);
+      prefetch_box(&a_.q_map, lane_ % C::kSlabs * C::kSlabColumns, t.q_row + lane_ / C::kSlabs * 64, t.head_q, t.q_batch);
   }
   __device__ __forceinline__ void want_tile() const { barrier_arrive_if(lane_ == 0, tile_wanted()); }
 
@@ -185,8 +191,8 @@ class ForwardBlock {
         barrier_expect(k_full(k.at()), C::kKBytes);
 #pragma unroll
         for (int s = 0; s < C::kSlabs; ++s)
-          load_box(k_tile(k.at()) + s * kKeys * 128, &a_.k_map, k_full(k.at()), s * 64, t.k_row + chunk * kKeys, t.head_k,
-                   t.k_batch, kEvictLast);
+          load_box(k_tile(k.at()) + s * kKeys * 128, &a_.k_map, k_full(k.at()), s * C::kSlabColumns, t.k_row + chunk * kKeys,
+                   t.head_k, t.k_batch, kEvictLast);
       }
       k.step();
     };
@@ -198,8 +204,8 @@ class ForwardBlock {
         barrier_expect(q_full(q.at(), g), C::kQGroupBytes);
 #pragma unroll
         for (int s = 0; s < C::kSlabs; ++s)
-          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at(), g), s * 64, t.q_row + g * 64,
-                   t.head_q, t.q_batch, kEvictFirst);
+          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at(), g), s * C::kSlabColumns,
+                   t.q_row + g * 64, t.head_q, t.q_batch, kEvictFirst);
       }
     }
     q.step();
@@ -207,11 +213,15 @@ class ForwardBlock {
       if (i + 1 < t.chunks) fetch_k(t.chunk(i + 1));
       barrier_wait(v_empty(v.at()), v.parity() ^ 1);
       if (elect_one()) {
-        barrier_expect(v_full(v.at()), C::kVBytes);
+        barrier_expect(v_full(v.at()), C::kVFetched);
+        if constexpr (C::kFp8) {
+          load_box(v_tile(v.at()), &a_.v_map, v_full(v.at()), t.v_key + t.chunk(i) * kKeys, 0, t.head_k, t.k_batch, kEvictLast);
+        } else {
 #pragma unroll
-        for (int s = 0; s < C::kSlabsV; ++s)
-          load_box(v_tile(v.at()) + s * kKeys * 128, &a_.v_map, v_full(v.at()), s * 64, t.k_row + t.chunk(i) * kKeys, t.head_k,
-                   t.k_batch, kEvictLast);
+          for (int s = 0; s < C::kSlabsV; ++s)
+            load_box(v_tile(v.at()) + s * kKeys * 128, &a_.v_map, v_full(v.at()), s * 64, t.k_row + t.chunk(i) * kKeys,
+                     t.head_k, t.k_batch, kEvictLast);
+        }
       }
       v.step();
       if (i == max(t.chunks - kPlanningChunks, 0)) want_tile();

@@ -14,6 +14,7 @@
 namespace fa::cuda::sm90 {
 
 constexpr float kLargeSum = 256.0f;  // 2^kLag
+constexpr float kLargestE4m3 = 448.0f;
 
 template <class C>
 class ForwardRows : public ForwardBlock<C> {
@@ -21,7 +22,14 @@ class ForwardRows : public ForwardBlock<C> {
   using Block = ForwardBlock<C>;
   using typename Block::Element;
   using typename Block::Tile;
+  using Out = typename C::Out;
   static constexpr int kKeys = C::kChunk;
+  static constexpr int kSteps = kKeys / C::kStepColumns;  // of out += P V
+  // Weights of e4m3 have few small numbers: where a maximum is found they are made larger by 2^kRaise, short of what one lane's sum of a
+  // row may reach before anyone looks.
+  static constexpr int kRaise = C::kFp8 ? (kKeys > 96 ? 3 : 4) : 0;
+  static constexpr float kMostSum = C::kFp8 ? kLargestE4m3 : kLargeSum;
+  static_assert(!C::kFp8 || (kKeys / 4 << kRaise) <= kLargestE4m3);
 
   using Block::Block;
 
@@ -36,7 +44,18 @@ class ForwardRows : public ForwardBlock<C> {
     return t.row0 + group_ * 64 + warp_ * 16 + (lane_ >> 2) + 8 * r;
   }
   // What turns S into logits in base 2.
-  __device__ __forceinline__ float scale() const { return C::kScored ? 1.f : p_.softmax_scale * kLog2e; }
+  __device__ __forceinline__ float scale() const {
+    if constexpr (C::kFp8) return scale_;
+    return C::kScored ? 1.f : p_.softmax_scale * kLog2e;
+  }
+  // fp8: with the tile's factors. Masked scores are -inf, which neither 0 nor NaN may meet: what these make of a row comes in when it is
+  // finished.
+  __device__ __forceinline__ float scale_of(const Tile &t) const {
+    if constexpr (!C::kFp8) return scale();
+    const float x = t.product_factor * p_.softmax_scale * kLog2e;
+    return x > 0.f ? x : 1e-30f;
+  }
+  __device__ __forceinline__ void set_scale(const Tile &t) { scale_ = scale_of(t); }
 
   // S with softcap and ALiBi, in base 2, keys from key0 on.
   __device__ __forceinline__ void score(const Tile &t, int key0) {
@@ -61,7 +80,7 @@ class ForwardRows : public ForwardBlock<C> {
   }
   // The same for one pair.
   __device__ __forceinline__ float logit(const Tile &t, float raw, int row, int key) const {
-    if constexpr (!C::kScored) return raw * scale();
+    if constexpr (!C::kScored) return raw * scale_of(t);
     const ScoreScale product(p_);
     const float x = product.cap > 0 ? product.capped(raw) : product.scaled(raw);
     return x - t.alibi * fabsf(static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
@@ -82,7 +101,7 @@ class ForwardRows : public ForwardBlock<C> {
         float x = top[r];
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        const float raised = fmaxf(max_[r], x);
+        const float raised = fmaxf(max_[r], x - kRaise);
         factor_[r] = exp2_approx(max_[r] - raised);
         max_[r] = raised;
         sum_[r] *= factor_[r];
@@ -121,10 +140,10 @@ class ForwardRows : public ForwardBlock<C> {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       // By the exponent of the largest, but by no more than exp2_approx still makes a number of.
-      raised[r] = max_[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - 127, 0), 120));
+      raised[r] = max_[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - (127 + max(kRaise - 1, 0)), 0), 120));
       factor_[r] = exp2_approx(max_[r] - raised[r]);
       // Infinite, or max_ so large that it moves in coarse steps.
-      lost |= !(fmaxf(top, sum[r]) * factor_[r] <= kLargeSum);
+      lost |= !(fmaxf(top, sum[r]) * factor_[r] <= kMostSum);
     }
     if (__any_sync(~0u, lost)) {
       factor_[0] = factor_[1] = 1.f;
@@ -222,7 +241,7 @@ class ForwardRows : public ForwardBlock<C> {
         const Element *v = row_at(p_.v, t.k_batch, t.k_row + key, t.head_k);
         const float x = dot(q, row_at(p_.k, t.k_batch, t.k_row + key, t.head_k));
         const bool visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
-        const float weight = to_float<Element>(pack2<Element>(exp2_approx(logit(t, x, row, key) - max), 0.f) & 0xFFFFu);
+        const float weight = rounded<Element>(exp2_approx(logit(t, x, row, key) - max));
         float w[2];
         bool seen[2];
 #pragma unroll
@@ -264,7 +283,11 @@ class ForwardRows : public ForwardBlock<C> {
   // One at a time: the accumulators leave no registers for loads ahead.
   static __device__ __forceinline__ float element(const Element *row, int column) {
     unsigned short bits;
-    asm volatile("ld.global.u16 %0, [%1];\n" : "=h"(bits) : "l"(row + column));
+    if constexpr (C::kFp8) {
+      asm volatile("ld.global.u8 %0, [%1];\n" : "=h"(bits) : "l"(row + column));
+    } else {
+      asm volatile("ld.global.u16 %0, [%1];\n" : "=h"(bits) : "l"(row + column));
+    }
     return to_float<Element>(bits);
   }
   static __device__ __forceinline__ Element *row_at(const Operand &x, int batch, int64_t row, int head) {
@@ -301,6 +324,15 @@ class ForwardRows : public ForwardBlock<C> {
       inverse_[r] = sum_[r] == 0.f ? 0.f : __fdividef(factor[r], sum_[r]);
       log[r] = sum_[r] == 0.f ? -CUDART_INF_F : (max_[r] + __log2f(sum_[r])) * kLn2;
     }
+    if constexpr (C::kFp8) {
+      const float unknown = t.product_factor < 0.f ? CUDART_NAN_F : t.product_factor * 0.f;  // 0, or NaN
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (sum_[r] == 0.f) continue;
+        inverse_[r] = fmaf(inverse_[r], t.value_factor, unknown);
+        log[r] += unknown;
+      }
+    }
     if (p_.lse.data != nullptr && (lane_ & 3) == 0) {
       if (row < rows) *lse = log[0];
       if (row + 8 < rows) lse[8 * p_.lse.seq_stride] = log[1];
@@ -331,8 +363,7 @@ class ForwardRows : public ForwardBlock<C> {
         const int j = (first + column) / 2;
         uint32_t x[4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Element>(out_[j + 2 * n] * inverse_[n & 1], out_[j + 2 * n + 1] * inverse_[n & 1]);
+        for (int n = 0; n < 4; ++n) x[n] = pack2<Out>(out_[j + 2 * n] * inverse_[n & 1], out_[j + 2 * n + 1] * inverse_[n & 1]);
         stmatrix_x4(line + column / 64 * 64 * 128 + (((column % 64 / 8 + piece) ^ (lane_ & 7)) << 4), x[0], x[1], x[2], x[3]);
       }
       shared_fence_for_copies();
@@ -352,14 +383,14 @@ class ForwardRows : public ForwardBlock<C> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(t, r);
-      Element *dst = out_at(t, row) + quad * 8;
+      Out *dst = out_at(t, row) + quad * 8;
       const int valid = row < t.seqlen_q ? columns - quad * 8 : 0;
 #pragma unroll
       for (int j = 0; j < C::kDv / 8; j += 4) {
         uint32_t x[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Element>(out_[4 * (j + n) + 2 * r] * inverse_[r], out_[4 * (j + n) + 2 * r + 1] * inverse_[r]);
+          x[n] = pack2<Out>(out_[4 * (j + n) + 2 * r] * inverse_[r], out_[4 * (j + n) + 2 * r + 1] * inverse_[r]);
         transpose_quad(x, quad);
         store_elements(dst + j * 8, x, valid - j * 8, kVectors);
       }
@@ -369,8 +400,8 @@ class ForwardRows : public ForwardBlock<C> {
   __device__ __forceinline__ float *lse_at(const Tile &t, int row) const {
     return p_.lse.data + t.lse + (row - t.row0) * p_.lse.seq_stride;
   }
-  __device__ __forceinline__ Element *out_at(const Tile &t, int row) const {
-    return static_cast<Element *>(p_.out.data) + t.out + (row - t.row0) * p_.out.seq_stride;
+  __device__ __forceinline__ Out *out_at(const Tile &t, int row) const {
+    return static_cast<Out *>(p_.out.data) + t.out + (row - t.row0) * p_.out.seq_stride;
   }
 
   __device__ __forceinline__ void store_row(const Tile &t, int row, float lse) const {
@@ -400,16 +431,25 @@ class ForwardRows : public ForwardBlock<C> {
   }
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n)
+    for (int n = 0; n < kSteps; ++n)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) weights_[n][r] = pack2<Element>(s_[8 * n + 2 * r], s_[8 * n + 2 * r + 1]);
+      for (int r = 0; r < 4; ++r) {
+        if constexpr (C::kFp8) {
+          // Of two 8-column blocks a lane's pairs side by side: the order of keys in the copy of V.
+          const int j = 16 * n + 8 * (r / 2) + 2 * (r % 2);
+          weights_[n][r] = pack4_e4m3(s_[j], s_[j + 1], s_[j + 4], s_[j + 5]);
+        } else {
+          weights_[n][r] = pack2<Element>(s_[8 * n + 2 * r], s_[8 * n + 2 * r + 1]);
+        }
+      }
   }
 
   int group_;
   float s_[kKeys / 2];
-  uint32_t weights_[kKeys / 16][4];
+  uint32_t weights_[kSteps][4];
   float out_[C::kDv / 2];
   float max_[2], sum_[2], factor_[2], inverse_[2];
+  float scale_;       // fp8: of the tile
   float out_max_[2];  // the maximum that out is relative to; kept up to date as long as out may have to be mended
 };
 

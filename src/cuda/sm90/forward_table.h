@@ -17,33 +17,38 @@ struct ForwardShape {
   int32_t out_slabs;    // of 64 columns of out, through shared memory at a time; 0: straight from registers
   int32_t max_queries;  // a sequence
   bool scored;          // for softcap and ALiBi
+  bool fp8;             // operands are e4m3, and V comes transposed
 
   constexpr int32_t rows() const { return groups * 64; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   constexpr int32_t shared_bytes() const {
-    const int32_t slabs = (head_dim + 63) / 64, slabs_v = (head_dim_v + 63) / 64;
+    const int32_t columns = fp8 ? 128 : 64, slabs = (head_dim + columns - 1) / columns;
+    const int32_t v_rows = fp8 ? head_dim_v : (head_dim_v + 63) / 64 * chunk;  // of 128 bytes
     // Q | K ring | V ring | out | barriers | four tiles
-    return q_stages * rows() * slabs * 128 + stages * chunk * (slabs + slabs_v) * 128 + rows() * out_slabs * 128 +
-           (2 * q_stages * groups + 4 * stages + 9) * 8 + 4 * (80 + 8 * groups);
+    return (q_stages * rows() * slabs + stages * (chunk * slabs + v_rows) + rows() * out_slabs) * 128 +
+           (2 * q_stages * groups + 4 * stages + 9) * 8 + 4 * (88 + 8 * groups);
   }
 };
 
 constexpr int32_t kAnyLength = INT32_MAX;
 
 // Cheaper kernels first. Three warpgroups keep the tensor cores busier than two; of few rows they would leave too many idle.
-// X(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, scored)
-#define FA_SM90_FORWARD_TABLE(X)                           \
-  X(d64s, 64, 64, 2, 128, 2, 4, 1, 256, false)             \
-  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, false)       \
-  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, false)        \
-  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, false)          \
-  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, false)     \
-  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, false) \
-  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, false)     \
-  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, false)     \
-  X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, true)       \
-  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, true)     \
-  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, true)
+// X(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, scored, fp8)
+#define FA_SM90_FORWARD_TABLE(X)                                  \
+  X(d64s, 64, 64, 2, 128, 2, 4, 1, 256, false, false)             \
+  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, false, false)       \
+  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, false, false)        \
+  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, false, false)          \
+  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, false, false)     \
+  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, false, false) \
+  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, false, false)     \
+  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, false, false)     \
+  X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, true, false)       \
+  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, true, false)     \
+  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, true, false)     \
+  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, false, true)       \
+  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, false, true)     \
+  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, false, true)
 
 #define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};

@@ -6,6 +6,7 @@
 #include "core/mask.h"
 #include "core/problem.h"
 #include "cuda/common/score.cuh"
+#include "cuda/sm90/copied_values.h"
 #include "cuda/sm90/forward.h"
 
 namespace fa::cuda::sm90 {
@@ -15,6 +16,8 @@ struct Tile {
   int64_t out, lse;                    // where its first row lies, in elements
   int q_row, q_batch, k_row, k_batch;  // what the copy engine calls its first row, and the first key of the sequence
   float alibi;                         // slope * log2(e), or 0
+  int v_key;                           // fp8: where its keys begin in the copy of V
+  float product_factor, value_factor;  // fp8: of q and k, and of v
   int head_q, head_k;
   int row0, seqlen_q, seqlen_k;  // rows count within the sequence
   int unused_end;                // rows [seqlen_q, unused_end) of the tile's are not used, and still have to be written
@@ -44,7 +47,7 @@ __device__ __forceinline__ RangeOf<int32_t> chunks_within(const RangeOf<int32_t>
 
 // Writes tile `index` to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had. False, for all
 // lanes, if there is nothing to do: the tile lies past the end of a packed sequence.
-template <int kGroups, int kChunk, bool kScored>
+template <int kGroups, int kChunk, bool kScored, bool kFp8>
 __device__ __forceinline__ bool plan_tile(const ForwardParams &a, int index, int lane, Tile<kGroups> &t) {
   using Keys = RangeOf<int32_t>;
   constexpr int kRows = kGroups * 64;
@@ -90,6 +93,19 @@ __device__ __forceinline__ bool plan_tile(const ForwardParams &a, int index, int
       t.seqlen_k = seqlen_k;
       t.k_row = static_cast<int>(k.start);
       t.k_batch = p.k_lengths.cu != nullptr ? 0 : place.batch;
+    }
+    if constexpr (kFp8) {
+      const int head = a.group.quotient(place.head);
+      const auto factor = [&](const Operand &x) {
+        return x.data != nullptr ? static_cast<const float *>(x.data)[place.batch * x.batch_stride + head * x.head_stride]
+                                 : 1.f;
+      };
+      const float product = factor(a.q_descale.factors) * factor(a.k_descale.factors), value = factor(a.v_descale.factors);
+      if (lane == 0) {
+        t.v_key = p.k_lengths.cu != nullptr ? static_cast<int>(copied_key(k.start, place.batch)) : 0;
+        t.product_factor = product;
+        t.value_factor = value;
+      }
     }
   }
 

@@ -70,8 +70,9 @@ class Case:
 
 
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
+FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without factors
 INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
-SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen")
+SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen", "fp8")
 
 
 def square(section, direction, head_dim, causal, seqlen, heads=0, heads_k=0, **more) -> Case:
@@ -144,6 +145,13 @@ def varlen(quick: bool) -> List[Case]:
     ]
 
 
+def fp8(quick: bool) -> List[Case]:
+    seqlens = (8192,) if quick else (2048, 8192, 16384)
+    rows = [square("fp8", "forward", 128, causal, n, option=FP8) for causal in (False, True) for n in seqlens]
+    rows += [square("fp8", "forward", 128, True, 8192, 32, 8, option=FP8)]
+    return rows + [square("fp8", "forward", d, causal, 8192, option=FP8) for d in (64, 256) for causal in (False, True)]
+
+
 def all_cases(sections, quick: bool, filters=()) -> List[Case]:
     """The rows of these sections whose name contains every filter."""
     makers = {
@@ -156,6 +164,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "sm80": lambda: general("sm80", quick, 80),
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),
+        "fp8": lambda: fp8(quick),
     }
     rows = [case for section in sections for case in makers[section]()]
     return [case for case in rows if all(text in f"{case.section}: {case.name} " for text in filters)]

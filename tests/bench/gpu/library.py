@@ -18,6 +18,7 @@ DTYPES = {
     torch.bfloat16: abi.BFLOAT16,
     torch.int32: abi.INT32,
     torch.uint8: abi.UINT8,
+    torch.float8_e4m3fn: abi.FLOAT8_E4M3,
 }
 
 
@@ -56,6 +57,8 @@ class Attention:
         self.out = torch.full((*rows, v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
         lse_shape = (rows[1], rows[0]) if cu is not None else (rows[0], rows[2], rows[1])
         self.lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        if option == "fp8":
+            q, k, v = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
         self.kept = [q, k, v, cu, pages]  # what the structs point to
         a = self.attention = abi.fa_attention()
         context.check(abi.lib.fa_attention_init(ctypes.byref(a), ctypes.sizeof(a)))
@@ -90,7 +93,7 @@ class Attention:
         elif option == "block_mask":  # every block is visible: what the mask itself costs
             self.kept.append(torch.ones(1, 1, -(-seqlen_q // 128), -(-seqlen_k // 128), dtype=torch.uint8, device=q.device))
             a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), 128, 128
-        elif option:
+        elif option and option != "fp8":
             raise ValueError(f"unknown option {option}")
 
     def prepare_backward(self, dout):

@@ -40,7 +40,10 @@ void add_names(const Shape (&shapes)[kCount], const std::string &prefix, const s
 std::set<std::string> all_kernels(bool sm90) {
   std::set<std::string> names;
   if (sm90) {
-    add_names(fa::cuda::sm90::kForwardShapes, "sm90_fwd_", {"f16", "bf16"}, names);
+    for (const fa::cuda::sm90::ForwardShape &shape : fa::cuda::sm90::kForwardShapes) {
+      for (const std::string dtype : {"f16", "bf16"})
+        names.insert((shape.fp8 ? "sm90_fwd_e4m3_to_" : "sm90_fwd_") + dtype + "_" + shape.name);
+    }
     add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
   }
   add_names(fa::cuda::decode::kShapes, "decode_fwd_", {"f16", "bf16"}, names);
@@ -127,6 +130,34 @@ std::vector<Case> cases() {
           all.push_back(c);
         }
       }
+    }
+  }
+  // fp8. Several tiles and chunks, packed and not.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      Case c;
+      c.seed = seed_for("every fp8 kernel") + static_cast<int64_t>(all.size());
+      c.dtype = dtype;
+      c.query_dtype = c.key_dtype = FA_FLOAT8_E4M3;
+      c.descale = 1;
+      c.heads_q = 2;
+      c.heads_k = 1;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.q.seqlen = 250;
+      c.k.seqlen = 300;
+      c.mask = FA_MASK_CAUSAL;
+      c.sink = 1;
+      c.backward = 0;
+      c.nan_keys = 1;
+      c.own_workspace = head_dim == 128;
+      if (dtype == FA_BFLOAT16) {
+        c.batch = 3;
+        c.q.packed = c.k.packed = 1;
+        c.q.slots = {40, 0, 250};
+        c.k.slots = {70, 20, 300};
+        c.k.used = {70, 10, 290};
+      }
+      all.push_back(c);
     }
   }
   // A few queries: decode kernels, with sequences that several blocks of threads share, some of them too short for that.
