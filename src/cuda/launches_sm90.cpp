@@ -104,7 +104,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
         describe(driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.chunk, params.v_map, error));
   }
   params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.order = BlockOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_section, !params.limits.unlimited_right());
+  params.order =
+      TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_section, plan.last_batch, !params.limits.unlimited_right());
   params.group = Divisor(p.group);
   params.tiles = plan.tiles;
   params.counters = counters;

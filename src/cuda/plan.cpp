@@ -140,6 +140,29 @@ int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, i
                     causal ? int64_t{device.multiprocessors} * blocks_at_once / 2 : 1);
 }
 
+// The order of a Hopper kernel's tiles: which heads make up a section, and how many sequences at the end are one section.
+//
+// Under a causal mask a section begins with its longest walks, and after those of the last one there have to be some tiles a block of threads
+// left, or most of the device waits for them; but their keys shall lie in the L2 cache. Other sections are as small as the end of the launch
+// allows: when all tiles of a head are worked on at once, memory is read at an even pace. Blocks of one warpgroup do better with long ones.
+void set_sections(const ForwardProblem &p, const Device &device, const sm90::ForwardShape &shape, ForwardPlan &plan) {
+  constexpr int64_t kTiles = 2, kFewRowBlocks = 4;
+  const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
+  plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
+                                      /*l2_parts=*/4);
+  bool alone;  // a head is a section
+  if (causal) {
+    const int64_t wanted = ceil_div(kTiles * plan.blocks, std::max<int64_t>(plan.row_blocks * p.heads_q, 1)),
+                  fit = device.l2_bytes / 2 / std::max<int64_t>(key_bytes(p) * p.heads_k, 1), batch = std::min(wanted, fit);
+    if (batch * p.heads_q > plan.heads_per_section && batch < p.batch) plan.last_batch = static_cast<int32_t>(batch);
+    alone = plan.last_batch > 0 && shape.groups > 1;
+  } else {
+    // Tiles that rows do not fill are the ones to end with.
+    alone = plan.row_blocks <= kFewRowBlocks || p.q_lengths.max_len % shape.rows() == 0;
+  }
+  if (alone) plan.heads_per_section = 1;
+}
+
 // Whether the sm_90a kernels take the problem, and how. They read tensors through the copy engine, which wants rows of whole 16-byte
 // pieces, have no splits, and of general scores know softcap and ALiBi. With batch invariance they stay out: max_seqlen_q plays a part in
 // the choice, and it is the batch's.
@@ -156,10 +179,12 @@ bool plan_sm90(const ForwardProblem &p, const Device &device, ForwardPlan &plan)
       !takes_copies(p.v, p.k_lengths, p.head_dim_v)) {
     return false;
   }
+  const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
   for (int32_t n = 0; n < sm90::kNumForwardShapes; ++n) {
     const sm90::ForwardShape &shape = sm90::kForwardShapes[n];
+    const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
     if (shape.fp8 != fp8 || shape.scored != p.general_score() || p.head_dim > shape.head_dim ||
-        p.head_dim_v > shape.head_dim_v || p.q_lengths.max_len > shape.max_queries ||
+        p.head_dim_v > shape.head_dim_v || p.q_lengths.max_len > (triangle ? shape.max_causal : shape.max_queries) ||
         shape.shared_bytes() > device.shared_bytes) {
       continue;
     }
@@ -169,12 +194,9 @@ bool plan_sm90(const ForwardProblem &p, const Device &device, ForwardPlan &plan)
     plan.shape = n;
     plan.row_blocks = static_cast<int32_t>(row_blocks);
     plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
-    plan.blocks = std::min(plan.tiles, device.multiprocessors);
+    plan.blocks = std::min(plan.tiles, device.multiprocessors * shape.blocks_at_once());
     plan.counters = plan.tiles > plan.blocks ? 2 : 0;
-    // Blocks take their tiles one at a time, which evens out the end of small sections, too.
-    const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
-    plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
-                                        /*l2_parts=*/4);
+    set_sections(p, device, shape, plan);
     if (fp8) {
       plan.copied_keys = sm90::copied_keys(p.k_lengths, p.batch);
       if (plan.copied_keys > INT32_MAX) return false;
@@ -294,11 +316,13 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
 
 // Whether the Hopper kernel, with whole tiles of rows of one head and all of their keys, is worse than what `other` does: a few queries,
 // which wait for memory alone and fill no tile; splits that put more than half of the device to work; or the heads of a group in one
-// block, where that needs half of the blocks.
+// block, where that needs half of the blocks; of 128 rows or more.
 bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90) {
   constexpr int64_t kFewQueries = 16;
-  return p.q_lengths.max_len <= kFewQueries || (other.num_splits > 1 && int64_t{sm90.tiles} * 2 < device.multiprocessors) ||
-         (other.rows_per_token > 1 && int64_t{other.row_blocks} * 2 <= sm90.row_blocks * p.group);
+  const int64_t row_blocks = ceil_div(p.q_lengths.max_len, std::max(sm90::kForwardShapes[sm90.shape].rows(), 128));
+  return p.q_lengths.max_len <= kFewQueries ||
+         (other.num_splits > 1 && row_blocks * p.heads_q * p.batch * 2 < device.multiprocessors) ||
+         (other.rows_per_token > 1 && int64_t{other.row_blocks} * 2 <= row_blocks * p.group);
 }
 
 // With the kernels that every device has.

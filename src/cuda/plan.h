@@ -32,8 +32,9 @@ struct ForwardPlan {
   int32_t rows_per_token = 1;
   int32_t heads_per_section = 1;
   int32_t num_splits = 1;
-  int64_t blocks = 0;  // blocks of threads
-  int32_t tiles = 0;   // sm90: row blocks of all heads, which the blocks of threads share
+  int64_t blocks = 0;      // blocks of threads
+  int32_t tiles = 0;       // sm90: row blocks of all heads, which the blocks of threads share
+  int32_t last_batch = 0;  // sm90: so many sequences at the end are one section
   // decode: the cut of its work (decode/work.cuh).
   int32_t ranges = 0;
   int32_t pieces = 0;

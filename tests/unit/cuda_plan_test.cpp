@@ -17,6 +17,7 @@
 #include "cuda/sm90/backward_table.h"
 #include "cuda/sm90/copied_values.h"
 #include "cuda/sm90/forward_table.h"
+#include "cuda/sm90/tile_order.h"
 #include "unit/cuda_problem.h"
 
 namespace fa::cuda {
@@ -641,11 +642,76 @@ TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
         }
         // A launch must not end with one short section of long walks.
         if (causal) {
-          EXPECT_GE(forward.heads_per_section, std::min<int64_t>(heads, 12)) << "D" << head_dim << " S" << seqlen;
+          EXPECT_GE(std::max<int64_t>(forward.heads_per_section, forward.last_batch * p.heads_q), std::min<int64_t>(heads, 12))
+              << "D" << head_dim << " S" << seqlen;
         }
       }
     }
   }
+}
+
+TEST(CudaPlan, HopperLaunchesEndWithALongSection) {
+  const auto last_batch = [](int64_t seqlen, bool causal) {
+    Problem p = problem(seqlen, seqlen, 128);
+    p.batch = 16384 / seqlen;
+    p.heads_q = p.heads_k = 16;
+    p.group = 1;
+    if (causal) p.band.right = 0;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_LT(plan.last_batch, p.batch);
+    EXPECT_TRUE(plan.last_batch == 0 || plan.last_batch * p.heads_q > plan.heads_per_section);
+    return plan.last_batch;
+  };
+  EXPECT_EQ(last_batch(1024, true), 3);  // of 16: 288 tiles for 132 multiprocessors
+  EXPECT_EQ(last_batch(1024, false), 0) << "all tiles take the same time";
+  EXPECT_EQ(last_batch(4096, true), 0) << "it would not fit the L2 cache";
+  EXPECT_EQ(last_batch(16384, true), 0) << "there is one sequence";
+}
+
+TEST(CudaPlan, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
+  for (const int32_t last_batch : {0, 1, 2, 4}) {
+    for (const int32_t section : {1, 4, 7, 15}) {
+      constexpr int32_t kBlocks = 4, kHeads = 3, kBatch = 5;
+      const sm90::TileOrder order(kBlocks, kHeads, kBatch, section, last_batch, /*causal=*/true);
+      std::set<std::array<int, 3>> seen;
+      std::vector<int> row_blocks;
+      for (int n = 0; n < kBlocks * kHeads * kBatch; ++n) {
+        const BlockOrder::Place place = order.at(n);
+        seen.insert({place.row_block, place.batch, place.head});
+        EXPECT_TRUE(place.row_block >= 0 && place.row_block < kBlocks && place.head >= 0 && place.head < kHeads &&
+                    place.batch >= 0 && place.batch < kBatch);
+        if (n >= (kBatch - last_batch) * kHeads * kBlocks) {
+          EXPECT_GE(place.batch, kBatch - last_batch);
+          row_blocks.push_back(place.row_block);
+        }
+      }
+      EXPECT_EQ(seen.size(), size_t{kBlocks * kHeads * kBatch}) << section << " heads, " << last_batch << " sequences";
+      EXPECT_TRUE(std::is_sorted(row_blocks.rbegin(), row_blocks.rend())) << "the end is one section";
+    }
+  }
+}
+
+// Blocks of one warpgroup, three on a multiprocessor, where tiles are short.
+TEST(CudaPlan, HopperKernelsForShortSequences) {
+  const auto kernel = [](int64_t queries, int64_t keys, int64_t head_dim, bool causal) {
+    Problem p = problem(queries, keys, head_dim);
+    p.heads_q = p.heads_k = 16;
+    p.group = 1;
+    p.batch = 64;
+    if (causal) p.band.right = 0;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(plan.family, Family::sm90);
+    const sm90::ForwardShape &shape = sm90::kForwardShapes[plan.shape];
+    EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors * shape.blocks_at_once()));
+    return std::string(shape.name);
+  };
+  EXPECT_EQ(kernel(256, 4096, 64, false), "d64s");
+  EXPECT_EQ(kernel(257, 257, 64, false), "d64");
+  EXPECT_EQ(kernel(512, 512, 64, true), "d64s");
+  EXPECT_EQ(kernel(512, 4096, 64, true), "d64") << "most of the keys are seen";
+  EXPECT_EQ(kernel(513, 513, 64, true), "d64");
+  EXPECT_EQ(kernel(256, 256, 128, true), "d128s");
+  EXPECT_EQ(kernel(512, 512, 128, true), "d128");
 }
 
 TEST(CudaPlan, EmptyProblems) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention forward with the asynchronous products of sm_90a.
 //
-// One block of threads a multiprocessor takes tiles of kRows query rows of one head, longest first, from a counter. One warp plans: it
-// writes descriptions of the next tiles (tile.cuh) into a ring. One warp fetches: K and V in chunks of kChunk keys through rings of
-// kStages, and Q of the next tile while the current one is worked on. Each of kGroups warpgroups owns 64 rows: scores S and out in
-// registers, the weights P as left operand straight from registers.
+// One block of threads a multiprocessor (or kBlocks) takes tiles of kRows query rows of one head, longest first, from a counter. One warp
+// plans: it writes descriptions of the next tiles (tile.cuh) into a ring. One warp fetches K and V in chunks of kChunk keys through rings
+// of kStages, and Q of the next tile while the current one is worked on; where Q has no second place, other warps do that. Each of
+// kGroups warpgroups owns 64 rows: scores S and out in registers, the weights P as left operand straight from registers.
 //
 //   for every chunk, through all tiles:
 //       S = Q K^T starts; out += P V of the chunk before starts
@@ -58,6 +58,8 @@ class Forward : private ForwardRows<C> {
         fetch();
       } else if (warp_ == kPlanWarp) {
         plan(any);
+      } else if constexpr (C::kQueryWarps > 0) {
+        fetch_queries(warp_ - kFirstQueryWarp);
       }
     } else {
       take_registers<C::kConsumerRegisters>();
@@ -67,13 +69,13 @@ class Forward : private ForwardRows<C> {
   }
 
  private:
-  static constexpr int kFetchWarp = 0, kPlanWarp = 1;
+  static constexpr int kFetchWarp = 0, kPlanWarp = 1, kFirstQueryWarp = 2;
   template <int kSize>
   using Slot = typename Block::template Slot<kSize>;
 
   using Block::exponentials, Block::find_seen, Block::finish_sums, Block::mask_scores, Block::mend, Block::raise_late,
       Block::round_weights;
-  using Block::fetch, Block::init_barriers, Block::plan, Block::plan_first;
+  using Block::fetch, Block::fetch_queries, Block::init_barriers, Block::plan, Block::plan_first;
   using Block::group_, Block::lane_, Block::p_, Block::warp_;
   using Block::k_empty, Block::k_full, Block::k_tile, Block::q_empty, Block::q_full, Block::q_tile, Block::v_empty,
       Block::v_full, Block::v_tile;
@@ -340,7 +342,7 @@ class Forward : private ForwardRows<C> {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks) forward(const __grid_constant__ ForwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
   Forward<C>(params, shared).run();

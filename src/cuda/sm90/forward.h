@@ -5,8 +5,8 @@
 #include <cuda.h>
 
 #include "core/forward_problem.h"
-#include "cuda/common/block_order.h"
 #include "cuda/sm90/forward_table.h"
+#include "cuda/sm90/tile_order.h"
 
 namespace fa::cuda::sm90 {
 
@@ -17,7 +17,7 @@ struct ForwardParams {
   CUtensorMap q_map, k_map, v_map, out_map;
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // problem.band's
-  BlockOrder order;                  // tiles of query heads
+  TileOrder order;                   // tiles of query heads
   Divisor group;                     // heads of q for one head of k
   int32_t tiles;                     // blocks of rows * heads_q * batch
   int32_t *counters;                 // two, zero before and after: the next tile, and how many blocks of threads have finished

@@ -8,17 +8,21 @@
 namespace fa::cuda::sm90 {
 
 template <typename Element_, typename Out_, int kD_, int kDv_, int kGroups_, int kChunk_, int kQStages_, int kStages_,
-          int kOutSlabs_, bool kScored_>
+          int kOutSlabs_, int kBlocks_, bool kScored_>
 struct ForwardConfig {
   using Element = Element_;
   using Out = Out_;
   static constexpr bool kFp8 = sizeof(Element) == 1;  // V comes transposed
   static constexpr int kD = kD_, kDv = kDv_, kGroups = kGroups_, kChunk = kChunk_, kQStages = kQStages_, kStages = kStages_;
   static constexpr int kOutSlabs = kOutSlabs_;  // of out at a time leave through shared memory of their own, by the copy engine
+  static constexpr int kBlocks = kBlocks_;      // on a multiprocessor
   static constexpr bool kScored = kScored_;     // softcap or ALiBi
   static constexpr int kTileSlots = 4;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kRows = kGroups * 64;
+  // Where Q has one place, every group frees its part at its own time: warps of their own wait for that, or K and V would wait, too. With
+  // general scores registers do not suffice for that; fp8 was not tried.
+  static constexpr int kQueryWarps = kQStages == 1 && !kScored && !kFp8 ? 2 : 0;
   static constexpr int kSlabColumns = 128 / sizeof(Element);
   static constexpr int kSlabs = (kD + kSlabColumns - 1) / kSlabColumns, kSlabsV = (kDv + 63) / 64;
   static constexpr int kStepColumns = 32 / sizeof(Element);  // summed by one product instruction
@@ -32,8 +36,9 @@ struct ForwardConfig {
   static constexpr int kTileOffset = kBarrierOffset + (2 * kQStages * kGroups + 4 * kStages + 2 * kTileSlots + 1) * 8;
   static constexpr int kSharedBytes = kTileOffset + kTileSlots * sizeof(Tile<kGroups>);
   // What the first warpgroup gives up of its share at the launch is what the others may take.
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * kBlocks) / 8 * 8;
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : kGroups == 2 ? 232 : 2 * kLaunchRegisters - kProducerRegisters;
   static_assert(kGroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
   static_assert(kChunk * 128 % 1024 == 0 && kChunk % kStepColumns == 0 && (!kFp8 || kChunk <= kLongestChunk));
   static_assert(kSlabsV % (kOutSlabs > 0 ? kOutSlabs : 1) == 0);
@@ -77,7 +82,7 @@ class ForwardBlock {
     }
     for (int n = 0; n < C::kTileSlots; ++n) {
       barrier_init(tile_full(n), 1);
-      barrier_init(tile_empty(n), kWarps + 1);  // and the fetching one
+      barrier_init(tile_empty(n), kWarps + 1 + C::kQueryWarps);  // and those that fetch
     }
     barrier_init(tile_wanted(), 1);
     barrier_init_fence();
@@ -157,17 +162,25 @@ class ForwardBlock {
     Slot<C::kTileSlots> slot;
     if (C::kFp8) wait_for_previous();  // that makes the copy of V
     while (true) {
-      barrier_wait(tile_full(slot.at()), slot.parity());
-      const Tile t = tile(slot.at());
-      __syncwarp();
-      barrier_arrive_if(lane_ == 0, tile_empty(slot.at()));
-      slot.step();
+      const Tile t = take_tile(slot);
       if (t.chunks < 0) break;
       if (t.chunks > 0) {
         fetch_tile(t, q, k, v);
       } else {
         want_tile();
       }
+    }
+  }
+  // Of every kQueryWarps-th group, from `first` on.
+  __device__ __forceinline__ void fetch_queries(int first) {
+    Slot<C::kQStages> q;
+    Slot<C::kTileSlots> slot;
+    while (true) {
+      const Tile t = take_tile(slot);
+      if (t.chunks < 0) break;
+      if (t.chunks == 0) continue;
+      for (int g = first; g < C::kGroups; g += C::kQueryWarps) fetch_q(t, q, g);
+      q.step();
     }
   }
 
@@ -183,6 +196,26 @@ class ForwardBlock {
   }
   __device__ __forceinline__ void want_tile() const { barrier_arrive_if(lane_ == 0, tile_wanted()); }
 
+  // A copy of the next description.
+  __device__ __forceinline__ Tile take_tile(Slot<C::kTileSlots> &slot) const {
+    barrier_wait(tile_full(slot.at()), slot.parity());
+    const Tile t = tile(slot.at());
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, tile_empty(slot.at()));
+    slot.step();
+    return t;
+  }
+
+  __device__ __forceinline__ void fetch_q(const Tile &t, const Slot<C::kQStages> &q, int group) const {
+    barrier_wait(q_empty(q.at(), group), q.parity() ^ 1);
+    if (elect_one()) {
+      barrier_expect(q_full(q.at(), group), C::kQGroupBytes);
+#pragma unroll
+      for (int s = 0; s < C::kSlabs; ++s)
+        load_box(q_tile(q.at()) + group * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at(), group), s * C::kSlabColumns,
+                 t.q_row + group * 64, t.head_q, t.q_batch, kEvictFirst);
+    }
+  }
   __device__ __forceinline__ void fetch_tile(const Tile &t, Slot<C::kQStages> &q, Slot<C::kStages> &k,
                                              Slot<C::kStages> &v) const {
     const auto fetch_k = [&](int chunk) {
@@ -197,18 +230,11 @@ class ForwardBlock {
       k.step();
     };
     fetch_k(t.chunk(0));
+    if (C::kQueryWarps == 0) {
 #pragma unroll
-    for (int g = 0; g < C::kGroups; ++g) {
-      barrier_wait(q_empty(q.at(), g), q.parity() ^ 1);
-      if (elect_one()) {
-        barrier_expect(q_full(q.at(), g), C::kQGroupBytes);
-#pragma unroll
-        for (int s = 0; s < C::kSlabs; ++s)
-          load_box(q_tile(q.at()) + g * C::kQGroupBytes + s * 64 * 128, &a_.q_map, q_full(q.at(), g), s * C::kSlabColumns,
-                   t.q_row + g * 64, t.head_q, t.q_batch, kEvictFirst);
-      }
+      for (int g = 0; g < C::kGroups; ++g) fetch_q(t, q, g);
+      q.step();
     }
-    q.step();
     for (int i = 0; i < t.chunks; ++i) {
       if (i + 1 < t.chunks) fetch_k(t.chunk(i + 1));
       barrier_wait(v_empty(v.at()), v.parity() ^ 1);

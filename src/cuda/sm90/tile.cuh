@@ -67,10 +67,10 @@ __device__ __forceinline__ bool plan_tile(const ForwardParams &a, int index, int
     // If rows do not fill the last tile, under a causal mask it is the first one that lacks groups: its walk is the shortest. Its row0 is
     // negative then.
     row0 = place.row_block * kRows;
-    if (a.order.last_rows_first) row0 -= ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64;
+    if (a.order.last_rows_first()) row0 -= ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64;
     // The last tile also owns what the slot holds beyond the grid.
     const auto unused_end =
-        static_cast<int>(place.row_block == a.order.row_blocks - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
+        static_cast<int>(place.row_block == a.order.row_blocks() - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
     any = row0 < max(seqlen_q, unused_end);
     const int row = static_cast<int>(q.start) + row0, batch = p.q_lengths.cu != nullptr ? 0 : place.batch;
     if (lane == 0) {
