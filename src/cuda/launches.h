@@ -64,8 +64,8 @@ fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan,
 }  // namespace sm90
 
 namespace decode {
-fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
-                       ErrorText &error);
+fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters,
+                       Launches &launches, ErrorText &error);
 }  // namespace decode
 
 }  // namespace fa::cuda

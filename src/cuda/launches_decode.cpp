@@ -7,7 +7,7 @@
 
 namespace fa::cuda::decode {
 
-fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
                        ErrorText &) {
   const Shape &shape = kShapes[plan.shape];
   char *memory = static_cast<char *>(workspace);
@@ -18,13 +18,17 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   params.page_size = Divisor(std::clamp<int64_t>(p.page_size, 1, int64_t{1} << 30));
   params.vector_out = takes_vectors(p.out, p.head_dim_v);
   params.raw = raw_unit(p);
+  params.k_descale = p.k_descale;
+  params.v_descale = p.v_descale;
+  params.row_blocks = plan.row_blocks;
   params.ranges = plan.ranges;
   params.pieces = plan.pieces;
   params.least_log2 = plan.least_log2;
   params.part_out = reinterpret_cast<float *>(memory);
   params.part_sums = reinterpret_cast<float2 *>(memory + plan.split_lse_offset);
   params.counters = counters;
-  launches.add("decode kernel", {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks}, &params);
+  launches.add("decode kernel", {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
+               &params);
   return FA_OK;
 }
 

@@ -210,40 +210,60 @@ bool plan_sm90(const ForwardProblem &p, const Device &device, ForwardPlan &plan)
 }
 
 // Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
-// than one block of rows. Of general scores they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch
-// invariance a sequence's own number of queries has to be the one that the host knows.
+// than one block of rows; any number of them where keys and values are bytes, which no other tensor-core kernel reads. Of general scores
+// they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch invariance a sequence's own number of queries has to
+// be the one that the host knows.
 bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   constexpr int64_t kFewQueries = 16, kManyUnits = INT32_MAX / 2;
   const bool own_length = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
+  const bool bytes = is_quantised(p.k.dtype);
   const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
-  if (p.q.dtype == Dtype::f32 || p.bias.data != nullptr || p.block_mask.data != nullptr || p.dropout.threshold > 0 ||
-      (p.batch_invariant && !own_length) || p.batch == 0 || p.heads_k == 0 || rows == 0 || p.k_lengths.max_len == 0 ||
-      p.q_lengths.max_len > kFewQueries || !takes_vectors(p.q, p.head_dim) || !takes_vectors(p.k, p.head_dim) ||
-      !takes_vectors(p.v, p.head_dim_v)) {
+  if (p.q.dtype == Dtype::f32 || is_quantised(p.q.dtype) || p.bias.data != nullptr || p.block_mask.data != nullptr ||
+      p.dropout.threshold > 0 || (p.batch_invariant && !own_length) || p.batch == 0 || p.heads_k == 0 || rows == 0 ||
+      p.k_lengths.max_len == 0 || (p.q_lengths.max_len > kFewQueries && !bytes) || !takes_vectors(p.q, p.head_dim) ||
+      !takes_vectors(p.k, p.head_dim) || !takes_vectors(p.v, p.head_dim_v)) {
     return false;
   }
+  // The first shape with room for the rows; of bytes, or the one of the smallest bucket with room for most.
   const auto fits = [&](const decode::Shape &shape) {
-    return shape.head_dim >= columns && shape.rows() >= rows && shape.shared_bytes() <= device.shared_bytes &&
+    return shape.head_dim >= columns && shape.shared_bytes() <= device.shared_bytes &&
            shape.capability <= device.compute_capability;
   };
-  int32_t found = 0;
-  while (found < decode::kNumShapes && !fits(decode::kShapes[found])) ++found;
-  if (found == decode::kNumShapes) return false;
+  const int32_t end = bytes ? decode::kNumShapes : decode::kFirstOfBytes;
+  int32_t found = -1;
+  for (int32_t n = bytes ? decode::kFirstOfBytes : 0; n < end; ++n) {
+    const decode::Shape &shape = decode::kShapes[n];
+    if (!fits(shape)) continue;
+    const bool more =
+        found < 0 || (shape.head_dim == decode::kShapes[found].head_dim && shape.rows() > decode::kShapes[found].rows());
+    if (shape.rows() >= rows || (bytes && more)) found = n;
+    if (shape.rows() >= rows) break;
+  }
+  if (found < 0) return false;
+  const bool cut_by_sequence = p.num_splits > 0 || p.batch_invariant;
+  // Where blocks of threads have much to do, the next line if it has more warps for the same rows: they hide more, and start and end later.
+  constexpr int64_t kManyKeys = 4096;
+  if (!cut_by_sequence && found + 1 < end &&
+      p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len)) {
+    const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
+    if (fits(many) && many.head_dim == few.head_dim && many.rows() == few.rows() && many.threads() > few.threads()) ++found;
+  }
   const decode::Shape &shape = decode::kShapes[found];
-  const int64_t items = p.batch * p.heads_k, steps = ceil_div(p.k_lengths.max_len, shape.step()) + 1,
+  const int64_t row_blocks = ceil_div(rows, shape.rows()), items = p.batch * p.heads_k * row_blocks,
+                steps = ceil_div(p.k_lengths.max_len, shape.step()) + 1,
                 room = int64_t{device.multiprocessors} * shape.blocks_at_once;
   if (items > kManyUnits / steps) return false;
 
   plan.family = Family::decode;
   plan.shape = found;
-  plan.row_blocks = 1;
+  plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
   int64_t slots = 0;
-  if (p.num_splits > 0 || p.batch_invariant) {
+  if (cut_by_sequence) {
     // Cuts that depend on the sequence alone: as many as asked for, or such that a few heads are enough to fill the device.
     constexpr int64_t kMostPieces = 64, kPieces = 16;
     plan.pieces = static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, kMostPieces, steps}));
-    plan.least_log2 = p.num_splits > 0 ? 0 : 3;
+    plan.least_log2 = p.num_splits > 0 ? 0 : shape.step() > 256 ? 1 : 3;
     plan.blocks = std::min(room, items * plan.pieces);
     plan.num_splits = plan.pieces;
     slots = plan.pieces > 1 ? items * plan.pieces : 0;
@@ -403,12 +423,12 @@ bool built_for(const char *archs, int32_t compute_capability) {
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  if (plan_decode(p, device, plan)) return FA_OK;
   if (is_quantised(p.k.dtype)) {
     if (plan_sm90(p, device, plan)) return FA_OK;
     plan = ForwardPlan{};
     return plan_anywhere(p, device, plan, error);
   }
-  if (plan_decode(p, device, plan)) return FA_OK;
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, device, sm90);
   const fa_status status = plan_anywhere(p, device, plan, error);

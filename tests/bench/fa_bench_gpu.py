@@ -56,7 +56,17 @@ def inputs(case):
     if case.page:
         rows_k = (case.batch * case.pages, case.page)
     sizes = ((*rows_q, case.heads_q, case.head_dim), (*rows_k, case.heads_k, case.head_dim), (*rows_k, case.heads_k, case.d_v))
-    return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    return [q, quantised(case, k), quantised(case, v)]
+
+
+def quantised(case, t):
+    """The tensor in the format of the case's cache: e4m3 as it is, int8 in units of 1/32."""
+    import torch
+
+    if case.option not in cases.QUANTISED:
+        return t
+    return (t * 32).clamp(-127, 127).to(torch.int8) if case.option.startswith("int8") else t.to(torch.float8_e4m3fn)
 
 
 def contenders_of(case, context):
@@ -82,7 +92,8 @@ def contenders_of(case, context):
         for opponent in opponents.opponents(case, *tensors, cu):
             contenders.setdefault(opponent.name, []).append(opponent)
     if case.option or case.deterministic:
-        contenders["plain"] = [ours(*sets[0], "", False)]
+        plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets[:1]
+        contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
     for contender in [one for several in contenders.values() for one in several]:
         contender.forward()
     if case.direction == "backward":

@@ -36,6 +36,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("query_dtype", c.query_dtype);
   visit("key_dtype", c.key_dtype);
   visit("descale", c.descale);
+  visit("factor_range", c.factor_range);
   visit("batch", c.batch);
   visit("heads_q", c.heads_q);
   visit("heads_k", c.heads_k);

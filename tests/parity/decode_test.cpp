@@ -114,6 +114,114 @@ TEST_P(Decode, LargeLogits) {
   EXPECT_TRUE(check(backend(), c));
 }
 
+// Caches of bytes. Rows of 1 to 160 for a head of keys: more than one block of them, too.
+TEST_P(Decode, QuantisedHeadDimsAndQueries) {
+  int64_t n = 0;
+  for (const int64_t head_dim : {64, 96, 128, 256}) {
+    for (const auto &[seqlen_q, group] : {std::pair{1, 1}, {1, 8}, {3, 5}, {4, 8}, {16, 4}, {20, 8}}) {
+      Case c = base("decode: quantised head dims");
+      c.key_dtype = (n + head_dim / 64) % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
+      c.descale = n % 3;
+      c.dtype = n++ % 4 < 2 ? FA_BFLOAT16 : FA_FLOAT16;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.heads_q = c.heads_k * group;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = seqlen_q * group > 16 ? 300 : 900;
+      c.mask = FA_MASK_CAUSAL;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Decode, QuantisedLengthsAndPages) {
+  for (const int64_t page_size : {0, 1, 3, 16, 40, 256}) {
+    for (const int64_t seqlen_q : {1, 6, 70}) {
+      Case c = base("decode: quantised lengths");
+      c.key_dtype = (page_size + seqlen_q) % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
+      c.descale = seqlen_q == 6 ? 1 : 2;
+      c.head_dim = c.head_dim_v = 128;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = seqlen_q > 16 ? 300 : 900;
+      c.k.used = {c.k.seqlen, 0, 70};
+      c.page_size = page_size;
+      c.spare_pages = page_size > 0 ? 3 : 0;
+      c.mask = FA_MASK_CAUSAL;
+      c.nan_keys = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Decode, QuantisedAndPacked) {
+  for (const int64_t descale : {1, 2}) {
+    Case c = base("decode: quantised and packed");
+    c.key_dtype = FA_FLOAT8_E4M3;
+    c.descale = descale;
+    c.q.packed = c.k.packed = 1;
+    c.q.slots = {1, 0, 85};
+    c.k.slots = {700, 20, 1200};
+    c.q.used = {1, 0, 33};
+    c.k.used = {650, 20, 1200};
+    c.k.lead = 3;
+    c.q.max_slack = 2;
+    c.mask = FA_MASK_CAUSAL;
+    c.nan_keys = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Decode, QuantisedMasksAndScores) {
+  for (int64_t n = 0; n < 7; ++n) {
+    Case c = base("decode: quantised scores");
+    c.key_dtype = n % 2 == 0 ? FA_INT8 : FA_FLOAT8_E4M3;
+    c.descale = n % 3;
+    c.q.seqlen = 5;
+    c.mask = n == 1 ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
+    if (n == 0) c.window_left = 300;
+    if (n == 2) c.softcap = 5;
+    if (n == 3) c.alibi = 2;
+    if (n == 4) c.sink = 1;
+    if (n == 5) c.num_splits = 7;
+    if (n == 6) c.flags = FA_FLAG_BATCH_INVARIANT;
+    c.nan_keys = 1;
+    EXPECT_TRUE(check(backend(), c));
+    c.q.seqlen = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+// Factors that differ so much that P in fp16 must not simply be multiplied by them, and queries beyond fp16.
+TEST_P(Decode, QuantisedExtremes) {
+  for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    Case c = base("decode: factors of values");
+    c.dtype = dtype;
+    c.key_dtype = FA_INT8;
+    c.descale = 2;
+    c.factor_range = dtype == FA_FLOAT16 ? 12 : 20;  // out has to fit, too
+    EXPECT_TRUE(check(backend(), c));
+  }
+  Case c = base("decode: large queries");
+  c.key_dtype = FA_FLOAT8_E4M3;
+  c.descale = 1;
+  c.magnitude = 1e7;
+  c.scale = 1e-7;
+  EXPECT_TRUE(check(backend(), c));
+}
+
+TEST_P(Decode, QuantisedVisibleNan) {
+  for (const int64_t descale : {0, 2}) {
+    for (int64_t role = 1; role <= 3; ++role) {
+      Case c = base("decode: quantised visible NaN");
+      c.key_dtype = FA_FLOAT8_E4M3;
+      c.descale = descale;
+      c.q.seqlen = 8;
+      c.mask = FA_MASK_CAUSAL;
+      c.nan_visible = role;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
 FA_ON_EVERY_BACKEND(Decode);
 
 }  // namespace

@@ -171,8 +171,9 @@ class Filler {
       for (int64_t i = 0; i < (c_.descale == 1 ? 1 : used_rows(c_, c_.k, b)); ++i) {
         for (int64_t h = 0; h < c_.heads_k; ++h) {
           for (const Role role : {kK, kV}) {
-            data_.tensors[role == kK ? kKDescale : kVDescale].set(data_.factor_element(role, b, i, h),
-                                                                  (1 + 0.5 * std::abs(normal())) / key_magnitude());
+            double factor = (1 + 0.5 * std::abs(normal())) / key_magnitude();
+            if (c_.factor_range > 0 && role == kV) factor *= std::exp2(c_.factor_range * std::tanh(normal()));
+            data_.tensors[role == kK ? kKDescale : kVDescale].set(data_.factor_element(role, b, i, h), factor);
           }
         }
       }

@@ -145,6 +145,12 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             set(few);
             const ForwardPlan plan = forward_plan(few, device);
             forward.insert({plan.family, plan.shape});
+            few.k_lengths.max_len = 1 << 20;
+            const ForwardPlan longer = forward_plan(few, device);
+            forward.insert({longer.family, longer.shape});
+            few.k.dtype = few.v.dtype = Dtype::e4m3;
+            const ForwardPlan of_bytes = forward_plan(few, device);
+            forward.insert({of_bytes.family, of_bytes.shape});
           }
           const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
           backward.insert({backward_of_p.family, backward_of_p.shape});
@@ -248,7 +254,7 @@ TEST(CudaPlan, DecodeWorkspace) {
             cut.num_splits = invariant ? 0 : 5;
             const ForwardPlan pieces = forward_plan(cut, device);
             ASSERT_EQ(pieces.family, Family::decode);
-            EXPECT_EQ(pieces.shape, plan.shape);
+            EXPECT_EQ(decode::kShapes[pieces.shape].rows(), shape.rows());
             EXPECT_EQ(pieces.num_splits, pieces.pieces);
             EXPECT_EQ(pieces.counters, batch * cut.heads_k);
             EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * cut.heads_k * pieces.pieces) *
@@ -557,20 +563,38 @@ TEST(CudaPlan, HopperBackwardKernels) {
   }
 }
 
-// Whatever else a problem looks like, and whichever kernels a device has.
-TEST(CudaPlan, QuantisedKeysAreForCudaCores) {
+// However many queries there are, and whichever kernels a device has.
+TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
   for (const NamedDevice &device : kDevices) {
     for (const int64_t seqlen_q : {1, 16, 2048}) {
       for (const Dtype dtype : {Dtype::e4m3, Dtype::i8}) {
         Problem p = problem(seqlen_q, 4096, 128);
         p.k.dtype = p.v.dtype = dtype;
-        ForwardPlan plan;
-        ErrorText error;
-        ASSERT_EQ(plan_forward(forward_of(p), device.device, plan, error), FA_OK) << error.text;
-        EXPECT_EQ(plan.family, Family::simt) << device.name;
-        EXPECT_EQ(kernel_name(p, plan).rfind(dtype == Dtype::i8 ? "simt_fwd_bf16_i8_d128" : "simt_fwd_bf16_e4m3_d128", 0), 0u);
+        const ForwardPlan plan = forward_plan(p, device.device);
+        ASSERT_EQ(plan.family, Family::decode) << device.name;
+        ASSERT_GE(plan.shape, decode::kFirstOfBytes) << device.name;
+        EXPECT_EQ(kernel_name(p, plan).rfind(dtype == Dtype::i8 ? "decode_fwd_bf16_i8_d128" : "decode_fwd_bf16_e4m3_d128", 0),
+                  0u);
+        // Any number of rows, in as many blocks as they need.
+        const int64_t rows = seqlen_q * p.group, room = decode::kShapes[plan.shape].rows();
+        EXPECT_GE(plan.row_blocks * room, rows) << device.name;
+        EXPECT_LT((plan.row_blocks - 1) * room, rows) << device.name;
       }
     }
+  }
+  // What these kernels do not take is left to CUDA cores.
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
+      {"dropout", [](Problem &p) { p.dropout.threshold = 1; }},
+      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 40; }},
+      {"fp32 queries", [](Problem &p) { p.q.dtype = p.out.dtype = Dtype::f32; }},
+  };
+  for (const auto &[text, change] : others) {
+    Problem p = problem(1, 4096, 128);
+    p.k.dtype = p.v.dtype = Dtype::e4m3;
+    change(p);
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(plan.family, Family::simt) << text;
+    EXPECT_EQ(kernel_name(p, plan).rfind("simt_fwd_", 0), 0u) << text;
   }
 }
 

@@ -3,18 +3,24 @@
 // fetched. What is done with them is in decode.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/multiply.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/tile.cuh"
+#include "cuda/decode/bytes.cuh"
 #include "cuda/decode/work.cuh"
 
 namespace fa::cuda::decode {
 
 template <typename Element_, int kD_, int kRowTiles_, int kRowWarps_, int kKeyWarps_, int kKeys_, int kStages_, int kMinBlocks_,
-          int kCapability_>
+          int kCapability_, Format kFormat_ = Format::same>
 struct Config {
-  using Element = Element_;
+  static constexpr Format kFormat = kFormat_;  // of K and V
+  static constexpr bool kOfBytes = kFormat != Format::same;
+  using Element = Element_;  // of the products' operands, and of Q and out unless K and V are bytes
+  using KeyElement = std::conditional_t<kOfBytes, uint8_t, Element>;
   static constexpr int kD = kD_;                // head_dim, rounded up
   static constexpr int kRowTiles = kRowTiles_;  // of 16 rows, a warp
   static constexpr int kRowWarps = kRowWarps_;  // warps that share keys
@@ -27,13 +33,15 @@ struct Config {
   static constexpr int kWarpRows = kRowTiles * 16, kRows = kRowWarps * kWarpRows;
   static constexpr int kStep = kKeyWarps * kKeys;
   static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKeyWarps * kGroupThreads;
-  static constexpr int kPitch = kD * 2;
-  static constexpr int kQBytes = kRows * kPitch;
+  static constexpr int kPitch = kD * static_cast<int>(sizeof(KeyElement));
+  static constexpr int kQBytes = kRows * kD * 2;
   static constexpr int kTileBytes = kKeys * kPitch;  // of K or V
-  static constexpr int kRingBytes = kStages * 2 * kTileBytes;
+  static constexpr int kFactorBytes = kOfBytes ? kKeys * 4 : 0;
+  static constexpr int kSlotBytes = 2 * (kTileBytes + kFactorBytes);
+  static constexpr int kRingBytes = kStages * kSlotBytes;
   static constexpr int kRingsBytes = kKeyWarps * kRingBytes;
   static constexpr int kSumsBytes = kKeyWarps * kRows * 8;
-  static constexpr int kSharedBytes = kQBytes + kRingsBytes + kSumsBytes;
+  static constexpr int kSharedBytes = kQBytes + kRingsBytes + kSumsBytes + (kOfBytes ? kRows * 4 : 0);
   static constexpr int kOutBytes = kRows * kD * 4;  // fp32 out of one group of warps, where its ring was
   static_assert(kOutBytes <= kRingBytes && kKeys <= 32 && kKeys % 16 == 0);
 };
@@ -66,6 +74,16 @@ __device__ __forceinline__ float capped(float product, const RawUnit &raw) {
   return fmaf(-2.f * raw.cap, reciprocal_approx(1.f + exp2_approx(product * raw.cap_exponent)), raw.cap);
 }
 
+// Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along.
+template <class C>
+__device__ __forceinline__ void fetch_16(uint32_t dst, const void *src, int bytes) {
+  if constexpr (C::kPitch >= 128) {
+    cp_async_16(dst, src, bytes);
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  }
+}
+
 // Where a key lies: page 0 for all keys that are not paged, row -1 for what is read as zero.
 struct Place {
   int page, row;
@@ -75,6 +93,7 @@ template <class C>
 class Block {
  public:
   using Element = typename C::Element;
+  using KeyElement = typename C::KeyElement;
 
   __device__ __forceinline__ Block(const Params &params, char *shared)
       : a_(params),
@@ -96,37 +115,59 @@ class Block {
   }
 
   __device__ __forceinline__ int group_heads() const { return static_cast<int>(a_.group.value); }
-  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row); }
-  __device__ __forceinline__ int head_of(int row) const { return piece_.head * group_heads() + a_.group.remainder(row); }
+  // Rows count from the first one of this block of rows.
+  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(first_row() + row); }
+  __device__ __forceinline__ int head_of(int row) const {
+    return head() * group_heads() + a_.group.remainder(first_row() + row);
+  }
+  __device__ __forceinline__ int head() const { return C::kOfBytes ? head_ : piece_.head; }
+  __device__ __forceinline__ int first_row() const { return C::kOfBytes ? first_row_ : 0; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
   // Row of element r of tile (i, j).
   __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8; }
 
   __device__ __forceinline__ void set_piece(const Piece &piece) {
     piece_ = piece;
+    if constexpr (C::kOfBytes) {
+      head_ = uniform(piece.head / a_.row_blocks);
+      first_row_ = uniform((piece.head - head_ * a_.row_blocks) * C::kRows);
+    }
     const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
     q_start_ = q.start;
     q_slot_ = static_cast<int>(q.slot);
     tokens_ = uniform(static_cast<int>(q.len));
     rows_ = tokens_ * group_heads();
+    Keys tokens{0, tokens_};
+    if constexpr (C::kOfBytes) {
+      rows_ = max(min(rows_ - first_row(), C::kRows), 0);
+      tokens = rows_ > 0 ? Keys{static_cast<int>(uniform(token_of(0))), static_cast<int>(uniform(token_of(rows_ - 1))) + 1}
+                         : Keys{0, 0};
+    }
     seqlen_k_ = uniform(static_cast<int>(k.len));
 
     const Diagonal<int32_t> d = diagonal();
-    keys_ = d.visible_keys({0, tokens_});
+    keys_ = d.visible_keys(tokens);
     const Keys mine{token_of(warp_row_), token_of(min(warp_row_ + C::kWarpRows, rows_) - 1) + 1};
     warp_visible_ = warp_row_ < rows_ ? d.visible_keys(mine) : Keys{0, 0};
     warp_interior_ = d.interior_keys(mine);
 
     table_ = p_.page_table;
-    whole_pages_ = table_ == nullptr || static_cast<int>(a_.page_size.value) % C::kKeys == 0;
-    k_ = static_cast<const Element *>(p_.k.data) + piece.head * p_.k.head_stride;
-    v_ = static_cast<const Element *>(p_.v.data) + piece.head * p_.v.head_stride;
+    whole_pages_ = table_ == nullptr || static_cast<int>(a_.page_size.value) % kRun == 0;
+    k_ = static_cast<const KeyElement *>(p_.k.data) + head() * p_.k.head_stride;
+    v_ = static_cast<const KeyElement *>(p_.v.data) + head() * p_.v.head_stride;
     if (table_ != nullptr) {
       table_ += piece.batch * p_.page_table_batch_stride;
     } else {
       k_ += piece.batch * p_.k.batch_stride + k.start * p_.k.seq_stride;
       v_ += piece.batch * p_.v.batch_stride + k.start * p_.v.seq_stride;
     }
+  }
+
+  // Of bytes: the factor of all keys or values of this head; 1 if each has its own.
+  __device__ __forceinline__ float only_factor(const Descale &d) const {
+    const Operand &f = d.factors;
+    if (f.data == nullptr || d.per_row) return 1.f;
+    return static_cast<const float *>(f.data)[piece_.batch * f.batch_stride + head() * f.head_stride];
   }
 
   // The first key of this warp in step `step` of the piece.
@@ -146,23 +187,29 @@ class Block {
   // K and V of a step, whose places the lanes hold, on their way to a slot of the ring.
   __device__ __forceinline__ void fetch(int slot, int step, const Place &place) const {
     if (step < piece_.steps) {
-      using Share = TileShare<C::kKeys, C::kD, C::kGroupThreads>;
+      using Share = TileShare<C::kKeys, C::kPitch / 2, C::kGroupThreads>;
       const Share share{row_warp_ * 32 + opaque(lane_)};
-      const int column = share.chunk() * 8;
+      const int column = share.chunk() * static_cast<int>(16 / sizeof(KeyElement));
       const uint32_t to = shared_k(slot) + swizzled<C::kPitch>(share.row(0), share.chunk());
       const int first = first_key(step);
       if (whole_pages_ && first >= keys_.begin && first + C::kKeys <= keys_.end) {
-        // All keys of the tile exist, one after another in one page.
-        const int64_t page = uniform(place.page), row = static_cast<int>(uniform(place.row)) + share.row(0);
-        const Element *k = k_ + page * page_stride(p_.k) + row * p_.k.seq_stride + column,
-                      *v = v_ + page * page_stride(p_.v) + row * p_.v.seq_stride + column;
+        // All keys of the tile exist, each kRun of them one after another in one page.
+        constexpr int kRunLoads = Share::kLoads * kRun / C::kKeys;
+        static_assert(kRunLoads > 0);
 #pragma unroll
-        for (int i = 0; i < Share::kLoads; ++i) {
-          const uint32_t at = swizzle_step<Share>(to, i);
-          cp_async_16(at, k, column < p_.head_dim ? 16 : 0);
-          cp_async_16(at + C::kTileBytes, v, column < p_.head_dim_v ? 16 : 0);
-          k += Share::kStep * p_.k.seq_stride;
-          v += Share::kStep * p_.v.seq_stride;
+        for (int run = 0; run < C::kKeys / kRun; ++run) {
+          const int64_t page = __shfl_sync(~0u, place.page, run * kRun),
+                        row = __shfl_sync(~0u, place.row, run * kRun) + share.row(0);
+          const KeyElement *k = k_ + page * page_stride(p_.k) + row * p_.k.seq_stride + column,
+                           *v = v_ + page * page_stride(p_.v) + row * p_.v.seq_stride + column;
+#pragma unroll
+          for (int i = run * kRunLoads; i < (run + 1) * kRunLoads; ++i) {
+            const uint32_t at = swizzle_step<Share>(to, i);
+            fetch_16<C>(at, k, column < p_.head_dim ? 16 : 0);
+            fetch_16<C>(at + C::kTileBytes, v, column < p_.head_dim_v ? 16 : 0);
+            k += Share::kStep * p_.k.seq_stride;
+            v += Share::kStep * p_.v.seq_stride;
+          }
         }
       } else {
         const int64_t page = place.page, row = max(place.row, 0);
@@ -173,13 +220,31 @@ class Block {
           const int lane = share.row(i);
           const bool exists = __shfl_sync(~0u, place.row, lane) >= 0;
           const uint32_t at = swizzle_step<Share>(to, i);
-          cp_async_16(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0);
-          cp_async_16(at + C::kTileBytes, v_ + __shfl_sync(~0u, v_offset, lane) + column,
+          fetch_16<C>(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0);
+          fetch_16<C>(at + C::kTileBytes, v_ + __shfl_sync(~0u, v_offset, lane) + column,
                       exists && column < p_.head_dim_v ? 16 : 0);
         }
       }
+      if constexpr (C::kOfBytes) {
+        if (a_.k_descale.per_row && row_warp_ == 0) fetch_factors(shared_k_factors(slot), a_.k_descale.factors, place);
+        if (a_.v_descale.per_row && row_warp_ == C::kRowWarps - 1)
+          fetch_factors(shared_v_factors(slot), a_.v_descale.factors, place);
+      }
     }
     cp_async_commit();
+  }
+  // The factors of a tile's keys, each by the lane that has the key. Where they begin is found again each time: registers are for out.
+  __device__ __forceinline__ void fetch_factors(uint32_t to, const Operand &f, const Place &place) const {
+    const int lane = opaque(lane_), batch = opaque(piece_.batch);
+    if (lane >= C::kKeys) return;
+    int64_t outer = place.page, row = max(place.row, 0);
+    if (table_ == nullptr) {
+      outer = batch;
+      if (p_.k_lengths.cu != nullptr) row += offset_of(p_.k_lengths, batch);
+    }
+    const float *factor =
+        static_cast<const float *>(f.data) + head() * f.head_stride + outer * f.batch_stride + row * f.seq_stride;
+    cp_async_4(to + lane * 4, factor, place.row >= 0 ? 4 : 0);
   }
   // The address of the i-th piece of a tile that a thread fetches, from that of its first one.
   template <class Share>
@@ -201,9 +266,11 @@ class Block {
 
   __device__ __forceinline__ uint32_t shared_rings() const { return shared_ + C::kQBytes; }
   __device__ __forceinline__ uint32_t shared_k(int slot) const {
-    return shared_rings() + key_warp_ * C::kRingBytes + slot * 2 * C::kTileBytes;
+    return shared_rings() + key_warp_ * C::kRingBytes + slot * C::kSlotBytes;
   }
   __device__ __forceinline__ uint32_t shared_v(int slot) const { return shared_k(slot) + C::kTileBytes; }
+  __device__ __forceinline__ uint32_t shared_k_factors(int slot) const { return shared_k(slot) + 2 * C::kTileBytes; }
+  __device__ __forceinline__ uint32_t shared_v_factors(int slot) const { return shared_k_factors(slot) + C::kFactorBytes; }
   // Eight columns (32 bytes) of a row of out of a group of warps, in fp32.
   __device__ __forceinline__ uint32_t shared_out(int key_warp, int row, int columns8) const {
     return shared_rings() + key_warp * C::kRingBytes + row * C::kD * 4 + ((columns8 ^ (row & 7)) << 5);
@@ -212,6 +279,8 @@ class Block {
   __device__ __forceinline__ uint32_t shared_sums(int key_warp, int row) const {
     return shared_rings() + C::kRingsBytes + (key_warp * C::kRows + row) * 8;
   }
+  // What Q K^T is to be multiplied by, a row (prepare_queries).
+  __device__ __forceinline__ uint32_t shared_scales() const { return shared_rings() + C::kRingsBytes + C::kSumsBytes; }
 
   const Params &a_;
   const Problem &p_;
@@ -222,10 +291,12 @@ class Block {
   Piece piece_;
   int64_t q_start_;
   int q_slot_, tokens_, rows_, seqlen_k_;
+  int head_, first_row_;  // of bytes
   Keys keys_, warp_visible_, warp_interior_;
   const int32_t *table_;
-  bool whole_pages_;  // a tile's keys lie in one page
-  const Element *k_, *v_;
+  static constexpr int kRun = 16;
+  bool whole_pages_;  // each kRun keys of a tile lie in one page
+  const KeyElement *k_, *v_;
 };
 
 }  // namespace fa::cuda::decode

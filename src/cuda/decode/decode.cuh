@@ -15,6 +15,10 @@
 //
 // A row's maximum is its own and exact at every step: a row's bits depend on its keys and on where they are cut, not on the rows beside
 // it.
+//
+// Keys and values of one byte are multiplied as fp16 (bytes.cuh). Their factors, if each key has its own, come with them: S is multiplied
+// by those of keys before anything else is done to it, and P by those of values. Such weights are of any size, so they have a unit of
+// their own: 2^(S - m) f = 2^(S + log2 f - u) 2^(u - m), where u is the maximum of S + log2 f so far.
 #pragma once
 
 #include <math_constants.h>
@@ -61,6 +65,7 @@ class Decode : private Block<C> {
   using Base::key_warp_;
   using Base::keys_;
   using Base::lane_;
+  using Base::only_factor;
   using Base::p_;
   using Base::piece_;
   using Base::place_in;
@@ -73,10 +78,13 @@ class Decode : private Block<C> {
   using Base::set_piece;
   using Base::shared_;
   using Base::shared_k;
+  using Base::shared_k_factors;
   using Base::shared_out;
   using Base::shared_rings;
+  using Base::shared_scales;
   using Base::shared_sums;
   using Base::shared_v;
+  using Base::shared_v_factors;
   using Base::sync_group;
   using Base::token_of;
   using Base::tokens_;
@@ -108,6 +116,12 @@ class Decode : private Block<C> {
         cp_async_wait<C::kStages - 2>();
         if (step == 0) {
           __syncthreads();  // the step is here, and Q
+          if constexpr (C::kOfBytes) {
+            prepare_queries<C::kRows, C::kD, C::kThreads>(shared_, shared_scales(), p_.q.dtype == Dtype::bf16,
+                                                          only_factor(a_.k_descale));
+            clear_units();
+            __syncthreads();
+          }
         } else {
           sync_group();  // the step is here, and nobody reads the slot of the one before any more
         }
@@ -122,6 +136,10 @@ class Decode : private Block<C> {
   }
 
   __device__ __forceinline__ void attend(int slot, int key0) {
+    if constexpr (C::kOfBytes) {
+      attend_bytes(slot, key0);
+      return;
+    }
     Scores s;
     multiply_transposed<Element, C::kD, kMt, kNt>(s, shared_, row_warp_ * C::kWarpRows, shared_k(slot), 0);
     apply_terms(s, key0);
@@ -144,6 +162,29 @@ class Decode : private Block<C> {
     } else {
       multiply_add_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, shared_v(slot), 0,
                                                                   [&](int k, uint32_t(&w)[kMt][4]) { exponentials(s, k, w); });
+    }
+  }
+
+  __device__ __forceinline__ void attend_bytes(int slot, int key0) {
+    Scores s;
+    multiply_transposed_bytes<C::kFormat, C::kD, kMt, kNt>(s, shared_, row_warp_ * C::kWarpRows, shared_k(slot));
+    scale(s, slot);
+    apply_terms(s, key0);
+    const bool masked = key0 < warp_interior_.begin || key0 + C::kKeys > warp_interior_.end;
+    if (masked) mask(s, key0);
+    raise_max(s);
+    Weights<kMt, kPSteps> weights;
+    float unit[kMt][2];
+    if (a_.v_descale.per_row) {
+      raise_unit(s, slot, unit);
+      weigh<true>(s, slot, unit, weights);
+    } else {
+      weigh<false>(s, slot, unit, weights);
+    }
+    if (masked && tokens_ > 1 && __any_sync(~0u, share_has_nan<C::kFormat, C::kTileBytes>(shared_v(slot), lane_))) {
+      multiply_add_bytes_exactly<C::kFormat, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
+    } else {
+      multiply_add_bytes<C::kFormat, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
     }
   }
 
@@ -195,6 +236,88 @@ class Decode : private Block<C> {
       }
   }
 
+  // Of bytes: S of the queries and keys that they stand for.
+  __device__ __forceinline__ void scale(Scores &s, int slot) const {
+    const int lane = opaque(lane_);
+    float row_scale[kMt][2];
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        row_scale[i][r] = ld_shared_float(shared_scales() + (warp_row_ + i * 16 + (lane >> 2) + 8 * r) * 4);
+#pragma unroll
+    for (int j = 0; j < kNt; ++j) {
+      float2 factors{1.f, 1.f};
+      if (a_.k_descale.per_row) factors = ld_shared_float2(shared_k_factors(slot) + (8 * j + 2 * (lane & 3)) * 4);
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[i][j][r] *= row_scale[i][r >> 1] * (r & 1 ? factors.y : factors.x);
+    }
+  }
+
+  // The factors of the values of this lane's keys in tile j of S, and the logarithms of their magnitudes.
+  __device__ __forceinline__ float2 value_factors(int slot, int j) const {
+    return ld_shared_float2(shared_v_factors(slot) + (8 * j + 2 * (opaque(lane_) & 3)) * 4);
+  }
+  static __device__ __forceinline__ float2 logarithms(float2 x) { return {__log2f(fabsf(x.x)), __log2f(fabsf(x.y))}; }
+
+  // Of bytes whose values have factors of their own: the unit of out. It is kept where the row's maximum and sum will be in the end.
+  __device__ __forceinline__ uint32_t shared_unit(int i, int r) const {
+    return shared_sums(key_warp_, warp_row_ + i * 16 + (opaque(lane_) >> 2) + 8 * r);
+  }
+  __device__ __forceinline__ void clear_units() const {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), -1e30f);
+  }
+  __device__ __forceinline__ void raise_unit(const Scores &s, int slot, float (&unit)[kMt][2]) {
+    float top[kMt][2];
+#pragma unroll
+    for (int i = 0; i < kMt; ++i) top[i][0] = top[i][1] = -CUDART_INF_F;
+#pragma unroll
+    for (int j = 0; j < kNt; ++j) {
+      const float2 more = logarithms(value_factors(slot, j));
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+          top[i][r >> 1] = fmaxf(top[i][r >> 1], fmaf(s[i][j][r], exponent_scale(), r & 1 ? more.y : more.x));
+    }
+    bool grow = false;
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        unit[i][r] = ld_shared_float(shared_unit(i, r));
+        grow |= top[i][r] > unit[i][r];
+      }
+    if (!__any_sync(~0u, grow)) return;
+    __syncwarp();  // the unit is read
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 1));
+        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 2));
+        const float raised = fmaxf(unit[i][r], top[i][r]), factor = exp2_approx(unit[i][r] - raised);
+        unit[i][r] = raised;
+        if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), raised);
+        multiply_row(i, r, factor);
+      }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void multiply_row(int i, int r, float factor) {
+#pragma unroll
+    for (int j = 0; j < kDt; ++j) {
+      out_[i][j][2 * r] *= factor;
+      out_[i][j][2 * r + 1] *= factor;
+    }
+  }
+
   __device__ __forceinline__ void raise_max(const Scores &s) {
     float top[kMt][2];
     bool grow = false;
@@ -219,12 +342,39 @@ class Decode : private Block<C> {
         const float factor = exp2_approx(max_[i][r] - raised);  // 1 for rows that do not grow: their bits stay
         max_[i][r] = raised;
         sum_[i][r] *= factor;
-#pragma unroll
-        for (int j = 0; j < kDt; ++j) {
-          out_[i][j][2 * r] *= factor;
-          out_[i][j][2 * r + 1] *= factor;
-        }
+        if (!C::kOfBytes || !a_.v_descale.per_row) multiply_row(i, r, factor);
       }
+  }
+
+  // exponentials() of all keys, times the factors of their values, in the unit of out.
+  template <bool kFactors>
+  __device__ __forceinline__ void weigh(const Scores &s, int slot, const float (&unit)[kMt][2],
+                                        Weights<kMt, kPSteps> &weights) {
+    const float c = exponent_scale();
+#pragma unroll
+    for (int j = 0; j < kNt; ++j) {
+      float2 factors{1.f, 1.f}, more{0.f, 0.f};
+      if constexpr (kFactors) {
+        factors = value_factors(slot, j);
+        more = logarithms(factors);
+      }
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        float e[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const float x = s[i][j][r];
+          e[r] = exp2_approx(fmaf(x, c, -max_[i][r >> 1]));
+          sum_[i][r >> 1] += e[r];
+          if constexpr (kFactors) {
+            e[r] = copysignf(exp2_approx(fmaf(x, c, r & 1 ? more.y : more.x) - unit[i][r >> 1]), r & 1 ? factors.y : factors.x);
+          }
+          if (x == -CUDART_INF_F) e[r] = kMaskedWeight;
+        }
+        weights[i][j / 2][j % 2 * 2] = pack2<Element>(e[0], e[1]);
+        weights[i][j / 2][j % 2 * 2 + 1] = pack2<Element>(e[2], e[3]);
+      }
+    }
   }
 
   // P = 2^(S - m) of the k-th 16 keys, rounded to the operand of the next product; adds to the row sums. What is masked becomes
@@ -280,10 +430,25 @@ class Decode : private Block<C> {
         sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 1);
         sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 2);
         const int row = warp_row_ + i * 16 + (lane >> 2) + 8 * r;
+        if constexpr (C::kOfBytes) {
+          multiply_row(
+              i, r,
+              a_.v_descale.per_row ? exp2_approx(ld_shared_float(shared_unit(i, r)) - max_[i][r]) : only_factor(a_.v_descale));
+          __syncwarp();  // the unit is read
+        }
         if ((lane & 3) == 0) st_shared_float2(shared_sums(key_warp_, row), {max_[i][r], sum_[i][r]});
+        if constexpr (C::kOfBytes) {
+          // Four neighbours of each 16 columns: the even ones of them are in one tile, the odd ones in the next.
 #pragma unroll
-        for (int j = 0; j < kDt; ++j) {
-          st_shared_float2(shared_out(key_warp_, row, j) + (lane & 3) * 8, {out_[i][j][2 * r], out_[i][j][2 * r + 1]});
+          for (int j = 0; j < kDt; j += 2) {
+            const auto bits = [&](int n, int e) { return __float_as_uint(out_[i][j + n][2 * r + e]); };
+            st_shared_16(shared_out(key_warp_, row, j + (lane >> 1 & 1)) + (lane & 1) * 16, bits(0, 0), bits(1, 0), bits(0, 1),
+                         bits(1, 1));
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kDt; ++j)
+            st_shared_float2(shared_out(key_warp_, row, j) + (lane & 3) * 8, {out_[i][j][2 * r], out_[i][j][2 * r + 1]});
         }
       }
   }
@@ -352,7 +517,11 @@ class Decode : private Block<C> {
     const int column = 4 * vector;
     if (column >= p_.head_dim_v) return;
     Element *dst = out_at(token_of(row), head_of(row)) + column;
-    const uint2 words{pack2<Element>(x.x * factor, x.y * factor), pack2<Element>(x.z * factor, x.w * factor)};
+    const auto pack = [&](float a, float b) {
+      if (C::kOfBytes && p_.q.dtype == Dtype::bf16) return pack2<__nv_bfloat16>(a, b);
+      return pack2<Element>(a, b);
+    };
+    const uint2 words{pack(x.x * factor, x.y * factor), pack(x.z * factor, x.w * factor)};
     if (a_.vector_out) {
       *reinterpret_cast<uint2 *>(dst) = words;
     } else {
@@ -375,7 +544,8 @@ class Decode : private Block<C> {
 
   // Rows of the sequence that are not used: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    const int end = q_slot_ * this->group_heads();
+    int end = q_slot_ * this->group_heads();
+    if constexpr (C::kOfBytes) end = min(end - this->first_row(), C::kRows);
     for (int row = rows_ + static_cast<int>(threadIdx.x >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && lane_ == 0) *lse_at(token, head) = -CUDART_INF_F;
@@ -413,8 +583,9 @@ class Decode : private Block<C> {
   // Sums the parts in the order of their keys, whichever came last. They pass through the rings: maxima and sums of all, then out of as
   // many at a time as fit.
   __device__ __forceinline__ void merge(const Work<C> &work, int first_range, int parts) const {
-    constexpr int kMine = C::kRows * kVectors / C::kThreads;  // vectors of a thread
+    constexpr int kMine = (C::kRows * kVectors + C::kThreads - 1) / C::kThreads;  // vectors of a thread
     const int rows = rows_, thread = opaque(threadIdx.x), out_bytes = rows * C::kD * 4;
+    if (C::kOfBytes && rows == 0) return;  // a block of rows that this sequence does not have
     const uint32_t shared_parts = shared_rings() + (parts * rows * 8 + 127) / 128 * 128;
     const int at_once = static_cast<int>(shared_rings() + C::kRingsBytes - shared_parts) / out_bytes;
     const auto slot_of = [&](int part) { return work.slot(first_range + part, part == 0); };

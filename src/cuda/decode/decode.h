@@ -4,12 +4,15 @@
 
 #include <vector_types.h>
 
-#include "core/problem.h"
+#include "core/forward_problem.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/scores.h"
 #include "cuda/decode/table.h"
 
 namespace fa::cuda::decode {
+
+// What numbers of K and V are: the queries' own type, or bytes with factors.
+enum class Format { same, e4m3, i8 };
 
 // A problem and how it is cut. The kernel's only parameter.
 struct Params {
@@ -19,6 +22,8 @@ struct Params {
   Divisor page_size;
   bool vector_out;  // 16-byte accesses are legal
   RawUnit raw;
+  Descale k_descale, v_descale;  // of bytes
+  int32_t row_blocks;            // that the rows of a head are cut into; more than one for bytes only
   // How work is cut (work.cuh). Either into even shares: at most `ranges`, of at least 2^least_log2 steps. Or, with `pieces` > 0, every
   // head into so many pieces at most, of at least that many steps.
   int32_t ranges, pieces, least_log2;
@@ -30,6 +35,6 @@ struct Params {
 };
 
 // The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
-const void *kernel(int shape, Dtype dtype);
+const void *kernel(int shape, Dtype queries, Dtype keys);
 
 }  // namespace fa::cuda::decode

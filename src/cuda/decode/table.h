@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every decode kernel that is built: one line each, read by the build (one object file a line and dtype), by the plan and by the
-// launcher. Reasons for the sizes are in README.md beside this file.
+// launcher. Reasons for the sizes are in README.md beside this file. Kernels for keys and values of one byte are in bytes_table.h.
 #pragma once
 
 #include <cstdint>
+
+#include "cuda/decode/bytes_table.h"
 
 namespace fa::cuda::decode {
 
@@ -17,31 +19,46 @@ struct Shape {
   int32_t stages;          // of its ring
   int32_t blocks_at_once;  // blocks of threads on one multiprocessor
   int32_t capability;      // of the oldest devices whose registers hold it
+  int32_t key_bytes = 2;   // of an element of K or V
 
   constexpr int32_t rows() const { return row_tiles * row_warps * 16; }
   constexpr int32_t step() const { return key_warps * keys; }
   constexpr int32_t threads() const { return row_warps * key_warps * 32; }
-  constexpr int32_t ring_bytes() const { return key_warps * stages * keys * head_dim * 4; }
+  // K and V, and of bytes a factor for each key of both.
+  constexpr int32_t ring_bytes() const {
+    return key_warps * stages * keys * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));
+  }
   // Of an item, whose maxima and sums pass through the rings together, and out of at least one.
   constexpr int32_t most_parts() const { return (ring_bytes() - rows() * head_dim * 4 - 128) / (rows() * 8); }
-  // Q, rings of K and V, and of every row a maximum and a sum for each group of warps.
-  constexpr int32_t shared_bytes() const { return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8; }
+  // Q, rings of K and V, of every row a maximum and a sum for each group of warps and, with bytes, Q's scale.
+  constexpr int32_t shared_bytes() const {
+    return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8 + (key_bytes == 1 ? rows() * 4 : 0);
+  }
 };
 
 // X(name, head_dim, row_tiles, row_warps, key_warps, keys, stages, blocks_at_once, capability)
-#define FA_DECODE_TABLE(X)                \
-  X(d64_16, 64, 1, 1, 4, 32, 3, 2, 80)    \
-  X(d64_64, 64, 2, 2, 4, 32, 3, 1, 80)    \
-  X(d128_16, 128, 1, 1, 8, 16, 3, 1, 80)  \
-  X(d128_16s, 128, 1, 1, 4, 16, 3, 2, 80) \
-  X(d128_32, 128, 2, 1, 4, 16, 3, 2, 90)  \
-  X(d128_64, 128, 2, 2, 4, 16, 6, 1, 90)  \
-  X(d256_16, 256, 1, 1, 4, 16, 3, 1, 80)  \
+#define FA_DECODE_TABLE(X)                   \
+  X(d64_16, 64, 1, 1, 4, 32, 3, 2, 80)       \
+  X(d64_64, 64, 2, 2, 4, 32, 3, 1, 80)       \
+  X(d128_16, 128, 1, 1, 8, 16, 3, 1, 80)     \
+  X(d128_16x12, 128, 1, 1, 12, 16, 2, 1, 90) \
+  X(d128_16s, 128, 1, 1, 4, 16, 3, 2, 80)    \
+  X(d128_32, 128, 2, 1, 4, 16, 3, 2, 90)     \
+  X(d128_64, 128, 2, 2, 4, 16, 6, 1, 90)     \
+  X(d256_16, 256, 1, 1, 4, 16, 3, 1, 80)     \
   X(d256_32, 256, 1, 2, 4, 16, 3, 1, 80)
 
 #define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
-constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE)};
+#define FA_DECODE_BYTES_SHAPE(name, ...) {#name, __VA_ARGS__, 1},
+constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_BYTES_TABLE(FA_DECODE_BYTES_SHAPE)};
+#undef FA_DECODE_BYTES_SHAPE
 #undef FA_DECODE_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
+constexpr int first_of_bytes() {
+  int n = 0;
+  while (kShapes[n].key_bytes != 1) ++n;
+  return n;
+}
+constexpr int kFirstOfBytes = first_of_bytes();  // index of the first shape of bytes_table.h
 
 }  // namespace fa::cuda::decode

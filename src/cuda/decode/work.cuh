@@ -2,7 +2,7 @@
 // Who does what: the work of a launch as a line of units, cut into ranges. Lengths are read here, on the device, so that the cut follows
 // them and not the bounds that the host knows.
 //
-// A unit is some steps of a block of threads over the keys of one item: a head of keys of one sequence. Units lie in order of sequence,
+// A unit is some steps of a block of threads over the keys of one item: a head of keys of one sequence, or a block of its rows. Units lie in order of sequence,
 // head and keys. Ranges are either even shares of all units, one step each, which may begin and
 // end inside an item; or single units, of a size that depends on the item's own sequence alone. A block of threads takes ranges in turn;
 // what an item gets from several ranges meets in the workspace.
@@ -26,7 +26,7 @@ struct SequenceWork {
 
 // The part of an item that lies in one range.
 struct Piece {
-  int batch, head;
+  int batch, head;  // the item's number in its sequence, which is the head where rows are not cut
   int begin, end;   // units of the whole item, counted over all work
   int first, last;  // those in the range
   int first_step, steps;
@@ -59,7 +59,7 @@ class Work {
   // The counter of an item that several ranges have parts of.
   __device__ __forceinline__ int counter(const Piece &piece) const {
     if (a_.pieces == 0) return range_of(piece.begin);
-    return piece.batch * static_cast<int>(a_.problem.heads_k) + piece.head;
+    return piece.batch * items() + piece.head;
   }
 
   // Before at() is asked again: what the lanes hold is not kept in registers meanwhile.
@@ -88,6 +88,8 @@ class Work {
  private:
   static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
+  // Of a sequence.
+  __device__ __forceinline__ int items() const { return static_cast<int>(a_.problem.heads_k) * a_.row_blocks; }
 
   __device__ __forceinline__ SequenceWork sequence(int b) const {
     SequenceWork s{};
@@ -104,7 +106,7 @@ class Work {
       s.unit_steps = max((s.steps + a_.pieces - 1) / a_.pieces, 1 << a_.least_log2);
       s.item_units = (s.steps + s.unit_steps - 1) / s.unit_steps;
     }
-    s.units = s.item_units * static_cast<int>(a_.problem.heads_k);
+    s.units = s.item_units * items();
     return s;
   }
 

@@ -65,13 +65,15 @@ class Case:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys and values in 16-bit elements: what decoding has to read."""
-        return 2 * self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.d_v)
+        """Bytes of the keys and values, 16-bit or quantised: what decoding has to read, factors aside."""
+        return (1 if self.option in QUANTISED else 2) * self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.d_v)
 
 
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
 FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without factors
 INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
+# ... of caches of bytes, with a factor a sequence and head, or ("rows") a row and head
+QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
 SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen", "fp8")
 
 
@@ -134,7 +136,13 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(8, 8192), paged(128, 8192)] + [paged(32, 8192, page) for page in (0, 1, 64, 256)]
     rows += [paged(b, n, tokens=tokens) for b, n in ((1, 131072), (32, 8192)) for tokens in (2, 4, 8, 16)]
     rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2), paged(64, 8192, head_dim=64, heads=32)]
-    return rows + [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]
+    rows += [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]
+    rows += [paged(32, 8192, option=option) for option in QUANTISED]
+    rows += [paged(b, n, option="e4m3") for b, n in ((1, 2048), (1, 8192), (1, 131072), (128, 8192))]
+    rows += [paged(32, 8192, page, option="e4m3") for page in (0, 1, 256)]
+    rows += [paged(32, 8192, tokens=tokens, option="e4m3") for tokens in (2, 4, 8, 16)]
+    return rows + [paged(128, 8192, head_dim=256, heads=32, heads_k=2, option="e4m3"),
+                   paged(64, 8192, head_dim=64, heads=32, option="e4m3")]
 
 
 def varlen(quick: bool) -> List[Case]:

@@ -18,6 +18,7 @@ DTYPES = {
     torch.bfloat16: abi.BFLOAT16,
     torch.int32: abi.INT32,
     torch.uint8: abi.UINT8,
+    torch.int8: abi.INT8,
     torch.float8_e4m3fn: abi.FLOAT8_E4M3,
 }
 
@@ -78,6 +79,12 @@ class Attention:
 
     def _set(self, option, q, k, seed):
         a, (seqlen_q, heads), seqlen_k = self.attention, q.shape[-3:-1], k.shape[-3]
+        if option.split(" ")[0] in ("e4m3", "int8"):
+            shape = k.shape[:3] if option.endswith(" rows") else (q.shape[0], k.shape[2])
+            factors = torch.full(shape, 1 / 32 if k.dtype == torch.int8 else 1.0, device=q.device)
+            self.kept.append(factors)
+            a.k_descale = a.v_descale = tensor(factors)
+            return
         if option == "softcap":
             a.softcap = 30.0
         elif option == "alibi":

@@ -46,7 +46,13 @@ std::set<std::string> all_kernels(bool sm90) {
     }
     add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
   }
-  add_names(fa::cuda::decode::kShapes, "decode_fwd_", {"f16", "bf16"}, names);
+  for (const fa::cuda::decode::Shape &shape : fa::cuda::decode::kShapes) {
+    for (const std::string dtype : {"f16_", "bf16_"}) {
+      for (const std::string &keys :
+           shape.key_bytes == 1 ? std::vector<std::string>{"e4m3_", "i8_"} : std::vector<std::string>{""})
+        names.insert("decode_fwd_" + dtype + keys + shape.name);
+    }
+  }
   add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);
@@ -181,6 +187,20 @@ std::vector<Case> cases() {
         if (dtype == FA_BFLOAT16) c.page_size = rows == 16 ? 1 : 16;
         if (rows == 32) c.own_workspace = 1;
         all.push_back(c);
+        if (rows == 16 && head_dim == 128) {  // another kernel for so much work as the bound of the lengths promises
+          Case much = c;
+          much.page_size = 0;
+          much.k.packed = 1;
+          much.k.slots = {1200, 250};
+          much.k.max_slack = 1000000;
+          all.push_back(much);
+        }
+        // Caches of bytes, in several blocks of rows on devices without kernels for so many.
+        for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+          c.key_dtype = key_dtype;
+          c.descale = key_dtype == FA_INT8 ? 2 : 1;
+          all.push_back(c);
+        }
       }
     }
   }
