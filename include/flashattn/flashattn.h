@@ -414,7 +414,8 @@ enum {
  * @brief One attention problem: inputs, outputs and options, shared by forward and backward.
  *
  * Shapes: b batch, s_q/s_k sequence lengths, h_q/h_k heads (h_q a multiple of h_k: query head h reads key head
- * h / (h_q / h_k)), d head_dim of q and k, d_v head_dim of v. 1 <= d, d_v <= 512.
+ * h / (h_q / h_k)), d head_dim of q and k, d_v head_dim of v. 1 <= d <= 576, 1 <= d_v <= 512;
+ * backward on CUDA has d <= 512.
  *
  * Two layouts, chosen for queries and for keys on their own:
  * - padded: (b, s, h, d), every sequence of equal length; `seqused` may shorten each one;
@@ -442,7 +443,8 @@ typedef struct fa_attention {
   /** Keys, (b, s_k, h_k, d), (total_k, h_k, d) or, paged, (pages, page_size, h_k, d); stride of d must be 1; dtype of q or,
    * in forward, fp8 or int8. */
   fa_tensor k;
-  /** Values, as k with d_v in place of d; dtype of k. */
+  /** Values, as k with d_v in place of d; dtype of k. May lie inside k, as the first d_v columns of its rows (data and strides
+   * of k): a latent cache, whose rows are then read once. */
   fa_tensor v;
   /** Result, as q with d_v in place of d; dtype of q, or with q in fp8 fp32, fp16 or bf16. Written by forward, read by backward. */
   fa_tensor out;

@@ -19,7 +19,7 @@
 
 #if defined(FA_HAVE_CUDA)
 #define FA_BACKENDS "cpu cuda"
-#define FA_CUDA_LINES "cuda_toolkit=" FA_CUDA_TOOLKIT "\ncuda_archs=" FA_CUDA_ARCHS "\ncuda_head_dims=1..256\n"
+#define FA_CUDA_LINES "cuda_toolkit=" FA_CUDA_TOOLKIT "\ncuda_archs=" FA_CUDA_ARCHS "\ncuda_head_dims=1..576\n"
 #else
 #define FA_BACKENDS "cpu"
 #define FA_CUDA_LINES "cuda_toolkit=none\ncuda_archs=none\ncuda_head_dims=none\n"
@@ -40,7 +40,7 @@ const char *fa_build_info(void) {
          "\n"
          "cpu_isas=" FA_CPU_ISAS
          "\n"
-         "cpu_head_dims=1..512\n" FA_CUDA_LINES;
+         "cpu_head_dims=1..576\n" FA_CUDA_LINES;
 }
 
 }  // extern "C"

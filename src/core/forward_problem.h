@@ -6,8 +6,8 @@
 
 namespace fa {
 
-// Columns of a row that any kernel can hold.
-constexpr int64_t kMaxHeadDim = 512;
+// Columns of a row of q or k, and of v, that any kernel can hold.
+constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;
 
 // Factors of quantised operands, fp32; without data every factor is 1. One a row and head lies as its tensor does, with head_dim left
 // out; one a sequence and key head has seq_stride 0 and is found by the sequence, also where keys are paged.

@@ -41,13 +41,13 @@ fa_status check_operand_like(const NamedTensor &t, const fa_tensor &model, fa_dt
   return check_unit_stride(t, last, error);
 }
 
-fa_status check_head_dim(const NamedTensor &t, ErrorText &error) {
+fa_status check_head_dim(const NamedTensor &t, int64_t limit, ErrorText &error) {
   const int index = t.tensor.ndim - 1;
   const int64_t head_dim = t.tensor.shape[index];
   if (head_dim < 1) return fail(error, FA_ERROR_SHAPE, "%s.shape[%d] (head_dim) is 0; it must be at least 1", t.name, index);
-  if (head_dim > kMaxHeadDim) {
+  if (head_dim > limit) {
     return fail(error, FA_ERROR_UNSUPPORTED, "%s.shape[%d] (head_dim) is %" PRId64 "; kernels go up to %" PRId64, t.name, index,
-                head_dim, kMaxHeadDim);
+                head_dim, limit);
   }
   return FA_OK;
 }

@@ -23,7 +23,7 @@ fa_status check_operand_like(const NamedTensor &t, const fa_tensor &model, fa_dt
                              const char *head_dim_meaning, const char *relation, ErrorText &error);
 
 // head_dim is one that kernels have.
-fa_status check_head_dim(const NamedTensor &t, ErrorText &error);
+fa_status check_head_dim(const NamedTensor &t, int64_t limit, ErrorText &error);
 
 // Offsets of packed sequences: (batch + 1) of one of the integer dtypes, at least one.
 fa_status check_offsets(const NamedTensor &cu, Pointers &pointers, ErrorText &error);

@@ -135,8 +135,8 @@ class Normaliser {
                   p_.heads_q, p_.heads_k);
     }
     p_.group = p_.heads_q / p_.heads_k;
-    FA_RETURN_IF_ERROR(check_head_dim(q, error_));
-    FA_RETURN_IF_ERROR(check_head_dim(v, error_));
+    FA_RETURN_IF_ERROR(check_head_dim(q, kMaxHeadDim, error_));
+    FA_RETURN_IF_ERROR(check_head_dim(v, kMaxHeadDimV, error_));
     FA_RETURN_IF_ERROR(check_unit_stride(q, a_.q.ndim - 1, error_));
     FA_RETURN_IF_ERROR(dtypes(k));
     FA_RETURN_IF_ERROR(check_operand_like(k, a_.k, a_.k.dtype, p_.head_dim, "head_dim of q", "as q", error_));

@@ -48,7 +48,7 @@ class AppendNormaliser {
                                           : "(batch, seqlen_new, heads_k, head_dim) because cu_seqlens is absent",
                                   error_));
     FA_RETURN_IF_ERROR(check_unit_stride(k, a_.k.ndim - 1, error_));
-    FA_RETURN_IF_ERROR(check_head_dim(k, error_));
+    FA_RETURN_IF_ERROR(check_head_dim(k, kMaxHeadDim, error_));
     p_.heads_k = a_.k.shape[a_.k.ndim - 2];
     p_.head_dim = a_.k.shape[a_.k.ndim - 1];
     if (p_.heads_k < 1) {
@@ -62,7 +62,7 @@ class AppendNormaliser {
     if (!is_present(a_.v)) return FA_OK;
     FA_RETURN_IF_ERROR(memory(v, Role::input));
     FA_RETURN_IF_ERROR(check_ndim(v, a_.k.ndim, "as k", error_));
-    FA_RETURN_IF_ERROR(check_head_dim(v, error_));
+    FA_RETURN_IF_ERROR(check_head_dim(v, kMaxHeadDimV, error_));
     p_.head_dim_v = a_.v.shape[a_.v.ndim - 1];
     FA_RETURN_IF_ERROR(check_operand_like(v, a_.k, a_.k.dtype, p_.head_dim_v, "its own head_dim", "as k", error_));
     p_.v = to_operand(a_.v);

@@ -53,6 +53,9 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
     case Family::decode:
       if constexpr (kForward) return decode::add_launches(problem, plan, workspace, counters, launches, error);
       break;
+    case Family::latent:
+      if constexpr (kForward) return latent::add_launches(problem, plan, driver, workspace, counters, launches, error);
+      break;
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
 }

@@ -64,8 +64,16 @@ fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan,
 }  // namespace sm90
 
 namespace decode {
+// Sets all of them.
+struct Params;
+void set_params(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters, Params &params);
 fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters,
                        Launches &launches, ErrorText &error);
 }  // namespace decode
+
+namespace latent {
+fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, const Driver &driver, void *workspace,
+                       int32_t *counters, Launches &launches, ErrorText &error);
+}  // namespace latent
 
 }  // namespace fa::cuda

@@ -7,11 +7,8 @@
 
 namespace fa::cuda::decode {
 
-fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
-                       ErrorText &) {
-  const Shape &shape = kShapes[plan.shape];
+void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Params &params) {
   char *memory = static_cast<char *>(workspace);
-  auto &params = launches.make_params<Params>();
   params.problem = p;
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.group = Divisor(p.group);
@@ -27,6 +24,13 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *w
   params.part_out = reinterpret_cast<float *>(memory);
   params.part_sums = reinterpret_cast<float2 *>(memory + plan.split_lse_offset);
   params.counters = counters;
+}
+
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
+                       ErrorText &) {
+  const Shape &shape = kShapes[plan.shape];
+  auto &params = launches.make_params<Params>();
+  set_params(p, plan, workspace, counters, params);
   launches.add("decode kernel", {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
                &params);
   return FA_OK;

@@ -7,6 +7,7 @@
 
 #include "cuda/common/operand.h"
 #include "cuda/decode/table.h"
+#include "cuda/latent/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
@@ -52,7 +53,7 @@ const char *find_tensor_core(const Shape (&shapes)[kCount], const Problem &p, co
               : "CUDA-core kernel: head_dim is more than tensor-core kernels hold";
 }
 
-// The first CUDA-core kernel of a table with room for `columns`. The last one has it: head_dim is at most 512.
+// The first CUDA-core kernel of a table with room for `columns`. The last one has it: head_dim_v, and head_dim in backward, is at most 512.
 template <typename Shape, int kCount>
 int32_t find_cuda_core(const Shape (&shapes)[kCount], int64_t columns) {
   int32_t found = 0;
@@ -209,6 +210,43 @@ bool plan_sm90(const ForwardProblem &p, const Device &device, ForwardPlan &plan)
   return false;
 }
 
+// Work that is cut on the device (decode/work.cuh), as the host knows it.
+struct Line {
+  int64_t items, steps;   // of an item, at most
+  int64_t room;           // blocks of threads at once
+  int64_t most_ranges;    // even shares
+  int32_t least_log2;     // of their steps
+  int32_t parts;          // of items, that a share may leave
+  int32_t piece_log2;     // least steps of cuts that depend on the sequence alone
+  int64_t rows, columns;  // of a part
+};
+
+bool cut_by_sequence(const Problem &p) { return p.num_splits > 0 || p.batch_invariant; }
+
+void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
+  int64_t slots = 0;
+  if (cut_by_sequence(p)) {
+    // Cuts that depend on the sequence alone: as many as asked for, or such that a few heads are enough to fill the device.
+    constexpr int64_t kMostPieces = 64, kPieces = 16;
+    plan.pieces = static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, kMostPieces, line.steps}));
+    plan.least_log2 = p.num_splits > 0 ? 0 : line.piece_log2;
+    plan.blocks = std::min(line.room, line.items * plan.pieces);
+    plan.num_splits = plan.pieces;
+    slots = plan.pieces > 1 ? line.items * plan.pieces : 0;
+    plan.counters = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
+  } else {
+    plan.least_log2 = line.least_log2;
+    plan.ranges = static_cast<int32_t>(std::min({line.room, line.items * line.steps, line.most_ranges}));
+    plan.blocks = plan.ranges;
+    plan.num_splits = static_cast<int32_t>(
+        std::clamp<int64_t>(ceil_div(plan.ranges, line.items), 1, std::max<int64_t>((line.steps - 1) >> plan.least_log2, 1)));
+    slots = line.parts * plan.ranges;
+    plan.counters = plan.ranges;
+  }
+  plan.split_lse_offset = align_up(static_cast<size_t>(slots * line.rows * line.columns) * sizeof(float));
+  plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(slots * line.rows) * 2 * sizeof(float));
+}
+
 // Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
 // than one block of rows; any number of them where keys and values are bytes, which no other tensor-core kernel reads. Of general scores
 // they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch invariance a sequence's own number of queries has to
@@ -240,10 +278,9 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
     if (shape.rows() >= rows) break;
   }
   if (found < 0) return false;
-  const bool cut_by_sequence = p.num_splits > 0 || p.batch_invariant;
   // Where blocks of threads have much to do, the next line if it has more warps for the same rows: they hide more, and start and end later.
   constexpr int64_t kManyKeys = 4096;
-  if (!cut_by_sequence && found + 1 < end &&
+  if (!cut_by_sequence(p) && found + 1 < end &&
       p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len)) {
     const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
     if (fits(many) && many.head_dim == few.head_dim && many.rows() == few.rows() && many.threads() > few.threads()) ++found;
@@ -258,28 +295,47 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  int64_t slots = 0;
-  if (cut_by_sequence) {
-    // Cuts that depend on the sequence alone: as many as asked for, or such that a few heads are enough to fill the device.
-    constexpr int64_t kMostPieces = 64, kPieces = 16;
-    plan.pieces = static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, kMostPieces, steps}));
-    plan.least_log2 = p.num_splits > 0 ? 0 : shape.step() > 256 ? 1 : 3;
-    plan.blocks = std::min(room, items * plan.pieces);
-    plan.num_splits = plan.pieces;
-    slots = plan.pieces > 1 ? items * plan.pieces : 0;
-    plan.counters = static_cast<int32_t>(plan.pieces > 1 ? items : 0);
-  } else {
-    plan.least_log2 = shape.step() < 128 ? 1 : 0;  // fewer keys are not worth a part
-    plan.ranges = static_cast<int32_t>(std::min({room, items * steps, int64_t{shape.most_parts()}}));
-    plan.blocks = plan.ranges;
-    plan.num_splits = static_cast<int32_t>(
-        std::clamp<int64_t>(ceil_div(plan.ranges, items), 1, std::max<int64_t>((steps - 1) >> plan.least_log2, 1)));
-    slots = 2 * plan.ranges;
-    plan.counters = plan.ranges;
-  }
-  plan.split_lse_offset = align_up(static_cast<size_t>(slots) * shape.rows() * shape.head_dim * sizeof(float));
-  plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(slots) * shape.rows() * 2 * sizeof(float));
+  // Fewer than 128 keys are not worth a part.
+  cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3, shape.rows(),
+            shape.head_dim},
+           p, plan);
   plan.reason = "decode kernel: few queries share one read of their keys, which many blocks of threads split";
+  return true;
+}
+
+// Whether the kernels for latent caches take the problem, and how: values are the first columns of wide keys, in the same memory. Scores
+// are plain, and rows whole 16-byte pieces.
+bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
+  constexpr int64_t kWide = 256, kManyUnits = INT32_MAX / 2;  // narrower rows are read by other kernels as fast
+  const bool one_memory = p.k.data == p.v.data && p.k.batch_stride == p.v.batch_stride && p.k.seq_stride == p.v.seq_stride &&
+                          p.k.head_stride == p.v.head_stride && p.head_dim_v <= p.head_dim;
+  if (!device.sm90 || !one_memory || p.q.dtype == Dtype::f32 || p.general_score() || p.batch == 0 || p.q_lengths.max_len == 0 ||
+      p.k_lengths.max_len == 0 || p.head_dim <= kWide || !takes_vectors(p.q, p.head_dim) || !takes_vectors(p.k, p.head_dim) ||
+      !takes_vectors(p.v, p.head_dim_v)) {
+    return false;
+  }
+  const auto fits = [&](const latent::Shape &shape) {
+    return shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.shared_bytes() <= device.shared_bytes;
+  };
+  int32_t found = 0;
+  while (found < latent::kNumShapes && !fits(latent::kShapes[found])) ++found;
+  if (found == latent::kNumShapes) return false;
+  const latent::Shape &shape = latent::kShapes[found];
+  const int64_t rows = p.q_lengths.max_len * p.group, row_blocks = ceil_div(rows, shape.rows()),
+                steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  if (p.batch * p.heads_k > kManyUnits / steps / row_blocks) return false;
+  const int64_t items = p.batch * p.heads_k * row_blocks;
+
+  plan.family = Family::latent;
+  plan.shape = found;
+  plan.row_blocks = static_cast<int32_t>(row_blocks);
+  plan.rows_per_token = static_cast<int32_t>(p.group);
+  // A block of threads adds up a part in the time of two tiles.
+  const int64_t most_parts = std::max<int64_t>(1024 / std::min<int64_t>(rows, shape.rows()), 16);
+  cut_line({items, steps, device.multiprocessors, std::min<int64_t>(shape.most_parts(), items * most_parts), 2, 1, 5,
+            shape.rows(), shape.head_dim_v},
+           p, plan);
+  plan.reason = "latent kernel: keys hold the values, and many heads share one read of them";
   return true;
 }
 
@@ -429,6 +485,7 @@ fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPla
     plan = ForwardPlan{};
     return plan_anywhere(p, device, plan, error);
   }
+  if (plan_latent(p, device, plan)) return FA_OK;
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, device, sm90);
   const fa_status status = plan_anywhere(p, device, plan, error);
@@ -441,6 +498,11 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   const Problem &p = b.forward;
   plan = BackwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  constexpr int64_t kMaxBackward = 512;
+  if (p.head_dim > kMaxBackward) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "head_dim is %" PRId64 "; CUDA kernels for backward go up to %" PRId64, p.head_dim,
+                kMaxBackward);
+  }
   if (find_sm90(b, device, plan.shape)) {
     plan.family = Family::sm90;
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[plan.shape];
@@ -466,11 +528,10 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return name_of("sm90_fwd", p, sm90::kForwardShapes[plan.shape].name);
-  if (plan.family == Family::decode) {
-    return name_of("decode_fwd", p, decode::kShapes[plan.shape].name) + (plan.num_splits > 1 ? "_split" : "");
-  }
-  const std::string name = plan.family == Family::simt ? name_of("simt_fwd", p, simt::kForwardShapes[plan.shape].name)
-                                                       : name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name);
+  const std::string name = plan.family == Family::decode   ? name_of("decode_fwd", p, decode::kShapes[plan.shape].name)
+                           : plan.family == Family::latent ? name_of("latent_fwd", p, latent::kShapes[plan.shape].name)
+                           : plan.family == Family::simt   ? name_of("simt_fwd", p, simt::kForwardShapes[plan.shape].name)
+                                                           : name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name);
   return name + (plan.num_splits > 1 ? "_split" : "");
 }
 

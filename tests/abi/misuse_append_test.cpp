@@ -194,8 +194,8 @@ TEST_F(MisusedAppend, ShapesThatDoNotFit) {
     a.rotary_cos.shape[1] = 5;
     a.rotary_cos.shape[0] = a.rotary_cos.stride[0] = 5;
   });
-  check(FA_ERROR_UNSUPPORTED, {"k.shape[3]", "513", "512"}, [](fa_append &a) {
-    a.k.shape[3] = 513;
+  check(FA_ERROR_UNSUPPORTED, {"k.shape[3]", "577", "576"}, [](fa_append &a) {
+    a.k.shape[3] = 577;
     a.k.shape[0] = 0;
   });
   check(

@@ -249,9 +249,9 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
   add("no query heads", kAll, FA_ERROR_SHAPE, {"q.shape[2]", "heads_q"}, [](SampleProblem &p) { p.attention.q.shape[2] = 0; });
   add("no key heads", kAll, FA_ERROR_SHAPE, {"k.shape[2]", "heads_k"}, [](SampleProblem &p) { p.attention.k.shape[2] = 0; });
   add("head_dim 0", kAll, FA_ERROR_SHAPE, {"q.shape[3]", "head_dim"}, [](SampleProblem &p) { p.attention.q.shape[3] = 0; });
-  add("head_dim 513", kAll, FA_ERROR_UNSUPPORTED, {"q.shape[3]", "513", "512"}, [](SampleProblem &p) {
-    p.attention.q = p.floats({2, 5, 4, 513});
-    p.attention.k = p.floats({2, 7, 2, 513});
+  add("head_dim 577", kAll, FA_ERROR_UNSUPPORTED, {"q.shape[3]", "577", "576"}, [](SampleProblem &p) {
+    p.attention.q = p.floats({2, 5, 4, 577});
+    p.attention.k = p.floats({2, 7, 2, 577});
   });
   add("value head_dim 513", kAll, FA_ERROR_UNSUPPORTED, {"v.shape[3]", "513", "512"}, [](SampleProblem &p) {
     p.attention.v = p.floats({2, 7, 2, 513});

@@ -57,6 +57,8 @@ def inputs(case):
         rows_k = (case.batch * case.pages, case.page)
     sizes = ((*rows_q, case.heads_q, case.head_dim), (*rows_k, case.heads_k, case.head_dim), (*rows_k, case.heads_k, case.d_v))
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    if case.latent:
+        return [q, k, k[..., : case.d_v]]
     return [q, quantised(case, k), quantised(case, v)]
 
 

@@ -42,6 +42,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("heads_k", c.heads_k);
   visit("head_dim", c.head_dim);
   visit("head_dim_v", c.head_dim_v);
+  visit("v_in_k", c.v_in_k);
   visit_side("q.", c.q, visit);
   visit_side("k.", c.k, visit);
   visit("page_size", c.page_size);

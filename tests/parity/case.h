@@ -51,6 +51,7 @@ struct Case {
   int64_t descale =
       0;  // k_descale and v_descale: 0 absent, 1 one a sequence and head, 2 one a row and head; and q_descale, as 1
   double factor_range = 0;  // descales of values differ by up to 2^factor_range both ways
+  int64_t v_in_k = 0;       // 1: v is the first columns of k, in the same memory
   Side q, k;
   int64_t page_size = 0;    // 0 = not paged
   int64_t spare_pages = 0;  // more pages, and columns of the page table, than needed

@@ -338,6 +338,19 @@ void show_nan(Data &data) {
   if (rows > 0) set_row(data, role, b, below(rows), below(keys ? c.heads_k : c.heads_q), kNan);
 }
 
+// Values as they are where k's memory is theirs too.
+void copy_values(Data &data) {
+  const Case &c = data.problem;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    for (int64_t j = 0; j < used_rows(c, c.k, b); ++j) {
+      for (int64_t h = 0; h < c.heads_k; ++h) {
+        for (int64_t d = 0; d < c.head_dim_v; ++d)
+          data.tensors[kV].set(data.element(kV, b, j, h, d), data.tensors[kK].get(data.element(kK, b, j, h, d)));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Data make_data(const Case &c, const Tamper &tamper, bool with_expected) {
@@ -346,6 +359,7 @@ Data make_data(const Case &c, const Tamper &tamper, bool with_expected) {
   Filler(data).run();
   if (c.nan_keys || c.nan_queries || c.nan_bias) hide_nans(data);
   if (c.nan_visible) show_nan(data);
+  if (c.v_in_k) copy_values(data);
   if (tamper) tamper(data);
   if (with_expected) fill_expected(data);
   return data;

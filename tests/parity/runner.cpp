@@ -27,6 +27,10 @@ class Upload {
       backend.upload(buffer->get(), tensor.bytes().data(), tensor.bytes().size());
       field(attention, gradients, static_cast<Role>(role)) = tensor.at(buffer->get());
     }
+    if (data.problem.v_in_k) {
+      attention.v = attention.k;
+      attention.v.shape[attention.v.ndim - 1] = data.problem.head_dim_v;
+    }
     dropout();
   }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/decode/table.h"
+#include "cuda/latent/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
@@ -66,6 +67,7 @@ BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
 int32_t shared_bytes(const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return sm90::kForwardShapes[plan.shape].shared_bytes();
   if (plan.family == Family::decode) return decode::kShapes[plan.shape].shared_bytes();
+  if (plan.family == Family::latent) return latent::kShapes[plan.shape].shared_bytes();
   return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
 }
 int32_t shared_bytes(const BackwardPlan &plan) {
@@ -92,7 +94,7 @@ void for_everything(Body body) {
 
 // family_pass_dtype_shape.
 bool is_kernel_name(const std::string &name) {
-  for (const std::string family : {"sm80", "sm90", "simt", "decode"}) {
+  for (const std::string family : {"sm80", "sm90", "simt", "decode", "latent"}) {
     for (const std::string pass : {"_fwd", "_bwd"}) {
       for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
         const std::string start = family + pass + dtype;
@@ -122,12 +124,30 @@ TEST(CudaPlan, EveryProblemHasAKernelThatFits) {
   });
 }
 
+// Rows of keys with more than 512 columns have forward kernels on every device, and a refusal of backward that says why.
+TEST(CudaPlan, WiderKeysThanValues) {
+  for (const auto &[name, device] : kDevices) {
+    for (const auto &[option, set] : options()) {
+      for (const int64_t head_dim : {520, 576}) {
+        Problem p = problem(300, 400, head_dim, 512);
+        set(p);
+        const ForwardPlan forward = forward_plan(p, device);
+        EXPECT_LE(shared_bytes(forward), device.shared_bytes) << name << ", " << option;
+        BackwardPlan backward;
+        ErrorText error;
+        EXPECT_EQ(plan_backward(backward_of(p), device, backward, error), FA_ERROR_UNSUPPORTED) << name << ", " << option;
+        EXPECT_NE(std::string(error.text).find("head_dim is " + std::to_string(head_dim)), std::string::npos) << error.text;
+      }
+    }
+  }
+}
+
 // A line that no problem on any device reaches is dead weight in the binary.
 TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
   std::set<std::pair<Family, int32_t>> forward, backward;
   for (const auto &[device_name, device] : kDevices) {
     for (const auto &[option, set] : options()) {
-      for (int64_t head_dim = 32; head_dim <= 512; head_dim += 32) {
+      for (int64_t head_dim = 32; head_dim <= 576; head_dim += 32) {
         for (int64_t head_dim_v = 32; head_dim_v <= 512; head_dim_v += 32) {
           Problem p = problem(1000, 1000, head_dim, head_dim_v);
           set(p);
@@ -152,6 +172,13 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             const ForwardPlan of_bytes = forward_plan(few, device);
             forward.insert({of_bytes.family, of_bytes.shape});
           }
+          Problem latent = p;
+          latent.v = latent.k;
+          if (head_dim_v <= head_dim) {
+            const ForwardPlan plan = forward_plan(latent, device);
+            forward.insert({plan.family, plan.shape});
+          }
+          if (head_dim > 512) continue;  // forward alone
           const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
           backward.insert({backward_of_p.family, backward_of_p.shape});
         }
@@ -159,7 +186,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
     }
   }
   EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes +
-                                                decode::kNumShapes));
+                                                decode::kNumShapes + latent::kNumShapes));
   EXPECT_EQ(backward.size(),
             static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
 }
@@ -264,6 +291,55 @@ TEST(CudaPlan, DecodeWorkspace) {
         }
       }
       EXPECT_LE(sizes.size(), 1u) << name << " D" << head_dim;
+    }
+  }
+}
+
+Problem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
+  Problem p = problem(seqlen_q, seqlen_k, 576, 512);
+  p.heads_q = p.group = heads;
+  p.heads_k = 1;
+  p.v = p.k;
+  return p;
+}
+
+// Kernels for latent caches serve values that lie in their keys, any number of queries, and plain scores.
+TEST(CudaPlan, LatentCaches) {
+  const auto family = [](const Problem &p) { return forward_plan(p, h200()).family; };
+  for (const int64_t heads : {1, 16, 128}) {
+    for (const int64_t seqlen_q : {1, 2, 3000}) EXPECT_EQ(family(latent_cache(seqlen_q, 5000, heads)), Family::latent);
+  }
+  Problem p = latent_cache(1, 5000, 16);
+  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "latent_fwd_bf16_d576_split");
+  p.v.data = static_cast<char *>(p.k.data) + 16;
+  EXPECT_EQ(family(p), Family::sm80);
+  p = latent_cache(1, 5000, 16);
+  p.v.seq_stride = 1024;
+  EXPECT_EQ(family(p), Family::sm80);
+  p = latent_cache(1, 5000, 16);
+  p.softcap = 30;
+  EXPECT_EQ(family(p), Family::simt);
+  p = latent_cache(1, 5000, 16);
+  Device older = h200();
+  older.sm90 = false;
+  EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
+}
+
+// Every share has room for a part, and few heads are cut into no more parts than one block of threads adds up in time.
+TEST(CudaPlan, LatentWorkspace) {
+  for (const int64_t heads : {16, 64, 128}) {
+    for (const int64_t batch : {1, 64}) {
+      Problem p = latent_cache(1, 8192, heads);
+      p.batch = batch;
+      const ForwardPlan plan = forward_plan(p, h200());
+      EXPECT_EQ(plan.row_blocks, (heads + 63) / 64);
+      EXPECT_LE(plan.ranges, h200().multiprocessors);
+      EXPECT_LE(plan.ranges, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
+      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.ranges * 64) * (512 + 2) * 4);
+      p.batch_invariant = true;
+      const ForwardPlan pieces = forward_plan(p, h200());
+      EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
+      EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * plan.row_blocks * pieces.pieces * 64) * (512 + 2) * 4);
     }
   }
 }

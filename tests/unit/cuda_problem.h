@@ -22,7 +22,7 @@ constexpr NamedDevice kDevices[] = {
     {"RTX 5090", {0, 120, 170, 99 * 1024, 96 * kMegabyte}},
 };
 
-alignas(16) inline float unreadable;  // an address that plans may compare with null but not follow
+alignas(16) inline float unreadable, unreadable_v;  // addresses that plans may compare but not follow
 
 // Two sequences, 8 query heads on 2 key heads, bf16.
 inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v = 0) {
@@ -39,6 +39,7 @@ inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int
     operand->data = &unreadable;
     operand->dtype = Dtype::bf16;
   }
+  p.v.data = &unreadable_v;
   p.lse.data = &unreadable;
   p.softmax_scale = 1;
   return p;

@@ -21,7 +21,7 @@ namespace {
 
 constexpr char kBegin[] = "<!-- kernel table: written by kernel_table from the plan; do not edit by hand -->\n";
 constexpr char kEnd[] = "<!-- end of kernel table -->\n";
-constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;  // backward: 512
 
 // Devices with the same memory for a block of threads get the same kernels.
 struct Column {
@@ -77,7 +77,7 @@ std::string kernel(const Problem &p, bool backward, const Device &device) {
 // Enough rows that nothing is split; a split changes the launch, not the kernel.
 std::vector<std::string> kernels(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores,
                                  int64_t head_dim) {
-  Problem p = problem(8192, 8192, head_dim);
+  Problem p = problem(8192, 8192, head_dim, std::min(head_dim, kMaxHeadDimV));
   p.batch = 16;
   set_dtype(p, dtype);
   scores.set(p);
@@ -91,11 +91,12 @@ std::vector<std::string> kernels(const std::vector<Column> &devices, bool backwa
 std::vector<std::string> ranges(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores) {
   std::vector<std::string> rows;
   constexpr int64_t kStep = 8;
+  const int64_t most = backward ? kMaxHeadDimV : kMaxHeadDim;
   int64_t first = kStep;
   std::vector<std::string> names = kernels(devices, backward, dtype, scores, first);
-  for (int64_t head_dim = 2 * kStep; head_dim <= kMaxHeadDim + kStep; head_dim += kStep) {
+  for (int64_t head_dim = 2 * kStep; head_dim <= most + kStep; head_dim += kStep) {
     std::vector<std::string> next;
-    if (head_dim <= kMaxHeadDim) next = kernels(devices, backward, dtype, scores, head_dim);
+    if (head_dim <= most) next = kernels(devices, backward, dtype, scores, head_dim);
     if (next == names) continue;
     rows.push_back(std::to_string(first - kStep + 1) + " to " + std::to_string(head_dim - kStep) + " |");
     for (const std::string &name : names) rows.back() += " " + name + " |";

@@ -62,6 +62,15 @@ class Work {
     return piece.batch * items() + piece.head;
   }
 
+  // How far at() has come, and back to there.
+  struct Mark {
+    int base, begin;
+  };
+  __device__ __forceinline__ Mark mark() const {
+    return {static_cast<int>(uniform(base_)), static_cast<int>(uniform(chunk_begin_))};
+  }
+  __device__ __forceinline__ void back_to(const Mark &mark) { load(mark.base, mark.begin); }
+
   // Before at() is asked again: what the lanes hold is not kept in registers meanwhile.
   __device__ __forceinline__ void reload() { load(base_, chunk_begin_); }
   // What of the units [unit, end) belongs to the item of the first one. To be asked for in ascending order.

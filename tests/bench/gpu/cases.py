@@ -30,6 +30,7 @@ class Case:
     graph: bool = False  # replayed from a CUDA graph, so that host time does not count
     arch: int = 0  # 80: with kernels for sm_80 alone
     page: int = 0  # keys lie in pages of so many
+    latent: bool = False  # values are the first columns of the keys
 
     @property
     def d_v(self) -> int:
@@ -47,7 +48,7 @@ class Case:
             words.append(f"S{self.seqlen_q}")
         if self.heads_q != self.heads_k or self.section == "decode":
             words.append(f"H{self.heads_q}/{self.heads_k}")
-        words += [word for word in (f"page{self.page}" if self.page else "", self.option,
+        words += [word for word in ("latent" if self.latent else "", f"page{self.page}" if self.page else "", self.option,
                                     "deterministic" if self.deterministic else "") if word]
         return " ".join(words)
 
@@ -66,7 +67,8 @@ class Case:
     @property
     def key_bytes(self) -> int:
         """Bytes of the keys and values, 16-bit or quantised: what decoding has to read, factors aside."""
-        return (1 if self.option in QUANTISED else 2) * self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.d_v)
+        columns = self.head_dim + (0 if self.latent else self.d_v)
+        return (1 if self.option in QUANTISED else 2) * self.batch * self.seqlen_k * self.heads_k * columns
 
 
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
@@ -130,12 +132,19 @@ def decode(quick: bool) -> List[Case]:
     def paged(batch, seqlen, page=16, tokens=1, head_dim=128, heads=64, heads_k=8, option=""):
         return Case("decode", "forward", head_dim, True, tokens, seqlen, batch, heads, heads_k, option=option, graph=True, page=page)
 
+    def latent(batch, heads, seqlen=8192, page=64, tokens=1, option=""):
+        return Case("decode", "forward", 576, True, tokens, seqlen, batch, heads, 1, head_dim_v=512, option=option, graph=True,
+                    page=page, latent=True)
+
+    rows += [latent(64, heads) for heads in ((64,) if quick else (16, 64, 128))]
     rows += [paged(1, n) for n in ((8192,) if quick else (2048, 8192, 32768, 131072))] + [paged(32, 8192)]
     if quick:
         return rows
     rows += [paged(8, 8192), paged(128, 8192)] + [paged(32, 8192, page) for page in (0, 1, 64, 256)]
     rows += [paged(b, n, tokens=tokens) for b, n in ((1, 131072), (32, 8192)) for tokens in (2, 4, 8, 16)]
     rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2), paged(64, 8192, head_dim=64, heads=32)]
+    rows += [latent(64, 64, page=page) for page in (0, 1, 16)] + [latent(64, 16, tokens=2), latent(64, 64, tokens=2)]
+    rows += [latent(1, heads, n) for heads in (16, 128) for n in (8192, 131072)] + [latent(64, 64, option=INVARIANT)]
     rows += [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]
     rows += [paged(32, 8192, option=option) for option in QUANTISED]
     rows += [paged(b, n, option="e4m3") for b, n in ((1, 2048), (1, 8192), (1, 131072), (128, 8192))]

@@ -16,6 +16,7 @@
 #include "api/context.h"
 #include "cuda/backend.h"
 #include "cuda/decode/table.h"
+#include "cuda/latent/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
 #include "cuda/sm80/backward_table.h"
@@ -45,6 +46,7 @@ std::set<std::string> all_kernels(bool sm90) {
         names.insert((shape.fp8 ? "sm90_fwd_e4m3_to_" : "sm90_fwd_") + dtype + "_" + shape.name);
     }
     add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
+    add_names(fa::cuda::latent::kShapes, "latent_fwd_", {"f16", "bf16"}, names);
   }
   for (const fa::cuda::decode::Shape &shape : fa::cuda::decode::kShapes) {
     for (const std::string dtype : {"f16_", "bf16_"}) {
@@ -80,7 +82,7 @@ std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
-             {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}}) {
+             {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}}) {
       for (const Scores scores : {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout}) {
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
@@ -115,6 +117,7 @@ std::vector<Case> cases() {
           c.block_q = c.block_k = scores == kOddBlocks ? 32 : 64;
           c.block_masked = 20;
         }
+        if (head_dim > 512) c.backward = 0;
         if (dtype == FA_BFLOAT16) {
           c.batch = 3;
           c.q.packed = c.k.packed = 1;
@@ -203,6 +206,28 @@ std::vector<Case> cases() {
         }
       }
     }
+  }
+  // Latent caches: a block of rows and a half, and NaN that some tokens see and others do not.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    Case c;
+    c.seed = seed_for("every latent kernel") + static_cast<int64_t>(all.size());
+    c.dtype = dtype;
+    c.batch = 2;
+    c.heads_k = 1;
+    c.heads_q = 24;
+    c.head_dim = 576;
+    c.head_dim_v = 512;
+    c.v_in_k = 1;
+    c.q.seqlen = 4;
+    c.k.seqlen = 900;
+    c.k.used = {900, 130};
+    c.mask = FA_MASK_CAUSAL;
+    c.sink = 1;
+    c.backward = 0;
+    c.nan_keys = 1;
+    c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
+    if (dtype == FA_BFLOAT16) c.page_size = 16;
+    all.push_back(c);
   }
   return all;
 }

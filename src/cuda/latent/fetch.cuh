@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warps that fetch keys, and one of them plans: which pieces of work this block of threads has, where their keys lie, and how they come
+// to shared memory.
+#pragma once
+
+#include "cuda/latent/block.cuh"
+
+namespace fa::cuda::latent {
+
+using decode::Piece;
+using decode::Work;
+
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
+
+// Box at (row, head, batch) of a 5-d map whose columns are slabs of 64.
+__device__ __forceinline__ void load_rows_box(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int row, int head,
+                                              int batch, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch), "l"(policy)
+      : "memory");
+}
+template <class C>
+class Producer : private Block<C> {
+ public:
+  using Base = Block<C>;
+  using typename Base::Element;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    const int warp = uniform(threadIdx.x >> 5) & 3, place = warp >> 1;
+    uint32_t count = 0, pieces = 0;  // tiles and pieces of the block so far
+    Work<C> work(a_);
+    each_piece(work, [&](int range) {
+      if (warp == 0) write_plan(pieces++, work, range);
+#pragma unroll 1
+      for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
+        if (static_cast<int>(count & 1) == place) fetch(tile, place, warp & 1, (count >> 1 & 1) ^ 1);
+      }
+    });
+    if (warp == 0) {
+      await_plan(pieces);
+      if (lane_ == 0) {
+        this->plan(pieces & 1).batch = -1;
+        barrier_arrive(this->planned(pieces & 1));
+      }
+    }
+  }
+
+ private:
+  using Base::a_;
+  using Base::free;
+  using Base::full;
+  using Base::group_heads;
+  using Base::lane_;
+  using Base::p_;
+  using Base::shared_tile;
+  using Base::uniform_int;
+
+  // f(range) for every piece of this block's work, which is set. The end of an item that earlier ranges have begun comes last: its other
+  // parts are there by then, for those ranges work on them first.
+  template <typename F>
+  __device__ __forceinline__ void each_piece(Work<C> &work, F f) {
+#pragma unroll 1
+    for (int range = static_cast<int>(blockIdx.x); range < work.ranges(); range += static_cast<int>(gridDim.x)) {
+      const int end = work.range_begin(range + 1);
+      int unit = work.range_begin(range), stop = end;
+      auto mark = work.mark();
+      const auto begin = mark;
+      if (const Piece first = work.at(unit, end); first.first != first.begin) unit = stop = first.last;
+#pragma unroll 1
+      do {
+        if (unit == end) {
+          unit = work.range_begin(range);
+          mark = begin;
+        }
+        work.back_to(mark);
+        set_piece(work.at(unit, end));
+        mark = work.mark();
+        f(range);
+        unit = piece_.last;
+      } while (unit != stop);
+      work.back_to(mark);
+    }
+  }
+
+  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row0_ + row); }
+
+  __device__ __forceinline__ void set_piece(const Piece &piece) {
+    piece_ = piece;
+    head_ = uniform_int(a_.blocks_of_head.quotient(piece.head));
+    const int block = uniform_int(a_.blocks_of_head.remainder(piece.head));
+    row0_ = block * C::kRows;
+    const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
+    q_start_ = q.start;
+    k_start_ = k.start;
+    tokens_ = uniform_int(static_cast<int>(q.len));
+    rows_ = uniform_int(min(tokens_ * group_heads() - row0_, C::kRows));
+    // The last block also owns what the sequence's rows hold beyond all blocks.
+    const int all_rows = uniform_int(static_cast<int>(q.slot) * group_heads() - row0_);
+    end_row_ = block == a_.row_blocks - 1 ? all_rows : min(all_rows, C::kRows);
+    seqlen_k_ = uniform_int(static_cast<int>(k.len));
+
+    keys_ = interior_ = Keys{0, 0};
+    several_ = false;
+    if (rows_ > 0) {
+      const Keys tokens{token_of(0), token_of(rows_ - 1) + 1};
+      const Diagonal<int32_t> diagonal(a_.limits, tokens_, seqlen_k_);
+      const Keys seen = diagonal.visible_keys(tokens), by_all = diagonal.interior_keys(tokens);
+      keys_ = {uniform_int(seen.begin), uniform_int(seen.end)};
+      interior_ = {uniform_int(by_all.begin), uniform_int(by_all.end)};
+      several_ = uniform_int(tokens.end - tokens.begin) > 1;
+    }
+    tile_ = max(piece.first_step, keys_.begin / C::kKeys);
+    end_tile_ = keys_.empty() ? tile_ : min(piece.first_step + piece.steps, (keys_.end + C::kKeys - 1) / C::kKeys);
+  }
+
+  // Until the place of piece n is free.
+  __device__ __forceinline__ void await_plan(uint32_t n) const { barrier_wait(this->done(n & 1), (n >> 1 & 1) ^ 1); }
+  __device__ __forceinline__ void write_plan(uint32_t n, const Work<C> &work, int range) const {
+    await_plan(n);
+    const int first_range = work.range_of(piece_.begin);
+    if (lane_ == 0) {
+      Plan &plan = this->plan(n & 1);
+      plan.q_start = q_start_;
+      plan.batch = piece_.batch;
+      plan.head = head_;
+      plan.row0 = row0_;
+      plan.rows = rows_;
+      plan.end_row = piece_.first == piece_.begin ? end_row_ : 0;
+      plan.tokens = tokens_;
+      plan.seqlen_k = seqlen_k_;
+      plan.tile = tile_;
+      plan.end_tile = end_tile_;
+      plan.interior = interior_;
+      plan.several = several_;
+      plan.part = piece_.last != piece_.end;
+      plan.first_part = first_range;
+      plan.parts = piece_.first == piece_.begin ? 0 : range - first_range;
+      plan.counter = work.counter(piece_);
+      plan.slot = range;
+      barrier_arrive(this->planned(n & 1));
+    }
+    __syncwarp();
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Keys
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Two warps bring a tile to a place of the ring once that is free, each every second four rows or, by the copy engine, four of the eight
+  // groups of rows. Where rows are missing the engine does not do.
+  __device__ __forceinline__ void fetch(int tile, int place, int half, uint32_t free_parity) const {
+    const int key0 = tile * C::kKeys;
+    if (a_.copied && key0 >= keys_.begin && key0 + C::kKeys <= keys_.end) {
+      copy(tile, place, half, free_parity);
+    } else {
+      gather(tile, place, half, free_parity);
+    }
+  }
+
+  struct Spot {
+    int row, batch;  // as the tensor's description counts
+  };
+  __device__ __forceinline__ Spot spot_of(int key) const {
+    const int32_t *table = p_.page_table;
+    if (table == nullptr) return {static_cast<int>(k_start_) + key, p_.k_lengths.cu != nullptr ? 0 : piece_.batch};
+    const int page = a_.page_size.quotient(key);
+    return {key - page * static_cast<int>(a_.page_size.value),
+            table[piece_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride]};
+  }
+
+  __device__ __forceinline__ void copy(int tile, int place, int half, uint32_t free_parity) const {
+    constexpr int kGroups = C::kKeys / 16;  // of a warp
+    const int group = half * kGroups + (lane_ & (kGroups - 1)), key = tile * C::kKeys + group * 8;
+    const Spot spot = spot_of(key);
+    barrier_wait(free(place, half), free_parity);
+    if (lane_ == 0) {
+      barrier_expect(full(place), kGroups * C::kGroupBytes);
+    } else {
+      barrier_arrive(full(place));
+    }
+    if (lane_ < kGroups) {
+      const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
+      load_rows_box(shared_tile(place) + group * C::kGroupBytes, &a_.k_map, full(place), spot.row, head_, spot.batch, policy);
+    }
+    __syncwarp();
+  }
+
+  // By pieces of 16 bytes: one of the eight of every slab of eight rows.
+  __device__ __forceinline__ void gather(int tile, int place, int half, uint32_t free_parity) const {
+    constexpr int kMine = C::kRows / 8;
+    const Element *k = static_cast<const Element *>(p_.k.data) + head_ * p_.k.head_stride;
+    const int32_t *table = p_.page_table;
+    if (table != nullptr) {
+      table += piece_.batch * p_.page_table_batch_stride;
+    } else {
+      k += piece_.batch * p_.k.batch_stride + k_start_ * p_.k.seq_stride;
+    }
+    const int chunk = lane_ & 7, row = half * 4 + (lane_ >> 3), first = tile * C::kKeys + row;
+    const Element *from[kMine];
+    uint32_t exists = 0;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int key = first + i * 8;
+      from[i] = k;
+      if (key < keys_.begin || key >= keys_.end) continue;
+      exists |= 1u << i;
+      if (table == nullptr) {
+        from[i] += key * p_.k.seq_stride;
+      } else {
+        const int page = a_.page_size.quotient(key);
+        from[i] += table[page * p_.page_table_page_stride] * p_.k.batch_stride +
+                   (key - page * static_cast<int>(a_.page_size.value)) * p_.k.seq_stride;
+      }
+      from[i] += chunk * 8;
+    }
+    const int columns = static_cast<int>(p_.head_dim) - chunk * 8;
+    const uint32_t to = shared_tile(place) + row * 128 + ((chunk ^ row) << 4);
+    barrier_wait(free(place, 0), free_parity);
+    barrier_wait(free(place, 1), free_parity);
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int valid = exists >> i & 1 ? columns : 0;
+#pragma unroll
+      for (int slab = 0; slab < C::kSlabs; ++slab) {
+        cp_async_16(to + i * C::kGroupBytes + slab * C::kSlabBytes, slab * 64 < valid ? from[i] + slab * 64 : from[i],
+                    slab * 64 < valid ? 16 : 0);
+      }
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    shared_fence_for_copies();
+    barrier_arrive(full(place));
+  }
+
+  // The piece at hand, as Plan.
+  Piece piece_;
+  int64_t q_start_, k_start_;
+  int head_, row0_, rows_, end_row_;
+  int tokens_, seqlen_k_;
+  Keys keys_, interior_;  // that some of its tokens see, that all see
+  bool several_;
+  int tile_, end_tile_;
+};
+
+}  // namespace fa::cuda::latent

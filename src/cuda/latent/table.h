@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every kernel for latent caches that is built: one line each, read by the build (one object file a line and dtype), by the plan and by
+// the launcher. Reasons for the sizes are in README.md beside this file.
+#pragma once
+
+#include <cstdint>
+
+namespace fa::cuda::latent {
+
+struct Shape {
+  const char *name;
+  int32_t head_dim;    // bucket of q and k
+  int32_t head_dim_v;  // bucket of v, the first columns of k
+  int32_t keys;        // of a tile
+  int32_t stages;      // of the ring of tiles
+
+  constexpr int32_t rows() const { return 64; }
+  constexpr int32_t threads() const { return 384; }
+  // Of an item, whose maxima and sums lie where Q was.
+  constexpr int32_t most_parts() const { return head_dim * 2 / 8; }
+  // Q, the ring, P, of every row a maximum, a sum and a factor, barriers, and plans of two pieces of work.
+  constexpr int32_t shared_bytes() const {
+    return (rows() + stages * keys) * head_dim * 2 + rows() * keys * 2 + rows() * 12 + stages * 24 + 224;
+  }
+};
+
+// X(name, head_dim, head_dim_v, keys, stages)
+// The build looks for lines that begin with X(.
+// clang-format off
+#define FA_LATENT_TABLE(X) \
+  X(d576, 576, 512, 64, 2)
+// clang-format on
+
+#define FA_LATENT_SHAPE(name, ...) {#name, __VA_ARGS__},
+constexpr Shape kShapes[] = {FA_LATENT_TABLE(FA_LATENT_SHAPE)};
+#undef FA_LATENT_SHAPE
+constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
+
+}  // namespace fa::cuda::latent
