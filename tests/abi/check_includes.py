@@ -14,13 +14,14 @@ ALLOWED = {
     "core": ("core/",),
     "cpu": ("core/", "cpu/"),
     "cuda/common": ("core/", "cuda/common/"),
+    "cuda/latent": ("core/", "cuda/common/", "cuda/decode/", "cuda/latent/"),
     "cuda/simt": ("core/", "cuda/common/", "cuda/simt/"),
     "cuda/sm80": ("core/", "cuda/common/", "cuda/sm80/"),
     "cuda/sm90": ("core/", "cuda/common/", "cuda/sm90/"),
     "cuda": ("core/", "cuda/"),
 }
 # Never, by anyone: other people's kernels and frameworks. cuBLAS is for tests.
-FORBIDDEN = re.compile(r"cutlass|cute/|cublas|cudnn|torch|ATen|cblas|mkl|omp\.h|dnnl|openblas", re.I)
+FORBIDDEN = re.compile(r"cutlass|cute/|cublas|cudnn|torch|ATen/|cblas|mkl|omp\.h|dnnl|openblas", re.I)
 
 
 def rule_for(path):
