@@ -335,6 +335,8 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
   cut_line({items, steps, device.multiprocessors, std::min<int64_t>(shape.most_parts(), items * most_parts), 2, 1, 5,
             shape.rows(), shape.head_dim_v},
            p, plan);
+  // A block for every piece: one that waits for others must have started after them.
+  if (plan.pieces > 0) plan.blocks = items * plan.pieces;
   plan.reason = "latent kernel: keys hold the values, and many heads share one read of them";
   return true;
 }

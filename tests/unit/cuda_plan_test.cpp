@@ -339,6 +339,7 @@ TEST(CudaPlan, LatentWorkspace) {
       p.batch_invariant = true;
       const ForwardPlan pieces = forward_plan(p, h200());
       EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
+      EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.pieces) << "blocks wait for those before them";
       EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * plan.row_blocks * pieces.pieces * 64) * (512 + 2) * 4);
     }
   }

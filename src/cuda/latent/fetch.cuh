@@ -59,31 +59,28 @@ class Producer : private Block<C> {
   using Base::shared_tile;
   using Base::uniform_int;
 
-  // f(range) for every piece of this block's work, which is set. The end of an item that earlier ranges have begun comes last: its other
-  // parts are there by then, for those ranges work on them first.
+  // f(range) for every piece of this block's range of work, which is set. The end of an item that earlier ranges have begun comes last: its
+  // other parts are there by then, for those ranges work on them first.
   template <typename F>
   __device__ __forceinline__ void each_piece(Work<C> &work, F f) {
+    const int range = static_cast<int>(blockIdx.x);
+    if (range >= work.ranges()) return;
+    const int end = work.range_begin(range + 1);
+    int unit = work.range_begin(range), stop = end;
+    auto mark = work.mark();
+    if (const Piece first = work.at(unit, end); first.first != first.begin) unit = stop = first.last;
 #pragma unroll 1
-    for (int range = static_cast<int>(blockIdx.x); range < work.ranges(); range += static_cast<int>(gridDim.x)) {
-      const int end = work.range_begin(range + 1);
-      int unit = work.range_begin(range), stop = end;
-      auto mark = work.mark();
-      const auto begin = mark;
-      if (const Piece first = work.at(unit, end); first.first != first.begin) unit = stop = first.last;
-#pragma unroll 1
-      do {
-        if (unit == end) {
-          unit = work.range_begin(range);
-          mark = begin;
-        }
-        work.back_to(mark);
-        set_piece(work.at(unit, end));
-        mark = work.mark();
-        f(range);
-        unit = piece_.last;
-      } while (unit != stop);
+    do {
+      if (unit == end) {
+        unit = work.range_begin(range);
+        mark = {0, 0};
+      }
       work.back_to(mark);
-    }
+      set_piece(work.at(unit, end));
+      mark = work.mark();
+      f(range);
+      unit = piece_.last;
+    } while (unit != stop);
   }
 
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row0_ + row); }
