@@ -511,7 +511,7 @@ typedef struct fa_attention {
   /** Dropout: offset read on the device of the context at run time; or NULL. */
   const uint64_t *dropout_offset_ptr;
 
-  /** Factor of queries in fp8, fp32: one a sequence and key head, (b, h_k). Absent = 1; refused for other dtypes. */
+  /** Factor of queries in fp8, fp32: one a sequence and key head, (b, h_k); not negative. Absent = 1; refused for other dtypes. */
   fa_tensor q_descale;
   /** Factor of keys in fp8 or int8, fp32: one a sequence and head, (b, h_k), or one a row and head, as k without d: (b, s_k, h_k),
    * (pages, page_size, h_k) or, packed, (1, total_k, h_k). Absent = 1; refused for other dtypes. */

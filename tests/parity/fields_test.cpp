@@ -154,6 +154,19 @@ TEST_P(Fields, QuantisedQueries) {
     c.q.seqlen = c.k.seqlen = 300;
     c.magnitude = 20;
   });
+  // More keys than one sum takes; with large logits maxima rise on the way.
+  for (const int64_t head_dim : {128, 64, 256}) {
+    for (const double magnitude : {1.0, 8.0}) {
+      each("fp8, many keys", [&](Case &c) {
+        c.batch = 1;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.q.seqlen = 70;
+        c.k.seqlen = 3300;
+        c.mask = FA_MASK_CAUSAL;
+        c.magnitude = magnitude;
+      });
+    }
+  }
   for (const int64_t role : {1, 2, 3}) {
     each("fp8, NaN in sight", [&](Case &c) {
       c.q.seqlen = c.k.seqlen = 230;

@@ -81,7 +81,7 @@ class Forward : private ForwardRows<C> {
       Block::v_full, Block::v_tile;
   using Block::out_, Block::out_max_, Block::s_, Block::sum_, Block::max_, Block::weights_;
   using Block::row_of, Block::scale_out, Block::score, Block::store_blind_rows, Block::store_rows, Block::store_unused_rows,
-      Block::set_scale, Block::weigh;
+      Block::set_scale, Block::put_aside, Block::take_parts, Block::weigh;
   using Block::tile, Block::tile_empty, Block::tile_full;
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,11 @@ class Forward : private ForwardRows<C> {
       for (; i < head; ++i) step<false>(t, i, edges, chunks, true, i == begin + 1);
       if (kEarly && i < chunks) barrier_wait(k_full(k_.at()), k_.parity());
 #pragma unroll 1
-      for (; i < chunks; ++i) inner_step(t, i, i + 1 == chunks, i == begin + 1);
+      for (; i < chunks; ++i) {
+        const bool anew = C::kFp8 && i > head && i % Block::kPartChunks == 0;  // out has been put aside
+        inner_step(t, i, i + 1 == chunks, i == begin + 1 || anew);
+        if (C::kFp8 && i + 1 < chunks && (i + 1) % Block::kPartChunks == 0) put_aside();
+      }
       finish_sums(tile(slot_.at()));
       pending = true;
       only = begin + 1 == chunks;
@@ -330,6 +334,7 @@ class Forward : private ForwardRows<C> {
   __device__ __forceinline__ void complete_before() {
     const Tile &t = tile_before();
     if (edges_only_) mend(t);
+    if constexpr (C::kFp8) take_parts();
     store_rows(t);
     __syncwarp();
     barrier_arrive_if(lane_ == 0, tile_empty((slot_.at() + C::kTileSlots - 1) % C::kTileSlots));

@@ -307,6 +307,10 @@ class ForwardRows : public ForwardBlock<C> {
     for (int r = 0; r < 2; ++r) sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
+    if constexpr (C::kFp8) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) aside_max_[r] = exp2_approx(aside_max_[r] - max_[r]);
+    }
     float factor[2] = {1.f, 1.f};
     if (p_.sink != nullptr) {
       const float sink = p_.sink[t.head_q * p_.sink_stride] * kLog2e;
@@ -376,6 +380,52 @@ class ForwardRows : public ForwardBlock<C> {
       }
     }
   }
+  // ------------------------------------------------------------------------------------------------------------------
+  // fp8: parts of out
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // The chip keeps 14 bits of a sum of fp8 products and cuts off the rest, so a long sum of one sign loses much. Every kPartChunks chunks
+  // out is added in fp32 to what was put aside before, and begins anew. It lies where its rows will leave from, in bf16, eight numbers a
+  // lane and piece; a warp has room of its own.
+  static constexpr int kPartChunks = 1536 / kKeys;
+  __device__ __forceinline__ uint32_t aside(int piece) const {
+    static_assert(!C::kFp8 || C::kOutSlabs * 64 >= C::kDv);
+    return this->out_tile(group_) + piece / 4 * 64 * 128 + warp_ * 16 * 128 + piece % 4 * 512 + lane_ * 16;
+  }
+  // Of out: `factor` times what is there.
+  __device__ __forceinline__ void add_aside(int piece, const float (&factor)[2]) {
+    const uint4 x = ld_shared_16(aside(piece));
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float *out = out_ + 8 * piece + 2 * n;
+      out[0] = fmaf(__uint_as_float(words[n] << 16), factor[n & 1], out[0]);
+      out[1] = fmaf(__uint_as_float(words[n] & 0xFFFF0000u), factor[n & 1], out[1]);
+    }
+  }
+  __device__ __forceinline__ void put_aside() {
+    if (lane_ == 0) copies_wait_read();  // the rows of the tile before
+    __syncwarp();
+    const float factor[2] = {exp2_approx(aside_max_[0] - max_[0]), exp2_approx(aside_max_[1] - max_[1])};
+#pragma unroll
+    for (int piece = 0; piece < C::kDv / 16; ++piece) {
+      if (parts_) add_aside(piece, factor);
+      const float *out = out_ + 8 * piece;
+      st_shared_16(aside(piece), pack2<__nv_bfloat16>(out[0], out[1]), pack2<__nv_bfloat16>(out[2], out[3]),
+                   pack2<__nv_bfloat16>(out[4], out[5]), pack2<__nv_bfloat16>(out[6], out[7]));
+    }
+    parts_ = true;
+    aside_max_[0] = max_[0];
+    aside_max_[1] = max_[1];
+  }
+  // The tile has all its out: with the parts of it.
+  __device__ __forceinline__ void take_parts() {
+    if (!parts_) return;
+#pragma unroll
+    for (int piece = 0; piece < C::kDv / 16; ++piece) add_aside(piece, aside_max_);  // made a factor by finish_sums
+    parts_ = false;
+  }
+
   // Sixteen bytes a lane: the four lanes that share a row exchange the pieces of four column blocks.
   template <bool kVectors>
   __device__ __forceinline__ void store_pieces(const Tile &t) const {
@@ -449,7 +499,10 @@ class ForwardRows : public ForwardBlock<C> {
   uint32_t weights_[kSteps][4];
   float out_[C::kDv / 2];
   float max_[2], sum_[2], factor_[2], inverse_[2];
-  float scale_;       // fp8: of the tile
+  // fp8: of the tile; whether part of its out has been put aside, and relative to which maximum.
+  float scale_;
+  bool parts_ = false;
+  float aside_max_[2] = {0.f, 0.f};
   float out_max_[2];  // the maximum that out is relative to; kept up to date as long as out may have to be mended
 };
 
