@@ -218,8 +218,11 @@ struct Line {
   int32_t least_log2;     // of their steps
   int32_t parts;          // of items, that a share may leave
   int32_t piece_log2;     // least steps of cuts that depend on the sequence alone
+  int64_t most_pieces;    // of such a cut
   int64_t rows, columns;  // of a part
 };
+
+constexpr int64_t kMostPieces = 64;
 
 bool cut_by_sequence(const Problem &p) { return p.num_splits > 0 || p.batch_invariant; }
 
@@ -227,8 +230,9 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
   int64_t slots = 0;
   if (cut_by_sequence(p)) {
     // Cuts that depend on the sequence alone: as many as asked for, or such that a few heads are enough to fill the device.
-    constexpr int64_t kMostPieces = 64, kPieces = 16;
-    plan.pieces = static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, kMostPieces, line.steps}));
+    constexpr int64_t kPieces = 16;
+    plan.pieces =
+        static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, line.most_pieces, line.steps}));
     plan.least_log2 = p.num_splits > 0 ? 0 : line.piece_log2;
     plan.blocks = std::min(line.room, line.items * plan.pieces);
     plan.num_splits = plan.pieces;
@@ -295,9 +299,9 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  // Fewer than 128 keys are not worth a part.
-  cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3, shape.rows(),
-            shape.head_dim},
+  // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
+  cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
+            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim},
            p, plan);
   plan.reason = "decode kernel: few queries share one read of their keys, which many blocks of threads split";
   return true;
@@ -333,7 +337,7 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
   // A block of threads adds up a part in the time of two tiles.
   const int64_t most_parts = std::max<int64_t>(1024 / std::min<int64_t>(rows, shape.rows()), 16);
   cut_line({items, steps, device.multiprocessors, std::min<int64_t>(shape.most_parts(), items * most_parts), 2, 1, 5,
-            shape.rows(), shape.head_dim_v},
+            kMostPieces, shape.rows(), shape.head_dim_v},
            p, plan);
   // A block for every piece: one that waits for others must have started after them.
   if (plan.pieces > 0) plan.blocks = items * plan.pieces;

@@ -656,6 +656,11 @@ TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
         const int64_t rows = seqlen_q * p.group, room = decode::kShapes[plan.shape].rows();
         EXPECT_GE(plan.row_blocks * room, rows) << device.name;
         EXPECT_LT((plan.row_blocks - 1) * room, rows) << device.name;
+        // Cuts that depend on the sequence alone take memory for few pieces of each.
+        p.num_splits = 64;
+        EXPECT_LE(forward_plan(p, device.device).workspace_bytes,
+                  size_t{64} * p.batch * p.heads_k * (room + rows) * (decode::kShapes[plan.shape].head_dim + 2) * 4)
+            << device.name;
       }
     }
   }
