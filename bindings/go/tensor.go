@@ -18,7 +18,7 @@ type Float16 uint16
 // BFloat16 is the bits of a bfloat16.
 type BFloat16 uint16
 
-// Float8 is the bits of an 8-bit float with 4 exponent and 3 mantissa bits, for keys and values.
+// Float8 is the bits of an 8-bit float with 4 exponent and 3 mantissa bits, for operands of forward.
 type Float8 uint8
 
 // ToBFloat16 rounds to nearest, ties to even.

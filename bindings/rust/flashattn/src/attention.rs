@@ -146,7 +146,7 @@ impl<'a> Attention<'a> {
         seqused_k
         /// Paged keys: i32 (batch, max_pages).
         page_table
-        /// Factors of queries in [`F8E4M3`](crate::F8E4M3).
+        /// Factors of queries in [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads of k).
         q_descale
         /// Factors of keys in i8 or [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads), or as the keys without head_dim.
         k_descale

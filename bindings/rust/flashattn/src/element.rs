@@ -21,7 +21,7 @@ pub struct F16(pub u16);
 #[repr(transparent)]
 pub struct Bf16(pub u16);
 
-/// An 8-bit float of 4 exponent and 3 mantissa bits without infinities, as bits: for keys and values.
+/// An 8-bit float of 4 exponent and 3 mantissa bits without infinities, as bits: for operands of forward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct F8E4M3(pub u8);
