@@ -150,15 +150,20 @@ Execution execute(Backend &backend, fa_context context, const Data &data) {
   return e;
 }
 
-std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, const Data &data) {
+void with_structs(Backend &backend, const Data &data,
+                  const std::function<void(const fa_attention &, const fa_gradients &)> &body) {
   const Upload device(backend, data);
+  body(device.attention, device.gradients);
+}
+
+std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, const Data &data) {
   std::array<std::string, 2> names;
-  fa_plan_info info;
-  fa_plan_info_init(&info, sizeof info);
-  if (fa_forward_query(context, &device.attention, &info) == FA_OK) names[0] = info.kernel;
-  if (data.problem.backward && fa_backward_query(context, &device.attention, &device.gradients, &info) == FA_OK) {
-    names[1] = info.kernel;
-  }
+  with_structs(backend, data, [&](const fa_attention &attention, const fa_gradients &gradients) {
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    if (fa_forward_query(context, &attention, &info) == FA_OK) names[0] = info.kernel;
+    if (data.problem.backward && fa_backward_query(context, &attention, &gradients, &info) == FA_OK) names[1] = info.kernel;
+  });
   return names;
 }
 

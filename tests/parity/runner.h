@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -29,6 +30,9 @@ struct Execution {
 Execution execute(Backend &backend, const Data &data);
 // The same in another context of the same device.
 Execution execute(Backend &backend, fa_context context, const Data &data);
+// Uploads everything and hands over the structs that say where it is.
+void with_structs(Backend &backend, const Data &data,
+                  const std::function<void(const fa_attention &, const fa_gradients &)> &body);
 // The kernels that would run there, by the queries alone; "" for what is refused or not there.
 std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, const Data &data);
 
