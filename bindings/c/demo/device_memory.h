@@ -27,7 +27,8 @@ int device_memory_wait(device_memory *memory);
 /* A stream of the device that waits for no other one, made when it is first asked for; NULL on the CPU, or on a failure. */
 fa_stream device_memory_stream(device_memory *memory);
 
-/* A copy in the order of that stream. `host` may be used again when it returns. Zero on success. */
+/* A copy in the order of that stream. `host` must stay as it is until device_memory_wait(): where a device reads the host's page tables, the
+ * copy may begin after the call. Zero on success. */
 int device_memory_enqueue_upload(device_memory *memory, void *device, const void *host, size_t bytes);
 
 /* Between the two, what is enqueued on that stream is recorded instead of run; replay enqueues the record. For GPUs only. Zero on success. */

@@ -34,7 +34,7 @@ typedef struct engine {
   int32_t *free_pages;
   int num_free;
   token_tables *tables;
-  uint16_t *host;    /* one row of q, k or v for every row of a call, or its results */
+  uint16_t *host;    /* q, k and v of all rows and layers of a call on their way to the device, or its results */
   int64_t most_rows; /* of a call */
   uint32_t random;
   int joined, left;
@@ -61,6 +61,7 @@ static void *device_array(engine *e, size_t bytes) {
   return data;
 }
 
+/* `host` stays as it is until the results of the call are there: a copy may read it later than it returns. */
 static void upload(engine *e, void *device, const void *host, size_t bytes) {
   if (device_memory_enqueue_upload(e->memory, device, host, bytes) != 0) fail("upload", "a copy to the device failed");
 }
@@ -157,15 +158,17 @@ static void upload_rows(engine *e, const uint8_t *tokens, int64_t count) {
   } parts[3] = {{&e->tables->q[0][0][0][0], e->q, HEADS * DIM},
                 {&e->tables->k[0][0][0][0], e->k, KEY_HEADS * DIM},
                 {&e->tables->v[0][0][0][0], e->v, KEY_HEADS * DIM}};
+  uint16_t *host = e->host;
   int part, layer;
   int64_t n;
   for (part = 0; part < 3; ++part) {
     const int64_t width = parts[part].width;
     for (layer = 0; layer < LAYERS; ++layer) {
       for (n = 0; n < count; ++n) {
-        memcpy(e->host + n * width, parts[part].table + (layer * VOCABULARY + tokens[n]) * width, (size_t)width * 2);
+        memcpy(host + n * width, parts[part].table + (layer * VOCABULARY + tokens[n]) * width, (size_t)width * 2);
       }
-      upload(e, (uint16_t *)parts[part].device + layer * e->most_rows * width, e->host, (size_t)(count * width) * 2);
+      upload(e, (uint16_t *)parts[part].device + layer * e->most_rows * width, host, (size_t)(count * width) * 2);
+      host += count * width;
     }
   }
 }
@@ -306,7 +309,7 @@ static void open_engine(engine *e, fa_device_type device, fa_device_properties *
   e->pages = malloc((size_t)(e->slots * e->max_pages) * sizeof *e->pages);
   e->free_pages = malloc((size_t)e->num_pages * sizeof *e->free_pages);
   e->tables = malloc(sizeof *e->tables);
-  e->host = malloc((size_t)(LAYERS * rows * HEADS * DIM) * 2);
+  e->host = malloc((size_t)(LAYERS * rows * (HEADS + 2 * KEY_HEADS) * DIM) * 2);
   if (!e->sequences || !e->pages || !e->free_pages || !e->tables || !e->host) fail("allocation", "out of memory");
   for (n = 0; n < e->slots * e->max_pages; ++n) e->pages[n] = -1;
   for (n = 0; n < e->num_pages; ++n) e->free_pages[n] = n;
