@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's benchmark tables, from the JSON of fa_bench_cpu and fa_bench_gpu.py. docs/pictures.py writes them."""
+"""The benchmark tables of the README and of docs/performance.md, from the JSON of fa_bench_cpu and fa_bench_gpu.py. docs/pictures.py
+writes them."""
 import math
 from collections import defaultdict, namedtuple
 
@@ -72,10 +73,45 @@ def gpu_table(data):
     return note, lines
 
 
-def replaced(data, text):
-    """The README with the table of this run."""
-    markers, (note, lines) = (GPU, gpu_table(data)) if "device" in data else (CPU, cpu_table(data))
+RATIOS = {direction: Markers(f"<!-- {direction} ratios: written by docs/pictures.py from docs/data/gpu.json; do not edit by hand -->",
+                             f"<!-- end of {direction} ratios -->") for direction in ("forward", "backward")}
+OPPONENTS = {"fa2": "FA2", "cudnn": "cuDNN", "fa3": "FA3"}
+
+
+def ratio_table(data, direction):
+    """How many times faster ours is than each opponent, by sequence length; rows come with their ratios."""
+    grid = [row for row in data["rows"] if row["section"] == direction]
+    cases = defaultdict(list)
+    for row in sorted(grid, key=lambda row: row["seqlen_q"]):
+        heads = "" if row["heads_q"] == row["heads_k"] else f", {row['heads_q']}/{row['heads_k']} heads, S = {row['seqlen_q'] // 1024}k"
+        cases[heads != "", row["head_dim"], row["causal"], f"D{row['head_dim']} {'causal' if row['causal'] else 'full'}{heads}"].append(row)
+    lines = ["| | " + " | ".join(f"x {name}" for name in OPPONENTS.values()) + " |", "|---" * (1 + len(OPPONENTS)) + "|"]
+    for (*_, name), rows in sorted(cases.items()):
+        cells = [" / ".join(f"{row['ratios'][key]:.2f}" for row in rows if key in row["ratios"]) for key in OPPONENTS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    means = []
+    for key, name in OPPONENTS.items():
+        ratios = [row["ratios"][key] for row in grid if key in row["ratios"]]
+        means.append(f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} of {name} (lowest {min(ratios):.2f}, {len(ratios)} rows)")
+    seqlens = sorted({row["seqlen_q"] for row in grid if row["heads_q"] == row["heads_k"]})
+    lengths = " / ".join(f"{n // 1024}k" if n >= 1024 else str(n) for n in seqlens)
+    return f"S = {lengths}. Geometric means: {', '.join(means)}.", lines
+
+
+def between(markers, note, lines, text):
     before, rest = text.split(markers.begin)
     after = rest.split(markers.end)[1]
     table = "\n".join(lines)
     return f"{before}{markers.begin}\n{note}\n\n{table}\n{markers.end}{after}"
+
+
+def replaced(data, text):
+    """The README with the table of this run."""
+    return between(GPU, *gpu_table(data), text) if "device" in data else between(CPU, *cpu_table(data), text)
+
+
+def with_ratios(data, text):
+    """docs/performance.md with the ratios of this run."""
+    for direction, markers in RATIOS.items():
+        text = between(markers, *ratio_table(data, direction), text)
+    return text

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes every picture of the guides and the benchmark tables of the README: drawings from docs/drawings.py, plots and tables from the
+"""Writes every picture of the guides and the benchmark tables of the README and of docs/performance.md: drawings from docs/drawings.py, plots and tables from the
 JSON of the benchmarks in docs/data (gpu.json of fa_bench_gpu.py, cpu.json of fa_bench_cpu).
 
     tests/bench/fa_bench_gpu.py --json docs/data/gpu.json && docs/pictures.py
@@ -28,9 +28,9 @@ def wanted():
     files[DOCS / "pictures" / "gpu_memory.svg"] = plot.memory_svg(data)
     readme = ROOT / "README.md"
     files[readme] = bench_table.replaced(data, readme.read_text())
-    cpu = DOCS / "data" / "cpu.json"
-    if cpu.exists():
-        files[readme] = bench_table.replaced(json.loads(cpu.read_text()), files[readme])
+    files[readme] = bench_table.replaced(json.loads((DOCS / "data" / "cpu.json").read_text()), files[readme])
+    performance = DOCS / "performance.md"
+    files[performance] = bench_table.with_ratios(data, performance.read_text())
     return files
 
 
