@@ -19,12 +19,10 @@
 #include "cuda/sm90/copied_values.h"
 #include "cuda/sm90/forward_table.h"
 #include "cuda/sm90/tile_order.h"
-#include "unit/cuda_problem.h"
+#include "unit/cuda_plans.h"
 
 namespace fa::cuda {
 namespace {
-
-const Device &h200() { return kDevices[0].device; }
 
 // One option at a time, then all that kernels for general scores take.
 std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
@@ -48,19 +46,6 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
       {"deterministic", [](Problem &p) { p.deterministic = true; }},
       {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
   };
-}
-
-ForwardPlan forward_plan(const Problem &p, const Device &device) {
-  ForwardPlan plan;
-  ErrorText error;
-  EXPECT_EQ(plan_forward(forward_of(p), device, plan, error), FA_OK) << error.text;
-  return plan;
-}
-BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
-  BackwardPlan plan;
-  ErrorText error;
-  EXPECT_EQ(plan_backward(b, device, plan, error), FA_OK) << error.text;
-  return plan;
 }
 
 // Bytes of shared memory of the planned kernel; that of CUDA-core kernels fits every device.
@@ -256,95 +241,6 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
   }
 }
 
-// Even shares need memory by the device, not by the problem; cuts that depend on the sequence alone, for every head of every sequence.
-TEST(CudaPlan, DecodeWorkspace) {
-  for (const auto &[name, device] : kDevices) {
-    for (const int64_t head_dim : {64, 128, 256}) {
-      std::set<size_t> sizes;
-      for (const int64_t batch : {64, 1000}) {
-        for (const int64_t seqlen_k : {10000, 1000000}) {
-          Problem p = problem(1, seqlen_k, head_dim);
-          p.batch = batch;
-          const ForwardPlan plan = forward_plan(p, device);
-          if (plan.family != Family::decode) continue;
-          const decode::Shape &shape = decode::kShapes[plan.shape];
-          sizes.insert(plan.workspace_bytes);
-          EXPECT_EQ(plan.pieces, 0);
-          EXPECT_EQ(plan.blocks, device.multiprocessors * shape.blocks_at_once) << name;
-          EXPECT_LE(plan.ranges, shape.most_parts()) << name;
-          EXPECT_GE(plan.counters, plan.ranges) << name;
-          EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(2) * plan.ranges * shape.rows() * (shape.head_dim + 2) * 4)
-              << name;
-          for (const bool invariant : {false, true}) {
-            Problem cut = p;
-            cut.batch_invariant = invariant;
-            cut.num_splits = invariant ? 0 : 5;
-            const ForwardPlan pieces = forward_plan(cut, device);
-            ASSERT_EQ(pieces.family, Family::decode);
-            EXPECT_EQ(decode::kShapes[pieces.shape].rows(), shape.rows());
-            EXPECT_EQ(pieces.num_splits, pieces.pieces);
-            EXPECT_EQ(pieces.counters, batch * cut.heads_k);
-            EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * cut.heads_k * pieces.pieces) *
-                                                  static_cast<size_t>(shape.rows() * (shape.head_dim + 2) * 4))
-                << name;
-          }
-        }
-      }
-      EXPECT_LE(sizes.size(), 1u) << name << " D" << head_dim;
-    }
-  }
-}
-
-Problem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
-  Problem p = problem(seqlen_q, seqlen_k, 576, 512);
-  p.heads_q = p.group = heads;
-  p.heads_k = 1;
-  p.v = p.k;
-  return p;
-}
-
-// Kernels for latent caches serve values that lie in their keys, any number of queries, and plain scores.
-TEST(CudaPlan, LatentCaches) {
-  const auto family = [](const Problem &p) { return forward_plan(p, h200()).family; };
-  for (const int64_t heads : {1, 16, 128}) {
-    for (const int64_t seqlen_q : {1, 2, 3000}) EXPECT_EQ(family(latent_cache(seqlen_q, 5000, heads)), Family::latent);
-  }
-  Problem p = latent_cache(1, 5000, 16);
-  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "latent_fwd_bf16_d576_split");
-  p.v.data = static_cast<char *>(p.k.data) + 16;
-  EXPECT_EQ(family(p), Family::sm80);
-  p = latent_cache(1, 5000, 16);
-  p.v.seq_stride = 1024;
-  EXPECT_EQ(family(p), Family::sm80);
-  p = latent_cache(1, 5000, 16);
-  p.softcap = 30;
-  EXPECT_EQ(family(p), Family::simt);
-  p = latent_cache(1, 5000, 16);
-  Device older = h200();
-  older.sm90 = false;
-  EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
-}
-
-// Every share has room for a part, and few heads are cut into no more parts than one block of threads adds up in time.
-TEST(CudaPlan, LatentWorkspace) {
-  for (const int64_t heads : {16, 64, 128}) {
-    for (const int64_t batch : {1, 64}) {
-      Problem p = latent_cache(1, 8192, heads);
-      p.batch = batch;
-      const ForwardPlan plan = forward_plan(p, h200());
-      EXPECT_EQ(plan.row_blocks, (heads + 63) / 64);
-      EXPECT_LE(plan.ranges, h200().multiprocessors);
-      EXPECT_LE(plan.ranges, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
-      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.ranges * 64) * (512 + 2) * 4);
-      p.batch_invariant = true;
-      const ForwardPlan pieces = forward_plan(p, h200());
-      EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
-      EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.pieces) << "blocks wait for those before them";
-      EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * plan.row_blocks * pieces.pieces * 64) * (512 + 2) * 4);
-    }
-  }
-}
-
 // Sizes past 32 bits are no smaller workspaces.
 TEST(CudaPlan, HugeProblemsDoNotWrapAround) {
   Problem p = problem(1 << 20, 1 << 20, 128);
@@ -437,67 +333,6 @@ TEST(CudaPlan, GroupedHeadsShareABlock) {
   set_block_mask(p, 64);
   EXPECT_EQ(forward_plan(p, h200()).rows_per_token, 1);
   EXPECT_EQ(forward_plan(problem(4096, 4096, 128), h200()).rows_per_token, 1) << "whole blocks without";
-}
-
-// The decode kernels serve a few queries whose rows fit one block, on every device whose shared memory holds their rings.
-TEST(CudaPlan, DecodeKernels) {
-  const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
-  const Problem plain = problem(4, 4000, 128);
-  ASSERT_EQ(plain.group, 4) << "16 rows";
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
-      {"plain", [](Problem &) {}},
-      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
-      {"softcap and ALiBi", [](Problem &p) { p.softcap = 30, p.alibi_slopes = &unreadable; }},
-      {"a window", [](Problem &p) { p.band.left = 100, p.band.right = 0; }},
-      {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
-      {"splits", [](Problem &p) { p.num_splits = 2; }},
-      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
-      {"64 rows", [](Problem &p) { p.q_lengths.max_len = 16; }},
-      {"out that does not start on 16 bytes", [](Problem &p) { p.out.seq_stride = 129; }},
-  };
-  for (const auto &[text, change] : ours) {
-    Problem p = plain;
-    change(p);
-    EXPECT_EQ(family(p), Family::decode) << text;
-    Device without = h200();
-    without.sm90 = false;
-    EXPECT_EQ(family(p, without), Family::decode) << text;
-  }
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"bias", [](Problem &p) { set_bias(p); }},
-      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
-      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
-      {"17 queries", [](Problem &p) { p.q_lengths.max_len = 17; }},
-      {"68 rows", [](Problem &p) { p.heads_q = 17 * p.heads_k, p.group = 17; }},
-      {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
-      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
-      {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
-      {"a sequence's own queries unknown, batch-invariant",
-       [](Problem &p) { p.batch_invariant = true, p.q_lengths.cu = &unreadable; }},
-  };
-  for (const auto &[text, change] : others) {
-    Problem p = plain;
-    change(p);
-    EXPECT_NE(family(p), Family::decode) << text;
-  }
-  // The first line with room for the rows, on smaller devices the first that fits.
-  const auto name = [](int64_t seqlen_q, int64_t head_dim, const Device &device) {
-    const Problem p = problem(seqlen_q, 4000, head_dim);
-    return kernel_name(p, forward_plan(p, device));
-  };
-  EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_16_split");
-  EXPECT_EQ(name(5, 128, h200()), "decode_fwd_bf16_d128_32_split");
-  EXPECT_EQ(name(9, 128, h200()), "decode_fwd_bf16_d128_64_split");
-  EXPECT_EQ(name(1, 96, h200()), "decode_fwd_bf16_d128_16_split");
-  EXPECT_EQ(name(1, 136, h200()), "decode_fwd_bf16_d256_16_split");
-  EXPECT_EQ(name(9, 256, h200()), "sm80_fwd_bf16_d256_split");
-  Device a100 = h200();
-  a100.shared_bytes = 163 * 1024;
-  EXPECT_EQ(name(1, 128, a100), "decode_fwd_bf16_d128_16s_split");
-  EXPECT_EQ(name(5, 128, a100), "decode_fwd_bf16_d128_32_split");
-  a100.compute_capability = 80;
-  EXPECT_EQ(name(5, 128, a100), "sm80_fwd_bf16_d128_split");
-  EXPECT_EQ(name(1, 256, a100), "sm80_fwd_bf16_d256_split");
 }
 
 // The Hopper kernels serve what they can read through the copy engine, unless other kernels split the keys or fill their rows with several
@@ -637,46 +472,6 @@ TEST(CudaPlan, HopperBackwardKernels) {
     EXPECT_GE(ordered.workspace_bytes,
               ordered.turn_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t))
         << head_dim;
-  }
-}
-
-// However many queries there are, and whichever kernels a device has.
-TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
-  for (const NamedDevice &device : kDevices) {
-    for (const int64_t seqlen_q : {1, 16, 2048}) {
-      for (const Dtype dtype : {Dtype::e4m3, Dtype::i8}) {
-        Problem p = problem(seqlen_q, 4096, 128);
-        p.k.dtype = p.v.dtype = dtype;
-        const ForwardPlan plan = forward_plan(p, device.device);
-        ASSERT_EQ(plan.family, Family::decode) << device.name;
-        ASSERT_GE(plan.shape, decode::kFirstOfBytes) << device.name;
-        EXPECT_EQ(kernel_name(p, plan).rfind(dtype == Dtype::i8 ? "decode_fwd_bf16_i8_d128" : "decode_fwd_bf16_e4m3_d128", 0),
-                  0u);
-        // Any number of rows, in as many blocks as they need.
-        const int64_t rows = seqlen_q * p.group, room = decode::kShapes[plan.shape].rows();
-        EXPECT_GE(plan.row_blocks * room, rows) << device.name;
-        EXPECT_LT((plan.row_blocks - 1) * room, rows) << device.name;
-        // Cuts that depend on the sequence alone take memory for few pieces of each.
-        p.num_splits = 64;
-        EXPECT_LE(forward_plan(p, device.device).workspace_bytes,
-                  size_t{64} * p.batch * p.heads_k * (room + rows) * (decode::kShapes[plan.shape].head_dim + 2) * 4)
-            << device.name;
-      }
-    }
-  }
-  // What these kernels do not take is left to CUDA cores.
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"dropout", [](Problem &p) { p.dropout.threshold = 1; }},
-      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 40; }},
-      {"fp32 queries", [](Problem &p) { p.q.dtype = p.out.dtype = Dtype::f32; }},
-  };
-  for (const auto &[text, change] : others) {
-    Problem p = problem(1, 4096, 128);
-    p.k.dtype = p.v.dtype = Dtype::e4m3;
-    change(p);
-    const ForwardPlan plan = forward_plan(p, h200());
-    EXPECT_EQ(plan.family, Family::simt) << text;
-    EXPECT_EQ(kernel_name(p, plan).rfind("simt_fwd_", 0), 0u) << text;
   }
 }
 

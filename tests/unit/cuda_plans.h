@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans for the tests: of problems that must have one.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include "cuda/plan.h"
+#include "unit/cuda_problem.h"
+
+namespace fa::cuda {
+
+inline const Device &h200() { return kDevices[0].device; }
+
+inline ForwardPlan forward_plan(const Problem &p, const Device &device) {
+  ForwardPlan plan;
+  ErrorText error;
+  EXPECT_EQ(plan_forward(forward_of(p), device, plan, error), FA_OK) << error.text;
+  return plan;
+}
+inline BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
+  BackwardPlan plan;
+  ErrorText error;
+  EXPECT_EQ(plan_backward(b, device, plan, error), FA_OK) << error.text;
+  return plan;
+}
+
+}  // namespace fa::cuda
