@@ -3,6 +3,9 @@
 
 use flashattn::{Append, Bf16, Context, Element, TensorView, TensorViewMut, F16, F8E4M3};
 
+mod common;
+use common::numbers;
+
 const BATCH: usize = 4;
 const NEW: usize = 4;
 const CAPACITY: usize = 16;
@@ -92,17 +95,6 @@ impl Setting {
         }
         result
     }
-}
-
-/// Numbers between -1 and 1 without a visible pattern.
-fn numbers(seed: u64, count: usize) -> Vec<f32> {
-    let mut state = seed;
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        })
-        .collect()
 }
 
 fn rows<S: Element>(seed: u64, heads: usize, dim: usize, format: &Format<S>) -> (Vec<S>, Vec<f64>) {

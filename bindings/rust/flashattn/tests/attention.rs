@@ -3,6 +3,9 @@
 
 use flashattn::{Attention, Bf16, Context, CpuIsa, Element, Gradients, Settings, TensorView, TensorViewMut, F16};
 
+mod common;
+use common::numbers;
+
 const BATCH: usize = 2;
 const ROWS: usize = 21;
 const KEYS: usize = 33;
@@ -10,17 +13,6 @@ const HEADS: usize = 4;
 const KEY_HEADS: usize = 2;
 const DIM: usize = 16;
 const DIM_V: usize = 24;
-
-/// Numbers between -1 and 1 without a visible pattern.
-fn numbers(seed: u64, count: usize) -> Vec<f32> {
-    let mut state = seed;
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        })
-        .collect()
-}
 
 struct Tensors {
     q: Vec<f32>,
