@@ -282,6 +282,13 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
     if (shape.rows() >= rows) break;
   }
   if (found < 0) return false;
+  // Where blocks of threads have much to do, the next line if it has more warps for the same rows: they hide more, and start and end later.
+  constexpr int64_t kManyKeys = 4096;
+  if (!cut_by_sequence(p) && found + 1 < end &&
+      p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len)) {
+    const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
+    if (fits(many) && many.head_dim == few.head_dim && many.rows() == few.rows() && many.threads() > few.threads()) ++found;
+  }
   const decode::Shape &shape = decode::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), items = p.batch * p.heads_k * row_blocks,
                 steps = ceil_div(p.k_lengths.max_len, shape.step()) + 1,

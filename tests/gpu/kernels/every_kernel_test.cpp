@@ -240,15 +240,20 @@ fa::cuda::Device this_device(cudaDeviceProp &properties) {
 // Devices that the kernels are made for.
 struct ClaimedDevice {
   const char *name;
-  int32_t kilobytes;  // of shared memory
-  bool sm90;          // may use Hopper's own kernels
+  int32_t kilobytes;        // of shared memory
+  int32_t multiprocessors;  // 0: as many as there are
+  bool sm90;                // may use Hopper's own kernels
 };
-constexpr ClaimedDevice kDevices[] = {
-    {"Any", 1024, false}, {"A100", 163, false}, {"Desktop", 99, false}, {"Hopper", 1024, true}};
+constexpr ClaimedDevice kDevices[] = {{"Any", 1024, 0, false},
+                                      {"A100", 163, 0, false},
+                                      {"Desktop", 99, 0, false},
+                                      {"Hopper", 1024, 0, true},
+                                      {"Small", 1024, 1, false}};  // small problems are much work for it: kernels for that
 
 // `device`, but no more than that one.
 fa::cuda::Device limited(fa::cuda::Device device, const ClaimedDevice &claimed) {
   device.shared_bytes = std::min(device.shared_bytes, claimed.kilobytes * 1024);
+  if (claimed.multiprocessors > 0) device.multiprocessors = claimed.multiprocessors;
   device.sm90 = claimed.sm90;
   return device;
 }
