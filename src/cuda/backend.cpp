@@ -53,6 +53,9 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
     case Family::decode:
       if constexpr (kForward) return decode::add_launches(problem, plan, workspace, counters, launches, error);
       break;
+    case Family::extend:
+      if constexpr (kForward) return extend::add_launches(problem, plan, driver, workspace, counters, launches, error);
+      break;
     case Family::latent:
       if constexpr (kForward) return latent::add_launches(problem, plan, driver, workspace, counters, launches, error);
       break;

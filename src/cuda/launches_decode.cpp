@@ -26,6 +26,32 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.counters = counters;
 }
 
+bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int64_t columns, int32_t bucket, int32_t box_rows,
+                   CUtensorMapL2promotion promotion, CUtensorMap &map) {
+  constexpr int64_t kSlab = 64;
+  const bool paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
+  if (!takes_copies(t, p.k_lengths, columns) || columns % kSlab != 0 || (paged && p.page_size % box_rows != 0)) return false;
+  const int64_t rows = paged    ? p.page_size
+                       : packed ? p.k_lengths.total
+                                : p.k_lengths.max_len,
+                batches = paged    ? p.num_pages
+                          : packed ? 1
+                                   : p.batch;
+  if (rows > INT32_MAX || batches > INT32_MAX) return false;
+  const cuuint64_t sizes[5] = {kSlab, static_cast<cuuint64_t>(std::max<int64_t>(rows, 1)),
+                               static_cast<cuuint64_t>(columns / kSlab), static_cast<cuuint64_t>(p.heads_k),
+                               static_cast<cuuint64_t>(std::max<int64_t>(batches, 1))};
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(t.seq_stride) * 2, kSlab * 2,
+                                 static_cast<cuuint64_t>(t.head_stride) * 2,
+                                 static_cast<cuuint64_t>(t.batch_stride) * 2};  // bytes
+  const cuuint32_t box[5] = {kSlab, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(bucket / kSlab), 1, 1},
+                   steps[5] = {1, 1, 1, 1, 1};
+  const CUtensorMapDataType type = t.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return driver.cuTensorMapEncodeTiled(&map, type, 5, t.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                       CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
                        ErrorText &) {
   const Shape &shape = kShapes[plan.shape];

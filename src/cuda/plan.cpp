@@ -7,6 +7,7 @@
 
 #include "cuda/common/operand.h"
 #include "cuda/decode/table.h"
+#include "cuda/extend/table.h"
 #include "cuda/latent/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
@@ -222,15 +223,14 @@ struct Line {
   int64_t rows, columns;  // of a part
 };
 
-constexpr int64_t kMostPieces = 64;
+// Of cuts that depend on the sequence alone: at most, and such that a few heads are enough to fill the device.
+constexpr int64_t kMostPieces = 64, kPieces = 16;
 
 bool cut_by_sequence(const Problem &p) { return p.num_splits > 0 || p.batch_invariant; }
 
 void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
   int64_t slots = 0;
   if (cut_by_sequence(p)) {
-    // Cuts that depend on the sequence alone: as many as asked for, or such that a few heads are enough to fill the device.
-    constexpr int64_t kPieces = 16;
     plan.pieces =
         static_cast<int32_t>(std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kPieces, line.most_pieces, line.steps}));
     plan.least_log2 = p.num_splits > 0 ? 0 : line.piece_log2;
@@ -304,6 +304,43 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
             std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim},
            p, plan);
   plan.reason = "decode kernel: few queries share one read of their keys, which many blocks of threads split";
+  return true;
+}
+
+// Whether the kernels for queries that extend a cache take the problem, and how: any number of queries, which with the heads that share
+// their keys are cut into blocks of rows. Scores and rows are as for the decode kernels, and so are the rules for batch invariance.
+bool plan_extend(const Problem &p, const Device &device, ForwardPlan &plan) {
+  constexpr int64_t kManyUnits = INT32_MAX / 2, kMostParts = 32;
+  const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
+  const bool own_length = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
+  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.k.dtype != p.q.dtype || p.bias.data != nullptr ||
+      p.block_mask.data != nullptr || p.dropout.threshold > 0 || (p.batch_invariant && !own_length) || p.batch == 0 ||
+      p.heads_k == 0 || rows == 0 || p.k_lengths.max_len == 0 || p.k_lengths.total > INT32_MAX ||
+      !takes_vectors(p.q, p.head_dim) || !takes_vectors(p.k, p.head_dim) || !takes_vectors(p.v, p.head_dim_v)) {
+    return false;
+  }
+  int32_t found = 0;
+  while (found < extend::kNumShapes &&
+         (extend::kShapes[found].head_dim < columns || extend::kShapes[found].shared_bytes() > device.shared_bytes)) {
+    ++found;
+  }
+  if (found == extend::kNumShapes) return false;
+  const extend::Shape &shape = extend::kShapes[found];
+  const int64_t row_blocks = ceil_div(rows, shape.rows()), steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  if (p.batch * p.heads_k > kManyUnits / steps / row_blocks) return false;
+  const int64_t items = p.batch * p.heads_k * row_blocks;
+
+  plan.family = Family::extend;
+  plan.shape = found;
+  plan.row_blocks = static_cast<int32_t>(row_blocks);
+  plan.rows_per_token = static_cast<int32_t>(p.group);
+  // One block of threads adds up the parts of an item. Many blocks of rows fill the device without pieces, which would take much memory.
+  cut_line({items, steps, device.multiprocessors, items * kMostParts, 0, 1, 3, std::max<int64_t>(kPieces / row_blocks, 1),
+            shape.rows(), shape.head_dim},
+           p, plan);
+  // A block for every piece: one that waits for others must have started after them.
+  if (plan.pieces > 0) plan.blocks = items * plan.pieces;
+  plan.reason = "extend kernel: rows of queries and heads share one read of their keys, which many blocks of threads split";
   return true;
 }
 
@@ -485,6 +522,14 @@ bool built_for(const char *archs, int32_t compute_capability) {
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   plan = ForwardPlan{};
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  // More rows than these want products that decode kernels do not have.
+  constexpr int64_t kFewRows = 32, kFewQueries = 16;
+  ForwardPlan extend;
+  const bool extends = plan_extend(p, device, extend);
+  if (extends && p.q_lengths.max_len <= kFewQueries && p.q_lengths.max_len * p.group > kFewRows) {
+    plan = extend;
+    return FA_OK;
+  }
   if (plan_decode(p, device, plan)) return FA_OK;
   if (is_quantised(p.k.dtype)) {
     if (plan_sm90(p, device, plan)) return FA_OK;
@@ -495,8 +540,13 @@ fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPla
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, device, sm90);
   const fa_status status = plan_anywhere(p, device, plan, error);
-  if (!hopper || (status == FA_OK && beats_sm90(p, device, plan, sm90))) return status;
-  plan = sm90;
+  if (hopper && (status != FA_OK || !beats_sm90(p, device, plan, sm90))) {
+    plan = sm90;
+  } else if (extends) {
+    plan = extend;
+  } else {
+    return status;
+  }
   return FA_OK;
 }
 
@@ -535,6 +585,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return name_of("sm90_fwd", p, sm90::kForwardShapes[plan.shape].name);
   const std::string name = plan.family == Family::decode   ? name_of("decode_fwd", p, decode::kShapes[plan.shape].name)
+                           : plan.family == Family::extend ? name_of("extend_fwd", p, extend::kShapes[plan.shape].name)
                            : plan.family == Family::latent ? name_of("latent_fwd", p, latent::kShapes[plan.shape].name)
                            : plan.family == Family::simt   ? name_of("simt_fwd", p, simt::kForwardShapes[plan.shape].name)
                                                            : name_of("sm80_fwd", p, sm80::kForwardShapes[plan.shape].name);

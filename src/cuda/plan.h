@@ -23,7 +23,7 @@ struct Device {
 };
 
 // A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-enum class Family : int32_t { sm80, simt, sm90, decode, latent };
+enum class Family : int32_t { sm80, simt, sm90, decode, extend, latent };
 
 struct ForwardPlan {
   Family family = Family::sm80;
@@ -35,7 +35,7 @@ struct ForwardPlan {
   int64_t blocks = 0;      // blocks of threads
   int32_t tiles = 0;       // sm90: row blocks of all heads, which the blocks of threads share
   int32_t last_batch = 0;  // sm90: so many sequences at the end are one section
-  // decode, latent: the cut of the work (decode/work.cuh).
+  // decode, extend, latent: the cut of the work (decode/work.cuh).
   int32_t ranges = 0;
   int32_t pieces = 0;
   int32_t least_log2 = 0;

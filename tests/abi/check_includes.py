@@ -14,6 +14,7 @@ ALLOWED = {
     "core": ("core/",),
     "cpu": ("core/", "cpu/"),
     "cuda/common": ("core/", "cuda/common/"),
+    "cuda/extend": ("core/", "cuda/common/", "cuda/decode/", "cuda/extend/"),
     "cuda/latent": ("core/", "cuda/common/", "cuda/decode/", "cuda/latent/"),
     "cuda/simt": ("core/", "cuda/common/", "cuda/simt/"),
     "cuda/sm80": ("core/", "cuda/common/", "cuda/sm80/"),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans of problems that decode and latent kernels take: few queries over many keys, caches of bytes, keys that hold their values.
+// Plans of problems that decode, extend and latent kernels take: few queries over many keys, many over more, caches of bytes, keys that
+// hold their values.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "cuda/decode/table.h"
+#include "cuda/extend/table.h"
 #include "cuda/latent/table.h"
 #include "unit/cuda_plans.h"
 
@@ -116,7 +118,7 @@ TEST(CudaPlan, DecodeKernels) {
       {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
       {"splits", [](Problem &p) { p.num_splits = 2; }},
       {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
-      {"64 rows", [](Problem &p) { p.q_lengths.max_len = 16; }},
+      {"32 rows", [](Problem &p) { p.q_lengths.max_len = 8; }},
       {"out that does not start on 16 bytes", [](Problem &p) { p.out.seq_stride = 129; }},
   };
   for (const auto &[text, change] : ours) {
@@ -132,6 +134,7 @@ TEST(CudaPlan, DecodeKernels) {
       {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
       {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
       {"17 queries", [](Problem &p) { p.q_lengths.max_len = 17; }},
+      {"36 rows", [](Problem &p) { p.q_lengths.max_len = 9; }},
       {"68 rows", [](Problem &p) { p.heads_q = 17 * p.heads_k, p.group = 17; }},
       {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
@@ -151,7 +154,10 @@ TEST(CudaPlan, DecodeKernels) {
   };
   EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_16_split");
   EXPECT_EQ(name(5, 128, h200()), "decode_fwd_bf16_d128_32_split");
-  EXPECT_EQ(name(9, 128, h200()), "decode_fwd_bf16_d128_64_split");
+  EXPECT_EQ(name(9, 128, h200()), "extend_fwd_bf16_d128_split");
+  Device plain_90 = h200();
+  plain_90.sm90 = false;
+  EXPECT_EQ(name(9, 128, plain_90), "decode_fwd_bf16_d128_64_split");
   EXPECT_EQ(name(1, 96, h200()), "decode_fwd_bf16_d128_16_split");
   EXPECT_EQ(name(1, 136, h200()), "decode_fwd_bf16_d256_16_split");
   EXPECT_EQ(name(9, 256, h200()), "sm80_fwd_bf16_d256_split");
@@ -162,6 +168,63 @@ TEST(CudaPlan, DecodeKernels) {
   a100.compute_capability = 80;
   EXPECT_EQ(name(5, 128, a100), "sm80_fwd_bf16_d128_split");
   EXPECT_EQ(name(1, 256, a100), "sm80_fwd_bf16_d256_split");
+}
+
+// Many keys a multiprocessor get more warps, if nothing asks for a cut that does not depend on the batch.
+TEST(CudaPlan, DecodeWithMuchToDo) {
+  Problem p = problem(1, 8192, 128);
+  for (const int64_t batch : {32, 33}) {  // 2 * 33 * 8192 >= 132 * 4096
+    p.batch = batch;
+    EXPECT_EQ(kernel_name(p, forward_plan(p, h200())),
+              batch == 32 ? "decode_fwd_bf16_d128_16_split" : "decode_fwd_bf16_d128_16x12_split");
+  }
+  p.batch_invariant = true;
+  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "decode_fwd_bf16_d128_16_split");
+}
+
+// More rows than decode kernels have, or more queries on pages: blocks of rows, whose keys are split.
+TEST(CudaPlan, ExtendKernels) {
+  Problem p = problem(300, 50000, 128);
+  p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
+  p.page_size = 16;
+  ForwardPlan plan = forward_plan(p, h200());
+  ASSERT_EQ(plan.family, Family::extend);
+  EXPECT_EQ(kernel_name(p, plan), "extend_fwd_bf16_d128_split");
+  const extend::Shape &shape = extend::kShapes[plan.shape];
+  EXPECT_EQ(plan.row_blocks, (300 * p.group + shape.rows() - 1) / shape.rows());
+  EXPECT_EQ(plan.ranges, h200().multiprocessors);
+  EXPECT_GE(plan.counters, plan.ranges);
+  EXPECT_GE(plan.workspace_bytes,
+            static_cast<size_t>(plan.ranges * shape.rows()) * static_cast<size_t>(shape.head_dim + 2) * 4);
+  // A lone head is cut into no more parts than one block of threads adds up in time.
+  Problem lone = p;
+  lone.batch = lone.heads_q = lone.heads_k = lone.group = 1;
+  lone.q_lengths.max_len = 40;
+  EXPECT_EQ(forward_plan(lone, h200()).ranges, 32);
+  for (const bool invariant : {false, true}) {
+    Problem cut = p;
+    cut.batch_invariant = invariant;
+    cut.num_splits = invariant ? 0 : 5;
+    cut.q_lengths.max_len = 64;  // two blocks of rows
+    const ForwardPlan pieces = forward_plan(cut, h200());
+    ASSERT_EQ(pieces.family, Family::extend);
+    EXPECT_EQ(pieces.pieces, invariant ? 8 : 5);
+    EXPECT_EQ(pieces.counters, p.batch * p.heads_k * 2);
+    EXPECT_EQ(pieces.blocks, p.batch * p.heads_k * 2 * pieces.pieces) << "blocks wait for those before them";
+  }
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
+      {"bias", [](Problem &q) { set_bias(q); }},
+      {"dropout", [](Problem &q) { q.dropout.threshold = 1; }},
+      {"rows that are not whole 16-byte pieces", [](Problem &q) { q.head_dim = q.head_dim_v = 124; }},
+      {"head_dim 136", [](Problem &q) { q.head_dim = 136; }},
+      {"a sequence's own queries unknown, batch-invariant",
+       [](Problem &q) { q.batch_invariant = true, q.q_lengths.cu = &unreadable; }},
+  };
+  for (const auto &[text, change] : others) {
+    Problem other = p;
+    change(other);
+    EXPECT_NE(forward_plan(other, h200()).family, Family::extend) << text;
+  }
 }
 
 // However many queries there are, and whichever kernels a device has.

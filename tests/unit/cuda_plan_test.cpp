@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/decode/table.h"
+#include "cuda/extend/table.h"
 #include "cuda/latent/table.h"
 #include "cuda/simt/backward_table.h"
 #include "cuda/simt/forward_table.h"
@@ -52,6 +53,7 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
 int32_t shared_bytes(const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return sm90::kForwardShapes[plan.shape].shared_bytes();
   if (plan.family == Family::decode) return decode::kShapes[plan.shape].shared_bytes();
+  if (plan.family == Family::extend) return extend::kShapes[plan.shape].shared_bytes();
   if (plan.family == Family::latent) return latent::kShapes[plan.shape].shared_bytes();
   return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
 }
@@ -79,7 +81,7 @@ void for_everything(Body body) {
 
 // family_pass_dtype_shape.
 bool is_kernel_name(const std::string &name) {
-  for (const std::string family : {"sm80", "sm90", "simt", "decode", "latent"}) {
+  for (const std::string family : {"sm80", "sm90", "simt", "decode", "extend", "latent"}) {
     for (const std::string pass : {"_fwd", "_bwd"}) {
       for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
         const std::string start = family + pass + dtype;
@@ -150,9 +152,16 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             set(few);
             const ForwardPlan plan = forward_plan(few, device);
             forward.insert({plan.family, plan.shape});
+            Device without = device;
+            without.sm90 = false;
+            const ForwardPlan plan_without = forward_plan(few, without);
+            forward.insert({plan_without.family, plan_without.shape});
             few.k_lengths.max_len = 1 << 20;
             const ForwardPlan longer = forward_plan(few, device);
             forward.insert({longer.family, longer.shape});
+            few.batch = 1000;
+            const ForwardPlan more = forward_plan(few, device);
+            forward.insert({more.family, more.shape});
             few.k.dtype = few.v.dtype = Dtype::e4m3;
             const ForwardPlan of_bytes = forward_plan(few, device);
             forward.insert({of_bytes.family, of_bytes.shape});
@@ -171,7 +180,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
     }
   }
   EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes +
-                                                decode::kNumShapes + latent::kNumShapes));
+                                                decode::kNumShapes + extend::kNumShapes + latent::kNumShapes));
   EXPECT_EQ(backward.size(),
             static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
 }
@@ -229,7 +238,7 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
       for (const int64_t seqlen_k : {1, 1000, 100000}) {
         const Problem p = problem(seqlen_q, seqlen_k, 128);
         const ForwardPlan plan = forward_plan(p, device);
-        if (plan.family == Family::decode) continue;
+        if (plan.family == Family::decode || plan.family == Family::extend) continue;
         EXPECT_EQ(plan.workspace_bytes > 0, plan.num_splits > 1) << name;
         if (plan.num_splits == 1) continue;
         EXPECT_LE(plan.blocks, 8 * device.multiprocessors) << name;
@@ -352,23 +361,32 @@ TEST(CudaPlan, HopperKernels) {
       {"bias", [](Problem &p) { set_bias(p); }},
       {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
       {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
-      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
-      {"splits", [](Problem &p) { p.num_splits = 2; }},
-      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
       {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
-      {"rows further apart than the copy engine reaches", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
       {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
       {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
       {"a few queries, dropout", [](Problem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
-      {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
-      {"few blocks and many keys",
-       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
   };
   for (const auto &[text, change] : others) {
     Problem p = plain;
     change(p);
     EXPECT_EQ(family(p), Family::sm80) << text;
+  }
+  // What the copy engine does not read, or is split, is for the kernels that gather keys and split them, if they have room for the columns.
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> extending = {
+      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"splits", [](Problem &p) { p.num_splits = 2; }},
+      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
+      {"rows further apart than the copy engine reaches", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
+      {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
+      {"few blocks and many keys",
+       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
+  };
+  for (const auto &[text, change] : extending) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::extend) << text;
+    EXPECT_EQ(family(p, without), Family::sm80) << text;
   }
   const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
       {"softcap", [](Problem &p) { p.softcap = 30; }},

@@ -10,6 +10,7 @@
 #include "cuda/common/score.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/decode/bytes.cuh"
+#include "cuda/decode/softcap.cuh"
 #include "cuda/decode/work.cuh"
 
 namespace fa::cuda::decode {
@@ -66,12 +67,6 @@ __device__ __forceinline__ uint32_t count_ordered(int32_t *counter) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(counter) : "memory");
   return before;
-}
-
-// A raw product with softcap, in its own unit. tanh(x) = 1 - 2 / (1 + e^2x): its error is 2^-23 of the cap, far below that of a product
-// of 16-bit numbers.
-__device__ __forceinline__ float capped(float product, const RawUnit &raw) {
-  return fmaf(-2.f * raw.cap, reciprocal_approx(1.f + exp2_approx(product * raw.cap_exponent)), raw.cap);
 }
 
 // Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along.

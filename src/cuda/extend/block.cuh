@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// One block of threads of the kernel for queries that extend a cache: its sizes, its shared memory, and the product whose left operand is
+// Q in registers.
+#pragma once
+
+#include "cuda/common/hopper.cuh"
+#include "cuda/decode/planner.cuh"
+#include "cuda/extend/extend.h"
+
+namespace fa::cuda::extend {
+
+using decode::Keys;
+using decode::Plan;
+
+template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_>
+struct Config {
+  using Element = Element_;
+  static constexpr int kD = kD_, kGroups = kGroups_, kKeys = kKeys_, kSlots = kSlots_;
+  static constexpr int kRows = kGroups * 64, kThreads = (kGroups + 1) * 128;
+  static constexpr int kStep = kKeys;  // of the cut
+  // A tile lies in runs of sixteen keys, [key / 16][slab of 64 columns][16][64].
+  static constexpr int kRun = 16, kRuns = kKeys / kRun;
+  static constexpr int kSlabs = kD / 64, kSlabBytes = kRun * 128, kRunBytes = kSlabs * kSlabBytes;
+  static constexpr int kTileBytes = kRuns * kRunBytes;               // of K or V
+  static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;  // warps, and keys of a tile that each fetches
+  static constexpr int kBarrierOffset = kSlots * kTileBytes;
+  static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + kGroups) * 8;
+  static constexpr int kPlanOffset = kFlagOffset + kGroups * 8;
+  static constexpr int kSharedBytes = kPlanOffset + 2 * decode::kPlanBytes;
+  static_assert(kKeys == 128 && kFetched % kRun == 0 && kFetched <= 32 && kPlanOffset % 8 == 0);
+};
+
+template <class C>
+class Block {
+ public:
+  using Config = C;
+  using Element = typename C::Element;
+
+  __device__ __forceinline__ Block(const Params &params, char *shared)
+      : a_(params), p_(params.problem), memory_(shared), shared_(smem_address(shared)), lane_(threadIdx.x & 31) {}
+
+ protected:
+  __device__ __forceinline__ uint32_t tile(int slot) const { return shared_ + slot * C::kTileBytes; }
+  // Barriers: a slot of the ring is full, is free; a plan is there, is done; warps of a group have voted.
+  __device__ __forceinline__ uint32_t full(int slot) const { return shared_ + C::kBarrierOffset + slot * 8; }
+  __device__ __forceinline__ uint32_t free(int slot) const { return full(C::kSlots + slot); }
+  __device__ __forceinline__ uint32_t planned(int n) const { return full(2 * C::kSlots + n); }
+  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
+  __device__ __forceinline__ uint32_t voted(int group) const { return planned(4 + group); }
+  // What a group has found, in this vote and in the one before.
+  __device__ __forceinline__ uint32_t found(int group, int n) const { return shared_ + C::kFlagOffset + (2 * group + n) * 4; }
+  __device__ __forceinline__ Plan &plan(int n) const { return reinterpret_cast<Plan *>(memory_ + C::kPlanOffset)[n]; }
+
+  const Params &a_;
+  const Problem &p_;
+  char *const memory_;
+  const uint32_t shared_;  // its address
+  const int lane_;
+};
+
+// A tile of K as right operand: half `half` of every run, 64 keys, of which each eight lie a run apart.
+template <class C>
+__device__ __forceinline__ uint64_t keys_operand(uint32_t tile, int half) {
+  return uint64_t{((uniform(tile) + half * 1024) & 0x3FFFF) >> 4} | uint64_t{1} << 16 | uint64_t{C::kRunBytes >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+// A tile of V as right operand. One step of 16 keys is a run.
+template <class C>
+__device__ __forceinline__ uint64_t values_operand(uint32_t tile) {
+  return uint64_t{(uniform(tile) & 0x3FFFF) >> 4} | uint64_t{C::kSlabBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+// d (+)= A B^T: 64 rows by 64 columns, 16 deep; A in registers, B in shared memory with its 16-deep dimension along rows.
+template <typename Element>
+__device__ __forceinline__ void multiply_registers_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate);
+#define FA_REGISTERS_ROWS(kElement, type)                                                                             \
+  template <>                                                                                                         \
+  __device__ __forceinline__ void multiply_registers_rows<kElement>(float(&d)[32], const uint32_t(&a)[4], uint64_t b, \
+                                                                    int accumulate) {                                 \
+    asm volatile(                                                                                                     \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                                  \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" FA_R32                                       \
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"                                                              \
+        : FA_D32                                                                                                      \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                       \
+  }
+FA_REGISTERS_ROWS(__nv_bfloat16, "bf16")
+FA_REGISTERS_ROWS(__half, "f16")
+#undef FA_REGISTERS_ROWS
+
+}  // namespace fa::cuda::extend

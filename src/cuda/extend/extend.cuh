@@ -1,0 +1,626 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention forward of queries that extend a cache: so many rows (queries times the heads of a group) that products count, over so
+// many keys, paged or not, that these are shared out among blocks of threads.
+//
+// A block of threads owns kRows rows of a head of keys and walks over tiles of kKeys keys. Four warps fetch, kGroups warpgroups multiply,
+// each with 64 rows: Q, S, P and out all are in registers, and K and V the only operands in shared memory.
+//
+//   for every tile:     S = Q K^T starts, out += P V of the tile before starts
+//                       S is done: mask it if the keys touch an edge; P = exp2(S - m) while out += P V runs
+//   after the last:     out to the caller's memory if the item ends here, with the parts that others have left; else it is such a part
+//   those that fetch:   a tile each time its place is free, across the ends of pieces; one of them plans the pieces
+//
+// S comes in two products: one with the first halves of all runs of sixteen keys, one with the second halves. Element 4 j + r of product h
+// is key 16 j + 8 h + 2 q + r % 2 (q = lane % 4), so both together are run j as the next product takes it.
+//
+// A row's maximum is its own and exact at every tile: a row's bits depend on its keys and on where they are cut alone. No group waits for
+// another, and within a group no warp for the others but in the products.
+#pragma once
+
+#include <math_constants.h>
+
+#include "cuda/common/multiply.cuh"
+#include "cuda/common/rows.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/decode/softcap.cuh"
+#include "cuda/extend/fetch.cuh"
+
+namespace fa::cuda::extend {
+
+template <class C>
+class Consumer : private Block<C> {
+ public:
+  using Base = Block<C>;
+  using typename Base::Element;
+  static constexpr int kQSteps = C::kD / 16, kHalf = C::kKeys / 4;  // elements of a product for S
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run(int group) {
+    group_ = group;
+    warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+      barrier_wait(this->planned(n & 1), n >> 1 & 1);
+      plan_ = &this->plan(n & 1);
+      if (plan_->batch < 0) return;
+      work();
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, this->done(n & 1));
+    }
+  }
+
+ private:
+  using Base::a_;
+  using Base::lane_;
+  using Base::p_;
+
+  // Rows count from the first one of the block.
+  __device__ __forceinline__ int first_row() const { return group_ * 64 + warp_ * 16; }
+  __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
+  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(plan_->row0 + row); }
+  __device__ __forceinline__ int head_of(int row) const {
+    return plan_->head * static_cast<int>(a_.group.value) + a_.group.remainder(plan_->row0 + row);
+  }
+
+  __device__ __forceinline__ void work() {
+    store_unused_rows();
+    const int tile = plan_->tile, end_tile = plan_->end_tile;
+    if (group_ * 64 >= plan_->rows) {
+      for (int n = tile; n < end_tile; ++n) pass();
+      return;
+    }
+    load_q();
+    max_[0] = max_[1] = -1e30f;  // finite, so that -inf minus it is -inf
+    sum_[0] = sum_[1] = 0.f;
+    clear_out();
+#pragma unroll
+    for (int n = 0; n < C::kRuns; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) weights_[n][r] = 0;
+    fresh_ = true;
+    pending_ = false;
+    bool masked = false;
+#pragma unroll 1
+    for (int n = tile;; ++n) {
+      if (pending_ && masked && plan_->several) multiply_exactly_if_needed();
+      if (n >= end_tile) break;  // none of the piece's tiles may be one that these rows see
+      const int key0 = n * C::kKeys;
+      masked = key0 < plan_->interior.begin || key0 + C::kKeys > plan_->interior.end;
+      if (pending_ || fresh_) {
+        attend<true>(key0, masked);
+      } else {
+        attend<false>(key0, masked);
+      }
+    }
+    if (pending_) multiply_values();
+    if (first_row() < plan_->rows) finish();
+  }
+
+  // Tiles come in turn, K and V: the next K, the next V, and the V of the K before.
+  __device__ __forceinline__ uint32_t next_k() const { return 2 * tiles_; }
+  __device__ __forceinline__ uint32_t next_v() const { return 2 * tiles_ + 1; }
+  __device__ __forceinline__ uint32_t last_v() const { return 2 * tiles_ - 1; }
+  __device__ __forceinline__ uint32_t await(uint32_t n) const {
+    const int slot = static_cast<int>(n % C::kSlots);
+    barrier_wait(this->full(slot), n / C::kSlots % 2);
+    return this->tile(slot);
+  }
+  __device__ __forceinline__ void release(uint32_t n) const {
+    barrier_arrive_if(lane_ == 0, this->free(static_cast<int>(n % C::kSlots)));
+  }
+  // Tiles that only the other groups need. They have to be there before they can be let go.
+  __device__ __forceinline__ void pass() {
+    await(next_k());
+    release(next_k());
+    await(next_v());
+    release(next_v());
+    ++tiles_;
+  }
+
+  // Weights of a tile, under the product of those before: in front of the first tile it runs on whatever is there, and nobody looks at it, so
+  // that one code serves all tiles. Without kProduct those before have met their values.
+  template <bool kProduct>
+  __device__ __forceinline__ void attend(int key0, bool masked) {
+    const uint32_t k = await(next_k());
+    hold(s_[0]);
+    hold(s_[1]);
+    hold(q_);
+    if (kProduct) {
+      hold(out_);
+      hold(weights_);
+    }
+    products_begin();
+    start_scores(k);
+    if (kProduct) {
+      const uint32_t v = pending_ ? await(last_v()) : k;
+      products_begin();
+      start_values(v);
+    }
+    products_wait<kProduct ? 1 : 0>();
+    hold(s_[0]);
+    hold(s_[1]);
+    release(next_k());
+    apply_terms(key0);
+    bool grown;
+    if (masked) {
+      mask(key0);
+      grown = exponentials<true>();
+    } else {
+      grown = exponentials<false>();
+    }
+    if (kProduct) {
+      order_after(sum_[0] + sum_[1]);
+      products_wait<0>();
+      hold(out_);
+      hold(weights_);
+      if (pending_) {
+        release(last_v());
+        fresh_ = false;
+      }
+    }
+    if (grown) scale_out();
+    round_weights();
+    ++tiles_;
+    pending_ = true;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Products
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Rows of q as left operand; rows and columns that do not exist are zero.
+  __device__ __forceinline__ void load_q() {
+    const Element *q =
+        static_cast<const Element *>(p_.q.data) + plan_->batch * p_.q.batch_stride + plan_->q_start * p_.q.seq_stride;
+    const int quad = lane_ & 3;
+    uint4 x[2][C::kD / 32];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      const bool exists = row < plan_->rows;
+      const Element *from = exists ? q + token_of(row) * p_.q.seq_stride + head_of(row) * p_.q.head_stride + quad * 8 : q;
+      const int columns = exists ? static_cast<int>(p_.head_dim) - quad * 8 : 0;
+#pragma unroll
+      for (int n = 0; n < C::kD / 32; ++n)
+        x[r][n] = n * 32 < columns ? __ldg(reinterpret_cast<const uint4 *>(from + n * 32)) : uint4{0, 0, 0, 0};
+    }
+    // Of each 32 columns a lane has eight, and wants two of each eight.
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = 0; n < C::kD / 32; ++n) {
+        uint32_t words[4] = {x[r][n].x, x[r][n].y, x[r][n].z, x[r][n].w};
+        transpose_quad(words, quad);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) q_[2 * n + w / 2][2 * (w % 2) + r] = words[w];
+      }
+  }
+
+  // S = Q K^T.
+  __device__ __forceinline__ void start_scores(uint32_t tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint64_t k = keys_operand<C>(tile, half);
+#pragma unroll
+      for (int n = 0; n < kQSteps; ++n)
+        multiply_registers_rows<Element>(s_[half], q_[n], advance_operand(k, n / 4 * C::kSlabBytes + n % 4 * 32), n > 0);
+    }
+    products_commit();
+  }
+
+  // out += P V; the first one overwrites.
+  __device__ __forceinline__ void start_values(uint32_t tile) {
+    const uint64_t v = values_operand<C>(tile);
+#pragma unroll
+    for (int n = 0; n < C::kRuns; ++n)
+      Product<Element, C::kD>::registers_columns(out_, weights_[n], advance_operand(v, n * C::kRunBytes), n > 0 || !fresh_);
+    products_commit();
+  }
+  __device__ __forceinline__ void multiply_values() {
+    const uint32_t v = await(last_v());
+    hold(out_);
+    hold(weights_);
+    products_begin();
+    start_values(v);
+    products_wait<0>();
+    hold(out_);
+    release(last_v());
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Scores, in the unit of q k^T, and softmax
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
+  // The key of element 4 j + 2 r + e of product h, from the lane's first one on.
+  static constexpr int key_of(int h, int j, int e) { return 16 * j + 8 * h + e; }
+
+  __device__ __forceinline__ void apply_terms(int key0) {
+    if (p_.softcap > 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int n = 0; n < kHalf; ++n) s_[h][n] = decode::capped(s_[h][n], a_.raw);
+    }
+    if (p_.alibi_slopes != nullptr) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = min(row_of(r), plan_->rows - 1);  // what lies beyond the last row is not stored
+        const float slope =
+            a_.raw.logit * p_.alibi_slopes[plan_->batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
+        const int first = token_of(row) + plan_->seqlen_k - plan_->tokens - key0 - 2 * (opaque(lane_) & 3);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int j = 0; j < C::kRuns; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float &x = s_[h][4 * j + 2 * r + e];
+              x = fmaf(-slope, fabsf(static_cast<float>(first - key_of(h, j, e))), x);
+            }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void mask(int key0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int token = token_of(row_of(r)), first = key0 + 2 * (opaque(lane_) & 3);
+      const Keys keys = Diagonal<int32_t>(a_.limits, plan_->tokens, plan_->seqlen_k).visible_keys({token, token + 1});
+      const int begin = keys.begin - first, end = keys.end - first;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < C::kRuns; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (key_of(h, j, e) < begin || key_of(h, j, e) >= end) s_[h][4 * j + 2 * r + e] = -CUDART_INF_F;
+    }
+  }
+
+  // S to P = 2^(S - m), in place; adds to the sums. What is masked becomes kMaskedWeight. True if m has grown for a row of the warp: then
+  // out has still to be multiplied by factor_.
+  template <bool kMasked>
+  __device__ __forceinline__ bool exponentials() {
+    const float c = exponent_scale();
+    float top[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        x[h] = fmaxf(s_[h][2 * r], s_[h][2 * r + 1]);
+#pragma unroll
+        for (int j = 1; j < C::kRuns; ++j) x[h] = fmaxf(x[h], fmaxf(s_[h][4 * j + 2 * r], s_[h][4 * j + 2 * r + 1]));
+      }
+      top[r] = fmaxf(x[0], x[1]) * c;
+    }
+    const bool grown = __any_sync(~0u, top[0] > max_[0] || top[1] > max_[1]);
+    if (grown) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+        const float raised = fmaxf(max_[r], top[r]);
+        factor_[r] = exp2_approx(max_[r] - raised);  // 1 for rows that do not grow: their bits stay
+        max_[r] = raised;
+        sum_[r] *= factor_[r];
+      }
+    }
+    float sum[2][2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int n = 0; n < kHalf; ++n) {
+        const float x = s_[h][n], e = exp2_approx(fmaf(x, c, -max_[n / 2 % 2]));
+        sum[h][n / 2 % 2] += e;
+        s_[h][n] = kMasked && x == -CUDART_INF_F ? kMaskedWeight : e;
+      }
+    sum_[0] += sum[0][0] + sum[1][0];
+    sum_[1] += sum[0][1] + sum[1][1];
+    return grown;
+  }
+  __device__ __forceinline__ void scale_out() {
+#pragma unroll
+    for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor_[j / 2 % 2];
+  }
+  // P, rounded to the operand of the next product.
+  __device__ __forceinline__ void round_weights() {
+#pragma unroll
+    for (int j = 0; j < C::kRuns; ++j)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        weights_[j][n] = pack2<Element>(s_[n / 2][4 * j + n % 2 * 2], s_[n / 2][4 * j + n % 2 * 2 + 1]);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // NaN and Inf in values that masked pairs would let through
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // In this thread's share of a tile.
+  __device__ __forceinline__ bool has_nonfinite(uint32_t tile) const {
+    uint32_t found = 0;
+#pragma unroll 4
+    for (int at = (opaque(threadIdx.x) & 127) * 16; at < C::kTileBytes; at += 128 * 16) {
+      const uint4 x = ld_shared_16(tile + at);
+      found = nan_where_nonfinite<Element>(x.x, found);
+      found = nan_where_nonfinite<Element>(x.y, found);
+      found = nan_where_nonfinite<Element>(x.z, found);
+      found = nan_where_nonfinite<Element>(x.w, found);
+    }
+    return (found & 0x7FFF7FFFu) != 0;
+  }
+
+  // Whether some thread of the group has found any. A warp may be in the next vote before others have read this one's result, so there
+  // are two places for it.
+  __device__ __forceinline__ bool group_finds(bool found) {
+    const uint32_t place = this->found(group_, votes_ & 1), phase = votes_ & 1;
+    ++votes_;
+    if (__any_sync(~0u, found) && lane_ == 0) st_shared_4(place, votes_);
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, this->voted(group_));
+    barrier_wait(this->voted(group_), phase);
+    return ld_shared_4(place) == votes_;
+  }
+
+  // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero: then out += P V over the pairs
+  // that are not masked, one key at a time.
+  __device__ __forceinline__ void multiply_exactly_if_needed() {
+    const uint32_t tile = await(last_v());
+    if (!group_finds(has_nonfinite(tile))) return;
+    if (fresh_) clear_out();
+#pragma unroll 1
+    for (int n = 0; n < C::kRuns; ++n) {
+      multiply_run_exactly(weights_[0], tile + n * C::kRunBytes);
+      // Weights move up, so that all runs are one code.
+#pragma unroll
+      for (int m = 0; m + 1 < C::kRuns; ++m)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) weights_[m][r] = weights_[m + 1][r];
+    }
+    __syncwarp();
+    release(last_v());
+    fresh_ = pending_ = false;
+  }
+  __device__ __forceinline__ void clear_out() {
+#pragma unroll
+    for (int j = 0; j < C::kD / 2; ++j) out_[j] = 0.f;
+  }
+  __device__ __forceinline__ void multiply_run_exactly(const uint32_t (&weights)[4], uint32_t run) {
+    const int lane = opaque(lane_);
+#pragma unroll 1
+    for (int key = 0; key < C::kRun; ++key) {
+      const int source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds this key's weights
+      float w[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t pair = __shfl_sync(~0u, key & 8 ? weights[2 + r] : weights[r], source);
+        w[r] = to_float<Element>(key & 1 ? pair >> 16 : pair & 0xFFFFu);
+      }
+#pragma unroll
+      for (int j = 0; j < C::kD / 8; ++j) {
+        const uint32_t x = ld_shared_4(run + j / 8 * C::kSlabBytes + key * 128 + ((j % 8 ^ (key & 7)) << 4) + (lane & 3) * 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (is_masked_weight(w[r])) continue;
+          out_[4 * j + 2 * r] = fmaf(w[r], to_float<Element>(x & 0xFFFFu), out_[4 * j + 2 * r]);
+          out_[4 * j + 2 * r + 1] = fmaf(w[r], to_float<Element>(x >> 16), out_[4 * j + 2 * r + 1]);
+        }
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Results
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Every warp for itself.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
+      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
+    }
+    if (plan_->part) {
+      store_part(plan_->slot);
+      __syncwarp();  // all lanes have stored theirs
+      if (lane_ == 0) count_released(a_.counters + plan_->counter);
+      return;
+    }
+    if (plan_->parts > 0) merge(plan_->first_part, plan_->parts);
+    store_whole();
+  }
+
+  // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
+  struct Closing {
+    float factor, lse;
+  };
+  __device__ __forceinline__ Closing close(int row, float max, float sum) const {
+    float factor = 1.f;
+    if (p_.sink != nullptr) {
+      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, raised = fmaxf(max, sink);
+      factor = exp2_approx(max - raised);
+      sum = sum * factor + exp2_approx(sink - raised);
+      max = raised;
+    }
+    // The sum is NaN when a visible score is; then out is NaN too.
+    if (sum == 0.f) return {0.f, -CUDART_INF_F};
+    return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
+  }
+
+  __device__ __forceinline__ void store_whole() const {
+    const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - quad * 8;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r), real = min(row, plan_->rows - 1), valid = row < plan_->rows ? columns : 0;
+      const Closing closing = close(real, max_[r], sum_[r]);
+      Element *dst = out_at(real) + quad * 8;
+#pragma unroll
+      for (int j = 0; j < C::kD / 8; j += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          x[n] = pack2<Element>(out_[4 * (j + n) + 2 * r] * closing.factor, out_[4 * (j + n) + 2 * r + 1] * closing.factor);
+        transpose_quad(x, quad);
+        store_elements(dst + j * 8, x, valid - j * 8, a_.vector_out);
+      }
+      if (quad == 0 && row < plan_->rows) store_lse(row, closing.lse);
+    }
+  }
+
+  __device__ __forceinline__ void store_lse(int row, float lse) const {
+    if (p_.lse.data == nullptr) return;
+    p_.lse.data[plan_->batch * p_.lse.batch_stride + head_of(row) * p_.lse.head_stride +
+                (plan_->q_start + token_of(row)) * p_.lse.seq_stride] = lse;
+  }
+  __device__ __forceinline__ Element *out_at(int row) const {
+    return static_cast<Element *>(p_.out.data) + plan_->batch * p_.out.batch_stride +
+           (plan_->q_start + token_of(row)) * p_.out.seq_stride + head_of(row) * p_.out.head_stride;
+  }
+
+  // Rows of the sequence that are not used: out = 0, lse = -inf.
+  __device__ __forceinline__ void store_unused_rows() const {
+    for (int row = max(plan_->rows, 0) + group_ * 4 + warp_; row < plan_->end_row; row += C::kGroups * 4) {
+      if (lane_ == 0) store_lse(row, -CUDART_INF_F);
+      auto *dst = reinterpret_cast<unsigned short *>(out_at(row));
+      for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Items in parts
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Every lane's accumulators, four at a time, side by side with those of the others.
+  __device__ __forceinline__ float4 *part_out(int slot) const {
+    return reinterpret_cast<float4 *>(a_.part_out) + (int64_t{slot} * C::kRows + first_row()) * (C::kD / 4) + opaque(lane_);
+  }
+  __device__ __forceinline__ float2 *part_sums(int slot) const { return a_.part_sums + int64_t{slot} * C::kRows; }
+
+  __device__ __forceinline__ void store_part(int slot) const {
+    float4 *dst = part_out(slot);
+#pragma unroll
+    for (int j = 0; j < C::kD / 8; ++j) dst[j * 32] = {out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]};
+    if ((lane_ & 3) == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) part_sums(slot)[row_of(r)] = {max_[r], sum_[r]};
+    }
+  }
+
+  static __device__ __forceinline__ int load_acquired(const int32_t *counter) {
+    int now;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
+    return now;
+  }
+
+  // Every warp counts once a part; those that add the parts up do so once more, and the last one leaves the counter as it was.
+  __device__ __forceinline__ void await_parts(int parts) const {
+    if (lane_ == 0) {
+      int32_t *counter = a_.counters + plan_->counter;
+      const int warps = (min(plan_->rows, C::kRows) + 15) / 16;
+      while (load_acquired(counter) < parts * warps) __nanosleep(100);
+      if (atomicAdd(counter, 1) == (parts + 1) * warps - 1) *counter = 0;
+    }
+    __syncwarp();
+  }
+
+  // Adds the parts of the ranges before, in the order of their keys, to the last one, which is in registers. Those ranges are of blocks of
+  // threads that have started before this one and come to these parts first.
+  __device__ __forceinline__ void merge(int first_part, int parts) {
+    await_parts(parts);
+    float top[2] = {max_[0], max_[1]};
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __ldcg(part_sums(first_part + part) + row_of(r)).x);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float weight = exp2_approx(max_[r] - top[r]);
+      max_[r] = top[r];
+      sum_[r] *= weight;
+#pragma unroll
+      for (int j = 0; j < C::kD / 8; ++j) {
+        out_[4 * j + 2 * r] *= weight;
+        out_[4 * j + 2 * r + 1] *= weight;
+      }
+    }
+    // Two at a time: each waits for the L2 cache.
+#pragma unroll 2
+    for (int part = 0; part < parts; ++part) {
+      const float4 *from = part_out(first_part + part);
+      float4 x[C::kD / 8];
+#pragma unroll
+      for (int j = 0; j < C::kD / 8; ++j) x[j] = __ldcg(from + j * 32);
+      float weight[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 its = __ldcg(part_sums(first_part + part) + row_of(r));
+        weight[r] = exp2_approx(its.x - max_[r]);
+        sum_[r] = fmaf(weight[r], its.y, sum_[r]);
+      }
+#pragma unroll
+      for (int j = 0; j < C::kD / 8; ++j) {
+        out_[4 * j] = fmaf(weight[0], x[j].x, out_[4 * j]);
+        out_[4 * j + 1] = fmaf(weight[0], x[j].y, out_[4 * j + 1]);
+        out_[4 * j + 2] = fmaf(weight[1], x[j].z, out_[4 * j + 2]);
+        out_[4 * j + 3] = fmaf(weight[1], x[j].w, out_[4 * j + 3]);
+      }
+    }
+  }
+
+  const Plan *plan_;
+  int group_, warp_;    // warp_ within the group
+  uint32_t tiles_ = 0;  // of K, so far
+  uint32_t votes_ = 0;
+  bool pending_, fresh_;  // there are weights that have not met their values; out has nothing in it yet
+  uint32_t q_[kQSteps][4];
+  float s_[2][kHalf];
+  uint32_t weights_[C::kRuns][4];
+  float out_[C::kD / 2];
+  float max_[2], sum_[2], factor_[2];
+};
+
+// Who is what in a block of threads.
+template <class C>
+class Roles : private Block<C> {
+ public:
+  using Block<C>::Block;
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      for (int n = 0; n < C::kSlots; ++n) {
+        barrier_init(this->full(n), C::kFetchers * 32);
+        barrier_init(this->free(n), C::kGroups * 4);
+      }
+      for (int n = 0; n < 2; ++n) {
+        barrier_init(this->planned(n), 1);
+        barrier_init(this->done(n), C::kGroups * 4);
+      }
+      for (int group = 0; group < C::kGroups; ++group) {
+        barrier_init(this->voted(group), 4);
+        for (int n = 0; n < 2; ++n) st_shared_4(this->found(group, n), 0);
+      }
+      barrier_init_fence();
+    }
+    __syncthreads();
+    const int group = static_cast<int>(uniform(threadIdx.x >> 7));
+    if (group == C::kGroups) {
+      give_registers<56>();
+      Producer<C>(this->a_, this->memory_).run();
+    } else {
+      take_registers<224>();
+      Consumer<C>(this->a_, this->memory_).run(group);
+    }
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) extend(const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char shared[];
+  Roles<C>(params, shared).run();
+#endif
+}
+
+}  // namespace fa::cuda::extend

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels for queries that extend a cache, as plan and launcher see them: many rows (queries times the heads of a group) over many keys.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/decode/decode.h"
+#include "cuda/extend/table.h"
+
+namespace fa::cuda::extend {
+
+// Work is cut as for the decode kernels (decode/work.cuh). The kernel's only parameter.
+struct Params : decode::Params {
+  Divisor blocks_of_head;  // row_blocks
+  // Whether the copy engine fetches what it can: runs of keys that all exist, as boxes.
+  bool copied;
+  CUtensorMap k_map, v_map;
+};
+
+// The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
+const void *kernel(int shape, Dtype dtype);
+
+}  // namespace fa::cuda::extend

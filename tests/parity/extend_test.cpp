@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Many queries over keys that are mostly there already (speculation, chunks of a prompt over a paged cache): with the heads that share keys
+// several blocks of rows, and keys that are split.
+#include "parity/runner.h"
+
+namespace parity {
+namespace {
+
+Case base(const char *name) {
+  Case c;
+  c.seed = seed_for(name);
+  c.dtype = FA_BFLOAT16;
+  c.batch = 3;
+  c.heads_q = 4;
+  c.heads_k = 1;
+  c.head_dim = c.head_dim_v = 128;
+  c.q.seqlen = 20;
+  c.k.seqlen = 1500;
+  c.page_size = 16;
+  c.mask = FA_MASK_CAUSAL;
+  c.backward = 0;
+  return c;
+}
+
+class Extend : public EveryBackend {};
+
+// Rows of 33 to 150 for a head of keys, in both 16-bit types, paged and not.
+TEST_P(Extend, HeadDimsAndRows) {
+  int64_t n = 0;
+  for (const int64_t head_dim : {64, 96, 128}) {
+    for (const auto &[seqlen_q, group] : {std::pair{16, 8}, {9, 8}, {3, 11}, {130, 1}, {50, 3}}) {
+      Case c = base("extend: head dims");
+      c.dtype = n++ % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+      c.batch = 1;
+      c.k.seqlen = 700;
+      c.head_dim = c.head_dim_v = head_dim;
+      if (n % 5 == 0) c.head_dim_v = 64;
+      c.heads_q = c.heads_k * group;
+      c.q.seqlen = seqlen_q;
+      c.page_size = n % 3 == 0 ? 0 : 16;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Extend, LengthsAndPages) {
+  for (const int64_t page_size : {0, 1, 3, 16, 48, 256}) {
+    for (const int64_t seqlen_q : {12, 45}) {
+      Case c = base("extend: lengths");
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 900;
+      c.k.used = {900, 0, 77};
+      c.page_size = page_size;
+      c.spare_pages = page_size > 0 ? 3 : 0;
+      c.nan_keys = 1;
+      c.own_workspace = page_size == 16;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Extend, PackedWithUnusedQueries) {
+  for (const int64_t page_size : {0, 16}) {
+    Case c = base("extend: packed");
+    c.q.packed = 1;
+    c.q.slots = {1, 0, 85};
+    c.q.used = {1, 0, 61};
+    c.q.max_slack = 40;
+    c.page_size = page_size;
+    if (page_size == 0) {
+      c.k.packed = 1;
+      c.k.slots = {700, 20, 2500};
+      c.k.lead = 3;
+    }
+    c.k.used = {650, 20, page_size == 0 ? 2500 : 1500};
+    c.nan_keys = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+// Blocks of rows that see nothing of some parts that the others see.
+TEST_P(Extend, Windows) {
+  for (const int64_t splits : {0, 3}) {
+    Case c = base("extend: windows");
+    c.batch = 1;
+    c.q.seqlen = 400;
+    c.k.seqlen = 700;
+    c.window_left = 20;
+    c.num_splits = splits;
+    c.nan_keys = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Extend, MasksAndScores) {
+  for (int64_t n = 0; n < 9; ++n) {
+    Case c = base("extend: scores");
+    c.batch = 2;
+    c.k.seqlen = 700;
+    c.q.seqlen = 36;
+    if (n == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+    if (n == 7) c.mask = FA_MASK_NONE;
+    if (n == 0) c.window_left = 300;
+    if (n == 2) c.softcap = 5;
+    if (n == 3) c.alibi = 2;
+    if (n == 4) c.sink = 1;
+    if (n == 5) c.scale = 0.3;
+    if (n == 6) {
+      c.window_left = 20;
+      c.softcap = 5;
+      c.alibi = c.sink = 1;
+    }
+    if (n == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
+    c.nan_keys = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+// NaN that some rows of a tile see and others do not.
+TEST_P(Extend, VisibleNan) {
+  for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (int64_t role = 1; role <= 3; ++role) {
+      Case c = base("extend: visible NaN");
+      c.dtype = dtype;
+      c.k.seqlen = 200;
+      c.nan_visible = role;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+TEST_P(Extend, Splits) {
+  for (const int64_t splits : {1, 2, 7, 64}) {
+    Case c = base("extend: splits");
+    c.q.seqlen = 11;
+    c.k.used = {1500, 3, 400};
+    c.num_splits = splits;
+    EXPECT_TRUE(check(backend(), c));
+  }
+  Case c = base("extend: batch-invariant");
+  c.q.seqlen = 60;
+  c.k.seqlen = 2600;
+  c.k.used = {2600, 100, 1400};
+  c.flags = FA_FLAG_BATCH_INVARIANT;
+  EXPECT_TRUE(check(backend(), c));
+}
+
+TEST_P(Extend, LargeLogits) {
+  Case c = base("extend: large logits");
+  c.magnitude = 1000;
+  EXPECT_TRUE(check(backend(), c));
+}
+
+FA_ON_EVERY_BACKEND(Extend);
+
+}  // namespace
+}  // namespace parity
