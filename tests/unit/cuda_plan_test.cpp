@@ -432,8 +432,10 @@ TEST(CudaPlan, HopperBackwardKernels) {
   // Heads get the first bucket with room for them.
   for (const auto &[head_dim, head_dim_v, bucket, bucket_v] : std::vector<std::array<int64_t, 4>>{{8, 8, 64, 64},
                                                                                                   {64, 64, 64, 64},
-                                                                                                  {64, 72, 128, 128},
-                                                                                                  {72, 64, 128, 128},
+                                                                                                  {64, 72, 96, 96},
+                                                                                                  {72, 64, 96, 96},
+                                                                                                  {96, 96, 96, 96},
+                                                                                                  {96, 104, 128, 128},
                                                                                                   {128, 128, 128, 128},
                                                                                                   {136, 64, 192, 128},
                                                                                                   {192, 128, 192, 128},
@@ -470,7 +472,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
   }
   // Blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the same kernels, up to 192 columns.
-  for (const int64_t head_dim : {64, 128, 192, 256}) {
+  for (const int64_t head_dim : {64, 96, 128, 192, 256}) {
     b = plain;
     b.forward.head_dim = b.forward.head_dim_v = head_dim;
     b.forward.k_lengths.max_len = 2048;

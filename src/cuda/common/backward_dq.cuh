@@ -26,8 +26,9 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
   const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4);
   Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + q.start * t.seq_stride + head * t.head_stride;
 #pragma unroll
-  for (int n = 0; n < kUnits / kThreads; ++n) {
+  for (int n = 0; n * kThreads < kUnits; ++n) {
     const int unit = static_cast<int>(threadIdx.x) + n * kThreads, tile = unit / 8;
+    if (kUnits % kThreads != 0 && unit >= kUnits) break;
     const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
     const int row = chunk * kRows + (warp % kRowParts * kRowTiles + i) * 16 + unit % 8;
     const int column = (warp / kRowParts * kColumnTiles + j) * 8;

@@ -42,7 +42,9 @@ struct BackwardConfig {
   static constexpr int kBarrierOffset = kStatOffset + 2 * kStages * kStatBytes;
   static constexpr int kBlockOffset = kBarrierOffset + (12 + 2 * kGroups + 4 * kStages) * 8,
                        kSharedBytes = kBlockOffset + 2 * 64;
-  static_assert(kRows % 64 == 0 && kGroups % kDqRowParts == 0 && kDqColumns == 64);
+  // Columns of a slab of K: those of a group's dq lie in one. A slab is 64 wide, whatever of it is used.
+  static constexpr int kKeyColumns = kD / kSlabs;
+  static_assert(kRows % 64 == 0 && kGroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
 };
 
 template <class C>
@@ -101,7 +103,7 @@ class Backward : BackwardBlock<C> {
   using Base = BackwardBlock<C>;
   using Base::a_, Base::b, Base::blocks_, Base::lane_, Base::place_, Base::p_, Base::shared_, Base::warp_;
   using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
-  using typename Base::Element;
+  using typename Base::Element, typename Base::Stats;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
@@ -134,6 +136,8 @@ class Backward : BackwardBlock<C> {
   __device__ __forceinline__ uint32_t planned(int n) const { return q_full(4 * C::kStages + 2 + n); }
   __device__ __forceinline__ uint32_t done(int n) const { return q_full(4 * C::kStages + 4 + n); }
 
+  // Whether there are registers for lse, and for delta, of a chunk ahead of their use.
+  static constexpr bool kLseAhead = !C::kScored && C::kParts == 1, kDeltaAhead = kLseAhead && C::kD < 128;
   using Slot = RingPlace<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return b().key0 + group_ * 64; }
@@ -214,7 +218,9 @@ class Backward : BackwardBlock<C> {
     const bool packed = p_.k_lengths.cu != nullptr;
     const int row = (packed ? b().k_start : 0) + b().key0, batch = packed ? 0 : b().batch;
     barrier_expect(k_full(), bytes);
-    if (bytes > 0) this->template fetch_tile<C::kKeys>(k_tile(), a_.k_map, k_full(), row, b().head_k, batch, kEvictFirst);
+    if (bytes > 0)
+      this->template fetch_tile<C::kKeys, C::kSlabs, C::kKeyColumns>(k_tile(), a_.k_map, k_full(), row, b().head_k, batch,
+                                                                     kEvictFirst);
     barrier_expect(v_full(), bytes);
     if (bytes > 0) this->template fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), row, b().head_k, batch, kEvictFirst);
   }
@@ -256,13 +262,14 @@ class Backward : BackwardBlock<C> {
   // Products, each started and not awaited
   // ------------------------------------------------------------------------------------------------------------------
 
-  // 64 keys of K or V times kCount rows of a chunk.
-  template <int kCount>
+  // 64 keys of K or V, whose slabs have kColumns, times kCount rows of a chunk.
+  template <int kCount, int kColumns = 64>
   __device__ __forceinline__ void start_scores(float (&s)[kCount / 2], uint32_t keys, uint32_t rows) const {
+    constexpr int kSteps = kColumns / 16;
     const uint64_t a = uniform_rows_operand(keys + group_ * 64 * 128), b = uniform_rows_operand(rows);
 #pragma unroll
     for (int d = 0; d < C::kD / 16; ++d) {
-      Product<Element, kCount>::rows_rows(s, advance_operand(a, d / 4 * C::kKeys * 128 + d % 4 * 32),
+      Product<Element, kCount>::rows_rows(s, advance_operand(a, d / kSteps * C::kKeys * 128 + d % kSteps * 32),
                                           advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
     }
     products_commit();
@@ -337,9 +344,11 @@ class Backward : BackwardBlock<C> {
     const bool masked = chunk < b().inner_begin || chunk >= b().inner_end;
     barrier_wait(q_full(at_), parity);
     barrier_wait(dout_full(at_), parity);
+    Stats lse;
+    if constexpr (kLseAhead) this->load_stats(lse, lse_row(at_));
     hold(s_);
     products_begin();
-    start_scores<C::kRows>(s_, k_tile(), q_tile(at_));
+    start_scores<C::kRows, C::kKeyColumns>(s_, k_tile(), q_tile(at_));
     hand_over_dq(before(chunk) > C::kLag);
     hold(dp_);
     products_begin();
@@ -348,10 +357,15 @@ class Backward : BackwardBlock<C> {
     hold(s_);
     float finite = 0.f;  // or NaN
     if (masked) finite = zero_if_finite(s_);
-    this->weigh(p_weights_, s_, lse_row(at_), first_key(), chunk * C::kRows,
-                this->alibi_slope(b().head_k * static_cast<int>(p_.group) + head_));
+    if constexpr (kLseAhead) {
+      this->weigh(s_, lse);
+    } else {
+      this->weigh(p_weights_, s_, lse_row(at_), first_key(), chunk * C::kRows,
+                  this->alibi_slope(b().head_k * static_cast<int>(p_.group) + head_));
+    }
     if (masked) this->mask_weights(p_weights_, s_, first_key(), chunk * C::kRows);
     this->round_weights(p_weights_, s_);
+    if constexpr (kDeltaAhead) this->load_stats(delta_, delta_row(at_));
     products_wait<0>();
     hold(dp_);
     bool careful = false;
@@ -414,6 +428,8 @@ class Backward : BackwardBlock<C> {
       hold(ds_weights_[1]);
     }
     await_ds(n - C::kLag);
+    if constexpr (C::kLag == 0)
+      shared_fence_for_copies();  // here, not behind put_ds(), it need not wait for this warp's stores
     products_begin();
     start_dq(ds_tile(buffer_ ^ C::kLag));
     if constexpr (C::kParts == 1) {
@@ -456,7 +472,7 @@ class Backward : BackwardBlock<C> {
   __device__ __forceinline__ void derivatives(int part) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 delta = stat(delta_row(at_), part * 8 + j);
+      const float2 delta = kDeltaAhead ? delta_[j] : stat(delta_row(at_), part * 8 + j);
 #pragma unroll
       for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[part * 32 + 4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
     }
@@ -472,7 +488,7 @@ class Backward : BackwardBlock<C> {
                   w[n][2], w[n][3]);
     }
     if (part != C::kParts - 1) return;
-    shared_fence_for_copies();
+    if constexpr (C::kLag > 0) shared_fence_for_copies();
     __syncwarp();
     barrier_arrive_if(lane_ == 0, ds_full(buffer_));
   }
@@ -540,6 +556,7 @@ class Backward : BackwardBlock<C> {
 
   int group_;
 
+  Stats delta_;                  // with kDeltaAhead
   int head_;                     // of the group
   int before_;                   // see before()
   int at_, buffer_;              // the chunk's place in the rings, and that of its dS

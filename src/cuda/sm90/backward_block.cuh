@@ -86,11 +86,12 @@ class BackwardBlock {
     return (b().batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
   }
 
-  template <int kTileRows, int kSlabs = C::kSlabs>
+  template <int kTileRows, int kSlabs = C::kSlabs, int kColumns = 64>
   __device__ __forceinline__ void fetch_tile(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
                                              int batch, uint64_t policy) const {
 #pragma unroll
-    for (int s = 0; s < kSlabs; ++s) load_box(tile + s * kTileRows * 128, &map, barrier, s * 64, row, head, batch, policy);
+    for (int s = 0; s < kSlabs; ++s)
+      load_box(tile + s * kTileRows * 128, &map, barrier, s * kColumns, row, head, batch, policy);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -125,6 +126,14 @@ class BackwardBlock {
 
   // The statistics of this lane's queries 8 j and 8 j + 1.
   __device__ __forceinline__ float2 stat(uint32_t row, int j) const { return ld_shared_float2(row + 8 * (lane_ & 3) + j * 32); }
+
+  // Those of a chunk, asked for before a product that takes all of shared memory's bandwidth starts: behind it they wait for hundreds of
+  // cycles.
+  using Stats = float2[C::kRows / 8];
+  __device__ __forceinline__ void load_stats(Stats &x, uint32_t row) const {
+#pragma unroll
+    for (int j = 0; j < C::kRows / 8; ++j) x[j] = stat(row, j);
+  }
 
   // ------------------------------------------------------------------------------------------------------------------
   // P
@@ -178,6 +187,14 @@ class BackwardBlock {
 #pragma unroll
       for (int r = 0; r < 2; ++r) w[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
     }
+  }
+  // The same of plain scores, with lse in registers.
+  __device__ __forceinline__ void weigh(float (&s)[C::kRows / 2], const Stats &lse) const {
+#pragma unroll
+    for (int j = 0; j < C::kRows / 8; ++j)
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], a_.logit_factor, -((r & 1) ? lse[j].y : lse[j].x)));
   }
   // Masks what weigh() made.
   template <int kSteps>

@@ -31,6 +31,7 @@ class BackwardPair : PairBlock<C> {
       if constexpr (C::kOrdered) {
         barrier_init(may_add(), 1);
         barrier_init(added(), 4);
+        barrier_init(seen(), 1);
       }
       for (int n = 0; n < 2; ++n) st_shared_4(doubt(n), 0);
       for (int n = 0; n < 2; ++n) {
@@ -50,7 +51,8 @@ class BackwardPair : PairBlock<C> {
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
       if (threadIdx.x < 32) this->produce();
-      if (C::kOrdered && warp_ == 1) take_turns();
+      if (C::kOrdered && warp_ == 1) await_turns();
+      if (C::kOrdered && warp_ == 2) pass_turns();
     } else {
       take_registers<C::kConsumerRegisters>();
       if (uniform(threadIdx.x / 128) == 1) {
@@ -79,6 +81,7 @@ class BackwardPair : PairBlock<C> {
   __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
   __device__ __forceinline__ uint32_t may_add() const { return handed(3); }
   __device__ __forceinline__ uint32_t added() const { return handed(4); }
+  __device__ __forceinline__ uint32_t seen() const { return handed(5); }
   __device__ __forceinline__ uint32_t doubt(int n) const { return flag(2 + n); }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -239,23 +242,35 @@ class BackwardPair : PairBlock<C> {
     __syncwarp();
     barrier_arrive_if(any && lane_ == 0, added());
   }
-  // A warp lets the group add dq, chunk after chunk. In deterministic mode it waits for the blocks of keys before this one, and counts on
-  // when the additions have arrived: a fence in the group itself would hold up its products. As add_shares(), for half of a chunk's dq.
-  __device__ __forceinline__ void take_turns() const {
+  // What that asks two warps, as add_shares() for half of a chunk's dq: one waits for the blocks of keys before this one and lets the group add;
+  // the other counts on when the additions have arrived, which takes 1500 cycles, and in the group itself a fence that would hold up its
+  // products. No barrier gets ahead of a warp that waits for it: a chunk may be added when the second warp has seen the one before.
+  __device__ __forceinline__ void await_turns() const {
     wait_for_previous();
+    each_chunk([&](int n, int32_t *turn, int chunk) {
+      const int place = this->place_in_order(chunk);
+      while (a_.ordered && load_relaxed(turn) != place) {
+      }
+      if (n > 0) barrier_wait(seen(), (n - 1) & 1);
+      barrier_arrive_if(lane_ == 0, may_add());
+    });
+  }
+  __device__ __forceinline__ void pass_turns() const {
+    each_chunk([&](int n, int32_t *turn, int) {
+      barrier_wait(added(), n & 1);
+      barrier_arrive_if(lane_ == 0, seen());
+      if (a_.ordered && lane_ == 0) count_released(turn);
+      __syncwarp();
+    });
+  }
+  // Calls f(n, turn, chunk) for every chunk of the walk.
+  template <typename F>
+  __device__ __forceinline__ void each_chunk(F f) const {
     int n = 0;
     for (int g = 0; g < static_cast<int>(p_.group); ++g) {
       const int first = chunks_at(b().head_k * static_cast<int>(p_.group) + g);
-      for (int chunk = b().end - 1; chunk >= b().begin; --chunk, ++n) {
-        int32_t *turn = a_.turn + (first + chunk) * C::kShares + rank_;
-        const int place = this->place_in_order(chunk);
-        while (a_.ordered && load_relaxed(turn) != place) {
-        }
-        barrier_arrive_if(lane_ == 0, may_add());
-        barrier_wait(added(), n & 1);
-        if (a_.ordered && lane_ == 0) count_released(turn);
-        __syncwarp();
-      }
+      for (int chunk = b().end - 1; chunk >= b().begin; --chunk, ++n)
+        f(n, a_.turn + (first + chunk) * C::kShares + rank_, chunk);
     }
   }
 

@@ -30,7 +30,9 @@ struct BackwardShape {
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   constexpr int32_t block_keys() const { return keys() / blocks(); }
   // Of a warp's share of the sum for dq, which it holds in registers.
-  constexpr int32_t dq_columns() const { return head_dim % 128 == 0 || design == Design::alone ? 64 : head_dim / 2; }
+  constexpr int32_t dq_columns() const {
+    return design == Design::alone ? head_dim * (rows / 64) / groups : head_dim % 128 == 0 ? 64 : head_dim / 2;
+  }
   constexpr int32_t shared_bytes() const {
     const int32_t slab = 64 * 2, slabs = (head_dim + 63) / 64, slabs_v = (head_dim_v + 63) / 64;
     const int32_t chunks = rows * (stages * slabs + dout_stages * slabs_v) * slab,
@@ -40,7 +42,7 @@ struct BackwardShape {
       // barriers | flags | what the block works on
       const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
       const int32_t handed = design == Design::values ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (design == Design::values && !ordered ? 9 : 11) + 2 * (stages + dout_stages);
+      const int32_t barriers = (design != Design::values ? 11 : ordered ? 12 : 9) + 2 * (stages + dout_stages);
       return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
              (barriers + 1) / 2 * 16 + 16 + 64;
     }
@@ -56,6 +58,7 @@ struct BackwardShape {
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
   X(d64, 64, 64, 2, 128, 2, 2, Design::alone, true, false)         \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::alone, true, false)          \
   X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)       \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)  \
   X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)      \

@@ -34,7 +34,7 @@ struct PairConfig {
   static constexpr int kHandedOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kHandedOffset + kHandedBytes;
   static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
                        kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
-  static constexpr int kHanded = kHandsP && !kOrdered ? 3 : 5, kBarriers = 6 + kHanded + 2 * (kStages + kDoutStages);
+  static constexpr int kHanded = !kHandsP ? 5 : kOrdered ? 6 : 3, kBarriers = 6 + kHanded + 2 * (kStages + kDoutStages);
   static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kBlockOffset = kFlagOffset + 16;
   static constexpr int kSharedBytes = kBlockOffset + 64;
   static_assert(kRows == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kBlockOffset % 16 == 0);
