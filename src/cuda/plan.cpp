@@ -147,18 +147,21 @@ int32_t section_of_keys(const Problem &p, const Device &device, int64_t heads, i
 // Under a causal mask a section begins with its longest walks, and after those of the last one there have to be some tiles a block of threads
 // left, or most of the device waits for them; but their keys shall lie in the L2 cache. Other sections are as small as the end of the launch
 // allows: when all tiles of a head are worked on at once, memory is read at an even pace. Blocks of one warpgroup do better with long ones.
+// Tiles of packed sequences are found on the device, a sequence at a time (sm90/tile.cuh): their sections are of heads of one.
 void set_sections(const ForwardProblem &p, const Device &device, const sm90::ForwardShape &shape, ForwardPlan &plan) {
   constexpr int64_t kTiles = 2, kFewRowBlocks = 4;
   const bool causal = !Diagonal<int32_t>::Limits(p.band).unlimited_right();
   plan.heads_per_section = section_of(p, device, p.heads_q, key_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1,
                                       /*l2_parts=*/4);
-  bool alone;  // a head is a section
-  if (causal) {
+  bool alone = false;  // a head is a section
+  const bool packed = p.q_lengths.cu != nullptr;
+  if (packed) plan.heads_per_section = static_cast<int32_t>(ceil_div(p.heads_q, ceil_div(p.heads_q, plan.heads_per_section)));
+  if (causal && !packed) {
     const int64_t wanted = ceil_div(kTiles * plan.blocks, std::max<int64_t>(plan.row_blocks * p.heads_q, 1)),
                   fit = device.l2_bytes / 2 / std::max<int64_t>(key_bytes(p) * p.heads_k, 1), batch = std::min(wanted, fit);
     if (batch * p.heads_q > plan.heads_per_section && batch < p.batch) plan.last_batch = static_cast<int32_t>(batch);
     alone = plan.last_batch > 0 && shape.groups > 1;
-  } else {
+  } else if (!causal) {
     // Tiles that rows do not fill are the ones to end with.
     alone = plan.row_blocks <= kFewRowBlocks || p.q_lengths.max_len % shape.rows() == 0;
   }

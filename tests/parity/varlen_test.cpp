@@ -114,6 +114,37 @@ TEST_P(Varlen, ManyShortSequences) {
   EXPECT_TRUE(check(backend(), c));
 }
 
+// Sequences of many blocks of rows beside shorter ones and none, more of them than a warp has lanes; slots longer than what is used, and
+// than the longest sequence in use.
+TEST_P(Varlen, BlocksOfRowsThatAreNotThere) {
+  for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL}) {
+      Case c = base("blocks");
+      c.dtype = FA_BFLOAT16;
+      c.batch = 37;
+      c.heads_q = 2;
+      c.heads_k = 1;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.backward = 0;
+      c.mask = mask;
+      c.q.packed = c.k.packed = 1;
+      c.q.slots.assign(static_cast<size_t>(c.batch), 0);
+      for (size_t b = 0; b < c.q.slots.size(); b += 4) c.q.slots[b] = static_cast<int64_t>(b % 3 * 70);
+      c.q.slots[2] = 530;
+      c.q.slots[33] = 400;
+      c.k.slots = c.q.slots;
+      c.q.max_slack = c.k.max_slack = 700;
+      if (head_dim == 128) {
+        c.q.used = c.q.slots;
+        for (int64_t &rows : c.q.used) rows -= rows / 5;
+        c.q.max_of_used = 1;
+        c.q.max_slack = 0;
+      }
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
 class Paged : public EveryBackend {};
 
 TEST_P(Paged, PageSizes) {

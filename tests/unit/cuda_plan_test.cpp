@@ -589,6 +589,28 @@ TEST(CudaPlan, HopperLaunchesEndWithALongSection) {
   EXPECT_EQ(last_batch(16384, true), 0) << "there is one sequence";
 }
 
+// Tiles of packed sequences are found on the device, a sequence at a time: a section is heads of one, and all are about as large.
+TEST(CudaPlan, SectionsOfPackedSequencesLieWithinOne) {
+  for (const int64_t heads : {1, 3, 16, 32}) {
+    for (const int64_t seqlen : {300, 2047, 16384}) {
+      for (const bool causal : {false, true}) {
+        Problem p = problem(seqlen, seqlen, 128);
+        const int32_t cu[2] = {};
+        p.q_lengths.cu = p.k_lengths.cu = cu;
+        p.q_lengths.total = p.k_lengths.total = 64 * 1024;
+        p.batch = 64;
+        p.heads_q = p.heads_k = heads;
+        p.group = 1;
+        if (causal) p.band.right = 0;
+        const ForwardPlan plan = forward_plan(p, h200());
+        EXPECT_EQ(plan.family, Family::sm90);
+        EXPECT_EQ(plan.last_batch, 0);
+        EXPECT_TRUE(plan.heads_per_section >= 1 && plan.heads_per_section <= heads) << plan.heads_per_section;
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
   for (const int32_t last_batch : {0, 1, 2, 4}) {
     for (const int32_t section : {1, 4, 7, 15}) {

@@ -76,7 +76,7 @@ class Forward : private ForwardRows<C> {
   using Block::exponentials, Block::find_seen, Block::finish_sums, Block::mask_scores, Block::mend, Block::raise_late,
       Block::round_weights;
   using Block::fetch, Block::fetch_queries, Block::init_barriers, Block::plan, Block::plan_first;
-  using Block::group_, Block::lane_, Block::p_, Block::warp_;
+  using Block::group_, Block::lane_, Block::p_, Block::shared_, Block::warp_;
   using Block::k_empty, Block::k_full, Block::k_tile, Block::q_empty, Block::q_full, Block::q_tile, Block::v_empty,
       Block::v_full, Block::v_tile;
   using Block::out_, Block::out_max_, Block::s_, Block::sum_, Block::max_, Block::weights_;
@@ -88,9 +88,20 @@ class Forward : private ForwardRows<C> {
   // Products
   // ------------------------------------------------------------------------------------------------------------------
 
+  // Of an operand that would lie at address 0, the one at place n of a ring (and part m of it). One addition stands between the place and
+  // the product, not an address and what makes a descriptor of it.
+  __device__ __forceinline__ uint64_t operand(uint64_t at_zero, int offset, int n, int bytes, int m = 0,
+                                              int part_bytes = 0) const {
+    const int moved = (offset >> 4) + n * (bytes >> 4) + m * (part_bytes >> 4);
+    return (at_zero & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(at_zero) + (shared_ >> 4) + static_cast<uint32_t>(moved));
+  }
+
   // S = Q K^T of the next chunk of K, started.
   __device__ __forceinline__ void start_scores() {
-    const uint64_t q = rows_operand(q_tile(q_.at()) + group_ * C::kQGroupBytes), k = rows_operand(k_tile(k_.at()));
+    constexpr bool kShort = C::kFp8 || (C::kScored && !kRoomy);  // of registers: descriptors of Q would be kept in them
+    const uint64_t q = kShort ? rows_operand(q_tile(q_.at()) + group_ * C::kQGroupBytes)
+                              : operand(uniform_rows_operand(0), 0, q_.at(), C::kQBytes, group_, C::kQGroupBytes),
+                   k = operand(uniform_rows_operand(0), C::kQStages * C::kQBytes, k_.at(), C::kKBytes);
 #pragma unroll
     for (int d = 0; d < C::kD / C::kStepColumns; ++d) {
       Product<Element, kKeys>::rows_rows(s_, advance_operand(q, d / 4 * 64 * 128 + d % 4 * 32),
@@ -101,7 +112,8 @@ class Forward : private ForwardRows<C> {
 
   // out += P V of the next chunk of V, started; the first one of a tile overwrites.
   __device__ __forceinline__ void start_out(bool first) {
-    const uint64_t v = C::kFp8 ? rows_operand(v_tile(v_.at())) : columns_operand<kKeys>(v_tile(v_.at()));
+    const uint64_t v = operand(C::kFp8 ? uniform_rows_operand(0) : uniform_columns_operand<kKeys>(0),
+                               C::kQStages * C::kQBytes + C::kStages * C::kKBytes, v_.at(), C::kVBytes);
 #pragma unroll
     for (int n = 0; n < Block::kSteps; ++n) {
       if constexpr (C::kFp8) {
@@ -151,15 +163,21 @@ class Forward : private ForwardRows<C> {
       for (int n = 0; n < begin; ++n) skip_keys();
       step<true>(t, begin, edges, chunks, pending, only);
       int i = begin + 1;
-      const int head = edges > begin ? min(chunks, max(edges + 1, i + 1)) : i;  // without masks the bulk begins at once
+      const int head = Block::bulk_begin(t, begin, edges);
 #pragma unroll 1
       for (; i < head; ++i) step<false>(t, i, edges, chunks, true, i == begin + 1);
       if (kEarly && i < chunks) barrier_wait(k_full(k_.at()), k_.parity());
+      bool fresh = i == begin + 1, more = false;  // fp8: out begins anew; some of it has been put aside
 #pragma unroll 1
       for (; i < chunks; ++i) {
-        const bool anew = C::kFp8 && i > head && i % Block::kPartChunks == 0;  // out has been put aside
-        inner_step(t, i, i + 1 == chunks, i == begin + 1 || anew);
-        if (C::kFp8 && i + 1 < chunks && (i + 1) % Block::kPartChunks == 0) put_aside();
+        inner_step(t, i, i + 1 == chunks, C::kFp8 ? fresh : i == begin + 1);
+        if constexpr (C::kFp8) {
+          fresh = (i + 1) % Block::kPartChunks == 0 && i + 1 < chunks;
+          if (fresh) {
+            put_aside(more);
+            more = true;
+          }
+        }
       }
       finish_sums(tile(slot_.at()));
       pending = true;
@@ -334,7 +352,7 @@ class Forward : private ForwardRows<C> {
   __device__ __forceinline__ void complete_before() {
     const Tile &t = tile_before();
     if (edges_only_) mend(t);
-    if constexpr (C::kFp8) take_parts();
+    if constexpr (C::kFp8) take_parts(t);
     store_rows(t);
     __syncwarp();
     barrier_arrive_if(lane_ == 0, tile_empty((slot_.at() + C::kTileSlots - 1) % C::kTileSlots));

@@ -52,6 +52,9 @@ class ForwardBlock {
   using Element = typename C::Element;
   using Tile = sm90::Tile<C::kGroups>;
   static constexpr int kKeys = C::kChunk;
+  // Tiles past the end of a packed sequence are not handed out. Tiles of one warpgroup are over so soon that planning holds them up: it is
+  // left as short as it can be.
+  static constexpr bool kFindsTiles = C::kGroups > 1;
   static constexpr int kPlanningChunks = 3;  // to be fetched when the next tile is taken: planning it takes their time
 
   __device__ __forceinline__ ForwardBlock(const ForwardParams &params, char *shared)
@@ -119,7 +122,7 @@ class ForwardBlock {
   // ------------------------------------------------------------------------------------------------------------------
 
   // The first tile's description need not wait for barriers to be there.
-  __device__ __forceinline__ bool plan_first() const { return plan_tile(blockIdx.x, tile(0)); }
+  __device__ __forceinline__ bool plan_first() { return plan_tile(blockIdx.x, tile(0)); }
   // A tile is taken from the counter when most of the one before has been fetched, no sooner: what a block has taken nobody else can do,
   // and at the end of the launch all would wait for it. `any`: the first one is worth doing.
   __device__ __forceinline__ void plan(bool any) {
@@ -140,6 +143,7 @@ class ForwardBlock {
       if (index < a_.tiles) {
         barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
         any = plan_tile(index, tile(slot.at()));
+        if (kFindsTiles && !any) break;
       }
     }
     barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
@@ -185,8 +189,16 @@ class ForwardBlock {
   }
 
  private:
-  __device__ __forceinline__ bool plan_tile(int index, Tile &t) const {
-    return sm90::plan_tile<C::kGroups, kKeys, C::kScored, C::kFp8>(a_, index, lane_, t);
+  // Whether there is something to do. With kFindsTiles nothing else comes behind a tile with which there is not.
+  __device__ __forceinline__ bool plan_tile(int index, Tile &t) {
+    BlockOrder::Place place;
+    if (!kFindsTiles || p_.q_lengths.cu == nullptr) {
+      place = a_.order.at(index);
+    } else if (!packed_.find(a_, index, lane_, place)) {
+      return false;
+    }
+    const bool any = sm90::plan_tile<C::kGroups, kKeys, C::kScored, C::kFp8>(a_, place, lane_, t);
+    return kFindsTiles || any;
   }
   // Where Q has one place it is asked for late: from memory to the L2 cache it comes as soon as the tile is known.
   __device__ __forceinline__ void prefetch_q(const Tile &t) const {
@@ -260,6 +272,9 @@ class ForwardBlock {
   Tile *const tiles_;
   const uint32_t shared_;
   const int lane_, warp_;  // warp_ within the group
+
+ private:
+  PackedTiles<C::kRows> packed_;  // the planning warp's
 };
 
 }  // namespace fa::cuda::sm90

@@ -385,45 +385,58 @@ class ForwardRows : public ForwardBlock<C> {
   // ------------------------------------------------------------------------------------------------------------------
 
   // The chip keeps 14 bits of a sum of fp8 products and cuts off the rest, so a long sum of one sign loses much. Every kPartChunks chunks
-  // out is added in fp32 to what was put aside before, and begins anew. It lies where its rows will leave from, in bf16, eight numbers a
-  // lane and piece; a warp has room of its own.
+  // out is added to what was put aside before, two numbers an instruction, and begins anew. It lies where its rows will leave from, in
+  // bf16, eight numbers a lane and piece; a warp has room of its own.
   static constexpr int kPartChunks = 1536 / kKeys;
   __device__ __forceinline__ uint32_t aside(int piece) const {
     static_assert(!C::kFp8 || C::kOutSlabs * 64 >= C::kDv);
     return this->out_tile(group_) + piece / 4 * 64 * 128 + warp_ * 16 * 128 + piece % 4 * 512 + lane_ * 16;
   }
-  // Of out: `factor` times what is there.
-  __device__ __forceinline__ void add_aside(int piece, const float (&factor)[2]) {
-    const uint4 x = ld_shared_16(aside(piece));
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      float *out = out_ + 8 * piece + 2 * n;
-      out[0] = fmaf(__uint_as_float(words[n] << 16), factor[n & 1], out[0]);
-      out[1] = fmaf(__uint_as_float(words[n] & 0xFFFF0000u), factor[n & 1], out[1]);
-    }
+  // The first chunk of a tile's bulk, in the order of work. Without masks that is its second one.
+  static __device__ __forceinline__ int bulk_begin(const Tile &t, int begin, int edges) {
+    return edges > begin ? min(t.chunks, max(edges + 1, begin + 2)) : begin + 1;
   }
-  __device__ __forceinline__ void put_aside() {
+  // How often out of a tile is put aside.
+  __device__ __forceinline__ int parts_of(const Tile &t) const {
+    return (t.chunks - 1) / kPartChunks - bulk_begin(t, t.begin[group_], t.edges[group_]) / kPartChunks;
+  }
+  // `more`: something has been put aside before.
+  __device__ __forceinline__ void put_aside(bool more) {
     if (lane_ == 0) copies_wait_read();  // the rows of the tile before
     __syncwarp();
-    const float factor[2] = {exp2_approx(aside_max_[0] - max_[0]), exp2_approx(aside_max_[1] - max_[1])};
+    const auto both = [](float x) { return pack2<__nv_bfloat16>(x, x); };
+    const uint32_t factor[2] = {both(exp2_approx(aside_max_[0] - max_[0])), both(exp2_approx(aside_max_[1] - max_[1]))};
 #pragma unroll
     for (int piece = 0; piece < C::kDv / 16; ++piece) {
-      if (parts_) add_aside(piece, factor);
       const float *out = out_ + 8 * piece;
-      st_shared_16(aside(piece), pack2<__nv_bfloat16>(out[0], out[1]), pack2<__nv_bfloat16>(out[2], out[3]),
-                   pack2<__nv_bfloat16>(out[4], out[5]), pack2<__nv_bfloat16>(out[6], out[7]));
+      uint32_t x[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) x[n] = pack2<__nv_bfloat16>(out[2 * n], out[2 * n + 1]);
+      if (more) {
+        const uint4 before = ld_shared_16(aside(piece));
+        const uint32_t words[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) asm("fma.rn.bf16x2 %0, %1, %2, %0;\n" : "+r"(x[n]) : "r"(words[n]), "r"(factor[n & 1]));
+      }
+      st_shared_16(aside(piece), x[0], x[1], x[2], x[3]);
     }
-    parts_ = true;
     aside_max_[0] = max_[0];
     aside_max_[1] = max_[1];
   }
   // The tile has all its out: with the parts of it.
-  __device__ __forceinline__ void take_parts() {
-    if (!parts_) return;
+  __device__ __forceinline__ void take_parts(const Tile &t) {
+    if (parts_of(t) <= 0) return;
 #pragma unroll
-    for (int piece = 0; piece < C::kDv / 16; ++piece) add_aside(piece, aside_max_);  // made a factor by finish_sums
-    parts_ = false;
+    for (int piece = 0; piece < C::kDv / 16; ++piece) {
+      const uint4 x = ld_shared_16(aside(piece));
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float *out = out_ + 8 * piece + 2 * n;
+        out[0] = fmaf(__uint_as_float(words[n] << 16), aside_max_[n & 1], out[0]);  // made a factor by finish_sums
+        out[1] = fmaf(__uint_as_float(words[n] & 0xFFFF0000u), aside_max_[n & 1], out[1]);
+      }
+    }
   }
 
   // Sixteen bytes a lane: the four lanes that share a row exchange the pieces of four column blocks.
@@ -499,9 +512,8 @@ class ForwardRows : public ForwardBlock<C> {
   uint32_t weights_[kSteps][4];
   float out_[C::kDv / 2];
   float max_[2], sum_[2], factor_[2], inverse_[2];
-  // fp8: of the tile; whether part of its out has been put aside, and relative to which maximum.
+  // fp8: of the tile; and the maximum that what was put aside is relative to.
   float scale_;
-  bool parts_ = false;
   float aside_max_[2] = {0.f, 0.f};
   float out_max_[2];  // the maximum that out is relative to; kept up to date as long as out may have to be mended
 };

@@ -45,14 +45,74 @@ __device__ __forceinline__ RangeOf<int32_t> chunks_within(const RangeOf<int32_t>
   return {(keys.begin + kChunk - 1) / kChunk, keys.end / kChunk};
 }
 
-// Writes tile `index` to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had. False, for all
-// lanes, if there is nothing to do: the tile lies past the end of a packed sequence.
+// If rows do not fill the last tile, under a causal mask it is the first one that lacks groups: its walk is the shortest. So many rows
+// lie before the sequence.
+template <int kRows>
+__device__ __forceinline__ int lacking_rows(const ForwardParams &a, int seqlen_q) {
+  return a.order.last_rows_first() ? ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64 : 0;
+}
+
+// Tiles of packed sequences in the order of work: sequence after sequence, each as TileOrder has a batch of one. The host counts tiles as
+// if all sequences were as long as the longest; to pass over what is not there, one number at a time, would take as long as tiles do. So
+// lane l of a warp knows sequence `first + l`, and as numbers only grow, each 32 sequences are looked at once.
+template <int kRows>
+struct PackedTiles {
+  int first = -32, before = 0;  // tiles before these sequences
+  int blocks = 0, end = 0;      // of this lane's one: blocks of rows, and the tiles of these sequences up to its last
+
+  // x of the lane n below, or 0. Comparisons of lanes would take predicates that the rest of the kernel is short of.
+  static __device__ __forceinline__ int below(int x, int n) {
+    int y;
+    asm volatile(
+        "{\n.reg .pred there;\n"
+        "shfl.sync.up.b32 %0|there, %1, %2, 0, -1;\n"
+        "selp.b32 %0, %0, 0, there;\n}\n"
+        : "=r"(y)
+        : "r"(x), "r"(n));
+    return y;
+  }
+
+  // Tile `index`, no smaller than the one asked for last. False if there is none.
+  __device__ __forceinline__ bool find(const ForwardParams &a, int index, int lane, BlockOrder::Place &place) {
+    const int heads = static_cast<int>(a.order.sections.heads.value);
+    while (true) {
+      const int count = __shfl_sync(~0u, end, 31);
+      if (index < before + count) break;
+      before += count;
+      first += 32;
+      if (first >= a.problem.batch) return false;
+      blocks = 0;
+      if (first + lane < a.problem.batch) {
+        const Sequence q = sequence_of(a.problem.q_lengths, first + lane);
+        const auto rows = static_cast<int>(q.slot) + lacking_rows<kRows>(a, static_cast<int>(q.len));
+        blocks = min((rows + kRows - 1) / kRows, a.order.row_blocks());
+      }
+      end = blocks * heads;
+#pragma unroll
+      for (int n = 1; n < 32; n *= 2) end += below(end, n);
+    }
+    index -= before;
+    const int source = __ffs(static_cast<int>(__ballot_sync(~0u, index < end))) - 1;
+    const int row_blocks = __shfl_sync(~0u, blocks, source);
+    index -= __shfl_sync(~0u, end, source) - row_blocks * heads;
+    const int section_heads = static_cast<int>(a.order.sections.section_heads.value),
+              section = index / (section_heads * row_blocks);
+    index -= section * section_heads * row_blocks;
+    const int heads_here = min(section_heads, heads - section * section_heads), row_block = index / heads_here;
+    place.batch = first + source;
+    place.head = section * section_heads + index - row_block * heads_here;
+    place.row_block = a.order.last_rows_first() ? row_blocks - 1 - row_block : row_block;
+    return true;
+  }
+};
+
+// Writes a tile to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had. False, for all lanes, if
+// there is nothing to do: the tile lies past the end of a packed sequence.
 template <int kGroups, int kChunk, bool kScored, bool kFp8>
-__device__ __forceinline__ bool plan_tile(const ForwardParams &a, int index, int lane, Tile<kGroups> &t) {
+__device__ __forceinline__ bool plan_tile(const ForwardParams &a, const BlockOrder::Place &place, int lane, Tile<kGroups> &t) {
   using Keys = RangeOf<int32_t>;
   constexpr int kRows = kGroups * 64;
   const Problem &p = a.problem;
-  const BlockOrder::Place place = a.order.at(index);
   if constexpr (kScored) {
     float slope = 0.f;
     if (p.alibi_slopes != nullptr)
@@ -64,10 +124,7 @@ __device__ __forceinline__ bool plan_tile(const ForwardParams &a, int index, int
   {
     const Sequence q = sequence_of(p.q_lengths, place.batch);
     seqlen_q = static_cast<int>(q.len);
-    // If rows do not fill the last tile, under a causal mask it is the first one that lacks groups: its walk is the shortest. Its row0 is
-    // negative then.
-    row0 = place.row_block * kRows;
-    if (a.order.last_rows_first()) row0 -= ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64;
+    row0 = place.row_block * kRows - lacking_rows<kRows>(a, seqlen_q);
     // The last tile also owns what the slot holds beyond the grid.
     const auto unused_end =
         static_cast<int>(place.row_block == a.order.row_blocks() - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
