@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import List, Tuple
 
 TOKENS = 16384  # batch * seqlen of the grid
@@ -27,6 +28,7 @@ class Case:
     option: str = ""  # one of OPTIONS: what general-score kernels are for
     deterministic: bool = False
     lengths: Tuple[int, ...] = ()  # packed sequences; batch is 1 then and seqlen_q the longest
+    seed: int = 0  # of lengths that are random: the row is also compared with that of as many equal ones
     graph: bool = False  # replayed from a CUDA graph, so that host time does not count
     arch: int = 0  # 80: with kernels for sm_80 alone
     page: int = 0  # keys lie in pages of so many
@@ -41,7 +43,8 @@ class Case:
         dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
         words = [self.direction, dims, "causal" if self.causal else "full"]
         if self.lengths:
-            words.append(f"packed{len(self.lengths)}x<={self.seqlen_q}")
+            words.append(f"packed{len(self.lengths)}x{'<=' if min(self.lengths) < self.seqlen_q else ''}{self.seqlen_q}")
+            words += [f"seed{self.seed}"] if self.seed else []
         elif self.seqlen_q != self.seqlen_k:
             words.append(f"B{self.batch} S{self.seqlen_q}x{self.seqlen_k}")
         else:
@@ -154,12 +157,30 @@ def decode(quick: bool) -> List[Case]:
                    paged(64, 8192, head_dim=64, heads=32, option="e4m3")]
 
 
+def random_lengths(seed: int, count: int = 64, mean: int = 1024) -> Tuple[int, ...]:
+    """From 1 to 2 mean - 1, each as likely as any other, then moved until they add up to count * mean."""
+    source = random.Random(seed)
+    lengths = [source.randint(1, 2 * mean - 1) for _ in range(count)]
+    while (missing := count * mean - sum(lengths)) != 0:
+        n = source.randrange(count)
+        lengths[n] = min(max(lengths[n] + min(max(missing, -64), 64), 1), 2 * mean - 1)
+    return tuple(lengths)
+
+
 def varlen(quick: bool) -> List[Case]:
     lengths = tuple(64 * (1 + 37 * n % 31) for n in range(32))  # 64 to 1984 rows, no two neighbours alike
-    return [
-        Case("varlen", direction, d, True, max(lengths), max(lengths), 1, WIDTH // d, WIDTH // d, lengths=lengths)
-        for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128))
-    ]
+    dims = (128,) if quick else (64, 128)
+
+    def packed(direction, d, causal, lengths, **more):
+        return Case("varlen", direction, d, causal, max(lengths), max(lengths), 1, WIDTH // d, WIDTH // d, lengths=lengths, **more)
+
+    rows = [packed(direction, d, True, lengths) for direction in ("forward", "backward") for d in dims]
+    # As many tokens in sequences of one length and of random ones: the ratio of their TFLOP/s is what uneven lengths cost.
+    for d in dims:
+        for causal in (False, True):
+            rows.append(packed("forward", d, causal, (1024,) * 64))
+            rows += [packed("forward", d, causal, random_lengths(seed), seed=seed) for seed in ((1,) if quick else (1, 2, 3))]
+    return rows
 
 
 def fp8(quick: bool) -> List[Case]:

@@ -54,6 +54,22 @@ def geomeans(rows):
     }
 
 
+def unevenness(rows):
+    """Lines that compare packed sequences of random lengths with those of one length."""
+    lines = []
+    for row in rows:
+        if row.get("seed"):
+            lengths, tokens = row["lengths"], sum(row["lengths"])
+            equal = next((other for other in rows if other["section"] == row["section"] and not other.get("seed") and
+                          other["direction"] == row["direction"] and other["head_dim"] == row["head_dim"] and
+                          other["causal"] == row["causal"] and len(other.get("lengths", ())) == len(lengths) and
+                          sum(other["lengths"]) == tokens and len(set(other["lengths"])) == 1), None)
+            if equal is not None:
+                ratio = row["tflops"]["ours"] / equal["tflops"]["ours"]
+                lines.append(f"  {row['name']:44s} {ratio:.3f} of the TFLOP/s of {equal['name']}")
+    return lines
+
+
 def cell(value, form="{:.2f}"):
     return "-" if value is None else form.format(value)
 
@@ -91,6 +107,9 @@ def summary(rows, host):
         text = ", ".join(f"{name} {mean:.3f} ({least:.2f}, {count})" for name, (mean, least, count) in sorted(ratios.items()))
         words = [section] + ([direction] if direction != section else []) + ([part] if part else [])
         lines.append(f"  {' '.join(words):30s} {text}")
+    uneven = unevenness(rows)
+    if uneven:
+        lines += ["random lengths against as many equal ones", *uneven]
     if host:
         lines.append("host time of one call, us: " + ", ".join(f"{name} {us:.2f}" for name, us in host.items()))
     return "\n".join(lines)
