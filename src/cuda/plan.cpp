@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cmath>
 #include <sstream>
 
 #include "cuda/common/operand.h"
@@ -374,10 +375,15 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  // A block of threads adds up a part in the time of two tiles.
-  const int64_t most_parts = std::max<int64_t>(1024 / std::min<int64_t>(rows, shape.rows()), 16);
-  cut_line({items, steps, device.multiprocessors, std::min<int64_t>(shape.most_parts(), items * most_parts), 2, 1, 5,
-            kMostPieces, shape.rows(), shape.head_dim_v},
+  // A part of all rows costs the block that adds it as much as two tiles. Many are added in two levels, 2 sqrt(parts) of them one after
+  // another: steps / parts + 2 cost sqrt(parts) is least where parts is (steps / cost)^(2/3). And where memory is the limit a few blocks
+  // fewer do no harm: then items are cut into the same number of shares each, and a block works on one item.
+  const double cost = static_cast<double>(std::min<int64_t>(rows, shape.rows())) / 32,
+               root = std::cbrt(static_cast<double>(steps) / cost);
+  const int64_t most_parts = std::max<int64_t>(std::lround(root * root), 1), even = device.multiprocessors / items * items,
+                room = 16 * even >= 15 * device.multiprocessors ? even : device.multiprocessors;
+  cut_line({items, steps, room, std::min<int64_t>(shape.most_parts(), items * most_parts), 2, 1, 5, kMostPieces, shape.rows(),
+            shape.head_dim_v},
            p, plan);
   // A block for every piece: one that waits for others must have started after them.
   if (plan.pieces > 0) plan.blocks = items * plan.pieces;

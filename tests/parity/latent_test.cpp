@@ -111,6 +111,19 @@ TEST_P(Latent, AnyNumberOfSplits) {
   }
 }
 
+// So many parts that they are added up in two levels.
+TEST_P(Latent, ManyParts) {
+  for (const auto &[keys, heads] : {std::pair{3600, 40}, {14000, 2}}) {
+    Case c = base("latent: many parts");
+    c.batch = 1;
+    c.heads_q = heads;
+    c.q.seqlen = 1;
+    c.k.seqlen = keys;
+    c.k.used = {keys - 3};
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 TEST_P(Latent, LargeLogits) {
   Case c = base("latent: large logits");
   c.magnitude = 300;

@@ -85,7 +85,7 @@ TEST(CudaPlan, LatentCaches) {
   EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
 }
 
-// Every share has room for a part, and few heads are cut into no more parts than one block of threads adds up in time.
+// Every share has room for a part, and few heads are cut into no more parts than are added up in time.
 TEST(CudaPlan, LatentWorkspace) {
   for (const int64_t heads : {16, 64, 128}) {
     for (const int64_t batch : {1, 64}) {
@@ -95,6 +95,9 @@ TEST(CudaPlan, LatentWorkspace) {
       EXPECT_EQ(plan.row_blocks, (heads + 63) / 64);
       EXPECT_LE(plan.ranges, h200().multiprocessors);
       EXPECT_LE(plan.ranges, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
+      if (batch == 64) {
+        EXPECT_EQ(plan.ranges, 128) << "shares that do not cross items";
+      }
       EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.ranges * 64) * (512 + 2) * 4);
       p.batch_invariant = true;
       const ForwardPlan pieces = forward_plan(p, h200());

@@ -11,11 +11,6 @@ namespace fa::cuda::latent {
 
 using decode::Keys;
 
-// A named barrier (ptx.cuh) that others wait at.
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // A piece of work: a block of rows and some of the keys it sees. Worked out by one warp, for all others in shared memory.
 struct Plan {
   int64_t q_start;  // as Sequence
@@ -27,25 +22,31 @@ struct Plan {
   int tile, end_tile;  // of keys
   Keys interior;       // that all tokens of the block see
   bool several;        // tokens
-  // The block's other pieces: this one is left as a part, or the last one, to which `parts` parts from `first_part` on are added.
+  // Left as a part, in `slot`, which is counted at `counter`; or the item's end. Before that `parts` parts are added to it, which are there
+  // when the counter `awaited` says so: the last of every `part_step` slots from `first_part` on, and the one before this piece's.
   bool part;
-  int first_part, parts;
-  int counter, slot;  // of the block of rows; of the part
+  int slot, counter;
+  int parts, first_part, part_step, awaited;
 };
 
-template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_>
+template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_>
 struct Config {
   using Element = Element_;
-  static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_;
-  static constexpr int kRows = 64, kThreads = 384, kConsumers = 256;
+  static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kHeld = kHeld_;
+  // Two groups of four warps for values, one for scores, and the warps that fetch.
+  static constexpr int kRows = 64, kThreads = 512, kValueThreads = 256, kScoreThreads = 128, kFetchWarps = 4;
   static constexpr int kStep = kKeys;       // of the cut
-  static constexpr int kColumns = kDv / 2;  // of out, of a warpgroup
+  static constexpr int kColumns = kDv / 2;  // of out, of a group
   // Tiles lie in groups of eight rows, [row / 8][slab of 64 columns][8][64]: whatever eight rows in a row are a page's, one copy fetches.
   static constexpr int kSlabs = kD / 64, kSlabBytes = 8 * 128, kGroupBytes = kSlabs * kSlabBytes;
-  static constexpr int kTileBytes = kRows / 8 * kGroupBytes;
-  static constexpr int kPlanBytes = 2 * (96 + 16);  // two plans with two barriers each
-  static constexpr int kSharedBytes = (1 + kStages) * kTileBytes + kRows * kKeys * 2 + kRows * 12 + kStages * 24 + kPlanBytes;
-  static_assert(kKeys == 64 && kStages == 2, "a pair of producer warps serves one place of the ring");
+  static constexpr int kTileBytes = kKeys / 8 * kGroupBytes, kHalfBytes = kTileBytes / 2;
+  static constexpr int kQSlabBytes = kRows * 128, kQBytes = (kSlabs - kHeld) * kQSlabBytes;
+  static constexpr int kPBytes = kRows * kKeys * 2;
+  static constexpr int kPartBytes = kRows * kDv * 4;
+  static constexpr int kBarriers = 4 * kStages + 7, kPlanBytes = 96;
+  static constexpr int kSharedBytes =
+      kStages * (kTileBytes + kPBytes) + kQBytes + kRows * (4 * kStages + 16) + kStages * 16 + kBarriers * 8 + 2 * kPlanBytes;
+  static_assert(kKeys == 64 && kStages == 2 && kFetchWarps == 2 * kStages, "a warp that fetches for every half of a place");
 };
 
 // A tile in groups of eight rows as an operand: its rows are the product's, or its columns are and rows are summed over.
@@ -67,21 +68,59 @@ class Block {
   static __device__ __forceinline__ int uniform_int(int x) { return static_cast<int>(uniform(x)); }
   __device__ __forceinline__ int group_heads() const { return static_cast<int>(a_.group.value); }
 
-  __device__ __forceinline__ uint32_t shared_q() const { return shared_; }
-  __device__ __forceinline__ uint32_t shared_tile(int place) const { return shared_ + (1 + place) * C::kTileBytes; }
-  __device__ __forceinline__ uint32_t shared_p() const { return shared_tile(C::kStages); }
-  __device__ __forceinline__ uint32_t shared_factor(int row) const { return shared_p() + C::kRows * C::kKeys * 2 + row * 4; }
-  // Maximum and sum of a row.
-  __device__ __forceinline__ uint32_t shared_sums(int row) const { return shared_factor(C::kRows) + row * 8; }
-  // Barriers: a place of the ring is full, half of its rows are free; a plan is there, is done.
-  __device__ __forceinline__ uint32_t full(int place) const { return shared_sums(C::kRows) + place * 8; }
-  __device__ __forceinline__ uint32_t free(int place, int half) const { return full(C::kStages + 2 * place + half); }
-  __device__ __forceinline__ uint32_t planned(int n) const { return free(C::kStages, n); }
-  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
-  __device__ __forceinline__ Plan &plan(int n) const {
-    static_assert(sizeof(Plan) <= 96);
-    return reinterpret_cast<Plan *>(memory_ + (done(2) - shared_))[n];
+  __device__ __forceinline__ uint32_t shared_tile(int place) const { return shared_ + place * C::kTileBytes; }
+  // Those columns of Q that are not in registers.
+  __device__ __forceinline__ uint32_t shared_q() const { return shared_tile(C::kStages); }
+  // P of the tile in that place.
+  __device__ __forceinline__ uint32_t shared_p(int place) const { return shared_q() + C::kQBytes + place * C::kPBytes; }
+  // What a row's out is multiplied by before its weights come.
+  __device__ __forceinline__ uint32_t shared_factor(int place, int row) const {
+    return shared_p(C::kStages) + (place * C::kRows + row) * 4;
   }
+  // What it is multiplied by before parts are added and at last, and where it goes.
+  __device__ __forceinline__ uint32_t shared_closing(int row) const { return shared_factor(C::kStages, 0) + row * 16; }
+  // A word a warp of the scores: whether P V is to be done key by key.
+  __device__ __forceinline__ uint32_t shared_care(int place) const { return shared_closing(C::kRows) + place * 16; }
+  // When all tiles are done with: maximum and sum of a part's row, behind room for a part of all rows.
+  __device__ __forceinline__ uint32_t shared_part_sums(int part, int row) const {
+    return shared_ + C::kPartBytes + (part * C::kRows + row) * 8;
+  }
+
+  // Barriers: a place of the ring is full, half of its rows are free; its weights are there; a piece's factors are there, are read; a plan is
+  // there, is done; warps of the scores meet.
+  __device__ __forceinline__ uint32_t full(int place) const { return shared_care(C::kStages) + place * 8; }
+  __device__ __forceinline__ uint32_t free(int place, int half) const { return full(C::kStages + 2 * place + half); }
+  __device__ __forceinline__ uint32_t weights(int place) const { return free(C::kStages, place); }
+  __device__ __forceinline__ uint32_t closed() const { return weights(C::kStages); }
+  __device__ __forceinline__ uint32_t taken() const { return closed() + 8; }
+  __device__ __forceinline__ uint32_t planned(int n) const { return closed() + 16 + n * 8; }
+  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
+  __device__ __forceinline__ uint32_t met() const { return done(2); }
+  __device__ __forceinline__ Plan &plan(int n) const {
+    static_assert(sizeof(Plan) <= C::kPlanBytes);
+    return reinterpret_cast<Plan *>(memory_ + (met() + 8 - shared_))[n];
+  }
+
+  // Of the rows of `plan`, for warp `warp` of a group whose accumulators hold all of them: row of elements 2 r and 2 r + 1.
+  __device__ __forceinline__ int row_of(int warp, int r) const { return warp * 16 + (opaque(lane_) >> 2) + 8 * r; }
+  __device__ __forceinline__ int token_of(const Plan &plan, int row) const { return a_.group.quotient(plan.row0 + row); }
+  __device__ __forceinline__ int head_of(const Plan &plan, int row) const {
+    return plan.head * group_heads() + a_.group.remainder(plan.row0 + row);
+  }
+  __device__ __forceinline__ void store_lse(const Plan &plan, int row, float lse) const {
+    if (p_.lse.data == nullptr) return;
+    p_.lse.data[plan.batch * p_.lse.batch_stride + head_of(plan, row) * p_.lse.head_stride +
+                (plan.q_start + token_of(plan, row)) * p_.lse.seq_stride] = lse;
+  }
+  __device__ __forceinline__ Element *out_at(const Plan &plan, int row) const {
+    return static_cast<Element *>(p_.out.data) + plan.batch * p_.out.batch_stride +
+           (plan.q_start + token_of(plan, row)) * p_.out.seq_stride + head_of(plan, row) * p_.out.head_stride;
+  }
+  // Where the part lies that is to be added as number `part`.
+  static __device__ __forceinline__ int part_slot(const Plan &plan, int part) {
+    return min(plan.first_part + (part + 1) * plan.part_step, plan.slot) - 1;
+  }
+  __device__ __forceinline__ float2 *part_sums(int slot) const { return a_.part_sums + int64_t{slot} * C::kRows; }
 
   const Params &a_;
   const Problem &p_;

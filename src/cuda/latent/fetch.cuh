@@ -30,14 +30,16 @@ class Producer : private Block<C> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    const int warp = uniform(threadIdx.x >> 5) & 3, place = warp >> 1;
+    const int warp = uniform(threadIdx.x >> 5) & 3;
+    const int place = warp >> 1;
     uint32_t count = 0, pieces = 0;  // tiles and pieces of the block so far
     Work<C> work(a_);
     each_piece(work, [&](int range) {
       if (warp == 0) write_plan(pieces++, work, range);
 #pragma unroll 1
       for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
-        if (static_cast<int>(count & 1) == place) fetch(tile, place, warp & 1, (count >> 1 & 1) ^ 1);
+        if (static_cast<int>(count & 1) == place)
+          fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
       }
     });
     if (warp == 0) {
@@ -58,6 +60,8 @@ class Producer : private Block<C> {
   using Base::p_;
   using Base::shared_tile;
   using Base::uniform_int;
+
+  static constexpr int kHalf = C::kKeys / 2;
 
   // f(range) for every piece of this block's range of work, which is set. The end of an item that earlier ranges have begun comes last: its
   // other parts are there by then, for those ranges work on them first.
@@ -114,11 +118,19 @@ class Producer : private Block<C> {
     end_tile_ = keys_.empty() ? tile_ : min(piece.first_step + piece.steps, (keys_.end + C::kKeys - 1) / C::kKeys);
   }
 
+  // Many parts are added up in two levels: each of so many by the last one's block, and those sums by the block that has the item's end.
+  static __device__ __forceinline__ int parts_together(int parts) {
+    return parts < 12 ? 1 : parts < 50 ? 6 : parts < 100 ? 9 : 12;
+  }
+
   // Until the place of piece n is free.
   __device__ __forceinline__ void await_plan(uint32_t n) const { barrier_wait(this->done(n & 1), (n >> 1 & 1) ^ 1); }
   __device__ __forceinline__ void write_plan(uint32_t n, const Work<C> &work, int range) const {
     await_plan(n);
-    const int first_range = work.range_of(piece_.begin);
+    // Of the item's pieces this is number `index`; `parts` come before the last one, which adds them, through sums of `group` of them.
+    const int first_range = work.range_of(piece_.begin), index = range - first_range,
+              parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_),
+              group = a_.pieces > 0 ? 1 : parts_together(parts);
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
       plan.q_start = q_start_;
@@ -134,10 +146,21 @@ class Producer : private Block<C> {
       plan.interior = interior_;
       plan.several = several_;
       plan.part = piece_.last != piece_.end;
-      plan.first_part = first_range;
-      plan.parts = piece_.first == piece_.begin ? 0 : range - first_range;
-      plan.counter = work.counter(piece_);
       plan.slot = range;
+      plan.counter = item_counter;
+      plan.parts = index % group;
+      plan.first_part = range - plan.parts;
+      plan.part_step = 1;
+      plan.awaited = range;
+      if (!plan.part) {
+        plan.parts = (index + group - 1) / group;
+        plan.first_part = range - index;
+        plan.part_step = group;
+        plan.awaited = item_counter;
+      } else if (index % group != group - 1 && index != parts - 1) {
+        plan.parts = 0;
+        plan.counter = min(range + group - 1 - index % group, range - index + parts - 1);
+      }
       barrier_arrive(this->planned(n & 1));
     }
     __syncwarp();
@@ -147,14 +170,13 @@ class Producer : private Block<C> {
   // Keys
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Two warps bring a tile to a place of the ring once that is free, each every second four rows or, by the copy engine, four of the eight
-  // groups of rows. Where rows are missing the engine does not do.
-  __device__ __forceinline__ void fetch(int tile, int place, int half, uint32_t free_parity) const {
-    const int key0 = tile * C::kKeys;
-    if (a_.copied && key0 >= keys_.begin && key0 + C::kKeys <= keys_.end) {
-      copy(tile, place, half, free_parity);
+  // A warp brings half a tile to its half of a place once that is free, in eight steps of four rows or, by the copy engine, in groups of
+  // eight. Where rows are missing the engine does not do.
+  __device__ __forceinline__ void fetch(int key0, int place, int half, uint32_t free_parity) const {
+    if (a_.copied && key0 >= keys_.begin && key0 + kHalf <= keys_.end) {
+      copy(key0, place, half, free_parity);
     } else {
-      gather(tile, place, half, free_parity);
+      gather(key0, place, half, free_parity);
     }
   }
 
@@ -169,26 +191,27 @@ class Producer : private Block<C> {
             table[piece_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride]};
   }
 
-  __device__ __forceinline__ void copy(int tile, int place, int half, uint32_t free_parity) const {
-    constexpr int kGroups = C::kKeys / 16;  // of a warp
-    const int group = half * kGroups + (lane_ & (kGroups - 1)), key = tile * C::kKeys + group * 8;
-    const Spot spot = spot_of(key);
+  __device__ __forceinline__ void copy(int key0, int place, int half, uint32_t free_parity) const {
+    constexpr int kGroups = kHalf / 8;
+    const int group = lane_ & (kGroups - 1);
+    const Spot spot = spot_of(key0 + group * 8);
     barrier_wait(free(place, half), free_parity);
     if (lane_ == 0) {
-      barrier_expect(full(place), kGroups * C::kGroupBytes);
+      barrier_expect(full(place), C::kHalfBytes);
     } else {
       barrier_arrive(full(place));
     }
     if (lane_ < kGroups) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-      load_rows_box(shared_tile(place) + group * C::kGroupBytes, &a_.k_map, full(place), spot.row, head_, spot.batch, policy);
+      load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place), spot.row, head_,
+                    spot.batch, policy);
     }
     __syncwarp();
   }
 
-  // By pieces of 16 bytes: one of the eight of every slab of eight rows.
-  __device__ __forceinline__ void gather(int tile, int place, int half, uint32_t free_parity) const {
-    constexpr int kMine = C::kRows / 8;
+  // By pieces of 16 bytes: one of the eight of every slab, of eight rows.
+  __device__ __forceinline__ void gather(int key0, int place, int half, uint32_t free_parity) const {
+    constexpr int kMine = kHalf / 4;
     const Element *k = static_cast<const Element *>(p_.k.data) + head_ * p_.k.head_stride;
     const int32_t *table = p_.page_table;
     if (table != nullptr) {
@@ -196,12 +219,12 @@ class Producer : private Block<C> {
     } else {
       k += piece_.batch * p_.k.batch_stride + k_start_ * p_.k.seq_stride;
     }
-    const int chunk = lane_ & 7, row = half * 4 + (lane_ >> 3), first = tile * C::kKeys + row;
+    const int chunk = lane_ & 7, row = lane_ >> 3, first = key0 + row;
     const Element *from[kMine];
     uint32_t exists = 0;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      const int key = first + i * 8;
+      const int key = first + i * 4;
       from[i] = k;
       if (key < keys_.begin || key >= keys_.end) continue;
       exists |= 1u << i;
@@ -215,16 +238,15 @@ class Producer : private Block<C> {
       from[i] += chunk * 8;
     }
     const int columns = static_cast<int>(p_.head_dim) - chunk * 8;
-    const uint32_t to = shared_tile(place) + row * 128 + ((chunk ^ row) << 4);
-    barrier_wait(free(place, 0), free_parity);
-    barrier_wait(free(place, 1), free_parity);
+    barrier_wait(free(place, half), free_parity);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      const int valid = exists >> i & 1 ? columns : 0;
+      const int valid = exists >> i & 1 ? columns : 0, in_group = row + i % 2 * 4;
+      const uint32_t to =
+          shared_tile(place) + half * C::kHalfBytes + i / 2 * C::kGroupBytes + in_group * 128 + ((chunk ^ in_group) << 4);
 #pragma unroll
       for (int slab = 0; slab < C::kSlabs; ++slab) {
-        cp_async_16(to + i * C::kGroupBytes + slab * C::kSlabBytes, slab * 64 < valid ? from[i] + slab * 64 : from[i],
-                    slab * 64 < valid ? 16 : 0);
+        cp_async_16(to + slab * C::kSlabBytes, slab * 64 < valid ? from[i] + slab * 64 : from[i], slab * 64 < valid ? 16 : 0);
       }
     }
     cp_async_commit();

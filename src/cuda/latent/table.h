@@ -13,22 +13,27 @@ struct Shape {
   int32_t head_dim_v;  // bucket of v, the first columns of k
   int32_t keys;        // of a tile
   int32_t stages;      // of the ring of tiles
+  int32_t held;        // slabs of 64 columns of Q in registers
 
   constexpr int32_t rows() const { return 64; }
-  constexpr int32_t threads() const { return 384; }
-  // Of an item, whose maxima and sums lie where Q was.
-  constexpr int32_t most_parts() const { return head_dim * 2 / 8; }
-  // Q, the ring, P, of every row a maximum, a sum and a factor, barriers, and plans of two pieces of work.
+  constexpr int32_t threads() const { return 512; }
+  constexpr int32_t tile_bytes() const { return keys * head_dim * 2; }
+  constexpr int32_t q_and_p_bytes() const { return rows() * (head_dim - 64 * held) * 2 + stages * rows() * keys * 2; }
+  // Of an item, whose maxima and sums lie where tiles, Q and P were, behind a part.
+  constexpr int32_t most_parts() const {
+    return (stages * tile_bytes() + q_and_p_bytes() - rows() * head_dim_v * 4) / (rows() * 8);
+  }
+  // The ring, Q, two P, of every row two factors and what closes it, barriers, and plans of two pieces of work.
   constexpr int32_t shared_bytes() const {
-    return (rows() + stages * keys) * head_dim * 2 + rows() * keys * 2 + rows() * 12 + stages * 24 + 224;
+    return stages * tile_bytes() + q_and_p_bytes() + rows() * (4 * stages + 16) + stages * 48 + 56 + 192;
   }
 };
 
-// X(name, head_dim, head_dim_v, keys, stages)
+// X(name, head_dim, head_dim_v, keys, stages, held)
 // The build looks for lines that begin with X(.
 // clang-format off
 #define FA_LATENT_TABLE(X) \
-  X(d576, 576, 512, 64, 2)
+  X(d576, 576, 512, 64, 2, 4)
 // clang-format on
 
 #define FA_LATENT_SHAPE(name, ...) {#name, __VA_ARGS__},
