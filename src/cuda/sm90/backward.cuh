@@ -12,10 +12,11 @@
 //       S is done: P^T = exp2(S^T - lse) under dP, rounded
 //       dP is done: dv += P^T dO starts, under it dS^T = P^T (dP^T - delta), rounded, to shared memory
 //       a first part of dk += dS^T Q starts; under it dS of the other 64 queries, if there are any
-//       dq = dS K, a half of the columns or of the queries a warpgroup, and the rest of dk start; under the latter dq goes to shared
-//       memory, from where the copy engine, on the word of a warp a group, adds it to the sum over blocks of keys
+//       dq = dS K of the chunk before, a half of the columns or of the queries a warpgroup, and the rest of dk start; under the latter
+//       dq goes to shared memory, from where the copy engine, on the word of a warp a group, adds it to the sum over blocks of keys
 //
-// P and dS enter dv and dk as left operands straight from registers. dq needs dS of both groups; with kLag it is that of the chunk before.
+// P and dS enter dv and dk as left operands straight from registers. dq needs dS of both groups: a chunk behind, neither waits for what the
+// other has just begun, and one's exponentials fall under the other's products.
 #pragma once
 
 #include "cuda/sm90/backward_block.cuh"
@@ -29,8 +30,8 @@ struct BackwardConfig {
   static constexpr bool kScored = kScored_;
   static constexpr int kThreads = (kGroups + 1) * 128, kKeys = kGroups * 64, kSlabs = (kD + 63) / 64;
   static constexpr int kConsumers = kGroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
-  static constexpr int kLag = kRows > 64 ? 1 : 0;     // chunks that dq is behind
   static constexpr bool kShuffledNumbers = !kScored;  // those for other scores would spill them
+  static constexpr bool kAdderFences = true;          // dq that lies in shared memory, not those that put it there
   static constexpr int kParts = kRows / 64;           // of a chunk: dP has registers for 64 queries
   static constexpr int kKBytes = kKeys * kSlabs * 128, kQBytes = kRows * kSlabs * 128;
   // dq of a chunk: 64 rows x kDqColumns a warpgroup, 16 rows a warp.
@@ -311,7 +312,7 @@ class Backward : BackwardBlock<C> {
       if (b().begin < b().end) {
         int chunk = b().end - 1;
         head_ = 0;
-        before_ = 0;
+        any_before_ = false;
         careful_before_ = false;
 #pragma unroll 1
         do {
@@ -324,7 +325,7 @@ class Backward : BackwardBlock<C> {
             chunk = b().end - 1;
             ++head_;
           }
-          before_ = min(before_ + 1, 1 + C::kLag);
+          any_before_ = true;
         } while (head_ < static_cast<int>(p_.group));
         finish_dq(n);
       }
@@ -339,17 +340,19 @@ class Backward : BackwardBlock<C> {
     }
   }
 
-  // The n-th chunk of all, all but its dq, and dq of the one before: so no group waits for what the other has just begun.
+  // The n-th chunk of all, all but its dq, and dq of the one before.
   __device__ __forceinline__ void step(uint32_t parity, int n, int chunk) {
-    const bool masked = chunk < b().inner_begin || chunk >= b().inner_end;
     barrier_wait(q_full(at_), parity);
-    barrier_wait(dout_full(at_), parity);
     Stats lse;
     if constexpr (kLseAhead) this->load_stats(lse, lse_row(at_));
     hold(s_);
     products_begin();
     start_scores<C::kRows, C::kKeyColumns>(s_, k_tile(), q_tile(at_));
-    hand_over_dq(before(chunk) > C::kLag);
+    const bool masked = chunk < b().inner_begin || chunk >= b().inner_end;
+    // For dq of the chunk before. By those who multiply dS: behind put_ds() the fence would wait for this warp's stores.
+    if (any_before_) await_ds(n - 1);
+    shared_fence_for_copies();
+    barrier_wait(dout_full(at_), parity);
     hold(dp_);
     products_begin();
     start_dp(masked ? C::kParts - 1 : 0);
@@ -380,7 +383,7 @@ class Backward : BackwardBlock<C> {
     if (careful) {
       multiply_carefully(chunk, n);
     } else {
-      multiply(n, chunk);
+      multiply(n);
     }
     careful_before_ = careful;
     __syncwarp();
@@ -396,9 +399,8 @@ class Backward : BackwardBlock<C> {
     hold(dp_);
   }
 
-  // From P and dP of the first part to dv, dk and dq. dk goes in steps of its own: under one of them the barrier waits for the other
-  // group's dS, under one dq leaves.
-  __device__ __forceinline__ void multiply(int n, int chunk) {
+  // From P and dP of the first part to dv and dk, and dq of the chunk before. dk goes in steps of its own: under the last dq leaves.
+  __device__ __forceinline__ void multiply(int n) {
     const uint32_t ds = ds_tile(buffer_);
     hold(p_weights_);
     hold(dv_);
@@ -406,7 +408,7 @@ class Backward : BackwardBlock<C> {
     start_gradient<0, C::kRows / 16>(dv_, p_weights_, dout_tile(at_), 0);
     derivatives(0);
     round(ds_weights_[0], dp_);
-    if constexpr (C::kLag > 0) barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
+    barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
     put_ds(ds, 0);
     if constexpr (C::kParts == 1) {
       hold(ds_weights_[0]);
@@ -427,11 +429,8 @@ class Backward : BackwardBlock<C> {
       put_ds(ds, 1);
       hold(ds_weights_[1]);
     }
-    await_ds(n - C::kLag);
-    if constexpr (C::kLag == 0)
-      shared_fence_for_copies();  // here, not behind put_ds(), it need not wait for this warp's stores
     products_begin();
-    start_dq(ds_tile(buffer_ ^ C::kLag));
+    start_dq(ds_tile(buffer_ ^ 1));
     if constexpr (C::kParts == 1) {
       start_gradient<2, 2>(dk_, ds_weights_[0], q_tile(at_), 2);
     } else {
@@ -439,33 +438,28 @@ class Backward : BackwardBlock<C> {
     }
     products_wait<1>();
     hold(dq_);
-    if (C::kLag > 0 && careful_before_) dq_exactly(ds_tile(buffer_ ^ 1));
-    put_dq(n - C::kLag, C::kLag == 0 || before(chunk) >= C::kLag);
+    if (careful_before_) dq_exactly(ds_tile(buffer_ ^ 1));
+    put_dq(n - 1, any_before_);
     products_wait<0>();
     hold(dv_);
     hold(dk_);
   }
 
-  // Chunks of this block of keys before the one at hand, up to 2. Without kLag only whether there are any counts, which costs no register.
-  __device__ __forceinline__ int before(int chunk) const { return C::kLag == 0 ? head_ | (b().end - 1 - chunk) : before_; }
-  // What is left of dq after the last chunk.
+  // dq of the last chunk.
   __device__ __forceinline__ void finish_dq(int chunks) {
-    if constexpr (C::kLag > 0) {
-      hand_over_dq((b().end - b().begin) * static_cast<int>(p_.group) > 1);
-      const uint32_t ds = ds_tile((chunks - 1) & 1);
-      await_ds(chunks - 1);
-      if (careful_before_) {
-        dq_exactly(ds);
-      } else {
-        hold(dq_);
-        products_begin();
-        start_dq(ds);
-        products_wait<0>();
-        hold(dq_);
-      }
-      put_dq(chunks - 1, true);
+    const uint32_t ds = ds_tile((chunks - 1) & 1);
+    await_ds(chunks - 1);
+    shared_fence_for_copies();
+    if (careful_before_) {
+      dq_exactly(ds);
+    } else {
+      hold(dq_);
+      products_begin();
+      start_dq(ds);
+      products_wait<0>();
+      hold(dq_);
     }
-    hand_over_dq(true);
+    put_dq(chunks - 1, true);
   }
 
   // dP of a part of the chunk to dS, in place.
@@ -488,7 +482,6 @@ class Backward : BackwardBlock<C> {
                   w[n][2], w[n][3]);
     }
     if (part != C::kParts - 1) return;
-    if constexpr (C::kLag > 0) shared_fence_for_copies();
     __syncwarp();
     barrier_arrive_if(lane_ == 0, ds_full(buffer_));
   }
@@ -496,18 +489,13 @@ class Backward : BackwardBlock<C> {
   // Every warp's dS of the block's n-th chunk is there. Of the chunk before the first nothing is, and nothing of its dq is used.
   __device__ __forceinline__ void await_ds(int n) const { barrier_wait(ds_full(n & 1), n >> 1 & 1); }
 
-  // This warp's part of the n-th chunk to its place in shared memory, once that of the chunk before has been read from there.
+  // This warp's part of the n-th chunk to its place in shared memory, once that of the chunk before has been read from there, and to the
+  // warp that adds it up. Not if there is no such chunk.
   __device__ __forceinline__ void put_dq(int n, bool any) const {
-    if constexpr (C::kLag > 0) {
-      __syncwarp();
-      barrier_arrive_if(any && lane_ == 0, ds_empty(n & 1));
-    }
+    __syncwarp();
+    barrier_arrive_if(any && lane_ == 0, ds_empty(n & 1));
     barrier_wait(dq_empty(group_), any ? (n & 1) ^ 1 : n & 1);
     this->put_share(dq_, dq_tile(group_));
-  }
-  // To the warp that adds it up.
-  __device__ __forceinline__ void hand_over_dq(bool any) const {
-    shared_fence_for_copies();
     __syncwarp();
     barrier_arrive_if(any && lane_ == 0, dq_full(group_));
   }
@@ -519,7 +507,7 @@ class Backward : BackwardBlock<C> {
   // multiply() over the visible pairs alone.
   __device__ __forceinline__ void multiply_carefully(int chunk, int n) {
     const uint32_t ds = ds_tile(buffer_);
-    if constexpr (C::kLag > 0) barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
+    barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       if (part > 0) redo_dp(part);
@@ -532,10 +520,9 @@ class Backward : BackwardBlock<C> {
       add_exactly(dk_, ds_weights_[part], q_tile(at_) + part * 64 * 128);
     }
     add_exactly(dv_, p_weights_, dout_tile(at_));
-    if (C::kLag > 0 && before(chunk) < C::kLag) return;
-    await_ds(n - C::kLag);
-    dq_exactly(ds_tile(buffer_ ^ C::kLag));
-    put_dq(n - C::kLag, true);
+    if (!any_before_) return;
+    dq_exactly(ds_tile(buffer_ ^ 1));
+    put_dq(n - 1, true);
   }
 
   __device__ __forceinline__ void dq_exactly(uint32_t ds) {
@@ -558,7 +545,7 @@ class Backward : BackwardBlock<C> {
 
   Stats delta_;                  // with kDeltaAhead
   int head_;                     // of the group
-  int before_;                   // see before()
+  bool any_before_;              // chunks of this block of keys before the one at hand
   int at_, buffer_;              // the chunk's place in the rings, and that of its dS
   bool careful_before_ = false;  // the chunk before had to be multiplied carefully
   float s_[C::kRows / 2], dp_[32], dq_[C::kDqColumns / 2];

@@ -272,6 +272,7 @@ class BackwardBlock {
         }
         barrier_wait(full, parity);
         if (elect_one()) {
+          if constexpr (C::kAdderFences) shared_fence_for_copies();
           if (wanted) {
             if (now != place) now = claim_relaxed(turn);
             while (now == 1 && place == 2) now = load_relaxed(turn);

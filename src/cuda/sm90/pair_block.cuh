@@ -18,7 +18,8 @@ template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kD
 struct PairConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kRows = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
-  static constexpr bool kHandsP = kHandsP_, kScored = kScored_, kOrdered = kOrdered_, kShuffledNumbers = false;
+  static constexpr bool kHandsP = kHandsP_, kScored = kScored_, kOrdered = kOrdered_, kShuffledNumbers = false,
+                        kAdderFences = false;
   static constexpr int kThreads = 384, kKeys = 128, kSlabs = kD / 64, kValueSlabs = kDv / 64;
   static constexpr int kConsumers = 256, kConsumerRegisters = kHandsP ? 240 : 232, kProducerRegisters = kHandsP ? 24 : 40;
   // K lies as two halves of its columns, each in slabs of its own, so that either is an operand for dq.
