@@ -342,17 +342,21 @@ class Backward : BackwardBlock<C> {
 
   // The n-th chunk of all, all but its dq, and dq of the one before.
   __device__ __forceinline__ void step(uint32_t parity, int n, int chunk) {
+    // Whether pairs are masked says which part of dP comes first: with several, dO is waited for and that is known before S starts.
+    bool masked;
+    if constexpr (C::kParts > 1) masked = chunk < b().inner_begin || chunk >= b().inner_end;
     barrier_wait(q_full(at_), parity);
+    if constexpr (C::kParts > 1) barrier_wait(dout_full(at_), parity);
     Stats lse;
     if constexpr (kLseAhead) this->load_stats(lse, lse_row(at_));
     hold(s_);
     products_begin();
     start_scores<C::kRows, C::kKeyColumns>(s_, k_tile(), q_tile(at_));
-    const bool masked = chunk < b().inner_begin || chunk >= b().inner_end;
+    if constexpr (C::kParts == 1) masked = chunk < b().inner_begin || chunk >= b().inner_end;
     // For dq of the chunk before. By those who multiply dS: behind put_ds() the fence would wait for this warp's stores.
     if (any_before_) await_ds(n - 1);
     shared_fence_for_copies();
-    barrier_wait(dout_full(at_), parity);
+    if constexpr (C::kParts == 1) barrier_wait(dout_full(at_), parity);
     hold(dp_);
     products_begin();
     start_dp(masked ? C::kParts - 1 : 0);
