@@ -9,8 +9,8 @@
 
 namespace fa::cuda::decode {
 
-// A piece of work: a block of rows and some of the keys it sees.
-struct Plan {
+// A piece of work: a block of rows and some of the keys it sees. What kernels' plans have in common.
+struct RowsAndKeys {
   int64_t q_start;  // as Sequence
   int batch;        // < 0: no more pieces
   int head, row0;   // rows count from row0 on, the block's first in the sequence
@@ -20,13 +20,8 @@ struct Plan {
   int tile, end_tile;  // of keys
   Keys interior;       // that all tokens of the block see
   bool several;        // tokens
-  // The block's other pieces: this one is left as a part, or the last one, to which `parts` parts from `first_part` on are added.
-  bool part;
-  int first_part, parts;
-  int counter, slot;  // of the block of rows; of the part
+  bool part;           // the item goes on behind it
 };
-constexpr int kPlanBytes = 96;
-static_assert(sizeof(Plan) <= kPlanBytes);
 
 // Whether barrier_wait would pass at once.
 __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
@@ -44,8 +39,9 @@ __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity
 }
 
 // BlockOfThreads has Config, a_ (decode::Params with blocks_of_head), p_, lane_, and two places for plans: barriers planned(n) and done(n),
-// and plan(n).
-template <class BlockOfThreads>
+// and plan(n). With kTurns first and last blocks of rows take turns: under a causal mask they do little and much, and a share of the work
+// shall have both.
+template <class BlockOfThreads, bool kTurns>
 class Planner : protected BlockOfThreads {
  public:
   using C = typename BlockOfThreads::Config;
@@ -83,33 +79,23 @@ class Planner : protected BlockOfThreads {
     } while (unit != stop);
   }
 
-  // Whether there is a place for the plan of piece n of the block, which is written once there is one.
+  // The place for the plan of piece n of the block: whether it is free, and until it is.
   __device__ __forceinline__ bool has_place(uint32_t n) const { return barrier_passed(this->done(n & 1), (n >> 1 & 1) ^ 1); }
-  __device__ __forceinline__ void write_plan(uint32_t n, const Work<C> &work, int range) const {
-    await_place(n);
-    const int first_range = work.range_of(piece_.begin);
-    if (lane_ == 0) {
-      Plan &plan = this->plan(n & 1);
-      plan.q_start = q_start_;
-      plan.batch = piece_.batch;
-      plan.head = head_;
-      plan.row0 = row0_;
-      plan.rows = rows_;
-      plan.end_row = piece_.first == piece_.begin ? end_row_ : 0;
-      plan.tokens = tokens_;
-      plan.seqlen_k = seqlen_k_;
-      plan.tile = tile_;
-      plan.end_tile = end_tile_;
-      plan.interior = interior_;
-      plan.several = several_;
-      plan.part = piece_.last != piece_.end;
-      plan.first_part = first_range;
-      plan.parts = piece_.first == piece_.begin ? 0 : range - first_range;
-      plan.counter = work.counter(piece_);
-      plan.slot = range;
-      barrier_arrive(this->planned(n & 1));
-    }
-    __syncwarp();
+  __device__ __forceinline__ void await_place(uint32_t n) const { barrier_wait(this->done(n & 1), (n >> 1 & 1) ^ 1); }
+  __device__ __forceinline__ void describe(RowsAndKeys &plan) const {
+    plan.q_start = q_start_;
+    plan.batch = piece_.batch;
+    plan.head = head_;
+    plan.row0 = row0_;
+    plan.rows = rows_;
+    plan.end_row = piece_.first == piece_.begin ? end_row_ : 0;
+    plan.tokens = tokens_;
+    plan.seqlen_k = seqlen_k_;
+    plan.tile = tile_;
+    plan.end_tile = end_tile_;
+    plan.interior = interior_;
+    plan.several = several_;
+    plan.part = piece_.last != piece_.end;
   }
   __device__ __forceinline__ void write_end(uint32_t n) const {
     await_place(n);
@@ -120,16 +106,16 @@ class Planner : protected BlockOfThreads {
   }
 
  private:
-  __device__ __forceinline__ void await_place(uint32_t n) const { barrier_wait(this->done(n & 1), (n >> 1 & 1) ^ 1); }
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row0_ + row); }
 
   __device__ __forceinline__ void set_piece(const Piece &piece) {
     const int group_heads = static_cast<int>(a_.group.value);
     piece_ = piece;
     head_ = uniform_int(a_.blocks_of_head.quotient(piece.head));
-    // First and last blocks take turns: under a causal mask they do little and much, and a share of the work shall have both.
-    const int turn = uniform_int(a_.blocks_of_head.remainder(piece.head)),
-              block = turn % 2 == 0 ? turn / 2 : a_.row_blocks - 1 - turn / 2;
+    const int turn = uniform_int(a_.blocks_of_head.remainder(piece.head)), block = !kTurns ? turn
+                                                                                   : turn % 2 == 0
+                                                                                       ? turn / 2
+                                                                                       : a_.row_blocks - 1 - turn / 2;
     row0_ = block * C::kRows;
     const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
     q_start_ = q.start;

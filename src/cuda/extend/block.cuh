@@ -10,7 +10,14 @@
 namespace fa::cuda::extend {
 
 using decode::Keys;
-using decode::Plan;
+
+// The block's other pieces: this one is left as a part, or the last one, to which `parts` parts from `first_part` on are added.
+struct Plan : decode::RowsAndKeys {
+  int first_part, parts;
+  int counter, slot;  // of the block of rows; of the part
+};
+constexpr int kPlanBytes = 96;
+static_assert(sizeof(Plan) <= kPlanBytes);
 
 template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_>
 struct Config {
@@ -26,7 +33,7 @@ struct Config {
   static constexpr int kBarrierOffset = kSlots * kTileBytes;
   static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + kGroups) * 8;
   static constexpr int kPlanOffset = kFlagOffset + kGroups * 8;
-  static constexpr int kSharedBytes = kPlanOffset + 2 * decode::kPlanBytes;
+  static constexpr int kSharedBytes = kPlanOffset + 2 * kPlanBytes;
   static_assert(kKeys == 128 && kFetched % kRun == 0 && kFetched <= 32 && kPlanOffset % 8 == 0);
 };
 

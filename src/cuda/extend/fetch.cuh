@@ -13,9 +13,9 @@ __device__ __forceinline__ void barrier_expect_more(uint32_t barrier, uint32_t b
 }
 
 template <class C>
-class Producer : private decode::Planner<Block<C>> {
+class Producer : private decode::Planner<Block<C>, true> {
  public:
-  using Base = decode::Planner<Block<C>>;
+  using Base = decode::Planner<Block<C>, true>;
   using Element = typename C::Element;
 
   using Base::Base;
@@ -28,7 +28,7 @@ class Producer : private decode::Planner<Block<C>> {
       if (warp_ == 0) {
         // Those who are to make room may be waiting for what is gathered.
         if (!__all_sync(~0u, this->has_place(pieces))) settle();
-        this->write_plan(pieces++, work, range);
+        write_plan(pieces++, work, range);
       }
       // Pages are asked for two tiles ahead.
       Place place = place_in(this->tile_), next = place_in(this->tile_ + 1);
@@ -50,6 +50,22 @@ class Producer : private decode::Planner<Block<C>> {
   using Base::a_;
   using Base::lane_;
   using Base::p_;
+
+  __device__ __forceinline__ void write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
+    this->await_place(n);
+    const decode::Piece &piece = this->piece_;
+    const int first_range = work.range_of(piece.begin);
+    if (lane_ == 0) {
+      Plan &plan = this->plan(n & 1);
+      this->describe(plan);
+      plan.first_part = first_range;
+      plan.parts = piece.first == piece.begin ? 0 : range - first_range;
+      plan.counter = work.counter(piece);
+      plan.slot = range;
+      barrier_arrive(this->planned(n & 1));
+    }
+    __syncwarp();
+  }
 
   // Where a key lies, as the tensors' strides count; row -1 is read as zero.
   struct Place {

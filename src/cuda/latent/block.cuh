@@ -4,27 +4,16 @@
 #pragma once
 
 #include "cuda/common/hopper.cuh"
-#include "cuda/decode/work.cuh"
+#include "cuda/decode/planner.cuh"
 #include "cuda/latent/latent.h"
 
 namespace fa::cuda::latent {
 
 using decode::Keys;
 
-// A piece of work: a block of rows and some of the keys it sees. Worked out by one warp, for all others in shared memory.
-struct Plan {
-  int64_t q_start;  // as Sequence
-  int batch;        // < 0: no more pieces
-  int head, row0;   // rows count from row0 on, the block's first in the sequence
-  int rows;         // that are used; further ones up to end_row, if any, are the block's to clear
-  int end_row;
-  int tokens, seqlen_k;
-  int tile, end_tile;  // of keys
-  Keys interior;       // that all tokens of the block see
-  bool several;        // tokens
-  // Left as a part, in `slot`, which is counted at `counter`; or the item's end. Before that `parts` parts are added to it, which are there
-  // when the counter `awaited` says so: the last of every `part_step` slots from `first_part` on, and the one before this piece's.
-  bool part;
+// A part is left in `slot`, which is counted at `counter`. Before that, or at the item's end, `parts` parts are added to it, which are there
+// when the counter `awaited` says so: the last of every `part_step` slots from `first_part` on, and the one before this piece's.
+struct Plan : decode::RowsAndKeys {
   int slot, counter;
   int parts, first_part, part_step, awaited;
 };
@@ -59,13 +48,13 @@ __device__ __forceinline__ uint64_t grouped_operand(uint32_t address) {
 template <class C>
 class Block {
  public:
+  using Config = C;
   using Element = typename C::Element;
 
   __device__ __forceinline__ Block(const Params &params, char *shared)
       : a_(params), p_(params.problem), memory_(shared), shared_(smem_address(shared)), lane_(threadIdx.x & 31) {}
 
  protected:
-  static __device__ __forceinline__ int uniform_int(int x) { return static_cast<int>(uniform(x)); }
   __device__ __forceinline__ int group_heads() const { return static_cast<int>(a_.group.value); }
 
   __device__ __forceinline__ uint32_t shared_tile(int place) const { return shared_ + place * C::kTileBytes; }

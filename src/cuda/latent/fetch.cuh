@@ -3,29 +3,16 @@
 // to shared memory.
 #pragma once
 
+#include "cuda/decode/boxes.cuh"
 #include "cuda/latent/block.cuh"
 
 namespace fa::cuda::latent {
 
-using decode::Piece;
-using decode::Work;
-
-constexpr uint64_t kEvictNormal = 0x1000000000000000;
-
-// Box at (row, head, batch) of a 5-d map whose columns are slabs of 64.
-__device__ __forceinline__ void load_rows_box(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int row, int head,
-                                              int batch, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;\n" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch), "l"(policy)
-      : "memory");
-}
 template <class C>
-class Producer : private Block<C> {
+class Producer : private decode::Planner<Block<C>, false> {
  public:
-  using Base = Block<C>;
-  using typename Base::Element;
+  using Base = decode::Planner<Block<C>, false>;
+  using Element = typename C::Element;
 
   using Base::Base;
 
@@ -33,8 +20,8 @@ class Producer : private Block<C> {
     const int warp = uniform(threadIdx.x >> 5) & 3;
     const int place = warp >> 1;
     uint32_t count = 0, pieces = 0;  // tiles and pieces of the block so far
-    Work<C> work(a_);
-    each_piece(work, [&](int range) {
+    decode::Work<C> work(a_);
+    this->each_piece(work, [&](int range) {
       if (warp == 0) write_plan(pieces++, work, range);
 #pragma unroll 1
       for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
@@ -42,110 +29,39 @@ class Producer : private Block<C> {
           fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
       }
     });
-    if (warp == 0) {
-      await_plan(pieces);
-      if (lane_ == 0) {
-        this->plan(pieces & 1).batch = -1;
-        barrier_arrive(this->planned(pieces & 1));
-      }
-    }
+    if (warp == 0) this->write_end(pieces);
   }
 
  private:
   using Base::a_;
+  using Base::end_tile_;
   using Base::free;
   using Base::full;
-  using Base::group_heads;
+  using Base::head_;
+  using Base::k_start_;
+  using Base::keys_;
   using Base::lane_;
   using Base::p_;
+  using Base::piece_;
   using Base::shared_tile;
-  using Base::uniform_int;
+  using Base::tile_;
 
   static constexpr int kHalf = C::kKeys / 2;
-
-  // f(range) for every piece of this block's range of work, which is set. The end of an item that earlier ranges have begun comes last: its
-  // other parts are there by then, for those ranges work on them first.
-  template <typename F>
-  __device__ __forceinline__ void each_piece(Work<C> &work, F f) {
-    const int range = static_cast<int>(blockIdx.x);
-    if (range >= work.ranges()) return;
-    const int end = work.range_begin(range + 1);
-    int unit = work.range_begin(range), stop = end;
-    auto mark = work.mark();
-    if (const Piece first = work.at(unit, end); first.first != first.begin) unit = stop = first.last;
-#pragma unroll 1
-    do {
-      if (unit == end) {
-        unit = work.range_begin(range);
-        mark = {0, 0};
-      }
-      work.back_to(mark);
-      set_piece(work.at(unit, end));
-      mark = work.mark();
-      f(range);
-      unit = piece_.last;
-    } while (unit != stop);
-  }
-
-  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row0_ + row); }
-
-  __device__ __forceinline__ void set_piece(const Piece &piece) {
-    piece_ = piece;
-    head_ = uniform_int(a_.blocks_of_head.quotient(piece.head));
-    const int block = uniform_int(a_.blocks_of_head.remainder(piece.head));
-    row0_ = block * C::kRows;
-    const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
-    q_start_ = q.start;
-    k_start_ = k.start;
-    tokens_ = uniform_int(static_cast<int>(q.len));
-    rows_ = uniform_int(min(tokens_ * group_heads() - row0_, C::kRows));
-    // The last block also owns what the sequence's rows hold beyond all blocks.
-    const int all_rows = uniform_int(static_cast<int>(q.slot) * group_heads() - row0_);
-    end_row_ = block == a_.row_blocks - 1 ? all_rows : min(all_rows, C::kRows);
-    seqlen_k_ = uniform_int(static_cast<int>(k.len));
-
-    keys_ = interior_ = Keys{0, 0};
-    several_ = false;
-    if (rows_ > 0) {
-      const Keys tokens{token_of(0), token_of(rows_ - 1) + 1};
-      const Diagonal<int32_t> diagonal(a_.limits, tokens_, seqlen_k_);
-      const Keys seen = diagonal.visible_keys(tokens), by_all = diagonal.interior_keys(tokens);
-      keys_ = {uniform_int(seen.begin), uniform_int(seen.end)};
-      interior_ = {uniform_int(by_all.begin), uniform_int(by_all.end)};
-      several_ = uniform_int(tokens.end - tokens.begin) > 1;
-    }
-    tile_ = max(piece.first_step, keys_.begin / C::kKeys);
-    end_tile_ = keys_.empty() ? tile_ : min(piece.first_step + piece.steps, (keys_.end + C::kKeys - 1) / C::kKeys);
-  }
 
   // Many parts are added up in two levels: each of so many by the last one's block, and those sums by the block that has the item's end.
   static __device__ __forceinline__ int parts_together(int parts) {
     return parts < 12 ? 1 : parts < 50 ? 6 : parts < 100 ? 9 : 12;
   }
 
-  // Until the place of piece n is free.
-  __device__ __forceinline__ void await_plan(uint32_t n) const { barrier_wait(this->done(n & 1), (n >> 1 & 1) ^ 1); }
-  __device__ __forceinline__ void write_plan(uint32_t n, const Work<C> &work, int range) const {
-    await_plan(n);
+  __device__ __forceinline__ void write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
+    this->await_place(n);
     // Of the item's pieces this is number `index`; `parts` come before the last one, which adds them, through sums of `group` of them.
     const int first_range = work.range_of(piece_.begin), index = range - first_range,
               parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_),
               group = a_.pieces > 0 ? 1 : parts_together(parts);
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
-      plan.q_start = q_start_;
-      plan.batch = piece_.batch;
-      plan.head = head_;
-      plan.row0 = row0_;
-      plan.rows = rows_;
-      plan.end_row = piece_.first == piece_.begin ? end_row_ : 0;
-      plan.tokens = tokens_;
-      plan.seqlen_k = seqlen_k_;
-      plan.tile = tile_;
-      plan.end_tile = end_tile_;
-      plan.interior = interior_;
-      plan.several = several_;
-      plan.part = piece_.last != piece_.end;
+      this->describe(plan);
       plan.slot = range;
       plan.counter = item_counter;
       plan.parts = index % group;
@@ -202,9 +118,9 @@ class Producer : private Block<C> {
       barrier_arrive(full(place));
     }
     if (lane_ < kGroups) {
-      const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-      load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place), spot.row, head_,
-                    spot.batch, policy);
+      const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
+      decode::load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place),
+                            spot.row, head_, spot.batch, policy);
     }
     __syncwarp();
   }
@@ -254,15 +170,6 @@ class Producer : private Block<C> {
     shared_fence_for_copies();
     barrier_arrive(full(place));
   }
-
-  // The piece at hand, as Plan.
-  Piece piece_;
-  int64_t q_start_, k_start_;
-  int head_, row0_, rows_, end_row_;
-  int tokens_, seqlen_k_;
-  Keys keys_, interior_;  // that some of its tokens see, that all see
-  bool several_;
-  int tile_, end_tile_;
 };
 
 }  // namespace fa::cuda::latent
