@@ -145,6 +145,26 @@ TEST_P(Varlen, BlocksOfRowsThatAreNotThere) {
   }
 }
 
+// Nearly a block of rows for each multiprocessor of common GPUs, and room for many more: some begin without work.
+TEST_P(Varlen, FewerBlocksOfRowsThanMultiprocessors) {
+  for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t sequences : {64, 56, 48}) {
+      Case c = base("few blocks");
+      c.dtype = FA_FLOAT16;
+      c.batch = sequences;
+      c.heads_q = 2;
+      c.heads_k = 1;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.backward = 0;
+      c.q.packed = c.k.packed = 1;
+      c.q.slots.assign(static_cast<size_t>(c.batch), 20);
+      c.k.slots = c.q.slots;
+      c.q.max_slack = c.k.max_slack = 700;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
 class Paged : public EveryBackend {};
 
 TEST_P(Paged, PageSizes) {

@@ -129,7 +129,8 @@ class ForwardBlock {
     Slot<C::kTileSlots> slot;
     uint32_t wanted = 0;
     for (int index = blockIdx.x; index < a_.tiles;) {
-      if (any) {
+      if (kFindsTiles && !any) break;  // and none behind it
+      if (kFindsTiles || any) {
         __syncwarp();
         if (C::kQStages == 1) prefetch_q(tile(slot.at()));
         barrier_arrive_if(lane_ == 0, tile_full(slot.at()));
@@ -143,7 +144,6 @@ class ForwardBlock {
       if (index < a_.tiles) {
         barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
         any = plan_tile(index, tile(slot.at()));
-        if (kFindsTiles && !any) break;
       }
     }
     barrier_wait(tile_empty(slot.at()), slot.parity() ^ 1);
