@@ -183,8 +183,12 @@ class Filler {
   void lengths(Role cu, Role used, const Side &side) {
     if (side.packed) {
       data_.tensors[cu] = HostTensor(side.cu_bits == 64 ? FA_INT64 : FA_INT32, {c_.batch + 1}, {side.index_stride});
-      for (int64_t b = 0; b <= c_.batch; ++b) {
-        data_.tensors[cu].set(data_.tensors[cu].element(b), static_cast<double>(slot_start(side, b)));
+      HostTensor &offsets = data_.tensors[cu];
+      const auto total = static_cast<double>(slot_start(side, c_.batch));
+      for (int64_t b = 0; b <= c_.batch; ++b) offsets.set(offsets.element(b), static_cast<double>(slot_start(side, b)));
+      // Behind them lie what would be sequences of all rows: who looks past the batch spoils the results of others.
+      for (int64_t n = 1; offsets.element(c_.batch + n) < offsets.num_elements_stored(); ++n) {
+        offsets.set(offsets.element(c_.batch + n), n % 2 != 0 ? 0 : total);
       }
     }
     if (side.used.empty()) return;

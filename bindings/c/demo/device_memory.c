@@ -109,7 +109,8 @@ void *device_memory_allocate(device_memory *memory, size_t bytes) {
   } else {
     cuda_address address = 0;
     if (memory->allocate(&address, bytes) != 0) return NULL;
-    if (memory->set_bytes(address, 0, bytes) != 0) {
+    /* The call may return before the bytes are zero, and a stream that waits for no other one could write there first. */
+    if (memory->set_bytes(address, 0, bytes) != 0 || memory->synchronize() != 0) {
       memory->free(address);
       return NULL;
     }
@@ -126,7 +127,10 @@ void device_memory_free(device_memory *memory, void *data) {
 }
 
 int device_memory_upload(device_memory *memory, void *device, const void *host, size_t bytes) {
-  if (memory->driver != NULL) return memory->upload((uintptr_t)device, host, bytes);
+  if (memory->driver != NULL) {
+    const int failure = memory->upload((uintptr_t)device, host, bytes);
+    return failure != 0 ? failure : memory->synchronize(); /* the bytes may still be on their way */
+  }
   memcpy(device, host, bytes);
   return 0;
 }

@@ -78,6 +78,7 @@ func Copy[T any](data []T) uintptr {
 	bytes := len(data) * int(unsafe.Sizeof(data[0]))
 	address := Alloc(bytes)
 	check("cuMemcpyHtoD", C.call_to_device(C.uint64_t(address), unsafe.Pointer(&data[0]), C.size_t(bytes)))
+	Wait(0) // the bytes may still be on their way, and the stream of a test does not wait for them
 	return address
 }
 

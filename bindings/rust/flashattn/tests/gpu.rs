@@ -55,6 +55,7 @@ impl Driver {
             let write: unsafe extern "C" fn(Address, *const c_void, usize) -> c_int = self.function("cuMemcpyHtoD_v2\0");
             assert_eq!((alloc(&mut address, bytes), write(address, data.as_ptr().cast(), bytes)), (0, 0));
         }
+        self.wait(null_mut()); // the bytes may still be on their way, and the test's stream does not wait for them
         address
     }
 
