@@ -5,29 +5,12 @@
 #include <math_constants.h>
 
 #include "cuda/common/multiply.cuh"
+#include "cuda/common/registers_rows.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/latent/block.cuh"
 
 namespace fa::cuda::latent {
-
-// d (+)= A B^T, 64 x 64, 16 deep (hopper.cuh), A in registers.
-template <typename Element>
-__device__ __forceinline__ void score_product(float (&d)[32], const uint32_t (&left)[4], uint64_t right, int accumulate);
-#define FA_SCORE_PRODUCT(kElement, type)                                                                           \
-  template <>                                                                                                      \
-  __device__ __forceinline__ void score_product<kElement>(float(&d)[32], const uint32_t(&left)[4], uint64_t right, \
-                                                          int accumulate) {                                        \
-    asm volatile(                                                                                                  \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                               \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" FA_R32                                    \
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"                                                           \
-        : FA_D32                                                                                                   \
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(accumulate));                    \
-  }
-FA_SCORE_PRODUCT(__nv_bfloat16, "bf16")
-FA_SCORE_PRODUCT(__half, "f16")
-#undef FA_SCORE_PRODUCT
 
 template <class C>
 class Scores : private Block<C> {
@@ -162,7 +145,7 @@ class Scores : private Block<C> {
     hold(q);
     products_begin();
 #pragma unroll
-    for (int n = 0; n < C::kHeld * 4; ++n) score_product<Element>(s, q[n], step(n), n > 0);
+    for (int n = 0; n < C::kHeld * 4; ++n) multiply_registers_rows<Element>(s, q[n], step(n), n > 0);
 #pragma unroll
     for (int n = C::kHeld * 4; n < C::kSlabs * 4; ++n) {
       const int at = n - C::kHeld * 4;
