@@ -255,21 +255,25 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
   plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(slots * line.rows) * 2 * sizeof(float));
 }
 
+// What the kernels for queries that see a long cache, decode and extend, have in common: scores, rows of whole 16-byte pieces, and that
+// batch invariance wants queries whose number every batch has in common. And whether there is anything to do.
+bool sees_cache(const Problem &p) {
+  const bool own_length = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
+  return p.q.dtype != Dtype::f32 && !is_quantised(p.q.dtype) && p.bias.data == nullptr && p.block_mask.data == nullptr &&
+         p.dropout.threshold == 0 && (!p.batch_invariant || own_length) && p.batch > 0 && p.heads_k > 0 &&
+         p.q_lengths.max_len * p.group > 0 && p.k_lengths.max_len > 0 && takes_vectors(p.q, p.head_dim) &&
+         takes_vectors(p.k, p.head_dim) && takes_vectors(p.v, p.head_dim_v);
+}
+
 // Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
 // than one block of rows; any number of them where keys and values are bytes, which no other tensor-core kernel reads. Of general scores
 // they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch invariance a sequence's own number of queries has to
 // be the one that the host knows.
 bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   constexpr int64_t kFewQueries = 16, kManyUnits = INT32_MAX / 2;
-  const bool own_length = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
   const bool bytes = is_quantised(p.k.dtype);
   const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
-  if (p.q.dtype == Dtype::f32 || is_quantised(p.q.dtype) || p.bias.data != nullptr || p.block_mask.data != nullptr ||
-      p.dropout.threshold > 0 || (p.batch_invariant && !own_length) || p.batch == 0 || p.heads_k == 0 || rows == 0 ||
-      p.k_lengths.max_len == 0 || (p.q_lengths.max_len > kFewQueries && !bytes) || !takes_vectors(p.q, p.head_dim) ||
-      !takes_vectors(p.k, p.head_dim) || !takes_vectors(p.v, p.head_dim_v)) {
-    return false;
-  }
+  if (!sees_cache(p) || (p.q_lengths.max_len > kFewQueries && !bytes)) return false;
   // The first shape with room for the rows; of bytes, or the one of the smallest bucket with room for most.
   const auto fits = [&](const decode::Shape &shape) {
     return shape.head_dim >= columns && shape.shared_bytes() <= device.shared_bytes &&
@@ -316,13 +320,7 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
 bool plan_extend(const Problem &p, const Device &device, ForwardPlan &plan) {
   constexpr int64_t kManyUnits = INT32_MAX / 2, kMostParts = 32;
   const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
-  const bool own_length = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
-  if (!device.sm90 || p.q.dtype == Dtype::f32 || p.k.dtype != p.q.dtype || p.bias.data != nullptr ||
-      p.block_mask.data != nullptr || p.dropout.threshold > 0 || (p.batch_invariant && !own_length) || p.batch == 0 ||
-      p.heads_k == 0 || rows == 0 || p.k_lengths.max_len == 0 || p.k_lengths.total > INT32_MAX ||
-      !takes_vectors(p.q, p.head_dim) || !takes_vectors(p.k, p.head_dim) || !takes_vectors(p.v, p.head_dim_v)) {
-    return false;
-  }
+  if (!device.sm90 || p.k.dtype != p.q.dtype || p.k_lengths.total > INT32_MAX || !sees_cache(p)) return false;
   int32_t found = 0;
   while (found < extend::kNumShapes &&
          (extend::kShapes[found].head_dim < columns || extend::kShapes[found].shared_bytes() > device.shared_bytes)) {
@@ -533,12 +531,8 @@ fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPla
   FA_RETURN_IF_ERROR(check_limits(p, error));
   // More rows than these want products that decode kernels do not have.
   constexpr int64_t kFewRows = 32, kFewQueries = 16;
-  ForwardPlan extend;
-  const bool extends = plan_extend(p, device, extend);
-  if (extends && p.q_lengths.max_len <= kFewQueries && p.q_lengths.max_len * p.group > kFewRows) {
-    plan = extend;
+  if (p.q_lengths.max_len <= kFewQueries && p.q_lengths.max_len * p.group > kFewRows && plan_extend(p, device, plan))
     return FA_OK;
-  }
   if (plan_decode(p, device, plan)) return FA_OK;
   if (is_quantised(p.k.dtype)) {
     if (plan_sm90(p, device, plan)) return FA_OK;
@@ -546,12 +540,12 @@ fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPla
     return plan_anywhere(p, device, plan, error);
   }
   if (plan_latent(p, device, plan)) return FA_OK;
-  ForwardPlan sm90;
+  ForwardPlan sm90, extend;
   const bool hopper = plan_sm90(p, device, sm90);
   const fa_status status = plan_anywhere(p, device, plan, error);
   if (hopper && (status != FA_OK || !beats_sm90(p, device, plan, sm90))) {
     plan = sm90;
-  } else if (extends) {
+  } else if (plan_extend(p, device, extend)) {
     plan = extend;
   } else {
     return status;

@@ -150,6 +150,10 @@ TEST_P(Fields, QuantisedQueries) {
       c.dropout_seed = 5;
     });
   }
+  each("fp8, few queries of many heads", [](Case &c) {
+    c.heads_q = 8;
+    c.q.seqlen = 10;
+  });
   each("fp8, large logits", [](Case &c) {
     c.q.seqlen = c.k.seqlen = 300;
     c.magnitude = 20;

@@ -186,6 +186,20 @@ TEST(CudaPlan, DecodeWithMuchToDo) {
 }
 
 // More rows than decode kernels have, or more queries on pages: blocks of rows, whose keys are split.
+// fp8 queries are for kernels that know them, however many rows they make.
+TEST(CudaPlan, QuantisedQueriesOfManyRows) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t seqlen_q : {1, 10, 16}) {
+      Problem p = problem(seqlen_q, 10000, 128);
+      p.heads_q = 8 * p.heads_k;
+      p.group = 8;
+      p.q.dtype = p.k.dtype = p.v.dtype = Dtype::e4m3;
+      const ForwardPlan plan = forward_plan(p, device);
+      EXPECT_TRUE(plan.family == Family::simt || plan.family == Family::sm90) << name << " " << kernel_name(p, plan);
+    }
+  }
+}
+
 TEST(CudaPlan, ExtendKernels) {
   Problem p = problem(300, 50000, 128);
   p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
