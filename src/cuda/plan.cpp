@@ -574,8 +574,9 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     }
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
-    constexpr int32_t kFewBlocks = 16;
-    plan.zero_dq_sum = shape.design == sm90::Design::values || (!p.deterministic && plan.key_blocks > kFewBlocks);
+    // Pairs that leave P in registers are fast enough to lose by it from 1k on.
+    const int32_t few_blocks = shape.design == sm90::Design::scores ? 4 : 16;
+    plan.zero_dq_sum = shape.design == sm90::Design::values || (!p.deterministic && plan.key_blocks > few_blocks);
     return FA_OK;
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);

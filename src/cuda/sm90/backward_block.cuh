@@ -255,11 +255,16 @@ class BackwardBlock {
   // In deterministic mode blocks come in ascending order, and `turn` counts those whose share has arrived. One only waits for blocks that
   // started before it. Walks go down from the last chunk, so that under a causal mask, too, all blocks of a head begin with the same chunk
   // and keep their distance.
-  __device__ __forceinline__ void add_shares(int share, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity) const {
+  // kWarps warps take turns, each with a `full` of its own: one has the next share read while another waits for its own to arrive.
+  template <int kWarps = 1>
+  __device__ __forceinline__ void add_shares(int share, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity,
+                                             int warp = 0) const {
     const bool wanted = a_.dq_sum != nullptr;
+    int n = 0;
     for (int g = 0; g < static_cast<int>(p_.group); ++g) {
       const int first = chunks_at(b().head_k * static_cast<int>(p_.group) + g);
       for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
+        if (kWarps > 1 && n++ % kWarps != warp) continue;
         const int index = (first + chunk) * C::kShares + share;
         int32_t *turn = a_.turn + index;
         // What `turn` is when this block may add. No acquire: all of this happens at the L2 cache, additions after what has arrived.

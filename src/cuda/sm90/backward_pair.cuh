@@ -36,7 +36,8 @@ class BackwardPair : PairBlock<C> {
       for (int n = 0; n < 2; ++n) st_shared_4(doubt(n), 0);
       for (int n = 0; n < 2; ++n) {
         barrier_init(ds_full(n), 4);
-        barrier_init(ds_empty(n), 8);
+        barrier_init(ds_used(n), 4);
+        barrier_init(ds_empty(n), 2);
       }
       for (int n = 0; n < C::kStages; ++n) {
         barrier_init(q_full(n), 1);
@@ -53,6 +54,10 @@ class BackwardPair : PairBlock<C> {
       if (threadIdx.x < 32) this->produce();
       if (C::kOrdered && warp_ == 1) await_turns();
       if (C::kOrdered && warp_ == 2) pass_turns();
+      if (warp_ == 3) {
+        const int count = b().begin < b().end ? chunks() : 0;
+        for (int n = 0; n < count; ++n) this->pass_release(n);
+      }
     } else {
       take_registers<C::kConsumerRegisters>();
       if (uniform(threadIdx.x / 128) == 1) {
@@ -68,10 +73,10 @@ class BackwardPair : PairBlock<C> {
   using Pair = PairBlock<C>;
   using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
   using Pair::add_exactly, Pair::await_q, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile,
-      Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag,
-      Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::release_ds,
-      Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat, Pair::store,
-      Pair::there, Pair::v_full, Pair::zero_if_finite;
+      Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::ds_used, Pair::delta_row, Pair::first_key,
+      Pair::flag, Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile,
+      Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
+      Pair::store, Pair::there, Pair::v_full, Pair::zero_if_finite;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
   static_assert(C::kHandsP && C::kDoutStages == 1 && C::kDqParts == 2);
 
@@ -348,8 +353,10 @@ class BackwardPair : PairBlock<C> {
   // This warp's 16 keys of dS^T, for this block and the other. At the mask's edge the other also has to know whether to add with care.
   __device__ __forceinline__ void put_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer, bool edge, bool careful) const {
     this->write_ds(w, buffer);
+    shared_fence_for_copies();
+    __syncwarp();
     if (lane_ != 0) return;
-    this->send_ds(buffer);
+    this->send_ds(buffer, C::kDsBytes / 4, warp_ * (C::kDsBytes / 4));
     if (warp_ != 0) return barrier_arrive(ds_full(buffer));
     if (edge) store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
     barrier_expect(ds_full(buffer), C::kDsBytes + (edge ? 4 : 0));  // from the other block

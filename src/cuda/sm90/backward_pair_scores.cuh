@@ -30,9 +30,10 @@ class BackwardPairScores : PairBlock<C> {
       for (int n = 0; n < 2; ++n) {
         barrier_init(own_ds_full(n), 4);
         barrier_init(ds_full(n), 1);
-        barrier_init(ds_empty(n), 8);
+        barrier_init(ds_used(n), 4);
+        barrier_init(ds_empty(n), 2);
       }
-      barrier_init(dq_full(), 4);
+      for (int n = 0; n < 2; ++n) barrier_init(dq_full(n), 4);
       barrier_init(dq_empty(), 1);
       for (int n = 0; n < C::kDoutStages; ++n) {
         barrier_init(dout_full(n), 1);
@@ -51,10 +52,11 @@ class BackwardPairScores : PairBlock<C> {
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
       if (warp_ == 0) this->produce();
-      if (warp_ == 1) {
+      if (warp_ == 1) pass_ds();
+      if (warp_ > 1) {
         uint32_t parity = 0;
         wait_for_previous();
-        this->add_shares(rank_, dq_tile(), dq_full(), dq_empty(), parity);
+        this->template add_shares<2>(rank_, dq_tile(), dq_full(warp_ & 1), dq_empty(), parity, warp_ & 1);
         copies_wait();
       }
     } else {
@@ -73,16 +75,20 @@ class BackwardPairScores : PairBlock<C> {
   using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
   using Pair::add_exactly, Pair::add_row, Pair::await_q, Pair::chunks, Pair::delta_row, Pair::dout_empty, Pair::dout_full,
       Pair::dout_tile, Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::first_key, Pair::flag,
-      Pair::k_full, Pair::lse_row, Pair::masked, Pair::other_k_full, Pair::q_empty, Pair::q_full, Pair::q_tile,
+      Pair::k_full, Pair::lse_row, Pair::masked, Pair::other_k_full, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::ds_used,
       Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
       Pair::store, Pair::there, Pair::v_full, Pair::zero_if_finite;
-  using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
+  using typename Pair::Dq, typename Pair::Element, typename Pair::Slot, typename Pair::Stats, typename Pair::Walk;
   static_assert(!C::kHandsP && C::kDqParts == 1);
+  // Whether S of the next chunk runs beside dv: there are registers for it beside P, and a place for its Q.
+  static constexpr bool kAhead = C::kStages > 2;
+  // Whether there are registers for lse and delta of a chunk ahead of their use.
+  static constexpr bool kStatsAhead = !C::kScored && C::kDv <= 128;
 
   // Of this block's keys; ds_full is that of the other's.
   __device__ __forceinline__ uint32_t own_ds_full(int n) const { return this->handed(n); }
-  __device__ __forceinline__ uint32_t dq_full() const { return this->handed(3); }
-  __device__ __forceinline__ uint32_t dq_empty() const { return this->handed(4); }
+  __device__ __forceinline__ uint32_t dq_full(int n) const { return this->handed(3 + n); }
+  __device__ __forceinline__ uint32_t dq_empty() const { return this->handed(5); }
   __device__ __forceinline__ uint32_t dq_tile() const { return shared_ + C::kHandedOffset; }
   __device__ __forceinline__ uint32_t own_flag(int n) const { return flag(2 + n); }
 
@@ -99,9 +105,12 @@ class BackwardPairScores : PairBlock<C> {
       float s[C::kRows / 2], dp[C::kRows / 2];
       uint32_t p[C::kRows / 16][4], ds[C::kRows / 16][4];
       Slot slot;
-      int chunk = b().end - 1, head_q = b().head_k * static_cast<int>(p_.group);
+      const Walk walk = this->walk();
+      int chunk = walk.end - 1, head_q = b().head_k * static_cast<int>(p_.group);
+      Stats lse, delta;
       barrier_wait(k_full(), 0);
       barrier_wait(q_full(0), 0);
+      if constexpr (kStatsAhead) this->load_stats(lse, lse_row(0));
       hold(s);
       products_begin();
       start_scores(s, q_tile(0));
@@ -113,16 +122,24 @@ class BackwardPairScores : PairBlock<C> {
         const int at = uniform(slot.at()), buffer = uniform(n & 1), dout_at = uniform(n % C::kDoutStages);
         slot.step();
         const int next = uniform(slot.at());
-        const bool edge = masked(chunk);
+        const bool edge = walk.masked(chunk);
         barrier_wait(dout_full(dout_at), n / C::kDoutStages & 1);
+        if constexpr (kStatsAhead) this->load_stats(delta, delta_row(dout_at));
         hold(dp);
         products_begin();
         start_dp(dp, dout_tile(dout_at));
         float finite = 0.f;  // or NaN
         if (edge) finite = zero_if_finite(s);
-        this->weigh(p, s, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
-        if (edge) this->mask_weights(p, s, first_key(), chunk * C::kRows);
-        this->round_weights(p, s);
+        float e[C::kRows / 2];  // P
+#pragma unroll
+        for (int i = 0; i < C::kRows / 2; ++i) e[i] = s[i];
+        if constexpr (kStatsAhead) {
+          this->weigh(e, lse);
+        } else {
+          this->weigh(p, e, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
+        }
+        if (edge) this->mask_weights(p, e, first_key(), chunk * C::kRows);
+        this->round_weights(p, e);
         __syncwarp();
         barrier_arrive_if(lane_ == 0, q_empty(at));
         products_wait<0>();
@@ -133,7 +150,7 @@ class BackwardPairScores : PairBlock<C> {
           careful = named_barrier_or(1, 128, finite != 0.f);
         }
         if (careful) {
-          derivatives(dp, s, delta_row(dout_at));
+          derivatives(dp, e, delta, delta_row(dout_at));
 #pragma unroll
           for (float &x : dp) x += 0.f;  // a visible -0 is no mask
           this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { dp[i] = kMasked; });
@@ -141,30 +158,38 @@ class BackwardPairScores : PairBlock<C> {
           put_ds(ds, n, edge, true);
           add_exactly(dv, p, dout_tile(dout_at));
           await_q(n + 1 < count, next, slot.parity());
+          if constexpr (kStatsAhead) this->load_stats(lse, lse_row(next));
           hold(s);
           products_begin();
           start_scores(s, q_tile(next));
         } else {
+          if constexpr (kAhead) await_q(n + 1 < count, next, slot.parity());
+          if constexpr (kAhead && kStatsAhead) this->load_stats(lse, lse_row(next));
           hold(p);
           hold(dv);
+          if constexpr (kAhead) hold(s);
           products_begin();
+          if constexpr (kAhead) start_scores(s, q_tile(next));
           start_gradient(dv, p, dout_tile(dout_at));
-          derivatives(dp, s, delta_row(dout_at));
+          derivatives(dp, e, delta, delta_row(dout_at));
           round(ds, dp);
           put_ds(ds, n, edge, false);
-          await_q(n + 1 < count, next, slot.parity());
-          hold(s);
-          products_begin();
-          start_scores(s, q_tile(next));
-          products_wait<1>();
+          if constexpr (!kAhead) {
+            await_q(n + 1 < count, next, slot.parity());
+            if constexpr (kStatsAhead) this->load_stats(lse, lse_row(next));
+            hold(s);
+            products_begin();
+            start_scores(s, q_tile(next));
+          }
+          products_wait<kAhead ? 0 : 1>();
           hold(dv);
         }
         __syncwarp();
         barrier_arrive_if(lane_ == 0, dout_empty(dout_at));
         products_wait<0>();
         hold(s);
-        if (--chunk < b().begin) {
-          chunk = b().end - 1;
+        if (--chunk < walk.begin) {
+          chunk = walk.end - 1;
           ++head_q;
         }
       }
@@ -173,10 +198,11 @@ class BackwardPairScores : PairBlock<C> {
   }
 
   // dP to dS, in place.
-  __device__ __forceinline__ void derivatives(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], uint32_t row) const {
+  __device__ __forceinline__ void derivatives(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], const Stats &ahead,
+                                              uint32_t row) const {
 #pragma unroll
     for (int j = 0; j < C::kRows / 8; ++j) {
-      const float2 delta = stat(row, j);
+      const float2 delta = kStatsAhead ? ahead[j] : stat(row, j);
 #pragma unroll
       for (int r = 0; r < 4; ++r) dp[4 * j + r] = p[4 * j + r] * (dp[4 * j + r] - ((r & 1) ? delta.y : delta.x));
     }
@@ -188,16 +214,33 @@ class BackwardPairScores : PairBlock<C> {
     const int buffer = uniform(n & 1);
     barrier_wait_there(ds_empty(buffer), n >> 1 & 1 ^ 1);
     this->write_ds(ds, buffer);
+    __syncwarp();
     if (lane_ != 0) return;
-    this->send_ds(buffer);
-    if (warp_ == 0) {
-      if (edge) {
-        st_shared_4(own_flag(buffer), careful);
-        store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
-      }
-      barrier_expect(ds_full(buffer), C::kDsBytes + (edge ? 4 : 0));  // from the other block
+    if (warp_ == 0 && edge) {
+      st_shared_4(own_flag(buffer), careful);
+      store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
     }
     barrier_arrive(own_ds_full(buffer));
+  }
+  // A warp sends dS of every chunk to the other block, and passes on that the chunk before has been multiplied. The fence, which waits for
+  // what a thread has stored, is that of those who read.
+  __device__ __forceinline__ void pass_ds() const {
+    const int count = b().begin < b().end ? chunks() : 0;
+    int chunk = b().end - 1;
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) {
+      const int buffer = n & 1;
+      barrier_wait(own_ds_full(buffer), n >> 1 & 1);
+      if (elect_one()) {
+        shared_fence_for_copies();
+        this->send_ds(buffer, C::kDsBytes, 0);
+        barrier_expect(ds_full(buffer), C::kDsBytes + (masked(chunk) ? 4 : 0));  // from the other block
+      }
+      __syncwarp();
+      if (n > 0) this->pass_release(n - 1);
+      if (--chunk < b().begin) chunk = b().end - 1;
+    }
+    if (count > 0) this->pass_release(count - 1);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -214,7 +257,8 @@ class BackwardPairScores : PairBlock<C> {
 #pragma unroll
       for (float &x : dq) x = 0.f;
       Slot slot;
-      int chunk = b().end - 1;
+      const Walk walk = this->walk();
+      int chunk = walk.end - 1;
       barrier_wait(k_full(), 0);
       barrier_wait(other_k_full(), 0);
 #pragma unroll 1
@@ -223,8 +267,9 @@ class BackwardPairScores : PairBlock<C> {
         const uint32_t parity = n >> 1 & 1;
         barrier_wait(q_full(at), slot.parity());
         barrier_wait(own_ds_full(buffer), parity);
+        shared_fence_for_copies();
         bool careful = false;
-        if (masked(chunk)) {
+        if (walk.masked(chunk)) {
           barrier_wait(ds_full(buffer), parity);
           // By the lane that will let them go.
           if (lane_ == 0) careful = (ld_shared_4(own_flag(buffer)) | ld_shared_4(flag(buffer))) != 0;
@@ -254,7 +299,7 @@ class BackwardPairScores : PairBlock<C> {
         }
         release_ds(true, buffer);
         slot.step();
-        if (--chunk < b().begin) chunk = b().end - 1;
+        if (--chunk < walk.begin) chunk = walk.end - 1;
       }
       hand_over_dq(dq, count);
     }
@@ -266,9 +311,8 @@ class BackwardPairScores : PairBlock<C> {
   __device__ __forceinline__ void hand_over_dq(const Dq &dq, int n) const {
     barrier_wait(dq_empty(), n == 0 ? 1 : n & 1);
     this->put_share(dq, dq_tile());
-    shared_fence_for_copies();
     __syncwarp();
-    barrier_arrive_if(n > 0 && lane_ == 0, dq_full());
+    barrier_arrive_if(n > 0 && lane_ == 0, dq_full((n - 1) & 1));
   }
   // dk += dS^T Q of this block's keys.
   __device__ __forceinline__ void start_dk(float (&dk)[C::kD / 2], int buffer, uint32_t rows) const {

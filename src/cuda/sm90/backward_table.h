@@ -42,7 +42,7 @@ struct BackwardShape {
       // barriers | flags | what the block works on
       const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
       const int32_t handed = design == Design::values ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (design != Design::values ? 11 : ordered ? 12 : 9) + 2 * (stages + dout_stages);
+      const int32_t barriers = (design != Design::values ? 14 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
       return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
              (barriers + 1) / 2 * 16 + 16 + 64;
     }

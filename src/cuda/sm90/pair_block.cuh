@@ -19,7 +19,7 @@ struct PairConfig {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kRows = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
   static constexpr bool kHandsP = kHandsP_, kScored = kScored_, kOrdered = kOrdered_, kShuffledNumbers = false,
-                        kAdderFences = false;
+                        kAdderFences = true;
   static constexpr int kThreads = 384, kKeys = 128, kSlabs = kD / 64, kValueSlabs = kDv / 64;
   static constexpr int kConsumers = 256, kConsumerRegisters = kHandsP ? 240 : 232, kProducerRegisters = kHandsP ? 24 : 40;
   // K lies as two halves of its columns, each in slabs of its own, so that either is an operand for dq.
@@ -35,7 +35,7 @@ struct PairConfig {
   static constexpr int kHandedOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kHandedOffset + kHandedBytes;
   static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
                        kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
-  static constexpr int kHanded = !kHandsP ? 5 : kOrdered ? 6 : 3, kBarriers = 6 + kHanded + 2 * (kStages + kDoutStages);
+  static constexpr int kHanded = !kHandsP ? 6 : kOrdered ? 6 : 3, kBarriers = 8 + kHanded + 2 * (kStages + kDoutStages);
   static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kBlockOffset = kFlagOffset + 16;
   static constexpr int kSharedBytes = kBlockOffset + 64;
   static_assert(kRows == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kBlockOffset % 16 == 0);
@@ -48,7 +48,7 @@ class PairBlock : protected BackwardBlock<C> {
   using Base = BackwardBlock<C>;
   using Base::a_, Base::b, Base::lane_, Base::p_, Base::shared_, Base::warp_;
   using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
-  using typename Base::Element;
+  using typename Base::Element, typename Base::Stats;
   using Slot = RingPlace<C::kStages>;
   using Dq = float[C::kDqColumns / 2];  // a part of a chunk's dq
 
@@ -77,12 +77,22 @@ class PairBlock : protected BackwardBlock<C> {
   __device__ __forceinline__ uint32_t other_k_full() const { return C::kHandsP ? k_full() : handed(2); }
   __device__ __forceinline__ uint32_t ds_full(int n) const { return handed(C::kHanded + n); }
   __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
-  __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(4 + n); }
+  __device__ __forceinline__ uint32_t ds_used(int n) const { return ds_full(4 + n); }
+  __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(6 + n); }
   __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
   // Numbers that travel with dS: of the other block (0, 1), and two more.
   __device__ __forceinline__ uint32_t flag(int n) const { return shared_ + C::kFlagOffset + n * 4; }
   __device__ __forceinline__ int first_key() const { return b().key0 + rank_ * 64; }
   __device__ __forceinline__ bool masked(int chunk) const { return chunk < b().inner_begin || chunk >= b().inner_end; }
+  // The limits of the walk in registers: shared memory answers late while products read from it, and a chunk asks for one after another.
+  struct Walk {
+    int begin, end, inner_begin, inner_end;
+    __device__ __forceinline__ bool masked(int chunk) const { return chunk < inner_begin || chunk >= inner_end; }
+  };
+  __device__ __forceinline__ Walk walk() const {
+    const Block &block = b();
+    return {block.begin, block.end, block.inner_begin, block.inner_end};
+  }
   __device__ __forceinline__ int chunks() const { return (b().end - b().begin) * static_cast<int>(p_.group); }
   // The place in the other block's shared memory.
   __device__ __forceinline__ uint32_t there(uint32_t address) const { return in_cluster(address, rank_ ^ 1); }
@@ -208,7 +218,7 @@ class PairBlock : protected BackwardBlock<C> {
   // Between products
   // ------------------------------------------------------------------------------------------------------------------
 
-  // This warp's 16 keys of dS^T, for products of this block; and, from one lane, for those of the other.
+  // This warp's 16 keys of dS^T, for products of this block; and, from one lane behind a fence, for those of the other.
   __device__ __forceinline__ void write_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer) const {
     const int key = warp_ * 16 + (lane_ & 15);
 #pragma unroll
@@ -216,18 +226,21 @@ class PairBlock : protected BackwardBlock<C> {
       stmatrix_x4(ds_tile(buffer, 0) + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), w[n][0], w[n][1], w[n][2],
                   w[n][3]);
     }
-    shared_fence_for_copies();
-    __syncwarp();
   }
-  __device__ __forceinline__ void send_ds(int buffer) const {
-    constexpr int kBytes = C::kDsBytes / 4;  // of a warp
-    copy_there(there(ds_tile(buffer, 1) + warp_ * kBytes), ds_tile(buffer, 0) + warp_ * kBytes, kBytes, there(ds_full(buffer)));
+  __device__ __forceinline__ void send_ds(int buffer, int bytes, int from) const {
+    copy_there(there(ds_tile(buffer, 1) + from), ds_tile(buffer, 0) + from, bytes, there(ds_full(buffer)));
   }
-  // Neither block may overwrite it before both have multiplied it.
+  // Neither block may overwrite it before both have multiplied it. A warp tells both that this one has: the arrival there, which stands for
+  // all that came before it, takes a thousand cycles.
   __device__ __forceinline__ void release_ds(bool any, int buffer) const {
     __syncwarp();
-    barrier_arrive_if(any && lane_ == 0, ds_empty(buffer));
-    barrier_arrive_there_if(any && lane_ == 0, there(ds_empty(buffer)));
+    barrier_arrive_if(any && lane_ == 0, ds_used(buffer));
+  }
+  __device__ __forceinline__ void pass_release(int n) const {
+    const int buffer = n & 1;
+    barrier_wait(ds_used(buffer), n >> 1 & 1);
+    barrier_arrive_if(lane_ == 0, ds_empty(buffer));
+    barrier_arrive_there_if(lane_ == 0, there(ds_empty(buffer)));
   }
 
   // Q of the chunk that follows; after the last one nothing is awaited, and the product of what is there is not used.
