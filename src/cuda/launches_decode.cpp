@@ -57,7 +57,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *w
   const Shape &shape = kShapes[plan.shape];
   auto &params = launches.make_params<Params>();
   set_params(p, plan, workspace, counters, params);
-  launches.add("decode kernel", {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
+  launches.add("decode kernel",
+               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true},
                &params);
   return FA_OK;
 }

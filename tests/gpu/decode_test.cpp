@@ -224,6 +224,58 @@ TEST_F(Decode, ReplayWithOtherLengths) {
   }
 }
 
+// Each call's queries are the results of the one before it, which it must not read before they are there: launches overlap.
+TEST_F(Decode, ChainOfCalls) {
+  for (const int64_t keys : {int64_t{3000}, kRows}) {
+    for (const bool known : {true, false}) {  // lengths, to the host
+      Problem p(1);
+      p.set_sequences(0, 1);
+      p.attention.k.shape[1] = p.attention.v.shape[1] = keys;
+      if (known) p.attention.seqused_k = fa_tensor{};
+      expect_kernel(p, "decode_");
+      const std::vector<int64_t> shape{1, 1, kHeads, kHeadDim};
+      const Memory even(kHeads * kHeadDim * 2), odd(kHeads * kHeadDim * 2);
+      const fa_tensor first = p.attention.q, results[2] = {tensor(even, FA_BFLOAT16, shape), tensor(odd, FA_BFLOAT16, shape)};
+      const auto chain = [&](bool waits) {
+        for (int n = 0; n < 8; ++n) {
+          p.attention.q = n == 0 ? first : results[(n + 1) % 2];
+          p.attention.out = results[n % 2];
+          p.forward(context_, stream_);
+          if (waits) check(cudaStreamSynchronize(stream_), "a call");
+        }
+      };
+      const auto bits = [&] {
+        Bits all = p.results();
+        for (const Memory *memory : {&even, &odd}) {
+          const Bits its = memory->get<uint16_t>();
+          all.insert(all.end(), its.begin(), its.end());
+        }
+        return all;
+      };
+      p.poison(0);
+      chain(true);
+      const Bits expected = bits();
+      cudaGraph_t graph = nullptr;
+      cudaGraphExec_t executable = nullptr;
+      check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), "begin of the capture");
+      chain(false);
+      check(cudaStreamEndCapture(stream_, &graph), "capture");
+      check(cudaGraphInstantiate(&executable, graph, 0), "instantiation");
+      check(cudaGraphDestroy(graph), "graph");
+      for (int run = 0; run < 20; ++run) {
+        p.poison(0);
+        if (run % 2 == 0) {
+          chain(false);
+        } else {
+          check(cudaGraphLaunch(executable, stream_), "replay");
+        }
+        ASSERT_EQ(bits(), expected) << keys << " keys, run " << run;
+      }
+      check(cudaGraphExecDestroy(executable), "graph");
+    }
+  }
+}
+
 TEST_F(Decode, BatchMatesDoNotMatter) {
   for (const int64_t tokens : {1, 4, 16}) {
     Problem p(tokens, 16);

@@ -38,6 +38,7 @@ class Decode : private Block<C> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
+    if (!lengths_known()) wait_for_previous();
     Work<C> work(a_);
 #pragma unroll 1
     for (int range = static_cast<int>(blockIdx.x); range < work.ranges(); range += static_cast<int>(gridDim.x)) {
@@ -46,6 +47,7 @@ class Decode : private Block<C> {
 #pragma unroll 1
       while (unit < end) {
         set_piece(work.at(unit, end));
+        wait_for_previous();
         walk();
         finish(work, range);
         unit = piece_.last;
@@ -65,6 +67,7 @@ class Decode : private Block<C> {
   using Base::key_warp_;
   using Base::keys_;
   using Base::lane_;
+  using Base::lengths_known;
   using Base::only_factor;
   using Base::p_;
   using Base::piece_;
@@ -98,6 +101,8 @@ class Decode : private Block<C> {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void walk() {
+    // Pages are asked for two turns ahead.
+    Place place = place_in(0), next = place_in(1);
     fetch_q();
     clear<kMt, kDt>(out_);
 #pragma unroll
@@ -107,8 +112,7 @@ class Decode : private Block<C> {
         max_[i][r] = -1e30f;  // finite, so that -inf minus it is -inf
         sum_[i][r] = 0.f;
       }
-    // The first turns only fetch. Pages are asked for two turns ahead.
-    Place place = place_in(0), next = place_in(1);
+    // The first turns only fetch.
     int free = 0;  // the slot of the ring that a turn fills; the one behind it is read
 #pragma unroll 1
     for (int step = 1 - C::kStages; step < piece_.steps; ++step) {
@@ -664,11 +668,13 @@ __device__ __forceinline__ void warm_up(const Params &params, char *shared) {
                 reinterpret_cast<const uint32_t *>(&params)[min(lane, kLast) * (kLine / 4)]);
 }
 
+// Range 0 always has work, and its block waits for the launch before this one: what is chained to this launch waits for both.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];
+    let_next_start();
     warm_up<C>(params, shared);
     Decode<C>(params, shared).run();
   }
