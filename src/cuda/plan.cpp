@@ -357,15 +357,18 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
       !takes_vectors(p.v, p.head_dim_v)) {
     return false;
   }
+  // Handing over in parts pays where several blocks of rows read the same keys. It rounds otherwise: where bits may not depend on a bound of the
+  // number of rows it is done for any.
+  const int64_t rows = p.q_lengths.max_len * p.group;
   const auto fits = [&](const latent::Shape &shape) {
-    return shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.shared_bytes() <= device.shared_bytes;
+    return shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.shared_bytes() <= device.shared_bytes &&
+           (shape.parts > 1) == (rows > shape.rows() || cut_by_sequence(p));
   };
   int32_t found = 0;
   while (found < latent::kNumShapes && !fits(latent::kShapes[found])) ++found;
   if (found == latent::kNumShapes) return false;
   const latent::Shape &shape = latent::kShapes[found];
-  const int64_t rows = p.q_lengths.max_len * p.group, row_blocks = ceil_div(rows, shape.rows()),
-                steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  const int64_t row_blocks = ceil_div(rows, shape.rows()), steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
   if (p.batch * p.heads_k > kManyUnits / steps / row_blocks) return false;
   const int64_t items = p.batch * p.heads_k * row_blocks;
 

@@ -168,7 +168,9 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           }
           Problem latent = p;
           latent.v = latent.k;
-          if (head_dim_v <= head_dim) {
+          for (const int64_t seqlen_q : {int64_t{1}, p.q_lengths.max_len}) {
+            if (head_dim_v > head_dim) continue;
+            latent.q_lengths.max_len = seqlen_q;
             const ForwardPlan plan = forward_plan(latent, device);
             forward.insert({plan.family, plan.shape});
           }

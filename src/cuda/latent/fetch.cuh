@@ -25,6 +25,8 @@ class Producer : private decode::Planner<Block<C>, false> {
       if (warp == 0) write_plan(pieces++, work, range);
 #pragma unroll 1
       for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
+        // Queries go first: memory would give them last, when all blocks have asked for a ring of keys.
+        if (C::kInParts && count == 0) barrier_wait(this->asked(), 0);
         if (static_cast<int>(count & 1) == place)
           fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
       }
@@ -46,7 +48,7 @@ class Producer : private decode::Planner<Block<C>, false> {
   using Base::shared_tile;
   using Base::tile_;
 
-  static constexpr int kHalf = C::kKeys / 2;
+  static constexpr int kHalf = C::kKeys / 2, kParts = C::kFreeParts / 2;  // of a half
 
   // Many parts are added up in two levels: each of so many by the last one's block, and those sums by the block that has the item's end.
   static __device__ __forceinline__ int parts_together(int parts) {
@@ -86,8 +88,8 @@ class Producer : private decode::Planner<Block<C>, false> {
   // Keys
   // ------------------------------------------------------------------------------------------------------------------
 
-  // A warp brings half a tile to its half of a place once that is free, in eight steps of four rows or, by the copy engine, in groups of
-  // eight. Where rows are missing the engine does not do.
+  // A warp brings half a tile to its half of a place as parts of that get free, in eight steps of four rows or, by the copy engine, in groups
+  // of eight. Where rows are missing the engine does not do.
   __device__ __forceinline__ void fetch(int key0, int place, int half, uint32_t free_parity) const {
     if (a_.copied && key0 >= keys_.begin && key0 + kHalf <= keys_.end) {
       copy(key0, place, half, free_parity);
@@ -111,18 +113,23 @@ class Producer : private decode::Planner<Block<C>, false> {
     constexpr int kGroups = kHalf / 8;
     const int group = lane_ & (kGroups - 1);
     const Spot spot = spot_of(key0 + group * 8);
-    barrier_wait(free(place, half), free_parity);
+    barrier_wait(free(place, half * kParts), free_parity);
     if (lane_ == 0) {
       barrier_expect(full(place), C::kHalfBytes);
     } else {
       barrier_arrive(full(place));
     }
-    if (lane_ < kGroups) {
-      const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
-      decode::load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place),
-                            spot.row, head_, spot.batch, policy);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part > 0) barrier_wait(free(place, half * kParts + part), free_parity);
+      const bool mine = kParts == 1 ? lane_ < kGroups : lane_ / (kGroups / kParts) == part;
+      if (mine) {
+        const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
+        decode::load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place),
+                              spot.row, head_, spot.batch, policy);
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 
   // By pieces of 16 bytes: one of the eight of every slab, of eight rows.
@@ -154,7 +161,8 @@ class Producer : private decode::Planner<Block<C>, false> {
       from[i] += chunk * 8;
     }
     const int columns = static_cast<int>(p_.head_dim) - chunk * 8;
-    barrier_wait(free(place, half), free_parity);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) barrier_wait(free(place, half * kParts + part), free_parity);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int valid = exists >> i & 1 ? columns : 0, in_group = row + i % 2 * 4;

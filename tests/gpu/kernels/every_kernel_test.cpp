@@ -211,27 +211,29 @@ std::vector<Case> cases() {
       }
     }
   }
-  // Latent caches: a block of rows and a half, and NaN that some tokens see and others do not.
+  // Latent caches: less than a block of rows, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    Case c;
-    c.seed = seed_for("every latent kernel") + static_cast<int64_t>(all.size());
-    c.dtype = dtype;
-    c.batch = 2;
-    c.heads_k = 1;
-    c.heads_q = 24;
-    c.head_dim = 576;
-    c.head_dim_v = 512;
-    c.v_in_k = 1;
-    c.q.seqlen = 4;
-    c.k.seqlen = 900;
-    c.k.used = {900, 130};
-    c.mask = FA_MASK_CAUSAL;
-    c.sink = 1;
-    c.backward = 0;
-    c.nan_keys = 1;
-    c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
-    if (dtype == FA_BFLOAT16) c.page_size = 16;
-    all.push_back(c);
+    for (const int64_t heads : {12, 24}) {
+      Case c;
+      c.seed = seed_for("every latent kernel") + static_cast<int64_t>(all.size());
+      c.dtype = dtype;
+      c.batch = 2;
+      c.heads_k = 1;
+      c.heads_q = heads;
+      c.head_dim = 576;
+      c.head_dim_v = 512;
+      c.v_in_k = 1;
+      c.q.seqlen = 4;
+      c.k.seqlen = 900;
+      c.k.used = {900, 130};
+      c.mask = FA_MASK_CAUSAL;
+      c.sink = 1;
+      c.backward = 0;
+      c.nan_keys = 1;
+      c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
+      if (dtype == FA_BFLOAT16) c.page_size = 16;
+      all.push_back(c);
+    }
   }
   return all;
 }
