@@ -28,9 +28,10 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
 
 bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int64_t columns, int32_t bucket, int32_t box_rows,
                    CUtensorMapL2promotion promotion, CUtensorMap &map) {
-  constexpr int64_t kSlab = 64;
+  const bool bytes = is_quantised(t.dtype);
+  const int64_t slab = bytes ? columns : 64, size = bytes ? 1 : 2;
   const bool paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
-  if (!takes_copies(t, p.k_lengths, columns) || columns % kSlab != 0 || (paged && p.page_size % box_rows != 0)) return false;
+  if (!takes_copies(t, p.k_lengths, columns) || columns % slab != 0 || (paged && p.page_size % box_rows != 0)) return false;
   const int64_t rows = paged    ? p.page_size
                        : packed ? p.k_lengths.total
                                 : p.k_lengths.max_len,
@@ -38,17 +39,21 @@ bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int
                           : packed ? 1
                                    : p.batch;
   if (rows > INT32_MAX || batches > INT32_MAX) return false;
-  const cuuint64_t sizes[5] = {kSlab, static_cast<cuuint64_t>(std::max<int64_t>(rows, 1)),
-                               static_cast<cuuint64_t>(columns / kSlab), static_cast<cuuint64_t>(p.heads_k),
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(slab), static_cast<cuuint64_t>(std::max<int64_t>(rows, 1)),
+                               static_cast<cuuint64_t>(columns / slab), static_cast<cuuint64_t>(p.heads_k),
                                static_cast<cuuint64_t>(std::max<int64_t>(batches, 1))};
-  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(t.seq_stride) * 2, kSlab * 2,
-                                 static_cast<cuuint64_t>(t.head_stride) * 2,
-                                 static_cast<cuuint64_t>(t.batch_stride) * 2};  // bytes
-  const cuuint32_t box[5] = {kSlab, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(bucket / kSlab), 1, 1},
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(t.seq_stride * size),
+                                 static_cast<cuuint64_t>(bytes ? bucket : slab * size),
+                                 static_cast<cuuint64_t>(t.head_stride * size), static_cast<cuuint64_t>(t.batch_stride * size)};
+  // What a box has beyond the columns is zero.
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(bytes ? bucket : slab), static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(bytes ? 1 : bucket / slab), 1, 1},
                    steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type = t.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type = bytes                    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : t.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return driver.cuTensorMapEncodeTiled(&map, type, 5, t.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                       CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                                       bytes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

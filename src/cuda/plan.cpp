@@ -316,17 +316,21 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
 }
 
 // Whether the kernels for queries that extend a cache take the problem, and how: any number of queries, which with the heads that share
-// their keys are cut into blocks of rows. Scores and rows are as for the decode kernels, and so are the rules for batch invariance.
-bool plan_extend(const Problem &p, const Device &device, ForwardPlan &plan) {
+// their keys are cut into blocks of rows. Scores and rows are as for the decode kernels, and so are the rules for batch invariance. Bytes
+// have one factor a head, or none.
+bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &plan) {
   constexpr int64_t kManyUnits = INT32_MAX / 2, kMostParts = 32;
   const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
-  if (!device.sm90 || p.k.dtype != p.q.dtype || p.k_lengths.total > INT32_MAX || !sees_cache(p)) return false;
-  int32_t found = 0;
-  while (found < extend::kNumShapes &&
+  const bool bytes = is_quantised(p.k.dtype);
+  if (!device.sm90 || p.k_lengths.total > INT32_MAX || !sees_cache(p) || p.k_descale.per_row || p.v_descale.per_row)
+    return false;
+  int32_t found = bytes ? extend::kFirstOfBytes : 0;
+  const int32_t end = bytes ? extend::kNumShapes : extend::kFirstOfBytes;
+  while (found < end &&
          (extend::kShapes[found].head_dim < columns || extend::kShapes[found].shared_bytes() > device.shared_bytes)) {
     ++found;
   }
-  if (found == extend::kNumShapes) return false;
+  if (found == end) return false;
   const extend::Shape &shape = extend::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
   if (p.batch * p.heads_k > kManyUnits / steps / row_blocks) return false;
@@ -534,8 +538,8 @@ fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPla
   FA_RETURN_IF_ERROR(check_limits(p, error));
   // More rows than these want products that decode kernels do not have.
   constexpr int64_t kFewRows = 32, kFewQueries = 16;
-  if (p.q_lengths.max_len <= kFewQueries && p.q_lengths.max_len * p.group > kFewRows && plan_extend(p, device, plan))
-    return FA_OK;
+  const bool of_cache = p.q_lengths.max_len <= kFewQueries || is_quantised(p.k.dtype);
+  if (of_cache && p.q_lengths.max_len * p.group > kFewRows && plan_extend(p, device, plan)) return FA_OK;
   if (plan_decode(p, device, plan)) return FA_OK;
   if (is_quantised(p.k.dtype)) {
     if (plan_sm90(p, device, plan)) return FA_OK;

@@ -22,7 +22,20 @@ Case base(const char *name) {
   return c;
 }
 
-class Extend : public EveryBackend {};
+class Extend : public EveryBackend {
+ protected:
+  // The case as it is, and with a cache of bytes: one format after the other, with and without factors.
+  void check_formats(Case c) {
+    EXPECT_TRUE(check(backend(), c));
+    c.key_dtype = formats_ % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
+    c.descale = c.key_dtype == FA_INT8 ? 1 : formats_ / 2 % 2;
+    ++formats_;
+    EXPECT_TRUE(check(backend(), c));
+  }
+
+ private:
+  int formats_ = 0;
+};
 
 // Rows of 33 to 150 for a head of keys, in both 16-bit types, paged and not.
 TEST_P(Extend, HeadDimsAndRows) {
@@ -38,7 +51,7 @@ TEST_P(Extend, HeadDimsAndRows) {
       c.heads_q = c.heads_k * group;
       c.q.seqlen = seqlen_q;
       c.page_size = n % 3 == 0 ? 0 : 16;
-      EXPECT_TRUE(check(backend(), c));
+      check_formats(c);
     }
   }
 }
@@ -54,7 +67,7 @@ TEST_P(Extend, LengthsAndPages) {
       c.spare_pages = page_size > 0 ? 3 : 0;
       c.nan_keys = 1;
       c.own_workspace = page_size == 16;
-      EXPECT_TRUE(check(backend(), c));
+      check_formats(c);
     }
   }
 }
@@ -74,7 +87,7 @@ TEST_P(Extend, PackedWithUnusedQueries) {
     }
     c.k.used = {650, 20, page_size == 0 ? 2500 : 1500};
     c.nan_keys = 1;
-    EXPECT_TRUE(check(backend(), c));
+    check_formats(c);
   }
 }
 
@@ -88,7 +101,7 @@ TEST_P(Extend, Windows) {
     c.window_left = 20;
     c.num_splits = splits;
     c.nan_keys = 1;
-    EXPECT_TRUE(check(backend(), c));
+    check_formats(c);
   }
 }
 
@@ -112,7 +125,7 @@ TEST_P(Extend, MasksAndScores) {
     }
     if (n == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
     c.nan_keys = 1;
-    EXPECT_TRUE(check(backend(), c));
+    check_formats(c);
   }
 }
 
@@ -125,6 +138,9 @@ TEST_P(Extend, VisibleNan) {
       c.k.seqlen = 200;
       c.nan_visible = role;
       EXPECT_TRUE(check(backend(), c));
+      c.key_dtype = FA_FLOAT8_E4M3;
+      c.descale = role % 2;
+      EXPECT_TRUE(check(backend(), c));
     }
   }
 }
@@ -135,19 +151,24 @@ TEST_P(Extend, Splits) {
     c.q.seqlen = 11;
     c.k.used = {1500, 3, 400};
     c.num_splits = splits;
-    EXPECT_TRUE(check(backend(), c));
+    check_formats(c);
   }
   Case c = base("extend: batch-invariant");
   c.q.seqlen = 60;
   c.k.seqlen = 2600;
   c.k.used = {2600, 100, 1400};
   c.flags = FA_FLAG_BATCH_INVARIANT;
-  EXPECT_TRUE(check(backend(), c));
+  check_formats(c);
 }
 
 TEST_P(Extend, LargeLogits) {
   Case c = base("extend: large logits");
   c.magnitude = 1000;
+  EXPECT_TRUE(check(backend(), c));
+  c.key_dtype = FA_FLOAT8_E4M3;
+  c.descale = 1;
+  c.magnitude = 1e7;  // beyond fp16
+  c.scale = 1e-7;
   EXPECT_TRUE(check(backend(), c));
 }
 

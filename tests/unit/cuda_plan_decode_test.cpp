@@ -257,13 +257,17 @@ TEST(CudaPlan, ExtendKernels) {
   }
 }
 
-// However many queries there are, and whichever kernels a device has.
+// However many queries there are, and whichever kernels a device has; of many rows those with a factor a head are for others on Hopper.
 TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
   for (const NamedDevice &device : kDevices) {
     for (const int64_t seqlen_q : {1, 16, 2048}) {
       for (const Dtype dtype : {Dtype::e4m3, Dtype::i8}) {
-        Problem p = problem(seqlen_q, 4096, 128);
+        ForwardProblem p = forward_of(problem(seqlen_q, 4096, 128));
         p.k.dtype = p.v.dtype = dtype;
+        if (device.device.sm90 && seqlen_q > 1) {
+          EXPECT_EQ(kernel_name(p, forward_plan(p, device.device)).rfind("extend_fwd_bf16_", 0), 0u);
+          (dtype == Dtype::i8 ? p.k_descale : p.v_descale).per_row = true;
+        }
         const ForwardPlan plan = forward_plan(p, device.device);
         ASSERT_EQ(plan.family, Family::decode) << device.name;
         ASSERT_GE(plan.shape, decode::kFirstOfBytes) << device.name;

@@ -163,8 +163,12 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             const ForwardPlan more = forward_plan(few, device);
             forward.insert({more.family, more.shape});
             few.k.dtype = few.v.dtype = Dtype::e4m3;
-            const ForwardPlan of_bytes = forward_plan(few, device);
-            forward.insert({of_bytes.family, of_bytes.shape});
+            for (const bool factors_of_rows : {false, true}) {
+              ForwardProblem bytes = forward_of(few);
+              bytes.k_descale.per_row = bytes.v_descale.per_row = factors_of_rows;
+              const ForwardPlan of_bytes = forward_plan(bytes, device);
+              forward.insert({of_bytes.family, of_bytes.shape});
+            }
           }
           Problem latent = p;
           latent.v = latent.k;

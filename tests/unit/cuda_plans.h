@@ -11,12 +11,13 @@ namespace fa::cuda {
 
 inline const Device &h200() { return kDevices[0].device; }
 
-inline ForwardPlan forward_plan(const Problem &p, const Device &device) {
+inline ForwardPlan forward_plan(const ForwardProblem &p, const Device &device) {
   ForwardPlan plan;
   ErrorText error;
-  EXPECT_EQ(plan_forward(forward_of(p), device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(plan_forward(p, device, plan, error), FA_OK) << error.text;
   return plan;
 }
+inline ForwardPlan forward_plan(const Problem &p, const Device &device) { return forward_plan(forward_of(p), device); }
 inline BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
   BackwardPlan plan;
   ErrorText error;

@@ -165,11 +165,7 @@ class Block {
   }
 
   // Of bytes: the factor of all keys or values of this head; 1 if each has its own.
-  __device__ __forceinline__ float only_factor(const Descale &d) const {
-    const Operand &f = d.factors;
-    if (f.data == nullptr || d.per_row) return 1.f;
-    return static_cast<const float *>(f.data)[piece_.batch * f.batch_stride + head() * f.head_stride];
-  }
+  __device__ __forceinline__ float only_factor(const Descale &d) const { return decode::only_factor(d, piece_.batch, head()); }
 
   // The first key of this warp in step `step` of the piece.
   __device__ __forceinline__ int first_key(int step) const {

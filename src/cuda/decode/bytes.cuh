@@ -17,6 +17,13 @@
 
 namespace fa::cuda::decode {
 
+// The factor of all keys or values of a head; 1 if each has its own.
+__device__ __forceinline__ float only_factor(const Descale &d, int batch, int head) {
+  const Operand &f = d.factors;
+  if (f.data == nullptr || d.per_row) return 1.f;
+  return static_cast<const float *>(f.data)[batch * f.batch_stride + head * f.head_stride];
+}
+
 // Four bytes as two pairs of fp16.
 struct Pairs {
   uint32_t first, second;
@@ -80,9 +87,30 @@ __device__ __forceinline__ Pairs widen_alternate(uint32_t x) {
   return {widen_two<kFormat, 0, 2>(y), widen_two<kFormat, 1, 3>(y)};
 }
 
+// bf16 in fp16: a row is multiplied by a power of two of its own, so that its largest finite number is near the top of fp16. From the
+// larger ones of the exponents' bits of all its numbers, in place, as top_exponent finds them two at a time.
+__device__ __forceinline__ uint32_t top_exponent(uint32_t top, uint32_t pair) {
+  constexpr uint32_t kInf = 0x7F80;
+  const uint32_t low = pair & kInf, high = pair >> 16 & kInf;
+  if (low != kInf) top = max(top, low);
+  if (high != kInf) top = max(top, high);
+  return top;
+}
+struct Raising {
+  float factor, undone;
+
+  __device__ __forceinline__ explicit Raising(uint32_t top) {
+    const uint32_t exponent = max(top >> 7, 15u);
+    factor = __uint_as_float((268 - exponent) << 23);  // to 2^14
+    undone = __uint_as_float((exponent - 14) << 23);
+  }
+  __device__ __forceinline__ uint32_t of(uint32_t pair) const {
+    return pack2<__half>(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xFFFF0000u) * factor);
+  }
+};
+
 // Makes of a tile of 16-bit queries the left operand of multiply_transposed_bytes: fp16, the pairs of each 16 columns in the order 0 2 4 6
-// 1 3 5 7. Rows of bf16 are multiplied by a power of two of their own, so that the largest number is near the top of fp16; scales[row] is
-// what makes up for it, times key_factor.
+// 1 3 5 7. scales[row] is what makes up for raising bf16, times key_factor.
 template <int kRows, int kD, int kThreads>
 __device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, bool bf16, float key_factor) {
   constexpr int kBlocks = kD / 16;
@@ -95,22 +123,15 @@ __device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, 
     uint32_t x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     float scale = 1.f;
     if (bf16) {
-      constexpr uint32_t kInf = 0x7F80;
-      uint32_t top = 0;  // exponent of the largest finite number
+      uint32_t top = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t low = x[i] & kInf, high = x[i] >> 16 & kInf;
-        if (low != kInf) top = max(top, low);
-        if (high != kInf) top = max(top, high);
-      }
+      for (int i = 0; i < 8; ++i) top = top_exponent(top, x[i]);
 #pragma unroll
       for (int distance = 1; distance < kBlocks; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
-      const uint32_t exponent = max(top >> 7, 15u);
-      const float raise = __uint_as_float((268 - exponent) << 23);  // to 2^14
-      scale = __uint_as_float((exponent - 14) << 23);
+      const Raising raising(top);
+      scale = raising.undone;
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        x[i] = pack2<__half>(__uint_as_float(x[i] << 16) * raise, __uint_as_float(x[i] & 0xFFFF0000u) * raise);
+      for (int i = 0; i < 8; ++i) x[i] = raising.of(x[i]);
     }
     st_shared_16(first, x[0], x[2], x[4], x[6]);
     st_shared_16(second, x[1], x[3], x[5], x[7]);

@@ -2,7 +2,10 @@
 // One block of threads of the kernel for queries that extend a cache: its sizes, its shared memory, and tiles as operands.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/registers_rows.cuh"
+#include "cuda/decode/bytes.cuh"
 #include "cuda/decode/planner.cuh"
 #include "cuda/extend/extend.h"
 
@@ -18,22 +21,29 @@ struct Plan : decode::RowsAndKeys {
 constexpr int kPlanBytes = 96;
 static_assert(sizeof(Plan) <= kPlanBytes);
 
-template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_>
+template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_, decode::Format kFormat_, int kStaged_>
 struct Config {
-  using Element = Element_;
+  static constexpr decode::Format kFormat = kFormat_;  // of K and V
+  static constexpr bool kOfBytes = kFormat != decode::Format::same;
+  using Element = Element_;  // of the products' operands, and of Q and out unless K and V are bytes
+  using KeyElement = std::conditional_t<kOfBytes, uint8_t, Element>;
   static constexpr int kD = kD_, kGroups = kGroups_, kKeys = kKeys_, kSlots = kSlots_;
   static constexpr int kRows = kGroups * 64, kThreads = (kGroups + 1) * 128;
   static constexpr int kStep = kKeys;  // of the cut
   // A tile lies in runs of sixteen keys, [key / 16][slab of 64 columns][16][64].
   static constexpr int kRun = 16, kRuns = kKeys / kRun;
   static constexpr int kSlabs = kD / 64, kSlabBytes = kRun * 128, kRunBytes = kSlabs * kSlabBytes;
-  static constexpr int kTileBytes = kRuns * kRunBytes;               // of K or V
-  static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;  // warps, and keys of a tile that each fetches
-  static constexpr int kBarrierOffset = kSlots * kTileBytes;
-  static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + kGroups) * 8;
+  static constexpr int kTileBytes = kRuns * kRunBytes;                      // of K or V
+  static constexpr int kPitch = kD * static_cast<int>(sizeof(KeyElement));  // bytes of a key
+  static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;         // warps, and keys of a tile that each fetches
+  // Bytes on their way: tiles of those that are still to be widened.
+  static constexpr int kStaged = kStaged_, kStagedBytes = kKeys * kD, kStagedOffset = kSlots * kTileBytes;
+  static constexpr int kBarrierOffset = kStagedOffset + kStaged * kStagedBytes;
+  static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + kGroups + kStaged * kFetchers) * 8;
   static constexpr int kPlanOffset = kFlagOffset + kGroups * 8;
-  static constexpr int kSharedBytes = kPlanOffset + 2 * kPlanBytes;
-  static_assert(kKeys == 128 && kFetched % kRun == 0 && kFetched <= 32 && kPlanOffset % 8 == 0);
+  static constexpr int kScaleOffset = kPlanOffset + 2 * kPlanBytes;  // of bytes
+  static constexpr int kSharedBytes = kScaleOffset + (kOfBytes ? kRows * 4 : 0);
+  static_assert(kKeys == 128 && kFetched % kRun == 0 && kFetched <= 32 && kPlanOffset % 8 == 0 && kOfBytes == (kStaged > 0));
 };
 
 template <class C>
@@ -47,14 +57,17 @@ class Block {
 
  protected:
   __device__ __forceinline__ uint32_t tile(int slot) const { return shared_ + slot * C::kTileBytes; }
-  // Barriers: a slot of the ring is full, is free; a plan is there, is done; warps of a group have voted.
+  // Barriers: a slot of the ring is full, is free; a plan is there, is done; warps of a group have voted; a warp's bytes are there.
   __device__ __forceinline__ uint32_t full(int slot) const { return shared_ + C::kBarrierOffset + slot * 8; }
   __device__ __forceinline__ uint32_t free(int slot) const { return full(C::kSlots + slot); }
   __device__ __forceinline__ uint32_t planned(int n) const { return full(2 * C::kSlots + n); }
   __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
   __device__ __forceinline__ uint32_t voted(int group) const { return planned(4 + group); }
+  __device__ __forceinline__ uint32_t staged(int n, int warp) const { return voted(C::kGroups + n * C::kFetchers + warp); }
   // What a group has found, in this vote and in the one before.
   __device__ __forceinline__ uint32_t found(int group, int n) const { return shared_ + C::kFlagOffset + (2 * group + n) * 4; }
+  // What a row of S is to be multiplied by.
+  __device__ __forceinline__ uint32_t row_scale(int row) const { return shared_ + C::kScaleOffset + row * 4; }
   __device__ __forceinline__ Plan &plan(int n) const { return reinterpret_cast<Plan *>(memory_ + C::kPlanOffset)[n]; }
 
   const Params &a_;

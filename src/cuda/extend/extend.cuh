@@ -13,6 +13,9 @@
 // S comes in two products: one with the first halves of all runs of sixteen keys, one with the second halves. Element 4 j + r of product h
 // is key 16 j + 8 h + 2 q + r % 2 (q = lane % 4), so both together are run j as the next product takes it.
 //
+// Keys and values of one byte are widened to fp16 on their way into shared memory, exactly; queries and out change with them. S is multiplied
+// by what makes up for it, and by the factor of the head's keys; out by that of its values.
+//
 // A row's maximum is its own and exact at every tile: a row's bits depend on its keys and on where they are cut alone. No group waits for
 // another, and within a group no warp for the others but in the products.
 #pragma once
@@ -184,8 +187,15 @@ class Consumer : private Block<C> {
 #pragma unroll
       for (int n = 0; n < C::kD / 32; ++n)
         x[r][n] = n * 32 < columns ? __ldg(reinterpret_cast<const uint4 *>(from + n * 32)) : uint4{0, 0, 0, 0};
+      if constexpr (C::kOfBytes) {
+        float scale = only_factor(a_.k_descale);
+        if (p_.q.dtype == Dtype::bf16) scale *= raise_row(x[r]);
+        if (quad == 0) st_shared_float(this->row_scale(row), scale);
+      }
     }
-    // Of each 32 columns a lane has eight, and wants two of each eight.
+    if (C::kOfBytes)
+      __syncwarp();  // scales are there
+                     // Of each 32 columns a lane has eight, and wants two of each eight.
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -195,6 +205,26 @@ class Consumer : private Block<C> {
 #pragma unroll
         for (int w = 0; w < 4; ++w) q_[2 * n + w / 2][2 * (w % 2) + r] = words[w];
       }
+  }
+
+  // A quad's row of bf16 as fp16. Returns what makes up for it.
+  __device__ __forceinline__ float raise_row(uint4 (&x)[C::kD / 32]) const {
+    uint32_t top = 0;
+#pragma unroll
+    for (int n = 0; n < C::kD / 32; ++n) {
+      for (const uint32_t pair : {x[n].x, x[n].y, x[n].z, x[n].w}) top = decode::top_exponent(top, pair);
+    }
+    top = max(top, __shfl_xor_sync(~0u, top, 1));
+    top = max(top, __shfl_xor_sync(~0u, top, 2));
+    const decode::Raising raising(top);
+#pragma unroll
+    for (int n = 0; n < C::kD / 32; ++n)
+      x[n] = {raising.of(x[n].x), raising.of(x[n].y), raising.of(x[n].z), raising.of(x[n].w)};
+    return raising.undone;
+  }
+  // Of bytes: the factor of all keys or values of this head.
+  __device__ __forceinline__ float only_factor(const Descale &d) const {
+    return decode::only_factor(d, plan_->batch, plan_->head);
   }
 
   // S = Q K^T.
@@ -237,6 +267,19 @@ class Consumer : private Block<C> {
   static constexpr int key_of(int h, int j, int e) { return 16 * j + 8 * h + e; }
 
   __device__ __forceinline__ void apply_terms(int key0) {
+    if constexpr (C::kOfBytes) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float scale = ld_shared_float(this->row_scale(row_of(r)));
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int n = 2 * r; n < kHalf; n += 4) {
+            s_[h][n] *= scale;
+            s_[h][n + 1] *= scale;
+          }
+      }
+    }
     if (p_.softcap > 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -422,6 +465,11 @@ class Consumer : private Block<C> {
       sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
       sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
     }
+    if constexpr (C::kOfBytes) {
+      const float factor = only_factor(a_.v_descale);
+#pragma unroll
+      for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
+    }
     if (plan_->part) {
       store_part(plan_->slot);
       __syncwarp();  // all lanes have stored theirs
@@ -461,7 +509,7 @@ class Consumer : private Block<C> {
         uint32_t x[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Element>(out_[4 * (j + n) + 2 * r] * closing.factor, out_[4 * (j + n) + 2 * r + 1] * closing.factor);
+          x[n] = pack(out_[4 * (j + n) + 2 * r] * closing.factor, out_[4 * (j + n) + 2 * r + 1] * closing.factor);
         transpose_quad(x, quad);
         store_elements(dst + j * 8, x, valid - j * 8, a_.vector_out);
       }
@@ -469,6 +517,9 @@ class Consumer : private Block<C> {
     }
   }
 
+  __device__ __forceinline__ uint32_t pack(float a, float b) const {
+    return C::kOfBytes && p_.q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
+  }
   __device__ __forceinline__ void store_lse(int row, float lse) const {
     if (p_.lse.data == nullptr) return;
     p_.lse.data[plan_->batch * p_.lse.batch_stride + head_of(row) * p_.lse.head_stride +
@@ -590,7 +641,7 @@ class Roles : private Block<C> {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       for (int n = 0; n < C::kSlots; ++n) {
-        barrier_init(this->full(n), C::kFetchers * 32);
+        barrier_init(this->full(n), C::kOfBytes ? C::kFetchers : C::kFetchers * 32);
         barrier_init(this->free(n), C::kGroups * 4);
       }
       for (int n = 0; n < 2; ++n) {
@@ -601,6 +652,8 @@ class Roles : private Block<C> {
         barrier_init(this->voted(group), 4);
         for (int n = 0; n < 2; ++n) st_shared_4(this->found(group, n), 0);
       }
+      for (int n = 0; n < C::kStaged; ++n)
+        for (int warp = 0; warp < C::kFetchers; ++warp) barrier_init(this->staged(n, warp), 32);
       barrier_init_fence();
     }
     __syncthreads();

@@ -18,6 +18,6 @@ struct Params : decode::Params {
 };
 
 // The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
-const void *kernel(int shape, Dtype dtype);
+const void *kernel(int shape, Dtype queries, Dtype keys);
 
 }  // namespace fa::cuda::extend

@@ -12,11 +12,21 @@ __device__ __forceinline__ void barrier_expect_more(uint32_t barrier, uint32_t b
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// The arrivals of all lanes.
+__device__ __forceinline__ void barrier_arrive_for_warp(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], 32;\n" ::"r"(barrier) : "memory");
+}
+
+// An arrival once this thread's cp.async until now have come.
+__device__ __forceinline__ void barrier_arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
 template <class C>
 class Producer : private decode::Planner<Block<C>, true> {
  public:
   using Base = decode::Planner<Block<C>, true>;
-  using Element = typename C::Element;
+  using KeyElement = typename C::KeyElement;
 
   using Base::Base;
 
@@ -90,7 +100,7 @@ class Producer : private decode::Planner<Block<C>, true> {
            (p_.page_table == nullptr || static_cast<int>(a_.page_size.value) % C::kRun == 0);
   }
 
-  // This warp's keys of a tile to the next slot, once that is free.
+  // This warp's keys of a tile to the next slot, once that is free; bytes to a place of their own.
   __device__ __forceinline__ void fetch(const Operand &from, const CUtensorMap &map, int64_t columns, const Place &place,
                                         bool whole_runs) {
     if (whole_runs && a_.copied) {
@@ -98,84 +108,153 @@ class Producer : private decode::Planner<Block<C>, true> {
     } else {
       gather(from, columns, place, whole_runs);
     }
-    ring_.step();
+    if constexpr (C::kOfBytes) {
+      coming_.step();
+      more_under_way();
+    }
   }
 
   // A run a lane.
   __device__ __forceinline__ void copy(const CUtensorMap &map, const Place &place) {
-    const uint32_t full = this->full(ring_.at());
-    settle();
-    barrier_wait(this->free(ring_.at()), ring_.parity() ^ 1);
-    if (lane_ == 0) barrier_expect_more(full, C::kFetched / C::kRun * C::kRunBytes);
-    __syncwarp();
+    const uint32_t there = C::kOfBytes ? this->staged(coming_.at(), warp_) : this->full(ring_.at());
+    if constexpr (!C::kOfBytes) {
+      settle();
+      barrier_wait(this->free(ring_.at()), ring_.parity() ^ 1);
+    }
+    constexpr int kRunBytes = C::kRun * C::kPitch;
+    if (lane_ == 0) barrier_expect_more(there, C::kFetched / C::kRun * kRunBytes);
+    __syncwarp();  // and all have widened what was in the place
     if (lane_ < C::kFetched && lane_ % C::kRun == 0) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
-      const int run = (warp_ * C::kFetched + lane_) / C::kRun;
-      decode::load_rows_box(this->tile(ring_.at()) + run * C::kRunBytes, &map, full, place.row, this->head_, place.batch,
-                            policy);
+      const uint32_t to = C::kOfBytes ? bytes(coming_.at()) : this->tile(ring_.at()) + warp_ * C::kFetched * C::kPitch;
+      decode::load_rows_box(to + lane_ * C::kPitch, &map, there, place.row, this->head_, place.batch, policy);
     }
-    barrier_arrive(full);
+    if constexpr (C::kOfBytes) {
+      if (lane_ == 0) barrier_arrive_for_warp(there);
+    } else {
+      barrier_arrive(there);
+      ring_.step();
+    }
   }
 
   // By pieces of 16 bytes; zeros where there is nothing. Slots are said to be full some gathers later, so that nobody waits in between.
   __device__ __forceinline__ void gather(const Operand &from, int64_t columns, const Place &place, bool whole_runs) {
-    constexpr int kChunks = C::kD / 8, kAtOnce = 32 / kChunks;
     const int64_t offset = place.batch * from.batch_stride + max(place.row, 0) * from.seq_stride;
-    const int chunk = lane_ % kChunks, first = lane_ / kChunks, bytes = chunk * 8 < columns ? 16 : 0;
-    const Element *base =
-        static_cast<const Element *>(from.data) + this->head_ * from.head_stride + (bytes > 0 ? chunk * 8 : 0);
-    const uint32_t to = this->tile(ring_.at()) + warp_ * C::kFetched / C::kRun * C::kRunBytes + chunk / 8 * C::kSlabBytes +
-                        first * 128 + ((chunk % 8 ^ first) << 4);
+    const int chunk = lane_ % kChunks, first = lane_ / kChunks, size = chunk * kColumns < columns ? 16 : 0;
+    const KeyElement *base =
+        static_cast<const KeyElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? chunk * kColumns : 0);
+    const uint32_t to = C::kOfBytes ? bytes(coming_.at()) + lane_ * 16 : in_tile(chunk);
     // Of the i-th rows that the warp fetches together.
-    const auto place_of = [&](int i) {
-      const int key = i * kAtOnce;
-      return (to ^ ((key & 7) << 4)) + key / C::kRun * C::kRunBytes + key % C::kRun * 128;
-    };
-    barrier_wait(this->free(ring_.at()), ring_.parity() ^ 1);
+    const auto place_of = [&](int i) { return C::kOfBytes ? to + i * kPieceBytes : of_rows(to, i); };
+    if (!C::kOfBytes) barrier_wait(this->free(ring_.at()), ring_.parity() ^ 1);
     if (whole_runs) {
 #pragma unroll
       for (int run = 0; run < C::kFetched / C::kRun; ++run) {
-        const Element *row = base + __shfl_sync(~0u, offset, run * C::kRun) + first * from.seq_stride;
+        const KeyElement *row = base + __shfl_sync(~0u, offset, run * C::kRun) + first * from.seq_stride;
 #pragma unroll
         for (int i = run * C::kRun / kAtOnce; i < (run + 1) * C::kRun / kAtOnce; ++i, row += kAtOnce * from.seq_stride)
-          cp_async_16(place_of(i), row, bytes);
+          cp_async_16(place_of(i), row, size);
       }
     } else {
 #pragma unroll 4
       for (int i = 0; i < C::kFetched / kAtOnce; ++i) {
         const int64_t its = __shfl_sync(~0u, offset, i * kAtOnce + first);
         const bool exists = __shfl_sync(~0u, place.row, i * kAtOnce + first) >= 0;
-        cp_async_16(place_of(i), base + its, exists ? bytes : 0);
+        cp_async_16(place_of(i), base + its, exists ? size : 0);
       }
     }
-    cp_async_commit();
-    if (under_way_ == 0) gathered_ = ring_.at();
+    if constexpr (C::kOfBytes) {
+      barrier_arrive_when_copied(this->staged(coming_.at(), warp_));
+    } else {
+      cp_async_commit();
+      if (under_way_ == 0) gathered_ = ring_;
+      ring_.step();
+      more_under_way();
+    }
+  }
+
+  // One more tile is under way: the first of too many is awaited.
+  __device__ __forceinline__ void more_under_way() {
     if (under_way_ == kUnderWay) {
-      cp_async_wait<kUnderWay>();
+      if constexpr (!C::kOfBytes) cp_async_wait<kUnderWay>();
       say_full();
     } else {
       ++under_way_;
     }
   }
-  // All that is gathered is there.
+  // All that is under way is there.
   __device__ __forceinline__ void settle() {
     if (under_way_ == 0) return;
-    cp_async_wait<0>();
+    if constexpr (!C::kOfBytes) cp_async_wait<0>();
     for (; under_way_ > 0; --under_way_) say_full();
   }
-  // The first slot that is gathered, but not said to be full.
+  // The first tile that is gathered, but not said to be full. Bytes are awaited and widened into the next slot.
   __device__ __forceinline__ void say_full() {
+    if constexpr (C::kOfBytes) {
+      barrier_wait(this->staged(gathered_.at(), warp_), gathered_.parity());
+      barrier_wait(this->free(ring_.at()), ring_.parity() ^ 1);
+      widen();
+    }
     shared_fence_for_copies();  // for the products
-    barrier_arrive(this->full(gathered_));
-    gathered_ = gathered_ + 1 == C::kSlots ? 0 : gathered_ + 1;
+    if constexpr (C::kOfBytes) {
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, this->full(ring_.at()));
+      ring_.step();
+    } else {
+      barrier_arrive(this->full(gathered_.at()));
+    }
+    gathered_.step();
+  }
+  __device__ __forceinline__ void widen() const {
+    // Eight lanes at a time write to different banks: of 128 columns those of the second slab begin with their second half.
+    const int chunk = lane_ % kChunks, second = chunk / 4;
+    const uint32_t from = bytes(gathered_.at()) + lane_ * 16,
+                   to[2] = {in_tile(2 * chunk + second), in_tile(2 * chunk + 1 - second)};
+    constexpr int kBatch = 4;
+#pragma unroll
+    for (int first = 0; first < C::kFetched / kAtOnce; first += kBatch) {
+      uint4 x[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) x[i] = ld_shared_16(from + (first + i) * kPieceBytes);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
+          const decode::Pairs a = decode::widen_neighbours<C::kFormat>(low), b = decode::widen_neighbours<C::kFormat>(high);
+          st_shared_16(of_rows(at, first + i), a.first, a.second, b.first, b.second);
+        };
+        store(to[0], second ? x[i].z : x[i].x, second ? x[i].w : x[i].y);
+        store(to[1], second ? x[i].x : x[i].z, second ? x[i].y : x[i].w);
+      }
+    }
   }
 
-  // The ring has room for these, for what is worked on and for what may be worked on next.
-  static constexpr int kUnderWay = C::kSlots - 3;
+  // A piece of 16 bytes of a row, of so many; rows that a warp fetches together.
+  static constexpr int kColumns = 16 / static_cast<int>(sizeof(KeyElement)), kChunks = C::kD / kColumns, kAtOnce = 32 / kChunks;
+  static constexpr int kPieceBytes = 32 * 16;
+  // Where the warp's keys begin in the next slot: eight columns of this lane's row of the first rows, and of those i times further on.
+  __device__ __forceinline__ uint32_t in_tile(int columns8) const {
+    const int row = lane_ / kChunks;
+    return this->tile(ring_.at()) + warp_ * C::kFetched / C::kRun * C::kRunBytes + columns8 / 8 * C::kSlabBytes + row * 128 +
+           ((columns8 % 8 ^ row) << 4);
+  }
+  static __device__ __forceinline__ uint32_t of_rows(uint32_t first, int i) {
+    const int key = i * kAtOnce;
+    return (first ^ ((key & 7) << 4)) + key / C::kRun * C::kRunBytes + key % C::kRun * 128;
+  }
+  // The warp's keys of a tile of bytes, row after row.
+  __device__ __forceinline__ uint32_t bytes(int n) const {
+    return this->shared_ + C::kStagedOffset + n * C::kStagedBytes + warp_ * C::kFetched * C::kPitch;
+  }
+
+  // The ring has room for tiles that are gathered, for what is worked on and for what may be worked on next.
+  static constexpr int kUnderWay = C::kOfBytes ? C::kStaged - 1 : C::kSlots - 3;
+  using Gathered = RingPlace<C::kOfBytes ? C::kStaged : C::kSlots>;
 
   int warp_;
-  RingPlace<C::kSlots> ring_;
-  int gathered_ = 0, under_way_ = 0;
+  RingPlace<C::kSlots> ring_;  // the next slot to fill
+  Gathered gathered_;          // the first tile under way
+  Gathered coming_;            // of bytes: the next one's place
+  int under_way_ = 0;
 };
 
 }  // namespace fa::cuda::extend

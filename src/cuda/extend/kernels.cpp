@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the instances of the table. The references are weak: a build with FA_ONLY or without sm_90 leaves them out.
+// Finds the instances of the tables. The references are weak: a build with FA_ONLY or without sm_90 leaves them out.
 #include "cuda/extend/extend.h"
 
 namespace fa::cuda::extend {
@@ -10,12 +10,24 @@ namespace fa::cuda::extend {
 FA_EXTEND_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
-const void *kernel(int shape, Dtype dtype) {
+#define FA_DECLARE(name, ...) __attribute__((weak)) const void *extend_bytes_##name(bool i8);
+FA_EXTEND_BYTES_TABLE(FA_DECLARE)
+#undef FA_DECLARE
+
+const void *kernel(int shape, Dtype queries, Dtype keys) {
+  if (shape >= kFirstOfBytes) {
+    using Getter = const void *(*)(bool);
+#define FA_ENTRY(name, ...) extend_bytes_##name,
+    static constexpr Getter kGetters[] = {FA_EXTEND_BYTES_TABLE(FA_ENTRY)};
+#undef FA_ENTRY
+    const Getter getter = kGetters[shape - kFirstOfBytes];
+    return getter != nullptr ? getter(keys == Dtype::i8) : nullptr;
+  }
   using Getter = const void *(*)();
 #define FA_ENTRY(name, ...) {extend_##name##_f16, extend_##name##_bf16},
   static constexpr Getter kGetters[][2] = {FA_EXTEND_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
-  const Getter getter = kGetters[shape][dtype == Dtype::bf16];
+  const Getter getter = kGetters[shape][queries == Dtype::bf16];
   return getter != nullptr ? getter() : nullptr;
 }
 

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels for queries that extend a cache of bytes: one line each, read by the build (one object file a line, with a kernel for e4m3 and
+// one for int8, each for queries of either 16-bit type) and by table.h. Reasons for the sizes are in README.md beside this file.
+#pragma once
+
+// X(name, head_dim, groups, keys, slots, staged)
+#define FA_EXTEND_BYTES_TABLE(X) \
+  X(d64, 64, 2, 128, 6, 12)      \
+  X(d128, 128, 2, 128, 4, 6)
