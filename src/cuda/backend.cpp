@@ -138,6 +138,7 @@ class CudaBackend final : public Backend {
     CUkernel anywhere;
     CUfunction in_primary;
     int shared_bytes;  // limit of its dynamic shared memory
+    bool waits;        // whether its code, as this device runs it, has the instruction of wait_for_previous
 
     CUfunction in(bool primary) const { return primary ? in_primary : reinterpret_cast<CUfunction>(anywhere); }
   };
@@ -166,8 +167,8 @@ class CudaBackend final : public Backend {
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
-    CUfunction function;
-    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, function, error));
+    const Kernel *kernel = nullptr;
+    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, kernel, error));
     return FA_OK;
   }
 
@@ -282,10 +283,10 @@ class CudaBackend final : public Backend {
 
   // All kernels are there before the first one runs: a call enqueues everything or nothing.
   fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) {
-    CUfunction functions[Launches::kMaxEntries];
-    CUfunction *function = functions;
-    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *function++, error));
-    function = functions;
+    const Kernel *kernels[Launches::kMaxEntries];
+    const Kernel **kernel = kernels;
+    for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
+    kernel = kernels;
     CUlaunchAttribute chained{};
     chained.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     chained.value.programmaticStreamSerializationAllowed = 1;
@@ -298,18 +299,19 @@ class CudaBackend final : public Backend {
       config.sharedMemBytes = static_cast<unsigned>(launch.shared_bytes);
       config.hStream = stream;
       config.attrs = &chained;
-      config.numAttrs = launch.chained ? 1 : 0;
-      FA_RETURN_IF_ERROR(check(driver_.cuLaunchKernelEx(&config, *function++, arguments, nullptr), what, error));
+      config.numAttrs = launch.chained && (*kernel)->waits ? 1 : 0;
+      FA_RETURN_IF_ERROR(
+          check(driver_.cuLaunchKernelEx(&config, (*kernel++)->in(in_primary_), arguments, nullptr), what, error));
     }
     return FA_OK;
   }
 
   // A kernel, loaded and its shared-memory limit raised as far as this launch needs.
-  fa_status load(const Launches::Entry &entry, CUfunction &function, ErrorText &error) {
+  fa_status load(const Launches::Entry &entry, const Kernel *&loaded, ErrorText &error) {
     const auto &[what, launch, params] = entry;
     const auto found = kernels_.find(launch.kernel);
     if (found != kernels_.end() && found->second.shared_bytes >= launch.shared_bytes) {
-      function = found->second.in(in_primary_);
+      loaded = &found->second;
       return FA_OK;
     }
     if (launch.kernel == nullptr) {
@@ -324,9 +326,13 @@ class CudaBackend final : public Backend {
                                                           kernel.anywhere, device_.index),
                              what, error));
     FA_RETURN_IF_ERROR(check(driver_.cuKernelGetFunction(&kernel.in_primary, kernel.anywhere), what, error));
+    int compiled_for = 0;
+    FA_RETURN_IF_ERROR(
+        check(driver_.cuKernelGetAttribute(&compiled_for, CU_FUNC_ATTRIBUTE_PTX_VERSION, kernel.anywhere, device_.index), what,
+              error));
+    kernel.waits = compiled_for >= 90;
     kernel.shared_bytes = launch.shared_bytes;
-    kernels_[launch.kernel] = kernel;
-    function = kernel.in(in_primary_);
+    loaded = &(kernels_[launch.kernel] = kernel);
     return FA_OK;
   }
 

@@ -18,6 +18,7 @@ namespace fa::cuda {
   X(cuCtxPopCurrent, 4000)          \
   X(cuCtxPushCurrent, 4000)         \
   X(cuDevicePrimaryCtxRetain, 7000) \
+  X(cuKernelGetAttribute, 12000)    \
   X(cuKernelGetFunction, 12000)     \
   X(cuKernelSetAttribute, 12000)    \
   X(cuLaunchKernelEx, 11060)        \
