@@ -287,19 +287,26 @@ class CudaBackend final : public Backend {
     const Kernel **kernel = kernels;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
     kernel = kernels;
-    CUlaunchAttribute chained{};
-    chained.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    chained.value.programmaticStreamSerializationAllowed = 1;
     for (const auto &[what, launch, params] : launches) {
       void *arguments[] = {const_cast<void *>(params)};
+      CUlaunchAttribute attributes[2] = {};
+      unsigned count = 0;
+      if (launch.chained && (*kernel)->waits) {
+        attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[count++].value.programmaticStreamSerializationAllowed = 1;
+      }
+      if (launch.cluster > 1) {
+        attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attributes[count++].value.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+      }
       CUlaunchConfig config{};
       config.gridDimX = static_cast<unsigned>(launch.blocks);
       config.blockDimX = static_cast<unsigned>(launch.threads);
       config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
       config.sharedMemBytes = static_cast<unsigned>(launch.shared_bytes);
       config.hStream = stream;
-      config.attrs = &chained;
-      config.numAttrs = launch.chained && (*kernel)->waits ? 1 : 0;
+      config.attrs = attributes;
+      config.numAttrs = count;
       FA_RETURN_IF_ERROR(
           check(driver_.cuLaunchKernelEx(&config, (*kernel++)->in(in_primary_), arguments, nullptr), what, error));
     }
@@ -325,6 +332,11 @@ class CudaBackend final : public Backend {
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
                                                           kernel.anywhere, device_.index),
                              what, error));
+    if (launch.cluster > 0) {
+      FA_RETURN_IF_ERROR(check(
+          driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel.anywhere, device_.index),
+          what, error));
+    }
     FA_RETURN_IF_ERROR(check(driver_.cuKernelGetFunction(&kernel.in_primary, kernel.anywhere), what, error));
     int compiled_for = 0;
     FA_RETURN_IF_ERROR(

@@ -19,6 +19,7 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.v_descale = p.v_descale;
   params.row_blocks = plan.row_blocks;
   params.ranges = plan.ranges;
+  params.item_ranges = plan.item_ranges;
   params.pieces = plan.pieces;
   params.least_log2 = plan.least_log2;
   params.part_out = reinterpret_cast<float *>(memory);
@@ -62,8 +63,13 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *w
   const Shape &shape = kShapes[plan.shape];
   auto &params = launches.make_params<Params>();
   set_params(p, plan, workspace, counters, params);
+  if (plan.cluster > 0) {
+    const int64_t vectors = p.q_lengths.max_len * p.group * (shape.head_dim / 4);
+    params.landing = Divisor((vectors + plan.cluster - 1) / plan.cluster);
+  }
   launches.add("decode kernel",
-               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true},
+               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true,
+                plan.cluster},
                &params);
   return FA_OK;
 }

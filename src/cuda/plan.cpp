@@ -225,6 +225,7 @@ struct Line {
   int32_t piece_log2;     // least steps of cuts that depend on the sequence alone
   int64_t most_pieces;    // of such a cut
   int64_t rows, columns;  // of a part
+  bool alike = false;     // items, and the kernel knows shares of each (Params::item_ranges)
 };
 
 // Of cuts that depend on the sequence alone: at most, and such that a few heads are enough to fill the device.
@@ -250,6 +251,12 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
         std::clamp<int64_t>(ceil_div(plan.ranges, line.items), 1, std::max<int64_t>((line.steps - 1) >> plan.least_log2, 1)));
     slots = line.parts * plan.ranges;
     plan.counters = plan.ranges;
+    // Where it costs few blocks, shares that do not cross items: a second piece of work starts anew.
+    if (line.alike && plan.ranges / line.items * line.items * 16 >= int64_t{plan.ranges} * 15) {
+      plan.item_ranges = static_cast<int32_t>(plan.ranges / line.items);
+      plan.ranges = static_cast<int32_t>(plan.item_ranges * line.items);
+      plan.blocks = plan.ranges;
+    }
   }
   plan.split_lse_offset = align_up(static_cast<size_t>(slots * line.rows * line.columns) * sizeof(float));
   plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(slots * line.rows) * 2 * sizeof(float));
@@ -263,6 +270,23 @@ bool sees_cache(const Problem &p) {
          p.dropout.threshold == 0 && (!p.batch_invariant || own_length) && p.batch > 0 && p.heads_k > 0 &&
          p.q_lengths.max_len * p.group > 0 && p.k_lengths.max_len > 0 && takes_vectors(p.q, p.head_dim) &&
          takes_vectors(p.k, p.head_dim) && takes_vectors(p.v, p.head_dim_v);
+}
+
+// Whether the host knows that all sequences see as many keys, though perhaps not how many.
+bool alike(const Problem &p) {
+  const auto known = [](const Lengths &lengths) { return lengths.cu == nullptr && lengths.used == nullptr; };
+  return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths));
+}
+
+// How many blocks of threads shall share a head as a cluster; 0 if none. Cuts that depend on the sequence alone are of pieces. Larger
+// clusters than every chip has want a whole chip, and blocks of more keys want multiprocessors of their own, which clusters do not find: they
+// crowd where there is room for many blocks.
+int32_t cluster_of(const Problem &p, const Device &device, int64_t items) {
+  constexpr int64_t kPortable = 8, kWholeChip = 100, kLeastKeys = 128, kMostKeys = 256;
+  if (cut_by_sequence(p) || !alike(p)) return 0;
+  const int64_t most = device.multiprocessors >= kWholeChip ? decode::kMostOfCluster : kPortable,
+                blocks = std::min({most, device.multiprocessors / items, ceil_div(p.k_lengths.max_len, kLeastKeys)});
+  return blocks > 1 && p.k_lengths.max_len <= blocks * kMostKeys ? static_cast<int32_t>(blocks) : 0;
 }
 
 // Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
@@ -283,7 +307,7 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   int32_t found = -1;
   for (int32_t n = bytes ? decode::kFirstOfBytes : 0; n < end; ++n) {
     const decode::Shape &shape = decode::kShapes[n];
-    if (!fits(shape)) continue;
+    if (shape.clustered || !fits(shape)) continue;
     const bool more =
         found < 0 || (shape.head_dim == decode::kShapes[found].head_dim && shape.rows() > decode::kShapes[found].rows());
     if (shape.rows() >= rows || (bytes && more)) found = n;
@@ -295,7 +319,9 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   if (!cut_by_sequence(p) && found + 1 < end &&
       p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len)) {
     const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
-    if (fits(many) && many.head_dim == few.head_dim && many.rows() == few.rows() && many.threads() > few.threads()) ++found;
+    if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() &&
+        many.threads() > few.threads())
+      ++found;
   }
   const decode::Shape &shape = decode::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), items = p.batch * p.heads_k * row_blocks,
@@ -307,11 +333,21 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
-  cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
-            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim},
-           p, plan);
   plan.reason = "decode kernel: few queries share one read of their keys, which many blocks of threads split";
+  for (int32_t n = bytes ? decode::kFirstOfBytes : 0; n < end; ++n) {
+    const decode::Shape &other = decode::kShapes[n];
+    if (!other.clustered || other.head_dim != shape.head_dim || other.rows() != shape.rows() || !fits(other)) continue;
+    plan.cluster = cluster_of(p, device, items);
+    if (plan.cluster == 0) break;
+    plan.shape = n;
+    plan.blocks = items * plan.cluster;
+    plan.num_splits = plan.cluster;
+    return true;
+  }
+  // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
+  cut_line({items, steps, room, room, shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
+            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, shape.shares_items() && alike(p)},
+           p, plan);
   return true;
 }
 

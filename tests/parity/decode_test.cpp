@@ -53,6 +53,29 @@ TEST_P(Decode, LengthsAndPages) {
   }
 }
 
+// One sequence, which the host may cut by its heads: few keys and many, as many as the host says or fewer.
+TEST_P(Decode, OneSequence) {
+  for (const int64_t seqlen_k : {100, 1500, 5000}) {
+    for (const int64_t used : {int64_t{-1}, int64_t{0}, int64_t{1}, seqlen_k / 3}) {
+      for (const int64_t page_size : {0, 16}) {
+        Case c = base("decode: one sequence");
+        c.batch = 1;
+        c.head_dim = c.head_dim_v = used % 2 == 0 ? 64 : 128;
+        c.heads_q = page_size > 0 ? 16 : 6;  // 16 queries for two heads of keys, and 9
+        c.q.seqlen = page_size > 0 ? 2 : 3;
+        c.k.seqlen = seqlen_k;
+        if (used >= 0) c.k.used = {used};
+        c.page_size = page_size;
+        c.mask = FA_MASK_CAUSAL;
+        c.window_left = seqlen_k == 1500 ? 700 : -1;
+        c.sink = page_size > 0;
+        c.nan_keys = 1;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
 TEST_P(Decode, PackedWithUnusedQueries) {
   Case c = base("decode: packed");
   c.q.packed = c.k.packed = 1;

@@ -30,8 +30,19 @@ TEST(CudaPlan, DecodeWorkspace) {
           const decode::Shape &shape = decode::kShapes[plan.shape];
           sizes.insert(plan.workspace_bytes);
           EXPECT_EQ(plan.pieces, 0);
-          EXPECT_EQ(plan.blocks, device.multiprocessors * shape.blocks_at_once) << name;
-          EXPECT_LE(plan.ranges, shape.most_parts()) << name;
+          const int64_t room = int64_t{device.multiprocessors} * shape.blocks_at_once;
+          EXPECT_LE(plan.blocks, room) << name;
+          EXPECT_GE(plan.blocks * 16, room * 15) << name;
+          // Sequences that are alike have shares of their own where that costs few blocks.
+          if (plan.item_ranges > 0) {
+            EXPECT_EQ(plan.blocks, batch * p.heads_k * plan.item_ranges) << name;
+          }
+          Problem uneven = p;
+          uneven.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
+          const ForwardPlan even_shares = forward_plan(uneven, device);
+          EXPECT_EQ(even_shares.item_ranges, 0) << name;
+          EXPECT_EQ(even_shares.blocks, room) << name;
+          EXPECT_EQ(even_shares.workspace_bytes, plan.workspace_bytes) << name;
           EXPECT_GE(plan.counters, plan.ranges) << name;
           EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(2) * plan.ranges * shape.rows() * (shape.head_dim + 2) * 4)
               << name;
@@ -165,7 +176,7 @@ TEST(CudaPlan, DecodeKernels) {
   }
   // The first line with room for the rows, on smaller devices the first that fits.
   const auto name = [](int64_t seqlen_q, int64_t head_dim, const Device &device) {
-    const Problem p = problem(seqlen_q, 4000, head_dim);
+    const Problem p = problem(seqlen_q, 5000, head_dim);  // more keys than clusters take
     return kernel_name(p, forward_plan(p, device));
   };
   EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_16_split");
@@ -184,6 +195,56 @@ TEST(CudaPlan, DecodeKernels) {
   a100.compute_capability = 80;
   EXPECT_EQ(name(5, 128, a100), "sm80_fwd_bf16_d128_split");
   EXPECT_EQ(name(1, 256, a100), "sm80_fwd_bf16_d256_split");
+}
+
+// Few keys a head, of few heads that are alike: a cluster each, of as many blocks of threads as the device has for it.
+TEST(CudaPlan, DecodeByClusters) {
+  Problem p = problem(1, 2048, 128);
+  p.batch = 1;
+  p.heads_q = 64;
+  p.heads_k = p.group = 8;
+  const auto cluster = [&](const Device &device = h200()) {
+    const ForwardPlan plan = forward_plan(p, device);
+    EXPECT_EQ(decode::kShapes[plan.shape].clustered, plan.cluster > 0);
+    if (plan.cluster > 0) {
+      EXPECT_EQ(plan.blocks, p.batch * p.heads_k * plan.cluster);
+      EXPECT_LE(plan.blocks, device.multiprocessors);
+      EXPECT_EQ(plan.workspace_bytes, 0u);
+      EXPECT_EQ(plan.counters, 0);
+    }
+    return plan.cluster;
+  };
+  EXPECT_EQ(cluster(), 16);
+  p.k_lengths.max_len = 300;
+  EXPECT_EQ(cluster(), 3) << "128 keys a block";
+  p.k_lengths.max_len = 128;
+  EXPECT_EQ(cluster(), 0);
+  p.k_lengths.max_len = 4096;
+  EXPECT_EQ(cluster(), 16);
+  p.k_lengths.max_len = 4097;
+  EXPECT_EQ(cluster(), 0) << "more than 256 keys a block";
+  p.k_lengths.max_len = 1024;
+  p.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
+  EXPECT_EQ(cluster(), 8) << "a sequence alone may have any length";
+  p.batch = 2;
+  EXPECT_EQ(cluster(), 0) << "unlike sequences";
+  p.k_lengths.used = nullptr;
+  EXPECT_EQ(cluster(), 8);
+  p.num_splits = 4;
+  EXPECT_EQ(cluster(), 0);
+  p.num_splits = 0;
+  p.batch_invariant = true;
+  EXPECT_EQ(cluster(), 0);
+  p.batch_invariant = false;
+  p.q_lengths.max_len = 4;
+  EXPECT_EQ(cluster(), 0) << "32 rows";
+  p.q_lengths.max_len = 1;
+  Device slice = h200();
+  slice.multiprocessors = 66;
+  p.batch = 1;
+  p.k_lengths.max_len = 2048;
+  EXPECT_EQ(cluster(slice), 8) << "as many as every chip has";
+  EXPECT_EQ(cluster(kDevices[1].device), 0) << "sm_80";
 }
 
 // Many keys a multiprocessor get more warps, if nothing asks for a cut that does not depend on the batch.

@@ -29,8 +29,29 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 // ----------------------------------------------------------------------------------------------------------------------
 
 // All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
+// ... where what is to be seen has a fence of its own, as initialised barriers have.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
+}
+// Its number, how many blocks it has, and which of them this is.
+__device__ __forceinline__ int cluster_id() {
+  int id;
+  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(id));
+  return id;
+}
+__device__ __forceinline__ int cluster_blocks() {
+  int blocks;
+  asm("mov.u32 %0, %%cluster_nctaid.x;\n" : "=r"(blocks));
+  return blocks;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
 }
 // The same place in the shared memory of the block of that rank.
 __device__ __forceinline__ uint32_t in_cluster(uint32_t address, int rank) {
@@ -66,6 +87,17 @@ __device__ __forceinline__ void copy_there(uint32_t dst, uint32_t src, uint32_t 
 __device__ __forceinline__ void store_there(uint32_t dst, uint32_t value, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];\n" ::"r"(dst), "r"(value),
                "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_there(uint32_t dst, float2 x, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];\n" ::"r"(dst), "f"(x.x),
+               "f"(x.y), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void store_there(uint32_t dst, float4 x, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(dst),
+               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
                : "memory");
 }
 

@@ -17,6 +17,7 @@ struct Launch {
   int shared_bytes = 0;  // dynamic
   int64_t blocks = 0;    // 0: nothing to do
   bool chained = false;  // may start while the launch before it still runs, and itself waits for that one (wait_for_previous)
+  int cluster = 0;  // blocks of a cluster, for kernels that ask for their number; clusters may be larger than every chip has
 };
 
 // A short list of launches and the memory of their parameters. Lives on the stack for one call; nothing in it is initialised before

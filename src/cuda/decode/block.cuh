@@ -16,7 +16,7 @@
 namespace fa::cuda::decode {
 
 template <typename Element_, int kD_, int kRowTiles_, int kRowWarps_, int kKeyWarps_, int kKeys_, int kStages_, int kMinBlocks_,
-          int kCapability_, Format kFormat_ = Format::same>
+          int kCapability_, Format kFormat_, bool kClustered_, bool kSharesItems_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K and V
   static constexpr bool kOfBytes = kFormat != Format::same;
@@ -30,6 +30,7 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kCapability = kCapability_;
+  static constexpr bool kClustered = kClustered_, kSharesItems = kSharesItems_;
 
   static constexpr int kWarpRows = kRowTiles * 16, kRows = kRowWarps * kWarpRows;
   static constexpr int kStep = kKeyWarps * kKeys;
@@ -42,7 +43,10 @@ struct Config {
   static constexpr int kRingBytes = kStages * kSlotBytes;
   static constexpr int kRingsBytes = kKeyWarps * kRingBytes;
   static constexpr int kSumsBytes = kKeyWarps * kRows * 8;
-  static constexpr int kSharedBytes = kQBytes + kRingsBytes + kSumsBytes + (kOfBytes ? kRows * 4 : 0);
+  static constexpr int kScalesBytes = kOfBytes ? kRows * 4 : 0;
+  static constexpr int kLandings = kRows * kD / 4 + kMostOfCluster;  // of four columns
+  static constexpr int kSharedBytes =
+      kQBytes + kRingsBytes + kSumsBytes + kScalesBytes + (kClustered ? kLandings * 24 + 16 : 0);
   static constexpr int kOutBytes = kRows * kD * 4;  // fp32 out of one group of warps, where its ring was
   static_assert(kOutBytes <= kRingBytes && kKeys <= 32 && kKeys % 16 == 0);
 };
@@ -54,11 +58,6 @@ __device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(src) : "memory");
   return x;
-}
-
-// Copies 8 bytes global -> shared.
-__device__ __forceinline__ void cp_async_8(uint32_t dst, const void *src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(dst), "l"(src) : "memory");
 }
 
 // Counts, and returns the count before. What was written before others counted is visible to the thread that finds their count, and what
@@ -278,6 +277,10 @@ class Block {
   }
   // What Q K^T is to be multiplied by, a row (prepare_queries).
   __device__ __forceinline__ uint32_t shared_scales() const { return shared_rings() + C::kRingsBytes + C::kSumsBytes; }
+  // In a cluster: four columns of out of one block, and their row's maximum and sum.
+  __device__ __forceinline__ uint32_t shared_landing(int n) const { return shared_scales() + C::kScalesBytes + n * 16; }
+  __device__ __forceinline__ uint32_t shared_landing_sums(int n) const { return shared_landing(C::kLandings) + n * 8; }
+  __device__ __forceinline__ uint32_t shared_landed() const { return shared_landing_sums(C::kLandings); }
 
   const Params &a_;
   const Problem &p_;

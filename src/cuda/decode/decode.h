@@ -27,10 +27,12 @@ struct Params {
   // How work is cut (work.cuh). Either into even shares: at most `ranges`, of at least 2^least_log2 steps. Or, with `pieces` > 0, every
   // head into so many pieces at most, of at least that many steps.
   int32_t ranges, pieces, least_log2;
+  int32_t item_ranges;  // > 0: all items have the same keys, and each has so many ranges at most, all of its own
   // Parts of results, a slot each: out (slots, rows, head_dim) and (slots, rows) of maximum and sum, where the maximum is in base 2 and
   // neither is divided by the sum.
   float *part_out;
   float2 *part_sums;
+  Divisor landing;    // of clusters: how many vectors (four columns of a row) one block sums, all rows counted
   int32_t *counters;  // zero before and after: how many parts of a head are there
 };
 

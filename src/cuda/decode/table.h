@@ -9,6 +9,8 @@
 
 namespace fa::cuda::decode {
 
+constexpr int32_t kMostOfCluster = 16;  // blocks of threads
+
 struct Shape {
   const char *name;
   int32_t head_dim;        // bucket of q, k and v
@@ -19,34 +21,40 @@ struct Shape {
   int32_t stages;          // of its ring
   int32_t blocks_at_once;  // blocks of threads on one multiprocessor
   int32_t capability;      // of the oldest devices whose registers hold it
+  bool clustered;          // the blocks of a cluster share the keys of a head (cluster.cuh)
   int32_t key_bytes = 2;   // of an element of K or V
 
   constexpr int32_t rows() const { return row_tiles * row_warps * 16; }
   constexpr int32_t step() const { return key_warps * keys; }
   constexpr int32_t threads() const { return row_warps * key_warps * 32; }
+  // Whether the kernel knows shares of each item (Params::item_ranges). More threads have no registers for it.
+  constexpr bool shares_items() const { return threads() <= 256; }
   // K and V, and of bytes a factor for each key of both.
   constexpr int32_t ring_bytes() const {
     return key_warps * stages * keys * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));
   }
-  // Of an item, whose maxima and sums pass through the rings together, and out of at least one.
-  constexpr int32_t most_parts() const { return (ring_bytes() - rows() * head_dim * 4 - 128) / (rows() * 8); }
+  // Where the blocks of a cluster leave their sums for this one: four columns of fp32 with their row's maximum and sum, of all rows in
+  // turn, rounded up to as many for each block.
+  constexpr int32_t landing_bytes() const { return clustered ? (rows() * head_dim / 4 + kMostOfCluster) * 24 + 16 : 0; }
   // Q, rings of K and V, of every row a maximum and a sum for each group of warps and, with bytes, Q's scale.
   constexpr int32_t shared_bytes() const {
-    return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8 + (key_bytes == 1 ? rows() * 4 : 0);
+    return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8 + (key_bytes == 1 ? rows() * 4 : 0) + landing_bytes();
   }
 };
 
-// X(name, head_dim, row_tiles, row_warps, key_warps, keys, stages, blocks_at_once, capability)
-#define FA_DECODE_TABLE(X)                   \
-  X(d64_16, 64, 1, 1, 4, 32, 3, 2, 80)       \
-  X(d64_64, 64, 2, 2, 4, 32, 3, 1, 80)       \
-  X(d128_16, 128, 1, 1, 8, 16, 3, 1, 80)     \
-  X(d128_16x12, 128, 1, 1, 12, 16, 2, 1, 90) \
-  X(d128_16s, 128, 1, 1, 4, 16, 3, 2, 80)    \
-  X(d128_32, 128, 2, 1, 4, 16, 3, 2, 90)     \
-  X(d128_64, 128, 2, 2, 4, 16, 6, 1, 90)     \
-  X(d256_16, 256, 1, 1, 4, 16, 3, 1, 80)     \
-  X(d256_32, 256, 1, 2, 4, 16, 3, 1, 80)
+// X(name, head_dim, row_tiles, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
+#define FA_DECODE_TABLE(X)                          \
+  X(d64_16, 64, 1, 1, 4, 32, 3, 2, 80, false)       \
+  X(d64_64, 64, 2, 2, 4, 32, 3, 1, 80, false)       \
+  X(d64_16c, 64, 1, 1, 4, 32, 3, 2, 90, true)       \
+  X(d128_16, 128, 1, 1, 8, 16, 3, 1, 80, false)     \
+  X(d128_16x12, 128, 1, 1, 12, 16, 2, 1, 90, false) \
+  X(d128_16s, 128, 1, 1, 4, 16, 3, 2, 80, false)    \
+  X(d128_32, 128, 2, 1, 4, 16, 3, 2, 90, false)     \
+  X(d128_64, 128, 2, 2, 4, 16, 6, 1, 90, false)     \
+  X(d128_16c, 128, 1, 1, 4, 16, 3, 2, 90, true)     \
+  X(d256_16, 256, 1, 1, 4, 16, 3, 1, 80, false)     \
+  X(d256_32, 256, 1, 2, 4, 16, 3, 1, 80, false)
 
 #define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
 #define FA_DECODE_BYTES_SHAPE(name, ...) {#name, __VA_ARGS__, 1},

@@ -34,23 +34,44 @@ struct Piece {
   __device__ __forceinline__ bool whole() const { return first == begin && last == end; }
 };
 
-template <class C>
+// kAlike: the kernel knows items that are alike (Params::item_ranges), which have even shares of their own.
+template <class C, bool kAlike = false>
 class Work {
  public:
   __device__ __forceinline__ explicit Work(const Params &params) : a_(params) {
     load(0, 0);
     int units = chunk_end_;
     for (int base = 32; base < batch(); base += 32) units += __reduce_add_sync(~0u, sequence(base + lane()).units);
-    ranges_ = uniform(a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges));
-    share_ = uniform(units / ranges_);
-    longer_ = uniform(units - share_ * ranges_);
+    cut_ranges_ = uniform(a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges));
+    ranges_ = cut_ranges_;
+    if (kAlike && a_.item_ranges > 0) {
+      const int all_items = items() * batch();
+      units = uniform(units / all_items);
+      cut_ranges_ = uniform(min(max(units >> a_.least_log2, 1), a_.item_ranges));
+      ranges_ = cut_ranges_ * all_items;
+    }
+    cut_units_ = units;
+    share_ = uniform(units / cut_ranges_);
+    longer_ = uniform(units - share_ * cut_ranges_);
   }
 
   __device__ __forceinline__ int ranges() const { return ranges_; }
-  __device__ __forceinline__ int range_begin(int range) const { return range * share_ + min(range, longer_); }
+  __device__ __forceinline__ int range_begin(int range) const {
+    if (kAlike && a_.item_ranges > 0) {
+      const int item = range / cut_ranges_, its = range - item * cut_ranges_;
+      return item * cut_units_ + its * share_ + min(its, longer_);
+    }
+    return range * share_ + min(range, longer_);
+  }
   __device__ __forceinline__ int range_of(int unit) const {
+    int before = 0;
+    if (kAlike && a_.item_ranges > 0) {
+      const int item = unit / cut_units_;
+      unit -= item * cut_units_;
+      before = item * cut_ranges_;
+    }
     const int split = longer_ * (share_ + 1);
-    return unit < split ? unit / (share_ + 1) : longer_ + (unit - split) / share_;
+    return before + (unit < split ? unit / (share_ + 1) : longer_ + (unit - split) / share_);
   }
   // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.
   __device__ __forceinline__ int slot(int range, bool begins_here) const {
@@ -137,7 +158,9 @@ class Work {
   }
 
   const Params &a_;
-  int ranges_, share_, longer_;         // ranges are of share_ units, the first longer_ of them of one more
+  int ranges_;
+  int cut_units_, cut_ranges_;          // what is cut: all units, or those of each item
+  int share_, longer_;                  // ranges are of share_ units, the first longer_ of a cut of one more
   int base_, chunk_begin_, chunk_end_;  // the 32 sequences that the lanes hold, and where their units lie
   SequenceWork mine_;                   // sequence base_ + lane(), whose units end at end_
   int end_;

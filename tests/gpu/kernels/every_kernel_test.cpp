@@ -201,6 +201,12 @@ std::vector<Case> cases() {
         if (dtype == FA_BFLOAT16) c.page_size = rows == 16 ? 1 : 16;
         if (rows == 32) c.own_workspace = 1;
         all.push_back(c);
+        if (rows == 16) {  // one sequence, whose heads are those of clusters
+          Case one = c;
+          one.batch = 1;
+          one.k.used = {1100};
+          all.push_back(one);
+        }
         c.nan_visible = 0;
         // Caches of bytes, in several blocks of rows on devices without kernels for so many.
         c.heads_q /= 2;
