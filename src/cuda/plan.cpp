@@ -474,7 +474,8 @@ bool find_sm90(const BackwardProblem &b, const Device &device, int32_t &found) {
   for (int32_t n = 0; n < sm90::kNumBackwardShapes; ++n) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[n];
     if (shape.scored != p.general_score() || p.head_dim > shape.head_dim || p.head_dim_v > shape.head_dim_v ||
-        shape.shared_bytes() > device.shared_bytes || (p.deterministic && !shape.ordered)) {
+        shape.shared_bytes() > device.shared_bytes || (p.deterministic && !shape.ordered) ||
+        p.k_lengths.max_len > shape.longest()) {
       continue;
     }
     found = n;
@@ -612,14 +613,14 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     FA_RETURN_IF_ERROR(cut_backward(b, device, shape, sm90::kTurnsPerChunk, plan, error));
     // Blocks of threads that stay take their blocks of keys from a counter.
     plan.blocks = int64_t{plan.key_blocks} * b.forward.heads_k * b.forward.batch * shape.blocks();
-    if (shape.design == sm90::Design::alone && plan.blocks > device.multiprocessors) {
-      plan.blocks = device.multiprocessors;
-    }
+    if (shape.stays())
+      plan.blocks = std::min(plan.blocks, std::max<int64_t>(device.multiprocessors / shape.blocks(), 1) * shape.blocks());
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
-    // Pairs that leave P in registers are fast enough to lose by it from 1k on.
+    // Pairs that leave P in registers are fast enough to lose by it from 1k on; those that do not add from registers, and never store.
+    const bool adds = shape.design == sm90::Design::values || shape.design == sm90::Design::wide;
     const int32_t few_blocks = shape.design == sm90::Design::scores ? 4 : 16;
-    plan.zero_dq_sum = shape.design == sm90::Design::values || (!p.deterministic && plan.key_blocks > few_blocks);
+    plan.zero_dq_sum = adds || (!p.deterministic && plan.key_blocks > few_blocks);
     return FA_OK;
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);

@@ -179,8 +179,11 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             forward.insert({plan.family, plan.shape});
           }
           if (head_dim > 512) continue;  // forward alone
-          const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
-          backward.insert({backward_of_p.family, backward_of_p.shape});
+          for (const int64_t keys : {1000, 2000}) {
+            p.k_lengths.max_len = keys;
+            const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
+            backward.insert({backward_of_p.family, backward_of_p.shape});
+          }
         }
       }
     }
@@ -476,6 +479,23 @@ TEST(CudaPlan, HopperBackwardKernels) {
     static float slope = 0;
     b.forward.alibi_slopes = &slope;
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
+  }
+  // For few blocks of keys pairs stay, an even number of blocks of threads.
+  b = plain;
+  b.forward.head_dim = b.forward.head_dim_v = 256;
+  for (const int64_t keys : {1, 129, 1024, 1025}) {
+    b.forward.k_lengths.max_len = keys;
+    for (const int multiprocessors : {1, 131, 132}) {
+      Device device = h200();
+      device.multiprocessors = multiprocessors;
+      const BackwardPlan plan = backward_plan(b, device);
+      const bool stays = keys <= 1024;
+      EXPECT_EQ(sm90::kBackwardShapes[plan.shape].stays(), stays) << keys;
+      const int64_t all = 2 * ((keys + 127) / 128) * b.forward.heads_k * b.forward.batch,
+                    most = std::max(multiprocessors / 2 * 2, 2);
+      EXPECT_EQ(plan.blocks, stays ? std::min(all, most) : all) << keys;
+      EXPECT_TRUE(plan.zero_dq_sum) << keys;
+    }
   }
   // Blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the same kernels, up to 192 columns.
   for (const int64_t head_dim : {64, 96, 128, 192, 256}) {

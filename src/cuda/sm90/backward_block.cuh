@@ -30,6 +30,7 @@ struct Block {
   int begin, end;              // chunks of queries with visible pairs
   int inner_begin, inner_end;  // of these, the ones without masked pairs
   int item;                    // number among those of this block of threads
+  int chunks;                  // of pairs that stay: of all items up to the end of this one
 };
 static_assert(sizeof(Block) <= 64);
 

@@ -11,6 +11,7 @@ enum class Design : int32_t {
   alone,   // backward.cuh
   values,  // pairs of blocks that share keys, backward_pair.cuh
   scores,  // the same, backward_pair_scores.cuh
+  wide,    // pairs as `values` that stay, backward_wide.cuh
 };
 
 constexpr int32_t kTurnsPerChunk = 2;  // shares of a chunk's dq, each of which blocks of keys add in an order of its own
@@ -24,6 +25,11 @@ struct BackwardShape {
   Design design;
   bool ordered;  // for deterministic mode, too
   bool scored;   // for softcap and ALiBi
+
+  // Blocks of threads stay as long as there is work.
+  constexpr bool stays() const { return design == Design::alone || design == Design::wide; }
+  // So many keys of a sequence it is for.
+  constexpr int64_t longest() const { return design == Design::wide ? 8 * keys() : INT64_MAX; }
 
   constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
   constexpr int32_t keys() const { return groups * 64; }
@@ -41,10 +47,10 @@ struct BackwardShape {
       // K and half of the other's, by halves of the columns | V | rings of Q and dO | P or dq | two dS and the other's | lse, delta |
       // barriers | flags | what the block works on
       const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
-      const int32_t handed = design == Design::values ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (design != Design::values ? 14 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
+      const int32_t handed = design != Design::scores ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
+      const int32_t barriers = (design == Design::scores ? 14 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
       return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
-             (barriers + 1) / 2 * 16 + 16 + 64;
+             (barriers + 1) / 2 * 16 + 16 + (design == Design::wide ? 10 * 8 + 16 + 2 * 64 : 64);
     }
     // K | V | rings of Q and dO | two dS | dq | rings of lse and delta | barriers | what the block works on
     return keys() * (slabs + slabs_v) * slab + chunks + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
@@ -62,6 +68,7 @@ struct BackwardShape {
   X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)       \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)  \
   X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)      \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::wide, false, false)      \
   X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)     \
   X(d256o, 256, 256, 2, 64, 2, 1, Design::values, true, false)     \
   X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)         \

@@ -1,0 +1,597 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel of backward_pair.cuh for few blocks of keys, by pairs of blocks of threads that stay: half of the time of a short walk is its
+// begin and its end. Between products it does what that one does; of a block's two warpgroups one has P, dv and dq, the other dP, dS and dk.
+//
+// A pair works on one block of keys after another. K has one place, and dq of the last chunk still needs it: the next K comes while dv is
+// stored. V, Q and dO of the next block come under the last chunks of this one. A warp of one of the two blocks takes the next block of keys
+// from a counter and tells the other.
+#pragma once
+
+#include "cuda/sm90/pair_block.cuh"
+
+namespace fa::cuda::sm90 {
+
+// Without a branch around it.
+__device__ __forceinline__ void barrier_wait_if(bool condition, uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "setp.eq.b32 done, %2, 0;\n"
+      "again:\n"
+      "@!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity), "r"(static_cast<int>(condition))
+      : "memory");
+}
+// At a barrier of another block, for reads by products that are done: what this thread has stored or added need not have arrived, which a
+// release would wait for.
+__device__ __forceinline__ void barrier_arrive_there_relaxed_if(bool condition, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n}\n" ::"r"(
+          barrier),
+      "r"(static_cast<int>(condition))
+      : "memory");
+}
+
+template <typename Element, int kD, int kRows>
+struct WideConfig : PairConfig<Element, kD, kD, kRows, 2, 1, true, false, false> {
+  // Behind what all pairs have: barriers | the number of the next block of keys | two descriptions
+  static constexpr int kStayOffset = PairConfig<Element, kD, kD, kRows, 2, 1, true, false, false>::kBlockOffset;
+  static constexpr int kStayBarriers = 10, kBlockOffset = kStayOffset + kStayBarriers * 8 + 16,
+                       kSharedBytes = kBlockOffset + 2 * 64;
+};
+
+template <class C>
+class BackwardWide : PairBlock<C> {
+ public:
+  __device__ __forceinline__ BackwardWide(const BackwardParams &params, char *shared) : Pair(params, shared) {}
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      barrier_init(k_full(), 1);
+      barrier_init(v_full(), 1);
+      barrier_init(dout_full(0), 1);
+      barrier_init(dout_empty(0), 8);
+      barrier_init(p_full(), 128);
+      barrier_init(p_empty(), 128);
+      barrier_init(agreed(), C::kConsumers);
+      barrier_init(other_full(), 1);
+      barrier_init(keys_empty(), 4);
+      barrier_init(v_empty(), 4);
+      barrier_init(fetched(), 1);
+      barrier_init(told(), 1);
+      barrier_init(heard(), 1);
+      for (int n = 0; n < 2; ++n) {
+        barrier_init(planned(n), 1);
+        barrier_init(done(n), 9);
+        barrier_init(ds_full(n), 4);
+        barrier_init(ds_empty(n), 8);
+        st_shared_4(doubt(n), 0);
+      }
+      for (int n = 0; n < C::kStages; ++n) {
+        barrier_init(q_full(n), 1);
+        barrier_init(q_empty(n), 8);
+      }
+      barrier_init_fence();
+    } else if (threadIdx.x == 32) {
+      this->prefetch_maps();
+    }
+    __syncthreads();
+    cluster_sync();
+    if (threadIdx.x < 128) {
+      give_registers<C::kProducerRegisters>();
+      if (warp_ == 0) produce();
+      if (warp_ == 3) plan();
+    } else {
+      take_registers<C::kConsumerRegisters>();
+      if (uniform(threadIdx.x / 128) == 1) {
+        values();
+      } else {
+        keys();
+      }
+    }
+    cluster_sync();  // until then the other block may still write here
+  }
+
+ private:
+  using Pair = PairBlock<C>;
+  using Pair::a_, Pair::b, Pair::blocks_, Pair::lane_, Pair::p_, Pair::place_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::add_exactly, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile, Pair::ds_empty,
+      Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag, Pair::handed, Pair::k_full, Pair::k_tile,
+      Pair::lse_row, Pair::masked, Pair::other_k_tile, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp,
+      Pair::start_dq, Pair::start_gradient, Pair::stat, Pair::store, Pair::there, Pair::v_full, Pair::v_tile,
+      Pair::zero_if_finite;
+  using typename Pair::Dq, typename Pair::Element;
+  static_assert(C::kDqParts == 2);
+
+  __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kHandedOffset; }
+  __device__ __forceinline__ uint32_t p_full() const { return handed(0); }
+  __device__ __forceinline__ uint32_t p_empty() const { return handed(1); }
+  __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
+  __device__ __forceinline__ uint32_t doubt(int n) const { return flag(2 + n); }
+  __device__ __forceinline__ uint32_t staying(int n) const { return shared_ + C::kStayOffset + n * 8; }
+  __device__ __forceinline__ uint32_t other_full() const { return staying(0); }
+  __device__ __forceinline__ uint32_t keys_empty() const { return staying(1); }
+  __device__ __forceinline__ uint32_t v_empty() const { return staying(2); }
+  __device__ __forceinline__ uint32_t fetched() const { return staying(3); }
+  __device__ __forceinline__ uint32_t told() const { return staying(4); }
+  __device__ __forceinline__ uint32_t heard() const { return staying(5); }
+  __device__ __forceinline__ uint32_t planned(int n) const { return staying(6 + n); }
+  __device__ __forceinline__ uint32_t done(int n) const { return staying(8 + n); }
+  __device__ __forceinline__ uint32_t message() const { return staying(C::kStayBarriers); }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // One block of keys after another: item 0, 1, ... of this pair
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Describes them, two places in shared memory. As in backward.cuh the next one is taken when all of this one has been fetched.
+  __device__ __forceinline__ void plan() const {
+    int index = static_cast<int>(blockIdx.x) / 2, count = 0;
+    for (int item = 0;; ++item) {
+      barrier_wait(done(item & 1), item >> 1 & 1 ^ 1);
+      if (item > 0) index = next_index(item);
+      const bool more = index < a_.blocks;
+      if (lane_ == 0) {
+        Block &next = blocks_[item & 1];
+        next.item = item;
+        if (more) {
+          this->find_block(index, next);
+          count += (next.end - next.begin) * static_cast<int>(p_.group);
+          next.chunks = count;
+        } else {
+          next.batch = -1;
+        }
+        barrier_arrive(planned(item & 1));
+      }
+      __syncwarp();
+      if (!more) return;
+    }
+  }
+  // One block of the pair takes it and tells the other, which may be behind.
+  __device__ __forceinline__ int next_index(int item) const {
+    int index = 0;
+    if (rank_ == 0) {
+      barrier_wait(fetched(), item & 1 ^ 1);
+      wait_for_previous();
+      if (lane_ == 0) index = static_cast<int>(gridDim.x) / 2 + atomicAdd(a_.taken, 1);
+      index = __shfl_sync(~0u, index, 0);
+      barrier_wait_there(heard(), item & 1);
+      if (lane_ == 0) store_there(there(message()), index, there(told()));
+    } else {
+      if (lane_ == 0) barrier_expect(told(), 4);
+      barrier_wait_there(told(), item & 1 ^ 1);
+      index = static_cast<int>(ld_shared_4(message()));
+      __syncwarp();
+      barrier_arrive_there_if(lane_ == 0, there(heard()));
+    }
+    return index;
+  }
+  __device__ __forceinline__ bool next_block(int item) {
+    barrier_wait(planned(item & 1), item >> 1 & 1);
+    place_ = item & 1;
+    return static_cast<int>(ld_shared_4(shared_ + C::kBlockOffset + place_ * static_cast<int>(sizeof(Block)))) >= 0;
+  }
+  __device__ __forceinline__ void finish_block(int item) const {
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, done(item & 1));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Fetching
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void produce() {
+    int n = 0;
+    for (int item = 0; next_block(item);) {
+      if (b().begin == b().end) {
+        wait_for_previous();
+        fetch_v(false);
+        fetch_k(false);
+        fetch_other_k(false);
+      } else {
+        fetch(n);
+      }
+      barrier_arrive_if(lane_ == 0, fetched());
+      item = b().item;
+      finish_block(item++);
+    }
+  }
+
+  __device__ __forceinline__ void fetch(int &n) const {
+    const bool packed = p_.q_lengths.cu != nullptr;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int head_q = b().head_k * static_cast<int>(p_.group) + g;
+      for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
+        const int row = (packed ? b().q_start : 0) + chunk * C::kRows, batch = packed ? 0 : b().batch;
+        const bool first = g == 0 && chunk == b().end - 1;
+        if (first && b().item == 0) fetch_k(true);
+        const int at = n & 1;
+        barrier_wait(q_empty(at), n >> 1 & 1 ^ 1);
+        if (elect_one()) {
+          barrier_expect(q_full(at), C::kQBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows>(q_tile(at), a_.q_map, q_full(at), row, head_q, batch, kEvictLast);
+        }
+        if (first) {
+          fetch_v(true);
+          wait_for_previous();
+        }
+        if (elect_one()) load_box(lse_row(at), &a_.lse_map, q_full(at), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+        barrier_wait(dout_empty(0), n & 1 ^ 1);
+        if (elect_one()) {
+          barrier_expect(dout_full(0), C::kDoutBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows>(dout_tile(0), a_.dout_map, dout_full(0), row, head_q, batch, kEvictLast);
+          load_box(delta_row(0), &a_.delta_map, dout_full(0), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+        }
+        if (first) {
+          if (b().item > 0) fetch_k(true);
+          fetch_other_k(true);
+        }
+        ++n;
+      }
+    }
+  }
+
+  // K, V, the half of the other block's K: or nothing, once those of the item before have been used.
+  __device__ __forceinline__ void fetch_k(bool any) const {
+    barrier_wait(keys_empty(), b().item & 1 ^ 1);
+    if (!elect_one()) return;
+    barrier_expect(k_full(), any ? C::kKBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int n = 0; n < 2 * C::kHalfSlabs; ++n)
+      this->fetch_keys(k_tile() + n * 64 * 128, k_full(), n / C::kHalfSlabs, n % C::kHalfSlabs, key_row(rank_), b().head_k,
+                       key_batch());
+  }
+  __device__ __forceinline__ void fetch_other_k(bool any) const {
+    if (!elect_one()) return;
+    barrier_expect(other_full(), any ? C::kHalfBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int s = 0; s < C::kHalfSlabs; ++s)
+      this->fetch_keys(other_k_tile() + s * 64 * 128, other_full(), rank_, s, key_row(rank_ ^ 1), b().head_k, key_batch());
+  }
+  __device__ __forceinline__ void fetch_v(bool any) const {
+    barrier_wait(v_empty(), b().item & 1 ^ 1);
+    if (!elect_one()) return;
+    barrier_expect(v_full(), any ? C::kVBytes : 0);
+    if (any) this->template fetch_tile<64>(v_tile(), a_.v_map, v_full(), key_row(rank_), b().head_k, key_batch(), kEvictFirst);
+  }
+  __device__ __forceinline__ int key_row(int rank) const {
+    return (p_.k_lengths.cu != nullptr ? b().k_start : 0) + b().key0 + rank * 64;
+  }
+  __device__ __forceinline__ int key_batch() const { return p_.k_lengths.cu != nullptr ? 0 : b().batch; }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The group that has P, dv and dq
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void values() {
+    float dv[C::kD / 2];
+    int n = 0;
+    uint32_t state = 0;
+#pragma unroll 1
+    for (int item = 0; next_block(item);) {
+#pragma unroll
+      for (float &x : dv) x = 0.f;
+      barrier_wait(k_full(), item & 1);
+      if (b().begin < b().end) {
+        walk(dv, n, state);
+      } else {
+        __syncwarp();
+        barrier_wait(other_full(), item & 1);
+        barrier_arrive_if(lane_ == 0, keys_empty());
+      }
+      store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+      item = b().item;
+      finish_block(item++);
+    }
+  }
+
+  // K Q^T. K as a number known to be uniform and worked out in every chunk: operands kept from chunk to chunk would be spilled.
+  __device__ __forceinline__ void start_scores(float (&s)[C::kRows / 2], uint32_t keys, uint32_t rows) const {
+    const uint64_t a = uniform_rows_operand(keys), b = uniform_rows_operand(rows);
+#pragma unroll
+    for (int d = 0; d < C::kD / 16; ++d) {
+      Product<Element, C::kRows>::rows_rows(s, advance_operand(a, d / 4 * 64 * 128 + d % 4 * 32),
+                                            advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
+    }
+    products_commit();
+  }
+
+  // Of the group in one register: the parity of chunks with masked pairs, and whether the chunk before was one and had to be multiplied
+  // carefully.
+  static constexpr uint32_t kMet = 1, kEdge = 2, kCareful = 4;
+  __device__ __forceinline__ bool dq_is_careful(uint32_t state, int buffer) const {
+    return (state & kCareful) != 0 || ((state & kEdge) != 0 && ld_shared_4(flag(buffer)) != 0);
+  }
+
+  // n: chunks of all items before.
+  __device__ __forceinline__ void walk(float (&dv)[C::kD / 2], int &n, uint32_t &state) const {
+    float s[C::kRows / 2];
+    Dq dq;
+    uint32_t w[C::kRows / 16][4];
+    int chunk = b().end - 1, before = -1;  // before: number in the workspace
+    state &= kMet;
+    barrier_wait(q_full(n & 1), n >> 1 & 1);
+    hold(s);
+    products_begin();
+    start_scores(s, uniform(k_tile()), q_tile(uniform(n & 1)));
+    products_wait<0>();
+    hold(s);
+#pragma unroll 1
+    do {
+      const int at = uniform(n & 1), next = at ^ 1,
+                last = next;  // dS of the chunk before is where that of the next one will be
+      const uint32_t k = uniform(k_tile());
+      const bool edge = masked(chunk);
+      bool careful = false;
+      if (edge) careful = zero_if_finite(s) != 0.f;
+      this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, 0.f);
+      if (edge) this->mask_weights(w, s, first_key(), chunk * C::kRows);
+      barrier_wait(p_empty(), (n & 1) ^ 1);
+#pragma unroll
+      for (int j = 0; j < C::kRows / 8; ++j) {
+        st_shared_16(p_place(j), __float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]), __float_as_uint(s[4 * j + 2]),
+                     __float_as_uint(s[4 * j + 3]));
+      }
+      barrier_arrive(p_full());
+      barrier_arrive_if(lane_ == 0, q_empty(at));
+      this->round_weights(w, s);
+      if (edge) careful = agree(careful, n, state);
+      barrier_wait(dout_full(0), n & 1);
+      barrier_wait(ds_full(last), (n - 1) >> 1 & 1);
+      const bool careful_before = dq_is_careful(state, last);
+      if (careful || careful_before) {
+        if (careful) {
+          add_exactly(dv, w, dout_tile(0));
+        } else {
+          hold(w);
+          hold(dv);
+          products_begin();
+          start_gradient(dv, w, dout_tile(0));
+          products_wait<0>();
+          hold(dv);
+        }
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, dout_empty(0));
+        if (before >= 0) finish_dq(dq, last, before, careful_before, false);
+        barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
+        hold(s);
+        products_begin();
+        start_scores(s, k, q_tile(next));
+      } else if (before < 0) {
+        hold(w);
+        hold(dv);
+        products_begin();
+        start_gradient(dv, w, dout_tile(0));
+        barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
+        hold(s);
+        products_begin();
+        start_scores(s, k, q_tile(next));
+        products_wait<1>();
+        hold(dv);
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, dout_empty(0));
+      } else {
+        hold(w);
+        hold(dv);
+        hold(dq);
+        products_begin();
+        start_gradient(dv, w, dout_tile(0));
+        start_dq(dq, last, 0);
+        products_wait<1>();
+        hold(dv);
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, dout_empty(0));
+        barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
+        products_wait<0>();
+        hold(dq);
+        add_dq(dq, before, 0);
+        hold(dq);
+        hold(s);
+        products_begin();
+        start_dq(dq, last, 1);
+        start_scores(s, k, q_tile(next));
+        products_wait<1>();
+        hold(dq);
+        release_multiplied_ds(last);
+        add_dq(dq, before, 1);
+      }
+      products_wait<0>();
+      hold(s);
+      if (before < 0) barrier_wait(other_full(), b().item & 1);  // for dq
+      if (chunk < b().end - 1) {
+        --before;
+      } else {
+        before = before < 0 ? chunks_at(b().head_k * static_cast<int>(p_.group)) + chunk
+                            : before - b().begin + a_.row_chunks + chunk;
+      }
+      state = (state & kMet) | (edge ? kEdge : 0u) | (careful ? kCareful : 0u);
+      if (--chunk < b().begin) {
+        chunk = b().end - 1;
+      }
+    } while (++n < b().chunks);
+    const int of_last = opaque(n) - 1, last = uniform(of_last & 1);  // or n as it was would be kept as well
+    barrier_wait(ds_full(last), of_last >> 1 & 1);
+    finish_dq(dq, last, before, dq_is_careful(state, last), true);
+  }
+
+  // Neither block may overwrite dS before both have multiplied it.
+  __device__ __forceinline__ void release_multiplied_ds(int buffer) const {
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, ds_empty(buffer));
+    barrier_arrive_there_relaxed_if(lane_ == 0, there(ds_empty(buffer)));
+  }
+  // Rows of dS by this thread's number as it is read here: what depends on it shall not lie in registers throughout the walk.
+  __device__ __forceinline__ void dq_exactly(Dq &dq, int buffer, int part) const {
+    const int row = opaque(static_cast<int>(threadIdx.x)) % 128 / 32 * 16 + opaque(static_cast<int>(threadIdx.x)) % 32 / 4;
+#pragma unroll
+    for (float &x : dq) x = 0.f;
+#pragma unroll 1
+    for (int key = 0; key < C::kKeys; ++key) {
+      const uint32_t ds = ds_tile(buffer, key / 64) + key % 64 * 128;
+      uint32_t bits[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t pair = ld_shared_4(ds + (((row / 8 + r) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
+        bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+      this->template add_row<64, C::kDqColumns>(dq, bits, this->dq_keys(key / 64, part), key % 64);
+    }
+  }
+
+  // dq of a chunk whose dS is there, number `index` of the workspace; and with that of the last one K is done with.
+  __device__ __forceinline__ void finish_dq(Dq &dq, int buffer, int index, bool careful, bool keys_too) const {
+#pragma unroll 1
+    for (int part = 0; part < C::kDqParts; ++part) {
+      const bool done = part == C::kDqParts - 1;
+      if (careful) {
+        dq_exactly(dq, buffer, part);
+        __syncwarp();
+        barrier_arrive_if(done && lane_ == 0, ds_empty(buffer));
+        barrier_arrive_there_if(done && lane_ == 0, there(ds_empty(buffer)));
+      } else {
+        hold(dq);
+        products_begin();
+        start_dq(dq, buffer, part);
+        products_wait<0>();
+        hold(dq);
+        if (done) release_multiplied_ds(buffer);
+      }
+      barrier_arrive_if(done && keys_too && lane_ == 0, keys_empty());
+      add_dq(dq, index, part);
+    }
+  }
+  // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
+  __device__ __forceinline__ void add_dq(const Dq &dq, int index, int part) const {
+    constexpr int kTiles = C::kDqColumns / 8;
+    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
+                 lane_ * 4;
+    const bool wanted = a_.dq_sum != nullptr;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
+          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
+          : "memory");
+    }
+  }
+
+  // Threads of the two groups with the same number hold the same elements.
+  __device__ __forceinline__ uint32_t p_place(int j) const { return p_tile() + (j * 128 + warp_ * 32 + lane_) * 16; }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The group that has dP, dS and dk
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void keys() {
+    float dk[C::kD / 2], dp[C::kRows / 2];
+    uint32_t w[C::kRows / 16][4];
+    int n = 0;
+    uint32_t met = 0;
+#pragma unroll 1
+    for (int item = 0; next_block(item);) {
+#pragma unroll
+      for (float &x : dk) x = 0.f;
+      const int end = n + (b().begin < b().end ? chunks() : 0);
+      int chunk = b().end - 1;
+      barrier_wait(v_full(), item & 1);
+      barrier_arrive_if(n == end && lane_ == 0, v_empty());
+#pragma unroll 1
+      for (; n < end; ++n) {
+        const int at = uniform(n & 1);
+        const bool edge = masked(chunk);
+        barrier_wait(dout_full(0), n & 1);
+        hold(dp);
+        products_begin();
+        start_dp(dp, dout_tile(0));
+        products_wait<0>();
+        hold(dp);
+        barrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
+        bool careful = false;
+        if (edge) careful = agree(zero_if_finite(dp) + zero_if_finite(delta_row(0)) != 0.f, n, met);
+        barrier_wait(p_full(), n & 1);
+#pragma unroll
+        for (int j = 0; j < C::kRows / 8; ++j) {
+          const float2 delta = stat(delta_row(0), j);
+          const uint4 p = ld_shared_16(p_place(j));
+          dp[4 * j] = __uint_as_float(p.x) * (dp[4 * j] - delta.x);
+          dp[4 * j + 1] = __uint_as_float(p.y) * (dp[4 * j + 1] - delta.y);
+          dp[4 * j + 2] = __uint_as_float(p.z) * (dp[4 * j + 2] - delta.x);
+          dp[4 * j + 3] = __uint_as_float(p.w) * (dp[4 * j + 3] - delta.y);
+        }
+        barrier_arrive(p_empty());
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, dout_empty(0));
+        if (careful) {
+#pragma unroll
+          for (float &x : dp) x += 0.f;  // a visible -0 is no mask
+          this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { dp[i] = kMasked; });
+        }
+        round(w, dp);
+        barrier_wait_there(ds_empty(at), n >> 1 & 1 ^ 1);
+        put_ds(w, at, edge, careful);
+        barrier_wait(q_full(at), n >> 1 & 1);
+        if (careful) {
+          add_exactly(dk, w, q_tile(at));
+        } else {
+          hold(w);
+          hold(dk);
+          products_begin();
+          start_gradient(dk, w, q_tile(at));
+          products_wait<0>();
+          hold(dk);
+        }
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, q_empty(at));
+        if (--chunk < b().begin) chunk = b().end - 1;
+      }
+      store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
+      item = b().item;
+      finish_block(item++);
+    }
+  }
+
+  // This warp's 16 keys of dS^T, for this block and the other. At the mask's edge the other also has to know whether to add with care.
+  __device__ __forceinline__ void put_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer, bool edge, bool careful) const {
+    const int key = warp_ * 16 + (lane_ & 15);
+#pragma unroll
+    for (int n = 0; n < C::kRows / 16; ++n) {
+      stmatrix_x4(ds_tile(buffer, 0) + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), w[n][0], w[n][1], w[n][2],
+                  w[n][3]);
+    }
+    shared_fence_for_copies();
+    __syncwarp();
+    if (lane_ != 0) return;
+    constexpr int kBytes = C::kDsBytes / 4;  // of a warp
+    copy_there(there(ds_tile(buffer, 1) + warp_ * kBytes), ds_tile(buffer, 0) + warp_ * kBytes, kBytes, there(ds_full(buffer)));
+    if (warp_ != 0) return barrier_arrive(ds_full(buffer));
+    if (edge) store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
+    barrier_expect(ds_full(buffer), C::kDsBytes + (edge ? 4 : 0));  // from the other block
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Whether any thread of the two groups has doubts about the n-th chunk, which has masked pairs. A place is used again when all have met
+  // once more.
+  __device__ __forceinline__ bool agree(bool doubts, int n, uint32_t &state) const {
+    const uint32_t place = doubt(state & kMet);
+    if (doubts) asm volatile("red.shared.max.s32 [%0], %1;\n" ::"r"(place), "r"(n + 1) : "memory");
+    barrier_arrive(agreed());
+    barrier_wait(agreed(), state & kMet);
+    state ^= kMet;
+    return static_cast<int>(ld_shared_4(place)) == n + 1;
+  }
+};
+
+template <class C>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
+    backward_wide(const __grid_constant__ BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char shared[];
+  BackwardWide<C>(params, shared).run();
+#endif
+}
+
+}  // namespace fa::cuda::sm90
