@@ -345,7 +345,7 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
     return true;
   }
   // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
-  cut_line({items, steps, room, room, shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
+  cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
             std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, shape.shares_items() && alike(p)},
            p, plan);
   return true;

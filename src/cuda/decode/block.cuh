@@ -60,6 +60,11 @@ __device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
   return x;
 }
 
+// Copies 8 bytes global -> shared.
+__device__ __forceinline__ void cp_async_8(uint32_t dst, const void *src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(dst), "l"(src) : "memory");
+}
+
 // Counts, and returns the count before. What was written before others counted is visible to the thread that finds their count, and what
 // it has seen written before, to those that find its own.
 __device__ __forceinline__ uint32_t count_ordered(int32_t *counter) {

@@ -74,14 +74,34 @@ class ClusterDecode : private Decode<C> {
     barrier_wait(landed, 0);
   }
 
+  // Sums what the blocks have, in the order of their keys, all of it under way at once.
   __device__ __forceinline__ void finish() const {
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < mine(); i += C::kThreads) {
-      const int n = rank_ * each() + i;
-      this->store_sum(n / kVectors, n % kVectors,
-                      Base::template sum_parts<kMostOfCluster>(blocks_, [&](int from, float2 &sums, float4 &x) {
-                        sums = ld_shared_float2(this->shared_landing_sums(from * each() + i));
-                        x = ld_shared_float4(this->shared_landing(from * each() + i));
-                      }));
+      float2 sums[kMostOfCluster];
+      float4 x[kMostOfCluster];
+      float2 all{-1e30f, 0.f};
+#pragma unroll
+      for (int n = 0; n < kMostOfCluster; ++n) {
+        sums[n] = {-1e30f, 0.f};
+        x[n] = {0.f, 0.f, 0.f, 0.f};
+        if (n >= blocks_) continue;
+        sums[n] = ld_shared_float2(this->shared_landing_sums(n * each() + i));
+        x[n] = ld_shared_float4(this->shared_landing(n * each() + i));
+      }
+#pragma unroll
+      for (int n = 0; n < kMostOfCluster; ++n) all.x = fmaxf(all.x, sums[n].x);
+      float4 out{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int n = 0; n < kMostOfCluster; ++n) {
+        const float weight = exp2_approx(sums[n].x - all.x);
+        all.y = fmaf(weight, sums[n].y, all.y);
+        this->add(out, weight, x[n]);
+      }
+      const int vector = rank_ * each() + i, row = vector / kVectors, column = vector % kVectors;
+      const auto closing = this->close(row, all);
+      if (column == 0) this->store_lse(row, closing.lse);
+      this->store_out(row, column, out, closing.factor);
     }
     if (rank_ == 0) this->store_unused_rows();
   }

@@ -6,7 +6,7 @@
 // piece holds the groups together. Where work is cut is in work.cuh.
 //
 //   shared memory:  Q [kRows][kD] | a ring for each group of warps [kStages] of K [kKeys][kD], V [kKeys][kD] | maxima and sums
-//                   (fp32 out of the groups passes through the rings)
+//                   (fp32 out of the groups, and the weights of parts, pass through the rings)
 //
 //   for every step:   wait for its K and V; fetch those of kStages - 1 steps later; ask for the pages of the step after
 //                     S = Q K^T, mask S if the keys touch an edge, P = exp2(S - m), out += P V
@@ -33,8 +33,7 @@ class Decode : protected Block<C> {
   using Base = Block<C>;
   using typename Base::Element;
   static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kDt = C::kD / 8, kPSteps = C::kKeys / 16;
-  static constexpr int kVectors = C::kD / 4;                       // of four columns, in a row
-  static constexpr int kPartsAtOnce = C::kThreads > 256 ? 8 : 16;  // as registers have room for
+  static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
   using TheWork = Work<C, C::kSharesItems>;
 
   using Base::Base;
@@ -520,10 +519,9 @@ class Decode : protected Block<C> {
     if (p_.lse.data != nullptr) *lse_at(token_of(row), head_of(row)) = lse;
   }
   __device__ __forceinline__ void store_out(int row, int vector, const float4 &x, float factor) const {
-    store_out_to(out_at(token_of(row), head_of(row)) + 4 * vector, vector, x, factor);
-  }
-  __device__ __forceinline__ void store_out_to(Element *dst, int vector, const float4 &x, float factor) const {
-    if (4 * vector >= p_.head_dim_v) return;
+    const int column = 4 * vector;
+    if (column >= p_.head_dim_v) return;
+    Element *dst = out_at(token_of(row), head_of(row)) + column;
     const auto pack = [&](float a, float b) {
       if (C::kOfBytes && p_.q.dtype == Dtype::bf16) return pack2<__nv_bfloat16>(a, b);
       return pack2<Element>(a, b);
@@ -587,56 +585,71 @@ class Decode : protected Block<C> {
     return ld_shared_4(shared_) == static_cast<uint32_t>(parts - 1);
   }
 
-  // Four columns of a row, summed over parts, and the maximum and sum of the row's weights.
-  struct Sum {
-    float4 x{0.f, 0.f, 0.f, 0.f};
-    float2 sums{-1e30f, 0.f};
-  };
-  // fetch(part, sums, x) for the parts 0 to count - 1, in their order; so many of them are on their way at a time.
-  template <int kAtOnce, typename F>
-  static __device__ __forceinline__ Sum sum_parts(int count, F fetch) {
-    Sum sum;
-#pragma unroll 1
-    for (int first = 0; first < count; first += kAtOnce) {
-      float2 sums[kAtOnce];
-      float4 x[kAtOnce];
-      float top = sum.sums.x;
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        sums[n] = {-1e30f, 0.f};
-        x[n] = {0.f, 0.f, 0.f, 0.f};
-        if (first + n < count) fetch(first + n, sums[n], x[n]);
+  // Sums the parts in the order of their keys, whichever came last. They pass through the rings: maxima and sums of all, then out of as
+  // many at a time as fit.
+  __device__ __forceinline__ void merge(const TheWork &work, int first_range, int parts) const {
+    constexpr int kMine = (C::kRows * kVectors + C::kThreads - 1) / C::kThreads;  // vectors of a thread
+    const int rows = rows_, thread = opaque(threadIdx.x), out_bytes = rows * C::kD * 4;
+    if (C::kOfBytes && rows == 0) return;  // a block of rows that this sequence does not have
+    const uint32_t shared_parts = shared_rings() + (parts * rows * 8 + 127) / 128 * 128;
+    const int at_once = static_cast<int>(shared_rings() + C::kRingsBytes - shared_parts) / out_bytes;
+    const auto slot_of = [&](int part) { return work.slot(first_range + part, part == 0); };
+    // A part a warp.
+    const auto fetch_out = [&](int first, int count) {
+      const int lane = thread & 31;
+      for (int part = thread >> 5; part < count; part += C::kThreads / 32) {
+        const float4 *from = part_out(slot_of(first + part), 0) + lane;
+        const uint32_t to = shared_parts + part * out_bytes + lane * 16;
+#pragma unroll 4
+        for (int n = 0; n < out_bytes / 512; ++n) cp_async_16(to + n * 512, from + n * 32);
+        if (out_bytes % 512 != 0 && lane * 16 < out_bytes % 512)
+          cp_async_16(to + out_bytes / 512 * 512, from + out_bytes / 512 * 32);
       }
+      cp_async_commit();
+    };
+    for (int n = thread; n < parts * C::kRows; n += C::kThreads) {
+      const int part = n / C::kRows, row = n % C::kRows;
+      if (row < rows) cp_async_8(shared_rings() + (part * rows + row) * 8, part_sums(slot_of(part), row));
+    }
+    fetch_out(0, min(at_once, parts));
+
+    float4 x[kMine];
+    float2 sums[kMine];
+#pragma unroll 1
+    for (int first = 0; first < parts; first += at_once) {
+      cp_async_wait<0>();
+      __syncthreads();
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) top = fmaxf(top, sums[n].x);
-      const float before = exp2_approx(sum.sums.x - top);
-      sum.sums = {top, sum.sums.y * before};
-      sum.x = {sum.x.x * before, sum.x.y * before, sum.x.z * before, sum.x.w * before};
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const float weight = exp2_approx(sums[n].x - top);
-        sum.sums.y = fmaf(weight, sums[n].y, sum.sums.y);
-        add(sum.x, weight, x[n]);
+      for (int n = 0; n < kMine; ++n) {
+        const int at = thread + n * C::kThreads;
+        if (at >= rows * kVectors) break;
+        const uint32_t its = shared_rings() + at / kVectors * 8;
+        if (first == 0) {
+          x[n] = {0.f, 0.f, 0.f, 0.f};
+          sums[n] = {-1e30f, 0.f};
+#pragma unroll 4
+          for (int part = 0; part < parts; ++part) sums[n].x = fmaxf(sums[n].x, ld_shared_float(its + part * rows * 8));
+        }
+#pragma unroll 4
+        for (int part = first; part < min(first + at_once, parts); ++part) {
+          const float2 part_sum = ld_shared_float2(its + part * rows * 8);
+          const float weight = exp2_approx(part_sum.x - sums[n].x);
+          sums[n].y = fmaf(weight, part_sum.y, sums[n].y);
+          add(x[n], weight, ld_shared_float4(shared_parts + (part - first) * out_bytes + at * 16));
+        }
+      }
+      if (first + at_once < parts) {
+        __syncthreads();  // these are read
+        fetch_out(first + at_once, min(at_once, parts - first - at_once));
       }
     }
-    return sum;
-  }
-  __device__ __forceinline__ void store_sum(int row, int vector, const Sum &sum) const {
-    const Closing closing = close(row, sum.sums);
-    if (vector == 0) store_lse(row, closing.lse);
-    store_out(row, vector, sum.x, closing.factor);
-  }
-
-  // Sums the parts in the order of their keys, whichever came last.
-  __device__ __forceinline__ void merge(const TheWork &work, int first_range, int parts) const {
-#pragma unroll 1
-    for (int n = static_cast<int>(threadIdx.x); n < rows_ * kVectors; n += C::kThreads) {
-      const int row = n / kVectors, vector = n % kVectors;
-      store_sum(row, vector, sum_parts<kPartsAtOnce>(parts, [&](int part, float2 &sums, float4 &x) {
-                  const int slot = work.slot(first_range + part, part == 0);
-                  sums = __ldcg(part_sums(slot, row));
-                  x = __ldcg(part_out(slot, row) + vector);
-                }));
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const int at = thread + n * C::kThreads;
+      if (at >= rows * kVectors) break;
+      const Closing closing = close(at / kVectors, sums[n]);
+      if (at % kVectors == 0) store_lse(at / kVectors, closing.lse);
+      store_out(at / kVectors, at % kVectors, x[n], closing.factor);
     }
   }
 

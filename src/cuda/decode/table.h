@@ -33,6 +33,8 @@ struct Shape {
   constexpr int32_t ring_bytes() const {
     return key_warps * stages * keys * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));
   }
+  // Of an item, whose maxima and sums pass through the rings together, and out of at least one.
+  constexpr int32_t most_parts() const { return (ring_bytes() - rows() * head_dim * 4 - 128) / (rows() * 8); }
   // Where the blocks of a cluster leave their sums for this one: four columns of fp32 with their row's maximum and sum, of all rows in
   // turn, rounded up to as many for each block.
   constexpr int32_t landing_bytes() const { return clustered ? (rows() * head_dim / 4 + kMostOfCluster) * 24 + 16 : 0; }

@@ -641,7 +641,7 @@ class Roles : private Block<C> {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       for (int n = 0; n < C::kSlots; ++n) {
-        barrier_init(this->full(n), C::kOfBytes ? C::kFetchers : C::kFetchers * 32);
+        barrier_init(this->full(n), C::kFetchers * 32);
         barrier_init(this->free(n), C::kGroups * 4);
       }
       for (int n = 0; n < 2; ++n) {

@@ -196,13 +196,8 @@ class Producer : private decode::Planner<Block<C>, true> {
       widen();
     }
     shared_fence_for_copies();  // for the products
-    if constexpr (C::kOfBytes) {
-      __syncwarp();
-      barrier_arrive_if(lane_ == 0, this->full(ring_.at()));
-      ring_.step();
-    } else {
-      barrier_arrive(this->full(gathered_.at()));
-    }
+    barrier_arrive(this->full(C::kOfBytes ? ring_.at() : gathered_.at()));
+    if constexpr (C::kOfBytes) ring_.step();
     gathered_.step();
   }
   __device__ __forceinline__ void widen() const {
