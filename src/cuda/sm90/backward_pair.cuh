@@ -9,14 +9,14 @@
 //            dk += dS^T Q
 #pragma once
 
-#include "cuda/sm90/pair_block.cuh"
+#include "cuda/sm90/pair_tasks.cuh"
 
 namespace fa::cuda::sm90 {
 
 template <class C>
-class BackwardPair : PairBlock<C> {
+class BackwardPair : PairTasks<C> {
  public:
-  __device__ __forceinline__ BackwardPair(const BackwardParams &params, char *shared) : Pair(params, shared) {}
+  __device__ __forceinline__ BackwardPair(const BackwardParams &params, char *shared) : Tasks(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -70,24 +70,21 @@ class BackwardPair : PairBlock<C> {
   }
 
  private:
+  using Tasks = PairTasks<C>;
   using Pair = PairBlock<C>;
-  using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::warp_;
   using Pair::add_exactly, Pair::await_q, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile,
-      Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::ds_used, Pair::delta_row, Pair::first_key,
-      Pair::flag, Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile,
-      Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
-      Pair::store, Pair::there, Pair::v_full, Pair::zero_if_finite;
+      Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_used, Pair::delta_row, Pair::first_key, Pair::flag,
+      Pair::handed, Pair::k_full, Pair::lse_row, Pair::masked, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::release_ds,
+      Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::store, Pair::v_full,
+      Pair::zero_if_finite;
+  using Tasks::add_dq, Tasks::agree, Tasks::agreed, Tasks::derivatives, Tasks::doubt, Tasks::hand_over, Tasks::mark_masked,
+      Tasks::p_empty, Tasks::p_full, Tasks::put_ds;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
-  static_assert(C::kHandsP && C::kDoutStages == 1 && C::kDqParts == 2);
 
-  __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kHandedOffset; }
-  __device__ __forceinline__ uint32_t p_full() const { return handed(0); }
-  __device__ __forceinline__ uint32_t p_empty() const { return handed(1); }
-  __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
   __device__ __forceinline__ uint32_t may_add() const { return handed(3); }
   __device__ __forceinline__ uint32_t added() const { return handed(4); }
   __device__ __forceinline__ uint32_t seen() const { return handed(5); }
-  __device__ __forceinline__ uint32_t doubt(int n) const { return flag(2 + n); }
 
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has P, dv and dq
@@ -123,16 +120,10 @@ class BackwardPair : PairBlock<C> {
         if (edge) careful = zero_if_finite(s) != 0.f;
         this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
         if (edge) this->mask_weights(w, s, first_key(), chunk * C::kRows);
-        barrier_wait(p_empty(), (n & 1) ^ 1);
-#pragma unroll
-        for (int j = 0; j < C::kRows / 8; ++j) {
-          st_shared_16(p_place(j), __float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]), __float_as_uint(s[4 * j + 2]),
-                       __float_as_uint(s[4 * j + 3]));
-        }
-        barrier_arrive(p_full());
+        hand_over(s, n);
         barrier_arrive_if(lane_ == 0, q_empty(at));
         this->round_weights(w, s);
-        if (edge) careful = agree(careful, n, edges++);
+        if (edge) careful = agree(careful, n, edges++ & 1);
         barrier_wait(dout_full(0), n & 1);
         const int last = buffer ^ 1;  // where dS of the chunk before is
         barrier_wait(ds_full(last), (n - 1) >> 1 & 1);
@@ -170,7 +161,7 @@ class BackwardPair : PairBlock<C> {
           await_q(n + 1 < count, next, slot.parity());
           products_wait<0>();
           hold(dq);
-          add_dq(dq, n > 0, before, 0);
+          add_dq(dq, n > 0, anew(before), 0);
           hold(dq);
           hold(s);
           products_begin();
@@ -179,7 +170,7 @@ class BackwardPair : PairBlock<C> {
           products_wait<1>();
           hold(dq);
           release_ds(n > 0, last);
-          add_dq(dq, n > 0, before, 1);
+          add_dq(dq, n > 0, anew(before), 1);
           end_turn(n > 0);
         }
         products_wait<0>();
@@ -215,26 +206,11 @@ class BackwardPair : PairBlock<C> {
         products_wait<0>();
         hold(dq);
       }
-      add_dq(dq, true, index, part);
+      add_dq(dq, true, anew(index), part);
     }
     end_turn(true);
     release_ds(true, buffer);
   }
-  // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
-  __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
-    constexpr int kTiles = C::kDqColumns / 8;
-    float *sum = a_.dq_sum + int64_t{anew(index)} * (C::kRows * C::kD) +
-                 ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) + lane_ * 4;
-    wanted = wanted && a_.dq_sum != nullptr;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      asm volatile(
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
-          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
-          : "memory");
-    }
-  }
-
   // Not to be kept in registers, of which turns leave too few.
   static __device__ __forceinline__ int anew(int x) { return C::kOrdered ? uniform(x) : x; }
 
@@ -279,9 +255,6 @@ class BackwardPair : PairBlock<C> {
     }
   }
 
-  // Threads of the two groups with the same number hold the same elements.
-  __device__ __forceinline__ uint32_t p_place(int j) const { return p_tile() + (j * 128 + warp_ * 32 + lane_) * 16; }
-
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has dP, dS and dk
   // ------------------------------------------------------------------------------------------------------------------
@@ -308,25 +281,11 @@ class BackwardPair : PairBlock<C> {
         products_wait<0>();
         hold(dp);
         bool careful = false;
-        if (edge) careful = agree(zero_if_finite(dp) + zero_if_finite(delta_row(0)) != 0.f, n, edges++);
-        barrier_wait(p_full(), n & 1);
-#pragma unroll
-        for (int j = 0; j < C::kRows / 8; ++j) {
-          const float2 delta = stat(delta_row(0), j);
-          const uint4 p = ld_shared_16(p_place(j));
-          dp[4 * j] = __uint_as_float(p.x) * (dp[4 * j] - delta.x);
-          dp[4 * j + 1] = __uint_as_float(p.y) * (dp[4 * j + 1] - delta.y);
-          dp[4 * j + 2] = __uint_as_float(p.z) * (dp[4 * j + 2] - delta.x);
-          dp[4 * j + 3] = __uint_as_float(p.w) * (dp[4 * j + 3] - delta.y);
-        }
-        barrier_arrive(p_empty());
+        if (edge) careful = agree(zero_if_finite(dp) + zero_if_finite(delta_row(0)) != 0.f, n, edges++ & 1);
+        derivatives(dp, n);
         __syncwarp();
         barrier_arrive_if(lane_ == 0, dout_empty(0));
-        if (careful) {
-#pragma unroll
-          for (float &x : dp) x += 0.f;  // a visible -0 is no mask
-          this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { dp[i] = kMasked; });
-        }
+        if (careful) mark_masked(dp, chunk);
         round(w, dp);
         barrier_wait_there(ds_empty(buffer), n >> 1 & 1 ^ 1);
         put_ds(w, buffer, edge, careful);
@@ -348,30 +307,6 @@ class BackwardPair : PairBlock<C> {
       }
     }
     store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
-  }
-
-  // This warp's 16 keys of dS^T, for this block and the other. At the mask's edge the other also has to know whether to add with care.
-  __device__ __forceinline__ void put_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer, bool edge, bool careful) const {
-    this->write_ds(w, buffer);
-    shared_fence_for_copies();
-    __syncwarp();
-    if (lane_ != 0) return;
-    this->send_ds(buffer, C::kDsBytes / 4, warp_ * (C::kDsBytes / 4));
-    if (warp_ != 0) return barrier_arrive(ds_full(buffer));
-    if (edge) store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
-    barrier_expect(ds_full(buffer), C::kDsBytes + (edge ? 4 : 0));  // from the other block
-  }
-
-  // ------------------------------------------------------------------------------------------------------------------
-
-  // Whether any thread of the two groups has doubts about the block's n-th chunk, of those with masked pairs number `edge`. A place is used
-  // again when all have met once more.
-  __device__ __forceinline__ bool agree(bool doubts, int n, int edge) const {
-    const uint32_t place = doubt(edge & 1);
-    if (doubts) asm volatile("red.shared.max.s32 [%0], %1;\n" ::"r"(place), "r"(n + 1) : "memory");
-    barrier_arrive(agreed());
-    barrier_wait(agreed(), edge & 1);
-    return static_cast<int>(ld_shared_4(place)) == n + 1;
   }
 };
 

@@ -7,7 +7,7 @@
 // from a counter and tells the other.
 #pragma once
 
-#include "cuda/sm90/pair_block.cuh"
+#include "cuda/sm90/pair_tasks.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -43,9 +43,9 @@ struct WideConfig : PairConfig<Element, kD, kD, kRows, 2, 1, true, false, false>
 };
 
 template <class C>
-class BackwardWide : PairBlock<C> {
+class BackwardWide : PairTasks<C> {
  public:
-  __device__ __forceinline__ BackwardWide(const BackwardParams &params, char *shared) : Pair(params, shared) {}
+  __device__ __forceinline__ BackwardWide(const BackwardParams &params, char *shared) : Tasks(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -95,21 +95,17 @@ class BackwardWide : PairBlock<C> {
   }
 
  private:
+  using Tasks = PairTasks<C>;
   using Pair = PairBlock<C>;
   using Pair::a_, Pair::b, Pair::blocks_, Pair::lane_, Pair::p_, Pair::place_, Pair::rank_, Pair::shared_, Pair::warp_;
   using Pair::add_exactly, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile, Pair::ds_empty,
-      Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag, Pair::handed, Pair::k_full, Pair::k_tile,
-      Pair::lse_row, Pair::masked, Pair::other_k_tile, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp,
-      Pair::start_dq, Pair::start_gradient, Pair::stat, Pair::store, Pair::there, Pair::v_full, Pair::v_tile,
-      Pair::zero_if_finite;
+      Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag, Pair::k_full, Pair::k_tile, Pair::lse_row,
+      Pair::masked, Pair::other_k_tile, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp, Pair::start_dq,
+      Pair::start_gradient, Pair::store, Pair::there, Pair::v_full, Pair::v_tile, Pair::zero_if_finite;
+  using Tasks::add_dq, Tasks::agreed, Tasks::derivatives, Tasks::doubt, Tasks::hand_over, Tasks::mark_masked, Tasks::p_empty,
+      Tasks::p_full, Tasks::put_ds;
   using typename Pair::Dq, typename Pair::Element;
-  static_assert(C::kDqParts == 2);
 
-  __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kHandedOffset; }
-  __device__ __forceinline__ uint32_t p_full() const { return handed(0); }
-  __device__ __forceinline__ uint32_t p_empty() const { return handed(1); }
-  __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
-  __device__ __forceinline__ uint32_t doubt(int n) const { return flag(2 + n); }
   __device__ __forceinline__ uint32_t staying(int n) const { return shared_ + C::kStayOffset + n * 8; }
   __device__ __forceinline__ uint32_t other_full() const { return staying(0); }
   __device__ __forceinline__ uint32_t keys_empty() const { return staying(1); }
@@ -329,13 +325,7 @@ class BackwardWide : PairBlock<C> {
       if (edge) careful = zero_if_finite(s) != 0.f;
       this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, 0.f);
       if (edge) this->mask_weights(w, s, first_key(), chunk * C::kRows);
-      barrier_wait(p_empty(), (n & 1) ^ 1);
-#pragma unroll
-      for (int j = 0; j < C::kRows / 8; ++j) {
-        st_shared_16(p_place(j), __float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]), __float_as_uint(s[4 * j + 2]),
-                     __float_as_uint(s[4 * j + 3]));
-      }
-      barrier_arrive(p_full());
+      hand_over(s, n);
       barrier_arrive_if(lane_ == 0, q_empty(at));
       this->round_weights(w, s);
       if (edge) careful = agree(careful, n, state);
@@ -387,7 +377,7 @@ class BackwardWide : PairBlock<C> {
         barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
         products_wait<0>();
         hold(dq);
-        add_dq(dq, before, 0);
+        add_dq(dq, true, before, 0);
         hold(dq);
         hold(s);
         products_begin();
@@ -396,7 +386,7 @@ class BackwardWide : PairBlock<C> {
         products_wait<1>();
         hold(dq);
         release_multiplied_ds(last);
-        add_dq(dq, before, 1);
+        add_dq(dq, true, before, 1);
       }
       products_wait<0>();
       hold(s);
@@ -460,26 +450,9 @@ class BackwardWide : PairBlock<C> {
         if (done) release_multiplied_ds(buffer);
       }
       barrier_arrive_if(done && keys_too && lane_ == 0, keys_empty());
-      add_dq(dq, index, part);
+      add_dq(dq, true, index, part);
     }
   }
-  // A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each four numbers a lane as the accumulators hold them.
-  __device__ __forceinline__ void add_dq(const Dq &dq, int index, int part) const {
-    constexpr int kTiles = C::kDqColumns / 8;
-    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
-                 lane_ * 4;
-    const bool wanted = a_.dq_sum != nullptr;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      asm volatile(
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
-          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
-          : "memory");
-    }
-  }
-
-  // Threads of the two groups with the same number hold the same elements.
-  __device__ __forceinline__ uint32_t p_place(int j) const { return p_tile() + (j * 128 + warp_ * 32 + lane_) * 16; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has dP, dS and dk
@@ -511,24 +484,10 @@ class BackwardWide : PairBlock<C> {
         barrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
         bool careful = false;
         if (edge) careful = agree(zero_if_finite(dp) + zero_if_finite(delta_row(0)) != 0.f, n, met);
-        barrier_wait(p_full(), n & 1);
-#pragma unroll
-        for (int j = 0; j < C::kRows / 8; ++j) {
-          const float2 delta = stat(delta_row(0), j);
-          const uint4 p = ld_shared_16(p_place(j));
-          dp[4 * j] = __uint_as_float(p.x) * (dp[4 * j] - delta.x);
-          dp[4 * j + 1] = __uint_as_float(p.y) * (dp[4 * j + 1] - delta.y);
-          dp[4 * j + 2] = __uint_as_float(p.z) * (dp[4 * j + 2] - delta.x);
-          dp[4 * j + 3] = __uint_as_float(p.w) * (dp[4 * j + 3] - delta.y);
-        }
-        barrier_arrive(p_empty());
+        derivatives(dp, n);
         __syncwarp();
         barrier_arrive_if(lane_ == 0, dout_empty(0));
-        if (careful) {
-#pragma unroll
-          for (float &x : dp) x += 0.f;  // a visible -0 is no mask
-          this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { dp[i] = kMasked; });
-        }
+        if (careful) mark_masked(dp, chunk);
         round(w, dp);
         barrier_wait_there(ds_empty(at), n >> 1 & 1 ^ 1);
         put_ds(w, at, edge, careful);
@@ -553,35 +512,13 @@ class BackwardWide : PairBlock<C> {
     }
   }
 
-  // This warp's 16 keys of dS^T, for this block and the other. At the mask's edge the other also has to know whether to add with care.
-  __device__ __forceinline__ void put_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer, bool edge, bool careful) const {
-    const int key = warp_ * 16 + (lane_ & 15);
-#pragma unroll
-    for (int n = 0; n < C::kRows / 16; ++n) {
-      stmatrix_x4(ds_tile(buffer, 0) + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), w[n][0], w[n][1], w[n][2],
-                  w[n][3]);
-    }
-    shared_fence_for_copies();
-    __syncwarp();
-    if (lane_ != 0) return;
-    constexpr int kBytes = C::kDsBytes / 4;  // of a warp
-    copy_there(there(ds_tile(buffer, 1) + warp_ * kBytes), ds_tile(buffer, 0) + warp_ * kBytes, kBytes, there(ds_full(buffer)));
-    if (warp_ != 0) return barrier_arrive(ds_full(buffer));
-    if (edge) store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
-    barrier_expect(ds_full(buffer), C::kDsBytes + (edge ? 4 : 0));  // from the other block
-  }
-
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Whether any thread of the two groups has doubts about the n-th chunk, which has masked pairs. A place is used again when all have met
-  // once more.
+  // As the kernel counts chunks with masked pairs.
   __device__ __forceinline__ bool agree(bool doubts, int n, uint32_t &state) const {
-    const uint32_t place = doubt(state & kMet);
-    if (doubts) asm volatile("red.shared.max.s32 [%0], %1;\n" ::"r"(place), "r"(n + 1) : "memory");
-    barrier_arrive(agreed());
-    barrier_wait(agreed(), state & kMet);
+    const bool careful = Tasks::agree(doubts, n, state & kMet);
     state ^= kMet;
-    return static_cast<int>(ld_shared_4(place)) == n + 1;
+    return careful;
   }
 };
 

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pairs of blocks of threads (pair_block.cuh) whose groups have different tasks: one has P, dv and dq, the other dP, dS and dk, and P goes from
+// the first to the second through shared memory. What kernels that work so have in common between their products.
+#pragma once
+
+#include "cuda/sm90/pair_block.cuh"
+
+namespace fa::cuda::sm90 {
+
+template <class C>
+class PairTasks : protected PairBlock<C> {
+ protected:
+  using Pair = PairBlock<C>;
+  using Pair::a_, Pair::lane_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::dout_tile, Pair::ds_full, Pair::delta_row, Pair::first_key, Pair::flag, Pair::handed, Pair::q_tile,
+      Pair::start_gradient, Pair::stat, Pair::there;
+  using typename Pair::Dq;
+  static_assert(C::kHandsP && C::kDoutStages == 1 && C::kDqParts == 2);
+
+  __device__ __forceinline__ PairTasks(const BackwardParams &params, char *shared) : Pair(params, shared) {}
+
+  __device__ __forceinline__ uint32_t p_tile() const { return shared_ + C::kHandedOffset; }
+  __device__ __forceinline__ uint32_t p_full() const { return handed(0); }
+  __device__ __forceinline__ uint32_t p_empty() const { return handed(1); }
+  __device__ __forceinline__ uint32_t agreed() const { return handed(2); }
+  __device__ __forceinline__ uint32_t doubt(int n) const { return flag(2 + n); }
+  // Threads of the two groups with the same number hold the same elements.
+  __device__ __forceinline__ uint32_t p_place(int j) const { return p_tile() + (j * 128 + warp_ * 32 + lane_) * 16; }
+
+  // P of the n-th chunk for the other group.
+  __device__ __forceinline__ void hand_over(const float (&p)[C::kRows / 2], int n) const {
+    barrier_wait(p_empty(), (n & 1) ^ 1);
+#pragma unroll
+    for (int j = 0; j < C::kRows / 8; ++j) {
+      st_shared_16(p_place(j), __float_as_uint(p[4 * j]), __float_as_uint(p[4 * j + 1]), __float_as_uint(p[4 * j + 2]),
+                   __float_as_uint(p[4 * j + 3]));
+    }
+    barrier_arrive(p_full());
+  }
+  // dP to dS of the n-th chunk, in place, with that.
+  __device__ __forceinline__ void derivatives(float (&dp)[C::kRows / 2], int n) const {
+    barrier_wait(p_full(), n & 1);
+#pragma unroll
+    for (int j = 0; j < C::kRows / 8; ++j) {
+      const float2 delta = stat(delta_row(0), j);
+      const uint4 p = ld_shared_16(p_place(j));
+      dp[4 * j] = __uint_as_float(p.x) * (dp[4 * j] - delta.x);
+      dp[4 * j + 1] = __uint_as_float(p.y) * (dp[4 * j + 1] - delta.y);
+      dp[4 * j + 2] = __uint_as_float(p.z) * (dp[4 * j + 2] - delta.x);
+      dp[4 * j + 3] = __uint_as_float(p.w) * (dp[4 * j + 3] - delta.y);
+    }
+    barrier_arrive(p_empty());
+  }
+  __device__ __forceinline__ void mark_masked(float (&ds)[C::kRows / 2], int chunk) const {
+#pragma unroll
+    for (float &x : ds) x += 0.f;  // a visible -0 is no mask
+    this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { ds[i] = kMasked; });
+  }
+
+  // This warp's 16 keys of dS^T, for this block and the other. At the mask's edge the other also has to know whether to add with care.
+  __device__ __forceinline__ void put_ds(const uint32_t (&w)[C::kRows / 16][4], int buffer, bool edge, bool careful) const {
+    this->write_ds(w, buffer);
+    shared_fence_for_copies();
+    __syncwarp();
+    if (lane_ != 0) return;
+    this->send_ds(buffer, C::kDsBytes / 4, warp_ * (C::kDsBytes / 4));
+    if (warp_ != 0) return barrier_arrive(ds_full(buffer));
+    if (edge) store_there(there(flag(buffer)), careful, there(ds_full(buffer)));
+    barrier_expect(ds_full(buffer), C::kDsBytes + (edge ? 4 : 0));  // from the other block
+  }
+
+  // A part of dq of a chunk, number `index` of the workspace. A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j],
+  // each four numbers a lane as the accumulators hold them.
+  __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
+    constexpr int kTiles = C::kDqColumns / 8;
+    float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
+                 lane_ * 4;
+    wanted = wanted && a_.dq_sum != nullptr;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
+          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
+          : "memory");
+    }
+  }
+
+  // Whether any thread of the two groups has doubts about the n-th chunk, of those with masked pairs one of parity `parity`. A place is used
+  // again when all have met once more.
+  __device__ __forceinline__ bool agree(bool doubts, int n, uint32_t parity) const {
+    const uint32_t place = doubt(static_cast<int>(parity));
+    if (doubts) asm volatile("red.shared.max.s32 [%0], %1;\n" ::"r"(place), "r"(n + 1) : "memory");
+    barrier_arrive(agreed());
+    barrier_wait(agreed(), parity);
+    return static_cast<int>(ld_shared_4(place)) == n + 1;
+  }
+};
+
+}  // namespace fa::cuda::sm90
