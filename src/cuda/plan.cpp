@@ -278,13 +278,14 @@ bool alike(const Problem &p) {
   return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths));
 }
 
-// How many blocks of threads shall share a head as a cluster; 0 if none. Cuts that depend on the sequence alone are of pieces. Larger
-// clusters than every chip has want a whole chip, and blocks of more keys want multiprocessors of their own, which clusters do not find: they
-// crowd where there is room for many blocks.
+// How many blocks of threads shall share a head as a cluster; 0 if none. Cuts that depend on the sequence alone are of pieces. Every chip takes
+// clusters of eight. Larger ones have to find room in one of the at most eight parts of a Hopper chip: with more than 120 multiprocessors one
+// part has sixteen. Blocks of more keys want multiprocessors of their own, which clusters do not find: they crowd where there is room for
+// many blocks.
 int32_t cluster_of(const Problem &p, const Device &device, int64_t items) {
-  constexpr int64_t kPortable = 8, kWholeChip = 100, kLeastKeys = 128, kMostKeys = 256;
+  constexpr int64_t kPortable = 8, kLargeChip = 121, kLeastKeys = 128, kMostKeys = 256;
   if (cut_by_sequence(p) || !alike(p)) return 0;
-  const int64_t most = device.multiprocessors >= kWholeChip ? decode::kMostOfCluster : kPortable,
+  const int64_t most = device.sm90 && device.multiprocessors >= kLargeChip ? decode::kMostOfCluster : kPortable,
                 blocks = std::min({most, device.multiprocessors / items, ceil_div(p.k_lengths.max_len, kLeastKeys)});
   return blocks > 1 && p.k_lengths.max_len <= blocks * kMostKeys ? static_cast<int32_t>(blocks) : 0;
 }

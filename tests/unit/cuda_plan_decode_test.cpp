@@ -33,6 +33,7 @@ TEST(CudaPlan, DecodeWorkspace) {
           const int64_t room = int64_t{device.multiprocessors} * shape.blocks_at_once;
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
+          EXPECT_LE(plan.ranges, shape.most_parts()) << name;
           // Sequences that are alike have shares of their own where that costs few blocks.
           if (plan.item_ranges > 0) {
             EXPECT_EQ(plan.blocks, batch * p.heads_k * plan.item_ranges) << name;
@@ -240,10 +241,13 @@ TEST(CudaPlan, DecodeByClusters) {
   EXPECT_EQ(cluster(), 0) << "32 rows";
   p.q_lengths.max_len = 1;
   Device slice = h200();
-  slice.multiprocessors = 66;
+  slice.multiprocessors = 114;
   p.batch = 1;
   p.k_lengths.max_len = 2048;
   EXPECT_EQ(cluster(slice), 8) << "as many as every chip has";
+  slice = h200();
+  slice.sm90 = false;
+  EXPECT_EQ(cluster(slice), 8) << "a newer chip";
   EXPECT_EQ(cluster(kDevices[1].device), 0) << "sm_80";
 }
 
