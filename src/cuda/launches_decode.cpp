@@ -25,6 +25,7 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.part_out = reinterpret_cast<float *>(memory);
   params.part_sums = reinterpret_cast<float2 *>(memory + plan.split_lse_offset);
   params.counters = counters;
+  params.landing = Divisor(1);  // of clusters alone
 }
 
 bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int64_t columns, int32_t bucket, int32_t box_rows,

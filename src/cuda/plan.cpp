@@ -291,8 +291,8 @@ int32_t cluster_of(const Problem &p, const Device &device, int64_t items) {
 }
 
 // Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
-// than one block of rows; any number of them where keys and values are bytes, which no other tensor-core kernel reads. Of general scores
-// they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch invariance a sequence's own number of queries has to
+// than one block of rows; any number of them where keys and values are bytes, which only the extend kernels read on tensor cores besides.
+// Of general scores they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch invariance a sequence's own number of queries has to
 // be the one that the host knows.
 bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   constexpr int64_t kFewQueries = 16, kManyUnits = INT32_MAX / 2;

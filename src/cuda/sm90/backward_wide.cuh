@@ -24,15 +24,6 @@ __device__ __forceinline__ void barrier_wait_if(bool condition, uint32_t barrier
       "r"(parity), "r"(static_cast<int>(condition))
       : "memory");
 }
-// At a barrier of another block, for reads by products that are done: what this thread has stored or added need not have arrived, which a
-// release would wait for.
-__device__ __forceinline__ void barrier_arrive_there_relaxed_if(bool condition, uint32_t barrier) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n}\n" ::"r"(
-          barrier),
-      "r"(static_cast<int>(condition))
-      : "memory");
-}
 
 template <typename Element, int kD, int kRows>
 struct WideConfig : PairConfig<Element, kD, kD, kRows, 2, 1, true, false, false> {
