@@ -11,8 +11,9 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
   params.blocks_of_head = Divisor(plan.row_blocks);
   constexpr int32_t kBoxRows = 8;
   params.copied = decode::describe_rows(driver, p, p.k, p.head_dim, shape.head_dim, kBoxRows,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, params.k_map);
-  launches.add("latent kernel", {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks}, &params);
+                                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, params.k_map);
+  launches.add("latent kernel",
+               {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true}, &params);
   return FA_OK;
 }
 

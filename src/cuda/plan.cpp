@@ -398,12 +398,9 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
       !takes_vectors(p.v, p.head_dim_v)) {
     return false;
   }
-  // Handing over in parts pays where several blocks of rows read the same keys. It rounds otherwise: where bits may not depend on a bound of the
-  // number of rows it is done for any.
   const int64_t rows = p.q_lengths.max_len * p.group;
   const auto fits = [&](const latent::Shape &shape) {
-    return shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.shared_bytes() <= device.shared_bytes &&
-           (shape.parts > 1) == (rows > shape.rows() || cut_by_sequence(p));
+    return shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.shared_bytes() <= device.shared_bytes;
   };
   int32_t found = 0;
   while (found < latent::kNumShapes && !fits(latent::kShapes[found])) ++found;

@@ -126,10 +126,7 @@ class Block {
   __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8; }
 
   // Whether the host knows where every sequence begins and ends, so that nothing in device memory says it.
-  __device__ __forceinline__ bool lengths_known() const {
-    const Lengths &q = p_.q_lengths, &k = p_.k_lengths;
-    return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr;
-  }
+  __device__ __forceinline__ bool lengths_known() const { return decode::lengths_known(p_); }
 
   __device__ __forceinline__ void set_piece(const Piece &piece) {
     piece_ = piece;

@@ -18,6 +18,12 @@ namespace fa::cuda::decode {
 
 using Keys = RangeOf<int32_t>;
 
+// Whether the host knows all lengths: nothing of them is read from memory.
+__device__ __forceinline__ bool lengths_known(const Problem &p) {
+  const Lengths &q = p.q_lengths, &k = p.k_lengths;
+  return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr;
+}
+
 struct SequenceWork {
   int units;  // of all its items
   int item_units, unit_steps;

@@ -18,13 +18,11 @@ struct Plan : decode::RowsAndKeys {
   int parts, first_part, part_step, awaited;
 };
 
-template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_, int kParts_>
+template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_>
 struct Config {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kHeld = kHeld_;
-  // P of a tile is handed over in parts, and the tile's rows are handed back in so many, as a rule.
-  static constexpr int kParts = kParts_, kFreeParts = kParts > 1 ? kParts : 2;
-  static constexpr bool kInParts = kParts > 1;
+  static constexpr int kParts = kKeys / 16;  // in which P of a tile is handed over, and the tile's rows are handed back
   // Two groups of four warps for values, one for scores, and the warps that fetch.
   static constexpr int kRows = 64, kThreads = 512, kValueThreads = 256, kScoreThreads = 128, kFetchWarps = 4;
   static constexpr int kStep = kKeys;       // of the cut
@@ -35,10 +33,9 @@ struct Config {
   static constexpr int kQSlabBytes = kRows * 128, kQBytes = (kSlabs - kHeld) * kQSlabBytes;
   static constexpr int kPBytes = kRows * kKeys * 2;
   static constexpr int kPartBytes = kRows * kDv * 4;
-  static constexpr int kBarriers = (1 + kFreeParts + kParts) * kStages + 7 + kInParts, kPlanBytes = 96;
+  static constexpr int kBarriers = (1 + 2 * kParts) * kStages + 8, kPlanBytes = 96;
   static constexpr int kSharedBytes =
       kStages * (kTileBytes + kPBytes) + kQBytes + kRows * (4 * kStages + 16) + kStages * 16 + kBarriers * 8 + 2 * kPlanBytes;
-  static_assert(kParts == 1 || kParts == kKeys / 16);
   static_assert(kKeys == 64 && kStages == 2 && kFetchWarps == 2 * kStages, "a warp that fetches for every half of a place");
 };
 
@@ -66,7 +63,7 @@ class Block {
   __device__ __forceinline__ uint32_t shared_q() const { return shared_tile(C::kStages); }
   // P of the tile in that place.
   __device__ __forceinline__ uint32_t shared_p(int place) const { return shared_q() + C::kQBytes + place * C::kPBytes; }
-  // What a row's out is multiplied by before its weights come; in parts, where a warp has noted that it is not 1.
+  // What a row's out is multiplied by before its weights come, where a warp has noted that it is not 1.
   __device__ __forceinline__ uint32_t shared_factor(int place, int row) const {
     return shared_p(C::kStages) + (place * C::kRows + row) * 4;
   }
@@ -81,11 +78,9 @@ class Block {
   }
 
   // Barriers: a place of the ring is full, a part of its rows is free; a part of its weights is there; a piece's factors are there, are read;
-  // a plan is there, is done; warps of the scores meet; in parts, the first Q is asked for.
+  // a plan is there, is done; warps of the scores meet; the first Q is asked for.
   __device__ __forceinline__ uint32_t full(int place) const { return shared_notes(C::kStages) + place * 8; }
-  __device__ __forceinline__ uint32_t free(int place, int part) const {
-    return full(C::kStages + C::kFreeParts * place + part);
-  }
+  __device__ __forceinline__ uint32_t free(int place, int part) const { return full(C::kStages + C::kParts * place + part); }
   __device__ __forceinline__ uint32_t weights(int place, int part = 0) const {
     return free(C::kStages, C::kParts * place + part);
   }
@@ -97,7 +92,7 @@ class Block {
   __device__ __forceinline__ uint32_t asked() const { return met() + 8; }
   __device__ __forceinline__ Plan &plan(int n) const {
     static_assert(sizeof(Plan) <= C::kPlanBytes);
-    return reinterpret_cast<Plan *>(memory_ + (met() + 8 + 8 * C::kInParts - shared_))[n];
+    return reinterpret_cast<Plan *>(memory_ + (asked() + 8 - shared_))[n];
   }
 
   // Of the rows of `plan`, for warp `warp` of a group whose accumulators hold all of them: row of elements 2 r and 2 r + 1.

@@ -20,13 +20,16 @@ class Producer : private decode::Planner<Block<C>, false> {
     const int warp = uniform(threadIdx.x >> 5) & 3;
     const int place = warp >> 1;
     uint32_t count = 0, pieces = 0;  // tiles and pieces of the block so far
+    // Of what the launch before this one may still write lengths are wanted first. Other warps wait for a plan.
+    if (!decode::lengths_known(p_)) wait_for_previous();
     decode::Work<C> work(a_);
     this->each_piece(work, [&](int range) {
+      wait_for_previous();
       if (warp == 0) write_plan(pieces++, work, range);
 #pragma unroll 1
       for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
         // Queries go first: memory would give them last, when all blocks have asked for a ring of keys.
-        if (C::kInParts && count == 0) barrier_wait(this->asked(), 0);
+        if (count == 0) barrier_wait(this->asked(), 0);
         if (static_cast<int>(count & 1) == place)
           fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
       }
@@ -48,7 +51,7 @@ class Producer : private decode::Planner<Block<C>, false> {
   using Base::shared_tile;
   using Base::tile_;
 
-  static constexpr int kHalf = C::kKeys / 2, kParts = C::kFreeParts / 2;  // of a half
+  static constexpr int kHalf = C::kKeys / 2, kParts = C::kParts / 2;  // of a half
 
   // Many parts are added up in two levels: each of so many by the last one's block, and those sums by the block that has the item's end.
   static __device__ __forceinline__ int parts_together(int parts) {
@@ -122,8 +125,7 @@ class Producer : private decode::Planner<Block<C>, false> {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part > 0) barrier_wait(free(place, half * kParts + part), free_parity);
-      const bool mine = kParts == 1 ? lane_ < kGroups : lane_ / (kGroups / kParts) == part;
-      if (mine) {
+      if (lane_ / (kGroups / kParts) == part) {
         const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
         decode::load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place),
                               spot.row, head_, spot.batch, policy);

@@ -8,13 +8,12 @@
 //
 //   fetching:   half a tile each time its half of a place is free, across the ends of pieces; one of the warps plans the pieces
 //   scores:     S = Q K^T, P = exp2(S - m), P and the rows' factors to shared memory, beside those of the tile before
-//   values:     when they are there, out = factor out + P V; two groups, 256 columns each
+//   values:     when they are there, out = factor out + P V; two groups, 256 columns each, which begin with the weights of 16 keys while the
+//               scores make those of the next
 //
 // Work is cut as for the decode kernels (decode/work.cuh). The block that has the last part of an item keeps it in registers and adds the
 // others to it, many by way of sums of some of them. A row's maximum is its own, and what it is at a tile depends on the row's keys up to there:
 // a row's bits depend on its keys and on where they are cut alone.
-//
-// In parts (Config::kInParts), for several blocks of rows: values begin with the weights of 16 keys while the scores make those of the next.
 #pragma once
 
 #include "cuda/latent/fetch.cuh"
@@ -33,13 +32,15 @@ class Roles : private Block<C> {
     if (threadIdx.x == 0) {
       for (int n = 0; n < C::kStages; ++n) {
         barrier_init(this->full(n), 64);
-        for (int part = 0; part < C::kFreeParts; ++part) barrier_init(this->free(n, part), C::kValueThreads);
-        for (int part = 0; part < C::kParts; ++part) barrier_init(this->weights(n, part), C::kScoreThreads);
+        for (int part = 0; part < C::kParts; ++part) {
+          barrier_init(this->free(n, part), C::kValueThreads);
+          barrier_init(this->weights(n, part), C::kScoreThreads);
+        }
       }
       barrier_init(this->closed(), C::kScoreThreads);
       barrier_init(this->taken(), C::kValueThreads);
       barrier_init(this->met(), C::kScoreThreads);
-      if (C::kInParts) barrier_init(this->asked(), C::kScoreThreads);
+      barrier_init(this->asked(), C::kScoreThreads);
       for (int n = 0; n < 2; ++n) {
         barrier_init(this->planned(n), 1);
         barrier_init(this->done(n), C::kValueThreads + C::kScoreThreads);
@@ -66,6 +67,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) latent(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
+  let_next_start();
   Roles<C>(params, shared).run();
 #endif
 }

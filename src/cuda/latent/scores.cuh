@@ -70,15 +70,13 @@ class Scores : private Block<C> {
         mask(s, key0);
       }
       if (raise_max(s)) notes |= Base::kRaised;
-      // P there is read; in parts that needs no look, for this tile was fetched when the one before it was handed back.
-      if (!C::kInParts && count_ > 1) await_values(count_ - 2);
+      // P there is read, for this tile was fetched when the one before it was handed back.
       if (lane_ == 0) st_shared_4(this->shared_notes(place()) + warp_ * 4, notes);
       if (masked) {
         leave_weights<true>(s);
       } else {
         leave_weights<false>(s);
       }
-      if (!C::kInParts) hand_over(0);
     }
   }
 
@@ -104,7 +102,7 @@ class Scores : private Block<C> {
         q[n + 1][r + 2] = x.w;
       }
     }
-    if (C::kInParts && count_ == 0) barrier_arrive(this->asked());
+    if (count_ == 0) barrier_arrive(this->asked());
 #pragma unroll
     for (int n = 0; n < C::kHeld * 4; n += 2)
 #pragma unroll
@@ -159,7 +157,7 @@ class Scores : private Block<C> {
 
   // Until both groups of values have read that tile, and its weights.
   __device__ __forceinline__ void await_values(uint32_t tile) const {
-    barrier_wait(free(tile & 1, C::kFreeParts - 1), tile >> 1 & 1);
+    barrier_wait(free(tile & 1, C::kParts - 1), tile >> 1 & 1);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -196,36 +194,34 @@ class Scores : private Block<C> {
     for (int j = 1; j < C::kKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
     return top;
   }
-  // Whether values have to look at factors. In parts a maximum is raised where weights would pass 2^8, which is seldom: out need not be
-  // multiplied, and weights do not wait for what other threads hold of their row.
+  // Whether values have to look at factors. A maximum is raised where weights would pass 2^8, which is seldom: out need not be multiplied,
+  // and weights do not wait for what other threads hold of their row.
   __device__ __forceinline__ bool raise_max(const float (&s)[C::kKeys / 2]) {
     constexpr float kRoom = 8.f;
-    if constexpr (C::kInParts) {
-      factor_[0] = factor_[1] = 1.f;
-      const float c = exponent_scale();
-      if (!__any_sync(~0u, highest(s, 0) * c > max_[0] + kRoom || highest(s, 1) * c > max_[1] + kRoom)) return false;
-    }
+    factor_[0] = factor_[1] = 1.f;
+    const float c = exponent_scale();
+    if (!__any_sync(~0u, highest(s, 0) * c > max_[0] + kRoom || highest(s, 1) * c > max_[1] + kRoom)) return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = highest(s, r);
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      if (C::kInParts && !(top * exponent_scale() > max_[r] + kRoom)) continue;
+      if (!(top * exponent_scale() > max_[r] + kRoom)) continue;
       const float raised = fmaxf(max_[r], top * exponent_scale());
       factor_[r] = exp2_approx(max_[r] - raised);
       max_[r] = raised;
       sum_[r] *= factor_[r];
     }
-    return C::kInParts;
+    return true;
   }
 
   // P = 2^(S - m), rounded to the operand of the next product, to shared memory, with what out is multiplied by; adds to
-  // the sums. What is masked becomes kMaskedWeight. In parts, values multiply the first weights while the others are made.
+  // the sums. What is masked becomes kMaskedWeight. Values multiply the first weights while the others are made.
   template <bool kMasked>
   __device__ __forceinline__ void leave_weights(const float (&s)[C::kKeys / 2]) {
     const float c = exponent_scale();
     const uint32_t line = this->shared_p(place()) + (warp_ * 16 + (lane_ & 15)) * 128;
-    if (C::kInParts) leave_factors();
+    leave_factors();
     float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
@@ -243,11 +239,10 @@ class Scores : private Block<C> {
         weights[r] = pack2<Element>(e[0], e[1]);
       }
       stmatrix_x4(line + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), weights[0], weights[1], weights[2], weights[3]);
-      if (C::kInParts) hand_over(n);
+      hand_over(n);
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
-    if (!C::kInParts) leave_factors();
   }
   __device__ __forceinline__ void leave_factors() const {
     if ((lane_ & 3) == 0) {

@@ -14,7 +14,6 @@ struct Shape {
   int32_t keys;        // of a tile
   int32_t stages;      // of the ring of tiles
   int32_t held;        // slabs of 64 columns of Q in registers
-  int32_t parts;       // in which P of a tile is handed over
 
   constexpr int32_t rows() const { return 64; }
   constexpr int32_t threads() const { return 512; }
@@ -24,22 +23,17 @@ struct Shape {
   constexpr int32_t most_parts() const {
     return (stages * tile_bytes() + q_and_p_bytes() - rows() * head_dim_v * 4) / (rows() * 8);
   }
-  // ... a tile's rows are handed back.
-  constexpr int32_t free_parts() const { return parts > 1 ? parts : 2; }
   // The ring, Q, two P, of every row two factors and what closes it, barriers, and plans of two pieces of work.
   constexpr int32_t shared_bytes() const {
-    return stages * tile_bytes() + q_and_p_bytes() + rows() * (4 * stages + 16) + stages * (24 + 8 * (parts + free_parts())) +
-           56 + (parts > 1 ? 8 : 0) + 192;
+    return stages * tile_bytes() + q_and_p_bytes() + rows() * (4 * stages + 16) + stages * (24 + keys) + 64 + 192;
   }
 };
 
-// First where one block of rows reads a head of keys and memory is the limit, then where several do.
-// X(name, head_dim, head_dim_v, keys, stages, held, parts)
+// X(name, head_dim, head_dim_v, keys, stages, held)
 // The build looks for lines that begin with X(.
 // clang-format off
 #define FA_LATENT_TABLE(X) \
-  X(d576, 576, 512, 64, 2, 4, 1) \
-  X(d576r, 576, 512, 64, 2, 4, 4)
+  X(d576, 576, 512, 64, 2, 4)
 // clang-format on
 
 #define FA_LATENT_SHAPE(name, ...) {#name, __VA_ARGS__},

@@ -52,24 +52,21 @@ class Values : private Block<C> {
     int tiles = plan_->end_tile - plan_->tile;
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++count_) {
-      const Operands operands = C::kInParts ? find_operands() : Operands{};
-      if (C::kInParts) barrier_wait(this->full(place()), count_ >> 1 & 1);
+      const Operands operands = find_operands();
+      barrier_wait(this->full(place()), count_ >> 1 & 1);
       await_weights(0);
-      if (!C::kInParts) barrier_wait(this->full(place()), count_ >> 1 & 1);
       const uint32_t notes = multiply_out();
       // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero.
-      if ((notes & (C::kInParts ? Base::kCare : ~0u)) != 0) {
+      if ((notes & Base::kCare) != 0) {
 #pragma unroll
         for (int part = 1; part < C::kParts; ++part) await_weights(part);
         multiply_exactly();
 #pragma unroll
-        for (int part = 0; part < C::kFreeParts - 1; ++part) hand_back(part);
-      } else if constexpr (C::kInParts) {
-        multiply_parts(operands);
+        for (int part = 0; part < C::kParts - 1; ++part) hand_back(part);
       } else {
-        multiply_values();
+        multiply_values(operands);
       }
-      hand_back(C::kFreeParts - 1);
+      hand_back(C::kParts - 1);
     }
   }
 
@@ -78,27 +75,15 @@ class Values : private Block<C> {
 
   // By what its weights have shrunk. Returns the notes of all warps.
   __device__ __forceinline__ uint32_t multiply_out() {
-    float factor[2] = {1.f, 1.f};
-    const auto find = [&] {
+    const uint4 its = ld_shared_16(this->shared_notes(place()));
+    const uint32_t notes = uniform(its.x | its.y | its.z | its.w);
+    if ((notes & Base::kRaised) != 0) {
+      float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = ld_shared_float(this->shared_factor(place(), row_of(r)));
-    };
-    if (!C::kInParts) find();
-    const uint4 its = ld_shared_16(this->shared_notes(place()));
-    uint32_t notes = 0;
-    bool shrunk;
-    if constexpr (C::kInParts) {
-      notes = uniform(its.x | its.y | its.z | its.w);
-      shrunk = (notes & Base::kRaised) != 0;
-      if (shrunk) find();
-    } else {
-      shrunk = __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f);
-    }
-    if (shrunk) {
 #pragma unroll
       for (int j = 0; j < C::kColumns / 2; ++j) out(j) *= factor[j >> 1 & 1];
     }
-    if constexpr (!C::kInParts) notes = uniform(its.x | its.y | its.z | its.w);
     return notes;
   }
 
@@ -112,30 +97,8 @@ class Values : private Block<C> {
   __device__ __forceinline__ Operands find_operands() const {
     return {grouped_operand<C>(shared_values()), rows_operand(this->shared_p(place()))};
   }
-  // out += P V; the first half of the tile is released.
-  __device__ __forceinline__ void multiply_values() {
-    const auto [v, p] = find_operands();
-    hold(out_[0]);
-    hold(out_[1]);
-    products_begin();
-#pragma unroll
-    for (int n = 0; n < C::kKeys / 16; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        Product<Element, C::kColumns / 2>::rows_columns(
-            out_[half], advance_operand(p, n * 32),
-            advance_operand(v, n * 2 * C::kGroupBytes + half * (C::kColumns / 128 * C::kSlabBytes)), 1);
-      if (n == C::kKeys / 32 - 1) products_commit();
-    }
-    products_commit();
-    products_wait<1>();
-    hand_back(0);
-    products_wait<0>();
-    hold(out_[0]);
-    hold(out_[1]);
-  }
-  // The same in parts: one is handed back while the next is multiplied.
-  __device__ __forceinline__ void multiply_parts(const Operands &operands) {
+  // out += P V in parts: the tile's rows of one are handed back while the next is multiplied.
+  __device__ __forceinline__ void multiply_values(const Operands &operands) {
     const auto [v, p] = operands;
     hold(out_[0]);
     hold(out_[1]);
