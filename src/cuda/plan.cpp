@@ -430,10 +430,11 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
   return true;
 }
 
-// Backward on tensor cores: blocks of keys that walk over chunks of queries, statistics of rows and the sum for dq in the workspace.
+// Backward on tensor cores: blocks of keys that walk over chunks of queries, statistics of rows and the sum for dq in the workspace. At least
+// so many heads are a section.
 template <typename Shape>
 fa_status cut_backward(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t chunk_turns,
-                       BackwardPlan &plan, ErrorText &error) {
+                       int64_t at_least, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
   plan.chunk_rows = shape.rows;
   plan.chunk_turns = chunk_turns;
@@ -447,7 +448,7 @@ fa_status cut_backward(const BackwardProblem &b, const Device &device, const Sha
   plan.heads_per_section = section_of(p, device, p.heads_k,
                                       p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
                                           p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
-                                      /*at_least=*/1);
+                                      at_least);
 
   const size_t chunks = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = chunks * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
@@ -608,24 +609,24 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     plan.family = Family::sm90;
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[plan.shape];
     plan.reason = hopper_reason(shape.scored);
-    FA_RETURN_IF_ERROR(cut_backward(b, device, shape, sm90::kTurnsPerChunk, plan, error));
+    // In order, the blocks of keys of a head that are worked on at once are a chain of handovers: no more than eight.
+    const int64_t at_once = device.multiprocessors / shape.blocks();
+    FA_RETURN_IF_ERROR(cut_backward(b, device, shape, sm90::kTurnsPerChunk, p.deterministic ? at_once / 8 : 1, plan, error));
     // Blocks of threads that stay take their blocks of keys from a counter.
     plan.blocks = int64_t{plan.key_blocks} * b.forward.heads_k * b.forward.batch * shape.blocks();
-    if (shape.stays())
-      plan.blocks = std::min(plan.blocks, std::max<int64_t>(device.multiprocessors / shape.blocks(), 1) * shape.blocks());
+    if (shape.stays()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
-    // Pairs that leave P in registers are fast enough to lose by it from 1k on; those that do not add from registers, and never store.
-    const bool adds = shape.design == sm90::Design::values || shape.design == sm90::Design::wide;
-    const int32_t few_blocks = shape.design == sm90::Design::scores ? 4 : 16;
-    plan.zero_dq_sum = adds || (!p.deterministic && plan.key_blocks > few_blocks);
+    // Pairs that leave P in registers are fast enough to lose by it from 1k on; those that do not add from registers, and store only in order.
+    const int32_t few_blocks = shape.design == sm90::Design::alone ? 16 : shape.design == sm90::Design::scores ? 4 : 0;
+    plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_blocks;
     return FA_OK;
   }
   plan.reason = find_tensor_core(sm80::kBackwardShapes, p, device, plan.shape);
   if (plan.reason != nullptr) return plan_cuda_core(b, plan, error);
   const sm80::BackwardShape &shape = sm80::kBackwardShapes[plan.shape];
   plan.reason = reason_of(shape.scores);
-  return cut_backward(b, device, shape, sm80::kTurnsPerChunk, plan, error);
+  return cut_backward(b, device, shape, sm80::kTurnsPerChunk, /*at_least=*/1, plan, error);
 }
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {

@@ -473,6 +473,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
     b.forward.softcap = 30;
     BackwardPlan plan = backward_plan(b, h200());
     EXPECT_EQ(plan.family, Family::sm90) << head_dim;
+    EXPECT_EQ(plan.zero_dq_sum, bucket >= 192) << head_dim;
     EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored) << head_dim;
     EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim;
     b.forward.softcap = 0;
@@ -509,9 +510,17 @@ TEST(CudaPlan, HopperBackwardKernels) {
     b.forward.deterministic = true;
     const BackwardPlan ordered = backward_plan(b, h200());
     EXPECT_EQ(ordered.family, Family::sm90) << head_dim;
-    EXPECT_EQ(ordered.zero_dq_sum, head_dim == 256) << head_dim;
+    EXPECT_FALSE(ordered.zero_dq_sum) << head_dim;
+    // In order at most eight blocks of keys of a head are worked on at once, if there are heads enough.
+    EXPECT_GE(ordered.heads_per_section,
+              std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
+        << head_dim;
+    EXPECT_GE(ordered.heads_per_section, unordered.heads_per_section) << head_dim;
     // Up to 128 columns blocks of threads stay, beyond that pairs of them own a block of keys.
     EXPECT_EQ(unordered.blocks, head_dim >= 192 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
+    if (head_dim == 256) {
+      EXPECT_EQ(ordered.blocks, h200().multiprocessors);
+    }
     EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256) << head_dim;
     EXPECT_TRUE(sm90::kBackwardShapes[ordered.shape].ordered) << head_dim;
     EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;

@@ -28,11 +28,6 @@ class BackwardPair : PairTasks<C> {
       barrier_init(p_full(), 128);
       barrier_init(p_empty(), 128);
       barrier_init(agreed(), C::kConsumers);
-      if constexpr (C::kOrdered) {
-        barrier_init(may_add(), 1);
-        barrier_init(added(), 4);
-        barrier_init(seen(), 1);
-      }
       for (int n = 0; n < 2; ++n) st_shared_4(doubt(n), 0);
       for (int n = 0; n < 2; ++n) {
         barrier_init(ds_full(n), 4);
@@ -52,8 +47,6 @@ class BackwardPair : PairTasks<C> {
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
       if (threadIdx.x < 32) this->produce();
-      if (C::kOrdered && warp_ == 1) await_turns();
-      if (C::kOrdered && warp_ == 2) pass_turns();
       if (warp_ == 3) {
         const int count = b().begin < b().end ? chunks() : 0;
         for (int n = 0; n < count; ++n) this->pass_release(n);
@@ -82,9 +75,7 @@ class BackwardPair : PairTasks<C> {
       Tasks::p_empty, Tasks::p_full, Tasks::put_ds;
   using typename Pair::Dq, typename Pair::Element, typename Pair::Slot;
 
-  __device__ __forceinline__ uint32_t may_add() const { return handed(3); }
-  __device__ __forceinline__ uint32_t added() const { return handed(4); }
-  __device__ __forceinline__ uint32_t seen() const { return handed(5); }
+  static_assert(!C::kOrdered && !C::kScored);
 
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has P, dv and dq
@@ -101,7 +92,6 @@ class BackwardPair : PairTasks<C> {
       uint32_t w[C::kRows / 16][4];
       Slot slot;
       int head = chunks_at(b().head_k * static_cast<int>(p_.group)), chunk = b().end - 1, before = 0, edges = 0;
-      int head_q = b().head_k * static_cast<int>(p_.group);
       bool edge_before = false, careful_before = false;
       barrier_wait(k_full(), 0);
       barrier_wait(q_full(0), 0);
@@ -118,7 +108,7 @@ class BackwardPair : PairTasks<C> {
         const bool edge = masked(chunk);
         bool careful = false;
         if (edge) careful = zero_if_finite(s) != 0.f;
-        this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
+        this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, 0.f);
         if (edge) this->mask_weights(w, s, first_key(), chunk * C::kRows);
         hand_over(s, n);
         barrier_arrive_if(lane_ == 0, q_empty(at));
@@ -127,7 +117,6 @@ class BackwardPair : PairTasks<C> {
         barrier_wait(dout_full(0), n & 1);
         const int last = buffer ^ 1;  // where dS of the chunk before is
         barrier_wait(ds_full(last), (n - 1) >> 1 & 1);
-        if (n > 0) await_turn(last);
         if (edge_before) careful_before = careful_before || ld_shared_4(flag(last)) != 0;
         if (careful || careful_before) {
           if (careful) {
@@ -161,17 +150,16 @@ class BackwardPair : PairTasks<C> {
           await_q(n + 1 < count, next, slot.parity());
           products_wait<0>();
           hold(dq);
-          add_dq(dq, n > 0, anew(before), 0);
+          add_dq(dq, n > 0, before, 0);
           hold(dq);
           hold(s);
           products_begin();
-          start_dq(dq, anew(last), 1);
+          start_dq(dq, last, 1);
           start_scores(s, q_tile(next));
           products_wait<1>();
           hold(dq);
           release_ds(n > 0, last);
-          add_dq(dq, n > 0, anew(before), 1);
-          end_turn(n > 0);
+          add_dq(dq, n > 0, before, 1);
         }
         products_wait<0>();
         hold(s);
@@ -181,12 +169,10 @@ class BackwardPair : PairTasks<C> {
         if (--chunk < b().begin) {
           chunk = b().end - 1;
           head += a_.row_chunks;
-          ++head_q;
         }
       }
       const int last = uniform(count - 1 & 1);
       barrier_wait(ds_full(last), (count - 1) >> 1 & 1);
-      await_turn(last);
       if (edge_before) careful_before = careful_before || ld_shared_4(flag(last)) != 0;
       finish_dq(dq, last, before, careful_before);
     }
@@ -206,53 +192,9 @@ class BackwardPair : PairTasks<C> {
         products_wait<0>();
         hold(dq);
       }
-      add_dq(dq, true, anew(index), part);
+      add_dq(dq, true, index, part);
     }
-    end_turn(true);
     release_ds(true, buffer);
-  }
-  // Not to be kept in registers, of which turns leave too few.
-  static __device__ __forceinline__ int anew(int x) { return C::kOrdered ? uniform(x) : x; }
-
-  // Before and after the group adds dq of the chunk whose dS is in a buffer.
-  __device__ __forceinline__ void await_turn(int buffer) const {
-    if constexpr (C::kOrdered) barrier_wait(may_add(), buffer);
-  }
-  __device__ __forceinline__ void end_turn(bool any) const {
-    if constexpr (!C::kOrdered) return;
-    __syncwarp();
-    barrier_arrive_if(any && lane_ == 0, added());
-  }
-  // What that asks two warps, as add_shares() for half of a chunk's dq: one waits for the blocks of keys before this one and lets the group add;
-  // the other counts on when the additions have arrived, which takes 1500 cycles, and in the group itself a fence that would hold up its
-  // products. No barrier gets ahead of a warp that waits for it: a chunk may be added when the second warp has seen the one before.
-  __device__ __forceinline__ void await_turns() const {
-    wait_for_previous();
-    each_chunk([&](int n, int32_t *turn, int chunk) {
-      const int place = this->place_in_order(chunk);
-      while (a_.ordered && load_relaxed(turn) != place) {
-      }
-      if (n > 0) barrier_wait(seen(), (n - 1) & 1);
-      barrier_arrive_if(lane_ == 0, may_add());
-    });
-  }
-  __device__ __forceinline__ void pass_turns() const {
-    each_chunk([&](int n, int32_t *turn, int) {
-      barrier_wait(added(), n & 1);
-      barrier_arrive_if(lane_ == 0, seen());
-      if (a_.ordered && lane_ == 0) count_released(turn);
-      __syncwarp();
-    });
-  }
-  // Calls f(n, turn, chunk) for every chunk of the walk.
-  template <typename F>
-  __device__ __forceinline__ void each_chunk(F f) const {
-    int n = 0;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int first = chunks_at(b().head_k * static_cast<int>(p_.group) + g);
-      for (int chunk = b().end - 1; chunk >= b().begin; --chunk, ++n)
-        f(n, a_.turn + (first + chunk) * C::kShares + rank_, chunk);
-    }
   }
 
   // ------------------------------------------------------------------------------------------------------------------

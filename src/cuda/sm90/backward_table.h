@@ -29,7 +29,7 @@ struct BackwardShape {
   // Blocks of threads stay as long as there is work.
   constexpr bool stays() const { return design == Design::alone || design == Design::wide; }
   // So many keys of a sequence it is for.
-  constexpr int64_t longest() const { return design == Design::wide ? 8 * keys() : INT64_MAX; }
+  constexpr int64_t longest() const { return design == Design::wide && !ordered ? 8 * keys() : INT64_MAX; }
 
   constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
   constexpr int32_t keys() const { return groups * 64; }
@@ -50,7 +50,7 @@ struct BackwardShape {
       const int32_t handed = design != Design::scores ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
       const int32_t barriers = (design == Design::scores ? 14 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
       return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
-             (barriers + 1) / 2 * 16 + 16 + (design == Design::wide ? 10 * 8 + 16 + 2 * 64 : 64);
+             (barriers + 1) / 2 * 16 + 16 + (stays() ? 10 * 8 + 16 + 2 * 64 : 64);
     }
     // K | V | rings of Q and dO | two dS | dq | rings of lse and delta | barriers | what the block works on
     return keys() * (slabs + slabs_v) * slab + chunks + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
@@ -70,11 +70,11 @@ struct BackwardShape {
   X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)      \
   X(d256s, 256, 256, 2, 64, 2, 1, Design::wide, false, false)      \
   X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)     \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::values, true, false)     \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::wide, true, false)       \
   X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)         \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::alone, true, true)       \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::scores, true, true)      \
-  X(d256g, 256, 256, 2, 64, 2, 1, Design::values, true, true)
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::wide, true, true)
 // clang-format on
 
 #define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of backward_pair.cuh for few blocks of keys, by pairs of blocks of threads that stay: half of the time of a short walk is its
-// begin and its end. Between products it does what that one does; of a block's two warpgroups one has P, dv and dq, the other dP, dS and dk.
+// The kernel of backward_pair.cuh by pairs of blocks of threads that stay: for few blocks of keys, where half of the time of a walk is its
+// begin and its end, for softcap and ALiBi, and in order. Between products it does what that one does; of a block's two warpgroups one has P,
+// dv and dq, the other dP, dS and dk.
 //
 // A pair works on one block of keys after another. K has one place, and dq of the last chunk still needs it: the next K comes while dv is
 // stored. V, Q and dO of the next block come under the last chunks of this one. A warp of one of the two blocks takes the next block of keys
@@ -10,28 +11,6 @@
 #include "cuda/sm90/pair_tasks.cuh"
 
 namespace fa::cuda::sm90 {
-
-// Without a branch around it.
-__device__ __forceinline__ void barrier_wait_if(bool condition, uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "setp.eq.b32 done, %2, 0;\n"
-      "again:\n"
-      "@!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity), "r"(static_cast<int>(condition))
-      : "memory");
-}
-
-template <typename Element, int kD, int kRows>
-struct WideConfig : PairConfig<Element, kD, kD, kRows, 2, 1, true, false, false> {
-  // Behind what all pairs have: barriers | the number of the next block of keys | two descriptions
-  static constexpr int kStayOffset = PairConfig<Element, kD, kD, kRows, 2, 1, true, false, false>::kBlockOffset;
-  static constexpr int kStayBarriers = 10, kBlockOffset = kStayOffset + kStayBarriers * 8 + 16,
-                       kSharedBytes = kBlockOffset + 2 * 64;
-};
 
 template <class C>
 class BackwardWide : PairTasks<C> {
@@ -47,15 +26,13 @@ class BackwardWide : PairTasks<C> {
       barrier_init(p_full(), 128);
       barrier_init(p_empty(), 128);
       barrier_init(agreed(), C::kConsumers);
-      barrier_init(other_full(), 1);
-      barrier_init(keys_empty(), 4);
-      barrier_init(v_empty(), 4);
-      barrier_init(fetched(), 1);
-      barrier_init(told(), 1);
-      barrier_init(heard(), 1);
+      if constexpr (C::kOrdered) {
+        barrier_init(may_add(), 1);
+        barrier_init(added(), 4);
+        barrier_init(seen(), 1);
+      }
+      this->init_stay(C::kOrdered ? 11 : 9, 4);
       for (int n = 0; n < 2; ++n) {
-        barrier_init(planned(n), 1);
-        barrier_init(done(n), 9);
         barrier_init(ds_full(n), 4);
         barrier_init(ds_empty(n), 8);
         st_shared_4(doubt(n), 0);
@@ -72,7 +49,16 @@ class BackwardWide : PairTasks<C> {
     cluster_sync();
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
-      if (warp_ == 0) produce();
+      if (warp_ == 0) {
+        Slot slot;
+        DoutSlot dout_slot;
+        this->each_item([&](int &) { this->fetch_item(slot, dout_slot); });
+      }
+      if (C::kOrdered && warp_ == 1) {
+        wait_for_previous();
+        this->each_item([&](int &n) { this->await_turns(n); });
+      }
+      if (C::kOrdered && warp_ == 2) this->each_item([&](int &n) { this->pass_turns(n); });
       if (warp_ == 3) plan();
     } else {
       take_registers<C::kConsumerRegisters>();
@@ -88,166 +74,22 @@ class BackwardWide : PairTasks<C> {
  private:
   using Tasks = PairTasks<C>;
   using Pair = PairBlock<C>;
-  using Pair::a_, Pair::b, Pair::blocks_, Pair::lane_, Pair::p_, Pair::place_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::warp_;
   using Pair::add_exactly, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile, Pair::ds_empty,
-      Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::first_key, Pair::flag, Pair::k_full, Pair::k_tile, Pair::lse_row,
-      Pair::masked, Pair::other_k_tile, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp, Pair::start_dq,
-      Pair::start_gradient, Pair::store, Pair::there, Pair::v_full, Pair::v_tile, Pair::zero_if_finite;
-  using Tasks::add_dq, Tasks::agreed, Tasks::derivatives, Tasks::doubt, Tasks::hand_over, Tasks::mark_masked, Tasks::p_empty,
-      Tasks::p_full, Tasks::put_ds;
-  using typename Pair::Dq, typename Pair::Element;
+      Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::finish_block, Pair::first_key, Pair::flag, Pair::k_full,
+      Pair::k_tile, Pair::keys_empty, Pair::lse_row, Pair::masked, Pair::next_block, Pair::other_k_full, Pair::q_empty,
+      Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::store, Pair::there,
+      Pair::v_empty, Pair::v_full, Pair::zero_if_finite;
+  using Tasks::add_dq, Tasks::added, Tasks::agreed, Tasks::derivatives, Tasks::doubt, Tasks::hand_over, Tasks::mark_masked,
+      Tasks::may_add, Tasks::p_empty, Tasks::p_full, Tasks::put_ds, Tasks::seen;
+  using typename Pair::Dq, typename Pair::DoutSlot, typename Pair::Element, typename Pair::Slot;
 
-  __device__ __forceinline__ uint32_t staying(int n) const { return shared_ + C::kStayOffset + n * 8; }
-  __device__ __forceinline__ uint32_t other_full() const { return staying(0); }
-  __device__ __forceinline__ uint32_t keys_empty() const { return staying(1); }
-  __device__ __forceinline__ uint32_t v_empty() const { return staying(2); }
-  __device__ __forceinline__ uint32_t fetched() const { return staying(3); }
-  __device__ __forceinline__ uint32_t told() const { return staying(4); }
-  __device__ __forceinline__ uint32_t heard() const { return staying(5); }
-  __device__ __forceinline__ uint32_t planned(int n) const { return staying(6 + n); }
-  __device__ __forceinline__ uint32_t done(int n) const { return staying(8 + n); }
-  __device__ __forceinline__ uint32_t message() const { return staying(C::kStayBarriers); }
-
-  // ------------------------------------------------------------------------------------------------------------------
-  // One block of keys after another: item 0, 1, ... of this pair
-  // ------------------------------------------------------------------------------------------------------------------
-
-  // Describes them, two places in shared memory. As in backward.cuh the next one is taken when all of this one has been fetched.
+  // Describes blocks of keys, two places in shared memory. As in backward.cuh the next one is taken when all of this one has been fetched.
   __device__ __forceinline__ void plan() const {
-    int index = static_cast<int>(blockIdx.x) / 2, count = 0;
-    for (int item = 0;; ++item) {
-      barrier_wait(done(item & 1), item >> 1 & 1 ^ 1);
-      if (item > 0) index = next_index(item);
-      const bool more = index < a_.blocks;
-      if (lane_ == 0) {
-        Block &next = blocks_[item & 1];
-        next.item = item;
-        if (more) {
-          this->find_block(index, next);
-          count += (next.end - next.begin) * static_cast<int>(p_.group);
-          next.chunks = count;
-        } else {
-          next.batch = -1;
-        }
-        barrier_arrive(planned(item & 1));
-      }
-      __syncwarp();
-      if (!more) return;
+    int count = 0;
+    for (int item = 0; this->plan_item(item, count); ++item) {
     }
   }
-  // One block of the pair takes it and tells the other, which may be behind.
-  __device__ __forceinline__ int next_index(int item) const {
-    int index = 0;
-    if (rank_ == 0) {
-      barrier_wait(fetched(), item & 1 ^ 1);
-      wait_for_previous();
-      if (lane_ == 0) index = static_cast<int>(gridDim.x) / 2 + atomicAdd(a_.taken, 1);
-      index = __shfl_sync(~0u, index, 0);
-      barrier_wait_there(heard(), item & 1);
-      if (lane_ == 0) store_there(there(message()), index, there(told()));
-    } else {
-      if (lane_ == 0) barrier_expect(told(), 4);
-      barrier_wait_there(told(), item & 1 ^ 1);
-      index = static_cast<int>(ld_shared_4(message()));
-      __syncwarp();
-      barrier_arrive_there_if(lane_ == 0, there(heard()));
-    }
-    return index;
-  }
-  __device__ __forceinline__ bool next_block(int item) {
-    barrier_wait(planned(item & 1), item >> 1 & 1);
-    place_ = item & 1;
-    return static_cast<int>(ld_shared_4(shared_ + C::kBlockOffset + place_ * static_cast<int>(sizeof(Block)))) >= 0;
-  }
-  __device__ __forceinline__ void finish_block(int item) const {
-    __syncwarp();
-    barrier_arrive_if(lane_ == 0, done(item & 1));
-  }
-
-  // ------------------------------------------------------------------------------------------------------------------
-  // Fetching
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void produce() {
-    int n = 0;
-    for (int item = 0; next_block(item);) {
-      if (b().begin == b().end) {
-        wait_for_previous();
-        fetch_v(false);
-        fetch_k(false);
-        fetch_other_k(false);
-      } else {
-        fetch(n);
-      }
-      barrier_arrive_if(lane_ == 0, fetched());
-      item = b().item;
-      finish_block(item++);
-    }
-  }
-
-  __device__ __forceinline__ void fetch(int &n) const {
-    const bool packed = p_.q_lengths.cu != nullptr;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = b().head_k * static_cast<int>(p_.group) + g;
-      for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
-        const int row = (packed ? b().q_start : 0) + chunk * C::kRows, batch = packed ? 0 : b().batch;
-        const bool first = g == 0 && chunk == b().end - 1;
-        if (first && b().item == 0) fetch_k(true);
-        const int at = n & 1;
-        barrier_wait(q_empty(at), n >> 1 & 1 ^ 1);
-        if (elect_one()) {
-          barrier_expect(q_full(at), C::kQBytes + C::kStatBytes);
-          this->template fetch_tile<C::kRows>(q_tile(at), a_.q_map, q_full(at), row, head_q, batch, kEvictLast);
-        }
-        if (first) {
-          fetch_v(true);
-          wait_for_previous();
-        }
-        if (elect_one()) load_box(lse_row(at), &a_.lse_map, q_full(at), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
-        barrier_wait(dout_empty(0), n & 1 ^ 1);
-        if (elect_one()) {
-          barrier_expect(dout_full(0), C::kDoutBytes + C::kStatBytes);
-          this->template fetch_tile<C::kRows>(dout_tile(0), a_.dout_map, dout_full(0), row, head_q, batch, kEvictLast);
-          load_box(delta_row(0), &a_.delta_map, dout_full(0), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
-        }
-        if (first) {
-          if (b().item > 0) fetch_k(true);
-          fetch_other_k(true);
-        }
-        ++n;
-      }
-    }
-  }
-
-  // K, V, the half of the other block's K: or nothing, once those of the item before have been used.
-  __device__ __forceinline__ void fetch_k(bool any) const {
-    barrier_wait(keys_empty(), b().item & 1 ^ 1);
-    if (!elect_one()) return;
-    barrier_expect(k_full(), any ? C::kKBytes : 0);
-    if (!any) return;
-#pragma unroll
-    for (int n = 0; n < 2 * C::kHalfSlabs; ++n)
-      this->fetch_keys(k_tile() + n * 64 * 128, k_full(), n / C::kHalfSlabs, n % C::kHalfSlabs, key_row(rank_), b().head_k,
-                       key_batch());
-  }
-  __device__ __forceinline__ void fetch_other_k(bool any) const {
-    if (!elect_one()) return;
-    barrier_expect(other_full(), any ? C::kHalfBytes : 0);
-    if (!any) return;
-#pragma unroll
-    for (int s = 0; s < C::kHalfSlabs; ++s)
-      this->fetch_keys(other_k_tile() + s * 64 * 128, other_full(), rank_, s, key_row(rank_ ^ 1), b().head_k, key_batch());
-  }
-  __device__ __forceinline__ void fetch_v(bool any) const {
-    barrier_wait(v_empty(), b().item & 1 ^ 1);
-    if (!elect_one()) return;
-    barrier_expect(v_full(), any ? C::kVBytes : 0);
-    if (any) this->template fetch_tile<64>(v_tile(), a_.v_map, v_full(), key_row(rank_), b().head_k, key_batch(), kEvictFirst);
-  }
-  __device__ __forceinline__ int key_row(int rank) const {
-    return (p_.k_lengths.cu != nullptr ? b().k_start : 0) + b().key0 + rank * 64;
-  }
-  __device__ __forceinline__ int key_batch() const { return p_.k_lengths.cu != nullptr ? 0 : b().batch; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has P, dv and dq
@@ -266,7 +108,7 @@ class BackwardWide : PairTasks<C> {
         walk(dv, n, state);
       } else {
         __syncwarp();
-        barrier_wait(other_full(), item & 1);
+        barrier_wait(other_k_full(), item & 1);
         barrier_arrive_if(lane_ == 0, keys_empty());
       }
       store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
@@ -287,8 +129,8 @@ class BackwardWide : PairTasks<C> {
   }
 
   // Of the group in one register: the parity of chunks with masked pairs, and whether the chunk before was one and had to be multiplied
-  // carefully.
-  static constexpr uint32_t kMet = 1, kEdge = 2, kCareful = 4;
+  // carefully; in order, whether this block of keys is the first that sees it.
+  static constexpr uint32_t kMet = 1, kEdge = 2, kCareful = 4, kFirst = 8, kChunk = 16;
   __device__ __forceinline__ bool dq_is_careful(uint32_t state, int buffer) const {
     return (state & kCareful) != 0 || ((state & kEdge) != 0 && ld_shared_4(flag(buffer)) != 0);
   }
@@ -299,7 +141,8 @@ class BackwardWide : PairTasks<C> {
     Dq dq;
     uint32_t w[C::kRows / 16][4];
     int chunk = b().end - 1, before = -1;  // before: number in the workspace
-    state &= kMet;
+    int head_q = b().head_k * static_cast<int>(p_.group);
+    state = (state & kMet) | static_cast<uint32_t>(chunks()) * kChunk;
     barrier_wait(q_full(n & 1), n >> 1 & 1);
     hold(s);
     products_begin();
@@ -314,7 +157,7 @@ class BackwardWide : PairTasks<C> {
       const bool edge = masked(chunk);
       bool careful = false;
       if (edge) careful = zero_if_finite(s) != 0.f;
-      this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, 0.f);
+      this->weigh(w, s, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
       if (edge) this->mask_weights(w, s, first_key(), chunk * C::kRows);
       hand_over(s, n);
       barrier_arrive_if(lane_ == 0, q_empty(at));
@@ -336,8 +179,8 @@ class BackwardWide : PairTasks<C> {
         }
         __syncwarp();
         barrier_arrive_if(lane_ == 0, dout_empty(0));
-        if (before >= 0) finish_dq(dq, last, before, careful_before, false);
-        barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
+        if (before >= 0) finish_dq(dq, last, before, state, careful_before, false);
+        barrier_wait_if(state >= 2 * kChunk, q_full(next), n + 1 >> 1 & 1);
         hold(s);
         products_begin();
         start_scores(s, k, q_tile(next));
@@ -346,7 +189,7 @@ class BackwardWide : PairTasks<C> {
         hold(dv);
         products_begin();
         start_gradient(dv, w, dout_tile(0));
-        barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
+        barrier_wait_if(state >= 2 * kChunk, q_full(next), n + 1 >> 1 & 1);
         hold(s);
         products_begin();
         start_scores(s, k, q_tile(next));
@@ -365,10 +208,11 @@ class BackwardWide : PairTasks<C> {
         hold(dv);
         __syncwarp();
         barrier_arrive_if(lane_ == 0, dout_empty(0));
-        barrier_wait_if(n + 1 < b().chunks, q_full(next), n + 1 >> 1 & 1);
+        barrier_wait_if(state >= 2 * kChunk, q_full(next), n + 1 >> 1 & 1);
         products_wait<0>();
         hold(dq);
-        add_dq(dq, true, before, 0);
+        await_turn(last);
+        add_share(dq, state, before, 0);
         hold(dq);
         hold(s);
         products_begin();
@@ -377,25 +221,30 @@ class BackwardWide : PairTasks<C> {
         products_wait<1>();
         hold(dq);
         release_multiplied_ds(last);
-        add_dq(dq, true, before, 1);
+        add_share(dq, state, before, 1);
+        end_turn();
       }
       products_wait<0>();
       hold(s);
-      if (before < 0) barrier_wait(other_full(), b().item & 1);  // for dq
+      if (before < 0) barrier_wait(other_k_full(), b().item & 1);  // for dq
       if (chunk < b().end - 1) {
         --before;
       } else {
         before = before < 0 ? chunks_at(b().head_k * static_cast<int>(p_.group)) + chunk
                             : before - b().begin + a_.row_chunks + chunk;
       }
-      state = (state & kMet) | (edge ? kEdge : 0u) | (careful ? kCareful : 0u);
+      state = (state & (kMet | ~(kChunk - 1))) | (edge ? kEdge : 0u) | (careful ? kCareful : 0u);
+      if (C::kOrdered && a_.ordered && this->place_in_order(chunk) == 0) state |= kFirst;
       if (--chunk < b().begin) {
         chunk = b().end - 1;
+        ++head_q;
       }
-    } while (++n < b().chunks);
+      state -= kChunk;
+      ++n;
+    } while (state >= kChunk);
     const int of_last = opaque(n) - 1, last = uniform(of_last & 1);  // or n as it was would be kept as well
     barrier_wait(ds_full(last), of_last >> 1 & 1);
-    finish_dq(dq, last, before, dq_is_careful(state, last), true);
+    finish_dq(dq, last, before, state, dq_is_careful(state, last), true);
   }
 
   // Neither block may overwrite dS before both have multiplied it.
@@ -423,7 +272,7 @@ class BackwardWide : PairTasks<C> {
   }
 
   // dq of a chunk whose dS is there, number `index` of the workspace; and with that of the last one K is done with.
-  __device__ __forceinline__ void finish_dq(Dq &dq, int buffer, int index, bool careful, bool keys_too) const {
+  __device__ __forceinline__ void finish_dq(Dq &dq, int buffer, int index, uint32_t state, bool careful, bool keys_too) const {
 #pragma unroll 1
     for (int part = 0; part < C::kDqParts; ++part) {
       const bool done = part == C::kDqParts - 1;
@@ -441,8 +290,25 @@ class BackwardWide : PairTasks<C> {
         if (done) release_multiplied_ds(buffer);
       }
       barrier_arrive_if(done && keys_too && lane_ == 0, keys_empty());
+      if (!done) await_turn(buffer);
+      add_share(dq, state, index, part);
+    }
+    end_turn();
+  }
+
+  // Half of dq of a chunk to the sum, in its turn.
+  __device__ __forceinline__ void add_share(const Dq &dq, uint32_t state, int index, int part) const {
+    if constexpr (C::kOrdered) {
+      this->put_or_add_dq(dq, (state & kFirst) != 0, index, part);
+    } else {
       add_dq(dq, true, index, part);
     }
+  }
+  __device__ __forceinline__ void await_turn(int buffer) const {
+    if constexpr (C::kOrdered) barrier_wait(may_add(), buffer);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (C::kOrdered) Tasks::end_turn(true);
   }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,20 @@
 
 namespace fa::cuda::sm90 {
 
+// Without a branch around it.
+__device__ __forceinline__ void barrier_wait_if(bool condition, uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "setp.eq.b32 done, %2, 0;\n"
+      "again:\n"
+      "@!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 // kOrdered: blocks of keys can add to dq in an order. kHandsP: P goes from one warpgroup to the other through shared memory, and dq to the sum from registers; else the copy engine adds it.
 template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kHandsP_, bool kScored_,
           bool kOrdered_>
@@ -20,6 +34,7 @@ struct PairConfig {
   static constexpr int kD = kD_, kDv = kDv_, kRows = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
   static constexpr bool kHandsP = kHandsP_, kScored = kScored_, kOrdered = kOrdered_, kShuffledNumbers = false,
                         kAdderFences = true;
+  static constexpr bool kStays = false;
   static constexpr int kThreads = 384, kKeys = 128, kSlabs = kD / 64, kValueSlabs = kDv / 64;
   static constexpr int kConsumers = 256, kConsumerRegisters = kHandsP ? 240 : 232, kProducerRegisters = kHandsP ? 24 : 40;
   // K lies as two halves of its columns, each in slabs of its own, so that either is an operand for dq.
@@ -42,11 +57,19 @@ struct PairConfig {
   static_assert((kDoutStages & (kDoutStages - 1)) == 0);
 };
 
+// Of pairs that stay. Behind what all pairs have: barriers | the number of the next block of keys | two descriptions
+template <class Pair>
+struct StayingConfig : Pair {
+  static constexpr bool kStays = true, kShuffledNumbers = true;
+  static constexpr int kStayOffset = Pair::kBlockOffset, kStayBarriers = 10,
+                       kBlockOffset = kStayOffset + kStayBarriers * 8 + 16, kSharedBytes = kBlockOffset + 2 * 64;
+};
+
 template <class C>
 class PairBlock : protected BackwardBlock<C> {
  protected:
   using Base = BackwardBlock<C>;
-  using Base::a_, Base::b, Base::lane_, Base::p_, Base::shared_, Base::warp_;
+  using Base::a_, Base::b, Base::blocks_, Base::lane_, Base::p_, Base::place_, Base::shared_, Base::warp_;
   using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
   using typename Base::Element, typename Base::Stats;
   using Slot = RingPlace<C::kStages>;
@@ -74,7 +97,10 @@ class PairBlock : protected BackwardBlock<C> {
   // kHanded that each design uses in its own way.
   __device__ __forceinline__ uint32_t handed(int n) const { return dout_full(2 * C::kDoutStages + n); }
   // The half of the other block's K, which dq is the first to need. backward_pair.cuh waits for it together with K.
-  __device__ __forceinline__ uint32_t other_k_full() const { return C::kHandsP ? k_full() : handed(2); }
+  __device__ __forceinline__ uint32_t other_k_full() const {
+    if constexpr (C::kStays) return staying(0);
+    return C::kHandsP ? k_full() : handed(2);
+  }
   __device__ __forceinline__ uint32_t ds_full(int n) const { return handed(C::kHanded + n); }
   __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
   __device__ __forceinline__ uint32_t ds_used(int n) const { return ds_full(4 + n); }
@@ -160,6 +186,173 @@ class PairBlock : protected BackwardBlock<C> {
                                              int batch) const {
     load_box(tile, &a_.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
   }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Pairs that stay: one block of keys after another, item 0, 1, ... of this pair
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint32_t staying(int n) const { return shared_ + C::kStayOffset + n * 8; }
+  __device__ __forceinline__ uint32_t keys_empty() const { return staying(1); }
+  __device__ __forceinline__ uint32_t v_empty() const { return staying(2); }
+  __device__ __forceinline__ uint32_t fetched() const { return staying(3); }
+  __device__ __forceinline__ uint32_t told() const { return staying(4); }
+  __device__ __forceinline__ uint32_t heard() const { return staying(5); }
+  __device__ __forceinline__ uint32_t planned(int n) const { return staying(6 + n); }
+  __device__ __forceinline__ uint32_t done(int n) const { return staying(8 + n); }
+  __device__ __forceinline__ uint32_t message() const { return staying(C::kStayBarriers); }
+
+  // Readers: warps that arrive with finish_block(). Warps that multiply with K.
+  __device__ __forceinline__ void init_stay(int readers, int key_readers) const {
+    barrier_init(other_k_full(), 1);
+    barrier_init(keys_empty(), key_readers);
+    barrier_init(v_empty(), 4);
+    barrier_init(fetched(), 1);
+    barrier_init(told(), 1);
+    barrier_init(heard(), 1);
+    for (int n = 0; n < 2; ++n) {
+      barrier_init(planned(n), 1);
+      barrier_init(done(n), readers);
+    }
+  }
+
+  // Describes the item, `count` chunks up to its end, once the one before the last is done: false behind the last.
+  __device__ __forceinline__ bool plan_item(int item, int &count) const {
+    barrier_wait(done(item & 1), item >> 1 & 1 ^ 1);
+    const int index = item > 0 ? next_index(item) : static_cast<int>(blockIdx.x) / 2;
+    const bool more = index < a_.blocks;
+    if (lane_ == 0) {
+      Block &next = blocks_[item & 1];
+      next.item = item;
+      if (more) {
+        this->find_block(index, next);
+        count += (next.end - next.begin) * static_cast<int>(p_.group);
+        next.chunks = count;
+      } else {
+        next.batch = -1;
+      }
+      barrier_arrive(planned(item & 1));
+    }
+    __syncwarp();
+    return more;
+  }
+  // One block of the pair takes it, when all of the one before has been fetched, and tells the other, which may be behind.
+  __device__ __forceinline__ int next_index(int item) const {
+    int index = 0;
+    if (rank_ == 0) {
+      barrier_wait(fetched(), item & 1 ^ 1);
+      wait_for_previous();
+      if (lane_ == 0) index = static_cast<int>(gridDim.x) / 2 + atomicAdd(a_.taken, 1);
+      index = __shfl_sync(~0u, index, 0);
+      barrier_wait_there(heard(), item & 1);
+      if (lane_ == 0) store_there(there(message()), index, there(told()));
+    } else {
+      if (lane_ == 0) barrier_expect(told(), 4);
+      barrier_wait_there(told(), item & 1 ^ 1);
+      index = static_cast<int>(ld_shared_4(message()));
+      __syncwarp();
+      barrier_arrive_there_if(lane_ == 0, there(heard()));
+    }
+    return index;
+  }
+  __device__ __forceinline__ bool next_block(int item) {
+    barrier_wait(planned(item & 1), item >> 1 & 1);
+    place_ = item & 1;
+    return static_cast<int>(ld_shared_4(shared_ + C::kBlockOffset + place_ * static_cast<int>(sizeof(Block)))) >= 0;
+  }
+  __device__ __forceinline__ void finish_block(int item) const {
+    __syncwarp();
+    barrier_arrive_if(lane_ == 0, done(item & 1));
+  }
+  // Calls f(n) for every item with the number of chunks before it, to which f adds those of this one.
+  template <typename F>
+  __device__ __forceinline__ void each_item(F f) {
+    int n = 0;
+    for (int item = 0; next_block(item); ++item) {
+      f(n);
+      finish_block(item);
+    }
+  }
+
+  using DoutSlot = RingPlace<C::kDoutStages>;
+  __device__ __forceinline__ void fetch_item(Slot &slot, DoutSlot &dout_slot) const {
+    if (b().begin == b().end) {
+      wait_for_previous();
+      fetch_v(false);
+      fetch_k(false);
+      fetch_other_k(false);
+    } else {
+      fetch_some(slot, dout_slot);
+    }
+    barrier_arrive_if(lane_ == 0, fetched());
+  }
+  __device__ __forceinline__ void fetch_some(Slot &slot, DoutSlot &dout_slot) const {
+    const bool packed = p_.q_lengths.cu != nullptr;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int head_q = b().head_k * static_cast<int>(p_.group) + g;
+      for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
+        const int row = (packed ? b().q_start : 0) + chunk * C::kRows, batch = packed ? 0 : b().batch;
+        const bool first = g == 0 && chunk == b().end - 1;
+        if (first && b().item == 0) fetch_k(true);
+        const int at = slot.at(), dout_at = dout_slot.at();
+        barrier_wait(q_empty(at), slot.parity() ^ 1);
+        if (elect_one()) {
+          barrier_expect(q_full(at), C::kQBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows>(q_tile(at), a_.q_map, q_full(at), row, head_q, batch, kEvictLast);
+        }
+        if (first) {
+          fetch_v(true);
+          wait_for_previous();
+        }
+        if (elect_one()) load_box(lse_row(at), &a_.lse_map, q_full(at), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+        barrier_wait(dout_empty(dout_at), dout_slot.parity() ^ 1);
+        if (elect_one()) {
+          barrier_expect(dout_full(dout_at), C::kDoutBytes + C::kStatBytes);
+          this->template fetch_tile<C::kRows, C::kValueSlabs>(dout_tile(dout_at), a_.dout_map, dout_full(dout_at), row, head_q,
+                                                              batch, kEvictLast);
+          load_box(delta_row(dout_at), &a_.delta_map, dout_full(dout_at), 0, chunks_at(head_q) + chunk, 0, 0, kEvictFirst);
+        }
+        if (first) {
+          if (b().item > 0) fetch_k(true);
+          fetch_other_k(true);
+        }
+        slot.step();
+        dout_slot.step();
+      }
+    }
+  }
+
+  // K, V, the half of the other block's K: or nothing, once those of the item before have been used.
+  __device__ __forceinline__ void fetch_k(bool any) const {
+    barrier_wait(keys_empty(), b().item & 1 ^ 1);
+    if (!elect_one()) return;
+    barrier_expect(k_full(), any ? C::kKBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int n = 0; n < 2 * C::kHalfSlabs; ++n)
+      fetch_keys(k_tile() + n * 64 * 128, k_full(), n / C::kHalfSlabs, n % C::kHalfSlabs, key_row(rank_), b().head_k,
+                 key_batch());
+  }
+  __device__ __forceinline__ void fetch_other_k(bool any) const {
+    if (!elect_one()) return;
+    barrier_expect(other_k_full(), any ? C::kHalfBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int s = 0; s < C::kHalfSlabs; ++s)
+      fetch_keys(other_k_tile() + s * 64 * 128, other_k_full(), rank_, s, key_row(rank_ ^ 1), b().head_k, key_batch());
+  }
+  __device__ __forceinline__ void fetch_v(bool any) const {
+    barrier_wait(v_empty(), b().item & 1 ^ 1);
+    if (!elect_one()) return;
+    barrier_expect(v_full(), any ? C::kVBytes : 0);
+    if (any) {
+      this->template fetch_tile<64, C::kValueSlabs>(v_tile(), a_.v_map, v_full(), key_row(rank_), b().head_k, key_batch(),
+                                                    kEvictFirst);
+    }
+  }
+  __device__ __forceinline__ int key_row(int rank) const {
+    return (p_.k_lengths.cu != nullptr ? b().k_start : 0) + b().key0 + rank * 64;
+  }
+  __device__ __forceinline__ int key_batch() const { return p_.k_lengths.cu != nullptr ? 0 : b().batch; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Products, each started and not awaited

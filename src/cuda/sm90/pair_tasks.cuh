@@ -11,7 +11,7 @@ template <class C>
 class PairTasks : protected PairBlock<C> {
  protected:
   using Pair = PairBlock<C>;
-  using Pair::a_, Pair::lane_, Pair::rank_, Pair::shared_, Pair::warp_;
+  using Pair::a_, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
   using Pair::dout_tile, Pair::ds_full, Pair::delta_row, Pair::first_key, Pair::flag, Pair::handed, Pair::q_tile,
       Pair::start_gradient, Pair::stat, Pair::there;
   using typename Pair::Dq;
@@ -72,17 +72,31 @@ class PairTasks : protected PairBlock<C> {
   // A part of dq of a chunk, number `index` of the workspace. A chunk of the sum is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j],
   // each four numbers a lane as the accumulators hold them.
   __device__ __forceinline__ void add_dq(const Dq &dq, bool wanted, int index, int part) const {
+    wanted = wanted && a_.dq_sum != nullptr;
+    each_tile(dq, index, part, [&](float *sum, const float *x) {
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum),
+                   "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(wanted))
+                   : "memory");
+    });
+  }
+  // The same where nobody has cleared the sum: the first block of keys stores its share.
+  __device__ __forceinline__ void put_or_add_dq(const Dq &dq, bool first, int index, int part) const {
+    if (a_.dq_sum == nullptr) return;
+    each_tile(dq, index, part, [&](float *sum, const float *x) {
+      asm volatile(
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+          "@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n@!p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum),
+          "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(first))
+          : "memory");
+    });
+  }
+  template <typename F>
+  __device__ __forceinline__ void each_tile(const Dq &dq, int index, int part, F f) const {
     constexpr int kTiles = C::kDqColumns / 8;
     float *sum = a_.dq_sum + int64_t{index} * (C::kRows * C::kD) + ((rank_ * C::kDqParts + part) * 4 + warp_) * (kTiles * 128) +
                  lane_ * 4;
-    wanted = wanted && a_.dq_sum != nullptr;
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      asm volatile(
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(sum + j * 128),
-          "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3]), "r"(static_cast<int>(wanted))
-          : "memory");
-    }
+    for (int j = 0; j < kTiles; ++j) f(sum + j * 128, &dq[4 * j]);
   }
 
   // Whether any thread of the two groups has doubts about the n-th chunk, of those with masked pairs one of parity `parity`. A place is used
@@ -93,6 +107,52 @@ class PairTasks : protected PairBlock<C> {
     barrier_arrive(agreed());
     barrier_wait(agreed(), parity);
     return static_cast<int>(ld_shared_4(place)) == n + 1;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The order in which blocks of keys add dq
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint32_t may_add() const { return handed(3); }
+  __device__ __forceinline__ uint32_t added() const { return handed(4); }
+  __device__ __forceinline__ uint32_t seen() const { return handed(5); }
+
+  // What the order asks two warps, as add_shares() for half of a chunk's dq: one waits for the blocks of keys before this one and lets the group
+  // add; the other counts on when the additions have arrived, which takes 1500 cycles, and in the group itself a fence that would hold up its
+  // products. No barrier gets ahead of a warp that waits for it: a chunk may be added when the second warp has seen the one before.
+  // n: chunks before this block of keys.
+  __device__ __forceinline__ void await_turns(int &n) const {
+    each_chunk(n, [&](int32_t *turn, int chunk) {
+      const int place = this->place_in_order(chunk);
+      while (a_.ordered && load_relaxed(turn) != place) {
+      }
+      if (n > 0) barrier_wait(seen(), (n - 1) & 1);
+      barrier_arrive_if(lane_ == 0, may_add());
+    });
+  }
+  __device__ __forceinline__ void pass_turns(int &n) const {
+    each_chunk(n, [&](int32_t *turn, int) {
+      barrier_wait(added(), n & 1);
+      barrier_arrive_if(lane_ == 0, seen());
+      if (a_.ordered && lane_ == 0) count_released(turn);
+      __syncwarp();
+    });
+  }
+  // Of the group, when it has added a chunk's dq.
+  __device__ __forceinline__ void end_turn(bool any) const {
+    __syncwarp();
+    barrier_arrive_if(any && lane_ == 0, added());
+  }
+
+ private:
+  // Calls f(turn, chunk) for every chunk of the walk and counts them.
+  template <typename F>
+  __device__ __forceinline__ void each_chunk(int &n, F f) const {
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int first = this->chunks_at(this->b().head_k * static_cast<int>(p_.group) + g);
+      for (int chunk = this->b().end - 1; chunk >= this->b().begin; --chunk, ++n)
+        f(a_.turn + (first + chunk) * C::kShares + rank_, chunk);
+    }
   }
 };
 
