@@ -12,8 +12,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
   constexpr int32_t kBoxRows = 8;
   params.copied = decode::describe_rows(driver, p, p.k, p.head_dim, shape.head_dim, kBoxRows,
                                         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, params.k_map);
-  launches.add("latent kernel",
-               {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true}, &params);
+  launches.add(
+      "latent kernel",
+      {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true, plan.cluster},
+      &params);
   return FA_OK;
 }
 

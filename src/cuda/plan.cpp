@@ -426,6 +426,12 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
            p, plan);
   // A block for every piece: one that waits for others must have started after them.
   if (plan.pieces > 0) plan.blocks = items * plan.pieces;
+  // Where each item gets two shares, as far as the host knows, the blocks of threads that have them are a cluster.
+  if (plan.pieces == 0 && std::min<int64_t>(plan.ranges, items * (steps - 1) >> plan.least_log2) == 2 * items) {
+    plan.cluster = 2;
+    plan.ranges = static_cast<int32_t>(2 * items);
+    plan.blocks = plan.ranges;
+  }
   plan.reason = "latent kernel: keys hold the values, and many heads share one read of them";
   return true;
 }

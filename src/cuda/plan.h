@@ -41,7 +41,7 @@ struct ForwardPlan {
   int32_t pieces = 0;
   int32_t least_log2 = 0;
   int32_t counters = 0;     // that the launch needs
-  int32_t cluster = 0;      // decode: blocks of threads that share a head as a cluster; 0: the line is cut as above
+  int32_t cluster = 0;      // decode, latent: blocks of threads that share an item as a cluster; 0: none
   int64_t copied_keys = 0;  // sm90, fp8: in a row of the copy of V, which is the workspace
   size_t workspace_bytes = 0;
   size_t split_lse_offset = 0;  // in the workspace; split_out is at 0

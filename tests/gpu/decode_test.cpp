@@ -276,6 +276,49 @@ TEST_F(Decode, ChainOfCalls) {
   }
 }
 
+// Latent caches, where each query is the out of the call before and the last columns of one long before; with two blocks of threads a sequence
+// that exchange what they have, and with many. A call may start before the one that it depends on is done, and uses the same workspace.
+TEST_F(Decode, ChainOfLatentCalls) {
+  constexpr int64_t kColumns = 576, kValues = 512;
+  for (const auto &[batch, keys] : {std::pair<int64_t, int64_t>{64, 1000}, {3, 512}, {5, 3000}}) {
+    const Memory cache(numbers(static_cast<size_t>(batch * keys * kColumns), 5)), lse(static_cast<size_t>(batch * kHeads * 4)),
+        workspace(size_t{64} << 20);
+    const Bits start = numbers(static_cast<size_t>(batch * kHeads * kColumns), 6);
+    Memory even(start), odd(start);
+    const fa_tensor rows[2] = {tensor(even, FA_BFLOAT16, {batch, 1, kHeads, kColumns}),
+                               tensor(odd, FA_BFLOAT16, {batch, 1, kHeads, kColumns})};
+    fa_attention attention;
+    fa_attention_init(&attention, sizeof attention);
+    attention.k = attention.v = tensor(cache, FA_BFLOAT16, {batch, keys, 1, kColumns});
+    attention.v.shape[3] = kValues;
+    attention.lse = tensor(lse, FA_FLOAT32, {batch, kHeads, 1});
+    const auto chain = [&](bool waits) {
+      for (int n = 0; n < 8; ++n) {
+        attention.q = rows[n % 2];
+        attention.out = rows[(n + 1) % 2];
+        attention.out.shape[3] = kValues;
+        ASSERT_EQ(fa_forward(context_, &attention, workspace.data(), workspace.bytes(), stream_), FA_OK)
+            << fa_last_error(context_);
+        if (waits) check(cudaStreamSynchronize(stream_), "a call");
+      }
+    };
+    const auto run = [&](bool waits) {
+      even.set(start);
+      odd.set(start);
+      chain(waits);
+      check(cudaDeviceSynchronize(), "a kernel");
+      Bits bits = even.get<uint16_t>();
+      for (const Memory *memory : std::initializer_list<const Memory *>{&odd, &lse}) {
+        const Bits its = memory->get<uint16_t>();
+        bits.insert(bits.end(), its.begin(), its.end());
+      }
+      return bits;
+    };
+    const Bits expected = run(true);
+    for (int n = 0; n < 30; ++n) ASSERT_EQ(run(n % 4 == 0), expected) << batch << " x " << keys << ", run " << n;
+  }
+}
+
 TEST_F(Decode, BatchMatesDoNotMatter) {
   for (const int64_t tokens : {1, 4, 16}) {
     Problem p(tokens, 16);

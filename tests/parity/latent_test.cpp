@@ -124,6 +124,24 @@ TEST_P(Latent, ManyParts) {
   }
 }
 
+// Two blocks of threads for each block of rows, which exchange halves of what they have; where lengths turn out to be others they do not.
+TEST_P(Latent, Pairs) {
+  for (int64_t n = 0; n < 5; ++n) {
+    Case c = base("latent: pairs");
+    c.seed += n;
+    c.batch = 2;
+    c.q.seqlen = n % 2 == 0 ? 2 : 1;
+    c.heads_q = std::vector<int64_t>{2, 20, 12, 72, 12}[n];
+    c.k.seqlen = 512;
+    c.k.used = {};
+    if (n == 1) c.page_size = 16;
+    if (n == 2) c.sink = 1;
+    if (n == 3) c.k.used = {449, 512};
+    if (n == 4) c.k.used = {512, 100};
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 TEST_P(Latent, LargeLogits) {
   Case c = base("latent: large logits");
   c.magnitude = 300;

@@ -98,6 +98,25 @@ TEST(CudaPlan, LatentCaches) {
   EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
 }
 
+// Blocks of threads that may be pairs: as many as there are shares, whatever else the bounds of lengths allow.
+TEST(CudaPlan, LatentPairs) {
+  for (const auto &[batch, keys, pairs] : {std::tuple{3, 512, true},
+                                           {3, 700, false},
+                                           {3, 400, false},
+                                           {62, 5000, true},
+                                           {61, 5000, false},
+                                           {66, 5000, true},
+                                           {67, 5000, false}}) {
+    Problem p = latent_cache(1, keys, 16);
+    p.batch = batch;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(plan.cluster, pairs ? 2 : 0) << batch << " x " << keys;
+    if (pairs) {
+      EXPECT_EQ(plan.blocks, 2 * batch);
+    }
+  }
+}
+
 // Every share has room for a part, and few heads are cut into no more parts than are added up in time.
 TEST(CudaPlan, LatentWorkspace) {
   for (const int64_t heads : {16, 64, 128}) {
@@ -111,9 +130,11 @@ TEST(CudaPlan, LatentWorkspace) {
       if (batch == 64) {
         EXPECT_EQ(plan.ranges, 128) << "shares that do not cross items";
       }
+      EXPECT_EQ(plan.cluster, batch == 64 && heads < 128 ? 2 : 0) << "pairs where an item has two shares";
       EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.ranges * 64) * (512 + 2) * 4);
       p.batch_invariant = true;
       const ForwardPlan pieces = forward_plan(p, h200());
+      EXPECT_EQ(pieces.cluster, 0);
       EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
       EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.pieces) << "blocks wait for those before them";
       EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * plan.row_blocks * pieces.pieces * 64) * (512 + 2) * 4);

@@ -16,6 +16,8 @@ using decode::Keys;
 struct Plan : decode::RowsAndKeys {
   int slot, counter;
   int parts, first_part, part_step, awaited;
+  // The item is this block's and the other one's of its cluster, and neither has another piece: they exchange halves of what they have.
+  bool pair;
 };
 
 template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_>
@@ -33,9 +35,10 @@ struct Config {
   static constexpr int kQSlabBytes = kRows * 128, kQBytes = (kSlabs - kHeld) * kQSlabBytes;
   static constexpr int kPBytes = kRows * kKeys * 2;
   static constexpr int kPartBytes = kRows * kDv * 4;
-  static constexpr int kBarriers = (1 + 2 * kParts) * kStages + 8, kPlanBytes = 96;
+  static_assert(kPartBytes / 2 <= kTileBytes, "half of out lands in one place of the ring");
+  static constexpr int kBarriers = (1 + 2 * kParts) * kStages + 11, kPlanBytes = 96;
   static constexpr int kSharedBytes =
-      kStages * (kTileBytes + kPBytes) + kQBytes + kRows * (4 * kStages + 16) + kStages * 16 + kBarriers * 8 + 2 * kPlanBytes;
+      kStages * (kTileBytes + kPBytes) + kQBytes + kRows * (4 * kStages + 24) + kStages * 16 + kBarriers * 8 + 2 * kPlanBytes;
   static_assert(kKeys == 64 && kStages == 2 && kFetchWarps == 2 * kStages, "a warp that fetches for every half of a place");
 };
 
@@ -69,16 +72,23 @@ class Block {
   }
   // What it is multiplied by before parts are added and at last, and where it goes.
   __device__ __forceinline__ uint32_t shared_closing(int row) const { return shared_factor(C::kStages, 0) + row * 16; }
+  // Of a pair's other block: maximum and sum of a row, then what its out is multiplied by. Its out lands where tiles were, every thread's
+  // pieces of 16 bytes side by side with those of the others.
+  __device__ __forceinline__ uint32_t shared_other_sums(int row) const { return shared_closing(C::kRows) + row * 8; }
+  __device__ __forceinline__ uint32_t shared_landing(int n) const {
+    return shared_ + (n * C::kValueThreads + threadIdx.x) * 16;
+  }
   // A word of notes a warp of the scores: P V is to be done key by key; a row's factor is not 1.
   static constexpr uint32_t kCare = 1, kRaised = 2;
-  __device__ __forceinline__ uint32_t shared_notes(int place) const { return shared_closing(C::kRows) + place * 16; }
+  __device__ __forceinline__ uint32_t shared_notes(int place) const { return shared_other_sums(C::kRows) + place * 16; }
   // When all tiles are done with: maximum and sum of a part's row, behind room for a part of all rows.
   __device__ __forceinline__ uint32_t shared_part_sums(int part, int row) const {
     return shared_ + C::kPartBytes + (part * C::kRows + row) * 8;
   }
 
   // Barriers: a place of the ring is full, a part of its rows is free; a part of its weights is there; a piece's factors are there, are read;
-  // a plan is there, is done; warps of the scores meet; the first Q is asked for.
+  // a plan is there, is done; warps of the scores meet; the first Q is asked for. Of a
+  // pair: the other block's tiles are read; its sums, its out have come.
   __device__ __forceinline__ uint32_t full(int place) const { return shared_notes(C::kStages) + place * 8; }
   __device__ __forceinline__ uint32_t free(int place, int part) const { return full(C::kStages + C::kParts * place + part); }
   __device__ __forceinline__ uint32_t weights(int place, int part = 0) const {
@@ -90,9 +100,12 @@ class Block {
   __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
   __device__ __forceinline__ uint32_t met() const { return done(2); }
   __device__ __forceinline__ uint32_t asked() const { return met() + 8; }
+  __device__ __forceinline__ uint32_t other_read() const { return asked() + 8; }
+  __device__ __forceinline__ uint32_t landed_sums() const { return other_read() + 8; }
+  __device__ __forceinline__ uint32_t landed_out() const { return landed_sums() + 8; }
   __device__ __forceinline__ Plan &plan(int n) const {
     static_assert(sizeof(Plan) <= C::kPlanBytes);
-    return reinterpret_cast<Plan *>(memory_ + (asked() + 8 - shared_))[n];
+    return reinterpret_cast<Plan *>(memory_ + (landed_out() + 8 - shared_))[n];
   }
 
   // Of the rows of `plan`, for warp `warp` of a group whose accumulators hold all of them: row of elements 2 r and 2 r + 1.

@@ -25,13 +25,23 @@ class Producer : private decode::Planner<Block<C>, false> {
     decode::Work<C> work(a_);
     this->each_piece(work, [&](int range) {
       wait_for_previous();
-      if (warp == 0) write_plan(pieces++, work, range);
+      bool pair = false;
+      if (warp == 0) pair = write_plan(pieces++, work, range);
 #pragma unroll 1
       for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
         // Queries go first: memory would give them last, when all blocks have asked for a ring of keys.
         if (count == 0) barrier_wait(this->asked(), 0);
         if (static_cast<int>(count & 1) == place)
           fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
+      }
+      if (pair) {
+        // The other block's out is to land in the first place of the ring. Its last tile was fetched when the tile before it was handed back up
+        // to the parts of this warp, so that no barrier is further behind than these waits, in their order, take it to be.
+        if (count > 0) {
+#pragma unroll
+          for (int part = 0; part < C::kParts; ++part) barrier_wait(free(0, part), (count - 1) >> 1 & 1);
+        }
+        barrier_arrive_there_relaxed_if(lane_ == 0, in_cluster(this->other_read(), cluster_rank() ^ 1));
       }
     });
     if (warp == 0) this->write_end(pieces);
@@ -48,6 +58,7 @@ class Producer : private decode::Planner<Block<C>, false> {
   using Base::lane_;
   using Base::p_;
   using Base::piece_;
+  using Base::rows_;
   using Base::shared_tile;
   using Base::tile_;
 
@@ -58,12 +69,15 @@ class Producer : private decode::Planner<Block<C>, false> {
     return parts < 12 ? 1 : parts < 50 ? 6 : parts < 100 ? 9 : 12;
   }
 
-  __device__ __forceinline__ void write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
+  // Whether the piece is of a pair.
+  __device__ __forceinline__ bool write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
     this->await_place(n);
     // Of the item's pieces this is number `index`; `parts` come before the last one, which adds them, through sums of `group` of them.
     const int first_range = work.range_of(piece_.begin), index = range - first_range,
               parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_),
               group = a_.pieces > 0 ? 1 : parts_together(parts);
+    const bool pair = cluster_blocks() > 1 && rows_ > 0 && parts == 1 && first_range % 2 == 0 &&
+                      work.range_begin(first_range) == piece_.begin && work.range_begin(first_range + 2) == piece_.end;
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
       this->describe(plan);
@@ -73,7 +87,11 @@ class Producer : private decode::Planner<Block<C>, false> {
       plan.first_part = range - plan.parts;
       plan.part_step = 1;
       plan.awaited = range;
-      if (!plan.part) {
+      plan.pair = pair;
+      if (pair) {
+        plan.part = false;
+        plan.parts = 0;
+      } else if (!plan.part) {
         plan.parts = (index + group - 1) / group;
         plan.first_part = range - index;
         plan.part_step = group;
@@ -85,6 +103,7 @@ class Producer : private decode::Planner<Block<C>, false> {
       barrier_arrive(this->planned(n & 1));
     }
     __syncwarp();
+    return pair;
   }
 
   // ------------------------------------------------------------------------------------------------------------------

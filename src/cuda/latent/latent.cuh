@@ -41,6 +41,9 @@ class Roles : private Block<C> {
       barrier_init(this->taken(), C::kValueThreads);
       barrier_init(this->met(), C::kScoreThreads);
       barrier_init(this->asked(), C::kScoreThreads);
+      barrier_init(this->other_read(), 1);
+      barrier_init(this->landed_sums(), 1);
+      barrier_init(this->landed_out(), 1);
       for (int n = 0; n < 2; ++n) {
         barrier_init(this->planned(n), 1);
         barrier_init(this->done(n), C::kValueThreads + C::kScoreThreads);
@@ -48,6 +51,10 @@ class Roles : private Block<C> {
       barrier_init_fence();
     }
     __syncthreads();
+    if (cluster_blocks() > 1) {  // the other one's barriers, too
+      cluster_arrive_relaxed();
+      cluster_wait();
+    }
     // 64K registers in all.
     const int group = uniform(threadIdx.x >> 7);
     if (group < 2) {

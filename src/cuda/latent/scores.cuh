@@ -271,6 +271,8 @@ class Scores : private Block<C> {
     float own[2] = {1.f, 1.f};
     if (plan_->parts > 0) add_parts(sums, own);
     if ((lane_ & 3) != 0) return;
+    const bool other_has_lse = plan_->pair && cluster_rank() == 0;
+    if (plan_->pair) exchange_sums(sums, own);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
@@ -283,8 +285,29 @@ class Scores : private Block<C> {
         const auto to = reinterpret_cast<uint64_t>(this->out_at(*plan_, row));
         st_shared_16(closing, __float_as_uint(own[r]), __float_as_uint(factor), static_cast<uint32_t>(to),
                      static_cast<uint32_t>(to >> 32));
-        this->store_lse(*plan_, row, lse);
+        if (!other_has_lse) this->store_lse(*plan_, row, lse);
       }
+    }
+  }
+
+  // With the other block of a pair, by the lanes that have a row each. The same sums in both, and the order of the keys.
+  __device__ __forceinline__ void exchange_sums(float2 (&sums)[2], float (&own)[2]) const {
+    const int rank = cluster_rank(), other = rank ^ 1;
+    const uint32_t landed = this->landed_sums();
+    if (warp_ * 16 >= plan_->rows) return;
+    if (warp_ == 0 && lane_ == 0) barrier_expect(landed, (plan_->rows + 15) / 16 * 16 * sizeof(float2));
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_there(in_cluster(this->shared_other_sums(row_of(r)), other), sums[r], in_cluster(landed, other));
+    barrier_wait(landed, 0);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t at = this->shared_other_sums(row_of(r));
+      const float2 its = ld_shared_float2(at);
+      const float top = fmaxf(sums[r].x, its.x), weight = exp2_approx(its.x - top);
+      own[r] = exp2_approx(sums[r].x - top);
+      st_shared_float(at, weight);
+      sums[r] = {top, rank == 0 ? fmaf(its.y, weight, sums[r].y * own[r]) : fmaf(sums[r].y, own[r], its.y * weight)};
     }
   }
 

@@ -23,9 +23,10 @@ struct Shape {
   constexpr int32_t most_parts() const {
     return (stages * tile_bytes() + q_and_p_bytes() - rows() * head_dim_v * 4) / (rows() * 8);
   }
-  // The ring, Q, two P, of every row two factors and what closes it, barriers, and plans of two pieces of work.
+  // The ring, Q, two P, of every row two factors, what closes it and what the other block of a pair has of it, barriers, and plans of two
+  // pieces of work.
   constexpr int32_t shared_bytes() const {
-    return stages * tile_bytes() + q_and_p_bytes() + rows() * (4 * stages + 16) + stages * (24 + keys) + 64 + 192;
+    return stages * tile_bytes() + q_and_p_bytes() + rows() * (4 * stages + 24) + stages * (24 + keys) + 88 + 192;
   }
 };
 

@@ -25,6 +25,13 @@ class Values : private Block<C> {
       plan_ = &this->plan(n & 1);
       if (plan_->batch < 0) return;
       walk();
+      if (plan_->pair && has_rows()) {
+        if (cluster_rank() == 0) {
+          send<1>();
+        } else {
+          send<0>();
+        }
+      }
       barrier_wait(this->closed(), n & 1);
       finish(n & 1);
       barrier_arrive(this->done(n & 1));
@@ -164,7 +171,9 @@ class Values : private Block<C> {
       if (plan_->part) {
         store_part(plan_->slot);
       } else {
-        store_whole();
+        const int rank = cluster_rank();
+        if (!plan_->pair || rank == 0) finish_half<0>();
+        if (!plan_->pair || rank == 1) finish_half<1>();
       }
     }
     barrier_arrive(this->taken());
@@ -175,7 +184,11 @@ class Values : private Block<C> {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void store_whole() const {
+  // To the caller's memory, half of the columns; of a pair with what the other block has of them.
+  template <int kHalf>
+  __device__ __forceinline__ void finish_half() {
+    constexpr int kFirst = kHalf * (C::kColumns / 16), kEnd = kFirst + C::kColumns / 16;
+    if (plan_->pair) add_other<kHalf>();
     const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - group() * C::kColumns - quad * 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -185,7 +198,7 @@ class Values : private Block<C> {
       Element *dst = reinterpret_cast<Element *>(uint64_t{closing.w} << 32 | closing.z) + (group() * C::kColumns + quad * 8);
       const int valid = row < plan_->rows ? columns : 0;
 #pragma unroll
-      for (int j = 0; j < C::kColumns / 8; j += 4) {
+      for (int j = kFirst; j < kEnd; j += 4) {
         uint32_t x[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n)
@@ -202,6 +215,47 @@ class Values : private Block<C> {
       if (lane_ == 0) this->store_lse(*plan_, row, -CUDART_INF_F);
       auto *dst = reinterpret_cast<unsigned short *>(this->out_at(*plan_, row));
       for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Pairs
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Half kHalf of the columns is the other block's to finish. Its tiles are read when it says so.
+  template <int kHalf>
+  __device__ __forceinline__ void send() const {
+    const int other = cluster_rank() ^ 1;
+    const uint32_t landed = in_cluster(this->landed_out(), other), to = in_cluster(this->shared_landing(0), other);
+    if (threadIdx.x == 0) barrier_expect(this->landed_out(), (plan_->rows + 15) / 16 * (2 * 32 * kHalfBytes));
+    barrier_wait_there(this->other_read(), 0);
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 16; ++n) {
+      const int i = kHalf * (C::kColumns / 4) + 4 * n;
+      store_there(to + n * (C::kValueThreads * 16), float4{out(i), out(i + 1), out(i + 2), out(i + 3)}, landed);
+    }
+  }
+  // The other half is this block's. What both have is added in the order of the keys.
+  template <int kHalf>
+  __device__ __forceinline__ void add_other() {
+    float own[2], weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(row_of(r), plan_->rows - 1);
+      own[r] = ld_shared_float(this->shared_closing(row));
+      weight[r] = ld_shared_float(this->shared_other_sums(row));
+    }
+    barrier_wait(this->landed_out(), 0);
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 16; ++n) {
+      const uint4 its = ld_shared_16(this->shared_landing(n));
+      const float x[4] = {__uint_as_float(its.x), __uint_as_float(its.y), __uint_as_float(its.z), __uint_as_float(its.w)};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float &mine = out(kHalf * (C::kColumns / 4) + 4 * n + e);
+        const int r = e >> 1;
+        mine = kHalf == 0 ? fmaf(mine, own[r], x[e] * weight[r]) : fmaf(x[e], weight[r], mine * own[r]);
+      }
     }
   }
 
@@ -279,6 +333,8 @@ class Values : private Block<C> {
       place = (place + step) & (kStride - 1);
     }
   }
+
+  static constexpr int kHalfBytes = C::kColumns / 4 * 4;  // a thread's accumulators of half its columns
 
   const Plan *plan_;
   uint32_t count_ = 0;             // tiles of the block so far

@@ -233,7 +233,8 @@ std::vector<Case> cases() {
   }
   // Latent caches: less than a block of rows, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t heads : {12, 24}) {
+    for (const auto &[heads, keys] :
+         {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // at last two blocks of threads for each block of rows
       Case c;
       c.seed = seed_for("every latent kernel") + static_cast<int64_t>(all.size());
       c.dtype = dtype;
@@ -244,8 +245,8 @@ std::vector<Case> cases() {
       c.head_dim_v = 512;
       c.v_in_k = 1;
       c.q.seqlen = 4;
-      c.k.seqlen = 900;
-      c.k.used = {900, 130};
+      c.k.seqlen = keys;
+      c.k.used = {keys, keys == 512 ? 490 : 130};
       c.mask = FA_MASK_CAUSAL;
       c.sink = 1;
       c.backward = 0;
