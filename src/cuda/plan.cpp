@@ -399,11 +399,18 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
     return false;
   }
   const int64_t rows = p.q_lengths.max_len * p.group;
-  const auto fits = [&](const latent::Shape &shape) {
-    return shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.shared_bytes() <= device.shared_bytes;
+  const auto find = [&](bool pairs) {
+    int32_t n = 0;
+    for (; n < latent::kNumShapes; ++n) {
+      const latent::Shape &shape = latent::kShapes[n];
+      if (shape.head_dim >= p.head_dim && shape.head_dim_v >= p.head_dim_v && shape.pairs == pairs &&
+          shape.shared_bytes() <= device.shared_bytes) {
+        break;
+      }
+    }
+    return n;
   };
-  int32_t found = 0;
-  while (found < latent::kNumShapes && !fits(latent::kShapes[found])) ++found;
+  const int32_t found = find(false);
   if (found == latent::kNumShapes) return false;
   const latent::Shape &shape = latent::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
@@ -427,7 +434,10 @@ bool plan_latent(const Problem &p, const Device &device, ForwardPlan &plan) {
   // A block for every piece: one that waits for others must have started after them.
   if (plan.pieces > 0) plan.blocks = items * plan.pieces;
   // Where each item gets two shares, as far as the host knows, the blocks of threads that have them are a cluster.
-  if (plan.pieces == 0 && std::min<int64_t>(plan.ranges, items * (steps - 1) >> plan.least_log2) == 2 * items) {
+  const int32_t paired = find(true);
+  if (paired < latent::kNumShapes && plan.pieces == 0 &&
+      std::min<int64_t>(plan.ranges, items * (steps - 1) >> plan.least_log2) == 2 * items) {
+    plan.shape = paired;
     plan.cluster = 2;
     plan.ranges = static_cast<int32_t>(2 * items);
     plan.blocks = plan.ranges;

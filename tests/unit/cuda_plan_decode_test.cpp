@@ -111,6 +111,7 @@ TEST(CudaPlan, LatentPairs) {
     p.batch = batch;
     const ForwardPlan plan = forward_plan(p, h200());
     EXPECT_EQ(plan.cluster, pairs ? 2 : 0) << batch << " x " << keys;
+    EXPECT_EQ(latent::kShapes[plan.shape].pairs, pairs) << batch << " x " << keys;
     if (pairs) {
       EXPECT_EQ(plan.blocks, 2 * batch);
     }

@@ -175,8 +175,11 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           for (const int64_t seqlen_q : {int64_t{1}, p.q_lengths.max_len}) {
             if (head_dim_v > head_dim) continue;
             latent.q_lengths.max_len = seqlen_q;
-            const ForwardPlan plan = forward_plan(latent, device);
-            forward.insert({plan.family, plan.shape});
+            for (const int64_t keys : {512, 1000}) {
+              latent.k_lengths.max_len = keys;
+              const ForwardPlan plan = forward_plan(latent, device);
+              forward.insert({plan.family, plan.shape});
+            }
           }
           if (head_dim > 512) continue;  // forward alone
           for (const int64_t keys : {1000, 2000}) {

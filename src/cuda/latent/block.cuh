@@ -20,10 +20,11 @@ struct Plan : decode::RowsAndKeys {
   bool pair;
 };
 
-template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_>
+template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_, bool kPairs_>
 struct Config {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kHeld = kHeld_;
+  static constexpr bool kPairs = kPairs_;
   static constexpr int kParts = kKeys / 16;  // in which P of a tile is handed over, and the tile's rows are handed back
   // Two groups of four warps for values, one for scores, and the warps that fetch.
   static constexpr int kRows = 64, kThreads = 512, kValueThreads = 256, kScoreThreads = 128, kFetchWarps = 4;

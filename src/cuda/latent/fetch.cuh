@@ -34,7 +34,7 @@ class Producer : private decode::Planner<Block<C>, false> {
         if (static_cast<int>(count & 1) == place)
           fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
       }
-      if (pair) {
+      if (C::kPairs && pair) {
         // The other block's out is to land in the first place of the ring. Its last tile was fetched when the tile before it was handed back up
         // to the parts of this warp, so that no barrier is further behind than these waits, in their order, take it to be.
         if (count > 0) {
@@ -76,7 +76,7 @@ class Producer : private decode::Planner<Block<C>, false> {
     const int first_range = work.range_of(piece_.begin), index = range - first_range,
               parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_),
               group = a_.pieces > 0 ? 1 : parts_together(parts);
-    const bool pair = cluster_blocks() > 1 && rows_ > 0 && parts == 1 && first_range % 2 == 0 &&
+    const bool pair = C::kPairs && rows_ > 0 && parts == 1 && first_range % 2 == 0 &&
                       work.range_begin(first_range) == piece_.begin && work.range_begin(first_range + 2) == piece_.end;
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
@@ -88,7 +88,7 @@ class Producer : private decode::Planner<Block<C>, false> {
       plan.part_step = 1;
       plan.awaited = range;
       plan.pair = pair;
-      if (pair) {
+      if (C::kPairs && pair) {
         plan.part = false;
         plan.parts = 0;
       } else if (!plan.part) {

@@ -51,7 +51,7 @@ class Roles : private Block<C> {
       barrier_init_fence();
     }
     __syncthreads();
-    if (cluster_blocks() > 1) {  // the other one's barriers, too
+    if (C::kPairs) {  // the other one's barriers, too
       cluster_arrive_relaxed();
       cluster_wait();
     }

@@ -271,8 +271,8 @@ class Scores : private Block<C> {
     float own[2] = {1.f, 1.f};
     if (plan_->parts > 0) add_parts(sums, own);
     if ((lane_ & 3) != 0) return;
-    const bool other_has_lse = plan_->pair && cluster_rank() == 0;
-    if (plan_->pair) exchange_sums(sums, own);
+    const bool other_has_lse = C::kPairs && plan_->pair && cluster_rank() == 0;
+    if (C::kPairs && plan_->pair) exchange_sums(sums, own);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);

@@ -14,6 +14,7 @@ struct Shape {
   int32_t keys;        // of a tile
   int32_t stages;      // of the ring of tiles
   int32_t held;        // slabs of 64 columns of Q in registers
+  bool pairs;          // blocks of threads are clusters of two that share an item
 
   constexpr int32_t rows() const { return 64; }
   constexpr int32_t threads() const { return 512; }
@@ -30,11 +31,12 @@ struct Shape {
   }
 };
 
-// X(name, head_dim, head_dim_v, keys, stages, held)
+// X(name, head_dim, head_dim_v, keys, stages, held, pairs)
 // The build looks for lines that begin with X(.
 // clang-format off
 #define FA_LATENT_TABLE(X) \
-  X(d576, 576, 512, 64, 2, 4)
+  X(d576, 576, 512, 64, 2, 4, false) \
+  X(d576p, 576, 512, 64, 2, 4, true)
 // clang-format on
 
 #define FA_LATENT_SHAPE(name, ...) {#name, __VA_ARGS__},

@@ -25,7 +25,7 @@ class Values : private Block<C> {
       plan_ = &this->plan(n & 1);
       if (plan_->batch < 0) return;
       walk();
-      if (plan_->pair && has_rows()) {
+      if (C::kPairs && plan_->pair && has_rows()) {
         if (cluster_rank() == 0) {
           send<1>();
         } else {
@@ -171,9 +171,9 @@ class Values : private Block<C> {
       if (plan_->part) {
         store_part(plan_->slot);
       } else {
-        const int rank = cluster_rank();
-        if (!plan_->pair || rank == 0) finish_half<0>();
-        if (!plan_->pair || rank == 1) finish_half<1>();
+        const int other_has = C::kPairs && plan_->pair ? cluster_rank() ^ 1 : -1;
+        if (other_has != 0) finish_half<0>();
+        if (other_has != 1) finish_half<1>();
       }
     }
     barrier_arrive(this->taken());
@@ -188,7 +188,7 @@ class Values : private Block<C> {
   template <int kHalf>
   __device__ __forceinline__ void finish_half() {
     constexpr int kFirst = kHalf * (C::kColumns / 16), kEnd = kFirst + C::kColumns / 16;
-    if (plan_->pair) add_other<kHalf>();
+    if (C::kPairs && plan_->pair) add_other<kHalf>();
     const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - group() * C::kColumns - quad * 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
