@@ -634,7 +634,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
     // Pairs that leave P in registers are fast enough to lose by it from 1k on; those that do not add from registers, and store only in order.
-    const int32_t few_blocks = shape.design == sm90::Design::alone ? 16 : shape.design == sm90::Design::scores ? 4 : 0;
+    const int32_t few_blocks = shape.blocks() == 1 ? 16 : shape.hands_p() ? 0 : 4;
     plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_blocks;
     return FA_OK;
   }

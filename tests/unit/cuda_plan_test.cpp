@@ -182,7 +182,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             }
           }
           if (head_dim > 512) continue;  // forward alone
-          for (const int64_t keys : {1000, 2000}) {
+          for (const int64_t keys : {1000, 3000}) {
             p.k_lengths.max_len = keys;
             const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
             backward.insert({backward_of_p.family, backward_of_p.shape});
@@ -501,6 +501,12 @@ TEST(CudaPlan, HopperBackwardKernels) {
       EXPECT_TRUE(plan.zero_dq_sum) << keys;
     }
   }
+  b.forward.head_dim_v = 128;
+  b.forward.head_dim = 192;
+  for (const int64_t keys : {1, 2048, 2049}) {
+    b.forward.k_lengths.max_len = keys;
+    EXPECT_EQ(sm90::kBackwardShapes[backward_plan(b, h200()).shape].stays(), keys <= 2048) << keys;
+  }
   // Blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the same kernels, up to 192 columns.
   for (const int64_t head_dim : {64, 96, 128, 192, 256}) {
     b = plain;
@@ -519,8 +525,8 @@ TEST(CudaPlan, HopperBackwardKernels) {
               std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
         << head_dim;
     EXPECT_GE(ordered.heads_per_section, unordered.heads_per_section) << head_dim;
-    // Up to 128 columns blocks of threads stay, beyond that pairs of them own a block of keys.
-    EXPECT_EQ(unordered.blocks, head_dim >= 192 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
+    // Blocks of threads stay, or pairs of them; those of long walks with 256 columns own a block of keys.
+    EXPECT_EQ(unordered.blocks, head_dim == 256 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
     if (head_dim == 256) {
       EXPECT_EQ(ordered.blocks, h200().multiprocessors);
     }

@@ -97,7 +97,7 @@ class BackwardPair : PairTasks<C> {
       barrier_wait(q_full(0), 0);
       hold(s);
       products_begin();
-      start_scores(s, q_tile(0));
+      start_scores(s, this->k_tile(), q_tile(0));
       products_wait<0>();
       hold(s);
 #pragma unroll 1
@@ -135,7 +135,7 @@ class BackwardPair : PairTasks<C> {
           await_q(n + 1 < count, next, slot.parity());
           hold(s);
           products_begin();
-          start_scores(s, q_tile(next));
+          start_scores(s, this->k_tile(), q_tile(next));
         } else {
           hold(w);
           hold(dv);
@@ -155,7 +155,7 @@ class BackwardPair : PairTasks<C> {
           hold(s);
           products_begin();
           start_dq(dq, last, 1);
-          start_scores(s, q_tile(next));
+          start_scores(s, this->k_tile(), q_tile(next));
           products_wait<1>();
           hold(dq);
           release_ds(n > 0, last);

@@ -23,9 +23,13 @@ class BackwardPairScores : PairBlock<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      this->find_block(static_cast<int>(blockIdx.x) / 2, b());
+      if constexpr (C::kStays) {
+        this->init_stay(12, 8);
+      } else {
+        this->find_block(static_cast<int>(blockIdx.x) / 2, b());
+        barrier_init(other_k_full(), 1);
+      }
       barrier_init(k_full(), 1);
-      barrier_init(other_k_full(), 1);
       barrier_init(v_full(), 1);
       for (int n = 0; n < 2; ++n) {
         barrier_init(own_ds_full(n), 4);
@@ -51,12 +55,15 @@ class BackwardPairScores : PairBlock<C> {
     cluster_sync();
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
-      if (warp_ == 0) this->produce();
-      if (warp_ == 1) pass_ds();
+      if (warp_ == 0) produce();
+      if (warp_ == 1) each_item([&](int &n) { pass_ds(n); });
       if (warp_ > 1) {
         uint32_t parity = 0;
         wait_for_previous();
-        this->template add_shares<2>(rank_, dq_tile(), dq_full(warp_ & 1), dq_empty(), parity, warp_ & 1);
+        each_item([&](int &n) {
+          this->template add_shares<2>(rank_, dq_tile(), dq_full(warp_ & 1), dq_empty(), parity, (warp_ + n) & 1);
+          n = b().chunks;
+        });
         copies_wait();
       }
     } else {
@@ -73,17 +80,21 @@ class BackwardPairScores : PairBlock<C> {
  private:
   using Pair = PairBlock<C>;
   using Pair::a_, Pair::b, Pair::lane_, Pair::p_, Pair::rank_, Pair::shared_, Pair::warp_;
-  using Pair::add_exactly, Pair::add_row, Pair::await_q, Pair::chunks, Pair::delta_row, Pair::dout_empty, Pair::dout_full,
-      Pair::dout_tile, Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::first_key, Pair::flag,
-      Pair::k_full, Pair::lse_row, Pair::masked, Pair::other_k_full, Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::ds_used,
-      Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::start_scores, Pair::stat,
-      Pair::store, Pair::there, Pair::v_full, Pair::zero_if_finite;
-  using typename Pair::Dq, typename Pair::Element, typename Pair::Slot, typename Pair::Stats, typename Pair::Walk;
+  using Pair::add_exactly, Pair::add_row, Pair::chunks, Pair::delta_row, Pair::dout_empty, Pair::dout_full, Pair::dout_tile,
+      Pair::dq_exactly, Pair::ds_empty, Pair::ds_full, Pair::ds_tile, Pair::ds_used, Pair::finish_block, Pair::first_key,
+      Pair::flag, Pair::k_full, Pair::keys_empty, Pair::lse_row, Pair::masked, Pair::next_block, Pair::other_k_full,
+      Pair::q_empty, Pair::q_full, Pair::q_tile, Pair::release_ds, Pair::round, Pair::start_dp, Pair::start_dq,
+      Pair::start_gradient, Pair::start_scores, Pair::stat, Pair::store, Pair::there, Pair::v_empty, Pair::v_full,
+      Pair::zero_if_finite;
+  using typename Pair::Dq, typename Pair::DoutSlot, typename Pair::Element, typename Pair::Slot, typename Pair::Stats,
+      typename Pair::Walk;
   static_assert(!C::kHandsP && C::kDqParts == 1);
   // Whether S of the next chunk runs beside dv: there are registers for it beside P, and a place for its Q.
   static constexpr bool kAhead = C::kStages > 2;
   // Whether there are registers for lse and delta of a chunk ahead of their use.
   static constexpr bool kStatsAhead = !C::kScored && C::kDv <= 128;
+  // Whether dS is worked out when the products that run under it have all been started, see late_one().
+  static constexpr bool kLate = C::kStays && kAhead && kStatsAhead;
 
   // Of this block's keys; ds_full is that of the other's.
   __device__ __forceinline__ uint32_t own_ds_full(int n) const { return this->handed(n); }
@@ -92,127 +103,211 @@ class BackwardPairScores : PairBlock<C> {
   __device__ __forceinline__ uint32_t dq_tile() const { return shared_ + C::kHandedOffset; }
   __device__ __forceinline__ uint32_t own_flag(int n) const { return flag(2 + n); }
 
+  // Pairs that stay: the next block of keys is described when all of this one has been fetched; its chunks are the last that others still have.
+  __device__ __forceinline__ void produce() {
+    if constexpr (C::kStays) {
+      Slot slot;
+      DoutSlot dout_slot;
+      int count = 0;
+      this->plan_item(0, count);
+      for (int item = 0; next_block(item); ++item) {
+        this->fetch_item(slot, dout_slot);
+        this->plan_item(item + 1, count);
+        finish_block(item);
+      }
+    } else {
+      Pair::produce();
+    }
+  }
+  // Calls f(n) for every block of keys of this pair with the number of chunks before it, to which f adds those of this one.
+  template <typename F>
+  __device__ __forceinline__ void each_item(F f) {
+    if constexpr (C::kStays) {
+      Pair::each_item(f);
+    } else {
+      int n = 0;
+      f(n);
+    }
+  }
+  __device__ __forceinline__ uint32_t item_parity() const { return C::kStays ? b().item & 1 : 0; }
+  // As a number that is worked out in every chunk, where operands that are kept would leave too few uniform registers.
+  __device__ __forceinline__ uint32_t keys_tile() const { return kLate ? uniform(this->k_tile()) : this->k_tile(); }
+  __device__ __forceinline__ void await_q(bool more, int at, uint32_t parity) const {
+    if constexpr (C::kStays) {
+      barrier_wait_if(more, q_full(at), parity);
+    } else {
+      Pair::await_q(more, at, parity);
+    }
+  }
+
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has S, dP and dv
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void scores() const {
+  __device__ __forceinline__ void scores() {
     float dv[C::kDv / 2];
-#pragma unroll
-    for (float &x : dv) x = 0.f;
-    const int count = b().begin < b().end ? chunks() : 0;
-    if (count > 0) {
-      float s[C::kRows / 2], dp[C::kRows / 2];
-      uint32_t p[C::kRows / 16][4], ds[C::kRows / 16][4];
+    if constexpr (C::kStays) {
       Slot slot;
-      const Walk walk = this->walk();
-      int chunk = walk.end - 1, head_q = b().head_k * static_cast<int>(p_.group);
-      Stats lse, delta;
-      barrier_wait(k_full(), 0);
-      barrier_wait(q_full(0), 0);
-      if constexpr (kStatsAhead) this->load_stats(lse, lse_row(0));
+      int n = 0;
+#pragma unroll 1
+      for (int item = 0; next_block(item);) {
+#pragma unroll
+        for (float &x : dv) x = 0.f;
+        barrier_wait(k_full(), item & 1);
+        if (b().begin < b().end) {
+          weigh_chunks(dv, slot, n, 0);
+        } else {
+          barrier_wait(v_full(), item & 1);
+          barrier_arrive_if(lane_ == 0, v_empty());
+        }
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, keys_empty());
+        store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+        item = b().item;
+        finish_block(item++);
+      }
+    } else {
+#pragma unroll
+      for (float &x : dv) x = 0.f;
+      const int count = b().begin < b().end ? chunks() : 0;
+      if (count > 0) {
+        Slot slot;
+        int n = 0;
+        weigh_chunks(dv, slot, n, count);
+      }
+      store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+    }
+  }
+
+  // n: chunks of all items before.
+  __device__ __forceinline__ void weigh_chunks(float (&dv)[C::kDv / 2], Slot &slot, int &n, int count) const {
+    float s[C::kRows / 2], dp[C::kRows / 2];
+    uint32_t p[C::kRows / 16][4], ds[C::kRows / 16][4];
+    const Walk walk = this->walk();
+    const int end = C::kStays ? b().chunks : count;
+    int chunk = walk.end - 1, head_q = b().head_k * static_cast<int>(p_.group);
+    Stats lse, delta;
+    {
+      const int at = C::kStays ? uniform(slot.at()) : 0;
+      if constexpr (!C::kStays) barrier_wait(k_full(), 0);
+      barrier_wait(q_full(at), slot.parity());
+      if constexpr (kStatsAhead) this->load_stats(lse, lse_row(at));
       hold(s);
       products_begin();
-      start_scores(s, q_tile(0));
+      start_scores(s, keys_tile(), q_tile(at));
       products_wait<0>();
       hold(s);
-      barrier_wait(v_full(), 0);
+    }
+    barrier_wait(v_full(), item_parity());
 #pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        const int at = uniform(slot.at()), buffer = uniform(n & 1), dout_at = uniform(n % C::kDoutStages);
-        slot.step();
-        const int next = uniform(slot.at());
-        const bool edge = walk.masked(chunk);
-        barrier_wait(dout_full(dout_at), n / C::kDoutStages & 1);
-        if constexpr (kStatsAhead) this->load_stats(delta, delta_row(dout_at));
-        hold(dp);
+    do {
+      const int at = uniform(slot.at()), buffer = uniform(n & 1), dout_at = uniform(n % C::kDoutStages);
+      slot.step();
+      const int next = uniform(slot.at());
+      const uint32_t k = keys_tile();
+      const bool edge = walk.masked(chunk);
+      barrier_wait(dout_full(dout_at), n / C::kDoutStages & 1);
+      if constexpr (kStatsAhead) this->load_stats(delta, delta_row(dout_at));
+      hold(dp);
+      products_begin();
+      start_dp(dp, dout_tile(dout_at));
+      float finite = 0.f;  // or NaN
+      if (edge) finite = zero_if_finite(s);
+      float e[C::kRows / 2];  // P
+#pragma unroll
+      for (int i = 0; i < C::kRows / 2; ++i) e[i] = s[i];
+      if constexpr (kStatsAhead) {
+        this->weigh(e, lse);
+      } else {
+        this->weigh(p, e, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
+      }
+      if (edge) this->mask_weights(p, e, first_key(), chunk * C::kRows);
+      this->round_weights(p, e);
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, q_empty(at));
+      products_wait<0>();
+      hold(dp);
+      if constexpr (C::kStays) barrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
+      bool careful = false;
+      if (edge) {
+        finite += zero_if_finite(dp) + zero_if_finite(delta_row(dout_at));
+        careful = named_barrier_or(1, 128, finite != 0.f);
+      }
+      if (careful) {
+        derivatives(dp, e, delta, delta_row(dout_at), 1.f);
+#pragma unroll
+        for (float &x : dp) x += 0.f;  // a visible -0 is no mask
+        this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { dp[i] = kMasked; });
+        round(ds, dp);
+        if constexpr (kLate) await_ds(buffer, n);
+        put_ds(ds, n, edge, true);
+        add_exactly(dv, p, dout_tile(dout_at));
+        await_q(n + 1 < end, next, slot.parity());
+        if (kStatsAhead && (!C::kStays || n + 1 < end)) this->load_stats(lse, lse_row(next));
+        hold(s);
         products_begin();
-        start_dp(dp, dout_tile(dout_at));
-        float finite = 0.f;  // or NaN
-        if (edge) finite = zero_if_finite(s);
-        float e[C::kRows / 2];  // P
-#pragma unroll
-        for (int i = 0; i < C::kRows / 2; ++i) e[i] = s[i];
-        if constexpr (kStatsAhead) {
-          this->weigh(e, lse);
-        } else {
-          this->weigh(p, e, lse_row(at), first_key(), chunk * C::kRows, this->alibi_slope(head_q));
+        start_scores(s, k, q_tile(next));
+      } else {
+        if constexpr (kAhead) await_q(n + 1 < end, next, slot.parity());
+        if constexpr (kAhead && kStatsAhead) {
+          if (!C::kStays || n + 1 < end) this->load_stats(lse, lse_row(next));
         }
-        if (edge) this->mask_weights(p, e, first_key(), chunk * C::kRows);
-        this->round_weights(p, e);
-        __syncwarp();
-        barrier_arrive_if(lane_ == 0, q_empty(at));
-        products_wait<0>();
-        hold(dp);
-        bool careful = false;
-        if (edge) {
-          finite += zero_if_finite(dp) + zero_if_finite(delta_row(dout_at));
-          careful = named_barrier_or(1, 128, finite != 0.f);
-        }
-        if (careful) {
-          derivatives(dp, e, delta, delta_row(dout_at));
-#pragma unroll
-          for (float &x : dp) x += 0.f;  // a visible -0 is no mask
-          this->template for_masked<C::kRows>(first_key(), chunk * C::kRows, [&](int i) { dp[i] = kMasked; });
-          round(ds, dp);
-          put_ds(ds, n, edge, true);
-          add_exactly(dv, p, dout_tile(dout_at));
-          await_q(n + 1 < count, next, slot.parity());
-          if constexpr (kStatsAhead) this->load_stats(lse, lse_row(next));
+        hold(p);
+        hold(dv);
+        if constexpr (kAhead) hold(s);
+        products_begin();
+        if constexpr (kAhead) start_scores(s, k, q_tile(next));
+        start_gradient(dv, p, dout_tile(dout_at));
+        if constexpr (kLate) await_ds(buffer, n);
+        derivatives(dp, e, delta, delta_row(dout_at), late_one());
+        round(ds, dp);
+        put_ds(ds, n, edge, false);
+        if constexpr (!kAhead) {
+          await_q(n + 1 < end, next, slot.parity());
           hold(s);
           products_begin();
-          start_scores(s, q_tile(next));
-        } else {
-          if constexpr (kAhead) await_q(n + 1 < count, next, slot.parity());
-          if constexpr (kAhead && kStatsAhead) this->load_stats(lse, lse_row(next));
-          hold(p);
-          hold(dv);
-          if constexpr (kAhead) hold(s);
-          products_begin();
-          if constexpr (kAhead) start_scores(s, q_tile(next));
-          start_gradient(dv, p, dout_tile(dout_at));
-          derivatives(dp, e, delta, delta_row(dout_at));
-          round(ds, dp);
-          put_ds(ds, n, edge, false);
-          if constexpr (!kAhead) {
-            await_q(n + 1 < count, next, slot.parity());
-            if constexpr (kStatsAhead) this->load_stats(lse, lse_row(next));
-            hold(s);
-            products_begin();
-            start_scores(s, q_tile(next));
-          }
-          products_wait<kAhead ? 0 : 1>();
-          hold(dv);
+          start_scores(s, k, q_tile(next));
         }
-        __syncwarp();
-        barrier_arrive_if(lane_ == 0, dout_empty(dout_at));
-        products_wait<0>();
-        hold(s);
-        if (--chunk < walk.begin) {
-          chunk = walk.end - 1;
-          ++head_q;
-        }
+        products_wait<kAhead ? 0 : 1>();
+        hold(dv);
       }
-    }
-    store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, dout_empty(dout_at));
+      products_wait<0>();
+      hold(s);
+      if (--chunk < walk.begin) {
+        chunk = walk.end - 1;
+        ++head_q;
+      }
+    } while (++n < end);
   }
 
   // dP to dS, in place.
   __device__ __forceinline__ void derivatives(float (&dp)[C::kRows / 2], const float (&p)[C::kRows / 2], const Stats &ahead,
-                                              uint32_t row) const {
+                                              uint32_t row, float one) const {
 #pragma unroll
     for (int j = 0; j < C::kRows / 8; ++j) {
       const float2 delta = kStatsAhead ? ahead[j] : stat(row, j);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) dp[4 * j + r] = p[4 * j + r] * (dp[4 * j + r] - ((r & 1) ? delta.y : delta.x));
+      for (int r = 0; r < 4; ++r) {
+        const float d = (r & 1) ? delta.y : delta.x;
+        dp[4 * j + r] = p[4 * j + r] * (kLate ? fmaf(dp[4 * j + r], one, -d) : dp[4 * j + r] - d);
+      }
     }
   }
+  // 1, as a number that is not known before the loop in front of it, a wait, has ended. All that dS needs is there when the products are
+  // started under which it is to be worked out, and ptxas would do that between the first two of them, while the tensor cores wait for the rest.
+  __device__ __forceinline__ float late_one() const {
+    return kLate ? __int_as_float(static_cast<int>(uniform(0x3f800000u + static_cast<uint32_t>(lane_)))) : 1.f;
+  }
 
+  // Until both blocks have multiplied what was there.
+  __device__ __forceinline__ void await_ds(int buffer, int n) const { barrier_wait_there(ds_empty(buffer), n >> 1 & 1 ^ 1); }
   // This warp's 16 keys of dS^T of the n-th chunk, for this block and the other, once both have multiplied what was there. At the mask's
   // edge they also have to know whether to add with care.
   __device__ __forceinline__ void put_ds(const uint32_t (&ds)[C::kRows / 16][4], int n, bool edge, bool careful) const {
     const int buffer = uniform(n & 1);
-    barrier_wait_there(ds_empty(buffer), n >> 1 & 1 ^ 1);
+    if constexpr (!kLate) await_ds(buffer, n);
     this->write_ds(ds, buffer);
     __syncwarp();
     if (lane_ != 0) return;
@@ -224,11 +319,11 @@ class BackwardPairScores : PairBlock<C> {
   }
   // A warp sends dS of every chunk to the other block, and passes on that the chunk before has been multiplied. The fence, which waits for
   // what a thread has stored, is that of those who read.
-  __device__ __forceinline__ void pass_ds() const {
-    const int count = b().begin < b().end ? chunks() : 0;
+  __device__ __forceinline__ void pass_ds(int &n) const {
+    const int first = n, count = C::kStays ? 0 : b().begin < b().end ? chunks() : 0;
     int chunk = b().end - 1;
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) {
+    for (; n < (C::kStays ? b().chunks : count); ++n) {
       const int buffer = n & 1;
       barrier_wait(own_ds_full(buffer), n >> 1 & 1);
       if (elect_one()) {
@@ -237,82 +332,114 @@ class BackwardPairScores : PairBlock<C> {
         barrier_expect(ds_full(buffer), C::kDsBytes + (masked(chunk) ? 4 : 0));  // from the other block
       }
       __syncwarp();
-      if (n > 0) this->pass_release(n - 1);
+      if (n > first) this->pass_release(n - 1);
       if (--chunk < b().begin) chunk = b().end - 1;
     }
-    if (count > 0) this->pass_release(count - 1);
+    if (n > first) this->pass_release(n - 1);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
   // The group that has dk and dq
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void gradients() const {
+  __device__ __forceinline__ void gradients() {
     float dk[C::kD / 2];
-#pragma unroll
-    for (float &x : dk) x = 0.f;
-    const int count = b().begin < b().end ? chunks() : 0;
-    if (count > 0) {
-      Dq dq;
-#pragma unroll
-      for (float &x : dq) x = 0.f;
+    if constexpr (C::kStays) {
       Slot slot;
-      const Walk walk = this->walk();
-      int chunk = walk.end - 1;
+      int n = 0;
+#pragma unroll 1
+      for (int item = 0; next_block(item);) {
+#pragma unroll
+        for (float &x : dk) x = 0.f;
+        barrier_wait(k_full(), item & 1);
+        barrier_wait(other_k_full(), item & 1);
+        if (b().begin < b().end) {
+          add_chunks(dk, slot, n, 0);
+        } else {
+          __syncwarp();
+          barrier_arrive_if(lane_ == 0, keys_empty());
+        }
+        store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
+        item = b().item;
+        finish_block(item++);
+      }
+    } else {
+#pragma unroll
+      for (float &x : dk) x = 0.f;
+      const int count = b().begin < b().end ? chunks() : 0;
+      if (count > 0) {
+        Slot slot;
+        int n = 0;
+        add_chunks(dk, slot, n, count);
+      }
+      store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
+    }
+  }
+
+  __device__ __forceinline__ void add_chunks(float (&dk)[C::kD / 2], Slot &slot, int &n, int count) const {
+    Dq dq;
+#pragma unroll
+    for (float &x : dq) x = 0.f;
+    const Walk walk = this->walk();
+    const int end = C::kStays ? b().chunks : count;
+    int chunk = walk.end - 1;
+    uint32_t first = 1;  // of the item
+    if constexpr (!C::kStays) {
       barrier_wait(k_full(), 0);
       barrier_wait(other_k_full(), 0);
-#pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        const int at = uniform(slot.at()), buffer = uniform(n & 1);
-        const uint32_t parity = n >> 1 & 1;
-        barrier_wait(q_full(at), slot.parity());
-        barrier_wait(own_ds_full(buffer), parity);
-        shared_fence_for_copies();
-        bool careful = false;
-        if (walk.masked(chunk)) {
-          barrier_wait(ds_full(buffer), parity);
-          // By the lane that will let them go.
-          if (lane_ == 0) careful = (ld_shared_4(own_flag(buffer)) | ld_shared_4(flag(buffer))) != 0;
-          careful = __shfl_sync(~0u, careful, 0);
-        }
-        if (careful) {
-          hand_over_dq(dq, n);
-          dk_exactly(dk, buffer, q_tile(at));
-          __syncwarp();
-          barrier_arrive_if(lane_ == 0, q_empty(at));
-          dq_exactly(dq, buffer, 0);
-        } else {
-          hold(dk);
-          products_begin();
-          start_dk(dk, buffer, q_tile(at));
-          hand_over_dq(dq, n);
-          barrier_wait(ds_full(buffer), parity);
-          hold(dq);
-          products_begin();
-          start_dq(dq, buffer, 0);
-          products_wait<1>();
-          hold(dk);
-          __syncwarp();
-          barrier_arrive_if(lane_ == 0, q_empty(at));
-          products_wait<0>();
-          hold(dq);
-        }
-        release_ds(true, buffer);
-        slot.step();
-        if (--chunk < walk.begin) chunk = walk.end - 1;
-      }
-      hand_over_dq(dq, count);
     }
-    store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
+#pragma unroll 1
+    do {
+      const int at = uniform(slot.at()), buffer = uniform(n & 1);
+      const uint32_t parity = n >> 1 & 1;
+      barrier_wait(q_full(at), slot.parity());
+      barrier_wait(own_ds_full(buffer), parity);
+      shared_fence_for_copies();
+      bool careful = false;
+      if (walk.masked(chunk)) {
+        barrier_wait(ds_full(buffer), parity);
+        // By the lane that will let them go.
+        if (lane_ == 0) careful = (ld_shared_4(own_flag(buffer)) | ld_shared_4(flag(buffer))) != 0;
+        careful = __shfl_sync(~0u, careful, 0);
+      }
+      if (careful) {
+        hand_over_dq(dq, n, first);
+        dk_exactly(dk, buffer, q_tile(at));
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, q_empty(at));
+        dq_exactly(dq, buffer, 0);
+      } else {
+        hold(dk);
+        products_begin();
+        start_dk(dk, buffer, q_tile(at));
+        hand_over_dq(dq, n, first);
+        barrier_wait(ds_full(buffer), parity);
+        hold(dq);
+        products_begin();
+        start_dq(dq, buffer, 0);
+        products_wait<1>();
+        hold(dk);
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, q_empty(at));
+        products_wait<0>();
+        hold(dq);
+      }
+      release_ds(true, buffer);
+      first = 0;
+      slot.step();
+      if (--chunk < walk.begin) chunk = walk.end - 1;
+    } while (++n < end);
+    if constexpr (C::kStays) barrier_arrive_if(lane_ == 0, keys_empty());
+    hand_over_dq(dq, C::kStays ? n : count, 0);
   }
 
   // dq of the chunk before the n-th to shared memory, once the copy engine has read the one before from there, and to the warp that has it
-  // added.
-  __device__ __forceinline__ void hand_over_dq(const Dq &dq, int n) const {
-    barrier_wait(dq_empty(), n == 0 ? 1 : n & 1);
+  // added. Under the first chunk of an item, behind which the last dq of the one before has left, something is written that nobody reads.
+  __device__ __forceinline__ void hand_over_dq(const Dq &dq, int n, uint32_t first) const {
+    barrier_wait(dq_empty(), C::kStays ? (n & 1) ^ first : n == 0 ? 1 : n & 1);
     this->put_share(dq, dq_tile());
     __syncwarp();
-    barrier_arrive_if(n > 0 && lane_ == 0, dq_full((n - 1) & 1));
+    barrier_arrive_if((C::kStays ? first == 0 : n > 0) && lane_ == 0, dq_full((n - 1) & 1));
   }
   // dk += dS^T Q of this block's keys.
   __device__ __forceinline__ void start_dk(float (&dk)[C::kD / 2], int buffer, uint32_t rows) const {

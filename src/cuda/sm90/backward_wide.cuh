@@ -78,8 +78,8 @@ class BackwardWide : PairTasks<C> {
   using Pair::add_exactly, Pair::chunks, Pair::chunks_at, Pair::dout_empty, Pair::dout_full, Pair::dout_tile, Pair::ds_empty,
       Pair::ds_full, Pair::ds_tile, Pair::delta_row, Pair::finish_block, Pair::first_key, Pair::flag, Pair::k_full,
       Pair::k_tile, Pair::keys_empty, Pair::lse_row, Pair::masked, Pair::next_block, Pair::other_k_full, Pair::q_empty,
-      Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_gradient, Pair::store, Pair::there,
-      Pair::v_empty, Pair::v_full, Pair::zero_if_finite;
+      Pair::q_full, Pair::q_tile, Pair::round, Pair::start_dp, Pair::start_dq, Pair::start_scores, Pair::start_gradient,
+      Pair::store, Pair::there, Pair::v_empty, Pair::v_full, Pair::zero_if_finite;
   using Tasks::add_dq, Tasks::added, Tasks::agreed, Tasks::derivatives, Tasks::doubt, Tasks::hand_over, Tasks::mark_masked,
       Tasks::may_add, Tasks::p_empty, Tasks::p_full, Tasks::put_ds, Tasks::seen;
   using typename Pair::Dq, typename Pair::DoutSlot, typename Pair::Element, typename Pair::Slot;
@@ -115,17 +115,6 @@ class BackwardWide : PairTasks<C> {
       item = b().item;
       finish_block(item++);
     }
-  }
-
-  // K Q^T. K as a number known to be uniform and worked out in every chunk: operands kept from chunk to chunk would be spilled.
-  __device__ __forceinline__ void start_scores(float (&s)[C::kRows / 2], uint32_t keys, uint32_t rows) const {
-    const uint64_t a = uniform_rows_operand(keys), b = uniform_rows_operand(rows);
-#pragma unroll
-    for (int d = 0; d < C::kD / 16; ++d) {
-      Product<Element, C::kRows>::rows_rows(s, advance_operand(a, d / 4 * 64 * 128 + d % 4 * 32),
-                                            advance_operand(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
-    }
-    products_commit();
   }
 
   // Of the group in one register: the parity of chunks with masked pairs, and whether the chunk before was one and had to be multiplied

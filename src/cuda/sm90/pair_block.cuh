@@ -358,9 +358,10 @@ class PairBlock : protected BackwardBlock<C> {
   // Products, each started and not awaited
   // ------------------------------------------------------------------------------------------------------------------
 
-  // K Q^T and V dO^T: 64 keys times the rows of a chunk.
-  __device__ __forceinline__ void start_scores(float (&s)[C::kRows / 2], uint32_t rows) const {
-    const uint64_t a = uniform_rows_operand(k_tile()), b = uniform_rows_operand(rows);
+  // K Q^T and V dO^T: 64 keys times the rows of a chunk. Where K is given as a number known to be uniform and worked out in every chunk, its
+  // operands are not kept from chunk to chunk, for which there are too few uniform registers.
+  __device__ __forceinline__ void start_scores(float (&s)[C::kRows / 2], uint32_t keys, uint32_t rows) const {
+    const uint64_t a = uniform_rows_operand(keys), b = uniform_rows_operand(rows);
 #pragma unroll
     for (int d = 0; d < C::kD / 16; ++d) {
       const int half = d / (C::kHalf / 16), step = d % (C::kHalf / 16);
