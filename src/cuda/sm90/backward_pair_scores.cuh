@@ -23,12 +23,7 @@ class BackwardPairScores : PairBlock<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      if constexpr (C::kStays) {
-        this->init_stay(12, 8);
-      } else {
-        this->find_block(static_cast<int>(blockIdx.x) / 2, b());
-        barrier_init(other_k_full(), 1);
-      }
+      this->init_stay(12, 8);
       barrier_init(k_full(), 1);
       barrier_init(v_full(), 1);
       for (int n = 0; n < 2; ++n) {
@@ -56,11 +51,11 @@ class BackwardPairScores : PairBlock<C> {
     if (threadIdx.x < 128) {
       give_registers<C::kProducerRegisters>();
       if (warp_ == 0) produce();
-      if (warp_ == 1) each_item([&](int &n) { pass_ds(n); });
+      if (warp_ == 1) this->each_item([&](int &n) { pass_ds(n); });
       if (warp_ > 1) {
         uint32_t parity = 0;
         wait_for_previous();
-        each_item([&](int &n) {
+        this->each_item([&](int &n) {
           this->template add_shares<2>(rank_, dq_tile(), dq_full(warp_ & 1), dq_empty(), parity, (warp_ + n) & 1);
           n = b().chunks;
         });
@@ -94,50 +89,31 @@ class BackwardPairScores : PairBlock<C> {
   // Whether there are registers for lse and delta of a chunk ahead of their use.
   static constexpr bool kStatsAhead = !C::kScored && C::kDv <= 128;
   // Whether dS is worked out when the products that run under it have all been started, see late_one().
-  static constexpr bool kLate = C::kStays && kAhead && kStatsAhead;
+  static constexpr bool kLate = kAhead && kStatsAhead;
 
   // Of this block's keys; ds_full is that of the other's.
   __device__ __forceinline__ uint32_t own_ds_full(int n) const { return this->handed(n); }
-  __device__ __forceinline__ uint32_t dq_full(int n) const { return this->handed(3 + n); }
-  __device__ __forceinline__ uint32_t dq_empty() const { return this->handed(5); }
+  __device__ __forceinline__ uint32_t dq_full(int n) const { return this->handed(2 + n); }
+  __device__ __forceinline__ uint32_t dq_empty() const { return this->handed(4); }
   __device__ __forceinline__ uint32_t dq_tile() const { return shared_ + C::kHandedOffset; }
   __device__ __forceinline__ uint32_t own_flag(int n) const { return flag(2 + n); }
 
-  // Pairs that stay: the next block of keys is described when all of this one has been fetched; its chunks are the last that others still have.
+  // The next block of keys is described when all of this one has been fetched; its chunks are the last that others still have.
   __device__ __forceinline__ void produce() {
-    if constexpr (C::kStays) {
-      Slot slot;
-      DoutSlot dout_slot;
-      int count = 0;
-      this->plan_item(0, count);
-      for (int item = 0; next_block(item); ++item) {
-        this->fetch_item(slot, dout_slot);
-        this->plan_item(item + 1, count);
-        finish_block(item);
-      }
-    } else {
-      Pair::produce();
+    Slot slot;
+    DoutSlot dout_slot;
+    int count = 0;
+    this->plan_item(0, count);
+    for (int item = 0; next_block(item); ++item) {
+      this->fetch_item(slot, dout_slot);
+      this->plan_item(item + 1, count);
+      finish_block(item);
     }
   }
-  // Calls f(n) for every block of keys of this pair with the number of chunks before it, to which f adds those of this one.
-  template <typename F>
-  __device__ __forceinline__ void each_item(F f) {
-    if constexpr (C::kStays) {
-      Pair::each_item(f);
-    } else {
-      int n = 0;
-      f(n);
-    }
-  }
-  __device__ __forceinline__ uint32_t item_parity() const { return C::kStays ? b().item & 1 : 0; }
   // As a number that is worked out in every chunk, where operands that are kept would leave too few uniform registers.
   __device__ __forceinline__ uint32_t keys_tile() const { return kLate ? uniform(this->k_tile()) : this->k_tile(); }
   __device__ __forceinline__ void await_q(bool more, int at, uint32_t parity) const {
-    if constexpr (C::kStays) {
-      barrier_wait_if(more, q_full(at), parity);
-    } else {
-      Pair::await_q(more, at, parity);
-    }
+    barrier_wait_if(more, q_full(at), parity);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -146,50 +122,37 @@ class BackwardPairScores : PairBlock<C> {
 
   __device__ __forceinline__ void scores() {
     float dv[C::kDv / 2];
-    if constexpr (C::kStays) {
-      Slot slot;
-      int n = 0;
+    Slot slot;
+    int n = 0;
 #pragma unroll 1
-      for (int item = 0; next_block(item);) {
-#pragma unroll
-        for (float &x : dv) x = 0.f;
-        barrier_wait(k_full(), item & 1);
-        if (b().begin < b().end) {
-          weigh_chunks(dv, slot, n, 0);
-        } else {
-          barrier_wait(v_full(), item & 1);
-          barrier_arrive_if(lane_ == 0, v_empty());
-        }
-        __syncwarp();
-        barrier_arrive_if(lane_ == 0, keys_empty());
-        store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
-        item = b().item;
-        finish_block(item++);
-      }
-    } else {
+    for (int item = 0; next_block(item);) {
 #pragma unroll
       for (float &x : dv) x = 0.f;
-      const int count = b().begin < b().end ? chunks() : 0;
-      if (count > 0) {
-        Slot slot;
-        int n = 0;
-        weigh_chunks(dv, slot, n, count);
+      barrier_wait(k_full(), item & 1);
+      if (b().begin < b().end) {
+        weigh_chunks(dv, slot, n);
+      } else {
+        barrier_wait(v_full(), item & 1);
+        barrier_arrive_if(lane_ == 0, v_empty());
       }
+      __syncwarp();
+      barrier_arrive_if(lane_ == 0, keys_empty());
       store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+      item = b().item;
+      finish_block(item++);
     }
   }
 
   // n: chunks of all items before.
-  __device__ __forceinline__ void weigh_chunks(float (&dv)[C::kDv / 2], Slot &slot, int &n, int count) const {
+  __device__ __forceinline__ void weigh_chunks(float (&dv)[C::kDv / 2], Slot &slot, int &n) const {
     float s[C::kRows / 2], dp[C::kRows / 2];
     uint32_t p[C::kRows / 16][4], ds[C::kRows / 16][4];
     const Walk walk = this->walk();
-    const int end = C::kStays ? b().chunks : count;
+    const int end = b().chunks;
     int chunk = walk.end - 1, head_q = b().head_k * static_cast<int>(p_.group);
     Stats lse, delta;
     {
-      const int at = C::kStays ? uniform(slot.at()) : 0;
-      if constexpr (!C::kStays) barrier_wait(k_full(), 0);
+      const int at = uniform(slot.at());
       barrier_wait(q_full(at), slot.parity());
       if constexpr (kStatsAhead) this->load_stats(lse, lse_row(at));
       hold(s);
@@ -198,7 +161,7 @@ class BackwardPairScores : PairBlock<C> {
       products_wait<0>();
       hold(s);
     }
-    barrier_wait(v_full(), item_parity());
+    barrier_wait(v_full(), b().item & 1);
 #pragma unroll 1
     do {
       const int at = uniform(slot.at()), buffer = uniform(n & 1), dout_at = uniform(n % C::kDoutStages);
@@ -227,7 +190,7 @@ class BackwardPairScores : PairBlock<C> {
       barrier_arrive_if(lane_ == 0, q_empty(at));
       products_wait<0>();
       hold(dp);
-      if constexpr (C::kStays) barrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
+      barrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
       bool careful = false;
       if (edge) {
         finite += zero_if_finite(dp) + zero_if_finite(delta_row(dout_at));
@@ -243,14 +206,14 @@ class BackwardPairScores : PairBlock<C> {
         put_ds(ds, n, edge, true);
         add_exactly(dv, p, dout_tile(dout_at));
         await_q(n + 1 < end, next, slot.parity());
-        if (kStatsAhead && (!C::kStays || n + 1 < end)) this->load_stats(lse, lse_row(next));
+        if (kStatsAhead && n + 1 < end) this->load_stats(lse, lse_row(next));
         hold(s);
         products_begin();
         start_scores(s, k, q_tile(next));
       } else {
         if constexpr (kAhead) await_q(n + 1 < end, next, slot.parity());
         if constexpr (kAhead && kStatsAhead) {
-          if (!C::kStays || n + 1 < end) this->load_stats(lse, lse_row(next));
+          if (n + 1 < end) this->load_stats(lse, lse_row(next));
         }
         hold(p);
         hold(dv);
@@ -320,10 +283,10 @@ class BackwardPairScores : PairBlock<C> {
   // A warp sends dS of every chunk to the other block, and passes on that the chunk before has been multiplied. The fence, which waits for
   // what a thread has stored, is that of those who read.
   __device__ __forceinline__ void pass_ds(int &n) const {
-    const int first = n, count = C::kStays ? 0 : b().begin < b().end ? chunks() : 0;
+    const int first = n;
     int chunk = b().end - 1;
 #pragma unroll 1
-    for (; n < (C::kStays ? b().chunks : count); ++n) {
+    for (; n < b().chunks; ++n) {
       const int buffer = n & 1;
       barrier_wait(own_ds_full(buffer), n >> 1 & 1);
       if (elect_one()) {
@@ -344,50 +307,34 @@ class BackwardPairScores : PairBlock<C> {
 
   __device__ __forceinline__ void gradients() {
     float dk[C::kD / 2];
-    if constexpr (C::kStays) {
-      Slot slot;
-      int n = 0;
+    Slot slot;
+    int n = 0;
 #pragma unroll 1
-      for (int item = 0; next_block(item);) {
-#pragma unroll
-        for (float &x : dk) x = 0.f;
-        barrier_wait(k_full(), item & 1);
-        barrier_wait(other_k_full(), item & 1);
-        if (b().begin < b().end) {
-          add_chunks(dk, slot, n, 0);
-        } else {
-          __syncwarp();
-          barrier_arrive_if(lane_ == 0, keys_empty());
-        }
-        store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
-        item = b().item;
-        finish_block(item++);
-      }
-    } else {
+    for (int item = 0; next_block(item);) {
 #pragma unroll
       for (float &x : dk) x = 0.f;
-      const int count = b().begin < b().end ? chunks() : 0;
-      if (count > 0) {
-        Slot slot;
-        int n = 0;
-        add_chunks(dk, slot, n, count);
+      barrier_wait(k_full(), item & 1);
+      barrier_wait(other_k_full(), item & 1);
+      if (b().begin < b().end) {
+        add_chunks(dk, slot, n);
+      } else {
+        __syncwarp();
+        barrier_arrive_if(lane_ == 0, keys_empty());
       }
       store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
+      item = b().item;
+      finish_block(item++);
     }
   }
 
-  __device__ __forceinline__ void add_chunks(float (&dk)[C::kD / 2], Slot &slot, int &n, int count) const {
+  __device__ __forceinline__ void add_chunks(float (&dk)[C::kD / 2], Slot &slot, int &n) const {
     Dq dq;
 #pragma unroll
     for (float &x : dq) x = 0.f;
     const Walk walk = this->walk();
-    const int end = C::kStays ? b().chunks : count;
+    const int end = b().chunks;
     int chunk = walk.end - 1;
     uint32_t first = 1;  // of the item
-    if constexpr (!C::kStays) {
-      barrier_wait(k_full(), 0);
-      barrier_wait(other_k_full(), 0);
-    }
 #pragma unroll 1
     do {
       const int at = uniform(slot.at()), buffer = uniform(n & 1);
@@ -429,17 +376,17 @@ class BackwardPairScores : PairBlock<C> {
       slot.step();
       if (--chunk < walk.begin) chunk = walk.end - 1;
     } while (++n < end);
-    if constexpr (C::kStays) barrier_arrive_if(lane_ == 0, keys_empty());
-    hand_over_dq(dq, C::kStays ? n : count, 0);
+    barrier_arrive_if(lane_ == 0, keys_empty());
+    hand_over_dq(dq, n, 0);
   }
 
   // dq of the chunk before the n-th to shared memory, once the copy engine has read the one before from there, and to the warp that has it
   // added. Under the first chunk of an item, behind which the last dq of the one before has left, something is written that nobody reads.
   __device__ __forceinline__ void hand_over_dq(const Dq &dq, int n, uint32_t first) const {
-    barrier_wait(dq_empty(), C::kStays ? (n & 1) ^ first : n == 0 ? 1 : n & 1);
+    barrier_wait(dq_empty(), (n & 1) ^ first);
     this->put_share(dq, dq_tile());
     __syncwarp();
-    barrier_arrive_if((C::kStays ? first == 0 : n > 0) && lane_ == 0, dq_full((n - 1) & 1));
+    barrier_arrive_if(first == 0 && lane_ == 0, dq_full((n - 1) & 1));
   }
   // dk += dS^T Q of this block's keys.
   __device__ __forceinline__ void start_dk(float (&dk)[C::kD / 2], int buffer, uint32_t rows) const {

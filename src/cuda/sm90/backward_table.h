@@ -8,11 +8,10 @@ namespace fa::cuda::sm90 {
 
 // What the blocks of threads and their warpgroups do.
 enum class Design : int32_t {
-  alone,    // backward.cuh
-  values,   // pairs of blocks that share keys, backward_pair.cuh
-  scores,   // the same, backward_pair_scores.cuh
-  wide,     // pairs as `values` that stay, backward_wide.cuh
-  staying,  // as `scores`, and stay
+  alone,   // backward.cuh
+  values,  // pairs of blocks that share keys, backward_pair.cuh
+  scores,  // the same, backward_pair_scores.cuh
+  wide,    // pairs as `values` that stay, backward_wide.cuh
 };
 
 constexpr int32_t kTurnsPerChunk = 2;  // shares of a chunk's dq, each of which blocks of keys add in an order of its own
@@ -28,14 +27,11 @@ struct BackwardShape {
   bool scored;   // for softcap and ALiBi
 
   // Blocks of threads stay as long as there is work.
-  constexpr bool stays() const { return design != Design::values && design != Design::scores; }
+  constexpr bool stays() const { return design != Design::values; }
   // P goes from one warpgroup to the other.
   constexpr bool hands_p() const { return design == Design::values || design == Design::wide; }
   // So many keys of a sequence it is for, where another kernel is better with long walks.
-  constexpr int64_t longest() const {
-    if (design == Design::wide && !ordered) return 8 * keys();
-    return design == Design::staying && head_dim_v < head_dim ? 16 * keys() : INT64_MAX;
-  }
+  constexpr int64_t longest() const { return design == Design::wide && !ordered ? 8 * keys() : INT64_MAX; }
 
   constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
   constexpr int32_t keys() const { return groups * 64; }
@@ -54,7 +50,7 @@ struct BackwardShape {
       // barriers | flags | what the block works on
       const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
       const int32_t handed = hands_p() ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (hands_p() && !ordered ? 11 : 14) + 2 * (stages + dout_stages);
+      const int32_t barriers = (!hands_p() ? 13 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
       return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
              (barriers + 1) / 2 * 16 + 16 + (stays() ? 10 * 8 + 16 + 2 * 64 : 64);
     }
@@ -72,15 +68,14 @@ struct BackwardShape {
   X(d64, 64, 64, 2, 128, 2, 2, Design::alone, true, false)           \
   X(d96, 96, 96, 2, 64, 3, 3, Design::alone, true, false)            \
   X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)         \
-  X(d192_128s, 192, 128, 2, 64, 3, 2, Design::staying, true, false)  \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)    \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::staying, true, false)       \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)       \
   X(d256s, 256, 256, 2, 64, 2, 1, Design::wide, false, false)        \
   X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)       \
   X(d256o, 256, 256, 2, 64, 2, 1, Design::wide, true, false)         \
   X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)           \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::alone, true, true)         \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::staying, true, true)       \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::scores, true, true)       \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::wide, true, true)
 // clang-format on
 

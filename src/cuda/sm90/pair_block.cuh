@@ -50,7 +50,7 @@ struct PairConfig {
   static constexpr int kHandedOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kHandedOffset + kHandedBytes;
   static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
                        kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
-  static constexpr int kHanded = !kHandsP ? 6 : kOrdered ? 6 : 3, kBarriers = 8 + kHanded + 2 * (kStages + kDoutStages);
+  static constexpr int kHanded = !kHandsP ? 5 : kOrdered ? 6 : 3, kBarriers = 8 + kHanded + 2 * (kStages + kDoutStages);
   static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kBlockOffset = kFlagOffset + 16;
   static constexpr int kSharedBytes = kBlockOffset + 64;
   static_assert(kRows == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kBlockOffset % 16 == 0);
@@ -99,7 +99,7 @@ class PairBlock : protected BackwardBlock<C> {
   // The half of the other block's K, which dq is the first to need. backward_pair.cuh waits for it together with K.
   __device__ __forceinline__ uint32_t other_k_full() const {
     if constexpr (C::kStays) return staying(0);
-    return C::kHandsP ? k_full() : handed(2);
+    return k_full();
   }
   __device__ __forceinline__ uint32_t ds_full(int n) const { return handed(C::kHanded + n); }
   __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
