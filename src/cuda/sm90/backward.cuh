@@ -42,7 +42,7 @@ struct BackwardConfig {
   static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kShares * kShareBytes;
   static constexpr int kBarrierOffset = kStatOffset + 2 * kStages * kStatBytes;
   static constexpr int kBlockOffset = kBarrierOffset + (12 + 2 * kGroups + 4 * kStages) * 8,
-                       kSharedBytes = kBlockOffset + 2 * 64;
+                       kSharedBytes = kBlockOffset + 4 * 64;
   // Columns of a slab of K: those of a group's dq lie in one. A slab is 64 wide, whatever of it is used.
   static constexpr int kKeyColumns = kD / kSlabs;
   static_assert(kRows % 64 == 0 && kGroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
@@ -161,12 +161,18 @@ class Backward : BackwardBlock<C> {
       }
       const bool more = index < a_.blocks;
       if (lane_ == 0) {
-        Block &next = blocks_[item & 1];
+        Block &next = blocks_[(item & 1) * kDescriptions];
         next.item = item;
         if (more) {
           this->find_block(index, next);
         } else {
           next.batch = -1;
+        }
+        if constexpr (kPassesOver) {
+          next.half = more && second_is_blind(next);
+          Block &second = blocks_[(item & 1) * kDescriptions + 1];
+          second = next;
+          second.begin += next.half;
         }
         barrier_arrive(planned(item & 1));
       }
@@ -174,9 +180,16 @@ class Backward : BackwardBlock<C> {
       if (!more) return;
     }
   }
+  // Whether the second warpgroup sees nothing of the last chunk of the walk, as under a causal mask. It passes over that chunk if no other
+  // head follows, and has a description of its own, where the walk is shorter.
+  static constexpr bool kPassesOver = C::kParts == 1;
+  static constexpr int kDescriptions = kPassesOver ? 2 : 1;
+  __device__ __forceinline__ bool second_is_blind(const Block &next) const {
+    return p_.group == 1 && next.begin < next.end && (next.begin + 1) * C::kRows - 1 + next.last < next.key0 + 64;
+  }
   __device__ __forceinline__ bool next_block(int item) {
     barrier_wait(planned(item & 1), item >> 1 & 1);
-    place_ = item & 1;
+    place_ = (item & 1) * kDescriptions;
     return b().batch >= 0;
   }
   __device__ __forceinline__ void finish_block(int item) const {
@@ -286,12 +299,14 @@ class Backward : BackwardBlock<C> {
       Product<Element, C::kD>::registers_columns(gradient, weights[kFirst + n], advance_operand(b, (from + n) * 2048), 1);
     products_commit();
   }
-  // dS K: this group's share of the queries and columns.
-  __device__ __forceinline__ void start_dq(uint32_t ds) {
+  // dS K: this group's share of the queries and columns. `second`: where the keys begin that the second half of dS is multiplied by.
+  __device__ __forceinline__ void start_dq(uint32_t ds, int second = C::kKeys / 2 * 128) {
     const uint64_t a = uniform_columns_operand<C::kKeys>(dq_rows(ds)), b = uniform_columns_operand<C::kKeys>(dq_columns());
+    constexpr int kSteps = C::kKeys / 16;
 #pragma unroll
-    for (int n = 0; n < C::kKeys / 16; ++n) {
-      Product<Element, C::kDqColumns>::columns_columns(dq_, advance_operand(a, n * 2048), advance_operand(b, n * 2048), n != 0);
+    for (int n = 0; n < kSteps; ++n) {
+      Product<Element, C::kDqColumns>::columns_columns(
+          dq_, advance_operand(a, n * 2048), advance_operand(b, n / (kSteps / 2) * second + n % (kSteps / 2) * 2048), n != 0);
     }
     products_commit();
   }
@@ -305,29 +320,40 @@ class Backward : BackwardBlock<C> {
     int n = 0;
 #pragma unroll 1
     for (int item = 0; next_block(item);) {
+      if constexpr (kPassesOver) place_ += group_;
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
       barrier_wait(k_full(), item & 1);
       barrier_wait(v_full(), item & 1);
-      if (b().begin < b().end) {
+      const bool half = kPassesOver && b().half;
+      if (b().begin < b().end || half) {
         int chunk = b().end - 1;
         head_ = 0;
         any_before_ = false;
         careful_before_ = false;
+        if (!kPassesOver || chunk >= b().begin) {
 #pragma unroll 1
-        do {
+          do {
+            at_ = uniform(slot.at());
+            buffer_ = uniform(n & 1);
+            step(slot.parity(), n, chunk);
+            ++n;
+            slot.step();
+            if (--chunk < b().begin) {
+              chunk = b().end - 1;
+              ++head_;
+            }
+            any_before_ = true;
+          } while (head_ < static_cast<int>(p_.group));
+        }
+        if (kPassesOver && b().half && group_ == 1) {
           at_ = uniform(slot.at());
           buffer_ = uniform(n & 1);
-          step(slot.parity(), n, chunk);
+          pass_over(slot.parity(), n);
           ++n;
           slot.step();
-          if (--chunk < b().begin) {
-            chunk = b().end - 1;
-            ++head_;
-          }
-          any_before_ = true;
-        } while (head_ < static_cast<int>(p_.group));
-        finish_dq(n);
+        }
+        finish_dq(kPassesOver ? opaque(n) : n, kPassesOver && b().half);
       }
       __syncwarp();
       barrier_arrive_if(lane_ == 0, keys_empty());
@@ -449,8 +475,25 @@ class Backward : BackwardBlock<C> {
     hold(dk_);
   }
 
-  // dq of the last chunk.
-  __device__ __forceinline__ void finish_dq(int chunks) {
+  // The n-th chunk of all, of which this group sees nothing: dq of the one before, and dS as where all pairs are masked.
+  __device__ __forceinline__ void pass_over(uint32_t parity, int n) {
+    barrier_wait(q_full(at_), parity);
+    barrier_wait(dout_full(at_), parity);
+    if (any_before_) finish_dq(n, false);
+    careful_before_ = named_barrier_or(1, C::kConsumers, false);
+    barrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
+#pragma unroll
+    for (auto &w : ds_weights_[0])
+#pragma unroll
+      for (uint32_t &x : w) x = kMaskedHalf | kMaskedHalf << 16;
+    put_ds(ds_tile(buffer_), 0);
+    barrier_arrive_if(lane_ == 0, q_empty(at_));
+    barrier_arrive_if(lane_ == 0, dout_empty(at_));
+  }
+
+  // dq of the last of so many chunks. Of `half` of the keys: dS of the others is zero, and is multiplied by the first ones, too, in which NaN
+  // and Inf have been looked for.
+  __device__ __forceinline__ void finish_dq(int chunks, bool half) {
     const uint32_t ds = ds_tile((chunks - 1) & 1);
     await_ds(chunks - 1);
     shared_fence_for_copies();
@@ -459,7 +502,7 @@ class Backward : BackwardBlock<C> {
     } else {
       hold(dq_);
       products_begin();
-      start_dq(ds);
+      start_dq(ds, half ? 0 : C::kKeys / 2 * 128);
       products_wait<0>();
       hold(dq_);
     }

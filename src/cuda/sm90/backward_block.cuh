@@ -31,6 +31,7 @@ struct Block {
   int inner_begin, inner_end;  // of these, the ones without masked pairs
   int item;                    // number among those of this block of threads
   int chunks;                  // of pairs that stay: of all items up to the end of this one
+  bool half;                   // of blocks alone: the second warpgroup passes over the last chunk
 };
 static_assert(sizeof(Block) <= 64);
 

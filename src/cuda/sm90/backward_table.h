@@ -56,7 +56,7 @@ struct BackwardShape {
     }
     // K | V | rings of Q and dO | two dS | dq | rings of lse and delta | barriers | what the block works on
     return keys() * (slabs + slabs_v) * slab + chunks + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
-           (12 + 2 * groups + 2 * (stages + dout_stages)) * 8 + 2 * 64;
+           (12 + 2 * groups + 2 * (stages + dout_stages)) * 8 + 4 * 64;
   }
 };
 
