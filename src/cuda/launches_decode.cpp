@@ -19,7 +19,8 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.v_descale = p.v_descale;
   params.row_blocks = plan.row_blocks;
   params.ranges = plan.ranges;
-  params.item_ranges = plan.item_ranges;
+  params.abreast_log2 = plan.abreast_log2;
+  params.crossing = plan.crossing;
   params.pieces = plan.pieces;
   params.least_log2 = plan.least_log2;
   params.part_out = reinterpret_cast<float *>(memory);

@@ -217,21 +217,52 @@ bool plan_sm90(const ForwardProblem &p, const Device &device, ForwardPlan &plan)
 
 // Work that is cut on the device (decode/work.cuh), as the host knows it.
 struct Line {
-  int64_t items, steps;   // of an item, at most
-  int64_t room;           // blocks of threads at once
-  int64_t most_ranges;    // even shares
-  int32_t least_log2;     // of their steps
-  int32_t parts;          // of items, that a share may leave
-  int32_t piece_log2;     // least steps of cuts that depend on the sequence alone
-  int64_t most_pieces;    // of such a cut
-  int64_t rows, columns;  // of a part
-  bool alike = false;     // items, and the kernel knows shares of each (Params::item_ranges)
+  int64_t items, steps;      // of an item, at most
+  int64_t room;              // blocks of threads at once
+  int64_t most_ranges;       // even shares
+  int32_t least_log2;        // of their steps
+  int32_t parts;             // of items, that a share may leave
+  int32_t piece_log2;        // least steps of cuts that depend on the sequence alone
+  int64_t most_pieces;       // of such a cut
+  int64_t rows, columns;     // of a part
+  bool alike = false;        // items, whose shares had better not cross from one to another
+  int32_t abreast_log2 = 0;  // so many neighbouring heads at most may be walked over side by side
 };
 
 // Of cuts that depend on the sequence alone: at most, and such that a few heads are enough to fill the device.
 constexpr int64_t kMostPieces = 64, kPieces = 16;
 
 bool cut_by_sequence(const Problem &p) { return p.num_splits > 0 || p.batch_invariant; }
+
+// How many even shares the work has for `room` blocks of threads, and how many neighbouring heads are walked over side by side. An item is worth
+// at most `most_shares`.
+int64_t even_shares(const Line &line, const Problem &p, int64_t room, int64_t most_shares, ForwardPlan &plan) {
+  int32_t &abreast_log2 = plan.abreast_log2;
+  constexpr int64_t kMostTogether = 2;
+  const auto fills = [&](int64_t ranges, int32_t log2) {
+    return p.heads_k % (1 << log2) == 0 && (ranges << log2) * 16 >= room * 15;
+  };
+  plan.crossing = true;
+  // Shares of an item or two that end where items end: what else a block of threads has to do starts anew.
+  for (int32_t log2 = line.abreast_log2; line.alike && log2 >= 0; --log2) {
+    const int64_t items = line.items >> log2, ranges = room >> log2;
+    if (items == 0 || ranges == 0) continue;
+    if (items <= ranges && fills(ranges / items * items, log2)) {
+      abreast_log2 = log2;
+      plan.crossing = false;
+      return std::min(ranges / items, most_shares) * items;
+    }
+    const int64_t together = ceil_div(items, ranges);
+    if (together <= kMostTogether && items % together == 0 && fills(items / together, log2)) {
+      abreast_log2 = log2;
+      plan.crossing = false;
+      return items / together;
+    }
+  }
+  // Where there are more, not all shall end at once.
+  for (abreast_log2 = std::min(line.abreast_log2, 2); !fills(room >> abreast_log2, abreast_log2);) --abreast_log2;
+  return room >> abreast_log2;
+}
 
 void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
   int64_t slots = 0;
@@ -245,18 +276,14 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
     plan.counters = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
   } else {
     plan.least_log2 = line.least_log2;
-    plan.ranges = static_cast<int32_t>(std::min({line.room, line.items * line.steps, line.most_ranges}));
-    plan.blocks = plan.ranges;
-    plan.num_splits = static_cast<int32_t>(
-        std::clamp<int64_t>(ceil_div(plan.ranges, line.items), 1, std::max<int64_t>((line.steps - 1) >> plan.least_log2, 1)));
-    slots = line.parts * plan.ranges;
-    plan.counters = plan.ranges;
-    // Where it costs few blocks, shares that do not cross items: a second piece of work starts anew.
-    if (line.alike && plan.ranges / line.items * line.items * 16 >= int64_t{plan.ranges} * 15) {
-      plan.item_ranges = static_cast<int32_t>(plan.ranges / line.items);
-      plan.ranges = static_cast<int32_t>(plan.item_ranges * line.items);
-      plan.blocks = plan.ranges;
-    }
+    const int64_t room = std::min({line.room, line.items * line.steps, line.most_ranges}),
+                  least = std::max<int64_t>((line.steps - 1) >> plan.least_log2, 1);
+    plan.ranges = static_cast<int32_t>(even_shares(line, p, room, least, plan));
+    plan.blocks = int64_t{plan.ranges} << plan.abreast_log2;
+    plan.num_splits =
+        static_cast<int32_t>(std::clamp<int64_t>(ceil_div(plan.ranges, line.items >> plan.abreast_log2), 1, least));
+    slots = line.parts * room;
+    plan.counters = static_cast<int32_t>(plan.blocks);
   }
   plan.split_lse_offset = align_up(static_cast<size_t>(slots * line.rows * line.columns) * sizeof(float));
   plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(slots * line.rows) * 2 * sizeof(float));
@@ -345,9 +372,12 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.num_splits = plan.cluster;
     return true;
   }
+  // As decode/work.cuh says.
+  const bool takes_abreast = shape.head_dim <= 128 || device.compute_capability >= 90;
   // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
   cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
-            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, shape.shares_items() && alike(p)},
+            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, alike(p),
+            row_blocks == 1 && takes_abreast ? 3 : 0},
            p, plan);
   return true;
 }

@@ -34,18 +34,21 @@ TEST(CudaPlan, DecodeWorkspace) {
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
           EXPECT_LE(plan.ranges, shape.most_parts()) << name;
-          // Sequences that are alike have shares of their own where that costs few blocks.
-          if (plan.item_ranges > 0) {
-            EXPECT_EQ(plan.blocks, batch * p.heads_k * plan.item_ranges) << name;
+          // Sequences that are alike have shares that end with items, where that costs few blocks.
+          const int64_t items = batch * p.heads_k >> plan.abreast_log2;
+          EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.abreast_log2) << name;
+          if (!plan.crossing) {
+            EXPECT_TRUE(plan.ranges % items == 0 || items == plan.ranges * 2) << name;
           }
           Problem uneven = p;
           uneven.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
           const ForwardPlan even_shares = forward_plan(uneven, device);
-          EXPECT_EQ(even_shares.item_ranges, 0) << name;
-          EXPECT_EQ(even_shares.blocks, room) << name;
+          EXPECT_TRUE(even_shares.crossing) << name;
+          EXPECT_GE(even_shares.blocks * 16, room * 15) << name;
+          EXPECT_LE(even_shares.blocks, room) << name;
           EXPECT_EQ(even_shares.workspace_bytes, plan.workspace_bytes) << name;
-          EXPECT_GE(plan.counters, plan.ranges) << name;
-          EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(2) * plan.ranges * shape.rows() * (shape.head_dim + 2) * 4)
+          EXPECT_GE(plan.counters, plan.blocks) << name;
+          EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(2) * plan.blocks * shape.rows() * (shape.head_dim + 2) * 4)
               << name;
           for (const bool invariant : {false, true}) {
             Problem cut = p;

@@ -16,7 +16,7 @@
 namespace fa::cuda::decode {
 
 template <typename Element_, int kD_, int kRowTiles_, int kRowWarps_, int kKeyWarps_, int kKeys_, int kStages_, int kMinBlocks_,
-          int kCapability_, Format kFormat_, bool kClustered_, bool kSharesItems_>
+          int kCapability_, Format kFormat_, bool kClustered_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K and V
   static constexpr bool kOfBytes = kFormat != Format::same;
@@ -30,7 +30,7 @@ struct Config {
   static constexpr int kStages = kStages_;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kCapability = kCapability_;
-  static constexpr bool kClustered = kClustered_, kSharesItems = kSharesItems_;
+  static constexpr bool kClustered = kClustered_;
 
   static constexpr int kWarpRows = kRowTiles * 16, kRows = kRowWarps * kWarpRows;
   static constexpr int kStep = kKeyWarps * kKeys;
@@ -65,18 +65,21 @@ __device__ __forceinline__ void cp_async_8(uint32_t dst, const void *src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(dst), "l"(src) : "memory");
 }
 
-// Counts, and returns the count before. What was written before others counted is visible to the thread that finds their count, and what
-// it has seen written before, to those that find its own.
-__device__ __forceinline__ uint32_t count_ordered(int32_t *counter) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(counter) : "memory");
-  return before;
+// Adds to a counter. What this thread has written or seen written is visible to who finds that by load_acquired.
+__device__ __forceinline__ void add_released(int32_t *counter, int32_t x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(x) : "memory");
+}
+__device__ __forceinline__ int32_t load_acquired(const int32_t *counter) {
+  int32_t now;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
+  return now;
 }
 
-// Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along.
+// Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along unless a block beside this
+// one wants it.
 template <class C>
-__device__ __forceinline__ void fetch_16(uint32_t dst, const void *src, int bytes) {
-  if constexpr (C::kPitch >= 128) {
+__device__ __forceinline__ void fetch_16(uint32_t dst, const void *src, int bytes, bool abreast) {
+  if (C::kPitch >= 128 || abreast) {
     cp_async_16(dst, src, bytes);
   } else {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -136,7 +139,6 @@ class Block {
     }
     const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
     q_start_ = q.start;
-    q_slot_ = static_cast<int>(q.slot);
     tokens_ = uniform(static_cast<int>(q.len));
     rows_ = tokens_ * group_heads();
     Keys tokens{0, tokens_};
@@ -150,7 +152,8 @@ class Block {
     const Diagonal<int32_t> d = diagonal();
     keys_ = d.visible_keys(tokens);
     const Keys mine{token_of(warp_row_), token_of(min(warp_row_ + C::kWarpRows, rows_) - 1) + 1};
-    warp_visible_ = warp_row_ < rows_ ? d.visible_keys(mine) : Keys{0, 0};
+    // A warp that has all rows sees what they see, in the same registers.
+    warp_visible_ = C::kRowWarps == 1 ? keys_ : warp_row_ < rows_ ? d.visible_keys(mine) : Keys{0, 0};
     warp_interior_ = d.interior_keys(mine);
 
     table_ = p_.page_table;
@@ -167,6 +170,13 @@ class Block {
 
   // Of bytes: the factor of all keys or values of this head; 1 if each has its own.
   __device__ __forceinline__ float only_factor(const Descale &d) const { return decode::only_factor(d, piece_.batch, head()); }
+
+  // Asks the L2 cache for the pages of the first steps, which may be written to until the launch before this one has ended: a lane a step.
+  __device__ __forceinline__ void expect_pages() const {
+    const int key = first_key(lane_);
+    if (table_ == nullptr || lane_ >= min(piece_.steps, C::kStages + 1) || key < keys_.begin || key >= keys_.end) return;
+    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(table_ + a_.page_size.quotient(key) * p_.page_table_page_stride));
+  }
 
   // The first key of this warp in step `step` of the piece.
   __device__ __forceinline__ int first_key(int step) const {
@@ -190,6 +200,7 @@ class Block {
       const int column = share.chunk() * static_cast<int>(16 / sizeof(KeyElement));
       const uint32_t to = shared_k(slot) + swizzled<C::kPitch>(share.row(0), share.chunk());
       const int first = first_key(step);
+      const bool abreast = a_.abreast_log2 > 0;
       if (whole_pages_ && first >= keys_.begin && first + C::kKeys <= keys_.end) {
         // All keys of the tile exist, each kRun of them one after another in one page.
         constexpr int kRunLoads = Share::kLoads * kRun / C::kKeys;
@@ -203,8 +214,8 @@ class Block {
 #pragma unroll
           for (int i = run * kRunLoads; i < (run + 1) * kRunLoads; ++i) {
             const uint32_t at = swizzle_step<Share>(to, i);
-            fetch_16<C>(at, k, column < p_.head_dim ? 16 : 0);
-            fetch_16<C>(at + C::kTileBytes, v, column < p_.head_dim_v ? 16 : 0);
+            fetch_16<C>(at, k, column < p_.head_dim ? 16 : 0, abreast);
+            fetch_16<C>(at + C::kTileBytes, v, column < p_.head_dim_v ? 16 : 0, abreast);
             k += Share::kStep * p_.k.seq_stride;
             v += Share::kStep * p_.v.seq_stride;
           }
@@ -218,9 +229,9 @@ class Block {
           const int lane = share.row(i);
           const bool exists = __shfl_sync(~0u, place.row, lane) >= 0;
           const uint32_t at = swizzle_step<Share>(to, i);
-          fetch_16<C>(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0);
+          fetch_16<C>(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0, abreast);
           fetch_16<C>(at + C::kTileBytes, v_ + __shfl_sync(~0u, v_offset, lane) + column,
-                      exists && column < p_.head_dim_v ? 16 : 0);
+                      exists && column < p_.head_dim_v ? 16 : 0, abreast);
         }
       }
       if constexpr (C::kOfBytes) {
@@ -292,7 +303,7 @@ class Block {
   // The piece at hand.
   Piece piece_;
   int64_t q_start_;
-  int q_slot_, tokens_, rows_, seqlen_k_;
+  int tokens_, rows_, seqlen_k_;
   int head_, first_row_;  // of bytes
   Keys keys_, warp_visible_, warp_interior_;
   const int32_t *table_;

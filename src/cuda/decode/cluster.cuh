@@ -27,6 +27,7 @@ class ClusterDecode : private Decode<C> {
     cluster_arrive_relaxed();
     if (!this->lengths_known()) wait_for_previous();
     set_share();
+    this->expect_pages();
     cluster_wait();  // all have their barriers
     wait_for_previous();
     this->walk();

@@ -34,26 +34,54 @@ class Decode : protected Block<C> {
   using typename Base::Element;
   static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kDt = C::kD / 8, kPSteps = C::kKeys / 16;
   static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
-  using TheWork = Work<C, C::kSharesItems>;
+  // The counter of an item counts blocks of threads that have only their part to leave, and in units of this the parts that are there.
+  static constexpr int kThere = 1 << 16;
+  using TheWork = Work<C, true>;
+  static constexpr bool kNear =
+      kMt == 1;  // factors near to each other have a way of their own, for which more rows a warp have no registers
+  static constexpr bool kTurns = C::kD <= 128;  // more columns leave no registers for the order of pieces
 
   using Base::Base;
 
   __device__ __forceinline__ void run() {
     if (!lengths_known()) wait_for_previous();
     TheWork work(a_);
+    const auto blocks = [&] { return static_cast<int>(gridDim.x >> work.abreast_log2()); };
+    const bool turns = kTurns && a_.crossing;
 #pragma unroll 1
-    for (int range = static_cast<int>(blockIdx.x); range < work.ranges(); range += static_cast<int>(gridDim.x)) {
-      int unit = work.range_begin(range);
-      const int end = work.range_begin(range + 1);
+    for (int range = static_cast<int>(blockIdx.x >> work.abreast_log2()); range < work.ranges(); range += blocks()) {
+      // The piece that ends inside an item comes first, then the others: another block may have to wait for it, and what comes last, if it is a
+      // whole item, need not be merged. Where that piece begins is asked of the work at the range's end.
+      int unit = -1;
+      piece_.last = -1;
 #pragma unroll 1
-      while (unit < end) {
-        set_piece(work.at(unit, end));
-        wait_for_previous();
-        walk();
-        finish(work, range);
-        unit = piece_.last;
-        if (C::kD > 128 || unit < end || range + static_cast<int>(gridDim.x) < work.ranges()) work.reload();
-        __syncthreads();  // shared memory is free again
+      while (true) {
+        const int begin = work.range_begin(range), end = work.range_begin(range + 1);
+        if (unit < 0) unit = turns && range + 1 < work.ranges() ? end : begin;
+        const Piece piece = work.at(unit, end);
+        int batch = piece.batch;
+        bool restarts;
+        if (unit == end) {
+          restarts = piece.begin <= begin || piece.begin >= end;
+          unit = restarts ? begin : piece.begin;
+        } else {
+          const bool splits = turns && piece.end > end && piece.first > begin, ends = piece.last == end && !splits;
+          if (splits && piece.first == piece_.last) break;  // it was the first
+          set_piece(piece);
+          wait_for_previous();
+          walk();
+          finish(work, range);
+          if (ends && range + blocks() >= work.ranges()) return;
+          restarts = !ends && piece_.last == work.range_begin(range + 1);
+          unit = restarts ? work.range_begin(range) : piece_.last;
+          batch = piece_.batch;
+          __syncthreads();  // shared memory is free again
+          if (ends) {
+            work.reload(batch, false);
+            break;
+          }
+        }
+        work.reload(batch, restarts);
       }
     }
   }
@@ -73,7 +101,6 @@ class Decode : protected Block<C> {
   using Base::p_;
   using Base::piece_;
   using Base::place_in;
-  using Base::q_slot_;
   using Base::q_start_;
   using Base::row_of;
   using Base::row_warp_;
@@ -181,10 +208,16 @@ class Decode : protected Block<C> {
     Weights<kMt, kPSteps> weights;
     float unit[kMt][2];
     if (a_.v_descale.per_row) {
-      raise_unit(s, slot, unit);
-      weigh<true>(s, slot, unit, weights);
+      const uint32_t top = kNear ? top_factor(slot) : 0;
+      if (kNear && top != 0) {
+        raise_unit_to(top, unit);
+        weigh<Factors::near>(s, slot, unit, weights);
+      } else {
+        raise_unit(s, slot, unit);
+        weigh<Factors::any>(s, slot, unit, weights);
+      }
     } else {
-      weigh<false>(s, slot, unit, weights);
+      weigh<Factors::none>(s, slot, unit, weights);
     }
     if (masked && tokens_ > 1 && __any_sync(~0u, share_has_nan<C::kFormat, C::kTileBytes>(shared_v(slot), lane_))) {
       multiply_add_bytes_exactly<C::kFormat, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
@@ -278,6 +311,37 @@ class Decode : protected Block<C> {
       for (int r = 0; r < 2; ++r)
         if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), -1e30f);
   }
+  // The bits of the largest magnitude of a tile's factors if the others, except zeros, are at least about a sixteenth of it; else 0. A power of
+  // two above all of them is then good enough for a unit. Rows have no part in it.
+  __device__ __forceinline__ uint32_t top_factor(int slot) const {
+    constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
+    const uint32_t bits = ld_shared_4(shared_v_factors(slot) + opaque(lane_) % C::kKeys * 4) & 0x7FFFFFFFu;
+    const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
+    return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
+  }
+  __device__ __forceinline__ void raise_unit_to(uint32_t top, float (&unit)[kMt][2]) {
+    const float power = static_cast<float>(static_cast<int>(top >> 23) - 126);
+    bool grow = false;
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        unit[i][r] = ld_shared_float(shared_unit(i, r));
+        grow |= !(max_[i][r] + power <= unit[i][r]);
+      }
+    if (!__any_sync(~0u, grow)) return;
+    __syncwarp();  // the unit is read
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float raised = fmaxf(unit[i][r], max_[i][r] + power), factor = exp2_approx(unit[i][r] - raised);
+        unit[i][r] = raised;
+        if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), raised);
+        multiply_row(i, r, factor);
+      }
+    __syncwarp();
+  }
   __device__ __forceinline__ void raise_unit(const Scores &s, int slot, float (&unit)[kMt][2]) {
     float top[kMt][2];
 #pragma unroll
@@ -352,17 +416,27 @@ class Decode : protected Block<C> {
   }
 
   // exponentials() of all keys, times the factors of their values, in the unit of out.
-  template <bool kFactors>
+  enum class Factors {
+    none,
+    near,
+    any
+  };  // near: to each other, as top_factor finds, so that weights are the exponentials' multiples
+  template <Factors kFactors>
   __device__ __forceinline__ void weigh(const Scores &s, int slot, const float (&unit)[kMt][2],
                                         Weights<kMt, kPSteps> &weights) {
     const float c = exponent_scale();
+    float in_unit[kMt][2];
+    if constexpr (kFactors == Factors::near) {
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) in_unit[i][r] = exp2_approx(max_[i][r] - unit[i][r]);
+    }
 #pragma unroll
     for (int j = 0; j < kNt; ++j) {
       float2 factors{1.f, 1.f}, more{0.f, 0.f};
-      if constexpr (kFactors) {
-        factors = value_factors(slot, j);
-        more = logarithms(factors);
-      }
+      if constexpr (kFactors != Factors::none) factors = value_factors(slot, j);
+      if constexpr (kFactors == Factors::any) more = logarithms(factors);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) {
         float e[4];
@@ -371,7 +445,9 @@ class Decode : protected Block<C> {
           const float x = s[i][j][r];
           e[r] = exp2_approx(fmaf(x, c, -max_[i][r >> 1]));
           sum_[i][r >> 1] += e[r];
-          if constexpr (kFactors) {
+          if constexpr (kFactors == Factors::near) {
+            e[r] *= in_unit[i][r >> 1] * (r & 1 ? factors.y : factors.x);
+          } else if constexpr (kFactors == Factors::any) {
             e[r] = copysignf(exp2_approx(fmaf(x, c, r & 1 ? more.y : more.x) - unit[i][r >> 1]), r & 1 ? factors.y : factors.x);
           }
           if (x == -CUDART_INF_F) e[r] = kMaskedWeight;
@@ -411,15 +487,28 @@ class Decode : protected Block<C> {
     sync_group();  // the ring is read
     leave_out();
     __syncthreads();
+    if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;  // not kept through the walk
     if (piece_.whole()) {
       store_whole();
       store_unused_rows();
       return;
     }
     const int first_range = work.range_of(piece_.begin), parts = work.range_of(piece_.end - 1) - first_range + 1;
+    int32_t *counter = a_.counters + work.counter(piece_, first_range);
+    uint32_t before = 0;
+    if (threadIdx.x == 0) before = atomicAdd(reinterpret_cast<uint32_t *>(counter), 1u);
     store_part(work.slot(range, piece_.first == piece_.begin));
-    int32_t *counter = a_.counters + work.counter(piece_);
-    if (!is_last(counter, parts)) return;
+    if (threadIdx.x == 0) st_shared_4(shared_, before);
+    __syncthreads();  // all threads have stored theirs
+    if (ld_shared_4(shared_) % kThere != static_cast<uint32_t>(parts - 1)) {
+      if (threadIdx.x == 0) add_released(counter, kThere);
+      return;
+    }
+    if (threadIdx.x == 0) {
+      while (static_cast<uint32_t>(load_acquired(counter)) / kThere != static_cast<uint32_t>(parts - 1)) {
+      }
+    }
+    __syncthreads();
     merge(work, first_range, parts);
     if (threadIdx.x == 0) *counter = 0;
     store_unused_rows();
@@ -462,8 +551,8 @@ class Decode : protected Block<C> {
   template <typename F>
   __device__ __forceinline__ void each_vector(F f) const {
     const int count = rows_ * kVectors;
-#pragma unroll 2
-    for (int n = static_cast<int>(threadIdx.x); n < count; n += C::kThreads) {
+#pragma unroll(C::kD > 128 ? 1 : 2)
+    for (int n = opaque(threadIdx.x); n < count; n += C::kThreads) {
       const int row = n / kVectors, vector = n % kVectors;
       float2 sums[C::kKeyWarps];
       float top = -1e30f;
@@ -549,13 +638,14 @@ class Decode : protected Block<C> {
 
   // Rows of the sequence that are not used: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    int end = q_slot_ * this->group_heads();
+    int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(piece_.batch)).slot) * this->group_heads();
     if constexpr (C::kOfBytes) end = min(end - this->first_row(), C::kRows);
-    for (int row = rows_ + static_cast<int>(threadIdx.x >> 5); row < end; row += C::kThreads / 32) {
+    for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);
-      if (p_.lse.data != nullptr && lane_ == 0) *lse_at(token, head) = -CUDART_INF_F;
+      const int lane = opaque(lane_);
+      if (p_.lse.data != nullptr && lane == 0) *lse_at(token, head) = -CUDART_INF_F;
       auto *dst = reinterpret_cast<unsigned short *>(out_at(token, head));
-      for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+      for (int column = lane; column < p_.head_dim_v; column += 32) dst[column] = 0;
     }
   }
 
@@ -575,14 +665,6 @@ class Decode : protected Block<C> {
       if (vector == 0) *part_sums(slot, row) = sums;
       part_out(slot, row)[vector] = x;
     });
-  }
-
-  // Whether all other parts of the item are there.
-  __device__ __forceinline__ bool is_last(int32_t *counter, int parts) const {
-    __syncthreads();  // all threads have stored theirs
-    if (threadIdx.x == 0) st_shared_4(shared_, count_ordered(counter));
-    __syncthreads();
-    return ld_shared_4(shared_) == static_cast<uint32_t>(parts - 1);
   }
 
   // Sums the parts in the order of their keys, whichever came last. They pass through the rings: maxima and sums of all, then out of as

@@ -27,7 +27,9 @@ struct Params {
   // How work is cut (work.cuh). Either into even shares: at most `ranges`, of at least 2^least_log2 steps. Or, with `pieces` > 0, every
   // head into so many pieces at most, of at least that many steps.
   int32_t ranges, pieces, least_log2;
-  int32_t item_ranges;  // > 0: all items have the same keys, and each has so many ranges at most, all of its own
+  // Of even shares: 2^abreast_log2 neighbouring heads are cut as one, and each of their shares has a block of threads for each head.
+  int32_t abreast_log2;
+  bool crossing;  // some begin in one item and end inside another
   // Parts of results, a slot each: out (slots, rows, head_dim) and (slots, rows) of maximum and sum, where the maximum is in base 2 and
   // neither is divided by the sum.
   float *part_out;

@@ -27,8 +27,6 @@ struct Shape {
   constexpr int32_t rows() const { return row_tiles * row_warps * 16; }
   constexpr int32_t step() const { return key_warps * keys; }
   constexpr int32_t threads() const { return row_warps * key_warps * 32; }
-  // Whether the kernel knows shares of each item (Params::item_ranges). More threads or columns have no registers for it.
-  constexpr bool shares_items() const { return threads() <= 256 && head_dim <= 128; }
   // K and V, and of bytes a factor for each key of both.
   constexpr int32_t ring_bytes() const {
     return key_warps * stages * keys * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));

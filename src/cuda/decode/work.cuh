@@ -5,7 +5,8 @@
 // A unit is some steps of a block of threads over the keys of one item: a head of keys of one sequence, or a block of its rows. Units lie in order of sequence,
 // head and keys. Ranges are either even shares of all units, one step each, which may begin and
 // end inside an item; or single units, of a size that depends on the item's own sequence alone. A block of threads takes ranges in turn;
-// what an item gets from several ranges meets in the workspace.
+// what an item gets from several ranges meets in the workspace. Where neighbouring heads are walked over side by side
+// (Params::abreast_log2), an item is so many of them, and a range has a block of threads for each.
 //
 // Every warp of a block works this out for itself, a lane a sequence.
 #pragma once
@@ -24,6 +25,15 @@ __device__ __forceinline__ bool lengths_known(const Problem &p) {
   return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr;
 }
 
+// Whether neighbouring heads may be walked over side by side: code for older chips has no registers for that beside 256 columns (takes_abreast
+// of the plan).
+template <int kD>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kMayBeAbreast = kD <= 128;
+#else
+constexpr bool kMayBeAbreast = true;
+#endif
+
 struct SequenceWork {
   int units;  // of all its items
   int item_units, unit_steps;
@@ -40,52 +50,42 @@ struct Piece {
   __device__ __forceinline__ bool whole() const { return first == begin && last == end; }
 };
 
-// kAlike: the kernel knows items that are alike (Params::item_ranges), which have even shares of their own.
-template <class C, bool kAlike = false>
+// kForgets: what is asked for is worked out each time, and registers are for what comes between.
+template <class C, bool kForgets = false>
 class Work {
  public:
   __device__ __forceinline__ explicit Work(const Params &params) : a_(params) {
     load(0, 0);
     int units = chunk_end_;
     for (int base = 32; base < batch(); base += 32) units += __reduce_add_sync(~0u, sequence(base + lane()).units);
-    cut_ranges_ = uniform(a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges));
-    ranges_ = cut_ranges_;
-    if (kAlike && a_.item_ranges > 0) {
-      const int all_items = items() * batch();
-      units = uniform(units / all_items);
-      cut_ranges_ = uniform(min(max(units >> a_.least_log2, 1), a_.item_ranges));
-      ranges_ = cut_ranges_ * all_items;
-    }
-    cut_units_ = units;
-    share_ = uniform(units / cut_ranges_);
-    longer_ = uniform(units - share_ * cut_ranges_);
+    units_ = uniform(units);
   }
 
-  __device__ __forceinline__ int ranges() const { return ranges_; }
+  __device__ __forceinline__ int abreast_log2() const { return kMayBeAbreast<C::kD> ? a_.abreast_log2 : 0; }
+  __device__ __forceinline__ int ranges() const { return ranges_of(units_); }
+  // In proportion: where as many ranges fall to every item, they begin and end with it.
   __device__ __forceinline__ int range_begin(int range) const {
-    if (kAlike && a_.item_ranges > 0) {
-      const int item = range / cut_ranges_, its = range - item * cut_ranges_;
-      return item * cut_units_ + its * share_ + min(its, longer_);
-    }
-    return range * share_ + min(range, longer_);
+    if (a_.pieces > 0) return range;
+    const int units = unknown_units(), all = ranges_of(units);
+    const int about = static_cast<int>(__fdividef(static_cast<float>(units), static_cast<float>(all))),
+              more = units - about * all;
+    return range * about + quotient(range * more, all);
   }
   __device__ __forceinline__ int range_of(int unit) const {
-    int before = 0;
-    if (kAlike && a_.item_ranges > 0) {
-      const int item = unit / cut_units_;
-      unit -= item * cut_units_;
-      before = item * cut_ranges_;
-    }
-    const int split = longer_ * (share_ + 1);
-    return before + (unit < split ? unit / (share_ + 1) : longer_ + (unit - split) / share_);
+    if (a_.pieces > 0) return unit;
+    const int all = ranges_of(unknown_units());
+    // A little less than the quotient: the range, or the one before it.
+    const int range = static_cast<int>(
+        __fdividef(static_cast<float>(unit) * static_cast<float>(all), static_cast<float>(units_)) * (1.f - 0x1p-20f));
+    return range + (range_begin(range + 1) <= unit);
   }
   // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.
   __device__ __forceinline__ int slot(int range, bool begins_here) const {
-    return a_.pieces > 0 ? range : 2 * range + begins_here;
+    return a_.pieces > 0 ? range : 2 * (range + side() * a_.ranges) + begins_here;
   }
-  // The counter of an item that several ranges have parts of.
-  __device__ __forceinline__ int counter(const Piece &piece) const {
-    if (a_.pieces == 0) return range_of(piece.begin);
+  // The counter of an item that several ranges have parts of, from `first_range` on.
+  __device__ __forceinline__ int counter(const Piece &piece, int first_range) const {
+    if (a_.pieces == 0) return first_range + side() * a_.ranges;
     return piece.batch * items() + piece.head;
   }
 
@@ -98,8 +98,8 @@ class Work {
   }
   __device__ __forceinline__ void back_to(const Mark &mark) { load(mark.base, mark.begin); }
 
-  // Before at() is asked again: what the lanes hold is not kept in registers meanwhile.
-  __device__ __forceinline__ void reload() { load(base_, chunk_begin_); }
+  // Before at() is asked again: what the lanes hold is not kept in registers meanwhile. `batch` is the last piece's; or all begins anew.
+  __device__ __forceinline__ void reload(int batch, bool anew) { load(anew ? 0 : batch & ~31, anew ? 0 : chunk_begin_); }
   // What of the units [unit, end) belongs to the item of the first one. To be asked for in ascending order.
   __device__ __forceinline__ Piece at(int unit, int end) {
     while (unit >= chunk_end_) load(base_ + 32, chunk_end_);
@@ -110,7 +110,7 @@ class Work {
     const int item = (unit - sequence_begin) / item_units;
     Piece piece;
     piece.batch = uniform(base_ + found);
-    piece.head = item;
+    piece.head = item << abreast_log2() | side();
     piece.begin = sequence_begin + item * item_units;
     piece.end = piece.begin + item_units;
     piece.first = unit;
@@ -122,10 +122,22 @@ class Work {
   }
 
  private:
+  __device__ __forceinline__ int unknown_units() const { return kForgets ? opaque(units_) : units_; }
+  __device__ __forceinline__ int ranges_of(int units) const {
+    return a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges);
+  }
+  // Rounded down, where it and y are small (of some thousand at most).
+  static __device__ __forceinline__ int quotient(int x, int y) {
+    return __float2int_rd(__fdividef(static_cast<float>(x) + 0.5f, static_cast<float>(y)));
+  }
+  // Which of neighbouring heads that are walked over side by side.
+  __device__ __forceinline__ int side() const { return static_cast<int>(blockIdx.x & ((1u << abreast_log2()) - 1)); }
   static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
   // Of a sequence.
-  __device__ __forceinline__ int items() const { return static_cast<int>(a_.problem.heads_k) * a_.row_blocks; }
+  __device__ __forceinline__ int items() const {
+    return (static_cast<int>(a_.problem.heads_k) >> abreast_log2()) * a_.row_blocks;
+  }
 
   __device__ __forceinline__ SequenceWork sequence(int b) const {
     SequenceWork s{};
@@ -164,9 +176,7 @@ class Work {
   }
 
   const Params &a_;
-  int ranges_;
-  int cut_units_, cut_ranges_;          // what is cut: all units, or those of each item
-  int share_, longer_;                  // ranges are of share_ units, the first longer_ of a cut of one more
+  int units_;                           // all of them
   int base_, chunk_begin_, chunk_end_;  // the 32 sequences that the lanes hold, and where their units lie
   SequenceWork mine_;                   // sequence base_ + lane(), whose units end at end_
   int end_;

@@ -70,7 +70,7 @@ class Producer : private decode::Planner<Block<C>, true> {
       this->describe(plan);
       plan.first_part = first_range;
       plan.parts = piece.first == piece.begin ? 0 : range - first_range;
-      plan.counter = work.counter(piece);
+      plan.counter = work.counter(piece, first_range);
       plan.slot = range;
       barrier_arrive(this->planned(n & 1));
     }

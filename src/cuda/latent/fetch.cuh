@@ -74,7 +74,7 @@ class Producer : private decode::Planner<Block<C>, false> {
     this->await_place(n);
     // Of the item's pieces this is number `index`; `parts` come before the last one, which adds them, through sums of `group` of them.
     const int first_range = work.range_of(piece_.begin), index = range - first_range,
-              parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_),
+              parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_, first_range),
               group = a_.pieces > 0 ? 1 : parts_together(parts);
     const bool pair = C::kPairs && rows_ > 0 && parts == 1 && first_range % 2 == 0 &&
                       work.range_begin(first_range) == piece_.begin && work.range_begin(first_range + 2) == piece_.end;
