@@ -37,9 +37,10 @@ class Decode : protected Block<C> {
   // The counter of an item counts blocks of threads that have only their part to leave, and in units of this the parts that are there.
   static constexpr int kThere = 1 << 16;
   using TheWork = Work<C, true>;
-  static constexpr bool kNear =
-      kMt == 1;  // factors near to each other have a way of their own, for which more rows a warp have no registers
-  static constexpr bool kTurns = C::kD <= 128;  // more columns leave no registers for the order of pieces
+  // Factors near to each other have a way of their own, for which more rows a warp have no registers.
+  static constexpr bool kNear = kMt == 1;
+  // More columns leave no registers for the order of pieces.
+  static constexpr bool kTurns = C::kD <= 128;
 
   using Base::Base;
 
@@ -415,12 +416,9 @@ class Decode : protected Block<C> {
       }
   }
 
+  // Of values, each with one of its own or none. Near: to each other, as top_factor() finds, so that weights are multiples of the exponentials.
+  enum class Factors { none, near, any };
   // exponentials() of all keys, times the factors of their values, in the unit of out.
-  enum class Factors {
-    none,
-    near,
-    any
-  };  // near: to each other, as top_factor finds, so that weights are the exponentials' multiples
   template <Factors kFactors>
   __device__ __forceinline__ void weigh(const Scores &s, int slot, const float (&unit)[kMt][2],
                                         Weights<kMt, kPSteps> &weights) {
