@@ -65,17 +65,17 @@ struct BackwardShape {
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::alone, true, false)           \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::alone, true, false)            \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)         \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)    \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)       \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::wide, false, false)        \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)       \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::wide, true, false)         \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)           \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::alone, true, true)         \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::scores, true, true)       \
+  X(d64, 64, 64, 2, 128, 2, 2, Design::alone, true, false)         \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::alone, true, false)          \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)       \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)  \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)      \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::wide, false, false)      \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)     \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::wide, true, false)       \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)         \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::alone, true, true)       \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::scores, true, true)      \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::wide, true, true)
 // clang-format on
 
