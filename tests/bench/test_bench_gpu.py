@@ -7,7 +7,9 @@ import dataclasses
 import io
 import json
 import sys
+import types
 import unittest
+import unittest.mock
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -31,6 +33,19 @@ def recorded():
     data = json.loads(RECORDED.read_text())
     data["rows"] = [report.add_ratios(row) for row in data["rows"]]
     return data
+
+
+class Turns(unittest.TestCase):
+    def test_everyone_comes_behind_every_other_one(self):
+        with unittest.mock.patch.dict(sys.modules, torch=types.ModuleType("torch")):
+            from gpu import timing
+        for count in range(2, 5):
+            names = list("abcd"[:count])
+            rounds = [timing.turns(names, number) for number in range(timing.ROUNDS)]
+            self.assertTrue(all(sorted(order) == names for order in rounds))
+            row = [name for order in rounds for name in order]
+            behind = [sum(pair == (a, b) for pair in zip(row, row[1:])) for a in names for b in names if a != b]
+            self.assertLessEqual(max(behind), 2 * min(behind) + 1)
 
 
 class Grid(unittest.TestCase):

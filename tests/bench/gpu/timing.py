@@ -2,13 +2,14 @@
 """Times several contenders side by side: bursts in turn, one after another in every round, and the median of the rounds.
 
 A card runs faster in bursts of a few milliseconds than in long loops, and a neighbour's load moves its clock: contenders are only
-comparable when they take turns."""
+comparable when they take turns. Who runs just before moves it, too, by 5 % and more if it leaves the card cool: every round has
+another order."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import Callable, Dict
+from typing import Callable, Dict, List
 
 import torch
 
@@ -27,15 +28,22 @@ def burst(call: Callable[[], object], calls: int) -> float:
     return begin.elapsed_time(end) / calls
 
 
+def turns(names: List[str], number: int) -> List[str]:
+    """The order of a round: everyone comes behind every other one about equally often."""
+    steps = [(k + 1) // 2 * (1 if k % 2 else -1) for k in range(len(names))]  # 0, 1, -1, 2, -2, ...
+    order = [names[(step + number // 2) % len(names)] for step in steps]
+    return order[::-1] if number % 2 else order
+
+
 def side_by_side(contenders: Dict[str, Callable[[], object]], budget_s: float, per_call: int = 1) -> Dict[str, float]:
     """Median milliseconds of each contender within about `budget_s` seconds; a call stands for `per_call` of them."""
     cost = {name: (burst(call, 1), burst(call, 2))[1] for name, call in contenders.items()}  # the first warms up
     per_round = budget_s * 1e3 / ROUNDS / max(len(contenders), 1)
     calls = {name: max(1, min(200, int(per_round / ms))) for name, ms in cost.items()}
     times: Dict[str, list] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
-        for name, call in contenders.items():
-            times[name].append(burst(call, calls[name]) / per_call)
+    for number in range(ROUNDS):
+        for name in turns(list(contenders), number):
+            times[name].append(burst(contenders[name], calls[name]) / per_call)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
