@@ -29,8 +29,8 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.landing = Divisor(1);  // of clusters alone
 }
 
-bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int64_t columns, int32_t bucket, int32_t box_rows,
-                   CUtensorMapL2promotion promotion, CUtensorMap &map) {
+bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int64_t columns, int32_t box_columns,
+                   int32_t box_rows, CUtensorMapL2promotion promotion, CUtensorMap &map) {
   const bool bytes = is_quantised(t.dtype);
   const int64_t slab = bytes ? columns : 64, size = bytes ? 1 : 2;
   const bool paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
@@ -46,11 +46,11 @@ bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int
                                static_cast<cuuint64_t>(columns / slab), static_cast<cuuint64_t>(p.heads_k),
                                static_cast<cuuint64_t>(std::max<int64_t>(batches, 1))};
   const cuuint64_t strides[4] = {static_cast<cuuint64_t>(t.seq_stride * size),
-                                 static_cast<cuuint64_t>(bytes ? bucket : slab * size),
+                                 static_cast<cuuint64_t>(bytes ? box_columns : slab * size),
                                  static_cast<cuuint64_t>(t.head_stride * size), static_cast<cuuint64_t>(t.batch_stride * size)};
   // What a box has beyond the columns is zero.
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(bytes ? bucket : slab), static_cast<cuuint32_t>(box_rows),
-                             static_cast<cuuint32_t>(bytes ? 1 : bucket / slab), 1, 1},
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(bytes ? box_columns : slab), static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(bytes ? 1 : box_columns / slab), 1, 1},
                    steps[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type = bytes                    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : t.dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16

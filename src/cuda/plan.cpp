@@ -407,9 +407,13 @@ bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  // One block of threads adds up the parts of an item. Many blocks of rows fill the device without pieces, which would take much memory.
+  // One block of threads adds up the parts of an item. Many blocks of rows fill the device without pieces, which would take much memory;
+  // under a causal mask they are not alike. Many rows over bytes wait for products and for those who widen, not for memory: they want all
+  // multiprocessors.
+  constexpr int64_t kFewRows = 64;
+  const bool in_step = row_blocks == 1 && (!bytes || rows <= kFewRows);
   cut_line({items, steps, device.multiprocessors, items * kMostParts, 0, 1, 3, std::max<int64_t>(kPieces / row_blocks, 1),
-            shape.rows(), shape.head_dim},
+            shape.rows(), shape.head_dim, in_step && alike(p), in_step ? 3 : 0},
            p, plan);
   // A block for every piece: one that waits for others must have started after them.
   if (plan.pieces > 0) plan.blocks = items * plan.pieces;

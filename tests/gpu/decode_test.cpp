@@ -226,15 +226,16 @@ TEST_F(Decode, ReplayWithOtherLengths) {
 
 // Each call's queries are the results of the one before it, which it must not read before they are there: launches overlap.
 TEST_F(Decode, ChainOfCalls) {
-  for (const int64_t keys : {int64_t{3000}, kRows}) {
+  for (const auto &[tokens, keys] : {std::pair<int64_t, int64_t>{1, 3000}, {1, kRows}, {8, kRows}, {16, 3000}, {16, kRows}}) {
     for (const bool known : {true, false}) {  // lengths, to the host
-      Problem p(1);
+      Problem p(tokens);
       p.set_sequences(0, 1);
       p.attention.k.shape[1] = p.attention.v.shape[1] = keys;
       if (known) p.attention.seqused_k = fa_tensor{};
-      expect_kernel(p, "decode_");
-      const std::vector<int64_t> shape{1, 1, kHeads, kHeadDim};
-      const Memory even(kHeads * kHeadDim * 2), odd(kHeads * kHeadDim * 2);
+      if (tokens == 1) expect_kernel(p, "decode_");
+      const std::vector<int64_t> shape{1, tokens, kHeads, kHeadDim};
+      const size_t bytes = static_cast<size_t>(tokens * kHeads * kHeadDim) * 2;
+      const Memory even(bytes), odd(bytes);
       const fa_tensor first = p.attention.q, results[2] = {tensor(even, FA_BFLOAT16, shape), tensor(odd, FA_BFLOAT16, shape)};
       const auto chain = [&](bool waits) {
         for (int n = 0; n < 8; ++n) {
@@ -269,7 +270,7 @@ TEST_F(Decode, ChainOfCalls) {
         } else {
           check(cudaGraphLaunch(executable, stream_), "replay");
         }
-        ASSERT_EQ(bits(), expected) << keys << " keys, run " << run;
+        ASSERT_EQ(bits(), expected) << tokens << " queries, " << keys << " keys, run " << run;
       }
       check(cudaGraphExecDestroy(executable), "graph");
     }

@@ -72,6 +72,24 @@ TEST_P(Extend, LengthsAndPages) {
   }
 }
 
+// Neighbouring heads that are walked over side by side, with shares that end with heads (the host knows the lengths) and that do not.
+TEST_P(Extend, NeighbouringHeads) {
+  int64_t n = 0;
+  for (const int64_t heads_k : {2, 4, 8}) {
+    for (const bool known : {true, false}) {
+      Case c = base("extend: neighbouring heads");
+      c.heads_k = heads_k;
+      c.heads_q = heads_k * 5;
+      c.q.seqlen = n % 2 == 0 ? 9 : 21;  // rows of one group, and of two
+      c.k.seqlen = 900;
+      if (!known) c.k.used = {900, 50, 611};
+      c.page_size = n++ % 3 == 0 ? 0 : 16;
+      c.nan_keys = 1;
+      check_formats(c);
+    }
+  }
+}
+
 TEST_P(Extend, PackedWithUnusedQueries) {
   for (const int64_t page_size : {0, 16}) {
     Case c = base("extend: packed");

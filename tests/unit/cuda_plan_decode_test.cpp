@@ -304,6 +304,19 @@ TEST(CudaPlan, ExtendKernels) {
   EXPECT_GE(plan.counters, plan.ranges);
   EXPECT_GE(plan.workspace_bytes,
             static_cast<size_t>(plan.ranges * shape.rows()) * static_cast<size_t>(shape.head_dim + 2) * 4);
+  // Heads with one block of rows are in step: eight neighbours side by side, shares of two heads. More than 64 rows of bytes are not.
+  Problem speculation = problem(16, 8192, 128);
+  speculation.batch = 32;
+  speculation.heads_q = 64;
+  speculation.heads_k = speculation.group = 8;
+  for (const Dtype keys : {Dtype::bf16, Dtype::e4m3}) {
+    speculation.k.dtype = speculation.v.dtype = keys;
+    const ForwardPlan in_step = forward_plan(speculation, h200());
+    ASSERT_EQ(in_step.family, Family::extend);
+    EXPECT_EQ(in_step.abreast_log2, keys == Dtype::bf16 ? 3 : 0);
+    EXPECT_EQ(in_step.crossing, keys != Dtype::bf16);
+    EXPECT_EQ(in_step.blocks, keys == Dtype::bf16 ? 128 : h200().multiprocessors);
+  }
   // A lone head is cut into no more parts than one block of threads adds up in time.
   Problem lone = p;
   lone.batch = lone.heads_q = lone.heads_k = lone.group = 1;

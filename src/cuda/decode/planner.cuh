@@ -59,7 +59,7 @@ class Planner : protected BlockOfThreads {
   // other parts are there by then, for those ranges work on them first.
   template <typename F>
   __device__ __forceinline__ void each_piece(Work<C> &work, F f) {
-    const int range = static_cast<int>(blockIdx.x);
+    const int range = static_cast<int>(blockIdx.x >> work.abreast_log2());
     if (range >= work.ranges()) return;
     const int end = work.range_begin(range + 1);
     int unit = work.range_begin(range), stop = end;

@@ -81,11 +81,13 @@ class Work {
   }
   // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.
   __device__ __forceinline__ int slot(int range, bool begins_here) const {
-    return a_.pieces > 0 ? range : 2 * (range + side() * a_.ranges) + begins_here;
+    return a_.pieces > 0 ? range : 2 * slot(range) + begins_here;
   }
+  // ... for kernels whose shares leave one part at most: what ends an item is added to the others.
+  __device__ __forceinline__ int slot(int range) const { return range + side() * a_.ranges; }
   // The counter of an item that several ranges have parts of, from `first_range` on.
   __device__ __forceinline__ int counter(const Piece &piece, int first_range) const {
-    if (a_.pieces == 0) return first_range + side() * a_.ranges;
+    if (a_.pieces == 0) return slot(first_range);
     return piece.batch * items() + piece.head;
   }
 

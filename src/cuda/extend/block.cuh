@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of threads of the kernel for queries that extend a cache: its sizes, its shared memory, and tiles as operands.
+// One block of threads of the kernel for queries that extend a cache: its sizes and its shared memory.
 #pragma once
 
 #include <type_traits>
@@ -30,12 +30,11 @@ struct Config {
   static constexpr int kD = kD_, kGroups = kGroups_, kKeys = kKeys_, kSlots = kSlots_;
   static constexpr int kRows = kGroups * 64, kThreads = (kGroups + 1) * 128;
   static constexpr int kStep = kKeys;  // of the cut
-  // A tile lies in runs of sixteen keys, [key / 16][slab of 64 columns][16][64].
+  // Runs of sixteen keys are what the copy engine fetches at a time, a slab of each, and a step of P V.
   static constexpr int kRun = 16, kRuns = kKeys / kRun;
-  static constexpr int kSlabs = kD / 64, kSlabBytes = kRun * 128, kRunBytes = kSlabs * kSlabBytes;
-  static constexpr int kTileBytes = kRuns * kRunBytes;                      // of K or V
-  static constexpr int kPitch = kD * static_cast<int>(sizeof(KeyElement));  // bytes of a key
-  static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;         // warps, and keys of a tile that each fetches
+  static constexpr int kSlabs = kD / 64, kSlabBytes = kKeys * 128, kTileBytes = kSlabs * kSlabBytes;  // of K or V
+  static constexpr int kPitch = kD * static_cast<int>(sizeof(KeyElement));                            // bytes of a key
+  static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;  // warps, and keys of a tile that each fetches
   // Bytes on their way: tiles of those that are still to be widened.
   static constexpr int kStaged = kStaged_, kStagedBytes = kKeys * kD, kStagedOffset = kSlots * kTileBytes;
   static constexpr int kBarrierOffset = kStagedOffset + kStaged * kStagedBytes;
@@ -76,18 +75,5 @@ class Block {
   const uint32_t shared_;  // its address
   const int lane_;
 };
-
-// A tile of K as right operand: half `half` of every run, 64 keys, of which each eight lie a run apart.
-template <class C>
-__device__ __forceinline__ uint64_t keys_operand(uint32_t tile, int half) {
-  return uint64_t{((uniform(tile) + half * 1024) & 0x3FFFF) >> 4} | uint64_t{1} << 16 | uint64_t{C::kRunBytes >> 4} << 32 |
-         uint64_t{1} << 62;
-}
-// A tile of V as right operand. One step of 16 keys is a run.
-template <class C>
-__device__ __forceinline__ uint64_t values_operand(uint32_t tile) {
-  return uint64_t{(uniform(tile) & 0x3FFFF) >> 4} | uint64_t{C::kSlabBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
-         uint64_t{1} << 62;
-}
 
 }  // namespace fa::cuda::extend

@@ -10,9 +10,6 @@
 //   after the last:     out to the caller's memory if the item ends here, with the parts that others have left; else it is such a part
 //   those that fetch:   a tile each time its place is free, across the ends of pieces; one of them plans the pieces
 //
-// S comes in two products: one with the first halves of all runs of sixteen keys, one with the second halves. Element 4 j + r of product h
-// is key 16 j + 8 h + 2 q + r % 2 (q = lane % 4), so both together are run j as the next product takes it.
-//
 // Keys and values of one byte are widened to fp16 on their way into shared memory, exactly; queries and out change with them. S is multiplied
 // by what makes up for it, and by the factor of the head's keys; out by that of its values.
 //
@@ -35,7 +32,7 @@ class Consumer : private Block<C> {
  public:
   using Base = Block<C>;
   using typename Base::Element;
-  static constexpr int kQSteps = C::kD / 16, kHalf = C::kKeys / 4;  // elements of a product for S
+  static constexpr int kQSteps = C::kD / 16, kScores = C::kKeys / 2;  // of a thread
 
   using Base::Base;
 
@@ -68,9 +65,8 @@ class Consumer : private Block<C> {
 
   __device__ __forceinline__ void work() {
     store_unused_rows();
-    const int tile = plan_->tile, end_tile = plan_->end_tile;
     if (group_ * 64 >= plan_->rows) {
-      for (int n = tile; n < end_tile; ++n) pass();
+      for (int n = plan_->tile; n < plan_->end_tile; ++n) pass();
       return;
     }
     load_q();
@@ -84,12 +80,18 @@ class Consumer : private Block<C> {
     fresh_ = true;
     pending_ = false;
     bool masked = false;
+    int stop = plan_->tile;  // from here on tiles may be masked where others were not, or the other way round
 #pragma unroll 1
-    for (int n = tile;; ++n) {
+    for (int n = stop;; ++n) {
       if (pending_ && masked && plan_->several) multiply_exactly_if_needed();
-      if (n >= end_tile) break;  // none of the piece's tiles may be one that these rows see
+      if (n >= stop) {
+        const int end = plan_->end_tile, inner = (plan_->interior.begin + C::kKeys - 1) / C::kKeys,
+                  end_inner = plan_->interior.end / C::kKeys;
+        if (n >= end) break;  // none of the piece's tiles may be one that these rows see
+        masked = n < inner || n >= end_inner;
+        stop = min(n < inner ? inner : masked ? end : end_inner, end);
+      }
       const int key0 = n * C::kKeys;
-      masked = key0 < plan_->interior.begin || key0 + C::kKeys > plan_->interior.end;
       if (pending_ || fresh_) {
         attend<true>(key0, masked);
       } else {
@@ -100,25 +102,28 @@ class Consumer : private Block<C> {
     if (first_row() < plan_->rows) finish();
   }
 
-  // Tiles come in turn, K and V: the next K, the next V, and the V of the K before.
-  __device__ __forceinline__ uint32_t next_k() const { return 2 * tiles_; }
-  __device__ __forceinline__ uint32_t next_v() const { return 2 * tiles_ + 1; }
-  __device__ __forceinline__ uint32_t last_v() const { return 2 * tiles_ - 1; }
-  __device__ __forceinline__ uint32_t await(uint32_t n) const {
-    const int slot = static_cast<int>(n % C::kSlots);
-    barrier_wait(this->full(slot), n / C::kSlots % 2);
-    return this->tile(slot);
+  // Tiles come in turn, K and V: the next K, the next V, and the V of the K before. Their places are those of a ring that is passed twice:
+  // once with each parity.
+  __device__ __forceinline__ int next_k() const { return place_; }
+  __device__ __forceinline__ int next_v() const { return place_ == 2 * C::kSlots - 1 ? 0 : place_ + 1; }
+  __device__ __forceinline__ int last_v() const { return place_ == 0 ? 2 * C::kSlots - 1 : place_ - 1; }
+  __device__ __forceinline__ void step() {
+    place_ += 2;
+    if (place_ >= 2 * C::kSlots) place_ -= 2 * C::kSlots;
   }
-  __device__ __forceinline__ void release(uint32_t n) const {
-    barrier_arrive_if(lane_ == 0, this->free(static_cast<int>(n % C::kSlots)));
+  static __device__ __forceinline__ int slot_of(int place) { return place >= C::kSlots ? place - C::kSlots : place; }
+  __device__ __forceinline__ uint32_t await(int place) const {
+    barrier_wait(this->full(slot_of(place)), place >= C::kSlots);
+    return this->tile(slot_of(place));
   }
+  __device__ __forceinline__ void release(int place) const { barrier_arrive_if(lane_ == 0, this->free(slot_of(place))); }
   // Tiles that only the other groups need. They have to be there before they can be let go.
   __device__ __forceinline__ void pass() {
     await(next_k());
     release(next_k());
     await(next_v());
     release(next_v());
-    ++tiles_;
+    step();
   }
 
   // Weights of a tile, under the product of those before: in front of the first tile it runs on whatever is there, and nobody looks at it, so
@@ -126,8 +131,7 @@ class Consumer : private Block<C> {
   template <bool kProduct>
   __device__ __forceinline__ void attend(int key0, bool masked) {
     const uint32_t k = await(next_k());
-    hold(s_[0]);
-    hold(s_[1]);
+    hold(s_);
     hold(q_);
     if (kProduct) {
       hold(out_);
@@ -141,8 +145,7 @@ class Consumer : private Block<C> {
       start_values(v);
     }
     products_wait<kProduct ? 1 : 0>();
-    hold(s_[0]);
-    hold(s_[1]);
+    hold(s_);
     release(next_k());
     apply_terms(key0);
     bool grown;
@@ -164,7 +167,7 @@ class Consumer : private Block<C> {
     }
     if (grown) scale_out();
     round_weights();
-    ++tiles_;
+    step();
     pending_ = true;
   }
 
@@ -229,22 +232,19 @@ class Consumer : private Block<C> {
 
   // S = Q K^T.
   __device__ __forceinline__ void start_scores(uint32_t tile) {
+    const uint64_t k = rows_operand(tile);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint64_t k = keys_operand<C>(tile, half);
-#pragma unroll
-      for (int n = 0; n < kQSteps; ++n)
-        multiply_registers_rows<Element>(s_[half], q_[n], advance_operand(k, n / 4 * C::kSlabBytes + n % 4 * 32), n > 0);
-    }
+    for (int n = 0; n < kQSteps; ++n)
+      multiply_registers_rows<Element>(s_, q_[n], advance_operand(k, n / 4 * C::kSlabBytes + n % 4 * 32), n > 0);
     products_commit();
   }
 
   // out += P V; the first one overwrites.
   __device__ __forceinline__ void start_values(uint32_t tile) {
-    const uint64_t v = values_operand<C>(tile);
+    const uint64_t v = columns_operand<C::kKeys>(tile);
 #pragma unroll
     for (int n = 0; n < C::kRuns; ++n)
-      Product<Element, C::kD>::registers_columns(out_, weights_[n], advance_operand(v, n * C::kRunBytes), n > 0 || !fresh_);
+      Product<Element, C::kD>::registers_columns(out_, weights_[n], advance_operand(v, n * C::kRun * 128), n > 0 || !fresh_);
     products_commit();
   }
   __device__ __forceinline__ void multiply_values() {
@@ -263,28 +263,21 @@ class Consumer : private Block<C> {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
-  // The key of element 4 j + 2 r + e of product h, from the lane's first one on.
-  static constexpr int key_of(int h, int j, int e) { return 16 * j + 8 * h + e; }
-
   __device__ __forceinline__ void apply_terms(int key0) {
     if constexpr (C::kOfBytes) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float scale = ld_shared_float(this->row_scale(row_of(r)));
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int n = 2 * r; n < kHalf; n += 4) {
-            s_[h][n] *= scale;
-            s_[h][n + 1] *= scale;
-          }
+        for (int n = 2 * r; n < kScores; n += 4) {
+          s_[n] *= scale;
+          s_[n + 1] *= scale;
+        }
       }
     }
     if (p_.softcap > 0) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int n = 0; n < kHalf; ++n) s_[h][n] = decode::capped(s_[h][n], a_.raw);
+      for (int n = 0; n < kScores; ++n) s_[n] = decode::capped(s_[n], a_.raw);
     }
     if (p_.alibi_slopes != nullptr) {
 #pragma unroll
@@ -294,14 +287,12 @@ class Consumer : private Block<C> {
             a_.raw.logit * p_.alibi_slopes[plan_->batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
         const int first = token_of(row) + plan_->seqlen_k - plan_->tokens - key0 - 2 * (opaque(lane_) & 3);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int j = 0; j < C::kKeys / 8; ++j)
 #pragma unroll
-          for (int j = 0; j < C::kRuns; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float &x = s_[h][4 * j + 2 * r + e];
-              x = fmaf(-slope, fabsf(static_cast<float>(first - key_of(h, j, e))), x);
-            }
+          for (int e = 0; e < 2; ++e) {
+            float &x = s_[4 * j + 2 * r + e];
+            x = fmaf(-slope, fabsf(static_cast<float>(first - 8 * j - e)), x);
+          }
       }
     }
   }
@@ -313,12 +304,10 @@ class Consumer : private Block<C> {
       const Keys keys = Diagonal<int32_t>(a_.limits, plan_->tokens, plan_->seqlen_k).visible_keys({token, token + 1});
       const int begin = keys.begin - first, end = keys.end - first;
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+      for (int j = 0; j < C::kKeys / 8; ++j)
 #pragma unroll
-        for (int j = 0; j < C::kRuns; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (key_of(h, j, e) < begin || key_of(h, j, e) >= end) s_[h][4 * j + 2 * r + e] = -CUDART_INF_F;
+        for (int e = 0; e < 2; ++e)
+          if (8 * j + e < begin || 8 * j + e >= end) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
     }
   }
 
@@ -333,9 +322,9 @@ class Consumer : private Block<C> {
       float x[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        x[h] = fmaxf(s_[h][2 * r], s_[h][2 * r + 1]);
+        x[h] = fmaxf(s_[4 * h + 2 * r], s_[4 * h + 2 * r + 1]);
 #pragma unroll
-        for (int j = 1; j < C::kRuns; ++j) x[h] = fmaxf(x[h], fmaxf(s_[h][4 * j + 2 * r], s_[h][4 * j + 2 * r + 1]));
+        for (int j = 2 + h; j < C::kKeys / 8; j += 2) x[h] = fmaxf(x[h], fmaxf(s_[4 * j + 2 * r], s_[4 * j + 2 * r + 1]));
       }
       top[r] = fmaxf(x[0], x[1]) * c;
     }
@@ -353,13 +342,11 @@ class Consumer : private Block<C> {
     }
     float sum[2][2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int n = 0; n < kHalf; ++n) {
-        const float x = s_[h][n], e = exp2_approx(fmaf(x, c, -max_[n / 2 % 2]));
-        sum[h][n / 2 % 2] += e;
-        s_[h][n] = kMasked && x == -CUDART_INF_F ? kMaskedWeight : e;
-      }
+    for (int n = 0; n < kScores; ++n) {
+      const float x = s_[n], e = exp2_approx(fmaf(x, c, -max_[n / 2 % 2]));
+      sum[n / 4 % 2][n / 2 % 2] += e;
+      s_[n] = kMasked && x == -CUDART_INF_F ? kMaskedWeight : e;
+    }
     sum_[0] += sum[0][0] + sum[1][0];
     sum_[1] += sum[0][1] + sum[1][1];
     return grown;
@@ -373,8 +360,7 @@ class Consumer : private Block<C> {
 #pragma unroll
     for (int j = 0; j < C::kRuns; ++j)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        weights_[j][n] = pack2<Element>(s_[n / 2][4 * j + n % 2 * 2], s_[n / 2][4 * j + n % 2 * 2 + 1]);
+      for (int n = 0; n < 4; ++n) weights_[j][n] = pack2<Element>(s_[8 * j + 2 * n], s_[8 * j + 2 * n + 1]);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -415,7 +401,7 @@ class Consumer : private Block<C> {
     if (fresh_) clear_out();
 #pragma unroll 1
     for (int n = 0; n < C::kRuns; ++n) {
-      multiply_run_exactly(weights_[0], tile + n * C::kRunBytes);
+      multiply_run_exactly(weights_[0], tile + n * C::kRun * 128);
       // Weights move up, so that all runs are one code.
 #pragma unroll
       for (int m = 0; m + 1 < C::kRuns; ++m)
@@ -621,12 +607,12 @@ class Consumer : private Block<C> {
   }
 
   const Plan *plan_;
-  int group_, warp_;    // warp_ within the group
-  uint32_t tiles_ = 0;  // of K, so far
+  int group_, warp_;  // warp_ within the group
+  int place_ = 0;     // of the next K
   uint32_t votes_ = 0;
   bool pending_, fresh_;  // there are weights that have not met their values; out has nothing in it yet
   uint32_t q_[kQSteps][4];
-  float s_[2][kHalf];
+  float s_[kScores];
   uint32_t weights_[C::kRuns][4];
   float out_[C::kD / 2];
   float max_[2], sum_[2], factor_[2];
@@ -639,6 +625,7 @@ class Roles : private Block<C> {
   using Block<C>::Block;
 
   __device__ __forceinline__ void run() {
+    let_next_start();
     if (threadIdx.x == 0) {
       for (int n = 0; n < C::kSlots; ++n) {
         barrier_init(this->full(n), C::kFetchers * 32);

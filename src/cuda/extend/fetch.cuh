@@ -32,9 +32,12 @@ class Producer : private decode::Planner<Block<C>, true> {
 
   __device__ __forceinline__ void run() {
     warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
+    // Of what the launch before this one may still write lengths are wanted first. Other warps wait for a plan.
+    if (!decode::lengths_known(p_)) wait_for_previous();
     uint32_t pieces = 0;
     decode::Work<C> work(a_);
     this->each_piece(work, [&](int range) {
+      wait_for_previous();
       if (warp_ == 0) {
         // Those who are to make room may be waiting for what is gathered.
         if (!__all_sync(~0u, this->has_place(pieces))) settle();
@@ -68,10 +71,10 @@ class Producer : private decode::Planner<Block<C>, true> {
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
       this->describe(plan);
-      plan.first_part = first_range;
+      plan.first_part = work.slot(first_range);
       plan.parts = piece.first == piece.begin ? 0 : range - first_range;
       plan.counter = work.counter(piece, first_range);
-      plan.slot = range;
+      plan.slot = work.slot(range);
       barrier_arrive(this->planned(n & 1));
     }
     __syncwarp();
@@ -114,20 +117,21 @@ class Producer : private decode::Planner<Block<C>, true> {
     }
   }
 
-  // A run a lane.
+  // A slab of a run a lane; bytes, a run.
   __device__ __forceinline__ void copy(const CUtensorMap &map, const Place &place) {
     const uint32_t there = C::kOfBytes ? this->staged(coming_.at(), warp_) : this->full(ring_.at());
     if constexpr (!C::kOfBytes) {
       settle();
       barrier_wait(this->free(ring_.at()), ring_.parity() ^ 1);
     }
-    constexpr int kRunBytes = C::kRun * C::kPitch;
-    if (lane_ == 0) barrier_expect_more(there, C::kFetched / C::kRun * kRunBytes);
-    __syncwarp();  // and all have widened what was in the place
-    if (lane_ < C::kFetched && lane_ % C::kRun == 0) {
+    constexpr int kSlabs = C::kOfBytes ? 1 : C::kSlabs, kBoxPitch = C::kPitch / kSlabs;
+    if (lane_ == 0) barrier_expect_more(there, C::kFetched * C::kPitch);
+    __syncwarp();                                          // and all have widened what was in the place
+    const int slab = lane_ % C::kRun, run = lane_ - slab;  // the run's first key
+    if (lane_ < C::kFetched && slab < kSlabs) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
-      const uint32_t to = C::kOfBytes ? bytes(coming_.at()) : this->tile(ring_.at()) + warp_ * C::kFetched * C::kPitch;
-      decode::load_rows_box(to + lane_ * C::kPitch, &map, there, place.row, this->head_, place.batch, policy);
+      const uint32_t to = C::kOfBytes ? bytes(coming_.at()) : slab_of(ring_.at(), slab);
+      decode::load_rows_box(to + run * kBoxPitch, &map, there, slab, place.row - slab, this->head_, place.batch, policy);
     }
     if constexpr (C::kOfBytes) {
       if (lane_ == 0) barrier_arrive_for_warp(there);
@@ -229,12 +233,15 @@ class Producer : private decode::Planner<Block<C>, true> {
   // Where the warp's keys begin in the next slot: eight columns of this lane's row of the first rows, and of those i times further on.
   __device__ __forceinline__ uint32_t in_tile(int columns8) const {
     const int row = lane_ / kChunks;
-    return this->tile(ring_.at()) + warp_ * C::kFetched / C::kRun * C::kRunBytes + columns8 / 8 * C::kSlabBytes + row * 128 +
-           ((columns8 % 8 ^ row) << 4);
+    return slab_of(ring_.at(), columns8 / 8) + row * 128 + ((columns8 % 8 ^ row) << 4);
   }
   static __device__ __forceinline__ uint32_t of_rows(uint32_t first, int i) {
     const int key = i * kAtOnce;
-    return (first ^ ((key & 7) << 4)) + key / C::kRun * C::kRunBytes + key % C::kRun * 128;
+    return (first ^ ((key & 7) << 4)) + key * 128;
+  }
+  // The warp's keys of a slab.
+  __device__ __forceinline__ uint32_t slab_of(int slot, int slab) const {
+    return this->tile(slot) + slab * C::kSlabBytes + warp_ * C::kFetched * 128;
   }
   // The warp's keys of a tile of bytes, row after row.
   __device__ __forceinline__ uint32_t bytes(int n) const {

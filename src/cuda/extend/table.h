@@ -19,6 +19,8 @@ struct Shape {
   int32_t staged;    // tiles of bytes on their way, before they are widened into that ring; 0: K and V are of the queries' type
 
   constexpr int32_t rows() const { return groups * 64; }
+  // A slab; of bytes, which are widened anyway, all.
+  constexpr int32_t box_columns() const { return staged > 0 ? head_dim : 64; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   // The ring, bytes, barriers, flags of the groups, plans of two pieces of work, and the scales of rows whose keys are bytes.
   constexpr int32_t shared_bytes() const {

@@ -147,7 +147,7 @@ class Producer : private decode::Planner<Block<C>, false> {
       if (lane_ / (kGroups / kParts) == part) {
         const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : decode::kEvictNormal;
         decode::load_rows_box(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place),
-                              spot.row, head_, spot.batch, policy);
+                              /*slab=*/0, spot.row, head_, spot.batch, policy);
       }
       __syncwarp();
     }
