@@ -14,40 +14,57 @@ namespace fa::cuda {
 // that are not used. The last chunks first: their sum may still be in the L2 cache.
 template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
-  constexpr int kRowParts = kRows / 16 / kRowTiles;
-  constexpr int kUnits = kRows * kD / 16;  // rows g and g + 8 of a 16 x 8 tile: four lanes' numbers
+  constexpr int kRowParts = kRows / 16 / kRowTiles, kTiles = kRows * kD / 128;
+  constexpr int kStep = kThreads / 8;                        // tiles at a time, four a warp
+  constexpr int kBatch = kTiles % (2 * kStep) == 0 ? 2 : 1;  // times four tiles that a warp has under way
+  static_assert(kTiles % 4 == 0);
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
-  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), chunk = index % a.row_chunks, slice = index / a.row_chunks;
+  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
+  const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
+  const int32_t *turn = a.turn + int64_t{index} * a.chunk_turns;
+  const int chunk = index % a.row_chunks, slice = index / a.row_chunks;
   const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
   const Sequence q = sequence_of(p.q_lengths, batch);
   const int used = static_cast<int>(q.len), slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
   const bool vectors = takes_vectors(t, columns);
-  const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4);
   Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + q.start * t.seq_stride + head * t.head_stride;
 #pragma unroll
-  for (int n = 0; n * kThreads < kUnits; ++n) {
-    const int unit = static_cast<int>(threadIdx.x) + n * kThreads, tile = unit / 8;
-    if (kUnits % kThreads != 0 && unit >= kUnits) break;
-    const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
-    const int row = chunk * kRows + (warp % kRowParts * kRowTiles + i) * 16 + unit % 8;
-    const int column = (warp / kRowParts * kColumnTiles + j) * 8;
-    // A share that no block of keys sees was never written.
-    const bool any = a.zero_dq_sum || a.turn[int64_t{index} * a.chunk_turns + unit * a.chunk_turns / kUnits] != 0;
-    uint32_t words[2][4];
+  for (int n0 = 0; n0 < kTiles; n0 += kStep * kBatch) {
+    float4 x[kBatch][4];
+    bool any[kBatch];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float4 x = any ? sum[unit * 4 + e] : float4{0, 0, 0, 0};
-      words[0][e] = pack2<Element>(x.x * p.softmax_scale, x.y * p.softmax_scale);
-      words[1][e] = pack2<Element>(x.z * p.softmax_scale, x.w * p.softmax_scale);
+    for (int m = 0; m < kBatch; ++m) {
+      const int first = n0 + m * kStep + thread / 32 * 4;
+      if (kTiles % kStep != 0 && first >= kTiles) continue;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) x[m][n] = sum[(first + n) * 32];
+      // A share that no block of keys sees was never written. Shares are of whole warps.
+      any[m] = a.zero_dq_sum || turn[first * a.chunk_turns / kTiles] != 0;
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r >= slot) continue;
-      const uint32_t keep = row + 8 * r < used ? ~0u : 0u;
-      store_elements<Element>(base + (row + 8 * r) * t.seq_stride + column,
-                              {words[r][0] & keep, words[r][1] & keep, words[r][2] & keep, words[r][3] & keep},
-                              columns - column, vectors);
+    for (int m = 0; m < kBatch; ++m) {
+      const int first = n0 + m * kStep + thread / 32 * 4, tile = first + quad;
+      if (kTiles % kStep != 0 && first >= kTiles) continue;
+      const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
+      const int row = chunk * kRows + (warp % kRowParts * kRowTiles + i) * 16 + lane / 4;
+      const int column = (warp / kRowParts * kColumnTiles + j) * 8;
+      uint32_t words[2][4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        words[0][n] = pack2<Element>(x[m][n].x * p.softmax_scale, x[m][n].y * p.softmax_scale);
+        words[1][n] = pack2<Element>(x[m][n].z * p.softmax_scale, x[m][n].w * p.softmax_scale);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        transpose_quad(words[r], quad);
+        if (row + 8 * r >= slot) continue;
+        const uint32_t keep = any[m] && row + 8 * r < used ? ~0u : 0u;
+        store_elements<Element>(base + (row + 8 * r) * t.seq_stride + column,
+                                {words[r][0] & keep, words[r][1] & keep, words[r][2] & keep, words[r][3] & keep},
+                                columns - column, vectors);
+      }
     }
   }
   // The last chunk also owns the rows of the slot beyond the grid.

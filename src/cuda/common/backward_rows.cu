@@ -63,10 +63,10 @@ struct Eight {
 };
 
 // The statistics of chunk number `index`: kLanes lanes a row, eight columns a lane at a time. kVectors: of out and dout by sixteen bytes.
-template <int kElementBytes, int kLanes, bool kVectors>
+template <typename Element, int kLanes, bool kVectors>
 __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int index) {
-  constexpr int kPass = kThreads / kLanes;                        // rows at a time
-  constexpr int kBatch = kVectors && kElementBytes == 2 ? 4 : 1;  // rows a lane has under way
+  constexpr int kPass = kThreads / kLanes;                          // rows at a time
+  constexpr int kBatch = kVectors && sizeof(Element) == 2 ? 4 : 1;  // rows a lane has under way
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
@@ -79,34 +79,30 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
   const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
   const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
   for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
-    float delta[kBatch] = {}, lse[kBatch];
+    float delta[kBatch] = {}, lse[kBatch] = {};
     bool any[kBatch] = {};
+    if (rows > 0) {
+      // All loads before anything waits for one of them, those past the last row of that row.
+      for (int column = lane * 8; column < columns; column += kLanes * 8) {
+        Eight<sizeof(Element)> x[kBatch], y[kBatch];
 #pragma unroll
-    for (int m = 0; m < kBatch; ++m) {
-      const int n = n0 + m * kPass;
-      lse[m] = CUDART_INF_F;
-      if (lane == 0 && n < rows) lse[m] = all_lse[(first + n) * p.lse.seq_stride] * a.lse_unit;
-    }
-    for (int column = lane * 8; column < columns; column += kLanes * 8) {
-      Eight<kElementBytes> x[kBatch], y[kBatch];
-#pragma unroll
-      for (int m = 0; m < kBatch; ++m) {
-        const int n = n0 + m * kPass;
-        if (n >= rows) continue;
-        const int64_t x_at = out + (first + n) * p.out.seq_stride + column,
-                      y_at = dout + (first + n) * g.dout.seq_stride + column;
-        if constexpr (kVectors) {
-          x[m].load(p.out, x_at);
-          y[m].load(g.dout, y_at);
-        } else {
-          x[m].load_single(p.out, x_at, columns - column);
-          y[m].load_single(g.dout, y_at, columns - column);
+        for (int m = 0; m < kBatch; ++m) {
+          const int64_t row = first + min(n0 + m * kPass, rows - 1);
+          const int64_t x_at = out + row * p.out.seq_stride + column, y_at = dout + row * g.dout.seq_stride + column;
+          if constexpr (kVectors) {
+            x[m].load(p.out, x_at);
+            y[m].load(g.dout, y_at);
+          } else {
+            x[m].load_single(p.out, x_at, columns - column);
+            y[m].load_single(g.dout, y_at, columns - column);
+          }
         }
-      }
+        if (column == 0) {
 #pragma unroll
-      for (int m = 0; m < kBatch; ++m) {
-        delta[m] +=
-            p.q.dtype == Dtype::bf16 ? x[m].template dot<__nv_bfloat16>(y[m], any[m]) : x[m].template dot<__half>(y[m], any[m]);
+          for (int m = 0; m < kBatch; ++m) lse[m] = all_lse[(first + min(n0 + m * kPass, rows - 1)) * p.lse.seq_stride];
+        }
+#pragma unroll
+        for (int m = 0; m < kBatch; ++m) delta[m] += x[m].template dot<Element>(y[m], any[m]);
       }
     }
 #pragma unroll
@@ -118,13 +114,13 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
       // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
       if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
       if (lane != 0 || n >= a.chunk_rows) continue;
-      if (n < rows) {
-        if (lse[m] == -CUDART_INF_F) {
-          lse[m] = CUDART_INF_F;
-          delta[m] = 0;
-        } else if (g.dlse.data != nullptr) {
+      if (n >= rows || lse[m] == -CUDART_INF_F) {
+        lse[m] = CUDART_INF_F;
+        delta[m] = 0;
+      } else {
+        lse[m] *= a.lse_unit;
+        if (g.dlse.data != nullptr)
           delta[m] -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
-        }
       }
       a.row_lse[int64_t{index} * a.chunk_rows + n] = lse[m];
       a.row_delta[int64_t{index} * a.chunk_rows + n] = delta[m];
@@ -133,7 +129,7 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
 }
 
 // One block a chunk. The first chunks last: the next kernel begins with them, and finds their dout in the L2 cache.
-template <int kElementBytes, int kLanes>
+template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
   let_next_start();
@@ -147,17 +143,17 @@ __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_consta
   }
   const int columns = static_cast<int>(a.problem.forward.head_dim_v);
   if (columns % 8 == 0 && takes_vectors(a.problem.forward.out, columns) && takes_vectors(a.problem.dout, columns)) {
-    chunk_statistics<kElementBytes, kLanes, true>(a, index);
+    chunk_statistics<Element, kLanes, true>(a, index);
   } else {
-    chunk_statistics<kElementBytes, kLanes, false>(a, index);
+    chunk_statistics<Element, kLanes, false>(a, index);
   }
 }
 
-template <int kElementBytes>
+template <typename Element>
 const void *rows_kernel(int64_t columns) {
-  void (*kernel)(BackwardRows) = columns <= 64    ? &backward_rows<kElementBytes, 8>
-                                 : columns <= 128 ? &backward_rows<kElementBytes, 16>
-                                                  : &backward_rows<kElementBytes, 32>;
+  void (*kernel)(BackwardRows) = columns <= 64    ? &backward_rows<Element, 8>
+                                 : columns <= 128 ? &backward_rows<Element, 16>
+                                                  : &backward_rows<Element, 32>;
   return reinterpret_cast<const void *>(kernel);
 }
 
@@ -185,8 +181,10 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
 
 Launch backward_rows_launch(const BackwardRows &a) {
   const Problem &p = a.problem.forward;
-  return {p.q.dtype == Dtype::f32 ? rows_kernel<4>(p.head_dim_v) : rows_kernel<2>(p.head_dim_v), kThreads, 0,
-          p.batch * p.heads_q * a.row_chunks};
+  const void *kernel = p.q.dtype == Dtype::f32   ? rows_kernel<float>(p.head_dim_v)
+                       : p.q.dtype == Dtype::f16 ? rows_kernel<__half>(p.head_dim_v)
+                                                 : rows_kernel<__nv_bfloat16>(p.head_dim_v);
+  return {kernel, kThreads, 0, p.batch * p.heads_q * a.row_chunks};
 }
 
 Launch backward_sink_launch(const BackwardRows &a) {
