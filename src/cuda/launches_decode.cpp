@@ -20,7 +20,6 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.row_blocks = plan.row_blocks;
   params.ranges = plan.ranges;
   params.abreast_log2 = plan.abreast_log2;
-  params.crossing = plan.crossing;
   params.pieces = plan.pieces;
   params.least_log2 = plan.least_log2;
   params.part_out = reinterpret_cast<float *>(memory);

@@ -242,20 +242,17 @@ int64_t even_shares(const Line &line, const Problem &p, int64_t room, int64_t mo
   const auto fills = [&](int64_t ranges, int32_t log2) {
     return p.heads_k % (1 << log2) == 0 && (ranges << log2) * 16 >= room * 15;
   };
-  plan.crossing = true;
   // Shares of an item or two that end where items end: what else a block of threads has to do starts anew.
   for (int32_t log2 = line.abreast_log2; line.alike && log2 >= 0; --log2) {
     const int64_t items = line.items >> log2, ranges = room >> log2;
     if (items == 0 || ranges == 0) continue;
     if (items <= ranges && fills(ranges / items * items, log2)) {
       abreast_log2 = log2;
-      plan.crossing = false;
       return std::min(ranges / items, most_shares) * items;
     }
     const int64_t together = ceil_div(items, ranges);
     if (together <= kMostTogether && items % together == 0 && fills(items / together, log2)) {
       abreast_log2 = log2;
-      plan.crossing = false;
       return items / together;
     }
   }
@@ -372,12 +369,9 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
     plan.num_splits = plan.cluster;
     return true;
   }
-  // As decode/work.cuh says.
-  const bool takes_abreast = shape.head_dim <= 128 || device.compute_capability >= 90;
   // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
   cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
-            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, alike(p),
-            row_blocks == 1 && takes_abreast ? 3 : 0},
+            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, alike(p), row_blocks == 1 ? 3 : 0},
            p, plan);
   return true;
 }

@@ -38,7 +38,6 @@ struct ForwardPlan {
   // decode, extend, latent: the cut of the work (decode/work.cuh).
   int32_t ranges = 0;
   int32_t abreast_log2 = 0;
-  bool crossing = false;
   int32_t pieces = 0;
   int32_t least_log2 = 0;
   int32_t counters = 0;     // that the launch needs

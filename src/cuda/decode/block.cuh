@@ -69,9 +69,22 @@ __device__ __forceinline__ void cp_async_8(uint32_t dst, const void *src) {
 __device__ __forceinline__ void add_released(int32_t *counter, int32_t x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(x) : "memory");
 }
+// ... and says what it was. What others had released by then is visible.
+__device__ __forceinline__ uint32_t add_acquired_released(int32_t *counter, uint32_t x) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+  return before;
+}
 __device__ __forceinline__ int32_t load_acquired(const int32_t *counter) {
   int32_t now;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+
+// Not moved across other such statements by the compiler, as clock() is.
+__device__ __forceinline__ uint32_t clock_now() {
+  uint32_t now;
+  asm volatile("mov.u32 %0, %%clock;\n" : "=r"(now)::"memory");
   return now;
 }
 

@@ -11,7 +11,8 @@
 //   for every step:   wait for its K and V; fetch those of kStages - 1 steps later; ask for the pages of the step after
 //                     S = Q K^T, mask S if the keys touch an edge, P = exp2(S - m), out += P V
 //   after the last:   out of the groups is summed; to the caller's memory if the piece is the whole item, else to the workspace
-//   and then:         the block that finds itself the last of an item sums the item's parts, in the order of their keys
+//   and then:         the block that finds itself the last of an item sums the item's parts, in the order of their keys; where parts are
+//                     large, the last blocks do so together
 //
 // A row's maximum is its own and exact at every step: a row's bits depend on its keys and on where they are cut, not on the rows beside
 // it.
@@ -34,13 +35,18 @@ class Decode : protected Block<C> {
   using typename Base::Element;
   static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kDt = C::kD / 8, kPSteps = C::kKeys / 16;
   static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
-  // The counter of an item counts blocks of threads that have only their part to leave, and in units of this the parts that are there.
-  static constexpr int kThere = 1 << 16;
+  // So many blocks of threads at most, the last ones that leave a part of an item, share the sum of the parts. Where these are small, waiting for
+  // each other costs more than it gains.
+  static constexpr int kMergers = C::kRows * C::kD >= 4096 ? 8 : 1;
+  // The counter of an item counts blocks that have only their part to leave; in units of this the parts that are there; has a bit for each of
+  // those that share the sum, except the last, if it has left; and counts those that have left or need the counter no more.
+  static constexpr uint32_t kThere = 1u << 11, kLeft = 1u << 21, kDone = 1u << 29;
+  static_assert(kMergers <= 8);
+  // How long a block waits for others that may not even run, clocks.
+  static constexpr uint32_t kPatience = 1u << 16;
   using TheWork = Work<C, true>;
   // Factors near to each other have a way of their own, for which more rows a warp have no registers.
   static constexpr bool kNear = kMt == 1;
-  // More columns leave no registers for the order of pieces.
-  static constexpr bool kTurns = C::kD <= 128;
 
   using Base::Base;
 
@@ -48,41 +54,24 @@ class Decode : protected Block<C> {
     if (!lengths_known()) wait_for_previous();
     TheWork work(a_);
     const auto blocks = [&] { return static_cast<int>(gridDim.x >> work.abreast_log2()); };
-    const bool turns = kTurns && a_.crossing;
 #pragma unroll 1
     for (int range = static_cast<int>(blockIdx.x >> work.abreast_log2()); range < work.ranges(); range += blocks()) {
-      // The piece that ends inside an item comes first, then the others: another block may have to wait for it, and what comes last, if it is a
-      // whole item, need not be merged. Where that piece begins is asked of the work at the range's end.
-      int unit = -1;
-      piece_.last = -1;
+      int unit = -1;  // the range's first
 #pragma unroll 1
       while (true) {
         const int begin = work.range_begin(range), end = work.range_begin(range + 1);
-        if (unit < 0) unit = turns && range + 1 < work.ranges() ? end : begin;
-        const Piece piece = work.at(unit, end);
-        int batch = piece.batch;
-        bool restarts;
-        if (unit == end) {
-          restarts = piece.begin <= begin || piece.begin >= end;
-          unit = restarts ? begin : piece.begin;
-        } else {
-          const bool splits = turns && piece.end > end && piece.first > begin, ends = piece.last == end && !splits;
-          if (splits && piece.first == piece_.last) break;  // it was the first
-          set_piece(piece);
-          wait_for_previous();
-          walk();
-          finish(work, range);
-          if (ends && range + blocks() >= work.ranges()) return;
-          restarts = !ends && piece_.last == work.range_begin(range + 1);
-          unit = restarts ? work.range_begin(range) : piece_.last;
-          batch = piece_.batch;
-          __syncthreads();  // shared memory is free again
-          if (ends) {
-            work.reload(batch, false);
-            break;
-          }
-        }
-        work.reload(batch, restarts);
+        const Piece piece = work.at(unit < 0 ? begin : unit, end);
+        const bool ends = piece.last == end;
+        set_piece(piece);
+        wait_for_previous();
+        walk();
+        const bool leaves = ends && range + blocks() >= work.ranges();
+        finish(work, range, leaves);
+        if (leaves) return;
+        unit = piece_.last;
+        __syncthreads();  // shared memory is free again
+        work.reload(piece_.batch);
+        if (ends) break;
       }
     }
   }
@@ -481,7 +470,8 @@ class Decode : protected Block<C> {
   // Results
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void finish(const TheWork &work, int range) {
+  // `leaves`: this block of threads has nothing else to do.
+  __device__ __forceinline__ void finish(const TheWork &work, int range, bool leaves) {
     sync_group();  // the ring is read
     leave_out();
     __syncthreads();
@@ -497,19 +487,66 @@ class Decode : protected Block<C> {
     if (threadIdx.x == 0) before = atomicAdd(reinterpret_cast<uint32_t *>(counter), 1u);
     store_part(work.slot(range, piece_.first == piece_.begin));
     if (threadIdx.x == 0) st_shared_4(shared_, before);
-    __syncthreads();  // all threads have stored theirs
-    if (ld_shared_4(shared_) % kThere != static_cast<uint32_t>(parts - 1)) {
+    __syncthreads();                                                                // all threads have stored theirs
+    const int after = parts - 1 - static_cast<int>(ld_shared_4(shared_) % kThere);  // parts that come later
+    if (after >= min(kMergers, parts)) {
       if (threadIdx.x == 0) add_released(counter, kThere);
       return;
     }
-    if (threadIdx.x == 0) {
-      while (static_cast<uint32_t>(load_acquired(counter)) / kThere != static_cast<uint32_t>(parts - 1)) {
+    if constexpr (kMergers > 1) {
+      merge_together(work, counter, first_range, parts, after, leaves);
+    } else {
+      if (threadIdx.x == 0) {
+        while (static_cast<uint32_t>(load_acquired(counter)) / kThere != static_cast<uint32_t>(parts - 1)) {
+        }
       }
+      __syncthreads();
+      merge(work, first_range, parts, 0, rows_ * kVectors);
+      if (threadIdx.x == 0) *counter = 0;
+    }
+    if (after == 0) store_unused_rows();
+  }
+
+  // The part of this block is stored, and those of `after` blocks come later. Each of the last kMergers blocks sums a slice of the rows' vectors. But who
+  // has other things to do, or has waited for too long, leaves, and the last block has its slice as well: so that nobody depends on blocks
+  // that may be waiting for a multiprocessor themselves.
+  __device__ __forceinline__ void merge_together(const TheWork &work, int32_t *counter, int first_range, int parts, int after,
+                                                 bool leaves) const {
+    const int mergers = min(kMergers, parts);
+    const auto all_there = [&](uint32_t now) { return static_cast<int>(now % (kLeft << 1) / kThere) == parts; };
+    bool counts = false;
+    if (threadIdx.x == 0) {
+      const uint32_t leaving = (kLeft << after) + kDone;
+      counts = after == 0 || leaves;
+      uint32_t now = add_acquired_released(counter, counts ? kThere : kThere + leaving) + kThere;
+      if (!counts) now = 0;
+      const uint32_t begin = clock_now();
+      while (counts && !all_there(now)) {
+        now = static_cast<uint32_t>(load_acquired(counter));
+        if (after > 0 && clock_now() - begin > kPatience) {
+          counts = false;
+          now = add_acquired_released(counter, leaving);
+          // If all are there, it is too late: the last block may not know that this one has left.
+          if (all_there(now) && now / kDone == static_cast<uint32_t>(mergers - 1)) *counter = 0;
+        }
+      }
+      st_shared_4(shared_ + 4, now);
     }
     __syncthreads();
-    merge(work, first_range, parts);
-    if (threadIdx.x == 0) *counter = 0;
-    store_unused_rows();
+    const uint32_t now = ld_shared_4(shared_ + 4);
+    if (!all_there(now)) return;
+    const int vectors = rows_ * kVectors, each = (vectors + mergers - 1) / mergers;
+    // A bit for each slice; neighbours at once.
+    uint32_t mine = after > 0 ? 1u << after : 1u | (now / kLeft & 0xFE);
+#pragma unroll 1
+    while (mine != 0) {
+      const int first = __ffs(mine) - 1, count = __ffs(~(mine >> first)) - 1;
+      merge(work, first_range, parts, first * each, min(count * each, vectors - first * each));
+      mine &= ~0u << (first + count);
+      if (mine != 0) __syncthreads();  // these are read
+    }
+    if (counts && atomicAdd(reinterpret_cast<uint32_t *>(counter), kDone) / kDone == static_cast<uint32_t>(mergers - 1))
+      *counter = 0;
   }
 
   // This warp's out, maxima and sums to shared memory.
@@ -665,12 +702,13 @@ class Decode : protected Block<C> {
     });
   }
 
-  // Sums the parts in the order of their keys, whichever came last. They pass through the rings: maxima and sums of all, then out of as
-  // many at a time as fit.
-  __device__ __forceinline__ void merge(const TheWork &work, int first_range, int parts) const {
+  // Sums the parts in the order of their keys, whichever came last: `vectors` of each from `begin` on, counted through all rows. They pass through
+  // the rings: maxima and sums of all, then out of as many at a time as fit.
+  __device__ __forceinline__ void merge(const TheWork &work, int first_range, int parts, int begin, int vectors) const {
     constexpr int kMine = (C::kRows * kVectors + C::kThreads - 1) / C::kThreads;  // vectors of a thread
-    const int rows = rows_, thread = opaque(threadIdx.x), out_bytes = rows * C::kD * 4;
-    if (C::kOfBytes && rows == 0) return;  // a block of rows that this sequence does not have
+    if (vectors <= 0) return;  // fewer vectors than slices, or a block of rows that this sequence does not have
+    const int first_row = begin / kVectors, rows = kMergers > 1 ? (begin + vectors - 1) / kVectors + 1 - first_row : rows_,
+              thread = opaque(threadIdx.x), out_bytes = vectors * 16;
     const uint32_t shared_parts = shared_rings() + (parts * rows * 8 + 127) / 128 * 128;
     const int at_once = static_cast<int>(shared_rings() + C::kRingsBytes - shared_parts) / out_bytes;
     const auto slot_of = [&](int part) { return work.slot(first_range + part, part == 0); };
@@ -678,7 +716,7 @@ class Decode : protected Block<C> {
     const auto fetch_out = [&](int first, int count) {
       const int lane = thread & 31;
       for (int part = thread >> 5; part < count; part += C::kThreads / 32) {
-        const float4 *from = part_out(slot_of(first + part), 0) + lane;
+        const float4 *from = part_out(slot_of(first + part), 0) + begin + lane;
         const uint32_t to = shared_parts + part * out_bytes + lane * 16;
 #pragma unroll 4
         for (int n = 0; n < out_bytes / 512; ++n) cp_async_16(to + n * 512, from + n * 32);
@@ -689,7 +727,7 @@ class Decode : protected Block<C> {
     };
     for (int n = thread; n < parts * C::kRows; n += C::kThreads) {
       const int part = n / C::kRows, row = n % C::kRows;
-      if (row < rows) cp_async_8(shared_rings() + (part * rows + row) * 8, part_sums(slot_of(part), row));
+      if (row < rows) cp_async_8(shared_rings() + (part * rows + row) * 8, part_sums(slot_of(part), first_row + row));
     }
     fetch_out(0, min(at_once, parts));
 
@@ -702,8 +740,8 @@ class Decode : protected Block<C> {
 #pragma unroll
       for (int n = 0; n < kMine; ++n) {
         const int at = thread + n * C::kThreads;
-        if (at >= rows * kVectors) break;
-        const uint32_t its = shared_rings() + at / kVectors * 8;
+        if (at >= vectors) break;
+        const uint32_t its = shared_rings() + ((begin + at) / kVectors - first_row) * 8;
         if (first == 0) {
           x[n] = {0.f, 0.f, 0.f, 0.f};
           sums[n] = {-1e30f, 0.f};
@@ -726,10 +764,11 @@ class Decode : protected Block<C> {
 #pragma unroll
     for (int n = 0; n < kMine; ++n) {
       const int at = thread + n * C::kThreads;
-      if (at >= rows * kVectors) break;
-      const Closing closing = close(at / kVectors, sums[n]);
-      if (at % kVectors == 0) store_lse(at / kVectors, closing.lse);
-      store_out(at / kVectors, at % kVectors, x[n], closing.factor);
+      if (at >= vectors) break;
+      const int row = (begin + at) / kVectors, vector = (begin + at) % kVectors;
+      const Closing closing = close(row, sums[n]);
+      if (vector == 0) store_lse(row, closing.lse);
+      store_out(row, vector, x[n], closing.factor);
     }
   }
 

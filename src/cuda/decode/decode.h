@@ -29,7 +29,6 @@ struct Params {
   int32_t ranges, pieces, least_log2;
   // Of even shares: 2^abreast_log2 neighbouring heads are cut as one, and each of their shares has a block of threads for each head.
   int32_t abreast_log2;
-  bool crossing;  // some begin in one item and end inside another
   // Parts of results, a slot each: out (slots, rows, head_dim) and (slots, rows) of maximum and sum, where the maximum is in base 2 and
   // neither is divided by the sum.
   float *part_out;

@@ -62,6 +62,12 @@ constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_BYTES_TA
 #undef FA_DECODE_BYTES_SHAPE
 #undef FA_DECODE_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
+constexpr bool parts_fit_counters() {
+  for (const Shape &shape : kShapes)
+    if (shape.most_parts() >= 2048) return false;
+  return true;
+}
+static_assert(parts_fit_counters());  // decode.cuh: kThere
 constexpr int first_of_bytes() {
   int n = 0;
   while (kShapes[n].key_bytes != 1) ++n;

@@ -25,15 +25,6 @@ __device__ __forceinline__ bool lengths_known(const Problem &p) {
   return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr;
 }
 
-// Whether neighbouring heads may be walked over side by side: code for older chips has no registers for that beside 256 columns (takes_abreast
-// of the plan).
-template <int kD>
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kMayBeAbreast = kD <= 128;
-#else
-constexpr bool kMayBeAbreast = true;
-#endif
-
 struct SequenceWork {
   int units;  // of all its items
   int item_units, unit_steps;
@@ -61,7 +52,7 @@ class Work {
     units_ = uniform(units);
   }
 
-  __device__ __forceinline__ int abreast_log2() const { return kMayBeAbreast<C::kD> ? a_.abreast_log2 : 0; }
+  __device__ __forceinline__ int abreast_log2() const { return a_.abreast_log2; }
   __device__ __forceinline__ int ranges() const { return ranges_of(units_); }
   // In proportion: where as many ranges fall to every item, they begin and end with it.
   __device__ __forceinline__ int range_begin(int range) const {
@@ -100,8 +91,8 @@ class Work {
   }
   __device__ __forceinline__ void back_to(const Mark &mark) { load(mark.base, mark.begin); }
 
-  // Before at() is asked again: what the lanes hold is not kept in registers meanwhile. `batch` is the last piece's; or all begins anew.
-  __device__ __forceinline__ void reload(int batch, bool anew) { load(anew ? 0 : batch & ~31, anew ? 0 : chunk_begin_); }
+  // Before at() is asked again: what the lanes hold is not kept in registers meanwhile. `batch` is the last piece's.
+  __device__ __forceinline__ void reload(int batch) { load(batch & ~31, chunk_begin_); }
   // What of the units [unit, end) belongs to the item of the first one. To be asked for in ascending order.
   __device__ __forceinline__ Piece at(int unit, int end) {
     while (unit >= chunk_end_) load(base_ + 32, chunk_end_);
