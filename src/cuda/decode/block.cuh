@@ -81,13 +81,6 @@ __device__ __forceinline__ int32_t load_acquired(const int32_t *counter) {
   return now;
 }
 
-// Not moved across other such statements by the compiler, as clock() is.
-__device__ __forceinline__ uint32_t clock_now() {
-  uint32_t now;
-  asm volatile("mov.u32 %0, %%clock;\n" : "=r"(now)::"memory");
-  return now;
-}
-
 // Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along unless a block beside this
 // one wants it.
 template <class C>

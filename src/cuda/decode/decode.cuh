@@ -42,8 +42,9 @@ class Decode : protected Block<C> {
   // those that share the sum, except the last, if it has left; and counts those that have left or need the counter no more.
   static constexpr uint32_t kThere = 1u << 11, kLeft = 1u << 21, kDone = 1u << 29;
   static_assert(kMergers <= 8);
-  // How long a block waits for others that may not even run, clocks.
-  static constexpr uint32_t kPatience = 1u << 16;
+  // How often a block asks for others that may not even run: some 700 clocks each. (A limit in clocks is none: ptxas moves the reading of the
+  // first one behind that of the second.)
+  static constexpr int kPatience = 64;
   using TheWork = Work<C, true>;
   // Factors near to each other have a way of their own, for which more rows a warp have no registers.
   static constexpr bool kNear = kMt == 1;
@@ -520,10 +521,9 @@ class Decode : protected Block<C> {
       counts = after == 0 || leaves;
       uint32_t now = add_acquired_released(counter, counts ? kThere : kThere + leaving) + kThere;
       if (!counts) now = 0;
-      const uint32_t begin = clock_now();
-      while (counts && !all_there(now)) {
+      for (int asked = 0; counts && !all_there(now); ++asked) {
         now = static_cast<uint32_t>(load_acquired(counter));
-        if (after > 0 && clock_now() - begin > kPatience) {
+        if (after > 0 && asked == kPatience) {
           counts = false;
           now = add_acquired_released(counter, leaving);
           // If all are there, it is too late: the last block may not know that this one has left.

@@ -45,8 +45,7 @@ class Consumer : private Block<C> {
       plan_ = &this->plan(n & 1);
       if (plan_->batch < 0) return;
       work();
-      __syncwarp();
-      barrier_arrive_if(lane_ == 0, this->done(n & 1));
+      barrier_arrive(this->done(n & 1));
     }
   }
 
@@ -633,7 +632,7 @@ class Roles : private Block<C> {
       }
       for (int n = 0; n < 2; ++n) {
         barrier_init(this->planned(n), 1);
-        barrier_init(this->done(n), C::kGroups * 4);
+        barrier_init(this->done(n), C::kGroups * 128);
       }
       for (int group = 0; group < C::kGroups; ++group) {
         barrier_init(this->voted(group), 4);
