@@ -67,7 +67,7 @@ constexpr bool parts_fit_counters() {
     if (shape.most_parts() >= 2048) return false;
   return true;
 }
-static_assert(parts_fit_counters());  // decode.cuh: kThere
+static_assert(parts_fit_counters());  // results.cuh: kThere
 constexpr int first_of_bytes() {
   int n = 0;
   while (kShapes[n].key_bytes != 1) ++n;
