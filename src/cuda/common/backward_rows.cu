@@ -14,6 +14,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kSinkThreads = 512;
+// That a lane has under way: code for older chips has no registers for four.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kRowsAtOnce = 2;
+#else
+constexpr int kRowsAtOnce = 4;
+#endif
 
 // Eight elements of a row as they lie in memory.
 template <int kElementBytes>
@@ -65,8 +71,8 @@ struct Eight {
 // The statistics of chunk number `index`: kLanes lanes a row, eight columns a lane at a time. kVectors: of out and dout by sixteen bytes.
 template <typename Element, int kLanes, bool kVectors>
 __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int index) {
-  constexpr int kPass = kThreads / kLanes;                          // rows at a time
-  constexpr int kBatch = kVectors && sizeof(Element) == 2 ? 4 : 1;  // rows a lane has under way
+  constexpr int kPass = kThreads / kLanes;  // rows at a time
+  constexpr int kBatch = kVectors && sizeof(Element) == 2 ? kRowsAtOnce : 1;
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
