@@ -16,6 +16,27 @@
 namespace fa::cuda {
 namespace {
 
+// Sequences that are alike have shares that end with items, where that costs few blocks.
+TEST(CudaPlan, SharesEndWithItems) {
+  int64_t reached = 0;
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      for (int64_t batch = 1; batch <= 256; batch *= 2) {
+        Problem p = problem(1, 100000, head_dim);
+        p.batch = batch;
+        const ForwardPlan plan = forward_plan(p, device);
+        if (plan.family != Family::decode || plan.pieces > 0) continue;
+        const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].blocks_at_once;
+        const int64_t heads = batch * p.heads_k, items = heads >> plan.abreast_log2;
+        if (heads > room || room / heads * heads * 16 < room * 15) continue;
+        ++reached;
+        EXPECT_TRUE(plan.ranges % items == 0 || items == plan.ranges * 2) << name << ", " << head_dim << ", " << batch;
+      }
+    }
+  }
+  EXPECT_GT(reached, 0);
+}
+
 // Even shares need memory by the device, not by the problem; cuts that depend on the sequence alone, for every head of every sequence.
 TEST(CudaPlan, DecodeWorkspace) {
   for (const auto &[name, device] : kDevices) {
