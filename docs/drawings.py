@@ -188,7 +188,7 @@ def decode():
         d.box(centre - 36, 228, 72, 28, VIOLET, "part", 11)
         d.arrow((centre, 256), (left + (first + last + 1) / 2 * width / shares + (n - (first + last) / 2) * 18, 282))
     centre = left + (first + last + 1) / 2 * width / shares
-    d.box(centre - 190, 284, 380, 30, GREY, "the block that comes last adds up the parts, in the order of their keys", 10)
+    d.box(centre - 190, 284, 380, 30, GREY, "a second launch adds up the parts, in the order of their keys", 10)
     return d.svg()
 
 

@@ -332,6 +332,12 @@ class CudaBackend final : public Backend {
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
                                                           kernel.anywhere, device_.index),
                              what, error));
+    // A multiprocessor divides its memory anew only when it is empty: kernels that stand beside each other divide it alike.
+    if (launch.chained) {
+      FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                                                            CU_SHAREDMEM_CARVEOUT_MAX_SHARED, kernel.anywhere, device_.index),
+                               what, error));
+    }
     if (launch.cluster > 0) {
       FA_RETURN_IF_ERROR(check(
           driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel.anywhere, device_.index),

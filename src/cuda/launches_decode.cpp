@@ -24,6 +24,9 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.least_log2 = plan.least_log2;
   params.part_out = reinterpret_cast<float *>(memory);
   params.part_sums = reinterpret_cast<float2 *>(memory + plan.split_lse_offset);
+  params.cut_items = reinterpret_cast<Cut *>(memory + plan.cuts_offset);
+  params.cuts = plan.cuts;
+  params.cuts_by_range = plan.cuts_by_range;
   params.counters = counters;
   params.landing = Divisor(1);  // of clusters alone
 }
@@ -62,6 +65,7 @@ bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
                        ErrorText &) {
   const Shape &shape = kShapes[plan.shape];
+  const Kernels its = kernels(plan.shape, p.q.dtype, p.k.dtype);
   auto &params = launches.make_params<Params>();
   set_params(p, plan, workspace, counters, params);
   if (plan.cluster > 0) {
@@ -69,9 +73,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *w
     params.landing = Divisor((vectors + plan.cluster - 1) / plan.cluster);
   }
   launches.add("decode kernel",
-               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true,
-                plan.cluster},
-               &params);
+               {its.decode, shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true, plan.cluster}, &params);
+  launches.add("kernel that sums parts", {its.sum, kSumThreads, 0, plan.sum_blocks, /*chained=*/true}, &params);
   return FA_OK;
 }
 

@@ -270,15 +270,20 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
     plan.blocks = std::min(line.room, line.items * plan.pieces);
     plan.num_splits = plan.pieces;
     slots = plan.pieces > 1 ? line.items * plan.pieces : 0;
-    plan.counters = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
+    plan.cuts = plan.counters = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
   } else {
     plan.least_log2 = line.least_log2;
     const int64_t room = std::min({line.room, line.items * line.steps, line.most_ranges}),
                   least = std::max<int64_t>((line.steps - 1) >> plan.least_log2, 1);
     plan.ranges = static_cast<int32_t>(even_shares(line, p, room, least, plan));
     plan.blocks = int64_t{plan.ranges} << plan.abreast_log2;
-    plan.num_splits =
-        static_cast<int32_t>(std::clamp<int64_t>(ceil_div(plan.ranges, line.items >> plan.abreast_log2), 1, least));
+    const int64_t items = line.items >> plan.abreast_log2;
+    plan.num_splits = static_cast<int32_t>(std::clamp<int64_t>(ceil_div(plan.ranges, items), 1, least));
+    // Shares of whole items that are alike cut none.
+    if (!line.alike || items % plan.ranges != 0) {
+      plan.cuts_by_range = items > plan.ranges;
+      plan.cuts = static_cast<int32_t>(std::min<int64_t>(items, plan.ranges) << plan.abreast_log2);
+    }
     slots = line.parts * room;
     plan.counters = static_cast<int32_t>(plan.blocks);
   }
@@ -303,15 +308,17 @@ bool alike(const Problem &p) {
 }
 
 // How many blocks of threads shall share a head as a cluster; 0 if none. Cuts that depend on the sequence alone are of pieces. Every chip takes
-// clusters of eight. Larger ones have to find room in one of the at most eight parts of a Hopper chip: with more than 120 multiprocessors one
-// part has sixteen. Blocks of more keys want multiprocessors of their own, which clusters do not find: they crowd where there is room for
-// many blocks.
-int32_t cluster_of(const Problem &p, const Device &device, int64_t items) {
+// clusters of eight, which may have as little as a step a block. Larger ones have to find room in one of the at most eight parts of a
+// Hopper chip: with more than 120 multiprocessors one part has sixteen. Blocks of more keys want multiprocessors of their own, which
+// clusters do not find: they crowd where there is room for many blocks.
+int32_t cluster_of(const Problem &p, const Device &device, int64_t items, int64_t step) {
   constexpr int64_t kPortable = 8, kLargeChip = 121, kLeastKeys = 128, kMostKeys = 256;
   if (cut_by_sequence(p) || !alike(p)) return 0;
   const int64_t most = device.sm90 && device.multiprocessors >= kLargeChip ? decode::kMostOfCluster : kPortable,
-                blocks = std::min({most, device.multiprocessors / items, ceil_div(p.k_lengths.max_len, kLeastKeys)});
-  return blocks > 1 && p.k_lengths.max_len <= blocks * kMostKeys ? static_cast<int32_t>(blocks) : 0;
+                keys = p.k_lengths.max_len,
+                wanted = std::max(ceil_div(keys, kLeastKeys), std::min(kPortable, ceil_div(keys, step))),
+                blocks = std::min({most, device.multiprocessors / items, wanted});
+  return blocks > 1 && keys <= blocks * kMostKeys ? static_cast<int32_t>(blocks) : 0;
 }
 
 // Whether the decode kernels take the problem, and how: a few queries a sequence, which with the heads that share their keys fill no more
@@ -362,7 +369,7 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   for (int32_t n = bytes ? decode::kFirstOfBytes : 0; n < end; ++n) {
     const decode::Shape &other = decode::kShapes[n];
     if (!other.clustered || other.head_dim != shape.head_dim || other.rows() != shape.rows() || !fits(other)) continue;
-    plan.cluster = cluster_of(p, device, items);
+    plan.cluster = cluster_of(p, device, items, other.step());
     if (plan.cluster == 0) break;
     plan.shape = n;
     plan.blocks = items * plan.cluster;
@@ -370,9 +377,16 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
     return true;
   }
   // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
-  cut_line({items, steps, room, shape.most_parts(), shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
+  cut_line({items, steps, room, room, shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
             std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, alike(p), row_blocks == 1 ? 3 : 0},
            p, plan);
+  // Parts are summed by a launch of its own, whose blocks of threads shall stand beside this one's.
+  const int64_t slices = ceil_div(std::min<int64_t>(rows, shape.rows()) * shape.head_dim, decode::kSumColumns),
+                beside = 2 * int64_t{device.multiprocessors};
+  plan.counters = 0;
+  if (plan.cuts > 0) plan.sum_blocks = plan.cuts * std::clamp<int64_t>(beside / plan.cuts, 1, slices);
+  plan.cuts_offset = plan.workspace_bytes;
+  plan.workspace_bytes += align_up(static_cast<size_t>(plan.pieces > 0 ? plan.cuts : room) * decode::kCutBytes);
   return true;
 }
 

@@ -54,7 +54,6 @@ TEST(CudaPlan, DecodeWorkspace) {
           const int64_t room = int64_t{device.multiprocessors} * shape.blocks_at_once;
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
-          EXPECT_LE(plan.ranges, shape.most_parts()) << name;
           EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.abreast_log2) << name;
           Problem uneven = p;
           uneven.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
@@ -62,9 +61,6 @@ TEST(CudaPlan, DecodeWorkspace) {
           EXPECT_GE(even_shares.blocks * 16, room * 15) << name;
           EXPECT_LE(even_shares.blocks, room) << name;
           EXPECT_EQ(even_shares.workspace_bytes, plan.workspace_bytes) << name;
-          EXPECT_GE(plan.counters, plan.blocks) << name;
-          EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(2) * plan.blocks * shape.rows() * (shape.head_dim + 2) * 4)
-              << name;
           for (const bool invariant : {false, true}) {
             Problem cut = p;
             cut.batch_invariant = invariant;
@@ -73,16 +69,96 @@ TEST(CudaPlan, DecodeWorkspace) {
             ASSERT_EQ(pieces.family, Family::decode);
             EXPECT_EQ(decode::kShapes[pieces.shape].rows(), shape.rows());
             EXPECT_EQ(pieces.num_splits, pieces.pieces);
-            EXPECT_EQ(pieces.counters, batch * cut.heads_k);
-            EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * cut.heads_k * pieces.pieces) *
-                                                  static_cast<size_t>(shape.rows() * (shape.head_dim + 2) * 4))
-                << name;
           }
         }
       }
       EXPECT_LE(sizes.size(), 1u) << name << " D" << head_dim;
     }
   }
+}
+
+// Whether even shares of items that have so many keys each, as the device cuts them (decode/work.cuh), end inside one.
+bool cuts_alike(const ForwardPlan &plan, int64_t items, int64_t keys) {
+  const int64_t step = decode::kShapes[plan.shape].step(), steps = (keys + step - 1) / step, units = items * steps,
+                ranges = std::min<int64_t>(std::max<int64_t>(units >> plan.least_log2, 1), plan.ranges);
+  for (int64_t range = 1; range < ranges; ++range) {
+    if (range * units / ranges % steps != 0) return true;
+  }
+  return false;
+}
+
+// What the launch that sums parts is told of a decode, which has no counters: which items may be cut, where the device finds room to say how,
+// and how many blocks of threads there are for them.
+TEST(CudaPlan, DecodeSums) {
+  int64_t none = 0, by_item = 0, by_range = 0, more_than_beside = 0;
+  for (const auto &[name, device] : kDevices) {
+    for (const auto &[head_dim, keys] :
+         {std::pair{64, Dtype::bf16}, {64, Dtype::e4m3}, {128, Dtype::bf16}, {256, Dtype::bf16}}) {
+      for (const int64_t batch : {1, 2, 11, 33, 64, 66, 127, 1000}) {
+        for (const int64_t heads_k : {1, 2, 8}) {
+          for (const auto &[num_splits, invariant] : {std::pair{0, false}, {1, false}, {5, false}, {0, true}}) {
+            for (const bool alike : {true, false}) {
+              Problem p = problem(1, 10000, head_dim);
+              p.batch = batch;
+              p.heads_k = heads_k;
+              p.heads_q = heads_k * p.group;
+              p.k.dtype = p.v.dtype = keys;
+              p.num_splits = num_splits;
+              p.batch_invariant = invariant;
+              if (!alike) p.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
+              const ForwardPlan plan = forward_plan(p, device);
+              if (plan.family != Family::decode) continue;
+              ASSERT_EQ(plan.cluster, 0);
+              const decode::Shape &shape = decode::kShapes[plan.shape];
+              const auto text = [&, device_name = name] {
+                return std::string(device_name) + ", D" + std::to_string(shape.head_dim) + ", batch " + std::to_string(batch) +
+                       ", heads " + std::to_string(heads_k) + ", splits " + std::to_string(num_splits) +
+                       (invariant ? ", invariant" : "") + (alike ? "" : ", unlike");
+              };
+              const int64_t heads = batch * heads_k, items = heads >> plan.abreast_log2,
+                            room = int64_t{device.multiprocessors} * shape.blocks_at_once;
+              EXPECT_EQ(plan.counters, 0) << text();
+              if (plan.pieces > 0) {
+                EXPECT_EQ(plan.cuts, plan.pieces > 1 ? heads : 0) << text();
+                EXPECT_FALSE(plan.cuts_by_range) << text();
+              } else {
+                // Sequences that may be unlike can have any cut; of others shares may end where items do.
+                const bool all_alike = alike || batch == 1, cut = !all_alike || cuts_alike(plan, items, 10000);
+                EXPECT_EQ(plan.cuts, cut ? std::min<int64_t>(items, plan.ranges) << plan.abreast_log2 : 0) << text();
+                EXPECT_EQ(plan.cuts_by_range, cut && items > plan.ranges) << text();
+                for (int64_t keys_now = 1; !cut && !alike && keys_now < 10000; keys_now = keys_now * 5 / 4 + 1) {
+                  EXPECT_FALSE(cuts_alike(plan, items, keys_now)) << text() << ", " << keys_now << " keys";
+                }
+              }
+              const int64_t slots = plan.pieces == 0 ? 2 * plan.blocks : plan.pieces > 1 ? heads * plan.pieces : 0;
+              EXPECT_GE(plan.split_lse_offset, static_cast<size_t>(slots * shape.rows() * shape.head_dim) * 4) << text();
+              // Even shares: as much room whatever the problem is, for lengths on the device may cut it.
+              EXPECT_EQ(plan.cuts_offset % 16, 0u) << text();
+              EXPECT_GE(plan.cuts_offset, plan.split_lse_offset + static_cast<size_t>(slots * shape.rows()) * 8) << text();
+              EXPECT_LE(plan.cuts_offset + static_cast<size_t>((plan.pieces > 0 ? plan.cuts : room) * decode::kCutBytes),
+                        plan.workspace_bytes)
+                  << text();
+              EXPECT_LE(plan.cuts, plan.pieces > 0 ? heads : room) << text();
+              // As many blocks for each cut, and they shall stand beside the kernel that cuts.
+              if (plan.cuts == 0) {
+                EXPECT_EQ(plan.sum_blocks, 0) << text();
+                ++none;
+                continue;
+              }
+              EXPECT_EQ(plan.sum_blocks % plan.cuts, 0) << text();
+              EXPECT_GE(plan.sum_blocks, plan.cuts) << text();
+              EXPECT_LE(plan.sum_blocks, std::max<int64_t>(2 * device.multiprocessors, plan.cuts)) << text();
+              // No block without columns to sum.
+              EXPECT_LT((plan.sum_blocks / plan.cuts - 1) * decode::kSumColumns, p.group * shape.head_dim) << text();
+              ++(plan.cuts_by_range ? by_range : by_item);
+              more_than_beside += plan.sum_blocks > 2 * device.multiprocessors;
+            }
+          }
+        }
+      }
+    }
+  }
+  for (const int64_t reached : {none, by_item, by_range, more_than_beside}) EXPECT_GT(reached, 0);
 }
 
 Problem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
@@ -240,14 +316,24 @@ TEST(CudaPlan, DecodeByClusters) {
       EXPECT_LE(plan.blocks, device.multiprocessors);
       EXPECT_EQ(plan.workspace_bytes, 0u);
       EXPECT_EQ(plan.counters, 0);
+      EXPECT_EQ(plan.cuts, 0);
+      EXPECT_EQ(plan.sum_blocks, 0) << "what the blocks have meets in their shared memory";
     }
     return plan.cluster;
   };
   EXPECT_EQ(cluster(), 16);
   p.k_lengths.max_len = 300;
-  EXPECT_EQ(cluster(), 3) << "128 keys a block";
+  EXPECT_EQ(cluster(), 5) << "64 keys a block are a step of its four warps; up to eight blocks want no more each";
   p.k_lengths.max_len = 128;
-  EXPECT_EQ(cluster(), 0);
+  EXPECT_EQ(cluster(), 2) << "two steps";
+  p.k_lengths.max_len = 64;
+  EXPECT_EQ(cluster(), 0) << "one step";
+  p.k_lengths.max_len = 512;
+  EXPECT_EQ(cluster(), 8);
+  p.k_lengths.max_len = 1024;
+  EXPECT_EQ(cluster(), 8) << "128 keys a block: more blocks than eight have two steps each";
+  p.k_lengths.max_len = 1025;
+  EXPECT_EQ(cluster(), 9);
   p.k_lengths.max_len = 4096;
   EXPECT_EQ(cluster(), 16);
   p.k_lengths.max_len = 4097;

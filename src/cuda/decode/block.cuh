@@ -60,27 +60,6 @@ __device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
   return x;
 }
 
-// Copies 8 bytes global -> shared.
-__device__ __forceinline__ void cp_async_8(uint32_t dst, const void *src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(dst), "l"(src) : "memory");
-}
-
-// Adds to a counter. What this thread has written or seen written is visible to who finds that by load_acquired.
-__device__ __forceinline__ void add_released(int32_t *counter, int32_t x) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(x) : "memory");
-}
-// ... and says what it was. What others had released by then is visible.
-__device__ __forceinline__ uint32_t add_acquired_released(int32_t *counter, uint32_t x) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(before) : "l"(counter), "r"(x) : "memory");
-  return before;
-}
-__device__ __forceinline__ int32_t load_acquired(const int32_t *counter) {
-  int32_t now;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
-  return now;
-}
-
 // Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along unless a block beside this
 // one wants it.
 template <class C>
@@ -90,6 +69,15 @@ __device__ __forceinline__ void fetch_16(uint32_t dst, const void *src, int byte
   } else {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
   }
+}
+
+// Asks for all of the parameters at once: one miss of the constant cache instead of one after another as they are used, which is a good
+// part of a short launch. What is read goes to 128 bytes of shared memory where nothing lies yet.
+__device__ __forceinline__ void warm_up(const Params &params, uint32_t shared) {
+  constexpr int kLine = 64, kLast = (sizeof(Params) - 1) / kLine;
+  static_assert(kLast < 32);
+  const int lane = static_cast<int>(threadIdx.x);
+  if (lane < 32) st_shared_4(shared + lane * 4, reinterpret_cast<const uint32_t *>(&params)[min(lane, kLast) * (kLine / 4)]);
 }
 
 // Where a key lies: page 0 for all keys that are not paged, row -1 for what is read as zero.
@@ -172,6 +160,15 @@ class Block {
       k_ += piece.batch * p_.k.batch_stride + k.start * p_.k.seq_stride;
       v_ += piece.batch * p_.v.batch_stride + k.start * p_.v.seq_stride;
     }
+  }
+
+  // The rows alone, of an item that has been cut.
+  __device__ __forceinline__ void set_rows(const Cut &cut) {
+    piece_.batch = cut.batch;
+    piece_.head = head_ = cut.head;
+    first_row_ = cut.first_row;
+    q_start_ = cut.q_start;
+    rows_ = cut.rows;
   }
 
   // Of bytes: the factor of all keys or values of this head; 1 if each has its own.

@@ -30,7 +30,7 @@ class ClusterDecode : private Decode<C> {
     this->expect_pages();
     cluster_wait();  // all have their barriers
     wait_for_previous();
-    this->walk();
+    this->walk([] {});
     gather();
     finish();
   }
@@ -81,7 +81,6 @@ class ClusterDecode : private Decode<C> {
     for (int i = static_cast<int>(threadIdx.x); i < mine(); i += C::kThreads) {
       float2 sums[kMostOfCluster];
       float4 x[kMostOfCluster];
-      float2 all{-1e30f, 0.f};
 #pragma unroll
       for (int n = 0; n < kMostOfCluster; ++n) {
         sums[n] = {-1e30f, 0.f};
@@ -90,15 +89,9 @@ class ClusterDecode : private Decode<C> {
         sums[n] = ld_shared_float2(this->shared_landing_sums(n * each() + i));
         x[n] = ld_shared_float4(this->shared_landing(n * each() + i));
       }
-#pragma unroll
-      for (int n = 0; n < kMostOfCluster; ++n) all.x = fmaxf(all.x, sums[n].x);
       float4 out{0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int n = 0; n < kMostOfCluster; ++n) {
-        const float weight = exp2_approx(sums[n].x - all.x);
-        all.y = fmaf(weight, sums[n].y, all.y);
-        this->add(out, weight, x[n]);
-      }
+      float2 all{-1e30f, 0.f};
+      this->template add_all<kMostOfCluster>(out, all, x, sums);
       const int vector = rank_ * each() + i, row = vector / kVectors, column = vector % kVectors;
       const auto closing = this->close(row, all);
       if (column == 0) this->store_lse(row, closing.lse);
@@ -117,7 +110,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __gri
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];
     let_next_start();
-    warm_up<C>(params, shared);
+    warm_up(params, smem_address(shared) + C::kSharedBytes - 128);
     if constexpr (C::kClustered) {
       ClusterDecode<C>(params, shared).run();
     } else {

@@ -42,8 +42,13 @@ class Decode : protected Results<C> {
     if (!lengths_known()) wait_for_previous();
     TheWork work(a_);
     const auto blocks = [&] { return static_cast<int>(gridDim.x >> work.abreast_log2()); };
+    int range = static_cast<int>(blockIdx.x >> work.abreast_log2());
+    if (range >= work.ranges()) {
+      wait_for_previous();
+      this->note_no_cut();
+    }
 #pragma unroll 1
-    for (int range = static_cast<int>(blockIdx.x >> work.abreast_log2()); range < work.ranges(); range += blocks()) {
+    for (; range < work.ranges(); range += blocks()) {
       int unit = -1;  // the range's first
 #pragma unroll 1
       while (true) {
@@ -52,10 +57,9 @@ class Decode : protected Results<C> {
         const bool ends = piece.last == end;
         set_piece(piece);
         wait_for_previous();
-        walk();
-        const bool leaves = ends && range + blocks() >= work.ranges();
-        finish(work, range, leaves);
-        if (leaves) return;
+        walk([&] { this->note_cut(work, range, ends); });
+        finish(work, range);
+        if (ends && range + blocks() >= work.ranges()) return;
         unit = piece_.last;
         __syncthreads();  // shared memory is free again
         work.reload(piece_.batch);
@@ -104,7 +108,9 @@ class Decode : protected Results<C> {
   // The walk over the keys of a piece
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void walk() {
+  // `meanwhile` is called when keys have been asked for.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void walk(Meanwhile meanwhile) {
     // Pages are asked for two turns ahead.
     Place place = place_in(0), next = place_in(1);
     fetch_q();
@@ -121,6 +127,7 @@ class Decode : protected Results<C> {
 #pragma unroll 1
     for (int step = 1 - C::kStages; step < piece_.steps; ++step) {
       if (step >= 0) {
+        if (step == 0) meanwhile();
         cp_async_wait<C::kStages - 2>();
         if (step == 0) {
           __syncthreads();  // the step is here, and Q
@@ -456,13 +463,12 @@ class Decode : protected Results<C> {
   // Its end
   // ------------------------------------------------------------------------------------------------------------------
 
-  // `leaves`: this block of threads has nothing else to do.
-  __device__ __forceinline__ void finish(const TheWork &work, int range, bool leaves) {
+  __device__ __forceinline__ void finish(const TheWork &work, int range) {
     sync_group();  // the ring is read
     leave_out();
     __syncthreads();
     if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;  // not kept through the walk
-    this->hand_over(work, range, leaves);
+    this->hand_over(work, range);
   }
 
   // This warp's out, maxima and sums to shared memory.
@@ -472,6 +478,7 @@ class Decode : protected Results<C> {
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        if (warp_row_ + i * 16 + 8 * r >= rows_) continue;
         sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 1);
         sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 2);
         const int row = warp_row_ + i * 16 + (lane >> 2) + 8 * r;
@@ -501,17 +508,5 @@ class Decode : protected Results<C> {
   Accumulator<kMt, kDt> out_;
   float max_[kMt][2], sum_[kMt][2];
 };
-
-// Asks for all of the parameters at once: one miss of the constant cache instead of one after another as they are used, which is a good
-// part of a short launch. What is read goes where nothing lies yet.
-template <class C>
-__device__ __forceinline__ void warm_up(const Params &params, char *shared) {
-  constexpr int kLine = 64, kLast = (sizeof(Params) - 1) / kLine;
-  static_assert(kLast < 32);
-  const int lane = static_cast<int>(threadIdx.x);
-  if (lane < 32)
-    st_shared_4(smem_address(shared) + C::kSharedBytes - 128 + lane * 4,
-                reinterpret_cast<const uint32_t *>(&params)[min(lane, kLast) * (kLine / 4)]);
-}
 
 }  // namespace fa::cuda::decode

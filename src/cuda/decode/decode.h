@@ -14,7 +14,16 @@ namespace fa::cuda::decode {
 // What numbers of K and V are: the queries' own type, or bytes with factors.
 enum class Format { same, e4m3, i8 };
 
-// A problem and how it is cut. The kernel's only parameter.
+// An item that may be cut, as the kernel that sums its parts wants to know it.
+struct alignas(16) Cut {
+  int64_t q_start;  // of the sequence, as Sequence
+  int32_t batch, head;
+  int32_t first_row, rows;     // first_row counts in the sequence
+  int32_t first_range, parts;  // one part: it is not cut
+};
+static_assert(sizeof(Cut) == kCutBytes);
+
+// A problem and how it is cut. The kernels' only parameter.
 struct Params {
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // problem.band's
@@ -33,11 +42,21 @@ struct Params {
   // neither is divided by the sum.
   float *part_out;
   float2 *part_sums;
-  Divisor landing;    // of clusters: how many vectors (four columns of a row) one block sums, all rows counted
-  int32_t *counters;  // zero before and after: how many parts of a head are there
+  // Items that may be cut: all of them, numbered through all sequences, or, by range, the one that goes on behind it. Where lengths are read
+  // on the device, the kernel that cuts leaves here what it has found.
+  Cut *cut_items;
+  int32_t cuts;  // how many
+  bool cuts_by_range;
+  Divisor landing;  // of clusters: how many vectors (four columns of a row) one block sums, all rows counted
+  int32_t
+      *counters;  // of kernels that sum parts themselves (extend, latent), zero before and after: how many of a head are there
 };
 
-// The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
-const void *kernel(int shape, Dtype queries, Dtype keys);
+// Addresses for cudaLaunchKernel, null if this build leaves them out. `shape` indexes kShapes.
+struct Kernels {
+  const void *decode = nullptr;
+  const void *sum = nullptr;  // of parts (sums.cuh); null for clusters, which leave none
+};
+Kernels kernels(int shape, Dtype queries, Dtype keys);
 
 }  // namespace fa::cuda::decode

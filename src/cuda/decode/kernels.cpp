@@ -4,31 +4,31 @@
 
 namespace fa::cuda::decode {
 
-#define FA_DECLARE(name, ...)                              \
-  __attribute__((weak)) const void *decode_##name##_f16(); \
-  __attribute__((weak)) const void *decode_##name##_bf16();
+#define FA_DECLARE(name, ...)                          \
+  __attribute__((weak)) Kernels decode_##name##_f16(); \
+  __attribute__((weak)) Kernels decode_##name##_bf16();
 FA_DECODE_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
-#define FA_DECLARE(name, ...) __attribute__((weak)) const void *decode_bytes_##name(bool i8);
+#define FA_DECLARE(name, ...) __attribute__((weak)) Kernels decode_bytes_##name(bool i8);
 FA_DECODE_BYTES_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
-const void *kernel(int shape, Dtype queries, Dtype keys) {
+Kernels kernels(int shape, Dtype queries, Dtype keys) {
   if (shape >= kFirstOfBytes) {
-    using Getter = const void *(*)(bool);
+    using Getter = Kernels (*)(bool);
 #define FA_ENTRY(name, ...) decode_bytes_##name,
     static constexpr Getter kGetters[] = {FA_DECODE_BYTES_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
     const Getter getter = kGetters[shape - kFirstOfBytes];
-    return getter != nullptr ? getter(keys == Dtype::i8) : nullptr;
+    return getter != nullptr ? getter(keys == Dtype::i8) : Kernels{};
   }
-  using Getter = const void *(*)();
+  using Getter = Kernels (*)();
 #define FA_ENTRY(name, ...) {decode_##name##_f16, decode_##name##_bf16},
   static constexpr Getter kGetters[][2] = {FA_DECODE_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
   const Getter getter = kGetters[shape][queries == Dtype::bf16];
-  return getter != nullptr ? getter() : nullptr;
+  return getter != nullptr ? getter() : Kernels{};
 }
 
 }  // namespace fa::cuda::decode

@@ -10,6 +10,9 @@
 namespace fa::cuda::decode {
 
 constexpr int32_t kMostOfCluster = 16;  // blocks of threads
+constexpr int32_t kCutBytes = 32;       // of a Cut in the workspace
+constexpr int32_t kSumThreads = 128;    // of a block that sums parts
+constexpr int32_t kSumColumns = 128;    // of rows, one after another, that a warp of it has at once
 
 struct Shape {
   const char *name;
@@ -31,8 +34,6 @@ struct Shape {
   constexpr int32_t ring_bytes() const {
     return key_warps * stages * keys * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));
   }
-  // Of an item, whose maxima and sums pass through the rings together, and out of at least one.
-  constexpr int32_t most_parts() const { return (ring_bytes() - rows() * head_dim * 4 - 128) / (rows() * 8); }
   // Where the blocks of a cluster leave their sums for this one: four columns of fp32 with their row's maximum and sum, of all rows in
   // turn, rounded up to as many for each block.
   constexpr int32_t landing_bytes() const { return clustered ? (rows() * head_dim / 4 + kMostOfCluster) * 24 + 16 : 0; }
@@ -62,12 +63,6 @@ constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_BYTES_TA
 #undef FA_DECODE_BYTES_SHAPE
 #undef FA_DECODE_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
-constexpr bool parts_fit_counters() {
-  for (const Shape &shape : kShapes)
-    if (shape.most_parts() >= 2048) return false;
-  return true;
-}
-static_assert(parts_fit_counters());  // results.cuh: kThere
 constexpr int first_of_bytes() {
   int n = 0;
   while (kShapes[n].key_bytes != 1) ++n;

@@ -71,15 +71,30 @@ class Work {
     return range + (range_begin(range + 1) <= unit);
   }
   // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.
-  __device__ __forceinline__ int slot(int range, bool begins_here) const {
-    return a_.pieces > 0 ? range : 2 * slot(range) + begins_here;
+  static __device__ __forceinline__ int slot(const Params &a, int range, bool begins_here) {
+    return a.pieces > 0 ? range : 2 * slot(a, range) + begins_here;
   }
   // ... for kernels whose shares leave one part at most: what ends an item is added to the others.
-  __device__ __forceinline__ int slot(int range) const { return range + side() * a_.ranges; }
-  // The counter of an item that several ranges have parts of, from `first_range` on.
+  static __device__ __forceinline__ int slot(const Params &a, int range) { return range + side(a) * a.ranges; }
+  __device__ __forceinline__ int slot(int range, bool begins_here) const { return slot(a_, range, begins_here); }
+  __device__ __forceinline__ int slot(int range) const { return slot(a_, range); }
+  // For kernels that count parts: the counter of an item that several ranges have parts of, from `first_range` on.
   __device__ __forceinline__ int counter(const Piece &piece, int first_range) const {
     if (a_.pieces == 0) return slot(first_range);
     return piece.batch * items() + piece.head;
+  }
+
+  // The first unit of an item, numbered through all sequences. In ascending order, as at().
+  __device__ __forceinline__ int item_begin(int item) {
+    const int batch = item / items();
+    while (batch >= base_ + 32) load(base_ + 32, chunk_end_);
+    const auto its = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, batch - base_))); };
+    return its(end_ - mine_.units) + (item - batch * items()) * its(mine_.item_units);
+  }
+
+  // The number of a piece's item, as Params::cut_items has them by item.
+  __device__ __forceinline__ int item_number(const Piece &piece) const {
+    return piece.batch * (items() << abreast_log2()) + piece.head;
   }
 
   // How far at() has come, and back to there.
@@ -124,7 +139,10 @@ class Work {
     return __float2int_rd(__fdividef(static_cast<float>(x) + 0.5f, static_cast<float>(y)));
   }
   // Which of neighbouring heads that are walked over side by side.
-  __device__ __forceinline__ int side() const { return static_cast<int>(blockIdx.x & ((1u << abreast_log2()) - 1)); }
+  static __device__ __forceinline__ int side(const Params &a) {
+    return static_cast<int>(blockIdx.x & ((1u << a.abreast_log2) - 1));
+  }
+  __device__ __forceinline__ int side() const { return side(a_); }
   static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
   // Of a sequence.
