@@ -27,6 +27,7 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.cut_items = reinterpret_cast<Cut *>(memory + plan.cuts_offset);
   params.cuts = plan.cuts;
   params.cuts_by_range = plan.cuts_by_range;
+  params.next_starts_early = plan.next_starts_early;
   params.counters = counters;
   params.landing = Divisor(1);  // of clusters alone
 }

@@ -325,7 +325,7 @@ int32_t cluster_of(const Problem &p, const Device &device, int64_t items, int64_
 // than one block of rows; any number of them where keys and values are bytes, which only the extend kernels read on tensor cores besides.
 // Of general scores they know softcap and ALiBi, and they read rows of whole 16-byte pieces. With batch invariance a sequence's own number of queries has to
 // be the one that the host knows.
-bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
+bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &plan) {
   constexpr int64_t kFewQueries = 16, kManyUnits = INT32_MAX / 2;
   const bool bytes = is_quantised(p.k.dtype);
   const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
@@ -339,7 +339,7 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   int32_t found = -1;
   for (int32_t n = bytes ? decode::kFirstOfBytes : 0; n < end; ++n) {
     const decode::Shape &shape = decode::kShapes[n];
-    if (shape.clustered || !fits(shape)) continue;
+    if (shape.clustered || !fits(shape) || (shape.rows() == 8 && p.q_lengths.max_len > 1)) continue;
     const bool more =
         found < 0 || (shape.head_dim == decode::kShapes[found].head_dim && shape.rows() > decode::kShapes[found].rows());
     if (shape.rows() >= rows || (bytes && more)) found = n;
@@ -348,8 +348,8 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   if (found < 0) return false;
   // Where blocks of threads have much to do, the next line if it has more warps for the same rows: they hide more, and start and end later.
   constexpr int64_t kManyKeys = 4096;
-  if (!cut_by_sequence(p) && found + 1 < end &&
-      p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len)) {
+  const bool many_keys = p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len);
+  if (!cut_by_sequence(p) && found + 1 < end && many_keys) {
     const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
     if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() &&
         many.threads() > few.threads())
@@ -384,6 +384,9 @@ bool plan_decode(const Problem &p, const Device &device, ForwardPlan &plan) {
   const int64_t slices = ceil_div(std::min<int64_t>(rows, shape.rows()) * shape.head_dim, decode::kSumColumns),
                 beside = 2 * int64_t{device.multiprocessors};
   plan.counters = 0;
+  // Blocks that take the room that others leave stand worse than those of a launch that finds the device empty: where there are a few less
+  // than multiprocessors, some parts of the chip get more of them than others. With factors of rows products are the limit, not memory.
+  plan.next_starts_early = plan.cuts > 0 || !many_keys || p.k_descale.per_row || p.v_descale.per_row;
   if (plan.cuts > 0) plan.sum_blocks = plan.cuts * std::clamp<int64_t>(beside / plan.cuts, 1, slices);
   plan.cuts_offset = plan.workspace_bytes;
   plan.workspace_bytes += align_up(static_cast<size_t>(plan.pieces > 0 ? plan.cuts : room) * decode::kCutBytes);

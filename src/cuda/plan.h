@@ -44,9 +44,10 @@ struct ForwardPlan {
   int32_t cuts = 0;
   bool cuts_by_range = false;
   int64_t sum_blocks = 0;
-  int32_t counters = 0;     // that the launch needs
-  int32_t cluster = 0;      // decode, latent: blocks of threads that share an item as a cluster; 0: none
-  int64_t copied_keys = 0;  // sm90, fp8: in a row of the copy of V, which is the workspace
+  bool next_starts_early = true;  // decode: the launch behind this one, while it still runs
+  int32_t counters = 0;           // that the launch needs
+  int32_t cluster = 0;            // decode, latent: blocks of threads that share an item as a cluster; 0: none
+  int64_t copied_keys = 0;        // sm90, fp8: in a row of the copy of V, which is the workspace
   size_t workspace_bytes = 0;
   // In the workspace; split_out is at 0.
   size_t split_lse_offset = 0;

@@ -76,6 +76,34 @@ TEST_P(Decode, OneSequence) {
   }
 }
 
+// One query for each of a few heads, which fill no more than half a tile of rows: lengths, pages and all terms of scores.
+TEST_P(Decode, OneTokenOfAFewHeads) {
+  constexpr int64_t kGroups[] = {1, 3, 7, 8, 5, 4}, kPageSizes[] = {0, 16, 1, 3, 48, 16};
+  for (const int64_t head_dim : {64, 128, 200, 256}) {
+    for (int64_t n = 0; n < 6; ++n) {
+      Case c = base("decode: one token");
+      c.dtype = n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
+      c.head_dim = head_dim;
+      c.head_dim_v = n == 0 ? 40 : head_dim;
+      c.heads_q = c.heads_k * kGroups[n];
+      c.k.seqlen = n < 4 ? 1500 : 300;
+      if (n % 3 == 0) {
+        c.batch = 1;
+      } else {
+        c.k.used = {c.k.seqlen, 0, 70};
+      }
+      c.page_size = kPageSizes[n];
+      c.mask = n == 5 ? FA_MASK_NONE : FA_MASK_CAUSAL;
+      if (n == 1 || n == 4) c.window_left = 130;
+      if (n == 2 || n == 4) c.softcap = 5;
+      if (n >= 3) c.alibi = n == 3 ? 2 : 1;
+      c.sink = n > 1;
+      c.nan_keys = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
 TEST_P(Decode, PackedWithUnusedQueries) {
   Case c = base("decode: packed");
   c.q.packed = c.k.packed = 1;

@@ -284,14 +284,17 @@ TEST(CudaPlan, DecodeKernels) {
     const Problem p = problem(seqlen_q, 5000, head_dim);  // more keys than clusters take
     return kernel_name(p, forward_plan(p, device));
   };
-  EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_16_split");
+  EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_8_split");
+  EXPECT_EQ(name(2, 128, h200()), "decode_fwd_bf16_d128_16_split") << "eight rows, of two tokens";
+  EXPECT_EQ(name(4, 128, h200()), "decode_fwd_bf16_d128_16_split");
   EXPECT_EQ(name(5, 128, h200()), "decode_fwd_bf16_d128_32_split");
   EXPECT_EQ(name(9, 128, h200()), "extend_fwd_bf16_d128_split");
   Device plain_90 = h200();
   plain_90.sm90 = false;
   EXPECT_EQ(name(9, 128, plain_90), "decode_fwd_bf16_d128_64_split");
-  EXPECT_EQ(name(1, 96, h200()), "decode_fwd_bf16_d128_16_split");
-  EXPECT_EQ(name(1, 136, h200()), "decode_fwd_bf16_d256_16_split");
+  EXPECT_EQ(name(1, 96, h200()), "decode_fwd_bf16_d128_8_split");
+  EXPECT_EQ(name(1, 136, h200()), "decode_fwd_bf16_d256_8_split");
+  EXPECT_EQ(name(2, 136, h200()), "decode_fwd_bf16_d256_16_split");
   EXPECT_EQ(name(9, 256, h200()), "sm80_fwd_bf16_d256_split");
   Device a100 = h200();
   a100.shared_bytes = 163 * 1024;
@@ -368,13 +371,28 @@ TEST(CudaPlan, DecodeByClusters) {
 // Many keys a multiprocessor get more warps, if nothing asks for a cut that does not depend on the batch.
 TEST(CudaPlan, DecodeWithMuchToDo) {
   Problem p = problem(1, 8192, 128);
-  for (const int64_t batch : {32, 33}) {  // 2 * 33 * 8192 >= 132 * 4096
-    p.batch = batch;
-    EXPECT_EQ(kernel_name(p, forward_plan(p, h200())),
-              batch == 32 ? "decode_fwd_bf16_d128_16_split" : "decode_fwd_bf16_d128_16x12_split");
+  for (const int64_t tokens : {1, 4}) {
+    p.q_lengths.max_len = tokens;
+    const std::string rows = tokens == 1 ? "8" : "16";
+    for (const int64_t batch : {32, 33}) {  // 2 * 33 * 8192 >= 132 * 4096
+      p.batch = batch;
+      EXPECT_EQ(kernel_name(p, forward_plan(p, h200())),
+                "decode_fwd_bf16_d128_" + rows + (batch == 32 ? "_split" : "x12_split"));
+    }
+    p.batch_invariant = true;
+    EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "decode_fwd_bf16_d128_" + rows + "_split");
+    p.batch_invariant = false;
   }
-  p.batch_invariant = true;
-  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "decode_fwd_bf16_d128_16_split");
+  // Where no head is cut, such a launch has the device for itself from its start.
+  for (const int64_t batch : {8, 33, 64, 66}) {
+    p.q_lengths.max_len = 1;
+    p.batch = batch;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(plan.cuts > 0, batch == 8 || batch == 33) << batch;
+    EXPECT_EQ(plan.next_starts_early, plan.cuts > 0) << batch;
+  }
+  p.k_lengths.max_len = 1024;
+  EXPECT_TRUE(forward_plan(p, h200()).next_starts_early) << "too short";
 }
 
 // More rows than decode kernels have, or more queries on pages: blocks of rows, whose keys are split.

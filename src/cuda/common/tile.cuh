@@ -59,13 +59,13 @@ __device__ __forceinline__ void copy_elements(uint32_t dst, const Element *src, 
 }
 
 // Which 16-byte chunks of a tile of kRows x kColumns a thread fills: one column of them, every kStep-th row. The last threads have none
-// when rows are not a power of two long.
+// when rows are not a power of two long, or there are few of them.
 template <int kRows, int kColumns, int kThreads>
 struct TileShare {
   static constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8;
   static constexpr int step() {
     int rows = 1;
-    while (2 * rows * kChunks <= kThreads) rows *= 2;
+    while (2 * rows * kChunks <= kThreads && 2 * rows <= kRows) rows *= 2;
     return rows;
   }
   static constexpr int kStep = step(), kLoads = kRows / kStep;

@@ -15,7 +15,7 @@
 
 namespace fa::cuda::decode {
 
-template <typename Element_, int kD_, int kRowTiles_, int kRowWarps_, int kKeyWarps_, int kKeys_, int kStages_, int kMinBlocks_,
+template <typename Element_, int kD_, int kWarpRows_, int kRowWarps_, int kKeyWarps_, int kKeys_, int kStages_, int kMinBlocks_,
           int kCapability_, Format kFormat_, bool kClustered_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K and V
@@ -23,7 +23,7 @@ struct Config {
   using Element = Element_;  // of the products' operands, and of Q and out unless K and V are bytes
   using KeyElement = std::conditional_t<kOfBytes, uint8_t, Element>;
   static constexpr int kD = kD_;                // head_dim, rounded up
-  static constexpr int kRowTiles = kRowTiles_;  // of 16 rows, a warp
+  static constexpr int kWarpRows = kWarpRows_;  // of one warp
   static constexpr int kRowWarps = kRowWarps_;  // warps that share keys
   static constexpr int kKeyWarps = kKeyWarps_;  // groups of them
   static constexpr int kKeys = kKeys_;          // of one group at a time
@@ -32,7 +32,7 @@ struct Config {
   static constexpr int kCapability = kCapability_;
   static constexpr bool kClustered = kClustered_;
 
-  static constexpr int kWarpRows = kRowTiles * 16, kRows = kRowWarps * kWarpRows;
+  static constexpr int kRows = kRowWarps * kWarpRows;
   static constexpr int kStep = kKeyWarps * kKeys;
   static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKeyWarps * kGroupThreads;
   static constexpr int kPitch = kD * static_cast<int>(sizeof(KeyElement));
@@ -283,9 +283,11 @@ class Block {
   __device__ __forceinline__ uint32_t shared_v(int slot) const { return shared_k(slot) + C::kTileBytes; }
   __device__ __forceinline__ uint32_t shared_k_factors(int slot) const { return shared_k(slot) + 2 * C::kTileBytes; }
   __device__ __forceinline__ uint32_t shared_v_factors(int slot) const { return shared_k_factors(slot) + C::kFactorBytes; }
-  // Eight columns (32 bytes) of a row of out of a group of warps, in fp32.
+  // Eight columns (32 bytes) of a row of out of a group of warps, in fp32. A warp stores eight rows at once, of the kernels for eight rows
+  // every other one.
   __device__ __forceinline__ uint32_t shared_out(int key_warp, int row, int columns8) const {
-    return shared_rings() + key_warp * C::kRingBytes + row * C::kD * 4 + ((columns8 ^ (row & 7)) << 5);
+    const int turn = C::kRows == 8 ? row >> 1 : row & 7;
+    return shared_rings() + key_warp * C::kRingBytes + row * C::kD * 4 + ((columns8 ^ turn) << 5);
   }
   // Maximum and sum of a row, of the keys of a group of warps.
   __device__ __forceinline__ uint32_t shared_sums(int key_warp, int row) const {

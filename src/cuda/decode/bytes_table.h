@@ -3,13 +3,13 @@
 // and one for int8, each for queries of either 16-bit type) and by table.h. Reasons for the sizes are in README.md beside this file.
 #pragma once
 
-// X(name, head_dim, row_tiles, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
-#define FA_DECODE_BYTES_TABLE(X)                 \
-  X(d64_16, 64, 1, 1, 4, 32, 4, 3, 80, false)    \
-  X(d64_64, 64, 2, 2, 4, 32, 5, 1, 80, false)    \
-  X(d128_16, 128, 1, 1, 12, 32, 2, 1, 90, false) \
-  X(d128_16s, 128, 1, 1, 4, 16, 5, 1, 80, false) \
-  X(d128_32, 128, 2, 1, 4, 16, 6, 2, 90, false)  \
-  X(d128_64, 128, 2, 2, 4, 16, 9, 1, 90, false)  \
-  X(d256_16, 256, 1, 1, 8, 16, 3, 1, 90, false)  \
-  X(d256_32, 256, 1, 2, 4, 16, 6, 1, 90, false)
+// X(name, head_dim, warp_rows, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
+#define FA_DECODE_BYTES_TABLE(X)                  \
+  X(d64_16, 64, 16, 1, 4, 32, 4, 3, 80, false)    \
+  X(d64_64, 64, 32, 2, 4, 32, 5, 1, 80, false)    \
+  X(d128_16, 128, 16, 1, 12, 32, 2, 1, 90, false) \
+  X(d128_16s, 128, 16, 1, 4, 16, 5, 1, 80, false) \
+  X(d128_32, 128, 32, 1, 4, 16, 6, 2, 90, false)  \
+  X(d128_64, 128, 32, 2, 4, 16, 9, 1, 90, false)  \
+  X(d256_16, 256, 16, 1, 8, 16, 3, 1, 90, false)  \
+  X(d256_32, 256, 16, 2, 4, 16, 6, 1, 90, false)

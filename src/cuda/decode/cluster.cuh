@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __gri
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];
-    let_next_start();
+    if (params.next_starts_early) let_next_start();
     warm_up(params, smem_address(shared) + C::kSharedBytes - 128);
     if constexpr (C::kClustered) {
       ClusterDecode<C>(params, shared).run();

@@ -47,7 +47,8 @@ struct Params {
   Cut *cut_items;
   int32_t cuts;  // how many
   bool cuts_by_range;
-  Divisor landing;  // of clusters: how many vectors (four columns of a row) one block sums, all rows counted
+  bool next_starts_early;  // while this launch still runs
+  Divisor landing;         // of clusters: how many vectors (four columns of a row) one block sums, all rows counted
   int32_t
       *counters;  // of kernels that sum parts themselves (extend, latent), zero before and after: how many of a head are there
 };

@@ -60,7 +60,9 @@ class Results : protected Block<C> {
   }
   // ... of a range that has no work.
   __device__ __forceinline__ void note_no_cut() const {
-    if (threadIdx.x == 0 && a_.cuts_by_range) a_.cut_items[blockIdx.x].parts = 1;
+    Cut none{};
+    none.parts = 1;
+    if (threadIdx.x == 0 && a_.cuts_by_range) a_.cut_items[blockIdx.x] = none;
   }
 
   // f(row, vector, x, sums): four columns of a row, over all groups of warps, and the row's maximum and sum.

@@ -35,6 +35,7 @@ class Sums : protected Results<C> {
   struct Shared {
     float4 x[kSumWarps][32];
     float2 sums[kSumWarps][32];
+    uint32_t parameters[32];  // for warm_up()
   };
 
   __device__ __forceinline__ void run(Shared &shared) {
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kSumThreads, 6) sum_parts(const __grid_constan
     // Where several blocks of the next launch stand on a multiprocessor, these, in between, would leave no room for the last one; a large
     // launch then comes in two waves.
     if (C::kMinBlocks == 1 || !params.cuts_by_range) let_next_start();
-    warm_up(params, smem_address(&shared));
+    warm_up(params, smem_address(shared.parameters));
     Sums<C>(params, nullptr).run(shared);
   }
 #endif

@@ -17,7 +17,7 @@ constexpr int32_t kSumColumns = 128;    // of rows, one after another, that a wa
 struct Shape {
   const char *name;
   int32_t head_dim;        // bucket of q, k and v
-  int32_t row_tiles;       // of 16 rows, of one warp
+  int32_t warp_rows;       // of one warp; 8: of one token a sequence
   int32_t row_warps;       // warps that share keys
   int32_t key_warps;       // groups of them, each with keys of its own
   int32_t keys;            // of such a group at a time
@@ -27,7 +27,7 @@ struct Shape {
   bool clustered;          // the blocks of a cluster share the keys of a head (cluster.cuh)
   int32_t key_bytes = 2;   // of an element of K or V
 
-  constexpr int32_t rows() const { return row_tiles * row_warps * 16; }
+  constexpr int32_t rows() const { return warp_rows * row_warps; }
   constexpr int32_t step() const { return key_warps * keys; }
   constexpr int32_t threads() const { return row_warps * key_warps * 32; }
   // K and V, and of bytes a factor for each key of both.
@@ -43,19 +43,25 @@ struct Shape {
   }
 };
 
-// X(name, head_dim, row_tiles, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
-#define FA_DECODE_TABLE(X)                          \
-  X(d64_16, 64, 1, 1, 4, 32, 3, 2, 80, false)       \
-  X(d64_64, 64, 2, 2, 4, 32, 3, 1, 80, false)       \
-  X(d64_16c, 64, 1, 1, 4, 32, 3, 2, 90, true)       \
-  X(d128_16, 128, 1, 1, 8, 16, 3, 1, 80, false)     \
-  X(d128_16x12, 128, 1, 1, 12, 16, 2, 1, 90, false) \
-  X(d128_16s, 128, 1, 1, 4, 16, 3, 2, 80, false)    \
-  X(d128_32, 128, 2, 1, 4, 16, 3, 2, 90, false)     \
-  X(d128_64, 128, 2, 2, 4, 16, 6, 1, 90, false)     \
-  X(d128_16c, 128, 1, 1, 4, 16, 3, 2, 90, true)     \
-  X(d256_16, 256, 1, 1, 4, 16, 3, 1, 80, false)     \
-  X(d256_32, 256, 1, 2, 4, 16, 3, 1, 80, false)
+// X(name, head_dim, warp_rows, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
+#define FA_DECODE_TABLE(X)                           \
+  X(d64_8, 64, 8, 1, 4, 32, 3, 2, 80, false)         \
+  X(d64_16, 64, 16, 1, 4, 32, 3, 2, 80, false)       \
+  X(d64_64, 64, 32, 2, 4, 32, 3, 1, 80, false)       \
+  X(d64_8c, 64, 8, 1, 4, 32, 3, 2, 90, true)         \
+  X(d64_16c, 64, 16, 1, 4, 32, 3, 2, 90, true)       \
+  X(d128_8, 128, 8, 1, 8, 16, 3, 1, 80, false)       \
+  X(d128_8x12, 128, 8, 1, 12, 16, 2, 1, 80, false)   \
+  X(d128_16, 128, 16, 1, 8, 16, 3, 1, 80, false)     \
+  X(d128_16x12, 128, 16, 1, 12, 16, 2, 1, 90, false) \
+  X(d128_16s, 128, 16, 1, 4, 16, 3, 2, 80, false)    \
+  X(d128_32, 128, 32, 1, 4, 16, 3, 2, 90, false)     \
+  X(d128_64, 128, 32, 2, 4, 16, 6, 1, 90, false)     \
+  X(d128_8c, 128, 8, 1, 4, 16, 3, 2, 90, true)       \
+  X(d128_16c, 128, 16, 1, 4, 16, 3, 2, 90, true)     \
+  X(d256_8, 256, 8, 1, 4, 16, 3, 1, 80, false)       \
+  X(d256_16, 256, 16, 1, 4, 16, 3, 1, 80, false)     \
+  X(d256_32, 256, 16, 2, 4, 16, 3, 1, 80, false)
 
 #define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
 #define FA_DECODE_BYTES_SHAPE(name, ...) {#name, __VA_ARGS__, 1},

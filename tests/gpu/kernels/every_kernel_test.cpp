@@ -188,15 +188,15 @@ std::vector<Case> cases() {
   // A few queries: decode kernels, with sequences that several blocks of threads share, some of them too short for that.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128, 256}) {
-      for (const int64_t rows : {16, 32, 64}) {
+      for (const int64_t rows : {8, 16, 32, 64}) {
         Case c;
         c.seed = seed_for("every decode kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
         c.batch = 2;
         c.heads_k = 2;
-        c.heads_q = 2 * rows / 8;
+        c.heads_q = rows == 8 ? 14 : 2 * rows / 8;
         c.head_dim = c.head_dim_v = head_dim;
-        c.q.seqlen = 7;
+        c.q.seqlen = rows == 8 ? 1 : 7;
         c.k.seqlen = 1200;
         c.k.used = {1200, 250};
         c.mask = FA_MASK_CAUSAL;
@@ -204,15 +204,16 @@ std::vector<Case> cases() {
         c.backward = 0;
         c.nan_keys = 1;
         c.nan_visible = rows == 64 ? 3 : 0;  // that some tokens see and others do not
-        if (dtype == FA_BFLOAT16) c.page_size = rows == 16 ? 1 : 16;
+        if (dtype == FA_BFLOAT16) c.page_size = rows <= 16 ? 1 : 16;
         if (rows == 32) c.own_workspace = 1;
         all.push_back(c);
-        if (rows == 16) {  // one sequence, whose heads are those of clusters
+        if (rows <= 16) {  // one sequence, whose heads are those of clusters
           Case one = c;
           one.batch = 1;
           one.k.used = {1100};
           all.push_back(one);
         }
+        if (rows == 8) continue;
         c.nan_visible = 0;
         // Caches of bytes, in several blocks of rows on devices without kernels for so many.
         c.heads_q /= 2;
