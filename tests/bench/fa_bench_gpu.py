@@ -94,7 +94,7 @@ def contenders_of(case, context):
         for opponent in opponents.opponents(case, *tensors, cu):
             contenders.setdefault(opponent.name, []).append(opponent)
     if case.option or case.deterministic:
-        plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets[:1]
+        plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets
         contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
     for contender in [one for several in contenders.values() for one in several]:
         contender.forward()

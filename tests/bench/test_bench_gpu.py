@@ -87,8 +87,9 @@ class Grid(unittest.TestCase):
         self.assertEqual(row.key_bytes, 2 * 2 * 32 * 8192 * 8 * 128)
         self.assertEqual(row.pages * row.page, row.seqlen_k)
         self.assertIn("page16", row.name)
-        invariant = [row for row in rows if row.option == cases.INVARIANT]
-        self.assertTrue(invariant and all(dataclasses.replace(row, option="") in rows for row in invariant))
+        for option in (cases.INVARIANT, cases.LENGTHS):
+            with_option = [row for row in rows if row.option == option]
+            self.assertTrue(with_option and all(dataclasses.replace(row, option="") in rows for row in with_option), option)
 
 
 class Arguments(unittest.TestCase):

@@ -77,6 +77,7 @@ class Case:
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
 FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without factors
 INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
+LENGTHS = "lengths"  # ... as many keys as without it, but their number is on the device alone
 # ... of caches of bytes, with a factor a sequence and head, or ("rows") a row and head
 QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
 SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen", "fp8")
@@ -149,6 +150,7 @@ def decode(quick: bool) -> List[Case]:
     rows += [latent(64, 64, page=page) for page in (0, 1, 16)] + [latent(64, 16, tokens=2), latent(64, 64, tokens=2)]
     rows += [latent(1, heads, n) for heads in (16, 128) for n in (8192, 131072)] + [latent(64, 64, option=INVARIANT)]
     rows += [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]
+    rows += [paged(b, n, option=LENGTHS) for b, n in ((1, 2048), (1, 8192), (1, 131072), (32, 8192))]
     rows += [paged(32, 8192, option=option) for option in QUANTISED]
     rows += [paged(b, n, option="e4m3") for b, n in ((1, 2048), (1, 8192), (1, 131072), (128, 8192))]
     rows += [paged(32, 8192, page, option="e4m3") for page in (0, 1, 256)]

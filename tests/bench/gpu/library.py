@@ -71,13 +71,13 @@ class Attention:
             a.max_seqlen_q = a.max_seqlen_k = longest
         if pages is not None:
             a.page_table = tensor(pages)
-        self._set(option, q, k, seed)
+        self._set(option, q, k, pages, seed)
         self.gradients = None
         info = self._query()
         self.kernel = info.kernel.decode()
         self.workspace, self.workspace_bytes = self._workspace(info)
 
-    def _set(self, option, q, k, seed):
+    def _set(self, option, q, k, pages, seed):
         a, (seqlen_q, heads), seqlen_k = self.attention, q.shape[-3:-1], k.shape[-3]
         if option.split(" ")[0] in ("e4m3", "int8"):
             shape = k.shape[:3] if option.endswith(" rows") else (q.shape[0], k.shape[2])
@@ -93,6 +93,10 @@ class Attention:
         elif option == "bias":
             self.kept.append(torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype))
             a.bias = tensor(self.kept[-1])
+        elif option == "lengths":  # all of them, but the host does not know that
+            self.kept.append(torch.full((q.shape[0],), seqlen_k * (pages.shape[1] if pages is not None else 1), dtype=torch.int32,
+                                        device=q.device))
+            a.seqused_k = tensor(self.kept[-1])
         elif option == "invariant":
             a.flags |= abi.FLAG_BATCH_INVARIANT
         elif option == "dropout":
