@@ -332,7 +332,7 @@ class CudaBackend final : public Backend {
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
                                                           kernel.anywhere, device_.index),
                              what, error));
-    // A multiprocessor divides its memory anew only when it is empty: kernels that stand beside each other divide it alike.
+    // Kernels that shall stand beside each other on a multiprocessor divide its memory alike, for it is divided anew only when it is empty.
     if (launch.chained) {
       FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                                                             CU_SHAREDMEM_CARVEOUT_MAX_SHARED, kernel.anywhere, device_.index),

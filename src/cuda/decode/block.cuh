@@ -118,6 +118,8 @@ class Block {
   }
   __device__ __forceinline__ int head() const { return C::kOfBytes ? head_ : piece_.head; }
   __device__ __forceinline__ int first_row() const { return C::kOfBytes ? first_row_ : 0; }
+  // Scores are in the unit of q k^T: what is added to logits is divided by softmax_scale, so that the scale enters with the exponential.
+  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
   // Row of element r of tile (i, j).
   __device__ __forceinline__ int row_of(int i, int r) const { return warp_row_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8; }

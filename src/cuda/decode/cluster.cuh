@@ -103,7 +103,7 @@ class ClusterDecode : private Decode<C> {
   const int blocks_, rank_;
 };
 
-// Range 0 always has work, whose blocks wait for the launch before this one: what is chained to this launch waits for both.
+// Every block of threads waits for the launch before this one: what is chained to this launch waits for both.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__

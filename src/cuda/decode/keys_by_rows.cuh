@@ -31,6 +31,7 @@ class KeysByRows : protected Results<C> {
 
  protected:
   using Base::a_;
+  using Base::exponent_scale;
   using Base::key_warp_;
   using Base::lane_;
   using Base::p_;
@@ -115,9 +116,6 @@ class KeysByRows : protected Results<C> {
 #pragma unroll
       for (int r = 0; r < 4; ++r) s[i][r] = part[0][i][r] + part[1][i][r];
   }
-
-  // Scores are in the unit of q k^T: what is added to logits is divided by softmax_scale, so that the scale enters with the exponential.
-  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
 
   __device__ __forceinline__ void apply_terms(Scores &s, int key0) const {
     if (p_.softcap > 0) {

@@ -27,9 +27,7 @@ class Results : protected Block<C> {
   using Base::piece_;
   using Base::q_start_;
   using Base::rows_;
-  using Base::shared_;
   using Base::shared_out;
-  using Base::shared_rings;
   using Base::shared_sums;
   using Base::token_of;
 
@@ -38,7 +36,7 @@ class Results : protected Block<C> {
     if (piece_.whole()) {
       store_whole();
     } else {
-      store_part(work.slot(range, piece_.first == piece_.begin));
+      store_part(TheWork::slot(a_, range, piece_.first == piece_.begin));
     }
     if (piece_.first == piece_.begin) store_unused_rows();
   }

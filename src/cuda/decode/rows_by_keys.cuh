@@ -27,6 +27,7 @@ class RowsByKeys : protected Results<C> {
  protected:
   using Base::a_;
   using Base::diagonal;
+  using Base::exponent_scale;
   using Base::head_of;
   using Base::key_warp_;
   using Base::lane_;
@@ -49,7 +50,6 @@ class RowsByKeys : protected Results<C> {
   using Base::tokens_;
   using Base::warp_interior_;
   using Base::warp_row_;
-  using Base::warp_visible_;
   using Scores = Accumulator<kMt, kNt>;
 
   // Ahead of the first keys, and when Q is there.
@@ -132,10 +132,8 @@ class RowsByKeys : protected Results<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Scores, in the unit of q k^T: what is added to logits is divided by softmax_scale, so that the scale enters with the exponential
+  // Scores
   // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
 
   __device__ __forceinline__ void apply_terms(Scores &s, int key0) const {
     if (p_.softcap > 0) {

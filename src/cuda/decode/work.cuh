@@ -76,11 +76,9 @@ class Work {
   }
   // ... for kernels whose shares leave one part at most: what ends an item is added to the others.
   static __device__ __forceinline__ int slot(const Params &a, int range) { return range + side(a) * a.ranges; }
-  __device__ __forceinline__ int slot(int range, bool begins_here) const { return slot(a_, range, begins_here); }
-  __device__ __forceinline__ int slot(int range) const { return slot(a_, range); }
   // For kernels that count parts: the counter of an item that several ranges have parts of, from `first_range` on.
   __device__ __forceinline__ int counter(const Piece &piece, int first_range) const {
-    if (a_.pieces == 0) return slot(first_range);
+    if (a_.pieces == 0) return slot(a_, first_range);
     return piece.batch * items() + piece.head;
   }
 
@@ -118,7 +116,7 @@ class Work {
     const int item = (unit - sequence_begin) / item_units;
     Piece piece;
     piece.batch = uniform(base_ + found);
-    piece.head = item << abreast_log2() | side();
+    piece.head = item << abreast_log2() | side(a_);
     piece.begin = sequence_begin + item * item_units;
     piece.end = piece.begin + item_units;
     piece.first = unit;
@@ -142,7 +140,6 @@ class Work {
   static __device__ __forceinline__ int side(const Params &a) {
     return static_cast<int>(blockIdx.x & ((1u << a.abreast_log2) - 1));
   }
-  __device__ __forceinline__ int side() const { return side(a_); }
   static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
   // Of a sequence.

@@ -71,10 +71,10 @@ class Producer : private decode::Planner<Block<C>, true> {
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
       this->describe(plan);
-      plan.first_part = work.slot(first_range);
+      plan.first_part = work.slot(a_, first_range);
       plan.parts = piece.first == piece.begin ? 0 : range - first_range;
       plan.counter = work.counter(piece, first_range);
-      plan.slot = work.slot(range);
+      plan.slot = work.slot(a_, range);
       barrier_arrive(this->planned(n & 1));
     }
     __syncwarp();
