@@ -38,7 +38,7 @@ struct Config {
   // Bytes on their way: tiles of those that are still to be widened.
   static constexpr int kStaged = kStaged_, kStagedBytes = kKeys * kD, kStagedOffset = kSlots * kTileBytes;
   static constexpr int kBarrierOffset = kStagedOffset + kStaged * kStagedBytes;
-  static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + kGroups + kStaged * kFetchers) * 8;
+  static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + 2 * kGroups + kStaged * kFetchers) * 8;
   static constexpr int kPlanOffset = kFlagOffset + kGroups * 8;
   static constexpr int kScaleOffset = kPlanOffset + 2 * kPlanBytes;  // of bytes
   static constexpr int kSharedBytes = kScaleOffset + (kOfBytes ? kRows * 4 : 0);
@@ -56,13 +56,15 @@ class Block {
 
  protected:
   __device__ __forceinline__ uint32_t tile(int slot) const { return shared_ + slot * C::kTileBytes; }
-  // Barriers: a slot of the ring is full, is free; a plan is there, is done; warps of a group have voted; a warp's bytes are there.
+  // Barriers: a slot of the ring is full, is free; a plan is there, is done; warps of a group have voted; it is a group's turn; a warp's bytes
+  // are there.
   __device__ __forceinline__ uint32_t full(int slot) const { return shared_ + C::kBarrierOffset + slot * 8; }
   __device__ __forceinline__ uint32_t free(int slot) const { return full(C::kSlots + slot); }
   __device__ __forceinline__ uint32_t planned(int n) const { return full(2 * C::kSlots + n); }
   __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
   __device__ __forceinline__ uint32_t voted(int group) const { return planned(4 + group); }
-  __device__ __forceinline__ uint32_t staged(int n, int warp) const { return voted(C::kGroups + n * C::kFetchers + warp); }
+  __device__ __forceinline__ uint32_t turn(int group) const { return voted(C::kGroups + group); }
+  __device__ __forceinline__ uint32_t staged(int n, int warp) const { return turn(C::kGroups + n * C::kFetchers + warp); }
   // What a group has found, in this vote and in the one before.
   __device__ __forceinline__ uint32_t found(int group, int n) const { return shared_ + C::kFlagOffset + (2 * group + n) * 4; }
   // What a row of S is to be multiplied by.

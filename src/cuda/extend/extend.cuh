@@ -130,6 +130,8 @@ class Consumer : private Block<C> {
   template <bool kProduct>
   __device__ __forceinline__ void attend(int key0, bool masked) {
     const uint32_t k = await(next_k());
+    const bool both = kTurns && plan_->rows > 64;
+    if (both) barrier_wait(this->turn(group_), turns_ ^ (group_ == 0));
     hold(s_);
     hold(q_);
     if (kProduct) {
@@ -143,12 +145,22 @@ class Consumer : private Block<C> {
       products_begin();
       start_values(v);
     }
+    if (both) {
+      barrier_arrive_if(lane_ == 0, this->turn(group_ ^ 1));
+      turns_ ^= 1;
+    }
     products_wait<kProduct ? 1 : 0>();
     hold(s_);
-    release(next_k());
+    // Where the maximum has been that of a tile before, it is good enough as a rule.
+    const bool late = kProduct && !C::kOfBytes && p_.softcap <= 0 && p_.alibi_slopes == nullptr && !masked && pending_;
+    if (!late) release(next_k());
     apply_terms(key0);
     bool grown;
-    if (masked) {
+    if (late) {
+      grown = late_exponentials();
+      __syncwarp();  // K has been read by all lanes, if it has been read again
+      release(next_k());
+    } else if (masked) {
       mask(key0);
       grown = exponentials<true>();
     } else {
@@ -349,6 +361,77 @@ class Consumer : private Block<C> {
     sum_[0] += sum[0][0] + sum[1][0];
     sum_[1] += sum[0][1] + sum[1][1];
     return grown;
+  }
+  // The same of a tile that is not masked, with m as it is: all that is compared is a lane's sum. Rows that it is too low for, by their own
+  // weights alone, begin anew: so a row's bits are its own.
+  __device__ __forceinline__ bool late_exponentials() {
+    constexpr float kMost = 64.f;  // of a lane's 32 weights, which then are good numbers of either 16-bit type
+    const float c = exponent_scale();
+    float its[2] = {};
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      s_[n] = exp2_approx(fmaf(s_[n], c, -max_[n / 2 % 2]));
+      its[n / 2 % 2] += s_[n];
+    }
+    const bool raised = __any_sync(~0u, !(its[0] <= kMost) || !(its[1] <= kMost));
+    if (raised) raise_late(!(its[0] <= kMost), !(its[1] <= kMost), its);
+    sum_[0] += its[0];
+    sum_[1] += its[1];
+    return raised;
+  }
+  __device__ __forceinline__ void raise_late(bool first, bool second, float (&its)[2]) {
+    bool high[2] = {first, second};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      high[r] |= __shfl_xor_sync(~0u, high[r], 1) != 0;
+      high[r] |= __shfl_xor_sync(~0u, high[r], 2) != 0;
+    }
+    // S of those rows once more, by products of this warp alone. The weights' registers are for them, so they have to have met their values.
+    products_wait<0>();
+    hold(out_);
+    hold(weights_);
+    const int lane = opaque(lane_);
+    const uint32_t keys = this->tile(slot_of(next_k())) + (lane & 7) * 128;
+#pragma unroll
+    for (int j = 0; j < C::kKeys / 8; ++j) {
+      float again[4] = {};
+#pragma unroll
+      for (int n = 0; n < kQSteps; n += 2) {
+        uint32_t f[4];
+        ldmatrix_x4(f, keys + n / 4 * C::kSlabBytes + j * 1024 + (((2 * n + (lane >> 3)) % 8 ^ (lane & 7)) << 4));
+        mma_16816<Element>(again, q_[n], f[0], f[1]);
+        mma_16816<Element>(again, q_[n + 1], f[2], f[3]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (high[e / 2]) s_[4 * j + e] = again[e];
+    }
+    const float c = exponent_scale();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = -CUDART_INF_F;
+#pragma unroll
+      for (int n = 2 * r; n < kScores; n += 4) top = fmaxf(top, fmaxf(s_[n], s_[n + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float raised = high[r] ? fmaxf(max_[r], top * c) : max_[r];
+      factor_[r] = exp2_approx(max_[r] - raised);
+      max_[r] = raised;
+      sum_[r] *= factor_[r];
+      float sum = 0.f;
+#pragma unroll
+      for (int n = 2 * r; n < kScores; n += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (high[r]) s_[n + e] = exp2_approx(fmaf(s_[n + e], c, -raised));
+          sum += s_[n + e];
+        }
+      if (high[r]) its[r] = sum;
+    }
+#pragma unroll
+    for (int n = 0; n < C::kRuns; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) weights_[n][r] = 0;
   }
   __device__ __forceinline__ void scale_out() {
 #pragma unroll
@@ -609,6 +692,9 @@ class Consumer : private Block<C> {
   int group_, warp_;  // warp_ within the group
   int place_ = 0;     // of the next K
   uint32_t votes_ = 0;
+  // Two groups that multiply take turns: the exponentials of one run beside the products of the other.
+  static constexpr bool kTurns = C::kGroups == 2 && !C::kOfBytes;
+  uint32_t turns_ = 0;
   bool pending_, fresh_;  // there are weights that have not met their values; out has nothing in it yet
   uint32_t q_[kQSteps][4];
   float s_[kScores];
@@ -636,6 +722,7 @@ class Roles : private Block<C> {
       }
       for (int group = 0; group < C::kGroups; ++group) {
         barrier_init(this->voted(group), 4);
+        barrier_init(this->turn(group), 4);
         for (int n = 0; n < 2; ++n) st_shared_4(this->found(group, n), 0);
       }
       for (int n = 0; n < C::kStaged; ++n)

@@ -24,7 +24,7 @@ struct Shape {
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   // The ring, bytes, barriers, flags of the groups, plans of two pieces of work, and the scales of rows whose keys are bytes.
   constexpr int32_t shared_bytes() const {
-    return (slots * 2 + staged) * keys * head_dim + (2 * slots + 4 + groups + 4 * staged) * 8 + groups * 8 + 2 * 96 +
+    return (slots * 2 + staged) * keys * head_dim + (2 * slots + 4 + 2 * groups + 4 * staged) * 8 + groups * 8 + 2 * 96 +
            (staged > 0 ? rows() * 4 : 0);
   }
 };
