@@ -112,6 +112,15 @@ class Problem {
   }
 
   void set_lengths(const std::vector<int32_t> &lengths) { used_.set(lengths); }
+  // 2^exponent times as large as they were, of heads [begin, end).
+  void raise_queries(int64_t begin, int64_t end, int exponent) {
+    Bits q = q_.get<uint16_t>();
+    for (size_t n = 0; n < q.size(); ++n) {
+      const auto head = static_cast<int64_t>(n) / kHeadDim % kHeads;
+      if (head >= begin && head < end) q[n] = static_cast<uint16_t>(q[n] + exponent * 0x80);
+    }
+    q_.set(q);
+  }
 
   void forward(fa_context context, cudaStream_t stream) {
     ASSERT_EQ(fa_forward(context, &attention, workspace_.data(), workspace_.bytes(), stream), FA_OK) << fa_last_error(context);
@@ -318,6 +327,33 @@ TEST_F(Decode, ChainOfLatentCalls) {
     };
     const Bits expected = run(true);
     for (int n = 0; n < 30; ++n) ASSERT_EQ(run(n % 4 == 0), expected) << batch << " x " << keys << ", run " << n;
+  }
+}
+
+// Rows that share a tile with rows of scores so large that their maxima have to be raised.
+TEST_F(Decode, RowsBesideDoNotMatter) {
+  constexpr int64_t kGroup = kHeads / kKeyHeads, kHalf = kGroup / 2;
+  for (const int64_t tokens : {1, 4, 16, 40}) {
+    for (const int exponent : {2, 4, 8}) {
+      Problem p(tokens, 16);
+      const Bits before = run(p);
+      p.raise_queries(kHalf, kGroup, exponent);
+      const Bits after = run(p);
+      int64_t changed = 0, raised = 0;
+      std::string first;
+      for (int64_t row = 0; row < kBatch * tokens * kHeads; ++row) {
+        const auto x = before.begin() + row * kHeadDim;
+        if (std::equal(x, x + kHeadDim, after.begin() + row * kHeadDim)) continue;
+        const int64_t head = row % kHeads;
+        if (head >= kHalf && head < kGroup) {
+          ++raised;
+        } else if (changed++ == 0) {
+          first = std::to_string(row);
+        }
+      }
+      EXPECT_GT(raised, 0);
+      EXPECT_EQ(changed, 0) << tokens << " tokens, 2^" << exponent << ", first row " << first;
+    }
   }
 }
 

@@ -45,6 +45,11 @@ struct Config {
   static_assert(kKeys == 128 && kFetched % kRun == 0 && kFetched <= 32 && kPlanOffset % 8 == 0 && kOfBytes == (kStaged > 0));
 };
 
+// Where a key lies, as the tensors' strides count; row -1 is read as zero.
+struct Place {
+  int batch, row;
+};
+
 template <class C>
 class Block {
  public:
@@ -70,6 +75,15 @@ class Block {
   // What a row of S is to be multiplied by.
   __device__ __forceinline__ uint32_t row_scale(int row) const { return shared_ + C::kScaleOffset + row * 4; }
   __device__ __forceinline__ Plan &plan(int n) const { return reinterpret_cast<Plan *>(memory_ + C::kPlanOffset)[n]; }
+
+  // Of a key that exists, in a sequence whose keys begin at `start`.
+  __device__ __forceinline__ Place place_of(int batch, int64_t start, int key) const {
+    const int32_t *table = p_.page_table;
+    if (table == nullptr) return {p_.k_lengths.cu != nullptr ? 0 : batch, static_cast<int>(start) + key};
+    const int page = a_.page_size.quotient(key);
+    return {table[batch * p_.page_table_batch_stride + page * p_.page_table_page_stride],
+            key - page * static_cast<int>(a_.page_size.value)};
+  }
 
   const Params &a_;
   const Problem &p_;

@@ -13,8 +13,10 @@
 // Keys and values of one byte are widened to fp16 on their way into shared memory, exactly; queries and out change with them. S is multiplied
 // by what makes up for it, and by the factor of the head's keys; out by that of its values.
 //
-// A row's maximum is its own and exact at every tile: a row's bits depend on its keys and on where they are cut alone. No group waits for
-// another, and within a group no warp for the others but in the products.
+// A row's maximum is its own. It is exact for tiles at an edge of what rows see and for a piece's first one that all see; after that it stays
+// as it is until a row's weights say that it is too low, which saves the comparisons (not with softcap, ALiBi and bytes). A row's bits depend
+// on its keys, on where they are cut and on where the edges of its block of rows are. Within a group no warp waits for the others but in the
+// products; of two groups one starts its products when the other has, so that exponentials of one run beside products of the other.
 #pragma once
 
 #include <math_constants.h>
@@ -77,7 +79,7 @@ class Consumer : private Block<C> {
 #pragma unroll
       for (int r = 0; r < 4; ++r) weights_[n][r] = 0;
     fresh_ = true;
-    pending_ = false;
+    pending_ = settled_ = false;
     bool masked = false;
     int stop = plan_->tile;  // from here on tiles may be masked where others were not, or the other way round
 #pragma unroll 1
@@ -130,8 +132,8 @@ class Consumer : private Block<C> {
   template <bool kProduct>
   __device__ __forceinline__ void attend(int key0, bool masked) {
     const uint32_t k = await(next_k());
-    const bool both = kTurns && plan_->rows > 64;
-    if (both) barrier_wait(this->turn(group_), turns_ ^ (group_ == 0));
+    const bool in_turn = kTurns && plan_->rows > 64;
+    if (in_turn) barrier_wait(this->turn(group_), (counts_ & 1) ^ (group_ == 0));
     hold(s_);
     hold(q_);
     if (kProduct) {
@@ -145,29 +147,29 @@ class Consumer : private Block<C> {
       products_begin();
       start_values(v);
     }
-    if (both) {
+    if (in_turn) {
       barrier_arrive_if(lane_ == 0, this->turn(group_ ^ 1));
-      turns_ ^= 1;
+      counts_ ^= 1;
     }
     products_wait<kProduct ? 1 : 0>();
     hold(s_);
-    // Where the maximum has been that of a tile before, it is good enough as a rule.
-    const bool late = kProduct && !C::kOfBytes && p_.softcap <= 0 && p_.alibi_slopes == nullptr && !masked && pending_;
-    if (!late) release(next_k());
+    release(next_k());
     apply_terms(key0);
     bool grown;
-    if (late) {
-      grown = late_exponentials();
-      __syncwarp();  // K has been read by all lanes, if it has been read again
-      release(next_k());
+    float its[2];
+    if (kProduct && settled_ && !masked) {
+      exponentials<false>(its);
+      grown = raise_if_low(key0, its);
     } else if (masked) {
       mask(key0);
-      grown = exponentials<true>();
+      grown = raise();
+      exponentials<true>(its);
     } else {
-      grown = exponentials<false>();
+      grown = raise();
+      exponentials<false>(its);
     }
     if (kProduct) {
-      order_after(sum_[0] + sum_[1]);
+      order_after(its[0] + its[1]);
       products_wait<0>();
       hold(out_);
       hold(weights_);
@@ -176,10 +178,13 @@ class Consumer : private Block<C> {
         fresh_ = false;
       }
     }
+    sum_[0] += its[0];
+    sum_[1] += its[1];
     if (grown) scale_out();
     round_weights();
     step();
     pending_ = true;
+    if (!masked) settled_ = !C::kOfBytes && p_.softcap <= 0 && p_.alibi_slopes == nullptr;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -322,35 +327,41 @@ class Consumer : private Block<C> {
     }
   }
 
-  // S to P = 2^(S - m), in place; adds to the sums. What is masked becomes kMaskedWeight. True if m has grown for a row of the warp: then
-  // out has still to be multiplied by factor_.
-  template <bool kMasked>
-  __device__ __forceinline__ bool exponentials() {
-    const float c = exponent_scale();
-    float top[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float x[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        x[h] = fmaxf(s_[4 * h + 2 * r], s_[4 * h + 2 * r + 1]);
-#pragma unroll
-        for (int j = 2 + h; j < C::kKeys / 8; j += 2) x[h] = fmaxf(x[h], fmaxf(s_[4 * j + 2 * r], s_[4 * j + 2 * r + 1]));
-      }
-      top[r] = fmaxf(x[0], x[1]) * c;
-    }
+  // m at least the largest score of this tile. True if it has grown for a row of the warp: then out has still to be multiplied by factor_.
+  __device__ __forceinline__ bool raise() {
+    float top[2] = {top_score(0) * exponent_scale(), top_score(1) * exponent_scale()};
     const bool grown = __any_sync(~0u, top[0] > max_[0] || top[1] > max_[1]);
     if (grown) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
         top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        const float raised = fmaxf(max_[r], top[r]);
-        factor_[r] = exp2_approx(max_[r] - raised);  // 1 for rows that do not grow: their bits stay
-        max_[r] = raised;
-        sum_[r] *= factor_[r];
+        raise_to(r, top[r]);
       }
     }
+    return grown;
+  }
+  // Of this lane's share of a row.
+  __device__ __forceinline__ float top_score(int r) const {
+    float x[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      x[h] = fmaxf(s_[4 * h + 2 * r], s_[4 * h + 2 * r + 1]);
+#pragma unroll
+      for (int j = 2 + h; j < C::kKeys / 8; j += 2) x[h] = fmaxf(x[h], fmaxf(s_[4 * j + 2 * r], s_[4 * j + 2 * r + 1]));
+    }
+    return fmaxf(x[0], x[1]);
+  }
+  __device__ __forceinline__ void raise_to(int r, float top) {
+    const float raised = fmaxf(max_[r], top);
+    factor_[r] = exp2_approx(max_[r] - raised);  // 1 for rows that do not grow: their bits stay
+    max_[r] = raised;
+    sum_[r] *= factor_[r];
+  }
+  // S to P = 2^(S - m), in place, and a lane's sums. What is masked becomes kMaskedWeight.
+  template <bool kMasked>
+  __device__ __forceinline__ void exponentials(float (&its)[2]) {
+    const float c = exponent_scale();
     float sum[2][2] = {};
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
@@ -358,80 +369,77 @@ class Consumer : private Block<C> {
       sum[n / 4 % 2][n / 2 % 2] += e;
       s_[n] = kMasked && x == -CUDART_INF_F ? kMaskedWeight : e;
     }
-    sum_[0] += sum[0][0] + sum[1][0];
-    sum_[1] += sum[0][1] + sum[1][1];
-    return grown;
+    its[0] = sum[0][0] + sum[1][0];
+    its[1] = sum[0][1] + sum[1][1];
   }
-  // The same of a tile that is not masked, with m as it is: all that is compared is a lane's sum. Rows that it is too low for, by their own
-  // weights alone, begin anew: so a row's bits are its own.
-  __device__ __forceinline__ bool late_exponentials() {
-    constexpr float kMost = 64.f;  // of a lane's 32 weights, which then are good numbers of either 16-bit type
-    const float c = exponent_scale();
-    float its[2] = {};
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-      s_[n] = exp2_approx(fmaf(s_[n], c, -max_[n / 2 % 2]));
-      its[n / 2 % 2] += s_[n];
-    }
-    const bool raised = __any_sync(~0u, !(its[0] <= kMost) || !(its[1] <= kMost));
-    if (raised) raise_late(!(its[0] <= kMost), !(its[1] <= kMost), its);
-    sum_[0] += its[0];
-    sum_[1] += its[1];
-    return raised;
-  }
-  __device__ __forceinline__ void raise_late(bool first, bool second, float (&its)[2]) {
-    bool high[2] = {first, second};
+  // Where m is that of tiles before it is good enough as a rule. Rows whose weights it makes too large raise it now, by a power of two, which
+  // costs no accuracy; what is beyond fp32 is worked out again. By a row's own weights alone, so bits stay a row's own.
+  __device__ __forceinline__ bool raise_if_low(int key0, float (&its)[2]) {
+    constexpr float kMost = 64.f;  // of a lane's 32 weights, which then are numbers of either 16-bit type
+    if (!__any_sync(~0u, !(its[0] <= kMost) || !(its[1] <= kMost))) return false;
+    bool lost[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      high[r] |= __shfl_xor_sync(~0u, high[r], 1) != 0;
-      high[r] |= __shfl_xor_sync(~0u, high[r], 2) != 0;
+      lost[r] = !(its[r] < CUDART_INF_F) && sum_[r] == sum_[r];  // NaN stays NaN
+      lost[r] |= __shfl_xor_sync(~0u, lost[r], 1) != 0;
+      lost[r] |= __shfl_xor_sync(~0u, lost[r], 2) != 0;
     }
-    // S of those rows once more, by products of this warp alone. The weights' registers are for them, so they have to have met their values.
+    if (__any_sync(~0u, lost[0] || lost[1])) scores_again(key0, lost);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = lost[r] ? top_score(r) : its[r];
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      if (lost[r]) {
+        raise_to(r, most * exponent_scale());
+        its[r] = 0.f;
+#pragma unroll
+        for (int n = 2 * r; n < kScores; n += 4)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            s_[n + e] = exp2_approx(fmaf(s_[n + e], exponent_scale(), -max_[r]));
+            its[r] += s_[n + e];
+          }
+      } else {
+        const int exponent = most > kMost ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
+        factor_[r] = __int_as_float((127 - exponent) << 23);
+        max_[r] += static_cast<float>(exponent);
+        sum_[r] *= factor_[r];
+        its[r] *= factor_[r];
+#pragma unroll
+        for (int n = 2 * r; n < kScores; n += 4) {
+          s_[n] *= factor_[r];
+          s_[n + 1] *= factor_[r];
+        }
+      }
+    }
+    return true;
+  }
+  // S of those rows, by products of this warp alone and from the keys in memory: their place in the ring has been given back.
+  __device__ __forceinline__ void scores_again(int key0, const bool (&lost)[2]) {
     products_wait<0>();
     hold(out_);
     hold(weights_);
-    const int lane = opaque(lane_);
-    const uint32_t keys = this->tile(slot_of(next_k())) + (lane & 7) * 128;
-#pragma unroll
+    const int lane = opaque(lane_), columns = static_cast<int>(p_.head_dim) - 2 * (lane & 3);
+    const Element *keys = static_cast<const Element *>(p_.k.data) + plan_->head * p_.k.head_stride + 2 * (lane & 3);
+    const int64_t start = sequence_of(p_.k_lengths, plan_->batch).start;
+#pragma unroll 1
     for (int j = 0; j < C::kKeys / 8; ++j) {
+      const Place place = this->place_of(plan_->batch, start, key0 + 8 * j + (lane >> 2));
+      const Element *key = keys + place.batch * p_.k.batch_stride + place.row * p_.k.seq_stride;
       float again[4] = {};
+#pragma unroll 1
+      for (int step = 0; step < kQSteps; ++step) {
+        const auto *from = reinterpret_cast<const uint32_t *>(key + 16 * step);
+        const uint32_t x[2] = {16 * step < columns ? __ldg(from) : 0, 16 * step + 8 < columns ? __ldg(from + 4) : 0};
 #pragma unroll
-      for (int n = 0; n < kQSteps; n += 2) {
-        uint32_t f[4];
-        ldmatrix_x4(f, keys + n / 4 * C::kSlabBytes + j * 1024 + (((2 * n + (lane >> 3)) % 8 ^ (lane & 7)) << 4));
-        mma_16816<Element>(again, q_[n], f[0], f[1]);
-        mma_16816<Element>(again, q_[n + 1], f[2], f[3]);
+        for (int n = 0; n < kQSteps; ++n)
+          if (n == step) mma_16816<Element>(again, q_[n], x[0], x[1]);
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (high[e / 2]) s_[4 * j + e] = again[e];
+      for (int n = 0; n < kScores; ++n)
+        if (n / 4 == j && lost[n / 2 % 2]) s_[n] = again[n % 4];
     }
-    const float c = exponent_scale();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = -CUDART_INF_F;
-#pragma unroll
-      for (int n = 2 * r; n < kScores; n += 4) top = fmaxf(top, fmaxf(s_[n], s_[n + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float raised = high[r] ? fmaxf(max_[r], top * c) : max_[r];
-      factor_[r] = exp2_approx(max_[r] - raised);
-      max_[r] = raised;
-      sum_[r] *= factor_[r];
-      float sum = 0.f;
-#pragma unroll
-      for (int n = 2 * r; n < kScores; n += 4)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (high[r]) s_[n + e] = exp2_approx(fmaf(s_[n + e], c, -raised));
-          sum += s_[n + e];
-        }
-      if (high[r]) its[r] = sum;
-    }
-#pragma unroll
-    for (int n = 0; n < C::kRuns; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) weights_[n][r] = 0;
   }
   __device__ __forceinline__ void scale_out() {
 #pragma unroll
@@ -466,13 +474,14 @@ class Consumer : private Block<C> {
   // Whether some thread of the group has found any. A warp may be in the next vote before others have read this one's result, so there
   // are two places for it.
   __device__ __forceinline__ bool group_finds(bool found) {
-    const uint32_t place = this->found(group_, votes_ & 1), phase = votes_ & 1;
-    ++votes_;
-    if (__any_sync(~0u, found) && lane_ == 0) st_shared_4(place, votes_);
+    const uint32_t phase = counts_ >> 1 & 1, place = this->found(group_, phase);
+    counts_ += 2;
+    const uint32_t votes = counts_ >> 1;
+    if (__any_sync(~0u, found) && lane_ == 0) st_shared_4(place, votes);
     __syncwarp();
     barrier_arrive_if(lane_ == 0, this->voted(group_));
     barrier_wait(this->voted(group_), phase);
-    return ld_shared_4(place) == votes_;
+    return ld_shared_4(place) == votes;
   }
 
   // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero: then out += P V over the pairs
@@ -689,13 +698,13 @@ class Consumer : private Block<C> {
   }
 
   const Plan *plan_;
-  int group_, warp_;  // warp_ within the group
-  int place_ = 0;     // of the next K
-  uint32_t votes_ = 0;
+  int group_, warp_;     // warp_ within the group
+  int place_ = 0;        // of the next K
+  uint32_t counts_ = 0;  // of votes, times two, and of turns, in its lowest bit: one register
   // Two groups that multiply take turns: the exponentials of one run beside the products of the other.
   static constexpr bool kTurns = C::kGroups == 2 && !C::kOfBytes;
-  uint32_t turns_ = 0;
   bool pending_, fresh_;  // there are weights that have not met their values; out has nothing in it yet
+  bool settled_;          // all rows have seen a tile, whose maximum may do for the next ones
   uint32_t q_[kQSteps][4];
   float s_[kScores];
   uint32_t weights_[C::kRuns][4];
@@ -732,10 +741,10 @@ class Roles : private Block<C> {
     __syncthreads();
     const int group = static_cast<int>(uniform(threadIdx.x >> 7));
     if (group == C::kGroups) {
-      give_registers<56>();
+      give_registers<C::kOfBytes ? 56 : 40>();
       Producer<C>(this->a_, this->memory_).run();
     } else {
-      take_registers<224>();
+      take_registers<C::kOfBytes ? 224 : 232>();
       Consumer<C>(this->a_, this->memory_).run(group);
     }
   }

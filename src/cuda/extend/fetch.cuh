@@ -80,20 +80,12 @@ class Producer : private decode::Planner<Block<C>, true> {
     __syncwarp();
   }
 
-  // Where a key lies, as the tensors' strides count; row -1 is read as zero.
-  struct Place {
-    int batch, row;
-  };
   __device__ __forceinline__ int first_key(int tile) const { return tile * C::kKeys + warp_ * C::kFetched; }
   // Of this lane's key of a tile.
   __device__ __forceinline__ Place place_in(int tile) const {
     const int key = first_key(tile) + lane_ % C::kFetched;
     if (tile >= this->end_tile_ || key < this->keys_.begin || key >= this->keys_.end) return {0, -1};
-    const int32_t *table = p_.page_table;
-    if (table == nullptr) return {p_.k_lengths.cu != nullptr ? 0 : this->piece_.batch, static_cast<int>(this->k_start_) + key};
-    const int page = a_.page_size.quotient(key);
-    return {table[this->piece_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride],
-            key - page * static_cast<int>(a_.page_size.value)};
+    return this->place_of(this->piece_.batch, this->k_start_, key);
   }
 
   // Whether this warp's keys of a tile all exist, each run of them in one page.
