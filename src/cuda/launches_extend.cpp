@@ -11,12 +11,11 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
   params.blocks_of_head = Divisor(plan.row_blocks);
   // Few rows wait for memory alone, which gathering in whole rows reads faster. With more the products want what that takes of a
   // multiprocessor; and bytes those who fetch, for widening.
-  constexpr int64_t kFewRows = 64;
   constexpr int32_t kBoxRows = 16;
   const auto describe = [&](const Operand &t, int64_t columns, CUtensorMap &map) {
     return decode::describe_rows(driver, p, t, columns, shape.box_columns(), kBoxRows, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, map);
   };
-  params.copied = (shape.staged > 0 || p.q_lengths.max_len * p.group > kFewRows) && describe(p.k, p.head_dim, params.k_map) &&
+  params.copied = (shape.staged > 0 || p.q_lengths.max_len * p.group > kGroupRows) && describe(p.k, p.head_dim, params.k_map) &&
                   describe(p.v, p.head_dim_v, params.v_map);
   launches.add("extend kernel",
                {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true},

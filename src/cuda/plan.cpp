@@ -270,7 +270,7 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
     plan.blocks = std::min(line.room, line.items * plan.pieces);
     plan.num_splits = plan.pieces;
     slots = plan.pieces > 1 ? line.items * plan.pieces : 0;
-    plan.cuts = plan.counters = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
+    plan.counters = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
   } else {
     plan.least_log2 = line.least_log2;
     const int64_t room = std::min({line.room, line.items * line.steps, line.most_ranges}),
@@ -279,11 +279,6 @@ void cut_line(const Line &line, const Problem &p, ForwardPlan &plan) {
     plan.blocks = int64_t{plan.ranges} << plan.abreast_log2;
     const int64_t items = line.items >> plan.abreast_log2;
     plan.num_splits = static_cast<int32_t>(std::clamp<int64_t>(ceil_div(plan.ranges, items), 1, least));
-    // Shares of whole items that are alike cut none.
-    if (!line.alike || items % plan.ranges != 0) {
-      plan.cuts_by_range = items > plan.ranges;
-      plan.cuts = static_cast<int32_t>(std::min<int64_t>(items, plan.ranges) << plan.abreast_log2);
-    }
     slots = line.parts * room;
     plan.counters = static_cast<int32_t>(plan.blocks);
   }
@@ -377,9 +372,17 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
     return true;
   }
   // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
+  const bool are_alike = alike(p);
   cut_line({items, steps, room, room, shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
-            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, alike(p), row_blocks == 1 ? 3 : 0},
+            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, are_alike, row_blocks == 1 ? 3 : 0},
            p, plan);
+  // Items that may be cut: shares of whole items that are alike cut none.
+  if (plan.pieces > 0) {
+    plan.cuts = static_cast<int32_t>(plan.pieces > 1 ? items : 0);
+  } else if (const int64_t together = items >> plan.abreast_log2; !are_alike || together % plan.ranges != 0) {
+    plan.cuts_by_range = together > plan.ranges;
+    plan.cuts = static_cast<int32_t>(std::min<int64_t>(together, plan.ranges) << plan.abreast_log2);
+  }
   // Parts are summed by a launch of its own, whose blocks of threads shall stand beside this one's.
   const int64_t slices = ceil_div(std::min<int64_t>(rows, shape.rows()) * shape.head_dim, decode::kSumColumns),
                 beside = 2 * int64_t{device.multiprocessors};
@@ -421,8 +424,7 @@ bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   // One block of threads adds up the parts of an item. Many blocks of rows fill the device without pieces, which would take much memory;
   // under a causal mask they are not alike. Many rows over bytes wait for products and for those who widen, not for memory: they want all
   // multiprocessors.
-  constexpr int64_t kFewRows = 64;
-  const bool in_step = row_blocks == 1 && (!bytes || rows <= kFewRows);
+  const bool in_step = row_blocks == 1 && (!bytes || rows <= extend::kGroupRows);
   cut_line({items, steps, device.multiprocessors, items * kMostParts, 0, 1, 3, std::max<int64_t>(kPieces / row_blocks, 1),
             shape.rows(), shape.head_dim, in_step && alike(p), in_step ? 3 : 0},
            p, plan);

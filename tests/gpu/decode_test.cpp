@@ -2,6 +2,7 @@
 // Decoding on caches large enough that many blocks of threads share a sequence: equal bits whatever the pages, the workspace, the run and
 // the batch-mates, directly and replayed from a graph whose lengths have changed.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "gpu/device.h"
+#include "gpu/late.h"
 
 namespace gpu {
 namespace {
@@ -87,6 +89,8 @@ class Problem {
         table_(table()),
         out_(static_cast<size_t>(kBatch * tokens * kHeads * kHeadDim) * 2),
         lse_(static_cast<size_t>(kBatch * kHeads * tokens) * 4),
+        offsets_(offsets()),
+        right_(right()),
         workspace_(size_t{64} << 20) {
     fa_attention_init(&attention, sizeof attention);
     set_sequences(0, kBatch);
@@ -112,6 +116,35 @@ class Problem {
   }
 
   void set_lengths(const std::vector<int32_t> &lengths) { used_.set(lengths); }
+  // Queries of sequences first .. first + count - 1 one behind the other, by offsets.
+  void pack_queries(int64_t first, int64_t count) {
+    set_sequences(first, count);
+    const int64_t rows = count * tokens_;
+    for (fa_tensor *t : {&attention.q, &attention.out}) {
+      const fa_tensor packed = tensor(q_, FA_BFLOAT16, {rows, kHeads, kHeadDim});
+      void *data = t->data;
+      *t = packed;
+      t->data = data;
+    }
+    attention.lse = tensor(lse_, FA_FLOAT32, {kHeads, rows});
+    attention.cu_seqlens_q = tensor(offsets_, FA_INT32, {count + 1});
+    attention.max_seqlen_q = tokens_;
+  }
+  // Lengths, pages and offsets become `nonsense`, and what they are only while the next call may have started.
+  void write_late(int32_t nonsense, cudaStream_t stream) {
+    Memory *const memories[] = {&used_, &table_, &offsets_};
+    const auto *from = static_cast<const int32_t *>(right_.data());
+    std::array<Numbers, 3> all;
+    for (size_t n = 0; n < all.size(); ++n) {
+      const size_t count = memories[n]->bytes() / 4;
+      std::vector<int32_t> wrong(count);
+      for (size_t i = 0; i < count; ++i) wrong[i] = static_cast<int32_t>(static_cast<uint32_t>(nonsense) * (i % 7 + 1));
+      memories[n]->set(wrong);
+      all[n] = {static_cast<int32_t *>(memories[n]->data()), from, count};
+      from += count;
+    }
+    copy_late(all, stream);
+  }
   // 2^exponent times as large as they were, of heads [begin, end).
   void raise_queries(int64_t begin, int64_t end, int exponent) {
     Bits q = q_.get<uint16_t>();
@@ -150,6 +183,20 @@ class Problem {
     std::shuffle(table.begin(), table.end(), std::mt19937(4));
     return table;
   }
+  std::vector<int32_t> offsets() const {
+    std::vector<int32_t> offsets(kBatch + 1);
+    for (int64_t b = 0; b <= kBatch; ++b) offsets[static_cast<size_t>(b)] = static_cast<int32_t>(b * tokens_);
+    return offsets;
+  }
+  // Lengths, pages and offsets as they begin.
+  std::vector<int32_t> right() const {
+    std::vector<int32_t> all = used_.get<int32_t>();
+    for (const Memory *memory : {&table_, &offsets_}) {
+      const std::vector<int32_t> its = memory->get<int32_t>();
+      all.insert(all.end(), its.begin(), its.end());
+    }
+    return all;
+  }
   // The same rows for every page size; NaN where pages have room for more.
   Bits cache(uint32_t seed) const {
     const size_t row = kKeyHeads * kHeadDim;
@@ -168,7 +215,7 @@ class Problem {
   }
 
   const int64_t tokens_, page_size_;
-  Memory q_, k_, v_, used_, table_, out_, lse_, workspace_;
+  Memory q_, k_, v_, used_, table_, out_, lse_, offsets_, right_, workspace_;
 };
 
 class Decode : public OnGpu {
@@ -230,6 +277,36 @@ TEST_F(Decode, ReplayWithOtherLengths) {
       before = direct;
     }
     check(cudaGraphExecDestroy(executable), "graph");
+  }
+}
+
+// What says how long sequences are, where queries begin and where pages lie is written while a call has already started and looked at it.
+TEST_F(Decode, LengthsThatComeLate) {
+  struct {
+    int64_t tokens, first, count, bound;
+  } calls[] = {{1, 0, kBatch, kRows}, {1, 0, 1, kRows}, {1, 2, 1, kRows}, {1, 3, 1, 2000},
+               {4, 0, kBatch, kRows}, {4, 3, 1, 2000},  {4, 2, 1, kRows}, {16, 0, kBatch, kRows}};
+  for (const auto &call : calls) {
+    for (const int64_t page_size : {0, 16}) {
+      for (const bool packed : {false, true}) {
+        Problem p(call.tokens, page_size);
+        packed ? p.pack_queries(call.first, call.count) : p.set_sequences(call.first, call.count);
+        if (page_size > 0) {
+          p.attention.max_seqlen_k = call.bound;
+        } else {
+          p.attention.k.shape[1] = p.attention.v.shape[1] = call.bound;
+        }
+        const Bits expected = run(p);
+        for (const int32_t nonsense : {0, -5, 1, 5000, 0x7FFFFFFF}) {
+          p.poison(0xFF);
+          p.write_late(nonsense, stream_);
+          p.forward(context_, stream_);
+          ASSERT_EQ(p.results(), expected) << call.tokens << " tokens, " << call.count << " sequences from " << call.first
+                                           << " on, up to " << call.bound << " keys, pages of " << page_size
+                                           << (packed ? ", packed, " : ", ") << nonsense;
+        }
+      }
+    }
   }
 }
 

@@ -183,6 +183,28 @@ class Block {
     asm volatile("prefetch.global.L2 [%0];\n" ::"l"(table_ + a_.page_size.quotient(key) * p_.page_table_page_stride));
   }
 
+  // Asks the L2 cache for the first keys and values of two warps, which may be written to until the launch before this one has ended, and be
+  // others by then: pages are only looked at here. More would hold up launches that have nothing to wait for.
+  __device__ __forceinline__ void expect_keys() const {
+    const int step = lane_ / C::kKeys, key = first_key(step) + lane_ % C::kKeys;
+    if (row_warp_ > 0 || key_warp_ % (C::kKeyWarps / 2) != 0 || step >= piece_.steps || key < keys_.begin || key >= keys_.end)
+      return;
+    int64_t page = 0, row = key;
+    if (table_ != nullptr) {
+      const int n = a_.page_size.quotient(key);
+      page = load_relaxed(table_ + n * p_.page_table_page_stride);
+      row = key - n * static_cast<int>(a_.page_size.value);
+      if (page < 0 || page >= p_.num_pages) return;
+    }
+    const auto expect = [&](const KeyElement *base, const Operand &t) {
+      const char *from = reinterpret_cast<const char *>(base + page * page_stride(t) + row * t.seq_stride);
+#pragma unroll
+      for (int n = 0; n < C::kPitch; n += 128) asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from + n));
+    };
+    expect(k_, p_.k);
+    expect(v_, p_.v);
+  }
+
   // The first key of this warp in step `step` of the piece.
   __device__ __forceinline__ int first_key(int step) const {
     return (piece_.first_step + step) * C::kStep + key_warp_ * C::kKeys;

@@ -21,6 +21,13 @@
 
 namespace fa::cuda::decode {
 
+// Whether a launch may start while the one before it still runs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kStartsEarly = true;
+#else
+constexpr bool kStartsEarly = false;
+#endif
+
 template <class C>
 class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsByKeys<C>> {
  public:
@@ -47,6 +54,7 @@ class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsBy
         const Piece piece = work.at(unit < 0 ? begin : unit, end);
         const bool ends = piece.last == end;
         set_piece(piece);
+        if (kStartsEarly && unit < 0 && range < blocks() && lengths_known()) this->expect_keys();
         wait_for_previous();
         walk([&] { this->note_cut(work, range, ends); });
         finish(work, range);

@@ -28,7 +28,7 @@ struct Config {
   using Element = Element_;  // of the products' operands, and of Q and out unless K and V are bytes
   using KeyElement = std::conditional_t<kOfBytes, uint8_t, Element>;
   static constexpr int kD = kD_, kGroups = kGroups_, kKeys = kKeys_, kSlots = kSlots_;
-  static constexpr int kRows = kGroups * 64, kThreads = (kGroups + 1) * 128;
+  static constexpr int kRows = kGroups * kGroupRows, kThreads = (kGroups + 1) * 128;
   static constexpr int kStep = kKeys;  // of the cut
   // Runs of sixteen keys are what the copy engine fetches at a time, a slab of each, and a step of P V.
   static constexpr int kRun = 16, kRuns = kKeys / kRun;

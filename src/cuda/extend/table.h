@@ -10,15 +10,17 @@
 
 namespace fa::cuda::extend {
 
+constexpr int32_t kGroupRows = 64;  // of a warpgroup that multiplies
+
 struct Shape {
   const char *name;
   int32_t head_dim;  // bucket of q, k and v
-  int32_t groups;    // warpgroups that multiply, each with 64 rows
+  int32_t groups;    // warpgroups that multiply
   int32_t keys;      // of a tile
   int32_t slots;     // of the ring of tiles, of K and V in turn
   int32_t staged;    // tiles of bytes on their way, before they are widened into that ring; 0: K and V are of the queries' type
 
-  constexpr int32_t rows() const { return groups * 64; }
+  constexpr int32_t rows() const { return groups * kGroupRows; }
   // A slab; of bytes, which are widened anyway, all.
   constexpr int32_t box_columns() const { return staged > 0 ? head_dim : 64; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
