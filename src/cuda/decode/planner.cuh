@@ -57,8 +57,8 @@ class Planner : protected BlockOfThreads {
 
   // f(range) for every piece of this block's range of work, which is set. The end of an item that earlier ranges have begun comes last: its
   // other parts are there by then, for those ranges work on them first.
-  template <typename F>
-  __device__ __forceinline__ void each_piece(Work<C> &work, F f) {
+  template <class TheWork, typename F>
+  __device__ __forceinline__ void each_piece(TheWork &work, F f) {
     const int range = static_cast<int>(blockIdx.x >> work.abreast_log2());
     if (range >= work.ranges()) return;
     const int end = work.range_begin(range + 1);
@@ -93,8 +93,14 @@ class Planner : protected BlockOfThreads {
     plan.seqlen_k = seqlen_k_;
     plan.tile = tile_;
     plan.end_tile = end_tile_;
-    plan.interior = interior_;
-    plan.several = several_;
+    // What only the plan tells is worked out here: registers are for those who fetch.
+    plan.interior = {0, 0};
+    plan.several = false;
+    if (rows_ > 0) {
+      const Keys tokens = tokens_of_rows();
+      plan.interior = diagonal().interior_keys(tokens);
+      plan.several = tokens.end - tokens.begin > 1;
+    }
     plan.part = piece_.last != piece_.end;
   }
   __device__ __forceinline__ void write_end(uint32_t n) const {
@@ -107,6 +113,8 @@ class Planner : protected BlockOfThreads {
 
  private:
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(row0_ + row); }
+  __device__ __forceinline__ Keys tokens_of_rows() const { return {token_of(0), token_of(rows_ - 1) + 1}; }
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
 
   __device__ __forceinline__ void set_piece(const Piece &piece) {
     const int group_heads = static_cast<int>(a_.group.value);
@@ -127,15 +135,10 @@ class Planner : protected BlockOfThreads {
     end_row_ = block == a_.row_blocks - 1 ? all_rows : min(all_rows, C::kRows);
     seqlen_k_ = uniform_int(static_cast<int>(k.len));
 
-    keys_ = interior_ = Keys{0, 0};
-    several_ = false;
+    keys_ = Keys{0, 0};
     if (rows_ > 0) {
-      const Keys tokens{token_of(0), token_of(rows_ - 1) + 1};
-      const Diagonal<int32_t> diagonal(a_.limits, tokens_, seqlen_k_);
-      const Keys seen = diagonal.visible_keys(tokens), by_all = diagonal.interior_keys(tokens);
+      const Keys seen = diagonal().visible_keys(tokens_of_rows());
       keys_ = {uniform_int(seen.begin), uniform_int(seen.end)};
-      interior_ = {uniform_int(by_all.begin), uniform_int(by_all.end)};
-      several_ = uniform_int(tokens.end - tokens.begin) > 1;
     }
     tile_ = max(piece.first_step, keys_.begin / C::kStep);
     end_tile_ = keys_.empty() ? tile_ : min(piece.first_step + piece.steps, (keys_.end + C::kStep - 1) / C::kStep);
@@ -147,8 +150,7 @@ class Planner : protected BlockOfThreads {
   int64_t q_start_, k_start_;
   int head_, row0_, rows_, end_row_;
   int tokens_, seqlen_k_;
-  Keys keys_, interior_;  // that some of its tokens see, that all see
-  bool several_;
+  Keys keys_;  // that some of its tokens see
   int tile_, end_tile_;
 };
 

@@ -64,10 +64,10 @@ class Work {
   }
   __device__ __forceinline__ int range_of(int unit) const {
     if (a_.pieces > 0) return unit;
-    const int all = ranges_of(unknown_units());
+    const int units = unknown_units(), all = ranges_of(units);
     // A little less than the quotient: the range, or the one before it.
     const int range = static_cast<int>(
-        __fdividef(static_cast<float>(unit) * static_cast<float>(all), static_cast<float>(units_)) * (1.f - 0x1p-20f));
+        __fdividef(static_cast<float>(unit) * static_cast<float>(all), static_cast<float>(units)) * (1.f - 0x1p-20f));
     return range + (range_begin(range + 1) <= unit);
   }
   // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.

@@ -37,6 +37,8 @@ struct Config {
   static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;  // warps, and keys of a tile that each fetches
   // Bytes on their way: tiles of those that are still to be widened.
   static constexpr int kStaged = kStaged_, kStagedBytes = kKeys * kD, kStagedOffset = kSlots * kTileBytes;
+  // Of a thread; together what three groups of 168 have.
+  static constexpr int kFetcherRegisters = kOfBytes && kD == 64 ? 56 : 40, kGroupRegisters = (3 * 168 - kFetcherRegisters) / 2;
   static constexpr int kBarrierOffset = kStagedOffset + kStaged * kStagedBytes;
   static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + 2 * kGroups + kStaged * kFetchers) * 8;
   static constexpr int kPlanOffset = kFlagOffset + kGroups * 8;
@@ -76,13 +78,14 @@ class Block {
   __device__ __forceinline__ uint32_t row_scale(int row) const { return shared_ + C::kScaleOffset + row * 4; }
   __device__ __forceinline__ Plan &plan(int n) const { return reinterpret_cast<Plan *>(memory_ + C::kPlanOffset)[n]; }
 
-  // Of a key that exists, in a sequence whose keys begin at `start`.
-  __device__ __forceinline__ Place place_of(int batch, int64_t start, int key) const {
-    const int32_t *table = p_.page_table;
-    if (table == nullptr) return {p_.k_lengths.cu != nullptr ? 0 : batch, static_cast<int>(start) + key};
-    const int page = a_.page_size.quotient(key);
-    return {table[batch * p_.page_table_batch_stride + page * p_.page_table_page_stride],
-            key - page * static_cast<int>(a_.page_size.value)};
+  // Of a key that exists: its page, 0 where there are none, and then where it lies, in a sequence whose keys begin at `start`.
+  __device__ __forceinline__ int page_of(int batch, int key) const {
+    if (p_.page_table == nullptr) return 0;
+    return p_.page_table[batch * p_.page_table_batch_stride + a_.page_size.quotient(key) * p_.page_table_page_stride];
+  }
+  __device__ __forceinline__ Place place_of(int page, int batch, int64_t start, int key) const {
+    if (p_.page_table != nullptr) return {page, a_.page_size.remainder(key)};
+    return {p_.k_lengths.cu != nullptr ? 0 : batch, static_cast<int>(start) + key};
   }
 
   const Params &a_;

@@ -14,7 +14,7 @@
 // by what makes up for it, and by the factor of the head's keys; out by that of its values.
 //
 // A row's maximum is its own. It is exact for tiles at an edge of what rows see and for a piece's first one that all see; after that it stays
-// as it is until a row's weights say that it is too low, which saves the comparisons (not with softcap, ALiBi and bytes). A row's bits depend
+// as it is until a row's weights say that it is too low, which saves the comparisons (not with softcap and ALiBi). A row's bits depend
 // on its keys, on where they are cut and on where the edges of its block of rows are. Within a group no warp waits for the others but in the
 // products; of two groups one starts its products when the other has, so that exponentials of one run beside products of the other.
 #pragma once
@@ -34,6 +34,7 @@ class Consumer : private Block<C> {
  public:
   using Base = Block<C>;
   using typename Base::Element;
+  using KeyElement = typename C::KeyElement;
   static constexpr int kQSteps = C::kD / 16, kScores = C::kKeys / 2;  // of a thread
 
   using Base::Base;
@@ -184,7 +185,7 @@ class Consumer : private Block<C> {
     round_weights();
     step();
     pending_ = true;
-    if (!masked) settled_ = !C::kOfBytes && p_.softcap <= 0 && p_.alibi_slopes == nullptr;
+    if (!masked) settled_ = plain_scores();
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -278,9 +279,15 @@ class Consumer : private Block<C> {
   // Scores, in the unit of q k^T, and softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
+  __device__ __forceinline__ bool plain_scores() const { return p_.softcap <= 0 && p_.alibi_slopes == nullptr; }
+  // What S is multiplied by in exponents: of bytes and plain scores also by what makes up for the row's own factors. Those are read each time:
+  // registers are short.
+  __device__ __forceinline__ float exponent_scale(int r) const {
+    const float scale = p_.softmax_scale * kLog2e;
+    return C::kOfBytes && plain_scores() ? scale * ld_shared_float(this->row_scale(row_of(r))) : scale;
+  }
   __device__ __forceinline__ void apply_terms(int key0) {
-    if constexpr (C::kOfBytes) {
+    if (C::kOfBytes && !plain_scores()) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float scale = ld_shared_float(this->row_scale(row_of(r)));
@@ -329,7 +336,7 @@ class Consumer : private Block<C> {
 
   // m at least the largest score of this tile. True if it has grown for a row of the warp: then out has still to be multiplied by factor_.
   __device__ __forceinline__ bool raise() {
-    float top[2] = {top_score(0) * exponent_scale(), top_score(1) * exponent_scale()};
+    float top[2] = {top_score(0) * exponent_scale(0), top_score(1) * exponent_scale(1)};
     const bool grown = __any_sync(~0u, top[0] > max_[0] || top[1] > max_[1]);
     if (grown) {
 #pragma unroll
@@ -361,11 +368,11 @@ class Consumer : private Block<C> {
   // S to P = 2^(S - m), in place, and a lane's sums. What is masked becomes kMaskedWeight.
   template <bool kMasked>
   __device__ __forceinline__ void exponentials(float (&its)[2]) {
-    const float c = exponent_scale();
+    const float scale[2] = {exponent_scale(0), exponent_scale(1)};
     float sum[2][2] = {};
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
-      const float x = s_[n], e = exp2_approx(fmaf(x, c, -max_[n / 2 % 2]));
+      const float x = s_[n], e = exp2_approx(fmaf(x, scale[n / 2 % 2], -max_[n / 2 % 2]));
       sum[n / 4 % 2][n / 2 % 2] += e;
       s_[n] = kMasked && x == -CUDART_INF_F ? kMaskedWeight : e;
     }
@@ -385,19 +392,20 @@ class Consumer : private Block<C> {
       lost[r] |= __shfl_xor_sync(~0u, lost[r], 2) != 0;
     }
     if (__any_sync(~0u, lost[0] || lost[1])) scores_again(key0, lost);
+    const float scale[2] = {exponent_scale(0), exponent_scale(1)};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = lost[r] ? top_score(r) : its[r];
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       if (lost[r]) {
-        raise_to(r, most * exponent_scale());
+        raise_to(r, most * scale[r]);
         its[r] = 0.f;
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            s_[n + e] = exp2_approx(fmaf(s_[n + e], exponent_scale(), -max_[r]));
+            s_[n + e] = exp2_approx(fmaf(s_[n + e], scale[r], -max_[r]));
             its[r] += s_[n + e];
           }
       } else {
@@ -421,17 +429,18 @@ class Consumer : private Block<C> {
     hold(out_);
     hold(weights_);
     const int lane = opaque(lane_), columns = static_cast<int>(p_.head_dim) - 2 * (lane & 3);
-    const Element *keys = static_cast<const Element *>(p_.k.data) + plan_->head * p_.k.head_stride + 2 * (lane & 3);
+    const auto *keys = static_cast<const KeyElement *>(p_.k.data) + plan_->head * p_.k.head_stride + 2 * (lane & 3);
     const int64_t start = sequence_of(p_.k_lengths, plan_->batch).start;
 #pragma unroll 1
     for (int j = 0; j < C::kKeys / 8; ++j) {
-      const Place place = this->place_of(plan_->batch, start, key0 + 8 * j + (lane >> 2));
-      const Element *key = keys + place.batch * p_.k.batch_stride + place.row * p_.k.seq_stride;
+      const int n = key0 + 8 * j + (lane >> 2);
+      const Place place = this->place_of(this->page_of(plan_->batch, n), plan_->batch, start, n);
+      const KeyElement *key = keys + place.batch * p_.k.batch_stride + place.row * p_.k.seq_stride;
       float again[4] = {};
 #pragma unroll 1
       for (int step = 0; step < kQSteps; ++step) {
-        const auto *from = reinterpret_cast<const uint32_t *>(key + 16 * step);
-        const uint32_t x[2] = {16 * step < columns ? __ldg(from) : 0, 16 * step + 8 < columns ? __ldg(from + 4) : 0};
+        const KeyElement *from = key + 16 * step;
+        const uint32_t x[2] = {16 * step < columns ? two_of(from) : 0, 16 * step + 8 < columns ? two_of(from + 8) : 0};
 #pragma unroll
         for (int n = 0; n < kQSteps; ++n)
           if (n == step) mma_16816<Element>(again, q_[n], x[0], x[1]);
@@ -439,6 +448,14 @@ class Consumer : private Block<C> {
 #pragma unroll
       for (int n = 0; n < kScores; ++n)
         if (n / 4 == j && lost[n / 2 % 2]) s_[n] = again[n % 4];
+    }
+  }
+  // As operand of products.
+  static __device__ __forceinline__ uint32_t two_of(const KeyElement *from) {
+    if constexpr (C::kOfBytes) {
+      return decode::widen_neighbours<C::kFormat>(__ldg(reinterpret_cast<const unsigned short *>(from))).first;
+    } else {
+      return __ldg(reinterpret_cast<const uint32_t *>(from));
     }
   }
   __device__ __forceinline__ void scale_out() {
@@ -702,7 +719,7 @@ class Consumer : private Block<C> {
   int place_ = 0;        // of the next K
   uint32_t counts_ = 0;  // of votes, times two, and of turns, in its lowest bit: one register
   // Two groups that multiply take turns: the exponentials of one run beside the products of the other.
-  static constexpr bool kTurns = C::kGroups == 2 && !C::kOfBytes;
+  static constexpr bool kTurns = C::kGroups == 2;
   bool pending_, fresh_;  // there are weights that have not met their values; out has nothing in it yet
   bool settled_;          // all rows have seen a tile, whose maximum may do for the next ones
   uint32_t q_[kQSteps][4];
@@ -741,10 +758,10 @@ class Roles : private Block<C> {
     __syncthreads();
     const int group = static_cast<int>(uniform(threadIdx.x >> 7));
     if (group == C::kGroups) {
-      give_registers<C::kOfBytes ? 56 : 40>();
+      give_registers<C::kFetcherRegisters>();
       Producer<C>(this->a_, this->memory_).run();
     } else {
-      take_registers<C::kOfBytes ? 224 : 232>();
+      take_registers<C::kGroupRegisters>();
       Consumer<C>(this->a_, this->memory_).run(group);
     }
   }

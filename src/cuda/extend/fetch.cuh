@@ -35,7 +35,7 @@ class Producer : private decode::Planner<Block<C>, true> {
     // Of what the launch before this one may still write lengths are wanted first. Other warps wait for a plan.
     if (!decode::lengths_known(p_)) wait_for_previous();
     uint32_t pieces = 0;
-    decode::Work<C> work(a_);
+    TheWork work(a_);
     this->each_piece(work, [&](int range) {
       wait_for_previous();
       if (warp_ == 0) {
@@ -44,14 +44,15 @@ class Producer : private decode::Planner<Block<C>, true> {
         write_plan(pieces++, work, range);
       }
       // Pages are asked for two tiles ahead.
-      Place place = place_in(this->tile_), next = place_in(this->tile_ + 1);
+      int page = page_in(this->tile_), next = page_in(this->tile_ + 1);
 #pragma unroll 1
       for (int tile = this->tile_; tile < this->end_tile_; ++tile) {
-        const Place later = place_in(tile + 2);
+        const int later = page_in(tile + 2);
+        const Place place = place_in(tile, page);
         const bool whole_runs = has_whole_runs(tile);
         fetch(p_.k, a_.k_map, p_.head_dim, place, whole_runs);
         fetch(p_.v, a_.v_map, p_.head_dim_v, place, whole_runs);
-        place = next;
+        page = next;
         next = later;
       }
     });
@@ -63,8 +64,9 @@ class Producer : private decode::Planner<Block<C>, true> {
   using Base::a_;
   using Base::lane_;
   using Base::p_;
+  using TheWork = decode::Work<C, C::kOfBytes>;  // whose registers are for what widens
 
-  __device__ __forceinline__ void write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
+  __device__ __forceinline__ void write_plan(uint32_t n, const TheWork &work, int range) const {
     this->await_place(n);
     const decode::Piece &piece = this->piece_;
     const int first_range = work.range_of(piece.begin);
@@ -81,11 +83,15 @@ class Producer : private decode::Planner<Block<C>, true> {
   }
 
   __device__ __forceinline__ int first_key(int tile) const { return tile * C::kKeys + warp_ * C::kFetched; }
-  // Of this lane's key of a tile.
-  __device__ __forceinline__ Place place_in(int tile) const {
+  // Of this lane's key of a tile: its page, -1 where there is no key, and where it lies.
+  __device__ __forceinline__ int page_in(int tile) const {
     const int key = first_key(tile) + lane_ % C::kFetched;
-    if (tile >= this->end_tile_ || key < this->keys_.begin || key >= this->keys_.end) return {0, -1};
-    return this->place_of(this->piece_.batch, this->k_start_, key);
+    if (tile >= this->end_tile_ || key < this->keys_.begin || key >= this->keys_.end) return -1;
+    return this->page_of(this->piece_.batch, key);
+  }
+  __device__ __forceinline__ Place place_in(int tile, int page) const {
+    if (page < 0) return {0, -1};
+    return this->place_of(page, this->piece_.batch, this->k_start_, first_key(tile) + lane_ % C::kFetched);
   }
 
   // Whether this warp's keys of a tile all exist, each run of them in one page.
