@@ -58,7 +58,7 @@ class Consumer : private Block<C> {
   using Base::p_;
 
   // Rows count from the first one of the block.
-  __device__ __forceinline__ int first_row() const { return group_ * 64 + warp_ * 16; }
+  __device__ __forceinline__ int first_row() const { return group_ * kGroupRows + warp_ * 16; }
   __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(plan_->row0 + row); }
   __device__ __forceinline__ int head_of(int row) const {
@@ -67,7 +67,7 @@ class Consumer : private Block<C> {
 
   __device__ __forceinline__ void work() {
     store_unused_rows();
-    if (group_ * 64 >= plan_->rows) {
+    if (group_ * kGroupRows >= plan_->rows) {
       for (int n = plan_->tile; n < plan_->end_tile; ++n) pass();
       return;
     }
@@ -133,7 +133,7 @@ class Consumer : private Block<C> {
   template <bool kProduct>
   __device__ __forceinline__ void attend(int key0, bool masked) {
     const uint32_t k = await(next_k());
-    const bool in_turn = kTurns && plan_->rows > 64;
+    const bool in_turn = kTurns && plan_->rows > kGroupRows;
     if (in_turn) barrier_wait(this->turn(group_), (counts_ & 1) ^ (group_ == 0));
     hold(s_);
     hold(q_);
