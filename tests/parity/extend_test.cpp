@@ -180,7 +180,8 @@ TEST_P(Extend, Splits) {
 }
 
 TEST_P(Extend, LargeLogits) {
-  // From maxima that are raised now and then to those that are raised by more than fp32 has exponents for.
+  // From maxima that are raised now and then to those that are raised by more than fp32 has exponents for. Uncut: a part of few tiles does
+  // not come to raise any.
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const double magnitude : {3., 10., 40., 200., 1000.}) {
       Case c = base("extend: large logits");
@@ -188,6 +189,7 @@ TEST_P(Extend, LargeLogits) {
       c.batch = 2;
       c.q.seqlen = dtype == FA_FLOAT16 ? 33 : 12;
       c.magnitude = magnitude;
+      c.num_splits = 1;
       c.nan_keys = 1;
       check_formats(c);
     }
