@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Many queries over keys that are mostly there already (speculation, chunks of a prompt over a paged cache): with the heads that share keys
-// several blocks of rows, and keys that are split.
+// several blocks of rows, and keys that are split. Problems of this size are cut into parts of a tile or two; what happens from tile to tile of
+// a part shows with num_splits = 1.
 #include "parity/runner.h"
 
 namespace parity {
@@ -65,6 +66,7 @@ TEST_P(Extend, LengthsAndPages) {
       c.k.used = {900, 0, 77};
       c.page_size = page_size;
       c.spare_pages = page_size > 0 ? 3 : 0;
+      c.num_splits = seqlen_q == 45;
       c.nan_keys = 1;
       c.own_workspace = page_size == 16;
       check_formats(c);
@@ -104,6 +106,7 @@ TEST_P(Extend, PackedWithUnusedQueries) {
       c.k.lead = 3;
     }
     c.k.used = {650, 20, page_size == 0 ? 2500 : 1500};
+    c.num_splits = page_size == 16;
     c.nan_keys = 1;
     check_formats(c);
   }
@@ -111,7 +114,7 @@ TEST_P(Extend, PackedWithUnusedQueries) {
 
 // Blocks of rows that see nothing of some parts that the others see.
 TEST_P(Extend, Windows) {
-  for (const int64_t splits : {0, 3}) {
+  for (const int64_t splits : {0, 1, 3}) {
     Case c = base("extend: windows");
     c.batch = 1;
     c.q.seqlen = 400;
@@ -124,24 +127,25 @@ TEST_P(Extend, Windows) {
 }
 
 TEST_P(Extend, MasksAndScores) {
-  for (int64_t n = 0; n < 9; ++n) {
+  for (int64_t n = 0; n < 18; ++n) {
     Case c = base("extend: scores");
+    c.num_splits = n / 9;
     c.batch = 2;
     c.k.seqlen = 700;
     c.q.seqlen = 36;
-    if (n == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
-    if (n == 7) c.mask = FA_MASK_NONE;
-    if (n == 0) c.window_left = 300;
-    if (n == 2) c.softcap = 5;
-    if (n == 3) c.alibi = 2;
-    if (n == 4) c.sink = 1;
-    if (n == 5) c.scale = 0.3;
-    if (n == 6) {
+    if (n % 9 == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+    if (n % 9 == 7) c.mask = FA_MASK_NONE;
+    if (n % 9 == 0) c.window_left = 300;
+    if (n % 9 == 2) c.softcap = 5;
+    if (n % 9 == 3) c.alibi = 2;
+    if (n % 9 == 4) c.sink = 1;
+    if (n % 9 == 5) c.scale = 0.3;
+    if (n % 9 == 6) {
       c.window_left = 20;
       c.softcap = 5;
       c.alibi = c.sink = 1;
     }
-    if (n == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
+    if (n % 9 == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
     c.nan_keys = 1;
     check_formats(c);
   }
@@ -154,6 +158,7 @@ TEST_P(Extend, VisibleNan) {
       Case c = base("extend: visible NaN");
       c.dtype = dtype;
       c.k.seqlen = 200;
+      c.num_splits = role % 2;
       c.nan_visible = role;
       EXPECT_TRUE(check(backend(), c));
       c.key_dtype = FA_FLOAT8_E4M3;
@@ -180,8 +185,7 @@ TEST_P(Extend, Splits) {
 }
 
 TEST_P(Extend, LargeLogits) {
-  // From maxima that are raised now and then to those that are raised by more than fp32 has exponents for. Uncut: a part of few tiles does
-  // not come to raise any.
+  // From maxima that are raised now and then to those that are raised by more than fp32 has exponents for.
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const double magnitude : {3., 10., 40., 200., 1000.}) {
       Case c = base("extend: large logits");
