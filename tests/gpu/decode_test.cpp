@@ -2,9 +2,9 @@
 // Decoding on caches large enough that many blocks of threads share a sequence: equal bits whatever the pages, the workspace, the run and
 // the batch-mates, directly and replayed from a graph whose lengths have changed.
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -121,9 +121,8 @@ class Problem {
     set_sequences(first, count);
     const int64_t rows = count * tokens_;
     for (fa_tensor *t : {&attention.q, &attention.out}) {
-      const fa_tensor packed = tensor(q_, FA_BFLOAT16, {rows, kHeads, kHeadDim});
       void *data = t->data;
-      *t = packed;
+      *t = tensor(q_, FA_BFLOAT16, {rows, kHeads, kHeadDim});
       t->data = data;
     }
     attention.lse = tensor(lse_, FA_FLOAT32, {kHeads, rows});
@@ -134,13 +133,13 @@ class Problem {
   void write_late(int32_t nonsense, cudaStream_t stream) {
     Memory *const memories[] = {&used_, &table_, &offsets_};
     const auto *from = static_cast<const int32_t *>(right_.data());
-    std::array<Numbers, 3> all;
-    for (size_t n = 0; n < all.size(); ++n) {
+    LateCopies all;
+    for (size_t n = 0; n < std::size(memories); ++n) {
       const size_t count = memories[n]->bytes() / 4;
       std::vector<int32_t> wrong(count);
       for (size_t i = 0; i < count; ++i) wrong[i] = static_cast<int32_t>(static_cast<uint32_t>(nonsense) * (i % 7 + 1));
       memories[n]->set(wrong);
-      all[n] = {static_cast<int32_t *>(memories[n]->data()), from, count};
+      all.copies[n] = {static_cast<int32_t *>(memories[n]->data()), from, count};
       from += count;
     }
     copy_late(all, stream);

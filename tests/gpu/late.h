@@ -4,19 +4,20 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
 namespace gpu {
 
-struct Numbers {
-  int32_t *to;
-  const int32_t *from;
-  size_t count;
+struct LateCopies {
+  struct {
+    int32_t *to;
+    const int32_t *from;
+    size_t count;
+  } copies[3];
 };
 
 // Copies them some 20 us after a kernel chained to this one may have started.
-void copy_late(const std::array<Numbers, 3> &all, cudaStream_t stream);
+void copy_late(const LateCopies &all, cudaStream_t stream);
 
 }  // namespace gpu

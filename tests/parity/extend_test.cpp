@@ -127,27 +127,29 @@ TEST_P(Extend, Windows) {
 }
 
 TEST_P(Extend, MasksAndScores) {
-  for (int64_t n = 0; n < 18; ++n) {
-    Case c = base("extend: scores");
-    c.num_splits = n / 9;
-    c.batch = 2;
-    c.k.seqlen = 700;
-    c.q.seqlen = 36;
-    if (n % 9 == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
-    if (n % 9 == 7) c.mask = FA_MASK_NONE;
-    if (n % 9 == 0) c.window_left = 300;
-    if (n % 9 == 2) c.softcap = 5;
-    if (n % 9 == 3) c.alibi = 2;
-    if (n % 9 == 4) c.sink = 1;
-    if (n % 9 == 5) c.scale = 0.3;
-    if (n % 9 == 6) {
-      c.window_left = 20;
-      c.softcap = 5;
-      c.alibi = c.sink = 1;
+  for (const int64_t splits : {0, 1}) {
+    for (int64_t n = 0; n < 9; ++n) {
+      Case c = base("extend: scores");
+      c.num_splits = splits;
+      c.batch = 2;
+      c.k.seqlen = 700;
+      c.q.seqlen = 36;
+      if (n == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+      if (n == 7) c.mask = FA_MASK_NONE;
+      if (n == 0) c.window_left = 300;
+      if (n == 2) c.softcap = 5;
+      if (n == 3) c.alibi = 2;
+      if (n == 4) c.sink = 1;
+      if (n == 5) c.scale = 0.3;
+      if (n == 6) {
+        c.window_left = 20;
+        c.softcap = 5;
+        c.alibi = c.sink = 1;
+      }
+      if (n == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
+      c.nan_keys = 1;
+      check_formats(c);
     }
-    if (n % 9 == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
-    c.nan_keys = 1;
-    check_formats(c);
   }
 }
 

@@ -237,12 +237,7 @@ class RowsByKeys : protected Results<C> {
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float raised = fmaxf(unit[i][r], max_[i][r] + power), factor = exp2_approx(unit[i][r] - raised);
-        unit[i][r] = raised;
-        if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), raised);
-        multiply_row(i, r, factor);
-      }
+      for (int r = 0; r < 2; ++r) raise_row(i, r, max_[i][r] + power, unit);
     __syncwarp();
   }
   __device__ __forceinline__ void raise_unit(const Scores &s, int slot, float (&unit)[kMt][2]) {
@@ -274,12 +269,16 @@ class RowsByKeys : protected Results<C> {
       for (int r = 0; r < 2; ++r) {
         top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 1));
         top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 2));
-        const float raised = fmaxf(unit[i][r], top[i][r]), factor = exp2_approx(unit[i][r] - raised);
-        unit[i][r] = raised;
-        if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), raised);
-        multiply_row(i, r, factor);
+        raise_row(i, r, top[i][r], unit);
       }
     __syncwarp();
+  }
+  // A row's unit to at least `to`.
+  __device__ __forceinline__ void raise_row(int i, int r, float to, float (&unit)[kMt][2]) {
+    const float raised = fmaxf(unit[i][r], to), factor = exp2_approx(unit[i][r] - raised);
+    unit[i][r] = raised;
+    if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), raised);
+    multiply_row(i, r, factor);
   }
 
   __device__ __forceinline__ void multiply_row(int i, int r, float factor) {

@@ -10,8 +10,9 @@
 //   after the last:     out to the caller's memory if the item ends here, with the parts that others have left; else it is such a part
 //   those that fetch:   a tile each time its place is free, across the ends of pieces; one of them plans the pieces
 //
-// Keys and values of one byte are widened to fp16 on their way into shared memory, exactly; queries and out change with them. S is multiplied
-// by what makes up for it, and by the factor of the head's keys; out by that of its values.
+// Keys and values of one byte are widened to fp16 on their way into shared memory, exactly; queries and out change with them. What makes up
+// for it, and the factor of the head's keys, are in the scale of exponents (with softcap or ALiBi, S is multiplied by them); out is
+// multiplied by the factor of its values.
 //
 // A row's maximum is its own. It is exact for tiles at an edge of what rows see and for a piece's first one that all see; after that it stays
 // as it is until a row's weights say that it is too low, which saves the comparisons (not with softcap and ALiBi). A row's bits depend
