@@ -341,19 +341,20 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
     if (shape.rows() >= rows) break;
   }
   if (found < 0) return false;
-  // Where blocks of threads have much to do, the next line if it has more warps for the same rows: they hide more, and start and end later.
+  // Where there is much to do, the next line if a multiprocessor has more warps by it for the same rows: they hide more, and start and end
+  // later.
   constexpr int64_t kManyKeys = 4096;
   const bool many_keys = p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len);
   if (!cut_by_sequence(p) && found + 1 < end && many_keys) {
     const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
-    if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() &&
-        many.threads() > few.threads())
+    const auto threads = [&](const decode::Shape &shape) { return shape.threads() * shape.blocks_on(device.shared_bytes); };
+    if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() && threads(many) > threads(few))
       ++found;
   }
   const decode::Shape &shape = decode::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), items = p.batch * p.heads_k * row_blocks,
                 steps = ceil_div(p.k_lengths.max_len, shape.step()) + 1,
-                room = int64_t{device.multiprocessors} * shape.blocks_at_once;
+                room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
   if (items > kManyUnits / steps) return false;
 
   plan.family = Family::decode;

@@ -184,6 +184,46 @@ TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   }
 }
 
+// One query for each of a few heads: as OneTokenOfAFewHeads, with factors of all kinds, those of rows near to each other and not.
+TEST_P(Decode, QuantisedTokenOfAFewHeads) {
+  constexpr int64_t kGroups[] = {1, 3, 7, 8, 5, 4}, kPageSizes[] = {0, 16, 1, 3, 48, 16};
+  for (const int64_t head_dim : {64, 128, 208, 256}) {
+    for (int64_t n = 0; n < 6; ++n) {
+      Case c = base("decode: one quantised token");
+      c.dtype = n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
+      c.key_dtype = (n + head_dim / 64) % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
+      c.descale = n % 3 == 0 ? 1 : 2;
+      c.factor_range = n == 2 || n == 5 ? 8 : 0;
+      c.head_dim = head_dim;
+      c.head_dim_v = n == 0 ? 48 : head_dim;
+      c.heads_q = c.heads_k * kGroups[n];
+      c.k.seqlen = n < 4 ? 1500 : 300;
+      if (n % 3 == 0) {
+        c.batch = 1;
+      } else {
+        c.k.used = {c.k.seqlen, 0, 70};
+      }
+      c.page_size = kPageSizes[n];
+      c.mask = n == 5 ? FA_MASK_NONE : FA_MASK_CAUSAL;
+      c.num_splits = n == 2 ? 1 : 0;
+      if (n == 1 || n == 4) c.window_left = 130;
+      if (n == 2 || n == 4) c.softcap = 5;
+      if (n >= 3) c.alibi = n == 3 ? 2 : 1;
+      c.sink = n > 1;
+      c.nan_keys = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+  // A visible NaN is that of its row alone.
+  for (int64_t role = 1; role <= 3; ++role) {
+    Case c = base("decode: one quantised token and NaN");
+    c.key_dtype = FA_FLOAT8_E4M3;
+    c.descale = role == 2 ? 2 : 1;
+    c.nan_visible = role;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 TEST_P(Decode, QuantisedLengthsAndPages) {
   for (const int64_t page_size : {0, 1, 3, 16, 40, 256}) {
     for (const int64_t seqlen_q : {1, 6, 70}) {

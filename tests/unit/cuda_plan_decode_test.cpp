@@ -26,7 +26,7 @@ TEST(CudaPlan, SharesEndWithItems) {
         p.batch = batch;
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family != Family::decode || plan.pieces > 0) continue;
-        const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].blocks_at_once;
+        const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].blocks_on(device.shared_bytes);
         const int64_t heads = batch * p.heads_k, items = heads >> plan.abreast_log2;
         if (heads > room || room / heads * heads * 16 < room * 15) continue;
         ++reached;
@@ -51,7 +51,7 @@ TEST(CudaPlan, DecodeWorkspace) {
           const decode::Shape &shape = decode::kShapes[plan.shape];
           sizes.insert(plan.workspace_bytes);
           EXPECT_EQ(plan.pieces, 0);
-          const int64_t room = int64_t{device.multiprocessors} * shape.blocks_at_once;
+          const int64_t room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
           EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.abreast_log2) << name;
@@ -116,7 +116,7 @@ TEST(CudaPlan, DecodeSums) {
                        (invariant ? ", invariant" : "") + (alike ? "" : ", unlike");
               };
               const int64_t heads = batch * heads_k, items = heads >> plan.abreast_log2,
-                            room = int64_t{device.multiprocessors} * shape.blocks_at_once;
+                            room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
               EXPECT_EQ(plan.counters, 0) << text();
               if (plan.pieces > 0) {
                 EXPECT_EQ(plan.cuts, plan.pieces > 1 ? heads : 0) << text();

@@ -156,6 +156,10 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             without.sm90 = false;
             const ForwardPlan plan_without = forward_plan(few, without);
             forward.insert({plan_without.family, plan_without.shape});
+            few.k.dtype = few.v.dtype = Dtype::i8;
+            const ForwardPlan few_bytes = forward_plan(few, device);
+            forward.insert({few_bytes.family, few_bytes.shape});
+            few.k.dtype = few.v.dtype = Dtype::bf16;
             few.k_lengths.max_len = 1 << 20;
             const ForwardPlan longer = forward_plan(few, device);
             forward.insert({longer.family, longer.shape});

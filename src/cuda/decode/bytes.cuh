@@ -239,6 +239,22 @@ __device__ __forceinline__ void multiply_add_bytes_exactly(Accumulator<kMt, kNt>
   }
 }
 
+// What values may be multiplied by, each of its own or all of a head by one. Near: to each other, as top_factor() finds, so that weights are
+// multiples of exponentials.
+enum class Factors { none, near, any };
+
+// The bits of the largest magnitude of a tile's factors if the others, except zeros, are at least about a sixteenth of it; else 0. A power of
+// two above all of them is then good enough for a unit. Rows have no part in it.
+template <int kKeys>
+__device__ __forceinline__ uint32_t top_factor(uint32_t factors, int lane) {
+  constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
+  const uint32_t bits = ld_shared_4(factors + lane % kKeys * 4) & 0x7FFFFFFFu;
+  const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
+  return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
+}
+// The exponent of a power of two above it.
+__device__ __forceinline__ float power_above(uint32_t top) { return static_cast<float>(static_cast<int>(top >> 23) - 126); }
+
 // Whether this lane's share of a tile that its warp has waited for holds NaN. int8 has none.
 template <Format kFormat, int kBytes>
 __device__ __forceinline__ bool share_has_nan(uint32_t tile, int lane) {

@@ -113,7 +113,7 @@ class RowsByKeys : protected Results<C> {
     Weights<kMt, kPSteps> weights;
     float unit[kMt][2];
     if (a_.v_descale.per_row) {
-      const uint32_t top = kNear ? top_factor(slot) : 0;
+      const uint32_t top = kNear ? top_factor<C::kKeys>(shared_v_factors(slot), opaque(lane_)) : 0;
       if (kNear && top != 0) {
         raise_unit_to(top, unit);
         weigh<Factors::near>(s, slot, unit, weights);
@@ -214,16 +214,8 @@ class RowsByKeys : protected Results<C> {
       for (int r = 0; r < 2; ++r)
         if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), -1e30f);
   }
-  // The bits of the largest magnitude of a tile's factors if the others, except zeros, are at least about a sixteenth of it; else 0. A power of
-  // two above all of them is then good enough for a unit. Rows have no part in it.
-  __device__ __forceinline__ uint32_t top_factor(int slot) const {
-    constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
-    const uint32_t bits = ld_shared_4(shared_v_factors(slot) + opaque(lane_) % C::kKeys * 4) & 0x7FFFFFFFu;
-    const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
-    return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
-  }
   __device__ __forceinline__ void raise_unit_to(uint32_t top, float (&unit)[kMt][2]) {
-    const float power = static_cast<float>(static_cast<int>(top >> 23) - 126);
+    const float power = power_above(top);
     bool grow = false;
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
@@ -317,8 +309,6 @@ class RowsByKeys : protected Results<C> {
       }
   }
 
-  // Of values, each with one of its own or none. Near: to each other, as top_factor() finds, so that weights are multiples of the exponentials.
-  enum class Factors { none, near, any };
   // exponentials() of all keys, times the factors of their values, in the unit of out.
   template <Factors kFactors>
   __device__ __forceinline__ void weigh(const Scores &s, int slot, const float (&unit)[kMt][2],

@@ -3,6 +3,7 @@
 // launcher. Reasons for the sizes are in README.md beside this file. Kernels for keys and values of one byte are in bytes_table.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/decode/bytes_table.h"
@@ -22,7 +23,7 @@ struct Shape {
   int32_t key_warps;       // groups of them, each with keys of its own
   int32_t keys;            // of such a group at a time
   int32_t stages;          // of its ring
-  int32_t blocks_at_once;  // blocks of threads on one multiprocessor
+  int32_t blocks_at_once;  // blocks of threads on one multiprocessor that has the shared memory
   int32_t capability;      // of the oldest devices whose registers hold it
   bool clustered;          // the blocks of a cluster share the keys of a head (cluster.cuh)
   int32_t key_bytes = 2;   // of an element of K or V
@@ -41,12 +42,19 @@ struct Shape {
   constexpr int32_t shared_bytes() const {
     return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8 + (key_bytes == 1 ? rows() * 4 : 0) + landing_bytes();
   }
+  // Blocks of threads that run at once on a multiprocessor where one may have so much shared memory; 1 KB of each is the system's.
+  constexpr int32_t blocks_on(int32_t most_bytes) const {
+    return std::min(blocks_at_once, (most_bytes + 1024) / (shared_bytes() + 1024));
+  }
 };
 
 // X(name, head_dim, warp_rows, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
 #define FA_DECODE_TABLE(X)                           \
   X(d64_8, 64, 8, 1, 4, 32, 3, 2, 80, false)         \
+  X(d64_8x12, 64, 8, 1, 6, 32, 2, 2, 80, false)      \
   X(d64_16, 64, 16, 1, 4, 32, 3, 2, 80, false)       \
+  X(d64_16x12, 64, 16, 1, 6, 32, 2, 2, 80, false)    \
+  X(d64_32, 64, 32, 1, 4, 32, 3, 2, 80, false)       \
   X(d64_64, 64, 32, 2, 4, 32, 3, 1, 80, false)       \
   X(d64_8c, 64, 8, 1, 4, 32, 3, 2, 90, true)         \
   X(d64_16c, 64, 16, 1, 4, 32, 3, 2, 90, true)       \
