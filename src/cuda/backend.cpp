@@ -51,7 +51,7 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
         return sm90::add_launches(problem, plan, driver, workspace, launches, error);
       }
     case Family::decode:
-      if constexpr (kForward) return decode::add_launches(problem, plan, workspace, counters, launches, error);
+      if constexpr (kForward) return decode::add_launches(problem, plan, workspace, launches, error);
       break;
     case Family::extend:
       if constexpr (kForward) return extend::add_launches(problem, plan, driver, workspace, counters, launches, error);

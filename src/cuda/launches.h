@@ -64,15 +64,15 @@ fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan,
 }  // namespace sm90
 
 namespace decode {
-// Sets all of them.
+// Sets all of them but counters.
 struct Params;
-void set_params(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters, Params &params);
+void set_params(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, Params &params);
 // Keys or values for the copy engine, in boxes of `box_rows` rows and `box_columns` columns, some slabs or all of the bucket:
 // (batch or pages, heads, slabs of 64 columns, rows, 64). Bytes are one slab, as they lie. False if it cannot fetch them.
 bool describe_rows(const Driver &driver, const Problem &problem, const Operand &tensor, int64_t columns, int32_t box_columns,
                    int32_t box_rows, CUtensorMapL2promotion promotion, CUtensorMap &map);
-fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, int32_t *counters,
-                       Launches &launches, ErrorText &error);
+fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, Launches &launches,
+                       ErrorText &error);
 }  // namespace decode
 
 namespace extend {

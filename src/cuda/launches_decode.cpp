@@ -7,7 +7,7 @@
 
 namespace fa::cuda::decode {
 
-void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Params &params) {
+void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, Params &params) {
   char *memory = static_cast<char *>(workspace);
   params.problem = p;
   params.limits = Diagonal<int32_t>::Limits(p.band);
@@ -28,7 +28,7 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.cuts = plan.cuts;
   params.cuts_by_range = plan.cuts_by_range;
   params.next_starts_early = plan.next_starts_early;
-  params.counters = counters;
+  params.counters = nullptr;
   params.landing = Divisor(1);  // of clusters alone
 }
 
@@ -63,18 +63,17 @@ bool describe_rows(const Driver &driver, const Problem &p, const Operand &t, int
                                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, int32_t *counters, Launches &launches,
-                       ErrorText &) {
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
   const Shape &shape = kShapes[plan.shape];
   const Kernels its = kernels(plan.shape, p.q.dtype, p.k.dtype);
   auto &params = launches.make_params<Params>();
-  set_params(p, plan, workspace, counters, params);
+  set_params(p, plan, workspace, params);
   if (plan.cluster > 0) {
     const int64_t vectors = p.q_lengths.max_len * p.group * (shape.head_dim / 4);
     params.landing = Divisor((vectors + plan.cluster - 1) / plan.cluster);
   }
   launches.add("decode kernel",
-               {its.decode, shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true, plan.cluster}, &params);
+               {its.attention, shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true, plan.cluster}, &params);
   launches.add("kernel that sums parts", {its.sum, kSumThreads, 0, plan.sum_blocks, /*chained=*/true}, &params);
   return FA_OK;
 }

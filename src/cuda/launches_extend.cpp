@@ -7,7 +7,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
                        int32_t *counters, Launches &launches, ErrorText &) {
   const Shape &shape = kShapes[plan.shape];
   auto &params = launches.make_params<Params>();
-  decode::set_params(p, plan, workspace, counters, params);
+  decode::set_params(p, plan, workspace, params);
+  params.counters = counters;
   params.blocks_of_head = Divisor(plan.row_blocks);
   // Few rows wait for memory alone, which gathering in whole rows reads faster. With more the products want what that takes of a
   // multiprocessor; and bytes those who fetch, for widening.
@@ -17,9 +18,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
   };
   params.copied = (shape.staged > 0 || p.q_lengths.max_len * p.group > kGroupRows) && describe(p.k, p.head_dim, params.k_map) &&
                   describe(p.v, p.head_dim_v, params.v_map);
-  launches.add("extend kernel",
-               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true},
-               &params);
+  const decode::Kernels its = kernels(plan.shape, p.q.dtype, p.k.dtype);
+  launches.add("extend kernel", {its.attention, shape.threads(), shape.shared_bytes(), plan.blocks, /*chained=*/true}, &params);
+  launches.add("kernel that sums parts", {its.sum, decode::kSumThreads, 0, plan.sum_blocks, /*chained=*/true},
+               static_cast<decode::Params *>(&params));
   return FA_OK;
 }
 

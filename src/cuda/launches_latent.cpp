@@ -7,7 +7,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
                        int32_t *counters, Launches &launches, ErrorText &) {
   const Shape &shape = kShapes[plan.shape];
   auto &params = launches.make_params<Params>();
-  decode::set_params(p, plan, workspace, counters, params);
+  decode::set_params(p, plan, workspace, params);
+  params.counters = counters;
   params.blocks_of_head = Divisor(plan.row_blocks);
   constexpr int32_t kBoxRows = 8;
   params.copied = decode::describe_rows(driver, p, p.k, p.head_dim, shape.head_dim, kBoxRows,

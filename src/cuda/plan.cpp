@@ -302,6 +302,24 @@ bool alike(const Problem &p) {
   return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths));
 }
 
+// The launch that sums the parts of items, of `rows` rows at most, by about so many blocks of threads (decode/sums.cuh). And its memory for what
+// it is told of them.
+void plan_sums(const Line &line, const Problem &p, int64_t rows, int64_t blocks, ForwardPlan &plan) {
+  const bool are_alike = alike(p);
+  // Items that may be cut: shares of whole items that are alike cut none.
+  if (plan.pieces > 0) {
+    plan.cuts = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
+  } else if (const int64_t together = line.items >> plan.abreast_log2; !are_alike || together % plan.ranges != 0) {
+    plan.cuts_by_range = together > plan.ranges;
+    plan.cuts = static_cast<int32_t>(std::min<int64_t>(together, plan.ranges) << plan.abreast_log2);
+  }
+  const int64_t slices = ceil_div(std::min(rows, line.rows) * line.columns, decode::kSumColumns);
+  if (plan.cuts > 0) plan.sum_blocks = plan.cuts * std::clamp<int64_t>(blocks / plan.cuts, 1, slices);
+  plan.counters = 0;
+  plan.cuts_offset = plan.workspace_bytes;
+  plan.workspace_bytes += align_up(static_cast<size_t>(plan.pieces > 0 ? plan.cuts : line.room) * decode::kCutBytes);
+}
+
 // How many blocks of threads shall share a head as a cluster; 0 if none. Cuts that depend on the sequence alone are of pieces. Every chip takes
 // clusters of eight, which may have as little as a step a block. Larger ones have to find room in one of the at most eight parts of a
 // Hopper chip: with more than 120 multiprocessors one part has sixteen. Blocks of more keys want multiprocessors of their own, which
@@ -348,7 +366,8 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   if (!cut_by_sequence(p) && found + 1 < end && many_keys) {
     const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
     const auto threads = [&](const decode::Shape &shape) { return shape.threads() * shape.blocks_on(device.shared_bytes); };
-    if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() && threads(many) > threads(few))
+    if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() &&
+        threads(many) > threads(few))
       ++found;
   }
   const decode::Shape &shape = decode::kShapes[found];
@@ -373,27 +392,23 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
     return true;
   }
   // Fewer than 128 keys are not worth a part. Many blocks of rows fill the device without pieces, which would take much memory.
-  const bool are_alike = alike(p);
-  cut_line({items, steps, room, room, shape.step() < 128 ? 1 : 0, 2, shape.step() > 256 ? 1 : 3,
-            std::max<int64_t>(kMostPieces / row_blocks, 1), shape.rows(), shape.head_dim, are_alike, row_blocks == 1 ? 3 : 0},
-           p, plan);
-  // Items that may be cut: shares of whole items that are alike cut none.
-  if (plan.pieces > 0) {
-    plan.cuts = static_cast<int32_t>(plan.pieces > 1 ? items : 0);
-  } else if (const int64_t together = items >> plan.abreast_log2; !are_alike || together % plan.ranges != 0) {
-    plan.cuts_by_range = together > plan.ranges;
-    plan.cuts = static_cast<int32_t>(std::min<int64_t>(together, plan.ranges) << plan.abreast_log2);
-  }
-  // Parts are summed by a launch of its own, whose blocks of threads shall stand beside this one's.
-  const int64_t slices = ceil_div(std::min<int64_t>(rows, shape.rows()) * shape.head_dim, decode::kSumColumns),
-                beside = 2 * int64_t{device.multiprocessors};
-  plan.counters = 0;
+  const Line line{items,
+                  steps,
+                  room,
+                  room,
+                  shape.step() < 128 ? 1 : 0,
+                  2,
+                  shape.step() > 256 ? 1 : 3,
+                  std::max<int64_t>(kMostPieces / row_blocks, 1),
+                  shape.rows(),
+                  shape.head_dim,
+                  alike(p),
+                  row_blocks == 1 ? 3 : 0};
+  cut_line(line, p, plan);
+  plan_sums(line, p, rows, 2 * int64_t{device.multiprocessors}, plan);  // whose blocks shall stand beside this one's
   // Large launches that cut no item are 1 to 2 % faster when they find the device empty (perhaps as their blocks, a few less than
   // multiprocessors, are spread better then), except where factors of rows make products the limit: docs/performance.md.
   plan.next_starts_early = plan.cuts > 0 || !many_keys || p.k_descale.per_row || p.v_descale.per_row;
-  if (plan.cuts > 0) plan.sum_blocks = plan.cuts * std::clamp<int64_t>(beside / plan.cuts, 1, slices);
-  plan.cuts_offset = plan.workspace_bytes;
-  plan.workspace_bytes += align_up(static_cast<size_t>(plan.pieces > 0 ? plan.cuts : room) * decode::kCutBytes);
   return true;
 }
 
@@ -401,7 +416,7 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
 // their keys are cut into blocks of rows. Scores and rows are as for the decode kernels, and so are the rules for batch invariance. Bytes
 // have one factor a head, or none.
 bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &plan) {
-  constexpr int64_t kManyUnits = INT32_MAX / 2, kMostParts = 32;
+  constexpr int64_t kManyUnits = INT32_MAX / 2;
   const int64_t rows = p.q_lengths.max_len * p.group, columns = std::max(p.head_dim, p.head_dim_v);
   const bool bytes = is_quantised(p.k.dtype);
   if (!device.sm90 || p.k_lengths.total > INT32_MAX || !sees_cache(p) || p.k_descale.per_row || p.v_descale.per_row)
@@ -413,6 +428,12 @@ bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &pla
     ++found;
   }
   if (found == end) return false;
+  // Of a few parts the last one's block of threads adds the others to it; more are summed by a launch of its own.
+  constexpr int64_t kManyParts = 6;
+  const bool all_parts =
+      !cut_by_sequence(p) &&
+      p.batch * p.heads_k * ceil_div(rows, extend::kShapes[found].rows()) * kManyParts <= device.multiprocessors;
+  while (extend::kShapes[found].all_parts != all_parts) ++found;
   const extend::Shape &shape = extend::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), steps = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
   if (p.batch * p.heads_k > kManyUnits / steps / row_blocks) return false;
@@ -422,15 +443,26 @@ bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  // One block of threads adds up the parts of an item. Many blocks of rows fill the device without pieces, which would take much memory;
-  // under a causal mask they are not alike. Many rows over bytes wait for products and for those who widen, not for memory: they want all
-  // multiprocessors.
+  // Many blocks of rows fill the device without pieces, which would take much memory; under a causal mask they are not alike. Many rows over
+  // bytes wait for products and for those who widen, not for memory: they want all multiprocessors.
   const bool in_step = row_blocks == 1 && (!bytes || rows <= extend::kGroupRows);
-  cut_line({items, steps, device.multiprocessors, items * kMostParts, 0, 1, 3, std::max<int64_t>(kPieces / row_blocks, 1),
-            shape.rows(), shape.head_dim, in_step && alike(p), in_step ? 3 : 0},
-           p, plan);
+  const Line line{items,
+                  steps,
+                  device.multiprocessors,
+                  device.multiprocessors,
+                  0,
+                  all_parts ? 2 : 1,
+                  3,
+                  std::max<int64_t>(kPieces / row_blocks, 1),
+                  shape.rows(),
+                  shape.head_dim,
+                  in_step && alike(p),
+                  in_step ? 3 : 0};
+  cut_line(line, p, plan);
   // A block for every piece: one that waits for others must have started after them.
   if (plan.pieces > 0) plan.blocks = items * plan.pieces;
+  // None of those blocks finds room beside this launch, and parts are large: as many as a multiprocessor holds.
+  if (all_parts) plan_sums(line, p, rows, decode::kSumsAtOnce * int64_t{device.multiprocessors}, plan);
   plan.reason = "extend kernel: rows of queries and heads share one read of their keys, which many blocks of threads split";
   return true;
 }

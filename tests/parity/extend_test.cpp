@@ -74,10 +74,11 @@ TEST_P(Extend, LengthsAndPages) {
   }
 }
 
-// Neighbouring heads that are walked over side by side, with shares that end with heads (the host knows the lengths) and that do not.
+// Neighbouring heads that are walked over side by side, with shares that end with heads (the host knows the lengths) and that do not; parts of
+// few heads, which a launch of their own sums, and of many, which the last one's block of threads adds up.
 TEST_P(Extend, NeighbouringHeads) {
   int64_t n = 0;
-  for (const int64_t heads_k : {2, 4, 8}) {
+  for (const int64_t heads_k : {2, 4, 8, 12}) {
     for (const bool known : {true, false}) {
       Case c = base("extend: neighbouring heads");
       c.heads_k = heads_k;

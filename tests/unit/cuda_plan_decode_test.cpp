@@ -288,7 +288,7 @@ TEST(CudaPlan, DecodeKernels) {
   EXPECT_EQ(name(2, 128, h200()), "decode_fwd_bf16_d128_16_split") << "eight rows, of two tokens";
   EXPECT_EQ(name(4, 128, h200()), "decode_fwd_bf16_d128_16_split");
   EXPECT_EQ(name(5, 128, h200()), "decode_fwd_bf16_d128_32_split");
-  EXPECT_EQ(name(9, 128, h200()), "extend_fwd_bf16_d128_split");
+  EXPECT_EQ(name(9, 128, h200()), "extend_fwd_bf16_d128p_split");
   Device plain_90 = h200();
   plain_90.sm90 = false;
   EXPECT_EQ(name(9, 128, plain_90), "decode_fwd_bf16_d128_64_split");
@@ -435,11 +435,24 @@ TEST(CudaPlan, ExtendKernels) {
     EXPECT_EQ(in_step.abreast_log2, keys == Dtype::bf16 ? 3 : 0);
     EXPECT_EQ(in_step.blocks, keys == Dtype::bf16 ? 128 : h200().multiprocessors);
   }
-  // A lone head is cut into no more parts than one block of threads adds up in time.
+  EXPECT_EQ(plan.cuts, 0);
+  EXPECT_EQ(plan.sum_blocks, 0);
+  // Of few heads there are many parts, which a launch of their own sums.
   Problem lone = p;
-  lone.batch = lone.heads_q = lone.heads_k = lone.group = 1;
+  lone.batch = lone.group = 1;
   lone.q_lengths.max_len = 40;
-  EXPECT_EQ(forward_plan(lone, h200()).ranges, 32);
+  for (const int32_t heads : {1, 3, 8, 22, 23}) {
+    lone.heads_q = lone.heads_k = heads;
+    const ForwardPlan few = forward_plan(lone, h200());
+    ASSERT_EQ(few.family, Family::extend);
+    EXPECT_EQ(few.cuts, heads == 23 ? 0 : heads) << heads;
+    EXPECT_EQ(few.counters > 0, heads == 23) << heads;
+    EXPECT_EQ(few.sum_blocks % std::max(few.cuts, 1), 0) << heads;
+    EXPECT_EQ(few.sum_blocks > 0, heads < 23) << heads;
+    if (heads == 1) {
+      EXPECT_EQ(few.ranges, h200().multiprocessors);
+    }
+  }
   for (const bool invariant : {false, true}) {
     Problem cut = p;
     cut.batch_invariant = invariant;

@@ -31,6 +31,8 @@ struct Config {
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kCapability = kCapability_;
   static constexpr bool kClustered = kClustered_;
+  static constexpr bool kAllParts = !kClustered;                // left to the kernel that sums them
+  static constexpr bool kRowBlocks = kOfBytes, kTurns = false;  // rows of a head are cut into blocks (row_block_of)
 
   static constexpr int kRows = kRowWarps * kWarpRows;
   static constexpr int kStep = kKeyWarps * kKeys;
@@ -116,8 +118,8 @@ class Block {
   __device__ __forceinline__ int head_of(int row) const {
     return head() * group_heads() + a_.group.remainder(first_row() + row);
   }
-  __device__ __forceinline__ int head() const { return C::kOfBytes ? head_ : piece_.head; }
-  __device__ __forceinline__ int first_row() const { return C::kOfBytes ? first_row_ : 0; }
+  __device__ __forceinline__ int head() const { return C::kRowBlocks ? head_ : piece_.head; }
+  __device__ __forceinline__ int first_row() const { return C::kRowBlocks ? first_row_ : 0; }
   // Scores are in the unit of q k^T: what is added to logits is divided by softmax_scale, so that the scale enters with the exponential.
   __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
@@ -129,16 +131,16 @@ class Block {
 
   __device__ __forceinline__ void set_piece(const Piece &piece) {
     piece_ = piece;
-    if constexpr (C::kOfBytes) {
+    if constexpr (C::kRowBlocks) {
       head_ = uniform(piece.head / a_.row_blocks);
-      first_row_ = uniform((piece.head - head_ * a_.row_blocks) * C::kRows);
+      first_row_ = uniform(row_block_of<C::kTurns>(piece.head - head_ * a_.row_blocks, a_.row_blocks) * C::kRows);
     }
     const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
     q_start_ = q.start;
     tokens_ = uniform(static_cast<int>(q.len));
     rows_ = tokens_ * group_heads();
     Keys tokens{0, tokens_};
-    if constexpr (C::kOfBytes) {
+    if constexpr (C::kRowBlocks) {
       rows_ = max(min(rows_ - first_row(), C::kRows), 0);
       tokens = rows_ > 0 ? Keys{static_cast<int>(uniform(token_of(0))), static_cast<int>(uniform(token_of(rows_ - 1))) + 1}
                          : Keys{0, 0};
@@ -333,7 +335,7 @@ class Block {
   Piece piece_;
   int64_t q_start_;
   int tokens_, rows_, seqlen_k_;
-  int head_, first_row_;  // of bytes
+  int head_, first_row_;  // where there are blocks of rows
   Keys keys_, warp_visible_, warp_interior_;
   const int32_t *table_;
   static constexpr int kRun = 16;

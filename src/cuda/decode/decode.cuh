@@ -43,7 +43,7 @@ class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsBy
     int range = static_cast<int>(blockIdx.x >> work.abreast_log2());
     if (range >= work.ranges()) {
       wait_for_previous();
-      this->note_no_cut();
+      if (threadIdx.x == 0) work.note_none();
     }
 #pragma unroll 1
     for (; range < work.ranges(); range += blocks()) {

@@ -55,8 +55,8 @@ struct Params {
 
 // Addresses for cudaLaunchKernel, null if this build leaves them out. `shape` indexes kShapes.
 struct Kernels {
-  const void *decode = nullptr;
-  const void *sum = nullptr;  // of parts (sums.cuh); null for clusters, which leave none
+  const void *attention = nullptr;
+  const void *sum = nullptr;  // of parts (sums.cuh); null for kernels that leave none
 };
 Kernels kernels(int shape, Dtype queries, Dtype keys);
 

@@ -39,9 +39,8 @@ __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity
 }
 
 // BlockOfThreads has Config, a_ (decode::Params with blocks_of_head), p_, lane_, and two places for plans: barriers planned(n) and done(n),
-// and plan(n). With kTurns first and last blocks of rows take turns: under a causal mask they do little and much, and a share of the work
-// shall have both.
-template <class BlockOfThreads, bool kTurns>
+// and plan(n).
+template <class BlockOfThreads>
 class Planner : protected BlockOfThreads {
  public:
   using C = typename BlockOfThreads::Config;
@@ -120,10 +119,7 @@ class Planner : protected BlockOfThreads {
     const int group_heads = static_cast<int>(a_.group.value);
     piece_ = piece;
     head_ = uniform_int(a_.blocks_of_head.quotient(piece.head));
-    const int turn = uniform_int(a_.blocks_of_head.remainder(piece.head)), block = !kTurns ? turn
-                                                                                   : turn % 2 == 0
-                                                                                       ? turn / 2
-                                                                                       : a_.row_blocks - 1 - turn / 2;
+    const int block = row_block_of<C::kTurns>(uniform_int(a_.blocks_of_head.remainder(piece.head)), a_.row_blocks);
     row0_ = block * C::kRows;
     const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
     q_start_ = q.start;

@@ -41,26 +41,14 @@ class Results : protected Block<C> {
     if (piece_.first == piece_.begin) store_unused_rows();
   }
 
-  // Leaves what the kernel that sums parts has to know of an item and cannot know without the lengths. `ends`: so does the range with
-  // this piece.
   __device__ __forceinline__ void note_cut(const TheWork &work, int range, bool ends) const {
-    const bool begins = piece_.first == piece_.begin;
-    if (threadIdx.x > 0 || a_.cuts == 0 || this->lengths_known() || !(a_.cuts_by_range ? ends : begins)) return;
-    Cut cut;
+    if (threadIdx.x > 0 || !work.is_noted(piece_, ends)) return;
+    Cut cut{};
     cut.q_start = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
-    cut.batch = piece_.batch;
     cut.head = this->head();
     cut.first_row = this->first_row();
     cut.rows = rows_;
-    cut.first_range = range;
-    cut.parts = begins && piece_.last < piece_.end ? work.range_of(piece_.end - 1) - range + 1 : 1;
-    a_.cut_items[a_.cuts_by_range ? static_cast<int>(blockIdx.x) : work.item_number(piece_)] = cut;
-  }
-  // ... of a range that has no work.
-  __device__ __forceinline__ void note_no_cut() const {
-    Cut none{};
-    none.parts = 1;
-    if (threadIdx.x == 0 && a_.cuts_by_range) a_.cut_items[blockIdx.x] = none;
+    work.note(cut, piece_, range);
   }
 
   // f(row, vector, x, sums): four columns of a row, over all groups of warps, and the row's maximum and sum.
@@ -174,7 +162,7 @@ class Results : protected Block<C> {
   // Rows of the sequence that are not used: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
     int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(piece_.batch)).slot) * this->group_heads();
-    if constexpr (C::kOfBytes) end = min(end - this->first_row(), C::kRows);
+    if constexpr (C::kRowBlocks) end = min(end - this->first_row(), C::kRows);
     for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);
       const int lane = opaque(lane_);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second launch of a decode whose items are cut: sums the parts of each, in the order of their keys. It is chained to the first: its
+// The second launch where items are cut, of the decode and extend kernels: sums the parts of each, in the order of their keys. It is chained to the first: its
 // blocks of threads stand on the multiprocessors before that has ended, and know by then what to read.
 //
 // Out of an item goes by vectors of four columns, counted through all rows, a lane of a warp each. Of a few parts, a warp sums all that its
@@ -163,7 +163,7 @@ class Sums : protected Results<C> {
 };
 
 template <class C>
-__global__ void __launch_bounds__(kSumThreads, 6) sum_parts(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kSumThreads, kSumsAtOnce) sum_parts(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     __shared__ typename Sums<C>::Shared shared;
@@ -177,10 +177,12 @@ __global__ void __launch_bounds__(kSumThreads, 6) sum_parts(const __grid_constan
 }
 
 template <class C>
-Kernels kernels_of() {
-  Kernels kernels{reinterpret_cast<const void *>(&decode<C>)};
-  if constexpr (!C::kClustered) kernels.sum = reinterpret_cast<const void *>(&sum_parts<C>);
-  return kernels;
+const void *sum_kernel() {
+  if constexpr (C::kAllParts) {
+    return reinterpret_cast<const void *>(&sum_parts<C>);
+  } else {
+    return nullptr;
+  }
 }
 
 }  // namespace fa::cuda::decode

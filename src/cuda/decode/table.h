@@ -13,6 +13,7 @@ namespace fa::cuda::decode {
 constexpr int32_t kMostOfCluster = 16;  // blocks of threads
 constexpr int32_t kCutBytes = 32;       // of a Cut in the workspace
 constexpr int32_t kSumThreads = 128;    // of a block that sums parts
+constexpr int32_t kSumsAtOnce = 6;      // such blocks on one multiprocessor
 constexpr int32_t kSumColumns = 128;    // of rows, one after another, that a warp of it has at once
 
 struct Shape {

@@ -31,6 +31,13 @@ struct SequenceWork {
   int first_step, steps;  // over the keys that some token sees; at least one step, perhaps without keys
 };
 
+// The block of rows that an item of a head stands for. With kTurns first and last blocks take turns: under a causal mask they do little and
+// much, and a share of the work shall have both.
+template <bool kTurns>
+__device__ __forceinline__ int row_block_of(int item, int row_blocks) {
+  return !kTurns ? item : item % 2 == 0 ? item / 2 : row_blocks - 1 - item / 2;
+}
+
 // The part of an item that lies in one range.
 struct Piece {
   int batch, head;  // the item's number in its sequence, which is the head where rows are not cut
@@ -90,9 +97,24 @@ class Work {
     return its(end_ - mine_.units) + (item - batch * items()) * its(mine_.item_units);
   }
 
-  // The number of a piece's item, as Params::cut_items has them by item.
-  __device__ __forceinline__ int item_number(const Piece &piece) const {
-    return piece.batch * (items() << abreast_log2()) + piece.head;
+  // What the kernel that sums parts has to know of an item and cannot know without the lengths: whether it is to be left with this piece, by one
+  // thread. `ends`: so does the range.
+  __device__ __forceinline__ bool is_noted(const Piece &piece, bool ends) const {
+    return a_.cuts > 0 && !lengths_known(a_.problem) && (a_.cuts_by_range ? ends : piece.first == piece.begin);
+  }
+  // `cut` tells of its rows.
+  __device__ __forceinline__ void note(Cut cut, const Piece &piece, int range) const {
+    cut.batch = piece.batch;
+    cut.first_range = range;
+    cut.parts = piece.first == piece.begin && piece.last < piece.end ? range_of(piece.end - 1) - range + 1 : 1;
+    const int number = piece.batch * (items() << abreast_log2()) + piece.head;
+    a_.cut_items[a_.cuts_by_range ? static_cast<int>(blockIdx.x) : number] = cut;
+  }
+  // ... of a range that has no work.
+  __device__ __forceinline__ void note_none() const {
+    Cut none{};
+    none.parts = 1;
+    if (a_.cuts_by_range) a_.cut_items[blockIdx.x] = none;
   }
 
   // How far at() has come, and back to there.

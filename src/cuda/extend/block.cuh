@@ -13,15 +13,17 @@ namespace fa::cuda::extend {
 
 using decode::Keys;
 
-// The block's other pieces: this one is left as a part, or the last one, to which `parts` parts from `first_part` on are added.
+// A part is left in `slot`. Or the piece is the last one of an item, and kernels that do not leave all parts add `parts` from `first_part` on to
+// it, which are there when the counter says so.
 struct Plan : decode::RowsAndKeys {
-  int first_part, parts;
-  int counter, slot;  // of the block of rows; of the part
+  int slot;  // -1: no part is left
+  int first_part, parts, counter;
 };
 constexpr int kPlanBytes = 96;
 static_assert(sizeof(Plan) <= kPlanBytes);
 
-template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_, decode::Format kFormat_, int kStaged_>
+template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_, decode::Format kFormat_, int kStaged_,
+          bool kAllParts_>
 struct Config {
   static constexpr decode::Format kFormat = kFormat_;  // of K and V
   static constexpr bool kOfBytes = kFormat != decode::Format::same;
@@ -30,6 +32,10 @@ struct Config {
   static constexpr int kD = kD_, kGroups = kGroups_, kKeys = kKeys_, kSlots = kSlots_;
   static constexpr int kRows = kGroups * kGroupRows, kThreads = (kGroups + 1) * 128;
   static constexpr int kStep = kKeys;  // of the cut
+  static constexpr bool kTurns = true;
+  // For the kernel that sums parts (decode/sums.cuh), to which a block's rows are all one warp's.
+  static constexpr bool kAllParts = kAllParts_, kRowBlocks = true;
+  static constexpr int kWarpRows = kRows, kRowWarps = 1, kMinBlocks = 1, kCapability = 90;
   // Runs of sixteen keys are what the copy engine fetches at a time, a slab of each, and a step of P V.
   static constexpr int kRun = 16, kRuns = kKeys / kRun;
   static constexpr int kSlabs = kD / 64, kSlabBytes = kKeys * 128, kTileBytes = kSlabs * kSlabBytes;  // of K or V

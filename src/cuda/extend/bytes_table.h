@@ -3,7 +3,9 @@
 // one for int8, each for queries of either 16-bit type) and by table.h. Reasons for the sizes are in README.md beside this file.
 #pragma once
 
-// X(name, head_dim, groups, keys, slots, staged)
-#define FA_EXTEND_BYTES_TABLE(X) \
-  X(d64, 64, 2, 128, 6, 12)      \
-  X(d128, 128, 2, 128, 4, 6)
+// X(name, head_dim, groups, keys, slots, staged, all_parts)
+#define FA_EXTEND_BYTES_TABLE(X)    \
+  X(d64, 64, 2, 128, 6, 12, false)  \
+  X(d64p, 64, 2, 128, 6, 12, true)  \
+  X(d128, 128, 2, 128, 4, 6, false) \
+  X(d128p, 128, 2, 128, 4, 6, true)

@@ -17,7 +17,7 @@ struct Params : decode::Params {
   CUtensorMap k_map, v_map;
 };
 
-// The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
-const void *kernel(int shape, Dtype queries, Dtype keys);
+// The kernels' addresses for cudaLaunchKernel, null if this build leaves them out. `shape` indexes kShapes. The sum takes decode::Params.
+decode::Kernels kernels(int shape, Dtype queries, Dtype keys);
 
 }  // namespace fa::cuda::extend

@@ -23,9 +23,9 @@ __device__ __forceinline__ void barrier_arrive_when_copied(uint32_t barrier) {
 }
 
 template <class C>
-class Producer : private decode::Planner<Block<C>, true> {
+class Producer : private decode::Planner<Block<C>> {
  public:
-  using Base = decode::Planner<Block<C>, true>;
+  using Base = decode::Planner<Block<C>>;
   using KeyElement = typename C::KeyElement;
 
   using Base::Base;
@@ -36,6 +36,10 @@ class Producer : private decode::Planner<Block<C>, true> {
     if (!decode::lengths_known(p_)) wait_for_previous();
     uint32_t pieces = 0;
     TheWork work(a_);
+    if (C::kAllParts && static_cast<int>(blockIdx.x >> work.abreast_log2()) >= work.ranges() && threadIdx.x % 128 == 0) {
+      wait_for_previous();
+      work.note_none();
+    }
     this->each_piece(work, [&](int range) {
       wait_for_previous();
       if (warp_ == 0) {
@@ -69,15 +73,28 @@ class Producer : private decode::Planner<Block<C>, true> {
   __device__ __forceinline__ void write_plan(uint32_t n, const TheWork &work, int range) const {
     this->await_place(n);
     const decode::Piece &piece = this->piece_;
-    const int first_range = work.range_of(piece.begin);
+    const bool begins = piece.first == piece.begin;
+    const int first_range = C::kAllParts ? 0 : work.range_of(piece.begin);
     if (lane_ == 0) {
       Plan &plan = this->plan(n & 1);
       this->describe(plan);
-      plan.first_part = work.slot(a_, first_range);
-      plan.parts = piece.first == piece.begin ? 0 : range - first_range;
-      plan.counter = work.counter(piece, first_range);
-      plan.slot = work.slot(a_, range);
+      if constexpr (C::kAllParts) {
+        plan.slot = piece.whole() ? -1 : work.slot(a_, range, begins);
+      } else {
+        plan.slot = plan.part ? work.slot(a_, range) : -1;
+        plan.first_part = work.slot(a_, first_range);
+        plan.parts = begins ? 0 : range - first_range;
+        plan.counter = work.counter(piece, first_range);
+      }
       barrier_arrive(this->planned(n & 1));
+      if (C::kAllParts && work.is_noted(piece, piece.last == work.range_begin(range + 1))) {
+        decode::Cut cut{};
+        cut.q_start = this->q_start_;
+        cut.head = this->head_;
+        cut.first_row = this->row0_;
+        cut.rows = max(this->rows_, 0);
+        work.note(cut, piece, range);
+      }
     }
     __syncwarp();
   }

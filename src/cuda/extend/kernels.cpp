@@ -4,31 +4,31 @@
 
 namespace fa::cuda::extend {
 
-#define FA_DECLARE(name, ...)                              \
-  __attribute__((weak)) const void *extend_##name##_f16(); \
-  __attribute__((weak)) const void *extend_##name##_bf16();
+#define FA_DECLARE(name, ...)                                  \
+  __attribute__((weak)) decode::Kernels extend_##name##_f16(); \
+  __attribute__((weak)) decode::Kernels extend_##name##_bf16();
 FA_EXTEND_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
-#define FA_DECLARE(name, ...) __attribute__((weak)) const void *extend_bytes_##name(bool i8);
+#define FA_DECLARE(name, ...) __attribute__((weak)) decode::Kernels extend_bytes_##name(bool i8);
 FA_EXTEND_BYTES_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
-const void *kernel(int shape, Dtype queries, Dtype keys) {
+decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
   if (shape >= kFirstOfBytes) {
-    using Getter = const void *(*)(bool);
+    using Getter = decode::Kernels (*)(bool);
 #define FA_ENTRY(name, ...) extend_bytes_##name,
     static constexpr Getter kGetters[] = {FA_EXTEND_BYTES_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
     const Getter getter = kGetters[shape - kFirstOfBytes];
-    return getter != nullptr ? getter(keys == Dtype::i8) : nullptr;
+    return getter != nullptr ? getter(keys == Dtype::i8) : decode::Kernels{};
   }
-  using Getter = const void *(*)();
+  using Getter = decode::Kernels (*)();
 #define FA_ENTRY(name, ...) {extend_##name##_f16, extend_##name##_bf16},
   static constexpr Getter kGetters[][2] = {FA_EXTEND_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
   const Getter getter = kGetters[shape][queries == Dtype::bf16];
-  return getter != nullptr ? getter() : nullptr;
+  return getter != nullptr ? getter() : decode::Kernels{};
 }
 
 }  // namespace fa::cuda::extend

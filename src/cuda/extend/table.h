@@ -19,6 +19,7 @@ struct Shape {
   int32_t keys;      // of a tile
   int32_t slots;     // of the ring of tiles, of K and V in turn
   int32_t staged;    // tiles of bytes on their way, before they are widened into that ring; 0: K and V are of the queries' type
+  bool all_parts;    // leaves all parts of an item to a launch that sums them, instead of adding them to the last one
 
   constexpr int32_t rows() const { return groups * kGroupRows; }
   // A slab; of bytes, which are widened anyway, all.
@@ -31,10 +32,12 @@ struct Shape {
   }
 };
 
-// X(name, head_dim, groups, keys, slots, staged)
-#define FA_EXTEND_TABLE(X)  \
-  X(d64, 64, 2, 128, 14, 0) \
-  X(d128, 128, 2, 128, 7, 0)
+// X(name, head_dim, groups, keys, slots, staged, all_parts)
+#define FA_EXTEND_TABLE(X)          \
+  X(d64, 64, 2, 128, 14, 0, false)  \
+  X(d64p, 64, 2, 128, 14, 0, true)  \
+  X(d128, 128, 2, 128, 7, 0, false) \
+  X(d128p, 128, 2, 128, 7, 0, true)
 
 #define FA_EXTEND_SHAPE(name, ...) {#name, __VA_ARGS__},
 constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_BYTES_TABLE(FA_EXTEND_SHAPE)};

@@ -25,6 +25,7 @@ struct Config {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kHeld = kHeld_;
   static constexpr bool kPairs = kPairs_;
+  static constexpr bool kTurns = false;      // of blocks of rows, which all see as many keys, or nearly so
   static constexpr int kParts = kKeys / 16;  // in which P of a tile is handed over, and the tile's rows are handed back
   // Two groups of four warps for values, one for scores, and the warps that fetch.
   static constexpr int kRows = 64, kThreads = 512, kValueThreads = 256, kScoreThreads = 128, kFetchWarps = 4;

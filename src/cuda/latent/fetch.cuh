@@ -9,9 +9,9 @@
 namespace fa::cuda::latent {
 
 template <class C>
-class Producer : private decode::Planner<Block<C>, false> {
+class Producer : private decode::Planner<Block<C>> {
  public:
-  using Base = decode::Planner<Block<C>, false>;
+  using Base = decode::Planner<Block<C>>;
   using Element = typename C::Element;
 
   using Base::Base;

@@ -95,7 +95,7 @@ class Scores : private Block<C> {
 #pragma unroll
       for (int n = 0; n < C::kHeld * 4; n += 2) {
         uint4 x{};
-        if (16 * n < columns) x = __ldg(reinterpret_cast<const uint4 *>(from + 16 * n));
+        if (16 * n < columns) x = __ldcg(reinterpret_cast<const uint4 *>(from + 16 * n));
         q[n][r] = x.x;
         q[n][r + 2] = x.y;
         q[n + 1][r] = x.z;

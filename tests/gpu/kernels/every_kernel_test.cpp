@@ -207,6 +207,11 @@ std::vector<Case> cases() {
         if (dtype == FA_BFLOAT16) c.page_size = rows <= 16 ? 1 : 16;
         if (rows == 32) c.own_workspace = 1;
         all.push_back(c);
+        if (rows == 64) {  // parts that the last one's block of threads adds up
+          Case pieces = c;
+          pieces.num_splits = 3;
+          all.push_back(pieces);
+        }
         if (rows <= 16) {  // one sequence, whose heads are those of clusters
           Case one = c;
           one.batch = 1;
@@ -226,6 +231,11 @@ std::vector<Case> cases() {
             if (rows < 64 && descale != (key_dtype == FA_INT8 ? 2 : 1)) continue;
             c.descale = descale;
             all.push_back(c);
+            if (rows == 64 && descale == 1) {
+              Case pieces = c;
+              pieces.num_splits = 2;
+              all.push_back(pieces);
+            }
             if (rows == 8) {
               Case one = c;
               one.batch = 1;
