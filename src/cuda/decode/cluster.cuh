@@ -110,7 +110,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __gri
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];
     if (params.next_starts_early) let_next_start();
-    warm_up(params, smem_address(shared) + C::kSharedBytes - 128);
+    // Sums come last, behind barriers; the barrier of a cluster, at the very end, comes at once.
+    static_assert(C::kSumsBytes >= 128);
+    warm_up(params, smem_address(shared) + C::kQBytes + C::kRingsBytes);
     if constexpr (C::kClustered) {
       ClusterDecode<C>(params, shared).run();
     } else {
