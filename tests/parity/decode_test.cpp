@@ -76,29 +76,35 @@ TEST_P(Decode, OneSequence) {
   }
 }
 
-// One query for each of a few heads, which fill no more than half a tile of rows: lengths, pages and all terms of scores.
-TEST_P(Decode, OneTokenOfAFewHeads) {
+// One query for each of a few heads, which fill no more than half a tile of rows: lengths, pages and all terms of scores, by n from 0 to 5.
+Case one_token(const char *name, int64_t head_dim, int64_t n) {
   constexpr int64_t kGroups[] = {1, 3, 7, 8, 5, 4}, kPageSizes[] = {0, 16, 1, 3, 48, 16};
+  Case c = base(name);
+  c.dtype = n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
+  c.head_dim = head_dim;
+  c.head_dim_v = head_dim;
+  c.heads_q = c.heads_k * kGroups[n];
+  c.k.seqlen = n < 4 ? 1500 : 300;
+  if (n % 3 == 0) {
+    c.batch = 1;
+  } else {
+    c.k.used = {c.k.seqlen, 0, 70};
+  }
+  c.page_size = kPageSizes[n];
+  c.mask = n == 5 ? FA_MASK_NONE : FA_MASK_CAUSAL;
+  if (n == 1 || n == 4) c.window_left = 130;
+  if (n == 2 || n == 4) c.softcap = 5;
+  if (n >= 3) c.alibi = n == 3 ? 2 : 1;
+  c.sink = n > 1;
+  c.nan_keys = 1;
+  return c;
+}
+
+TEST_P(Decode, OneTokenOfAFewHeads) {
   for (const int64_t head_dim : {64, 128, 200, 256}) {
     for (int64_t n = 0; n < 6; ++n) {
-      Case c = base("decode: one token");
-      c.dtype = n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
-      c.head_dim = head_dim;
-      c.head_dim_v = n == 0 ? 40 : head_dim;
-      c.heads_q = c.heads_k * kGroups[n];
-      c.k.seqlen = n < 4 ? 1500 : 300;
-      if (n % 3 == 0) {
-        c.batch = 1;
-      } else {
-        c.k.used = {c.k.seqlen, 0, 70};
-      }
-      c.page_size = kPageSizes[n];
-      c.mask = n == 5 ? FA_MASK_NONE : FA_MASK_CAUSAL;
-      if (n == 1 || n == 4) c.window_left = 130;
-      if (n == 2 || n == 4) c.softcap = 5;
-      if (n >= 3) c.alibi = n == 3 ? 2 : 1;
-      c.sink = n > 1;
-      c.nan_keys = 1;
+      Case c = one_token("decode: one token", head_dim, n);
+      if (n == 0) c.head_dim_v = 40;
       EXPECT_TRUE(check(backend(), c));
     }
   }
@@ -184,33 +190,16 @@ TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   }
 }
 
-// One query for each of a few heads: as OneTokenOfAFewHeads, with factors of all kinds, those of rows near to each other and not.
+// The same over bytes with factors of all kinds, those of rows near to each other and not.
 TEST_P(Decode, QuantisedTokenOfAFewHeads) {
-  constexpr int64_t kGroups[] = {1, 3, 7, 8, 5, 4}, kPageSizes[] = {0, 16, 1, 3, 48, 16};
   for (const int64_t head_dim : {64, 128, 208, 256}) {
     for (int64_t n = 0; n < 6; ++n) {
-      Case c = base("decode: one quantised token");
-      c.dtype = n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
+      Case c = one_token("decode: one quantised token", head_dim, n);
+      if (n == 0) c.head_dim_v = 48;
       c.key_dtype = (n + head_dim / 64) % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
       c.descale = n % 3 == 0 ? 1 : 2;
       c.factor_range = n == 2 || n == 5 ? 8 : 0;
-      c.head_dim = head_dim;
-      c.head_dim_v = n == 0 ? 48 : head_dim;
-      c.heads_q = c.heads_k * kGroups[n];
-      c.k.seqlen = n < 4 ? 1500 : 300;
-      if (n % 3 == 0) {
-        c.batch = 1;
-      } else {
-        c.k.used = {c.k.seqlen, 0, 70};
-      }
-      c.page_size = kPageSizes[n];
-      c.mask = n == 5 ? FA_MASK_NONE : FA_MASK_CAUSAL;
-      c.num_splits = n == 2 ? 1 : 0;
-      if (n == 1 || n == 4) c.window_left = 130;
-      if (n == 2 || n == 4) c.softcap = 5;
-      if (n >= 3) c.alibi = n == 3 ? 2 : 1;
-      c.sink = n > 1;
-      c.nan_keys = 1;
+      c.num_splits = n == 2;
       EXPECT_TRUE(check(backend(), c));
     }
   }
