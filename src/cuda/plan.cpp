@@ -302,14 +302,13 @@ bool alike(const Problem &p) {
   return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths));
 }
 
-// The launch that sums the parts of items, of `rows` rows at most, by about so many blocks of threads (decode/sums.cuh). And its memory for what
-// it is told of them.
+// The launch that sums the parts of items, of `rows` rows at most, by about so many blocks of threads (decode/sums.cuh), and memory for what it
+// is told of them.
 void plan_sums(const Line &line, const Problem &p, int64_t rows, int64_t blocks, ForwardPlan &plan) {
-  const bool are_alike = alike(p);
   // Items that may be cut: shares of whole items that are alike cut none.
   if (plan.pieces > 0) {
     plan.cuts = static_cast<int32_t>(plan.pieces > 1 ? line.items : 0);
-  } else if (const int64_t together = line.items >> plan.abreast_log2; !are_alike || together % plan.ranges != 0) {
+  } else if (const int64_t together = line.items >> plan.abreast_log2; !alike(p) || together % plan.ranges != 0) {
     plan.cuts_by_range = together > plan.ranges;
     plan.cuts = static_cast<int32_t>(std::min<int64_t>(together, plan.ranges) << plan.abreast_log2);
   }

@@ -141,6 +141,20 @@ Case parse(const std::string &text) {
   return c;
 }
 
+void set_term(Case &c, int64_t n) {
+  if (n == 0) c.window_left = 300;
+  if (n == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+  if (n == 2) c.softcap = 5;
+  if (n == 3) c.alibi = 2;
+  if (n == 4) c.sink = 1;
+  if (n == 5) c.scale = 0.3;
+  if (n == 6) {
+    c.window_left = 20;
+    c.softcap = 5;
+    c.alibi = c.sink = 1;
+  }
+}
+
 bool paged(const Case &c, const Side &side) { return c.page_size > 0 && &side == &c.k; }
 
 int64_t pages_per_sequence(const Case &c) { return (c.k.seqlen + c.page_size - 1) / c.page_size + c.spare_pages; }

@@ -101,6 +101,10 @@ std::string describe(const Case &c);
 // The inverse; throws std::invalid_argument for what it does not know.
 Case parse(const std::string &text);
 
+// One of seven choices of masks and terms of scores: a window, aligned top-left, softcap, ALiBi, sink, a scale, or several.
+constexpr int64_t kTerms = 7;
+void set_term(Case &c, int64_t n);
+
 // Derived numbers; `side` is c.q or c.k.
 bool paged(const Case &c, const Side &side);                    // whether `side` is the key side of a paged problem
 int64_t pages_per_sequence(const Case &c);                      // columns of the page table

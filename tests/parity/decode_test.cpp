@@ -81,8 +81,7 @@ Case one_token(const char *name, int64_t head_dim, int64_t n) {
   constexpr int64_t kGroups[] = {1, 3, 7, 8, 5, 4}, kPageSizes[] = {0, 16, 1, 3, 48, 16};
   Case c = base(name);
   c.dtype = n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
-  c.head_dim = head_dim;
-  c.head_dim_v = head_dim;
+  c.head_dim = c.head_dim_v = head_dim;
   c.heads_q = c.heads_k * kGroups[n];
   c.k.seqlen = n < 4 ? 1500 : 300;
   if (n % 3 == 0) {
@@ -124,20 +123,11 @@ TEST_P(Decode, PackedWithUnusedQueries) {
 }
 
 TEST_P(Decode, MasksAndScores) {
-  for (int64_t n = 0; n < 7; ++n) {
+  for (int64_t n = 0; n < kTerms; ++n) {
     Case c = base("decode: scores");
     c.q.seqlen = 5;
-    c.mask = n == 1 ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
-    if (n == 0) c.window_left = 300;
-    if (n == 2) c.softcap = 5;
-    if (n == 3) c.alibi = 2;
-    if (n == 4) c.sink = 1;
-    if (n == 5) c.scale = 0.3;
-    if (n == 6) {
-      c.window_left = 20;
-      c.softcap = 5;
-      c.alibi = c.sink = 1;
-    }
+    c.mask = FA_MASK_CAUSAL;
+    set_term(c, n);
     c.nan_keys = 1;
     EXPECT_TRUE(check(backend(), c));
     c.q.seqlen = 1;
@@ -256,11 +246,8 @@ TEST_P(Decode, QuantisedMasksAndScores) {
     c.key_dtype = n % 2 == 0 ? FA_INT8 : FA_FLOAT8_E4M3;
     c.descale = n % 3;
     c.q.seqlen = 5;
-    c.mask = n == 1 ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
-    if (n == 0) c.window_left = 300;
-    if (n == 2) c.softcap = 5;
-    if (n == 3) c.alibi = 2;
-    if (n == 4) c.sink = 1;
+    c.mask = FA_MASK_CAUSAL;
+    if (n < 5) set_term(c, n);
     if (n == 5) c.num_splits = 7;
     if (n == 6) c.flags = FA_FLAG_BATCH_INVARIANT;
     c.nan_keys = 1;

@@ -129,25 +129,15 @@ TEST_P(Extend, Windows) {
 
 TEST_P(Extend, MasksAndScores) {
   for (const int64_t splits : {0, 1}) {
-    for (int64_t n = 0; n < 9; ++n) {
+    for (int64_t n = 0; n < kTerms + 2; ++n) {
       Case c = base("extend: scores");
       c.num_splits = splits;
       c.batch = 2;
       c.k.seqlen = 700;
       c.q.seqlen = 36;
-      if (n == 1) c.mask = FA_MASK_CAUSAL_TOP_LEFT;
-      if (n == 7) c.mask = FA_MASK_NONE;
-      if (n == 0) c.window_left = 300;
-      if (n == 2) c.softcap = 5;
-      if (n == 3) c.alibi = 2;
-      if (n == 4) c.sink = 1;
-      if (n == 5) c.scale = 0.3;
-      if (n == 6) {
-        c.window_left = 20;
-        c.softcap = 5;
-        c.alibi = c.sink = 1;
-      }
-      if (n == 8) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
+      set_term(c, n);
+      if (n == kTerms) c.mask = FA_MASK_NONE;
+      if (n == kTerms + 1) c.k.seqlen = 25;  // fewer keys than queries: rows that see nothing
       c.nan_keys = 1;
       check_formats(c);
     }

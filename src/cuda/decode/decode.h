@@ -32,7 +32,7 @@ struct Params {
   bool vector_out;  // 16-byte accesses are legal
   RawUnit raw;
   Descale k_descale, v_descale;  // of bytes
-  int32_t row_blocks;            // that the rows of a head are cut into; more than one for bytes only
+  int32_t row_blocks;            // that the rows of a head are cut into; of decode kernels more than one for bytes only
   // How work is cut (work.cuh). Either into even shares: at most `ranges`, of at least 2^least_log2 steps. Or, with `pieces` > 0, every
   // head into so many pieces at most, of at least that many steps.
   int32_t ranges, pieces, least_log2;

@@ -257,7 +257,7 @@ class KeysByRows : protected Results<C> {
   __device__ __forceinline__ void raise_unit_to(float power) {
     if (!__any_sync(~0u, !(max_[0] + power <= unit_[0]) || !(max_[1] + power <= unit_[1]))) return;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) raise_unit_to(e, max_[e] + power);
+    for (int e = 0; e < 2; ++e) raise_row_to(e, max_[e] + power);
   }
   // ... or as high as the largest weight of the tile.
   __device__ __forceinline__ void raise_unit(const Scores &s, int slot) {
@@ -275,10 +275,10 @@ class KeysByRows : protected Results<C> {
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], distance));
-      raise_unit_to(e, top[e]);
+      raise_row_to(e, top[e]);
     }
   }
-  __device__ __forceinline__ void raise_unit_to(int e, float to) {
+  __device__ __forceinline__ void raise_row_to(int e, float to) {
     const float raised = fmaxf(unit_[e], to);
     multiply_row(e, exp2_approx(unit_[e] - raised));
     unit_[e] = raised;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second launch where items are cut, of the decode and extend kernels: sums the parts of each, in the order of their keys. It is chained to the first: its
-// blocks of threads stand on the multiprocessors before that has ended, and know by then what to read.
+// The second launch where items are cut, of decode kernels and of extend kernels that leave all parts: sums the parts of each, in the order of
+// their keys. It is chained to the first: its blocks of threads stand on the multiprocessors as soon as there is room (beside an extend kernel
+// when that ends), and know what to read before parts are there if the host knows lengths.
 //
 // Out of an item goes by vectors of four columns, counted through all rows, a lane of a warp each. Of a few parts, a warp sums all that its
 // vectors have; of many, the warps of a block share them.
