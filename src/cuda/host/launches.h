@@ -24,8 +24,9 @@ inline void add_merge(const Problem &p, int32_t num_splits, const float *out, co
   launches.add("merge kernel", merge_launch(merge), &merge);
 }
 
-// What the row kernels of a backward pass need to know, `lse_unit` as in BackwardRows.
-inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit, void *workspace, BackwardRows &rows) {
+// What the row kernels of a backward pass need to know, `lse_unit` and `p_exponent` as in BackwardRows.
+inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit, int p_exponent, void *workspace,
+                     BackwardRows &rows) {
   char *memory = static_cast<char *>(workspace);
   rows.problem = b;
   rows.row_chunks = plan.row_chunks;
@@ -34,6 +35,7 @@ inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float l
   rows.zero_dq_sum = plan.zero_dq_sum;
   rows.head_dim_bucket = plan.dq_sum_columns;
   rows.lse_unit = lse_unit;
+  rows.p_exponent = static_cast<int8_t>(p_exponent);
   rows.row_lse = reinterpret_cast<float *>(memory);
   rows.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
   const bool sum = b.dq.data != nullptr && plan.dq_sum_columns > 0;

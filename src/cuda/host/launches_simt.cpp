@@ -36,7 +36,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *w
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
-  set_rows(b, plan, /*lse_unit=*/1.f, workspace, params);
+  set_rows(b, plan, /*lse_unit=*/1.f, /*p_exponent=*/0, workspace, params);
   params.query_blocks = plan.query_blocks;
   params.key_blocks = plan.key_blocks;
   const int64_t query_blocks = p.batch * p.heads_q * plan.query_blocks, key_blocks = p.batch * p.heads_k * plan.key_blocks;

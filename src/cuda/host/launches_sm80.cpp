@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/common/operand.h"
 #include "cuda/host/launches.h"
@@ -40,6 +41,9 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   params.vector_out = has_16_byte_rows(p.out, p.head_dim_v);
   params.pair_bias = takes_pairs(p.bias);
   params.raw = raw_unit(p);
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  params.p_exponent = static_cast<float>(exponent);
+  params.rescale_threshold = rescale_threshold(exponent);
   params.split_out = reinterpret_cast<float *>(memory);
   params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
@@ -51,7 +55,8 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
-  set_rows(b, plan, kLseUnit, workspace, params);
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  set_rows(b, plan, kLseUnit, exponent, workspace, params);
   params.order =
       L2HeadOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group,
                   /*last_rows_first=*/false);
@@ -63,6 +68,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void 
   params.mask_size_q = divisor(p.block_mask.size_q);
   params.mask_size_k = divisor(p.block_mask.size_k);
   params.raw = raw_unit(p);
+  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
 
   const BackwardLaunches kernels = backward_launches(plan.shape, p.q.dtype, params);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

@@ -126,7 +126,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
-  set_rows(b, plan, kLseUnit, workspace, params);
+  set_rows(b, plan, kLseUnit, /*p_exponent=*/0, workspace, params);
   FA_RETURN_IF_ERROR(describe(driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
   FA_RETURN_IF_ERROR(
       describe(driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(), params.k_map, error));

@@ -83,6 +83,7 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
   const int64_t first = q.start + chunk * a.chunk_rows;
   const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
   const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
+  const float p_exponent = a.p_exponent, delta_unit = __int_as_float((127 - a.p_exponent) << 23);  // 2^-p_exponent
   const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
   for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
     float delta[kBatch] = {}, lse[kBatch] = {};
@@ -124,12 +125,12 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
         lse[m] = CUDART_INF_F;
         delta[m] = 0;
       } else {
-        lse[m] *= a.lse_unit;
+        lse[m] = fmaf(lse[m], a.lse_unit, -p_exponent);
         if (g.dlse.data != nullptr)
           delta[m] -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
       }
       a.row_lse[int64_t{index} * a.chunk_rows + n] = lse[m];
-      a.row_delta[int64_t{index} * a.chunk_rows + n] = delta[m];
+      a.row_delta[int64_t{index} * a.chunk_rows + n] = delta[m] * delta_unit;
     }
   }
 }
@@ -163,7 +164,8 @@ const void *rows_kernel(int64_t columns) {
   return reinterpret_cast<const void *>(kernel);
 }
 
-// One block a head, rows in a fixed order: d sink = sum of P_sink * (dlse - sum of dout * out).
+// One block a head, rows in a fixed order: d sink = sum of P_sink * (dlse - sum of dout * out). The powers of two in row_lse and row_delta
+// cancel.
 __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
   __shared__ float sums[kSinkThreads];
   const Problem &p = a.problem.forward;

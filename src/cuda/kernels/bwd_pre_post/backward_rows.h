@@ -21,12 +21,13 @@ struct BackwardRows {
   int32_t chunk_rows;
   int32_t chunk_turns;      // numbers in turn a chunk
   bool zero_dq_sum;         // the row kernel zeroes dq_sum
+  int8_t p_exponent;        // the kernels that read row_lse and row_delta hold P times 2^p_exponent (common/scores.h), or 0
   int32_t head_dim_bucket;  // columns of dq_sum
   float lse_unit;           // what row_lse is multiplied by: 1, or log2(e)
-  float *row_lse;           // (chunk_rows): lse * lse_unit; +inf for rows without keys and past the end, so that their P is 0
-  float *row_delta;         // (chunk_rows): sum of dout * out over the columns, minus dlse
-  float *dq_sum;            // (chunk_rows * head_dim_bucket); null without
-  int32_t *turn;            // (chunk_turns)
+  float *row_lse;    // (chunk_rows): lse * lse_unit - p_exponent; +inf for rows without keys and past the end: their P is 0
+  float *row_delta;  // (chunk_rows): (sum of dout * out over the columns - dlse) / 2^p_exponent
+  float *dq_sum;     // (chunk_rows * head_dim_bucket); null without
+  int32_t *turn;     // (chunk_turns)
 };
 
 // Before the kernels of the pass: row_lse, row_delta, zero in turn and, if wanted, in dq_sum.

@@ -7,6 +7,7 @@
 //
 //   scores(chunk):    S^T = K Q^T,  dP^T = V dO^T          kKeyTiles * 16 keys and a share of the queries a warp
 //                     P^T = exp2(S^T - lse),  dS^T = P^T (dP^T - delta), rounded, to shared memory
+//                     (with dropout see BackwardParams::keep_scale)
 //   products(chunk):  dv += P^T dO,  dk += dS^T Q          keys x a share of the columns a warp
 //                     dq  = dS K, added to the sum over blocks of keys in global memory
 //
@@ -49,7 +50,7 @@ class Backward : BackwardBlock<C> {
     }
     __syncthreads();  // K and V have been read: dk and dv go through their place
     this->template put_gradient<C::kD>(shared_k_, dk_, warp_, p_.softmax_scale);
-    this->template put_gradient<C::kDv>(shared_v_, dv_, warp_, p_.dropout.keep_scale);
+    this->template put_gradient<C::kDv>(shared_v_, dv_, warp_, C::has(kDropout) ? a_.keep_scale : p_.dropout.keep_scale);
     __syncthreads();
     this->template store<C::kD, C::kThreads>(b_.dk, shared_k_, p_.head_dim, threadIdx.x);
     this->template store<C::kDv, C::kThreads>(b_.dv, shared_v_, p_.head_dim_v, threadIdx.x);
@@ -250,7 +251,7 @@ class Backward : BackwardBlock<C> {
             float d = dp[i][j][r] - delta;
             if constexpr (C::has(kDropout)) {
               // Dropped weights pass no gradient through P V, but still through the sum: -weight * -delta.
-              d = weight < 0.f ? delta : fmaf(dp[i][j][r], p_.dropout.keep_scale, -delta);
+              d = weight < 0.f ? delta : fmaf(dp[i][j][r], a_.keep_scale, -delta);
             }
             d *= weight;
             if constexpr (kMasked) d = visible >> Tile::bit_of(i, j, r) & 1 ? d + 0.f : kMaskedP;
@@ -281,7 +282,8 @@ class Backward : BackwardBlock<C> {
   }
 
   // From raw products: in w the weights, rounded, zero where dropout drops them; in s what dP - delta is to be multiplied with, the
-  // weights times the derivative of the softcap, negative where dropout drops them. Pairs that the bias masks leave `visible`.
+  // weights times the derivative of the softcap, negative where dropout drops them. Both are 2^p_exponent times P, by lse. Pairs that the
+  // bias masks leave `visible`.
   template <bool kMasked, bool kCapped>
   __device__ __forceinline__ void general_weights(TileWeights &w, Scores &s, const Scores &bias, PairBits &visible, int row0,
                                                   int key0, int first_row, uint32_t stat) const {

@@ -19,6 +19,10 @@ struct BackwardParams : BackwardRows {
   bool deterministic;                              // blocks of keys add to dq in order, by `turn`
   Divisor mask_size_q, mask_size_k;                // of block_mask
   RawUnit raw;
+  // Read by kernels with dropout: 1 / (1 - p) / 2^p_exponent, as row_lse makes their P 2^p_exponent times as large (common/scores.h).
+  //   dv = keep_scale * sum of kept P * dout        dS = P * (keep_scale * dP - row_delta), dP = 0 where dropped
+  // dS is the usual one, not scaled: it may be as large as fp16 holds.
+  float keep_scale;
 };
 
 // What runs a shape of kBackwardShapes, in this order. The problem fields of params must be set.

@@ -84,7 +84,7 @@ class BackwardBias {
         const float logit = terms.logit(p_, s[0][j][r], row, key);
         if (logit == -CUDART_INF_F) continue;
         const bool dropped = p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row, key) < p_.dropout.threshold;
-        const float d = dropped ? 0.f : dp[0][j][r] * p_.dropout.keep_scale;
+        const float d = dropped ? 0.f : dp[0][j][r] * a_.keep_scale;
         sum_[0][j][r] += exp2_approx(logit - lse) * (d - delta);
       }
     }

@@ -18,7 +18,8 @@
 //                     out += P V           (kTilesPerWarp*16 x kDv/kParts a warp; the parts of P meet in shared memory)
 //
 // The row maximum m may lag behind the true one: any m gives the same result after the final division, and one that lags by at most
-// 8 in base 2 loses no precision, so the usual chunk neither reduces across lanes nor touches out.
+// 8 in base 2 loses no precision, so the usual chunk neither reduces across lanes nor touches out. Kernels with dropout set m lower than
+// the maximum on purpose, so that kept elements of P do not underflow when they are rounded (ForwardParams::p_exponent).
 #pragma once
 
 #include <math_constants.h>
@@ -343,8 +344,8 @@ class Forward : private ForwardScores<C> {
         float x = fmaxf(s[i][0][2 * r], s[i][0][2 * r + 1]);
 #pragma unroll
         for (int j = 1; j < kNt; ++j) x = fmaxf(x, fmaxf(s[i][j][2 * r], s[i][j][2 * r + 1]));
-        top[i][r] = x * c;
-        grow |= top[i][r] - kRescaleThreshold > max_[i][r];
+        top[i][r] = C::has(kDropout) ? fmaf(x, c, -a_.p_exponent) : x * c;
+        grow |= top[i][r] - (C::has(kDropout) ? a_.rescale_threshold : kRescaleThreshold) > max_[i][r];
       }
     if (!any_part(grow)) return;  // from here on all warps that share the rows are done with P of the chunk before
 #pragma unroll
@@ -579,7 +580,8 @@ class Forward : private ForwardScores<C> {
   }
 
   Accumulator<kMt, kDt> out_;
-  float max_[kMt][2], sum_[kMt][2];
+  float max_[kMt][2];    // m: the row maximum, with dropout less p_exponent
+  float sum_[kMt][2];    // of 2^(S - m)
   uint32_t parity_ = 0;  // of the phase of shared_barrier()
 };
 

@@ -27,6 +27,10 @@ struct ForwardParams {
   // (num_splits, batch, heads_q, max_seqlen_q).
   float *split_out;
   float *split_lse;
+  // Read by kernels with dropout (common/scores.h). Their m lies p_exponent below the row maximum, so that P = 2^(S - m) and the row sum are
+  // both 2^p_exponent times as large. The factor cancels in out = sum of P V / row sum, and in lse = m + log2(row sum).
+  float p_exponent;
+  float rescale_threshold;
 };
 
 // The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kForwardShapes.

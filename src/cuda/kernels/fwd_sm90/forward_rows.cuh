@@ -14,7 +14,7 @@
 
 namespace fa::cuda::sm90 {
 
-constexpr float kLargeSum = 256.0f;  // 2^kLag
+constexpr float kLargeSum = 256.0f;  // 2^kRescaleThreshold
 constexpr float kLargestE4m3 = 448.0f;
 
 template <class C>
@@ -128,7 +128,7 @@ class ForwardRows : public ForwardBlock<C> {
     sum[1] = parts[1] + parts[3];
   }
 
-  // P that was made with a maximum too low by more than kLag, or holds NaN: the maximum is raised, and P and its sums are made relative to
+  // P that was made with a maximum too low by more than kRescaleThreshold, or holds NaN: the maximum is raised, and P and its sums are made relative to
   // it; out has still to be multiplied by factor_. Where fp32 does not hold them, from S again.
   __device__ __forceinline__ void raise_late(const Tile &t, int key0, float (&sum)[2]) {
     float raised[2];
