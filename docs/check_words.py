@@ -15,7 +15,7 @@ from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
-DEFAULT = ("README.md", "CONTRIBUTING.md", "docs", "bindings/*/README.md")
+DEFAULT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "bindings/*/README.md")
 SUFFIXES = {".md", ".py", ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".in", ".inc", ".cmake"}
 SKIPPED = {"target", "build", "__pycache__", "pictures", "data", ".git"}
 
