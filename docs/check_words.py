@@ -53,7 +53,7 @@ RULES = {
     "stays": (r"(?:blocks?|pairs?|ctas?|kernels?|clusters?) (?:that |do not )?stays?(?! (?:out|the|with|within|on|a|as|below|for|whole|ready|under))", "persistent"),
     "sections": (r"sections? of (?:heads|sequences)|heads? (?:are|is|in) (?:a |one )?sections?|last section|heads_per_section", "L2-aware head order (swizzle)"),
     "asks for": (r"asked (?:of|for ahead)|asked for (?:early|first|before|at once)", "loaded, prefetched"),
-    "one a": (r"(?:one|two|three|four|a (?:warp|lane|thread|block|line|context|cluster|factor|part)) an? (?:sequence|head|row|warp|lane|thread|block|tile|cta|sm|multiprocessor|part|item|share|kernel|group|warpgroup|chip|device)(?![\w-])",
+    "one a": (r"(?:(?:one|two|three|four|[0-9]+)(?: (?!before|after|is|are|has|of|in|to|by|and|for|as|with|from|on|at|that|per)\w+)?|a (?:warp|lane|thread|block|line|context|cluster|factor|part|count)) an? (?:sequence|head|row|warp|lane|thread|block|tile|cta|sm|multiprocessor|part|item|share|kernel|group|warpgroup|chip|device)(?![\w-])",
               "one per ..."),
     "products": (r"products_(?:begin|commit|wait)|(?:give|take)_registers?|hold\(", "wgmma fence, commit, wait; setmaxnreg; fence operand"),
     "stamps": (r"stamps?(?: of a clock)?", "timestamps"),
