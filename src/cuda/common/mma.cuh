@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of one warp with mma.sync over 16-bit tiles in swizzled shared memory: the verbs attention kernels are written in.
+// Matrix products of one warp with mma.sync m16n8k16 over 16-bit tiles in swizzled shared memory.
 //
-//   Accumulator[kMt][kNt][4]   element r of tile (i, j): row 16 i + g + 8 (r / 2), column 8 j + 2 q + r % 2   (g = lane / 4, q = lane % 4)
-//   Weights[kMt][k][4]         the same tiles, rounded and paired, as the left operand of the next product: columns 16 k .. 16 k + 15
+//   Accumulator[kMt][kNt][4]   C of kMt x kNt tiles of 16 x 8; fragment.cuh says which row and column an element is
+//   PFragment[kMt][k][4]       the same tiles converted to 16 bits: the A operand of the next product, columns 16 k .. 16 k + 15
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -14,12 +14,6 @@ template <int kMt, int kNt>
 using Accumulator = float[kMt][kNt][4];
 template <int kMt, int kKSteps>
 using PFragment = uint32_t[kMt][kKSteps][4];
-
-// What a masked weight is rounded to: no visible weight has these bits, so the exact product can tell masked from zero.
-constexpr float kMaskedP = -0.f;
-constexpr uint32_t kMaskedPBits = 0x8000u;
-// The same of a rounded weight that has been made a float again.
-__device__ __forceinline__ bool is_masked_p(float weight) { return __float_as_uint(weight) == 0x80000000u; }
 
 template <int kMt, int kNt>
 __device__ __forceinline__ void clear(Accumulator<kMt, kNt> &acc) {
@@ -126,7 +120,10 @@ __device__ __forceinline__ void mma_rs(Accumulator<kMt, kNt> &acc, const PFragme
 }
 
 // How an operand of a product over k lies in shared memory.
-enum class Major { k, mn };  // K contiguous: (rows of A or columns of B, K); or M / N contiguous: (K, rows of A or columns of B)
+enum class Major {
+  k,
+  mn
+};  // K contiguous: (rows of A or columns of B, K); or M / N contiguous: (K, rows of A or columns of B)
 
 // acc += A B, both in shared memory, rows of kAPitch and kBPitch bytes. acc covers kMt * 16 rows of A from first_row on and
 // kNt * 8 columns of B from first_column on. The fragments of the next 16 k and up to 32 columns are loaded before the products of
@@ -178,109 +175,6 @@ __device__ __forceinline__ void mma_ss(Accumulator<kMt, kNt> &acc, uint32_t a_ti
         mma_16816<Element>(acc[i][first + 2 * d + 1], af[k & 1][i], bf[n & 1][d][2], bf[n & 1][d][3]);
       }
   }
-}
-
-// ----------------------------------------------------------------------------------------------------------------------
-// NaN and Inf that only some rows see: zero times them is not zero, so tiles that hold any take a slow road
-// ----------------------------------------------------------------------------------------------------------------------
-
-// Whether this thread's share of a tile holds any; __syncthreads_or over the block then tells of the whole tile.
-template <typename Element, int kBytes, int kThreads>
-__device__ __forceinline__ bool tile_has_nonfinite(uint32_t tile) {
-  uint32_t found = 0;
-#pragma unroll 4
-  for (int at = static_cast<int>(threadIdx.x) * 16; at < kBytes; at += kThreads * 16) {
-    const uint4 x = ld_shared_16(tile + at);
-    found = nan_where_nonfinite<Element>(x.x, found);
-    found = nan_where_nonfinite<Element>(x.y, found);
-    found = nan_where_nonfinite<Element>(x.z, found);
-    found = nan_where_nonfinite<Element>(x.w, found);
-  }
-  return (found & 0x7FFF7FFFu) != 0;
-}
-
-// Adds bits (a weight) times row `row` of the tile to rows g and g + 8 of acc, unless the weight is masked.
-template <typename Element, int kPitch, int kMt, int kNt, int kParts = 1>
-__device__ __forceinline__ void add_row_nan_safe(Accumulator<kMt, kNt> &acc, const uint32_t (&bits)[kMt][2], uint32_t tile,
-                                                 int row, int first_column_step) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int j = 0; j < kNt; ++j) {
-    const uint32_t pair = ld_shared_4(
-        tile + swizzled<kPitch>(row, (first_column_step + column_step<kParts>(j / 2)) * 2 + j % 2) + (lane & 3) * 4);
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (bits[i][r] == kMaskedPBits) continue;
-        acc[i][j][2 * r] += to_float<Element>(bits[i][r]) * to_float<Element>(pair & 0xFFFFu);
-        acc[i][j][2 * r + 1] += to_float<Element>(bits[i][r]) * to_float<Element>(pair >> 16);
-      }
-  }
-}
-
-// multiply_add over the weights that are not masked, one row of the tile at a time.
-template <typename Element, int kPitch, int kMt, int kKSteps, int kNt, int kParts = 1>
-__device__ __forceinline__ void mma_rs_nan_safe(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w, uint32_t tile,
-                                                int first_column_step = 0) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll 1
-  for (int row = 0; row < kKSteps * 16; ++row) {
-    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this column's weights
-    uint32_t bits[kMt][2];
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t pair = 0;
-#pragma unroll
-        for (int k = 0; k < kKSteps; ++k)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if (row >> 3 == 2 * k + half) pair = w[i][k][2 * half + r];
-          }
-        pair = __shfl_sync(~0u, pair, source);
-        bits[i][r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-    add_row_nan_safe<Element, kPitch, kMt, kNt, kParts>(acc, bits, tile, row, first_column_step);
-  }
-}
-
-// multiply_add_shared over the weights of A that are not masked, one k at a time; B lies k first.
-template <typename Element, Major kA, int kAPitch, int kBPitch, int kKSteps, int kMt, int kNt>
-__device__ __forceinline__ void mma_ss_nan_safe(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
-                                                int first_column) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll 1
-  for (int k = 0; k < kKSteps * 16; ++k) {
-    uint32_t bits[kMt][2];
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first_row + 16 * i + (lane >> 2) + 8 * r;
-        const int major = kA == Major::k ? row : k, minor = kA == Major::k ? k : row;
-        const uint32_t pair = ld_shared_4(a_tile + swizzled<kAPitch>(major, minor / 8) + (minor % 8 / 2) * 4);
-        bits[i][r] = (minor & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-    add_row_nan_safe<Element, kBPitch, kMt, kNt>(acc, bits, b_tile, k, first_column / 16);
-  }
-}
-
-// Whether the pieces of a tile that this thread itself, of kThreads, has fetched by load_tile (and waited for) hold any.
-template <typename Element, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool loaded_part_has_nonfinite(uint32_t tile, int thread) {
-  constexpr int kChunks = kColumns / 8;
-  uint32_t found = 0;
-#pragma unroll 4
-  for (int n = opaque(thread); n < kRows * kChunks; n += kThreads) {
-    const uint4 x = ld_shared_16(tile + swizzled<kColumns * 2>(n / kChunks, n % kChunks));
-    found = nan_where_nonfinite<Element>(x.x, found);
-    found = nan_where_nonfinite<Element>(x.y, found);
-    found = nan_where_nonfinite<Element>(x.z, found);
-    found = nan_where_nonfinite<Element>(x.w, found);
-  }
-  return (found & 0x7FFF7FFFu) != 0;
 }
 
 }  // namespace fa::cuda
