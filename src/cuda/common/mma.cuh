@@ -25,7 +25,7 @@ __device__ __forceinline__ void clear(Accumulator<kMt, kNt> &acc) {
       for (int r = 0; r < 4; ++r) acc[i][j][r] = 0.f;
 }
 
-// Address of the same row, `steps` times 32 bytes further: the swizzle is an XOR of low address bits, so is this.
+// Address `steps` times 32 bytes further in the same row. The swizzle is an XOR of low address bits, and so is this step.
 template <int kPitch>
 __device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
   if constexpr (kPitch % 128 == 0) {
@@ -40,50 +40,50 @@ __device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
 template <typename Element, int kD, int kMt, int kNt>
 __device__ __forceinline__ void mma_nt(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
                                        int first_column) {
-  constexpr int kPieces = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kRing = kPieces + 1;
+  constexpr int kLoadsPerStep = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kBuffers = kLoadsPerStep + 1;
   static_assert(kNt % 2 == 0);
   const int lane = threadIdx.x & 31;
   const uint32_t a = a_tile + swizzled<kPitch>(first_row + (lane & 15), lane >> 4);
   const uint32_t b = b_tile + swizzled<kPitch>(first_column + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  uint32_t af[2][kMt][4], bf[kRing][4];
+  uint32_t af[2][kMt][4], bf[kBuffers][4];
   const auto load_a = [&](int step) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i) ldmatrix_x4(af[step & 1][i], advance<kPitch>(a, step) + i * 16 * kPitch);
   };
-  const auto load_b = [&](int n) { ldmatrix_x4(bf[n % kRing], advance<kPitch>(b, n / kPieces) + n % kPieces * 16 * kPitch); };
+  const auto load_b = [&](int n) {
+    ldmatrix_x4(bf[n % kBuffers], advance<kPitch>(b, n / kLoadsPerStep) + n % kLoadsPerStep * 16 * kPitch);
+  };
   load_a(0);
 #pragma unroll
-  for (int n = 0; n < kPieces; ++n) load_b(n);
+  for (int n = 0; n < kLoadsPerStep; ++n) load_b(n);
   clear<kMt, kNt>(acc);
 #pragma unroll
-  for (int n = 0; n < kSteps * kPieces; ++n) {
-    const int step = n / kPieces, j = n % kPieces;
+  for (int n = 0; n < kSteps * kLoadsPerStep; ++n) {
+    const int step = n / kLoadsPerStep, j = n % kLoadsPerStep;
     if (j == 0 && step + 1 < kSteps) load_a(step + 1);
-    if (n + kPieces < kSteps * kPieces) load_b(n + kPieces);
+    if (n + kLoadsPerStep < kSteps * kLoadsPerStep) load_b(n + kLoadsPerStep);
 #pragma unroll
     for (int i = 0; i < kMt; ++i) {
-      mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[n % kRing][0], bf[n % kRing][1]);
-      mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[n % kRing][2], bf[n % kRing][3]);
+      mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[n % kBuffers][0], bf[n % kBuffers][1]);
+      mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[n % kBuffers][2], bf[n % kBuffers][3]);
     }
   }
 }
 
-// Columns of a tile, 16 at a time, as kParts warps share them: each 128 bytes are cut into kParts pieces. Piece d of the warp whose
-// first one is `first`, below 4 / kParts, is first + column_step<kParts>(d); with one part the pieces are just counted.
+// Where kWarps warps share the columns of out: each swizzle atom of 128 bytes is divided into steps of 16 columns, and each warp takes
+// 4 / kWarps consecutive ones of every atom. Step d of a warp whose first step is `first` is first + column_step<kWarps>(d).
 template <int kParts>
 __host__ __device__ constexpr int column_step(int d) {
   static_assert(kParts == 1 || kParts == 2 || kParts == 4);
   return d / (4 / kParts) * 4 + d % (4 / kParts);
 }
 
-// acc += W T: T has kKSteps * 16 rows of kPitch bytes; acc covers its columns from 16 * first_column_step on, or the part of them that
-// starts there. weights_of(k, w) gives the part of W for rows 16 k .. 16 k + 15 of T when its turn comes, so that it can be computed
-// under the products before.
-template <typename Element, int kPitch, int kKSteps, int kParts, int kMt, int kNt, typename WeightsOf>
-__device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t tile, int first_column_step,
-                                            WeightsOf weights_of) {
+// acc += P T: T has kKSteps * 16 rows of kPitch bytes, and acc covers its columns from 16 * first_column_step on. p_of(k, a) makes the A operand for
+// rows 16 k .. 16 k + 15 of T just before it is needed, so that it is computed while earlier mma run.
+template <typename Element, int kPitch, int kKSteps, int kParts, int kMt, int kNt, typename POf>
+__device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t tile, int first_column_step, POf p_of) {
   constexpr int kColumnSteps = kNt / 2, kSteps = kKSteps * kColumnSteps;
-  // Warps that do not share rows have the widest accumulators: nothing is kept for the next time.
+  // Warps that do not share rows have the widest accumulators: addresses are computed anew rather than kept in registers.
   const int lane = (kParts == 1 ? opaque(threadIdx.x) : threadIdx.x) & 31;
   const uint32_t t = advance<kPitch>(tile + swizzled<kPitch>(lane & 15, lane >> 4), first_column_step);
   uint32_t tf[2][4], w[kMt][4];
@@ -93,7 +93,7 @@ __device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t
   load(0);
 #pragma unroll
   for (int k = 0; k < kKSteps; ++k) {
-    weights_of(k, w);
+    p_of(k, w);
 #pragma unroll
     for (int d = 0; d < kColumnSteps; ++d) {
       const int n = k * kColumnSteps + d;
@@ -107,19 +107,19 @@ __device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t
   }
 }
 
-// The same for weights that are all there.
+// The same with P of all keys at hand.
 template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
 __device__ __forceinline__ void mma_rs(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w, uint32_t tile,
                                        int first_column_step = 0) {
-  mma_rs_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step, [&](int k, uint32_t(&part)[kMt][4]) {
+  mma_rs_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step, [&](int k, uint32_t(&a)[kMt][4]) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) part[i][r] = w[i][k][r];
+      for (int r = 0; r < 4; ++r) a[i][r] = w[i][k][r];
   });
 }
 
-// How an operand of a product over k lies in shared memory.
+// The layout of an operand in shared memory.
 enum class Major {
   k,
   mn
@@ -134,7 +134,7 @@ __device__ __forceinline__ void mma_ss(Accumulator<kMt, kNt> &acc, uint32_t a_ti
   constexpr int kBatch = kNt < 4 ? kNt : 4, kBatches = kNt / kBatch, kSteps = kKSteps * kBatches;
   static_assert(kNt % kBatch == 0 && kBatch % 2 == 0);
   const int lane = threadIdx.x & 31;
-  // Where the four 8 x 8 matrices of a fragment begin: A takes rows first, B takes k first.
+  // Rows of the four 8 x 8 matrices of a fragment: A takes rows first, B takes k first.
   const int low = lane & 15, high = lane >> 4, mixed = (lane & 7) + (high << 3), middle = (lane >> 3) & 1;
   const uint32_t a =
       a_tile + (kA == Major::k ? swizzled<kAPitch>(first_row + low, high) : swizzled<kAPitch>(mixed, first_row / 8 + middle));
