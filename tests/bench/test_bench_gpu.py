@@ -50,6 +50,18 @@ class Turns(unittest.TestCase):
             self.assertLessEqual(max(behind), 2 * min(behind) + 1)
 
 
+class Before(unittest.TestCase):
+    def test_rows_slower_than_the_library_before_are_named(self):
+        rows = recorded()["rows"][:3]
+        for row, before in zip(rows, (1.0, 1.05, 0.9)):
+            row["ms"]["before"] = row["ms"]["ours"] * before
+            report.add_ratios(row)
+        text = report.summary(rows, {})
+        self.assertIn("against the library before: geometric mean 0.9813, 1 rows below 0.99", text)
+        self.assertIn(rows[2]["name"], text[text.index("against the library before"):])
+        self.assertNotIn(rows[1]["name"], text[text.index("against the library before"):])
+
+
 class Grid(unittest.TestCase):
     def test_names_tell_rows_apart(self):
         for quick in (False, True):
