@@ -21,8 +21,8 @@
  *   cannot do it refuses with a status and a sentence (fa_last_error()) that names the argument and its value; no option is
  *   silently ignored.
  * - Shapes, strides and offsets are 64-bit and count elements, never bytes.
- * - Structs begin with `struct_size`, only ever grow at the end, and zero means "default" in every field. Old programs run with
- *   new libraries. New programs run with old libraries as long as they leave the new fields zero.
+ * - Structs (all but ::fa_tensor) begin with `struct_size`, only ever grow at the end, and zero means "default" in every field. Old
+ *   programs run with new libraries. New programs run with old libraries as long as they leave the new fields zero.
  * - A context serves one thread at a time; different contexts are independent.
  * - On a CUDA context, every tensor is memory that device can use, calls only enqueue work on the caller's stream, and
  *   nothing waits for the device. On a CPU context, tensors are host memory and a call returns when its work is done.
@@ -639,10 +639,10 @@ typedef struct fa_merge_problem {
   uint32_t struct_size;
   /** Number of parts, at least 1; at most 256 on CUDA. */
   int32_t num_parts;
-  /** Array of num_parts tensors, in host memory: `out` of each part, (b, s_q, h_q, d_v) or (total_q, h_q, d_v). All have the shape of
-   * `out` and one dtype: fp32, fp16 or bf16. Stride of d_v must be 1. */
+  /** Array of num_parts tensors: `out` of each part, (b, s_q, h_q, d_v) or (total_q, h_q, d_v). All have the shape of `out` and one
+   * dtype: fp32, fp16 or bf16. Stride of d_v must be 1. The array is in host memory and is read during the call only. */
   const fa_tensor *out_parts;
-  /** Array of num_parts tensors, in host memory: `lse` of each part, fp32, (b, h_q, s_q) or (h_q, total_q). */
+  /** Array of num_parts tensors, as out_parts: `lse` of each part, fp32, (b, h_q, s_q) or (h_q, total_q). */
   const fa_tensor *lse_parts;
   /** Result, shape of a part; fp32, fp16 or bf16; stride of d_v must be 1. May be the same view as `out` of one of the parts. */
   fa_tensor out;

@@ -560,7 +560,7 @@ TEST_F(Calls, MergeWithoutRows) {
   fa_merge_problem merge;
   fa_merge_problem_init(&merge, sizeof merge);
   constexpr int64_t kHuge = int64_t{1} << 40;
-  for (const int zero : {0, 1, 2}) {
+  for (const int zero : {0, 1}) {
     fa_tensor out{nullptr, {kHuge, kHuge, kHuge, 8}, {8, 8, 8, 1}, FA_FLOAT32, 4}, lse{nullptr, {}, {1, 1, 1}, FA_FLOAT32, 3};
     out.shape[zero] = 0;
     lse.shape[0] = out.shape[0], lse.shape[1] = out.shape[2], lse.shape[2] = out.shape[1];
