@@ -37,9 +37,11 @@ if(NOT FA_WITH_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# Writes one source a line of `table` and dtype from `template` and appends them to the list named `sources`. With a last argument ANY a
-# kernel serves every dtype: one source a line.
-function(fa_cuda_instances table template prefix sources)
+# Writes one source for each line of `table` and dtype from `template`, both in src/cuda/kernels/`folder`, and appends them to the list named
+# `sources`. With a last argument ANY a kernel serves every dtype, and there is one source for each line.
+function(fa_cuda_instances folder table template prefix sources)
+  set(table "${PROJECT_SOURCE_DIR}/src/cuda/kernels/${folder}/${table}")
+  set(template "${PROJECT_SOURCE_DIR}/src/cuda/kernels/${folder}/${template}")
   file(READ "${table}" text)
   string(REGEX MATCHALL "\n  X\\([a-z0-9_]+," lines "${text}")
   if(NOT lines)

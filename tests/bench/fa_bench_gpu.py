@@ -5,7 +5,7 @@
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 
 Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
-faster ours is; `x FA3` goes through the published ratio of FA3 to cuDNN (tests/bench/gpu/published.json); `x plain` compares rows
+faster ours is; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
 with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
 run the kernels for that chip, plain ones too, whatever the device is. In the section fp8, ours and the published FA3 take e4m3 operands,
 all others, `x plain` too, bf16. In the section decode, `x read` compares with a kernel that only

@@ -2,7 +2,7 @@
 // Which devices a list of architectures serves.
 #include <gtest/gtest.h>
 
-#include "cuda/plan.h"
+#include "cuda/host/plan.h"
 
 namespace fa::cuda {
 namespace {

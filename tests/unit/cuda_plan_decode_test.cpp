@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/decode/table.h"
-#include "cuda/extend/table.h"
-#include "cuda/latent/table.h"
+#include "cuda/kernels/decode/table.h"
+#include "cuda/kernels/extend/table.h"
+#include "cuda/kernels/mla/table.h"
 #include "unit/cuda_plans.h"
 
 namespace fa::cuda {
@@ -27,7 +27,7 @@ TEST(CudaPlan, SharesEndWithItems) {
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family != Family::decode || plan.pieces > 0) continue;
         const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].blocks_on(device.shared_bytes);
-        const int64_t heads = batch * p.heads_k, items = heads >> plan.abreast_log2;
+        const int64_t heads = batch * p.heads_k, items = heads >> plan.coscheduled_log2;
         if (heads > room || room / heads * heads * 16 < room * 15) continue;
         ++reached;
         EXPECT_TRUE(plan.ranges % items == 0 || items == plan.ranges * 2) << name << ", " << head_dim << ", " << batch;
@@ -54,7 +54,7 @@ TEST(CudaPlan, DecodeWorkspace) {
           const int64_t room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
-          EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.abreast_log2) << name;
+          EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.coscheduled_log2) << name;
           Problem uneven = p;
           uneven.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
           const ForwardPlan even_shares = forward_plan(uneven, device);
@@ -115,17 +115,17 @@ TEST(CudaPlan, DecodeSums) {
                        ", heads " + std::to_string(heads_k) + ", splits " + std::to_string(num_splits) +
                        (invariant ? ", invariant" : "") + (alike ? "" : ", unlike");
               };
-              const int64_t heads = batch * heads_k, items = heads >> plan.abreast_log2,
+              const int64_t heads = batch * heads_k, items = heads >> plan.coscheduled_log2,
                             room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
               EXPECT_EQ(plan.counters, 0) << text();
               if (plan.pieces > 0) {
-                EXPECT_EQ(plan.cuts, plan.pieces > 1 ? heads : 0) << text();
-                EXPECT_FALSE(plan.cuts_by_range) << text();
+                EXPECT_EQ(plan.split_tiles, plan.pieces > 1 ? heads : 0) << text();
+                EXPECT_FALSE(plan.split_tiles_by_partition) << text();
               } else {
                 // Sequences that may be unlike can have any cut; of others shares may end where items do.
                 const bool all_alike = alike || batch == 1, cut = !all_alike || cuts_alike(plan, items, 10000);
-                EXPECT_EQ(plan.cuts, cut ? std::min<int64_t>(items, plan.ranges) << plan.abreast_log2 : 0) << text();
-                EXPECT_EQ(plan.cuts_by_range, cut && items > plan.ranges) << text();
+                EXPECT_EQ(plan.split_tiles, cut ? std::min<int64_t>(items, plan.ranges) << plan.coscheduled_log2 : 0) << text();
+                EXPECT_EQ(plan.split_tiles_by_partition, cut && items > plan.ranges) << text();
                 for (int64_t keys_now = 1; !cut && !alike && keys_now < 10000; keys_now = keys_now * 5 / 4 + 1) {
                   EXPECT_FALSE(cuts_alike(plan, items, keys_now)) << text() << ", " << keys_now << " keys";
                 }
@@ -135,23 +135,23 @@ TEST(CudaPlan, DecodeSums) {
               // Even shares: as much room whatever the problem is, for lengths on the device may cut it.
               EXPECT_EQ(plan.cuts_offset % 16, 0u) << text();
               EXPECT_GE(plan.cuts_offset, plan.split_lse_offset + static_cast<size_t>(slots * shape.rows()) * 8) << text();
-              EXPECT_LE(plan.cuts_offset + static_cast<size_t>((plan.pieces > 0 ? plan.cuts : room) * decode::kCutBytes),
+              EXPECT_LE(plan.cuts_offset + static_cast<size_t>((plan.pieces > 0 ? plan.split_tiles : room) * decode::kCutBytes),
                         plan.workspace_bytes)
                   << text();
-              EXPECT_LE(plan.cuts, plan.pieces > 0 ? heads : room) << text();
+              EXPECT_LE(plan.split_tiles, plan.pieces > 0 ? heads : room) << text();
               // As many blocks for each cut, and they shall stand beside the kernel that cuts.
-              if (plan.cuts == 0) {
-                EXPECT_EQ(plan.sum_blocks, 0) << text();
+              if (plan.split_tiles == 0) {
+                EXPECT_EQ(plan.combine_ctas, 0) << text();
                 ++none;
                 continue;
               }
-              EXPECT_EQ(plan.sum_blocks % plan.cuts, 0) << text();
-              EXPECT_GE(plan.sum_blocks, plan.cuts) << text();
-              EXPECT_LE(plan.sum_blocks, std::max<int64_t>(2 * device.multiprocessors, plan.cuts)) << text();
+              EXPECT_EQ(plan.combine_ctas % plan.split_tiles, 0) << text();
+              EXPECT_GE(plan.combine_ctas, plan.split_tiles) << text();
+              EXPECT_LE(plan.combine_ctas, std::max<int64_t>(2 * device.multiprocessors, plan.split_tiles)) << text();
               // No block without columns to sum.
-              EXPECT_LT((plan.sum_blocks / plan.cuts - 1) * decode::kSumColumns, p.group * shape.head_dim) << text();
-              ++(plan.cuts_by_range ? by_range : by_item);
-              more_than_beside += plan.sum_blocks > 2 * device.multiprocessors;
+              EXPECT_LT((plan.combine_ctas / plan.split_tiles - 1) * decode::kSumColumns, p.group * shape.head_dim) << text();
+              ++(plan.split_tiles_by_partition ? by_range : by_item);
+              more_than_beside += plan.combine_ctas > 2 * device.multiprocessors;
             }
           }
         }
@@ -173,10 +173,10 @@ Problem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
 TEST(CudaPlan, LatentCaches) {
   const auto family = [](const Problem &p) { return forward_plan(p, h200()).family; };
   for (const int64_t heads : {1, 16, 128}) {
-    for (const int64_t seqlen_q : {1, 2, 3000}) EXPECT_EQ(family(latent_cache(seqlen_q, 5000, heads)), Family::latent);
+    for (const int64_t seqlen_q : {1, 2, 3000}) EXPECT_EQ(family(latent_cache(seqlen_q, 5000, heads)), Family::mla);
   }
   Problem p = latent_cache(1, 5000, 16);
-  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "latent_fwd_bf16_d576_split");
+  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "mla_fwd_bf16_d576_split");
   p = latent_cache(1, 5000, 16);
   p.v.data = static_cast<char *>(p.k.data) + 16;
   EXPECT_EQ(family(p), Family::sm80);
@@ -205,7 +205,7 @@ TEST(CudaPlan, LatentPairs) {
     p.batch = batch;
     const ForwardPlan plan = forward_plan(p, h200());
     EXPECT_EQ(plan.cluster, pairs ? 2 : 0) << batch << " x " << keys;
-    EXPECT_EQ(latent::kShapes[plan.shape].pairs, pairs) << batch << " x " << keys;
+    EXPECT_EQ(mla::kShapes[plan.shape].pairs, pairs) << batch << " x " << keys;
     if (pairs) {
       EXPECT_EQ(plan.blocks, 2 * batch);
     }
@@ -319,8 +319,8 @@ TEST(CudaPlan, DecodeByClusters) {
       EXPECT_LE(plan.blocks, device.multiprocessors);
       EXPECT_EQ(plan.workspace_bytes, 0u);
       EXPECT_EQ(plan.counters, 0);
-      EXPECT_EQ(plan.cuts, 0);
-      EXPECT_EQ(plan.sum_blocks, 0) << "what the blocks have meets in their shared memory";
+      EXPECT_EQ(plan.split_tiles, 0);
+      EXPECT_EQ(plan.combine_ctas, 0) << "what the blocks have meets in their shared memory";
     }
     return plan.cluster;
   };
@@ -388,11 +388,11 @@ TEST(CudaPlan, DecodeWithMuchToDo) {
     p.q_lengths.max_len = 1;
     p.batch = batch;
     const ForwardPlan plan = forward_plan(p, h200());
-    EXPECT_EQ(plan.cuts > 0, batch == 8 || batch == 33) << batch;
-    EXPECT_EQ(plan.next_starts_early, plan.cuts > 0) << batch;
+    EXPECT_EQ(plan.split_tiles > 0, batch == 8 || batch == 33) << batch;
+    EXPECT_EQ(plan.allow_early_dependents, plan.split_tiles > 0) << batch;
   }
   p.k_lengths.max_len = 1024;
-  EXPECT_TRUE(forward_plan(p, h200()).next_starts_early) << "too short";
+  EXPECT_TRUE(forward_plan(p, h200()).allow_early_dependents) << "too short";
 }
 
 // More rows than decode kernels have, or more queries on pages: blocks of rows, whose keys are split.
@@ -432,11 +432,11 @@ TEST(CudaPlan, ExtendKernels) {
     speculation.k.dtype = speculation.v.dtype = keys;
     const ForwardPlan in_step = forward_plan(speculation, h200());
     ASSERT_EQ(in_step.family, Family::extend);
-    EXPECT_EQ(in_step.abreast_log2, keys == Dtype::bf16 ? 3 : 0);
+    EXPECT_EQ(in_step.coscheduled_log2, keys == Dtype::bf16 ? 3 : 0);
     EXPECT_EQ(in_step.blocks, keys == Dtype::bf16 ? 128 : h200().multiprocessors);
   }
-  EXPECT_EQ(plan.cuts, 0);
-  EXPECT_EQ(plan.sum_blocks, 0);
+  EXPECT_EQ(plan.split_tiles, 0);
+  EXPECT_EQ(plan.combine_ctas, 0);
   // Of few heads there are many parts, which a launch of their own sums.
   Problem lone = p;
   lone.batch = lone.group = 1;
@@ -445,10 +445,10 @@ TEST(CudaPlan, ExtendKernels) {
     lone.heads_q = lone.heads_k = heads;
     const ForwardPlan few = forward_plan(lone, h200());
     ASSERT_EQ(few.family, Family::extend);
-    EXPECT_EQ(few.cuts, heads == 23 ? 0 : heads) << heads;
+    EXPECT_EQ(few.split_tiles, heads == 23 ? 0 : heads) << heads;
     EXPECT_EQ(few.counters > 0, heads == 23) << heads;
-    EXPECT_EQ(few.sum_blocks % std::max(few.cuts, 1), 0) << heads;
-    EXPECT_EQ(few.sum_blocks > 0, heads < 23) << heads;
+    EXPECT_EQ(few.combine_ctas % std::max(few.split_tiles, 1), 0) << heads;
+    EXPECT_EQ(few.combine_ctas > 0, heads < 23) << heads;
     if (heads == 1) {
       EXPECT_EQ(few.ranges, h200().multiprocessors);
     }
@@ -492,7 +492,7 @@ TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
         }
         const ForwardPlan plan = forward_plan(p, device.device);
         ASSERT_EQ(plan.family, Family::decode) << device.name;
-        ASSERT_GE(plan.shape, decode::kFirstOfBytes) << device.name;
+        ASSERT_GE(plan.shape, decode::kFirst8Bit) << device.name;
         EXPECT_EQ(kernel_name(p, plan).rfind(dtype == Dtype::i8 ? "decode_fwd_bf16_i8_d128" : "decode_fwd_bf16_e4m3_d128", 0),
                   0u);
         // Any number of rows, in as many blocks as they need.

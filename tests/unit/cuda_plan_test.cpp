@@ -9,17 +9,17 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/decode/table.h"
-#include "cuda/extend/table.h"
-#include "cuda/latent/table.h"
-#include "cuda/simt/backward_table.h"
-#include "cuda/simt/forward_table.h"
-#include "cuda/sm80/backward_table.h"
-#include "cuda/sm80/forward_table.h"
-#include "cuda/sm90/backward_table.h"
-#include "cuda/sm90/copied_values.h"
-#include "cuda/sm90/forward_table.h"
-#include "cuda/sm90/tile_order.h"
+#include "cuda/kernels/bwd_simt/backward_table.h"
+#include "cuda/kernels/bwd_sm80/backward_table.h"
+#include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/decode/table.h"
+#include "cuda/kernels/extend/table.h"
+#include "cuda/kernels/fwd_simt/forward_table.h"
+#include "cuda/kernels/fwd_sm80/forward_table.h"
+#include "cuda/kernels/fwd_sm90/forward_table.h"
+#include "cuda/kernels/fwd_sm90/tile_order.h"
+#include "cuda/kernels/fwd_sm90/transposed_v.h"
+#include "cuda/kernels/mla/table.h"
 #include "unit/cuda_plans.h"
 
 namespace fa::cuda {
@@ -54,7 +54,7 @@ int32_t shared_bytes(const ForwardPlan &plan) {
   if (plan.family == Family::sm90) return sm90::kForwardShapes[plan.shape].shared_bytes();
   if (plan.family == Family::decode) return decode::kShapes[plan.shape].shared_bytes();
   if (plan.family == Family::extend) return extend::kShapes[plan.shape].shared_bytes();
-  if (plan.family == Family::latent) return latent::kShapes[plan.shape].shared_bytes();
+  if (plan.family == Family::mla) return mla::kShapes[plan.shape].shared_bytes();
   return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
 }
 int32_t shared_bytes(const BackwardPlan &plan) {
@@ -81,7 +81,7 @@ void for_everything(Body body) {
 
 // family_pass_dtype_shape.
 bool is_kernel_name(const std::string &name) {
-  for (const std::string family : {"sm80", "sm90", "simt", "decode", "extend", "latent"}) {
+  for (const std::string family : {"sm80", "sm90", "simt", "decode", "extend", "mla"}) {
     for (const std::string pass : {"_fwd", "_bwd"}) {
       for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
         const std::string start = family + pass + dtype;
@@ -174,14 +174,14 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
               forward.insert({of_bytes.family, of_bytes.shape});
             }
           }
-          Problem latent = p;
-          latent.v = latent.k;
+          Problem mla = p;
+          mla.v = mla.k;
           for (const int64_t seqlen_q : {int64_t{1}, p.q_lengths.max_len}) {
             if (head_dim_v > head_dim) continue;
-            latent.q_lengths.max_len = seqlen_q;
+            mla.q_lengths.max_len = seqlen_q;
             for (const int64_t keys : {512, 1000}) {
-              latent.k_lengths.max_len = keys;
-              const ForwardPlan plan = forward_plan(latent, device);
+              mla.k_lengths.max_len = keys;
+              const ForwardPlan plan = forward_plan(mla, device);
               forward.insert({plan.family, plan.shape});
             }
           }
@@ -196,7 +196,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
     }
   }
   EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes +
-                                                decode::kNumShapes + extend::kNumShapes + latent::kNumShapes));
+                                                decode::kNumShapes + extend::kNumShapes + mla::kNumShapes));
   EXPECT_EQ(backward.size(),
             static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
 }
@@ -519,10 +519,10 @@ TEST(CudaPlan, HopperBackwardKernels) {
     EXPECT_EQ(ordered.family, Family::sm90) << head_dim;
     EXPECT_FALSE(ordered.zero_dq_sum) << head_dim;
     // In order at most eight blocks of keys of a head are worked on at once, if there are heads enough.
-    EXPECT_GE(ordered.heads_per_section,
+    EXPECT_GE(ordered.heads_per_l2_group,
               std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
         << head_dim;
-    EXPECT_GE(ordered.heads_per_section, unordered.heads_per_section) << head_dim;
+    EXPECT_GE(ordered.heads_per_l2_group, unordered.heads_per_l2_group) << head_dim;
     // Blocks of threads stay, or pairs of them; those of long walks with 256 columns own a block of keys.
     EXPECT_EQ(unordered.blocks, head_dim == 256 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
     if (head_dim == 256) {
@@ -598,14 +598,14 @@ TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
         ASSERT_EQ(plan_forward(forward_of(p), device, forward, error), FA_OK) << error.text;
         ASSERT_EQ(plan_backward(backward_of(p), device, backward, error), FA_OK) << error.text;
         const int64_t heads = p.batch * p.heads_q;
-        for (const int64_t section : {forward.heads_per_section, backward.heads_per_section}) {
+        for (const int64_t section : {forward.heads_per_l2_group, backward.heads_per_l2_group}) {
           const int64_t sections = (heads + section - 1) / section;
           EXPECT_LT(section * sections - heads, sections)
               << "D" << head_dim << " S" << seqlen << ": " << section << " of " << heads;
         }
         // A launch must not end with one short section of long walks.
         if (causal) {
-          EXPECT_GE(std::max<int64_t>(forward.heads_per_section, forward.last_batch * p.heads_q), std::min<int64_t>(heads, 12))
+          EXPECT_GE(std::max<int64_t>(forward.heads_per_l2_group, forward.last_batch * p.heads_q), std::min<int64_t>(heads, 12))
               << "D" << head_dim << " S" << seqlen;
         }
       }
@@ -622,7 +622,7 @@ TEST(CudaPlan, HopperLaunchesEndWithALongSection) {
     if (causal) p.band.right = 0;
     const ForwardPlan plan = forward_plan(p, h200());
     EXPECT_LT(plan.last_batch, p.batch);
-    EXPECT_TRUE(plan.last_batch == 0 || plan.last_batch * p.heads_q > plan.heads_per_section);
+    EXPECT_TRUE(plan.last_batch == 0 || plan.last_batch * p.heads_q > plan.heads_per_l2_group);
     return plan.last_batch;
   };
   EXPECT_EQ(last_batch(1024, true), 3);  // of 16: 288 tiles for 132 multiprocessors
@@ -647,7 +647,7 @@ TEST(CudaPlan, SectionsOfPackedSequencesLieWithinOne) {
         const ForwardPlan plan = forward_plan(p, h200());
         EXPECT_EQ(plan.family, Family::sm90);
         EXPECT_EQ(plan.last_batch, 0);
-        EXPECT_TRUE(plan.heads_per_section >= 1 && plan.heads_per_section <= heads) << plan.heads_per_section;
+        EXPECT_TRUE(plan.heads_per_l2_group >= 1 && plan.heads_per_l2_group <= heads) << plan.heads_per_l2_group;
       }
     }
   }
@@ -661,7 +661,7 @@ TEST(CudaPlan, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
       std::set<std::array<int, 3>> seen;
       std::vector<int> row_blocks;
       for (int n = 0; n < kBlocks * kHeads * kBatch; ++n) {
-        const BlockOrder::Place place = order.at(n);
+        const L2HeadOrder::Place place = order.at(n);
         seen.insert({place.row_block, place.batch, place.head});
         EXPECT_TRUE(place.row_block >= 0 && place.row_block < kBlocks && place.head >= 0 && place.head < kHeads &&
                     place.batch >= 0 && place.batch < kBatch);

@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "cuda/plan.h"
+#include "cuda/host/plan.h"
 #include "unit/cuda_problem.h"
 
 namespace fa::cuda {

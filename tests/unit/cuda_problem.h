@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/plan.h"
+#include "cuda/host/plan.h"
 
 namespace fa::cuda {
 

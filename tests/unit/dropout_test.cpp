@@ -2,9 +2,12 @@
 // The library's random bits against the tests' own statement of the rule, and against published vectors.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 
 #include "core/philox.h"
+#include "cuda/common/scores.h"
 #include "reference/dropout.h"
 
 namespace fa {
@@ -34,6 +37,23 @@ TEST(Dropout, BitsFollowTheDocumentedRule) {
     ASSERT_EQ(dropout_bits(dropout_key(seed, offset), static_cast<uint32_t>(batch * 7 + head), i, j),
               reference::dropout_bits(seed, offset, batch, 7, head, i, j));
   }
+}
+
+// P of CUDA kernels, for every p: held high enough not to underflow, and within fp16.
+TEST(Dropout, PIsHeldWithinHalfPrecision) {
+  for (int threshold = 0; threshold < 65536; ++threshold) {
+    const float keep_scale = static_cast<float>(65536.0 / (65536 - threshold));
+    const int exponent = cuda::p_exponent(keep_scale);
+    const float scale = std::ldexp(1.f, exponent), slack = cuda::rescale_threshold(exponent);
+    ASSERT_GE(scale, std::min(keep_scale, 32768.f)) << threshold;
+    ASSERT_LT(scale, 2 * keep_scale) << threshold;
+    ASSERT_GE(slack, 0) << threshold;
+    ASSERT_LE(scale * std::exp2(slack), 32768.f) << threshold;
+    if (keep_scale <= 128) {
+      ASSERT_EQ(slack, cuda::kRescaleThreshold) << threshold;
+    }
+  }
+  EXPECT_EQ(cuda::p_exponent(1), 0);  // without dropout
 }
 
 }  // namespace

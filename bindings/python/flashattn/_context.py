@@ -444,7 +444,7 @@ class Context:
         queries on the way if there are tables.
 
         `seqused_k` receives the rows each sequence has afterwards; rotated queries go to `q_out`, or stay in `q`. Caches in int8 or fp8 have
-        factors: `k_descale` and `v_descale` are read if there is one a sequence and head, written if one a row and head. flashattn.h
+        descales: `k_descale` and `v_descale` are read if there is one per sequence and head, written if one per row and head. flashattn.h
         (fa_append) documents shapes.
         """
         holds: Holds = []

@@ -16,7 +16,7 @@ struct Launch {
   int threads = 0;
   int shared_bytes = 0;  // dynamic
   int64_t blocks = 0;    // 0: nothing to do
-  bool chained = false;  // may start while the launch before it still runs, and itself waits for that one (wait_for_previous)
+  bool pdl = false;      // may start while the launch before it still runs, and itself waits for that one (wait_for_previous)
   int cluster = 0;  // blocks of a cluster, for kernels that ask for their number; clusters may be larger than every chip has
 };
 

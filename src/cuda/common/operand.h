@@ -9,7 +9,7 @@
 namespace fa::cuda {
 
 // Whether every row starts on 16 bytes and is whole 16-byte pieces.
-FA_HD bool takes_vectors(const Operand &t, int64_t head_dim) {
+FA_HD bool has_16_byte_rows(const Operand &t, int64_t head_dim) {
   const int64_t elements = 16 / dtype_bytes(t.dtype);
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
          (t.batch_stride | t.seq_stride | t.head_stride | head_dim) % elements == 0;

@@ -54,38 +54,6 @@ __device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool 
   return any != 0;
 }
 
-// Barriers in shared memory (8 bytes), which `arrivals` complete, phase by phase. Warps sleep while they wait, which chips before
-// sm_90 cannot: there these are not to be used.
-#if __CUDA_ARCH__ >= 900
-constexpr bool kWaitsForMemory = true;
-#else
-constexpr bool kWaitsForMemory = false;
-#endif
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-// Without a branch.
-__device__ __forceinline__ void barrier_arrive_if(bool condition, uint32_t barrier) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
-               "r"(static_cast<int>(condition))
-               : "memory");
-}
-// Waits until the phase of that parity has completed: 0 for the first one. A fresh barrier passes a wait for parity 1.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 __device__ __forceinline__ void st_shared_16(uint32_t dst, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(dst), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -136,12 +104,12 @@ __device__ __forceinline__ void count_released(int32_t *counter) {
 
 // For a launch that is chained to the one before it (launch.h), and may start while that still runs: that one says from where on it may;
 // this one waits until all before it is done and its writes are seen. Without effect elsewhere.
-__device__ __forceinline__ void let_next_start() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n");
 #endif
 }
-__device__ __forceinline__ void wait_for_previous() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
@@ -159,18 +127,21 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
                : "r"(address));
 }
 
-// The counterpart of ldmatrix_x4, for a tile whose four 8x8 matrices are the quarters of 16 x 16: rows 0-7 and 8-15 of the
-// first eight columns, then of the others. Lane l gives the address of the l / 16-th 16 bytes of row l % 16.
-__device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+// Stores four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Chips before sm_90 have no stmatrix.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
                : "memory");
 #else
   const int lane = threadIdx.x & 31;
+  const uint32_t matrices[4] = {a, b, c, d};
 #pragma unroll
-  for (int n = 0; n < 4; ++n) st_shared_4(__shfl_sync(~0u, address, 8 * n + (lane >> 2)) + (lane & 3) * 4, r[n]);
+  for (int n = 0; n < 4; ++n) st_shared_4(__shfl_sync(~0u, address, 8 * n + (lane >> 2)) + (lane & 3) * 4, matrices[n]);
 #endif
+}
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  stmatrix_x4(address, r[0], r[1], r[2], r[3]);
 }
 
 // d += a b: a 16x16 row-major, b 16x8 column-major, d 16x8.

@@ -4,14 +4,14 @@
 
 #include "core/problem.h"
 #include "cuda/common/operand.h"
-#include "cuda/common/tile.cuh"
+#include "cuda/common/smem_tile.cuh"
 
 namespace fa::cuda {
 
 // Rows of one head of one sequence that starts at row `start` of its batch.
 template <typename Element>
-__device__ __forceinline__ RowSource<Element> rows_of(const Operand &t, int64_t batch, int64_t start, int rows, int64_t head,
-                                                      int64_t columns, bool vectors) {
+__device__ __forceinline__ RowSource<Element> row_source(const Operand &t, int64_t batch, int64_t start, int rows, int64_t head,
+                                                         int64_t columns, bool vectors) {
   RowSource<Element> s{};
   s.base = static_cast<const Element *>(t.data) + batch * t.batch_stride + start * t.seq_stride + head * t.head_stride;
   s.row_stride = t.seq_stride;

@@ -5,15 +5,14 @@
 #include <math_constants.h>
 
 #include "core/problem.h"
-#include "cuda/common/dropout.cuh"
 #include "cuda/common/ptx.cuh"
+#include "cuda/common/rng.cuh"
+#include "cuda/common/scores.h"
 
 namespace fa::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-// Forward: the logarithm of what P may exceed 1 by before the row maximum is raised.
-constexpr float kLag = 8.0f;
 
 __device__ __forceinline__ float load_score(const ScoreTensor &t, int64_t index) {
   if (t.dtype == Dtype::f32) return static_cast<const float *>(t.data)[index];

@@ -2,6 +2,8 @@
 // What kernels may be asked to do to scores besides scale, band and lengths: sets of bits, by which the plan finds a kernel.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "core/problem.h"
@@ -38,6 +40,27 @@ inline ScoreSet scores_of(const Problem &p) {
   if (p.bias.data != nullptr) scores |= is_tile_bias(p) ? kTileBias : kAnyBias;
   return scores;
 }
+
+// Forward: the usual threshold of lazy rescaling. m is raised, and out rescaled, when a score exceeds m by more than this in base 2.
+constexpr float kRescaleThreshold = 8.0f;
+
+// Kernels with dropout hold P times 2^p_exponent wherever they round it to 16 bits: the smallest power of two that is not below
+// keep_scale = 1 / (1 - p), but at most 2^15.
+//
+// fp16 loses precision below 2^-14 and ends at 2^-24. With p = 0.999 a row keeps one key of a thousand, and the P of that key is usually
+// far below the row's largest. Rounded before it is multiplied by keep_scale, such a P has few bits left or none. P * 2^p_exponent is at
+// least what unfused attention rounds, P * keep_scale.
+//
+// The largest number of fp16 is 65504. P * 2^p_exponent stays below it:
+//
+//              P at most                              P * 2^p_exponent at most
+//    forward   2^rescale_threshold, unnormalised      2^15: the threshold is kRescaleThreshold or, if less, 15 - p_exponent
+//    backward  1, normalised by lse                   2^15
+//
+// Only p = 65535 / 65536 has a keep_scale beyond 2^15, of 2^16; its P * 2^15 is half of what unfused attention rounds.
+constexpr int kMaxPExponent = 15;
+inline int p_exponent(float keep_scale) { return std::min(static_cast<int>(std::ceil(std::log2(keep_scale))), kMaxPExponent); }
+inline float rescale_threshold(int p_exponent) { return std::min(kRescaleThreshold, static_cast<float>(kMaxPExponent - p_exponent)); }
 
 // Numbers in the unit of raw products q k^T. Kernels that add to scores before they scale them keep the scale for the exponential.
 struct RawUnit {

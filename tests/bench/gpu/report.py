@@ -10,7 +10,9 @@ from pathlib import Path
 
 from . import cases
 
-PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())["rows"]
+# Figures of others, in TFLOP/s or microseconds. Forward and backward rows come from the direct comparison with FA3, of which the guides draw pictures.
+PEERS = json.loads((Path(__file__).resolve().parents[3] / "docs" / "data" / "peers.json").read_text())
+PUBLISHED = {**json.loads((Path(__file__).parent / "published.json").read_text())["rows"], **PEERS["rows"]}
 RATIOS = ("fa2", "cudnn", "fa3", "plain", "read")  # in row["ratios"]: how many times faster ours is
 
 

@@ -17,16 +17,16 @@
 
 #include "api/context.h"
 #include "core/validate.h"
-#include "cuda/backend.h"
-#include "cuda/decode/table.h"
-#include "cuda/extend/table.h"
-#include "cuda/latent/table.h"
-#include "cuda/simt/backward_table.h"
-#include "cuda/simt/forward_table.h"
-#include "cuda/sm80/backward_table.h"
-#include "cuda/sm80/forward_table.h"
-#include "cuda/sm90/backward_table.h"
-#include "cuda/sm90/forward_table.h"
+#include "cuda/host/backend.h"
+#include "cuda/kernels/bwd_simt/backward_table.h"
+#include "cuda/kernels/bwd_sm80/backward_table.h"
+#include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/decode/table.h"
+#include "cuda/kernels/extend/table.h"
+#include "cuda/kernels/fwd_simt/forward_table.h"
+#include "cuda/kernels/fwd_sm80/forward_table.h"
+#include "cuda/kernels/fwd_sm90/forward_table.h"
+#include "cuda/kernels/mla/table.h"
 #include "gpu/device.h"
 #include "parity/runner.h"
 #include "unit/cuda_problem.h"
@@ -59,7 +59,7 @@ std::set<std::string> all_kernels(bool sm90) {
         names.insert((shape.fp8 ? "sm90_fwd_e4m3_to_" : "sm90_fwd_") + dtype + "_" + shape.name);
     }
     add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
-    add_names(fa::cuda::latent::kShapes, "latent_fwd_", {"f16", "bf16"}, names);
+    add_names(fa::cuda::mla::kShapes, "mla_fwd_", {"f16", "bf16"}, names);
     for (const fa::cuda::extend::Shape &shape : fa::cuda::extend::kShapes)
       add_cache_names("extend_fwd_", shape.name, shape.staged > 0, names);
   }
@@ -252,7 +252,7 @@ std::vector<Case> cases() {
     for (const auto &[heads, keys] :
          {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // at last two blocks of threads for each block of rows
       Case c;
-      c.seed = seed_for("every latent kernel") + static_cast<int64_t>(all.size());
+      c.seed = seed_for("every mla kernel") + static_cast<int64_t>(all.size());
       c.dtype = dtype;
       c.batch = 2;
       c.heads_k = 1;

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/common/operand.h"
+#include "cuda/host/launches.h"
+#include "cuda/kernels/bwd_sm80/backward.h"
+#include "cuda/kernels/fwd_sm80/forward.h"
+
+namespace fa::cuda::sm80 {
+namespace {
+
+// Sizes of what is absent are 0; what exceeds every row and key divides them into one piece.
+Divisor divisor(int64_t value) { return Divisor(std::clamp<int64_t>(value, 1, int64_t{1} << 30)); }
+
+// Whether keys 2 n and 2 n + 1 of a row can be read at once.
+bool takes_pairs(const ScoreTensor &t) {
+  return t.col_stride == 1 && reinterpret_cast<uintptr_t>(t.data) % (2 * dtype_bytes(t.dtype)) == 0 &&
+         (t.batch_stride | t.head_stride | t.row_stride) % 2 == 0;
+}
+
+}  // namespace
+
+fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+  const ForwardShape &shape = kForwardShapes[plan.shape];
+  char *memory = static_cast<char *>(workspace);
+  auto &params = launches.make_params<ForwardParams>();
+  params.problem = p;
+  params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.order = L2HeadOrder(plan.row_blocks, std::max<int64_t>(plan.rows_per_token == 1 ? p.heads_q : p.heads_k, 1),
+                             std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group, !params.limits.unlimited_right());
+  params.num_splits = divisor(plan.num_splits);
+  params.rows_per_token = divisor(plan.rows_per_token);
+  params.group = divisor(p.group);
+  params.page_size = divisor(p.page_size);
+  params.mask_size_q = divisor(p.block_mask.size_q);
+  params.mask_size_k = divisor(p.block_mask.size_k);
+  params.vector_q = has_16_byte_rows(p.q, p.head_dim);
+  params.vector_k = has_16_byte_rows(p.k, p.head_dim);
+  params.vector_v = has_16_byte_rows(p.v, p.head_dim_v);
+  params.vector_out = has_16_byte_rows(p.out, p.head_dim_v);
+  params.pair_bias = takes_pairs(p.bias);
+  params.raw = raw_unit(p);
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  params.p_exponent = static_cast<float>(exponent);
+  params.rescale_threshold = rescale_threshold(exponent);
+  params.split_out = reinterpret_cast<float *>(memory);
+  params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
+  launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
+               &params);
+  add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
+  return FA_OK;
+}
+
+fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+  const Problem &p = b.forward;
+  auto &params = launches.make_params<BackwardParams>();
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  set_rows(b, plan, kLseUnit, exponent, workspace, params);
+  params.order =
+      L2HeadOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group,
+                  /*last_rows_first=*/false);
+  params.vector_q = has_16_byte_rows(p.q, p.head_dim);
+  params.vector_k = has_16_byte_rows(p.k, p.head_dim);
+  params.vector_v = has_16_byte_rows(p.v, p.head_dim_v);
+  params.vector_dout = has_16_byte_rows(b.dout, p.head_dim_v);
+  params.deterministic = p.deterministic || p.batch_invariant;
+  params.mask_size_q = divisor(p.block_mask.size_q);
+  params.mask_size_k = divisor(p.block_mask.size_k);
+  params.raw = raw_unit(p);
+  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
+
+  const BackwardLaunches kernels = backward_launches(plan.shape, p.q.dtype, params);
+  launches.add("backward row kernel", backward_rows_launch(params), &params);
+  if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr)
+    launches.add("backward kernel", kernels.main, &params);
+  if (b.dq.data != nullptr) launches.add("dq kernel", kernels.dq, &params);
+  if (b.dbias.data != nullptr) launches.add("dbias kernel", kernels.bias, &params);
+  if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
+  return FA_OK;
+}
+
+}  // namespace fa::cuda::sm80

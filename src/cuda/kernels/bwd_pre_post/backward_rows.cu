@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of the backward pass that go row by row: its statistics, and the gradient of the sink.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math_constants.h>
+
+#include "cuda/common/operand.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/kernels/bwd_pre_post/backward_rows.h"
+
+namespace fa::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSinkThreads = 512;
+// That a lane has under way: code for older chips has no registers for four.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kRowsAtOnce = 2;
+#else
+constexpr int kRowsAtOnce = 4;
+#endif
+
+// Eight elements of a row as they lie in memory.
+template <int kElementBytes>
+struct Eight {
+  static constexpr int kWords = kElementBytes * 2;
+  uint32_t words[kWords] = {};
+
+  __device__ __forceinline__ void load(const Operand &t, int64_t at) {
+    const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const char *>(t.data) + at * kElementBytes);
+#pragma unroll
+    for (int n = 0; n < kWords; n += 4) {
+      const uint4 x = __ldg(from + n / 4);
+      words[n] = x.x, words[n + 1] = x.y, words[n + 2] = x.z, words[n + 3] = x.w;
+    }
+  }
+  // At any address; zero from `valid` on.
+  __device__ __forceinline__ void load_single(const Operand &t, int64_t at, int valid) {
+    const char *from = static_cast<const char *>(t.data) + at * kElementBytes;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (e >= valid) continue;
+      if constexpr (kElementBytes == 4) {
+        words[e] = reinterpret_cast<const uint32_t *>(from)[e];
+      } else {
+        words[e / 2] |= static_cast<uint32_t>(reinterpret_cast<const unsigned short *>(from)[e]) << (16 * (e & 1));
+      }
+    }
+  }
+
+  // Sum of the products with y; whether one of these elements is not zero.
+  template <typename Element>
+  __device__ __forceinline__ float dot(const Eight &y, bool &any) const {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      if constexpr (kElementBytes == 4) {
+        any |= (words[n] & 0x7FFFFFFFu) != 0;
+        sum += __uint_as_float(words[n]) * __uint_as_float(y.words[n]);
+      } else {
+        any |= (words[n] & 0x7FFF7FFFu) != 0;
+        sum += to_float<Element>(words[n] & 0xFFFFu) * to_float<Element>(y.words[n] & 0xFFFFu);
+        sum += to_float<Element>(words[n] >> 16) * to_float<Element>(y.words[n] >> 16);
+      }
+    }
+    return sum;
+  }
+};
+
+// The statistics of chunk number `index`: kLanes lanes a row, eight columns a lane at a time. kVectors: of out and dout by sixteen bytes.
+template <typename Element, int kLanes, bool kVectors>
+__device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int index) {
+  constexpr int kPass = kThreads / kLanes;  // rows at a time
+  constexpr int kBatch = kVectors && sizeof(Element) == 2 ? kRowsAtOnce : 1;
+  const BackwardProblem &g = a.problem;
+  const Problem &p = g.forward;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
+  const int chunk = index % a.row_chunks, slice = index / a.row_chunks;
+  const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
+  const Sequence q = sequence_of(p.q_lengths, batch);
+  const int rows = min(static_cast<int>(q.len) - chunk * a.chunk_rows, a.chunk_rows);
+  const int64_t first = q.start + chunk * a.chunk_rows;
+  const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
+  const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
+  const float p_exponent = a.p_exponent, delta_unit = __int_as_float((127 - a.p_exponent) << 23);  // 2^-p_exponent
+  const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
+  for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
+    float delta[kBatch] = {}, lse[kBatch] = {};
+    bool any[kBatch] = {};
+    if (rows > 0) {
+      // All loads before anything waits for one of them, those past the last row of that row.
+      for (int column = lane * 8; column < columns; column += kLanes * 8) {
+        Eight<sizeof(Element)> x[kBatch], y[kBatch];
+#pragma unroll
+        for (int m = 0; m < kBatch; ++m) {
+          const int64_t row = first + min(n0 + m * kPass, rows - 1);
+          const int64_t x_at = out + row * p.out.seq_stride + column, y_at = dout + row * g.dout.seq_stride + column;
+          if constexpr (kVectors) {
+            x[m].load(p.out, x_at);
+            y[m].load(g.dout, y_at);
+          } else {
+            x[m].load_single(p.out, x_at, columns - column);
+            y[m].load_single(g.dout, y_at, columns - column);
+          }
+        }
+        if (column == 0) {
+#pragma unroll
+          for (int m = 0; m < kBatch; ++m) lse[m] = all_lse[(first + min(n0 + m * kPass, rows - 1)) * p.lse.seq_stride];
+        }
+#pragma unroll
+        for (int m = 0; m < kBatch; ++m) delta[m] += x[m].template dot<Element>(y[m], any[m]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kBatch; ++m) {
+      const int n = n0 + m * kPass;
+#pragma unroll
+      for (int mask = kLanes / 2; mask > 0; mask /= 2) delta[m] += __shfl_xor_sync(~0u, delta[m], mask);
+      const uint32_t row_lanes = (~0u >> (32 - kLanes)) << (thread & 31 & ~(kLanes - 1));
+      // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
+      if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
+      if (lane != 0 || n >= a.chunk_rows) continue;
+      if (n >= rows || lse[m] == -CUDART_INF_F) {
+        lse[m] = CUDART_INF_F;
+        delta[m] = 0;
+      } else {
+        lse[m] = fmaf(lse[m], a.lse_unit, -p_exponent);
+        if (g.dlse.data != nullptr)
+          delta[m] -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
+      }
+      a.row_lse[int64_t{index} * a.chunk_rows + n] = lse[m];
+      a.row_delta[int64_t{index} * a.chunk_rows + n] = delta[m] * delta_unit;
+    }
+  }
+}
+
+// One block a chunk. The first chunks last: the next kernel begins with them, and finds their dout in the L2 cache.
+template <typename Element, int kLanes>
+__global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
+  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  pdl_launch_dependents();
+  // The stores first: they need nothing that has to be loaded.
+  if (index == 0 && thread == 0 && a.turn != nullptr) a.turn[int64_t{gridDim.x} * a.chunk_turns] = 0;
+  if (thread < a.chunk_turns) a.turn[int64_t{index} * a.chunk_turns + thread] = 0;
+  if (a.dq_sum != nullptr && a.zero_dq_sum) {
+    const int vectors = a.chunk_rows * a.head_dim_bucket / 4;
+    float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{index} * vectors;
+    for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
+  }
+  const int columns = static_cast<int>(a.problem.forward.head_dim_v);
+  if (columns % 8 == 0 && has_16_byte_rows(a.problem.forward.out, columns) && has_16_byte_rows(a.problem.dout, columns)) {
+    chunk_statistics<Element, kLanes, true>(a, index);
+  } else {
+    chunk_statistics<Element, kLanes, false>(a, index);
+  }
+}
+
+template <typename Element>
+const void *rows_kernel(int64_t columns) {
+  void (*kernel)(BackwardRows) = columns <= 64    ? &backward_rows<Element, 8>
+                                 : columns <= 128 ? &backward_rows<Element, 16>
+                                                  : &backward_rows<Element, 32>;
+  return reinterpret_cast<const void *>(kernel);
+}
+
+// One block a head, rows in a fixed order: d sink = sum of P_sink * (dlse - sum of dout * out). The powers of two in row_lse and row_delta
+// cancel.
+__global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
+  __shared__ float sums[kSinkThreads];
+  const Problem &p = a.problem.forward;
+  const int head = blockIdx.x;
+  const float sink = p.sink[head * p.sink_stride] * a.lse_unit, to_log2 = kLog2e / a.lse_unit;
+  const int64_t padded = int64_t{a.row_chunks} * a.chunk_rows;
+  float sum = 0;
+  for (int64_t n = threadIdx.x; n < p.batch * padded; n += kSinkThreads) {
+    const int64_t at = (n / padded * p.heads_q + head) * padded + n % padded;
+    if (a.row_lse[at] != CUDART_INF_F) sum -= exp2f((sink - a.row_lse[at]) * to_log2) * a.row_delta[at];
+  }
+  sums[threadIdx.x] = sum;
+  for (int half = kSinkThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) a.problem.dsink[head * a.problem.dsink_stride] = sums[0];
+}
+
+}  // namespace
+
+Launch backward_rows_launch(const BackwardRows &a) {
+  const Problem &p = a.problem.forward;
+  const void *kernel = p.q.dtype == Dtype::f32   ? rows_kernel<float>(p.head_dim_v)
+                       : p.q.dtype == Dtype::f16 ? rows_kernel<__half>(p.head_dim_v)
+                                                 : rows_kernel<__nv_bfloat16>(p.head_dim_v);
+  return {kernel, kThreads, 0, p.batch * p.heads_q * a.row_chunks};
+}
+
+Launch backward_sink_launch(const BackwardRows &a) {
+  return {reinterpret_cast<const void *>(&backward_sink), kSinkThreads, 0, a.problem.forward.heads_q};
+}
+
+}  // namespace fa::cuda

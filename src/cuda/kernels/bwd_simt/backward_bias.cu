@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient of the bias: a block of threads owns a tile of it and sums dS over every (batch, head, row) that shares it, in a fixed order
+// and without workspace. A second evaluation of S and dP, paid only by those who ask for dbias.
+#include "cuda/kernels/bwd_simt/backward_scores.cuh"
+
+namespace fa::cuda::simt {
+namespace {
+
+using BiasTiling = Tiling<8, 4, 64>;
+
+class BackwardBias : BackwardScores<BiasTiling> {
+  using T = BiasTiling;
+
+ public:
+  using BackwardScores<T>::kSharedBytes;
+
+  __device__ __forceinline__ BackwardBias(const BackwardParams &params, float *shared) : BackwardScores<T>(params, shared) {}
+
+  __device__ __forceinline__ void run() {
+    find_block();
+    clear(sum_);
+    choose(/*own_queries=*/true, /*with_dp=*/true);
+    walk();
+    if (g_.dbias_sum_rows) {
+      store_column_sums();
+    } else {
+      store();
+    }
+  }
+
+  static __host__ __device__ int64_t row_tiles(int64_t rows) { return (rows + T::kOwnRows - 1) / T::kOwnRows; }
+  static __host__ __device__ int64_t column_tiles(int64_t columns) { return (columns + T::kOtherRows - 1) / T::kOtherRows; }
+
+ private:
+  __device__ __forceinline__ void find_block() {
+    const int64_t columns = column_tiles(g_.dbias_cols), rows = g_.dbias_sum_rows ? 1 : row_tiles(g_.dbias_rows);
+    key0_ = static_cast<int>(blockIdx.x % columns) * T::kOtherRows;
+    row_tile_ = static_cast<int>(blockIdx.x / columns % rows);
+    const int64_t slice = blockIdx.x / columns / rows;
+    const int heads = g_.dbias_sum_heads ? 1 : static_cast<int>(p_.heads_q);
+    head_ = static_cast<int>(slice % heads);
+    batch_ = static_cast<int>(slice / heads);
+    heads_here_ = g_.dbias_sum_heads ? static_cast<int>(p_.heads_q) : 1;
+    rows_here_ = g_.dbias_sum_rows ? a_.query_blocks : 1;
+    end_ = (g_.dbias_sum_batch ? p_.batch : 1) * heads_here_ * rows_here_;
+  }
+
+  // What the tile of dbias sums over: (batch, head, tile of rows), the last one fastest.
+  __device__ __forceinline__ Tile tile(int64_t n) const {
+    const int row_tile = row_tile_ + static_cast<int>(n % rows_here_),
+              head = head_ + static_cast<int>(n / rows_here_ % heads_here_);
+    return {batch_ + static_cast<int>(n / rows_here_ / heads_here_), head, row_tile * T::kOwnRows, key0_};
+  }
+
+  // The first from n on that has pairs in the band; enters its batch.
+  __device__ __forceinline__ int64_t next_tile(int64_t n) {
+    for (; n < end_; ++n) {
+      const Tile t = tile(n);
+      enter_batch(t.b);
+      const Range keys = visible_keys(p_.band, seqlen_q_, seqlen_k_, Range{t.own0, min(t.own0 + T::kOwnRows, seqlen_q_)});
+      if (key0_ < keys.end && key0_ + T::kOtherRows > keys.begin) break;
+    }
+    return n;
+  }
+
+  __device__ __forceinline__ void walk() {
+    int64_t n = next_tile(0);
+    while (n < end_) {
+      const Tile t = tile(n);
+      find_operands(t);
+      __syncthreads();  // the previous tile's last stage has been read
+      for (int step = 0; step < products_; ++step) {
+        fetch_products(t, step, 0);
+        cp_async_commit();
+        multiply_products(step, ring_.await());
+      }
+      weights(t, /*masked=*/true, /*want_p=*/false, 0);
+#pragma unroll
+      for (int i = 0; i < T::kOwn; ++i)
+#pragma unroll
+        for (int j = 0; j < T::kOther; ++j) sum_[i][j] += s_[i][j];
+      n = next_tile(n + 1);
+    }
+  }
+
+  __device__ __forceinline__ void put(int64_t row, int64_t column, float x) const {
+    const ScoreTensor &t = g_.dbias;
+    if (row >= g_.dbias_rows || column >= g_.dbias_cols) return;
+    const int64_t at = batch_ * t.batch_stride + head_ * t.head_stride + row * t.row_stride + column * t.col_stride;
+    store_4(static_cast<char *>(t.data) + at * dtype_bytes(t.dtype), t.dtype, 0, 1, false, {x, 0, 0, 0});
+  }
+
+  __device__ __forceinline__ void store() const {
+#pragma unroll
+    for (int i = 0; i < T::kOwn; ++i)
+#pragma unroll
+      for (int j = 0; j < T::kOther; ++j)
+        put(int64_t{row_tile_} * T::kOwnRows + at_.own + i, key0_ + at_.other + 16 * j, sum_[i][j]);
+  }
+
+  __device__ __forceinline__ void store_column_sums() const {
+    float *sums = ring_.vacant();  // (kWarps * 2, kOtherRows)
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < T::kOther; ++j) {
+      float x = 0;
+#pragma unroll
+      for (int i = 0; i < T::kOwn; ++i) x += sum_[i][j];
+      sums[(at_.own / T::kOwn) * T::kOtherRows + at_.other + 16 * j] = x;
+    }
+    __syncthreads();
+    for (int column = threadIdx.x; column < T::kOtherRows; column += kThreads) {
+      float x = 0;
+      for (int n = 0; n < kWarps * 2; ++n) x += sums[n * T::kOtherRows + column];
+      put(0, key0_ + column, x);
+    }
+  }
+
+  int key0_, row_tile_, head_, batch_;  // of the tile of dbias; where it sums, the first
+  int heads_here_, rows_here_;
+  int64_t end_;
+  float sum_[T::kOwn][T::kOther];
+};
+
+__global__ void __launch_bounds__(kThreads, 1) backward_bias(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(16) float simt_shared[];
+  BackwardBias(params, simt_shared).run();
+}
+
+}  // namespace
+
+Launch bias_launch(const BackwardParams &params) {
+  const BackwardProblem &b = params.problem;
+  const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
+  return {reinterpret_cast<const void *>(&backward_bias), kThreads, BackwardBias::kSharedBytes,
+          slices * (b.dbias_sum_rows ? 1 : BackwardBias::row_tiles(b.dbias_rows)) * BackwardBias::column_tiles(b.dbias_cols)};
+}
+
+}  // namespace fa::cuda::simt

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient of the bias.
+#pragma once
+
+#include "cuda/kernels/bwd_sm80/backward.cuh"
+
+namespace fa::cuda::sm80 {
+
+// dbias: one block owns kTile x kTile elements of it and sums dS over every (batch, head, row) that shares them, in a fixed
+// order and without workspace. A second evaluation of S and dP, paid only by those who ask for dbias.
+template <class C>
+class BackwardBias {
+ public:
+  using Element = typename C::Element;
+  static constexpr int kTile = C::kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32;
+  static constexpr int kNt = kTile / 8;
+  static constexpr int kQkBytes = kTile * C::kD * 2, kVBytes = kTile * C::kDv * 2;
+  static constexpr int kSharedBytes = 2 * kQkBytes + 2 * kVBytes + kTile * kWarps * 4;
+
+  __device__ __forceinline__ BackwardBias(const BackwardParams &params, char *shared)
+      : a_(params), g_(params.problem), p_(params.problem.forward), lane_(threadIdx.x & 31), warp_(threadIdx.x >> 5) {
+    q_ = smem_address(shared);
+    k_ = q_ + kQkBytes;
+    v_ = k_ + kQkBytes;
+    do_ = v_ + kVBytes;
+    column_sums_ = reinterpret_cast<float *>(shared + 2 * kQkBytes + 2 * kVBytes);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int columns = tiles(g_.dbias_cols), rows = g_.dbias_sum_rows ? 1 : tiles(g_.dbias_rows);
+    const int column_tile = blockIdx.x % columns, row_tile = blockIdx.x / columns % rows;
+    const int slice = blockIdx.x / columns / rows, heads = g_.dbias_sum_heads ? 1 : static_cast<int>(p_.heads_q);
+    const int head = slice % heads, batch = slice / heads;  // of dbias
+    const int key0 = column_tile * kTile;
+    clear<1, kNt>(sum_);
+    for (int b = batch; b < (g_.dbias_sum_batch ? static_cast<int>(p_.batch) : batch + 1); ++b)
+      for (int h = head; h < (g_.dbias_sum_heads ? static_cast<int>(p_.heads_q) : head + 1); ++h) {
+        const Sequence q = sequence_of(p_.q_lengths, b), k = sequence_of(p_.k_lengths, b);
+        const int last = g_.dbias_sum_rows ? tiles(q.len) : row_tile + 1;
+        for (int t = row_tile; t < last; ++t) {
+          if (t * kTile < q.len && key0 < k.len) add(b, h, q, k, t * kTile, key0);
+        }
+      }
+    if (g_.dbias_sum_rows) {
+      store_column_sums(batch, head, key0);
+    } else {
+      store(batch, head, row_tile * kTile, key0);
+    }
+  }
+
+  static __host__ __device__ int tiles(int64_t n) { return static_cast<int>((n + kTile - 1) / kTile); }
+
+ private:
+  __device__ __forceinline__ void add(int b, int h, const Sequence &q, const Sequence &k, int row0, int key0) {
+    const int seqlen_q = static_cast<int>(q.len), seqlen_k = static_cast<int>(k.len), hk = h / static_cast<int>(p_.group);
+    __syncthreads();  // the previous tiles have been read
+    load_tile<kTile, C::kD, kThreads>(q_, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
+    load_tile<kTile, C::kD, kThreads>(k_, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
+    load_tile<kTile, C::kDv, kThreads>(v_, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
+                                       key0);
+    load_tile<kTile, C::kDv, kThreads>(
+        do_, row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    Accumulator<1, kNt> s, dp;
+    mma_nt<Element, C::kD, 1, kNt>(s, q_, warp_ * 16, k_, 0);
+    mma_nt<Element, C::kDv, 1, kNt>(dp, do_, warp_ * 16, v_, 0);
+    const ScoreTerms terms(p_, b, h, seqlen_q, seqlen_k);
+    const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
+    const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
+    const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.row_chunks * a_.chunk_rows;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int row = row0 + warp_ * 16 + (lane_ >> 2) + 8 * (r >> 1);
+      if (row >= seqlen_q) continue;
+      const Range keys = visible_keys(p_.band, seqlen_q, seqlen_k, static_cast<int64_t>(row));
+      const float lse = a_.row_lse[stats + row], delta = a_.row_delta[stats + row];
+#pragma unroll
+      for (int j = 0; j < kNt; ++j) {
+        const int key = key0 + 8 * j + 2 * (lane_ & 3) + (r & 1);
+        if (key < keys.begin || key >= keys.end) continue;
+        if (p_.block_mask.data != nullptr && !p_.block_mask.visible(b, h, row, key)) continue;
+        const float logit = terms.logit(p_, s[0][j][r], row, key);
+        if (logit == -CUDART_INF_F) continue;
+        const bool dropped = p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row, key) < p_.dropout.threshold;
+        const float d = dropped ? 0.f : dp[0][j][r] * a_.keep_scale;
+        sum_[0][j][r] += exp2_approx(logit - lse) * (d - delta);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put(int batch, int head, int64_t row, int64_t column, float x) const {
+    const ScoreTensor &t = g_.dbias;
+    if (row >= g_.dbias_rows || column >= g_.dbias_cols) return;
+    const int64_t at = batch * t.batch_stride + head * t.head_stride + row * t.row_stride + column * t.col_stride;
+    if (t.dtype == Dtype::f32) {
+      static_cast<float *>(t.data)[at] = x;
+    } else {
+      static_cast<unsigned short *>(t.data)[at] = static_cast<unsigned short>(pack2<Element>(x, 0.f));
+    }
+  }
+
+  __device__ __forceinline__ void store(int batch, int head, int row0, int key0) const {
+#pragma unroll
+    for (int j = 0; j < kNt; ++j)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        put(batch, head, row0 + warp_ * 16 + (lane_ >> 2) + 8 * (r >> 1), key0 + 8 * j + 2 * (lane_ & 3) + (r & 1),
+            sum_[0][j][r]);
+      }
+  }
+
+  __device__ __forceinline__ void store_column_sums(int batch, int head, int key0) const {
+#pragma unroll
+    for (int j = 0; j < kNt; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float x = sum_[0][j][e] + sum_[0][j][2 + e];
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
+        if (lane_ < 4) column_sums_[warp_ * kTile + 8 * j + 2 * lane_ + e] = x;
+      }
+    __syncthreads();
+    for (int column = threadIdx.x; column < kTile; column += kThreads) {
+      float x = 0;
+      for (int w = 0; w < kWarps; ++w) x += column_sums_[w * kTile + column];
+      put(batch, head, 0, key0 + column, x);
+    }
+  }
+
+  const BackwardParams &a_;
+  const BackwardProblem &g_;
+  const Problem &p_;
+  uint32_t q_, k_, v_, do_;
+  float *column_sums_;
+  const int lane_, warp_;
+  Accumulator<1, kNt> sum_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(BackwardBias<C>::kThreads) backward_bias(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(1024) char shared[];
+  BackwardBias<C>(params, shared).run();
+}
+
+template <class C>
+Launch bias_launch(const BackwardProblem &b) {
+  if constexpr (C::has(kTileBias | kAnyBias)) {
+    using Bias = BackwardBias<C>;
+    const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
+    return {reinterpret_cast<const void *>(&backward_bias<C>), Bias::kThreads, Bias::kSharedBytes,
+            slices * (b.dbias_sum_rows ? 1 : Bias::tiles(b.dbias_rows)) * Bias::tiles(b.dbias_cols)};
+  }
+  return {};
+}
+
+}  // namespace fa::cuda::sm80

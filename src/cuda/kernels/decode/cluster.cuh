@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decoding with a cluster of blocks of threads for each head, where the blocks have so few keys that they would spend most of their time on
+// parts in global memory. They share the head's steps evenly, and what they have meets in their shared memory: a block sends each other
+// block the columns that that one sums, in the order of the keys.
+//
+//   shared memory:  as decode.cuh | landing: four columns of each block's out, and their row's maximum and sum | a barrier they arrive at
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/kernels/decode/decode.cuh"
+
+namespace fa::cuda::decode {
+
+template <class C>
+class ClusterDecode : private Decode<C> {
+ public:
+  using Base = Decode<C>;
+
+  __device__ __forceinline__ ClusterDecode(const Params &params, char *shared)
+      : Base(params, shared), blocks_(cluster_size()), rank_(cluster_cta_rank()) {}
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      mbarrier_init(this->shared_landed(), 1);
+      mbarrier_init_fence();
+    }
+    cluster_arrive_relaxed();
+    if (!this->lengths_known()) pdl_wait();
+    set_share();
+    this->expect_pages();
+    cluster_wait();  // all have their barriers
+    pdl_wait();
+    this->walk([] {});
+    gather();
+    finish();
+  }
+
+ private:
+  using Base::a_;
+  using Base::keys_;
+  using Base::kVectors;
+  using Base::p_;
+  using Base::piece_;
+  using Base::rows_;
+
+  __device__ __forceinline__ void set_share() {
+    const int items = static_cast<int>(p_.heads_k) * a_.row_blocks, item = cluster_id();
+    Piece piece{};
+    piece.batch = item / items;
+    piece.head = item - piece.batch * items;
+    this->set_piece(piece);
+    const int first = keys_.begin / C::kStep, steps = keys_.empty() ? 0 : (keys_.end + C::kStep - 1) / C::kStep - first;
+    const int begin = steps * rank_ / blocks_, end = steps * (rank_ + 1) / blocks_;
+    piece_.first_step = uniform(first + begin);
+    piece_.steps = uniform(end - begin);
+  }
+
+  // Vectors of rows are numbered through all rows; each block sums as many of them, those of the last rows perhaps none.
+  __device__ __forceinline__ int each() const { return static_cast<int>(a_.landing.value); }
+  __device__ __forceinline__ int mine() const { return max(min(rows_ * kVectors - rank_ * each(), each()), 0); }
+
+  // What the blocks have of all vectors, to those that sum them. Nobody leaves before all that it is sent has come.
+  __device__ __forceinline__ void gather() {
+    this->sync_group();  // the ring is read
+    this->leave_out();
+    __syncthreads();
+    const uint32_t landed = this->shared_landed();
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(landed, mine() * blocks_ * 24);
+    this->each_vector([&](int row, int vector, const float4 &x, float2 sums) {
+      const int n = row * kVectors + vector, owner = a_.landing.quotient(n), at = rank_ * each() + n - owner * each();
+      const uint32_t there = map_to_cta(landed, owner);
+      st_async(map_to_cta(this->shared_landing(at), owner), x, there);
+      st_async(map_to_cta(this->shared_landing_sums(at), owner), sums, there);
+    });
+    mbarrier_wait(landed, 0);
+  }
+
+  // Sums what the blocks have, in the order of their keys, all of it under way at once.
+  __device__ __forceinline__ void finish() const {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < mine(); i += C::kThreads) {
+      float2 sums[kMaxClusterSize];
+      float4 x[kMaxClusterSize];
+#pragma unroll
+      for (int n = 0; n < kMaxClusterSize; ++n) {
+        sums[n] = {-1e30f, 0.f};
+        x[n] = {0.f, 0.f, 0.f, 0.f};
+        if (n >= blocks_) continue;
+        sums[n] = ld_shared_float2(this->shared_landing_sums(n * each() + i));
+        x[n] = ld_shared_float4(this->shared_landing(n * each() + i));
+      }
+      float4 out{0.f, 0.f, 0.f, 0.f};
+      float2 all{-1e30f, 0.f};
+      this->template add_all<kMaxClusterSize>(out, all, x, sums);
+      const int vector = rank_ * each() + i, row = vector / kVectors, column = vector % kVectors;
+      const auto closing = this->close(row, all);
+      if (column == 0) this->store_lse(row, closing.lse);
+      this->store_out(row, column, out, closing.factor);
+    }
+    if (rank_ == 0) this->store_unused_rows();
+  }
+
+  const int blocks_, rank_;
+};
+
+// Every block of threads waits for the launch before this one: what is chained to this launch waits for both.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH__
+  if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
+    extern __shared__ __align__(1024) char shared[];
+    if (params.allow_early_dependents) pdl_launch_dependents();
+    // Sums come last, behind barriers; the barrier of a cluster, at the very end, comes at once.
+    static_assert(C::kSumsBytes >= 128);
+    warm_up(params, smem_address(shared) + C::kQBytes + C::kRingsBytes);
+    if constexpr (C::kClustered) {
+      ClusterDecode<C>(params, shared).run();
+    } else {
+      Decode<C>(params, shared).run();
+    }
+  }
+#endif
+}
+
+}  // namespace fa::cuda::decode

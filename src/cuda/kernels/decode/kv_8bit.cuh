@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of one warp whose right operand is a tile of bytes, e4m3 or int8, widened to fp16 on the way from shared memory to the tensor
+// cores. fp16 holds every number of both exactly.
+//
+// ldmatrix moves pairs of bytes as if they were one element, so columns of the products come in another order:
+//
+//   S = Q K^T   a lane gets columns 4 q .. 4 q + 3 of a key where it would get 2 q, 2 q + 1 and 8 more: Q's columns are put into that order
+//               (prepare_queries), and a sum does not mind
+//   out += P V  transposed, a lane gets columns 2 g and 2 g + 1 of two keys: tile 2 c of out has the even columns of 16 c .. 16 c + 15, tile
+//               2 c + 1 the odd ones, and a lane four neighbours, 16 c + 4 q .. 16 c + 4 q + 3      (g = lane / 4, q = lane % 4)
+#pragma once
+
+#include "cuda/common/mma.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/smem_tile.cuh"
+#include "cuda/kernels/decode/decode.h"
+
+namespace fa::cuda::decode {
+
+// The factor of all keys or values of a head; 1 if each has its own.
+__device__ __forceinline__ float only_factor(const Descale &d, int batch, int head) {
+  const Operand &f = d.factors;
+  if (f.data == nullptr || d.per_row) return 1.f;
+  return static_cast<const float *>(f.data)[batch * f.batch_stride + head * f.head_stride];
+}
+
+// Four bytes as two pairs of fp16.
+struct Pairs {
+  uint32_t first, second;
+};
+
+// Bytes kA and kB of x.
+template <Format kFormat, int kA, int kB>
+__device__ __forceinline__ uint32_t widen_two(uint32_t x) {
+  if constexpr (kFormat == Format::i8) {
+    // Below the bits of 1024, 128 more than the number; x comes with its top bits turned.
+    const uint32_t bits = __byte_perm(x, 0x64646464u, kA | 0x40 | kB << 8 | 0x4000);
+    uint32_t y;
+    asm("sub.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(bits), "r"(0x64806480u));
+    return y;
+  } else {
+    // Sign, then exponent and fraction one bit lower than in the byte above: 2^-8 of the number. What would be 480 is NaN.
+    const uint32_t bits = __byte_perm(x, 0, 0x0404 | kA << 4 | kB << 12), magnitude = bits >> 1 & 0x3F803F80u;
+    uint32_t y, nan;
+    asm("mul.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(magnitude | (bits & 0x80008000u)), "r"(0x5C005C00u));
+    asm("set.gt.u32.f16x2 %0, %1, %2;\n" : "=r"(nan) : "r"(magnitude), "r"(0x3F003F00u));
+    return y | nan;
+  }
+}
+
+#if __CUDA_ARCH__ >= 890
+// The two e4m3 of each half of x.
+__device__ __forceinline__ Pairs widen_e4m3(uint32_t x) {
+  Pairs y;
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
+      : "=r"(y.first), "=r"(y.second)
+      : "r"(x));
+  return y;
+}
+#endif
+
+template <Format kFormat>
+__device__ __forceinline__ uint32_t prepared(uint32_t x) {
+  return kFormat == Format::i8 ? x ^ 0x80808080u : x;
+}
+
+// Bytes 0, 1 and 2, 3.
+template <Format kFormat>
+__device__ __forceinline__ Pairs widen_neighbours(uint32_t x) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kFormat == Format::e4m3) return widen_e4m3(x);
+#endif
+  const uint32_t y = prepared<kFormat>(x);
+  return {widen_two<kFormat, 0, 1>(y), widen_two<kFormat, 2, 3>(y)};
+}
+
+// Bytes 0, 2 and 1, 3.
+template <Format kFormat>
+__device__ __forceinline__ Pairs widen_alternate(uint32_t x) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kFormat == Format::e4m3) return widen_e4m3(__byte_perm(x, 0, 0x3120));
+#endif
+  const uint32_t y = prepared<kFormat>(x);
+  return {widen_two<kFormat, 0, 2>(y), widen_two<kFormat, 1, 3>(y)};
+}
+
+// bf16 in fp16: a row is multiplied by a power of two of its own, so that its largest finite number is near the top of fp16. From the
+// larger ones of the exponents' bits of all its numbers, in place, as top_exponent finds them two at a time.
+__device__ __forceinline__ uint32_t top_exponent(uint32_t top, uint32_t pair) {
+  constexpr uint32_t kInf = 0x7F80;
+  const uint32_t low = pair & kInf, high = pair >> 16 & kInf;
+  if (low != kInf) top = max(top, low);
+  if (high != kInf) top = max(top, high);
+  return top;
+}
+struct Raising {
+  float factor, undone;
+
+  __device__ __forceinline__ explicit Raising(uint32_t top) {
+    const uint32_t exponent = max(top >> 7, 15u);
+    factor = __uint_as_float((268 - exponent) << 23);  // to 2^14
+    undone = __uint_as_float((exponent - 14) << 23);
+  }
+  __device__ __forceinline__ uint32_t of(uint32_t pair) const {
+    return pack2<__half>(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xFFFF0000u) * factor);
+  }
+};
+
+// Makes of a tile of 16-bit queries the left operand of multiply_transposed_bytes: fp16, the pairs of each 16 columns in the order 0 2 4 6
+// 1 3 5 7. scales[row] is what makes up for raising bf16, times key_factor.
+template <int kRows, int kD, int kThreads>
+__device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, bool bf16, float key_factor) {
+  constexpr int kBlocks = kD / 16;
+  static_assert(kRows * kBlocks % 32 == 0 && 32 % kBlocks == 0);
+#pragma unroll 1
+  for (int n = static_cast<int>(threadIdx.x); n < kRows * kBlocks; n += kThreads) {
+    const int row = n / kBlocks, block = n % kBlocks;
+    const uint32_t first = tile + swizzled<kD * 2>(row, 2 * block), second = tile + swizzled<kD * 2>(row, 2 * block + 1);
+    const uint4 a = ld_shared_16(first), b = ld_shared_16(second);
+    uint32_t x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    float scale = 1.f;
+    if (bf16) {
+      uint32_t top = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) top = top_exponent(top, x[i]);
+#pragma unroll
+      for (int distance = 1; distance < kBlocks; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
+      const Raising raising(top);
+      scale = raising.undone;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = raising.of(x[i]);
+    }
+    st_shared_16(first, x[0], x[2], x[4], x[6]);
+    st_shared_16(second, x[1], x[3], x[5], x[7]);
+    if (block == 0) st_shared_float(scales + row * 4, scale * key_factor);
+  }
+}
+
+// acc = A B^T, A: kMt * 16 rows from `first_row` of `a_tile`, as prepare_queries leaves them, B: kNt * 8 rows of kD bytes.
+template <Format kFormat, int kD, int kMt, int kNt>
+__device__ __forceinline__ void mma_nt_8bit(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile) {
+  constexpr int kPieces = kNt / 2, kSteps = kD / 32, kAPitch = kD * 2, kPitch = kD;
+  static_assert(kNt % 2 == 0);
+  const int lane = opaque(threadIdx.x) & 31;
+  const uint32_t a = a_tile + swizzled<kAPitch>(first_row + (lane & 15), lane >> 4);
+  const uint32_t b = b_tile + swizzled<kPitch>((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+  uint32_t af[2][kMt][4], bf[2][kPieces][4];
+  const auto load_a = [&](int n) {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i) ldmatrix_x4(af[n & 1][i], advance<kAPitch>(a, n) + i * 16 * kAPitch);
+  };
+  const auto load_b = [&](int step) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) ldmatrix_x4(bf[step & 1][j], advance<kPitch>(b, step) + j * 16 * kPitch);
+  };
+  load_a(0);
+  load_b(0);
+  clear<kMt, kNt>(acc);
+#pragma unroll
+  for (int n = 0; n < 2 * kSteps; ++n) {
+    const int step = n / 2, half = n % 2;
+    if (n + 1 < 2 * kSteps) load_a(n + 1);
+    if (half == 0 && step + 1 < kSteps) load_b(step + 1);
+#pragma unroll
+    for (int j = 0; j < kNt; ++j) {
+      const Pairs k = widen_neighbours<kFormat>(bf[step & 1][j / 2][j % 2 * 2 + half]);
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) mma_16816<__half>(acc[i][j], af[n & 1][i], k.first, k.second);
+    }
+  }
+}
+
+// acc += W T: T has kKSteps * 16 rows of kNt * 8 bytes.
+template <Format kFormat, int kMt, int kKSteps, int kNt>
+__device__ __forceinline__ void mma_rs_8bit(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w, uint32_t tile) {
+  constexpr int kPitch = kNt * 8, kColumnSteps = kNt / 4, kSteps = kKSteps * kColumnSteps;
+  const int lane = opaque(threadIdx.x) & 31;
+  const uint32_t t = tile + swizzled<kPitch>(lane & 15, lane >> 4);
+  uint32_t tf[2][4];
+  const auto load = [&](int n) {
+    ldmatrix_x4_trans(tf[n & 1], advance<kPitch>(t, n % kColumnSteps) + n / kColumnSteps * 16 * kPitch);
+  };
+  load(0);
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    if (n + 1 < kSteps) load(n + 1);
+    const int k = n / kColumnSteps, d = n % kColumnSteps * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pairs low = widen_alternate<kFormat>(tf[n & 1][2 * half]), high = widen_alternate<kFormat>(tf[n & 1][2 * half + 1]);
+#pragma unroll
+      for (int i = 0; i < kMt; ++i) {
+        mma_16816<__half>(acc[i][d + 2 * half], w[i][k], low.first, high.first);
+        mma_16816<__half>(acc[i][d + 2 * half + 1], w[i][k], low.second, high.second);
+      }
+    }
+  }
+}
+
+// The same over the weights that are not masked, one row of the tile at a time.
+template <Format kFormat, int kMt, int kKSteps, int kNt>
+__device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w,
+                                                     uint32_t tile) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int row = 0; row < kKSteps * 16; ++row) {
+    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this column's weights
+    uint32_t bits[kMt][2];
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Sums of what a comparison leaves: an index would put the weights into local memory.
+        uint32_t pair = 0;
+#pragma unroll
+        for (int n = 0; n < 2 * kKSteps; ++n) pair |= w[i][n / 2][n % 2 * 2 + r] & (row >> 3 == n ? ~0u : 0u);
+        pair = __shfl_sync(~0u, pair, source);
+        bits[i][r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+#pragma unroll
+    for (int c = 0; c < kNt / 2; ++c) {
+      const Pairs v = widen_alternate<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));
+#pragma unroll
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (bits[i][r] == kMaskedPBits) continue;
+          const float weight = to_float<__half>(bits[i][r]);
+          acc[i][2 * c][2 * r] += weight * to_float<__half>(v.first & 0xFFFFu);
+          acc[i][2 * c][2 * r + 1] += weight * to_float<__half>(v.first >> 16);
+          acc[i][2 * c + 1][2 * r] += weight * to_float<__half>(v.second & 0xFFFFu);
+          acc[i][2 * c + 1][2 * r + 1] += weight * to_float<__half>(v.second >> 16);
+        }
+    }
+  }
+}
+
+// What values may be multiplied by, each of its own or all of a head by one. Near: to each other, as top_factor() finds, so that weights are
+// multiples of exponentials.
+enum class Factors { none, near, any };
+
+// The bits of the largest magnitude of a tile's factors if the others, except zeros, are at least about a sixteenth of it; else 0. A power of
+// two above all of them is then good enough for a unit. Rows have no part in it.
+template <int kKeys>
+__device__ __forceinline__ uint32_t top_factor(uint32_t factors, int lane) {
+  constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
+  const uint32_t bits = ld_shared_4(factors + lane % kKeys * 4) & 0x7FFFFFFFu;
+  const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
+  return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
+}
+// The exponent of a power of two above it.
+__device__ __forceinline__ float power_above(uint32_t top) { return static_cast<float>(static_cast<int>(top >> 23) - 126); }
+
+// Whether this lane's share of a tile that its warp has waited for holds NaN. int8 has none.
+template <Format kFormat, int kBytes>
+__device__ __forceinline__ bool tile_has_nan(uint32_t tile, int lane) {
+  if constexpr (kFormat == Format::i8) return false;
+  constexpr uint32_t kMagnitude = 0x7F7F7F7Fu;
+  uint32_t found = 0;  // in the top bits of bytes: those whose magnitude has all bits
+#pragma unroll 4
+  for (int at = lane * 16; at < kBytes; at += 32 * 16) {
+    const uint4 x = ld_shared_16(tile + at);
+    found |= (x.x & kMagnitude) + 0x01010101u;
+    found |= (x.y & kMagnitude) + 0x01010101u;
+    found |= (x.z & kMagnitude) + 0x01010101u;
+    found |= (x.w & kMagnitude) + 0x01010101u;
+  }
+  return (found & 0x80808080u) != 0;
+}
+
+}  // namespace fa::cuda::decode

@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention forward with fp32 multiply-adds on CUDA cores, for fp32 operands and whatever the tensor-core kernels do not take.
+//
+// A block of threads owns kOwnRows rows of q of one key head: rows of one query head, or, for few queries, tokens x the heads of a GQA
+// group. It walks over tiles of kOtherRows keys:
+//
+//   S = Q K^T       slices of 32 columns of Q and K
+//   mask, general scores; P = exp(S - m), out and its row sums rescaled when m grows
+//   out += P V      slices of 16 or 32 keys of V
+//
+//   shared memory:  two stages of slices | P of one slice, by warp
+#pragma once
+
+#include <math_constants.h>
+
+#include "core/mask.h"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/kernels/fwd_simt/forward.h"
+#include "cuda/kernels/fwd_simt/pair.cuh"
+#include "cuda/kernels/fwd_simt/tile.cuh"
+
+namespace fa::cuda::simt {
+
+// kQuantised: keys and values are fp8 or int8 with factors, and queries may be.
+template <class T, bool kQuantised>
+class Forward {
+ public:
+  __device__ __forceinline__ Forward(const ForwardParams &params, float *shared)
+      : a_(params), p_(params.problem), ring_(shared), weights_(shared + 2 * T::kStageFloats + at_.warp * T::kWeightFloats) {}
+
+  __device__ __forceinline__ void run() {
+    find_block();
+    if (row0_ < rows_) {
+      find_keys();
+      walk();
+      finish();
+    }
+    store_unused_rows();
+  }
+
+ private:
+  // ------------------------------------------------------------------------------------------------------------------
+  // Which rows, which keys
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Blocks of rows slowest, and with a causal mask those with the most keys first.
+  __device__ __forceinline__ void find_block() {
+    const int heads = static_cast<int>(a_.rows_per_token == 1 ? p_.heads_q : p_.heads_k);
+    const int all_heads = static_cast<int>(p_.batch) * heads;
+    split_ = blockIdx.x % a_.num_splits;
+    const int index = blockIdx.x / a_.num_splits, head = index % all_heads;
+    row_block_ = index / all_heads;
+    if (p_.band.right < Band::kUnlimited) row_block_ = a_.row_blocks - 1 - row_block_;
+    b_ = head / heads;
+    const int h = head % heads;
+    head_q_ = a_.rows_per_token == 1 ? h : h * static_cast<int>(p_.group);
+    const int head_k = a_.rows_per_token == 1 ? h / static_cast<int>(p_.group) : h;
+
+    const Sequence q = sequence_of(p_.q_lengths, b_), k = sequence_of(p_.k_lengths, b_);
+    const int64_t key_batch = p_.page_table == nullptr ? b_ : 0, key_start = p_.page_table == nullptr ? k.start : 0;
+    q_ = base_of(p_.q, b_, q.start, head_q_);
+    k_ = base_of(p_.k, key_batch, key_start, head_k);
+    v_ = base_of(p_.v, key_batch, key_start, head_k);
+    if constexpr (kQuantised) {
+      q_factors_ = factors_of(a_.q_descale, key_batch, key_start, head_k);
+      k_factors_ = factors_of(a_.k_descale, key_batch, key_start, head_k);
+      v_factors_ = factors_of(a_.v_descale, key_batch, key_start, head_k);
+    }
+    seqlen_q_ = static_cast<int>(q.len);
+    seqlen_k_ = static_cast<int>(k.len);
+    rows_ = seqlen_q_ * a_.rows_per_token;
+    slot_rows_ = static_cast<int>(q.slot) * a_.rows_per_token;
+    row0_ = row_block_ * T::kOwnRows;
+  }
+
+  __device__ __forceinline__ int token_of(int row) const { return a_.rows_per_token == 1 ? row : row / a_.rows_per_token; }
+  __device__ __forceinline__ int head_of(int row) const {
+    return a_.rows_per_token == 1 ? head_q_ : head_q_ + row % a_.rows_per_token;
+  }
+
+  // Tokens of `count` rows from `row` on that are used.
+  __device__ __forceinline__ Range tokens(int row, int count) const {
+    if (row >= rows_) return {0, 0};
+    return {token_of(row), token_of(min(row + count, rows_) - 1) + 1};
+  }
+
+  // Tiles [tile_, tile_end_) hold every key that a row of the block sees (of this split).
+  __device__ __forceinline__ void find_keys() {
+    const Range keys = visible_keys(p_.band, seqlen_q_, seqlen_k_, tokens(row0_, T::kOwnRows));
+    tile_begin_ = static_cast<int>(keys.begin) / T::kOtherRows;
+    tile_end_ = keys.empty() ? tile_begin_ : (static_cast<int>(keys.end) + T::kOtherRows - 1) / T::kOtherRows;
+    if (a_.num_splits > 1) {
+      // Equal shares, so that the host needs no lengths; short sequences leave splits empty.
+      const int share = (tile_end_ - tile_begin_ + a_.num_splits - 1) / a_.num_splits;
+      tile_begin_ += split_ * share;
+      tile_end_ = min(tile_begin_ + share, tile_end_);
+    }
+    const Range mine = tokens(row0_ + at_.warp * 2 * T::kOwn, 2 * T::kOwn);
+    const Range visible = visible_keys(p_.band, seqlen_q_, seqlen_k_, mine),
+                interior = interior_keys(p_.band, seqlen_q_, seqlen_k_, mine);
+    visible_begin_ = static_cast<int>(visible.begin), visible_end_ = static_cast<int>(visible.end);
+    interior_begin_ = static_cast<int>(interior.begin), interior_end_ = static_cast<int>(interior.end);
+  }
+
+  // The first tile from `tile` on in which the block mask leaves anything visible.
+  __device__ __forceinline__ int next_tile(int tile) const {
+    if (p_.block_mask.data != nullptr) {
+      while (tile < tile_end_ && !any_visible(p_.block_mask, b_, head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
+                                              tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
+        ++tile;
+    }
+    return tile;
+  }
+
+  __device__ __forceinline__ Rows query_rows() const {
+    Rows r = row_source(p_.q, q_, rows_, p_.head_dim, a_.vector_q);
+    r.heads = a_.rows_per_token;
+    r.head_stride = p_.q.head_stride * dtype_bytes(p_.q.dtype);
+    return r;
+  }
+  __device__ __forceinline__ Rows key_rows(const Operand &t, const char *base, int64_t columns, bool vectors) const {
+    Rows r = row_source(t, base, seqlen_k_, columns, vectors);
+    if (p_.page_table == nullptr) return r;
+    r.page_table = p_.page_table + b_ * p_.page_table_batch_stride;
+    r.page_entry_stride = p_.page_table_page_stride;
+    r.page_stride = t.batch_stride * dtype_bytes(t.dtype);
+    r.page_size = static_cast<int32_t>(min(p_.page_size, int64_t{INT32_MAX}));
+    return r;
+  }
+
+  // What the rows of this block's key head are multiplied by.
+  __device__ __forceinline__ Factors factors_of(const Descale &d, int64_t key_batch, int64_t key_start, int64_t head_k) const {
+    Factors f{};
+    if (d.factors.data == nullptr) return f;
+    f.base = reinterpret_cast<const float *>(d.per_row ? base_of(d.factors, key_batch, key_start, head_k)
+                                                       : base_of(d.factors, b_, 0, head_k));
+    f.row_stride = d.factors.seq_stride;
+    f.page_stride = d.per_row ? d.factors.batch_stride : 0;
+    return f;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The walk over the keys
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Steps of a tile: products_ slices of Q and K, then kSlices of V.
+  __device__ __forceinline__ void fetch(int tile, int step) const {
+    float *stage = ring_.vacant();
+    if (step < products_) {
+      load_rows<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), q_factors_, row0_, step * kDepth);
+      load_rows<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
+                                               k_factors_, tile * T::kOtherRows, step * kDepth);
+    } else {
+      load_rows<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v), v_factors_,
+                                                         tile * T::kOtherRows + (step - products_) * T::kSliceRows, 0);
+    }
+    cp_async_commit();
+  }
+
+  template <int kRows, int kWidth, int kSlicePitch>
+  __device__ __forceinline__ static void load_rows(float *slice, const Rows &source, const Factors &factors, int row,
+                                                   int column) {
+    if constexpr (kQuantised) {
+      if (is_quantised(source.dtype)) return load_quantised<kRows, kWidth, kSlicePitch>(slice, source, factors, row, column);
+    }
+    load_slice<kRows, kWidth, kSlicePitch>(slice, source, row, column);
+  }
+
+  __device__ __forceinline__ void walk() {
+    clear(out_);
+#pragma unroll
+    for (int i = 0; i < T::kOwn; ++i) {
+      max_[i] = -1e30f;  // finite, so that -inf minus it is -inf
+      sum_[i] = 0.f;
+    }
+    products_ = static_cast<int>(p_.head_dim + kDepth - 1) / kDepth;
+    const bool general = p_.general_score();
+    int tile = -1, step = 0, next = next_tile(tile_begin_), next_step = 0;
+    bool active = false, masked = false;
+#pragma unroll 1
+    while (true) {
+      const float *stage = ring_.await();
+      if (next < tile_end_) fetch(next, next_step);
+      if (tile >= 0) {
+        const int key0 = tile * T::kOtherRows;
+        if (step == 0) {
+          active = key0 < visible_end_ && key0 + T::kOtherRows > visible_begin_;
+          masked = general || key0 < interior_begin_ || key0 + T::kOtherRows > interior_end_;
+          clear(s_);
+        }
+        if (active) multiply(stage, step, key0, masked);
+      }
+      if (next >= tile_end_) break;
+      tile = next;
+      step = next_step;
+      if (++next_step == products_ + T::kSlices) {
+        next = next_tile(tile + 1);
+        next_step = 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(const float *stage, int step, int key0, bool masked) {
+    if (step < products_) {
+      multiply_slice<T>(s_, stage + at_.own * kPitch, stage + (T::kOwnRows + at_.other) * kPitch);
+      if (step == products_ - 1) softmax(key0, masked);
+    } else {
+      share_weights<T>(weights_, s_, step - products_, at_);
+      if (masked) {
+        multiply_add_slice<T, true>(out_, weights_, stage, at_);
+      } else {
+        multiply_add_slice<T, false>(out_, weights_, stage, at_);
+      }
+    }
+  }
+
+  // S becomes P = e^(S - m). What is masked becomes kMaskedWeight.
+  __device__ __forceinline__ void softmax(int key0, bool masked) {
+    const Pairs pairs(p_, b_, seqlen_q_, seqlen_k_);
+    const bool general = p_.general_score();
+    if (masked) {
+#pragma unroll 1
+      for (int i = 0; i < T::kOwn; ++i) {
+        const int row = row0_ + at_.own + i, head = row < rows_ ? head_of(row) : head_q_;
+        const int token = row < rows_ ? token_of(row) : seqlen_q_;
+        const float slope = pairs.slope_of(head);
+#pragma unroll 1
+        for (int j = 0; j < T::kOther; ++j) {
+          const int key = key0 + at_.other + 16 * j;
+          if (!pairs.visible(head, token, key)) {
+            s_[0][0] = -CUDART_INF_F;
+          } else if (general) {
+            s_[0][0] = pairs.logit(s_[0][0], head, slope, token, key);
+          }
+          rotate(s_[0]);
+        }
+        rotate(s_);
+      }
+    }
+    // The same roundings on an edge and in the interior: which of them a row meets may depend on its neighbours.
+    const float scale = general ? 1.f : p_.softmax_scale;
+#pragma unroll
+    for (int i = 0; i < T::kOwn; ++i) {
+      float top = s_[i][0];
+#pragma unroll
+      for (int j = 1; j < T::kOther; ++j) top = fmaxf(top, s_[i][j]);
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, mask));
+      const float raised = fmaxf(max_[i], top * scale), factor = exponential(max_[i] - raised);
+      max_[i] = raised;
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < T::kOther; ++j) {
+        const float weight = exponential(fmaf(s_[i][j], scale, -raised));
+        sum += weight;
+        s_[i][j] = s_[i][j] == -CUDART_INF_F ? kMaskedP : weight;
+      }
+      sum_[i] = sum_[i] * factor + sum;
+#pragma unroll
+      for (int c = 0; c < T::kAcc; ++c) out_[i][c] *= factor;
+    }
+    if (p_.dropout.threshold > 0) drop(pairs, key0);
+  }
+
+  // After the row sums: dropped weights still count in the denominator.
+  __device__ __forceinline__ void drop(const Pairs &pairs, int key0) {
+#pragma unroll 1
+    for (int i = 0; i < T::kOwn; ++i) {
+      const int row = row0_ + at_.own + i;
+#pragma unroll 1
+      for (int j = 0; j < T::kOther; ++j) {
+        if (!pairs.kept(head_of(row), token_of(row), key0 + at_.other + 16 * j))
+          s_[0][0] = __signbitf(s_[0][0]) ? kMaskedP : 0.f;
+        rotate(s_[0]);
+      }
+      rotate(s_);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Results
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int i = 0; i < T::kOwn; ++i) {
+      float sum = sum_[i];
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+      const int row = row0_ + at_.own + i;
+      if (row >= rows_) continue;
+      const int token = token_of(row), head = head_of(row);
+      float top = max_[i], factor = 1.f;
+      if (p_.sink != nullptr && split_ == 0) {
+        // A sink far above every logit would overflow against this m; then out is negligible and only the lse matters.
+        const float sink = p_.sink[head * p_.sink_stride], raised = fmaxf(top, sink);
+        factor = exponential(top - raised);
+        sum = sum * factor + exponential(sink - raised);
+        top = raised;
+      }
+      // sum is NaN when a visible score is; then out is NaN too.
+      const float inverse = sum == 0.f ? 0.f : factor * (p_.dropout.keep_scale / sum);
+      const float lse = sum == 0.f ? -CUDART_INF_F : top + logf(sum);
+      if (a_.num_splits > 1) {
+        const int64_t at = ((int64_t{split_} * p_.batch + b_) * p_.heads_q + head) * p_.q_lengths.max_len + token;
+        if (at_.other == 0) a_.split_lse[at] = lse;
+        store_row(i, reinterpret_cast<char *>(a_.split_out + at * p_.head_dim_v), Dtype::f32, p_.head_dim_v % 4 == 0, inverse);
+      } else {
+        if (p_.lse.data != nullptr && at_.other == 0) *lse_at(token, head) = lse;
+        store_row(i, out_at(token, head), p_.out.dtype, a_.vector_out, inverse);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_row(int i, char *row, Dtype dtype, bool vectors, float inverse) const {
+#pragma unroll
+    for (int c = 0; c < T::kAcc; c += 4) {
+      store_4(row, dtype, at_.column + c * 16, static_cast<int>(p_.head_dim_v), vectors,
+              {out_[i][c] * inverse, out_[i][c + 1] * inverse, out_[i][c + 2] * inverse, out_[i][c + 3] * inverse});
+    }
+  }
+
+  // Read again rather than held through the walk.
+  __device__ __forceinline__ int64_t q_start() const { return sequence_of(p_.q_lengths, b_).start; }
+  __device__ __forceinline__ float *lse_at(int token, int head) const {
+    return p_.lse.data + b_ * p_.lse.batch_stride + head * p_.lse.head_stride + (q_start() + token) * p_.lse.seq_stride;
+  }
+  __device__ __forceinline__ char *out_at(int token, int head) const { return base_of(p_.out, b_, q_start() + token, head); }
+
+  // Rows of this block that are not used: out = 0, lse = -inf. The last block also owns what the slot holds beyond the grid.
+  __device__ __forceinline__ void store_unused_rows() const {
+    if (split_ != 0) return;
+    const int end = row_block_ == a_.row_blocks - 1 ? slot_rows_ : min(row0_ + T::kOwnRows, slot_rows_);
+    for (int row = max(row0_, rows_) + at_.warp; row < end; row += kWarps) {
+      const int token = token_of(row), head = head_of(row);
+      if (p_.lse.data != nullptr && at_.lane == 0) *lse_at(token, head) = -CUDART_INF_F;
+      zero_row(out_at(token, head), p_.out.dtype, p_.head_dim_v);
+    }
+  }
+
+  const ForwardParams &a_;
+  const Problem &p_;
+  const Place<T> at_;
+  Ring<T> ring_;
+  float *const weights_;  // of this warp
+
+  int b_, head_q_, split_;   // head_q_ is the first query head of the block
+  const char *q_, *k_, *v_;  // of the block's heads
+  Factors q_factors_, k_factors_, v_factors_;
+  int seqlen_q_, seqlen_k_;
+  int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
+  int row_block_, row0_;
+  int tile_begin_, tile_end_, products_;
+  int visible_begin_, visible_end_, interior_begin_, interior_end_;  // keys of this warp's rows
+
+  float out_[T::kOwn][T::kAcc], s_[T::kOwn][T::kOther];
+  float max_[T::kOwn], sum_[T::kOwn];
+};
+
+template <class T, bool kQuantised>
+__global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(16) float simt_shared[];
+  Forward<T, kQuantised>(params, simt_shared).run();
+}
+
+}  // namespace fa::cuda::simt

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// One warp a row: the weights exp(lse_n - lse) of all parts, then the weighted sum of their rows, columns spread over the lanes.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math_constants.h>
+
+#include "cuda/kernels/merge/merge.h"
+
+namespace fa::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+
+__device__ float load(const void *row, Dtype dtype, int64_t column) {
+  switch (dtype) {
+    case Dtype::f16:
+      return __half2float(static_cast<const __half *>(row)[column]);
+    case Dtype::bf16:
+      return __bfloat162float(static_cast<const __nv_bfloat16 *>(row)[column]);
+    default:
+      return static_cast<const float *>(row)[column];
+  }
+}
+
+__device__ void store(void *row, Dtype dtype, int64_t column, float x) {
+  switch (dtype) {
+    case Dtype::f16:
+      static_cast<__half *>(row)[column] = __float2half_rn(x);
+      break;
+    case Dtype::bf16:
+      static_cast<__nv_bfloat16 *>(row)[column] = __float2bfloat16_rn(x);
+      break;
+    default:
+      static_cast<float *>(row)[column] = x;
+  }
+}
+
+__device__ void *row_of(const Operand &t, int64_t b, int64_t i, int64_t h) {
+  const int64_t at = b * t.batch_stride + i * t.seq_stride + h * t.head_stride;
+  return static_cast<char *>(t.data) + at * dtype_bytes(t.dtype);
+}
+
+__device__ float *scalar_of(const RowScalar &t, int64_t b, int64_t i, int64_t h) {
+  return t.data + b * t.batch_stride + i * t.seq_stride + h * t.head_stride;
+}
+
+__device__ float warp_max(float x) {
+  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+  return x;
+}
+__device__ float warp_sum(float x) {
+  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(~0u, x, mask);
+  return x;
+}
+
+// `lse_of(n)` and `value_of(n, column)` read part n of this warp's row.
+template <typename LseOf, typename ValueOf>
+__device__ void merge_row(int num_parts, int64_t columns, LseOf lse_of, ValueOf value_of, void *out, Dtype dtype, float *lse) {
+  const int lane = threadIdx.x & 31;
+  float top = -CUDART_INF_F;
+  for (int n = lane; n < num_parts; n += 32) top = fmaxf(top, lse_of(n));
+  top = warp_max(top);
+  const float base = top == -CUDART_INF_F ? 0.f : top;
+  float sum = 0;
+  for (int n = lane; n < num_parts; n += 32) sum += expf(lse_of(n) - base);
+  sum = warp_sum(sum);
+  const float total = sum == 0 ? -CUDART_INF_F : base + logf(sum);
+  // Every lane has read the parts' lse before one of them is overwritten: they may be the same memory.
+  for (int64_t column = lane; column < columns; column += 32) {
+    float x = 0;
+    for (int n = 0; n < num_parts; ++n) {
+      const float part_lse = lse_of(n);
+      if (part_lse != -CUDART_INF_F) x += expf(part_lse - total) * value_of(n, column);
+    }
+    store(out, dtype, column, x);
+  }
+  __syncwarp();
+  if (lse != nullptr && lane == 0) *lse = total;
+}
+
+__global__ void __launch_bounds__(kWarps * 32, 8) merge_list(const __grid_constant__ MergeListParams a) {
+  const MergeProblem &p = a.problem;
+  const int64_t row = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5);
+  if (row >= p.batch * p.heads_q * p.seqlen_q) return;
+  const int64_t i = row % p.seqlen_q, h = row / p.seqlen_q % p.heads_q, b = row / p.seqlen_q / p.heads_q;
+  merge_row(
+      p.num_parts, p.head_dim_v, [&](int n) { return *scalar_of(a.parts[n].lse, b, i, h); },
+      [&](int n, int64_t column) { return load(row_of(a.parts[n].out, b, i, h), a.parts[n].out.dtype, column); },
+      row_of(p.out, b, i, h), p.out.dtype, p.lse.data != nullptr ? scalar_of(p.lse, b, i, h) : nullptr);
+}
+
+__global__ void __launch_bounds__(kWarps * 32, 8) merge_split(const __grid_constant__ MergeSplitParams a) {
+  const Problem &p = a.problem;
+  const int64_t row = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5);
+  const int64_t rows = p.batch * p.heads_q * a.max_tokens;
+  if (row >= rows) return;
+  const int64_t i = row % a.max_tokens, h = row / a.max_tokens % p.heads_q, b = row / a.max_tokens / p.heads_q;
+  const Sequence q = sequence_of(p.q_lengths, b);
+  if (i >= q.len) return;
+  merge_row(
+      a.num_parts, p.head_dim_v, [&](int n) { return a.lse[n * rows + row]; },
+      [&](int n, int64_t column) { return a.out[(n * rows + row) * p.head_dim_v + column]; }, row_of(p.out, b, q.start + i, h),
+      p.out.dtype, p.lse.data != nullptr ? scalar_of(p.lse, b, q.start + i, h) : nullptr);
+}
+
+Launch launch_of(const void *kernel, int64_t rows) { return {kernel, kWarps * 32, 0, (rows + kWarps - 1) / kWarps}; }
+
+}  // namespace
+
+Launch merge_launch(const MergeListParams &params) {
+  const MergeProblem &p = params.problem;
+  return launch_of(reinterpret_cast<const void *>(&merge_list), p.batch * p.heads_q * p.seqlen_q);
+}
+
+Launch merge_launch(const MergeSplitParams &params) {
+  return launch_of(reinterpret_cast<const void *>(&merge_split),
+                   params.problem.batch * params.problem.heads_q * params.max_tokens);
+}
+
+}  // namespace fa::cuda
