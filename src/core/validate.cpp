@@ -550,8 +550,6 @@ fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::v
     if (has_elements(lse_part)) pointers.push_back({"lse_parts", n, ".data", lse_part.data});
     parts.push_back({to_operand(out_part), to_row_scalar(lse_part)});
   }
-  // Beside a size of 0 the others have no bound, and their product could overflow.
-  if (problem.seqlen_q == 0) problem.batch = 0;
   problem.num_parts = merge.num_parts;
   problem.parts = parts.data();
   return FA_OK;

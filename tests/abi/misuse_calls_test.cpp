@@ -555,24 +555,6 @@ TEST_F(Calls, QueriesOfMergeAndAppend) {
   EXPECT_TRUE(p.untouched()) << "asking and preparing write nothing";
 }
 
-// Sizes that stand beside a size of 0 have no bound, so that products of them overflow.
-TEST_F(Calls, MergeWithoutRows) {
-  fa_merge_problem merge;
-  fa_merge_problem_init(&merge, sizeof merge);
-  constexpr int64_t kHuge = int64_t{1} << 40;
-  for (const int zero : {0, 1}) {
-    fa_tensor out{nullptr, {kHuge, kHuge, kHuge, 8}, {8, 8, 8, 1}, FA_FLOAT32, 4}, lse{nullptr, {}, {1, 1, 1}, FA_FLOAT32, 3};
-    out.shape[zero] = 0;
-    lse.shape[0] = out.shape[0], lse.shape[1] = out.shape[2], lse.shape[2] = out.shape[1];
-    merge.num_parts = 1;
-    merge.out_parts = &out;
-    merge.lse_parts = &lse;
-    merge.out = out;
-    merge.lse = lse;
-    EXPECT_EQ(fa_merge(ctx_, &merge, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
-  }
-}
-
 // The layout of DLTensor in DLPack's dlpack.h.
 struct DLTensor {
   void *data;
