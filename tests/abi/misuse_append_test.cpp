@@ -72,7 +72,12 @@ class MisusedAppend : public testing::Test {
     SampleAppend p(misuse.packed, misuse.paged);
     misuse.apply(p.append);
     p.memory.remember();
-    const fa_status status = fa_append_kv(ctx_, &p.append, nullptr);
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    // A query knows as much as the call, but for what lies in the tensors.
+    EXPECT_EQ(fa_append_query(ctx_, &p.append, &info), contents_ ? FA_OK : misuse.status) << info.reason;
+    EXPECT_EQ(fa_append_prepare(ctx_, &p.append), contents_ ? FA_OK : misuse.status) << fa_last_error(ctx_);
+    const fa_status status = fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr);
     const std::string text = fa_last_error(ctx_), where = std::string(fa_status_name(status)) + ", \"" + text + "\"";
     EXPECT_EQ(status, misuse.status) << where << " instead of one with " << misuse.text[0];
     for (const std::string &part : misuse.text) EXPECT_NE(text.find(part), std::string::npos) << where << " lacks " << part;
@@ -84,6 +89,7 @@ class MisusedAppend : public testing::Test {
   }
 
   fa_context ctx_ = nullptr;
+  bool contents_ = false;  // the mistake is in the memory of a tensor
 };
 
 // Without this the rest would prove nothing.
@@ -91,7 +97,7 @@ TEST_F(MisusedAppend, TheSampleItselfIsFine) {
   for (const bool packed : {false, true}) {
     for (const bool paged : {false, true}) {
       SampleAppend p(packed, paged);
-      EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr), FA_OK) << fa_last_error(ctx_);
+      EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
       EXPECT_FALSE(p.memory.untouched());
       EXPECT_STREQ(fa_last_error(ctx_), "");
     }
@@ -302,6 +308,7 @@ TEST_F(MisusedAppend, OutputsHaveTheirOwnMemory) {
 
 // What the host can read of a CPU context's memory.
 TEST_F(MisusedAppend, Contents) {
+  contents_ = true;
   const auto number = [](const fa_tensor &t, int64_t at, int32_t value) { static_cast<int32_t *>(t.data)[at] = value; };
   check(
       FA_ERROR_INVALID_ARGUMENT, {"cu_seqlens[1..2]", "4, 10", "9"}, [=](fa_append &a) { number(a.cu_seqlens, 2, 10); }, true);
@@ -326,14 +333,14 @@ TEST_F(MisusedAppend, RowsWithoutAPlaceAreSkipped) {
   number(p.append.offsets, 0) = -1;
   number(p.append.offsets, 1) = 6;  // the capacity
   p.memory.remember();
-  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   EXPECT_EQ(number(p.append.seqused_k, 0), 0);
   EXPECT_EQ(number(p.append.seqused_k, 1), 6);
   SampleAppend lost(false, true);
   for (int64_t n = 0; n < 4; ++n) number(lost.append.page_table, n) = n % 2 == 0 ? -1 : 5;
   lost.append.q = lost.append.q_out = lost.append.seqused_k = fa_tensor{};
   lost.memory.remember();
-  EXPECT_EQ(fa_append_kv(ctx_, &lost.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_append_kv(ctx_, &lost.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   EXPECT_TRUE(lost.memory.untouched());
 }
 

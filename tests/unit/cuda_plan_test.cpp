@@ -708,5 +708,55 @@ TEST(CudaPlan, EmptyProblems) {
   }
 }
 
+// What the merge kernel cannot take is refused by the plan, so that a query says it.
+TEST(CudaPlan, Merge) {
+  MergePart parts[1];
+  MergeProblem p;
+  p.batch = 2;
+  p.seqlen_q = 5;
+  p.heads_q = 4;
+  p.head_dim_v = 8;
+  p.parts = parts;
+  p.num_parts = 256;
+  MergePlan plan;
+  ErrorText error;
+  ASSERT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, plan), "cuda_merge");
+  EXPECT_STRNE(plan.reason, "");
+  EXPECT_EQ(plan.workspace_bytes, 0u);
+  p.num_parts = 257;
+  EXPECT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_STREQ(error.text, "num_parts is 257; on CUDA one call merges up to 256");
+  p.num_parts = 1;
+  p.batch = 1;
+  p.heads_q = 4;
+  p.seqlen_q = INT32_MAX;
+  EXPECT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  p.seqlen_q = int64_t{INT32_MAX} + 1;
+  EXPECT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(error.text).find("8589934592 rows"), std::string::npos) << error.text;
+}
+
+TEST(CudaPlan, Append) {
+  AppendProblem p;
+  p.batch = 2;
+  p.heads_k = 4;
+  p.heads_q = 8;
+  p.head_dim = p.head_dim_v = 64;
+  AppendPlan plan;
+  ErrorText error;
+  ASSERT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, plan), "cuda_append");
+  EXPECT_STRNE(plan.reason, "");
+  p.k_cache.dtype = Dtype::i8;
+  ASSERT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, plan), "cuda_append_8bit");
+  p.heads_q = (int64_t{1} << 20) - 4;
+  EXPECT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  ++p.heads_q;
+  EXPECT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(error.text).find("1048577 heads"), std::string::npos) << error.text;
+}
+
 }  // namespace
 }  // namespace fa::cuda
