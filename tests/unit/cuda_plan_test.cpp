@@ -575,7 +575,7 @@ TEST(CudaPlan, QuantisedQueries) {
 TEST(CudaPlan, CopiedKeysOfSequencesLieApart) {
   for (const int64_t step : {0, 1, 15, 127, 128, 129, 1000}) {
     for (int64_t b = 0; b < 20; ++b) {
-      const int64_t begin = sm90::copied_key(b * step, b), next = sm90::copied_key((b + 1) * step, b + 1);
+      const int64_t begin = sm90::transposed_v_key(b * step, b), next = sm90::transposed_v_key((b + 1) * step, b + 1);
       EXPECT_EQ(begin % 128, 0);
       EXPECT_GE(next, begin + step + sm90::kLongestChunk - 1);
     }
