@@ -353,8 +353,18 @@ enum {
 /**
  * @brief A view of the caller's memory. Flat, never versioned.
  *
- * `data == NULL` with `ndim == 0` is an absent tensor. A tensor without elements may have any `data`. Strides may be
- * zero (broadcast) or negative in inputs; outputs must not overlap themselves, nor any other tensor of the call. @since 0.1
+ * `data == NULL` with `ndim == 0` is an absent tensor. A tensor without elements may have any `data` and any strides. Strides may be
+ * negative, and in inputs zero (broadcast).
+ *
+ * No two elements of an output may lie in the same memory, nor may an element of an output and one of another tensor of the call.
+ * Calls refuse such outputs with ::FA_ERROR_SHAPE and ::FA_ERROR_INVALID_ARGUMENT. Bytes between the elements do not count, so slices
+ * of one allocation (packed QKV, keys beside values in one cache) are fine. Exceptions, and what calls cannot see:
+ * - results of fa_merge() may be the same views as parts, and fa_append_kv() rotates q in place if `q_out` is absent;
+ * - the search for a common byte gives up on strides so unrelated that it takes thousands of steps, and accepts the tensors;
+ * - memory that is mapped at two addresses counts as two;
+ * - the workspace is not compared with tensors;
+ * - rows that `cu_seqlens`, `seqused` or a page table leave out count as elements; a page that a page table names twice counts once.
+ * @since 0.1
  */
 typedef struct fa_tensor {
   /** Address of element (0, 0, ...), aligned to the element size. Outputs are written through it. */
@@ -414,8 +424,8 @@ enum {
  * @brief One attention problem: inputs, outputs and options, shared by forward and backward.
  *
  * Shapes: b batch, s_q/s_k sequence lengths, h_q/h_k heads (h_q a multiple of h_k: query head h reads key head
- * h / (h_q / h_k)), d head_dim of q and k, d_v head_dim of v. 1 <= d <= 576, 1 <= d_v <= 512;
- * backward on CUDA has d <= 512.
+ * h / (h_q / h_k)), d head_dim of q and k, d_v head_dim of v. 1 <= d <= 576, 1 <= d_v <= 512, h_q >= 1, h_k >= 1; b, s_q and s_k may
+ * be 0. Backward on CUDA has d <= 512. fa_merge() and fa_append_kv() refuse 0 heads and 0 columns, too.
  *
  * Two layouts, chosen for queries and for keys on their own:
  * - padded: (b, s, h, d), every sequence of equal length; `seqused` may shorten each one;
@@ -429,8 +439,8 @@ enum {
  *     x += bias_ij - alibi_slope * |i + s_k - s_q - j|;  masked pairs: x = -infinity
  *
  * A call writes every row that belongs to a sequence, and no other memory: rows past `seqused` get out = 0, lse = -infinity and
- * zero gradients. A row that sees no key gets out = 0, lse = -infinity (or the sink, if there is one) and dq = 0. What is masked
- * or past `seqused` never reaches a result, NaN included. @since 0.1
+ * zero gradients. `dbias` is written whole, with zeros outside the lengths. A row that sees no key gets out = 0, lse = -infinity
+ * (or the sink, if there is one) and dq = 0. What is masked or past `seqused` never reaches a result, NaN included. @since 0.1
  */
 typedef struct fa_attention {
   /** sizeof(fa_attention), as set by fa_attention_init(). */
@@ -489,14 +499,16 @@ typedef struct fa_attention {
   int64_t block_size_k;
   /** ALiBi slopes, fp32, (h_q) or (b, h_q). */
   fa_tensor alibi_slopes;
-  /** Attention sink, fp32, (h_q): one more logit per head that takes part in the softmax denominator and has no value. */
+  /** Attention sink, fp32, (h_q): one more logit per head that takes part in the softmax denominator and has no value. -infinity is no
+   * sink. NaN or +infinity makes out and lse of the head's rows that see a key NaN; in its other rows lse is not finite and out is 0 or
+   * NaN, and gradients that the head contributes to mean nothing. */
   fa_tensor sink;
 
   /** Scale of q k^T; 0 = 1 / sqrt(d). Not negative. */
   float softmax_scale;
   /** Soft limit of the logits; 0 = none. */
   float softcap;
-  /** Probability, 0 <= p < 1, that a weight is dropped; the others are divided by 1 - p. p is rounded to a multiple of 2^-16.
+  /** Probability, 0 <= p < 1 - 2^-17, that a weight is dropped; the others are divided by 1 - p. p is rounded to a multiple of 2^-16.
    * docs/numerics.md says which random bits decide each element; they are the same on every device. */
   float dropout_p;
   /** Number of key splits for short queries, 0 = automatic. A hint for CUDA; results change by rounding only. The CPU splits keys
@@ -528,7 +540,10 @@ typedef struct fa_attention {
  */
 FA_API fa_status fa_attention_init(fa_attention *attention, size_t size);
 
-/** @brief What backward reads and writes besides the ::fa_attention. An absent output is not computed. @since 0.1 */
+/**
+ * @brief What backward reads and writes besides the ::fa_attention. An absent output is not computed; if all are absent, fa_backward()
+ * checks the problem and does nothing else. @since 0.1
+ */
 typedef struct fa_gradients {
   /** sizeof(fa_gradients), as set by fa_gradients_init(). */
   uint32_t struct_size;
@@ -680,7 +695,7 @@ typedef struct fa_plan_info {
   int32_t num_splits;
   /** Always 0. */
   int32_t reserved;
-  /** Name of the kernel, for people; empty when `status` is not ::FA_OK. */
+  /** Name of the kernel, for people; "none" if no gradient is asked for, empty when `status` is not ::FA_OK. */
   char kernel[64];
   /** Why `status` is not ::FA_OK, or why this kernel was chosen. */
   char reason[320];

@@ -58,6 +58,7 @@ Cost cost_of(const Problem &p) {
 }
 
 Cost cost_of(const BackwardProblem &b) {
+  if (b.empty()) return {};
   const Problem &p = b.forward;
   const Traffic t = traffic_of(p);
   Cost cost;

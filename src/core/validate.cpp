@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "core/normalise.h"
+#include "core/overlap.h"
 
 namespace fa {
 namespace {
@@ -24,6 +25,17 @@ RowScalar to_row_scalar(const fa_tensor &t) {
 
 ScoreTensor to_score_tensor(const fa_tensor &t) {
   return {t.data, to_dtype(t.dtype), walk_stride(t, 0), walk_stride(t, 1), walk_stride(t, 2), walk_stride(t, 3)};
+}
+
+// One number of 64 bits; absent for NULL.
+fa_tensor as_tensor(const uint64_t *number) {
+  fa_tensor t{};
+  if (number == nullptr) return t;
+  t.data = const_cast<uint64_t *>(number);
+  t.dtype = FA_INT64;
+  t.ndim = 1;
+  t.shape[0] = t.stride[0] = 1;
+  return t;
 }
 
 // Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
@@ -344,8 +356,14 @@ class Normaliser {
                     static_cast<const void *>(pointer));
       }
     }
-    const long threshold = std::min(std::lround(static_cast<double>(p) * 65536.0), 65535L);
+    const long threshold = std::lround(static_cast<double>(p) * 65536.0);
     if (threshold == 0) return FA_OK;
+    if (threshold == 65536) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT,
+                  "dropout_p is %.9g; it must be less than 1 - 2^-17, because as a multiple of 2^-16 it is 1 and would drop "
+                  "every weight",
+                  double{p});
+    }
     constexpr int64_t kMaxLen = int64_t{1} << 31;  // the counter of the random bits has 32 bits for a key index
     if (p_.k_lengths.max_len >= kMaxLen || p_.q_lengths.max_len >= kMaxLen || p_.batch * p_.heads_q >= 2 * kMaxLen) {
       return fail(error_, FA_ERROR_UNSUPPORTED,
@@ -396,13 +414,22 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
   problem.k_descale = normaliser.k_descale;
   problem.v_descale = normaliser.v_descale;
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
+  const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
   return check_distinct({{"out", a.out}, {"lse", a.lse}},
                         {{"q", a.q},
                          {"k", a.k},
                          {"v", a.v},
+                         {"cu_seqlens_q", a.cu_seqlens_q},
+                         {"cu_seqlens_k", a.cu_seqlens_k},
+                         {"seqused_q", a.seqused_q},
+                         {"seqused_k", a.seqused_k},
+                         {"page_table", a.page_table},
                          {"bias", a.bias},
-                         {"sink", a.sink},
+                         {"block_mask", a.block_mask},
                          {"alibi_slopes", a.alibi_slopes},
+                         {"sink", a.sink},
+                         {"dropout_seed_ptr", seed},
+                         {"dropout_offset_ptr", offset},
                          {"q_descale", a.q_descale},
                          {"k_descale", a.k_descale},
                          {"v_descale", a.v_descale}},
@@ -431,21 +458,17 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     problem.dlse = to_row_scalar(g.dlse);
   }
 
-  bool any = false;
   if (is_present(g.dq)) {
     FA_RETURN_IF_ERROR(normaliser.like_q("dq", g.dq, Role::output, p.head_dim, "head_dim of q"));
     problem.dq = to_operand(g.dq);
-    any = true;
   }
   if (is_present(g.dk)) {
     FA_RETURN_IF_ERROR(normaliser.like_k("dk", g.dk, Role::output, p.head_dim, "head_dim of k"));
     problem.dk = to_operand(g.dk);
-    any = true;
   }
   if (is_present(g.dv)) {
     FA_RETURN_IF_ERROR(normaliser.like_k("dv", g.dv, Role::output, p.head_dim_v, "head_dim of v"));
     problem.dv = to_operand(g.dv);
-    any = true;
   }
   if (is_present(g.dbias)) {
     if (!is_present(a.bias))
@@ -465,7 +488,6 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     problem.dbias_sum_batch = a.bias.shape[0] == 1 && p.batch != 1;
     problem.dbias_sum_heads = a.bias.shape[1] == 1 && p.heads_q != 1;
     problem.dbias_sum_rows = a.bias.shape[2] == 1 && p.q_lengths.max_len != 1;
-    any = true;
   }
   if (is_present(g.dsink)) {
     if (!is_present(a.sink))
@@ -476,9 +498,8 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     FA_RETURN_IF_ERROR(check_shape(dsink, {{p.heads_q, "heads_q"}}, error));
     problem.dsink = static_cast<float *>(g.dsink.data);
     problem.dsink_stride = walk_stride(g.dsink, 0);
-    any = true;
   }
-  if (!any) return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients has none of dq, dk, dv, dbias, dsink: nothing to compute");
+  const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
   return check_distinct({{"dq", g.dq}, {"dk", g.dk}, {"dv", g.dv}, {"dbias", g.dbias}, {"dsink", g.dsink}},
                         {{"q", a.q},
                          {"k", a.k},
@@ -487,9 +508,34 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
                          {"lse", a.lse},
                          {"dout", g.dout},
                          {"dlse", g.dlse},
+                         {"cu_seqlens_q", a.cu_seqlens_q},
+                         {"cu_seqlens_k", a.cu_seqlens_k},
+                         {"seqused_q", a.seqused_q},
+                         {"seqused_k", a.seqused_k},
                          {"bias", a.bias},
-                         {"sink", a.sink}},
+                         {"block_mask", a.block_mask},
+                         {"alibi_slopes", a.alibi_slopes},
+                         {"sink", a.sink},
+                         {"dropout_seed_ptr", seed},
+                         {"dropout_offset_ptr", offset}},
                         error);
+}
+
+// The results of a merge have their own memory, or are the same views as parts: out as one of out_parts, lse as one of lse_parts.
+static fa_status check_merge_memory(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
+                                    const fa_tensor &out, const fa_tensor &lse, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_distinct({"out", out}, {"lse", lse}, error));
+  for (int32_t n = 0; n < num_parts; ++n) {
+    char out_name[32], lse_name[32];
+    std::snprintf(out_name, sizeof out_name, "out_parts[%d]", int{n});
+    std::snprintf(lse_name, sizeof lse_name, "lse_parts[%d]", int{n});
+    const NamedTensor out_part{out_name, out_parts[n]}, lse_part{lse_name, lse_parts[n]};
+    if (!same_view(out, out_part.tensor)) FA_RETURN_IF_ERROR(check_distinct({"out", out}, out_part, error));
+    FA_RETURN_IF_ERROR(check_distinct({"out", out}, lse_part, error));
+    FA_RETURN_IF_ERROR(check_distinct({"lse", lse}, out_part, error));
+    if (!same_view(lse, lse_part.tensor)) FA_RETURN_IF_ERROR(check_distinct({"lse", lse}, lse_part, error));
+  }
+  return FA_OK;
 }
 
 fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::vector<MergePart> &parts, Pointers &pointers,
@@ -515,6 +561,10 @@ fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::v
   problem.heads_q = out.shape[packed ? 1 : 2];
   problem.head_dim_v = out.shape[packed ? 2 : 3];
   problem.out = to_operand(out);
+  if (problem.heads_q < 1)
+    return fail(error, FA_ERROR_SHAPE, "out.shape[%d] (heads_q) is 0; it must be at least 1", out.ndim - 2);
+  if (problem.head_dim_v < 1)
+    return fail(error, FA_ERROR_SHAPE, "out.shape[%d] (head_dim_v) is 0; it must be at least 1", out.ndim - 1);
 
   const auto check_lse = [&](const NamedTensor &t, Role role) -> fa_status {
     FA_RETURN_IF_ERROR(check_memory(t, role, error));
@@ -552,7 +602,7 @@ fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::v
   }
   problem.num_parts = merge.num_parts;
   problem.parts = parts.data();
-  return FA_OK;
+  return check_merge_memory(merge.num_parts, merge.out_parts, merge.lse_parts, out, lse, error);
 }
 
 fa_status check_host_lengths(const Problem &p, ErrorText &error) {

@@ -480,6 +480,26 @@ TEST_F(Calls, Merge) {
   for_each(
       "lse_parts[1]", [](Problem &p) -> fa_tensor & { return p.lse_parts[1]; }, false, false);
   cases.push_back({FA_ERROR_DTYPE, {"out_parts[1].dtype", "float16"}, [](Problem &p) { p.out_parts[1].dtype = FA_FLOAT16; }});
+  const auto refused = [&](fa_status status, std::vector<std::string> text, std::function<void(Problem &)> apply) {
+    cases.push_back({status, std::move(text), std::move(apply)});
+  };
+  refused(FA_ERROR_SHAPE, {"out.shape[2] (heads_q) is 0"}, [](Problem &p) { p.merge.out.shape[2] = 0; });
+  refused(FA_ERROR_SHAPE, {"out.shape[3] (head_dim_v) is 0"}, [](Problem &p) { p.merge.out.shape[3] = 0; });
+  // A result may be a part, but not part of a part.
+  const auto moved = [](const fa_tensor &t, int64_t bytes) { return static_cast<void *>(static_cast<char *>(t.data) + bytes); };
+  const auto shared = [&](const std::string &output, const std::string &other, std::function<void(Problem &)> apply) {
+    refused(FA_ERROR_INVALID_ARGUMENT, {output + ".data and " + other + ".data", "own memory"}, std::move(apply));
+  };
+  shared("out", "out_parts[1]", [=](Problem &p) { p.merge.out.data = moved(p.out_parts[1], 8); });
+  shared("out", "out_parts[0]", [=](Problem &p) {  // the same memory in another order
+    p.merge.out.data = p.out_parts[0].data;
+    p.merge.out.stride[1] = 6;
+    p.merge.out.stride[2] = 30;
+  });
+  shared("out", "lse_parts[1]", [=](Problem &p) { p.merge.out.data = moved(p.lse_parts[1], -16); });
+  shared("lse", "lse_parts[0]", [=](Problem &p) { p.merge.lse.data = moved(p.lse_parts[0], 4); });
+  shared("lse", "out_parts[0]", [=](Problem &p) { p.merge.lse.data = moved(p.out_parts[0], 12); });
+  shared("out", "lse", [=](Problem &p) { p.merge.lse.data = moved(p.merge.out, 40); });
 
   cases.push_back({FA_ERROR_INVALID_ARGUMENT, {"out_parts", "NULL"}, [](Problem &p) { p.merge.out_parts = nullptr; }});
   cases.push_back({FA_ERROR_INVALID_ARGUMENT, {"lse_parts", "NULL"}, [](Problem &p) { p.merge.lse_parts = nullptr; }});

@@ -23,7 +23,7 @@ using fuzz::inside;
 using fuzz::Maker;
 using fuzz::Problem;
 
-// Outputs overlap here as often as not, which the interface forbids: two threads then race by the caller's own fault.
+// Sequences of an append may share a page here, which the interface forbids: two threads then race by the caller's own fault.
 #if defined(__SANITIZE_THREAD__)
 constexpr int32_t kMostThreads = 1;
 #else
@@ -119,6 +119,7 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
     int32_t count_of_parts = static_cast<int32_t>(1 + below(4));
     std::vector<fa_tensor> outs, lses;  // exactly as many: an address sanitizer sees a read too many
     for (int32_t n = 0; n < count_of_parts; ++n) outs.push_back(of(in, dtype)), lses.push_back(row(in));
+    start_problem();
     fa_tensor out = of(to, pick(dtypes)), lse = row(to);
     for (int64_t n = below(3); n > 0; --n) {
       const auto part = static_cast<size_t>(below(count_of_parts));

@@ -699,6 +699,22 @@ TEST(CudaPlan, HopperKernelsForShortSequences) {
   EXPECT_EQ(kernel(512, 512, 128, true), "d128");
 }
 
+// Without a gradient to compute there is nothing to launch, and no limit of kernels counts.
+TEST(CudaPlan, NoGradientAskedFor) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t head_dim : {64, 576}) {
+      BackwardProblem b = backward_of(problem(300, 300, head_dim, 64));
+      b.dq = b.dk = b.dv = Operand{};
+      BackwardPlan plan;
+      ErrorText error;
+      ASSERT_EQ(plan_backward(b, device, plan, error), FA_OK) << name << ": " << error.text;
+      EXPECT_EQ(plan.family, Family::none);
+      EXPECT_EQ(plan.workspace_bytes, 0u);
+      EXPECT_EQ(kernel_name(b, plan), "none");
+    }
+  }
+}
+
 TEST(CudaPlan, EmptyProblems) {
   Problem no_batch = problem(100, 100, 128), no_queries = problem(0, 100, 128), no_keys = problem(100, 0, 128);
   no_batch.batch = 0;

@@ -86,6 +86,8 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
                         int32_t *counters, Launches &launches, ErrorText &error) {
   constexpr bool kForward = std::is_same_v<PlanOf<AnyProblem>, ForwardPlan>;
   switch (plan.family) {
+    case Family::none:
+      return FA_OK;
     case Family::sm80:
       return sm80::add_launches(problem, plan, workspace, launches, error);
     case Family::simt:

@@ -24,7 +24,8 @@ struct Device {
 };
 
 // A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla };
+// `none` is the plan of a problem without work, which launches nothing.
+enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, none };
 
 struct ForwardPlan {
   Family family = Family::sm80;
