@@ -49,6 +49,9 @@ std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, cons
 // Tests that run on every backend.
 class EveryBackend : public ::testing::TestWithParam<std::shared_ptr<Backend>> {
  protected:
+  void SetUp() override {
+    if (!backend().missing().empty()) GTEST_SKIP() << backend().name() << ": " << backend().missing();
+  }
   Backend &backend() { return *GetParam(); }
 };
 // GoogleTest prints parameters by this.
