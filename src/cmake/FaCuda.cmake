@@ -92,11 +92,12 @@ if(NOT FA_WITH_CUDA STREQUAL "OFF")
   endif()
 endif()
 
-# fa_cuda_instances(<table> <template> <prefix> <sources> [ANY] [SM90_UP <sources>]) writes a source for each line of `table` and dtype from
-# `template` and appends it to the list named `sources`. With ANY a kernel serves every dtype: one source for each line. With SM90_UP a line
-# whose column `capability`, the last but one, is 90 goes to that list instead: no older device runs its kernel.
+# fa_cuda_instances(<table> <template> <prefix> <sources> [ANY] [SM90_UP <sources>] [BUNDLE <count>]) writes an instance for each line of
+# `table` and dtype from `template` and appends its source to the list named `sources`. With ANY a kernel serves every dtype: one instance
+# for each line. With SM90_UP a line whose column `capability`, the last but one, is 90 goes to that list instead: no older device runs its
+# kernel. With BUNDLE so many instances are compiled as one source, which parses the CUDA headers once: the code is the same, bit for bit.
 function(fa_cuda_instances table template prefix sources)
-  cmake_parse_arguments(PARSE_ARGV 4 arg "ANY" "SM90_UP" "")
+  cmake_parse_arguments(PARSE_ARGV 4 arg "ANY" "SM90_UP;BUNDLE" "")
   file(READ "${table}" text)
   string(REGEX MATCHALL "\n  X\\([a-z0-9_]+,[^)]*\\)" lines "${text}")
   if(NOT lines)
@@ -123,16 +124,34 @@ function(fa_cuda_instances table template prefix sources)
       set(name "${prefix}_${DTYPE}_${SHAPE}")
       if(NOT FA_ONLY OR name MATCHES "${FA_ONLY}")
         configure_file("${template}" "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.cu" @ONLY)
-        list(APPEND ${list} "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.cu")
+        list(APPEND new_${list} "${name}")
         set_property(GLOBAL APPEND PROPERTY FA_CUDA_INSTANCES ${name})
       endif()
     endforeach()
     math(EXPR SHAPE_INDEX "${SHAPE_INDEX} + 1")
   endforeach()
-  set(${sources} ${${sources}} PARENT_SCOPE)
-  if(arg_SM90_UP)
-    set(${arg_SM90_UP} ${${arg_SM90_UP}} PARENT_SCOPE)
-  endif()
+  foreach(list IN ITEMS ${sources} ${arg_SM90_UP})
+    set(bundle "")
+    list(LENGTH new_${list} left)
+    foreach(name IN LISTS new_${list})
+      math(EXPR left "${left} - 1")
+      list(APPEND bundle ${name})
+      list(LENGTH bundle count)
+      if(count LESS arg_BUNDLE AND left GREATER 0)
+        continue()
+      endif()
+      list(GET bundle 0 source)
+      if(count GREATER 1)
+        list(TRANSFORM bundle REPLACE "(.+)" "#include \"cuda/\\1.cu\"\n")
+        string(CONCAT text "// Written by the build: instances that are compiled together.\n" ${bundle})
+        string(REGEX REPLACE "_(f16|bf16|any)_" "_" source "${source}")
+        file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/cuda/${source}.cu" CONTENT "${text}")
+      endif()
+      list(APPEND ${list} "${CMAKE_CURRENT_BINARY_DIR}/cuda/${source}.cu")
+      set(bundle "")
+    endforeach()
+    set(${list} ${${list}} PARENT_SCOPE)
+  endforeach()
 endfunction()
 
 # fa_cuda_objects(<target> <architectures> <source>...): kernels compiled for these architectures alone, as part of flashattn_objects. It is
@@ -142,7 +161,8 @@ function(fa_cuda_objects target architectures)
     return()
   endif()
   add_library(${target} OBJECT ${ARGN})
-  target_include_directories(${target} PRIVATE include "${CMAKE_CURRENT_BINARY_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/src")
+  target_include_directories(${target} PRIVATE include "${CMAKE_CURRENT_BINARY_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/src"
+                                               "${CMAKE_CURRENT_BINARY_DIR}")
   target_compile_options(${target} PRIVATE --expt-relaxed-constexpr)
   set_target_properties(
     ${target} PROPERTIES CUDA_ARCHITECTURES "${architectures}" POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden
