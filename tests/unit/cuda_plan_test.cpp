@@ -249,6 +249,7 @@ TEST(CudaPlan, WorkspaceGrowsAtMostLinearly) {
 
 // Forward needs memory for splits only, and for no more of them than fill the device.
 TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
+  int64_t whole = 0, split = 0;
   for (const auto &[name, device] : kDevices) {
     for (const int64_t seqlen_q : {1, 16, 512, 8192}) {
       for (const int64_t seqlen_k : {1, 1000, 100000}) {
@@ -256,6 +257,7 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family == Family::decode || plan.family == Family::extend) continue;
         EXPECT_EQ(plan.workspace_bytes > 0, plan.num_splits > 1) << name;
+        ++(plan.num_splits == 1 ? whole : split);
         if (plan.num_splits == 1) continue;
         EXPECT_LE(plan.blocks, 8 * device.multiprocessors) << name;
         const auto rows = static_cast<size_t>(plan.num_splits * p.batch * p.heads_q * seqlen_q);
@@ -264,6 +266,8 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
       }
     }
   }
+  EXPECT_GT(whole, 0);
+  EXPECT_GT(split, 0);
 }
 
 // Sizes past 32 bits are no smaller workspaces.
