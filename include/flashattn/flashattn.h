@@ -530,7 +530,7 @@ typedef struct fa_attention {
    * In its other rows lse is not finite and out is 0 or NaN. Gradients that depend on such a head are undefined. Optional. */
   fa_tensor sink;
 
-  /** Factor of q k^T, not negative; 0 = 1 / sqrt(d). */
+  /** Scale of q k^T, not negative; 0 = 1 / sqrt(d). */
   float softmax_scale;
   /** Bound of the logits' magnitude by tanh, see above; 0 = none. */
   float softcap;

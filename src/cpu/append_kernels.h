@@ -127,34 +127,34 @@ inline void append_heads(const AppendProblem &p, const Operand &from, RowAt sour
   }
 }
 
-// The same into a quantised cache, in sequence b.
+// The same for an 8-bit cache; b is the sequence.
 inline void quantise_heads(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
                            RowAt target, const Descale &descale, int64_t columns, const RotaryRow *table) {
   float row[kMaxHeadDim + kWidth];
   for (int64_t h = 0; h < p.heads_k; ++h) {
     const char *read = rows_of(from, source.outer, h, source.row).data;
     char *write = const_cast<char *>(rows_of(to, target.outer, h, target.row).data);
-    float *factor = nullptr;
+    float *value = nullptr;
     if (descale.factors.data != nullptr) {
       const Rows at =
           descale.per_row ? rows_of(descale.factors, target.outer, h, target.row) : rows_of(descale.factors, b, h, 0);
-      factor = reinterpret_cast<float *>(const_cast<char *>(at.data));
+      value = reinterpret_cast<float *>(const_cast<char *>(at.data));
     }
     for_dtype(from.dtype, [&]<class Element>() {
       widen_row<Element>(p, reinterpret_cast<const typename Element::Type *>(read), columns, table, row);
     });
     if (to.dtype == Dtype::i8) {
-      quantise_row<ElementI8>(row, columns, reinterpret_cast<int8_t *>(write), factor, descale.per_row);
+      quantise_row<ElementI8>(row, columns, reinterpret_cast<int8_t *>(write), value, descale.per_row);
     } else {
-      quantise_row<ElementE4m3>(row, columns, reinterpret_cast<uint8_t *>(write), factor, descale.per_row);
+      quantise_row<ElementE4m3>(row, columns, reinterpret_cast<uint8_t *>(write), value, descale.per_row);
     }
   }
 }
 
 // New rows of k or v into their cache.
 inline void append_cache(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
-                         const CachePlace &place, const Descale &descale, int64_t columns, const RotaryRow *table) {
-  const RowAt target{place.outer, place.row};
+                         const CacheRow &found, const Descale &descale, int64_t columns, const RotaryRow *table) {
+  const RowAt target{found.outer, found.row};
   if (is_quantised(to.dtype)) {
     quantise_heads(p, b, from, source, to, target, descale, columns, table);
   } else {
@@ -172,10 +172,10 @@ inline void append_row(const AppendProblem &p, int64_t b, const AppendSequence &
   }
   const RotaryRow *rotation = p.rotary_dim > 0 ? &table : nullptr;
   append_heads(p, p.q, source, p.q_out, source, p.heads_q, p.head_dim, rotation);
-  CachePlace place;
-  if (!find_place(p, b, s.offset + i, place)) return;
-  append_cache(p, b, p.k, source, p.k_cache, place, p.k_descale, p.head_dim, rotation);
-  if (p.head_dim_v > 0) append_cache(p, b, p.v, source, p.v_cache, place, p.v_descale, p.head_dim_v, nullptr);
+  CacheRow target;
+  if (!find_cache_row(p, b, s.offset + i, target)) return;
+  append_cache(p, b, p.k, source, p.k_cache, target, p.k_descale, p.head_dim, rotation);
+  if (p.head_dim_v > 0) append_cache(p, b, p.v, source, p.v_cache, target, p.v_descale, p.head_dim_v, nullptr);
 }
 
 void append_rows(const AppendJob &job) {
