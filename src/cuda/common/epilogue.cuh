@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of a forward: from the softmax state of a row to the factor of its output and its lse, and rows to global memory.
+// The epilogue of a forward: computes the scale of out and lse from the softmax state of a row, and stores rows to global memory.
 #pragma once
 
 #include <math_constants.h>
@@ -24,14 +24,14 @@ __device__ __forceinline__ float *row_of_tensor(const RowScalar &t, int64_t batc
   return t.data + batch * t.batch_stride + head * t.head_stride + row * t.seq_stride;
 }
 
-// What out of a row is multiplied by, and its lse (natural logarithm).
+// The factor by which out of a row is multiplied, and its lse (natural logarithm).
 struct RowResult {
   float factor, lse;
 };
 
-// From m (base 2) and l of a row. `sink`: its head's attention sink, one more logit in the denominator (natural units), or null. A sink far
-// above every logit would overflow against m: then m is raised, out is negligible and only lse matters. l is 0 for a row without visible keys:
-// out = 0, lse = -inf. l is NaN where a visible score is, and so is out then.
+// Computes the result of a row from m (base 2) and l. `sink`: the attention sink of the head (natural logarithm), or null. A sink far above
+// every logit would overflow relative to m, so m is raised to it; out is then negligible. A row without visible keys has l = 0: out = 0,
+// lse = -inf. If a visible score is NaN, l and out are NaN.
 __device__ __forceinline__ RowResult finalize_row(float max, float sum, const float *sink) {
   float factor = 1.f;
   if (sink != nullptr) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ const float *sink_of(const Problem &p, int head) {
   return p.sink != nullptr ? p.sink + head * p.sink_stride : nullptr;
 }
 
-// A row that is not used, or sees no key: out = 0 by a whole warp, and its lse.
+// One warp stores out = 0 and lse for a row that is not used or sees no key.
 template <typename Element>
 __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, float *lse, float lse_value, int lane) {
   if (lse != nullptr && lane == 0) *lse = lse_value;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, fl
   for (int column = lane; column < columns; column += 32) bits[column] = 0;
 }
 
-// Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes a lane: the four lanes that share the row exchange the vectors of
+// Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes per lane: the four lanes that share the row exchange the vectors of
 // four column tiles. `dst` is column 0 of the row for this lane's quad; columns from `columns` on are not written. pack(a, b) converts a pair;
 // `keep` is ~0, or 0 to write zeros.
 template <typename Element, int kTiles, typename Pack>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Accumulator fragments: which query and which key of a tile of scores a register of a lane holds, and reductions over the keys of a query.
 //
-// mma.sync m16n8k16 and wgmma lay accumulators out alike. A warp holds tiles of 16 x 8, four elements a lane:
+// mma.sync m16n8k16 and wgmma lay accumulators out alike. A warp holds tiles of 16 x 8, four elements per lane:
 //
 //   element r of tile (i, j):   row 16 i + lane / 4 + 8 (r / 2),   column 8 j + 2 (lane % 4) + r % 2
 //

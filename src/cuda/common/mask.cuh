@@ -24,7 +24,7 @@ __device__ __forceinline__ KeyRange tiles_inside(const KeyRange &keys) {
   return {(keys.begin + kTile - 1) / kTile, keys.end / kTile};
 }
 
-// How a tile of keys lies to the rows of a warp or a CTA.
+// Whether the rows of a warp or a CTA see no key of a KV tile, some pairs of it or all.
 enum class TileMask { empty, partial, full };
 template <int kTile>
 __device__ __forceinline__ TileMask tile_mask(const KeyRange &visible, const KeyRange &interior, int key0) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void mask_row(Scores &s, int r, uint32_t visible) {
     if ((visible >> m & 1) == 0) element(s, Fragment::at(r, m)) = -CUDART_INF_F;
 }
 
-// The same with the range itself, where bits would be held for long.
+// The same without bits, for kernels that would hold them in registers for long.
 template <class Fragment, typename Scores>
 __device__ __forceinline__ void mask_row(Scores &s, int r, const KeyRange &keys, int key0, int lane) {
   const int first = key0 + Fragment::first_key(lane), begin = keys.begin - first, end = keys.end - first;
