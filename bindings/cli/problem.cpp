@@ -111,7 +111,7 @@ SpecOptions::SpecOptions(Options &options) {
   });
   options.flag("--alibi", "ALiBi slopes", s.alibi);
   options.flag("--sink", "an attention sink per head", s.sink);
-  options.number("--dropout", "P", "probability of dropping a weight", s.dropout, 0, 0.999);
+  options.number("--dropout", "P", "dropout: probability that an element of P is dropped", s.dropout, 0, 0.999);
   options.flag("--packed", "sequences packed with cu_seqlens", s.packed);
   options.integer("--pages", "ROWS", "keys and values in pages of so many rows", s.page_size, 1, kMostRows);
   options.flag("--heads-first", "memory is (batch, heads, rows, head_dim)", s.heads_first);

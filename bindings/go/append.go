@@ -17,22 +17,23 @@ type Append struct {
 	PageTable Tensor // (batch, max pages) int32
 	Offsets   Tensor // (batch) int32: rows that each sequence has in the cache already; negative leaves a sequence out; absent = none
 	CuSeqlens Tensor // packed new rows: (batch + 1) int32 or int64
-	SeqUsed   Tensor // (batch) int32: how many new rows of each sequence are used
-	SeqUsedK  Tensor // written, (batch) int32: rows that each sequence has afterwards, SeqUsedK of the Attention to come; may be absent
+	SeqUsed   Tensor // (batch) int32: number of used new rows of each sequence
+	SeqUsedK  Tensor // output, (batch) int32: rows that each sequence has afterwards, for SeqUsedK of the next Attention; may be absent
 
-	Q, QOut              Tensor // queries of the new rows, rotated into QOut or, if that is absent, in place
+	Q, QOut              Tensor // queries of the new rows; rotated into QOut, or in place if QOut is absent
 	RotaryCos, RotarySin Tensor // (positions, rotary_dim / 2); absent = nothing is rotated
 	RotaryPositions      Tensor // (batch, new rows) or (total), int32 or int64; absent = Offsets + row
 	Interleaved          bool   // a rotary pair is columns 2c and 2c + 1 instead of c and c + rotary_dim / 2
 
-	// Factors of a cache in Float8 or int8, float32: (batch, heads) is read; one a row and head, the cache's shape without head_dim, is written.
+	// Descales of a Float8 or int8 cache, float32. Per sequence and head, (batch, heads), they are inputs. Per row and head, in the cache's shape
+	// without head_dim, they are outputs.
 	KDescale, VDescale Tensor
 }
 
 // AppendKV writes new rows into a cache.
 func (ctx *Context) AppendKV(a Append) error { return ctx.append(&a, C.GO_RUN, nil) }
 
-// PrepareAppend loads what AppendKV will need; see PrepareForward.
+// PrepareAppend loads the kernels that AppendKV needs. See PrepareForward.
 func (ctx *Context) PrepareAppend(a Append) error { return ctx.append(&a, C.GO_PREPARE, nil) }
 
 // QueryAppend says how AppendKV would run, or why not. It reads no tensor data.

@@ -35,8 +35,8 @@ type Attention struct {
 	BlockSizeQ, BlockSizeK int
 	ALiBiSlopes            Tensor // (heads) or (batch, heads) float32
 	Sink                   Tensor // (heads) float32
-	QDescale               Tensor // factors of Q in Float8: (batch, heads of K) float32
-	KDescale, VDescale     Tensor // factors of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
+	QDescale               Tensor // descales of Q in Float8: (batch, heads of K) float32
+	KDescale, VDescale     Tensor // descales of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
 
 	Scale         float32 // 0 = 1 / sqrt(head_dim)
 	Softcap       float32

@@ -263,8 +263,8 @@ TEST_F(Runtime, ErrorsOfTheProgramStayPending) {
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
-// A failing CUDA call is told by number and leaves nothing behind: the stream here is being captured and the capture is broken.
-TEST_F(Runtime, FailuresOfTheDriverAreTold) {
+// A failing CUDA call is reported with its number and has no lasting effect: here the stream is being captured, and the capture is broken.
+TEST_F(Runtime, DriverFailuresAreReported) {
   SmallProblem p;
   const std::vector<uint8_t> outputs = expected(p);
   check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed), "capture");

@@ -30,7 +30,7 @@ struct AppendCase {
   int64_t capacity = 24, page_size = 0, spare_pages = 2;  // page_size 0: not paged
   int64_t lost_pages = 0;                                 // entries of the page table that are no page
   fa_dtype cache_dtype = 0;                               // fp8 or int8; 0: dtype
-  int descale = 0;                                        // 0: absent, 1: one a sequence and head, 2: one a row and head
+  int descale = 0;                                        // 0: absent, 1: per sequence and head, 2: per row and head
   int positions = 0;                                      // bits of rotary_positions; 0: absent
   Order order = Order::rows_first, cache_order = Order::rows_first;
 

@@ -456,8 +456,8 @@ TEST_P(Contract, ErrorIsAtMostTwiceTheUnfusedOne) {
   }
 }
 
-// Attention over values of one is one, however many keys there are: weights are summed in fp32 or better.
-TEST_P(Contract, WeightsSumToOne) {
+// Attention over values of one is one for any number of keys: row sums of P are fp32 or better.
+TEST_P(Contract, RowsOfPSumToOne) {
   for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t seqlen_q : {1, 30}) {
       Case c = base("ones");

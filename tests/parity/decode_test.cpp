@@ -161,7 +161,7 @@ TEST_P(Decode, LargeLogits) {
   EXPECT_TRUE(check(backend(), c));
 }
 
-// Caches of bytes. Rows of 1 to 160 for a head of keys: more than one block of them, too.
+// 8-bit KV caches. 1 to 160 rows per key head, which includes more than one row block.
 TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   int64_t n = 0;
   for (const int64_t head_dim : {64, 96, 128, 256}) {
@@ -180,7 +180,7 @@ TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   }
 }
 
-// The same over bytes with factors of all kinds, those of rows near to each other and not.
+// The same over 8-bit KV with descales of all kinds: per head, and per row with small and with large differences.
 TEST_P(Decode, QuantisedTokenOfAFewHeads) {
   for (const int64_t head_dim : {64, 128, 208, 256}) {
     for (int64_t n = 0; n < 6; ++n) {
@@ -260,7 +260,7 @@ TEST_P(Decode, QuantisedMasksAndScores) {
 // Factors that differ so much that P in fp16 must not simply be multiplied by them, and queries beyond fp16.
 TEST_P(Decode, QuantisedExtremes) {
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    Case c = base("decode: factors of values");
+    Case c = base("decode: descales of values");
     c.dtype = dtype;
     c.key_dtype = FA_INT8;
     c.descale = 2;

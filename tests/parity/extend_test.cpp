@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many queries over keys that are mostly there already (speculation, chunks of a prompt over a paged cache): with the heads that share keys
+// Many queries over keys most of which are cached already (speculation, chunked prefill over a paged cache): with the heads that share keys
 // several blocks of rows, and keys that are split. Problems of this size are cut into parts of a tile or two; what happens from tile to tile of
 // a part shows with num_splits = 1.
 #include "parity/runner.h"
@@ -25,7 +25,7 @@ Case base(const char *name) {
 
 class Extend : public EveryBackend {
  protected:
-  // The case as it is, and with a cache of bytes: one format after the other, with and without factors.
+  // The case as it is, and with an 8-bit KV cache: one format after the other, with and without descales.
   void check_formats(Case c) {
     EXPECT_TRUE(check(backend(), c));
     c.key_dtype = formats_ % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;

@@ -82,7 +82,7 @@ TEST_P(Fields, QuantisedKeys) {
 }
 
 // fp8 queries, keys and values, by every kernel of a backend, in every layout and beside every option. Some have the whole 16-byte pieces
-// and several tiles and chunks of what multiplies fp8 itself. Few enough cases that their references are kept from backend to backend.
+// and several query tiles and KV tiles of the kernels with fp8 products. Few enough cases that their references are kept from backend to backend.
 TEST_P(Fields, QuantisedQueries) {
   int64_t dtype = FA_BFLOAT16;
   const auto each = [&](const char *name, auto vary) {

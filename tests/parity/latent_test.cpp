@@ -111,10 +111,10 @@ TEST_P(Latent, AnyNumberOfSplits) {
   }
 }
 
-// So many parts that they are added up in two levels.
-TEST_P(Latent, ManyParts) {
+// So many split-KV partials that they are combined in two levels.
+TEST_P(Latent, ManyPartials) {
   for (const auto &[keys, heads] : {std::pair{3600, 40}, {14000, 2}}) {
-    Case c = base("latent: many parts");
+    Case c = base("latent: many partials");
     c.batch = 1;
     c.heads_q = heads;
     c.q.seqlen = 1;
@@ -124,7 +124,7 @@ TEST_P(Latent, ManyParts) {
   }
 }
 
-// Two blocks of threads for each block of rows, which exchange halves of what they have; where lengths turn out to be others they do not.
+// Two CTAs per row block, which exchange halves of their results. With other lengths on the device than planned they do not.
 TEST_P(Latent, Pairs) {
   for (int64_t n = 0; n < 5; ++n) {
     Case c = base("latent: pairs");

@@ -29,7 +29,7 @@ class Options:
     softcap: float = 0.0
     #: Added to the logits, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k).
     bias: Any = None
-    #: uint8 or bool, one entry a block; zero masks the block.
+    #: uint8 or bool, one entry per block; zero masks the block.
     block_mask: Any = None
     #: Rows and columns of a block of `block_mask`.
     block_size: Tuple[int, int] = (0, 0)
@@ -51,7 +51,7 @@ class Options:
     page_table: Any = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    #: Factors of float8 and int8 keys and values: float32, (batch, heads_k), or as k and v without head_dim.
+    #: Descales of float8 and int8 keys and values: float32, (batch, heads_k), or as k and v without head_dim.
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
@@ -350,7 +350,7 @@ class Context:
             if name not in known:
                 raise TypeError(f"append_kv has no argument {name!r}")
             view = self._view(tensor, name, holds, stream, writable=name in written)
-            # Factors, one for each row and head (three dimensions), are written.
+            # Descales per row and head (three dimensions) are outputs.
             if name in ("k_descale", "v_descale") and view.ndim == 3:
                 view = self._view(tensor, name, holds, stream, writable=True)
             setattr(append, name, view)

@@ -89,43 +89,43 @@ impl<'a> Append<'a> {
         seqused_k
     }
 
-    /// Factors of keys in an 8-bit cache, f32 (batch, heads): rows are divided by them.
+    /// Descales of the keys in an 8-bit cache, f32 (batch, heads): rows are divided by them.
     #[must_use]
-    pub fn k_descale(mut self, factors: TensorView<'a>) -> Self {
-        self.raw.k_descale = factors.raw();
+    pub fn k_descale(mut self, descales: TensorView<'a>) -> Self {
+        self.raw.k_descale = descales.raw();
         self.writes_descale[0] = false;
         self
     }
 
-    /// Factors of values, likewise.
+    /// Descales of the values, likewise.
     #[must_use]
-    pub fn v_descale(mut self, factors: TensorView<'a>) -> Self {
-        self.raw.v_descale = factors.raw();
+    pub fn v_descale(mut self, descales: TensorView<'a>) -> Self {
+        self.raw.v_descale = descales.raw();
         self.writes_descale[1] = false;
         self
     }
 
-    /// Factors of keys in an 8-bit cache, f32, shaped as the cache without head_dim: each new row's own is measured and written.
+    /// Descales of the keys in an 8-bit cache, f32, shaped as the cache without head_dim: one is computed for each new row and written.
     #[must_use]
-    pub fn k_descale_by_row(mut self, factors: TensorViewMut<'a>) -> Self {
-        self.raw.k_descale = factors.raw();
+    pub fn k_descale_by_row(mut self, descales: TensorViewMut<'a>) -> Self {
+        self.raw.k_descale = descales.raw();
         self.writes_descale[0] = true;
         self
     }
 
-    /// Factors of values, likewise.
+    /// Descales of the values, likewise.
     #[must_use]
-    pub fn v_descale_by_row(mut self, factors: TensorViewMut<'a>) -> Self {
-        self.raw.v_descale = factors.raw();
+    pub fn v_descale_by_row(mut self, descales: TensorViewMut<'a>) -> Self {
+        self.raw.v_descale = descales.raw();
         self.writes_descale[1] = true;
         self
     }
 
-    /// The struct, if what the call will write are views that may be written: the library tells factors to read from factors to write by their
+    /// The struct, if what the call will write are views that may be written: the library tells descales to read from descales to write by their
     /// number of dimensions.
     pub(crate) fn raw(&self) -> Result<&sys::fa_append> {
-        let factors = [("k_descale", &self.raw.k_descale), ("v_descale", &self.raw.v_descale)];
-        for ((name, tensor), writes) in factors.into_iter().zip(self.writes_descale) {
+        let descales = [("k_descale", &self.raw.k_descale), ("v_descale", &self.raw.v_descale)];
+        for ((name, tensor), writes) in descales.into_iter().zip(self.writes_descale) {
             let (suffix, ndim) = if writes { ("_by_row", 3) } else { ("", 2) };
             if !tensor.data.is_null() && tensor.ndim != ndim {
                 let text = format!("{}{} has {} dimensions; it needs {}", name, suffix, tensor.ndim, ndim);
