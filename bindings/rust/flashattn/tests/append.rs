@@ -203,7 +203,13 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
                 Some(limit) if s.by_row => {
                     touched_descales[to] = true;
                     let descale = f64::from(cache.descales[to]);
-                    assert!((descale * limit / largest - 1.0).abs() < 1e-6, "{}: descale {} of {}", cache.what, descale, largest);
+                    assert!(
+                        (descale * limit / largest - 1.0).abs() < 1e-6,
+                        "{}: descale {} of {}",
+                        cache.what,
+                        descale,
+                        largest
+                    );
                     descale
                 }
                 Some(_) => f64::from(cache.descales[n * HEADS + h]),
