@@ -13,7 +13,7 @@ extern "C" {
 namespace cli {
 namespace {
 
-constexpr int64_t kProbeBytes = int64_t{1} << 28;  // beyond every cache
+constexpr int64_t kProbeBytes = int64_t{1} << 28;  // larger than every cache
 
 // fp16 and bf16 operations of the tensor cores of one SM per clock; a multiply-add is two operations. 0 = unknown.
 double tensor_flops_per_clock(int32_t capability) {
@@ -100,7 +100,7 @@ Device::Device(const DeviceChoice &choice) {
   fa_config config;
   fa_config_init(&config, sizeof config);
   config.device_type = choice.type;
-  // Settings of one kind of device choose that kind.
+  // A setting that only one kind of device has chooses that kind.
   if (choice.type == FA_DEVICE_AUTO && (choice.threads != 0 || choice.isa != FA_CPU_ISA_AUTO))
     config.device_type = FA_DEVICE_CPU;
   if (choice.type == FA_DEVICE_AUTO && choice.cuda_arch != 0) config.device_type = FA_DEVICE_CUDA;

@@ -235,7 +235,7 @@ Problem::Problem(const Spec &s) : spec(s) {
     fa_gradients &g = gradients;
     add_rows("dout", g.dout, s.rows_q, s.heads_q, s.dim_v, false);
     add_rows("dq", g.dq, s.rows_q, s.heads_q, s.dim, true);
-    if (s.page_size > 0) {  // refused by the library, with its own words
+    if (s.page_size > 0) {  // the library refuses this with its own message
       add("dk", g.dk, s.dtype, {a.k.shape, a.k.shape + 4}, true);
       add("dv", g.dv, s.dtype, {a.v.shape, a.v.shape + 4}, true);
     } else {

@@ -5,12 +5,12 @@ package flashattn
 // #include "shim.h"
 import "C"
 
-// Append is new keys and values on their way into a cache, with the rotary embedding of them and of the queries. flashattn.h documents shapes
-// and meaning of each (fa_append).
+// Append describes new keys and values for a KV cache, and the rotary embedding of new keys and queries. flashattn.h documents shapes and meaning
+// of each field (fa_append).
 type Append struct {
 	// New rows: (batch, new rows, heads, head_dim), or (total, heads, head_dim) with CuSeqlens. V and VCache may be absent together.
 	K, V Tensor
-	// Written, at the places of new rows only: (batch, rows, heads, head_dim) or, paged, (pages, page size, heads, head_dim); the dtype of K,
+	// Outputs, of which only the new rows are written: (batch, rows, heads, head_dim) or, paged, (pages, page size, heads, head_dim); the dtype of K,
 	// Float8 or int8.
 	KCache, VCache Tensor
 
@@ -30,13 +30,13 @@ type Append struct {
 	KDescale, VDescale Tensor
 }
 
-// AppendKV writes new rows into a cache.
+// AppendKV rotates new rows and writes them to a cache.
 func (ctx *Context) AppendKV(a Append) error { return ctx.append(&a, C.GO_RUN, nil) }
 
 // PrepareAppend loads the kernels that AppendKV needs. See PrepareForward.
 func (ctx *Context) PrepareAppend(a Append) error { return ctx.append(&a, C.GO_PREPARE, nil) }
 
-// QueryAppend says how AppendKV would run, or why not. It reads no tensor data.
+// QueryAppend reports how AppendKV would run, or why it would not. It reads no tensor data.
 func (ctx *Context) QueryAppend(a Append) (Plan, error) {
 	return plan(func(info *C.fa_plan_info) error { return ctx.append(&a, C.GO_QUERY, info) })
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// New rows into a cache, rotated on the way, for one instruction set. Included by append_<isa>.cpp.
+// Rotates new rows and writes them to a cache, for one instruction set. Included by append_<isa>.cpp.
 #pragma once
 
 #include "cpu/append_job.h"
@@ -7,7 +7,7 @@
 
 namespace fa::cpu::FA_ISA {
 
-// One row of the tables.
+// One row of the cosine and sine tables.
 struct RotaryRow {
   const char *cos = nullptr;
   const char *sin = nullptr;
@@ -49,7 +49,7 @@ FA_INLINE void store_pairs(typename Element::Type *row, int64_t c, int n, int64_
   Element::store(row + 2 * c + first, Simd::load(pairs + kWidth), 2 * n - first);
 }
 
-// The rotated columns of a row; `target` may be `source`.
+// Rotates the rotary columns of a row. `target` may be `source`.
 template <class Element, class Table, class Target>
 inline void rotate_columns(const AppendProblem &p, const typename Element::Type *source, typename Target::Type *target,
                            const RotaryRow &table) {
@@ -75,7 +75,7 @@ FA_INLINE void rotate(const AppendProblem &p, const typename Element::Type *sour
   }
 }
 
-// A row of `columns` columns, the first of them rotated if there is a table, in fp32.
+// Converts a row of `columns` columns to fp32. With a table, its rotary columns are rotated.
 template <class Element>
 inline void widen_row(const AppendProblem &p, const typename Element::Type *source, int64_t columns, const RotaryRow *table,
                       float *row) {
@@ -86,9 +86,9 @@ inline void widen_row(const AppendProblem &p, const typename Element::Type *sour
   if (table != nullptr) rotate<Element, ElementF32>(p, source, row, *table);
 }
 
-// row / factor. A factor of the row's own is computed first and written: NaN if the row is not finite.
+// Writes row / *scale to an 8-bit target. With `own`, *scale is first computed from the row; it is NaN if the row is not finite.
 template <class Target>
-inline void quantise_row(const float *row, int64_t columns, typename Target::Type *target, float *factor, bool own) {
+inline void quantise_row(const float *row, int64_t columns, typename Target::Type *target, float *scale, bool own) {
   if (own) {
     F largest = Simd::zero(), probe = Simd::zero();
     for (int64_t c = 0; c < columns; c += kWidth) {
@@ -96,9 +96,9 @@ inline void quantise_row(const float *row, int64_t columns, typename Target::Typ
       largest = Simd::max(Simd::abs(x), largest);
       probe = Simd::fma(x, Simd::zero(), probe);
     }
-    *factor = Simd::reduce_max(largest) / Target::kLargest + Simd::reduce_add(probe);
+    *scale = Simd::reduce_max(largest) / Target::kLargest + Simd::reduce_add(probe);
   }
-  const float by = factor != nullptr ? *factor : 1.0f;
+  const float by = scale != nullptr ? *scale : 1.0f;
   const F divisor = Simd::set(own && by == 0 ? 1.0f : by);  // a row of zeros
   for (int64_t c = 0; c < columns; c += kWidth) {
     const int n = static_cast<int>(min64(columns - c, kWidth));
@@ -106,7 +106,7 @@ inline void quantise_row(const float *row, int64_t columns, typename Target::Typ
   }
 }
 
-// Row (outer, row) of every head of `from` to row (to_outer, to_row) of `to`, rotated where there is a table.
+// Copies row `source` of every head of `from` to row `target` of `to`, and rotates it if there is a table.
 struct RowAt {
   int64_t outer, row;
 };
@@ -151,7 +151,7 @@ inline void quantise_heads(const AppendProblem &p, int64_t b, const Operand &fro
   }
 }
 
-// New rows of k or v into their cache.
+// Writes one new row of k or v to its cache.
 inline void append_cache(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
                          const CacheRow &found, const Descale &descale, int64_t columns, const RotaryRow *table) {
   const RowAt target{found.outer, found.row};

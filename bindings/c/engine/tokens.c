@@ -53,7 +53,7 @@ int next_token(const uint16_t *out, int64_t layer_stride) {
   return best % VOCABULARY;
 }
 
-/* A rotated row, rounded as a tensor of it is. */
+/* A rotated row, rounded to bf16 like a tensor. */
 static void rotate(const token_tables *t, const uint16_t *row, int position, double *to) {
   int c;
   for (c = 0; c < DIM / 2; ++c) {
@@ -75,7 +75,7 @@ double attention_error(const token_tables *t, const uint8_t *tokens, int length,
         double k[DIM], logit = 0, p;
         rotate(t, t->k[layer][tokens[j]][kh], j, k);
         for (d = 0; d < DIM; ++d) logit += q[d] * k[d];
-        p = exp(logit / sqrt((double)DIM)); /* the tables are small enough for no maximum */
+        p = exp(logit / sqrt((double)DIM)); /* logits are small: no maximum is subtracted */
         sum += p;
         for (d = 0; d < DIM; ++d) result[d] += p * from_bf16(t->v[layer][tokens[j]][kh][d]);
       }

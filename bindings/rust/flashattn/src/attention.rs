@@ -25,7 +25,7 @@ pub struct Attention<'a> {
     inputs: PhantomData<TensorView<'a>>,
 }
 
-/// A size beyond 63 bits is as good as the largest one: no tensor is that long.
+/// Converts a size. More than 63 bits become the largest number, which is larger than any tensor.
 fn size(value: usize) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
@@ -162,14 +162,14 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// Equal inputs give equal bits. Always so on the CPU.
+    /// Equal inputs give equal bits. Always true on the CPU.
     #[must_use]
     pub fn deterministic(mut self) -> Self {
         self.raw.flags |= sys::FA_FLAG_DETERMINISTIC;
         self
     }
 
-    /// A sequence's bits do not depend on its neighbours in the batch. Always so on the CPU.
+    /// The bits of a sequence's result do not depend on the other sequences of the batch. Always true on the CPU.
     #[must_use]
     pub fn batch_invariant(mut self) -> Self {
         self.raw.flags |= sys::FA_FLAG_BATCH_INVARIANT;
@@ -181,7 +181,7 @@ impl<'a> Attention<'a> {
     }
 }
 
-/// What backward reads and writes besides the [`Attention`]; what is not asked for is not computed.
+/// The tensors of backward that [`Attention`] does not have. Absent outputs are not computed.
 pub struct Gradients<'a> {
     raw: sys::fa_gradients,
     outputs: PhantomData<TensorViewMut<'a>>,
@@ -207,9 +207,9 @@ impl<'a> Gradients<'a> {
         dq
         /// Of k, summed over the query heads that share a key head.
         dk
-        /// Of v, summed likewise.
+        /// Of v, summed over the query heads that share a key head.
         dv
-        /// Of the bias, summed where it is broadcast.
+        /// Of the bias, summed over its broadcast dimensions.
         dbias
         /// f32 (heads).
         dsink
