@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel behind which others may start early, and which writes only then.
+// A kernel that lets the next launch start early (PDL), and writes only after that.
 #pragma once
 
 #include <cuda_runtime_api.h>

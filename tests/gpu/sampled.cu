@@ -24,7 +24,7 @@ __device__ double dot(const Matrix &a, int64_t row_a, const Matrix &b, int64_t r
   return sum;
 }
 
-// One block's share of a row: three numbers a column.
+// The result of one CTA for a row: three numbers per column.
 struct Row {
   double value[kMaxColumns], terms[kMaxColumns], inner[kMaxColumns];
 };
@@ -32,7 +32,7 @@ struct Logits {
   double max, sum, largest;  // of exp(s - max); of |s|
 };
 
-// The rows of `count` that a block takes.
+// The range of 0 .. count that a CTA computes.
 __device__ void range_of_cta(int64_t count, int64_t &begin, int64_t &end) {
   const int64_t share = (count + gridDim.x - 1) / gridDim.x;
   begin = blockIdx.x * share;

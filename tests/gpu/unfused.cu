@@ -24,7 +24,7 @@ unsigned blocks_for(int64_t count) {
   return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65535));
 }
 
-// Device memory that grows.
+// A growing buffer of device memory.
 template <typename T>
 class Array {
  public:

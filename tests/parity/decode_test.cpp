@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A few queries over many keys: enough keys that they are split, whatever the backend splits them into, and lengths that leave some of
-// the pieces empty.
+// A few queries over many keys: so many that every backend splits them, and with lengths for which some splits are empty.
 #include "parity/runner.h"
 
 namespace parity {
@@ -22,7 +21,7 @@ Case base(const char *name) {
 
 class Decode : public EveryBackend {};
 
-// Rows of 1 to 64 for a head of keys, in both 16-bit types.
+// 1 to 64 rows per key head, in both 16-bit types.
 TEST_P(Decode, HeadDimsAndQueries) {
   for (const int64_t head_dim : {64, 96, 128, 256}) {
     for (const auto &[seqlen_q, group] : {std::pair{1, 1}, {1, 8}, {3, 5}, {4, 8}, {16, 1}, {16, 4}}) {
@@ -53,7 +52,7 @@ TEST_P(Decode, LengthsAndPages) {
   }
 }
 
-// One sequence, which the host may cut by its heads: few keys and many, as many as the host says or fewer.
+// One sequence, which the host may split between heads: few keys and many, exactly as many as the host knows or fewer.
 TEST_P(Decode, OneSequence) {
   for (const int64_t seqlen_k : {100, 1500, 5000}) {
     for (const int64_t used : {int64_t{-1}, int64_t{0}, int64_t{1}, seqlen_k / 3}) {
@@ -193,7 +192,7 @@ TEST_P(Decode, QuantisedTokenOfAFewHeads) {
       EXPECT_TRUE(check(backend(), c));
     }
   }
-  // A visible NaN is that of its row alone.
+  // A visible NaN affects only its own row.
   for (int64_t role = 1; role <= 3; ++role) {
     Case c = base("decode: one quantised token and NaN");
     c.key_dtype = FA_FLOAT8_E4M3;
@@ -257,7 +256,7 @@ TEST_P(Decode, QuantisedMasksAndScores) {
   }
 }
 
-// Factors that differ so much that P in fp16 must not simply be multiplied by them, and queries beyond fp16.
+// Descales that differ so much that P times a descale overflows or underflows in fp16, and queries beyond the range of fp16.
 TEST_P(Decode, QuantisedExtremes) {
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     Case c = base("decode: descales of values");

@@ -13,8 +13,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Rounding errors of fp32 arithmetic that the comparison grants beyond the error of the unfused computation, in units of fp32
-// roundoff of the magnitudes summed. Polynomial exponentials and divisions are good to a few units each. A dot product of
+// Rounding errors of fp32 arithmetic that the comparison allows in addition to the error of the unfused computation, in units of fp32
+// roundoff of the summed magnitudes. Polynomial exponentials and divisions are good to a few units each. A dot product of
 // equal terms drifts by up to a unit a few terms, and forward and backward may sum it in different orders.
 double fp32_units(const Case &c) { return 8 + static_cast<double>(c.head_dim) / 4; }
 
@@ -54,7 +54,7 @@ class Placer {
     }
   }
 
-  // dbias and dsink sum over sequences: added to elements that exist already.
+  // dbias and dsink are sums over sequences, so this adds to existing elements.
   void add_dbias() {
     const HostTensor &dbias = data_.tensors[kDbias];
     if (!dbias.present()) return;
@@ -97,7 +97,7 @@ class Placer {
   const int64_t b_;
 };
 
-// All elements of dbias and dsink are written: where nothing contributes, with zero.
+// All elements of dbias and dsink are written, with zero if nothing contributes.
 void start_sums(Data &data) {
   const HostTensor &dbias = data.tensors[kDbias];
   if (dbias.present()) {

@@ -44,7 +44,7 @@ void add_names(const Shape (&shapes)[kCount], const std::string &prefix, const s
   }
 }
 
-// Of a kernel whose keys and values are of the queries' type, or bytes.
+// The dtype of keys and values of a kernel: that of the queries, or 8-bit.
 void add_cache_names(const std::string &prefix, const char *shape, bool of_bytes, std::set<std::string> &names) {
   for (const std::string dtype : {"f16_", "bf16_"}) {
     for (const std::string &keys : of_bytes ? std::vector<std::string>{"e4m3_", "i8_"} : std::vector<std::string>{""})
@@ -79,7 +79,7 @@ std::string without(const std::string &suffix, std::string name) {
   return name;
 }
 
-// Whether this build has a kernel. `name` is as a query tells it, with or without suffixes. Builds with FA_ONLY have those of a few
+// Whether this build has a kernel. `name` is that of a query, with or without suffixes. Builds with FA_ONLY have those of a few
 // instances alone (names as fa_cuda_instances() in FaCuda.cmake makes them), which FA_TEST_ONLY lists.
 #if defined(FA_TEST_ONLY)
 constexpr LeftOut kLeftOut = LeftOut::allowed;
@@ -268,7 +268,7 @@ std::vector<Case> cases() {
       }
     }
   }
-  // Latent caches: less than a block of rows, and one and a half; NaN that some tokens see and others do not.
+  // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[heads, keys] : {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // the last one has two CTAs per row block
       Case c;
@@ -300,7 +300,7 @@ fa::cuda::Device this_device(cudaDeviceProp &properties) {
   return fa::cuda::device_of(0, properties);
 }
 
-// Devices that the kernels are made for.
+// The devices for which kernels exist.
 struct ClaimedDevice {
   const char *name;
   int32_t kilobytes;        // of shared memory
@@ -321,7 +321,7 @@ fa::cuda::Device limited(fa::cuda::Device device, const ClaimedDevice &claimed) 
   return device;
 }
 
-// A context that believes this device to be that one.
+// A context whose device claims the properties of another one.
 std::unique_ptr<fa_context_s> context_of(const ClaimedDevice &claimed) {
   cudaDeviceProp properties;
   const fa::cuda::Device device = limited(this_device(properties), claimed);
@@ -380,7 +380,7 @@ std::vector<std::string> missed(const std::set<std::string> &seen, bool sm90) {
   return names;
 }
 
-// Needs no GPU: what the plan says of the cases on an H200, and on it as less.
+// Needs no GPU: the plans of the cases on an H200, and on an H200 that claims less.
 TEST(EveryKernel, CasesReachEveryLine) {
   const std::shared_ptr<Backend> host = cpu_backends().front();
   std::set<std::string> seen;
