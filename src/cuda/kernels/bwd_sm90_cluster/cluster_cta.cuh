@@ -1,0 +1,500 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts that the backward kernels for wide heads share. They run as clusters of two CTAs: shared memory, producer warp,
+// scheduler, wgmma, and the exchange of dS.
+//
+// The registers of an SM hold dk and dv of 64 keys. dq of 64 keys per work tile would be too many additions to dq_sum:
+// everything would wait for them. So the two CTAs of a cluster own 128 keys, 64 each, and exchange dS through distributed
+// shared memory. Each CTA computes dq of all 128 keys for half of the columns of K. A CTA holds its own K and V, and of the
+// peer's K its half of the columns.
+//
+// Each CTA has two consumer warpgroups, one with dv and one with dk. The kernels differ in what else each of them computes.
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/bwd_sm90/backward_cta.cuh"
+
+namespace fa::cuda::sm90 {
+
+// Waits only if `condition` holds. The instructions are predicated, so that the compiler emits no branch around the loop.
+__device__ __forceinline__ void mbarrier_wait_if(bool condition, uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "setp.eq.b32 done, %2, 0;\n"
+      "again:\n"
+      "@!done mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
+// kOrdered: the kernel has the deterministic mode. kPThroughSmem: P goes from one consumer warpgroup to the other through
+// shared memory, and dq is added to dq_sum from registers; otherwise P stays in registers and TMA adds dq.
+template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kPThroughSmem_, bool kScored_,
+          bool kOrdered_>
+struct ClusterConfig {
+  using Element = Element_;
+  static constexpr int kD = kD_, kDv = kDv_, kTileQ = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
+  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScored_, kOrdered = kOrdered_, kLaneFromShuffle = false,
+                        kAdderFences = true;
+  static constexpr bool kPersistent = false;
+  static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
+  static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
+                       kProducerRegisters = kPThroughSmem ? 24 : 40;
+  // K is stored as two halves of its columns, each in swizzle atoms of its own, so that either half is an operand of dq.
+  static constexpr int kHalf = kD / 2, kHalfAtoms = (kHalf + 63) / 64;
+  static constexpr int kDqColumns = kHalf % 64 == 0 ? 64 : kHalf,
+                       kDqParts = kHalf / kDqColumns;  // of one dq accumulator, and how many
+  static constexpr int kHalfBytes = 64 * kHalfAtoms * 128, kKBytes = 2 * kHalfBytes, kVBytes = 64 * kAtomsV * 128;
+  static constexpr int kQBytes = kTileQ * kAtoms * 128, kDoutBytes = kTileQ * kAtomsV * 128;
+  static constexpr int kDqPartials = 2, kDqPartialBytes = kTileQ * kHalf * 4;
+  static constexpr int kExchangeBytes = kPThroughSmem ? 64 * kTileQ * 4 : kDqPartialBytes, kDsBytes = 64 * kTileQ * 2,
+                       kStatBytes = kTileQ * 4;
+  // Shared memory: K | V | half of the peer's K | Q stages | dO stages | P or dq | two dS and two of the peer's | lse, delta |
+  // barriers | flags | work tiles
+  static constexpr int kQOffset = kKBytes + kVBytes + kHalfBytes, kDoutOffset = kQOffset + kStages * kQBytes;
+  static constexpr int kExchangeOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kExchangeOffset + kExchangeBytes;
+  static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
+                       kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
+  static constexpr int kDesignBarriers = !kPThroughSmem ? 5
+                                         : kOrdered     ? 6
+                                                        : 3,
+                       kBarriers = 8 + kDesignBarriers + 2 * (kStages + kDoutStages);
+  static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kWorkTileOffset = kFlagOffset + 16;
+  static constexpr int kSharedBytes = kWorkTileOffset + 64;
+  static_assert(kTileQ == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kWorkTileOffset % 16 == 0);
+  static_assert((kDoutStages & (kDoutStages - 1)) == 0);
+};
+
+// Persistent clusters. They have, in addition: barriers | the number of the next work tile | a second stage of work tiles.
+template <class Cluster>
+struct PersistentClusterConfig : Cluster {
+  static constexpr bool kPersistent = true, kLaneFromShuffle = true;
+  static constexpr int kPersistentOffset = Cluster::kWorkTileOffset, kPersistentBarriers = 10,
+                       kWorkTileOffset = kPersistentOffset + kPersistentBarriers * 8 + 16,
+                       kSharedBytes = kWorkTileOffset + 2 * 64;
+};
+
+template <class C>
+class ClusterCta : protected BackwardCta<C> {
+ protected:
+  using Base = BackwardCta<C>;
+  using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::p_, Base::work_stage_, Base::shared_, Base::warp_;
+  using Base::nan_safe_sum, Base::nan_safe_add_row, Base::workspace_q_tile, Base::convert, Base::row_stat, Base::zero_if_finite;
+  using typename Base::Element, typename Base::RowStats;
+  using QPipeline = PipelineState<C::kStages>;
+  using Dq = float[C::kDqColumns / 2];  // dq of a Q tile, one part of the columns
+
+  __device__ __forceinline__ ClusterCta(const BackwardParams &params, char *shared)
+      : Base(params, shared), rank_(static_cast<int>(blockIdx.x) & 1) {}
+
+  __device__ __forceinline__ uint32_t smem_k() const { return shared_; }
+  __device__ __forceinline__ uint32_t smem_v() const { return shared_ + C::kKBytes; }
+  // The peer's K, half of the columns: those that this CTA computes dq of.
+  __device__ __forceinline__ uint32_t smem_peer_k() const { return smem_v() + C::kVBytes; }
+  __device__ __forceinline__ uint32_t smem_q(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
+  __device__ __forceinline__ uint32_t smem_dout(int n) const { return shared_ + C::kDoutOffset + n * C::kDoutBytes; }
+  // dS^T (64 keys, kTileQ), of this CTA's keys (of_peer = 0) and of the peer's (1)
+  __device__ __forceinline__ uint32_t smem_ds(int n, int of_peer) const {
+    return shared_ + C::kDsOffset + (2 * n + of_peer) * C::kDsBytes;
+  }
+  __device__ __forceinline__ uint32_t smem_lse(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
+  __device__ __forceinline__ uint32_t smem_delta(int n) const { return smem_lse(C::kStages + n); }
+  __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
+  __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
+  __device__ __forceinline__ uint32_t dout_full(int n) const { return k_full() + 16 + n * 8; }
+  __device__ __forceinline__ uint32_t dout_empty(int n) const { return dout_full(C::kDoutStages + n); }
+  // kDesignBarriers barriers that each kernel uses in its own way.
+  __device__ __forceinline__ uint32_t design_barrier(int n) const { return dout_full(2 * C::kDoutStages + n); }
+  // The half of the peer's K, which only dq needs. Kernels that are not persistent wait for it together with K.
+  __device__ __forceinline__ uint32_t peer_k_full() const {
+    if constexpr (C::kPersistent) return persistent_barrier(0);
+    return k_full();
+  }
+  __device__ __forceinline__ uint32_t ds_full(int n) const { return design_barrier(C::kDesignBarriers + n); }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
+  __device__ __forceinline__ uint32_t ds_consumed(int n) const { return ds_full(4 + n); }
+  __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(6 + n); }
+  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
+  // Flags that go with dS: the peer's (0, 1), and two more.
+  __device__ __forceinline__ uint32_t flag(int n) const { return shared_ + C::kFlagOffset + n * 4; }
+  __device__ __forceinline__ int first_key() const { return work().key0 + rank_ * 64; }
+  __device__ __forceinline__ bool is_partial(int q_tile) const {
+    return q_tile < work().full_begin || q_tile >= work().full_end;
+  }
+  // The bounds of the main loop, in registers: loads from shared memory are slow while wgmma read it, and an iteration needs
+  // one bound after another.
+  struct QTileRange {
+    int begin, end, full_begin, full_end;
+    __device__ __forceinline__ bool is_partial(int q_tile) const { return q_tile < full_begin || q_tile >= full_end; }
+  };
+  __device__ __forceinline__ QTileRange q_tile_range() const {
+    const WorkTile &tile = work();
+    return {tile.q_tile_begin, tile.q_tile_end, tile.full_begin, tile.full_end};
+  }
+  __device__ __forceinline__ int q_tiles() const {
+    return (work().q_tile_end - work().q_tile_begin) * static_cast<int>(p_.group);
+  }
+  // The same address in the peer's shared memory.
+  __device__ __forceinline__ uint32_t in_peer(uint32_t address) const { return map_to_cta(address, rank_ ^ 1); }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Producer warp of a kernel that is not persistent
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    for (const CUtensorMap *map : {&a_.k_map, &a_.q_map, &a_.lse_map, &a_.v_map, &a_.dout_map, &a_.delta_map})
+      tma_prefetch_descriptor(map);
+  }
+
+  __device__ __forceinline__ void producer() const {
+    const WorkTile tile = work();
+    if (tile.q_tile_begin == tile.q_tile_end) return pdl_wait();
+    const bool packed_q = p_.q_lengths.cu != nullptr, packed_k = p_.k_lengths.cu != nullptr;
+    const int k_row = (packed_k ? tile.k_start : 0) + tile.key0, q_row = packed_q ? tile.q_start : 0;
+    const int q_batch = packed_q ? 0 : tile.batch, k_batch = packed_k ? 0 : tile.batch;
+    if (elect_one()) {
+      mbarrier_arrive_expect_tx(k_full(), C::kKBytes + (C::kPThroughSmem ? C::kHalfBytes : 0));
+      if constexpr (!C::kPThroughSmem) mbarrier_arrive_expect_tx(peer_k_full(), C::kHalfBytes);
+#pragma unroll
+      for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
+        load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, k_row + rank_ * 64, tile.head_k,
+                    k_batch);
+    }
+    PipelineState<C::kDoutStages> dout_pipe;
+    QPipeline q_pipe;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int head_q = tile.head_k * static_cast<int>(p_.group) + g;
+      for (int q_tile = tile.q_tile_end - 1; q_tile >= tile.q_tile_begin; --q_tile) {
+        const bool first = g == 0 && q_tile == tile.q_tile_end - 1;
+        mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+          this->template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), a_.q_map, q_full(q_pipe.stage()),
+                                              q_row + q_tile * C::kTileQ, head_q, q_batch, kEvictLast);
+          if (first) {
+            mbarrier_arrive_expect_tx(v_full(), C::kVBytes);
+            this->template load_tile<64, C::kAtomsV>(smem_v(), a_.v_map, v_full(), k_row + rank_ * 64, tile.head_k, k_batch,
+                                                     kEvictFirst);
+            pdl_wait();
+          }
+          tma_load_4d(smem_lse(q_pipe.stage()), &a_.lse_map, q_full(q_pipe.stage()), 0, workspace_q_tile(head_q) + q_tile, 0, 0,
+                      kEvictFirst);
+        }
+        mbarrier_wait(dout_empty(dout_pipe.stage()), dout_pipe.phase() ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(dout_full(dout_pipe.stage()), C::kDoutBytes + C::kStatBytes);
+          this->template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_pipe.stage()), a_.dout_map,
+                                                          dout_full(dout_pipe.stage()), q_row + q_tile * C::kTileQ, head_q,
+                                                          q_batch, kEvictLast);
+          tma_load_4d(smem_delta(dout_pipe.stage()), &a_.delta_map, dout_full(dout_pipe.stage()), 0,
+                      workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+          for (int s = 0; first && s < C::kHalfAtoms; ++s)
+            load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank_, s, k_row + (rank_ ^ 1) * 64, tile.head_k, k_batch);
+        }
+        dout_pipe.advance();
+        q_pipe.advance();
+      }
+    }
+  }
+  // One swizzle atom of one half of the columns, for 64 keys.
+  __device__ __forceinline__ void load_k_atom(uint32_t tile, uint32_t barrier, int half, int slab, int row, int head,
+                                              int batch) const {
+    tma_load_4d(tile, &a_.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Persistent clusters: work tiles of this cluster, work_index 0, 1, ...
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint32_t persistent_barrier(int n) const { return shared_ + C::kPersistentOffset + n * 8; }
+  __device__ __forceinline__ uint32_t k_empty() const { return persistent_barrier(1); }
+  __device__ __forceinline__ uint32_t v_empty() const { return persistent_barrier(2); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return persistent_barrier(3); }
+  __device__ __forceinline__ uint32_t next_full() const { return persistent_barrier(4); }
+  __device__ __forceinline__ uint32_t next_empty() const { return persistent_barrier(5); }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return persistent_barrier(6 + n); }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return persistent_barrier(8 + n); }
+  __device__ __forceinline__ uint32_t next_address() const { return persistent_barrier(C::kPersistentBarriers); }
+
+  // readers: warps that call release_work_tile(). k_readers: warps of_peer wgmma read K.
+  __device__ __forceinline__ void init_persistent(int readers, int k_readers) const {
+    mbarrier_init(peer_k_full(), 1);
+    mbarrier_init(k_empty(), k_readers);
+    mbarrier_init(v_empty(), 4);
+    mbarrier_init(loads_issued(), 1);
+    mbarrier_init(next_full(), 1);
+    mbarrier_init(next_empty(), 1);
+    for (int n = 0; n < 2; ++n) {
+      mbarrier_init(work_full(n), 1);
+      mbarrier_init(work_empty(n), readers);
+    }
+  }
+
+  // Of the scheduler warp: describes work tile `work_index` when the one two before it has been released. Returns false behind
+  // the last one. count: Q tiles of all work tiles up to its end.
+  __device__ __forceinline__ bool schedule(int work_index, int &count) const {
+    mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
+    const int index = work_index > 0 ? take_next(work_index) : static_cast<int>(blockIdx.x) / 2;
+    const bool more = index < a_.blocks;
+    if (lane_ == 0) {
+      WorkTile &next = work_tiles_[work_index & 1];
+      next.work_index = work_index;
+      if (more) {
+        this->describe_work_tile(index, next);
+        count += (next.q_tile_end - next.q_tile_begin) * static_cast<int>(p_.group);
+        next.q_tiles_end = count;
+      } else {
+        next.batch = -1;
+      }
+      mbarrier_arrive(work_full(work_index & 1));
+    }
+    __syncwarp();
+    return more;
+  }
+  // The number of the next work tile. CTA 0 takes it from the counter when all loads of the current one have been issued, and
+  // sends it to the peer when the peer has read the one before (next_empty): the peer may be behind.
+  __device__ __forceinline__ int take_next(int work_index) const {
+    int index = 0;
+    if (rank_ == 0) {
+      mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
+      pdl_wait();
+      if (lane_ == 0) index = static_cast<int>(gridDim.x) / 2 + atomicAdd(a_.taken, 1);
+      index = __shfl_sync(~0u, index, 0);
+      mbarrier_wait_cluster(next_empty(), work_index & 1);
+      if (lane_ == 0) st_async(in_peer(next_address()), index, in_peer(next_full()));
+    } else {
+      if (lane_ == 0) mbarrier_arrive_expect_tx(next_full(), 4);
+      mbarrier_wait_cluster(next_full(), work_index & 1 ^ 1);
+      index = static_cast<int>(ld_shared_4(next_address()));
+      __syncwarp();
+      mbarrier_arrive_remote_if(lane_ == 0, in_peer(next_empty()));
+    }
+    return index;
+  }
+  __device__ __forceinline__ bool next_work_tile(int work_index) {
+    mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
+    work_stage_ = work_index & 1;
+    return static_cast<int>(ld_shared_4(shared_ + C::kWorkTileOffset + work_stage_ * static_cast<int>(sizeof(WorkTile)))) >= 0;
+  }
+  __device__ __forceinline__ void release_work_tile(int work_index) const {
+    __syncwarp();
+    mbarrier_arrive_if(lane_ == 0, work_empty(work_index & 1));
+  }
+  // Calls f(n) for every work tile. n: Q tiles of the work tiles before it; f adds those of this one.
+  template <typename F>
+  __device__ __forceinline__ void for_each_work_tile(F f) {
+    int n = 0;
+    for (int work_index = 0; next_work_tile(work_index); ++work_index) {
+      f(n);
+      release_work_tile(work_index);
+    }
+  }
+
+  using DoutPipeline = PipelineState<C::kDoutStages>;
+  __device__ __forceinline__ void load_work_tile(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
+    if (work().q_tile_begin == work().q_tile_end) {
+      pdl_wait();
+      load_v(false);
+      load_k(false);
+      load_peer_k(false);
+    } else {
+      load_q_tiles(q_pipe, dout_pipe);
+    }
+    mbarrier_arrive_if(lane_ == 0, loads_issued());
+  }
+  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
+    const bool packed = p_.q_lengths.cu != nullptr;
+    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
+      const int head_q = work().head_k * static_cast<int>(p_.group) + g;
+      for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
+        const int row = (packed ? work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : work().batch;
+        const bool first = g == 0 && q_tile == work().q_tile_end - 1;
+        if (first && work().work_index == 0) load_k(true);
+        const int at = q_pipe.stage(), dout_stage = dout_pipe.stage();
+        mbarrier_wait(q_empty(at), q_pipe.phase() ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(q_full(at), C::kQBytes + C::kStatBytes);
+          this->template load_tile<C::kTileQ>(smem_q(at), a_.q_map, q_full(at), row, head_q, batch, kEvictLast);
+        }
+        if (first) {
+          load_v(true);
+          pdl_wait();
+        }
+        if (elect_one())
+          tma_load_4d(smem_lse(at), &a_.lse_map, q_full(at), 0, workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+        mbarrier_wait(dout_empty(dout_stage), dout_pipe.phase() ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(dout_full(dout_stage), C::kDoutBytes + C::kStatBytes);
+          this->template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), a_.dout_map, dout_full(dout_stage), row,
+                                                          head_q, batch, kEvictLast);
+          tma_load_4d(smem_delta(dout_stage), &a_.delta_map, dout_full(dout_stage), 0, workspace_q_tile(head_q) + q_tile, 0, 0,
+                      kEvictFirst);
+        }
+        if (first) {
+          if (work().work_index > 0) load_k(true);
+          load_peer_k(true);
+        }
+        q_pipe.advance();
+        dout_pipe.advance();
+      }
+    }
+  }
+
+  // Loads K, V or the half of the peer's K when those of the previous work tile are no longer used; with any = false it only
+  // completes the barrier.
+  __device__ __forceinline__ void load_k(bool any) const {
+    mbarrier_wait(k_empty(), work().work_index & 1 ^ 1);
+    if (!elect_one()) return;
+    mbarrier_arrive_expect_tx(k_full(), any ? C::kKBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
+      load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, key_row(rank_), work().head_k,
+                  key_batch());
+  }
+  __device__ __forceinline__ void load_peer_k(bool any) const {
+    if (!elect_one()) return;
+    mbarrier_arrive_expect_tx(peer_k_full(), any ? C::kHalfBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int s = 0; s < C::kHalfAtoms; ++s)
+      load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank_, s, key_row(rank_ ^ 1), work().head_k, key_batch());
+  }
+  __device__ __forceinline__ void load_v(bool any) const {
+    mbarrier_wait(v_empty(), work().work_index & 1 ^ 1);
+    if (!elect_one()) return;
+    mbarrier_arrive_expect_tx(v_full(), any ? C::kVBytes : 0);
+    if (any) {
+      this->template load_tile<64, C::kAtomsV>(smem_v(), a_.v_map, v_full(), key_row(rank_), work().head_k, key_batch(),
+                                               kEvictFirst);
+    }
+  }
+  __device__ __forceinline__ int key_row(int rank) const {
+    return (p_.k_lengths.cu != nullptr ? work().k_start : 0) + work().key0 + rank * 64;
+  }
+  __device__ __forceinline__ int key_batch() const { return p_.k_lengths.cu != nullptr ? 0 : work().batch; }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // wgmma, each started (committed) and not awaited
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // S^T = K Q^T and dP^T = V dO^T: 64 keys times the queries of a Q tile. Where the caller gives `keys` as a uniform number
+  // computed in every iteration, the operand descriptors are not kept across iterations; there are too few uniform registers
+  // for that.
+  __device__ __forceinline__ void start_s(float (&s)[C::kTileQ / 2], uint32_t keys, uint32_t rows) const {
+    const uint64_t a = descriptor_k_major_uniform(keys), b = descriptor_k_major_uniform(rows);
+#pragma unroll
+    for (int d = 0; d < C::kD / 16; ++d) {
+      const int half = d / (C::kHalf / 16), step = d % (C::kHalf / 16);
+      Wgmma<Element, C::kTileQ>::ss_k_k(s, advance_descriptor(a, half * C::kHalfBytes + step / 4 * 64 * 128 + step % 4 * 32),
+                                        advance_descriptor(b, d / 4 * C::kTileQ * 128 + d % 4 * 32), d != 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void start_dp(float (&dp)[C::kTileQ / 2], uint32_t rows) const {
+    const uint64_t a = descriptor_k_major_uniform(smem_v()), b = descriptor_k_major_uniform(rows);
+#pragma unroll
+    for (int d = 0; d < C::kDv / 16; ++d) {
+      Wgmma<Element, C::kTileQ>::ss_k_k(dp, advance_descriptor(a, d / 4 * 64 * 128 + d % 4 * 32),
+                                        advance_descriptor(b, d / 4 * C::kTileQ * 128 + d % 4 * 32), d != 0);
+    }
+    wgmma_commit();
+  }
+  // dv += P^T dO or dk += dS^T Q, A in registers.
+  template <int kCount>
+  __device__ __forceinline__ void start_gradient(float (&gradient)[kCount], const uint32_t (&a)[C::kTileQ / 16][4],
+                                                 uint32_t rows) const {
+    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
+#pragma unroll
+    for (int n = 0; n < C::kTileQ / 16; ++n)
+      Wgmma<Element, 2 * kCount>::rs_mn(gradient, a[n], advance_descriptor(b, n * 2048), 1);
+    wgmma_commit();
+  }
+  // dq = dS K over the keys of both CTAs, for part `part` of the columns.
+  __device__ __forceinline__ void start_dq(Dq &dq, int ds_stage, int part) const {
+#pragma unroll
+    for (int of_peer = 0; of_peer < 2; ++of_peer) {
+      const uint64_t a = descriptor_mn_major_uniform<64>(smem_ds(ds_stage, of_peer)),
+                     b = descriptor_mn_major_uniform<64>(dq_keys(of_peer, part));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq, advance_descriptor(a, n * 2048), advance_descriptor(b, n * 2048),
+                                                of_peer != 0 || n != 0);
+      }
+    }
+    wgmma_commit();
+  }
+  // K of this CTA (0) or of the peer (1), in the columns that this CTA computes dq of.
+  __device__ __forceinline__ uint32_t dq_keys(int of_peer, int part) const {
+    return (of_peer == 0 ? smem_k() + rank_ * C::kHalfBytes : smem_peer_k()) + part * 64 * 128;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // dS: stored, sent to the peer, released
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Stores this warp's 16 keys of dS^T for the wgmma of this CTA.
+  __device__ __forceinline__ void store_ds_own(const uint32_t (&a)[C::kTileQ / 16][4], int ds_stage) const {
+    const int key = warp_ * 16 + (lane_ & 15);
+#pragma unroll
+    for (int n = 0; n < C::kTileQ / 16; ++n) {
+      stmatrix_x4(smem_ds(ds_stage, 0) + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1], a[n][2],
+                  a[n][3]);
+    }
+  }
+  // Sends dS^T to the peer by TMA: one lane calls this, behind a fence.
+  __device__ __forceinline__ void send_ds_to_peer(int ds_stage, int bytes, int from) const {
+    bulk_copy_to_cta(in_peer(smem_ds(ds_stage, 1) + from), smem_ds(ds_stage, 0) + from, bytes, in_peer(ds_full(ds_stage)));
+  }
+  // Neither CTA may overwrite dS before both have read it. A consumer warp arrives at ds_consumed when its wgmma have read dS;
+  // a warp that computes nothing forwards that to ds_empty of both CTAs. An arrival at the peer's barrier is a release of
+  // everything before it, which takes a thousand cycles.
+  __device__ __forceinline__ void release_ds(bool any, int ds_stage) const {
+    __syncwarp();
+    mbarrier_arrive_if(any && lane_ == 0, ds_consumed(ds_stage));
+  }
+  __device__ __forceinline__ void forward_ds_release(int n) const {
+    const int ds_stage = n & 1;
+    mbarrier_wait(ds_consumed(ds_stage), n >> 1 & 1);
+    mbarrier_arrive_if(lane_ == 0, ds_empty(ds_stage));
+    mbarrier_arrive_remote_if(lane_ == 0, in_peer(ds_empty(ds_stage)));
+  }
+
+  // Waits for Q of the next Q tile. After the last one it waits for nothing, and the S^T computed from what is there is not
+  // used.
+  __device__ __forceinline__ void wait_q(bool more, int at, uint32_t parity) const {
+    mbarrier_wait(q_full(at), more ? parity : parity ^ 1);
+  }
+
+  __device__ __forceinline__ void nan_safe_dq(Dq &dq, int ds_stage, int part) const {
+#pragma unroll
+    for (float &x : dq) x = 0.f;
+#pragma unroll 1
+    for (int key = 0; key < C::kTileKv; ++key) {
+      const uint32_t ds = smem_ds(ds_stage, key / 64) + key % 64 * 128;
+      uint32_t ds16[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_ * 16 + (lane_ >> 2) + 8 * r;
+        const uint32_t pair = ld_shared_4(ds + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
+        ds16[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
+      }
+      this->template nan_safe_add_row<64, C::kDqColumns>(dq, ds16, dq_keys(key / 64, part), key % 64);
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void store(const Operand &t, const float (&acc)[kCount], float scale, int columns,
+                                        bool vectors) const {
+    this->store_dkv(t, acc, scale, columns, vectors, first_key(), rank_ * 128 + warp_ * 32 + lane_, 256);
+  }
+
+  const int rank_;  // of the CTA in the cluster
+};
+
+}  // namespace fa::cuda::sm90
