@@ -115,7 +115,7 @@ class Backward : BackwardCta<C> {
  private:
   using Base = BackwardCta<C>;
   using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::work_stage_, Base::p_, Base::shared_, Base::warp_;
-  using Base::nan_safe_sum, Base::nan_safe_add_row, Base::workspace_q_tile, Base::convert, Base::row_stat, Base::zero_if_finite;
+  using Base::workspace_q_tile, Base::convert, Base::row_stat;
   using typename Base::Element, typename Base::RowStats;
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ class Backward : BackwardCta<C> {
     wgmma_wait<1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
-    if (partial) finite = zero_if_finite(s_);
+    if (partial) finite = nan_if_nonfinite(s_);
     if constexpr (kPrefetchLse) {
       this->exponentiate(s_, lse);
     } else {
@@ -429,10 +429,10 @@ class Backward : BackwardCta<C> {
     fence_operand(dp_);
     bool nan_safe = false;
     if (partial) {
-      finite += zero_if_finite(dp_) + zero_if_finite(smem_delta(stage_));
+      finite += nan_if_nonfinite(dp_) + this->delta_nan_if_nonfinite(smem_delta(stage_));
       for (int part = C::kDpParts - 2; part >= 0; --part) {
         redo_dp(part);
-        finite += zero_if_finite(dp_);
+        finite += nan_if_nonfinite(dp_);
       }
       nan_safe = named_barrier_or(1, C::kConsumerThreads, finite != 0.f);
     }
@@ -513,7 +513,7 @@ class Backward : BackwardCta<C> {
 #pragma unroll
     for (auto &a : ds16_[0])
 #pragma unroll
-      for (uint32_t &x : a) x = kMaskedP16 | kMaskedP16 << 16;
+      for (uint32_t &x : a) x = kMaskedPBits | kMaskedPBits << 16;
     store_ds(smem_ds(ds_stage_), 0);
     mbarrier_arrive_if(lane_ == 0, q_empty(stage_));
     mbarrier_arrive_if(lane_ == 0, dout_empty(stage_));
@@ -593,9 +593,9 @@ class Backward : BackwardCta<C> {
       this->template for_masked<64>(first_key(), q_tile * C::kTileQ + part * 64, [&](int i) { dp_[i] = kMaskedP; });
       convert(ds16_[part], dp_);
       store_ds(ds, part);
-      nan_safe_sum(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128);
+      wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, lane_);
     }
-    nan_safe_sum(dv_, p16_, smem_dout(stage_));
+    wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv_, p16_, smem_dout(stage_), lane_);
     if (!has_prev_) return;
     nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, true);
@@ -604,17 +604,8 @@ class Backward : BackwardCta<C> {
   __device__ __forceinline__ void nan_safe_dq(uint32_t ds) {
 #pragma unroll
     for (int n = 0; n < C::kDqColumns / 2; ++n) dq_[n] = 0.f;
-#pragma unroll 1
-    for (int key = 0; key < C::kTileKv; ++key) {
-      uint32_t ds16[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_ * 16 + (lane_ >> 2) + 8 * r;
-        const uint32_t pair = ld_shared_4(dq_a_operand(ds) + key * 128 + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
-        ds16[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      nan_safe_add_row<C::kTileKv, C::kDqColumns>(dq_, ds16, dq_b_operand(), key);
-    }
+    wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_a_operand(ds), warp_ * 16,
+                                                                                 dq_b_operand(), lane_);
   }
 
   int wg_;

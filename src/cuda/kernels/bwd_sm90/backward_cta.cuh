@@ -14,6 +14,7 @@
 #include <math_constants.h>
 
 #include "core/mask.h"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
@@ -21,10 +22,6 @@
 #include "cuda/kernels/bwd_sm90/backward.h"
 
 namespace fa::cuda::sm90 {
-
-// P of a masked pair is -0, in fp32 and in 16 bits. P of a visible pair never has these bits.
-constexpr float kMaskedP = -0.f;
-constexpr uint32_t kMaskedP16 = 0x8000u;
 
 // A work tile: kTileKv keys of one key head, with the Q tiles of kTileQ queries that see any of them. It lies in shared memory
 // because the accumulators need the registers.
@@ -107,15 +104,6 @@ class BackwardCta {
   // ------------------------------------------------------------------------------------------------------------------
   // S^T and dP^T in registers: 64 keys x queries
   // ------------------------------------------------------------------------------------------------------------------
-
-  // 0, or NaN if any of x is NaN or Inf.
-  template <int kCount>
-  static __device__ __forceinline__ float zero_if_finite(const float (&x)[kCount]) {
-    float zero[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) zero[n % 4] = fmaf(x[n], 0.f, zero[n % 4]);
-    return (zero[0] + zero[1]) + (zero[2] + zero[3]);
-  }
 
   // Calls f(n) for every masked element n of an S^T tile: 64 keys from `first_key` on, kCount queries from `first_row` on.
   template <int kCount, typename F>
@@ -218,7 +206,7 @@ class BackwardCta {
       s[at] = kMaskedP;
       if constexpr (C::kScored) {
         uint32_t &pair = p16[at / 8][at % 8 / 2];
-        pair = at & 1 ? (pair & 0xFFFFu) | kMaskedP16 << 16 : (pair & 0xFFFF0000u) | kMaskedP16;
+        pair = at & 1 ? (pair & 0xFFFFu) | kMaskedPBits << 16 : (pair & 0xFFFF0000u) | kMaskedPBits;
       }
     });
   }
@@ -228,7 +216,7 @@ class BackwardCta {
   }
 
   // 0, or NaN if delta of any query of the Q tile is NaN or Inf, as it is where a row of out is.
-  __device__ __forceinline__ float zero_if_finite(uint32_t smem_delta) const {
+  __device__ __forceinline__ float delta_nan_if_nonfinite(uint32_t smem_delta) const {
     float zero = 0.f;
 #pragma unroll
     for (int n = 0; n < C::kTileQ / 32; ++n) zero = fmaf(ld_shared_float(smem_delta + (n * 32 + lane_) * 4), 0.f, zero);
@@ -325,49 +313,6 @@ class BackwardCta {
         __syncwarp();
         parity ^= 1;
       }
-    }
-  }
-
-  // ------------------------------------------------------------------------------------------------------------------
-  // Sums over visible pairs
-  // ------------------------------------------------------------------------------------------------------------------
-
-  // acc += p * row `row` of a tile, for the accumulator rows lane / 4 and lane / 4 + 8 of this warp. p16: their P or dS in 16
-  // bits. Masked pairs are skipped.
-  template <int kTileRows, int kColumns>
-  __device__ __forceinline__ void nan_safe_add_row(float (&acc)[kColumns / 2], const uint32_t (&p16)[2], uint32_t tile,
-                                                   int row) const {
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const uint32_t pair =
-          ld_shared_4(tile + j / 8 * kTileRows * 128 + row * 128 + (((j % 8) ^ (row & 7)) << 4) + (lane_ & 3) * 4);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (p16[r] == kMaskedP16) continue;
-        acc[4 * j + 2 * r] += to_float<Element>(p16[r]) * to_float<Element>(pair & 0xFFFFu);
-        acc[4 * j + 2 * r + 1] += to_float<Element>(p16[r]) * to_float<Element>(pair >> 16);
-      }
-    }
-  }
-
-  template <int kCount, int kSteps>
-  __device__ __forceinline__ void nan_safe_sum(float (&gradient)[kCount], const uint32_t (&a)[kSteps][4], uint32_t rows) const {
-#pragma unroll 1
-    for (int row = 0; row < kSteps * 16; ++row) {
-      const int source = (lane_ & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds P of this query
-      uint32_t bits[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t pair = 0;
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (row >> 3 == 2 * n + half) pair = a[n][2 * half + r];
-        pair = __shfl_sync(~0u, pair, source);
-        bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      nan_safe_add_row<C::kTileQ, 2 * kCount>(gradient, bits, rows, row);
     }
   }
 

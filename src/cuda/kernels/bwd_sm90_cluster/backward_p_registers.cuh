@@ -82,13 +82,12 @@ class BackwardPRegisters : ClusterCta<C> {
  private:
   using Cluster = ClusterCta<C>;
   using Cluster::a_, Cluster::work, Cluster::lane_, Cluster::p_, Cluster::rank_, Cluster::shared_, Cluster::warp_;
-  using Cluster::nan_safe_sum, Cluster::nan_safe_add_row, Cluster::q_tiles, Cluster::smem_delta, Cluster::dout_empty,
-      Cluster::dout_full, Cluster::smem_dout, Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::smem_ds,
-      Cluster::ds_consumed, Cluster::release_work_tile, Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::k_empty,
-      Cluster::smem_lse, Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full,
-      Cluster::smem_q, Cluster::release_ds, Cluster::convert, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient,
-      Cluster::start_s, Cluster::row_stat, Cluster::store, Cluster::in_peer, Cluster::v_empty, Cluster::v_full,
-      Cluster::zero_if_finite;
+  using Cluster::q_tiles, Cluster::smem_delta, Cluster::dout_empty, Cluster::dout_full, Cluster::smem_dout,
+      Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::smem_ds, Cluster::ds_consumed,
+      Cluster::release_work_tile, Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::k_empty, Cluster::smem_lse,
+      Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full, Cluster::smem_q,
+      Cluster::release_ds, Cluster::convert, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient, Cluster::start_s,
+      Cluster::row_stat, Cluster::store, Cluster::in_peer, Cluster::v_empty, Cluster::v_full;
   using typename Cluster::Dq, typename Cluster::DoutPipeline, typename Cluster::Element, typename Cluster::QPipeline,
       typename Cluster::RowStats, typename Cluster::QTileRange;
   static_assert(!C::kPThroughSmem && C::kDqParts == 1);
@@ -185,7 +184,7 @@ class BackwardPRegisters : ClusterCta<C> {
       wgmma_fence();
       start_dp(dp, smem_dout(dout_stage));
       float finite = 0.f;  // NaN if anything is not finite
-      if (partial) finite = zero_if_finite(s);
+      if (partial) finite = nan_if_nonfinite(s);
       float e[C::kTileQ / 2];  // P
 #pragma unroll
       for (int i = 0; i < C::kTileQ / 2; ++i) e[i] = s[i];
@@ -203,7 +202,7 @@ class BackwardPRegisters : ClusterCta<C> {
       mbarrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
       bool nan_safe = false;
       if (partial) {
-        finite += zero_if_finite(dp) + zero_if_finite(smem_delta(dout_stage));
+        finite += nan_if_nonfinite(dp) + this->delta_nan_if_nonfinite(smem_delta(dout_stage));
         nan_safe = named_barrier_or(1, 128, finite != 0.f);
       }
       if (nan_safe) {
@@ -214,7 +213,7 @@ class BackwardPRegisters : ClusterCta<C> {
         convert(ds, dp);
         if constexpr (kLateDs) wait_ds_empty(ds_stage, n);
         store_ds(ds, n, partial, true);
-        nan_safe_sum(dv, p, smem_dout(dout_stage));
+        wgmma_rs_nan_safe<Element, C::kTileQ, C::kDv>(dv, p, smem_dout(dout_stage), lane_);
         wait_q(n + 1 < end, next_stage, q_pipe.phase());
         if (kPrefetchStats && n + 1 < end) this->load_stats(lse, smem_lse(next_stage));
         fence_operand(s);
@@ -364,10 +363,11 @@ class BackwardPRegisters : ClusterCta<C> {
       }
       if (nan_safe) {
         store_prev_dq(dq, n, first);
-        nan_safe_dk(dk, ds_stage, smem_q(stage));
+        wgmma_ss_nan_safe<Element, Major::k, C::kTileQ, C::kD, C::kTileQ>(dk, smem_ds(ds_stage, 0), warp_ * 16, smem_q(stage),
+                                                                          lane_);
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, q_empty(stage));
-        nan_safe_dq(dq, ds_stage, 0);
+        nan_safe_dq(dq, ds_stage, 0, warp_ * 16);
       } else {
         fence_operand(dk);
         wgmma_fence();
@@ -409,19 +409,6 @@ class BackwardPRegisters : ClusterCta<C> {
     for (int n = 0; n < C::kTileQ / 16; ++n)
       Wgmma<Element, C::kD>::ss_k_mn(dk, advance_descriptor(a, n * 32), advance_descriptor(b, n * 2048), 1);
     wgmma_commit();
-  }
-  __device__ __forceinline__ void nan_safe_dk(float (&dk)[C::kD / 2], int ds_stage, uint32_t rows) const {
-#pragma unroll 1
-    for (int row = 0; row < C::kTileQ; ++row) {
-      uint32_t ds16[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = warp_ * 16 + (lane_ >> 2) + 8 * r;
-        const uint32_t pair = ld_shared_4(smem_ds(ds_stage, 0) + key * 128 + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
-        ds16[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      this->template nan_safe_add_row<C::kTileQ, C::kD>(dk, ds16, rows, row);
-    }
   }
 };
 

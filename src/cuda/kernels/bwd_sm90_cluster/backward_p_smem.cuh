@@ -71,12 +71,11 @@ class BackwardPSmem : PExchange<C> {
   using Exchange = PExchange<C>;
   using Cluster = ClusterCta<C>;
   using Cluster::a_, Cluster::work, Cluster::lane_, Cluster::p_, Cluster::rank_, Cluster::warp_;
-  using Cluster::nan_safe_sum, Cluster::wait_q, Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty,
-      Cluster::dout_full, Cluster::smem_dout, Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::ds_consumed,
-      Cluster::smem_delta, Cluster::first_key, Cluster::flag, Cluster::design_barrier, Cluster::k_full, Cluster::smem_lse,
-      Cluster::is_partial, Cluster::q_empty, Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::convert,
-      Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient, Cluster::start_s, Cluster::store, Cluster::v_full,
-      Cluster::zero_if_finite;
+  using Cluster::wait_q, Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty, Cluster::dout_full,
+      Cluster::smem_dout, Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::ds_consumed, Cluster::smem_delta,
+      Cluster::first_key, Cluster::flag, Cluster::design_barrier, Cluster::k_full, Cluster::smem_lse, Cluster::is_partial,
+      Cluster::q_empty, Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::convert, Cluster::start_dp,
+      Cluster::start_dq, Cluster::start_gradient, Cluster::start_s, Cluster::store, Cluster::v_full;
   using Exchange::add_dq, Exchange::any_nonfinite, Exchange::vote, Exchange::compute_ds, Exchange::vote_flag, Exchange::store_p,
       Exchange::mask_ds, Exchange::p_empty, Exchange::p_full, Exchange::store_ds;
   using typename Cluster::Dq, typename Cluster::Element, typename Cluster::QPipeline;
@@ -114,7 +113,7 @@ class BackwardPSmem : PExchange<C> {
         const int next_stage = uniform(q_pipe.stage());
         const bool partial = is_partial(q_tile);
         bool nan_safe = false;
-        if (partial) nan_safe = zero_if_finite(s) != 0.f;
+        if (partial) nan_safe = nan_if_nonfinite(s) != 0.f;
         this->exponentiate(p16, s, smem_lse(stage), first_key(), q_tile * C::kTileQ, 0.f);
         if (partial) this->mask_p(p16, s, first_key(), q_tile * C::kTileQ);
         store_p(s, n);
@@ -127,7 +126,7 @@ class BackwardPSmem : PExchange<C> {
         if (prev_partial) nan_safe_prev = nan_safe_prev || ld_shared_4(flag(prev)) != 0;
         if (nan_safe || nan_safe_prev) {
           if (nan_safe) {
-            nan_safe_sum(dv, p16, smem_dout(0));
+            wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv, p16, smem_dout(0), lane_);
           } else {
             fence_operand(p16);
             fence_operand(dv);
@@ -191,7 +190,7 @@ class BackwardPSmem : PExchange<C> {
 #pragma unroll 1
     for (int part = 0; part < C::kDqParts; ++part) {
       if (nan_safe) {
-        nan_safe_dq(dq, ds_stage, part);
+        nan_safe_dq(dq, ds_stage, part, warp_ * 16);
       } else {
         fence_operand(dq);
         wgmma_fence();
@@ -231,7 +230,8 @@ class BackwardPSmem : PExchange<C> {
         fence_operand(dp);
         bool nan_safe = false;
         if (partial)
-          nan_safe = any_nonfinite(zero_if_finite(dp) + zero_if_finite(smem_delta(0)) != 0.f, n, partial_tiles++ & 1);
+          nan_safe =
+              any_nonfinite(nan_if_nonfinite(dp) + this->delta_nan_if_nonfinite(smem_delta(0)) != 0.f, n, partial_tiles++ & 1);
         compute_ds(dp, n);
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, dout_empty(0));
@@ -241,7 +241,7 @@ class BackwardPSmem : PExchange<C> {
         store_ds(ds16, ds_stage, partial, nan_safe);
         mbarrier_wait(q_full(stage), q_pipe.phase());
         if (nan_safe) {
-          nan_safe_sum(dk, ds16, smem_q(stage));
+          wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk, ds16, smem_q(stage), lane_);
         } else {
           fence_operand(ds16);
           fence_operand(dk);

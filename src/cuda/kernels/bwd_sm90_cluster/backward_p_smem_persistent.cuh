@@ -80,12 +80,12 @@ class BackwardPSmemPersistent : PExchange<C> {
   using Exchange = PExchange<C>;
   using Cluster = ClusterCta<C>;
   using Cluster::a_, Cluster::work, Cluster::lane_, Cluster::p_, Cluster::warp_;
-  using Cluster::nan_safe_sum, Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty, Cluster::dout_full,
-      Cluster::smem_dout, Cluster::ds_empty, Cluster::ds_full, Cluster::smem_ds, Cluster::smem_delta,
-      Cluster::release_work_tile, Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::smem_k, Cluster::k_empty,
-      Cluster::smem_lse, Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full,
-      Cluster::smem_q, Cluster::convert, Cluster::start_dp, Cluster::start_dq, Cluster::start_s, Cluster::start_gradient,
-      Cluster::store, Cluster::in_peer, Cluster::v_empty, Cluster::v_full, Cluster::zero_if_finite;
+  using Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty, Cluster::dout_full, Cluster::smem_dout,
+      Cluster::ds_empty, Cluster::ds_full, Cluster::smem_ds, Cluster::smem_delta, Cluster::release_work_tile,
+      Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::smem_k, Cluster::k_empty, Cluster::smem_lse,
+      Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full, Cluster::smem_q,
+      Cluster::convert, Cluster::start_dp, Cluster::start_dq, Cluster::start_s, Cluster::start_gradient, Cluster::store,
+      Cluster::in_peer, Cluster::v_empty, Cluster::v_full;
   using Exchange::add_dq, Exchange::dq_added, Exchange::vote, Exchange::compute_ds, Exchange::vote_flag, Exchange::store_p,
       Exchange::mask_ds, Exchange::dq_may_add, Exchange::p_empty, Exchange::p_full, Exchange::store_ds, Exchange::dq_added_seen;
   using typename Cluster::Dq, typename Cluster::DoutPipeline, typename Cluster::Element, typename Cluster::QPipeline;
@@ -152,7 +152,7 @@ class BackwardPSmemPersistent : PExchange<C> {
       const uint32_t k = uniform(smem_k());
       const bool partial = is_partial(q_tile);
       bool nan_safe = false;
-      if (partial) nan_safe = zero_if_finite(s) != 0.f;
+      if (partial) nan_safe = nan_if_nonfinite(s) != 0.f;
       this->exponentiate(p16, s, smem_lse(stage), first_key(), q_tile * C::kTileQ, this->alibi_slope(head_q));
       if (partial) this->mask_p(p16, s, first_key(), q_tile * C::kTileQ);
       store_p(s, n);
@@ -164,7 +164,7 @@ class BackwardPSmemPersistent : PExchange<C> {
       const bool nan_safe_prev = prev_is_nan_safe(state, prev);
       if (nan_safe || nan_safe_prev) {
         if (nan_safe) {
-          nan_safe_sum(dv, p16, smem_dout(0));
+          wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv, p16, smem_dout(0), lane_);
         } else {
           fence_operand(p16);
           fence_operand(dv);
@@ -250,24 +250,6 @@ class BackwardPSmemPersistent : PExchange<C> {
     mbarrier_arrive_if(lane_ == 0, ds_empty(ds_stage));
     mbarrier_arrive_remote_relaxed_if(lane_ == 0, in_peer(ds_empty(ds_stage)));
   }
-  // The row comes from threadIdx as it is read here: what depends on it must not occupy registers throughout the main loop.
-  __device__ __forceinline__ void nan_safe_dq(Dq &dq, int ds_stage, int part) const {
-    const int row = opaque(static_cast<int>(threadIdx.x)) % 128 / 32 * 16 + opaque(static_cast<int>(threadIdx.x)) % 32 / 4;
-#pragma unroll
-    for (float &x : dq) x = 0.f;
-#pragma unroll 1
-    for (int key = 0; key < C::kTileKv; ++key) {
-      const uint32_t ds = smem_ds(ds_stage, key / 64) + key % 64 * 128;
-      uint32_t ds16[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t pair = ld_shared_4(ds + (((row / 8 + r) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
-        ds16[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      this->template nan_safe_add_row<64, C::kDqColumns>(dq, ds16, this->dq_keys(key / 64, part), key % 64);
-    }
-  }
-
   // dq of a Q tile, number `index` in the workspace, whose dS is complete. With last_use_of_k it also releases K.
   __device__ __forceinline__ void finish_dq(Dq &dq, int ds_stage, int index, uint32_t state, bool nan_safe,
                                             bool last_use_of_k) const {
@@ -275,7 +257,8 @@ class BackwardPSmemPersistent : PExchange<C> {
     for (int part = 0; part < C::kDqParts; ++part) {
       const bool last_part = part == C::kDqParts - 1;
       if (nan_safe) {
-        nan_safe_dq(dq, ds_stage, part);
+        // The row comes from threadIdx as it is read here: it must not occupy a register throughout the main loop.
+        this->nan_safe_dq(dq, ds_stage, part, opaque(static_cast<int>(threadIdx.x)) % 128 / 32 * 16);
         __syncwarp();
         mbarrier_arrive_if(last_part && lane_ == 0, ds_empty(ds_stage));
         mbarrier_arrive_remote_if(last_part && lane_ == 0, in_peer(ds_empty(ds_stage)));
@@ -338,7 +321,8 @@ class BackwardPSmemPersistent : PExchange<C> {
         fence_operand(dp);
         mbarrier_arrive_if(n + 1 == end && lane_ == 0, v_empty());
         bool nan_safe = false;
-        if (partial) nan_safe = any_nonfinite(zero_if_finite(dp) + zero_if_finite(smem_delta(0)) != 0.f, n, vote_parity);
+        if (partial)
+          nan_safe = any_nonfinite(nan_if_nonfinite(dp) + this->delta_nan_if_nonfinite(smem_delta(0)) != 0.f, n, vote_parity);
         compute_ds(dp, n);
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, dout_empty(0));
@@ -348,7 +332,7 @@ class BackwardPSmemPersistent : PExchange<C> {
         store_ds(ds16, stage, partial, nan_safe);
         mbarrier_wait(q_full(stage), n >> 1 & 1);
         if (nan_safe) {
-          nan_safe_sum(dk, ds16, smem_q(stage));
+          wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk, ds16, smem_q(stage), lane_);
         } else {
           fence_operand(ds16);
           fence_operand(dk);

@@ -84,7 +84,7 @@ class ClusterCta : protected BackwardCta<C> {
  protected:
   using Base = BackwardCta<C>;
   using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::p_, Base::work_stage_, Base::shared_, Base::warp_;
-  using Base::nan_safe_sum, Base::nan_safe_add_row, Base::workspace_q_tile, Base::convert, Base::row_stat, Base::zero_if_finite;
+  using Base::workspace_q_tile, Base::convert, Base::row_stat;
   using typename Base::Element, typename Base::RowStats;
   using QPipeline = PipelineState<C::kStages>;
   using Dq = float[C::kDqColumns / 2];  // dq of a Q tile, one part of the columns
@@ -471,20 +471,14 @@ class ClusterCta : protected BackwardCta<C> {
     mbarrier_wait(q_full(at), more ? parity : parity ^ 1);
   }
 
-  __device__ __forceinline__ void nan_safe_dq(Dq &dq, int ds_stage, int part) const {
+  // dq over the visible pairs alone. `row`: the first query of this warp in the Q tile.
+  __device__ __forceinline__ void nan_safe_dq(Dq &dq, int ds_stage, int part, int row) const {
 #pragma unroll
     for (float &x : dq) x = 0.f;
 #pragma unroll 1
-    for (int key = 0; key < C::kTileKv; ++key) {
-      const uint32_t ds = smem_ds(ds_stage, key / 64) + key % 64 * 128;
-      uint32_t ds16[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_ * 16 + (lane_ >> 2) + 8 * r;
-        const uint32_t pair = ld_shared_4(ds + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
-        ds16[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      this->template nan_safe_add_row<64, C::kDqColumns>(dq, ds16, dq_keys(key / 64, part), key % 64);
+    for (int of_peer = 0; of_peer < 2; ++of_peer) {
+      wgmma_ss_nan_safe<Element, Major::mn, 64, C::kDqColumns, 64>(dq, smem_ds(ds_stage, of_peer), row, dq_keys(of_peer, part),
+                                                                   lane_);
     }
   }
 
