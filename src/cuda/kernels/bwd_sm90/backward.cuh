@@ -115,7 +115,7 @@ class Backward : BackwardCta<C> {
  private:
   using Base = BackwardCta<C>;
   using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::work_stage_, Base::p_, Base::shared_, Base::warp_;
-  using Base::workspace_q_tile, Base::convert, Base::row_stat;
+  using Base::workspace_q_tile, Base::row_stat;
   using typename Base::Element, typename Base::RowStats;
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class Backward : BackwardCta<C> {
                          this->alibi_slope(work().head_k * static_cast<int>(p_.group) + head_in_group_));
     }
     if (partial) this->mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
-    this->convert_p(p16_, s_);
+    if constexpr (!C::kScored) convert_p<Element>(s_, p16_);
     if constexpr (kPrefetchDelta) this->load_stats(delta_, smem_delta(stage_));
     wgmma_wait<0>();
     fence_operand(dp_);
@@ -464,7 +464,7 @@ class Backward : BackwardCta<C> {
     wgmma_fence();
     start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
     compute_ds(0);
-    convert(ds16_[0], dp_);
+    convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     store_ds(ds, 0);
     if constexpr (C::kDpParts == 1) {
@@ -482,7 +482,7 @@ class Backward : BackwardCta<C> {
       wgmma_wait<1>();
       fence_operand(dp_);
       compute_ds(1);
-      convert(ds16_[1], dp_);
+      convert_p<Element>(dp_, ds16_[1]);
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
@@ -591,7 +591,7 @@ class Backward : BackwardCta<C> {
 #pragma unroll
       for (float &x : dp_) x += 0.f;  // a visible -0 must not look masked
       this->template for_masked<64>(first_key(), q_tile * C::kTileQ + part * 64, [&](int i) { dp_[i] = kMaskedP; });
-      convert(ds16_[part], dp_);
+      convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);
       wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, lane_);
     }

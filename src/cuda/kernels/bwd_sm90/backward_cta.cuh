@@ -18,6 +18,8 @@
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
+#include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/kernels/bwd_sm90/backward.h"
 
@@ -148,18 +150,12 @@ class BackwardCta {
   // S to P, in place, for 64 keys from `first_key` on and kSteps * 16 queries from `first_row` on: P = exp2(logit - lse).
   //
   // With softcap or ALiBi (kScored) P is converted to 16 bits here, into p16, and s becomes P times the derivative of the
-  // softcap, which is what dP - delta is multiplied by. Plain kernels leave the conversion to convert_p().
+  // softcap, which is what dP - delta is multiplied by. Plain kernels convert P later.
   template <int kSteps>
   __device__ __forceinline__ void exponentiate(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
                                                int first_key, int first_row, float slope) const {
     if constexpr (!C::kScored) {
-      const float c = p_.softmax_scale * kLog2e;
-#pragma unroll
-      for (int j = 0; j < kSteps * 2; ++j) {
-        const float2 lse = row_stat(smem_lse, j);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], c, -((r & 1) ? lse.y : lse.x)));
-      }
+      exponentiate_plain(s, p_.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
     } else if (a_.cap_exponent > 0) {
       exponentiate_scored<true>(p16, s, smem_lse, first_key, first_row, slope);
     } else {
@@ -169,6 +165,7 @@ class BackwardCta {
   template <bool kCapped, int kSteps>
   __device__ __forceinline__ void exponentiate_scored(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
                                                       int first_key, int first_row, float slope) const {
+    const Softcap softcap(1.f, a_.cap_exponent);
     const auto distance = static_cast<float>(first_row + 2 * (lane_ & 3) + work().seqlen_k - work().seqlen_q -
                                              (first_key + warp_ * 16 + (lane_ >> 2)));
 #pragma unroll
@@ -179,11 +176,11 @@ class BackwardCta {
       for (int r = 0; r < 4; ++r) {
         float x = s[4 * j + r], derivative = 1.f;
         if constexpr (kCapped) {
-          x = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x * a_.cap_exponent)), 1.f);  // tanh(x) = 1 - 2 / (1 + e^2x)
-          derivative = fmaf(-x, x, 1.f);
+          x = softcap.tanh(x);
+          derivative = Softcap::derivative(x);
         }
         const auto steps = static_cast<float>(8 * j + (r & 1) - 8 * (r >> 1));
-        p[r] = exp2_approx(fmaf(x, a_.logit_factor, fmaf(-slope, fabsf(distance + steps), -((r & 1) ? lse.y : lse.x))));
+        p[r] = exp2_approx(fmaf(x, a_.logit_factor, Alibi::forward(-((r & 1) ? lse.y : lse.x), slope, distance + steps)));
         s[4 * j + r] = p[r] * derivative;
       }
 #pragma unroll
@@ -192,11 +189,17 @@ class BackwardCta {
   }
   // The same for plain scores, with lse in registers.
   __device__ __forceinline__ void exponentiate(float (&s)[C::kTileQ / 2], const RowStats &lse) const {
+    exponentiate_plain(s, a_.logit_factor, [&](int j) { return lse[j]; });
+  }
+  // lse(j): of the queries of column block j.
+  template <int kCount, typename Lse>
+  static __device__ __forceinline__ void exponentiate_plain(float (&s)[kCount], float factor, Lse lse) {
 #pragma unroll
-    for (int j = 0; j < C::kTileQ / 8; ++j)
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 x = lse(j);
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
-        s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], a_.logit_factor, -((r & 1) ? lse[j].y : lse[j].x)));
+      for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], factor, -((r & 1) ? x.y : x.x)));
+    }
   }
   // Masks the results of exponentiate(): P of a masked pair becomes -0.
   template <int kSteps>
@@ -210,25 +213,12 @@ class BackwardCta {
       }
     });
   }
-  template <int kSteps>
-  static __device__ __forceinline__ void convert_p(uint32_t (&p16)[kSteps][4], const float (&s)[kSteps * 8]) {
-    if constexpr (!C::kScored) convert(p16, s);
-  }
-
   // 0, or NaN if delta of any query of the Q tile is NaN or Inf, as it is where a row of out is.
   __device__ __forceinline__ float delta_nan_if_nonfinite(uint32_t smem_delta) const {
     float zero = 0.f;
 #pragma unroll
     for (int n = 0; n < C::kTileQ / 32; ++n) zero = fmaf(ld_shared_float(smem_delta + (n * 32 + lane_) * 4), 0.f, zero);
     return zero;
-  }
-
-  template <int kSteps>
-  static __device__ __forceinline__ void convert(uint32_t (&p16)[kSteps][4], const float (&x)[kSteps * 8]) {
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) p16[n][r] = pack2<Element>(x[8 * n + 2 * r], x[8 * n + 2 * r + 1]);
   }
 
   // ------------------------------------------------------------------------------------------------------------------

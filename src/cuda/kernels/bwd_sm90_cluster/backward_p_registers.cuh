@@ -86,8 +86,8 @@ class BackwardPRegisters : ClusterCta<C> {
       Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::smem_ds, Cluster::ds_consumed,
       Cluster::release_work_tile, Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::k_empty, Cluster::smem_lse,
       Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full, Cluster::smem_q,
-      Cluster::release_ds, Cluster::convert, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient, Cluster::start_s,
-      Cluster::row_stat, Cluster::store, Cluster::in_peer, Cluster::v_empty, Cluster::v_full;
+      Cluster::release_ds, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient, Cluster::start_s, Cluster::row_stat,
+      Cluster::store, Cluster::in_peer, Cluster::v_empty, Cluster::v_full;
   using typename Cluster::Dq, typename Cluster::DoutPipeline, typename Cluster::Element, typename Cluster::QPipeline,
       typename Cluster::RowStats, typename Cluster::QTileRange;
   static_assert(!C::kPThroughSmem && C::kDqParts == 1);
@@ -194,7 +194,7 @@ class BackwardPRegisters : ClusterCta<C> {
         this->exponentiate(p, e, smem_lse(stage), first_key(), q_tile * C::kTileQ, this->alibi_slope(head_q));
       }
       if (partial) this->mask_p(p, e, first_key(), q_tile * C::kTileQ);
-      this->convert_p(p, e);
+      if constexpr (!C::kScored) convert_p<Element>(e, p);
       __syncwarp();
       mbarrier_arrive_if(lane_ == 0, q_empty(stage));
       wgmma_wait<0>();
@@ -210,7 +210,7 @@ class BackwardPRegisters : ClusterCta<C> {
 #pragma unroll
         for (float &x : dp) x += 0.f;  // a visible -0 must not look masked
         this->template for_masked<C::kTileQ>(first_key(), q_tile * C::kTileQ, [&](int i) { dp[i] = kMaskedP; });
-        convert(ds, dp);
+        convert_p<Element>(dp, ds);
         if constexpr (kLateDs) wait_ds_empty(ds_stage, n);
         store_ds(ds, n, partial, true);
         wgmma_rs_nan_safe<Element, C::kTileQ, C::kDv>(dv, p, smem_dout(dout_stage), lane_);
@@ -232,7 +232,7 @@ class BackwardPRegisters : ClusterCta<C> {
         start_gradient(dv, p, smem_dout(dout_stage));
         if constexpr (kLateDs) wait_ds_empty(ds_stage, n);
         compute_ds(dp, e, delta, smem_delta(dout_stage), late_one());
-        convert(ds, dp);
+        convert_p<Element>(dp, ds);
         store_ds(ds, n, partial, false);
         if constexpr (!kOverlapNextS) {
           wait_q(n + 1 < end, next_stage, q_pipe.phase());

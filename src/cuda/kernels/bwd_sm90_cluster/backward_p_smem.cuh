@@ -74,8 +74,8 @@ class BackwardPSmem : PExchange<C> {
   using Cluster::wait_q, Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty, Cluster::dout_full,
       Cluster::smem_dout, Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::ds_consumed, Cluster::smem_delta,
       Cluster::first_key, Cluster::flag, Cluster::design_barrier, Cluster::k_full, Cluster::smem_lse, Cluster::is_partial,
-      Cluster::q_empty, Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::convert, Cluster::start_dp,
-      Cluster::start_dq, Cluster::start_gradient, Cluster::start_s, Cluster::store, Cluster::v_full;
+      Cluster::q_empty, Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::start_dp, Cluster::start_dq,
+      Cluster::start_gradient, Cluster::start_s, Cluster::store, Cluster::v_full;
   using Exchange::add_dq, Exchange::any_nonfinite, Exchange::vote, Exchange::compute_ds, Exchange::vote_flag, Exchange::store_p,
       Exchange::mask_ds, Exchange::p_empty, Exchange::p_full, Exchange::store_ds;
   using typename Cluster::Dq, typename Cluster::Element, typename Cluster::QPipeline;
@@ -118,7 +118,7 @@ class BackwardPSmem : PExchange<C> {
         if (partial) this->mask_p(p16, s, first_key(), q_tile * C::kTileQ);
         store_p(s, n);
         mbarrier_arrive_if(lane_ == 0, q_empty(stage));
-        this->convert_p(p16, s);
+        if constexpr (!C::kScored) convert_p<Element>(s, p16);
         if (partial) nan_safe = any_nonfinite(nan_safe, n, partial_tiles++ & 1);
         mbarrier_wait(dout_full(0), n & 1);
         const int prev = ds_stage ^ 1;  // stage of dS of the previous Q tile
@@ -236,7 +236,7 @@ class BackwardPSmem : PExchange<C> {
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, dout_empty(0));
         if (nan_safe) mask_ds(dp, q_tile);
-        convert(ds16, dp);
+        convert_p<Element>(dp, ds16);
         mbarrier_wait_cluster(ds_empty(ds_stage), n >> 1 & 1 ^ 1);
         store_ds(ds16, ds_stage, partial, nan_safe);
         mbarrier_wait(q_full(stage), q_pipe.phase());

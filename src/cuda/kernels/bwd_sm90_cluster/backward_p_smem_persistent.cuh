@@ -84,8 +84,8 @@ class BackwardPSmemPersistent : PExchange<C> {
       Cluster::ds_empty, Cluster::ds_full, Cluster::smem_ds, Cluster::smem_delta, Cluster::release_work_tile,
       Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::smem_k, Cluster::k_empty, Cluster::smem_lse,
       Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full, Cluster::smem_q,
-      Cluster::convert, Cluster::start_dp, Cluster::start_dq, Cluster::start_s, Cluster::start_gradient, Cluster::store,
-      Cluster::in_peer, Cluster::v_empty, Cluster::v_full;
+      Cluster::start_dp, Cluster::start_dq, Cluster::start_s, Cluster::start_gradient, Cluster::store, Cluster::in_peer,
+      Cluster::v_empty, Cluster::v_full;
   using Exchange::add_dq, Exchange::dq_added, Exchange::vote, Exchange::compute_ds, Exchange::vote_flag, Exchange::store_p,
       Exchange::mask_ds, Exchange::dq_may_add, Exchange::p_empty, Exchange::p_full, Exchange::store_ds, Exchange::dq_added_seen;
   using typename Cluster::Dq, typename Cluster::DoutPipeline, typename Cluster::Element, typename Cluster::QPipeline;
@@ -157,7 +157,7 @@ class BackwardPSmemPersistent : PExchange<C> {
       if (partial) this->mask_p(p16, s, first_key(), q_tile * C::kTileQ);
       store_p(s, n);
       mbarrier_arrive_if(lane_ == 0, q_empty(stage));
-      this->convert_p(p16, s);
+      if constexpr (!C::kScored) convert_p<Element>(s, p16);
       if (partial) nan_safe = any_nonfinite(nan_safe, n, state);
       mbarrier_wait(dout_full(0), n & 1);
       mbarrier_wait(ds_full(prev), (n - 1) >> 1 & 1);
@@ -327,7 +327,7 @@ class BackwardPSmemPersistent : PExchange<C> {
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, dout_empty(0));
         if (nan_safe) mask_ds(dp, q_tile);
-        convert(ds16, dp);
+        convert_p<Element>(dp, ds16);
         mbarrier_wait_cluster(ds_empty(stage), n >> 1 & 1 ^ 1);
         store_ds(ds16, stage, partial, nan_safe);
         mbarrier_wait(q_full(stage), n >> 1 & 1);

@@ -84,7 +84,7 @@ class ClusterCta : protected BackwardCta<C> {
  protected:
   using Base = BackwardCta<C>;
   using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::p_, Base::work_stage_, Base::shared_, Base::warp_;
-  using Base::workspace_q_tile, Base::convert, Base::row_stat;
+  using Base::workspace_q_tile, Base::row_stat;
   using typename Base::Element, typename Base::RowStats;
   using QPipeline = PipelineState<C::kStages>;
   using Dq = float[C::kDqColumns / 2];  // dq of a Q tile, one part of the columns
