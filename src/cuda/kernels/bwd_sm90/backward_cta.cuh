@@ -13,7 +13,7 @@
 
 #include <math_constants.h>
 
-#include "core/mask.h"
+#include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/rows.cuh"
@@ -110,17 +110,12 @@ class BackwardCta {
   // Calls f(n) for every masked element n of an S^T tile: 64 keys from `first_key` on, kCount queries from `first_row` on.
   template <int kCount, typename F>
   __device__ __forceinline__ void for_masked(int first_key, int first_row, F f) const {
-    const int row0 = first_row + 2 * (lane_ & 3);
+    using Fragment = QkFragment<1, kCount / 8>;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      const int begin = key - work().band_last - row0;
-      const int end = key < work().seqlen_k ? min(key - work().band_first + 1, work().seqlen_q) - row0 : begin;
-#pragma unroll
-      for (int j = 0; j < kCount / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (8 * j + e < begin || 8 * j + e >= end) f(4 * j + 2 * r + e);
+      const int key = first_key + warp_ * 16 + Fragment::query(lane_, r), begin = key - work().band_last;
+      const int end = key < work().seqlen_k ? min(key - work().band_first + 1, work().seqlen_q) : begin;
+      for_masked_in_row<Fragment>(r, {begin, end}, first_row, lane_, f);
     }
   }
 
