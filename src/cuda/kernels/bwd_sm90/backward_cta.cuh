@@ -13,10 +13,10 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
-#include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
@@ -313,23 +313,13 @@ class BackwardCta {
                                             bool vectors, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
     const int seq_slot = static_cast<int>(sequence_of(p_.k_lengths, work().batch).slot);
-    Element *base = static_cast<Element *>(t.data) + work().batch * t.batch_stride + int64_t{work().k_start} * t.seq_stride +
-                    work().head_k * t.head_stride;
-    const int quad = lane_ & 3;
+    Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      const uint32_t keep = key < work().seqlen_k ? ~0u : 0u;
-#pragma unroll
-      for (int j = 0; j < kCount / 4; j += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Element>(acc[4 * (j + n) + 2 * r] * scale, acc[4 * (j + n) + 2 * r + 1] * scale) & keep;
-        transpose_quad(x, quad);
-        const int column = (j + quad) * 8;
-        if (key < seq_slot) store_elements(base + key * t.seq_stride + column, x, columns - column, vectors);
-      }
+      store_fragment_row<Element, kCount / 4>(
+          acc, r, base + key * t.seq_stride, key < seq_slot ? columns : 0, vectors, lane_ & 3,
+          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, key < work().seqlen_k ? ~0u : 0u);
     }
     if (work().key0 / C::kTileKv != a_.order.row_blocks - 1) return;
     constexpr int kVectors = kCount / 4;
