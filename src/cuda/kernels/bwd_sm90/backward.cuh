@@ -38,22 +38,18 @@ namespace fa::cuda::sm90 {
 template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, bool kScored_>
 struct BackwardConfig {
   using Element = Element_;
+  using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr bool kScored = kScored_;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
   static constexpr int kDpParts = kTileQ / 64;        // parts of a Q tile: dP has registers for 64 queries
-  static constexpr int kKBytes = kTileKv * kAtoms * 128, kQBytes = kTileQ * kAtoms * 128;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
-  static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = 64 * kDqColumns * 4;
-  static constexpr int kDsBytes = kTileKv * kTileQ * 2, kStatBytes = kTileQ * 4;
-  static constexpr int kQOffset = 2 * kKBytes, kDsOffset = kQOffset + 2 * kStages * kQBytes;
-  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kDqPartials * kDqPartialBytes;
-  static constexpr int kBarrierOffset = kStatOffset + 2 * kStages * kStatBytes;
-  static constexpr int kWorkTileOffset = kBarrierOffset + (12 + 2 * kConsumerWarpgroups + 4 * kStages) * 8,
-                       kSharedBytes = kWorkTileOffset + 4 * 64;
+  static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
+  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = sizeof(Storage::lse[0]);
+  static constexpr int kSharedBytes = sizeof(Storage);
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
@@ -122,32 +118,62 @@ class Backward : BackwardCta<C> {
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ uint32_t smem_k() const { return shared_; }
-  __device__ __forceinline__ uint32_t smem_v() const { return shared_ + C::kKBytes; }
-  __device__ __forceinline__ uint32_t smem_q(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
-  __device__ __forceinline__ uint32_t smem_dout(int n) const { return smem_q(C::kStages + n); }
-  // dS^T (128 keys, kTileQ), swizzle atoms of 64 queries
-  __device__ __forceinline__ uint32_t smem_ds(int n) const { return shared_ + C::kDsOffset + n * C::kDsBytes; }
+  using Storage = typename C::Storage;
+  __device__ __forceinline__ uint32_t smem_k() const { return this->at(offsetof(Storage, k)); }
+  __device__ __forceinline__ uint32_t smem_v() const { return this->at(offsetof(Storage, v)); }
+  __device__ __forceinline__ uint32_t smem_q(int n) const { return this->at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
+  __device__ __forceinline__ uint32_t smem_dout(int n) const {
+    return this->at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_ds(int n) const {
+    return this->at(offsetof(Storage, ds), n, sizeof(Storage::ds[0]));
+  }
   // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
   __device__ __forceinline__ uint32_t dq_a_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
   __device__ __forceinline__ uint32_t dq_b_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
-  __device__ __forceinline__ uint32_t smem_dq(int wg) const { return shared_ + C::kDqOffset + wg * C::kDqPartialBytes; }
-  __device__ __forceinline__ uint32_t smem_lse(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
-  __device__ __forceinline__ uint32_t smem_delta(int n) const { return smem_lse(C::kStages + n); }
-  __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
-  __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
-  __device__ __forceinline__ uint32_t ds_full(int n) const { return k_full() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
-  __device__ __forceinline__ uint32_t dq_full(int wg) const { return ds_full(4 + wg); }
-  __device__ __forceinline__ uint32_t dq_empty(int wg) const { return dq_full(C::kConsumerWarpgroups + wg); }
-  __device__ __forceinline__ uint32_t q_full(int n) const { return dq_full(2 * C::kConsumerWarpgroups + n); }
-  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
-  __device__ __forceinline__ uint32_t dout_full(int n) const { return q_full(2 * C::kStages + n); }
-  __device__ __forceinline__ uint32_t dout_empty(int n) const { return q_full(3 * C::kStages + n); }
-  __device__ __forceinline__ uint32_t kv_empty() const { return q_full(4 * C::kStages); }
-  __device__ __forceinline__ uint32_t loads_issued() const { return q_full(4 * C::kStages + 1); }
-  __device__ __forceinline__ uint32_t work_full(int n) const { return q_full(4 * C::kStages + 2 + n); }
-  __device__ __forceinline__ uint32_t work_empty(int n) const { return q_full(4 * C::kStages + 4 + n); }
+  __device__ __forceinline__ uint32_t smem_dq(int wg) const {
+    return this->at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_lse(int n) const {
+    return this->at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_delta(int n) const {
+    return this->at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
+  }
+  __device__ __forceinline__ uint32_t k_full() const { return this->at(offsetof(Storage, k_full)); }
+  __device__ __forceinline__ uint32_t v_full() const { return this->at(offsetof(Storage, v_full)); }
+  __device__ __forceinline__ uint32_t ds_full(int n) const {
+    return this->at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
+  }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const {
+    return this->at(offsetof(Storage, ds_empty), n, sizeof(Storage::ds_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t dq_full(int wg) const {
+    return this->at(offsetof(Storage, dq_full), wg, sizeof(Storage::dq_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dq_empty(int wg) const {
+    return this->at(offsetof(Storage, dq_empty), wg, sizeof(Storage::dq_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t q_full(int n) const {
+    return this->at(offsetof(Storage, q_full), n, sizeof(Storage::q_full[0]));
+  }
+  __device__ __forceinline__ uint32_t q_empty(int n) const {
+    return this->at(offsetof(Storage, q_empty), n, sizeof(Storage::q_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_full(int n) const {
+    return this->at(offsetof(Storage, dout_full), n, sizeof(Storage::dout_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int n) const {
+    return this->at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t kv_empty() const { return this->at(offsetof(Storage, kv_empty)); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return this->at(offsetof(Storage, loads_issued)); }
+  __device__ __forceinline__ uint32_t work_full(int n) const {
+    return this->at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
+  }
+  __device__ __forceinline__ uint32_t work_empty(int n) const {
+    return this->at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
+  }
 
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
   static constexpr bool kPrefetchLse = !C::kScored && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;

@@ -11,6 +11,8 @@
 // at a time.
 #pragma once
 
+#include <cstddef>
+
 #include <math_constants.h>
 
 #include "cuda/common/epilogue.cuh"
@@ -22,22 +24,9 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/kernels/bwd_sm90/backward.h"
+#include "cuda/kernels/bwd_sm90/shared_storage.h"
 
 namespace fa::cuda::sm90 {
-
-// A work tile: kTileKv keys of one key head, with the Q tiles of kTileQ queries that see any of them. It lies in shared memory
-// because the accumulators need the registers.
-struct WorkTile {
-  int batch, head_k, key0;                   // key0: the first key
-  int q_start, k_start, seqlen_q, seqlen_k;  // where the sequence starts in a packed batch, and its used lengths
-  int band_first, band_last;                 // query i sees keys j with band_first <= j - i <= band_last
-  int q_tile_begin, q_tile_end;              // Q tiles with visible pairs
-  int full_begin, full_end;                  // of these, the Q tiles without masked pairs
-  int work_index;                            // number among the work tiles of this CTA
-  int q_tiles_end;                           // persistent clusters: Q tiles of all work tiles up to the end of this one
-  bool wg1_skips;                            // single CTA: consumer warpgroup 1 skips the last Q tile of the main loop
-};
-static_assert(sizeof(WorkTile) <= 64);
 
 // C is a kernel's configuration. C::kTileKv keys make a work tile, C::kTileQ queries a Q tile. dq of a Q tile is reduced as
 // C::kDqPartials pieces of C::kDqPartialBytes each, which have order counters of their own.
@@ -51,11 +40,15 @@ class BackwardCta {
   __device__ __forceinline__ BackwardCta(const BackwardParams &params, char *shared)
       : a_(params),
         p_(params.problem.forward),
-        work_tiles_(reinterpret_cast<WorkTile *>(shared + C::kWorkTileOffset)),
+        work_tiles_(reinterpret_cast<WorkTile *>(shared + offsetof(typename C::Storage, work_tiles))),
         shared_(smem_address(shared)),
         lane_(C::kLaneFromShuffle ? __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31) : threadIdx.x & 31),
         warp_((C::kLaneFromShuffle ? uniform(threadIdx.x >> 5) : threadIdx.x >> 5) & 3) {}
 
+  // Address in shared memory: a member of the storage by its offset, or element n of an array of elements of `bytes` bytes.
+  __device__ __forceinline__ uint32_t at(uint32_t offset, int n = 0, uint32_t bytes = 0) const {
+    return shared_ + offset + n * bytes;
+  }
   __device__ __forceinline__ WorkTile &work() const { return work_tiles_[work_stage_]; }
 
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few

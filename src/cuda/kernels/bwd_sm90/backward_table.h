@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/bwd_sm90_cluster/shared_storage.h"
+
 namespace fa::cuda::sm90 {
 
 // How the work is divided among CTAs and consumer warpgroups.
@@ -45,23 +47,9 @@ struct BackwardShape {
            : head_dim % 128 == 0        ? 64
                                         : head_dim / 2;
   }
-  constexpr int32_t shared_bytes() const {
-    const int32_t atom = 64 * 2, atoms = (head_dim + 63) / 64, atoms_v = (head_dim_v + 63) / 64;
-    const int32_t q_and_dout = rows * (stages * atoms + dout_stages * atoms_v) * atom,
-                  statistics = (stages + dout_stages) * rows * 4;
-    if (design != Design::single_cta) {
-      // K and half of the peer CTA's K, by halves of the columns | V | Q and dO stages | P or dq | two dS and the peer's | lse, delta |
-      // barriers | flags | work tiles
-      const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * atom;
-      const int32_t exchange = p_through_smem() ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (!p_through_smem() ? 13 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
-      return 3 * half + block_keys() * atoms_v * atom + q_and_dout + exchange + block_keys() * rows * 4 * 2 + statistics +
-             (barriers + 1) / 2 * 16 + 16 + (persistent() ? 10 * 8 + 16 + 2 * 64 : 64);
-    }
-    // K | V | Q and dO stages | two dS | dq partials | lse and delta stages | barriers | work tiles
-    return keys() * (atoms + atoms_v) * atom + q_and_dout + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
-           (12 + 2 * consumer_warpgroups + 2 * (stages + dout_stages)) * 8 + 4 * 64;
-  }
+  constexpr int32_t shared_bytes() const { return storage_bytes; }
+
+  int32_t storage_bytes;
 };
 
 // Narrow heads first: the plan takes the first line that has room for the columns and takes the problem.
@@ -83,7 +71,18 @@ struct BackwardShape {
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true)
 // clang-format on
 
-#define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},
+// Shared memory of a line of the table.
+template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int32_t rows, int32_t stages, int32_t dout_stages,
+          Design design, bool ordered, bool scored>
+constexpr int32_t storage_bytes() {
+  constexpr bool p_through_smem = design != Design::cluster_p_registers;
+  using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;
+  if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages>);
+  if (design == Design::cluster_p_smem) return sizeof(OneTileClusterStorage<Cluster>);
+  return sizeof(PersistentClusterStorage<Cluster>);
+}
+
+#define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__, storage_bytes<__VA_ARGS__>()},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM90_BACKWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE
 constexpr int kNumBackwardShapes = sizeof(kBackwardShapes) / sizeof(kBackwardShapes[0]);

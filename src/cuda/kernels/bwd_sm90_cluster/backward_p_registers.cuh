@@ -88,8 +88,8 @@ class BackwardPRegisters : ClusterCta<C> {
       Cluster::is_partial, Cluster::next_work_tile, Cluster::peer_k_full, Cluster::q_empty, Cluster::q_full, Cluster::smem_q,
       Cluster::release_ds, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient, Cluster::start_s, Cluster::row_stat,
       Cluster::store, Cluster::in_peer, Cluster::v_empty, Cluster::v_full;
-  using typename Cluster::Dq, typename Cluster::DoutPipeline, typename Cluster::Element, typename Cluster::QPipeline,
-      typename Cluster::RowStats, typename Cluster::QTileRange;
+  using typename Cluster::Dq, typename Cluster::Storage, typename Cluster::DoutPipeline, typename Cluster::Element,
+      typename Cluster::QPipeline, typename Cluster::RowStats, typename Cluster::QTileRange;
   static_assert(!C::kPThroughSmem && C::kDqParts == 1);
   // Whether S^T of the next Q tile is computed beside dv: there are registers for it beside P, and a pipeline stage for its Q.
   static constexpr bool kOverlapNextS = C::kStages > 2;
@@ -99,10 +99,14 @@ class BackwardPRegisters : ClusterCta<C> {
   static constexpr bool kLateDs = kOverlapNextS && kPrefetchStats;
 
   // dS of this CTA's keys is complete; ds_full is for the peer's.
-  __device__ __forceinline__ uint32_t own_ds_full(int n) const { return this->design_barrier(n); }
-  __device__ __forceinline__ uint32_t dq_full(int n) const { return this->design_barrier(2 + n); }
-  __device__ __forceinline__ uint32_t dq_empty() const { return this->design_barrier(4); }
-  __device__ __forceinline__ uint32_t smem_dq() const { return shared_ + C::kExchangeOffset; }
+  __device__ __forceinline__ uint32_t own_ds_full(int n) const {
+    return this->at(offsetof(Storage, cluster.own.own_ds_full), n, sizeof(Mbarrier));
+  }
+  __device__ __forceinline__ uint32_t dq_full(int n) const {
+    return this->at(offsetof(Storage, cluster.own.dq_full), n, sizeof(Mbarrier));
+  }
+  __device__ __forceinline__ uint32_t dq_empty() const { return this->at(offsetof(Storage, cluster.own.dq_empty)); }
+  __device__ __forceinline__ uint32_t smem_dq() const { return this->smem_exchange(); }
   __device__ __forceinline__ uint32_t own_flag(int n) const { return flag(2 + n); }
 
   // The producer warp is also the scheduler: it describes the next work tile when it has issued all loads of the current one.

@@ -73,9 +73,9 @@ class BackwardPSmem : PExchange<C> {
   using Cluster::a_, Cluster::work, Cluster::lane_, Cluster::p_, Cluster::rank_, Cluster::warp_;
   using Cluster::wait_q, Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty, Cluster::dout_full,
       Cluster::smem_dout, Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::ds_consumed, Cluster::smem_delta,
-      Cluster::first_key, Cluster::flag, Cluster::design_barrier, Cluster::k_full, Cluster::smem_lse, Cluster::is_partial,
-      Cluster::q_empty, Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::start_dp, Cluster::start_dq,
-      Cluster::start_gradient, Cluster::start_s, Cluster::store, Cluster::v_full;
+      Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::smem_lse, Cluster::is_partial, Cluster::q_empty,
+      Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient,
+      Cluster::start_s, Cluster::store, Cluster::v_full;
   using Exchange::add_dq, Exchange::any_nonfinite, Exchange::vote, Exchange::compute_ds, Exchange::vote_flag, Exchange::store_p,
       Exchange::mask_ds, Exchange::p_empty, Exchange::p_full, Exchange::store_ds;
   using typename Cluster::Dq, typename Cluster::Element, typename Cluster::QPipeline;

@@ -15,6 +15,7 @@
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward_cta.cuh"
+#include "cuda/kernels/bwd_sm90_cluster/shared_storage.h"
 
 namespace fa::cuda::sm90 {
 
@@ -38,9 +39,10 @@ template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kD
           bool kOrdered_>
 struct ClusterConfig {
   using Element = Element_;
+  using Cluster = ClusterStorage<kD_, kDv_, kRows_, kStages_, kDoutStages_, kPThroughSmem_, kOrdered_>;
+  using Storage = OneTileClusterStorage<Cluster>;
   static constexpr int kD = kD_, kDv = kDv_, kTileQ = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
-  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScored_, kOrdered = kOrdered_, kLaneFromShuffle = false,
-                        kAdderFences = true;
+  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScored_, kOrdered = kOrdered_, kLaneFromShuffle = false;
   static constexpr bool kPersistent = false;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
@@ -49,34 +51,21 @@ struct ClusterConfig {
   static constexpr int kHalf = kD / 2, kHalfAtoms = (kHalf + 63) / 64;
   static constexpr int kDqColumns = kHalf % 64 == 0 ? 64 : kHalf,
                        kDqParts = kHalf / kDqColumns;  // of one dq accumulator, and how many
-  static constexpr int kHalfBytes = 64 * kHalfAtoms * 128, kKBytes = 2 * kHalfBytes, kVBytes = 64 * kAtomsV * 128;
-  static constexpr int kQBytes = kTileQ * kAtoms * 128, kDoutBytes = kTileQ * kAtomsV * 128;
+  static constexpr int kHalfBytes = sizeof(Cluster::k[0]), kKBytes = sizeof(Cluster::k), kVBytes = sizeof(Cluster::v);
+  static constexpr int kQBytes = sizeof(Cluster::q[0]), kDoutBytes = sizeof(Cluster::dout[0]);
+  static constexpr int kDsBytes = sizeof(Cluster::ds[0][0]), kStatBytes = sizeof(Cluster::lse[0]);
   static constexpr int kDqPartials = 2, kDqPartialBytes = kTileQ * kHalf * 4;
-  static constexpr int kExchangeBytes = kPThroughSmem ? 64 * kTileQ * 4 : kDqPartialBytes, kDsBytes = 64 * kTileQ * 2,
-                       kStatBytes = kTileQ * 4;
-  // Shared memory: K | V | half of the peer's K | Q stages | dO stages | P or dq | two dS and two of the peer's | lse, delta |
-  // barriers | flags | work tiles
-  static constexpr int kQOffset = kKBytes + kVBytes + kHalfBytes, kDoutOffset = kQOffset + kStages * kQBytes;
-  static constexpr int kExchangeOffset = kDoutOffset + kDoutStages * kDoutBytes, kDsOffset = kExchangeOffset + kExchangeBytes;
-  static constexpr int kStatOffset = kDsOffset + 4 * kDsBytes,
-                       kBarrierOffset = kStatOffset + (kStages + kDoutStages) * kStatBytes;
-  static constexpr int kDesignBarriers = !kPThroughSmem ? 5
-                                         : kOrdered     ? 6
-                                                        : 3,
-                       kBarriers = 8 + kDesignBarriers + 2 * (kStages + kDoutStages);
-  static constexpr int kFlagOffset = kBarrierOffset + (kBarriers + 1) / 2 * 16, kWorkTileOffset = kFlagOffset + 16;
-  static constexpr int kSharedBytes = kWorkTileOffset + 64;
-  static_assert(kTileQ == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 && kWorkTileOffset % 16 == 0);
-  static_assert((kDoutStages & (kDoutStages - 1)) == 0);
+  static constexpr int kSharedBytes = sizeof(Storage);
+  static_assert(kTileQ == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 &&
+                (kDoutStages & (kDoutStages - 1)) == 0);
 };
 
-// Persistent clusters. They have, in addition: barriers | the number of the next work tile | a second stage of work tiles.
-template <class Cluster>
-struct PersistentClusterConfig : Cluster {
+// Persistent clusters.
+template <class OneTile>
+struct PersistentClusterConfig : OneTile {
+  using Storage = PersistentClusterStorage<typename OneTile::Cluster>;
   static constexpr bool kPersistent = true, kLaneFromShuffle = true;
-  static constexpr int kPersistentOffset = Cluster::kWorkTileOffset, kPersistentBarriers = 10,
-                       kWorkTileOffset = kPersistentOffset + kPersistentBarriers * 8 + 16,
-                       kSharedBytes = kWorkTileOffset + 2 * 64;
+  static constexpr int kSharedBytes = sizeof(Storage);
 };
 
 template <class C>
@@ -92,36 +81,59 @@ class ClusterCta : protected BackwardCta<C> {
   __device__ __forceinline__ ClusterCta(const BackwardParams &params, char *shared)
       : Base(params, shared), rank_(static_cast<int>(blockIdx.x) & 1) {}
 
-  __device__ __forceinline__ uint32_t smem_k() const { return shared_; }
-  __device__ __forceinline__ uint32_t smem_v() const { return shared_ + C::kKBytes; }
-  // The peer's K, half of the columns: those that this CTA computes dq of.
-  __device__ __forceinline__ uint32_t smem_peer_k() const { return smem_v() + C::kVBytes; }
-  __device__ __forceinline__ uint32_t smem_q(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
-  __device__ __forceinline__ uint32_t smem_dout(int n) const { return shared_ + C::kDoutOffset + n * C::kDoutBytes; }
+  using Storage = typename C::Storage;
+  __device__ __forceinline__ uint32_t smem_k() const { return this->at(offsetof(Storage, cluster.k)); }
+  __device__ __forceinline__ uint32_t smem_v() const { return this->at(offsetof(Storage, cluster.v)); }
+  __device__ __forceinline__ uint32_t smem_peer_k() const { return this->at(offsetof(Storage, cluster.peer_k)); }
+  __device__ __forceinline__ uint32_t smem_q(int n) const {
+    return this->at(offsetof(Storage, cluster.q), n, sizeof(C::Cluster::q[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_dout(int n) const {
+    return this->at(offsetof(Storage, cluster.dout), n, sizeof(C::Cluster::dout[0]));
+  }
   // dS^T (64 keys, kTileQ), of this CTA's keys (of_peer = 0) and of the peer's (1)
   __device__ __forceinline__ uint32_t smem_ds(int n, int of_peer) const {
-    return shared_ + C::kDsOffset + (2 * n + of_peer) * C::kDsBytes;
+    return this->at(offsetof(Storage, cluster.ds), 2 * n + of_peer, C::kDsBytes);
   }
-  __device__ __forceinline__ uint32_t smem_lse(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
-  __device__ __forceinline__ uint32_t smem_delta(int n) const { return smem_lse(C::kStages + n); }
-  __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
-  __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
-  __device__ __forceinline__ uint32_t dout_full(int n) const { return k_full() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t dout_empty(int n) const { return dout_full(C::kDoutStages + n); }
-  // kDesignBarriers barriers that each kernel uses in its own way.
-  __device__ __forceinline__ uint32_t design_barrier(int n) const { return dout_full(2 * C::kDoutStages + n); }
+  __device__ __forceinline__ uint32_t smem_exchange() const { return this->at(offsetof(Storage, cluster.exchange)); }
+  __device__ __forceinline__ uint32_t smem_lse(int n) const {
+    return this->at(offsetof(Storage, cluster.lse), n, sizeof(C::Cluster::lse[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_delta(int n) const {
+    return this->at(offsetof(Storage, cluster.delta), n, sizeof(C::Cluster::delta[0]));
+  }
+  __device__ __forceinline__ uint32_t k_full() const { return this->at(offsetof(Storage, cluster.k_full)); }
+  __device__ __forceinline__ uint32_t v_full() const { return this->at(offsetof(Storage, cluster.v_full)); }
+  __device__ __forceinline__ uint32_t dout_full(int n) const {
+    return this->at(offsetof(Storage, cluster.dout_full), n, sizeof(C::Cluster::dout_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int n) const {
+    return this->at(offsetof(Storage, cluster.dout_empty), n, sizeof(C::Cluster::dout_empty[0]));
+  }
   // The half of the peer's K, which only dq needs. Kernels that are not persistent wait for it together with K.
   __device__ __forceinline__ uint32_t peer_k_full() const {
-    if constexpr (C::kPersistent) return persistent_barrier(0);
+    if constexpr (C::kPersistent) return this->at(offsetof(Storage, peer_k_full));
     return k_full();
   }
-  __device__ __forceinline__ uint32_t ds_full(int n) const { return design_barrier(C::kDesignBarriers + n); }
-  __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
-  __device__ __forceinline__ uint32_t ds_consumed(int n) const { return ds_full(4 + n); }
-  __device__ __forceinline__ uint32_t q_full(int n) const { return ds_full(6 + n); }
-  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
+  __device__ __forceinline__ uint32_t ds_full(int n) const {
+    return this->at(offsetof(Storage, cluster.ds_full), n, sizeof(C::Cluster::ds_full[0]));
+  }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const {
+    return this->at(offsetof(Storage, cluster.ds_empty), n, sizeof(C::Cluster::ds_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t ds_consumed(int n) const {
+    return this->at(offsetof(Storage, cluster.ds_consumed), n, sizeof(C::Cluster::ds_consumed[0]));
+  }
+  __device__ __forceinline__ uint32_t q_full(int n) const {
+    return this->at(offsetof(Storage, cluster.q_full), n, sizeof(C::Cluster::q_full[0]));
+  }
+  __device__ __forceinline__ uint32_t q_empty(int n) const {
+    return this->at(offsetof(Storage, cluster.q_empty), n, sizeof(C::Cluster::q_empty[0]));
+  }
   // Flags that go with dS: the peer's (0, 1), and two more.
-  __device__ __forceinline__ uint32_t flag(int n) const { return shared_ + C::kFlagOffset + n * 4; }
+  __device__ __forceinline__ uint32_t flag(int n) const {
+    return this->at(offsetof(Storage, cluster.flags), n, sizeof(C::Cluster::flags[0]));
+  }
   __device__ __forceinline__ int first_key() const { return work().key0 + rank_ * 64; }
   __device__ __forceinline__ bool is_partial(int q_tile) const {
     return q_tile < work().full_begin || q_tile >= work().full_end;
@@ -211,15 +223,18 @@ class ClusterCta : protected BackwardCta<C> {
   // Persistent clusters: work tiles of this cluster, work_index 0, 1, ...
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ uint32_t persistent_barrier(int n) const { return shared_ + C::kPersistentOffset + n * 8; }
-  __device__ __forceinline__ uint32_t k_empty() const { return persistent_barrier(1); }
-  __device__ __forceinline__ uint32_t v_empty() const { return persistent_barrier(2); }
-  __device__ __forceinline__ uint32_t loads_issued() const { return persistent_barrier(3); }
-  __device__ __forceinline__ uint32_t next_full() const { return persistent_barrier(4); }
-  __device__ __forceinline__ uint32_t next_empty() const { return persistent_barrier(5); }
-  __device__ __forceinline__ uint32_t work_full(int n) const { return persistent_barrier(6 + n); }
-  __device__ __forceinline__ uint32_t work_empty(int n) const { return persistent_barrier(8 + n); }
-  __device__ __forceinline__ uint32_t next_address() const { return persistent_barrier(C::kPersistentBarriers); }
+  __device__ __forceinline__ uint32_t k_empty() const { return this->at(offsetof(Storage, k_empty)); }
+  __device__ __forceinline__ uint32_t v_empty() const { return this->at(offsetof(Storage, v_empty)); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return this->at(offsetof(Storage, loads_issued)); }
+  __device__ __forceinline__ uint32_t next_full() const { return this->at(offsetof(Storage, next_full)); }
+  __device__ __forceinline__ uint32_t next_empty() const { return this->at(offsetof(Storage, next_empty)); }
+  __device__ __forceinline__ uint32_t work_full(int n) const {
+    return this->at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
+  }
+  __device__ __forceinline__ uint32_t work_empty(int n) const {
+    return this->at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t next_address() const { return this->at(offsetof(Storage, next_index)); }
 
   // readers: warps that call release_work_tile(). k_readers: warps of_peer wgmma read K.
   __device__ __forceinline__ void init_persistent(int readers, int k_readers) const {
@@ -279,7 +294,7 @@ class ClusterCta : protected BackwardCta<C> {
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
     work_stage_ = work_index & 1;
-    return static_cast<int>(ld_shared_4(shared_ + C::kWorkTileOffset + work_stage_ * static_cast<int>(sizeof(WorkTile)))) >= 0;
+    return static_cast<int>(ld_shared_4(this->at(offsetof(Storage, work_tiles), work_stage_, sizeof(WorkTile)))) >= 0;
   }
   __device__ __forceinline__ void release_work_tile(int work_index) const {
     __syncwarp();

@@ -16,17 +16,17 @@ class PExchange : protected ClusterCta<C> {
  protected:
   using Cluster = ClusterCta<C>;
   using Cluster::a_, Cluster::lane_, Cluster::p_, Cluster::rank_, Cluster::shared_, Cluster::warp_;
-  using Cluster::smem_dout, Cluster::ds_full, Cluster::smem_delta, Cluster::first_key, Cluster::flag, Cluster::design_barrier,
-      Cluster::smem_q, Cluster::start_gradient, Cluster::row_stat, Cluster::in_peer;
-  using typename Cluster::Dq;
+  using Cluster::smem_dout, Cluster::ds_full, Cluster::smem_delta, Cluster::first_key, Cluster::flag, Cluster::smem_q,
+      Cluster::start_gradient, Cluster::row_stat, Cluster::in_peer;
+  using typename Cluster::Dq, typename Cluster::Storage;
   static_assert(C::kPThroughSmem && C::kDoutStages == 1 && C::kDqParts == 2);
 
   __device__ __forceinline__ PExchange(const BackwardParams &params, char *shared) : Cluster(params, shared) {}
 
-  __device__ __forceinline__ uint32_t smem_p() const { return shared_ + C::kExchangeOffset; }
-  __device__ __forceinline__ uint32_t p_full() const { return design_barrier(0); }
-  __device__ __forceinline__ uint32_t p_empty() const { return design_barrier(1); }
-  __device__ __forceinline__ uint32_t vote() const { return design_barrier(2); }
+  __device__ __forceinline__ uint32_t smem_p() const { return this->smem_exchange(); }
+  __device__ __forceinline__ uint32_t p_full() const { return this->at(offsetof(Storage, cluster.own.p_full)); }
+  __device__ __forceinline__ uint32_t p_empty() const { return this->at(offsetof(Storage, cluster.own.p_empty)); }
+  __device__ __forceinline__ uint32_t vote() const { return this->at(offsetof(Storage, cluster.own.vote)); }
   __device__ __forceinline__ uint32_t vote_flag(int n) const { return flag(2 + n); }
   // The place of column block j of this thread. Threads with the same number in the two warpgroups hold the same elements.
   __device__ __forceinline__ uint32_t p_address(int j) const { return smem_p() + (j * 128 + warp_ * 32 + lane_) * 16; }
@@ -121,9 +121,9 @@ class PExchange : protected ClusterCta<C> {
   // Deterministic mode: the order in which work tiles add to dq
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ uint32_t dq_may_add() const { return design_barrier(3); }
-  __device__ __forceinline__ uint32_t dq_added() const { return design_barrier(4); }
-  __device__ __forceinline__ uint32_t dq_added_seen() const { return design_barrier(5); }
+  __device__ __forceinline__ uint32_t dq_may_add() const { return this->at(offsetof(Storage, cluster.own.dq_may_add)); }
+  __device__ __forceinline__ uint32_t dq_added() const { return this->at(offsetof(Storage, cluster.own.dq_added)); }
+  __device__ __forceinline__ uint32_t dq_added_seen() const { return this->at(offsetof(Storage, cluster.own.dq_added_seen)); }
 
   // Two warps that compute nothing do what reduce_dq() does for half of the columns of dq. One waits until the work tiles
   // before this one have added theirs, and signals dq_may_add. The other waits for dq_added, and counts on when the additions
