@@ -57,9 +57,9 @@ struct BackwardConfig {
 };
 
 template <class C>
-class Backward : BackwardCta<C> {
+class Backward {
  public:
-  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : Base(params, shared) {}
+  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : cta_(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -87,19 +87,20 @@ class Backward : BackwardCta<C> {
       }
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
-      for (const CUtensorMap *map : {&a_.k_map, &a_.q_map, &a_.lse_map, &a_.v_map, &a_.dout_map, &a_.delta_map})
+      for (const CUtensorMap *map : {&cta_.params.k_map, &cta_.params.q_map, &cta_.params.lse_map, &cta_.params.v_map,
+                                     &cta_.params.dout_map, &cta_.params.delta_map})
         tma_prefetch_descriptor(map);
     }
     __syncthreads();
     if (threadIdx.x < 128) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
       static_assert(C::kDqPartials == 2);
-      if (warp_ == 0) {
+      if (cta_.warp == 0) {
         producer();
-      } else if (warp_ == 3) {
+      } else if (cta_.warp == 3) {
         scheduler();
       } else {
-        dq_warp(warp_ - 1);
+        dq_warp(cta_.warp - 1);
       }
     } else {
       setmaxnreg_alloc<C::kConsumerRegisters>();
@@ -109,77 +110,73 @@ class Backward : BackwardCta<C> {
   }
 
  private:
-  using Base = BackwardCta<C>;
-  using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::work_stage_, Base::p_, Base::shared_, Base::warp_;
-  using Base::workspace_q_tile, Base::row_stat;
-  using typename Base::Element, typename Base::RowStats;
+  using Element = typename C::Element;
+  using RowStats = typename BackwardCta<C>::RowStats;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
 
   using Storage = typename C::Storage;
-  __device__ __forceinline__ uint32_t smem_k() const { return this->at(offsetof(Storage, k)); }
-  __device__ __forceinline__ uint32_t smem_v() const { return this->at(offsetof(Storage, v)); }
-  __device__ __forceinline__ uint32_t smem_q(int n) const { return this->at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
+  __device__ __forceinline__ uint32_t smem_k() const { return cta_.at(offsetof(Storage, k)); }
+  __device__ __forceinline__ uint32_t smem_v() const { return cta_.at(offsetof(Storage, v)); }
+  __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
   __device__ __forceinline__ uint32_t smem_dout(int n) const {
-    return this->at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
+    return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
   }
-  __device__ __forceinline__ uint32_t smem_ds(int n) const {
-    return this->at(offsetof(Storage, ds), n, sizeof(Storage::ds[0]));
-  }
+  __device__ __forceinline__ uint32_t smem_ds(int n) const { return cta_.at(offsetof(Storage, ds), n, sizeof(Storage::ds[0])); }
   // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
   __device__ __forceinline__ uint32_t dq_a_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
   __device__ __forceinline__ uint32_t dq_b_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
   __device__ __forceinline__ uint32_t smem_dq(int wg) const {
-    return this->at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
+    return cta_.at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
   }
   __device__ __forceinline__ uint32_t smem_lse(int n) const {
-    return this->at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
+    return cta_.at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
   }
   __device__ __forceinline__ uint32_t smem_delta(int n) const {
-    return this->at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
+    return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
   }
-  __device__ __forceinline__ uint32_t k_full() const { return this->at(offsetof(Storage, k_full)); }
-  __device__ __forceinline__ uint32_t v_full() const { return this->at(offsetof(Storage, v_full)); }
+  __device__ __forceinline__ uint32_t k_full() const { return cta_.at(offsetof(Storage, k_full)); }
+  __device__ __forceinline__ uint32_t v_full() const { return cta_.at(offsetof(Storage, v_full)); }
   __device__ __forceinline__ uint32_t ds_full(int n) const {
-    return this->at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
+    return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
   }
   __device__ __forceinline__ uint32_t ds_empty(int n) const {
-    return this->at(offsetof(Storage, ds_empty), n, sizeof(Storage::ds_empty[0]));
+    return cta_.at(offsetof(Storage, ds_empty), n, sizeof(Storage::ds_empty[0]));
   }
   __device__ __forceinline__ uint32_t dq_full(int wg) const {
-    return this->at(offsetof(Storage, dq_full), wg, sizeof(Storage::dq_full[0]));
+    return cta_.at(offsetof(Storage, dq_full), wg, sizeof(Storage::dq_full[0]));
   }
   __device__ __forceinline__ uint32_t dq_empty(int wg) const {
-    return this->at(offsetof(Storage, dq_empty), wg, sizeof(Storage::dq_empty[0]));
+    return cta_.at(offsetof(Storage, dq_empty), wg, sizeof(Storage::dq_empty[0]));
   }
   __device__ __forceinline__ uint32_t q_full(int n) const {
-    return this->at(offsetof(Storage, q_full), n, sizeof(Storage::q_full[0]));
+    return cta_.at(offsetof(Storage, q_full), n, sizeof(Storage::q_full[0]));
   }
   __device__ __forceinline__ uint32_t q_empty(int n) const {
-    return this->at(offsetof(Storage, q_empty), n, sizeof(Storage::q_empty[0]));
+    return cta_.at(offsetof(Storage, q_empty), n, sizeof(Storage::q_empty[0]));
   }
   __device__ __forceinline__ uint32_t dout_full(int n) const {
-    return this->at(offsetof(Storage, dout_full), n, sizeof(Storage::dout_full[0]));
+    return cta_.at(offsetof(Storage, dout_full), n, sizeof(Storage::dout_full[0]));
   }
   __device__ __forceinline__ uint32_t dout_empty(int n) const {
-    return this->at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
+    return cta_.at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
   }
-  __device__ __forceinline__ uint32_t kv_empty() const { return this->at(offsetof(Storage, kv_empty)); }
-  __device__ __forceinline__ uint32_t loads_issued() const { return this->at(offsetof(Storage, loads_issued)); }
+  __device__ __forceinline__ uint32_t kv_empty() const { return cta_.at(offsetof(Storage, kv_empty)); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return cta_.at(offsetof(Storage, loads_issued)); }
   __device__ __forceinline__ uint32_t work_full(int n) const {
-    return this->at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
+    return cta_.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
   }
   __device__ __forceinline__ uint32_t work_empty(int n) const {
-    return this->at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
+    return cta_.at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
   }
 
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
   static constexpr bool kPrefetchLse = !C::kScored && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;
   using QPipeline = PipelineState<C::kStages>;
 
-  __device__ __forceinline__ int first_key() const { return work().key0 + wg_ * 64; }
+  __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Work tiles of this CTA: work_index 0, 1, ...
@@ -195,21 +192,21 @@ class Backward : BackwardCta<C> {
       if (work_index > 0) {
         mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
         pdl_wait();
-        if (lane_ == 0) index = static_cast<int>(gridDim.x) + atomicAdd(a_.taken, 1);
+        if (cta_.lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
         index = __shfl_sync(~0u, index, 0);
       }
-      const bool more = index < a_.blocks;
-      if (lane_ == 0) {
-        WorkTile &next = work_tiles_[(work_index & 1) * kTilesPerWorkStage];
+      const bool more = index < cta_.params.blocks;
+      if (cta_.lane == 0) {
+        WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
         next.work_index = work_index;
         if (more) {
-          this->describe_work_tile(index, next);
+          cta_.describe_work_tile(index, next);
         } else {
           next.batch = -1;
         }
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
-          WorkTile &wg1_tile = work_tiles_[(work_index & 1) * kTilesPerWorkStage + 1];
+          WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
           wg1_tile = next;
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
@@ -225,24 +222,24 @@ class Backward : BackwardCta<C> {
   static constexpr bool kWg1MaySkip = C::kDpParts == 1;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
   __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
-    return p_.group == 1 && next.q_tile_begin < next.q_tile_end &&
+    return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
            (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
-    work_stage_ = (work_index & 1) * kTilesPerWorkStage;
-    return work().batch >= 0;
+    cta_.work_stage = (work_index & 1) * kTilesPerWorkStage;
+    return cta_.work().batch >= 0;
   }
   __device__ __forceinline__ void release_work_tile(int work_index) const {
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, work_empty(work_index & 1));
+    mbarrier_arrive_if(cta_.lane == 0, work_empty(work_index & 1));
   }
 
   __device__ __forceinline__ void dq_warp(int partial) {
     uint32_t parity = 0;
     pdl_wait();
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
-      this->reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity);
+      cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity);
       release_work_tile(work_index);
     }
     bulk_wait_group();
@@ -255,13 +252,13 @@ class Backward : BackwardCta<C> {
   __device__ __forceinline__ void producer() {
     QPipeline q_pipe;
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
-      if (work().q_tile_begin == work().q_tile_end) {
+      if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
         load_kv(work_index, 0);
       } else {
         load_q_tiles(q_pipe, work_index);
       }
-      mbarrier_arrive_if(lane_ == 0, loads_issued());
+      mbarrier_arrive_if(cta_.lane == 0, loads_issued());
       release_work_tile(work_index);
     }
   }
@@ -271,28 +268,29 @@ class Backward : BackwardCta<C> {
   __device__ __forceinline__ void load_kv(int work_index, uint32_t bytes) const {
     mbarrier_wait(kv_empty(), work_index & 1 ^ 1);
     if (!elect_one()) return;
-    const bool packed = p_.k_lengths.cu != nullptr;
-    const int row = (packed ? work().k_start : 0) + work().key0, batch = packed ? 0 : work().batch;
+    const bool packed = cta_.problem.k_lengths.cu != nullptr;
+    const int row = (packed ? cta_.work().k_start : 0) + cta_.work().key0, batch = packed ? 0 : cta_.work().batch;
     mbarrier_arrive_expect_tx(k_full(), bytes);
     if (bytes > 0)
-      this->template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), a_.k_map, k_full(), row, work().head_k, batch,
-                                                                      kEvictFirst);
+      cta_.template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), cta_.params.k_map, k_full(), row,
+                                                                     cta_.work().head_k, batch, kEvictFirst);
     mbarrier_arrive_expect_tx(v_full(), bytes);
-    if (bytes > 0) this->template load_tile<C::kTileKv>(smem_v(), a_.v_map, v_full(), row, work().head_k, batch, kEvictFirst);
+    if (bytes > 0)
+      cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
   }
 
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index) const {
-    const bool packed = p_.q_lengths.cu != nullptr;
+    const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = work().head_k * static_cast<int>(p_.group) + g;
-      for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
-        const int row = (packed ? work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : work().batch;
+    for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
+      const int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + g;
+      for (int q_tile = cta_.work().q_tile_end - 1; q_tile >= cta_.work().q_tile_begin; --q_tile) {
+        const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
         mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-          this->template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), a_.q_map, q_full(q_pipe.stage()), row, head_q, batch,
-                                              kEvictLast);
+          cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
+                                             batch, kEvictLast);
         }
         // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
         // when the previous work tile is done.
@@ -301,15 +299,15 @@ class Backward : BackwardCta<C> {
           pdl_wait();
         }
         if (elect_one())
-          tma_load_4d(smem_lse(q_pipe.stage()), &a_.lse_map, q_full(q_pipe.stage()), 0, workspace_q_tile(head_q) + q_tile, 0, 0,
-                      kEvictFirst);
+          tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
+                      cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-          this->template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), a_.dout_map, dout_full(q_pipe.stage()), row, head_q,
-                                              batch, kEvictLast);
-          tma_load_4d(smem_delta(q_pipe.stage()), &a_.delta_map, dout_full(q_pipe.stage()), 0,
-                      workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+          cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
+                                             head_q, batch, kEvictLast);
+          tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
+                      cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         }
         if (first && work_index > 0) load_kv(work_index, C::kKBytes);
         first = false;
@@ -369,18 +367,18 @@ class Backward : BackwardCta<C> {
     int n = 0;
 #pragma unroll 1
     for (int work_index = 0; next_work_tile(work_index);) {
-      if constexpr (kWg1MaySkip) work_stage_ += wg_;
+      if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
       mbarrier_wait(k_full(), work_index & 1);
       mbarrier_wait(v_full(), work_index & 1);
-      const bool wg1_skips = kWg1MaySkip && work().wg1_skips;
-      if (work().q_tile_begin < work().q_tile_end || wg1_skips) {
-        int q_tile = work().q_tile_end - 1;
+      const bool wg1_skips = kWg1MaySkip && cta_.work().wg1_skips;
+      if (cta_.work().q_tile_begin < cta_.work().q_tile_end || wg1_skips) {
+        int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
         nan_safe_prev_ = false;
-        if (!kWg1MaySkip || q_tile >= work().q_tile_begin) {
+        if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
 #pragma unroll 1
           do {
             stage_ = uniform(q_pipe.stage());
@@ -388,29 +386,29 @@ class Backward : BackwardCta<C> {
             iteration(q_pipe.phase(), n, q_tile);
             ++n;
             q_pipe.advance();
-            if (--q_tile < work().q_tile_begin) {
-              q_tile = work().q_tile_end - 1;
+            if (--q_tile < cta_.work().q_tile_begin) {
+              q_tile = cta_.work().q_tile_end - 1;
               ++head_in_group_;
             }
             has_prev_ = true;
-          } while (head_in_group_ < static_cast<int>(p_.group));
+          } while (head_in_group_ < static_cast<int>(cta_.problem.group));
         }
-        if (kWg1MaySkip && work().wg1_skips && wg_ == 1) {
+        if (kWg1MaySkip && cta_.work().wg1_skips && wg_ == 1) {
           stage_ = uniform(q_pipe.stage());
           ds_stage_ = uniform(n & 1);
           skip_q_tile(q_pipe.phase(), n);
           ++n;
           q_pipe.advance();
         }
-        finish_dq(kWg1MaySkip ? opaque(n) : n, kWg1MaySkip && work().wg1_skips);
+        finish_dq(kWg1MaySkip ? opaque(n) : n, kWg1MaySkip && cta_.work().wg1_skips);
       }
       __syncwarp();
-      mbarrier_arrive_if(lane_ == 0, kv_empty());
-      this->store_dkv(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk, first_key(),
-                      wg_ * 128 + warp_ * 32 + opaque(lane_), C::kConsumerThreads);
-      this->store_dkv(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv, first_key(),
-                      wg_ * 128 + warp_ * 32 + opaque(lane_), C::kConsumerThreads);
-      work_index = work().work_index;
+      mbarrier_arrive_if(cta_.lane == 0, kv_empty());
+      cta_.store_dkv(cta_.params.problem.dk, dk_, cta_.problem.softmax_scale, static_cast<int>(cta_.problem.head_dim),
+                     cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+      cta_.store_dkv(cta_.params.problem.dv, dv_, 1.f, static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv,
+                     first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+      work_index = cta_.work().work_index;
       release_work_tile(work_index++);
     }
   }
@@ -421,15 +419,15 @@ class Backward : BackwardCta<C> {
     // Whether the tile is partial (has masked pairs) decides which part of dP^T comes first. With two parts dO is awaited, and
     // this is known, before S^T starts.
     bool partial;
-    if constexpr (C::kDpParts > 1) partial = q_tile < work().full_begin || q_tile >= work().full_end;
+    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
-    if constexpr (kPrefetchLse) this->load_stats(lse, smem_lse(stage_));
+    if constexpr (kPrefetchLse) cta_.load_stats(lse, smem_lse(stage_));
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (C::kDpParts == 1) partial = q_tile < work().full_begin || q_tile >= work().full_end;
+    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this
     // warp's stores.
     if (has_prev_) wait_ds_full(n - 1);
@@ -443,19 +441,19 @@ class Backward : BackwardCta<C> {
     float finite = 0.f;  // NaN if anything is not finite
     if (partial) finite = nan_if_nonfinite(s_);
     if constexpr (kPrefetchLse) {
-      this->exponentiate(s_, lse);
+      cta_.exponentiate(s_, lse);
     } else {
-      this->exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
-                         this->alibi_slope(work().head_k * static_cast<int>(p_.group) + head_in_group_));
+      cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
+                        cta_.alibi_slope(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
-    if (partial) this->mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
+    if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
     if constexpr (!C::kScored) convert_p<Element>(s_, p16_);
-    if constexpr (kPrefetchDelta) this->load_stats(delta_, smem_delta(stage_));
+    if constexpr (kPrefetchDelta) cta_.load_stats(delta_, smem_delta(stage_));
     wgmma_wait<0>();
     fence_operand(dp_);
     bool nan_safe = false;
     if (partial) {
-      finite += nan_if_nonfinite(dp_) + this->delta_nan_if_nonfinite(smem_delta(stage_));
+      finite += nan_if_nonfinite(dp_) + cta_.delta_nan_if_nonfinite(smem_delta(stage_));
       for (int part = C::kDpParts - 2; part >= 0; --part) {
         redo_dp(part);
         finite += nan_if_nonfinite(dp_);
@@ -469,8 +467,8 @@ class Backward : BackwardCta<C> {
     }
     nan_safe_prev_ = nan_safe;
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, q_empty(stage_));
-    mbarrier_arrive_if(lane_ == 0, dout_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
 
   __device__ __forceinline__ void redo_dp(int part) {
@@ -541,8 +539,8 @@ class Backward : BackwardCta<C> {
 #pragma unroll
       for (uint32_t &x : a) x = kMaskedPBits | kMaskedPBits << 16;
     store_ds(smem_ds(ds_stage_), 0);
-    mbarrier_arrive_if(lane_ == 0, q_empty(stage_));
-    mbarrier_arrive_if(lane_ == 0, dout_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
 
   // dq of the last of `q_tiles` Q tiles. With `wg1_skipped`, dS of the second 64 keys is zero; it is multiplied by the first 64
@@ -567,7 +565,7 @@ class Backward : BackwardCta<C> {
   __device__ __forceinline__ void compute_ds(int part) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 delta = kPrefetchDelta ? delta_[j] : row_stat(smem_delta(stage_), part * 8 + j);
+      const float2 delta = kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j);
 #pragma unroll
       for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[part * 32 + 4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
     }
@@ -575,16 +573,16 @@ class Backward : BackwardCta<C> {
 
   // Stores this warp's 16 keys of a part of dS^T, for both warpgroups.
   __device__ __forceinline__ void store_ds(uint32_t ds, int part) const {
-    const int key = wg_ * 64 + warp_ * 16 + (lane_ & 15);
+    const int key = wg_ * 64 + cta_.warp * 16 + (cta_.lane & 15);
     const auto &a = ds16_[part];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      stmatrix_x4(ds + part * C::kTileKv * 128 + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1],
+      stmatrix_x4(ds + part * C::kTileKv * 128 + key * 128 + (((2 * n + (cta_.lane >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1],
                   a[n][2], a[n][3]);
     }
     if (part != C::kDpParts - 1) return;
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, ds_full(ds_stage_));
+    mbarrier_arrive_if(cta_.lane == 0, ds_full(ds_stage_));
   }
 
   // Waits until all consumer warps have stored dS of iteration n. In the first iteration of a work tile there is no previous
@@ -595,11 +593,11 @@ class Backward : BackwardCta<C> {
   // iteration, and signals the dq warp. Without a previous Q tile (any = false) the values are stored but not signalled.
   __device__ __forceinline__ void store_dq(int n, bool any) const {
     __syncwarp();
-    mbarrier_arrive_if(any && lane_ == 0, ds_empty(n & 1));
+    mbarrier_arrive_if(any && cta_.lane == 0, ds_empty(n & 1));
     mbarrier_wait(dq_empty(wg_), any ? (n & 1) ^ 1 : n & 1);
-    this->store_dq_partial(dq_, smem_dq(wg_));
+    cta_.store_dq_partial(dq_, smem_dq(wg_));
     __syncwarp();
-    mbarrier_arrive_if(any && lane_ == 0, dq_full(wg_));
+    mbarrier_arrive_if(any && cta_.lane == 0, dq_full(wg_));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -616,12 +614,12 @@ class Backward : BackwardCta<C> {
       compute_ds(part);
 #pragma unroll
       for (float &x : dp_) x += 0.f;  // a visible -0 must not look masked
-      this->template for_masked<64>(first_key(), q_tile * C::kTileQ + part * 64, [&](int i) { dp_[i] = kMaskedP; });
+      cta_.template for_masked<64>(first_key(), q_tile * C::kTileQ + part * 64, [&](int i) { dp_[i] = kMaskedP; });
       convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);
-      wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, lane_);
+      wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, cta_.lane);
     }
-    wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv_, p16_, smem_dout(stage_), lane_);
+    wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv_, p16_, smem_dout(stage_), cta_.lane);
     if (!has_prev_) return;
     nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, true);
@@ -630,10 +628,11 @@ class Backward : BackwardCta<C> {
   __device__ __forceinline__ void nan_safe_dq(uint32_t ds) {
 #pragma unroll
     for (int n = 0; n < C::kDqColumns / 2; ++n) dq_[n] = 0.f;
-    wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_a_operand(ds), warp_ * 16,
-                                                                                 dq_b_operand(), lane_);
+    wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_a_operand(ds), cta_.warp * 16,
+                                                                                 dq_b_operand(), cta_.lane);
   }
 
+  BackwardCta<C> cta_;
   int wg_;
 
   RowStats delta_;              // with kPrefetchDelta

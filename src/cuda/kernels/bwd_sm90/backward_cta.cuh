@@ -31,41 +31,40 @@ namespace fa::cuda::sm90 {
 // C is a kernel's configuration. C::kTileKv keys make a work tile, C::kTileQ queries a Q tile. dq of a Q tile is reduced as
 // C::kDqPartials pieces of C::kDqPartialBytes each, which have order counters of their own.
 template <class C>
-class BackwardCta {
- protected:
+struct BackwardCta {
   using Element = typename C::Element;
 
   // With kLaneFromShuffle the lane comes from a shuffle. Otherwise ptxas reads threadIdx again wherever it is short of
   // registers.
   __device__ __forceinline__ BackwardCta(const BackwardParams &params, char *shared)
-      : a_(params),
-        p_(params.problem.forward),
-        work_tiles_(reinterpret_cast<WorkTile *>(shared + offsetof(typename C::Storage, work_tiles))),
-        shared_(smem_address(shared)),
-        lane_(C::kLaneFromShuffle ? __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31) : threadIdx.x & 31),
-        warp_((C::kLaneFromShuffle ? uniform(threadIdx.x >> 5) : threadIdx.x >> 5) & 3) {}
+      : params(params),
+        problem(params.problem.forward),
+        work_tiles(reinterpret_cast<WorkTile *>(shared + offsetof(typename C::Storage, work_tiles))),
+        smem(smem_address(shared)),
+        lane(C::kLaneFromShuffle ? __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31) : threadIdx.x & 31),
+        warp((C::kLaneFromShuffle ? uniform(threadIdx.x >> 5) : threadIdx.x >> 5) & 3) {}
 
   // Address in shared memory: a member of the storage by its offset, or element n of an array of elements of `bytes` bytes.
   __device__ __forceinline__ uint32_t at(uint32_t offset, int n = 0, uint32_t bytes = 0) const {
-    return shared_ + offset + n * bytes;
+    return smem + offset + n * bytes;
   }
-  __device__ __forceinline__ WorkTile &work() const { return work_tiles_[work_stage_]; }
+  __device__ __forceinline__ WorkTile &work() const { return work_tiles[work_stage]; }
 
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
   // registers.
   __device__ __forceinline__ void describe_work_tile(int index, WorkTile &b) const {
-    const L2HeadOrder::Place place = a_.order.at(index);
+    const L2HeadOrder::Place place = params.order.at(index);
     const int key0 = place.row_block * C::kTileKv;
     b.key0 = key0;
     b.batch = place.batch;
     b.head_k = place.head;
     b.q_tile_begin = b.q_tile_end = b.full_begin = b.full_end = 0;
-    const Sequence k = sequence_of(p_.k_lengths, place.batch);
+    const Sequence k = sequence_of(problem.k_lengths, place.batch);
     b.k_start = static_cast<int>(k.start);
     const int seqlen_k = static_cast<int>(k.len);
-    const Sequence q = sequence_of(p_.q_lengths, place.batch);
+    const Sequence q = sequence_of(problem.q_lengths, place.batch);
     b.q_start = static_cast<int>(q.start);
-    const Diagonal<int32_t> diagonal(a_.limits, static_cast<int>(q.len), seqlen_k);
+    const Diagonal<int32_t> diagonal(params.limits, static_cast<int>(q.len), seqlen_k);
     b.seqlen_q = diagonal.seqlen_q;
     b.seqlen_k = diagonal.seqlen_k;
     const int first = diagonal.shift - diagonal.left, last = diagonal.shift + diagonal.right;
@@ -84,7 +83,7 @@ class BackwardCta {
 
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
-    return (work().batch * static_cast<int>(p_.heads_q) + head_q) * a_.row_chunks;
+    return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.row_chunks;
   }
 
   // Loads a tile of kTileRows rows by TMA, as kAtoms swizzle atoms. kColumns: used columns of an atom.
@@ -106,15 +105,15 @@ class BackwardCta {
     using Fragment = QkFragment<1, kCount / 8>;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = first_key + warp_ * 16 + Fragment::query(lane_, r), begin = key - work().band_last;
+      const int key = first_key + warp * 16 + Fragment::query(lane, r), begin = key - work().band_last;
       const int end = key < work().seqlen_k ? min(key - work().band_first + 1, work().seqlen_q) : begin;
-      for_masked_in_row<Fragment>(r, {begin, end}, first_row, lane_, f);
+      for_masked_in_row<Fragment>(r, {begin, end}, first_row, lane, f);
     }
   }
 
   // lse or delta of the two queries that this lane holds in column block j: 8 j + 2 (lane % 4) and the one after it.
   __device__ __forceinline__ float2 row_stat(uint32_t row, int j) const {
-    return ld_shared_float2(row + 8 * (lane_ & 3) + j * 32);
+    return ld_shared_float2(row + 8 * (lane & 3) + j * 32);
   }
 
   // All of them for a Q tile. Kernels load them before they start a wgmma that takes all of shared memory's bandwidth: behind
@@ -131,8 +130,8 @@ class BackwardCta {
 
   // ALiBi slope of a query head * log2(e), or 0.
   __device__ __forceinline__ float alibi_slope(int head) const {
-    if (!C::kScored || p_.alibi_slopes == nullptr) return 0.f;
-    return p_.alibi_slopes[work().batch * p_.alibi_batch_stride + head * p_.alibi_head_stride] * kLog2e;
+    if (!C::kScored || problem.alibi_slopes == nullptr) return 0.f;
+    return problem.alibi_slopes[work().batch * problem.alibi_batch_stride + head * problem.alibi_head_stride] * kLog2e;
   }
 
   // S to P, in place, for 64 keys from `first_key` on and kSteps * 16 queries from `first_row` on: P = exp2(logit - lse).
@@ -143,8 +142,8 @@ class BackwardCta {
   __device__ __forceinline__ void exponentiate(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
                                                int first_key, int first_row, float slope) const {
     if constexpr (!C::kScored) {
-      exponentiate_plain(s, p_.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
-    } else if (a_.cap_exponent > 0) {
+      exponentiate_plain(s, problem.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
+    } else if (params.cap_exponent > 0) {
       exponentiate_scored<true>(p16, s, smem_lse, first_key, first_row, slope);
     } else {
       exponentiate_scored<false>(p16, s, smem_lse, first_key, first_row, slope);
@@ -153,9 +152,9 @@ class BackwardCta {
   template <bool kCapped, int kSteps>
   __device__ __forceinline__ void exponentiate_scored(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
                                                       int first_key, int first_row, float slope) const {
-    const Softcap softcap(1.f, a_.cap_exponent);
-    const auto distance = static_cast<float>(first_row + 2 * (lane_ & 3) + work().seqlen_k - work().seqlen_q -
-                                             (first_key + warp_ * 16 + (lane_ >> 2)));
+    const Softcap softcap(1.f, params.cap_exponent);
+    const auto distance = static_cast<float>(first_row + 2 * (lane & 3) + work().seqlen_k - work().seqlen_q -
+                                             (first_key + warp * 16 + (lane >> 2)));
 #pragma unroll
     for (int j = 0; j < kSteps * 2; ++j) {
       const float2 lse = row_stat(smem_lse, j);
@@ -168,7 +167,7 @@ class BackwardCta {
           derivative = Softcap::derivative(x);
         }
         const auto steps = static_cast<float>(8 * j + (r & 1) - 8 * (r >> 1));
-        p[r] = exp2_approx(fmaf(x, a_.logit_factor, Alibi::forward(-((r & 1) ? lse.y : lse.x), slope, distance + steps)));
+        p[r] = exp2_approx(fmaf(x, params.logit_factor, Alibi::forward(-((r & 1) ? lse.y : lse.x), slope, distance + steps)));
         s[4 * j + r] = p[r] * derivative;
       }
 #pragma unroll
@@ -177,7 +176,7 @@ class BackwardCta {
   }
   // The same for plain scores, with lse in registers.
   __device__ __forceinline__ void exponentiate(float (&s)[C::kTileQ / 2], const RowStats &lse) const {
-    exponentiate_plain(s, a_.logit_factor, [&](int j) { return lse[j]; });
+    exponentiate_plain(s, params.logit_factor, [&](int j) { return lse[j]; });
   }
   // lse(j): of the queries of column block j.
   template <int kCount, typename Lse>
@@ -205,7 +204,7 @@ class BackwardCta {
   __device__ __forceinline__ float delta_nan_if_nonfinite(uint32_t smem_delta) const {
     float zero = 0.f;
 #pragma unroll
-    for (int n = 0; n < C::kTileQ / 32; ++n) zero = fmaf(ld_shared_float(smem_delta + (n * 32 + lane_) * 4), 0.f, zero);
+    for (int n = 0; n < C::kTileQ / 32; ++n) zero = fmaf(ld_shared_float(smem_delta + (n * 32 + lane) * 4), 0.f, zero);
     return zero;
   }
 
@@ -217,7 +216,7 @@ class BackwardCta {
   // four numbers a lane as the accumulators hold them.
   template <int kCount>
   __device__ __forceinline__ void store_dq_partial(const float (&dq)[kCount], uint32_t tile) const {
-    const uint32_t mine = tile + warp_ * (kCount * 128) + (C::kLaneFromShuffle ? opaque(lane_) : lane_) * 16;
+    const uint32_t mine = tile + warp * (kCount * 128) + (C::kLaneFromShuffle ? opaque(lane) : lane) * 16;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       st_shared_16(mine + j * 512, __float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]),
@@ -251,22 +250,22 @@ class BackwardCta {
   template <int kWarps = 1>
   __device__ __forceinline__ void reduce_dq(int partial, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity,
                                             int warp = 0) const {
-    const bool wanted = a_.dq_sum != nullptr;
+    const bool wanted = params.dq_sum != nullptr;
     int n = 0;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int first = workspace_q_tile(work().head_k * static_cast<int>(p_.group) + g);
+    for (int g = 0; g < static_cast<int>(problem.group); ++g) {
+      const int first = workspace_q_tile(work().head_k * static_cast<int>(problem.group) + g);
       for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
         if (kWarps > 1 && n++ % kWarps != warp) continue;
         const int index = (first + q_tile) * C::kDqPartials + partial;
-        int32_t *counter = a_.turn + index;
+        int32_t *counter = params.turn + index;
         // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
         // additions come after what has already arrived.
-        const int position = a_.ordered ? dq_order_position(q_tile) : 2;
+        const int position = params.ordered ? dq_order_position(q_tile) : 2;
         int now = 2;
-        if (wanted && !a_.zero_dq_sum) {
+        if (wanted && !params.zero_dq_sum) {
           do {
             now = load_relaxed(counter);
-          } while (a_.ordered && now != position);
+          } while (params.ordered && now != position);
         }
         mbarrier_wait(full, parity);
         if (elect_one()) {
@@ -274,7 +273,7 @@ class BackwardCta {
           if (wanted) {
             if (now != position) now = claim_relaxed(counter);
             while (now == 1 && position == 2) now = load_relaxed(counter);
-            float *sum = a_.dq_sum + int64_t{index} * (C::kDqPartialBytes / 4);
+            float *sum = params.dq_sum + int64_t{index} * (C::kDqPartialBytes / 4);
             if (now == 0) {
               bulk_store_commit(sum, tile, C::kDqPartialBytes);
             } else {
@@ -283,7 +282,7 @@ class BackwardCta {
           }
           bulk_wait_group_read();
           mbarrier_arrive(empty);
-          if (wanted && (a_.ordered || now == 0)) {
+          if (wanted && (params.ordered || now == 0)) {
             bulk_wait_group();
             count_released(counter);
           }
@@ -305,16 +304,17 @@ class BackwardCta {
   __device__ __forceinline__ void store_dkv(const Operand &t, const float (&acc)[kCount], float scale, int columns,
                                             bool vectors, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
-    const int seq_slot = static_cast<int>(sequence_of(p_.k_lengths, work().batch).slot);
+    const int seq_slot = static_cast<int>(sequence_of(problem.k_lengths, work().batch).slot);
     Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = first_key + warp_ * 16 + (lane_ >> 2) + 8 * r;
-      store_fragment_row<Element, kCount / 4>(
-          acc, r, base + key * t.seq_stride, key < seq_slot ? columns : 0, vectors, lane_ & 3,
-          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, key < work().seqlen_k ? ~0u : 0u);
+      const int key = first_key + warp * 16 + (lane >> 2) + 8 * r;
+      const uint32_t keep = key < work().seqlen_k ? ~0u : 0u;
+      store_fragment_row_at<Element, kCount / 4>(
+          acc, r, [&] { return base + key * t.seq_stride; }, columns, vectors, lane & 3,
+          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, key < seq_slot);
     }
-    if (work().key0 / C::kTileKv != a_.order.row_blocks - 1) return;
+    if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
     constexpr int kVectors = kCount / 4;
     const int beyond = work().key0 + C::kTileKv;
     for (int n = thread; n < (seq_slot - beyond) * kVectors; n += threads) {
@@ -323,12 +323,12 @@ class BackwardCta {
     }
   }
 
-  const BackwardParams &a_;
-  const Problem &p_;
-  WorkTile *const work_tiles_;
-  int work_stage_ = 0;  // of the current work tile
-  const uint32_t shared_;
-  const int lane_, warp_;  // warp_ within the warpgroup
+  const BackwardParams &params;
+  const Problem &problem;
+  WorkTile *const work_tiles;
+  int work_stage = 0;  // of the current work tile
+  const uint32_t smem;
+  const int lane, warp;  // warp_ within the warpgroup
 };
 
 }  // namespace fa::cuda::sm90

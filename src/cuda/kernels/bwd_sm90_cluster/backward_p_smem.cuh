@@ -19,42 +19,42 @@
 namespace fa::cuda::sm90 {
 
 template <class C>
-class BackwardPSmem : PExchange<C> {
+class BackwardPSmem {
  public:
-  __device__ __forceinline__ BackwardPSmem(const BackwardParams &params, char *shared) : Exchange(params, shared) {}
+  __device__ __forceinline__ BackwardPSmem(const BackwardParams &params, char *shared) : exchange_(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      this->describe_work_tile(static_cast<int>(blockIdx.x) / 2, work());
-      mbarrier_init(k_full(), 1);
-      mbarrier_init(v_full(), 1);
-      mbarrier_init(dout_full(0), 1);
-      mbarrier_init(dout_empty(0), 8);
-      mbarrier_init(p_full(), 128);
-      mbarrier_init(p_empty(), 128);
-      mbarrier_init(vote(), C::kConsumerThreads);
-      for (int n = 0; n < 2; ++n) st_shared_4(vote_flag(n), 0);
+      cta().describe_work_tile(static_cast<int>(blockIdx.x) / 2, cta().work());
+      mbarrier_init(cluster().k_full(), 1);
+      mbarrier_init(cluster().v_full(), 1);
+      mbarrier_init(cluster().dout_full(0), 1);
+      mbarrier_init(cluster().dout_empty(0), 8);
+      mbarrier_init(exchange_.p_full(), 128);
+      mbarrier_init(exchange_.p_empty(), 128);
+      mbarrier_init(exchange_.vote(), C::kConsumerThreads);
+      for (int n = 0; n < 2; ++n) st_shared_4(exchange_.vote_flag(n), 0);
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(ds_full(n), 4);
-        mbarrier_init(ds_consumed(n), 4);
-        mbarrier_init(ds_empty(n), 2);
+        mbarrier_init(cluster().ds_full(n), 4);
+        mbarrier_init(cluster().ds_consumed(n), 4);
+        mbarrier_init(cluster().ds_empty(n), 2);
       }
       for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(q_full(n), 1);
-        mbarrier_init(q_empty(n), 8);
+        mbarrier_init(cluster().q_full(n), 1);
+        mbarrier_init(cluster().q_empty(n), 8);
       }
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
-      this->prefetch_maps();
+      cluster().prefetch_maps();
     }
     __syncthreads();
     cluster_sync();
     if (threadIdx.x < 128) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
-      if (threadIdx.x < 32) this->producer();
-      if (warp_ == 3) {
-        const int count = work().q_tile_begin < work().q_tile_end ? q_tiles() : 0;
-        for (int n = 0; n < count; ++n) this->forward_ds_release(n);
+      if (threadIdx.x < 32) cluster().producer();
+      if (cta().warp == 3) {
+        const int count = cta().work().q_tile_begin < cta().work().q_tile_end ? cluster().q_tiles() : 0;
+        for (int n = 0; n < count; ++n) cluster().forward_ds_release(n);
       }
     } else {
       setmaxnreg_alloc<C::kConsumerRegisters>();
@@ -68,17 +68,13 @@ class BackwardPSmem : PExchange<C> {
   }
 
  private:
-  using Exchange = PExchange<C>;
-  using Cluster = ClusterCta<C>;
-  using Cluster::a_, Cluster::work, Cluster::lane_, Cluster::p_, Cluster::rank_, Cluster::warp_;
-  using Cluster::wait_q, Cluster::q_tiles, Cluster::workspace_q_tile, Cluster::dout_empty, Cluster::dout_full,
-      Cluster::smem_dout, Cluster::nan_safe_dq, Cluster::ds_empty, Cluster::ds_full, Cluster::ds_consumed, Cluster::smem_delta,
-      Cluster::first_key, Cluster::flag, Cluster::k_full, Cluster::smem_lse, Cluster::is_partial, Cluster::q_empty,
-      Cluster::q_full, Cluster::smem_q, Cluster::release_ds, Cluster::start_dp, Cluster::start_dq, Cluster::start_gradient,
-      Cluster::start_s, Cluster::store, Cluster::v_full;
-  using Exchange::add_dq, Exchange::any_nonfinite, Exchange::vote, Exchange::compute_ds, Exchange::vote_flag, Exchange::store_p,
-      Exchange::mask_ds, Exchange::p_empty, Exchange::p_full, Exchange::store_ds;
-  using typename Cluster::Dq, typename Cluster::Element, typename Cluster::QPipeline;
+  __device__ __forceinline__ ClusterCta<C> &cluster() { return exchange_.cluster; }
+  __device__ __forceinline__ const ClusterCta<C> &cluster() const { return exchange_.cluster; }
+  __device__ __forceinline__ const BackwardCta<C> &cta() const { return exchange_.cluster.cta; }
+
+  using Dq = typename ClusterCta<C>::Dq;
+  using Element = typename ClusterCta<C>::Element;
+  using QPipeline = typename ClusterCta<C>::QPipeline;
 
   static_assert(!C::kOrdered && !C::kScored);
 
@@ -90,20 +86,20 @@ class BackwardPSmem : PExchange<C> {
     float dv[C::kD / 2];
 #pragma unroll
     for (float &x : dv) x = 0.f;
-    const int count = work().q_tile_begin < work().q_tile_end ? q_tiles() : 0;
+    const int count = cta().work().q_tile_begin < cta().work().q_tile_end ? cluster().q_tiles() : 0;
     if (count > 0) {
       float s[C::kTileQ / 2];
       Dq dq;
       uint32_t p16[C::kTileQ / 16][4];
       QPipeline q_pipe;
-      int head = workspace_q_tile(work().head_k * static_cast<int>(p_.group)), q_tile = work().q_tile_end - 1, prev_tile = 0,
-          partial_tiles = 0;
+      int head = cta().workspace_q_tile(cta().work().head_k * static_cast<int>(cta().problem.group)),
+          q_tile = cta().work().q_tile_end - 1, prev_tile = 0, partial_tiles = 0;
       bool prev_partial = false, nan_safe_prev = false;
-      mbarrier_wait(k_full(), 0);
-      mbarrier_wait(q_full(0), 0);
+      mbarrier_wait(cluster().k_full(), 0);
+      mbarrier_wait(cluster().q_full(0), 0);
       fence_operand(s);
       wgmma_fence();
-      start_s(s, this->smem_k(), smem_q(0));
+      cluster().start_s(s, cluster().smem_k(), cluster().smem_q(0));
       wgmma_wait<0>();
       fence_operand(s);
 #pragma unroll 1
@@ -111,78 +107,78 @@ class BackwardPSmem : PExchange<C> {
         const int stage = uniform(q_pipe.stage()), ds_stage = uniform(n & 1);
         q_pipe.advance();
         const int next_stage = uniform(q_pipe.stage());
-        const bool partial = is_partial(q_tile);
+        const bool partial = cluster().is_partial(q_tile);
         bool nan_safe = false;
         if (partial) nan_safe = nan_if_nonfinite(s) != 0.f;
-        this->exponentiate(p16, s, smem_lse(stage), first_key(), q_tile * C::kTileQ, 0.f);
-        if (partial) this->mask_p(p16, s, first_key(), q_tile * C::kTileQ);
-        store_p(s, n);
-        mbarrier_arrive_if(lane_ == 0, q_empty(stage));
+        cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ, 0.f);
+        if (partial) cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
+        exchange_.store_p(s, n);
+        mbarrier_arrive_if(cta().lane == 0, cluster().q_empty(stage));
         if constexpr (!C::kScored) convert_p<Element>(s, p16);
-        if (partial) nan_safe = any_nonfinite(nan_safe, n, partial_tiles++ & 1);
-        mbarrier_wait(dout_full(0), n & 1);
+        if (partial) nan_safe = exchange_.any_nonfinite(nan_safe, n, partial_tiles++ & 1);
+        mbarrier_wait(cluster().dout_full(0), n & 1);
         const int prev = ds_stage ^ 1;  // stage of dS of the previous Q tile
-        mbarrier_wait(ds_full(prev), (n - 1) >> 1 & 1);
-        if (prev_partial) nan_safe_prev = nan_safe_prev || ld_shared_4(flag(prev)) != 0;
+        mbarrier_wait(cluster().ds_full(prev), (n - 1) >> 1 & 1);
+        if (prev_partial) nan_safe_prev = nan_safe_prev || ld_shared_4(cluster().flag(prev)) != 0;
         if (nan_safe || nan_safe_prev) {
           if (nan_safe) {
-            wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv, p16, smem_dout(0), lane_);
+            wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv, p16, cluster().smem_dout(0), cta().lane);
           } else {
             fence_operand(p16);
             fence_operand(dv);
             wgmma_fence();
-            start_gradient(dv, p16, smem_dout(0));
+            cluster().start_gradient(dv, p16, cluster().smem_dout(0));
             wgmma_wait<0>();
             fence_operand(dv);
           }
           __syncwarp();
-          mbarrier_arrive_if(lane_ == 0, dout_empty(0));
+          mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
           if (n > 0) finish_dq(dq, prev, prev_tile, nan_safe_prev);
-          wait_q(n + 1 < count, next_stage, q_pipe.phase());
+          cluster().wait_q(n + 1 < count, next_stage, q_pipe.phase());
           fence_operand(s);
           wgmma_fence();
-          start_s(s, this->smem_k(), smem_q(next_stage));
+          cluster().start_s(s, cluster().smem_k(), cluster().smem_q(next_stage));
         } else {
           fence_operand(p16);
           fence_operand(dv);
           fence_operand(dq);
           wgmma_fence();
-          start_gradient(dv, p16, smem_dout(0));
-          start_dq(dq, prev, 0);
+          cluster().start_gradient(dv, p16, cluster().smem_dout(0));
+          cluster().start_dq(dq, prev, 0);
           wgmma_wait<1>();
           fence_operand(dv);
           __syncwarp();
-          mbarrier_arrive_if(lane_ == 0, dout_empty(0));
-          wait_q(n + 1 < count, next_stage, q_pipe.phase());
+          mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
+          cluster().wait_q(n + 1 < count, next_stage, q_pipe.phase());
           wgmma_wait<0>();
           fence_operand(dq);
-          add_dq(dq, n > 0, prev_tile, 0);
+          exchange_.add_dq(dq, n > 0, prev_tile, 0);
           fence_operand(dq);
           fence_operand(s);
           wgmma_fence();
-          start_dq(dq, prev, 1);
-          start_s(s, this->smem_k(), smem_q(next_stage));
+          cluster().start_dq(dq, prev, 1);
+          cluster().start_s(s, cluster().smem_k(), cluster().smem_q(next_stage));
           wgmma_wait<1>();
           fence_operand(dq);
-          release_ds(n > 0, prev);
-          add_dq(dq, n > 0, prev_tile, 1);
+          cluster().release_ds(n > 0, prev);
+          exchange_.add_dq(dq, n > 0, prev_tile, 1);
         }
         wgmma_wait<0>();
         fence_operand(s);
         prev_tile = head + q_tile;
         prev_partial = partial;
         nan_safe_prev = nan_safe;
-        if (--q_tile < work().q_tile_begin) {
-          q_tile = work().q_tile_end - 1;
-          head += a_.row_chunks;
+        if (--q_tile < cta().work().q_tile_begin) {
+          q_tile = cta().work().q_tile_end - 1;
+          head += cta().params.row_chunks;
         }
       }
       const int prev = uniform(count - 1 & 1);
-      mbarrier_wait(ds_full(prev), (count - 1) >> 1 & 1);
-      if (prev_partial) nan_safe_prev = nan_safe_prev || ld_shared_4(flag(prev)) != 0;
+      mbarrier_wait(cluster().ds_full(prev), (count - 1) >> 1 & 1);
+      if (prev_partial) nan_safe_prev = nan_safe_prev || ld_shared_4(cluster().flag(prev)) != 0;
       finish_dq(dq, prev, prev_tile, nan_safe_prev);
     }
-    store(a_.problem.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+    cluster().store(cta().params.problem.dv, dv, 1.f, static_cast<int>(cta().problem.head_dim_v), cta().params.vector_dv);
   }
 
   // dq of a Q tile, number `index` in the workspace, whose dS is complete.
@@ -190,17 +186,17 @@ class BackwardPSmem : PExchange<C> {
 #pragma unroll 1
     for (int part = 0; part < C::kDqParts; ++part) {
       if (nan_safe) {
-        nan_safe_dq(dq, ds_stage, part, warp_ * 16);
+        cluster().nan_safe_dq(dq, ds_stage, part, cta().warp * 16);
       } else {
         fence_operand(dq);
         wgmma_fence();
-        start_dq(dq, ds_stage, part);
+        cluster().start_dq(dq, ds_stage, part);
         wgmma_wait<0>();
         fence_operand(dq);
       }
-      add_dq(dq, true, index, part);
+      exchange_.add_dq(dq, true, index, part);
     }
-    release_ds(true, ds_stage);
+    cluster().release_ds(true, ds_stage);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -211,53 +207,56 @@ class BackwardPSmem : PExchange<C> {
     float dk[C::kD / 2];
 #pragma unroll
     for (float &x : dk) x = 0.f;
-    const int count = work().q_tile_begin < work().q_tile_end ? q_tiles() : 0;
+    const int count = cta().work().q_tile_begin < cta().work().q_tile_end ? cluster().q_tiles() : 0;
     if (count > 0) {
       float dp[C::kTileQ / 2];
       uint32_t ds16[C::kTileQ / 16][4];
       QPipeline q_pipe;
-      int q_tile = work().q_tile_end - 1, partial_tiles = 0;
-      mbarrier_wait(v_full(), 0);
+      int q_tile = cta().work().q_tile_end - 1, partial_tiles = 0;
+      mbarrier_wait(cluster().v_full(), 0);
 #pragma unroll 1
       for (int n = 0; n < count; ++n) {
         const int stage = uniform(q_pipe.stage()), ds_stage = uniform(n & 1);
-        const bool partial = is_partial(q_tile);
-        mbarrier_wait(dout_full(0), n & 1);
+        const bool partial = cluster().is_partial(q_tile);
+        mbarrier_wait(cluster().dout_full(0), n & 1);
         fence_operand(dp);
         wgmma_fence();
-        start_dp(dp, smem_dout(0));
+        cluster().start_dp(dp, cluster().smem_dout(0));
         wgmma_wait<0>();
         fence_operand(dp);
         bool nan_safe = false;
         if (partial)
-          nan_safe =
-              any_nonfinite(nan_if_nonfinite(dp) + this->delta_nan_if_nonfinite(smem_delta(0)) != 0.f, n, partial_tiles++ & 1);
-        compute_ds(dp, n);
+          nan_safe = exchange_.any_nonfinite(
+              nan_if_nonfinite(dp) + cta().delta_nan_if_nonfinite(cluster().smem_delta(0)) != 0.f, n, partial_tiles++ & 1);
+        exchange_.compute_ds(dp, n);
         __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, dout_empty(0));
-        if (nan_safe) mask_ds(dp, q_tile);
+        mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
+        if (nan_safe) exchange_.mask_ds(dp, q_tile);
         convert_p<Element>(dp, ds16);
-        mbarrier_wait_cluster(ds_empty(ds_stage), n >> 1 & 1 ^ 1);
-        store_ds(ds16, ds_stage, partial, nan_safe);
-        mbarrier_wait(q_full(stage), q_pipe.phase());
+        mbarrier_wait_cluster(cluster().ds_empty(ds_stage), n >> 1 & 1 ^ 1);
+        exchange_.store_ds(ds16, ds_stage, partial, nan_safe);
+        mbarrier_wait(cluster().q_full(stage), q_pipe.phase());
         if (nan_safe) {
-          wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk, ds16, smem_q(stage), lane_);
+          wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk, ds16, cluster().smem_q(stage), cta().lane);
         } else {
           fence_operand(ds16);
           fence_operand(dk);
           wgmma_fence();
-          start_gradient(dk, ds16, smem_q(stage));
+          cluster().start_gradient(dk, ds16, cluster().smem_q(stage));
           wgmma_wait<0>();
           fence_operand(dk);
         }
         __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, q_empty(stage));
+        mbarrier_arrive_if(cta().lane == 0, cluster().q_empty(stage));
         q_pipe.advance();
-        if (--q_tile < work().q_tile_begin) q_tile = work().q_tile_end - 1;
+        if (--q_tile < cta().work().q_tile_begin) q_tile = cta().work().q_tile_end - 1;
       }
     }
-    store(a_.problem.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
+    cluster().store(cta().params.problem.dk, dk, cta().problem.softmax_scale, static_cast<int>(cta().problem.head_dim),
+                    cta().params.vector_dk);
   }
+
+  PExchange<C> exchange_;
 };
 
 template <class C>

@@ -69,74 +69,71 @@ struct PersistentClusterConfig : OneTile {
 };
 
 template <class C>
-class ClusterCta : protected BackwardCta<C> {
- protected:
-  using Base = BackwardCta<C>;
-  using Base::a_, Base::work, Base::work_tiles_, Base::lane_, Base::p_, Base::work_stage_, Base::shared_, Base::warp_;
-  using Base::workspace_q_tile, Base::row_stat;
-  using typename Base::Element, typename Base::RowStats;
+struct ClusterCta {
+  using Element = typename C::Element;
+  using RowStats = typename BackwardCta<C>::RowStats;
   using QPipeline = PipelineState<C::kStages>;
   using Dq = float[C::kDqColumns / 2];  // dq of a Q tile, one part of the columns
 
   __device__ __forceinline__ ClusterCta(const BackwardParams &params, char *shared)
-      : Base(params, shared), rank_(static_cast<int>(blockIdx.x) & 1) {}
+      : cta(params, shared), rank(static_cast<int>(blockIdx.x) & 1) {}
 
   using Storage = typename C::Storage;
-  __device__ __forceinline__ uint32_t smem_k() const { return this->at(offsetof(Storage, cluster.k)); }
-  __device__ __forceinline__ uint32_t smem_v() const { return this->at(offsetof(Storage, cluster.v)); }
-  __device__ __forceinline__ uint32_t smem_peer_k() const { return this->at(offsetof(Storage, cluster.peer_k)); }
+  __device__ __forceinline__ uint32_t smem_k() const { return cta.at(offsetof(Storage, cluster.k)); }
+  __device__ __forceinline__ uint32_t smem_v() const { return cta.at(offsetof(Storage, cluster.v)); }
+  __device__ __forceinline__ uint32_t smem_peer_k() const { return cta.at(offsetof(Storage, cluster.peer_k)); }
   __device__ __forceinline__ uint32_t smem_q(int n) const {
-    return this->at(offsetof(Storage, cluster.q), n, sizeof(C::Cluster::q[0]));
+    return cta.at(offsetof(Storage, cluster.q), n, sizeof(C::Cluster::q[0]));
   }
   __device__ __forceinline__ uint32_t smem_dout(int n) const {
-    return this->at(offsetof(Storage, cluster.dout), n, sizeof(C::Cluster::dout[0]));
+    return cta.at(offsetof(Storage, cluster.dout), n, sizeof(C::Cluster::dout[0]));
   }
   // dS^T (64 keys, kTileQ), of this CTA's keys (of_peer = 0) and of the peer's (1)
   __device__ __forceinline__ uint32_t smem_ds(int n, int of_peer) const {
-    return this->at(offsetof(Storage, cluster.ds), 2 * n + of_peer, C::kDsBytes);
+    return cta.at(offsetof(Storage, cluster.ds), 2 * n + of_peer, C::kDsBytes);
   }
-  __device__ __forceinline__ uint32_t smem_exchange() const { return this->at(offsetof(Storage, cluster.exchange)); }
+  __device__ __forceinline__ uint32_t smem_exchange() const { return cta.at(offsetof(Storage, cluster.exchange)); }
   __device__ __forceinline__ uint32_t smem_lse(int n) const {
-    return this->at(offsetof(Storage, cluster.lse), n, sizeof(C::Cluster::lse[0]));
+    return cta.at(offsetof(Storage, cluster.lse), n, sizeof(C::Cluster::lse[0]));
   }
   __device__ __forceinline__ uint32_t smem_delta(int n) const {
-    return this->at(offsetof(Storage, cluster.delta), n, sizeof(C::Cluster::delta[0]));
+    return cta.at(offsetof(Storage, cluster.delta), n, sizeof(C::Cluster::delta[0]));
   }
-  __device__ __forceinline__ uint32_t k_full() const { return this->at(offsetof(Storage, cluster.k_full)); }
-  __device__ __forceinline__ uint32_t v_full() const { return this->at(offsetof(Storage, cluster.v_full)); }
+  __device__ __forceinline__ uint32_t k_full() const { return cta.at(offsetof(Storage, cluster.k_full)); }
+  __device__ __forceinline__ uint32_t v_full() const { return cta.at(offsetof(Storage, cluster.v_full)); }
   __device__ __forceinline__ uint32_t dout_full(int n) const {
-    return this->at(offsetof(Storage, cluster.dout_full), n, sizeof(C::Cluster::dout_full[0]));
+    return cta.at(offsetof(Storage, cluster.dout_full), n, sizeof(C::Cluster::dout_full[0]));
   }
   __device__ __forceinline__ uint32_t dout_empty(int n) const {
-    return this->at(offsetof(Storage, cluster.dout_empty), n, sizeof(C::Cluster::dout_empty[0]));
+    return cta.at(offsetof(Storage, cluster.dout_empty), n, sizeof(C::Cluster::dout_empty[0]));
   }
   // The half of the peer's K, which only dq needs. Kernels that are not persistent wait for it together with K.
   __device__ __forceinline__ uint32_t peer_k_full() const {
-    if constexpr (C::kPersistent) return this->at(offsetof(Storage, peer_k_full));
+    if constexpr (C::kPersistent) return cta.at(offsetof(Storage, peer_k_full));
     return k_full();
   }
   __device__ __forceinline__ uint32_t ds_full(int n) const {
-    return this->at(offsetof(Storage, cluster.ds_full), n, sizeof(C::Cluster::ds_full[0]));
+    return cta.at(offsetof(Storage, cluster.ds_full), n, sizeof(C::Cluster::ds_full[0]));
   }
   __device__ __forceinline__ uint32_t ds_empty(int n) const {
-    return this->at(offsetof(Storage, cluster.ds_empty), n, sizeof(C::Cluster::ds_empty[0]));
+    return cta.at(offsetof(Storage, cluster.ds_empty), n, sizeof(C::Cluster::ds_empty[0]));
   }
   __device__ __forceinline__ uint32_t ds_consumed(int n) const {
-    return this->at(offsetof(Storage, cluster.ds_consumed), n, sizeof(C::Cluster::ds_consumed[0]));
+    return cta.at(offsetof(Storage, cluster.ds_consumed), n, sizeof(C::Cluster::ds_consumed[0]));
   }
   __device__ __forceinline__ uint32_t q_full(int n) const {
-    return this->at(offsetof(Storage, cluster.q_full), n, sizeof(C::Cluster::q_full[0]));
+    return cta.at(offsetof(Storage, cluster.q_full), n, sizeof(C::Cluster::q_full[0]));
   }
   __device__ __forceinline__ uint32_t q_empty(int n) const {
-    return this->at(offsetof(Storage, cluster.q_empty), n, sizeof(C::Cluster::q_empty[0]));
+    return cta.at(offsetof(Storage, cluster.q_empty), n, sizeof(C::Cluster::q_empty[0]));
   }
   // Flags that go with dS: the peer's (0, 1), and two more.
   __device__ __forceinline__ uint32_t flag(int n) const {
-    return this->at(offsetof(Storage, cluster.flags), n, sizeof(C::Cluster::flags[0]));
+    return cta.at(offsetof(Storage, cluster.flags), n, sizeof(C::Cluster::flags[0]));
   }
-  __device__ __forceinline__ int first_key() const { return work().key0 + rank_ * 64; }
+  __device__ __forceinline__ int first_key() const { return cta.work().key0 + rank * 64; }
   __device__ __forceinline__ bool is_partial(int q_tile) const {
-    return q_tile < work().full_begin || q_tile >= work().full_end;
+    return q_tile < cta.work().full_begin || q_tile >= cta.work().full_end;
   }
   // The bounds of the main loop, in registers: loads from shared memory are slow while wgmma read it, and an iteration needs
   // one bound after another.
@@ -145,28 +142,29 @@ class ClusterCta : protected BackwardCta<C> {
     __device__ __forceinline__ bool is_partial(int q_tile) const { return q_tile < full_begin || q_tile >= full_end; }
   };
   __device__ __forceinline__ QTileRange q_tile_range() const {
-    const WorkTile &tile = work();
+    const WorkTile &tile = cta.work();
     return {tile.q_tile_begin, tile.q_tile_end, tile.full_begin, tile.full_end};
   }
   __device__ __forceinline__ int q_tiles() const {
-    return (work().q_tile_end - work().q_tile_begin) * static_cast<int>(p_.group);
+    return (cta.work().q_tile_end - cta.work().q_tile_begin) * static_cast<int>(cta.problem.group);
   }
   // The same address in the peer's shared memory.
-  __device__ __forceinline__ uint32_t in_peer(uint32_t address) const { return map_to_cta(address, rank_ ^ 1); }
+  __device__ __forceinline__ uint32_t in_peer(uint32_t address) const { return map_to_cta(address, rank ^ 1); }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Producer warp of a kernel that is not persistent
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void prefetch_maps() const {
-    for (const CUtensorMap *map : {&a_.k_map, &a_.q_map, &a_.lse_map, &a_.v_map, &a_.dout_map, &a_.delta_map})
+    for (const CUtensorMap *map : {&cta.params.k_map, &cta.params.q_map, &cta.params.lse_map, &cta.params.v_map,
+                                   &cta.params.dout_map, &cta.params.delta_map})
       tma_prefetch_descriptor(map);
   }
 
   __device__ __forceinline__ void producer() const {
-    const WorkTile tile = work();
+    const WorkTile tile = cta.work();
     if (tile.q_tile_begin == tile.q_tile_end) return pdl_wait();
-    const bool packed_q = p_.q_lengths.cu != nullptr, packed_k = p_.k_lengths.cu != nullptr;
+    const bool packed_q = cta.problem.q_lengths.cu != nullptr, packed_k = cta.problem.k_lengths.cu != nullptr;
     const int k_row = (packed_k ? tile.k_start : 0) + tile.key0, q_row = packed_q ? tile.q_start : 0;
     const int q_batch = packed_q ? 0 : tile.batch, k_batch = packed_k ? 0 : tile.batch;
     if (elect_one()) {
@@ -174,39 +172,39 @@ class ClusterCta : protected BackwardCta<C> {
       if constexpr (!C::kPThroughSmem) mbarrier_arrive_expect_tx(peer_k_full(), C::kHalfBytes);
 #pragma unroll
       for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
-        load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, k_row + rank_ * 64, tile.head_k,
+        load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, k_row + rank * 64, tile.head_k,
                     k_batch);
     }
     PipelineState<C::kDoutStages> dout_pipe;
     QPipeline q_pipe;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = tile.head_k * static_cast<int>(p_.group) + g;
+    for (int g = 0; g < static_cast<int>(cta.problem.group); ++g) {
+      const int head_q = tile.head_k * static_cast<int>(cta.problem.group) + g;
       for (int q_tile = tile.q_tile_end - 1; q_tile >= tile.q_tile_begin; --q_tile) {
         const bool first = g == 0 && q_tile == tile.q_tile_end - 1;
         mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-          this->template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), a_.q_map, q_full(q_pipe.stage()),
-                                              q_row + q_tile * C::kTileQ, head_q, q_batch, kEvictLast);
+          cta.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta.params.q_map, q_full(q_pipe.stage()),
+                                            q_row + q_tile * C::kTileQ, head_q, q_batch, kEvictLast);
           if (first) {
             mbarrier_arrive_expect_tx(v_full(), C::kVBytes);
-            this->template load_tile<64, C::kAtomsV>(smem_v(), a_.v_map, v_full(), k_row + rank_ * 64, tile.head_k, k_batch,
-                                                     kEvictFirst);
+            cta.template load_tile<64, C::kAtomsV>(smem_v(), cta.params.v_map, v_full(), k_row + rank * 64, tile.head_k,
+                                                   k_batch, kEvictFirst);
             pdl_wait();
           }
-          tma_load_4d(smem_lse(q_pipe.stage()), &a_.lse_map, q_full(q_pipe.stage()), 0, workspace_q_tile(head_q) + q_tile, 0, 0,
-                      kEvictFirst);
+          tma_load_4d(smem_lse(q_pipe.stage()), &cta.params.lse_map, q_full(q_pipe.stage()), 0,
+                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         }
         mbarrier_wait(dout_empty(dout_pipe.stage()), dout_pipe.phase() ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(dout_full(dout_pipe.stage()), C::kDoutBytes + C::kStatBytes);
-          this->template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_pipe.stage()), a_.dout_map,
-                                                          dout_full(dout_pipe.stage()), q_row + q_tile * C::kTileQ, head_q,
-                                                          q_batch, kEvictLast);
-          tma_load_4d(smem_delta(dout_pipe.stage()), &a_.delta_map, dout_full(dout_pipe.stage()), 0,
-                      workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+          cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_pipe.stage()), cta.params.dout_map,
+                                                        dout_full(dout_pipe.stage()), q_row + q_tile * C::kTileQ, head_q,
+                                                        q_batch, kEvictLast);
+          tma_load_4d(smem_delta(dout_pipe.stage()), &cta.params.delta_map, dout_full(dout_pipe.stage()), 0,
+                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
           for (int s = 0; first && s < C::kHalfAtoms; ++s)
-            load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank_, s, k_row + (rank_ ^ 1) * 64, tile.head_k, k_batch);
+            load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank, s, k_row + (rank ^ 1) * 64, tile.head_k, k_batch);
         }
         dout_pipe.advance();
         q_pipe.advance();
@@ -216,25 +214,25 @@ class ClusterCta : protected BackwardCta<C> {
   // One swizzle atom of one half of the columns, for 64 keys.
   __device__ __forceinline__ void load_k_atom(uint32_t tile, uint32_t barrier, int half, int slab, int row, int head,
                                               int batch) const {
-    tma_load_4d(tile, &a_.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
+    tma_load_4d(tile, &cta.params.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Persistent clusters: work tiles of this cluster, work_index 0, 1, ...
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ uint32_t k_empty() const { return this->at(offsetof(Storage, k_empty)); }
-  __device__ __forceinline__ uint32_t v_empty() const { return this->at(offsetof(Storage, v_empty)); }
-  __device__ __forceinline__ uint32_t loads_issued() const { return this->at(offsetof(Storage, loads_issued)); }
-  __device__ __forceinline__ uint32_t next_full() const { return this->at(offsetof(Storage, next_full)); }
-  __device__ __forceinline__ uint32_t next_empty() const { return this->at(offsetof(Storage, next_empty)); }
+  __device__ __forceinline__ uint32_t k_empty() const { return cta.at(offsetof(Storage, k_empty)); }
+  __device__ __forceinline__ uint32_t v_empty() const { return cta.at(offsetof(Storage, v_empty)); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return cta.at(offsetof(Storage, loads_issued)); }
+  __device__ __forceinline__ uint32_t next_full() const { return cta.at(offsetof(Storage, next_full)); }
+  __device__ __forceinline__ uint32_t next_empty() const { return cta.at(offsetof(Storage, next_empty)); }
   __device__ __forceinline__ uint32_t work_full(int n) const {
-    return this->at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
+    return cta.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
   }
   __device__ __forceinline__ uint32_t work_empty(int n) const {
-    return this->at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
+    return cta.at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
   }
-  __device__ __forceinline__ uint32_t next_address() const { return this->at(offsetof(Storage, next_index)); }
+  __device__ __forceinline__ uint32_t next_address() const { return cta.at(offsetof(Storage, next_index)); }
 
   // readers: warps that call release_work_tile(). k_readers: warps of_peer wgmma read K.
   __device__ __forceinline__ void init_persistent(int readers, int k_readers) const {
@@ -255,13 +253,13 @@ class ClusterCta : protected BackwardCta<C> {
   __device__ __forceinline__ bool schedule(int work_index, int &count) const {
     mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
     const int index = work_index > 0 ? take_next(work_index) : static_cast<int>(blockIdx.x) / 2;
-    const bool more = index < a_.blocks;
-    if (lane_ == 0) {
-      WorkTile &next = work_tiles_[work_index & 1];
+    const bool more = index < cta.params.blocks;
+    if (cta.lane == 0) {
+      WorkTile &next = cta.work_tiles[work_index & 1];
       next.work_index = work_index;
       if (more) {
-        this->describe_work_tile(index, next);
-        count += (next.q_tile_end - next.q_tile_begin) * static_cast<int>(p_.group);
+        cta.describe_work_tile(index, next);
+        count += (next.q_tile_end - next.q_tile_begin) * static_cast<int>(cta.problem.group);
         next.q_tiles_end = count;
       } else {
         next.batch = -1;
@@ -275,30 +273,30 @@ class ClusterCta : protected BackwardCta<C> {
   // sends it to the peer when the peer has read the one before (next_empty): the peer may be behind.
   __device__ __forceinline__ int take_next(int work_index) const {
     int index = 0;
-    if (rank_ == 0) {
+    if (rank == 0) {
       mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
       pdl_wait();
-      if (lane_ == 0) index = static_cast<int>(gridDim.x) / 2 + atomicAdd(a_.taken, 1);
+      if (cta.lane == 0) index = static_cast<int>(gridDim.x) / 2 + atomicAdd(cta.params.taken, 1);
       index = __shfl_sync(~0u, index, 0);
       mbarrier_wait_cluster(next_empty(), work_index & 1);
-      if (lane_ == 0) st_async(in_peer(next_address()), index, in_peer(next_full()));
+      if (cta.lane == 0) st_async(in_peer(next_address()), index, in_peer(next_full()));
     } else {
-      if (lane_ == 0) mbarrier_arrive_expect_tx(next_full(), 4);
+      if (cta.lane == 0) mbarrier_arrive_expect_tx(next_full(), 4);
       mbarrier_wait_cluster(next_full(), work_index & 1 ^ 1);
       index = static_cast<int>(ld_shared_4(next_address()));
       __syncwarp();
-      mbarrier_arrive_remote_if(lane_ == 0, in_peer(next_empty()));
+      mbarrier_arrive_remote_if(cta.lane == 0, in_peer(next_empty()));
     }
     return index;
   }
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
-    work_stage_ = work_index & 1;
-    return static_cast<int>(ld_shared_4(this->at(offsetof(Storage, work_tiles), work_stage_, sizeof(WorkTile)))) >= 0;
+    cta.work_stage = work_index & 1;
+    return static_cast<int>(ld_shared_4(cta.at(offsetof(Storage, work_tiles), cta.work_stage, sizeof(WorkTile)))) >= 0;
   }
   __device__ __forceinline__ void release_work_tile(int work_index) const {
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, work_empty(work_index & 1));
+    mbarrier_arrive_if(cta.lane == 0, work_empty(work_index & 1));
   }
   // Calls f(n) for every work tile. n: Q tiles of the work tiles before it; f adds those of this one.
   template <typename F>
@@ -312,7 +310,7 @@ class ClusterCta : protected BackwardCta<C> {
 
   using DoutPipeline = PipelineState<C::kDoutStages>;
   __device__ __forceinline__ void load_work_tile(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
-    if (work().q_tile_begin == work().q_tile_end) {
+    if (cta.work().q_tile_begin == cta.work().q_tile_end) {
       pdl_wait();
       load_v(false);
       load_k(false);
@@ -320,38 +318,39 @@ class ClusterCta : protected BackwardCta<C> {
     } else {
       load_q_tiles(q_pipe, dout_pipe);
     }
-    mbarrier_arrive_if(lane_ == 0, loads_issued());
+    mbarrier_arrive_if(cta.lane == 0, loads_issued());
   }
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
-    const bool packed = p_.q_lengths.cu != nullptr;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = work().head_k * static_cast<int>(p_.group) + g;
-      for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
-        const int row = (packed ? work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : work().batch;
-        const bool first = g == 0 && q_tile == work().q_tile_end - 1;
-        if (first && work().work_index == 0) load_k(true);
+    const bool packed = cta.problem.q_lengths.cu != nullptr;
+    for (int g = 0; g < static_cast<int>(cta.problem.group); ++g) {
+      const int head_q = cta.work().head_k * static_cast<int>(cta.problem.group) + g;
+      for (int q_tile = cta.work().q_tile_end - 1; q_tile >= cta.work().q_tile_begin; --q_tile) {
+        const int row = (packed ? cta.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta.work().batch;
+        const bool first = g == 0 && q_tile == cta.work().q_tile_end - 1;
+        if (first && cta.work().work_index == 0) load_k(true);
         const int at = q_pipe.stage(), dout_stage = dout_pipe.stage();
         mbarrier_wait(q_empty(at), q_pipe.phase() ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(q_full(at), C::kQBytes + C::kStatBytes);
-          this->template load_tile<C::kTileQ>(smem_q(at), a_.q_map, q_full(at), row, head_q, batch, kEvictLast);
+          cta.template load_tile<C::kTileQ>(smem_q(at), cta.params.q_map, q_full(at), row, head_q, batch, kEvictLast);
         }
         if (first) {
           load_v(true);
           pdl_wait();
         }
         if (elect_one())
-          tma_load_4d(smem_lse(at), &a_.lse_map, q_full(at), 0, workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+          tma_load_4d(smem_lse(at), &cta.params.lse_map, q_full(at), 0, cta.workspace_q_tile(head_q) + q_tile, 0, 0,
+                      kEvictFirst);
         mbarrier_wait(dout_empty(dout_stage), dout_pipe.phase() ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(dout_full(dout_stage), C::kDoutBytes + C::kStatBytes);
-          this->template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), a_.dout_map, dout_full(dout_stage), row,
-                                                          head_q, batch, kEvictLast);
-          tma_load_4d(smem_delta(dout_stage), &a_.delta_map, dout_full(dout_stage), 0, workspace_q_tile(head_q) + q_tile, 0, 0,
-                      kEvictFirst);
+          cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), cta.params.dout_map, dout_full(dout_stage), row,
+                                                        head_q, batch, kEvictLast);
+          tma_load_4d(smem_delta(dout_stage), &cta.params.delta_map, dout_full(dout_stage), 0,
+                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         }
         if (first) {
-          if (work().work_index > 0) load_k(true);
+          if (cta.work().work_index > 0) load_k(true);
           load_peer_k(true);
         }
         q_pipe.advance();
@@ -363,13 +362,13 @@ class ClusterCta : protected BackwardCta<C> {
   // Loads K, V or the half of the peer's K when those of the previous work tile are no longer used; with any = false it only
   // completes the barrier.
   __device__ __forceinline__ void load_k(bool any) const {
-    mbarrier_wait(k_empty(), work().work_index & 1 ^ 1);
+    mbarrier_wait(k_empty(), cta.work().work_index & 1 ^ 1);
     if (!elect_one()) return;
     mbarrier_arrive_expect_tx(k_full(), any ? C::kKBytes : 0);
     if (!any) return;
 #pragma unroll
     for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
-      load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, key_row(rank_), work().head_k,
+      load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, key_row(rank), cta.work().head_k,
                   key_batch());
   }
   __device__ __forceinline__ void load_peer_k(bool any) const {
@@ -378,21 +377,21 @@ class ClusterCta : protected BackwardCta<C> {
     if (!any) return;
 #pragma unroll
     for (int s = 0; s < C::kHalfAtoms; ++s)
-      load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank_, s, key_row(rank_ ^ 1), work().head_k, key_batch());
+      load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank, s, key_row(rank ^ 1), cta.work().head_k, key_batch());
   }
   __device__ __forceinline__ void load_v(bool any) const {
-    mbarrier_wait(v_empty(), work().work_index & 1 ^ 1);
+    mbarrier_wait(v_empty(), cta.work().work_index & 1 ^ 1);
     if (!elect_one()) return;
     mbarrier_arrive_expect_tx(v_full(), any ? C::kVBytes : 0);
     if (any) {
-      this->template load_tile<64, C::kAtomsV>(smem_v(), a_.v_map, v_full(), key_row(rank_), work().head_k, key_batch(),
-                                               kEvictFirst);
+      cta.template load_tile<64, C::kAtomsV>(smem_v(), cta.params.v_map, v_full(), key_row(rank), cta.work().head_k,
+                                             key_batch(), kEvictFirst);
     }
   }
   __device__ __forceinline__ int key_row(int rank) const {
-    return (p_.k_lengths.cu != nullptr ? work().k_start : 0) + work().key0 + rank * 64;
+    return (cta.problem.k_lengths.cu != nullptr ? cta.work().k_start : 0) + cta.work().key0 + rank * 64;
   }
-  __device__ __forceinline__ int key_batch() const { return p_.k_lengths.cu != nullptr ? 0 : work().batch; }
+  __device__ __forceinline__ int key_batch() const { return cta.problem.k_lengths.cu != nullptr ? 0 : cta.work().batch; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // wgmma, each started (committed) and not awaited
@@ -446,7 +445,7 @@ class ClusterCta : protected BackwardCta<C> {
   }
   // K of this CTA (0) or of the peer (1), in the columns that this CTA computes dq of.
   __device__ __forceinline__ uint32_t dq_keys(int of_peer, int part) const {
-    return (of_peer == 0 ? smem_k() + rank_ * C::kHalfBytes : smem_peer_k()) + part * 64 * 128;
+    return (of_peer == 0 ? smem_k() + rank * C::kHalfBytes : smem_peer_k()) + part * 64 * 128;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -455,10 +454,10 @@ class ClusterCta : protected BackwardCta<C> {
 
   // Stores this warp's 16 keys of dS^T for the wgmma of this CTA.
   __device__ __forceinline__ void store_ds_own(const uint32_t (&a)[C::kTileQ / 16][4], int ds_stage) const {
-    const int key = warp_ * 16 + (lane_ & 15);
+    const int key = cta.warp * 16 + (cta.lane & 15);
 #pragma unroll
     for (int n = 0; n < C::kTileQ / 16; ++n) {
-      stmatrix_x4(smem_ds(ds_stage, 0) + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1], a[n][2],
+      stmatrix_x4(smem_ds(ds_stage, 0) + key * 128 + (((2 * n + (cta.lane >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1], a[n][2],
                   a[n][3]);
     }
   }
@@ -471,13 +470,13 @@ class ClusterCta : protected BackwardCta<C> {
   // everything before it, which takes a thousand cycles.
   __device__ __forceinline__ void release_ds(bool any, int ds_stage) const {
     __syncwarp();
-    mbarrier_arrive_if(any && lane_ == 0, ds_consumed(ds_stage));
+    mbarrier_arrive_if(any && cta.lane == 0, ds_consumed(ds_stage));
   }
   __device__ __forceinline__ void forward_ds_release(int n) const {
     const int ds_stage = n & 1;
     mbarrier_wait(ds_consumed(ds_stage), n >> 1 & 1);
-    mbarrier_arrive_if(lane_ == 0, ds_empty(ds_stage));
-    mbarrier_arrive_remote_if(lane_ == 0, in_peer(ds_empty(ds_stage)));
+    mbarrier_arrive_if(cta.lane == 0, ds_empty(ds_stage));
+    mbarrier_arrive_remote_if(cta.lane == 0, in_peer(ds_empty(ds_stage)));
   }
 
   // Waits for Q of the next Q tile. After the last one it waits for nothing, and the S^T computed from what is there is not
@@ -493,17 +492,18 @@ class ClusterCta : protected BackwardCta<C> {
 #pragma unroll 1
     for (int of_peer = 0; of_peer < 2; ++of_peer) {
       wgmma_ss_nan_safe<Element, Major::mn, 64, C::kDqColumns, 64>(dq, smem_ds(ds_stage, of_peer), row, dq_keys(of_peer, part),
-                                                                   lane_);
+                                                                   cta.lane);
     }
   }
 
   template <int kCount>
   __device__ __forceinline__ void store(const Operand &t, const float (&acc)[kCount], float scale, int columns,
                                         bool vectors) const {
-    this->store_dkv(t, acc, scale, columns, vectors, first_key(), rank_ * 128 + warp_ * 32 + lane_, 256);
+    cta.store_dkv(t, acc, scale, columns, vectors, first_key(), rank * 128 + cta.warp * 32 + cta.lane, 256);
   }
 
-  const int rank_;  // of the CTA in the cluster
+  BackwardCta<C> cta;
+  const int rank;  // of the CTA in the cluster
 };
 
 }  // namespace fa::cuda::sm90
