@@ -51,7 +51,11 @@ class BackwardPSmem {
     cluster_sync();
     if (threadIdx.x < 128) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
-      if (threadIdx.x < 32) cluster().producer();
+      if (threadIdx.x < 32) {
+        QPipeline q_pipe;
+        DoutPipeline dout_pipe;
+        cluster().load_work_tile(q_pipe, dout_pipe);
+      }
       if (cta().warp == 3) {
         const int count = cta().work().q_tile_begin < cta().work().q_tile_end ? cluster().q_tiles() : 0;
         for (int n = 0; n < count; ++n) cluster().forward_ds_release(n);
@@ -75,6 +79,7 @@ class BackwardPSmem {
   using Dq = typename ClusterCta<C>::Dq;
   using Element = typename ClusterCta<C>::Element;
   using QPipeline = typename ClusterCta<C>::QPipeline;
+  using DoutPipeline = typename ClusterCta<C>::DoutPipeline;
 
   static_assert(!C::kOrdered && !C::kScored);
 

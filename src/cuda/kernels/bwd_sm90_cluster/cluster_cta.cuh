@@ -73,6 +73,7 @@ struct ClusterCta {
   using Element = typename C::Element;
   using RowStats = typename BackwardCta<C>::RowStats;
   using QPipeline = PipelineState<C::kStages>;
+  using DoutPipeline = PipelineState<C::kDoutStages>;
   using Dq = float[C::kDqColumns / 2];  // dq of a Q tile, one part of the columns
 
   __device__ __forceinline__ ClusterCta(const BackwardParams &params, char *shared)
@@ -152,7 +153,7 @@ struct ClusterCta {
   __device__ __forceinline__ uint32_t in_peer(uint32_t address) const { return map_to_cta(address, rank ^ 1); }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Producer warp of a kernel that is not persistent
+  // Producer warp
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void prefetch_maps() const {
@@ -161,61 +162,99 @@ struct ClusterCta {
       tma_prefetch_descriptor(map);
   }
 
-  __device__ __forceinline__ void producer() const {
-    const WorkTile tile = cta.work();
-    if (tile.q_tile_begin == tile.q_tile_end) return pdl_wait();
-    const bool packed_q = cta.problem.q_lengths.cu != nullptr, packed_k = cta.problem.k_lengths.cu != nullptr;
-    const int k_row = (packed_k ? tile.k_start : 0) + tile.key0, q_row = packed_q ? tile.q_start : 0;
-    const int q_batch = packed_q ? 0 : tile.batch, k_batch = packed_k ? 0 : tile.batch;
-    if (elect_one()) {
-      mbarrier_arrive_expect_tx(k_full(), C::kKBytes + (C::kPThroughSmem ? C::kHalfBytes : 0));
-      if constexpr (!C::kPThroughSmem) mbarrier_arrive_expect_tx(peer_k_full(), C::kHalfBytes);
-#pragma unroll
-      for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
-        load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, k_row + rank * 64, tile.head_k,
-                    k_batch);
-    }
-    PipelineState<C::kDoutStages> dout_pipe;
-    QPipeline q_pipe;
-    for (int g = 0; g < static_cast<int>(cta.problem.group); ++g) {
-      const int head_q = tile.head_k * static_cast<int>(cta.problem.group) + g;
-      for (int q_tile = tile.q_tile_end - 1; q_tile >= tile.q_tile_begin; --q_tile) {
-        const bool first = g == 0 && q_tile == tile.q_tile_end - 1;
-        mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-          cta.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta.params.q_map, q_full(q_pipe.stage()),
-                                            q_row + q_tile * C::kTileQ, head_q, q_batch, kEvictLast);
-          if (first) {
-            mbarrier_arrive_expect_tx(v_full(), C::kVBytes);
-            cta.template load_tile<64, C::kAtomsV>(smem_v(), cta.params.v_map, v_full(), k_row + rank * 64, tile.head_k,
-                                                   k_batch, kEvictFirst);
-            pdl_wait();
-          }
-          tma_load_4d(smem_lse(q_pipe.stage()), &cta.params.lse_map, q_full(q_pipe.stage()), 0,
-                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-        }
-        mbarrier_wait(dout_empty(dout_pipe.stage()), dout_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(dout_full(dout_pipe.stage()), C::kDoutBytes + C::kStatBytes);
-          cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_pipe.stage()), cta.params.dout_map,
-                                                        dout_full(dout_pipe.stage()), q_row + q_tile * C::kTileQ, head_q,
-                                                        q_batch, kEvictLast);
-          tma_load_4d(smem_delta(dout_pipe.stage()), &cta.params.delta_map, dout_full(dout_pipe.stage()), 0,
-                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-          for (int s = 0; first && s < C::kHalfAtoms; ++s)
-            load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank, s, k_row + (rank ^ 1) * 64, tile.head_k, k_batch);
-        }
-        dout_pipe.advance();
-        q_pipe.advance();
-      }
-    }
-  }
   // One swizzle atom of one half of the columns, for 64 keys.
   __device__ __forceinline__ void load_k_atom(uint32_t tile, uint32_t barrier, int half, int slab, int row, int head,
                                               int batch) const {
     tma_load_4d(tile, &cta.params.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
   }
+
+  // Loads everything for a work tile.
+  __device__ __forceinline__ void load_work_tile(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
+    if (cta.work().q_tile_begin == cta.work().q_tile_end) {
+      pdl_wait();
+      if constexpr (C::kPersistent) {
+        load_v(false);
+        load_k(false);
+        load_peer_k(false);
+      }
+    } else {
+      load_q_tiles(q_pipe, dout_pipe);
+    }
+    if constexpr (C::kPersistent) mbarrier_arrive_if(cta.lane == 0, loads_issued());
+  }
+  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
+    const bool packed = cta.problem.q_lengths.cu != nullptr;
+    for (int g = 0; g < static_cast<int>(cta.problem.group); ++g) {
+      const int head_q = cta.work().head_k * static_cast<int>(cta.problem.group) + g;
+      for (int q_tile = cta.work().q_tile_end - 1; q_tile >= cta.work().q_tile_begin; --q_tile) {
+        const int row = (packed ? cta.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta.work().batch;
+        const bool first = g == 0 && q_tile == cta.work().q_tile_end - 1;
+        if (first && is_first_work_tile()) load_k(true);
+        const int at = q_pipe.stage(), dout_stage = dout_pipe.stage();
+        mbarrier_wait(q_empty(at), q_pipe.phase() ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(q_full(at), C::kQBytes + C::kStatBytes);
+          cta.template load_tile<C::kTileQ>(smem_q(at), cta.params.q_map, q_full(at), row, head_q, batch, kEvictLast);
+        }
+        if (first) {
+          load_v(true);
+          pdl_wait();
+        }
+        if (elect_one())
+          tma_load_4d(smem_lse(at), &cta.params.lse_map, q_full(at), 0, cta.workspace_q_tile(head_q) + q_tile, 0, 0,
+                      kEvictFirst);
+        mbarrier_wait(dout_empty(dout_stage), dout_pipe.phase() ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(dout_full(dout_stage), C::kDoutBytes + C::kStatBytes);
+          cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), cta.params.dout_map, dout_full(dout_stage), row,
+                                                        head_q, batch, kEvictLast);
+          tma_load_4d(smem_delta(dout_stage), &cta.params.delta_map, dout_full(dout_stage), 0,
+                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+        }
+        if (first) {
+          if (!is_first_work_tile()) load_k(true);
+          load_peer_k(true);
+        }
+        q_pipe.advance();
+        dout_pipe.advance();
+      }
+    }
+  }
+
+  // Loads K, V or the half of the peer's K when those of the previous work tile are no longer used; with any = false it only
+  // completes the barrier.
+  __device__ __forceinline__ void load_k(bool any) const {
+    if constexpr (C::kPersistent) mbarrier_wait(k_empty(), cta.work().work_index & 1 ^ 1);
+    if (!elect_one()) return;
+    mbarrier_arrive_expect_tx(k_full(), any ? C::kKBytes + (C::kPersistent ? 0 : C::kHalfBytes) : 0);
+    if (!any) return;
+#pragma unroll
+    for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
+      load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, key_row(rank), cta.work().head_k,
+                  key_batch());
+  }
+  __device__ __forceinline__ void load_peer_k(bool any) const {
+    if (!elect_one()) return;
+    if constexpr (C::kPersistent) mbarrier_arrive_expect_tx(peer_k_full(), any ? C::kHalfBytes : 0);
+    if (!any) return;
+#pragma unroll
+    for (int s = 0; s < C::kHalfAtoms; ++s)
+      load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank, s, key_row(rank ^ 1), cta.work().head_k, key_batch());
+  }
+  __device__ __forceinline__ void load_v(bool any) const {
+    if constexpr (C::kPersistent) mbarrier_wait(v_empty(), cta.work().work_index & 1 ^ 1);
+    if (!elect_one()) return;
+    mbarrier_arrive_expect_tx(v_full(), any ? C::kVBytes : 0);
+    if (any) {
+      cta.template load_tile<64, C::kAtomsV>(smem_v(), cta.params.v_map, v_full(), key_row(rank), cta.work().head_k,
+                                             key_batch(), kEvictFirst);
+    }
+  }
+  __device__ __forceinline__ bool is_first_work_tile() const { return !C::kPersistent || cta.work().work_index == 0; }
+  __device__ __forceinline__ int key_row(int rank) const {
+    return (cta.problem.k_lengths.cu != nullptr ? cta.work().k_start : 0) + cta.work().key0 + rank * 64;
+  }
+  __device__ __forceinline__ int key_batch() const { return cta.problem.k_lengths.cu != nullptr ? 0 : cta.work().batch; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Persistent clusters: work tiles of this cluster, work_index 0, 1, ...
@@ -307,91 +346,6 @@ struct ClusterCta {
       release_work_tile(work_index);
     }
   }
-
-  using DoutPipeline = PipelineState<C::kDoutStages>;
-  __device__ __forceinline__ void load_work_tile(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
-    if (cta.work().q_tile_begin == cta.work().q_tile_end) {
-      pdl_wait();
-      load_v(false);
-      load_k(false);
-      load_peer_k(false);
-    } else {
-      load_q_tiles(q_pipe, dout_pipe);
-    }
-    mbarrier_arrive_if(cta.lane == 0, loads_issued());
-  }
-  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
-    const bool packed = cta.problem.q_lengths.cu != nullptr;
-    for (int g = 0; g < static_cast<int>(cta.problem.group); ++g) {
-      const int head_q = cta.work().head_k * static_cast<int>(cta.problem.group) + g;
-      for (int q_tile = cta.work().q_tile_end - 1; q_tile >= cta.work().q_tile_begin; --q_tile) {
-        const int row = (packed ? cta.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta.work().batch;
-        const bool first = g == 0 && q_tile == cta.work().q_tile_end - 1;
-        if (first && cta.work().work_index == 0) load_k(true);
-        const int at = q_pipe.stage(), dout_stage = dout_pipe.stage();
-        mbarrier_wait(q_empty(at), q_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(q_full(at), C::kQBytes + C::kStatBytes);
-          cta.template load_tile<C::kTileQ>(smem_q(at), cta.params.q_map, q_full(at), row, head_q, batch, kEvictLast);
-        }
-        if (first) {
-          load_v(true);
-          pdl_wait();
-        }
-        if (elect_one())
-          tma_load_4d(smem_lse(at), &cta.params.lse_map, q_full(at), 0, cta.workspace_q_tile(head_q) + q_tile, 0, 0,
-                      kEvictFirst);
-        mbarrier_wait(dout_empty(dout_stage), dout_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(dout_full(dout_stage), C::kDoutBytes + C::kStatBytes);
-          cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), cta.params.dout_map, dout_full(dout_stage), row,
-                                                        head_q, batch, kEvictLast);
-          tma_load_4d(smem_delta(dout_stage), &cta.params.delta_map, dout_full(dout_stage), 0,
-                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-        }
-        if (first) {
-          if (cta.work().work_index > 0) load_k(true);
-          load_peer_k(true);
-        }
-        q_pipe.advance();
-        dout_pipe.advance();
-      }
-    }
-  }
-
-  // Loads K, V or the half of the peer's K when those of the previous work tile are no longer used; with any = false it only
-  // completes the barrier.
-  __device__ __forceinline__ void load_k(bool any) const {
-    mbarrier_wait(k_empty(), cta.work().work_index & 1 ^ 1);
-    if (!elect_one()) return;
-    mbarrier_arrive_expect_tx(k_full(), any ? C::kKBytes : 0);
-    if (!any) return;
-#pragma unroll
-    for (int n = 0; n < 2 * C::kHalfAtoms; ++n)
-      load_k_atom(smem_k() + n * 64 * 128, k_full(), n / C::kHalfAtoms, n % C::kHalfAtoms, key_row(rank), cta.work().head_k,
-                  key_batch());
-  }
-  __device__ __forceinline__ void load_peer_k(bool any) const {
-    if (!elect_one()) return;
-    mbarrier_arrive_expect_tx(peer_k_full(), any ? C::kHalfBytes : 0);
-    if (!any) return;
-#pragma unroll
-    for (int s = 0; s < C::kHalfAtoms; ++s)
-      load_k_atom(smem_peer_k() + s * 64 * 128, peer_k_full(), rank, s, key_row(rank ^ 1), cta.work().head_k, key_batch());
-  }
-  __device__ __forceinline__ void load_v(bool any) const {
-    mbarrier_wait(v_empty(), cta.work().work_index & 1 ^ 1);
-    if (!elect_one()) return;
-    mbarrier_arrive_expect_tx(v_full(), any ? C::kVBytes : 0);
-    if (any) {
-      cta.template load_tile<64, C::kAtomsV>(smem_v(), cta.params.v_map, v_full(), key_row(rank), cta.work().head_k,
-                                             key_batch(), kEvictFirst);
-    }
-  }
-  __device__ __forceinline__ int key_row(int rank) const {
-    return (cta.problem.k_lengths.cu != nullptr ? cta.work().k_start : 0) + cta.work().key0 + rank * 64;
-  }
-  __device__ __forceinline__ int key_batch() const { return cta.problem.k_lengths.cu != nullptr ? 0 : cta.work().batch; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // wgmma, each started (committed) and not awaited
