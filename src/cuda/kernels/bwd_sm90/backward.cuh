@@ -563,23 +563,14 @@ class Backward {
 
   // dS^T = P^T (dP^T - delta) for a part of the Q tile, in place of dP^T.
   __device__ __forceinline__ void compute_ds(int part) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 delta = kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[part * 32 + 4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
-    }
+    cta_.compute_ds(
+        dp_, [&](int j) { return float4_of(s_, part * 8 + j); },
+        [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); });
   }
 
   // Stores this warp's 16 keys of a part of dS^T, for both warpgroups.
   __device__ __forceinline__ void store_ds(uint32_t ds, int part) const {
-    const int key = wg_ * 64 + cta_.warp * 16 + (cta_.lane & 15);
-    const auto &a = ds16_[part];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      stmatrix_x4(ds + part * C::kTileKv * 128 + key * 128 + (((2 * n + (cta_.lane >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1],
-                  a[n][2], a[n][3]);
-    }
+    cta_.store_ds_fragment(ds16_[part], ds + part * C::kTileKv * 128, wg_ * 64);
     if (part != C::kDpParts - 1) return;
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, ds_full(ds_stage_));
@@ -612,9 +603,7 @@ class Backward {
     for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);
       compute_ds(part);
-#pragma unroll
-      for (float &x : dp_) x += 0.f;  // a visible -0 must not look masked
-      cta_.template for_masked<64>(first_key(), q_tile * C::kTileQ + part * 64, [&](int i) { dp_[i] = kMaskedP; });
+      cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
       convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);
       wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, cta_.lane);

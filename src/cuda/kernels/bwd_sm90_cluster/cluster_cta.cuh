@@ -407,13 +407,8 @@ struct ClusterCta {
   // ------------------------------------------------------------------------------------------------------------------
 
   // Stores this warp's 16 keys of dS^T for the wgmma of this CTA.
-  __device__ __forceinline__ void store_ds_own(const uint32_t (&a)[C::kTileQ / 16][4], int ds_stage) const {
-    const int key = cta.warp * 16 + (cta.lane & 15);
-#pragma unroll
-    for (int n = 0; n < C::kTileQ / 16; ++n) {
-      stmatrix_x4(smem_ds(ds_stage, 0) + key * 128 + (((2 * n + (cta.lane >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1], a[n][2],
-                  a[n][3]);
-    }
+  __device__ __forceinline__ void store_ds_own(const uint32_t (&ds16)[C::kTileQ / 16][4], int ds_stage) const {
+    cta.store_ds_fragment(ds16, smem_ds(ds_stage, 0), 0);
   }
   // Sends dS^T to the peer by TMA: one lane calls this, behind a fence.
   __device__ __forceinline__ void send_ds_to_peer(int ds_stage, int bytes, int from) const {
