@@ -415,7 +415,7 @@ class Context:
         queries on the way if there are tables.
 
         `seqused_k` receives the rows each sequence has afterwards; rotated queries go to `q_out`, or stay in `q`. Caches in int8 or fp8 have
-        factors: `k_descale` and `v_descale` are read if there is one a sequence and head, written if one a row and head. flashattn.h
+        descales: `k_descale` and `v_descale` are read if there is one per sequence and head, written if one per row and head. flashattn.h
         (fa_append) documents shapes.
         """
         holds: Holds = []
@@ -431,7 +431,7 @@ class Context:
             setattr(append, name, self._view(tensor, name, holds, stream, writable=True))
         for name, tensor in dict(k_descale=k_descale, v_descale=v_descale).items():
             view = self._view(tensor, name, holds, stream)
-            # One a row and head (three dimensions) is written.
+            # One per row and head (three dimensions) is written.
             setattr(append, name, self._view(tensor, name, holds, stream, writable=True) if view.ndim == 3 else view)
         if interleaved:
             append.flags |= _abi.APPEND_INTERLEAVED

@@ -226,8 +226,8 @@ class Block {
     if (step < piece_.steps) {
       using Share = TileThreadMap<C::kKeys, C::kPitch / 2, C::kGroupThreads>;
       const Share share{row_warp_ * 32 + opaque(lane_)};
-      const int column = share.chunk() * static_cast<int>(16 / sizeof(KeyElement));
-      const uint32_t to = shared_k(slot) + swizzled<C::kPitch>(share.row(0), share.chunk());
+      const int column = share.vector() * static_cast<int>(16 / sizeof(KeyElement));
+      const uint32_t to = shared_k(slot) + swizzled<C::kPitch>(share.row(0), share.vector());
       const int first = first_key(step);
       const bool coscheduled = a_.coscheduled_log2 > 0;
       if (whole_pages_ && first >= keys_.begin && first + C::kKeys <= keys_.end) {
