@@ -76,12 +76,14 @@ struct OnlineSoftmax {
       top[r] = largest(s, r) * scale(r);
       exceeds |= top[r] - threshold > max[r];
     }
-    if (!warps.any(exceeds)) return false;
-    Fragment::reduce(top, MaxOp{});
-    warps.reduce_max(top);
+    const bool raises = warps.any(exceeds);
+    if (raises) {
+      Fragment::reduce(top, MaxOp{});
+      warps.reduce_max(top);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom);
-    return true;
+      for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom);
+    }
+    return raises;
   }
 
   // m of row r to at least `to`. A row that is not raised is multiplied by 1: its bits stay.

@@ -13,6 +13,7 @@
 #include "core/mask.h"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
@@ -31,6 +32,7 @@ class ForwardConsumer : public ForwardCta<C> {
   using typename Base::WorkTile;
   using Out = typename C::Out;
   static constexpr int kKeys = C::kKeys;
+  using Fragment = QkFragment<1, kKeys / 8>;         // of S, of one warp
   static constexpr int kPvSteps = kKeys / C::kMmaK;  // wgmmas of one out += P V
   // fp8: e4m3 has few small numbers. P is made 2^kPExponent larger, by a maximum that much smaller. kPExponent is the largest for which a
   // lane's sum of one row, kKeys / 4 numbers of at most 2^kPExponent, stays within e4m3.
@@ -93,45 +95,21 @@ class ForwardConsumer : public ForwardCta<C> {
     return x - t.alibi * fabsf(static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
   }
 
-  // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by rescale_.
+  // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    const float c = scale();
-    float top[4] = {fmaxf(s_[0], s_[1]), fmaxf(s_[2], s_[3]), fmaxf(s_[4], s_[5]), fmaxf(s_[6], s_[7])};
-#pragma unroll
-    for (int j = 8; j < kKeys / 2; j += 2) top[(j / 2) % 4] = fmaxf(top[(j / 2) % 4], fmaxf(s_[j], s_[j + 1]));
-    top[0] = fmaxf(top[0], top[2]) * c;
-    top[1] = fmaxf(top[1], top[3]) * c;
-    const bool rescaled = __any_sync(~0u, top[0] - kRescaleThreshold > max_[0] || top[1] - kRescaleThreshold > max_[1]);
-    if (rescaled) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float x = top[r];
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        const float new_max = fmaxf(max_[r], x - kPExponent);
-        rescale_[r] = exp2_approx(max_[r] - new_max);
-        max_[r] = new_max;
-        sum_[r] *= rescale_[r];
-      }
-    }
+    const bool rescaled = softmax_.update_max(
+        s_, [&](int) { return scale(); }, kRescaleThreshold, kPExponent);
     float sum[2];
     exponentiate(sum);
-    sum_[0] += sum[0];
-    sum_[1] += sum[1];
+    softmax_.sum[0] += sum[0];
+    softmax_.sum[1] += sum[1];
     return rescaled;
   }
 
   // Turns S into P in place with the maximum as it is. `sum`: the sums of P over this lane's columns of its two rows.
   __device__ __forceinline__ void exponentiate(float (&sum)[2]) {
-    const float c = scale();
-    float partial[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int j = 0; j < kKeys / 2; ++j) {
-      s_[j] = exp2_approx(fmaf(s_[j], c, -max_[(j >> 1) & 1]));
-      partial[(j >> 1) & 3] += s_[j];
-    }
-    sum[0] = partial[0] + partial[2];
-    sum[1] = partial[1] + partial[3];
+    softmax_.template exponentiate</*kMasked=*/false>(
+        s_, [&](int) { return scale(); }, sum);
   }
 
   // Called when exponentiate() has found sums that are too large or NaN: the maximum was too small by more than kRescaleThreshold. Raises the
@@ -147,25 +125,26 @@ class ForwardConsumer : public ForwardCta<C> {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       // The maximum is raised by the exponent of the largest P, but by at most 120: exp2_approx of -120 is still a normal number.
-      new_max[r] = max_[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - (127 + max(kPExponent - 1, 0)), 0), 120));
-      rescale_[r] = exp2_approx(max_[r] - new_max[r]);
+      new_max[r] =
+          softmax_.max[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - (127 + max(kPExponent - 1, 0)), 0), 120));
+      softmax_.rescale[r] = exp2_approx(softmax_.max[r] - new_max[r]);
       // P is infinite, or max_ is so large that adding to it moves it in coarse steps.
-      overflowed |= !(fmaxf(top, sum[r]) * rescale_[r] <= kMaxLaneSum);
+      overflowed |= !(fmaxf(top, sum[r]) * softmax_.rescale[r] <= kMaxLaneSum);
     }
     if (__any_sync(~0u, overflowed)) {
-      rescale_[0] = rescale_[1] = 1.f;
+      softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
       sum[0] = sum[1] = 0.f;
       recompute_scores(t, key0);
       update_max_and_exponentiate();
     } else {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        max_[r] = new_max[r];
-        sum_[r] *= rescale_[r];
-        sum[r] *= rescale_[r];
+        softmax_.max[r] = new_max[r];
+        softmax_.sum[r] *= softmax_.rescale[r];
+        sum[r] *= softmax_.rescale[r];
       }
 #pragma unroll
-      for (int j = 0; j < kKeys / 2; ++j) s_[j] *= rescale_[(j >> 1) & 1];
+      for (int j = 0; j < kKeys / 2; ++j) s_[j] *= softmax_.rescale[(j >> 1) & 1];
     }
   }
 
@@ -311,36 +290,36 @@ class ForwardConsumer : public ForwardCta<C> {
     const int row = row_of(t, 0), rows = t.seqlen_q;
     float *lse = lse_at(t, row);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
+    for (int r = 0; r < 2; ++r) softmax_.sum[r] += __shfl_xor_sync(~0u, softmax_.sum[r], 1);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
+    for (int r = 0; r < 2; ++r) softmax_.sum[r] += __shfl_xor_sync(~0u, softmax_.sum[r], 2);
     if constexpr (C::kFp8) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) promoted_max_[r] = exp2_approx(promoted_max_[r] - max_[r]);
+      for (int r = 0; r < 2; ++r) promoted_max_[r] = exp2_approx(promoted_max_[r] - softmax_.max[r]);
     }
     float rescale[2] = {1.f, 1.f};
     if (p_.sink != nullptr) {
       const float sink = p_.sink[t.head_q * p_.sink_stride] * kLog2e;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float new_max = fmaxf(max_[r], sink);
-        rescale[r] = exp2_approx(max_[r] - new_max);
-        sum_[r] = sum_[r] * rescale[r] + exp2_approx(sink - new_max);
-        max_[r] = new_max;
+        const float new_max = fmaxf(softmax_.max[r], sink);
+        rescale[r] = exp2_approx(softmax_.max[r] - new_max);
+        softmax_.sum[r] = softmax_.sum[r] * rescale[r] + exp2_approx(sink - new_max);
+        softmax_.max[r] = new_max;
       }
     }
     float log[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      out_scale_[r] = sum_[r] == 0.f ? 0.f : __fdividef(rescale[r], sum_[r]);
-      log[r] = sum_[r] == 0.f ? -CUDART_INF_F : (max_[r] + __log2f(sum_[r])) * kLn2;
+      out_scale_[r] = softmax_.sum[r] == 0.f ? 0.f : __fdividef(rescale[r], softmax_.sum[r]);
+      log[r] = softmax_.sum[r] == 0.f ? -CUDART_INF_F : (softmax_.max[r] + __log2f(softmax_.sum[r])) * kLn2;
     }
     if constexpr (C::kFp8) {
       // 0, or NaN where the product of the descales is negative, infinite or NaN.
       const float nan_or_zero = t.qk_descale < 0.f ? CUDART_NAN_F : t.qk_descale * 0.f;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (sum_[r] == 0.f) continue;
+        if (softmax_.sum[r] == 0.f) continue;
         out_scale_[r] = fmaf(out_scale_[r], t.v_descale, nan_or_zero);
         log[r] += nan_or_zero;
       }
@@ -416,7 +395,8 @@ class ForwardConsumer : public ForwardCta<C> {
     if (lane_ == 0) bulk_wait_group_read();  // until TMA has read the previous tile's out
     __syncwarp();
     const auto both = [](float x) { return pack2<__nv_bfloat16>(x, x); };
-    const uint32_t rescale[2] = {both(exp2_approx(promoted_max_[0] - max_[0])), both(exp2_approx(promoted_max_[1] - max_[1]))};
+    const uint32_t rescale[2] = {both(exp2_approx(promoted_max_[0] - softmax_.max[0])),
+                                 both(exp2_approx(promoted_max_[1] - softmax_.max[1]))};
 #pragma unroll
     for (int vector = 0; vector < C::kDv / 16; ++vector) {
       const float *out = out_ + 8 * vector;
@@ -431,8 +411,8 @@ class ForwardConsumer : public ForwardCta<C> {
       }
       st_shared_16(promoted_vector(vector), x[0], x[1], x[2], x[3]);
     }
-    promoted_max_[0] = max_[0];
-    promoted_max_[1] = max_[1];
+    promoted_max_[0] = softmax_.max[0];
+    promoted_max_[1] = softmax_.max[1];
   }
   // Adds the promoted sum to out, at the end of a work tile.
   __device__ __forceinline__ void add_promoted_out(const WorkTile &t) {
@@ -500,30 +480,29 @@ class ForwardConsumer : public ForwardCta<C> {
   // Between softmax and wgmma
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void rescale_out() {
-#pragma unroll
-    for (int j = 0; j < C::kDv / 2; ++j) out_[j] *= rescale_[(j >> 1) & 1];
-  }
+  __device__ __forceinline__ void rescale_out() { scale_rows<QkFragment<1, C::kDv / 8>>(out_, softmax_.rescale); }
   __device__ __forceinline__ void convert_p() {
 #pragma unroll
-    for (int n = 0; n < kPvSteps; ++n)
+    for (int n = 0; n < kPvSteps; ++n) {
+      if constexpr (C::kFp8) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        if constexpr (C::kFp8) {
+        for (int r = 0; r < 4; ++r) {
           // Two pairs of adjacent 8-column blocks side by side: the transposed copy of V has its keys in this order.
           const int j = 16 * n + 8 * (r / 2) + 2 * (r % 2);
           p_operand_[n][r] = pack4_e4m3(s_[j], s_[j + 1], s_[j + 4], s_[j + 5]);
-        } else {
-          p_operand_[n][r] = pack2<Element>(s_[8 * n + 2 * r], s_[8 * n + 2 * r + 1]);
         }
+      } else {
+        fa::cuda::convert_p<Element>(s_, n, p_operand_[n]);
       }
+    }
   }
 
   int wg_;
   float s_[kKeys / 2];
   uint32_t p_operand_[kPvSteps][4];
   float out_[C::kDv / 2];
-  float max_[2], sum_[2], rescale_[2], out_scale_[2];
+  OnlineSoftmax<Fragment> softmax_;
+  float out_scale_[2];
   // fp8: the work tile's factor from S to logits; the maximum that the promoted sum is relative to.
   float scale_;
   float promoted_max_[2] = {0.f, 0.f};

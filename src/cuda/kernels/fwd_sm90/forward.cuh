@@ -83,7 +83,7 @@ class Forward : private ForwardConsumer<C> {
   using Base::k_empty, Base::k_full, Base::k_tile, Base::q_empty, Base::q_full, Base::q_tile, Base::v_empty, Base::v_full,
       Base::v_tile;
   using Base::load_kv, Base::load_q_tiles, Base::init_barriers, Base::schedule, Base::schedule_first;
-  using Base::out_, Base::out_max_, Base::s_, Base::sum_, Base::max_, Base::p_operand_;
+  using Base::out_, Base::out_max_, Base::s_, Base::softmax_, Base::p_operand_;
   using Base::row_of, Base::rescale_out, Base::apply_score_mod, Base::store_empty_rows, Base::store_rows,
       Base::store_unused_rows, Base::set_scale, Base::promote_out, Base::add_promoted_out, Base::exponentiate;
   using Base::update_max_and_exponentiate, Base::find_visible, Base::finalize_rows, Base::apply_mask, Base::make_nan_safe,
@@ -167,8 +167,8 @@ class Forward : private ForwardConsumer<C> {
       for (int r = 0; r < 2; ++r) {
         // Finite, so that -inf - max is -inf. Unused rows hold whatever: their maximum is so large that they never cause a rescale, which all
         // rows of a warp do together.
-        max_[r] = row_of(t, r) < t.seqlen_q ? -1e30f : 1e30f;
-        sum_[r] = 0.f;
+        softmax_.max[r] = row_of(t, r) < t.seqlen_q ? -1e30f : 1e30f;
+        softmax_.sum[r] = 0.f;
       }
       set_scale(t);
       for (int n = 0; n < begin; ++n) skip_k();
@@ -300,7 +300,7 @@ class Forward : private ForwardConsumer<C> {
       apply_mask(visible);
     }
     const bool rescaled = update_max_and_exponentiate();
-    compute_before_wait(sum_[0] + sum_[1]);
+    compute_before_wait(softmax_.sum[0] + softmax_.sum[1]);
     wgmma_wait<0>();
     fence_operand(out_);
     fence_operand(p_operand_);
@@ -317,8 +317,8 @@ class Forward : private ForwardConsumer<C> {
       if (i == masked_end) make_nan_safe(t);
       if (rescaled) rescale_out();
     }
-    out_max_[0] = max_[0];
-    out_max_[1] = max_[1];
+    out_max_[0] = softmax_.max[0];
+    out_max_[1] = softmax_.max[1];
   }
 
   // An iteration without masks whose previous KV tile is in the same work tile: most iterations. With kEarlyK the K stage is already full.
@@ -342,14 +342,14 @@ class Forward : private ForwardConsumer<C> {
     if (kEarlyK && !last) mbarrier_wait(k_full(k_.stage()), k_.phase());
     if constexpr (C::kHasScoreMod) apply_score_mod(t, t.kv_tile(i) * kKeys);
     float sum[2] = {0.f, 0.f};
-    bool rescaled;  // out must be multiplied by rescale_
+    bool rescaled;  // out must be multiplied by softmax_.rescale
     if constexpr (kDeferredMax) {
       exponentiate(sum);
       rescaled = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= Base::kMaxLaneSum) : !(sum[0] + sum[1] <= kMaxRowSum));
     } else {
       rescaled = update_max_and_exponentiate();
     }
-    compute_before_wait(kDeferredMax ? sum[0] + sum[1] + sum_[0] : sum_[0] + sum_[1]);
+    compute_before_wait(kDeferredMax ? sum[0] + sum[1] + softmax_.sum[0] : softmax_.sum[0] + softmax_.sum[1]);
     wgmma_wait<0>();
     fence_operand(out_);
     fence_operand(p_operand_);
@@ -359,8 +359,8 @@ class Forward : private ForwardConsumer<C> {
       if constexpr (kDeferredMax) rescale_p(t, t.kv_tile(i) * kKeys, sum);
       rescale_out();
     }
-    sum_[0] += sum[0];
-    sum_[1] += sum[1];
+    softmax_.sum[0] += sum[0];
+    softmax_.sum[1] += sum[1];
     convert_p();
   }
 
