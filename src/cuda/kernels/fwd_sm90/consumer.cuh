@@ -10,7 +10,7 @@
 
 #include <math_constants.h>
 
-#include "core/mask.h"
+#include "cuda/common/mask.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
@@ -167,33 +167,17 @@ class ForwardConsumer : public ForwardCta<C> {
     }
   }
 
-  __device__ __forceinline__ RangeOf<int32_t> keys_of_row(const WorkTile &t, int row) const {
-    return Diagonal<int32_t>(a_.limits, t.seqlen_q, t.seqlen_k).visible_keys({row, row + 1});
-  }
-
-  // A lane holds columns 0, 1, 8, 9, 16, 17, ... of a row (relative to its first). The bits of those below `end`.
-  static __device__ __forceinline__ uint32_t columns_below(int end) {
-    const int count = 2 * (end >> 3) + min(end & 7, 2);
-    return end <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1u;
+  __device__ __forceinline__ KeyRange keys_of_row(const WorkTile &t, int row) const {
+    return keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
   }
   // Which of the KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
   __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {
-    static_assert(kKeys <= 128);
-    const int first = key0 + 2 * (lane_ & 3);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const RangeOf<int32_t> keys = keys_of_row(t, row_of(t, r));
-      visible[r] = columns_below(keys.end - first) & ~columns_below(keys.begin - first);
-    }
+    for (int r = 0; r < 2; ++r) visible[r] = visible_bits<Fragment>(keys_of_row(t, row_of(t, r)), key0, lane_);
   }
   __device__ __forceinline__ void apply_mask(const uint32_t (&visible)[2]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if ((visible[r] >> (2 * j + e) & 1) == 0) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
+    for (int r = 0; r < 2; ++r) mask_row<Fragment>(s_, r, visible[r]);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -212,7 +196,7 @@ class ForwardConsumer : public ForwardCta<C> {
   // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows.
   __device__ __forceinline__ void nan_safe_recompute(const WorkTile &t) {
     const int row = row_of(t, 0) - (lane_ >> 2) + (lane_ >> 1);
-    const RangeOf<int32_t> keys = keys_of_row(t, row);
+    const KeyRange keys = keys_of_row(t, row);
     const int max_lane = ((lane_ >> 1) & 7) * 4;  // a lane that holds the maximum of row l / 2
     const float low = __shfl_sync(~0u, out_max_[0], max_lane), high = __shfl_sync(~0u, out_max_[1], max_lane);
     const float max = (lane_ >> 4) ? high : low;

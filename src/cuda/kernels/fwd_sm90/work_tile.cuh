@@ -5,8 +5,8 @@
 // nothing and read no sequence lengths.
 #pragma once
 
-#include "core/mask.h"
 #include "core/problem.h"
+#include "cuda/common/mask.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
@@ -38,16 +38,6 @@ struct WorkTile {
     return left < left_masked ? first + left : last - (i - left_masked);
   }
 };
-
-// The KV tiles with at least one key in the range, and the KV tiles with all keys in it.
-template <int kKeys>
-__device__ __forceinline__ RangeOf<int32_t> kv_tiles_touching(const RangeOf<int32_t> &keys) {
-  return {keys.begin / kKeys, (keys.end + kKeys - 1) / kKeys};
-}
-template <int kKeys>
-__device__ __forceinline__ RangeOf<int32_t> kv_tiles_inside(const RangeOf<int32_t> &keys) {
-  return {(keys.begin + kKeys - 1) / kKeys, keys.end / kKeys};
-}
 
 // The number of rows of the sequence's first tile that lie before row 0. Without a causal mask it is 0, and the last tile is the partial
 // one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows.
@@ -120,7 +110,6 @@ struct PackedScheduler {
 template <int kConsumerWarpgroups, int kKeys, bool kHasScoreMod, bool kFp8>
 __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const L2HeadOrder::Place &place, int lane,
                                                    WorkTile<kConsumerWarpgroups> &t) {
-  using Keys = RangeOf<int32_t>;
   constexpr int kRows = kConsumerWarpgroups * 64;
   const Problem &p = a.problem;
   if constexpr (kHasScoreMod) {
@@ -177,10 +166,10 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   }
 
   const Diagonal<int32_t> diagonal(a.limits, seqlen_q, seqlen_k);
-  const Keys rows{max(row0, 0), min(row0 + kRows, seqlen_q)};
-  const Keys visible = diagonal.visible_keys(rows);
-  const Keys all = visible.empty() ? Keys{0, 0} : kv_tiles_touching<kKeys>(visible);
-  const Keys interior = kv_tiles_inside<kKeys>(diagonal.interior_keys(rows));
+  const KeyRange rows{max(row0, 0), min(row0 + kRows, seqlen_q)};
+  const KeyRange visible = diagonal.visible_keys(rows);
+  const KeyRange all = visible.empty() ? KeyRange{0, 0} : tiles_touching<kKeys>(visible);
+  const KeyRange interior = tiles_inside<kKeys>(diagonal.interior_keys(rows));
   const int left_masked = interior.empty() ? 0 : interior.begin - all.begin,
             right_masked = all.end - (interior.empty() ? all.begin : interior.end);
   if (lane == 0) {
@@ -190,11 +179,11 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
     t.right_masked = right_masked;
   }
   if (lane < kConsumerWarpgroups) {
-    const Keys mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
-    const Keys my_keys = diagonal.visible_keys(mine), my_interior = kv_tiles_inside<kKeys>(diagonal.interior_keys(mine));
+    const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
+    const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
     int begin = all.size(), masked_end = begin;
     if (!my_keys.empty()) {
-      begin = all.end - kv_tiles_touching<kKeys>(my_keys).end;
+      begin = all.end - tiles_touching<kKeys>(my_keys).end;
       if (left_masked > 0) {
         masked_end = left_masked + right_masked;
       } else if (!my_interior.empty() && my_interior.begin <= all.begin) {
