@@ -13,6 +13,7 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -52,10 +53,10 @@ class ForwardConsumer : public ForwardCta<C> {
   __device__ __forceinline__ int row_of(const WorkTile &t, int r) const {
     return t.row0 + wg_ * 64 + warp_ * 16 + (lane_ >> 2) + 8 * r;
   }
-  // The factor from S to logits in base 2. apply_score_mod has applied it already.
+  // The factor from S (in the unit of q k^T) to exponents of two.
   __device__ __forceinline__ float scale() const {
     if constexpr (C::kFp8) return scale_;
-    return C::kHasScoreMod ? 1.f : p_.softmax_scale * kLog2e;
+    return p_.softmax_scale * kLog2e;
   }
   // The same for a given work tile. fp8: with the descales of q and k. A masked score is -inf, which must not be multiplied by 0 or NaN: for
   // such descales the factor is tiny, and finalize_rows puts NaN where it belongs.
@@ -66,33 +67,19 @@ class ForwardConsumer : public ForwardCta<C> {
   }
   __device__ __forceinline__ void set_scale(const WorkTile &t) { scale_ = scale_of(t); }
 
-  // Turns S into logits in base 2, with softcap and ALiBi. The tile's first key is key0.
+  // Softcap and ALiBi. The tile's first key is key0.
   __device__ __forceinline__ void apply_score_mod(const WorkTile &t, int key0) {
-    const ScoreScale product(p_);
-    if (product.cap > 0) {
-#pragma unroll
-      for (int j = 0; j < kKeys / 2; ++j) s_[j] = product.capped(s_[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kKeys / 2; ++j) s_[j] = product.scaled(s_[j]);
-    }
-    if (const float slope = t.alibi; slope != 0.f) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const auto distance = static_cast<float>(row_of(t, r) + t.seqlen_k - t.seqlen_q - key0 - 2 * (lane_ & 3));
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) s_[4 * j + 2 * r + e] -= slope * fabsf(distance - static_cast<float>(8 * j + e));
-      }
-    }
+    const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(lane_);
+    apply_score_mods<Fragment>(
+        s_, p_, a_.raw, [&](int) { return t.alibi; }, [&](int r) { return row_of(t, r) + diagonal; });
   }
-  // The logit of one pair, for the NaN-safe path.
-  __device__ __forceinline__ float logit(const WorkTile &t, float raw, int row, int key) const {
-    if constexpr (!C::kHasScoreMod) return raw * scale_of(t);
-    const ScoreScale product(p_);
-    const float x = product.cap > 0 ? product.capped(raw) : product.scaled(raw);
-    return x - t.alibi * fabsf(static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+  // The exponent of two of one pair, for the NaN-safe path.
+  __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
+    if constexpr (C::kHasScoreMod) {
+      if (p_.softcap > 0) score = Softcap(a_.raw).forward(score);
+      score = Alibi::forward(score, t.alibi, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+    }
+    return score * scale_of(t);
   }
 
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.

@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "core/forward_problem.h"
+#include "cuda/common/scores.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
 #include "cuda/kernels/fwd_sm90/tile_order.h"
 
@@ -18,6 +19,7 @@ struct ForwardParams {
   CUtensorMap q_map, k_map, v_map, out_map;
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // of problem.band
+  RawUnit raw;                       // for softcap and ALiBi
   TileOrder order;
   Divisor group;      // query heads for one KV head
   int32_t tiles;      // row blocks * heads_q * batch

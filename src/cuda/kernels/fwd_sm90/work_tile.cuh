@@ -7,7 +7,7 @@
 
 #include "core/problem.h"
 #include "cuda/common/mask.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
 
@@ -17,7 +17,7 @@ template <int kConsumerWarpgroups>
 struct WorkTile {
   int64_t out, lse;                    // element offset of the tile's first row in out and lse
   int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
-  float alibi;                         // slope * log2(e), or 0
+  float alibi;                         // slope in the unit of q k^T, or 0
   int v_key;                           // fp8: the sequence's first key in the transposed copy of V (transposed_v.h)
   float qk_descale, v_descale;         // fp8: descale of q times descale of k; descale of v
   int head_q, head_k;
@@ -113,9 +113,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   constexpr int kRows = kConsumerWarpgroups * 64;
   const Problem &p = a.problem;
   if constexpr (kHasScoreMod) {
-    float slope = 0.f;
-    if (p.alibi_slopes != nullptr)
-      slope = p.alibi_slopes[place.batch * p.alibi_batch_stride + place.head * p.alibi_head_stride] * kLog2e;
+    const float slope = p.alibi_slopes != nullptr ? alibi_slope(p, a.raw, place.batch, place.head) : 0.f;
     if (lane == 0) t.alibi = slope;
   }
   int row0, seqlen_q;
