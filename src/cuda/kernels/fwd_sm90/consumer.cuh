@@ -11,6 +11,7 @@
 #include <math_constants.h>
 
 #include "cuda/common/mask.cuh"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/score_mod.cuh"
@@ -173,10 +174,7 @@ class ForwardConsumer : public ForwardCta<C> {
 
   // P of a masked pair is 0, and 0 times NaN or Inf is NaN. Called when out holds the masked KV tiles of the work tile and nothing else.
   __device__ __forceinline__ void make_nan_safe(const WorkTile &t) {
-    float zero[4] = {0.f, 0.f, 0.f, 0.f};  // four independent chains: a single one would stall for the latency of each fma
-#pragma unroll
-    for (int j = 0; j < C::kDv / 2; ++j) zero[j % 4] = fmaf(out_[j], 0.f, zero[j % 4]);
-    if (__any_sync(~0u, (zero[0] + zero[1]) + (zero[2] + zero[3]) != 0.f)) nan_safe_recompute(t);
+    if (__any_sync(~0u, nan_if_nonfinite(out_) != 0.f)) nan_safe_recompute(t);
   }
 
   // Recomputes out of the masked KV tiles from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
