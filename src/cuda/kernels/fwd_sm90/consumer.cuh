@@ -8,12 +8,9 @@
 //   out_       accumulator of out  64 x kDv, fp32
 #pragma once
 
-#include <math_constants.h>
-
+#include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
-#include "cuda/common/rows.cuh"
-#include "cuda/common/score.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
@@ -141,7 +138,7 @@ class ForwardConsumer : public ForwardCta<C> {
     const Element *q = q_row_of_lane(t);
 #pragma unroll 1
     for (int n = 0; n < kKeys; ++n) {
-      const float x = dot(q, row_at(p_.k, t.k_batch, t.k_row + key0 + n, t.head_k));
+      const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key0 + n, t.head_k));
       const int at = n - 2 * (lane_ & 3);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -193,8 +190,8 @@ class ForwardConsumer : public ForwardCta<C> {
       const int key0 = t.kv_tile(i) * kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + kKeys, t.seqlen_k); ++key) {
-        const Element *v = row_at(p_.v, t.k_batch, t.k_row + key, t.head_k);
-        const float x = dot(q, row_at(p_.k, t.k_batch, t.k_row + key, t.head_k));
+        const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
+        const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
         const bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
         const float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - max));
         float p_row[2];
@@ -227,7 +224,7 @@ class ForwardConsumer : public ForwardCta<C> {
   // Row lane_ / 2 of this warp's rows of Q.
   __device__ __forceinline__ const Element *q_row_of_lane(const WorkTile &t) const {
     const int row = t.row0 + wg_ * 64 + warp_ * 16 + (lane_ >> 1);
-    return row_at(p_.q, t.q_batch, t.q_row - t.row0 + min(row, t.seqlen_q - 1), t.head_q);
+    return row_of_tensor<Element>(p_.q, t.q_batch, t.q_row - t.row0 + min(row, t.seqlen_q - 1), t.head_q);
   }
   __device__ __forceinline__ float dot(const Element *q, const Element *k) const {
     float x = 0.f;
@@ -245,57 +242,40 @@ class ForwardConsumer : public ForwardCta<C> {
     }
     return to_float<Element>(bits);
   }
-  static __device__ __forceinline__ Element *row_at(const Operand &x, int batch, int64_t row, int head) {
-    return static_cast<Element *>(x.data) + batch * x.batch_stride + row * x.seq_stride + head * x.head_stride;
-  }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Epilogue
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Completes the row sums, writes lse, and sets out_scale_, by which out is still to be multiplied. The two rows' shuffles are interleaved:
-  // a single chain would stall for the latency of each.
+  // Completes the row sums, writes lse, and sets out_scale_, by which out is still to be multiplied.
   __device__ __forceinline__ void finalize_rows(const WorkTile &t) {
-    const int row = row_of(t, 0), rows = t.seqlen_q;
-    float *lse = lse_at(t, row);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) softmax_.sum[r] += __shfl_xor_sync(~0u, softmax_.sum[r], 1);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) softmax_.sum[r] += __shfl_xor_sync(~0u, softmax_.sum[r], 2);
+    softmax_.reduce_sums();
     if constexpr (C::kFp8) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) promoted_max_[r] = exp2_approx(promoted_max_[r] - softmax_.max[r]);
     }
-    float rescale[2] = {1.f, 1.f};
-    if (p_.sink != nullptr) {
-      const float sink = p_.sink[t.head_q * p_.sink_stride] * kLog2e;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float new_max = fmaxf(softmax_.max[r], sink);
-        rescale[r] = exp2_approx(softmax_.max[r] - new_max);
-        softmax_.sum[r] = softmax_.sum[r] * rescale[r] + exp2_approx(sink - new_max);
-        softmax_.max[r] = new_max;
-      }
-    }
-    float log[2];
+    float lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      out_scale_[r] = softmax_.sum[r] == 0.f ? 0.f : __fdividef(rescale[r], softmax_.sum[r]);
-      log[r] = softmax_.sum[r] == 0.f ? -CUDART_INF_F : (softmax_.max[r] + __log2f(softmax_.sum[r])) * kLn2;
+      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(p_, t.head_q));
+      out_scale_[r] = result.factor;
+      lse[r] = result.lse;
     }
     if constexpr (C::kFp8) {
       // 0, or NaN where the product of the descales is negative, infinite or NaN.
       const float nan_or_zero = t.qk_descale < 0.f ? CUDART_NAN_F : t.qk_descale * 0.f;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (softmax_.sum[r] == 0.f) continue;
+        if (lse[r] == -CUDART_INF_F) continue;
         out_scale_[r] = fmaf(out_scale_[r], t.v_descale, nan_or_zero);
-        log[r] += nan_or_zero;
+        lse[r] += nan_or_zero;
       }
     }
-    if (p_.lse.data != nullptr && (lane_ & 3) == 0) {
-      if (row < rows) *lse = log[0];
-      if (row + 8 < rows) lse[8 * p_.lse.seq_stride] = log[1];
+    if (p_.lse.data != nullptr && Fragment::leads(lane_)) {
+      const int row = row_of(t, 0);
+      float *dst = lse_at(t, row);
+      if (row < t.seqlen_q) *dst = lse[0];
+      if (row + 8 < t.seqlen_q) dst[8 * p_.lse.seq_stride] = lse[1];
     }
   }
 
@@ -400,24 +380,13 @@ class ForwardConsumer : public ForwardCta<C> {
     }
   }
 
-  // Stores from registers, 16 bytes a lane: the four lanes that share a row exchange words, so that each has one block of eight columns.
   template <bool kVectors>
   __device__ __forceinline__ void store_rows_direct(const WorkTile &t) const {
-    const int quad = lane_ & 3, columns = static_cast<int>(p_.head_dim_v);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(t, r);
-      Out *dst = out_at(t, row) + quad * 8;
-      const int valid = row < t.seqlen_q ? columns - quad * 8 : 0;
-#pragma unroll
-      for (int j = 0; j < C::kDv / 8; j += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Out>(out_[4 * (j + n) + 2 * r] * out_scale_[r], out_[4 * (j + n) + 2 * r + 1] * out_scale_[r]);
-        transpose_quad(x, quad);
-        store_elements(dst + j * 8, x, valid - j * 8, kVectors);
-      }
+      const int row = row_of(t, r), columns = row < t.seqlen_q ? static_cast<int>(p_.head_dim_v) : 0;
+      store_fragment_row<Out, C::kDv / 8>(out_, r, out_at(t, row), columns, kVectors, lane_ & 3,
+                                          [&](float a, float b) { return pack2<Out>(a * out_scale_[r], b * out_scale_[r]); });
     }
   }
 
@@ -429,13 +398,12 @@ class ForwardConsumer : public ForwardCta<C> {
   }
 
   __device__ __forceinline__ void store_row(const WorkTile &t, int row, float lse) const {
-    if (p_.lse.data != nullptr && lane_ == 0) *lse_at(t, row) = lse;
-    auto *dst = reinterpret_cast<unsigned short *>(out_at(t, row));
-    for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+    store_zero_row(out_at(t, row), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(t, row) : nullptr, lse, lane_);
   }
   // Rows of this warpgroup that exist but see no key: out = 0, lse = -inf, or the sink.
   __device__ __forceinline__ void store_empty_rows(const WorkTile &t) const {
-    const float lse = p_.sink != nullptr ? p_.sink[t.head_q * p_.sink_stride] : -CUDART_INF_F;
+    const float *sink = sink_of(p_, t.head_q);
+    const float lse = sink != nullptr ? *sink : -CUDART_INF_F;
     const int row0 = t.row0 + wg_ * 64;
     for (int row = max(row0, 0) + warp_; row < min(row0 + 64, t.seqlen_q); row += 4) store_row(t, row, lse);
   }
