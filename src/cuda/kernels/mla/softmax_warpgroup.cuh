@@ -7,10 +7,12 @@
 #include <math_constants.h>
 
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"
+#include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/mla/cta.cuh"
@@ -41,6 +43,7 @@ class SoftmaxWarpgroup : private Cta<C> {
   }
 
  private:
+  using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
   using Base::a_;
   using Base::empty;
   using Base::full;
@@ -52,8 +55,7 @@ class SoftmaxWarpgroup : private Cta<C> {
   __device__ __forceinline__ int token_of(int row) const { return Base::token_of(*work_, row); }
 
   __device__ __forceinline__ void mainloop() {
-    max_[0] = max_[1] = -1e30f;  // finite, so that -inf - max is -inf
-    sum_[0] = sum_[1] = 0.f;
+    softmax_.reset();
     if (work_->tile == work_->end_tile) return;
     sync_softmax(0);  // all four warps have read the previous work unit's Q
     load_q();
@@ -71,7 +73,8 @@ class SoftmaxWarpgroup : private Cta<C> {
       qk(s, q);
       uint32_t flags = 0;
       if (masked) {
-        flags = work_->several && __any_sync(~0u, has_nonfinite(s)) ? Base::kNanSafe : 0;
+        // A NaN or Inf in a key makes S non-finite in every row.
+        flags = work_->several && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Base::kNanSafe : 0;
         apply_mask(s, key0);
       }
       if (update_max(s)) flags |= Base::kRescaled;
@@ -173,88 +176,43 @@ class SoftmaxWarpgroup : private Cta<C> {
 
   __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
 
-  // A NaN or Inf in a key makes S non-finite in every row.
-  static __device__ __forceinline__ bool has_nonfinite(const float (&s)[C::kKeys / 2]) {
-    float zero = 0.f;
-#pragma unroll
-    for (int j = 0; j < C::kKeys / 2; ++j) zero = fmaf(s[j], 0.f, zero);
-    return zero != 0.f;
-  }
-
   __device__ __forceinline__ void apply_mask(float (&s)[C::kKeys / 2], int key0) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int token = token_of(row_of(r)), first = key0 + 2 * (opaque(lane_) & 3);
-      const Keys keys = Diagonal<int32_t>(a_.limits, work_->tokens, work_->seqlen_k).visible_keys({token, token + 1});
-#pragma unroll
-      for (int j = 0; j < C::kKeys / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (first + 8 * j + e < keys.begin || first + 8 * j + e >= keys.end) s[4 * j + 2 * r + e] = -CUDART_INF_F;
+      const KeyRange keys = keys_of_query({a_.limits, work_->tokens, work_->seqlen_k}, token_of(row_of(r)));
+      mask_row<Fragment>(s, r, visible_bits<Fragment>(keys, key0, opaque(lane_)));
     }
   }
 
-  // The maximum of S over this lane's columns of one row.
-  static __device__ __forceinline__ float row_max(const float (&s)[C::kKeys / 2], int r) {
-    float top = fmaxf(s[2 * r], s[2 * r + 1]);
-#pragma unroll
-    for (int j = 1; j < C::kKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-    return top;
-  }
   // Raises maxima by lazy rescaling: only where P would exceed 2^8. That is rare, so out is hardly ever rescaled, and P does not wait for the
   // maxima of the other lanes of its row. Returns whether the PV warpgroups have to read rescale factors.
   __device__ __forceinline__ bool update_max(const float (&s)[C::kKeys / 2]) {
-    constexpr float kThreshold = 8.f;
-    rescale_[0] = rescale_[1] = 1.f;
-    const float c = exponent_scale();
-    if (!__any_sync(~0u, row_max(s, 0) * c > max_[0] + kThreshold || row_max(s, 1) * c > max_[1] + kThreshold)) return false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float top = row_max(s, r);
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      if (!(top * exponent_scale() > max_[r] + kThreshold)) continue;
-      const float new_max = fmaxf(max_[r], top * exponent_scale());
-      rescale_[r] = exp2_approx(max_[r] - new_max);
-      max_[r] = new_max;
-      sum_[r] *= rescale_[r];
-    }
-    return true;
+    softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
+    return softmax_.template update_max</*kEachRow=*/true>(
+        s, [&](int) { return exponent_scale(); }, kRescaleThreshold);
   }
 
   // P = 2^(S - m) as 16-bit numbers to shared memory, preceded by the rescale factors; adds P to the row sums. P of a masked pair becomes
   // kMaskedP. P is released in slices of 16 keys: the PV warpgroups multiply the first while the next are exponentiated.
   template <bool kMasked>
-  __device__ __forceinline__ void exponentiate_and_store_p(const float (&s)[C::kKeys / 2]) {
+  __device__ __forceinline__ void exponentiate_and_store_p(float (&s)[C::kKeys / 2]) {
     const float c = exponent_scale();
     const uint32_t row_address = this->shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
     store_rescale();
-    float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
+#pragma unroll
+      for (int m = 8 * n; m < 8 * n + 8; ++m) s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c);
       uint32_t p[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        float e[2];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const float x = s[8 * n + 2 * r + m];
-          e[m] = exp2_approx(fmaf(x, c, -max_[r & 1]));
-          sum[r & 1] += e[m];
-          if (kMasked && x == -CUDART_INF_F) e[m] = kMaskedP;
-        }
-        p[r] = pack2<Element>(e[0], e[1]);
-      }
-      stmatrix_x4(row_address + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p[0], p[1], p[2], p[3]);
+      convert_p<Element>(s, n, p);
+      stmatrix_x4(row_address + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p);
       release_p(n);
     }
-    sum_[0] += sum[0];
-    sum_[1] += sum[1];
   }
   __device__ __forceinline__ void store_rescale() const {
     if ((lane_ & 3) == 0) {
-      st_shared_float(this->shared_rescale(stage(), row_of(0)), rescale_[0]);
-      st_shared_float(this->shared_rescale(stage(), row_of(1)), rescale_[1]);
+      st_shared_float(this->shared_rescale(stage(), row_of(0)), softmax_.rescale[0]);
+      st_shared_float(this->shared_rescale(stage(), row_of(1)), softmax_.rescale[1]);
     }
   }
   __device__ __forceinline__ void release_p(int slice) const {
@@ -269,12 +227,9 @@ class SoftmaxWarpgroup : private Cta<C> {
   // Computes each row's scale factors for the epilogue and lse, or stores the maximum and sum of a partial.
   __device__ __forceinline__ void finalize() {
     float2 stats[2];
+    softmax_.reduce_sums();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
-      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
-      stats[r] = {max_[r], sum_[r]};
-    }
+    for (int r = 0; r < 2; ++r) stats[r] = {softmax_.max[r], softmax_.sum[r]};
     float own_scale[2] = {1.f, 1.f};
     if (work_->partials > 0) combine_stats(stats, own_scale);
     if ((lane_ & 3) != 0) return;
@@ -388,7 +343,7 @@ class SoftmaxWarpgroup : private Cta<C> {
   const WorkUnit *work_;
   int warp_;                 // within the warpgroup
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
-  float max_[2], sum_[2], rescale_[2];
+  OnlineSoftmax<Fragment> softmax_;
 };
 
 }  // namespace fa::cuda::mla
