@@ -13,6 +13,7 @@
 //   mbarriers, two work units
 #pragma once
 
+#include "cuda/common/epilogue.cuh"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/mla/mla.h"
 
@@ -139,14 +140,13 @@ class Cta {
   __device__ __forceinline__ int head_of(const WorkUnit &work, int row) const {
     return work.head * group_heads() + a_.group.remainder(work.row0 + row);
   }
-  __device__ __forceinline__ void store_lse(const WorkUnit &work, int row, float lse) const {
-    if (p_.lse.data == nullptr) return;
-    p_.lse.data[work.batch * p_.lse.batch_stride + head_of(work, row) * p_.lse.head_stride +
-                (work.q_start + token_of(work, row)) * p_.lse.seq_stride] = lse;
+  // The row's lse, null if it is not asked for, and its out.
+  __device__ __forceinline__ float *lse_at(const WorkUnit &work, int row) const {
+    if (p_.lse.data == nullptr) return nullptr;
+    return row_of_tensor(p_.lse, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
   __device__ __forceinline__ Element *out_at(const WorkUnit &work, int row) const {
-    return static_cast<Element *>(p_.out.data) + work.batch * p_.out.batch_stride +
-           (work.q_start + token_of(work, row)) * p_.out.seq_stride + head_of(work, row) * p_.out.head_stride;
+    return row_of_tensor<Element>(p_.out, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
   // The slot of the n-th partial that this work unit adds.
   static __device__ __forceinline__ int partial_slot(const WorkUnit &work, int partial) {

@@ -2,12 +2,11 @@
 // The two PV warpgroups: out [64][512] += P [64][64] V [64][512], 256 columns each. They also combine partials and store the results.
 #pragma once
 
-#include <math_constants.h>
-
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/fragment.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
-#include "cuda/common/rows.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/mla/cta.cuh"
 
@@ -92,7 +91,7 @@ class PvWarpgroups : private Cta<C> {
 #pragma unroll
       for (int r = 0; r < 2; ++r) rescale[r] = ld_shared_float(this->shared_rescale(stage(), row_of(r)));
 #pragma unroll
-      for (int j = 0; j < C::kColumns / 2; ++j) out(j) *= rescale[j >> 1 & 1];
+      for (int half = 0; half < 2; ++half) scale_rows<QkFragment<1, C::kColumns / 16>>(out_[half], rescale);
     }
     return flags;
   }
@@ -136,24 +135,19 @@ class PvWarpgroups : private Cta<C> {
     const uint32_t v = shared_v() + (opaque(lane_) & 3) * 4;
 #pragma unroll 1
     for (int key = 0; key < C::kKeys; ++key) {
-      float p[2];
+      uint32_t p[2];  // bits of P of this lane's rows
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row_of(r);
         const uint32_t two_p =
             ld_shared_4(this->shared_p(stage()) + row * 128 + (((key >> 3) ^ (row & 7)) << 4) + (key & 6) * 2);
-        p[r] = to_float<Element>(key & 1 ? two_p >> 16 : two_p & 0xFFFFu);
+        p[r] = key & 1 ? two_p >> 16 : two_p & 0xFFFFu;
       }
 #pragma unroll
       for (int j = 0; j < C::kColumns / 8; ++j) {
         const uint32_t x =
             ld_shared_4(v + key / 8 * C::kRowGroupBytes + j / 8 * C::kAtomBytes + key % 8 * 128 + ((j % 8 ^ (key & 7)) << 4));
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (is_masked_p(p[r])) continue;
-          out(4 * j + 2 * r) = fmaf(p[r], to_float<Element>(x & 0xFFFFu), out(4 * j + 2 * r));
-          out(4 * j + 2 * r + 1) = fmaf(p[r], to_float<Element>(x >> 16), out(4 * j + 2 * r + 1));
-        }
+        add_pair_nan_safe<Element>(&out(4 * j), p, x);
       }
     }
   }
@@ -190,35 +184,24 @@ class PvWarpgroups : private Cta<C> {
   // Stores half of the columns to out. In a cluster the peer CTA's share of these columns is added first.
   template <int kHalf>
   __device__ __forceinline__ void store_half() {
-    constexpr int kFirst = kHalf * (C::kColumns / 16), kEnd = kFirst + C::kColumns / 16;
     if (C::kPairs && work_->pair) add_peer<kHalf>();
-    const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - wg() * C::kColumns - quad * 8;
+    const int first_column = wg() * C::kColumns + kHalf * (C::kColumns / 2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
       const uint4 row_epilogue = ld_shared_16(this->shared_epilogue(min(row, work_->rows - 1)));
       const float scale = __uint_as_float(row_epilogue.y);
-      Element *dst =
-          reinterpret_cast<Element *>(uint64_t{row_epilogue.w} << 32 | row_epilogue.z) + (wg() * C::kColumns + quad * 8);
-      const int valid = row < work_->rows ? columns : 0;
-#pragma unroll
-      for (int j = kFirst; j < kEnd; j += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Element>(out(4 * (j + n) + 2 * r) * scale, out(4 * (j + n) + 2 * r + 1) * scale);
-        transpose_quad(x, quad);
-        store_elements(dst + j * 8, x, valid - j * 8, a_.vector_out);
-      }
+      Element *dst = reinterpret_cast<Element *>(uint64_t{row_epilogue.w} << 32 | row_epilogue.z) + first_column;
+      const int columns = row < work_->rows ? static_cast<int>(p_.head_dim_v) - first_column : 0;
+      store_fragment_row<Element, C::kColumns / 16>(out_[kHalf], r, dst, columns, a_.vector_out, opaque(lane_) & 3,
+                                                    [&](float a, float b) { return pack2<Element>(a * scale, b * scale); });
     }
   }
 
   // Rows beyond the sequence's used length: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
     for (int row = max(work_->rows, 0) + (opaque(threadIdx.x) >> 5); row < work_->end_row; row += C::kPvThreads / 32) {
-      if (lane_ == 0) this->store_lse(*work_, row, -CUDART_INF_F);
-      auto *dst = reinterpret_cast<unsigned short *>(this->out_at(*work_, row));
-      for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+      store_zero_row(this->out_at(*work_, row), p_.head_dim_v, this->lse_at(*work_, row), -CUDART_INF_F, lane_);
     }
   }
 

@@ -4,14 +4,12 @@
 // The first kQRegisterAtoms atoms of Q are in registers as A operands. That halves what those wgmmas read from shared memory.
 #pragma once
 
-#include <math_constants.h>
-
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/combine.cuh"
+#include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
-#include "cuda/common/rows.cuh"
-#include "cuda/common/score.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -89,8 +87,7 @@ class SoftmaxWarpgroup : private Cta<C> {
   }
 
   __device__ __forceinline__ const Element *q_at(int row) const {
-    return static_cast<const Element *>(p_.q.data) + work_->batch * p_.q.batch_stride +
-           (work_->q_start + token_of(row)) * p_.q.seq_stride + this->head_of(*work_, row) * p_.q.head_stride;
+    return row_of_tensor<Element>(p_.q, work_->batch, work_->q_start + token_of(row), this->head_of(*work_, row));
   }
   // Loads the first columns of Q as an A operand in registers, the others (load_q) to shared memory. Missing rows and columns are zero.
   __device__ __forceinline__ void load_q_registers(uint32_t (&q)[C::kQRegisterAtoms * 4][4]) const {
@@ -210,7 +207,7 @@ class SoftmaxWarpgroup : private Cta<C> {
     }
   }
   __device__ __forceinline__ void store_rescale() const {
-    if ((lane_ & 3) == 0) {
+    if (Fragment::leads(lane_)) {
       st_shared_float(this->shared_rescale(stage(), row_of(0)), softmax_.rescale[0]);
       st_shared_float(this->shared_rescale(stage(), row_of(1)), softmax_.rescale[1]);
     }
@@ -232,7 +229,7 @@ class SoftmaxWarpgroup : private Cta<C> {
     for (int r = 0; r < 2; ++r) stats[r] = {softmax_.max[r], softmax_.sum[r]};
     float own_scale[2] = {1.f, 1.f};
     if (work_->partials > 0) combine_stats(stats, own_scale);
-    if ((lane_ & 3) != 0) return;
+    if (!Fragment::leads(lane_)) return;
     const bool peer_stores_lse = C::kPairs && work_->pair && cluster_cta_rank() == 0;
     if (C::kPairs && work_->pair) exchange_stats(stats, own_scale);
 #pragma unroll
@@ -243,11 +240,11 @@ class SoftmaxWarpgroup : private Cta<C> {
         if (warp_ * 16 < work_->rows) this->partial_stats(work_->slot)[row] = stats[r];
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
-        const auto [factor, lse] = finalize_row(row, stats[r]);
+        const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, this->head_of(*work_, row)));
         const auto dst = reinterpret_cast<uint64_t>(this->out_at(*work_, row));
         st_shared_16(epilogue, __float_as_uint(own_scale[r]), __float_as_uint(factor), static_cast<uint32_t>(dst),
                      static_cast<uint32_t>(dst >> 32));
-        if (!peer_stores_lse) this->store_lse(*work_, row, lse);
+        if (float *dst_lse = this->lse_at(*work_, row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
       }
     }
   }
@@ -273,28 +270,6 @@ class SoftmaxWarpgroup : private Cta<C> {
       stats[r] = {top, rank == 0 ? fmaf(theirs.y, peer_scale, stats[r].y * own_scale[r])
                                  : fmaf(stats[r].y, own_scale[r], theirs.y * peer_scale)};
     }
-  }
-
-  // The factor by which a row's out is multiplied, and its lse, from the row's maximum and sum. The sink is one more logit in the denominator.
-  struct RowEpilogue {
-    float factor, lse;
-  };
-  __device__ __forceinline__ RowEpilogue finalize_row(int row, float2 stats) const {
-    float factor = 1.f;
-    if (p_.sink != nullptr) {
-      const float sink = p_.sink[this->head_of(*work_, row) * p_.sink_stride] * kLog2e, new_max = fmaxf(stats.x, sink);
-      factor = exp2_approx(stats.x - new_max);
-      stats = {new_max, stats.y * factor + exp2_approx(sink - new_max)};
-    }
-    // If a visible score is NaN the sum is NaN, and so is out.
-    if (stats.y == 0.f) return {0.f, -CUDART_INF_F};
-    return {__fdividef(factor, stats.y), (stats.x + __log2f(stats.y)) * kLn2};
-  }
-
-  static __device__ __forceinline__ int load_acquire(const int32_t *counter) {
-    int now;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
-    return now;
   }
 
   // Waits for the partials of the partitions before, and turns their maxima into scale factors, in shared memory where K tiles were. Those
