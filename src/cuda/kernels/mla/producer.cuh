@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/kv_loader.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/kernels/mla/cta.cuh"
@@ -122,21 +123,16 @@ class Producer : private decode::Planner<Cta<C>> {
     }
   }
 
-  struct TmaCoordinates {
-    int row, batch;  // of the tensor map
-  };
-  __device__ __forceinline__ TmaCoordinates tma_coordinates(int key) const {
-    const int32_t *table = p_.page_table;
-    if (table == nullptr) return {static_cast<int>(k_start_) + key, p_.k_lengths.cu != nullptr ? 0 : piece_.batch};
-    const int page = a_.page_size.quotient(key);
-    return {key - page * static_cast<int>(a_.page_size.value),
-            table[piece_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride]};
+  // Where the row of a key of this work unit lies.
+  __device__ __forceinline__ KvPlace place_of(int key) const {
+    const KvLocator locator{p_, a_.page_size};
+    return locator.place(locator.page_of(piece_.batch, key), piece_.batch, k_start_, key);
   }
 
   __device__ __forceinline__ void load_tma(int key0, int stage, int half, uint32_t empty_parity) const {
     constexpr int kRowGroups = kHalf / 8;
     const int row_group = lane_ & (kRowGroups - 1);
-    const TmaCoordinates at = tma_coordinates(key0 + row_group * 8);
+    const KvPlace place = place_of(key0 + row_group * 8);
     mbarrier_wait(empty(stage, half * kSlices), empty_parity);
     if (lane_ == 0) {
       mbarrier_arrive_expect_tx(full(stage), C::kHalfBytes);
@@ -149,7 +145,7 @@ class Producer : private decode::Planner<Cta<C>> {
       if (lane_ / (kRowGroups / kSlices) == slice) {
         const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
         tma_load_5d(shared_tile(stage) + half * C::kHalfBytes + row_group * C::kRowGroupBytes, &a_.k_map, full(stage),
-                    /*atom=*/0, at.row, head_, at.batch, policy);
+                    /*atom=*/0, place.row, head_, place.outer, policy);
       }
       __syncwarp();
     }
@@ -158,30 +154,17 @@ class Producer : private decode::Planner<Cta<C>> {
   // Gathers rows by cp.async. A lane loads one of the eight 16-byte vectors of every atom, of eight rows. Missing rows become zero.
   __device__ __forceinline__ void load_gather(int key0, int stage, int half, uint32_t empty_parity) const {
     constexpr int kRowsPerLane = kHalf / 4;
-    const Element *k = static_cast<const Element *>(p_.k.data) + head_ * p_.k.head_stride;
-    const int32_t *table = p_.page_table;
-    if (table != nullptr) {
-      table += piece_.batch * p_.page_table_batch_stride;
-    } else {
-      k += piece_.batch * p_.k.batch_stride + k_start_ * p_.k.seq_stride;
-    }
     const int vector = lane_ & 7, row = lane_ >> 3, first = key0 + row;
-    const Element *src[kRowsPerLane];
+    const Element *const head = row_of_tensor<Element>(p_.k, 0, 0, head_) + vector * 8, *src[kRowsPerLane];
     uint32_t visible = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int key = first + i * 4;
-      src[i] = k;
+      src[i] = head;
       if (key < keys_.begin || key >= keys_.end) continue;
       visible |= 1u << i;
-      if (table == nullptr) {
-        src[i] += key * p_.k.seq_stride;
-      } else {
-        const int page = a_.page_size.quotient(key);
-        src[i] += table[page * p_.page_table_page_stride] * p_.k.batch_stride +
-                  (key - page * static_cast<int>(a_.page_size.value)) * p_.k.seq_stride;
-      }
-      src[i] += vector * 8;
+      const KvPlace place = place_of(key);
+      src[i] += place.outer * p_.k.batch_stride + place.row * p_.k.seq_stride;
     }
     const int columns = static_cast<int>(p_.head_dim) - vector * 8;
 #pragma unroll
