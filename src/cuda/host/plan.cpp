@@ -716,11 +716,11 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     FA_RETURN_IF_ERROR(cut_backward(b, device, shape, sm90::kTurnsPerChunk, p.deterministic ? at_once / 8 : 1, plan, error));
     // Blocks of threads that stay take their blocks of keys from a counter.
     plan.blocks = int64_t{plan.key_blocks} * b.forward.heads_k * b.forward.batch * shape.blocks();
-    if (shape.stays()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+    if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
     // Pairs that leave P in registers are fast enough to lose by it from 1k on; those that do not add from registers, and store only in order.
-    const int32_t few_blocks = shape.blocks() == 1 ? 16 : shape.hands_p() ? 0 : 4;
+    const int32_t few_blocks = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
     plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_blocks;
     return FA_OK;
   }
