@@ -104,7 +104,7 @@ inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, 
     const bool sees_nothing = sees_no_key || row_lse == -kInfinity;
     to.lse2[i - rows.begin] = sees_nothing ? kInfinity : row_lse * kLog2e;
     to.delta[i - rows.begin] = sees_nothing ? 0.0f : delta;
-    if (sink > -kInfinity)
+    if (sink != -kInfinity)
       dsink -= std::exp(static_cast<double>(sink) - static_cast<double>(row_lse)) * static_cast<double>(delta);
   }
   return dsink;

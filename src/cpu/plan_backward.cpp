@@ -130,8 +130,13 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Machine &machin
 }  // namespace
 
 Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
-  const BackwardLayout layout = make_layout(problem, machine);
   Plan plan;
+  if (problem.empty()) {
+    plan.kernel = "none";
+    plan.reason = "no gradient is asked for";
+    return plan;
+  }
+  const BackwardLayout layout = make_layout(problem, machine);
   plan.workspace_bytes = layout.total_bytes;
   plan.tasks = layout.workers;
   switch (machine.isa) {

@@ -61,10 +61,11 @@ __device__ __forceinline__ void apply_softcap(Scores &s, const RawUnit &raw) {
 // ALiBi over the keys of row r. `distance`: of the row's query to the lane's first key (query + seqlen_k - seqlen_q - key0 - first_key).
 template <class Fragment, typename Scores>
 __device__ __forceinline__ void apply_alibi(Scores &s, int r, float slope, int distance) {
+  const auto first = static_cast<float>(distance);  // one conversion for all keys
 #pragma unroll
   for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
     const int n = Fragment::at(r, m);
-    element(s, n) = Alibi::forward(element(s, n), slope, static_cast<float>(distance - Fragment::key(n)));
+    element(s, n) = Alibi::forward(element(s, n), slope, first - static_cast<float>(Fragment::key(n)));
   }
 }
 
