@@ -49,7 +49,6 @@ struct BackwardConfig {
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
   static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = sizeof(Storage::lse[0]);
-  static constexpr int kSharedBytes = sizeof(Storage);
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
@@ -333,17 +332,6 @@ class Backward {
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dp(int part) { start_s<64>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128); }
-  // dv += P^T dO or dk += dS^T Q: kCount steps of 16 queries, A fragments from a[kFirst] on, rows of the Q or dO tile from step
-  // `from` on.
-  template <int kFirstStep, int kCount, int kSteps>
-  __device__ __forceinline__ void start_gradient(float (&gradient)[C::kD / 2], const uint32_t (&a)[kSteps][4], uint32_t rows,
-                                                 int from) const {
-    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      Wgmma<Element, C::kD>::rs_mn(gradient, a[kFirstStep + n], advance_descriptor(b, (from + n) * 2048), 1);
-    wgmma_commit();
-  }
   // dq = dS K: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
   __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
     const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_a_operand(ds)),
@@ -486,7 +474,7 @@ class Backward {
     fence_operand(p16_);
     fence_operand(dv_);
     wgmma_fence();
-    start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
     compute_ds(0);
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
@@ -495,14 +483,14 @@ class Backward {
       fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
-      start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
+      cta_.template start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
     } else {
       fence_operand(dp_);
       fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
       start_dp(1);
-      start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
+      cta_.template start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
       wgmma_wait<1>();
       fence_operand(dp_);
       compute_ds(1);
@@ -513,9 +501,9 @@ class Backward {
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
-      start_gradient<2, 2>(dk_, ds16_[0], smem_q(stage_), 2);
+      cta_.template start_gradient<2, 2>(dk_, ds16_[0], smem_q(stage_), 2);
     } else {
-      start_gradient<0, 4>(dk_, ds16_[1], smem_q(stage_), 4);
+      cta_.template start_gradient<0, 4>(dk_, ds16_[1], smem_q(stage_), 4);
     }
     wgmma_wait<1>();
     fence_operand(dq_);

@@ -23,6 +23,7 @@
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/bwd_sm90/shared_storage.h"
 
@@ -215,7 +216,7 @@ struct BackwardCta {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // dS
+  // dS, dk and dv
   // ------------------------------------------------------------------------------------------------------------------
 
   // dS^T = P^T (dP^T - delta), in place of dP^T. p(j) and delta(j) are those of column block j: four elements, and two queries.
@@ -248,6 +249,18 @@ struct BackwardCta {
     for (int n = 0; n < 4; ++n) stmatrix_x4(tile + key * 128 + (((2 * n + (lane >> 4)) ^ (key & 7)) << 4), ds16[n]);
   }
 
+  // Starts (commits) dv += P^T dO or dk += dS^T Q: kCount steps of 16 queries, A fragments from a[kFirstStep] on, rows of the Q or dO tile
+  // from step `from` on.
+  template <int kFirstStep, int kCount, int kRegisters, int kSteps>
+  static __device__ __forceinline__ void start_gradient(float (&gradient)[kRegisters], const uint32_t (&a)[kSteps][4],
+                                                        uint32_t rows, int from) {
+    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      Wgmma<Element, 2 * kRegisters>::rs_mn(gradient, a[kFirstStep + n], advance_descriptor(b, (from + n) * 2048), 1);
+    wgmma_commit();
+  }
+
   // ------------------------------------------------------------------------------------------------------------------
   // Reduction of dq over work tiles
   // ------------------------------------------------------------------------------------------------------------------
@@ -274,7 +287,7 @@ struct BackwardCta {
   // shared memory to dq_sum. The consumers complete `full` when the partial has been stored; this warp arrives at `empty` when
   // TMA has read it.
   //
-  // a_.turn holds one order counter per Q tile and partial:
+  // params.turn holds one order counter per Q tile and partial:
   //
   // | mode | first work tile to come | counter |
   // |---|---|---|

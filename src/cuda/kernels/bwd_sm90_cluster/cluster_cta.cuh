@@ -55,7 +55,6 @@ struct ClusterConfig {
   static constexpr int kQBytes = sizeof(Cluster::q[0]), kDoutBytes = sizeof(Cluster::dout[0]);
   static constexpr int kDsBytes = sizeof(Cluster::ds[0][0]), kStatBytes = sizeof(Cluster::lse[0]);
   static constexpr int kDqPartials = 2, kDqPartialBytes = kTileQ * kHalf * 4;
-  static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(kTileQ == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 &&
                 (kDoutStages & (kDoutStages - 1)) == 0);
 };
@@ -65,9 +64,9 @@ template <class OneTile>
 struct PersistentClusterConfig : OneTile {
   using Storage = PersistentClusterStorage<typename OneTile::Cluster>;
   static constexpr bool kPersistent = true, kLaneFromShuffle = true;
-  static constexpr int kSharedBytes = sizeof(Storage);
 };
 
+// One CTA of a backward cluster.
 template <class C>
 struct ClusterCta {
   using Element = typename C::Element;
@@ -377,11 +376,7 @@ struct ClusterCta {
   template <int kCount>
   __device__ __forceinline__ void start_gradient(float (&gradient)[kCount], const uint32_t (&a)[C::kTileQ / 16][4],
                                                  uint32_t rows) const {
-    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
-#pragma unroll
-    for (int n = 0; n < C::kTileQ / 16; ++n)
-      Wgmma<Element, 2 * kCount>::rs_mn(gradient, a[n], advance_descriptor(b, n * 2048), 1);
-    wgmma_commit();
+    cta.template start_gradient<0, C::kTileQ / 16>(gradient, a, rows, 0);
   }
   // dq = dS K over the keys of both CTAs, for part `part` of the columns.
   __device__ __forceinline__ void start_dq(Dq &dq, int ds_stage, int part) const {

@@ -11,6 +11,7 @@
 
 namespace fa::cuda::sm90 {
 
+// One CTA of a backward cluster in which P goes through shared memory.
 template <class C>
 struct PExchange {
   using Dq = typename ClusterCta<C>::Dq;
