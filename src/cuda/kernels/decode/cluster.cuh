@@ -18,22 +18,22 @@ class ClusterDecode : private Decode<C> {
   using Base = Decode<C>;
 
   __device__ __forceinline__ ClusterDecode(const Params &params, char *shared)
-      : Base(params, shared), blocks_(cluster_size()), rank_(cluster_cta_rank()) {}
+      : Base(params, shared), num_ctas_(cluster_size()), cta_rank_(cluster_cta_rank()) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      mbarrier_init(this->shared_landed(), 1);
+      mbarrier_init(this->dsmem_barrier(), 1);
       mbarrier_init_fence();
     }
     cluster_arrive_relaxed();
     if (!this->lengths_known()) pdl_wait();
-    set_share();
-    this->expect_pages();
+    set_cta_share();
+    this->prefetch_pages();
     cluster_wait();  // all have their barriers
     pdl_wait();
-    this->walk([] {});
-    gather();
-    finish();
+    this->mainloop([] {});
+    exchange_partials();
+    combine_and_store();
   }
 
  private:
@@ -44,76 +44,76 @@ class ClusterDecode : private Decode<C> {
   using Base::piece_;
   using Base::rows_;
 
-  __device__ __forceinline__ void set_share() {
+  __device__ __forceinline__ void set_cta_share() {
     const int items = static_cast<int>(p_.heads_k) * a_.row_blocks, item = cluster_id();
     Piece piece{};
     piece.batch = item / items;
     piece.head = item - piece.batch * items;
-    this->set_piece(piece);
+    this->set_work_unit(piece);
     const int first = keys_.begin / C::kStep, steps = keys_.empty() ? 0 : (keys_.end + C::kStep - 1) / C::kStep - first;
-    const int begin = steps * rank_ / blocks_, end = steps * (rank_ + 1) / blocks_;
+    const int begin = steps * cta_rank_ / num_ctas_, end = steps * (cta_rank_ + 1) / num_ctas_;
     piece_.first_step = uniform(first + begin);
     piece_.steps = uniform(end - begin);
   }
 
   // Vectors of rows are numbered through all rows; each block sums as many of them, those of the last rows perhaps none.
-  __device__ __forceinline__ int each() const { return static_cast<int>(a_.landing.value); }
-  __device__ __forceinline__ int mine() const { return max(min(rows_ * kVectors - rank_ * each(), each()), 0); }
+  __device__ __forceinline__ int vectors_per_cta() const { return static_cast<int>(a_.landing.value); }
+  __device__ __forceinline__ int own_vectors() const { return max(min(rows_ * kVectors - cta_rank_ * vectors_per_cta(), vectors_per_cta()), 0); }
 
   // What the blocks have of all vectors, to those that sum them. Nobody leaves before all that it is sent has come.
-  __device__ __forceinline__ void gather() {
+  __device__ __forceinline__ void exchange_partials() {
     this->sync_group();  // the ring is read
-    this->leave_out();
+    this->store_partial_out();
     __syncthreads();
-    const uint32_t landed = this->shared_landed();
-    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(landed, mine() * blocks_ * 24);
-    this->each_vector([&](int row, int vector, const float4 &x, float2 sums) {
-      const int n = row * kVectors + vector, owner = a_.landing.quotient(n), at = rank_ * each() + n - owner * each();
-      const uint32_t there = map_to_cta(landed, owner);
-      st_async(map_to_cta(this->shared_landing(at), owner), x, there);
-      st_async(map_to_cta(this->shared_landing_sums(at), owner), sums, there);
+    const uint32_t landed = this->dsmem_barrier();
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(landed, own_vectors() * num_ctas_ * 24);
+    this->for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      const int n = row * kVectors + vector, owner = a_.landing.quotient(n), at = cta_rank_ * vectors_per_cta() + n - owner * vectors_per_cta();
+      const uint32_t remote_barrier = map_to_cta(landed, owner);
+      st_async(map_to_cta(this->dsmem_out(at), owner), x, remote_barrier);
+      st_async(map_to_cta(this->dsmem_stats(at), owner), stats, remote_barrier);
     });
     mbarrier_wait(landed, 0);
   }
 
   // Sums what the blocks have, in the order of their keys, all of it under way at once.
-  __device__ __forceinline__ void finish() const {
+  __device__ __forceinline__ void combine_and_store() const {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < mine(); i += C::kThreads) {
-      float2 sums[kMaxClusterSize];
+    for (int i = static_cast<int>(threadIdx.x); i < own_vectors(); i += C::kThreads) {
+      float2 stats[kMaxClusterSize];
       float4 x[kMaxClusterSize];
 #pragma unroll
       for (int n = 0; n < kMaxClusterSize; ++n) {
-        sums[n] = {-1e30f, 0.f};
+        stats[n] = {-1e30f, 0.f};
         x[n] = {0.f, 0.f, 0.f, 0.f};
-        if (n >= blocks_) continue;
-        sums[n] = ld_shared_float2(this->shared_landing_sums(n * each() + i));
-        x[n] = ld_shared_float4(this->shared_landing(n * each() + i));
+        if (n >= num_ctas_) continue;
+        stats[n] = ld_shared_float2(this->dsmem_stats(n * vectors_per_cta() + i));
+        x[n] = ld_shared_float4(this->dsmem_out(n * vectors_per_cta() + i));
       }
       float4 out{0.f, 0.f, 0.f, 0.f};
       float2 all{-1e30f, 0.f};
-      this->template add_all<kMaxClusterSize>(out, all, x, sums);
-      const int vector = rank_ * each() + i, row = vector / kVectors, column = vector % kVectors;
-      const auto closing = this->close(row, all);
-      if (column == 0) this->store_lse(row, closing.lse);
-      this->store_out(row, column, out, closing.factor);
+      this->template merge_partials<kMaxClusterSize>(out, all, x, stats);
+      const int vector = cta_rank_ * vectors_per_cta() + i, row = vector / kVectors, column = vector % kVectors;
+      const auto final_row = this->finalize(row, all);
+      if (column == 0) this->store_lse(row, final_row.lse);
+      this->store_out(row, column, out, final_row.factor);
     }
-    if (rank_ == 0) this->store_unused_rows();
+    if (cta_rank_ == 0) this->store_unused_rows();
   }
 
-  const int blocks_, rank_;
+  const int num_ctas_, cta_rank_;
 };
 
 // Every block of threads waits for the launch before this one: what is chained to this launch waits for both.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtas) decode(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];
     if (params.allow_early_dependents) pdl_launch_dependents();
     // Sums come last, behind barriers; the barrier of a cluster, at the very end, comes at once.
-    static_assert(C::kSumsBytes >= 128);
-    warm_up(params, smem_address(shared) + C::kQBytes + C::kRingsBytes);
+    static_assert(C::kRowStatsBytes >= 128);
+    prefetch_params(params, smem_address(shared) + C::kQBytes + C::kPipelinesBytes);
     if constexpr (C::kClustered) {
       ClusterDecode<C>(params, shared).run();
     } else {

@@ -28,65 +28,65 @@ __device__ __forceinline__ float2 load_now(const float2 *src) {
 }
 
 template <class C>
-class Sums : protected Results<C> {
+class Combine : protected Epilogue<C> {
  public:
-  using Base = Results<C>;
+  using Base = Epilogue<C>;
   using Base::Base;
 
   struct Shared {
     float4 x[kCombineWarps][32];
-    float2 sums[kCombineWarps][32];
+    float2 stats[kCombineWarps][32];
     uint32_t parameters[32];  // for warm_up()
   };
 
   __device__ __forceinline__ void run(Shared &shared) {
-    const int block = static_cast<int>(blockIdx.x) / a_.split_tiles, blocks = static_cast<int>(gridDim.x) / a_.split_tiles,
+    const int cta = static_cast<int>(blockIdx.x) / a_.split_tiles, num_ctas = static_cast<int>(gridDim.x) / a_.split_tiles,
               number = static_cast<int>(blockIdx.x) % a_.split_tiles;
-    const bool known = this->lengths_known();
-    if (!known) pdl_wait();
-    const Cut cut = known ? find(number) : noted(number);
+    const bool lengths_known = this->lengths_known();
+    if (!lengths_known) pdl_wait();
+    const Cut cut = lengths_known ? find_split_tile(number) : load_split_tile(number);
     if (cut.parts == 1) {
       pdl_wait();  // in any case: what comes next waits for this launch alone
       return;
     }
-    this->set_rows(cut);
+    this->set_split_tile(cut);
     const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = rows_ * kVectors;
-    const bool alone = cut.parts <= kAtOnce;  // not by the size of the launch, for the order of a sum shall not depend on that
-    const int slice = alone ? block * kCombineWarps + warp : block, slices = alone ? blocks * kCombineWarps : blocks,
-              begin = alone ? 0 : cut.parts * warp / kCombineWarps,
-              end = alone ? cut.parts : cut.parts * (warp + 1) / kCombineWarps;
-    first_slot_ = Work<C>::slot(a_, cut.first_range, true);
-    next_slot_ = Work<C>::slot(a_, cut.first_range + 1, false);
-    slot_step_ = Work<C>::slot(a_, cut.first_range + 2, false) - next_slot_;
+    const bool one_warp_per_slice = cut.parts <= kPartialsInFlight;  // not by the size of the launch, for the order of a sum shall not depend on that
+    const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta, slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
+              begin = one_warp_per_slice ? 0 : cut.parts * warp / kCombineWarps,
+              end = one_warp_per_slice ? cut.parts : cut.parts * (warp + 1) / kCombineWarps;
+    first_slot_ = Work<C>::slot(a_, cut.first_partition, true);
+    next_slot_ = Work<C>::slot(a_, cut.first_partition + 1, false);
+    slot_step_ = Work<C>::slot(a_, cut.first_partition + 2, false) - next_slot_;
     Vector v = vector(slice * 32 + lane_);
     asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));  // not behind the wait
     pdl_wait();
     for (int at = slice * 32 + lane_; at - lane_ < vectors; v = vector(at)) {
       float4 x{0.f, 0.f, 0.f, 0.f};
-      float2 sums{-1e30f, 0.f};
-      if (at < vectors) add_parts(v, begin, end, x, sums);
-      if (!alone) {
+      float2 stats{-1e30f, 0.f};
+      if (at < vectors) merge_range(v, begin, end, x, stats);
+      if (!one_warp_per_slice) {
         shared.x[warp][lane_] = x;
-        shared.sums[warp][lane_] = sums;
+        shared.stats[warp][lane_] = stats;
         __syncthreads();
-        float4 its[kCombineWarps];
-        float2 its_sums[kCombineWarps];
+        float4 partial[kCombineWarps];
+        float2 partial_stats_of[kCombineWarps];
 #pragma unroll
         for (int n = 0; n < kCombineWarps; ++n) {
-          its[n] = shared.x[n][lane_];
-          its_sums[n] = shared.sums[n][lane_];
+          partial[n] = shared.x[n][lane_];
+          partial_stats_of[n] = shared.stats[n][lane_];
         }
         x = {0.f, 0.f, 0.f, 0.f};
-        sums = {-1e30f, 0.f};
-        this->template add_all<kCombineWarps>(x, sums, its, its_sums);
+        stats = {-1e30f, 0.f};
+        this->template merge_partials<kCombineWarps>(x, stats, partial, partial_stats_of);
       }
-      if (at < vectors && (alone || warp == 0)) {
-        const auto closing = this->close(at / kVectors, sums);
-        if (v.lse != nullptr) *v.lse = closing.lse;
-        this->store_out(v.out, at % kVectors, x, closing.factor);
+      if (at < vectors && (one_warp_per_slice || warp == 0)) {
+        const auto final_row = this->finalize(at / kVectors, stats);
+        if (v.lse != nullptr) *v.lse = final_row.lse;
+        this->store_out(v.out, at % kVectors, x, final_row.factor);
       }
       at += slices * 32;
-      if (!alone && at - lane_ < vectors) __syncthreads();  // the ones before are read
+      if (!one_warp_per_slice && at - lane_ < vectors) __syncthreads();  // the ones before are read
     }
   }
 
@@ -98,20 +98,20 @@ class Sums : protected Results<C> {
   using Base::piece_;
   using Base::rows_;
   using typename Base::Element;
-  static constexpr int kAtOnce = 6;
+  static constexpr int kPartialsInFlight = 6;
 
   // By the cut's own arithmetic, ahead of the wait for the kernel that cuts.
-  __device__ __forceinline__ Cut find(int number) {
+  __device__ __forceinline__ Cut find_split_tile(int number) {
     Cut cut{};
     cut.parts = 1;
     Work<C> work(a_);
     const int n = number >> work.coscheduled_log2();
     if (a_.split_tiles_by_partition && n >= work.ranges()) return cut;
     const int unit = a_.split_tiles_by_partition ? work.range_begin(n + 1) - 1 : work.item_begin(n);
-    this->set_piece(work.at(unit, unit + 1));
-    cut.first_range = work.range_of(piece_.begin);
-    if (a_.split_tiles_by_partition && cut.first_range != n) return cut;
-    cut.parts = work.range_of(piece_.end - 1) - cut.first_range + 1;
+    this->set_work_unit(work.at(unit, unit + 1));
+    cut.first_partition = work.range_of(piece_.begin);
+    if (a_.split_tiles_by_partition && cut.first_partition != n) return cut;
+    cut.parts = work.range_of(piece_.end - 1) - cut.first_partition + 1;
     cut.q_start = this->q_start_;
     cut.batch = piece_.batch;
     cut.head = this->head();
@@ -120,7 +120,7 @@ class Sums : protected Results<C> {
     return cut;
   }
   // ... as that has left it.
-  __device__ __forceinline__ Cut noted(int number) const {
+  __device__ __forceinline__ Cut load_split_tile(int number) const {
     static_assert(sizeof(Cut) == 2 * sizeof(float4));
     const auto *from = reinterpret_cast<const float4 *>(a_.split_tile_infos + number);
     const float4 halves[2] = {load_now(from), load_now(from + 1)};
@@ -143,21 +143,21 @@ class Sums : protected Results<C> {
   }
 
   // A vector of parts [begin, end), all at once as far as registers go.
-  __device__ __forceinline__ void add_parts(const Vector &v, int begin, int end, float4 &x, float2 &sums) const {
+  __device__ __forceinline__ void merge_range(const Vector &v, int begin, int end, float4 &x, float2 &stats) const {
 #pragma unroll 1
-    for (int first = begin; first < end; first += kAtOnce) {
-      float4 its[kAtOnce];
-      float2 its_sums[kAtOnce];
+    for (int first = begin; first < end; first += kPartialsInFlight) {
+      float4 partial[kPartialsInFlight];
+      float2 partial_stats_of[kPartialsInFlight];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int part = first + n, slot = part == 0 ? first_slot_ : next_slot_ + (part - 1) * slot_step_;
-        its[n] = {0.f, 0.f, 0.f, 0.f};
-        its_sums[n] = {-1e30f, 0.f};
-        if (part >= end) continue;
-        its_sums[n] = load_now(v.partial_stats + slot * C::kRows);
-        its[n] = load_now(v.partial_out + int64_t{slot} * (C::kRows * kVectors));
+      for (int n = 0; n < kPartialsInFlight; ++n) {
+        const int partial_index = first + n, slot = partial_index == 0 ? first_slot_ : next_slot_ + (partial_index - 1) * slot_step_;
+        partial[n] = {0.f, 0.f, 0.f, 0.f};
+        partial_stats_of[n] = {-1e30f, 0.f};
+        if (partial_index >= end) continue;
+        partial_stats_of[n] = load_now(v.partial_stats + slot * C::kRows);
+        partial[n] = load_now(v.partial_out + int64_t{slot} * (C::kRows * kVectors));
       }
-      this->template add_all<kAtOnce>(x, sums, its, its_sums);
+      this->template merge_partials<kPartialsInFlight>(x, stats, partial, partial_stats_of);
     }
   }
 
@@ -168,12 +168,12 @@ template <class C>
 __global__ void __launch_bounds__(kCombineThreads, kCombineMinCtas) combine_partials(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
-    __shared__ typename Sums<C>::Shared shared;
+    __shared__ typename Combine<C>::Shared shared;
     // Where several blocks of the next launch stand on a multiprocessor, these, in between, would leave no room for the last one; a large
     // launch then comes in two waves.
-    if (C::kMinBlocks == 1 || !params.split_tiles_by_partition) pdl_launch_dependents();
-    warm_up(params, smem_address(shared.parameters));
-    Sums<C>(params, nullptr).run(shared);
+    if (C::kMinCtas == 1 || !params.split_tiles_by_partition) pdl_launch_dependents();
+    prefetch_params(params, smem_address(shared.parameters));
+    Combine<C>(params, nullptr).run(shared);
   }
 #endif
 }

@@ -23,27 +23,27 @@ namespace fa::cuda::decode {
 
 // Whether a launch may start while the one before it still runs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kStartsEarly = true;
+constexpr bool kHasPdl = true;
 #else
-constexpr bool kStartsEarly = false;
+constexpr bool kHasPdl = false;
 #endif
 
 template <class C>
-class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsByKeys<C>> {
+class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, OrientationQk<C>> {
  public:
-  using Base = std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsByKeys<C>>;
+  using Base = std::conditional_t<C::kRows == 8, OrientationKq<C>, OrientationQk<C>>;
   using Base::Base;
   using typename Base::Element;
-  using typename Base::TheWork;
+  using typename Base::Scheduler;
 
   __device__ __forceinline__ void run() {
     if (!lengths_known()) pdl_wait();
-    TheWork work(a_);
+    Scheduler work(a_);
     const auto blocks = [&] { return static_cast<int>(gridDim.x >> work.coscheduled_log2()); };
     int range = static_cast<int>(blockIdx.x >> work.coscheduled_log2());
     if (range >= work.ranges()) {
       pdl_wait();
-      if (threadIdx.x == 0) work.note_none();
+      if (threadIdx.x == 0) work.publish_no_tile();
     }
 #pragma unroll 1
     for (; range < work.ranges(); range += blocks()) {
@@ -53,11 +53,11 @@ class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsBy
         const int begin = work.range_begin(range), end = work.range_begin(range + 1);
         const Piece piece = work.at(unit < 0 ? begin : unit, end);
         const bool ends = piece.last == end;
-        set_piece(piece);
-        if (kStartsEarly && unit < 0 && range < blocks() && lengths_known()) this->expect_keys();
+        set_work_unit(piece);
+        if (kHasPdl && unit < 0 && range < blocks() && lengths_known()) this->prefetch_kv();
         pdl_wait();
-        walk([&] { this->note_cut(work, range, ends); });
-        finish(work, range);
+        mainloop([&] { this->publish_split_tile(work, range, ends); });
+        epilogue(work, range);
         if (ends && range + blocks() >= work.ranges()) return;
         unit = piece_.last;
         __syncthreads();  // shared memory is free again
@@ -69,15 +69,15 @@ class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsBy
 
  protected:
   using Base::a_;
-  using Base::fetch;
-  using Base::fetch_q;
+  using Base::load_kv;
+  using Base::load_q;
   using Base::first_key;
   using Base::lengths_known;
   using Base::p_;
   using Base::piece_;
-  using Base::place_in;
+  using Base::locate_key;
   using Base::q_start_;
-  using Base::set_piece;
+  using Base::set_work_unit;
   using Base::sync_group;
   using Base::warp_visible_;
 
@@ -87,31 +87,31 @@ class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsBy
 
   // `meanwhile` is called when keys have been asked for.
   template <typename Meanwhile>
-  __device__ __forceinline__ void walk(Meanwhile meanwhile) {
+  __device__ __forceinline__ void mainloop(Meanwhile after_first_loads) {
     // Pages are asked for two turns ahead.
-    Place place = place_in(0), next = place_in(1);
-    fetch_q();
-    this->start();
+    KvLocation location = locate_key(0), next = locate_key(1);
+    load_q();
+    this->init_accumulators();
     // The first turns only fetch.
-    int free = 0;  // the slot of the ring that a turn fills; the one behind it is read
+    int next_stage = 0;  // the slot of the ring that a turn fills; the one behind it is read
 #pragma unroll 1
     for (int step = 1 - C::kStages; step < piece_.steps; ++step) {
       if (step >= 0) {
-        if (step == 0) meanwhile();
+        if (step == 0) after_first_loads();
         cp_async_wait<C::kStages - 2>();
         if (step == 0) {
           __syncthreads();  // the step is here, and Q
-          this->take_queries();
+          this->load_q_fragments();
         } else {
           sync_group();  // the step is here, and nobody reads the slot of the one before any more
         }
       }
-      fetch(free, step + C::kStages - 1, place);
-      free = free == C::kStages - 1 ? 0 : free + 1;
-      place = next;
-      next = place_in(step + C::kStages + 1);
+      load_kv(next_stage, step + C::kStages - 1, location);
+      next_stage = next_stage == C::kStages - 1 ? 0 : next_stage + 1;
+      location = next;
+      next = locate_key(step + C::kStages + 1);
       const int key0 = first_key(step);
-      if (step >= 0 && key0 < warp_visible_.end && key0 + C::kKeys > warp_visible_.begin) this->attend(free, key0);
+      if (step >= 0 && key0 < warp_visible_.end && key0 + C::kKvTile > warp_visible_.begin) this->process_kv_tile(next_stage, key0);
     }
   }
 
@@ -119,12 +119,12 @@ class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsBy
   // Its end
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void finish(const TheWork &work, int range) {
+  __device__ __forceinline__ void epilogue(const Scheduler &work, int range) {
     sync_group();  // the ring is read
-    this->leave_out();
+    this->store_partial_out();
     __syncthreads();
     if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;  // not kept through the walk
-    this->hand_over(work, range);
+    this->store_results(work, range);
   }
 };
 

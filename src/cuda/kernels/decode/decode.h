@@ -19,7 +19,7 @@ struct alignas(16) Cut {
   int64_t q_start;  // of the sequence, as Sequence
   int32_t batch, head;
   int32_t first_row, rows;     // first_row counts in the sequence
-  int32_t first_range, parts;  // one part: it is not cut
+  int32_t first_partition, parts;  // one part: it is not cut
 };
 static_assert(sizeof(Cut) == kSplitTileBytes);
 

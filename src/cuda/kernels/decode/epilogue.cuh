@@ -10,12 +10,12 @@
 namespace fa::cuda::decode {
 
 template <class C>
-class Results : protected Block<C> {
+class Epilogue : protected Cta<C> {
  public:
-  using Base = Block<C>;
+  using Base = Cta<C>;
   using typename Base::Element;
   static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
-  using TheWork = Work<C, true>;
+  using Scheduler = Work<C, true>;
 
   using Base::Base;
 
@@ -27,57 +27,57 @@ class Results : protected Block<C> {
   using Base::piece_;
   using Base::q_start_;
   using Base::rows_;
-  using Base::shared_out;
-  using Base::shared_sums;
+  using Base::smem_out;
+  using Base::smem_row_stats;
   using Base::token_of;
 
   // The piece's out, maxima and sums are in shared memory.
-  __device__ __forceinline__ void hand_over(const TheWork &work, int range) const {
+  __device__ __forceinline__ void store_results(const Scheduler &work, int range) const {
     if (piece_.whole()) {
-      store_whole();
+      store_final();
     } else {
-      store_part(TheWork::slot(a_, range, piece_.first == piece_.begin));
+      store_partials(Scheduler::slot(a_, range, piece_.first == piece_.begin));
     }
     if (piece_.first == piece_.begin) store_unused_rows();
   }
 
-  __device__ __forceinline__ void note_cut(const TheWork &work, int range, bool ends) const {
-    if (threadIdx.x > 0 || !work.is_noted(piece_, ends)) return;
+  __device__ __forceinline__ void publish_split_tile(const Scheduler &work, int range, bool ends) const {
+    if (threadIdx.x > 0 || !work.publishes_tile(piece_, ends)) return;
     Cut cut{};
     cut.q_start = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
     cut.head = this->head();
     cut.first_row = this->first_row();
     cut.rows = rows_;
-    work.note(cut, piece_, range);
+    work.publish_tile(cut, piece_, range);
   }
 
   // f(row, vector, x, sums): four columns of a row, over all groups of warps, and the row's maximum and sum.
   template <typename F>
-  __device__ __forceinline__ void each_vector(F f) const {
-    const int count = rows_ * kVectors;
+  __device__ __forceinline__ void for_each_out_vector(F f) const {
+    const int num_vectors = rows_ * kVectors;
 #pragma unroll(C::kD > 128 ? 1 : 2)
-    for (int n = opaque(threadIdx.x); n < count; n += C::kThreads) {
+    for (int n = opaque(threadIdx.x); n < num_vectors; n += C::kThreads) {
       const int row = n / kVectors, vector = n % kVectors;
-      float2 sums[C::kKeyWarps];
-      float top = -1e30f;
+      float2 stats[C::kKvGroups];
+      float row_max = -1e30f;
 #pragma unroll
-      for (int w = 0; w < C::kKeyWarps; ++w) {
-        sums[w] = ld_shared_float2(shared_sums(w, row));
-        top = fmaxf(top, sums[w].x);
+      for (int w = 0; w < C::kKvGroups; ++w) {
+        stats[w] = ld_shared_float2(smem_row_stats(w, row));
+        row_max = fmaxf(row_max, stats[w].x);
       }
       float sum = 0.f;
       float4 x{0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int w = 0; w < C::kKeyWarps; ++w) {
-        const float factor = exp2_approx(sums[w].x - top);
-        sum = fmaf(sums[w].y, factor, sum);
-        add(x, factor, ld_shared_float4(shared_out(w, row, vector / 2) + vector % 2 * 16));
+      for (int w = 0; w < C::kKvGroups; ++w) {
+        const float factor = exp2_approx(stats[w].x - row_max);
+        sum = fmaf(stats[w].y, factor, sum);
+        add_scaled(x, factor, ld_shared_float4(smem_out(w, row, vector / 2) + vector % 2 * 16));
       }
-      f(row, vector, x, float2{top, sum});
+      f(row, vector, x, float2{row_max, sum});
     }
   }
 
-  static __device__ __forceinline__ void add(float4 &x, float factor, const float4 &y) {
+  static __device__ __forceinline__ void add_scaled(float4 &x, float factor, const float4 &y) {
     x.x = fmaf(factor, y.x, x.x);
     x.y = fmaf(factor, y.y, x.y);
     x.z = fmaf(factor, y.z, x.z);
@@ -86,43 +86,43 @@ class Results : protected Block<C> {
 
   // Adds kCount of them to x, whose maximum and sum are `sums`, in their order.
   template <int kCount>
-  static __device__ __forceinline__ void add_all(float4 &x, float2 &sums, const float4 (&its)[kCount],
-                                                 const float2 (&its_sums)[kCount]) {
-    float top = sums.x;
+  static __device__ __forceinline__ void merge_partials(float4 &x, float2 &stats, const float4 (&partial)[kCount],
+                                                 const float2 (&partial_stats_of)[kCount]) {
+    float row_max = stats.x;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) top = fmaxf(top, its_sums[n].x);
-    const float before = exp2_approx(sums.x - top);
-    x = {x.x * before, x.y * before, x.z * before, x.w * before};
-    sums = {top, sums.y * before};
+    for (int n = 0; n < kCount; ++n) row_max = fmaxf(row_max, partial_stats_of[n].x);
+    const float scale_before = exp2_approx(stats.x - row_max);
+    x = {x.x * scale_before, x.y * scale_before, x.z * scale_before, x.w * scale_before};
+    stats = {row_max, stats.y * scale_before};
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const float weight = exp2_approx(its_sums[n].x - top);
-      sums.y = fmaf(weight, its_sums[n].y, sums.y);
-      add(x, weight, its[n]);
+      const float scale = exp2_approx(partial_stats_of[n].x - row_max);
+      stats.y = fmaf(scale, partial_stats_of[n].y, stats.y);
+      add_scaled(x, scale, partial[n]);
     }
   }
 
   // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
-  struct Closing {
+  struct FinalRow {
     float factor, lse;
   };
-  __device__ __forceinline__ Closing close(int row, float2 sums) const {
+  __device__ __forceinline__ FinalRow finalize(int row, float2 stats) const {
     float factor = 1.f;
     if (p_.sink != nullptr) {
-      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, raised = fmaxf(sums.x, sink);
-      factor = exp2_approx(sums.x - raised);
-      sums = {raised, sums.y * factor + exp2_approx(sink - raised)};
+      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, with_sink = fmaxf(stats.x, sink);
+      factor = exp2_approx(stats.x - with_sink);
+      stats = {with_sink, stats.y * factor + exp2_approx(sink - with_sink)};
     }
     // The sum is NaN when a visible score is; then out is NaN too.
-    if (sums.y == 0.f) return {0.f, -CUDART_INF_F};
-    return {factor / sums.y, (sums.x + log2f(sums.y)) * kLn2};
+    if (stats.y == 0.f) return {0.f, -CUDART_INF_F};
+    return {factor / stats.y, (stats.x + log2f(stats.y)) * kLn2};
   }
 
-  __device__ __forceinline__ void store_whole() const {
-    each_vector([&](int row, int vector, const float4 &x, float2 sums) {
-      const Closing closing = close(row, sums);
-      if (vector == 0) store_lse(row, closing.lse);
-      store_out(row, vector, x, closing.factor);
+  __device__ __forceinline__ void store_final() const {
+    for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      const FinalRow final_row = finalize(row, stats);
+      if (vector == 0) store_lse(row, final_row.lse);
+      store_out(row, vector, x, final_row.factor);
     });
   }
 
@@ -162,7 +162,7 @@ class Results : protected Block<C> {
   // Rows of the sequence that are not used: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
     int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(piece_.batch)).slot) * this->group_heads();
-    if constexpr (C::kRowBlocks) end = min(end - this->first_row(), C::kRows);
+    if constexpr (C::kHasRowBlocks) end = min(end - this->first_row(), C::kRows);
     for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);
       const int lane = opaque(lane_);
@@ -183,9 +183,9 @@ class Results : protected Block<C> {
     return a_.partial_stats + int64_t{slot} * C::kRows + row;
   }
 
-  __device__ __forceinline__ void store_part(int slot) const {
-    each_vector([&](int row, int vector, const float4 &x, float2 sums) {
-      if (vector == 0) *partial_stats(slot, row) = sums;
+  __device__ __forceinline__ void store_partials(int slot) const {
+    for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      if (vector == 0) *partial_stats(slot, row) = stats;
       partial_out(slot, row)[vector] = x;
     });
   }

@@ -18,20 +18,20 @@
 namespace fa::cuda::decode {
 
 // The factor of all keys or values of a head; 1 if each has its own.
-__device__ __forceinline__ float only_factor(const Descale &d, int batch, int head) {
+__device__ __forceinline__ float head_descale(const Descale &d, int batch, int head) {
   const Operand &f = d.factors;
   if (f.data == nullptr || d.per_row) return 1.f;
   return static_cast<const float *>(f.data)[batch * f.batch_stride + head * f.head_stride];
 }
 
 // Four bytes as two pairs of fp16.
-struct Pairs {
+struct HalfPairs {
   uint32_t first, second;
 };
 
 // Bytes kA and kB of x.
 template <Format kFormat, int kA, int kB>
-__device__ __forceinline__ uint32_t widen_two(uint32_t x) {
+__device__ __forceinline__ uint32_t widen_byte_pair(uint32_t x) {
   if constexpr (kFormat == Format::i8) {
     // Below the bits of 1024, 128 more than the number; x comes with its top bits turned.
     const uint32_t bits = __byte_perm(x, 0x64646464u, kA | 0x40 | kB << 8 | 0x4000);
@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t widen_two(uint32_t x) {
 
 #if __CUDA_ARCH__ >= 890
 // The two e4m3 of each half of x.
-__device__ __forceinline__ Pairs widen_e4m3(uint32_t x) {
-  Pairs y;
+__device__ __forceinline__ HalfPairs widen_e4m3(uint32_t x) {
+  HalfPairs y;
   asm("{\n.reg .b16 low, high;\n"
       "mov.b32 {low, high}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, low;\n"
@@ -63,46 +63,46 @@ __device__ __forceinline__ Pairs widen_e4m3(uint32_t x) {
 #endif
 
 template <Format kFormat>
-__device__ __forceinline__ uint32_t prepared(uint32_t x) {
+__device__ __forceinline__ uint32_t flip_i8_sign(uint32_t x) {
   return kFormat == Format::i8 ? x ^ 0x80808080u : x;
 }
 
 // Bytes 0, 1 and 2, 3.
 template <Format kFormat>
-__device__ __forceinline__ Pairs widen_neighbours(uint32_t x) {
+__device__ __forceinline__ HalfPairs widen_adjacent(uint32_t x) {
 #if __CUDA_ARCH__ >= 890
   if constexpr (kFormat == Format::e4m3) return widen_e4m3(x);
 #endif
-  const uint32_t y = prepared<kFormat>(x);
-  return {widen_two<kFormat, 0, 1>(y), widen_two<kFormat, 2, 3>(y)};
+  const uint32_t y = flip_i8_sign<kFormat>(x);
+  return {widen_byte_pair<kFormat, 0, 1>(y), widen_byte_pair<kFormat, 2, 3>(y)};
 }
 
 // Bytes 0, 2 and 1, 3.
 template <Format kFormat>
-__device__ __forceinline__ Pairs widen_alternate(uint32_t x) {
+__device__ __forceinline__ HalfPairs widen_even_odd(uint32_t x) {
 #if __CUDA_ARCH__ >= 890
   if constexpr (kFormat == Format::e4m3) return widen_e4m3(__byte_perm(x, 0, 0x3120));
 #endif
-  const uint32_t y = prepared<kFormat>(x);
-  return {widen_two<kFormat, 0, 2>(y), widen_two<kFormat, 1, 3>(y)};
+  const uint32_t y = flip_i8_sign<kFormat>(x);
+  return {widen_byte_pair<kFormat, 0, 2>(y), widen_byte_pair<kFormat, 1, 3>(y)};
 }
 
 // bf16 in fp16: a row is multiplied by a power of two of its own, so that its largest finite number is near the top of fp16. From the
 // larger ones of the exponents' bits of all its numbers, in place, as top_exponent finds them two at a time.
-__device__ __forceinline__ uint32_t top_exponent(uint32_t top, uint32_t pair) {
+__device__ __forceinline__ uint32_t max_exponent(uint32_t top, uint32_t pair) {
   constexpr uint32_t kInf = 0x7F80;
   const uint32_t low = pair & kInf, high = pair >> 16 & kInf;
   if (low != kInf) top = max(top, low);
   if (high != kInf) top = max(top, high);
   return top;
 }
-struct Raising {
-  float factor, undone;
+struct Bf16ToFp16 {
+  float factor, inverse;
 
-  __device__ __forceinline__ explicit Raising(uint32_t top) {
+  __device__ __forceinline__ explicit Bf16ToFp16(uint32_t top) {
     const uint32_t exponent = max(top >> 7, 15u);
     factor = __uint_as_float((268 - exponent) << 23);  // to 2^14
-    undone = __uint_as_float((exponent - 14) << 23);
+    inverse = __uint_as_float((exponent - 14) << 23);
   }
   __device__ __forceinline__ uint32_t of(uint32_t pair) const {
     return pack2<__half>(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xFFFF0000u) * factor);
@@ -112,7 +112,7 @@ struct Raising {
 // Makes of a tile of 16-bit queries the left operand of multiply_transposed_bytes: fp16, the pairs of each 16 columns in the order 0 2 4 6
 // 1 3 5 7. scales[row] is what makes up for raising bf16, times key_factor.
 template <int kRows, int kD, int kThreads>
-__device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, bool bf16, float key_factor) {
+__device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool bf16, float k_descale) {
   constexpr int kBlocks = kD / 16;
   static_assert(kRows * kBlocks % 32 == 0 && 32 % kBlocks == 0);
 #pragma unroll 1
@@ -125,17 +125,17 @@ __device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, 
     if (bf16) {
       uint32_t top = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) top = top_exponent(top, x[i]);
+      for (int i = 0; i < 8; ++i) top = max_exponent(top, x[i]);
 #pragma unroll
       for (int distance = 1; distance < kBlocks; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
-      const Raising raising(top);
-      scale = raising.undone;
+      const Bf16ToFp16 raising(top);
+      scale = raising.inverse;
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = raising.of(x[i]);
     }
     st_shared_16(first, x[0], x[2], x[4], x[6]);
     st_shared_16(second, x[1], x[3], x[5], x[7]);
-    if (block == 0) st_shared_float(scales + row * 4, scale * key_factor);
+    if (block == 0) st_shared_float(scales + row * 4, scale * k_descale);
   }
 }
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void mma_nt_8bit(Accumulator<kMt, kNt> &acc, uint32_t
     if (half == 0 && step + 1 < kSteps) load_b(step + 1);
 #pragma unroll
     for (int j = 0; j < kNt; ++j) {
-      const Pairs k = widen_neighbours<kFormat>(bf[step & 1][j / 2][j % 2 * 2 + half]);
+      const HalfPairs k = widen_adjacent<kFormat>(bf[step & 1][j / 2][j % 2 * 2 + half]);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) mma_16816<__half>(acc[i][j], af[n & 1][i], k.first, k.second);
     }
@@ -190,7 +190,7 @@ __device__ __forceinline__ void mma_rs_8bit(Accumulator<kMt, kNt> &acc, const PF
     const int k = n / kColumnSteps, d = n % kColumnSteps * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Pairs low = widen_alternate<kFormat>(tf[n & 1][2 * half]), high = widen_alternate<kFormat>(tf[n & 1][2 * half + 1]);
+      const HalfPairs low = widen_even_odd<kFormat>(tf[n & 1][2 * half]), high = widen_even_odd<kFormat>(tf[n & 1][2 * half + 1]);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) {
         mma_16816<__half>(acc[i][d + 2 * half], w[i][k], low.first, high.first);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc,
       }
 #pragma unroll
     for (int c = 0; c < kNt / 2; ++c) {
-      const Pairs v = widen_alternate<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));
+      const HalfPairs v = widen_even_odd<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
@@ -240,19 +240,19 @@ __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc,
 
 // What values may be multiplied by, each of its own or all of a head by one. Near: to each other, as top_factor() finds, so that weights are
 // multiples of exponentials.
-enum class Factors { none, near, any };
+enum class DescaleMode { none, similar, per_key };
 
 // The bits of the largest magnitude of a tile's factors if the others, except zeros, are at least about a sixteenth of it; else 0. A power of
 // two above all of them is then good enough for a unit. Rows have no part in it.
-template <int kKeys>
-__device__ __forceinline__ uint32_t top_factor(uint32_t factors, int lane) {
+template <int kKvTile>
+__device__ __forceinline__ uint32_t similar_descale_max(uint32_t factors, int lane) {
   constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
-  const uint32_t bits = ld_shared_4(factors + lane % kKeys * 4) & 0x7FFFFFFFu;
+  const uint32_t bits = ld_shared_4(factors + lane % kKvTile * 4) & 0x7FFFFFFFu;
   const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
   return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
 }
 // The exponent of a power of two above it.
-__device__ __forceinline__ float power_above(uint32_t top) { return static_cast<float>(static_cast<int>(top >> 23) - 126); }
+__device__ __forceinline__ float exponent_above(uint32_t top) { return static_cast<float>(static_cast<int>(top >> 23) - 126); }
 
 // Whether this lane's share of a tile that its warp has waited for holds NaN. int8 has none.
 template <Format kFormat, int kBytes>

@@ -14,13 +14,13 @@
 namespace fa::cuda::decode {
 
 template <class C>
-class RowsByKeys : protected Results<C> {
+class OrientationQk : protected Epilogue<C> {
  public:
-  using Base = Results<C>;
+  using Base = Epilogue<C>;
   using typename Base::Element;
-  static constexpr int kMt = C::kWarpRows / 16, kNt = C::kKeys / 8, kDt = C::kD / 8, kPSteps = C::kKeys / 16;
+  static constexpr int kMt = C::kWarpRows / 16, kNt = C::kKvTile / 8, kDt = C::kD / 8, kPSteps = C::kKvTile / 16;
   // Factors near to each other have a way of their own, for which more rows a warp have no registers.
-  static constexpr bool kNear = kMt == 1;
+  static constexpr bool kHasSimilarMode = kMt == 1;
 
   using Base::Base;
 
@@ -29,31 +29,31 @@ class RowsByKeys : protected Results<C> {
   using Base::diagonal;
   using Base::exponent_scale;
   using Base::head_of;
-  using Base::key_warp_;
+  using Base::kv_group_;
   using Base::lane_;
-  using Base::only_factor;
+  using Base::head_descale;
   using Base::p_;
   using Base::piece_;
   using Base::row_of;
   using Base::row_warp_;
   using Base::rows_;
   using Base::seqlen_k_;
-  using Base::shared_;
-  using Base::shared_k;
-  using Base::shared_k_factors;
-  using Base::shared_out;
-  using Base::shared_scales;
-  using Base::shared_sums;
-  using Base::shared_v;
-  using Base::shared_v_factors;
+  using Base::smem_;
+  using Base::smem_k;
+  using Base::smem_k_descale;
+  using Base::smem_out;
+  using Base::smem_row_scale;
+  using Base::smem_row_stats;
+  using Base::smem_v;
+  using Base::smem_v_descale;
   using Base::token_of;
   using Base::tokens_;
   using Base::warp_interior_;
-  using Base::warp_row_;
+  using Base::warp_row0_;
   using Scores = Accumulator<kMt, kNt>;
 
   // Ahead of the first keys, and when Q is there.
-  __device__ __forceinline__ void start() {
+  __device__ __forceinline__ void init_accumulators() {
     clear<kMt, kDt>(out_);
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
@@ -63,72 +63,72 @@ class RowsByKeys : protected Results<C> {
         sum_[i][r] = 0.f;
       }
   }
-  __device__ __forceinline__ void take_queries() {
+  __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_queries<C::kRows, C::kD, C::kThreads>(shared_, shared_scales(), p_.q.dtype == Dtype::bf16,
-                                                    only_factor(a_.k_descale));
-      clear_units();
+      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16,
+                                                    head_descale(a_.k_descale));
+      init_pv_max();
       __syncthreads();
     }
   }
 
-  __device__ __forceinline__ void attend(int slot, int key0) {
+  __device__ __forceinline__ void process_kv_tile(int stage, int key0) {
     if constexpr (C::k8BitKv) {
-      attend_bytes(slot, key0);
+      process_kv_tile_8bit(stage, key0);
       return;
     }
     Scores s;
-    mma_nt<Element, C::kD, kMt, kNt>(s, shared_, row_warp_ * C::kWarpRows, shared_k(slot), 0);
-    apply_terms(s, key0);
-    const bool masked = key0 < warp_interior_.begin || key0 + C::kKeys > warp_interior_.end;
+    mma_nt<Element, C::kD, kMt, kNt>(s, smem_, row_warp_ * C::kWarpRows, smem_k(stage), 0);
+    apply_score_mods(s, key0);
+    const bool masked = key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end;
     if (masked) mask(s, key0);
-    raise_max(s);
+    update_max(s);
     // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero.
     if (masked && tokens_ > 1 &&
-        __any_sync(~0u, loaded_part_has_nonfinite<Element, C::kKeys, C::kD, 32>(shared_v(slot), lane_))) {
-      PFragment<kMt, kPSteps> weights;
+        __any_sync(~0u, loaded_part_has_nonfinite<Element, C::kKvTile, C::kD, 32>(smem_v(stage), lane_))) {
+      PFragment<kMt, kPSteps> p_frag;
 #pragma unroll
       for (int k = 0; k < kPSteps; ++k) {
-        uint32_t w[kMt][4];
-        exponentials(s, k, w);
+        uint32_t p[kMt][4];
+        exponentiate(s, k, p);
 #pragma unroll
         for (int i = 0; i < kMt; ++i)
 #pragma unroll
-          for (int r = 0; r < 4; ++r) weights[i][k][r] = w[i][r];
+          for (int r = 0; r < 4; ++r) p_frag[i][k][r] = p[i][r];
       }
-      mma_rs_nan_safe<Element, C::kPitch, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
+      mma_rs_nan_safe<Element, C::kPitch, kMt, kPSteps, kDt>(out_, p_frag, smem_v(stage));
     } else {
-      mma_rs_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, shared_v(slot), 0,
-                                                            [&](int k, uint32_t(&w)[kMt][4]) { exponentials(s, k, w); });
+      mma_rs_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, smem_v(stage), 0,
+                                                            [&](int k, uint32_t(&p)[kMt][4]) { exponentiate(s, k, p); });
     }
   }
 
-  __device__ __forceinline__ void attend_bytes(int slot, int key0) {
+  __device__ __forceinline__ void process_kv_tile_8bit(int stage, int key0) {
     Scores s;
-    mma_nt_8bit<C::kFormat, C::kD, kMt, kNt>(s, shared_, row_warp_ * C::kWarpRows, shared_k(slot));
-    scale(s, slot);
-    apply_terms(s, key0);
-    const bool masked = key0 < warp_interior_.begin || key0 + C::kKeys > warp_interior_.end;
+    mma_nt_8bit<C::kFormat, C::kD, kMt, kNt>(s, smem_, row_warp_ * C::kWarpRows, smem_k(stage));
+    apply_descales(s, stage);
+    apply_score_mods(s, key0);
+    const bool masked = key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end;
     if (masked) mask(s, key0);
-    raise_max(s);
-    PFragment<kMt, kPSteps> weights;
-    float unit[kMt][2];
+    update_max(s);
+    PFragment<kMt, kPSteps> p_frag;
+    float pv_max[kMt][2];
     if (a_.v_descale.per_row) {
-      const uint32_t top = kNear ? top_factor<C::kKeys>(shared_v_factors(slot), opaque(lane_)) : 0;
-      if (kNear && top != 0) {
-        raise_unit_to(top, unit);
-        weigh<Factors::near>(s, slot, unit, weights);
+      const uint32_t tile_max = kHasSimilarMode ? similar_descale_max<C::kKvTile>(smem_v_descale(stage), opaque(lane_)) : 0;
+      if (kHasSimilarMode && tile_max != 0) {
+        raise_pv_max_to(tile_max, pv_max);
+        exponentiate_descaled<DescaleMode::similar>(s, stage, pv_max, p_frag);
       } else {
-        raise_unit(s, slot, unit);
-        weigh<Factors::any>(s, slot, unit, weights);
+        update_pv_max(s, stage, pv_max);
+        exponentiate_descaled<DescaleMode::per_key>(s, stage, pv_max, p_frag);
       }
     } else {
-      weigh<Factors::none>(s, slot, unit, weights);
+      exponentiate_descaled<DescaleMode::none>(s, stage, pv_max, p_frag);
     }
-    if (masked && tokens_ > 1 && __any_sync(~0u, tile_has_nan<C::kFormat, C::kTileBytes>(shared_v(slot), lane_))) {
-      mma_rs_8bit_nan_safe<C::kFormat, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
+    if (masked && tokens_ > 1 && __any_sync(~0u, tile_has_nan<C::kFormat, C::kTileBytes>(smem_v(stage), lane_))) {
+      mma_rs_8bit_nan_safe<C::kFormat, kMt, kPSteps, kDt>(out_, p_frag, smem_v(stage));
     } else {
-      mma_rs_8bit<C::kFormat, kMt, kPSteps, kDt>(out_, weights, shared_v(slot));
+      mma_rs_8bit<C::kFormat, kMt, kPSteps, kDt>(out_, p_frag, smem_v(stage));
     }
   }
 
@@ -136,14 +136,14 @@ class RowsByKeys : protected Results<C> {
   // Scores
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void apply_terms(Scores &s, int key0) const {
+  __device__ __forceinline__ void apply_score_mods(Scores &s, int key0) const {
     if (p_.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
         for (int j = 0; j < kNt; ++j)
 #pragma unroll
-          for (int r = 0; r < 4; ++r) s[i][j][r] = capped(s[i][j][r], a_.raw);
+          for (int r = 0; r < 4; ++r) s[i][j][r] = apply_softcap(s[i][j][r], a_.raw);
     }
     if (p_.alibi_slopes != nullptr) {
 #pragma unroll
@@ -179,102 +179,102 @@ class RowsByKeys : protected Results<C> {
   }
 
   // Of bytes: S of the queries and keys that they stand for.
-  __device__ __forceinline__ void scale(Scores &s, int slot) const {
+  __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {
     const int lane = opaque(lane_);
     float row_scale[kMt][2];
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        row_scale[i][r] = ld_shared_float(shared_scales() + (warp_row_ + i * 16 + (lane >> 2) + 8 * r) * 4);
+        row_scale[i][r] = ld_shared_float(smem_row_scale() + (warp_row0_ + i * 16 + (lane >> 2) + 8 * r) * 4);
 #pragma unroll
     for (int j = 0; j < kNt; ++j) {
-      float2 factors{1.f, 1.f};
-      if (a_.k_descale.per_row) factors = ld_shared_float2(shared_k_factors(slot) + (8 * j + 2 * (lane & 3)) * 4);
+      float2 descales{1.f, 1.f};
+      if (a_.k_descale.per_row) descales = ld_shared_float2(smem_k_descale(stage) + (8 * j + 2 * (lane & 3)) * 4);
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) s[i][j][r] *= row_scale[i][r >> 1] * (r & 1 ? factors.y : factors.x);
+        for (int r = 0; r < 4; ++r) s[i][j][r] *= row_scale[i][r >> 1] * (r & 1 ? descales.y : descales.x);
     }
   }
 
   // The factors of the values of this lane's keys in tile j of S, and the logarithms of their magnitudes.
-  __device__ __forceinline__ float2 value_factors(int slot, int j) const {
-    return ld_shared_float2(shared_v_factors(slot) + (8 * j + 2 * (opaque(lane_) & 3)) * 4);
+  __device__ __forceinline__ float2 v_descales(int stage, int j) const {
+    return ld_shared_float2(smem_v_descale(stage) + (8 * j + 2 * (opaque(lane_) & 3)) * 4);
   }
-  static __device__ __forceinline__ float2 logarithms(float2 x) { return {__log2f(fabsf(x.x)), __log2f(fabsf(x.y))}; }
+  static __device__ __forceinline__ float2 log2_abs(float2 x) { return {__log2f(fabsf(x.x)), __log2f(fabsf(x.y))}; }
 
   // Of bytes whose values have factors of their own: the unit of out. It is kept where the row's maximum and sum will be in the end.
-  __device__ __forceinline__ uint32_t shared_unit(int i, int r) const {
-    return shared_sums(key_warp_, warp_row_ + i * 16 + (opaque(lane_) >> 2) + 8 * r);
+  __device__ __forceinline__ uint32_t smem_pv_max(int i, int r) const {
+    return smem_row_stats(kv_group_, warp_row0_ + i * 16 + (opaque(lane_) >> 2) + 8 * r);
   }
-  __device__ __forceinline__ void clear_units() const {
+  __device__ __forceinline__ void init_pv_max() const {
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), -1e30f);
+        if ((opaque(lane_) & 3) == 0) st_shared_float(smem_pv_max(i, r), -1e30f);
   }
-  __device__ __forceinline__ void raise_unit_to(uint32_t top, float (&unit)[kMt][2]) {
-    const float power = power_above(top);
-    bool grow = false;
+  __device__ __forceinline__ void raise_pv_max_to(uint32_t tile_max, float (&pv_max)[kMt][2]) {
+    const float exponent = exponent_above(tile_max);
+    bool rescaled = false;
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        unit[i][r] = ld_shared_float(shared_unit(i, r));
-        grow |= !(max_[i][r] + power <= unit[i][r]);
+        pv_max[i][r] = ld_shared_float(smem_pv_max(i, r));
+        rescaled |= !(max_[i][r] + exponent <= pv_max[i][r]);
       }
-    if (!__any_sync(~0u, grow)) return;
+    if (!__any_sync(~0u, rescaled)) return;
     __syncwarp();  // the unit is read
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) raise_row(i, r, max_[i][r] + power, unit);
+      for (int r = 0; r < 2; ++r) raise_pv_max_row(i, r, max_[i][r] + exponent, pv_max);
     __syncwarp();
   }
-  __device__ __forceinline__ void raise_unit(const Scores &s, int slot, float (&unit)[kMt][2]) {
-    float top[kMt][2];
+  __device__ __forceinline__ void update_pv_max(const Scores &s, int stage, float (&pv_max)[kMt][2]) {
+    float tile_max[kMt][2];
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) top[i][0] = top[i][1] = -CUDART_INF_F;
+    for (int i = 0; i < kMt; ++i) tile_max[i][0] = tile_max[i][1] = -CUDART_INF_F;
 #pragma unroll
     for (int j = 0; j < kNt; ++j) {
-      const float2 more = logarithms(value_factors(slot, j));
+      const float2 log2_descale = log2_abs(v_descales(stage, j));
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-          top[i][r >> 1] = fmaxf(top[i][r >> 1], fmaf(s[i][j][r], exponent_scale(), r & 1 ? more.y : more.x));
+          tile_max[i][r >> 1] = fmaxf(tile_max[i][r >> 1], fmaf(s[i][j][r], exponent_scale(), r & 1 ? log2_descale.y : log2_descale.x));
     }
-    bool grow = false;
+    bool rescaled = false;
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        unit[i][r] = ld_shared_float(shared_unit(i, r));
-        grow |= top[i][r] > unit[i][r];
+        pv_max[i][r] = ld_shared_float(smem_pv_max(i, r));
+        rescaled |= tile_max[i][r] > pv_max[i][r];
       }
-    if (!__any_sync(~0u, grow)) return;
+    if (!__any_sync(~0u, rescaled)) return;
     __syncwarp();  // the unit is read
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 1));
-        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 2));
-        raise_row(i, r, top[i][r], unit);
+        tile_max[i][r] = fmaxf(tile_max[i][r], __shfl_xor_sync(~0u, tile_max[i][r], 1));
+        tile_max[i][r] = fmaxf(tile_max[i][r], __shfl_xor_sync(~0u, tile_max[i][r], 2));
+        raise_pv_max_row(i, r, tile_max[i][r], pv_max);
       }
     __syncwarp();
   }
   // A row's unit to at least `to`.
-  __device__ __forceinline__ void raise_row(int i, int r, float to, float (&unit)[kMt][2]) {
-    const float raised = fmaxf(unit[i][r], to), factor = exp2_approx(unit[i][r] - raised);
-    unit[i][r] = raised;
-    if ((opaque(lane_) & 3) == 0) st_shared_float(shared_unit(i, r), raised);
-    multiply_row(i, r, factor);
+  __device__ __forceinline__ void raise_pv_max_row(int i, int r, float to, float (&pv_max)[kMt][2]) {
+    const float new_max = fmaxf(pv_max[i][r], to), factor = exp2_approx(pv_max[i][r] - new_max);
+    pv_max[i][r] = new_max;
+    if ((opaque(lane_) & 3) == 0) st_shared_float(smem_pv_max(i, r), new_max);
+    scale_out_row(i, r, factor);
   }
 
-  __device__ __forceinline__ void multiply_row(int i, int r, float factor) {
+  __device__ __forceinline__ void scale_out_row(int i, int r, float factor) {
 #pragma unroll
     for (int j = 0; j < kDt; ++j) {
       out_[i][j][2 * r] *= factor;
@@ -282,9 +282,9 @@ class RowsByKeys : protected Results<C> {
     }
   }
 
-  __device__ __forceinline__ void raise_max(const Scores &s) {
-    float top[kMt][2];
-    bool grow = false;
+  __device__ __forceinline__ void update_max(const Scores &s) {
+    float tile_max[kMt][2];
+    bool rescaled = false;
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
@@ -292,41 +292,41 @@ class RowsByKeys : protected Results<C> {
         float x = fmaxf(s[i][0][2 * r], s[i][0][2 * r + 1]);
 #pragma unroll
         for (int j = 1; j < kNt; ++j) x = fmaxf(x, fmaxf(s[i][j][2 * r], s[i][j][2 * r + 1]));
-        top[i][r] = x * exponent_scale();
-        grow |= top[i][r] > max_[i][r];
+        tile_max[i][r] = x * exponent_scale();
+        rescaled |= tile_max[i][r] > max_[i][r];
       }
-    if (!__any_sync(~0u, grow)) return;
+    if (!__any_sync(~0u, rescaled)) return;
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 1));
-        top[i][r] = fmaxf(top[i][r], __shfl_xor_sync(~0u, top[i][r], 2));
-        const float raised = fmaxf(max_[i][r], top[i][r]);
-        const float factor = exp2_approx(max_[i][r] - raised);  // 1 for rows that do not grow: their bits stay
-        max_[i][r] = raised;
+        tile_max[i][r] = fmaxf(tile_max[i][r], __shfl_xor_sync(~0u, tile_max[i][r], 1));
+        tile_max[i][r] = fmaxf(tile_max[i][r], __shfl_xor_sync(~0u, tile_max[i][r], 2));
+        const float new_max = fmaxf(max_[i][r], tile_max[i][r]);
+        const float factor = exp2_approx(max_[i][r] - new_max);  // 1 for rows that do not grow: their bits stay
+        max_[i][r] = new_max;
         sum_[i][r] *= factor;
-        if (!C::k8BitKv || !a_.v_descale.per_row) multiply_row(i, r, factor);
+        if (!C::k8BitKv || !a_.v_descale.per_row) scale_out_row(i, r, factor);
       }
   }
 
   // exponentials() of all keys, times the factors of their values, in the unit of out.
-  template <Factors kFactors>
-  __device__ __forceinline__ void weigh(const Scores &s, int slot, const float (&unit)[kMt][2],
-                                        PFragment<kMt, kPSteps> &weights) {
+  template <DescaleMode kDescaleMode>
+  __device__ __forceinline__ void exponentiate_descaled(const Scores &s, int stage, const float (&pv_max)[kMt][2],
+                                        PFragment<kMt, kPSteps> &p_frag) {
     const float c = exponent_scale();
-    float in_unit[kMt][2];
-    if constexpr (kFactors == Factors::near) {
+    float to_pv_max[kMt][2];
+    if constexpr (kDescaleMode == DescaleMode::similar) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) in_unit[i][r] = exp2_approx(max_[i][r] - unit[i][r]);
+        for (int r = 0; r < 2; ++r) to_pv_max[i][r] = exp2_approx(max_[i][r] - pv_max[i][r]);
     }
 #pragma unroll
     for (int j = 0; j < kNt; ++j) {
-      float2 factors{1.f, 1.f}, more{0.f, 0.f};
-      if constexpr (kFactors != Factors::none) factors = value_factors(slot, j);
-      if constexpr (kFactors == Factors::any) more = logarithms(factors);
+      float2 descales{1.f, 1.f}, log2_descale{0.f, 0.f};
+      if constexpr (kDescaleMode != DescaleMode::none) descales = v_descales(stage, j);
+      if constexpr (kDescaleMode == DescaleMode::per_key) log2_descale = log2_abs(descales);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) {
         float e[4];
@@ -335,22 +335,22 @@ class RowsByKeys : protected Results<C> {
           const float x = s[i][j][r];
           e[r] = exp2_approx(fmaf(x, c, -max_[i][r >> 1]));
           sum_[i][r >> 1] += e[r];
-          if constexpr (kFactors == Factors::near) {
-            e[r] *= in_unit[i][r >> 1] * (r & 1 ? factors.y : factors.x);
-          } else if constexpr (kFactors == Factors::any) {
-            e[r] = copysignf(exp2_approx(fmaf(x, c, r & 1 ? more.y : more.x) - unit[i][r >> 1]), r & 1 ? factors.y : factors.x);
+          if constexpr (kDescaleMode == DescaleMode::similar) {
+            e[r] *= to_pv_max[i][r >> 1] * (r & 1 ? descales.y : descales.x);
+          } else if constexpr (kDescaleMode == DescaleMode::per_key) {
+            e[r] = copysignf(exp2_approx(fmaf(x, c, r & 1 ? log2_descale.y : log2_descale.x) - pv_max[i][r >> 1]), r & 1 ? descales.y : descales.x);
           }
           if (x == -CUDART_INF_F) e[r] = kMaskedP;
         }
-        weights[i][j / 2][j % 2 * 2] = pack2<Element>(e[0], e[1]);
-        weights[i][j / 2][j % 2 * 2 + 1] = pack2<Element>(e[2], e[3]);
+        p_frag[i][j / 2][j % 2 * 2] = pack2<Element>(e[0], e[1]);
+        p_frag[i][j / 2][j % 2 * 2 + 1] = pack2<Element>(e[2], e[3]);
       }
     }
   }
 
   // P = 2^(S - m) of the k-th 16 keys, rounded to the operand of the next product; adds to the row sums. What is masked becomes
   // kMaskedWeight.
-  __device__ __forceinline__ void exponentials(const Scores &s, int k, uint32_t (&w)[kMt][4]) {
+  __device__ __forceinline__ void exponentiate(const Scores &s, int k, uint32_t (&p)[kMt][4]) {
     const float c = exponent_scale();
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
@@ -364,41 +364,41 @@ class RowsByKeys : protected Results<C> {
           sum_[i][r >> 1] += e[r];
           if (x == -CUDART_INF_F) e[r] = kMaskedP;
         }
-        w[i][2 * half] = pack2<Element>(e[0], e[1]);
-        w[i][2 * half + 1] = pack2<Element>(e[2], e[3]);
+        p[i][2 * half] = pack2<Element>(e[0], e[1]);
+        p[i][2 * half + 1] = pack2<Element>(e[2], e[3]);
       }
   }
 
   // This warp's out, maxima and sums to shared memory.
-  __device__ __forceinline__ void leave_out() {
+  __device__ __forceinline__ void store_partial_out() {
     const int lane = opaque(lane_);
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (warp_row_ + i * 16 + 8 * r >= rows_) continue;
+        if (warp_row0_ + i * 16 + 8 * r >= rows_) continue;
         sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 1);
         sum_[i][r] += __shfl_xor_sync(~0u, sum_[i][r], 2);
-        const int row = warp_row_ + i * 16 + (lane >> 2) + 8 * r;
+        const int row = warp_row0_ + i * 16 + (lane >> 2) + 8 * r;
         if constexpr (C::k8BitKv) {
-          multiply_row(
+          scale_out_row(
               i, r,
-              a_.v_descale.per_row ? exp2_approx(ld_shared_float(shared_unit(i, r)) - max_[i][r]) : only_factor(a_.v_descale));
+              a_.v_descale.per_row ? exp2_approx(ld_shared_float(smem_pv_max(i, r)) - max_[i][r]) : head_descale(a_.v_descale));
           __syncwarp();  // the unit is read
         }
-        if ((lane & 3) == 0) st_shared_float2(shared_sums(key_warp_, row), {max_[i][r], sum_[i][r]});
+        if ((lane & 3) == 0) st_shared_float2(smem_row_stats(kv_group_, row), {max_[i][r], sum_[i][r]});
         if constexpr (C::k8BitKv) {
           // Four neighbours of each 16 columns: the even ones of them are in one tile, the odd ones in the next.
 #pragma unroll
           for (int j = 0; j < kDt; j += 2) {
             const auto bits = [&](int n, int e) { return __float_as_uint(out_[i][j + n][2 * r + e]); };
-            st_shared_16(shared_out(key_warp_, row, j + (lane >> 1 & 1)) + (lane & 1) * 16, bits(0, 0), bits(1, 0), bits(0, 1),
+            st_shared_16(smem_out(kv_group_, row, j + (lane >> 1 & 1)) + (lane & 1) * 16, bits(0, 0), bits(1, 0), bits(0, 1),
                          bits(1, 1));
           }
         } else {
 #pragma unroll
           for (int j = 0; j < kDt; ++j)
-            st_shared_float2(shared_out(key_warp_, row, j) + (lane & 3) * 8, {out_[i][j][2 * r], out_[i][j][2 * r + 1]});
+            st_shared_float2(smem_out(kv_group_, row, j) + (lane & 3) * 8, {out_[i][j][2 * r], out_[i][j][2 * r + 1]});
         }
       }
   }

@@ -41,23 +41,23 @@ class Planner : protected BlockOfThreads {
 
   // f(range) for every piece of this block's range of work, which is set. The end of an item that earlier ranges have begun comes last: its
   // other parts are there by then, for those ranges work on them first.
-  template <class TheWork, typename F>
-  __device__ __forceinline__ void each_piece(TheWork &work, F f) {
+  template <class Scheduler, typename F>
+  __device__ __forceinline__ void each_piece(Scheduler &work, F f) {
     const int range = static_cast<int>(blockIdx.x >> work.coscheduled_log2());
     if (range >= work.ranges()) return;
     const int end = work.range_begin(range + 1);
     int unit = work.range_begin(range), stop = end;
-    auto mark = work.mark();
+    auto position = work.position();
     if (const Piece first = work.at(unit, end); first.first != first.begin) unit = stop = first.last;
 #pragma unroll 1
     do {
       if (unit == end) {
         unit = work.range_begin(range);
-        mark = {0, 0};
+        position = {0, 0};
       }
-      work.back_to(mark);
-      set_piece(work.at(unit, end));
-      mark = work.mark();
+      work.seek(position);
+      set_work_unit(work.at(unit, end));
+      position = work.position();
       f(range);
       unit = piece_.last;
     } while (unit != stop);
@@ -102,7 +102,7 @@ class Planner : protected BlockOfThreads {
   __device__ __forceinline__ Keys tokens_of_rows() const { return {token_of(0), token_of(rows_ - 1) + 1}; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
 
-  __device__ __forceinline__ void set_piece(const Piece &piece) {
+  __device__ __forceinline__ void set_work_unit(const Piece &piece) {
     const int group_heads = static_cast<int>(a_.group.value);
     piece_ = piece;
     head_ = uniform_int(a_.blocks_of_head.quotient(piece.head));

@@ -49,12 +49,12 @@ struct Piece {
 };
 
 // kForgets: what is asked for is worked out each time, and registers are for what comes between.
-template <class C, bool kForgets = false>
+template <class C, bool kRecompute = false>
 class Work {
  public:
   __device__ __forceinline__ explicit Work(const Params &params) : a_(params) {
     load(0, 0);
-    int units = chunk_end_;
+    int units = window_end_;
     for (int base = 32; base < batch(); base += 32) units += __reduce_add_sync(~0u, sequence(base + lane()).units);
     units_ = uniform(units);
   }
@@ -64,14 +64,14 @@ class Work {
   // In proportion: where as many ranges fall to every item, they begin and end with it.
   __device__ __forceinline__ int range_begin(int range) const {
     if (a_.pieces > 0) return range;
-    const int units = unknown_units(), all = ranges_of(units);
+    const int units = num_units(), all = ranges_of(units);
     const int about = static_cast<int>(__fdividef(static_cast<float>(units), static_cast<float>(all))),
               more = units - about * all;
     return range * about + quotient(range * more, all);
   }
   __device__ __forceinline__ int range_of(int unit) const {
     if (a_.pieces > 0) return unit;
-    const int units = unknown_units(), all = ranges_of(units);
+    const int units = num_units(), all = ranges_of(units);
     // A little less than the quotient: the range, or the one before it.
     const int range = static_cast<int>(
         __fdividef(static_cast<float>(unit) * static_cast<float>(all), static_cast<float>(units)) * (1.f - 0x1p-20f));
@@ -82,76 +82,76 @@ class Work {
     return a.pieces > 0 ? range : 2 * slot(a, range) + begins_here;
   }
   // ... for kernels whose shares leave one part at most: what ends an item is added to the others.
-  static __device__ __forceinline__ int slot(const Params &a, int range) { return range + side(a) * a.ranges; }
+  static __device__ __forceinline__ int slot(const Params &a, int range) { return range + coscheduled_head(a) * a.ranges; }
   // For kernels that count parts: the counter of an item that several ranges have parts of, from `first_range` on.
-  __device__ __forceinline__ int counter(const Piece &piece, int first_range) const {
-    if (a_.pieces == 0) return slot(a_, first_range);
+  __device__ __forceinline__ int counter(const Piece &piece, int first_partition) const {
+    if (a_.pieces == 0) return slot(a_, first_partition);
     return piece.batch * items() + piece.head;
   }
 
   // The first unit of an item, numbered through all sequences. In ascending order, as at().
   __device__ __forceinline__ int item_begin(int item) {
     const int batch = item / items();
-    while (batch >= base_ + 32) load(base_ + 32, chunk_end_);
-    const auto its = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, batch - base_))); };
-    return its(end_ - mine_.units) + (item - batch * items()) * its(mine_.item_units);
+    while (batch >= window_ + 32) load(window_ + 32, window_end_);
+    const auto from_lane = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, batch - window_))); };
+    return from_lane(end_ - own_.units) + (item - batch * items()) * from_lane(own_.item_units);
   }
 
   // What the kernel that sums parts has to know of an item and cannot know without the lengths: whether it is to be left with this piece, by one
   // thread. `ends`: so does the range.
-  __device__ __forceinline__ bool is_noted(const Piece &piece, bool ends) const {
+  __device__ __forceinline__ bool publishes_tile(const Piece &piece, bool ends) const {
     return a_.split_tiles > 0 && !lengths_known(a_.problem) &&
            (a_.split_tiles_by_partition ? ends : piece.first == piece.begin);
   }
   // `cut` tells of its rows.
-  __device__ __forceinline__ void note(Cut cut, const Piece &piece, int range) const {
+  __device__ __forceinline__ void publish_tile(Cut cut, const Piece &piece, int range) const {
     cut.batch = piece.batch;
-    cut.first_range = range;
+    cut.first_partition = range;
     cut.parts = piece.first == piece.begin && piece.last < piece.end ? range_of(piece.end - 1) - range + 1 : 1;
     const int number = piece.batch * (items() << coscheduled_log2()) + piece.head;
     a_.split_tile_infos[a_.split_tiles_by_partition ? static_cast<int>(blockIdx.x) : number] = cut;
   }
   // ... of a range that has no work.
-  __device__ __forceinline__ void note_none() const {
+  __device__ __forceinline__ void publish_no_tile() const {
     Cut none{};
     none.parts = 1;
     if (a_.split_tiles_by_partition) a_.split_tile_infos[blockIdx.x] = none;
   }
 
   // How far at() has come, and back to there.
-  struct Mark {
+  struct Position {
     int base, begin;
   };
-  __device__ __forceinline__ Mark mark() const {
-    return {static_cast<int>(uniform(base_)), static_cast<int>(uniform(chunk_begin_))};
+  __device__ __forceinline__ Position position() const {
+    return {static_cast<int>(uniform(window_)), static_cast<int>(uniform(window_begin_))};
   }
-  __device__ __forceinline__ void back_to(const Mark &mark) { load(mark.base, mark.begin); }
+  __device__ __forceinline__ void seek(const Position &position) { load(position.base, position.begin); }
 
   // Before at() is asked again: what the lanes hold is not kept in registers meanwhile. `batch` is the last piece's.
-  __device__ __forceinline__ void reload(int batch) { load(batch & ~31, chunk_begin_); }
+  __device__ __forceinline__ void reload(int batch) { load(batch & ~31, window_begin_); }
   // What of the units [unit, end) belongs to the item of the first one. To be asked for in ascending order.
   __device__ __forceinline__ Piece at(int unit, int end) {
-    while (unit >= chunk_end_) load(base_ + 32, chunk_end_);
+    while (unit >= window_end_) load(window_ + 32, window_end_);
     const int found = __ffs(__ballot_sync(~0u, unit < end_)) - 1;
-    const auto its = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, found))); };
-    const int sequence_begin = its(end_ - mine_.units), item_units = its(mine_.item_units), unit_steps = its(mine_.unit_steps),
-              steps = its(mine_.steps), first_step = its(mine_.first_step);
+    const auto from_lane = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, found))); };
+    const int sequence_begin = from_lane(end_ - own_.units), item_units = from_lane(own_.item_units), unit_steps = from_lane(own_.unit_steps),
+              steps = from_lane(own_.steps), first_step = from_lane(own_.first_step);
     const int item = (unit - sequence_begin) / item_units;
     Piece piece;
-    piece.batch = uniform(base_ + found);
-    piece.head = item << coscheduled_log2() | side(a_);
+    piece.batch = uniform(window_ + found);
+    piece.head = item << coscheduled_log2() | coscheduled_head(a_);
     piece.begin = sequence_begin + item * item_units;
     piece.end = piece.begin + item_units;
     piece.first = unit;
     piece.last = min(piece.end, end);
-    const int skipped = (unit - piece.begin) * unit_steps;
-    piece.first_step = first_step + skipped;
-    piece.steps = min((piece.last - unit) * unit_steps, steps - skipped);
+    const int skipped_steps = (unit - piece.begin) * unit_steps;
+    piece.first_step = first_step + skipped_steps;
+    piece.steps = min((piece.last - unit) * unit_steps, steps - skipped_steps);
     return piece;
   }
 
  private:
-  __device__ __forceinline__ int unknown_units() const { return kForgets ? opaque(units_) : units_; }
+  __device__ __forceinline__ int num_units() const { return kRecompute ? opaque(units_) : units_; }
   __device__ __forceinline__ int ranges_of(int units) const {
     return a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges);
   }
@@ -160,7 +160,7 @@ class Work {
     return __float2int_rd(__fdividef(static_cast<float>(x) + 0.5f, static_cast<float>(y)));
   }
   // Which of neighbouring heads that are walked over side by side.
-  static __device__ __forceinline__ int side(const Params &a) {
+  static __device__ __forceinline__ int coscheduled_head(const Params &a) {
     return static_cast<int>(blockIdx.x & ((1u << a.coscheduled_log2) - 1));
   }
   static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
@@ -191,10 +191,10 @@ class Work {
 
   // 32 sequences, a lane each; their units begin at `begin`.
   __device__ __forceinline__ void load(int base, int begin) {
-    base_ = base;
-    chunk_begin_ = begin;
-    mine_ = sequence(base + lane());
-    end_ = mine_.units;
+    window_ = base;
+    window_begin_ = begin;
+    own_ = sequence(base + lane());
+    end_ = own_.units;
     if (batch() > 1) {
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -203,13 +203,13 @@ class Work {
       }
     }
     end_ += begin;
-    chunk_end_ = uniform(batch() > 1 ? __shfl_sync(~0u, end_, 31) : end_);
+    window_end_ = uniform(batch() > 1 ? __shfl_sync(~0u, end_, 31) : end_);
   }
 
   const Params &a_;
   int units_;                           // all of them
-  int base_, chunk_begin_, chunk_end_;  // the 32 sequences that the lanes hold, and where their units lie
-  SequenceWork mine_;                   // sequence base_ + lane(), whose units end at end_
+  int window_, window_begin_, window_end_;  // the 32 sequences that the lanes hold, and where their units lie
+  SequenceWork own_;                   // sequence base_ + lane(), whose units end at end_
   int end_;
 };
 

@@ -73,16 +73,16 @@ struct Shape {
   X(d256_32, 256, 16, 2, 4, 16, 3, 1, 80, false)
 
 #define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
-#define FA_DECODE_BYTES_SHAPE(name, ...) {#name, __VA_ARGS__, 1},
-constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_BYTES_TABLE(FA_DECODE_BYTES_SHAPE)};
-#undef FA_DECODE_BYTES_SHAPE
+#define FA_DECODE_8BIT_SHAPE(name, ...) {#name, __VA_ARGS__, 1},
+constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_8BIT_TABLE(FA_DECODE_8BIT_SHAPE)};
+#undef FA_DECODE_8BIT_SHAPE
 #undef FA_DECODE_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
-constexpr int first_of_bytes() {
+constexpr int first_8bit_shape() {
   int n = 0;
   while (kShapes[n].key_bytes != 1) ++n;
   return n;
 }
-constexpr int kFirst8Bit = first_of_bytes();  // index of the first shape of bytes_table.h
+constexpr int kFirst8Bit = first_8bit_shape();  // index of the first shape of bytes_table.h
 
 }  // namespace fa::cuda::decode

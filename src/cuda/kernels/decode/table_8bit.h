@@ -4,7 +4,7 @@
 #pragma once
 
 // X(name, head_dim, warp_rows, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
-#define FA_DECODE_BYTES_TABLE(X)                  \
+#define FA_DECODE_8BIT_TABLE(X)                  \
   X(d64_8, 64, 8, 1, 8, 32, 3, 2, 80, false)      \
   X(d64_16, 64, 16, 1, 6, 32, 4, 2, 80, false)    \
   X(d64_32, 64, 32, 1, 6, 32, 4, 2, 90, false)    \

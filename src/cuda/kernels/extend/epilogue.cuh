@@ -13,9 +13,9 @@
 namespace fa::cuda::extend {
 
 template <class C>
-class Results : protected Block<C> {
+class Epilogue : protected Cta<C> {
  public:
-  using Base = Block<C>;
+  using Base = Cta<C>;
   using typename Base::Element;
 
   using Base::Base;
@@ -26,7 +26,7 @@ class Results : protected Block<C> {
   using Base::p_;
 
   // Rows count from the first one of the block.
-  __device__ __forceinline__ int first_row() const { return group_ * kGroupRows + warp_ * 16; }
+  __device__ __forceinline__ int first_row() const { return wg_ * kGroupRows + warp_ * 16; }
   __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(plan_->row0 + row); }
   __device__ __forceinline__ int head_of(int row) const {
@@ -34,62 +34,62 @@ class Results : protected Block<C> {
   }
 
   // Of bytes: the factor of all keys or values of this head.
-  __device__ __forceinline__ float only_factor(const Descale &d) const {
-    return decode::only_factor(d, plan_->batch, plan_->head);
+  __device__ __forceinline__ float head_descale(const Descale &d) const {
+    return decode::head_descale(d, plan_->batch, plan_->head);
   }
 
   // Every warp for itself.
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void epilogue() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
       sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
     }
     if constexpr (C::k8BitKv) {
-      const float factor = only_factor(a_.v_descale);
+      const float factor = head_descale(a_.v_descale);
 #pragma unroll
       for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
     }
     if constexpr (C::kUsesCombineKernel) {
-      if (plan_->slot >= 0) {
-        store_rows(plan_->slot);
+      if (plan_->partial_slot >= 0) {
+        store_partials_by_row(plan_->partial_slot);
         return;
       }
     } else {
-      if (plan_->slot >= 0) {
-        store_part(plan_->slot);
+      if (plan_->partial_slot >= 0) {
+        store_partials_by_lane(plan_->partial_slot);
         __syncwarp();  // all lanes have stored theirs
         if (lane_ == 0) count_released(a_.counters + plan_->counter);
         return;
       }
-      if (plan_->parts > 0) merge(plan_->first_part, plan_->parts);
+      if (plan_->num_partials > 0) merge(plan_->first_partial, plan_->num_partials);
     }
-    store_whole();
+    store_final();
   }
 
   // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
-  struct Closing {
+  struct FinalRow {
     float factor, lse;
   };
-  __device__ __forceinline__ Closing close(int row, float max, float sum) const {
+  __device__ __forceinline__ FinalRow finalize(int row, float max, float sum) const {
     float factor = 1.f;
     if (p_.sink != nullptr) {
-      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, raised = fmaxf(max, sink);
-      factor = exp2_approx(max - raised);
-      sum = sum * factor + exp2_approx(sink - raised);
-      max = raised;
+      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, new_max = fmaxf(max, sink);
+      factor = exp2_approx(max - new_max);
+      sum = sum * factor + exp2_approx(sink - new_max);
+      max = new_max;
     }
     // The sum is NaN when a visible score is; then out is NaN too.
     if (sum == 0.f) return {0.f, -CUDART_INF_F};
     return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
   }
 
-  __device__ __forceinline__ void store_whole() const {
+  __device__ __forceinline__ void store_final() const {
     const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - quad * 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r), real = min(row, plan_->rows - 1), valid = row < plan_->rows ? columns : 0;
-      const Closing closing = close(real, max_[r], sum_[r]);
+      const FinalRow closing = finalize(real, max_[r], sum_[r]);
       Element *dst = out_at(real) + quad * 8;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; j += 4) {
@@ -119,7 +119,7 @@ class Results : protected Block<C> {
 
   // Rows of the sequence that are not used: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    for (int row = max(plan_->rows, 0) + group_ * 4 + warp_; row < plan_->end_row; row += C::kGroups * 4) {
+    for (int row = max(plan_->rows, 0) + wg_ * 4 + warp_; row < plan_->end_row; row += C::kConsumerWarpgroups * 4) {
       if (lane_ == 0) store_lse(row, -CUDART_INF_F);
       auto *dst = reinterpret_cast<unsigned short *>(out_at(row));
       for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
@@ -131,7 +131,7 @@ class Results : protected Block<C> {
   // ------------------------------------------------------------------------------------------------------------------
 
   // For decode/sums.cuh: rows, one after another. This lane has two of each eight columns.
-  __device__ __forceinline__ void store_rows(int slot) const {
+  __device__ __forceinline__ void store_partials_by_row(int slot) const {
     const int64_t row0 = int64_t{slot} * C::kRows;
     const int quad = opaque(lane_) & 3;
 #pragma unroll
@@ -149,7 +149,7 @@ class Results : protected Block<C> {
   }
   __device__ __forceinline__ float2 *partial_stats(int slot) const { return a_.partial_stats + int64_t{slot} * C::kRows; }
 
-  __device__ __forceinline__ void store_part(int slot) const {
+  __device__ __forceinline__ void store_partials_by_lane(int slot) const {
     float4 *dst = partial_out(slot);
 #pragma unroll
     for (int j = 0; j < C::kD / 8; ++j) dst[j * 32] = {out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]};
@@ -159,18 +159,18 @@ class Results : protected Block<C> {
     }
   }
 
-  static __device__ __forceinline__ int load_acquired(const int32_t *counter) {
+  static __device__ __forceinline__ int ld_acquire(const int32_t *counter) {
     int now;
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
     return now;
   }
 
   // Every warp counts once a part; those that add the parts up do so once more, and the last one leaves the counter as it was.
-  __device__ __forceinline__ void await_parts(int parts) const {
+  __device__ __forceinline__ void wait_partials(int parts) const {
     if (lane_ == 0) {
       int32_t *counter = a_.counters + plan_->counter;
       const int warps = (min(plan_->rows, C::kRows) + 15) / 16;
-      while (load_acquired(counter) < parts * warps) __nanosleep(100);
+      while (ld_acquire(counter) < parts * warps) __nanosleep(100);
       if (atomicAdd(counter, 1) == (parts + 1) * warps - 1) *counter = 0;
     }
     __syncwarp();
@@ -179,7 +179,7 @@ class Results : protected Block<C> {
   // Adds the parts of the ranges before, in the order of their keys, to the last one, which is in registers. Those ranges are of blocks of
   // threads that have started before this one and come to these parts first.
   __device__ __forceinline__ void merge(int first_part, int parts) {
-    await_parts(parts);
+    wait_partials(parts);
     float top[2] = {max_[0], max_[1]};
 #pragma unroll 4
     for (int part = 0; part < parts; ++part)
@@ -206,9 +206,9 @@ class Results : protected Block<C> {
       float weight[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float2 its = __ldcg(partial_stats(first_part + part) + row_of(r));
-        weight[r] = exp2_approx(its.x - max_[r]);
-        sum_[r] = fmaf(weight[r], its.y, sum_[r]);
+        const float2 tile_sum = __ldcg(partial_stats(first_part + part) + row_of(r));
+        weight[r] = exp2_approx(tile_sum.x - max_[r]);
+        sum_[r] = fmaf(weight[r], tile_sum.y, sum_[r]);
       }
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
@@ -220,8 +220,8 @@ class Results : protected Block<C> {
     }
   }
 
-  const Plan *plan_;
-  int group_, warp_;  // warp_ within the group
+  const WorkUnitDescriptor *plan_;
+  int wg_, warp_;  // warp_ within the group
   float out_[C::kD / 2];
   float max_[2], sum_[2];  // of this lane's two rows; the sum of its own keys
 };

@@ -11,14 +11,14 @@ FA_EXTEND_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
 #define FA_DECLARE(name, ...) __attribute__((weak)) decode::Kernels extend_8bit_##name(bool i8);
-FA_EXTEND_BYTES_TABLE(FA_DECLARE)
+FA_EXTEND_8BIT_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
 decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
   if (shape >= kFirst8Bit) {
     using Getter = decode::Kernels (*)(bool);
 #define FA_ENTRY(name, ...) extend_8bit_##name,
-    static constexpr Getter kGetters[] = {FA_EXTEND_BYTES_TABLE(FA_ENTRY)};
+    static constexpr Getter kGetters[] = {FA_EXTEND_8BIT_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
     const Getter getter = kGetters[shape - kFirst8Bit];
     return getter != nullptr ? getter(keys == Dtype::i8) : decode::Kernels{};

@@ -40,14 +40,14 @@ struct Shape {
   X(d128p, 128, 2, 128, 7, 0, true)
 
 #define FA_EXTEND_SHAPE(name, ...) {#name, __VA_ARGS__},
-constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_BYTES_TABLE(FA_EXTEND_SHAPE)};
+constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_8BIT_TABLE(FA_EXTEND_SHAPE)};
 #undef FA_EXTEND_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
-constexpr int first_of_bytes() {
+constexpr int first_8bit_shape() {
   int n = 0;
   while (kShapes[n].staged == 0) ++n;
   return n;
 }
-constexpr int kFirst8Bit = first_of_bytes();  // index of the first shape of bytes_table.h
+constexpr int kFirst8Bit = first_8bit_shape();  // index of the first shape of bytes_table.h
 
 }  // namespace fa::cuda::extend

@@ -4,7 +4,7 @@
 #pragma once
 
 // X(name, head_dim, groups, keys, slots, staged, all_parts)
-#define FA_EXTEND_BYTES_TABLE(X)    \
+#define FA_EXTEND_8BIT_TABLE(X)    \
   X(d64, 64, 2, 128, 6, 12, false)  \
   X(d64p, 64, 2, 128, 6, 12, true)  \
   X(d128, 128, 2, 128, 4, 6, false) \
