@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of threads of the decode kernel: its sizes and shared memory, the rows and keys of the piece at hand, and how they are
-// fetched. What is done with them is in decode.cuh.
+// State of one CTA of the decode kernels: its sizes and shared-memory map, the rows and keys of the current work unit, and the
+// loads of Q, K and V. decode.cuh has the main loop.
 #pragma once
 
 #include <type_traits>
@@ -20,36 +20,37 @@ template <typename Element_, int kD_, int kWarpRows_, int kRowWarps_, int kKvGro
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K and V
   static constexpr bool k8BitKv = kFormat != Format::same;
-  using Element = Element_;  // of the products' operands, and of Q and out unless K and V are bytes
+  using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_;                // head_dim, rounded up
-  static constexpr int kWarpRows = kWarpRows_;  // of one warp
-  static constexpr int kRowWarps = kRowWarps_;  // warps that share keys
-  static constexpr int kKvGroups = kKvGroups_;  // groups of them
-  static constexpr int kKvTile = kKvTile_;          // of one group at a time
+  static constexpr int kD = kD_;                // head_dim, rounded up to the bucket
+  static constexpr int kWarpRows = kWarpRows_;  // rows per warp
+  static constexpr int kRowWarps = kRowWarps_;  // warps of a KV group
+  static constexpr int kKvGroups = kKvGroups_;  // groups of kRowWarps warps, each with KV tiles of its own
+  static constexpr int kKvTile = kKvTile_;      // keys of a group's KV tile
   static constexpr int kStages = kStages_;
   static constexpr int kMinCtas = kMinCtas_;
   static constexpr int kCapability = kCapability_;
   static constexpr bool kClustered = kClustered_;
-  static constexpr bool kUsesCombineKernel = !kClustered;      // left to the kernel that sums them
-  static constexpr bool kHasRowBlocks = k8BitKv, kTurns = false;  // rows of a head are cut into blocks (row_block_of)
+  static constexpr bool kUsesCombineKernel = !kClustered;  // partials go through the workspace, not through DSMEM
+  static constexpr bool kHasRowBlocks = k8BitKv,
+                        kTurns = false;  // whether the rows of a head are cut into row blocks (row_block_of)
 
   static constexpr int kRows = kRowWarps * kWarpRows;
   static constexpr int kStep = kKvGroups * kKvTile;
   static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKvGroups * kGroupThreads;
   static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));
   static constexpr int kQBytes = kRows * kD * 2;
-  static constexpr int kTileBytes = kKvTile * kPitch;  // of K or V
+  static constexpr int kTileBytes = kKvTile * kPitch;  // of K or of V
   static constexpr int kDescaleBytes = k8BitKv ? kKvTile * 4 : 0;
   static constexpr int kStageBytes = 2 * (kTileBytes + kDescaleBytes);
   static constexpr int kPipelineBytes = kStages * kStageBytes;
   static constexpr int kPipelinesBytes = kKvGroups * kPipelineBytes;
   static constexpr int kRowStatsBytes = kKvGroups * kRows * 8;
   static constexpr int kRowScaleBytes = k8BitKv ? kRows * 4 : 0;
-  static constexpr int kDsmemVectors = kRows * kD / 4 + kMaxClusterSize;  // of four columns
+  static constexpr int kDsmemVectors = kRows * kD / 4 + kMaxClusterSize;  // of four columns each
   static constexpr int kSharedBytes =
       kQBytes + kPipelinesBytes + kRowStatsBytes + kRowScaleBytes + (kClustered ? kDsmemVectors * 24 + 16 : 0);
-  static constexpr int kOutBytes = kRows * kD * 4;  // fp32 out of one group of warps, where its ring was
+  static constexpr int kOutBytes = kRows * kD * 4;  // fp32 out of one KV group, which reuses the group's pipeline buffers
   static_assert(kOutBytes <= kPipelineBytes && kKvTile <= 32 && kKvTile % 16 == 0);
 };
 
@@ -62,8 +63,8 @@ __device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
   return x;
 }
 
-// Copies 16 bytes of K or V. Of 64-byte rows the second half of a line is another head's, not to be fetched along unless a block beside this
-// one wants it.
+// Copies 16 bytes of K or V. Rows of 64 bytes share a 128-byte line with another head: cp_async_16 would prefetch that half,
+// too, which is a loss unless a co-scheduled CTA reads it.
 template <class C>
 __device__ __forceinline__ void cp_async_kv(uint32_t dst, const void *src, int bytes, bool coscheduled) {
   if (C::kPitch >= 128 || coscheduled) {
@@ -73,8 +74,8 @@ __device__ __forceinline__ void cp_async_kv(uint32_t dst, const void *src, int b
   }
 }
 
-// Asks for all of the parameters at once: one miss of the constant cache instead of one after another as they are used, which is a good
-// part of a short launch. What is read goes to 128 bytes of shared memory where nothing lies yet.
+// Touches every cache line of the kernel parameters at once. Otherwise each first use misses the constant cache in turn, a good
+// part of a short launch's time. The values read are written to 128 bytes of shared memory that are not yet in use.
 __device__ __forceinline__ void prefetch_params(const Params &params, uint32_t shared) {
   constexpr int kLine = 64, kLast = (sizeof(Params) - 1) / kLine;
   static_assert(kLast < 32);
@@ -82,7 +83,7 @@ __device__ __forceinline__ void prefetch_params(const Params &params, uint32_t s
   if (lane < 32) st_shared_4(shared + lane * 4, reinterpret_cast<const uint32_t *>(&params)[min(lane, kLast) * (kLine / 4)]);
 }
 
-// Where a key lies: page 0 for all keys that are not paged, row -1 for what is read as zero.
+// Where a key lies in memory. page is 0 where keys are not paged; row -1 reads as zeros.
 struct KvLocation {
   int page, row;
 };
@@ -103,7 +104,8 @@ class Cta {
         kv_group_(uniform(threadIdx.x >> 5) / C::kRowWarps) {}
 
  protected:
-  // Warps that share keys wait for each other. Where there are several, all of the block do: __syncthreads is what every tool follows.
+  // Waits for the warps of this KV group. A group of several warps waits for the whole CTA, because every tool understands
+  // __syncthreads.
   static __device__ __forceinline__ void sync_group() {
     if constexpr (C::kRowWarps == 1) {
       __syncwarp();
@@ -113,29 +115,32 @@ class Cta {
   }
 
   __device__ __forceinline__ int group_heads() const { return static_cast<int>(a_.group.value); }
-  // Rows count from the first one of this block of rows.
+  // Rows count from the first row of the current row block.
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(first_row() + row); }
   __device__ __forceinline__ int head_of(int row) const {
     return head() * group_heads() + a_.group.remainder(first_row() + row);
   }
   __device__ __forceinline__ int head() const { return C::kHasRowBlocks ? head_ : piece_.head; }
   __device__ __forceinline__ int first_row() const { return C::kHasRowBlocks ? first_row_ : 0; }
-  // Scores are in the unit of q k^T: what is added to logits is divided by softmax_scale, so that the scale enters with the exponential.
+  // Scores S are raw Q K^T products. Terms added to logits are divided by softmax_scale beforehand, so that the scale enters
+  // with the exponential.
   __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
-  // Row of element r of tile (i, j).
-  __device__ __forceinline__ int row_of(int i, int r) const { return warp_row0_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8; }
+  // The row of element r of MMA tile (i, j).
+  __device__ __forceinline__ int row_of(int i, int r) const {
+    return warp_row0_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8;
+  }
 
-  // Whether the host knows where every sequence begins and ends, so that nothing in device memory says it.
+  // Whether the host knows where every sequence begins and ends; then no length is read from device memory.
   __device__ __forceinline__ bool lengths_known() const { return decode::lengths_known(p_); }
 
-  __device__ __forceinline__ void set_work_unit(const Piece &piece) {
-    piece_ = piece;
+  __device__ __forceinline__ void set_work_unit(const Piece &work_unit) {
+    piece_ = work_unit;
     if constexpr (C::kHasRowBlocks) {
-      head_ = uniform(piece.head / a_.row_blocks);
-      first_row_ = uniform(row_block_of<C::kTurns>(piece.head - head_ * a_.row_blocks, a_.row_blocks) * C::kRows);
+      head_ = uniform(work_unit.head / a_.row_blocks);
+      first_row_ = uniform(row_block_of<C::kTurns>(work_unit.head - head_ * a_.row_blocks, a_.row_blocks) * C::kRows);
     }
-    const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
+    const Sequence q = sequence_of(p_.q_lengths, work_unit.batch), k = sequence_of(p_.k_lengths, work_unit.batch);
     q_start_ = q.start;
     tokens_ = uniform(static_cast<int>(q.len));
     rows_ = tokens_ * group_heads();
@@ -150,7 +155,7 @@ class Cta {
     const Diagonal<int32_t> d = diagonal();
     keys_ = d.visible_keys(tokens);
     const Keys own_tokens{token_of(warp_row0_), token_of(min(warp_row0_ + C::kWarpRows, rows_) - 1) + 1};
-    // A warp that has all rows sees what they see, in the same registers.
+    // A warp that holds all rows uses the registers of keys_.
     warp_visible_ = C::kRowWarps == 1 ? keys_ : warp_row0_ < rows_ ? d.visible_keys(own_tokens) : Keys{0, 0};
     warp_interior_ = d.interior_keys(own_tokens);
 
@@ -159,34 +164,38 @@ class Cta {
     k_ = static_cast<const KvElement *>(p_.k.data) + head() * p_.k.head_stride;
     v_ = static_cast<const KvElement *>(p_.v.data) + head() * p_.v.head_stride;
     if (page_table_ != nullptr) {
-      page_table_ += piece.batch * p_.page_table_batch_stride;
+      page_table_ += work_unit.batch * p_.page_table_batch_stride;
     } else {
-      k_ += piece.batch * p_.k.batch_stride + k.start * p_.k.seq_stride;
-      v_ += piece.batch * p_.v.batch_stride + k.start * p_.v.seq_stride;
+      k_ += work_unit.batch * p_.k.batch_stride + k.start * p_.k.seq_stride;
+      v_ += work_unit.batch * p_.v.batch_stride + k.start * p_.v.seq_stride;
     }
   }
 
-  // The rows alone, of an item that has been cut.
-  __device__ __forceinline__ void set_split_tile(const Cut &cut) {
-    piece_.batch = cut.batch;
-    piece_.head = head_ = cut.head;
-    first_row_ = cut.first_row;
-    q_start_ = cut.q_start;
-    rows_ = cut.rows;
+  // Takes the rows of a split work tile, for the combine kernel.
+  __device__ __forceinline__ void set_split_tile(const Cut &tile) {
+    piece_.batch = tile.batch;
+    piece_.head = head_ = tile.head;
+    first_row_ = tile.first_row;
+    q_start_ = tile.q_start;
+    rows_ = tile.rows;
   }
 
-  // Of bytes: the factor of all keys or values of this head; 1 if each has its own.
-  __device__ __forceinline__ float head_descale(const Descale &d) const { return decode::head_descale(d, piece_.batch, head()); }
+  // 8-bit KV: the descale of all keys or all values of this head; 1 if each row has its own.
+  __device__ __forceinline__ float head_descale(const Descale &d) const {
+    return decode::head_descale(d, piece_.batch, head());
+  }
 
-  // Asks the L2 cache for the pages of the first steps, which may be written to until the launch before this one has ended: a lane a step.
+  // Prefetches the page-table entries of the first KV steps into L2, one lane per step. Entries may still be written by the
+  // previous launch, so they are read again after pdl_wait().
   __device__ __forceinline__ void prefetch_pages() const {
     const int key = first_key(lane_);
     if (page_table_ == nullptr || lane_ >= min(piece_.steps, C::kStages + 1) || key < keys_.begin || key >= keys_.end) return;
     asm volatile("prefetch.global.L2 [%0];\n" ::"l"(page_table_ + a_.page_size.quotient(key) * p_.page_table_page_stride));
   }
 
-  // Asks the L2 cache for the first keys and values of two warps, which may be written to until the launch before this one has ended, and be
-  // others by then: pages are only looked at here. More would hold up launches that have nothing to wait for.
+  // Prefetches the first K and V tiles of two warps into L2. The previous launch may still write them, and the page table, too:
+  // a page number read here is used for the prefetch only. Prefetching more would slow down launches that need not wait for a
+  // previous one.
   __device__ __forceinline__ void prefetch_kv() const {
     const int step = lane_ / C::kKvTile, key = first_key(step) + lane_ % C::kKvTile;
     if (row_warp_ > 0 || kv_group_ % (C::kKvGroups / 2) != 0 || step >= piece_.steps || key < keys_.begin || key >= keys_.end)
@@ -207,12 +216,12 @@ class Cta {
     expect(v_, p_.v);
   }
 
-  // The first key of this warp in step `step` of the piece.
+  // The first key of this warp's tile in KV step `step` of the work unit.
   __device__ __forceinline__ int first_key(int step) const {
     return (piece_.first_step + step) * C::kStep + kv_group_ * C::kKvTile;
   }
 
-  // Where this lane's key of a step lies; nothing where no row sees it, or the piece has ended.
+  // Where this lane's key of a KV step lies. Reads as zeros if no row sees the key or the work unit has ended.
   __device__ __forceinline__ KvLocation locate_key(int step) const {
     const int key = first_key(step) + lane_ % C::kKvTile;
     if (step >= piece_.steps || key < keys_.begin || key >= keys_.end) return {0, -1};
@@ -221,7 +230,7 @@ class Cta {
     return {page_table_[page * p_.page_table_page_stride], key - page * static_cast<int>(a_.page_size.value)};
   }
 
-  // K and V of a step, whose places the lanes hold, on their way to a slot of the ring.
+  // Issues the cp.async loads of K and V of a KV step into a pipeline stage. Lane i holds the location of the tile's i-th key.
   __device__ __forceinline__ void load_kv(int stage, int step, const KvLocation &location) const {
     if (step < piece_.steps) {
       using ThreadMap = TileThreadMap<C::kKvTile, C::kPitch / 2, C::kGroupThreads>;
@@ -231,7 +240,7 @@ class Cta {
       const int first = first_key(step);
       const bool coscheduled = a_.coscheduled_log2 > 0;
       if (aligned_pages_ && first >= keys_.begin && first + C::kKvTile <= keys_.end) {
-        // All keys of the tile exist, each kRun of them one after another in one page.
+        // All keys of the tile exist, and each kPageRun of them are contiguous in one page.
         constexpr int kLoadsPerRun = ThreadMap::kLoads * kPageRun / C::kKvTile;
         static_assert(kLoadsPerRun > 0);
 #pragma unroll
@@ -239,7 +248,7 @@ class Cta {
           const int64_t page = __shfl_sync(~0u, location.page, run * kPageRun),
                         row = __shfl_sync(~0u, location.row, run * kPageRun) + map.row(0);
           const KvElement *k = k_ + page * page_stride(p_.k) + row * p_.k.seq_stride + column,
-                           *v = v_ + page * page_stride(p_.v) + row * p_.v.seq_stride + column;
+                          *v = v_ + page * page_stride(p_.v) + row * p_.v.seq_stride + column;
 #pragma unroll
           for (int i = run * kLoadsPerRun; i < (run + 1) * kLoadsPerRun; ++i) {
             const uint32_t at = swizzled_row<ThreadMap>(to, i);
@@ -258,9 +267,10 @@ class Cta {
           const int lane = map.row(i);
           const bool exists = __shfl_sync(~0u, location.row, lane) >= 0;
           const uint32_t at = swizzled_row<ThreadMap>(to, i);
-          cp_async_kv<C>(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0, coscheduled);
+          cp_async_kv<C>(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0,
+                         coscheduled);
           cp_async_kv<C>(at + C::kTileBytes, v_ + __shfl_sync(~0u, v_offset, lane) + column,
-                      exists && column < p_.head_dim_v ? 16 : 0, coscheduled);
+                         exists && column < p_.head_dim_v ? 16 : 0, coscheduled);
         }
       }
       if constexpr (C::k8BitKv) {
@@ -271,7 +281,8 @@ class Cta {
     }
     cp_async_commit();
   }
-  // The factors of a tile's keys, each by the lane that has the key. Where they begin is found again each time: registers are for out.
+  // Loads the descales of a tile's keys; each lane loads that of its own key. The base address is recomputed each time to save
+  // registers for out.
   __device__ __forceinline__ void load_descales(uint32_t to, const Operand &f, const KvLocation &location) const {
     const int lane = opaque(lane_), batch = opaque(piece_.batch);
     if (lane >= C::kKvTile) return;
@@ -284,19 +295,18 @@ class Cta {
         static_cast<const float *>(f.data) + head() * f.head_stride + outer * f.batch_stride + row * f.seq_stride;
     cp_async_4(to + lane * 4, descale, location.row >= 0 ? 4 : 0);
   }
-  // The address of the i-th piece of a tile that a thread fetches, from that of its first one.
+  // The shared-memory address of a thread's i-th row of a tile, given that of its first row.
   template <class ThreadMap>
   static __device__ __forceinline__ uint32_t swizzled_row(uint32_t first, int i) {
-    // Rows that are a multiple of eight apart, in the pattern's terms, differ by whole rows; others flip bits of the piece as well.
+    // The swizzle XORs the chunk with the row's low three bits: rows a multiple of eight apart differ by whole rows only.
     return (first ^ (((i * ThreadMap::kStep) & 7) << 4)) + i * ThreadMap::kStep * C::kPitch;
   }
 
   __device__ __forceinline__ void load_q() const {
     const Element *q = static_cast<const Element *>(p_.q.data) + piece_.batch * p_.q.batch_stride + q_start_ * p_.q.seq_stride;
-    load_rows<Element, C::kRows, C::kD, C::kThreads>(
-        smem_, true, static_cast<int>(p_.head_dim), [&](int r) -> const Element * {
-          return r < rows_ ? q + token_of(r) * p_.q.seq_stride + head_of(r) * p_.q.head_stride : nullptr;
-        });
+    load_rows<Element, C::kRows, C::kD, C::kThreads>(smem_, true, static_cast<int>(p_.head_dim), [&](int r) -> const Element * {
+      return r < rows_ ? q + token_of(r) * p_.q.seq_stride + head_of(r) * p_.q.head_stride : nullptr;
+    });
     cp_async_commit();
   }
 
@@ -309,19 +319,22 @@ class Cta {
   __device__ __forceinline__ uint32_t smem_v(int stage) const { return smem_k(stage) + C::kTileBytes; }
   __device__ __forceinline__ uint32_t smem_k_descale(int stage) const { return smem_k(stage) + 2 * C::kTileBytes; }
   __device__ __forceinline__ uint32_t smem_v_descale(int stage) const { return smem_k_descale(stage) + C::kDescaleBytes; }
-  // Eight columns (32 bytes) of a row of out of a group of warps, in fp32. A warp stores eight rows at once, of the kernels for eight rows
-  // every other one.
+  // Eight fp32 columns (32 bytes) of a row of a KV group's out. The XOR avoids bank conflicts: a warp stores eight rows at
+  // once, in the kernels for eight rows every other row.
   __device__ __forceinline__ uint32_t smem_out(int kv_group, int row, int columns8) const {
     const int turn = C::kRows == 8 ? row >> 1 : row & 7;
     return smem_pipelines() + kv_group * C::kPipelineBytes + row * C::kD * 4 + ((columns8 ^ turn) << 5);
   }
-  // Maximum and sum of a row, of the keys of a group of warps.
+  // Maximum and row sum of a row over the keys of a KV group.
   __device__ __forceinline__ uint32_t smem_row_stats(int kv_group, int row) const {
     return smem_pipelines() + C::kPipelinesBytes + (kv_group * C::kRows + row) * 8;
   }
-  // What Q K^T is to be multiplied by, a row (prepare_queries).
-  __device__ __forceinline__ uint32_t smem_row_scale() const { return smem_pipelines() + C::kPipelinesBytes + C::kRowStatsBytes; }
-  // In a cluster: four columns of out of one block, and their row's maximum and sum.
+  // 8-bit KV: what a row of S = Q K^T is multiplied by (prepare_q).
+  __device__ __forceinline__ uint32_t smem_row_scale() const {
+    return smem_pipelines() + C::kPipelinesBytes + C::kRowStatsBytes;
+  }
+  // The DSMEM buffer of a clustered CTA: vectors of four columns of out, then their row's maximum and row sum, then the
+  // mbarrier.
   __device__ __forceinline__ uint32_t dsmem_out(int n) const { return smem_row_scale() + C::kRowScaleBytes + n * 16; }
   __device__ __forceinline__ uint32_t dsmem_stats(int n) const { return dsmem_out(C::kDsmemVectors) + n * 8; }
   __device__ __forceinline__ uint32_t dsmem_barrier() const { return dsmem_stats(C::kDsmemVectors); }
@@ -329,17 +342,17 @@ class Cta {
   const Params &a_;
   const Problem &p_;
   const uint32_t smem_;
-  const int lane_, row_warp_, warp_row0_, kv_group_;  // warp_row_ is the first row of this warp
+  const int lane_, row_warp_, warp_row0_, kv_group_;  // warp_row0_: the first row of this warp
 
-  // The piece at hand.
+  // The current work unit.
   Piece piece_;
   int64_t q_start_;
   int tokens_, rows_, seqlen_k_;
-  int head_, first_row_;  // where there are blocks of rows
+  int head_, first_row_;  // with row blocks only
   Keys keys_, warp_visible_, warp_interior_;
   const int32_t *page_table_;
   static constexpr int kPageRun = 16;
-  bool aligned_pages_;  // each kRun keys of a tile lie in one page
+  bool aligned_pages_;  // each kPageRun keys of a tile lie in one page
   const KvElement *k_, *v_;
 };
 

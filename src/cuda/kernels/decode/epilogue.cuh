@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a piece: out of the groups of warps, summed, is the caller's if the piece is a whole item, else a part of one in the
-// workspace, which sums.cuh adds to the others.
+// Epilogue of the decode kernels. Out of the KV groups is summed. A work unit that is a whole work tile stores the final out
+// and lse; any other stores a split-KV partial into the workspace, which the combine kernel (combine.cuh) adds to the others.
 #pragma once
 
 #include <math_constants.h>
@@ -14,7 +14,7 @@ class Epilogue : protected Cta<C> {
  public:
   using Base = Cta<C>;
   using typename Base::Element;
-  static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
+  static constexpr int kVectors = C::kD / 4;  // vectors of four columns per row
   using Scheduler = Work<C, true>;
 
   using Base::Base;
@@ -31,27 +31,28 @@ class Epilogue : protected Cta<C> {
   using Base::smem_row_stats;
   using Base::token_of;
 
-  // The piece's out, maxima and sums are in shared memory.
-  __device__ __forceinline__ void store_results(const Scheduler &work, int range) const {
+  // Stores the work unit's result. Out, maxima and row sums of all KV groups are in shared memory.
+  __device__ __forceinline__ void store_results(const Scheduler &scheduler, int partition) const {
     if (piece_.whole()) {
       store_final();
     } else {
-      store_partials(Scheduler::slot(a_, range, piece_.first == piece_.begin));
+      store_partials(Scheduler::slot(a_, partition, piece_.first == piece_.begin));
     }
     if (piece_.first == piece_.begin) store_unused_rows();
   }
 
-  __device__ __forceinline__ void publish_split_tile(const Scheduler &work, int range, bool ends) const {
-    if (threadIdx.x > 0 || !work.publishes_tile(piece_, ends)) return;
-    Cut cut{};
-    cut.q_start = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
-    cut.head = this->head();
-    cut.first_row = this->first_row();
-    cut.rows = rows_;
-    work.publish_tile(cut, piece_, range);
+  __device__ __forceinline__ void publish_split_tile(const Scheduler &scheduler, int partition, bool ends_partition) const {
+    if (threadIdx.x > 0 || !scheduler.publishes_tile(piece_, ends_partition)) return;
+    Cut tile{};
+    tile.q_start = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
+    tile.head = this->head();
+    tile.first_row = this->first_row();
+    tile.rows = rows_;
+    scheduler.publish_tile(tile, piece_, partition);
   }
 
-  // f(row, vector, x, sums): four columns of a row, over all groups of warps, and the row's maximum and sum.
+  // Calls f(row, vector, x, stats) for every four columns x of out, summed over the KV groups; stats are the row's maximum and
+  // row sum.
   template <typename F>
   __device__ __forceinline__ void for_each_out_vector(F f) const {
     const int num_vectors = rows_ * kVectors;
@@ -84,10 +85,10 @@ class Epilogue : protected Cta<C> {
     x.w = fmaf(factor, y.w, x.w);
   }
 
-  // Adds kCount of them to x, whose maximum and sum are `sums`, in their order.
+  // Adds kCount partials, in their order, to x, whose maximum and row sum are `stats`.
   template <int kCount>
   static __device__ __forceinline__ void merge_partials(float4 &x, float2 &stats, const float4 (&partial)[kCount],
-                                                 const float2 (&partial_stats_of)[kCount]) {
+                                                        const float2 (&partial_stats_of)[kCount]) {
     float row_max = stats.x;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) row_max = fmaxf(row_max, partial_stats_of[n].x);
@@ -102,7 +103,8 @@ class Epilogue : protected Cta<C> {
     }
   }
 
-  // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
+  // The factor of a row's out and its lse, from its maximum and row sum. An attention sink is one more logit in the
+  // denominator.
   struct FinalRow {
     float factor, lse;
   };
@@ -113,7 +115,7 @@ class Epilogue : protected Cta<C> {
       factor = exp2_approx(stats.x - with_sink);
       stats = {with_sink, stats.y * factor + exp2_approx(sink - with_sink)};
     }
-    // The sum is NaN when a visible score is; then out is NaN too.
+    // The row sum is NaN when a visible score is NaN; out becomes NaN, too.
     if (stats.y == 0.f) return {0.f, -CUDART_INF_F};
     return {factor / stats.y, (stats.x + log2f(stats.y)) * kLn2};
   }
@@ -159,7 +161,7 @@ class Epilogue : protected Cta<C> {
            head * p_.out.head_stride;
   }
 
-  // Rows of the sequence that are not used: out = 0, lse = -inf.
+  // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
     int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(piece_.batch)).slot) * this->group_heads();
     if constexpr (C::kHasRowBlocks) end = min(end - this->first_row(), C::kRows);
@@ -173,7 +175,7 @@ class Epilogue : protected Cta<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Items in parts
+  // Split-KV partials
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ float4 *partial_out(int slot, int row) const {

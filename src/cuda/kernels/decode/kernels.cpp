@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the instances of the tables. The references are weak: a build with FA_ONLY leaves most instances out.
+// Returns the kernel instances of the tables. The references are weak, because a build with FA_ONLY leaves out most instances.
 #include "cuda/kernels/decode/decode.h"
 
 namespace fa::cuda::decode {

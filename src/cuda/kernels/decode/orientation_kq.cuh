@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and rows of one warp of the decode kernels for up to eight rows, heads of a group that share one query each: S^T = K Q^T and
-// out^T += V^T P^T, keys and columns of out in tiles of 16, rows in one of eight. Half of the products, of the registers for out and of the
-// loads of rows_by_keys.cuh, whose tiles of 16 rows would be half empty. Q stays in registers.
+// S^T = K Q^T orientation of the decode kernels, for up to eight rows: the query heads of one KV head, one token per sequence.
+// One warp computes S^T = K Q^T and out^T += V^T P^T with keys and out columns in MMA tiles of 16 (M) and the eight rows as N.
+// Compared with orientation_qk.cuh, whose tiles of 16 rows would be half empty, this halves the MMAs, the registers for out and
+// the fragment loads. Q stays in registers.
 //
-//   tile of S^T, lane 4 g + c:   keys g and g + 8, rows 2 c and 2 c + 1;   of out^T: columns g and g + 8, the same rows
-//   keys and values of bytes:    the same, but columns 2 g and 2 g + 1 of out^T (bytes.cuh has why, rows_by_keys.cuh what becomes of factors)
+//   S^T tile, lane 4 g + c     keys g and g + 8, rows 2 c and 2 c + 1
+//   out^T tile, lane 4 g + c   columns g and g + 8, the same rows; with 8-bit KV columns 2 g and 2 g + 1 (kv_8bit.cuh)
+//
+// orientation_qk.cuh explains how the descales of 8-bit KV enter.
 #pragma once
 
 #include <math_constants.h>
@@ -13,7 +16,7 @@
 
 namespace fa::cuda::decode {
 
-// An 8 x 8 matrix of 16-bit elements, as a warp holds one, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements that a warp holds as an MMA fragment.
 __device__ __forceinline__ uint32_t movmatrix_transpose(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
@@ -26,7 +29,7 @@ class OrientationKq : protected Epilogue<C> {
   using Base = Epilogue<C>;
   using typename Base::Element;
   static constexpr int kKeyTiles = C::kKvTile / 16, kColumnTiles = C::kD / 16;
-  static constexpr int kTilesPerLoad = C::k8BitKv ? 2 : 1;  // tiles of 16 columns that one ldmatrix brings
+  static constexpr int kTilesPerLoad = C::k8BitKv ? 2 : 1;  // tiles of 16 columns per ldmatrix
   static_assert(C::kRows == 8 && C::kRowWarps == 1);
 
   using Base::Base;
@@ -34,9 +37,9 @@ class OrientationKq : protected Epilogue<C> {
  protected:
   using Base::a_;
   using Base::exponent_scale;
+  using Base::head_descale;
   using Base::kv_group_;
   using Base::lane_;
-  using Base::head_descale;
   using Base::p_;
   using Base::piece_;
   using Base::rows_;
@@ -52,20 +55,19 @@ class OrientationKq : protected Epilogue<C> {
   using Base::warp_visible_;
   using Scores = float[kKeyTiles][4];
 
-  // Ahead of the first keys, and when Q is there.
+  // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j)
 #pragma unroll
       for (int r = 0; r < 4; ++r) out_[j][r] = 0.f;
-    max_[0] = max_[1] = -1e30f;  // finite, so that -inf minus it is -inf
+    max_[0] = max_[1] = -1e30f;  // finite, so that -inf - max_ is -inf and not NaN
     sum_[0] = sum_[1] = 0.f;
     pv_max_[0] = pv_max_[1] = -1e30f;
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16,
-                                                    head_descale(a_.k_descale));
+      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16, head_descale(a_.k_descale));
       __syncthreads();
 #pragma unroll
       for (int e = 0; e < 2; ++e) scale_[e] = ld_shared_float(smem_row_scale() + (2 * (lane_ & 3) + e) * 4);
@@ -91,7 +93,7 @@ class OrientationKq : protected Epilogue<C> {
     accumulate_pv(s, stage);
   }
 
-  // This warp's out, maxima and sums to shared memory.
+  // Writes this warp's out, maxima and row sums to shared memory.
   __device__ __forceinline__ void store_partial_out() {
     const int lane = opaque(lane_), row = 2 * (lane & 3);
 #pragma unroll
@@ -119,10 +121,10 @@ class OrientationKq : protected Epilogue<C> {
   }
 
  private:
-  // Fragments are loaded so many tiles ahead of their products.
+  // Fragments are loaded this many MMA steps ahead.
   static constexpr int kLoadsAhead = 3;
 
-  // The left operand of a product, 16 keys and the kHalf-th 16 of the columns that ldmatrix has brought ...
+  // Left operand of S^T = K Q^T: 16 keys and the kHalf-th 16 of the columns that ldmatrix has loaded.
   template <int kHalf>
   static __device__ __forceinline__ void k_operand(const uint32_t (&f)[4], uint32_t (&a)[4]) {
     if constexpr (C::k8BitKv) {
@@ -132,7 +134,7 @@ class OrientationKq : protected Epilogue<C> {
       a[0] = f[0], a[1] = f[1], a[2] = f[2], a[3] = f[3];
     }
   }
-  // ... or those columns of 16 values.
+  // Left operand of out^T += V^T P^T: the kHalf-th 16 of those columns, of 16 keys.
   template <int kHalf>
   static __device__ __forceinline__ void v_operand(const uint32_t (&f)[4], uint32_t (&a)[4]) {
     if constexpr (C::k8BitKv) {
@@ -143,7 +145,8 @@ class OrientationKq : protected Epilogue<C> {
     }
   }
 
-  // Sums of even and of odd steps of 16 columns: two chains of products wait less than one.
+  // S^T = K Q^T. Even and odd steps of 16 columns accumulate separately: two dependent chains of MMAs have less latency than
+  // one.
   __device__ __forceinline__ void compute_qk(Scores &s, int stage) const {
     constexpr int kLoads = kColumnTiles * kKeyTiles / kTilesPerLoad;
     float part[2][kKeyTiles][4] = {};
@@ -172,7 +175,7 @@ class OrientationKq : protected Epilogue<C> {
       for (int r = 0; r < 4; ++r) s[i][r] = part[0][i][r] + part[1][i][r];
   }
 
-  // Of bytes: S of the queries and keys that they stand for.
+  // 8-bit KV: multiplies S by the scale of Q's row and the descale of the key.
   __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i)
@@ -183,7 +186,7 @@ class OrientationKq : protected Epilogue<C> {
         for (int e = 0; e < 2; ++e) s[i][2 * half + e] *= scale_[e] * factor;
       }
   }
-  // Of this lane's first or second key of a tile.
+  // The descale of this lane's first or second key of a tile.
   __device__ __forceinline__ float descale_of(uint32_t factors, int tile, int half) const {
     return ld_shared_float(factors + (16 * tile + 8 * half + (opaque(lane_) >> 2)) * 4);
   }
@@ -196,11 +199,10 @@ class OrientationKq : protected Epilogue<C> {
         for (int r = 0; r < 4; ++r) s[i][r] = apply_softcap(s[i][r], a_.raw);
     }
     if (p_.alibi_slopes != nullptr) {
-      const int first =
-          this->seqlen_k_ - this->tokens_ - key0 - (opaque(lane_) >> 2);  // how far it is to this lane's first key
+      const int first = this->seqlen_k_ - this->tokens_ - key0 - (opaque(lane_) >> 2);  // distance to this lane's first key
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = min(2 * (opaque(lane_) & 3) + e, rows_ - 1);  // what lies beyond the last row is not stored
+        const int row = min(2 * (opaque(lane_) & 3) + e, rows_ - 1);  // rows beyond the last one are not stored
         const float slope =
             a_.raw.logit * p_.alibi_slopes[piece_.batch * p_.alibi_batch_stride + this->head_of(row) * p_.alibi_head_stride];
 #pragma unroll
@@ -212,7 +214,7 @@ class OrientationKq : protected Epilogue<C> {
     }
   }
 
-  // All rows are of one token and see the same keys; what they do not see reads as zero.
+  // All rows belong to one token and see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
   __device__ __forceinline__ void mask(Scores &s, int key0) const {
     const int first = key0 + (opaque(lane_) >> 2);
 #pragma unroll
@@ -237,9 +239,10 @@ class OrientationKq : protected Epilogue<C> {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) tile_max[e] = fmaxf(tile_max[e], __shfl_xor_sync(~0u, tile_max[e], distance));
+      for (int distance = 4; distance < 32; distance *= 2)
+        tile_max[e] = fmaxf(tile_max[e], __shfl_xor_sync(~0u, tile_max[e], distance));
       const float new_max = fmaxf(max_[e], tile_max[e]);
-      const float factor = exp2_approx(max_[e] - new_max);  // 1 for rows that do not grow: their bits stay
+      const float factor = exp2_approx(max_[e] - new_max);  // exactly 1 for rows whose maximum stays: their bits do not change
       max_[e] = new_max;
       sum_[e] *= factor;
       if (!C::k8BitKv || !a_.v_descale.per_row) scale_out_row(e, factor);
@@ -253,13 +256,14 @@ class OrientationKq : protected Epilogue<C> {
     }
   }
 
-  // Of bytes whose values have factors of their own: the unit of out (rows_by_keys.cuh), at least 2^power times that of the maximum ...
+  // 8-bit KV with per-row descales of V: raises the reference of P and out, pv_max_ (orientation_qk.cuh), to at least max_ +
+  // exponent.
   __device__ __forceinline__ void raise_pv_max_to(float exponent) {
     if (!__any_sync(~0u, !(max_[0] + exponent <= pv_max_[0]) || !(max_[1] + exponent <= pv_max_[1]))) return;
 #pragma unroll
     for (int e = 0; e < 2; ++e) raise_pv_max_row(e, max_[e] + exponent);
   }
-  // ... or as high as the largest weight of the tile.
+  // The same, to at least the tile's largest S + log2(descale).
   __device__ __forceinline__ void update_pv_max(const Scores &s, int stage) {
     float tile_max[2] = {-CUDART_INF_F, -CUDART_INF_F};
 #pragma unroll
@@ -274,7 +278,8 @@ class OrientationKq : protected Epilogue<C> {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) tile_max[e] = fmaxf(tile_max[e], __shfl_xor_sync(~0u, tile_max[e], distance));
+      for (int distance = 4; distance < 32; distance *= 2)
+        tile_max[e] = fmaxf(tile_max[e], __shfl_xor_sync(~0u, tile_max[e], distance));
       raise_pv_max_row(e, tile_max[e]);
     }
   }
@@ -284,7 +289,8 @@ class OrientationKq : protected Epilogue<C> {
     pv_max_[e] = new_max;
   }
 
-  // P = 2^(S - m), rounded to the operand of the next product, times the factors of values in the unit of out.
+  // P = 2^(S - max), rounded to the MMA operand type and transposed. With descales of V: P times the descale, relative to
+  // 2^pv_max_.
   template <DescaleMode kDescaleMode>
   __device__ __forceinline__ void exponentiate_descaled(const Scores &s, int stage, uint32_t (&p_frag)[kKeyTiles][2]) {
     const float c = exponent_scale();
@@ -306,7 +312,8 @@ class OrientationKq : protected Epilogue<C> {
           p[e] = exp2_approx(fmaf(x, c, -max_[e]));
           sum_[e] += p[e];
           if constexpr (kDescaleMode == DescaleMode::similar) p[e] *= to_pv_max[e] * factor;
-          if constexpr (kDescaleMode == DescaleMode::per_key) p[e] = copysignf(exp2_approx(fmaf(x, c, log2_descale) - pv_max_[e]), factor);
+          if constexpr (kDescaleMode == DescaleMode::per_key)
+            p[e] = copysignf(exp2_approx(fmaf(x, c, log2_descale) - pv_max_[e]), factor);
         }
         p_frag[i][half] = movmatrix_transpose(pack2<Element>(p[0], p[1]));
       }
@@ -328,7 +335,8 @@ class OrientationKq : protected Epilogue<C> {
     const uint32_t values = smem_v(stage) + swizzled<C::kPitch>((lane_ & 7) + ((lane_ >> 4) << 3), (lane_ >> 3) & 1);
     uint32_t f[kLoadsAhead + 1][4], p_frag[kKeyTiles][2];
     const auto load = [&](int n) {
-      ldmatrix_x4_trans(f[n % (kLoadsAhead + 1)], advance<C::kPitch>(values, n % kColumnLoads) + n / kColumnLoads * 16 * C::kPitch);
+      ldmatrix_x4_trans(f[n % (kLoadsAhead + 1)],
+                        advance<C::kPitch>(values, n % kColumnLoads) + n / kColumnLoads * 16 * C::kPitch);
     };
 #pragma unroll
     for (int n = 0; n < kLoadsAhead; ++n) load(n);
@@ -348,8 +356,8 @@ class OrientationKq : protected Epilogue<C> {
   }
 
   uint32_t q_[kColumnTiles][2];
-  float out_[kColumnTiles][4], max_[2], sum_[2];  // of this lane's two rows; the sum of its own keys
-  float scale_[2], pv_max_[2];                      // of bytes
+  float out_[kColumnTiles][4], max_[2], sum_[2];  // of this lane's two rows; the row sum of its own keys only
+  float scale_[2], pv_max_[2];                    // 8-bit KV
 };
 
 }  // namespace fa::cuda::decode

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and rows of one warp of the decode kernels: S = Q K^T and out += P V, rows of queries in tiles of 16. For up to eight rows of a
-// sequence with one token there is keys_by_rows.cuh.
+// S = Q K^T orientation of the decode kernels: one warp computes S = Q K^T and out += P V, rows of queries in MMA tiles of 16.
+// Sequences with one token and at most eight rows have orientation_kq.cuh.
 //
-// Keys and values of one byte are multiplied as fp16 (bytes.cuh). Their factors, if each key has its own, come with them: S is multiplied
-// by those of keys before anything else is done to it, and P by those of values. Such weights are of any size, so they have a unit of
-// their own: 2^(S - m) f = 2^(S + log2 f - u) 2^(u - m), where u is the maximum of S + log2 f so far.
+// 8-bit KV is widened to fp16 (kv_8bit.cuh). Where each key has a descale of its own, S is multiplied by the descales of K
+// before anything else, and P by the descales f of V. P times f can have any magnitude, so it is kept relative to a reference u
+// of its own, the running maximum of S + log2 |f|: 2^(S - m) f = 2^(S + log2 f - u) 2^(u - m). In the code u is pv_max, and out
+// is relative to it, too.
 #pragma once
 
 #include <math_constants.h>
@@ -19,7 +20,7 @@ class OrientationQk : protected Epilogue<C> {
   using Base = Epilogue<C>;
   using typename Base::Element;
   static constexpr int kMt = C::kWarpRows / 16, kNt = C::kKvTile / 8, kDt = C::kD / 8, kPSteps = C::kKvTile / 16;
-  // Factors near to each other have a way of their own, for which more rows a warp have no registers.
+  // Whether DescaleMode::similar exists: with more rows per warp there are no registers for it.
   static constexpr bool kHasSimilarMode = kMt == 1;
 
   using Base::Base;
@@ -28,10 +29,10 @@ class OrientationQk : protected Epilogue<C> {
   using Base::a_;
   using Base::diagonal;
   using Base::exponent_scale;
+  using Base::head_descale;
   using Base::head_of;
   using Base::kv_group_;
   using Base::lane_;
-  using Base::head_descale;
   using Base::p_;
   using Base::piece_;
   using Base::row_of;
@@ -52,21 +53,20 @@ class OrientationQk : protected Epilogue<C> {
   using Base::warp_row0_;
   using Scores = Accumulator<kMt, kNt>;
 
-  // Ahead of the first keys, and when Q is there.
+  // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
     clear<kMt, kDt>(out_);
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        max_[i][r] = -1e30f;  // finite, so that -inf minus it is -inf
+        max_[i][r] = -1e30f;  // finite, so that -inf - max_ is -inf and not NaN
         sum_[i][r] = 0.f;
       }
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16,
-                                                    head_descale(a_.k_descale));
+      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16, head_descale(a_.k_descale));
       init_pv_max();
       __syncthreads();
     }
@@ -83,7 +83,8 @@ class OrientationQk : protected Epilogue<C> {
     const bool masked = key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end;
     if (masked) mask(s, key0);
     update_max(s);
-    // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero.
+    // NaN-safe path. Keys that no token sees are zeros in shared memory. A key that only some tokens see may hold NaN or Inf in
+    // V, and 0 times that is not 0.
     if (masked && tokens_ > 1 &&
         __any_sync(~0u, loaded_part_has_nonfinite<Element, C::kKvTile, C::kD, 32>(smem_v(stage), lane_))) {
       PFragment<kMt, kPSteps> p_frag;
@@ -133,7 +134,7 @@ class OrientationQk : protected Epilogue<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Scores
+  // Scores and softmax
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void apply_score_mods(Scores &s, int key0) const {
@@ -150,8 +151,8 @@ class OrientationQk : protected Epilogue<C> {
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
         for (int r = 0; r < 4; r += 2) {
-          const int row = min(row_of(i, r), rows_ - 1);  // what lies beyond the last row is not stored
-          // Read again for every tile: cheaper than registers held through the walk.
+          const int row = min(row_of(i, r), rows_ - 1);  // rows beyond the last one are not stored
+          // Loaded for every tile: cheaper than registers across the main loop.
           const float slope =
               a_.raw.logit * p_.alibi_slopes[piece_.batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
           const int first = token_of(row) + seqlen_k_ - tokens_ - key0 - 2 * (opaque(lane_) & 3);
@@ -178,7 +179,7 @@ class OrientationQk : protected Epilogue<C> {
       }
   }
 
-  // Of bytes: S of the queries and keys that they stand for.
+  // 8-bit KV: multiplies S by the scale of Q's row and the descale of the key.
   __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {
     const int lane = opaque(lane_);
     float row_scale[kMt][2];
@@ -198,13 +199,14 @@ class OrientationQk : protected Epilogue<C> {
     }
   }
 
-  // The factors of the values of this lane's keys in tile j of S, and the logarithms of their magnitudes.
+  // The descales of V of this lane's keys in MMA tile j of S, and log2 of their magnitudes.
   __device__ __forceinline__ float2 v_descales(int stage, int j) const {
     return ld_shared_float2(smem_v_descale(stage) + (8 * j + 2 * (opaque(lane_) & 3)) * 4);
   }
   static __device__ __forceinline__ float2 log2_abs(float2 x) { return {__log2f(fabsf(x.x)), __log2f(fabsf(x.y))}; }
 
-  // Of bytes whose values have factors of their own: the unit of out. It is kept where the row's maximum and sum will be in the end.
+  // 8-bit KV with per-row descales of V: where pv_max of a row is kept, the place that receives the row's maximum and sum in
+  // the epilogue.
   __device__ __forceinline__ uint32_t smem_pv_max(int i, int r) const {
     return smem_row_stats(kv_group_, warp_row0_ + i * 16 + (opaque(lane_) >> 2) + 8 * r);
   }
@@ -226,7 +228,7 @@ class OrientationQk : protected Epilogue<C> {
         rescaled |= !(max_[i][r] + exponent <= pv_max[i][r]);
       }
     if (!__any_sync(~0u, rescaled)) return;
-    __syncwarp();  // the unit is read
+    __syncwarp();  // all lanes have read pv_max
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
@@ -244,7 +246,8 @@ class OrientationQk : protected Epilogue<C> {
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-          tile_max[i][r >> 1] = fmaxf(tile_max[i][r >> 1], fmaf(s[i][j][r], exponent_scale(), r & 1 ? log2_descale.y : log2_descale.x));
+          tile_max[i][r >> 1] =
+              fmaxf(tile_max[i][r >> 1], fmaf(s[i][j][r], exponent_scale(), r & 1 ? log2_descale.y : log2_descale.x));
     }
     bool rescaled = false;
 #pragma unroll
@@ -255,7 +258,7 @@ class OrientationQk : protected Epilogue<C> {
         rescaled |= tile_max[i][r] > pv_max[i][r];
       }
     if (!__any_sync(~0u, rescaled)) return;
-    __syncwarp();  // the unit is read
+    __syncwarp();  // all lanes have read pv_max
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
@@ -266,7 +269,7 @@ class OrientationQk : protected Epilogue<C> {
       }
     __syncwarp();
   }
-  // A row's unit to at least `to`.
+  // Raises pv_max of a row to at least `to`, and rescales out.
   __device__ __forceinline__ void raise_pv_max_row(int i, int r, float to, float (&pv_max)[kMt][2]) {
     const float new_max = fmaxf(pv_max[i][r], to), factor = exp2_approx(pv_max[i][r] - new_max);
     pv_max[i][r] = new_max;
@@ -303,17 +306,18 @@ class OrientationQk : protected Epilogue<C> {
         tile_max[i][r] = fmaxf(tile_max[i][r], __shfl_xor_sync(~0u, tile_max[i][r], 1));
         tile_max[i][r] = fmaxf(tile_max[i][r], __shfl_xor_sync(~0u, tile_max[i][r], 2));
         const float new_max = fmaxf(max_[i][r], tile_max[i][r]);
-        const float factor = exp2_approx(max_[i][r] - new_max);  // 1 for rows that do not grow: their bits stay
+        const float factor =
+            exp2_approx(max_[i][r] - new_max);  // exactly 1 for rows whose maximum stays: their bits do not change
         max_[i][r] = new_max;
         sum_[i][r] *= factor;
         if (!C::k8BitKv || !a_.v_descale.per_row) scale_out_row(i, r, factor);
       }
   }
 
-  // exponentials() of all keys, times the factors of their values, in the unit of out.
+  // P = 2^(S - max) times the descales of V, relative to 2^pv_max, for all keys of the tile; adds to the row sums.
   template <DescaleMode kDescaleMode>
   __device__ __forceinline__ void exponentiate_descaled(const Scores &s, int stage, const float (&pv_max)[kMt][2],
-                                        PFragment<kMt, kPSteps> &p_frag) {
+                                                        PFragment<kMt, kPSteps> &p_frag) {
     const float c = exponent_scale();
     float to_pv_max[kMt][2];
     if constexpr (kDescaleMode == DescaleMode::similar) {
@@ -338,7 +342,8 @@ class OrientationQk : protected Epilogue<C> {
           if constexpr (kDescaleMode == DescaleMode::similar) {
             e[r] *= to_pv_max[i][r >> 1] * (r & 1 ? descales.y : descales.x);
           } else if constexpr (kDescaleMode == DescaleMode::per_key) {
-            e[r] = copysignf(exp2_approx(fmaf(x, c, r & 1 ? log2_descale.y : log2_descale.x) - pv_max[i][r >> 1]), r & 1 ? descales.y : descales.x);
+            e[r] = copysignf(exp2_approx(fmaf(x, c, r & 1 ? log2_descale.y : log2_descale.x) - pv_max[i][r >> 1]),
+                             r & 1 ? descales.y : descales.x);
           }
           if (x == -CUDART_INF_F) e[r] = kMaskedP;
         }
@@ -348,8 +353,8 @@ class OrientationQk : protected Epilogue<C> {
     }
   }
 
-  // P = 2^(S - m) of the k-th 16 keys, rounded to the operand of the next product; adds to the row sums. What is masked becomes
-  // kMaskedWeight.
+  // P = 2^(S - max) of the k-th 16 keys, rounded to the MMA operand type; adds to the row sums. Masked elements become
+  // kMaskedP.
   __device__ __forceinline__ void exponentiate(const Scores &s, int k, uint32_t (&p)[kMt][4]) {
     const float c = exponent_scale();
 #pragma unroll
@@ -369,7 +374,7 @@ class OrientationQk : protected Epilogue<C> {
       }
   }
 
-  // This warp's out, maxima and sums to shared memory.
+  // Writes this warp's out, maxima and row sums to shared memory.
   __device__ __forceinline__ void store_partial_out() {
     const int lane = opaque(lane_);
 #pragma unroll
@@ -384,11 +389,11 @@ class OrientationQk : protected Epilogue<C> {
           scale_out_row(
               i, r,
               a_.v_descale.per_row ? exp2_approx(ld_shared_float(smem_pv_max(i, r)) - max_[i][r]) : head_descale(a_.v_descale));
-          __syncwarp();  // the unit is read
+          __syncwarp();  // all lanes have read pv_max
         }
         if ((lane & 3) == 0) st_shared_float2(smem_row_stats(kv_group_, row), {max_[i][r], sum_[i][r]});
         if constexpr (C::k8BitKv) {
-          // Four neighbours of each 16 columns: the even ones of them are in one tile, the odd ones in the next.
+          // Of each 16 columns a lane has four neighbours: the even ones are in one MMA tile, the odd ones in the next.
 #pragma unroll
           for (int j = 0; j < kDt; j += 2) {
             const auto bits = [&](int n, int e) { return __float_as_uint(out_[i][j + n][2 * r + e]); };

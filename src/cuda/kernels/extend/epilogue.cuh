@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of what a warp of the groups that multiply has of its 16 rows: out is the caller's if the piece is a whole item, else a part
-// of one in the workspace. Of few parts the block of threads that has the last one keeps it and adds the others; many are summed by a launch
-// of their own (decode/sums.cuh).
+// Epilogue of a consumer warp of the extend kernel, for its 16 rows. A work unit that is a whole work tile stores the final out
+// and lse; any other stores a split-KV partial. With few partials per tile, the CTA that has the last part keeps it in
+// registers and adds the others. With many, all partials are stored, and the combine kernel (decode/combine.cuh) sums them.
 #pragma once
 
 #include <math_constants.h>
@@ -25,20 +25,20 @@ class Epilogue : protected Cta<C> {
   using Base::lane_;
   using Base::p_;
 
-  // Rows count from the first one of the block.
+  // Rows count from the CTA's first row.
   __device__ __forceinline__ int first_row() const { return wg_ * kGroupRows + warp_ * 16; }
   __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
-  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(plan_->row0 + row); }
+  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(work_->row0 + row); }
   __device__ __forceinline__ int head_of(int row) const {
-    return plan_->head * static_cast<int>(a_.group.value) + a_.group.remainder(plan_->row0 + row);
+    return work_->head * static_cast<int>(a_.group.value) + a_.group.remainder(work_->row0 + row);
   }
 
-  // Of bytes: the factor of all keys or values of this head.
+  // 8-bit KV: the descale of all keys or all values of this head.
   __device__ __forceinline__ float head_descale(const Descale &d) const {
-    return decode::head_descale(d, plan_->batch, plan_->head);
+    return decode::head_descale(d, work_->batch, work_->head);
   }
 
-  // Every warp for itself.
+  // Each warp does this on its own.
   __device__ __forceinline__ void epilogue() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -51,23 +51,24 @@ class Epilogue : protected Cta<C> {
       for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
     }
     if constexpr (C::kUsesCombineKernel) {
-      if (plan_->partial_slot >= 0) {
-        store_partials_by_row(plan_->partial_slot);
+      if (work_->partial_slot >= 0) {
+        store_partials_by_row(work_->partial_slot);
         return;
       }
     } else {
-      if (plan_->partial_slot >= 0) {
-        store_partials_by_lane(plan_->partial_slot);
-        __syncwarp();  // all lanes have stored theirs
-        if (lane_ == 0) count_released(a_.counters + plan_->counter);
+      if (work_->partial_slot >= 0) {
+        store_partials_by_lane(work_->partial_slot);
+        __syncwarp();  // all lanes have stored their part
+        if (lane_ == 0) count_released(a_.counters + work_->counter);
         return;
       }
-      if (plan_->num_partials > 0) merge(plan_->first_partial, plan_->num_partials);
+      if (work_->num_partials > 0) merge_partials(work_->first_partial, work_->num_partials);
     }
     store_final();
   }
 
-  // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
+  // The factor of a row's out and its lse, from its maximum and row sum. An attention sink is one more logit in the
+  // denominator.
   struct FinalRow {
     float factor, lse;
   };
@@ -79,7 +80,7 @@ class Epilogue : protected Cta<C> {
       sum = sum * factor + exp2_approx(sink - new_max);
       max = new_max;
     }
-    // The sum is NaN when a visible score is; then out is NaN too.
+    // The row sum is NaN when a visible score is NaN; out becomes NaN, too.
     if (sum == 0.f) return {0.f, -CUDART_INF_F};
     return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
   }
@@ -88,9 +89,9 @@ class Epilogue : protected Cta<C> {
     const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - quad * 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r), real = min(row, plan_->rows - 1), valid = row < plan_->rows ? columns : 0;
-      const FinalRow closing = finalize(real, max_[r], sum_[r]);
-      Element *dst = out_at(real) + quad * 8;
+      const int row = row_of(r), stored_row = min(row, work_->rows - 1), valid = row < work_->rows ? columns : 0;
+      const FinalRow closing = finalize(stored_row, max_[r], sum_[r]);
+      Element *dst = out_at(stored_row) + quad * 8;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; j += 4) {
         uint32_t x[4];
@@ -100,7 +101,7 @@ class Epilogue : protected Cta<C> {
         transpose_quad(x, quad);
         store_elements(dst + j * 8, x, valid - j * 8, a_.vector_out);
       }
-      if (quad == 0 && row < plan_->rows) store_lse(row, closing.lse);
+      if (quad == 0 && row < work_->rows) store_lse(row, closing.lse);
     }
   }
 
@@ -109,17 +110,17 @@ class Epilogue : protected Cta<C> {
   }
   __device__ __forceinline__ void store_lse(int row, float lse) const {
     if (p_.lse.data == nullptr) return;
-    p_.lse.data[plan_->batch * p_.lse.batch_stride + head_of(row) * p_.lse.head_stride +
-                (plan_->q_start + token_of(row)) * p_.lse.seq_stride] = lse;
+    p_.lse.data[work_->batch * p_.lse.batch_stride + head_of(row) * p_.lse.head_stride +
+                (work_->q_start + token_of(row)) * p_.lse.seq_stride] = lse;
   }
   __device__ __forceinline__ Element *out_at(int row) const {
-    return static_cast<Element *>(p_.out.data) + plan_->batch * p_.out.batch_stride +
-           (plan_->q_start + token_of(row)) * p_.out.seq_stride + head_of(row) * p_.out.head_stride;
+    return static_cast<Element *>(p_.out.data) + work_->batch * p_.out.batch_stride +
+           (work_->q_start + token_of(row)) * p_.out.seq_stride + head_of(row) * p_.out.head_stride;
   }
 
-  // Rows of the sequence that are not used: out = 0, lse = -inf.
+  // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    for (int row = max(plan_->rows, 0) + wg_ * 4 + warp_; row < plan_->end_row; row += C::kConsumerWarpgroups * 4) {
+    for (int row = max(work_->rows, 0) + wg_ * 4 + warp_; row < work_->end_row; row += C::kConsumerWarpgroups * 4) {
       if (lane_ == 0) store_lse(row, -CUDART_INF_F);
       auto *dst = reinterpret_cast<unsigned short *>(out_at(row));
       for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
@@ -127,10 +128,10 @@ class Epilogue : protected Cta<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Items in parts
+  // Split-KV partials
   // ------------------------------------------------------------------------------------------------------------------
 
-  // For decode/sums.cuh: rows, one after another. This lane has two of each eight columns.
+  // For the combine kernel: row-major. This lane has two of each eight columns.
   __device__ __forceinline__ void store_partials_by_row(int slot) const {
     const int64_t row0 = int64_t{slot} * C::kRows;
     const int quad = opaque(lane_) & 3;
@@ -143,7 +144,7 @@ class Epilogue : protected Cta<C> {
     }
   }
 
-  // For merge(), which reads them faster: every lane's accumulators, four at a time, side by side with those of the others.
+  // For merge_partials(), which reads this layout faster: four accumulators of a lane, beside those of the other lanes.
   __device__ __forceinline__ float4 *partial_out(int slot) const {
     return reinterpret_cast<float4 *>(a_.partial_out) + (int64_t{slot} * C::kRows + first_row()) * (C::kD / 4) + opaque(lane_);
   }
@@ -165,65 +166,66 @@ class Epilogue : protected Cta<C> {
     return now;
   }
 
-  // Every warp counts once a part; those that add the parts up do so once more, and the last one leaves the counter as it was.
-  __device__ __forceinline__ void wait_partials(int parts) const {
+  // Every warp counts each partial once. The warps that add the partials count once more, and the last of them resets the
+  // counter.
+  __device__ __forceinline__ void wait_partials(int num_partials) const {
     if (lane_ == 0) {
-      int32_t *counter = a_.counters + plan_->counter;
-      const int warps = (min(plan_->rows, C::kRows) + 15) / 16;
-      while (ld_acquire(counter) < parts * warps) __nanosleep(100);
-      if (atomicAdd(counter, 1) == (parts + 1) * warps - 1) *counter = 0;
+      int32_t *counter = a_.counters + work_->counter;
+      const int warps = (min(work_->rows, C::kRows) + 15) / 16;
+      while (ld_acquire(counter) < num_partials * warps) __nanosleep(100);
+      if (atomicAdd(counter, 1) == (num_partials + 1) * warps - 1) *counter = 0;
     }
     __syncwarp();
   }
 
-  // Adds the parts of the ranges before, in the order of their keys, to the last one, which is in registers. Those ranges are of blocks of
-  // threads that have started before this one and come to these parts first.
-  __device__ __forceinline__ void merge(int first_part, int parts) {
-    wait_partials(parts);
-    float top[2] = {max_[0], max_[1]};
+  // Adds the partials of the earlier partitions, in the order of their keys, to the last part, which is in registers. The CTAs
+  // of those partitions have started before this one and process these units first, so this wait cannot deadlock.
+  __device__ __forceinline__ void merge_partials(int first_partial, int num_partials) {
+    wait_partials(num_partials);
+    float row_max[2] = {max_[0], max_[1]};
 #pragma unroll 4
-    for (int part = 0; part < parts; ++part)
+    for (int i = 0; i < num_partials; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __ldcg(partial_stats(first_part + part) + row_of(r)).x);
+      for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], __ldcg(partial_stats(first_partial + i) + row_of(r)).x);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float weight = exp2_approx(max_[r] - top[r]);
-      max_[r] = top[r];
-      sum_[r] *= weight;
+      const float scale = exp2_approx(max_[r] - row_max[r]);
+      max_[r] = row_max[r];
+      sum_[r] *= scale;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j + 2 * r] *= weight;
-        out_[4 * j + 2 * r + 1] *= weight;
+        out_[4 * j + 2 * r] *= scale;
+        out_[4 * j + 2 * r + 1] *= scale;
       }
     }
-    // Two at a time: each waits for the L2 cache.
+    // Two at a time: each waits for L2.
 #pragma unroll 2
-    for (int part = 0; part < parts; ++part) {
-      const float4 *from = partial_out(first_part + part);
+    for (int i = 0; i < num_partials; ++i) {
+      const float4 *from = partial_out(first_partial + i);
       float4 x[C::kD / 8];
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) x[j] = __ldcg(from + j * 32);
-      float weight[2];
+      float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float2 tile_sum = __ldcg(partial_stats(first_part + part) + row_of(r));
-        weight[r] = exp2_approx(tile_sum.x - max_[r]);
-        sum_[r] = fmaf(weight[r], tile_sum.y, sum_[r]);
+        const float2 stats = __ldcg(partial_stats(first_partial + i) + row_of(r));
+        scale[r] = exp2_approx(stats.x - max_[r]);
+        sum_[r] = fmaf(scale[r], stats.y, sum_[r]);
       }
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j] = fmaf(weight[0], x[j].x, out_[4 * j]);
-        out_[4 * j + 1] = fmaf(weight[0], x[j].y, out_[4 * j + 1]);
-        out_[4 * j + 2] = fmaf(weight[1], x[j].z, out_[4 * j + 2]);
-        out_[4 * j + 3] = fmaf(weight[1], x[j].w, out_[4 * j + 3]);
+        out_[4 * j] = fmaf(scale[0], x[j].x, out_[4 * j]);
+        out_[4 * j + 1] = fmaf(scale[0], x[j].y, out_[4 * j + 1]);
+        out_[4 * j + 2] = fmaf(scale[1], x[j].z, out_[4 * j + 2]);
+        out_[4 * j + 3] = fmaf(scale[1], x[j].w, out_[4 * j + 3]);
       }
     }
   }
 
-  const WorkUnitDescriptor *plan_;
-  int wg_, warp_;  // warp_ within the group
+  const WorkUnitDescriptor *work_;
+  int wg_, warp_;  // warp_: within the warpgroup
   float out_[C::kD / 2];
-  float max_[2], sum_[2];  // of this lane's two rows; the sum of its own keys
+  float max_[2], sum_[2];  // of this lane's two rows; the row sum of its own keys only
 };
 
 }  // namespace fa::cuda::extend

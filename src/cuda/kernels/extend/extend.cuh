@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact attention forward of queries that extend a cache: so many rows (queries times the heads of a group) that products count, over so
-// many keys, paged or not, that these are shared out among blocks of threads.
+// Exact attention forward for queries that extend a cache: enough rows (queries times the heads of a group) that the matmuls
+// matter, and enough keys, paged or not, that they are split over CTAs. Hopper: wgmma, TMA or cp.async, warp specialisation.
 //
-// A block of threads owns kRows rows of a head of keys and walks over tiles of kKeys keys. Four warps fetch, kGroups warpgroups multiply,
-// each with 64 rows: Q, S, P and out all are in registers, and K and V the only operands in shared memory.
+// A CTA owns kRows rows of one KV head and loops over KV tiles of kKvTile keys. Four producer warps load K and V.
+// kConsumerWarpgroups warpgroups have 64 rows each; Q, S, P and out are in registers, and only K and V are in shared memory
+// (cta.cuh has the map).
 //
-//   for every tile:     S = Q K^T starts, out += P V of the tile before starts
-//                       S is done: mask it if the keys touch an edge; P = exp2(S - m) while out += P V runs
-//   after the last:     out to the caller's memory if the item ends here, with the parts that others have left; else it is such a part
-//   those that fetch:   a tile each time its place is free, across the ends of pieces; one of them plans the pieces
+//   producer     for every tile: wait for an empty stage, load K, then V; runs ahead across work units.
+//               Warp 0 writes the work descriptors
+//   consumer     main loop, for every tile: issue S = Q K^T of this tile and out += P V of the previous one
+//                wait for S; score modifiers; mask S where the tile touches an edge; P = exp2(S - max) while P V still runs
+//                wait for P V; rescale out if a maximum has risen; convert P
+//   epilogue     final out, with the partials of earlier partitions added, or a split-KV partial (epilogue.cuh)
 //
-// Keys and values of one byte are widened to fp16 on their way into shared memory, exactly; queries and out change with them. What makes up
-// for it, and the factor of the head's keys, are in the scale of exponents (with softcap or ALiBi, S is multiplied by them); out is
-// multiplied by the factor of its values.
+// 8-bit KV is widened exactly to fp16 on the way into shared memory, and queries in bf16 become fp16, too. The scale that
+// undoes this and the head's descale of K go into the exponent's scale (with softcap or ALiBi, S is multiplied by them); the
+// descale of V multiplies out.
 //
-// A row's maximum is its own. It is exact for tiles at an edge of what rows see and for a piece's first one that all see; after that it stays
-// as it is until a row's weights say that it is too low, which saves the comparisons (not with softcap and ALiBi). A row's bits depend
-// on its keys, on where they are cut and on where the edges of its block of rows are. Within a group no warp waits for the others but in the
-// products; of two groups one starts its products when the other has, so that exponentials of one run beside products of the other.
+// Each row has a maximum of its own. It is exact for tiles at an edge of what the rows see and for the first tile of a work
+// unit that all rows see. After that rescaling is lazy: the maximum stays until the row's P shows that it is too low, which
+// saves the comparisons (not with softcap and ALiBi). The bits of a row depend on its keys, on how they are split and on where
+// its row block sees edges, not on neighbouring rows. Within a warpgroup, warps wait for each other in wgmma only. The two
+// warpgroups issue their wgmmas in turn, so that the exponentials of one overlap the matmuls of the other.
 #pragma once
 
 #include <math_constants.h>
@@ -38,18 +42,18 @@ class Consumer : private Epilogue<C> {
   using Base = Epilogue<C>;
   using typename Base::Element;
   using KvElement = typename C::KvElement;
-  static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // of a thread
+  static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // kScores: per thread
 
   using Base::Base;
 
-  __device__ __forceinline__ void run(int group) {
-    wg_ = group;
+  __device__ __forceinline__ void run(int wg) {
+    wg_ = wg;
     warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
       mbarrier_wait(this->planned(n & 1), n >> 1 & 1);
-      plan_ = &this->plan(n & 1);
-      if (plan_->batch < 0) return;
+      work_ = &this->plan(n & 1);
+      if (work_->batch < 0) return;
       process_work_unit();
       mbarrier_arrive(this->done(n & 1));
     }
@@ -58,27 +62,27 @@ class Consumer : private Epilogue<C> {
  private:
   using Base::a_;
   using Base::first_row;
-  using Base::wg_;
+  using Base::head_descale;
   using Base::head_of;
   using Base::lane_;
   using Base::max_;
-  using Base::head_descale;
   using Base::out_;
   using Base::p_;
-  using Base::plan_;
   using Base::row_of;
   using Base::sum_;
   using Base::token_of;
   using Base::warp_;
+  using Base::wg_;
+  using Base::work_;
 
   __device__ __forceinline__ void process_work_unit() {
     this->store_unused_rows();
-    if (wg_ * kGroupRows >= plan_->rows) {
-      for (int n = plan_->tile; n < plan_->end_tile; ++n) skip_kv_tile();
+    if (wg_ * kGroupRows >= work_->rows) {
+      for (int n = work_->tile; n < work_->end_tile; ++n) skip_kv_tile();
       return;
     }
     load_q();
-    max_[0] = max_[1] = -1e30f;  // finite, so that -inf minus it is -inf
+    max_[0] = max_[1] = -1e30f;  // finite, so that -inf - max_ is -inf and not NaN
     sum_[0] = sum_[1] = 0.f;
     clear_out();
 #pragma unroll
@@ -88,14 +92,14 @@ class Consumer : private Epilogue<C> {
     out_empty_ = true;
     p_pending_ = max_settled_ = false;
     bool masked = false;
-    int next_mask_change = plan_->tile;  // from here on tiles may be masked where others were not, or the other way round
+    int next_mask_change = work_->tile;  // from this tile on `masked` may change
 #pragma unroll 1
     for (int n = next_mask_change;; ++n) {
-      if (p_pending_ && masked && plan_->several) nan_safe_pv_if_needed();
+      if (p_pending_ && masked && work_->several) nan_safe_pv_if_needed();
       if (n >= next_mask_change) {
-        const int end = plan_->end_tile, inner = (plan_->interior.begin + C::kKvTile - 1) / C::kKvTile,
-                  end_inner = plan_->interior.end / C::kKvTile;
-        if (n >= end) break;  // none of the piece's tiles may be one that these rows see
+        const int end = work_->end_tile, inner = (work_->interior.begin + C::kKvTile - 1) / C::kKvTile,
+                  end_inner = work_->interior.end / C::kKvTile;
+        if (n >= end) break;  // the unit may have no tile that these rows see
         masked = n < inner || n >= end_inner;
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
       }
@@ -107,11 +111,11 @@ class Consumer : private Epilogue<C> {
       }
     }
     if (p_pending_) finish_pv();
-    if (first_row() < plan_->rows) this->epilogue();
+    if (first_row() < work_->rows) this->epilogue();
   }
 
-  // Tiles come in turn, K and V: the next K, the next V, and the V of the K before. Their places are those of a ring that is passed twice:
-  // once with each parity.
+  // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
+  // one for each phase. next_v is the position of the next V and last_v that of the previous tile's V.
   __device__ __forceinline__ int next_k() const { return tile_pos_; }
   __device__ __forceinline__ int next_v() const { return tile_pos_ == 2 * C::kStages - 1 ? 0 : tile_pos_ + 1; }
   __device__ __forceinline__ int last_v() const { return tile_pos_ == 0 ? 2 * C::kStages - 1 : tile_pos_ - 1; }
@@ -125,7 +129,7 @@ class Consumer : private Epilogue<C> {
     return this->tile(stage_of(pos));
   }
   __device__ __forceinline__ void release(int pos) const { mbarrier_arrive_if(lane_ == 0, this->empty(stage_of(pos))); }
-  // Tiles that only the other groups need. They have to be there before they can be let go.
+  // Skips a tile that only the other warpgroup needs. It must have arrived before its stages can be released.
   __device__ __forceinline__ void skip_kv_tile() {
     wait_full(next_k());
     release(next_k());
@@ -134,12 +138,13 @@ class Consumer : private Epilogue<C> {
     advance();
   }
 
-  // Weights of a tile, under the product of those before: in front of the first tile it runs on whatever is there, and nobody looks at it, so
-  // that one code serves all tiles. Without kProduct those before have met their values.
+  // Computes P of a tile while P V of the previous tile runs. For a work unit's first tile that P V runs on whatever K is
+  // there, and its result is overwritten: one code path serves all tiles. Without kHasPv the previous tile's P V is already
+  // done.
   template <bool kHasPv>
   __device__ __forceinline__ void process_kv_tile(int key0, bool masked) {
     const uint32_t k = wait_full(next_k());
-    const bool ordered = kWarpgroupsAlternate && plan_->rows > kGroupRows;
+    const bool ordered = kWarpgroupsAlternate && work_->rows > kGroupRows;
     if (ordered) mbarrier_wait(this->wg_turn(wg_), (vote_and_turn_ & 1) ^ (wg_ == 0));
     fence_operand(s_);
     fence_operand(q_);
@@ -195,19 +200,19 @@ class Consumer : private Epilogue<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Products
+  // Matmuls
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Rows of q as left operand; rows and columns that do not exist are zero.
+  // Q [16 rows of this warp][kD] as left operand in registers; rows and columns that do not exist are zeros.
   __device__ __forceinline__ void load_q() {
     const Element *q =
-        static_cast<const Element *>(p_.q.data) + plan_->batch * p_.q.batch_stride + plan_->q_start * p_.q.seq_stride;
+        static_cast<const Element *>(p_.q.data) + work_->batch * p_.q.batch_stride + work_->q_start * p_.q.seq_stride;
     const int quad = lane_ & 3;
     uint4 x[2][C::kD / 32];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
-      const bool exists = row < plan_->rows;
+      const bool exists = row < work_->rows;
       const Element *from = exists ? q + token_of(row) * p_.q.seq_stride + head_of(row) * p_.q.head_stride + quad * 8 : q;
       const int columns = exists ? static_cast<int>(p_.head_dim) - quad * 8 : 0;
 #pragma unroll
@@ -219,12 +224,12 @@ class Consumer : private Epilogue<C> {
         if (quad == 0) st_shared_float(this->row_scale(row), scale);
       }
     }
-    if (C::k8BitKv) __syncwarp();  // scales are there
+    if (C::k8BitKv) __syncwarp();  // the row scales are visible
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int n = 0; n < C::kD / 32; ++n) {
-        // Of each 32 columns a lane has eight, and wants two of each eight.
+        // Of each 32 columns a lane has loaded eight, and needs two of each eight.
         uint32_t words[4] = {x[r][n].x, x[r][n].y, x[r][n].z, x[r][n].w};
         transpose_quad(words, quad);
 #pragma unroll
@@ -232,7 +237,7 @@ class Consumer : private Epilogue<C> {
       }
   }
 
-  // A quad's row of bf16 as fp16. Returns what makes up for it.
+  // Converts a quad's row from bf16 to fp16 with a power of two. Returns what undoes it.
   __device__ __forceinline__ float convert_q_row(uint4 (&x)[C::kD / 32]) const {
     uint32_t top = 0;
 #pragma unroll
@@ -241,13 +246,13 @@ class Consumer : private Epilogue<C> {
     }
     top = max(top, __shfl_xor_sync(~0u, top, 1));
     top = max(top, __shfl_xor_sync(~0u, top, 2));
-    const decode::Bf16ToFp16 raising(top);
+    const decode::Bf16ToFp16 conversion(top);
 #pragma unroll
     for (int n = 0; n < C::kD / 32; ++n)
-      x[n] = {raising.of(x[n].x), raising.of(x[n].y), raising.of(x[n].z), raising.of(x[n].w)};
-    return raising.inverse;
+      x[n] = {conversion.convert(x[n].x), conversion.convert(x[n].y), conversion.convert(x[n].z), conversion.convert(x[n].w)};
+    return conversion.inverse;
   }
-  // S = Q K^T.
+  // S [64 x kKvTile] = Q K^T.
   __device__ __forceinline__ void issue_qk(uint32_t tile) {
     const uint64_t k = descriptor_k_major(tile);
 #pragma unroll
@@ -256,7 +261,7 @@ class Consumer : private Epilogue<C> {
     wgmma_commit();
   }
 
-  // out += P V; the first one overwrites.
+  // out [64 x kD] += P V; the first one overwrites out.
   __device__ __forceinline__ void issue_pv(uint32_t tile) {
     const uint64_t v = descriptor_mn_major<C::kKvTile>(tile);
 #pragma unroll
@@ -276,12 +281,12 @@ class Consumer : private Epilogue<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Scores, in the unit of q k^T, and softmax
+  // Softmax. Scores S are raw Q K^T products
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ bool plain_scores() const { return p_.softcap <= 0 && p_.alibi_slopes == nullptr; }
-  // What S is multiplied by in exponents: of bytes and plain scores also by what makes up for the row's own factors. Those are read each time:
-  // registers are short.
+  // The factor of S in the exponent. With 8-bit KV and no score modifier it includes the row's own scale, which is loaded each
+  // time because registers are scarce.
   __device__ __forceinline__ float exponent_scale(int r) const {
     const float scale = p_.softmax_scale * kLog2e;
     return C::k8BitKv && plain_scores() ? scale * ld_shared_float(this->row_scale(row_of(r))) : scale;
@@ -305,10 +310,10 @@ class Consumer : private Epilogue<C> {
     if (p_.alibi_slopes != nullptr) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = min(row_of(r), plan_->rows - 1);  // what lies beyond the last row is not stored
+        const int row = min(row_of(r), work_->rows - 1);  // rows beyond the last one are not stored
         const float slope =
-            a_.raw.logit * p_.alibi_slopes[plan_->batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
-        const int first = token_of(row) + plan_->seqlen_k - plan_->tokens - key0 - 2 * (opaque(lane_) & 3);
+            a_.raw.logit * p_.alibi_slopes[work_->batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
+        const int first = token_of(row) + work_->seqlen_k - work_->tokens - key0 - 2 * (opaque(lane_) & 3);
 #pragma unroll
         for (int j = 0; j < C::kKvTile / 8; ++j)
 #pragma unroll
@@ -324,7 +329,7 @@ class Consumer : private Epilogue<C> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int token = token_of(row_of(r)), first = key0 + 2 * (opaque(lane_) & 3);
-      const Keys keys = Diagonal<int32_t>(a_.limits, plan_->tokens, plan_->seqlen_k).visible_keys({token, token + 1});
+      const Keys keys = Diagonal<int32_t>(a_.limits, work_->tokens, work_->seqlen_k).visible_keys({token, token + 1});
       const int begin = keys.begin - first, end = keys.end - first;
 #pragma unroll
       for (int j = 0; j < C::kKvTile / 8; ++j)
@@ -334,7 +339,8 @@ class Consumer : private Epilogue<C> {
     }
   }
 
-  // m at least the largest score of this tile. True if it has grown for a row of the warp: then out has still to be multiplied by factor_.
+  // Exact maximum: max_ becomes at least the largest score of this tile. Returns true if it has risen for a row of the warp;
+  // out must then be multiplied by rescale_.
   __device__ __forceinline__ bool update_max() {
     float top[2] = {lane_max(0) * exponent_scale(0), lane_max(1) * exponent_scale(1)};
     const bool rescaled = __any_sync(~0u, top[0] > max_[0] || top[1] > max_[1]);
@@ -348,7 +354,7 @@ class Consumer : private Epilogue<C> {
     }
     return rescaled;
   }
-  // Of this lane's share of a row.
+  // Over this lane's elements of a row.
   __device__ __forceinline__ float lane_max(int r) const {
     float x[2];
 #pragma unroll
@@ -361,11 +367,11 @@ class Consumer : private Epilogue<C> {
   }
   __device__ __forceinline__ void set_max(int r, float top) {
     const float new_max = fmaxf(max_[r], top);
-    rescale_[r] = exp2_approx(max_[r] - new_max);  // 1 for rows that do not grow: their bits stay
+    rescale_[r] = exp2_approx(max_[r] - new_max);  // exactly 1 for rows whose maximum stays: their bits do not change
     max_[r] = new_max;
     sum_[r] *= rescale_[r];
   }
-  // S to P = 2^(S - m), in place, and a lane's sums. What is masked becomes kMaskedWeight.
+  // S becomes P = 2^(S - max_) in place; tile_sum is this lane's part of the row sums. Masked elements become kMaskedP.
   template <bool kMasked>
   __device__ __forceinline__ void exponentiate(float (&tile_sum)[2]) {
     const float scale[2] = {exponent_scale(0), exponent_scale(1)};
@@ -379,10 +385,12 @@ class Consumer : private Epilogue<C> {
     tile_sum[0] = sum[0][0] + sum[1][0];
     tile_sum[1] = sum[0][1] + sum[1][1];
   }
-  // Where m is that of tiles before it is good enough as a rule. Rows whose weights it makes too large raise it now, by a power of two, which
-  // costs no accuracy; what is beyond fp32 is worked out again. By a row's own weights alone, so bits stay a row's own.
+  // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
+  // now by a power of two, which costs no accuracy. Rows whose P has overflowed fp32 get their scores recomputed. Only the
+  // row's own P decides, so its bits do not depend on other rows.
   __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2]) {
-    constexpr float kRescaleThreshold = 64.f;  // of a lane's 32 weights, which then are numbers of either 16-bit type
+    constexpr float kRescaleThreshold =
+        64.f;  // on the sum of a lane's 32 P: up to it each is a finite number of either 16-bit type
     if (!__any_sync(~0u, !(tile_sum[0] <= kRescaleThreshold) || !(tile_sum[1] <= kRescaleThreshold))) return false;
     bool overflowed[2];
 #pragma unroll
@@ -423,24 +431,26 @@ class Consumer : private Epilogue<C> {
     }
     return true;
   }
-  // S of those rows, by products of this warp alone and from the keys in memory: their place in the ring has been given back.
+  // Recomputes S of the overflowed rows with mma by this warp alone. K is read from global memory, since its stage has been
+  // released.
   __device__ __forceinline__ void recompute_scores(int key0, const bool (&overflowed)[2]) {
     wgmma_wait<0>();
     fence_operand(out_);
     fence_operand(p_frag_);
     const int lane = opaque(lane_), columns = static_cast<int>(p_.head_dim) - 2 * (lane & 3);
-    const auto *keys = static_cast<const KvElement *>(p_.k.data) + plan_->head * p_.k.head_stride + 2 * (lane & 3);
-    const int64_t start = sequence_of(p_.k_lengths, plan_->batch).start;
+    const auto *keys = static_cast<const KvElement *>(p_.k.data) + work_->head * p_.k.head_stride + 2 * (lane & 3);
+    const int64_t start = sequence_of(p_.k_lengths, work_->batch).start;
 #pragma unroll 1
     for (int j = 0; j < C::kKvTile / 8; ++j) {
       const int n = key0 + 8 * j + (lane >> 2);
-      const KvLocation pos = this->locate_in_page(this->page_of(plan_->batch, n), plan_->batch, start, n);
+      const KvLocation pos = this->locate_in_page(this->page_of(work_->batch, n), work_->batch, start, n);
       const KvElement *key = keys + pos.batch * p_.k.batch_stride + pos.row * p_.k.seq_stride;
       float recomputed[4] = {};
 #pragma unroll 1
       for (int advance = 0; advance < kQSteps; ++advance) {
         const KvElement *from = key + 16 * advance;
-        const uint32_t x[2] = {16 * advance < columns ? load_pair(from) : 0, 16 * advance + 8 < columns ? load_pair(from + 8) : 0};
+        const uint32_t x[2] = {16 * advance < columns ? load_pair(from) : 0,
+                               16 * advance + 8 < columns ? load_pair(from + 8) : 0};
 #pragma unroll
         for (int n = 0; n < kQSteps; ++n)
           if (n == advance) mma_16816<Element>(recomputed, q_[n], x[0], x[1]);
@@ -450,7 +460,7 @@ class Consumer : private Epilogue<C> {
         if (n / 4 == j && overflowed[n / 2 % 2]) s_[n] = recomputed[n % 4];
     }
   }
-  // As operand of products. Not from the first cache, which may hold what the launch before this one has written over.
+  // Two elements as MMA operand. Not through L1, which may hold data that the previous launch has overwritten.
   static __device__ __forceinline__ uint32_t load_pair(const KvElement *from) {
     if constexpr (C::k8BitKv) {
       return decode::widen_adjacent<C::kFormat>(__ldcg(reinterpret_cast<const unsigned short *>(from))).first;
@@ -462,7 +472,7 @@ class Consumer : private Epilogue<C> {
 #pragma unroll
     for (int j = 0; j < C::kD / 2; ++j) out_[j] *= rescale_[j / 2 % 2];
   }
-  // P, rounded to the operand of the next product.
+  // Converts P to the operand of P V.
   __device__ __forceinline__ void convert_p() {
 #pragma unroll
     for (int j = 0; j < C::kRuns; ++j)
@@ -471,10 +481,10 @@ class Consumer : private Epilogue<C> {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // NaN and Inf in values that masked pairs would let through
+  // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
-  // In this thread's share of a tile.
+  // Whether this thread's part of a V tile holds NaN or Inf.
   __device__ __forceinline__ bool has_nonfinite(uint32_t tile) const {
     uint32_t nan_flag = 0;
 #pragma unroll 4
@@ -488,21 +498,21 @@ class Consumer : private Epilogue<C> {
     return (nan_flag & 0x7FFF7FFFu) != 0;
   }
 
-  // Whether some thread of the group has found any. A warp may be in the next vote before others have read this one's result, so there
-  // are two places for it.
-  __device__ __forceinline__ bool vote_nonfinite(bool nan_flag) {
+  // Whether any thread of the warpgroup has found one. A warp may enter the next vote before the others have read this one's
+  // result, so there are two flags.
+  __device__ __forceinline__ bool vote_nonfinite(bool found) {
     const uint32_t phase = vote_and_turn_ >> 1 & 1, pos = this->nan_flag(wg_, phase);
     vote_and_turn_ += 2;
     const uint32_t votes = vote_and_turn_ >> 1;
-    if (__any_sync(~0u, nan_flag) && lane_ == 0) st_shared_4(pos, votes);
+    if (__any_sync(~0u, found) && lane_ == 0) st_shared_4(pos, votes);
     __syncwarp();
     mbarrier_arrive_if(lane_ == 0, this->nan_vote(wg_));
     mbarrier_wait(this->nan_vote(wg_), phase);
     return ld_shared_4(pos) == votes;
   }
 
-  // What no token sees reads as zero; what only some see may be NaN or Inf, and zero times that is not zero: then out += P V over the pairs
-  // that are not masked, one key at a time.
+  // NaN-safe path of P V. Keys that no token sees are zeros in shared memory. A key that only some tokens see may hold NaN or
+  // Inf in V, and 0 times that is not 0. If the tile holds any, out += P V runs over the unmasked elements one key at a time.
   __device__ __forceinline__ void nan_safe_pv_if_needed() {
     const uint32_t tile = wait_full(last_v());
     if (!vote_nonfinite(has_nonfinite(tile))) return;
@@ -510,7 +520,7 @@ class Consumer : private Epilogue<C> {
 #pragma unroll 1
     for (int n = 0; n < C::kRuns; ++n) {
       nan_safe_pv_run(p_frag_[0], tile + n * C::kRun * 128);
-      // Weights move up, so that all runs are one code.
+      // P moves up, so that one code serves all runs.
 #pragma unroll
       for (int m = 0; m + 1 < C::kRuns; ++m)
 #pragma unroll
@@ -528,7 +538,7 @@ class Consumer : private Epilogue<C> {
     const int lane = opaque(lane_);
 #pragma unroll 1
     for (int key = 0; key < C::kRun; ++key) {
-      const int source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds this key's weights
+      const int source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds P of this key
       float w[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -548,19 +558,19 @@ class Consumer : private Epilogue<C> {
     }
   }
 
-  int tile_pos_ = 0;        // of the next K
-  uint32_t vote_and_turn_ = 0;  // of votes, times two, and of turns, in its lowest bit: one register
-  // Two groups that multiply take turns: the exponentials of one run beside the products of the other.
+  int tile_pos_ = 0;            // position of the next K
+  uint32_t vote_and_turn_ = 0;  // NaN votes so far, times two, and the issue-order phase in the lowest bit: one register
+  // The two consumer warpgroups issue in turn: the exponentials of one overlap the matmuls of the other.
   static constexpr bool kWarpgroupsAlternate = C::kConsumerWarpgroups == 2;
-  bool p_pending_, out_empty_;  // there are weights that have not met their values; out has nothing in it yet
-  bool max_settled_;          // all rows have seen a tile, whose maximum may do for the next ones
+  bool p_pending_, out_empty_;  // P of a tile waits for its P V; out has nothing in it yet
+  bool max_settled_;            // all rows have seen a tile, so that lazy rescaling may begin
   uint32_t q_[kQSteps][4];
   float s_[kScores];
   uint32_t p_frag_[C::kRuns][4];
   float rescale_[2];
 };
 
-// Who is what in a block of threads.
+// Dispatches the warps of a CTA to their roles.
 template <class C>
 class WarpRoles : private Cta<C> {
  public:
@@ -577,23 +587,23 @@ class WarpRoles : private Cta<C> {
         mbarrier_init(this->planned(n), 1);
         mbarrier_init(this->done(n), C::kConsumerWarpgroups * 128);
       }
-      for (int group = 0; group < C::kConsumerWarpgroups; ++group) {
-        mbarrier_init(this->nan_vote(group), 4);
-        mbarrier_init(this->wg_turn(group), 4);
-        for (int n = 0; n < 2; ++n) st_shared_4(this->nan_flag(group, n), 0);
+      for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+        mbarrier_init(this->nan_vote(wg), 4);
+        mbarrier_init(this->wg_turn(wg), 4);
+        for (int n = 0; n < 2; ++n) st_shared_4(this->nan_flag(wg, n), 0);
       }
       for (int n = 0; n < C::kStages8Bit; ++n)
         for (int warp = 0; warp < C::kProducerWarps; ++warp) mbarrier_init(this->full_8bit(n, warp), 32);
       mbarrier_init_fence();
     }
     __syncthreads();
-    const int group = static_cast<int>(uniform(threadIdx.x >> 7));
-    if (group == C::kConsumerWarpgroups) {
+    const int wg = static_cast<int>(uniform(threadIdx.x >> 7));
+    if (wg == C::kConsumerWarpgroups) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
       Producer<C>(this->a_, this->smem_base_).run();
     } else {
       setmaxnreg_alloc<C::kConsumerRegisters>();
-      Consumer<C>(this->a_, this->smem_base_).run(group);
+      Consumer<C>(this->a_, this->smem_base_).run(wg);
     }
   }
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the instances of the tables. The references are weak: a build with FA_ONLY or without sm_90 leaves them out.
+// Returns the kernel instances of the tables. The references are weak, because a build with FA_ONLY leaves out most instances.
 #include "cuda/kernels/extend/extend.h"
 
 namespace fa::cuda::extend {
