@@ -7,7 +7,8 @@
 // tiles and have kWarpRows rows each. stream_k.cuh decides which CTA gets which keys.
 //
 //   shared memory   Q [kRows][kD] | per KV group: pipeline of kStages x (K [kKvTile][kD], V [kKvTile][kD], descales) |
-//                   maximum and row sum [kKvGroups][kRows] | Q's scale [kRows] (8-bit KV) | DSMEM buffer and mbarrier (clusters)
+//                   maximum and row sum [kKvGroups][kRows] | Q's scale [kRows] (8-bit KV) |
+//                   DSMEM buffer and mbarrier (clusters)
 //                   In the epilogue each group's fp32 out [kRows][kD] reuses its pipeline.
 //
 //   prologue        load Q, issue the loads of the first kStages - 1 KV steps

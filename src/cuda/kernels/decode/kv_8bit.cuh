@@ -5,10 +5,11 @@
 // ldmatrix moves pairs of bytes as if they were one 16-bit element, so the columns arrive in another order (g = lane / 4, q =
 // lane % 4):
 //
-//   S = Q K^T   A lane gets columns 4 q .. 4 q + 3 of a key where 16-bit elements would give it 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. prepare_q puts the
-//               columns of Q into the same order; a dot product does not depend on it.
-//   out += P V  Loaded transposed, a lane gets columns 2 g and 2 g + 1 of two keys. MMA tile 2 c of out therefore has the even columns of
-//               16 c .. 16 c + 15 and tile 2 c + 1 the odd ones. Over both tiles a lane has four neighbours, 16 c + 4 q .. 16 c + 4 q + 3.
+//   S = Q K^T   A lane gets columns 4 q .. 4 q + 3 of a key where 16-bit elements would give it 2 q, 2 q + 1, 2 q + 8 and
+//               2 q + 9. prepare_q puts the columns of Q into the same order; a dot product does not depend on it.
+//   out += P V  Loaded transposed, a lane gets columns 2 g and 2 g + 1 of two keys. MMA tile 2 c of out therefore has the
+//               even columns of 16 c .. 16 c + 15 and tile 2 c + 1 the odd ones. Over both tiles a lane has four
+//               neighbours, 16 c + 4 q .. 16 c + 4 q + 3.
 #pragma once
 
 #include "cuda/common/mma.cuh"

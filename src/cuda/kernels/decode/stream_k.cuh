@@ -4,8 +4,8 @@
 //
 //   work tile   one KV head of one sequence, or one block of rows of it
 //   KV step     C::kKvStep keys: what a CTA consumes in one pass of its main loop
-//   iteration   the granule of the split. With stream-K partitions an iteration is one KV step. With a fixed number of splits an
-//               iteration is one split of a work tile: several KV steps, as many as the tile's own sequence asks for
+//   iteration   the granule of the split. With stream-K partitions an iteration is one KV step. With a fixed number of splits
+//               an iteration is one split of a work tile: several KV steps, as many as the tile's own sequence asks for
 //   partition   a contiguous run of iterations that one CTA processes. With stream-K all partitions have the same number of
 //               iterations, give or take one, and may begin and end inside a work tile. With fixed splits a partition is one
 //               iteration

@@ -2,7 +2,8 @@
 // One CTA of the extend kernel: its sizes and its shared-memory map.
 //
 //   shared memory   16-bit pipeline [kStages] of K or V [kAtoms][kKvTile][64] |
-//                   8-bit pipeline [kStages8Bit] of K or V [kKvTile][kD] | mbarriers | NaN flags | 2 work descriptors | row scales [kRows] (8-bit KV)
+//                   8-bit pipeline [kStages8Bit] of K or V [kKvTile][kD] | mbarriers | NaN flags |
+//                   2 work descriptors | row scales [kRows] (8-bit KV)
 #pragma once
 
 #include <type_traits>
