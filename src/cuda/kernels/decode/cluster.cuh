@@ -43,23 +43,23 @@ class ClusterDecode : private Decode<C> {
   using Base::keys_;
   using Base::kVectors;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
+  using Base::work_unit_;
 
   __device__ __forceinline__ void set_cta_share() {
     const int tiles = static_cast<int>(p_.heads_k) * a_.row_blocks, tile = cluster_id();
-    Piece work_unit{};
+    WorkUnit work_unit{};
     work_unit.batch = tile / tiles;
-    work_unit.head = tile - work_unit.batch * tiles;
+    work_unit.tile = tile - work_unit.batch * tiles;
     this->set_work_unit(work_unit);
-    const int first = keys_.begin / C::kStep, steps = keys_.empty() ? 0 : (keys_.end + C::kStep - 1) / C::kStep - first;
+    const int first = keys_.begin / C::kKvStep, steps = keys_.empty() ? 0 : (keys_.end + C::kKvStep - 1) / C::kKvStep - first;
     const int begin = steps * cta_rank_ / num_ctas_, end = steps * (cta_rank_ + 1) / num_ctas_;
-    piece_.first_step = uniform(first + begin);
-    piece_.steps = uniform(end - begin);
+    work_unit_.first_step = uniform(first + begin);
+    work_unit_.steps = uniform(end - begin);
   }
 
   // Vectors are numbered through all rows. Each CTA combines as many, the last ones possibly none.
-  __device__ __forceinline__ int vectors_per_cta() const { return static_cast<int>(a_.landing.value); }
+  __device__ __forceinline__ int vectors_per_cta() const { return static_cast<int>(a_.dsmem_vectors.value); }
   __device__ __forceinline__ int own_vectors() const {
     return max(min(rows_ * kVectors - cta_rank_ * vectors_per_cta(), vectors_per_cta()), 0);
   }
@@ -73,7 +73,7 @@ class ClusterDecode : private Decode<C> {
     const uint32_t barrier = this->dsmem_barrier();
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, own_vectors() * num_ctas_ * 24);
     this->for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
-      const int n = row * kVectors + vector, owner = a_.landing.quotient(n),
+      const int n = row * kVectors + vector, owner = a_.dsmem_vectors.quotient(n),
                 at = cta_rank_ * vectors_per_cta() + n - owner * vectors_per_cta();
       const uint32_t remote_barrier = map_to_cta(barrier, owner);
       st_async(map_to_cta(this->dsmem_out(at), owner), x, remote_barrier);

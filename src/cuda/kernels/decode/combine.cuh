@@ -45,22 +45,22 @@ class Combine : protected Epilogue<C> {
               index = static_cast<int>(blockIdx.x) % a_.split_tiles;
     const bool lengths_known = this->lengths_known();
     if (!lengths_known) pdl_wait();
-    const Cut tile = lengths_known ? find_split_tile(index) : load_split_tile(index);
-    if (tile.parts == 1) {
+    const SplitTile tile = lengths_known ? find_split_tile(index) : load_split_tile(index);
+    if (tile.num_partials == 1) {
       pdl_wait();  // always: the next launch relies on this one having waited
       return;
     }
     this->set_split_tile(tile);
     const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = rows_ * kVectors;
     // By the number of partials alone: the order of the sum must not depend on the size of the launch.
-    const bool one_warp_per_slice = tile.parts <= kPartialsInFlight;
+    const bool one_warp_per_slice = tile.num_partials <= kPartialsInFlight;
     const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta,
               slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
-              begin = one_warp_per_slice ? 0 : tile.parts * warp / kCombineWarps,
-              end = one_warp_per_slice ? tile.parts : tile.parts * (warp + 1) / kCombineWarps;
-    first_slot_ = Work<C>::slot(a_, tile.first_partition, true);
-    next_slot_ = Work<C>::slot(a_, tile.first_partition + 1, false);
-    slot_step_ = Work<C>::slot(a_, tile.first_partition + 2, false) - next_slot_;
+              begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
+              end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
+    first_slot_ = StreamKScheduler<C>::slot(a_, tile.first_partition, true);
+    next_slot_ = StreamKScheduler<C>::slot(a_, tile.first_partition + 1, false);
+    slot_step_ = StreamKScheduler<C>::slot(a_, tile.first_partition + 2, false) - next_slot_;
     Vector v = vector(slice * 32 + lane_);
     // Keeps the addresses' computation ahead of the wait.
     asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));
@@ -99,36 +99,36 @@ class Combine : protected Epilogue<C> {
   using Base::kVectors;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
+  using Base::work_unit_;
   using typename Base::Element;
   static constexpr int kPartialsInFlight = 6;
 
   // Recomputes the split by the scheduler's own arithmetic, before the wait for the main kernel.
-  __device__ __forceinline__ Cut find_split_tile(int index) {
-    Cut tile{};
-    tile.parts = 1;
-    Work<C> scheduler(a_);
+  __device__ __forceinline__ SplitTile find_split_tile(int index) {
+    SplitTile tile{};
+    tile.num_partials = 1;
+    StreamKScheduler<C> scheduler(a_);
     const int n = index >> scheduler.coscheduled_log2();
-    if (a_.split_tiles_by_partition && n >= scheduler.ranges()) return tile;
-    const int iteration = a_.split_tiles_by_partition ? scheduler.range_begin(n + 1) - 1 : scheduler.tile_begin(n);
+    if (a_.split_tiles_by_partition && n >= scheduler.partitions()) return tile;
+    const int iteration = a_.split_tiles_by_partition ? scheduler.partition_begin(n + 1) - 1 : scheduler.tile_begin(n);
     this->set_work_unit(scheduler.at(iteration, iteration + 1));
-    tile.first_partition = scheduler.range_of(piece_.begin);
+    tile.first_partition = scheduler.partition_of(work_unit_.tile_begin);
     if (a_.split_tiles_by_partition && tile.first_partition != n) return tile;
-    tile.parts = scheduler.range_of(piece_.end - 1) - tile.first_partition + 1;
+    tile.num_partials = scheduler.partition_of(work_unit_.tile_end - 1) - tile.first_partition + 1;
     tile.q_start = this->q_start_;
-    tile.batch = piece_.batch;
+    tile.batch = work_unit_.batch;
     tile.head = this->head();
     tile.first_row = this->first_row();
     tile.rows = rows_;
     return tile;
   }
   // Reads the split tile that the main kernel has published.
-  __device__ __forceinline__ Cut load_split_tile(int index) const {
-    static_assert(sizeof(Cut) == 2 * sizeof(float4));
+  __device__ __forceinline__ SplitTile load_split_tile(int index) const {
+    static_assert(sizeof(SplitTile) == 2 * sizeof(float4));
     const auto *from = reinterpret_cast<const float4 *>(a_.split_tile_infos + index);
     const float4 halves[2] = {load_now(from), load_now(from + 1)};
-    Cut tile;
+    SplitTile tile;
     memcpy(&tile, halves, sizeof(tile));
     return tile;
   }

@@ -33,10 +33,10 @@ struct Config {
   static constexpr bool kClustered = kClustered_;
   static constexpr bool kUsesCombineKernel = !kClustered;  // partials go through the workspace, not through DSMEM
   static constexpr bool kHasRowBlocks = k8BitKv,
-                        kTurns = false;  // whether the rows of a head are cut into row blocks (row_block_of)
+                        kInterleaveRowBlocks = false;  // whether the rows of a head are cut into row blocks (row_block_of)
 
   static constexpr int kRows = kRowWarps * kWarpRows;
-  static constexpr int kStep = kKvGroups * kKvTile;
+  static constexpr int kKvStep = kKvGroups * kKvTile;
   static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKvGroups * kGroupThreads;
   static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));
   static constexpr int kQBytes = kRows * kD * 2;
@@ -120,7 +120,7 @@ class Cta {
   __device__ __forceinline__ int head_of(int row) const {
     return head() * group_heads() + a_.group.remainder(first_row() + row);
   }
-  __device__ __forceinline__ int head() const { return C::kHasRowBlocks ? head_ : piece_.head; }
+  __device__ __forceinline__ int head() const { return C::kHasRowBlocks ? head_ : work_unit_.tile; }
   __device__ __forceinline__ int first_row() const { return C::kHasRowBlocks ? first_row_ : 0; }
   // Scores S are raw Q K^T products. Terms added to logits are divided by softmax_scale beforehand, so that the scale enters
   // with the exponential.
@@ -134,11 +134,12 @@ class Cta {
   // Whether the host knows where every sequence begins and ends; then no length is read from device memory.
   __device__ __forceinline__ bool lengths_known() const { return decode::lengths_known(p_); }
 
-  __device__ __forceinline__ void set_work_unit(const Piece &work_unit) {
-    piece_ = work_unit;
+  __device__ __forceinline__ void set_work_unit(const WorkUnit &work_unit) {
+    work_unit_ = work_unit;
     if constexpr (C::kHasRowBlocks) {
-      head_ = uniform(work_unit.head / a_.row_blocks);
-      first_row_ = uniform(row_block_of<C::kTurns>(work_unit.head - head_ * a_.row_blocks, a_.row_blocks) * C::kRows);
+      head_ = uniform(work_unit.tile / a_.row_blocks);
+      first_row_ =
+          uniform(row_block_of<C::kInterleaveRowBlocks>(work_unit.tile - head_ * a_.row_blocks, a_.row_blocks) * C::kRows);
     }
     const Sequence q = sequence_of(p_.q_lengths, work_unit.batch), k = sequence_of(p_.k_lengths, work_unit.batch);
     q_start_ = q.start;
@@ -172,9 +173,9 @@ class Cta {
   }
 
   // Takes the rows of a split work tile, for the combine kernel.
-  __device__ __forceinline__ void set_split_tile(const Cut &tile) {
-    piece_.batch = tile.batch;
-    piece_.head = head_ = tile.head;
+  __device__ __forceinline__ void set_split_tile(const SplitTile &tile) {
+    work_unit_.batch = tile.batch;
+    work_unit_.tile = head_ = tile.head;
     first_row_ = tile.first_row;
     q_start_ = tile.q_start;
     rows_ = tile.rows;
@@ -182,14 +183,15 @@ class Cta {
 
   // 8-bit KV: the descale of all keys or all values of this head; 1 if each row has its own.
   __device__ __forceinline__ float head_descale(const Descale &d) const {
-    return decode::head_descale(d, piece_.batch, head());
+    return decode::head_descale(d, work_unit_.batch, head());
   }
 
   // Prefetches the page-table entries of the first KV steps into L2, one lane per step. Entries may still be written by the
   // previous launch, so they are read again after pdl_wait().
   __device__ __forceinline__ void prefetch_pages() const {
     const int key = first_key(lane_);
-    if (page_table_ == nullptr || lane_ >= min(piece_.steps, C::kStages + 1) || key < keys_.begin || key >= keys_.end) return;
+    if (page_table_ == nullptr || lane_ >= min(work_unit_.steps, C::kStages + 1) || key < keys_.begin || key >= keys_.end)
+      return;
     asm volatile("prefetch.global.L2 [%0];\n" ::"l"(page_table_ + a_.page_size.quotient(key) * p_.page_table_page_stride));
   }
 
@@ -198,7 +200,8 @@ class Cta {
   // previous one.
   __device__ __forceinline__ void prefetch_kv() const {
     const int step = lane_ / C::kKvTile, key = first_key(step) + lane_ % C::kKvTile;
-    if (row_warp_ > 0 || kv_group_ % (C::kKvGroups / 2) != 0 || step >= piece_.steps || key < keys_.begin || key >= keys_.end)
+    if (row_warp_ > 0 || kv_group_ % (C::kKvGroups / 2) != 0 || step >= work_unit_.steps || key < keys_.begin ||
+        key >= keys_.end)
       return;
     int64_t page = 0, row = key;
     if (page_table_ != nullptr) {
@@ -218,13 +221,13 @@ class Cta {
 
   // The first key of this warp's tile in KV step `step` of the work unit.
   __device__ __forceinline__ int first_key(int step) const {
-    return (piece_.first_step + step) * C::kStep + kv_group_ * C::kKvTile;
+    return (work_unit_.first_step + step) * C::kKvStep + kv_group_ * C::kKvTile;
   }
 
   // Where this lane's key of a KV step lies. Reads as zeros if no row sees the key or the work unit has ended.
   __device__ __forceinline__ KvLocation locate_key(int step) const {
     const int key = first_key(step) + lane_ % C::kKvTile;
-    if (step >= piece_.steps || key < keys_.begin || key >= keys_.end) return {0, -1};
+    if (step >= work_unit_.steps || key < keys_.begin || key >= keys_.end) return {0, -1};
     if (page_table_ == nullptr) return {0, key};
     const int page = a_.page_size.quotient(key);
     return {page_table_[page * p_.page_table_page_stride], key - page * static_cast<int>(a_.page_size.value)};
@@ -232,7 +235,7 @@ class Cta {
 
   // Issues the cp.async loads of K and V of a KV step into a pipeline stage. Lane i holds the location of the tile's i-th key.
   __device__ __forceinline__ void load_kv(int stage, int step, const KvLocation &location) const {
-    if (step < piece_.steps) {
+    if (step < work_unit_.steps) {
       using ThreadMap = TileThreadMap<C::kKvTile, C::kPitch / 2, C::kGroupThreads>;
       const ThreadMap map{row_warp_ * 32 + opaque(lane_)};
       const int column = map.chunk() * static_cast<int>(16 / sizeof(KvElement));
@@ -284,7 +287,7 @@ class Cta {
   // Loads the descales of a tile's keys; each lane loads that of its own key. The base address is recomputed each time to save
   // registers for out.
   __device__ __forceinline__ void load_descales(uint32_t to, const Operand &f, const KvLocation &location) const {
-    const int lane = opaque(lane_), batch = opaque(piece_.batch);
+    const int lane = opaque(lane_), batch = opaque(work_unit_.batch);
     if (lane >= C::kKvTile) return;
     int64_t outer = location.page, row = max(location.row, 0);
     if (page_table_ == nullptr) {
@@ -303,7 +306,8 @@ class Cta {
   }
 
   __device__ __forceinline__ void load_q() const {
-    const Element *q = static_cast<const Element *>(p_.q.data) + piece_.batch * p_.q.batch_stride + q_start_ * p_.q.seq_stride;
+    const Element *q =
+        static_cast<const Element *>(p_.q.data) + work_unit_.batch * p_.q.batch_stride + q_start_ * p_.q.seq_stride;
     load_rows<Element, C::kRows, C::kD, C::kThreads>(smem_, true, static_cast<int>(p_.head_dim), [&](int r) -> const Element * {
       return r < rows_ ? q + token_of(r) * p_.q.seq_stride + head_of(r) * p_.q.head_stride : nullptr;
     });
@@ -345,7 +349,7 @@ class Cta {
   const int lane_, row_warp_, warp_row0_, kv_group_;  // warp_row0_: the first row of this warp
 
   // The current work unit.
-  Piece piece_;
+  WorkUnit work_unit_;
   int64_t q_start_;
   int tokens_, rows_, seqlen_k_;
   int head_, first_row_;  // with row blocks only

@@ -46,27 +46,27 @@ class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, Ori
     Scheduler scheduler(a_);
     const auto num_ctas = [&] { return static_cast<int>(gridDim.x >> scheduler.coscheduled_log2()); };
     int partition = static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2());
-    if (partition >= scheduler.ranges()) {
+    if (partition >= scheduler.partitions()) {
       pdl_wait();
       if (threadIdx.x == 0) scheduler.publish_no_tile();
     }
 #pragma unroll 1
-    for (; partition < scheduler.ranges(); partition += num_ctas()) {
+    for (; partition < scheduler.partitions(); partition += num_ctas()) {
       int iteration = -1;  // the partition's first iteration
 #pragma unroll 1
       while (true) {
-        const int begin = scheduler.range_begin(partition), end = scheduler.range_begin(partition + 1);
-        const Piece work_unit = scheduler.at(iteration < 0 ? begin : iteration, end);
-        const bool ends_partition = work_unit.last == end;
+        const int begin = scheduler.partition_begin(partition), end = scheduler.partition_begin(partition + 1);
+        const WorkUnit work_unit = scheduler.at(iteration < 0 ? begin : iteration, end);
+        const bool ends_partition = work_unit.end == end;
         set_work_unit(work_unit);
         if (kHasPdl && iteration < 0 && partition < num_ctas() && lengths_known()) this->prefetch_kv();
         pdl_wait();
         mainloop([&] { this->publish_split_tile(scheduler, partition, ends_partition); });
         epilogue(scheduler, partition);
-        if (ends_partition && partition + num_ctas() >= scheduler.ranges()) return;
-        iteration = piece_.last;
+        if (ends_partition && partition + num_ctas() >= scheduler.partitions()) return;
+        iteration = work_unit_.end;
         __syncthreads();  // the next work unit reuses shared memory
-        scheduler.reload(piece_.batch);
+        scheduler.reload(work_unit_.batch);
         if (ends_partition) break;
       }
     }
@@ -80,11 +80,11 @@ class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, Ori
   using Base::load_q;
   using Base::locate_key;
   using Base::p_;
-  using Base::piece_;
   using Base::q_start_;
   using Base::set_work_unit;
   using Base::sync_group;
   using Base::warp_visible_;
+  using Base::work_unit_;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Main loop over the KV steps of a work unit
@@ -100,7 +100,7 @@ class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, Ori
     // The first iterations only issue loads.
     int next_stage = 0;  // the stage to load; the one after it is computed on
 #pragma unroll 1
-    for (int step = 1 - C::kStages; step < piece_.steps; ++step) {
+    for (int step = 1 - C::kStages; step < work_unit_.steps; ++step) {
       if (step >= 0) {
         if (step == 0) after_first_loads();
         cp_async_wait<C::kStages - 2>();
@@ -130,7 +130,7 @@ class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, Ori
     this->store_partial_out();
     __syncthreads();
     // Recomputed where the main loop has no register for it.
-    if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
+    if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(work_unit_.batch)).start;
     this->store_results(scheduler, partition);
   }
 };

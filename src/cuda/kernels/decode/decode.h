@@ -15,13 +15,13 @@ namespace fa::cuda::decode {
 enum class Format { same, e4m3, i8 };
 
 // A work tile that may be split over partitions, as the combine kernel needs it.
-struct alignas(16) Cut {
+struct alignas(16) SplitTile {
   int64_t q_start;  // of the sequence, as in Sequence
   int32_t batch, head;
-  int32_t first_row, rows;         // first_row counts within the sequence
-  int32_t first_partition, parts;  // one partial: the tile is not split
+  int32_t first_row, rows;                // first_row counts within the sequence
+  int32_t first_partition, num_partials;  // one partial: the tile is not split
 };
-static_assert(sizeof(Cut) == kSplitTileBytes);
+static_assert(sizeof(SplitTile) == kSplitTileBytes);
 
 // A problem and how its work is split. The kernels' only parameter.
 struct Params {
@@ -36,7 +36,7 @@ struct Params {
   // How the work is split (stream_k.cuh). fixed_splits == 0: stream-K, at most `max_partitions` partitions of at least
   // 2^min_iterations_log2 KV steps each. fixed_splits > 0: every work tile into at most `fixed_splits` splits of at least
   // 2^min_iterations_log2 KV steps each.
-  int32_t ranges, pieces, least_log2;
+  int32_t max_partitions, fixed_splits, min_iterations_log2;
   // Stream-K only: 2^coscheduled_log2 neighbouring KV heads form one work tile, and each partition has one CTA for each of
   // these heads.
   int32_t coscheduled_log2;
@@ -46,20 +46,21 @@ struct Params {
   float2 *partial_stats;
   // The work tiles that may be split. Either all tiles, numbered over all sequences, or one for each partition: the tile that
   // continues behind its end. Where lengths are on the device, the main kernel writes here what it computed.
-  Cut *split_tile_infos;
+  SplitTile *split_tile_infos;
   int32_t split_tiles;  // how many
   bool split_tiles_by_partition;
   bool allow_early_dependents;  // the next launch may start while this one still runs (PDL)
-  Divisor
-      landing;  // with clusters: the number of vectors (four columns of a row, counted through all rows) that one CTA combines
-  int32_t *
-      counters;  // for kernels that combine partials themselves (extend, MLA), zero before and after the launch: how many partials of a work tile are stored
+  // With clusters: how many vectors (four columns of a row, counted through all rows) one CTA combines.
+  Divisor dsmem_vectors;
+  // For kernels that combine partials themselves (extend, MLA): how many partials of a work tile are stored. Zero before and
+  // after the launch.
+  int32_t *counters;
 };
 
 // Addresses for cudaLaunchKernel, null if this build leaves the kernels out. `shape` indexes kShapes.
 struct Kernels {
   const void *attention = nullptr;
-  const void *sum = nullptr;  // the combine kernel (combine.cuh); null for kernels that leave no partials
+  const void *combine = nullptr;  // the combine kernel (combine.cuh); null for kernels that leave no partials
 };
 Kernels kernels(int shape, Dtype queries, Dtype keys);
 

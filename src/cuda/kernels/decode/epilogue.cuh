@@ -15,7 +15,7 @@ class Epilogue : protected Cta<C> {
   using Base = Cta<C>;
   using typename Base::Element;
   static constexpr int kVectors = C::kD / 4;  // vectors of four columns per row
-  using Scheduler = Work<C, true>;
+  using Scheduler = StreamKScheduler<C, true>;
 
   using Base::Base;
 
@@ -24,31 +24,31 @@ class Epilogue : protected Cta<C> {
   using Base::head_of;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::q_start_;
   using Base::rows_;
   using Base::smem_out;
   using Base::smem_row_stats;
   using Base::token_of;
+  using Base::work_unit_;
 
   // Stores the work unit's result. Out, maxima and row sums of all KV groups are in shared memory.
   __device__ __forceinline__ void store_results(const Scheduler &scheduler, int partition) const {
-    if (piece_.whole()) {
+    if (work_unit_.whole()) {
       store_final();
     } else {
-      store_partials(Scheduler::slot(a_, partition, piece_.first == piece_.begin));
+      store_partials(Scheduler::slot(a_, partition, work_unit_.begin == work_unit_.tile_begin));
     }
-    if (piece_.first == piece_.begin) store_unused_rows();
+    if (work_unit_.begin == work_unit_.tile_begin) store_unused_rows();
   }
 
   __device__ __forceinline__ void publish_split_tile(const Scheduler &scheduler, int partition, bool ends_partition) const {
-    if (threadIdx.x > 0 || !scheduler.publishes_tile(piece_, ends_partition)) return;
-    Cut tile{};
-    tile.q_start = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
+    if (threadIdx.x > 0 || !scheduler.publishes_tile(work_unit_, ends_partition)) return;
+    SplitTile tile{};
+    tile.q_start = sequence_of(p_.q_lengths, opaque(work_unit_.batch)).start;
     tile.head = this->head();
     tile.first_row = this->first_row();
     tile.rows = rows_;
-    scheduler.publish_tile(tile, piece_, partition);
+    scheduler.publish_tile(tile, work_unit_, partition);
   }
 
   // Calls f(row, vector, x, stats) for every four columns x of out, summed over the KV groups; stats are the row's maximum and
@@ -153,17 +153,17 @@ class Epilogue : protected Cta<C> {
   }
 
   __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return p_.lse.data + piece_.batch * p_.lse.batch_stride + head * p_.lse.head_stride +
+    return p_.lse.data + work_unit_.batch * p_.lse.batch_stride + head * p_.lse.head_stride +
            (q_start_ + token) * p_.lse.seq_stride;
   }
   __device__ __forceinline__ Element *out_at(int token, int head) const {
-    return static_cast<Element *>(p_.out.data) + piece_.batch * p_.out.batch_stride + (q_start_ + token) * p_.out.seq_stride +
-           head * p_.out.head_stride;
+    return static_cast<Element *>(p_.out.data) + work_unit_.batch * p_.out.batch_stride +
+           (q_start_ + token) * p_.out.seq_stride + head * p_.out.head_stride;
   }
 
   // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(piece_.batch)).slot) * this->group_heads();
+    int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(work_unit_.batch)).slot) * this->group_heads();
     if constexpr (C::kHasRowBlocks) end = min(end - this->first_row(), C::kRows);
     for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);

@@ -41,7 +41,6 @@ class OrientationKq : protected Epilogue<C> {
   using Base::kv_group_;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
   using Base::smem_;
   using Base::smem_k;
@@ -53,6 +52,7 @@ class OrientationKq : protected Epilogue<C> {
   using Base::smem_v_descale;
   using Base::warp_interior_;
   using Base::warp_visible_;
+  using Base::work_unit_;
   using Scores = float[kKeyTiles][4];
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
@@ -204,7 +204,8 @@ class OrientationKq : protected Epilogue<C> {
       for (int e = 0; e < 2; ++e) {
         const int row = min(2 * (opaque(lane_) & 3) + e, rows_ - 1);  // rows beyond the last one are not stored
         const float slope =
-            a_.raw.logit * p_.alibi_slopes[piece_.batch * p_.alibi_batch_stride + this->head_of(row) * p_.alibi_head_stride];
+            a_.raw.logit *
+            p_.alibi_slopes[work_unit_.batch * p_.alibi_batch_stride + this->head_of(row) * p_.alibi_head_stride];
 #pragma unroll
         for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll

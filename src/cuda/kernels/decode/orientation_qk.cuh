@@ -34,7 +34,6 @@ class OrientationQk : protected Epilogue<C> {
   using Base::kv_group_;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::row_of;
   using Base::row_warp_;
   using Base::rows_;
@@ -51,6 +50,7 @@ class OrientationQk : protected Epilogue<C> {
   using Base::tokens_;
   using Base::warp_interior_;
   using Base::warp_row0_;
+  using Base::work_unit_;
   using Scores = Accumulator<kMt, kNt>;
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
@@ -154,7 +154,7 @@ class OrientationQk : protected Epilogue<C> {
           const int row = min(row_of(i, r), rows_ - 1);  // rows beyond the last one are not stored
           // Loaded for every tile: cheaper than registers across the main loop.
           const float slope =
-              a_.raw.logit * p_.alibi_slopes[piece_.batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
+              a_.raw.logit * p_.alibi_slopes[work_unit_.batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
           const int first = token_of(row) + seqlen_k_ - tokens_ - key0 - 2 * (opaque(lane_) & 3);
 #pragma unroll
           for (int j = 0; j < kNt; ++j)

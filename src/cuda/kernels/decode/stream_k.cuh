@@ -41,26 +41,26 @@ struct SequenceTiles {
 
 // The row block of the `index`-th work tile of a head. With kInterleaveRowBlocks the first and the last row blocks alternate:
 // under a causal mask the first have little work and the last have much, so a partition gets some of both.
-template <bool kTurns>
-__device__ __forceinline__ int row_block_of(int tile, int row_blocks) {
-  return !kTurns ? tile : tile % 2 == 0 ? tile / 2 : row_blocks - 1 - tile / 2;
+template <bool kInterleaveRowBlocks>
+__device__ __forceinline__ int row_block_of(int index, int row_blocks) {
+  return !kInterleaveRowBlocks ? index : index % 2 == 0 ? index / 2 : row_blocks - 1 - index / 2;
 }
 
 // The part of one work tile that lies in one partition.
-struct Piece {
-  int batch, head;  // `tile`: the work tile's number within its sequence; equal to the head where rows are not blocked
-  int begin, end;   // iterations of the whole work tile, numbered over the launch
-  int first, last;  // the iterations among them that lie in the partition
+struct WorkUnit {
+  int batch, tile;           // `tile`: the work tile's number within its sequence; equal to the head where rows are not blocked
+  int tile_begin, tile_end;  // iterations of the whole work tile, numbered over the launch
+  int begin, end;            // the iterations among them that lie in the partition
   int first_step, steps;
 
-  __device__ __forceinline__ bool whole() const { return first == begin && last == end; }
+  __device__ __forceinline__ bool whole() const { return begin == tile_begin && end == tile_end; }
 };
 
 // kRecompute: derived values are recomputed at each call instead of being held in registers across the main loop.
 template <class C, bool kRecompute = false>
-class Work {
+class StreamKScheduler {
  public:
-  __device__ __forceinline__ explicit Work(const Params &params) : a_(params) {
+  __device__ __forceinline__ explicit StreamKScheduler(const Params &params) : a_(params) {
     load(0, 0);
     int iterations = window_end_;
     for (int base = 32; base < batch(); base += 32) iterations += __reduce_add_sync(~0u, sequence(base + lane()).iterations);
@@ -68,39 +68,39 @@ class Work {
   }
 
   __device__ __forceinline__ int coscheduled_log2() const { return a_.coscheduled_log2; }
-  __device__ __forceinline__ int ranges() const { return partitions_of(iterations_); }
+  __device__ __forceinline__ int partitions() const { return partitions_of(iterations_); }
   // Partition p begins at iteration p * iterations / partitions. Where the number of tiles divides the number of partitions,
   // partitions therefore begin and end with work tiles.
-  __device__ __forceinline__ int range_begin(int partition) const {
-    if (a_.pieces > 0) return partition;
+  __device__ __forceinline__ int partition_begin(int partition) const {
+    if (a_.fixed_splits > 0) return partition;
     const int iterations = num_iterations(), all = partitions_of(iterations);
     const int quotient_estimate = static_cast<int>(__fdividef(static_cast<float>(iterations), static_cast<float>(all))),
               remainder = iterations - quotient_estimate * all;
     return partition * quotient_estimate + quotient(partition * remainder, all);
   }
-  __device__ __forceinline__ int range_of(int iteration) const {
-    if (a_.pieces > 0) return iteration;
+  __device__ __forceinline__ int partition_of(int iteration) const {
+    if (a_.fixed_splits > 0) return iteration;
     const int iterations = num_iterations(), all = partitions_of(iterations);
     // The approximation is slightly too small: it is the right partition or the one before it.
     const int partition = static_cast<int>(
         __fdividef(static_cast<float>(iteration) * static_cast<float>(all), static_cast<float>(iterations)) * (1.f - 0x1p-20f));
-    return partition + (range_begin(partition + 1) <= iteration);
+    return partition + (partition_begin(partition + 1) <= iteration);
   }
   // The slot in the workspace for a partition's partial. A stream-K partition may hold parts of two work tiles and so has two
   // slots: the second one is for the tile that begins in this partition.
   static __device__ __forceinline__ int slot(const Params &a, int partition, bool begins_here) {
-    return a.pieces > 0 ? partition : 2 * slot(a, partition) + begins_here;
+    return a.fixed_splits > 0 ? partition : 2 * slot(a, partition) + begins_here;
   }
   // The slot for kernels whose partitions store at most one partial, because the CTA that ends a work tile adds the other
   // partials to its own.
   static __device__ __forceinline__ int slot(const Params &a, int partition) {
-    return partition + coscheduled_head(a) * a.ranges;
+    return partition + coscheduled_head(a) * a.max_partitions;
   }
   // For kernels that count partials: the counter of a work tile that several partitions share, `first_partition` being the
   // first of them.
-  __device__ __forceinline__ int counter(const Piece &work_unit, int first_partition) const {
-    if (a_.pieces == 0) return slot(a_, first_partition);
-    return work_unit.batch * tiles() + work_unit.head;
+  __device__ __forceinline__ int counter(const WorkUnit &work_unit, int first_partition) const {
+    if (a_.fixed_splits == 0) return slot(a_, first_partition);
+    return work_unit.batch * tiles() + work_unit.tile;
   }
 
   // The first iteration of a work tile, numbered over all sequences. Like at(), this must be called in ascending order.
@@ -113,23 +113,24 @@ class Work {
 
   // Whether this CTA must publish the work tile for the combine kernel, which does not know it because lengths are on the
   // device. `ends`: the work unit is the last one of its partition.
-  __device__ __forceinline__ bool publishes_tile(const Piece &work_unit, bool ends) const {
+  __device__ __forceinline__ bool publishes_tile(const WorkUnit &work_unit, bool ends) const {
     return a_.split_tiles > 0 && !lengths_known(a_.problem) &&
-           (a_.split_tiles_by_partition ? ends : work_unit.first == work_unit.begin);
+           (a_.split_tiles_by_partition ? ends : work_unit.begin == work_unit.tile_begin);
   }
   // Writes the work tile's description to the workspace; `tile` already holds its rows. To be called by one thread.
-  __device__ __forceinline__ void publish_tile(Cut tile, const Piece &work_unit, int partition) const {
+  __device__ __forceinline__ void publish_tile(SplitTile tile, const WorkUnit &work_unit, int partition) const {
     tile.batch = work_unit.batch;
     tile.first_partition = partition;
-    tile.parts =
-        work_unit.first == work_unit.begin && work_unit.last < work_unit.end ? range_of(work_unit.end - 1) - partition + 1 : 1;
-    const int index = work_unit.batch * (tiles() << coscheduled_log2()) + work_unit.head;
+    tile.num_partials = work_unit.begin == work_unit.tile_begin && work_unit.end < work_unit.tile_end
+                            ? partition_of(work_unit.tile_end - 1) - partition + 1
+                            : 1;
+    const int index = work_unit.batch * (tiles() << coscheduled_log2()) + work_unit.tile;
     a_.split_tile_infos[a_.split_tiles_by_partition ? static_cast<int>(blockIdx.x) : index] = tile;
   }
   // The same for a partition without work.
   __device__ __forceinline__ void publish_no_tile() const {
-    Cut none{};
-    none.parts = 1;
+    SplitTile none{};
+    none.num_partials = 1;
     if (a_.split_tiles_by_partition) a_.split_tile_infos[blockIdx.x] = none;
   }
 
@@ -146,7 +147,7 @@ class Work {
   // the last work unit's.
   __device__ __forceinline__ void reload(int batch) { load(batch & ~31, window_begin_); }
   // The work unit that begins at iteration `iteration` of a partition that ends at `end`. Must be called in ascending order.
-  __device__ __forceinline__ Piece at(int iteration, int end) {
+  __device__ __forceinline__ WorkUnit at(int iteration, int end) {
     while (iteration >= window_end_) load(window_ + 32, window_end_);
     const int found = __ffs(__ballot_sync(~0u, iteration < end_)) - 1;
     const auto from_lane = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, found))); };
@@ -154,23 +155,23 @@ class Work {
               steps_per_iteration = from_lane(own_.steps_per_iteration), steps = from_lane(own_.steps),
               first_step = from_lane(own_.first_step);
     const int tile = (iteration - sequence_begin) / tile_iterations;
-    Piece work_unit;
+    WorkUnit work_unit;
     work_unit.batch = uniform(window_ + found);
-    work_unit.head = tile << coscheduled_log2() | coscheduled_head(a_);
-    work_unit.begin = sequence_begin + tile * tile_iterations;
-    work_unit.end = work_unit.begin + tile_iterations;
-    work_unit.first = iteration;
-    work_unit.last = min(work_unit.end, end);
-    const int skipped_steps = (iteration - work_unit.begin) * steps_per_iteration;
+    work_unit.tile = tile << coscheduled_log2() | coscheduled_head(a_);
+    work_unit.tile_begin = sequence_begin + tile * tile_iterations;
+    work_unit.tile_end = work_unit.tile_begin + tile_iterations;
+    work_unit.begin = iteration;
+    work_unit.end = min(work_unit.tile_end, end);
+    const int skipped_steps = (iteration - work_unit.tile_begin) * steps_per_iteration;
     work_unit.first_step = first_step + skipped_steps;
-    work_unit.steps = min((work_unit.last - iteration) * steps_per_iteration, steps - skipped_steps);
+    work_unit.steps = min((work_unit.end - iteration) * steps_per_iteration, steps - skipped_steps);
     return work_unit;
   }
 
  private:
   __device__ __forceinline__ int num_iterations() const { return kRecompute ? opaque(iterations_) : iterations_; }
   __device__ __forceinline__ int partitions_of(int iterations) const {
-    return a_.pieces > 0 ? iterations : min(max(iterations >> a_.least_log2, 1), a_.ranges);
+    return a_.fixed_splits > 0 ? iterations : min(max(iterations >> a_.min_iterations_log2, 1), a_.max_partitions);
   }
   // x / y rounded down, for a quotient and y of some thousand at most.
   static __device__ __forceinline__ int quotient(int x, int y) {
@@ -194,12 +195,12 @@ class Work {
     const int tokens = static_cast<int>(sequence_of(p.q_lengths, b).len),
               keys = static_cast<int>(sequence_of(p.k_lengths, b).len);
     const Keys seen = Diagonal<int32_t>(a_.limits, tokens, keys).visible_keys({0, tokens});
-    s.first_step = seen.begin / C::kStep;
-    s.steps = seen.empty() ? 1 : (seen.end + C::kStep - 1) / C::kStep - s.first_step;
+    s.first_step = seen.begin / C::kKvStep;
+    s.steps = seen.empty() ? 1 : (seen.end + C::kKvStep - 1) / C::kKvStep - s.first_step;
     s.steps_per_iteration = 1;
     s.tile_iterations = s.steps;
-    if (a_.pieces > 0) {
-      s.steps_per_iteration = max((s.steps + a_.pieces - 1) / a_.pieces, 1 << a_.least_log2);
+    if (a_.fixed_splits > 0) {
+      s.steps_per_iteration = max((s.steps + a_.fixed_splits - 1) / a_.fixed_splits, 1 << a_.min_iterations_log2);
       s.tile_iterations = (s.steps + s.steps_per_iteration - 1) / s.steps_per_iteration;
     }
     s.iterations = s.tile_iterations * tiles();

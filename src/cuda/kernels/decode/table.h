@@ -29,25 +29,24 @@ struct Shape {
   int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
   int32_t capability;       // of the oldest devices whose register allocation fits
   bool clustered;           // the CTAs of a cluster share the keys of a head (cluster.cuh)
-  int32_t key_bytes = 2;    // of an element of K or V
+  int32_t kv_bytes = 2;     // of an element of K or V
 
   constexpr int32_t rows() const { return warp_rows * row_warps; }
-  constexpr int32_t step() const { return kv_groups * kv_tile; }
+  constexpr int32_t kv_step() const { return kv_groups * kv_tile; }
   constexpr int32_t threads() const { return row_warps * kv_groups * 32; }
   // K and V, and with 8-bit KV one descale per key of both.
   constexpr int32_t pipeline_bytes() const {
-    return kv_groups * stages * kv_tile * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));
+    return kv_groups * stages * kv_tile * (2 * head_dim * kv_bytes + (kv_bytes == 1 ? 8 : 0));
   }
   // The DSMEM buffer of a clustered CTA: the partials that the other CTAs send it. A vector is four fp32 columns with maximum
   // and row sum of their row; the vectors of all rows are divided evenly, rounded up, among the CTAs.
   constexpr int32_t dsmem_bytes() const { return clustered ? (rows() * head_dim / 4 + kMaxClusterSize) * 24 + 16 : 0; }
   // Q, the KV pipelines, maximum and row sum per row and KV group, with 8-bit KV the scale of each Q row, and the DSMEM buffer.
   constexpr int32_t shared_bytes() const {
-    return rows() * head_dim * 2 + pipeline_bytes() + kv_groups * rows() * 8 + (key_bytes == 1 ? rows() * 4 : 0) +
-           dsmem_bytes();
+    return rows() * head_dim * 2 + pipeline_bytes() + kv_groups * rows() * 8 + (kv_bytes == 1 ? rows() * 4 : 0) + dsmem_bytes();
   }
   // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory; the system reserves 1 KB for each CTA.
-  constexpr int32_t blocks_on(int32_t max_shared_bytes) const {
+  constexpr int32_t ctas_per_sm(int32_t max_shared_bytes) const {
     return std::min(max_ctas_per_sm, (max_shared_bytes + 1024) / (shared_bytes() + 1024));
   }
 };
@@ -83,7 +82,7 @@ constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_8BIT_TAB
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
 constexpr int first_8bit_shape() {
   int n = 0;
-  while (kShapes[n].key_bytes != 1) ++n;
+  while (kShapes[n].kv_bytes != 1) ++n;
   return n;
 }
 constexpr int kFirst8Bit = first_8bit_shape();  // index of the first shape of table_8bit.h

@@ -18,7 +18,7 @@ using decode::Keys;
 
 // The work unit's result is a partial for `partial_slot`. Or the unit ends its work tile: then kernels without a combine kernel
 // add `num_partials` partials, from slot `first_partial` on, which are complete when the counter says so.
-struct WorkUnitDescriptor : decode::RowsAndKeys {
+struct WorkUnitDescriptor : decode::WorkDescriptor {
   int partial_slot;  // -1: no partial is stored
   int first_partial, num_partials, counter;
 };
@@ -33,9 +33,9 @@ struct Config {
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;
-  static constexpr int kRows = kConsumerWarpgroups * kGroupRows, kThreads = (kConsumerWarpgroups + 1) * 128;
-  static constexpr int kStep = kKvTile;  // the KV step of the scheduler
-  static constexpr bool kTurns = true;
+  static constexpr int kRows = kConsumerWarpgroups * kWarpgroupRows, kThreads = (kConsumerWarpgroups + 1) * 128;
+  static constexpr int kKvStep = kKvTile;  // the KV step of the scheduler
+  static constexpr bool kInterleaveRowBlocks = true;
   // For the combine kernel (decode/combine.cuh), which treats the CTA's rows as those of one warp.
   static constexpr bool kUsesCombineKernel = kUsesCombineKernel_, kHasRowBlocks = true;
   static constexpr int kWarpRows = kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90;
@@ -80,9 +80,9 @@ class Cta {
   // warpgroup's turn to issue its wgmmas; a producer warp's part of an 8-bit stage has arrived.
   __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + C::kBarrierOffset + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(C::kStages + stage); }
-  __device__ __forceinline__ uint32_t planned(int n) const { return full(2 * C::kStages + n); }
-  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
-  __device__ __forceinline__ uint32_t nan_vote(int wg) const { return planned(4 + wg); }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return full(2 * C::kStages + n); }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return work_full(2 + n); }
+  __device__ __forceinline__ uint32_t nan_vote(int wg) const { return work_full(4 + wg); }
   __device__ __forceinline__ uint32_t wg_turn(int wg) const { return nan_vote(C::kConsumerWarpgroups + wg); }
   __device__ __forceinline__ uint32_t full_8bit(int n, int warp) const {
     return wg_turn(C::kConsumerWarpgroups + n * C::kProducerWarps + warp);
@@ -91,7 +91,7 @@ class Cta {
   __device__ __forceinline__ uint32_t nan_flag(int wg, int n) const { return smem_ + C::kFlagOffset + (2 * wg + n) * 4; }
   // What a row of S is multiplied by.
   __device__ __forceinline__ uint32_t row_scale(int row) const { return smem_ + C::kScaleOffset + row * 4; }
-  __device__ __forceinline__ WorkUnitDescriptor &plan(int n) const {
+  __device__ __forceinline__ WorkUnitDescriptor &descriptor(int n) const {
     return reinterpret_cast<WorkUnitDescriptor *>(smem_base_ + C::kDescriptorOffset)[n];
   }
 

@@ -26,7 +26,7 @@ class Epilogue : protected Cta<C> {
   using Base::p_;
 
   // Rows count from the CTA's first row.
-  __device__ __forceinline__ int first_row() const { return wg_ * kGroupRows + warp_ * 16; }
+  __device__ __forceinline__ int first_row() const { return wg_ * kWarpgroupRows + warp_ * 16; }
   __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
   __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(work_->row0 + row); }
   __device__ __forceinline__ int head_of(int row) const {

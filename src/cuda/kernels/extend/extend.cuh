@@ -51,11 +51,11 @@ class Consumer : private Epilogue<C> {
     warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(this->planned(n & 1), n >> 1 & 1);
-      work_ = &this->plan(n & 1);
+      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
+      work_ = &this->descriptor(n & 1);
       if (work_->batch < 0) return;
       process_work_unit();
-      mbarrier_arrive(this->done(n & 1));
+      mbarrier_arrive(this->work_empty(n & 1));
     }
   }
 
@@ -77,8 +77,8 @@ class Consumer : private Epilogue<C> {
 
   __device__ __forceinline__ void process_work_unit() {
     this->store_unused_rows();
-    if (wg_ * kGroupRows >= work_->rows) {
-      for (int n = work_->tile; n < work_->end_tile; ++n) skip_kv_tile();
+    if (wg_ * kWarpgroupRows >= work_->rows) {
+      for (int n = work_->kv_tile; n < work_->kv_tile_end; ++n) skip_kv_tile();
       return;
     }
     load_q();
@@ -92,12 +92,12 @@ class Consumer : private Epilogue<C> {
     out_empty_ = true;
     p_pending_ = max_settled_ = false;
     bool masked = false;
-    int next_mask_change = work_->tile;  // from this tile on `masked` may change
+    int next_mask_change = work_->kv_tile;  // from this tile on `masked` may change
 #pragma unroll 1
     for (int n = next_mask_change;; ++n) {
-      if (p_pending_ && masked && work_->several) nan_safe_pv_if_needed();
+      if (p_pending_ && masked && work_->several_tokens) nan_safe_pv_if_needed();
       if (n >= next_mask_change) {
-        const int end = work_->end_tile, inner = (work_->interior.begin + C::kKvTile - 1) / C::kKvTile,
+        const int end = work_->kv_tile_end, inner = (work_->interior.begin + C::kKvTile - 1) / C::kKvTile,
                   end_inner = work_->interior.end / C::kKvTile;
         if (n >= end) break;  // the unit may have no tile that these rows see
         masked = n < inner || n >= end_inner;
@@ -144,7 +144,7 @@ class Consumer : private Epilogue<C> {
   template <bool kHasPv>
   __device__ __forceinline__ void process_kv_tile(int key0, bool masked) {
     const uint32_t k = wait_full(next_k());
-    const bool ordered = kWarpgroupsAlternate && work_->rows > kGroupRows;
+    const bool ordered = kWarpgroupsAlternate && work_->rows > kWarpgroupRows;
     if (ordered) mbarrier_wait(this->wg_turn(wg_), (vote_and_turn_ & 1) ^ (wg_ == 0));
     fence_operand(s_);
     fence_operand(q_);
@@ -584,8 +584,8 @@ class WarpRoles : private Cta<C> {
         mbarrier_init(this->empty(n), C::kConsumerWarpgroups * 4);
       }
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(this->planned(n), 1);
-        mbarrier_init(this->done(n), C::kConsumerWarpgroups * 128);
+        mbarrier_init(this->work_full(n), 1);
+        mbarrier_init(this->work_empty(n), C::kConsumerWarpgroups * 128);
       }
       for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
         mbarrier_init(this->nan_vote(wg), 4);

@@ -12,7 +12,7 @@ namespace fa::cuda::extend {
 
 // The work is split as for the decode kernels (decode/stream_k.cuh). The kernel's only parameter.
 struct Params : decode::Params {
-  Divisor blocks_of_head;  // divides by row_blocks
+  Divisor row_blocks_divisor;  // divides by row_blocks
   // Whether TMA loads what it can: runs of keys that all exist, as boxes.
   bool tma_kv;
   CUtensorMap k_map, v_map;

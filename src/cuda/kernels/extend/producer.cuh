@@ -10,9 +10,9 @@
 namespace fa::cuda::extend {
 
 template <class C>
-class Producer : private decode::Planner<Cta<C>> {
+class Producer : private decode::WorkScheduler<Cta<C>> {
  public:
-  using Base = decode::Planner<Cta<C>>;
+  using Base = decode::WorkScheduler<Cta<C>>;
   using KvElement = typename C::KvElement;
 
   using Base::Base;
@@ -24,22 +24,22 @@ class Producer : private decode::Planner<Cta<C>> {
     if (!decode::lengths_known(p_)) pdl_wait();
     uint32_t unit = 0;
     Scheduler scheduler(a_);
-    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2()) >= scheduler.ranges() &&
+    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2()) >= scheduler.partitions() &&
         threadIdx.x % 128 == 0) {
       pdl_wait();
       scheduler.publish_no_tile();
     }
-    this->each_piece(scheduler, [&](int partition) {
+    this->for_each_work_unit(scheduler, [&](int partition) {
       pdl_wait();
       if (warp_ == 0) {
         // The consumers may be unable to free the descriptor before the loads in flight are published.
-        if (!__all_sync(~0u, this->has_place(unit))) drain();
+        if (!__all_sync(~0u, this->is_descriptor_free(unit))) drain();
         write_descriptor(unit++, scheduler, partition);
       }
       // The page table is read two tiles ahead.
-      int page = load_page(this->tile_), next = load_page(this->tile_ + 1);
+      int page = load_page(this->kv_tile_), next = load_page(this->kv_tile_ + 1);
 #pragma unroll 1
-      for (int tile = this->tile_; tile < this->end_tile_; ++tile) {
+      for (int tile = this->kv_tile_; tile < this->kv_tile_end_; ++tile) {
         const int later = load_page(tile + 2);
         const KvLocation location = locate_key(tile, page);
         const bool whole_runs = has_whole_runs(tile);
@@ -50,35 +50,35 @@ class Producer : private decode::Planner<Cta<C>> {
       }
     });
     drain();
-    if (warp_ == 0) this->write_end(unit);
+    if (warp_ == 0) this->write_end_of_work(unit);
   }
 
  private:
   using Base::a_;
   using Base::lane_;
   using Base::p_;
-  using Scheduler = decode::Work<C, C::k8BitKv>;  // recomputes values, since widening needs the registers
+  using Scheduler = decode::StreamKScheduler<C, C::k8BitKv>;  // recomputes values, since widening needs the registers
 
   __device__ __forceinline__ void write_descriptor(uint32_t n, const Scheduler &scheduler, int partition) const {
-    this->await_place(n);
-    const decode::Piece &work_unit = this->piece_;
-    const bool begins_tile = work_unit.first == work_unit.begin;
-    const int first_partition = C::kUsesCombineKernel ? 0 : scheduler.range_of(work_unit.begin);
+    this->wait_descriptor_free(n);
+    const decode::WorkUnit &work_unit = this->work_unit_;
+    const bool begins_tile = work_unit.begin == work_unit.tile_begin;
+    const int first_partition = C::kUsesCombineKernel ? 0 : scheduler.partition_of(work_unit.tile_begin);
     if (lane_ == 0) {
-      WorkUnitDescriptor &descriptor = this->plan(n & 1);
-      this->describe(descriptor);
+      WorkUnitDescriptor &descriptor = this->descriptor(n & 1);
+      this->fill_descriptor(descriptor);
       if constexpr (C::kUsesCombineKernel) {
         descriptor.partial_slot = work_unit.whole() ? -1 : scheduler.slot(a_, partition, begins_tile);
       } else {
-        descriptor.partial_slot = descriptor.part ? scheduler.slot(a_, partition) : -1;
+        descriptor.partial_slot = descriptor.tile_continues ? scheduler.slot(a_, partition) : -1;
         descriptor.first_partial = scheduler.slot(a_, first_partition);
         descriptor.num_partials = begins_tile ? 0 : partition - first_partition;
         descriptor.counter = scheduler.counter(work_unit, first_partition);
       }
-      mbarrier_arrive(this->planned(n & 1));
+      mbarrier_arrive(this->work_full(n & 1));
       if (C::kUsesCombineKernel &&
-          scheduler.publishes_tile(work_unit, work_unit.last == scheduler.range_begin(partition + 1))) {
-        decode::Cut tile_info{};
+          scheduler.publishes_tile(work_unit, work_unit.end == scheduler.partition_begin(partition + 1))) {
+        decode::SplitTile tile_info{};
         tile_info.q_start = this->q_start_;
         tile_info.head = this->head_;
         tile_info.first_row = this->row0_;
@@ -93,12 +93,12 @@ class Producer : private decode::Planner<Cta<C>> {
   // The page of this lane's key of a tile (-1 where there is no key), and the key's location.
   __device__ __forceinline__ int load_page(int tile) const {
     const int key = first_key(tile) + lane_ % C::kWarpKeys;
-    if (tile >= this->end_tile_ || key < this->keys_.begin || key >= this->keys_.end) return -1;
-    return this->page_of(this->piece_.batch, key);
+    if (tile >= this->kv_tile_end_ || key < this->keys_.begin || key >= this->keys_.end) return -1;
+    return this->page_of(this->work_unit_.batch, key);
   }
   __device__ __forceinline__ KvLocation locate_key(int tile, int page) const {
     if (page < 0) return {0, -1};
-    return this->locate_in_page(page, this->piece_.batch, this->k_start_, first_key(tile) + lane_ % C::kWarpKeys);
+    return this->locate_in_page(page, this->work_unit_.batch, this->k_start_, first_key(tile) + lane_ % C::kWarpKeys);
   }
 
   // Whether this warp's keys of a tile all exist and each run of them lies in one page.

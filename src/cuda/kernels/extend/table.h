@@ -10,27 +10,27 @@
 
 namespace fa::cuda::extend {
 
-constexpr int32_t kGroupRows = 64;  // rows of a consumer warpgroup
+constexpr int32_t kWarpgroupRows = 64;  // rows of a consumer warpgroup
 
 struct Shape {
   const char *name;
   int32_t head_dim;  // bucket of q, k and v
-  int32_t groups;    // consumer warpgroups
-  int32_t keys;      // keys of a KV tile
-  int32_t stages;    // pipeline stages, of which K and V tiles take one each in turn
-  int32_t
-      staged;  // 8-bit KV: stages of the pipeline of tiles in 8 bits, which are then widened into the 16-bit pipeline; else 0
+  int32_t consumer_warpgroups;
+  int32_t keys;    // of a KV tile
+  int32_t stages;  // of the 16-bit pipeline, of which K and V tiles take one each in turn
+  // 8-bit KV: stages of the pipeline of 8-bit tiles, which are widened into the 16-bit pipeline. Else 0.
+  int32_t stages_8bit;
   bool uses_combine_kernel;  // stores all partials of a work tile for the combine kernel instead of adding them to the last one
 
-  constexpr int32_t rows() const { return groups * kGroupRows; }
+  constexpr int32_t rows() const { return consumer_warpgroups * kWarpgroupRows; }
   // columns of a TMA box: a 128-byte swizzle atom, or, with 8-bit KV, which is widened anyway, all columns
-  constexpr int32_t box_columns() const { return staged > 0 ? head_dim : 64; }
-  constexpr int32_t threads() const { return (groups + 1) * 128; }
+  constexpr int32_t box_columns() const { return stages_8bit > 0 ? head_dim : 64; }
+  constexpr int32_t threads() const { return (consumer_warpgroups + 1) * 128; }
   // Both pipelines, the mbarriers, the NaN flags of the warpgroups, two work descriptors, and with 8-bit KV the scale of each
   // row.
   constexpr int32_t shared_bytes() const {
-    return (stages * 2 + staged) * keys * head_dim + (2 * stages + 4 + 2 * groups + 4 * staged) * 8 + groups * 8 + 2 * 96 +
-           (staged > 0 ? rows() * 4 : 0);
+    return (stages * 2 + stages_8bit) * keys * head_dim + (2 * stages + 4 + 2 * consumer_warpgroups + 4 * stages_8bit) * 8 +
+           consumer_warpgroups * 8 + 2 * 96 + (stages_8bit > 0 ? rows() * 4 : 0);
   }
 };
 
@@ -47,7 +47,7 @@ constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_8BIT_TAB
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
 constexpr int first_8bit_shape() {
   int n = 0;
-  while (kShapes[n].staged == 0) ++n;
+  while (kShapes[n].stages_8bit == 0) ++n;
   return n;
 }
 constexpr int kFirst8Bit = first_8bit_shape();  // index of the first shape of table_8bit.h

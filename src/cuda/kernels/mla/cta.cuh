@@ -12,7 +12,7 @@ using decode::Keys;
 
 // A part is left in `slot`, which is counted at `counter`. Before that, or at the item's end, `parts` parts are added to it, which are there
 // when the counter `awaited` says so: the last of every `part_step` slots from `first_part` on, and the one before this piece's.
-struct Plan : decode::RowsAndKeys {
+struct Plan : decode::WorkDescriptor {
   int slot, counter;
   int parts, first_part, part_step, awaited;
   // The item is this block's and the other one's of its cluster, and neither has another piece: they exchange halves of what they have.
@@ -24,11 +24,11 @@ struct Config {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kHeld = kHeld_;
   static constexpr bool kPairs = kPairs_;
-  static constexpr bool kTurns = false;      // of blocks of rows, which all see as many keys, or nearly so
+  static constexpr bool kInterleaveRowBlocks = false;  // of blocks of rows, which all see as many keys, or nearly so
   static constexpr int kParts = kKeys / 16;  // in which P of a tile is handed over, and the tile's rows are handed back
   // Two groups of four warps for values, one for scores, and the warps that fetch.
   static constexpr int kRows = 64, kThreads = 512, kValueThreads = 256, kScoreThreads = 128, kFetchWarps = 4;
-  static constexpr int kStep = kKeys;       // of the cut
+  static constexpr int kKvStep = kKeys;     // of the cut
   static constexpr int kColumns = kDv / 2;  // of out, of a group
   // Tiles lie in groups of eight rows, [row / 8][slab of 64 columns][8][64]: whatever eight rows in a row are a page's, one copy fetches.
   static constexpr int kSlabs = kD / 64, kSlabBytes = 8 * 128, kGroupBytes = kSlabs * kSlabBytes;
@@ -97,14 +97,14 @@ class Block {
   }
   __device__ __forceinline__ uint32_t closed() const { return weights(C::kStages); }
   __device__ __forceinline__ uint32_t taken() const { return closed() + 8; }
-  __device__ __forceinline__ uint32_t planned(int n) const { return closed() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
-  __device__ __forceinline__ uint32_t met() const { return done(2); }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return closed() + 16 + n * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return work_full(2 + n); }
+  __device__ __forceinline__ uint32_t met() const { return work_empty(2); }
   __device__ __forceinline__ uint32_t asked() const { return met() + 8; }
   __device__ __forceinline__ uint32_t other_read() const { return asked() + 8; }
   __device__ __forceinline__ uint32_t landed_sums() const { return other_read() + 8; }
   __device__ __forceinline__ uint32_t landed_out() const { return landed_sums() + 8; }
-  __device__ __forceinline__ Plan &plan(int n) const {
+  __device__ __forceinline__ Plan &descriptor(int n) const {
     static_assert(sizeof(Plan) <= C::kPlanBytes);
     return reinterpret_cast<Plan *>(memory_ + (landed_out() + 8 - shared_))[n];
   }

@@ -48,8 +48,8 @@ class Roles : private Block<C> {
       mbarrier_init(this->landed_sums(), 1);
       mbarrier_init(this->landed_out(), 1);
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(this->planned(n), 1);
-        mbarrier_init(this->done(n), C::kValueThreads + C::kScoreThreads);
+        mbarrier_init(this->work_full(n), 1);
+        mbarrier_init(this->work_empty(n), C::kValueThreads + C::kScoreThreads);
       }
       mbarrier_init_fence();
     }

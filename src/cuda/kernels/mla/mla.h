@@ -11,7 +11,7 @@ namespace fa::cuda::mla {
 
 // Work is cut as for the decode kernels (decode/work.cuh). The kernel's only parameter.
 struct Params : decode::Params {
-  Divisor blocks_of_head;  // row_blocks
+  Divisor row_blocks_divisor;  // row_blocks
   // Keys in boxes of eight rows for the copy engine, where it can fetch them.
   bool tma_kv;
   CUtensorMap k_map;

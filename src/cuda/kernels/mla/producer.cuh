@@ -11,9 +11,9 @@
 namespace fa::cuda::mla {
 
 template <class C>
-class Producer : private decode::Planner<Block<C>> {
+class Producer : private decode::WorkScheduler<Block<C>> {
  public:
-  using Base = decode::Planner<Block<C>>;
+  using Base = decode::WorkScheduler<Block<C>>;
   using Element = typename C::Element;
 
   using Base::Base;
@@ -24,13 +24,13 @@ class Producer : private decode::Planner<Block<C>> {
     uint32_t count = 0, pieces = 0;  // tiles and pieces of the block so far
     // Of what the launch before this one may still write lengths are wanted first. Other warps wait for a plan.
     if (!decode::lengths_known(p_)) pdl_wait();
-    decode::Work<C> work(a_);
-    this->each_piece(work, [&](int range) {
+    decode::StreamKScheduler<C> work(a_);
+    this->for_each_work_unit(work, [&](int range) {
       pdl_wait();
       bool pair = false;
       if (warp == 0) pair = write_plan(pieces++, work, range);
 #pragma unroll 1
-      for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
+      for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++count) {
         // Queries go first: memory would give them last, when all blocks have asked for a ring of keys.
         if (count == 0) mbarrier_wait(this->asked(), 0);
         if (static_cast<int>(count & 1) == place)
@@ -46,23 +46,23 @@ class Producer : private decode::Planner<Block<C>> {
         mbarrier_arrive_remote_relaxed_if(lane_ == 0, map_to_cta(this->other_read(), cluster_cta_rank() ^ 1));
       }
     });
-    if (warp == 0) this->write_end(pieces);
+    if (warp == 0) this->write_end_of_work(pieces);
   }
 
  private:
   using Base::a_;
-  using Base::end_tile_;
   using Base::free;
   using Base::full;
   using Base::head_;
   using Base::k_start_;
   using Base::keys_;
+  using Base::kv_tile_;
+  using Base::kv_tile_end_;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
   using Base::shared_tile;
-  using Base::tile_;
+  using Base::work_unit_;
 
   static constexpr int kHalf = C::kKeys / 2, kParts = C::kParts / 2;  // of a half
 
@@ -72,17 +72,18 @@ class Producer : private decode::Planner<Block<C>> {
   }
 
   // Whether the piece is of a pair.
-  __device__ __forceinline__ bool write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
-    this->await_place(n);
+  __device__ __forceinline__ bool write_plan(uint32_t n, const decode::StreamKScheduler<C> &work, int range) const {
+    this->wait_descriptor_free(n);
     // Of the item's pieces this is number `index`; `parts` come before the last one, which adds them, through sums of `group` of them.
-    const int first_range = work.range_of(piece_.begin), index = range - first_range,
-              parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_, first_range),
-              group = a_.pieces > 0 ? 1 : parts_together(parts);
+    const int first_range = work.partition_of(work_unit_.tile_begin), index = range - first_range,
+              parts = work.partition_of(work_unit_.tile_end - 1) - first_range,
+              item_counter = work.counter(work_unit_, first_range), group = a_.fixed_splits > 0 ? 1 : parts_together(parts);
     const bool pair = C::kPairs && rows_ > 0 && parts == 1 && first_range % 2 == 0 &&
-                      work.range_begin(first_range) == piece_.begin && work.range_begin(first_range + 2) == piece_.end;
+                      work.partition_begin(first_range) == work_unit_.tile_begin &&
+                      work.partition_begin(first_range + 2) == work_unit_.tile_end;
     if (lane_ == 0) {
-      Plan &plan = this->plan(n & 1);
-      this->describe(plan);
+      Plan &plan = this->descriptor(n & 1);
+      this->fill_descriptor(plan);
       plan.slot = range;
       plan.counter = item_counter;
       plan.parts = index % group;
@@ -91,9 +92,9 @@ class Producer : private decode::Planner<Block<C>> {
       plan.awaited = range;
       plan.pair = pair;
       if (C::kPairs && pair) {
-        plan.part = false;
+        plan.tile_continues = false;
         plan.parts = 0;
-      } else if (!plan.part) {
+      } else if (!plan.tile_continues) {
         plan.parts = (index + group - 1) / group;
         plan.first_part = range - index;
         plan.part_step = group;
@@ -102,7 +103,7 @@ class Producer : private decode::Planner<Block<C>> {
         plan.parts = 0;
         plan.counter = min(range + group - 1 - index % group, range - index + parts - 1);
       }
-      mbarrier_arrive(this->planned(n & 1));
+      mbarrier_arrive(this->work_full(n & 1));
     }
     __syncwarp();
     return pair;
@@ -127,10 +128,10 @@ class Producer : private decode::Planner<Block<C>> {
   };
   __device__ __forceinline__ Spot spot_of(int key) const {
     const int32_t *table = p_.page_table;
-    if (table == nullptr) return {static_cast<int>(k_start_) + key, p_.k_lengths.cu != nullptr ? 0 : piece_.batch};
+    if (table == nullptr) return {static_cast<int>(k_start_) + key, p_.k_lengths.cu != nullptr ? 0 : work_unit_.batch};
     const int page = a_.page_size.quotient(key);
     return {key - page * static_cast<int>(a_.page_size.value),
-            table[piece_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride]};
+            table[work_unit_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride]};
   }
 
   __device__ __forceinline__ void copy(int key0, int place, int half, uint32_t free_parity) const {
@@ -161,9 +162,9 @@ class Producer : private decode::Planner<Block<C>> {
     const Element *k = static_cast<const Element *>(p_.k.data) + head_ * p_.k.head_stride;
     const int32_t *table = p_.page_table;
     if (table != nullptr) {
-      table += piece_.batch * p_.page_table_batch_stride;
+      table += work_unit_.batch * p_.page_table_batch_stride;
     } else {
-      k += piece_.batch * p_.k.batch_stride + k_start_ * p_.k.seq_stride;
+      k += work_unit_.batch * p_.k.batch_stride + k_start_ * p_.k.seq_stride;
     }
     const int chunk = lane_ & 7, row = lane_ >> 3, first = key0 + row;
     const Element *from[kMine];

@@ -27,14 +27,14 @@ class Scores : private Block<C> {
     warp_ = uniform(threadIdx.x >> 5) & 3;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(this->planned(n & 1), n >> 1 & 1);
-      plan_ = &this->plan(n & 1);
+      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
+      plan_ = &this->descriptor(n & 1);
       if (plan_->batch < 0) return;
       if (plan_->rows > 0) walk();
       if (n > 0) mbarrier_wait(this->taken(), (n - 1) & 1);
       if (plan_->rows > 0) close();
       mbarrier_arrive(this->closed());
-      mbarrier_arrive(this->done(n & 1));
+      mbarrier_arrive(this->work_empty(n & 1));
     }
   }
 
@@ -52,7 +52,7 @@ class Scores : private Block<C> {
   __device__ __forceinline__ void walk() {
     max_[0] = max_[1] = -1e30f;  // finite, so that -inf minus it is -inf
     sum_[0] = sum_[1] = 0.f;
-    if (plan_->tile == plan_->end_tile) return;
+    if (plan_->kv_tile == plan_->kv_tile_end) return;
     meet(0);  // the last piece's Q is read
     fetch_q();
     uint32_t q[C::kHeld * 4][4];
@@ -61,7 +61,7 @@ class Scores : private Block<C> {
     fence_proxy_async();
     meet(1);
 #pragma unroll 1
-    for (int tile = plan_->tile; tile < plan_->end_tile; ++tile, ++count_) {
+    for (int tile = plan_->kv_tile; tile < plan_->kv_tile_end; ++tile, ++count_) {
       const int key0 = tile * C::kKeys;
       const bool masked = key0 < plan_->interior.begin || key0 + C::kKeys > plan_->interior.end;
       mbarrier_wait(full(place()), count_ >> 1 & 1);
@@ -69,7 +69,7 @@ class Scores : private Block<C> {
       multiply_q(s, q);
       uint32_t notes = 0;
       if (masked) {
-        notes = plan_->several && __any_sync(~0u, has_nonfinite(s)) ? Base::kCare : 0;
+        notes = plan_->several_tokens && __any_sync(~0u, has_nonfinite(s)) ? Base::kCare : 0;
         mask(s, key0);
       }
       if (raise_max(s)) notes |= Base::kRaised;
@@ -280,7 +280,7 @@ class Scores : private Block<C> {
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
       const uint32_t closing = this->shared_closing(row);
-      if (plan_->part) {
+      if (plan_->tile_continues) {
         if (warp_ * 16 < plan_->rows) this->partial_stats(plan_->slot)[row] = sums[r];
         st_shared_float(closing, own[r]);
       } else if (row < plan_->rows) {

@@ -24,8 +24,8 @@ class Values : private Block<C> {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(this->planned(n & 1), n >> 1 & 1);
-      plan_ = &this->plan(n & 1);
+      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
+      plan_ = &this->descriptor(n & 1);
       if (plan_->batch < 0) return;
       walk();
       if (C::kPairs && plan_->pair && has_rows()) {
@@ -37,7 +37,7 @@ class Values : private Block<C> {
       }
       mbarrier_wait(this->closed(), n & 1);
       finish(n & 1);
-      mbarrier_arrive(this->done(n & 1));
+      mbarrier_arrive(this->work_empty(n & 1));
     }
   }
 
@@ -59,7 +59,7 @@ class Values : private Block<C> {
     store_unused_rows();
 #pragma unroll
     for (int j = 0; j < C::kColumns / 2; ++j) out(j) = 0.f;
-    int tiles = plan_->end_tile - plan_->tile;
+    int tiles = plan_->kv_tile_end - plan_->kv_tile;
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++count_) {
       const Operands operands = find_operands();
@@ -173,7 +173,7 @@ class Values : private Block<C> {
       if (has_rows()) merge(plan_->parts);
     }
     if (has_rows()) {
-      if (plan_->part) {
+      if (plan_->tile_continues) {
         store_part(plan_->slot);
       } else {
         const int other_has = C::kPairs && plan_->pair ? cluster_cta_rank() ^ 1 : -1;
@@ -182,7 +182,7 @@ class Values : private Block<C> {
       }
     }
     mbarrier_arrive(this->taken());
-    if (plan_->part && threadIdx.x == 0) {
+    if (plan_->tile_continues && threadIdx.x == 0) {
       mbarrier_wait(this->taken(), parity);
       count_released(a_.counters + plan_->counter);
     }
