@@ -26,7 +26,7 @@ TOOLS = ("go", "julia", "pip", "cargo")
 
 
 def guides(root):
-    return [path for pattern in ("*.md", "docs/*.md", "bindings/*/README.md") for path in sorted(root.glob(pattern))]
+    return [path for pattern in ("*.md", "docs/**/*.md", "bindings/*/README.md") for path in sorted(root.glob(pattern))]
 
 
 def blocks(text):

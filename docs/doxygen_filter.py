@@ -18,7 +18,7 @@ def label(path):
 
 
 def pages():
-    guides = [root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md", *root.glob("docs/*.md"), *root.glob("bindings/*/README.md")]
+    guides = [root / "README.md", root / "CONTRIBUTING.md", root / "CHANGELOG.md", *root.glob("docs/**/*.md"), *root.glob("bindings/*/README.md")]
     return {guide.resolve(): label(guide) for guide in guides}
 
 

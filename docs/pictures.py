@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes every picture of the guides and the benchmark tables of the README and of docs/performance.md: drawings from docs/drawings.py, plots and tables from the
-JSON of the benchmarks in docs/data (gpu.json of fa_bench_gpu.py, cpu.json of fa_bench_cpu).
+"""Writes every picture of the guides and the benchmark tables of the README and of docs/measured.md: drawings from docs/drawings.py, plots and tables from docs/data
+(gpu.json of fa_bench_gpu.py, cpu.json of fa_bench_cpu, peers.json of the direct comparison with FlashAttention-3).
 
     tests/bench/fa_bench_gpu.py --json docs/data/gpu.json && docs/pictures.py
 
@@ -19,18 +19,22 @@ import drawings  # noqa: E402
 from gpu import plot, report  # noqa: E402
 
 
+def beside_fa3(gpu, peers):
+    """The run with the rows of the direct comparison: ours, FA3 and cuDNN of that one process, FA2 of the run."""
+    rows = [dict(row, tflops={**row["tflops"], **peers["rows"].get(f"{row['section']}: {row['name']}", {})}) for row in gpu["rows"]]
+    return dict(gpu, rows=rows)
+
+
 def wanted():
     """{file: text} of everything that is made from something else."""
     files = {DOCS / "pictures" / f"{name}.svg": draw() for name, draw in drawings.ALL.items()}
-    data = json.loads((DOCS / "data" / "gpu.json").read_text())
-    data["rows"] = [report.add_ratios(row) for row in data["rows"]]
-    files[DOCS / "pictures" / "gpu_speed.svg"] = plot.svg(data)
-    files[DOCS / "pictures" / "gpu_memory.svg"] = plot.memory_svg(data)
-    readme = ROOT / "README.md"
-    files[readme] = bench_table.replaced(data, readme.read_text())
-    files[readme] = bench_table.replaced(json.loads((DOCS / "data" / "cpu.json").read_text()), files[readme])
-    performance = DOCS / "performance.md"
-    files[performance] = bench_table.with_ratios(data, performance.read_text())
+    peers, gpu, cpu = (json.loads((DOCS / "data" / f"{name}.json").read_text()) for name in ("peers", "gpu", "cpu"))
+    gpu["rows"] = [report.add_ratios(row) for row in gpu["rows"]]
+    files[DOCS / "pictures" / "gpu_speed.svg"] = plot.svg(beside_fa3(gpu, peers), plot.BESIDE_FA3)
+    files[DOCS / "pictures" / "gpu_memory.svg"] = plot.memory_svg(gpu)
+    readme, measured = ROOT / "README.md", DOCS / "measured.md"
+    files[readme] = bench_table.readme(peers, gpu, cpu, readme.read_text())
+    files[measured] = bench_table.measured(peers, gpu, cpu, measured.read_text())
     return files
 
 
@@ -47,7 +51,7 @@ def main():
     problems = [f"{path.relative_to(ROOT)} is not what docs/pictures.py makes" for path, text in files.items()
                 if not path.exists() or path.read_text() != text]
     problems += [f"{path.relative_to(ROOT)} is made by nothing" for path in pictures - set(files)]
-    guides = "".join(path.read_text() for path in (*ROOT.glob("*.md"), *DOCS.glob("*.md")))
+    guides = "".join(path.read_text() for path in (*ROOT.glob("*.md"), *DOCS.glob("**/*.md")))
     problems += [f"no guide shows {path.relative_to(ROOT)}" for path in files if path.suffix == ".svg" and f"pictures/{path.name})" not in guides]
     print("\n".join(problems) or f"{len(files)} files are as docs/pictures.py makes them")
     return 1 if problems else 0

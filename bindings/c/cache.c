@@ -48,7 +48,7 @@ static fa_status step(fa_context ctx, int n) {
   app.page_table = table;
   app.offsets = before;  /* rows that each sequence has in the cache already ... */
   app.seqused_k = after; /* ... and, written, has afterwards */
-  status = fa_append_kv(ctx, &app, NULL);
+  status = fa_append_kv(ctx, &app, NULL, 0, NULL);
   if (status != FA_OK) return status;
 
   fa_attention_init(&att, sizeof att);

@@ -79,8 +79,13 @@ int main(void) {
   if (status == FA_OK) {
     const fa_tensor outs[2] = {tensor(out[0], SEQUENCES, 1, HEADS, DIM), own.out};
     const fa_tensor lses[2] = {three(&lse[0][0][0][0], SEQUENCES, HEADS, 1), own.lse};
-    const fa_tensor result = tensor(merged, SEQUENCES, 1, HEADS, DIM);
-    status = fa_merge(ctx, 2, outs, lses, &result, NULL, NULL);
+    fa_merge_problem both;
+    fa_merge_problem_init(&both, sizeof both);
+    both.num_parts = 2;
+    both.out_parts = outs;
+    both.lse_parts = lses;
+    both.out = tensor(merged, SEQUENCES, 1, HEADS, DIM);
+    status = fa_merge(ctx, &both, NULL, 0, NULL);
   }
 
   /* The same with a copy of the prompt for every sequence. */

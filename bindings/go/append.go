@@ -30,7 +30,17 @@ type Append struct {
 }
 
 // AppendKV writes new rows into a cache.
-func (ctx *Context) AppendKV(a Append) error {
+func (ctx *Context) AppendKV(a Append) error { return ctx.append(&a, C.GO_RUN, nil) }
+
+// PrepareAppend loads what AppendKV will need; see PrepareForward.
+func (ctx *Context) PrepareAppend(a Append) error { return ctx.append(&a, C.GO_PREPARE, nil) }
+
+// QueryAppend says how AppendKV would run, or why not. It reads no tensor data.
+func (ctx *Context) QueryAppend(a Append) (Plan, error) {
+	return plan(func(info *C.fa_plan_info) error { return ctx.append(&a, C.GO_QUERY, info) })
+}
+
+func (ctx *Context) append(a *Append, what C.int, info *C.fa_plan_info) error {
 	if ctx.handle == nil {
 		return errClosed
 	}
@@ -51,7 +61,7 @@ func (ctx *Context) AppendKV(a Append) error {
 	if err != nil {
 		return err
 	}
-	return ctx.check(C.go_append(ctx.handle, ctx.stream, &raw, a.K.data, a.V.data, a.KCache.data, a.VCache.data, a.PageTable.data,
-		a.Offsets.data, a.CuSeqlens.data, a.SeqUsed.data, a.SeqUsedK.data, a.Q.data, a.QOut.data, a.RotaryCos.data, a.RotarySin.data,
-		a.RotaryPositions.data, a.KDescale.data, a.VDescale.data))
+	return ctx.check(C.go_append(ctx.handle, what, info, ctx.workspace.data, ctx.workspaceBytes(), ctx.stream, &raw, a.K.data, a.V.data,
+		a.KCache.data, a.VCache.data, a.PageTable.data, a.Offsets.data, a.CuSeqlens.data, a.SeqUsed.data, a.SeqUsedK.data, a.Q.data,
+		a.QOut.data, a.RotaryCos.data, a.RotarySin.data, a.RotaryPositions.data, a.KDescale.data, a.VDescale.data))
 }

@@ -162,6 +162,12 @@ func appendAndCompare[S, C Element](t *testing.T, ctx *Context, s setting, sourc
 	} else if target.largest != 0 {
 		a.KDescale, a.VDescale = Of(factorK, appendBatch, appendHeads), Of(factorV, appendBatch, appendHeads)
 	}
+	if err := ctx.PrepareAppend(a); err != nil {
+		t.Fatal(err)
+	}
+	if plan, err := ctx.QueryAppend(a); err != nil || !strings.Contains(plan.Kernel, "append") {
+		t.Fatal(plan, err)
+	}
 	if err := ctx.AppendKV(a); err != nil {
 		t.Fatal(err)
 	}

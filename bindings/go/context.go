@@ -143,7 +143,7 @@ func (ctx *Context) Close() error {
 // it. A new context has 0, the default stream of the device. The CPU knows no streams: there calls return when their work is done.
 func (ctx *Context) SetStream(stream uintptr) { ctx.stream = C.uintptr_t(stream) }
 
-// SetWorkspace lends the calls of Forward and Backward that follow their scratch memory: one dimension of uint8, as many as WorkspaceBytes of
+// SetWorkspace lends the calls that follow their scratch memory: one dimension of uint8, as many as WorkspaceBytes of
 // their Plan at an address that is a multiple of 256, for no other call to use while one may still run. The zero Tensor, which a new context
 // has, leaves that to the library.
 func (ctx *Context) SetWorkspace(workspace Tensor) error {

@@ -28,7 +28,7 @@ func ExampleContext_AppendKV() {
 		return flashattn.Of(data, batch, 1, heads, dim)
 	}
 	keys, values := cache(), cache()
-	table := flashattn.Of([]int32{6, 1, 3, 4}, batch, 2) // two pages a sequence
+	table := flashattn.Of([]int32{6, 1, 3, 4}, batch, 2) // two pages per sequence
 	lengths := make([]int32, batch)
 
 	// A new row for each sequence: the first has 20 already, the second none.

@@ -25,6 +25,7 @@ func layouts() []string {
 		{"fa_gradients", reflect.TypeOf(C.fa_gradients{})},
 		{"fa_plan_info", reflect.TypeOf(C.fa_plan_info{})},
 		{"fa_append", reflect.TypeOf(C.fa_append{})},
+		{"fa_merge_problem", reflect.TypeOf(C.fa_merge_problem{})},
 	} {
 		lines = append(lines, fmt.Sprintf("%s %d", s.name, s.of.Size()))
 		for n := 0; n < s.of.NumField(); n++ {

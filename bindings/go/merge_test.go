@@ -59,6 +59,16 @@ func TestMerge(t *testing.T) {
 	near(t, "lse", lse, wantLSE, 1e-5)
 
 	one := over(0, s.rowsK)
+	if err := ctx.PrepareMerge([]Part{one, one}, all.Out, all.LSE); err != nil {
+		t.Fatal(err)
+	}
+	plan, err := ctx.QueryMerge([]Part{one, one}, all.Out, all.LSE)
+	if err != nil || !strings.Contains(plan.Kernel, "merge") || plan.Flops != float64(2*2*rows) {
+		t.Fatal(plan, err)
+	}
+	if _, err := ctx.QueryMerge(nil, all.Out, all.LSE); !errors.Is(err, ErrInvalidArgument) {
+		t.Fatal(err)
+	}
 	if err := ctx.Merge(nil, all.Out, all.LSE); !errors.Is(err, ErrInvalidArgument) {
 		t.Fatal(err)
 	}

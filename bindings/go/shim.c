@@ -39,14 +39,16 @@ fa_status go_backward(fa_context ctx, GO_CALL, const fa_attention *attention, co
   return fa_backward(ctx, &a, &g, workspace, workspace_bytes, (fa_stream)stream);
 }
 
-fa_status go_append(fa_context ctx, uintptr_t stream, const fa_append *append, GO_APPEND_DATA) {
+fa_status go_append(fa_context ctx, GO_CALL, const fa_append *append, GO_APPEND_DATA) {
   fa_append a = *append;
   a.k.data = k, a.v.data = v, a.k_cache.data = k_cache, a.v_cache.data = v_cache;
   a.page_table.data = page_table, a.offsets.data = offsets, a.cu_seqlens.data = cu_seqlens;
   a.seqused.data = seqused, a.seqused_k.data = seqused_k, a.q.data = q, a.q_out.data = q_out;
   a.rotary_cos.data = rotary_cos, a.rotary_sin.data = rotary_sin, a.rotary_positions.data = rotary_positions;
   a.k_descale.data = k_descale, a.v_descale.data = v_descale;
-  return fa_append_kv(ctx, &a, (fa_stream)stream);
+  if (what == GO_QUERY) return fa_append_query(ctx, &a, info);
+  if (what == GO_PREPARE) return fa_append_prepare(ctx, &a);
+  return fa_append_kv(ctx, &a, workspace, workspace_bytes, (fa_stream)stream);
 }
 
 #define PARTS(name)                                                                                                         \
@@ -55,17 +57,19 @@ fa_status go_append(fa_context ctx, uintptr_t stream, const fa_append *append, G
         name##13, name##14, name##15                                                                                        \
   }
 
-fa_status go_merge(fa_context ctx, uintptr_t stream, int32_t num_parts, const fa_tensor *outs, const fa_tensor *lses,
-                   const fa_tensor *out, const fa_tensor *lse, void *out_data, void *lse_data, GO_PARTS_DATA(o),
-                   GO_PARTS_DATA(l)) {
+fa_status go_merge(fa_context ctx, GO_CALL, const fa_merge_problem *merge, const fa_tensor *outs, const fa_tensor *lses,
+                   void *out_data, void *lse_data, GO_PARTS_DATA(o), GO_PARTS_DATA(l)) {
   void *const out_parts[GO_MOST_PARTS] = PARTS(o), *const lse_parts[GO_MOST_PARTS] = PARTS(l);
-  fa_tensor placed_outs[GO_MOST_PARTS], placed_lses[GO_MOST_PARTS], result = *out, result_lse = *lse;
-  const int few = num_parts <= GO_MOST_PARTS;
-  for (int32_t n = 0; few && n < num_parts; ++n) {
+  fa_tensor placed_outs[GO_MOST_PARTS], placed_lses[GO_MOST_PARTS];
+  fa_merge_problem m = *merge;
+  const int few = m.num_parts <= GO_MOST_PARTS;
+  for (int32_t n = 0; few && n < m.num_parts; ++n) {
     placed_outs[n] = outs[n], placed_outs[n].data = out_parts[n];
     placed_lses[n] = lses[n], placed_lses[n].data = lse_parts[n];
   }
-  result.data = out_data, result_lse.data = lse_data;
-  return fa_merge(ctx, num_parts, few ? placed_outs : outs, few ? placed_lses : lses, &result,
-                  lse->ndim == 0 ? NULL : &result_lse, (fa_stream)stream);
+  m.out_parts = few ? placed_outs : outs, m.lse_parts = few ? placed_lses : lses;
+  m.out.data = out_data, m.lse.data = lse_data;
+  if (what == GO_QUERY) return fa_merge_query(ctx, &m, info);
+  if (what == GO_PREPARE) return fa_merge_prepare(ctx, &m);
+  return fa_merge(ctx, &m, workspace, workspace_bytes, (fa_stream)stream);
 }

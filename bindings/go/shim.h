@@ -29,7 +29,7 @@ fa_status go_forward(fa_context ctx, GO_CALL, const fa_attention *attention, GO_
 fa_status go_backward(fa_context ctx, GO_CALL, const fa_attention *attention, const fa_gradients *gradients, GO_ATTENTION_DATA,
                       GO_GRADIENTS_DATA);
 
-fa_status go_append(fa_context ctx, uintptr_t stream, const fa_append *append, GO_APPEND_DATA);
+fa_status go_append(fa_context ctx, GO_CALL, const fa_append *append, GO_APPEND_DATA);
 
 /* Up to GO_MOST_PARTS parts come as arguments, as Go memory must; the addresses of more than that, all of a device, are in the tensors. */
 enum { GO_MOST_PARTS = 16 };
@@ -37,9 +37,8 @@ enum { GO_MOST_PARTS = 16 };
   void *name##0, void *name##1, void *name##2, void *name##3, void *name##4, void *name##5, void *name##6, void *name##7, \
       void *name##8, void *name##9, void *name##10, void *name##11, void *name##12, void *name##13, void *name##14,       \
       void *name##15
-/* Without an lse its ndim is 0. */
-fa_status go_merge(fa_context ctx, uintptr_t stream, int32_t num_parts, const fa_tensor *outs, const fa_tensor *lses,
-                   const fa_tensor *out, const fa_tensor *lse, void *out_data, void *lse_data, GO_PARTS_DATA(o),
-                   GO_PARTS_DATA(l));
+/* `outs` and `lses` are the arrays of the problem, which has none: a struct of Go's must not point to Go memory. */
+fa_status go_merge(fa_context ctx, GO_CALL, const fa_merge_problem *merge, const fa_tensor *outs, const fa_tensor *lses,
+                   void *out_data, void *lse_data, GO_PARTS_DATA(o), GO_PARTS_DATA(l));
 
 #endif

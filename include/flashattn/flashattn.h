@@ -21,8 +21,8 @@
  *   cannot do it refuses with a status and a sentence (fa_last_error()) that names the argument and its value; no option is
  *   silently ignored.
  * - Shapes, strides and offsets are 64-bit and count elements, never bytes.
- * - Structs begin with `struct_size`, only ever grow at the end, and zero means "default" in every field. Old programs run with
- *   new libraries. New programs run with old libraries as long as they leave the new fields zero.
+ * - Structs (all but ::fa_tensor) begin with `struct_size`, only ever grow at the end, and zero means "default" in every field. Old
+ *   programs run with new libraries. New programs run with old libraries as long as they leave the new fields zero.
  * - A context serves one thread at a time; different contexts are independent.
  * - On a CUDA context, every tensor is memory that device can use, calls only enqueue work on the caller's stream, and
  *   nothing waits for the device. On a CPU context, tensors are host memory and a call returns when its work is done.
@@ -353,8 +353,18 @@ enum {
 /**
  * @brief A view of the caller's memory. Flat, never versioned.
  *
- * `data == NULL` with `ndim == 0` is an absent tensor. A tensor without elements may have any `data`. Strides may be
- * zero (broadcast) or negative in inputs; outputs must not overlap themselves, nor any other tensor of the call. @since 0.1
+ * `data == NULL` with `ndim == 0` is an absent tensor. A tensor without elements may have any `data` and any strides. Strides may be
+ * negative, and in inputs zero (broadcast).
+ *
+ * No two elements of an output may lie in the same memory, nor may an element of an output and one of another tensor of the call.
+ * Calls refuse such outputs with ::FA_ERROR_SHAPE and ::FA_ERROR_INVALID_ARGUMENT. Bytes between the elements do not count, so slices
+ * of one allocation (packed QKV, keys beside values in one cache) are fine. Exceptions, and what calls cannot see:
+ * - results of fa_merge() may be the same views as parts, and fa_append_kv() rotates q in place if `q_out` is absent;
+ * - the search for a common byte gives up on strides so unrelated that it takes thousands of steps, and accepts the tensors;
+ * - memory that is mapped at two addresses counts as two;
+ * - the workspace is not compared with tensors;
+ * - rows that `cu_seqlens`, `seqused` or a page table leave out count as elements; a page that a page table names twice counts once.
+ * @since 0.1
  */
 typedef struct fa_tensor {
   /** Address of element (0, 0, ...), aligned to the element size. Outputs are written through it. */
@@ -414,8 +424,8 @@ enum {
  * @brief One attention problem: inputs, outputs and options, shared by forward and backward.
  *
  * Shapes: b batch, s_q/s_k sequence lengths, h_q/h_k heads (h_q a multiple of h_k: query head h reads key head
- * h / (h_q / h_k)), d head_dim of q and k, d_v head_dim of v. 1 <= d <= 576, 1 <= d_v <= 512;
- * backward on CUDA has d <= 512.
+ * h / (h_q / h_k)), d head_dim of q and k, d_v head_dim of v. 1 <= d <= 576, 1 <= d_v <= 512, h_q >= 1, h_k >= 1; b, s_q and s_k may
+ * be 0. Backward on CUDA has d <= 512. fa_merge() and fa_append_kv() refuse 0 heads and 0 columns, too.
  *
  * Two layouts, chosen for queries and for keys on their own:
  * - padded: (b, s, h, d), every sequence of equal length; `seqused` may shorten each one;
@@ -429,8 +439,8 @@ enum {
  *     x += bias_ij - alibi_slope * |i + s_k - s_q - j|;  masked pairs: x = -infinity
  *
  * A call writes every row that belongs to a sequence, and no other memory: rows past `seqused` get out = 0, lse = -infinity and
- * zero gradients. A row that sees no key gets out = 0, lse = -infinity (or the sink, if there is one) and dq = 0. What is masked
- * or past `seqused` never reaches a result, NaN included. @since 0.1
+ * zero gradients. `dbias` is written whole, with zeros outside the lengths. A row that sees no key gets out = 0, lse = -infinity
+ * (or the sink, if there is one) and dq = 0. What is masked or past `seqused` never reaches a result, NaN included. @since 0.1
  */
 typedef struct fa_attention {
   /** sizeof(fa_attention), as set by fa_attention_init(). */
@@ -489,14 +499,16 @@ typedef struct fa_attention {
   int64_t block_size_k;
   /** ALiBi slopes, fp32, (h_q) or (b, h_q). */
   fa_tensor alibi_slopes;
-  /** Attention sink, fp32, (h_q): one more logit per head that takes part in the softmax denominator and has no value. */
+  /** Attention sink, fp32, (h_q): one more logit per head that takes part in the softmax denominator and has no value. -infinity is no
+   * sink. NaN or +infinity makes out and lse of the head's rows that see a key NaN; in its other rows lse is not finite and out is 0 or
+   * NaN, and gradients that the head contributes to mean nothing. */
   fa_tensor sink;
 
   /** Scale of q k^T; 0 = 1 / sqrt(d). Not negative. */
   float softmax_scale;
   /** Soft limit of the logits; 0 = none. */
   float softcap;
-  /** Probability, 0 <= p < 1, that a weight is dropped; the others are divided by 1 - p. p is rounded to a multiple of 2^-16.
+  /** Probability, 0 <= p < 1 - 2^-17, that a weight is dropped; the others are divided by 1 - p. p is rounded to a multiple of 2^-16.
    * docs/numerics.md says which random bits decide each element; they are the same on every device. */
   float dropout_p;
   /** Number of key splits for short queries, 0 = automatic. A hint for CUDA; results change by rounding only. The CPU splits keys
@@ -528,7 +540,10 @@ typedef struct fa_attention {
  */
 FA_API fa_status fa_attention_init(fa_attention *attention, size_t size);
 
-/** @brief What backward reads and writes besides the ::fa_attention. An absent output is not computed. @since 0.1 */
+/**
+ * @brief What backward reads and writes besides the ::fa_attention. An absent output is not computed; if all are absent, fa_backward()
+ * checks the problem and does nothing else. @since 0.1
+ */
 typedef struct fa_gradients {
   /** sizeof(fa_gradients), as set by fa_gradients_init(). */
   uint32_t struct_size;
@@ -624,6 +639,40 @@ typedef struct fa_append {
  */
 FA_API fa_status fa_append_init(fa_append *append, size_t size);
 
+/**
+ * @brief Partial results over disjoint sets of keys, and where to write the result over all of those keys.
+ *
+ * For every row, with n counting the parts:
+ *
+ *     lse = log(sum_n exp(lse_n));  out = sum_n exp(lse_n - lse) * out_n
+ *
+ * A part whose lse is -infinity has no weight: its row of `out` may hold anything, NaN included. A row that has no weight in any part
+ * gets out = 0 and lse = -infinity. If the attention has a sink, give it to exactly one of the parts. @since 0.1
+ */
+typedef struct fa_merge_problem {
+  /** sizeof(fa_merge_problem), as set by fa_merge_problem_init(). */
+  uint32_t struct_size;
+  /** Number of parts, at least 1; at most 256 on CUDA. */
+  int32_t num_parts;
+  /** Array of num_parts tensors: `out` of each part, (b, s_q, h_q, d_v) or (total_q, h_q, d_v). All have the shape of `out` and one
+   * dtype: fp32, fp16 or bf16. Stride of d_v must be 1. The array is in host memory and is read during the call only. */
+  const fa_tensor *out_parts;
+  /** Array of num_parts tensors, as out_parts: `lse` of each part, fp32, (b, h_q, s_q) or (h_q, total_q). */
+  const fa_tensor *lse_parts;
+  /** Result, shape of a part; fp32, fp16 or bf16; stride of d_v must be 1. May be the same view as `out` of one of the parts. */
+  fa_tensor out;
+  /** lse of the result, fp32, shape of a part's lse. Optional. May be the same view as `lse` of one of the parts. */
+  fa_tensor lse;
+} fa_merge_problem;
+
+/**
+ * @brief Fills the struct with defaults (zero) and sets its `struct_size`.
+ * @param merge The struct to fill.
+ * @param size sizeof(fa_merge_problem) as the caller was compiled.
+ * @return As fa_config_init(). @since 0.1
+ */
+FA_API fa_status fa_merge_problem_init(fa_merge_problem *merge, size_t size);
+
 /* ---------------------------------------------------------------------------------------------------------------------
  * Asking before doing
  * ------------------------------------------------------------------------------------------------------------------ */
@@ -636,8 +685,9 @@ typedef struct fa_plan_info {
   fa_status status;
   /** Bytes of workspace the call needs; its address must be a multiple of 256. */
   uint64_t workspace_bytes;
-  /** Floating-point operations of the matrix products over visible query-key pairs. Lengths that only the device knows count at
-   * their upper bounds; block mask and bias count as visible. */
+  /** Floating-point operations. Forward and backward: of the matrix products over visible query-key pairs. Merging: two for each
+   * element of each part. Appending: six for each rotated pair. Lengths that only the device knows count at their upper bounds;
+   * block mask and bias count as visible. */
   double flops;
   /** Bytes of inputs read once and outputs written once, with lengths as for `flops`. */
   double bytes;
@@ -645,7 +695,7 @@ typedef struct fa_plan_info {
   int32_t num_splits;
   /** Always 0. */
   int32_t reserved;
-  /** Name of the kernel, for people; empty when `status` is not ::FA_OK. */
+  /** Name of the kernel, for people; "none" if no gradient is asked for, empty when `status` is not ::FA_OK. */
   char kernel[64];
   /** Why `status` is not ::FA_OK, or why this kernel was chosen. */
   char reason[320];
@@ -681,8 +731,28 @@ FA_API fa_status fa_backward_query(fa_context ctx, const fa_attention *attention
                                    fa_plan_info *info);
 
 /**
+ * @brief Says whether and how fa_merge() would run, without running it. See fa_forward_query().
+ * @param ctx A handle.
+ * @param merge The problem.
+ * @param[in,out] info Initialised by fa_plan_info_init(); as many fields as fit are written.
+ * @return The status fa_merge() would return before it reads tensor data; also in `info->status`. @since 0.1
+ */
+FA_API fa_status fa_merge_query(fa_context ctx, const fa_merge_problem *merge, fa_plan_info *info);
+
+/**
+ * @brief Says whether and how fa_append_kv() would run, without running it. See fa_forward_query().
+ * @param ctx A handle.
+ * @param append The rows and the cache.
+ * @param[in,out] info Initialised by fa_plan_info_init(); as many fields as fit are written.
+ * @return The status fa_append_kv() would return before it reads tensor data; also in `info->status`. @since 0.1
+ */
+FA_API fa_status fa_append_query(fa_context ctx, const fa_append *append, fa_plan_info *info);
+
+/**
  * @brief Loads what fa_forward() will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing.
- * On the CPU only checks the problem.
+ *
+ * Preparing is optional. Every call may be captured, also as the first call of its context; unprepared, it loads its kernels while the
+ * capture is under way. On the CPU this function only checks the problem.
  * @param ctx A handle.
  * @param attention The problem.
  * @return As fa_forward(). @since 0.1
@@ -697,6 +767,22 @@ FA_API fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attentio
  * @return As fa_backward(). @since 0.1
  */
 FA_API fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients);
+
+/**
+ * @brief Loads what fa_merge() will need for this problem; see fa_forward_prepare().
+ * @param ctx A handle.
+ * @param merge The problem.
+ * @return As fa_merge(). @since 0.1
+ */
+FA_API fa_status fa_merge_prepare(fa_context ctx, const fa_merge_problem *merge);
+
+/**
+ * @brief Loads what fa_append_kv() will need for this problem; see fa_forward_prepare().
+ * @param ctx A handle.
+ * @param append The rows and the cache.
+ * @return As fa_append_kv(). @since 0.1
+ */
+FA_API fa_status fa_append_prepare(fa_context ctx, const fa_append *append);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Doing
@@ -732,30 +818,27 @@ FA_API fa_status fa_backward(fa_context ctx, const fa_attention *attention, cons
 
 /**
  * @brief Combines results over disjoint sets of keys into the result over all of them.
- *
- * For every row: lse = log(sum_n exp(lse_n)), out = sum_n exp(lse_n - lse) * out_n. A part whose lse is -infinity has no weight,
- * NaN in its `out` included. If there is a sink, give it to one part only.
  * @param ctx A handle.
- * @param num_parts Number of parts, at least 1.
- * @param out_parts Array of num_parts tensors (b, s_q, h_q, d_v) or (total_q, h_q, d_v), all of one dtype (fp32, fp16, bf16) and
- * shape; stride of d_v must be 1.
- * @param lse_parts Array of num_parts tensors, fp32, (b, h_q, s_q) or (h_q, total_q).
- * @param out Result, same shape; fp32, fp16 or bf16. May be the same view as one of the parts.
- * @param lse Result, as the lse of a part; or NULL. May be the same view as one of the parts.
+ * @param merge The parts and the result.
+ * @param workspace As for fa_forward().
+ * @param workspace_bytes As for fa_forward(), from fa_merge_query().
  * @param stream As for fa_forward().
- * @return ::FA_OK or a failure. @since 0.1
+ * @return ::FA_OK or a failure; on a failure of the 1xx and 2xx kinds nothing was written. @since 0.1
  */
-FA_API fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
-                          const fa_tensor *out, const fa_tensor *lse, fa_stream stream);
+FA_API fa_status fa_merge(fa_context ctx, const fa_merge_problem *merge, void *workspace, size_t workspace_bytes,
+                          fa_stream stream);
 
 /**
  * @brief Writes new rows into a cache of keys and values, rotating them and the queries on the way, in one kernel.
  * @param ctx A handle.
  * @param append The rows and the cache.
+ * @param workspace As for fa_forward().
+ * @param workspace_bytes As for fa_forward(), from fa_append_query().
  * @param stream As for fa_forward().
- * @return ::FA_OK or a failure. @since 0.1
+ * @return ::FA_OK or a failure; on a failure of the 1xx and 2xx kinds nothing was written. @since 0.1
  */
-FA_API fa_status fa_append_kv(fa_context ctx, const fa_append *append, fa_stream stream);
+FA_API fa_status fa_append_kv(fa_context ctx, const fa_append *append, void *workspace, size_t workspace_bytes,
+                              fa_stream stream);
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * For bindings
@@ -778,7 +861,9 @@ enum {
   /** ::fa_plan_info */
   FA_STRUCT_PLAN_INFO = 6,
   /** ::fa_append */
-  FA_STRUCT_APPEND = 7
+  FA_STRUCT_APPEND = 7,
+  /** ::fa_merge_problem */
+  FA_STRUCT_MERGE_PROBLEM = 8
 };
 
 /**

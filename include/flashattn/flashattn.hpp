@@ -347,6 +347,12 @@ struct append : fa_append {
   append() noexcept : fa_append{} { fa_append_init(this, sizeof(fa_append)); }
 };
 
+/** @brief An initialised ::fa_merge_problem; every field is open. */
+struct merge_problem : fa_merge_problem {
+  /** @brief No parts. */
+  merge_problem() noexcept : fa_merge_problem{} { fa_merge_problem_init(this, sizeof(fa_merge_problem)); }
+};
+
 /** @brief What a query tells. */
 struct plan : fa_plan_info {
   /** @brief Initialised, not yet asked. */
@@ -440,27 +446,47 @@ class context {
   }
   /**
    * @brief fa_merge().
+   * @param problem The parts and the result.
+   * @param stream A CUDA stream.
+   * @param scratch Memory to work in.
+   * @return The failure, if any.
+   */
+  [[nodiscard]] std::error_code try_merge(const fa_merge_problem &problem, fa_stream stream = nullptr,
+                                          workspace scratch = {}) noexcept {
+    return to_error_code(fa_merge(handle_, &problem, scratch.data, scratch.bytes, stream));
+  }
+  /**
+   * @brief fa_merge() of parts that lie in vectors.
    * @param outs Parts of the result.
    * @param lses Their lse, as many.
    * @param out The result.
    * @param lse Its lse, or an absent tensor.
    * @param stream A CUDA stream.
+   * @param scratch Memory to work in.
    * @return The failure, if any; ::errc::invalid_argument if there are not as many lses as outs.
    */
   [[nodiscard]] std::error_code try_merge(const std::vector<fa_tensor> &outs, const std::vector<fa_tensor> &lses,
-                                          const tensor &out, const tensor &lse = {}, fa_stream stream = nullptr) noexcept {
+                                          const tensor &out, const tensor &lse = {}, fa_stream stream = nullptr,
+                                          workspace scratch = {}) noexcept {
     if (outs.size() != lses.size()) return errc::invalid_argument;
-    return to_error_code(fa_merge(handle_, static_cast<std::int32_t>(outs.size()), outs.data(), lses.data(), &out,
-                                  lse.present() ? &lse : nullptr, stream));
+    merge_problem problem;
+    problem.num_parts = static_cast<std::int32_t>(outs.size());
+    problem.out_parts = outs.data();
+    problem.lse_parts = lses.data();
+    problem.out = out;
+    problem.lse = lse;
+    return try_merge(problem, stream, scratch);
   }
   /**
    * @brief fa_append_kv().
    * @param rows The rows and the cache.
    * @param stream A CUDA stream.
+   * @param scratch Memory to work in.
    * @return The failure, if any.
    */
-  [[nodiscard]] std::error_code try_append_kv(const fa_append &rows, fa_stream stream = nullptr) noexcept {
-    return to_error_code(fa_append_kv(handle_, &rows, stream));
+  [[nodiscard]] std::error_code try_append_kv(const fa_append &rows, fa_stream stream = nullptr,
+                                              workspace scratch = {}) noexcept {
+    return to_error_code(fa_append_kv(handle_, &rows, scratch.data, scratch.bytes, stream));
   }
   /**
    * @brief fa_forward_prepare().
@@ -478,6 +504,22 @@ class context {
    */
   [[nodiscard]] std::error_code try_prepare(const fa_attention &problem, const fa_gradients &gradient) noexcept {
     return to_error_code(fa_backward_prepare(handle_, &problem, &gradient));
+  }
+  /**
+   * @brief fa_merge_prepare().
+   * @param problem The parts and the result.
+   * @return The failure, if any.
+   */
+  [[nodiscard]] std::error_code try_prepare(const fa_merge_problem &problem) noexcept {
+    return to_error_code(fa_merge_prepare(handle_, &problem));
+  }
+  /**
+   * @brief fa_append_prepare().
+   * @param rows The rows and the cache.
+   * @return The failure, if any.
+   */
+  [[nodiscard]] std::error_code try_prepare(const fa_append &rows) noexcept {
+    return to_error_code(fa_append_prepare(handle_, &rows));
   }
   /**
    * @brief fa_forward_query(). Whether the call would run is fa_plan_info::status.
@@ -498,6 +540,26 @@ class context {
   plan query(const fa_attention &problem, const fa_gradients &gradient) noexcept {
     plan answer;
     answer.status = fa_backward_query(handle_, &problem, &gradient, &answer);
+    return answer;
+  }
+  /**
+   * @brief fa_merge_query().
+   * @param problem The parts and the result.
+   * @return The answer.
+   */
+  plan query(const fa_merge_problem &problem) noexcept {
+    plan answer;
+    answer.status = fa_merge_query(handle_, &problem, &answer);
+    return answer;
+  }
+  /**
+   * @brief fa_append_query().
+   * @param rows The rows and the cache.
+   * @return The answer.
+   */
+  plan query(const fa_append &rows) noexcept {
+    plan answer;
+    answer.status = fa_append_query(handle_, &rows, &answer);
     return answer;
   }
   /** @brief fa_device_info(). @return Zeroes if there is no handle. */
@@ -533,6 +595,10 @@ class context {
   void backward(const fa_attention &problem, const fa_gradients &gradient, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_backward(problem, gradient, stream, scratch).value(), handle_);
   }
+  /** @brief As try_merge(), and throws. @param problem See there. @param stream See there. @param scratch See there. */
+  void merge(const fa_merge_problem &problem, fa_stream stream = nullptr, workspace scratch = {}) {
+    detail::check(try_merge(problem, stream, scratch).value(), handle_);
+  }
   /**
    * @brief As try_merge(), and throws.
    * @param outs See there.
@@ -540,18 +606,23 @@ class context {
    * @param out See there.
    * @param lse See there.
    * @param stream See there.
+   * @param scratch See there.
    */
   void merge(const std::vector<fa_tensor> &outs, const std::vector<fa_tensor> &lses, const tensor &out, const tensor &lse = {},
-             fa_stream stream = nullptr) {
+             fa_stream stream = nullptr, workspace scratch = {}) {
     if (outs.size() != lses.size()) throw error(FA_ERROR_INVALID_ARGUMENT, "outs and lses must pair up");
-    detail::check(try_merge(outs, lses, out, lse, stream).value(), handle_);
+    detail::check(try_merge(outs, lses, out, lse, stream, scratch).value(), handle_);
   }
-  /** @brief As try_append_kv(), and throws. @param rows See there. @param stream See there. */
-  void append_kv(const fa_append &rows, fa_stream stream = nullptr) {
-    detail::check(try_append_kv(rows, stream).value(), handle_);
+  /** @brief As try_append_kv(), and throws. @param rows See there. @param stream See there. @param scratch See there. */
+  void append_kv(const fa_append &rows, fa_stream stream = nullptr, workspace scratch = {}) {
+    detail::check(try_append_kv(rows, stream, scratch).value(), handle_);
   }
   /** @brief As try_prepare(), and throws. @param problem See there. */
   void prepare(const fa_attention &problem) { detail::check(try_prepare(problem).value(), handle_); }
+  /** @brief As try_prepare(), and throws. @param problem See there. */
+  void prepare(const fa_merge_problem &problem) { detail::check(try_prepare(problem).value(), handle_); }
+  /** @brief As try_prepare(), and throws. @param rows See there. */
+  void prepare(const fa_append &rows) { detail::check(try_prepare(rows).value(), handle_); }
   /** @brief As try_prepare(), and throws. @param problem See there. @param gradient See there. */
   void prepare(const fa_attention &problem, const fa_gradients &gradient) {
     detail::check(try_prepare(problem, gradient).value(), handle_);
@@ -565,7 +636,8 @@ class context {
 // Types of this header are the C structs: they may be passed to, and received from, the C interface.
 static_assert(sizeof(tensor) == sizeof(fa_tensor) && sizeof(attention) == sizeof(fa_attention), "");
 static_assert(sizeof(config) == sizeof(fa_config) && sizeof(gradients) == sizeof(fa_gradients), "");
-static_assert(sizeof(append) == sizeof(fa_append) && sizeof(plan) == sizeof(fa_plan_info), "");
+static_assert(sizeof(append) == sizeof(fa_append) && sizeof(merge_problem) == sizeof(fa_merge_problem), "");
+static_assert(sizeof(plan) == sizeof(fa_plan_info), "");
 static_assert(sizeof(device_properties) == sizeof(fa_device_properties) && sizeof(context) == sizeof(fa_context), "");
 
 }  // namespace flashattn

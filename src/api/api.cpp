@@ -5,7 +5,6 @@
 #include <cstring>
 #include <exception>
 #include <new>
-#include <vector>
 
 #include "api/context.h"
 #include "api/copy_in.h"
@@ -63,26 +62,31 @@ fa_status with_context(fa_context ctx, Body body) noexcept {
   return status;
 }
 
-fa_status read_problem(const fa_attention *attention, ForwardProblem &problem, Pointers &pointers, ErrorText &error) {
+fa_status read_problem(fa_context_s &context, ForwardProblem &problem, ErrorText &error, const fa_attention *attention) {
   fa_attention copy;
   FA_RETURN_IF_ERROR(copy_in(attention, "attention", copy, error));
-  return normalise(copy, problem, pointers, error);
+  return normalise(copy, problem, context.pointers, error);
 }
 
-fa_status read_problem(const fa_attention *attention, const fa_gradients *gradients, BackwardProblem &problem,
-                       Pointers &pointers, ErrorText &error) {
+fa_status read_problem(fa_context_s &context, BackwardProblem &problem, ErrorText &error, const fa_attention *attention,
+                       const fa_gradients *gradients) {
   fa_attention attention_copy;
   fa_gradients gradients_copy;
   FA_RETURN_IF_ERROR(copy_in(attention, "attention", attention_copy, error));
   FA_RETURN_IF_ERROR(copy_in(gradients, "gradients", gradients_copy, error));
-  return normalise(attention_copy, gradients_copy, problem, pointers, error);
+  return normalise(attention_copy, gradients_copy, problem, context.pointers, error);
 }
 
-template <typename AnyProblem>
-fa_status run(fa_context_s &context, const AnyProblem &problem, void *workspace, size_t workspace_bytes, fa_stream stream,
-              ErrorText &error) {
-  if (workspace != nullptr) context.pointers.push_back({"workspace", -1, "", workspace});
-  return context.backend->run(problem, Call{context.pointers, Workspace{workspace, workspace_bytes}, stream}, error);
+fa_status read_problem(fa_context_s &context, MergeProblem &problem, ErrorText &error, const fa_merge_problem *merge) {
+  fa_merge_problem copy;
+  FA_RETURN_IF_ERROR(copy_in(merge, "merge", copy, error));
+  return normalise(copy, problem, context.parts, context.pointers, error);
+}
+
+fa_status read_problem(fa_context_s &context, AppendProblem &problem, ErrorText &error, const fa_append *append) {
+  fa_append copy;
+  FA_RETURN_IF_ERROR(copy_in(append, "append", copy, error));
+  return normalise(copy, problem, context.pointers, error);
 }
 
 // The answer to a query: the plan and the cost, or the failure, which is part of the answer.
@@ -102,6 +106,38 @@ void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, 
   info.num_splits = plan.num_splits;
   std::snprintf(info.kernel, sizeof info.kernel, "%s", plan.kernel.c_str());
   std::snprintf(info.reason, sizeof info.reason, "%s", plan.reason);
+}
+
+// What can be done with a problem of any kind: `structs` are the caller's, in the order of the function's arguments.
+template <typename AnyProblem, typename... Structs>
+fa_status query(fa_context ctx, fa_plan_info *info, const Structs *...structs) noexcept {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    FA_RETURN_IF_ERROR(check_out(info, "info", error));
+    AnyProblem problem;
+    fa_plan_info result{};
+    answer(context, read_problem(context, problem, error, structs...), problem, result, error);
+    copy_out(result, info);
+    return result.status;
+  });
+}
+
+template <typename AnyProblem, typename... Structs>
+fa_status prepare(fa_context ctx, const Structs *...structs) noexcept {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    AnyProblem problem;
+    FA_RETURN_IF_ERROR(read_problem(context, problem, error, structs...));
+    return context.backend->prepare(problem, context.pointers, error);
+  });
+}
+
+template <typename AnyProblem, typename... Structs>
+fa_status run(fa_context ctx, void *workspace, size_t workspace_bytes, fa_stream stream, const Structs *...structs) noexcept {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+    AnyProblem problem;
+    FA_RETURN_IF_ERROR(read_problem(context, problem, error, structs...));
+    if (workspace != nullptr) context.pointers.push_back({"workspace", -1, "", workspace});
+    return context.backend->run(problem, Call{context.pointers, Workspace{workspace, workspace_bytes}, stream}, error);
+  });
 }
 
 fa_status create_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error) {
@@ -239,6 +275,10 @@ fa_status fa_append_init(fa_append *append, size_t size) {
   return without_context([&](ErrorText &error) { return init(append, "append", size, error); });
 }
 
+fa_status fa_merge_problem_init(fa_merge_problem *merge, size_t size) {
+  return without_context([&](ErrorText &error) { return init(merge, "merge", size, error); });
+}
+
 fa_status fa_plan_info_init(fa_plan_info *info, size_t size) {
   return without_context([&](ErrorText &error) { return init(info, "info", size, error); });
 }
@@ -274,78 +314,46 @@ fa_status fa_device_info(fa_context ctx, fa_device_properties *properties) {
 }
 
 fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_plan_info *info) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    FA_RETURN_IF_ERROR(check_out(info, "info", error));
-    ForwardProblem problem;
-    fa_plan_info result{};
-    answer(context, read_problem(attention, problem, context.pointers, error), problem, result, error);
-    copy_out(result, info);
-    return result.status;
-  });
+  return query<ForwardProblem>(ctx, info, attention);
 }
 
 fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, fa_plan_info *info) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    FA_RETURN_IF_ERROR(check_out(info, "info", error));
-    BackwardProblem problem;
-    fa_plan_info result{};
-    answer(context, read_problem(attention, gradients, problem, context.pointers, error), problem, result, error);
-    copy_out(result, info);
-    return result.status;
-  });
+  return query<BackwardProblem>(ctx, info, attention, gradients);
 }
 
-fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    ForwardProblem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, problem, context.pointers, error));
-    return context.backend->prepare(problem, context.pointers, error);
-  });
+fa_status fa_merge_query(fa_context ctx, const fa_merge_problem *merge, fa_plan_info *info) {
+  return query<MergeProblem>(ctx, info, merge);
 }
+
+fa_status fa_append_query(fa_context ctx, const fa_append *append, fa_plan_info *info) {
+  return query<AppendProblem>(ctx, info, append);
+}
+
+fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) { return prepare<ForwardProblem>(ctx, attention); }
 
 fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    BackwardProblem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, context.pointers, error));
-    return context.backend->prepare(problem, context.pointers, error);
-  });
+  return prepare<BackwardProblem>(ctx, attention, gradients);
 }
 
+fa_status fa_merge_prepare(fa_context ctx, const fa_merge_problem *merge) { return prepare<MergeProblem>(ctx, merge); }
+
+fa_status fa_append_prepare(fa_context ctx, const fa_append *append) { return prepare<AppendProblem>(ctx, append); }
+
 fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, fa_stream stream) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    ForwardProblem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, problem, context.pointers, error));
-    return run(context, problem, workspace, workspace_bytes, stream, error);
-  });
+  return run<ForwardProblem>(ctx, workspace, workspace_bytes, stream, attention);
 }
 
 fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
                       size_t workspace_bytes, fa_stream stream) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    BackwardProblem problem;
-    FA_RETURN_IF_ERROR(read_problem(attention, gradients, problem, context.pointers, error));
-    return run(context, problem, workspace, workspace_bytes, stream, error);
-  });
+  return run<BackwardProblem>(ctx, workspace, workspace_bytes, stream, attention, gradients);
 }
 
-fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
-                   const fa_tensor *out, const fa_tensor *lse, fa_stream stream) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    std::vector<MergePart> parts;
-    MergeProblem problem;
-    FA_RETURN_IF_ERROR(normalise_merge(num_parts, out_parts, lse_parts, out, lse, parts, problem, context.pointers, error));
-    return context.backend->run(problem, Call{context.pointers, Workspace{}, stream}, error);
-  });
+fa_status fa_merge(fa_context ctx, const fa_merge_problem *merge, void *workspace, size_t workspace_bytes, fa_stream stream) {
+  return run<MergeProblem>(ctx, workspace, workspace_bytes, stream, merge);
 }
 
-fa_status fa_append_kv(fa_context ctx, const fa_append *append, fa_stream stream) {
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    fa_append copy;
-    AppendProblem problem;
-    FA_RETURN_IF_ERROR(copy_in(append, "append", copy, error));
-    FA_RETURN_IF_ERROR(normalise(copy, problem, context.pointers, error));
-    return context.backend->run(problem, Call{context.pointers, Workspace{}, stream}, error);
-  });
+fa_status fa_append_kv(fa_context ctx, const fa_append *append, void *workspace, size_t workspace_bytes, fa_stream stream) {
+  return run<AppendProblem>(ctx, workspace, workspace_bytes, stream, append);
 }
 
 size_t fa_sizeof(fa_struct_kind kind) {
@@ -364,6 +372,8 @@ size_t fa_sizeof(fa_struct_kind kind) {
       return sizeof(fa_plan_info);
     case FA_STRUCT_APPEND:
       return sizeof(fa_append);
+    case FA_STRUCT_MERGE_PROBLEM:
+      return sizeof(fa_merge_problem);
     default:
       return 0;
   }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "core/backend.h"
 #include "core/status.h"
@@ -15,7 +16,9 @@ struct fa_context_s {
   uint64_t magic = kMagic;
   std::atomic<bool> busy{false};
   fa::ErrorText error;
-  fa::Pointers pointers;  // of the call at hand; kept for its capacity
+  // Of the call at hand; kept for their capacity.
+  fa::Pointers pointers;
+  std::vector<fa::MergePart> parts;
   fa_log_fn log = nullptr;
   void *log_user = nullptr;
   std::unique_ptr<fa::Backend> backend;

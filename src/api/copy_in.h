@@ -6,17 +6,35 @@
 #include <cstring>
 
 #include "core/status.h"
+#include "flashattn/flashattn.h"
 
 namespace fa::api {
 
-// Sizes of the structs in version 0.1, below which no caller was ever compiled, and a bound above which a size is garbage.
+// Sizes of the structs in 0.1.0, the first release: no caller was ever compiled with a smaller one. They stay when the structs grow.
 template <typename Struct>
-constexpr size_t kOldestSize = sizeof(Struct);
+constexpr size_t kOldestSize = 0;
+template <>
+inline constexpr size_t kOldestSize<fa_config> = 56;
+template <>
+inline constexpr size_t kOldestSize<fa_device_properties> = 168;
+template <>
+inline constexpr size_t kOldestSize<fa_attention> = 1472;
+template <>
+inline constexpr size_t kOldestSize<fa_gradients> = 568;
+template <>
+inline constexpr size_t kOldestSize<fa_plan_info> = 424;
+template <>
+inline constexpr size_t kOldestSize<fa_append> = 1288;
+template <>
+inline constexpr size_t kOldestSize<fa_merge_problem> = 184;
+
+// A size above this is garbage.
 constexpr size_t kLargestSize = 1 << 16;
 
 // Whether `size` can be the size of a Struct in any version, past or future.
 template <typename Struct>
 bool plausible_size(size_t size) {
+  static_assert(kOldestSize<Struct> >= sizeof(uint32_t) && kOldestSize<Struct> <= sizeof(Struct));
   return size >= kOldestSize<Struct> && size <= kLargestSize;
 }
 

@@ -23,9 +23,9 @@ install(
 configure_package_config_file(
   src/cmake/flashattn-config.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config.cmake" INSTALL_DESTINATION "${FA_CMAKE_DIR}"
   NO_SET_AND_CHECK_MACRO)
-# Before 1.0 a minor version may change the ABI; from 1.0 on, SameMajorVersion.
+# The SONAME has the major version, and changes with every break of the ABI.
 write_basic_package_version_file(
-  "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config-version.cmake" COMPATIBILITY SameMinorVersion)
+  "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config-version.cmake" COMPATIBILITY SameMajorVersion)
 install(
   FILES "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config.cmake" "${CMAKE_CURRENT_BINARY_DIR}/flashattn-config-version.cmake"
   DESTINATION "${FA_CMAKE_DIR}"

@@ -32,7 +32,7 @@ struct Workspace {
 // What a call brings besides the problem.
 struct Call {
   const Pointers &pointers;  // every address in the problem, and the workspace
-  Workspace workspace;       // none for merging and appending
+  Workspace workspace;
   fa_stream stream;
 };
 
@@ -48,10 +48,14 @@ class Backend {
   // Pure: whether and how the problem would run.
   virtual fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const AppendProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
 
-  // Makes the following run safe to capture.
+  // Loads what the following run needs.
   virtual fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const AppendProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
 
   virtual fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) = 0;

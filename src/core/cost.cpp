@@ -58,6 +58,7 @@ Cost cost_of(const Problem &p) {
 }
 
 Cost cost_of(const BackwardProblem &b) {
+  if (b.empty()) return {};
   const Problem &p = b.forward;
   const Traffic t = traffic_of(p);
   Cost cost;
@@ -66,6 +67,30 @@ Cost cost_of(const BackwardProblem &b) {
   cost.bytes = t.q_side + t.k_side + t.v_side + 2 * t.out_side + t.lse + (b.dlse.data != nullptr ? t.lse : 0) +
                (b.dq.data != nullptr ? t.q_side : 0) + (b.dk.data != nullptr ? t.k_side : 0) +
                (b.dv.data != nullptr ? t.v_side : 0);
+  return cost;
+}
+
+Cost cost_of(const MergeProblem &p) {
+  const double rows = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.heads_q);
+  const double columns = static_cast<double>(p.head_dim_v), parts = p.num_parts;
+  Cost cost;
+  cost.flops = 2 * parts * rows * columns;
+  cost.bytes = parts * rows * (columns * dtype_bytes(p.parts[0].out.dtype) + 4) + rows * columns * dtype_bytes(p.out.dtype) +
+               (p.lse.data != nullptr ? 4 * rows : 0);
+  return cost;
+}
+
+Cost cost_of(const AppendProblem &p) {
+  const double rows = static_cast<double>(p.rows), rotated = static_cast<double>(p.rotary_dim);
+  const double heads_q = static_cast<double>(p.heads_q), heads_k = static_cast<double>(p.heads_k);
+  const double from = dtype_bytes(p.k.dtype), to = dtype_bytes(p.k_cache.dtype);
+  // Queries rotated in place: their other columns are not touched.
+  const double columns_q = p.q_out.data == p.q.data ? rotated : static_cast<double>(p.head_dim);
+  Cost cost;
+  cost.flops = 6 * rows * (heads_q + heads_k) * rotated / 2;
+  cost.bytes = rows * heads_k * static_cast<double>(p.head_dim + p.head_dim_v) * (from + to) +
+               rows * heads_q * columns_q * 2 * from + rows * rotated * dtype_bytes(p.table_dtype) +
+               4 * rows * heads_k * (p.k_descale.per_row + p.v_descale.per_row);
   return cost;
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a problem costs at least: matrix operations over visible pairs, and bytes that must move.
+// What a problem costs at least: arithmetic (of attention, the matrix products over visible pairs), and bytes that must move.
 #pragma once
 
+#include "core/append.h"
 #include "core/problem.h"
 
 namespace fa {
@@ -13,6 +14,8 @@ struct Cost {
 
 Cost cost_of(const Problem &problem);
 Cost cost_of(const BackwardProblem &problem);
+Cost cost_of(const MergeProblem &problem);
+Cost cost_of(const AppendProblem &problem);
 
 // Query-key pairs that the band leaves visible in one sequence.
 double visible_pairs(const Band &band, int64_t seqlen_q, int64_t seqlen_k);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cinttypes>
 
+#include "core/overlap.h"
+
 namespace fa {
 
 Operand to_operand(const fa_tensor &t) {
@@ -147,19 +149,36 @@ fa_status check_sizes(std::initializer_list<NamedSize> sizes, ErrorText &error) 
 
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
                          ErrorText &error) {
-  const auto has_data = [](const NamedTensor &t) { return t.tensor.data != nullptr && has_elements(t.tensor); };
-  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
-    if (!has_data(*output)) continue;
-    const auto clash = [&](const NamedTensor &t) { return has_data(t) && t.tensor.data == output->tensor.data; };
-    const NamedTensor *other = std::find_if(others.begin(), others.end(), clash);
-    if (other == others.end()) {
-      other = std::find_if(output + 1, outputs.end(), clash);
-      if (other == outputs.end()) continue;
+  // Most tensors lie apart, which their extents tell at once.
+  constexpr size_t kMost = 24;
+  if (outputs.size() + others.size() > kMost) return fail(error, FA_ERROR_INTERNAL, "a call has more than %zu tensors", kMost);
+  Extent extents[kMost];
+  const NamedTensor *tensors[kMost];
+  size_t count = 0;
+  const auto add = [&](std::initializer_list<NamedTensor> list) {
+    for (const NamedTensor &t : list) {
+      extents[count] = extent_of(t.tensor);
+      tensors[count] = &t;
+      count += extents[count].length > 0;
     }
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s.data and %s.data are both %p; outputs must have their own memory",
-                output->name, other->name, output->tensor.data);
+  };
+  add(outputs);
+  const size_t written = count;
+  add(others);
+  for (size_t output = 0; output < written; ++output) {
+    for (size_t other = output + 1; other < count; ++other) {
+      if (meet(extents[output], extents[other])) FA_RETURN_IF_ERROR(check_distinct(*tensors[output], *tensors[other], error));
+    }
   }
   return FA_OK;
+}
+
+fa_status check_distinct(const NamedTensor &output, const NamedTensor &other, ErrorText &error) {
+  if (!share_memory(output.tensor, other.tensor)) return FA_OK;
+  return fail(
+      error, FA_ERROR_INVALID_ARGUMENT,
+      "%s.data and %s.data are %p and %p, and elements of both lie in the same bytes; outputs must have their own memory",
+      output.name, other.name, output.tensor.data, other.tensor.data);
 }
 
 fa_status check_host_side(const Lengths &lengths, int64_t batch, const char *suffix, ErrorText &error) {

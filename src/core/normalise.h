@@ -51,10 +51,10 @@ struct NamedSize {
 fa_status check_sizes(std::initializer_list<NamedSize> sizes, ErrorText &error);
 constexpr int64_t kSizeLimit = int64_t{1} << 40;
 
-// Outputs may not start where another tensor starts. Views into one allocation interleave legally, so only equal addresses are
-// caught.
+// No output shares memory with another tensor; what that means is in overlap.h. `others` may be absent.
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
                          ErrorText &error);
+fa_status check_distinct(const NamedTensor &output, const NamedTensor &other, ErrorText &error);
 
 // Offsets and used lengths, for devices whose memory the host can read; `suffix` completes their names in messages.
 fa_status check_host_side(const Lengths &lengths, int64_t batch, const char *suffix, ErrorText &error);

@@ -174,6 +174,11 @@ struct BackwardProblem {
   bool dbias_sum_rows = false;
   float *dsink = nullptr;
   int64_t dsink_stride = 0;
+
+  // No gradient is asked for: a legal problem without work.
+  bool empty() const {
+    return dq.data == nullptr && dk.data == nullptr && dv.data == nullptr && dbias.data == nullptr && dsink == nullptr;
+  }
 };
 
 // (out, lse) pairs to combine; parts are described by arrays that live as long as the call.

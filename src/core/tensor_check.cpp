@@ -177,7 +177,7 @@ fa_status check_dtype(const NamedTensor &named, std::initializer_list<fa_dtype> 
 
 fa_status check_unit_stride(const NamedTensor &named, int32_t dim, ErrorText &error) {
   const auto &[name, t] = named;
-  if (t.shape[dim] > 1 && t.stride[dim] != 1) {
+  if (t.shape[dim] > 1 && has_elements(t) && t.stride[dim] != 1) {
     return fail(error, FA_ERROR_SHAPE, "%s.stride[%d] is %" PRId64 "; the head_dim must be contiguous (stride 1)", name,
                 int{dim}, t.stride[dim]);
   }

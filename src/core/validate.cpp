@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "core/normalise.h"
+#include "core/overlap.h"
 
 namespace fa {
 namespace {
@@ -24,6 +25,17 @@ RowScalar to_row_scalar(const fa_tensor &t) {
 
 ScoreTensor to_score_tensor(const fa_tensor &t) {
   return {t.data, to_dtype(t.dtype), walk_stride(t, 0), walk_stride(t, 1), walk_stride(t, 2), walk_stride(t, 3)};
+}
+
+// One number of 64 bits; absent for NULL.
+fa_tensor as_tensor(const uint64_t *number) {
+  fa_tensor t{};
+  if (number == nullptr) return t;
+  t.data = const_cast<uint64_t *>(number);
+  t.dtype = FA_INT64;
+  t.ndim = 1;
+  t.shape[0] = t.stride[0] = 1;
+  return t;
 }
 
 // Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
@@ -344,8 +356,14 @@ class Normaliser {
                     static_cast<const void *>(pointer));
       }
     }
-    const long threshold = std::min(std::lround(static_cast<double>(p) * 65536.0), 65535L);
+    const long threshold = std::lround(static_cast<double>(p) * 65536.0);
     if (threshold == 0) return FA_OK;
+    if (threshold == 65536) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT,
+                  "dropout_p is %.9g; it must be less than 1 - 2^-17, because as a multiple of 2^-16 it is 1 and would drop "
+                  "every weight",
+                  double{p});
+    }
     constexpr int64_t kMaxLen = int64_t{1} << 31;  // the counter of the random bits has 32 bits for a key index
     if (p_.k_lengths.max_len >= kMaxLen || p_.q_lengths.max_len >= kMaxLen || p_.batch * p_.heads_q >= 2 * kMaxLen) {
       return fail(error_, FA_ERROR_UNSUPPORTED,
@@ -396,13 +414,22 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
   problem.k_descale = normaliser.k_descale;
   problem.v_descale = normaliser.v_descale;
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
+  const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
   return check_distinct({{"out", a.out}, {"lse", a.lse}},
                         {{"q", a.q},
                          {"k", a.k},
                          {"v", a.v},
+                         {"cu_seqlens_q", a.cu_seqlens_q},
+                         {"cu_seqlens_k", a.cu_seqlens_k},
+                         {"seqused_q", a.seqused_q},
+                         {"seqused_k", a.seqused_k},
+                         {"page_table", a.page_table},
                          {"bias", a.bias},
-                         {"sink", a.sink},
+                         {"block_mask", a.block_mask},
                          {"alibi_slopes", a.alibi_slopes},
+                         {"sink", a.sink},
+                         {"dropout_seed_ptr", seed},
+                         {"dropout_offset_ptr", offset},
                          {"q_descale", a.q_descale},
                          {"k_descale", a.k_descale},
                          {"v_descale", a.v_descale}},
@@ -431,21 +458,17 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     problem.dlse = to_row_scalar(g.dlse);
   }
 
-  bool any = false;
   if (is_present(g.dq)) {
     FA_RETURN_IF_ERROR(normaliser.like_q("dq", g.dq, Role::output, p.head_dim, "head_dim of q"));
     problem.dq = to_operand(g.dq);
-    any = true;
   }
   if (is_present(g.dk)) {
     FA_RETURN_IF_ERROR(normaliser.like_k("dk", g.dk, Role::output, p.head_dim, "head_dim of k"));
     problem.dk = to_operand(g.dk);
-    any = true;
   }
   if (is_present(g.dv)) {
     FA_RETURN_IF_ERROR(normaliser.like_k("dv", g.dv, Role::output, p.head_dim_v, "head_dim of v"));
     problem.dv = to_operand(g.dv);
-    any = true;
   }
   if (is_present(g.dbias)) {
     if (!is_present(a.bias))
@@ -465,7 +488,6 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     problem.dbias_sum_batch = a.bias.shape[0] == 1 && p.batch != 1;
     problem.dbias_sum_heads = a.bias.shape[1] == 1 && p.heads_q != 1;
     problem.dbias_sum_rows = a.bias.shape[2] == 1 && p.q_lengths.max_len != 1;
-    any = true;
   }
   if (is_present(g.dsink)) {
     if (!is_present(a.sink))
@@ -476,9 +498,8 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     FA_RETURN_IF_ERROR(check_shape(dsink, {{p.heads_q, "heads_q"}}, error));
     problem.dsink = static_cast<float *>(g.dsink.data);
     problem.dsink_stride = walk_stride(g.dsink, 0);
-    any = true;
   }
-  if (!any) return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients has none of dq, dk, dv, dbias, dsink: nothing to compute");
+  const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
   return check_distinct({{"dq", g.dq}, {"dk", g.dk}, {"dv", g.dv}, {"dbias", g.dbias}, {"dsink", g.dsink}},
                         {{"q", a.q},
                          {"k", a.k},
@@ -487,34 +508,63 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
                          {"lse", a.lse},
                          {"dout", g.dout},
                          {"dlse", g.dlse},
+                         {"cu_seqlens_q", a.cu_seqlens_q},
+                         {"cu_seqlens_k", a.cu_seqlens_k},
+                         {"seqused_q", a.seqused_q},
+                         {"seqused_k", a.seqused_k},
                          {"bias", a.bias},
-                         {"sink", a.sink}},
+                         {"block_mask", a.block_mask},
+                         {"alibi_slopes", a.alibi_slopes},
+                         {"sink", a.sink},
+                         {"dropout_seed_ptr", seed},
+                         {"dropout_offset_ptr", offset}},
                         error);
 }
 
-fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, const fa_tensor *out,
-                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, Pointers &pointers,
-                          ErrorText &error) {
-  problem = MergeProblem{};
-  pointers.clear();
-  if (num_parts < 1) return fail(error, FA_ERROR_INVALID_ARGUMENT, "num_parts is %d; it must be at least 1", int{num_parts});
-  if (out_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out_parts is NULL");
-  if (lse_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "lse_parts is NULL");
-  if (out == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out is NULL");
+// The results of a merge have their own memory, or are the same views as parts: out as one of out_parts, lse as one of lse_parts.
+static fa_status check_merge_memory(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
+                                    const fa_tensor &out, const fa_tensor &lse, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_distinct({"out", out}, {"lse", lse}, error));
+  for (int32_t n = 0; n < num_parts; ++n) {
+    char out_name[32], lse_name[32];
+    std::snprintf(out_name, sizeof out_name, "out_parts[%d]", int{n});
+    std::snprintf(lse_name, sizeof lse_name, "lse_parts[%d]", int{n});
+    const NamedTensor out_part{out_name, out_parts[n]}, lse_part{lse_name, lse_parts[n]};
+    if (!same_view(out, out_part.tensor)) FA_RETURN_IF_ERROR(check_distinct({"out", out}, out_part, error));
+    FA_RETURN_IF_ERROR(check_distinct({"out", out}, lse_part, error));
+    FA_RETURN_IF_ERROR(check_distinct({"lse", lse}, out_part, error));
+    if (!same_view(lse, lse_part.tensor)) FA_RETURN_IF_ERROR(check_distinct({"lse", lse}, lse_part, error));
+  }
+  return FA_OK;
+}
 
-  const NamedTensor result{"out", *out};
+fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::vector<MergePart> &parts, Pointers &pointers,
+                    ErrorText &error) {
+  const fa_tensor &out = merge.out, &lse = merge.lse;
+  pointers.clear();
+  parts.clear();
+  if (merge.num_parts < 1)
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "num_parts is %d; it must be at least 1", int{merge.num_parts});
+  if (merge.out_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out_parts is NULL");
+  if (merge.lse_parts == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "lse_parts is NULL");
+
+  const NamedTensor result{"out", out};
   FA_RETURN_IF_ERROR(check_and_note(result, Role::output, pointers, error));
   FA_RETURN_IF_ERROR(check_dtype(result, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error));
-  const bool packed = out->ndim == 3;
+  const bool packed = out.ndim == 3;
   if (!packed)
     FA_RETURN_IF_ERROR(
         check_ndim(result, 4, "(batch, seqlen_q, heads_q, head_dim_v), or 3: (total_q, heads_q, head_dim_v)", error));
-  FA_RETURN_IF_ERROR(check_unit_stride(result, out->ndim - 1, error));
-  problem.batch = packed ? 1 : out->shape[0];
-  problem.seqlen_q = out->shape[packed ? 0 : 1];
-  problem.heads_q = out->shape[packed ? 1 : 2];
-  problem.head_dim_v = out->shape[packed ? 2 : 3];
-  problem.out = to_operand(*out);
+  FA_RETURN_IF_ERROR(check_unit_stride(result, out.ndim - 1, error));
+  problem.batch = packed ? 1 : out.shape[0];
+  problem.seqlen_q = out.shape[packed ? 0 : 1];
+  problem.heads_q = out.shape[packed ? 1 : 2];
+  problem.head_dim_v = out.shape[packed ? 2 : 3];
+  problem.out = to_operand(out);
+  if (problem.heads_q < 1)
+    return fail(error, FA_ERROR_SHAPE, "out.shape[%d] (heads_q) is 0; it must be at least 1", out.ndim - 2);
+  if (problem.head_dim_v < 1)
+    return fail(error, FA_ERROR_SHAPE, "out.shape[%d] (head_dim_v) is 0; it must be at least 1", out.ndim - 1);
 
   const auto check_lse = [&](const NamedTensor &t, Role role) -> fa_status {
     FA_RETURN_IF_ERROR(check_memory(t, role, error));
@@ -522,37 +572,37 @@ fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const f
     if (packed) return check_shape(t, {{problem.heads_q, "heads_q"}, {problem.seqlen_q, "total_q"}}, error);
     return check_shape(t, {{problem.batch, "batch"}, {problem.heads_q, "heads_q"}, {problem.seqlen_q, "seqlen_q"}}, error);
   };
-  if (lse != nullptr && is_present(*lse)) {
-    FA_RETURN_IF_ERROR(check_lse({"lse", *lse}, Role::output));
-    if (has_elements(*lse)) pointers.push_back({"lse", -1, ".data", lse->data});
-    problem.lse = to_row_scalar(*lse);
+  if (is_present(lse)) {
+    FA_RETURN_IF_ERROR(check_lse({"lse", lse}, Role::output));
+    if (has_elements(lse)) pointers.push_back({"lse", -1, ".data", lse.data});
+    problem.lse = to_row_scalar(lse);
   }
 
-  parts.resize(static_cast<size_t>(num_parts));
-  for (int32_t n = 0; n < num_parts; ++n) {
+  for (int32_t n = 0; n < merge.num_parts; ++n) {
+    const fa_tensor &out_part = merge.out_parts[n], &lse_part = merge.lse_parts[n];
     char out_name[32], lse_name[32];
     std::snprintf(out_name, sizeof out_name, "out_parts[%d]", int{n});
     std::snprintf(lse_name, sizeof lse_name, "lse_parts[%d]", int{n});
-    const NamedTensor part{out_name, out_parts[n]};
+    const NamedTensor part{out_name, out_part};
     FA_RETURN_IF_ERROR(check_memory(part, Role::input, error));
     FA_RETURN_IF_ERROR(check_dtype(part, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error));
-    FA_RETURN_IF_ERROR(check_dtype(part, {out_parts[0].dtype}, error));
-    FA_RETURN_IF_ERROR(check_ndim(part, out->ndim, "as out", error));
-    for (int d = 0; d < out->ndim; ++d) {
-      if (part.tensor.shape[d] != out->shape[d]) {
+    FA_RETURN_IF_ERROR(check_dtype(part, {merge.out_parts[0].dtype}, error));
+    FA_RETURN_IF_ERROR(check_ndim(part, out.ndim, "as out", error));
+    for (int d = 0; d < out.ndim; ++d) {
+      if (part.tensor.shape[d] != out.shape[d]) {
         return fail(error, FA_ERROR_SHAPE, "%s.shape[%d] is %" PRId64 "; it must be %" PRId64 " (as out)", out_name, d,
-                    part.tensor.shape[d], out->shape[d]);
+                    part.tensor.shape[d], out.shape[d]);
       }
     }
-    FA_RETURN_IF_ERROR(check_unit_stride(part, out->ndim - 1, error));
-    FA_RETURN_IF_ERROR(check_lse({lse_name, lse_parts[n]}, Role::input));
-    if (has_elements(out_parts[n])) pointers.push_back({"out_parts", n, ".data", out_parts[n].data});
-    if (has_elements(lse_parts[n])) pointers.push_back({"lse_parts", n, ".data", lse_parts[n].data});
-    parts[static_cast<size_t>(n)] = {to_operand(out_parts[n]), to_row_scalar(lse_parts[n])};
+    FA_RETURN_IF_ERROR(check_unit_stride(part, out.ndim - 1, error));
+    FA_RETURN_IF_ERROR(check_lse({lse_name, lse_part}, Role::input));
+    if (has_elements(out_part)) pointers.push_back({"out_parts", n, ".data", out_part.data});
+    if (has_elements(lse_part)) pointers.push_back({"lse_parts", n, ".data", lse_part.data});
+    parts.push_back({to_operand(out_part), to_row_scalar(lse_part)});
   }
-  problem.num_parts = num_parts;
+  problem.num_parts = merge.num_parts;
   problem.parts = parts.data();
-  return FA_OK;
+  return check_merge_memory(merge.num_parts, merge.out_parts, merge.lse_parts, out, lse, error);
 }
 
 fa_status check_host_lengths(const Problem &p, ErrorText &error) {

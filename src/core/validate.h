@@ -21,9 +21,8 @@ fa_status normalise(const fa_attention &attention, const fa_gradients &gradients
 fa_status normalise(const fa_append &append, AppendProblem &problem, Pointers &pointers, ErrorText &error);
 
 // `parts` receives what problem.parts points to.
-fa_status normalise_merge(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts, const fa_tensor *out,
-                          const fa_tensor *lse, std::vector<MergePart> &parts, MergeProblem &problem, Pointers &pointers,
-                          ErrorText &error);
+fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::vector<MergePart> &parts, Pointers &pointers,
+                    ErrorText &error);
 
 // Checks offsets, used lengths and page numbers, for devices whose memory the host can read.
 fa_status check_host_lengths(const Problem &problem, ErrorText &error);

@@ -196,7 +196,7 @@ class AppendNormaliser {
     FA_RETURN_IF_ERROR(
         check_shape(sin, {{a_.rotary_cos.shape[0], "positions of rotary_cos"}, {half, "columns of rotary_cos"}}, error_));
     for (const NamedTensor &t : {cos, sin}) {
-      if (half > 1 && t.tensor.stride[1] != 1) {
+      if (half > 1 && has_elements(t.tensor) && t.tensor.stride[1] != 1) {
         return fail(error_, FA_ERROR_SHAPE, "%s.stride[1] is %" PRId64 "; the columns must be contiguous (stride 1)", t.name,
                     t.tensor.stride[1]);
       }

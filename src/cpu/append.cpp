@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// New rows for a cache: cut into tasks, and the way into the kernel of the chosen instruction set.
+// New rows for a cache: the plan, and the way into the kernel of the chosen instruction set.
 #include <algorithm>
 
 #include "cpu/append_job.h"
@@ -8,15 +8,18 @@
 namespace fa::cpu {
 namespace {
 
-using Kernel = void (*)(const AppendJob &job);
+struct Kernel {
+  void (*run)(const AppendJob &job);
+  const char *name;
+};
 
 Kernel kernel_of(fa_cpu_isa isa) {
 #if defined(__x86_64__)
-  if (isa == FA_CPU_ISA_AVX512) return avx512::append_rows;
-  if (isa == FA_CPU_ISA_AVX2) return avx2::append_rows;
+  if (isa == FA_CPU_ISA_AVX512) return {avx512::append_rows, "cpu_append_avx512"};
+  if (isa == FA_CPU_ISA_AVX2) return {avx2::append_rows, "cpu_append_avx2"};
 #endif
   (void)isa;
-  return portable::append_rows;
+  return {portable::append_rows, "cpu_append_portable"};
 }
 
 // Below this many bytes a task a second thread costs more than it brings.
@@ -31,12 +34,20 @@ int32_t task_count(const AppendProblem &p, const Machine &machine) {
 
 }  // namespace
 
-bool append(const AppendProblem &problem, const Machine &machine, Parallel &parallel) {
+Plan plan_append(const AppendProblem &problem, const Machine &machine) {
+  Plan plan;
+  plan.kernel = kernel_of(machine.isa).name;
+  plan.reason = "new rows are copied, rotated and quantised one row at a time";
+  plan.tasks = task_count(problem, machine);
+  return plan;
+}
+
+bool append(const AppendProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel) {
   struct Context {
     const AppendProblem &problem;
     Kernel kernel;
     int32_t tasks;
-  } context{problem, kernel_of(machine.isa), task_count(problem, machine)};
+  } context{problem, kernel_of(machine.isa), plan.tasks};
   if (problem.seqused_k != nullptr) {
     for (int64_t b = 0; b < problem.batch; ++b) {
       problem.seqused_k[b * problem.seqused_k_stride] =
@@ -48,7 +59,7 @@ bool append(const AppendProblem &problem, const Machine &machine, Parallel &para
       context.tasks,
       [](void *c, int32_t task) {
         const auto &[p, kernel, tasks] = *static_cast<Context *>(c);
-        kernel({&p, p.rows * task / tasks, p.rows * (task + 1) / tasks});
+        kernel.run({&p, p.rows * task / tasks, p.rows * (task + 1) / tasks});
       },
       &context);
 }

@@ -48,9 +48,19 @@ class CpuBackend final : public Backend {
     summary = summarise(plan_backward(problem, machine_));
     return FA_OK;
   }
+  fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &) const override {
+    summary = summarise(plan_merge(problem, machine_));
+    return FA_OK;
+  }
+  fa_status plan(const AppendProblem &problem, PlanSummary &summary, ErrorText &) const override {
+    summary = summarise(plan_append(problem, machine_));
+    return FA_OK;
+  }
 
   fa_status prepare(const ForwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
   fa_status prepare(const BackwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const MergeProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const AppendProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
 
   fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) override {
     const Plan plan = plan_forward(problem, machine_);
@@ -70,13 +80,17 @@ class CpuBackend final : public Backend {
     return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 
-  fa_status run(const MergeProblem &problem, const Call &, ErrorText &error) override {
-    return finished(merge(problem, machine_, *parallel_), error);
+  fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) override {
+    const Plan plan = plan_merge(problem, machine_);
+    FA_RETURN_IF_ERROR(check_workspace(call.workspace, plan.workspace_bytes, error));
+    return finished(merge(problem, machine_, plan, *parallel_), error);
   }
 
-  fa_status run(const AppendProblem &problem, const Call &, ErrorText &error) override {
+  fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) override {
+    const Plan plan = plan_append(problem, machine_);
+    FA_RETURN_IF_ERROR(check_workspace(call.workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_contents(problem, error));
-    return finished(append(problem, machine_, *parallel_), error);
+    return finished(append(problem, machine_, plan, *parallel_), error);
   }
 
  private:

@@ -12,7 +12,7 @@
 // every sum has one order, whoever runs what. The worker that waits is always behind one that runs. Likewise query heads of a
 // group add to dK and dV in order (dkv_turn).
 //
-// Items of a head: | rows past the sequences' ends, blocks of keys to pack | query chunks to pack | blocks of keys | chunks | ...,
+// Items of a head: | rows past the sequences' ends, blocks of keys to pack | query tiles to pack | blocks of keys | tiles | ...,
 // the last two once per wave of query heads.
 #pragma once
 
@@ -36,15 +36,15 @@ class BackwardWork final : public HeadWork {
 
   int64_t items(int64_t head) const override {
     const Head x = head_of(head);
-    return x.first_chunk + waves() * x.wave_items;
+    return x.first_tile_item + waves() * x.wave_items;
   }
 
   int64_t barrier(int64_t head, int64_t item) const override {
     const Head x = head_of(head);
-    const int64_t in_waves = item - x.first_chunk;
-    if (in_waves < x.wave_chunks) return 0;  // all packing of the first wave is one phase
+    const int64_t in_waves = item - x.first_tile_item;
+    if (in_waves < x.wave_tiles) return 0;  // all packing of the first wave is one phase
     const int64_t wave_start = item - in_waves % x.wave_items;
-    return in_waves % x.wave_items < x.wave_chunks ? wave_start : wave_start + x.wave_chunks;
+    return in_waves % x.wave_items < x.wave_tiles ? wave_start : wave_start + x.wave_tiles;
   }
 
   void begin(int64_t head, int32_t slot) override {
@@ -55,14 +55,14 @@ class BackwardWork final : public HeadWork {
   void run(int64_t head, int64_t item, int32_t slot, int32_t worker) override {
     const Head x = head_of(head);
     if (item == 0) return clear_tails(x);
-    if (item < x.first_chunk) return pack_keys(x, slot, item - 1);
-    const int64_t wave = (item - x.first_chunk) / x.wave_items, rest = (item - x.first_chunk) % x.wave_items;
-    if (rest < x.wave_chunks) {
-      const int64_t g = wave * l_.wave + rest / x.chunks_q;
-      if (g < p_.group) pack_queries(x, slot, g, rest % x.chunks_q);
+    if (item < x.first_tile_item) return pack_keys(x, slot, item - 1);
+    const int64_t wave = (item - x.first_tile_item) / x.wave_items, rest = (item - x.first_tile_item) % x.wave_items;
+    if (rest < x.wave_tiles) {
+      const int64_t g = wave * l_.wave + rest / x.tiles_q;
+      if (g < p_.group) pack_queries(x, slot, g, rest % x.tiles_q);
     } else {
-      const int64_t g = wave * l_.wave + (rest - x.wave_chunks) / x.blocks_k;
-      if (g < p_.group) key_block(x, slot, worker, g, (rest - x.wave_chunks) % x.blocks_k);
+      const int64_t g = wave * l_.wave + (rest - x.wave_tiles) / x.blocks_k;
+      if (g < p_.group) key_block(x, slot, worker, g, (rest - x.wave_tiles) % x.blocks_k);
     }
   }
 
@@ -85,10 +85,10 @@ class BackwardWork final : public HeadWork {
     int64_t h_k = 0;
     Sequence q, k;
     int64_t blocks_q = 0, blocks_k = 0;
-    int64_t chunks_q = 0;     // a query head's chunks to pack
-    int64_t first_chunk = 0;  // items before the first wave
-    int64_t wave_chunks = 0;  // packing items of a wave
-    int64_t wave_items = 0;   // all items of a wave
+    int64_t tiles_q = 0;          // tiles of a query head to pack
+    int64_t first_tile_item = 0;  // items before the first wave
+    int64_t wave_tiles = 0;       // packing items of a wave
+    int64_t wave_items = 0;       // all items of a wave
   };
 
   static int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
@@ -102,10 +102,10 @@ class BackwardWork final : public HeadWork {
     x.k = sequence_of(p_.k_lengths, x.b);
     x.blocks_q = blocks_of(x.q.len, l_.block_q);
     x.blocks_k = blocks_of(x.k.len, l_.block_k);
-    x.chunks_q = blocks_of(x.q.len, l_.chunk_q);
-    x.first_chunk = 1 + x.blocks_k;
-    x.wave_chunks = l_.wave * x.chunks_q;
-    x.wave_items = x.wave_chunks + l_.wave * x.blocks_k;
+    x.tiles_q = blocks_of(x.q.len, l_.tile_q);
+    x.first_tile_item = 1 + x.blocks_k;
+    x.wave_tiles = l_.wave * x.tiles_q;
+    x.wave_items = x.wave_tiles + l_.wave * x.blocks_k;
     return x;
   }
 
@@ -151,13 +151,13 @@ class BackwardWork final : public HeadWork {
     });
   }
 
-  // Packs the rows of one chunk of query head g, block by block: q, dout, lse2, delta, the start of dq, and the parts of dsink.
-  void pack_queries(const Head &x, int32_t slot, int64_t g, int64_t chunk) const {
-    const int64_t end = min64((chunk + 1) * l_.chunk_q, x.q.len);
-    if (chunk == 0) {
+  // Packs the rows of one tile of query head g, block by block: q, dout, lse2, delta, the start of dq, and the parts of dsink.
+  void pack_queries(const Head &x, int32_t slot, int64_t g, int64_t tile) const {
+    const int64_t end = min64((tile + 1) * l_.tile_q, x.q.len);
+    if (tile == 0) {
       for (int64_t n = 0; n < x.blocks_k; ++n) new (dq_turns(slot, g) + n) Turn(0);
     }
-    for (int64_t begin = chunk * l_.chunk_q; begin < end; begin += l_.block_q) {
+    for (int64_t begin = tile * l_.tile_q; begin < end; begin += l_.block_q) {
       const Range rows{begin, min64(begin + l_.block_q, end)};
       for_dtype(p_.q.dtype, [&]<class Element>() { pack_query_block<Element>(x, slot, g, rows); });
     }
@@ -294,7 +294,7 @@ class BackwardWork final : public HeadWork {
     if (score.dropout) step.dropout = worker_array<float>(worker, l_.dropout_tile);
     if (score.general) {
       score_logits(score, t, s, l_.ld_tile, const_cast<float *>(step.derivative));
-      if (score.dropout) dropout_weights(score, t, const_cast<float *>(step.dropout), l_.ld_tile);
+      if (score.dropout) dropout_scales(score, t, const_cast<float *>(step.dropout), l_.ld_tile);
     }
     const bool by_value = masked && (score.general || by_pair);
     if (by_value && masking == Masking::kSome) mask_tile(score, t, s, l_.ld_tile);

@@ -115,7 +115,7 @@ class BiasWork {
     score_logits(score, t, s, l_.ld_tile, nullptr);
     if (score.dropout) {
       float *factors = array<float>(worker, l_.dropout_tile);
-      dropout_weights(score, t, factors, l_.ld_tile);
+      dropout_scales(score, t, factors, l_.ld_tile);
       step.dropout = factors;
     }
     if (masking == Masking::kSome) mask_tile(score, t, s, l_.ld_tile);

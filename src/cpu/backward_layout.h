@@ -30,7 +30,7 @@ struct BackwardLayout {
 
   int64_t block_q = 0;  // rows of a tile of S
   int64_t block_k = 0;  // columns of a tile of S
-  int64_t chunk_q = 0;  // query rows packed by one item
+  int64_t tile_q = 0;   // query rows packed by one item
   int64_t wave = 0;     // query heads of a group that are packed and in work at the same time
 
   int64_t ld = 0;       // floats from row to row of q, k, dq, dk

@@ -93,18 +93,18 @@ inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, 
   const float sink = p.sink != nullptr ? p.sink[h * p.sink_stride] : -kInfinity;
   double dsink = 0;
   for (int64_t i = rows.begin; i < rows.end; ++i) {
-    const bool blind = visible_keys(p.band, queries.len, keys.len, i).empty();
-    const float row_lse = blind ? sink : lse[i * p.lse.seq_stride];
+    const bool sees_no_key = visible_keys(p.band, queries.len, keys.len, i).empty();
+    const float row_lse = sees_no_key ? sink : lse[i * p.lse.seq_stride];
     const float row_dlse = dlse != nullptr ? dlse[i * problem.dlse.seq_stride] : 0.0f;
-    // A row whose whole weight is on the sink sees no key: its lse is the sink up to rounding, forward wrote zeros, and its dout, which
+    // A row whose P is all on the sink sees no key: its lse is the sink up to rounding, forward wrote zeros, and its dout, which
     // may be NaN, has no say.
     const bool near_sink = row_lse <= sink + 1e-5f * (1.0f + std::fabs(sink));
-    const bool only_sink = blind || (near_sink && dot_rows<Element>(out.row(i), out.row(i), p.head_dim_v) == 0);
+    const bool only_sink = sees_no_key || (near_sink && dot_rows<Element>(out.row(i), out.row(i), p.head_dim_v) == 0);
     const float delta = only_sink ? -row_dlse : dot_rows<Element>(dout.row(i), out.row(i), p.head_dim_v) - row_dlse;
-    const bool sees_nothing = blind || row_lse == -kInfinity;
+    const bool sees_nothing = sees_no_key || row_lse == -kInfinity;
     to.lse2[i - rows.begin] = sees_nothing ? kInfinity : row_lse * kLog2e;
     to.delta[i - rows.begin] = sees_nothing ? 0.0f : delta;
-    if (sink > -kInfinity)
+    if (sink != -kInfinity)
       dsink -= std::exp(static_cast<double>(sink) - static_cast<double>(row_lse)) * static_cast<double>(delta);
   }
   return dsink;

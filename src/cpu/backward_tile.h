@@ -116,7 +116,7 @@ inline void add_row_product(const TileBand &band, int64_t rows, int64_t n, const
   add_product<false>(rows, n, depth, tile, ld, b, ldb, c, ldc, prefetch);
 }
 
-// How masked pairs are told in the step from S to P.
+// How the step from S to P recognises masked pairs.
 enum class MaskedBy {
   kNothing,  // no pair is masked
   kBand,     // by the band of the tile
@@ -128,11 +128,11 @@ struct TileStep {
   const float *lse2 = nullptr;        // (rows)
   const float *delta = nullptr;       // (rows)
   const float *derivative = nullptr;  // (rows, ld) or null: d logit / d product
-  const float *dropout = nullptr;     // (rows, ld) or null: factors of the weights
+  const float *dropout = nullptr;     // (rows, ld) or null: dropout scales of P
   int64_t ld = 0;
 };
 
-// In place: S -> P = exp2(multiplier S - lse2), dP -> dS = P (dP - delta). With dropout, what is written to P is the weight
+// In place: S -> P = exp2(multiplier S - lse2), dP -> dS = P (dP - delta). With dropout, what is written to P is P
 // after dropout, which dV needs. Writes, besides the visible part, zeros as far as strips of kMr rows and columns reach.
 template <MaskedBy kMaskedBy, bool kOptions>
 inline void tile_step(const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward pass and the merge: plan, workspace, and the way into the kernels of the chosen instruction set.
+// The forward pass and the merge: plans, workspace, and the way into the kernels of the chosen instruction set.
 #include <algorithm>
 
 #include "cpu/forward_job.h"
@@ -12,17 +12,23 @@ struct Kernels {
   void (*forward_worker)(const ForwardJob &job, int32_t worker);
   void (*merge_rows)(const MergeJob &job);
   const char *names[3];  // by ForwardMode
+  const char *merge_name;
 };
 
 const Kernels &kernels_of(fa_cpu_isa isa) {
   static constexpr Kernels kPortable = {portable::forward_worker,
                                         portable::merge_rows,
-                                        {"cpu_fwd_tiled_portable", "cpu_fwd_split_portable", "cpu_fwd_vector_portable"}};
+                                        {"cpu_fwd_tiled_portable", "cpu_fwd_split_portable", "cpu_fwd_vector_portable"},
+                                        "cpu_merge_portable"};
 #if defined(__x86_64__)
-  static constexpr Kernels kAvx2 = {
-      avx2::forward_worker, avx2::merge_rows, {"cpu_fwd_tiled_avx2", "cpu_fwd_split_avx2", "cpu_fwd_vector_avx2"}};
-  static constexpr Kernels kAvx512 = {
-      avx512::forward_worker, avx512::merge_rows, {"cpu_fwd_tiled_avx512", "cpu_fwd_split_avx512", "cpu_fwd_vector_avx512"}};
+  static constexpr Kernels kAvx2 = {avx2::forward_worker,
+                                    avx2::merge_rows,
+                                    {"cpu_fwd_tiled_avx2", "cpu_fwd_split_avx2", "cpu_fwd_vector_avx2"},
+                                    "cpu_merge_avx2"};
+  static constexpr Kernels kAvx512 = {avx512::forward_worker,
+                                      avx512::merge_rows,
+                                      {"cpu_fwd_tiled_avx512", "cpu_fwd_split_avx512", "cpu_fwd_vector_avx512"},
+                                      "cpu_merge_avx512"};
   if (isa == FA_CPU_ISA_AVX512) return kAvx512;
   if (isa == FA_CPU_ISA_AVX2) return kAvx2;
 #endif
@@ -89,16 +95,23 @@ bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &
       &context);
 }
 
-bool merge(const MergeProblem &problem, const Machine &machine, Parallel &parallel) {
+Plan plan_merge(const MergeProblem &problem, const Machine &machine) {
+  constexpr int64_t kParallelRows = 256;  // with fewer rows for each, a second thread costs more than it brings
   const int64_t rows = problem.batch * problem.seqlen_q * problem.heads_q;
-  constexpr int64_t kParallelRows = 256;
+  Plan plan;
+  plan.kernel = kernels_of(machine.isa).merge_name;
+  plan.reason = "the parts of a row are combined one row at a time";
+  plan.tasks = static_cast<int32_t>(std::clamp<int64_t>(rows / kParallelRows, 1, machine.threads));
+  return plan;
+}
+
+bool merge(const MergeProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel) {
   struct Context {
     const MergeProblem &problem;
     const Kernels &kernels;
     int64_t rows;
     int32_t tasks;
-  } context{problem, kernels_of(machine.isa), rows,
-            static_cast<int32_t>(std::clamp<int64_t>(rows / kParallelRows, 1, machine.threads))};
+  } context{problem, kernels_of(machine.isa), problem.batch * problem.seqlen_q * problem.heads_q, plan.tasks};
   return parallel.run(
       context.tasks,
       [](void *c, int32_t task) {

@@ -70,13 +70,13 @@ ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
   l.worker_scores = area(rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
   l.worker_rows = area(rows * (2 * kMaxVector + 8));
-  if (p.dropout.threshold > 0) l.worker_weights = area(rows * kBlockKeys);
+  if (p.dropout.threshold > 0) l.worker_dropout = area(rows * kBlockKeys);
   if (tiled_split) {
     l.worker_keys = area(kBlockKeys * p.head_dim);
     l.worker_values = area(kBlockKeys * l.dim_v);
   }
   l.worker_bytes =
-      l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_weights + l.worker_keys + l.worker_values;
+      l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_keys + l.worker_values;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));

@@ -15,7 +15,7 @@ namespace fa::cpu {
 // rows mean less traffic from beyond L2, and fewer blocks to share among threads.
 constexpr int64_t kBlockRows = 96;
 // Keys of a block: long enough that reading and writing the output tile once a block costs little, short enough that a value panel
-// (256 x 32 floats, 32 KiB) stays in L1 beside a strip of weights.
+// (256 x 32 floats, 32 KiB) stays in L1 beside a strip of P.
 constexpr int64_t kBlockKeys = 256;
 // Up to this many rows (queries times heads of the group) the scores are dot products on the unpacked keys: packing would cost
 // more than it saves.
@@ -23,7 +23,7 @@ constexpr int64_t kVectorRows = 8;
 // Keys of one split for sequences with at most kBlockRows rows, which have too few blocks of queries to share among threads.
 constexpr int64_t kVectorSplitKeys = 256;
 constexpr int64_t kTiledSplitKeys = 1024;
-// Where the heads of a key lie side by side, a vector kernel reads several of them in one go: processors prefetch well along a page
+// Where the heads of a key are adjacent, a vector kernel reads several of them in one go: processors prefetch well along a page
 // and badly across pages. Bytes of a key it goes for, and rows (of all these heads) whose scores it keeps.
 constexpr int64_t kVectorRunBytes = 8192;
 constexpr int64_t kVectorScratchRows = 32;
@@ -53,7 +53,7 @@ struct ForwardLayout {
   size_t worker_scores = 0;   // rows x kBlockKeys
   size_t worker_output = 0;   // rows x dim_v
   size_t worker_rows = 0;     // per-row state
-  size_t worker_weights = 0;  // dropout factors of a strip
+  size_t worker_dropout = 0;  // dropout scales of a strip
   size_t worker_keys = 0;     // kTiledSplit: panels of one key block
   size_t worker_values = 0;
   size_t worker_bytes = 0;

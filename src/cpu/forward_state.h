@@ -9,10 +9,10 @@
 
 namespace fa::cpu::FA_ISA {
 
-// A masked weight: compares equal to 0, but differs in its sign bit from a visible weight that underflowed. Where values are not
-// finite, kernels skip masked weights, because 0 * NaN would leak; visible ones must be multiplied.
-constexpr float kMaskedWeight = -0.0f;
-FA_INLINE bool is_masked_weight(float w) { return __builtin_bit_cast(uint32_t, w) == 0x80000000u; }
+// P of a masked pair: it compares equal to 0, but its sign bit differs from that of a visible P that underflowed. Where values are not finite,
+// kernels skip masked P, because 0 * NaN would leak; a visible P must be multiplied.
+constexpr float kMaskedP = -0.0f;
+FA_INLINE bool is_masked_p(float w) { return __builtin_bit_cast(uint32_t, w) == 0x80000000u; }
 
 // One key head of one sequence with the query heads that read it.
 struct Head {
@@ -56,7 +56,7 @@ FA_INLINE void for_heads(const QueryBlock &block, int64_t begin, int64_t end, Bo
   }
 }
 
-// A finished row: weights are exp2(logit - max), `sum` is their sum and `output` (head_dim_v floats) the sum of weight * value.
+// A finished row: P is exp2(logit - max), `sum` is the row sum of P and `output` (head_dim_v floats) the row of P V.
 struct RowResult {
   float max = -kInfinity;
   float sum = 0;
@@ -142,10 +142,10 @@ inline RowResult combine_splits(const Partials &partials, int64_t splits, int64_
   for (int64_t s = 0; s < splits; ++s) {
     const float *part = partials.row(s, r);
     if (part[1] == 0) continue;  // saw no key
-    const float weight = exp2_scalar(below(part[0], result.max));
-    result.sum += weight * part[1];
+    const float scale = exp2_scalar(below(part[0], result.max));
+    result.sum += scale * part[1];
     for (int64_t c = 0; c < partials.dim_v; c += kWidth) {
-      Simd::store(output + c, Simd::fma(Simd::set(weight), Simd::load(part + 2 + c), Simd::load(output + c)));
+      Simd::store(output + c, Simd::fma(Simd::set(scale), Simd::load(part + 2 + c), Simd::load(output + c)));
     }
   }
   return result;

@@ -33,9 +33,9 @@ struct BlockState {
   int64_t rows = 0;
   int64_t dim_v = 0;
   float *q = nullptr;           // strips: (head_dim x kMr) each, k-major
-  float *s = nullptr;           // rows x kBlockKeys: raw products, logits, weights
+  float *s = nullptr;           // rows x kBlockKeys: raw products, logits, P
   float *o = nullptr;           // rows x dim_v
-  float *weights = nullptr;     // kMr x kBlockKeys: dropout factors of a strip
+  float *dropout = nullptr;     // kMr x kBlockKeys: dropout factors of a strip
   float *max = nullptr;         // (rows) base-2 logits
   float *correction = nullptr;  // (rows) factor of what was summed before this key block
   float *sum = nullptr;         // rows x kWidth
@@ -61,7 +61,7 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
   st.q = take(layout.worker_queries);
   st.s = take(layout.worker_scores);
   st.o = take(layout.worker_output);
-  st.weights = take(layout.worker_weights);
+  st.dropout = take(layout.worker_dropout);
   st.sum = take(layout.worker_rows);
   st.block_max = st.sum + st.rows * kWidth;
   st.begin = reinterpret_cast<int64_t *>(st.block_max + st.rows * kWidth);
@@ -129,7 +129,7 @@ FA_INLINE void score_strip(int64_t dim, const float *q, const float *panel, floa
     }
     Simd::store(s + r * kBlockKeys, acc[r][0]);
     Simd::store(s + r * kBlockKeys + kWidth, acc[r][1]);
-    // In this order a NaN product never enters the maximum; it reaches the sum, and with it the row, through its weight.
+    // In this order a NaN product never enters the maximum; it reaches the sum, and with it the row, through its P.
     F top = Simd::max(acc[r][0], Simd::load(block_max + r * kWidth));
     Simd::store(block_max + r * kWidth, Simd::max(acc[r][1], top));
   }
@@ -174,7 +174,7 @@ inline bool strip_hidden(const Problem &p, const Head &head, const BlockState &s
   return hidden;
 }
 
-// Updates maxima, corrections and sums of m rows and turns their logits s (m x cols) into weights.
+// Updates maxima, corrections and sums of m rows and turns their logits s (m x cols) into P.
 template <bool kMarkMasked>
 __attribute__((noinline)) void softmax_strip(int64_t m, int64_t cols, float multiplier, float *s, const float *block_max,
                                              float *max, float *correction, float *sum) {
@@ -202,8 +202,8 @@ __attribute__((noinline)) void softmax_strip(int64_t m, int64_t cols, float mult
       total0 = Simd::add(total0, w0);
       total1 = Simd::add(total1, w1);
       if constexpr (kMarkMasked) {
-        w0 = Simd::select(Simd::eq(x0, Simd::set(-kInfinity)), Simd::set(kMaskedWeight), w0);
-        w1 = Simd::select(Simd::eq(x1, Simd::set(-kInfinity)), Simd::set(kMaskedWeight), w1);
+        w0 = Simd::select(Simd::eq(x0, Simd::set(-kInfinity)), Simd::set(kMaskedP), w0);
+        w1 = Simd::select(Simd::eq(x1, Simd::set(-kInfinity)), Simd::set(kMaskedP), w1);
       }
       Simd::store(row + c, w0);
       Simd::store(row + c + kWidth, w1);
@@ -213,21 +213,21 @@ __attribute__((noinline)) void softmax_strip(int64_t m, int64_t cols, float mult
   }
 }
 
-// Multiplies the weights of a strip with their dropout factors.
-inline void drop_weights(const Problem &p, const Head &head, const BlockState &st, int64_t r0, int64_t m, int64_t col,
-                         int64_t cols, float *s) {
+// Multiplies P of a strip by its dropout scales.
+inline void apply_dropout(const Problem &p, const Head &head, const BlockState &st, int64_t r0, int64_t m, int64_t col,
+                          int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
     const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    dropout_weights(score, Tile{st.block.query(r), col, n, cols}, st.weights, kBlockKeys);
+    dropout_scales(score, Tile{st.block.query(r), col, n, cols}, st.dropout, kBlockKeys);
     for (int64_t i = 0; i < n; ++i) {
       float *x = s + (r - r0 + i) * kBlockKeys;
-      const float *factor = st.weights + i * kBlockKeys;
+      const float *factor = st.dropout + i * kBlockKeys;
       for (int64_t c = 0; c < cols; c += kWidth) Simd::store(x + c, Simd::mul(Simd::load(x + c), Simd::load(factor + c)));
     }
   });
 }
 
-// O = diag(correction) O + P V of m rows where masked weights must not touch their values: keys [begin, end) of the block.
+// O = diag(correction) O + P V of m rows where masked P must not touch their values: keys [begin, end) of the block.
 inline void accumulate_visible(int64_t m, const KeyBlock &key, int64_t begin, int64_t end, const float *s,
                                const float *correction, int64_t dim_v, float *o) {
   for (int64_t r = 0; r < m; ++r) {
@@ -238,7 +238,7 @@ inline void accumulate_visible(int64_t m, const KeyBlock &key, int64_t begin, in
       F acc = Simd::mul(Simd::load(o + r * dim_v + c), Simd::set(correction[r]));
       for (int64_t j = begin; j < end; ++j) {
         const float w = s[r * kBlockKeys + j];
-        if (!is_masked_weight(w)) acc = Simd::fma(Simd::set(w), Simd::load(v + j * width), acc);
+        if (!is_masked_p(w)) acc = Simd::fma(Simd::set(w), Simd::load(v + j * width), acc);
       }
       Simd::store(o + r * dim_v + c, acc);
     }
@@ -309,7 +309,7 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
     visible_only[strip] = masked && !key.finite;
     (visible_only[strip] ? softmax_strip<true> : softmax_strip<false>)(m, n, multiplier, s, st.block_max + r0 * kWidth,
                                                                        st.max + r0, st.correction + r0, st.sum + r0 * kWidth);
-    if (p.dropout.threshold > 0) drop_weights(p, head, st, r0, m, first, n, s);
+    if (p.dropout.threshold > 0) apply_dropout(p, head, st, r0, m, first, n, s);
   }
 
   for (int64_t strip = 0; strip < strips; ++strip) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector forward kernel, for decoding and other very short queries: dot products with the unpacked keys, then weighted sums of
+// The vector forward kernel, for decoding and other very short queries: dot products with the unpacked keys, then P-weighted sums of
 // the unpacked values. Its speed is that of reading keys and values once from memory, which it prefetches.
 #pragma once
 
@@ -142,7 +142,7 @@ FA_INLINE void add_weighted_rows(const char *const (&values)[KEYS], int64_t offs
   }
 }
 
-// Logits of one row -> weights in place, masked ones marked. Returns {maximum, sum}.
+// Logits of one row -> P in place, masked ones marked. Returns {maximum, sum}.
 inline RowResult softmax_row(float *s, int64_t cols, float multiplier) {
   F top = Simd::set(-kInfinity);
   for (int64_t c = 0; c < cols; c += kWidth) {
@@ -159,13 +159,13 @@ inline RowResult softmax_row(float *s, int64_t cols, float multiplier) {
     const F x = n == kWidth ? Simd::load(s + c) : Simd::select(Simd::first(n), Simd::load(s + c, n), Simd::set(-kInfinity));
     const F w = Simd::exp2(Simd::fms(x, scale, minus));
     total = Simd::add(total, w);
-    Simd::store(s + c, Simd::select(Simd::eq(x, Simd::set(-kInfinity)), Simd::set(kMaskedWeight), w), n);
+    Simd::store(s + c, Simd::select(Simd::eq(x, Simd::set(-kInfinity)), Simd::set(kMaskedP), w), n);
   }
   result.sum = Simd::reduce_add(total);
   return result;
 }
 
-// A split of the heads [first, first + count) of one sequence, whose keys lie side by side in memory and are read together. Row
+// A split of the heads [first, first + count) of one sequence, whose keys are adjacent in memory and are read together. Row
 // h * rows + r is row r of head first + h.
 struct VectorSplit {
   int64_t first = 0;
@@ -174,14 +174,14 @@ struct VectorSplit {
   Range keys;
 };
 
-// Weights of quantised values take their factors; what is masked stays so.
-inline void scale_weights(const Factors &factors, int64_t head_stride, const VectorSplit &split, float *s, int64_t lds) {
+// P of quantised values is multiplied by their descales. A masked P stays masked.
+inline void scale_p_by_descale(const Factors &factors, int64_t head_stride, const VectorSplit &split, float *s, int64_t lds) {
   for (int64_t h = 0; h < split.count; ++h) {
     for (int64_t c = 0; c < split.keys.size(); ++c) {
       const float factor = factors.at(split.keys.begin + c, h * head_stride);
       for (int64_t r = 0; r < split.rows; ++r) {
         float &w = s[(h * split.rows + r) * lds + c];
-        if (!is_masked_weight(w)) w *= factor;
+        if (!is_masked_p(w)) w *= factor;
       }
     }
   }
@@ -197,7 +197,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
   float *q = reinterpret_cast<float *>(scratch);
   float *s = reinterpret_cast<float *>(scratch + layout.worker_queries);
   float *o = reinterpret_cast<float *>(scratch + layout.worker_queries + layout.worker_scores);
-  float *weights = reinterpret_cast<float *>(scratch + layout.worker_queries + layout.worker_scores + layout.worker_output);
+  float *scales = reinterpret_cast<float *>(scratch + layout.worker_queries + layout.worker_scores + layout.worker_output);
 
   for (int64_t row = 0; row < split.count * split.rows; ++row) {
     for (int64_t c = 0; c < ldo; c += kWidth) Simd::store(o + row * ldo + c, Simd::zero());
@@ -255,9 +255,9 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
         results[row0 + r].output = o + (row0 + r) * ldo;
       }
       if (!score.dropout) return;
-      dropout_weights(score, tile, weights, lds);
+      dropout_scales(score, tile, scales, lds);
       for (int64_t r = 0; r < n; ++r) {
-        for (int64_t c = 0; c < keys.size(); ++c) x[r * lds + c] *= weights[r * lds + c];
+        for (int64_t c = 0; c < keys.size(); ++c) x[r * lds + c] *= scales[r * lds + c];
       }
     });
   }
@@ -266,8 +266,8 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
     constexpr int64_t kBytes = sizeof(typename Element::Type);
     const Rows rows = key_rows_of(p, p.v, head.b, split.first, head.keys.start);
     if constexpr (Element::kQuantised) {
-      scale_weights(factors_of(p, p.v_descale, head.b, split.first, head.keys.start),
-                    p.v_descale.factors.head_stride * int64_t{sizeof(float)}, split, s, lds);
+      scale_p_by_descale(factors_of(p, p.v_descale, head.b, split.first, head.keys.start),
+                         p.v_descale.factors.head_stride * int64_t{sizeof(float)}, split, s, lds);
     }
     for_keys(rows, keys.begin, keys.end,
              [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
@@ -280,7 +280,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
                        const float *w = s + row * lds + j - keys.begin;
                        bool masked = false;
                        for (int i = 0; i < ROWS; ++i) {
-                         for (int n = 0; n < KEYS; ++n) masked |= is_masked_weight(w[i * lds + n]);
+                         for (int n = 0; n < KEYS; ++n) masked |= is_masked_p(w[i * lds + n]);
                        }
                        if (__builtin_expect(!masked, 1)) {
                          add_weighted_rows<Element, KEYS, ROWS>(v, offset, p.head_dim_v, w, lds, o + row * ldo, ldo);
@@ -288,7 +288,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
                        }
                        for (int i = 0; i < ROWS; ++i) {
                          for (int n = 0; n < KEYS; ++n) {
-                           if (is_masked_weight(w[i * lds + n])) continue;
+                           if (is_masked_p(w[i * lds + n])) continue;
                            const char *const one[1] = {v[n]};
                            add_weighted_rows<Element, 1, 1>(one, offset, p.head_dim_v, w + i * lds + n, lds,
                                                             o + (row + i) * ldo, ldo);

@@ -34,12 +34,14 @@ struct Plan {
 
 Plan plan_forward(const Problem &problem, const Machine &machine);
 Plan plan_backward(const BackwardProblem &problem, const Machine &machine);
+Plan plan_merge(const MergeProblem &problem, const Machine &machine);
+Plan plan_append(const AppendProblem &problem, const Machine &machine);
 
-// Run a plan. `workspace` is 256-byte aligned and holds plan.workspace_bytes of any content. Lengths and page tables have been
-// checked. False if the host's parallel_for did not run every task.
+// Run a plan. `workspace` is 256-byte aligned and holds plan.workspace_bytes of any content; merging and appending need none. Lengths and
+// page tables have been checked. False if the host's parallel_for did not run every task.
 bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
-bool merge(const MergeProblem &problem, const Machine &machine, Parallel &parallel);
-bool append(const AppendProblem &problem, const Machine &machine, Parallel &parallel);
+bool merge(const MergeProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel);
+bool append(const AppendProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel);
 
 }  // namespace fa::cpu

@@ -31,10 +31,10 @@ void merge_rows(const MergeJob &job) {
         const MergePart &part = p.parts[s];
         const float lse = lse_at(part.lse, b, h, i);
         if (lse == -kInfinity) continue;
-        const F weight = Simd::set(__builtin_expf(below(lse, max)) / sum);
+        const F scale = Simd::set(__builtin_expf(below(lse, max)) / sum);
         for_dtype(part.out.dtype, [&]<class Element>() {
           const auto *from = reinterpret_cast<const typename Element::Type *>(rows_of(part.out, b, h, 0).row(i)) + c;
-          acc = Simd::fma(weight, n == kWidth ? Element::load(from) : Element::load(from, n), acc);
+          acc = Simd::fma(scale, n == kWidth ? Element::load(from) : Element::load(from, n), acc);
         });
       }
       for_dtype(p.out.dtype,

@@ -15,7 +15,7 @@ constexpr int64_t kBlockQ = 96;
 constexpr int64_t kBlockK = 256;
 constexpr int64_t kBlockKWide = 128;  // for head dims whose sum is above 512
 // Query rows packed by one item: short enough to share a head of 1k rows, long enough to make claiming free.
-constexpr int64_t kChunkQ = 4 * kBlockQ;
+constexpr int64_t kTileQ = 4 * kBlockQ;
 // Rows of a block of dbias: the block's keys are packed once for these.
 constexpr int64_t kBiasRows = 4 * kBlockQ;
 // Memory for the query heads of a group that are in work at the same time. More heads at a time keep more workers busy when there
@@ -59,7 +59,7 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Machine &machin
 
   l.block_q = kBlockQ;
   l.block_k = p.head_dim + p.head_dim_v > 512 ? kBlockKWide : kBlockK;
-  l.chunk_q = kChunkQ;
+  l.tile_q = kTileQ;
   l.ld = leading_dimension(p.head_dim);
   l.ld_v = leading_dimension(p.head_dim_v);
   l.ld_tile = leading_dimension(l.block_k);
@@ -130,8 +130,13 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Machine &machin
 }  // namespace
 
 Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
-  const BackwardLayout layout = make_layout(problem, machine);
   Plan plan;
+  if (problem.empty()) {
+    plan.kernel = "none";
+    plan.reason = "no gradient is asked for";
+    return plan;
+  }
+  const BackwardLayout layout = make_layout(problem, machine);
   plan.workspace_bytes = layout.total_bytes;
   plan.tasks = layout.workers;
   switch (machine.isa) {

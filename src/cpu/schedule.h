@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shares heads among workers. A head (one key head of one batch entry, with every query head that reads it) is a row of items:
-// packing chunks first, then blocks of rows or keys. Workers take whole heads while there are free scratch slots and unclaimed
+// packing tiles first, then blocks of rows or keys. Workers take whole heads while there are free scratch slots and unclaimed
 // heads, and otherwise help with the items of heads in progress, so many heads run without sharing and one long head still uses
 // every worker.
 //

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The general score, for forward and backward: turns a tile of raw products q k into logits, knows which pairs are masked, and
-// draws the dropout weights. A tile is `rows` x `cols` floats of one (batch entry, query head), row-major with leading dimension
+// draws the dropout scales. A tile is `rows` x `cols` floats of one (batch entry, query head), row-major with leading dimension
 // `ld`, whose element (r, c) belongs to query tile.row + r and key tile.col + c.
 //
-// Logits are kept in base 2 (multiplied by log2(e)), so that weights are one exp2 away. Problems without a general score never call
+// Logits are kept in base 2 (multiplied by log2(e)), so that P is one exp2 away. Problems without a general score never call
 // score_logits: their logit is score.multiplier * (q k), which kernels fold into the argument of exp2. After score_logits the
 // multiplier to use is 1.
 #pragma once
@@ -253,8 +253,8 @@ inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, 
   }
 }
 
-// Factor of every weight of the tile: 0 where it is dropped, 1 / (1 - p) where it is kept.
-inline void dropout_weights(const Score &s, const Tile &t, float *weights, int64_t ld) {
+// Scale of every P of the tile: 0 where it is dropped, 1 / (1 - p) where it is kept.
+inline void dropout_scales(const Score &s, const Tile &t, float *scales, int64_t ld) {
   const I threshold = Simd::iset(s.dropout_threshold);
   const F kept = Simd::set(s.dropout_scale);
   const int64_t row_end = t.row + t.rows, col_end = t.col + t.cols;
@@ -274,7 +274,7 @@ inline void dropout_weights(const Score &s, const Tile &t, float *weights, int64
           const I drawn = Simd::template shr<16>(Simd::bits(Simd::load_bf16(bits + c)));
           Simd::store(row + c, Simd::select(Simd::ilt(drawn, threshold), Simd::zero(), kept));
         }
-        __builtin_memcpy(weights + (i - t.row) * ld + (c_begin - t.col), row + (c_begin - 16 * bj),
+        __builtin_memcpy(scales + (i - t.row) * ld + (c_begin - t.col), row + (c_begin - 16 * bj),
                          static_cast<size_t>(c_end - c_begin) * sizeof(float));
       }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Coefficients of 2^f = 1 + f (c1 + f (c2 + ...)) for 0 <= f < 1: minimax in the relative error (8.3e-8) with the value 1 at 0 kept
-// exact, so that the weight of a row's largest score is exactly 1.
+// exact, so that P of a row's largest score is exactly 1.
 #pragma once
 
 namespace fa::cpu {

@@ -73,14 +73,15 @@ struct Simd {
     F n = rounded - shift;
     const M above = n > c;
     n = n - select(above, set(1.0f), zero());
-    const I exponent = bits(rounded) - bits(shift) + (I)above;
+    const I power = (bits(rounded) - (bits(shift) - iset(127)) + (I)above) << 23;  // 2^n, infinity for n = 128
     const F f = c - n;
     F p = fma(set(kExp2C5), f, set(kExp2C4));
     p = fma(p, f, set(kExp2C3));
     p = fma(p, f, set(kExp2C2));
     p = fma(p, f, set(kExp2C1));
     p = fma(p, f, set(1.0f));
-    return from_bits((bits(p) + (exponent << 23)) & ~(I)(x < set(-126.0f)));
+    // The product is exact, and NaN for NaN: p is NaN then, and power any number.
+    return from_bits(bits(p * from_bits(power)) & ~(I)(x < set(-126.0f)));
   }
 
   static FA_INLINE float reduce_add(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main():
     root = Path(sys.argv[1])
-    guides = [path for pattern in ("*.md", "docs/*.md", "bindings/**/*.md", "src/**/*.md", "tests/**/*.md")
+    guides = [path for pattern in ("*.md", "docs/**/*.md", "bindings/**/*.md", "src/**/*.md", "tests/**/*.md")
               for path in sorted(root.glob(pattern)) if "target" not in path.parts]
     links, problems = 0, []
     for guide in guides:

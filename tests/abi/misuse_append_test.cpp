@@ -72,7 +72,12 @@ class MisusedAppend : public testing::Test {
     SampleAppend p(misuse.packed, misuse.paged);
     misuse.apply(p.append);
     p.memory.remember();
-    const fa_status status = fa_append_kv(ctx_, &p.append, nullptr);
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    // A query knows as much as the call, but for what lies in the tensors.
+    EXPECT_EQ(fa_append_query(ctx_, &p.append, &info), contents_ ? FA_OK : misuse.status) << info.reason;
+    EXPECT_EQ(fa_append_prepare(ctx_, &p.append), contents_ ? FA_OK : misuse.status) << fa_last_error(ctx_);
+    const fa_status status = fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr);
     const std::string text = fa_last_error(ctx_), where = std::string(fa_status_name(status)) + ", \"" + text + "\"";
     EXPECT_EQ(status, misuse.status) << where << " instead of one with " << misuse.text[0];
     for (const std::string &part : misuse.text) EXPECT_NE(text.find(part), std::string::npos) << where << " lacks " << part;
@@ -84,6 +89,7 @@ class MisusedAppend : public testing::Test {
   }
 
   fa_context ctx_ = nullptr;
+  bool contents_ = false;  // the mistake is in the memory of a tensor
 };
 
 // Without this the rest would prove nothing.
@@ -91,7 +97,7 @@ TEST_F(MisusedAppend, TheSampleItselfIsFine) {
   for (const bool packed : {false, true}) {
     for (const bool paged : {false, true}) {
       SampleAppend p(packed, paged);
-      EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr), FA_OK) << fa_last_error(ctx_);
+      EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
       EXPECT_FALSE(p.memory.untouched());
       EXPECT_STREQ(fa_last_error(ctx_), "");
     }
@@ -300,8 +306,87 @@ TEST_F(MisusedAppend, OutputsHaveTheirOwnMemory) {
   });
 }
 
+TEST_F(MisusedAppend, OutputsMovedIntoOtherTensors) {
+  const auto moved = [&](const std::string &output, fa_tensor fa_append::*to, const std::string &other,
+                         fa_tensor fa_append::*from, int64_t bytes) {
+    check(FA_ERROR_INVALID_ARGUMENT, {output + ".data and " + other + ".data", "own memory"}, [=](fa_append &a) {
+      (a.*to).data = static_cast<char *>((a.*from).data) + bytes;
+      if (output == "v_descale") a.k_cache.dtype = a.v_cache.dtype = FA_INT8;
+    });
+  };
+  moved("k_cache", &fa_append::k_cache, "k", &fa_append::k, 8);
+  moved("v_cache", &fa_append::v_cache, "v", &fa_append::v, 8);
+  moved("k_cache", &fa_append::k_cache, "v_cache", &fa_append::v_cache, 400);
+  moved("q_out", &fa_append::q_out, "q", &fa_append::q, 8);
+  moved("q_out", &fa_append::q_out, "rotary_sin", &fa_append::rotary_sin, 100);
+  moved("seqused_k", &fa_append::seqused_k, "offsets", &fa_append::offsets, 4);
+  moved("k_cache", &fa_append::k_cache, "seqused_k", &fa_append::seqused_k, 4);
+}
+
+// Queries, keys and values of one projection, and keys beside values in one cache, share no memory.
+TEST_F(MisusedAppend, InterleavedViews) {
+  SampleAppend plain(false, true), views(false, true);
+  constexpr int64_t kRow = 4 * 8 + 2 * 8 + 2 * 6;  // q, k, v of one row
+  const fa_tensor projection = views.memory.floats({2, 3, 1, kRow}), cache = views.memory.floats({5, 3, 2, 8 + 6});
+  const auto slice = [](fa_tensor &t, const fa_tensor &whole, int64_t first, int64_t head) {
+    const fa_tensor before = t;
+    t.data = static_cast<float *>(whole.data) + first;
+    t.stride[0] = whole.stride[0];
+    t.stride[1] = whole.stride[1];
+    t.stride[2] = head;
+    for (int64_t b = 0; b < t.shape[0]; ++b) {
+      for (int64_t i = 0; i < t.shape[1]; ++i) {
+        for (int64_t h = 0; h < t.shape[2]; ++h) {
+          for (int64_t d = 0; d < t.shape[3]; ++d) {
+            static_cast<float *>(t.data)[b * t.stride[0] + i * t.stride[1] + h * t.stride[2] + d] =
+                static_cast<const float *>(before.data)[b * before.stride[0] + i * before.stride[1] + h * before.stride[2] + d];
+          }
+        }
+      }
+    }
+  };
+  slice(views.append.q, projection, 0, 8);
+  slice(views.append.k, projection, 32, 8);
+  slice(views.append.v, projection, 48, 6);
+  slice(views.append.k_cache, cache, 0, 14);
+  slice(views.append.v_cache, cache, 8, 14);
+  plain.append.q_out = views.append.q_out = fa_tensor{};  // q is rotated in place, between inputs
+  ASSERT_EQ(fa_append_kv(ctx_, &plain.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  ASSERT_EQ(fa_append_kv(ctx_, &views.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  for (fa_tensor fa_append::*member : {&fa_append::q, &fa_append::k_cache, &fa_append::v_cache}) {
+    const fa_tensor &x = plain.append.*member, &y = views.append.*member;
+    for (int64_t b = 0; b < x.shape[0]; ++b) {
+      for (int64_t i = 0; i < x.shape[1]; ++i) {
+        for (int64_t h = 0; h < x.shape[2]; ++h) {
+          for (int64_t d = 0; d < x.shape[3]; ++d) {
+            ASSERT_EQ(static_cast<const float *>(x.data)[b * x.stride[0] + i * x.stride[1] + h * x.stride[2] + d],
+                      static_cast<const float *>(y.data)[b * y.stride[0] + i * y.stride[1] + h * y.stride[2] + d]);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(MisusedAppend, TensorsWithoutElementsMayHaveAnyStrides) {
+  SampleAppend p(false, false);
+  for (fa_tensor fa_append::*member : {&fa_append::k, &fa_append::v, &fa_append::q, &fa_append::q_out}) {
+    (p.append.*member).shape[1] = 0;
+    std::fill_n((p.append.*member).stride, 4, 0);
+  }
+  p.append.rotary_positions.shape[1] = 0;
+  std::fill_n(p.append.rotary_positions.stride, 2, 0);
+  for (fa_tensor fa_append::*member : {&fa_append::rotary_cos, &fa_append::rotary_sin}) {
+    (p.append.*member).shape[0] = 0;
+    std::fill_n((p.append.*member).stride, 2, 0);
+  }
+  std::fill_n(static_cast<int32_t *>(p.append.seqused.data), 2, 0);
+  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr), FA_OK) << fa_last_error(ctx_);
+}
+
 // What the host can read of a CPU context's memory.
 TEST_F(MisusedAppend, Contents) {
+  contents_ = true;
   const auto number = [](const fa_tensor &t, int64_t at, int32_t value) { static_cast<int32_t *>(t.data)[at] = value; };
   check(
       FA_ERROR_INVALID_ARGUMENT, {"cu_seqlens[1..2]", "4, 10", "9"}, [=](fa_append &a) { number(a.cu_seqlens, 2, 10); }, true);
@@ -326,14 +411,14 @@ TEST_F(MisusedAppend, RowsWithoutAPlaceAreSkipped) {
   number(p.append.offsets, 0) = -1;
   number(p.append.offsets, 1) = 6;  // the capacity
   p.memory.remember();
-  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   EXPECT_EQ(number(p.append.seqused_k, 0), 0);
   EXPECT_EQ(number(p.append.seqused_k, 1), 6);
   SampleAppend lost(false, true);
   for (int64_t n = 0; n < 4; ++n) number(lost.append.page_table, n) = n % 2 == 0 ? -1 : 5;
   lost.append.q = lost.append.q_out = lost.append.seqused_k = fa_tensor{};
   lost.memory.remember();
-  EXPECT_EQ(fa_append_kv(ctx_, &lost.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_append_kv(ctx_, &lost.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   EXPECT_TRUE(lost.memory.untouched());
 }
 

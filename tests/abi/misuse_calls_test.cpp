@@ -98,6 +98,8 @@ TEST_F(Calls, InitRefusesImpossibleSizes) {
   check(fa_gradients_init, &gradients, "gradients", 568);
   check(fa_plan_info_init, &info, "info", 424);
   check(fa_append_init, &append, "append", 1288);
+  fa_merge_problem merge;
+  check(fa_merge_problem_init, &merge, "merge", 184);
 }
 
 // A caller from the future has a larger struct; it may use the library as long as what is new is zero.
@@ -106,6 +108,34 @@ struct Larger {
   Struct base;
   unsigned char tail[40];
 };
+
+// Two parts of a result and where to combine them.
+struct SampleMerge {
+  SampleProblem memory{Layout::padded};
+  fa_tensor out_parts[2] = {memory.floats({2, 5, 4, 6}), memory.floats({2, 5, 4, 6})};
+  fa_tensor lse_parts[2] = {memory.floats({2, 4, 5}), memory.floats({2, 4, 5})};
+  fa_merge_problem merge;
+
+  SampleMerge() {
+    fa_merge_problem_init(&merge, sizeof merge);
+    merge.num_parts = 2;
+    merge.out_parts = out_parts;
+    merge.lse_parts = lse_parts;
+    merge.out = memory.floats({2, 5, 4, 6});
+    merge.lse = memory.floats({2, 4, 5});
+    memory.remember();
+  }
+};
+
+// A minimal call of fa_append_kv in memory of `p`.
+fa_append sample_append(SampleProblem &p) {
+  fa_append append;
+  fa_append_init(&append, sizeof append);
+  append.k = p.floats({2, 3, 2, 8});
+  append.k_cache = p.floats({2, 9, 2, 8});
+  p.remember();
+  return append;
+}
 
 TEST_F(Calls, StructSizesOfOtherVersions) {
   SampleProblem p(Layout::padded);
@@ -188,12 +218,24 @@ TEST_F(Calls, StructSizesOfOtherVersions) {
       p.gradients, "gradients", [&](fa_gradients *g) { return fa_backward_prepare(ctx_, &p.attention, g); }, true);
   check(
       p.gradients, "gradients", [&](fa_gradients *g) { return fa_backward(ctx_, &p.attention, g, nullptr, 0, nullptr); }, true);
-  fa_append append;
-  fa_append_init(&append, sizeof append);
-  append.k = p.floats({2, 3, 2, 8});
-  append.k_cache = p.floats({2, 9, 2, 8});
+  const fa_append append = sample_append(p);
   check(
-      append, "append", [&](fa_append *a) { return fa_append_kv(ctx_, a, nullptr); }, true);
+      append, "append", [&](fa_append *a) { return fa_append_kv(ctx_, a, nullptr, 0, nullptr); }, true);
+  check(
+      append, "append", [&](fa_append *a) { return fa_append_query(ctx_, a, &info); }, true);
+  check(
+      append, "append", [&](fa_append *a) { return fa_append_prepare(ctx_, a); }, true);
+  const SampleMerge sample;
+  check(
+      sample.merge, "merge", [&](fa_merge_problem *m) { return fa_merge(ctx_, m, nullptr, 0, nullptr); }, true);
+  check(
+      sample.merge, "merge", [&](fa_merge_problem *m) { return fa_merge_query(ctx_, m, &info); }, true);
+  check(
+      sample.merge, "merge", [&](fa_merge_problem *m) { return fa_merge_prepare(ctx_, m); }, true);
+  check(
+      info, "info", [&](fa_plan_info *i) { return fa_append_query(ctx_, &append, i); }, false);
+  check(
+      info, "info", [&](fa_plan_info *i) { return fa_merge_query(ctx_, &sample.merge, i); }, false);
   check(
       info, "info", [&](fa_plan_info *i) { return fa_forward_query(ctx_, &p.attention, i); }, false);
   check(
@@ -208,11 +250,12 @@ TEST_F(Calls, NullPointers) {
   fa_plan_info_init(&info, sizeof info);
   fa_device_properties properties;
   fa_device_properties_init(&properties, sizeof properties);
-  const fa_tensor *out = &p.attention.out, *lse = &p.attention.lse;
   const fa_attention *a = &p.attention;
   const fa_gradients *g = &p.gradients;
   fa_append append;
   fa_append_init(&append, sizeof append);
+  fa_merge_problem merge;
+  fa_merge_problem_init(&merge, sizeof merge);
   constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
 
   // Without a handle the text is the thread's.
@@ -224,8 +267,12 @@ TEST_F(Calls, NullPointers) {
       fa_forward(nullptr, a, nullptr, 0, nullptr),
       fa_backward(nullptr, a, g, nullptr, 0, nullptr),
       fa_device_info(nullptr, &properties),
-      fa_merge(nullptr, 1, out, lse, out, lse, nullptr),
-      fa_append_kv(nullptr, &append, nullptr),
+      fa_merge_query(nullptr, &merge, &info),
+      fa_merge_prepare(nullptr, &merge),
+      fa_merge(nullptr, &merge, nullptr, 0, nullptr),
+      fa_append_query(nullptr, &append, &info),
+      fa_append_prepare(nullptr, &append),
+      fa_append_kv(nullptr, &append, nullptr, 0, nullptr),
   };
   for (const fa_status status : without_handle) expect_refusal(status, kInvalid, fa_last_error(nullptr), {"ctx", "NULL"});
   EXPECT_EQ(fa_last_cuda_error(nullptr), 0);
@@ -245,10 +292,14 @@ TEST_F(Calls, NullPointers) {
   expect_refusal(fa_backward(ctx_, nullptr, g, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
   expect_refusal(fa_backward(ctx_, a, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"gradients", "NULL"});
   expect_refusal(fa_device_info(ctx_, nullptr), kInvalid, fa_last_error(ctx_), {"properties", "NULL"});
-  expect_refusal(fa_append_kv(ctx_, nullptr, nullptr), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
-  expect_refusal(fa_merge(ctx_, 1, nullptr, lse, out, lse, nullptr), kInvalid, fa_last_error(ctx_), {"out_parts", "NULL"});
-  expect_refusal(fa_merge(ctx_, 1, out, nullptr, out, lse, nullptr), kInvalid, fa_last_error(ctx_), {"lse_parts", "NULL"});
-  expect_refusal(fa_merge(ctx_, 1, out, lse, nullptr, lse, nullptr), kInvalid, fa_last_error(ctx_), {"out", "NULL"});
+  expect_refusal(fa_append_kv(ctx_, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
+  expect_refusal(fa_append_prepare(ctx_, nullptr), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
+  expect_refusal(fa_append_query(ctx_, nullptr, &info), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
+  expect_refusal(fa_append_query(ctx_, &append, nullptr), kInvalid, fa_last_error(ctx_), {"info", "NULL"});
+  expect_refusal(fa_merge(ctx_, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"merge", "NULL"});
+  expect_refusal(fa_merge_prepare(ctx_, nullptr), kInvalid, fa_last_error(ctx_), {"merge", "NULL"});
+  expect_refusal(fa_merge_query(ctx_, nullptr, &info), kInvalid, fa_last_error(ctx_), {"merge", "NULL"});
+  expect_refusal(fa_merge_query(ctx_, &merge, nullptr), kInvalid, fa_last_error(ctx_), {"info", "NULL"});
   EXPECT_TRUE(p.untouched());
   // A success clears the text of the failure before it.
   EXPECT_EQ(fa_device_info(ctx_, &properties), FA_OK);
@@ -363,15 +414,29 @@ TEST_F(Calls, Workspaces) {
   }
 }
 
+// Merging and appending need no workspace, but one that no call could use is refused by them too.
+TEST_F(Calls, WorkspacesThatAreNotNeeded) {
+  SampleProblem p(Layout::padded);
+  SampleMerge sample;
+  const fa_append append = sample_append(p);
+  alignas(256) static char memory[512];
+  for (const bool merging : {false, true}) {
+    const auto run = [&](void *workspace, size_t bytes) {
+      return merging ? fa_merge(ctx_, &sample.merge, workspace, bytes, nullptr)
+                     : fa_append_kv(ctx_, &append, workspace, bytes, nullptr);
+    };
+    expect_refusal(run(nullptr, 1), FA_ERROR_INVALID_ARGUMENT, fa_last_error(ctx_), {"workspace", "NULL", "1"});
+    expect_refusal(run(memory + 64, 256), FA_ERROR_ALIGNMENT, fa_last_error(ctx_), {"workspace", "256"});
+    EXPECT_TRUE(p.untouched() && sample.memory.untouched());
+    std::memset(memory, 0xCC, sizeof memory);
+    EXPECT_EQ(run(memory, sizeof memory), FA_OK) << fa_last_error(ctx_);
+    for (const char byte : memory) ASSERT_EQ(static_cast<unsigned char>(byte), 0xCC);
+    p.remember();
+  }
+}
+
 TEST_F(Calls, Merge) {
-  struct Problem {
-    SampleProblem memory{Layout::padded};
-    fa_tensor out_parts[2] = {memory.floats({2, 5, 4, 6}), memory.floats({2, 5, 4, 6})};
-    fa_tensor lse_parts[2] = {memory.floats({2, 4, 5}), memory.floats({2, 4, 5})};
-    fa_tensor out = memory.floats({2, 5, 4, 6});
-    fa_tensor lse = memory.floats({2, 4, 5});
-    int32_t num_parts = 2;
-  };
+  using Problem = SampleMerge;
   struct Case {
     fa_status status;
     std::vector<std::string> text;
@@ -380,7 +445,7 @@ TEST_F(Calls, Merge) {
   std::vector<Case> cases;
   for (const int32_t parts : {0, -1, INT32_MIN}) {
     cases.push_back(
-        {FA_ERROR_INVALID_ARGUMENT, {"num_parts", std::to_string(parts)}, [=](Problem &p) { p.num_parts = parts; }});
+        {FA_ERROR_INVALID_ARGUMENT, {"num_parts", std::to_string(parts)}, [=](Problem &p) { p.merge.num_parts = parts; }});
   }
   const auto for_each = [&](const std::string &name, auto tensor, bool output, bool head_dim) {
     const auto add = [&](fa_status status, std::vector<std::string> text, std::function<void(fa_tensor &)> apply) {
@@ -407,26 +472,107 @@ TEST_F(Calls, Merge) {
     if (output) add(FA_ERROR_SHAPE, {name + ".stride[0]", "0"}, [](fa_tensor &t) { t.stride[0] = 0; });
   };
   for_each(
-      "out", [](Problem &p) -> fa_tensor & { return p.out; }, true, true);
+      "out", [](Problem &p) -> fa_tensor & { return p.merge.out; }, true, true);
   for_each(
-      "lse", [](Problem &p) -> fa_tensor & { return p.lse; }, true, false);
+      "lse", [](Problem &p) -> fa_tensor & { return p.merge.lse; }, true, false);
   for_each(
       "out_parts[1]", [](Problem &p) -> fa_tensor & { return p.out_parts[1]; }, false, true);
   for_each(
       "lse_parts[1]", [](Problem &p) -> fa_tensor & { return p.lse_parts[1]; }, false, false);
   cases.push_back({FA_ERROR_DTYPE, {"out_parts[1].dtype", "float16"}, [](Problem &p) { p.out_parts[1].dtype = FA_FLOAT16; }});
+  const auto refused = [&](fa_status status, std::vector<std::string> text, std::function<void(Problem &)> apply) {
+    cases.push_back({status, std::move(text), std::move(apply)});
+  };
+  refused(FA_ERROR_SHAPE, {"out.shape[2] (heads_q) is 0"}, [](Problem &p) { p.merge.out.shape[2] = 0; });
+  refused(FA_ERROR_SHAPE, {"out.shape[3] (head_dim_v) is 0"}, [](Problem &p) { p.merge.out.shape[3] = 0; });
+  // A result may be a part, but not part of a part.
+  const auto moved = [](const fa_tensor &t, int64_t bytes) { return static_cast<void *>(static_cast<char *>(t.data) + bytes); };
+  const auto shared = [&](const std::string &output, const std::string &other, std::function<void(Problem &)> apply) {
+    refused(FA_ERROR_INVALID_ARGUMENT, {output + ".data and " + other + ".data", "own memory"}, std::move(apply));
+  };
+  shared("out", "out_parts[1]", [=](Problem &p) { p.merge.out.data = moved(p.out_parts[1], 8); });
+  shared("out", "out_parts[0]", [=](Problem &p) {  // the same memory in another order
+    p.merge.out.data = p.out_parts[0].data;
+    p.merge.out.stride[1] = 6;
+    p.merge.out.stride[2] = 30;
+  });
+  shared("out", "lse_parts[1]", [=](Problem &p) { p.merge.out.data = moved(p.lse_parts[1], -16); });
+  shared("lse", "lse_parts[0]", [=](Problem &p) { p.merge.lse.data = moved(p.lse_parts[0], 4); });
+  shared("lse", "out_parts[0]", [=](Problem &p) { p.merge.lse.data = moved(p.out_parts[0], 12); });
+  shared("out", "lse", [=](Problem &p) { p.merge.lse.data = moved(p.merge.out, 40); });
 
+  cases.push_back({FA_ERROR_INVALID_ARGUMENT, {"out_parts", "NULL"}, [](Problem &p) { p.merge.out_parts = nullptr; }});
+  cases.push_back({FA_ERROR_INVALID_ARGUMENT, {"lse_parts", "NULL"}, [](Problem &p) { p.merge.lse_parts = nullptr; }});
+
+  fa_plan_info info;
+  fa_plan_info_init(&info, sizeof info);
   for (const Case &entry : cases) {
     Problem p;
     entry.apply(p);
     p.memory.remember();
-    const fa_status status = fa_merge(ctx_, p.num_parts, p.out_parts, p.lse_parts, &p.out, &p.lse, nullptr);
-    expect_refusal(status, entry.status, fa_last_error(ctx_), entry.text);
+    expect_refusal(fa_merge_query(ctx_, &p.merge, &info), entry.status, info.reason, entry.text);
+    EXPECT_EQ(info.status, entry.status);
+    EXPECT_STREQ(info.kernel, "");
+    expect_refusal(fa_merge_prepare(ctx_, &p.merge), entry.status, fa_last_error(ctx_), entry.text);
+    expect_refusal(fa_merge(ctx_, &p.merge, nullptr, 0, nullptr), entry.status, fa_last_error(ctx_), entry.text);
     EXPECT_TRUE(p.memory.untouched()) << entry.text[0];
   }
   Problem valid;
-  EXPECT_EQ(fa_merge(ctx_, 2, valid.out_parts, valid.lse_parts, &valid.out, &valid.lse, nullptr), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(fa_merge(ctx_, 2, valid.out_parts, valid.lse_parts, &valid.out, nullptr, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_merge_query(ctx_, &valid.merge, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_merge_prepare(ctx_, &valid.merge), FA_OK) << fa_last_error(ctx_);
+  EXPECT_TRUE(valid.memory.untouched()) << "asking and preparing write nothing";
+  EXPECT_EQ(fa_merge(ctx_, &valid.merge, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_FALSE(valid.memory.untouched());
+  valid.merge.lse = fa_tensor{};
+  EXPECT_EQ(fa_merge(ctx_, &valid.merge, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+}
+
+// What a query says of a merge and of an append: counted by hand, for the sample above and for a small append.
+TEST_F(Calls, QueriesOfMergeAndAppend) {
+  fa_plan_info info;
+  fa_plan_info_init(&info, sizeof info);
+  SampleMerge sample;
+  ASSERT_EQ(fa_merge_query(ctx_, &sample.merge, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(std::string(info.kernel).rfind("cpu_merge_", 0), 0u) << info.kernel;
+  EXPECT_STRNE(info.reason, "");
+  EXPECT_EQ(info.workspace_bytes, 0u);
+  EXPECT_EQ(info.num_splits, 1);
+  constexpr double kRows = 2 * 5 * 4, kColumns = 6, kParts = 2;
+  EXPECT_EQ(info.flops, kParts * kRows * kColumns * 2);
+  EXPECT_EQ(info.bytes, (kParts + 1) * kRows * (kColumns + 1) * 4);
+  sample.merge.lse = fa_tensor{};
+  ASSERT_EQ(fa_merge_query(ctx_, &sample.merge, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(info.bytes, (kParts + 1) * kRows * (kColumns + 1) * 4 - kRows * 4);
+
+  SampleProblem p(Layout::padded);
+  fa_append append = sample_append(p);  // 2 sequences, 3 rows, 2 heads, 8 columns
+  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(std::string(info.kernel).rfind("cpu_append_", 0), 0u) << info.kernel;
+  EXPECT_STRNE(info.reason, "");
+  EXPECT_EQ(info.workspace_bytes, 0u);
+  EXPECT_EQ(info.flops, 0);
+  EXPECT_EQ(info.bytes, 2 * (2 * 3 * 2 * 8) * 4);
+  // Rotation of the first 4 columns of keys and of 4 heads of queries, in place: two pairs of each head.
+  append.q = p.floats({2, 3, 4, 8});
+  append.rotary_cos = p.floats({9, 2});
+  append.rotary_sin = p.floats({9, 2});
+  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(info.flops, 6 * (2 * 3) * (2 + 4) * 2);
+  EXPECT_EQ(info.bytes, 2 * (2 * 3 * 2 * 8) * 4 + 2 * (2 * 3 * 4 * 4) * 4 + (2 * 3) * 2 * 2 * 4);
+  append.q_out = p.floats({2, 3, 4, 8});
+  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(info.bytes, 2 * (2 * 3 * 2 * 8) * 4 + 2 * (2 * 3 * 4 * 8) * 4 + (2 * 3) * 2 * 2 * 4);
+  // An 8-bit cache, and a factor for each head of each row.
+  fa_append bytes = append;
+  bytes.q = bytes.q_out = bytes.rotary_cos = bytes.rotary_sin = fa_tensor{};
+  bytes.k_cache.dtype = FA_INT8;
+  bytes.k_descale = p.floats({2, 9, 2});
+  ASSERT_EQ(fa_append_query(ctx_, &bytes, &info), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(info.bytes, (2 * 3 * 2 * 8) * (4 + 1) + (2 * 3 * 2) * 4);
+  p.remember();
+  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
+  ASSERT_EQ(fa_append_prepare(ctx_, &append), FA_OK) << fa_last_error(ctx_);
+  EXPECT_TRUE(p.untouched()) << "asking and preparing write nothing";
 }
 
 // The layout of DLTensor in DLPack's dlpack.h.

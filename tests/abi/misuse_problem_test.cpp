@@ -214,9 +214,6 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
   add("no out", kAll, kInvalid, {"out is required"}, [=](SampleProblem &p) { remove(p.attention.out); });
   add("no lse", kAnyBackward, kInvalid, {"lse is required"}, [=](SampleProblem &p) { remove(p.attention.lse); });
   add("no dout", kAnyBackward, kInvalid, {"dout is required"}, [=](SampleProblem &p) { remove(p.gradients.dout); });
-  add("no gradient wanted", kAnyBackward, kInvalid, {"dq", "dk", "dv", "dbias", "dsink"}, [=](SampleProblem &p) {
-    for (fa_tensor *t : {&p.gradients.dq, &p.gradients.dk, &p.gradients.dv, &p.gradients.dbias, &p.gradients.dsink}) remove(*t);
-  });
   add("dbias without bias", kAnyBackward, kInvalid, {"dbias", "bias"}, [=](SampleProblem &p) { remove(p.attention.bias); });
   add("dsink without sink", kAnyBackward, kInvalid, {"dsink", "sink"}, [=](SampleProblem &p) { remove(p.attention.sink); });
   add("gradients.reserved", kAnyBackward, kInvalid, {"reserved", "9"}, [=](SampleProblem &p) { p.gradients.reserved = 9; });
@@ -260,8 +257,8 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
       [](SampleProblem &p) { p.attention.out.data = p.attention.q.data; });
   add("lse in k's place", kAnyForward, kInvalid, {"lse.data", "k.data"},
       [](SampleProblem &p) { p.attention.lse.data = p.attention.k.data; });
-  add("dk in dv's place", kAnyBackward, kInvalid, {"dk.data", "dv.data"},
-      [](SampleProblem &p) { p.gradients.dk.data = p.gradients.dv.data; });
+  add("dv in dk's place", kAnyBackward, kInvalid, {"dk.data", "dv.data"},
+      [](SampleProblem &p) { p.gradients.dv.data = p.gradients.dk.data; });
   add("dq in dout's place", kAnyBackward, kInvalid, {"dq.data", "dout.data"},
       [](SampleProblem &p) { p.gradients.dq.data = p.gradients.dout.data; });
   const auto quantised = [](SampleProblem &p) { p.attention.k.dtype = p.attention.v.dtype = FA_INT8; };
@@ -386,6 +383,11 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
     add("dropout_p", kInvalid, {"dropout_p", text}, [value = value](fa_attention &a) { a.dropout_p = value; });
   }
   add("dropout_p 1", kInvalid, {"dropout_p", "1"}, [](fa_attention &a) { a.dropout_p = 1.0f; });
+  // Rounded to a multiple of 2^-16 these are 1, and no weight would be kept.
+  add("dropout_p that rounds to 1", kInvalid, {"dropout_p is 0.9999923", "2^-17"},
+      [](fa_attention &a) { a.dropout_p = 1.0f - 0x1p-17f; });
+  add("dropout_p below 1", kInvalid, {"dropout_p is 0.99999994", "2^-17"},
+      [](fa_attention &a) { a.dropout_p = 1.0f - 0x1p-24f; });
   for (const int32_t splits : {-1, INT32_MIN}) {
     add("num_splits", kInvalid, {"num_splits", std::to_string(splits)}, [=](fa_attention &a) { a.num_splits = splits; });
   }
@@ -547,6 +549,192 @@ TEST_F(MisusedProblem, ManyEmptySequencesTakeNoTime) {
   EXPECT_EQ(fa_forward(ctx_, &a, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   EXPECT_EQ(fa_backward(ctx_, &a, &g, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   EXPECT_TRUE(p.untouched());
+}
+
+// Outputs that begin inside another tensor, by whichever name.
+TEST_F(MisusedProblem, OutputsMovedIntoOtherTensors) {
+  std::vector<Misuse> cases;
+  const auto moved = [&](const char *output, fa_tensor &(*to)(SampleProblem &), const char *other,
+                         fa_tensor &(*from)(SampleProblem &), int64_t bytes, unsigned calls, Layout layout = Layout::padded) {
+    cases.push_back({std::string(output) + " inside " + other,
+                     calls,
+                     FA_ERROR_INVALID_ARGUMENT,
+                     {std::string(output) + ".data and " + other + ".data", "own memory"},
+                     [=](SampleProblem &p) { to(p).data = static_cast<char *>(from(p).data) + bytes; },
+                     layout});
+  };
+  using P = SampleProblem;
+  const auto q = [](P &p) -> fa_tensor & { return p.attention.q; };
+  const auto k = [](P &p) -> fa_tensor & { return p.attention.k; };
+  const auto v = [](P &p) -> fa_tensor & { return p.attention.v; };
+  const auto out = [](P &p) -> fa_tensor & { return p.attention.out; };
+  const auto lse = [](P &p) -> fa_tensor & { return p.attention.lse; };
+  const auto used = [](P &p) -> fa_tensor & { return p.attention.seqused_k; };
+  const auto blocks = [](P &p) -> fa_tensor & { return p.attention.block_mask; };
+  const auto cu = [](P &p) -> fa_tensor & { return p.attention.cu_seqlens_k; };
+  const auto pages = [](P &p) -> fa_tensor & { return p.attention.page_table; };
+  const auto bias = [](P &p) -> fa_tensor & { return p.attention.bias; };
+  const auto slopes = [](P &p) -> fa_tensor & { return p.attention.alibi_slopes; };
+  const auto dout = [](P &p) -> fa_tensor & { return p.gradients.dout; };
+  const auto dq = [](P &p) -> fa_tensor & { return p.gradients.dq; };
+  const auto dk = [](P &p) -> fa_tensor & { return p.gradients.dk; };
+  const auto dv = [](P &p) -> fa_tensor & { return p.gradients.dv; };
+  const auto dbias = [](P &p) -> fa_tensor & { return p.gradients.dbias; };
+  const auto dsink = [](P &p) -> fa_tensor & { return p.gradients.dsink; };
+  moved("out", out, "q", q, 8, kAnyForward);
+  moved("out", out, "k", k, 8, kAnyForward);
+  moved("out", out, "v", v, 8, kAnyForward);
+  moved("out", out, "v", v, -8, kAnyForward);
+  moved("lse", lse, "bias", bias, 100, kAnyForward);
+  moved("lse", lse, "out", out, 100, 0);
+  moved("out", out, "lse", lse, 100, kAnyForward);
+  moved("lse", lse, "block_mask", blocks, 0, kAnyForward);
+  moved("lse", lse, "alibi_slopes", slopes, 4, kAnyForward);
+  moved("lse", lse, "cu_seqlens_k", cu, 4, kAnyForward, Layout::packed);
+  moved("lse", lse, "page_table", pages, 4, kAnyForward, Layout::paged);
+  moved("lse", lse, "seqused_k", used, 4, kAnyForward);
+  moved("dq", dq, "q", q, 8, kAnyBackward);
+  moved("dk", dk, "out", out, 8, kAnyBackward);
+  moved("dv", dv, "dout", dout, 8, kAnyBackward);
+  moved("dq", dq, "dk", dk, 8, kAnyBackward);
+  moved("dbias", dbias, "bias", bias, 8, kAnyBackward);
+  moved("dsink", dsink, "lse", lse, 8, kAnyBackward);
+  moved("dsink", dsink, "alibi_slopes", slopes, 8, kAnyBackward);
+  check_all(cases);
+  // Numbers that are given by address.
+  SampleProblem p(Layout::padded);
+  p.attention.dropout_offset_ptr = static_cast<const uint64_t *>(p.attention.out.data) + 1;
+  p.remember();
+  EXPECT_EQ(fa_forward(ctx_, &p.attention, nullptr, 0, nullptr), FA_ERROR_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(fa_last_error(ctx_)).find("out.data and dropout_offset_ptr"), std::string::npos) << fa_last_error(ctx_);
+  EXPECT_TRUE(p.untouched());
+}
+
+// Slices of one allocation that interleave are legal: inputs and outputs of forward in one, gradients in another.
+TEST_F(MisusedProblem, InterleavedViews) {
+  SampleProblem plain(Layout::padded), views(Layout::padded);
+  constexpr int64_t kDim = SampleProblem::kDim, kDimV = SampleProblem::kDimV;
+  // As many keys as queries, so that they can share rows.
+  for (SampleProblem *p : {&plain, &views}) {
+    fa_attention &a = p->attention;
+    fa_gradients &g = p->gradients;
+    a.k = p->floats({2, 5, 2, kDim});
+    a.v = p->floats({2, 5, 2, kDimV});
+    g.dk = p->floats({2, 5, 2, kDim});
+    g.dv = p->floats({2, 5, 2, kDimV});
+    a.seqused_k = a.bias = a.block_mask = g.dbias = fa_tensor{};
+    a.block_size_q = a.block_size_k = 0;
+  }
+  const auto slice = [](fa_tensor &t, const fa_tensor &whole, int64_t &first) {
+    const fa_tensor before = t;
+    t.data = static_cast<float *>(whole.data) + first;
+    t.stride[0] = whole.stride[0];
+    t.stride[1] = whole.stride[1];
+    first += t.shape[2] * t.shape[3];
+    for (int64_t row = 0; row < 10; ++row) {
+      std::copy_n(static_cast<const float *>(before.data) + row * t.shape[2] * t.shape[3], t.shape[2] * t.shape[3],
+                  static_cast<float *>(t.data) + row * t.stride[1]);
+    }
+  };
+  fa_attention &a = views.attention;
+  fa_gradients &g = views.gradients;
+  const fa_tensor inputs = views.floats({2, 5, 4 * kDim + 2 * kDim + 2 * kDimV + 4 * kDimV}),
+                  gradients = views.floats({2, 5, 4 * kDim + 2 * kDim + 2 * kDimV + 4 * kDimV});
+  int64_t first = 0;
+  for (fa_tensor *t : {&a.q, &a.k, &a.v, &a.out}) slice(*t, inputs, first);
+  first = 0;
+  for (fa_tensor *t : {&g.dq, &g.dk, &g.dv, &g.dout}) slice(*t, gradients, first);
+  for (SampleProblem *p : {&plain, &views}) {
+    ASSERT_EQ(fa_forward(ctx_, &p->attention, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+    ASSERT_EQ(fa_backward(ctx_, &p->attention, &p->gradients, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  }
+  const auto same = [](const fa_tensor &x, const fa_tensor &y) {
+    const int64_t columns = x.shape[2] * x.shape[3];
+    for (int64_t row = 0; row < 10; ++row) {
+      for (int64_t c = 0; c < columns; ++c) {
+        ASSERT_EQ(static_cast<const float *>(x.data)[row * columns + c],
+                  static_cast<const float *>(y.data)[row * y.stride[1] + c]);
+      }
+    }
+  };
+  same(plain.attention.out, a.out);
+  same(plain.gradients.dq, g.dq);
+  same(plain.gradients.dk, g.dk);
+  same(plain.gradients.dv, g.dv);
+}
+
+// The largest dropout_p that keeps anything is fine.
+TEST_F(MisusedProblem, DropoutOfNearlyAll) {
+  for (const float p : {std::nextafter(1.0f - 0x1p-17f, 0.0f), 0.0f, 0x1p-18f}) {
+    SampleProblem sample(Layout::padded);
+    sample.attention.dropout_p = p;
+    EXPECT_EQ(fa_forward(ctx_, &sample.attention, nullptr, 0, nullptr), FA_OK) << p << fa_last_error(ctx_);
+  }
+}
+
+// Backward with no gradient asked for checks the problem, and that is all.
+TEST_F(MisusedProblem, NoGradientAskedFor) {
+  const auto none = [](SampleProblem &p) {
+    p.gradients.dq = p.gradients.dk = p.gradients.dv = p.gradients.dbias = p.gradients.dsink = fa_tensor{};
+    p.remember();
+  };
+  for (const Layout layout : {Layout::padded, Layout::packed}) {
+    SampleProblem p(layout);
+    none(p);
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    EXPECT_EQ(fa_backward_query(ctx_, &p.attention, &p.gradients, &info), FA_OK) << fa_last_error(ctx_);
+    EXPECT_EQ(info.workspace_bytes, 0u);
+    EXPECT_EQ(info.flops, 0);
+    EXPECT_EQ(info.bytes, 0);
+    EXPECT_STREQ(info.kernel, "none");
+    EXPECT_EQ(fa_backward_prepare(ctx_, &p.attention, &p.gradients), FA_OK) << fa_last_error(ctx_);
+    EXPECT_EQ(fa_backward(ctx_, &p.attention, &p.gradients, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+    EXPECT_TRUE(p.untouched());
+    p.gradients.dout = fa_tensor{};
+    EXPECT_EQ(fa_backward(ctx_, &p.attention, &p.gradients, nullptr, 0, nullptr), FA_ERROR_INVALID_ARGUMENT);
+  }
+  SampleProblem p(Layout::padded);
+  none(p);
+  static_cast<int32_t *>(p.attention.seqused_k.data)[0] = 100;  // what the host can read is checked too
+  EXPECT_EQ(fa_backward(ctx_, &p.attention, &p.gradients, nullptr, 0, nullptr), FA_ERROR_INVALID_ARGUMENT);
+}
+
+// Tensors without elements may have any strides: NumPy gives zeros, other programs leave them unset.
+TEST_F(MisusedProblem, TensorsWithoutElementsMayHaveAnyStrides) {
+  for (const int64_t stride : {int64_t{0}, int64_t{-3}, INT64_MAX}) {
+    for (const bool no_batch : {false, true}) {
+      SampleProblem p(Layout::padded);
+      fa_attention a;
+      fa_gradients g;
+      fa_attention_init(&a, sizeof a);
+      fa_gradients_init(&g, sizeof g);
+      const auto empty = [&](std::initializer_list<int64_t> shape, int rows) {
+        fa_tensor t = p.floats(shape);
+        t.shape[no_batch ? 0 : rows] = 0;
+        std::fill_n(t.stride, 4, stride);
+        return t;
+      };
+      a.q = empty({2, 5, 4, 8}, 1);
+      a.k = empty({2, 7, 2, 8}, 1);
+      a.v = empty({2, 7, 2, 6}, 1);
+      a.out = empty({2, 5, 4, 6}, 1);
+      a.lse = empty({2, 4, 5}, 2);
+      a.bias = empty({1, 4, 5, 7}, 2);
+      if (no_batch) a.bias.shape[0] = 0;
+      g.dout = empty({2, 5, 4, 6}, 1);
+      g.dq = empty({2, 5, 4, 8}, 1);
+      g.dk = empty({2, 7, 2, 8}, 1);
+      g.dv = empty({2, 7, 2, 6}, 1);
+      if (!no_batch) a.bias.shape[3] = 0;
+      g.dbias = a.bias;
+      g.dbias.data = g.dq.data;
+      p.remember();
+      EXPECT_EQ(fa_forward(ctx_, &a, nullptr, 0, nullptr), FA_OK) << stride << ": " << fa_last_error(ctx_);
+      EXPECT_EQ(fa_backward(ctx_, &a, &g, nullptr, 0, nullptr), FA_OK) << stride << ": " << fa_last_error(ctx_);
+      EXPECT_TRUE(p.untouched());
+    }
+  }
 }
 
 TEST_F(MisusedProblem, Tensors) {

@@ -20,6 +20,7 @@ class SampleProblem {
  public:
   static constexpr int64_t kBatch = 2, kSeqQ = 5, kSeqK = 7, kHeadsQ = 4, kHeadsK = 2, kDim = 8, kDimV = 6;
   static constexpr int64_t kTotalQ = 11, kTotalK = 15, kMaxQ = 6, kMaxK = 7;  // packed
+  static constexpr size_t kRoom = 2048;                                       // bytes
   static constexpr int64_t kPages = 6, kPageSize = 3, kMaxPages = 3;          // paged
 
   fa_attention attention;
@@ -86,7 +87,8 @@ class SampleProblem {
   SampleProblem(const SampleProblem &) = delete;
   SampleProblem &operator=(const SampleProblem &) = delete;
 
-  // A row-major view of new memory, 8-byte aligned, with 8 bytes before and after it that nobody may write.
+  // A row-major view of new memory, 8-byte aligned, with 8 bytes before and kRoom bytes after it that nobody may write. A view that a test
+  // moves to another tensor overlaps only that one.
   fa_tensor tensor(fa_dtype dtype, size_t element_bytes, std::initializer_list<int64_t> shape) {
     fa_tensor t{};
     t.dtype = dtype;
@@ -97,7 +99,7 @@ class SampleProblem {
       t.stride[d] = count;
       count *= t.shape[d];
     }
-    memory_.emplace_back(static_cast<size_t>(count) * element_bytes + 16, static_cast<unsigned char>(0xA5));
+    memory_.emplace_back(static_cast<size_t>(count) * element_bytes + 8 + kRoom, static_cast<unsigned char>(0xA5));
     t.data = memory_.back().data() + 8;
     return t;
   }

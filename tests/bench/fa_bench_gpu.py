@@ -5,7 +5,7 @@
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 
 Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
-faster ours is; `x FA3` goes through the published ratio of FA3 to cuDNN (tests/bench/gpu/published.json); `x plain` compares rows
+faster ours is; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
 with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
 run the kernels for that chip, plain ones too, whatever the device is. In the section fp8, ours and the published FA3 take e4m3 operands,
 all others, `x plain` too, bf16. In the section decode, `x read` compares with a kernel that only
@@ -36,6 +36,8 @@ def parse(argv):
     parser.add_argument("--list", action="store_true", help="print the names of the rows and stop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw forward and backward")
+    parser.add_argument("--before", type=Path, metavar="LIBRARY", help="another build of the library, in the same process and rounds: `x before`")
+    parser.add_argument("--alone", action="store_true", help="without FlashAttention-2, cuDNN and `plain`: with --before, two libraries alone")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="measure nothing: print, draw and compare this JSON")
     parser.add_argument("--host-program", type=Path, metavar="FILE", help="fa_bench_host of the build, for the host time of C calls")
@@ -71,8 +73,8 @@ def quantised(case, t):
     return (t * 32).clamp(-127, 127).to(torch.int8) if case.option.startswith("int8") else t.to(torch.float8_e4m3fn)
 
 
-def contenders_of(case, context):
-    """{name: one contender for each set of inputs}, ours first. Those that cannot run the case are left out."""
+def contenders_of(case, context, before=None, alone=False):
+    """{name: one contender for each set of inputs}, ours first. Those that cannot run the case are left out. `before`: the context of another build."""
     import torch
 
     from gpu import library, opponents
@@ -81,7 +83,7 @@ def contenders_of(case, context):
     if case.lengths:
         cu = torch.tensor([sum(case.lengths[:n]) for n in range(len(case.lengths) + 1)], dtype=torch.int32, device="cuda")
 
-    def ours(q, k, v, option, deterministic):
+    def ours(q, k, v, option, deterministic, context=context):
         pages = None
         if case.page:
             pages = torch.randperm(case.batch * case.pages, device="cuda").view(case.batch, -1).to(torch.int32)
@@ -90,10 +92,12 @@ def contenders_of(case, context):
     # Decoding goes round among enough inputs that the L2 cache holds none of them.
     sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section == "decode" else 1)]
     contenders = {"ours": [ours(*tensors, case.option, case.deterministic) for tensors in sets]}
-    for tensors in sets:
+    if before is not None:
+        contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]
+    for tensors in () if alone else sets:
         for opponent in opponents.opponents(case, *tensors, cu):
             contenders.setdefault(opponent.name, []).append(opponent)
-    if case.option or case.deterministic:
+    if (case.option or case.deterministic) and not alone:
         plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets
         contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
     for contender in [one for several in contenders.values() for one in several]:
@@ -125,11 +129,11 @@ def largest_difference(case, contenders):
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 
-def measure_case(case, context, budget_s):
+def measure_case(case, context, budget_s, before=None, alone=False):
     """One row. This and what it calls import torch late, so that the rest of this program works without it."""
     from gpu import timing
 
-    contenders = contenders_of(case, context)
+    contenders = contenders_of(case, context, before, alone)
     row = dict(dataclasses.asdict(case), name=case.name, flops=case.flops, kernel=contenders["ours"][0].kernel)
     error = largest_difference(case, contenders)
     if error is not None:
@@ -167,7 +171,12 @@ def measure(args, rows_wanted):
 
     from gpu import library
 
-    contexts = {arch: library.Context(arch) for arch in {0} | {case.arch for case in rows_wanted}}
+    archs = {0} | {case.arch for case in rows_wanted}
+    contexts = {arch: library.Context(arch) for arch in archs}
+    before = {}
+    if args.before:
+        other = library.load(args.before)
+        before = {arch: library.Context(arch, other) for arch in archs}
     data = {
         "library": library.abi.lib.fa_version_string().decode(),
         "device": torch.cuda.get_device_name(),
@@ -192,7 +201,7 @@ def measure(args, rows_wanted):
             print(report.heading(section))
         share = (deadline - time.monotonic()) / (len(rows_wanted) - n) - spare_s
         try:
-            data["rows"].append(measure_case(case, contexts[case.arch], max(0.02, min(share, 1.0))))
+            data["rows"].append(measure_case(case, contexts[case.arch], max(0.02, min(share, 1.0)), before.get(case.arch), args.alone))
             print(report.line(data["rows"][-1]), flush=True)
         except RuntimeError as failure:  # one row's refusal does not end the run
             print(f"{case.name}: {failure}", flush=True)

@@ -14,9 +14,11 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "docs")]
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "docs")]
 import bench_table  # noqa: E402
 import fa_bench_gpu  # noqa: E402
+import pictures  # noqa: E402
 from gpu import cases, plot, report  # noqa: E402
 
 RECORDED = HERE / "gpu" / "recorded.json"
@@ -46,6 +48,18 @@ class Turns(unittest.TestCase):
             row = [name for order in rounds for name in order]
             behind = [sum(pair == (a, b) for pair in zip(row, row[1:])) for a in names for b in names if a != b]
             self.assertLessEqual(max(behind), 2 * min(behind) + 1)
+
+
+class Before(unittest.TestCase):
+    def test_rows_slower_than_the_library_before_are_named(self):
+        rows = recorded()["rows"][:3]
+        for row, before in zip(rows, (1.0, 1.05, 0.9)):
+            row["ms"]["before"] = row["ms"]["ours"] * before
+            report.add_ratios(row)
+        text = report.summary(rows, {})
+        self.assertIn("against the library before: geometric mean 0.9813, 1 rows below 0.99", text)
+        self.assertIn(rows[2]["name"], text[text.index("against the library before"):])
+        self.assertNotIn(rows[1]["name"], text[text.index("against the library before"):])
 
 
 class Grid(unittest.TestCase):
@@ -163,6 +177,13 @@ class Picture(unittest.TestCase):
         points = [float(x) for element in lines for pair in element.get("points").split() for x in pair.split(",")]
         self.assertTrue(points and min(points) > 0 and max(points) < float(root.get("height")))
 
+    def test_measured_fa3_is_drawn_as_measured(self):
+        row = next(row for row in recorded()["rows"] if row["name"] == "forward D64 full S512" and row["section"] == "forward")
+        self.assertAlmostEqual(plot.speed(row, "fa3"), row["tflops"]["ours"] / row["ratios"]["fa3"])
+        drawn = pictures.beside_fa3({"rows": [row]}, report.PEERS)["rows"][0]
+        self.assertEqual([plot.speed(drawn, name) for name in ("ours", "fa3", "cudnn")], [433, 324, 377])
+        self.assertEqual(plot.speed(drawn, "fa2"), row["tflops"]["fa2"])
+
     def test_memory_has_a_line_for_every_contender(self):
         rows = [{"seqlen": n, "tensors": 32768 * n, "bytes": {"ours": 8192 * n, "unfused": 64 * n * n}} for n in (1024, 2048, 4096)]
         root = xml.fromstring(plot.memory_svg({"device": "a GPU", "memory": rows}))
@@ -178,11 +199,30 @@ class Picture(unittest.TestCase):
 
 
 class Table(unittest.TestCase):
-    def test_readme_table(self):
-        text = bench_table.replaced(recorded(), f"before\n{bench_table.GPU.begin}\nold\n{bench_table.GPU.end}\nafter\n")
-        self.assertTrue(text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text)
-        self.assertIn("| forward, head_dim 128, causal |", text)
-        self.assertIn("NVIDIA H200", text)
+    @staticmethod
+    def page(*markers):
+        return "before\n" + "".join(f"{each.begin}\nold\n{each.end}\n" for each in markers) + "after\n"
+
+    def test_tables_are_written_between_their_markers(self):
+        cpu = json.loads((ROOT / "docs" / "data" / "cpu.json").read_text())
+        gpu = dict(recorded(), torch="2.11")
+        measured = bench_table.measured(report.PEERS, gpu, cpu, self.page(bench_table.PEERS, bench_table.GPU, bench_table.CPU))
+        readme = bench_table.readme(report.PEERS, gpu, cpu, self.page(bench_table.HEADLINE, bench_table.SPEED))
+        for text in (measured, readme):
+            self.assertTrue(text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text)
+            self.assertIn("NVIDIA H200", text)
+        self.assertEqual(measured.count("| forward, head_dim 128, causal |"), 2)
+        self.assertIn("| forward, head_dim 128 |", readme)
+
+    def test_direct_comparison_is_of_rows_of_the_grid(self):
+        shapes = bench_table.by_shape(report.PEERS)
+        self.assertEqual(len(shapes), 12)
+        self.assertTrue(all(sorted(rows) == [512, 1024, 2048, 4096, 8192, 16384] for rows in shapes.values()))
+        row = shapes["forward", 128, "causal"][16384]
+        self.assertEqual((row["ours"], row["fa3"], row["cudnn"]), (779, 705, 556))
+
+    def test_means_are_geometric(self):
+        self.assertAlmostEqual(bench_table.mean([0.5, 2.0]), 1.0)
 
 
 if __name__ == "__main__":

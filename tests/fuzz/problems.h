@@ -81,6 +81,9 @@ class Maker {
     inputs_.protect(PROT_READ);
   }
 
+  // Outputs made from here on belong to one problem, so they share no memory.
+  void start_problem() { outputs_used_ = one_in(2) ? 0 : below(256) * 32; }
+
   // Somewhere in an arena, aligned to 32 bytes, with some room behind it.
   void *place(const Arena &arena, double from, double to) {
     const auto offset = static_cast<int64_t>(static_cast<double>(arena.bytes()) * from);
@@ -105,10 +108,17 @@ class Maker {
   fa_tensor lengths(fa_dtype dtype, std::initializer_list<int64_t> shape) {
     return tensor(place(inputs_, 0.5, 1), dtype, shape);
   }
-  fa_tensor output(fa_dtype dtype, std::initializer_list<int64_t> shape) { return tensor(place(outputs_, 0, 1), dtype, shape); }
+  // Below the other outputs of the problem, the first of which often ends where the arena ends.
+  fa_tensor output(fa_dtype dtype, std::initializer_list<int64_t> shape) {
+    int64_t bytes = dtype_bytes(dtype);
+    for (const int64_t size : shape) bytes *= size;
+    outputs_used_ = (outputs_used_ + bytes + 31) / 32 * 32 + (outputs_used_ > 0 ? below(4) * 32 : 0);
+    return tensor(outputs_.end() - outputs_used_, dtype, shape);
+  }
 
   // Valid, but for what the lengths happen to be.
   Problem valid() {
+    start_problem();
     Problem p;
     fa_attention &a = p.attention;
     fa_gradients &g = p.gradients;
@@ -178,6 +188,7 @@ class Maker {
   }
 
   fa_append valid_append() {
+    start_problem();
     fa_append a;
     fa_append_init(&a, sizeof a);
     const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
@@ -365,6 +376,7 @@ class Maker {
   }
 
   Arena inputs_, outputs_;
+  int64_t outputs_used_ = 0;  // bytes
   Source random_;
 };
 

@@ -23,7 +23,7 @@ using fuzz::inside;
 using fuzz::Maker;
 using fuzz::Problem;
 
-// Outputs overlap here as often as not, which the interface forbids: two threads then race by the caller's own fault.
+// Sequences of an append may share a page here, which the interface forbids: two threads then race by the caller's own fault.
 #if defined(__SANITIZE_THREAD__)
 constexpr int32_t kMostThreads = 1;
 #else
@@ -119,6 +119,7 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
     int32_t count_of_parts = static_cast<int32_t>(1 + below(4));
     std::vector<fa_tensor> outs, lses;  // exactly as many: an address sanitizer sees a read too many
     for (int32_t n = 0; n < count_of_parts; ++n) outs.push_back(of(in, dtype)), lses.push_back(row(in));
+    start_problem();
     fa_tensor out = of(to, pick(dtypes)), lse = row(to);
     for (int64_t n = below(3); n > 0; --n) {
       const auto part = static_cast<size_t>(below(count_of_parts));
@@ -133,11 +134,19 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
     double elements = 1;  // strides of 0 may make more of them than anyone would wait for
     for (int d = 0; d < 4; ++d) elements *= static_cast<double>(std::max<int64_t>(out.shape[d], 1));
     if (!ours || elements > 1e6) return;
+    fa_merge_problem m;
+    fa_merge_problem_init(&m, sizeof m);
+    m.num_parts = count_of_parts;
+    m.out_parts = one_in(40) ? nullptr : outs.data();
+    m.lse_parts = one_in(40) ? nullptr : lses.data();
+    m.out = out;
+    if (!one_in(4)) m.lse = lse;
+    if (one_in(16)) damage_scalar(m.struct_size);
+    const fa_merge_problem *merge = with_its_size(m, attention_edge_);
     fa_context ctx = contexts_[below(2)];
-    const fa_status run = fa_merge(ctx, count_of_parts, one_in(40) ? nullptr : outs.data(), one_in(40) ? nullptr : lses.data(),
-                                   one_in(40) ? nullptr : &out, one_in(4) ? nullptr : &lse, nullptr);
-    count("merge", run, fa_last_error(ctx));
-    merged_ += run == FA_OK;
+    merged_ += ask_and_run(
+        ctx, [&](fa_plan_info *info) { return fa_merge_query(ctx, merge, info); }, [&] { return fa_merge_prepare(ctx, merge); },
+        [&] { return fa_merge(ctx, merge, nullptr, 0, nullptr); }, [](const fa_plan_info &) { return true; });
   }
 
   // The layout DLPack has had since 0.2.
@@ -240,38 +249,54 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
     const fa_gradients *gradients = with_its_size(p.gradients, gradients_edge_);
     fa_context ctx = contexts_[below(2)];
     for (const bool backward : {false, true}) {
-      fa_plan_info fresh;
-      fa_plan_info_init(&fresh, sizeof fresh);
-      if (one_in(16)) damage_scalar(fresh.struct_size);
-      fa_plan_info *answer = with_its_size(fresh, info_edge_);
-      const fa_status asked =
-          backward ? fa_backward_query(ctx, attention, gradients, answer) : fa_forward_query(ctx, attention, answer);
-      count("query", asked, fa_last_error(ctx));
-      const fa_plan_info info = answer->struct_size == sizeof fresh ? *answer : fresh;
-      const fa_status prepared = backward ? fa_backward_prepare(ctx, attention, gradients) : fa_forward_prepare(ctx, attention);
-      count("prepare", prepared, fa_last_error(ctx));
-      if (fresh.struct_size != sizeof fresh) continue;
-      EXPECT_EQ(asked, prepared);
-      if (asked == FA_OK && (!runnable(p, backward) || info.flops > 1e8 || info.workspace_bytes > (size_t{1} << 24))) continue;
-      const fa_status run = backward ? fa_backward(ctx, attention, gradients, nullptr, 0, nullptr)
-                                     : fa_forward(ctx, attention, nullptr, 0, nullptr);
-      count("run", run, fa_last_error(ctx));
-      ran_ += run == FA_OK;
-      // Only lengths and page numbers, which queries do not read, may tell the two apart.
-      const bool lengths_were_wrong = asked == FA_OK && run == FA_ERROR_INVALID_ARGUMENT;
-      EXPECT_TRUE(run == asked || lengths_were_wrong) << fa_status_name(asked) << ", then " << fa_last_error(ctx);
+      ran_ += ask_and_run(
+          ctx,
+          [&](fa_plan_info *info) {
+            return backward ? fa_backward_query(ctx, attention, gradients, info) : fa_forward_query(ctx, attention, info);
+          },
+          [&] { return backward ? fa_backward_prepare(ctx, attention, gradients) : fa_forward_prepare(ctx, attention); },
+          [&] {
+            return backward ? fa_backward(ctx, attention, gradients, nullptr, 0, nullptr)
+                            : fa_forward(ctx, attention, nullptr, 0, nullptr);
+          },
+          [&](const fa_plan_info &info) {
+            return runnable(p, backward) && info.flops <= 1e8 && info.workspace_bytes <= (size_t{1} << 24);
+          });
     }
+  }
+
+  // Asks, prepares and, where `may_run` allows what the query has accepted, runs: all three say the same. Whether it ran.
+  template <typename Ask, typename Prepare, typename Run, typename MayRun>
+  bool ask_and_run(fa_context ctx, Ask ask, Prepare prepare, Run run, MayRun may_run) {
+    fa_plan_info fresh;
+    fa_plan_info_init(&fresh, sizeof fresh);
+    if (one_in(16)) damage_scalar(fresh.struct_size);
+    fa_plan_info *answer = with_its_size(fresh, info_edge_);
+    const fa_status asked = ask(answer);
+    count("query", asked, fa_last_error(ctx));
+    const fa_plan_info info = answer->struct_size == sizeof fresh ? *answer : fresh;
+    const fa_status prepared = prepare();
+    count("prepare", prepared, fa_last_error(ctx));
+    if (fresh.struct_size != sizeof fresh) return false;
+    EXPECT_EQ(asked, prepared);
+    if (asked == FA_OK && !may_run(info)) return false;
+    const fa_status status = run();
+    count("run", status, fa_last_error(ctx));
+    // Only lengths, positions and page numbers, which queries do not read, may tell the two apart.
+    const bool contents_were_wrong = asked == FA_OK && status == FA_ERROR_INVALID_ARGUMENT;
+    EXPECT_TRUE(status == asked || contents_were_wrong) << fa_status_name(asked) << ", then " << fa_last_error(ctx);
+    return status == FA_OK;
   }
 
   void one_append() {
     fa_append a = valid_append();
     for (int64_t n = below(4); n > 0; --n) damage(a);
     const fa_append *append = with_its_size(a, attention_edge_);
-    if (!runnable(a)) return;
     fa_context ctx = contexts_[below(2)];
-    const fa_status run = fa_append_kv(ctx, append, nullptr);
-    count("append", run, fa_last_error(ctx));
-    appended_ += run == FA_OK;
+    appended_ += ask_and_run(
+        ctx, [&](fa_plan_info *info) { return fa_append_query(ctx, append, info); },
+        [&] { return fa_append_prepare(ctx, append); }, [&] { return fa_append_kv(ctx, append, nullptr, 0, nullptr); },
+        [&](const fa_plan_info &) { return runnable(a); });
   }
 
   Edge attention_edge_, gradients_edge_, info_edge_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls captured into CUDA graphs and replayed after the device's lengths, pages and seeds have changed give what direct calls give.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -221,9 +222,14 @@ TEST_F(Graphs, AppendThenForward) {
   att.out = tensor(FA_FLOAT32, {kBatch, 1, kHeadsQ, kDim});
   for (const fa_tensor &t : {a.k, a.v, a.q, a.rotary_cos, a.rotary_sin}) floats(t, 1.f);
   const auto step = [&] {
-    EXPECT_EQ(fa_append_kv(context_, &a, stream_), FA_OK) << fa_last_error(context_);
+    EXPECT_EQ(fa_append_kv(context_, &a, nullptr, 0, stream_), FA_OK) << fa_last_error(context_);
     EXPECT_EQ(fa_forward(context_, &att, nullptr, 0, stream_), FA_OK) << fa_last_error(context_);
   };
+  fa_plan_info info;
+  fa_plan_info_init(&info, sizeof info);
+  EXPECT_EQ(fa_append_query(context_, &a, &info), FA_OK) << info.reason;
+  EXPECT_STREQ(info.kernel, "cuda_append");
+  EXPECT_EQ(info.workspace_bytes, 0u);
   const Graph graph(stream_, step);
   ASSERT_TRUE(graph.made());
   const auto results = [&] {
@@ -257,6 +263,98 @@ TEST_F(Graphs, AppendThenForward) {
     EXPECT_EQ(replayed, results()) << "offsets from " << offsets[0];
     EXPECT_NE(replayed, before);
     before = replayed;
+  }
+  // The last step once more, appended by a context that has only been prepared.
+  fa_context other = nullptr;
+  ASSERT_EQ(fa_create(&other, nullptr), FA_OK) << fa_last_error(nullptr);
+  EXPECT_EQ(fa_append_prepare(other, &a), FA_OK) << fa_last_error(other);
+  const Graph after_prepare(stream_, [&] {
+    EXPECT_EQ(fa_append_kv(other, &a, nullptr, 0, stream_), FA_OK) << fa_last_error(other);
+    EXPECT_EQ(fa_forward(other, &att, nullptr, 0, stream_), FA_OK) << fa_last_error(other);
+  });
+  ASSERT_TRUE(after_prepare.made());
+  prepare({31, 32, 64}, shift);
+  after_prepare.launch(stream_);
+  EXPECT_EQ(results(), before);
+  fa_destroy(other);
+  for (void *data : memory) check(cudaFree(data), "free");
+}
+
+// Merging, captured as the first call of a context and after fa_merge_prepare: every replay combines the parts as they are then.
+TEST_F(Graphs, Merge) {
+  constexpr int64_t kTokens = 10, kHeads = 4, kColumns = 72, kRows = kTokens * kHeads;
+  constexpr int kParts = 3;
+  std::vector<void *> memory;
+  const auto tensor = [&](std::initializer_list<int64_t> shape) {
+    fa_tensor t{};
+    t.dtype = FA_FLOAT32;
+    t.ndim = static_cast<int32_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), t.shape);
+    int64_t count = 1;
+    for (int d = t.ndim - 1; d >= 0; --d) t.stride[d] = count, count *= t.shape[d];
+    check(cudaMalloc(&t.data, static_cast<size_t>(count) * 4), "memory");
+    memory.push_back(t.data);
+    return t;
+  };
+  fa_tensor outs[kParts], lses[kParts];
+  for (int n = 0; n < kParts; ++n) outs[n] = tensor({kTokens, kHeads, kColumns}), lses[n] = tensor({kHeads, kTokens});
+  fa_merge_problem merge;
+  fa_merge_problem_init(&merge, sizeof merge);
+  merge.num_parts = kParts;
+  merge.out_parts = outs;
+  merge.lse_parts = lses;
+  merge.out = tensor({kTokens, kHeads, kColumns});
+  merge.lse = tensor({kHeads, kTokens});
+
+  for (const bool prepared : {false, true}) {
+    fa_context context = nullptr;
+    ASSERT_EQ(fa_create(&context, nullptr), FA_OK) << fa_last_error(nullptr);
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    EXPECT_EQ(fa_merge_query(context, &merge, &info), FA_OK) << info.reason;
+    EXPECT_STREQ(info.kernel, "cuda_merge");
+    EXPECT_EQ(info.workspace_bytes, 0u);
+    if (prepared) {
+      EXPECT_EQ(fa_merge_prepare(context, &merge), FA_OK) << fa_last_error(context);
+    }
+    const Graph graph(stream_,
+                      [&] { EXPECT_EQ(fa_merge(context, &merge, nullptr, 0, stream_), FA_OK) << fa_last_error(context); });
+    ASSERT_TRUE(graph.made());
+    for (const int round : {1, 2}) {
+      std::vector<float> out_parts[kParts], lse_parts[kParts], out(kRows * kColumns), lse(kRows);
+      for (int n = 0; n < kParts; ++n) {
+        for (int64_t i = 0; i < kRows * kColumns; ++i)
+          out_parts[n].push_back(static_cast<float>((i * 7919 + n * 104729 + round * 31) % 1009) / 504.5f - 1.f);
+        for (int64_t i = 0; i < kRows; ++i)
+          lse_parts[n].push_back(static_cast<float>((i * 37 + n * 53 + round * 17) % 101) / 20.f - 50.f);
+        check(cudaMemcpyAsync(outs[n].data, out_parts[n].data(), out_parts[n].size() * 4, cudaMemcpyHostToDevice, stream_),
+              "out");
+        check(cudaMemcpyAsync(lses[n].data, lse_parts[n].data(), lse_parts[n].size() * 4, cudaMemcpyHostToDevice, stream_),
+              "lse");
+      }
+      check(cudaMemsetAsync(merge.out.data, 0xFF, out.size() * 4, stream_), "poison");
+      check(cudaMemsetAsync(merge.lse.data, 0xFF, lse.size() * 4, stream_), "poison");
+      graph.launch(stream_);
+      check(cudaMemcpyAsync(out.data(), merge.out.data, out.size() * 4, cudaMemcpyDeviceToHost, stream_), "result");
+      check(cudaMemcpyAsync(lse.data(), merge.lse.data, lse.size() * 4, cudaMemcpyDeviceToHost, stream_), "result");
+      check(cudaStreamSynchronize(stream_), "result");
+      for (int64_t token = 0; token < kTokens; ++token) {
+        for (int64_t head = 0; head < kHeads; ++head) {
+          const auto at = static_cast<size_t>(head * kTokens + token);
+          double sum = 0;
+          for (const std::vector<float> &part : lse_parts) sum += std::exp(double{part[at]});
+          ASSERT_NEAR(lse[at], std::log(sum), 1e-4);
+          for (int64_t column = 0; column < kColumns; ++column) {
+            const auto element = static_cast<size_t>((token * kHeads + head) * kColumns + column);
+            double expected = 0;
+            for (int n = 0; n < kParts; ++n)
+              expected += std::exp(double{lse_parts[n][at]}) / sum * double{out_parts[n][element]};
+            ASSERT_NEAR(out[element], expected, 1e-5);
+          }
+        }
+      }
+    }
+    fa_destroy(context);
   }
   for (void *data : memory) check(cudaFree(data), "free");
 }

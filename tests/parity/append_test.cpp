@@ -388,7 +388,12 @@ class Append : public EveryBackend {
   void run(const AppendCase &c) {
     AppendData data(c);
     Uploaded device(backend(), data);
-    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, backend().stream()), FA_OK)
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    ASSERT_EQ(fa_append_query(backend().context(), &device.append, &info), FA_OK) << info.reason;
+    EXPECT_STRNE(info.kernel, "");
+    EXPECT_EQ(info.workspace_bytes, 0u);
+    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, nullptr, 0, backend().stream()), FA_OK)
         << fa_last_error(backend().context()) << "\n"
         << describe(c);
     std::map<const HostTensor *, HostTensor> afters;
@@ -508,7 +513,7 @@ TEST_P(Append, CopiesBits) {
         data.k.bytes()[static_cast<size_t>(element) * size + n] = static_cast<uint8_t>(data.rng());
     });
     Uploaded device(backend(), data);
-    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, backend().stream()), FA_OK);
+    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, nullptr, 0, backend().stream()), FA_OK);
     HostTensor after = data.k_cache;
     backend().download(after.bytes().data(), device.buffers[&data.k_cache]->get(), after.bytes().size());
     compare(data, data.k_cache, {{&data.k_cache, after}});
@@ -530,7 +535,7 @@ TEST_P(Append, RowsWithAFactorOfTheirOwn) {
       }
     }
     Uploaded device(backend(), data);
-    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, backend().stream()), FA_OK);
+    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, nullptr, 0, backend().stream()), FA_OK);
     HostTensor cache = data.k_cache, factors = data.k_descale;
     backend().download(cache.bytes().data(), device.buffers[&data.k_cache]->get(), cache.bytes().size());
     backend().download(factors.bytes().data(), device.buffers[&data.k_descale]->get(), factors.bytes().size());
@@ -565,7 +570,7 @@ TEST_P(Append, PositionsThatTheTablesLack) {
         data.rotary_positions.set(data.rotary_positions.element(1, 4), wrong);
       }
       Uploaded device(backend(), data);
-      const fa_status status = fa_append_kv(backend().context(), &device.append, backend().stream());
+      const fa_status status = fa_append_kv(backend().context(), &device.append, nullptr, 0, backend().stream());
       HostTensor after = data.q_out;
       backend().download(after.bytes().data(), device.buffers[&data.q_out]->get(), after.bytes().size());
       if (backend().name().rfind("cpu", 0) == 0) {
@@ -649,7 +654,8 @@ TEST_P(Append, ThenForward) {
         a.cu_seqlens = upload(rows.cu_seqlens);
         a.offsets = held;
         a.seqused_k = upload(rows.seqused_k);
-        ASSERT_EQ(fa_append_kv(backend().context(), &a, backend().stream()), FA_OK) << fa_last_error(backend().context());
+        ASSERT_EQ(fa_append_kv(backend().context(), &a, nullptr, 0, backend().stream()), FA_OK)
+            << fa_last_error(backend().context());
         held = a.seqused_k;
       }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The numerical contract, a test a line: rows without keys, NaN that must not travel, and NaN that must.
 #include <cmath>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <utility>
@@ -210,6 +211,142 @@ TEST_P(Contract, VisibleNanReachesTheRowsThatSeeIt) {
         EXPECT_TRUE(check(backend(), c));
       }
     }
+  }
+}
+
+// Whatever the bits of a NaN are: quiet or signalling, of either sign, with any payload (but that of poison, all ones). In fp32, exponents made of such bits have come
+// out as numbers.
+TEST_P(Contract, NanOfAnyBitsStaysNan) {
+  constexpr uint32_t kBits[] = {0x7fc00000, 0xffc00000, 0x7fc0dead, 0xffc0dead, 0x7f800001,
+                                0xff800001, 0x7fbfffff, 0xffa5a5a5, 0x7fffffff, 0xffedcba9};
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t seqlen_q : {1, 3, 60}) {
+      for (const Role role : {kQ, kK, kV, kDout, kBias}) {
+        for (const uint32_t bits : kBits) {
+          Case c = base("nan bits");
+          c.dtype = dtype;
+          c.batch = 1;
+          c.heads_q = c.heads_k = 2;
+          c.q.seqlen = seqlen_q;
+          c.k.seqlen = 70;
+          c.bias = role == kBias;
+          if (role == kQ && bits == kBits[2]) c.softcap = 20;
+          const Data data = make_data(c, [&](Data &d) {
+            HostTensor &t = d.tensors[role];
+            const int64_t element = role == kBias ? t.element(0, 1, seqlen_q - 1, 3) : d.element(role, 0, 0, 1, 0);
+            // The upper half of the pattern is the bf16 of the same kind; fp16 has three bits less of exponent.
+            const auto half = static_cast<uint16_t>(bits >> 16 | (bits & 0xffff ? 1 : 0));
+            const auto fp16 =
+                static_cast<uint16_t>((bits >> 16 & 0x8000) | 0x7c00 | (bits >> 13 & 0x3ff) | (bits & 0x1fff ? 1 : 0));
+            const size_t bytes = dtype == FA_FLOAT32 ? 4 : 2;
+            unsigned char *to = t.bytes().data() + static_cast<size_t>(element) * bytes;
+            const void *from = dtype == FA_FLOAT32    ? static_cast<const void *>(&bits)
+                               : dtype == FA_BFLOAT16 ? static_cast<const void *>(&half)
+                                                      : static_cast<const void *>(&fp16);
+            std::memcpy(to, from, bytes);
+            ASSERT_TRUE(std::isnan(t.get(element))) << std::hex << bits;
+          });
+          EXPECT_TRUE(check(backend(), data)) << role_name(role) << " with a NaN of bits " << std::hex << bits;
+        }
+      }
+    }
+  }
+}
+
+// A sink of NaN or +infinity makes the rows of its head NaN that see a key; -infinity is no sink. Other heads are as ever.
+TEST_P(Contract, SinksThatAreNotFinite) {
+  for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {
+    for (const int64_t seqlen_q : {1, 5, 100}) {
+      Case c = base("wild sinks", dtype == FA_BFLOAT16 ? kWhole[0] : kAny);
+      c.dtype = dtype;
+      c.heads_q = c.heads_k = 4;
+      c.q.seqlen = seqlen_q;
+      c.sink = 1;
+      const Data data = make_data(c, [](Data &d) {
+        HostTensor &sink = d.tensors[kSink];
+        sink.set(sink.element(0), kNan);
+        sink.set(sink.element(1), kInfinity);
+        sink.set(sink.element(3), -kInfinity);
+      });
+      EXPECT_TRUE(check(backend(), data));
+      const Execution e = execute(backend(), data);
+      if (!e.ok()) continue;
+      for (const int64_t h : {0, 1}) {
+        EXPECT_TRUE(std::isnan(e.outputs[kLse].get(data.row_element(kLse, 1, h, 0)))) << h;
+        EXPECT_TRUE(std::isnan(e.outputs[kOut].get(data.element(kOut, 1, 0, h, 0)))) << h;
+        EXPECT_TRUE(std::isnan(e.outputs[kDsink].get(e.outputs[kDsink].element(h)))) << h;
+      }
+      EXPECT_EQ(e.outputs[kDsink].get(e.outputs[kDsink].element(3)), 0);
+    }
+  }
+}
+
+// Rows of such heads that see no key have an lse that is not finite, and leave other heads alone.
+TEST_P(Contract, SinksThatAreNotFiniteInRowsWithoutKeys) {
+  Case c = base("wild sinks alone");
+  c.backward = 0;
+  c.heads_q = c.heads_k = 4;
+  c.mask = FA_MASK_CAUSAL;
+  c.k.seqlen = 60;  // rows 0 .. 39 see nothing
+  c.sink = 1;
+  const Data data = make_data(c, [](Data &d) {
+    HostTensor &sink = d.tensors[kSink];
+    sink.set(sink.element(0), kNan);
+    sink.set(sink.element(1), kInfinity);
+    sink.set(sink.element(3), -kInfinity);
+  });
+  const Execution e = execute(backend(), data);
+  ASSERT_TRUE(e.ok()) << e.error;
+  for (int64_t i = 0; i < c.q.seqlen; ++i) {
+    const auto lse = [&](int64_t h) { return e.outputs[kLse].get(data.row_element(kLse, 1, h, i)); };
+    const auto out = [&](int64_t h) { return e.outputs[kOut].get(data.element(kOut, 1, i, h, 5)); };
+    for (const int64_t h : {0, 1}) {
+      EXPECT_FALSE(std::isfinite(lse(h))) << i;
+      EXPECT_NE(lse(h), -kInfinity) << i;
+      EXPECT_TRUE(std::isnan(out(h)) || (i < 40 && out(h) == 0)) << i;
+    }
+    EXPECT_TRUE(std::isfinite(lse(2)) && std::isfinite(out(2))) << i;
+    EXPECT_EQ(lse(3) == -kInfinity, i < 40) << i;
+    EXPECT_TRUE(std::isfinite(out(3))) << i;
+  }
+}
+
+// Outputs may lie backwards in memory in every dimension but head_dim.
+TEST_P(Contract, OutputsWithNegativeStrides) {
+  Case c = base("backwards");
+  c.q.layout = c.q.grad_layout = c.k.grad_layout = kNegative;
+  c.lse_odd = 1;  // which is negative
+  c.bias = c.sink = 1;
+  const int64_t rows = c.q.seqlen, columns = c.k.seqlen;
+  EXPECT_TRUE(check(backend(), make_data(c, [&](Data &d) {
+                      d.tensors[kDbias] = HostTensor(FA_FLOAT32, {c.batch, c.heads_q, rows, columns},
+                                                     {-columns * rows * c.heads_q, -columns * rows, -columns, -1});
+                      d.tensors[kDsink] = HostTensor(FA_FLOAT32, {c.heads_q}, {-2});
+                    })));
+}
+
+// Every gradient is written whole: what lies outside the used lengths is zero.
+TEST_P(Contract, GradientsOutsideTheLengthsAreZero) {
+  Case c = base("gradients of the unused");
+  c.bias = 1;
+  c.q.used = {90, 0};
+  c.k.used = {100, 7};
+  const auto data = cached_data(c);
+  const Execution e = execute(backend(), *data);
+  EXPECT_TRUE(verify(backend(), *data, e));
+  if (!e.ok()) return;
+  for (int64_t h = 0; h < c.heads_q; ++h) {
+    for (int64_t i = 0; i < c.q.seqlen; ++i) {
+      for (int64_t j = 0; j < c.k.seqlen; ++j) {
+        const double x = e.outputs[kDbias].get(e.outputs[kDbias].element(0, h, i, j));
+        ASSERT_EQ(x == 0, i >= 90 || j >= 100) << h << " " << i << " " << j << ": " << x;
+        ASSERT_EQ(e.outputs[kDbias].get(e.outputs[kDbias].element(1, h, i, j)), 0);
+      }
+      ASSERT_EQ(e.outputs[kDq].get(data->element(kDq, 1, i, h, 0)), 0);
+    }
+  }
+  for (int64_t h = 0; h < c.heads_k; ++h) {
+    for (int64_t j = 100; j < c.k.seqlen; ++j) ASSERT_EQ(e.outputs[kDv].get(data->element(kDv, 0, j, h, 0)), 0);
   }
 }
 

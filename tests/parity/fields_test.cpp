@@ -328,7 +328,7 @@ TEST_P(Fields, NumSplitsAndFlags) {
 }
 
 TEST_P(Fields, EveryGradientAlone) {
-  for (int64_t kept = 0; kept < 5; ++kept) {
+  for (int64_t kept = 0; kept <= 5; ++kept) {  // 5: none, which is legal and does nothing
     Case c = base("one gradient");
     c.bias = c.sink = 1;
     c.mask = FA_MASK_CAUSAL;

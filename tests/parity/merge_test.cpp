@@ -37,6 +37,18 @@ HostTensor lse_tensor(const MergeCase &m) {
   return HostTensor(FA_FLOAT32, {m.batch, m.heads, m.rows}, {batch, head, step});
 }
 
+fa_merge_problem merge_of(const std::vector<fa_tensor> &outs, const std::vector<fa_tensor> &lses, const fa_tensor &out,
+                          const fa_tensor &lse) {
+  fa_merge_problem merge;
+  fa_merge_problem_init(&merge, sizeof merge);
+  merge.num_parts = static_cast<int32_t>(outs.size());
+  merge.out_parts = outs.data();
+  merge.lse_parts = lses.data();
+  merge.out = out;
+  merge.lse = lse;
+  return merge;
+}
+
 class Merge : public EveryBackend {
  protected:
   void run(const MergeCase &m) {
@@ -99,8 +111,13 @@ class Merge : public EveryBackend {
       lse_view = upload(lse);
       lse_memory = buffers.back()->get();
     }
-    const fa_status status = fa_merge(backend().context(), m.parts, out_views.data(), lse_views.data(), &out_view,
-                                      m.with_lse ? &lse_view : nullptr, backend().stream());
+    const fa_merge_problem merge = merge_of(out_views, lse_views, out_view, m.with_lse ? lse_view : fa_tensor{});
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    ASSERT_EQ(fa_merge_query(backend().context(), &merge, &info), FA_OK) << info.reason;
+    EXPECT_STRNE(info.kernel, "");
+    EXPECT_EQ(info.workspace_bytes, 0u);
+    const fa_status status = fa_merge(backend().context(), &merge, nullptr, 0, backend().stream());
     ASSERT_EQ(status, FA_OK) << fa_last_error(backend().context());
     backend().download(out.bytes().data(), out_memory, out.bytes().size());
     backend().download(lse.bytes().data(), lse_memory, lse.bytes().size());
@@ -239,7 +256,8 @@ TEST_P(Merge, PartsEqualTheWhole) {
       unsigned char *const out_memory = buffers.back()->get();
       const fa_tensor lse = upload(merged.outputs[kLse]);
       unsigned char *const lse_memory = buffers.back()->get();
-      ASSERT_EQ(fa_merge(backend().context(), 3, outs.data(), lses.data(), &out, &lse, backend().stream()), FA_OK)
+      const fa_merge_problem merge = merge_of(outs, lses, out, lse);
+      ASSERT_EQ(fa_merge(backend().context(), &merge, nullptr, 0, backend().stream()), FA_OK)
           << fa_last_error(backend().context());
       backend().download(merged.outputs[kOut].bytes().data(), out_memory, merged.outputs[kOut].bytes().size());
       backend().download(merged.outputs[kLse].bytes().data(), lse_memory, merged.outputs[kLse].bytes().size());

@@ -140,19 +140,20 @@ class Head {
     const Real sink =
         s_.sink.empty() ? -std::numeric_limits<Real>::infinity() : static_cast<Real>(s_.sink[static_cast<size_t>(h_)]);
     Real maximum = sink;
-    bool any = sink > -kInfinity;
+    const bool has_sink = sink != -kInfinity;
+    bool any = has_sink;
     for (int64_t j = 0; j < s_.seqlen_k; ++j) {
       const size_t ij = at(i, s_.seqlen_k, j);
       if (!seen_[ij]) continue;
       any = true;
-      // A NaN logit must win, whatever it is compared with.
-      if (!(logit_[ij] <= maximum)) maximum = logit_[ij];
+      // A NaN sink or logit must win, whatever it is compared with.
       if (std::isnan(maximum)) break;
+      if (!(logit_[ij] <= maximum)) maximum = logit_[ij];
     }
     double &lse = r.lse[at(h_, s_.seqlen_q, i)];
     lse = -kInfinity;
     if (!any) return;
-    Real sum = sink > -kInfinity ? std::exp(sink - maximum) : Real(0);
+    Real sum = has_sink ? std::exp(sink - maximum) : Real(0);
     for (int64_t j = 0; j < s_.seqlen_k; ++j) {
       const size_t ij = at(i, s_.seqlen_k, j);
       if (!seen_[ij]) continue;

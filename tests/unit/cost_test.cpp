@@ -36,6 +36,10 @@ TEST(Cost, FlopsOfTheMatrixProducts) {
   EXPECT_EQ(cost_of(p).flops, 2.0 * 3 * 4 * 10 * 20 * (16 + 32));
   BackwardProblem b;
   b.forward = p;
+  EXPECT_EQ(cost_of(b).flops, 0) << "nothing is asked for";
+  EXPECT_EQ(cost_of(b).bytes, 0);
+  float number;
+  b.dsink = &number;
   EXPECT_EQ(cost_of(b).flops, 2.0 * 3 * 4 * 10 * 20 * (3 * 16 + 2 * 32));
   p.band.right = 0;
   EXPECT_LT(cost_of(p).flops, 2.0 * 3 * 4 * 10 * 20 * (16 + 32));

@@ -133,9 +133,11 @@ TEST(CudaPlan, DecodeSums) {
               const int64_t slots = plan.pieces == 0 ? 2 * plan.blocks : plan.pieces > 1 ? heads * plan.pieces : 0;
               EXPECT_GE(plan.split_lse_offset, static_cast<size_t>(slots * shape.rows() * shape.head_dim) * 4) << text();
               // Even shares: as much room whatever the problem is, for lengths on the device may cut it.
-              EXPECT_EQ(plan.cuts_offset % 16, 0u) << text();
-              EXPECT_GE(plan.cuts_offset, plan.split_lse_offset + static_cast<size_t>(slots * shape.rows()) * 8) << text();
-              EXPECT_LE(plan.cuts_offset + static_cast<size_t>((plan.pieces > 0 ? plan.split_tiles : room) * decode::kCutBytes),
+              EXPECT_EQ(plan.split_tiles_offset % 16, 0u) << text();
+              EXPECT_GE(plan.split_tiles_offset, plan.split_lse_offset + static_cast<size_t>(slots * shape.rows()) * 8)
+                  << text();
+              EXPECT_LE(plan.split_tiles_offset +
+                            static_cast<size_t>((plan.pieces > 0 ? plan.split_tiles : room) * decode::kSplitTileBytes),
                         plan.workspace_bytes)
                   << text();
               EXPECT_LE(plan.split_tiles, plan.pieces > 0 ? heads : room) << text();
@@ -149,7 +151,8 @@ TEST(CudaPlan, DecodeSums) {
               EXPECT_GE(plan.combine_ctas, plan.split_tiles) << text();
               EXPECT_LE(plan.combine_ctas, std::max<int64_t>(2 * device.multiprocessors, plan.split_tiles)) << text();
               // No block without columns to sum.
-              EXPECT_LT((plan.combine_ctas / plan.split_tiles - 1) * decode::kSumColumns, p.group * shape.head_dim) << text();
+              EXPECT_LT((plan.combine_ctas / plan.split_tiles - 1) * decode::kCombineColumns, p.group * shape.head_dim)
+                  << text();
               ++(plan.split_tiles_by_partition ? by_range : by_item);
               more_than_beside += plan.combine_ctas > 2 * device.multiprocessors;
             }

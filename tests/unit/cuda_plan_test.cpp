@@ -575,7 +575,7 @@ TEST(CudaPlan, QuantisedQueries) {
 TEST(CudaPlan, CopiedKeysOfSequencesLieApart) {
   for (const int64_t step : {0, 1, 15, 127, 128, 129, 1000}) {
     for (int64_t b = 0; b < 20; ++b) {
-      const int64_t begin = sm90::copied_key(b * step, b), next = sm90::copied_key((b + 1) * step, b + 1);
+      const int64_t begin = sm90::transposed_v_key(b * step, b), next = sm90::transposed_v_key((b + 1) * step, b + 1);
       EXPECT_EQ(begin % 128, 0);
       EXPECT_GE(next, begin + step + sm90::kLongestChunk - 1);
     }
@@ -699,6 +699,22 @@ TEST(CudaPlan, HopperKernelsForShortSequences) {
   EXPECT_EQ(kernel(512, 512, 128, true), "d128");
 }
 
+// Without a gradient to compute there is nothing to launch, and no limit of kernels counts.
+TEST(CudaPlan, NoGradientAskedFor) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t head_dim : {64, 576}) {
+      BackwardProblem b = backward_of(problem(300, 300, head_dim, 64));
+      b.dq = b.dk = b.dv = Operand{};
+      BackwardPlan plan;
+      ErrorText error;
+      ASSERT_EQ(plan_backward(b, device, plan, error), FA_OK) << name << ": " << error.text;
+      EXPECT_EQ(plan.family, Family::none);
+      EXPECT_EQ(plan.workspace_bytes, 0u);
+      EXPECT_EQ(kernel_name(b, plan), "none");
+    }
+  }
+}
+
 TEST(CudaPlan, EmptyProblems) {
   Problem no_batch = problem(100, 100, 128), no_queries = problem(0, 100, 128), no_keys = problem(100, 0, 128);
   no_batch.batch = 0;
@@ -706,6 +722,56 @@ TEST(CudaPlan, EmptyProblems) {
     forward_plan(p, h200());
     backward_plan(backward_of(p), h200());
   }
+}
+
+// What the merge kernel cannot take is refused by the plan, so that a query says it.
+TEST(CudaPlan, Merge) {
+  MergePart parts[1];
+  MergeProblem p;
+  p.batch = 2;
+  p.seqlen_q = 5;
+  p.heads_q = 4;
+  p.head_dim_v = 8;
+  p.parts = parts;
+  p.num_parts = 256;
+  MergePlan plan;
+  ErrorText error;
+  ASSERT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, plan), "cuda_merge");
+  EXPECT_STRNE(plan.reason, "");
+  EXPECT_EQ(plan.workspace_bytes, 0u);
+  p.num_parts = 257;
+  EXPECT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_STREQ(error.text, "num_parts is 257; on CUDA one call merges up to 256");
+  p.num_parts = 1;
+  p.batch = 1;
+  p.heads_q = 4;
+  p.seqlen_q = INT32_MAX;
+  EXPECT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  p.seqlen_q = int64_t{INT32_MAX} + 1;
+  EXPECT_EQ(plan_merge(p, kDevices[0].device, plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(error.text).find("8589934592 rows"), std::string::npos) << error.text;
+}
+
+TEST(CudaPlan, Append) {
+  AppendProblem p;
+  p.batch = 2;
+  p.heads_k = 4;
+  p.heads_q = 8;
+  p.head_dim = p.head_dim_v = 64;
+  AppendPlan plan;
+  ErrorText error;
+  ASSERT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, plan), "cuda_append");
+  EXPECT_STRNE(plan.reason, "");
+  p.k_cache.dtype = Dtype::i8;
+  ASSERT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, plan), "cuda_append_8bit");
+  p.heads_q = (int64_t{1} << 20) - 4;
+  EXPECT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_OK) << error.text;
+  ++p.heads_q;
+  EXPECT_EQ(plan_append(p, kDevices[0].device, plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(error.text).find("1048577 heads"), std::string::npos) << error.text;
 }
 
 }  // namespace

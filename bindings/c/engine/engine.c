@@ -141,7 +141,7 @@ static void enqueue(engine *e, int64_t batch, int64_t rows, int packed) {
   int layer;
   for (layer = 0; layer < LAYERS; ++layer) {
     describe(e, layer, batch, rows, packed, &app, &att);
-    check(e, fa_append_kv(e->ctx, &app, e->stream), "fa_append_kv");
+    check(e, fa_append_kv(e->ctx, &app, NULL, 0, e->stream), "fa_append_kv");
     check(e,
           packed ? fa_forward(e->ctx, &att, NULL, 0, e->stream)
                  : fa_forward(e->ctx, &att, e->workspace, e->workspace_bytes, e->stream),

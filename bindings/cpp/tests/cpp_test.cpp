@@ -101,6 +101,24 @@ void test_merge_and_append() {
   CHECK(!ctx.try_merge({view(a), view(b)}, {fx::tensor(lse, {1, 1, 1}), fx::tensor(lse + 1, {1, 1, 1})}, view(out)));
   CHECK(std::fabs(out[0] - 2) < 1e-6f && std::fabs(out[1] - 3) < 1e-6f);
   CHECK(ctx.try_merge({view(a)}, {}, view(out)) == fx::errc::invalid_argument);
+  // The same parts as a problem, which can also be asked about and prepared.
+  const fa_tensor outs[2] = {view(a), view(b)};
+  const fa_tensor lses[2] = {fx::tensor(lse, {1, 1, 1}), fx::tensor(lse + 1, {1, 1, 1})};
+  float same[2] = {};
+  fx::merge_problem parts;
+  parts.num_parts = 2;
+  parts.out_parts = outs;
+  parts.lse_parts = lses;
+  parts.out = view(same);
+  const fx::plan merging = ctx.query(parts);
+  CHECK(merging.status == FA_OK && merging.flops == 8 && std::strlen(merging.kernel) > 0);
+  CHECK(!ctx.try_prepare(parts));
+  CHECK(same[0] == 0);
+  CHECK(!ctx.try_merge(parts));
+  CHECK(same[0] == out[0] && same[1] == out[1]);
+  parts.num_parts = 0;
+  CHECK(ctx.query(parts).status == FA_ERROR_INVALID_ARGUMENT);
+  CHECK(ctx.try_prepare(parts) == fx::errc::invalid_argument);
 
   float cache[8] = {};
   int32_t offsets[1] = {2};
@@ -108,6 +126,9 @@ void test_merge_and_append() {
   rows.k = view(a);
   rows.k_cache = fx::tensor(cache, {1, 4, 1, 2});
   rows.offsets = fx::tensor(offsets, {1});
+  CHECK(ctx.query(rows).status == FA_OK && ctx.query(rows).bytes == 2 * 2 * 4);
+  CHECK(!ctx.try_prepare(rows));
+  CHECK(cache[4] == 0);
   const std::error_code failed = ctx.try_append_kv(rows);
   CHECK(!failed);
   CHECK(cache[4] == 1 && cache[5] == 2 && cache[3] == 0);

@@ -13,7 +13,7 @@ module FlashAttn
 
 include("LibFlashattn.jl")
 using .LibFlashattn
-using .LibFlashattn: addresses, fa_tensor, fa_append, fa_attention, fa_gradients, fa_config, fa_plan_info
+using .LibFlashattn: addresses, fa_tensor, fa_append, fa_attention, fa_gradients, fa_config, fa_merge_problem, fa_plan_info
 
 export Context, FlashAttnError, append_kv!, attention, attention!, attention_gradients, merge_attention!, query_forward
 
@@ -253,9 +253,11 @@ function append_kv!(
         status = ccall(
             addresses[:fa_append_kv],
             Int32,
-            (Ptr{Cvoid}, Ref{fa_append}, Ptr{Cvoid}),
+            (Ptr{Cvoid}, Ref{fa_append}, Ptr{Cvoid}, Csize_t, Ptr{Cvoid}),
             context.handle,
             a,
+            C_NULL,
+            0,
             C_NULL,
         )
         check(status, context.handle)
@@ -273,18 +275,23 @@ function merge_attention!(out, lse, parts; context = default_context())
     GC.@preserve alive context begin
         outs = fa_tensor[tensor(alive, part[1]) for part in parts]
         lses = fa_tensor[tensor(alive, part[2]) for part in parts]
-        status = ccall(
-            addresses[:fa_merge],
-            Int32,
-            (Ptr{Cvoid}, Int32, Ptr{fa_tensor}, Ptr{fa_tensor}, Ptr{fa_tensor}, Ptr{fa_tensor}, Ptr{Cvoid}),
-            context.handle,
-            length(outs),
-            outs,
-            lses,
-            Ref(tensor(alive, out)),
-            lse === nothing ? C_NULL : Ref(tensor(alive, lse)),
-            C_NULL,
-        )
+        m = fa_merge_problem()
+        check(ccall(addresses[:fa_merge_problem_init], Int32, (Ref{fa_merge_problem}, Csize_t), m, sizeof(fa_merge_problem)), C_NULL)
+        m.num_parts = length(outs)
+        m.out, m.lse = tensor(alive, out), tensor(alive, lse)
+        GC.@preserve outs lses begin
+            m.out_parts, m.lse_parts = pointer(outs), pointer(lses)
+            status = ccall(
+                addresses[:fa_merge],
+                Int32,
+                (Ptr{Cvoid}, Ref{fa_merge_problem}, Ptr{Cvoid}, Csize_t, Ptr{Cvoid}),
+                context.handle,
+                m,
+                C_NULL,
+                0,
+                C_NULL,
+            )
+        end
         check(status, context.handle)
     end
     return out

@@ -59,6 +59,7 @@ const FA_STRUCT_ATTENTION = Int32(4)
 const FA_STRUCT_GRADIENTS = Int32(5)
 const FA_STRUCT_PLAN_INFO = Int32(6)
 const FA_STRUCT_APPEND = Int32(7)
+const FA_STRUCT_MERGE_PROBLEM = Int32(8)
 
 # What every mutable struct is made of: plain bits, of which zero means "default".
 function zeroed(x)
@@ -177,6 +178,16 @@ mutable struct fa_append
     fa_append() = zeroed(new())
 end
 
+mutable struct fa_merge_problem
+    struct_size::UInt32
+    num_parts::Int32
+    out_parts::Ptr{fa_tensor}
+    lse_parts::Ptr{fa_tensor}
+    out::fa_tensor
+    lse::fa_tensor
+    fa_merge_problem() = zeroed(new())
+end
+
 mutable struct fa_plan_info
     struct_size::UInt32
     status::Int32
@@ -194,6 +205,8 @@ end
 const FUNCTIONS = [
     :fa_append_init,
     :fa_append_kv,
+    :fa_append_prepare,
+    :fa_append_query,
     :fa_attention_init,
     :fa_backward,
     :fa_backward_prepare,
@@ -211,6 +224,9 @@ const FUNCTIONS = [
     :fa_last_cuda_error,
     :fa_last_error,
     :fa_merge,
+    :fa_merge_prepare,
+    :fa_merge_problem_init,
+    :fa_merge_query,
     :fa_plan_info_init,
     :fa_sizeof,
     :fa_status_description,

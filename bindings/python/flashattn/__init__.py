@@ -33,8 +33,10 @@ __all__ = [
     "build_info",
     "forward",
     "merge",
+    "query_append",
     "query_backward",
     "query_forward",
+    "query_merge",
     "version",
 ]
 
@@ -75,6 +77,16 @@ def query_forward(q: Any, k: Any, v: Any, **arguments: Any) -> Plan:
 def query_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Plan:
     """`Context.query_backward` on this thread's CPU context."""
     return _context().query_backward(dout, q, k, v, out, lse, **arguments)
+
+
+def query_append(k: Any, k_cache: Any, v: Any = None, v_cache: Any = None, **arguments: Any) -> Plan:
+    """`Context.query_append` on this thread's CPU context."""
+    return _context().query_append(k, k_cache, v, v_cache, **arguments)
+
+
+def query_merge(outs: Any, lses: Any) -> Plan:
+    """`Context.query_merge` on this thread's CPU context."""
+    return _context().query_merge(outs, lses)
 
 
 def version() -> str:

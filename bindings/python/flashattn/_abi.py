@@ -182,6 +182,17 @@ class fa_append(ctypes.Structure):
     ]
 
 
+class fa_merge_problem(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("num_parts", c_int32),
+        ("out_parts", c_void_p),
+        ("lse_parts", c_void_p),
+        ("out", fa_tensor),
+        ("lse", fa_tensor),
+    ]
+
+
 # By fa_struct_kind.
 STRUCTS = {
     1: fa_config,
@@ -191,6 +202,7 @@ STRUCTS = {
     5: fa_gradients,
     6: fa_plan_info,
     7: fa_append,
+    8: fa_merge_problem,
 }
 
 
@@ -230,6 +242,7 @@ def _load() -> ctypes.CDLL:
 def _declare(loaded: ctypes.CDLL) -> None:
     context, stream, tensor = c_void_p, c_void_p, POINTER(fa_tensor)
     attention, gradients, plan = POINTER(fa_attention), POINTER(fa_gradients), POINTER(fa_plan_info)
+    append, merge = POINTER(fa_append), POINTER(fa_merge_problem)
     prototypes = {
         "fa_status_name": (c_char_p, [c_int32]),
         "fa_status_description": (c_char_p, [c_int32]),
@@ -246,16 +259,21 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "fa_tensor_from_dlpack": (c_int32, [tensor, c_void_p]),
         "fa_attention_init": (c_int32, [attention, c_size_t]),
         "fa_gradients_init": (c_int32, [gradients, c_size_t]),
-        "fa_append_init": (c_int32, [POINTER(fa_append), c_size_t]),
+        "fa_append_init": (c_int32, [append, c_size_t]),
+        "fa_merge_problem_init": (c_int32, [merge, c_size_t]),
         "fa_plan_info_init": (c_int32, [plan, c_size_t]),
         "fa_forward_query": (c_int32, [context, attention, plan]),
         "fa_backward_query": (c_int32, [context, attention, gradients, plan]),
+        "fa_merge_query": (c_int32, [context, merge, plan]),
+        "fa_append_query": (c_int32, [context, append, plan]),
         "fa_forward_prepare": (c_int32, [context, attention]),
         "fa_backward_prepare": (c_int32, [context, attention, gradients]),
+        "fa_merge_prepare": (c_int32, [context, merge]),
+        "fa_append_prepare": (c_int32, [context, append]),
         "fa_forward": (c_int32, [context, attention, c_void_p, c_size_t, stream]),
         "fa_backward": (c_int32, [context, attention, gradients, c_void_p, c_size_t, stream]),
-        "fa_merge": (c_int32, [context, c_int32, tensor, tensor, tensor, tensor, stream]),
-        "fa_append_kv": (c_int32, [context, POINTER(fa_append), stream]),
+        "fa_merge": (c_int32, [context, merge, c_void_p, c_size_t, stream]),
+        "fa_append_kv": (c_int32, [context, append, c_void_p, c_size_t, stream]),
         "fa_sizeof": (c_size_t, [c_int32]),
     }
     for name, (result, arguments) in prototypes.items():

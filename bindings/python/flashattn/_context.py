@@ -316,6 +316,48 @@ class Context:
             setattr(gradients, name, self._view(result, name, holds, stream, writable=True))
         return problem, gradients, Gradients(**given)
 
+    def _merge_problem(
+        self, outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any, stream: Optional[int], holds: Holds
+    ) -> Tuple[_abi.fa_merge_problem, Any, Any]:
+        if len(outs) != len(lses) or not outs:
+            raise ValueError(f"outs and lses must pair up; there are {len(outs)} and {len(lses)}")
+        count = len(outs)
+        out_views = (_abi.fa_tensor * count)(*[self._view(x, f"outs[{n}]", holds, stream) for n, x in enumerate(outs)])
+        lse_views = (_abi.fa_tensor * count)(*[self._view(x, f"lses[{n}]", holds, stream) for n, x in enumerate(lses)])
+        holds += [out_views, lse_views]
+        if out is None:
+            out = self._allocate(_tensor.shape_of(out_views[0]), out_views[0].dtype, "out", outs[0], _abi.fa_tensor())
+        if lse is None:
+            lse = self._allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", outs[0], _abi.fa_tensor())
+        problem = _abi.fa_merge_problem()
+        check(_abi.lib.fa_merge_problem_init(ctypes.byref(problem), ctypes.sizeof(problem)))
+        problem.num_parts = count
+        problem.out_parts = ctypes.addressof(out_views)
+        problem.lse_parts = ctypes.addressof(lse_views)
+        problem.out = self._view(out, "out", holds, stream, writable=True)
+        problem.lse = self._view(lse, "lse", holds, stream, writable=True)
+        return problem, out, lse
+
+    def _append_problem(self, stream: Optional[int], holds: Holds, interleaved: bool = False, **tensors: Any) -> _abi.fa_append:
+        """The tensors are those of fa_append, by name."""
+        append = _abi.fa_append()
+        check(_abi.lib.fa_append_init(ctypes.byref(append), ctypes.sizeof(append)))
+        known = {name for name, kind, *_ in append._fields_ if kind is _abi.fa_tensor}
+        written = {"k_cache", "v_cache", "seqused_k", "q_out"}
+        if tensors.get("q_out") is None:
+            written.add("q")
+        for name, tensor in tensors.items():
+            if name not in known:
+                raise TypeError(f"append_kv has no argument {name!r}")
+            view = self._view(tensor, name, holds, stream, writable=name in written)
+            # Factors, one for each row and head (three dimensions), are written.
+            if name in ("k_descale", "v_descale") and view.ndim == 3:
+                view = self._view(tensor, name, holds, stream, writable=True)
+            setattr(append, name, view)
+        if interleaved:
+            append.flags |= _abi.APPEND_INTERLEAVED
+        return append
+
     # --------------------------------------------------------------------------------------------------- calls
 
     def forward(
@@ -366,27 +408,14 @@ class Context:
     def merge(
         self, outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None, lse: Any = None, stream: Any = None
     ) -> Tuple[Any, Any]:
-        """Combines results over disjoint sets of keys into the result over all of them: returns (out, lse)."""
-        if len(outs) != len(lses) or not outs:
-            raise ValueError(f"outs and lses must pair up; there are {len(outs)} and {len(lses)}")
+        """Combines results over disjoint sets of keys into the result over all of them: returns (out, lse).
+
+        Results are written to `out` and `lse` when given and otherwise allocated as the first part is.
+        """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
-        count = len(outs)
-        out_views = (_abi.fa_tensor * count)(*[self._view(x, f"outs[{n}]", holds, stream) for n, x in enumerate(outs)])
-        lse_views = (_abi.fa_tensor * count)(*[self._view(x, f"lses[{n}]", holds, stream) for n, x in enumerate(lses)])
-        shape = _tensor.shape_of(out_views[0])
-        if out is None:
-            out = self._allocate(shape, out_views[0].dtype, "out", outs[0], _abi.fa_tensor())
-        if lse is None:
-            lse = self._allocate(_tensor.shape_of(lse_views[0]), _abi.FLOAT32, "lse", outs[0], _abi.fa_tensor())
-        out_view = self._view(out, "out", holds, stream, writable=True)
-        lse_view = self._view(lse, "lse", holds, stream, writable=True)
-        check(
-            _abi.lib.fa_merge(
-                self._open(), count, out_views, lse_views, ctypes.byref(out_view), ctypes.byref(lse_view), stream
-            ),
-            self._handle,
-        )
+        problem, out, lse = self._merge_problem(outs, lses, out, lse, stream, holds)
+        check(_abi.lib.fa_merge(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
         return out, lse
 
     def append_kv(
@@ -415,27 +444,33 @@ class Context:
         queries on the way if there are tables.
 
         `seqused_k` receives the rows each sequence has afterwards; rotated queries go to `q_out`, or stay in `q`. Caches in int8 or fp8 have
-        factors: `k_descale` and `v_descale` are read if there is one a sequence and head, written if one a row and head. flashattn.h
+        descales: `k_descale` and `v_descale` are read if there is one per sequence and head, written if one per row and head. flashattn.h
         (fa_append) documents shapes.
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
-        append = _abi.fa_append()
-        check(_abi.lib.fa_append_init(ctypes.byref(append), ctypes.sizeof(append)))
-        inputs = dict(k=k, v=v, page_table=page_table, offsets=offsets, cu_seqlens=cu_seqlens, seqused=seqused)
-        inputs.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_positions=rotary_positions)
-        for name, tensor in inputs.items():
-            setattr(append, name, self._view(tensor, name, holds, stream))
-        append.q = self._view(q, "q", holds, stream, writable=q_out is None)
-        for name, tensor in dict(k_cache=k_cache, v_cache=v_cache, seqused_k=seqused_k, q_out=q_out).items():
-            setattr(append, name, self._view(tensor, name, holds, stream, writable=True))
-        for name, tensor in dict(k_descale=k_descale, v_descale=v_descale).items():
-            view = self._view(tensor, name, holds, stream)
-            # One a row and head (three dimensions) is written.
-            setattr(append, name, self._view(tensor, name, holds, stream, writable=True) if view.ndim == 3 else view)
-        if interleaved:
-            append.flags |= _abi.APPEND_INTERLEAVED
-        check(_abi.lib.fa_append_kv(self._open(), ctypes.byref(append), stream), self._handle)
+        append = self._append_problem(
+            stream,
+            holds,
+            interleaved,
+            k=k,
+            k_cache=k_cache,
+            v=v,
+            v_cache=v_cache,
+            page_table=page_table,
+            offsets=offsets,
+            cu_seqlens=cu_seqlens,
+            seqused=seqused,
+            seqused_k=seqused_k,
+            q=q,
+            q_out=q_out,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_positions=rotary_positions,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
+        check(_abi.lib.fa_append_kv(self._open(), ctypes.byref(append), None, 0, stream), self._handle)
 
     # ------------------------------------------------------------------------------------------------- queries
 
@@ -469,3 +504,15 @@ class Context:
         return self._plan(
             lambda info: _abi.lib.fa_backward_query(self._open(), ctypes.byref(problem), ctypes.byref(gradients), info)
         )
+
+    def query_merge(self, outs: Sequence[Any], lses: Sequence[Any]) -> Plan:
+        """How `merge` would run; raises the `Error` it would raise. Reads no tensor data."""
+        holds: Holds = []
+        problem, _, _ = self._merge_problem(outs, lses, None, None, None, holds)
+        return self._plan(lambda info: _abi.lib.fa_merge_query(self._open(), ctypes.byref(problem), info))
+
+    def query_append(self, k: Any, k_cache: Any, v: Any = None, v_cache: Any = None, **arguments: Any) -> Plan:
+        """How `append_kv` would run with the same arguments; raises the `Error` it would raise. Reads no tensor data."""
+        holds: Holds = []
+        append = self._append_problem(None, holds, k=k, k_cache=k_cache, v=v, v_cache=v_cache, **arguments)
+        return self._plan(lambda info: _abi.lib.fa_append_query(self._open(), ctypes.byref(append), info))

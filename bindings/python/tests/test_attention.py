@@ -231,6 +231,17 @@ class AttentionTest(unittest.TestCase):
         self.assertAlmostEqual(float(again[0, 1, 0, 0]), float(q[0, 1, 0, 0] * cos[1, 0] - q[0, 1, 0, 1] * sin[1, 0]), places=5)
         with self.assertRaises(flashattn.Error):
             flashattn.append_kv(k, k_cache, v)
+        # Asking writes nothing.
+        before, queries = k_cache.copy(), q.copy()
+        plan = flashattn.query_append(k, k_cache, q=queries, rotary_cos=cos, rotary_sin=sin)
+        self.assertRegex(plan.kernel, "append")
+        self.assertEqual(plan.flops, 6 * (2 * 3) * (2 + 4) * 3)
+        np.testing.assert_array_equal(k_cache, before)
+        np.testing.assert_array_equal(queries, q)
+        with self.assertRaises(flashattn.Error):
+            flashattn.query_append(k, k_cache, v)
+        with self.assertRaisesRegex(TypeError, "no argument 'ofsets'"):
+            flashattn.query_append(k, k_cache, ofsets=offsets)
 
     def test_a_cache_in_int8(self):
         k, v, q = normal(1, 1, 5, 2, 8), normal(2, 1, 5, 2, 8), normal(3, 1, 5, 2, 8)
@@ -253,6 +264,11 @@ class AttentionTest(unittest.TestCase):
         out, lse = flashattn.merge([part[0] for part in parts], [part[1] for part in parts])
         self.assert_close(out, whole.astype(np.float64))
         self.assert_close(lse, whole_lse.astype(np.float64))
+        plan = flashattn.query_merge([part[0] for part in parts], [part[1] for part in parts])
+        self.assertRegex(plan.kernel, "merge")
+        self.assertEqual((plan.flops, plan.workspace_bytes), (2 * 3 * out.size, 0))
+        with self.assertRaisesRegex(flashattn.Error, r"out_parts\[1\].shape"):
+            flashattn.query_merge([parts[0][0], parts[1][0][:1]], [parts[0][1], parts[1][1]])
 
     def test_threads_have_contexts_of_their_own(self):
         q, k, v = normal(1, 1, 64, 2, 16), normal(2, 1, 64, 2, 16), normal(3, 1, 64, 2, 16)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which blocks of rows are worked on: heads by sections whose keys fit the L2 cache together; within a section row block by
-// row block over its heads, with a causal mask those that see most keys first.
+// The L2-aware order of work tiles: heads in groups whose keys and values fit the L2 cache together. Within a group, row block after row block
+// over its heads; under a causal mask the row blocks that see most keys come first.
 #pragma once
 
 #include <cstdint>
@@ -34,11 +34,11 @@ struct L2HeadOrder {
         heads(heads) {}
 
   FA_HD Place at(int index) const {
-    const int section = l2_group_row_blocks.quotient(index);
-    index -= section * static_cast<int>(l2_group_row_blocks.value);
-    const Divisor &heads_here = section == last_l2_group ? last_l2_group_heads : l2_group_heads;
+    const int group = l2_group_row_blocks.quotient(index);
+    index -= group * static_cast<int>(l2_group_row_blocks.value);
+    const Divisor &heads_here = group == last_l2_group ? last_l2_group_heads : l2_group_heads;
     const int row_block = heads_here.quotient(index);
-    const int head = section * static_cast<int>(l2_group_heads.value) + index - row_block * static_cast<int>(heads_here.value);
+    const int head = group * static_cast<int>(l2_group_heads.value) + index - row_block * static_cast<int>(heads_here.value);
     const int batch = heads.quotient(head);
     return {last_rows_first ? row_blocks - 1 - row_block : row_block, batch, head - batch * static_cast<int>(heads.value)};
   }

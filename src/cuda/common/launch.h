@@ -10,14 +10,14 @@
 
 namespace fa::cuda {
 
-// One kernel and its grid of blocks of threads, both one-dimensional.
+// One kernel launch; grid and CTA are one-dimensional.
 struct Launch {
   const void *kernel = nullptr;  // the __global__ function; null if this build leaves it out
   int threads = 0;
   int shared_bytes = 0;  // dynamic
   int64_t blocks = 0;    // 0: nothing to do
-  bool pdl = false;      // may start while the launch before it still runs, and itself waits for that one (wait_for_previous)
-  int cluster = 0;  // blocks of a cluster, for kernels that ask for their number; clusters may be larger than every chip has
+  bool pdl = false;  // programmatic dependent launch: may start while the launch before it runs, and waits for it (pdl_wait)
+  int cluster = 0;   // CTAs of a cluster, 0 = none; kernels that take a size above 8 allow non-portable ones
 };
 
 // A short list of launches and the memory of their parameters. Lives on the stack for one call; nothing in it is initialised before

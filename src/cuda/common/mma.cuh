@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of one warp with mma.sync over 16-bit tiles in swizzled shared memory: the verbs attention kernels are written in.
+// Matrix products of one warp with mma.sync m16n8k16 over 16-bit tiles in swizzled shared memory.
 //
-//   Accumulator[kMt][kNt][4]   element r of tile (i, j): row 16 i + g + 8 (r / 2), column 8 j + 2 q + r % 2   (g = lane / 4, q = lane % 4)
-//   Weights[kMt][k][4]         the same tiles, rounded and paired, as the left operand of the next product: columns 16 k .. 16 k + 15
+//   Accumulator[kMt][kNt][4]   C of kMt x kNt tiles of 16 x 8; fragment.cuh says which row and column an element is
+//   PFragment[kMt][k][4]       the same tiles converted to 16 bits: the A operand of the next product, columns 16 k .. 16 k + 15
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -15,12 +15,6 @@ using Accumulator = float[kMt][kNt][4];
 template <int kMt, int kKSteps>
 using PFragment = uint32_t[kMt][kKSteps][4];
 
-// What a masked weight is rounded to: no visible weight has these bits, so the exact product can tell masked from zero.
-constexpr float kMaskedP = -0.f;
-constexpr uint32_t kMaskedPBits = 0x8000u;
-// The same of a rounded weight that has been made a float again.
-__device__ __forceinline__ bool is_masked_p(float weight) { return __float_as_uint(weight) == 0x80000000u; }
-
 template <int kMt, int kNt>
 __device__ __forceinline__ void clear(Accumulator<kMt, kNt> &acc) {
 #pragma unroll
@@ -31,7 +25,7 @@ __device__ __forceinline__ void clear(Accumulator<kMt, kNt> &acc) {
       for (int r = 0; r < 4; ++r) acc[i][j][r] = 0.f;
 }
 
-// Address of the same row, `steps` times 32 bytes further: the swizzle is an XOR of low address bits, so is this.
+// Address `steps` times 32 bytes further in the same row. The swizzle is an XOR of low address bits, and so is this step.
 template <int kPitch>
 __device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
   if constexpr (kPitch % 128 == 0) {
@@ -46,50 +40,50 @@ __device__ __forceinline__ uint32_t advance(uint32_t address, int steps) {
 template <typename Element, int kD, int kMt, int kNt>
 __device__ __forceinline__ void mma_nt(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
                                        int first_column) {
-  constexpr int kPieces = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kRing = kPieces + 1;
+  constexpr int kLoadsPerStep = kNt / 2, kSteps = kD / 16, kPitch = kD * 2, kBuffers = kLoadsPerStep + 1;
   static_assert(kNt % 2 == 0);
   const int lane = threadIdx.x & 31;
   const uint32_t a = a_tile + swizzled<kPitch>(first_row + (lane & 15), lane >> 4);
   const uint32_t b = b_tile + swizzled<kPitch>(first_column + (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  uint32_t af[2][kMt][4], bf[kRing][4];
+  uint32_t af[2][kMt][4], bf[kBuffers][4];
   const auto load_a = [&](int step) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i) ldmatrix_x4(af[step & 1][i], advance<kPitch>(a, step) + i * 16 * kPitch);
   };
-  const auto load_b = [&](int n) { ldmatrix_x4(bf[n % kRing], advance<kPitch>(b, n / kPieces) + n % kPieces * 16 * kPitch); };
+  const auto load_b = [&](int n) {
+    ldmatrix_x4(bf[n % kBuffers], advance<kPitch>(b, n / kLoadsPerStep) + n % kLoadsPerStep * 16 * kPitch);
+  };
   load_a(0);
 #pragma unroll
-  for (int n = 0; n < kPieces; ++n) load_b(n);
+  for (int n = 0; n < kLoadsPerStep; ++n) load_b(n);
   clear<kMt, kNt>(acc);
 #pragma unroll
-  for (int n = 0; n < kSteps * kPieces; ++n) {
-    const int step = n / kPieces, j = n % kPieces;
+  for (int n = 0; n < kSteps * kLoadsPerStep; ++n) {
+    const int step = n / kLoadsPerStep, j = n % kLoadsPerStep;
     if (j == 0 && step + 1 < kSteps) load_a(step + 1);
-    if (n + kPieces < kSteps * kPieces) load_b(n + kPieces);
+    if (n + kLoadsPerStep < kSteps * kLoadsPerStep) load_b(n + kLoadsPerStep);
 #pragma unroll
     for (int i = 0; i < kMt; ++i) {
-      mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[n % kRing][0], bf[n % kRing][1]);
-      mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[n % kRing][2], bf[n % kRing][3]);
+      mma_16816<Element>(acc[i][2 * j], af[step & 1][i], bf[n % kBuffers][0], bf[n % kBuffers][1]);
+      mma_16816<Element>(acc[i][2 * j + 1], af[step & 1][i], bf[n % kBuffers][2], bf[n % kBuffers][3]);
     }
   }
 }
 
-// Columns of a tile, 16 at a time, as kParts warps share them: each 128 bytes are cut into kParts pieces. Piece d of the warp whose
-// first one is `first`, below 4 / kParts, is first + column_step<kParts>(d); with one part the pieces are just counted.
+// Where kWarps warps share the columns of out: each swizzle atom of 128 bytes is divided into steps of 16 columns, and each warp takes
+// 4 / kWarps consecutive ones of every atom. Step d of a warp whose first step is `first` is first + column_step<kWarps>(d).
 template <int kParts>
 __host__ __device__ constexpr int column_step(int d) {
   static_assert(kParts == 1 || kParts == 2 || kParts == 4);
   return d / (4 / kParts) * 4 + d % (4 / kParts);
 }
 
-// acc += W T: T has kKSteps * 16 rows of kPitch bytes; acc covers its columns from 16 * first_column_step on, or the part of them that
-// starts there. weights_of(k, w) gives the part of W for rows 16 k .. 16 k + 15 of T when its turn comes, so that it can be computed
-// under the products before.
-template <typename Element, int kPitch, int kKSteps, int kParts, int kMt, int kNt, typename WeightsOf>
-__device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t tile, int first_column_step,
-                                            WeightsOf weights_of) {
+// acc += P T: T has kKSteps * 16 rows of kPitch bytes, and acc covers its columns from 16 * first_column_step on. p_of(k, a) makes the A operand for
+// rows 16 k .. 16 k + 15 of T just before it is needed, so that it is computed while earlier mma run.
+template <typename Element, int kPitch, int kKSteps, int kParts, int kMt, int kNt, typename POf>
+__device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t tile, int first_column_step, POf p_of) {
   constexpr int kColumnSteps = kNt / 2, kSteps = kKSteps * kColumnSteps;
-  // Warps that do not share rows have the widest accumulators: nothing is kept for the next time.
+  // Warps that do not share rows have the widest accumulators: addresses are computed anew rather than kept in registers.
   const int lane = (kParts == 1 ? opaque(threadIdx.x) : threadIdx.x) & 31;
   const uint32_t t = advance<kPitch>(tile + swizzled<kPitch>(lane & 15, lane >> 4), first_column_step);
   uint32_t tf[2][4], w[kMt][4];
@@ -99,7 +93,7 @@ __device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t
   load(0);
 #pragma unroll
   for (int k = 0; k < kKSteps; ++k) {
-    weights_of(k, w);
+    p_of(k, w);
 #pragma unroll
     for (int d = 0; d < kColumnSteps; ++d) {
       const int n = k * kColumnSteps + d;
@@ -113,20 +107,23 @@ __device__ __forceinline__ void mma_rs_with(Accumulator<kMt, kNt> &acc, uint32_t
   }
 }
 
-// The same for weights that are all there.
+// The same with P of all keys at hand.
 template <typename Element, int kPitch, int kMt, int kKSteps, int kNt>
 __device__ __forceinline__ void mma_rs(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w, uint32_t tile,
                                        int first_column_step = 0) {
-  mma_rs_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step, [&](int k, uint32_t(&part)[kMt][4]) {
+  mma_rs_with<Element, kPitch, kKSteps, 1, kMt, kNt>(acc, tile, first_column_step, [&](int k, uint32_t(&a)[kMt][4]) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) part[i][r] = w[i][k][r];
+      for (int r = 0; r < 4; ++r) a[i][r] = w[i][k][r];
   });
 }
 
-// How an operand of a product over k lies in shared memory.
-enum class Major { k, mn };  // K contiguous: (rows of A or columns of B, K); or M / N contiguous: (K, rows of A or columns of B)
+// The layout of an operand in shared memory.
+enum class Major {
+  k,
+  mn
+};  // K contiguous: (rows of A or columns of B, K); or M / N contiguous: (K, rows of A or columns of B)
 
 // acc += A B, both in shared memory, rows of kAPitch and kBPitch bytes. acc covers kMt * 16 rows of A from first_row on and
 // kNt * 8 columns of B from first_column on. The fragments of the next 16 k and up to 32 columns are loaded before the products of
@@ -137,7 +134,7 @@ __device__ __forceinline__ void mma_ss(Accumulator<kMt, kNt> &acc, uint32_t a_ti
   constexpr int kBatch = kNt < 4 ? kNt : 4, kBatches = kNt / kBatch, kSteps = kKSteps * kBatches;
   static_assert(kNt % kBatch == 0 && kBatch % 2 == 0);
   const int lane = threadIdx.x & 31;
-  // Where the four 8 x 8 matrices of a fragment begin: A takes rows first, B takes k first.
+  // Rows of the four 8 x 8 matrices of a fragment: A takes rows first, B takes k first.
   const int low = lane & 15, high = lane >> 4, mixed = (lane & 7) + (high << 3), middle = (lane >> 3) & 1;
   const uint32_t a =
       a_tile + (kA == Major::k ? swizzled<kAPitch>(first_row + low, high) : swizzled<kAPitch>(mixed, first_row / 8 + middle));
@@ -178,109 +175,6 @@ __device__ __forceinline__ void mma_ss(Accumulator<kMt, kNt> &acc, uint32_t a_ti
         mma_16816<Element>(acc[i][first + 2 * d + 1], af[k & 1][i], bf[n & 1][d][2], bf[n & 1][d][3]);
       }
   }
-}
-
-// ----------------------------------------------------------------------------------------------------------------------
-// NaN and Inf that only some rows see: zero times them is not zero, so tiles that hold any take a slow road
-// ----------------------------------------------------------------------------------------------------------------------
-
-// Whether this thread's share of a tile holds any; __syncthreads_or over the block then tells of the whole tile.
-template <typename Element, int kBytes, int kThreads>
-__device__ __forceinline__ bool tile_has_nonfinite(uint32_t tile) {
-  uint32_t found = 0;
-#pragma unroll 4
-  for (int at = static_cast<int>(threadIdx.x) * 16; at < kBytes; at += kThreads * 16) {
-    const uint4 x = ld_shared_16(tile + at);
-    found = nan_where_nonfinite<Element>(x.x, found);
-    found = nan_where_nonfinite<Element>(x.y, found);
-    found = nan_where_nonfinite<Element>(x.z, found);
-    found = nan_where_nonfinite<Element>(x.w, found);
-  }
-  return (found & 0x7FFF7FFFu) != 0;
-}
-
-// Adds bits (a weight) times row `row` of the tile to rows g and g + 8 of acc, unless the weight is masked.
-template <typename Element, int kPitch, int kMt, int kNt, int kParts = 1>
-__device__ __forceinline__ void add_row_nan_safe(Accumulator<kMt, kNt> &acc, const uint32_t (&bits)[kMt][2], uint32_t tile,
-                                                 int row, int first_column_step) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int j = 0; j < kNt; ++j) {
-    const uint32_t pair = ld_shared_4(
-        tile + swizzled<kPitch>(row, (first_column_step + column_step<kParts>(j / 2)) * 2 + j % 2) + (lane & 3) * 4);
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (bits[i][r] == kMaskedPBits) continue;
-        acc[i][j][2 * r] += to_float<Element>(bits[i][r]) * to_float<Element>(pair & 0xFFFFu);
-        acc[i][j][2 * r + 1] += to_float<Element>(bits[i][r]) * to_float<Element>(pair >> 16);
-      }
-  }
-}
-
-// multiply_add over the weights that are not masked, one row of the tile at a time.
-template <typename Element, int kPitch, int kMt, int kKSteps, int kNt, int kParts = 1>
-__device__ __forceinline__ void mma_rs_nan_safe(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w, uint32_t tile,
-                                                int first_column_step = 0) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll 1
-  for (int row = 0; row < kKSteps * 16; ++row) {
-    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this column's weights
-    uint32_t bits[kMt][2];
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t pair = 0;
-#pragma unroll
-        for (int k = 0; k < kKSteps; ++k)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if (row >> 3 == 2 * k + half) pair = w[i][k][2 * half + r];
-          }
-        pair = __shfl_sync(~0u, pair, source);
-        bits[i][r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-    add_row_nan_safe<Element, kPitch, kMt, kNt, kParts>(acc, bits, tile, row, first_column_step);
-  }
-}
-
-// multiply_add_shared over the weights of A that are not masked, one k at a time; B lies k first.
-template <typename Element, Major kA, int kAPitch, int kBPitch, int kKSteps, int kMt, int kNt>
-__device__ __forceinline__ void mma_ss_nan_safe(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile,
-                                                int first_column) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll 1
-  for (int k = 0; k < kKSteps * 16; ++k) {
-    uint32_t bits[kMt][2];
-#pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first_row + 16 * i + (lane >> 2) + 8 * r;
-        const int major = kA == Major::k ? row : k, minor = kA == Major::k ? k : row;
-        const uint32_t pair = ld_shared_4(a_tile + swizzled<kAPitch>(major, minor / 8) + (minor % 8 / 2) * 4);
-        bits[i][r] = (minor & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-    add_row_nan_safe<Element, kBPitch, kMt, kNt>(acc, bits, b_tile, k, first_column / 16);
-  }
-}
-
-// Whether the pieces of a tile that this thread itself, of kThreads, has fetched by load_tile (and waited for) hold any.
-template <typename Element, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool loaded_part_has_nonfinite(uint32_t tile, int thread) {
-  constexpr int kChunks = kColumns / 8;
-  uint32_t found = 0;
-#pragma unroll 4
-  for (int n = opaque(thread); n < kRows * kChunks; n += kThreads) {
-    const uint4 x = ld_shared_16(tile + swizzled<kColumns * 2>(n / kChunks, n % kChunks));
-    found = nan_where_nonfinite<Element>(x.x, found);
-    found = nan_where_nonfinite<Element>(x.y, found);
-    found = nan_where_nonfinite<Element>(x.z, found);
-    found = nan_where_nonfinite<Element>(x.w, found);
-  }
-  return (found & 0x7FFF7FFFu) != 0;
 }
 
 }  // namespace fa::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What launchers and kernels ask of a tensor.
+// What plans and kernels ask of a tensor.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fa::cuda {
 
-// Whether every row starts on 16 bytes and is whole 16-byte pieces.
+// Whether every row starts on 16 bytes and is a multiple of 16 bytes long.
 FA_HD bool has_16_byte_rows(const Operand &t, int64_t head_dim) {
   const int64_t elements = 16 / dtype_bytes(t.dtype);
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&

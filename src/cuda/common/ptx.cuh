@@ -9,14 +9,14 @@
 
 namespace fa::cuda {
 
-// The same value, of unknown origin to the compiler: what a loop computes from it is computed where it is used, not kept in
-// registers that the loop's accumulators need.
+// The same value, with an origin that the compiler does not know. What a loop computes from it is computed where it is used, instead of being
+// hoisted into registers that the accumulators of the loop need.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// A number that is the same for all lanes; saying so keeps it, and what is computed from it, in uniform registers.
+// A value that is the same in all lanes. The shuffle tells the compiler, which keeps it and what is computed from it in uniform registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src, int b
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n" ::"r"(dst), "l"(src) : "memory");
 }
-// ... 4 bytes, or a zero when `bytes` is 0.
+// Copies 4 bytes, or writes a zero when `bytes` is 0.
 __device__ __forceinline__ void cp_async_4(uint32_t dst, const void *src, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
-// ... that tells each of them whether any thread's `value` was true.
+// The same barrier, which also returns whether any thread's `value` was true.
 __device__ __forceinline__ bool named_barrier_or(int barrier, int threads, bool value) {
   uint32_t any;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}\n"
@@ -86,13 +86,13 @@ __device__ __forceinline__ float2 ld_shared_float2(uint32_t src) {
   return x;
 }
 
-// A counter in global memory that blocks of threads watch: as it is now, and one more once the calling thread's writes have arrived.
+// A counter in global memory that CTAs poll: a relaxed load, and an addition of one with release semantics for the writes of this thread.
 __device__ __forceinline__ int load_relaxed(const int32_t *counter) {
   int now;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
   return now;
 }
-// Makes 1 of 0, and says what it was.
+// Compare and swap of 0 by 1; returns the value before.
 __device__ __forceinline__ int claim_relaxed(int32_t *counter) {
   int before;
   asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;\n" : "=r"(before) : "l"(counter) : "memory");
@@ -102,8 +102,8 @@ __device__ __forceinline__ void count_released(int32_t *counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(counter) : "memory");
 }
 
-// For a launch that is chained to the one before it (launch.h), and may start while that still runs: that one says from where on it may;
-// this one waits until all before it is done and its writes are seen. Without effect elsewhere.
+// Programmatic dependent launch (PDL, launch.h): the dependent launch may start once every CTA has called pdl_launch_dependents. pdl_wait
+// returns when the launches before have completed and their writes are visible. Without effect before sm_90.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n");

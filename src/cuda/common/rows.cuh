@@ -21,7 +21,7 @@ __device__ __forceinline__ RowSource<Element> row_source(const Operand &t, int64
   return s;
 }
 
-// Eight elements to memory of any alignment, or to 16-byte aligned memory in one piece; those from `valid` on are not written.
+// Stores eight elements, to memory of any alignment or, with `vectors`, as one 16-byte vector. Elements from `valid` on are not written.
 template <typename Element>
 __device__ __forceinline__ void store_elements(Element *dst, const uint32_t (&words)[4], int valid, bool vectors) {
   if (vectors) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void store_elements(Element *dst, const uint32_t (&wo
   }
 }
 
-// Word n of lane q of the four lanes that share a row of accumulators changes places with word q of lane n: then a lane has the four
-// words of one block of eight columns.
+// Transposes 4 x 4 words among the four lanes (a quad) that share a row of accumulators: word n of lane q and word q of lane n change
+// places. Then a lane holds the four words of one tile of eight columns.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {

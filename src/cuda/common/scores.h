@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels may be asked to do to scores besides scale, band and lengths: sets of bits, by which the plan finds a kernel.
+// Sets of score terms, as bits: what a problem has besides scale, band and lengths, and what a kernel is built for.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace fa::cuda {
 
 using ScoreSet = uint32_t;
 constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
-// A bias that kernels can fetch like keys (the operands' dtype, rows of whole 16-byte pieces), and any other.
+// A bias that kernels can load like keys (the dtype of the operands, rows of whole 16-byte vectors), and any other.
 constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
 
 // Sets that kernels are built for.
@@ -60,9 +60,11 @@ constexpr float kRescaleThreshold = 8.0f;
 // Only p = 65535 / 65536 has a keep_scale beyond 2^15, of 2^16; its P * 2^15 is half of what unfused attention rounds.
 constexpr int kMaxPExponent = 15;
 inline int p_exponent(float keep_scale) { return std::min(static_cast<int>(std::ceil(std::log2(keep_scale))), kMaxPExponent); }
-inline float rescale_threshold(int p_exponent) { return std::min(kRescaleThreshold, static_cast<float>(kMaxPExponent - p_exponent)); }
+inline float rescale_threshold(int p_exponent) {
+  return std::min(kRescaleThreshold, static_cast<float>(kMaxPExponent - p_exponent));
+}
 
-// Numbers in the unit of raw products q k^T. Kernels that add to scores before they scale them keep the scale for the exponential.
+// The unit of q k^T. Kernels that add terms to scores before scaling them divide the terms by softmax_scale, which enters with the exponential.
 struct RawUnit {
   float logit;         // 1 / softmax_scale
   float cap;           // softcap

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of 16-bit rows in shared memory: how they are swizzled, and how a block of threads fills them from tensors of any
-// stride, alignment and length, paged or not.
+// Swizzled tiles of 16-bit rows in shared memory, and how a CTA fills them from tensors of any stride, alignment and length, paged or not.
 #pragma once
 
 #include "cuda/common/divisor.h"
@@ -8,15 +7,15 @@
 
 namespace fa::cuda {
 
-// Byte offset of 16-byte chunk `chunk` of row `row`. Rows of 128 n bytes XOR the chunk's low three bits with the row, rows of
-// 128 n + 64 bytes its low two bits with the row pair: either way eight consecutive rows of one chunk lie in different banks.
+// Byte offset of 16-byte vector `vector` of row `row`. Rows of 128 n bytes XOR the low three bits of the vector index with the row, rows of
+// 128 n + 64 bytes the low two bits with the row pair. Either way the same vector of eight consecutive rows lies in different banks.
 template <int kPitchBytes>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+__device__ __forceinline__ uint32_t swizzled(int row, int vector) {
   static_assert(kPitchBytes % 64 == 0);
   if constexpr (kPitchBytes % 128 == 0) {
-    return row * kPitchBytes + ((chunk ^ (row & 7)) << 4);
+    return row * kPitchBytes + ((vector ^ (row & 7)) << 4);
   } else {
-    return row * kPitchBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
+    return row * kPitchBytes + ((vector ^ ((row >> 1) & 3)) << 4);
   }
 }
 
@@ -58,23 +57,23 @@ __device__ __forceinline__ void copy_elements(uint32_t dst, const Element *src, 
   st_shared_16(dst, words[0], words[1], words[2], words[3]);
 }
 
-// Which 16-byte chunks of a tile of kRows x kColumns a thread fills: one column of them, every kStep-th row. The last threads have none
-// when rows are not a power of two long, or there are few of them.
+// Which 16-byte vectors of a tile of kRows x kColumns a thread loads: one vector column, every kStep-th row. The last threads load none where
+// the number of vectors per row is not a power of two, or rows are few.
 template <int kRows, int kColumns, int kThreads>
 struct TileThreadMap {
-  static constexpr int kPitch = kColumns * 2, kChunks = kColumns / 8;
+  static constexpr int kPitch = kColumns * 2, kVectors = kColumns / 8;
   static constexpr int step() {
     int rows = 1;
-    while (2 * rows * kChunks <= kThreads && 2 * rows <= kRows) rows *= 2;
+    while (2 * rows * kVectors <= kThreads && 2 * rows <= kRows) rows *= 2;
     return rows;
   }
   static constexpr int kStep = step(), kLoads = kRows / kStep;
-  static_assert(kChunks <= kThreads && kRows % kStep == 0);
+  static_assert(kVectors <= kThreads && kRows % kStep == 0);
   const int thread;  // of kThreads
 
-  __device__ __forceinline__ bool any() const { return kStep * kChunks == kThreads || thread < kStep * kChunks; }
-  __device__ __forceinline__ int row(int i) const { return thread / kChunks + i * kStep; }
-  __device__ __forceinline__ int chunk() const { return thread % kChunks; }
+  __device__ __forceinline__ bool any() const { return kStep * kVectors == kThreads || thread < kStep * kVectors; }
+  __device__ __forceinline__ int row(int i) const { return thread / kVectors + i * kStep; }
+  __device__ __forceinline__ int vector() const { return thread % kVectors; }
 };
 
 // Fills a tile from rows first .. first + kRows - 1, all of which exist: no row is checked, and what differs between threads is one
@@ -86,16 +85,16 @@ __device__ __forceinline__ void load_full_tile(uint32_t tile, const RowSource<El
   const Share share{thread};
   if (!share.any()) return;
   const Element *base = source.base + first * source.row_stride;
-  const int64_t offset = share.row(0) * source.row_stride + share.chunk() * 8;
-  const int bytes = share.chunk() * 8 < source.columns ? 16 : 0;
+  const int64_t offset = share.row(0) * source.row_stride + share.vector() * 8;
+  const int bytes = share.vector() * 8 < source.columns ? 16 : 0;
 #pragma unroll
   for (int i = 0; i < Share::kLoads; ++i) {
-    cp_async_16(tile + swizzled<Share::kPitch>(share.row(i), share.chunk()),
+    cp_async_16(tile + swizzled<Share::kPitch>(share.row(i), share.vector()),
                 base + i * Share::kStep * source.row_stride + offset, bytes);
   }
 }
 
-// Fills a tile from rows of any kind. address_of(r) is row r of the tile, or null for zeros; columns from `columns` on are zero. Vector
+// Fills a tile from any rows. address_of(r) is row r of the tile, or null for zeros; columns from `columns` on are zero. Vector
 // rows arrive by cp.async, others before the next barrier.
 template <typename Element, int kRows, int kColumns, int kThreads, typename AddressOf>
 __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int columns, AddressOf address_of,
@@ -103,7 +102,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int colum
   using Share = TileThreadMap<kRows, kColumns, kThreads>;
   const Share share{thread};
   if (!share.any()) return;
-  const int c = share.chunk();
+  const int c = share.vector();
   if (vectors) {
 #pragma unroll 2
     for (int i = 0; i < Share::kLoads; ++i) {

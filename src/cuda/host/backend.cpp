@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
+#include <cstdint>
 #include <cstdio>
 #include <type_traits>
 #include <unordered_map>
@@ -20,9 +22,38 @@ namespace fa {
 namespace cuda {
 namespace {
 
-// The plan of each kind of problem, so that forward and backward are one code below.
+// A merge's list of launches. The kernel's parameters are too large for the list's own memory.
+struct MergeLaunches : Launches {
+  MergeListParams params;
+};
+
+// The plan of each kind of problem and the list of its launches, so that all four are one code below.
 template <typename AnyProblem>
-using PlanOf = std::conditional_t<std::is_same_v<AnyProblem, ForwardProblem>, ForwardPlan, BackwardPlan>;
+struct Kind;
+template <>
+struct Kind<ForwardProblem> {
+  using Plan = ForwardPlan;
+  using List = Launches;
+};
+template <>
+struct Kind<BackwardProblem> {
+  using Plan = BackwardPlan;
+  using List = Launches;
+};
+template <>
+struct Kind<MergeProblem> {
+  using Plan = MergePlan;
+  using List = MergeLaunches;
+};
+template <>
+struct Kind<AppendProblem> {
+  using Plan = AppendPlan;
+  using List = Launches;
+};
+template <typename AnyProblem>
+using PlanOf = typename Kind<AnyProblem>::Plan;
+template <typename AnyProblem>
+using LaunchesOf = typename Kind<AnyProblem>::List;
 
 fa_status make_plan(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
   return plan_forward(problem, device, plan, error);
@@ -30,9 +61,24 @@ fa_status make_plan(const ForwardProblem &problem, const Device &device, Forward
 fa_status make_plan(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
   return plan_backward(problem, device, plan, error);
 }
+fa_status make_plan(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error) {
+  return plan_merge(problem, device, plan, error);
+}
+fa_status make_plan(const AppendProblem &problem, const Device &device, AppendPlan &plan, ErrorText &error) {
+  return plan_append(problem, device, plan, error);
+}
 
+// What only forward's plan has.
 int32_t num_splits(const ForwardPlan &plan) { return plan.num_splits; }
-int32_t num_splits(const BackwardPlan &) { return 1; }
+template <typename AnyPlan>
+int32_t num_splits(const AnyPlan &) {
+  return 1;
+}
+int32_t num_counters(const ForwardPlan &plan) { return plan.counters; }
+template <typename AnyPlan>
+int32_t num_counters(const AnyPlan &) {
+  return 0;
+}
 
 // What carries out a plan. A new family of kernels adds its line here, to Family and to the plan.
 template <typename AnyProblem>
@@ -40,6 +86,8 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
                         int32_t *counters, Launches &launches, ErrorText &error) {
   constexpr bool kForward = std::is_same_v<PlanOf<AnyProblem>, ForwardPlan>;
   switch (plan.family) {
+    case Family::none:
+      return FA_OK;
     case Family::sm80:
       return sm80::add_launches(problem, plan, workspace, launches, error);
     case Family::simt:
@@ -61,6 +109,22 @@ fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &pla
       break;
   }
   return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
+}
+
+fa_status make_launches(const MergeProblem &problem, const MergePlan &, const Driver &, void *, int32_t *,
+                        MergeLaunches &launches, ErrorText &) {
+  launches.params.problem = problem;
+  std::copy_n(problem.parts, problem.num_parts, launches.params.parts);
+  launches.add("merge kernel", merge_launch(launches.params), &launches.params);
+  return FA_OK;
+}
+
+fa_status make_launches(const AppendProblem &problem, const AppendPlan &, const Driver &, void *, int32_t *, Launches &launches,
+                        ErrorText &) {
+  auto &params = launches.make_params<AppendParams>();
+  params.problem = problem;
+  launches.add("append kernel", append_launch(params), &params);
+  return FA_OK;
 }
 
 // A stream that somebody created, as opposed to one of the default streams, which every context has.
@@ -92,11 +156,23 @@ class CudaBackend final : public Backend {
   fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
+  fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const override {
+    return summarise(problem, summary, error);
+  }
+  fa_status plan(const AppendProblem &problem, PlanSummary &summary, ErrorText &error) const override {
+    return summarise(problem, summary, error);
+  }
 
   fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
   fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
+    return load_only(problem, pointers, error);
+  }
+  fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) override {
+    return load_only(problem, pointers, error);
+  }
+  fa_status prepare(const AppendProblem &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
 
@@ -108,28 +184,10 @@ class CudaBackend final : public Backend {
   }
 
   fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) override {
-    if (problem.num_parts > kMaxMergeParts) {
-      return fail(error, FA_ERROR_UNSUPPORTED, "num_parts is %d; on CUDA one call merges up to %d", int{problem.num_parts},
-                  kMaxMergeParts);
-    }
-    MergeListParams params;
-    params.problem = problem;
-    std::copy_n(problem.parts, problem.num_parts, params.parts);
-    Launches launches;
-    launches.add("merge kernel", merge_launch(params), &params);
-    return run_launches(launches, call, error);
+    return run_planned(problem, call, error);
   }
-
   fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) override {
-    if (problem.heads_q + problem.heads_k > kMaxAppendHeads) {
-      return fail(error, FA_ERROR_UNSUPPORTED, "q and k have %lld heads together; on CUDA one call takes up to %lld",
-                  static_cast<long long>(problem.heads_q + problem.heads_k), static_cast<long long>(kMaxAppendHeads));
-    }
-    AppendParams params;
-    params.problem = problem;
-    Launches launches;
-    launches.add("append kernel", append_launch(params), &params);
-    return run_launches(launches, call, error);
+    return run_planned(problem, call, error);
   }
 
  private:
@@ -161,7 +219,7 @@ class CudaBackend final : public Backend {
   template <typename AnyProblem>
   fa_status load_only(const AnyProblem &problem, const Pointers &pointers, ErrorText &error) {
     PlanOf<AnyProblem> plan;
-    Launches launches;
+    LaunchesOf<AnyProblem> launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
     FA_RETURN_IF_ERROR(make_launches(problem, plan, driver_, nullptr, nullptr, launches, error));
     CurrentContext context(driver_);
@@ -175,7 +233,7 @@ class CudaBackend final : public Backend {
   template <typename AnyProblem>
   fa_status run_planned(const AnyProblem &problem, const Call &call, ErrorText &error) {
     PlanOf<AnyProblem> plan;
-    Launches launches;
+    LaunchesOf<AnyProblem> launches;
     Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
     FA_RETURN_IF_ERROR(check_workspace(workspace, plan.workspace_bytes, error));
@@ -185,18 +243,11 @@ class CudaBackend final : public Backend {
     const bool own = workspace.data == nullptr && plan.workspace_bytes > 0;
     if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
     int32_t *counters = nullptr;
-    fa_status status = take_counters(plan, call.stream, counters, error);
+    fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
     if (status == FA_OK) status = make_launches(problem, plan, driver_, workspace.data, counters, launches, error);
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
-  }
-
-  fa_status run_launches(const Launches &launches, const Call &call, ErrorText &error) {
-    CurrentContext context(driver_);
-    FA_RETURN_IF_ERROR(enter(call.stream, context, error));
-    FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
-    return enqueue(launches, call.stream, error);
   }
 
   fa_status check(cudaError_t result, const char *what, ErrorText &error) {
@@ -299,6 +350,7 @@ class CudaBackend final : public Backend {
         attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
         attributes[count++].value.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
       }
+      assert(launch.blocks <= INT32_MAX);  // a plan refuses what one grid does not hold
       CUlaunchConfig config{};
       config.gridDimX = static_cast<unsigned>(launch.blocks);
       config.blockDimX = static_cast<unsigned>(launch.threads);
@@ -364,12 +416,11 @@ class CudaBackend final : public Backend {
     return FA_OK;
   }
 
-  fa_status take_counters(const ForwardPlan &plan, fa_stream stream, int32_t *&counters, ErrorText &error) {
-    if (plan.counters == 0) return FA_OK;
+  fa_status take_counters(int32_t count, fa_stream stream, int32_t *&counters, ErrorText &error) {
+    if (count == 0) return FA_OK;
     FA_RETURN_IF_ERROR(make_pool(error));
-    return counters_.next(plan.counters, pool_, stream, counters, error);
+    return counters_.next(count, pool_, stream, counters, error);
   }
-  fa_status take_counters(const BackwardPlan &, fa_stream, int32_t *&, ErrorText &) { return FA_OK; }
 
   fa_status make_pool(ErrorText &error) {
     if (pool_ != nullptr) return FA_OK;

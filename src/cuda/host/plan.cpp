@@ -696,6 +696,11 @@ fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPla
 fa_status plan_backward(const BackwardProblem &b, const Device &device, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
   plan = BackwardPlan{};
+  if (b.empty()) {
+    plan.family = Family::none;
+    plan.reason = "no gradient is asked for";
+    return FA_OK;
+  }
   FA_RETURN_IF_ERROR(check_limits(p, error));
   constexpr int64_t kMaxBackward = 512;
   if (p.head_dim > kMaxBackward) {
@@ -738,6 +743,7 @@ std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   const Problem &p = b.forward;
+  if (plan.family == Family::none) return "none";
   if (plan.family == Family::simt) return name_of("simt_bwd", p, simt::kBackwardShapes[plan.shape].name);
   return (plan.family == Family::sm90 ? name_of("sm90_bwd", p, sm90::kBackwardShapes[plan.shape].name)
                                       : name_of("sm80_bwd", p, sm80::kBackwardShapes[plan.shape].name)) +

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/append.h"
 #include "core/forward_problem.h"
 #include "core/status.h"
 
@@ -23,7 +24,8 @@ struct Device {
 };
 
 // A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla };
+// `none` is the plan of a problem without work, which launches nothing.
+enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, none };
 
 struct ForwardPlan {
   Family family = Family::sm80;
@@ -75,6 +77,18 @@ struct BackwardPlan {
   const char *reason = "";
 };
 
+// Merging and appending have one kernel each, which cuts the rows itself.
+struct MergePlan {
+  const char *kernel = "";
+  const char *reason = "";
+  size_t workspace_bytes = 0;
+};
+struct AppendPlan {
+  const char *kernel = "";
+  const char *reason = "";
+  size_t workspace_bytes = 0;
+};
+
 // Whether a build for `archs` (as CMAKE_CUDA_ARCHITECTURES, separated by spaces) has code for a device: machine code for its major
 // version and no newer minor one, or PTX of a version that is not newer. Words without a number count as having everything.
 bool built_for(const char *archs, int32_t compute_capability);
@@ -84,9 +98,13 @@ bool is_tma_compatible(const Operand &tensor, const Lengths &lengths, int64_t he
 
 fa_status plan_forward(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
+fa_status plan_merge(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error);
+fa_status plan_append(const AppendProblem &problem, const Device &device, AppendPlan &plan, ErrorText &error);
 
 // For people. Not part of the plan: a launch needs no name.
 std::string kernel_name(const Problem &problem, const ForwardPlan &plan);
 std::string kernel_name(const BackwardProblem &problem, const BackwardPlan &plan);
+inline std::string kernel_name(const MergeProblem &, const MergePlan &plan) { return plan.kernel; }
+inline std::string kernel_name(const AppendProblem &, const AppendPlan &plan) { return plan.kernel; }
 
 }  // namespace fa::cuda

@@ -30,22 +30,33 @@ def tensor(t: torch.Tensor) -> abi.fa_tensor:
     return view
 
 
+def load(path) -> ctypes.CDLL:
+    """Another build of the library beside the one that the bindings have loaded, for `--before`."""
+    other = ctypes.CDLL(str(Path(path).resolve()), mode=ctypes.RTLD_LOCAL)
+    for name in ("fa_config_init", "fa_create", "fa_last_error", "fa_status_name", "fa_attention_init", "fa_gradients_init", "fa_plan_info_init",
+                 "fa_forward_query", "fa_backward_query", "fa_forward", "fa_backward", "fa_version_string"):
+        function, known = getattr(other, name), getattr(abi.lib, name)
+        function.argtypes, function.restype = known.argtypes, known.restype
+    return other
+
+
 class Context:
     """A context on the current CUDA device, with the kernels that a device of compute capability `arch` has (0: its own)."""
 
-    def __init__(self, arch=0):
+    def __init__(self, arch=0, lib=abi.lib):
+        self.lib = lib
         config = abi.fa_config()
-        self.check(abi.lib.fa_config_init(ctypes.byref(config), ctypes.sizeof(config)))
+        self.check(self.lib.fa_config_init(ctypes.byref(config), ctypes.sizeof(config)))
         config.device_type = abi.DEVICE_CUDA
         config.device_index = torch.cuda.current_device()
         config.cuda_arch = arch
         self.handle = ctypes.c_void_p()
-        self.check(abi.lib.fa_create(ctypes.byref(self.handle), ctypes.byref(config)))
+        self.check(self.lib.fa_create(ctypes.byref(self.handle), ctypes.byref(config)))
 
     def check(self, status):
         if status != abi.OK:
-            text = abi.lib.fa_last_error(getattr(self, "handle", None)).decode()
-            raise RuntimeError(f"{abi.lib.fa_status_name(status).decode()}: {text}")
+            text = self.lib.fa_last_error(getattr(self, "handle", None)).decode()
+            raise RuntimeError(f"{self.lib.fa_status_name(status).decode()}: {text}")
 
 
 class Attention:
@@ -62,7 +73,7 @@ class Attention:
             q, k, v = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
         self.kept = [q, k, v, cu, pages]  # what the structs point to
         a = self.attention = abi.fa_attention()
-        context.check(abi.lib.fa_attention_init(ctypes.byref(a), ctypes.sizeof(a)))
+        context.check(context.lib.fa_attention_init(ctypes.byref(a), ctypes.sizeof(a)))
         a.q, a.k, a.v, a.out, a.lse = map(tensor, (q, k, v, self.out, self.lse))
         a.mask = abi.MASK_CAUSAL if causal else abi.MASK_NONE
         a.flags = abi.FLAG_DETERMINISTIC if deterministic else 0
@@ -111,7 +122,7 @@ class Attention:
         q, k, v = self.kept[:3]
         self.grads = [torch.full_like(t, float("nan")) for t in (q, k, v)]
         g = self.gradients = abi.fa_gradients()
-        self.context.check(abi.lib.fa_gradients_init(ctypes.byref(g), ctypes.sizeof(g)))
+        self.context.check(self.context.lib.fa_gradients_init(ctypes.byref(g), ctypes.sizeof(g)))
         g.dout, g.dq, g.dk, g.dv = map(tensor, (dout, *self.grads))
         self.kept.append(dout)
         info = self._query()
@@ -120,12 +131,12 @@ class Attention:
 
     def _query(self):
         info = abi.fa_plan_info()
-        self.context.check(abi.lib.fa_plan_info_init(ctypes.byref(info), ctypes.sizeof(info)))
+        self.context.check(self.context.lib.fa_plan_info_init(ctypes.byref(info), ctypes.sizeof(info)))
         handle, a = self.context.handle, ctypes.byref(self.attention)
         if self.gradients is None:
-            self.context.check(abi.lib.fa_forward_query(handle, a, ctypes.byref(info)))
+            self.context.check(self.context.lib.fa_forward_query(handle, a, ctypes.byref(info)))
         else:
-            self.context.check(abi.lib.fa_backward_query(handle, a, ctypes.byref(self.gradients), ctypes.byref(info)))
+            self.context.check(self.context.lib.fa_backward_query(handle, a, ctypes.byref(self.gradients), ctypes.byref(info)))
         return info
 
     def _workspace(self, info):
@@ -135,10 +146,10 @@ class Attention:
 
     def forward(self):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self.context.check(abi.lib.fa_forward(self.context.handle, ctypes.byref(self.attention), self.workspace,
+        self.context.check(self.context.lib.fa_forward(self.context.handle, ctypes.byref(self.attention), self.workspace,
                                               self.workspace_bytes, stream))
 
     def backward(self):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self.context.check(abi.lib.fa_backward(self.context.handle, ctypes.byref(self.attention), ctypes.byref(self.gradients),
+        self.context.check(self.context.lib.fa_backward(self.context.handle, ctypes.byref(self.attention), ctypes.byref(self.gradients),
                                                self.backward_workspace, self.backward_bytes, stream))

@@ -6,9 +6,13 @@ from __future__ import annotations
 import math
 from html import escape
 
-CONTENDERS = {"ours": ("libflashattn", "#c2410c"), "fa3": ("FA3 (published ratio to cuDNN)", "#7c3aed"), "cudnn": ("cuDNN (PyTorch)", "#1d4ed8"),
-              "fa2": ("FA2 (PyTorch)", "#15803d")}
-UNFUSED = {"unfused": ("unfused (PyTorch)", "#6b7280")}
+# name: (label, colour, whether the curve is dashed because it was not measured in the same process as ours)
+CONTENDERS = {"ours": ("libflashattn", "#c2410c", False), "fa3": ("FA3 (through cuDNN, another run)", "#7c3aed", True),
+              "cudnn": ("cuDNN (PyTorch)", "#1d4ed8", False), "fa2": ("FA2 (PyTorch)", "#15803d", False)}
+# The same where a row's TFLOP/s of ours, FA3 and cuDNN are of the direct comparison (docs/data/peers.json).
+BESIDE_FA3 = {**CONTENDERS, "fa3": ("FlashAttention-3", "#7c3aed", False), "cudnn": ("cuDNN 9.19", "#1d4ed8", False),
+              "fa2": ("FlashAttention-2 (another run)", "#15803d", True)}
+UNFUSED = {"unfused": ("unfused (PyTorch)", "#6b7280", False)}
 PANEL_W, PANEL_H = 250, 170
 LEFT, TOP, GAP_X, GAP_Y = 56, 64, 34, 58
 
@@ -18,8 +22,9 @@ def text(x, y, words, size=11, anchor="middle", color="#374151", weight="normal"
             f'font-weight="{weight}">{escape(words)}</text>')
 
 
-def line(x1, y1, x2, y2, color="#e5e7eb", width=1.0):
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="{width}"/>'
+def line(x1, y1, x2, y2, color="#e5e7eb", width=1.0, dashed=False):
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="{width}"{dash}/>'
 
 
 def seqlen_label(n):
@@ -28,8 +33,8 @@ def seqlen_label(n):
 
 def legend(contenders, y):
     parts, x = [], LEFT
-    for label, color in contenders.values():
-        parts += [line(x, y, x + 22, y, color, 3), text(x + 28, y + 4, label, anchor="start")]
+    for label, color, dashed in contenders.values():
+        parts += [line(x, y, x + 22, y, color, 3, dashed), text(x + 28, y + 4, label, anchor="start")]
         x += 60 + 6.2 * len(label)
     return parts
 
@@ -48,13 +53,13 @@ def head(width, height, title):
 
 
 def speed(row, name):
-    """TFLOP/s of a contender, None where it has none: FA3's through its ratio to ours."""
-    if name == "fa3":
+    """TFLOP/s of a contender, None where it has none. FA3's go through its ratio to ours unless they were measured."""
+    if name == "fa3" and "fa3" not in row["tflops"]:
         return row["tflops"]["ours"] / row["ratios"]["fa3"] if "fa3" in row["ratios"] else None
     return row["tflops"].get(name)
 
 
-def panel(x0, y0, rows, limit, step, with_scale):
+def panel(x0, y0, rows, limit, step, with_scale, contenders):
     """One set of axes with its top left corner at (x0, y0); rows are of one direction, head_dim and mask."""
     seqlens = sorted({row["seqlen_q"] for row in rows})
     x_of = {n: x0 + PANEL_W * (i + 0.5) / len(seqlens) for i, n in enumerate(seqlens)}
@@ -65,13 +70,13 @@ def panel(x0, y0, rows, limit, step, with_scale):
         if with_scale:
             parts.append(text(x0 - 6, y + 4, str(tick), anchor="end"))
     parts += [text(x, y0 + PANEL_H + 16, seqlen_label(n)) for n, x in x_of.items()]
-    for name, (_, color) in reversed(CONTENDERS.items()):
+    for name, (_, color, dashed) in reversed(contenders.items()):
         points = [(x_of[row["seqlen_q"]], y0 + PANEL_H * (1 - speed(row, name) / limit)) for row in rows if speed(row, name) is not None]
-        parts += curve(points, color, name == "fa3")
+        parts += curve(points, color, dashed)
     return parts
 
 
-def svg(data):
+def svg(data, contenders=CONTENDERS):
     """The grid of forward and backward; other sections do not fit one picture."""
     rows = [row for row in data["rows"] if row["section"] in ("forward", "backward") and row["heads_q"] == row["heads_k"]]
     if not rows:
@@ -82,9 +87,9 @@ def svg(data):
     head_dims = sorted({row["head_dim"] for row in rows})
     width = LEFT + len(head_dims) * (PANEL_W + GAP_X)
     height = TOP + len(bands) * (PANEL_H + GAP_Y) + 6
-    parts = head(width, height, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k") + legend(CONTENDERS, 38)
+    parts = head(width, height, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k") + legend(contenders, 38)
     for band, (direction, causal) in enumerate(bands):
-        speeds = [speed(row, name) or 0 for row in rows if row["direction"] == direction for name in CONTENDERS]
+        speeds = [speed(row, name) or 0 for row in rows if row["direction"] == direction for name in contenders]
         step = next(s for s in (20, 50, 100, 200, 500, 1000) if max(speeds) / s <= 7)
         limit = step * int(max(speeds) / step + 1)
         for column, head_dim in enumerate(head_dims):
@@ -95,7 +100,7 @@ def svg(data):
             x0, y0 = LEFT + column * (PANEL_W + GAP_X), TOP + 14 + band * (PANEL_H + GAP_Y)
             parts.append(text(x0, y0 - 8, f"{direction}, {'causal' if causal else 'full'}, head_dim {head_dim}", 12, "start",
                               "#111827"))
-            parts += panel(x0, y0, some, limit, step, column == 0)
+            parts += panel(x0, y0, some, limit, step, column == 0, contenders)
     return "\n".join(parts + ["</svg>"]) + "\n"
 
 
@@ -104,7 +109,7 @@ def memory_svg(data):
     rows = data.get("memory", [])
     if not rows:
         raise ValueError("no section memory to draw")
-    shown = {**{name: one for name, one in CONTENDERS.items() if name != "fa3"}, **UNFUSED, "tensors": ("the tensors themselves", "#9ca3af")}
+    shown = {**{name: one for name, one in CONTENDERS.items() if name != "fa3"}, **UNFUSED, "tensors": ("the tensors themselves", "#9ca3af", True)}
     width, height, x0, y0, w, h = 900, 400, 84, 66, 790, 280
     values = [value for row in rows for value in (row["tensors"], *row["bytes"].values()) if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -119,7 +124,12 @@ def memory_svg(data):
                   text(x0 - 8, y_of(10**power) + 4, {3: "1 kB", 4: "10 kB", 5: "100 kB", 6: "1 MB", 7: "10 MB", 8: "100 MB", 9: "1 GB", 10: "10 GB",
                                                      11: "100 GB"}.get(power, f"1e{power} B"), anchor="end")]
     parts += [text(x, y0 + h + 18, seqlen_label(n)) for n, x in x_of.items()] + [text(x0 + w / 2, y0 + h + 40, "rows of the sequence")]
-    for name, (_, color) in reversed(shown.items()):
+    hidden = [name for name in shown if name not in ("ours", "tensors") and
+              all(abs(row["bytes"].get(name, 0) / row["bytes"]["ours"] - 1) < 0.05 for row in rows)]
+    if hidden:
+        labels = " and ".join(shown[name][0].split(" (")[0] for name in hidden)
+        parts.append(text(x0 + w, y0 + h - 12, f"{labels} lie within 5 % of libflashattn, behind its curve", anchor="end"))
+    for name, (_, color, dashed) in reversed(shown.items()):
         got = [(row["seqlen"], row["tensors"] if name == "tensors" else row["bytes"].get(name)) for row in rows]
-        parts += curve([(x_of[n], y_of(value)) for n, value in got if value], color, name == "tensors")
+        parts += curve([(x_of[n], y_of(value)) for n, value in got if value], color, dashed)
     return "\n".join(parts + ["</svg>"]) + "\n"

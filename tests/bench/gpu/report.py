@@ -10,8 +10,10 @@ from pathlib import Path
 
 from . import cases
 
-PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())["rows"]
-RATIOS = ("fa2", "cudnn", "fa3", "plain", "read")  # in row["ratios"]: how many times faster ours is
+# Figures of others, in TFLOP/s or microseconds. Forward and backward rows come from the direct comparison with FA3, of which the guides draw pictures.
+PEERS = json.loads((Path(__file__).resolve().parents[3] / "docs" / "data" / "peers.json").read_text())
+PUBLISHED = {**json.loads((Path(__file__).parent / "published.json").read_text())["rows"], **PEERS["rows"]}
+RATIOS = ("fa2", "cudnn", "fa3", "plain", "read", "before")  # in row["ratios"]: how many times faster ours is
 
 
 def add_ratios(row):
@@ -76,7 +78,7 @@ def cell(value, form="{:.2f}"):
     return "-" if value is None else form.format(value)
 
 
-HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x plain", "x read")
+HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x plain", "x read", "x before")
 
 
 def columns(row):
@@ -110,6 +112,11 @@ def summary(rows, host):
         text = ", ".join(f"{name} {mean:.3f} ({least:.2f}, {count})" for name, (mean, least, count) in sorted(ratios.items()))
         words = [section] + ([direction] if direction != section else []) + ([part] if part else [])
         lines.append(f"  {' '.join(words):30s} {text}")
+    slower = [f"  {row['section'] + ': ' + row['name']:54s} {row['ratios']['before']:.3f}" for row in rows if row["ratios"].get("before", 1) < 0.99]
+    if any("before" in row["ratios"] for row in rows):
+        lines.append(f"against the library before: geometric mean {geomean(row['ratios']['before'] for row in rows if 'before' in row['ratios']):.4f}, "
+                     f"{len(slower)} rows below 0.99")
+        lines += slower
     uneven = unevenness(rows)
     if uneven:
         lines += ["random lengths against as many equal ones", *uneven]

@@ -77,6 +77,7 @@ pub const FA_STRUCT_ATTENTION: fa_struct_kind = 4;
 pub const FA_STRUCT_GRADIENTS: fa_struct_kind = 5;
 pub const FA_STRUCT_PLAN_INFO: fa_struct_kind = 6;
 pub const FA_STRUCT_APPEND: fa_struct_kind = 7;
+pub const FA_STRUCT_MERGE_PROBLEM: fa_struct_kind = 8;
 
 /// Opaque; a context is a pointer to it.
 #[repr(C)]
@@ -248,6 +249,14 @@ abi_structs! {
         k_descale: fa_tensor,
         v_descale: fa_tensor,
     }
+    fa_merge_problem {
+        struct_size: u32,
+        num_parts: i32,
+        out_parts: *const fa_tensor,
+        lse_parts: *const fa_tensor,
+        out: fa_tensor,
+        lse: fa_tensor,
+    }
 }
 
 mod library;
@@ -270,6 +279,7 @@ library::functions! {
     pub fn fa_attention_init(attention: *mut fa_attention, size: usize) -> fa_status;
     pub fn fa_gradients_init(gradients: *mut fa_gradients, size: usize) -> fa_status;
     pub fn fa_append_init(append: *mut fa_append, size: usize) -> fa_status;
+    pub fn fa_merge_problem_init(merge: *mut fa_merge_problem, size: usize) -> fa_status;
     pub fn fa_plan_info_init(info: *mut fa_plan_info, size: usize) -> fa_status;
     pub fn fa_forward_query(ctx: fa_context, attention: *const fa_attention, info: *mut fa_plan_info) -> fa_status;
     pub fn fa_backward_query(
@@ -278,8 +288,12 @@ library::functions! {
         gradients: *const fa_gradients,
         info: *mut fa_plan_info,
     ) -> fa_status;
+    pub fn fa_merge_query(ctx: fa_context, merge: *const fa_merge_problem, info: *mut fa_plan_info) -> fa_status;
+    pub fn fa_append_query(ctx: fa_context, append: *const fa_append, info: *mut fa_plan_info) -> fa_status;
     pub fn fa_forward_prepare(ctx: fa_context, attention: *const fa_attention) -> fa_status;
     pub fn fa_backward_prepare(ctx: fa_context, attention: *const fa_attention, gradients: *const fa_gradients) -> fa_status;
+    pub fn fa_merge_prepare(ctx: fa_context, merge: *const fa_merge_problem) -> fa_status;
+    pub fn fa_append_prepare(ctx: fa_context, append: *const fa_append) -> fa_status;
     pub fn fa_forward(
         ctx: fa_context,
         attention: *const fa_attention,
@@ -297,13 +311,17 @@ library::functions! {
     ) -> fa_status;
     pub fn fa_merge(
         ctx: fa_context,
-        num_parts: i32,
-        out_parts: *const fa_tensor,
-        lse_parts: *const fa_tensor,
-        out: *const fa_tensor,
-        lse: *const fa_tensor,
+        merge: *const fa_merge_problem,
+        workspace: *mut c_void,
+        workspace_bytes: usize,
         stream: fa_stream,
     ) -> fa_status;
-    pub fn fa_append_kv(ctx: fa_context, append: *const fa_append, stream: fa_stream) -> fa_status;
+    pub fn fa_append_kv(
+        ctx: fa_context,
+        append: *const fa_append,
+        workspace: *mut c_void,
+        workspace_bytes: usize,
+        stream: fa_stream,
+    ) -> fa_status;
     pub fn fa_sizeof(kind: fa_struct_kind) -> usize;
 }

@@ -14,6 +14,7 @@ fn sizes_equal_the_librarys() {
         FA_STRUCT_GRADIENTS,
         FA_STRUCT_PLAN_INFO,
         FA_STRUCT_APPEND,
+        FA_STRUCT_MERGE_PROBLEM,
     ];
     load(None).unwrap();
     let layouts = layouts();

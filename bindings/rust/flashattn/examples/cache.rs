@@ -9,7 +9,7 @@ fn main() -> flashattn::Result<()> {
     let cache_shape = [8, 16, heads, dim]; // pages, page size
     let mut keys = vec![0f32; cache_shape.iter().product()];
     let mut values = keys.clone();
-    let pages = [6, 1, 3, 4]; // two a sequence
+    let pages = [6, 1, 3, 4]; // two per sequence
     let table = TensorView::new(&pages, &[batch, 2])?;
     let mut lengths = [0i32; 2];
 

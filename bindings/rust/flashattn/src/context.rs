@@ -3,7 +3,7 @@ use std::ffi::CStr;
 use std::mem::size_of;
 use std::os::raw::{c_char, c_void};
 use std::path::Path;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 
 use flashattn_sys as sys;
 
@@ -165,7 +165,7 @@ impl Context {
         self.stream = stream.cast();
     }
 
-    /// Scratch memory of the caller's for the calls of `forward` and `backward` that follow, instead of the library's: `workspace_bytes` of
+    /// Scratch memory of the caller's for the calls that follow, instead of the library's: `workspace_bytes` of
     /// their [`Plan`] at a multiple of 256. NULL and 0 leave it to the library again.
     ///
     /// # Safety
@@ -238,7 +238,7 @@ impl Context {
     pub fn append_kv(&self, append: &mut Append<'_>) -> Result<()> {
         let raw = append.raw()?;
         // SAFETY: as in `forward`; what is written came as views that may be.
-        unsafe { check(sys::fa_append_kv(self.raw, raw, self.stream), self.raw) }
+        unsafe { check(sys::fa_append_kv(self.raw, raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
     /// Combines (out, lse) pairs over disjoint sets of keys into the pair over all of them.
@@ -248,14 +248,10 @@ impl Context {
         out: &mut TensorViewMut<'_>,
         lse: Option<&mut TensorViewMut<'_>>,
     ) -> Result<()> {
-        let outs: Vec<_> = parts.iter().map(|part| part.0.raw()).collect();
-        let lses: Vec<_> = parts.iter().map(|part| part.1.raw()).collect();
-        let count = i32::try_from(parts.len()).unwrap_or(i32::MAX); // more parts than that cannot exist in memory
-        let out = out.raw();
-        let lse = lse.map(|lse| lse.raw());
-        let lse_pointer = lse.as_ref().map_or(null(), |lse| lse as *const _);
-        // SAFETY: as in `forward`; the arrays hold `count` tensors each.
-        unsafe { check(sys::fa_merge(self.raw, count, outs.as_ptr(), lses.as_ptr(), &out, lse_pointer, self.stream), self.raw) }
+        let (outs, lses) = views_of(parts);
+        let raw = merge_problem(&outs, &lses, out, lse.as_deref());
+        // SAFETY: as in `forward`; the arrays hold a tensor for each part.
+        unsafe { check(sys::fa_merge(self.raw, &raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
     /// How [`Context::forward`] would run; the error it would give. Reads no tensor data.
@@ -281,6 +277,26 @@ impl Context {
         let raw = attention.with_results(out.raw(), lse.raw());
         // SAFETY: the context is live and the structs initialised.
         self.query(|info| unsafe { sys::fa_backward_query(self.raw, &raw, gradients.raw(), info) })
+    }
+
+    /// How [`Context::merge`] would run; the error it would give. Reads no tensor data.
+    pub fn query_merge(
+        &self,
+        parts: &[(TensorView<'_>, TensorView<'_>)],
+        out: &TensorViewMut<'_>,
+        lse: Option<&TensorViewMut<'_>>,
+    ) -> Result<Plan> {
+        let (outs, lses) = views_of(parts);
+        let raw = merge_problem(&outs, &lses, out, lse);
+        // SAFETY: the context is live, the struct initialised, and its arrays hold a tensor for each part.
+        self.query(|info| unsafe { sys::fa_merge_query(self.raw, &raw, info) })
+    }
+
+    /// How [`Context::append_kv`] would run; the error it would give. Reads no tensor data.
+    pub fn query_append(&self, append: &Append<'_>) -> Result<Plan> {
+        let raw = append.raw()?;
+        // SAFETY: the context is live and the struct initialised.
+        self.query(|info| unsafe { sys::fa_append_query(self.raw, raw, info) })
     }
 
     /// Loads what [`Context::forward`] will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing. On
@@ -309,6 +325,26 @@ impl Context {
         unsafe { check(sys::fa_backward_prepare(self.raw, &raw, gradients.raw()), self.raw) }
     }
 
+    /// Loads what [`Context::merge`] will need for this problem; see [`Context::prepare_forward`].
+    pub fn prepare_merge(
+        &self,
+        parts: &[(TensorView<'_>, TensorView<'_>)],
+        out: &TensorViewMut<'_>,
+        lse: Option<&TensorViewMut<'_>>,
+    ) -> Result<()> {
+        let (outs, lses) = views_of(parts);
+        let raw = merge_problem(&outs, &lses, out, lse);
+        // SAFETY: the context is live, the struct initialised, and its arrays hold a tensor for each part.
+        unsafe { check(sys::fa_merge_prepare(self.raw, &raw), self.raw) }
+    }
+
+    /// Loads what [`Context::append_kv`] will need for this problem; see [`Context::prepare_forward`].
+    pub fn prepare_append(&self, append: &Append<'_>) -> Result<()> {
+        let raw = append.raw()?;
+        // SAFETY: the context is live and the struct initialised.
+        unsafe { check(sys::fa_append_prepare(self.raw, raw), self.raw) }
+    }
+
     fn query(&self, ask: impl FnOnce(&mut sys::fa_plan_info) -> sys::fa_status) -> Result<Plan> {
         let mut info = sys::fa_plan_info { struct_size: size_of::<sys::fa_plan_info>() as u32, ..Default::default() };
         let status = ask(&mut info);
@@ -324,6 +360,28 @@ impl Context {
                 num_splits: info.num_splits,
             })
         }
+    }
+}
+
+/// The tensors of the parts of a merge, as the C interface has them.
+fn views_of(parts: &[(TensorView<'_>, TensorView<'_>)]) -> (Vec<sys::fa_tensor>, Vec<sys::fa_tensor>) {
+    (parts.iter().map(|part| part.0.raw()).collect(), parts.iter().map(|part| part.1.raw()).collect())
+}
+
+/// A merge of parts that the two arrays, of one length, describe. The struct points to them.
+fn merge_problem(
+    outs: &[sys::fa_tensor],
+    lses: &[sys::fa_tensor],
+    out: &TensorViewMut<'_>,
+    lse: Option<&TensorViewMut<'_>>,
+) -> sys::fa_merge_problem {
+    sys::fa_merge_problem {
+        struct_size: size_of::<sys::fa_merge_problem>() as u32,
+        num_parts: i32::try_from(outs.len()).unwrap_or(i32::MAX), // more parts than that cannot exist in memory
+        out_parts: outs.as_ptr(),
+        lse_parts: lses.as_ptr(),
+        out: out.raw(),
+        lse: lse.map_or_else(Default::default, |lse| lse.raw()),
     }
 }
 

@@ -176,6 +176,8 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
             .k_descale(TensorView::new(&keys.factors, &[BATCH, HEADS]).unwrap())
             .v_descale(TensorView::new(&values.factors, &[BATCH, HEADS]).unwrap());
     }
+    assert!(context.query_append(&append).unwrap().kernel.contains("append"));
+    context.prepare_append(&append).unwrap();
     context.append_kv(&mut append).unwrap();
 
     for n in 0..BATCH {
@@ -298,7 +300,9 @@ fn keys_alone_and_what_is_refused() {
     // Factors that would be written through a view that is only read, and the reverse.
     let held = factors.clone();
     let append = Append::new(row, TensorViewMut::new(&mut cache, &shape).unwrap());
-    let error = context.append_kv(&mut append.k_descale(TensorView::new(&held, &[1, 4, 2]).unwrap())).unwrap_err();
+    let mut append = append.k_descale(TensorView::new(&held, &[1, 4, 2]).unwrap());
+    let error = context.append_kv(&mut append).unwrap_err();
+    assert_eq!(context.query_append(&append).unwrap_err().to_string(), error.to_string());
     assert_eq!((error.name(), error.text()), ("FA_ERROR_SHAPE", "k_descale has 3 dimensions; it needs 2"));
     let append = Append::new(row, TensorViewMut::new(&mut cache, &shape).unwrap());
     let by_row = TensorViewMut::new(&mut factors[..2], &[1, 2]).unwrap();

@@ -205,6 +205,12 @@ fn merged_parts_equal_the_whole() {
     let mut out_view = TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap();
     let mut lse_view = TensorViewMut::new(&mut lse, &LSE_SHAPE).unwrap();
     assert_eq!(context.merge(&[], &mut out_view, None).unwrap_err().name(), "FA_ERROR_INVALID_ARGUMENT");
+    assert_eq!(context.query_merge(&[], &out_view, None).unwrap_err().name(), "FA_ERROR_INVALID_ARGUMENT");
+    assert_eq!(context.prepare_merge(&[], &out_view, None).unwrap_err().name(), "FA_ERROR_INVALID_ARGUMENT");
+    let plan = context.query_merge(&views, &out_view, Some(&lse_view)).unwrap();
+    assert!(plan.kernel.contains("merge"), "{}", plan.kernel);
+    assert_eq!((plan.workspace_bytes, plan.flops), (0, (2 * 3 * whole.0.len()) as f64));
+    context.prepare_merge(&views, &out_view, Some(&lse_view)).unwrap();
     context.merge(&views, &mut out_view, Some(&mut lse_view)).unwrap();
     let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
     assert_close(&out, &wide(&whole.0), 3e-6, "out");

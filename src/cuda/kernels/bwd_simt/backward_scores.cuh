@@ -5,6 +5,7 @@
 #include <math_constants.h>
 
 #include "core/mask.h"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/kernels/bwd_simt/backward.h"
 #include "cuda/kernels/fwd_simt/pair.cuh"
 #include "cuda/kernels/fwd_simt/tile.cuh"

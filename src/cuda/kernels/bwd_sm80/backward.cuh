@@ -15,6 +15,7 @@
 // dv and dk straight from its registers, and two blocks a multiprocessor overlap.
 #pragma once
 
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/kernels/bwd_sm80/backward_block.cuh"
 
 namespace fa::cuda::sm80 {

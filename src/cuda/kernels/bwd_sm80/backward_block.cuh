@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/mask.h"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/kernels/bwd_sm80/backward.h"
 #include "cuda/kernels/bwd_sm80/backward_scores.cuh"

@@ -13,6 +13,7 @@
 // Value warps fetch Q and lse, key warps dO and delta. P and dS have two buffers each.
 #pragma once
 
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/kernels/bwd_sm80/backward_block.cuh"
 

@@ -238,8 +238,8 @@ class Cta {
     if (step < work_unit_.steps) {
       using ThreadMap = TileThreadMap<C::kKvTile, C::kPitch / 2, C::kGroupThreads>;
       const ThreadMap map{row_warp_ * 32 + opaque(lane_)};
-      const int column = map.chunk() * static_cast<int>(16 / sizeof(KvElement));
-      const uint32_t to = smem_k(stage) + swizzled<C::kPitch>(map.row(0), map.chunk());
+      const int column = map.vector() * static_cast<int>(16 / sizeof(KvElement));
+      const uint32_t to = smem_k(stage) + swizzled<C::kPitch>(map.row(0), map.vector());
       const int first = first_key(step);
       const bool coscheduled = a_.coscheduled_log2 > 0;
       if (aligned_pages_ && first >= keys_.begin && first + C::kKvTile <= keys_.end) {

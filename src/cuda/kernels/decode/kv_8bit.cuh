@@ -13,6 +13,7 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/smem_tile.cuh"
 #include "cuda/kernels/decode/decode.h"

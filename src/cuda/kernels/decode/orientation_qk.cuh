@@ -10,6 +10,7 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/kernels/decode/epilogue.cuh"
 
 namespace fa::cuda::decode {

@@ -27,6 +27,7 @@
 #include <math_constants.h>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/score.cuh"
 #include "cuda/common/wgmma.cuh"

@@ -13,6 +13,7 @@
 #include <cuda_fp8.h>
 
 #include "core/problem.h"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/ptx.cuh"
 
 namespace fa::cuda::simt {

@@ -27,6 +27,7 @@
 #include <type_traits>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/score.cuh"

@@ -8,6 +8,8 @@
 namespace fa::cuda {
 
 constexpr int kMaxMergeParts = 256;
+constexpr int64_t kMaxMergeRows =
+    int64_t{4} * INT32_MAX;  // of one call: a thread block takes four, and a grid has 2^31 - 1 blocks
 
 // Parts the caller describes one by one.
 struct MergeListParams {

@@ -6,6 +6,7 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/score.cuh"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface of 0.1.0 as it was before fa_append_kv, without its comments: what older programs were compiled with. Never changed; when
- * the interface has grown, a folder 2 keeps what it was before. */
+/* The interface of 0.1.0 as it was before fa_append_kv, without its comments: what older programs were compiled with. fa_merge is left
+ * out, because its arguments changed before the release. Never changed; when the interface has grown, a folder 2 keeps what it was before. */
 #ifndef FLASHATTN_FLASHATTN_H
 #define FLASHATTN_FLASHATTN_H
 #include <stddef.h>
@@ -181,8 +181,6 @@ FA_API fa_status fa_forward(fa_context ctx, const fa_attention *attention, void 
                             fa_stream stream);
 FA_API fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
                              size_t workspace_bytes, fa_stream stream);
-FA_API fa_status fa_merge(fa_context ctx, int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
-                          const fa_tensor *out, const fa_tensor *lse, fa_stream stream);
 typedef int32_t fa_struct_kind;
 enum {
   FA_STRUCT_CONFIG = 1,

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Split-KV partials: results over disjoint sets of keys, each out (not divided by l), m in base 2 and l, and how they become one.
+//
+//   m = max m_n,   l = sum l_n 2^(m_n - m),   out = sum out_n 2^(m_n - m)
+//
+// Partials are added in the order of their keys. A partial without visible keys has m = -1e30 and l = 0: its weight is 0, or 1 for zeros.
+#pragma once
+
+#include "cuda/common/ptx.cuh"
+
+namespace fa::cuda {
+
+__device__ __forceinline__ void add_scaled(float4 &x, float factor, const float4 &y) {
+  x.x = fmaf(factor, y.x, x.x);
+  x.y = fmaf(factor, y.y, x.y);
+  x.z = fmaf(factor, y.z, x.z);
+  x.w = fmaf(factor, y.w, x.w);
+}
+
+// Adds kCount partials of four columns to (out, stats). stats.x is m, stats.y is l.
+template <int kCount>
+__device__ __forceinline__ void combine_partials(float4 &out, float2 &stats, const float4 (&partial)[kCount],
+                                                 const float2 (&partial_stats)[kCount]) {
+  float top = stats.x;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) top = fmaxf(top, partial_stats[n].x);
+  const float before = exp2_approx(stats.x - top);
+  out = {out.x * before, out.y * before, out.z * before, out.w * before};
+  stats = {top, stats.y * before};
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    const float weight = exp2_approx(partial_stats[n].x - top);
+    stats.y = fmaf(weight, partial_stats[n].y, stats.y);
+    add_scaled(out, weight, partial[n]);
+  }
+}
+
+// A counter that CTAs of one launch arrive at when their partials are stored (count_released), and the CTA that adds them waits for.
+__device__ __forceinline__ int load_acquire(const int32_t *counter) {
+  int now;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online softmax of the queries that a lane holds, in base 2: a running maximum m and a row sum l per query.
+//
+//   for every KV tile:   update_max(S)      m may grow; out and l are rescaled by 2^(m_old - m)
+//                        exponentiate(S)    P = 2^(S scale - m), l += sum of P
+//   at the end:          reduce_sums(), then epilogue.cuh makes the factor of out and lse of m and l
+//
+// The rule for the maximum is a parameter, the threshold of lazy rescaling in base 2. With 0 the maximum is exact. With 8 a row's m is raised
+// only when a score exceeds it by more than 2^8: any m gives the same result after the final division, and one that is too low by at most 8
+// loses no precision, so that most tiles neither reduce across lanes nor touch out.
+//
+// The order of row sums is the same in all kernels: within a tile a lane adds its keys in two chains, those of even and of odd tiles of eight
+// (QkFragment) keys, then adds the chains to each other and to its running sum. Lanes are added once, at the end.
+#pragma once
+
+#include <math_constants.h>
+
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/scores.h"
+
+namespace fa::cuda {
+
+// Finite, so that -inf minus it is -inf.
+constexpr float kNoMax = -1e30f;
+
+// The warps whose scores make up a row: here, one. Kernels in which several warps share the keys of a row pass their own (any, reduce_max).
+struct OneWarp {
+  __device__ __forceinline__ bool any(bool x) const { return __any_sync(~0u, x); }
+  template <int kRows>
+  __device__ __forceinline__ void reduce_max(float (&)[kRows]) const {}
+};
+
+template <class Fragment>
+struct OnlineSoftmax {
+  static constexpr int kRows = Fragment::kRows;
+
+  float max[kRows];      // m, of score * scale
+  float sum[kRows];      // l of this lane's keys, until reduce_sums()
+  float rescale[kRows];  // after update_max() returned true: 2^(m_old - m), which out has still to be multiplied by
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      max[r] = kNoMax;
+      sum[r] = 0.f;
+    }
+  }
+
+  // The largest of this lane's scores of row r, in two chains.
+  template <typename Scores>
+  static __device__ __forceinline__ float largest(const Scores &s, int r) {
+    constexpr int kCount = Fragment::kKeysOfLane;
+    float x[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      x[h] = fmaxf(element(s, Fragment::at(r, 2 * h % kCount)), element(s, Fragment::at(r, (2 * h + 1) % kCount)));
+#pragma unroll
+      for (int m = 4 + 2 * h; m < kCount; m += 4)
+        x[h] = fmaxf(x[h], fmaxf(element(s, Fragment::at(r, m)), element(s, Fragment::at(r, m + 1))));
+    }
+    return fmaxf(x[0], x[1]);
+  }
+
+  // Raises m of all rows of the warp to their largest score if some row's score exceeds its m by more than `threshold`. Then l is rescaled,
+  // and true is returned: the caller rescales out. scale(r) turns scores of row r into exponents of two. m is set `headroom` lower than the
+  // largest score, so that P may reach 2^headroom.
+  template <typename Scores, typename Scale, class Warps = OneWarp>
+  __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom = 0.f,
+                                             const Warps &warps = {}) {
+    float top[kRows];
+    bool exceeds = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      top[r] = largest(s, r) * scale(r);
+      exceeds |= top[r] - threshold > max[r];
+    }
+    if (!warps.any(exceeds)) return false;
+    Fragment::reduce(top, MaxOp{});
+    warps.reduce_max(top);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom);
+    return true;
+  }
+
+  // m of row r to at least `to`. A row that is not raised is multiplied by 1: its bits stay.
+  __device__ __forceinline__ void raise(int r, float to) {
+    const float raised = fmaxf(max[r], to);
+    rescale[r] = exp2_approx(max[r] - raised);
+    max[r] = raised;
+    sum[r] *= rescale[r];
+  }
+
+  // P = 2^(S scale - m) of all keys in place; this lane's sums of the tile go to `tile_sum`, which the caller adds to `sum`. With kMasked what is
+  // masked (-inf) becomes kMaskedP.
+  template <bool kMasked, typename Scores, typename Scale>
+  __device__ __forceinline__ void exponentiate(Scores &s, Scale scale, float (&tile_sum)[kRows]) const {
+    float chain[kRows][2] = {}, c[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) c[r] = scale(r);
+#pragma unroll
+    for (int n = 0; n < Fragment::kElements; ++n) {
+      const int r = Fragment::row(n);
+      float &x = element(s, n);
+      const float p = exp2_approx(fmaf(x, c[r], -max[r]));
+      chain[r][n / 4 % 2] += p;
+      x = kMasked && x == -CUDART_INF_F ? kMaskedP : p;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) tile_sum[r] = chain[r][0] + chain[r][1];
+  }
+
+  // P of element n alone, for kernels that make P of the next 16 keys under the mma of those before; adds to the lane's sum.
+  template <bool kMasked>
+  __device__ __forceinline__ float exponentiate_one(float x, int r, float scale) {
+    const float p = exp2_approx(fmaf(x, scale, -max[r]));
+    sum[r] += p;
+    return kMasked && x == -CUDART_INF_F ? kMaskedP : p;
+  }
+
+  // l over all lanes of the warp that share a row.
+  __device__ __forceinline__ void reduce_sums() { Fragment::reduce(sum, SumOp{}); }
+};
+
+// P of keys 16 k .. 16 k + 15 of 16 rows, as A operand of the next mma: elements 8 k .. 8 k + 7 of a QkFragment row tile.
+template <typename Element, typename Scores>
+__device__ __forceinline__ void convert_p(const Scores &p, int k, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) a[r] = pack2<Element>(element(p, 8 * k + 2 * r), element(p, 8 * k + 2 * r + 1));
+}
+template <typename Element, int kSteps, typename Scores>
+__device__ __forceinline__ void convert_p(const Scores &p, uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) convert_p<Element>(p, k, a[k]);
+}
+
+}  // namespace fa::cuda
