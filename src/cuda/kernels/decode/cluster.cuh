@@ -98,11 +98,11 @@ class ClusterDecode : private Decode<C> {
       }
       float4 out{0.f, 0.f, 0.f, 0.f};
       float2 all{-1e30f, 0.f};
-      this->template merge_partials<kMaxClusterSize>(out, all, x, stats);
+      combine_partials<kMaxClusterSize>(out, all, x, stats);
       const int vector = cta_rank_ * vectors_per_cta() + i, row = vector / kVectors, column = vector % kVectors;
-      const auto final_row = this->finalize(row, all);
-      if (column == 0) this->store_lse(row, final_row.lse);
-      this->store_out(row, column, out, final_row.factor);
+      const auto result = this->finalize(row, all);
+      if (column == 0) this->store_lse(row, result.lse);
+      this->store_out(row, column, out, result.factor);
     }
     if (cta_rank_ == 0) this->store_unused_rows();
   }

@@ -82,12 +82,12 @@ class Combine : protected Epilogue<C> {
         }
         x = {0.f, 0.f, 0.f, 0.f};
         stats = {-1e30f, 0.f};
-        this->template merge_partials<kCombineWarps>(x, stats, partials, partial_stats_of);
+        fa::cuda::combine_partials<kCombineWarps>(x, stats, partials, partial_stats_of);
       }
       if (at < vectors && (one_warp_per_slice || warp == 0)) {
-        const auto final_row = this->finalize(at / kVectors, stats);
-        if (v.lse != nullptr) *v.lse = final_row.lse;
-        this->store_out(v.out, at % kVectors, x, final_row.factor);
+        const auto result = this->finalize(at / kVectors, stats);
+        if (v.lse != nullptr) *v.lse = result.lse;
+        this->store_out(v.out, at % kVectors, x, result.factor);
       }
       at += slices * 32;
       if (!one_warp_per_slice && at - lane_ < vectors) __syncthreads();  // the previous partials have been read
@@ -161,7 +161,7 @@ class Combine : protected Epilogue<C> {
         partial_stats_of[n] = load_now(v.partial_stats + slot * C::kRows);
         partials[n] = load_now(v.partial_out + int64_t{slot} * (C::kRows * kVectors));
       }
-      this->template merge_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
+      fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
     }
   }
 

@@ -5,6 +5,8 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/combine.cuh"
+#include "cuda/common/epilogue.cuh"
 #include "cuda/kernels/decode/cta.cuh"
 
 namespace fa::cuda::decode {
@@ -78,53 +80,15 @@ class Epilogue : protected Cta<C> {
     }
   }
 
-  static __device__ __forceinline__ void add_scaled(float4 &x, float factor, const float4 &y) {
-    x.x = fmaf(factor, y.x, x.x);
-    x.y = fmaf(factor, y.y, x.y);
-    x.z = fmaf(factor, y.z, x.z);
-    x.w = fmaf(factor, y.w, x.w);
-  }
-
-  // Adds kCount partials, in their order, to x, whose maximum and row sum are `stats`.
-  template <int kCount>
-  static __device__ __forceinline__ void merge_partials(float4 &x, float2 &stats, const float4 (&partial)[kCount],
-                                                        const float2 (&partial_stats_of)[kCount]) {
-    float row_max = stats.x;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) row_max = fmaxf(row_max, partial_stats_of[n].x);
-    const float scale_before = exp2_approx(stats.x - row_max);
-    x = {x.x * scale_before, x.y * scale_before, x.z * scale_before, x.w * scale_before};
-    stats = {row_max, stats.y * scale_before};
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      const float scale = exp2_approx(partial_stats_of[n].x - row_max);
-      stats.y = fmaf(scale, partial_stats_of[n].y, stats.y);
-      add_scaled(x, scale, partial[n]);
-    }
-  }
-
-  // The factor of a row's out and its lse, from its maximum and row sum. An attention sink is one more logit in the
-  // denominator.
-  struct FinalRow {
-    float factor, lse;
-  };
-  __device__ __forceinline__ FinalRow finalize(int row, float2 stats) const {
-    float factor = 1.f;
-    if (p_.sink != nullptr) {
-      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, with_sink = fmaxf(stats.x, sink);
-      factor = exp2_approx(stats.x - with_sink);
-      stats = {with_sink, stats.y * factor + exp2_approx(sink - with_sink)};
-    }
-    // The row sum is NaN when a visible score is NaN; out becomes NaN, too.
-    if (stats.y == 0.f) return {0.f, -CUDART_INF_F};
-    return {factor / stats.y, (stats.x + log2f(stats.y)) * kLn2};
+  __device__ __forceinline__ RowResult finalize(int row, float2 stats) const {
+    return finalize_row(stats.x, stats.y, sink_of(p_, head_of(row)));
   }
 
   __device__ __forceinline__ void store_final() const {
     for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
-      const FinalRow final_row = finalize(row, stats);
-      if (vector == 0) store_lse(row, final_row.lse);
-      store_out(row, vector, x, final_row.factor);
+      const RowResult result = finalize(row, stats);
+      if (vector == 0) store_lse(row, result.lse);
+      store_out(row, vector, x, result.factor);
     });
   }
 
@@ -153,12 +117,10 @@ class Epilogue : protected Cta<C> {
   }
 
   __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return p_.lse.data + work_unit_.batch * p_.lse.batch_stride + head * p_.lse.head_stride +
-           (q_start_ + token) * p_.lse.seq_stride;
+    return row_of_tensor(p_.lse, work_unit_.batch, q_start_ + token, head);
   }
   __device__ __forceinline__ Element *out_at(int token, int head) const {
-    return static_cast<Element *>(p_.out.data) + work_unit_.batch * p_.out.batch_stride +
-           (q_start_ + token) * p_.out.seq_stride + head * p_.out.head_stride;
+    return row_of_tensor<Element>(p_.out, work_unit_.batch, q_start_ + token, head);
   }
 
   // Rows of the sequence's slot without queries: out = 0, lse = -inf.
@@ -167,10 +129,8 @@ class Epilogue : protected Cta<C> {
     if constexpr (C::kHasRowBlocks) end = min(end - this->first_row(), C::kRows);
     for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);
-      const int lane = opaque(lane_);
-      if (p_.lse.data != nullptr && lane == 0) *lse_at(token, head) = -CUDART_INF_F;
-      auto *dst = reinterpret_cast<unsigned short *>(out_at(token, head));
-      for (int column = lane; column < p_.head_dim_v; column += 32) dst[column] = 0;
+      store_zero_row(out_at(token, head), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(token, head) : nullptr, -CUDART_INF_F,
+                     opaque(lane_));
     }
   }
 

@@ -6,7 +6,8 @@
 
 #include <math_constants.h>
 
-#include "cuda/common/rows.cuh"
+#include "cuda/common/combine.cuh"
+#include "cuda/common/epilogue.cuh"
 #include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/extend/cta.cuh"
 
@@ -67,63 +68,33 @@ class Epilogue : protected Cta<C> {
     store_final();
   }
 
-  // The factor of a row's out and its lse, from its maximum and row sum. An attention sink is one more logit in the
-  // denominator.
-  struct FinalRow {
-    float factor, lse;
-  };
-  __device__ __forceinline__ FinalRow finalize(int row, float max, float sum) const {
-    float factor = 1.f;
-    if (p_.sink != nullptr) {
-      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, new_max = fmaxf(max, sink);
-      factor = exp2_approx(max - new_max);
-      sum = sum * factor + exp2_approx(sink - new_max);
-      max = new_max;
-    }
-    // The row sum is NaN when a visible score is NaN; out becomes NaN, too.
-    if (sum == 0.f) return {0.f, -CUDART_INF_F};
-    return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
-  }
-
   __device__ __forceinline__ void store_final() const {
-    const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - quad * 8;
+    const int quad = opaque(lane_) & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r), stored_row = min(row, work_->rows - 1), valid = row < work_->rows ? columns : 0;
-      const FinalRow closing = finalize(stored_row, max_[r], sum_[r]);
-      Element *dst = out_at(stored_row) + quad * 8;
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; j += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack(out_[4 * (j + n) + 2 * r] * closing.factor, out_[4 * (j + n) + 2 * r + 1] * closing.factor);
-        transpose_quad(x, quad);
-        store_elements(dst + j * 8, x, valid - j * 8, a_.vector_out);
-      }
-      if (quad == 0 && row < work_->rows) store_lse(row, closing.lse);
+      const int row = row_of(r), stored_row = min(row, work_->rows - 1);
+      const RowResult result = finalize_row(max_[r], sum_[r], sink_of(p_, head_of(stored_row)));
+      store_fragment_row<Element, C::kD / 8>(out_, r, out_at(stored_row),
+                                             row < work_->rows ? static_cast<int>(p_.head_dim_v) : 0, a_.vector_out, quad,
+                                             [&](float a, float b) { return pack(a * result.factor, b * result.factor); });
+      if (quad == 0 && row < work_->rows && p_.lse.data != nullptr) *lse_at(row) = result.lse;
     }
   }
 
   __device__ __forceinline__ uint32_t pack(float a, float b) const {
     return C::k8BitKv && p_.q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
   }
-  __device__ __forceinline__ void store_lse(int row, float lse) const {
-    if (p_.lse.data == nullptr) return;
-    p_.lse.data[work_->batch * p_.lse.batch_stride + head_of(row) * p_.lse.head_stride +
-                (work_->q_start + token_of(row)) * p_.lse.seq_stride] = lse;
+  __device__ __forceinline__ float *lse_at(int row) const {
+    return row_of_tensor(p_.lse, work_->batch, work_->q_start + token_of(row), head_of(row));
   }
   __device__ __forceinline__ Element *out_at(int row) const {
-    return static_cast<Element *>(p_.out.data) + work_->batch * p_.out.batch_stride +
-           (work_->q_start + token_of(row)) * p_.out.seq_stride + head_of(row) * p_.out.head_stride;
+    return row_of_tensor<Element>(p_.out, work_->batch, work_->q_start + token_of(row), head_of(row));
   }
 
   // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
     for (int row = max(work_->rows, 0) + wg_ * 4 + warp_; row < work_->end_row; row += C::kConsumerWarpgroups * 4) {
-      if (lane_ == 0) store_lse(row, -CUDART_INF_F);
-      auto *dst = reinterpret_cast<unsigned short *>(out_at(row));
-      for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+      store_zero_row(out_at(row), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(row) : nullptr, -CUDART_INF_F, lane_);
     }
   }
 
@@ -160,19 +131,13 @@ class Epilogue : protected Cta<C> {
     }
   }
 
-  static __device__ __forceinline__ int ld_acquire(const int32_t *counter) {
-    int now;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
-    return now;
-  }
-
   // Every warp counts each partial once. The warps that add the partials count once more, and the last of them resets the
   // counter.
   __device__ __forceinline__ void wait_partials(int num_partials) const {
     if (lane_ == 0) {
       int32_t *counter = a_.counters + work_->counter;
       const int warps = (min(work_->rows, C::kRows) + 15) / 16;
-      while (ld_acquire(counter) < num_partials * warps) __nanosleep(100);
+      while (load_acquire(counter) < num_partials * warps) __nanosleep(100);
       if (atomicAdd(counter, 1) == (num_partials + 1) * warps - 1) *counter = 0;
     }
     __syncwarp();
