@@ -5,12 +5,12 @@
 
 #include <type_traits>
 
+#include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/ptx.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
 #include "cuda/common/smem_tile.cuh"
 #include "cuda/kernels/decode/kv_8bit.cuh"
-#include "cuda/kernels/decode/softcap.cuh"
 #include "cuda/kernels/decode/stream_k.cuh"
 
 namespace fa::cuda::decode {
@@ -126,10 +126,6 @@ class Cta {
   // with the exponential.
   __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
-  // The row of element r of MMA tile (i, j).
-  __device__ __forceinline__ int row_of(int i, int r) const {
-    return warp_row0_ + i * 16 + (opaque(lane_) >> 2) + (r >> 1) * 8;
-  }
 
   // Whether the host knows where every sequence begins and ends; then no length is read from device memory.
   __device__ __forceinline__ bool lengths_known() const { return decode::lengths_known(p_); }

@@ -54,6 +54,7 @@ class OrientationKq : protected Epilogue<C> {
   using Base::warp_visible_;
   using Base::work_unit_;
   using Scores = float[kKeyTiles][4];
+  using Fragment = KqFragment<kKeyTiles>;
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
@@ -87,7 +88,7 @@ class OrientationKq : protected Epilogue<C> {
     Scores s;
     compute_qk(s, stage);
     if constexpr (C::k8BitKv) apply_descales(s, stage);
-    apply_score_mods(s, key0);
+    score_mods(s, key0);
     if (key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end) mask(s, key0);
     update_max(s);
     accumulate_pv(s, stage);
@@ -191,40 +192,22 @@ class OrientationKq : protected Epilogue<C> {
     return ld_shared_float(factors + (16 * tile + 8 * half + (opaque(lane_) >> 2)) * 4);
   }
 
-  __device__ __forceinline__ void apply_score_mods(Scores &s, int key0) const {
-    if (p_.softcap > 0) {
-#pragma unroll
-      for (int i = 0; i < kKeyTiles; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) s[i][r] = apply_softcap(s[i][r], a_.raw);
-    }
-    if (p_.alibi_slopes != nullptr) {
-      const int first = this->seqlen_k_ - this->tokens_ - key0 - (opaque(lane_) >> 2);  // distance to this lane's first key
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = min(2 * (opaque(lane_) & 3) + e, rows_ - 1);  // rows beyond the last one are not stored
-        const float slope =
-            a_.raw.logit *
-            p_.alibi_slopes[work_unit_.batch * p_.alibi_batch_stride + this->head_of(row) * p_.alibi_head_stride];
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i)
-#pragma unroll
-          for (int r = e; r < 4; r += 2)
-            s[i][r] = fmaf(-slope, fabsf(static_cast<float>(first - 16 * i - 8 * (r / 2))), s[i][r]);
-      }
-    }
+  // Softcap and ALiBi. Rows beyond the last one are not stored. All rows belong to one token.
+  __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
+    const int distance = this->seqlen_k_ - this->tokens_ - key0 - Fragment::first_key(opaque(lane_));
+    apply_score_mods<Fragment>(
+        s, p_, a_.raw,
+        [&](int r) {
+          const int row = min(Fragment::query(opaque(lane_), r), rows_ - 1);
+          return alibi_slope(p_, a_.raw, work_unit_.batch, this->head_of(row));
+        },
+        [&](int) { return distance; });
   }
 
-  // All rows belong to one token and see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
+  // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
   __device__ __forceinline__ void mask(Scores &s, int key0) const {
-    const int first = key0 + (opaque(lane_) >> 2);
 #pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int key = first + 16 * i + 8 * (r / 2);
-        if (key < warp_visible_.begin || key >= warp_visible_.end) s[i][r] = -CUDART_INF_F;
-      }
+    for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, warp_visible_, key0, opaque(lane_));
   }
 
   __device__ __forceinline__ void update_max(const Scores &s) {

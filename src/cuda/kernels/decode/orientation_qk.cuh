@@ -35,7 +35,6 @@ class OrientationQk : protected Epilogue<C> {
   using Base::kv_group_;
   using Base::lane_;
   using Base::p_;
-  using Base::row_of;
   using Base::row_warp_;
   using Base::rows_;
   using Base::seqlen_k_;
@@ -53,6 +52,10 @@ class OrientationQk : protected Epilogue<C> {
   using Base::warp_row0_;
   using Base::work_unit_;
   using Scores = Accumulator<kMt, kNt>;
+  using Fragment = QkFragment<kMt, kNt>;
+
+  // The r-th query row of this lane, counted from the CTA's first row.
+  __device__ __forceinline__ int row_of(int r) const { return warp_row0_ + Fragment::query(opaque(lane_), r); }
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
@@ -80,7 +83,7 @@ class OrientationQk : protected Epilogue<C> {
     }
     Scores s;
     mma_nt<Element, C::kD, kMt, kNt>(s, smem_, row_warp_ * C::kWarpRows, smem_k(stage), 0);
-    apply_score_mods(s, key0);
+    score_mods(s, key0);
     const bool masked = key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end;
     if (masked) mask(s, key0);
     update_max(s);
@@ -109,7 +112,7 @@ class OrientationQk : protected Epilogue<C> {
     Scores s;
     mma_nt_8bit<C::kFormat, C::kD, kMt, kNt>(s, smem_, row_warp_ * C::kWarpRows, smem_k(stage));
     apply_descales(s, stage);
-    apply_score_mods(s, key0);
+    score_mods(s, key0);
     const bool masked = key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end;
     if (masked) mask(s, key0);
     update_max(s);
@@ -138,46 +141,19 @@ class OrientationQk : protected Epilogue<C> {
   // Scores and softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void apply_score_mods(Scores &s, int key0) const {
-    if (p_.softcap > 0) {
-#pragma unroll
-      for (int i = 0; i < kMt; ++i)
-#pragma unroll
-        for (int j = 0; j < kNt; ++j)
-#pragma unroll
-          for (int r = 0; r < 4; ++r) s[i][j][r] = apply_softcap(s[i][j][r], a_.raw);
-    }
-    if (p_.alibi_slopes != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kMt; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          const int row = min(row_of(i, r), rows_ - 1);  // rows beyond the last one are not stored
-          // Loaded for every tile: cheaper than registers across the main loop.
-          const float slope =
-              a_.raw.logit * p_.alibi_slopes[work_unit_.batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
-          const int first = token_of(row) + seqlen_k_ - tokens_ - key0 - 2 * (opaque(lane_) & 3);
-#pragma unroll
-          for (int j = 0; j < kNt; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-              s[i][j][r + e] = fmaf(-slope, fabsf(static_cast<float>(first - 8 * j - e)), s[i][j][r + e]);
-        }
-    }
+  // Softcap and ALiBi. Slopes are loaded for every tile: cheaper than registers across the main loop. Rows beyond the last one
+  // are not stored.
+  __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
+    const auto stored_row = [&](int r) { return min(row_of(r), rows_ - 1); };
+    apply_score_mods<Fragment>(
+        s, p_, a_.raw, [&](int r) { return alibi_slope(p_, a_.raw, work_unit_.batch, head_of(stored_row(r))); },
+        [&](int r) { return token_of(stored_row(r)) + seqlen_k_ - tokens_ - key0 - Fragment::first_key(opaque(lane_)); });
   }
 
   __device__ __forceinline__ void mask(Scores &s, int key0) const {
 #pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int token = token_of(row_of(i, r)), first = key0 + 2 * (opaque(lane_) & 3) + r % 2;
-        const Keys keys = diagonal().visible_keys({token, token + 1});
-#pragma unroll
-        for (int j = 0; j < kNt; ++j) {
-          if (first + 8 * j < keys.begin || first + 8 * j >= keys.end) s[i][j][r] = -CUDART_INF_F;
-        }
-      }
+    for (int r = 0; r < Fragment::kRows; ++r)
+      mask_row<Fragment>(s, r, keys_of_query(diagonal(), token_of(row_of(r))), key0, opaque(lane_));
   }
 
   // 8-bit KV: multiplies S by the scale of Q's row and the descale of the key.

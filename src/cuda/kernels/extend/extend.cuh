@@ -29,9 +29,8 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/kernels/decode/softcap.cuh"
 #include "cuda/kernels/extend/epilogue.cuh"
 #include "cuda/kernels/extend/producer.cuh"
 
@@ -44,6 +43,8 @@ class Consumer : private Epilogue<C> {
   using typename Base::Element;
   using KvElement = typename C::KvElement;
   static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // kScores: per thread
+
+  using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S
 
   using Base::Base;
 
@@ -167,7 +168,7 @@ class Consumer : private Epilogue<C> {
     wgmma_wait<kHasPv ? 1 : 0>();
     fence_operand(s_);
     release(next_k());
-    apply_score_mods(key0);
+    score_mods(key0);
     bool rescaled;
     float tile_sum[2];
     if (kHasPv && max_settled_ && !masked) {
@@ -292,7 +293,7 @@ class Consumer : private Epilogue<C> {
     const float scale = p_.softmax_scale * kLog2e;
     return C::k8BitKv && plain_scores() ? scale * ld_shared_float(this->row_scale(row_of(r))) : scale;
   }
-  __device__ __forceinline__ void apply_score_mods(int key0) {
+  __device__ __forceinline__ void score_mods(int key0) {
     if (C::k8BitKv && !plain_scores()) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -304,40 +305,19 @@ class Consumer : private Epilogue<C> {
         }
       }
     }
-    if (p_.softcap > 0) {
-#pragma unroll
-      for (int n = 0; n < kScores; ++n) s_[n] = decode::apply_softcap(s_[n], a_.raw);
-    }
-    if (p_.alibi_slopes != nullptr) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = min(row_of(r), work_->rows - 1);  // rows beyond the last one are not stored
-        const float slope =
-            a_.raw.logit * p_.alibi_slopes[work_->batch * p_.alibi_batch_stride + head_of(row) * p_.alibi_head_stride];
-        const int first = token_of(row) + work_->seqlen_k - work_->tokens - key0 - 2 * (opaque(lane_) & 3);
-#pragma unroll
-        for (int j = 0; j < C::kKvTile / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float &x = s_[4 * j + 2 * r + e];
-            x = fmaf(-slope, fabsf(static_cast<float>(first - 8 * j - e)), x);
-          }
-      }
-    }
+    apply_score_mods<Fragment>(
+        s_, p_, a_.raw, [&](int r) { return alibi_slope(p_, a_.raw, work_->batch, head_of(min(row_of(r), work_->rows - 1))); },
+        [&](int r) {
+          return token_of(min(row_of(r), work_->rows - 1)) + work_->seqlen_k - work_->tokens - key0 -
+                 Fragment::first_key(opaque(lane_));
+        });
   }
 
   __device__ __forceinline__ void mask(int key0) {
+    const Diagonal<int32_t> diagonal(a_.limits, work_->tokens, work_->seqlen_k);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int token = token_of(row_of(r)), first = key0 + 2 * (opaque(lane_) & 3);
-      const Keys keys = Diagonal<int32_t>(a_.limits, work_->tokens, work_->seqlen_k).visible_keys({token, token + 1});
-      const int begin = keys.begin - first, end = keys.end - first;
-#pragma unroll
-      for (int j = 0; j < C::kKvTile / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (8 * j + e < begin || 8 * j + e >= end) s_[4 * j + 2 * r + e] = -CUDART_INF_F;
-    }
+    for (int r = 0; r < Fragment::kRows; ++r)
+      mask_row<Fragment>(s_, r, keys_of_query(diagonal, token_of(row_of(r))), key0, opaque(lane_));
   }
 
   // Exact maximum: max_ becomes at least the largest score of this tile. Returns true if it has risen for a row of the warp;
