@@ -7,12 +7,13 @@
 //   S^T tile, lane 4 g + c     keys g and g + 8, rows 2 c and 2 c + 1
 //   out^T tile, lane 4 g + c   columns g and g + 8, the same rows; with 8-bit KV columns 2 g and 2 g + 1 (kv_8bit.cuh)
 //
-// orientation_qk.cuh explains how the descales of 8-bit KV enter.
+// softmax_8bit.cuh explains how the descales of 8-bit KV enter.
 #pragma once
 
 #include <math_constants.h>
 
 #include "cuda/kernels/decode/epilogue.cuh"
+#include "cuda/kernels/decode/softmax_8bit.cuh"
 
 namespace fa::cuda::decode {
 
@@ -54,7 +55,8 @@ class OrientationKq : protected Epilogue<C> {
   using Base::warp_visible_;
   using Base::work_unit_;
   using Scores = float[kKeyTiles][4];
-  using Fragment = KqFragment<kKeyTiles>;
+  using Fragment = KqFragment<kKeyTiles>;  // of S^T
+  using OutFragment = KqFragment<kColumnTiles>;
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
@@ -62,16 +64,15 @@ class OrientationKq : protected Epilogue<C> {
     for (int j = 0; j < kColumnTiles; ++j)
 #pragma unroll
       for (int r = 0; r < 4; ++r) out_[j][r] = 0.f;
-    max_[0] = max_[1] = -1e30f;  // finite, so that -inf - max_ is -inf and not NaN
-    sum_[0] = sum_[1] = 0.f;
-    pv_max_[0] = pv_max_[1] = -1e30f;
+    softmax_.reset();
+    reference_.u[0] = reference_.u[1] = kNoMax;
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
       prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16, head_descale(a_.k_descale));
       __syncthreads();
 #pragma unroll
-      for (int e = 0; e < 2; ++e) scale_[e] = ld_shared_float(smem_row_scale() + (2 * (lane_ & 3) + e) * 4);
+      for (int e = 0; e < 2; ++e) row_scale_[e] = ld_shared_float(smem_row_scale() + (2 * (lane_ & 3) + e) * 4);
     }
     constexpr int kQPitch = C::kD * 2;
     const uint32_t q = smem_ + swizzled<kQPitch>(lane_ & 7, lane_ >> 3);
@@ -87,31 +88,35 @@ class OrientationKq : protected Epilogue<C> {
   __device__ __forceinline__ void process_kv_tile(int stage, int key0) {
     Scores s;
     compute_qk(s, stage);
-    if constexpr (C::k8BitKv) apply_descales(s, stage);
+    if constexpr (C::k8BitKv)
+      apply_k_descales<Fragment>(s, row_scale_, a_.k_descale.per_row, smem_k_descale(stage), opaque(lane_));
     score_mods(s, key0);
     if (key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end) mask(s, key0);
-    update_max(s);
+    const bool raised = softmax_.update_max(
+        s, [&](int) { return exponent_scale(); }, /*threshold=*/0.f);
+    if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     accumulate_pv(s, stage);
   }
 
   // Writes this warp's out, maxima and row sums to shared memory.
   __device__ __forceinline__ void store_partial_out() {
     const int lane = opaque(lane_), row = 2 * (lane & 3);
+    softmax_.reduce_sums();
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) sum_[e] += __shfl_xor_sync(~0u, sum_[e], distance);
-      if (lane < 4) st_shared_float2(smem_row_stats(kv_group_, row + e), {max_[e], sum_[e]});
-    }
+    for (int e = 0; e < 2; ++e)
+      if (Fragment::leads(lane)) st_shared_float2(smem_row_stats(kv_group_, row + e), {softmax_.max[e], softmax_.sum[e]});
     if constexpr (C::k8BitKv) {
+      float scale[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        scale_out_row(e, a_.v_descale.per_row ? exp2_approx(pv_max_[e] - max_[e]) : head_descale(a_.v_descale));
+      for (int e = 0; e < 2; ++e)
+        scale[e] = has_reference() ? exp2_approx(reference_.u[e] - softmax_.max[e]) : head_descale(a_.v_descale);
+      scale_rows<OutFragment>(out_, scale);
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j)
           st_shared_float2(smem_out(kv_group_, row + e, 2 * j + (lane >> 4)) + (lane >> 2 & 3) * 8,
                            {out_[j][e], out_[j][e + 2]});
-      }
     } else {
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j)
@@ -176,22 +181,6 @@ class OrientationKq : protected Epilogue<C> {
       for (int r = 0; r < 4; ++r) s[i][r] = part[0][i][r] + part[1][i][r];
   }
 
-  // 8-bit KV: multiplies S by the scale of Q's row and the descale of the key.
-  __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float factor = a_.k_descale.per_row ? descale_of(smem_k_descale(stage), i, half) : 1.f;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) s[i][2 * half + e] *= scale_[e] * factor;
-      }
-  }
-  // The descale of this lane's first or second key of a tile.
-  __device__ __forceinline__ float descale_of(uint32_t factors, int tile, int half) const {
-    return ld_shared_float(factors + (16 * tile + 8 * half + (opaque(lane_) >> 2)) * 4);
-  }
-
   // Softcap and ALiBi. Rows beyond the last one are not stored. All rows belong to one token.
   __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
     const int distance = this->seqlen_k_ - this->tokens_ - key0 - Fragment::first_key(opaque(lane_));
@@ -210,111 +199,24 @@ class OrientationKq : protected Epilogue<C> {
     for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, warp_visible_, key0, opaque(lane_));
   }
 
-  __device__ __forceinline__ void update_max(const Scores &s) {
-    float tile_max[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      tile_max[e] = fmaxf(s[0][e], s[0][e + 2]);
-#pragma unroll
-      for (int i = 1; i < kKeyTiles; ++i) tile_max[e] = fmaxf(tile_max[e], fmaxf(s[i][e], s[i][e + 2]));
-      tile_max[e] *= exponent_scale();
-    }
-    if (!__any_sync(~0u, tile_max[0] > max_[0] || tile_max[1] > max_[1])) return;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        tile_max[e] = fmaxf(tile_max[e], __shfl_xor_sync(~0u, tile_max[e], distance));
-      const float new_max = fmaxf(max_[e], tile_max[e]);
-      const float factor = exp2_approx(max_[e] - new_max);  // exactly 1 for rows whose maximum stays: their bits do not change
-      max_[e] = new_max;
-      sum_[e] *= factor;
-      if (!C::k8BitKv || !a_.v_descale.per_row) scale_out_row(e, factor);
-    }
-  }
-  __device__ __forceinline__ void scale_out_row(int e, float factor) {
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      out_[j][e] *= factor;
-      out_[j][e + 2] *= factor;
-    }
-  }
+  // Whether P and out are relative to a reference of their own (softmax_8bit.cuh).
+  __device__ __forceinline__ bool has_reference() const { return C::k8BitKv && a_.v_descale.per_row; }
 
-  // 8-bit KV with per-row descales of V: raises the reference of P and out, pv_max_ (orientation_qk.cuh), to at least max_ +
-  // exponent.
-  __device__ __forceinline__ void raise_pv_max_to(float exponent) {
-    if (!__any_sync(~0u, !(max_[0] + exponent <= pv_max_[0]) || !(max_[1] + exponent <= pv_max_[1]))) return;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) raise_pv_max_row(e, max_[e] + exponent);
-  }
-  // The same, to at least the tile's largest S + log2(descale).
-  __device__ __forceinline__ void update_pv_max(const Scores &s, int stage) {
-    float tile_max[2] = {-CUDART_INF_F, -CUDART_INF_F};
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float log2_descale = __log2f(fabsf(descale_of(smem_v_descale(stage), i, half)));
-#pragma unroll
-        for (int e = 0; e < 2; ++e) tile_max[e] = fmaxf(tile_max[e], fmaf(s[i][2 * half + e], exponent_scale(), log2_descale));
-      }
-    if (!__any_sync(~0u, tile_max[0] > pv_max_[0] || tile_max[1] > pv_max_[1])) return;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        tile_max[e] = fmaxf(tile_max[e], __shfl_xor_sync(~0u, tile_max[e], distance));
-      raise_pv_max_row(e, tile_max[e]);
-    }
-  }
-  __device__ __forceinline__ void raise_pv_max_row(int e, float to) {
-    const float new_max = fmaxf(pv_max_[e], to);
-    scale_out_row(e, exp2_approx(pv_max_[e] - new_max));
-    pv_max_[e] = new_max;
-  }
-
-  // P = 2^(S - max), rounded to the MMA operand type and transposed. With descales of V: P times the descale, relative to
-  // 2^pv_max_.
-  template <DescaleMode kDescaleMode>
-  __device__ __forceinline__ void exponentiate_descaled(const Scores &s, int stage, uint32_t (&p_frag)[kKeyTiles][2]) {
-    const float c = exponent_scale();
-    float to_pv_max[2];
-    if constexpr (kDescaleMode == DescaleMode::similar) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) to_pv_max[e] = exp2_approx(max_[e] - pv_max_[e]);
-    }
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float factor = 1.f, log2_descale = 0.f, p[2];
-        if constexpr (kDescaleMode != DescaleMode::none) factor = descale_of(smem_v_descale(stage), i, half);
-        if constexpr (kDescaleMode == DescaleMode::per_key) log2_descale = __log2f(fabsf(factor));
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float x = s[i][2 * half + e];
-          p[e] = exp2_approx(fmaf(x, c, -max_[e]));
-          sum_[e] += p[e];
-          if constexpr (kDescaleMode == DescaleMode::similar) p[e] *= to_pv_max[e] * factor;
-          if constexpr (kDescaleMode == DescaleMode::per_key)
-            p[e] = copysignf(exp2_approx(fmaf(x, c, log2_descale) - pv_max_[e]), factor);
-        }
-        p_frag[i][half] = movmatrix_transpose(pack2<Element>(p[0], p[1]));
-      }
-  }
-  __device__ __forceinline__ void exponentiate_descaled(const Scores &s, int stage, uint32_t (&p_frag)[kKeyTiles][2]) {
-    if (!C::k8BitKv || !a_.v_descale.per_row) {
-      exponentiate_descaled<DescaleMode::none>(s, stage, p_frag);
-    } else if (const uint32_t tile_max = similar_descale_max<C::kKvTile>(smem_v_descale(stage), opaque(lane_)); tile_max != 0) {
-      raise_pv_max_to(exponent_above(tile_max));
-      exponentiate_descaled<DescaleMode::similar>(s, stage, p_frag);
+  // P, converted and transposed to the right operand of out^T += V^T P^T.
+  __device__ __forceinline__ void exponentiate(Scores &s, int stage, uint32_t (&p)[kKeyTiles][2]) {
+    if (has_reference()) {
+      exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, exponent_scale(), reference_, smem_v_descale(stage),
+                                                    opaque(lane_), [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
     } else {
-      update_pv_max(s, stage);
-      exponentiate_descaled<DescaleMode::per_key>(s, stage, p_frag);
+      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, exponent_scale(), reference_.u, 0, lane_);
     }
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) p[i][half] = movmatrix_transpose(pack2<Element>(s[i][2 * half], s[i][2 * half + 1]));
   }
 
-  __device__ __forceinline__ void accumulate_pv(const Scores &s, int stage) {
+  __device__ __forceinline__ void accumulate_pv(Scores &s, int stage) {
     constexpr int kColumnLoads = kColumnTiles / kTilesPerLoad, kLoads = kColumnLoads * kKeyTiles;
     const uint32_t values = smem_v(stage) + swizzled<C::kPitch>((lane_ & 7) + ((lane_ >> 4) << 3), (lane_ >> 3) & 1);
     uint32_t f[kLoadsAhead + 1][4], p_frag[kKeyTiles][2];
@@ -324,7 +226,7 @@ class OrientationKq : protected Epilogue<C> {
     };
 #pragma unroll
     for (int n = 0; n < kLoadsAhead; ++n) load(n);
-    exponentiate_descaled(s, stage, p_frag);
+    exponentiate(s, stage, p_frag);
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int j = n % kColumnLoads * kTilesPerLoad, i = n / kColumnLoads;
@@ -340,8 +242,10 @@ class OrientationKq : protected Epilogue<C> {
   }
 
   uint32_t q_[kColumnTiles][2];
-  float out_[kColumnTiles][4], max_[2], sum_[2];  // of this lane's two rows; the row sum of its own keys only
-  float scale_[2], pv_max_[2];                    // 8-bit KV
+  float out_[kColumnTiles][4];
+  OnlineSoftmax<Fragment> softmax_;
+  float row_scale_[2];               // 8-bit KV
+  PvReference<Fragment> reference_;  // 8-bit KV
 };
 
 }  // namespace fa::cuda::decode
