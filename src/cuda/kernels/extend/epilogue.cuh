@@ -8,6 +8,7 @@
 
 #include "cuda/common/combine.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/softmax.cuh"
 #include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/extend/cta.cuh"
 
@@ -18,6 +19,8 @@ class Epilogue : protected Cta<C> {
  public:
   using Base = Cta<C>;
   using typename Base::Element;
+  using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S
+  using OutFragment = QkFragment<1, C::kD / 8>;
 
   using Base::Base;
 
@@ -41,11 +44,7 @@ class Epilogue : protected Cta<C> {
 
   // Each warp does this on its own.
   __device__ __forceinline__ void epilogue() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
-      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
-    }
+    softmax_.reduce_sums();
     if constexpr (C::k8BitKv) {
       const float factor = head_descale(a_.v_descale);
 #pragma unroll
@@ -73,7 +72,7 @@ class Epilogue : protected Cta<C> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r), stored_row = min(row, work_->rows - 1);
-      const RowResult result = finalize_row(max_[r], sum_[r], sink_of(p_, head_of(stored_row)));
+      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(p_, head_of(stored_row)));
       store_fragment_row<Element, C::kD / 8>(out_, r, out_at(stored_row),
                                              row < work_->rows ? static_cast<int>(p_.head_dim_v) : 0, a_.vector_out, quad,
                                              [&](float a, float b) { return pack(a * result.factor, b * result.factor); });
@@ -111,7 +110,7 @@ class Epilogue : protected Cta<C> {
       auto *dst = reinterpret_cast<float2 *>(a_.partial_out + (row0 + row_of(r)) * C::kD) + quad;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) dst[j * 4] = {out_[4 * j + 2 * r], out_[4 * j + 2 * r + 1]};
-      if (quad == 0) a_.partial_stats[row0 + row_of(r)] = {max_[r], sum_[r]};
+      if (quad == 0) a_.partial_stats[row0 + row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
@@ -127,7 +126,7 @@ class Epilogue : protected Cta<C> {
     for (int j = 0; j < C::kD / 8; ++j) dst[j * 32] = {out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]};
     if ((lane_ & 3) == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) partial_stats(slot)[row_of(r)] = {max_[r], sum_[r]};
+      for (int r = 0; r < 2; ++r) partial_stats(slot)[row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
@@ -147,16 +146,16 @@ class Epilogue : protected Cta<C> {
   // of those partitions have started before this one and process these units first, so this wait cannot deadlock.
   __device__ __forceinline__ void merge_partials(int first_partial, int num_partials) {
     wait_partials(num_partials);
-    float row_max[2] = {max_[0], max_[1]};
+    float row_max[2] = {softmax_.max[0], softmax_.max[1]};
 #pragma unroll 4
     for (int i = 0; i < num_partials; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], __ldcg(partial_stats(first_partial + i) + row_of(r)).x);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float scale = exp2_approx(max_[r] - row_max[r]);
-      max_[r] = row_max[r];
-      sum_[r] *= scale;
+      const float scale = exp2_approx(softmax_.max[r] - row_max[r]);
+      softmax_.max[r] = row_max[r];
+      softmax_.sum[r] *= scale;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
         out_[4 * j + 2 * r] *= scale;
@@ -174,8 +173,8 @@ class Epilogue : protected Cta<C> {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 stats = __ldcg(partial_stats(first_partial + i) + row_of(r));
-        scale[r] = exp2_approx(stats.x - max_[r]);
-        sum_[r] = fmaf(scale[r], stats.y, sum_[r]);
+        scale[r] = exp2_approx(stats.x - softmax_.max[r]);
+        softmax_.sum[r] = fmaf(scale[r], stats.y, softmax_.sum[r]);
       }
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
@@ -190,7 +189,7 @@ class Epilogue : protected Cta<C> {
   const WorkUnitDescriptor *work_;
   int wg_, warp_;  // warp_: within the warpgroup
   float out_[C::kD / 2];
-  float max_[2], sum_[2];  // of this lane's two rows; the row sum of its own keys only
+  OnlineSoftmax<Fragment> softmax_;
 };
 
 }  // namespace fa::cuda::extend

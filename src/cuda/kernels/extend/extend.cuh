@@ -44,7 +44,9 @@ class Consumer : private Epilogue<C> {
   using KvElement = typename C::KvElement;
   static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // kScores: per thread
 
-  using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S
+  using typename Base::Fragment;
+  using typename Base::OutFragment;
+  using Softmax = OnlineSoftmax<Fragment>;
 
   using Base::Base;
 
@@ -67,11 +69,10 @@ class Consumer : private Epilogue<C> {
   using Base::head_descale;
   using Base::head_of;
   using Base::lane_;
-  using Base::max_;
   using Base::out_;
   using Base::p_;
   using Base::row_of;
-  using Base::sum_;
+  using Base::softmax_;
   using Base::token_of;
   using Base::warp_;
   using Base::wg_;
@@ -84,8 +85,7 @@ class Consumer : private Epilogue<C> {
       return;
     }
     load_q();
-    max_[0] = max_[1] = -1e30f;  // finite, so that -inf - max_ is -inf and not NaN
-    sum_[0] = sum_[1] = 0.f;
+    softmax_.reset();
     clear_out();
 #pragma unroll
     for (int n = 0; n < C::kRuns; ++n)
@@ -192,10 +192,10 @@ class Consumer : private Epilogue<C> {
         out_empty_ = false;
       }
     }
-    sum_[0] += tile_sum[0];
-    sum_[1] += tile_sum[1];
-    if (rescaled) rescale_out();
-    convert_p();
+    softmax_.sum[0] += tile_sum[0];
+    softmax_.sum[1] += tile_sum[1];
+    if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
+    convert_p<Element>(s_, p_frag_);
     advance();
     p_pending_ = true;
     if (!masked) max_settled_ = plain_scores();
@@ -320,52 +320,17 @@ class Consumer : private Epilogue<C> {
       mask_row<Fragment>(s_, r, keys_of_query(diagonal, token_of(row_of(r))), key0, opaque(lane_));
   }
 
-  // Exact maximum: max_ becomes at least the largest score of this tile. Returns true if it has risen for a row of the warp;
-  // out must then be multiplied by rescale_.
+  // Exact maximum.
   __device__ __forceinline__ bool update_max() {
-    float top[2] = {lane_max(0) * exponent_scale(0), lane_max(1) * exponent_scale(1)};
-    const bool rescaled = __any_sync(~0u, top[0] > max_[0] || top[1] > max_[1]);
-    if (rescaled) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        set_max(r, top[r]);
-      }
-    }
-    return rescaled;
+    return softmax_.update_max(
+        s_, [&](int r) { return exponent_scale(r); }, /*threshold=*/0.f);
   }
-  // Over this lane's elements of a row.
-  __device__ __forceinline__ float lane_max(int r) const {
-    float x[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      x[h] = fmaxf(s_[4 * h + 2 * r], s_[4 * h + 2 * r + 1]);
-#pragma unroll
-      for (int j = 2 + h; j < C::kKvTile / 8; j += 2) x[h] = fmaxf(x[h], fmaxf(s_[4 * j + 2 * r], s_[4 * j + 2 * r + 1]));
-    }
-    return fmaxf(x[0], x[1]);
-  }
-  __device__ __forceinline__ void set_max(int r, float top) {
-    const float new_max = fmaxf(max_[r], top);
-    rescale_[r] = exp2_approx(max_[r] - new_max);  // exactly 1 for rows whose maximum stays: their bits do not change
-    max_[r] = new_max;
-    sum_[r] *= rescale_[r];
-  }
-  // S becomes P = 2^(S - max_) in place; tile_sum is this lane's part of the row sums. Masked elements become kMaskedP.
   template <bool kMasked>
   __device__ __forceinline__ void exponentiate(float (&tile_sum)[2]) {
-    const float scale[2] = {exponent_scale(0), exponent_scale(1)};
-    float sum[2][2] = {};
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-      const float x = s_[n], e = exp2_approx(fmaf(x, scale[n / 2 % 2], -max_[n / 2 % 2]));
-      sum[n / 4 % 2][n / 2 % 2] += e;
-      s_[n] = kMasked && x == -CUDART_INF_F ? kMaskedP : e;
-    }
-    tile_sum[0] = sum[0][0] + sum[1][0];
-    tile_sum[1] = sum[0][1] + sum[1][1];
+    softmax_.template exponentiate<kMasked>(
+        s_, [&](int r) { return exponent_scale(r); }, tile_sum);
   }
+
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
   // now by a power of two, which costs no accuracy. Rows whose P has overflowed fp32 get their scores recomputed. Only the
   // row's own P decides, so its bits do not depend on other rows.
@@ -376,7 +341,7 @@ class Consumer : private Epilogue<C> {
     bool overflowed[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && sum_[r] == sum_[r];  // NaN stays NaN
+      overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 1) != 0;
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 2) != 0;
     }
@@ -384,29 +349,29 @@ class Consumer : private Epilogue<C> {
     const float scale[2] = {exponent_scale(0), exponent_scale(1)};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = overflowed[r] ? lane_max(r) : tile_sum[r];
+      float most = overflowed[r] ? Softmax::largest(s_, r) : tile_sum[r];
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       if (overflowed[r]) {
-        set_max(r, most * scale[r]);
+        softmax_.raise(r, most * scale[r]);
         tile_sum[r] = 0.f;
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            s_[n + e] = exp2_approx(fmaf(s_[n + e], scale[r], -max_[r]));
+            s_[n + e] = exp2_approx(fmaf(s_[n + e], scale[r], -softmax_.max[r]));
             tile_sum[r] += s_[n + e];
           }
       } else {
         const int exponent = most > kRescaleThreshold ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
-        rescale_[r] = __int_as_float((127 - exponent) << 23);
-        max_[r] += static_cast<float>(exponent);
-        sum_[r] *= rescale_[r];
-        tile_sum[r] *= rescale_[r];
+        softmax_.rescale[r] = __int_as_float((127 - exponent) << 23);
+        softmax_.max[r] += static_cast<float>(exponent);
+        softmax_.sum[r] *= softmax_.rescale[r];
+        tile_sum[r] *= softmax_.rescale[r];
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4) {
-          s_[n] *= rescale_[r];
-          s_[n + 1] *= rescale_[r];
+          s_[n] *= softmax_.rescale[r];
+          s_[n + 1] *= softmax_.rescale[r];
         }
       }
     }
@@ -449,18 +414,6 @@ class Consumer : private Epilogue<C> {
       return __ldcg(reinterpret_cast<const uint32_t *>(from));
     }
   }
-  __device__ __forceinline__ void rescale_out() {
-#pragma unroll
-    for (int j = 0; j < C::kD / 2; ++j) out_[j] *= rescale_[j / 2 % 2];
-  }
-  // Converts P to the operand of P V.
-  __device__ __forceinline__ void convert_p() {
-#pragma unroll
-    for (int j = 0; j < C::kRuns; ++j)
-#pragma unroll
-      for (int n = 0; n < 4; ++n) p_frag_[j][n] = pack2<Element>(s_[8 * j + 2 * n], s_[8 * j + 2 * n + 1]);
-  }
-
   // ------------------------------------------------------------------------------------------------------------------
   // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
@@ -548,7 +501,6 @@ class Consumer : private Epilogue<C> {
   uint32_t q_[kQSteps][4];
   float s_[kScores];
   uint32_t p_frag_[C::kRuns][4];
-  float rescale_[2];
 };
 
 // Dispatches the warps of a CTA to their roles.
