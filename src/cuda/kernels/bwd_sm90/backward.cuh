@@ -49,7 +49,6 @@ struct BackwardConfig {
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
   static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = sizeof(Storage::lse[0]);
-  static constexpr int kSharedBytes = sizeof(Storage);
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
@@ -333,17 +332,6 @@ class Backward {
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dp(int part) { start_s<64>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128); }
-  // dv += P^T dO or dk += dS^T Q: kCount steps of 16 queries, A fragments from a[kFirst] on, rows of the Q or dO tile from step
-  // `from` on.
-  template <int kFirstStep, int kCount, int kSteps>
-  __device__ __forceinline__ void start_gradient(float (&gradient)[C::kD / 2], const uint32_t (&a)[kSteps][4], uint32_t rows,
-                                                 int from) const {
-    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      Wgmma<Element, C::kD>::rs_mn(gradient, a[kFirstStep + n], advance_descriptor(b, (from + n) * 2048), 1);
-    wgmma_commit();
-  }
   // dq = dS K: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
   __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
     const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_a_operand(ds)),
@@ -486,7 +474,7 @@ class Backward {
     fence_operand(p16_);
     fence_operand(dv_);
     wgmma_fence();
-    start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
     compute_ds(0);
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
@@ -495,14 +483,14 @@ class Backward {
       fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
-      start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
+      cta_.template start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
     } else {
       fence_operand(dp_);
       fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
       start_dp(1);
-      start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
+      cta_.template start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
       wgmma_wait<1>();
       fence_operand(dp_);
       compute_ds(1);
@@ -513,9 +501,9 @@ class Backward {
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
-      start_gradient<2, 2>(dk_, ds16_[0], smem_q(stage_), 2);
+      cta_.template start_gradient<2, 2>(dk_, ds16_[0], smem_q(stage_), 2);
     } else {
-      start_gradient<0, 4>(dk_, ds16_[1], smem_q(stage_), 4);
+      cta_.template start_gradient<0, 4>(dk_, ds16_[1], smem_q(stage_), 4);
     }
     wgmma_wait<1>();
     fence_operand(dq_);
@@ -563,23 +551,14 @@ class Backward {
 
   // dS^T = P^T (dP^T - delta) for a part of the Q tile, in place of dP^T.
   __device__ __forceinline__ void compute_ds(int part) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 delta = kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[part * 32 + 4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
-    }
+    cta_.compute_ds(
+        dp_, [&](int j) { return float4_of(s_, part * 8 + j); },
+        [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); });
   }
 
   // Stores this warp's 16 keys of a part of dS^T, for both warpgroups.
   __device__ __forceinline__ void store_ds(uint32_t ds, int part) const {
-    const int key = wg_ * 64 + cta_.warp * 16 + (cta_.lane & 15);
-    const auto &a = ds16_[part];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      stmatrix_x4(ds + part * C::kTileKv * 128 + key * 128 + (((2 * n + (cta_.lane >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1],
-                  a[n][2], a[n][3]);
-    }
+    cta_.store_ds_fragment(ds16_[part], ds + part * C::kTileKv * 128, wg_ * 64);
     if (part != C::kDpParts - 1) return;
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, ds_full(ds_stage_));
@@ -612,9 +591,7 @@ class Backward {
     for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);
       compute_ds(part);
-#pragma unroll
-      for (float &x : dp_) x += 0.f;  // a visible -0 must not look masked
-      cta_.template for_masked<64>(first_key(), q_tile * C::kTileQ + part * 64, [&](int i) { dp_[i] = kMaskedP; });
+      cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
       convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);
       wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, cta_.lane);

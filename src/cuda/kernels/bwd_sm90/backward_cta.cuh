@@ -23,10 +23,17 @@
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/bwd_sm90/shared_storage.h"
 
 namespace fa::cuda::sm90 {
+
+// Column block j of an accumulator: elements 4 j to 4 j + 3.
+template <int kCount>
+__device__ __forceinline__ float4 float4_of(const float (&x)[kCount], int j) {
+  return {x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]};
+}
 
 // C is a kernel's configuration. C::kTileKv keys make a work tile, C::kTileQ queries a Q tile. dq of a Q tile is reduced as
 // C::kDqPartials pieces of C::kDqPartialBytes each, which have order counters of their own.
@@ -209,6 +216,52 @@ struct BackwardCta {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
+  // dS, dk and dv
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // dS^T = P^T (dP^T - delta), in place of dP^T. p(j) and delta(j) are those of column block j: four elements, and two queries.
+  // With kLate the subtraction is fmaf(dP, one, -delta), see late_one() in backward_p_registers.cuh.
+  template <bool kLate = false, int kCount, typename P, typename Delta>
+  static __device__ __forceinline__ void compute_ds(float (&dp)[kCount], P p, Delta delta, float one = 1.f) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 d = delta(j);
+      const float4 x = p(j);
+      const float p4[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float delta_r = (r & 1) ? d.y : d.x;
+        dp[4 * j + r] = p4[r] * (kLate ? fmaf(dp[4 * j + r], one, -delta_r) : dp[4 * j + r] - delta_r);
+      }
+    }
+  }
+  // Masks dS: -0 for masked pairs, +0 for visible zeros.
+  template <int kCount>
+  __device__ __forceinline__ void mask_ds(float (&ds)[kCount], int first_key, int first_row) const {
+#pragma unroll
+    for (float &x : ds) x += 0.f;
+    for_masked<2 * kCount>(first_key, first_row, [&](int n) { ds[n] = kMaskedP; });
+  }
+  // Stores this warp's 16 keys of dS^T (keys, 64 queries) from `first_key` of the tile on.
+  __device__ __forceinline__ void store_ds_fragment(const uint32_t (&ds16)[4][4], uint32_t tile, int first_key) const {
+    const int key = first_key + warp * 16 + (lane & 15);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) stmatrix_x4(tile + key * 128 + (((2 * n + (lane >> 4)) ^ (key & 7)) << 4), ds16[n]);
+  }
+
+  // Starts (commits) dv += P^T dO or dk += dS^T Q: kCount steps of 16 queries, A fragments from a[kFirstStep] on, rows of the Q or dO tile
+  // from step `from` on.
+  template <int kFirstStep, int kCount, int kRegisters, int kSteps>
+  static __device__ __forceinline__ void start_gradient(float (&gradient)[kRegisters], const uint32_t (&a)[kSteps][4],
+                                                        uint32_t rows, int from) {
+    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      Wgmma<Element, 2 * kRegisters>::rs_mn(gradient, a[kFirstStep + n], advance_descriptor(b, (from + n) * 2048), 1);
+    wgmma_commit();
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
   // Reduction of dq over work tiles
   // ------------------------------------------------------------------------------------------------------------------
 
@@ -234,7 +287,7 @@ struct BackwardCta {
   // shared memory to dq_sum. The consumers complete `full` when the partial has been stored; this warp arrives at `empty` when
   // TMA has read it.
   //
-  // a_.turn holds one order counter per Q tile and partial:
+  // params.turn holds one order counter per Q tile and partial:
   //
   // | mode | first work tile to come | counter |
   // |---|---|---|

@@ -57,17 +57,17 @@ struct BackwardShape {
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false)         \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false)          \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false)       \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, false)  \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, false)      \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, false)      \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, false)     \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, false)       \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true)         \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true)       \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true)      \
+  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false)                    \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false)                     \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false)                  \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, false)     \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, false)         \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, false) \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, false)             \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, false)  \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true)                    \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true)                  \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true)         \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true)
 // clang-format on
 

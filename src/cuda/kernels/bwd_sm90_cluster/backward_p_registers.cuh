@@ -213,9 +213,7 @@ class BackwardPRegisters {
       }
       if (nan_safe) {
         compute_ds(dp, e, delta, cluster_.smem_delta(dout_stage), 1.f);
-#pragma unroll
-        for (float &x : dp) x += 0.f;  // a visible -0 must not look masked
-        cta().template for_masked<C::kTileQ>(cluster_.first_key(), q_tile * C::kTileQ, [&](int i) { dp[i] = kMaskedP; });
+        cta().mask_ds(dp, cluster_.first_key(), q_tile * C::kTileQ);
         convert_p<Element>(dp, ds);
         if constexpr (kLateDs) wait_ds_empty(ds_stage, n);
         store_ds(ds, n, partial, true);
@@ -260,18 +258,11 @@ class BackwardPRegisters {
     } while (++n < end);
   }
 
-  // dS^T = P^T (dP^T - delta), in place of dP^T. one: see late_one().
-  __device__ __forceinline__ void compute_ds(float (&dp)[C::kTileQ / 2], const float (&p)[C::kTileQ / 2], const RowStats &ahead,
-                                             uint32_t row, float one) const {
-#pragma unroll
-    for (int j = 0; j < C::kTileQ / 8; ++j) {
-      const float2 delta = kPrefetchStats ? ahead[j] : cta().row_stat(row, j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float d = (r & 1) ? delta.y : delta.x;
-        dp[4 * j + r] = p[4 * j + r] * (kLateDs ? fmaf(dp[4 * j + r], one, -d) : dp[4 * j + r] - d);
-      }
-    }
+  __device__ __forceinline__ void compute_ds(float (&dp)[C::kTileQ / 2], const float (&p)[C::kTileQ / 2],
+                                             const RowStats &prefetched, uint32_t smem_delta, float one) const {
+    cta().template compute_ds<kLateDs>(
+        dp, [&](int j) { return float4_of(p, j); },
+        [&](int j) { return kPrefetchStats ? prefetched[j] : cta().row_stat(smem_delta, j); }, one);
   }
   // 1, as a number that the compiler does not know before the loop in front of it, a wait, has ended. Everything that dS needs
   // is there when the wgmma that overlap it are started. ptxas would otherwise compute dS between the first two of them, while

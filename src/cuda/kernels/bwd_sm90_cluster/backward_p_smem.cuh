@@ -236,7 +236,7 @@ class BackwardPSmem {
         exchange_.compute_ds(dp, n);
         __syncwarp();
         mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
-        if (nan_safe) exchange_.mask_ds(dp, q_tile);
+        if (nan_safe) cta().mask_ds(dp, cluster().first_key(), q_tile * C::kTileQ);
         convert_p<Element>(dp, ds16);
         mbarrier_wait_cluster(cluster().ds_empty(ds_stage), n >> 1 & 1 ^ 1);
         exchange_.store_ds(ds16, ds_stage, partial, nan_safe);

@@ -59,11 +59,13 @@ class BackwardPSmemPersistent {
         DoutPipeline dout_pipe;
         cluster().for_each_work_tile([&](int &) { cluster().load_work_tile(q_pipe, dout_pipe); });
       }
-      if (C::kOrdered && cta().warp == 1) {
-        pdl_wait();
-        cluster().for_each_work_tile([&](int &n) { exchange_.wait_dq_order(n); });
+      if constexpr (C::kOrdered) {
+        if (cta().warp == 1) {
+          pdl_wait();
+          cluster().for_each_work_tile([&](int &n) { exchange_.wait_dq_order(n); });
+        }
+        if (cta().warp == 2) cluster().for_each_work_tile([&](int &n) { exchange_.advance_dq_order(n); });
       }
-      if (C::kOrdered && cta().warp == 2) cluster().for_each_work_tile([&](int &n) { exchange_.advance_dq_order(n); });
       if (cta().warp == 3) scheduler();
     } else {
       setmaxnreg_alloc<C::kConsumerRegisters>();
@@ -324,7 +326,7 @@ class BackwardPSmemPersistent {
         exchange_.compute_ds(dp, n);
         __syncwarp();
         mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
-        if (nan_safe) exchange_.mask_ds(dp, q_tile);
+        if (nan_safe) cta().mask_ds(dp, cluster().first_key(), q_tile * C::kTileQ);
         convert_p<Element>(dp, ds16);
         mbarrier_wait_cluster(cluster().ds_empty(stage), n >> 1 & 1 ^ 1);
         exchange_.store_ds(ds16, stage, partial, nan_safe);

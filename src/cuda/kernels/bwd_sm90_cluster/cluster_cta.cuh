@@ -55,7 +55,6 @@ struct ClusterConfig {
   static constexpr int kQBytes = sizeof(Cluster::q[0]), kDoutBytes = sizeof(Cluster::dout[0]);
   static constexpr int kDsBytes = sizeof(Cluster::ds[0][0]), kStatBytes = sizeof(Cluster::lse[0]);
   static constexpr int kDqPartials = 2, kDqPartialBytes = kTileQ * kHalf * 4;
-  static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(kTileQ == 64 && kD % 64 == 0 && kDv % 64 == 0 && kHalf % kDqColumns == 0 &&
                 (kDoutStages & (kDoutStages - 1)) == 0);
 };
@@ -65,9 +64,9 @@ template <class OneTile>
 struct PersistentClusterConfig : OneTile {
   using Storage = PersistentClusterStorage<typename OneTile::Cluster>;
   static constexpr bool kPersistent = true, kLaneFromShuffle = true;
-  static constexpr int kSharedBytes = sizeof(Storage);
 };
 
+// One CTA of a backward cluster.
 template <class C>
 struct ClusterCta {
   using Element = typename C::Element;
@@ -377,11 +376,7 @@ struct ClusterCta {
   template <int kCount>
   __device__ __forceinline__ void start_gradient(float (&gradient)[kCount], const uint32_t (&a)[C::kTileQ / 16][4],
                                                  uint32_t rows) const {
-    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
-#pragma unroll
-    for (int n = 0; n < C::kTileQ / 16; ++n)
-      Wgmma<Element, 2 * kCount>::rs_mn(gradient, a[n], advance_descriptor(b, n * 2048), 1);
-    wgmma_commit();
+    cta.template start_gradient<0, C::kTileQ / 16>(gradient, a, rows, 0);
   }
   // dq = dS K over the keys of both CTAs, for part `part` of the columns.
   __device__ __forceinline__ void start_dq(Dq &dq, int ds_stage, int part) const {
@@ -407,13 +402,8 @@ struct ClusterCta {
   // ------------------------------------------------------------------------------------------------------------------
 
   // Stores this warp's 16 keys of dS^T for the wgmma of this CTA.
-  __device__ __forceinline__ void store_ds_own(const uint32_t (&a)[C::kTileQ / 16][4], int ds_stage) const {
-    const int key = cta.warp * 16 + (cta.lane & 15);
-#pragma unroll
-    for (int n = 0; n < C::kTileQ / 16; ++n) {
-      stmatrix_x4(smem_ds(ds_stage, 0) + key * 128 + (((2 * n + (cta.lane >> 4)) ^ (key & 7)) << 4), a[n][0], a[n][1], a[n][2],
-                  a[n][3]);
-    }
+  __device__ __forceinline__ void store_ds_own(const uint32_t (&ds16)[C::kTileQ / 16][4], int ds_stage) const {
+    cta.store_ds_fragment(ds16, smem_ds(ds_stage, 0), 0);
   }
   // Sends dS^T to the peer by TMA: one lane calls this, behind a fence.
   __device__ __forceinline__ void send_ds_to_peer(int ds_stage, int bytes, int from) const {

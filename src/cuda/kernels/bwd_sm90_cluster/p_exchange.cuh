@@ -11,6 +11,7 @@
 
 namespace fa::cuda::sm90 {
 
+// One CTA of a backward cluster in which P goes through shared memory.
 template <class C>
 struct PExchange {
   using Dq = typename ClusterCta<C>::Dq;
@@ -42,22 +43,14 @@ struct PExchange {
   // dS^T = P^T (dP^T - delta) of iteration n, in place of dP^T, with that P.
   __device__ __forceinline__ void compute_ds(float (&dp)[C::kTileQ / 2], int n) const {
     mbarrier_wait(p_full(), n & 1);
-#pragma unroll
-    for (int j = 0; j < C::kTileQ / 8; ++j) {
-      const float2 delta = cluster.cta.row_stat(cluster.smem_delta(0), j);
-      const uint4 p = ld_shared_16(p_address(j));
-      dp[4 * j] = __uint_as_float(p.x) * (dp[4 * j] - delta.x);
-      dp[4 * j + 1] = __uint_as_float(p.y) * (dp[4 * j + 1] - delta.y);
-      dp[4 * j + 2] = __uint_as_float(p.z) * (dp[4 * j + 2] - delta.x);
-      dp[4 * j + 3] = __uint_as_float(p.w) * (dp[4 * j + 3] - delta.y);
-    }
+    cluster.cta.compute_ds(
+        dp,
+        [&](int j) {
+          const uint4 p = ld_shared_16(p_address(j));
+          return float4{__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z), __uint_as_float(p.w)};
+        },
+        [&](int j) { return cluster.cta.row_stat(cluster.smem_delta(0), j); });
     mbarrier_arrive(p_empty());
-  }
-  // Masks dS: -0 for masked pairs, +0 for visible zeros.
-  __device__ __forceinline__ void mask_ds(float (&ds)[C::kTileQ / 2], int q_tile) const {
-#pragma unroll
-    for (float &x : ds) x += 0.f;  // a visible -0 must not look masked
-    cluster.cta.template for_masked<C::kTileQ>(cluster.first_key(), q_tile * C::kTileQ, [&](int i) { ds[i] = kMaskedP; });
   }
 
   // Stores this warp's 16 keys of dS^T for this CTA and sends them to the peer. For a partial Q tile the peer also gets the
