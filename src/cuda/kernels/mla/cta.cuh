@@ -27,7 +27,7 @@ using decode::Keys;
 // leaves a partial in `slot` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
 // accumulators, once the counter `awaited_counter` has reached that number: those in the last of every `partial_step` slots from
 // `first_partial` on, and the one in the slot before this unit's.
-struct WorkUnit : decode::RowsAndKeys {
+struct WorkUnit : decode::WorkDescriptor {
   int slot, counter;
   int partials, first_partial, partial_step, awaited_counter;
   // The work tile has exactly two units, and both CTAs of the cluster have no other. They exchange halves of out through DSMEM.
@@ -39,12 +39,12 @@ struct Config {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
   static constexpr bool kPairs = kPairs_;
-  static constexpr bool kTurns =
+  static constexpr bool kInterleaveRowBlocks =
       false;  // row blocks are not interleaved first with last: all see about the same number of keys
   static constexpr int kSlices = kKeys / 16;  // P of a KV tile is passed on, and the tile is released, in slices of 16 keys
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
-  static constexpr int kStep = kKeys;       // keys per iteration of the scheduler
+  static constexpr int kKvStep = kKeys;     // keys per iteration of the scheduler
   static constexpr int kColumns = kDv / 2;  // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
@@ -108,7 +108,7 @@ class Cta {
   //   empty[stage][slice]          both PV warpgroups have read these 16 keys of V
   //   p_full[stage][slice]         P of these 16 keys is in shared memory
   //   epilogue_full, _empty        the epilogue's factors of a work unit are there; have been read, and the partial is stored
-  //   planned[2], done[2]          a work unit is described; all warpgroups have finished it
+  //   work_full[2], work_empty[2]          a work unit is described; all warpgroups have finished it
   //   softmax_sync                 the four softmax warps
   //   q_requested                  the loads of the first Q have been issued
   //   dsmem_empty                  cluster: the peer's K tiles have been read, its DSMEM buffer may be written
@@ -122,14 +122,14 @@ class Cta {
   }
   __device__ __forceinline__ uint32_t epilogue_full() const { return p_full(C::kStages); }
   __device__ __forceinline__ uint32_t epilogue_empty() const { return epilogue_full() + 8; }
-  __device__ __forceinline__ uint32_t planned(int n) const { return epilogue_full() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
-  __device__ __forceinline__ uint32_t softmax_sync() const { return done(2); }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return epilogue_full() + 16 + n * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return work_full(2 + n); }
+  __device__ __forceinline__ uint32_t softmax_sync() const { return work_empty(2); }
   __device__ __forceinline__ uint32_t q_requested() const { return softmax_sync() + 8; }
   __device__ __forceinline__ uint32_t dsmem_empty() const { return q_requested() + 8; }
   __device__ __forceinline__ uint32_t dsmem_stats_full() const { return dsmem_empty() + 8; }
   __device__ __forceinline__ uint32_t dsmem_out_full() const { return dsmem_stats_full() + 8; }
-  __device__ __forceinline__ WorkUnit &plan(int n) const {
+  __device__ __forceinline__ WorkUnit &descriptor(int n) const {
     static_assert(sizeof(WorkUnit) <= C::kWorkUnitBytes);
     return reinterpret_cast<WorkUnit *>(memory_ + (dsmem_out_full() + 8 - shared_))[n];
   }

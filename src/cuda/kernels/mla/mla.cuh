@@ -51,8 +51,8 @@ class MlaKernel : private Cta<C> {
       mbarrier_init(this->dsmem_stats_full(), 1);
       mbarrier_init(this->dsmem_out_full(), 1);
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(this->planned(n), 1);
-        mbarrier_init(this->done(n), C::kPvThreads + C::kSoftmaxThreads);
+        mbarrier_init(this->work_full(n), 1);
+        mbarrier_init(this->work_empty(n), C::kPvThreads + C::kSoftmaxThreads);
       }
       mbarrier_init_fence();
     }
