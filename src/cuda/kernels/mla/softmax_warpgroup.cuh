@@ -191,15 +191,19 @@ class SoftmaxWarpgroup {
     const float c = exponent_scale();
     const uint32_t row_address = cta_.shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
     store_rescale();
+    float tile_sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
 #pragma unroll
-      for (int m = 8 * n; m < 8 * n + 8; ++m) s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c);
+      for (int m = 8 * n; m < 8 * n + 8; ++m)
+        s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c, tile_sum);
       uint32_t p[4];
       convert_p<Element>(s, n, p);
       stmatrix_x4(row_address + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p);
       release_p(n);
     }
+    softmax_.sum[0] += tile_sum[0];
+    softmax_.sum[1] += tile_sum[1];
   }
   __device__ __forceinline__ void store_rescale() const {
     if (Fragment::leads(lane_)) {
