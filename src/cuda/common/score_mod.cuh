@@ -24,7 +24,8 @@ namespace fa::cuda {
 struct Softcap {
   float cap, exponent;  // RawUnit's cap and cap_exponent
 
-  __device__ __forceinline__ explicit Softcap(const RawUnit &raw) : cap(raw.cap), exponent(raw.cap_exponent) {}
+  __device__ __forceinline__ explicit Softcap(const RawUnit &raw) : Softcap(raw.cap, raw.cap_exponent) {}
+  __device__ __forceinline__ Softcap(float cap, float exponent) : cap(cap), exponent(exponent) {}
 
   __device__ __forceinline__ float forward(float s) const {
     return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(s * exponent)), cap);

@@ -18,7 +18,7 @@ using decode::Keys;
 // leaves a partial in `slot` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
 // accumulators, once the counter `awaited_counter` has reached that number: those in the last of every `partial_step` slots from
 // `first_partial` on, and the one in the slot before this unit's.
-struct WorkUnit : decode::RowsAndKeys {
+struct WorkUnit : decode::WorkDescriptor {
   int slot, counter;
   int partials, first_partial, partial_step, awaited_counter;
   // The work tile has exactly two units, and both CTAs of the cluster have no other. They exchange halves of out through DSMEM.
@@ -31,12 +31,12 @@ struct Config {
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
   static constexpr bool kPairs = kPairs_;
   // Row blocks are not interleaved first with last: all see about the same number of keys.
-  static constexpr bool kTurns = false;
+  static constexpr bool kInterleaveRowBlocks = false;
   using Storage = SharedStorage<kD, kDv, kKeys, kStages, kQRegisterAtoms>;
   static constexpr int kSlices = kKeys / 16;  // P of a KV tile is passed on, and the tile is released, in slices of 16 keys
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
-  static constexpr int kStep = kKeys;       // keys per iteration of the scheduler
+  static constexpr int kKvStep = kKeys;     // keys per iteration of the scheduler
   static constexpr int kColumns = kDv / 2;  // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
@@ -104,14 +104,14 @@ class Cta {
   }
   __device__ __forceinline__ uint32_t epilogue_full() const { return shared_ + offsetof(Storage, epilogue_full); }
   __device__ __forceinline__ uint32_t epilogue_empty() const { return shared_ + offsetof(Storage, epilogue_empty); }
-  __device__ __forceinline__ uint32_t planned(int n) const { return shared_ + offsetof(Storage, planned) + n * 8; }
-  __device__ __forceinline__ uint32_t done(int n) const { return shared_ + offsetof(Storage, done) + n * 8; }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return shared_ + offsetof(Storage, work_full) + n * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return shared_ + offsetof(Storage, work_empty) + n * 8; }
   __device__ __forceinline__ uint32_t softmax_sync() const { return shared_ + offsetof(Storage, softmax_sync); }
   __device__ __forceinline__ uint32_t q_requested() const { return shared_ + offsetof(Storage, q_requested); }
   __device__ __forceinline__ uint32_t dsmem_empty() const { return shared_ + offsetof(Storage, dsmem_empty); }
   __device__ __forceinline__ uint32_t dsmem_stats_full() const { return shared_ + offsetof(Storage, dsmem_stats_full); }
   __device__ __forceinline__ uint32_t dsmem_out_full() const { return shared_ + offsetof(Storage, dsmem_out_full); }
-  __device__ __forceinline__ WorkUnit &plan(int n) const {
+  __device__ __forceinline__ WorkUnit &descriptor(int n) const {
     static_assert(sizeof(WorkUnit) <= Storage::kWorkUnitBytes);
     return *reinterpret_cast<WorkUnit *>(reinterpret_cast<Storage *>(memory_)->work_units[n]);
   }

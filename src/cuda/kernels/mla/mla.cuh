@@ -47,8 +47,8 @@ __device__ __forceinline__ void run_mla(const Cta<C> &cta) {
     mbarrier_init(cta.dsmem_stats_full(), 1);
     mbarrier_init(cta.dsmem_out_full(), 1);
     for (int n = 0; n < 2; ++n) {
-      mbarrier_init(cta.planned(n), 1);
-      mbarrier_init(cta.done(n), C::kPvThreads + C::kSoftmaxThreads);
+      mbarrier_init(cta.work_full(n), 1);
+      mbarrier_init(cta.work_empty(n), C::kPvThreads + C::kSoftmaxThreads);
     }
     mbarrier_init_fence();
   }

@@ -11,7 +11,7 @@ namespace fa::cuda::mla {
 
 // The kernel's only parameter. Work is partitioned as for the decode kernels (decode/stream_k.cuh).
 struct Params : decode::Params {
-  Divisor blocks_of_head;  // row_blocks
+  Divisor row_blocks_divisor;  // row_blocks
   // Tensor map of K in boxes of eight rows, where TMA can load it.
   bool tma_kv;
   CUtensorMap k_map;

@@ -12,9 +12,9 @@
 namespace fa::cuda::mla {
 
 template <class C>
-class Producer : private decode::Planner<Cta<C>> {
+class Producer : private decode::WorkScheduler<Cta<C>> {
  public:
-  using Base = decode::Planner<Cta<C>>;
+  using Base = decode::WorkScheduler<Cta<C>>;
   using Element = typename C::Element;
 
   using Base::Base;
@@ -25,13 +25,13 @@ class Producer : private decode::Planner<Cta<C>> {
     uint32_t tile_count = 0, work_units = 0;  // of the CTA so far
     // Lengths on the device may still be written by the previous launch, and are read first. The other warps wait for a work unit.
     if (!decode::lengths_known(p_)) pdl_wait();
-    decode::Work<C> work(a_);
-    this->each_piece(work, [&](int partition) {
+    decode::StreamKScheduler<C> work(a_);
+    this->for_each_work_unit(work, [&](int partition) {
       pdl_wait();
       bool pair = false;
       if (warp == 0) pair = publish_work_unit(work_units++, work, partition);
 #pragma unroll 1
-      for (int tile = tile_; tile < end_tile_; ++tile, ++tile_count) {
+      for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++tile_count) {
         // Q is loaded first: behind the K tiles of all CTAs memory would deliver it last.
         if (tile_count == 0) mbarrier_wait(this->q_requested(), 0);
         if (static_cast<int>(tile_count & 1) == stage)
@@ -47,23 +47,23 @@ class Producer : private decode::Planner<Cta<C>> {
         mbarrier_arrive_remote_relaxed_if(lane_ == 0, map_to_cta(this->dsmem_empty(), cluster_cta_rank() ^ 1));
       }
     });
-    if (warp == 0) this->write_end(work_units);
+    if (warp == 0) this->write_end_of_work(work_units);
   }
 
  private:
   using Base::a_;
   using Base::empty;
-  using Base::end_tile_;
   using Base::full;
   using Base::head_;
   using Base::k_start_;
   using Base::keys_;
+  using Base::kv_tile_;
+  using Base::kv_tile_end_;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
   using Base::shared_tile;
-  using Base::tile_;
+  using Base::work_unit_;
 
   static constexpr int kHalf = C::kKeys / 2, kSlices = C::kSlices / 2;  // keys and slices of half a K tile
 
@@ -73,17 +73,19 @@ class Producer : private decode::Planner<Cta<C>> {
   }
 
   // Describes work unit n of this CTA. Returns whether its work tile is divided between the two CTAs of a cluster.
-  __device__ __forceinline__ bool publish_work_unit(uint32_t n, const decode::Work<C> &work, int partition) const {
-    this->await_place(n);
+  __device__ __forceinline__ bool publish_work_unit(uint32_t n, const decode::StreamKScheduler<C> &work, int partition) const {
+    this->wait_descriptor_free(n);
     // The unit is number `index` of its work tile; `partials` units come before the last one, which combines them in groups of `group_size`.
-    const int first_partition = work.range_of(piece_.begin), index = partition - first_partition,
-              partials = work.range_of(piece_.end - 1) - first_partition, counter = work.counter(piece_, first_partition),
-              group_size = a_.pieces > 0 ? 1 : partials_per_group(partials);
+    const int first_partition = work.partition_of(work_unit_.tile_begin), index = partition - first_partition,
+              partials = work.partition_of(work_unit_.tile_end - 1) - first_partition,
+              counter = work.counter(work_unit_, first_partition),
+              group_size = a_.fixed_splits > 0 ? 1 : partials_per_group(partials);
     const bool pair = C::kPairs && rows_ > 0 && partials == 1 && first_partition % 2 == 0 &&
-                      work.range_begin(first_partition) == piece_.begin && work.range_begin(first_partition + 2) == piece_.end;
+                      work.partition_begin(first_partition) == work_unit_.tile_begin &&
+                      work.partition_begin(first_partition + 2) == work_unit_.tile_end;
     if (lane_ == 0) {
-      WorkUnit &work_unit = this->plan(n & 1);
-      this->describe(work_unit);
+      WorkUnit &work_unit = this->descriptor(n & 1);
+      this->fill_descriptor(work_unit);
       work_unit.slot = partition;
       work_unit.counter = counter;
       work_unit.partials = index % group_size;
@@ -92,9 +94,9 @@ class Producer : private decode::Planner<Cta<C>> {
       work_unit.awaited_counter = partition;
       work_unit.pair = pair;
       if (C::kPairs && pair) {
-        work_unit.part = false;
+        work_unit.tile_continues = false;
         work_unit.partials = 0;
-      } else if (!work_unit.part) {
+      } else if (!work_unit.tile_continues) {
         work_unit.partials = (index + group_size - 1) / group_size;
         work_unit.first_partial = partition - index;
         work_unit.partial_step = group_size;
@@ -103,7 +105,7 @@ class Producer : private decode::Planner<Cta<C>> {
         work_unit.partials = 0;
         work_unit.counter = min(partition + group_size - 1 - index % group_size, partition - index + partials - 1);
       }
-      mbarrier_arrive(this->planned(n & 1));
+      mbarrier_arrive(this->work_full(n & 1));
     }
     __syncwarp();
     return pair;
@@ -126,7 +128,7 @@ class Producer : private decode::Planner<Cta<C>> {
   // Where the row of a key of this work unit lies.
   __device__ __forceinline__ KvPlace place_of(int key) const {
     const KvLocator locator{p_, a_.page_size};
-    return locator.place(locator.page_of(piece_.batch, key), piece_.batch, k_start_, key);
+    return locator.place(locator.page_of(work_unit_.batch, key), work_unit_.batch, k_start_, key);
   }
 
   __device__ __forceinline__ void load_tma(int key0, int stage, int half, uint32_t empty_parity) const {

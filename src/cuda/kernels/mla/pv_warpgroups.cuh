@@ -22,8 +22,8 @@ class PvWarpgroups {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(cta_.planned(n & 1), n >> 1 & 1);
-      work_ = &cta_.plan(n & 1);
+      mbarrier_wait(cta_.work_full(n & 1), n >> 1 & 1);
+      work_ = &cta_.descriptor(n & 1);
       if (work_->batch < 0) return;
       mainloop();
       if (C::kPairs && work_->pair && has_rows()) {
@@ -35,7 +35,7 @@ class PvWarpgroups {
       }
       mbarrier_wait(cta_.epilogue_full(), n & 1);
       epilogue(n & 1);
-      mbarrier_arrive(cta_.done(n & 1));
+      mbarrier_arrive(cta_.work_empty(n & 1));
     }
   }
 
@@ -52,7 +52,7 @@ class PvWarpgroups {
     store_unused_rows();
 #pragma unroll
     for (int j = 0; j < C::kColumns / 2; ++j) out(j) = 0.f;
-    int tiles = work_->end_tile - work_->tile;
+    int tiles = work_->kv_tile_end - work_->kv_tile;
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++tile_count_) {
       const Operands operands = this->operands();
@@ -159,7 +159,7 @@ class PvWarpgroups {
       if (has_rows()) combine(work_->partials);
     }
     if (has_rows()) {
-      if (work_->part) {
+      if (work_->tile_continues) {
         store_partial(work_->slot);
       } else {
         const int peer_half = C::kPairs && work_->pair ? cluster_cta_rank() ^ 1 : -1;
@@ -168,7 +168,7 @@ class PvWarpgroups {
       }
     }
     mbarrier_arrive(cta_.epilogue_empty());
-    if (work_->part && threadIdx.x == 0) {
+    if (work_->tile_continues && threadIdx.x == 0) {
       mbarrier_wait(cta_.epilogue_empty(), parity);
       count_released(a_.counters + work_->counter);
     }

@@ -24,7 +24,7 @@ struct SharedStorage {
   uint64_t empty[kStages][kSlices];    // both PV warpgroups have read these 16 keys of V
   uint64_t p_full[kStages][kSlices];   // P of these 16 keys is in shared memory
   uint64_t epilogue_full, epilogue_empty;     // the scales of a work unit are there; have been read, and the partial is stored
-  uint64_t planned[2], done[2];               // a work unit is described; all warpgroups have finished it
+  uint64_t work_full[2], work_empty[2];       // a work unit is described; all warpgroups have finished it
   uint64_t softmax_sync;                      // the four softmax warps
   uint64_t q_requested;                       // the loads of the first Q have been issued
   uint64_t dsmem_empty;                       // cluster: the peer's K tiles have been read, its DSMEM buffer may be written

@@ -29,14 +29,14 @@ class SoftmaxWarpgroup {
     warp_ = uniform(threadIdx.x >> 5) & 3;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(cta_.planned(n & 1), n >> 1 & 1);
-      work_ = &cta_.plan(n & 1);
+      mbarrier_wait(cta_.work_full(n & 1), n >> 1 & 1);
+      work_ = &cta_.descriptor(n & 1);
       if (work_->batch < 0) return;
       if (work_->rows > 0) mainloop();
       if (n > 0) mbarrier_wait(cta_.epilogue_empty(), (n - 1) & 1);
       if (work_->rows > 0) finalize();
       mbarrier_arrive(cta_.epilogue_full());
-      mbarrier_arrive(cta_.done(n & 1));
+      mbarrier_arrive(cta_.work_empty(n & 1));
     }
   }
 
@@ -49,7 +49,7 @@ class SoftmaxWarpgroup {
 
   __device__ __forceinline__ void mainloop() {
     softmax_.reset();
-    if (work_->tile == work_->end_tile) return;
+    if (work_->kv_tile == work_->kv_tile_end) return;
     sync_softmax(0);  // all four warps have read the previous work unit's Q
     load_q();
     uint32_t q[C::kQRegisterAtoms * 4][4];
@@ -58,7 +58,7 @@ class SoftmaxWarpgroup {
     fence_proxy_async();
     sync_softmax(1);
 #pragma unroll 1
-    for (int tile = work_->tile; tile < work_->end_tile; ++tile, ++tile_count_) {
+    for (int tile = work_->kv_tile; tile < work_->kv_tile_end; ++tile, ++tile_count_) {
       const int key0 = tile * C::kKeys;
       const bool masked = key0 < work_->interior.begin || key0 + C::kKeys > work_->interior.end;
       mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
@@ -67,7 +67,7 @@ class SoftmaxWarpgroup {
       uint32_t flags = 0;
       if (masked) {
         // A NaN or Inf in a key makes S non-finite in every row.
-        flags = work_->several && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Cta<C>::kNanSafe : 0;
+        flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Cta<C>::kNanSafe : 0;
         apply_mask(s, key0);
       }
       if (update_max(s)) flags |= Cta<C>::kRescaled;
@@ -235,7 +235,7 @@ class SoftmaxWarpgroup {
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
       const uint32_t epilogue = cta_.shared_epilogue(row);
-      if (work_->part) {
+      if (work_->tile_continues) {
         if (warp_ * 16 < work_->rows) cta_.partial_stats(work_->slot)[row] = stats[r];
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
