@@ -12,13 +12,13 @@ namespace fa::cuda::mla {
 
 using decode::Keys;
 
-// A work unit: a part of a work tile (64 rows of one KV head, and all keys that they see) that lies in one stream-K partition.
+// Describes a work unit to the consumers: a part of a work tile (64 rows of one KV head, and all keys that they see) that lies in one stream-K partition.
 //
 // The CTA with the work tile's last keys combines the partials of the others and stores the result. A unit that does not hold the last keys
 // leaves a partial in `slot` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
 // accumulators, once the counter `awaited_counter` has reached that number: those in the last of every `partial_step` slots from
 // `first_partial` on, and the one in the slot before this unit's.
-struct WorkUnit : decode::WorkDescriptor {
+struct WorkUnitDescriptor : decode::WorkDescriptor {
   int slot, counter;
   int partials, first_partial, partial_step, awaited_counter;
   // The work tile has exactly two units, and both CTAs of the cluster have no other. They exchange halves of out through DSMEM.
@@ -111,27 +111,29 @@ class Cta {
   __device__ __forceinline__ uint32_t dsmem_empty() const { return shared_ + offsetof(Storage, dsmem_empty); }
   __device__ __forceinline__ uint32_t dsmem_stats_full() const { return shared_ + offsetof(Storage, dsmem_stats_full); }
   __device__ __forceinline__ uint32_t dsmem_out_full() const { return shared_ + offsetof(Storage, dsmem_out_full); }
-  __device__ __forceinline__ WorkUnit &descriptor(int n) const {
-    static_assert(sizeof(WorkUnit) <= Storage::kWorkUnitBytes);
-    return *reinterpret_cast<WorkUnit *>(reinterpret_cast<Storage *>(memory_)->work_units[n]);
+  __device__ __forceinline__ WorkUnitDescriptor &descriptor(int n) const {
+    static_assert(sizeof(WorkUnitDescriptor) <= Storage::kWorkUnitBytes);
+    return *reinterpret_cast<WorkUnitDescriptor *>(reinterpret_cast<Storage *>(memory_)->work_units[n]);
   }
 
   // The row of accumulator elements 2 r and 2 r + 1 (modulo 4) in the given warp of a warpgroup, counted within the work unit.
   __device__ __forceinline__ int row_of(int warp, int r) const { return warp * 16 + (opaque(lane_) >> 2) + 8 * r; }
-  __device__ __forceinline__ int token_of(const WorkUnit &work, int row) const { return a_.group.quotient(work.row0 + row); }
-  __device__ __forceinline__ int head_of(const WorkUnit &work, int row) const {
+  __device__ __forceinline__ int token_of(const WorkUnitDescriptor &work, int row) const {
+    return a_.group.quotient(work.row0 + row);
+  }
+  __device__ __forceinline__ int head_of(const WorkUnitDescriptor &work, int row) const {
     return work.head * group_heads() + a_.group.remainder(work.row0 + row);
   }
   // The row's lse, null if it is not asked for, and its out.
-  __device__ __forceinline__ float *lse_at(const WorkUnit &work, int row) const {
+  __device__ __forceinline__ float *lse_at(const WorkUnitDescriptor &work, int row) const {
     if (p_.lse.data == nullptr) return nullptr;
     return row_of_tensor(p_.lse, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
-  __device__ __forceinline__ Element *out_at(const WorkUnit &work, int row) const {
+  __device__ __forceinline__ Element *out_at(const WorkUnitDescriptor &work, int row) const {
     return row_of_tensor<Element>(p_.out, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
   // The slot of the n-th partial that this work unit adds.
-  static __device__ __forceinline__ int partial_slot(const WorkUnit &work, int partial) {
+  static __device__ __forceinline__ int partial_slot(const WorkUnitDescriptor &work, int partial) {
     return min(work.first_partial + (partial + 1) * work.partial_step, work.slot) - 1;
   }
   __device__ __forceinline__ float2 *partial_stats(int slot) const { return a_.partial_stats + int64_t{slot} * C::kRows; }

@@ -327,7 +327,7 @@ class PvWarpgroups {
   const Params &a_;
   const Problem &p_;
   const int lane_;
-  const WorkUnit *work_;
+  const WorkUnitDescriptor *work_;
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
   float out_[2][C::kColumns /
                 4];  // two halves of the columns: the kernel is launched with too few registers for a wgmma of 256 columns

@@ -318,7 +318,7 @@ class SoftmaxWarpgroup {
   const Params &a_;
   const Problem &p_;
   const int lane_;
-  const WorkUnit *work_;
+  const WorkUnitDescriptor *work_;
   int warp_;                 // within the warpgroup
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
   OnlineSoftmax<Fragment> softmax_;
