@@ -28,7 +28,7 @@ struct ForwardConfig {
   // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
   static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kFp8 ? 2 : 0;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
-  using Storage = SharedStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8>;
+  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8>;
   static constexpr int kWorkStages = Storage::kWorkStages;
   static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
   static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
@@ -69,7 +69,7 @@ __device__ __forceinline__ int unmasked_begin(const WorkTile &t, int begin, int 
 template <class C>
 struct SharedMemory {
   using Storage = typename C::Storage;
-  using WorkTile = sm90::WorkTile<C::kConsumerWarpgroups>;
+  using WorkTile = ForwardWorkTile<C::kConsumerWarpgroups>;
 
   uint32_t base;
   WorkTile *work_tiles;

@@ -56,7 +56,7 @@ constexpr int32_t kAnyLength = INT32_MAX;
 // clang-format off
 #define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8) \
   {#name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8,                   \
-   static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, fp8>))},
+   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, fp8>))},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

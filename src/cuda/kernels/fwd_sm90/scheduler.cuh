@@ -80,7 +80,7 @@ struct PackedScheduler {
 // which keeps few registers live. Returns, to all lanes, whether the tile has any rows: false past the end of a packed sequence.
 template <int kConsumerWarpgroups, int kKeys, bool kHasScoreMod, bool kFp8>
 __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const L2HeadOrder::Place &place, int lane,
-                                                   WorkTile<kConsumerWarpgroups> &t) {
+                                                   ForwardWorkTile<kConsumerWarpgroups> &t) {
   constexpr int kRows = kConsumerWarpgroups * 64;
   const Problem &p = a.problem;
   if constexpr (kHasScoreMod) {

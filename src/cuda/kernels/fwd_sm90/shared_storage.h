@@ -10,10 +10,10 @@ namespace fa::cuda::sm90 {
 
 // A work tile of the forward: kRows query rows of one head, the KV tiles that they see, and where all of it lies in global memory.
 //
-// The scheduler warp writes a WorkTile to shared memory, ahead of the producer and consumer warps that read it. So those warps divide
+// The scheduler warp writes a work tile to shared memory, ahead of the producer and consumer warps that read it. So those warps divide
 // nothing and read no sequence lengths.
 template <int kConsumerWarpgroups>
-struct WorkTile {
+struct ForwardWorkTile {
   int64_t out, lse;                    // element offset of the tile's first row in out and lse
   int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
   float alibi;                         // slope in the unit of q k^T, or 0
@@ -48,7 +48,7 @@ struct Staging<0> {};
 
 // Tiles consist of 128-byte swizzle atoms, [atom][row][128 bytes]. TMA and wgmma want them on multiples of 1024 bytes. Barriers are mbarriers.
 template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8>
-struct SharedStorage {
+struct ForwardStorage {
   static constexpr int kWorkStages = 4;
   static constexpr int kAtomColumns = kFp8 ? 128 : 64;
   static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns, kVAtoms = (kHeadDimV + 63) / 64;
@@ -66,7 +66,7 @@ struct SharedStorage {
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64_t work_full[kWorkStages], work_empty[kWorkStages];
   uint64_t work_request;  // the producer warp asks for the next work tile
-  WorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
+  ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
 };
 
 }  // namespace fa::cuda::sm90
