@@ -19,12 +19,15 @@ class Epilogue {
 
   // From the maxima and complete row sums: writes lse, and sets the factors by which out is still to be multiplied.
   __device__ __forceinline__ void finalize_rows(const WorkTile &t, const float (&max)[2], const float (&sum)[2]) {
+    const int row = at_.row(t, 0);
+    float *dst = lse_at(t, row);
+    RowResult result[2];
+    cuda::finalize_rows(max, sum, sink_of(p_, t.head_q), result);
     float lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const RowResult result = finalize_row(max[r], sum[r], sink_of(p_, t.head_q));
-      out_scale_[r] = result.factor;
-      lse[r] = result.lse;
+      out_scale_[r] = result[r].factor;
+      lse[r] = result[r].lse;
     }
     if constexpr (C::kFp8) {
       // 0, or NaN where the product of the descales is negative, infinite or NaN.
@@ -37,8 +40,6 @@ class Epilogue {
       }
     }
     if (p_.lse.data != nullptr && (at_.lane & 3) == 0) {
-      const int row = at_.row(t, 0);
-      float *dst = lse_at(t, row);
       if (row < t.seqlen_q) *dst = lse[0];
       if (row + 8 < t.seqlen_q) dst[8 * p_.lse.seq_stride] = lse[1];
     }
