@@ -351,7 +351,7 @@ TEST_F(MisusedAppend, InterleavedViews) {
   slice(views.append.k_cache, cache, 0, 14);
   slice(views.append.v_cache, cache, 8, 14);
   plain.append.q_out = views.append.q_out = fa_tensor{};  // q is rotated in place, between inputs
-  ASSERT_EQ(fa_append_kv(ctx_, &plain.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  ASSERT_EQ(fa_append_kv(ctx_, &plain.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   ASSERT_EQ(fa_append_kv(ctx_, &views.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   for (fa_tensor fa_append::*member : {&fa_append::q, &fa_append::k_cache, &fa_append::v_cache}) {
     const fa_tensor &x = plain.append.*member, &y = views.append.*member;

@@ -25,7 +25,7 @@ TEST(CudaPlan, SharesEndWithItems) {
         p.batch = batch;
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family != Family::decode || plan.pieces > 0) continue;
-        const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].blocks_on(device.shared_bytes);
+        const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].ctas_per_sm(device.shared_bytes);
         const int64_t heads = batch * p.heads_k, items = heads >> plan.coscheduled_log2;
         if (heads > room || room / heads * heads * 16 < room * 15) continue;
         ++reached;
@@ -57,7 +57,7 @@ TEST(CudaPlan, DecodeWorkspace) {
           const decode::Shape &shape = decode::kShapes[plan.shape];
           sizes.insert(plan.workspace_bytes);
           EXPECT_EQ(plan.pieces, 0);
-          const int64_t room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
+          const int64_t room = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
           EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.coscheduled_log2) << name;
@@ -85,7 +85,7 @@ TEST(CudaPlan, DecodeWorkspace) {
 
 // Whether an even stream-K partition of work tiles with `keys` keys each, as the device makes it, splits a tile.
 bool cuts_alike(const ForwardPlan &plan, int64_t items, int64_t keys) {
-  const int64_t step = decode::kShapes[plan.shape].step(), steps = (keys + step - 1) / step, units = items * steps,
+  const int64_t step = decode::kShapes[plan.shape].kv_step(), steps = (keys + step - 1) / step, units = items * steps,
                 ranges = std::min<int64_t>(std::max<int64_t>(units >> plan.least_log2, 1), plan.ranges);
   for (int64_t range = 1; range < ranges; ++range) {
     if (range * units / ranges % steps != 0) return true;
@@ -122,7 +122,7 @@ TEST(CudaPlan, DecodeSums) {
                        (invariant ? ", invariant" : "") + (alike ? "" : ", unlike");
               };
               const int64_t heads = batch * heads_k, items = heads >> plan.coscheduled_log2,
-                            room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
+                            room = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
               EXPECT_EQ(plan.counters, 0) << text();
               if (plan.pieces > 0) {
                 EXPECT_EQ(plan.split_tiles, plan.pieces > 1 ? heads : 0) << text();

@@ -492,7 +492,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
     b.forward.alibi_slopes = &slope;
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
   }
-  // With few key blocks the CTA pairs are persistent, and the number of CTAs is even.
+  // For few work tiles the clusters are persistent: an even number of CTAs.
   b = plain;
   b.forward.head_dim = b.forward.head_dim_v = 256;
   for (const int64_t keys : {1, 129, 1024, 1025}) {
@@ -501,11 +501,11 @@ TEST(CudaPlan, HopperBackwardKernels) {
       Device device = h200();
       device.multiprocessors = multiprocessors;
       const BackwardPlan plan = backward_plan(b, device);
-      const bool stays = keys <= 1024;
-      EXPECT_EQ(sm90::kBackwardShapes[plan.shape].stays(), stays) << keys;
+      const bool persistent = keys <= 1024;
+      EXPECT_EQ(sm90::kBackwardShapes[plan.shape].persistent(), persistent) << keys;
       const int64_t all = 2 * ((keys + 127) / 128) * b.forward.heads_k * b.forward.batch,
                     most = std::max(multiprocessors / 2 * 2, 2);
-      EXPECT_EQ(plan.blocks, stays ? std::min(all, most) : all) << keys;
+      EXPECT_EQ(plan.blocks, persistent ? std::min(all, most) : all) << keys;
       EXPECT_TRUE(plan.zero_dq_sum) << keys;
     }
   }
@@ -527,7 +527,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
               std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
         << head_dim;
     EXPECT_GE(ordered.heads_per_l2_group, unordered.heads_per_l2_group) << head_dim;
-    // CTAs or CTA pairs are persistent. With 256 columns and many queries each pair has its own key block.
+    // CTAs or clusters are persistent, except for long sequences of keys with 256 columns.
     EXPECT_EQ(unordered.blocks, head_dim == 256 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
     if (head_dim == 256) {
       EXPECT_EQ(ordered.blocks, h200().multiprocessors);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of a forward: computes the scale of out and lse from the softmax state of a row, and stores rows to global memory.
+// The epilogue of a forward: computes lse of a row and the factor of its out from the softmax state, and stores rows to global memory.
 #pragma once
 
 #include <math_constants.h>
@@ -29,19 +29,37 @@ struct RowResult {
   float factor, lse;
 };
 
-// Computes the result of a row from m (base 2) and l. `sink`: the attention sink of the head (natural logarithm), or null. A sink far above
+// Computes the results of rows from m (base 2) and l. `sink`: the attention sink of the head (natural logarithm), or null. A sink far above
 // every logit would overflow relative to m, so m is raised to it; out is then negligible. A row without visible keys has l = 0: out = 0,
 // lse = -inf. If a visible score is NaN, l and out are NaN.
-__device__ __forceinline__ RowResult finalize_row(float max, float sum, const float *sink) {
-  float factor = 1.f;
+template <int kRows>
+__device__ __forceinline__ void finalize_rows(const float (&max)[kRows], const float (&sum)[kRows], const float *sink,
+                                              RowResult (&result)[kRows]) {
+  // Every step handles all rows, without branches. The dependency chains of the rows then hide each other's latency.
+  float m[kRows], l[kRows], factor[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) m[r] = max[r], l[r] = sum[r], factor[r] = 1.f;
   if (sink != nullptr) {
-    const float s = *sink * kLog2e, raised = fmaxf(max, s);
-    factor = exp2_approx(max - raised);
-    sum = sum * factor + exp2_approx(s - raised);
-    max = raised;
+    const float s = *sink * kLog2e;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float raised = fmaxf(m[r], s);
+      factor[r] = exp2_approx(m[r] - raised);
+      l[r] = l[r] * factor[r] + exp2_approx(s - raised);
+      m[r] = raised;
+    }
   }
-  if (sum == 0.f) return {0.f, -CUDART_INF_F};
-  return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    result[r].factor = l[r] == 0.f ? 0.f : __fdividef(factor[r], l[r]);
+    result[r].lse = l[r] == 0.f ? -CUDART_INF_F : (m[r] + __log2f(l[r])) * kLn2;
+  }
+}
+__device__ __forceinline__ RowResult finalize_row(float max, float sum, const float *sink) {
+  const float maxima[1] = {max}, sums[1] = {sum};
+  RowResult result[1];
+  finalize_rows(maxima, sums, sink, result);
+  return result[0];
 }
 __device__ __forceinline__ const float *sink_of(const Problem &p, int head) {
   return p.sink != nullptr ? p.sink + head * p.sink_stride : nullptr;
@@ -56,11 +74,12 @@ __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, fl
 }
 
 // Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes per lane: the four lanes that share the row exchange the vectors of
-// four column tiles. `dst` is column 0 of the row for this lane's quad; columns from `columns` on are not written. pack(a, b) converts a pair;
-// `keep` is ~0, or 0 to write zeros.
-template <typename Element, int kTiles, typename Pack>
-__device__ __forceinline__ void store_fragment_row(const float *acc, int r, Element *row, int columns, bool vectors, int quad,
-                                                   Pack pack, uint32_t keep = ~0u) {
+// four column tiles. `row()` is column 0 of the row for this lane's quad; columns from `columns` on are not written. pack(a, b) converts a pair;
+// `keep` is ~0, or 0 to write zeros. All lanes of the warp take part in the exchange; quads without `store` write nothing. The address is a
+// function so that kernels short of registers compute it where it is used.
+template <typename Element, int kTiles, typename Row, typename Pack>
+__device__ __forceinline__ void store_fragment_row_at(const float *acc, int r, Row row, int columns, bool vectors, int quad,
+                                                      Pack pack, uint32_t keep, bool store) {
 #pragma unroll
   for (int j = 0; j < kTiles; j += 4) {
     uint32_t x[4];
@@ -68,8 +87,15 @@ __device__ __forceinline__ void store_fragment_row(const float *acc, int r, Elem
     for (int n = 0; n < 4; ++n) x[n] = pack(acc[4 * (j + n) + 2 * r], acc[4 * (j + n) + 2 * r + 1]) & keep;
     transpose_quad(x, quad);
     const int column = (j + quad) * 8;
-    store_elements(row + column, x, columns - column, vectors);
+    if (store) store_elements(row() + column, x, columns - column, vectors);
   }
+}
+// The same with the address in `row`.
+template <typename Element, int kTiles, typename Pack>
+__device__ __forceinline__ void store_fragment_row(const float *acc, int r, Element *row, int columns, bool vectors, int quad,
+                                                   Pack pack, uint32_t keep = ~0u) {
+  store_fragment_row_at<Element, kTiles>(
+      acc, r, [&] { return row; }, columns, vectors, quad, pack, keep, true);
 }
 
 }  // namespace fa::cuda

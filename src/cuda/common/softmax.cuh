@@ -3,7 +3,7 @@
 //
 //   for every KV tile:   update_max(S)      m may grow; out and l are rescaled by 2^(m_old - m)
 //                        exponentiate(S)    P = 2^(S scale - m), l += sum of P
-//   at the end:          reduce_sums(), then epilogue.cuh computes lse and the scale of out from m and l
+//   at the end:          reduce_sums(), then epilogue.cuh computes lse and the factor of out from m and l
 //
 // The rule for the maximum is a parameter, the threshold of lazy rescaling in base 2. With 0 the maximum is exact. With 8 a row's m is raised
 // only when a score exceeds it by more than 2^8: any m gives the same result after the final division, and one that is too low by at most 8
@@ -65,8 +65,9 @@ struct OnlineSoftmax {
 
   // Raises m of all rows of the warp to their largest score if some row's score exceeds its m by more than `threshold`. Then l is rescaled,
   // and true is returned: the caller rescales out. scale(r) turns scores of row r into exponents of two. m is set `headroom` lower than the
-  // largest score, so that P may reach 2^headroom.
-  template <typename Scores, typename Scale, class Warps = OneWarp>
+  // largest score, so that P may reach 2^headroom. With kEachRow only the rows that exceed their own m are raised: then a row's m depends on its
+  // own scores alone.
+  template <bool kEachRow = false, typename Scores, typename Scale, class Warps = OneWarp>
   __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom = 0.f,
                                              const Warps &warps = {}) {
     float top[kRows];
@@ -76,12 +77,20 @@ struct OnlineSoftmax {
       top[r] = largest(s, r) * scale(r);
       exceeds |= top[r] - threshold > max[r];
     }
-    if (!warps.any(exceeds)) return false;
-    Fragment::reduce(top, MaxOp{});
-    warps.reduce_max(top);
+    const bool raises = warps.any(exceeds);
+    if (raises) {
+      Fragment::reduce(top, MaxOp{});
+      warps.reduce_max(top);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom);
-    return true;
+      for (int r = 0; r < kRows; ++r) {
+        if (!kEachRow || top[r] - threshold > max[r]) {
+          raise(r, top[r] - headroom);
+        } else {
+          rescale[r] = 1.f;
+        }
+      }
+    }
+    return raises;
   }
 
   // m of row r to at least `to`. A row that is not raised is multiplied by 1, which keeps its bits.
@@ -111,12 +120,17 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) tile_sum[r] = chain[r][0] + chain[r][1];
   }
 
-  // P of element n alone, for kernels that make P of the next 16 keys under the mma of those before; adds to the lane's sum.
+  // P of one score, for kernels that make P of the next 16 keys while the mma of the keys before run. Adds to the lane's sum of the tile. The
+  // caller adds that to `sum` once per tile: one long sum of single P would lose precision with many keys.
+  template <bool kMasked>
+  __device__ __forceinline__ float exponentiate_one(float x, int r, float scale, float (&tile_sum)[kRows]) const {
+    const float p = exp2_approx(fmaf(x, scale, -max[r]));
+    tile_sum[r] += p;
+    return kMasked && x == -CUDART_INF_F ? kMaskedP : p;
+  }
   template <bool kMasked>
   __device__ __forceinline__ float exponentiate_one(float x, int r, float scale) {
-    const float p = exp2_approx(fmaf(x, scale, -max[r]));
-    sum[r] += p;
-    return kMasked && x == -CUDART_INF_F ? kMaskedP : p;
+    return exponentiate_one<kMasked>(x, r, scale, sum);
   }
 
   // l over all lanes of the warp that share a row.

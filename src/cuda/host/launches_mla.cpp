@@ -9,7 +9,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const D
   auto &params = launches.make_params<Params>();
   decode::set_params(p, plan, workspace, params);
   params.counters = counters;
-  params.blocks_of_head = Divisor(plan.row_blocks);
+  params.row_blocks_divisor = Divisor(plan.row_blocks);
   constexpr int32_t kBoxRows = 8;
   params.tma_kv = decode::describe_rows(driver, p, p.k, p.head_dim, shape.head_dim, kBoxRows,
                                         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, params.k_map);

@@ -366,15 +366,15 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   const bool many_keys = p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len);
   if (!cut_by_sequence(p) && found + 1 < end && many_keys) {
     const decode::Shape &few = decode::kShapes[found], &many = decode::kShapes[found + 1];
-    const auto threads = [&](const decode::Shape &shape) { return shape.threads() * shape.blocks_on(device.shared_bytes); };
+    const auto threads = [&](const decode::Shape &shape) { return shape.threads() * shape.ctas_per_sm(device.shared_bytes); };
     if (fits(many) && !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows() &&
         threads(many) > threads(few))
       ++found;
   }
   const decode::Shape &shape = decode::kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), items = p.batch * p.heads_k * row_blocks,
-                steps = ceil_div(p.k_lengths.max_len, shape.step()) + 1,
-                room = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
+                steps = ceil_div(p.k_lengths.max_len, shape.kv_step()) + 1,
+                room = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
   if (items > kManyUnits / steps) return false;
 
   plan.family = Family::decode;
@@ -385,7 +385,7 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   for (int32_t n = bytes ? decode::kFirst8Bit : 0; n < end; ++n) {
     const decode::Shape &other = decode::kShapes[n];
     if (!other.clustered || other.head_dim != shape.head_dim || other.rows() != shape.rows() || !fits(other)) continue;
-    plan.cluster = cluster_of(p, device, items, other.step());
+    plan.cluster = cluster_of(p, device, items, other.kv_step());
     if (plan.cluster == 0) break;
     plan.shape = n;
     plan.blocks = items * plan.cluster;
@@ -397,9 +397,9 @@ bool plan_decode(const ForwardProblem &p, const Device &device, ForwardPlan &pla
                   steps,
                   room,
                   room,
-                  shape.step() < 128 ? 1 : 0,
+                  shape.kv_step() < 128 ? 1 : 0,
                   2,
-                  shape.step() > 256 ? 1 : 3,
+                  shape.kv_step() > 256 ? 1 : 3,
                   std::max<int64_t>(kMostPieces / row_blocks, 1),
                   shape.rows(),
                   shape.head_dim,
@@ -446,7 +446,7 @@ bool plan_extend(const ForwardProblem &p, const Device &device, ForwardPlan &pla
   plan.rows_per_token = static_cast<int32_t>(p.group);
   // Many blocks of rows fill the device without pieces, which would take much memory; under a causal mask they are not alike. Many rows over
   // bytes wait for products and for those who widen, not for memory: they want all multiprocessors.
-  const bool in_step = row_blocks == 1 && (!bytes || rows <= extend::kGroupRows);
+  const bool in_step = row_blocks == 1 && (!bytes || rows <= extend::kWarpgroupRows);
   const Line line{items,
                   steps,
                   device.multiprocessors,
@@ -716,11 +716,11 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     FA_RETURN_IF_ERROR(cut_backward(b, device, shape, sm90::kTurnsPerChunk, p.deterministic ? at_once / 8 : 1, plan, error));
     // Blocks of threads that stay take their blocks of keys from a counter.
     plan.blocks = int64_t{plan.key_blocks} * b.forward.heads_k * b.forward.batch * shape.blocks();
-    if (shape.stays()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+    if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
     // Zeros take a fifteenth of the time of short sequences. In long ones blocks of keys lose more by waiting for the first of them, unless
     // they wait for one another anyway.
     // Pairs that leave P in registers are fast enough to lose by it from 1k on; those that do not add from registers, and store only in order.
-    const int32_t few_blocks = shape.blocks() == 1 ? 16 : shape.hands_p() ? 0 : 4;
+    const int32_t few_blocks = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
     plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_blocks;
     return FA_OK;
   }

@@ -62,10 +62,10 @@ std::set<std::string> all_kernels(bool sm90) {
     add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
     add_names(fa::cuda::mla::kShapes, "mla_fwd_", {"f16", "bf16"}, names);
     for (const fa::cuda::extend::Shape &shape : fa::cuda::extend::kShapes)
-      add_cache_names("extend_fwd_", shape.name, shape.staged > 0, names);
+      add_cache_names("extend_fwd_", shape.name, shape.stages_8bit > 0, names);
   }
   for (const fa::cuda::decode::Shape &shape : fa::cuda::decode::kShapes)
-    add_cache_names("decode_fwd_", shape.name, shape.key_bytes == 1, names);
+    add_cache_names("decode_fwd_", shape.name, shape.kv_bytes == 1, names);
   add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
   add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);

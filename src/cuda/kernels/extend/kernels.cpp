@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the instances of the tables. The references are weak: a build with FA_ONLY or without sm_90 leaves them out.
+// Returns the kernel instances of the tables. The references are weak, because a build with FA_ONLY leaves out most instances.
 #include "cuda/kernels/extend/extend.h"
 
 namespace fa::cuda::extend {
@@ -11,14 +11,14 @@ FA_EXTEND_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
 #define FA_DECLARE(name, ...) __attribute__((weak)) decode::Kernels extend_8bit_##name(bool i8);
-FA_EXTEND_BYTES_TABLE(FA_DECLARE)
+FA_EXTEND_8BIT_TABLE(FA_DECLARE)
 #undef FA_DECLARE
 
 decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
   if (shape >= kFirst8Bit) {
     using Getter = decode::Kernels (*)(bool);
 #define FA_ENTRY(name, ...) extend_8bit_##name,
-    static constexpr Getter kGetters[] = {FA_EXTEND_BYTES_TABLE(FA_ENTRY)};
+    static constexpr Getter kGetters[] = {FA_EXTEND_8BIT_TABLE(FA_ENTRY)};
 #undef FA_ENTRY
     const Getter getter = kGetters[shape - kFirst8Bit];
     return getter != nullptr ? getter(keys == Dtype::i8) : decode::Kernels{};

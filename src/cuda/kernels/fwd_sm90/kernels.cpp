@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds the instances of the tables, as sm80/kernels.cpp.
+// Finds the kernels of the tables. The references are weak: a build with FA_ONLY or without sm_90 leaves kernels out.
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
 

@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: Apache-2.0
+// A consumer warpgroup: the main loop over work tiles and KV tiles, its wgmmas, and the softmax between them.
+//
+// A warpgroup owns 64 rows. Per thread, in the layout of a wgmma accumulator (rows lane / 4 and lane / 4 + 8 of the warp's 16):
+//   s_         S, then P in fp32   64 x kKeys
+//   p_operand_ P as A operand      64 x kKeys, Element
+//   out_       accumulator of out  64 x kDv, fp32
+#pragma once
+
+#include "cuda/common/mask.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/score_mod.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/epilogue.cuh"
+#include "cuda/kernels/fwd_sm90/promotion.cuh"
+#include "cuda/kernels/fwd_sm90/recompute.cuh"
+
+namespace fa::cuda::sm90 {
+
+// Where the sum of a lane's P in one KV tile exceeds this, the maximum is raised: 2^kRescaleThreshold.
+constexpr float kMaxRowSum = 256.0f;
+constexpr float kLargestE4m3 = 448.0f;
+
+template <class C>
+class Consumer {
+ public:
+  using Element = typename C::Element;
+  using Storage = typename C::Storage;
+  using WorkTile = typename SharedMemory<C>::WorkTile;
+  using Fragment = QkFragment<1, C::kKeys / 8>;         // of S, of one warp
+  static constexpr int kPvSteps = C::kKeys / C::kMmaK;  // wgmmas of one out += P V
+  // fp8: e4m3 has few small numbers. P is made 2^kPExponent larger, by a maximum that much smaller. kPExponent is the largest for which a
+  // lane's sum of one row, kKeys / 4 numbers of at most 2^kPExponent, stays within e4m3.
+  static constexpr int kPExponent = C::kFp8 ? (C::kKeys > 96 ? 3 : 4) : 0;
+  static constexpr float kMaxLaneSum = C::kFp8 ? kLargestE4m3 : kMaxRowSum;
+  static_assert(!C::kFp8 || (C::kKeys / 4 << kPExponent) <= kLargestE4m3);
+  // With head_dim_v 256 the wgmmas take the time, and there are no registers to spare.
+  static constexpr bool kSpareRegisters = C::kDv < 256;
+  // Whether an iteration waits for V only after it has issued S, and for the next K before it exponentiates. With three warpgroups that gains
+  // nothing.
+  static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2;
+  // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
+  static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod;
+
+  __device__ __forceinline__ Consumer(const ForwardParams &params, const SharedMemory<C> &smem, const ConsumerThread &at)
+      : a_(params),
+        p_(params.problem),
+        smem_(smem),
+        at_(at),
+        recompute_(params, at),
+        promotion_(smem, at),
+        epilogue_(params, smem, at) {}
+
+  __device__ __forceinline__ void mainloop() {
+#pragma unroll
+    for (int n = 0; n < kPvSteps; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) p_operand_[n][r] = 0;
+    bool pending = false;  // out += P V of the previous work tile's last KV tile is still to be done
+    bool single = true;    // that KV tile is the work tile's only one
+    while (true) {
+      mbarrier_wait(smem_.work_full(work_.stage()), work_.phase());
+      const WorkTile &t = smem_.work_tile(work_.stage());
+      const int begin = t.begin[at_.wg], masked_end = t.masked_end[at_.wg], kv_tiles = t.kv_tiles;
+      if (begin >= kv_tiles) {  // the warpgroup has no rows, its rows see no keys, or there is no more work
+        if (pending) drain(single);
+        pending = false;
+        if (kv_tiles < 0) {
+          if (C::kOutAtoms > 0 && at_.lane == 0) bulk_wait_group_read();  // shared memory is freed when the CTA exits
+          break;
+        }
+        skip_tile(t);
+        work_.advance();
+        continue;
+      }
+      if (t.row0 + C::kRows > t.seqlen_q) epilogue_.store_unused_rows(t);
+      mbarrier_wait(smem_.q_full(q_.stage(), at_.wg), q_.phase());
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Finite, so that -inf - max is -inf. Unused rows hold whatever: their maximum is so large that they never cause a rescale, which all
+        // rows of a warp do together.
+        softmax_.max[r] = at_.row(t, r) < t.seqlen_q ? -1e30f : 1e30f;
+        softmax_.sum[r] = 0.f;
+      }
+      scale_ = score_scale<C>(p_, t);
+      for (int n = 0; n < begin; ++n) skip_k();
+      iteration<true>(t, begin, masked_end, kv_tiles, pending, single);
+      int i = begin + 1;
+      const int unmasked_begin = sm90::unmasked_begin(t, begin, masked_end);
+#pragma unroll 1
+      for (; i < unmasked_begin; ++i) iteration<false>(t, i, masked_end, kv_tiles, true, i == begin + 1);
+      if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+      bool restart = i == begin + 1, promoted = false;  // fp8: out starts again from zero; there is a promoted sum
+#pragma unroll 1
+      for (; i < kv_tiles; ++i) {
+        unmasked_iteration(t, i, i + 1 == kv_tiles, C::kFp8 ? restart : i == begin + 1);
+        if constexpr (C::kFp8) {
+          restart = (i + 1) % Promotion<C>::kInterval == 0 && i + 1 < kv_tiles;
+          if (restart) {
+            promotion_.promote(out_, softmax_.max, promoted);
+            promoted = true;
+          }
+        }
+      }
+      finalize();
+      pending = true;
+      single = begin + 1 == kv_tiles;
+      q_.advance();
+      work_.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const WorkTile &previous_tile() const {
+    return smem_.work_tile((work_.stage() + C::kWorkStages - 1) % C::kWorkStages);
+  }
+
+  // Does the pending out += P V of the previous work tile, with no S to overlap it.
+  __device__ __forceinline__ void drain(bool single) {
+    mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+    if (single) clear_v_tail(previous_tile());
+    fence_operands();
+    issue_pv(single);
+    wgmma_wait<0>();
+    fence_operand(out_);
+    mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
+    v_.advance();
+    finish_previous();
+  }
+
+  // A work tile in which this warpgroup has no work.
+  __device__ __forceinline__ void skip_tile(const WorkTile &t) {
+    epilogue_.store_unused_rows(t);
+    epilogue_.store_empty_rows(t);
+    const int kv_tiles = t.kv_tiles;
+    if (kv_tiles > 0) {
+      mbarrier_wait(smem_.q_full(q_.stage(), at_.wg), q_.phase());
+      mbarrier_arrive_if(at_.lane == 0, smem_.q_empty(q_.stage(), at_.wg));
+      q_.advance();
+    }
+    for (int i = 0; i < kv_tiles; ++i) {
+      skip_k();
+      skip_v();
+    }
+    __syncwarp();
+    mbarrier_arrive_if(at_.lane == 0, smem_.work_empty(work_.stage()));
+  }
+
+  // Skips a KV tile that only other warpgroups see. It waits for the load first: an arrival before that would count for the phase before.
+  __device__ __forceinline__ void skip_k() {
+    mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
+    k_.advance();
+  }
+  __device__ __forceinline__ void skip_v() {
+    mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+    mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
+    v_.advance();
+  }
+
+  // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
+  // and may hold NaN. Every warpgroup zeroes all of them, so that none waits for another.
+  __device__ __forceinline__ void clear_v_tail(const WorkTile &t) const {
+    // Otherwise TMA, or the transposed copy of V, has put zeros there.
+    if (C::kFp8 || (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr)) return;
+    const int used = t.seqlen_k - t.kv_tile(t.begin[at_.wg]) * C::kKeys;
+    if (used >= C::kKeys) return;
+    const uint32_t v = smem_.v(v_.stage());
+    for (int n = used * 8 + (threadIdx.x & 127); n < C::kKeys * 8; n += 128)
+#pragma unroll
+      for (int s = 0; s < C::kVAtoms; ++s) st_shared_16(v + s * C::kKeys * 128 + n * 16, 0, 0, 0, 0);
+    fence_proxy_async();
+    named_barrier(1 + at_.wg, 128);
+  }
+
+  __device__ __forceinline__ void fence_operands() {
+    fence_operand(s_);
+    fence_operand(out_);
+    fence_operand(p_operand_);
+    wgmma_fence();
+  }
+
+  // Iteration i of a work tile, in full: issues S of KV tile i and out += P V of the KV tile before it, then turns S into P. In the first
+  // iteration of a work tile (kFirst) the KV tile before is the last one of the previous work tile. `has_pv`: there is a KV tile before.
+  // `first_pv`: it is the first of its work tile.
+  template <bool kFirst>
+  __device__ __forceinline__ void iteration(const WorkTile &t, int i, int masked_end, int kv_tiles, bool has_pv,
+                                            bool first_pv) {
+    // Without a KV tile before, the wgmma runs on whatever V's stage holds, and its result is ignored: so all work tiles run the same code.
+    const auto wait_v = [&] {
+      if (!has_pv) return;
+      mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+      if (first_pv) clear_v_tail(kFirst ? previous_tile() : t);
+    };
+    mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+    if (!kEarlyK) wait_v();
+    fence_operands();
+    issue_qk();
+    const bool masked = i < masked_end;
+    uint32_t visible[2];
+    if (kSpareRegisters && masked) find_visible(t, t.kv_tile(i) * C::kKeys, visible);  // while the wgmmas run
+    if (kEarlyK) wait_v();
+    wgmma_fence();
+    issue_pv(first_pv);
+    wgmma_wait<1>();
+    fence_operand(s_);
+    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
+    mbarrier_arrive_if(at_.lane == 0 && i + 1 == kv_tiles, smem_.q_empty(q_.stage(), at_.wg));
+    k_.advance();
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.kv_tile(i) * C::kKeys);
+    if (masked) {
+      if (!kSpareRegisters) find_visible(t, t.kv_tile(i) * C::kKeys, visible);
+      apply_mask(visible);
+    }
+    const bool rescaled = update_max_and_exponentiate();
+    compute_before_wait(softmax_.sum[0] + softmax_.sum[1]);
+    wgmma_wait<0>();
+    fence_operand(out_);
+    fence_operand(p_operand_);
+    convert_p();  // first of all: S is free from here on
+    if (has_pv) {
+      mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
+      v_.advance();
+    }
+    if constexpr (kFirst) {
+      if (has_pv) finish_previous();
+      for (int n = 0; n < i; ++n) skip_v();
+      masked_only_ = masked_end == kv_tiles;
+    } else {
+      if (i == masked_end) make_nan_safe(t);
+      if (rescaled) rescale_out();
+    }
+    out_max_[0] = softmax_.max[0];
+    out_max_[1] = softmax_.max[1];
+  }
+
+  // An iteration without masks whose previous KV tile is in the same work tile: most iterations. With kEarlyK the K stage is already full.
+  __device__ __forceinline__ void unmasked_iteration(const WorkTile &t, int i, bool last, bool first_pv) {
+    if (!kEarlyK) {
+      mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+      mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+    }
+    fence_operands();
+    issue_qk();
+    if (kEarlyK) {
+      mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+      wgmma_fence();
+    }
+    issue_pv(first_pv);
+    wgmma_wait<1>();
+    fence_operand(s_);
+    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
+    mbarrier_arrive_if(at_.lane == 0 && last, smem_.q_empty(q_.stage(), at_.wg));
+    k_.advance();
+    if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.kv_tile(i) * C::kKeys);
+    float sum[2] = {0.f, 0.f};
+    bool rescaled;  // out must be multiplied by softmax_.rescale
+    if constexpr (kDeferredMax) {
+      exponentiate(sum);
+      rescaled = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum) : !(sum[0] + sum[1] <= kMaxRowSum));
+    } else {
+      rescaled = update_max_and_exponentiate();
+    }
+    compute_before_wait(kDeferredMax ? sum[0] + sum[1] + softmax_.sum[0] : softmax_.sum[0] + softmax_.sum[1]);
+    wgmma_wait<0>();
+    fence_operand(out_);
+    fence_operand(p_operand_);
+    mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
+    v_.advance();
+    if (rescaled) {
+      if constexpr (kDeferredMax) rescale_p(t, t.kv_tile(i) * C::kKeys, sum);
+      rescale_out();
+    }
+    softmax_.sum[0] += sum[0];
+    softmax_.sum[1] += sum[1];
+    convert_p();
+  }
+
+  // The previous work tile has all of its out: finishes its rows and frees its description.
+  __device__ __forceinline__ void finish_previous() {
+    const WorkTile &t = previous_tile();
+    if (masked_only_) make_nan_safe(t);
+    if constexpr (C::kFp8) promotion_.add_to(out_, t);
+    epilogue_.store_rows(t, out_);
+    __syncwarp();
+    mbarrier_arrive_if(at_.lane == 0, smem_.work_empty((work_.stage() + C::kWorkStages - 1) % C::kWorkStages));
+  }
+  // The end of a work tile's softmax: complete row sums, lse, and the factors of out.
+  __device__ __forceinline__ void finalize() {
+    softmax_.reduce_sums();
+    if constexpr (C::kFp8) promotion_.finalize(softmax_.max);
+    epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // wgmma
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // The descriptor of stage n of a pipeline that starts at `offset`, and of part m of the stage. `at_zero` is the descriptor of the same
+  // operand at address 0. Between the stage number and the wgmma there is one addition, instead of an address and its conversion.
+  __device__ __forceinline__ uint64_t stage_descriptor(uint64_t at_zero, int offset, int n, int bytes, int m = 0,
+                                                       int part_bytes = 0) const {
+    const int moved = (offset >> 4) + n * (bytes >> 4) + m * (part_bytes >> 4);
+    return (at_zero & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(at_zero) + (smem_.base >> 4) + static_cast<uint32_t>(moved));
+  }
+
+  // Issues S = Q K^T for the next stage of K: Q [64][D], K [kKeys][D], S [64][kKeys].
+  __device__ __forceinline__ void issue_qk() {
+    // With few registers: else the compiler would keep the descriptors of Q in some.
+    constexpr bool kFewRegisters = C::kFp8 || (C::kHasScoreMod && !kSpareRegisters);
+    const uint64_t q = kFewRegisters ? descriptor_k_major(smem_.q(q_.stage()) + at_.wg * C::kQWarpgroupBytes)
+                                     : stage_descriptor(descriptor_k_major_uniform(0), 0, q_.stage(), C::kQBytes, at_.wg,
+                                                        C::kQWarpgroupBytes),
+                   k = stage_descriptor(descriptor_k_major_uniform(0), offsetof(Storage, k), k_.stage(), C::kKBytes);
+#pragma unroll
+    for (int d = 0; d < C::kD / C::kMmaK; ++d) {
+      Wgmma<Element, C::kKeys>::ss_k_k(s_, advance_descriptor(q, d / 4 * 64 * 128 + d % 4 * 32),
+                                       advance_descriptor(k, d / 4 * C::kKeys * 128 + d % 4 * 32), d != 0);
+    }
+    wgmma_commit();
+  }
+
+  // Issues out += P V for the next stage of V: P [64][kKeys], V [kKeys][Dv], out [64][Dv]. The first one of a work tile overwrites out.
+  __device__ __forceinline__ void issue_pv(bool first) {
+    const uint64_t v = stage_descriptor(C::kFp8 ? descriptor_k_major_uniform(0) : descriptor_mn_major_uniform<C::kKeys>(0),
+                                        offsetof(Storage, v), v_.stage(), C::kVBytes);
+#pragma unroll
+    for (int n = 0; n < kPvSteps; ++n) {
+      if constexpr (C::kFp8) {
+        Wgmma<Element, C::kDv>::rs_k(out_, p_operand_[n], advance_descriptor(v, n * 32), n != 0 || !first);
+      } else {
+        Wgmma<Element, C::kDv>::rs_mn(out_, p_operand_[n], advance_descriptor(v, n * 2048), n != 0 || !first);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Softmax
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Softcap and ALiBi. The tile's first key is key0.
+  __device__ __forceinline__ void apply_score_mod(const WorkTile &t, int key0) {
+    const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(at_.lane);
+    apply_score_mods<Fragment>(
+        s_, p_, a_.raw, [&](int) { return t.alibi; }, [&](int r) { return at_.row(t, r) + diagonal; });
+  }
+  // Which of the KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
+  __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      visible[r] = visible_bits<Fragment>(keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, at_.row(t, r)), key0, at_.lane);
+  }
+  __device__ __forceinline__ void apply_mask(const uint32_t (&visible)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) mask_row<Fragment>(s_, r, visible[r]);
+  }
+
+  // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
+  __device__ __forceinline__ bool update_max_and_exponentiate() {
+    const bool rescaled = softmax_.update_max(
+        s_, [&](int) { return scale_; }, kRescaleThreshold, kPExponent);
+    float sum[2];
+    exponentiate(sum);
+    softmax_.sum[0] += sum[0];
+    softmax_.sum[1] += sum[1];
+    return rescaled;
+  }
+
+  // Turns S into P in place with the maximum as it is. `sum`: the sums of P over this lane's columns of its two rows.
+  __device__ __forceinline__ void exponentiate(float (&sum)[2]) {
+    softmax_.template exponentiate</*kMasked=*/false>(
+        s_, [&](int) { return scale_; }, sum);
+  }
+
+  // Called when exponentiate() has found sums that are too large or NaN: the maximum was too small by more than kRescaleThreshold. Raises the
+  // maximum, and rescales P, `sum` and the row sum; the caller rescales out. Where P does not fit fp32 it is computed again from S.
+  __device__ __forceinline__ void rescale_p(const WorkTile &t, int key0, float (&sum)[2]) {
+    float new_max[2];
+    bool overflowed = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = 0.f;  // the largest P that is not NaN
+#pragma unroll
+      for (int j = 0; j < C::kKeys / 4; ++j) top = fmaxf(top, s_[4 * (j / 2) + 2 * r + (j & 1)]);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      // The maximum is raised by the exponent of the largest P, but by at most 120: exp2_approx of -120 is still a normal number.
+      new_max[r] =
+          softmax_.max[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - (127 + max(kPExponent - 1, 0)), 0), 120));
+      softmax_.rescale[r] = exp2_approx(softmax_.max[r] - new_max[r]);
+      // P is infinite, or m is so large that adding to it moves it in coarse steps.
+      overflowed |= !(fmaxf(top, sum[r]) * softmax_.rescale[r] <= kMaxLaneSum);
+    }
+    if (__any_sync(~0u, overflowed)) {
+      softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
+      sum[0] = sum[1] = 0.f;
+      recompute_.recompute_scores(t, key0, s_);
+      update_max_and_exponentiate();
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        softmax_.max[r] = new_max[r];
+        softmax_.sum[r] *= softmax_.rescale[r];
+        sum[r] *= softmax_.rescale[r];
+      }
+#pragma unroll
+      for (int j = 0; j < C::kKeys / 2; ++j) s_[j] *= softmax_.rescale[(j >> 1) & 1];
+    }
+  }
+
+  // P of a masked pair is 0, and 0 times NaN or Inf is NaN. Called when out holds the masked KV tiles of the work tile and nothing else.
+  __device__ __forceinline__ void make_nan_safe(const WorkTile &t) {
+    if (__any_sync(~0u, nan_if_nonfinite(out_) != 0.f)) recompute_.recompute_out(t, out_max_, out_);
+  }
+
+  __device__ __forceinline__ void rescale_out() { scale_rows<QkFragment<1, C::kDv / 8>>(out_, softmax_.rescale); }
+  __device__ __forceinline__ void convert_p() {
+#pragma unroll
+    for (int n = 0; n < kPvSteps; ++n) {
+      if constexpr (C::kFp8) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          // Two pairs of adjacent 8-column blocks side by side: the transposed copy of V has its keys in this order.
+          const int j = 16 * n + 8 * (r / 2) + 2 * (r % 2);
+          p_operand_[n][r] = pack4_e4m3(s_[j], s_[j + 1], s_[j + 4], s_[j + 5]);
+        }
+      } else {
+        fa::cuda::convert_p<Element>(s_, n, p_operand_[n]);
+      }
+    }
+  }
+
+  const ForwardParams &a_;
+  const Problem &p_;
+  const SharedMemory<C> smem_;
+  const ConsumerThread at_;
+  const Recompute<C> recompute_;
+  Promotion<C> promotion_;
+  Epilogue<C> epilogue_;
+  OnlineSoftmax<Fragment> softmax_;
+  float scale_;  // the factor from S to exponents of two
+  float s_[C::kKeys / 2];
+  uint32_t p_operand_[kPvSteps][4];
+  float out_[C::kDv / 2];
+  float out_max_[2];  // the maximum that out is relative to; kept while the NaN-safe path may still need it
+  PipelineState<C::kQStages> q_;
+  PipelineState<C::kStages> k_, v_;
+  PipelineState<C::kWorkStages> work_;
+  bool masked_only_ = false;  // the previous work tile had only KV tiles with masked pairs
+};
+
+}  // namespace fa::cuda::sm90

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// One CTA of the forward: its configuration, and addresses in its shared memory.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/kernels/fwd_sm90/forward.h"
+#include "cuda/kernels/fwd_sm90/transposed_v.h"
+
+namespace fa::cuda::sm90 {
+
+template <typename Element_, typename Out_, int kD_, int kDv_, int kConsumerWarpgroups_, int kKeys_, int kQStages_,
+          int kStages_, int kOutAtoms_, int kCtasPerSm_, bool kHasScoreMod_>
+struct ForwardConfig {
+  using Element = Element_;
+  using Out = Out_;
+  static constexpr bool kFp8 = sizeof(Element) == 1;  // V comes transposed
+  static constexpr int kD = kD_, kDv = kDv_, kConsumerWarpgroups = kConsumerWarpgroups_, kKeys = kKeys_, kQStages = kQStages_,
+                       kStages = kStages_;
+  static constexpr int kOutAtoms = kOutAtoms_;  // swizzle atoms of out staged for one TMA store; 0: stored from registers
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kHasScoreMod = kHasScoreMod_;  // softcap or ALiBi
+  static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
+  static constexpr int kRows = kConsumerWarpgroups * 64;
+  // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
+  // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
+  static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kFp8 ? 2 : 0;
+  static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
+  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8>;
+  static constexpr int kWorkStages = Storage::kWorkStages;
+  static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
+  static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
+  static constexpr int kKBytes = Storage::kKBytes, kVBytes = Storage::kVBytes;
+  static constexpr int kVLoadedBytes = kFp8 ? kDv * kKeys : kVBytes;  // bytes of one TMA load of V
+  // setmaxnreg moves registers from the first warpgroup (scheduler and producers) to the consumers. They can take only what it gives up.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * kCtasPerSm) / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3   ? 160
+                                            : kConsumerWarpgroups == 2 ? 232
+                                                                       : 2 * kLaunchRegisters - kProducerRegisters;
+  static_assert(kConsumerWarpgroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
+  static_assert(kKeys * 128 % 1024 == 0 && kKeys % kMmaK == 0 && (!kFp8 || kKeys <= kLongestChunk));
+  static_assert(kVAtoms % (kOutAtoms > 0 ? kOutAtoms : 1) == 0);
+  // Before a warpgroup finishes the previous work tile, it skips the KV tiles that only lower warpgroups see. The K and V pipelines must hold
+  // all of them, or the skipping warpgroup and the producer would wait for each other.
+  static_assert((kConsumerWarpgroups - 1) * 64 <= kStages * kKeys);
+};
+
+// Where a consumer thread is, and which rows of a work tile it holds in an accumulator.
+struct ConsumerThread {
+  int wg, warp, lane;  // the consumer warpgroup, the warp in it, the lane
+
+  // Row r (0 or 1) of the lane, counted within the sequence.
+  template <class WorkTile>
+  __device__ __forceinline__ int row(const WorkTile &t, int r) const {
+    return t.row0 + wg * 64 + warp * 16 + (lane >> 2) + 8 * r;
+  }
+};
+
+// The iteration with which the unmasked KV tiles begin. Without masked tiles that is the second one: the first finds the maximum.
+template <class WorkTile>
+__device__ __forceinline__ int unmasked_begin(const WorkTile &t, int begin, int masked_end) {
+  return masked_end > begin ? min(t.kv_tiles, max(masked_end + 1, begin + 2)) : begin + 1;
+}
+
+// Shared-memory addresses of tiles and mbarriers. n is a stage, wg a consumer warpgroup.
+template <class C>
+struct SharedMemory {
+  using Storage = typename C::Storage;
+  using WorkTile = ForwardWorkTile<C::kConsumerWarpgroups>;
+
+  uint32_t base;
+  WorkTile *work_tiles;
+
+  __device__ __forceinline__ explicit SharedMemory(char *shared)
+      : base(smem_address(shared)), work_tiles(reinterpret_cast<Storage *>(shared)->work_tiles) {}
+
+  __device__ __forceinline__ uint32_t q(int n) const { return base + offsetof(Storage, q) + n * C::kQBytes; }
+  __device__ __forceinline__ uint32_t k(int n) const { return base + offsetof(Storage, k) + n * C::kKBytes; }
+  __device__ __forceinline__ uint32_t v(int n) const { return base + offsetof(Storage, v) + n * C::kVBytes; }
+  __device__ __forceinline__ uint32_t out(int wg) const {
+    return base + offsetof(Storage, out) + wg * Storage::kOutWarpgroupBytes;
+  }
+  __device__ __forceinline__ uint32_t q_full(int n, int wg) const {
+    return base + offsetof(Storage, q_full) + (n * C::kConsumerWarpgroups + wg) * 8;
+  }
+  __device__ __forceinline__ uint32_t q_empty(int n, int wg) const {
+    return base + offsetof(Storage, q_empty) + (n * C::kConsumerWarpgroups + wg) * 8;
+  }
+  __device__ __forceinline__ uint32_t k_full(int n) const { return base + offsetof(Storage, k_full) + n * 8; }
+  __device__ __forceinline__ uint32_t k_empty(int n) const { return base + offsetof(Storage, k_empty) + n * 8; }
+  __device__ __forceinline__ uint32_t v_full(int n) const { return base + offsetof(Storage, v_full) + n * 8; }
+  __device__ __forceinline__ uint32_t v_empty(int n) const { return base + offsetof(Storage, v_empty) + n * 8; }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return base + offsetof(Storage, work_full) + n * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return base + offsetof(Storage, work_empty) + n * 8; }
+  __device__ __forceinline__ uint32_t work_request() const { return base + offsetof(Storage, work_request); }
+  __device__ __forceinline__ WorkTile &work_tile(int n) const { return work_tiles[n]; }
+
+  __device__ __forceinline__ void init_barriers(const ForwardParams &a) const {
+    tma_prefetch_descriptor(&a.q_map);
+    tma_prefetch_descriptor(&a.k_map);
+    tma_prefetch_descriptor(&a.v_map);
+    if (C::kOutAtoms > 0) tma_prefetch_descriptor(&a.out_map);
+    constexpr int kWarps = C::kConsumerWarpgroups * 4;
+    for (int n = 0; n < C::kQStages; ++n) {
+      for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+        mbarrier_init(q_full(n, wg), 1);
+        mbarrier_init(q_empty(n, wg), 4);
+      }
+    }
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(k_full(n), 1);
+      mbarrier_init(k_empty(n), kWarps);
+      mbarrier_init(v_full(n), 1);
+      mbarrier_init(v_empty(n), kWarps);
+    }
+    for (int n = 0; n < C::kWorkStages; ++n) {
+      mbarrier_init(work_full(n), 1);
+      mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps);  // consumer warps, and the warps that load
+    }
+    mbarrier_init(work_request(), 1);
+    mbarrier_init_fence();
+  }
+};
+
+}  // namespace fa::cuda::sm90
