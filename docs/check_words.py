@@ -70,20 +70,20 @@ RULES = {
 CUDA = "src/cuda/"
 CUDA_RULES = {
     "cuda: partition": (r"items?|pieces?|(?:first|num)_ranges?|ranges?_(?:of|begin|end)|(?<=\.)ranges|(?<!tile )ranges (?:in|before|after|that|are)"
-                        r"|(?:a|the|its|each|this|even|own|most|longer|next|of|add|set|put) shares?(?! (?:a|an|it|the))|\w+_shares?(?:_\w+)?|shares?_\w+"
+                        r"|(?<!\d)(?:a|the|its|each|this|even|own|most|longer|next|of|add|set|put) shares?(?! (?:a|an|it|the))|\w+_shares?(?:_\w+)?|shares?_\w+"
                         r"|shares? (?:is|are|has|ends|begins)", "stream-K partition, work tile, work unit, KV split"),
     "cuda: partial": (r"(?:add|sum|take|await|store|all|most|over|l2)_parts|parts_(?:of|together)|turn_of_parts|(?<=plan\.|line\.)parts|(?<=cut\.)parts"
                       r"|items in parts|parts (?:of (?:items|the ranges|each)|before|in the workspace)", "split-KV partials"),
-    "cuda: stage": (r"(?<!\bq\.)(?<!\bk\.)(?<!sequence\.)slots?|(?:await|has|next|p)_place|place_in(?:_\w+)?|place_of|place_(?!\w)|k places"
+    "cuda: stage": (r"(?<!\bq\.)(?<!\bk\.)(?<!sequence\.)slots?|(?:await|has|next|p)_place|place_in(?:_\w+)?|place_(?!\w)|k places"
                     r"|places (?:in (?:shared|the ring)|of (?:K|V|Q))|(?:free|empty|full|next) places?", "pipeline stage"),
     "cuda: turn": (r"\w+_turns?(?:_\w+)?|turns?_\w+|(?<!in )turns(?! out)(?![^.;]* into)(?! [a-zA-Z]+ (?:to|of))|turn(?=[ ;,.)\]=])(?<!in turn)(?! into)"
                    r"|k turns?", "iteration; ping-pong; semaphore of dq"),
     "cuda: section": (r"(?<!critical )sections?", "L2-aware head order (swizzle)"),
-    "cuda: factor": (r"(?:only|shared|top|leave)_factors?|factors?_(?:of|if)|(?<!descale\.)(?<!rescaling )(?<!rescale )factors"
+    "cuda: factor": (r"(?:only|shared|top|leave)_factors?|factors?_(?:of|if)|(?<!descale\.)(?<!rescaling )(?<!rescale )factors(?! (?:of|for|by which) out)"
                      r"|factor (?:a|per) (?:row|head|key)|factor of (?:all |the |a )?(?:keys?|values?|quer(?:y|ies))", "descale"),
     "cuda: epilogue": (r"clos(?:e(?! to)|es|ed|ing)", "epilogue"),
     "cuda: NaN-safe": (r"\w+_exactly(?:_\w+)?|exactly_\w+|(?<!take )(?<!takes )care(?! of)", "NaN-safe path"),
-    "cuda: barrier": (r"heard|doubts?|(?<!is )(?<!are )met|agreed|(?:is|are|was|were|be) (?:told(?! from| apart)|asked)|asked (?:for|of|about|again)|told of",
+    "cuda: barrier": (r"heard|doubts?|(?<!is )(?<!are )met|agreed|(?:is|are|was|were|be) (?:told(?! from| apart)|asked(?! for))|(?<!is )(?<!are )(?<!not )asked (?:for|of|about|again)|told of",
                       "name the barrier's data: dS_ready, K_empty"),
     "cuda: persistent": (r"staying|init_stay|(?<=\.)stays|k stays|(?:that|which|who) stay(?! (?:in|below|at))|stay (?:as long|for few)", "persistent"),
 }

@@ -27,7 +27,8 @@ PLAIN = ("The producer warp loads K into a pipeline stage.", "a string, during, 
 PLAIN_CUDA = ("The four lanes that share a row", "using KeyRange = RangeOf<int32_t>;", "tiles with a key in the range of keys", "out is rescaled by this factor",
               "rescaling factors", "float factor = 1.f;", "the parts that kernels are made of", "int num_parts;", "q.slot", "KvPlace place(int page)", "in place",
               "turns scores into exponents", "applied in turn", "its sum turns out too large", "Q stays in registers", "P stays below it", "exactly one warp",
-              "the caller takes care of it", "can be told from P = 0", "close to zero")
+              "the caller takes care of it", "can be told from P = 0", "close to zero",
+              "that all kernels for sm_90a share", "the factors of out", "no gradient is asked for", "KvPlace place_of(int key)")
 
 
 class Words(unittest.TestCase):

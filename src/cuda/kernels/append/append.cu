@@ -232,7 +232,8 @@ __device__ void quantise_row(const T *from, const Operand &cache, const CacheRow
   }
   for (int c = rotary_dim + lane; c < columns; c += 32) row[c] = to_float(from[c]);
   __syncwarp();
-  float divisor = 1.f;
+  const Operand &descales = descale.factors;
+  float row_descale = 1.f, divisor = 1.f;
   if (descale.per_row) {
     float largest = 0.f, probe = 0.f;  // probe is NaN if a column is not finite
     for (int c = lane; c < columns; c += 32) {
@@ -243,11 +244,11 @@ __device__ void quantise_row(const T *from, const Operand &cache, const CacheRow
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
       probe += __shfl_xor_sync(~0u, probe, mask);
     }
-    const float row_descale = largest / (cache.dtype == Dtype::e4m3 ? 448.f : 127.f) + probe;
+    row_descale = largest / (cache.dtype == Dtype::e4m3 ? 448.f : 127.f) + probe;
     divisor = row_descale == 0.f ? 1.f : row_descale;
-    if (lane == 0) *row_of<float>(descale.factors, target.outer, target.row, head) = row_descale;
-  } else if (descale.factors.data != nullptr) {
-    divisor = *row_of<const float>(descale.factors, b, 0, head);
+    if (lane == 0) *row_of<float>(descales, target.outer, target.row, head) = row_descale;
+  } else if (descales.data != nullptr) {
+    divisor = *row_of<const float>(descales, b, 0, head);
   }
   uint8_t *to = row_of<uint8_t>(cache, target.outer, target.row, head);
   if (reinterpret_cast<uintptr_t>(to) % 4 == 0 && columns % 4 == 0) {
