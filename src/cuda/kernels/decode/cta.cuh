@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "cuda/common/kv_loader.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/ptx.cuh"
@@ -83,11 +84,6 @@ __device__ __forceinline__ void prefetch_params(const Params &params, uint32_t s
   if (lane < 32) st_shared_4(shared + lane * 4, reinterpret_cast<const uint32_t *>(&params)[min(lane, kLast) * (kLine / 4)]);
 }
 
-// Where a key lies in memory. page is 0 where keys are not paged; row -1 reads as zeros.
-struct KvLocation {
-  int page, row;
-};
-
 template <class C>
 class Cta {
  public:
@@ -157,7 +153,7 @@ class Cta {
     warp_interior_ = d.interior_keys(own_tokens);
 
     page_table_ = p_.page_table;
-    aligned_pages_ = page_table_ == nullptr || static_cast<int>(a_.page_size.value) % kPageRun == 0;
+    aligned_pages_ = KvLocator{p_, a_.page_size}.template whole_runs<kPageRun>();
     k_ = static_cast<const KvElement *>(p_.k.data) + head() * p_.k.head_stride;
     v_ = static_cast<const KvElement *>(p_.v.data) + head() * p_.v.head_stride;
     if (page_table_ != nullptr) {
@@ -221,7 +217,7 @@ class Cta {
   }
 
   // Where this lane's key of a KV step lies. Reads as zeros if no row sees the key or the work unit has ended.
-  __device__ __forceinline__ KvLocation locate_key(int step) const {
+  __device__ __forceinline__ KvPlace locate_key(int step) const {
     const int key = first_key(step) + lane_ % C::kKvTile;
     if (step >= work_unit_.steps || key < keys_.begin || key >= keys_.end) return {0, -1};
     if (page_table_ == nullptr) return {0, key};
@@ -229,8 +225,8 @@ class Cta {
     return {page_table_[page * p_.page_table_page_stride], key - page * static_cast<int>(a_.page_size.value)};
   }
 
-  // Issues the cp.async loads of K and V of a KV step into a pipeline stage. Lane i holds the location of the tile's i-th key.
-  __device__ __forceinline__ void load_kv(int stage, int step, const KvLocation &location) const {
+  // Issues the cp.async loads of K and V of a KV step into a pipeline stage. Lane i holds the place of the tile's i-th key.
+  __device__ __forceinline__ void load_kv(int stage, int step, const KvPlace &place) const {
     if (step < work_unit_.steps) {
       using ThreadMap = TileThreadMap<C::kKvTile, C::kPitch / 2, C::kGroupThreads>;
       const ThreadMap map{row_warp_ * 32 + opaque(lane_)};
@@ -244,8 +240,8 @@ class Cta {
         static_assert(kLoadsPerRun > 0);
 #pragma unroll
         for (int run = 0; run < C::kKvTile / kPageRun; ++run) {
-          const int64_t page = __shfl_sync(~0u, location.page, run * kPageRun),
-                        row = __shfl_sync(~0u, location.row, run * kPageRun) + map.row(0);
+          const int64_t page = __shfl_sync(~0u, place.outer, run * kPageRun),
+                        row = __shfl_sync(~0u, place.row, run * kPageRun) + map.row(0);
           const KvElement *k = k_ + page * page_stride(p_.k) + row * p_.k.seq_stride + column,
                           *v = v_ + page * page_stride(p_.v) + row * p_.v.seq_stride + column;
 #pragma unroll
@@ -258,13 +254,13 @@ class Cta {
           }
         }
       } else {
-        const int64_t page = location.page, row = max(location.row, 0);
+        const int64_t page = place.outer, row = max(place.row, 0);
         const int64_t k_offset = page * page_stride(p_.k) + row * p_.k.seq_stride,
                       v_offset = page * page_stride(p_.v) + row * p_.v.seq_stride;
 #pragma unroll
         for (int i = 0; i < ThreadMap::kLoads; ++i) {
           const int lane = map.row(i);
-          const bool exists = __shfl_sync(~0u, location.row, lane) >= 0;
+          const bool exists = __shfl_sync(~0u, place.row, lane) >= 0;
           const uint32_t at = swizzled_row<ThreadMap>(to, i);
           cp_async_kv<C>(at, k_ + __shfl_sync(~0u, k_offset, lane) + column, exists && column < p_.head_dim ? 16 : 0,
                          coscheduled);
@@ -273,26 +269,26 @@ class Cta {
         }
       }
       if constexpr (C::k8BitKv) {
-        if (a_.k_descale.per_row && row_warp_ == 0) load_descales(smem_k_descale(stage), a_.k_descale.factors, location);
+        if (a_.k_descale.per_row && row_warp_ == 0) load_descales(smem_k_descale(stage), a_.k_descale.factors, place);
         if (a_.v_descale.per_row && row_warp_ == C::kRowWarps - 1)
-          load_descales(smem_v_descale(stage), a_.v_descale.factors, location);
+          load_descales(smem_v_descale(stage), a_.v_descale.factors, place);
       }
     }
     cp_async_commit();
   }
   // Loads the descales of a tile's keys; each lane loads that of its own key. The base address is recomputed each time to save
   // registers for out.
-  __device__ __forceinline__ void load_descales(uint32_t to, const Operand &f, const KvLocation &location) const {
+  __device__ __forceinline__ void load_descales(uint32_t to, const Operand &f, const KvPlace &place) const {
     const int lane = opaque(lane_), batch = opaque(work_unit_.batch);
     if (lane >= C::kKvTile) return;
-    int64_t outer = location.page, row = max(location.row, 0);
+    int64_t outer = place.outer, row = max(place.row, 0);
     if (page_table_ == nullptr) {
       outer = batch;
       if (p_.k_lengths.cu != nullptr) row += offset_of(p_.k_lengths, batch);
     }
     const float *descale =
         static_cast<const float *>(f.data) + head() * f.head_stride + outer * f.batch_stride + row * f.seq_stride;
-    cp_async_4(to + lane * 4, descale, location.row >= 0 ? 4 : 0);
+    cp_async_4(to + lane * 4, descale, place.row >= 0 ? 4 : 0);
   }
   // The shared-memory address of a thread's i-th row of a tile, given that of its first row.
   template <class ThreadMap>

@@ -94,7 +94,7 @@ class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, Ori
   template <typename F>
   __device__ __forceinline__ void mainloop(F after_first_loads) {
     // The page table is read two steps ahead of the loads.
-    KvLocation location = locate_key(0), next = locate_key(1);
+    KvPlace place = locate_key(0), next = locate_key(1);
     load_q();
     this->init_accumulators();
     // The first iterations only issue loads.
@@ -111,9 +111,9 @@ class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, Ori
           sync_group();  // this step's K and V have arrived, and the previous step's stage is no longer read
         }
       }
-      load_kv(next_stage, step + C::kStages - 1, location);
+      load_kv(next_stage, step + C::kStages - 1, place);
       next_stage = next_stage == C::kStages - 1 ? 0 : next_stage + 1;
-      location = next;
+      place = next;
       next = locate_key(step + C::kStages + 1);
       const int key0 = first_key(step);
       if (step >= 0 && key0 < warp_visible_.end && key0 + C::kKvTile > warp_visible_.begin)

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "cuda/common/kv_loader.cuh"
 #include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/extend/extend.h"
@@ -60,11 +61,6 @@ struct Config {
                 k8BitKv == (kStages8Bit > 0));
 };
 
-// Where a key lies, in units of the tensors' strides; row -1 reads as zeros.
-struct KvLocation {
-  int batch, row;
-};
-
 template <class C>
 class Cta {
  public:
@@ -95,15 +91,7 @@ class Cta {
     return reinterpret_cast<WorkUnitDescriptor *>(smem_base_ + C::kDescriptorOffset)[n];
   }
 
-  // The page of a key that exists (0 without pages), and the key's location, in a sequence whose keys begin at `start`.
-  __device__ __forceinline__ int page_of(int batch, int key) const {
-    if (p_.page_table == nullptr) return 0;
-    return p_.page_table[batch * p_.page_table_batch_stride + a_.page_size.quotient(key) * p_.page_table_page_stride];
-  }
-  __device__ __forceinline__ KvLocation locate_in_page(int page, int batch, int64_t start, int key) const {
-    if (p_.page_table != nullptr) return {page, a_.page_size.remainder(key)};
-    return {p_.k_lengths.cu != nullptr ? 0 : batch, static_cast<int>(start) + key};
-  }
+  __device__ __forceinline__ KvLocator kv_locator() const { return {p_, a_.page_size}; }
 
   const Params &a_;
   const Problem &p_;

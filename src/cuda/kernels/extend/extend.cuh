@@ -386,11 +386,12 @@ class Consumer : private Epilogue<C> {
     const int lane = opaque(lane_), columns = static_cast<int>(p_.head_dim) - 2 * (lane & 3);
     const auto *keys = static_cast<const KvElement *>(p_.k.data) + work_->head * p_.k.head_stride + 2 * (lane & 3);
     const int64_t start = sequence_of(p_.k_lengths, work_->batch).start;
+    const KvLocator locator = this->kv_locator();
 #pragma unroll 1
     for (int j = 0; j < C::kKvTile / 8; ++j) {
       const int n = key0 + 8 * j + (lane >> 2);
-      const KvLocation pos = this->locate_in_page(this->page_of(work_->batch, n), work_->batch, start, n);
-      const KvElement *key = keys + pos.batch * p_.k.batch_stride + pos.row * p_.k.seq_stride;
+      const KvPlace place = locator.place(locator.page_of(work_->batch, n), work_->batch, start, n);
+      const KvElement *key = keys + place.outer * p_.k.batch_stride + place.row * p_.k.seq_stride;
       float recomputed[4] = {};
 #pragma unroll 1
       for (int advance = 0; advance < kQSteps; ++advance) {
@@ -418,20 +419,6 @@ class Consumer : private Epilogue<C> {
   // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Whether this thread's part of a V tile holds NaN or Inf.
-  __device__ __forceinline__ bool has_nonfinite(uint32_t tile) const {
-    uint32_t nan_flag = 0;
-#pragma unroll 4
-    for (int at = (opaque(threadIdx.x) & 127) * 16; at < C::kTileBytes; at += 128 * 16) {
-      const uint4 x = ld_shared_16(tile + at);
-      nan_flag = nan_where_nonfinite<Element>(x.x, nan_flag);
-      nan_flag = nan_where_nonfinite<Element>(x.y, nan_flag);
-      nan_flag = nan_where_nonfinite<Element>(x.z, nan_flag);
-      nan_flag = nan_where_nonfinite<Element>(x.w, nan_flag);
-    }
-    return (nan_flag & 0x7FFF7FFFu) != 0;
-  }
-
   // Whether any thread of the warpgroup has found one. A warp may enter the next vote before the others have read this one's
   // result, so there are two flags.
   __device__ __forceinline__ bool vote_nonfinite(bool found) {
@@ -449,12 +436,18 @@ class Consumer : private Epilogue<C> {
   // Inf in V, and 0 times that is not 0. If the tile holds any, out += P V runs over the unmasked elements one key at a time.
   __device__ __forceinline__ void nan_safe_pv_if_needed() {
     const uint32_t tile = wait_full(last_v());
-    if (!vote_nonfinite(has_nonfinite(tile))) return;
+    if (!vote_nonfinite(tile_has_nonfinite<Element, C::kTileBytes, 128>(tile, opaque(threadIdx.x) & 127))) return;
     if (out_empty_) clear_out();
 #pragma unroll 1
     for (int n = 0; n < C::kRuns; ++n) {
-      nan_safe_pv_run(p_frag_[0], tile + n * C::kRun * 128);
-      // P moves up, so that one code serves all runs.
+      const int lane = opaque(lane_);
+#pragma unroll 1
+      for (int key = 0; key < C::kRun; ++key) {
+        uint32_t bits[2];
+        p_of_key(p_frag_[0], key, bits, lane);
+        add_row_nan_safe<Element, C::kKvTile, C::kD>(out_, bits, tile + n * C::kRun * 128, key, lane);
+      }
+      // P moves up: with an index, P of all runs would need registers of its own.
 #pragma unroll
       for (int m = 0; m + 1 < C::kRuns; ++m)
 #pragma unroll
@@ -468,30 +461,6 @@ class Consumer : private Epilogue<C> {
 #pragma unroll
     for (int j = 0; j < C::kD / 2; ++j) out_[j] = 0.f;
   }
-  __device__ __forceinline__ void nan_safe_pv_run(const uint32_t (&p_frag)[4], uint32_t run) {
-    const int lane = opaque(lane_);
-#pragma unroll 1
-    for (int key = 0; key < C::kRun; ++key) {
-      const int source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds P of this key
-      float w[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t pair = __shfl_sync(~0u, key & 8 ? p_frag[2 + r] : p_frag[r], source);
-        w[r] = to_float<Element>(key & 1 ? pair >> 16 : pair & 0xFFFFu);
-      }
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) {
-        const uint32_t x = ld_shared_4(run + j / 8 * C::kAtomBytes + key * 128 + ((j % 8 ^ (key & 7)) << 4) + (lane & 3) * 4);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (is_masked_p(w[r])) continue;
-          out_[4 * j + 2 * r] = fmaf(w[r], to_float<Element>(x & 0xFFFFu), out_[4 * j + 2 * r]);
-          out_[4 * j + 2 * r + 1] = fmaf(w[r], to_float<Element>(x >> 16), out_[4 * j + 2 * r + 1]);
-        }
-      }
-    }
-  }
-
   int tile_pos_ = 0;            // position of the next K
   uint32_t vote_and_turn_ = 0;  // NaN votes so far, times two, and the issue-order phase in the lowest bit: one register
   // The two consumer warpgroups issue in turn: the exponentials of one overlap the matmuls of the other.
