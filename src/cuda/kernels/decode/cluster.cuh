@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtas) decode(const __grid_
     if (params.allow_early_dependents) pdl_launch_dependents();
     // The scratch bytes are those of the row statistics, which are first written behind several barriers. The cluster's
     // mbarrier, at the end of shared memory, is initialised at once, so its bytes would not do.
-    static_assert(C::kRowStatsBytes >= 128);
-    prefetch_params(params, smem_address(shared) + C::kQBytes + C::kPipelinesBytes);
+    static_assert(sizeof(C::CtaStorage::row_stats) >= 128);
+    prefetch_params(params, smem_address(shared) + offsetof(typename C::CtaStorage, row_stats));
     if constexpr (C::kClustered) {
       Cta<C> cta(params, shared);
       Attention<C> attention(cta);

@@ -3,6 +3,7 @@
 // loads of Q, K and V. decode.cuh has the main loop.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "cuda/common/kv_loader.cuh"
@@ -40,19 +41,13 @@ struct Config {
   static constexpr int kKvStep = kKvGroups * kKvTile;
   static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKvGroups * kGroupThreads;
   static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));
-  static constexpr int kQBytes = kRows * kD * 2;
   static constexpr int kTileBytes = kKvTile * kPitch;  // of K or of V
-  static constexpr int kDescaleBytes = k8BitKv ? kKvTile * 4 : 0;
-  static constexpr int kStageBytes = 2 * (kTileBytes + kDescaleBytes);
-  static constexpr int kPipelineBytes = kStages * kStageBytes;
-  static constexpr int kPipelinesBytes = kKvGroups * kPipelineBytes;
-  static constexpr int kRowStatsBytes = kKvGroups * kRows * 8;
-  static constexpr int kRowScaleBytes = k8BitKv ? kRows * 4 : 0;
-  static constexpr int kDsmemVectors = kRows * kD / 4 + kMaxClusterSize;  // of four columns each
-  static constexpr int kSharedBytes =
-      kQBytes + kPipelinesBytes + kRowStatsBytes + kRowScaleBytes + (kClustered ? kDsmemVectors * 24 + 16 : 0);
-  static constexpr int kOutBytes = kRows * kD * 4;  // fp32 out of one KV group, which reuses the group's pipeline buffers
-  static_assert(kOutBytes <= kPipelineBytes && kKvTile <= 32 && kKvTile % 16 == 0);
+  using StorageOf = SharedStorageOf<kD, kRows, kKvGroups, kKvTile, kStages, static_cast<int>(sizeof(KvElement)), kClustered>;
+  using Storage = typename StorageOf::Type;    // all of the CTA's shared memory
+  using CtaStorage = typename StorageOf::Cta;  // without the cluster's DSMEM buffer
+  using Stage = typename StorageOf::Stage;
+  static constexpr int kSharedBytes = sizeof(Storage);
+  static_assert(sizeof(CtaStorage::pipeline[0]) >= kRows * kD * 4 && kKvTile <= 32 && kKvTile % 16 == 0);
 };
 
 __device__ __forceinline__ void st_shared_float2(uint32_t dst, float2 x) {
@@ -308,32 +303,37 @@ class Cta {
 
   __device__ __forceinline__ int64_t page_stride(const Operand &t) const { return page_table_ != nullptr ? t.batch_stride : 0; }
 
-  __device__ __forceinline__ uint32_t smem_pipelines() const { return smem + C::kQBytes; }
-  __device__ __forceinline__ uint32_t smem_k(int stage) const {
-    return smem_pipelines() + kv_group * C::kPipelineBytes + stage * C::kStageBytes;
+  __device__ __forceinline__ uint32_t smem_pipeline(int group) const {
+    return smem +
+           static_cast<uint32_t>(offsetof(typename C::CtaStorage, pipeline) + group * sizeof(C::CtaStorage::pipeline[0]));
   }
-  __device__ __forceinline__ uint32_t smem_v(int stage) const { return smem_k(stage) + C::kTileBytes; }
-  __device__ __forceinline__ uint32_t smem_k_descale(int stage) const { return smem_k(stage) + 2 * C::kTileBytes; }
-  __device__ __forceinline__ uint32_t smem_v_descale(int stage) const { return smem_k_descale(stage) + C::kDescaleBytes; }
+  __device__ __forceinline__ uint32_t smem_k(int stage) const {
+    return smem_pipeline(kv_group) + stage * static_cast<int>(sizeof(typename C::Stage));
+  }
+  __device__ __forceinline__ uint32_t smem_v(int stage) const { return smem_k(stage) + offsetof(typename C::Stage, v); }
+  __device__ __forceinline__ uint32_t smem_k_descale(int stage) const {
+    return smem_k(stage) + offsetof(typename C::Stage, k_descale);
+  }
+  __device__ __forceinline__ uint32_t smem_v_descale(int stage) const {
+    return smem_k(stage) + offsetof(typename C::Stage, v_descale);
+  }
   // Eight fp32 columns (32 bytes) of a row of a KV group's out. The XOR avoids bank conflicts: a warp stores eight rows at
   // once, in the kernels for eight rows every other row.
-  __device__ __forceinline__ uint32_t smem_out(int kv_group, int row, int columns8) const {
+  __device__ __forceinline__ uint32_t smem_out(int group, int row, int columns8) const {
     const int turn = C::kRows == 8 ? row >> 1 : row & 7;
-    return smem_pipelines() + kv_group * C::kPipelineBytes + row * C::kD * 4 + ((columns8 ^ turn) << 5);
+    return smem_pipeline(group) + row * C::kD * 4 + ((columns8 ^ turn) << 5);
   }
   // Maximum and row sum of a row over the keys of a KV group.
-  __device__ __forceinline__ uint32_t smem_row_stats(int kv_group, int row) const {
-    return smem_pipelines() + C::kPipelinesBytes + (kv_group * C::kRows + row) * 8;
+  __device__ __forceinline__ uint32_t smem_row_stats(int group, int row) const {
+    return smem + static_cast<uint32_t>(offsetof(typename C::CtaStorage, row_stats)) +
+           (group * C::kRows + row) * static_cast<int>(sizeof(RowStats));
   }
   // 8-bit KV: what a row of S = Q K^T is multiplied by (prepare_q).
-  __device__ __forceinline__ uint32_t smem_row_scale() const {
-    return smem_pipelines() + C::kPipelinesBytes + C::kRowStatsBytes;
-  }
-  // The DSMEM buffer of a clustered CTA: vectors of four columns of out, then their row's maximum and row sum, then the
-  // mbarrier.
-  __device__ __forceinline__ uint32_t dsmem_out(int n) const { return smem_row_scale() + C::kRowScaleBytes + n * 16; }
-  __device__ __forceinline__ uint32_t dsmem_stats(int n) const { return dsmem_out(C::kDsmemVectors) + n * 8; }
-  __device__ __forceinline__ uint32_t dsmem_barrier() const { return dsmem_stats(C::kDsmemVectors); }
+  __device__ __forceinline__ uint32_t smem_row_scale() const { return smem + offsetof(typename C::CtaStorage, row_scale); }
+  // The DSMEM buffer of a clustered CTA: vectors of four columns of out, their row's maximum and row sum, and the mbarrier.
+  __device__ __forceinline__ uint32_t dsmem_out(int n) const { return smem + offsetof(typename C::Storage, out) + n * 16; }
+  __device__ __forceinline__ uint32_t dsmem_stats(int n) const { return smem + offsetof(typename C::Storage, stats) + n * 8; }
+  __device__ __forceinline__ uint32_t dsmem_barrier() const { return smem + offsetof(typename C::Storage, barrier); }
 
   const Params &params;
   const Problem &problem;

@@ -188,13 +188,17 @@ class OrientationKq {
 
   // P, converted and transposed to the right operand of out^T += V^T P^T.
   __device__ __forceinline__ void exponentiate(Scores &s, int stage, uint32_t (&p)[kKeyTiles][2]) {
-    if (has_reference()) {
-      exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, cta_.exponent_scale(), reference_, cta_.smem_v_descale(stage),
-                                                    opaque(cta_.lane_id),
-                                                    [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
-    } else {
-      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, cta_.exponent_scale(), reference_.u, 0, cta_.lane_id);
+    bool has_p = false;
+    if constexpr (C::k8BitKv) {
+      if (has_reference()) {
+        exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, cta_.exponent_scale(), reference_,
+                                                      cta_.smem_v_descale(stage), opaque(cta_.lane_id),
+                                                      [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
+        has_p = true;
+      }
     }
+    if (!has_p)
+      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, cta_.exponent_scale(), reference_.u, 0, cta_.lane_id);
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll
