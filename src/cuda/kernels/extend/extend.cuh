@@ -4,7 +4,7 @@
 //
 // A CTA owns kRows rows of one KV head and loops over KV tiles of kKvTile keys. Four producer warps load K and V.
 // kConsumerWarpgroups warpgroups have 64 rows each; Q, S, P and out are in registers, and only K and V are in shared memory
-// (cta.cuh has the map).
+// (shared_storage.h has the map).
 //
 //   producer     for every tile: wait for an empty stage, load K, then V; runs ahead across work units.
 //               Warp 0 writes the work descriptors

@@ -255,9 +255,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     return this->tile(stage) + atom * C::kAtomBytes + warp_ * C::kWarpKeys * 128;
   }
   // The warp's keys of an 8-bit tile, row after row.
-  __device__ __forceinline__ uint32_t smem_8bit(int n) const {
-    return this->smem_ + C::kStage8BitOffset + n * C::kStage8BitBytes + warp_ * C::kWarpKeys * C::kPitch;
-  }
+  __device__ __forceinline__ uint32_t smem_8bit(int n) const { return this->kv_8bit(n) + warp_ * C::kWarpKeys * C::kPitch; }
 
   // Stages must remain for the tiles in flight, for those being computed on and for those that may be computed on next.
   static constexpr int kMaxInFlight = C::k8BitKv ? C::kStages8Bit - 1 : C::kStages - 3;
