@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// State of one CTA of the decode kernels: its sizes and shared-memory map, the rows and keys of the current work unit, and the
+// State of one CTA of the decode kernels: its sizes, the rows and keys of the current work unit, and the
 // loads of Q, K and V. decode.cuh has the main loop.
 #pragma once
 

@@ -60,7 +60,10 @@ class Cta {
   __device__ __forceinline__ Cta(const Params &params, char *shared)
       : a_(params), p_(params.problem), smem_base_(shared), smem_(smem_address(shared)), lane_(threadIdx.x & 31) {}
 
- protected:
+  __device__ __forceinline__ const Params &params() const { return a_; }
+  __device__ __forceinline__ const Problem &problem() const { return p_; }
+  __device__ __forceinline__ int lane() const { return lane_; }
+
   __device__ __forceinline__ uint32_t tile(int stage) const { return smem_ + stage * C::kTileBytes; }
   // mbarriers.
   __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + offsetof(typename C::Storage, full) + stage * 8; }
