@@ -39,8 +39,8 @@ struct SharedStorage8Bit {
   float row_scale[kRows];  // what a row of Q K^T is multiplied by
 };
 
-// Of clusters: the DSMEM buffer, to which all CTAs send the partials that this one combines. A vector is four columns of fp32 out with its row's
-// maximum and row sum. The vectors of all rows are divided evenly, rounded up, among the CTAs.
+// With clusters there is a DSMEM buffer as well, to which all CTAs send the partials that this one combines. A vector is four
+// columns of fp32 out with its row's maximum and row sum. The vectors of all rows are divided evenly among the CTAs, rounded up.
 template <class Storage, int kHeadDim, int kRows>
 struct ClusteredStorage {
   static constexpr int kVectors = kRows * kHeadDim / 4 + kMaxClusterSize;
