@@ -88,6 +88,16 @@ __device__ __forceinline__ void p_of_key(const uint32_t (&a)[kKSteps][4], int ke
   }
 }
 
+// The same for one step of 16 keys.
+__device__ __forceinline__ void p_of_key(const uint32_t (&a)[4], int key, uint32_t (&bits)[2], int lane) {
+  const int source = (lane & ~3) | ((key & 7) >> 1);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t pair = __shfl_sync(~0u, key & 8 ? a[2 + r] : a[r], source);
+    bits[r] = (key & 1) ? pair >> 16 : pair & 0xFFFFu;
+  }
+}
+
 // Adds P times a row of a tile to rows g and g + 8 of an accumulator tile of eight columns, unless P is masked. `pair`: this lane's two
 // columns of the row.
 template <typename Element>
