@@ -13,6 +13,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/host/counters.h"
 #include "cuda/host/driver.h"
+#include "cuda/host/instances.h"
 #include "cuda/host/launches.h"
 #include "cuda/host/plan.h"
 #include "cuda/kernels/append/append.h"
@@ -80,46 +81,15 @@ int32_t num_counters(const AnyPlan &) {
   return 0;
 }
 
-// What carries out a plan. A new family of kernels adds its line here, to Family and to the plan.
-template <typename AnyProblem>
-fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &plan, const Driver &driver, void *workspace,
-                        int32_t *counters, Launches &launches, ErrorText &error) {
-  constexpr bool kForward = std::is_same_v<PlanOf<AnyProblem>, ForwardPlan>;
-  switch (plan.family) {
-    case Family::none:
-      return FA_OK;
-    case Family::sm80:
-      return sm80::add_launches(problem, plan, workspace, launches, error);
-    case Family::simt:
-      return simt::add_launches(problem, plan, workspace, launches, error);
-    case Family::sm90:
-      if constexpr (kForward) {
-        return sm90::add_launches(problem, plan, driver, workspace, counters, launches, error);
-      } else {
-        return sm90::add_launches(problem, plan, driver, workspace, launches, error);
-      }
-    case Family::decode:
-      if constexpr (kForward) return decode::add_launches(problem, plan, workspace, launches, error);
-      break;
-    case Family::extend:
-      if constexpr (kForward) return extend::add_launches(problem, plan, driver, workspace, counters, launches, error);
-      break;
-    case Family::mla:
-      if constexpr (kForward) return mla::add_launches(problem, plan, driver, workspace, counters, launches, error);
-      break;
-  }
-  return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
-}
-
-fa_status make_launches(const MergeProblem &problem, const MergePlan &, const Driver &, void *, int32_t *,
-                        MergeLaunches &launches, ErrorText &) {
+fa_status make_launches(const MergeProblem &problem, const MergePlan &, const LaunchMemory &, MergeLaunches &launches,
+                        ErrorText &) {
   launches.params.problem = problem;
   std::copy_n(problem.parts, problem.num_parts, launches.params.parts);
   launches.add("merge kernel", merge_launch(launches.params), &launches.params);
   return FA_OK;
 }
 
-fa_status make_launches(const AppendProblem &problem, const AppendPlan &, const Driver &, void *, int32_t *, Launches &launches,
+fa_status make_launches(const AppendProblem &problem, const AppendPlan &, const LaunchMemory &, Launches &launches,
                         ErrorText &) {
   auto &params = launches.make_params<AppendParams>();
   params.problem = problem;
@@ -212,7 +182,7 @@ class CudaBackend final : public Backend {
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {
     PlanOf<AnyProblem> plan;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    summary = {kernel_name(problem, plan), plan.reason, plan.workspace_bytes, num_splits(plan)};
+    summary = {kernel_name(problem, plan), reason_of(plan), plan.workspace_bytes, num_splits(plan)};
     return FA_OK;
   }
 
@@ -221,7 +191,7 @@ class CudaBackend final : public Backend {
     PlanOf<AnyProblem> plan;
     LaunchesOf<AnyProblem> launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    FA_RETURN_IF_ERROR(make_launches(problem, plan, driver_, nullptr, nullptr, launches, error));
+    FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr}, launches, error));
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
@@ -244,7 +214,7 @@ class CudaBackend final : public Backend {
     if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
     int32_t *counters = nullptr;
     fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
-    if (status == FA_OK) status = make_launches(problem, plan, driver_, workspace.data, counters, launches, error);
+    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters}, launches, error);
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
@@ -373,9 +343,6 @@ class CudaBackend final : public Backend {
       loaded = &found->second;
       return FA_OK;
     }
-    if (launch.kernel == nullptr) {
-      return fail(error, FA_ERROR_NOT_BUILT, "the %s for this problem was left out of this build", what);
-    }
     const CaptureRelaxed relaxed(driver_);
     CurrentContext scope(driver_);
     if (!in_primary_) FA_RETURN_IF_ERROR(check(scope.push(primary_), what, error));
@@ -459,9 +426,8 @@ Device device_of(int32_t index, const cudaDeviceProp &properties) {
   device.multiprocessors = properties.multiProcessorCount;
   device.shared_bytes = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
   device.l2_bytes = properties.l2CacheSize;
-#ifdef FA_HAVE_SM90
   device.sm90 = device.compute_capability == 90;
-#endif
+  device.is_built = is_instance_built;
   return device;
 }
 

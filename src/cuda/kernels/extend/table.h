@@ -11,6 +11,7 @@
 namespace fa::cuda::extend {
 
 constexpr int32_t kGroupRows = 64;  // of a warpgroup that multiplies
+constexpr int32_t kBoxRows = 16;    // rows of a box of K or V that TMA loads
 
 struct Shape {
   const char *name;
