@@ -20,7 +20,8 @@ bool takes_pairs(const ScoreTensor &t) {
 
 }  // namespace
 
-fa_status add_launches(const Problem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches, ErrorText &) {
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
   char *workspace = static_cast<char *>(memory.workspace);
   auto &params = launches.make_params<ForwardParams>();
