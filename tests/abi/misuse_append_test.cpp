@@ -351,8 +351,8 @@ TEST_F(MisusedAppend, InterleavedViews) {
   slice(views.append.k_cache, cache, 0, 14);
   slice(views.append.v_cache, cache, 8, 14);
   plain.append.q_out = views.append.q_out = fa_tensor{};  // q is rotated in place, between inputs
-  ASSERT_EQ(fa_append_kv(ctx_, &plain.append, nullptr), FA_OK) << fa_last_error(ctx_);
-  ASSERT_EQ(fa_append_kv(ctx_, &views.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  ASSERT_EQ(fa_append_kv(ctx_, &plain.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  ASSERT_EQ(fa_append_kv(ctx_, &views.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   for (fa_tensor fa_append::*member : {&fa_append::q, &fa_append::k_cache, &fa_append::v_cache}) {
     const fa_tensor &x = plain.append.*member, &y = views.append.*member;
     for (int64_t b = 0; b < x.shape[0]; ++b) {
@@ -381,7 +381,7 @@ TEST_F(MisusedAppend, TensorsWithoutElementsMayHaveAnyStrides) {
     std::fill_n((p.append.*member).stride, 2, 0);
   }
   std::fill_n(static_cast<int32_t *>(p.append.seqused.data), 2, 0);
-  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_EQ(fa_append_kv(ctx_, &p.append, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
 }
 
 // What the host can read of a CPU context's memory.

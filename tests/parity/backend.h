@@ -18,6 +18,8 @@ class Backend {
 
   // Letters, digits and underscores: it becomes part of the test's name.
   virtual std::string name() const = 0;
+  // Why this build or machine cannot run it; "" if it can. Tests of a missing backend are skipped with this text.
+  virtual std::string missing() const { return ""; }
   virtual fa_context context() = 0;
   virtual fa_stream stream() { return nullptr; }
 
@@ -43,14 +45,29 @@ class Buffer {
   void *memory_;
 };
 
-// Every backend this build and machine can run, each created once per process. FA_TEST_BACKEND keeps those whose name contains
-// its value.
-const std::vector<std::shared_ptr<Backend>> &all_backends();
+using Backends = std::vector<std::shared_ptr<Backend>>;
 
-// The CPU backend at every instruction set of this machine and several numbers of threads.
-std::vector<std::shared_ptr<Backend>> cpu_backends();
+// What the suite runs on; each backend is created once per process.
+//
+// | FA_TEST_BACKEND | result |
+// |---|---|
+// | not set | every backend that this build and machine can run |
+// | part of the names of some of these | those backends |
+// | part of the names of missing backends alone | these, whose tests are skipped with the reason |
+// | part of no name | the program ends with an error |
+const Backends &all_backends();
 
-// The first CUDA device, if the build and the machine have one.
-std::vector<std::shared_ptr<Backend>> cuda_backends();
+// The choice above as a pure function of what there is. `error` is set where the program is to end.
+Backends choose_backends(const Backends &all, const char *wanted, std::string &error);
+
+// A backend that this build or machine cannot run.
+std::shared_ptr<Backend> missing_backend(std::string name, std::string reason);
+
+// The CPU backend at every instruction set and several numbers of threads; missing where the processor lacks the instruction set.
+Backends cpu_backends();
+
+// The first CUDA device, and on Hopper once more with the sm_80 kernels alone; missing where the build has no CUDA or the machine no
+// device.
+Backends cuda_backends();
 
 }  // namespace parity

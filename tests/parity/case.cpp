@@ -207,8 +207,13 @@ int64_t seed_for(const std::string &name) {
 }
 
 int64_t scaled(int64_t normal) {
-  const char *percent = std::getenv("FA_TEST_PERCENT");
-  return std::max<int64_t>(1, percent ? normal * std::strtoll(percent, nullptr, 10) / 100 : normal);
+  const char *text = std::getenv("FA_TEST_PERCENT");
+  if (text == nullptr) return normal;
+  char *end = nullptr;
+  const int64_t percent = std::strtoll(text, &end, 10);
+  if (percent <= 0 || *end != '\0')
+    throw std::invalid_argument("FA_TEST_PERCENT=" + std::string(text) + " is no positive number");
+  return std::max<int64_t>(1, normal * percent / 100);
 }
 
 }  // namespace parity

@@ -35,12 +35,12 @@ class CpuBackend : public Backend {
 
 }  // namespace
 
-std::vector<std::shared_ptr<Backend>> cpu_backends() {
+Backends cpu_backends() {
   const struct {
     fa_cpu_isa isa;
     const char *name;
   } isas[] = {{FA_CPU_ISA_PORTABLE, "portable"}, {FA_CPU_ISA_AVX2, "avx2"}, {FA_CPU_ISA_AVX512, "avx512"}};
-  std::vector<std::shared_ptr<Backend>> backends;
+  Backends backends;
   for (const auto &isa : isas) {
     for (int32_t threads : {1, 2, 3}) {
       fa_config config;
@@ -50,12 +50,16 @@ std::vector<std::shared_ptr<Backend>> cpu_backends() {
       config.num_threads = threads;
       fa_context context = nullptr;
       const fa_status status = fa_create(&context, &config);
-      if (status == FA_ERROR_ARCH) continue;  // this processor lacks it
+      const std::string name = "cpu_" + std::string(isa.name) + "_" + std::to_string(threads);
+      if (status == FA_ERROR_ARCH) {
+        backends.push_back(missing_backend(name, fa_last_error(nullptr)));
+        continue;
+      }
       if (status != FA_OK) {
         std::fprintf(stderr, "fa_create(%s, %d threads): %s\n", isa.name, threads, fa_last_error(nullptr));
         std::abort();
       }
-      backends.push_back(std::make_shared<CpuBackend>("cpu_" + std::string(isa.name) + "_" + std::to_string(threads), context));
+      backends.push_back(std::make_shared<CpuBackend>(name, context));
     }
   }
   return backends;

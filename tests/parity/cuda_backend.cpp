@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA devices of this machine as backends of the suite; none where the library or the machine has no CUDA.
+// The first CUDA device of this machine as backends of the suite.
 #include <cstdio>
 #include <cstdlib>
 
@@ -57,26 +57,40 @@ class CudaBackend : public Backend {
 }  // namespace
 #endif
 
-std::vector<std::shared_ptr<Backend>> cuda_backends() {
-  std::vector<std::shared_ptr<Backend>> backends;
+Backends cuda_backends() {
+  constexpr const char *kName = "cuda", *kSm80Name = "cuda_sm80";
+  Backends backends;
 #if defined(FA_TEST_CUDA)
   fa_config config;
   fa_config_init(&config, sizeof config);
   config.device_type = FA_DEVICE_CUDA;
   fa_context context = nullptr;
-  if (fa_create(&context, &config) == FA_OK) {
-    backends.push_back(std::make_shared<CudaBackend>(context, "cuda"));
-    // A device with kernels of its own also runs those that it shares with others.
-    fa_device_properties device;
-    fa_device_properties_init(&device, sizeof device);
-    fa_device_info(context, &device);
-    config.cuda_arch = 80;
-    if (device.compute_capability == 90 && fa_create(&context, &config) == FA_OK) {
-      backends.push_back(std::make_shared<CudaBackend>(context, "cuda_sm80"));
-    }
-  } else {
-    std::fprintf(stderr, "CUDA backend not tested: %s\n", fa_last_error(nullptr));
+  const fa_status status = fa_create(&context, &config);
+  if (status == FA_ERROR_NO_DEVICE || status == FA_ERROR_DRIVER) {
+    const std::string reason = "no GPU: " + std::string(fa_last_error(nullptr));
+    return {missing_backend(kName, reason), missing_backend(kSm80Name, reason)};
   }
+  if (status != FA_OK) {
+    std::fprintf(stderr, "fa_create() fails on the GPU of this machine: %s\n", fa_last_error(nullptr));
+    std::abort();
+  }
+  backends.push_back(std::make_shared<CudaBackend>(context, kName));
+  // A device with kernels of its own also runs those that it shares with others.
+  fa_device_properties device;
+  fa_device_properties_init(&device, sizeof device);
+  fa_device_info(context, &device);
+  if (device.compute_capability != 90) {
+    backends.push_back(missing_backend(kSm80Name, "the sm_80 kernels are this GPU's own: backend cuda runs them"));
+    return backends;
+  }
+  config.cuda_arch = 80;
+  if (fa_create(&context, &config) != FA_OK) {
+    std::fprintf(stderr, "fa_create() with cuda_arch = 80: %s\n", fa_last_error(nullptr));
+    std::abort();
+  }
+  backends.push_back(std::make_shared<CudaBackend>(context, kSm80Name));
+#else
+  for (const char *name : {kName, kSm80Name}) backends.push_back(missing_backend(name, "this build has no CUDA kernels"));
 #endif
   return backends;
 }

@@ -74,16 +74,18 @@ TEST_P(Extend, LengthsAndPages) {
   }
 }
 
-// Neighbouring heads that are walked over side by side, with shares that end with heads (the host knows the lengths) and that do not; parts of
-// few heads, which a launch of their own sums, and of many, which the last one's block of threads adds up.
+// Co-scheduled KV heads. The host knows the lengths, so that every CTA's work ends with a head, or does not know them. Split-KV partials of
+// few heads go through the combine kernel; those of many (23 and more in the batch) are added by the CTA that finishes last. Each head_dim
+// has few heads and many.
 TEST_P(Extend, NeighbouringHeads) {
   int64_t n = 0;
-  for (const int64_t heads_k : {2, 4, 8, 12}) {
+  for (const auto &[heads_k, head_dim] : {std::pair{2, 128}, {4, 64}, {8, 128}, {12, 64}}) {
     for (const bool known : {true, false}) {
       Case c = base("extend: neighbouring heads");
+      c.head_dim = c.head_dim_v = head_dim;
       c.heads_k = heads_k;
       c.heads_q = heads_k * 5;
-      c.q.seqlen = n % 2 == 0 ? 9 : 21;  // rows of one group, and of two
+      c.q.seqlen = n % 2 == 0 ? 9 : 21;  // rows of one consumer warpgroup, and of two
       c.k.seqlen = 900;
       if (!known) c.k.used = {900, 50, 611};
       c.page_size = n++ % 3 == 0 ? 0 : 16;

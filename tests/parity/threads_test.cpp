@@ -14,8 +14,9 @@ namespace parity {
 namespace {
 
 Backend &cpu() {
-  static const std::shared_ptr<Backend> backend = cpu_backends().back();
-  return *backend;
+  static const Backends backends = cpu_backends();
+  const auto here = [](const std::shared_ptr<Backend> &backend) { return backend->missing().empty(); };
+  return **std::find_if(backends.rbegin(), backends.rend(), here);  // the widest instruction set
 }
 
 // Enough work for every thread, forward and backward.

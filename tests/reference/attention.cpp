@@ -46,18 +46,23 @@ class Head {
   void forward(Result &r) {
     logits();
     for (int64_t i = 0; i < s_.seqlen_q; ++i) softmax_row(i, r);
+    const auto columns = static_cast<size_t>(s_.head_dim_v);
     for (int64_t i = 0; i < s_.seqlen_q; ++i) {
-      for (int64_t d = 0; d < s_.head_dim_v; ++d) {
-        Real sum = 0, terms = 0;
-        for (int64_t j = 0; j < s_.seqlen_k; ++j) {
-          const size_t ij = at(i, s_.seqlen_k, j);
-          if (!seen_[ij] || keep_[ij] == 0) continue;
-          const Real term = static_cast<Real>(stored_(weight_[ij] * keep_[ij])) * v(j, d);
-          sum += term;
-          terms += std::abs(term);
+      std::vector<Real> sum(columns, 0), terms(columns, 0);
+      for (int64_t j = 0; j < s_.seqlen_k; ++j) {
+        const size_t ij = at(i, s_.seqlen_k, j);
+        if (!seen_[ij] || keep_[ij] == 0) continue;
+        const Real p = static_cast<Real>(stored_(weight_[ij] * keep_[ij]));
+        for (size_t d = 0; d < columns; ++d) {
+          const Real term = p * v(j, static_cast<int64_t>(d));
+          sum[d] += term;
+          terms[d] += std::abs(term);
         }
-        r.out[out_at(i, d)] = stored_(sum);
-        if (exact_) exact_->magnitude.out[out_at(i, d)] = terms;
+      }
+      for (size_t d = 0; d < columns; ++d) {
+        const size_t id = out_at(i, static_cast<int64_t>(d));
+        r.out[id] = stored_(sum[d]);
+        if (exact_) exact_->magnitude.out[id] = terms[d];
       }
     }
   }
@@ -167,13 +172,14 @@ class Head {
   void backward_pair(int64_t i, int64_t j, Real delta, Real delta_terms, Real dlse, Result &r) {
     const size_t ij = at(i, s_.seqlen_k, j);
     const Real dropped = weight_[ij] * keep_[ij];
+    const Real p = static_cast<Real>(stored_(dropped));
     Real dp = 0, dp_terms = 0;
     for (int64_t d = 0; d < s_.head_dim_v; ++d) {
       if (keep_[ij] == 0) break;  // a dropped value is not part of the result
       const Real term = dout(i, d) * v(j, d);
       dp += term;
       dp_terms += std::abs(term);
-      add(r.dv[v_at(j, d)], static_cast<Real>(stored_(dropped)) * dout(i, d));
+      add(r.dv[v_at(j, d)], p * dout(i, d));
       if (exact_) exact_->magnitude.dv[v_at(j, d)] += std::abs(dropped * dout(i, d));
     }
     const Real ds = stored_(weight_[ij] * (keep_[ij] * static_cast<Real>(stored_(dp)) - delta + dlse));

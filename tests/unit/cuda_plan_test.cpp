@@ -239,6 +239,7 @@ TEST(CudaPlan, WorkspaceGrowsAtMostLinearly) {
 
 // Forward needs memory for splits only, and for no more of them than fill the device.
 TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
+  int64_t whole = 0, split = 0;
   for (const auto &[name, device] : kDevices) {
     for (const int64_t seqlen_q : {1, 16, 512, 8192}) {
       for (const int64_t seqlen_k : {1, 1000, 100000}) {
@@ -246,6 +247,7 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family == Family::decode || plan.family == Family::extend) continue;
         EXPECT_EQ(plan.workspace_bytes > 0, plan.num_splits > 1) << name;
+        ++(plan.num_splits == 1 ? whole : split);
         if (plan.num_splits == 1) continue;
         EXPECT_LE(plan.blocks, 8 * device.multiprocessors) << name;
         const auto rows = static_cast<size_t>(plan.num_splits * p.batch * p.heads_q * seqlen_q);
@@ -254,6 +256,8 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
       }
     }
   }
+  EXPECT_GT(whole, 0);
+  EXPECT_GT(split, 0);
 }
 
 // Sizes past 32 bits are no smaller workspaces.
@@ -478,7 +482,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
     b.forward.alibi_slopes = &slope;
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
   }
-  // For few blocks of keys pairs stay, an even number of blocks of threads.
+  // For few work tiles the clusters are persistent: an even number of CTAs.
   b = plain;
   b.forward.head_dim = b.forward.head_dim_v = 256;
   for (const int64_t keys : {1, 129, 1024, 1025}) {
@@ -487,11 +491,11 @@ TEST(CudaPlan, HopperBackwardKernels) {
       Device device = h200();
       device.multiprocessors = multiprocessors;
       const BackwardPlan plan = backward_plan(b, device);
-      const bool stays = keys <= 1024;
-      EXPECT_EQ(sm90::kBackwardShapes[plan.shape].stays(), stays) << keys;
+      const bool persistent = keys <= 1024;
+      EXPECT_EQ(sm90::kBackwardShapes[plan.shape].persistent(), persistent) << keys;
       const int64_t all = 2 * ((keys + 127) / 128) * b.forward.heads_k * b.forward.batch,
                     most = std::max(multiprocessors / 2 * 2, 2);
-      EXPECT_EQ(plan.blocks, stays ? std::min(all, most) : all) << keys;
+      EXPECT_EQ(plan.blocks, persistent ? std::min(all, most) : all) << keys;
       EXPECT_TRUE(plan.zero_dq_sum) << keys;
     }
   }
@@ -513,7 +517,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
               std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
         << head_dim;
     EXPECT_GE(ordered.heads_per_l2_group, unordered.heads_per_l2_group) << head_dim;
-    // Blocks of threads stay, or pairs of them; those of long walks with 256 columns own a block of keys.
+    // CTAs or clusters are persistent, except for long sequences of keys with 256 columns.
     EXPECT_EQ(unordered.blocks, head_dim == 256 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
     if (head_dim == 256) {
       EXPECT_EQ(ordered.blocks, h200().multiprocessors);

@@ -62,14 +62,13 @@ struct QkFragment {
   // One lane of those that share queries.
   static __device__ __forceinline__ bool leads(int lane) { return (lane & 3) == 0; }
 
-  // Combines each x[r] over the lanes that share query r.
+  // Combines each x[r] over the lanes that share query r. Rows take turns: a single chain of shuffles would wait for each.
   template <int kCount, typename Op>
   static __device__ __forceinline__ void reduce(float (&x)[kCount], Op op) {
 #pragma unroll
-    for (int r = 0; r < kCount; ++r) {
-      x[r] = op(x[r], __shfl_xor_sync(~0u, x[r], 1));
-      x[r] = op(x[r], __shfl_xor_sync(~0u, x[r], 2));
-    }
+    for (int distance = 1; distance < 4; distance *= 2)
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) x[r] = op(x[r], __shfl_xor_sync(~0u, x[r], distance));
   }
 };
 
@@ -91,9 +90,9 @@ struct KqFragment {
   template <int kCount, typename Op>
   static __device__ __forceinline__ void reduce(float (&x)[kCount], Op op) {
 #pragma unroll
-    for (int r = 0; r < kCount; ++r)
+    for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) x[r] = op(x[r], __shfl_xor_sync(~0u, x[r], distance));
+      for (int r = 0; r < kCount; ++r) x[r] = op(x[r], __shfl_xor_sync(~0u, x[r], distance));
   }
 };
 

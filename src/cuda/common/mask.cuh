@@ -85,15 +85,22 @@ __device__ __forceinline__ void mask_row(Scores &s, int r, uint32_t visible) {
     if ((visible >> m & 1) == 0) element(s, Fragment::at(r, m)) = -CUDART_INF_F;
 }
 
-// The same with the range itself, where bits would be held for long.
-template <class Fragment, typename Scores>
-__device__ __forceinline__ void mask_row(Scores &s, int r, const KeyRange &keys, int key0, int lane) {
+// Calls f(n) for the elements of row r that lie outside the range. It compares with the range itself, where bits would be held for long. In
+// S^T of the backward a row is a key, and the range is of queries: QkFragment with the roles exchanged.
+template <class Fragment, typename F>
+__device__ __forceinline__ void for_masked_in_row(int r, const KeyRange &keys, int key0, int lane, F f) {
   const int first = key0 + Fragment::first_key(lane), begin = keys.begin - first, end = keys.end - first;
 #pragma unroll
   for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
     const int n = Fragment::at(r, m);
-    if (Fragment::key(n) < begin || Fragment::key(n) >= end) element(s, n) = -CUDART_INF_F;
+    if (Fragment::key(n) < begin || Fragment::key(n) >= end) f(n);
   }
+}
+
+// mask_row with the range itself.
+template <class Fragment, typename Scores>
+__device__ __forceinline__ void mask_row(Scores &s, int r, const KeyRange &keys, int key0, int lane) {
+  for_masked_in_row<Fragment>(r, keys, key0, lane, [&](int n) { element(s, n) = -CUDART_INF_F; });
 }
 
 }  // namespace fa::cuda

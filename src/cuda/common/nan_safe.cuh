@@ -70,8 +70,9 @@ __device__ __forceinline__ bool loaded_part_has_nonfinite(uint32_t tile, int thr
 
 // P of one key (column `key` of 16 kKSteps) for this lane's rows g and g + 8 of row tile i, from the A operand fragment: 16 bits each.
 template <int kKSteps>
-__device__ __forceinline__ void p_of_key(const uint32_t (&a)[kKSteps][4], int key, uint32_t (&bits)[2]) {
-  const int lane = threadIdx.x & 31, source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds the key
+__device__ __forceinline__ void p_of_key(const uint32_t (&a)[kKSteps][4], int key, uint32_t (&bits)[2],
+                                         int lane = static_cast<int>(threadIdx.x & 31)) {
+  const int source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds the key
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // A selection, not an index, which would move the fragment to local memory.
@@ -113,9 +114,8 @@ __device__ __forceinline__ void add_row_nan_safe(Accumulator<kMt, kNt> &acc, con
 }
 // The same for a wgmma accumulator of kColumns columns and a tile of swizzle atoms, kTileRows rows each.
 template <typename Element, int kTileRows, int kColumns>
-__device__ __forceinline__ void add_row_nan_safe(float (&acc)[kColumns / 2], const uint32_t (&bits)[2], uint32_t tile,
-                                                 int row) {
-  const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void add_row_nan_safe(float (&acc)[kColumns / 2], const uint32_t (&bits)[2], uint32_t tile, int row,
+                                                 int lane = static_cast<int>(threadIdx.x & 31)) {
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     const uint32_t pair =
@@ -139,12 +139,39 @@ __device__ __forceinline__ void mma_rs_nan_safe(Accumulator<kMt, kNt> &acc, cons
 
 // The same for wgmma: acc (64 x kColumns of a warpgroup) += P T, T of kTileRows rows in swizzle atoms.
 template <typename Element, int kTileRows, int kColumns, int kKSteps>
-__device__ __forceinline__ void wgmma_rs_nan_safe(float (&acc)[kColumns / 2], const uint32_t (&p)[kKSteps][4], uint32_t tile) {
+__device__ __forceinline__ void wgmma_rs_nan_safe(float (&acc)[kColumns / 2], const uint32_t (&p)[kKSteps][4], uint32_t tile,
+                                                  int lane = static_cast<int>(threadIdx.x & 31)) {
 #pragma unroll 1
   for (int row = 0; row < kKSteps * 16; ++row) {
     uint32_t bits[2];
-    p_of_key(p, row, bits);
-    add_row_nan_safe<Element, kTileRows, kColumns>(acc, bits, tile, row);
+    p_of_key(p, row, bits, lane);
+    add_row_nan_safe<Element, kTileRows, kColumns>(acc, bits, tile, row, lane);
+  }
+}
+
+// P of rows `row` + lane / 4 and that + 8 in column k, from an A operand in shared memory that is stored k by k (MN-major) or row by row
+// (K-major), 64 rows or columns to a swizzle atom. `row`: of the warp in the tile.
+template <Major kA>
+__device__ __forceinline__ void p_of_key(uint32_t tile, int row, int k, uint32_t (&bits)[2], int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int m = row + (lane >> 2) + 8 * r;
+    const int major = kA == Major::k ? m : k, minor = kA == Major::k ? k : m;
+    const uint32_t pair = ld_shared_4(tile + major * 128 + (((minor / 8) ^ (major & 7)) << 4) + minor % 8 / 2 * 4);
+    bits[r] = (minor & 1) ? pair >> 16 : pair & 0xFFFFu;
+  }
+}
+
+// The same for wgmma with A in shared memory: acc (64 x kColumns of a warpgroup, `row` the first of this warp) += A B over k < kK. Tiles of
+// one swizzle atom in A, and kTileRows rows an atom in B.
+template <typename Element, Major kA, int kTileRows, int kColumns, int kK>
+__device__ __forceinline__ void wgmma_ss_nan_safe(float (&acc)[kColumns / 2], uint32_t a_tile, int row, uint32_t b_tile,
+                                                  int lane = static_cast<int>(threadIdx.x & 31)) {
+#pragma unroll 1
+  for (int k = 0; k < kK; ++k) {
+    uint32_t bits[2];
+    p_of_key<kA>(a_tile, row, k, bits, lane);
+    add_row_nan_safe<Element, kTileRows, kColumns>(acc, bits, b_tile, k, lane);
   }
 }
 

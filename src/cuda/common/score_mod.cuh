@@ -24,7 +24,8 @@ namespace fa::cuda {
 struct Softcap {
   float cap, exponent;  // RawUnit's cap and cap_exponent
 
-  __device__ __forceinline__ explicit Softcap(const RawUnit &raw) : cap(raw.cap), exponent(raw.cap_exponent) {}
+  __device__ __forceinline__ explicit Softcap(const RawUnit &raw) : Softcap(raw.cap, raw.cap_exponent) {}
+  __device__ __forceinline__ Softcap(float cap, float exponent) : cap(cap), exponent(exponent) {}
 
   __device__ __forceinline__ float forward(float s) const {
     return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(s * exponent)), cap);
@@ -60,10 +61,11 @@ __device__ __forceinline__ void apply_softcap(Scores &s, const RawUnit &raw) {
 // ALiBi over the keys of row r. `distance`: of the row's query to the lane's first key (query + seqlen_k - seqlen_q - key0 - first_key).
 template <class Fragment, typename Scores>
 __device__ __forceinline__ void apply_alibi(Scores &s, int r, float slope, int distance) {
+  const auto first = static_cast<float>(distance);  // one conversion for all keys
 #pragma unroll
   for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
     const int n = Fragment::at(r, m);
-    element(s, n) = Alibi::forward(element(s, n), slope, static_cast<float>(distance - Fragment::key(n)));
+    element(s, n) = Alibi::forward(element(s, n), slope, first - static_cast<float>(Fragment::key(n)));
   }
 }
 

@@ -65,8 +65,9 @@ struct OnlineSoftmax {
 
   // Raises m of all rows of the warp to their largest score if some row's score exceeds its m by more than `threshold`. Then l is rescaled,
   // and true is returned: the caller rescales out. scale(r) turns scores of row r into exponents of two. m is set `headroom` lower than the
-  // largest score, so that P may reach 2^headroom.
-  template <typename Scores, typename Scale, class Warps = OneWarp>
+  // largest score, so that P may reach 2^headroom. With kEachRow only the rows that exceed their own m are raised: then a row's m depends on its
+  // own scores alone.
+  template <bool kEachRow = false, typename Scores, typename Scale, class Warps = OneWarp>
   __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom = 0.f,
                                              const Warps &warps = {}) {
     float top[kRows];
@@ -76,12 +77,20 @@ struct OnlineSoftmax {
       top[r] = largest(s, r) * scale(r);
       exceeds |= top[r] - threshold > max[r];
     }
-    if (!warps.any(exceeds)) return false;
-    Fragment::reduce(top, MaxOp{});
-    warps.reduce_max(top);
+    const bool raises = warps.any(exceeds);
+    if (raises) {
+      Fragment::reduce(top, MaxOp{});
+      warps.reduce_max(top);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom);
-    return true;
+      for (int r = 0; r < kRows; ++r) {
+        if (!kEachRow || top[r] - threshold > max[r]) {
+          raise(r, top[r] - headroom);
+        } else {
+          rescale[r] = 1.f;
+        }
+      }
+    }
+    return raises;
   }
 
   // m of row r to at least `to`. A row that is not raised is multiplied by 1: its bits stay.

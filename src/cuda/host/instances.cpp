@@ -26,7 +26,7 @@ namespace fa::cuda {
 #define FA_DECLARE_DECODE_8BIT(name, ...) FA_WEAK Forward8Bit decode_8bit_##name;
 #define FA_DECLARE_EXTEND(name, ...) FA_WEAK Forward extend_##name##_f16, extend_##name##_bf16;
 #define FA_DECLARE_EXTEND_8BIT(name, ...) FA_WEAK Forward8Bit extend_8bit_##name;
-#define FA_DECLARE_MLA(name, ...) FA_WEAK Forward latent_##name##_f16, latent_##name##_bf16;
+#define FA_DECLARE_MLA(name, ...) FA_WEAK Forward mla_##name##_f16, mla_##name##_bf16;
 // The same as elements of an array.
 #define FA_FORWARD(name, ...) {forward_##name##_f16, forward_##name##_bf16},
 #define FA_BACKWARD(name, ...) {backward_##name##_f16, backward_##name##_bf16},
@@ -36,7 +36,7 @@ namespace fa::cuda {
 #define FA_DECODE_8BIT(name, ...) decode_8bit_##name,
 #define FA_EXTEND(name, ...) {extend_##name##_f16, extend_##name##_bf16},
 #define FA_EXTEND_8BIT(name, ...) extend_8bit_##name,
-#define FA_MLA(name, ...) {latent_##name##_f16, latent_##name##_bf16},
+#define FA_MLA(name, ...) {mla_##name##_f16, mla_##name##_bf16},
 
 namespace {
 
@@ -98,9 +98,9 @@ namespace decode {
 using Forward = Kernels();
 using Forward8Bit = Kernels(bool i8);
 FA_DECODE_TABLE(FA_DECLARE_DECODE)
-FA_DECODE_BYTES_TABLE(FA_DECLARE_DECODE_8BIT)
+FA_DECODE_8BIT_TABLE(FA_DECLARE_DECODE_8BIT)
 static constexpr Forward *kForward[][2] = {FA_DECODE_TABLE(FA_DECODE)};
-static constexpr Forward8Bit *kForward8Bit[] = {FA_DECODE_BYTES_TABLE(FA_DECODE_8BIT)};
+static constexpr Forward8Bit *kForward8Bit[] = {FA_DECODE_8BIT_TABLE(FA_DECODE_8BIT)};
 
 Kernels kernels(int shape, Dtype queries, Dtype keys) {
   return shape >= kFirst8Bit ? call(kForward8Bit[shape - kFirst8Bit], keys == Dtype::i8)
@@ -112,9 +112,9 @@ namespace extend {
 using Forward = decode::Kernels();
 using Forward8Bit = decode::Kernels(bool i8);
 FA_EXTEND_TABLE(FA_DECLARE_EXTEND)
-FA_EXTEND_BYTES_TABLE(FA_DECLARE_EXTEND_8BIT)
+FA_EXTEND_8BIT_TABLE(FA_DECLARE_EXTEND_8BIT)
 static constexpr Forward *kForward[][2] = {FA_EXTEND_TABLE(FA_EXTEND)};
-static constexpr Forward8Bit *kForward8Bit[] = {FA_EXTEND_BYTES_TABLE(FA_EXTEND_8BIT)};
+static constexpr Forward8Bit *kForward8Bit[] = {FA_EXTEND_8BIT_TABLE(FA_EXTEND_8BIT)};
 
 decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
   return shape >= kFirst8Bit ? call(kForward8Bit[shape - kFirst8Bit], keys == Dtype::i8)
@@ -124,8 +124,8 @@ decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
 
 namespace mla {
 using Forward = const void *();
-FA_LATENT_TABLE(FA_DECLARE_MLA)
-static constexpr Forward *kForward[][2] = {FA_LATENT_TABLE(FA_MLA)};
+FA_MLA_TABLE(FA_DECLARE_MLA)
+static constexpr Forward *kForward[][2] = {FA_MLA_TABLE(FA_MLA)};
 
 const void *kernel(int shape, Dtype dtype) { return call(kForward[shape][dtype == Dtype::bf16]); }
 }  // namespace mla

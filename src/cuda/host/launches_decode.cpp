@@ -17,18 +17,18 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
   params.k_descale = p.k_descale;
   params.v_descale = p.v_descale;
   params.row_blocks = plan.row_blocks;
-  params.ranges = plan.partitions;
+  params.max_partitions = plan.max_partitions;
   params.coscheduled_log2 = plan.coscheduled_log2;
-  params.pieces = plan.splits_per_tile;
-  params.least_log2 = plan.min_iterations_log2;
+  params.fixed_splits = plan.fixed_splits;
+  params.min_iterations_log2 = plan.min_iterations_log2;
   params.partial_out = reinterpret_cast<float *>(memory);
   params.partial_stats = reinterpret_cast<float2 *>(memory + plan.split_lse_offset);
-  params.split_tile_infos = reinterpret_cast<Cut *>(memory + plan.split_tiles_offset);
+  params.split_tile_infos = reinterpret_cast<SplitTile *>(memory + plan.split_tiles_offset);
   params.split_tiles = plan.split_tiles;
   params.split_tiles_by_partition = plan.split_tiles_by_partition;
   params.allow_early_dependents = plan.allow_early_dependents;
   params.counters = nullptr;
-  params.landing = Divisor(1);  // only clusters have one
+  params.dsmem_vectors = Divisor(1);  // only clusters have one
 }
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
@@ -39,11 +39,11 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   set_params(p, plan, memory.workspace, params);
   if (plan.cluster > 0) {
     const int64_t vectors = p.q_lengths.max_len * p.group * (shape.head_dim / 4);
-    params.landing = Divisor((vectors + plan.cluster - 1) / plan.cluster);
+    params.dsmem_vectors = Divisor((vectors + plan.cluster - 1) / plan.cluster);
   }
   launches.add("decode kernel",
                {instance.attention, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true, plan.cluster}, &params);
-  launches.add("combine kernel", {instance.sum, kCombineThreads, 0, plan.combine_ctas, /*pdl=*/true}, &params);
+  launches.add("combine kernel", {instance.combine, kCombineThreads, 0, plan.combine_ctas, /*pdl=*/true}, &params);
   return FA_OK;
 }
 

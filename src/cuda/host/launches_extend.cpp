@@ -11,7 +11,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   auto &params = launches.make_params<Params>();
   decode::set_params(p, plan, memory.workspace, params);
   params.counters = memory.counters;
-  params.blocks_of_head = Divisor(plan.row_blocks);
+  params.row_blocks_divisor = Divisor(plan.row_blocks);
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
     FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.box_columns(), kBoxRows, params.k_map, error));
@@ -21,7 +21,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   const decode::Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
   launches.add("extend kernel", {instance.attention, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true},
                &params);
-  launches.add("combine kernel", {instance.sum, decode::kCombineThreads, 0, plan.combine_ctas, /*pdl=*/true},
+  launches.add("combine kernel", {instance.combine, decode::kCombineThreads, 0, plan.combine_ctas, /*pdl=*/true},
                static_cast<decode::Params *>(&params));
   return FA_OK;
 }

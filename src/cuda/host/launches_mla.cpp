@@ -11,7 +11,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   auto &params = launches.make_params<Params>();
   decode::set_params(p, plan, memory.workspace, params);
   params.counters = memory.counters;
-  params.blocks_of_head = Divisor(plan.row_blocks);
+  params.row_blocks_divisor = Divisor(plan.row_blocks);
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
     FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));

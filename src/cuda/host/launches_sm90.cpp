@@ -51,6 +51,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
                                      params.v_map, error));
   }
   params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.raw = raw_unit(p);
   params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);

@@ -26,12 +26,12 @@ struct ForwardPlan {
   int64_t blocks = 0;      // CTAs of the grid
   int32_t tiles = 0;       // sm90: tiles of queries of all heads, which persistent CTAs share
   int32_t last_batch = 0;  // sm90: this many sequences at the end are one L2 group
-  // decode, extend, mla: how the work is partitioned (plan_stream_k.h). Either stream-K, into `partitions` partitions of at least
-  // 2^min_iterations_log2 KV tiles; or, with splits_per_tile > 0, every work tile into at most that many splits.
-  int32_t partitions = 0;
+  // decode, extend, mla: how the work is partitioned (plan_stream_k.h). Either stream-K, into at most `max_partitions` partitions of at least
+  // 2^min_iterations_log2 KV tiles; or, with fixed_splits > 0, every work tile into at most that many splits.
+  int32_t max_partitions = 0;
   int32_t coscheduled_log2 =
       0;  // stream-K: 2^coscheduled_log2 neighbouring KV heads are co-scheduled, each by a CTA of its own
-  int32_t splits_per_tile = 0;
+  int32_t fixed_splits = 0;
   int32_t min_iterations_log2 = 0;
   // decode, extend with a combine kernel: work tiles that may be split, numbered through the problem or by partition, and the CTAs that
   // combine their partials.

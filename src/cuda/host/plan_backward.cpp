@@ -75,11 +75,11 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   FA_RETURN_IF_ERROR(plan_tensor_cores(b, device, shape, sm90::kTurnsPerChunk, p.deterministic ? at_once / 8 : 1, plan, error));
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
-  if (shape.stays()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+  if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
   // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
   // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add
   // from registers, and store only in order.
-  const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.hands_p() ? 0 : 4;
+  const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
   plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
   return FA_OK;
 }

@@ -38,7 +38,7 @@ class Shapes {
 
   // For much work: the next shape, if by it an SM runs more warps for the same rows. They hide more latency, and start and end later.
   int32_t with_more_warps(int32_t n) const {
-    const auto threads = [&](const Shape &shape) { return shape.threads() * shape.blocks_on(device_.shared_bytes); };
+    const auto threads = [&](const Shape &shape) { return shape.threads() * shape.ctas_per_sm(device_.shared_bytes); };
     if (n + 1 >= end_ || !can_use(n + 1)) return n;
     const Shape &few = kShapes[n], &many = kShapes[n + 1];
     const bool same = !many.clustered && many.head_dim == few.head_dim && many.rows() == few.rows();
@@ -91,8 +91,8 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (!splits_by_sequence(p) && many_keys) found = shapes.with_more_warps(found);
   const Shape &shape = kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()), tiles = p.batch * p.heads_k * row_blocks,
-                iterations = ceil_div(p.k_lengths.max_len, shape.step()) + 1,
-                ctas = int64_t{device.multiprocessors} * shape.blocks_on(device.shared_bytes);
+                iterations = ceil_div(p.k_lengths.max_len, shape.kv_step()) + 1,
+                ctas = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
   if (tiles > kMaxWorkUnits / iterations) return false;
 
   plan.family = Family::decode;
@@ -102,7 +102,7 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   plan.reason =
       "decode kernel for few queries: the query heads of a group share each KV tile, and the keys are split over many CTAs";
   if (const int32_t n = shapes.clustered(found); n >= 0) {
-    plan.cluster = cluster_of(p, device, tiles, kShapes[n].step());
+    plan.cluster = cluster_of(p, device, tiles, kShapes[n].kv_step());
     if (plan.cluster > 0) {
       plan.shape = n;
       plan.blocks = tiles * plan.cluster;
@@ -114,9 +114,9 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   work.tiles = tiles;
   work.iterations = iterations;
   work.ctas = work.max_partitions = ctas;
-  work.min_iterations_log2 = shape.step() < 128 ? 1 : 0;  // fewer than 128 keys are not worth a partial
+  work.min_iterations_log2 = shape.kv_step() < 128 ? 1 : 0;  // fewer than 128 keys are not worth a partial
   work.partials_per_partition = 2;
-  work.split_min_iterations_log2 = shape.step() > 256 ? 1 : 3;
+  work.split_min_iterations_log2 = shape.kv_step() > 256 ? 1 : 3;
   // Many tiles of rows fill the device without splits, whose partials would take much memory.
   work.max_splits = std::max<int64_t>(kMaxSplits / row_blocks, 1);
   work.rows = shape.rows();

@@ -35,7 +35,7 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   plan.rows_per_token = static_cast<int32_t>(p.group);
   // Heads with one tile of rows each take equally long, and co-scheduled they read memory in step. Several tiles of rows do not under a causal
   // mask. Many rows over 8-bit K and V wait for wgmma and for the widening of K and V, not for memory: they want all SMs.
-  const bool in_step = row_blocks == 1 && (!kv_8bit || rows <= extend::kGroupRows);
+  const bool in_step = row_blocks == 1 && (!kv_8bit || rows <= extend::kWarpgroupRows);
   StreamK work;
   work.tiles = p.batch * p.heads_k * row_blocks;
   work.iterations = iterations;
@@ -51,12 +51,12 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   work.max_coscheduled_log2 = in_step ? 3 : 0;
   plan_partition(work, p, plan);
   // A CTA for every split: one that waits for others must have started after them.
-  if (plan.splits_per_tile > 0) plan.blocks = work.tiles * plan.splits_per_tile;
+  if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
   if (shape.uses_combine_kernel) plan_combine(work, p, rows, decode::kCombineMinCtas * int64_t{device.multiprocessors}, plan);
   // Few rows wait for memory alone, which cp.async reads faster in whole rows than TMA in atoms. With more rows wgmma wants the issue slots
   // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.
-  plan.tma_kv = (kv_8bit || rows > extend::kGroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
+  plan.tma_kv = (kv_8bit || rows > extend::kWarpgroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
                 is_kv_tma_compatible(p, p.v, p.head_dim_v, extend::kBoxRows);
   plan.reason =
       "extend kernel: queries and the query heads of a group share each KV tile, and the keys are split over many CTAs";

@@ -50,15 +50,15 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   work.columns = shape.head_dim_v;
   plan_partition(work, p, plan);
   // A CTA for every split: one that waits for others must have started after them.
-  if (plan.splits_per_tile > 0) plan.blocks = tiles * plan.splits_per_tile;
+  if (plan.fixed_splits > 0) plan.blocks = tiles * plan.fixed_splits;
   // Where every work tile gets two partitions, as far as the host knows, the CTAs that have them are a cluster.
   const int32_t paired = find(true);
-  if (paired < mla::kNumShapes && plan.splits_per_tile == 0 &&
-      std::min<int64_t>(plan.partitions, tiles * (iterations - 1) >> plan.min_iterations_log2) == 2 * tiles) {
+  if (paired < mla::kNumShapes && plan.fixed_splits == 0 &&
+      std::min<int64_t>(plan.max_partitions, tiles * (iterations - 1) >> plan.min_iterations_log2) == 2 * tiles) {
     plan.shape = paired;
     plan.cluster = 2;
-    plan.partitions = static_cast<int32_t>(2 * tiles);
-    plan.blocks = plan.partitions;
+    plan.max_partitions = static_cast<int32_t>(2 * tiles);
+    plan.blocks = plan.max_partitions;
   }
   plan.tma_kv = is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
   plan.reason = "MLA kernel: V is part of K, and the query heads share each KV tile";

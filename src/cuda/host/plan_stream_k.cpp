@@ -47,21 +47,21 @@ bool is_uniform(const Problem &p) {
 void plan_partition(const StreamK &work, const Problem &p, ForwardPlan &plan) {
   int64_t partials = 0;
   if (splits_by_sequence(p)) {
-    plan.splits_per_tile = static_cast<int32_t>(
+    plan.fixed_splits = static_cast<int32_t>(
         std::min({p.num_splits > 0 ? int64_t{p.num_splits} : kBatchInvariantSplits, work.max_splits, work.iterations}));
     plan.min_iterations_log2 = p.num_splits > 0 ? 0 : work.split_min_iterations_log2;
-    plan.blocks = std::min(work.ctas, work.tiles * plan.splits_per_tile);
-    plan.num_splits = plan.splits_per_tile;
-    partials = plan.splits_per_tile > 1 ? work.tiles * plan.splits_per_tile : 0;
-    plan.counters = static_cast<int32_t>(plan.splits_per_tile > 1 ? work.tiles : 0);
+    plan.blocks = std::min(work.ctas, work.tiles * plan.fixed_splits);
+    plan.num_splits = plan.fixed_splits;
+    partials = plan.fixed_splits > 1 ? work.tiles * plan.fixed_splits : 0;
+    plan.counters = static_cast<int32_t>(plan.fixed_splits > 1 ? work.tiles : 0);
   } else {
     plan.min_iterations_log2 = work.min_iterations_log2;
     const int64_t ctas = std::min({work.ctas, work.tiles * work.iterations, work.max_partitions}),
                   max_per_tile = std::max<int64_t>((work.iterations - 1) >> plan.min_iterations_log2, 1);
-    plan.partitions = static_cast<int32_t>(count_partitions(work, p, ctas, max_per_tile, plan));
-    plan.blocks = int64_t{plan.partitions} << plan.coscheduled_log2;
+    plan.max_partitions = static_cast<int32_t>(count_partitions(work, p, ctas, max_per_tile, plan));
+    plan.blocks = int64_t{plan.max_partitions} << plan.coscheduled_log2;
     const int64_t tiles = work.tiles >> plan.coscheduled_log2;
-    plan.num_splits = static_cast<int32_t>(std::clamp<int64_t>(ceil_div(plan.partitions, tiles), 1, max_per_tile));
+    plan.num_splits = static_cast<int32_t>(std::clamp<int64_t>(ceil_div(plan.max_partitions, tiles), 1, max_per_tile));
     partials = work.partials_per_partition * ctas;
     plan.counters = static_cast<int32_t>(plan.blocks);
   }
@@ -71,18 +71,18 @@ void plan_partition(const StreamK &work, const Problem &p, ForwardPlan &plan) {
 
 void plan_combine(const StreamK &work, const Problem &p, int64_t rows, int64_t ctas, ForwardPlan &plan) {
   // Partitions of whole work tiles split none, if the work tiles are alike.
-  if (plan.splits_per_tile > 0) {
-    plan.split_tiles = static_cast<int32_t>(plan.splits_per_tile > 1 ? work.tiles : 0);
-  } else if (const int64_t tiles = work.tiles >> plan.coscheduled_log2; !is_uniform(p) || tiles % plan.partitions != 0) {
-    plan.split_tiles_by_partition = tiles > plan.partitions;
-    plan.split_tiles = static_cast<int32_t>(std::min<int64_t>(tiles, plan.partitions) << plan.coscheduled_log2);
+  if (plan.fixed_splits > 0) {
+    plan.split_tiles = static_cast<int32_t>(plan.fixed_splits > 1 ? work.tiles : 0);
+  } else if (const int64_t tiles = work.tiles >> plan.coscheduled_log2; !is_uniform(p) || tiles % plan.max_partitions != 0) {
+    plan.split_tiles_by_partition = tiles > plan.max_partitions;
+    plan.split_tiles = static_cast<int32_t>(std::min<int64_t>(tiles, plan.max_partitions) << plan.coscheduled_log2);
   }
   const int64_t slices = ceil_div(std::min(rows, work.rows) * work.columns, decode::kCombineColumns);
   if (plan.split_tiles > 0) plan.combine_ctas = plan.split_tiles * std::clamp<int64_t>(ctas / plan.split_tiles, 1, slices);
   plan.counters = 0;
   plan.split_tiles_offset = plan.workspace_bytes;
   plan.workspace_bytes +=
-      align_up(static_cast<size_t>(plan.splits_per_tile > 0 ? plan.split_tiles : work.ctas) * decode::kSplitTileBytes);
+      align_up(static_cast<size_t>(plan.fixed_splits > 0 ? plan.split_tiles : work.ctas) * decode::kSplitTileBytes);
 }
 
 bool is_kv_tma_compatible(const Problem &p, const Operand &tensor, int64_t columns, int32_t box_rows) {

@@ -3,8 +3,8 @@
 // sees; its iterations are the KV tiles of those keys. The device computes the partition from the lengths that only it knows
 // (kernels/decode/stream_k.cuh); the plan sizes the grid and the workspace from what the host knows.
 //
-//   stream-K             `partitions` partitions of equal length, which may begin and end inside a work tile: for speed
-//   splits by sequence   every work tile is split by its own length alone, into at most `splits_per_tile` splits: where the caller sets
+//   stream-K             `max_partitions` partitions of equal length, which may begin and end inside a work tile: for speed
+//   splits by sequence   every work tile is split by its own length alone, into at most `fixed_splits` splits: where the caller sets
 //                        num_splits or asks for batch invariance
 #pragma once
 

@@ -85,7 +85,7 @@ constexpr auto kRows = concatenate(
     rows_of(decode::kShapes, Family::decode, Pass::forward,
             [](KernelRow &row, const decode::Shape &shape) {
               constexpr int64_t kFewQueries = 16;  // more of them want larger tiles
-              const bool kv_8bit = shape.key_bytes == 1;
+              const bool kv_8bit = shape.kv_bytes == 1;
               row.set = kv_8bit ? "decode_8bit_fwd" : "decode_fwd";
               row.any_dtype = kv_8bit;
               row.head_dim = row.head_dim_v = shape.head_dim;
@@ -100,7 +100,7 @@ constexpr auto kRows = concatenate(
             }),
     rows_of(extend::kShapes, Family::extend, Pass::forward,
             [](KernelRow &row, const extend::Shape &shape) {
-              const bool kv_8bit = shape.staged > 0;
+              const bool kv_8bit = shape.stages_8bit > 0;
               row.set = kv_8bit ? "extend_8bit_fwd" : "extend_fwd";
               row.any_dtype = kv_8bit;
               row.head_dim = row.head_dim_v = shape.head_dim;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last step of a backward pass whose blocks of threads add up dq in the workspace.
+// The last kernel of a backward pass that sums dq in the workspace: dq = softmax_scale * dq_sum.
 #pragma once
 
 #include "cuda/common/rows.cuh"
@@ -7,41 +7,41 @@
 
 namespace fa::cuda {
 
-// A chunk of the sum is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each four numbers a lane as accumulators of products
-// hold them. Warps are numbered rows first.
+// Converts dq_sum to dq, from the layout of accumulators to rows of the tensor; one CTA per chunk (Q tile) of kRows queries.
 //
-// dq = softmax_scale * dq_sum, from the order of the accumulators to the rows of the tensor, one block a chunk; zero for rows
-// that are not used. The last chunks first: their sum may still be in the L2 cache.
+// dq_sum of a chunk is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each with four numbers a lane as mma and
+// wgmma accumulators hold them. Warps are numbered along the rows first. Rows of the slot that are not used become zero. CTAs
+// take the last chunks first, because their sums may still be in the L2 cache.
 template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
   constexpr int kRowParts = kRows / 16 / kRowTiles, kTiles = kRows * kD / 128;
-  constexpr int kStep = kThreads / 8;                        // tiles at a time, four a warp
-  constexpr int kBatch = kTiles % (2 * kStep) == 0 ? 2 : 1;  // times four tiles that a warp has under way
+  constexpr int kStep = kThreads / 8;                        // 16 x 8 tiles per pass of the CTA, four per warp
+  constexpr int kBatch = kTiles % (2 * kStep) == 0 ? 2 : 1;  // passes whose loads a warp has in flight
   static_assert(kTiles % 4 == 0);
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
   const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
-  const int32_t *turn = a.turn + int64_t{index} * a.chunk_turns;
-  const int chunk = index % a.row_chunks, slice = index / a.row_chunks;
-  const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
+  const int32_t *counters = a.turn + int64_t{index} * a.chunk_turns;
+  const int chunk = index % a.row_chunks, head_of_batch = index / a.row_chunks;
+  const int head = head_of_batch % static_cast<int>(p.heads_q), batch = head_of_batch / static_cast<int>(p.heads_q);
   const Sequence q = sequence_of(p.q_lengths, batch);
-  const int used = static_cast<int>(q.len), slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
+  const int seqlen = static_cast<int>(q.len), seq_slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
   const bool vectors = has_16_byte_rows(t, columns);
   Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + q.start * t.seq_stride + head * t.head_stride;
 #pragma unroll
   for (int n0 = 0; n0 < kTiles; n0 += kStep * kBatch) {
     float4 x[kBatch][4];
-    bool any[kBatch];
+    bool written[kBatch];
 #pragma unroll
     for (int m = 0; m < kBatch; ++m) {
       const int first = n0 + m * kStep + thread / 32 * 4;
       if (kTiles % kStep != 0 && first >= kTiles) continue;
 #pragma unroll
       for (int n = 0; n < 4; ++n) x[m][n] = sum[(first + n) * 32];
-      // A share that no block of keys sees was never written. Shares are of whole warps.
-      any[m] = a.zero_dq_sum || turn[first * a.chunk_turns / kTiles] != 0;
+      // A partial that no work tile adds to was never written. Its order counter is then 0. A partial consists of whole warps.
+      written[m] = a.zero_dq_sum || counters[first * a.chunk_turns / kTiles] != 0;
     }
 #pragma unroll
     for (int m = 0; m < kBatch; ++m) {
@@ -59,18 +59,18 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         transpose_quad(words[r], quad);
-        if (row + 8 * r >= slot) continue;
-        const uint32_t keep = any[m] && row + 8 * r < used ? ~0u : 0u;
+        if (row + 8 * r >= seq_slot) continue;
+        const uint32_t keep = written[m] && row + 8 * r < seqlen ? ~0u : 0u;
         store_elements<Element>(base + (row + 8 * r) * t.seq_stride + column,
                                 {words[r][0] & keep, words[r][1] & keep, words[r][2] & keep, words[r][3] & keep},
                                 columns - column, vectors);
       }
     }
   }
-  // The last chunk also owns the rows of the slot beyond the grid.
+  // The last chunk also zeroes the rows of the slot beyond the grid.
   if (chunk == a.row_chunks - 1) {
     constexpr int kChunks = kD / 8;
-    for (int n = threadIdx.x; n < (slot - a.row_chunks * kRows) * kChunks; n += kThreads) {
+    for (int n = threadIdx.x; n < (seq_slot - a.row_chunks * kRows) * kChunks; n += kThreads) {
       const int row = a.row_chunks * kRows + n / kChunks, column = n % kChunks * 8;
       store_elements<Element>(base + row * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }

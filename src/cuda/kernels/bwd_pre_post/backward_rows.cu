@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of the backward pass that go row by row: its statistics, and the gradient of the sink.
+// The row-wise kernels of the backward pass: backward_rows computes lse and delta of every query before the backward kernel,
+// backward_sink the gradient of the sink after it.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math_constants.h>
@@ -14,14 +15,14 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kSinkThreads = 512;
-// That a lane has under way: code for older chips has no registers for four.
+// Rows whose loads a lane has in flight. On chips before sm_90 four rows do not fit in the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kRowsAtOnce = 2;
 #else
 constexpr int kRowsAtOnce = 4;
 #endif
 
-// Eight elements of a row as they lie in memory.
+// Eight consecutive elements of a row, in the bits of memory.
 template <int kElementBytes>
 struct Eight {
   static constexpr int kWords = kElementBytes * 2;
@@ -35,7 +36,7 @@ struct Eight {
       words[n] = x.x, words[n + 1] = x.y, words[n + 2] = x.z, words[n + 3] = x.w;
     }
   }
-  // At any address; zero from `valid` on.
+  // From any address; elements from `valid` on are zero.
   __device__ __forceinline__ void load_single(const Operand &t, int64_t at, int valid) {
     const char *from = static_cast<const char *>(t.data) + at * kElementBytes;
 #pragma unroll
@@ -49,7 +50,7 @@ struct Eight {
     }
   }
 
-  // Sum of the products with y; whether one of these elements is not zero.
+  // The dot product with y. Sets `any` if one of these elements is not zero.
   template <typename Element>
   __device__ __forceinline__ float dot(const Eight &y, bool &any) const {
     float sum = 0;
@@ -68,16 +69,17 @@ struct Eight {
   }
 };
 
-// The statistics of chunk number `index`: kLanes lanes a row, eight columns a lane at a time. kVectors: of out and dout by sixteen bytes.
+// lse and delta of chunk number `index`. A row has kLanes lanes, each of eight columns at a time. kVectors: out and dout are
+// read by 16 bytes.
 template <typename Element, int kLanes, bool kVectors>
 __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int index) {
-  constexpr int kPass = kThreads / kLanes;  // rows at a time
+  constexpr int kRowsPerPass = kThreads / kLanes;  // rows per pass of the CTA
   constexpr int kBatch = kVectors && sizeof(Element) == 2 ? kRowsAtOnce : 1;
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
-  const int chunk = index % a.row_chunks, slice = index / a.row_chunks;
-  const int head = slice % static_cast<int>(p.heads_q), batch = slice / static_cast<int>(p.heads_q);
+  const int chunk = index % a.row_chunks, head_of_batch = index / a.row_chunks;
+  const int head = head_of_batch % static_cast<int>(p.heads_q), batch = head_of_batch / static_cast<int>(p.heads_q);
   const Sequence q = sequence_of(p.q_lengths, batch);
   const int rows = min(static_cast<int>(q.len) - chunk * a.chunk_rows, a.chunk_rows);
   const int64_t first = q.start + chunk * a.chunk_rows;
@@ -85,16 +87,16 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
   const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
   const float p_exponent = a.p_exponent, delta_unit = __int_as_float((127 - a.p_exponent) << 23);  // 2^-p_exponent
   const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
-  for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kPass * kBatch) {
+  for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kRowsPerPass * kBatch) {
     float delta[kBatch] = {}, lse[kBatch] = {};
     bool any[kBatch] = {};
     if (rows > 0) {
-      // All loads before anything waits for one of them, those past the last row of that row.
+      // All loads are issued before anything waits for one of them. Rows past the last one read the last one.
       for (int column = lane * 8; column < columns; column += kLanes * 8) {
         Eight<sizeof(Element)> x[kBatch], y[kBatch];
 #pragma unroll
         for (int m = 0; m < kBatch; ++m) {
-          const int64_t row = first + min(n0 + m * kPass, rows - 1);
+          const int64_t row = first + min(n0 + m * kRowsPerPass, rows - 1);
           const int64_t x_at = out + row * p.out.seq_stride + column, y_at = dout + row * g.dout.seq_stride + column;
           if constexpr (kVectors) {
             x[m].load(p.out, x_at);
@@ -106,7 +108,7 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
         }
         if (column == 0) {
 #pragma unroll
-          for (int m = 0; m < kBatch; ++m) lse[m] = all_lse[(first + min(n0 + m * kPass, rows - 1)) * p.lse.seq_stride];
+          for (int m = 0; m < kBatch; ++m) lse[m] = all_lse[(first + min(n0 + m * kRowsPerPass, rows - 1)) * p.lse.seq_stride];
         }
 #pragma unroll
         for (int m = 0; m < kBatch; ++m) delta[m] += x[m].template dot<Element>(y[m], any[m]);
@@ -114,11 +116,11 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
     }
 #pragma unroll
     for (int m = 0; m < kBatch; ++m) {
-      const int n = n0 + m * kPass;
+      const int n = n0 + m * kRowsPerPass;
 #pragma unroll
       for (int mask = kLanes / 2; mask > 0; mask /= 2) delta[m] += __shfl_xor_sync(~0u, delta[m], mask);
       const uint32_t row_lanes = (~0u >> (32 - kLanes)) << (thread & 31 & ~(kLanes - 1));
-      // A row that sees only a sink has out = 0: whatever its dout is, NaN included, does not count.
+      // A row that sees only a sink has out = 0. Its dout must not count, NaN included.
       if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
       if (lane != 0 || n >= a.chunk_rows) continue;
       if (n >= rows || lse[m] == -CUDART_INF_F) {
@@ -135,12 +137,12 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
   }
 }
 
-// One block a chunk. The first chunks last: the next kernel begins with them, and finds their dout in the L2 cache.
+// One CTA per chunk, the first chunks last: the next kernel begins with them, and finds their dout in the L2 cache.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
   pdl_launch_dependents();
-  // The stores first: they need nothing that has to be loaded.
+  // Stores come first: they wait for no load.
   if (index == 0 && thread == 0 && a.turn != nullptr) a.turn[int64_t{gridDim.x} * a.chunk_turns] = 0;
   if (thread < a.chunk_turns) a.turn[int64_t{index} * a.chunk_turns + thread] = 0;
   if (a.dq_sum != nullptr && a.zero_dq_sum) {
@@ -164,8 +166,8 @@ const void *rows_kernel(int64_t columns) {
   return reinterpret_cast<const void *>(kernel);
 }
 
-// One block a head, rows in a fixed order: d sink = sum of P_sink * (dlse - sum of dout * out). The powers of two in row_lse and row_delta
-// cancel.
+// One CTA per head, which adds the rows in a fixed order: dsink = sum of P_sink * (dlse - sum of dout * out). The powers of two
+// in row_lse and row_delta cancel.
 __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
   __shared__ float sums[kSinkThreads];
   const Problem &p = a.problem.forward;

@@ -1,432 +1,462 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact attention backward with the asynchronous products of sm_90a: dk and dv, and the sum for dq.
+// Exact attention backward with wgmma (sm_90a), head_dim up to 128: computes dk, dv and the fp32 sum for dq. README.md has the
+// reasons.
 //
-// A block of threads works on one block of keys after another, as many blocks of threads as there are multiprocessors: 128 keys of one key
-// head, with K and V in shared memory, and a walk over the queries that see them, head after head of the GQA group, in chunks of kRows. A
-// warp takes the next block of keys and describes it, one fetches Q, dO and their statistics through rings of kStages, those of the next
-// block under the last chunks of this one. Each of two warpgroups owns 64 keys, with their dk and dv in registers, and computes scores
-// transposed, keys as rows:
+// A persistent CTA per SM. A work tile is 128 keys of one key head: K and V stay in shared memory, and the main loop runs over
+// the queries that see them, query head after query head of the GQA group, in Q tiles of kTileQ rows, from the last Q tile
+// down.
 //
-//   for every chunk:
-//       S^T = K Q^T and dP^T = V dO^T start, dP of 64 queries
-//       S is done: P^T = exp2(S^T - lse) under dP, rounded
-//       dP is done: dv += P^T dO starts, under it dS^T = P^T (dP^T - delta), rounded, to shared memory
-//       a first part of dk += dS^T Q starts; under it dS of the other 64 queries, if there are any
-//       dq = dS K of the chunk before, a half of the columns or of the queries a warpgroup, and the rest of dk start; under the latter
-//       dq goes to shared memory, from where the copy engine, on the word of a warp a group, adds it to the sum over blocks of keys
+// | warps | role |
+// |---|---|
+// | 0 | producer: loads Q, dO, lse and delta by TMA through pipelines of kStages stages, and K and V of each work tile |
+// | 1, 2 | reduce dq: TMA adds the partial of consumer warpgroup 0 or 1 to dq_sum |
+// | 3 | scheduler: takes the next work tile from a counter and writes its description to shared memory |
+// | consumer warpgroups 0, 1 | 64 keys each, with their dk and dv in registers |
 //
-// P and dS enter dv and dk as left operands straight from registers. dq needs dS of both groups: a chunk behind, neither waits for what the
-// other has just begun, and one's exponentials fall under the other's products.
+// An iteration of a consumer warpgroup (S^T and dP^T: 64 keys x queries; kDpParts parts of 64 queries):
+//
+//   start S^T = K Q^T, then dP^T = V dO^T of 64 queries
+//   wait for S^T; P^T = exp2(S^T - lse), converted to 16 bits, while dP^T runs
+//   wait for dP^T; start dv += P^T dO; meanwhile dS^T = P^T (dP^T - delta), converted and stored to shared memory
+//   start the first part of dk += dS^T Q; meanwhile dS^T of the other 64 queries, if kDpParts is 2
+//   start dq = dS K of the previous Q tile (half of its columns, or of its queries, per warpgroup), then the rest of dk
+//   while that part of dk runs: store dq to shared memory, from where a dq warp has TMA add it to dq_sum
+//
+// P and dS are the A operands of dv and dk straight from registers. dq needs dS of both warpgroups. It is one iteration behind,
+// so neither warpgroup waits for dS that the other has just begun, and the exponentials of one overlap the wgmma of the other.
+//
+// Shared memory: K | V | Q stages | dO stages | two dS | dq partials | lse stages | delta stages | barriers | work tiles
 #pragma once
 
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/kernels/bwd_sm90/backward_block.cuh"
+#include "cuda/kernels/bwd_sm90/backward_cta.cuh"
 
 namespace fa::cuda::sm90 {
 
 template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, bool kScored_>
 struct BackwardConfig {
   using Element = Element_;
-  static constexpr int kD = kD_, kGroups = kGroups_, kRows = kRows_, kStages = kStages_;
+  using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_>;
+  static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr bool kScored = kScored_;
-  static constexpr int kThreads = (kGroups + 1) * 128, kKeys = kGroups * 64, kSlabs = (kD + 63) / 64;
-  static constexpr int kConsumers = kGroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
-  static constexpr bool kShuffledNumbers = !kScored;  // those for other scores would spill them
-  static constexpr bool kAdderFences = true;          // dq that lies in shared memory, not those that put it there
-  static constexpr int kParts = kRows / 64;           // of a chunk: dP has registers for 64 queries
-  static constexpr int kKBytes = kKeys * kSlabs * 128, kQBytes = kRows * kSlabs * 128;
-  // dq of a chunk: 64 rows x kDqColumns a warpgroup, 16 rows a warp.
-  static constexpr int kDqRowParts = kRows / 64, kDqColumns = kD * kDqRowParts / kGroups;
-  static constexpr int kShares = kGroups, kShareBytes = 64 * kDqColumns * 4;
-  static constexpr int kDsBytes = kKeys * kRows * 2, kStatBytes = kRows * 4;
-  static constexpr int kQOffset = 2 * kKBytes, kDsOffset = kQOffset + 2 * kStages * kQBytes;
-  static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes, kStatOffset = kDqOffset + kShares * kShareBytes;
-  static constexpr int kBarrierOffset = kStatOffset + 2 * kStages * kStatBytes;
-  static constexpr int kBlockOffset = kBarrierOffset + (12 + 2 * kGroups + 4 * kStages) * 8,
-                       kSharedBytes = kBlockOffset + 4 * 64;
-  // Columns of a slab of K: those of a group's dq lie in one. A slab is 64 wide, whatever of it is used.
-  static constexpr int kKeyColumns = kD / kSlabs;
-  static_assert(kRows % 64 == 0 && kGroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
+  static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
+  static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
+  static constexpr int kDpParts = kTileQ / 64;        // parts of a Q tile: dP has registers for 64 queries
+  // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp.
+  static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
+  static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
+  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = sizeof(Storage::lse[0]);
+  // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
+  // atom.
+  static constexpr int kKeyColumns = kD / kAtoms;
+  static_assert(kTileQ % 64 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
 };
 
 template <class C>
-class Backward : BackwardBlock<C> {
+class Backward {
  public:
-  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : Base(params, shared) {}
+  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : cta_(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       mbarrier_init(k_full(), 1);
       mbarrier_init(v_full(), 1);
-      mbarrier_init(keys_empty(), C::kGroups * 4);
-      mbarrier_init(fetched(), 1);
+      mbarrier_init(kv_empty(), C::kConsumerWarpgroups * 4);
+      mbarrier_init(loads_issued(), 1);
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(planned(n), 1);
-        mbarrier_init(done(n), C::kGroups * 4 + C::kShares + 1);
+        mbarrier_init(work_full(n), 1);
+        mbarrier_init(work_empty(n), C::kConsumerWarpgroups * 4 + C::kDqPartials + 1);
       }
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(ds_full(n), C::kGroups * 4);
-        mbarrier_init(ds_empty(n), C::kGroups * 4);
+        mbarrier_init(ds_full(n), C::kConsumerWarpgroups * 4);
+        mbarrier_init(ds_empty(n), C::kConsumerWarpgroups * 4);
       }
-      for (int n = 0; n < C::kGroups; ++n) {
+      for (int n = 0; n < C::kConsumerWarpgroups; ++n) {
         mbarrier_init(dq_full(n), 4);
         mbarrier_init(dq_empty(n), 1);
       }
       for (int n = 0; n < C::kStages; ++n) {
         mbarrier_init(q_full(n), 1);
-        mbarrier_init(q_empty(n), C::kGroups * 4);
+        mbarrier_init(q_empty(n), C::kConsumerWarpgroups * 4);
         mbarrier_init(dout_full(n), 1);
-        mbarrier_init(dout_empty(n), C::kGroups * 4);
+        mbarrier_init(dout_empty(n), C::kConsumerWarpgroups * 4);
       }
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
-      for (const CUtensorMap *map : {&a_.k_map, &a_.q_map, &a_.lse_map, &a_.v_map, &a_.dout_map, &a_.delta_map})
+      for (const CUtensorMap *map : {&cta_.params.k_map, &cta_.params.q_map, &cta_.params.lse_map, &cta_.params.v_map,
+                                     &cta_.params.dout_map, &cta_.params.delta_map})
         tma_prefetch_descriptor(map);
     }
     __syncthreads();
     if (threadIdx.x < 128) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
-      static_assert(C::kShares == 2);
-      if (warp_ == 0) {
-        produce();
-      } else if (warp_ == 3) {
-        plan();
+      static_assert(C::kDqPartials == 2);
+      if (cta_.warp == 0) {
+        producer();
+      } else if (cta_.warp == 3) {
+        scheduler();
       } else {
-        add_dq(warp_ - 1);
+        dq_warp(cta_.warp - 1);
       }
     } else {
       setmaxnreg_alloc<C::kConsumerRegisters>();
-      group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // the same for the warp, and known to be
-      consume();
+      wg_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // warp-uniform, which the shuffle tells the compiler
+      consumer();
     }
   }
 
  private:
-  using Base = BackwardBlock<C>;
-  using Base::a_, Base::b, Base::blocks_, Base::lane_, Base::place_, Base::p_, Base::shared_, Base::warp_;
-  using Base::add_exactly, Base::add_row, Base::chunks_at, Base::round, Base::stat, Base::zero_if_finite;
-  using typename Base::Element, typename Base::Stats;
+  using Element = typename C::Element;
+  using RowStats = typename BackwardCta<C>::RowStats;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ uint32_t k_tile() const { return shared_; }
-  __device__ __forceinline__ uint32_t v_tile() const { return shared_ + C::kKBytes; }
-  __device__ __forceinline__ uint32_t q_tile(int n) const { return shared_ + C::kQOffset + n * C::kQBytes; }
-  __device__ __forceinline__ uint32_t dout_tile(int n) const { return q_tile(C::kStages + n); }
-  // (keys, queries), slabs of 64 queries
-  __device__ __forceinline__ uint32_t ds_tile(int n) const { return shared_ + C::kDsOffset + n * C::kDsBytes; }
-  // Of dS and of K what this group's share of dq is the product of.
-  __device__ __forceinline__ uint32_t dq_rows(uint32_t ds) const { return ds + group_ % C::kDqRowParts * C::kKeys * 128; }
-  __device__ __forceinline__ uint32_t dq_columns() const { return k_tile() + group_ / C::kDqRowParts * C::kKeys * 128; }
-  __device__ __forceinline__ uint32_t dq_tile(int group) const { return shared_ + C::kDqOffset + group * C::kShareBytes; }
-  __device__ __forceinline__ uint32_t lse_row(int n) const { return shared_ + C::kStatOffset + n * C::kStatBytes; }
-  __device__ __forceinline__ uint32_t delta_row(int n) const { return lse_row(C::kStages + n); }
-  __device__ __forceinline__ uint32_t k_full() const { return shared_ + C::kBarrierOffset; }
-  __device__ __forceinline__ uint32_t v_full() const { return k_full() + 8; }
-  __device__ __forceinline__ uint32_t ds_full(int n) const { return k_full() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t ds_empty(int n) const { return ds_full(2 + n); }
-  __device__ __forceinline__ uint32_t dq_full(int group) const { return ds_full(4 + group); }
-  __device__ __forceinline__ uint32_t dq_empty(int group) const { return dq_full(C::kGroups + group); }
-  __device__ __forceinline__ uint32_t q_full(int n) const { return dq_full(2 * C::kGroups + n); }
-  __device__ __forceinline__ uint32_t q_empty(int n) const { return q_full(C::kStages + n); }
-  __device__ __forceinline__ uint32_t dout_full(int n) const { return q_full(2 * C::kStages + n); }
-  __device__ __forceinline__ uint32_t dout_empty(int n) const { return q_full(3 * C::kStages + n); }
-  __device__ __forceinline__ uint32_t keys_empty() const { return q_full(4 * C::kStages); }
-  __device__ __forceinline__ uint32_t fetched() const { return q_full(4 * C::kStages + 1); }
-  __device__ __forceinline__ uint32_t planned(int n) const { return q_full(4 * C::kStages + 2 + n); }
-  __device__ __forceinline__ uint32_t done(int n) const { return q_full(4 * C::kStages + 4 + n); }
+  using Storage = typename C::Storage;
+  __device__ __forceinline__ uint32_t smem_k() const { return cta_.at(offsetof(Storage, k)); }
+  __device__ __forceinline__ uint32_t smem_v() const { return cta_.at(offsetof(Storage, v)); }
+  __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
+  __device__ __forceinline__ uint32_t smem_dout(int n) const {
+    return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_ds(int n) const { return cta_.at(offsetof(Storage, ds), n, sizeof(Storage::ds[0])); }
+  // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
+  __device__ __forceinline__ uint32_t dq_a_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
+  __device__ __forceinline__ uint32_t dq_b_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
+  __device__ __forceinline__ uint32_t smem_dq(int wg) const {
+    return cta_.at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_lse(int n) const {
+    return cta_.at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_delta(int n) const {
+    return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
+  }
+  __device__ __forceinline__ uint32_t k_full() const { return cta_.at(offsetof(Storage, k_full)); }
+  __device__ __forceinline__ uint32_t v_full() const { return cta_.at(offsetof(Storage, v_full)); }
+  __device__ __forceinline__ uint32_t ds_full(int n) const {
+    return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
+  }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const {
+    return cta_.at(offsetof(Storage, ds_empty), n, sizeof(Storage::ds_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t dq_full(int wg) const {
+    return cta_.at(offsetof(Storage, dq_full), wg, sizeof(Storage::dq_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dq_empty(int wg) const {
+    return cta_.at(offsetof(Storage, dq_empty), wg, sizeof(Storage::dq_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t q_full(int n) const {
+    return cta_.at(offsetof(Storage, q_full), n, sizeof(Storage::q_full[0]));
+  }
+  __device__ __forceinline__ uint32_t q_empty(int n) const {
+    return cta_.at(offsetof(Storage, q_empty), n, sizeof(Storage::q_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_full(int n) const {
+    return cta_.at(offsetof(Storage, dout_full), n, sizeof(Storage::dout_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int n) const {
+    return cta_.at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t kv_empty() const { return cta_.at(offsetof(Storage, kv_empty)); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return cta_.at(offsetof(Storage, loads_issued)); }
+  __device__ __forceinline__ uint32_t work_full(int n) const {
+    return cta_.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
+  }
+  __device__ __forceinline__ uint32_t work_empty(int n) const {
+    return cta_.at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
+  }
 
-  // Whether there are registers for lse, and for delta, of a chunk ahead of their use.
-  static constexpr bool kLseAhead = !C::kScored && C::kParts == 1, kDeltaAhead = kLseAhead && C::kD < 128;
-  using Slot = PipelineState<C::kStages>;
+  // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
+  static constexpr bool kPrefetchLse = !C::kScored && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;
+  using QPipeline = PipelineState<C::kStages>;
 
-  __device__ __forceinline__ int first_key() const { return b().key0 + group_ * 64; }
+  __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // One block of keys after another: item 0, 1, ... of this block of threads
+  // Work tiles of this CTA: work_index 0, 1, ...
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Describes them, two places in shared memory. The next one is taken when all of this one has been fetched, so that those that start late
-  // are taken late, by whoever is free.
-  __device__ __forceinline__ void plan() const {
+  // The scheduler warp. It writes the descriptions of work tiles to two stages in shared memory. The first work tile of a CTA
+  // is the one with the CTA's number. It takes each further one from the counter when all loads of the current one have been
+  // issued: late, so that whichever CTA is free first takes it.
+  __device__ __forceinline__ void scheduler() const {
     int index = static_cast<int>(blockIdx.x);
-    for (int item = 0;; ++item) {
-      mbarrier_wait(done(item & 1), item >> 1 & 1 ^ 1);
-      if (item > 0) {
-        mbarrier_wait(fetched(), item & 1 ^ 1);
+    for (int work_index = 0;; ++work_index) {
+      mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
+      if (work_index > 0) {
+        mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
         pdl_wait();
-        if (lane_ == 0) index = static_cast<int>(gridDim.x) + atomicAdd(a_.taken, 1);
+        if (cta_.lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
         index = __shfl_sync(~0u, index, 0);
       }
-      const bool more = index < a_.blocks;
-      if (lane_ == 0) {
-        Block &next = blocks_[(item & 1) * kDescriptions];
-        next.item = item;
+      const bool more = index < cta_.params.blocks;
+      if (cta_.lane == 0) {
+        WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
+        next.work_index = work_index;
         if (more) {
-          this->find_block(index, next);
+          cta_.describe_work_tile(index, next);
         } else {
           next.batch = -1;
         }
-        if constexpr (kPassesOver) {
-          next.half = more && second_is_blind(next);
-          Block &second = blocks_[(item & 1) * kDescriptions + 1];
-          second = next;
-          second.begin += next.half;
+        if constexpr (kWg1MaySkip) {
+          next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
+          WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
+          wg1_tile = next;
+          wg1_tile.q_tile_begin += next.wg1_skips;
         }
-        mbarrier_arrive(planned(item & 1));
+        mbarrier_arrive(work_full(work_index & 1));
       }
       __syncwarp();
       if (!more) return;
     }
   }
-  // Whether the second warpgroup sees nothing of the last chunk of the walk, as under a causal mask. It passes over that chunk if no other
-  // head follows, and has a description of its own, where the walk is shorter.
-  static constexpr bool kPassesOver = C::kParts == 1;
-  static constexpr int kDescriptions = kPassesOver ? 2 : 1;
-  __device__ __forceinline__ bool second_is_blind(const Block &next) const {
-    return p_.group == 1 && next.begin < next.end && (next.begin + 1) * C::kRows - 1 + next.last < next.key0 + 64;
+  // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
+  // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
+  // description of its own, in which the main loop is shorter.
+  static constexpr bool kWg1MaySkip = C::kDpParts == 1;
+  static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
+  __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
+    return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
+           (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
-  __device__ __forceinline__ bool next_block(int item) {
-    mbarrier_wait(planned(item & 1), item >> 1 & 1);
-    place_ = (item & 1) * kDescriptions;
-    return b().batch >= 0;
+  __device__ __forceinline__ bool next_work_tile(int work_index) {
+    mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
+    cta_.work_stage = (work_index & 1) * kTilesPerWorkStage;
+    return cta_.work().batch >= 0;
   }
-  __device__ __forceinline__ void finish_block(int item) const {
+  __device__ __forceinline__ void release_work_tile(int work_index) const {
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, done(item & 1));
+    mbarrier_arrive_if(cta_.lane == 0, work_empty(work_index & 1));
   }
 
-  __device__ __forceinline__ void add_dq(int share) {
+  __device__ __forceinline__ void dq_warp(int partial) {
     uint32_t parity = 0;
     pdl_wait();
-    for (int item = 0; next_block(item); ++item) {
-      this->add_shares(share, dq_tile(share), dq_full(share), dq_empty(share), parity);
-      finish_block(item);
+    for (int work_index = 0; next_work_tile(work_index); ++work_index) {
+      cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity);
+      release_work_tile(work_index);
     }
     bulk_wait_group();
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Fetching
+  // Producer warp
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void produce() {
-    Slot slot;
-    for (int item = 0; next_block(item); ++item) {
-      if (b().begin == b().end) {
+  __device__ __forceinline__ void producer() {
+    QPipeline q_pipe;
+    for (int work_index = 0; next_work_tile(work_index); ++work_index) {
+      if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
-        fetch_keys(item, 0);
+        load_kv(work_index, 0);
       } else {
-        fetch(slot, item);
+        load_q_tiles(q_pipe, work_index);
       }
-      mbarrier_arrive_if(lane_ == 0, fetched());
-      finish_block(item);
+      mbarrier_arrive_if(cta_.lane == 0, loads_issued());
+      release_work_tile(work_index);
     }
   }
 
-  // K and V, or nothing, once those of the item before have been used.
-  __device__ __forceinline__ void fetch_keys(int item, uint32_t bytes) const {
-    mbarrier_wait(keys_empty(), item & 1 ^ 1);
+  // Loads K and V (`bytes` each) when those of the previous work tile are no longer used; with 0 bytes it only completes the
+  // barriers.
+  __device__ __forceinline__ void load_kv(int work_index, uint32_t bytes) const {
+    mbarrier_wait(kv_empty(), work_index & 1 ^ 1);
     if (!elect_one()) return;
-    const bool packed = p_.k_lengths.cu != nullptr;
-    const int row = (packed ? b().k_start : 0) + b().key0, batch = packed ? 0 : b().batch;
+    const bool packed = cta_.problem.k_lengths.cu != nullptr;
+    const int row = (packed ? cta_.work().k_start : 0) + cta_.work().key0, batch = packed ? 0 : cta_.work().batch;
     mbarrier_arrive_expect_tx(k_full(), bytes);
     if (bytes > 0)
-      this->template fetch_tile<C::kKeys, C::kSlabs, C::kKeyColumns>(k_tile(), a_.k_map, k_full(), row, b().head_k, batch,
-                                                                     kEvictFirst);
+      cta_.template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), cta_.params.k_map, k_full(), row,
+                                                                     cta_.work().head_k, batch, kEvictFirst);
     mbarrier_arrive_expect_tx(v_full(), bytes);
-    if (bytes > 0) this->template fetch_tile<C::kKeys>(v_tile(), a_.v_map, v_full(), row, b().head_k, batch, kEvictFirst);
+    if (bytes > 0)
+      cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
   }
 
-  __device__ __forceinline__ void fetch(Slot &slot, int item) const {
-    const bool packed = p_.q_lengths.cu != nullptr;
+  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index) const {
+    const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
-    for (int g = 0; g < static_cast<int>(p_.group); ++g) {
-      const int head_q = b().head_k * static_cast<int>(p_.group) + g;
-      for (int chunk = b().end - 1; chunk >= b().begin; --chunk) {
-        const int row = (packed ? b().q_start : 0) + chunk * C::kRows, batch = packed ? 0 : b().batch;
-        mbarrier_wait(q_empty(slot.stage()), slot.phase() ^ 1);
+    for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
+      const int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + g;
+      for (int q_tile = cta_.work().q_tile_end - 1; q_tile >= cta_.work().q_tile_begin; --q_tile) {
+        const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
+        mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
-          mbarrier_arrive_expect_tx(q_full(slot.stage()), C::kQBytes + C::kStatBytes);
-          this->template fetch_tile<C::kRows>(q_tile(slot.stage()), a_.q_map, q_full(slot.stage()), row, head_q, batch,
-                                              kEvictLast);
+          mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+          cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
+                                             batch, kEvictLast);
         }
-        // The places of the first K and V are free, those of others as soon as the item before is done.
-        if (first && item == 0) {
-          fetch_keys(item, C::kKBytes);
+        // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
+        // when the previous work tile is done.
+        if (first && work_index == 0) {
+          load_kv(work_index, C::kKBytes);
           pdl_wait();
         }
         if (elect_one())
-          tma_load_4d(lse_row(slot.stage()), &a_.lse_map, q_full(slot.stage()), 0, chunks_at(head_q) + chunk, 0, 0,
-                      kEvictFirst);
-        mbarrier_wait(dout_empty(slot.stage()), slot.phase() ^ 1);
+          tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
+                      cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+        mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
-          mbarrier_arrive_expect_tx(dout_full(slot.stage()), C::kQBytes + C::kStatBytes);
-          this->template fetch_tile<C::kRows>(dout_tile(slot.stage()), a_.dout_map, dout_full(slot.stage()), row, head_q, batch,
-                                              kEvictLast);
-          tma_load_4d(delta_row(slot.stage()), &a_.delta_map, dout_full(slot.stage()), 0, chunks_at(head_q) + chunk, 0, 0,
-                      kEvictFirst);
+          mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+          cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
+                                             head_q, batch, kEvictLast);
+          tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
+                      cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         }
-        if (first && item > 0) fetch_keys(item, C::kKBytes);
+        if (first && work_index > 0) load_kv(work_index, C::kKBytes);
         first = false;
-        slot.advance();
+        q_pipe.advance();
       }
     }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Products, each started and not awaited
+  // wgmma, each started (committed) and not awaited
   // ------------------------------------------------------------------------------------------------------------------
 
-  // 64 keys of K or V, whose slabs have kColumns, times kCount rows of a chunk.
+  // S^T or dP^T: 64 keys of K or V (kColumns used columns per swizzle atom) times kCount rows of Q or dO.
   template <int kCount, int kColumns = 64>
-  __device__ __forceinline__ void start_scores(float (&s)[kCount / 2], uint32_t keys, uint32_t rows) const {
+  __device__ __forceinline__ void start_s(float (&s)[kCount / 2], uint32_t keys, uint32_t rows) const {
     constexpr int kSteps = kColumns / 16;
-    const uint64_t a = descriptor_k_major_uniform(keys + group_ * 64 * 128), b = descriptor_k_major_uniform(rows);
+    const uint64_t a = descriptor_k_major_uniform(keys + wg_ * 64 * 128), b = descriptor_k_major_uniform(rows);
 #pragma unroll
     for (int d = 0; d < C::kD / 16; ++d) {
-      Wgmma<Element, kCount>::ss_k_k(s, advance_descriptor(a, d / kSteps * C::kKeys * 128 + d % kSteps * 32),
-                                     advance_descriptor(b, d / 4 * C::kRows * 128 + d % 4 * 32), d != 0);
+      Wgmma<Element, kCount>::ss_k_k(s, advance_descriptor(a, d / kSteps * C::kTileKv * 128 + d % kSteps * 32),
+                                     advance_descriptor(b, d / 4 * C::kTileQ * 128 + d % 4 * 32), d != 0);
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_dp(int part) { start_scores<64>(dp_, v_tile(), dout_tile(at_) + part * 64 * 128); }
-  // gradient += weights * rows of a chunk from 16 `from` on: kCount steps of 16, of the weights from kFirst on.
-  template <int kFirst, int kCount, int kSteps>
-  __device__ __forceinline__ void start_gradient(float (&gradient)[C::kD / 2], const uint32_t (&weights)[kSteps][4],
-                                                 uint32_t rows, int from) const {
-    const uint64_t b = descriptor_mn_major_uniform<C::kRows>(rows);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      Wgmma<Element, C::kD>::rs_mn(gradient, weights[kFirst + n], advance_descriptor(b, (from + n) * 2048), 1);
-    wgmma_commit();
-  }
-  // dS K: this group's share of the queries and columns. `second`: where the keys begin that the second half of dS is multiplied by.
-  __device__ __forceinline__ void start_dq(uint32_t ds, int second = C::kKeys / 2 * 128) {
-    const uint64_t a = descriptor_mn_major_uniform<C::kKeys>(dq_rows(ds)),
-                   b = descriptor_mn_major_uniform<C::kKeys>(dq_columns());
-    constexpr int kSteps = C::kKeys / 16;
+  __device__ __forceinline__ void start_dp(int part) { start_s<64>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128); }
+  // dq = dS K: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
+  __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
+    const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_a_operand(ds)),
+                   b = descriptor_mn_major_uniform<C::kTileKv>(dq_b_operand());
+    constexpr int kSteps = C::kTileKv / 16;
 #pragma unroll
     for (int n = 0; n < kSteps; ++n) {
       Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048),
-                                              advance_descriptor(b, n / (kSteps / 2) * second + n % (kSteps / 2) * 2048),
+                                              advance_descriptor(b, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
                                               n != 0);
     }
     wgmma_commit();
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // The walk over the chunks
+  // Consumer warpgroups
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void consume() {
-    Slot slot;
+  __device__ __forceinline__ void consumer() {
+    QPipeline q_pipe;
     int n = 0;
 #pragma unroll 1
-    for (int item = 0; next_block(item);) {
-      if constexpr (kPassesOver) place_ += group_;
+    for (int work_index = 0; next_work_tile(work_index);) {
+      if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
-      mbarrier_wait(k_full(), item & 1);
-      mbarrier_wait(v_full(), item & 1);
-      const bool half = kPassesOver && b().half;
-      if (b().begin < b().end || half) {
-        int chunk = b().end - 1;
-        head_ = 0;
-        any_before_ = false;
-        careful_before_ = false;
-        if (!kPassesOver || chunk >= b().begin) {
+      mbarrier_wait(k_full(), work_index & 1);
+      mbarrier_wait(v_full(), work_index & 1);
+      const bool wg1_skips = kWg1MaySkip && cta_.work().wg1_skips;
+      if (cta_.work().q_tile_begin < cta_.work().q_tile_end || wg1_skips) {
+        int q_tile = cta_.work().q_tile_end - 1;
+        head_in_group_ = 0;
+        has_prev_ = false;
+        nan_safe_prev_ = false;
+        if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
 #pragma unroll 1
           do {
-            at_ = uniform(slot.stage());
-            buffer_ = uniform(n & 1);
-            step(slot.phase(), n, chunk);
+            stage_ = uniform(q_pipe.stage());
+            ds_stage_ = uniform(n & 1);
+            iteration(q_pipe.phase(), n, q_tile);
             ++n;
-            slot.advance();
-            if (--chunk < b().begin) {
-              chunk = b().end - 1;
-              ++head_;
+            q_pipe.advance();
+            if (--q_tile < cta_.work().q_tile_begin) {
+              q_tile = cta_.work().q_tile_end - 1;
+              ++head_in_group_;
             }
-            any_before_ = true;
-          } while (head_ < static_cast<int>(p_.group));
+            has_prev_ = true;
+          } while (head_in_group_ < static_cast<int>(cta_.problem.group));
         }
-        if (kPassesOver && b().half && group_ == 1) {
-          at_ = uniform(slot.stage());
-          buffer_ = uniform(n & 1);
-          pass_over(slot.phase(), n);
+        if (kWg1MaySkip && cta_.work().wg1_skips && wg_ == 1) {
+          stage_ = uniform(q_pipe.stage());
+          ds_stage_ = uniform(n & 1);
+          skip_q_tile(q_pipe.phase(), n);
           ++n;
-          slot.advance();
+          q_pipe.advance();
         }
-        finish_dq(kPassesOver ? opaque(n) : n, kPassesOver && b().half);
+        finish_dq(kWg1MaySkip ? opaque(n) : n, kWg1MaySkip && cta_.work().wg1_skips);
       }
       __syncwarp();
-      mbarrier_arrive_if(lane_ == 0, keys_empty());
-      this->store_gradient(a_.problem.dk, dk_, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk, first_key(),
-                           group_ * 128 + warp_ * 32 + opaque(lane_), C::kConsumers);
-      this->store_gradient(a_.problem.dv, dv_, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv, first_key(),
-                           group_ * 128 + warp_ * 32 + opaque(lane_), C::kConsumers);
-      item = b().item;
-      finish_block(item++);
+      mbarrier_arrive_if(cta_.lane == 0, kv_empty());
+      cta_.store_dkv(cta_.params.problem.dk, dk_, cta_.problem.softmax_scale, static_cast<int>(cta_.problem.head_dim),
+                     cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+      cta_.store_dkv(cta_.params.problem.dv, dv_, 1.f, static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv,
+                     first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+      work_index = cta_.work().work_index;
+      release_work_tile(work_index++);
     }
   }
 
-  // The n-th chunk of all, all but its dq, and dq of the one before.
-  __device__ __forceinline__ void step(uint32_t parity, int n, int chunk) {
-    // Whether pairs are masked says which part of dP comes first: with several, dO is waited for and that is known before S starts.
-    bool masked;
-    if constexpr (C::kParts > 1) masked = chunk < b().inner_begin || chunk >= b().inner_end;
-    mbarrier_wait(q_full(at_), parity);
-    if constexpr (C::kParts > 1) mbarrier_wait(dout_full(at_), parity);
-    Stats lse;
-    if constexpr (kLseAhead) this->load_stats(lse, lse_row(at_));
+  // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
+  // work tiles.
+  __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
+    // Whether the tile is partial (has masked pairs) decides which part of dP^T comes first. With two parts dO is awaited, and
+    // this is known, before S^T starts.
+    bool partial;
+    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+    mbarrier_wait(q_full(stage_), parity);
+    if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
+    RowStats lse;
+    if constexpr (kPrefetchLse) cta_.load_stats(lse, smem_lse(stage_));
     fence_operand(s_);
     wgmma_fence();
-    start_scores<C::kRows, C::kKeyColumns>(s_, k_tile(), q_tile(at_));
-    if constexpr (C::kParts == 1) masked = chunk < b().inner_begin || chunk >= b().inner_end;
-    // For dq of the chunk before. By those who multiply dS: behind put_ds() the fence would wait for this warp's stores.
-    if (any_before_) await_ds(n - 1);
+    start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
+    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+    // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this
+    // warp's stores.
+    if (has_prev_) wait_ds_full(n - 1);
     fence_proxy_async();
-    if constexpr (C::kParts == 1) mbarrier_wait(dout_full(at_), parity);
+    if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);
     wgmma_fence();
-    start_dp(masked ? C::kParts - 1 : 0);
+    start_dp(partial ? C::kDpParts - 1 : 0);
     wgmma_wait<1>();
     fence_operand(s_);
-    float finite = 0.f;  // or NaN
-    if (masked) finite = zero_if_finite(s_);
-    if constexpr (kLseAhead) {
-      this->weigh(s_, lse);
+    float finite = 0.f;  // NaN if anything is not finite
+    if (partial) finite = nan_if_nonfinite(s_);
+    if constexpr (kPrefetchLse) {
+      cta_.exponentiate(s_, lse);
     } else {
-      this->weigh(p_weights_, s_, lse_row(at_), first_key(), chunk * C::kRows,
-                  this->alibi_slope(b().head_k * static_cast<int>(p_.group) + head_));
+      cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
+                        cta_.alibi_slope(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
-    if (masked) this->mask_weights(p_weights_, s_, first_key(), chunk * C::kRows);
-    this->round_weights(p_weights_, s_);
-    if constexpr (kDeltaAhead) this->load_stats(delta_, delta_row(at_));
+    if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
+    if constexpr (!C::kScored) convert_p<Element>(s_, p16_);
+    if constexpr (kPrefetchDelta) cta_.load_stats(delta_, smem_delta(stage_));
     wgmma_wait<0>();
     fence_operand(dp_);
-    bool careful = false;
-    if (masked) {
-      finite += zero_if_finite(dp_) + zero_if_finite(delta_row(at_));
-      for (int part = C::kParts - 2; part >= 0; --part) {
+    bool nan_safe = false;
+    if (partial) {
+      finite += nan_if_nonfinite(dp_) + cta_.delta_nan_if_nonfinite(smem_delta(stage_));
+      for (int part = C::kDpParts - 2; part >= 0; --part) {
         redo_dp(part);
-        finite += zero_if_finite(dp_);
+        finite += nan_if_nonfinite(dp_);
       }
-      careful = named_barrier_or(1, C::kConsumers, finite != 0.f);
+      nan_safe = named_barrier_or(1, C::kConsumerThreads, finite != 0.f);
     }
-    if (careful) {
-      multiply_carefully(chunk, n);
+    if (nan_safe) {
+      nan_safe_gradients(q_tile, n);
     } else {
-      multiply(n);
+      gradients(n);
     }
-    careful_before_ = careful;
+    nan_safe_prev_ = nan_safe;
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, q_empty(at_));
-    mbarrier_arrive_if(lane_ == 0, dout_empty(at_));
+    mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
 
   __device__ __forceinline__ void redo_dp(int part) {
@@ -437,174 +467,158 @@ class Backward : BackwardBlock<C> {
     fence_operand(dp_);
   }
 
-  // From P and dP of the first part to dv and dk, and dq of the chunk before. dk goes in steps of its own: under the last dq leaves.
-  __device__ __forceinline__ void multiply(int n) {
-    const uint32_t ds = ds_tile(buffer_);
-    fence_operand(p_weights_);
+  // dv and dk from P and the first part of dP, and dq of the previous Q tile. The last part of dk is a wgmma group of its own:
+  // dq is stored while it runs.
+  __device__ __forceinline__ void gradients(int n) {
+    const uint32_t ds = smem_ds(ds_stage_);
+    fence_operand(p16_);
     fence_operand(dv_);
     wgmma_fence();
-    start_gradient<0, C::kRows / 16>(dv_, p_weights_, dout_tile(at_), 0);
-    derivatives(0);
-    round(ds_weights_[0], dp_);
-    mbarrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
-    put_ds(ds, 0);
-    if constexpr (C::kParts == 1) {
-      fence_operand(ds_weights_[0]);
+    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    compute_ds(0);
+    convert_p<Element>(dp_, ds16_[0]);
+    mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
+    store_ds(ds, 0);
+    if constexpr (C::kDpParts == 1) {
+      fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
-      start_gradient<0, 2>(dk_, ds_weights_[0], q_tile(at_), 0);
+      cta_.template start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
     } else {
       fence_operand(dp_);
-      fence_operand(ds_weights_[0]);
+      fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
       start_dp(1);
-      start_gradient<0, 4>(dk_, ds_weights_[0], q_tile(at_), 0);
+      cta_.template start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
       wgmma_wait<1>();
       fence_operand(dp_);
-      derivatives(1);
-      round(ds_weights_[1], dp_);
-      put_ds(ds, 1);
-      fence_operand(ds_weights_[1]);
+      compute_ds(1);
+      convert_p<Element>(dp_, ds16_[1]);
+      store_ds(ds, 1);
+      fence_operand(ds16_[1]);
     }
     wgmma_fence();
-    start_dq(ds_tile(buffer_ ^ 1));
-    if constexpr (C::kParts == 1) {
-      start_gradient<2, 2>(dk_, ds_weights_[0], q_tile(at_), 2);
+    start_dq(smem_ds(ds_stage_ ^ 1));
+    if constexpr (C::kDpParts == 1) {
+      cta_.template start_gradient<2, 2>(dk_, ds16_[0], smem_q(stage_), 2);
     } else {
-      start_gradient<0, 4>(dk_, ds_weights_[1], q_tile(at_), 4);
+      cta_.template start_gradient<0, 4>(dk_, ds16_[1], smem_q(stage_), 4);
     }
     wgmma_wait<1>();
     fence_operand(dq_);
-    if (careful_before_) dq_exactly(ds_tile(buffer_ ^ 1));
-    put_dq(n - 1, any_before_);
+    if (nan_safe_prev_) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
+    store_dq(n - 1, has_prev_);
     wgmma_wait<0>();
     fence_operand(dv_);
     fence_operand(dk_);
   }
 
-  // The n-th chunk of all, of which this group sees nothing: dq of the one before, and dS as where all pairs are masked.
-  __device__ __forceinline__ void pass_over(uint32_t parity, int n) {
-    mbarrier_wait(q_full(at_), parity);
-    mbarrier_wait(dout_full(at_), parity);
-    if (any_before_) finish_dq(n, false);
-    careful_before_ = named_barrier_or(1, C::kConsumers, false);
-    mbarrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
+  // Iteration n of a Q tile of which this warpgroup sees nothing: dq of the previous Q tile, and dS as if all pairs were
+  // masked.
+  __device__ __forceinline__ void skip_q_tile(uint32_t parity, int n) {
+    mbarrier_wait(q_full(stage_), parity);
+    mbarrier_wait(dout_full(stage_), parity);
+    if (has_prev_) finish_dq(n, false);
+    nan_safe_prev_ = named_barrier_or(1, C::kConsumerThreads, false);
+    mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
-    for (auto &w : ds_weights_[0])
+    for (auto &a : ds16_[0])
 #pragma unroll
-      for (uint32_t &x : w) x = kMaskedHalf | kMaskedHalf << 16;
-    put_ds(ds_tile(buffer_), 0);
-    mbarrier_arrive_if(lane_ == 0, q_empty(at_));
-    mbarrier_arrive_if(lane_ == 0, dout_empty(at_));
+      for (uint32_t &x : a) x = kMaskedPBits | kMaskedPBits << 16;
+    store_ds(smem_ds(ds_stage_), 0);
+    mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
 
-  // dq of the last of so many chunks. Of `half` of the keys: dS of the others is zero, and is multiplied by the first ones, too, in which NaN
-  // and Inf have been looked for.
-  __device__ __forceinline__ void finish_dq(int chunks, bool half) {
-    const uint32_t ds = ds_tile((chunks - 1) & 1);
-    await_ds(chunks - 1);
+  // dq of the last of `q_tiles` Q tiles. With `wg1_skipped`, dS of the second 64 keys is zero; it is multiplied by the first 64
+  // keys of K, whose tile has been tested for NaN and Inf.
+  __device__ __forceinline__ void finish_dq(int q_tiles, bool wg1_skipped) {
+    const uint32_t ds = smem_ds((q_tiles - 1) & 1);
+    wait_ds_full(q_tiles - 1);
     fence_proxy_async();
-    if (careful_before_) {
-      dq_exactly(ds);
+    if (nan_safe_prev_) {
+      nan_safe_dq(ds);
     } else {
       fence_operand(dq_);
       wgmma_fence();
-      start_dq(ds, half ? 0 : C::kKeys / 2 * 128);
+      start_dq(ds, wg1_skipped ? 0 : C::kTileKv / 2 * 128);
       wgmma_wait<0>();
       fence_operand(dq_);
     }
-    put_dq(chunks - 1, true);
+    store_dq(q_tiles - 1, true);
   }
 
-  // dP of a part of the chunk to dS, in place.
-  __device__ __forceinline__ void derivatives(int part) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 delta = kDeltaAhead ? delta_[j] : stat(delta_row(at_), part * 8 + j);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) dp_[4 * j + r] = s_[part * 32 + 4 * j + r] * (dp_[4 * j + r] - ((r & 1) ? delta.y : delta.x));
-    }
+  // dS^T = P^T (dP^T - delta) for a part of the Q tile, in place of dP^T.
+  __device__ __forceinline__ void compute_ds(int part) {
+    cta_.compute_ds(
+        dp_, [&](int j) { return float4_of(s_, part * 8 + j); },
+        [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); });
   }
 
-  // This warp's 16 keys of a part of dS^T, for both groups.
-  __device__ __forceinline__ void put_ds(uint32_t ds, int part) const {
-    const int key = group_ * 64 + warp_ * 16 + (lane_ & 15);
-    const auto &w = ds_weights_[part];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      stmatrix_x4(ds + part * C::kKeys * 128 + key * 128 + (((2 * n + (lane_ >> 4)) ^ (key & 7)) << 4), w[n][0], w[n][1],
-                  w[n][2], w[n][3]);
-    }
-    if (part != C::kParts - 1) return;
+  // Stores this warp's 16 keys of a part of dS^T, for both warpgroups.
+  __device__ __forceinline__ void store_ds(uint32_t ds, int part) const {
+    cta_.store_ds_fragment(ds16_[part], ds + part * C::kTileKv * 128, wg_ * 64);
+    if (part != C::kDpParts - 1) return;
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, ds_full(buffer_));
+    mbarrier_arrive_if(cta_.lane == 0, ds_full(ds_stage_));
   }
 
-  // Every warp's dS of the block's n-th chunk is there. Of the chunk before the first nothing is, and nothing of its dq is used.
-  __device__ __forceinline__ void await_ds(int n) const { mbarrier_wait(ds_full(n & 1), n >> 1 & 1); }
+  // Waits until all consumer warps have stored dS of iteration n. In the first iteration of a work tile there is no previous
+  // dS, and nothing computed from it is used.
+  __device__ __forceinline__ void wait_ds_full(int n) const { mbarrier_wait(ds_full(n & 1), n >> 1 & 1); }
 
-  // This warp's part of the n-th chunk to its place in shared memory, once that of the chunk before has been read from there, and to the
-  // warp that adds it up. Not if there is no such chunk.
-  __device__ __forceinline__ void put_dq(int n, bool any) const {
+  // Releases dS of iteration n, stores this warp's rows of its dq to shared memory when TMA has read those of the previous
+  // iteration, and signals the dq warp. Without a previous Q tile (any = false) the values are stored but not signalled.
+  __device__ __forceinline__ void store_dq(int n, bool any) const {
     __syncwarp();
-    mbarrier_arrive_if(any && lane_ == 0, ds_empty(n & 1));
-    mbarrier_wait(dq_empty(group_), any ? (n & 1) ^ 1 : n & 1);
-    this->put_share(dq_, dq_tile(group_));
+    mbarrier_arrive_if(any && cta_.lane == 0, ds_empty(n & 1));
+    mbarrier_wait(dq_empty(wg_), any ? (n & 1) ^ 1 : n & 1);
+    cta_.store_dq_partial(dq_, smem_dq(wg_));
     __syncwarp();
-    mbarrier_arrive_if(any && lane_ == 0, dq_full(group_));
+    mbarrier_arrive_if(any && cta_.lane == 0, dq_full(wg_));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // NaN and Inf that masked pairs would let through
+  // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
-  // multiply() over the visible pairs alone.
-  __device__ __forceinline__ void multiply_carefully(int chunk, int n) {
-    const uint32_t ds = ds_tile(buffer_);
-    mbarrier_wait(ds_empty(buffer_), n >> 1 & 1 ^ 1);
+  // gradients() over the visible pairs alone.
+  __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n) {
+    const uint32_t ds = smem_ds(ds_stage_);
+    mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
-    for (int part = 0; part < C::kParts; ++part) {
+    for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);
-      derivatives(part);
-#pragma unroll
-      for (float &x : dp_) x += 0.f;  // a visible -0 is no mask
-      this->template for_masked<64>(first_key(), chunk * C::kRows + part * 64, [&](int at) { dp_[at] = kMasked; });
-      round(ds_weights_[part], dp_);
-      put_ds(ds, part);
-      add_exactly(dk_, ds_weights_[part], q_tile(at_) + part * 64 * 128);
+      compute_ds(part);
+      cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
+      convert_p<Element>(dp_, ds16_[part]);
+      store_ds(ds, part);
+      wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, cta_.lane);
     }
-    add_exactly(dv_, p_weights_, dout_tile(at_));
-    if (!any_before_) return;
-    dq_exactly(ds_tile(buffer_ ^ 1));
-    put_dq(n - 1, true);
+    wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv_, p16_, smem_dout(stage_), cta_.lane);
+    if (!has_prev_) return;
+    nan_safe_dq(smem_ds(ds_stage_ ^ 1));
+    store_dq(n - 1, true);
   }
 
-  __device__ __forceinline__ void dq_exactly(uint32_t ds) {
+  __device__ __forceinline__ void nan_safe_dq(uint32_t ds) {
 #pragma unroll
     for (int n = 0; n < C::kDqColumns / 2; ++n) dq_[n] = 0.f;
-#pragma unroll 1
-    for (int key = 0; key < C::kKeys; ++key) {
-      uint32_t bits[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_ * 16 + (lane_ >> 2) + 8 * r;
-        const uint32_t pair = ld_shared_4(dq_rows(ds) + key * 128 + (((row / 8) ^ (key & 7)) << 4) + row % 8 / 2 * 4);
-        bits[r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
-      add_row<C::kKeys, C::kDqColumns>(dq_, bits, dq_columns(), key);
-    }
+    wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_a_operand(ds), cta_.warp * 16,
+                                                                                 dq_b_operand(), cta_.lane);
   }
 
-  int group_;
+  BackwardCta<C> cta_;
+  int wg_;
 
-  Stats delta_;                  // with kDeltaAhead
-  int head_;                     // of the group
-  bool any_before_;              // chunks of this block of keys before the one at hand
-  int at_, buffer_;              // the chunk's place in the rings, and that of its dS
-  bool careful_before_ = false;  // the chunk before had to be multiplied carefully
-  float s_[C::kRows / 2], dp_[32], dq_[C::kDqColumns / 2];
-  uint32_t p_weights_[C::kRows / 16][4], ds_weights_[C::kParts][4][4];
+  RowStats delta_;              // with kPrefetchDelta
+  int head_in_group_;           // query head of the GQA group
+  bool has_prev_;               // whether the work tile had a Q tile before this one
+  int stage_, ds_stage_;        // pipeline stage of Q and dO, and of dS
+  bool nan_safe_prev_ = false;  // the previous Q tile took the NaN-safe path
+  float s_[C::kTileQ / 2], dp_[32], dq_[C::kDqColumns / 2];
+  uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][4][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];
 };
 

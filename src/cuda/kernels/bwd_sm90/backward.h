@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward kernels for sm_90a, as plan and launcher see them.
+// What the host needs of the backward kernels for sm_90a: their parameters and their addresses.
 #pragma once
 
 #include <cuda.h>
@@ -11,28 +11,29 @@
 
 namespace fa::cuda::sm90 {
 
-// A problem and how it is cut. The only parameter of every kernel of the pass.
+// The problem and how it is divided into tiles. Every kernel of the pass has this one parameter.
 struct BackwardParams : BackwardRows {
-  // Boxes of 64 columns x a chunk of rows (q, dout) or the keys of a block of threads (k, v) over (head_dim, seqlen, heads, batch).
+  // Tensor maps over (head_dim, seqlen, heads, batch). A box is 64 columns x the rows of a Q tile (q, dout) or the keys of a
+  // CTA (k, v).
   CUtensorMap q_map, k_map, v_map, dout_map;
-  CUtensorMap lse_map, delta_map;    // row_lse and row_delta as (chunks, chunk_rows), boxes of one chunk
-  L2HeadOrder order;                 // blocks of keys of key heads: with a causal mask the longest walks come first
-  Diagonal<int32_t>::Limits limits;  // of the band
-  int32_t blocks;                    // of keys, of all heads
-  int32_t *taken;                    // how many of them were taken beyond the first of every block of threads; behind turn
-  bool ordered;                      // blocks of keys add to dq_sum in ascending order
+  CUtensorMap lse_map, delta_map;    // row_lse and row_delta as (Q tiles, chunk_rows); a box is one Q tile
+  L2HeadOrder order;                 // of work tiles: under a causal mask those with the longest main loops come first
+  Diagonal<int32_t>::Limits limits;  // of causal masks and windows
+  int32_t blocks;                    // number of work tiles
+  int32_t *taken;                    // counter of work tiles taken beyond the first of each CTA; lies behind turn
+  bool ordered;                      // deterministic mode: work tiles add to dq_sum in ascending order
   bool vector_dk, vector_dv;         // 16-byte stores are legal
-  // For kernels that take softcap: e^2x of its tanh(x) is two to the power of a raw product times cap_exponent (0 without softcap), and
-  // logit_factor makes a logit in base 2 of tanh, or of the raw product.
+  // For the scored kernels. s is an element of Q K^T. With softcap, e^(2x) of tanh(x) is 2^(s * cap_exponent); without,
+  // cap_exponent is 0. logit_factor turns tanh(x), or s without softcap, into a logit in base 2.
   float cap_exponent, logit_factor;
 };
 
 constexpr int kDqThreads = 256;
 
-// The kernels' addresses, null if this build leaves them out. `shape` indexes kBackwardShapes.
+// The kernels' addresses; null if this build leaves them out. `shape` indexes kBackwardShapes.
 struct BackwardKernels {
-  const void *main;  // dk, dv and the sum for dq
-  const void *dq;    // from the sum to the tensor, a block of kDqThreads a chunk
+  const void *main;  // computes dk, dv and dq_sum
+  const void *dq;    // converts dq_sum to dq: one CTA of kDqThreads per Q tile
 };
 BackwardKernels backward_kernels(int shape, Dtype dtype);
 

@@ -1,85 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every backward kernel for sm_90a, as forward_table.h for forward.
+// Every backward kernel for sm_90a. The build makes one object file of each line and dtype, see backward_instance.cu.in.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/kernels/bwd_sm90_cluster/shared_storage.h"
+
 namespace fa::cuda::sm90 {
 
-// What the blocks of threads and their warpgroups do.
+// How the work is divided among CTAs and consumer warpgroups.
 enum class Design : int32_t {
-  alone,   // backward.cuh
-  values,  // pairs of blocks that share keys, backward_pair.cuh
-  scores,  // the same, backward_pair_scores.cuh
-  wide,    // pairs as `values` that stay, backward_wide.cuh
+  single_cta,      // bwd_sm90/backward.cuh: a work tile is the work of one CTA; persistent
+  cluster_p_smem,  // bwd_sm90_cluster/backward_p_smem.cuh: a 2-CTA cluster per work tile; P goes to dk's warpgroup through smem
+  cluster_p_registers,        // bwd_sm90_cluster/backward_p_registers.cuh: 2-CTA clusters; P stays in registers; persistent
+  cluster_p_smem_persistent,  // bwd_sm90_cluster/backward_p_smem_persistent.cuh
 };
 
-constexpr int32_t kTurnsPerChunk = 2;  // shares of a chunk's dq, each of which blocks of keys add in an order of its own
+constexpr int32_t kTurnsPerChunk = 2;  // order counters of a Q tile: its dq is reduced as two partials
 
 struct BackwardShape {
   const char *name;
   int32_t head_dim, head_dim_v;  // buckets of q and k, and of v
-  int32_t groups;                // warpgroups that compute, each on 64 keys
-  int32_t rows;                  // queries of a chunk
-  int32_t stages, dout_stages;   // chunks of q and of dout in shared memory
+  int32_t consumer_warpgroups;   // of 64 keys each; those of a cluster are two per CTA
+  int32_t rows;                  // queries of a Q tile
+  int32_t stages, dout_stages;   // pipeline stages of Q, and of dO
   Design design;
-  bool ordered;  // for deterministic mode, too
-  bool scored;   // for softcap and ALiBi
+  bool ordered;  // has the deterministic mode, in which work tiles add to dq in ascending order
+  bool scored;   // has softcap and ALiBi
 
-  // Blocks of threads stay as long as there is work.
-  constexpr bool stays() const { return design != Design::values; }
-  // P goes from one warpgroup to the other.
-  constexpr bool hands_p() const { return design == Design::values || design == Design::wide; }
-  // So many keys of a sequence it is for, where another kernel is better with long walks.
-  constexpr int64_t longest() const { return design == Design::wide && !ordered ? 8 * keys() : INT64_MAX; }
+  // CTAs, or clusters, take work tiles as long as there are any.
+  constexpr bool persistent() const { return design != Design::cluster_p_smem; }
+  // P goes from one consumer warpgroup to the other through shared memory.
+  constexpr bool p_through_smem() const {
+    return design == Design::cluster_p_smem || design == Design::cluster_p_smem_persistent;
+  }
+  // Longest sequence of keys that the kernel is used for: beyond it the kernel on the next line is faster.
+  constexpr int64_t longest() const { return design == Design::cluster_p_smem_persistent && !ordered ? 8 * keys() : INT64_MAX; }
 
-  constexpr int32_t blocks() const { return design == Design::alone ? 1 : 2; }
-  constexpr int32_t keys() const { return groups * 64; }
-  constexpr int32_t threads() const { return (groups + 1) * 128; }
+  constexpr int32_t blocks() const { return design == Design::single_cta ? 1 : 2; }
+  constexpr int32_t keys() const { return consumer_warpgroups * 64; }
+  constexpr int32_t threads() const { return (consumer_warpgroups + 1) * 128; }
   constexpr int32_t block_keys() const { return keys() / blocks(); }
-  // Of a warp's share of the sum for dq, which it holds in registers.
+  // Columns of a warp's dq accumulators.
   constexpr int32_t dq_columns() const {
-    return design == Design::alone ? head_dim * (rows / 64) / groups : head_dim % 128 == 0 ? 64 : head_dim / 2;
+    return design == Design::single_cta ? head_dim * (rows / 64) / consumer_warpgroups
+           : head_dim % 128 == 0        ? 64
+                                        : head_dim / 2;
   }
-  constexpr int32_t shared_bytes() const {
-    const int32_t slab = 64 * 2, slabs = (head_dim + 63) / 64, slabs_v = (head_dim_v + 63) / 64;
-    const int32_t chunks = rows * (stages * slabs + dout_stages * slabs_v) * slab,
-                  statistics = (stages + dout_stages) * rows * 4;
-    if (design != Design::alone) {
-      // K and half of the other's, by halves of the columns | V | rings of Q and dO | P or dq | two dS and the other's | lse, delta |
-      // barriers | flags | what the block works on
-      const int32_t half = block_keys() * ((head_dim / 2 + 63) / 64) * slab;
-      const int32_t handed = hands_p() ? block_keys() * rows * 4 : rows * head_dim / 2 * 4;
-      const int32_t barriers = (!hands_p() ? 13 : ordered ? 14 : 11) + 2 * (stages + dout_stages);
-      return 3 * half + block_keys() * slabs_v * slab + chunks + handed + block_keys() * rows * 4 * 2 + statistics +
-             (barriers + 1) / 2 * 16 + 16 + (stays() ? 10 * 8 + 16 + 2 * 64 : 64);
-    }
-    // K | V | rings of Q and dO | two dS | dq | rings of lse and delta | barriers | what the block works on
-    return keys() * (slabs + slabs_v) * slab + chunks + 2 * keys() * rows * 2 + rows * head_dim * 4 + statistics +
-           (12 + 2 * groups + 2 * (stages + dout_stages)) * 8 + 4 * 64;
-  }
+  constexpr int32_t shared_bytes() const { return storage_bytes; }
+
+  int32_t storage_bytes;
 };
 
-// Narrow heads first: the first line with room for the columns is taken.
-// X(name, head_dim, head_dim_v, groups, rows, stages, dout_stages, design, ordered, scored)
+// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem.
+// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, scored)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::alone, true, false)         \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::alone, true, false)          \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::alone, true, false)       \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::scores, true, false)  \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::scores, true, false)      \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::wide, false, false)      \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::values, false, false)     \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::wide, true, false)       \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::alone, true, true)         \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::alone, true, true)       \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::scores, true, true)      \
-  X(d256g, 256, 256, 2, 64, 2, 1, Design::wide, true, true)
+  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false)                    \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false)                     \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false)                  \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, false)     \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, false)         \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, false) \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, false)             \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, false)  \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true)                    \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true)                  \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true)         \
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true)
 // clang-format on
 
-#define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},
+// Shared memory of a line of the table.
+template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int32_t rows, int32_t stages, int32_t dout_stages,
+          Design design, bool ordered, bool scored>
+constexpr int32_t storage_bytes() {
+  constexpr bool p_through_smem = design != Design::cluster_p_registers;
+  using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;
+  if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages>);
+  if (design == Design::cluster_p_smem) return sizeof(OneTileClusterStorage<Cluster>);
+  return sizeof(PersistentClusterStorage<Cluster>);
+}
+
+#define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__, storage_bytes<__VA_ARGS__>()},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM90_BACKWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE
 constexpr int kNumBackwardShapes = sizeof(kBackwardShapes) / sizeof(kBackwardShapes[0]);

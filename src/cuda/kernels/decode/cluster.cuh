@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decoding with a cluster of blocks of threads for each head, where the blocks have so few keys that they would spend most of their time on
-// parts in global memory. They share the head's steps evenly, and what they have meets in their shared memory: a block sends each other
-// block the columns that that one sums, in the order of the keys.
+// Decode with one cluster of CTAs per KV head, for heads so short that the detour of partials through global memory would take
+// most of the time. The CTAs of a cluster split the head's KV steps evenly. In the epilogue they exchange partials through
+// distributed shared memory (DSMEM): each CTA sends every other CTA the columns that that CTA combines, and each combines its
+// own in the order of the keys.
 //
-//   shared memory:  as decode.cuh | landing: four columns of each block's out, and their row's maximum and sum | a barrier they arrive at
+//   shared memory   as in decode.cuh, and the DSMEM buffer: vectors of four columns of each CTA's out |
+//                   maximum and row sum of their rows | mbarrier
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -18,22 +20,22 @@ class ClusterDecode : private Decode<C> {
   using Base = Decode<C>;
 
   __device__ __forceinline__ ClusterDecode(const Params &params, char *shared)
-      : Base(params, shared), blocks_(cluster_size()), rank_(cluster_cta_rank()) {}
+      : Base(params, shared), num_ctas_(cluster_size()), cta_rank_(cluster_cta_rank()) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      mbarrier_init(this->shared_landed(), 1);
+      mbarrier_init(this->dsmem_barrier(), 1);
       mbarrier_init_fence();
     }
     cluster_arrive_relaxed();
     if (!this->lengths_known()) pdl_wait();
-    set_share();
-    this->expect_pages();
-    cluster_wait();  // all have their barriers
+    set_cta_share();
+    this->prefetch_pages();
+    cluster_wait();  // all CTAs have initialised their mbarriers
     pdl_wait();
-    this->walk([] {});
-    gather();
-    finish();
+    this->mainloop([] {});
+    exchange_partials();
+    combine_and_store();
   }
 
  private:
@@ -41,79 +43,84 @@ class ClusterDecode : private Decode<C> {
   using Base::keys_;
   using Base::kVectors;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
+  using Base::work_unit_;
 
-  __device__ __forceinline__ void set_share() {
-    const int items = static_cast<int>(p_.heads_k) * a_.row_blocks, item = cluster_id();
-    Piece piece{};
-    piece.batch = item / items;
-    piece.head = item - piece.batch * items;
-    this->set_piece(piece);
-    const int first = keys_.begin / C::kStep, steps = keys_.empty() ? 0 : (keys_.end + C::kStep - 1) / C::kStep - first;
-    const int begin = steps * rank_ / blocks_, end = steps * (rank_ + 1) / blocks_;
-    piece_.first_step = uniform(first + begin);
-    piece_.steps = uniform(end - begin);
+  __device__ __forceinline__ void set_cta_share() {
+    const int tiles = static_cast<int>(p_.heads_k) * a_.row_blocks, tile = cluster_id();
+    WorkUnit work_unit{};
+    work_unit.batch = tile / tiles;
+    work_unit.tile = tile - work_unit.batch * tiles;
+    this->set_work_unit(work_unit);
+    const int first = keys_.begin / C::kKvStep, steps = keys_.empty() ? 0 : (keys_.end + C::kKvStep - 1) / C::kKvStep - first;
+    const int begin = steps * cta_rank_ / num_ctas_, end = steps * (cta_rank_ + 1) / num_ctas_;
+    work_unit_.first_step = uniform(first + begin);
+    work_unit_.steps = uniform(end - begin);
   }
 
-  // Vectors of rows are numbered through all rows; each block sums as many of them, those of the last rows perhaps none.
-  __device__ __forceinline__ int each() const { return static_cast<int>(a_.landing.value); }
-  __device__ __forceinline__ int mine() const { return max(min(rows_ * kVectors - rank_ * each(), each()), 0); }
+  // Vectors are numbered through all rows. Each CTA combines as many, the last ones possibly none.
+  __device__ __forceinline__ int vectors_per_cta() const { return static_cast<int>(a_.dsmem_vectors.value); }
+  __device__ __forceinline__ int own_vectors() const {
+    return max(min(rows_ * kVectors - cta_rank_ * vectors_per_cta(), vectors_per_cta()), 0);
+  }
 
-  // What the blocks have of all vectors, to those that sum them. Nobody leaves before all that it is sent has come.
-  __device__ __forceinline__ void gather() {
-    this->sync_group();  // the ring is read
-    this->leave_out();
+  // Sends this CTA's partial of every vector to the CTA that combines it. A CTA does not continue before everything sent to it
+  // has arrived, so no CTA exits while others still write to it.
+  __device__ __forceinline__ void exchange_partials() {
+    this->sync_group();  // the pipeline buffers are no longer read
+    this->store_partial_out();
     __syncthreads();
-    const uint32_t landed = this->shared_landed();
-    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(landed, mine() * blocks_ * 24);
-    this->each_vector([&](int row, int vector, const float4 &x, float2 sums) {
-      const int n = row * kVectors + vector, owner = a_.landing.quotient(n), at = rank_ * each() + n - owner * each();
-      const uint32_t there = map_to_cta(landed, owner);
-      st_async(map_to_cta(this->shared_landing(at), owner), x, there);
-      st_async(map_to_cta(this->shared_landing_sums(at), owner), sums, there);
+    const uint32_t barrier = this->dsmem_barrier();
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, own_vectors() * num_ctas_ * 24);
+    this->for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      const int n = row * kVectors + vector, owner = a_.dsmem_vectors.quotient(n),
+                at = cta_rank_ * vectors_per_cta() + n - owner * vectors_per_cta();
+      const uint32_t remote_barrier = map_to_cta(barrier, owner);
+      st_async(map_to_cta(this->dsmem_out(at), owner), x, remote_barrier);
+      st_async(map_to_cta(this->dsmem_stats(at), owner), stats, remote_barrier);
     });
-    mbarrier_wait(landed, 0);
+    mbarrier_wait(barrier, 0);
   }
 
-  // Sums what the blocks have, in the order of their keys, all of it under way at once.
-  __device__ __forceinline__ void finish() const {
+  // Combines the CTAs' partials in the order of their keys. The loads of all of them are in flight at once.
+  __device__ __forceinline__ void combine_and_store() const {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < mine(); i += C::kThreads) {
-      float2 sums[kMaxClusterSize];
+    for (int i = static_cast<int>(threadIdx.x); i < own_vectors(); i += C::kThreads) {
+      float2 stats[kMaxClusterSize];
       float4 x[kMaxClusterSize];
 #pragma unroll
       for (int n = 0; n < kMaxClusterSize; ++n) {
-        sums[n] = {-1e30f, 0.f};
+        stats[n] = {-1e30f, 0.f};
         x[n] = {0.f, 0.f, 0.f, 0.f};
-        if (n >= blocks_) continue;
-        sums[n] = ld_shared_float2(this->shared_landing_sums(n * each() + i));
-        x[n] = ld_shared_float4(this->shared_landing(n * each() + i));
+        if (n >= num_ctas_) continue;
+        stats[n] = ld_shared_float2(this->dsmem_stats(n * vectors_per_cta() + i));
+        x[n] = ld_shared_float4(this->dsmem_out(n * vectors_per_cta() + i));
       }
       float4 out{0.f, 0.f, 0.f, 0.f};
       float2 all{-1e30f, 0.f};
-      this->template add_all<kMaxClusterSize>(out, all, x, sums);
-      const int vector = rank_ * each() + i, row = vector / kVectors, column = vector % kVectors;
-      const auto closing = this->close(row, all);
-      if (column == 0) this->store_lse(row, closing.lse);
-      this->store_out(row, column, out, closing.factor);
+      combine_partials<kMaxClusterSize>(out, all, x, stats);
+      const int vector = cta_rank_ * vectors_per_cta() + i, row = vector / kVectors, column = vector % kVectors;
+      const auto result = this->finalize(row, all);
+      if (column == 0) this->store_lse(row, result.lse);
+      this->store_out(row, column, out, result.factor);
     }
-    if (rank_ == 0) this->store_unused_rows();
+    if (cta_rank_ == 0) this->store_unused_rows();
   }
 
-  const int blocks_, rank_;
+  const int num_ctas_, cta_rank_;
 };
 
-// Every block of threads waits for the launch before this one: what is chained to this launch waits for both.
+// Every CTA waits for the previous launch, so that a dependent launch that waits for this one has waited for both.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) decode(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtas) decode(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];
     if (params.allow_early_dependents) pdl_launch_dependents();
-    // Sums come last, behind barriers; the barrier of a cluster, at the very end, comes at once.
-    static_assert(C::kSumsBytes >= 128);
-    warm_up(params, smem_address(shared) + C::kQBytes + C::kRingsBytes);
+    // The scratch bytes are those of the row statistics, which are first written behind several barriers. The cluster's
+    // mbarrier, at the end of shared memory, is initialised at once, so its bytes would not do.
+    static_assert(C::kRowStatsBytes >= 128);
+    prefetch_params(params, smem_address(shared) + C::kQBytes + C::kPipelinesBytes);
     if constexpr (C::kClustered) {
       ClusterDecode<C>(params, shared).run();
     } else {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second launch where items are cut, of decode kernels and of extend kernels that leave all parts: sums the parts of each, in the order of
-// their keys. It is chained to the first: its blocks of threads stand on the multiprocessors as soon as there is room (beside an extend kernel
-// when that ends), and know what to read before parts are there if the host knows lengths.
+// Combine kernel: sums the split-KV partials of each split work tile in the order of their keys. It runs after the decode
+// kernels and after those extend kernels that store all partials. It is launched with programmatic dependent launch: its CTAs
+// become resident as soon as there is room (after an extend kernel: when that ends), and where the host knows all lengths they
+// find out what to read before the partials are there.
 //
-// Out of an item goes by vectors of four columns, counted through all rows, a lane of a warp each. Of a few parts, a warp sums all that its
-// vectors have; of many, the warps of a block share them.
+// The out of a work tile is a sequence of vectors of four columns, counted through all rows; a lane owns one vector. With few
+// partials, one warp sums all partials of its vectors. With many, the four warps of a CTA take a quarter of the partials each.
 #pragma once
 
 #include "cuda/kernels/decode/epilogue.cuh"
@@ -13,7 +14,7 @@ namespace fa::cuda::decode {
 
 constexpr int kCombineWarps = kCombineThreads / 32;
 
-// Loads that the compiler leaves where they are, one behind the other: all are to be under way before the first one is used.
+// Volatile loads: the compiler keeps them in place, so that all are in flight before the first result is used.
 __device__ __forceinline__ float4 load_now(const float4 *src) {
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
@@ -28,65 +29,68 @@ __device__ __forceinline__ float2 load_now(const float2 *src) {
 }
 
 template <class C>
-class Sums : protected Results<C> {
+class Combine : protected Epilogue<C> {
  public:
-  using Base = Results<C>;
+  using Base = Epilogue<C>;
   using Base::Base;
 
   struct Shared {
     float4 x[kCombineWarps][32];
-    float2 sums[kCombineWarps][32];
-    uint32_t parameters[32];  // for warm_up()
+    float2 stats[kCombineWarps][32];
+    uint32_t parameters[32];  // scratch of prefetch_params()
   };
 
   __device__ __forceinline__ void run(Shared &shared) {
-    const int block = static_cast<int>(blockIdx.x) / a_.split_tiles, blocks = static_cast<int>(gridDim.x) / a_.split_tiles,
-              number = static_cast<int>(blockIdx.x) % a_.split_tiles;
-    const bool known = this->lengths_known();
-    if (!known) pdl_wait();
-    const Cut cut = known ? find(number) : noted(number);
-    if (cut.parts == 1) {
-      pdl_wait();  // in any case: what comes next waits for this launch alone
+    const int cta = static_cast<int>(blockIdx.x) / a_.split_tiles, num_ctas = static_cast<int>(gridDim.x) / a_.split_tiles,
+              index = static_cast<int>(blockIdx.x) % a_.split_tiles;
+    const bool lengths_known = this->lengths_known();
+    if (!lengths_known) pdl_wait();
+    const SplitTile tile = lengths_known ? find_split_tile(index) : load_split_tile(index);
+    if (tile.num_partials == 1) {
+      pdl_wait();  // always: the next launch relies on this one having waited
       return;
     }
-    this->set_rows(cut);
+    this->set_split_tile(tile);
     const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = rows_ * kVectors;
-    const bool alone = cut.parts <= kAtOnce;  // not by the size of the launch, for the order of a sum shall not depend on that
-    const int slice = alone ? block * kCombineWarps + warp : block, slices = alone ? blocks * kCombineWarps : blocks,
-              begin = alone ? 0 : cut.parts * warp / kCombineWarps,
-              end = alone ? cut.parts : cut.parts * (warp + 1) / kCombineWarps;
-    first_slot_ = Work<C>::slot(a_, cut.first_range, true);
-    next_slot_ = Work<C>::slot(a_, cut.first_range + 1, false);
-    slot_step_ = Work<C>::slot(a_, cut.first_range + 2, false) - next_slot_;
+    // By the number of partials alone: the order of the sum must not depend on the size of the launch.
+    const bool one_warp_per_slice = tile.num_partials <= kPartialsInFlight;
+    const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta,
+              slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
+              begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
+              end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
+    first_slot_ = StreamKScheduler<C>::slot(a_, tile.first_partition, true);
+    next_slot_ = StreamKScheduler<C>::slot(a_, tile.first_partition + 1, false);
+    slot_step_ = StreamKScheduler<C>::slot(a_, tile.first_partition + 2, false) - next_slot_;
     Vector v = vector(slice * 32 + lane_);
-    asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));  // not behind the wait
+    // Keeps the addresses' computation ahead of the wait.
+    asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));
     pdl_wait();
     for (int at = slice * 32 + lane_; at - lane_ < vectors; v = vector(at)) {
       float4 x{0.f, 0.f, 0.f, 0.f};
-      float2 sums{-1e30f, 0.f};
-      if (at < vectors) add_parts(v, begin, end, x, sums);
-      if (!alone) {
+      float2 stats{-1e30f, 0.f};
+      if (at < vectors) merge_range(v, begin, end, x, stats);
+      if (!one_warp_per_slice) {
         shared.x[warp][lane_] = x;
-        shared.sums[warp][lane_] = sums;
+        shared.stats[warp][lane_] = stats;
         __syncthreads();
-        float4 its[kCombineWarps];
-        float2 its_sums[kCombineWarps];
+        float4 partials[kCombineWarps];
+        float2 partial_stats_of[kCombineWarps];
 #pragma unroll
         for (int n = 0; n < kCombineWarps; ++n) {
-          its[n] = shared.x[n][lane_];
-          its_sums[n] = shared.sums[n][lane_];
+          partials[n] = shared.x[n][lane_];
+          partial_stats_of[n] = shared.stats[n][lane_];
         }
         x = {0.f, 0.f, 0.f, 0.f};
-        sums = {-1e30f, 0.f};
-        this->template add_all<kCombineWarps>(x, sums, its, its_sums);
+        stats = {-1e30f, 0.f};
+        fa::cuda::combine_partials<kCombineWarps>(x, stats, partials, partial_stats_of);
       }
-      if (at < vectors && (alone || warp == 0)) {
-        const auto closing = this->close(at / kVectors, sums);
-        if (v.lse != nullptr) *v.lse = closing.lse;
-        this->store_out(v.out, at % kVectors, x, closing.factor);
+      if (at < vectors && (one_warp_per_slice || warp == 0)) {
+        const auto result = this->finalize(at / kVectors, stats);
+        if (v.lse != nullptr) *v.lse = result.lse;
+        this->store_out(v.out, at % kVectors, x, result.factor);
       }
       at += slices * 32;
-      if (!alone && at - lane_ < vectors) __syncthreads();  // the ones before are read
+      if (!one_warp_per_slice && at - lane_ < vectors) __syncthreads();  // the previous partials have been read
     }
   }
 
@@ -95,46 +99,46 @@ class Sums : protected Results<C> {
   using Base::kVectors;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
+  using Base::work_unit_;
   using typename Base::Element;
-  static constexpr int kAtOnce = 6;
+  static constexpr int kPartialsInFlight = 6;
 
-  // By the cut's own arithmetic, ahead of the wait for the kernel that cuts.
-  __device__ __forceinline__ Cut find(int number) {
-    Cut cut{};
-    cut.parts = 1;
-    Work<C> work(a_);
-    const int n = number >> work.coscheduled_log2();
-    if (a_.split_tiles_by_partition && n >= work.ranges()) return cut;
-    const int unit = a_.split_tiles_by_partition ? work.range_begin(n + 1) - 1 : work.item_begin(n);
-    this->set_piece(work.at(unit, unit + 1));
-    cut.first_range = work.range_of(piece_.begin);
-    if (a_.split_tiles_by_partition && cut.first_range != n) return cut;
-    cut.parts = work.range_of(piece_.end - 1) - cut.first_range + 1;
-    cut.q_start = this->q_start_;
-    cut.batch = piece_.batch;
-    cut.head = this->head();
-    cut.first_row = this->first_row();
-    cut.rows = rows_;
-    return cut;
+  // Recomputes the split by the scheduler's own arithmetic, before the wait for the main kernel.
+  __device__ __forceinline__ SplitTile find_split_tile(int index) {
+    SplitTile tile{};
+    tile.num_partials = 1;
+    StreamKScheduler<C> scheduler(a_);
+    const int n = index >> scheduler.coscheduled_log2();
+    if (a_.split_tiles_by_partition && n >= scheduler.partitions()) return tile;
+    const int iteration = a_.split_tiles_by_partition ? scheduler.partition_begin(n + 1) - 1 : scheduler.tile_begin(n);
+    this->set_work_unit(scheduler.at(iteration, iteration + 1));
+    tile.first_partition = scheduler.partition_of(work_unit_.tile_begin);
+    if (a_.split_tiles_by_partition && tile.first_partition != n) return tile;
+    tile.num_partials = scheduler.partition_of(work_unit_.tile_end - 1) - tile.first_partition + 1;
+    tile.q_start = this->q_start_;
+    tile.batch = work_unit_.batch;
+    tile.head = this->head();
+    tile.first_row = this->first_row();
+    tile.rows = rows_;
+    return tile;
   }
-  // ... as that has left it.
-  __device__ __forceinline__ Cut noted(int number) const {
-    static_assert(sizeof(Cut) == 2 * sizeof(float4));
-    const auto *from = reinterpret_cast<const float4 *>(a_.split_tile_infos + number);
+  // Reads the split tile that the main kernel has published.
+  __device__ __forceinline__ SplitTile load_split_tile(int index) const {
+    static_assert(sizeof(SplitTile) == 2 * sizeof(float4));
+    const auto *from = reinterpret_cast<const float4 *>(a_.split_tile_infos + index);
     const float4 halves[2] = {load_now(from), load_now(from + 1)};
-    Cut cut;
-    memcpy(&cut, halves, sizeof(cut));
-    return cut;
+    SplitTile tile;
+    memcpy(&tile, halves, sizeof(tile));
+    return tile;
   }
 
-  // Where a vector lies in slot 0, and where it goes.
+  // Addresses of a vector: its partial in slot 0, and where its result goes.
   struct Vector {
     const float4 *partial_out;
     const float2 *partial_stats;
     Element *out;
-    float *lse;  // of the first one of a row, if it is wanted
+    float *lse;  // for the first vector of a row, if lse is wanted
   };
   __device__ __forceinline__ Vector vector(int at) const {
     const int row = at / kVectors, token = this->token_of(row), head = this->head_of(row);
@@ -142,38 +146,38 @@ class Sums : protected Results<C> {
             p_.lse.data != nullptr && at % kVectors == 0 ? this->lse_at(token, head) : nullptr};
   }
 
-  // A vector of parts [begin, end), all at once as far as registers go.
-  __device__ __forceinline__ void add_parts(const Vector &v, int begin, int end, float4 &x, float2 &sums) const {
+  // Merges partials [begin, end) of a vector, as many at once as registers allow.
+  __device__ __forceinline__ void merge_range(const Vector &v, int begin, int end, float4 &x, float2 &stats) const {
 #pragma unroll 1
-    for (int first = begin; first < end; first += kAtOnce) {
-      float4 its[kAtOnce];
-      float2 its_sums[kAtOnce];
+    for (int first = begin; first < end; first += kPartialsInFlight) {
+      float4 partials[kPartialsInFlight];
+      float2 partial_stats_of[kPartialsInFlight];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int part = first + n, slot = part == 0 ? first_slot_ : next_slot_ + (part - 1) * slot_step_;
-        its[n] = {0.f, 0.f, 0.f, 0.f};
-        its_sums[n] = {-1e30f, 0.f};
-        if (part >= end) continue;
-        its_sums[n] = load_now(v.partial_stats + slot * C::kRows);
-        its[n] = load_now(v.partial_out + int64_t{slot} * (C::kRows * kVectors));
+      for (int n = 0; n < kPartialsInFlight; ++n) {
+        const int i = first + n, slot = i == 0 ? first_slot_ : next_slot_ + (i - 1) * slot_step_;
+        partials[n] = {0.f, 0.f, 0.f, 0.f};
+        partial_stats_of[n] = {-1e30f, 0.f};
+        if (i >= end) continue;
+        partial_stats_of[n] = load_now(v.partial_stats + slot * C::kRows);
+        partials[n] = load_now(v.partial_out + int64_t{slot} * (C::kRows * kVectors));
       }
-      this->template add_all<kAtOnce>(x, sums, its, its_sums);
+      fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
     }
   }
 
-  int first_slot_, next_slot_, slot_step_;  // of the parts
+  int first_slot_, next_slot_, slot_step_;  // slots of the partials: first, second, and the stride from then on
 };
 
 template <class C>
 __global__ void __launch_bounds__(kCombineThreads, kCombineMinCtas) combine_partials(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
-    __shared__ typename Sums<C>::Shared shared;
-    // Where several blocks of the next launch stand on a multiprocessor, these, in between, would leave no room for the last one; a large
-    // launch then comes in two waves.
-    if (C::kMinBlocks == 1 || !params.split_tiles_by_partition) pdl_launch_dependents();
-    warm_up(params, smem_address(shared.parameters));
-    Sums<C>(params, nullptr).run(shared);
+    __shared__ typename Combine<C>::Shared shared;
+    // Where an SM holds several CTAs of the next launch, CTAs of this kernel among them would leave too little room for the
+    // last one, and a large next launch would run in two waves.
+    if (C::kMinCtas == 1 || !params.split_tiles_by_partition) pdl_launch_dependents();
+    prefetch_params(params, smem_address(shared.parameters));
+    Combine<C>(params, nullptr).run(shared);
   }
 #endif
 }

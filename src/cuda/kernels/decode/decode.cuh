@@ -1,19 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact attention forward for a few queries a sequence over many keys: bound by reading K and V once.
+// Exact attention forward for a few queries per sequence over many keys. Bound by reading K and V once.
 //
-// A block of threads owns all rows of one key head: tokens x the heads of its group, so that all of them share one read of K and V. Keys
-// are dealt to kKeyWarps groups of warps, kKeys at a time, each with a ring of its own that cp.async fills; nothing but the end of a
-// piece holds the groups together. Where work is cut is in work.cuh.
+// A CTA owns all rows of one KV head, i.e. tokens x query heads of the group, so that all of them share one read of K and V.
+// The CTA has kKvGroups KV groups of kRowWarps warps each. The groups take KV tiles of kKvTile keys in turn; each has a
+// cp.async pipeline of its own, and the groups synchronise only at the end of a work unit. The warps of a group share its KV
+// tiles and have kWarpRows rows each. stream_k.cuh decides which CTA gets which keys.
 //
-//   shared memory:  Q [kRows][kD] | a ring for each group of warps [kStages] of K [kKeys][kD], V [kKeys][kD] | maxima and sums
-//                   (fp32 out of the groups, and the weights of parts, pass through the rings)
+//   shared memory   Q [kRows][kD] | per KV group: pipeline of kStages x (K [kKvTile][kD], V [kKvTile][kD], descales) |
+//                   maximum and row sum [kKvGroups][kRows] | Q's scale [kRows] (8-bit KV) |
+//                   DSMEM buffer and mbarrier (clusters)
+//                   In the epilogue each group's fp32 out [kRows][kD] reuses its pipeline.
 //
-//   for every step:   wait for its K and V; fetch those of kStages - 1 steps later; ask for the pages of the step after
-//                     S = Q K^T, mask S if the keys touch an edge, P = exp2(S - m), out += P V
-//   after the last:   out of the groups goes to shared memory; what becomes of it is in results.cuh
+//   prologue        load Q, issue the loads of the first kStages - 1 KV steps
+//   main loop       wait for K and V of this KV step, issue those of kStages - 1 steps later, read the page table
+//                   two steps ahead of that
+//                   S = Q K^T, mask S where the tile touches an edge, P = exp2(S - max), out += P V
+//   epilogue        sum out of the KV groups through shared memory; store the result or a split-KV partial (epilogue.cuh)
 //
-// A row's maximum is its own and exact at every step: a row's bits depend on its keys and on where they are cut, not on the rows beside
-// it.
+// The maximum of a row is its own and exact in every step. The bits of a row depend on its keys and on how they are split, not
+// on neighbouring rows.
 #pragma once
 
 #include "cuda/kernels/decode/orientation_kq.cuh"
@@ -21,110 +26,112 @@
 
 namespace fa::cuda::decode {
 
-// Whether a launch may start while the one before it still runs.
+// Whether programmatic dependent launch exists: a launch may start while the previous one still runs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kStartsEarly = true;
+constexpr bool kHasPdl = true;
 #else
-constexpr bool kStartsEarly = false;
+constexpr bool kHasPdl = false;
 #endif
 
 template <class C>
-class Decode : protected std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsByKeys<C>> {
+class Decode : protected std::conditional_t<C::kRows == 8, OrientationKq<C>, OrientationQk<C>> {
  public:
-  using Base = std::conditional_t<C::kRows == 8, KeysByRows<C>, RowsByKeys<C>>;
+  using Base = std::conditional_t<C::kRows == 8, OrientationKq<C>, OrientationQk<C>>;
   using Base::Base;
   using typename Base::Element;
-  using typename Base::TheWork;
+  using typename Base::Scheduler;
 
   __device__ __forceinline__ void run() {
     if (!lengths_known()) pdl_wait();
-    TheWork work(a_);
-    const auto blocks = [&] { return static_cast<int>(gridDim.x >> work.coscheduled_log2()); };
-    int range = static_cast<int>(blockIdx.x >> work.coscheduled_log2());
-    if (range >= work.ranges()) {
+    Scheduler scheduler(a_);
+    const auto num_ctas = [&] { return static_cast<int>(gridDim.x >> scheduler.coscheduled_log2()); };
+    int partition = static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2());
+    if (partition >= scheduler.partitions()) {
       pdl_wait();
-      if (threadIdx.x == 0) work.note_none();
+      if (threadIdx.x == 0) scheduler.publish_no_tile();
     }
 #pragma unroll 1
-    for (; range < work.ranges(); range += blocks()) {
-      int unit = -1;  // the range's first
+    for (; partition < scheduler.partitions(); partition += num_ctas()) {
+      int iteration = -1;  // the partition's first iteration
 #pragma unroll 1
       while (true) {
-        const int begin = work.range_begin(range), end = work.range_begin(range + 1);
-        const Piece piece = work.at(unit < 0 ? begin : unit, end);
-        const bool ends = piece.last == end;
-        set_piece(piece);
-        if (kStartsEarly && unit < 0 && range < blocks() && lengths_known()) this->expect_keys();
+        const int begin = scheduler.partition_begin(partition), end = scheduler.partition_begin(partition + 1);
+        const WorkUnit work_unit = scheduler.at(iteration < 0 ? begin : iteration, end);
+        const bool ends_partition = work_unit.end == end;
+        set_work_unit(work_unit);
+        if (kHasPdl && iteration < 0 && partition < num_ctas() && lengths_known()) this->prefetch_kv();
         pdl_wait();
-        walk([&] { this->note_cut(work, range, ends); });
-        finish(work, range);
-        if (ends && range + blocks() >= work.ranges()) return;
-        unit = piece_.last;
-        __syncthreads();  // shared memory is free again
-        work.reload(piece_.batch);
-        if (ends) break;
+        mainloop([&] { this->publish_split_tile(scheduler, partition, ends_partition); });
+        epilogue(scheduler, partition);
+        if (ends_partition && partition + num_ctas() >= scheduler.partitions()) return;
+        iteration = work_unit_.end;
+        __syncthreads();  // the next work unit reuses shared memory
+        scheduler.reload(work_unit_.batch);
+        if (ends_partition) break;
       }
     }
   }
 
  protected:
   using Base::a_;
-  using Base::fetch;
-  using Base::fetch_q;
   using Base::first_key;
   using Base::lengths_known;
+  using Base::load_kv;
+  using Base::load_q;
+  using Base::locate_key;
   using Base::p_;
-  using Base::piece_;
-  using Base::place_in;
   using Base::q_start_;
-  using Base::set_piece;
+  using Base::set_work_unit;
   using Base::sync_group;
   using Base::warp_visible_;
+  using Base::work_unit_;
 
   // ------------------------------------------------------------------------------------------------------------------
-  // The walk over the keys of a piece
+  // Main loop over the KV steps of a work unit
   // ------------------------------------------------------------------------------------------------------------------
 
-  // `meanwhile` is called when keys have been asked for.
-  template <typename Meanwhile>
-  __device__ __forceinline__ void walk(Meanwhile meanwhile) {
-    // Pages are asked for two turns ahead.
-    Place place = place_in(0), next = place_in(1);
-    fetch_q();
-    this->start();
-    // The first turns only fetch.
-    int free = 0;  // the slot of the ring that a turn fills; the one behind it is read
+  // `after_first_loads` is called once, when the first loads are in flight.
+  template <typename F>
+  __device__ __forceinline__ void mainloop(F after_first_loads) {
+    // The page table is read two steps ahead of the loads.
+    KvLocation location = locate_key(0), next = locate_key(1);
+    load_q();
+    this->init_accumulators();
+    // The first iterations only issue loads.
+    int next_stage = 0;  // the stage to load; the one after it is computed on
 #pragma unroll 1
-    for (int step = 1 - C::kStages; step < piece_.steps; ++step) {
+    for (int step = 1 - C::kStages; step < work_unit_.steps; ++step) {
       if (step >= 0) {
-        if (step == 0) meanwhile();
+        if (step == 0) after_first_loads();
         cp_async_wait<C::kStages - 2>();
         if (step == 0) {
-          __syncthreads();  // the step is here, and Q
-          this->take_queries();
+          __syncthreads();  // Q and K and V of this step have arrived
+          this->load_q_fragments();
         } else {
-          sync_group();  // the step is here, and nobody reads the slot of the one before any more
+          sync_group();  // this step's K and V have arrived, and the previous step's stage is no longer read
         }
       }
-      fetch(free, step + C::kStages - 1, place);
-      free = free == C::kStages - 1 ? 0 : free + 1;
-      place = next;
-      next = place_in(step + C::kStages + 1);
+      load_kv(next_stage, step + C::kStages - 1, location);
+      next_stage = next_stage == C::kStages - 1 ? 0 : next_stage + 1;
+      location = next;
+      next = locate_key(step + C::kStages + 1);
       const int key0 = first_key(step);
-      if (step >= 0 && key0 < warp_visible_.end && key0 + C::kKeys > warp_visible_.begin) this->attend(free, key0);
+      if (step >= 0 && key0 < warp_visible_.end && key0 + C::kKvTile > warp_visible_.begin)
+        this->process_kv_tile(next_stage, key0);
     }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Its end
+  // Epilogue
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void finish(const TheWork &work, int range) {
-    sync_group();  // the ring is read
-    this->leave_out();
+  __device__ __forceinline__ void epilogue(const Scheduler &scheduler, int partition) {
+    sync_group();  // the pipeline buffers are no longer read
+    this->store_partial_out();
     __syncthreads();
-    if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;  // not kept through the walk
-    this->hand_over(work, range);
+    // Recomputed where the main loop has no register for it.
+    if (C::kD > 128) q_start_ = sequence_of(p_.q_lengths, opaque(work_unit_.batch)).start;
+    this->store_results(scheduler, partition);
   }
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decode kernels, as plan and launcher see them: a few queries a sequence over many keys.
+// The decode kernels as the planner and the launcher see them: a few queries per sequence over many keys.
 #pragma once
 
 #include <vector_types.h>
@@ -11,52 +11,56 @@
 
 namespace fa::cuda::decode {
 
-// What numbers of K and V are: the queries' own type, or bytes with factors.
+// The element type of K and V: the queries' own type, or 8 bits with descales.
 enum class Format { same, e4m3, i8 };
 
-// An item that may be cut, as the kernel that sums its parts wants to know it.
-struct alignas(16) Cut {
-  int64_t q_start;  // of the sequence, as Sequence
+// A work tile that may be split over partitions, as the combine kernel needs it.
+struct alignas(16) SplitTile {
+  int64_t q_start;  // of the sequence, as in Sequence
   int32_t batch, head;
-  int32_t first_row, rows;     // first_row counts in the sequence
-  int32_t first_range, parts;  // one part: it is not cut
+  int32_t first_row, rows;                // first_row counts within the sequence
+  int32_t first_partition, num_partials;  // one partial: the tile is not split
 };
-static_assert(sizeof(Cut) == kSplitTileBytes);
+static_assert(sizeof(SplitTile) == kSplitTileBytes);
 
-// A problem and how it is cut. The kernels' only parameter.
+// A problem and how its work is split. The kernels' only parameter.
 struct Params {
   Problem problem;
-  Diagonal<int32_t>::Limits limits;  // problem.band's
-  Divisor group;                     // heads of q for one head of k
+  Diagonal<int32_t>::Limits limits;  // of problem.band
+  Divisor group;                     // query heads per KV head
   Divisor page_size;
-  bool vector_out;  // 16-byte accesses are legal
+  bool vector_out;  // 16-byte stores to out are legal
   RawUnit raw;
-  Descale k_descale, v_descale;  // of bytes
-  int32_t row_blocks;            // that the rows of a head are cut into; of decode kernels more than one for bytes only
-  // How work is cut (work.cuh). Either into even shares: at most `ranges`, of at least 2^least_log2 steps. Or, with `pieces` > 0, every
-  // head into so many pieces at most, of at least that many steps.
-  int32_t ranges, pieces, least_log2;
-  // Of even shares: 2^abreast_log2 neighbouring heads are cut as one, and each of their shares has a block of threads for each head.
+  Descale k_descale, v_descale;  // of 8-bit KV
+  int32_t row_blocks;            // row blocks per head; decode kernels have more than one for 8-bit KV only
+  // How the work is split (stream_k.cuh). fixed_splits == 0: stream-K, at most `max_partitions` partitions of at least
+  // 2^min_iterations_log2 KV steps each. fixed_splits > 0: every work tile into at most `fixed_splits` splits of at least
+  // 2^min_iterations_log2 KV steps each.
+  int32_t max_partitions, fixed_splits, min_iterations_log2;
+  // Stream-K only: 2^coscheduled_log2 neighbouring KV heads form one work tile, and each partition has one CTA for each of
+  // these heads.
   int32_t coscheduled_log2;
-  // Parts of results, a slot each: out (slots, rows, head_dim) and (slots, rows) of maximum and sum, where the maximum is in base 2 and
-  // neither is divided by the sum.
+  // Split-KV partials: out (slots, rows, head_dim), and maximum and row sum (slots, rows). The maximum is in base 2; out is not
+  // divided by the row sum.
   float *partial_out;
   float2 *partial_stats;
-  // Items that may be cut: all of them, numbered through all sequences, or, by range, the one that goes on behind it. Where lengths are read
-  // on the device, the kernel that cuts leaves here what it has found.
-  Cut *split_tile_infos;
+  // The work tiles that may be split. Either all tiles, numbered over all sequences, or one for each partition: the tile that
+  // continues behind its end. Where lengths are on the device, the main kernel writes here what it computed.
+  SplitTile *split_tile_infos;
   int32_t split_tiles;  // how many
   bool split_tiles_by_partition;
-  bool allow_early_dependents;  // while this launch still runs
-  Divisor landing;              // of clusters: how many vectors (four columns of a row) one block sums, all rows counted
-  int32_t
-      *counters;  // of kernels that sum parts themselves (extend, latent), zero before and after: how many of a head are there
+  bool allow_early_dependents;  // the next launch may start while this one still runs (PDL)
+  // With clusters: how many vectors (four columns of a row, counted through all rows) one CTA combines.
+  Divisor dsmem_vectors;
+  // For kernels that combine partials themselves (extend, MLA): how many partials of a work tile are stored. Zero before and
+  // after the launch.
+  int32_t *counters;
 };
 
-// Addresses for cudaLaunchKernel, null if this build leaves them out. `shape` indexes kShapes.
+// Addresses for cudaLaunchKernel, null if this build leaves the kernels out. `shape` indexes kShapes.
 struct Kernels {
   const void *attention = nullptr;
-  const void *sum = nullptr;  // of parts (sums.cuh); null for kernels that leave none
+  const void *combine = nullptr;  // the combine kernel (combine.cuh); null for kernels that leave no partials
 };
 Kernels kernels(int shape, Dtype queries, Dtype keys);
 

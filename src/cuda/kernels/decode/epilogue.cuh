@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a piece: out of the groups of warps, summed, is the caller's if the piece is a whole item, else a part of one in the
-// workspace, which sums.cuh adds to the others.
+// Epilogue of the decode kernels. Out of the KV groups is summed. A work unit that is a whole work tile stores the final out
+// and lse; any other stores a split-KV partial into the workspace, which the combine kernel (combine.cuh) adds to the others.
 #pragma once
 
 #include <math_constants.h>
 
+#include "cuda/common/combine.cuh"
+#include "cuda/common/epilogue.cuh"
 #include "cuda/kernels/decode/cta.cuh"
 
 namespace fa::cuda::decode {
 
 template <class C>
-class Results : protected Block<C> {
+class Epilogue : protected Cta<C> {
  public:
-  using Base = Block<C>;
+  using Base = Cta<C>;
   using typename Base::Element;
-  static constexpr int kVectors = C::kD / 4;  // of four columns, in a row
-  using TheWork = Work<C, true>;
+  static constexpr int kVectors = C::kD / 4;  // vectors of four columns per row
+  using Scheduler = StreamKScheduler<C, true>;
 
   using Base::Base;
 
@@ -24,105 +26,69 @@ class Results : protected Block<C> {
   using Base::head_of;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::q_start_;
   using Base::rows_;
-  using Base::shared_out;
-  using Base::shared_sums;
+  using Base::smem_out;
+  using Base::smem_row_stats;
   using Base::token_of;
+  using Base::work_unit_;
 
-  // The piece's out, maxima and sums are in shared memory.
-  __device__ __forceinline__ void hand_over(const TheWork &work, int range) const {
-    if (piece_.whole()) {
-      store_whole();
+  // Stores the work unit's result. Out, maxima and row sums of all KV groups are in shared memory.
+  __device__ __forceinline__ void store_results(const Scheduler &scheduler, int partition) const {
+    if (work_unit_.whole()) {
+      store_final();
     } else {
-      store_part(TheWork::slot(a_, range, piece_.first == piece_.begin));
+      store_partials(Scheduler::slot(a_, partition, work_unit_.begin == work_unit_.tile_begin));
     }
-    if (piece_.first == piece_.begin) store_unused_rows();
+    if (work_unit_.begin == work_unit_.tile_begin) store_unused_rows();
   }
 
-  __device__ __forceinline__ void note_cut(const TheWork &work, int range, bool ends) const {
-    if (threadIdx.x > 0 || !work.is_noted(piece_, ends)) return;
-    Cut cut{};
-    cut.q_start = sequence_of(p_.q_lengths, opaque(piece_.batch)).start;
-    cut.head = this->head();
-    cut.first_row = this->first_row();
-    cut.rows = rows_;
-    work.note(cut, piece_, range);
+  __device__ __forceinline__ void publish_split_tile(const Scheduler &scheduler, int partition, bool ends_partition) const {
+    if (threadIdx.x > 0 || !scheduler.publishes_tile(work_unit_, ends_partition)) return;
+    SplitTile tile{};
+    tile.q_start = sequence_of(p_.q_lengths, opaque(work_unit_.batch)).start;
+    tile.head = this->head();
+    tile.first_row = this->first_row();
+    tile.rows = rows_;
+    scheduler.publish_tile(tile, work_unit_, partition);
   }
 
-  // f(row, vector, x, sums): four columns of a row, over all groups of warps, and the row's maximum and sum.
+  // Calls f(row, vector, x, stats) for every four columns x of out, summed over the KV groups; stats are the row's maximum and
+  // row sum.
   template <typename F>
-  __device__ __forceinline__ void each_vector(F f) const {
-    const int count = rows_ * kVectors;
+  __device__ __forceinline__ void for_each_out_vector(F f) const {
+    const int num_vectors = rows_ * kVectors;
 #pragma unroll(C::kD > 128 ? 1 : 2)
-    for (int n = opaque(threadIdx.x); n < count; n += C::kThreads) {
+    for (int n = opaque(threadIdx.x); n < num_vectors; n += C::kThreads) {
       const int row = n / kVectors, vector = n % kVectors;
-      float2 sums[C::kKeyWarps];
-      float top = -1e30f;
+      float2 stats[C::kKvGroups];
+      float row_max = -1e30f;
 #pragma unroll
-      for (int w = 0; w < C::kKeyWarps; ++w) {
-        sums[w] = ld_shared_float2(shared_sums(w, row));
-        top = fmaxf(top, sums[w].x);
+      for (int w = 0; w < C::kKvGroups; ++w) {
+        stats[w] = ld_shared_float2(smem_row_stats(w, row));
+        row_max = fmaxf(row_max, stats[w].x);
       }
       float sum = 0.f;
       float4 x{0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int w = 0; w < C::kKeyWarps; ++w) {
-        const float factor = exp2_approx(sums[w].x - top);
-        sum = fmaf(sums[w].y, factor, sum);
-        add(x, factor, ld_shared_float4(shared_out(w, row, vector / 2) + vector % 2 * 16));
+      for (int w = 0; w < C::kKvGroups; ++w) {
+        const float factor = exp2_approx(stats[w].x - row_max);
+        sum = fmaf(stats[w].y, factor, sum);
+        add_scaled(x, factor, ld_shared_float4(smem_out(w, row, vector / 2) + vector % 2 * 16));
       }
-      f(row, vector, x, float2{top, sum});
+      f(row, vector, x, float2{row_max, sum});
     }
   }
 
-  static __device__ __forceinline__ void add(float4 &x, float factor, const float4 &y) {
-    x.x = fmaf(factor, y.x, x.x);
-    x.y = fmaf(factor, y.y, x.y);
-    x.z = fmaf(factor, y.z, x.z);
-    x.w = fmaf(factor, y.w, x.w);
+  __device__ __forceinline__ RowResult finalize(int row, float2 stats) const {
+    return finalize_row(stats.x, stats.y, sink_of(p_, head_of(row)));
   }
 
-  // Adds kCount of them to x, whose maximum and sum are `sums`, in their order.
-  template <int kCount>
-  static __device__ __forceinline__ void add_all(float4 &x, float2 &sums, const float4 (&its)[kCount],
-                                                 const float2 (&its_sums)[kCount]) {
-    float top = sums.x;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) top = fmaxf(top, its_sums[n].x);
-    const float before = exp2_approx(sums.x - top);
-    x = {x.x * before, x.y * before, x.z * before, x.w * before};
-    sums = {top, sums.y * before};
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      const float weight = exp2_approx(its_sums[n].x - top);
-      sums.y = fmaf(weight, its_sums[n].y, sums.y);
-      add(x, weight, its[n]);
-    }
-  }
-
-  // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
-  struct Closing {
-    float factor, lse;
-  };
-  __device__ __forceinline__ Closing close(int row, float2 sums) const {
-    float factor = 1.f;
-    if (p_.sink != nullptr) {
-      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, raised = fmaxf(sums.x, sink);
-      factor = exp2_approx(sums.x - raised);
-      sums = {raised, sums.y * factor + exp2_approx(sink - raised)};
-    }
-    // The sum is NaN when a visible score is; then out is NaN too.
-    if (sums.y == 0.f) return {0.f, -CUDART_INF_F};
-    return {factor / sums.y, (sums.x + log2f(sums.y)) * kLn2};
-  }
-
-  __device__ __forceinline__ void store_whole() const {
-    each_vector([&](int row, int vector, const float4 &x, float2 sums) {
-      const Closing closing = close(row, sums);
-      if (vector == 0) store_lse(row, closing.lse);
-      store_out(row, vector, x, closing.factor);
+  __device__ __forceinline__ void store_final() const {
+    for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      const RowResult result = finalize(row, stats);
+      if (vector == 0) store_lse(row, result.lse);
+      store_out(row, vector, x, result.factor);
     });
   }
 
@@ -151,29 +117,25 @@ class Results : protected Block<C> {
   }
 
   __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return p_.lse.data + piece_.batch * p_.lse.batch_stride + head * p_.lse.head_stride +
-           (q_start_ + token) * p_.lse.seq_stride;
+    return row_of_tensor(p_.lse, work_unit_.batch, q_start_ + token, head);
   }
   __device__ __forceinline__ Element *out_at(int token, int head) const {
-    return static_cast<Element *>(p_.out.data) + piece_.batch * p_.out.batch_stride + (q_start_ + token) * p_.out.seq_stride +
-           head * p_.out.head_stride;
+    return row_of_tensor<Element>(p_.out, work_unit_.batch, q_start_ + token, head);
   }
 
-  // Rows of the sequence that are not used: out = 0, lse = -inf.
+  // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(piece_.batch)).slot) * this->group_heads();
-    if constexpr (C::kRowBlocks) end = min(end - this->first_row(), C::kRows);
+    int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(work_unit_.batch)).slot) * this->group_heads();
+    if constexpr (C::kHasRowBlocks) end = min(end - this->first_row(), C::kRows);
     for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
       const int token = token_of(row), head = head_of(row);
-      const int lane = opaque(lane_);
-      if (p_.lse.data != nullptr && lane == 0) *lse_at(token, head) = -CUDART_INF_F;
-      auto *dst = reinterpret_cast<unsigned short *>(out_at(token, head));
-      for (int column = lane; column < p_.head_dim_v; column += 32) dst[column] = 0;
+      store_zero_row(out_at(token, head), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(token, head) : nullptr, -CUDART_INF_F,
+                     opaque(lane_));
     }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Items in parts
+  // Split-KV partials
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ float4 *partial_out(int slot, int row) const {
@@ -183,9 +145,9 @@ class Results : protected Block<C> {
     return a_.partial_stats + int64_t{slot} * C::kRows + row;
   }
 
-  __device__ __forceinline__ void store_part(int slot) const {
-    each_vector([&](int row, int vector, const float4 &x, float2 sums) {
-      if (vector == 0) *partial_stats(slot, row) = sums;
+  __device__ __forceinline__ void store_partials(int slot) const {
+    for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      if (vector == 0) *partial_stats(slot, row) = stats;
       partial_out(slot, row)[vector] = x;
     });
   }

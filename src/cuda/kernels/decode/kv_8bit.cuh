@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of one warp whose right operand is a tile of bytes, e4m3 or int8, widened to fp16 on the way from shared memory to the tensor
-// cores. fp16 holds every number of both exactly.
+// MMA of one warp whose right operand is a tile of 8-bit KV, e4m3 or int8. The tile is widened to fp16 between shared memory
+// and the tensor cores. fp16 represents every number of both formats exactly.
 //
-// ldmatrix moves pairs of bytes as if they were one element, so columns of the products come in another order:
+// ldmatrix moves pairs of bytes as if they were one 16-bit element, so the columns arrive in another order (g = lane / 4, q =
+// lane % 4):
 //
-//   S = Q K^T   a lane gets columns 4 q .. 4 q + 3 of a key where it would get 2 q, 2 q + 1 and 8 more: Q's columns are put into that order
-//               (prepare_queries), and a sum does not mind
-//   out += P V  transposed, a lane gets columns 2 g and 2 g + 1 of two keys: tile 2 c of out has the even columns of 16 c .. 16 c + 15, tile
-//               2 c + 1 the odd ones, and a lane four neighbours, 16 c + 4 q .. 16 c + 4 q + 3      (g = lane / 4, q = lane % 4)
+//   S = Q K^T   A lane gets columns 4 q .. 4 q + 3 of a key where 16-bit elements would give it 2 q, 2 q + 1, 2 q + 8 and
+//               2 q + 9. prepare_q puts the columns of Q into the same order; a dot product does not depend on it.
+//   out += P V  Loaded transposed, a lane gets columns 2 g and 2 g + 1 of two keys. MMA tile 2 c of out therefore has the
+//               even columns of 16 c .. 16 c + 15 and tile 2 c + 1 the odd ones. Over both tiles a lane has four
+//               neighbours, 16 c + 4 q .. 16 c + 4 q + 3.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -18,29 +20,30 @@
 
 namespace fa::cuda::decode {
 
-// The factor of all keys or values of a head; 1 if each has its own.
-__device__ __forceinline__ float only_factor(const Descale &d, int batch, int head) {
+// The descale of all keys or of all values of a head; 1 if each row has its own.
+__device__ __forceinline__ float head_descale(const Descale &d, int batch, int head) {
   const Operand &f = d.factors;
   if (f.data == nullptr || d.per_row) return 1.f;
   return static_cast<const float *>(f.data)[batch * f.batch_stride + head * f.head_stride];
 }
 
-// Four bytes as two pairs of fp16.
-struct Pairs {
+// Four bytes, widened to two pairs of fp16.
+struct HalfPairs {
   uint32_t first, second;
 };
 
-// Bytes kA and kB of x.
+// Widens bytes kA and kB of x.
 template <Format kFormat, int kA, int kB>
-__device__ __forceinline__ uint32_t widen_two(uint32_t x) {
+__device__ __forceinline__ uint32_t widen_byte_pair(uint32_t x) {
   if constexpr (kFormat == Format::i8) {
-    // Below the bits of 1024, 128 more than the number; x comes with its top bits turned.
+    // The byte, with its sign bit flipped, becomes the low mantissa bits of 1024: the number is 1024 + 128 + x.
     const uint32_t bits = __byte_perm(x, 0x64646464u, kA | 0x40 | kB << 8 | 0x4000);
     uint32_t y;
     asm("sub.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(bits), "r"(0x64806480u));
     return y;
   } else {
-    // Sign, then exponent and fraction one bit lower than in the byte above: 2^-8 of the number. What would be 480 is NaN.
+    // The sign stays; exponent and mantissa move one bit down from the upper byte. That is 2^-8 times the number, except that
+    // what would be 480 is NaN.
     const uint32_t bits = __byte_perm(x, 0, 0x0404 | kA << 4 | kB << 12), magnitude = bits >> 1 & 0x3F803F80u;
     uint32_t y, nan;
     asm("mul.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(magnitude | (bits & 0x80008000u)), "r"(0x5C005C00u));
@@ -50,9 +53,9 @@ __device__ __forceinline__ uint32_t widen_two(uint32_t x) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// The two e4m3 of each half of x.
-__device__ __forceinline__ Pairs widen_e4m3(uint32_t x) {
-  Pairs y;
+// The two e4m3 numbers of each half of x.
+__device__ __forceinline__ HalfPairs widen_e4m3(uint32_t x) {
+  HalfPairs y;
   asm("{\n.reg .b16 low, high;\n"
       "mov.b32 {low, high}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, low;\n"
@@ -64,56 +67,57 @@ __device__ __forceinline__ Pairs widen_e4m3(uint32_t x) {
 #endif
 
 template <Format kFormat>
-__device__ __forceinline__ uint32_t prepared(uint32_t x) {
+__device__ __forceinline__ uint32_t flip_i8_sign(uint32_t x) {
   return kFormat == Format::i8 ? x ^ 0x80808080u : x;
 }
 
-// Bytes 0, 1 and 2, 3.
+// Widens bytes 0, 1 and bytes 2, 3.
 template <Format kFormat>
-__device__ __forceinline__ Pairs widen_neighbours(uint32_t x) {
+__device__ __forceinline__ HalfPairs widen_adjacent(uint32_t x) {
 #if __CUDA_ARCH__ >= 890
   if constexpr (kFormat == Format::e4m3) return widen_e4m3(x);
 #endif
-  const uint32_t y = prepared<kFormat>(x);
-  return {widen_two<kFormat, 0, 1>(y), widen_two<kFormat, 2, 3>(y)};
+  const uint32_t y = flip_i8_sign<kFormat>(x);
+  return {widen_byte_pair<kFormat, 0, 1>(y), widen_byte_pair<kFormat, 2, 3>(y)};
 }
 
-// Bytes 0, 2 and 1, 3.
+// Widens bytes 0, 2 and bytes 1, 3.
 template <Format kFormat>
-__device__ __forceinline__ Pairs widen_alternate(uint32_t x) {
+__device__ __forceinline__ HalfPairs widen_even_odd(uint32_t x) {
 #if __CUDA_ARCH__ >= 890
   if constexpr (kFormat == Format::e4m3) return widen_e4m3(__byte_perm(x, 0, 0x3120));
 #endif
-  const uint32_t y = prepared<kFormat>(x);
-  return {widen_two<kFormat, 0, 2>(y), widen_two<kFormat, 1, 3>(y)};
+  const uint32_t y = flip_i8_sign<kFormat>(x);
+  return {widen_byte_pair<kFormat, 0, 2>(y), widen_byte_pair<kFormat, 1, 3>(y)};
 }
 
-// bf16 in fp16: a row is multiplied by a power of two of its own, so that its largest finite number is near the top of fp16. From the
-// larger ones of the exponents' bits of all its numbers, in place, as top_exponent finds them two at a time.
-__device__ __forceinline__ uint32_t top_exponent(uint32_t top, uint32_t pair) {
+// Queries in bf16 become fp16: a row is multiplied by a power of two of its own, so that its largest finite number is near the
+// top of the fp16 range. max_exponent finds the largest exponent bits of a row, without Inf and NaN, two elements at a time and
+// in place.
+__device__ __forceinline__ uint32_t max_exponent(uint32_t top, uint32_t pair) {
   constexpr uint32_t kInf = 0x7F80;
   const uint32_t low = pair & kInf, high = pair >> 16 & kInf;
   if (low != kInf) top = max(top, low);
   if (high != kInf) top = max(top, high);
   return top;
 }
-struct Raising {
-  float factor, undone;
+struct Bf16ToFp16 {
+  float factor, inverse;
 
-  __device__ __forceinline__ explicit Raising(uint32_t top) {
+  __device__ __forceinline__ explicit Bf16ToFp16(uint32_t top) {
     const uint32_t exponent = max(top >> 7, 15u);
     factor = __uint_as_float((268 - exponent) << 23);  // to 2^14
-    undone = __uint_as_float((exponent - 14) << 23);
+    inverse = __uint_as_float((exponent - 14) << 23);
   }
-  __device__ __forceinline__ uint32_t of(uint32_t pair) const {
+  __device__ __forceinline__ uint32_t convert(uint32_t pair) const {
     return pack2<__half>(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xFFFF0000u) * factor);
   }
 };
 
-// Makes of a tile of 16-bit queries the left operand of multiply_transposed_bytes: fp16, the pairs of each 16 columns in the order 0 2 4 6
-// 1 3 5 7. scales[row] is what makes up for raising bf16, times key_factor.
+// Converts a tile of 16-bit queries, in place, to the left operand of mma_nt_8bit: fp16, with the pairs of each 16 columns in
+// the order 0 2 4 6 1 3 5 7. scales[row] becomes the inverse of the row's power of two, times k_descale.
 template <int kRows, int kD, int kThreads>
-__device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, bool bf16, float key_factor) {
+__device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool bf16, float k_descale) {
   constexpr int kBlocks = kD / 16;
   static_assert(kRows * kBlocks % 32 == 0 && 32 % kBlocks == 0);
 #pragma unroll 1
@@ -126,21 +130,21 @@ __device__ __forceinline__ void prepare_queries(uint32_t tile, uint32_t scales, 
     if (bf16) {
       uint32_t top = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) top = top_exponent(top, x[i]);
+      for (int i = 0; i < 8; ++i) top = max_exponent(top, x[i]);
 #pragma unroll
       for (int distance = 1; distance < kBlocks; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
-      const Raising raising(top);
-      scale = raising.undone;
+      const Bf16ToFp16 conversion(top);
+      scale = conversion.inverse;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = raising.of(x[i]);
+      for (int i = 0; i < 8; ++i) x[i] = conversion.convert(x[i]);
     }
     st_shared_16(first, x[0], x[2], x[4], x[6]);
     st_shared_16(second, x[1], x[3], x[5], x[7]);
-    if (block == 0) st_shared_float(scales + row * 4, scale * key_factor);
+    if (block == 0) st_shared_float(scales + row * 4, scale * k_descale);
   }
 }
 
-// acc = A B^T, A: kMt * 16 rows from `first_row` of `a_tile`, as prepare_queries leaves them, B: kNt * 8 rows of kD bytes.
+// acc = A B^T. A: kMt * 16 rows of `a_tile` from `first_row` on, as prepare_q leaves them. B: kNt * 8 rows of kD bytes.
 template <Format kFormat, int kD, int kMt, int kNt>
 __device__ __forceinline__ void mma_nt_8bit(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile) {
   constexpr int kPieces = kNt / 2, kSteps = kD / 32, kAPitch = kD * 2, kPitch = kD;
@@ -167,14 +171,14 @@ __device__ __forceinline__ void mma_nt_8bit(Accumulator<kMt, kNt> &acc, uint32_t
     if (half == 0 && step + 1 < kSteps) load_b(step + 1);
 #pragma unroll
     for (int j = 0; j < kNt; ++j) {
-      const Pairs k = widen_neighbours<kFormat>(bf[step & 1][j / 2][j % 2 * 2 + half]);
+      const HalfPairs k = widen_adjacent<kFormat>(bf[step & 1][j / 2][j % 2 * 2 + half]);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) mma_16816<__half>(acc[i][j], af[n & 1][i], k.first, k.second);
     }
   }
 }
 
-// acc += W T: T has kKSteps * 16 rows of kNt * 8 bytes.
+// acc += P T. T has kKSteps * 16 rows of kNt * 8 bytes.
 template <Format kFormat, int kMt, int kKSteps, int kNt>
 __device__ __forceinline__ void mma_rs_8bit(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w, uint32_t tile) {
   constexpr int kPitch = kNt * 8, kColumnSteps = kNt / 4, kSteps = kKSteps * kColumnSteps;
@@ -191,7 +195,8 @@ __device__ __forceinline__ void mma_rs_8bit(Accumulator<kMt, kNt> &acc, const PF
     const int k = n / kColumnSteps, d = n % kColumnSteps * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Pairs low = widen_alternate<kFormat>(tf[n & 1][2 * half]), high = widen_alternate<kFormat>(tf[n & 1][2 * half + 1]);
+      const HalfPairs low = widen_even_odd<kFormat>(tf[n & 1][2 * half]),
+                      high = widen_even_odd<kFormat>(tf[n & 1][2 * half + 1]);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) {
         mma_16816<__half>(acc[i][d + 2 * half], w[i][k], low.first, high.first);
@@ -201,20 +206,20 @@ __device__ __forceinline__ void mma_rs_8bit(Accumulator<kMt, kNt> &acc, const PF
   }
 }
 
-// The same over the weights that are not masked, one row of the tile at a time.
+// NaN-safe acc += P T: skips masked elements of P, one row of T at a time.
 template <Format kFormat, int kMt, int kKSteps, int kNt>
 __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc, const PFragment<kMt, kKSteps> &w,
                                                      uint32_t tile) {
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
   for (int row = 0; row < kKSteps * 16; ++row) {
-    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds this column's weights
+    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds P of this row of T
     uint32_t bits[kMt][2];
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // Sums of what a comparison leaves: an index would put the weights into local memory.
+        // Selects by masks: a computed index would put P into local memory.
         uint32_t pair = 0;
 #pragma unroll
         for (int n = 0; n < 2 * kKSteps; ++n) pair |= w[i][n / 2][n % 2 * 2 + r] & (row >> 3 == n ? ~0u : 0u);
@@ -223,7 +228,7 @@ __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc,
       }
 #pragma unroll
     for (int c = 0; c < kNt / 2; ++c) {
-      const Pairs v = widen_alternate<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));
+      const HalfPairs v = widen_even_odd<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
@@ -239,28 +244,29 @@ __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc,
   }
 }
 
-// What values may be multiplied by, each of its own or all of a head by one. Near: to each other, as top_factor() finds, so that weights are
-// multiples of exponentials.
-enum class Factors { none, near, any };
+// How the descales of values enter P. none: there is one per head, applied to out at the end. similar: the descales of the tile
+// are close to each other (similar_descale_max), so P is the exponential times the descale. per_key: any descales, so P is an
+// exponential of S + log2(descale).
+enum class DescaleMode { none, similar, per_key };
 
-// The bits of the largest magnitude of a tile's factors if the others, except zeros, are at least about a sixteenth of it; else 0. A power of
-// two above all of them is then good enough for a unit. Rows have no part in it.
-template <int kKeys>
-__device__ __forceinline__ uint32_t top_factor(uint32_t factors, int lane) {
+// The bits of the tile's largest descale, by magnitude, if all others but zeros are at least about a sixteenth of it; else 0. A
+// power of two above all of them then serves as the reference of P. It depends on the tile's keys alone, not on rows.
+template <int kKvTile>
+__device__ __forceinline__ uint32_t similar_descale_max(uint32_t factors, int lane) {
   constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
-  const uint32_t bits = ld_shared_4(factors + lane % kKeys * 4) & 0x7FFFFFFFu;
+  const uint32_t bits = ld_shared_4(factors + lane % kKvTile * 4) & 0x7FFFFFFFu;
   const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
   return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
 }
 // The exponent of a power of two above it.
-__device__ __forceinline__ float power_above(uint32_t top) { return static_cast<float>(static_cast<int>(top >> 23) - 126); }
+__device__ __forceinline__ float exponent_above(uint32_t top) { return static_cast<float>(static_cast<int>(top >> 23) - 126); }
 
-// Whether this lane's share of a tile that its warp has waited for holds NaN. int8 has none.
+// Whether this lane's part of a tile holds NaN. Int8 has no NaN.
 template <Format kFormat, int kBytes>
 __device__ __forceinline__ bool tile_has_nan(uint32_t tile, int lane) {
   if constexpr (kFormat == Format::i8) return false;
   constexpr uint32_t kMagnitude = 0x7F7F7F7Fu;
-  uint32_t found = 0;  // in the top bits of bytes: those whose magnitude has all bits
+  uint32_t found = 0;  // the top bit of a byte is set where all magnitude bits of the element are
 #pragma unroll 4
   for (int at = lane * 16; at < kBytes; at += 32 * 16) {
     const uint4 x = ld_shared_16(tile + at);

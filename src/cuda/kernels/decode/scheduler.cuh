@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pieces of work for kernels whose warps have roles: the warps that fetch walk over the pieces of their block of threads, and one of them
-// writes plans, by which the warps that multiply know what the keys that come are for. The cut's arithmetic in all warps would cost
-// registers and code.
+// Work scheduler for kernels with producer and consumer warps. The producer warps walk over the work units of their CTA. One of
+// them also writes a work descriptor for each unit into shared memory, from which the consumer warps know what the KV tiles
+// that arrive belong to. Computing the stream-K split in every warp would cost registers and code.
 #pragma once
 
 #include "cuda/common/pipeline.cuh"
@@ -9,91 +9,95 @@
 
 namespace fa::cuda::decode {
 
-// A piece of work: a block of rows and some of the keys it sees. What kernels' plans have in common.
-struct RowsAndKeys {
-  int64_t q_start;  // as Sequence
-  int batch;        // < 0: no more pieces
-  int head, row0;   // rows count from row0 on, the block's first in the sequence
-  int rows;         // that are used; further ones up to end_row, if any, are the block's to clear
+// A work unit as the consumers see it: a block of rows and a range of the keys it sees. Kernels derive their own descriptors
+// from this one.
+struct WorkDescriptor {
+  int64_t q_start;  // as in Sequence
+  int batch;        // negative: there are no more work units
+  int head, row0;   // row0: the block's first row within the sequence; rows below count from it
+  int rows;         // rows with queries; the CTA also clears rows [rows, end_row), which have none
   int end_row;
   int tokens, seqlen_k;
-  int tile, end_tile;  // of keys
-  Keys interior;       // that all tokens of the block see
-  bool several;        // tokens
-  bool part;           // the item goes on behind it
+  int kv_tile, kv_tile_end;  // KV tiles [kv_tile, kv_tile_end)
+  Keys interior;             // the keys that all tokens of the block see
+  bool several_tokens;       // the rows belong to more than one token
+  bool tile_continues;       // the work tile continues in the next partition
 };
 
-// BlockOfThreads has Config, a_ (decode::Params with blocks_of_head), p_, lane_, and two places for plans: barriers planned(n) and done(n),
-// and plan(n).
-template <class BlockOfThreads>
-class Planner : protected BlockOfThreads {
+// CtaState provides Config, a_ (decode::Params with row_blocks_divisor), p_ (Problem), lane_, and a two-stage pipeline of
+// descriptors: barriers work_full(n) and work_empty(n), and descriptor(n).
+template <class CtaState>
+class WorkScheduler : protected CtaState {
  public:
-  using C = typename BlockOfThreads::Config;
+  using C = typename CtaState::Config;
 
-  using BlockOfThreads::BlockOfThreads;
+  using CtaState::CtaState;
 
  protected:
-  using BlockOfThreads::a_;
-  using BlockOfThreads::lane_;
-  using BlockOfThreads::p_;
+  using CtaState::a_;
+  using CtaState::lane_;
+  using CtaState::p_;
 
   static __device__ __forceinline__ int uniform_int(int x) { return static_cast<int>(uniform(x)); }
 
-  // f(range) for every piece of this block's range of work, which is set. The end of an item that earlier ranges have begun comes last: its
-  // other parts are there by then, for those ranges work on them first.
-  template <class TheWork, typename F>
-  __device__ __forceinline__ void each_piece(TheWork &work, F f) {
-    const int range = static_cast<int>(blockIdx.x >> work.coscheduled_log2());
-    if (range >= work.ranges()) return;
-    const int end = work.range_begin(range + 1);
-    int unit = work.range_begin(range), stop = end;
-    auto mark = work.mark();
-    if (const Piece first = work.at(unit, end); first.first != first.begin) unit = stop = first.last;
+  // Calls f(partition) for every work unit of this CTA's partition, which is then the current one. A unit that ends a work tile
+  // begun by earlier partitions comes last: those partitions process their parts of the tile first, so the partials are there
+  // by then.
+  template <class Scheduler, typename F>
+  __device__ __forceinline__ void for_each_work_unit(Scheduler &scheduler, F f) {
+    const int partition = static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2());
+    if (partition >= scheduler.partitions()) return;
+    const int end = scheduler.partition_begin(partition + 1);
+    int iteration = scheduler.partition_begin(partition), stop = end;
+    auto position = scheduler.position();
+    if (const WorkUnit first = scheduler.at(iteration, end); first.begin != first.tile_begin) iteration = stop = first.end;
 #pragma unroll 1
     do {
-      if (unit == end) {
-        unit = work.range_begin(range);
-        mark = {0, 0};
+      if (iteration == end) {
+        iteration = scheduler.partition_begin(partition);
+        position = {0, 0};
       }
-      work.back_to(mark);
-      set_piece(work.at(unit, end));
-      mark = work.mark();
-      f(range);
-      unit = piece_.last;
-    } while (unit != stop);
+      scheduler.seek(position);
+      set_work_unit(scheduler.at(iteration, end));
+      position = scheduler.position();
+      f(partition);
+      iteration = work_unit_.end;
+    } while (iteration != stop);
   }
 
-  // The place for the plan of piece n of the block: whether it is free, and until it is.
-  __device__ __forceinline__ bool has_place(uint32_t n) const {
-    return mbarrier_test_wait(this->done(n & 1), (n >> 1 & 1) ^ 1);
+  // The pipeline stage for the descriptor of the CTA's n-th work unit: whether it is free, and a wait until it is.
+  __device__ __forceinline__ bool is_descriptor_free(uint32_t n) const {
+    return mbarrier_test_wait(this->work_empty(n & 1), (n >> 1 & 1) ^ 1);
   }
-  __device__ __forceinline__ void await_place(uint32_t n) const { mbarrier_wait(this->done(n & 1), (n >> 1 & 1) ^ 1); }
-  __device__ __forceinline__ void describe(RowsAndKeys &plan) const {
-    plan.q_start = q_start_;
-    plan.batch = piece_.batch;
-    plan.head = head_;
-    plan.row0 = row0_;
-    plan.rows = rows_;
-    plan.end_row = piece_.first == piece_.begin ? end_row_ : 0;
-    plan.tokens = tokens_;
-    plan.seqlen_k = seqlen_k_;
-    plan.tile = tile_;
-    plan.end_tile = end_tile_;
-    // What only the plan tells is worked out here: registers are for those who fetch.
-    plan.interior = {0, 0};
-    plan.several = false;
+  __device__ __forceinline__ void wait_descriptor_free(uint32_t n) const {
+    mbarrier_wait(this->work_empty(n & 1), (n >> 1 & 1) ^ 1);
+  }
+  __device__ __forceinline__ void fill_descriptor(WorkDescriptor &descriptor) const {
+    descriptor.q_start = q_start_;
+    descriptor.batch = work_unit_.batch;
+    descriptor.head = head_;
+    descriptor.row0 = row0_;
+    descriptor.rows = rows_;
+    descriptor.end_row = work_unit_.begin == work_unit_.tile_begin ? end_row_ : 0;
+    descriptor.tokens = tokens_;
+    descriptor.seqlen_k = seqlen_k_;
+    descriptor.kv_tile = kv_tile_;
+    descriptor.kv_tile_end = kv_tile_end_;
+    // Values that only the descriptor needs are computed here: the producer's registers are scarce.
+    descriptor.interior = {0, 0};
+    descriptor.several_tokens = false;
     if (rows_ > 0) {
       const Keys tokens = tokens_of_rows();
-      plan.interior = diagonal().interior_keys(tokens);
-      plan.several = tokens.end - tokens.begin > 1;
+      descriptor.interior = diagonal().interior_keys(tokens);
+      descriptor.several_tokens = tokens.end - tokens.begin > 1;
     }
-    plan.part = piece_.last != piece_.end;
+    descriptor.tile_continues = work_unit_.end != work_unit_.tile_end;
   }
-  __device__ __forceinline__ void write_end(uint32_t n) const {
-    await_place(n);
+  __device__ __forceinline__ void write_end_of_work(uint32_t n) const {
+    wait_descriptor_free(n);
     if (lane_ == 0) {
-      this->plan(n & 1).batch = -1;
-      mbarrier_arrive(this->planned(n & 1));
+      this->descriptor(n & 1).batch = -1;
+      mbarrier_arrive(this->work_full(n & 1));
     }
   }
 
@@ -102,20 +106,21 @@ class Planner : protected BlockOfThreads {
   __device__ __forceinline__ Keys tokens_of_rows() const { return {token_of(0), token_of(rows_ - 1) + 1}; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, tokens_, seqlen_k_}; }
 
-  __device__ __forceinline__ void set_piece(const Piece &piece) {
+  __device__ __forceinline__ void set_work_unit(const WorkUnit &work_unit) {
     const int group_heads = static_cast<int>(a_.group.value);
-    piece_ = piece;
-    head_ = uniform_int(a_.blocks_of_head.quotient(piece.head));
-    const int block = row_block_of<C::kTurns>(uniform_int(a_.blocks_of_head.remainder(piece.head)), a_.row_blocks);
-    row0_ = block * C::kRows;
-    const Sequence q = sequence_of(p_.q_lengths, piece.batch), k = sequence_of(p_.k_lengths, piece.batch);
+    work_unit_ = work_unit;
+    head_ = uniform_int(a_.row_blocks_divisor.quotient(work_unit.tile));
+    const int row_block =
+        row_block_of<C::kInterleaveRowBlocks>(uniform_int(a_.row_blocks_divisor.remainder(work_unit.tile)), a_.row_blocks);
+    row0_ = row_block * C::kRows;
+    const Sequence q = sequence_of(p_.q_lengths, work_unit.batch), k = sequence_of(p_.k_lengths, work_unit.batch);
     q_start_ = q.start;
     k_start_ = k.start;
     tokens_ = uniform_int(static_cast<int>(q.len));
     rows_ = uniform_int(min(tokens_ * group_heads - row0_, C::kRows));
-    // The last block also owns what the sequence's rows hold beyond all blocks.
+    // The last row block also clears the rows beyond all blocks.
     const int all_rows = uniform_int(static_cast<int>(q.slot) * group_heads - row0_);
-    end_row_ = block == a_.row_blocks - 1 ? all_rows : min(all_rows, C::kRows);
+    end_row_ = row_block == a_.row_blocks - 1 ? all_rows : min(all_rows, C::kRows);
     seqlen_k_ = uniform_int(static_cast<int>(k.len));
 
     keys_ = Keys{0, 0};
@@ -123,18 +128,19 @@ class Planner : protected BlockOfThreads {
       const Keys seen = diagonal().visible_keys(tokens_of_rows());
       keys_ = {uniform_int(seen.begin), uniform_int(seen.end)};
     }
-    tile_ = max(piece.first_step, keys_.begin / C::kStep);
-    end_tile_ = keys_.empty() ? tile_ : min(piece.first_step + piece.steps, (keys_.end + C::kStep - 1) / C::kStep);
+    kv_tile_ = max(work_unit.first_step, keys_.begin / C::kKvStep);
+    kv_tile_end_ =
+        keys_.empty() ? kv_tile_ : min(work_unit.first_step + work_unit.steps, (keys_.end + C::kKvStep - 1) / C::kKvStep);
   }
 
  protected:
-  // The piece at hand, as Plan.
-  Piece piece_;
+  // The current work unit, as in WorkDescriptor.
+  WorkUnit work_unit_;
   int64_t q_start_, k_start_;
   int head_, row0_, rows_, end_row_;
   int tokens_, seqlen_k_;
-  Keys keys_;  // that some of its tokens see
-  int tile_, end_tile_;
+  Keys keys_;  // that some token of the block sees
+  int kv_tile_, kv_tile_end_;
 };
 
 }  // namespace fa::cuda::decode

@@ -1,14 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who does what: the work of a launch as a line of units, cut into ranges. Lengths are read here, on the device, so that the cut follows
-// them and not the bounds that the host knows.
+// Stream-K scheduler of the decode, extend and MLA kernels. It splits the work of a launch into partitions on the device, from
+// the sequence lengths in device memory: the split follows the true lengths and not the bounds that the host knows.
 //
-// A unit is some steps of a block of threads over the keys of one item: a head of keys of one sequence, or a block of its rows. Units lie in order of sequence,
-// head and keys. Ranges are either even shares of all units, one step each, which may begin and
-// end inside an item; or single units, of a size that depends on the item's own sequence alone. A block of threads takes ranges in turn;
-// what an item gets from several ranges meets in the workspace. Where neighbouring heads are walked over side by side
-// (Params::abreast_log2), an item is so many of them, and a range has a block of threads for each.
+//   work tile   one KV head of one sequence, or one block of rows of it
+//   KV step     C::kKvStep keys: what a CTA consumes in one pass of its main loop
+//   iteration   the granule of the split. With stream-K partitions an iteration is one KV step. With a fixed number of splits
+//               an iteration is one split of a work tile: several KV steps, as many as the tile's own sequence asks for
+//   partition   a contiguous run of iterations that one CTA processes. With stream-K all partitions have the same number of
+//               iterations, give or take one, and may begin and end inside a work tile. With fixed splits a partition is one
+//               iteration
+//   work unit   the part of one work tile that lies in one partition
 //
-// Every warp of a block works this out for itself, a lane a sequence.
+// Iterations are numbered over the whole launch: by sequence, then by work tile, then by key. A CTA takes partitions in turn.
+// Work tiles that span several partitions leave split-KV partials in the workspace. With co-scheduled KV heads
+// (Params::coscheduled_log2) a work tile stands for 2^coscheduled_log2 neighbouring heads, and each partition has one CTA for
+// each of these heads.
+//
+// Every warp computes the split for itself; each lane holds one sequence.
 #pragma once
 
 #include "core/mask.h"
@@ -19,182 +27,192 @@ namespace fa::cuda::decode {
 
 using Keys = RangeOf<int32_t>;
 
-// Whether the host knows all lengths: nothing of them is read from memory.
+// Whether the host knows all lengths. Then no length is read from device memory.
 __device__ __forceinline__ bool lengths_known(const Problem &p) {
   const Lengths &q = p.q_lengths, &k = p.k_lengths;
   return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr;
 }
 
-struct SequenceWork {
-  int units;  // of all its items
-  int item_units, unit_steps;
-  int first_step, steps;  // over the keys that some token sees; at least one step, perhaps without keys
+struct SequenceTiles {
+  int iterations;  // iterations of all its work tiles
+  int tile_iterations, steps_per_iteration;
+  int first_step, steps;  // KV steps over the keys that some token sees; at least one step, which may have no keys
 };
 
-// The block of rows that an item of a head stands for. With kTurns first and last blocks take turns: under a causal mask they do little and
-// much, and a share of the work shall have both.
-template <bool kTurns>
-__device__ __forceinline__ int row_block_of(int item, int row_blocks) {
-  return !kTurns ? item : item % 2 == 0 ? item / 2 : row_blocks - 1 - item / 2;
+// The row block of the `index`-th work tile of a head. With kInterleaveRowBlocks the first and the last row blocks alternate:
+// under a causal mask the first have little work and the last have much, so a partition gets some of both.
+template <bool kInterleaveRowBlocks>
+__device__ __forceinline__ int row_block_of(int index, int row_blocks) {
+  return !kInterleaveRowBlocks ? index : index % 2 == 0 ? index / 2 : row_blocks - 1 - index / 2;
 }
 
-// The part of an item that lies in one range.
-struct Piece {
-  int batch, head;  // the item's number in its sequence, which is the head where rows are not cut
-  int begin, end;   // units of the whole item, counted over all work
-  int first, last;  // those in the range
+// The part of one work tile that lies in one partition.
+struct WorkUnit {
+  int batch, tile;           // `tile`: the work tile's number within its sequence; equal to the head where rows are not blocked
+  int tile_begin, tile_end;  // iterations of the whole work tile, numbered over the launch
+  int begin, end;            // the iterations among them that lie in the partition
   int first_step, steps;
 
-  __device__ __forceinline__ bool whole() const { return first == begin && last == end; }
+  __device__ __forceinline__ bool whole() const { return begin == tile_begin && end == tile_end; }
 };
 
-// kForgets: what is asked for is worked out each time, and registers are for what comes between.
-template <class C, bool kForgets = false>
-class Work {
+// kRecompute: derived values are recomputed at each call instead of being held in registers across the main loop.
+template <class C, bool kRecompute = false>
+class StreamKScheduler {
  public:
-  __device__ __forceinline__ explicit Work(const Params &params) : a_(params) {
+  __device__ __forceinline__ explicit StreamKScheduler(const Params &params) : a_(params) {
     load(0, 0);
-    int units = chunk_end_;
-    for (int base = 32; base < batch(); base += 32) units += __reduce_add_sync(~0u, sequence(base + lane()).units);
-    units_ = uniform(units);
+    int iterations = window_end_;
+    for (int base = 32; base < batch(); base += 32) iterations += __reduce_add_sync(~0u, sequence(base + lane()).iterations);
+    iterations_ = uniform(iterations);
   }
 
   __device__ __forceinline__ int coscheduled_log2() const { return a_.coscheduled_log2; }
-  __device__ __forceinline__ int ranges() const { return ranges_of(units_); }
-  // In proportion: where as many ranges fall to every item, they begin and end with it.
-  __device__ __forceinline__ int range_begin(int range) const {
-    if (a_.pieces > 0) return range;
-    const int units = unknown_units(), all = ranges_of(units);
-    const int about = static_cast<int>(__fdividef(static_cast<float>(units), static_cast<float>(all))),
-              more = units - about * all;
-    return range * about + quotient(range * more, all);
+  __device__ __forceinline__ int partitions() const { return partitions_of(iterations_); }
+  // Partition p begins at iteration p * iterations / partitions. Where the number of tiles divides the number of partitions,
+  // partitions therefore begin and end with work tiles.
+  __device__ __forceinline__ int partition_begin(int partition) const {
+    if (a_.fixed_splits > 0) return partition;
+    const int iterations = num_iterations(), all = partitions_of(iterations);
+    const int quotient_estimate = static_cast<int>(__fdividef(static_cast<float>(iterations), static_cast<float>(all))),
+              remainder = iterations - quotient_estimate * all;
+    return partition * quotient_estimate + quotient(partition * remainder, all);
   }
-  __device__ __forceinline__ int range_of(int unit) const {
-    if (a_.pieces > 0) return unit;
-    const int units = unknown_units(), all = ranges_of(units);
-    // A little less than the quotient: the range, or the one before it.
-    const int range = static_cast<int>(
-        __fdividef(static_cast<float>(unit) * static_cast<float>(all), static_cast<float>(units)) * (1.f - 0x1p-20f));
-    return range + (range_begin(range + 1) <= unit);
+  __device__ __forceinline__ int partition_of(int iteration) const {
+    if (a_.fixed_splits > 0) return iteration;
+    const int iterations = num_iterations(), all = partitions_of(iterations);
+    // The approximation is slightly too small: it is the right partition or the one before it.
+    const int partition = static_cast<int>(
+        __fdividef(static_cast<float>(iteration) * static_cast<float>(all), static_cast<float>(iterations)) * (1.f - 0x1p-20f));
+    return partition + (partition_begin(partition + 1) <= iteration);
   }
-  // Where a range leaves its part of an item: of even shares, which may hold parts of two, the later one has a place of its own.
-  static __device__ __forceinline__ int slot(const Params &a, int range, bool begins_here) {
-    return a.pieces > 0 ? range : 2 * slot(a, range) + begins_here;
+  // The slot in the workspace for a partition's partial. A stream-K partition may hold parts of two work tiles and so has two
+  // slots: the second one is for the tile that begins in this partition.
+  static __device__ __forceinline__ int slot(const Params &a, int partition, bool begins_here) {
+    return a.fixed_splits > 0 ? partition : 2 * slot(a, partition) + begins_here;
   }
-  // ... for kernels whose shares leave one part at most: what ends an item is added to the others.
-  static __device__ __forceinline__ int slot(const Params &a, int range) { return range + side(a) * a.ranges; }
-  // For kernels that count parts: the counter of an item that several ranges have parts of, from `first_range` on.
-  __device__ __forceinline__ int counter(const Piece &piece, int first_range) const {
-    if (a_.pieces == 0) return slot(a_, first_range);
-    return piece.batch * items() + piece.head;
+  // The slot for kernels whose partitions store at most one partial, because the CTA that ends a work tile adds the other
+  // partials to its own.
+  static __device__ __forceinline__ int slot(const Params &a, int partition) {
+    return partition + coscheduled_head(a) * a.max_partitions;
   }
-
-  // The first unit of an item, numbered through all sequences. In ascending order, as at().
-  __device__ __forceinline__ int item_begin(int item) {
-    const int batch = item / items();
-    while (batch >= base_ + 32) load(base_ + 32, chunk_end_);
-    const auto its = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, batch - base_))); };
-    return its(end_ - mine_.units) + (item - batch * items()) * its(mine_.item_units);
+  // For kernels that count partials: the counter of a work tile that several partitions share, `first_partition` being the
+  // first of them.
+  __device__ __forceinline__ int counter(const WorkUnit &work_unit, int first_partition) const {
+    if (a_.fixed_splits == 0) return slot(a_, first_partition);
+    return work_unit.batch * tiles() + work_unit.tile;
   }
 
-  // What the kernel that sums parts has to know of an item and cannot know without the lengths: whether it is to be left with this piece, by one
-  // thread. `ends`: so does the range.
-  __device__ __forceinline__ bool is_noted(const Piece &piece, bool ends) const {
+  // The first iteration of a work tile, numbered over all sequences. Like at(), this must be called in ascending order.
+  __device__ __forceinline__ int tile_begin(int tile) {
+    const int batch = tile / tiles();
+    while (batch >= window_ + 32) load(window_ + 32, window_end_);
+    const auto from_lane = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, batch - window_))); };
+    return from_lane(end_ - own_.iterations) + (tile - batch * tiles()) * from_lane(own_.tile_iterations);
+  }
+
+  // Whether this CTA must publish the work tile for the combine kernel, which does not know it because lengths are on the
+  // device. `ends`: the work unit is the last one of its partition.
+  __device__ __forceinline__ bool publishes_tile(const WorkUnit &work_unit, bool ends) const {
     return a_.split_tiles > 0 && !lengths_known(a_.problem) &&
-           (a_.split_tiles_by_partition ? ends : piece.first == piece.begin);
+           (a_.split_tiles_by_partition ? ends : work_unit.begin == work_unit.tile_begin);
   }
-  // `cut` tells of its rows.
-  __device__ __forceinline__ void note(Cut cut, const Piece &piece, int range) const {
-    cut.batch = piece.batch;
-    cut.first_range = range;
-    cut.parts = piece.first == piece.begin && piece.last < piece.end ? range_of(piece.end - 1) - range + 1 : 1;
-    const int number = piece.batch * (items() << coscheduled_log2()) + piece.head;
-    a_.split_tile_infos[a_.split_tiles_by_partition ? static_cast<int>(blockIdx.x) : number] = cut;
+  // Writes the work tile's description to the workspace; `tile` already holds its rows. To be called by one thread.
+  __device__ __forceinline__ void publish_tile(SplitTile tile, const WorkUnit &work_unit, int partition) const {
+    tile.batch = work_unit.batch;
+    tile.first_partition = partition;
+    tile.num_partials = work_unit.begin == work_unit.tile_begin && work_unit.end < work_unit.tile_end
+                            ? partition_of(work_unit.tile_end - 1) - partition + 1
+                            : 1;
+    const int index = work_unit.batch * (tiles() << coscheduled_log2()) + work_unit.tile;
+    a_.split_tile_infos[a_.split_tiles_by_partition ? static_cast<int>(blockIdx.x) : index] = tile;
   }
-  // ... of a range that has no work.
-  __device__ __forceinline__ void note_none() const {
-    Cut none{};
-    none.parts = 1;
+  // The same for a partition without work.
+  __device__ __forceinline__ void publish_no_tile() const {
+    SplitTile none{};
+    none.num_partials = 1;
     if (a_.split_tiles_by_partition) a_.split_tile_infos[blockIdx.x] = none;
   }
 
-  // How far at() has come, and back to there.
-  struct Mark {
+  // How far at() has advanced; seek() goes back there.
+  struct Position {
     int base, begin;
   };
-  __device__ __forceinline__ Mark mark() const {
-    return {static_cast<int>(uniform(base_)), static_cast<int>(uniform(chunk_begin_))};
+  __device__ __forceinline__ Position position() const {
+    return {static_cast<int>(uniform(window_)), static_cast<int>(uniform(window_begin_))};
   }
-  __device__ __forceinline__ void back_to(const Mark &mark) { load(mark.base, mark.begin); }
+  __device__ __forceinline__ void seek(const Position &position) { load(position.base, position.begin); }
 
-  // Before at() is asked again: what the lanes hold is not kept in registers meanwhile. `batch` is the last piece's.
-  __device__ __forceinline__ void reload(int batch) { load(batch & ~31, chunk_begin_); }
-  // What of the units [unit, end) belongs to the item of the first one. To be asked for in ascending order.
-  __device__ __forceinline__ Piece at(int unit, int end) {
-    while (unit >= chunk_end_) load(base_ + 32, chunk_end_);
-    const int found = __ffs(__ballot_sync(~0u, unit < end_)) - 1;
-    const auto its = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, found))); };
-    const int sequence_begin = its(end_ - mine_.units), item_units = its(mine_.item_units), unit_steps = its(mine_.unit_steps),
-              steps = its(mine_.steps), first_step = its(mine_.first_step);
-    const int item = (unit - sequence_begin) / item_units;
-    Piece piece;
-    piece.batch = uniform(base_ + found);
-    piece.head = item << coscheduled_log2() | side(a_);
-    piece.begin = sequence_begin + item * item_units;
-    piece.end = piece.begin + item_units;
-    piece.first = unit;
-    piece.last = min(piece.end, end);
-    const int skipped = (unit - piece.begin) * unit_steps;
-    piece.first_step = first_step + skipped;
-    piece.steps = min((piece.last - unit) * unit_steps, steps - skipped);
-    return piece;
+  // Must be called before at() is used again after a main loop: the lanes' state is not held in registers meanwhile. `batch` is
+  // the last work unit's.
+  __device__ __forceinline__ void reload(int batch) { load(batch & ~31, window_begin_); }
+  // The work unit that begins at iteration `iteration` of a partition that ends at `end`. Must be called in ascending order.
+  __device__ __forceinline__ WorkUnit at(int iteration, int end) {
+    while (iteration >= window_end_) load(window_ + 32, window_end_);
+    const int found = __ffs(__ballot_sync(~0u, iteration < end_)) - 1;
+    const auto from_lane = [&](int x) { return static_cast<int>(uniform(__shfl_sync(~0u, x, found))); };
+    const int sequence_begin = from_lane(end_ - own_.iterations), tile_iterations = from_lane(own_.tile_iterations),
+              steps_per_iteration = from_lane(own_.steps_per_iteration), steps = from_lane(own_.steps),
+              first_step = from_lane(own_.first_step);
+    const int tile = (iteration - sequence_begin) / tile_iterations;
+    WorkUnit work_unit;
+    work_unit.batch = uniform(window_ + found);
+    work_unit.tile = tile << coscheduled_log2() | coscheduled_head(a_);
+    work_unit.tile_begin = sequence_begin + tile * tile_iterations;
+    work_unit.tile_end = work_unit.tile_begin + tile_iterations;
+    work_unit.begin = iteration;
+    work_unit.end = min(work_unit.tile_end, end);
+    const int skipped_steps = (iteration - work_unit.tile_begin) * steps_per_iteration;
+    work_unit.first_step = first_step + skipped_steps;
+    work_unit.steps = min((work_unit.end - iteration) * steps_per_iteration, steps - skipped_steps);
+    return work_unit;
   }
 
  private:
-  __device__ __forceinline__ int unknown_units() const { return kForgets ? opaque(units_) : units_; }
-  __device__ __forceinline__ int ranges_of(int units) const {
-    return a_.pieces > 0 ? units : min(max(units >> a_.least_log2, 1), a_.ranges);
+  __device__ __forceinline__ int num_iterations() const { return kRecompute ? opaque(iterations_) : iterations_; }
+  __device__ __forceinline__ int partitions_of(int iterations) const {
+    return a_.fixed_splits > 0 ? iterations : min(max(iterations >> a_.min_iterations_log2, 1), a_.max_partitions);
   }
-  // Rounded down, where it and y are small (of some thousand at most).
+  // x / y rounded down, for a quotient and y of some thousand at most.
   static __device__ __forceinline__ int quotient(int x, int y) {
     return __float2int_rd(__fdividef(static_cast<float>(x) + 0.5f, static_cast<float>(y)));
   }
-  // Which of neighbouring heads that are walked over side by side.
-  static __device__ __forceinline__ int side(const Params &a) {
+  // Which of the co-scheduled heads this CTA processes.
+  static __device__ __forceinline__ int coscheduled_head(const Params &a) {
     return static_cast<int>(blockIdx.x & ((1u << a.coscheduled_log2) - 1));
   }
   static __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
-  // Of a sequence.
-  __device__ __forceinline__ int items() const {
+  // work tiles of a sequence
+  __device__ __forceinline__ int tiles() const {
     return (static_cast<int>(a_.problem.heads_k) >> coscheduled_log2()) * a_.row_blocks;
   }
 
-  __device__ __forceinline__ SequenceWork sequence(int b) const {
-    SequenceWork s{};
+  __device__ __forceinline__ SequenceTiles sequence(int b) const {
+    SequenceTiles s{};
     if (b >= batch()) return s;
     const Problem &p = a_.problem;
     const int tokens = static_cast<int>(sequence_of(p.q_lengths, b).len),
               keys = static_cast<int>(sequence_of(p.k_lengths, b).len);
     const Keys seen = Diagonal<int32_t>(a_.limits, tokens, keys).visible_keys({0, tokens});
-    s.first_step = seen.begin / C::kStep;
-    s.steps = seen.empty() ? 1 : (seen.end + C::kStep - 1) / C::kStep - s.first_step;
-    s.unit_steps = 1;
-    s.item_units = s.steps;
-    if (a_.pieces > 0) {
-      s.unit_steps = max((s.steps + a_.pieces - 1) / a_.pieces, 1 << a_.least_log2);
-      s.item_units = (s.steps + s.unit_steps - 1) / s.unit_steps;
+    s.first_step = seen.begin / C::kKvStep;
+    s.steps = seen.empty() ? 1 : (seen.end + C::kKvStep - 1) / C::kKvStep - s.first_step;
+    s.steps_per_iteration = 1;
+    s.tile_iterations = s.steps;
+    if (a_.fixed_splits > 0) {
+      s.steps_per_iteration = max((s.steps + a_.fixed_splits - 1) / a_.fixed_splits, 1 << a_.min_iterations_log2);
+      s.tile_iterations = (s.steps + s.steps_per_iteration - 1) / s.steps_per_iteration;
     }
-    s.units = s.item_units * items();
+    s.iterations = s.tile_iterations * tiles();
     return s;
   }
 
-  // 32 sequences, a lane each; their units begin at `begin`.
+  // Loads a window of 32 sequences, one per lane; their iterations begin at `begin`.
   __device__ __forceinline__ void load(int base, int begin) {
-    base_ = base;
-    chunk_begin_ = begin;
-    mine_ = sequence(base + lane());
-    end_ = mine_.units;
+    window_ = base;
+    window_begin_ = begin;
+    own_ = sequence(base + lane());
+    end_ = own_.iterations;
     if (batch() > 1) {
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -203,13 +221,13 @@ class Work {
       }
     }
     end_ += begin;
-    chunk_end_ = uniform(batch() > 1 ? __shfl_sync(~0u, end_, 31) : end_);
+    window_end_ = uniform(batch() > 1 ? __shfl_sync(~0u, end_, 31) : end_);
   }
 
   const Params &a_;
-  int units_;                           // all of them
-  int base_, chunk_begin_, chunk_end_;  // the 32 sequences that the lanes hold, and where their units lie
-  SequenceWork mine_;                   // sequence base_ + lane(), whose units end at end_
+  int iterations_;                          // of all work tiles
+  int window_, window_begin_, window_end_;  // the first sequence of the window that the lanes hold, and its iterations
+  SequenceTiles own_;                       // of sequence window_ + lane(), whose iterations end at end_
   int end_;
 };
 

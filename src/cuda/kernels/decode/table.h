@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every decode kernel that is built: one line each, read by the build (one object file a line and dtype), by the plan and by the
-// launcher. Reasons for the sizes are in README.md beside this file. Kernels for keys and values of one byte are in bytes_table.h.
+// The table of decode kernels: one line per kernel shape, read by the build (one object file per line and dtype), by the
+// planner and by the launcher. README.md beside this file gives the reasons for the sizes. Shapes for 8-bit KV are in
+// table_8bit.h.
 #pragma once
 
 #include <algorithm>
@@ -10,46 +11,47 @@
 
 namespace fa::cuda::decode {
 
-constexpr int32_t kMaxClusterSize = 16;   // blocks of threads
-constexpr int32_t kSplitTileBytes = 32;   // of a Cut in the workspace
-constexpr int32_t kCombineThreads = 128;  // of a block that sums parts
-constexpr int32_t kCombineMinCtas = 6;    // such blocks on one multiprocessor
-constexpr int32_t kCombineColumns = 128;  // of rows, one after another, that a warp of it has at once
+constexpr int32_t kMaxClusterSize = 16;   // CTAs
+constexpr int32_t kSplitTileBytes = 32;   // of a SplitTile in the workspace
+constexpr int32_t kCombineThreads = 128;  // of a CTA of the combine kernel
+constexpr int32_t kCombineMinCtas = 6;    // CTAs of the combine kernel per SM
+constexpr int32_t kCombineColumns =
+    128;  // fp32 columns, counted through all rows, that a warp of the combine kernel holds at a time
 
 struct Shape {
   const char *name;
-  int32_t head_dim;        // bucket of q, k and v
-  int32_t warp_rows;       // of one warp; 8: of one token a sequence
-  int32_t row_warps;       // warps that share keys
-  int32_t key_warps;       // groups of them, each with keys of its own
-  int32_t keys;            // of such a group at a time
-  int32_t stages;          // of its ring
-  int32_t blocks_at_once;  // blocks of threads on one multiprocessor that has the shared memory
-  int32_t capability;      // of the oldest devices whose registers hold it
-  bool clustered;          // the blocks of a cluster share the keys of a head (cluster.cuh)
-  int32_t key_bytes = 2;   // of an element of K or V
+  int32_t head_dim;         // bucket of q, k and v
+  int32_t warp_rows;        // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
+  int32_t row_warps;        // warps that share KV tiles, each with rows of its own
+  int32_t kv_groups;        // groups of row_warps warps, each with KV tiles and a pipeline of its own
+  int32_t kv_tile;          // keys of a group's KV tile
+  int32_t stages;           // of a group's pipeline
+  int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
+  int32_t capability;       // of the oldest devices whose register allocation fits
+  bool clustered;           // the CTAs of a cluster share the keys of a head (cluster.cuh)
+  int32_t kv_bytes = 2;     // of an element of K or V
 
   constexpr int32_t rows() const { return warp_rows * row_warps; }
-  constexpr int32_t step() const { return key_warps * keys; }
-  constexpr int32_t threads() const { return row_warps * key_warps * 32; }
-  // K and V, and of bytes a factor for each key of both.
-  constexpr int32_t ring_bytes() const {
-    return key_warps * stages * keys * (2 * head_dim * key_bytes + (key_bytes == 1 ? 8 : 0));
+  constexpr int32_t kv_step() const { return kv_groups * kv_tile; }
+  constexpr int32_t threads() const { return row_warps * kv_groups * 32; }
+  // K and V, and with 8-bit KV one descale per key of both.
+  constexpr int32_t pipeline_bytes() const {
+    return kv_groups * stages * kv_tile * (2 * head_dim * kv_bytes + (kv_bytes == 1 ? 8 : 0));
   }
-  // Where the blocks of a cluster leave their sums for this one: four columns of fp32 with their row's maximum and sum, of all rows in
-  // turn, rounded up to as many for each block.
-  constexpr int32_t landing_bytes() const { return clustered ? (rows() * head_dim / 4 + kMaxClusterSize) * 24 + 16 : 0; }
-  // Q, rings of K and V, of every row a maximum and a sum for each group of warps and, with bytes, Q's scale.
+  // The DSMEM buffer of a clustered CTA: the partials that the other CTAs send it. A vector is four fp32 columns with maximum
+  // and row sum of their row; the vectors of all rows are divided evenly, rounded up, among the CTAs.
+  constexpr int32_t dsmem_bytes() const { return clustered ? (rows() * head_dim / 4 + kMaxClusterSize) * 24 + 16 : 0; }
+  // Q, the KV pipelines, maximum and row sum per row and KV group, with 8-bit KV the scale of each Q row, and the DSMEM buffer.
   constexpr int32_t shared_bytes() const {
-    return rows() * head_dim * 2 + ring_bytes() + key_warps * rows() * 8 + (key_bytes == 1 ? rows() * 4 : 0) + landing_bytes();
+    return rows() * head_dim * 2 + pipeline_bytes() + kv_groups * rows() * 8 + (kv_bytes == 1 ? rows() * 4 : 0) + dsmem_bytes();
   }
-  // Blocks of threads that run at once on a multiprocessor where one may have so much shared memory; 1 KB of each is the system's.
-  constexpr int32_t blocks_on(int32_t most_bytes) const {
-    return std::min(blocks_at_once, (most_bytes + 1024) / (shared_bytes() + 1024));
+  // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory; the system reserves 1 KB for each CTA.
+  constexpr int32_t ctas_per_sm(int32_t max_shared_bytes) const {
+    return std::min(max_ctas_per_sm, (max_shared_bytes + 1024) / (shared_bytes() + 1024));
   }
 };
 
-// X(name, head_dim, warp_rows, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
+// X(name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas_per_sm, capability, clustered)
 #define FA_DECODE_TABLE(X)                           \
   X(d64_8, 64, 8, 1, 4, 32, 3, 2, 80, false)         \
   X(d64_8x12, 64, 8, 1, 6, 32, 2, 2, 80, false)      \
@@ -73,16 +75,16 @@ struct Shape {
   X(d256_32, 256, 16, 2, 4, 16, 3, 1, 80, false)
 
 #define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
-#define FA_DECODE_BYTES_SHAPE(name, ...) {#name, __VA_ARGS__, 1},
-constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_BYTES_TABLE(FA_DECODE_BYTES_SHAPE)};
-#undef FA_DECODE_BYTES_SHAPE
+#define FA_DECODE_8BIT_SHAPE(name, ...) {#name, __VA_ARGS__, 1},
+constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_8BIT_TABLE(FA_DECODE_8BIT_SHAPE)};
+#undef FA_DECODE_8BIT_SHAPE
 #undef FA_DECODE_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
-constexpr int first_of_bytes() {
+constexpr int first_8bit_shape() {
   int n = 0;
-  while (kShapes[n].key_bytes != 1) ++n;
+  while (kShapes[n].kv_bytes != 1) ++n;
   return n;
 }
-constexpr int kFirst8Bit = first_of_bytes();  // index of the first shape of bytes_table.h
+constexpr int kFirst8Bit = first_8bit_shape();  // index of the first shape of table_8bit.h
 
 }  // namespace fa::cuda::decode

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decode kernels for keys and values of one byte: one line each, read by the build (one object file a line, with a kernel for e4m3
-// and one for int8, each for queries of either 16-bit type) and by table.h. Reasons for the sizes are in README.md beside this file.
+// The table of decode kernels for 8-bit KV: one line per kernel shape, read by the build (one object file per line, with one
+// kernel for e4m3 and one for int8, each for queries of either 16-bit type) and by table.h. README.md beside this file gives
+// the reasons for the sizes.
 #pragma once
 
-// X(name, head_dim, warp_rows, row_warps, key_warps, keys, stages, blocks_at_once, capability, clustered)
-#define FA_DECODE_BYTES_TABLE(X)                  \
+// X(name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas_per_sm, capability, clustered)
+#define FA_DECODE_8BIT_TABLE(X)                   \
   X(d64_8, 64, 8, 1, 8, 32, 3, 2, 80, false)      \
   X(d64_16, 64, 16, 1, 6, 32, 4, 2, 80, false)    \
   X(d64_32, 64, 32, 1, 6, 32, 4, 2, 90, false)    \

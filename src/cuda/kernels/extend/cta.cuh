@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of threads of the kernel for queries that extend a cache: its sizes and its shared memory.
+// One CTA of the extend kernel: its sizes and its shared-memory map.
+//
+//   shared memory   16-bit pipeline [kStages] of K or V [kAtoms][kKvTile][64] |
+//                   8-bit pipeline [kStages8Bit] of K or V [kKvTile][kD] | mbarriers | NaN flags |
+//                   2 work descriptors | row scales [kRows] (8-bit KV)
 #pragma once
 
 #include <type_traits>
@@ -12,91 +16,99 @@ namespace fa::cuda::extend {
 
 using decode::Keys;
 
-// A part is left in `slot`. Or the piece is the last one of an item, and kernels that do not leave all parts add `parts` from `first_part` on to
-// it, which are there when the counter says so.
-struct Plan : decode::RowsAndKeys {
-  int slot;  // -1: no part is left
-  int first_part, parts, counter;
+// The work unit's result is a partial for `partial_slot`. Or the unit ends its work tile: then kernels without a combine kernel
+// add `num_partials` partials, from slot `first_partial` on, which are complete when the counter says so.
+struct WorkUnitDescriptor : decode::WorkDescriptor {
+  int partial_slot;  // -1: no partial is stored
+  int first_partial, num_partials, counter;
 };
-constexpr int kPlanBytes = 96;
-static_assert(sizeof(Plan) <= kPlanBytes);
+constexpr int kDescriptorBytes = 96;
+static_assert(sizeof(WorkUnitDescriptor) <= kDescriptorBytes);
 
-template <typename Element_, int kD_, int kGroups_, int kKeys_, int kSlots_, decode::Format kFormat_, int kStaged_,
-          bool kAllParts_>
+template <typename Element_, int kD_, int kConsumerWarpgroups_, int kKvTile_, int kStages_, decode::Format kFormat_,
+          int kStages8Bit_, bool kUsesCombineKernel_>
 struct Config {
   static constexpr decode::Format kFormat = kFormat_;  // of K and V
   static constexpr bool k8BitKv = kFormat != decode::Format::same;
-  using Element = Element_;  // of the products' operands, and of Q and out unless K and V are bytes
-  using KeyElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_, kGroups = kGroups_, kKeys = kKeys_, kSlots = kSlots_;
-  static constexpr int kRows = kGroups * kGroupRows, kThreads = (kGroups + 1) * 128;
-  static constexpr int kStep = kKeys;  // of the cut
-  static constexpr bool kTurns = true;
-  // For the kernel that sums parts (decode/sums.cuh), to which a block's rows are all one warp's.
-  static constexpr bool kUsesCombineKernel = kAllParts_, kRowBlocks = true;
-  static constexpr int kWarpRows = kRows, kRowWarps = 1, kMinBlocks = 1, kCapability = 90;
-  // Runs of sixteen keys are what the copy engine fetches at a time, a slab of each, and a step of P V.
-  static constexpr int kRun = 16, kRuns = kKeys / kRun;
-  static constexpr int kSlabs = kD / 64, kSlabBytes = kKeys * 128, kTileBytes = kSlabs * kSlabBytes;  // of K or V
-  static constexpr int kPitch = kD * static_cast<int>(sizeof(KeyElement));                            // bytes of a key
-  static constexpr int kFetchers = 4, kFetched = kKeys / kFetchers;  // warps, and keys of a tile that each fetches
-  // Bytes on their way: tiles of those that are still to be widened.
-  static constexpr int kStaged = kStaged_, kStagedBytes = kKeys * kD, kStagedOffset = kSlots * kTileBytes;
-  // Of a thread; together what three groups of 168 have.
-  static constexpr int kFetcherRegisters = k8BitKv && kD == 64 ? 56 : 40, kGroupRegisters = (3 * 168 - kFetcherRegisters) / 2;
-  static constexpr int kBarrierOffset = kStagedOffset + kStaged * kStagedBytes;
-  static constexpr int kFlagOffset = kBarrierOffset + (2 * kSlots + 4 + 2 * kGroups + kStaged * kFetchers) * 8;
-  static constexpr int kPlanOffset = kFlagOffset + kGroups * 8;
-  static constexpr int kScaleOffset = kPlanOffset + 2 * kPlanBytes;  // of bytes
+  using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
+  using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
+  static constexpr int kD = kD_, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;
+  static constexpr int kRows = kConsumerWarpgroups * kWarpgroupRows, kThreads = (kConsumerWarpgroups + 1) * 128;
+  static constexpr int kKvStep = kKvTile;  // the KV step of the scheduler
+  static constexpr bool kInterleaveRowBlocks = true;
+  // For the combine kernel (decode/combine.cuh), which treats the CTA's rows as those of one warp.
+  static constexpr bool kUsesCombineKernel = kUsesCombineKernel_, kHasRowBlocks = true;
+  static constexpr int kWarpRows = kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90;
+  // A run of 16 keys is the height of a TMA box and the K dimension of one P V wgmma.
+  static constexpr int kRun = 16, kRuns = kKvTile / kRun;
+  static constexpr int kAtoms = kD / 64, kAtomBytes = kKvTile * 128, kTileBytes = kAtoms * kAtomBytes;  // of K or of V
+  static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));                               // bytes of a key
+  static constexpr int kProducerWarps = 4,
+                       kWarpKeys = kKvTile / kProducerWarps;  // each producer warp loads a quarter of the keys of every tile
+  // 8-bit KV: the pipeline of tiles that are still to be widened.
+  static constexpr int kStages8Bit = kStages8Bit_, kStage8BitBytes = kKvTile * kD, kStage8BitOffset = kStages * kTileBytes;
+  // per thread; in total what three warpgroups of 168 registers have
+  static constexpr int kProducerRegisters = k8BitKv && kD == 64 ? 56 : 40,
+                       kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
+  static constexpr int kBarrierOffset = kStage8BitOffset + kStages8Bit * kStage8BitBytes;
+  static constexpr int kFlagOffset =
+      kBarrierOffset + (2 * kStages + 4 + 2 * kConsumerWarpgroups + kStages8Bit * kProducerWarps) * 8;
+  static constexpr int kDescriptorOffset = kFlagOffset + kConsumerWarpgroups * 8;
+  static constexpr int kScaleOffset = kDescriptorOffset + 2 * kDescriptorBytes;  // 8-bit KV
   static constexpr int kSharedBytes = kScaleOffset + (k8BitKv ? kRows * 4 : 0);
-  static_assert(kKeys == 128 && kFetched % kRun == 0 && kFetched <= 32 && kPlanOffset % 8 == 0 && k8BitKv == (kStaged > 0));
+  static_assert(kKvTile == 128 && kWarpKeys % kRun == 0 && kWarpKeys <= 32 && kDescriptorOffset % 8 == 0 &&
+                k8BitKv == (kStages8Bit > 0));
 };
 
-// Where a key lies, as the tensors' strides count; row -1 is read as zero.
-struct Place {
+// Where a key lies, in units of the tensors' strides; row -1 reads as zeros.
+struct KvLocation {
   int batch, row;
 };
 
 template <class C>
-class Block {
+class Cta {
  public:
   using Config = C;
   using Element = typename C::Element;
 
-  __device__ __forceinline__ Block(const Params &params, char *shared)
-      : a_(params), p_(params.problem), memory_(shared), shared_(smem_address(shared)), lane_(threadIdx.x & 31) {}
+  __device__ __forceinline__ Cta(const Params &params, char *shared)
+      : a_(params), p_(params.problem), smem_base_(shared), smem_(smem_address(shared)), lane_(threadIdx.x & 31) {}
 
  protected:
-  __device__ __forceinline__ uint32_t tile(int slot) const { return shared_ + slot * C::kTileBytes; }
-  // Barriers: a slot of the ring is full, is free; a plan is there, is done; warps of a group have voted; it is a group's turn; a warp's bytes
-  // are there.
-  __device__ __forceinline__ uint32_t full(int slot) const { return shared_ + C::kBarrierOffset + slot * 8; }
-  __device__ __forceinline__ uint32_t free(int slot) const { return full(C::kSlots + slot); }
-  __device__ __forceinline__ uint32_t planned(int n) const { return full(2 * C::kSlots + n); }
-  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
-  __device__ __forceinline__ uint32_t voted(int group) const { return planned(4 + group); }
-  __device__ __forceinline__ uint32_t turn(int group) const { return voted(C::kGroups + group); }
-  __device__ __forceinline__ uint32_t staged(int n, int warp) const { return turn(C::kGroups + n * C::kFetchers + warp); }
-  // What a group has found, in this vote and in the one before.
-  __device__ __forceinline__ uint32_t found(int group, int n) const { return shared_ + C::kFlagOffset + (2 * group + n) * 4; }
-  // What a row of S is to be multiplied by.
-  __device__ __forceinline__ uint32_t row_scale(int row) const { return shared_ + C::kScaleOffset + row * 4; }
-  __device__ __forceinline__ Plan &plan(int n) const { return reinterpret_cast<Plan *>(memory_ + C::kPlanOffset)[n]; }
+  __device__ __forceinline__ uint32_t tile(int stage) const { return smem_ + stage * C::kTileBytes; }
+  // Barriers: a stage is full / empty; a work descriptor is full / empty; the warps of a warpgroup have voted on NaN; it is a
+  // warpgroup's turn to issue its wgmmas; a producer warp's part of an 8-bit stage has arrived.
+  __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + C::kBarrierOffset + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return full(2 * C::kStages + n); }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return work_full(2 + n); }
+  __device__ __forceinline__ uint32_t nan_vote(int wg) const { return work_full(4 + wg); }
+  __device__ __forceinline__ uint32_t wg_turn(int wg) const { return nan_vote(C::kConsumerWarpgroups + wg); }
+  __device__ __forceinline__ uint32_t full_8bit(int n, int warp) const {
+    return wg_turn(C::kConsumerWarpgroups + n * C::kProducerWarps + warp);
+  }
+  // The result of a warpgroup's NaN vote; two of them, for this vote and the previous one.
+  __device__ __forceinline__ uint32_t nan_flag(int wg, int n) const { return smem_ + C::kFlagOffset + (2 * wg + n) * 4; }
+  // What a row of S is multiplied by.
+  __device__ __forceinline__ uint32_t row_scale(int row) const { return smem_ + C::kScaleOffset + row * 4; }
+  __device__ __forceinline__ WorkUnitDescriptor &descriptor(int n) const {
+    return reinterpret_cast<WorkUnitDescriptor *>(smem_base_ + C::kDescriptorOffset)[n];
+  }
 
-  // Of a key that exists: its page, 0 where there are none, and then where it lies, in a sequence whose keys begin at `start`.
+  // The page of a key that exists (0 without pages), and the key's location, in a sequence whose keys begin at `start`.
   __device__ __forceinline__ int page_of(int batch, int key) const {
     if (p_.page_table == nullptr) return 0;
     return p_.page_table[batch * p_.page_table_batch_stride + a_.page_size.quotient(key) * p_.page_table_page_stride];
   }
-  __device__ __forceinline__ Place place_of(int page, int batch, int64_t start, int key) const {
+  __device__ __forceinline__ KvLocation locate_in_page(int page, int batch, int64_t start, int key) const {
     if (p_.page_table != nullptr) return {page, a_.page_size.remainder(key)};
     return {p_.k_lengths.cu != nullptr ? 0 : batch, static_cast<int>(start) + key};
   }
 
   const Params &a_;
   const Problem &p_;
-  char *const memory_;
-  const uint32_t shared_;  // its address
+  char *const smem_base_;
+  const uint32_t smem_;  // the shared-memory address of smem_base_
   const int lane_;
 };
 

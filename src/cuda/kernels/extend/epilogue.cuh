@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of what a warp of the groups that multiply has of its 16 rows: out is the caller's if the piece is a whole item, else a part
-// of one in the workspace. Of few parts the block of threads that has the last one keeps it and adds the others; many are summed by a launch
-// of their own (decode/sums.cuh).
+// Epilogue of a consumer warp of the extend kernel, for its 16 rows. A work unit that is a whole work tile stores the final out
+// and lse; any other stores a split-KV partial. With few partials per tile, the CTA that has the last part keeps it in
+// registers and adds the others. With many, all partials are stored, and the combine kernel (decode/combine.cuh) sums them.
 #pragma once
 
 #include <math_constants.h>
 
-#include "cuda/common/rows.cuh"
+#include "cuda/common/combine.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/softmax.cuh"
 #include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/extend/cta.cuh"
 
 namespace fa::cuda::extend {
 
 template <class C>
-class Results : protected Block<C> {
+class Epilogue : protected Cta<C> {
  public:
-  using Base = Block<C>;
+  using Base = Cta<C>;
   using typename Base::Element;
+  using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S
+  using OutFragment = QkFragment<1, C::kD / 8>;
 
   using Base::Base;
 
@@ -25,113 +29,80 @@ class Results : protected Block<C> {
   using Base::lane_;
   using Base::p_;
 
-  // Rows count from the first one of the block.
-  __device__ __forceinline__ int first_row() const { return group_ * kGroupRows + warp_ * 16; }
+  // Rows count from the CTA's first row.
+  __device__ __forceinline__ int first_row() const { return wg_ * kWarpgroupRows + warp_ * 16; }
   __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
-  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(plan_->row0 + row); }
+  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(work_->row0 + row); }
   __device__ __forceinline__ int head_of(int row) const {
-    return plan_->head * static_cast<int>(a_.group.value) + a_.group.remainder(plan_->row0 + row);
+    return work_->head * static_cast<int>(a_.group.value) + a_.group.remainder(work_->row0 + row);
   }
 
-  // Of bytes: the factor of all keys or values of this head.
-  __device__ __forceinline__ float only_factor(const Descale &d) const {
-    return decode::only_factor(d, plan_->batch, plan_->head);
+  // 8-bit KV: the descale of all keys or all values of this head.
+  __device__ __forceinline__ float head_descale(const Descale &d) const {
+    return decode::head_descale(d, work_->batch, work_->head);
   }
 
-  // Every warp for itself.
-  __device__ __forceinline__ void finish() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 1);
-      sum_[r] += __shfl_xor_sync(~0u, sum_[r], 2);
-    }
+  // Each warp does this on its own.
+  __device__ __forceinline__ void epilogue() {
+    softmax_.reduce_sums();
     if constexpr (C::k8BitKv) {
-      const float factor = only_factor(a_.v_descale);
+      const float factor = head_descale(a_.v_descale);
 #pragma unroll
       for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
     }
     if constexpr (C::kUsesCombineKernel) {
-      if (plan_->slot >= 0) {
-        store_rows(plan_->slot);
+      if (work_->partial_slot >= 0) {
+        store_partials_by_row(work_->partial_slot);
         return;
       }
     } else {
-      if (plan_->slot >= 0) {
-        store_part(plan_->slot);
-        __syncwarp();  // all lanes have stored theirs
-        if (lane_ == 0) count_released(a_.counters + plan_->counter);
+      if (work_->partial_slot >= 0) {
+        store_partials_by_lane(work_->partial_slot);
+        __syncwarp();  // all lanes have stored their part
+        if (lane_ == 0) count_released(a_.counters + work_->counter);
         return;
       }
-      if (plan_->parts > 0) merge(plan_->first_part, plan_->parts);
+      if (work_->num_partials > 0) merge_partials(work_->first_partial, work_->num_partials);
     }
-    store_whole();
+    store_final();
   }
 
-  // What a row's out is multiplied by, and its lse, from its maximum and sum. The sink is one more logit in the denominator.
-  struct Closing {
-    float factor, lse;
-  };
-  __device__ __forceinline__ Closing close(int row, float max, float sum) const {
-    float factor = 1.f;
-    if (p_.sink != nullptr) {
-      const float sink = p_.sink[head_of(row) * p_.sink_stride] * kLog2e, raised = fmaxf(max, sink);
-      factor = exp2_approx(max - raised);
-      sum = sum * factor + exp2_approx(sink - raised);
-      max = raised;
-    }
-    // The sum is NaN when a visible score is; then out is NaN too.
-    if (sum == 0.f) return {0.f, -CUDART_INF_F};
-    return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
-  }
-
-  __device__ __forceinline__ void store_whole() const {
-    const int quad = opaque(lane_) & 3, columns = static_cast<int>(p_.head_dim_v) - quad * 8;
+  __device__ __forceinline__ void store_final() const {
+    const int quad = opaque(lane_) & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r), real = min(row, plan_->rows - 1), valid = row < plan_->rows ? columns : 0;
-      const Closing closing = close(real, max_[r], sum_[r]);
-      Element *dst = out_at(real) + quad * 8;
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; j += 4) {
-        uint32_t x[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack(out_[4 * (j + n) + 2 * r] * closing.factor, out_[4 * (j + n) + 2 * r + 1] * closing.factor);
-        transpose_quad(x, quad);
-        store_elements(dst + j * 8, x, valid - j * 8, a_.vector_out);
-      }
-      if (quad == 0 && row < plan_->rows) store_lse(row, closing.lse);
+      const int row = row_of(r), stored_row = min(row, work_->rows - 1);
+      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(p_, head_of(stored_row)));
+      store_fragment_row<Element, C::kD / 8>(out_, r, out_at(stored_row),
+                                             row < work_->rows ? static_cast<int>(p_.head_dim_v) : 0, a_.vector_out, quad,
+                                             [&](float a, float b) { return pack(a * result.factor, b * result.factor); });
+      if (quad == 0 && row < work_->rows && p_.lse.data != nullptr) *lse_at(row) = result.lse;
     }
   }
 
   __device__ __forceinline__ uint32_t pack(float a, float b) const {
     return C::k8BitKv && p_.q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
   }
-  __device__ __forceinline__ void store_lse(int row, float lse) const {
-    if (p_.lse.data == nullptr) return;
-    p_.lse.data[plan_->batch * p_.lse.batch_stride + head_of(row) * p_.lse.head_stride +
-                (plan_->q_start + token_of(row)) * p_.lse.seq_stride] = lse;
+  __device__ __forceinline__ float *lse_at(int row) const {
+    return row_of_tensor(p_.lse, work_->batch, work_->q_start + token_of(row), head_of(row));
   }
   __device__ __forceinline__ Element *out_at(int row) const {
-    return static_cast<Element *>(p_.out.data) + plan_->batch * p_.out.batch_stride +
-           (plan_->q_start + token_of(row)) * p_.out.seq_stride + head_of(row) * p_.out.head_stride;
+    return row_of_tensor<Element>(p_.out, work_->batch, work_->q_start + token_of(row), head_of(row));
   }
 
-  // Rows of the sequence that are not used: out = 0, lse = -inf.
+  // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    for (int row = max(plan_->rows, 0) + group_ * 4 + warp_; row < plan_->end_row; row += C::kGroups * 4) {
-      if (lane_ == 0) store_lse(row, -CUDART_INF_F);
-      auto *dst = reinterpret_cast<unsigned short *>(out_at(row));
-      for (int column = lane_; column < p_.head_dim_v; column += 32) dst[column] = 0;
+    for (int row = max(work_->rows, 0) + wg_ * 4 + warp_; row < work_->end_row; row += C::kConsumerWarpgroups * 4) {
+      store_zero_row(out_at(row), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(row) : nullptr, -CUDART_INF_F, lane_);
     }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Items in parts
+  // Split-KV partials
   // ------------------------------------------------------------------------------------------------------------------
 
-  // For decode/sums.cuh: rows, one after another. This lane has two of each eight columns.
-  __device__ __forceinline__ void store_rows(int slot) const {
+  // For the combine kernel: row-major. This lane has two of each eight columns.
+  __device__ __forceinline__ void store_partials_by_row(int slot) const {
     const int64_t row0 = int64_t{slot} * C::kRows;
     const int quad = opaque(lane_) & 3;
 #pragma unroll
@@ -139,91 +110,86 @@ class Results : protected Block<C> {
       auto *dst = reinterpret_cast<float2 *>(a_.partial_out + (row0 + row_of(r)) * C::kD) + quad;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) dst[j * 4] = {out_[4 * j + 2 * r], out_[4 * j + 2 * r + 1]};
-      if (quad == 0) a_.partial_stats[row0 + row_of(r)] = {max_[r], sum_[r]};
+      if (quad == 0) a_.partial_stats[row0 + row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
-  // For merge(), which reads them faster: every lane's accumulators, four at a time, side by side with those of the others.
+  // For merge_partials(), which reads this layout faster: four accumulators of a lane, beside those of the other lanes.
   __device__ __forceinline__ float4 *partial_out(int slot) const {
     return reinterpret_cast<float4 *>(a_.partial_out) + (int64_t{slot} * C::kRows + first_row()) * (C::kD / 4) + opaque(lane_);
   }
   __device__ __forceinline__ float2 *partial_stats(int slot) const { return a_.partial_stats + int64_t{slot} * C::kRows; }
 
-  __device__ __forceinline__ void store_part(int slot) const {
+  __device__ __forceinline__ void store_partials_by_lane(int slot) const {
     float4 *dst = partial_out(slot);
 #pragma unroll
     for (int j = 0; j < C::kD / 8; ++j) dst[j * 32] = {out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]};
     if ((lane_ & 3) == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) partial_stats(slot)[row_of(r)] = {max_[r], sum_[r]};
+      for (int r = 0; r < 2; ++r) partial_stats(slot)[row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
-  static __device__ __forceinline__ int load_acquired(const int32_t *counter) {
-    int now;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");
-    return now;
-  }
-
-  // Every warp counts once a part; those that add the parts up do so once more, and the last one leaves the counter as it was.
-  __device__ __forceinline__ void await_parts(int parts) const {
+  // Every warp counts each partial once. The warps that add the partials count once more, and the last of them resets the
+  // counter.
+  __device__ __forceinline__ void wait_partials(int num_partials) const {
     if (lane_ == 0) {
-      int32_t *counter = a_.counters + plan_->counter;
-      const int warps = (min(plan_->rows, C::kRows) + 15) / 16;
-      while (load_acquired(counter) < parts * warps) __nanosleep(100);
-      if (atomicAdd(counter, 1) == (parts + 1) * warps - 1) *counter = 0;
+      int32_t *counter = a_.counters + work_->counter;
+      const int warps = (min(work_->rows, C::kRows) + 15) / 16;
+      while (load_acquire(counter) < num_partials * warps) __nanosleep(100);
+      if (atomicAdd(counter, 1) == (num_partials + 1) * warps - 1) *counter = 0;
     }
     __syncwarp();
   }
 
-  // Adds the parts of the ranges before, in the order of their keys, to the last one, which is in registers. Those ranges are of blocks of
-  // threads that have started before this one and come to these parts first.
-  __device__ __forceinline__ void merge(int first_part, int parts) {
-    await_parts(parts);
-    float top[2] = {max_[0], max_[1]};
+  // Adds the partials of the earlier partitions, in the order of their keys, to the last part, which is in registers. The CTAs
+  // of those partitions have started before this one and process these units first, so this wait cannot deadlock.
+  __device__ __forceinline__ void merge_partials(int first_partial, int num_partials) {
+    wait_partials(num_partials);
+    float row_max[2] = {softmax_.max[0], softmax_.max[1]};
 #pragma unroll 4
-    for (int part = 0; part < parts; ++part)
+    for (int i = 0; i < num_partials; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __ldcg(partial_stats(first_part + part) + row_of(r)).x);
+      for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], __ldcg(partial_stats(first_partial + i) + row_of(r)).x);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float weight = exp2_approx(max_[r] - top[r]);
-      max_[r] = top[r];
-      sum_[r] *= weight;
+      const float scale = exp2_approx(softmax_.max[r] - row_max[r]);
+      softmax_.max[r] = row_max[r];
+      softmax_.sum[r] *= scale;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j + 2 * r] *= weight;
-        out_[4 * j + 2 * r + 1] *= weight;
+        out_[4 * j + 2 * r] *= scale;
+        out_[4 * j + 2 * r + 1] *= scale;
       }
     }
-    // Two at a time: each waits for the L2 cache.
+    // Two at a time: each waits for L2.
 #pragma unroll 2
-    for (int part = 0; part < parts; ++part) {
-      const float4 *from = partial_out(first_part + part);
+    for (int i = 0; i < num_partials; ++i) {
+      const float4 *from = partial_out(first_partial + i);
       float4 x[C::kD / 8];
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) x[j] = __ldcg(from + j * 32);
-      float weight[2];
+      float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float2 its = __ldcg(partial_stats(first_part + part) + row_of(r));
-        weight[r] = exp2_approx(its.x - max_[r]);
-        sum_[r] = fmaf(weight[r], its.y, sum_[r]);
+        const float2 stats = __ldcg(partial_stats(first_partial + i) + row_of(r));
+        scale[r] = exp2_approx(stats.x - softmax_.max[r]);
+        softmax_.sum[r] = fmaf(scale[r], stats.y, softmax_.sum[r]);
       }
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j] = fmaf(weight[0], x[j].x, out_[4 * j]);
-        out_[4 * j + 1] = fmaf(weight[0], x[j].y, out_[4 * j + 1]);
-        out_[4 * j + 2] = fmaf(weight[1], x[j].z, out_[4 * j + 2]);
-        out_[4 * j + 3] = fmaf(weight[1], x[j].w, out_[4 * j + 3]);
+        out_[4 * j] = fmaf(scale[0], x[j].x, out_[4 * j]);
+        out_[4 * j + 1] = fmaf(scale[0], x[j].y, out_[4 * j + 1]);
+        out_[4 * j + 2] = fmaf(scale[1], x[j].z, out_[4 * j + 2]);
+        out_[4 * j + 3] = fmaf(scale[1], x[j].w, out_[4 * j + 3]);
       }
     }
   }
 
-  const Plan *plan_;
-  int group_, warp_;  // warp_ within the group
+  const WorkUnitDescriptor *work_;
+  int wg_, warp_;  // warp_: within the warpgroup
   float out_[C::kD / 2];
-  float max_[2], sum_[2];  // of this lane's two rows; the sum of its own keys
+  OnlineSoftmax<Fragment> softmax_;
 };
 
 }  // namespace fa::cuda::extend

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that fetch keys and values, one of which plans. Each has a quarter of every tile.
+// The four producer warps of the extend kernel. Each loads a quarter of every K and V tile; warp 0 also writes the work
+// descriptors.
 #pragma once
 
 #include "cuda/common/pipeline.cuh"
@@ -9,219 +10,226 @@
 namespace fa::cuda::extend {
 
 template <class C>
-class Producer : private decode::Planner<Block<C>> {
+class Producer : private decode::WorkScheduler<Cta<C>> {
  public:
-  using Base = decode::Planner<Block<C>>;
-  using KeyElement = typename C::KeyElement;
+  using Base = decode::WorkScheduler<Cta<C>>;
+  using KvElement = typename C::KvElement;
 
   using Base::Base;
 
   __device__ __forceinline__ void run() {
     warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
-    // Of what the launch before this one may still write lengths are wanted first. Other warps wait for a plan.
+    // Of the data that the previous launch may still write, the lengths are needed first. The other warps wait for a
+    // descriptor.
     if (!decode::lengths_known(p_)) pdl_wait();
-    uint32_t pieces = 0;
-    TheWork work(a_);
-    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> work.coscheduled_log2()) >= work.ranges() &&
+    uint32_t unit = 0;
+    Scheduler scheduler(a_);
+    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2()) >= scheduler.partitions() &&
         threadIdx.x % 128 == 0) {
       pdl_wait();
-      work.note_none();
+      scheduler.publish_no_tile();
     }
-    this->each_piece(work, [&](int range) {
+    this->for_each_work_unit(scheduler, [&](int partition) {
       pdl_wait();
       if (warp_ == 0) {
-        // Those who are to make room may be waiting for what is gathered.
-        if (!__all_sync(~0u, this->has_place(pieces))) settle();
-        write_plan(pieces++, work, range);
+        // The consumers may be unable to free the descriptor before the loads in flight are published.
+        if (!__all_sync(~0u, this->is_descriptor_free(unit))) drain();
+        write_descriptor(unit++, scheduler, partition);
       }
-      // Pages are asked for two tiles ahead.
-      int page = page_in(this->tile_), next = page_in(this->tile_ + 1);
+      // The page table is read two tiles ahead.
+      int page = load_page(this->kv_tile_), next = load_page(this->kv_tile_ + 1);
 #pragma unroll 1
-      for (int tile = this->tile_; tile < this->end_tile_; ++tile) {
-        const int later = page_in(tile + 2);
-        const Place place = place_in(tile, page);
+      for (int tile = this->kv_tile_; tile < this->kv_tile_end_; ++tile) {
+        const int later = load_page(tile + 2);
+        const KvLocation location = locate_key(tile, page);
         const bool whole_runs = has_whole_runs(tile);
-        fetch(p_.k, a_.k_map, p_.head_dim, place, whole_runs);
-        fetch(p_.v, a_.v_map, p_.head_dim_v, place, whole_runs);
+        load_tile(p_.k, a_.k_map, p_.head_dim, location, whole_runs);
+        load_tile(p_.v, a_.v_map, p_.head_dim_v, location, whole_runs);
         page = next;
         next = later;
       }
     });
-    settle();
-    if (warp_ == 0) this->write_end(pieces);
+    drain();
+    if (warp_ == 0) this->write_end_of_work(unit);
   }
 
  private:
   using Base::a_;
   using Base::lane_;
   using Base::p_;
-  using TheWork = decode::Work<C, C::k8BitKv>;  // whose registers are for what widens
+  using Scheduler = decode::StreamKScheduler<C, C::k8BitKv>;  // recomputes values, since widening needs the registers
 
-  __device__ __forceinline__ void write_plan(uint32_t n, const TheWork &work, int range) const {
-    this->await_place(n);
-    const decode::Piece &piece = this->piece_;
-    const bool begins = piece.first == piece.begin;
-    const int first_range = C::kUsesCombineKernel ? 0 : work.range_of(piece.begin);
+  __device__ __forceinline__ void write_descriptor(uint32_t n, const Scheduler &scheduler, int partition) const {
+    this->wait_descriptor_free(n);
+    const decode::WorkUnit &work_unit = this->work_unit_;
+    const bool begins_tile = work_unit.begin == work_unit.tile_begin;
+    const int first_partition = C::kUsesCombineKernel ? 0 : scheduler.partition_of(work_unit.tile_begin);
     if (lane_ == 0) {
-      Plan &plan = this->plan(n & 1);
-      this->describe(plan);
+      WorkUnitDescriptor &descriptor = this->descriptor(n & 1);
+      this->fill_descriptor(descriptor);
       if constexpr (C::kUsesCombineKernel) {
-        plan.slot = piece.whole() ? -1 : work.slot(a_, range, begins);
+        descriptor.partial_slot = work_unit.whole() ? -1 : scheduler.slot(a_, partition, begins_tile);
       } else {
-        plan.slot = plan.part ? work.slot(a_, range) : -1;
-        plan.first_part = work.slot(a_, first_range);
-        plan.parts = begins ? 0 : range - first_range;
-        plan.counter = work.counter(piece, first_range);
+        descriptor.partial_slot = descriptor.tile_continues ? scheduler.slot(a_, partition) : -1;
+        descriptor.first_partial = scheduler.slot(a_, first_partition);
+        descriptor.num_partials = begins_tile ? 0 : partition - first_partition;
+        descriptor.counter = scheduler.counter(work_unit, first_partition);
       }
-      mbarrier_arrive(this->planned(n & 1));
-      if (C::kUsesCombineKernel && work.is_noted(piece, piece.last == work.range_begin(range + 1))) {
-        decode::Cut cut{};
-        cut.q_start = this->q_start_;
-        cut.head = this->head_;
-        cut.first_row = this->row0_;
-        cut.rows = max(this->rows_, 0);
-        work.note(cut, piece, range);
+      mbarrier_arrive(this->work_full(n & 1));
+      if (C::kUsesCombineKernel &&
+          scheduler.publishes_tile(work_unit, work_unit.end == scheduler.partition_begin(partition + 1))) {
+        decode::SplitTile tile_info{};
+        tile_info.q_start = this->q_start_;
+        tile_info.head = this->head_;
+        tile_info.first_row = this->row0_;
+        tile_info.rows = max(this->rows_, 0);
+        scheduler.publish_tile(tile_info, work_unit, partition);
       }
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ int first_key(int tile) const { return tile * C::kKeys + warp_ * C::kFetched; }
-  // Of this lane's key of a tile: its page, -1 where there is no key, and where it lies.
-  __device__ __forceinline__ int page_in(int tile) const {
-    const int key = first_key(tile) + lane_ % C::kFetched;
-    if (tile >= this->end_tile_ || key < this->keys_.begin || key >= this->keys_.end) return -1;
-    return this->page_of(this->piece_.batch, key);
+  __device__ __forceinline__ int first_key(int tile) const { return tile * C::kKvTile + warp_ * C::kWarpKeys; }
+  // The page of this lane's key of a tile (-1 where there is no key), and the key's location.
+  __device__ __forceinline__ int load_page(int tile) const {
+    const int key = first_key(tile) + lane_ % C::kWarpKeys;
+    if (tile >= this->kv_tile_end_ || key < this->keys_.begin || key >= this->keys_.end) return -1;
+    return this->page_of(this->work_unit_.batch, key);
   }
-  __device__ __forceinline__ Place place_in(int tile, int page) const {
+  __device__ __forceinline__ KvLocation locate_key(int tile, int page) const {
     if (page < 0) return {0, -1};
-    return this->place_of(page, this->piece_.batch, this->k_start_, first_key(tile) + lane_ % C::kFetched);
+    return this->locate_in_page(page, this->work_unit_.batch, this->k_start_, first_key(tile) + lane_ % C::kWarpKeys);
   }
 
-  // Whether this warp's keys of a tile all exist, each run of them in one page.
+  // Whether this warp's keys of a tile all exist and each run of them lies in one page.
   __device__ __forceinline__ bool has_whole_runs(int tile) const {
     const int first = first_key(tile);
-    return first >= this->keys_.begin && first + C::kFetched <= this->keys_.end &&
+    return first >= this->keys_.begin && first + C::kWarpKeys <= this->keys_.end &&
            (p_.page_table == nullptr || static_cast<int>(a_.page_size.value) % C::kRun == 0);
   }
 
-  // This warp's keys of a tile to the next slot, once that is free; bytes to a place of their own.
-  __device__ __forceinline__ void fetch(const Operand &from, const CUtensorMap &map, int64_t columns, const Place &place,
-                                        bool whole_runs) {
+  // Loads this warp's keys of a K or V tile into the next stage once that is empty; 8-bit KV goes to a stage of the 8-bit
+  // pipeline.
+  __device__ __forceinline__ void load_tile(const Operand &from, const CUtensorMap &map, int64_t columns,
+                                            const KvLocation &location, bool whole_runs) {
     if (whole_runs && a_.tma_kv) {
-      copy(map, place);
+      load_tma(map, location);
     } else {
-      gather(from, columns, place, whole_runs);
+      load_cp_async(from, columns, location, whole_runs);
     }
     if constexpr (C::k8BitKv) {
-      coming_.advance();
-      more_under_way();
+      load_8bit_.advance();
+      add_in_flight();
     }
   }
 
-  // A slab of a run a lane; bytes, a run.
-  __device__ __forceinline__ void copy(const CUtensorMap &map, const Place &place) {
-    const uint32_t there = C::k8BitKv ? this->staged(coming_.stage(), warp_) : this->full(ring_.stage());
+  // By TMA: each lane issues one atom of one run; with 8-bit KV one whole run.
+  __device__ __forceinline__ void load_tma(const CUtensorMap &map, const KvLocation &location) {
+    const uint32_t there = C::k8BitKv ? this->full_8bit(load_8bit_.stage(), warp_) : this->full(pipe_.stage());
     if constexpr (!C::k8BitKv) {
-      settle();
-      mbarrier_wait(this->free(ring_.stage()), ring_.phase() ^ 1);
+      drain();
+      mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
     }
-    constexpr int kSlabs = C::k8BitKv ? 1 : C::kSlabs, kBoxPitch = C::kPitch / kSlabs;
-    if (lane_ == 0) mbarrier_expect_tx(there, C::kFetched * C::kPitch);
-    __syncwarp();                                          // and all have widened what was in the place
-    const int slab = lane_ % C::kRun, run = lane_ - slab;  // the run's first key
-    if (lane_ < C::kFetched && slab < kSlabs) {
+    constexpr int kAtoms = C::k8BitKv ? 1 : C::kAtoms, kBoxPitch = C::kPitch / kAtoms;
+    if (lane_ == 0) mbarrier_expect_tx(there, C::kWarpKeys * C::kPitch);
+    __syncwarp();                                          // and all lanes have widened the previous contents of the stage
+    const int atom = lane_ % C::kRun, run = lane_ - atom;  // run: the run's first key
+    if (lane_ < C::kWarpKeys && atom < kAtoms) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-      const uint32_t to = C::k8BitKv ? bytes(coming_.stage()) : slab_of(ring_.stage(), slab);
-      tma_load_5d(to + run * kBoxPitch, &map, there, slab, place.row - slab, this->head_, place.batch, policy);
+      const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) : smem_atom(pipe_.stage(), atom);
+      tma_load_5d(to + run * kBoxPitch, &map, there, atom, location.row - atom, this->head_, location.batch, policy);
     }
     if constexpr (C::k8BitKv) {
       if (lane_ == 0) mbarrier_arrive_for_warp(there);
     } else {
       mbarrier_arrive(there);
-      ring_.advance();
+      pipe_.advance();
     }
   }
 
-  // By pieces of 16 bytes; zeros where there is nothing. Slots are said to be full some gathers later, so that nobody waits in between.
-  __device__ __forceinline__ void gather(const Operand &from, int64_t columns, const Place &place, bool whole_runs) {
-    const int64_t offset = place.batch * from.batch_stride + max(place.row, 0) * from.seq_stride;
-    const int chunk = lane_ % kChunks, first = lane_ / kChunks, size = chunk * kColumns < columns ? 16 : 0;
-    const KeyElement *base =
-        static_cast<const KeyElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? chunk * kColumns : 0);
-    const uint32_t to = C::k8BitKv ? bytes(coming_.stage()) + lane_ * 16 : in_tile(chunk);
-    // Of the i-th rows that the warp fetches together.
-    const auto place_of = [&](int i) { return C::k8BitKv ? to + i * kPieceBytes : of_rows(to, i); };
-    if (!C::k8BitKv) mbarrier_wait(this->free(ring_.stage()), ring_.phase() ^ 1);
+  // By cp.async in chunks of 16 bytes; keys that do not exist become zeros. Stages are published some loads later, so that the
+  // warp does not wait in between.
+  __device__ __forceinline__ void load_cp_async(const Operand &from, int64_t columns, const KvLocation &location,
+                                                bool whole_runs) {
+    const int64_t offset = location.batch * from.batch_stride + max(location.row, 0) * from.seq_stride;
+    const int chunk = lane_ % kChunks, first = lane_ / kChunks, size = chunk * kChunkColumns < columns ? 16 : 0;
+    const KvElement *base =
+        static_cast<const KvElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? chunk * kChunkColumns : 0);
+    const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) + lane_ * 16 : smem_chunk(chunk);
+    // The i-th group of rows that the warp loads together.
+    const auto smem_rows = [&](int i) { return C::k8BitKv ? to + i * kWarpLoadBytes : row_group(to, i); };
+    if (!C::k8BitKv) mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
     if (whole_runs) {
 #pragma unroll
-      for (int run = 0; run < C::kFetched / C::kRun; ++run) {
-        const KeyElement *row = base + __shfl_sync(~0u, offset, run * C::kRun) + first * from.seq_stride;
+      for (int run = 0; run < C::kWarpKeys / C::kRun; ++run) {
+        const KvElement *row = base + __shfl_sync(~0u, offset, run * C::kRun) + first * from.seq_stride;
 #pragma unroll
-        for (int i = run * C::kRun / kAtOnce; i < (run + 1) * C::kRun / kAtOnce; ++i, row += kAtOnce * from.seq_stride)
-          cp_async_16(place_of(i), row, size);
+        for (int i = run * C::kRun / kRowsPerLoad; i < (run + 1) * C::kRun / kRowsPerLoad;
+             ++i, row += kRowsPerLoad * from.seq_stride)
+          cp_async_16(smem_rows(i), row, size);
       }
     } else {
 #pragma unroll 4
-      for (int i = 0; i < C::kFetched / kAtOnce; ++i) {
-        const int64_t its = __shfl_sync(~0u, offset, i * kAtOnce + first);
-        const bool exists = __shfl_sync(~0u, place.row, i * kAtOnce + first) >= 0;
-        cp_async_16(place_of(i), base + its, exists ? size : 0);
+      for (int i = 0; i < C::kWarpKeys / kRowsPerLoad; ++i) {
+        const int64_t row_offset = __shfl_sync(~0u, offset, i * kRowsPerLoad + first);
+        const bool exists = __shfl_sync(~0u, location.row, i * kRowsPerLoad + first) >= 0;
+        cp_async_16(smem_rows(i), base + row_offset, exists ? size : 0);
       }
     }
     if constexpr (C::k8BitKv) {
-      cp_async_mbarrier_arrive(this->staged(coming_.stage(), warp_));
+      cp_async_mbarrier_arrive(this->full_8bit(load_8bit_.stage(), warp_));
     } else {
       cp_async_commit();
-      if (under_way_ == 0) gathered_ = ring_;
-      ring_.advance();
-      more_under_way();
+      if (in_flight_ == 0) oldest_ = pipe_;
+      pipe_.advance();
+      add_in_flight();
     }
   }
 
-  // One more tile is under way: the first of too many is awaited.
-  __device__ __forceinline__ void more_under_way() {
-    if (under_way_ == kUnderWay) {
-      if constexpr (!C::k8BitKv) cp_async_wait<kUnderWay>();
-      say_full();
+  // Counts one more tile in flight. If there are too many, waits for the oldest one and publishes it.
+  __device__ __forceinline__ void add_in_flight() {
+    if (in_flight_ == kMaxInFlight) {
+      if constexpr (!C::k8BitKv) cp_async_wait<kMaxInFlight>();
+      publish_oldest();
     } else {
-      ++under_way_;
+      ++in_flight_;
     }
   }
-  // All that is under way is there.
-  __device__ __forceinline__ void settle() {
-    if (under_way_ == 0) return;
+  // Waits for all tiles in flight and publishes them.
+  __device__ __forceinline__ void drain() {
+    if (in_flight_ == 0) return;
     if constexpr (!C::k8BitKv) cp_async_wait<0>();
-    for (; under_way_ > 0; --under_way_) say_full();
+    for (; in_flight_ > 0; --in_flight_) publish_oldest();
   }
-  // The first tile that is gathered, but not said to be full. Bytes are awaited and widened into the next slot.
-  __device__ __forceinline__ void say_full() {
+  // Publishes the oldest tile in flight: marks its stage as full. 8-bit KV is first awaited and widened into the next stage of
+  // the 16-bit pipeline.
+  __device__ __forceinline__ void publish_oldest() {
     if constexpr (C::k8BitKv) {
-      mbarrier_wait(this->staged(gathered_.stage(), warp_), gathered_.phase());
-      mbarrier_wait(this->free(ring_.stage()), ring_.phase() ^ 1);
+      mbarrier_wait(this->full_8bit(oldest_.stage(), warp_), oldest_.phase());
+      mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
       widen();
     }
-    fence_proxy_async();  // for the products
-    mbarrier_arrive(this->full(C::k8BitKv ? ring_.stage() : gathered_.stage()));
-    if constexpr (C::k8BitKv) ring_.advance();
-    gathered_.advance();
+    fence_proxy_async();  // makes the stores visible to wgmma
+    mbarrier_arrive(this->full(C::k8BitKv ? pipe_.stage() : oldest_.stage()));
+    if constexpr (C::k8BitKv) pipe_.advance();
+    oldest_.advance();
   }
   __device__ __forceinline__ void widen() const {
-    // Eight lanes at a time write to different banks: of 128 columns those of the second slab begin with their second half.
+    // Each eight lanes write to different banks: with 128 columns, the lanes of the second atom begin with its second half.
     const int chunk = lane_ % kChunks, second = chunk / 4;
-    const uint32_t from = bytes(gathered_.stage()) + lane_ * 16,
-                   to[2] = {in_tile(2 * chunk + second), in_tile(2 * chunk + 1 - second)};
+    const uint32_t from = smem_8bit(oldest_.stage()) + lane_ * 16,
+                   to[2] = {smem_chunk(2 * chunk + second), smem_chunk(2 * chunk + 1 - second)};
     constexpr int kBatch = 4;
 #pragma unroll
-    for (int first = 0; first < C::kFetched / kAtOnce; first += kBatch) {
+    for (int first = 0; first < C::kWarpKeys / kRowsPerLoad; first += kBatch) {
       uint4 x[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) x[i] = ld_shared_16(from + (first + i) * kPieceBytes);
+      for (int i = 0; i < kBatch; ++i) x[i] = ld_shared_16(from + (first + i) * kWarpLoadBytes);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
-          const decode::Pairs a = decode::widen_neighbours<C::kFormat>(low), b = decode::widen_neighbours<C::kFormat>(high);
-          st_shared_16(of_rows(at, first + i), a.first, a.second, b.first, b.second);
+          const decode::HalfPairs a = decode::widen_adjacent<C::kFormat>(low), b = decode::widen_adjacent<C::kFormat>(high);
+          st_shared_16(row_group(at, first + i), a.first, a.second, b.first, b.second);
         };
         store(to[0], second ? x[i].z : x[i].x, second ? x[i].w : x[i].y);
         store(to[1], second ? x[i].x : x[i].z, second ? x[i].y : x[i].w);
@@ -229,36 +237,38 @@ class Producer : private decode::Planner<Block<C>> {
     }
   }
 
-  // A piece of 16 bytes of a row, of so many; rows that a warp fetches together.
-  static constexpr int kColumns = 16 / static_cast<int>(sizeof(KeyElement)), kChunks = C::kD / kColumns, kAtOnce = 32 / kChunks;
-  static constexpr int kPieceBytes = 32 * 16;
-  // Where the warp's keys begin in the next slot: eight columns of this lane's row of the first rows, and of those i times further on.
-  __device__ __forceinline__ uint32_t in_tile(int columns8) const {
+  // Columns per 16-byte chunk, chunks per row, and rows that the warp loads at once.
+  static constexpr int kChunkColumns = 16 / static_cast<int>(sizeof(KvElement)), kChunks = C::kD / kChunkColumns,
+                       kRowsPerLoad = 32 / kChunks;
+  static constexpr int kWarpLoadBytes = 32 * 16;
+  // The address in the next stage of eight columns of this lane's row among the first rows of the warp, and of the i-th rows
+  // after those.
+  __device__ __forceinline__ uint32_t smem_chunk(int columns8) const {
     const int row = lane_ / kChunks;
-    return slab_of(ring_.stage(), columns8 / 8) + row * 128 + ((columns8 % 8 ^ row) << 4);
+    return smem_atom(pipe_.stage(), columns8 / 8) + row * 128 + ((columns8 % 8 ^ row) << 4);
   }
-  static __device__ __forceinline__ uint32_t of_rows(uint32_t first, int i) {
-    const int key = i * kAtOnce;
+  static __device__ __forceinline__ uint32_t row_group(uint32_t first, int i) {
+    const int key = i * kRowsPerLoad;
     return (first ^ ((key & 7) << 4)) + key * 128;
   }
-  // The warp's keys of a slab.
-  __device__ __forceinline__ uint32_t slab_of(int slot, int slab) const {
-    return this->tile(slot) + slab * C::kSlabBytes + warp_ * C::kFetched * 128;
+  // The warp's keys of an atom.
+  __device__ __forceinline__ uint32_t smem_atom(int stage, int atom) const {
+    return this->tile(stage) + atom * C::kAtomBytes + warp_ * C::kWarpKeys * 128;
   }
-  // The warp's keys of a tile of bytes, row after row.
-  __device__ __forceinline__ uint32_t bytes(int n) const {
-    return this->shared_ + C::kStagedOffset + n * C::kStagedBytes + warp_ * C::kFetched * C::kPitch;
+  // The warp's keys of an 8-bit tile, row after row.
+  __device__ __forceinline__ uint32_t smem_8bit(int n) const {
+    return this->smem_ + C::kStage8BitOffset + n * C::kStage8BitBytes + warp_ * C::kWarpKeys * C::kPitch;
   }
 
-  // The ring has room for tiles that are gathered, for what is worked on and for what may be worked on next.
-  static constexpr int kUnderWay = C::k8BitKv ? C::kStaged - 1 : C::kSlots - 3;
-  using Gathered = PipelineState<C::k8BitKv ? C::kStaged : C::kSlots>;
+  // Stages must remain for the tiles in flight, for those being computed on and for those that may be computed on next.
+  static constexpr int kMaxInFlight = C::k8BitKv ? C::kStages8Bit - 1 : C::kStages - 3;
+  using OldestState = PipelineState<C::k8BitKv ? C::kStages8Bit : C::kStages>;
 
   int warp_;
-  PipelineState<C::kSlots> ring_;  // the next slot to fill
-  Gathered gathered_;              // the first tile under way
-  Gathered coming_;                // of bytes: the next one's place
-  int under_way_ = 0;
+  PipelineState<C::kStages> pipe_;  // the next stage to fill
+  OldestState oldest_;              // the oldest tile in flight
+  OldestState load_8bit_;           // 8-bit KV: the next stage to load
+  int in_flight_ = 0;
 };
 
 }  // namespace fa::cuda::extend

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every forward kernel for sm_90a, as sm80/forward_table.h.
+// Every forward kernel for sm_90a that is built: one line per kernel, read by the build (one object file per line and dtype), by the plan
+// and by the launcher.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +11,24 @@ struct ForwardShape {
   const char *name;
   int32_t head_dim;    // bucket of q and k
   int32_t head_dim_v;  // bucket of v
-  int32_t groups;      // warpgroups that compute, each on 64 rows
-  int32_t chunk;       // keys
+  int32_t groups;      // consumer warpgroups, 64 rows each
+  int32_t chunk;       // keys per KV tile
   int32_t q_stages;
-  int32_t stages;       // chunks of K, and of V, in shared memory
-  int32_t out_slabs;    // of 64 columns of out, through shared memory at a time; 0: straight from registers
-  int32_t max_queries;  // a sequence
-  int32_t max_causal;   // queries a sequence, under a causal mask
-  bool scored;          // for softcap and ALiBi
-  bool fp8;             // operands are e4m3, and V comes transposed
+  int32_t stages;       // of the K pipeline, and of the V pipeline
+  int32_t out_slabs;    // swizzle atoms (64 columns) of out staged for one TMA store; 0: out is stored from registers
+  int32_t max_queries;  // longest sequence of queries that the kernel is for
+  int32_t max_causal;   // the same under a causal mask
+  bool scored;          // with softcap and ALiBi
+  bool fp8;             // Q, K and V are e4m3, and V comes transposed
 
   constexpr int32_t rows() const { return groups * 64; }
-  // On a multiprocessor. A group alone leaves its gaps to other blocks.
+  // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : 3; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
   constexpr int32_t shared_bytes() const {
     const int32_t columns = fp8 ? 128 : 64, slabs = (head_dim + columns - 1) / columns;
-    const int32_t v_rows = fp8 ? head_dim_v : (head_dim_v + 63) / 64 * chunk;  // of 128 bytes
-    // Q | K ring | V ring | out | barriers | four tiles
+    const int32_t v_rows = fp8 ? head_dim_v : (head_dim_v + 63) / 64 * chunk;  // rows of 128 bytes in a stage of V
+    // Q | K | V | out | mbarriers | four work tiles
     return (q_stages * rows() * slabs + stages * (chunk * slabs + v_rows) + rows() * out_slabs) * 128 +
            (2 * q_stages * groups + 4 * stages + 9) * 8 + 4 * (88 + 8 * groups);
   }
@@ -35,9 +36,9 @@ struct ForwardShape {
 
 constexpr int32_t kAnyLength = INT32_MAX;
 
-// Cheaper kernels first. Three warpgroups keep the tensor cores busier than two; of few rows they would leave too many idle. So would they
-// at D64, and tiles end often: blocks of one warpgroup, three a multiprocessor, do not wait for each other. At D128 the L2 cache could
-// not feed them.
+// The plan takes the first kernel that fits. Three consumer warpgroups keep the tensor cores busier than two. With few query rows some of
+// them would idle; there d128s has two. At head_dim 64 work tiles are short, and CTAs of one warpgroup, three per SM, do not wait for each
+// other at the ends of tiles (d64s). At head_dim 128 the L2 cache could not feed such CTAs.
 // X(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8)
 #define FA_SM90_FORWARD_TABLE(X)                                              \
   X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, false, false)                     \

@@ -1,134 +1,131 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of the forward: a block of query rows of one head, the keys it sees and where everything lies. One warp works the descriptions
-// out, ahead of those that fetch and compute.
+// A work tile of the forward: kRows query rows of one head, the KV tiles that they see, and where all of it lies in global memory.
+//
+// The scheduler warp writes a WorkTile to shared memory, ahead of the producer and consumer warps that read it. So those warps divide
+// nothing and read no sequence lengths.
 #pragma once
 
-#include "core/mask.h"
 #include "core/problem.h"
-#include "cuda/common/score.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/score_mod.cuh"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
 
 namespace fa::cuda::sm90 {
 
-template <int kGroups>
-struct Tile {
-  int64_t out, lse;                    // where its first row lies, in elements
-  int q_row, q_batch, k_row, k_batch;  // what the copy engine calls its first row, and the first key of the sequence
-  float alibi;                         // slope * log2(e), or 0
-  int v_key;                           // fp8: where its keys begin in the copy of V
-  float product_factor, value_factor;  // fp8: of q and k, and of v
+template <int kConsumerWarpgroups>
+struct WorkTile {
+  int64_t out, lse;                    // element offset of the tile's first row in out and lse
+  int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
+  float alibi;                         // slope in the unit of q k^T, or 0
+  int v_key;                           // fp8: the sequence's first key in the transposed copy of V (transposed_v.h)
+  float qk_descale, v_descale;         // fp8: descale of q times descale of k; descale of v
   int head_q, head_k;
-  int row0, seqlen_q, seqlen_k;  // rows count within the sequence
-  int unused_end;                // rows [seqlen_q, unused_end) of the tile's are not used, and still have to be written
-  int first, chunks;             // chunks [first, first + chunks) of keys; chunks < 0: no more tiles
-  int edge_left, edge_right;     // of these, how many at each end have masked pairs
-  // For the 64 rows of each group: in the order of work chunks [begin, chunks) are seen, those before `edges` with masked pairs.
-  int begin[kGroups], edges[kGroups];
+  int row0, seqlen_q, seqlen_k;   // row0 is the tile's first row, counted within the sequence
+  int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out
+  int first, kv_tiles;            // the tile sees KV tiles [first, first + kv_tiles); kv_tiles < 0: no more work
+  int left_masked, right_masked;  // how many KV tiles at the left and at the right end contain masked pairs
+  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
+  // contain masked pairs.
+  int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
 
-  // Chunks in the order of work: the right edge from the last one down, the left edge, the others from the last one down.
-  __device__ __forceinline__ int chunk(int i) const {
-    const int last = first + chunks - 1;
-    if (i < edge_right || edge_left == 0) return last - i;
-    const int left = i - edge_right;
-    return left < edge_left ? first + left : last - (i - edge_left);
+  // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
+  // unmasked tiles, last key first.
+  __device__ __forceinline__ int kv_tile(int i) const {
+    const int last = first + kv_tiles - 1;
+    if (i < right_masked || left_masked == 0) return last - i;
+    const int left = i - right_masked;
+    return left < left_masked ? first + left : last - (i - left_masked);
   }
 };
 
-// Chunks of kChunk keys with a key in the range, and those with all keys in it.
-template <int kChunk>
-__device__ __forceinline__ RangeOf<int32_t> chunks_around(const RangeOf<int32_t> &keys) {
-  return {keys.begin / kChunk, (keys.end + kChunk - 1) / kChunk};
-}
-template <int kChunk>
-__device__ __forceinline__ RangeOf<int32_t> chunks_within(const RangeOf<int32_t> &keys) {
-  return {(keys.begin + kChunk - 1) / kChunk, keys.end / kChunk};
-}
-
-// If rows do not fill the last tile, under a causal mask it is the first one that lacks groups: its walk is the shortest. So many rows
-// lie before the sequence.
+// The number of rows of the sequence's first tile that lie before row 0. Without a causal mask it is 0, and the last tile is the partial
+// one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows.
 template <int kRows>
-__device__ __forceinline__ int lacking_rows(const ForwardParams &a, int seqlen_q) {
+__device__ __forceinline__ int missing_rows(const ForwardParams &a, int seqlen_q) {
   return a.order.last_rows_first() ? ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64 : 0;
 }
 
-// Tiles of packed sequences in the order of work: sequence after sequence, each as TileOrder has a batch of one. The host counts tiles as
-// if all sequences were as long as the longest; to pass over what is not there, one number at a time, would take as long as tiles do. So
-// lane l of a warp knows sequence `first + l`, and as numbers only grow, each 32 sequences are looked at once.
+// Finds the work tiles of packed sequences, one sequence after the other. Within a sequence tiles are in the order that TileOrder has for
+// a batch of one.
+//
+// The host launches as many tiles as if all sequences were as long as the longest. To step over the missing ones one by one would take as
+// long as work tiles do. Instead a warp looks at 32 sequences at once: lane l knows sequence `first_sequence + l`. Indices only grow, so
+// each group of 32 sequences is loaded once.
 template <int kRows>
-struct PackedTiles {
-  int first = -32, before = 0;  // tiles before these sequences
-  int blocks = 0, end = 0;      // of this lane's one: blocks of rows, and the tiles of these sequences up to its last
+struct PackedScheduler {
+  int first_sequence = -32,
+      tiles_before = 0;         // the 32 sequences that the lanes hold, and the number of tiles of all sequences before them
+  int row_blocks = 0, end = 0;  // of this lane's sequence: its row blocks; tiles of the 32 sequences up to and including it
 
-  // x of the lane n below, or 0. Comparisons of lanes would take predicates that the rest of the kernel is short of.
-  static __device__ __forceinline__ int below(int x, int n) {
+  // x of the lane n below this one, or 0 where there is none. Uses shfl's own predicate: lane comparisons would take predicate registers
+  // that the kernel is short of.
+  static __device__ __forceinline__ int shfl_up_or_zero(int x, int n) {
     int y;
     asm volatile(
-        "{\n.reg .pred there;\n"
-        "shfl.sync.up.b32 %0|there, %1, %2, 0, -1;\n"
-        "selp.b32 %0, %0, 0, there;\n}\n"
+        "{\n.reg .pred valid;\n"
+        "shfl.sync.up.b32 %0|valid, %1, %2, 0, -1;\n"
+        "selp.b32 %0, %0, 0, valid;\n}\n"
         : "=r"(y)
         : "r"(x), "r"(n));
     return y;
   }
 
-  // Tile `index`, no smaller than the one asked for last. False if there is none.
+  // Finds work tile `index`, which must not be smaller than in the last call. False if there is no such tile.
   __device__ __forceinline__ bool find(const ForwardParams &a, int index, int lane, L2HeadOrder::Place &place) {
-    const int heads = static_cast<int>(a.order.sections.heads.value);
+    const int heads = static_cast<int>(a.order.l2_order.heads.value);
     while (true) {
       const int count = __shfl_sync(~0u, end, 31);
-      if (index < before + count) break;
-      before += count;
-      first += 32;
-      if (first >= a.problem.batch) return false;
-      blocks = 0;
-      if (first + lane < a.problem.batch) {
-        const Sequence q = sequence_of(a.problem.q_lengths, first + lane);
-        const auto rows = static_cast<int>(q.slot) + lacking_rows<kRows>(a, static_cast<int>(q.len));
-        blocks = min((rows + kRows - 1) / kRows, a.order.row_blocks());
+      if (index < tiles_before + count) break;
+      tiles_before += count;
+      first_sequence += 32;
+      if (first_sequence >= a.problem.batch) return false;
+      row_blocks = 0;
+      if (first_sequence + lane < a.problem.batch) {
+        const Sequence q = sequence_of(a.problem.q_lengths, first_sequence + lane);
+        const auto rows = static_cast<int>(q.slot) + missing_rows<kRows>(a, static_cast<int>(q.len));
+        row_blocks = min((rows + kRows - 1) / kRows, a.order.row_blocks());
       }
-      end = blocks * heads;
+      end = row_blocks * heads;
 #pragma unroll
-      for (int n = 1; n < 32; n *= 2) end += below(end, n);
+      for (int n = 1; n < 32; n *= 2) end += shfl_up_or_zero(end, n);
     }
-    index -= before;
-    const int source = __ffs(static_cast<int>(__ballot_sync(~0u, index < end))) - 1;
-    const int row_blocks = __shfl_sync(~0u, blocks, source);
-    index -= __shfl_sync(~0u, end, source) - row_blocks * heads;
-    const int l2_group_heads = static_cast<int>(a.order.sections.l2_group_heads.value),
-              section = index / (l2_group_heads * row_blocks);
-    index -= section * l2_group_heads * row_blocks;
-    const int heads_here = min(l2_group_heads, heads - section * l2_group_heads), row_block = index / heads_here;
-    place.batch = first + source;
-    place.head = section * l2_group_heads + index - row_block * heads_here;
-    place.row_block = a.order.last_rows_first() ? row_blocks - 1 - row_block : row_block;
+    index -= tiles_before;
+    const int source_lane = __ffs(static_cast<int>(__ballot_sync(~0u, index < end))) - 1;
+    const int sequence_blocks = __shfl_sync(~0u, row_blocks, source_lane);
+    index -= __shfl_sync(~0u, end, source_lane) - sequence_blocks * heads;
+    const int l2_group_heads = static_cast<int>(a.order.l2_order.l2_group_heads.value),
+              l2_group = index / (l2_group_heads * sequence_blocks);
+    index -= l2_group * l2_group_heads * sequence_blocks;
+    const int heads_here = min(l2_group_heads, heads - l2_group * l2_group_heads), row_block = index / heads_here;
+    place.batch = first_sequence + source_lane;
+    place.head = l2_group * l2_group_heads + index - row_block * heads_here;
+    place.row_block = a.order.last_rows_first() ? sequence_blocks - 1 - row_block : row_block;
     return true;
   }
 };
 
-// Writes a tile to shared memory; by a whole warp. In pieces, as they become known: few registers are to be had. False, for all lanes, if
-// there is nothing to do: the tile lies past the end of a packed sequence.
-template <int kGroups, int kChunk, bool kScored, bool kFp8>
-__device__ __forceinline__ bool plan_tile(const ForwardParams &a, const L2HeadOrder::Place &place, int lane, Tile<kGroups> &t) {
-  using Keys = RangeOf<int32_t>;
-  constexpr int kRows = kGroups * 64;
+// Writes the description of a work tile to shared memory. All lanes of the warp take part. Fields are written as soon as they are known,
+// which keeps few registers live. Returns, to all lanes, whether the tile has any rows: false past the end of a packed sequence.
+template <int kConsumerWarpgroups, int kKeys, bool kHasScoreMod, bool kFp8>
+__device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const L2HeadOrder::Place &place, int lane,
+                                                   WorkTile<kConsumerWarpgroups> &t) {
+  constexpr int kRows = kConsumerWarpgroups * 64;
   const Problem &p = a.problem;
-  if constexpr (kScored) {
-    float slope = 0.f;
-    if (p.alibi_slopes != nullptr)
-      slope = p.alibi_slopes[place.batch * p.alibi_batch_stride + place.head * p.alibi_head_stride] * kLog2e;
+  if constexpr (kHasScoreMod) {
+    const float slope = p.alibi_slopes != nullptr ? alibi_slope(p, a.raw, place.batch, place.head) : 0.f;
     if (lane == 0) t.alibi = slope;
   }
   int row0, seqlen_q;
-  bool any;
+  bool has_work;
   {
     const Sequence q = sequence_of(p.q_lengths, place.batch);
     seqlen_q = static_cast<int>(q.len);
-    row0 = place.row_block * kRows - lacking_rows<kRows>(a, seqlen_q);
-    // The last tile also owns what the slot holds beyond the grid.
+    row0 = place.row_block * kRows - missing_rows<kRows>(a, seqlen_q);
+    // The last tile also zeroes the rows that the sequence owns beyond all row blocks.
     const auto unused_end =
         static_cast<int>(place.row_block == a.order.row_blocks() - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
-    any = row0 < max(seqlen_q, unused_end);
+    has_work = row0 < max(seqlen_q, unused_end);
     const int row = static_cast<int>(q.start) + row0, batch = p.q_lengths.cu != nullptr ? 0 : place.batch;
     if (lane == 0) {
       t.row0 = row0;
@@ -153,48 +150,48 @@ __device__ __forceinline__ bool plan_tile(const ForwardParams &a, const L2HeadOr
     }
     if constexpr (kFp8) {
       const int head = a.group.quotient(place.head);
-      const auto factor = [&](const Operand &x) {
+      const auto descale = [&](const Operand &x) {
         return x.data != nullptr ? static_cast<const float *>(x.data)[place.batch * x.batch_stride + head * x.head_stride]
                                  : 1.f;
       };
-      const float product = factor(a.q_descale.factors) * factor(a.k_descale.factors), value = factor(a.v_descale.factors);
+      const float qk = descale(a.q_descale.factors) * descale(a.k_descale.factors), v = descale(a.v_descale.factors);
       if (lane == 0) {
         t.v_key = p.k_lengths.cu != nullptr ? static_cast<int>(transposed_v_key(k.start, place.batch)) : 0;
-        t.product_factor = product;
-        t.value_factor = value;
+        t.qk_descale = qk;
+        t.v_descale = v;
       }
     }
   }
 
   const Diagonal<int32_t> diagonal(a.limits, seqlen_q, seqlen_k);
-  const Keys rows{max(row0, 0), min(row0 + kRows, seqlen_q)};
-  const Keys seen = diagonal.visible_keys(rows);
-  const Keys all = seen.empty() ? Keys{0, 0} : chunks_around<kChunk>(seen);
-  const Keys inner = chunks_within<kChunk>(diagonal.interior_keys(rows));
-  const int edge_left = inner.empty() ? 0 : inner.begin - all.begin,
-            edge_right = all.end - (inner.empty() ? all.begin : inner.end);
+  const KeyRange rows{max(row0, 0), min(row0 + kRows, seqlen_q)};
+  const KeyRange visible = diagonal.visible_keys(rows);
+  const KeyRange all = visible.empty() ? KeyRange{0, 0} : tiles_touching<kKeys>(visible);
+  const KeyRange interior = tiles_inside<kKeys>(diagonal.interior_keys(rows));
+  const int left_masked = interior.empty() ? 0 : interior.begin - all.begin,
+            right_masked = all.end - (interior.empty() ? all.begin : interior.end);
   if (lane == 0) {
     t.first = all.begin;
-    t.chunks = all.size();
-    t.edge_left = edge_left;
-    t.edge_right = edge_right;
+    t.kv_tiles = all.size();
+    t.left_masked = left_masked;
+    t.right_masked = right_masked;
   }
-  if (lane < kGroups) {
-    const Keys mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
-    const Keys my_keys = diagonal.visible_keys(mine), my_inner = chunks_within<kChunk>(diagonal.interior_keys(mine));
-    int begin = all.size(), edges = begin;
+  if (lane < kConsumerWarpgroups) {
+    const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
+    const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
+    int begin = all.size(), masked_end = begin;
     if (!my_keys.empty()) {
-      begin = all.end - chunks_around<kChunk>(my_keys).end;
-      if (edge_left > 0) {
-        edges = edge_left + edge_right;
-      } else if (!my_inner.empty() && my_inner.begin <= all.begin) {
-        edges = all.end - my_inner.end;
+      begin = all.end - tiles_touching<kKeys>(my_keys).end;
+      if (left_masked > 0) {
+        masked_end = left_masked + right_masked;
+      } else if (!my_interior.empty() && my_interior.begin <= all.begin) {
+        masked_end = all.end - my_interior.end;
       }
     }
     t.begin[lane] = begin;
-    t.edges[lane] = edges;
+    t.masked_end[lane] = masked_end;
   }
-  return any;
+  return has_work;
 }
 
 }  // namespace fa::cuda::sm90

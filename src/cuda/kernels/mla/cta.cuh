@@ -1,8 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of threads of the kernel for latent caches: its sizes, its shared memory, and what its warps tell each other about the piece
-// of work at hand.
+// One CTA of the MLA kernel: its configuration, its shared memory and mbarriers, and the work unit by which its warps agree on what they do.
+//
+// Shared memory, in this order:
+//
+//   K tiles      [kStages][kKeys / 8][kAtoms][8][64]   Element; at the end of a work tile reused for partials and as the DSMEM buffer
+//   Q            [kAtoms - kQRegisterAtoms][64][64]    Element; the other columns of Q are in registers of the softmax warpgroup
+//   P            [kStages][64][kKeys]                  Element
+//   rescale      [kStages][64]                         factor of out of each row before P V is added
+//   epilogue     [64]                                  16 bytes a row: scale of this CTA's out before partials are added, final scale, address
+//   peer stats   [64]                                  8 bytes a row: maximum and sum of the other CTA of a cluster
+//   flags        [kStages][4 warps]
+//   mbarriers, two work units
 #pragma once
 
+#include "cuda/common/epilogue.cuh"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/mla/mla.h"
 
@@ -10,130 +21,143 @@ namespace fa::cuda::mla {
 
 using decode::Keys;
 
-// A part is left in `slot`, which is counted at `counter`. Before that, or at the item's end, `parts` parts are added to it, which are there
-// when the counter `awaited` says so: the last of every `part_step` slots from `first_part` on, and the one before this piece's.
-struct Plan : decode::RowsAndKeys {
+// A work unit: a part of a work tile (64 rows of one KV head, and all keys that they see) that lies in one stream-K partition.
+//
+// The CTA with the work tile's last keys combines the partials of the others and stores the result. A unit that does not hold the last keys
+// leaves a partial in `slot` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
+// accumulators, once the counter `awaited_counter` has reached that number: those in the last of every `partial_step` slots from
+// `first_partial` on, and the one in the slot before this unit's.
+struct WorkUnit : decode::WorkDescriptor {
   int slot, counter;
-  int parts, first_part, part_step, awaited;
-  // The item is this block's and the other one's of its cluster, and neither has another piece: they exchange halves of what they have.
+  int partials, first_partial, partial_step, awaited_counter;
+  // The work tile has exactly two units, and both CTAs of the cluster have no other. They exchange halves of out through DSMEM.
   bool pair;
 };
 
-template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kHeld_, bool kPairs_>
+template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kQRegisterAtoms_, bool kPairs_>
 struct Config {
   using Element = Element_;
-  static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kHeld = kHeld_;
+  static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
   static constexpr bool kPairs = kPairs_;
-  static constexpr bool kTurns = false;      // of blocks of rows, which all see as many keys, or nearly so
-  static constexpr int kParts = kKeys / 16;  // in which P of a tile is handed over, and the tile's rows are handed back
-  // Two groups of four warps for values, one for scores, and the warps that fetch.
-  static constexpr int kRows = 64, kThreads = 512, kValueThreads = 256, kScoreThreads = 128, kFetchWarps = 4;
-  static constexpr int kStep = kKeys;       // of the cut
-  static constexpr int kColumns = kDv / 2;  // of out, of a group
-  // Tiles lie in groups of eight rows, [row / 8][slab of 64 columns][8][64]: whatever eight rows in a row are a page's, one copy fetches.
-  static constexpr int kSlabs = kD / 64, kSlabBytes = 8 * 128, kGroupBytes = kSlabs * kSlabBytes;
-  static constexpr int kTileBytes = kKeys / 8 * kGroupBytes, kHalfBytes = kTileBytes / 2;
-  static constexpr int kQSlabBytes = kRows * 128, kQBytes = (kSlabs - kHeld) * kQSlabBytes;
+  static constexpr bool kInterleaveRowBlocks =
+      false;  // row blocks are not interleaved first with last: all see about the same number of keys
+  static constexpr int kSlices = kKeys / 16;  // P of a KV tile is passed on, and the tile is released, in slices of 16 keys
+  // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
+  static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
+  static constexpr int kKvStep = kKeys;     // keys per iteration of the scheduler
+  static constexpr int kColumns = kDv / 2;  // columns of out in one PV warpgroup
+  // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
+  // rows of a page.
+  static constexpr int kAtoms = kD / 64, kAtomBytes = 8 * 128, kRowGroupBytes = kAtoms * kAtomBytes;
+  static constexpr int kTileBytes = kKeys / 8 * kRowGroupBytes, kHalfBytes = kTileBytes / 2;
+  static constexpr int kQAtomBytes = kRows * 128, kQBytes = (kAtoms - kQRegisterAtoms) * kQAtomBytes;
   static constexpr int kPBytes = kRows * kKeys * 2;
-  static constexpr int kPartBytes = kRows * kDv * 4;
-  static_assert(kPartBytes / 2 <= kTileBytes, "half of out lands in one place of the ring");
-  static constexpr int kBarriers = (1 + 2 * kParts) * kStages + 11, kPlanBytes = 96;
-  static constexpr int kSharedBytes =
-      kStages * (kTileBytes + kPBytes) + kQBytes + kRows * (4 * kStages + 24) + kStages * 16 + kBarriers * 8 + 2 * kPlanBytes;
-  static_assert(kKeys == 64 && kStages == 2 && kFetchWarps == 2 * kStages, "a warp that fetches for every half of a place");
+  static constexpr int kPartialBytes = kRows * kDv * 4;
+  static_assert(kPartialBytes / 2 <= kTileBytes, "half of out lands in one stage of the ring");
+  static constexpr int kBarriers = (1 + 2 * kSlices) * kStages + 11, kWorkUnitBytes = 96;
+  static constexpr int kSharedBytes = kStages * (kTileBytes + kPBytes) + kQBytes + kRows * (4 * kStages + 24) + kStages * 16 +
+                                      kBarriers * 8 + 2 * kWorkUnitBytes;
+  static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages, "a warp that fetches for every half of a stage");
 };
 
-// A tile in groups of eight rows as an operand: its rows are the product's, or its columns are and rows are summed over.
+// The wgmma descriptor of a K tile in row groups, with either its columns summed over (K-major, for S) or its rows (MN-major, for P V).
 template <class C>
-__device__ __forceinline__ uint64_t grouped_operand(uint32_t address) {
-  return uint64_t{(uniform(address) & 0x3FFFF) >> 4} | uint64_t{C::kSlabBytes >> 4} << 16 |
-         uint64_t{C::kGroupBytes >> 4} << 32 | uint64_t{1} << 62;
+__device__ __forceinline__ uint64_t row_group_descriptor(uint32_t address) {
+  return uint64_t{(uniform(address) & 0x3FFFF) >> 4} | uint64_t{C::kAtomBytes >> 4} << 16 |
+         uint64_t{C::kRowGroupBytes >> 4} << 32 | uint64_t{1} << 62;
 }
 
 template <class C>
-class Block {
+class Cta {
  public:
   using Config = C;
   using Element = typename C::Element;
 
-  __device__ __forceinline__ Block(const Params &params, char *shared)
+  __device__ __forceinline__ Cta(const Params &params, char *shared)
       : a_(params), p_(params.problem), memory_(shared), shared_(smem_address(shared)), lane_(threadIdx.x & 31) {}
 
  protected:
   __device__ __forceinline__ int group_heads() const { return static_cast<int>(a_.group.value); }
 
-  __device__ __forceinline__ uint32_t shared_tile(int place) const { return shared_ + place * C::kTileBytes; }
-  // Those columns of Q that are not in registers.
+  __device__ __forceinline__ uint32_t shared_tile(int stage) const { return shared_ + stage * C::kTileBytes; }
+  // The columns of Q that are not in registers.
   __device__ __forceinline__ uint32_t shared_q() const { return shared_tile(C::kStages); }
-  // P of the tile in that place.
-  __device__ __forceinline__ uint32_t shared_p(int place) const { return shared_q() + C::kQBytes + place * C::kPBytes; }
-  // What a row's out is multiplied by before its weights come, where a warp has noted that it is not 1.
-  __device__ __forceinline__ uint32_t shared_factor(int place, int row) const {
-    return shared_p(C::kStages) + (place * C::kRows + row) * 4;
+  // P of the KV tile in that stage.
+  __device__ __forceinline__ uint32_t shared_p(int stage) const { return shared_q() + C::kQBytes + stage * C::kPBytes; }
+  // The factor of a row of out before P V of that stage is added. Valid only where a warp has set kRescaled.
+  __device__ __forceinline__ uint32_t shared_rescale(int stage, int row) const {
+    return shared_p(C::kStages) + (stage * C::kRows + row) * 4;
   }
-  // What it is multiplied by before parts are added and at last, and where it goes.
-  __device__ __forceinline__ uint32_t shared_closing(int row) const { return shared_factor(C::kStages, 0) + row * 16; }
-  // Of a pair's other block: maximum and sum of a row, then what its out is multiplied by. Its out lands where tiles were, every thread's
-  // pieces of 16 bytes side by side with those of the others.
-  __device__ __forceinline__ uint32_t shared_other_sums(int row) const { return shared_closing(C::kRows) + row * 8; }
-  __device__ __forceinline__ uint32_t shared_landing(int n) const {
-    return shared_ + (n * C::kValueThreads + threadIdx.x) * 16;
-  }
-  // A word of notes a warp of the scores: P V is to be done key by key; a row's factor is not 1.
-  static constexpr uint32_t kCare = 1, kRaised = 2;
-  __device__ __forceinline__ uint32_t shared_notes(int place) const { return shared_other_sums(C::kRows) + place * 16; }
-  // When all tiles are done with: maximum and sum of a part's row, behind room for a part of all rows.
-  __device__ __forceinline__ uint32_t shared_part_sums(int part, int row) const {
-    return shared_ + C::kPartBytes + (part * C::kRows + row) * 8;
+  // The row's entry for the epilogue: scale of out before partials are added, final scale, address of the row in global memory.
+  __device__ __forceinline__ uint32_t shared_epilogue(int row) const { return shared_rescale(C::kStages, 0) + row * 16; }
+  // Cluster: maximum and sum of a row in the peer CTA, later the scale of its out. The peer's out arrives where the K tiles were (the DSMEM
+  // buffer), in vectors of 16 bytes, those of all threads side by side.
+  __device__ __forceinline__ uint32_t shared_peer_stats(int row) const { return shared_epilogue(C::kRows) + row * 8; }
+  __device__ __forceinline__ uint32_t dsmem_buffer(int n) const { return shared_ + (n * C::kPvThreads + threadIdx.x) * 16; }
+  // One word of flags per softmax warp: P V must take the NaN-safe path; the rescale factor of some row is not 1.
+  static constexpr uint32_t kNanSafe = 1, kRescaled = 2;
+  __device__ __forceinline__ uint32_t shared_flags(int stage) const { return shared_peer_stats(C::kRows) + stage * 16; }
+  // When all K tiles have been read: maximum and sum of each row of a partial, after room for the out of one partial.
+  __device__ __forceinline__ uint32_t shared_partial_stats(int partial, int row) const {
+    return shared_ + C::kPartialBytes + (partial * C::kRows + row) * 8;
   }
 
-  // Barriers: a place of the ring is full, a part of its rows is free; a part of its weights is there; a piece's factors are there, are read;
-  // a plan is there, is done; warps of the scores meet; the first Q is asked for. Of a
-  // pair: the other block's tiles are read; its sums, its out have come.
-  __device__ __forceinline__ uint32_t full(int place) const { return shared_notes(C::kStages) + place * 8; }
-  __device__ __forceinline__ uint32_t free(int place, int part) const { return full(C::kStages + C::kParts * place + part); }
-  __device__ __forceinline__ uint32_t weights(int place, int part = 0) const {
-    return free(C::kStages, C::kParts * place + part);
+  // mbarriers
+  //
+  //   full[stage]                  a K tile has been loaded
+  //   empty[stage][slice]          both PV warpgroups have read these 16 keys of V
+  //   p_full[stage][slice]         P of these 16 keys is in shared memory
+  //   epilogue_full, _empty        the epilogue's factors of a work unit are there; have been read, and the partial is stored
+  //   work_full[2], work_empty[2]          a work unit is described; all warpgroups have finished it
+  //   softmax_sync                 the four softmax warps
+  //   q_requested                  the loads of the first Q have been issued
+  //   dsmem_empty                  cluster: the peer's K tiles have been read, its DSMEM buffer may be written
+  //   dsmem_stats_full, _out_full  cluster: the peer's maxima and sums, its out have arrived
+  __device__ __forceinline__ uint32_t full(int stage) const { return shared_flags(C::kStages) + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage, int slice) const {
+    return full(C::kStages + C::kSlices * stage + slice);
   }
-  __device__ __forceinline__ uint32_t closed() const { return weights(C::kStages); }
-  __device__ __forceinline__ uint32_t taken() const { return closed() + 8; }
-  __device__ __forceinline__ uint32_t planned(int n) const { return closed() + 16 + n * 8; }
-  __device__ __forceinline__ uint32_t done(int n) const { return planned(2 + n); }
-  __device__ __forceinline__ uint32_t met() const { return done(2); }
-  __device__ __forceinline__ uint32_t asked() const { return met() + 8; }
-  __device__ __forceinline__ uint32_t other_read() const { return asked() + 8; }
-  __device__ __forceinline__ uint32_t landed_sums() const { return other_read() + 8; }
-  __device__ __forceinline__ uint32_t landed_out() const { return landed_sums() + 8; }
-  __device__ __forceinline__ Plan &plan(int n) const {
-    static_assert(sizeof(Plan) <= C::kPlanBytes);
-    return reinterpret_cast<Plan *>(memory_ + (landed_out() + 8 - shared_))[n];
+  __device__ __forceinline__ uint32_t p_full(int stage, int slice = 0) const {
+    return empty(C::kStages, C::kSlices * stage + slice);
+  }
+  __device__ __forceinline__ uint32_t epilogue_full() const { return p_full(C::kStages); }
+  __device__ __forceinline__ uint32_t epilogue_empty() const { return epilogue_full() + 8; }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return epilogue_full() + 16 + n * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return work_full(2 + n); }
+  __device__ __forceinline__ uint32_t softmax_sync() const { return work_empty(2); }
+  __device__ __forceinline__ uint32_t q_requested() const { return softmax_sync() + 8; }
+  __device__ __forceinline__ uint32_t dsmem_empty() const { return q_requested() + 8; }
+  __device__ __forceinline__ uint32_t dsmem_stats_full() const { return dsmem_empty() + 8; }
+  __device__ __forceinline__ uint32_t dsmem_out_full() const { return dsmem_stats_full() + 8; }
+  __device__ __forceinline__ WorkUnit &descriptor(int n) const {
+    static_assert(sizeof(WorkUnit) <= C::kWorkUnitBytes);
+    return reinterpret_cast<WorkUnit *>(memory_ + (dsmem_out_full() + 8 - shared_))[n];
   }
 
-  // Of the rows of `plan`, for warp `warp` of a group whose accumulators hold all of them: row of elements 2 r and 2 r + 1.
+  // The row of accumulator elements 2 r and 2 r + 1 (modulo 4) in the given warp of a warpgroup, counted within the work unit.
   __device__ __forceinline__ int row_of(int warp, int r) const { return warp * 16 + (opaque(lane_) >> 2) + 8 * r; }
-  __device__ __forceinline__ int token_of(const Plan &plan, int row) const { return a_.group.quotient(plan.row0 + row); }
-  __device__ __forceinline__ int head_of(const Plan &plan, int row) const {
-    return plan.head * group_heads() + a_.group.remainder(plan.row0 + row);
+  __device__ __forceinline__ int token_of(const WorkUnit &work, int row) const { return a_.group.quotient(work.row0 + row); }
+  __device__ __forceinline__ int head_of(const WorkUnit &work, int row) const {
+    return work.head * group_heads() + a_.group.remainder(work.row0 + row);
   }
-  __device__ __forceinline__ void store_lse(const Plan &plan, int row, float lse) const {
-    if (p_.lse.data == nullptr) return;
-    p_.lse.data[plan.batch * p_.lse.batch_stride + head_of(plan, row) * p_.lse.head_stride +
-                (plan.q_start + token_of(plan, row)) * p_.lse.seq_stride] = lse;
+  // The row's lse, null if it is not asked for, and its out.
+  __device__ __forceinline__ float *lse_at(const WorkUnit &work, int row) const {
+    if (p_.lse.data == nullptr) return nullptr;
+    return row_of_tensor(p_.lse, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
-  __device__ __forceinline__ Element *out_at(const Plan &plan, int row) const {
-    return static_cast<Element *>(p_.out.data) + plan.batch * p_.out.batch_stride +
-           (plan.q_start + token_of(plan, row)) * p_.out.seq_stride + head_of(plan, row) * p_.out.head_stride;
+  __device__ __forceinline__ Element *out_at(const WorkUnit &work, int row) const {
+    return row_of_tensor<Element>(p_.out, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
-  // Where the part lies that is to be added as number `part`.
-  static __device__ __forceinline__ int part_slot(const Plan &plan, int part) {
-    return min(plan.first_part + (part + 1) * plan.part_step, plan.slot) - 1;
+  // The slot of the n-th partial that this work unit adds.
+  static __device__ __forceinline__ int partial_slot(const WorkUnit &work, int partial) {
+    return min(work.first_partial + (partial + 1) * work.partial_step, work.slot) - 1;
   }
   __device__ __forceinline__ float2 *partial_stats(int slot) const { return a_.partial_stats + int64_t{slot} * C::kRows; }
 
   const Params &a_;
   const Problem &p_;
   char *const memory_;
-  const uint32_t shared_;  // its address
+  const uint32_t shared_;  // shared-memory address of memory_
   const int lane_;
 };
 

@@ -1,71 +1,74 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact attention forward over latent caches: one row a key, 576 wide, whose first 512 columns are the value too, shared by many query
-// heads. A row is read once and serves both products.
+// Exact attention forward over latent KV caches (multi-head latent attention, MLA). A row of the cache is both K (576 columns) and V (its
+// first 512 columns), shared by many query heads. Each row is loaded once and serves both matmuls. FlashMLA is the closest published design.
 //
-// A block of threads owns 64 rows (tokens x heads) of a sequence and walks over tiles of 64 keys, each group of four warps at its own pace:
+//   S = Q K^T, O = softmax(S) V     Q [64][576]  K [kKeys][576]  V = K[:, :512]  out [64][512]
 //
-//   shared memory:  ring of 2 tiles [64][576] | Q [64][320], the other columns in registers | P [2][64][64] | factors, barriers, plans
+// A CTA owns 64 rows (query tokens x heads) of one KV head of a sequence, and loops over K tiles of 64 keys. Warp roles:
 //
-//   fetching:   half a tile each time its half of a place is free, across the ends of pieces; one of the warps plans the pieces
-//   scores:     S = Q K^T, P = exp2(S - m), P and the rows' factors to shared memory, beside those of the tile before
-//   values:     when they are there, out = factor out + P V; two groups, 256 columns each, which begin with the weights of 16 keys while the
-//               scores make those of the next
+//   producer warps (4)       load half a K tile each, as soon as slices of its stage are free, across the ends of work units;
+//                            the first one is also the scheduler warp
+//   softmax warpgroup        S = Q K^T, P = exp2(S - m); stores P and each row's rescale factor to shared memory
+//   two PV warpgroups        256 columns of out each: out = rescale * out + P V, in slices of 16 keys, while the softmax warpgroup still
+//                            exponentiates the later slices
 //
-// Work is cut as for the decode kernels (decode/work.cuh). The block that has the last part of an item keeps it in registers and adds the
-// others to it, many by way of sums of some of them. A row's maximum is its own, and what it is at a tile depends on the row's keys up to there:
-// a row's bits depend on its keys and on where they are cut alone.
+// Shared memory: 2 K tiles [64][576] | Q [64][320] (the other columns in registers) | P [2][64][64] | factors, mbarriers, work units
+//
+// Work is partitioned by the stream-K scheduler of the decode kernels. The CTA with the last keys of a work tile keeps its accumulators in
+// registers and adds the partials of the other CTAs to them; with many partials, some CTAs add groups of them first. A row's maximum is its
+// own, and depends only on the row's keys so far. So the bits of a row depend only on its keys and on where they are split.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/mla/producer.cuh"
-#include "cuda/kernels/mla/scores.cuh"
-#include "cuda/kernels/mla/values.cuh"
+#include "cuda/kernels/mla/pv_warpgroups.cuh"
+#include "cuda/kernels/mla/softmax_warpgroup.cuh"
 
 namespace fa::cuda::mla {
 
-// Who is what in a block of threads.
+// Assigns the roles to the warpgroups of a CTA.
 template <class C>
-class Roles : private Block<C> {
+class MlaKernel : private Cta<C> {
  public:
-  using Block<C>::Block;
+  using Cta<C>::Cta;
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       for (int n = 0; n < C::kStages; ++n) {
         mbarrier_init(this->full(n), 64);
-        for (int part = 0; part < C::kParts; ++part) {
-          mbarrier_init(this->free(n, part), C::kValueThreads);
-          mbarrier_init(this->weights(n, part), C::kScoreThreads);
+        for (int slice = 0; slice < C::kSlices; ++slice) {
+          mbarrier_init(this->empty(n, slice), C::kPvThreads);
+          mbarrier_init(this->p_full(n, slice), C::kSoftmaxThreads);
         }
       }
-      mbarrier_init(this->closed(), C::kScoreThreads);
-      mbarrier_init(this->taken(), C::kValueThreads);
-      mbarrier_init(this->met(), C::kScoreThreads);
-      mbarrier_init(this->asked(), C::kScoreThreads);
-      mbarrier_init(this->other_read(), 1);
-      mbarrier_init(this->landed_sums(), 1);
-      mbarrier_init(this->landed_out(), 1);
+      mbarrier_init(this->epilogue_full(), C::kSoftmaxThreads);
+      mbarrier_init(this->epilogue_empty(), C::kPvThreads);
+      mbarrier_init(this->softmax_sync(), C::kSoftmaxThreads);
+      mbarrier_init(this->q_requested(), C::kSoftmaxThreads);
+      mbarrier_init(this->dsmem_empty(), 1);
+      mbarrier_init(this->dsmem_stats_full(), 1);
+      mbarrier_init(this->dsmem_out_full(), 1);
       for (int n = 0; n < 2; ++n) {
-        mbarrier_init(this->planned(n), 1);
-        mbarrier_init(this->done(n), C::kValueThreads + C::kScoreThreads);
+        mbarrier_init(this->work_full(n), 1);
+        mbarrier_init(this->work_empty(n), C::kPvThreads + C::kSoftmaxThreads);
       }
       mbarrier_init_fence();
     }
     __syncthreads();
-    if (C::kPairs) {  // the other one's barriers, too
+    if (C::kPairs) {  // until the peer CTA's barriers are initialised, too
       cluster_arrive_relaxed();
       cluster_wait();
     }
-    // 64K registers in all.
-    const int group = uniform(threadIdx.x >> 7);
-    if (group < 2) {
+    // setmaxnreg: (2 x 168 + 136 + 40) x 128 = 64K registers in all.
+    const int wg = uniform(threadIdx.x >> 7);
+    if (wg < 2) {
       setmaxnreg_alloc<168>();
-      Values<C>(this->a_, this->memory_).run();
-    } else if (group == 2) {
+      PvWarpgroups<C>(this->a_, this->memory_).run();
+    } else if (wg == 2) {
       setmaxnreg_alloc<136>();
-      Scores<C>(this->a_, this->memory_).run();
+      SoftmaxWarpgroup<C>(this->a_, this->memory_).run();
     } else {
       setmaxnreg_dealloc<40>();
       Producer<C>(this->a_, this->memory_).run();
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla(const __grid_constant__ Pa
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
   pdl_launch_dependents();
-  Roles<C>(params, shared).run();
+  MlaKernel<C>(params, shared).run();
 #endif
 }
 

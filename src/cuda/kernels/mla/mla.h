@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels for latent caches, as plan and launcher see them.
+// The MLA kernels, as plan and launcher see them.
 #pragma once
 
 #include <cuda.h>
@@ -9,15 +9,15 @@
 
 namespace fa::cuda::mla {
 
-// Work is cut as for the decode kernels (decode/work.cuh). The kernel's only parameter.
+// The kernel's only parameter. Work is partitioned as for the decode kernels (decode/stream_k.cuh).
 struct Params : decode::Params {
-  Divisor blocks_of_head;  // row_blocks
-  // Keys in boxes of eight rows for the copy engine, where it can fetch them.
+  Divisor row_blocks_divisor;  // row_blocks
+  // Tensor map of K in boxes of eight rows, where TMA can load it.
   bool tma_kv;
   CUtensorMap k_map;
 };
 
-// The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kShapes.
+// The kernel's address for cudaLaunchKernel, null if this build does not contain it. `shape` indexes kShapes.
 const void *kernel(int shape, Dtype dtype);
 
 }  // namespace fa::cuda::mla

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that fetch keys, and one of them plans: which pieces of work this block of threads has, where their keys lie, and how they come
-// to shared memory.
+// The producer warps: they determine this CTA's work units and load their K tiles to shared memory. The first of them is also the scheduler
+// warp: it describes work units to the other warpgroups.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/kv_loader.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/kernels/mla/cta.cuh"
@@ -11,195 +12,179 @@
 namespace fa::cuda::mla {
 
 template <class C>
-class Producer : private decode::Planner<Block<C>> {
+class Producer : private decode::WorkScheduler<Cta<C>> {
  public:
-  using Base = decode::Planner<Block<C>>;
+  using Base = decode::WorkScheduler<Cta<C>>;
   using Element = typename C::Element;
 
   using Base::Base;
 
   __device__ __forceinline__ void run() {
     const int warp = uniform(threadIdx.x >> 5) & 3;
-    const int place = warp >> 1;
-    uint32_t count = 0, pieces = 0;  // tiles and pieces of the block so far
-    // Of what the launch before this one may still write lengths are wanted first. Other warps wait for a plan.
+    const int stage = warp >> 1;
+    uint32_t tile_count = 0, work_units = 0;  // of the CTA so far
+    // Lengths on the device may still be written by the previous launch, and are read first. The other warps wait for a work unit.
     if (!decode::lengths_known(p_)) pdl_wait();
-    decode::Work<C> work(a_);
-    this->each_piece(work, [&](int range) {
+    decode::StreamKScheduler<C> work(a_);
+    this->for_each_work_unit(work, [&](int partition) {
       pdl_wait();
       bool pair = false;
-      if (warp == 0) pair = write_plan(pieces++, work, range);
+      if (warp == 0) pair = publish_work_unit(work_units++, work, partition);
 #pragma unroll 1
-      for (int tile = tile_; tile < end_tile_; ++tile, ++count) {
-        // Queries go first: memory would give them last, when all blocks have asked for a ring of keys.
-        if (count == 0) mbarrier_wait(this->asked(), 0);
-        if (static_cast<int>(count & 1) == place)
-          fetch(tile * C::kKeys + (warp & 1) * kHalf, place, warp & 1, (count >> 1 & 1) ^ 1);
+      for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++tile_count) {
+        // Q is loaded first: behind the K tiles of all CTAs memory would deliver it last.
+        if (tile_count == 0) mbarrier_wait(this->q_requested(), 0);
+        if (static_cast<int>(tile_count & 1) == stage)
+          load_half(tile * C::kKeys + (warp & 1) * kHalf, stage, warp & 1, (tile_count >> 1 & 1) ^ 1);
       }
       if (C::kPairs && pair) {
-        // The other block's out is to land in the first place of the ring. Its last tile was fetched when the tile before it was handed back up
-        // to the parts of this warp, so that no barrier is further behind than these waits, in their order, take it to be.
-        if (count > 0) {
+        // Tells the peer CTA that its out may be written to this CTA's first stage. That stage's barriers are at most one phase behind the
+        // one waited for: this warp loaded its half of the last tile after it had waited for the slices of the tile before.
+        if (tile_count > 0) {
 #pragma unroll
-          for (int part = 0; part < C::kParts; ++part) mbarrier_wait(free(0, part), (count - 1) >> 1 & 1);
+          for (int slice = 0; slice < C::kSlices; ++slice) mbarrier_wait(empty(0, slice), (tile_count - 1) >> 1 & 1);
         }
-        mbarrier_arrive_remote_relaxed_if(lane_ == 0, map_to_cta(this->other_read(), cluster_cta_rank() ^ 1));
+        mbarrier_arrive_remote_relaxed_if(lane_ == 0, map_to_cta(this->dsmem_empty(), cluster_cta_rank() ^ 1));
       }
     });
-    if (warp == 0) this->write_end(pieces);
+    if (warp == 0) this->write_end_of_work(work_units);
   }
 
  private:
   using Base::a_;
-  using Base::end_tile_;
-  using Base::free;
+  using Base::empty;
   using Base::full;
   using Base::head_;
   using Base::k_start_;
   using Base::keys_;
+  using Base::kv_tile_;
+  using Base::kv_tile_end_;
   using Base::lane_;
   using Base::p_;
-  using Base::piece_;
   using Base::rows_;
   using Base::shared_tile;
-  using Base::tile_;
+  using Base::work_unit_;
 
-  static constexpr int kHalf = C::kKeys / 2, kParts = C::kParts / 2;  // of a half
+  static constexpr int kHalf = C::kKeys / 2, kSlices = C::kSlices / 2;  // keys and slices of half a K tile
 
-  // Many parts are added up in two levels: each of so many by the last one's block, and those sums by the block that has the item's end.
-  static __device__ __forceinline__ int parts_together(int parts) {
-    return parts < 12 ? 1 : parts < 50 ? 6 : parts < 100 ? 9 : 12;
+  // Many partials are combined in two levels: the last CTA of every group adds those of its group, the work tile's last CTA adds the groups.
+  static __device__ __forceinline__ int partials_per_group(int partials) {
+    return partials < 12 ? 1 : partials < 50 ? 6 : partials < 100 ? 9 : 12;
   }
 
-  // Whether the piece is of a pair.
-  __device__ __forceinline__ bool write_plan(uint32_t n, const decode::Work<C> &work, int range) const {
-    this->await_place(n);
-    // Of the item's pieces this is number `index`; `parts` come before the last one, which adds them, through sums of `group` of them.
-    const int first_range = work.range_of(piece_.begin), index = range - first_range,
-              parts = work.range_of(piece_.end - 1) - first_range, item_counter = work.counter(piece_, first_range),
-              group = a_.pieces > 0 ? 1 : parts_together(parts);
-    const bool pair = C::kPairs && rows_ > 0 && parts == 1 && first_range % 2 == 0 &&
-                      work.range_begin(first_range) == piece_.begin && work.range_begin(first_range + 2) == piece_.end;
+  // Describes work unit n of this CTA. Returns whether its work tile is divided between the two CTAs of a cluster.
+  __device__ __forceinline__ bool publish_work_unit(uint32_t n, const decode::StreamKScheduler<C> &work, int partition) const {
+    this->wait_descriptor_free(n);
+    // The unit is number `index` of its work tile; `partials` units come before the last one, which combines them in groups of `group_size`.
+    const int first_partition = work.partition_of(work_unit_.tile_begin), index = partition - first_partition,
+              partials = work.partition_of(work_unit_.tile_end - 1) - first_partition,
+              counter = work.counter(work_unit_, first_partition),
+              group_size = a_.fixed_splits > 0 ? 1 : partials_per_group(partials);
+    const bool pair = C::kPairs && rows_ > 0 && partials == 1 && first_partition % 2 == 0 &&
+                      work.partition_begin(first_partition) == work_unit_.tile_begin &&
+                      work.partition_begin(first_partition + 2) == work_unit_.tile_end;
     if (lane_ == 0) {
-      Plan &plan = this->plan(n & 1);
-      this->describe(plan);
-      plan.slot = range;
-      plan.counter = item_counter;
-      plan.parts = index % group;
-      plan.first_part = range - plan.parts;
-      plan.part_step = 1;
-      plan.awaited = range;
-      plan.pair = pair;
+      WorkUnit &work_unit = this->descriptor(n & 1);
+      this->fill_descriptor(work_unit);
+      work_unit.slot = partition;
+      work_unit.counter = counter;
+      work_unit.partials = index % group_size;
+      work_unit.first_partial = partition - work_unit.partials;
+      work_unit.partial_step = 1;
+      work_unit.awaited_counter = partition;
+      work_unit.pair = pair;
       if (C::kPairs && pair) {
-        plan.part = false;
-        plan.parts = 0;
-      } else if (!plan.part) {
-        plan.parts = (index + group - 1) / group;
-        plan.first_part = range - index;
-        plan.part_step = group;
-        plan.awaited = item_counter;
-      } else if (index % group != group - 1 && index != parts - 1) {
-        plan.parts = 0;
-        plan.counter = min(range + group - 1 - index % group, range - index + parts - 1);
+        work_unit.tile_continues = false;
+        work_unit.partials = 0;
+      } else if (!work_unit.tile_continues) {
+        work_unit.partials = (index + group_size - 1) / group_size;
+        work_unit.first_partial = partition - index;
+        work_unit.partial_step = group_size;
+        work_unit.awaited_counter = counter;
+      } else if (index % group_size != group_size - 1 && index != partials - 1) {
+        work_unit.partials = 0;
+        work_unit.counter = min(partition + group_size - 1 - index % group_size, partition - index + partials - 1);
       }
-      mbarrier_arrive(this->planned(n & 1));
+      mbarrier_arrive(this->work_full(n & 1));
     }
     __syncwarp();
     return pair;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Keys
+  // Loading K
   // ------------------------------------------------------------------------------------------------------------------
 
-  // A warp brings half a tile to its half of a place as parts of that get free, in eight steps of four rows or, by the copy engine, in groups
-  // of eight. Where rows are missing the engine does not do.
-  __device__ __forceinline__ void fetch(int key0, int place, int half, uint32_t free_parity) const {
+  // Each warp loads half a K tile, as the slices of its half become free. TMA loads groups of eight rows. Where some of the rows do not exist
+  // or are not visible to any token, cp.async gathers the others instead, four rows at a time.
+  __device__ __forceinline__ void load_half(int key0, int stage, int half, uint32_t empty_parity) const {
     if (a_.tma_kv && key0 >= keys_.begin && key0 + kHalf <= keys_.end) {
-      copy(key0, place, half, free_parity);
+      load_tma(key0, stage, half, empty_parity);
     } else {
-      gather(key0, place, half, free_parity);
+      load_gather(key0, stage, half, empty_parity);
     }
   }
 
-  struct Spot {
-    int row, batch;  // as the tensor's description counts
-  };
-  __device__ __forceinline__ Spot spot_of(int key) const {
-    const int32_t *table = p_.page_table;
-    if (table == nullptr) return {static_cast<int>(k_start_) + key, p_.k_lengths.cu != nullptr ? 0 : piece_.batch};
-    const int page = a_.page_size.quotient(key);
-    return {key - page * static_cast<int>(a_.page_size.value),
-            table[piece_.batch * p_.page_table_batch_stride + page * p_.page_table_page_stride]};
+  // Where the row of a key of this work unit lies.
+  __device__ __forceinline__ KvPlace place_of(int key) const {
+    const KvLocator locator{p_, a_.page_size};
+    return locator.place(locator.page_of(work_unit_.batch, key), work_unit_.batch, k_start_, key);
   }
 
-  __device__ __forceinline__ void copy(int key0, int place, int half, uint32_t free_parity) const {
-    constexpr int kGroups = kHalf / 8;
-    const int group = lane_ & (kGroups - 1);
-    const Spot spot = spot_of(key0 + group * 8);
-    mbarrier_wait(free(place, half * kParts), free_parity);
+  __device__ __forceinline__ void load_tma(int key0, int stage, int half, uint32_t empty_parity) const {
+    constexpr int kRowGroups = kHalf / 8;
+    const int row_group = lane_ & (kRowGroups - 1);
+    const KvPlace place = place_of(key0 + row_group * 8);
+    mbarrier_wait(empty(stage, half * kSlices), empty_parity);
     if (lane_ == 0) {
-      mbarrier_arrive_expect_tx(full(place), C::kHalfBytes);
+      mbarrier_arrive_expect_tx(full(stage), C::kHalfBytes);
     } else {
-      mbarrier_arrive(full(place));
+      mbarrier_arrive(full(stage));
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part > 0) mbarrier_wait(free(place, half * kParts + part), free_parity);
-      if (lane_ / (kGroups / kParts) == part) {
+    for (int slice = 0; slice < kSlices; ++slice) {
+      if (slice > 0) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
+      if (lane_ / (kRowGroups / kSlices) == slice) {
         const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-        tma_load_5d(shared_tile(place) + half * C::kHalfBytes + group * C::kGroupBytes, &a_.k_map, full(place),
-                    /*slab=*/0, spot.row, head_, spot.batch, policy);
+        tma_load_5d(shared_tile(stage) + half * C::kHalfBytes + row_group * C::kRowGroupBytes, &a_.k_map, full(stage),
+                    /*atom=*/0, place.row, head_, place.outer, policy);
       }
       __syncwarp();
     }
   }
 
-  // By pieces of 16 bytes: one of the eight of every slab, of eight rows.
-  __device__ __forceinline__ void gather(int key0, int place, int half, uint32_t free_parity) const {
-    constexpr int kMine = kHalf / 4;
-    const Element *k = static_cast<const Element *>(p_.k.data) + head_ * p_.k.head_stride;
-    const int32_t *table = p_.page_table;
-    if (table != nullptr) {
-      table += piece_.batch * p_.page_table_batch_stride;
-    } else {
-      k += piece_.batch * p_.k.batch_stride + k_start_ * p_.k.seq_stride;
-    }
-    const int chunk = lane_ & 7, row = lane_ >> 3, first = key0 + row;
-    const Element *from[kMine];
-    uint32_t exists = 0;
+  // Gathers rows by cp.async. A lane loads one of the eight 16-byte vectors of every atom, of eight rows. Missing rows become zero.
+  __device__ __forceinline__ void load_gather(int key0, int stage, int half, uint32_t empty_parity) const {
+    constexpr int kRowsPerLane = kHalf / 4;
+    const int vector = lane_ & 7, row = lane_ >> 3, first = key0 + row;
+    const Element *const head = row_of_tensor<Element>(p_.k, 0, 0, head_) + vector * 8, *src[kRowsPerLane];
+    uint32_t visible = 0;
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
+    for (int i = 0; i < kRowsPerLane; ++i) {
       const int key = first + i * 4;
-      from[i] = k;
+      src[i] = head;
       if (key < keys_.begin || key >= keys_.end) continue;
-      exists |= 1u << i;
-      if (table == nullptr) {
-        from[i] += key * p_.k.seq_stride;
-      } else {
-        const int page = a_.page_size.quotient(key);
-        from[i] += table[page * p_.page_table_page_stride] * p_.k.batch_stride +
-                   (key - page * static_cast<int>(a_.page_size.value)) * p_.k.seq_stride;
-      }
-      from[i] += chunk * 8;
+      visible |= 1u << i;
+      const KvPlace place = place_of(key);
+      src[i] += place.outer * p_.k.batch_stride + place.row * p_.k.seq_stride;
     }
-    const int columns = static_cast<int>(p_.head_dim) - chunk * 8;
+    const int columns = static_cast<int>(p_.head_dim) - vector * 8;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) mbarrier_wait(free(place, half * kParts + part), free_parity);
+    for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int valid = exists >> i & 1 ? columns : 0, in_group = row + i % 2 * 4;
-      const uint32_t to =
-          shared_tile(place) + half * C::kHalfBytes + i / 2 * C::kGroupBytes + in_group * 128 + ((chunk ^ in_group) << 4);
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int valid = visible >> i & 1 ? columns : 0, row_in_group = row + i % 2 * 4;
+      const uint32_t dst = shared_tile(stage) + half * C::kHalfBytes + i / 2 * C::kRowGroupBytes + row_in_group * 128 +
+                           ((vector ^ row_in_group) << 4);
 #pragma unroll
-      for (int slab = 0; slab < C::kSlabs; ++slab) {
-        cp_async_16(to + slab * C::kSlabBytes, slab * 64 < valid ? from[i] + slab * 64 : from[i], slab * 64 < valid ? 16 : 0);
+      for (int atom = 0; atom < C::kAtoms; ++atom) {
+        cp_async_16(dst + atom * C::kAtomBytes, atom * 64 < valid ? src[i] + atom * 64 : src[i], atom * 64 < valid ? 16 : 0);
       }
     }
     cp_async_commit();
     cp_async_wait<0>();
     fence_proxy_async();
-    mbarrier_arrive(full(place));
+    mbarrier_arrive(full(stage));
   }
 };
 

@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts that all backward kernels for sm_90a share: the description of a work tile, P from S and lse, masks, sums over
+// visible pairs, the reduction of dq, and the epilogue of dk and dv.
+//
+// Scores are held transposed, S^T = K Q^T (64, kTileQ): a consumer warpgroup owns 64 keys, which are the rows of its
+// accumulators; queries are the columns.
+//
+// NaN-safe path. The ordinary path multiplies masked pairs by P = 0, and 0 * NaN is NaN. In a tile with masked pairs the
+// threads therefore test S, dP and delta for non-finite values; these are non-finite wherever a row of q, k, v, dout or out is.
+// Only if one is found does the CTA compute the tile's gradients again as sums over the visible pairs alone, one query (or key)
+// at a time.
+#pragma once
+
+#include <cstddef>
+
+#include <math_constants.h>
+
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/bwd_sm90/backward.h"
+#include "cuda/kernels/bwd_sm90/shared_storage.h"
+
+namespace fa::cuda::sm90 {
+
+// Column block j of an accumulator: elements 4 j to 4 j + 3.
+template <int kCount>
+__device__ __forceinline__ float4 float4_of(const float (&x)[kCount], int j) {
+  return {x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]};
+}
+
+// C is a kernel's configuration. C::kTileKv keys make a work tile, C::kTileQ queries a Q tile. dq of a Q tile is reduced as
+// C::kDqPartials pieces of C::kDqPartialBytes each, which have order counters of their own.
+template <class C>
+struct BackwardCta {
+  using Element = typename C::Element;
+
+  // With kLaneFromShuffle the lane comes from a shuffle. Otherwise ptxas reads threadIdx again wherever it is short of
+  // registers.
+  __device__ __forceinline__ BackwardCta(const BackwardParams &params, char *shared)
+      : params(params),
+        problem(params.problem.forward),
+        work_tiles(reinterpret_cast<WorkTile *>(shared + offsetof(typename C::Storage, work_tiles))),
+        smem(smem_address(shared)),
+        lane(C::kLaneFromShuffle ? __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31) : threadIdx.x & 31),
+        warp((C::kLaneFromShuffle ? uniform(threadIdx.x >> 5) : threadIdx.x >> 5) & 3) {}
+
+  // Address in shared memory: a member of the storage by its offset, or element n of an array of elements of `bytes` bytes.
+  __device__ __forceinline__ uint32_t at(uint32_t offset, int n = 0, uint32_t bytes = 0) const {
+    return smem + offset + n * bytes;
+  }
+  __device__ __forceinline__ WorkTile &work() const { return work_tiles[work_stage]; }
+
+  // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
+  // registers.
+  __device__ __forceinline__ void describe_work_tile(int index, WorkTile &b) const {
+    const L2HeadOrder::Place place = params.order.at(index);
+    const int key0 = place.row_block * C::kTileKv;
+    b.key0 = key0;
+    b.batch = place.batch;
+    b.head_k = place.head;
+    b.q_tile_begin = b.q_tile_end = b.full_begin = b.full_end = 0;
+    const Sequence k = sequence_of(problem.k_lengths, place.batch);
+    b.k_start = static_cast<int>(k.start);
+    const int seqlen_k = static_cast<int>(k.len);
+    const Sequence q = sequence_of(problem.q_lengths, place.batch);
+    b.q_start = static_cast<int>(q.start);
+    const Diagonal<int32_t> diagonal(params.limits, static_cast<int>(q.len), seqlen_k);
+    b.seqlen_q = diagonal.seqlen_q;
+    b.seqlen_k = diagonal.seqlen_k;
+    const int first = diagonal.shift - diagonal.left, last = diagonal.shift + diagonal.right;
+    b.band_first = first;
+    b.band_last = last;
+    if (key0 >= diagonal.seqlen_k) return;
+    const RangeOf<int32_t> queries = diagonal.visible_queries({key0, min(key0 + C::kTileKv, diagonal.seqlen_k)});
+    if (queries.empty()) return;
+    b.q_tile_begin = queries.begin / C::kTileQ;
+    b.q_tile_end = (queries.end + C::kTileQ - 1) / C::kTileQ;
+    if (key0 + C::kTileKv > diagonal.seqlen_k) return;
+    // Queries that see every key of the work tile.
+    b.full_begin = (max(key0 + C::kTileKv - 1 - last, 0) + C::kTileQ - 1) / C::kTileQ;
+    b.full_end = max(min(key0 - first + 1, diagonal.seqlen_q), 0) / C::kTileQ;
+  }
+
+  // Index in the workspace of the first Q tile of a query head.
+  __device__ __forceinline__ int workspace_q_tile(int head_q) const {
+    return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.row_chunks;
+  }
+
+  // Loads a tile of kTileRows rows by TMA, as kAtoms swizzle atoms. kColumns: used columns of an atom.
+  template <int kTileRows, int kAtoms = C::kAtoms, int kColumns = 64>
+  __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap &map, uint32_t barrier, int row, int head,
+                                            int batch, uint64_t policy) const {
+#pragma unroll
+    for (int s = 0; s < kAtoms; ++s)
+      tma_load_4d(tile + s * kTileRows * 128, &map, barrier, s * kColumns, row, head, batch, policy);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // S^T and dP^T in registers: 64 keys x queries
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Calls f(n) for every masked element n of an S^T tile: 64 keys from `first_key` on, kCount queries from `first_row` on.
+  template <int kCount, typename F>
+  __device__ __forceinline__ void for_masked(int first_key, int first_row, F f) const {
+    using Fragment = QkFragment<1, kCount / 8>;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key + warp * 16 + Fragment::query(lane, r), begin = key - work().band_last;
+      const int end = key < work().seqlen_k ? min(key - work().band_first + 1, work().seqlen_q) : begin;
+      for_masked_in_row<Fragment>(r, {begin, end}, first_row, lane, f);
+    }
+  }
+
+  // lse or delta of the two queries that this lane holds in column block j: 8 j + 2 (lane % 4) and the one after it.
+  __device__ __forceinline__ float2 row_stat(uint32_t row, int j) const {
+    return ld_shared_float2(row + 8 * (lane & 3) + j * 32);
+  }
+
+  // All of them for a Q tile. Kernels load them before they start a wgmma that takes all of shared memory's bandwidth: behind
+  // one, the loads wait for hundreds of cycles.
+  using RowStats = float2[C::kTileQ / 8];
+  __device__ __forceinline__ void load_stats(RowStats &x, uint32_t row) const {
+#pragma unroll
+    for (int j = 0; j < C::kTileQ / 8; ++j) x[j] = row_stat(row, j);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // P
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // ALiBi slope of a query head * log2(e), or 0.
+  __device__ __forceinline__ float alibi_slope(int head) const {
+    if (!C::kScored || problem.alibi_slopes == nullptr) return 0.f;
+    return problem.alibi_slopes[work().batch * problem.alibi_batch_stride + head * problem.alibi_head_stride] * kLog2e;
+  }
+
+  // S to P, in place, for 64 keys from `first_key` on and kSteps * 16 queries from `first_row` on: P = exp2(logit - lse).
+  //
+  // With softcap or ALiBi (kScored) P is converted to 16 bits here, into p16, and s becomes P times the derivative of the
+  // softcap, which is what dP - delta is multiplied by. Plain kernels convert P later.
+  template <int kSteps>
+  __device__ __forceinline__ void exponentiate(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
+                                               int first_key, int first_row, float slope) const {
+    if constexpr (!C::kScored) {
+      exponentiate_plain(s, problem.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
+    } else if (params.cap_exponent > 0) {
+      exponentiate_scored<true>(p16, s, smem_lse, first_key, first_row, slope);
+    } else {
+      exponentiate_scored<false>(p16, s, smem_lse, first_key, first_row, slope);
+    }
+  }
+  template <bool kCapped, int kSteps>
+  __device__ __forceinline__ void exponentiate_scored(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
+                                                      int first_key, int first_row, float slope) const {
+    const Softcap softcap(1.f, params.cap_exponent);
+    const auto distance = static_cast<float>(first_row + 2 * (lane & 3) + work().seqlen_k - work().seqlen_q -
+                                             (first_key + warp * 16 + (lane >> 2)));
+#pragma unroll
+    for (int j = 0; j < kSteps * 2; ++j) {
+      const float2 lse = row_stat(smem_lse, j);
+      float p[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float x = s[4 * j + r], derivative = 1.f;
+        if constexpr (kCapped) {
+          x = softcap.tanh(x);
+          derivative = Softcap::derivative(x);
+        }
+        const auto steps = static_cast<float>(8 * j + (r & 1) - 8 * (r >> 1));
+        p[r] = exp2_approx(fmaf(x, params.logit_factor, Alibi::forward(-((r & 1) ? lse.y : lse.x), slope, distance + steps)));
+        s[4 * j + r] = p[r] * derivative;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p16[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
+    }
+  }
+  // The same for plain scores, with lse in registers.
+  __device__ __forceinline__ void exponentiate(float (&s)[C::kTileQ / 2], const RowStats &lse) const {
+    exponentiate_plain(s, params.logit_factor, [&](int j) { return lse[j]; });
+  }
+  // lse(j): of the queries of column block j.
+  template <int kCount, typename Lse>
+  static __device__ __forceinline__ void exponentiate_plain(float (&s)[kCount], float factor, Lse lse) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 x = lse(j);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], factor, -((r & 1) ? x.y : x.x)));
+    }
+  }
+  // Masks the results of exponentiate(): P of a masked pair becomes -0.
+  template <int kSteps>
+  __device__ __forceinline__ void mask_p(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], int first_key,
+                                         int first_row) const {
+    for_masked<kSteps * 16>(first_key, first_row, [&](int at) {
+      s[at] = kMaskedP;
+      if constexpr (C::kScored) {
+        uint32_t &pair = p16[at / 8][at % 8 / 2];
+        pair = at & 1 ? (pair & 0xFFFFu) | kMaskedPBits << 16 : (pair & 0xFFFF0000u) | kMaskedPBits;
+      }
+    });
+  }
+  // 0, or NaN if delta of any query of the Q tile is NaN or Inf, as it is where a row of out is.
+  __device__ __forceinline__ float delta_nan_if_nonfinite(uint32_t smem_delta) const {
+    float zero = 0.f;
+#pragma unroll
+    for (int n = 0; n < C::kTileQ / 32; ++n) zero = fmaf(ld_shared_float(smem_delta + (n * 32 + lane) * 4), 0.f, zero);
+    return zero;
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // dS, dk and dv
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // dS^T = P^T (dP^T - delta), in place of dP^T. p(j) and delta(j) are those of column block j: four elements, and two queries.
+  // With kLate the subtraction is fmaf(dP, one, -delta), see late_one() in backward_p_registers.cuh.
+  template <bool kLate = false, int kCount, typename P, typename Delta>
+  static __device__ __forceinline__ void compute_ds(float (&dp)[kCount], P p, Delta delta, float one = 1.f) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 d = delta(j);
+      const float4 x = p(j);
+      const float p4[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float delta_r = (r & 1) ? d.y : d.x;
+        dp[4 * j + r] = p4[r] * (kLate ? fmaf(dp[4 * j + r], one, -delta_r) : dp[4 * j + r] - delta_r);
+      }
+    }
+  }
+  // Masks dS: -0 for masked pairs, +0 for visible zeros.
+  template <int kCount>
+  __device__ __forceinline__ void mask_ds(float (&ds)[kCount], int first_key, int first_row) const {
+#pragma unroll
+    for (float &x : ds) x += 0.f;
+    for_masked<2 * kCount>(first_key, first_row, [&](int n) { ds[n] = kMaskedP; });
+  }
+  // Stores this warp's 16 keys of dS^T (keys, 64 queries) from `first_key` of the tile on.
+  __device__ __forceinline__ void store_ds_fragment(const uint32_t (&ds16)[4][4], uint32_t tile, int first_key) const {
+    const int key = first_key + warp * 16 + (lane & 15);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) stmatrix_x4(tile + key * 128 + (((2 * n + (lane >> 4)) ^ (key & 7)) << 4), ds16[n]);
+  }
+
+  // Starts (commits) dv += P^T dO or dk += dS^T Q: kCount steps of 16 queries, A fragments from a[kFirstStep] on, rows of the Q or dO tile
+  // from step `from` on.
+  template <int kFirstStep, int kCount, int kRegisters, int kSteps>
+  static __device__ __forceinline__ void start_gradient(float (&gradient)[kRegisters], const uint32_t (&a)[kSteps][4],
+                                                        uint32_t rows, int from) {
+    const uint64_t b = descriptor_mn_major_uniform<C::kTileQ>(rows);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      Wgmma<Element, 2 * kRegisters>::rs_mn(gradient, a[kFirstStep + n], advance_descriptor(b, (from + n) * 2048), 1);
+    wgmma_commit();
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Reduction of dq over work tiles
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Stores this warp's 16 rows of a dq partial to shared memory. A partial is a sequence of 16 x 8 tiles, [warp][j], each with
+  // four numbers a lane as the accumulators hold them.
+  template <int kCount>
+  __device__ __forceinline__ void store_dq_partial(const float (&dq)[kCount], uint32_t tile) const {
+    const uint32_t mine = tile + warp * (kCount * 128) + (C::kLaneFromShuffle ? opaque(lane) : lane) * 16;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      st_shared_16(mine + j * 512, __float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]), __float_as_uint(dq[4 * j + 2]),
+                   __float_as_uint(dq[4 * j + 3]));
+    }
+  }
+
+  // How many work tiles before this one see the Q tile. The work tiles that see a Q tile are consecutive, so this is the tile's
+  // position in the order in which they add to dq.
+  __device__ __forceinline__ int dq_order_position(int q_tile) const {
+    return work().key0 / C::kTileKv - max(0, q_tile * C::kTileQ + work().band_first) / C::kTileKv;
+  }
+
+  // The loop of a warp that reduces dq: for every Q tile of the work tile, TMA adds dq partial number `partial` from `tile` in
+  // shared memory to dq_sum. The consumers complete `full` when the partial has been stored; this warp arrives at `empty` when
+  // TMA has read it.
+  //
+  // params.turn holds one order counter per Q tile and partial:
+  //
+  // | mode | first work tile to come | counter |
+  // |---|---|---|
+  // | zero_dq_sum: dq_sum was zeroed | adds, like all others | not used |
+  // | neither | stores its partial; the others wait until it has arrived | 1 when the store is claimed, 2 when it has arrived |
+  // | ordered (deterministic) | stores; the others add in ascending order of keys | work tiles whose partial has arrived |
+  //
+  // A work tile only waits for work tiles that started before it. Main loops run downwards from the last Q tile, so that under
+  // a causal mask, too, all work tiles of a head begin with the same Q tile and keep their distance.
+  //
+  // With kWarps > 1, warp number `warp` takes every kWarps-th partial, and has a `full` of its own. One warp waits for its
+  // addition to arrive while the other has the next partial read.
+  template <int kWarps = 1>
+  __device__ __forceinline__ void reduce_dq(int partial, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity,
+                                            int warp = 0) const {
+    const bool wanted = params.dq_sum != nullptr;
+    int n = 0;
+    for (int g = 0; g < static_cast<int>(problem.group); ++g) {
+      const int first = workspace_q_tile(work().head_k * static_cast<int>(problem.group) + g);
+      for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
+        if (kWarps > 1 && n++ % kWarps != warp) continue;
+        const int index = (first + q_tile) * C::kDqPartials + partial;
+        int32_t *counter = params.turn + index;
+        // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
+        // additions come after what has already arrived.
+        const int position = params.ordered ? dq_order_position(q_tile) : 2;
+        int now = 2;
+        if (wanted && !params.zero_dq_sum) {
+          do {
+            now = load_relaxed(counter);
+          } while (params.ordered && now != position);
+        }
+        mbarrier_wait(full, parity);
+        if (elect_one()) {
+          fence_proxy_async();
+          if (wanted) {
+            if (now != position) now = claim_relaxed(counter);
+            while (now == 1 && position == 2) now = load_relaxed(counter);
+            float *sum = params.dq_sum + int64_t{index} * (C::kDqPartialBytes / 4);
+            if (now == 0) {
+              bulk_store_commit(sum, tile, C::kDqPartialBytes);
+            } else {
+              bulk_reduce_add_commit(sum, tile, C::kDqPartialBytes);
+            }
+          }
+          bulk_wait_group_read();
+          mbarrier_arrive(empty);
+          if (wanted && (params.ordered || now == 0)) {
+            bulk_wait_group();
+            count_released(counter);
+          }
+        }
+        __syncwarp();
+        parity ^= 1;
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Epilogue
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Stores dk or dv of 64 keys from `first_key` on, 16 bytes a lane: the four lanes that hold a row exchange four column
+  // blocks. Keys of the sequence's slot that are not used get zero. The last work tile also zeroes the keys of the slot beyond
+  // the grid; `thread` of `threads` threads take part in that.
+  template <int kCount>
+  __device__ __forceinline__ void store_dkv(const Operand &t, const float (&acc)[kCount], float scale, int columns,
+                                            bool vectors, int first_key, int thread, int threads) const {
+    if (t.data == nullptr) return;
+    const int seq_slot = static_cast<int>(sequence_of(problem.k_lengths, work().batch).slot);
+    Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key + warp * 16 + (lane >> 2) + 8 * r;
+      const uint32_t keep = key < work().seqlen_k ? ~0u : 0u;
+      store_fragment_row_at<Element, kCount / 4>(
+          acc, r, [&] { return base + key * t.seq_stride; }, columns, vectors, lane & 3,
+          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, key < seq_slot);
+    }
+    if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
+    constexpr int kVectors = kCount / 4;
+    const int beyond = work().key0 + C::kTileKv;
+    for (int n = thread; n < (seq_slot - beyond) * kVectors; n += threads) {
+      const int column = n % kVectors * 8;
+      store_elements(base + (beyond + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
+    }
+  }
+
+  const BackwardParams &params;
+  const Problem &problem;
+  WorkTile *const work_tiles;
+  int work_stage = 0;  // of the current work tile
+  const uint32_t smem;
+  const int lane, warp;  // warp_ within the warpgroup
+};
+
+}  // namespace fa::cuda::sm90

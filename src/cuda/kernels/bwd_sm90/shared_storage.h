@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of the backward kernels for sm_90a: work tiles, and the storage of backward.cuh. Host and device take sizes and offsets from
+// the structs. Tiles lie in swizzle atoms of 64 columns (128 bytes a row), each a multiple of 1024 bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace fa::cuda::sm90 {
+
+using Mbarrier = uint64_t;
+
+// A work tile: the keys of one CTA or cluster, of one key head, with the Q tiles that see any of them. It lies in shared memory because the
+// accumulators need the registers.
+struct WorkTile {
+  int32_t batch, head_k, key0;                   // key0: the first key
+  int32_t q_start, k_start, seqlen_q, seqlen_k;  // where the sequence starts in a packed batch, and its used lengths
+  int32_t band_first, band_last;                 // query i sees keys j with band_first <= j - i <= band_last
+  int32_t q_tile_begin, q_tile_end;              // Q tiles with visible pairs
+  int32_t full_begin, full_end;                  // of these, the Q tiles without masked pairs
+  int32_t work_index;                            // number among the work tiles of this CTA
+  int32_t q_tiles_end;                           // persistent clusters: Q tiles of all work tiles up to the end of this one
+  bool wg1_skips;                                // single CTA: consumer warpgroup 1 skips the last Q tile of the main loop
+};
+static_assert(sizeof(WorkTile) == 64);
+
+// backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
+template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages>
+struct SingleCtaStorage {
+  static constexpr int kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
+
+  char k[kTileKv * kAtoms * 128];             // (kTileKv, kD)
+  char v[kTileKv * kAtoms * 128];             // (kTileKv, kD)
+  char q[kStages][kTileQ * kAtoms * 128];     // (kTileQ, kD)
+  char dout[kStages][kTileQ * kAtoms * 128];  // (kTileQ, kD)
+  char ds[2][kTileKv * kTileQ * 2];           // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
+  float dq[kConsumerWarpgroups][kTileQ * kD / kConsumerWarpgroups];  // partials, in the layout of the accumulators
+  float lse[kStages][kTileQ], delta[kStages][kTileQ];
+  Mbarrier k_full, v_full, ds_full[2], ds_empty[2];
+  Mbarrier dq_full[kConsumerWarpgroups], dq_empty[kConsumerWarpgroups];
+  Mbarrier q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
+  Mbarrier kv_empty;      // K and V of the work tile are no longer used
+  Mbarrier loads_issued;  // the producer has issued all loads of the work tile
+  Mbarrier work_full[2], work_empty[2];
+  WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
+};
+
+}  // namespace fa::cuda::sm90

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two PV warpgroups: out [64][512] += P [64][64] V [64][512], 256 columns each. They also combine partials and store the results.
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/mla/cta.cuh"
+
+namespace fa::cuda::mla {
+
+template <class C>
+class PvWarpgroups : private Cta<C> {
+ public:
+  using Base = Cta<C>;
+  using typename Base::Element;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
+      work_ = &this->descriptor(n & 1);
+      if (work_->batch < 0) return;
+      mainloop();
+      if (C::kPairs && work_->pair && has_rows()) {
+        if (cluster_cta_rank() == 0) {
+          send_half<1>();
+        } else {
+          send_half<0>();
+        }
+      }
+      mbarrier_wait(this->epilogue_full(), n & 1);
+      epilogue(n & 1);
+      mbarrier_arrive(this->work_empty(n & 1));
+    }
+  }
+
+ private:
+  using Base::a_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::shared_tile;
+
+  __device__ __forceinline__ float &out(int i) { return out_[i / (C::kColumns / 4)][i % (C::kColumns / 4)]; }
+  __device__ __forceinline__ float out(int i) const { return out_[i / (C::kColumns / 4)][i % (C::kColumns / 4)]; }
+  // Computed where they are used: registers are for out.
+  static __device__ __forceinline__ int wg() { return opaque(threadIdx.x) >> 7; }
+  static __device__ __forceinline__ int warp() { return opaque(threadIdx.x) >> 5 & 3; }
+  __device__ __forceinline__ int stage() const { return static_cast<int>(tile_count_ & 1); }
+  __device__ __forceinline__ int row_of(int r) const { return Base::row_of(warp(), r); }
+
+  __device__ __forceinline__ void mainloop() {
+    store_unused_rows();
+#pragma unroll
+    for (int j = 0; j < C::kColumns / 2; ++j) out(j) = 0.f;
+    int tiles = work_->kv_tile_end - work_->kv_tile;
+#pragma unroll 1
+    for (; tiles > 0; --tiles, ++tile_count_) {
+      const Operands operands = this->operands();
+      mbarrier_wait(this->full(stage()), tile_count_ >> 1 & 1);
+      wait_p(0);
+      const uint32_t flags = rescale_out();
+      // A key that no token sees was loaded as zero. A key that only some tokens see may hold NaN or Inf, and 0 times that is NaN.
+      if ((flags & Base::kNanSafe) != 0) {
+#pragma unroll
+        for (int slice = 1; slice < C::kSlices; ++slice) wait_p(slice);
+        nan_safe_pv();
+#pragma unroll
+        for (int slice = 0; slice < C::kSlices - 1; ++slice) release_v(slice);
+      } else {
+        pv(operands);
+      }
+      release_v(C::kSlices - 1);
+    }
+  }
+
+  __device__ __forceinline__ void wait_p(int slice) const { mbarrier_wait(this->p_full(stage(), slice), tile_count_ >> 1 & 1); }
+  __device__ __forceinline__ void release_v(int slice) const { mbarrier_arrive(this->empty(stage(), slice)); }
+
+  // Applies the rows' rescale factors to out. Returns the flags of all softmax warps.
+  __device__ __forceinline__ uint32_t rescale_out() {
+    const uint4 warp_flags = ld_shared_16(this->shared_flags(stage()));
+    const uint32_t flags = uniform(warp_flags.x | warp_flags.y | warp_flags.z | warp_flags.w);
+    if ((flags & Base::kRescaled) != 0) {
+      float rescale[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rescale[r] = ld_shared_float(this->shared_rescale(stage(), row_of(r)));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) scale_rows<QkFragment<1, C::kColumns / 16>>(out_[half], rescale);
+    }
+    return flags;
+  }
+
+  // V: this warpgroup's columns of the K tile.
+  __device__ __forceinline__ uint32_t shared_v() const {
+    return shared_tile(stage()) + wg() * (C::kColumns / 64 * C::kAtomBytes);
+  }
+  struct Operands {
+    uint64_t v, p;
+  };
+  __device__ __forceinline__ Operands operands() const {
+    return {row_group_descriptor<C>(shared_v()), descriptor_k_major(this->shared_p(stage()))};
+  }
+  // out += P V in slices of 16 keys. A slice of the K tile is released while the next one is multiplied.
+  __device__ __forceinline__ void pv(const Operands &operands) {
+    const auto [v, p] = operands;
+    fence_operand(out_[0]);
+    fence_operand(out_[1]);
+#pragma unroll
+    for (int n = 0; n < C::kSlices; ++n) {
+      if (n > 0) wait_p(n);
+      wgmma_fence();
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        Wgmma<Element, C::kColumns / 2>::ss_k_mn(
+            out_[half], advance_descriptor(p, n * 32),
+            advance_descriptor(v, n * 2 * C::kRowGroupBytes + half * (C::kColumns / 128 * C::kAtomBytes)), 1);
+      wgmma_commit();
+      if (n == 0) continue;
+      wgmma_wait<1>();
+      release_v(n - 1);
+    }
+    wgmma_wait<0>();
+    fence_operand(out_[0]);
+    fence_operand(out_[1]);
+  }
+
+  // The same over the visible pairs only, one key at a time, with P from shared memory.
+  __device__ __forceinline__ void nan_safe_pv() {
+    const uint32_t v = shared_v() + (opaque(lane_) & 3) * 4;
+#pragma unroll 1
+    for (int key = 0; key < C::kKeys; ++key) {
+      uint32_t p[2];  // bits of P of this lane's rows
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row_of(r);
+        const uint32_t two_p =
+            ld_shared_4(this->shared_p(stage()) + row * 128 + (((key >> 3) ^ (row & 7)) << 4) + (key & 6) * 2);
+        p[r] = key & 1 ? two_p >> 16 : two_p & 0xFFFFu;
+      }
+#pragma unroll
+      for (int j = 0; j < C::kColumns / 8; ++j) {
+        const uint32_t x =
+            ld_shared_4(v + key / 8 * C::kRowGroupBytes + j / 8 * C::kAtomBytes + key % 8 * 128 + ((j % 8 ^ (key & 7)) << 4));
+        add_pair_nan_safe<Element>(&out(4 * j), p, x);
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Epilogue
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ bool has_rows() const { return warp() * 16 < work_->rows; }
+
+  // `parity` of the barrier epilogue_empty, which completes when all threads have read their factors and stored their partial.
+  __device__ __forceinline__ void epilogue(uint32_t parity) {
+    if (work_->partials > 0) {
+      if (threadIdx.x == 0) a_.counters[work_->awaited_counter] = 0;
+      if (has_rows()) combine(work_->partials);
+    }
+    if (has_rows()) {
+      if (work_->tile_continues) {
+        store_partial(work_->slot);
+      } else {
+        const int peer_half = C::kPairs && work_->pair ? cluster_cta_rank() ^ 1 : -1;
+        if (peer_half != 0) store_half<0>();
+        if (peer_half != 1) store_half<1>();
+      }
+    }
+    mbarrier_arrive(this->epilogue_empty());
+    if (work_->tile_continues && threadIdx.x == 0) {
+      mbarrier_wait(this->epilogue_empty(), parity);
+      count_released(a_.counters + work_->counter);
+    }
+    __syncwarp();
+  }
+
+  // Stores half of the columns to out. In a cluster the peer CTA's share of these columns is added first.
+  template <int kHalf>
+  __device__ __forceinline__ void store_half() {
+    if (C::kPairs && work_->pair) add_peer<kHalf>();
+    const int first_column = wg() * C::kColumns + kHalf * (C::kColumns / 2);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      const uint4 row_epilogue = ld_shared_16(this->shared_epilogue(min(row, work_->rows - 1)));
+      const float scale = __uint_as_float(row_epilogue.y);
+      Element *dst = reinterpret_cast<Element *>(uint64_t{row_epilogue.w} << 32 | row_epilogue.z) + first_column;
+      const int columns = row < work_->rows ? static_cast<int>(p_.head_dim_v) - first_column : 0;
+      store_fragment_row<Element, C::kColumns / 16>(out_[kHalf], r, dst, columns, a_.vector_out, opaque(lane_) & 3,
+                                                    [&](float a, float b) { return pack2<Element>(a * scale, b * scale); });
+    }
+  }
+
+  // Rows beyond the sequence's used length: out = 0, lse = -inf.
+  __device__ __forceinline__ void store_unused_rows() const {
+    for (int row = max(work_->rows, 0) + (opaque(threadIdx.x) >> 5); row < work_->end_row; row += C::kPvThreads / 32) {
+      store_zero_row(this->out_at(*work_, row), p_.head_dim_v, this->lse_at(*work_, row), -CUDART_INF_F, lane_);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Clusters of two CTAs
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Sends half kHalf of the columns to the peer CTA, which stores them, once the peer has announced that its K tiles have been read.
+  template <int kHalf>
+  __device__ __forceinline__ void send_half() const {
+    const int peer = cluster_cta_rank() ^ 1;
+    const uint32_t out_full = map_to_cta(this->dsmem_out_full(), peer), buffer = map_to_cta(this->dsmem_buffer(0), peer);
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(this->dsmem_out_full(), (work_->rows + 15) / 16 * (2 * 32 * kHalfBytes));
+    mbarrier_wait_cluster(this->dsmem_empty(), 0);
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 16; ++n) {
+      const int i = kHalf * (C::kColumns / 4) + 4 * n;
+      st_async(buffer + n * (C::kPvThreads * 16), float4{out(i), out(i + 1), out(i + 2), out(i + 3)}, out_full);
+    }
+  }
+  // Adds the peer's accumulators of the half that this CTA stores. Both CTAs add in the order of the keys.
+  template <int kHalf>
+  __device__ __forceinline__ void add_peer() {
+    float own_scale[2], peer_scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(row_of(r), work_->rows - 1);
+      own_scale[r] = ld_shared_float(this->shared_epilogue(row));
+      peer_scale[r] = ld_shared_float(this->shared_peer_stats(row));
+    }
+    mbarrier_wait(this->dsmem_out_full(), 0);
+#pragma unroll
+    for (int n = 0; n < C::kColumns / 16; ++n) {
+      const uint4 theirs = ld_shared_16(this->dsmem_buffer(n));
+      const float x[4] = {__uint_as_float(theirs.x), __uint_as_float(theirs.y), __uint_as_float(theirs.z),
+                          __uint_as_float(theirs.w)};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float &sum = out(kHalf * (C::kColumns / 4) + 4 * n + e);
+        const int r = e >> 1;
+        sum = kHalf == 0 ? fmaf(sum, own_scale[r], x[e] * peer_scale[r]) : fmaf(x[e], peer_scale[r], sum * own_scale[r]);
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Split-KV partials
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // The accumulators of a thread in vectors of four, those of all threads side by side.
+  __device__ __forceinline__ float4 *partial_out(int slot) const {
+    return reinterpret_cast<float4 *>(a_.partial_out) + int64_t{slot} * (C::kRows * C::kDv / 4) +
+           static_cast<uint32_t>(opaque(threadIdx.x));
+  }
+
+  __device__ __forceinline__ void store_partial(int slot) const {
+    float4 *dst = partial_out(slot);
+#pragma unroll
+    for (int j = 0; j < C::kColumns / 8; ++j)
+      dst[j * C::kPvThreads] = {out(4 * j), out(4 * j + 1), out(4 * j + 2), out(4 * j + 3)};
+  }
+
+  // Adds the partials of the partitions before, in the order of their keys, to this CTA's accumulators. They come through the memory of the K
+  // tiles: every thread loads its own vectors by cp.async. Where few warps have rows, several partials are in flight.
+  __device__ __forceinline__ void combine(int partials) {
+    constexpr int kVectors = C::kColumns / 8, kVectorsInFlight = 8, kStride = C::kPvThreads * 16;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float scale = ld_shared_float2(this->shared_epilogue(min(row_of(r), work_->rows - 1))).x;
+#pragma unroll
+      for (int j = 0; j < C::kColumns / 8; ++j) {
+        out(4 * j + 2 * r) *= scale;
+        out(4 * j + 2 * r + 1) *= scale;
+      }
+    }
+    // Bytes of one vector of a partial over all threads. A quarter of the buffer is enough where only one warp of a warpgroup has rows.
+    const int batch_bytes = kStride / 4 *
+                            (work_->rows <= 16   ? 1
+                             : work_->rows <= 32 ? 2
+                                                 : 4),
+              partials_in_flight = kStride / batch_bytes;
+    const uint32_t staging = shared_tile(0) + (wg() * (batch_bytes / 2) + warp() * 512) + opaque(lane_) * 16;
+    uint32_t scales = this->shared_partial_stats(-partials_in_flight, row_of(0));
+    int buffer = 0;
+#pragma unroll 1
+    for (int remaining = partials; remaining > -partials_in_flight; --remaining) {  // partials that are still to be requested
+      if (batch_bytes == kStride / 4) {
+        cp_async_wait<3>();
+      } else if (batch_bytes == kStride / 2) {
+        cp_async_wait<1>();
+      } else {
+        cp_async_wait<0>();
+      }
+      const bool arrived = remaining <= partials - partials_in_flight;
+      const float4 *next = partial_out(this->partial_slot(*work_, partials - remaining));
+      float scale[2] = {0.f, 0.f};
+      if (arrived) {
+        scale[0] = ld_shared_float(scales);
+        scale[1] = ld_shared_float(scales + 8 * 8);
+      }
+#pragma unroll
+      for (int first = 0; first < kVectors; first += kVectorsInFlight) {
+        if (arrived) {
+#pragma unroll
+          for (int n = first; n < first + kVectorsInFlight; ++n) {
+            const uint4 x = ld_shared_16(staging + buffer + n * kStride);
+            out(4 * n) = fmaf(scale[0], __uint_as_float(x.x), out(4 * n));
+            out(4 * n + 1) = fmaf(scale[0], __uint_as_float(x.y), out(4 * n + 1));
+            out(4 * n + 2) = fmaf(scale[1], __uint_as_float(x.z), out(4 * n + 2));
+            out(4 * n + 3) = fmaf(scale[1], __uint_as_float(x.w), out(4 * n + 3));
+            asm volatile("" : "+f"(out(4 * n + 3)));  // keeps the compiler from loading many vectors at once
+          }
+        }
+        if (remaining > 0) {
+#pragma unroll
+          for (int n = first; n < first + kVectorsInFlight; ++n)
+            cp_async_16(staging + buffer + n * kStride, next + n * C::kPvThreads);
+        }
+      }
+      cp_async_commit();
+      scales += C::kRows * 8;
+      buffer = (buffer + batch_bytes) & (kStride - 1);
+    }
+  }
+
+  static constexpr int kHalfBytes = C::kColumns / 4 * 4;  // bytes of a thread's accumulators for half of its columns
+
+  const WorkUnit *work_;
+  uint32_t tile_count_ = 0;  // K tiles of the CTA so far
+  float out_[2][C::kColumns /
+                4];  // two halves of the columns: the kernel is launched with too few registers for a wgmma of 256 columns
+};
+
+}  // namespace fa::cuda::mla

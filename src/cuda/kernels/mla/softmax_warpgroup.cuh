@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+// The softmax warpgroup: S [64][64] = Q K^T, then P, then the scale factors of the epilogue.
+//
+// The first kQRegisterAtoms atoms of Q are in registers as A operands. That halves what those wgmmas read from shared memory.
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/combine.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/mla/cta.cuh"
+
+namespace fa::cuda::mla {
+
+template <class C>
+class SoftmaxWarpgroup : private Cta<C> {
+ public:
+  using Base = Cta<C>;
+  using typename Base::Element;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    warp_ = uniform(threadIdx.x >> 5) & 3;
+#pragma unroll 1
+    for (uint32_t n = 0;; ++n) {
+      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
+      work_ = &this->descriptor(n & 1);
+      if (work_->batch < 0) return;
+      if (work_->rows > 0) mainloop();
+      if (n > 0) mbarrier_wait(this->epilogue_empty(), (n - 1) & 1);
+      if (work_->rows > 0) finalize();
+      mbarrier_arrive(this->epilogue_full());
+      mbarrier_arrive(this->work_empty(n & 1));
+    }
+  }
+
+ private:
+  using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
+  using Base::a_;
+  using Base::empty;
+  using Base::full;
+  using Base::lane_;
+  using Base::p_;
+
+  __device__ __forceinline__ int stage() const { return static_cast<int>(tile_count_ & 1); }
+  __device__ __forceinline__ int row_of(int r) const { return Base::row_of(warp_, r); }
+  __device__ __forceinline__ int token_of(int row) const { return Base::token_of(*work_, row); }
+
+  __device__ __forceinline__ void mainloop() {
+    softmax_.reset();
+    if (work_->kv_tile == work_->kv_tile_end) return;
+    sync_softmax(0);  // all four warps have read the previous work unit's Q
+    load_q();
+    uint32_t q[C::kQRegisterAtoms * 4][4];
+    load_q_registers(q);
+    cp_async_wait<0>();
+    fence_proxy_async();
+    sync_softmax(1);
+#pragma unroll 1
+    for (int tile = work_->kv_tile; tile < work_->kv_tile_end; ++tile, ++tile_count_) {
+      const int key0 = tile * C::kKeys;
+      const bool masked = key0 < work_->interior.begin || key0 + C::kKeys > work_->interior.end;
+      mbarrier_wait(full(stage()), tile_count_ >> 1 & 1);
+      float s[C::kKeys / 2];
+      qk(s, q);
+      uint32_t flags = 0;
+      if (masked) {
+        // A NaN or Inf in a key makes S non-finite in every row.
+        flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Base::kNanSafe : 0;
+        apply_mask(s, key0);
+      }
+      if (update_max(s)) flags |= Base::kRescaled;
+      // P of this stage may be overwritten: this K tile was loaded after the PV warpgroups had released the stage.
+      if (lane_ == 0) st_shared_4(this->shared_flags(stage()) + warp_ * 4, flags);
+      if (masked) {
+        exponentiate_and_store_p<true>(s);
+      } else {
+        exponentiate_and_store_p<false>(s);
+      }
+    }
+  }
+
+  __device__ __forceinline__ const Element *q_at(int row) const {
+    return row_of_tensor<Element>(p_.q, work_->batch, work_->q_start + token_of(row), this->head_of(*work_, row));
+  }
+  // Loads the first columns of Q as an A operand in registers, the others (load_q) to shared memory. Missing rows and columns are zero.
+  __device__ __forceinline__ void load_q_registers(uint32_t (&q)[C::kQRegisterAtoms * 4][4]) const {
+    const int quad = opaque(lane_) & 3;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      const Element *src = q_at(min(row, work_->rows - 1)) + quad * 8;
+      const int columns = row < work_->rows ? static_cast<int>(p_.head_dim) - quad * 8 : 0;
+#pragma unroll
+      for (int n = 0; n < C::kQRegisterAtoms * 4; n += 2) {
+        uint4 x{};
+        if (16 * n < columns) x = __ldcg(reinterpret_cast<const uint4 *>(src + 16 * n));
+        q[n][r] = x.x;
+        q[n][r + 2] = x.y;
+        q[n + 1][r] = x.z;
+        q[n + 1][r + 2] = x.w;
+      }
+    }
+    if (tile_count_ == 0) mbarrier_arrive(this->q_requested());
+#pragma unroll
+    for (int n = 0; n < C::kQRegisterAtoms * 4; n += 2)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t x[4] = {q[n][r], q[n][r + 2], q[n + 1][r], q[n + 1][r + 2]};
+        transpose_quad(x, quad);
+        q[n][r] = x[0];
+        q[n][r + 2] = x[1];
+        q[n + 1][r] = x[2];
+        q[n + 1][r + 2] = x[3];
+      }
+  }
+  __device__ __forceinline__ void load_q() const {
+    const int vector = opaque(lane_) & 7;
+#pragma unroll 1
+    for (int row = warp_ * 4 + (opaque(lane_) >> 3); row < C::kRows; row += 16) {
+      const int first = C::kQRegisterAtoms * 64 + vector * 8,
+                columns = row < work_->rows ? static_cast<int>(p_.head_dim) - first : 0;
+      const Element *src = q_at(min(row, work_->rows - 1));
+      const uint32_t dst = this->shared_q() + row * 128 + ((vector ^ (row & 7)) << 4);
+#pragma unroll
+      for (int atom = 0; atom < C::kAtoms - C::kQRegisterAtoms; ++atom) {
+        const bool exists = atom * 64 < columns;
+        cp_async_16(dst + atom * C::kQAtomBytes, exists ? src + first + atom * 64 : src, exists ? 16 : 0);
+      }
+    }
+    cp_async_commit();
+  }
+  // A barrier of the softmax warps, passed twice per work unit.
+  __device__ __forceinline__ void sync_softmax(uint32_t parity) const {
+    mbarrier_arrive(this->softmax_sync());
+    mbarrier_wait(this->softmax_sync(), parity);
+  }
+
+  __device__ __forceinline__ void qk(float (&s)[C::kKeys / 2], uint32_t (&q)[C::kQRegisterAtoms * 4][4]) const {
+    uint64_t keys = row_group_descriptor<C>(this->shared_tile(stage())), q_shared = descriptor_k_major(this->shared_q());
+    asm volatile("" : "+l"(keys), "+l"(q_shared));
+    const auto k = [&](int n) { return advance_descriptor(keys, n / 4 * C::kAtomBytes + n % 4 * 32); };
+    fence_operand(s);
+    fence_operand(q);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < C::kQRegisterAtoms * 4; ++n) wgmma_rs_k<Element>(s, q[n], k(n), n > 0);
+#pragma unroll
+    for (int n = C::kQRegisterAtoms * 4; n < C::kAtoms * 4; ++n) {
+      const int n_shared = n - C::kQRegisterAtoms * 4;
+      Wgmma<Element, C::kKeys>::ss_k_k(s, advance_descriptor(q_shared, n_shared / 4 * C::kQAtomBytes + n_shared % 4 * 32), k(n),
+                                       n > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(s);
+  }
+
+  // Waits until both PV warpgroups have read that K tile and its P.
+  __device__ __forceinline__ void wait_pv(uint32_t tile) const {
+    mbarrier_wait(empty(tile & 1, C::kSlices - 1), tile >> 1 & 1);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Softmax
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
+
+  __device__ __forceinline__ void apply_mask(float (&s)[C::kKeys / 2], int key0) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KeyRange keys = keys_of_query({a_.limits, work_->tokens, work_->seqlen_k}, token_of(row_of(r)));
+      mask_row<Fragment>(s, r, visible_bits<Fragment>(keys, key0, opaque(lane_)));
+    }
+  }
+
+  // Raises maxima by lazy rescaling: only where P would exceed 2^8. That is rare, so out is hardly ever rescaled, and P does not wait for the
+  // maxima of the other lanes of its row. Returns whether the PV warpgroups have to read rescale factors.
+  __device__ __forceinline__ bool update_max(const float (&s)[C::kKeys / 2]) {
+    softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
+    return softmax_.template update_max</*kEachRow=*/true>(
+        s, [&](int) { return exponent_scale(); }, kRescaleThreshold);
+  }
+
+  // P = 2^(S - m) as 16-bit numbers to shared memory, preceded by the rescale factors; adds P to the row sums. P of a masked pair becomes
+  // kMaskedP. P is released in slices of 16 keys: the PV warpgroups multiply the first while the next are exponentiated.
+  template <bool kMasked>
+  __device__ __forceinline__ void exponentiate_and_store_p(float (&s)[C::kKeys / 2]) {
+    const float c = exponent_scale();
+    const uint32_t row_address = this->shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
+    store_rescale();
+#pragma unroll
+    for (int n = 0; n < C::kKeys / 16; ++n) {
+#pragma unroll
+      for (int m = 8 * n; m < 8 * n + 8; ++m) s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c);
+      uint32_t p[4];
+      convert_p<Element>(s, n, p);
+      stmatrix_x4(row_address + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p);
+      release_p(n);
+    }
+  }
+  __device__ __forceinline__ void store_rescale() const {
+    if (Fragment::leads(lane_)) {
+      st_shared_float(this->shared_rescale(stage(), row_of(0)), softmax_.rescale[0]);
+      st_shared_float(this->shared_rescale(stage(), row_of(1)), softmax_.rescale[1]);
+    }
+  }
+  __device__ __forceinline__ void release_p(int slice) const {
+    fence_proxy_async();
+    mbarrier_arrive(this->p_full(stage(), slice));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // End of a work unit
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Computes each row's scale factors for the epilogue and lse, or stores the maximum and sum of a partial.
+  __device__ __forceinline__ void finalize() {
+    float2 stats[2];
+    softmax_.reduce_sums();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) stats[r] = {softmax_.max[r], softmax_.sum[r]};
+    float own_scale[2] = {1.f, 1.f};
+    if (work_->partials > 0) combine_stats(stats, own_scale);
+    if (!Fragment::leads(lane_)) return;
+    const bool peer_stores_lse = C::kPairs && work_->pair && cluster_cta_rank() == 0;
+    if (C::kPairs && work_->pair) exchange_stats(stats, own_scale);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      const uint32_t epilogue = this->shared_epilogue(row);
+      if (work_->tile_continues) {
+        if (warp_ * 16 < work_->rows) this->partial_stats(work_->slot)[row] = stats[r];
+        st_shared_float(epilogue, own_scale[r]);
+      } else if (row < work_->rows) {
+        const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, this->head_of(*work_, row)));
+        const auto dst = reinterpret_cast<uint64_t>(this->out_at(*work_, row));
+        st_shared_16(epilogue, __float_as_uint(own_scale[r]), __float_as_uint(factor), static_cast<uint32_t>(dst),
+                     static_cast<uint32_t>(dst >> 32));
+        if (float *dst_lse = this->lse_at(*work_, row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
+      }
+    }
+  }
+
+  // Exchanges maxima and sums with the peer CTA of a cluster, by the lanes that own a row each. Both CTAs compute the same stats: the terms are
+  // added in the order of the keys.
+  __device__ __forceinline__ void exchange_stats(float2 (&stats)[2], float (&own_scale)[2]) const {
+    const int rank = cluster_cta_rank(), peer = rank ^ 1;
+    const uint32_t stats_full = this->dsmem_stats_full();
+    if (warp_ * 16 >= work_->rows) return;
+    if (warp_ == 0 && lane_ == 0) mbarrier_arrive_expect_tx(stats_full, (work_->rows + 15) / 16 * 16 * sizeof(float2));
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      st_async(map_to_cta(this->shared_peer_stats(row_of(r)), peer), stats[r], map_to_cta(stats_full, peer));
+    mbarrier_wait(stats_full, 0);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t address = this->shared_peer_stats(row_of(r));
+      const float2 theirs = ld_shared_float2(address);
+      const float top = fmaxf(stats[r].x, theirs.x), peer_scale = exp2_approx(theirs.x - top);
+      own_scale[r] = exp2_approx(stats[r].x - top);
+      st_shared_float(address, peer_scale);
+      stats[r] = {top, rank == 0 ? fmaf(theirs.y, peer_scale, stats[r].y * own_scale[r])
+                                 : fmaf(stats[r].y, own_scale[r], theirs.y * peer_scale)};
+    }
+  }
+
+  // Waits for the partials of the partitions before, and turns their maxima into scale factors, in shared memory where K tiles were. Those
+  // partitions belong to CTAs that start before this one and compute these units first. The four lanes of a row divide its partials.
+  __device__ __forceinline__ void combine_stats(float2 (&stats)[2], float (&own_scale)[2]) {
+    const int partials = work_->partials, quad = opaque(lane_) & 3;
+    if (tile_count_ > 0) wait_pv(tile_count_ - 1);
+    if (lane_ == 0) {
+      while (load_acquire(a_.counters + work_->awaited_counter) != partials) __nanosleep(100);
+    }
+    __syncwarp();
+    if (warp_ * 16 >= work_->rows) return;
+      // Eight lanes load the stats of a warp's 16 rows.
+#pragma unroll 1
+    for (int partial = opaque(lane_) >> 3; partial < partials; partial += 4) {
+      const int row = warp_ * 16 + (opaque(lane_) & 7) * 2;
+      cp_async_16(this->shared_partial_stats(partial, row), this->partial_stats(this->partial_slot(*work_, partial)) + row);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = stats[r].x;
+#pragma unroll 1
+      for (int partial = quad; partial < partials; partial += 4)
+        top = fmaxf(top, ld_shared_float(this->shared_partial_stats(partial, row_of(r))));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      own_scale[r] = exp2_approx(stats[r].x - top);
+      float sum = 0.f;
+#pragma unroll 1
+      for (int partial = quad; partial < partials; partial += 4) {
+        const uint32_t address = this->shared_partial_stats(partial, row_of(r));
+        const float2 its_stats = ld_shared_float2(address);
+        const float scale = exp2_approx(its_stats.x - top);
+        sum = fmaf(scale, its_stats.y, sum);
+        st_shared_float(address, scale);
+      }
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      stats[r] = {top, fmaf(stats[r].y, own_scale[r], sum)};
+    }
+  }
+
+  const WorkUnit *work_;
+  int warp_;                 // within the warpgroup
+  uint32_t tile_count_ = 0;  // K tiles of the CTA so far
+  OnlineSoftmax<Fragment> softmax_;
+};
+
+}  // namespace fa::cuda::mla
