@@ -166,7 +166,7 @@ class CudaBackend final : public Backend {
     CUkernel anywhere;
     CUfunction in_primary;
     int shared_bytes;  // limit of its dynamic shared memory
-    bool waits;        // whether its code, as this device runs it, has the instruction of wait_for_previous
+    bool waits;        // whether its code, as this device runs it, has the instruction of pdl_wait
 
     CUfunction in(bool primary) const { return primary ? in_primary : reinterpret_cast<CUfunction>(anywhere); }
   };
@@ -274,8 +274,8 @@ class CudaBackend final : public Backend {
   fa_status check_pointers(const Pointers &pointers, ErrorText &error) {
     for (const NamedPointer &pointer : pointers) {
       const auto address = reinterpret_cast<CUdeviceptr>(pointer.data);
-      // Large allocations are remembered by piece, small ones, of which many share a piece, by address.
-      Range &large = known_[(address >> kPieceBits) * 0x9E3779B97F4A7C15 >> 57];
+      // Large allocations are remembered by block, small ones, of which many lie in one block, by address.
+      Range &large = known_[(address >> kBlockBits) * 0x9E3779B97F4A7C15 >> 57];
       Range &small = known_[(address >> 8) * 0x9E3779B97F4A7C15 >> 57];
       if (in_primary_ && (large.holds(address) || small.holds(address))) continue;
       CUdeviceptr on_device = 0;
@@ -287,7 +287,7 @@ class CudaBackend final : public Backend {
                                      CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
       void *values[] = {&on_device, &range.begin, &range.bytes, &type, &owner};
       if (driver_.cuPointerGetAttributes(5, names, values, address) == CUDA_SUCCESS && on_device == address) {
-        if (in_primary_) (range.bytes >> kPieceBits > 0 ? large : small) = range;
+        if (in_primary_) (range.bytes >> kBlockBits > 0 ? large : small) = range;
         continue;
       }
       const bool unknown = on_device == 0 && type == CUmemorytype{};
@@ -351,7 +351,7 @@ class CudaBackend final : public Backend {
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
                                                           kernel.anywhere, device_.index),
                              what, error));
-    // Kernels that shall stand beside each other on a multiprocessor divide its memory alike, for it is divided anew only when it is empty.
+    // Kernels that run beside each other on an SM need the same split between L1 and shared memory: an SM changes it only when it is empty.
     if (launch.pdl) {
       FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                                                             CU_SHAREDMEM_CARVEOUT_MAX_SHARED, kernel.anywhere, device_.index),
@@ -409,10 +409,10 @@ class CudaBackend final : public Backend {
   Counters counters_;
   bool in_primary_ = false;  // the call at hand works in primary_
   std::unordered_map<const void *, Kernel> kernels_;
-  // Allocations found good in the primary context, by a hash of the 2 MB piece of an address in them, or of the address, so that a call need
-  // not ask again (50 ns an address). Memory that has been freed may still be here, and faults in the kernel; what is not here is always
-  // asked about.
-  static constexpr int kPieceBits = 21;
+  // Allocations found good in the primary context, by a hash of the 2 MB block of an address in them, or of the address, so that a call need
+  // not ask the driver again (50 ns per address). Memory that has been freed may still be here, and faults in the kernel; the driver is always
+  // asked about addresses that are not here.
+  static constexpr int kBlockBits = 21;
   std::array<Range, 128> known_{};
   int32_t last_error_ = 0;
 };

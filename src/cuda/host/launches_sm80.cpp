@@ -9,7 +9,7 @@
 namespace fa::cuda::sm80 {
 namespace {
 
-// Sizes of what is absent are 0; what exceeds every row and key divides them into one piece.
+// Sizes of absent tensors are 0. A divisor beyond every row and key makes every quotient 0.
 Divisor divisor(int64_t value) { return Divisor(std::clamp<int64_t>(value, 1, int64_t{1} << 30)); }
 
 // Whether keys 2 n and 2 n + 1 of a row can be read at once.

@@ -83,15 +83,15 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
                                    params.v_map, error));
   FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows,
                                    params.dout_map, error));
-  const int64_t chunks = p.batch * p.heads_q * plan.row_chunks;
+  const int64_t tiles = p.batch * p.heads_q * plan.row_chunks;
   FA_RETURN_IF_ERROR(
-      describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, chunks, shape.rows, params.lse_map, error));
-  FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, chunks, shape.rows,
+      describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
+  FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,
                                              params.delta_map, error));
   params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false);
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
-  params.taken = plan.chunk_turns > 0 ? params.turn + chunks * plan.chunk_turns : nullptr;
+  params.taken = plan.chunk_turns > 0 ? params.turn + tiles * plan.chunk_turns : nullptr;
   params.ordered = p.deterministic;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
@@ -103,7 +103,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
     launches.add("backward kernel", {kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true}, &params);
   }
-  if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, chunks}, &params);
+  if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, tiles}, &params);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
 }

@@ -67,9 +67,9 @@ fa_status check_grid(int64_t ctas_per_head, int64_t heads, int64_t batch, ErrorT
 }
 
 int32_t l2_group_of(const Problem &p, const Device &device, int64_t heads, int64_t head_bytes, int64_t at_least,
-                    int64_t l2_parts) {
+                    int64_t l2_divisor) {
   const int64_t total = std::max<int64_t>(heads * p.batch, 1),
-                fit = device.l2_bytes / l2_parts / std::max<int64_t>(head_bytes, 1);
+                fit = device.l2_bytes / l2_divisor / std::max<int64_t>(head_bytes, 1);
   const int64_t groups = ceil_div(total, std::clamp<int64_t>(std::max(fit, at_least), 1, total));
   return static_cast<int32_t>(ceil_div(total, groups));
 }

@@ -20,7 +20,7 @@ void set_l2_groups(const ForwardProblem &p, const Device &device, const sm90::Fo
   constexpr int64_t kTilesPerCta = 2, kFewRowBlocks = 4;
   const bool causal = is_causal(p), packed = p.q_lengths.cu != nullptr;
   plan.heads_per_l2_group =
-      l2_group_of(p, device, p.heads_q, kv_head_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1, /*l2_parts=*/4);
+      l2_group_of(p, device, p.heads_q, kv_head_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1, /*l2_divisor=*/4);
   bool one_head = false;  // is a group
   if (packed) plan.heads_per_l2_group = static_cast<int32_t>(ceil_div(p.heads_q, ceil_div(p.heads_q, plan.heads_per_l2_group)));
   if (causal && !packed) {

@@ -48,9 +48,9 @@ constexpr const char *hopper_reason(bool scored) {
 fa_status check_grid(int64_t ctas_per_head, int64_t heads, int64_t batch, ErrorText &error);
 
 // L2-aware head order: the number of heads whose tiles are worked on together, in groups of equal size. A group is the heads whose tensors,
-// of `head_bytes` each, take 1 / l2_parts of the L2 cache, or `at_least` heads. `heads` is of one sequence.
+// of `head_bytes` each, take 1 / l2_divisor of the L2 cache, or `at_least` heads. `heads` is of one sequence.
 int32_t l2_group_of(const Problem &problem, const Device &device, int64_t heads, int64_t head_bytes, int64_t at_least,
-                    int64_t l2_parts = 2);
+                    int64_t l2_divisor = 2);
 // Bytes of K and V of a head.
 inline int64_t kv_head_bytes(const Problem &p) {
   return p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype);

@@ -161,24 +161,26 @@ constexpr auto kRows = concatenate(
     }));
 
 // The rows of a family and pass in kRows, and what at least one of them offers.
-struct RowRange {
+struct FamilyRows {
   size_t first = 0, count = 0;
   OperandSet operands = 0;
   ScoreSet scores = 0;
   FeatureSet features = 0;
 };
-constexpr auto kRanges = [] {
-  std::array<std::array<RowRange, 2>, kNumFamilies> ranges{};
+constexpr auto kFamilyRows = [] {
+  std::array<std::array<FamilyRows, 2>, kNumFamilies> families{};
   for (size_t n = 0; n < kRows.size(); ++n) {
-    RowRange &range = ranges[static_cast<size_t>(kRows[n].family)][static_cast<size_t>(kRows[n].pass)];
-    if (range.count++ == 0) range.first = n;
-    range.operands |= kRows[n].operands;
-    range.scores |= kRows[n].scores;
-    range.features |= kRows[n].features;
+    FamilyRows &rows = families[static_cast<size_t>(kRows[n].family)][static_cast<size_t>(kRows[n].pass)];
+    if (rows.count++ == 0) rows.first = n;
+    rows.operands |= kRows[n].operands;
+    rows.scores |= kRows[n].scores;
+    rows.features |= kRows[n].features;
   }
-  return ranges;
+  return families;
 }();
-const RowRange &range_of(Family family, Pass pass) { return kRanges[static_cast<size_t>(family)][static_cast<size_t>(pass)]; }
+const FamilyRows &family_rows(Family family, Pass pass) {
+  return kFamilyRows[static_cast<size_t>(family)][static_cast<size_t>(pass)];
+}
 
 constexpr const char *kDtypeNames[] = {"f32", "f16", "bf16", "e4m3", "i8"};  // by Dtype
 const char *name_of(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
@@ -188,15 +190,15 @@ const char *name_of(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; 
 std::span<const KernelRow> all_kernels() { return kRows; }
 
 std::span<const KernelRow> kernels_of(Family family, Pass pass) {
-  const RowRange &range = range_of(family, pass);
-  return {kRows.data() + range.first, range.count};
+  const FamilyRows &rows = family_rows(family, pass);
+  return {kRows.data() + rows.first, rows.count};
 }
 
 std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs) {
-  const RowRange &range = range_of(family, pass);
+  const FamilyRows &rows = family_rows(family, pass);
   const bool offered =
-      ((needs.operands & ~range.operands) | (needs.scores & ~range.scores) | (needs.features & ~range.features)) == 0;
-  return {kRows.data() + range.first, offered ? range.count : 0};
+      ((needs.operands & ~rows.operands) | (needs.scores & ~rows.scores) | (needs.features & ~rows.features)) == 0;
+  return {kRows.data() + rows.first, offered ? rows.count : 0};
 }
 
 std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out) {
