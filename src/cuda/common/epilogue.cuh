@@ -32,16 +32,34 @@ struct RowResult {
 // From m (base 2) and l of a row. `sink`: its head's attention sink, one more logit in the denominator (natural units), or null. A sink far
 // above every logit would overflow against m: then m is raised, out is negligible and only lse matters. l is 0 for a row without visible keys:
 // out = 0, lse = -inf. l is NaN where a visible score is, and so is out then.
-__device__ __forceinline__ RowResult finalize_row(float max, float sum, const float *sink) {
-  float factor = 1.f;
+template <int kRows>
+__device__ __forceinline__ void finalize_rows(const float (&max)[kRows], const float (&sum)[kRows], const float *sink,
+                                              RowResult (&result)[kRows]) {
+  // All rows at every step and no branch between them: the chain of one row alone would wait at every step.
+  float m[kRows], l[kRows], factor[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) m[r] = max[r], l[r] = sum[r], factor[r] = 1.f;
   if (sink != nullptr) {
-    const float s = *sink * kLog2e, raised = fmaxf(max, s);
-    factor = exp2_approx(max - raised);
-    sum = sum * factor + exp2_approx(s - raised);
-    max = raised;
+    const float s = *sink * kLog2e;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float raised = fmaxf(m[r], s);
+      factor[r] = exp2_approx(m[r] - raised);
+      l[r] = l[r] * factor[r] + exp2_approx(s - raised);
+      m[r] = raised;
+    }
   }
-  if (sum == 0.f) return {0.f, -CUDART_INF_F};
-  return {__fdividef(factor, sum), (max + __log2f(sum)) * kLn2};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    result[r].factor = l[r] == 0.f ? 0.f : __fdividef(factor[r], l[r]);
+    result[r].lse = l[r] == 0.f ? -CUDART_INF_F : (m[r] + __log2f(l[r])) * kLn2;
+  }
+}
+__device__ __forceinline__ RowResult finalize_row(float max, float sum, const float *sink) {
+  const float maxima[1] = {max}, sums[1] = {sum};
+  RowResult result[1];
+  finalize_rows(maxima, sums, sink, result);
+  return result[0];
 }
 __device__ __forceinline__ const float *sink_of(const Problem &p, int head) {
   return p.sink != nullptr ? p.sink + head * p.sink_stride : nullptr;

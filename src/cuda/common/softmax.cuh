@@ -120,12 +120,17 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) tile_sum[r] = chain[r][0] + chain[r][1];
   }
 
-  // P of element n alone, for kernels that make P of the next 16 keys under the mma of those before; adds to the lane's sum.
+  // P of one score, for kernels that make P of the next 16 keys while the mma of the keys before run. Adds to the lane's sum of the tile. The
+  // caller adds that to `sum` once per tile: one long sum of single P would lose precision with many keys.
+  template <bool kMasked>
+  __device__ __forceinline__ float exponentiate_one(float x, int r, float scale, float (&tile_sum)[kRows]) const {
+    const float p = exp2_approx(fmaf(x, scale, -max[r]));
+    tile_sum[r] += p;
+    return kMasked && x == -CUDART_INF_F ? kMaskedP : p;
+  }
   template <bool kMasked>
   __device__ __forceinline__ float exponentiate_one(float x, int r, float scale) {
-    const float p = exp2_approx(fmaf(x, scale, -max[r]));
-    sum[r] += p;
-    return kMasked && x == -CUDART_INF_F ? kMaskedP : p;
+    return exponentiate_one<kMasked>(x, r, scale, sum);
   }
 
   // l over all lanes of the warp that share a row.

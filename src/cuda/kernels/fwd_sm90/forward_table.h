@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/fwd_sm90/shared_storage.h"
+
 namespace fa::cuda::sm90 {
 
 struct ForwardShape {
@@ -20,18 +22,13 @@ struct ForwardShape {
   int32_t max_causal;   // the same under a causal mask
   bool scored;          // with softcap and ALiBi
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
+  int32_t storage_bytes;
 
   constexpr int32_t rows() const { return groups * 64; }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : 3; }
+  constexpr int32_t shared_bytes() const { return storage_bytes; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
-  constexpr int32_t shared_bytes() const {
-    const int32_t columns = fp8 ? 128 : 64, slabs = (head_dim + columns - 1) / columns;
-    const int32_t v_rows = fp8 ? head_dim_v : (head_dim_v + 63) / 64 * chunk;  // rows of 128 bytes in a stage of V
-    // Q | K | V | out | mbarriers | four work tiles
-    return (q_stages * rows() * slabs + stages * (chunk * slabs + v_rows) + rows() * out_slabs) * 128 +
-           (2 * q_stages * groups + 4 * stages + 9) * 8 + 4 * (88 + 8 * groups);
-  }
 };
 
 constexpr int32_t kAnyLength = INT32_MAX;
@@ -56,7 +53,11 @@ constexpr int32_t kAnyLength = INT32_MAX;
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, false, true)     \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, false, true)
 
-#define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__},
+// clang-format off
+#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8) \
+  {#name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8,                   \
+   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, fp8>))},
+// clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE
 constexpr int kNumForwardShapes = sizeof(kForwardShapes) / sizeof(kForwardShapes[0]);

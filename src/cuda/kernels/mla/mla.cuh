@@ -28,60 +28,55 @@
 
 namespace fa::cuda::mla {
 
-// Assigns the roles to the warpgroups of a CTA.
+// Initialises the barriers, and assigns the roles to the warpgroups of a CTA.
 template <class C>
-class MlaKernel : private Cta<C> {
- public:
-  using Cta<C>::Cta;
-
-  __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) {
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(this->full(n), 64);
-        for (int slice = 0; slice < C::kSlices; ++slice) {
-          mbarrier_init(this->empty(n, slice), C::kPvThreads);
-          mbarrier_init(this->p_full(n, slice), C::kSoftmaxThreads);
-        }
+__device__ __forceinline__ void run_mla(const Cta<C> &cta) {
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(cta.full(n), 64);
+      for (int slice = 0; slice < C::kSlices; ++slice) {
+        mbarrier_init(cta.empty(n, slice), C::kPvThreads);
+        mbarrier_init(cta.p_full(n, slice), C::kSoftmaxThreads);
       }
-      mbarrier_init(this->epilogue_full(), C::kSoftmaxThreads);
-      mbarrier_init(this->epilogue_empty(), C::kPvThreads);
-      mbarrier_init(this->softmax_sync(), C::kSoftmaxThreads);
-      mbarrier_init(this->q_requested(), C::kSoftmaxThreads);
-      mbarrier_init(this->dsmem_empty(), 1);
-      mbarrier_init(this->dsmem_stats_full(), 1);
-      mbarrier_init(this->dsmem_out_full(), 1);
-      for (int n = 0; n < 2; ++n) {
-        mbarrier_init(this->work_full(n), 1);
-        mbarrier_init(this->work_empty(n), C::kPvThreads + C::kSoftmaxThreads);
-      }
-      mbarrier_init_fence();
     }
-    __syncthreads();
-    if (C::kPairs) {  // until the peer CTA's barriers are initialised, too
-      cluster_arrive_relaxed();
-      cluster_wait();
+    mbarrier_init(cta.epilogue_full(), C::kSoftmaxThreads);
+    mbarrier_init(cta.epilogue_empty(), C::kPvThreads);
+    mbarrier_init(cta.softmax_sync(), C::kSoftmaxThreads);
+    mbarrier_init(cta.q_requested(), C::kSoftmaxThreads);
+    mbarrier_init(cta.dsmem_empty(), 1);
+    mbarrier_init(cta.dsmem_stats_full(), 1);
+    mbarrier_init(cta.dsmem_out_full(), 1);
+    for (int n = 0; n < 2; ++n) {
+      mbarrier_init(cta.work_full(n), 1);
+      mbarrier_init(cta.work_empty(n), C::kPvThreads + C::kSoftmaxThreads);
     }
-    // setmaxnreg: (2 x 168 + 136 + 40) x 128 = 64K registers in all.
-    const int wg = uniform(threadIdx.x >> 7);
-    if (wg < 2) {
-      setmaxnreg_alloc<168>();
-      PvWarpgroups<C>(this->a_, this->memory_).run();
-    } else if (wg == 2) {
-      setmaxnreg_alloc<136>();
-      SoftmaxWarpgroup<C>(this->a_, this->memory_).run();
-    } else {
-      setmaxnreg_dealloc<40>();
-      Producer<C>(this->a_, this->memory_).run();
-    }
+    mbarrier_init_fence();
   }
-};
+  __syncthreads();
+  if (C::kPairs) {  // until the peer CTA's barriers are initialised, too
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+  // setmaxnreg: (2 x 168 + 136 + 40) x 128 = 64K registers in all.
+  const int wg = uniform(threadIdx.x >> 7);
+  if (wg < 2) {
+    setmaxnreg_alloc<168>();
+    PvWarpgroups<C>(cta).run();
+  } else if (wg == 2) {
+    setmaxnreg_alloc<136>();
+    SoftmaxWarpgroup<C>(cta).run();
+  } else {
+    setmaxnreg_dealloc<40>();
+    Producer<C>(cta.a_, cta.memory_).run();
+  }
+}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) mla(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
   pdl_launch_dependents();
-  MlaKernel<C>(params, shared).run();
+  run_mla(Cta<C>(params, shared));
 #endif
 }
 

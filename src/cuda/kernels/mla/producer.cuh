@@ -84,7 +84,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
                       work.partition_begin(first_partition) == work_unit_.tile_begin &&
                       work.partition_begin(first_partition + 2) == work_unit_.tile_end;
     if (lane_ == 0) {
-      WorkUnit &work_unit = this->descriptor(n & 1);
+      WorkUnitDescriptor &work_unit = this->descriptor(n & 1);
       this->fill_descriptor(work_unit);
       work_unit.slot = partition;
       work_unit.counter = counter;

@@ -13,18 +13,17 @@
 namespace fa::cuda::mla {
 
 template <class C>
-class PvWarpgroups : private Cta<C> {
+class PvWarpgroups {
  public:
-  using Base = Cta<C>;
-  using typename Base::Element;
+  using Element = typename C::Element;
 
-  using Base::Base;
+  __device__ __forceinline__ explicit PvWarpgroups(const Cta<C> &cta) : cta_(cta), a_(cta.a_), p_(cta.p_), lane_(cta.lane_) {}
 
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
-      work_ = &this->descriptor(n & 1);
+      mbarrier_wait(cta_.work_full(n & 1), n >> 1 & 1);
+      work_ = &cta_.descriptor(n & 1);
       if (work_->batch < 0) return;
       mainloop();
       if (C::kPairs && work_->pair && has_rows()) {
@@ -34,25 +33,20 @@ class PvWarpgroups : private Cta<C> {
           send_half<0>();
         }
       }
-      mbarrier_wait(this->epilogue_full(), n & 1);
+      mbarrier_wait(cta_.epilogue_full(), n & 1);
       epilogue(n & 1);
-      mbarrier_arrive(this->work_empty(n & 1));
+      mbarrier_arrive(cta_.work_empty(n & 1));
     }
   }
 
  private:
-  using Base::a_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::shared_tile;
-
   __device__ __forceinline__ float &out(int i) { return out_[i / (C::kColumns / 4)][i % (C::kColumns / 4)]; }
   __device__ __forceinline__ float out(int i) const { return out_[i / (C::kColumns / 4)][i % (C::kColumns / 4)]; }
   // Computed where they are used: registers are for out.
   static __device__ __forceinline__ int wg() { return opaque(threadIdx.x) >> 7; }
   static __device__ __forceinline__ int warp() { return opaque(threadIdx.x) >> 5 & 3; }
   __device__ __forceinline__ int stage() const { return static_cast<int>(tile_count_ & 1); }
-  __device__ __forceinline__ int row_of(int r) const { return Base::row_of(warp(), r); }
+  __device__ __forceinline__ int row_of(int r) const { return cta_.row_of(warp(), r); }
 
   __device__ __forceinline__ void mainloop() {
     store_unused_rows();
@@ -62,11 +56,11 @@ class PvWarpgroups : private Cta<C> {
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++tile_count_) {
       const Operands operands = this->operands();
-      mbarrier_wait(this->full(stage()), tile_count_ >> 1 & 1);
+      mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
       wait_p(0);
       const uint32_t flags = rescale_out();
       // A key that no token sees was loaded as zero. A key that only some tokens see may hold NaN or Inf, and 0 times that is NaN.
-      if ((flags & Base::kNanSafe) != 0) {
+      if ((flags & Cta<C>::kNanSafe) != 0) {
 #pragma unroll
         for (int slice = 1; slice < C::kSlices; ++slice) wait_p(slice);
         nan_safe_pv();
@@ -79,17 +73,17 @@ class PvWarpgroups : private Cta<C> {
     }
   }
 
-  __device__ __forceinline__ void wait_p(int slice) const { mbarrier_wait(this->p_full(stage(), slice), tile_count_ >> 1 & 1); }
-  __device__ __forceinline__ void release_v(int slice) const { mbarrier_arrive(this->empty(stage(), slice)); }
+  __device__ __forceinline__ void wait_p(int slice) const { mbarrier_wait(cta_.p_full(stage(), slice), tile_count_ >> 1 & 1); }
+  __device__ __forceinline__ void release_v(int slice) const { mbarrier_arrive(cta_.empty(stage(), slice)); }
 
   // Applies the rows' rescale factors to out. Returns the flags of all softmax warps.
   __device__ __forceinline__ uint32_t rescale_out() {
-    const uint4 warp_flags = ld_shared_16(this->shared_flags(stage()));
+    const uint4 warp_flags = ld_shared_16(cta_.shared_flags(stage()));
     const uint32_t flags = uniform(warp_flags.x | warp_flags.y | warp_flags.z | warp_flags.w);
-    if ((flags & Base::kRescaled) != 0) {
+    if ((flags & Cta<C>::kRescaled) != 0) {
       float rescale[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) rescale[r] = ld_shared_float(this->shared_rescale(stage(), row_of(r)));
+      for (int r = 0; r < 2; ++r) rescale[r] = ld_shared_float(cta_.shared_rescale(stage(), row_of(r)));
 #pragma unroll
       for (int half = 0; half < 2; ++half) scale_rows<QkFragment<1, C::kColumns / 16>>(out_[half], rescale);
     }
@@ -98,13 +92,13 @@ class PvWarpgroups : private Cta<C> {
 
   // V: this warpgroup's columns of the K tile.
   __device__ __forceinline__ uint32_t shared_v() const {
-    return shared_tile(stage()) + wg() * (C::kColumns / 64 * C::kAtomBytes);
+    return cta_.shared_tile(stage()) + wg() * (C::kColumns / 64 * C::kAtomBytes);
   }
   struct Operands {
     uint64_t v, p;
   };
   __device__ __forceinline__ Operands operands() const {
-    return {row_group_descriptor<C>(shared_v()), descriptor_k_major(this->shared_p(stage()))};
+    return {row_group_descriptor<C>(shared_v()), descriptor_k_major(cta_.shared_p(stage()))};
   }
   // out += P V in slices of 16 keys. A slice of the K tile is released while the next one is multiplied.
   __device__ __forceinline__ void pv(const Operands &operands) {
@@ -140,7 +134,7 @@ class PvWarpgroups : private Cta<C> {
       for (int r = 0; r < 2; ++r) {
         const int row = row_of(r);
         const uint32_t two_p =
-            ld_shared_4(this->shared_p(stage()) + row * 128 + (((key >> 3) ^ (row & 7)) << 4) + (key & 6) * 2);
+            ld_shared_4(cta_.shared_p(stage()) + row * 128 + (((key >> 3) ^ (row & 7)) << 4) + (key & 6) * 2);
         p[r] = key & 1 ? two_p >> 16 : two_p & 0xFFFFu;
       }
 #pragma unroll
@@ -173,9 +167,9 @@ class PvWarpgroups : private Cta<C> {
         if (peer_half != 1) store_half<1>();
       }
     }
-    mbarrier_arrive(this->epilogue_empty());
+    mbarrier_arrive(cta_.epilogue_empty());
     if (work_->tile_continues && threadIdx.x == 0) {
-      mbarrier_wait(this->epilogue_empty(), parity);
+      mbarrier_wait(cta_.epilogue_empty(), parity);
       count_released(a_.counters + work_->counter);
     }
     __syncwarp();
@@ -189,7 +183,7 @@ class PvWarpgroups : private Cta<C> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
-      const uint4 row_epilogue = ld_shared_16(this->shared_epilogue(min(row, work_->rows - 1)));
+      const uint4 row_epilogue = ld_shared_16(cta_.shared_epilogue(min(row, work_->rows - 1)));
       const float scale = __uint_as_float(row_epilogue.y);
       Element *dst = reinterpret_cast<Element *>(uint64_t{row_epilogue.w} << 32 | row_epilogue.z) + first_column;
       const int columns = row < work_->rows ? static_cast<int>(p_.head_dim_v) - first_column : 0;
@@ -201,7 +195,7 @@ class PvWarpgroups : private Cta<C> {
   // Rows beyond the sequence's used length: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
     for (int row = max(work_->rows, 0) + (opaque(threadIdx.x) >> 5); row < work_->end_row; row += C::kPvThreads / 32) {
-      store_zero_row(this->out_at(*work_, row), p_.head_dim_v, this->lse_at(*work_, row), -CUDART_INF_F, lane_);
+      store_zero_row(cta_.out_at(*work_, row), p_.head_dim_v, cta_.lse_at(*work_, row), -CUDART_INF_F, lane_);
     }
   }
 
@@ -213,9 +207,9 @@ class PvWarpgroups : private Cta<C> {
   template <int kHalf>
   __device__ __forceinline__ void send_half() const {
     const int peer = cluster_cta_rank() ^ 1;
-    const uint32_t out_full = map_to_cta(this->dsmem_out_full(), peer), buffer = map_to_cta(this->dsmem_buffer(0), peer);
-    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(this->dsmem_out_full(), (work_->rows + 15) / 16 * (2 * 32 * kHalfBytes));
-    mbarrier_wait_cluster(this->dsmem_empty(), 0);
+    const uint32_t out_full = map_to_cta(cta_.dsmem_out_full(), peer), buffer = map_to_cta(cta_.dsmem_buffer(0), peer);
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(cta_.dsmem_out_full(), (work_->rows + 15) / 16 * (2 * 32 * kHalfBytes));
+    mbarrier_wait_cluster(cta_.dsmem_empty(), 0);
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; ++n) {
       const int i = kHalf * (C::kColumns / 4) + 4 * n;
@@ -229,13 +223,13 @@ class PvWarpgroups : private Cta<C> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = min(row_of(r), work_->rows - 1);
-      own_scale[r] = ld_shared_float(this->shared_epilogue(row));
-      peer_scale[r] = ld_shared_float(this->shared_peer_stats(row));
+      own_scale[r] = ld_shared_float(cta_.shared_epilogue(row));
+      peer_scale[r] = ld_shared_float(cta_.shared_peer_stats(row));
     }
-    mbarrier_wait(this->dsmem_out_full(), 0);
+    mbarrier_wait(cta_.dsmem_out_full(), 0);
 #pragma unroll
     for (int n = 0; n < C::kColumns / 16; ++n) {
-      const uint4 theirs = ld_shared_16(this->dsmem_buffer(n));
+      const uint4 theirs = ld_shared_16(cta_.dsmem_buffer(n));
       const float x[4] = {__uint_as_float(theirs.x), __uint_as_float(theirs.y), __uint_as_float(theirs.z),
                           __uint_as_float(theirs.w)};
 #pragma unroll
@@ -270,7 +264,7 @@ class PvWarpgroups : private Cta<C> {
     constexpr int kVectors = C::kColumns / 8, kVectorsInFlight = 8, kStride = C::kPvThreads * 16;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float scale = ld_shared_float2(this->shared_epilogue(min(row_of(r), work_->rows - 1))).x;
+      const float scale = ld_shared_float2(cta_.shared_epilogue(min(row_of(r), work_->rows - 1))).x;
 #pragma unroll
       for (int j = 0; j < C::kColumns / 8; ++j) {
         out(4 * j + 2 * r) *= scale;
@@ -283,8 +277,8 @@ class PvWarpgroups : private Cta<C> {
                              : work_->rows <= 32 ? 2
                                                  : 4),
               partials_in_flight = kStride / batch_bytes;
-    const uint32_t staging = shared_tile(0) + (wg() * (batch_bytes / 2) + warp() * 512) + opaque(lane_) * 16;
-    uint32_t scales = this->shared_partial_stats(-partials_in_flight, row_of(0));
+    const uint32_t staging = cta_.shared_tile(0) + (wg() * (batch_bytes / 2) + warp() * 512) + opaque(lane_) * 16;
+    uint32_t scales = cta_.shared_partial_stats(-partials_in_flight, row_of(0));
     int buffer = 0;
 #pragma unroll 1
     for (int remaining = partials; remaining > -partials_in_flight; --remaining) {  // partials that are still to be requested
@@ -296,7 +290,7 @@ class PvWarpgroups : private Cta<C> {
         cp_async_wait<0>();
       }
       const bool arrived = remaining <= partials - partials_in_flight;
-      const float4 *next = partial_out(this->partial_slot(*work_, partials - remaining));
+      const float4 *next = partial_out(cta_.partial_slot(*work_, partials - remaining));
       float scale[2] = {0.f, 0.f};
       if (arrived) {
         scale[0] = ld_shared_float(scales);
@@ -329,7 +323,11 @@ class PvWarpgroups : private Cta<C> {
 
   static constexpr int kHalfBytes = C::kColumns / 4 * 4;  // bytes of a thread's accumulators for half of its columns
 
-  const WorkUnit *work_;
+  const Cta<C> cta_;
+  const Params &a_;
+  const Problem &p_;
+  const int lane_;
+  const WorkUnitDescriptor *work_;
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
   float out_[2][C::kColumns /
                 4];  // two halves of the columns: the kernel is launched with too few registers for a wgmma of 256 columns

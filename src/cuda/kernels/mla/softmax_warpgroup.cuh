@@ -18,39 +18,34 @@
 namespace fa::cuda::mla {
 
 template <class C>
-class SoftmaxWarpgroup : private Cta<C> {
+class SoftmaxWarpgroup {
  public:
-  using Base = Cta<C>;
-  using typename Base::Element;
+  using Element = typename C::Element;
 
-  using Base::Base;
+  __device__ __forceinline__ explicit SoftmaxWarpgroup(const Cta<C> &cta)
+      : cta_(cta), a_(cta.a_), p_(cta.p_), lane_(cta.lane_) {}
 
   __device__ __forceinline__ void run() {
     warp_ = uniform(threadIdx.x >> 5) & 3;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
-      work_ = &this->descriptor(n & 1);
+      mbarrier_wait(cta_.work_full(n & 1), n >> 1 & 1);
+      work_ = &cta_.descriptor(n & 1);
       if (work_->batch < 0) return;
       if (work_->rows > 0) mainloop();
-      if (n > 0) mbarrier_wait(this->epilogue_empty(), (n - 1) & 1);
+      if (n > 0) mbarrier_wait(cta_.epilogue_empty(), (n - 1) & 1);
       if (work_->rows > 0) finalize();
-      mbarrier_arrive(this->epilogue_full());
-      mbarrier_arrive(this->work_empty(n & 1));
+      mbarrier_arrive(cta_.epilogue_full());
+      mbarrier_arrive(cta_.work_empty(n & 1));
     }
   }
 
  private:
   using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
-  using Base::a_;
-  using Base::empty;
-  using Base::full;
-  using Base::lane_;
-  using Base::p_;
 
   __device__ __forceinline__ int stage() const { return static_cast<int>(tile_count_ & 1); }
-  __device__ __forceinline__ int row_of(int r) const { return Base::row_of(warp_, r); }
-  __device__ __forceinline__ int token_of(int row) const { return Base::token_of(*work_, row); }
+  __device__ __forceinline__ int row_of(int r) const { return cta_.row_of(warp_, r); }
+  __device__ __forceinline__ int token_of(int row) const { return cta_.token_of(*work_, row); }
 
   __device__ __forceinline__ void mainloop() {
     softmax_.reset();
@@ -66,18 +61,18 @@ class SoftmaxWarpgroup : private Cta<C> {
     for (int tile = work_->kv_tile; tile < work_->kv_tile_end; ++tile, ++tile_count_) {
       const int key0 = tile * C::kKeys;
       const bool masked = key0 < work_->interior.begin || key0 + C::kKeys > work_->interior.end;
-      mbarrier_wait(full(stage()), tile_count_ >> 1 & 1);
+      mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
       float s[C::kKeys / 2];
       qk(s, q);
       uint32_t flags = 0;
       if (masked) {
         // A NaN or Inf in a key makes S non-finite in every row.
-        flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Base::kNanSafe : 0;
+        flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Cta<C>::kNanSafe : 0;
         apply_mask(s, key0);
       }
-      if (update_max(s)) flags |= Base::kRescaled;
+      if (update_max(s)) flags |= Cta<C>::kRescaled;
       // P of this stage may be overwritten: this K tile was loaded after the PV warpgroups had released the stage.
-      if (lane_ == 0) st_shared_4(this->shared_flags(stage()) + warp_ * 4, flags);
+      if (lane_ == 0) st_shared_4(cta_.shared_flags(stage()) + warp_ * 4, flags);
       if (masked) {
         exponentiate_and_store_p<true>(s);
       } else {
@@ -87,7 +82,7 @@ class SoftmaxWarpgroup : private Cta<C> {
   }
 
   __device__ __forceinline__ const Element *q_at(int row) const {
-    return row_of_tensor<Element>(p_.q, work_->batch, work_->q_start + token_of(row), this->head_of(*work_, row));
+    return row_of_tensor<Element>(p_.q, work_->batch, work_->q_start + token_of(row), cta_.head_of(*work_, row));
   }
   // Loads the first columns of Q as an A operand in registers, the others (load_q) to shared memory. Missing rows and columns are zero.
   __device__ __forceinline__ void load_q_registers(uint32_t (&q)[C::kQRegisterAtoms * 4][4]) const {
@@ -107,7 +102,7 @@ class SoftmaxWarpgroup : private Cta<C> {
         q[n + 1][r + 2] = x.w;
       }
     }
-    if (tile_count_ == 0) mbarrier_arrive(this->q_requested());
+    if (tile_count_ == 0) mbarrier_arrive(cta_.q_requested());
 #pragma unroll
     for (int n = 0; n < C::kQRegisterAtoms * 4; n += 2)
 #pragma unroll
@@ -127,7 +122,7 @@ class SoftmaxWarpgroup : private Cta<C> {
       const int first = C::kQRegisterAtoms * 64 + vector * 8,
                 columns = row < work_->rows ? static_cast<int>(p_.head_dim) - first : 0;
       const Element *src = q_at(min(row, work_->rows - 1));
-      const uint32_t dst = this->shared_q() + row * 128 + ((vector ^ (row & 7)) << 4);
+      const uint32_t dst = cta_.shared_q() + row * 128 + ((vector ^ (row & 7)) << 4);
 #pragma unroll
       for (int atom = 0; atom < C::kAtoms - C::kQRegisterAtoms; ++atom) {
         const bool exists = atom * 64 < columns;
@@ -138,12 +133,12 @@ class SoftmaxWarpgroup : private Cta<C> {
   }
   // A barrier of the softmax warps, passed twice per work unit.
   __device__ __forceinline__ void sync_softmax(uint32_t parity) const {
-    mbarrier_arrive(this->softmax_sync());
-    mbarrier_wait(this->softmax_sync(), parity);
+    mbarrier_arrive(cta_.softmax_sync());
+    mbarrier_wait(cta_.softmax_sync(), parity);
   }
 
   __device__ __forceinline__ void qk(float (&s)[C::kKeys / 2], uint32_t (&q)[C::kQRegisterAtoms * 4][4]) const {
-    uint64_t keys = row_group_descriptor<C>(this->shared_tile(stage())), q_shared = descriptor_k_major(this->shared_q());
+    uint64_t keys = row_group_descriptor<C>(cta_.shared_tile(stage())), q_shared = descriptor_k_major(cta_.shared_q());
     asm volatile("" : "+l"(keys), "+l"(q_shared));
     const auto k = [&](int n) { return advance_descriptor(keys, n / 4 * C::kAtomBytes + n % 4 * 32); };
     fence_operand(s);
@@ -164,7 +159,7 @@ class SoftmaxWarpgroup : private Cta<C> {
 
   // Waits until both PV warpgroups have read that K tile and its P.
   __device__ __forceinline__ void wait_pv(uint32_t tile) const {
-    mbarrier_wait(empty(tile & 1, C::kSlices - 1), tile >> 1 & 1);
+    mbarrier_wait(cta_.empty(tile & 1, C::kSlices - 1), tile >> 1 & 1);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -194,27 +189,31 @@ class SoftmaxWarpgroup : private Cta<C> {
   template <bool kMasked>
   __device__ __forceinline__ void exponentiate_and_store_p(float (&s)[C::kKeys / 2]) {
     const float c = exponent_scale();
-    const uint32_t row_address = this->shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
+    const uint32_t row_address = cta_.shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
     store_rescale();
+    float tile_sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
 #pragma unroll
-      for (int m = 8 * n; m < 8 * n + 8; ++m) s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c);
+      for (int m = 8 * n; m < 8 * n + 8; ++m)
+        s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c, tile_sum);
       uint32_t p[4];
       convert_p<Element>(s, n, p);
       stmatrix_x4(row_address + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p);
       release_p(n);
     }
+    softmax_.sum[0] += tile_sum[0];
+    softmax_.sum[1] += tile_sum[1];
   }
   __device__ __forceinline__ void store_rescale() const {
     if (Fragment::leads(lane_)) {
-      st_shared_float(this->shared_rescale(stage(), row_of(0)), softmax_.rescale[0]);
-      st_shared_float(this->shared_rescale(stage(), row_of(1)), softmax_.rescale[1]);
+      st_shared_float(cta_.shared_rescale(stage(), row_of(0)), softmax_.rescale[0]);
+      st_shared_float(cta_.shared_rescale(stage(), row_of(1)), softmax_.rescale[1]);
     }
   }
   __device__ __forceinline__ void release_p(int slice) const {
     fence_proxy_async();
-    mbarrier_arrive(this->p_full(stage(), slice));
+    mbarrier_arrive(cta_.p_full(stage(), slice));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -235,16 +234,16 @@ class SoftmaxWarpgroup : private Cta<C> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(r);
-      const uint32_t epilogue = this->shared_epilogue(row);
+      const uint32_t epilogue = cta_.shared_epilogue(row);
       if (work_->tile_continues) {
-        if (warp_ * 16 < work_->rows) this->partial_stats(work_->slot)[row] = stats[r];
+        if (warp_ * 16 < work_->rows) cta_.partial_stats(work_->slot)[row] = stats[r];
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
-        const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, this->head_of(*work_, row)));
-        const auto dst = reinterpret_cast<uint64_t>(this->out_at(*work_, row));
+        const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
+        const auto dst = reinterpret_cast<uint64_t>(cta_.out_at(*work_, row));
         st_shared_16(epilogue, __float_as_uint(own_scale[r]), __float_as_uint(factor), static_cast<uint32_t>(dst),
                      static_cast<uint32_t>(dst >> 32));
-        if (float *dst_lse = this->lse_at(*work_, row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
+        if (float *dst_lse = cta_.lse_at(*work_, row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
       }
     }
   }
@@ -253,16 +252,16 @@ class SoftmaxWarpgroup : private Cta<C> {
   // added in the order of the keys.
   __device__ __forceinline__ void exchange_stats(float2 (&stats)[2], float (&own_scale)[2]) const {
     const int rank = cluster_cta_rank(), peer = rank ^ 1;
-    const uint32_t stats_full = this->dsmem_stats_full();
+    const uint32_t stats_full = cta_.dsmem_stats_full();
     if (warp_ * 16 >= work_->rows) return;
     if (warp_ == 0 && lane_ == 0) mbarrier_arrive_expect_tx(stats_full, (work_->rows + 15) / 16 * 16 * sizeof(float2));
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      st_async(map_to_cta(this->shared_peer_stats(row_of(r)), peer), stats[r], map_to_cta(stats_full, peer));
+      st_async(map_to_cta(cta_.shared_peer_stats(row_of(r)), peer), stats[r], map_to_cta(stats_full, peer));
     mbarrier_wait(stats_full, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t address = this->shared_peer_stats(row_of(r));
+      const uint32_t address = cta_.shared_peer_stats(row_of(r));
       const float2 theirs = ld_shared_float2(address);
       const float top = fmaxf(stats[r].x, theirs.x), peer_scale = exp2_approx(theirs.x - top);
       own_scale[r] = exp2_approx(stats[r].x - top);
@@ -286,7 +285,7 @@ class SoftmaxWarpgroup : private Cta<C> {
 #pragma unroll 1
     for (int partial = opaque(lane_) >> 3; partial < partials; partial += 4) {
       const int row = warp_ * 16 + (opaque(lane_) & 7) * 2;
-      cp_async_16(this->shared_partial_stats(partial, row), this->partial_stats(this->partial_slot(*work_, partial)) + row);
+      cp_async_16(cta_.shared_partial_stats(partial, row), cta_.partial_stats(cta_.partial_slot(*work_, partial)) + row);
     }
     cp_async_commit();
     cp_async_wait<0>();
@@ -296,14 +295,14 @@ class SoftmaxWarpgroup : private Cta<C> {
       float top = stats[r].x;
 #pragma unroll 1
       for (int partial = quad; partial < partials; partial += 4)
-        top = fmaxf(top, ld_shared_float(this->shared_partial_stats(partial, row_of(r))));
+        top = fmaxf(top, ld_shared_float(cta_.shared_partial_stats(partial, row_of(r))));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       own_scale[r] = exp2_approx(stats[r].x - top);
       float sum = 0.f;
 #pragma unroll 1
       for (int partial = quad; partial < partials; partial += 4) {
-        const uint32_t address = this->shared_partial_stats(partial, row_of(r));
+        const uint32_t address = cta_.shared_partial_stats(partial, row_of(r));
         const float2 its_stats = ld_shared_float2(address);
         const float scale = exp2_approx(its_stats.x - top);
         sum = fmaf(scale, its_stats.y, sum);
@@ -315,7 +314,11 @@ class SoftmaxWarpgroup : private Cta<C> {
     }
   }
 
-  const WorkUnit *work_;
+  const Cta<C> cta_;
+  const Params &a_;
+  const Problem &p_;
+  const int lane_;
+  const WorkUnitDescriptor *work_;
   int warp_;                 // within the warpgroup
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
   OnlineSoftmax<Fragment> softmax_;

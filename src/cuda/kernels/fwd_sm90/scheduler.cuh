@@ -1,43 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A work tile of the forward: kRows query rows of one head, the KV tiles that they see, and where all of it lies in global memory.
-//
-// The scheduler warp writes a WorkTile to shared memory, ahead of the producer and consumer warps that read it. So those warps divide
-// nothing and read no sequence lengths.
+// The scheduler warp: takes work tiles and describes them to the producer and consumer warps.
 #pragma once
 
 #include "core/problem.h"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/score_mod.cuh"
-#include "cuda/kernels/fwd_sm90/forward.h"
-#include "cuda/kernels/fwd_sm90/transposed_v.h"
+#include "cuda/kernels/fwd_sm90/cta.cuh"
 
 namespace fa::cuda::sm90 {
-
-template <int kConsumerWarpgroups>
-struct WorkTile {
-  int64_t out, lse;                    // element offset of the tile's first row in out and lse
-  int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
-  float alibi;                         // slope in the unit of q k^T, or 0
-  int v_key;                           // fp8: the sequence's first key in the transposed copy of V (transposed_v.h)
-  float qk_descale, v_descale;         // fp8: descale of q times descale of k; descale of v
-  int head_q, head_k;
-  int row0, seqlen_q, seqlen_k;   // row0 is the tile's first row, counted within the sequence
-  int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out
-  int first, kv_tiles;            // the tile sees KV tiles [first, first + kv_tiles); kv_tiles < 0: no more work
-  int left_masked, right_masked;  // how many KV tiles at the left and at the right end contain masked pairs
-  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
-  // contain masked pairs.
-  int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
-
-  // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
-  // unmasked tiles, last key first.
-  __device__ __forceinline__ int kv_tile(int i) const {
-    const int last = first + kv_tiles - 1;
-    if (i < right_masked || left_masked == 0) return last - i;
-    const int left = i - right_masked;
-    return left < left_masked ? first + left : last - (i - left_masked);
-  }
-};
 
 // The number of rows of the sequence's first tile that lie before row 0. Without a causal mask it is 0, and the last tile is the partial
 // one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows.
@@ -54,9 +24,10 @@ __device__ __forceinline__ int missing_rows(const ForwardParams &a, int seqlen_q
 // each group of 32 sequences is loaded once.
 template <int kRows>
 struct PackedScheduler {
-  int first_sequence = -32,
-      tiles_before = 0;         // the 32 sequences that the lanes hold, and the number of tiles of all sequences before them
-  int row_blocks = 0, end = 0;  // of this lane's sequence: its row blocks; tiles of the 32 sequences up to and including it
+  // The 32 sequences that the lanes hold, and the number of tiles of all sequences before them.
+  int first_sequence = -32, tiles_before = 0;
+  // This lane's sequence: its row blocks, and the tiles of the 32 sequences up to and including it.
+  int row_blocks = 0, end = 0;
 
   // x of the lane n below this one, or 0 where there is none. Uses shfl's own predicate: lane comparisons would take predicate registers
   // that the kernel is short of.
@@ -109,7 +80,7 @@ struct PackedScheduler {
 // which keeps few registers live. Returns, to all lanes, whether the tile has any rows: false past the end of a packed sequence.
 template <int kConsumerWarpgroups, int kKeys, bool kHasScoreMod, bool kFp8>
 __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const L2HeadOrder::Place &place, int lane,
-                                                   WorkTile<kConsumerWarpgroups> &t) {
+                                                   ForwardWorkTile<kConsumerWarpgroups> &t) {
   constexpr int kRows = kConsumerWarpgroups * 64;
   const Problem &p = a.problem;
   if constexpr (kHasScoreMod) {
@@ -193,5 +164,83 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   }
   return has_work;
 }
+
+template <class C>
+class Scheduler {
+ public:
+  using WorkTile = typename SharedMemory<C>::WorkTile;
+
+  __device__ __forceinline__ Scheduler(const ForwardParams &params, const SharedMemory<C> &smem)
+      : a_(params), p_(params.problem), smem_(smem), lane_(threadIdx.x & 31) {}
+
+  // The first work tile. It is described before the barriers are initialised: __syncthreads publishes both.
+  __device__ __forceinline__ bool first() { return describe_work_tile(blockIdx.x, smem_.work_tile(0)); }
+  // Takes the next work tile from the counter when most of the current tile has been loaded, and no sooner: a tile
+  // that this CTA has taken cannot go to another one, and at the end of the launch all would wait for it. `has_work`: the first tile has rows.
+  __device__ __forceinline__ void run(bool has_work) {
+    PipelineState<C::kWorkStages> work;
+    uint32_t request_phase = 0;
+    for (int index = blockIdx.x; index < a_.tiles;) {
+      if (kFindsPackedTiles && !has_work) break;  // no later tile has rows either
+      if (kFindsPackedTiles || has_work) {
+        __syncwarp();
+        if (C::kQStages == 1) prefetch_q(smem_.work_tile(work.stage()));
+        mbarrier_arrive_if(lane_ == 0, smem_.work_full(work.stage()));
+        work.advance();
+        mbarrier_wait(smem_.work_request(), request_phase);
+        request_phase ^= 1;
+      }
+      index += static_cast<int>(gridDim.x);
+      if (lane_ == 0 && a_.counters != nullptr) index = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
+      index = __shfl_sync(~0u, index, 0);
+      if (index < a_.tiles) {
+        mbarrier_wait(smem_.work_empty(work.stage()), work.phase() ^ 1);
+        has_work = describe_work_tile(index, smem_.work_tile(work.stage()));
+      }
+    }
+    mbarrier_wait(smem_.work_empty(work.stage()), work.phase() ^ 1);
+    if (lane_ == 0) {
+      WorkTile &end = smem_.work_tile(work.stage());
+      end.kv_tiles = -1;
+      for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) end.begin[wg] = 0;
+      mbarrier_arrive(smem_.work_full(work.stage()));
+      // The last CTA to finish resets both counters for the next launch.
+      if (a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+        a_.counters[0] = 0;
+        a_.counters[1] = 0;
+      }
+    }
+  }
+
+ private:
+  // Whether the scheduler warp skips tiles past the end of packed sequences (PackedScheduler). With one consumer warpgroup a work tile is so
+  // short that scheduling is the bottleneck: there the scheduler does as little as possible, and empty tiles are passed over one by one.
+  static constexpr bool kFindsPackedTiles = C::kConsumerWarpgroups > 1;
+
+  // Whether the tile is to be handed to the consumers. With kFindsPackedTiles false means that there are no more tiles.
+  __device__ __forceinline__ bool describe_work_tile(int index, WorkTile &t) {
+    L2HeadOrder::Place place;
+    if (!kFindsPackedTiles || p_.q_lengths.cu == nullptr) {
+      place = a_.order.at(index);
+    } else if (!packed_scheduler_.find(a_, index, lane_, place)) {
+      return false;
+    }
+    const bool has_work =
+        sm90::describe_work_tile<C::kConsumerWarpgroups, C::kKeys, C::kHasScoreMod, C::kFp8>(a_, place, lane_, t);
+    return kFindsPackedTiles || has_work;
+  }
+  // With a single Q stage Q is loaded late. A prefetch brings it to the L2 cache as soon as the work tile is known.
+  __device__ __forceinline__ void prefetch_q(const WorkTile &t) const {
+    static_assert(C::kConsumerWarpgroups * C::kAtoms <= 32);
+    if (lane_ < C::kConsumerWarpgroups * C::kAtoms && t.kv_tiles > 0)
+      tma_prefetch_4d(&a_.q_map, lane_ % C::kAtoms * C::kAtomColumns, t.q_row + lane_ / C::kAtoms * 64, t.head_q, t.q_batch);
+  }
+
+  const ForwardParams &a_;
+  const Problem &p_;
+  const SharedMemory<C> smem_;
+  const int lane_;
+  PackedScheduler<C::kRows> packed_scheduler_;
+};
 
 }  // namespace fa::cuda::sm90

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+// The producer warps: load Q, K and V of work tiles by TMA.
+#pragma once
+
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/kernels/fwd_sm90/cta.cuh"
+
+namespace fa::cuda::sm90 {
+
+template <class C>
+class Producer {
+ public:
+  using WorkTile = typename SharedMemory<C>::WorkTile;
+
+  __device__ __forceinline__ Producer(const ForwardParams &params, const SharedMemory<C> &smem)
+      : a_(params), smem_(smem), lane_(threadIdx.x & 31) {}
+
+  // The producer warp: loads K and V of every work tile, and Q where no Q producer warps do.
+  __device__ __forceinline__ void load_kv() {
+    PipelineState<C::kQStages> q;
+    PipelineState<C::kStages> k, v;
+    PipelineState<C::kWorkStages> work;
+    if (C::kFp8) pdl_wait();  // for the kernel that writes the transposed copy of V
+    while (true) {
+      const WorkTile t = take_work(work);
+      if (t.kv_tiles < 0) break;
+      if (t.kv_tiles > 0) {
+        load_tile(t, q, k, v);
+      } else {
+        request_work();
+      }
+    }
+  }
+  // A Q producer warp loads the rows of every kQProducerWarps-th warpgroup, from first_wg on.
+  __device__ __forceinline__ void load_q_tiles(int first_wg) {
+    PipelineState<C::kQStages> q;
+    PipelineState<C::kWorkStages> work;
+    while (true) {
+      const WorkTile t = take_work(work);
+      if (t.kv_tiles < 0) break;
+      if (t.kv_tiles == 0) continue;
+#pragma unroll 1
+      for (int wg = first_wg; wg < C::kConsumerWarpgroups; wg += C::kQProducerWarps) load_q(t, q, wg);
+      q.advance();
+    }
+  }
+
+ private:
+  // The next work tile is requested when this many KV tiles are still to be loaded; describing it takes about that long.
+  static constexpr int kScheduleAhead = 3;
+
+  __device__ __forceinline__ void request_work() const { mbarrier_arrive_if(lane_ == 0, smem_.work_request()); }
+
+  // A copy of the next work tile, in registers.
+  __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work) const {
+    mbarrier_wait(smem_.work_full(work.stage()), work.phase());
+    const WorkTile t = smem_.work_tile(work.stage());
+    __syncwarp();
+    mbarrier_arrive_if(lane_ == 0, smem_.work_empty(work.stage()));
+    work.advance();
+    return t;
+  }
+
+  __device__ __forceinline__ void load_q(const WorkTile &t, const PipelineState<C::kQStages> &q, int wg) const {
+    mbarrier_wait(smem_.q_empty(q.stage(), wg), q.phase() ^ 1);
+    if (elect_one()) {
+      mbarrier_arrive_expect_tx(smem_.q_full(q.stage(), wg), C::kQWarpgroupBytes);
+#pragma unroll
+      for (int s = 0; s < C::kAtoms; ++s)
+        tma_load_4d(smem_.q(q.stage()) + wg * C::kQWarpgroupBytes + s * 64 * 128, &a_.q_map, smem_.q_full(q.stage(), wg),
+                    s * C::kAtomColumns, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
+    }
+  }
+  __device__ __forceinline__ void load_tile(const WorkTile &t, PipelineState<C::kQStages> &q, PipelineState<C::kStages> &k,
+                                            PipelineState<C::kStages> &v) const {
+    const auto load_k = [&](int kv_tile) {
+      mbarrier_wait(smem_.k_empty(k.stage()), k.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(smem_.k_full(k.stage()), C::kKBytes);
+#pragma unroll
+        for (int s = 0; s < C::kAtoms; ++s)
+          tma_load_4d(smem_.k(k.stage()) + s * C::kKeys * 128, &a_.k_map, smem_.k_full(k.stage()), s * C::kAtomColumns,
+                      t.k_row + kv_tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+      }
+      k.advance();
+    };
+    load_k(t.kv_tile(0));
+    if (C::kQProducerWarps == 0) {
+#pragma unroll
+      for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) load_q(t, q, wg);
+      q.advance();
+    }
+    for (int i = 0; i < t.kv_tiles; ++i) {
+      if (i + 1 < t.kv_tiles) load_k(t.kv_tile(i + 1));
+      mbarrier_wait(smem_.v_empty(v.stage()), v.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(smem_.v_full(v.stage()), C::kVLoadedBytes);
+        if constexpr (C::kFp8) {
+          tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + t.kv_tile(i) * C::kKeys, 0, t.head_k,
+                      t.k_batch, kEvictLast);
+        } else {
+#pragma unroll
+          for (int s = 0; s < C::kVAtoms; ++s)
+            tma_load_4d(smem_.v(v.stage()) + s * C::kKeys * 128, &a_.v_map, smem_.v_full(v.stage()), s * 64,
+                        t.k_row + t.kv_tile(i) * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+        }
+      }
+      v.advance();
+      if (i == max(t.kv_tiles - kScheduleAhead, 0)) request_work();
+    }
+  }
+
+  const ForwardParams &a_;
+  const SharedMemory<C> smem_;
+  const int lane_;
+};
+
+}  // namespace fa::cuda::sm90

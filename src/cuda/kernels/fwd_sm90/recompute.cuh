@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores and out of a warp's 16 rows computed again from global memory, pair by pair: slow, and rare. Two cases need it:
+//
+//   NaN-safe path   NaN or Inf in rows of V that a mask hides: out over the visible pairs only
+//   overflow        P relative to a maximum that was far too small does not fit fp32: S again
+#pragma once
+
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/score_mod.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/cta.cuh"
+
+namespace fa::cuda::sm90 {
+
+// The factor from S (in the unit of q k^T) to exponents of two. fp8: with the descales of q and k. A masked score is -inf, which must not be
+// multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
+template <class C, class WorkTile>
+__device__ __forceinline__ float score_scale(const Problem &p, const WorkTile &t) {
+  if constexpr (!C::kFp8) return p.softmax_scale * kLog2e;
+  const float x = t.qk_descale * p.softmax_scale * kLog2e;
+  return x > 0.f ? x : 1e-30f;
+}
+
+template <class C>
+class Recompute {
+ public:
+  using Element = typename C::Element;
+  using WorkTile = typename SharedMemory<C>::WorkTile;
+
+  __device__ __forceinline__ Recompute(const ForwardParams &params, const ConsumerThread &at)
+      : a_(params), p_(params.problem), at_(at) {}
+
+  // Recomputes S of an unmasked KV tile from global memory, with the lanes' work divided as in recompute_out.
+  __device__ __forceinline__ void recompute_scores(const WorkTile &t, int key0, float (&s)[C::kKeys / 2]) const {
+    const Element *q = q_row_of_lane(t);
+#pragma unroll 1
+    for (int n = 0; n < C::kKeys; ++n) {
+      const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key0 + n, t.head_k));
+      const int at = n - 2 * (at_.lane & 3);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float score = __shfl_sync(~0u, x, ((at_.lane >> 2) + 8 * r) * 2);
+#pragma unroll
+        for (int j = 0; j < C::kKeys / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (at == 8 * j + e) s[4 * j + 2 * r + e] = score;
+      }
+    }
+  }
+
+  // Recomputes out of the masked KV tiles from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
+  // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows.
+  __device__ __forceinline__ void recompute_out(const WorkTile &t, const float (&max)[2], float (&out)[C::kDv / 2]) const {
+    const int row = at_.row(t, 0) - (at_.lane >> 2) + (at_.lane >> 1);
+    const KeyRange keys = keys_of_row(t, row);
+    const int max_lane = ((at_.lane >> 1) & 7) * 4;  // a lane that holds the maximum of row l / 2
+    const float low = __shfl_sync(~0u, max[0], max_lane), high = __shfl_sync(~0u, max[1], max_lane);
+    const float row_max = (at_.lane >> 4) ? high : low;
+    const Element *q = q_row_of_lane(t);
+#pragma unroll
+    for (int j = 0; j < C::kDv / 2; ++j) out[j] = 0.f;
+#pragma unroll 1
+    for (int i = t.begin[at_.wg]; i < t.masked_end[at_.wg]; ++i) {
+      const int key0 = t.kv_tile(i) * C::kKeys;
+#pragma unroll 1
+      for (int key = key0; key < min(key0 + C::kKeys, t.seqlen_k); ++key) {
+        const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
+        const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
+        const bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
+        const float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - row_max));
+        float p_row[2];
+        bool visible[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int source_lane = ((at_.lane >> 2) + 8 * r) * 2;
+          p_row[r] = __shfl_sync(~0u, p, source_lane);
+          visible[r] = __shfl_sync(~0u, static_cast<int>(lane_visible), source_lane) != 0;
+        }
+        v += 2 * (at_.lane & 3);
+        int columns;  // opaque: else the compiler keeps the comparisons with all columns in registers across the loop
+        asm volatile("mov.u32 %0, %1;\n" : "=r"(columns) : "r"(static_cast<int>(p_.head_dim_v)));
+#pragma unroll
+        for (int j = 0; j < C::kDv / 8; ++j) {
+          if (8 * j >= columns) continue;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float x = element(v, 8 * j + e);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              if (visible[r]) out[4 * j + 2 * r + e] = fmaf(p_row[r], x, out[4 * j + 2 * r + e]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ KeyRange keys_of_row(const WorkTile &t, int row) const {
+    return keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
+  }
+  // The exponent of two of one pair, for the NaN-safe path.
+  __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
+    if constexpr (C::kHasScoreMod) {
+      if (p_.softcap > 0) score = Softcap(a_.raw).forward(score);
+      score = Alibi::forward(score, t.alibi, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+    }
+    return score * score_scale<C>(p_, t);
+  }
+
+  // Row at_.lane / 2 of this warp's rows of Q.
+  __device__ __forceinline__ const Element *q_row_of_lane(const WorkTile &t) const {
+    const int row = t.row0 + at_.wg * 64 + at_.warp * 16 + (at_.lane >> 1);
+    return row_of_tensor<Element>(p_.q, t.q_batch, t.q_row - t.row0 + min(row, t.seqlen_q - 1), t.head_q);
+  }
+  __device__ __forceinline__ float dot(const Element *q, const Element *k) const {
+    float x = 0.f;
+#pragma unroll 1
+    for (int column = at_.lane & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
+    return x + __shfl_xor_sync(~0u, x, 1);
+  }
+  // Loads one element at a time: beside the accumulators there are no registers for loads in flight.
+  static __device__ __forceinline__ float element(const Element *row, int column) {
+    unsigned short bits;
+    if constexpr (C::kFp8) {
+      asm volatile("ld.global.u8 %0, [%1];\n" : "=h"(bits) : "l"(row + column));
+    } else {
+      asm volatile("ld.global.u16 %0, [%1];\n" : "=h"(bits) : "l"(row + column));
+    }
+    return to_float<Element>(bits);
+  }
+
+  const ForwardParams &a_;
+  const Problem &p_;
+  const ConsumerThread at_;
+};
+
+}  // namespace fa::cuda::sm90

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shared memory of a CTA of the forward. The host takes its size, the device its offsets.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace fa::cuda::sm90 {
+
+// A work tile of the forward: kRows query rows of one head, the KV tiles that they see, and where all of it lies in global memory.
+//
+// The scheduler warp writes a work tile to shared memory, ahead of the producer and consumer warps that read it. So those warps divide
+// nothing and read no sequence lengths.
+template <int kConsumerWarpgroups>
+struct ForwardWorkTile {
+  int64_t out, lse;                    // element offset of the tile's first row in out and lse
+  int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
+  float alibi;                         // slope in the unit of q k^T, or 0
+  int v_key;                           // fp8: the sequence's first key in the transposed copy of V (transposed_v.h)
+  float qk_descale, v_descale;         // fp8: descale of q times descale of k; descale of v
+  int head_q, head_k;
+  int row0, seqlen_q, seqlen_k;   // row0 is the tile's first row, counted within the sequence
+  int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out
+  int first, kv_tiles;            // the tile sees KV tiles [first, first + kv_tiles); kv_tiles < 0: no more work
+  int left_masked, right_masked;  // how many KV tiles at the left and at the right end contain masked pairs
+  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
+  // contain masked pairs.
+  int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
+
+  // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
+  // unmasked tiles, last key first.
+  FA_HD int kv_tile(int i) const {
+    const int last = first + kv_tiles - 1;
+    if (i < right_masked || left_masked == 0) return last - i;
+    const int left = i - right_masked;
+    return left < left_masked ? first + left : last - (i - left_masked);
+  }
+};
+
+// The staging memory of out, which kernels that store out from registers do not have.
+template <int kBytes>
+struct Staging {
+  char data[kBytes];
+};
+template <>
+struct Staging<0> {};
+
+// Tiles consist of 128-byte swizzle atoms, [atom][row][128 bytes]. TMA and wgmma want them on multiples of 1024 bytes. Barriers are mbarriers.
+template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8>
+struct ForwardStorage {
+  static constexpr int kWorkStages = 4;
+  static constexpr int kAtomColumns = kFp8 ? 128 : 64;
+  static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns, kVAtoms = (kHeadDimV + 63) / 64;
+  static constexpr int kQWarpgroupBytes = 64 * kAtoms * 128, kKBytes = kKeys * kAtoms * 128;
+  static constexpr int kVBytes =
+      kFp8 ? kHeadDimV * 128 : kKeys * kVAtoms * 128;  // fp8: V comes transposed, [head_dim_v][128 bytes]
+  static constexpr int kOutWarpgroupBytes = 64 * kOutAtoms * 128;
+
+  char q[kQStages][kConsumerWarpgroups][kQWarpgroupBytes];
+  char k[kStages][kKBytes];
+  char v[kStages][kVBytes];
+  Staging<kConsumerWarpgroups * kOutWarpgroupBytes> out;
+  // Each warpgroup has barriers of its own for its 64 rows of Q, so no warpgroup waits for the last S of another.
+  uint64_t q_full[kQStages][kConsumerWarpgroups], q_empty[kQStages][kConsumerWarpgroups];
+  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  uint64_t work_full[kWorkStages], work_empty[kWorkStages];
+  uint64_t work_request;  // the producer warp asks for the next work tile
+  ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
+};
+
+}  // namespace fa::cuda::sm90
