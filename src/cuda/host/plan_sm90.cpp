@@ -14,7 +14,7 @@ namespace {
 // Under a causal mask a group begins with its longest tiles. Behind those of the last group there have to be some tiles for every CTA, or
 // most of the device waits for them; but the keys of the group should stay in the L2 cache. Other groups are as small as the end of the
 // launch allows: when all tiles of a head are worked on at once, memory is read at an even pace. CTAs with one consumer warpgroup do better
-// with large groups. Tiles of packed sequences are found on the device, a sequence at a time (fwd_sm90/work_tile.cuh): their groups are heads of
+// with large groups. Tiles of packed sequences are found on the device, a sequence at a time (fwd_sm90/scheduler.cuh): their groups are heads of
 // one sequence.
 void set_l2_groups(const ForwardProblem &p, const Device &device, const sm90::ForwardShape &shape, ForwardPlan &plan) {
   constexpr int64_t kTilesPerCta = 2, kFewRowBlocks = 4;
