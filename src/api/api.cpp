@@ -105,7 +105,7 @@ void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, 
   info.bytes = cost.bytes;
   info.num_splits = plan.num_splits;
   std::snprintf(info.kernel, sizeof info.kernel, "%s", plan.kernel.c_str());
-  std::snprintf(info.reason, sizeof info.reason, "%s", plan.reason);
+  std::snprintf(info.reason, sizeof info.reason, "%s", plan.reason.c_str());
 }
 
 // The calls that every kind of problem has. `structs` are the caller's, in the order of the function's arguments.

@@ -18,7 +18,7 @@ namespace fa {
 // The part of a backend's plan that users see.
 struct PlanSummary {
   std::string kernel;
-  const char *reason = "";  // static string: why this kernel
+  std::string reason;  // why this kernel
   size_t workspace_bytes = 0;
   int32_t num_splits = 1;
 };

@@ -29,9 +29,6 @@ EXCEPTIONS = {
     "cuda/kernels/bwd_sm80": BWD_ROWS,
     "cuda/kernels/bwd_sm90": {**BWD_ROWS, "cuda/kernels/bwd_sm90_cluster/": "one table and one instance template for both kernels"},
     "cuda/kernels/bwd_sm90_cluster": {"cuda/kernels/bwd_sm90/": "work descriptor, P and dS, gradients to global memory"},
-    "cuda/kernels/fwd_simt": {"cuda/kernels/bwd_simt/backward.h": "one look-up of instances for both passes"},
-    "cuda/kernels/fwd_sm80": {"cuda/kernels/bwd_sm80/backward.h": "one look-up of instances for both passes"},
-    "cuda/kernels/fwd_sm90": {"cuda/kernels/bwd_sm90/backward.h": "one look-up of instances for both passes"},
 }
 # Never, by anyone: other people's kernels and frameworks. cuBLAS is for tests.
 FORBIDDEN = re.compile(r"cutlass|cute/|cublas|cudnn|torch|ATen/|cblas|mkl|omp\.h|dnnl|openblas", re.I)

@@ -24,12 +24,13 @@ TEST(CudaPlan, SharesEndWithItems) {
         Problem p = problem(1, 100000, head_dim);
         p.batch = batch;
         const ForwardPlan plan = forward_plan(p, device);
-        if (plan.family != Family::decode || plan.pieces > 0) continue;
+        if (plan.family != Family::decode || plan.fixed_splits > 0) continue;
         const int64_t room = int64_t{device.multiprocessors} * decode::kShapes[plan.shape].ctas_per_sm(device.shared_bytes);
         const int64_t heads = batch * p.heads_k, items = heads >> plan.coscheduled_log2;
         if (heads > room || room / heads * heads * 16 < room * 15) continue;
         ++reached;
-        EXPECT_TRUE(plan.ranges % items == 0 || items == plan.ranges * 2) << name << ", " << head_dim << ", " << batch;
+        EXPECT_TRUE(plan.max_partitions % items == 0 || items == plan.max_partitions * 2)
+            << name << ", " << head_dim << ", " << batch;
       }
     }
   }
@@ -56,11 +57,11 @@ TEST(CudaPlan, DecodeWorkspace) {
           if (plan.family != Family::decode) continue;
           const decode::Shape &shape = decode::kShapes[plan.shape];
           sizes.insert(plan.workspace_bytes);
-          EXPECT_EQ(plan.pieces, 0);
+          EXPECT_EQ(plan.fixed_splits, 0);
           const int64_t room = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
-          EXPECT_EQ(plan.blocks, int64_t{plan.ranges} << plan.coscheduled_log2) << name;
+          EXPECT_EQ(plan.blocks, int64_t{plan.max_partitions} << plan.coscheduled_log2) << name;
           Problem uneven = p;
           uneven.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
           const ForwardPlan even_shares = forward_plan(uneven, device);
@@ -74,7 +75,7 @@ TEST(CudaPlan, DecodeWorkspace) {
             const ForwardPlan pieces = forward_plan(cut, device);
             ASSERT_EQ(pieces.family, Family::decode);
             EXPECT_EQ(decode::kShapes[pieces.shape].rows(), shape.rows());
-            EXPECT_EQ(pieces.num_splits, pieces.pieces);
+            EXPECT_EQ(pieces.num_splits, pieces.fixed_splits);
           }
         }
       }
@@ -86,7 +87,7 @@ TEST(CudaPlan, DecodeWorkspace) {
 // Whether an even stream-K partition of work tiles with `keys` keys each, as the device makes it, splits a tile.
 bool cuts_alike(const ForwardPlan &plan, int64_t items, int64_t keys) {
   const int64_t step = decode::kShapes[plan.shape].kv_step(), steps = (keys + step - 1) / step, units = items * steps,
-                ranges = std::min<int64_t>(std::max<int64_t>(units >> plan.least_log2, 1), plan.ranges);
+                ranges = std::min<int64_t>(std::max<int64_t>(units >> plan.min_iterations_log2, 1), plan.max_partitions);
   for (int64_t range = 1; range < ranges; ++range) {
     if (range * units / ranges % steps != 0) return true;
   }
@@ -124,29 +125,32 @@ TEST(CudaPlan, DecodeSums) {
               const int64_t heads = batch * heads_k, items = heads >> plan.coscheduled_log2,
                             room = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
               EXPECT_EQ(plan.counters, 0) << text();
-              if (plan.pieces > 0) {
-                EXPECT_EQ(plan.split_tiles, plan.pieces > 1 ? heads : 0) << text();
+              if (plan.fixed_splits > 0) {
+                EXPECT_EQ(plan.split_tiles, plan.fixed_splits > 1 ? heads : 0) << text();
                 EXPECT_FALSE(plan.split_tiles_by_partition) << text();
               } else {
                 // Sequences that may be unlike can have any cut; of others shares may end where items do.
                 const bool all_alike = alike || batch == 1, cut = !all_alike || cuts_alike(plan, items, 10000);
-                EXPECT_EQ(plan.split_tiles, cut ? std::min<int64_t>(items, plan.ranges) << plan.coscheduled_log2 : 0) << text();
-                EXPECT_EQ(plan.split_tiles_by_partition, cut && items > plan.ranges) << text();
+                EXPECT_EQ(plan.split_tiles, cut ? std::min<int64_t>(items, plan.max_partitions) << plan.coscheduled_log2 : 0)
+                    << text();
+                EXPECT_EQ(plan.split_tiles_by_partition, cut && items > plan.max_partitions) << text();
                 for (int64_t keys_now = 1; !cut && !alike && keys_now < 10000; keys_now = keys_now * 5 / 4 + 1) {
                   EXPECT_FALSE(cuts_alike(plan, items, keys_now)) << text() << ", " << keys_now << " keys";
                 }
               }
-              const int64_t slots = plan.pieces == 0 ? 2 * plan.blocks : plan.pieces > 1 ? heads * plan.pieces : 0;
+              const int64_t slots = plan.fixed_splits == 0  ? 2 * plan.blocks
+                                    : plan.fixed_splits > 1 ? heads * plan.fixed_splits
+                                                            : 0;
               EXPECT_GE(plan.split_lse_offset, static_cast<size_t>(slots * shape.rows() * shape.head_dim) * 4) << text();
               // An even partition needs the same workspace for every problem, because lengths on the device may split any tile.
               EXPECT_EQ(plan.split_tiles_offset % 16, 0u) << text();
               EXPECT_GE(plan.split_tiles_offset, plan.split_lse_offset + static_cast<size_t>(slots * shape.rows()) * 8)
                   << text();
               EXPECT_LE(plan.split_tiles_offset +
-                            static_cast<size_t>((plan.pieces > 0 ? plan.split_tiles : room) * decode::kSplitTileBytes),
+                            static_cast<size_t>((plan.fixed_splits > 0 ? plan.split_tiles : room) * decode::kSplitTileBytes),
                         plan.workspace_bytes)
                   << text();
-              EXPECT_LE(plan.split_tiles, plan.pieces > 0 ? heads : room) << text();
+              EXPECT_LE(plan.split_tiles, plan.fixed_splits > 0 ? heads : room) << text();
               // As many blocks for each cut, and they shall stand beside the kernel that cuts.
               if (plan.split_tiles == 0) {
                 EXPECT_EQ(plan.combine_ctas, 0) << text();
@@ -229,19 +233,20 @@ TEST(CudaPlan, LatentWorkspace) {
       p.batch = batch;
       const ForwardPlan plan = forward_plan(p, h200());
       EXPECT_EQ(plan.row_blocks, (heads + 63) / 64);
-      EXPECT_LE(plan.ranges, h200().multiprocessors);
-      EXPECT_LE(plan.ranges, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
+      EXPECT_LE(plan.max_partitions, h200().multiprocessors);
+      EXPECT_LE(plan.max_partitions, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
       if (batch == 64) {
-        EXPECT_EQ(plan.ranges, 128) << "shares that do not cross items";
+        EXPECT_EQ(plan.max_partitions, 128) << "shares that do not cross items";
       }
       EXPECT_EQ(plan.cluster, batch == 64 && heads < 128 ? 2 : 0) << "pairs where an item has two shares";
-      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.ranges * 64) * (512 + 2) * 4);
+      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.max_partitions * 64) * (512 + 2) * 4);
       p.batch_invariant = true;
       const ForwardPlan pieces = forward_plan(p, h200());
       EXPECT_EQ(pieces.cluster, 0);
       EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
-      EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.pieces) << "CTAs wait for those before them";
-      EXPECT_GE(pieces.workspace_bytes, static_cast<size_t>(batch * plan.row_blocks * pieces.pieces * 64) * (512 + 2) * 4);
+      EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.fixed_splits) << "CTAs wait for those before them";
+      EXPECT_GE(pieces.workspace_bytes,
+                static_cast<size_t>(batch * plan.row_blocks * pieces.fixed_splits * 64) * (512 + 2) * 4);
     }
   }
 }
@@ -428,10 +433,10 @@ TEST(CudaPlan, ExtendKernels) {
   EXPECT_EQ(kernel_name(p, plan), "extend_fwd_bf16_d128_split");
   const extend::Shape &shape = extend::kShapes[plan.shape];
   EXPECT_EQ(plan.row_blocks, (300 * p.group + shape.rows() - 1) / shape.rows());
-  EXPECT_EQ(plan.ranges, h200().multiprocessors);
-  EXPECT_GE(plan.counters, plan.ranges);
+  EXPECT_EQ(plan.max_partitions, h200().multiprocessors);
+  EXPECT_GE(plan.counters, plan.max_partitions);
   EXPECT_GE(plan.workspace_bytes,
-            static_cast<size_t>(plan.ranges * shape.rows()) * static_cast<size_t>(shape.head_dim + 2) * 4);
+            static_cast<size_t>(plan.max_partitions * shape.rows()) * static_cast<size_t>(shape.head_dim + 2) * 4);
   // Heads with one row block each are co-scheduled: eight KV heads at a time, in partitions of two heads. 8-bit KV with more than 64 rows is not.
   Problem speculation = problem(16, 8192, 128);
   speculation.batch = 32;
@@ -459,7 +464,7 @@ TEST(CudaPlan, ExtendKernels) {
     EXPECT_EQ(few.combine_ctas % std::max(few.split_tiles, 1), 0) << heads;
     EXPECT_EQ(few.combine_ctas > 0, heads < 23) << heads;
     if (heads == 1) {
-      EXPECT_EQ(few.ranges, h200().multiprocessors);
+      EXPECT_EQ(few.max_partitions, h200().multiprocessors);
     }
   }
   for (const bool invariant : {false, true}) {
@@ -469,9 +474,9 @@ TEST(CudaPlan, ExtendKernels) {
     cut.q_lengths.max_len = 64;  // two blocks of rows
     const ForwardPlan pieces = forward_plan(cut, h200());
     ASSERT_EQ(pieces.family, Family::extend);
-    EXPECT_EQ(pieces.pieces, invariant ? 8 : 5);
+    EXPECT_EQ(pieces.fixed_splits, invariant ? 8 : 5);
     EXPECT_EQ(pieces.counters, p.batch * p.heads_k * 2);
-    EXPECT_EQ(pieces.blocks, p.batch * p.heads_k * 2 * pieces.pieces) << "CTAs wait for those before them";
+    EXPECT_EQ(pieces.blocks, p.batch * p.heads_k * 2 * pieces.fixed_splits) << "CTAs wait for those before them";
   }
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
       {"bias", [](Problem &q) { set_bias(q); }},

@@ -49,19 +49,6 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
   };
 }
 
-// Bytes of shared memory of the planned kernel; that of CUDA-core kernels fits every device.
-int32_t shared_bytes(const ForwardPlan &plan) {
-  if (plan.family == Family::sm90) return sm90::kForwardShapes[plan.shape].shared_bytes();
-  if (plan.family == Family::decode) return decode::kShapes[plan.shape].shared_bytes();
-  if (plan.family == Family::extend) return extend::kShapes[plan.shape].shared_bytes();
-  if (plan.family == Family::mla) return mla::kShapes[plan.shape].shared_bytes();
-  return plan.family == Family::simt ? 0 : sm80::kForwardShapes[plan.shape].shared_bytes();
-}
-int32_t shared_bytes(const BackwardPlan &plan) {
-  if (plan.family == Family::sm90) return sm90::kBackwardShapes[plan.shape].shared_bytes();
-  return plan.family == Family::simt ? 0 : sm80::kBackwardShapes[plan.shape].shared_bytes();
-}
-
 // Calls body(problem, device, text) for every device, dtype, head_dim and option.
 template <typename Body>
 void for_everything(Body body) {
@@ -98,13 +85,13 @@ bool is_kernel_name(const std::string &name) {
 TEST(CudaPlan, EveryProblemHasAKernelThatFits) {
   for_everything([&](const Problem &p, const Device &device, const std::string &text) {
     const ForwardPlan forward = forward_plan(p, device);
-    EXPECT_LE(shared_bytes(forward), device.shared_bytes) << text;
+    EXPECT_LE(kernel_of(forward).shared_bytes, device.shared_bytes) << text;
     EXPECT_GE(forward.blocks, 1) << text;
     EXPECT_STRNE(forward.reason, "") << text;
     EXPECT_TRUE(is_kernel_name(kernel_name(p, forward))) << kernel_name(p, forward);
     const BackwardProblem b = backward_of(p);
     const BackwardPlan backward = backward_plan(b, device);
-    EXPECT_LE(shared_bytes(backward), device.shared_bytes) << text;
+    EXPECT_LE(kernel_of(backward).shared_bytes, device.shared_bytes) << text;
     EXPECT_STRNE(backward.reason, "") << text;
     EXPECT_TRUE(is_kernel_name(kernel_name(b, backward))) << kernel_name(b, backward);
     EXPECT_LT(kernel_name(b, backward).size(), sizeof(fa_plan_info::kernel)) << text;
@@ -119,7 +106,7 @@ TEST(CudaPlan, WiderKeysThanValues) {
         Problem p = problem(300, 400, head_dim, 512);
         set(p);
         const ForwardPlan forward = forward_plan(p, device);
-        EXPECT_LE(shared_bytes(forward), device.shared_bytes) << name << ", " << option;
+        EXPECT_LE(kernel_of(forward).shared_bytes, device.shared_bytes) << name << ", " << option;
         BackwardPlan backward;
         ErrorText error;
         EXPECT_EQ(plan_backward(backward_of(p), device, backward, error), FA_ERROR_UNSUPPORTED) << name << ", " << option;
@@ -195,10 +182,13 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
       }
     }
   }
-  EXPECT_EQ(forward.size(), static_cast<size_t>(sm90::kNumForwardShapes + sm80::kNumForwardShapes + simt::kNumForwardShapes +
-                                                decode::kNumShapes + extend::kNumShapes + mla::kNumShapes));
-  EXPECT_EQ(backward.size(),
-            static_cast<size_t>(sm90::kNumBackwardShapes + sm80::kNumBackwardShapes + simt::kNumBackwardShapes));
+  const auto count = [](Pass pass) {
+    size_t rows = 0;
+    for (const KernelRow &kernel : all_kernels()) rows += kernel.pass == pass;
+    return rows;
+  };
+  EXPECT_EQ(forward.size(), count(Pass::forward));
+  EXPECT_EQ(backward.size(), count(Pass::backward));
 }
 
 // Kernels that are not for every score evaluate theirs unasked: no problem without it may get them.

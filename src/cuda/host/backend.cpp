@@ -13,6 +13,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/host/counters.h"
 #include "cuda/host/driver.h"
+#include "cuda/host/instances.h"
 #include "cuda/host/launches.h"
 #include "cuda/host/plan.h"
 #include "cuda/kernels/append/append.h"
@@ -80,46 +81,15 @@ int32_t num_counters(const AnyPlan &) {
   return 0;
 }
 
-// What carries out a plan. A new family of kernels adds its line here, to Family and to the plan.
-template <typename AnyProblem>
-fa_status make_launches(const AnyProblem &problem, const PlanOf<AnyProblem> &plan, const Driver &driver, void *workspace,
-                        int32_t *counters, Launches &launches, ErrorText &error) {
-  constexpr bool kForward = std::is_same_v<PlanOf<AnyProblem>, ForwardPlan>;
-  switch (plan.family) {
-    case Family::none:
-      return FA_OK;
-    case Family::sm80:
-      return sm80::add_launches(problem, plan, workspace, launches, error);
-    case Family::simt:
-      return simt::add_launches(problem, plan, workspace, launches, error);
-    case Family::sm90:
-      if constexpr (kForward) {
-        return sm90::add_launches(problem, plan, driver, workspace, counters, launches, error);
-      } else {
-        return sm90::add_launches(problem, plan, driver, workspace, launches, error);
-      }
-    case Family::decode:
-      if constexpr (kForward) return decode::add_launches(problem, plan, workspace, launches, error);
-      break;
-    case Family::extend:
-      if constexpr (kForward) return extend::add_launches(problem, plan, driver, workspace, counters, launches, error);
-      break;
-    case Family::mla:
-      if constexpr (kForward) return mla::add_launches(problem, plan, driver, workspace, counters, launches, error);
-      break;
-  }
-  return fail(error, FA_ERROR_INTERNAL, "the plan names the unknown kernel family %d", static_cast<int>(plan.family));
-}
-
-fa_status make_launches(const MergeProblem &problem, const MergePlan &, const Driver &, void *, int32_t *,
-                        MergeLaunches &launches, ErrorText &) {
+fa_status make_launches(const MergeProblem &problem, const MergePlan &, const LaunchMemory &, MergeLaunches &launches,
+                        ErrorText &) {
   launches.params.problem = problem;
   std::copy_n(problem.parts, problem.num_parts, launches.params.parts);
   launches.add("merge kernel", merge_launch(launches.params), &launches.params);
   return FA_OK;
 }
 
-fa_status make_launches(const AppendProblem &problem, const AppendPlan &, const Driver &, void *, int32_t *, Launches &launches,
+fa_status make_launches(const AppendProblem &problem, const AppendPlan &, const LaunchMemory &, Launches &launches,
                         ErrorText &) {
   auto &params = launches.make_params<AppendParams>();
   params.problem = problem;
@@ -196,7 +166,7 @@ class CudaBackend final : public Backend {
     CUkernel anywhere;
     CUfunction in_primary;
     int shared_bytes;  // limit of its dynamic shared memory
-    bool waits;        // whether its code, as this device runs it, has the instruction of wait_for_previous
+    bool waits;        // whether its code, as this device runs it, has the instruction of pdl_wait
 
     CUfunction in(bool primary) const { return primary ? in_primary : reinterpret_cast<CUfunction>(anywhere); }
   };
@@ -212,7 +182,7 @@ class CudaBackend final : public Backend {
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {
     PlanOf<AnyProblem> plan;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    summary = {kernel_name(problem, plan), plan.reason, plan.workspace_bytes, num_splits(plan)};
+    summary = {kernel_name(problem, plan), reason_of(plan), plan.workspace_bytes, num_splits(plan)};
     return FA_OK;
   }
 
@@ -221,7 +191,7 @@ class CudaBackend final : public Backend {
     PlanOf<AnyProblem> plan;
     LaunchesOf<AnyProblem> launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    FA_RETURN_IF_ERROR(make_launches(problem, plan, driver_, nullptr, nullptr, launches, error));
+    FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr}, launches, error));
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
@@ -244,7 +214,7 @@ class CudaBackend final : public Backend {
     if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
     int32_t *counters = nullptr;
     fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
-    if (status == FA_OK) status = make_launches(problem, plan, driver_, workspace.data, counters, launches, error);
+    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters}, launches, error);
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
@@ -304,8 +274,8 @@ class CudaBackend final : public Backend {
   fa_status check_pointers(const Pointers &pointers, ErrorText &error) {
     for (const NamedPointer &pointer : pointers) {
       const auto address = reinterpret_cast<CUdeviceptr>(pointer.data);
-      // Large allocations are remembered by piece, small ones, of which many share a piece, by address.
-      Range &large = known_[(address >> kPieceBits) * 0x9E3779B97F4A7C15 >> 57];
+      // Large allocations are remembered by block, small ones, of which many lie in one block, by address.
+      Range &large = known_[(address >> kBlockBits) * 0x9E3779B97F4A7C15 >> 57];
       Range &small = known_[(address >> 8) * 0x9E3779B97F4A7C15 >> 57];
       if (in_primary_ && (large.holds(address) || small.holds(address))) continue;
       CUdeviceptr on_device = 0;
@@ -317,7 +287,7 @@ class CudaBackend final : public Backend {
                                      CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL};
       void *values[] = {&on_device, &range.begin, &range.bytes, &type, &owner};
       if (driver_.cuPointerGetAttributes(5, names, values, address) == CUDA_SUCCESS && on_device == address) {
-        if (in_primary_) (range.bytes >> kPieceBits > 0 ? large : small) = range;
+        if (in_primary_) (range.bytes >> kBlockBits > 0 ? large : small) = range;
         continue;
       }
       const bool unknown = on_device == 0 && type == CUmemorytype{};
@@ -373,9 +343,6 @@ class CudaBackend final : public Backend {
       loaded = &found->second;
       return FA_OK;
     }
-    if (launch.kernel == nullptr) {
-      return fail(error, FA_ERROR_NOT_BUILT, "the %s for this problem was left out of this build", what);
-    }
     const CaptureRelaxed relaxed(driver_);
     CurrentContext scope(driver_);
     if (!in_primary_) FA_RETURN_IF_ERROR(check(scope.push(primary_), what, error));
@@ -384,7 +351,7 @@ class CudaBackend final : public Backend {
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
                                                           kernel.anywhere, device_.index),
                              what, error));
-    // Kernels that shall stand beside each other on a multiprocessor divide its memory alike, for it is divided anew only when it is empty.
+    // Kernels that run beside each other on an SM need the same split between L1 and shared memory: an SM changes it only when it is empty.
     if (launch.pdl) {
       FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                                                             CU_SHAREDMEM_CARVEOUT_MAX_SHARED, kernel.anywhere, device_.index),
@@ -442,10 +409,10 @@ class CudaBackend final : public Backend {
   Counters counters_;
   bool in_primary_ = false;  // the call at hand works in primary_
   std::unordered_map<const void *, Kernel> kernels_;
-  // Allocations found good in the primary context, by a hash of the 2 MB piece of an address in them, or of the address, so that a call need
-  // not ask again (50 ns an address). Memory that has been freed may still be here, and faults in the kernel; what is not here is always
-  // asked about.
-  static constexpr int kPieceBits = 21;
+  // Allocations found good in the primary context, by a hash of the 2 MB block of an address in them, or of the address, so that a call need
+  // not ask the driver again (50 ns per address). Memory that has been freed may still be here, and faults in the kernel; the driver is always
+  // asked about addresses that are not here.
+  static constexpr int kBlockBits = 21;
   std::array<Range, 128> known_{};
   int32_t last_error_ = 0;
 };
@@ -459,9 +426,8 @@ Device device_of(int32_t index, const cudaDeviceProp &properties) {
   device.multiprocessors = properties.multiProcessorCount;
   device.shared_bytes = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
   device.l2_bytes = properties.l2CacheSize;
-#ifdef FA_HAVE_SM90
   device.sm90 = device.compute_capability == 90;
-#endif
+  device.is_built = is_instance_built;
   return device;
 }
 

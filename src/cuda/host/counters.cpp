@@ -10,12 +10,12 @@ fa_status Counters::next(int32_t count, CUmemoryPool pool, CUstream stream, int3
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   if (stream != nullptr && stream != CU_STREAM_LEGACY) driver_.cuStreamIsCapturing(stream, &status);
   if (status == CU_STREAM_CAPTURE_STATUS_NONE) {
-    // What is too small is left to the kernels in flight.
-    const int64_t size = std::max(kPassing, count * kPassingKernels);
-    if (passing_.size < size) FA_RETURN_IF_ERROR(make(size, pool, passing_, error));
-    if (passing_.used + count > passing_.size) passing_.used = 0;
-    counters = passing_.data + passing_.used;
-    passing_.used += count;
+    // A buffer that is too small is left to the kernels in flight.
+    const int64_t size = std::max(kRing, count * kRingKernels);
+    if (ring_.size < size) FA_RETURN_IF_ERROR(make(size, pool, ring_, error));
+    if (ring_.used + count > ring_.size) ring_.used = 0;
+    counters = ring_.data + ring_.used;
+    ring_.used += count;
   } else {
     if (captured_.used + count > captured_.size) {
       FA_RETURN_IF_ERROR(make(std::max<int64_t>(kCaptured, count), pool, captured_, error));

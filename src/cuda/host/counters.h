@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counters in device memory for kernels whose blocks of threads fetch their work from a counter or count what they have done. They are
-// zero before and after the kernel that uses them, and no two kernels that may run at the same time share one.
+// Counters in device memory, for kernels whose CTAs take their work from a counter or count what they have done. They are zero before and
+// after the kernel that uses them, and no two kernels that may run at the same time have one in common.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,16 +27,17 @@ class Counters {
     int32_t *data = nullptr;
     int64_t size = 0, used = 0;
   };
-  // Kernels pass over this memory round and round. Those of one stream follow each other; on several streams fewer are in flight than it
-  // has room for: some thousand of the usual ones, and of those with very many counters, which run for long, this number.
-  static constexpr int64_t kPassing = 1 << 20, kPassingKernels = 1 << 8;
-  // A captured kernel may run again at any time: it keeps its counters for good, of memory that comes in pieces of this size.
+  // Kernels that are not captured take counters from a ring buffer of this size, over and over. Kernels of one stream run one after another. On
+  // several streams fewer kernels are in flight than the buffer has room for: some thousands of the usual ones, and kRingKernels of those with
+  // very many counters, which run for long.
+  static constexpr int64_t kRing = 1 << 20, kRingKernels = 1 << 8;
+  // A captured kernel may run again at any time: it keeps its counters for good. Their memory is allocated in blocks of this size.
   static constexpr int64_t kCaptured = 1 << 16;
 
   fa_status make(int64_t size, CUmemoryPool pool, Memory &memory, ErrorText &error);
 
   const Driver &driver_;
-  Memory passing_, captured_;
+  Memory ring_, captured_;
 };
 
 }  // namespace fa::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The driver functions the backend calls. They are asked of the runtime by name and version: the library does not link libcuda, so it
+// The driver functions that the backend calls. The runtime finds them by name and version: the library does not link libcuda, so it
 // loads, and its CPU side works, on machines without a driver. Unlike the runtime the driver keeps no "last error" and no current
 // device that a call could leave changed.
 #pragma once

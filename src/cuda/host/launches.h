@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a plan to the launches that carry it out, with their parameters: one file launches_<family>.cpp a family of kernels.
+// From a plan to the launches that carry it out, with their parameters: launches_<family>.cpp for each family of kernels. They decide nothing:
+// they copy the plan into the kernels' parameters and make tensor maps.
 #pragma once
 
 #include "core/forward_problem.h"
@@ -12,79 +13,58 @@
 
 namespace fa::cuda {
 
-// The last launch of a forward that is split over the keys: combines the parts in the workspace.
-inline void add_merge(const Problem &p, int32_t num_splits, const float *out, const float *lse, Launches &launches) {
-  if (num_splits == 1) return;
-  auto &merge = launches.make_params<MergeSplitParams>();
-  merge.problem = p;
-  merge.num_parts = num_splits;
-  merge.max_tokens = static_cast<int32_t>(p.q_lengths.max_len);
-  merge.out = out;
-  merge.lse = lse;
-  launches.add("merge kernel", merge_launch(merge), &merge);
-}
+// What a launch gets besides its problem and plan.
+struct LaunchMemory {
+  const Driver &driver;
+  void *workspace;    // plan.workspace_bytes
+  int32_t *counters;  // plan.counters, of Counters, for this launch alone
+};
 
-// What the row kernels of a backward pass need to know, `lse_unit` and `p_exponent` as in BackwardRows.
-inline void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit, int p_exponent, void *workspace,
-                     BackwardRows &rows) {
-  char *memory = static_cast<char *>(workspace);
-  rows.problem = b;
-  rows.row_chunks = plan.row_chunks;
-  rows.chunk_rows = plan.chunk_rows;
-  rows.chunk_turns = plan.chunk_turns;
-  rows.zero_dq_sum = plan.zero_dq_sum;
-  rows.head_dim_bucket = plan.dq_sum_columns;
-  rows.lse_unit = lse_unit;
-  rows.p_exponent = static_cast<int8_t>(p_exponent);
-  rows.row_lse = reinterpret_cast<float *>(memory);
-  rows.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
-  const bool sum = b.dq.data != nullptr && plan.dq_sum_columns > 0;
-  rows.dq_sum = sum ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
-  rows.turn = plan.chunk_turns > 0 ? reinterpret_cast<int32_t *>(memory + plan.turn_offset) : nullptr;
-}
+// Appends the launches of a plan by the launcher of its family.
+fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                        ErrorText &error);
+fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, const LaunchMemory &memory,
+                        Launches &launches, ErrorText &error);
 
-// Each appends the launches of a plan of its family. `workspace` holds plan.workspace_bytes. `counters` are the plan's, of Counters, for
-// this launch.
+// The launchers, one for each family and pass.
+#define FA_FORWARD_LAUNCHER                                                                                  \
+  fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, const LaunchMemory &memory, \
+                         Launches &launches, ErrorText &error)
+#define FA_BACKWARD_LAUNCHER                                                                                   \
+  fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, const LaunchMemory &memory, \
+                         Launches &launches, ErrorText &error)
 namespace sm80 {
-fa_status add_launches(const Problem &problem, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &error);
-fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
-                       ErrorText &error);
+FA_FORWARD_LAUNCHER;
+FA_BACKWARD_LAUNCHER;
 }  // namespace sm80
-
 namespace simt {
-fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, Launches &launches,
-                       ErrorText &error);
-fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, void *workspace, Launches &launches,
-                       ErrorText &error);
+FA_FORWARD_LAUNCHER;
+FA_BACKWARD_LAUNCHER;
 }  // namespace simt
-
 namespace sm90 {
-fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, const Driver &driver, void *workspace,
-                       int32_t *counters, Launches &launches, ErrorText &error);
-fa_status add_launches(const BackwardProblem &problem, const BackwardPlan &plan, const Driver &driver, void *workspace,
-                       Launches &launches, ErrorText &error);
+FA_FORWARD_LAUNCHER;
+FA_BACKWARD_LAUNCHER;
 }  // namespace sm90
-
 namespace decode {
-// Sets all of them but counters.
+FA_FORWARD_LAUNCHER;
+// The parameters that decode, extend and MLA kernels share: all but counters, which decode kernels do not have.
 struct Params;
 void set_params(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, Params &params);
-// Keys or values for the copy engine, in boxes of `box_rows` rows and `box_columns` columns, some slabs or all of the bucket:
-// (batch or pages, heads, slabs of 64 columns, rows, 64). Bytes are one slab, as they lie. False if it cannot fetch them.
-bool describe_rows(const Driver &driver, const Problem &problem, const Operand &tensor, int64_t columns, int32_t box_columns,
-                   int32_t box_rows, CUtensorMapL2promotion promotion, CUtensorMap &map);
-fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, void *workspace, Launches &launches,
-                       ErrorText &error);
 }  // namespace decode
-
 namespace extend {
-fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, const Driver &driver, void *workspace,
-                       int32_t *counters, Launches &launches, ErrorText &error);
+FA_FORWARD_LAUNCHER;
 }  // namespace extend
-
 namespace mla {
-fa_status add_launches(const ForwardProblem &problem, const ForwardPlan &plan, const Driver &driver, void *workspace,
-                       int32_t *counters, Launches &launches, ErrorText &error);
+FA_FORWARD_LAUNCHER;
 }  // namespace mla
+#undef FA_FORWARD_LAUNCHER
+#undef FA_BACKWARD_LAUNCHER
+
+// The last launch of a forward with splits: combines the partials in the workspace.
+void add_merge(const Problem &problem, int32_t num_splits, const float *out, const float *lse, Launches &launches);
+
+// The parameters of the row kernels of a backward pass; `lse_unit` and `p_exponent` as in BackwardRows.
+void set_rows(const BackwardProblem &problem, const BackwardPlan &plan, float lse_unit, int p_exponent, void *workspace,
+              BackwardRows &rows);
 
 }  // namespace fa::cuda

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/host/launches.h"
+#include "cuda/host/tensor_maps.h"
 #include "cuda/kernels/mla/mla.h"
 
 namespace fa::cuda::mla {
-fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const Driver &driver, void *workspace,
-                       int32_t *counters, Launches &launches, ErrorText &) {
+
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &error) {
   const Shape &shape = kShapes[plan.shape];
   auto &params = launches.make_params<Params>();
-  decode::set_params(p, plan, workspace, params);
-  params.counters = counters;
+  decode::set_params(p, plan, memory.workspace, params);
+  params.counters = memory.counters;
   params.row_blocks_divisor = Divisor(plan.row_blocks);
-  constexpr int32_t kBoxRows = 8;
-  params.tma_kv = decode::describe_rows(driver, p, p.k, p.head_dim, shape.head_dim, kBoxRows,
-                                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, params.k_map);
+  params.tma_kv = plan.tma_kv;
+  if (plan.tma_kv) {
+    FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));
+  }
   launches.add("MLA kernel",
                {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true, plan.cluster},
                &params);

@@ -1,55 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/common/operand.h"
 #include "cuda/host/launches.h"
 #include "cuda/kernels/bwd_simt/backward.h"
 #include "cuda/kernels/fwd_simt/forward.h"
 
 namespace fa::cuda::simt {
-namespace {
-
-// Whether every row starts on 16 bytes; these kernels take care of its end themselves.
-bool vectors(const Operand &t) { return has_16_byte_rows(t, 0); }
-
-}  // namespace
-
-fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
-  char *memory = static_cast<char *>(workspace);
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &) {
+  char *workspace = static_cast<char *>(memory.workspace);
   auto &params = launches.make_params<ForwardParams>();
   params.problem = p;
   params.row_blocks = plan.row_blocks;
   params.rows_per_token = plan.rows_per_token;
   params.num_splits = plan.num_splits;
-  params.vector_q = vectors(p.q);
-  params.vector_k = vectors(p.k);
-  params.vector_v = vectors(p.v);
-  params.vector_out = vectors(p.out);
+  params.vector_q = plan.vector.q;
+  params.vector_k = plan.vector.k;
+  params.vector_v = plan.vector.v;
+  params.vector_out = plan.vector.out;
   params.q_descale = p.q_descale;
   params.k_descale = p.k_descale;
   params.v_descale = p.v_descale;
-  params.split_out = reinterpret_cast<float *>(memory);
-  params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
+  params.split_out = reinterpret_cast<float *>(workspace);
+  params.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
   launches.add("forward kernel", forward_launch(plan.shape, is_quantised(p.k.dtype), plan.blocks), &params);
   add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
   return FA_OK;
 }
 
-fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &) {
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
-  set_rows(b, plan, /*lse_unit=*/1.f, /*p_exponent=*/0, workspace, params);
+  set_rows(b, plan, /*lse_unit=*/1.f, /*p_exponent=*/0, memory.workspace, params);
   params.query_blocks = plan.query_blocks;
   params.key_blocks = plan.key_blocks;
   const int64_t query_blocks = p.batch * p.heads_q * plan.query_blocks, key_blocks = p.batch * p.heads_k * plan.key_blocks;
   params.blocks_dq = b.dq.data != nullptr ? query_blocks : 0;
   params.blocks_dk = b.dk.data != nullptr ? key_blocks : 0;
   params.blocks_dv = b.dv.data != nullptr ? key_blocks : 0;
-  params.vector_q = vectors(p.q);
-  params.vector_k = vectors(p.k);
-  params.vector_v = vectors(p.v);
-  params.vector_dout = vectors(b.dout);
-  params.vector_dq = vectors(b.dq);
-  params.vector_dk = vectors(b.dk);
-  params.vector_dv = vectors(b.dv);
+  params.vector_q = plan.vector.q;
+  params.vector_k = plan.vector.k;
+  params.vector_v = plan.vector.v;
+  params.vector_dout = plan.vector.dout;
+  params.vector_dq = plan.vector.dq;
+  params.vector_dk = plan.vector.dk;
+  params.vector_dv = plan.vector.dv;
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   launches.add("backward kernel", backward_launch(plan.shape, params), &params);
   if (b.dbias.data != nullptr) launches.add("dbias kernel", bias_launch(params), &params);

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/common/operand.h"
 #include "cuda/host/launches.h"
 #include "cuda/kernels/bwd_sm80/backward.h"
 #include "cuda/kernels/fwd_sm80/forward.h"
@@ -10,7 +9,7 @@
 namespace fa::cuda::sm80 {
 namespace {
 
-// Sizes of what is absent are 0; what exceeds every row and key divides them into one piece.
+// Sizes of absent tensors are 0. A divisor beyond every row and key makes every quotient 0.
 Divisor divisor(int64_t value) { return Divisor(std::clamp<int64_t>(value, 1, int64_t{1} << 30)); }
 
 // Whether keys 2 n and 2 n + 1 of a row can be read at once.
@@ -21,9 +20,10 @@ bool takes_pairs(const ScoreTensor &t) {
 
 }  // namespace
 
-fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
-  char *memory = static_cast<char *>(workspace);
+  char *workspace = static_cast<char *>(memory.workspace);
   auto &params = launches.make_params<ForwardParams>();
   params.problem = p;
   params.limits = Diagonal<int32_t>::Limits(p.band);
@@ -35,35 +35,36 @@ fa_status add_launches(const Problem &p, const ForwardPlan &plan, void *workspac
   params.page_size = divisor(p.page_size);
   params.mask_size_q = divisor(p.block_mask.size_q);
   params.mask_size_k = divisor(p.block_mask.size_k);
-  params.vector_q = has_16_byte_rows(p.q, p.head_dim);
-  params.vector_k = has_16_byte_rows(p.k, p.head_dim);
-  params.vector_v = has_16_byte_rows(p.v, p.head_dim_v);
-  params.vector_out = has_16_byte_rows(p.out, p.head_dim_v);
+  params.vector_q = plan.vector.q;
+  params.vector_k = plan.vector.k;
+  params.vector_v = plan.vector.v;
+  params.vector_out = plan.vector.out;
   params.pair_bias = takes_pairs(p.bias);
   params.raw = raw_unit(p);
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.rescale_threshold = rescale_threshold(exponent);
-  params.split_out = reinterpret_cast<float *>(memory);
-  params.split_lse = reinterpret_cast<float *>(memory + plan.split_lse_offset);
+  params.split_out = reinterpret_cast<float *>(workspace);
+  params.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
                &params);
   add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
   return FA_OK;
 }
 
-fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, void *workspace, Launches &launches, ErrorText &) {
+fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &) {
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
   const int exponent = p_exponent(p.dropout.keep_scale);
-  set_rows(b, plan, kLseUnit, exponent, workspace, params);
+  set_rows(b, plan, kLseUnit, exponent, memory.workspace, params);
   params.order =
       L2HeadOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group,
                   /*last_rows_first=*/false);
-  params.vector_q = has_16_byte_rows(p.q, p.head_dim);
-  params.vector_k = has_16_byte_rows(p.k, p.head_dim);
-  params.vector_v = has_16_byte_rows(p.v, p.head_dim_v);
-  params.vector_dout = has_16_byte_rows(b.dout, p.head_dim_v);
+  params.vector_q = plan.vector.q;
+  params.vector_k = plan.vector.k;
+  params.vector_v = plan.vector.v;
+  params.vector_dout = plan.vector.dout;
   params.deterministic = p.deterministic || p.batch_invariant;
   params.mask_size_q = divisor(p.block_mask.size_q);
   params.mask_size_k = divisor(p.block_mask.size_k);

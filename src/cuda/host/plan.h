@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel runs a problem, cut how, with what workspace: pure functions of the problem and the device, testable without a GPU.
-// Query, prepare and launch all call them.
+// Which kernel runs a problem, with what grid and what workspace: pure functions of the problem and the device, testable without a GPU.
+// Query, prepare and launch all call plan_forward() or plan_backward(), so that they never disagree.
 #pragma once
 
 #include <cstddef>
@@ -10,74 +10,71 @@
 #include "core/append.h"
 #include "core/forward_problem.h"
 #include "core/status.h"
+#include "cuda/host/device.h"
+#include "cuda/host/needs.h"
+#include "cuda/host/registry.h"
 
 namespace fa::cuda {
 
-// What plans need to know of a device.
-struct Device {
-  int32_t index = 0;
-  int32_t compute_capability = 0;  // major * 10 + minor
-  int32_t multiprocessors = 0;
-  int32_t shared_bytes = 0;  // that one block of threads may use
-  int64_t l2_bytes = 0;
-  bool sm90 = false;  // it runs the sm_90a kernels, and this build has them
-};
-
-// A set of kernels that share parameters and a launcher. Each has tables of shapes, one entry a kernel.
-// `none` is the plan of a problem without work, which launches nothing.
-enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, none };
-
 struct ForwardPlan {
   Family family = Family::sm80;
-  int32_t shape = -1;  // index into the family's forward table
-  int32_t row_blocks = 0;
-  int32_t rows_per_token = 1;
+  int32_t shape = -1;          // index into the family's forward table
+  int32_t row_blocks = 0;      // tiles of queries that a head has
+  int32_t rows_per_token = 1;  // 1, or the GQA group: query heads that share a KV head are rows of one tile
   int32_t heads_per_l2_group = 1;
   int32_t num_splits = 1;
-  int64_t blocks = 0;      // blocks of threads
-  int32_t tiles = 0;       // sm90: row blocks of all heads, which the blocks of threads share
-  int32_t last_batch = 0;  // sm90: so many sequences at the end are one section
-  // decode, extend, latent: the cut of the work (decode/work.cuh).
-  int32_t ranges = 0;
-  int32_t coscheduled_log2 = 0;
-  int32_t pieces = 0;
-  int32_t least_log2 = 0;
-  // decode: items that may be cut, all of them or one a range, and blocks of threads that sum their parts.
+  int64_t blocks = 0;      // CTAs of the grid
+  int32_t tiles = 0;       // sm90: tiles of queries of all heads, which persistent CTAs share
+  int32_t last_batch = 0;  // sm90: this many sequences at the end are one L2 group
+  // decode, extend, mla: how the work is partitioned (plan_stream_k.h). Either stream-K, into at most `max_partitions` partitions of at least
+  // 2^min_iterations_log2 KV tiles; or, with fixed_splits > 0, every work tile into at most that many splits.
+  int32_t max_partitions = 0;
+  int32_t coscheduled_log2 =
+      0;  // stream-K: 2^coscheduled_log2 neighbouring KV heads are co-scheduled, each by a CTA of its own
+  int32_t fixed_splits = 0;
+  int32_t min_iterations_log2 = 0;
+  // decode, extend with a combine kernel: work tiles that may be split, numbered through the problem or by partition, and the CTAs that
+  // combine their partials.
   int32_t split_tiles = 0;
   bool split_tiles_by_partition = false;
   int64_t combine_ctas = 0;
-  bool allow_early_dependents = true;  // decode: the launch behind this one, while it still runs
+  bool allow_early_dependents = true;  // decode: the next launch may start while this one runs (PDL)
   int32_t counters = 0;                // that the launch needs
-  int32_t cluster = 0;                 // decode, latent: blocks of threads that share an item as a cluster; 0: none
-  int64_t transposed_v_keys = 0;       // sm90, fp8: in a row of the copy of V, which is the workspace
+  int32_t cluster = 0;                 // decode, mla: CTAs of a cluster that share a work tile; 0: no clusters
+  int64_t transposed_v_keys = 0;       // sm90, fp8: row length of the transposed copy of V, which is the workspace
+  // How the kernel reaches the tensors.
+  bool tma_kv = false;   // TMA loads K and V; without it, cp.async gathers their rows
+  bool tma_out = false;  // TMA stores out; without it, registers do
+  VectorAccess vector;
   size_t workspace_bytes = 0;
   // In the workspace; split_out is at 0.
   size_t split_lse_offset = 0;
   size_t split_tiles_offset = 0;
-  const char *reason = "";
+  const char *reason = "";  // why this kernel
 };
 
 struct BackwardPlan {
   Family family = Family::sm80;
-  int32_t shape = -1;  // index into the family's backward table
-  int32_t query_blocks = 0;
-  int32_t key_blocks = 0;
-  int32_t row_chunks = 0;
-  int32_t chunk_rows = 0;
-  int32_t chunk_turns = 0;     // numbers a chunk that say who has added to dq; 0 where nobody asks
-  int32_t dq_sum_columns = 0;  // 0: no sum
-  int64_t blocks = 0;          // sm90: blocks of threads
-  bool zero_dq_sum = true;     // before the kernels that add to it; else the first block of keys does not add, but stores
+  int32_t shape = -1;          // index into the family's backward table
+  int32_t query_blocks = 0;    // simt: tiles of queries that a head has
+  int32_t key_blocks = 0;      // tiles of keys that a head has
+  int32_t row_chunks = 0;      // tiles of queries in the workspace that a head has
+  int32_t chunk_rows = 0;      // rows of such a tile
+  int32_t chunk_turns = 0;     // semaphores of such a tile, which order the CTAs that add to its dQ; 0: none
+  int32_t dq_sum_columns = 0;  // of the fp32 accumulator of dQ in the workspace; 0: none
+  int64_t blocks = 0;          // sm90: CTAs of the grid
+  bool zero_dq_sum = true;  // the row kernel zeroes the accumulator; else the first CTA of a tile stores to it and does not add
   int32_t heads_per_l2_group = 1;
+  VectorAccess vector;
   size_t workspace_bytes = 0;
   // In the workspace; row_lse is at 0.
   size_t row_delta_offset = 0;
   size_t dq_sum_offset = 0;
   size_t turn_offset = 0;
-  const char *reason = "";
+  const char *reason = "";  // why this kernel
 };
 
-// Merging and appending have one kernel each, which cuts the rows itself.
+// Merging and appending have one kernel each, which divides the rows itself.
 struct MergePlan {
   const char *kernel = "";
   const char *reason = "";
@@ -89,22 +86,29 @@ struct AppendPlan {
   size_t workspace_bytes = 0;
 };
 
-// Whether a build for `archs` (as CMAKE_CUDA_ARCHITECTURES, separated by spaces) has code for a device: machine code for its major
-// version and no newer minor one, or PTX of a version that is not newer. Words without a number count as having everything.
-bool built_for(const char *archs, int32_t compute_capability);
-
-// Whether the copy engine can read or write a tensor: rows of whole 16-byte pieces, strides up to 2^40 bytes, rows counted in 32 bits.
-bool is_tma_compatible(const Operand &tensor, const Lengths &lengths, int64_t head_dim);
-
+// The plan of the kernel that serves the problem best among those that are built. FA_ERROR_NOT_BUILT, with the name of the best kernel,
+// where none is.
 fa_status plan_forward(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
 fa_status plan_merge(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error);
 fa_status plan_append(const AppendProblem &problem, const Device &device, AppendPlan &plan, ErrorText &error);
 
-// For people. Not part of the plan: a launch needs no name.
+// The row of the registry that a plan runs; not for Family::none.
+inline const KernelRow &kernel_of(const ForwardPlan &plan) {
+  return kernels_of(plan.family, Pass::forward)[static_cast<size_t>(plan.shape)];
+}
+inline const KernelRow &kernel_of(const BackwardPlan &plan) {
+  return kernels_of(plan.family, Pass::backward)[static_cast<size_t>(plan.shape)];
+}
+
+// What a query tells users; a launch needs neither. The reason says why this kernel, and how it reaches the tensors.
 std::string kernel_name(const Problem &problem, const ForwardPlan &plan);
 std::string kernel_name(const BackwardProblem &problem, const BackwardPlan &plan);
 inline std::string kernel_name(const MergeProblem &, const MergePlan &plan) { return plan.kernel; }
 inline std::string kernel_name(const AppendProblem &, const AppendPlan &plan) { return plan.kernel; }
+std::string reason_of(const ForwardPlan &plan);
+std::string reason_of(const BackwardPlan &plan);
+inline std::string reason_of(const MergePlan &plan) { return plan.reason; }
+inline std::string reason_of(const AppendPlan &plan) { return plan.reason; }
 
 }  // namespace fa::cuda

@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <iterator>
 #include <memory>
-#include <regex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -19,15 +19,8 @@
 #include "api/context.h"
 #include "core/validate.h"
 #include "cuda/host/backend.h"
-#include "cuda/kernels/bwd_simt/backward_table.h"
-#include "cuda/kernels/bwd_sm80/backward_table.h"
-#include "cuda/kernels/bwd_sm90/backward_table.h"
-#include "cuda/kernels/decode/table.h"
-#include "cuda/kernels/extend/table.h"
-#include "cuda/kernels/fwd_simt/forward_table.h"
-#include "cuda/kernels/fwd_sm80/forward_table.h"
-#include "cuda/kernels/fwd_sm90/forward_table.h"
-#include "cuda/kernels/mla/table.h"
+#include "cuda/host/instances.h"
+#include "cuda/host/plan.h"
 #include "gpu/device.h"
 #include "parity/runner.h"
 #include "unit/cuda_problem.h"
@@ -35,41 +28,23 @@
 namespace parity {
 namespace {
 
-// Names of the kernels of a table, without the suffixes that tell how they were launched.
-template <typename Shape, size_t kCount>
-void add_names(const Shape (&shapes)[kCount], const std::string &prefix, const std::vector<std::string> &dtypes,
-               std::set<std::string> &names) {
-  for (const Shape &shape : shapes) {
-    for (const std::string &dtype : dtypes) names.insert(prefix + dtype + "_" + shape.name);
-  }
-}
-
-// The dtype of keys and values of a kernel: that of the queries, or 8-bit.
-void add_cache_names(const std::string &prefix, const char *shape, bool of_bytes, std::set<std::string> &names) {
-  for (const std::string dtype : {"f16_", "bf16_"}) {
-    for (const std::string &keys : of_bytes ? std::vector<std::string>{"e4m3_", "i8_"} : std::vector<std::string>{""})
-      names.insert(prefix + dtype + keys + shape);
-  }
-}
-
-std::set<std::string> all_kernels(bool sm90) {
+// Names of the kernels that a device with or without sm_90a runs, without the suffixes that tell how they were launched.
+std::set<std::string> all_kernels(bool sm90, fa::cuda::IsBuilt is_built = fa::cuda::everything_is_built) {
+  using fa::Dtype;
   std::set<std::string> names;
-  if (sm90) {
-    for (const fa::cuda::sm90::ForwardShape &shape : fa::cuda::sm90::kForwardShapes) {
-      for (const std::string dtype : {"f16", "bf16"})
-        names.insert((shape.fp8 ? "sm90_fwd_e4m3_to_" : "sm90_fwd_") + dtype + "_" + shape.name);
+  for (const fa::cuda::KernelRow &kernel : fa::cuda::all_kernels()) {
+    if (kernel.sm90a && !sm90) continue;
+    const auto add = [&](Dtype q, Dtype k, Dtype out) {
+      if (is_built(kernel, instance_dtype(kernel, q, out))) names.insert(kernel_name(kernel, q, k, out));
+    };
+    if (kernel.operands & fa::cuda::kFp32) add(Dtype::f32, Dtype::f32, Dtype::f32);
+    for (const Dtype dtype : {Dtype::f16, Dtype::bf16}) {
+      if (kernel.operands & fa::cuda::k16Bit) add(dtype, dtype, dtype);
+      if (kernel.operands == fa::cuda::kFp8) add(Dtype::e4m3, Dtype::e4m3, dtype);
+      if (kernel.operands != fa::cuda::k8BitKv) continue;
+      for (const Dtype keys : {Dtype::e4m3, Dtype::i8}) add(dtype, keys, dtype);
     }
-    add_names(fa::cuda::sm90::kBackwardShapes, "sm90_bwd_", {"f16", "bf16"}, names);
-    add_names(fa::cuda::mla::kShapes, "mla_fwd_", {"f16", "bf16"}, names);
-    for (const fa::cuda::extend::Shape &shape : fa::cuda::extend::kShapes)
-      add_cache_names("extend_fwd_", shape.name, shape.stages_8bit > 0, names);
   }
-  for (const fa::cuda::decode::Shape &shape : fa::cuda::decode::kShapes)
-    add_cache_names("decode_fwd_", shape.name, shape.kv_bytes == 1, names);
-  add_names(fa::cuda::sm80::kForwardShapes, "sm80_fwd_", {"f16", "bf16"}, names);
-  add_names(fa::cuda::sm80::kBackwardShapes, "sm80_bwd_", {"f16", "bf16"}, names);
-  add_names(fa::cuda::simt::kForwardShapes, "simt_fwd_", {"f32", "f16", "bf16"}, names);
-  add_names(fa::cuda::simt::kBackwardShapes, "simt_bwd_", {"f32", "f16", "bf16"}, names);
   return names;
 }
 
@@ -79,24 +54,11 @@ std::string without(const std::string &suffix, std::string name) {
   return name;
 }
 
-// Whether this build has a kernel. `name` is that of a query, with or without suffixes. Builds with FA_ONLY have those of a few
-// instances alone (names as fa_cuda_instances() in FaCuda.cmake makes them), which FA_TEST_ONLY lists.
+// Builds with FA_ONLY lack kernels that the problems below need.
 #if defined(FA_TEST_ONLY)
 constexpr LeftOut kLeftOut = LeftOut::allowed;
-bool built(const std::string &name) {
-  // The instance that a kernel's name begins with: name and dtypes, where one instance serves several, as its file has them.
-  static const std::vector<std::pair<std::regex, std::string>> rules = {
-      {std::regex("^(sm90_fwd)_e4m3_to_"), "$1_"},
-      {std::regex("^(decode|extend)_fwd_(f16|bf16)_(e4m3|i8)_"), "$1_bytes_fwd_any_"},
-      {std::regex("^(simt_(fwd|bwd))_(f32|f16|bf16)_"), "$1_any_"},
-  };
-  std::string instance = without("_ordered", without("_split", name));
-  for (const auto &[pattern, text] : rules) instance = std::regex_replace(instance, pattern, text);
-  return !name.empty() && std::string(" " FA_TEST_ONLY " ").find(" " + instance + " ") != std::string::npos;
-}
 #else
 constexpr LeftOut kLeftOut = LeftOut::fails;
-bool built(const std::string &) { return true; }
 #endif
 
 // What selects a kernel: dtype, head dims and scores. bf16 problems are packed, and fp16 ones also run on pages.
@@ -321,10 +283,11 @@ fa::cuda::Device limited(fa::cuda::Device device, const ClaimedDevice &claimed) 
   return device;
 }
 
-// A context whose device claims the properties of another one.
-std::unique_ptr<fa_context_s> context_of(const ClaimedDevice &claimed) {
+// A context whose device claims the properties of another one, and whose build claims to have these kernels.
+std::unique_ptr<fa_context_s> context_of(const ClaimedDevice &claimed, fa::cuda::IsBuilt is_built) {
   cudaDeviceProp properties;
-  const fa::cuda::Device device = limited(this_device(properties), claimed);
+  fa::cuda::Device device = limited(this_device(properties), claimed);
+  device.is_built = is_built;
   auto context = std::make_unique<fa_context_s>();
   fa::ErrorText error;
   EXPECT_EQ(fa::cuda::make_backend(device, properties, context->backend, error), FA_OK) << error.text;
@@ -336,9 +299,9 @@ bool has_sm90() {
   return this_device(properties).sm90;
 }
 
-// Runs the cases on every device that reach a kernel of this build, further devices only for kernels that those before them do not have, and returns the kernels' names;
-// one that adds in order counts as another. With `only`, nothing runs on the other devices. With `expected` results are compared with
-// the reference.
+// Runs the cases on every device whose best kernel is in this build (another one may replace what FA_ONLY leaves out, but is tested by its own
+// cases), further devices only for kernels that those before them do not have, and returns the kernels' names; one that adds in order counts as
+// another. With `only`, nothing runs on the other devices. With `expected` results are compared with the reference.
 std::set<std::string> run(const std::vector<Data> &problems, const ClaimedDevice *only, bool expected) {
   std::set<std::string> seen;
   const auto backends = cuda_backends();
@@ -349,19 +312,20 @@ std::set<std::string> run(const std::vector<Data> &problems, const ClaimedDevice
   Backend &backend = *backends.front();
   for (const ClaimedDevice &device : kDevices) {
     if (device.sm90 && !has_sm90()) continue;
-    const auto context = context_of(device);
+    const auto context = context_of(device, fa::cuda::is_instance_built),
+               complete = context_of(device, fa::cuda::everything_is_built);
     std::set<std::string> new_here;
     for (const Data &data : problems) {
-      const auto kernels = kernels_of(backend, context.get(), data);
-      const auto is_new = [&](const std::string &name) { return built(name) && seen.count(without("_split", name)) == 0; };
-      if (!is_new(kernels[0]) && !(data.problem.backward && is_new(kernels[1]))) continue;
-      for (const std::string &name : kernels) {
-        if (built(name)) new_here.insert(without("_split", name));
+      const auto kernels = kernels_of(backend, context.get(), data), best = kernels_of(backend, complete.get(), data);
+      const auto built = [&](int n) { return !best[n].empty() && kernels[n] == best[n]; };
+      const auto is_new = [&](int n) { return built(n) && seen.count(without("_split", best[n])) == 0; };
+      if (!is_new(0) && !is_new(1)) continue;
+      for (int n = 0; n < 2; ++n) {
+        if (built(n)) new_here.insert(without("_split", best[n]));
       }
       if (only != nullptr && only != &device) continue;
       const Execution e = execute(backend, context.get(), data, kLeftOut);
-      for (int n = 0; n < 2; ++n)
-        EXPECT_FALSE(e.left_out[n] && built(kernels[n])) << kernels[n] << " was built, but is not there";
+      for (int n = 0; n < 2; ++n) EXPECT_EQ(e.left_out[n], kernels[n].empty() && !best[n].empty()) << "query and run disagree";
       EXPECT_TRUE(e.ok()) << e.error << ": " << describe(data.problem);
       EXPECT_EQ(e.damage, "") << describe(data.problem);
       if (expected) {
@@ -410,6 +374,20 @@ TEST(EveryKernel, CasesReachEveryLine) {
   EXPECT_EQ(missed(seen, true), std::vector<std::string>()) << "lines of the tables that no problem reaches";
 }
 
+// Needs no GPU. References to instances are weak: one whose name is not the table's is null, as if it had been left out.
+TEST(EveryKernel, InstancesAreFound) {
+  std::istringstream list(FA_TEST_INSTANCES);
+  const std::set<std::string> compiled{std::istream_iterator<std::string>(list), {}};
+  EXPECT_FALSE(compiled.empty());
+  std::set<std::string> found;
+  for (const fa::cuda::KernelRow &kernel : fa::cuda::all_kernels()) {
+    for (const fa::Dtype dtype : {fa::Dtype::f16, fa::Dtype::bf16}) {
+      if (fa::cuda::is_instance_built(kernel, dtype)) found.insert(instance_name(kernel, dtype));
+    }
+  }
+  EXPECT_EQ(found, compiled);
+}
+
 // The problems with their references, which take most of this test's time, on all processors.
 std::vector<Data> with_references(const std::vector<Case> &of) {
   std::vector<Data> problems(of.size());
@@ -429,8 +407,7 @@ TEST(EveryKernel, MatchesTheReference) {
   const std::vector<Data> problems = with_references(cases());
   std::set<std::string> seen;
   for (const std::string &name : run(problems, nullptr, true)) seen.insert(without("_ordered", name));
-  std::set<std::string> all = all_kernels(has_sm90());
-  for (auto name = all.begin(); name != all.end();) name = built(*name) ? std::next(name) : all.erase(name);
+  const std::set<std::string> all = all_kernels(has_sm90(), fa::cuda::is_instance_built);
   if (all.empty()) GTEST_SKIP() << "no kernel of this build runs on this GPU";
   std::vector<std::string> never;
   std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(never));

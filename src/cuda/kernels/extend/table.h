@@ -12,6 +12,8 @@
 
 namespace fa::cuda::extend {
 
+constexpr int32_t kBoxRows = 16;  // rows of a TMA box of K or V
+
 struct Shape {
   const char *name;
   int32_t head_dim;  // bucket of q, k and v

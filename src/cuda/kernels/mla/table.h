@@ -9,6 +9,8 @@
 
 namespace fa::cuda::mla {
 
+constexpr int32_t kBoxRows = 8;  // rows of a box of K that TMA loads
+
 struct Shape {
   const char *name;
   int32_t head_dim;                      // bucket of q and k

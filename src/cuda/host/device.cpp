@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/host/device.h"
+
+#include <sstream>
+#include <string>
+
+namespace fa::cuda {
+
+bool built_for(const char *archs, int32_t compute_capability) {
+  std::istringstream words(archs);
+  for (std::string word; words >> word;) {
+    if (word.find_first_of("0123456789") != 0) return true;  // "native", "all"
+    const int arch = std::stoi(word);
+    const bool specific = word.find_first_of("af") != std::string::npos && word.find_first_of("af") < word.find('-');
+    const bool machine_code = word.find("-virtual") == std::string::npos;
+    const bool ptx = word.find("-real") == std::string::npos && !specific;
+    if (machine_code &&
+        (specific ? arch == compute_capability : arch / 10 == compute_capability / 10 && arch <= compute_capability)) {
+      return true;
+    }
+    if (ptx && arch <= compute_capability) return true;
+  }
+  return false;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/host/needs.h"
+
+#include "cuda/common/operand.h"
+
+namespace fa::cuda {
+namespace {
+
+OperandSet operands_of(const Problem &p) {
+  if (!is_quantised(p.k.dtype)) return p.q.dtype == Dtype::f32 ? kFp32 : k16Bit;
+  if (p.q.dtype == Dtype::e4m3) return p.out.dtype == Dtype::f32 ? kMixed8Bit : kFp8;
+  return p.q.dtype == Dtype::f32 ? kMixed8Bit : k8BitKv;
+}
+
+// Whether TMA can describe a tensor of which rows are whole 16-byte vectors.
+bool has_tma_strides(const Operand &t, const Lengths &lengths) {
+  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2-byte elements
+  for (const int64_t stride : {t.batch_stride, t.seq_stride, t.head_stride}) {
+    if (stride < 0 || stride >= kStrides) return false;
+  }
+  return lengths.total <= INT32_MAX;
+}
+
+// Adds how `tensor`, which kernels load tiles of, can be read. Returns whether its rows are whole 16-byte vectors.
+bool add_access(const Operand &tensor, const Lengths &lengths, int64_t columns, Needs &needs) {
+  const bool vectors = has_16_byte_rows(tensor, columns);
+  if (!vectors) needs.features |= kUnalignedRows | kNoTma;
+  if (!has_tma_strides(tensor, lengths)) needs.features |= kNoTma;
+  return vectors;
+}
+
+// What forward and backward ask for alike.
+Needs common_needs(const Problem &p) {
+  Needs needs{};
+  needs.head_dim = p.head_dim;
+  needs.head_dim_v = p.head_dim_v;
+  needs.queries = p.q_lengths.max_len;
+  needs.operands = operands_of(p);
+  needs.scores = scores_of(p);
+  needs.q = p.q.dtype;
+  needs.out = p.out.dtype;
+  const auto add = [&](bool asked, FeatureSet feature) { needs.features |= asked ? feature : 0; };
+  add(p.batch_invariant, kBatchInvariant);
+  add(p.batch_invariant && (p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr), kBatchInvariantVarlenQ);
+  add(p.deterministic, kDeterministic);
+  add(p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0), kSmallMaskBlocks);
+  add(p.k_lengths.total > INT32_MAX, kHugePackedKv);
+  add(p.batch * p.heads_q == 0 || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0, kEmpty);
+  add(needs.scores == kPlain, kPlainScores);
+  needs.vector.q = add_access(p.q, p.q_lengths, p.head_dim, needs);
+  needs.vector.k = add_access(p.k, p.k_lengths, p.head_dim, needs);
+  needs.vector.v = add_access(p.v, p.k_lengths, p.head_dim_v, needs);
+  return needs;
+}
+
+bool is_v_in_k(const Problem &p) {
+  return p.k.data == p.v.data && p.k.batch_stride == p.v.batch_stride && p.k.seq_stride == p.v.seq_stride &&
+         p.k.head_stride == p.v.head_stride && p.head_dim_v <= p.head_dim;
+}
+
+}  // namespace
+
+bool is_tma_compatible(const Operand &t, const Lengths &lengths, int64_t head_dim) {
+  return has_16_byte_rows(t, head_dim) && has_tma_strides(t, lengths);
+}
+
+Needs needs_of(const ForwardProblem &p) {
+  Needs needs = common_needs(p);
+  if (p.page_table != nullptr) needs.features |= kPagedKv;
+  if (p.num_splits > 1) needs.features |= kSplitKv;
+  if (is_quantised(p.k.dtype) && (p.k_descale.per_row || p.v_descale.per_row)) needs.features |= kDescalePerRow;
+  if (!is_v_in_k(p)) needs.features |= kSeparateV;
+  needs.vector.out = has_16_byte_rows(p.out, p.head_dim_v);
+  return needs;
+}
+
+Needs needs_of(const BackwardProblem &b) {
+  const Problem &p = b.forward;
+  Needs needs = common_needs(p);
+  needs.features |= kSeparateV;
+  needs.vector.dout = add_access(b.dout, p.q_lengths, p.head_dim_v, needs);
+  needs.vector.dq = has_16_byte_rows(b.dq, p.head_dim);
+  needs.vector.dk = has_16_byte_rows(b.dk, p.head_dim);
+  needs.vector.dv = has_16_byte_rows(b.dv, p.head_dim_v);
+  return needs;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans of the backward kernels. On tensor cores a CTA owns a tile of keys and iterates over tiles of queries; the statistics of the rows and
+// the fp32 accumulator of dQ are in the workspace. On CUDA cores every gradient has CTAs of its own.
+#include <algorithm>
+
+#include "cuda/host/planners.h"
+#include "cuda/kernels/bwd_simt/backward_table.h"
+#include "cuda/kernels/bwd_sm80/backward_table.h"
+#include "cuda/kernels/bwd_sm90/backward_table.h"
+
+namespace fa::cuda {
+namespace {
+
+// Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
+template <typename Shape>
+fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t chunk_turns,
+                            int64_t at_least, BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  plan.chunk_rows = shape.rows;
+  plan.chunk_turns = chunk_turns;
+  plan.dq_sum_columns = shape.head_dim;
+  plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
+  plan.row_chunks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
+  FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
+  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.row_chunks} * shape.rows, p.heads_q, p.batch, error));
+
+  // Q, dO and the accumulator of dQ, besides K and V.
+  plan.heads_per_l2_group = l2_group_of(p, device, p.heads_k,
+                                        p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
+                                            p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
+                                        at_least);
+
+  const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = tiles * shape.rows;
+  plan.row_delta_offset = align_up(rows * sizeof(float));
+  plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
+  plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
+  plan.workspace_bytes = plan.turn_offset + (chunk_turns > 0 ? align_up((tiles * chunk_turns + 1) * sizeof(int32_t)) : 0);
+  return FA_OK;
+}
+
+fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  plan.family = Family::simt;
+  plan.shape = kernel.shape;
+  const int64_t queries = std::max<int64_t>(p.q_lengths.max_len, 1), keys = std::max<int64_t>(p.k_lengths.max_len, 1);
+  plan.query_blocks = static_cast<int32_t>(ceil_div(queries, kernel.rows));
+  plan.key_blocks = static_cast<int32_t>(ceil_div(keys, kernel.rows));
+  plan.chunk_rows = simt::kRowPadding;
+  plan.row_chunks = static_cast<int32_t>(ceil_div(queries, plan.chunk_rows));
+  // dq, dk and dv are one launch.
+  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.query_blocks} + 2 * int64_t{plan.key_blocks}, p.heads_q, p.batch, error));
+  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks * plan.chunk_rows;
+  plan.row_delta_offset = align_up(rows * sizeof(float));
+  plan.workspace_bytes = plan.row_delta_offset + align_up(rows * sizeof(float));
+  return FA_OK;
+}
+
+}  // namespace
+
+fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const Device &device, bool &found,
+                             BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  const std::span<const KernelRow> kernels = candidates(Family::sm90, Pass::backward, needs);
+  const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
+    return p.k_lengths.max_len <= sm90::kBackwardShapes[kernel.shape].longest() && can_run(kernel, needs, device);
+  });
+  found = row != kernels.end();
+  if (!found) return FA_OK;
+  const sm90::BackwardShape &shape = sm90::kBackwardShapes[row->shape];
+  plan.family = Family::sm90;
+  plan.shape = row->shape;
+  plan.reason = hopper_reason(shape.scored);
+  // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.
+  const int64_t at_once = device.multiprocessors / shape.blocks();
+  FA_RETURN_IF_ERROR(plan_tensor_cores(b, device, shape, sm90::kTurnsPerChunk, p.deterministic ? at_once / 8 : 1, plan, error));
+  // Persistent CTAs take their tiles of keys from a counter.
+  plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
+  if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+  // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
+  // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add
+  // from registers, and store only in order.
+  const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
+  plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
+  return FA_OK;
+}
+
+fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs, const Device &device, BackwardPlan &plan,
+                                   ErrorText &error) {
+  const std::span<const KernelRow> tensor_core = kernels_of(Family::sm80, Pass::backward),
+                                   cuda_core = kernels_of(Family::simt, Pass::backward);
+  const auto runs = [&](const KernelRow &row) { return can_run(row, needs, device); };
+  if (const auto row = std::find_if(tensor_core.begin(), tensor_core.end(), runs); row != tensor_core.end()) {
+    const sm80::BackwardShape &shape = sm80::kBackwardShapes[row->shape];
+    plan.family = Family::sm80;
+    plan.shape = row->shape;
+    plan.reason = tensor_core_reason(shape.scores);
+    return plan_tensor_cores(b, device, shape, sm80::kTurnsPerChunk, /*at_least=*/1, plan, error);
+  }
+  const auto row = std::find_if(cuda_core.begin(), cuda_core.end(), runs);
+  if (row == cuda_core.end()) return FA_ERROR_NOT_BUILT;
+  plan.reason = why_cuda_cores(tensor_core, needs, device);
+  return plan_cuda_cores(b, *row, plan, error);
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans of the kernels for queries that extend a cache: any number of queries, which with the query heads that share their keys are cut into
+// tiles of rows.
+#include <algorithm>
+
+#include "cuda/host/plan_stream_k.h"
+#include "cuda/kernels/decode/table.h"
+#include "cuda/kernels/extend/table.h"
+
+namespace fa::cuda {
+
+bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
+  using extend::kShapes, extend::Shape;
+  // With a few partials for each work tile the last CTA of the tile adds the others to its own; more are added by a combine kernel.
+  constexpr int64_t kManyPartials = 6;
+  const int64_t rows = p.q_lengths.max_len * p.group;
+  const bool kv_8bit = is_quantised(p.k.dtype);
+  const std::span<const KernelRow> kernels = candidates(Family::extend, Pass::forward, needs);
+  if (kernels.empty()) return false;
+  int32_t found = 0;
+  for (; found < extend::kNumShapes; ++found) {
+    if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
+    const bool few_tiles =
+        p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()) * kManyPartials <= device.multiprocessors;
+    if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && few_tiles)) break;
+  }
+  if (found == extend::kNumShapes) return false;
+  const Shape &shape = kShapes[found];
+  const int64_t row_blocks = ceil_div(rows, shape.rows()), iterations = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
+
+  plan.family = Family::extend;
+  plan.shape = found;
+  plan.row_blocks = static_cast<int32_t>(row_blocks);
+  plan.rows_per_token = static_cast<int32_t>(p.group);
+  // Heads with one tile of rows each take equally long, and co-scheduled they read memory in step. Several tiles of rows do not under a causal
+  // mask. Many rows over 8-bit K and V wait for wgmma and for the widening of K and V, not for memory: they want all SMs.
+  const bool in_step = row_blocks == 1 && (!kv_8bit || rows <= extend::kWarpgroupRows);
+  StreamK work;
+  work.tiles = p.batch * p.heads_k * row_blocks;
+  work.iterations = iterations;
+  work.ctas = work.max_partitions = device.multiprocessors;
+  work.min_iterations_log2 = 0;
+  work.partials_per_partition = shape.uses_combine_kernel ? 2 : 1;
+  work.split_min_iterations_log2 = 3;
+  // Many tiles of rows fill the device without splits, whose partials would take much memory.
+  work.max_splits = std::max<int64_t>(kBatchInvariantSplits / row_blocks, 1);
+  work.rows = shape.rows();
+  work.columns = shape.head_dim;
+  work.uniform = in_step && is_uniform(p);
+  work.max_coscheduled_log2 = in_step ? 3 : 0;
+  plan_partition(work, p, plan);
+  // A CTA for every split: one that waits for others must have started after them.
+  if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
+  // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
+  if (shape.uses_combine_kernel) plan_combine(work, p, rows, decode::kCombineMinCtas * int64_t{device.multiprocessors}, plan);
+  // Few rows wait for memory alone, which cp.async reads faster in whole rows than TMA in atoms. With more rows wgmma wants the issue slots
+  // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.
+  plan.tma_kv = (kv_8bit || rows > extend::kWarpgroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
+                is_kv_tma_compatible(p, p.v, p.head_dim_v, extend::kBoxRows);
+  plan.reason =
+      "extend kernel: queries and the query heads of a group share each KV tile, and the keys are split over many CTAs";
+  return true;
+}
+
+}  // namespace fa::cuda

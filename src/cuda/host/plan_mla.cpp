@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans of the MLA kernels, for latent caches: V is the first columns of wide K, in the same memory.
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/host/plan_stream_k.h"
+#include "cuda/kernels/mla/table.h"
+
+namespace fa::cuda {
+
+bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
+  using mla::kShapes, mla::Shape;
+  constexpr int64_t kWide = 256;  // narrower rows are read by other kernels as fast
+  const int64_t rows = p.q_lengths.max_len * p.group;
+  const std::span<const KernelRow> kernels = candidates(Family::mla, Pass::forward, needs);
+  if (kernels.empty() || p.head_dim <= kWide) return false;
+  const auto find = [&](bool pairs) {
+    int32_t n = 0;
+    while (n < mla::kNumShapes && (kShapes[n].pairs != pairs || !can_run(kernels[static_cast<size_t>(n)], needs, device))) ++n;
+    return n;
+  };
+  const int32_t found = find(false);
+  if (found == mla::kNumShapes) return false;
+  const Shape &shape = kShapes[found];
+  const int64_t row_blocks = ceil_div(rows, shape.rows()), iterations = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
+  const int64_t tiles = p.batch * p.heads_k * row_blocks;
+
+  plan.family = Family::mla;
+  plan.shape = found;
+  plan.row_blocks = static_cast<int32_t>(row_blocks);
+  plan.rows_per_token = static_cast<int32_t>(p.group);
+  // A partial with all rows costs the CTA that adds it as much as two KV tiles. Many are added in two levels, 2 sqrt(splits) of them one after
+  // another: iterations / splits + 2 cost sqrt(splits) is least where splits is (iterations / cost)^(2/3). And where memory is the limit
+  // slightly fewer CTAs than SMs do no harm: then all work tiles get equally many partitions, and a CTA works on one tile.
+  const double cost = static_cast<double>(std::min<int64_t>(rows, shape.rows())) / 32,
+               root = std::cbrt(static_cast<double>(iterations) / cost);
+  const int64_t best_splits = std::max<int64_t>(std::lround(root * root), 1),
+                whole_tiles = device.multiprocessors / tiles * tiles;
+  StreamK work;
+  work.tiles = tiles;
+  work.iterations = iterations;
+  work.ctas = 16 * whole_tiles >= 15 * device.multiprocessors ? whole_tiles : device.multiprocessors;
+  work.max_partitions = std::min<int64_t>(shape.most_parts(), tiles * best_splits);
+  work.min_iterations_log2 = 2;
+  work.partials_per_partition = 1;
+  work.split_min_iterations_log2 = 5;
+  work.max_splits = kMaxSplits;
+  work.rows = shape.rows();
+  work.columns = shape.head_dim_v;
+  plan_partition(work, p, plan);
+  // A CTA for every split: one that waits for others must have started after them.
+  if (plan.fixed_splits > 0) plan.blocks = tiles * plan.fixed_splits;
+  // Where every work tile gets two partitions, as far as the host knows, the CTAs that have them are a cluster.
+  const int32_t paired = find(true);
+  if (paired < mla::kNumShapes && plan.fixed_splits == 0 &&
+      std::min<int64_t>(plan.max_partitions, tiles * (iterations - 1) >> plan.min_iterations_log2) == 2 * tiles) {
+    plan.shape = paired;
+    plan.cluster = 2;
+    plan.max_partitions = static_cast<int32_t>(2 * tiles);
+    plan.blocks = plan.max_partitions;
+  }
+  plan.tma_kv = is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
+  plan.reason = "MLA kernel: V is part of K, and the query heads share each KV tile";
+  return true;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The planners behind plan_forward() and plan_backward(), one for each family of kernels, and what they share. select.cpp alone decides
+// which of them are asked, and in which order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/host/plan.h"
+
+namespace fa::cuda {
+
+// Each takes an empty plan and returns whether a kernel of the family can run the problem and is built: then the plan is complete, apart
+// from `vector`; else it is still empty.
+bool plan_decode(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
+bool plan_extend(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
+bool plan_mla(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
+bool plan_sm90(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
+// The kernels that every device runs: sm80 (tensor cores) or, where none of these serves, simt (CUDA cores). FA_ERROR_NOT_BUILT where the
+// build has neither.
+fa_status plan_any_device(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan,
+                          ErrorText &error);
+
+// Whether the kernel of `other` serves a problem better than Hopper's kernel of `sm90`.
+bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90);
+
+// Backward, the same. `found` says whether there is such a kernel.
+fa_status plan_backward_sm90(const BackwardProblem &problem, const Needs &needs, const Device &device, bool &found,
+                             BackwardPlan &plan, ErrorText &error);
+fa_status plan_backward_any_device(const BackwardProblem &problem, const Needs &needs, const Device &device, BackwardPlan &plan,
+                                   ErrorText &error);
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Arrays in the workspace begin on 256 bytes.
+constexpr size_t align_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+inline bool is_causal(const Problem &p) { return !Diagonal<int32_t>::Limits(p.band).unlimited_right(); }
+
+// Why the reason of a plan is CUDA cores: what keeps tensor-core kernels `rows` from serving the problem.
+const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device);
+const char *tensor_core_reason(ScoreSet scores);
+constexpr const char *hopper_reason(bool scored) {
+  return scored ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi" : "Hopper kernel (wgmma, TMA) for plain scores";
+}
+
+// Refuses grids with more CTAs than one launch holds.
+fa_status check_grid(int64_t ctas_per_head, int64_t heads, int64_t batch, ErrorText &error);
+
+// L2-aware head order: the number of heads whose tiles are worked on together, in groups of equal size. A group is the heads whose tensors,
+// of `head_bytes` each, take 1 / l2_divisor of the L2 cache, or `at_least` heads. `heads` is of one sequence.
+int32_t l2_group_of(const Problem &problem, const Device &device, int64_t heads, int64_t head_bytes, int64_t at_least,
+                    int64_t l2_divisor = 2);
+// Bytes of K and V of a head.
+inline int64_t kv_head_bytes(const Problem &p) {
+  return p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * dtype_bytes(p.k.dtype);
+}
+
+}  // namespace fa::cuda

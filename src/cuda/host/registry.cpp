@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/host/registry.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/forward_problem.h"
+#include "cuda/host/needs.h"
+#include "cuda/kernels/bwd_simt/backward_table.h"
+#include "cuda/kernels/bwd_sm80/backward_table.h"
+#include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/decode/table.h"
+#include "cuda/kernels/extend/table.h"
+#include "cuda/kernels/fwd_simt/forward_table.h"
+#include "cuda/kernels/fwd_sm80/forward_table.h"
+#include "cuda/kernels/fwd_sm90/forward_table.h"
+#include "cuda/kernels/mla/table.h"
+
+namespace fa::cuda {
+namespace {
+
+// The rows of a table: `set(row, shape)` completes what the table's other kernels have in common.
+template <typename Shape, size_t kCount, typename Set>
+constexpr auto rows_of(const Shape (&shapes)[kCount], Family family, Pass pass, Set set) {
+  std::array<KernelRow, kCount> rows{};
+  for (size_t n = 0; n < kCount; ++n) {
+    rows[n].name = shapes[n].name;
+    rows[n].family = family;
+    rows[n].pass = pass;
+    rows[n].shape = static_cast<int32_t>(n);
+    set(rows[n], shapes[n]);
+  }
+  return rows;
+}
+
+template <size_t... kCounts>
+constexpr auto concatenate(const std::array<KernelRow, kCounts> &...tables) {
+  std::array<KernelRow, (kCounts + ...)> all{};
+  auto end = all.begin();
+  ((end = std::copy(tables.begin(), tables.end(), end)), ...);
+  return all;
+}
+
+constexpr ScoreSet kHopperScores = kSoftcap | kAlibi;
+constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
+
+constexpr auto kRows = concatenate(
+    rows_of(sm80::kForwardShapes, Family::sm80, Pass::forward,
+            [](KernelRow &row, const sm80::ForwardShape &shape) {
+              row.set = "sm80_fwd";
+              row.head_dim = shape.head_dim;
+              row.head_dim_v = shape.head_dim_v;
+              row.scores = shape.scores;
+              row.features = kAnyFeatures & ~kSmallMaskBlocks;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.rows();
+            }),
+    rows_of(simt::kForwardShapes, Family::simt, Pass::forward,
+            [](KernelRow &row, const simt::ForwardShape &shape) {
+              row.set = "simt_fwd";
+              row.any_dtype = true;
+              row.head_dim = kMaxHeadDim;
+              row.head_dim_v = shape.columns;
+              row.operands = kAnyOperands;
+              row.scores = kAll;
+              row.features = kAnyFeatures;
+              row.rows = shape.rows();
+            }),
+    rows_of(sm90::kForwardShapes, Family::sm90, Pass::forward,
+            [](KernelRow &row, const sm90::ForwardShape &shape) {
+              row.set = "sm90_fwd";
+              row.head_dim = shape.head_dim;
+              row.head_dim_v = shape.head_dim_v;
+              row.operands = shape.fp8 ? kFp8 : k16Bit;
+              row.scores = shape.scored ? kHopperScores : kPlain;
+              // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
+              row.features = kDeterministic | kSeparateV | (shape.scored ? 0 : kPlainScores);
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.rows();
+            }),
+    rows_of(decode::kShapes, Family::decode, Pass::forward,
+            [](KernelRow &row, const decode::Shape &shape) {
+              constexpr int64_t kFewQueries = 16;  // more of them want larger tiles
+              const bool kv_8bit = shape.kv_bytes == 1;
+              row.set = kv_8bit ? "decode_8bit_fwd" : "decode_fwd";
+              row.any_dtype = kv_8bit;
+              row.head_dim = row.head_dim_v = shape.head_dim;
+              row.operands = kv_8bit ? k8BitKv : k16Bit;
+              row.scores = kSoftcap | kAlibi;
+              row.features = kCacheFeatures | kSeparateV | kHugePackedKv | kDescalePerRow;
+              row.max_queries = shape.rows() == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
+              row.capability = shape.capability;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.rows();
+            }),
+    rows_of(extend::kShapes, Family::extend, Pass::forward,
+            [](KernelRow &row, const extend::Shape &shape) {
+              const bool kv_8bit = shape.stages_8bit > 0;
+              row.set = kv_8bit ? "extend_8bit_fwd" : "extend_fwd";
+              row.any_dtype = kv_8bit;
+              row.head_dim = row.head_dim_v = shape.head_dim;
+              row.operands = kv_8bit ? k8BitKv : k16Bit;
+              row.scores = kSoftcap | kAlibi;
+              row.features = kCacheFeatures | kSeparateV;
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.rows();
+            }),
+    rows_of(mla::kShapes, Family::mla, Pass::forward,
+            [](KernelRow &row, const mla::Shape &shape) {
+              row.set = "mla_fwd";
+              row.head_dim = shape.head_dim;
+              row.head_dim_v = shape.head_dim_v;
+              row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv;
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.rows();
+            }),
+    rows_of(sm80::kBackwardShapes, Family::sm80, Pass::backward,
+            [](KernelRow &row, const sm80::BackwardShape &shape) {
+              row.set = "sm80_bwd";
+              row.head_dim = shape.head_dim;
+              row.head_dim_v = shape.head_dim_v;
+              row.scores = shape.scores;
+              row.features = kAnyFeatures & ~kSmallMaskBlocks;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.keys();
+            }),
+    rows_of(simt::kBackwardShapes, Family::simt, Pass::backward,
+            [](KernelRow &row, const simt::BackwardShape &shape) {
+              row.set = "simt_bwd";
+              row.any_dtype = true;
+              row.head_dim = row.head_dim_v = shape.columns;
+              row.operands = kFp32 | k16Bit;
+              row.scores = kAll;
+              row.features = kAnyFeatures;
+              row.rows = shape.own_rows();
+            }),
+    rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward, [](KernelRow &row, const sm90::BackwardShape &shape) {
+      row.set = "sm90_bwd";
+      row.head_dim = shape.head_dim;
+      row.head_dim_v = shape.head_dim_v;
+      row.scores = shape.scored ? kHopperScores : kPlain;
+      // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
+      row.features = kSeparateV | (shape.scored ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
+      row.capability = 90;
+      row.sm90a = true;
+      row.threads = shape.threads();
+      row.shared_bytes = shape.shared_bytes();
+      row.rows = shape.keys();
+    }));
+
+// The rows of a family and pass in kRows, and what at least one of them offers.
+struct FamilyRows {
+  size_t first = 0, count = 0;
+  OperandSet operands = 0;
+  ScoreSet scores = 0;
+  FeatureSet features = 0;
+};
+constexpr auto kFamilyRows = [] {
+  std::array<std::array<FamilyRows, 2>, kNumFamilies> families{};
+  for (size_t n = 0; n < kRows.size(); ++n) {
+    FamilyRows &rows = families[static_cast<size_t>(kRows[n].family)][static_cast<size_t>(kRows[n].pass)];
+    if (rows.count++ == 0) rows.first = n;
+    rows.operands |= kRows[n].operands;
+    rows.scores |= kRows[n].scores;
+    rows.features |= kRows[n].features;
+  }
+  return families;
+}();
+const FamilyRows &family_rows(Family family, Pass pass) {
+  return kFamilyRows[static_cast<size_t>(family)][static_cast<size_t>(pass)];
+}
+
+constexpr const char *kDtypeNames[] = {"f32", "f16", "bf16", "e4m3", "i8"};  // by Dtype
+const char *name_of(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
+
+}  // namespace
+
+std::span<const KernelRow> all_kernels() { return kRows; }
+
+std::span<const KernelRow> kernels_of(Family family, Pass pass) {
+  const FamilyRows &rows = family_rows(family, pass);
+  return {kRows.data() + rows.first, rows.count};
+}
+
+std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs) {
+  const FamilyRows &rows = family_rows(family, pass);
+  const bool offered =
+      ((needs.operands & ~rows.operands) | (needs.scores & ~rows.scores) | (needs.features & ~rows.features)) == 0;
+  return {kRows.data() + rows.first, offered ? rows.count : 0};
+}
+
+std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out) {
+  static constexpr const char *kFamilyNames[] = {"sm80", "simt", "sm90", "decode", "extend", "mla"};  // by Family
+  static_assert(std::size(kFamilyNames) == kNumFamilies);
+  std::string name = kFamilyNames[static_cast<int>(kernel.family)];
+  name += kernel.pass == Pass::forward ? "_fwd_" : "_bwd_";
+  name = name + name_of(q) + "_";
+  if (k != q) name = name + name_of(k) + "_";
+  if (out != q) name = name + "to_" + name_of(out) + "_";
+  return name + kernel.name;
+}
+
+std::string instance_name(const KernelRow &kernel, Dtype dtype) {
+  return std::string(kernel.set) + "_" + (kernel.any_dtype ? "any" : name_of(dtype)) + "_" + kernel.name;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every attention kernel of the library: one row each, made from the tables in kernels/*/*table.h. A row says what the kernel is, what it
+// can do, and what its CTA needs. Host code only, the same in builds without CUDA; instances.h knows what this build contains.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "cuda/common/scores.h"
+#include "cuda/host/device.h"
+
+namespace fa::cuda {
+
+// Kernels that share their parameters, their planner and their launcher. `none` is the plan of a problem without work: it launches nothing.
+enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, none };
+constexpr int kNumFamilies = static_cast<int>(Family::none);
+enum class Pass : int32_t { forward, backward };
+
+// Types of operands, a set of bits.
+using OperandSet = uint32_t;
+constexpr OperandSet kFp32 = 1;        // q, k, v
+constexpr OperandSet k16Bit = 2;       // fp16 or bf16
+constexpr OperandSet k8BitKv = 4;      // 16-bit q; k and v e4m3 or int8
+constexpr OperandSet kFp8 = 8;         // q, k, v e4m3; 16-bit out
+constexpr OperandSet kMixed8Bit = 16;  // every other combination with 8-bit k and v
+constexpr OperandSet kAnyOperands = 31;
+
+// What a problem asks for besides operands and score terms, a set of bits.
+using FeatureSet = uint32_t;
+constexpr FeatureSet kPagedKv = 1;
+constexpr FeatureSet kSplitKv = 2;                // the caller asks for more than one split
+constexpr FeatureSet kBatchInvariant = 4;         // FA_FLAG_BATCH_INVARIANT
+constexpr FeatureSet kBatchInvariantVarlenQ = 8;  // the same, with query lengths that only the device knows
+constexpr FeatureSet kDeterministic = 16;         // FA_FLAG_DETERMINISTIC
+constexpr FeatureSet kDescalePerRow = 32;         // 8-bit k or v with a descale for each row, not for each head
+constexpr FeatureSet kSmallMaskBlocks = 64;       // block_mask whose block sizes are not multiples of 64
+constexpr FeatureSet kHugePackedKv = 128;         // packed k and v of more than 2^31 - 1 rows
+constexpr FeatureSet kEmpty = 256;                // no sequence, no query or no key
+constexpr FeatureSet kPlainScores = 512;          // no score terms: kernels for score terms leave such problems to others
+constexpr FeatureSet kSeparateV = 1024;           // V that is not the first columns of K in the same memory, as MLA has it
+constexpr FeatureSet kUnalignedRows = 2048;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
+constexpr FeatureSet kNoTma = 4096;               // q, k, v (backward: dout) that TMA cannot describe: is_tma_compatible()
+constexpr FeatureSet kAnyFeatures = 8191;
+
+struct KernelRow {
+  // What it is. The build calls its instances <set>_<dtype>_<name>, which is what FA_ONLY matches.
+  const char *set = "";
+  const char *name = "";
+  Family family = Family::sm80;
+  Pass pass = Pass::forward;
+  int32_t shape = 0;       // index into the family's table for the pass
+  bool any_dtype = false;  // one instance serves all dtypes and is called <set>_any_<name>; else fp16 and bf16 have one each
+
+  // What it can do.
+  int32_t head_dim = 0, head_dim_v = 0;  // at most
+  OperandSet operands = k16Bit;
+  ScoreSet scores = kPlain;
+  FeatureSet features = 0;
+  int64_t max_queries = INT64_MAX;  // of a sequence
+  int32_t capability = 80;          // compute capability of the oldest device that runs it
+  bool sm90a = false;               // runs on sm_90a alone
+
+  // Its CTA.
+  int32_t threads = 0;
+  int32_t shared_bytes = 0;
+  int32_t rows = 0;  // of the tile that it owns: queries in forward, keys in backward
+};
+
+// All rows; the kernels of a family and pass lie together, in the order of their table, which is the order of preference.
+std::span<const KernelRow> all_kernels();
+std::span<const KernelRow> kernels_of(Family family, Pass pass);
+
+// As the query names it, "sm80_fwd_bf16_d128", without what a plan adds ("_split", "_ordered").
+std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out);
+// The dtype in the name of the instance that serves q and out of such types: fp8 kernels have an instance for each type of out.
+inline Dtype instance_dtype(const KernelRow &kernel, Dtype q, Dtype out) { return kernel.operands == kFp8 ? out : q; }
+// As the build and FA_ONLY name the object file it is in: "decode_8bit_fwd_any_d128_16".
+std::string instance_name(const KernelRow &kernel, Dtype dtype);
+
+}  // namespace fa::cuda

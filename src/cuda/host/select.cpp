@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only place that decides which family of kernels serves a problem. Within a family the first row of its table serves that can
+// (registry.h), unless its planner says otherwise.
+#include <algorithm>
+#include <cinttypes>
+
+#include "cuda/common/operand.h"
+#include "cuda/host/planners.h"
+
+namespace fa::cuda {
+namespace {
+
+// What no CUDA kernel takes, forward or backward.
+fa_status check_limits(const Problem &p, ErrorText &error) {
+  constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
+  if (p.q_lengths.max_len > kMaxRows || p.group > kMaxRows / std::max<int64_t>(p.q_lengths.max_len, 1) ||
+      p.k_lengths.max_len > kMaxRows) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30 - 1024",
+                p.q_lengths.max_len, p.k_lengths.max_len);
+  }
+  return FA_OK;
+}
+
+// Forward: the first line that applies and has a kernel.
+//
+//   K and V               rows and queries                              kernels
+//   any                   more than 32 rows, of 8-bit K and V or of     extend
+//                         at most 16 queries
+//   any                   any                                           decode
+//   8-bit                 any                                           sm90 (fp8), any device
+//   16-bit, fp32          any                                           mla
+//   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
+//   16-bit, fp32          any                                           extend, any device
+//
+// Rows are queries times the query heads of a group: decode kernels do best while one tile of them is enough.
+fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  constexpr int64_t kFewRows = 32, kFewQueries = 16;
+  const bool kv_8bit = is_quantised(p.k.dtype);
+  plan = {};
+  if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && p.q_lengths.max_len * p.group > kFewRows &&
+      plan_extend(p, needs, device, plan)) {
+    return FA_OK;
+  }
+  if (plan_decode(p, needs, device, plan)) return FA_OK;
+  if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
+  if (plan_mla(p, needs, device, plan)) return FA_OK;
+  ForwardPlan sm90;
+  const bool hopper = plan_sm90(p, needs, device, sm90);
+  const fa_status status = plan_any_device(p, needs, device, plan, error);
+  if (hopper && (status != FA_OK || !beats_sm90(p, device, plan, sm90))) {
+    plan = sm90;
+    return FA_OK;
+  }
+  ForwardPlan extend;
+  if (!plan_extend(p, needs, device, extend)) return status;
+  plan = extend;
+  return FA_OK;
+}
+
+// Backward: Hopper's kernels, else those that every device runs.
+fa_status choose(const BackwardProblem &b, const Needs &needs, const Device &device, BackwardPlan &plan, ErrorText &error) {
+  bool found = false;
+  plan = {};
+  FA_RETURN_IF_ERROR(plan_backward_sm90(b, needs, device, found, plan, error));
+  return found ? FA_OK : plan_backward_any_device(b, needs, device, plan, error);
+}
+
+// The best kernel of a complete build, if this build has it; else the best of those that it has; else a refusal that names the instance.
+template <typename AnyProblem, typename Plan>
+fa_status choose_built(const AnyProblem &problem, const Needs &needs, const Device &device, Plan &plan, ErrorText &error) {
+  Device complete = device;
+  complete.is_built = everything_is_built;
+  FA_RETURN_IF_ERROR(choose(problem, needs, complete, plan, error));
+  const KernelRow &best = kernel_of(plan);
+  const Dtype dtype = instance_dtype(best, needs.q, needs.out);
+  if (device.is_built(best, dtype) || choose(problem, needs, device, plan, error) == FA_OK) return FA_OK;
+  return fail(error, FA_ERROR_NOT_BUILT,
+              "this build (FA_ONLY) leaves out the kernel for this problem, %s, and every other that could run it",
+              instance_name(best, dtype).c_str());
+}
+
+// "; not aligned for 16-byte vectors: k, v", naming the tensors that are accessed element by element, or "" if there are none.
+std::string by_elements(std::initializer_list<std::pair<const char *, bool>> tensors) {
+  std::string names;
+  for (const auto &[name, vectors] : tensors) {
+    if (!vectors) names += (names.empty() ? "" : ", ") + std::string(name);
+  }
+  return names.empty() ? "" : "; not aligned for 16-byte vectors: " + names;
+}
+
+}  // namespace
+
+fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_limits(p, error));
+  const Needs needs = needs_of(p);
+  FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
+  plan.vector = needs.vector;
+  if (plan.family == Family::simt) {  // these kernels take care of the end of a row themselves
+    plan.vector.q = has_16_byte_rows(p.q, 0);
+    plan.vector.k = has_16_byte_rows(p.k, 0);
+    plan.vector.v = has_16_byte_rows(p.v, 0);
+    plan.vector.out = has_16_byte_rows(p.out, 0);
+  }
+  return FA_OK;
+}
+
+fa_status plan_backward(const BackwardProblem &b, const Device &device, BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  if (b.empty()) {
+    plan = BackwardPlan{};
+    plan.family = Family::none;
+    plan.reason = "no gradient is asked for";
+    return FA_OK;
+  }
+  FA_RETURN_IF_ERROR(check_limits(p, error));
+  constexpr int64_t kMaxBackward = 512;
+  if (p.head_dim > kMaxBackward) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "head_dim is %" PRId64 "; CUDA kernels for backward go up to %" PRId64, p.head_dim,
+                kMaxBackward);
+  }
+  const Needs needs = needs_of(b);
+  FA_RETURN_IF_ERROR(choose_built(b, needs, device, plan, error));
+  plan.vector = needs.vector;
+  if (plan.family == Family::simt) {
+    plan.vector.q = has_16_byte_rows(p.q, 0);
+    plan.vector.k = has_16_byte_rows(p.k, 0);
+    plan.vector.v = has_16_byte_rows(p.v, 0);
+    plan.vector.dout = has_16_byte_rows(b.dout, 0);
+    plan.vector.dq = has_16_byte_rows(b.dq, 0);
+    plan.vector.dk = has_16_byte_rows(b.dk, 0);
+    plan.vector.dv = has_16_byte_rows(b.dv, 0);
+  }
+  return FA_OK;
+}
+
+std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
+  const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
+  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (split ? "_split" : "");
+}
+
+std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
+  if (plan.family == Family::none) return "none";
+  const Problem &p = b.forward;
+  const bool ordered = (p.deterministic || p.batch_invariant) && plan.family != Family::simt;
+  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (ordered ? "_ordered" : "");
+}
+
+std::string reason_of(const ForwardPlan &plan) {
+  const std::string reason = plan.reason, out = by_elements({{"out", plan.vector.out}});
+  switch (plan.family) {
+    case Family::sm90:
+      return reason + (plan.tma_out ? "; TMA stores out" : "; registers store out") + (plan.tma_out ? "" : out);
+    case Family::decode:
+      return reason + out;
+    case Family::extend:
+    case Family::mla:
+      return reason + (plan.tma_kv ? "; TMA loads K and V" : "; cp.async gathers the rows of K and V") + out;
+    default:
+      return reason + by_elements({{"q", plan.vector.q}, {"k", plan.vector.k}, {"v", plan.vector.v}, {"out", plan.vector.out}});
+  }
+}
+
+std::string reason_of(const BackwardPlan &plan) {
+  if (plan.family == Family::none) return plan.reason;
+  const VectorAccess &vector = plan.vector;
+  const bool hopper = plan.family == Family::sm90, cuda_cores = plan.family == Family::simt;
+  return plan.reason + by_elements({{"q", vector.q},
+                                    {"k", vector.k},
+                                    {"v", vector.v},
+                                    {"dout", vector.dout},
+                                    {"dq", vector.dq || !cuda_cores},  // others write dq from their accumulator, by elements
+                                    {"dk", vector.dk || !(hopper || cuda_cores)},
+                                    {"dv", vector.dv || !(hopper || cuda_cores)}});
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/host/tensor_maps.h"
+
+#include <algorithm>
+
+namespace fa::cuda {
+namespace {
+
+constexpr int kMaxRank = 5;
+constexpr int64_t kAtomBytes = 128;  // of a swizzle atom's row
+
+// Dimensions from the innermost outwards. The innermost one is contiguous; the strides are those of the others.
+struct Description {
+  CUtensorMapDataType type;
+  int64_t element_bytes;
+  int rank;
+  int64_t sizes[kMaxRank];
+  int64_t strides[kMaxRank - 1];  // in elements
+  int32_t box[kMaxRank];
+  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+};
+
+CUtensorMapDataType map_type(Dtype dtype) {
+  return is_quantised(dtype)    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+fa_status encode(const Driver &driver, const char *name, void *data, const Description &d, CUtensorMap &map, ErrorText &error) {
+  cuuint64_t sizes[kMaxRank], strides[kMaxRank - 1];
+  cuuint32_t box[kMaxRank], element_strides[kMaxRank];
+  for (int n = 0; n < d.rank; ++n) {
+    sizes[n] =
+        static_cast<cuuint64_t>(std::max<int64_t>(d.sizes[n], 1));  // 0 is not allowed; of an empty tensor nothing is loaded
+    if (n > 0) strides[n - 1] = static_cast<cuuint64_t>(d.strides[n - 1] * d.element_bytes);
+    box[n] = static_cast<cuuint32_t>(d.box[n]);
+    element_strides[n] = 1;
+  }
+  const CUresult result =
+      driver.cuTensorMapEncodeTiled(&map, d.type, static_cast<cuuint32_t>(d.rank), data, sizes, strides, box, element_strides,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, d.swizzle, d.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return FA_OK;
+  return fail(error, FA_ERROR_CUDA, "%s at %p: the driver cannot make a tensor map for it (%s)", name, data,
+              cudaGetErrorName(to_runtime(result)));
+}
+
+}  // namespace
+
+fa_status describe_rows(const Driver &driver, const char *name, const Operand &t, const Lengths &lengths, int64_t batch,
+                        int64_t heads, int64_t head_dim, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+  const bool packed = lengths.cu != nullptr;
+  const int64_t bytes = dtype_bytes(t.dtype);
+  const Description d{.type = map_type(t.dtype),
+                      .element_bytes = bytes,
+                      .rank = 4,
+                      .sizes = {head_dim, packed ? lengths.total : lengths.max_len, heads, packed ? 1 : batch},
+                      .strides = {t.seq_stride, t.head_stride, t.batch_stride},
+                      .box = {static_cast<int32_t>(kAtomBytes / bytes), box_rows, 1, 1}};
+  return encode(driver, name, t.data, d, map, error);
+}
+
+fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
+                      int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+  const bool kv_8bit = is_quantised(t.dtype), paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
+  const int64_t bytes = dtype_bytes(t.dtype), atom = kv_8bit ? head_dim : kAtomBytes / bytes,
+                rows = paged    ? p.page_size
+                       : packed ? p.k_lengths.total
+                                : p.k_lengths.max_len,
+                batches = paged    ? p.num_pages
+                          : packed ? 1
+                                   : p.batch;
+  // What a box has beyond the columns is zero. With one atom its stride does not count, but has to be legal.
+  const Description d{.type = map_type(t.dtype),
+                      .element_bytes = bytes,
+                      .rank = 5,
+                      .sizes = {atom, rows, head_dim / atom, p.heads_k, batches},
+                      .strides = {t.seq_stride, kv_8bit ? box_columns : atom, t.head_stride, t.batch_stride},
+                      .box = {kv_8bit ? box_columns : static_cast<int32_t>(atom), box_rows,
+                              kv_8bit ? 1 : static_cast<int32_t>(box_columns / atom), 1, 1},
+                      .swizzle = kv_8bit ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                      .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
+  return encode(driver, name, t.data, d, map, error);
+}
+
+fa_status describe_transposed_v(const Driver &driver, void *transposed_v, int64_t batch, int64_t heads, int64_t head_dim_v,
+                                int64_t pitch, int32_t box_keys, int32_t box_columns, CUtensorMap &map, ErrorText &error) {
+  const Description d{.type = CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                      .element_bytes = 1,
+                      .rank = 4,
+                      .sizes = {pitch, head_dim_v, heads, batch},
+                      .strides = {pitch, pitch * head_dim_v, pitch * head_dim_v * heads},
+                      .box = {box_keys, box_columns, 1, 1}};
+  return encode(driver, "workspace for the transposed v", transposed_v, d, map, error);
+}
+
+fa_status describe_row_statistics(const Driver &driver, const char *name, float *data, int64_t tiles, int32_t rows,
+                                  CUtensorMap &map, ErrorText &error) {
+  const Description d{.type = CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                      .element_bytes = sizeof(float),
+                      .rank = 4,
+                      .sizes = {rows, tiles, 1, 1},
+                      .strides = {rows, rows, rows},
+                      .box = {rows, 1, 1, 1},
+                      .swizzle = CU_TENSOR_MAP_SWIZZLE_NONE};
+  return encode(driver, name, data, d, map, error);
+}
+
+}  // namespace fa::cuda

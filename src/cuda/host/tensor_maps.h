@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor maps: descriptions of tensors by which TMA loads and stores boxes of them. Whether a kernel uses TMA is the plan's decision
+// (is_tma_compatible(), is_kv_tma_compatible()); a map that the driver refuses is FA_ERROR_CUDA, with `name` in the message.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/forward_problem.h"
+#include "core/status.h"
+#include "cuda/host/driver.h"
+
+namespace fa::cuda {
+
+// (batch, seqlen, heads, head_dim) in boxes of `box_rows` rows of one head and one 128-byte swizzle atom of columns. What lies outside of the
+// tensor reads as zero.
+fa_status describe_rows(const Driver &driver, const char *name, const Operand &tensor, const Lengths &lengths, int64_t batch,
+                        int64_t heads, int64_t head_dim, int32_t box_rows, CUtensorMap &map, ErrorText &error);
+
+// K or V as (batch or pages, heads, swizzle atoms of 64 columns, rows, 64), in boxes of `box_rows` rows of one head and `box_columns` columns,
+// which may be several atoms. 8-bit K and V are one unswizzled atom of all columns.
+fa_status describe_kv(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor, int64_t head_dim,
+                      int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
+
+// V^T of 8-bit V in the workspace, (batch, heads, head_dim_v, pitch), in boxes of `box_keys` keys and `box_columns` columns of one head.
+fa_status describe_transposed_v(const Driver &driver, void *transposed_v, int64_t batch, int64_t heads, int64_t head_dim_v,
+                                int64_t pitch, int32_t box_keys, int32_t box_columns, CUtensorMap &map, ErrorText &error);
+
+// One fp32 for each row, (tiles, rows), in boxes of one tile.
+fa_status describe_row_statistics(const Driver &driver, const char *name, float *data, int64_t tiles, int32_t rows,
+                                  CUtensorMap &map, ErrorText &error);
+
+}  // namespace fa::cuda
