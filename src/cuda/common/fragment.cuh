@@ -104,6 +104,12 @@ struct SumOp {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
+// Multiplies row r of an output fragment.
+template <class Out, typename Array>
+__device__ __forceinline__ void scale_row(Array &x, int r, float factor) {
+#pragma unroll
+  for (int m = 0; m < Out::kKeysOfLane; ++m) element(x, Out::at(r, m)) *= factor;
+}
 // Multiplies every row of an output fragment by its factor. `Out` describes the array, queries as rows or as columns like the scores.
 template <class Out, typename Array>
 __device__ __forceinline__ void scale_rows(Array &x, const float (&factor)[Out::kRows]) {

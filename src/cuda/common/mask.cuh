@@ -24,12 +24,18 @@ __device__ __forceinline__ KeyRange tiles_inside(const KeyRange &keys) {
   return {(keys.begin + kTile - 1) / kTile, keys.end / kTile};
 }
 
+// Whether the range holds all keys of the tile that begins at key0.
+template <int kTile>
+__device__ __forceinline__ bool holds_tile(const KeyRange &keys, int key0) {
+  return key0 >= keys.begin && key0 + kTile <= keys.end;
+}
+
 // How a tile of keys lies to the rows of a warp or a CTA.
 enum class TileMask { empty, partial, full };
 template <int kTile>
 __device__ __forceinline__ TileMask tile_mask(const KeyRange &visible, const KeyRange &interior, int key0) {
   if (key0 >= visible.end || key0 + kTile <= visible.begin) return TileMask::empty;
-  return key0 < interior.begin || key0 + kTile > interior.end ? TileMask::partial : TileMask::full;
+  return holds_tile<kTile>(interior, key0) ? TileMask::full : TileMask::partial;
 }
 
 // The visible keys of one query.

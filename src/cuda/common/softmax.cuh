@@ -65,10 +65,16 @@ struct OnlineSoftmax {
 
   // Raises m of all rows of the warp to their largest score if some row's score exceeds its m by more than `threshold`. Then l is rescaled,
   // and true is returned: the caller rescales out. scale(r) turns scores of row r into exponents of two. m is set `headroom` lower than the
-  // largest score, so that P may reach 2^headroom.
+  // largest score, so that P may reach 2^headroom. rescale_row(r) is called when rescale[r] is known: kernels that are short of registers rescale
+  // out there, one row at a time.
   template <typename Scores, typename Scale, class Warps = OneWarp>
   __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom = 0.f,
-                                             const Warps &warps = {}) {
+                                             Warps &&warps = Warps{}) {
+    return update_max(s, scale, threshold, headroom, warps, [](int) {});
+  }
+  template <typename Scores, typename Scale, class Warps, typename RescaleRow>
+  __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom, Warps &&warps,
+                                             RescaleRow rescale_row) {
     float top[kRows];
     bool exceeds = false;
 #pragma unroll
@@ -80,7 +86,10 @@ struct OnlineSoftmax {
     Fragment::reduce(top, MaxOp{});
     warps.reduce_max(top);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom);
+    for (int r = 0; r < kRows; ++r) {
+      raise(r, top[r] - headroom);
+      rescale_row(r);
+    }
     return true;
   }
 
