@@ -32,7 +32,8 @@ struct OneWarp {
   __device__ __forceinline__ void reduce_max(float (&)[kRows]) const {}
 };
 
-template <class Fragment>
+// kMaxChains: in how many chains a lane looks for its largest score: two, or one in kernels that have no register to spare.
+template <class Fragment, int kMaxChains = 2>
 struct OnlineSoftmax {
   static constexpr int kRows = Fragment::kRows;
 
@@ -48,19 +49,19 @@ struct OnlineSoftmax {
     }
   }
 
-  // The largest of this lane's scores of row r, in two chains.
+  // The largest of this lane's scores of row r.
   template <typename Scores>
   static __device__ __forceinline__ float largest(const Scores &s, int r) {
     constexpr int kCount = Fragment::kKeysOfLane;
-    float x[2];
+    const auto pair = [&](int m) { return fmaxf(element(s, Fragment::at(r, m)), element(s, Fragment::at(r, m + 1))); };
+    float x[kMaxChains];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      x[h] = fmaxf(element(s, Fragment::at(r, 2 * h % kCount)), element(s, Fragment::at(r, (2 * h + 1) % kCount)));
+    for (int h = 0; h < kMaxChains; ++h) {
+      x[h] = pair(2 * h % kCount);
 #pragma unroll
-      for (int m = 4 + 2 * h; m < kCount; m += 4)
-        x[h] = fmaxf(x[h], fmaxf(element(s, Fragment::at(r, m)), element(s, Fragment::at(r, m + 1))));
+      for (int m = 2 * (kMaxChains + h); m < kCount; m += 2 * kMaxChains) x[h] = fmaxf(x[h], pair(m));
     }
-    return fmaxf(x[0], x[1]);
+    return kMaxChains == 1 ? x[0] : fmaxf(x[0], x[kMaxChains - 1]);
   }
 
   // Raises m of all rows of the warp to their largest score if some row's score exceeds its m by more than `threshold`. Then l is rescaled,

@@ -196,7 +196,8 @@ class Backward {
     const int row0 = tile * C::kRows + first_row, key0 = block_.key0 + first_key;
     const uint32_t q = block_.smem_q(stage), dout = block_.smem_dout(stage);
     const uint32_t row_numbers = (first_row + 2 * (block_.lane & 3)) * 4;
-    const uint32_t lse_at = block_.smem_lse(stage) + row_numbers, delta_at = block_.smem_delta(stage) + row_numbers;
+    // One address register for both.
+    const uint32_t lse_at = block_.smem_lse(stage) + row_numbers, delta_at = lse_at + sizeof(C::Storage::lse);
     POperand operand;
     if ((kMasked && !block_.mask.any(row0, C::kTileRows, key0, C::kKeyTiles * 16)) ||
         (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0)) {

@@ -286,39 +286,97 @@ class Forward {
 
   __device__ __forceinline__ void epilogue() {
     const Problem &p = rows_.p;
-    const int quad = rows_.lane & 3, columns = static_cast<int>(p.head_dim_v);
-    const bool stores_lse = rows_.column_warp == 0 && Fragment::leads(rows_.lane);
-    // The column tile of out that tile j of this warp is.
-    const auto tile_of = [&](int j) { return 2 * (first_column_step() + column_step<C::kColumnWarps>(j / 2)) + j % 2; };
     softmax_.reduce_sums();
     row_warps_.reduce_sum(softmax_.sum);
+    const bool stores_lse = rows_.column_warp == 0 && Fragment::leads(rows_.lane);
+    float factor[Fragment::kRows];
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) {
-      const int row = rows_.warp_row + Fragment::query(rows_.lane, r), used = min(row, rows_.rows - 1);
-      const bool exists = row < rows_.rows;
-      const float *sink = rows_.split() == 0 ? sink_of(p, rows_.head_of(used)) : nullptr;
+      const int row = row_of(r);
+      const float *sink = rows_.split() == 0 ? sink_of(p, rows_.head_of(min(row, rows_.rows - 1))) : nullptr;
       const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink);
-      const float factor = result.factor * p.dropout.keep_scale;
+      factor[r] = result.factor * p.dropout.keep_scale;
+      if (!stores_lse || row >= rows_.rows) continue;
       if (rows_.a.num_splits.value > 1) {
-        if (!exists) continue;
-        const int64_t at =
-            ((int64_t{rows_.split()} * p.batch + rows_.b) * p.heads_q + rows_.head_of(row)) * p.q_lengths.max_len +
-            rows_.token_of(row);
-        if (stores_lse) rows_.a.split_lse[at] = result.lse;
-        float *partial = rows_.a.split_out + at * columns;
-#pragma unroll
-        for (int j = 0; j < kDt; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int column = 8 * tile_of(j) + 2 * quad + e;
-            if (column < columns) partial[column] = out_[r / 2][j][r % 2 * 2 + e] * factor;
-          }
-      } else {
-        if (stores_lse && exists && p.lse.data != nullptr) *lse_of(row) = result.lse;
-        store_fragment_row<Element, kDt>(
-            out_[r / 2][0], r % 2, out_of(used), exists ? columns : 0, rows_.a.vector_out, quad,
-            [&](float x, float y) { return pack2<Element>(x * factor, y * factor); }, ~0u, tile_of);
+        rows_.a.split_lse[partial_index(row)] = result.lse;
+      } else if (p.lse.data != nullptr) {
+        *lse_of(row) = result.lse;
       }
+    }
+    if (rows_.a.num_splits.value > 1) {
+      store_partial(factor);
+    } else {
+      store_out(factor);
+    }
+  }
+
+  __device__ __forceinline__ int row_of(int r) const { return rows_.warp_row + Fragment::query(rows_.lane, r); }
+  // The column tile of out that tile j of this warp is.
+  __device__ __forceinline__ int column_tile(int j) const {
+    return 2 * (first_column_step() + column_step<C::kColumnWarps>(j / 2)) + j % 2;
+  }
+
+  // Through shared memory, in place of Q: at once, where a warp's rows of out take the place of its own rows of Q alone.
+  __device__ __forceinline__ void store_out(const float (&factor)[Fragment::kRows]) const {
+    constexpr int kPitch = C::kDv * 2;
+    static_assert(C::kDv <= C::kD);
+    if constexpr (C::kColumnWarps > 1 || C::kD != C::kDv) __syncthreads();
+    __syncwarp();  // the warp has read Q
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r) {
+      const int local = rows_.row_warp * C::kWarpRows + Fragment::query(rows_.lane, r);
+#pragma unroll
+      for (int j = 0; j < kDt; ++j) {
+        const float *x = &out_[r / 2][j][r % 2 * 2];
+        st_shared_4(rows_.smem_q() + swizzled<kPitch>(local, column_tile(j)) + (rows_.lane & 3) * 4,
+                    pack2<Element>(x[0] * factor[r], x[1] * factor[r]));
+      }
+    }
+    __syncwarp();
+    const int columns = static_cast<int>(rows_.p.head_dim_v);
+    const auto staged = [&](int row, int vector) {
+      return ld_shared_16(rows_.smem_q() + swizzled<kPitch>(rows_.row_warp * C::kWarpRows + row, vector));
+    };
+    if constexpr (32 % kDt == 0) {
+      if (rows_.a.vector_out && !rows_.packed() && rows_.warp_row + C::kWarpRows <= rows_.rows) {
+        const int row = rows_.lane / kDt, vector = column_tile(rows_.lane % kDt);
+        if (vector * 8 >= columns) return;
+        Element *dst = out_of(rows_.warp_row + row) + vector * 8;
+#pragma unroll
+        for (int i = 0; i < C::kWarpRows; i += 32 / kDt)
+          *reinterpret_cast<uint4 *>(dst + i * rows_.p.out.seq_stride) = staged(row + i, vector);
+        return;
+      }
+    }
+#pragma unroll 2
+    for (int n = rows_.lane; n < C::kWarpRows * kDt; n += 32) {
+      const int row = rows_.warp_row + n / kDt, vector = column_tile(n % kDt);
+      if (row >= rows_.rows) continue;
+      const uint4 x = staged(n / kDt, vector);
+      store_elements<Element>(out_of(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8, rows_.a.vector_out);
+    }
+  }
+
+  __device__ __forceinline__ int64_t partial_index(int row) const {
+    const Problem &p = rows_.p;
+    return ((int64_t{rows_.split()} * p.batch + rows_.b) * p.heads_q + rows_.head_of(row)) * p.q_lengths.max_len +
+           rows_.token_of(row);
+  }
+  // The result over the keys of one split, in fp32.
+  __device__ __forceinline__ void store_partial(const float (&factor)[Fragment::kRows]) const {
+    const int columns = static_cast<int>(rows_.p.head_dim_v);
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r) {
+      const int row = row_of(r);
+      if (row >= rows_.rows) continue;
+      float *partial = rows_.a.split_out + partial_index(row) * columns;
+#pragma unroll
+      for (int j = 0; j < kDt; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * column_tile(j) + 2 * (rows_.lane & 3) + e;
+          if (column < columns) partial[column] = out_[r / 2][j][r % 2 * 2 + e] * factor[r];
+        }
     }
   }
 
@@ -335,7 +393,7 @@ class Forward {
   RowBlock<C> rows_;
   RowWarps<C> row_warps_;
   ScoreMods<C> mods_;
-  OnlineSoftmax<Fragment> softmax_;
+  OnlineSoftmax<Fragment, /*kMaxChains=*/1> softmax_;
   Accumulator<kMt, kDt> out_;
   bool nan_safe_bias_ = false;  // this is the second run of the main loop
 };

@@ -140,13 +140,22 @@ struct RowBlock {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ RowSource<Element> kv_source(const Operand &t, int64_t columns, bool vectors) const {
-    const bool paged = p.page_table != nullptr;
-    RowSource<Element> s = row_source<Element>(t, paged ? 0 : b, paged ? 0 : k_start, seqlen_k, head_k, columns, vectors);
-    // Unconditional, so that they stay in the constant bank.
-    s.page_entry_stride = p.page_table_page_stride;
-    s.page_stride = t.batch_stride;
-    s.page_size = a.page_size;
-    if (paged) s.page_table = p.page_table + b * p.page_table_batch_stride;
+    // Not row_source() and zeros for what only pages have: that would hold strides in registers through the main loop.
+    RowSource<Element> s;
+    s.base = static_cast<const Element *>(t.data) + head_k * t.head_stride;
+    s.row_stride = t.seq_stride;
+    s.rows = seqlen_k;
+    s.columns = static_cast<int>(columns);
+    s.vectors = vectors;
+    s.page_table = p.page_table;
+    if (p.page_table != nullptr) {
+      s.page_table += b * p.page_table_batch_stride;
+      s.page_entry_stride = p.page_table_page_stride;
+      s.page_stride = t.batch_stride;
+      s.page_size = a.page_size;
+    } else {
+      s.base += b * t.batch_stride + k_start * t.seq_stride;
+    }
     return s;
   }
 
