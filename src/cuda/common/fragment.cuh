@@ -8,7 +8,7 @@
 // A fragment is a type without data. It describes an array of such elements, numbered n = (i kNTiles + j) 4 + r, in one of two orientations:
 //
 //   QkFragment   S = Q K^T, queries are rows:       a lane holds kRows = 2 kMTiles queries; their keys lie in the 4 lanes of a quad
-//   KqFragment   S^T = K Q^T, queries are columns:  a lane holds kRows = 2 queries of 8; their keys lie in the 8 lanes with equal lane % 4
+//   KqFragment   S^T = K Q^T, queries are columns:  a lane holds kRows = 2 kNTiles queries; their keys lie in the 8 lanes with equal lane % 4
 //
 // What is written with row(n), key(n) and reduce() works in both orientations. All of it is resolved at compile time once loops are unrolled.
 #pragma once
@@ -72,19 +72,19 @@ struct QkFragment {
   }
 };
 
-// S^T = K Q^T: queries are columns, eight of them in all.
-template <int kMTiles>
+// S^T = K Q^T: queries are columns.
+template <int kMTiles, int kNTiles = 1>
 struct KqFragment {
-  static constexpr int kElements = 4 * kMTiles;
-  static constexpr int kRows = 2;
+  static constexpr int kElements = 4 * kMTiles * kNTiles;
+  static constexpr int kRows = 2 * kNTiles;
   static constexpr int kKeys = 16 * kMTiles;
   static constexpr int kKeysOfLane = 2 * kMTiles;
 
-  static __host__ __device__ constexpr int row(int n) { return n % 2; }
-  static __host__ __device__ constexpr int key(int n) { return 16 * (n / 4) + 8 * (n / 2 % 2); }
-  static __host__ __device__ constexpr int at(int r, int m) { return m / 2 * 4 + m % 2 * 2 + r; }
+  static __host__ __device__ constexpr int row(int n) { return n / 4 % kNTiles * 2 + n % 2; }
+  static __host__ __device__ constexpr int key(int n) { return 16 * (n / (4 * kNTiles)) + 8 * (n / 2 % 2); }
+  static __host__ __device__ constexpr int at(int r, int m) { return (m / 2 * kNTiles + r / 2) * 4 + m % 2 * 2 + r % 2; }
   static __device__ __forceinline__ int first_key(int lane) { return lane >> 2; }
-  static __device__ __forceinline__ int query(int lane, int r) { return 2 * (lane & 3) + r; }
+  static __device__ __forceinline__ int query(int lane, int r) { return 8 * (r / 2) + 2 * (lane & 3) + r % 2; }
   static __device__ __forceinline__ bool leads(int lane) { return lane < 4; }
 
   template <int kCount, typename Op>
@@ -103,6 +103,12 @@ struct SumOp {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
+// Multiplies row r of an output fragment.
+template <class Out, typename Array>
+__device__ __forceinline__ void scale_row(Array &x, int r, float factor) {
+#pragma unroll
+  for (int m = 0; m < Out::kKeysOfLane; ++m) element(x, Out::at(r, m)) *= factor;
+}
 // Multiplies every row of an output fragment by its factor. `Out` describes the array, queries as rows or as columns like the scores.
 template <class Out, typename Array>
 __device__ __forceinline__ void scale_rows(Array &x, const float (&factor)[Out::kRows]) {

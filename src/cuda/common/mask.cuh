@@ -3,6 +3,7 @@
 //
 //   tile rule      which KV tiles a block of rows sees at all (touching), and which need no mask code (inside)
 //   element rule   which elements of a fragment are visible, as bits, and -inf for the others
+//   pair rule      whether one pair (query, key) is visible, for kernels that visit pairs in any order
 #pragma once
 
 #include <math_constants.h>
@@ -24,12 +25,18 @@ __device__ __forceinline__ KeyRange tiles_inside(const KeyRange &keys) {
   return {(keys.begin + kTile - 1) / kTile, keys.end / kTile};
 }
 
+// Whether the range holds all keys of the tile that begins at key0.
+template <int kTile>
+__device__ __forceinline__ bool holds_tile(const KeyRange &keys, int key0) {
+  return key0 >= keys.begin && key0 + kTile <= keys.end;
+}
+
 // Whether the rows of a warp or a CTA see no key of a KV tile, some pairs of it or all.
 enum class TileMask { empty, partial, full };
 template <int kTile>
 __device__ __forceinline__ TileMask tile_mask(const KeyRange &visible, const KeyRange &interior, int key0) {
   if (key0 >= visible.end || key0 + kTile <= visible.begin) return TileMask::empty;
-  return key0 < interior.begin || key0 + kTile > interior.end ? TileMask::partial : TileMask::full;
+  return holds_tile<kTile>(interior, key0) ? TileMask::full : TileMask::partial;
 }
 
 // The visible keys of one query.
@@ -42,10 +49,14 @@ template <class Fragment>
 __device__ __forceinline__ uint32_t keys_below(int end);
 
 namespace detail {
-// Columns 0, 1, 8, 9, 16, 17, ... of a row in QkFragment.
+// Columns 0, 1, 8, 9, 16, 17, ... of a row in QkFragment. The clamp takes fewer registers than selections.
+template <int kNTiles>
 __device__ __forceinline__ uint32_t qk_keys_below(int end) {
-  const int count = 2 * (end >> 3) + min(end & 7, 2);
-  return end <= 0 ? 0u : count >= 32 ? ~0u : (1u << count) - 1u;
+  static_assert(2 * kNTiles <= 32);
+  end = min(max(end, 0), 8 * kNTiles);
+  const int count = end / 8 * 2 + min(end % 8, 2);
+  if constexpr (2 * kNTiles == 32) return count == 32 ? ~0u : (1u << count) - 1u;
+  return (1u << count) - 1u;
 }
 // Rows 0, 8, 16, ... in KqFragment.
 __device__ __forceinline__ uint32_t kq_keys_below(int end) {
@@ -56,11 +67,10 @@ template <class Fragment>
 struct KeysBelow;
 template <int kM, int kN>
 struct KeysBelow<QkFragment<kM, kN>> {
-  static_assert(2 * kN <= 32);
-  static __device__ __forceinline__ uint32_t bits(int end) { return qk_keys_below(end); }
+  static __device__ __forceinline__ uint32_t bits(int end) { return qk_keys_below<kN>(end); }
 };
-template <int kM>
-struct KeysBelow<KqFragment<kM>> {
+template <int kM, int kN>
+struct KeysBelow<KqFragment<kM, kN>> {
   static __device__ __forceinline__ uint32_t bits(int end) { return kq_keys_below(end); }
 };
 }  // namespace detail
@@ -102,5 +112,34 @@ template <class Fragment, typename Scores>
 __device__ __forceinline__ void mask_row(Scores &s, int r, const KeyRange &keys, int key0, int lane) {
   for_masked_in_row<Fragment>(r, keys, key0, lane, [&](int n) { element(s, n) = -CUDART_INF_F; });
 }
+
+// The pair rule: query i sees key j if first <= j - i <= last, i < seqlen_q and j < seqlen_k.
+struct PairMask {
+  int first, last, seqlen_q, seqlen_k;
+
+  __device__ __forceinline__ PairMask() {}
+  __device__ __forceinline__ PairMask(const Band &band, int seqlen_q, int seqlen_k) : seqlen_q(seqlen_q), seqlen_k(seqlen_k) {
+    const Diagonal<int32_t> diagonal(Diagonal<int32_t>::Limits(band), seqlen_q, seqlen_k);
+    first = diagonal.shift - diagonal.left;
+    last = diagonal.shift + diagonal.right;
+  }
+
+  // Of a key, once for all its queries: key - first, or, where the key does not exist, a number that no query reaches.
+  __device__ __forceinline__ uint32_t offset(int key) const {
+    return key < seqlen_k ? static_cast<uint32_t>(key) - static_cast<uint32_t>(first) : 0xC0000000u;
+  }
+  __device__ __forceinline__ bool visible(uint32_t offset, int query) const {
+    const uint32_t width = static_cast<uint32_t>(last) - static_cast<uint32_t>(first);  // less than 2^31
+    return offset - static_cast<uint32_t>(query) <= width && query < seqlen_q;
+  }
+
+  // Whether any pair, or every pair, of a tile is visible.
+  __device__ __forceinline__ bool any(int query0, int queries, int key0, int keys) const {
+    return query0 < seqlen_q && key0 < seqlen_k && key0 + keys - 1 - query0 >= first && key0 - (query0 + queries - 1) <= last;
+  }
+  __device__ __forceinline__ bool all(int query0, int queries, int key0, int keys) const {
+    return key0 + keys <= seqlen_k && key0 - (query0 + queries - 1) >= first && key0 + keys - 1 - query0 <= last;
+  }
+};
 
 }  // namespace fa::cuda

@@ -30,6 +30,18 @@ __device__ __forceinline__ float nan_if_nonfinite(const float (&x)[kCount]) {
   return (zero[0] + zero[1]) + (zero[2] + zero[3]);
 }
 
+template <int kMt, int kNt>
+__device__ __forceinline__ float nan_if_nonfinite(const Accumulator<kMt, kNt> &x) {
+  float zero[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kMt; ++i)
+#pragma unroll
+    for (int j = 0; j < kNt; ++j)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) zero[r] = fmaf(x[i][j][r], 0.f, zero[r]);
+  return (zero[0] + zero[1]) + (zero[2] + zero[3]);
+}
+
 // Collects non-finite 16-bit elements of shared memory.
 template <typename Element>
 struct NonfiniteSearch {

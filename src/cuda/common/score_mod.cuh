@@ -80,9 +80,11 @@ __device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, co
   }
 }
 
-// Bias: score + bias / softmax_scale. A bias of -inf masks the pair, whatever its score is, NaN included.
+// Bias: score + bias / softmax_scale. A bias of -inf masks the pair. With kMasked it does so whatever the score is, NaN included; without, it
+// is only added, which is enough where the score is finite.
+template <bool kMasked = true>
 __device__ __forceinline__ float add_bias(float s, float bias, const RawUnit &raw) {
-  return bias == -CUDART_INF_F ? bias : fmaf(bias, raw.logit, s);
+  return kMasked && bias == -CUDART_INF_F ? bias : fmaf(bias, raw.logit, s);
 }
 
 }  // namespace fa::cuda

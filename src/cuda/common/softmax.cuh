@@ -32,7 +32,8 @@ struct OneWarp {
   __device__ __forceinline__ void reduce_max(float (&)[kRows]) const {}
 };
 
-template <class Fragment>
+// kMaxChains: in how many chains a lane looks for its largest score: two, or one in kernels that have no register to spare.
+template <class Fragment, int kMaxChains = 2>
 struct OnlineSoftmax {
   static constexpr int kRows = Fragment::kRows;
 
@@ -48,28 +49,33 @@ struct OnlineSoftmax {
     }
   }
 
-  // The largest of this lane's scores of row r, in two chains.
+  // The largest of this lane's scores of row r.
   template <typename Scores>
   static __device__ __forceinline__ float largest(const Scores &s, int r) {
     constexpr int kCount = Fragment::kKeysOfLane;
-    float x[2];
+    const auto pair = [&](int m) { return fmaxf(element(s, Fragment::at(r, m)), element(s, Fragment::at(r, m + 1))); };
+    float x[kMaxChains];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      x[h] = fmaxf(element(s, Fragment::at(r, 2 * h % kCount)), element(s, Fragment::at(r, (2 * h + 1) % kCount)));
+    for (int h = 0; h < kMaxChains; ++h) {
+      x[h] = pair(2 * h % kCount);
 #pragma unroll
-      for (int m = 4 + 2 * h; m < kCount; m += 4)
-        x[h] = fmaxf(x[h], fmaxf(element(s, Fragment::at(r, m)), element(s, Fragment::at(r, m + 1))));
+      for (int m = 2 * (kMaxChains + h); m < kCount; m += 2 * kMaxChains) x[h] = fmaxf(x[h], pair(m));
     }
-    return fmaxf(x[0], x[1]);
+    return kMaxChains == 1 ? x[0] : fmaxf(x[0], x[kMaxChains - 1]);
   }
 
   // Raises m of all rows of the warp to their largest score if some row's score exceeds its m by more than `threshold`. Then l is rescaled,
   // and true is returned: the caller rescales out. scale(r) turns scores of row r into exponents of two. m is set `headroom` lower than the
   // largest score, so that P may reach 2^headroom. With kEachRow only the rows that exceed their own m are raised: then a row's m depends on its
-  // own scores alone.
+  // own scores alone. rescale_row(r) is called when rescale[r] is known: kernels that are short of registers rescale out there, one row at a time.
   template <bool kEachRow = false, typename Scores, typename Scale, class Warps = OneWarp>
   __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom = 0.f,
-                                             const Warps &warps = {}) {
+                                             Warps &&warps = Warps{}) {
+    return update_max<kEachRow>(s, scale, threshold, headroom, warps, [](int) {});
+  }
+  template <bool kEachRow = false, typename Scores, typename Scale, class Warps, typename RescaleRow>
+  __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom, Warps &&warps,
+                                             RescaleRow rescale_row) {
     float top[kRows];
     bool exceeds = false;
 #pragma unroll
@@ -88,6 +94,7 @@ struct OnlineSoftmax {
         } else {
           rescale[r] = 1.f;
         }
+        rescale_row(r);
       }
     }
     return raises;

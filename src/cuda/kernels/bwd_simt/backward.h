@@ -8,13 +8,13 @@
 
 namespace fa::cuda::simt {
 
-// What a block of threads computes: the gradient of its own rows of q, k or v.
+// What a CTA computes: the gradient of its own rows of q, k or v.
 enum class Gradient : int32_t { dq, dk, dv };
 
-// A problem and how it is cut. The only parameter of both kernels.
+// The only parameter of both kernels: a problem, and how it is divided among CTAs.
 struct BackwardParams : BackwardRows {
-  int32_t query_blocks, key_blocks;         // blocks of own rows of the longest sequence
-  int64_t blocks_dq, blocks_dk, blocks_dv;  // blocks of threads, in this order; 0 for what is not wanted
+  int32_t query_blocks, key_blocks;         // blocks of own rows, of the longest sequence
+  int64_t blocks_dq, blocks_dk, blocks_dv;  // CTAs, in this order; 0 for a gradient that is not wanted
   bool vector_q, vector_k, vector_v, vector_dout, vector_dq, vector_dk, vector_dv;  // 16-byte accesses are legal
 };
 

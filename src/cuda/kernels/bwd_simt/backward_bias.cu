@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of the bias: a block of threads owns a tile of it and sums dS over every (batch, head, row) that shares it, in a fixed order
-// and without workspace. A second evaluation of S and dP, paid only by those who ask for dbias.
+// The gradient of the bias: a CTA owns a tile of dbias and sums dS over every (batch, head, row) that shares the tile, in a fixed order and
+// without workspace. S and dP are computed a second time, only for callers that ask for dbias.
 #include "cuda/kernels/bwd_simt/backward_scores.cuh"
 
 namespace fa::cuda::simt {
@@ -8,19 +8,20 @@ namespace {
 
 using BiasTiling = Tiling<8, 4, 64>;
 
-class BackwardBias : BackwardScores<BiasTiling> {
+class BackwardBias {
   using T = BiasTiling;
 
  public:
-  using BackwardScores<T>::kSharedBytes;
+  using Storage = BackwardStorage<T>;
 
-  __device__ __forceinline__ BackwardBias(const BackwardParams &params, float *shared) : BackwardScores<T>(params, shared) {}
+  __device__ __forceinline__ BackwardBias(const BackwardParams &params, Storage &shared)
+      : g_(params.problem), p_(params.problem.forward), scores_(params, shared) {}
 
   __device__ __forceinline__ void run() {
-    find_block();
+    find_tile();
     clear(sum_);
-    choose(/*own_queries=*/true, /*with_dp=*/true);
-    walk();
+    scores_.init(/*own_is_q=*/true, /*with_dp=*/true);
+    mainloop();
     if (g_.dbias_sum_rows) {
       store_column_sums();
     } else {
@@ -32,7 +33,7 @@ class BackwardBias : BackwardScores<BiasTiling> {
   static __host__ __device__ int64_t column_tiles(int64_t columns) { return (columns + T::kOtherRows - 1) / T::kOtherRows; }
 
  private:
-  __device__ __forceinline__ void find_block() {
+  __device__ __forceinline__ void find_tile() {
     const int64_t columns = column_tiles(g_.dbias_cols), rows = g_.dbias_sum_rows ? 1 : row_tiles(g_.dbias_rows);
     key0_ = static_cast<int>(blockIdx.x % columns) * T::kOtherRows;
     row_tile_ = static_cast<int>(blockIdx.x / columns % rows);
@@ -40,45 +41,45 @@ class BackwardBias : BackwardScores<BiasTiling> {
     const int heads = g_.dbias_sum_heads ? 1 : static_cast<int>(p_.heads_q);
     head_ = static_cast<int>(slice % heads);
     batch_ = static_cast<int>(slice / heads);
-    heads_here_ = g_.dbias_sum_heads ? static_cast<int>(p_.heads_q) : 1;
-    rows_here_ = g_.dbias_sum_rows ? a_.query_blocks : 1;
-    end_ = (g_.dbias_sum_batch ? p_.batch : 1) * heads_here_ * rows_here_;
+    heads_ = g_.dbias_sum_heads ? static_cast<int>(p_.heads_q) : 1;
+    row_tiles_ = g_.dbias_sum_rows ? scores_.a.query_blocks : 1;
+    end_ = (g_.dbias_sum_batch ? p_.batch : 1) * heads_ * row_tiles_;
   }
 
   // What the tile of dbias sums over: (batch, head, tile of rows), the last one fastest.
-  __device__ __forceinline__ Tile tile(int64_t n) const {
-    const int row_tile = row_tile_ + static_cast<int>(n % rows_here_),
-              head = head_ + static_cast<int>(n / rows_here_ % heads_here_);
-    return {batch_ + static_cast<int>(n / rows_here_ / heads_here_), head, row_tile * T::kOwnRows, key0_};
+  __device__ __forceinline__ BackwardTile tile(int64_t n) const {
+    const int row_tile = row_tile_ + static_cast<int>(n % row_tiles_), head = head_ + static_cast<int>(n / row_tiles_ % heads_);
+    return {batch_ + static_cast<int>(n / row_tiles_ / heads_), head, row_tile * T::kOwnRows, key0_};
   }
 
-  // The first from n on that has pairs in the band; enters its batch.
+  // The first from n on that has pairs in the band. Sets its batch entry.
   __device__ __forceinline__ int64_t next_tile(int64_t n) {
     for (; n < end_; ++n) {
-      const Tile t = tile(n);
-      enter_batch(t.b);
-      const Range keys = visible_keys(p_.band, seqlen_q_, seqlen_k_, Range{t.own0, min(t.own0 + T::kOwnRows, seqlen_q_)});
+      const BackwardTile t = tile(n);
+      scores_.set_batch(t.b);
+      const Range keys =
+          visible_keys(p_.band, scores_.seqlen_q, scores_.seqlen_k, Range{t.own0, min(t.own0 + T::kOwnRows, scores_.seqlen_q)});
       if (key0_ < keys.end && key0_ + T::kOtherRows > keys.begin) break;
     }
     return n;
   }
 
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void mainloop() {
     int64_t n = next_tile(0);
     while (n < end_) {
-      const Tile t = tile(n);
-      find_operands(t);
-      __syncthreads();  // the previous tile's last stage has been read
-      for (int step = 0; step < products_; ++step) {
-        fetch_products(t, step, 0);
+      const BackwardTile t = tile(n);
+      scores_.find_operands(t);
+      __syncthreads();  // all threads have read the last stage of the previous tile
+      for (int slice = 0; slice < scores_.slices; ++slice) {
+        scores_.load_operands(t, slice, 0);
         cp_async_commit();
-        multiply_products(step, ring_.await());
+        scores_.compute_slice(slice, scores_.pipeline.wait());
       }
-      weights(t, /*masked=*/true, /*want_p=*/false, 0);
+      scores_.compute_operand(t, /*masked=*/true, /*want_p=*/false, 0);
 #pragma unroll
       for (int i = 0; i < T::kOwn; ++i)
 #pragma unroll
-        for (int j = 0; j < T::kOther; ++j) sum_[i][j] += s_[i][j];
+        for (int j = 0; j < T::kOther; ++j) sum_[i][j] += scores_.s[i][j];
       n = next_tile(n + 1);
     }
   }
@@ -95,18 +96,18 @@ class BackwardBias : BackwardScores<BiasTiling> {
     for (int i = 0; i < T::kOwn; ++i)
 #pragma unroll
       for (int j = 0; j < T::kOther; ++j)
-        put(int64_t{row_tile_} * T::kOwnRows + at_.own + i, key0_ + at_.other + 16 * j, sum_[i][j]);
+        put(int64_t{row_tile_} * T::kOwnRows + scores_.at.own + i, key0_ + scores_.at.other + 16 * j, sum_[i][j]);
   }
 
   __device__ __forceinline__ void store_column_sums() const {
-    float *sums = ring_.vacant();  // (kWarps * 2, kOtherRows)
+    float *sums = scores_.pipeline.empty_stage();  // (kWarps * 2, kOtherRows)
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < T::kOther; ++j) {
       float x = 0;
 #pragma unroll
       for (int i = 0; i < T::kOwn; ++i) x += sum_[i][j];
-      sums[(at_.own / T::kOwn) * T::kOtherRows + at_.other + 16 * j] = x;
+      sums[(scores_.at.own / T::kOwn) * T::kOtherRows + scores_.at.other + 16 * j] = x;
     }
     __syncthreads();
     for (int column = threadIdx.x; column < T::kOtherRows; column += kThreads) {
@@ -116,15 +117,18 @@ class BackwardBias : BackwardScores<BiasTiling> {
     }
   }
 
+  const BackwardProblem &g_;
+  const Problem &p_;
+  BackwardScores<T> scores_;
   int key0_, row_tile_, head_, batch_;  // of the tile of dbias; where it sums, the first
-  int heads_here_, rows_here_;
+  int heads_, row_tiles_;
   int64_t end_;
   float sum_[T::kOwn][T::kOther];
 };
 
 __global__ void __launch_bounds__(kThreads, 1) backward_bias(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(16) float simt_shared[];
-  BackwardBias(params, simt_shared).run();
+  BackwardBias(params, *reinterpret_cast<BackwardBias::Storage *>(simt_shared)).run();
 }
 
 }  // namespace
@@ -132,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_bias(const __grid_consta
 Launch bias_launch(const BackwardParams &params) {
   const BackwardProblem &b = params.problem;
   const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
-  return {reinterpret_cast<const void *>(&backward_bias), kThreads, BackwardBias::kSharedBytes,
+  return {reinterpret_cast<const void *>(&backward_bias), kThreads, sizeof(BackwardBias::Storage),
           slices * (b.dbias_sum_rows ? 1 : BackwardBias::row_tiles(b.dbias_rows)) * BackwardBias::column_tiles(b.dbias_cols)};
 }
 

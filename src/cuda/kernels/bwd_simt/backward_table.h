@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every backward kernel of the family, as forward_table.h for forward.
+// The CUDA-core backward kernels, one row per kernel, read like forward_table.h.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace fa::cuda::simt {
 struct BackwardShape {
   const char *name;
   int32_t columns;  // bucket of head_dim and head_dim_v
-  int32_t own;      // rows (queries for dq, keys for dk and dv) a thread multiplies: its block has 16 times as many
-  int32_t other;    // rows of the other side a thread multiplies: a tile has 16 times as many
+  int32_t own;      // rows (queries for dq, keys for dk and dv) per thread; its CTA has 16 times as many
+  int32_t other;    // rows of the other side per thread; a tile has 16 times as many
 
   constexpr int32_t own_rows() const { return own * 16; }
 };

@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of the bias.
+// The gradient of the bias: a CTA owns kTile x kTile elements of dbias and sums dS over every (batch, head, row) that shares them, in a fixed
+// order and without workspace. S and dP are computed a second time, only for callers that ask for dbias.
 #pragma once
 
+#include "cuda/common/rng.cuh"
 #include "cuda/kernels/bwd_sm80/backward.cuh"
 
 namespace fa::cuda::sm80 {
 
-// dbias: one block owns kTile x kTile elements of it and sums dS over every (batch, head, row) that shares them, in a fixed
-// order and without workspace. A second evaluation of S and dP, paid only by those who ask for dbias.
 template <class C>
 class BackwardBias {
  public:
   using Element = typename C::Element;
-  static constexpr int kTile = C::kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32;
-  static constexpr int kNt = kTile / 8;
-  static constexpr int kQkBytes = kTile * C::kD * 2, kVBytes = kTile * C::kDv * 2;
-  static constexpr int kSharedBytes = 2 * kQkBytes + 2 * kVBytes + kTile * kWarps * 4;
+  static constexpr int kTile = C::kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32, kNt = kTile / 8;
 
-  __device__ __forceinline__ BackwardBias(const BackwardParams &params, char *shared)
-      : a_(params), g_(params.problem), p_(params.problem.forward), lane_(threadIdx.x & 31), warp_(threadIdx.x >> 5) {
-    q_ = smem_address(shared);
-    k_ = q_ + kQkBytes;
-    v_ = k_ + kQkBytes;
-    do_ = v_ + kVBytes;
-    column_sums_ = reinterpret_cast<float *>(shared + 2 * kQkBytes + 2 * kVBytes);
-  }
+  struct Storage {
+    uint16_t q[kTile][C::kD], k[kTile][C::kD], v[kTile][C::kDv], dout[kTile][C::kDv];
+    float column_sums[kWarps][kTile];
+  };
+
+  __device__ __forceinline__ BackwardBias(const BackwardParams &params, Storage &shared)
+      : a_(params),
+        g_(params.problem),
+        p_(params.problem.forward),
+        shared_(shared),
+        lane_(threadIdx.x & 31),
+        warp_(threadIdx.x >> 5) {}
 
   __device__ __forceinline__ void run() {
     const int columns = tiles(g_.dbias_cols), rows = g_.dbias_sum_rows ? 1 : tiles(g_.dbias_rows);
@@ -53,19 +54,23 @@ class BackwardBias {
  private:
   __device__ __forceinline__ void add(int b, int h, const Sequence &q, const Sequence &k, int row0, int key0) {
     const int seqlen_q = static_cast<int>(q.len), seqlen_k = static_cast<int>(k.len), hk = h / static_cast<int>(p_.group);
-    __syncthreads();  // the previous tiles have been read
-    load_tile<kTile, C::kD, kThreads>(q_, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
-    load_tile<kTile, C::kD, kThreads>(k_, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
-    load_tile<kTile, C::kDv, kThreads>(v_, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
+    const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k), v_tile = smem_address(shared_.v),
+                   dout_tile = smem_address(shared_.dout);
+    __syncthreads();  // all warps have read the previous tiles
+    load_tile<kTile, C::kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q),
+                                      row0);
+    load_tile<kTile, C::kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k),
+                                      key0);
+    load_tile<kTile, C::kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
                                        key0);
     load_tile<kTile, C::kDv, kThreads>(
-        do_, row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
+        dout_tile, row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
     Accumulator<1, kNt> s, dp;
-    mma_nt<Element, C::kD, 1, kNt>(s, q_, warp_ * 16, k_, 0);
-    mma_nt<Element, C::kDv, 1, kNt>(dp, do_, warp_ * 16, v_, 0);
+    mma_nt<Element, C::kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
+    mma_nt<Element, C::kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
     const ScoreTerms terms(p_, b, h, seqlen_q, seqlen_k);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
@@ -119,12 +124,12 @@ class BackwardBias {
         float x = sum_[0][j][e] + sum_[0][j][2 + e];
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
-        if (lane_ < 4) column_sums_[warp_ * kTile + 8 * j + 2 * lane_ + e] = x;
+        if (lane_ < 4) shared_.column_sums[warp_][8 * j + 2 * lane_ + e] = x;
       }
     __syncthreads();
     for (int column = threadIdx.x; column < kTile; column += kThreads) {
       float x = 0;
-      for (int w = 0; w < kWarps; ++w) x += column_sums_[w * kTile + column];
+      for (int w = 0; w < kWarps; ++w) x += shared_.column_sums[w][column];
       put(batch, head, 0, key0 + column, x);
     }
   }
@@ -132,8 +137,7 @@ class BackwardBias {
   const BackwardParams &a_;
   const BackwardProblem &g_;
   const Problem &p_;
-  uint32_t q_, k_, v_, do_;
-  float *column_sums_;
+  Storage &shared_;
   const int lane_, warp_;
   Accumulator<1, kNt> sum_;
 };
@@ -141,7 +145,8 @@ class BackwardBias {
 template <class C>
 __global__ void __launch_bounds__(BackwardBias<C>::kThreads) backward_bias(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) char shared[];
-  BackwardBias<C>(params, shared).run();
+  using Storage = typename BackwardBias<C>::Storage;
+  BackwardBias<C>(params, *reinterpret_cast<Storage *>(shared)).run();
 }
 
 template <class C>
@@ -149,7 +154,7 @@ Launch bias_launch(const BackwardProblem &b) {
   if constexpr (C::has(kTileBias | kAnyBias)) {
     using Bias = BackwardBias<C>;
     const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
-    return {reinterpret_cast<const void *>(&backward_bias<C>), Bias::kThreads, Bias::kSharedBytes,
+    return {reinterpret_cast<const void *>(&backward_bias<C>), Bias::kThreads, sizeof(typename Bias::Storage),
             slices * (b.dbias_sum_rows ? 1 : Bias::tiles(b.dbias_rows)) * Bias::tiles(b.dbias_cols)};
   }
   return {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every backward kernel that is built, as forward_table.h for forward.
+// The backward kernels for sm_80 and newer, one row per kernel, read like forward_table.h.
 #pragma once
 
 #include <cstdint>
@@ -8,35 +8,50 @@
 
 namespace fa::cuda::sm80 {
 
-constexpr int32_t kTurnsPerChunk = 8;  // warps of a block, at most
+constexpr int32_t kTurnsPerChunk = 8;  // warps of a CTA, at most: each has its own counter per query tile
+
+// Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
+template <int kHeadDim, int kHeadDimV, int kWarps, int kRoles, int kQueryWarps, int kKeyTiles, int kColumnWarps, int kRows,
+          int kStages, int kMinCtas, ScoreSet kScores>
+struct BackwardStorage {
+  static constexpr int kKeys = kWarps / kRoles / kQueryWarps * kKeyTiles * 16;
+  static constexpr bool kSharesP = kRoles > 1 || kQueryWarps > 1;  // P, like dS, goes to other warps
+
+  uint16_t k[kKeys][kHeadDim];
+  uint16_t v[kKeys][kHeadDimV];
+  uint16_t q[kStages][kRows][kHeadDim];
+  uint16_t dout[kStages][kRows][kHeadDimV];
+  uint16_t ds[kRoles][kKeys][kRows];  // dS^T, two buffers with two roles
+  uint16_t p[kSharesP ? kRoles : 0][kKeys][kRows];
+  float lse[kStages][kRows];
+  float delta[kStages][kRows];
+  uint16_t bias[stages_bias(kScores) ? kRows : 0][kKeys];
+  uint64_t role_barrier[kRoles > 1 ? kRoles : 0];
+};
 
 struct BackwardShape {
   const char *name;
   int32_t head_dim;    // bucket of q and k
   int32_t head_dim_v;  // bucket of v
   int32_t warps;
-  int32_t roles;         // 2: half of the warps hold dv, half dk (backward_paired.cuh), and the next three count in one half
-  int32_t query_parts;   // warps that share the keys of S^T and dP^T: each takes this share of the queries
-  int32_t key_tiles;     // 16-key tiles of S^T and dP^T a warp holds
-  int32_t column_parts;  // warps that share the keys of dk and dv: each takes this share of the columns
-  int32_t rows;          // queries of a chunk
-  int32_t stages;        // chunks of q and dout in shared memory
-  int32_t min_blocks;    // blocks of threads on one multiprocessor
-  ScoreSet scores;       // what it can do to them
+  int32_t roles;         // 2: half of the warps hold dv, half dk (backward_specialized.cuh); the next three are then per role
+  int32_t query_warps;   // warps that share the keys of S^T and dP^T: each has a part of the queries
+  int32_t key_tiles;     // of 16 keys, of S^T and dP^T per warp
+  int32_t column_warps;  // warps that share the keys of dk and dv: each has a part of the columns
+  int32_t rows;          // queries of a tile
+  int32_t stages;        // of Q and dO
+  int32_t min_blocks;    // CTAs per SM
+  ScoreSet scores;       // the score terms it is built for
+  int32_t storage;       // bytes of BackwardStorage
 
   constexpr int32_t threads() const { return warps * 32; }
-  constexpr int32_t keys() const { return warps / roles / query_parts * key_tiles * 16; }
-  constexpr int32_t shared_bytes() const {
-    // K, V | Q, dO rings | dS and, if warps exchange it, P; two of each with two roles | lse, delta rings | bias | a barrier a role
-    return 2 * (keys() * (head_dim + head_dim_v) + stages * rows * (head_dim + head_dim_v) +
-                keys() * rows * ((roles > 1 || query_parts > 1 ? 2 : 1) * roles + stages_bias(scores))) +
-           stages * rows * 2 * 4 + (roles > 1 ? roles * 8 : 0);
-  }
+  constexpr int32_t keys() const { return warps / roles / query_warps * key_tiles * 16; }
+  constexpr int32_t shared_bytes() const { return storage; }
 };
 
-// Cheaper kernels first, as in forward_table.h: of two lines for the same head_dim the first that fits the device's shared
-// memory is taken (227 KB on H100, 163 KB on A100, 99 KB on sm_86 and sm_89).
-// X(name, head_dim, head_dim_v, warps, roles, query_parts, key_tiles, column_parts, rows, stages, min_blocks, scores)
+// Cheaper kernels first. Of two rows for the same head_dim the plan takes the first that fits the device's shared memory (227 KB on H100,
+// 163 KB on A100, 99 KB on sm_86 and sm_89).
+// X(name, head_dim, head_dim_v, warps, roles, query_warps, key_tiles, column_warps, rows, stages, min_blocks, scores)
 #define FA_SM80_BACKWARD_TABLE(X)                       \
   X(d64, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, kPlain)       \
   X(d128, 128, 128, 8, 2, 1, 2, 2, 64, 2, 1, kPlain)    \
@@ -59,7 +74,7 @@ struct BackwardShape {
   X(d256g, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, kAll)     \
   X(d256gs, 256, 256, 8, 1, 2, 1, 4, 32, 2, 1, kAll)
 
-#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__},
+#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, sizeof(BackwardStorage<__VA_ARGS__>)},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM80_BACKWARD_TABLE(FA_SM80_SHAPE)};
 #undef FA_SM80_SHAPE
 constexpr int kNumBackwardShapes = sizeof(kBackwardShapes) / sizeof(kBackwardShapes[0]);

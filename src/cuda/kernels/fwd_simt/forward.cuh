@@ -1,50 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention forward with fp32 multiply-adds on CUDA cores, for fp32 operands and whatever the tensor-core kernels do not take.
 //
-// A block of threads owns kOwnRows rows of q of one key head: rows of one query head, or, for few queries, tokens x the heads of a GQA
-// group. It walks over tiles of kOtherRows keys:
+// A CTA owns kOwnRows rows of q of one key head: rows of one query head or, for few queries, tokens x heads of a GQA group (packed GQA). Its main
+// loop goes over KV tiles of kOtherRows keys:
 //
 //   S = Q K^T       slices of 32 columns of Q and K
-//   mask, general scores; P = exp(S - m), out and its row sums rescaled when m grows
+//   score terms and masks; P = exp(S - m); out and row sums rescaled when m grows
 //   out += P V      slices of 16 or 32 keys of V
 //
-//   shared memory:  two stages of slices | P of one slice, by warp
+// The next slice is loaded while one is used. Shared memory: Tiling::Storage (tile.cuh).
 #pragma once
 
 #include <math_constants.h>
 
-#include "core/mask.h"
-#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/softmax.cuh"
 #include "cuda/kernels/fwd_simt/forward.h"
 #include "cuda/kernels/fwd_simt/pair.cuh"
 #include "cuda/kernels/fwd_simt/tile.cuh"
 
 namespace fa::cuda::simt {
 
-// kQuantised: keys and values are fp8 or int8 with factors, and queries may be.
+// kQuantised: keys and values are fp8 or int8 with a descale, and queries may be.
 template <class T, bool kQuantised>
 class Forward {
  public:
-  __device__ __forceinline__ Forward(const ForwardParams &params, float *shared)
-      : a_(params), p_(params.problem), ring_(shared), weights_(shared + 2 * T::kStageFloats + at_.warp * T::kWeightFloats) {}
+  __device__ __forceinline__ Forward(const ForwardParams &params, typename T::Storage &shared)
+      : a_(params), p_(params.problem), pipeline_(shared), shared_p_(shared.p[at_.warp]) {}
 
   __device__ __forceinline__ void run() {
-    find_block();
+    find_rows();
     if (row0_ < rows_) {
-      find_keys();
-      walk();
-      finish();
+      find_tiles();
+      mainloop();
+      epilogue();
     }
     store_unused_rows();
   }
 
  private:
   // ------------------------------------------------------------------------------------------------------------------
-  // Which rows, which keys
+  // Rows and keys
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Blocks of rows slowest, and with a causal mask those with the most keys first.
-  __device__ __forceinline__ void find_block() {
+  // Row blocks slowest; with a causal mask those with the most keys first.
+  __device__ __forceinline__ void find_rows() {
     const int heads = static_cast<int>(a_.rows_per_token == 1 ? p_.heads_q : p_.heads_k);
     const int all_heads = static_cast<int>(p_.batch) * heads;
     split_ = blockIdx.x % a_.num_splits;
@@ -62,9 +63,9 @@ class Forward {
     k_ = base_of(p_.k, key_batch, key_start, head_k);
     v_ = base_of(p_.v, key_batch, key_start, head_k);
     if constexpr (kQuantised) {
-      q_factors_ = factors_of(a_.q_descale, key_batch, key_start, head_k);
-      k_factors_ = factors_of(a_.k_descale, key_batch, key_start, head_k);
-      v_factors_ = factors_of(a_.v_descale, key_batch, key_start, head_k);
+      q_descale_ = head_descale(a_.q_descale, key_batch, key_start, head_k);
+      k_descale_ = head_descale(a_.k_descale, key_batch, key_start, head_k);
+      v_descale_ = head_descale(a_.v_descale, key_batch, key_start, head_k);
     }
     seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
@@ -78,28 +79,28 @@ class Forward {
     return a_.rows_per_token == 1 ? head_q_ : head_q_ + row % a_.rows_per_token;
   }
 
-  // Tokens of `count` rows from `row` on that are used.
+  // The tokens of `count` rows from `row` on, of those that are used.
   __device__ __forceinline__ Range tokens(int row, int count) const {
     if (row >= rows_) return {0, 0};
     return {token_of(row), token_of(min(row + count, rows_) - 1) + 1};
   }
 
-  // Tiles [tile_, tile_end_) hold every key that a row of the block sees (of this split).
-  __device__ __forceinline__ void find_keys() {
+  // KV tiles [tile_begin_, tile_end_) hold every key that a row of the CTA sees, within this split.
+  __device__ __forceinline__ void find_tiles() {
     const Range keys = visible_keys(p_.band, seqlen_q_, seqlen_k_, tokens(row0_, T::kOwnRows));
     tile_begin_ = static_cast<int>(keys.begin) / T::kOtherRows;
     tile_end_ = keys.empty() ? tile_begin_ : (static_cast<int>(keys.end) + T::kOtherRows - 1) / T::kOtherRows;
     if (a_.num_splits > 1) {
-      // Equal shares, so that the host needs no lengths; short sequences leave splits empty.
-      const int share = (tile_end_ - tile_begin_ + a_.num_splits - 1) / a_.num_splits;
-      tile_begin_ += split_ * share;
-      tile_end_ = min(tile_begin_ + share, tile_end_);
+      // Equal parts, so that the host needs no lengths. Short sequences leave splits empty.
+      const int count = (tile_end_ - tile_begin_ + a_.num_splits - 1) / a_.num_splits;
+      tile_begin_ += split_ * count;
+      tile_end_ = min(tile_begin_ + count, tile_end_);
     }
     const Range mine = tokens(row0_ + at_.warp * 2 * T::kOwn, 2 * T::kOwn);
-    const Range visible = visible_keys(p_.band, seqlen_q_, seqlen_k_, mine),
-                interior = interior_keys(p_.band, seqlen_q_, seqlen_k_, mine);
-    visible_begin_ = static_cast<int>(visible.begin), visible_end_ = static_cast<int>(visible.end);
-    interior_begin_ = static_cast<int>(interior.begin), interior_end_ = static_cast<int>(interior.end);
+    const Diagonal<int32_t> diagonal(Diagonal<int32_t>::Limits(p_.band), seqlen_q_, seqlen_k_);
+    const KeyRange warp_tokens{static_cast<int>(mine.begin), static_cast<int>(mine.end)};
+    visible_ = diagonal.visible_keys(warp_tokens);
+    interior_ = diagonal.interior_keys(warp_tokens);
   }
 
   // The first tile from `tile` on in which the block mask leaves anything visible.
@@ -128,9 +129,10 @@ class Forward {
     return r;
   }
 
-  // What the rows of this block's key head are multiplied by.
-  __device__ __forceinline__ Factors factors_of(const Descale &d, int64_t key_batch, int64_t key_start, int64_t head_k) const {
-    Factors f{};
+  // The descale of the rows of the CTA's key head.
+  __device__ __forceinline__ HeadDescale head_descale(const Descale &d, int64_t key_batch, int64_t key_start,
+                                                      int64_t head_k) const {
+    HeadDescale f{};
     if (d.factors.data == nullptr) return f;
     f.base = reinterpret_cast<const float *>(d.per_row ? base_of(d.factors, key_batch, key_start, head_k)
                                                        : base_of(d.factors, b_, 0, head_k));
@@ -140,81 +142,81 @@ class Forward {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // The walk over the keys
+  // Main loop
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Steps of a tile: products_ slices of Q and K, then kSlices of V.
-  __device__ __forceinline__ void fetch(int tile, int step) const {
-    float *stage = ring_.vacant();
-    if (step < products_) {
-      load_rows<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), q_factors_, row0_, step * kDepth);
+  // Loads a slice of a tile: first qk_slices_ of Q and K, then kSlices of V.
+  __device__ __forceinline__ void load(int tile, int slice) const {
+    float *stage = pipeline_.empty_stage();
+    if (slice < qk_slices_) {
+      load_rows<T::kOwnRows, kDepth, kPitch>(stage, query_rows(), q_descale_, row0_, slice * kDepth);
       load_rows<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, key_rows(p_.k, k_, p_.head_dim, a_.vector_k),
-                                               k_factors_, tile * T::kOtherRows, step * kDepth);
+                                               k_descale_, tile * T::kOtherRows, slice * kDepth);
     } else {
-      load_rows<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v), v_factors_,
-                                                         tile * T::kOtherRows + (step - products_) * T::kSliceRows, 0);
+      load_rows<T::kSliceRows, T::kColumns, T::kColumns>(stage, key_rows(p_.v, v_, p_.head_dim_v, a_.vector_v), v_descale_,
+                                                         tile * T::kOtherRows + (slice - qk_slices_) * T::kSliceRows, 0);
     }
     cp_async_commit();
   }
 
   template <int kRows, int kWidth, int kSlicePitch>
-  __device__ __forceinline__ static void load_rows(float *slice, const Rows &source, const Factors &factors, int row,
+  __device__ __forceinline__ static void load_rows(float *slice, const Rows &source, const HeadDescale &descale, int row,
                                                    int column) {
     if constexpr (kQuantised) {
-      if (is_quantised(source.dtype)) return load_quantised<kRows, kWidth, kSlicePitch>(slice, source, factors, row, column);
+      if (is_quantised(source.dtype)) return load_quantised<kRows, kWidth, kSlicePitch>(slice, source, descale, row, column);
     }
     load_slice<kRows, kWidth, kSlicePitch>(slice, source, row, column);
   }
 
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void mainloop() {
     clear(out_);
 #pragma unroll
     for (int i = 0; i < T::kOwn; ++i) {
-      max_[i] = -1e30f;  // finite, so that -inf minus it is -inf
+      max_[i] = kNoMax;
       sum_[i] = 0.f;
     }
-    products_ = static_cast<int>(p_.head_dim + kDepth - 1) / kDepth;
+    qk_slices_ = static_cast<int>(p_.head_dim + kDepth - 1) / kDepth;
     const bool general = p_.general_score();
-    int tile = -1, step = 0, next = next_tile(tile_begin_), next_step = 0;
-    bool active = false, masked = false;
+    int tile = -1, slice = 0, next = next_tile(tile_begin_), next_slice = 0;
+    TileMask mask = TileMask::empty;
 #pragma unroll 1
     while (true) {
-      const float *stage = ring_.await();
-      if (next < tile_end_) fetch(next, next_step);
+      const float *stage = pipeline_.wait();
+      if (next < tile_end_) load(next, next_slice);
       if (tile >= 0) {
         const int key0 = tile * T::kOtherRows;
-        if (step == 0) {
-          active = key0 < visible_end_ && key0 + T::kOtherRows > visible_begin_;
-          masked = general || key0 < interior_begin_ || key0 + T::kOtherRows > interior_end_;
+        if (slice == 0) {
+          mask = tile_mask<T::kOtherRows>(visible_, interior_, key0);
+          if (general && mask == TileMask::full) mask = TileMask::partial;
           clear(s_);
         }
-        if (active) multiply(stage, step, key0, masked);
+        if (mask != TileMask::empty) compute(stage, slice, key0, mask == TileMask::partial);
       }
       if (next >= tile_end_) break;
       tile = next;
-      step = next_step;
-      if (++next_step == products_ + T::kSlices) {
+      slice = next_slice;
+      if (++next_slice == qk_slices_ + T::kSlices) {
         next = next_tile(tile + 1);
-        next_step = 0;
+        next_slice = 0;
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(const float *stage, int step, int key0, bool masked) {
-    if (step < products_) {
-      multiply_slice<T>(s_, stage + at_.own * kPitch, stage + (T::kOwnRows + at_.other) * kPitch);
-      if (step == products_ - 1) softmax(key0, masked);
+  __device__ __forceinline__ void compute(const float *stage, int slice, int key0, bool masked) {
+    if (slice < qk_slices_) {
+      fma_nt<T>(s_, stage + at_.own * kPitch, stage + (T::kOwnRows + at_.other) * kPitch);
+      if (slice == qk_slices_ - 1) softmax(key0, masked);
     } else {
-      share_weights<T>(weights_, s_, step - products_, at_);
+      share_p<T>(shared_p_, s_, slice - qk_slices_, at_);
       if (masked) {
-        multiply_add_slice<T, true>(out_, weights_, stage, at_);
+        fma_rs<T, true>(out_, shared_p_, stage, at_);
       } else {
-        multiply_add_slice<T, false>(out_, weights_, stage, at_);
+        fma_rs<T, false>(out_, shared_p_, stage, at_);
       }
     }
   }
 
-  // S becomes P = e^(S - m). What is masked becomes kMaskedWeight.
+  // S becomes P = e^(S - m). A masked P becomes kMaskedP.
   __device__ __forceinline__ void softmax(int key0, bool masked) {
     const Pairs pairs(p_, b_, seqlen_q_, seqlen_k_);
     const bool general = p_.general_score();
@@ -237,7 +239,7 @@ class Forward {
         rotate(s_);
       }
     }
-    // The same roundings on an edge and in the interior: which of them a row meets may depend on its neighbours.
+    // The same roundings on an edge and in the interior: which of the two a row takes may depend on its neighbours.
     const float scale = general ? 1.f : p_.softmax_scale;
 #pragma unroll
     for (int i = 0; i < T::kOwn; ++i) {
@@ -251,9 +253,9 @@ class Forward {
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < T::kOther; ++j) {
-        const float weight = exponential(fmaf(s_[i][j], scale, -raised));
-        sum += weight;
-        s_[i][j] = s_[i][j] == -CUDART_INF_F ? kMaskedP : weight;
+        const float p = exponential(fmaf(s_[i][j], scale, -raised));
+        sum += p;
+        s_[i][j] = s_[i][j] == -CUDART_INF_F ? kMaskedP : p;
       }
       sum_[i] = sum_[i] * factor + sum;
 #pragma unroll
@@ -262,7 +264,7 @@ class Forward {
     if (p_.dropout.threshold > 0) drop(pairs, key0);
   }
 
-  // After the row sums: dropped weights still count in the denominator.
+  // After the row sums: a dropped P still counts in the denominator.
   __device__ __forceinline__ void drop(const Pairs &pairs, int key0) {
 #pragma unroll 1
     for (int i = 0; i < T::kOwn; ++i) {
@@ -278,10 +280,10 @@ class Forward {
   }
 
   // ------------------------------------------------------------------------------------------------------------------
-  // Results
+  // Epilogue
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void epilogue() {
 #pragma unroll
     for (int i = 0; i < T::kOwn; ++i) {
       float sum = sum_[i];
@@ -292,13 +294,13 @@ class Forward {
       const int token = token_of(row), head = head_of(row);
       float top = max_[i], factor = 1.f;
       if (p_.sink != nullptr && split_ == 0) {
-        // A sink far above every logit would overflow against this m; then out is negligible and only the lse matters.
+        // The formula of finalize_row() in base e. A sink far above every logit would overflow against m: then m is raised.
         const float sink = p_.sink[head * p_.sink_stride], raised = fmaxf(top, sink);
         factor = exponential(top - raised);
         sum = sum * factor + exponential(sink - raised);
         top = raised;
       }
-      // sum is NaN when a visible score is; then out is NaN too.
+      // sum is NaN if a visible score is. Then out is NaN too.
       const float inverse = sum == 0.f ? 0.f : factor * (p_.dropout.keep_scale / sum);
       const float lse = sum == 0.f ? -CUDART_INF_F : top + logf(sum);
       if (a_.num_splits > 1) {
@@ -306,7 +308,7 @@ class Forward {
         if (at_.other == 0) a_.split_lse[at] = lse;
         store_row(i, reinterpret_cast<char *>(a_.split_out + at * p_.head_dim_v), Dtype::f32, p_.head_dim_v % 4 == 0, inverse);
       } else {
-        if (p_.lse.data != nullptr && at_.other == 0) *lse_at(token, head) = lse;
+        if (p_.lse.data != nullptr && at_.other == 0) *row_of_tensor(p_.lse, b_, q_start() + token, head) = lse;
         store_row(i, out_at(token, head), p_.out.dtype, a_.vector_out, inverse);
       }
     }
@@ -320,38 +322,35 @@ class Forward {
     }
   }
 
-  // Read again rather than held through the walk.
+  // Loaded again rather than held through the main loop.
   __device__ __forceinline__ int64_t q_start() const { return sequence_of(p_.q_lengths, b_).start; }
-  __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return p_.lse.data + b_ * p_.lse.batch_stride + head * p_.lse.head_stride + (q_start() + token) * p_.lse.seq_stride;
-  }
   __device__ __forceinline__ char *out_at(int token, int head) const { return base_of(p_.out, b_, q_start() + token, head); }
 
-  // Rows of this block that are not used: out = 0, lse = -inf. The last block also owns what the slot holds beyond the grid.
+  // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the slot beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
     if (split_ != 0) return;
     const int end = row_block_ == a_.row_blocks - 1 ? slot_rows_ : min(row0_ + T::kOwnRows, slot_rows_);
     for (int row = max(row0_, rows_) + at_.warp; row < end; row += kWarps) {
       const int token = token_of(row), head = head_of(row);
-      if (p_.lse.data != nullptr && at_.lane == 0) *lse_at(token, head) = -CUDART_INF_F;
+      if (p_.lse.data != nullptr && at_.lane == 0) *row_of_tensor(p_.lse, b_, q_start() + token, head) = -CUDART_INF_F;
       zero_row(out_at(token, head), p_.out.dtype, p_.head_dim_v);
     }
   }
 
   const ForwardParams &a_;
   const Problem &p_;
-  const Place<T> at_;
-  Ring<T> ring_;
-  float *const weights_;  // of this warp
+  const ThreadTile<T> at_;
+  Pipeline<T> pipeline_;
+  float *const shared_p_;  // of this warp
 
-  int b_, head_q_, split_;   // head_q_ is the first query head of the block
-  const char *q_, *k_, *v_;  // of the block's heads
-  Factors q_factors_, k_factors_, v_factors_;
+  int b_, head_q_, split_;   // head_q_ is the CTA's first query head
+  const char *q_, *k_, *v_;  // of the CTA's heads
+  HeadDescale q_descale_, k_descale_, v_descale_;
   int seqlen_q_, seqlen_k_;
   int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
   int row_block_, row0_;
-  int tile_begin_, tile_end_, products_;
-  int visible_begin_, visible_end_, interior_begin_, interior_end_;  // keys of this warp's rows
+  int tile_begin_, tile_end_, qk_slices_;
+  KeyRange visible_, interior_;  // keys of this warp's rows
 
   float out_[T::kOwn][T::kAcc], s_[T::kOwn][T::kOther];
   float max_[T::kOwn], sum_[T::kOwn];
@@ -360,7 +359,7 @@ class Forward {
 template <class T, bool kQuantised>
 __global__ void __launch_bounds__(kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(16) float simt_shared[];
-  Forward<T, kQuantised>(params, simt_shared).run();
+  Forward<T, kQuantised>(params, *reinterpret_cast<typename T::Storage *>(simt_shared)).run();
 }
 
 }  // namespace fa::cuda::simt

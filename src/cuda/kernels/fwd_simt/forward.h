@@ -8,21 +8,21 @@
 
 namespace fa::cuda::simt {
 
-// A problem and how it is cut. The kernel's only parameter.
+// The kernel's only parameter: a problem, and how it is divided among CTAs.
 struct ForwardParams {
   Problem problem;
-  int32_t row_blocks;      // blocks of rows of the longest sequence
-  int32_t rows_per_token;  // 1, or the GQA group: query heads that share a key head are rows of one block
-  int32_t num_splits;      // key ranges a row block is split into
+  int32_t row_blocks;      // of the longest sequence
+  int32_t rows_per_token;  // 1, or with packed GQA the group: the query heads of one key head are rows of one CTA
+  int32_t num_splits;      // split-KV: the key ranges of a row block
   bool vector_q, vector_k, vector_v, vector_out;  // 16-byte accesses are legal
-  // Where splits leave their results, as merge.h takes them: out (num_splits, batch, heads_q, max_seqlen_q, head_dim_v), lse
-  // (num_splits, batch, heads_q, max_seqlen_q).
+  // Split-KV partials, as merge.h takes them: out (num_splits, batch, heads_q, max_seqlen_q, head_dim_v) and lse (num_splits, batch, heads_q,
+  // max_seqlen_q), each of one split's keys alone.
   float *split_out;
   float *split_lse;
   Descale q_descale, k_descale, v_descale;  // of quantised operands
 };
 
-// Launch of shape kForwardShapes[shape] with `blocks` blocks of threads.
+// Launch of shape kForwardShapes[shape] with `blocks` CTAs.
 Launch forward_launch(int shape, bool quantised, int64_t blocks);
 
 }  // namespace fa::cuda::simt

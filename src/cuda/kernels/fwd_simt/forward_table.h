@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every forward kernel of the family: one line each, read by the build, the plan and the launcher. Reasons are in README.md.
+// The CUDA-core forward kernels: one row per kernel, read by the build, the plan and the launcher. README.md has the reasons for the shapes.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@ namespace fa::cuda::simt {
 
 struct ForwardShape {
   const char *name;
-  int32_t columns;  // bucket of head_dim_v; head_dim is a loop and has none
-  int32_t own;      // queries a thread multiplies: its block has 16 times as many
-  int32_t other;    // keys a thread multiplies: a tile has 16 times as many
+  int32_t columns;  // bucket of head_dim_v; head_dim is a loop and needs none
+  int32_t own;      // queries per thread; its CTA has 16 times as many
+  int32_t other;    // keys per thread; a KV tile has 16 times as many
 
   constexpr int32_t rows() const { return own * 16; }
   constexpr int32_t chunk() const { return other * 16; }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of the CUDA-core kernels: how a block of threads cuts a product, and how its operands get into shared memory as fp32.
+// Tiles of the CUDA-core kernels: how a CTA divides a matrix product, how operands get into shared memory as fp32, and the two products.
 //
-// Every kernel here is one loop. A block owns kOwnRows rows of one side (queries or keys) and walks over tiles of kOtherRows rows of the
-// other side. A tile takes several steps; each step brings a slice of some operands, a step ahead of its use:
+// Every kernel of the family is one loop. A CTA owns kOwnRows rows of one side (queries or keys); the loop goes over tiles of kOtherRows rows of
+// the other side. A tile takes several slices. Each slice is one stage of a two-stage pipeline, loaded while the one before is used:
 //
-//   S = A B^T       slices of kDepth columns of A (own rows) and B (other rows), so that head_dim is a loop and no limit
-//   acc += W T      slices of kSliceRows rows of T (other rows), kColumns wide; W comes from registers through shared memory
+//   S = A B^T       slices of kDepth columns of A (own rows) and B (other rows): head_dim is a loop, not a limit
+//   acc += P T      slices of kSliceRows rows of T (other rows), kColumns wide; P goes from registers through shared memory
 //
-// A warp owns 2 kOwn rows: lane / 16 says which kOwn of them, lane % 16 which of the other rows (n % 16) and which columns.
+// A warp owns 2 kOwn rows. lane / 16 selects kOwn of them; lane % 16 selects other rows (n % 16 of them) and columns.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -21,24 +21,28 @@ namespace fa::cuda::simt {
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kDepth = 32;          // columns of a slice of A and B
 constexpr int kPitch = kDepth + 4;  // floats; 16 rows of one 16-byte column lie in different banks by eights
-constexpr float kMaskedP = -0.f;    // no visible weight has these bits
 
 template <int kOwn_, int kOther_, int kColumns_>
 struct Tiling {
-  static constexpr int kOwn = kOwn_, kOther = kOther_;  // rows of either side a thread multiplies
+  static constexpr int kOwn = kOwn_, kOther = kOther_;  // rows of either side per thread
   static constexpr int kColumns = kColumns_;            // of T and acc
   static constexpr int kOwnRows = kWarps * 2 * kOwn, kOtherRows = 16 * kOther;
   static constexpr int kSliceRows = kColumns <= 256 ? 32 : 16, kSlices = kOtherRows / kSliceRows;
-  static constexpr int kAcc = kColumns / 16;         // columns of acc a thread owns: groups of 4, 64 apart
-  static constexpr int kWeightPitch = 2 * kOwn + 4;  // W lies transposed: kSliceRows x 2 kOwn a warp
+  static constexpr int kAcc = kColumns / 16;    // columns of acc per thread: groups of 4, 64 apart
+  static constexpr int kPPitch = 2 * kOwn + 4;  // P is transposed: kSliceRows x 2 kOwn per warp
   static constexpr int kProductFloats = (kOwnRows + kOtherRows) * kPitch, kSliceFloats = kSliceRows * kColumns;
   static constexpr int kStageFloats = kProductFloats > kSliceFloats ? kProductFloats : kSliceFloats;
-  static constexpr int kWeightFloats = kSliceRows * kWeightPitch;
-  static constexpr int kSharedBytes = 4 * (2 * kStageFloats + kWarps * kWeightFloats);
-  static_assert(kOwn % 4 == 0 && kColumns % 64 == 0 && kSharedBytes <= 98 * 1024, "must fit every device since sm_80");
+  static_assert(kOwn % 4 == 0 && kColumns % 64 == 0);
+
+  // Shared memory.
+  struct Storage {
+    alignas(16) float stage[2][kStageFloats];
+    alignas(16) float p[kWarps][kSliceRows * kPPitch];  // of one slice
+  };
+  static_assert(sizeof(Storage) <= 98 * 1024, "must fit every device since sm_80");
 };
 
-// Where the rows of one operand of one sequence lie in global memory. Strides in bytes.
+// Where the rows of one operand of one sequence are in global memory. Strides in bytes.
 struct Rows {
   const char *base;  // row 0, element 0; paged: page 0, row 0 of the head
   int64_t row_stride;
@@ -46,7 +50,7 @@ struct Rows {
   int32_t columns;  // columns from here on are read as zero
   Dtype dtype;
   bool vectors;       // 16-byte loads are legal where four columns exist
-  int32_t heads = 1;  // rows of one token that lie head_stride apart (queries that share keys)
+  int32_t heads = 1;  // rows per token, head_stride apart (packed GQA)
   int64_t head_stride = 0;
   const int32_t *page_table = nullptr;  // null: not paged
   int64_t page_entry_stride = 0;
@@ -97,7 +101,7 @@ __device__ __forceinline__ float4 widen(uint2 x) {
           to_float<Element>(x.y >> 16)};
 }
 
-// Four columns of kLoads rows of fp32. row_at(n) is where they lie, or null for zeros; `columns` of them exist.
+// Copies four columns of kLoads fp32 rows. row_at(n) is the address of row n, or null for zeros; `columns` of the four exist.
 template <int kLoads, int kUnroll, int kDstStep, typename RowAt>
 __device__ __forceinline__ void copy_floats(float *dst, RowAt row_at, int columns, bool vectors) {
 #pragma unroll kUnroll
@@ -115,7 +119,7 @@ __device__ __forceinline__ void copy_floats(float *dst, RowAt row_at, int column
   }
 }
 
-// The same of 16-bit elements. All loads of a batch are on their way before the first is waited for.
+// The same for 16-bit elements. All loads of a batch are issued before the first is used.
 template <int kLoads, int kBatch, int kDstStep, typename RowAt>
 __device__ __forceinline__ void copy_halves(float *dst, RowAt row_at, int columns, bool vectors, bool bf16) {
 #pragma unroll 1
@@ -132,15 +136,15 @@ __device__ __forceinline__ void copy_halves(float *dst, RowAt row_at, int column
   }
 }
 
-// Brings kRows rows from `first_row` on, kWidth columns from `first_column` on, as fp32; zero where there are none. fp32 arrives by
-// cp.async (the caller commits and waits), the others before the next barrier.
+// Loads kRows rows from `first_row` on, kWidth columns from `first_column` on, as fp32; zero where there are none. fp32 arrives by cp.async (the
+// caller commits and waits), other types before the next barrier.
 template <int kRows, int kWidth, int kSlicePitch>
 __device__ __forceinline__ void load_slice(float *slice, const Rows &source, int first_row, int first_column) {
-  // Every thread brings four columns of every kStep-th row.
-  constexpr int kChunks = kWidth / 4, kStep = kThreads / kChunks, kLoads = kRows / kStep, kDstStep = kStep * kSlicePitch;
+  // Every thread loads four columns of every kStep-th row.
+  constexpr int kVectors = kWidth / 4, kStep = kThreads / kVectors, kLoads = kRows / kStep, kDstStep = kStep * kSlicePitch;
   constexpr int kUnroll = kWidth > 256 ? 1 : 4;  // as registers allow
-  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
-  const int row0 = static_cast<int>(threadIdx.x) / kChunks, column = static_cast<int>(threadIdx.x) % kChunks * 4;
+  static_assert(kThreads % kVectors == 0 && kRows % kStep == 0);
+  const int row0 = static_cast<int>(threadIdx.x) / kVectors, column = static_cast<int>(threadIdx.x) % kVectors * 4;
   const int columns = max(min(source.columns - first_column - column, 4), 0);
   const int64_t offset = static_cast<int64_t>(columns > 0 ? first_column + column : 0) * dtype_bytes(source.dtype);
   float *dst = slice + row0 * kSlicePitch + column;
@@ -167,10 +171,10 @@ __device__ __forceinline__ void load_slice(float *slice, const Rows &source, int
   }
 }
 
-// What quantised rows of a head are to be multiplied by; without a base 1. Strides in floats.
-struct Factors {
+// Descales of the quantised rows of a head; without a base, 1. Strides in floats.
+struct HeadDescale {
   const float *base;                // of row 0; paged: of page 0, row 0
-  int64_t row_stride, page_stride;  // both 0: one for all rows. Pages of one row have a row_stride of 0
+  int64_t row_stride, page_stride;  // both 0: one descale for all rows. Pages of one row have a row_stride of 0
 
   __device__ __forceinline__ float of(const Rows &rows, int r) const {
     if (base == nullptr) return 1.f;
@@ -192,13 +196,13 @@ __device__ __forceinline__ float4 widen_bytes(uint32_t x, bool e4m3) {
   return {y[0], y[1], y[2], y[3]};
 }
 
-// load_slice of fp8 and int8 rows, with their factors.
+// load_slice for fp8 and int8 rows, multiplied by their descale.
 template <int kRows, int kWidth, int kSlicePitch>
-__device__ __forceinline__ void load_quantised(float *slice, const Rows &source, const Factors &factors, int first_row,
+__device__ __forceinline__ void load_quantised(float *slice, const Rows &source, const HeadDescale &descale, int first_row,
                                                int first_column) {
-  constexpr int kChunks = kWidth / 4, kStep = kThreads / kChunks, kLoads = kRows / kStep;
-  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
-  const int row0 = static_cast<int>(threadIdx.x) / kChunks, column = static_cast<int>(threadIdx.x) % kChunks * 4;
+  constexpr int kVectors = kWidth / 4, kStep = kThreads / kVectors, kLoads = kRows / kStep;
+  static_assert(kThreads % kVectors == 0 && kRows % kStep == 0);
+  const int row0 = static_cast<int>(threadIdx.x) / kVectors, column = static_cast<int>(threadIdx.x) % kVectors * 4;
   const int columns = max(min(source.columns - first_column - column, 4), 0);
   const bool e4m3 = source.dtype == Dtype::e4m3;
 #pragma unroll 2
@@ -216,10 +220,10 @@ __device__ __forceinline__ void load_quantised(float *slice, const Rows &source,
           if (e < columns) bytes |= static_cast<uint32_t>(static_cast<uint8_t>(src[e])) << (8 * e);
         }
       }
-      const float factor = factors.of(source, row);
+      const float scale = descale.of(source, row);
       x = widen_bytes(bytes, e4m3);
-      x = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
-      // Columns past the last one stay zero whatever the factor is.
+      x = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+      // Columns past the last one stay zero whatever the descale is.
       if (columns < 2) x.y = 0.f;
       if (columns < 3) x.z = 0.f;
       if (columns < 4) x.w = 0.f;
@@ -228,38 +232,38 @@ __device__ __forceinline__ void load_quantised(float *slice, const Rows &source,
   }
 }
 
-// Where a thread stands in the block's tiling.
+// The rows and columns of a thread.
 template <class T>
-struct Place {
+struct ThreadTile {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int own = warp * 2 * T::kOwn + (lane >> 4) * T::kOwn;  // its first own row in the block; the others follow
+  const int own = warp * 2 * T::kOwn + (lane >> 4) * T::kOwn;  // its first own row in the CTA; the others follow
   const int other = lane & 15;                                 // its first other row in the tile; the others are 16 apart
   const int column = (lane & 15) * 4;                          // its first column; groups of 4, 64 apart
 };
 
-// The two stages of shared memory: one being read, one being filled.
+// A pipeline of two stages: one is read while the other is filled.
 template <class T>
-class Ring {
+class Pipeline {
  public:
-  __device__ __forceinline__ explicit Ring(float *shared) : stages_(shared) {}
-  // Waits for the slices on their way; nobody reads the other stage any more.
-  __device__ __forceinline__ const float *await() {
+  __device__ __forceinline__ explicit Pipeline(typename T::Storage &shared) : stages_(shared.stage[0]) {}
+  // Waits until the slice under way has arrived and all threads have read the other stage.
+  __device__ __forceinline__ const float *wait() {
     cp_async_wait<0>();
     __syncthreads();
-    const float *stage = stages_ + which_ * T::kStageFloats;
-    which_ ^= 1;
+    const float *stage = stages_ + index_ * T::kStageFloats;
+    index_ ^= 1;
     return stage;
   }
-  __device__ __forceinline__ float *vacant() const { return stages_ + which_ * T::kStageFloats; }
+  __device__ __forceinline__ float *empty_stage() const { return stages_ + index_ * T::kStageFloats; }
 
  private:
   float *stages_;
-  int which_ = 0;
+  int index_ = 0;
 };
 
-// s += A B^T over one slice: A's rows at `own`, B's at `other` (this thread's first ones).
+// s += A B^T over one slice. `own` and `other` are this thread's first rows of A and B.
 template <class T>
-__device__ __forceinline__ void multiply_slice(float (&s)[T::kOwn][T::kOther], const float *own, const float *other) {
+__device__ __forceinline__ void fma_nt(float (&s)[T::kOwn][T::kOther], const float *own, const float *other) {
   constexpr int kUnroll = T::kOwn * T::kOther <= 32 && T::kColumns <= 256 ? 2 : 1;  // as registers allow
 #pragma unroll kUnroll
   for (int d = 0; d < kDepth; d += 4) {
@@ -281,48 +285,48 @@ __device__ __forceinline__ void multiply_slice(float (&s)[T::kOwn][T::kOther], c
   }
 }
 
-// Puts the weights of slice n of the tile where the warp can read them.
+// Stores P of slice n of the tile to shared memory, for the warp.
 template <class T>
-__device__ __forceinline__ void share_weights(float *weights, const float (&w)[T::kOwn][T::kOther], int n, const Place<T> &at) {
+__device__ __forceinline__ void share_p(float *shared_p, const float (&p)[T::kOwn][T::kOther], int n, const ThreadTile<T> &at) {
   constexpr int kPerSlice = T::kSliceRows / 16;
   __syncwarp();  // the previous slice has been read
 #pragma unroll
   for (int j = 0; j < T::kOther; ++j) {
     if (j / kPerSlice != n) continue;
-    float *row = weights + (at.other + j % kPerSlice * 16) * T::kWeightPitch + (at.lane >> 4) * T::kOwn;
+    float *row = shared_p + (at.other + j % kPerSlice * 16) * T::kPPitch + (at.lane >> 4) * T::kOwn;
 #pragma unroll
     for (int i = 0; i < T::kOwn; i += 4) {
-      *reinterpret_cast<float4 *>(row + i) = float4{w[i][j], w[i + 1][j], w[i + 2][j], w[i + 3][j]};
+      *reinterpret_cast<float4 *>(row + i) = float4{p[i][j], p[i + 1][j], p[i + 2][j], p[i + 3][j]};
     }
   }
   __syncwarp();
 }
 
-// acc += W T over one slice. kMasked: pairs whose weight is kMaskedWeight are left out, so that NaN and Inf in T that a row does not see
-// do not reach it.
+// acc += P T over one slice. kMasked: pairs whose P is kMaskedP are skipped, so that NaN and Inf in rows of T that a row does not see do not
+// reach it.
 template <class T, bool kMasked>
-__device__ __forceinline__ void multiply_add_slice(float (&acc)[T::kOwn][T::kAcc], const float *weights, const float *slice,
-                                                   const Place<T> &at) {
+__device__ __forceinline__ void fma_rs(float (&acc)[T::kOwn][T::kAcc], const float *shared_p, const float *slice,
+                                       const ThreadTile<T> &at) {
   constexpr int kUnroll = T::kOwn * T::kAcc == 128 ? 1 : 4;  // as registers allow
-  const float *w_row = weights + (at.lane >> 4) * T::kOwn, *t_row = slice + at.column;
+  const float *p_row = shared_p + (at.lane >> 4) * T::kOwn, *t_row = slice + at.column;
 #pragma unroll kUnroll
   for (int k = 0; k < T::kSliceRows; ++k) {
-    float w[T::kOwn];
+    float p[T::kOwn];
 #pragma unroll
     for (int i = 0; i < T::kOwn; i += 4) {
-      const float4 x = *reinterpret_cast<const float4 *>(w_row + k * T::kWeightPitch + i);
-      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+      const float4 x = *reinterpret_cast<const float4 *>(p_row + k * T::kPPitch + i);
+      p[i] = x.x, p[i + 1] = x.y, p[i + 2] = x.z, p[i + 3] = x.w;
     }
 #pragma unroll
     for (int c = 0; c < T::kAcc; c += 4) {
       const float4 t = *reinterpret_cast<const float4 *>(t_row + k * T::kColumns + c * 16);
 #pragma unroll
       for (int i = 0; i < T::kOwn; ++i) {
-        if (kMasked && __float_as_uint(w[i]) == __float_as_uint(kMaskedP)) continue;
-        acc[i][c] = fmaf(w[i], t.x, acc[i][c]);
-        acc[i][c + 1] = fmaf(w[i], t.y, acc[i][c + 1]);
-        acc[i][c + 2] = fmaf(w[i], t.z, acc[i][c + 2]);
-        acc[i][c + 3] = fmaf(w[i], t.w, acc[i][c + 3]);
+        if (kMasked && is_masked_p(p[i])) continue;
+        acc[i][c] = fmaf(p[i], t.x, acc[i][c]);
+        acc[i][c + 1] = fmaf(p[i], t.y, acc[i][c + 1]);
+        acc[i][c + 2] = fmaf(p[i], t.z, acc[i][c + 2]);
+        acc[i][c + 3] = fmaf(p[i], t.w, acc[i][c + 3]);
       }
     }
   }
@@ -355,7 +359,7 @@ __device__ __forceinline__ void rotate(float (&x)[kRows][kColumns]) {
   }
 }
 
-// Writes four columns of a row, as many of them as exist, rounded to the row's dtype.
+// Stores four columns of a row, as many of them as exist, converted to the dtype of the row.
 __device__ __forceinline__ void store_4(char *row, Dtype dtype, int column, int columns, bool vectors, float4 x) {
   const float e[4] = {x.x, x.y, x.z, x.w};
   if (dtype == Dtype::f32) {
@@ -384,7 +388,7 @@ __device__ __forceinline__ void store_4(char *row, Dtype dtype, int column, int 
   }
 }
 
-// Zeros the columns of a row, a warp together.
+// Zeroes the columns of a row. Called by a warp.
 __device__ __forceinline__ void zero_row(char *row, Dtype dtype, int64_t columns) {
   for (int column = threadIdx.x & 31; column < columns; column += 32) {
     if (dtype == Dtype::f32) {
@@ -395,7 +399,7 @@ __device__ __forceinline__ void zero_row(char *row, Dtype dtype, int64_t columns
   }
 }
 
-// Whether the block mask lets any of the rows see any of the keys; asked by the whole block of threads.
+// Whether the block mask lets any of the rows see any of the keys. Called by all threads of the CTA.
 __device__ __forceinline__ bool any_visible(const BlockMask &mask, int b, int h, int row0, int row_end, int key0, int key_end) {
   const int64_t first_q = row0 / mask.size_q, first_k = key0 / mask.size_k;
   const int cells_q = static_cast<int>((row_end - 1) / mask.size_q - first_q) + 1,

@@ -10,21 +10,21 @@
 
 namespace fa::cuda::sm80 {
 
-// A problem and how it is cut. The kernel's only parameter.
+// The kernel's only parameter: a problem, and how it is divided among CTAs.
 struct ForwardParams {
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // problem.band's
-  L2HeadOrder order;                 // of row blocks; its heads are those of q, or of k when packed
-  Divisor num_splits;                // key ranges a row block is split into
-  Divisor rows_per_token;            // 1, or the GQA group (packed): query heads that share a key head are rows of one block
+  L2HeadOrder order;                 // of row blocks; its heads are those of q, or of k with packed GQA
+  Divisor num_splits;                // split-KV: the key ranges of a row block
+  Divisor rows_per_token;            // 1, or with packed GQA the group: the query heads of one key head are rows of one CTA
   Divisor group;                     // heads of q for one head of k
   Divisor page_size;
   Divisor mask_size_q, mask_size_k;               // of block_mask
   bool vector_q, vector_k, vector_v, vector_out;  // 16-byte accesses are legal
-  bool pair_bias;                                 // two neighbours of bias can be read at once
+  bool pair_bias;                                 // the bias of keys 2 n and 2 n + 1 can be loaded at once
   RawUnit raw;
-  // Where splits leave their results, null when there is one: out (num_splits, batch, heads_q, max_seqlen_q, head_dim_v), lse
-  // (num_splits, batch, heads_q, max_seqlen_q).
+  // Split-KV partials, null without splits: out (num_splits, batch, heads_q, max_seqlen_q, head_dim_v) and lse (num_splits, batch, heads_q,
+  // max_seqlen_q), each of one split's keys alone.
   float *split_out;
   float *split_lse;
   // Read by kernels with dropout (common/scores.h). Their m lies p_exponent below the row maximum, so that P = 2^(S - m) and the row sum are
@@ -33,7 +33,7 @@ struct ForwardParams {
   float rescale_threshold;
 };
 
-// The kernel's address for cudaLaunchKernel, null if this build leaves it out. `shape` indexes kForwardShapes.
+// The kernel's address for cudaLaunchKernel; null if this build leaves it out. `shape` indexes kForwardShapes.
 const void *forward_kernel(int shape, Dtype dtype);
 
 }  // namespace fa::cuda::sm80

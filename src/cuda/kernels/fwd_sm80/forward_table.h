@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every forward kernel that is built: one line each, read by the build (one object file a line and dtype), by the plan and by the
-// launcher. Reasons for the tile shapes are in README.md beside this file.
+// The forward kernels for sm_80 and newer: one row per kernel, read by the build (one object file per row and dtype), by the plan and by the
+// launcher. README.md has the reasons for the tile shapes.
 #pragma once
 
 #include <cstdint>
@@ -9,32 +9,47 @@
 
 namespace fa::cuda::sm80 {
 
+// Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
+template <int kHeadDim, int kHeadDimV, int kWarps, int kRowTiles, int kColumnWarps, int kTile, int kMinCtas, ScoreSet kScores>
+struct ForwardStorage {
+  static constexpr int kRowWarps = kWarps / kColumnWarps, kRows = kRowWarps * kRowTiles * 16;
+  static constexpr int kStages = kColumnWarps == 1 ? 2 : 1;
+  static constexpr bool kShareRows = kColumnWarps > 1;
+
+  // What the warps that share rows synchronise with (row_warps.cuh).
+  struct RowBarrier {
+    uint64_t barrier;
+    uint32_t vote[kColumnWarps];
+  };
+
+  uint16_t q[kRows][kHeadDim];
+  uint16_t k[kStages][kTile][kHeadDim];
+  uint16_t v[kStages][kTile][kHeadDimV];
+  uint16_t p[kShareRows ? kRows : 0][kTile];
+  float row[kShareRows ? kColumnWarps : 0][kRows];  // row maxima, later row sums, over the keys of each warp
+  uint16_t bias[stages_bias(kScores) ? kWarps : 0][kRowTiles * 16][kTile / kColumnWarps];
+  RowBarrier row_barrier[kShareRows ? kRowWarps : 0];
+};
+
 struct ForwardShape {
   const char *name;
   int32_t head_dim;    // bucket of q and k
   int32_t head_dim_v;  // bucket of v
   int32_t warps;
-  int32_t tiles_per_warp;  // of 16 rows
-  int32_t parts;           // warps that share rows
-  int32_t chunk;           // keys
-  int32_t min_blocks;      // blocks of threads on one multiprocessor
-  ScoreSet scores;         // what it can do to them
+  int32_t row_tiles;     // of 16 rows, per warp
+  int32_t column_warps;  // warps that share rows: each has a part of the keys of S and of the columns of out
+  int32_t chunk;         // keys of a KV tile
+  int32_t min_blocks;    // CTAs per SM
+  ScoreSet scores;       // the score terms it is built for
+  int32_t storage;       // bytes of ForwardStorage
 
-  constexpr int32_t rows() const { return warps / parts * tiles_per_warp * 16; }
+  constexpr int32_t rows() const { return warps / column_warps * row_tiles * 16; }
   constexpr int32_t threads() const { return warps * 32; }
-  // Q (or out, in its place) and two chunks of K and V, in 16-bit elements; or, for parts, one chunk, P, one float a row and part,
-  // and for each group of warps that share rows a barrier and a vote a part.
-  // And the bias of a chunk.
-  constexpr int32_t shared_bytes() const {
-    const int32_t out_or_q = 2 * rows() * (head_dim > head_dim_v ? head_dim : head_dim_v),
-                  pair = 2 * chunk * (head_dim + head_dim_v), bias = stages_bias(scores) ? 2 * rows() * chunk : 0;
-    return bias + (parts == 1 ? out_or_q + 2 * pair
-                              : out_or_q + pair + rows() * (2 * chunk + 4 * parts) + warps / parts * (8 + 4 * parts));
-  }
+  constexpr int32_t shared_bytes() const { return storage; }
 };
 
-// Cheaper kernels first: the plan takes the first one that fits head dims, scores and shared memory.
-// X(name, head_dim, head_dim_v, warps, tiles_per_warp, parts, chunk, min_blocks, scores)
+// Cheaper kernels first: the plan takes the first one that fits head dims, score terms and shared memory.
+// X(name, head_dim, head_dim_v, warps, row_tiles, column_warps, chunk, min_blocks, scores)
 #define FA_SM80_FORWARD_TABLE(X)                \
   X(d64, 64, 64, 4, 2, 1, 64, 2, kPlain)        \
   X(d96, 96, 96, 4, 2, 1, 64, 2, kPlain)        \
@@ -59,7 +74,7 @@ struct ForwardShape {
   X(d256g, 256, 256, 4, 2, 2, 64, 2, kAll)      \
   X(d256gs, 256, 256, 4, 1, 1, 32, 1, kAll)
 
-#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__},
+#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, sizeof(ForwardStorage<__VA_ARGS__>)},
 constexpr ForwardShape kForwardShapes[] = {FA_SM80_FORWARD_TABLE(FA_SM80_SHAPE)};
 #undef FA_SM80_SHAPE
 constexpr int kNumForwardShapes = sizeof(kForwardShapes) / sizeof(kForwardShapes[0]);

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// dq of a query tile is a sum over all CTAs whose keys it sees. CTAs add to it in global memory, in fp32; backward_dq converts it.
+#pragma once
+
+#include "cuda/kernels/bwd_sm80/key_block.cuh"
+
+namespace fa::cuda::sm80 {
+
+// In deterministic mode CTAs add to a tile in the order of their keys. Each warp waits for its own turn: the same warp of every CTA adds to the same
+// part of the sum. A warp passes its turn on some mma after its additions, when they have arrived and the release costs little. It does not
+// wait a whole iteration, because under a causal mask every CTA is that far behind the one before.
+template <class C>
+class DqSum {
+ public:
+  // Adds this warp's part of dS K. `ds`: dS^T in shared memory. Without `any` all pairs are masked, and only the turn is passed on.
+  __device__ __forceinline__ void add(const KeyBlock<C> &block, int tile, uint32_t ds, bool any, bool nan_safe) {
+    if (block.g.dq.data == nullptr) return;
+    Accumulator<C::kDqTiles, C::kDqNt> dq;
+    const bool ordered = block.a.deterministic;
+    int turn = 0;
+    if (ordered) turn = load_relaxed(counter(block, tile));
+    if (any) {
+      clear<C::kDqTiles, C::kDqNt>(dq);
+      const int warp = C::kRoles == 1 ? opaque(block.warp) : block.warp;
+      mma_scores<C, Major::mn, C::kD * 2, C::kKeys / 16>(dq, ds, warp % C::kDqRowWarps * 32, block.smem_k(),
+                                                         warp / C::kDqRowWarps * C::kDqNt * 8, nan_safe);
+    }
+    if (ordered) {
+      release(block);
+      // No acquire: what follows are additions at the L2 cache, sent after the counter has come back from there.
+      while (turn != place(block, tile)) turn = load_relaxed(counter(block, tile));
+      __syncwarp();
+    }
+    if (any) store(block, tile, dq);
+    held_tile_ = tile;
+  }
+
+  // Passes on the turn that this warp holds, if any.
+  __device__ __forceinline__ void release(const KeyBlock<C> &block) {
+    if (!block.a.deterministic || held_tile_ < 0) return;
+    __syncwarp();
+    if (block.lane == 0) count_released(counter(block, held_tile_));
+    held_tile_ = -1;
+  }
+
+ private:
+  // The place of the CTA among those that add to the tile.
+  static __device__ __forceinline__ int place(const KeyBlock<C> &block, int tile) {
+    return block.key0 / C::kKeys - max(0, tile * C::kRows + block.mask.first) / C::kKeys;
+  }
+  static __device__ __forceinline__ int32_t *counter(const KeyBlock<C> &block, int tile) {
+    return block.a.turn + block.index_of(tile) * kTurnsPerChunk + block.warp;
+  }
+
+  // The sum of a tile is a sequence of 16 x 8 tiles, [warp][i][j], each four numbers per lane like the accumulators.
+  static __device__ __forceinline__ void store(const KeyBlock<C> &block, int tile,
+                                               const Accumulator<C::kDqTiles, C::kDqNt> &dq) {
+    float *sum = block.a.dq_sum + block.index_of(tile) * (C::kRows * C::kD) + block.warp * (C::kDqTiles * C::kDqNt * 128) +
+                 block.lane * 4;
+#pragma unroll
+    for (int i = 0; i < C::kDqTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < C::kDqNt; ++j) add_4(sum + (i * C::kDqNt + j) * 128, dq[i][j]);
+  }
+  static __device__ __forceinline__ void add_4(float *address, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int r = 0; r < 4; ++r) atomicAdd(address + r, x[r]);
+#endif
+  }
+
+  int held_tile_ = -1;  // a query tile that this warp has added to, and whose turn it has not passed on
+};
+
+}  // namespace fa::cuda::sm80

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of S^T of the backward: kMt * 16 keys (rows) x kNt * 8 queries (columns) of one warp, laid out as KqFragment<kMt, kNt>.
+#pragma once
+
+#include "cuda/common/mask.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/rng.cuh"
+#include "cuda/common/score.cuh"
+
+namespace fa::cuda::sm80 {
+
+// A bit per element of a tile, of this lane.
+using PairBits = uint32_t;
+
+template <int kMt, int kNt>
+struct ScoreTile {
+  using Fragment = KqFragment<kMt, kNt>;
+  using Scores = Accumulator<kMt, kNt>;
+  static_assert(Fragment::kElements <= 32 && kNt % 2 == 0);
+
+  // Key and query of element n of this lane, in the tile.
+  static __device__ __forceinline__ int key_of(int n) { return Fragment::first_key(threadIdx.x & 31) + Fragment::key(n); }
+  static __device__ __forceinline__ int query_of(int n) { return Fragment::query(threadIdx.x & 31, Fragment::row(n)); }
+
+  // The pairs that band and sequence leave visible, of the tile that begins at (row0, key0).
+  static __device__ __forceinline__ PairBits visible(const PairMask &mask, int row0, int key0) {
+    PairBits bits = 0;
+    key0 = opaque(key0);
+#pragma unroll
+    for (int n = 0; n < Fragment::kElements; ++n)
+      if (mask.visible(mask.offset(key0 + key_of(n)), row0 + query_of(n))) bits |= 1u << n;
+    return static_cast<PairBits>(opaque(static_cast<int>(bits)));  // one register, not up to 32 predicates
+  }
+
+  // Dropout bits of the 16 keys x 16 queries from key0 and a row tile on, in the order of an A operand: 16 bits per element. One call of the
+  // generator serves eight pairs that share query % 8 and (key % 8) / 2. Here two lanes (even and odd lane / 4) hold halves of two such sets:
+  // each makes one call, and they exchange halves.
+  static __device__ __forceinline__ void dropout_bits(uint32_t (&bits)[4], const DropoutTile &dropout, int key0) {
+    const uint32_t lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const bool odd = (g & 1) != 0;
+    const Philox4 x = dropout.bits(2 * static_cast<uint32_t>(key0) + 4 * (2 * q + (g & 1)) + (g >> 1));
+    // Words are (query / 8, key / 8), halves the parity of the key. This lane's call is for the query of its own parity.
+    const uint32_t mine = odd ? 0x7632 : 0x5410, others = odd ? 0x5410 : 0x7632;
+    const uint32_t even_first = odd ? 0x1054 : 0x5410, odd_first = odd ? 0x3276 : 0x7632;
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+      const uint32_t own = __byte_perm(x.word[n], x.word[n + 1], mine);
+      const uint32_t other = __shfl_xor_sync(~0u, __byte_perm(x.word[n], x.word[n + 1], others), 4);
+      bits[n] = __byte_perm(own, other, even_first);
+      bits[n + 1] = __byte_perm(own, other, odd_first);
+    }
+  }
+
+  // The bias of the visible pairs, from global memory. `slice`: index of element (0, 0) of its batch entry and head.
+  static __device__ __forceinline__ void load_bias(Scores &bias, PairBits visible, const ScoreTensor &t, int64_t slice,
+                                                   int row0, int key0) {
+    const int64_t at = slice + (row0 + query_of(0)) * t.row_stride + (key0 + key_of(0)) * t.col_stride;
+    const auto load = [&](auto convert, const auto *first) {
+#pragma unroll
+      for (int n = 0; n < Fragment::kElements; ++n) {
+        const int row = Fragment::row(n);  // queries 8 (row / 2) + row % 2, from the lane's first
+        element(bias, n) = 0.f;
+        if (visible >> n & 1)
+          element(bias, n) = convert(first[(8 * (row / 2) + row % 2) * t.row_stride + Fragment::key(n) * t.col_stride]);
+      }
+    };
+    if (t.dtype == Dtype::f32) {
+      load([](float x) { return x; }, static_cast<const float *>(t.data) + at);
+    } else if (t.dtype == Dtype::bf16) {
+      load([](uint16_t x) { return to_float<__nv_bfloat16>(x); }, static_cast<const uint16_t *>(t.data) + at);
+    } else {
+      load([](uint16_t x) { return to_float<__half>(x); }, static_cast<const uint16_t *>(t.data) + at);
+    }
+  }
+};
+
+// dS = P (dP - delta) of one element, from P as it was converted for dv. A visible -0 must not look masked: + 0.
+template <bool kMasked>
+__device__ __forceinline__ float ds_of(float p, float dp, float delta) {
+  const float d = p * (dp - delta);
+  return !kMasked ? d : is_masked_p(p) ? kMaskedP : d + 0.f;
+}
+
+// Element e of the pair that a register of an A operand holds.
+template <typename Element>
+__device__ __forceinline__ float half_of(uint32_t pair, int e) {
+  return to_float<Element>(e != 0 ? pair >> 16 : pair & 0xFFFFu);
+}
+
+}  // namespace fa::cuda::sm80

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a forward does to S between Q K^T and the softmax (softcap, ALiBi, bias, mask), and to P after it (dropout). A kernel has the code of
+// the terms it is built for (C::kScores). Each is a loop of its own over the fragment, behind one branch that is uniform over the grid.
+//
+// Scores stay in the unit of q k^T (score_mod.cuh).
+#pragma once
+
+#include "cuda/common/mask.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/rng.cuh"
+#include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
+#include "cuda/kernels/fwd_sm80/row_block.cuh"
+
+namespace fa::cuda::sm80 {
+
+template <class C>
+class ScoreMods {
+ public:
+  using Element = typename C::Element;
+  using Rows = RowBlock<C>;
+  static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kBiasPitch = C::kKeys * 2;
+  using Fragment = QkFragment<kMt, kNt>;
+  using Scores = Accumulator<kMt, kNt>;  // queries x keys of this warp
+
+  // What does not change during the main loop.
+  __device__ __forceinline__ void init(const Rows &rows) {
+    const Problem &p = rows.p;
+    if constexpr (C::has(kAlibi)) {
+      if (p.alibi_slopes != nullptr) {
+#pragma unroll
+        for (int r = 0; r < Fragment::kRows; ++r)
+          slope_[r] = alibi_slope(p, rows.a.raw, rows.b, rows.head_of(used_row(rows, r)));
+      }
+    }
+    if constexpr (C::has(kDropout)) {
+      if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
+        const DropoutKey key = load_dropout_key(p.dropout);
+        const uint32_t bh = static_cast<uint32_t>(rows.b * static_cast<int>(p.heads_q) + rows.head_q);
+#pragma unroll
+        for (int i = 0; i < kMt; ++i) dropout_[i] = DropoutTile(key, bh, rows.warp_row / 16 + i);
+      }
+    }
+  }
+
+  // Begins to load the bias of this warp's rows and keys of a tile. Only this warp reads it, so that no CTA barrier is needed. Always commits
+  // one cp.async group.
+  __device__ __forceinline__ void load_bias(const Rows &rows, int tile) const {
+    if constexpr (C::kStagesBias) {
+      cp_async_wait<1>();  // if this warp skipped a tile, the bias of that tile may still be arriving
+      if (tile >= rows.tile_begin) {
+        __syncwarp();  // the bias of the tile before has been read
+        constexpr int kVectors = C::kKeys / 8, kStep = 32 / kVectors;
+        const ScoreTensor &t = rows.p.bias;
+        const int lane = opaque(rows.lane), local = lane / kVectors, vector = lane % kVectors,
+                  key = tile * C::kTile + rows.column_warp * C::kKeys + vector * 8;
+        const int bytes = max(0, min(rows.seqlen_k - key, 8)) * 2;
+        const Element *base = static_cast<const Element *>(t.data) + opaque(rows.b) * t.batch_stride + key;
+        const auto to = [&](int i) { return rows.smem_bias() + swizzled<kBiasPitch>(local + i, vector); };
+        if (!rows.packed() && rows.warp_row + C::kWarpRows <= rows.rows) {
+          base += opaque(rows.head_q) * t.head_stride + (rows.warp_row + local) * t.row_stride;
+#pragma unroll
+          for (int i = 0; i < C::kWarpRows; i += kStep) cp_async_16(to(i), base + i * t.row_stride, bytes);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < C::kWarpRows; i += kStep) {
+            const int row = min(rows.warp_row + local + i, rows.rows - 1);
+            cp_async_16(to(i), base + rows.head_of(row) * t.head_stride + rows.token_of(row) * t.row_stride,
+                        row == rows.warp_row + local + i ? bytes : 0);
+          }
+        }
+      }
+      cp_async_commit();
+    }
+  }
+
+  // Applies all terms to S, of keys key0 .. key0 + C::kKeys - 1, and begins to load the bias of tile `next`. With kMasked, pairs that the band,
+  // the end of the sequence or a bias of -inf masks become -inf whatever they were, NaN included; without, a bias of -inf is only added.
+  template <bool kMasked>
+  __device__ __forceinline__ void apply(Scores &s, const Rows &rows, int key0, int next) const {
+    if constexpr (C::has(kSoftcap | kAlibi)) {
+      const int diagonal = rows.seqlen_k - rows.seqlen_q() - key0 - Fragment::first_key(rows.lane);
+      apply_score_mods<Fragment>(
+          s, rows.p, rows.a.raw, [&](int r) { return slope_[r]; },
+          [&](int r) { return rows.token_of(used_row(rows, r)) + diagonal; });
+    }
+    if constexpr (C::kStagesBias) {
+      cp_async_wait<1>();  // the bias of this tile has arrived; K and V of the next one may still be arriving
+      __syncwarp();
+      add_staged_bias<kMasked>(s, rows);
+      load_bias(rows, next);
+    } else if constexpr (C::has(kAnyBias)) {
+      if (rows.p.bias.data != nullptr) add_global_bias<kMasked>(s, rows, key0);
+    }
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, visible(rows, r, key0));
+    }
+  }
+
+  // Zeroes the dropped elements of P of 16 rows x 16 keys, which is converted already. A masked P keeps its sign.
+  __device__ __forceinline__ void drop(uint32_t (&a)[4], const Rows &rows, int row_tile, int key0) const {
+    if constexpr (C::has(kDropout)) {
+      if (C::has(kAnyBias) && rows.p.dropout.threshold == 0) return;  // kernels for dropout alone have no branch here
+      const Philox4 random = dropout_[row_tile].bits(2 * static_cast<uint32_t>(key0) + rows.lane);
+      const uint32_t threshold = rows.p.dropout.threshold << 16;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const uint32_t bits = random.word[2 * (r & 1) + (r >> 1)];
+        if (bits << 16 < threshold) a[r] &= 0xFFFF8000u;
+        if (bits < threshold) a[r] &= 0x8000FFFFu;
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int row_of(const Rows &rows, int r) {
+    return rows.warp_row + Fragment::query(rows.lane, r);
+  }
+  // Rows beyond the last are not stored: any other row's terms will do.
+  static __device__ __forceinline__ int used_row(const Rows &rows, int r) { return min(row_of(rows, r), rows.rows - 1); }
+
+  // Of the keys that this lane holds of row r, those inside band and sequence, as bits.
+  static __device__ __forceinline__ uint32_t visible(const Rows &rows, int r, int key0) {
+    return visible_bits<Fragment>(keys_of_query(rows.diagonal(), rows.token_of(row_of(rows, r))), key0, opaque(rows.lane));
+  }
+
+  template <bool kMasked>
+  static __device__ __forceinline__ void add_pair(float *x, uint32_t bias, const RawUnit &raw) {
+    x[0] = add_bias<kMasked>(x[0], to_float<Element>(bias & 0xFFFFu), raw);
+    x[1] = add_bias<kMasked>(x[1], to_float<Element>(bias >> 16), raw);
+  }
+
+  template <bool kMasked>
+  static __device__ __forceinline__ void add_staged_bias(Scores &s, const Rows &rows) {
+    const int lane = opaque(rows.lane);
+    const uint32_t at = rows.smem_bias() + swizzled<kBiasPitch>(lane & 15, lane >> 4);
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int k = 0; k < kNt / 2; ++k) {
+        uint32_t bias[4];
+        ldmatrix_x4(bias, advance<kBiasPitch>(at, k) + i * 16 * kBiasPitch);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) add_pair<kMasked>(&s[i][2 * k + n / 2][n % 2 * 2], bias[n], rows.a.raw);
+      }
+  }
+
+  // The bias from global memory, two neighbours at a time where that is legal. Only visible keys have one.
+  template <bool kMasked>
+  static __device__ __forceinline__ void add_global_bias(Scores &s, const Rows &rows, int key0) {
+    const ScoreTensor &t = rows.p.bias;
+    const RawUnit &raw = rows.a.raw;
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r) {
+      const int row = used_row(rows, r);
+      const int64_t at = rows.b * t.batch_stride + rows.head_of(row) * t.head_stride + rows.token_of(row) * t.row_stride +
+                         (key0 + Fragment::first_key(rows.lane)) * t.col_stride;
+      if (kMasked || !rows.a.pair_bias) {
+        const uint32_t bits = kMasked ? visible(rows, r, key0) : ~0u;
+#pragma unroll
+        for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
+          float &x = element(s, Fragment::at(r, m));
+          if (bits >> m & 1)
+            x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw);
+        }
+      } else if (t.dtype == Dtype::f32) {
+        const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
+#pragma unroll
+        for (int j = 0; j < kNt; ++j) {
+          const float2 bias = pairs[4 * j];
+          float *x = &s[r / 2][j][r % 2 * 2];
+          x[0] = add_bias<false>(x[0], bias.x, raw);
+          x[1] = add_bias<false>(x[1], bias.y, raw);
+        }
+      } else {
+        const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const Element *>(t.data) + at);
+#pragma unroll
+        for (int j = 0; j < kNt; ++j) add_pair<false>(&s[r / 2][j][r % 2 * 2], pairs[4 * j], raw);
+      }
+    }
+  }
+
+  float slope_[Fragment::kRows];  // of ALiBi, in the unit of scores
+  DropoutTile dropout_[kMt];
+};
+
+}  // namespace fa::cuda::sm80
