@@ -215,7 +215,14 @@ __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc,
   for (int row = 0; row < kKSteps * 16; ++row) {
     uint32_t bits[kMt][2];
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) p_of_key(w[i], row, bits[i]);
+    for (int i = 0; i < kMt; ++i) {
+      // Of one step the selection would become an index into local memory.
+      if constexpr (kKSteps == 1) {
+        p_of_key(w[i][0], row, bits[i], lane);
+      } else {
+        p_of_key(w[i], row, bits[i], lane);
+      }
+    }
 #pragma unroll
     for (int c = 0; c < kNt / 2; ++c) {
       const HalfPairs v = widen_even_odd<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));

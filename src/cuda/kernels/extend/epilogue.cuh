@@ -78,9 +78,9 @@ class Epilogue {
       const int row = rows_.row_of(r), stored_row = min(row, rows_.work->rows - 1);
       const RowResult result =
           finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(cta_.problem(), rows_.head_of(stored_row)));
-      store_fragment_row<Element, C::kD / 8>(
-          out_, r, out_at(stored_row), row < rows_.work->rows ? static_cast<int>(cta_.problem().head_dim_v) : 0,
-          cta_.params().vector_out, quad, [&](float a, float b) { return pack(a * result.factor, b * result.factor); });
+      store_fragment_row_at<Element, C::kD / 8>(
+          out_, r, [&] { return out_at(stored_row); }, static_cast<int>(cta_.problem().head_dim_v), cta_.params().vector_out,
+          quad, [&](float a, float b) { return pack(a * result.factor, b * result.factor); }, ~0u, row < rows_.work->rows);
       if (quad == 0 && row < rows_.work->rows && cta_.problem().lse.data != nullptr) *lse_at(row) = result.lse;
     }
   }
