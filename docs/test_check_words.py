@@ -17,12 +17,18 @@ PRIVATE = {
     "abreast": "abreast_log2", "rows by keys": "keys_by_rows.cuh", "mend": "mend()", "landing": "shared_landing()", "blind": "a blind tile",
     "told": "what it is told", "chained": "chained launches", "stays": "blocks that stay", "sections": "heads_per_section", "asks for": "asked of the cache",
     "one a": "one a sequence", "products": "products_begin()", "stamps": "stamps",
-    "cuda: partition": "range_begin", "cuda: partial": "num_parts", "cuda: stage": "slot_of()", "cuda: turn": "await_turn()", "cuda: section": "section_of()",
+    "cuda: partition": "range_begin", "cuda: partial": "add_parts()", "cuda: stage": "slot_of()", "cuda: turn": "await_turn()", "cuda: section": "section_of()",
     "cuda: factor": "only_factor()", "cuda: epilogue": "shared_closing()", "cuda: NaN-safe": "add_exactly()", "cuda: barrier": "heard()",
     "cuda: persistent": "staying()",
 }
 PLAIN = ("The producer warp loads K into a pipeline stage.", "a string, during, several springs", "chunked prefill; prefill chunks", "a nested turnaround",
-         "size in bytes, 16 bytes", "it takes place in the epilogue", "counterparts", "masked", "one attention call per sequence", "Return the status.")
+         "size in bytes, 16 bytes", "it takes place in the epilogue", "counterparts", "masked", "one attention call per sequence", "Return the status.", "a random walk", "printed in turn",
+         "two versions installed side by side", "p = 0.999 a row keeps one key", "too many parts", "exact_q.chunks(DIM)", "device.multiprocessors", "streaming multiprocessors")
+PLAIN_CUDA = ("The four lanes that share a row", "using KeyRange = RangeOf<int32_t>;", "tiles with a key in the range of keys", "out is rescaled by this factor",
+              "rescaling factors", "float factor = 1.f;", "the parts that kernels are made of", "int num_parts;", "q.slot", "KvPlace place(int page)", "in place",
+              "turns scores into exponents", "applied in turn", "its sum turns out too large", "Q stays in registers", "P stays below it", "exactly one warp",
+              "the caller takes care of it", "can be told from P = 0", "close to zero",
+              "that all kernels for sm_90a share", "the factors of out", "no gradient is asked for", "KvPlace place_of(int key)")
 
 
 class Words(unittest.TestCase):
@@ -47,6 +53,10 @@ class Words(unittest.TestCase):
     def test_plain_english_passes(self):
         for text in PLAIN:
             self.assertEqual(self.found("guide.md", text), [], text)
+
+    def test_plain_english_passes_in_the_kernels(self):
+        for text in PLAIN_CUDA:
+            self.assertEqual(self.found("src/cuda/one.cuh", text), [], text)
 
     def test_exceptions_are_for_their_file_rule_and_text(self):
         text = "the walk of a tree"

@@ -13,7 +13,7 @@ using Base::first, Other<3>::second;
 using Alias = Base::type;
 using namespace fa;
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 2) walk(const Params params) {
+__global__ void __launch_bounds__(C::kThreads, 2) run_tiles(const Params params) {
   if (params.count > 0) {
     const auto each = [&](int i) { mask(i); };
     each("}");
@@ -41,7 +41,7 @@ class Count(unittest.TestCase):
 
     def test_functions(self):
         self.assertEqual(count_source.functions_of(self.code),
-                         [("walk", 9, 14), ("Block", 17, 17), ("store_lse", 19, 19), ("share_has_nan", 21, 23)])
+                         [("run_tiles", 9, 14), ("Block", 17, 17), ("store_lse", 19, 19), ("share_has_nan", 21, 23)])
 
     def test_usings(self):
         self.assertEqual([name.split("::")[-1] for name in count_source.usings_of(self.code)], ["row", "first", "second", "scores"])

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Two sequences grow in a paged cache, a token a step, and attend to all they have so far. Afterwards the last step is compared with
+/* Two sequences grow in a paged cache by one token per step, and attend to all tokens so far. Afterwards the last step is compared with
  * causal attention over whole sequences. */
 #include <flashattn/flashattn.h>
 #include <math.h>
@@ -10,7 +10,7 @@ enum { SEQUENCES = 2, STEPS = 100, HEADS = 8, KEY_HEADS = 2, DIM = 64, PAGE = 16
 static float q[STEPS][SEQUENCES][1][HEADS][DIM], out[SEQUENCES][1][HEADS][DIM];
 static float k[STEPS][SEQUENCES][1][KEY_HEADS][DIM], v[STEPS][SEQUENCES][1][KEY_HEADS][DIM];
 static float k_pages[SEQUENCES * PAGES_EACH][PAGE][KEY_HEADS][DIM], v_pages[SEQUENCES * PAGES_EACH][PAGE][KEY_HEADS][DIM];
-static int32_t pages[SEQUENCES][PAGES_EACH], lengths[2][SEQUENCES]; /* before and after a step, in turn */
+static int32_t pages[SEQUENCES][PAGES_EACH], lengths[2][SEQUENCES]; /* before and after a step, alternating */
 static float whole[SEQUENCES][STEPS][HEADS][DIM];
 
 static fa_tensor tensor(void *data, int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -18,7 +18,7 @@ static fa_tensor tensor(void *data, int64_t a, int64_t b, int64_t c, int64_t d) 
   return t;
 }
 
-/* What was one step after the other, as (SEQUENCES, STEPS, heads, DIM). */
+/* Copies the rows of all steps to one tensor (SEQUENCES, STEPS, heads, DIM). */
 static fa_tensor all_steps(void *data, int64_t heads) {
   fa_tensor t = {data, {SEQUENCES, STEPS, heads, DIM}, {heads * DIM, SEQUENCES * heads * DIM, DIM, 1}, FA_FLOAT32, 4};
   return t;
@@ -31,7 +31,7 @@ static void fill(float *data, size_t count, uint32_t seed) {
   }
 }
 
-/* Appends the keys and values of one step to the cache, and attends to what it holds then. */
+/* Appends the keys and values of one step to the cache, then attends to the whole cache. */
 static fa_status step(fa_context ctx, int n) {
   const fa_tensor table = {pages, {SEQUENCES, PAGES_EACH}, {PAGES_EACH, 1}, FA_INT32, 2};
   const fa_tensor before = {lengths[n % 2], {SEQUENCES}, {1}, FA_INT32, 1};
@@ -72,10 +72,11 @@ int main(void) {
   fill(&q[0][0][0][0][0], sizeof q / sizeof(float), 1);
   fill(&k[0][0][0][0][0], sizeof k / sizeof(float), 2);
   fill(&v[0][0][0][0][0], sizeof v / sizeof(float), 3);
-  for (n = 0; n < SEQUENCES * PAGES_EACH; ++n) pages[n % SEQUENCES][n / SEQUENCES] = n; /* as they came to be needed */
+  for (n = 0; n < SEQUENCES * PAGES_EACH; ++n)
+    pages[n % SEQUENCES][n / SEQUENCES] = n; /* pages of both sequences are interleaved */
 
   fa_config_init(&config, sizeof config);
-  config.device_type = FA_DEVICE_CPU; /* whose memory the arrays are */
+  config.device_type = FA_DEVICE_CPU; /* the arrays are in host memory */
   status = fa_create(&ctx, &config);
   for (n = 0; n < STEPS && status == FA_OK; ++n) status = step(ctx, n);
 

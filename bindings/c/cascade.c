@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cascade attention: many sequences continue one prompt. The keys of the prompt are read once for all of them, the keys that each has of
- * its own once each, and fa_merge() joins the two. Prints how far that is from attention over prompt and continuation side by side. */
+/* Cascade attention: many sequences continue one prompt. The keys of the prompt are read once for all of them, and
+ * fa_merge() merges the result with that over each sequence's own keys. Prints the difference from attention over a copy of the prompt and
+ * the continuation. */
 #include <flashattn/flashattn.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,7 +11,7 @@ enum { SEQUENCES = 16, PROMPT = 512, OWN = 48, HEADS = 8, KEY_HEADS = 2, DIM = 6
 static float q[SEQUENCES][1][HEADS][DIM];
 static float prompt_k[PROMPT][KEY_HEADS][DIM], prompt_v[PROMPT][KEY_HEADS][DIM];
 static float own_k[SEQUENCES][OWN][KEY_HEADS][DIM], own_v[SEQUENCES][OWN][KEY_HEADS][DIM];
-static int32_t own_rows[SEQUENCES]; /* how many of the OWN rows each sequence has so far */
+static int32_t own_rows[SEQUENCES]; /* used rows of the OWN rows of each sequence */
 static float out[2][SEQUENCES][1][HEADS][DIM], lse[2][SEQUENCES][HEADS][1];
 static float merged[SEQUENCES][1][HEADS][DIM];
 static float all_k[SEQUENCES][PROMPT + OWN][KEY_HEADS][DIM], all_v[SEQUENCES][PROMPT + OWN][KEY_HEADS][DIM];
@@ -46,7 +47,7 @@ int main(void) {
   fa_status status;
   float largest = 0;
   fa_config_init(&config, sizeof config);
-  config.device_type = FA_DEVICE_CPU; /* whose memory the arrays are */
+  config.device_type = FA_DEVICE_CPU; /* the arrays are in host memory */
   status = fa_create(&ctx, &config);
   fill(&q[0][0][0][0], sizeof q / sizeof(float), 1);
   fill(&prompt_k[0][0][0], sizeof prompt_k / sizeof(float), 2);
@@ -62,7 +63,7 @@ int main(void) {
   prompt.v = tensor(prompt_v, 1, PROMPT, KEY_HEADS, DIM);
   prompt.out = tensor(out[0], 1, SEQUENCES, HEADS, DIM);
   prompt.lse = three(&lse[0][0][0][0], 1, HEADS, SEQUENCES);
-  prompt.lse.stride[1] = 1; /* in memory (sequence, head), as the other part has it */
+  prompt.lse.stride[1] = 1; /* (sequence, head) in memory, like the lse of the other part */
   prompt.lse.stride[2] = HEADS;
   if (status == FA_OK) status = fa_forward(ctx, &prompt, NULL, 0, NULL);
 

@@ -12,7 +12,7 @@ int main(void) {
   fa_attention att;
   fa_status status;
   fa_config_init(&config, sizeof config);
-  config.device_type = FA_DEVICE_CPU; /* whose memory the arrays are */
+  config.device_type = FA_DEVICE_CPU; /* the arrays are in host memory */
   status = fa_create(&ctx, &config);
   fa_attention_init(&att, sizeof att);
   att.q = att.k = att.v = att.out = shape;

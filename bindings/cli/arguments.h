@@ -25,11 +25,11 @@ class Failure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Whole and other numbers within a range; `what` begins the message.
+// Parse an integer or a number within a range. `what` begins the message of a failure.
 int64_t to_integer(const std::string &what, const std::string &text, int64_t least, int64_t most);
 double to_number(const std::string &what, const std::string &text, double least, double most);
 
-// "a,b,c" or "2x4096x32x128" cut at `separator`.
+// Splits "a,b,c" or "2x4096x32x128" at `separator`.
 std::vector<std::string> split(const std::string &text, char separator);
 
 class Options {
@@ -48,7 +48,7 @@ class Options {
   void number(const std::string &name, const std::string &metavar, const std::string &help, double &value, double least,
               double most);
 
-  // Accepts `--name value` and `--name=value`. False when the help was asked for, and printed.
+  // Accepts `--name value` and `--name=value`. Returns false if it printed the help.
   bool parse(const std::vector<std::string> &arguments) const;
 
  private:

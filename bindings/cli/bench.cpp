@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// flashattn bench: seconds a call, the median of bursts that last long enough for the clock, on random data.
+// flashattn bench: measures the time per call on random data. The result is the median of bursts that are long enough for the clock.
 #include <unistd.h>
 
 #include <algorithm>
@@ -87,7 +87,7 @@ struct Grid {
   }
 };
 
-// A bar on standard error, where it does not mix with the table, and only for eyes.
+// A progress bar on standard error, which does not mix with the table. It is shown on terminals only.
 class Progress {
  public:
   Progress(size_t count, bool shown) : count_(count), shown_(shown) {}
@@ -116,7 +116,7 @@ double median(std::vector<double> values) {
   return n % 2 == 1 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
-// Bursts of about a tenth of `budget` each; within one, calls follow each other without waiting for the device.
+// Bursts take about a tenth of `budget` each. The calls of a burst do not wait for the device in between.
 double seconds_of_one_call(Device &device, const Problem &problem, const Buffer &workspace, double budget) {
   const auto burst = [&](int64_t calls) {
     const double start = bench::seconds();
@@ -151,7 +151,7 @@ std::string series_name(const Spec &s) {
 }
 
 void print_head() {
-  std::printf("%-9s %-5s %-22s %-22s %-7s %10s %14s %14s  %s\n", "pass", "dtype", "q", "k", "mask", "a call", "compute",
+  std::printf("%-9s %-5s %-22s %-22s %-7s %10s %14s %14s  %s\n", "pass", "dtype", "q", "k", "mask", "per call", "compute",
               "memory", "kernel");
 }
 
@@ -211,7 +211,7 @@ std::string to_plot(const std::vector<Row> &rows, const Device &device) {
 }  // namespace
 
 int bench(const Arguments &arguments) {
-  Options options("bench", "Measures seconds a call: a grid of problems, or the one that --q states.");
+  Options options("bench", "Measures the time per call of a grid of problems, or of the one that --q gives.");
   Grid grid;
   grid.declare(options);
   SpecOptions spec_options(options);

@@ -13,9 +13,9 @@ extern "C" {
 namespace cli {
 namespace {
 
-constexpr int64_t kProbeBytes = int64_t{1} << 28;  // beyond every cache
+constexpr int64_t kProbeBytes = int64_t{1} << 28;  // larger than every cache
 
-// fp16 and bf16 matrix products of one multiprocessor in one clock, two operations a multiply-add; 0 = not known here.
+// fp16 and bf16 operations of the tensor cores of one SM per clock; a multiply-add is two operations. 0 = unknown.
 double tensor_flops_per_clock(int32_t capability) {
   switch (capability) {
     case 80:
@@ -34,7 +34,7 @@ double tensor_flops_per_clock(int32_t capability) {
   }
 }
 
-// fp32 multiply-adds of one multiprocessor in one clock.
+// fp32 multiply-adds of one SM per clock.
 double vector_flops_per_clock(int32_t capability) { return capability == 80 ? 128 : 256; }
 
 // Attributes of a device from the driver; the numbers are CUdevice_attribute's.
@@ -100,7 +100,7 @@ Device::Device(const DeviceChoice &choice) {
   fa_config config;
   fa_config_init(&config, sizeof config);
   config.device_type = choice.type;
-  // Settings of one kind of device choose that kind.
+  // A setting that only one kind of device has chooses that kind.
   if (choice.type == FA_DEVICE_AUTO && (choice.threads != 0 || choice.isa != FA_CPU_ISA_AUTO))
     config.device_type = FA_DEVICE_CPU;
   if (choice.type == FA_DEVICE_AUTO && choice.cuda_arch != 0) config.device_type = FA_DEVICE_CUDA;
@@ -125,7 +125,7 @@ std::string Device::describe() const {
   if (is_cuda()) {
     return "cuda:" + std::to_string(properties_.device_index) + ": " + name + ", compute capability " +
            std::to_string(properties_.compute_capability / 10) + "." + std::to_string(properties_.compute_capability % 10) +
-           ", " + std::to_string(properties_.multiprocessors) + " multiprocessors";
+           ", " + std::to_string(properties_.multiprocessors) + " SMs";
   }
   return "cpu: " + name + ", " + std::to_string(properties_.num_threads) +
          (properties_.num_threads == 1 ? " thread, " : " threads, ") + isa_name(properties_.cpu_isa);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A context of the library, memory of its device, and what the device could do at best.
+// A context of the library, memory of its device, and the peak speed of the device.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct device_memory;
 
 namespace cli {
 
-// Which device and how; the options of every command that uses one.
+// The device and its settings: options of every command that uses a device.
 struct DeviceChoice {
   fa_device_type type = FA_DEVICE_AUTO;
   int64_t index = 0, threads = 0, cuda_arch = 0;
@@ -25,8 +25,8 @@ struct DeviceChoice {
 
 const char *isa_name(fa_cpu_isa isa);
 
-// What a device does at best. CPU: measured just now, fp32 multiply-adds and reading memory. CUDA: clock times width, as the driver
-// states them; zero where that says nothing.
+// The peak speed of a device. CPU: measured, with fp32 multiply-adds and reads of memory. CUDA: clock times width, from the driver; zero if
+// unknown.
 struct Peak {
   double flops_per_second = 0, bytes_per_second = 0;
   std::string source;
@@ -34,7 +34,7 @@ struct Peak {
 
 class Device {
  public:
-  // Throws Failure with the library's words.
+  // Throws Failure with the message of the library.
   explicit Device(const DeviceChoice &choice);
   ~Device();
   Device(const Device &) = delete;

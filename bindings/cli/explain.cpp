@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// flashattn explain: a problem asked about, not run. No tensor memory is taken, so any size can be asked about.
+// flashattn explain: describes how a problem would run, without running it. It allocates no tensors, so that problems of any size work.
 #include <algorithm>
 #include <cstdio>
 
@@ -35,7 +35,7 @@ void print_text(const Spec &spec, const Device &device, const fa_plan_info &info
   }
   line("kernel", info.kernel);
   line("why", info.reason);
-  line("splits", info.num_splits == 1 ? "keys are not split" : std::to_string(info.num_splits) + " parts of the keys");
+  line("splits", info.num_splits == 1 ? "keys are not split" : std::to_string(info.num_splits) + " KV splits");
   line("workspace", bytes_text(static_cast<double>(info.workspace_bytes)));
   line("work", with_prefix(info.flops, "FLOP") + ", " + bytes_text(info.bytes) + " in and out, " +
                    with_prefix(info.flops / std::max(1.0, info.bytes), "FLOP/byte"));

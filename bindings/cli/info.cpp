@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// flashattn info: version and build, the devices it finds, and for each which kernels and features queries say it has.
+// flashattn info: version and build, the devices that it finds, and the kernels and features of each, as queries report them.
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -51,7 +51,7 @@ fa_plan_info ask(const Device &device, const Spec &spec) {
   return device.query(problem);
 }
 
-// Two kilorows of eight heads: what a kernel for long sequences would serve.
+// 2048 rows of eight heads, a problem for the kernels for long sequences.
 Spec sample(Pass pass, fa_dtype dtype, int64_t dim) {
   Spec spec;
   spec.pass = pass, spec.dtype = dtype;
@@ -60,7 +60,7 @@ Spec sample(Pass pass, fa_dtype dtype, int64_t dim) {
   return spec;
 }
 
-// Every device that can be used, and why there is no further one of a kind.
+// Every device that can be used, and the reason why there is no further device of its kind.
 struct Found {
   std::vector<std::unique_ptr<Device>> devices;
   std::string cuda_reason;

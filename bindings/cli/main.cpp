@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// flashattn: what the installed library can do on this machine, how it would run a problem, how fast it is, and whether it is right.
-// A user of the public header, like any other program.
+// flashattn: shows what the installed library can do on this machine, how it would run a problem, how fast it is and whether its results are
+// right. It uses only the public header.
 #include <cstdio>
 #include <exception>
 #include <new>

@@ -12,7 +12,7 @@ namespace {
 constexpr double kWidth = 860, kLeft = 72, kRight = 250, kTop = 64, kPlotHeight = 320, kBottom = 56;
 constexpr double kPlotWidth = kWidth - kLeft - kRight;
 
-// Distinct for the colour-blind (Okabe and Ito); a dash for each further round.
+// Colours that the colour-blind can distinguish (Okabe and Ito). Further lines are dashed.
 constexpr const char *kColours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666"};
 constexpr size_t kNumColours = sizeof kColours / sizeof *kColours;
 constexpr const char *kDashes[] = {"", "7 3", "2 3"};

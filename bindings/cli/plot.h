@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A line chart as SVG, for eyes and browsers: no library, light and dark.
+// Draws a line chart as SVG, for light and dark pages, without a library.
 #pragma once
 
 #include <string>

@@ -111,7 +111,7 @@ SpecOptions::SpecOptions(Options &options) {
   });
   options.flag("--alibi", "ALiBi slopes", s.alibi);
   options.flag("--sink", "an attention sink per head", s.sink);
-  options.number("--dropout", "P", "probability of dropping a weight", s.dropout, 0, 0.999);
+  options.number("--dropout", "P", "dropout: probability that an element of P is dropped", s.dropout, 0, 0.999);
   options.flag("--packed", "sequences packed with cu_seqlens", s.packed);
   options.integer("--pages", "ROWS", "keys and values in pages of so many rows", s.page_size, 1, kMostRows);
   options.flag("--heads-first", "memory is (batch, heads, rows, head_dim)", s.heads_first);
@@ -235,7 +235,7 @@ Problem::Problem(const Spec &s) : spec(s) {
     fa_gradients &g = gradients;
     add_rows("dout", g.dout, s.rows_q, s.heads_q, s.dim_v, false);
     add_rows("dq", g.dq, s.rows_q, s.heads_q, s.dim, true);
-    if (s.page_size > 0) {  // refused by the library, with its own words
+    if (s.page_size > 0) {  // the library refuses this with its own message
       add("dk", g.dk, s.dtype, {a.k.shape, a.k.shape + 4}, true);
       add("dv", g.dv, s.dtype, {a.v.shape, a.v.shape + 4}, true);
     } else {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One attention problem as the command line states it, and as the library takes it.
+// An attention problem: as options of the command line, and as structs of the library.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace cli {
 
 enum class Pass { forward, backward };
 
-// Sizes and options. Tensors that an option asks for get the shapes that flashattn.h gives them.
+// Sizes and options. Tensors of options have the shapes that flashattn.h requires.
 struct Spec {
   Pass pass = Pass::forward;
   fa_dtype dtype = FA_BFLOAT16;
@@ -49,7 +49,7 @@ class SpecOptions {
  public:
   explicit SpecOptions(Options &options);
   bool given() const { return q_given_; }
-  // After parsing: fills in what follows from other options and checks that the sizes fit each other.
+  // After parsing: sets sizes that follow from other options, and checks that all sizes fit each other.
   Spec finish();
 
  private:
@@ -74,7 +74,7 @@ class Problem {
   // Every present tensor. `out` and `lse` are inputs of a backward pass only after a forward pass has written them.
   const std::vector<Member> &members() const { return members_; }
 
-  // Addresses for queries, which look at alignment and overlap but never at memory: every tensor gets a range of its own.
+  // Sets addresses for queries, which check alignment and overlap but do not access memory. Every tensor gets its own address range.
   void place_nowhere();
 
   const Spec spec;

@@ -50,7 +50,7 @@ std::vector<char> host_data(const Spec &spec, const std::string &name, const fa_
     write_integers(data, count, [&](int64_t) { return static_cast<int32_t>(spec.rows_k); });
   } else if (name == "page_table") {  // last page first
     write_integers(data, count, [&](int64_t i) { return static_cast<int32_t>(count - 1 - i); });
-  } else if (name == "block_mask") {  // three blocks of four, the first of each row among them
+  } else if (name == "block_mask") {  // three of four blocks are visible, always including the first of each row
     for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = i % tensor.shape[3] == 0 || random.bits() % 4 != 0;
   } else if (name == "alibi_slopes") {
     for (int64_t h = 0; h < count; ++h) {
@@ -73,7 +73,7 @@ Tensors::Tensors(Device &device, Problem &problem, uint32_t seed) : spec_(proble
     const auto found = buffers_.emplace(member.name, Buffer(device, static_cast<size_t>(bytes(*member.tensor))));
     Buffer &buffer = found.first->second;
     member.tensor->data = buffer.data();
-    const bool saved = member.name == "out" || member.name == "lse";  // of a backward pass: a forward pass writes them
+    const bool saved = member.name == "out" || member.name == "lse";  // inputs of a backward pass, which a forward pass writes
     if (member.output || saved) continue;
     seeds_[member.name] = ++seed;
     buffer.upload(host_data(spec_, member.name, *member.tensor, seed).data());

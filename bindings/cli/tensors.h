@@ -19,9 +19,9 @@ class Tensors {
  public:
   Tensors(Device &device, Problem &problem, uint32_t seed);
 
-  // What was written into an input (made again: long tensors are not kept twice).
+  // The content of an input. It is generated again, so that long tensors are not stored twice.
   std::vector<char> input(const Problem::Member &member) const;
-  // What an output holds now.
+  // The current content of an output.
   std::vector<char> output(const std::string &name) const;
   // The address of a tensor of `problem`, for another problem over the same memory.
   void *address(const std::string &name) const { return buffers_.at(name).data(); }

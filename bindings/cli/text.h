@@ -12,7 +12,7 @@ std::string with_prefix(double value, const char *unit);
 std::string bytes_text(double value);
 std::string seconds_text(double value);
 
-// An object or a list, written as it grows.
+// Writes an object or a list, element by element.
 class Json {
  public:
   Json &begin_object(const std::string &key = "") { return open(key, '{', '}'); }

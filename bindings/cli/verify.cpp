@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// flashattn verify: small problems of every feature, forward and backward, against attention written out plainly in fp64 (the
-// reference of the library's own tests). A result may be twice as far off as the unfused computation in its dtype, plus rounding.
+// flashattn verify: compares small problems of every feature, forward and backward, with unfused attention in fp64 (the reference of the
+// library's own tests). The error may be twice that of the unfused computation in the same dtype, plus rounding.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -234,9 +234,9 @@ void verify_case(Device &device, const Case &c, bool quiet, Tally &tally) {
   Problem asked(c.spec);
   asked.place_nowhere();
   const fa_plan_info plan = device.query(asked);
-  if (plan.status / 100 == 2) {  // this build or device has no kernel for it, and says so
+  if (plan.status / 100 == 2) {  // this build or device has no kernel for it
     ++tally.skipped;
-    if (!quiet) std::printf("  %-52s not there: %s\n", what.c_str(), plan.reason);
+    if (!quiet) std::printf("  %-52s no kernel: %s\n", what.c_str(), plan.reason);
     return;
   }
   device.check(plan.status, what);
@@ -246,7 +246,7 @@ void verify_case(Device &device, const Case &c, bool quiet, Tally &tally) {
   const bool good = error <= 1;
   ++(good ? tally.passed : tally.failed);
   if (!good) {
-    std::printf("  %-52s FAILED: the error of %s is %.2f times what is allowed (kernel %s)\n", what.c_str(), worst.c_str(),
+    std::printf("  %-52s FAILED: the error of %s is %.2f times the allowed one (kernel %s)\n", what.c_str(), worst.c_str(),
                 error, plan.kernel);
   } else if (!quiet) {
     std::printf("  %-52s ok   %.2f of the error allowed, %s\n", what.c_str(), error, plan.kernel);
@@ -256,7 +256,7 @@ void verify_case(Device &device, const Case &c, bool quiet, Tally &tally) {
 }  // namespace
 
 int verify(const Arguments &arguments) {
-  Options options("verify", "Compares the results of this machine with attention written out plainly in fp64. Takes seconds.");
+  Options options("verify", "Compares the results of this machine with unfused attention in fp64. Takes seconds.");
   DeviceChoice choice;
   choice.declare(options);
   bool quiet = false;

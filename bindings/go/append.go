@@ -5,37 +5,38 @@ package flashattn
 // #include "shim.h"
 import "C"
 
-// Append is new keys and values on their way into a cache, with the rotary embedding of them and of the queries. flashattn.h documents shapes
-// and meaning of each (fa_append).
+// Append describes new keys and values for a KV cache, and the rotary embedding of new keys and queries. flashattn.h documents shapes and meaning
+// of each field (fa_append).
 type Append struct {
 	// New rows: (batch, new rows, heads, head_dim), or (total, heads, head_dim) with CuSeqlens. V and VCache may be absent together.
 	K, V Tensor
-	// Written, at the places of new rows only: (batch, rows, heads, head_dim) or, paged, (pages, page size, heads, head_dim); the dtype of K,
+	// Outputs, of which only the new rows are written: (batch, rows, heads, head_dim) or, paged, (pages, page size, heads, head_dim); the dtype of K,
 	// Float8 or int8.
 	KCache, VCache Tensor
 
 	PageTable Tensor // (batch, max pages) int32
 	Offsets   Tensor // (batch) int32: rows that each sequence has in the cache already; negative leaves a sequence out; absent = none
 	CuSeqlens Tensor // packed new rows: (batch + 1) int32 or int64
-	SeqUsed   Tensor // (batch) int32: how many new rows of each sequence are used
-	SeqUsedK  Tensor // written, (batch) int32: rows that each sequence has afterwards, SeqUsedK of the Attention to come; may be absent
+	SeqUsed   Tensor // (batch) int32: number of used new rows of each sequence
+	SeqUsedK  Tensor // output, (batch) int32: rows that each sequence has afterwards, for SeqUsedK of the next Attention; may be absent
 
-	Q, QOut              Tensor // queries of the new rows, rotated into QOut or, if that is absent, in place
+	Q, QOut              Tensor // queries of the new rows; rotated into QOut, or in place if QOut is absent
 	RotaryCos, RotarySin Tensor // (positions, rotary_dim / 2); absent = nothing is rotated
 	RotaryPositions      Tensor // (batch, new rows) or (total), int32 or int64; absent = Offsets + row
 	Interleaved          bool   // a rotary pair is columns 2c and 2c + 1 instead of c and c + rotary_dim / 2
 
-	// Factors of a cache in Float8 or int8, float32: (batch, heads) is read; one a row and head, the cache's shape without head_dim, is written.
+	// Descales of a Float8 or int8 cache, float32. Per sequence and head, (batch, heads), they are inputs. Per row and head, in the cache's shape
+	// without head_dim, they are outputs.
 	KDescale, VDescale Tensor
 }
 
-// AppendKV writes new rows into a cache.
+// AppendKV rotates new rows and writes them to a cache.
 func (ctx *Context) AppendKV(a Append) error { return ctx.append(&a, C.GO_RUN, nil) }
 
-// PrepareAppend loads what AppendKV will need; see PrepareForward.
+// PrepareAppend loads the kernels that AppendKV needs. See PrepareForward.
 func (ctx *Context) PrepareAppend(a Append) error { return ctx.append(&a, C.GO_PREPARE, nil) }
 
-// QueryAppend says how AppendKV would run, or why not. It reads no tensor data.
+// QueryAppend reports how AppendKV would run, or why it would not. It reads no tensor data.
 func (ctx *Context) QueryAppend(a Append) (Plan, error) {
 	return plan(func(info *C.fa_plan_info) error { return ctx.append(&a, C.GO_QUERY, info) })
 }

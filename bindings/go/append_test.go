@@ -38,7 +38,7 @@ var (
 
 // setting is one way to append rows.
 type setting struct {
-	paged, packed, rotary, interleaved, positions, inPlace, rowFactors bool
+	paged, packed, rotary, interleaved, positions, inPlace, rowDescales bool
 }
 
 const (
@@ -146,8 +146,8 @@ func appendAndCompare[S, C Element](t *testing.T, ctx *Context, s setting, sourc
 			a.QOut = Of(rotated, shapeQ...)
 		}
 	}
-	factors := func(scale float32) []float32 {
-		if s.rowFactors {
+	descales := func(scale float32) []float32 {
+		if s.rowDescales {
 			return filled(outer*inner*appendHeads, float32(untouched))
 		}
 		x := make([]float32, appendBatch*appendHeads)
@@ -156,11 +156,11 @@ func appendAndCompare[S, C Element](t *testing.T, ctx *Context, s setting, sourc
 		}
 		return x
 	}
-	factorK, factorV := factors(0.5), factors(0.75)
-	if target.largest != 0 && s.rowFactors {
-		a.KDescale, a.VDescale = Of(factorK, outer, inner, appendHeads), Of(factorV, outer, inner, appendHeads)
+	descaleK, descaleV := descales(0.5), descales(0.75)
+	if target.largest != 0 && s.rowDescales {
+		a.KDescale, a.VDescale = Of(descaleK, outer, inner, appendHeads), Of(descaleV, outer, inner, appendHeads)
 	} else if target.largest != 0 {
-		a.KDescale, a.VDescale = Of(factorK, appendBatch, appendHeads), Of(factorV, appendBatch, appendHeads)
+		a.KDescale, a.VDescale = Of(descaleK, appendBatch, appendHeads), Of(descaleV, appendBatch, appendHeads)
 	}
 	if err := ctx.PrepareAppend(a); err != nil {
 		t.Fatal(err)
@@ -181,8 +181,8 @@ func appendAndCompare[S, C Element](t *testing.T, ctx *Context, s setting, sourc
 			t.Fatalf("SeqUsedK[%d] is %d, not %d", n, used[n], want)
 		}
 	}
-	compareCache := func(what string, cache []C, factor []float32, exact []float64, dim int, rotate bool) {
-		touched, touchedFactor := make([]bool, len(cache)), make([]bool, len(factor))
+	compareCache := func(what string, cache []C, descale []float32, exact []float64, dim int, rotate bool) {
+		touched, touchedDescale := make([]bool, len(cache)), make([]bool, len(descale))
 		for at := 0; at < appendBatch*appendRows*appendHeads; at++ {
 			h, i, n := at%appendHeads, at/appendHeads%appendRows, at/appendHeads/appendRows
 			o, r, exists := s.place(n, i)
@@ -194,17 +194,17 @@ func appendAndCompare[S, C Element](t *testing.T, ctx *Context, s setting, sourc
 				s.plainRotation(row, cos, sin, int(positions[n*appendRows+i]))
 			}
 			to, by := (o*inner+r)*appendHeads+h, 1.0
-			if target.largest != 0 && s.rowFactors {
+			if target.largest != 0 && s.rowDescales {
 				largest := 0.0
 				for _, x := range row {
 					largest = math.Max(largest, math.Abs(x))
 				}
-				touchedFactor[to] = true
-				if by = float64(factor[to]); math.Abs(by*target.largest/largest-1) > 1e-6 {
-					t.Fatalf("%s: the factor of row %d, head %d of sequence %d is %v; its largest element %v", what, i, h, n, by, largest)
+				touchedDescale[to] = true
+				if by = float64(descale[to]); math.Abs(by*target.largest/largest-1) > 1e-6 {
+					t.Fatalf("%s: the descale of row %d, head %d of sequence %d is %v; its largest element %v", what, i, h, n, by, largest)
 				}
 			} else if target.largest != 0 {
-				by = float64(factor[n*appendHeads+h])
+				by = float64(descale[n*appendHeads+h])
 			}
 			for c, x := range row {
 				want, got := x/by, target.value(cache[to*dim+c])
@@ -223,14 +223,14 @@ func appendAndCompare[S, C Element](t *testing.T, ctx *Context, s setting, sourc
 				t.Fatalf("%s[%d] was written", what, i)
 			}
 		}
-		for i := range factor {
-			if s.rowFactors && !touchedFactor[i] && factor[i] != untouched {
-				t.Fatalf("%s: factor %d was written", what, i)
+		for i := range descale {
+			if s.rowDescales && !touchedDescale[i] && descale[i] != untouched {
+				t.Fatalf("%s: descale %d was written", what, i)
 			}
 		}
 	}
-	compareCache("KCache", keys, factorK, exactK, appendDim, true)
-	compareCache("VCache", values, factorV, exactV, appendDimV, false)
+	compareCache("KCache", keys, descaleK, exactK, appendDim, true)
+	compareCache("VCache", values, descaleV, exactV, appendDimV, false)
 	for at := 0; at < len(q)/appendDim; at++ {
 		i, n := at/appendHeadsQ%appendRows, at/appendHeadsQ/appendRows
 		row := append([]float64(nil), exactQ[at*appendDim:(at+1)*appendDim]...)
@@ -258,7 +258,7 @@ func TestAppendKV(t *testing.T) {
 		t.Run(fmt.Sprintf("%+v", s), func(t *testing.T) {
 			appendAndCompare(t, ctx, s, asFloat32, asFloat32)
 			appendAndCompare(t, ctx, s, asBFloat16, asBFloat16)
-			for _, s.rowFactors = range []bool{false, true} {
+			for _, s.rowDescales = range []bool{false, true} {
 				appendAndCompare(t, ctx, s, asFloat32, asInt8)
 				appendAndCompare(t, ctx, s, asBFloat16, asInt8)
 				appendAndCompare(t, ctx, s, asFloat32, asFloat8)

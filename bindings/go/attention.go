@@ -28,15 +28,15 @@ type Attention struct {
 	MaxSeqlenQ, MaxSeqlenK int
 
 	Mask                    Mask
-	WindowLeft, WindowRight *int // how far a query sees; nil = no limit. See Limit.
+	WindowLeft, WindowRight *int // how far back and ahead a query sees; nil = no limit. See Limit.
 
 	Bias                   Tensor // added to the logits
 	BlockMask              Tensor // uint8 or bool
 	BlockSizeQ, BlockSizeK int
 	ALiBiSlopes            Tensor // (heads) or (batch, heads) float32
 	Sink                   Tensor // (heads) float32
-	QDescale               Tensor // factors of Q in Float8: (batch, heads of K) float32
-	KDescale, VDescale     Tensor // factors of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
+	QDescale               Tensor // descales of Q in Float8: (batch, heads of K) float32
+	KDescale, VDescale     Tensor // descales of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
 
 	Scale         float32 // 0 = 1 / sqrt(head_dim)
 	Softcap       float32
@@ -47,21 +47,22 @@ type Attention struct {
 	// CUDA only: addresses of uint64 on the device that kernels read when they run, so that a captured graph can change them; 0 = none.
 	DropoutSeedAt, DropoutOffsetAt uintptr
 
-	// Guarantees that the CPU always gives: equal inputs give equal bits; a sequence's bits do not depend on its neighbours in the batch.
+	// Deterministic: equal inputs give equal bits. BatchInvariant: the bits of a sequence's result do not depend on the other sequences of the
+	// batch. Both are always true on the CPU.
 	Deterministic, BatchInvariant bool
-	NumSplits                     int // CUDA, a hint: parts that the keys of short queries are split into; 0 = automatic
+	NumSplits                     int // CUDA, a hint: number of KV splits for short queries; 0 = automatic
 }
 
 // Limit is a side of the window.
 func Limit(rows int) *int { return &rows }
 
-// Gradients is what Backward reads and writes. A zero Tensor among the outputs is not computed.
+// Gradients has the tensors of Backward that Attention does not have. An output that is the zero Tensor is not computed.
 type Gradients struct {
 	DOut, DLSE               Tensor // of the results; DLSE may be absent
 	DQ, DK, DV, DBias, DSink Tensor
 }
 
-// Plan is how a call would run.
+// Plan describes how a call would run.
 type Plan struct {
 	Kernel, Reason string
 	WorkspaceBytes uint64
@@ -153,18 +154,18 @@ func (ctx *Context) Forward(a Attention, out, lse Tensor) error {
 	return ctx.forward(&a, &out, &lse, C.GO_RUN, nil)
 }
 
-// Backward computes the gradients that are present in g, from out and lse as Forward wrote them.
+// Backward computes the outputs that are present in g, from the out and lse of Forward.
 func (ctx *Context) Backward(a Attention, out, lse Tensor, g Gradients) error {
 	return ctx.backward(&a, &out, &lse, &g, C.GO_RUN, nil)
 }
 
-// PrepareForward loads what Forward will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing. On the
-// CPU it only checks the problem.
+// PrepareForward loads the kernels of Forward for this problem, so that the next call, or its capture in a CUDA graph, loads none. On the CPU it
+// only checks the problem.
 func (ctx *Context) PrepareForward(a Attention, out, lse Tensor) error {
 	return ctx.forward(&a, &out, &lse, C.GO_PREPARE, nil)
 }
 
-// PrepareBackward loads what Backward will need; see PrepareForward.
+// PrepareBackward loads the kernels of Backward. See PrepareForward.
 func (ctx *Context) PrepareBackward(a Attention, out, lse Tensor, g Gradients) error {
 	return ctx.backward(&a, &out, &lse, &g, C.GO_PREPARE, nil)
 }
@@ -181,12 +182,12 @@ func plan(ask func(info *C.fa_plan_info) error) (Plan, error) {
 	}, nil
 }
 
-// QueryForward says how Forward would run, or why not. It reads no tensor data.
+// QueryForward reports how Forward would run, or why it would not. It reads no tensor data.
 func (ctx *Context) QueryForward(a Attention, out, lse Tensor) (Plan, error) {
 	return plan(func(info *C.fa_plan_info) error { return ctx.forward(&a, &out, &lse, C.GO_QUERY, info) })
 }
 
-// QueryBackward says how Backward would run, or why not. It reads no tensor data.
+// QueryBackward reports how Backward would run, or why it would not. It reads no tensor data.
 func (ctx *Context) QueryBackward(a Attention, out, lse Tensor, g Gradients) (Plan, error) {
 	return plan(func(info *C.fa_plan_info) error { return ctx.backward(&a, &out, &lse, &g, C.GO_QUERY, info) })
 }

@@ -140,12 +140,12 @@ func (ctx *Context) Close() error {
 }
 
 // SetStream names the CUDA stream (a cudaStream_t) on which the calls that follow enqueue their work, in its order and without waiting for
-// it. A new context has 0, the default stream of the device. The CPU knows no streams: there calls return when their work is done.
+// it. A new context has 0, the default stream of the device. The CPU has no streams: calls return when their work is done.
 func (ctx *Context) SetStream(stream uintptr) { ctx.stream = C.uintptr_t(stream) }
 
-// SetWorkspace lends the calls that follow their scratch memory: one dimension of uint8, as many as WorkspaceBytes of
-// their Plan at an address that is a multiple of 256, for no other call to use while one may still run. The zero Tensor, which a new context
-// has, leaves that to the library.
+// SetWorkspace gives the following calls their scratch memory: a one-dimensional uint8 tensor with at least WorkspaceBytes of their Plan, at an
+// address that is a multiple of 256. No other call may use it while one of these calls may still run. With the zero Tensor, which a new
+// context has, the library allocates the memory.
 func (ctx *Context) SetWorkspace(workspace Tensor) error {
 	if err := ctx.fill([]named{{"workspace", &workspace, new(C.fa_tensor)}}); err != nil {
 		return err
@@ -172,7 +172,7 @@ func (ctx *Context) check(status C.fa_status) error {
 	return &Error{Status(status), C.GoString(C.fa_last_error(ctx.handle)), int(C.fa_last_cuda_error(ctx.handle))}
 }
 
-// Device is what a context runs on.
+// Device describes the device of a context.
 type Device struct {
 	Name              string
 	CUDA              bool
@@ -184,7 +184,7 @@ type Device struct {
 	MemoryBytes       uint64
 }
 
-// Device describes what the context runs on, and what is used of it.
+// Device describes the device of the context and the part of it that calls use.
 func (ctx *Context) Device() (Device, error) {
 	if ctx.handle == nil {
 		return Device{}, errClosed
@@ -201,8 +201,8 @@ func (ctx *Context) Device() (Device, error) {
 	}, nil
 }
 
-// Version is that of the loaded library.
+// Version is the version of the loaded library.
 func Version() string { return C.GoString(C.fa_version_string()) }
 
-// BuildInfo says what the loaded library contains, one key=value a line.
+// BuildInfo lists what the loaded library contains, one key=value per line.
 func BuildInfo() string { return C.GoString(C.fa_build_info()) }

@@ -151,7 +151,7 @@ func TestMemoryOfADevice(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// Twenty parts, which slices could not be: of equal weight, so that all of them make each of them.
+	// Twenty equal parts, which slices could not be. Their merge is equal to each of them.
 	if err := device.Forward(problem, result, resultLSE); err != nil {
 		t.Fatal(err)
 	}

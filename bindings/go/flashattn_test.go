@@ -205,14 +205,14 @@ func TestStridesAndHalfPrecision(t *testing.T) {
 func TestKeysInInt8(t *testing.T) {
 	ctx := open(t)
 	s := sizes{1, 3, 4, 1, 1, 8}
-	q, bytes, factors := normal(1, 24), make([]int8, 32), []float32{0.5, 0.25, 1, 2}
+	q, bytes, descales := normal(1, 24), make([]int8, 32), []float32{0.5, 0.25, 1, 2}
 	exact := make([]float32, 32)
 	for i := range bytes {
 		bytes[i] = int8(i*37%21 - 10)
-		exact[i] = float32(bytes[i]) * factors[i/8]
+		exact[i] = float32(bytes[i]) * descales[i/8]
 	}
-	keys, factor, out := Of(bytes, 1, 4, 1, 8), Of(factors, 1, 4, 1), make([]float32, 24)
-	problem := Attention{Q: Of(q, 1, 3, 1, 8), K: keys, V: keys, KDescale: factor, VDescale: factor}
+	keys, descale, out := Of(bytes, 1, 4, 1, 8), Of(descales, 1, 4, 1), make([]float32, 24)
+	problem := Attention{Q: Of(q, 1, 3, 1, 8), K: keys, V: keys, KDescale: descale, VDescale: descale}
 	if err := ctx.Forward(problem, Of(out, 1, 3, 1, 8), Tensor{}); err != nil {
 		t.Fatal(err)
 	}

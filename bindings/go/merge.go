@@ -10,21 +10,21 @@ import (
 	"unsafe"
 )
 
-// Part is what Forward computed over some of the keys.
+// Part is the result of Forward over one set of keys.
 type Part struct{ Out, LSE Tensor }
 
-// Merge combines results over disjoint sets of keys into the result over all of them. lse may be the zero Tensor; out and lse may be those of
+// Merge merges results over disjoint sets of keys into the result over all of them. lse may be the zero Tensor; out and lse may be those of
 // one of the parts. At most 16 parts can be slices (addresses of Go memory reach C as arguments); merge more in steps.
 func (ctx *Context) Merge(parts []Part, out, lse Tensor) error {
 	return ctx.merge(parts, &out, &lse, C.GO_RUN, nil)
 }
 
-// PrepareMerge loads what Merge will need; see PrepareForward.
+// PrepareMerge loads the kernels of Merge. See PrepareForward.
 func (ctx *Context) PrepareMerge(parts []Part, out, lse Tensor) error {
 	return ctx.merge(parts, &out, &lse, C.GO_PREPARE, nil)
 }
 
-// QueryMerge says how Merge would run, or why not. It reads no tensor data.
+// QueryMerge reports how Merge would run, or why it would not. It reads no tensor data.
 func (ctx *Context) QueryMerge(parts []Part, out, lse Tensor) (Plan, error) {
 	return plan(func(info *C.fa_plan_info) error { return ctx.merge(parts, &out, &lse, C.GO_QUERY, info) })
 }

@@ -45,7 +45,7 @@ func TestMerge(t *testing.T) {
 		near(t, "out without lse", out, wantOut, 1e-5)
 	}
 
-	// A part without keys has no weight, whatever its out; the result may be one of the parts.
+	// A part without keys does not contribute, whatever its out is. The result may be one of the parts.
 	nothing := Part{Of(filled(rows, float32(math.NaN())), shapeQ...), Of(filled(len(wantLSE), float32(math.Inf(-1))), shapeLSE...)}
 	out, lse := make([]float32, rows), make([]float32, len(wantLSE))
 	all := Part{Of(out, shapeQ...), Of(lse, shapeLSE...)}

@@ -106,7 +106,7 @@ func denseStrides(shape []int) []int {
 	return strides
 }
 
-// Of is the whole slice, last dimension closest together.
+// Of is the whole slice as a dense tensor in row-major order.
 func Of[T Element](data []T, shape ...int) Tensor {
 	return Strided(data, 0, shape, denseStrides(shape))
 }
@@ -117,7 +117,7 @@ func Strided[T Element](data []T, offset int, shape, strides []int) Tensor {
 	if t.err != nil || empty {
 		return t
 	}
-	// Exact, so that no product of sizes and strides that is too large slips through.
+	// Exact, so that products of sizes and strides that are too large are found.
 	first, last := big.NewInt(int64(offset)), big.NewInt(int64(offset))
 	for d, size := range shape {
 		reach := new(big.Int).Mul(big.NewInt(int64(size)-1), big.NewInt(int64(strides[d])))
@@ -136,13 +136,13 @@ func Strided[T Element](data []T, offset int, shape, strides []int) Tensor {
 	return t
 }
 
-// DeviceOf is the tensor at an address that the device of a CUDA context can use, last dimension closest together. Nothing is known of that
-// memory here: it must be as large as shape says, and stay so until the work that the calls enqueued is done.
+// DeviceOf is the dense tensor in row-major order at an address that the device of a CUDA context can access. The memory is not checked: it must
+// be as large as the shape requires, and stay valid until the work that the calls enqueued is done.
 func DeviceOf[T Element](address uintptr, shape ...int) Tensor {
 	return DeviceStrided[T](address, shape, denseStrides(shape))
 }
 
-// DeviceStrided is the tensor whose element (0, 0, ...) lies at an address that the device of a CUDA context can use; see DeviceOf.
+// DeviceStrided is the tensor whose element (0, 0, ...) lies at an address that the device of a CUDA context can access. See DeviceOf.
 func DeviceStrided[T Element](address uintptr, shape, strides []int) Tensor {
 	t, _ := describe[T](shape, strides)
 	t.device = true

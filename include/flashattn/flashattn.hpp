@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /**
  * @file flashattn.hpp
- * @brief flashattn.h for C++17 and newer: contexts that end by themselves, tensors with types, errors as exceptions or as
- * std::error_code. Header-only; every type is the C struct it is named after, with nothing added, so both interfaces mix freely.
+ * @brief flashattn.h for C++17 and newer: contexts that are destroyed automatically, typed tensors, errors as exceptions or as
+ * std::error_code. Header-only. Each struct is the C struct of the same name without further members, so both interfaces mix
+ * freely.
  *
  *     flashattn::context ctx = flashattn::context::cpu();
  *     flashattn::attention att({q, {1, 1024, 8, 64}}, {k, {1, 1024, 8, 64}}, {v, {1, 1024, 8, 64}}, {out, {1, 1024, 8, 64}});
@@ -10,7 +11,7 @@
  *     ctx.forward(att);                                       // throws flashattn::error
  *     if (std::error_code failed = ctx.try_forward(att)) ...  // the same, without exceptions
  *
- * Compiled without exceptions only the functions that begin with `try_` exist.
+ * Where exceptions are disabled, the functions that throw do not exist; those that begin with `try_` return the error instead.
  */
 #ifndef FLASHATTN_FLASHATTN_HPP
 #define FLASHATTN_FLASHATTN_HPP
@@ -29,7 +30,7 @@
 #include "flashattn.h"
 
 #if defined(__cpp_exceptions) || defined(_CPPUNWIND)
-/** @brief Defined where the functions that throw exist. */
+/** @brief Defined if exceptions are enabled, and so the functions that throw exist. */
 #define FLASHATTN_HAS_EXCEPTIONS 1
 #endif
 
@@ -62,7 +63,7 @@ enum class errc : fa_status {
 
 }  // namespace flashattn
 
-/** @cond Lets flashattn::errc be compared with std::error_code. Doxygen does not know the namespace it belongs to. */
+/** @cond Makes flashattn::errc comparable with std::error_code. Doxygen does not understand the specialisation. */
 template <>
 struct std::is_error_code_enum<flashattn::errc> : std::true_type {};
 /** @endcond */
@@ -70,8 +71,8 @@ struct std::is_error_code_enum<flashattn::errc> : std::true_type {};
 namespace flashattn {
 
 /**
- * @brief The category of ::fa_status numbers: "flashattn", with fa_status_description() as messages.
- * @return The one object of its kind.
+ * @brief The error category of ::fa_status: its name is "flashattn", its messages are fa_status_description().
+ * @return The only object of this category.
  */
 inline const std::error_category &category() noexcept {
   struct status_category final : std::error_category {
@@ -83,14 +84,14 @@ inline const std::error_category &category() noexcept {
 }
 
 /**
- * @brief A status as std::error_code.
+ * @brief Converts a status to a std::error_code.
  * @param status Any ::fa_status; ::FA_OK gives a code that converts to false.
  * @return The code.
  */
 inline std::error_code to_error_code(fa_status status) noexcept { return {static_cast<int>(status), category()}; }
 
 /**
- * @brief Lets an ::errc be compared with a std::error_code.
+ * @brief Converts an ::errc to a std::error_code, so that the two can be compared.
  * @param code The constant.
  * @return The code.
  */
@@ -101,9 +102,9 @@ inline std::error_code make_error_code(errc code) noexcept { return to_error_cod
 class error : public std::system_error {
  public:
   /**
-   * @brief Made by the functions of this header.
-   * @param status What the call returned.
-   * @param text fa_last_error() of it.
+   * @brief Constructs an error; the functions of this header do so.
+   * @param status The status that the call returned.
+   * @param text Its fa_last_error().
    */
   error(fa_status status, const char *text) : std::system_error(to_error_code(status), text) {}
 
@@ -114,12 +115,12 @@ class error : public std::system_error {
   fa_status status() const noexcept { return code().value(); }
 };
 
-/** @brief For the functions of this header. */
+/** @brief Implementation details. */
 namespace detail {
 /**
  * @brief Throws an error unless the call succeeded.
- * @param status What the call returned.
- * @param ctx The context whose text says why; NULL = the thread's.
+ * @param status The status that the call returned.
+ * @param ctx The context that holds the text of the failure; NULL = the thread holds it.
  */
 inline void check(fa_status status, fa_context ctx) {
   if (status != FA_OK) throw error(status, fa_last_error(status == FA_ERROR_BUSY ? nullptr : ctx));
@@ -131,7 +132,7 @@ inline void check(fa_status status, fa_context ctx) {
  * Tensors
  * ------------------------------------------------------------------------------------------------------------------ */
 
-/** @brief The ::fa_dtype of a C++ type. Specialise it for types of your own that have the same bits, such as `__half`. */
+/** @brief The ::fa_dtype of a C++ type. Specialise it for other types with the same representation, such as `__half`. */
 template <class T>
 struct dtype_of;
 /** @brief float is ::FA_FLOAT32. */
@@ -156,27 +157,27 @@ struct dtype_of<bool> : std::integral_constant<fa_dtype, FA_BOOL> {};
 /** @brief Sizes or strides of a tensor, outermost first. */
 using extents = std::initializer_list<std::int64_t>;
 
-/** @brief An ::fa_tensor that knows how to describe itself. It does not own its memory, and is absent when default-constructed. */
+/** @brief An ::fa_tensor with constructors. It does not own its memory. A default-constructed tensor is absent. */
 struct tensor : fa_tensor {
   /** @brief An absent tensor. */
   tensor() noexcept : fa_tensor{} {}
 
   /**
-   * @brief Any view of the C interface.
-   * @param view The view.
+   * @brief Copies a tensor of the C interface.
+   * @param view The tensor.
    */
   tensor(const fa_tensor &view) noexcept : fa_tensor(view) {}
 
   /**
-   * @brief A dense tensor, last dimension closest together.
-   * @param memory Element (0, 0, ...). That an input is const cannot be said in an ::fa_tensor; it is only read.
+   * @brief A dense tensor in row-major order.
+   * @param memory Element (0, 0, ...). May be const for an input: ::fa_tensor cannot express it, but calls only read inputs.
    * @param sizes 1 to 4 sizes.
    */
   template <class T>
   tensor(T *memory, extents sizes) noexcept : tensor(address(memory), dtype_of<std::remove_cv_t<T>>::value, sizes) {}
 
   /**
-   * @brief A tensor of any strides.
+   * @brief A tensor with given strides.
    * @param memory Element (0, 0, ...).
    * @param sizes 1 to 4 sizes.
    * @param steps As many strides, in elements.
@@ -189,7 +190,7 @@ struct tensor : fa_tensor {
   }
 
   /**
-   * @brief A dense tensor whose type is known at run time only, or to the library only (::FA_FLOAT16, ::FA_BFLOAT16).
+   * @brief A dense tensor whose dtype is known only at run time, or has no C++ type (::FA_FLOAT16, ::FA_BFLOAT16).
    * @param memory Element (0, 0, ...).
    * @param type An ::fa_dtype.
    * @param sizes 1 to 4 sizes.
@@ -209,7 +210,8 @@ struct tensor : fa_tensor {
   }
 
   /**
-   * @brief The same memory with two dimensions exchanged, such as (batch, heads, rows, head_dim) seen as (batch, rows, heads, head_dim).
+   * @brief The same memory with two dimensions exchanged, such as (batch, heads, rows, head_dim) seen as (batch, rows, heads,
+   * head_dim).
    * @param a A dimension.
    * @param b Another one.
    * @return The view.
@@ -223,10 +225,10 @@ struct tensor : fa_tensor {
   }
 
   /**
-   * @brief A part of one dimension.
-   * @param dimension Which.
-   * @param first Its first index.
-   * @param count How many.
+   * @brief A slice of one dimension.
+   * @param dimension The dimension.
+   * @param first First index of the slice.
+   * @param count Number of indices.
    * @return The view.
    */
   tensor sliced(int dimension, std::int64_t first, std::int64_t count) const noexcept {
@@ -239,7 +241,7 @@ struct tensor : fa_tensor {
   }
 
   /**
-   * @brief Whether there is a tensor.
+   * @brief Whether the tensor is present.
    * @return False for a default-constructed one.
    */
   bool present() const noexcept { return ndim != 0; }
@@ -252,7 +254,7 @@ struct tensor : fa_tensor {
  * Structs
  * ------------------------------------------------------------------------------------------------------------------ */
 
-/** @brief An initialised ::fa_config; every field is open. */
+/** @brief An initialised ::fa_config. All fields are public. */
 struct config : fa_config {
   /** @brief Defaults. */
   config() noexcept : fa_config{} { fa_config_init(this, sizeof(fa_config)); }
@@ -267,7 +269,7 @@ struct config : fa_config {
   }
 };
 
-/** @brief An initialised ::fa_attention; every field is open. */
+/** @brief An initialised ::fa_attention. All fields are public. */
 struct attention : fa_attention {
   /** @brief Defaults, and no tensors. */
   attention() noexcept : fa_attention{} { fa_attention_init(this, sizeof(fa_attention)); }
@@ -321,7 +323,7 @@ struct attention : fa_attention {
   }
 };
 
-/** @brief Initialised ::fa_gradients; every field is open. */
+/** @brief An initialised ::fa_gradients. All fields are public. */
 struct gradients : fa_gradients {
   /** @brief No tensors. */
   gradients() noexcept : fa_gradients{} { fa_gradients_init(this, sizeof(fa_gradients)); }
@@ -341,53 +343,53 @@ struct gradients : fa_gradients {
   }
 };
 
-/** @brief An initialised ::fa_append; every field is open. */
+/** @brief An initialised ::fa_append. All fields are public. */
 struct append : fa_append {
   /** @brief No tensors. */
   append() noexcept : fa_append{} { fa_append_init(this, sizeof(fa_append)); }
 };
 
-/** @brief An initialised ::fa_merge_problem; every field is open. */
+/** @brief An initialised ::fa_merge_problem. All fields are public. */
 struct merge_problem : fa_merge_problem {
   /** @brief No parts. */
   merge_problem() noexcept : fa_merge_problem{} { fa_merge_problem_init(this, sizeof(fa_merge_problem)); }
 };
 
-/** @brief What a query tells. */
+/** @brief The result of a query. */
 struct plan : fa_plan_info {
-  /** @brief Initialised, not yet asked. */
+  /** @brief Initialised; a query fills it. */
   plan() noexcept : fa_plan_info{} { fa_plan_info_init(this, sizeof(fa_plan_info)); }
 };
 
-/** @brief What a context runs on. */
+/** @brief The device of a context. */
 struct device_properties : fa_device_properties {
-  /** @brief Initialised, not yet asked. */
+  /** @brief Initialised; context::device() fills it. */
   device_properties() noexcept : fa_device_properties{} { fa_device_properties_init(this, sizeof(fa_device_properties)); }
 };
 
-/** @brief Scratch memory of the caller's, 256-byte aligned; by default the library takes what it needs. */
+/** @brief Scratch memory of the caller, 256-byte aligned. By default the library allocates what it needs. */
 struct workspace {
   void *data = nullptr;  /**< On the device of the context. */
-  std::size_t bytes = 0; /**< At least what the query says. */
+  std::size_t bytes = 0; /**< At least fa_plan_info::workspace_bytes of the query. */
 };
 
 /* ---------------------------------------------------------------------------------------------------------------------
  * Context
  * ------------------------------------------------------------------------------------------------------------------ */
 
-/** @brief Owns an ::fa_context. Moves, does not copy; one thread uses it at a time. */
+/** @brief Owns an ::fa_context. It can be moved but not copied. One thread may use it at a time. */
 class context {
  public:
-  /** @brief No context: every call is refused. */
+  /** @brief Owns no handle: every call is refused. */
   context() noexcept = default;
   /**
-   * @brief Takes over a handle of the C interface.
+   * @brief Takes ownership of a handle of the C interface.
    * @param handle A handle, or NULL.
    */
   explicit context(fa_context handle) noexcept : handle_(handle) {}
-  /** @brief Takes over the other's handle. @param other Is left without one. */
+  /** @brief Takes the handle of another context. @param other Has no handle afterwards. */
   context(context &&other) noexcept : handle_(other.release()) {}
-  /** @brief Ends this one's handle and takes over the other's. @param other Is left without one. @return This context. */
+  /** @brief Destroys its handle and takes that of another context. @param other Has no handle afterwards. @return This context. */
   context &operator=(context &&other) noexcept {
     if (this != &other) {
       fa_destroy(handle_);
@@ -412,9 +414,9 @@ class context {
     return to_error_code(status);
   }
 
-  /** @brief The handle, for the C interface. @return Still owned by this object. */
+  /** @brief The handle, for the C interface. @return A handle that this object still owns. */
   fa_context get() const noexcept { return handle_; }
-  /** @brief Gives the handle away. @return Owned by the caller. */
+  /** @brief Releases ownership of the handle. @return A handle that the caller owns. */
   fa_context release() noexcept { return std::exchange(handle_, nullptr); }
   /** @brief Whether there is a handle. */
   explicit operator bool() const noexcept { return handle_ != nullptr; }
@@ -425,7 +427,7 @@ class context {
    * @brief fa_forward().
    * @param problem The problem.
    * @param stream A CUDA stream.
-   * @param scratch Memory to work in.
+   * @param scratch Workspace.
    * @return The failure, if any.
    */
   [[nodiscard]] std::error_code try_forward(const fa_attention &problem, fa_stream stream = nullptr,
@@ -437,7 +439,7 @@ class context {
    * @param problem The problem.
    * @param gradient The gradients.
    * @param stream A CUDA stream.
-   * @param scratch Memory to work in.
+   * @param scratch Workspace.
    * @return The failure, if any.
    */
   [[nodiscard]] std::error_code try_backward(const fa_attention &problem, const fa_gradients &gradient,
@@ -448,7 +450,7 @@ class context {
    * @brief fa_merge().
    * @param problem The parts and the result.
    * @param stream A CUDA stream.
-   * @param scratch Memory to work in.
+   * @param scratch Workspace.
    * @return The failure, if any.
    */
   [[nodiscard]] std::error_code try_merge(const fa_merge_problem &problem, fa_stream stream = nullptr,
@@ -456,14 +458,14 @@ class context {
     return to_error_code(fa_merge(handle_, &problem, scratch.data, scratch.bytes, stream));
   }
   /**
-   * @brief fa_merge() of parts that lie in vectors.
-   * @param outs Parts of the result.
-   * @param lses Their lse, as many.
+   * @brief fa_merge() of parts in vectors.
+   * @param outs `out` of each part.
+   * @param lses `lse` of each part.
    * @param out The result.
    * @param lse Its lse, or an absent tensor.
    * @param stream A CUDA stream.
-   * @param scratch Memory to work in.
-   * @return The failure, if any; ::errc::invalid_argument if there are not as many lses as outs.
+   * @param scratch Workspace.
+   * @return The failure, if any; ::errc::invalid_argument if the two vectors have different sizes.
    */
   [[nodiscard]] std::error_code try_merge(const std::vector<fa_tensor> &outs, const std::vector<fa_tensor> &lses,
                                           const tensor &out, const tensor &lse = {}, fa_stream stream = nullptr,
@@ -481,7 +483,7 @@ class context {
    * @brief fa_append_kv().
    * @param rows The rows and the cache.
    * @param stream A CUDA stream.
-   * @param scratch Memory to work in.
+   * @param scratch Workspace.
    * @return The failure, if any.
    */
   [[nodiscard]] std::error_code try_append_kv(const fa_append &rows, fa_stream stream = nullptr,
@@ -522,9 +524,9 @@ class context {
     return to_error_code(fa_append_prepare(handle_, &rows));
   }
   /**
-   * @brief fa_forward_query(). Whether the call would run is fa_plan_info::status.
+   * @brief fa_forward_query().
    * @param problem The problem.
-   * @return The answer; a query does not fail otherwise.
+   * @return The plan. Its `status` is the only failure of a query.
    */
   plan query(const fa_attention &problem) noexcept {
     plan answer;
@@ -535,7 +537,7 @@ class context {
    * @brief fa_backward_query().
    * @param problem The problem.
    * @param gradient The gradients.
-   * @return The answer.
+   * @return The plan.
    */
   plan query(const fa_attention &problem, const fa_gradients &gradient) noexcept {
     plan answer;
@@ -545,7 +547,7 @@ class context {
   /**
    * @brief fa_merge_query().
    * @param problem The parts and the result.
-   * @return The answer.
+   * @return The plan.
    */
   plan query(const fa_merge_problem &problem) noexcept {
     plan answer;
@@ -555,14 +557,14 @@ class context {
   /**
    * @brief fa_append_query().
    * @param rows The rows and the cache.
-   * @return The answer.
+   * @return The plan.
    */
   plan query(const fa_append &rows) noexcept {
     plan answer;
     answer.status = fa_append_query(handle_, &rows, &answer);
     return answer;
   }
-  /** @brief fa_device_info(). @return Zeroes if there is no handle. */
+  /** @brief fa_device_info(). @return The properties; zero if there is no handle. */
   device_properties device() noexcept {
     device_properties properties;
     fa_device_info(handle_, &properties);
@@ -572,21 +574,22 @@ class context {
 #ifdef FLASHATTN_HAS_EXCEPTIONS
   /** @brief Creates a context. @param settings Its settings. */
   explicit context(const fa_config &settings) { detail::check(fa_create(&handle_, &settings), nullptr); }
-  /** @brief On the CPU. @param threads 0 = every processor this process may use. @return The context. */
+  /** @brief Creates a context on the CPU. @param threads fa_config::num_threads. @return The context. */
   static context cpu(std::int32_t threads = 0) {
     config settings(FA_DEVICE_CPU);
     settings.num_threads = threads;
     return context(settings);
   }
-  /** @brief On a GPU. @param index Its number. @return The context. */
+  /** @brief Creates a context on a GPU. @param index fa_config::device_index. @return The context. */
   static context cuda(std::int32_t index = 0) { return context(config(FA_DEVICE_CUDA, index)); }
 
-  /** @brief As try_forward(), and throws. @param problem See there. @param stream See there. @param scratch See there. */
+  /** @brief As try_forward(), but throws the failure. @param problem See there. @param stream See there. @param scratch See there.
+   * */
   void forward(const fa_attention &problem, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_forward(problem, stream, scratch).value(), handle_);
   }
   /**
-   * @brief As try_backward(), and throws.
+   * @brief As try_backward(), but throws the failure.
    * @param problem See there.
    * @param gradient See there.
    * @param stream See there.
@@ -595,12 +598,12 @@ class context {
   void backward(const fa_attention &problem, const fa_gradients &gradient, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_backward(problem, gradient, stream, scratch).value(), handle_);
   }
-  /** @brief As try_merge(), and throws. @param problem See there. @param stream See there. @param scratch See there. */
+  /** @brief As try_merge(), but throws the failure. @param problem See there. @param stream See there. @param scratch See there. */
   void merge(const fa_merge_problem &problem, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_merge(problem, stream, scratch).value(), handle_);
   }
   /**
-   * @brief As try_merge(), and throws.
+   * @brief As try_merge(), but throws the failure.
    * @param outs See there.
    * @param lses See there.
    * @param out See there.
@@ -613,17 +616,18 @@ class context {
     if (outs.size() != lses.size()) throw error(FA_ERROR_INVALID_ARGUMENT, "outs and lses must pair up");
     detail::check(try_merge(outs, lses, out, lse, stream, scratch).value(), handle_);
   }
-  /** @brief As try_append_kv(), and throws. @param rows See there. @param stream See there. @param scratch See there. */
+  /** @brief As try_append_kv(), but throws the failure. @param rows See there. @param stream See there. @param scratch See there.
+   * */
   void append_kv(const fa_append &rows, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_append_kv(rows, stream, scratch).value(), handle_);
   }
-  /** @brief As try_prepare(), and throws. @param problem See there. */
+  /** @brief As try_prepare(), but throws the failure. @param problem See there. */
   void prepare(const fa_attention &problem) { detail::check(try_prepare(problem).value(), handle_); }
-  /** @brief As try_prepare(), and throws. @param problem See there. */
+  /** @brief As try_prepare(), but throws the failure. @param problem See there. */
   void prepare(const fa_merge_problem &problem) { detail::check(try_prepare(problem).value(), handle_); }
-  /** @brief As try_prepare(), and throws. @param rows See there. */
+  /** @brief As try_prepare(), but throws the failure. @param rows See there. */
   void prepare(const fa_append &rows) { detail::check(try_prepare(rows).value(), handle_); }
-  /** @brief As try_prepare(), and throws. @param problem See there. @param gradient See there. */
+  /** @brief As try_prepare(), but throws the failure. @param problem See there. @param gradient See there. */
   void prepare(const fa_attention &problem, const fa_gradients &gradient) {
     detail::check(try_prepare(problem, gradient).value(), handle_);
   }
@@ -633,7 +637,7 @@ class context {
   fa_context handle_ = nullptr;
 };
 
-// Types of this header are the C structs: they may be passed to, and received from, the C interface.
+// The structs of this header add nothing to the C structs, so that either can be passed to the C interface.
 static_assert(sizeof(tensor) == sizeof(fa_tensor) && sizeof(attention) == sizeof(fa_attention), "");
 static_assert(sizeof(config) == sizeof(fa_config) && sizeof(gradients) == sizeof(fa_gradients), "");
 static_assert(sizeof(append) == sizeof(fa_append) && sizeof(merge_problem) == sizeof(fa_merge_problem), "");

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file flashattn_dl.h
- * @brief Loads libflashattn at run time: no link dependency, a struct of function pointers.
+ * @brief Loads libflashattn at run time into a struct of function pointers, without a link dependency.
  *
- * For programs that use the library when it is there and do without it when it is not, and for plugins that must not add a symbol
- * or a dependency to their host. Header-only, C99 and C++; needs flashattn.h beside it and, before glibc 2.34, -ldl.
+ * This is for programs that also work without the library, and for plugins that must not add symbols or dependencies to their host.
+ * The header is all there is to it. It works in C99 and C++, includes flashattn.h and, before glibc 2.34, needs -ldl.
  *
  *     fa_dl_api fa;
  *     char error[256];
@@ -23,14 +23,14 @@
 
 #include "flashattn.h"
 
-/** @brief What fa_dl_open() loads when the caller names nothing: the SONAME, searched as the dynamic linker does. */
+/** @brief The file that fa_dl_open() loads by default: the SONAME, which the dynamic linker searches. */
 #define FA_DL_DEFAULT_PATH "libflashattn.so.0"
 
 /* clang-format off */
 /**
  * @brief Every function of flashattn.h as X(result type, name, parameters).
  *
- * The tests hold this list, the header and the library's exports equal.
+ * A test compares this list with flashattn.h and with the exports of the library.
  */
 #define FA_DL_FUNCTIONS(X) \
   X(const char *, fa_status_name, (fa_status status)) \
@@ -75,9 +75,9 @@
 extern "C" {
 #endif
 
-/** @brief The library's functions, each under its own name. All NULL while nothing is loaded. */
+/** @brief The library's functions, each under its own name. All members are NULL while no library is loaded. */
 typedef struct fa_dl_api {
-  /** What dlopen() returned. */
+  /** The handle from dlopen(). */
   void *handle;
 #define FA_DL_MEMBER(result, name, parameters) result(*name) parameters;
   FA_DL_FUNCTIONS(FA_DL_MEMBER)
@@ -86,7 +86,7 @@ typedef struct fa_dl_api {
 
 /**
  * @brief Unloads the library. Destroy every context first.
- * @param api Filled by fa_dl_open(); all NULL afterwards. Closing twice, or a zeroed struct, has no effect.
+ * @param api Filled by fa_dl_open(); all members are NULL afterwards. A struct that is closed already, or zeroed, is left as it is.
  */
 static inline void fa_dl_close(fa_dl_api *api) {
   if (api->handle != NULL) dlclose(api->handle);
@@ -96,10 +96,10 @@ static inline void fa_dl_close(fa_dl_api *api) {
 /**
  * @brief Loads the library and looks up every function.
  * @param path File or SONAME; NULL = ::FA_DL_DEFAULT_PATH.
- * @param[out] api The functions; all NULL on failure.
- * @param[out] error Text of a failure, or NULL.
- * @param error_size Bytes at `error`.
- * @return 0, or -1 if the file cannot be loaded, lacks a function or lays out ::fa_tensor differently.
+ * @param[out] api The functions; all members are NULL on failure.
+ * @param[out] error Buffer for the text of a failure, or NULL.
+ * @param error_size Size of that buffer in bytes.
+ * @return 0, or -1 if the file cannot be loaded, lacks a function or has another layout of ::fa_tensor.
  */
 static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size_t error_size) {
   const char *reason = NULL;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exported functions: guard the handle, copy the structs in, hand over to core, turn every failure into a status and a text.
+// The exported functions. They guard the handle, copy the structs, call core and turn every failure into a status and a text.
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
@@ -15,7 +15,7 @@
 namespace fa::api {
 namespace {
 
-// Text of failures of calls that have no handle to keep it.
+// Text of the last failure of a call without a handle.
 ErrorText &thread_error() {
   thread_local ErrorText error;
   return error;
@@ -89,7 +89,7 @@ fa_status read_problem(fa_context_s &context, AppendProblem &problem, ErrorText 
   return normalise(copy, problem, context.pointers, error);
 }
 
-// The answer to a query: the plan and the cost, or the failure, which is part of the answer.
+// The result of a query: the plan and the cost, or the failure.
 template <typename AnyProblem>
 void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, fa_plan_info &info, ErrorText &error) {
   PlanSummary plan;
@@ -108,7 +108,7 @@ void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, 
   std::snprintf(info.reason, sizeof info.reason, "%s", plan.reason.c_str());
 }
 
-// What can be done with a problem of any kind: `structs` are the caller's, in the order of the function's arguments.
+// The calls that every kind of problem has. `structs` are the caller's, in the order of the function's arguments.
 template <typename AnyProblem, typename... Structs>
 fa_status query(fa_context ctx, fa_plan_info *info, const Structs *...structs) noexcept {
   return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
@@ -144,7 +144,7 @@ fa_status create_backend(const fa_config &config, std::unique_ptr<Backend> &back
   switch (config.device_type) {
     case FA_DEVICE_AUTO: {
 #if defined(FA_HAVE_CUDA)
-      fa_config gpu = config;  // settings of the CPU only count if it is the CPU
+      fa_config gpu = config;  // CPU settings only apply if the automatic choice is the CPU
       gpu.num_threads = 0;
       gpu.cpu_isa = FA_CPU_ISA_AUTO;
       gpu.parallel_for = nullptr;
@@ -196,7 +196,7 @@ fa_status create(fa_context *out, const fa_config *config, ErrorText &error) {
   return FA_OK;
 }
 
-// The layout DLPack has had since 0.2, all of it that is read here.
+// The fields of DLPack's DLTensor that are read here. Their layout has not changed since 0.2.
 struct DLTensor {
   void *data;
   int32_t device_type;

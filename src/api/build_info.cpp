@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this build is: version and contents.
+// Version and contents of this build.
 #include "flashattn/flashattn.h"
 #include "flashattn/version.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an fa_context points to.
+// The object behind an fa_context.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ struct fa_context_s {
   uint64_t magic = kMagic;
   std::atomic<bool> busy{false};
   fa::ErrorText error;
-  // Of the call at hand; kept for their capacity.
+  // Buffers of the current call, kept so that later calls do not allocate.
   fa::Pointers pointers;
   std::vector<fa::MergePart> parts;
   fa_log_fn log = nullptr;

@@ -10,7 +10,7 @@
 
 namespace fa::api {
 
-// Sizes of the structs in 0.1.0, the first release: no caller was ever compiled with a smaller one. They stay when the structs grow.
+// Sizes of the structs in 0.1.0, the first release. No caller has a smaller struct. These numbers do not change when structs grow.
 template <typename Struct>
 constexpr size_t kOldestSize = 0;
 template <>
@@ -28,7 +28,7 @@ inline constexpr size_t kOldestSize<fa_append> = 1288;
 template <>
 inline constexpr size_t kOldestSize<fa_merge_problem> = 184;
 
-// A size above this is garbage.
+// Larger sizes are refused: the field is not initialised.
 constexpr size_t kLargestSize = 1 << 16;
 
 // Whether `size` can be the size of a Struct in any version, past or future.
@@ -50,7 +50,7 @@ fa_status init(Struct *target, const char *name, size_t size, ErrorText &error) 
   return FA_OK;
 }
 
-// Copies a struct of any version into this version's: missing fields are zero, unknown ones must be.
+// Copies a struct of any version into this version's struct. Fields that it lacks become zero. Fields unknown here must be zero.
 template <typename Struct>
 fa_status copy_in(const Struct *source, const char *name, Struct &copy, ErrorText &error) {
   if (source == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s is NULL", name);
@@ -72,7 +72,7 @@ fa_status copy_in(const Struct *source, const char *name, Struct &copy, ErrorTex
   return FA_OK;
 }
 
-// Whether an output struct says a size this library can write to.
+// Checks the struct_size of an output struct.
 template <typename Struct>
 fa_status check_out(const Struct *target, const char *name, ErrorText &error) {
   if (target == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s is NULL", name);
@@ -83,7 +83,7 @@ fa_status check_out(const Struct *target, const char *name, ErrorText &error) {
   return FA_OK;
 }
 
-// Writes the fields the caller knows and keeps its struct_size.
+// Writes the fields that the caller's version has, and keeps its struct_size.
 template <typename Struct>
 void copy_out(const Struct &source, Struct *target) {
   const uint32_t size = target->struct_size;

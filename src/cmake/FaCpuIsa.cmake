@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CPU kernels are one set of sources compiled once per instruction set; the dispatcher picks at run time. The file name says
-# which flags a source is compiled with: *_avx2.cpp, *_avx512.cpp; every other file must run on any processor of the target.
+# The CPU kernels are one set of sources compiled once per instruction set. The dispatcher chooses one at run time. The file
+# name decides the flags of a source: *_avx2.cpp, *_avx512.cpp; every other file must run on any processor of the target.
 
 set(FA_AVX2_FLAGS -mavx2 -mfma -mf16c)
 set(FA_AVX512_FLAGS -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)

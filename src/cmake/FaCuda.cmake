@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA backend: found or not, and its kernels as one object file an instance, written from the tables under src/cuda.
+# The CUDA backend: finds nvcc, and writes the sources of kernels from the tables under src/cuda, one object file per instance.
 
 # The architectures of this machine's GPUs, as CMAKE_CUDA_ARCHITECTURES takes them. (CMake's own `native` needs 3.24, stands for nothing
 # that the lists below could be compared with, and falls back to another architecture where there is no GPU.)
@@ -29,7 +29,7 @@ function(fa_native_architectures architectures)
   set(${architectures} ${list} PARENT_SCOPE)
 endfunction()
 
-# Compilations of the library at a time: as many as memory holds, 512 MB each. Measured: the largest process of an nvcc run takes 220 MB, of
+# Number of concurrent compilations of the library: memory / 512 MB. Measured: the largest process of an nvcc run takes 220 MB, of
 # g++ 450 MB (forward_avx512.cpp). Ninja alone starts as many as there are processors, whatever the memory; the pool never adds to that.
 function(fa_compile_jobs jobs)
   cmake_host_system_information(RESULT megabytes QUERY TOTAL_PHYSICAL_MEMORY)
@@ -80,7 +80,7 @@ if(NOT FA_WITH_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     find_package(CUDAToolkit REQUIRED)
     set(FA_CUDA TRUE)
-    # What ptxas says of every kernel (registers, spills, serialised instructions) is kept beside its object file, where a test reads it.
+    # The output of ptxas for every kernel (registers, spills, serialised instructions) is kept beside its object file for a test.
     string(APPEND CMAKE_CUDA_FLAGS " -Xptxas -v")
     # A third of the size, in the same time. Every driver that toolkit 13 allows unpacks it.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
@@ -94,7 +94,7 @@ endif()
 
 # fa_cuda_instances(<folder> <table> <template> <prefix> <sources> [ANY] [SM90_UP <sources>] [BUNDLE <count>]) writes an instance for each row of
 # `table` and dtype from `template`, both in src/cuda/kernels/<folder>, and appends its source to the list named `sources`. With ANY a kernel
-# serves every dtype: one instance for each row. With SM90_UP a row whose column `capability`, the last but one, is 90 goes to that list instead:
+# serves every dtype: one instance per row. With SM90_UP a row whose column `capability`, the last but one, is 90 goes to that list instead:
 # no older device runs its kernel. With BUNDLE so many instances are compiled as one source, which parses the CUDA headers once: the code is the
 # same, bit for bit.
 function(fa_cuda_instances folder table template prefix sources)

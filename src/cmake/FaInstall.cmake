@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # `cmake --install`: components `runtime` (the library), `development` (headers, CMake package, pkg-config) and `tools` (the command-line
-# tool, see bindings/cli). The tree can be moved as a whole: nothing installed holds an absolute path.
+# tool, see bindings/cli). The installed tree can be moved as a whole: no file in it contains an absolute path.
 include(CMakePackageConfigHelpers)
 
 set(FA_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/flashattn")
@@ -31,7 +31,7 @@ install(
   DESTINATION "${FA_CMAKE_DIR}"
   COMPONENT development)
 
-# The .pc file finds the prefix from its own place. Absolute install directories (some distributions) are kept as they are.
+# The .pc file derives the prefix from its own location. Absolute install directories (some distributions) are kept as they are.
 file(RELATIVE_PATH FA_PC_PREFIX "${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig" "${CMAKE_INSTALL_PREFIX}")
 string(REGEX REPLACE "/$" "" FA_PC_PREFIX "${FA_PC_PREFIX}")
 foreach(dir LIBDIR INCLUDEDIR)

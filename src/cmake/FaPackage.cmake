@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `cpack` in the build tree: Debian packages, one a component, and one .tar.gz with everything. CPACK_GENERATOR or `cpack -G` picks.
+# `cpack` in the build tree: one Debian package per component, and one .tar.gz with everything. CPACK_GENERATOR or `cpack -G` chooses.
 set(CPACK_PACKAGE_NAME libflashattn)
 set(CPACK_PACKAGE_VENDOR "the libflashattn authors")
 set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "${PROJECT_DESCRIPTION}")
@@ -7,7 +7,7 @@ set(CPACK_PACKAGE_VERSION "${PROJECT_VERSION}")
 set(CPACK_PACKAGE_FILE_NAME "libflashattn-${PROJECT_VERSION}-${CMAKE_SYSTEM_NAME}-${CMAKE_SYSTEM_PROCESSOR}")
 set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
 set(CPACK_GENERATOR TGZ)
-# CPack asks `file` which of a Debian package's files are libraries.
+# CPack uses `file` to find the libraries of a Debian package.
 find_program(FA_FILE file)
 mark_as_advanced(FA_FILE)
 if(FA_FILE)
@@ -42,7 +42,7 @@ set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS "${runtime_package} (= ${PROJECT_VE
 set(CPACK_DEBIAN_TOOLS_PACKAGE_DEPENDS "${runtime_package} (>= ${PROJECT_VERSION})")
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS_POLICY ">=")
-# What the programs need of the system, with versions, where Debian's tool for it is installed.
+# The packages that the programs depend on, with versions, if Debian's tool for it is installed.
 find_program(FA_DPKG_SHLIBDEPS dpkg-shlibdeps)
 mark_as_advanced(FA_DPKG_SHLIBDEPS)
 if(FA_DPKG_SHLIBDEPS)

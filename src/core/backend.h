@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the API asks of a device: one object per context. The same plan stands behind the query, prepare and the launch.
+// The interface between the API and a device. A context has one backend. Query, prepare and run use the same plan.
 #pragma once
 
 #include <cstddef>
@@ -23,13 +23,13 @@ struct PlanSummary {
   int32_t num_splits = 1;
 };
 
-// Scratch memory of the caller, or {nullptr, 0}: the backend takes its own.
+// Scratch memory of the caller. {nullptr, 0}: the backend allocates it.
 struct Workspace {
   void *data = nullptr;
   size_t bytes = 0;
 };
 
-// What a call brings besides the problem.
+// The arguments of a call besides the problem.
 struct Call {
   const Pointers &pointers;  // every address in the problem, and the workspace
   Workspace workspace;
@@ -45,13 +45,13 @@ class Backend {
   virtual void describe(fa_device_properties &properties) const = 0;
   virtual int32_t last_cuda_error() const { return 0; }
 
-  // Pure: whether and how the problem would run.
+  // Says whether and how the problem would run, without side effects.
   virtual fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const AppendProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
 
-  // Loads what the following run needs.
+  // Loads the kernels that the run needs.
   virtual fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
@@ -66,12 +66,12 @@ class Backend {
   Backend() = default;
 };
 
-// Creates the backend a configuration asks for. One function per device kind; a kind that is not built is refused by core.
+// Creates the backend of a configuration. There is one function per kind of device. The API refuses kinds that are not built.
 fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &backend, ErrorText &error);
 fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> &backend,
                               ErrorText &error);  // with FA_HAVE_CUDA
 
-// Refuses a workspace that a plan cannot use; {nullptr, 0} is fine.
+// Refuses a workspace that is too small or not aligned; {nullptr, 0} is accepted.
 fa_status check_workspace(const Workspace &workspace, size_t needed_bytes, ErrorText &error);
 
 }  // namespace fa

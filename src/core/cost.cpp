@@ -84,7 +84,7 @@ Cost cost_of(const AppendProblem &p) {
   const double rows = static_cast<double>(p.rows), rotated = static_cast<double>(p.rotary_dim);
   const double heads_q = static_cast<double>(p.heads_q), heads_k = static_cast<double>(p.heads_k);
   const double from = dtype_bytes(p.k.dtype), to = dtype_bytes(p.k_cache.dtype);
-  // Queries rotated in place: their other columns are not touched.
+  // If queries are rotated in place, their other columns are neither read nor written.
   const double columns_q = p.q_out.data == p.q.data ? rotated : static_cast<double>(p.head_dim);
   Cost cost;
   cost.flops = 6 * rows * (heads_q + heads_k) * rotated / 2;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a problem costs at least: arithmetic (of attention, the matrix products over visible pairs), and bytes that must move.
+// The least cost of a problem: floating-point operations (of attention: the matrix products over visible pairs) and bytes moved.
 #pragma once
 
 #include "core/append.h"
@@ -17,7 +17,7 @@ Cost cost_of(const BackwardProblem &problem);
 Cost cost_of(const MergeProblem &problem);
 Cost cost_of(const AppendProblem &problem);
 
-// Query-key pairs that the band leaves visible in one sequence.
+// Number of query-key pairs of one sequence that are visible in the band.
 double visible_pairs(const Band &band, int64_t seqlen_q, int64_t seqlen_k);
 
 }  // namespace fa

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// FA_HD marks the small functions that host and device code share, so that each rule exists once.
+// FA_HD marks small functions that host and device code share.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one mask rule: which keys a query row sees through causal masks and sliding windows. Every backend turns it into
-// tile ranges: tiles outside `visible` are skipped, tiles inside `interior` run no mask code.
+// The mask rule of causal masks and sliding windows: which keys a query row sees. Every backend derives tile ranges from it: tiles
+// outside `visible_keys` are skipped, tiles inside `interior_keys` need no mask code.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct RangeOf {
 using Range = RangeOf<int64_t>;
 
 // Query i sees keys i + shift - left <= j <= i + shift + right, where shift = seqlen_k - seqlen_q, or 0 when aligned to the
-// top left. Absent limits hold kUnlimited, small enough that sums of a few of them cannot overflow.
+// top left. Absent limits are kUnlimited, which is small enough that sums of a few of them do not overflow.
 struct Band {
   static constexpr int64_t kUnlimited = int64_t{1} << 60;
   int64_t left = kUnlimited;
@@ -31,12 +31,12 @@ struct Band {
   FA_HD int64_t shift(int64_t seqlen_q, int64_t seqlen_k) const { return top_left ? 0 : seqlen_k - seqlen_q; }
 };
 
-// The band of one pair of sequences, with its shift. Kernels that count rows and keys in 32 bits use Int = int32_t; sequences are
-// then shorter than kLongest, so that a limit clamped to it still excludes nothing and no sum overflows.
+// The band of one pair of sequences, with its shift. Kernels that count rows and keys in 32 bits use Int = int32_t. Their sequences are
+// shorter than kLongest: a limit that is clamped to kLongest excludes no key, and sums do not overflow.
 template <typename Int>
 struct Diagonal {
   static constexpr int64_t kLongest = sizeof(Int) == 8 ? Band::kUnlimited : (int64_t{1} << 30) - 1024;
-  // A band as kernels take it, clamped ahead of time.
+  // The limits of a band, clamped on the host for kernels.
   struct Limits {
     Int left = static_cast<Int>(kLongest);
     Int right = static_cast<Int>(kLongest);
@@ -69,7 +69,7 @@ struct Diagonal {
     return {begin, end > begin ? end : begin};
   }
 
-  // Keys seen by every one of the query rows: no mask code is needed for them.
+  // Keys seen by all of the query rows. They need no mask code.
   FA_HD RangeOf<Int> interior_keys(RangeOf<Int> rows) const {
     if (rows.empty()) return {0, 0};
     const Int begin = clamp(rows.end - 1 + shift - left, seqlen_k), end = clamp(rows.begin + shift + right + 1, seqlen_k);

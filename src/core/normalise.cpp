@@ -13,9 +13,9 @@ Operand to_operand(const fa_tensor &t) {
   Operand operand;
   operand.data = t.data;
   operand.dtype = to_dtype(t.dtype);
-  operand.batch_stride = packed ? 0 : walk_stride(t, 0);
-  operand.seq_stride = walk_stride(t, packed ? 0 : 1);
-  operand.head_stride = walk_stride(t, packed ? 1 : 2);
+  operand.batch_stride = packed ? 0 : stride_of(t, 0);
+  operand.seq_stride = stride_of(t, packed ? 0 : 1);
+  operand.head_stride = stride_of(t, packed ? 1 : 2);
   return operand;
 }
 
@@ -74,13 +74,13 @@ fa_status set_lengths(const NamedTensor &cu, const NamedTensor &used, int64_t ba
   if (is_present(cu.tensor)) {
     lengths.cu = cu.tensor.data;
     lengths.cu_is_64 = cu.tensor.dtype == FA_INT64;
-    lengths.cu_stride = walk_stride(cu.tensor, 0);
+    lengths.cu_stride = stride_of(cu.tensor, 0);
     lengths.total = rows;
   }
   if (is_present(used.tensor)) {
     FA_RETURN_IF_ERROR(check_counts(used, Role::input, batch, pointers, error));
     lengths.used = static_cast<const int32_t *>(used.tensor.data);
-    lengths.used_stride = walk_stride(used.tensor, 0);
+    lengths.used_stride = stride_of(used.tensor, 0);
   }
   return FA_OK;
 }
@@ -96,8 +96,8 @@ fa_status set_pages(const NamedTensor &table, const NamedTensor &paged, int64_t 
     return fail(error, FA_ERROR_SHAPE, "%s.shape[1] (page_size) is 0; it must be at least 1", paged.name);
   }
   pages.table = static_cast<const int32_t *>(table.tensor.data);
-  pages.batch_stride = walk_stride(table.tensor, 0);
-  pages.page_stride = walk_stride(table.tensor, 1);
+  pages.batch_stride = stride_of(table.tensor, 0);
+  pages.page_stride = stride_of(table.tensor, 1);
   pages.count = paged.tensor.shape[0];
   pages.per_sequence = table.tensor.shape[1];
   if (__builtin_mul_overflow(pages.per_sequence, pages.size, &capacity)) {
@@ -125,16 +125,16 @@ fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role
         x.ndim == 3
             ? check_shape(t, {{1, "packed rows"}, {x.shape[0], "total_k"}, {heads_k, "heads_k"}}, error)
             : check_shape(t, {{x.shape[0], "as its tensor"}, {x.shape[1], "as its tensor"}, {heads_k, "heads_k"}}, error));
-    factors.batch_stride = walk_stride(t.tensor, 0);
-    factors.seq_stride = walk_stride(t.tensor, 1);
-    factors.head_stride = walk_stride(t.tensor, 2);
+    factors.batch_stride = stride_of(t.tensor, 0);
+    factors.seq_stride = stride_of(t.tensor, 1);
+    factors.head_stride = stride_of(t.tensor, 2);
     return FA_OK;
   }
   FA_RETURN_IF_ERROR(
-      check_ndim(t, 2, per_row ? "(batch, heads_k), or 3: one factor a row and head" : "(batch, heads_k)", error));
+      check_ndim(t, 2, per_row ? "(batch, heads_k), or 3: one descale per row and head" : "(batch, heads_k)", error));
   FA_RETURN_IF_ERROR(check_shape(t, {{batch, "batch"}, {heads_k, "heads_k"}}, error));
-  factors.batch_stride = walk_stride(t.tensor, 0);
-  factors.head_stride = walk_stride(t.tensor, 1);
+  factors.batch_stride = stride_of(t.tensor, 0);
+  factors.head_stride = stride_of(t.tensor, 1);
   return FA_OK;
 }
 
@@ -149,7 +149,7 @@ fa_status check_sizes(std::initializer_list<NamedSize> sizes, ErrorText &error) 
 
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
                          ErrorText &error) {
-  // Most tensors lie apart, which their extents tell at once.
+  // Most extents do not intersect, and then the tensors do not share memory.
   constexpr size_t kMost = 24;
   if (outputs.size() + others.size() > kMost) return fail(error, FA_ERROR_INTERNAL, "a call has more than %zu tensors", kMost);
   Extent extents[kMost];
@@ -167,7 +167,8 @@ fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initia
   add(others);
   for (size_t output = 0; output < written; ++output) {
     for (size_t other = output + 1; other < count; ++other) {
-      if (meet(extents[output], extents[other])) FA_RETURN_IF_ERROR(check_distinct(*tensors[output], *tensors[other], error));
+      if (intersect(extents[output], extents[other]))
+        FA_RETURN_IF_ERROR(check_distinct(*tensors[output], *tensors[other], error));
     }
   }
   return FA_OK;

@@ -10,20 +10,21 @@
 namespace fa {
 namespace {
 
-// `last` steps of `bytes` each, both positive.
+// A dimension: up to `last` steps of `bytes` bytes. Both are positive.
 struct Step {
   int64_t bytes;
   int64_t last;
 };
 
-// Keeps steps[0 .. count) sorted, the smallest first.
+// Inserts a step into steps[0 .. count), which are sorted by size, smallest first.
 void insert(const Step &step, Step *steps, int &count) {
   int at = count++;
   for (; at > 0 && steps[at - 1].bytes > step.bytes; --at) steps[at] = steps[at - 1];
   steps[at] = step;
 }
 
-// The bytes of a tensor as runs of `run` bytes: one at every sum of up to steps[d].last steps of each kind. Smallest steps first.
+// The bytes of a tensor as contiguous runs of `run` bytes. Runs begin at every sum of 0 to steps[d].last steps of each dimension d. Steps
+// are sorted, smallest first.
 struct Runs {
   int64_t run = 0;
   int count = 0;
@@ -42,10 +43,10 @@ Runs runs_of(const fa_tensor &t) {
   runs.run = size;
   for (int n = 0; n < count; ++n) {
     const auto &[bytes, last] = all[n];
-    if (bytes <= runs.run) {  // runs that touch are one
+    if (bytes <= runs.run) {  // adjacent runs are merged
       runs.run += last * bytes;
     } else if (runs.count > 0 && bytes == runs.steps[runs.count - 1].bytes * (runs.steps[runs.count - 1].last + 1)) {
-      Step &before = runs.steps[runs.count - 1];  // steps that continue others
+      Step &before = runs.steps[runs.count - 1];  // this dimension continues the one before
       before.last += last * (before.last + 1);
     } else {
       runs.steps[runs.count++] = all[n];
@@ -54,10 +55,10 @@ Runs runs_of(const fa_tensor &t) {
   return runs;
 }
 
-// Searches a sum of steps within bounds.
+// Searches for a sum of steps within bounds.
 class Search {
  public:
-  // Equal steps are one.
+  // Equal steps are merged.
   void add(const Step &step) {
     for (int n = 0; n < count_; ++n) {
       if (steps_[n].bytes != step.bytes) continue;
@@ -76,11 +77,11 @@ class Search {
   }
 
  private:
-  // With the `count` smallest steps.
+  // Uses only the `count` smallest steps.
   bool finds(int count, int64_t low, int64_t high) {
     if (high < 0 || low > largest_[count]) return false;
     if (low <= 0) return true;
-    // Every sum is a multiple of the steps' common divisor.
+    // Every sum is a multiple of the greatest common divisor of the steps.
     if (high / divisor_[count] * divisor_[count] < low || left_ == 0) return false;
     --left_;
     const auto &[bytes, last] = steps_[count - 1];
@@ -95,7 +96,7 @@ class Search {
   Step steps_[8];
   int64_t largest_[9] = {}, divisor_[9] = {};
   int count_ = 0;
-  int left_ = 2000;  // steps of the search; layouts of nested dimensions take a few dozen
+  int left_ = 2000;  // remaining search steps; nested dimensions need a few dozen
 };
 
 }  // namespace
@@ -115,10 +116,10 @@ Extent extent_of(const fa_tensor &t) {
 
 bool share_memory(const fa_tensor &a, const fa_tensor &b) {
   const Extent x = extent_of(a), y = extent_of(b);
-  if (!meet(x, y)) return false;
+  if (!intersect(x, y)) return false;
   const Runs p = runs_of(a), q = runs_of(b);
-  // A run of a at x.begin + i and one of b at y.begin + j meet if -q.run < distance + j - i < p.run. With j counted from the last run of b
-  // down, as j_last - j, both are sums of steps upwards.
+  // A run of a at x.begin + i and a run of b at y.begin + j intersect if -q.run < distance + j - i < p.run. j is counted down from the
+  // last run of b, so that j_last - j, like i, is a sum of positive steps.
   const auto distance = static_cast<int64_t>(y.begin - x.begin);
   const int64_t j_last = y.length - q.run;
   Search search;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How CPU kernels ask for threads: the context's own pool or the host's callback, behind one interface.
+// The thread pool of CPU kernels: the context's own, or the caller's parallel_for.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ class Parallel {
 
   virtual ~Parallel() = default;
 
-  // Tasks a region may have at most; >= 1.
+  // Largest number of tasks of a region, at least 1.
   virtual int32_t max_tasks() const = 0;
 
   // Calls task(context, t) once for every 0 <= t < num_tasks and returns when all have returned. Tasks may run one after another
   // on a single thread and in any order, so a task must never wait for a task with another index to *start*.
-  // Returns false if a task was not run (a faulty host callback).
+  // Returns false if a task was not run, because the caller's parallel_for is faulty.
   virtual bool run(int32_t num_tasks, Task task, void *context) = 0;
 
  protected:

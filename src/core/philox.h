@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout bits: Philox4x32-10, and the rule that assigns its output to attention weights.
+// Dropout bits: Philox4x32-10, and the rule that assigns its output to the elements of P.
 //
-// The weights of one (batch b, query head h) are cut into blocks of 16 x 16. Element (i, j) of the block in block row i / 16 and
-// block column j / 16 takes 16 bits of the call
+// P of one batch entry b and query head h is divided into blocks of 16 x 16. Element (i, j), in block row i / 16 and block column j / 16,
+// takes 16 bits of the call
 //
 //   counter = { 32 * (j / 16) + 4 * (i % 8) + (j % 8) / 2,   i / 16,   b * heads_q + h,   low word of offset }
 //   key     = { low word of seed,   high word of seed ^ high word of offset }
 //
-// namely word 2 * ((i / 8) % 2) + (j / 8) % 2 of the result, its low half if j is even, its high half if j is odd. The element is
-// kept when those 16 bits, as an unsigned number, are >= round(65536 * dropout_p). One call thus serves the eight elements
-// that one thread of a 16 x 16 tensor-core accumulator tile owns, and the rule knows nothing of tiles, backends or kernels.
+// namely word 2 * ((i / 8) % 2) + (j / 8) % 2 of the result: its low half if j is even, its high half if j is odd. The element is kept if
+// these 16 bits, as an unsigned number, are >= round(65536 * dropout_p). One call serves the eight elements that one thread owns of a
+// 16 x 16 tensor-core accumulator tile. The rule does not depend on tiles, backends or kernels.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ FA_HD uint32_t dropout_counter1(int64_t i) { return static_cast<uint32_t>(i >> 4
 // The 16 random bits of element (i, j) of batch-head `bh` = b * heads_q + h.
 FA_HD uint32_t dropout_bits(const DropoutKey &key, uint32_t bh, int64_t i, int64_t j) {
   const Philox4 r = philox4x32_10(dropout_counter0(i, j), dropout_counter1(i), bh, key.c3, key.k0, key.k1);
-  // Selected, not indexed: a GPU keeps the words in registers.
+  // Selected without an index, so that a GPU keeps the words in registers.
   const uint32_t left = (i & 8) ? r.word[2] : r.word[0], right = (i & 8) ? r.word[3] : r.word[1];
   const uint32_t word = (j & 8) ? right : left;
   return (j & 1) ? word >> 16 : word & 0xFFFFu;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The addresses a call will read and write on its device, with the names messages use: validation collects them, a backend whose memory
-// is not the host's checks them.
+// The addresses that a call reads and writes on its device, with their names for messages. Validation collects them. The CUDA backend
+// checks that its device can access them.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace fa {
 
 struct NamedPointer {
   const char *name;    // static string
-  int32_t index;       // in an array argument; -1 = no array
-  const char *member;  // ".data", or "" where the argument is the pointer itself
+  int32_t index;       // index in an array argument; -1 = not in an array
+  const char *member;  // ".data", or "" if the argument itself is the pointer
   const void *data;    // never null
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The normalised problem: what validation makes of the caller's structs and all that backends ever see. Plain data, copied by value
-// into kernel parameters; derived values are computed once here, defaults are resolved, absent tensors have null data.
+// The normalised problem: validation makes it from the caller's structs, and backends see nothing else. It is plain data that is copied
+// into kernel parameters. Defaults are resolved, derived values are computed, absent tensors have null data.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@ enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, i8 = 4 };
 
 FA_HD constexpr int dtype_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype <= Dtype::bf16 ? 2 : 1; }
 
-// Whether numbers of the dtype stand for themselves times a factor, their descale.
+// Whether numbers of the dtype are multiplied by a descale.
 FA_HD constexpr bool is_quantised(Dtype dtype) { return dtype >= Dtype::e4m3; }
 
-// (batch, seqlen, heads, head_dim) with head_dim contiguous; packed tensors have batch_stride 0 and rows counted over the whole
-// batch; paged keys have (pages, page_size, heads, head_dim) with batch_stride = page stride. Strides in elements.
+// (batch, seqlen, heads, head_dim) with contiguous head_dim. Strides count elements. Packed: batch_stride is 0 and rows are counted over
+// the whole batch. Paged: (pages, page_size, heads, head_dim), and batch_stride is the stride of pages.
 struct Operand {
   void *data = nullptr;
   Dtype dtype = Dtype::f32;
@@ -27,7 +27,7 @@ struct Operand {
   int64_t head_stride = 0;
 };
 
-// One fp32 per (batch, head, row): lse, dlse. Packed: batch_stride 0, rows counted over the whole batch.
+// One fp32 per batch entry, head and row: lse, dlse. Packed: batch_stride is 0 and rows are counted over the whole batch.
 struct RowScalar {
   float *data = nullptr;
   int64_t batch_stride = 0;
@@ -62,7 +62,7 @@ struct BlockMask {
   }
 };
 
-// Where the sequences of one side (queries or keys) lie. `cu` and `used` are device memory on CUDA: only kernels read them.
+// The sequences of queries or of keys. On CUDA `cu` and `used` are device memory, which only kernels read.
 struct Lengths {
   const void *cu = nullptr;  // (batch + 1) offsets, or null: padded
   bool cu_is_64 = false;
@@ -73,8 +73,8 @@ struct Lengths {
   int64_t total = 0;    // rows of the packed tensor; 0 when not packed
 };
 
-// One sequence of one side. `slot` rows from `start` on belong to it, `len` of them are used. start is 0 for padded tensors, where
-// batch_stride selects the sequence.
+// One sequence of queries or of keys. `slot` rows from row `start` on belong to it, and the first `len` of them are used. In padded
+// tensors start is 0, and batch_stride selects the sequence.
 struct Sequence {
   int64_t start = 0;
   int64_t slot = 0;
@@ -152,22 +152,22 @@ struct Problem {
   bool deterministic = false;
   bool batch_invariant = false;
 
-  // Scores need more than scale, band and lengths.
+  // Whether scores need more than scale, band and lengths.
   FA_HD bool general_score() const {
     return softcap > 0 || bias.data != nullptr || block_mask.data != nullptr || alibi_slopes != nullptr ||
            dropout.threshold > 0;
   }
 };
 
-// What backward adds. Absent outputs have null data.
+// The tensors of backward. Absent outputs have null data.
 struct BackwardProblem {
   Problem forward;
   Operand dout;
   RowScalar dlse;
   Operand dq, dk, dv;
-  // dbias has bias's shape: where a stride is 0 because the dimension has size 1, it is summed over.
+  // dbias has the shape of bias. A dimension of size 1 has stride 0 and is summed over.
   ScoreTensor dbias;
-  int64_t dbias_rows = 0;  // sizes of its last two dimensions; rows and columns beyond a sequence's lengths get zero
+  int64_t dbias_rows = 0;  // sizes of its last two dimensions; rows and columns past the lengths of a sequence get zero
   int64_t dbias_cols = 0;
   bool dbias_sum_batch = false;
   bool dbias_sum_heads = false;
@@ -175,13 +175,13 @@ struct BackwardProblem {
   float *dsink = nullptr;
   int64_t dsink_stride = 0;
 
-  // No gradient is asked for: a legal problem without work.
+  // Whether no gradient is asked for. Such a problem is legal and needs no work.
   bool empty() const {
     return dq.data == nullptr && dk.data == nullptr && dv.data == nullptr && dbias.data == nullptr && dsink == nullptr;
   }
 };
 
-// (out, lse) pairs to combine; parts are described by arrays that live as long as the call.
+// Partial results to merge. The array of parts exists during the call only.
 struct MergePart {
   Operand out;
   RowScalar lse;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Status names and descriptions, one table; and the writer of failure texts.
+// The table of status names and descriptions, and fail().
 #include "core/status.h"
 
 #include <cstdarg>
@@ -17,23 +17,23 @@ struct StatusText {
 #define FA_STATUS(code, text) \
   { code, #code, text }
 constexpr StatusText kStatusTexts[] = {
-    FA_STATUS(FA_OK, "The call did what it says."),
-    FA_STATUS(FA_ERROR_INVALID_ARGUMENT, "An argument is missing, out of range or contradicts another one."),
+    FA_STATUS(FA_OK, "The call succeeded."),
+    FA_STATUS(FA_ERROR_INVALID_ARGUMENT, "An argument is missing, is out of range or contradicts another one."),
     FA_STATUS(FA_ERROR_STRUCT_VERSION,
               "A struct_size is not one this library knows, or a field newer than this library is not zero."),
-    FA_STATUS(FA_ERROR_SHAPE, "A tensor's number of dimensions, sizes or strides do not fit the problem."),
+    FA_STATUS(FA_ERROR_SHAPE, "The number of dimensions, a size or a stride of a tensor does not fit the problem."),
     FA_STATUS(FA_ERROR_DTYPE, "A tensor's dtype does not fit its role."),
-    FA_STATUS(FA_ERROR_ALIGNMENT, "A pointer is not aligned as its dtype, or the workspace not to 256 bytes."),
-    FA_STATUS(FA_ERROR_WORKSPACE, "The workspace given is smaller than the query asked for."),
+    FA_STATUS(FA_ERROR_ALIGNMENT, "A tensor is not aligned to its element size, or the workspace is not aligned to 256 bytes."),
+    FA_STATUS(FA_ERROR_WORKSPACE, "The workspace is smaller than the size that the query reports."),
     FA_STATUS(FA_ERROR_BUSY, "The context is in use by another call."),
-    FA_STATUS(FA_ERROR_UNSUPPORTED, "A well-formed problem for which no kernel exists."),
-    FA_STATUS(FA_ERROR_ARCH, "This processor lacks what the build or the request needs."),
+    FA_STATUS(FA_ERROR_UNSUPPORTED, "The problem is well formed, but no kernel for it exists."),
+    FA_STATUS(FA_ERROR_ARCH, "The processor or the GPU is not one that this build or this request can run on."),
     FA_STATUS(FA_ERROR_NOT_BUILT, "The feature exists but was left out of this build."),
-    FA_STATUS(FA_ERROR_NO_DEVICE, "No such device."),
+    FA_STATUS(FA_ERROR_NO_DEVICE, "There is no such device."),
     FA_STATUS(FA_ERROR_DRIVER, "The driver is missing or too old."),
     FA_STATUS(FA_ERROR_CUDA, "A CUDA call failed; fa_last_cuda_error() has its number."),
     FA_STATUS(FA_ERROR_OUT_OF_MEMORY, "Memory could not be allocated."),
-    FA_STATUS(FA_ERROR_INTERNAL, "A defect in the library."),
+    FA_STATUS(FA_ERROR_INTERNAL, "The library has a defect."),
     FA_STATUS(FA_ERROR_CALLBACK, "The caller's parallel_for did not run every task, so the outputs are incomplete."),
 };
 #undef FA_STATUS

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Failures inside the library: a status and one sentence, written once where the failure is found.
+// A failure is a status and one sentence, written where the failure is detected.
 #pragma once
 
 #include "flashattn/flashattn.h"
 
 namespace fa {
 
-// One sentence naming the argument and its value. As long as fa_plan_info::reason.
+// One sentence that names the argument and its value. It has the size of fa_plan_info::reason.
 struct ErrorText {
   char text[sizeof(fa_plan_info::reason)] = {0};
 };
 
-// Writes the sentence and returns `code`, so that a failure is one return statement.
+// Writes the sentence and returns `code`: `return fail(...)` reports a failure.
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
@@ -23,7 +23,7 @@ const char *status_description(fa_status code);
 
 }  // namespace fa
 
-// Hands a failure on to the caller.
+// Returns from the calling function if `expression` is a failure.
 #define FA_RETURN_IF_ERROR(expression)                                    \
   do {                                                                    \
     const fa_status fa_status_of_expression = (expression);               \

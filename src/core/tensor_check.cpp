@@ -28,8 +28,8 @@ const DtypeInfo *find_dtype(fa_dtype dtype) {
   return nullptr;
 }
 
-// Whether two index tuples of an output can meet at one element. Sufficient for every layout made by slicing, transposing and
-// padding: sorted by stride, each dimension must step over all that the smaller ones span.
+// Whether two indices of an output may address the same element. Sorted by stride, each dimension must step over all elements that the
+// dimensions before it span. Every layout made by slicing, transposing and padding does.
 bool overlaps_itself(const fa_tensor &t) {
   struct Step {
     int64_t stride, size;

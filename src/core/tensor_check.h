@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of a single tensor: is it there, does its memory make sense, has it the shape and dtype its role asks for.
+// Checks of a single tensor: presence, memory, shape and dtype.
 #pragma once
 
 #include <initializer_list>
@@ -12,7 +12,7 @@ namespace fa {
 
 enum class Role { input, output };
 
-// A tensor of the caller and the name its messages use.
+// A tensor of the caller and its name in messages.
 struct NamedTensor {
   const char *name;
   const fa_tensor &tensor;
@@ -27,21 +27,21 @@ inline bool has_elements(const fa_tensor &t) {
   }
   return true;
 }
-int dtype_size(fa_dtype dtype);  // 0 for a number that is no fa_dtype
+int dtype_size(fa_dtype dtype);  // 0 for a number that is not an fa_dtype
 const char *dtype_name(fa_dtype dtype);
 bool is_attention_dtype(fa_dtype dtype);  // fp32, fp16, bf16
 bool is_quantised(fa_dtype dtype);        // fp8, int8
-Dtype to_dtype(fa_dtype dtype);           // of one of these
+Dtype to_dtype(fa_dtype dtype);           // of a dtype for which one of these is true
 
-// One allowed size of a dimension, and what it is called in messages; `or_one` also allows 1 (broadcast).
+// The allowed size of a dimension and its name in messages. `or_one` also allows 1 (broadcast).
 struct Dim {
   int64_t size;
   const char *meaning;
   bool or_one = false;
 };
 
-// The tensor is present, its sizes and strides address memory that can exist, its pointer is aligned, outputs do not overlap
-// themselves. Everything below assumes this has passed.
+// Checks that the tensor is present, that its sizes and strides address memory that can exist, that its pointer is aligned and that an
+// output does not overlap itself. The functions below assume that this check has passed.
 fa_status check_memory(const NamedTensor &t, Role role, ErrorText &error);
 
 fa_status check_ndim(const NamedTensor &t, int32_t ndim, const char *layout, ErrorText &error);
@@ -49,10 +49,8 @@ fa_status check_shape(const NamedTensor &t, std::initializer_list<Dim> dims, Err
 fa_status check_dtype(const NamedTensor &t, std::initializer_list<fa_dtype> allowed, ErrorText &error);
 fa_status check_unit_stride(const NamedTensor &t, int32_t dim, ErrorText &error);
 
-// Stride with which a dimension is walked: 0 where no step is taken, so that broadcasting needs no cases and a stride that nobody
-// uses (it may be any number) overflows in no address.
-inline int64_t walk_stride(const fa_tensor &t, int32_t dim) {
-  return t.shape[dim] <= 1 || !has_elements(t) ? 0 : t.stride[dim];
-}
+// The stride of a dimension; 0 if it has fewer than two elements. Broadcasting is then no special case. The caller's stride of such a
+// dimension may be any number, and cannot overflow an address computation.
+inline int64_t stride_of(const fa_tensor &t, int32_t dim) { return t.shape[dim] <= 1 || !has_elements(t) ? 0 : t.stride[dim]; }
 
 }  // namespace fa

@@ -17,17 +17,17 @@ RowScalar to_row_scalar(const fa_tensor &t) {
   const bool packed = t.ndim == 2;
   RowScalar scalar;
   scalar.data = static_cast<float *>(t.data);
-  scalar.batch_stride = packed ? 0 : walk_stride(t, 0);
-  scalar.head_stride = walk_stride(t, packed ? 0 : 1);
-  scalar.seq_stride = walk_stride(t, packed ? 1 : 2);
+  scalar.batch_stride = packed ? 0 : stride_of(t, 0);
+  scalar.head_stride = stride_of(t, packed ? 0 : 1);
+  scalar.seq_stride = stride_of(t, packed ? 1 : 2);
   return scalar;
 }
 
 ScoreTensor to_score_tensor(const fa_tensor &t) {
-  return {t.data, to_dtype(t.dtype), walk_stride(t, 0), walk_stride(t, 1), walk_stride(t, 2), walk_stride(t, 3)};
+  return {t.data, to_dtype(t.dtype), stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3)};
 }
 
-// One number of 64 bits; absent for NULL.
+// A tensor of one 64-bit number; absent for NULL.
 fa_tensor as_tensor(const uint64_t *number) {
   fa_tensor t{};
   if (number == nullptr) return t;
@@ -38,7 +38,7 @@ fa_tensor as_tensor(const uint64_t *number) {
   return t;
 }
 
-// Builds one Problem. Steps run in the order in which later ones need what earlier ones found.
+// Builds one Problem. Later steps use the results of earlier ones.
 class Normaliser {
  public:
   Normaliser(const fa_attention &attention, Problem &problem, Pointers &pointers, ErrorText &error)
@@ -67,7 +67,7 @@ class Normaliser {
 
   Descale q_descale, k_descale, v_descale;  // after forward()
 
-  // A tensor with q's rows and heads, and the dtype of results.
+  // Checks a tensor with the rows and heads of q and the dtype of results.
   fa_status like_q(const char *name, const fa_tensor &t, Role role, int64_t head_dim, const char *head_dim_meaning) {
     FA_RETURN_IF_ERROR(memory({name, t}, role));
     return check_operand_like({name, t}, a_.q, results_, head_dim, head_dim_meaning, "as q", error_);
@@ -160,7 +160,7 @@ class Normaliser {
     return FA_OK;
   }
 
-  // Keys are as queries, or quantised. Queries in fp8 have such keys, and results in another dtype, which out tells.
+  // Keys have the dtype of queries or are quantised. fp8 queries require fp8 keys, and results have the dtype of `out`.
   fa_status dtypes(const NamedTensor &k) {
     results_ = a_.q.dtype;
     if (!is_quantised(a_.q.dtype)) return check_dtype(k, {a_.q.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_);
@@ -196,7 +196,7 @@ class Normaliser {
                 packed_k_ || (paged_ && is_present(a_.seqused_k)), p_.k_lengths);
   }
 
-  // The batch size is said by q, or by the offsets when q is packed; everything else must agree.
+  // q gives the batch size, or its offsets if it is packed. All other tensors must agree.
   fa_status batch() {
     if (packed_q_) {
       FA_RETURN_IF_ERROR(check_offsets({"cu_seqlens_q", a_.cu_seqlens_q}, pointers_, error_));
@@ -292,8 +292,8 @@ class Normaliser {
       FA_RETURN_IF_ERROR(per_batch ? check_shape(slopes, {{p_.batch, "batch"}, {p_.heads_q, "heads_q"}}, error_)
                                    : check_shape(slopes, {{p_.heads_q, "heads_q"}}, error_));
       p_.alibi_slopes = static_cast<const float *>(a_.alibi_slopes.data);
-      p_.alibi_batch_stride = per_batch ? walk_stride(a_.alibi_slopes, 0) : 0;
-      p_.alibi_head_stride = walk_stride(a_.alibi_slopes, per_batch ? 1 : 0);
+      p_.alibi_batch_stride = per_batch ? stride_of(a_.alibi_slopes, 0) : 0;
+      p_.alibi_head_stride = stride_of(a_.alibi_slopes, per_batch ? 1 : 0);
     }
     if (is_present(a_.sink)) {
       const NamedTensor sink{"sink", a_.sink};
@@ -301,12 +301,12 @@ class Normaliser {
       FA_RETURN_IF_ERROR(check_dtype(sink, {FA_FLOAT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(sink, {{p_.heads_q, "heads_q"}}, error_));
       p_.sink = static_cast<const float *>(a_.sink.data);
-      p_.sink_stride = walk_stride(a_.sink, 0);
+      p_.sink_stride = stride_of(a_.sink, 0);
     }
     return FA_OK;
   }
 
-  // Rows or columns that bias and block mask must have: what the caller said, also where that exceeds the rows there are.
+  // The rows or columns of bias and block mask: the caller's bound, even if it exceeds the number of rows.
   static int64_t score_bound(int64_t max_seqlen, const Lengths &lengths) {
     return max_seqlen > 0 ? max_seqlen : lengths.max_len;
   }
@@ -331,10 +331,10 @@ class Normaliser {
                                     {blocks(bound_k, a_.block_size_k), "ceil(seqlen_k / block_size_k)"}},
                                    error_));
     p_.block_mask = {static_cast<const uint8_t *>(a_.block_mask.data),
-                     walk_stride(a_.block_mask, 0),
-                     walk_stride(a_.block_mask, 1),
-                     walk_stride(a_.block_mask, 2),
-                     walk_stride(a_.block_mask, 3),
+                     stride_of(a_.block_mask, 0),
+                     stride_of(a_.block_mask, 1),
+                     stride_of(a_.block_mask, 2),
+                     stride_of(a_.block_mask, 3),
                      a_.block_size_q,
                      a_.block_size_k};
     return FA_OK;
@@ -361,7 +361,7 @@ class Normaliser {
     if (threshold == 65536) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT,
                   "dropout_p is %.9g; it must be less than 1 - 2^-17, because as a multiple of 2^-16 it is 1 and would drop "
-                  "every weight",
+                  "every element of P",
                   double{p});
     }
     constexpr int64_t kMaxLen = int64_t{1} << 31;  // the counter of the random bits has 32 bits for a key index
@@ -497,7 +497,7 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
     FA_RETURN_IF_ERROR(check_dtype(dsink, {FA_FLOAT32}, error));
     FA_RETURN_IF_ERROR(check_shape(dsink, {{p.heads_q, "heads_q"}}, error));
     problem.dsink = static_cast<float *>(g.dsink.data);
-    problem.dsink_stride = walk_stride(g.dsink, 0);
+    problem.dsink_stride = stride_of(g.dsink, 0);
   }
   const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
   return check_distinct({{"dq", g.dq}, {"dk", g.dk}, {"dv", g.dv}, {"dbias", g.dbias}, {"dsink", g.dsink}},
@@ -521,7 +521,8 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
                         error);
 }
 
-// The results of a merge have their own memory, or are the same views as parts: out as one of out_parts, lse as one of lse_parts.
+// Checks that the results of a merge have their own memory, or are the same views as parts: out as one of out_parts, lse as one of
+// lse_parts.
 static fa_status check_merge_memory(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,
                                     const fa_tensor &out, const fa_tensor &lse, ErrorText &error) {
   FA_RETURN_IF_ERROR(check_distinct({"out", out}, {"lse", lse}, error));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one validation: turns the caller's structs into normalised problems, or says which argument is wrong and why.
+// Validation: turns the caller's structs into normalised problems, or reports the argument that is wrong and why.
 #pragma once
 
 #include <vector>
@@ -13,20 +13,21 @@
 
 namespace fa {
 
-// None reads tensor data. `problem` is default-constructed. `pointers` receives the addresses of what the problem refers to.
+// These functions do not read tensor data. `problem` is default-constructed. `pointers` receives the addresses of all tensors.
 fa_status normalise(const fa_attention &attention, ForwardProblem &problem, Pointers &pointers, ErrorText &error);
 fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error);
 
 fa_status normalise(const fa_append &append, AppendProblem &problem, Pointers &pointers, ErrorText &error);
 
-// `parts` receives what problem.parts points to.
+// `parts` receives the array that problem.parts points to.
 fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::vector<MergePart> &parts, Pointers &pointers,
                     ErrorText &error);
 
 // Checks offsets, used lengths and page numbers, for devices whose memory the host can read.
 fa_status check_host_lengths(const Problem &problem, ErrorText &error);
-// Checks offsets of packed rows, used lengths and positions. Places in the cache need no check: rows that have none are skipped.
+// Checks offsets of packed rows, used lengths and positions. Cache offsets and page numbers need no check: rows outside the cache are
+// skipped.
 fa_status check_host_contents(const AppendProblem &problem, ErrorText &error);
 
 }  // namespace fa

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Validation of fa_append: new rows for a cache and the rotation of them and of the queries.
+// Validation of fa_append.
 #include <cinttypes>
 
 #include "core/normalise.h"
@@ -13,7 +13,7 @@ class AppendNormaliser {
   AppendNormaliser(const fa_append &append, AppendProblem &problem, Pointers &pointers, ErrorText &error)
       : a_(append), p_(problem), pointers_(pointers), error_(error) {}
 
-  // Steps run in the order in which later ones need what earlier ones found.
+  // Later steps use the results of earlier ones.
   fa_status run() {
     constexpr uint32_t kFlags = FA_APPEND_INTERLEAVED;
     if (a_.flags & ~kFlags) {
@@ -122,12 +122,12 @@ class AppendNormaliser {
     if (is_present(a_.offsets)) {
       FA_RETURN_IF_ERROR(check_counts({"offsets", a_.offsets}, Role::input, p_.batch, pointers_, error_));
       p_.offsets = static_cast<const int32_t *>(a_.offsets.data);
-      p_.offsets_stride = walk_stride(a_.offsets, 0);
+      p_.offsets_stride = stride_of(a_.offsets, 0);
     }
     if (is_present(a_.seqused_k)) {
       FA_RETURN_IF_ERROR(check_counts({"seqused_k", a_.seqused_k}, Role::output, p_.batch, pointers_, error_));
       p_.seqused_k = static_cast<int32_t *>(a_.seqused_k.data);
-      p_.seqused_k_stride = walk_stride(a_.seqused_k, 0);
+      p_.seqused_k_stride = stride_of(a_.seqused_k, 0);
     }
     return FA_OK;
   }
@@ -206,8 +206,8 @@ class AppendNormaliser {
     p_.table_dtype = to_dtype(a_.rotary_cos.dtype);
     p_.cos = a_.rotary_cos.data;
     p_.sin = a_.rotary_sin.data;
-    p_.cos_stride = walk_stride(a_.rotary_cos, 0);
-    p_.sin_stride = walk_stride(a_.rotary_sin, 0);
+    p_.cos_stride = stride_of(a_.rotary_cos, 0);
+    p_.sin_stride = stride_of(a_.rotary_sin, 0);
     p_.num_positions = a_.rotary_cos.shape[0];
     return positions();
   }
@@ -221,8 +221,8 @@ class AppendNormaliser {
                                : check_shape(t, {{p_.batch, "batch"}, {a_.k.shape[1], "seqlen_new"}}, error_));
     p_.positions = a_.rotary_positions.data;
     p_.positions_are_64 = a_.rotary_positions.dtype == FA_INT64;
-    p_.positions_batch_stride = packed_ ? 0 : walk_stride(a_.rotary_positions, 0);
-    p_.positions_row_stride = walk_stride(a_.rotary_positions, packed_ ? 0 : 1);
+    p_.positions_batch_stride = packed_ ? 0 : stride_of(a_.rotary_positions, 0);
+    p_.positions_row_stride = stride_of(a_.rotary_positions, packed_ ? 0 : 1);
     return FA_OK;
   }
 
@@ -233,7 +233,7 @@ class AppendNormaliser {
     const NamedTensor cos{"rotary_cos", a_.rotary_cos}, sin{"rotary_sin", a_.rotary_sin}, pages{"page_table", a_.page_table};
     const NamedTensor positions{"rotary_positions", a_.rotary_positions};
     const NamedTensor k_descale{"k_descale", a_.k_descale}, v_descale{"v_descale", a_.v_descale}, none{"", fa_tensor{}};
-    // What is an output in this call, and what only read.
+    // The outputs and the inputs of this call.
     const bool apart = is_present(a_.q_out);
     const NamedTensor &rotated = apart ? q_out : q, &unrotated = apart ? q : none;
     const bool k_written = p_.k_descale.per_row, v_written = p_.v_descale.per_row;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// New rows into a cache, rotated on the way, for one instruction set. Included by append_<isa>.cpp.
+// Rotates new rows and writes them to a cache, for one instruction set. Included by append_<isa>.cpp.
 #pragma once
 
 #include "cpu/append_job.h"
@@ -7,7 +7,7 @@
 
 namespace fa::cpu::FA_ISA {
 
-// One row of the tables.
+// One row of the cosine and sine tables.
 struct RotaryRow {
   const char *cos = nullptr;
   const char *sin = nullptr;
@@ -49,7 +49,7 @@ FA_INLINE void store_pairs(typename Element::Type *row, int64_t c, int n, int64_
   Element::store(row + 2 * c + first, Simd::load(pairs + kWidth), 2 * n - first);
 }
 
-// The rotated columns of a row; `target` may be `source`.
+// Rotates the rotary columns of a row. `target` may be `source`.
 template <class Element, class Table, class Target>
 inline void rotate_columns(const AppendProblem &p, const typename Element::Type *source, typename Target::Type *target,
                            const RotaryRow &table) {
@@ -75,7 +75,7 @@ FA_INLINE void rotate(const AppendProblem &p, const typename Element::Type *sour
   }
 }
 
-// A row of `columns` columns, the first of them rotated if there is a table, in fp32.
+// Converts a row of `columns` columns to fp32. With a table, its rotary columns are rotated.
 template <class Element>
 inline void widen_row(const AppendProblem &p, const typename Element::Type *source, int64_t columns, const RotaryRow *table,
                       float *row) {
@@ -86,9 +86,9 @@ inline void widen_row(const AppendProblem &p, const typename Element::Type *sour
   if (table != nullptr) rotate<Element, ElementF32>(p, source, row, *table);
 }
 
-// row / factor. A factor of the row's own is computed first and written: NaN if the row is not finite.
+// Writes row / *scale to an 8-bit target. With `own`, *scale is first computed from the row; it is NaN if the row is not finite.
 template <class Target>
-inline void quantise_row(const float *row, int64_t columns, typename Target::Type *target, float *factor, bool own) {
+inline void quantise_row(const float *row, int64_t columns, typename Target::Type *target, float *scale, bool own) {
   if (own) {
     F largest = Simd::zero(), probe = Simd::zero();
     for (int64_t c = 0; c < columns; c += kWidth) {
@@ -96,9 +96,9 @@ inline void quantise_row(const float *row, int64_t columns, typename Target::Typ
       largest = Simd::max(Simd::abs(x), largest);
       probe = Simd::fma(x, Simd::zero(), probe);
     }
-    *factor = Simd::reduce_max(largest) / Target::kLargest + Simd::reduce_add(probe);
+    *scale = Simd::reduce_max(largest) / Target::kLargest + Simd::reduce_add(probe);
   }
-  const float by = factor != nullptr ? *factor : 1.0f;
+  const float by = scale != nullptr ? *scale : 1.0f;
   const F divisor = Simd::set(own && by == 0 ? 1.0f : by);  // a row of zeros
   for (int64_t c = 0; c < columns; c += kWidth) {
     const int n = static_cast<int>(min64(columns - c, kWidth));
@@ -106,7 +106,7 @@ inline void quantise_row(const float *row, int64_t columns, typename Target::Typ
   }
 }
 
-// Row (outer, row) of every head of `from` to row (to_outer, to_row) of `to`, rotated where there is a table.
+// Copies row `source` of every head of `from` to row `target` of `to`, and rotates it if there is a table.
 struct RowAt {
   int64_t outer, row;
 };
@@ -127,34 +127,34 @@ inline void append_heads(const AppendProblem &p, const Operand &from, RowAt sour
   }
 }
 
-// The same into a quantised cache, in sequence b.
+// The same for an 8-bit cache; b is the sequence.
 inline void quantise_heads(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
                            RowAt target, const Descale &descale, int64_t columns, const RotaryRow *table) {
   float row[kMaxHeadDim + kWidth];
   for (int64_t h = 0; h < p.heads_k; ++h) {
     const char *read = rows_of(from, source.outer, h, source.row).data;
     char *write = const_cast<char *>(rows_of(to, target.outer, h, target.row).data);
-    float *factor = nullptr;
+    float *value = nullptr;
     if (descale.factors.data != nullptr) {
       const Rows at =
           descale.per_row ? rows_of(descale.factors, target.outer, h, target.row) : rows_of(descale.factors, b, h, 0);
-      factor = reinterpret_cast<float *>(const_cast<char *>(at.data));
+      value = reinterpret_cast<float *>(const_cast<char *>(at.data));
     }
     for_dtype(from.dtype, [&]<class Element>() {
       widen_row<Element>(p, reinterpret_cast<const typename Element::Type *>(read), columns, table, row);
     });
     if (to.dtype == Dtype::i8) {
-      quantise_row<ElementI8>(row, columns, reinterpret_cast<int8_t *>(write), factor, descale.per_row);
+      quantise_row<ElementI8>(row, columns, reinterpret_cast<int8_t *>(write), value, descale.per_row);
     } else {
-      quantise_row<ElementE4m3>(row, columns, reinterpret_cast<uint8_t *>(write), factor, descale.per_row);
+      quantise_row<ElementE4m3>(row, columns, reinterpret_cast<uint8_t *>(write), value, descale.per_row);
     }
   }
 }
 
-// New rows of k or v into their cache.
+// Writes one new row of k or v to its cache.
 inline void append_cache(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
-                         const CachePlace &place, const Descale &descale, int64_t columns, const RotaryRow *table) {
-  const RowAt target{place.outer, place.row};
+                         const CacheRow &found, const Descale &descale, int64_t columns, const RotaryRow *table) {
+  const RowAt target{found.outer, found.row};
   if (is_quantised(to.dtype)) {
     quantise_heads(p, b, from, source, to, target, descale, columns, table);
   } else {
@@ -172,10 +172,10 @@ inline void append_row(const AppendProblem &p, int64_t b, const AppendSequence &
   }
   const RotaryRow *rotation = p.rotary_dim > 0 ? &table : nullptr;
   append_heads(p, p.q, source, p.q_out, source, p.heads_q, p.head_dim, rotation);
-  CachePlace place;
-  if (!find_place(p, b, s.offset + i, place)) return;
-  append_cache(p, b, p.k, source, p.k_cache, place, p.k_descale, p.head_dim, rotation);
-  if (p.head_dim_v > 0) append_cache(p, b, p.v, source, p.v_cache, place, p.v_descale, p.head_dim_v, nullptr);
+  CacheRow target;
+  if (!find_cache_row(p, b, s.offset + i, target)) return;
+  append_cache(p, b, p.k, source, p.k_cache, target, p.k_descale, p.head_dim, rotation);
+  if (p.head_dim_v > 0) append_cache(p, b, p.v, source, p.v_cache, target, p.v_descale, p.head_dim_v, nullptr);
 }
 
 void append_rows(const AppendJob &job) {

@@ -135,7 +135,7 @@ void add_tensor_misuses(const TensorField &field, std::vector<Misuse> &cases) {
     add(
         "with negative size", FA_ERROR_SHAPE, {name + ".shape" + index, "-3"}, [=](fa_tensor &t) { t.shape[d] = -3; },
         field.calls);
-    // A wrong size of q, k, v or the offsets may be told as the size of another tensor that no longer fits. A page table may be wider.
+    // For a wrong size of q, k, v or the offsets, the message may name another tensor that no longer fits. A page table may be wider.
     if (name != "page_table" || d == 0) {
       const bool sets_sizes = name == "q" || name == "k" || name == "v" || name == "cu_seqlens_q";
       add(
@@ -274,11 +274,11 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
     fp8(p);
     p.attention.bias.dtype = FA_FLOAT16;
   });
-  add("factors of queries by row", kAnyForward, FA_ERROR_SHAPE, {"q_descale.ndim", "3"}, [=](SampleProblem &p) {
+  add("q_descale by row", kAnyForward, FA_ERROR_SHAPE, {"q_descale.ndim", "3"}, [=](SampleProblem &p) {
     fp8(p);
     p.attention.q_descale = p.floats({2, 5, 2});
   });
-  add("factors of queries by query head", kAnyForward, FA_ERROR_SHAPE, {"q_descale.shape[1]"}, [=](SampleProblem &p) {
+  add("q_descale by query head", kAnyForward, FA_ERROR_SHAPE, {"q_descale.shape[1]"}, [=](SampleProblem &p) {
     fp8(p);
     p.attention.q_descale = p.floats({2, 4});
   });
@@ -383,7 +383,7 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
     add("dropout_p", kInvalid, {"dropout_p", text}, [value = value](fa_attention &a) { a.dropout_p = value; });
   }
   add("dropout_p 1", kInvalid, {"dropout_p", "1"}, [](fa_attention &a) { a.dropout_p = 1.0f; });
-  // Rounded to a multiple of 2^-16 these are 1, and no weight would be kept.
+  // Rounded to a multiple of 2^-16 these are 1, and no element of P would be kept.
   add("dropout_p that rounds to 1", kInvalid, {"dropout_p is 0.9999923", "2^-17"},
       [](fa_attention &a) { a.dropout_p = 1.0f - 0x1p-17f; });
   add("dropout_p below 1", kInvalid, {"dropout_p is 0.99999994", "2^-17"},

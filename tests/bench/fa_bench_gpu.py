@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU benchmark: libflashattn beside PyTorch's FlashAttention-2 and cuDNN attention, in one process, taking turns.
+"""The GPU benchmark: libflashattn beside PyTorch's FlashAttention-2 and cuDNN attention, interleaved in one process.
 
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One attention problem on the GPU with fresh random inputs: poison wherever the library must not look, around every tensor and in the
-// workspace, and the calls that run it.
+// One attention problem on the GPU with fresh random inputs, and the calls that run it. All memory that the library must not read is poisoned:
+// around every tensor, between rows and in the workspace.
 #pragma once
 
 #include <cstdint>

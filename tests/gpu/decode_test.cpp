@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decoding on caches large enough that many blocks of threads share a sequence: equal bits whatever the pages, the workspace, the run and
-// the batch-mates, directly and replayed from a graph whose lengths have changed.
+// Decoding with caches so large that many CTAs work on one sequence. Results have equal bits with any page table, any workspace, any
+// batch-mates and in every run, also when replayed from a graph whose lengths have changed.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -363,7 +363,7 @@ TEST_F(Decode, ChainOfCalls) {
   }
 }
 
-// Latent caches, where each query is the out of the call before and the last columns of one long before; with two blocks of threads a sequence
+// Latent caches. Each query is the out of the call before and the last columns of a much earlier one. With two CTAs per sequence
 // that exchange what they have, and with many. A call may start before the one that it depends on is done, and uses the same workspace.
 TEST_F(Decode, ChainOfLatentCalls) {
   constexpr int64_t kColumns = 576, kValues = 512;

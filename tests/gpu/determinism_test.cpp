@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FA_FLAG_DETERMINISTIC: equal bits in every run, in problems large enough that blocks of threads really run side by side, whatever lies
-// in workspace and outputs before.
+// FA_FLAG_DETERMINISTIC: equal bits in every run, whatever the workspace and the outputs contain before. The problems are large enough that
+// many CTAs run concurrently.
 #include "gpu/attention.h"
 #include "gpu/device.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRuns = 30;
 
-// Every backward kernel: dtypes, head dims, plain and general scores; causal, grouped heads and packed sequences in turn.
+// Every backward kernel: dtypes, head dims, plain and general scores; causal, grouped heads and packed sequences one after another.
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {

@@ -22,7 +22,7 @@ void check(cudaError_t result, const char *what) {
   std::abort();
 }
 
-// A missing device or driver is no failure; a library that cannot use the device that is there is one.
+// A missing device or driver is not a failure. A library that cannot use the existing device is one.
 const std::string &no_gpu() {
   static const std::string reason = [] {
     fa_context context = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The context tells what CUDA tells.
+// The context reports the properties that CUDA reports.
 #include <string>
 #include <vector>
 
@@ -23,7 +23,7 @@ TEST_F(Device, IsTheOneOfCuda) {
   EXPECT_STREQ(device.name, properties.name);
 }
 
-// A query says what the kernel of fa_merge cannot take, as the call does.
+// Queries refuse what the kernel of fa_merge cannot do, as the call does.
 TEST_F(Device, TooManyPartsAreRefused) {
   const fa_tensor out{nullptr, {0, 4, 8}, {32, 8, 1}, FA_FLOAT32, 3}, lse{nullptr, {4, 0}, {1, 1}, FA_FLOAT32, 2};
   const std::vector<fa_tensor> outs(257, out), lses(257, lse);

@@ -12,7 +12,7 @@
 namespace gpu {
 namespace {
 
-// A graph of what `enqueue` puts on a stream, captured in the strictest mode.
+// A graph of the work that `enqueue` puts on a stream, captured in the strictest mode.
 class Graph {
  public:
   Graph(cudaStream_t stream, const std::function<void()> &enqueue) {
@@ -173,8 +173,8 @@ TEST_F(Graphs, PagesChange) {
   }
 }
 
-// A step of an engine, captured once: append a row to every cache, then attend. What a replay finds on the device (where the caches
-// end, which sequences take part, which pages they have) is what it works with.
+// A step of an inference engine, captured once: append a row to every cache, then attend. A replay uses the offsets, lengths and page tables
+// that are on the device when it runs.
 TEST_F(Graphs, AppendThenForward) {
   constexpr int64_t kBatch = 3, kHeadsQ = 8, kHeadsK = 2, kDim = 64, kPages = 12, kPageSize = 16, kMaxPages = 4,
                     kPositions = 64;

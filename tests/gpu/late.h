@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel behind which others may start early, and which writes only then.
+// A kernel that lets the next launch start early (PDL), and writes only after that.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ struct LateCopies {
   } copies[3];
 };
 
-// Copies them some 20 us after a kernel chained to this one may have started.
+// Copies them some 20 us after the point where a programmatic dependent launch (PDL) behind this kernel may have started.
 void copy_late(const LateCopies &all, cudaStream_t stream);
 
 }  // namespace gpu

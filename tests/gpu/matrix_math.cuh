@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the two references on the device share: which pairs are visible, and sums over a block of threads.
+// Shared by the two references on the device: which pairs are visible, and sums over a CTA.
 #pragma once
 
 #include "gpu/unfused.h"

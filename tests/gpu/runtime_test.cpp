@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA side of the ABI on one device: which memory is taken and which refused, streams, and what a call leaves as it found it.
+// The CUDA part of the ABI on one device: which memory is accepted, streams, and the state that a call must not change.
 #include <cuda.h>
 #include <sys/mman.h>
 
@@ -17,7 +17,7 @@
 namespace gpu {
 namespace {
 
-// A driver function, asked for as the library does: tests link no libcuda either.
+// Looks up a driver function as the library does: tests do not link libcuda either.
 template <typename Function>
 Function *driver(const char *name, unsigned version) {
   void *address = nullptr;
@@ -41,7 +41,7 @@ class Runtime : public OnGpu {
     return fa_backward(context_, &p.attention, &p.gradients, nullptr, 0, stream);
   }
 
-  // What both passes give on the test's own stream.
+  // The results of both passes on the test's own stream.
   std::vector<uint8_t> expected(SmallProblem &p) {
     p.poison(stream_);
     EXPECT_EQ(forward(p, stream_), FA_OK) << fa_last_error(context_);
@@ -108,7 +108,7 @@ TEST_F(Runtime, FreedMemoryIsRefused) {
   expect_healthy(p, outputs);
 }
 
-// Every kind of memory a kernel can use is taken, whoever owns it.
+// Every kind of memory that a kernel can access is accepted.
 TEST_F(Runtime, MemoryTheDeviceCanUseIsTaken) {
   SmallProblem p;
   const std::vector<uint8_t> outputs = expected(p);
@@ -223,7 +223,7 @@ TEST_F(Runtime, ThreadsWithoutAContextKeepNone) {
   EXPECT_EQ(p.outputs(stream_), outputs);
 }
 
-// Contexts that a program makes itself: they stay current, and their memory and streams serve.
+// CUDA contexts that the program creates itself: they stay current, and their memory and streams work.
 TEST_F(Runtime, ContextsOfTheProgramsOwn) {
   std::vector<uint8_t> outputs;
   {
@@ -263,8 +263,8 @@ TEST_F(Runtime, ErrorsOfTheProgramStayPending) {
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
-// A failing CUDA call is told by number and leaves nothing behind: the stream here is being captured and the capture is broken.
-TEST_F(Runtime, FailuresOfTheDriverAreTold) {
+// A failing CUDA call is reported with its number and has no lasting effect: here the stream is being captured, and the capture is broken.
+TEST_F(Runtime, DriverFailuresAreReported) {
   SmallProblem p;
   const std::vector<uint8_t> outputs = expected(p);
   check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed), "capture");

@@ -24,7 +24,7 @@ __device__ double dot(const Matrix &a, int64_t row_a, const Matrix &b, int64_t r
   return sum;
 }
 
-// One block's share of a row: three numbers a column.
+// The result of one CTA for a row: three numbers per column.
 struct Row {
   double value[kMaxColumns], terms[kMaxColumns], inner[kMaxColumns];
 };
@@ -32,8 +32,8 @@ struct Logits {
   double max, sum, largest;  // of exp(s - max); of |s|
 };
 
-// The rows of `count` that a block takes.
-__device__ void share_of_block(int64_t count, int64_t &begin, int64_t &end) {
+// The range of 0 .. count that a CTA computes.
+__device__ void range_of_cta(int64_t count, int64_t &begin, int64_t &end) {
   const int64_t share = (count + gridDim.x - 1) / gridDim.x;
   begin = blockIdx.x * share;
   end = begin + share < count ? begin + share : count;
@@ -44,16 +44,16 @@ struct Columns {
   static constexpr int kPerThread = kMaxColumns / kThreads;
   double value[kPerThread] = {}, terms[kPerThread] = {}, inner[kPerThread] = {};
 
-  // Adds weight * row j of m; `inner_weight` bounds what the weight itself was summed from.
-  __device__ void add(double weight, double inner_weight, const Matrix &m, int64_t j) {
+  // Adds scale * row j of m. `inner_scale`: the sum of the magnitudes of the terms of `scale`.
+  __device__ void add(double scale, double inner_scale, const Matrix &m, int64_t j) {
 #pragma unroll
     for (int n = 0; n < kPerThread; ++n) {
       const int64_t c = threadIdx.x + n * kThreads;
       if (c >= m.columns) continue;
       const double x = element(m, j, c);
-      value[n] += weight * x;
-      terms[n] += fabs(weight * x);
-      inner[n] += inner_weight * fabs(x);
+      value[n] += scale * x;
+      terms[n] += fabs(scale * x);
+      inner[n] += inner_scale * fabs(x);
     }
   }
   __device__ void store(Row &row) const {
@@ -69,7 +69,7 @@ struct Columns {
 __global__ void logits_kernel(HeadGroup g, int head, int64_t i, Logits *shares) {
   const Matrix &q = g.q[head];
   int64_t begin, end;
-  share_of_block(g.k.rows, begin, end);
+  range_of_cta(g.k.rows, begin, end);
   double max = -INFINITY, sum = 0, largest = 0;
   for (int64_t j = begin + threadIdx.x; j < end; j += kThreads) {
     if (!visible(g.mask, q.rows, g.k.rows, i, j)) continue;
@@ -92,22 +92,22 @@ struct QueryRows {
   Row out, dq;
 };
 
-// A thread computes one weight of a chunk of keys each, then all add the chunk's rows, column by column.
+// Each thread computes P of one key of a KV tile. Then all threads add the rows of the tile, each thread its own columns.
 __global__ void query_kernel(HeadGroup g, int head, int64_t i, double lse, QueryRows *shares) {
   __shared__ double p[kThreads], ds[kThreads], inner[kThreads];
   const Matrix &q = g.q[head], &dout = g.dout[head];
   const double delta = dot(dout, i, g.out[head], i), given_lse = element(g.lse[head], i, 0);
   int64_t first, last;
-  share_of_block(g.k.rows, first, last);
+  range_of_cta(g.k.rows, first, last);
   Columns out, dq;
   for (int64_t begin = first; begin < last; begin += kThreads) {
     const int64_t j = begin + threadIdx.x;
     p[threadIdx.x] = ds[threadIdx.x] = inner[threadIdx.x] = 0;
     if (j < last && visible(g.mask, q.rows, g.k.rows, i, j)) {
-      const double s = g.scale * dot(q, i, g.k, j), weight = g.scale * exp(s - given_lse), dp = dot(dout, i, g.v, j);
+      const double s = g.scale * dot(q, i, g.k, j), scaled_p = g.scale * exp(s - given_lse), dp = dot(dout, i, g.v, j);
       p[threadIdx.x] = exp(s - lse);
-      ds[threadIdx.x] = weight * (dp - delta);
-      inner[threadIdx.x] = weight * (fabs(dp) + fabs(delta));
+      ds[threadIdx.x] = scaled_p * (dp - delta);
+      inner[threadIdx.x] = scaled_p * (fabs(dp) + fabs(delta));
     }
     __syncthreads();
     for (int n = 0; n < kThreads && begin + n < last; ++n) {
@@ -128,7 +128,7 @@ struct KeyRows {
 __global__ void key_kernel(HeadGroup g, int64_t j, KeyRows *shares) {
   __shared__ double p[kThreads], ds[kThreads], inner[kThreads];
   int64_t first, last;
-  share_of_block(g.q[0].rows, first, last);
+  range_of_cta(g.q[0].rows, first, last);
   Columns dk, dv;
   for (int head = 0; head < g.heads; ++head) {
     const Matrix &q = g.q[head], &dout = g.dout[head];
@@ -136,11 +136,11 @@ __global__ void key_kernel(HeadGroup g, int64_t j, KeyRows *shares) {
       const int64_t i = begin + threadIdx.x;
       p[threadIdx.x] = ds[threadIdx.x] = inner[threadIdx.x] = 0;
       if (i < last && visible(g.mask, q.rows, g.k.rows, i, j)) {
-        const double weight = exp(g.scale * dot(q, i, g.k, j) - element(g.lse[head], i, 0));
+        const double p_ij = exp(g.scale * dot(q, i, g.k, j) - element(g.lse[head], i, 0));
         const double dp = dot(dout, i, g.v, j), delta = dot(dout, i, g.out[head], i);
-        p[threadIdx.x] = weight;
-        ds[threadIdx.x] = g.scale * weight * (dp - delta);
-        inner[threadIdx.x] = g.scale * weight * (fabs(dp) + fabs(delta));
+        p[threadIdx.x] = p_ij;
+        ds[threadIdx.x] = g.scale * p_ij * (dp - delta);
+        inner[threadIdx.x] = g.scale * p_ij * (fabs(dp) + fabs(delta));
       }
       __syncthreads();
       for (int n = 0; n < kThreads && begin + n < last; ++n) {

@@ -39,10 +39,10 @@ class Tensor {
   const fa_tensor &view() const { return view_; }
   // Hash of all memory, guards included, that depends on the place of every word.
   uint64_t hash(cudaStream_t stream) const;
-  // Poison again, everything.
+  // Poisons all memory again.
   void reset(cudaStream_t stream);
-  // What a call that had to write these parts of the tensor, and nothing else, did wrong: elements left out, memory written beside
-  // them. Poisons the parts on the way.
+  // Checks a call that had to write exactly these parts of the tensor. Returns what is wrong: elements that were not written, or memory outside
+  // them that was. Poisons the parts again.
   std::string faults(const std::vector<fa_tensor> &parts, cudaStream_t stream);
 
  private:

@@ -24,7 +24,7 @@ unsigned blocks_for(int64_t count) {
   return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65535));
 }
 
-// Device memory that grows.
+// A growing buffer of device memory.
 template <typename T>
 class Array {
  public:
@@ -79,7 +79,7 @@ __global__ void publish(const Accumulator *from, int64_t count, fa_dtype dtype, 
     to[n] = round ? rounded(dtype, static_cast<double>(from[n])) : static_cast<double>(from[n]);
 }
 
-// S (seqlen_q, seqlen_k) becomes P in place; a block a row.
+// S (seqlen_q, seqlen_k) becomes P in place; one CTA per row.
 template <typename T, typename Accumulator>
 __global__ void softmax(T *s, double *lse, int64_t seqlen_q, int64_t seqlen_k, Mask mask) {
   const auto larger = [](Accumulator a, Accumulator b) { return a > b ? a : b; };
@@ -100,17 +100,16 @@ __global__ void softmax(T *s, double *lse, int64_t seqlen_q, int64_t seqlen_k, M
   if (threadIdx.x == 0) lse[i] = static_cast<double>(max) + log(static_cast<double>(sum));
 }
 
-// dP becomes dS = P * (dP - sum_j P dP) in place; a block a row.
+// dP becomes dS = P * (dP - sum_j P dP) in place; one CTA per row.
 template <typename T, typename Accumulator>
 __global__ void softmax_gradient(const T *p, T *dp, int64_t seqlen_k) {
-  const T *weights = p + blockIdx.x * seqlen_k;
+  const T *p_row = p + blockIdx.x * seqlen_k;
   T *row = dp + blockIdx.x * seqlen_k;
   Accumulator delta = 0;
-  for (int64_t j = threadIdx.x; j < seqlen_k; j += kThreads)
-    delta += widen<Accumulator>(weights[j]) * widen<Accumulator>(row[j]);
+  for (int64_t j = threadIdx.x; j < seqlen_k; j += kThreads) delta += widen<Accumulator>(p_row[j]) * widen<Accumulator>(row[j]);
   delta = over_block(delta, [](Accumulator a, Accumulator b) { return a + b; });
   for (int64_t j = threadIdx.x; j < seqlen_k; j += kThreads)
-    row[j] = from_double<T>(static_cast<double>(widen<Accumulator>(weights[j]) * (widen<Accumulator>(row[j]) - delta)));
+    row[j] = from_double<T>(static_cast<double>(widen<Accumulator>(p_row[j]) * (widen<Accumulator>(row[j]) - delta)));
 }
 
 template <typename T>

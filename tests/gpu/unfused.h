@@ -20,7 +20,7 @@ struct Matrix {
   int64_t rows = 0, columns = 0, row_stride = 0;
 };
 
-// Which keys a query sees, in the words of the header.
+// Which keys a query sees, with the fields of fa_attention.
 struct Mask {
   fa_mask_kind kind = FA_MASK_NONE;
   int64_t window_left = -1, window_right = -1;  // -1 = absent
@@ -37,7 +37,7 @@ struct HeadResults {
 class Unfused {
  public:
   virtual ~Unfused() = default;
-  // Makes room. `backward` for what forward does not need.
+  // Allocates memory. `backward`: also for backward.
   virtual void reserve(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v, bool backward) = 0;
   // A new key head.
   virtual void keys(const Matrix &k, const Matrix &v) = 0;

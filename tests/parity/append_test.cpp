@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fa_append_kv: every option in random combination against the rotation in double and a plain copy; all other memory stays as it was.
-// Then the cache it leaves behind, read by fa_forward.
+// fa_append_kv: random combinations of all options, compared with the rotation in double and a plain copy. All other memory must be unchanged.
+// Then fa_forward() reads the cache.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -30,7 +30,7 @@ struct AppendCase {
   int64_t capacity = 24, page_size = 0, spare_pages = 2;  // page_size 0: not paged
   int64_t lost_pages = 0;                                 // entries of the page table that are no page
   fa_dtype cache_dtype = 0;                               // fp8 or int8; 0: dtype
-  int descale = 0;                                        // 0: absent, 1: one a sequence and head, 2: one a row and head
+  int descale = 0;                                        // 0: absent, 1: per sequence and head, 2: per row and head
   int positions = 0;                                      // bits of rotary_positions; 0: absent
   Order order = Order::rows_first, cache_order = Order::rows_first;
 
@@ -83,8 +83,8 @@ HostTensor rows_tensor(fa_dtype dtype, int64_t outer, int64_t rows, int64_t head
   return HostTensor(dtype, {outer, rows, heads, columns}, {step, row, head, 1}, odd);
 }
 
-// One element that must be written: with a value up to rounding, or with the bits of another tensor's element; in a quantised cache
-// with the value over the factor that stands elsewhere after the call.
+// An element that must be written: with a value up to rounding, with the bits of another tensor's element or, in an 8-bit cache, with the value
+// divided by the descale that another tensor holds after the call.
 struct Want {
   double value = 0, magnitude = 0;
   const HostTensor *source = nullptr;
@@ -94,7 +94,7 @@ struct Want {
   int64_t factor_element = 0;
 };
 
-// The tensors of a case and what must become of them.
+// The tensors of a case and their expected contents.
 struct AppendData {
   explicit AppendData(const AppendCase &wanted) : c(wanted), rng(c.seed) {
     const auto fresh = [&](int64_t outer, int64_t rows, int64_t heads, int64_t columns, Order order, bool packed) {
@@ -258,7 +258,7 @@ struct AppendData {
     }
   }
 
-  // What is wanted of a cache's row becomes what is wanted of it when it is quantised, and of its factor.
+  // Turns the expected row of a cache into the expected row and descale of an 8-bit cache.
   void quantise(int64_t b, int64_t outer, int64_t inner, const HostTensor &cache, const HostTensor &factors, int64_t columns) {
     auto &wants = want[&cache];
     for (int64_t h = 0; h < c.heads_k; ++h) {
@@ -372,7 +372,7 @@ AppendCase random_append(std::mt19937_64 &rng) {
 
 class Append : public EveryBackend {
  protected:
-  // The call's memory, uploaded with everything in it.
+  // The memory of the call, uploaded with its contents.
   struct Uploaded {
     Uploaded(Backend &backend, AppendData &data) : append(data.options()) {
       for (const auto &[member, tensor] : data.fields()) {
@@ -407,7 +407,7 @@ class Append : public EveryBackend {
     }
   }
 
-  // A number of a quantised format is right if none is nearer to the exact quotient, but for the rounding errors of that.
+  // An 8-bit number is right if no other one is nearer to the exact quotient, up to the rounding errors of the quotient.
   static void expect_nearest(const Want &want, fa_dtype dtype, double stored, double factor) {
     const double divisor = factor == 0 ? 1 : factor, exact = want.value / divisor;
     const double nearest = reference::round_to(dtype, exact), limit = dtype == FA_INT8 ? 127 : 448;
@@ -457,7 +457,7 @@ TEST_P(Append, Random) {
   for (int64_t n = scaled(120); n > 0 && !HasFailure(); --n) run(random_append(rng));
 }
 
-// The shapes of engines: 16-byte rows, one new row a sequence or many, and every way of rotating.
+// Shapes of inference engines: 16-byte rows, one or many new rows per sequence, and every kind of rotation.
 TEST_P(Append, WholeRows) {
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16, FA_FLOAT32}) {
     for (const int64_t rows : {1, 40}) {
@@ -500,7 +500,7 @@ TEST_P(Append, NothingToDo) {
   run(c);
 }
 
-// Bits that are no number travel too.
+// NaN is copied bit for bit.
 TEST_P(Append, CopiesBits) {
   AppendCase c;
   c.rotary_dim = c.heads_q = 0;
@@ -520,7 +520,7 @@ TEST_P(Append, CopiesBits) {
   }
 }
 
-// Rows of quantised caches that are zero, huge or not finite.
+// Rows of 8-bit caches that are zero, huge or not finite.
 TEST_P(Append, RowsWithAFactorOfTheirOwn) {
   for (const fa_dtype dtype : {FA_INT8, FA_FLOAT8_E4M3}) {
     AppendCase c;
@@ -550,7 +550,7 @@ TEST_P(Append, RowsWithAFactorOfTheirOwn) {
   }
 }
 
-// Positions that the tables lack: refused where the host can read them, NaN elsewhere.
+// Positions outside the tables: refused if the host can read them, else NaN.
 TEST_P(Append, PositionsThatTheTablesLack) {
   for (const int positions : {0, 32, 64}) {
     for (const double wrong : {-1.0, 64.0}) {
@@ -587,7 +587,7 @@ TEST_P(Append, PositionsThatTheTablesLack) {
   }
 }
 
-// A cache filled in several calls, paged and contiguous, is to attention what whole tensors are.
+// Attention over a cache that was filled by several calls, paged or contiguous, equals attention over whole tensors.
 TEST_P(Append, ThenForward) {
   for (const int64_t page_size : {0, 1, 5, 16}) {
     for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
@@ -622,7 +622,7 @@ TEST_P(Append, ThenForward) {
       };
       const fa_tensor k_cache = upload(empty.k_cache), v_cache = upload(empty.v_cache);
       const fa_tensor page_table = page_size > 0 ? upload(empty.page_table) : fa_tensor{};
-      // Up to 25 rows of each sequence at first, then the rest; what one call says the caches hold is where the next begins.
+      // Up to 25 rows of each sequence at first, then the rest; the lengths that one call writes are the offsets of the next.
       fa_tensor held = upload(AppendData::list(FA_INT32, std::vector<int32_t>{0, 0, 0}));
       const int64_t bounds[] = {0, 25, 40};
       for (int call = 0; call < 2; ++call) {

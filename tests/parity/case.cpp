@@ -12,7 +12,7 @@
 namespace parity {
 namespace {
 
-// The one list of fields: printing and parsing both walk it.
+// The list of fields, which printing and parsing both use.
 template <typename SideT, typename Visitor>
 void visit_side(const std::string &prefix, SideT &s, Visitor visit) {
   visit(prefix + "seqlen", s.seqlen);

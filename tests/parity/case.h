@@ -18,7 +18,7 @@ enum Layout : int64_t {
   kSbhd = 2,      // seq-major
   kQkv = 3,       // rows as far apart as in one packed QKV tensor
   kOdd = 4,       // every stride padded by an odd number, data aligned to its element only
-  kNegative = 5,  // as kOdd, walked backwards
+  kNegative = 5,  // as kOdd, with negative strides
   kShared = 6,    // stride 0 over batch and heads (inputs; outputs use kOdd)
   kNumLayouts = 7
 };
@@ -48,8 +48,7 @@ struct Case {
   int64_t batch = 2, heads_q = 2, heads_k = 2, head_dim = 16, head_dim_v = 16;
   int64_t query_dtype = 0;  // of q: fp8, as key_dtype then is; 0 = dtype. Results are of dtype
   int64_t key_dtype = 0;    // of k and v: fp8 or int8; 0 = dtype
-  int64_t descale =
-      0;  // k_descale and v_descale: 0 absent, 1 one a sequence and head, 2 one a row and head; and q_descale, as 1
+  int64_t descale = 0;      // k_descale and v_descale: 0 absent, 1 per sequence and head, 2 per row and head; q_descale as 1
   double factor_range = 0;  // descales of values differ by up to 2^factor_range both ways
   int64_t v_in_k = 0;       // 1: v is the first columns of k, in the same memory
   Side q, k;

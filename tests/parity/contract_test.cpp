@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numerical contract, a test a line: rows without keys, NaN that must not travel, and NaN that must.
+// The numerical contract, one test per line: rows without keys, NaN that must not reach results, and NaN that must.
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -63,7 +63,7 @@ TEST_P(Contract, RowWithoutKeysIsZeroAndMinusInfinity) {
   }
 }
 
-// What such a row holds, NaN included, contributes nothing to dk and dv.
+// The contents of such a row, even NaN, contribute nothing to dk and dv.
 TEST_P(Contract, RowWithoutKeysContributesNothing) {
   for (int64_t kind = 0; kind < 3 + kNumWhole; ++kind) {
     Case c = base("silent rows", kind >= 3 ? kWhole[kind - 3] : kAny);
@@ -170,7 +170,7 @@ TEST_P(Contract, NanInPageTailsStaysThere) {
   }
 }
 
-// A sequence full of NaN between two others ruins only itself.
+// A sequence of NaN between two others does not affect them.
 TEST_P(Contract, NanInANeighbourStaysThere) {
   for (int64_t kind = 0; kind < 2 + kNumWhole; ++kind) {
     Case c = base("neighbour", kind >= 2 ? kWhole[kind - 2] : kAny);
@@ -253,7 +253,7 @@ TEST_P(Contract, NanOfAnyBitsStaysNan) {
   }
 }
 
-// A sink of NaN or +infinity makes the rows of its head NaN that see a key; -infinity is no sink. Other heads are as ever.
+// A sink of NaN or +infinity makes the rows of its head NaN that see a key; -infinity is no sink. Other heads are not affected.
 TEST_P(Contract, SinksThatAreNotFinite) {
   for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {
     for (const int64_t seqlen_q : {1, 5, 100}) {
@@ -281,7 +281,7 @@ TEST_P(Contract, SinksThatAreNotFinite) {
   }
 }
 
-// Rows of such heads that see no key have an lse that is not finite, and leave other heads alone.
+// Rows of such heads that see no key have an lse that is not finite. Other heads are not affected.
 TEST_P(Contract, SinksThatAreNotFiniteInRowsWithoutKeys) {
   Case c = base("wild sinks alone");
   c.backward = 0;
@@ -311,7 +311,7 @@ TEST_P(Contract, SinksThatAreNotFiniteInRowsWithoutKeys) {
   }
 }
 
-// Outputs may lie backwards in memory in every dimension but head_dim.
+// Outputs may have negative strides in every dimension but head_dim.
 TEST_P(Contract, OutputsWithNegativeStrides) {
   Case c = base("backwards");
   c.q.layout = c.q.grad_layout = c.k.grad_layout = kNegative;
@@ -325,7 +325,7 @@ TEST_P(Contract, OutputsWithNegativeStrides) {
                     })));
 }
 
-// Every gradient is written whole: what lies outside the used lengths is zero.
+// Every gradient is written as a whole, with zeros outside the used lengths.
 TEST_P(Contract, GradientsOutsideTheLengthsAreZero) {
   Case c = base("gradients of the unused");
   c.bias = 1;
@@ -377,7 +377,7 @@ TEST_P(Contract, NanInTheBiasOfMaskedPairsStaysThere) {
   }
 }
 
-// A bias of -inf and a block mask that say the same give the same.
+// A bias of -inf and a block mask that mask the same pairs give the same result.
 TEST_P(Contract, MinusInfinityInBiasIsAMask) {
   Case c = base("bias as mask");
   c.block_q = c.block_k = 1;
@@ -408,7 +408,7 @@ TEST_P(Contract, MinusInfinityInBiasIsAMask) {
   }
 }
 
-// However negative lse is, exp(S - lse) is what backward needs, never exp(-lse).
+// Backward is finite for any negative lse: it computes exp(S - lse), never exp(-lse).
 TEST_P(Contract, BackwardIsFiniteForVeryNegativeLse) {
   for (const double logit : {-88.0, -122.0, -1000.0, -10000.0}) {
     for (const int64_t seqlen_q : {1, 100}) {
@@ -456,8 +456,8 @@ TEST_P(Contract, ErrorIsAtMostTwiceTheUnfusedOne) {
   }
 }
 
-// Attention over values of one is one, however many keys there are: weights are summed in fp32 or better.
-TEST_P(Contract, WeightsSumToOne) {
+// Attention over values of one is one for any number of keys: row sums of P are fp32 or better.
+TEST_P(Contract, RowsOfPSumToOne) {
   for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t seqlen_q : {1, 30}) {
       Case c = base("ones");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the elements of a Case's tensors are, and what the reference and the library are told.
+// Where the elements of a Case's tensors are, and the arguments for the reference and for the library.
 #include "parity/data.h"
 
 #include <algorithm>

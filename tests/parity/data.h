@@ -63,7 +63,7 @@ struct Data {
 
   // Element of row i, head h, column d of sequence b in a tensor shaped as q, out / k, v.
   int64_t element(Role role, int64_t b, int64_t i, int64_t h, int64_t d) const;
-  // Factor of row i, head h of sequence b of q, k or v, and where it is.
+  // Descale of row i, head h of sequence b of q, k or v, and where it is.
   double factor(Role role, int64_t b, int64_t i, int64_t h) const;
   int64_t factor_element(Role role, int64_t b, int64_t i, int64_t h) const;
   // Element of row i, head h of sequence b in lse, dlse.

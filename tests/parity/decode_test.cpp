@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A few queries over many keys: enough keys that they are split, whatever the backend splits them into, and lengths that leave some of
-// the pieces empty.
+// A few queries over many keys: so many that every backend splits them, and with lengths for which some splits are empty.
 #include "parity/runner.h"
 
 namespace parity {
@@ -22,7 +21,7 @@ Case base(const char *name) {
 
 class Decode : public EveryBackend {};
 
-// Rows of 1 to 64 for a head of keys, in both 16-bit types.
+// 1 to 64 rows per key head, in both 16-bit types.
 TEST_P(Decode, HeadDimsAndQueries) {
   for (const int64_t head_dim : {64, 96, 128, 256}) {
     for (const auto &[seqlen_q, group] : {std::pair{1, 1}, {1, 8}, {3, 5}, {4, 8}, {16, 1}, {16, 4}}) {
@@ -53,7 +52,7 @@ TEST_P(Decode, LengthsAndPages) {
   }
 }
 
-// One sequence, which the host may cut by its heads: few keys and many, as many as the host says or fewer.
+// One sequence, which the host may split between heads: few keys and many, exactly as many as the host knows or fewer.
 TEST_P(Decode, OneSequence) {
   for (const int64_t seqlen_k : {100, 1500, 5000}) {
     for (const int64_t used : {int64_t{-1}, int64_t{0}, int64_t{1}, seqlen_k / 3}) {
@@ -161,7 +160,7 @@ TEST_P(Decode, LargeLogits) {
   EXPECT_TRUE(check(backend(), c));
 }
 
-// Caches of bytes. Rows of 1 to 160 for a head of keys: more than one block of them, too.
+// 8-bit KV caches. 1 to 160 rows per key head, which includes more than one row block.
 TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   int64_t n = 0;
   for (const int64_t head_dim : {64, 96, 128, 256}) {
@@ -180,7 +179,7 @@ TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   }
 }
 
-// The same over bytes with factors of all kinds, those of rows near to each other and not.
+// The same over 8-bit KV with descales of all kinds: per head, and per row with small and with large differences.
 TEST_P(Decode, QuantisedTokenOfAFewHeads) {
   for (const int64_t head_dim : {64, 128, 208, 256}) {
     for (int64_t n = 0; n < 6; ++n) {
@@ -193,7 +192,7 @@ TEST_P(Decode, QuantisedTokenOfAFewHeads) {
       EXPECT_TRUE(check(backend(), c));
     }
   }
-  // A visible NaN is that of its row alone.
+  // A visible NaN affects only its own row.
   for (int64_t role = 1; role <= 3; ++role) {
     Case c = base("decode: one quantised token and NaN");
     c.key_dtype = FA_FLOAT8_E4M3;
@@ -257,10 +256,10 @@ TEST_P(Decode, QuantisedMasksAndScores) {
   }
 }
 
-// Factors that differ so much that P in fp16 must not simply be multiplied by them, and queries beyond fp16.
+// Descales that differ so much that P times a descale overflows or underflows in fp16, and queries beyond the range of fp16.
 TEST_P(Decode, QuantisedExtremes) {
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    Case c = base("decode: factors of values");
+    Case c = base("decode: descales of values");
     c.dtype = dtype;
     c.key_dtype = FA_INT8;
     c.descale = 2;

@@ -8,7 +8,7 @@
 namespace parity {
 namespace {
 
-// Problems that split work in every way there is: many heads, one long head, short queries, shared query heads, general scores.
+// Problems for every way of splitting work: many heads, one long head, short queries, grouped query heads, general scores.
 std::vector<Case> problems() {
   std::vector<Case> cases;
   const auto add = [&](const char *name, auto vary) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dropout with p near 1. A row keeps few keys, whose P is usually far below the row's largest: a kernel that rounds P before it multiplies by
-// 1 / (1 - p) loses them to underflow. The error of such a row is small beside other rows, so every row is held to a bound of its own.
+// 1 / (1 - p) loses them to underflow. The error of such a row is small relative to other rows, so each row has its own bound.
 #include <cmath>
 #include <cstdio>
 #include <map>
@@ -28,7 +28,7 @@ class Dropout : public EveryBackend {
   }
 
  private:
-  // The first row of one head whose error is too large beside what the row is a sum of, or "".
+  // The first row of one head whose error is too large relative to the terms of its sum, or "".
   static std::string wrong_row(const Data &data, Role role, const HostTensor &actual) {
     const Case &c = data.problem;
     const double roundoff = reference::unit_roundoff(static_cast<fa_dtype>(c.dtype));
@@ -117,7 +117,7 @@ TEST_P(Dropout, NearOne) {
   }
 }
 
-// What underflowed on CUDA first: every term of the scores, nine queries.
+// The case that underflowed on CUDA first: every term of the scores, nine queries.
 TEST_P(Dropout, NearOneWithBiasAndAlibi) {
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const double p : {0.9, 0.99, 0.999}) {

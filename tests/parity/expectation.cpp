@@ -13,8 +13,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Rounding errors of fp32 arithmetic that the comparison grants beyond the error of the unfused computation, in units of fp32
-// roundoff of the magnitudes summed. Polynomial exponentials and divisions are good to a few units each. A dot product of
+// Rounding errors of fp32 arithmetic that the comparison allows in addition to the error of the unfused computation, in units of fp32
+// roundoff of the summed magnitudes. Polynomial exponentials and divisions are good to a few units each. A dot product of
 // equal terms drifts by up to a unit a few terms, and forward and backward may sum it in different orders.
 double fp32_units(const Case &c) { return 8 + static_cast<double>(c.head_dim) / 4; }
 
@@ -54,7 +54,7 @@ class Placer {
     }
   }
 
-  // dbias and dsink sum over sequences: added to elements that exist already.
+  // dbias and dsink are sums over sequences, so this adds to existing elements.
   void add_dbias() {
     const HostTensor &dbias = data_.tensors[kDbias];
     if (!dbias.present()) return;
@@ -97,7 +97,7 @@ class Placer {
   const int64_t b_;
 };
 
-// All elements of dbias and dsink are written: where nothing contributes, with zero.
+// All elements of dbias and dsink are written, with zero if nothing contributes.
 void start_sums(Data &data) {
   const HostTensor &dbias = data.tensors[kDbias];
   if (dbias.present()) {
@@ -171,11 +171,11 @@ std::string mismatch(const Data &data, Role role, const HostTensor &actual) {
   const Errors largest = errors(data, role, actual);
   const double rounding = reference::unit_roundoff(actual.dtype());
   const double smallest = actual.dtype() == FA_FLOAT16 ? std::ldexp(1.0, -25) : 0;  // fp16 underflows gradually
-  // A logit of magnitude x carries an error of about x units into its weight.
+  // A logit of magnitude x carries an error of about x units into its P.
   const double fp32 = fp32_units(data.problem) * reference::unit_roundoff(FA_FLOAT32) * (1 + data.largest_logit);
   const double out_rounding = reference::unit_roundoff(static_cast<fa_dtype>(data.problem.dtype));
-  // Products of fp8 queries may take weights that are rounded to fp8.
-  const double weights = role == kOut && data.problem.query_dtype != 0 ? reference::unit_roundoff(FA_FLOAT8_E4M3) : 0;
+  // With fp8 queries P may be rounded to fp8 before P V.
+  const double p_rounding = role == kOut && data.problem.query_dtype != 0 ? reference::unit_roundoff(FA_FLOAT8_E4M3) : 0;
   // Tensor cores may sum products of fp8 in 14 bits, 32 columns at a time: each step may cut a unit of a logit off.
   const double sums = role == kLse && data.problem.query_dtype != 0
                           ? std::ldexp(static_cast<double>(data.problem.head_dim) / 32, -13) * data.largest_logit
@@ -185,9 +185,9 @@ std::string mismatch(const Data &data, Role role, const HostTensor &actual) {
     written[static_cast<size_t>(e.element)] = true;
     const double now = actual.get(e.element);
     if (actual.poisoned(e.element)) return message("not written", role, e.element, now, nullptr, 0);
-    // Weights below the smallest normal fp32 may be flushed to zero.
+    // P below the smallest normal fp32 may be flushed to zero.
     constexpr double kFlushed = 1e-34;
-    const double tolerance = 2 * largest.unfused + rounding * std::abs(e.value) + smallest + (fp32 + weights) * e.magnitude +
+    const double tolerance = 2 * largest.unfused + rounding * std::abs(e.value) + smallest + (fp32 + p_rounding) * e.magnitude +
                              out_rounding * e.through_out + sums + kFlushed;
     const bool close = std::isnan(e.value)   ? std::isnan(now)
                        : std::isinf(e.value) ? now == e.value

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many queries over keys that are mostly there already (speculation, chunks of a prompt over a paged cache): with the heads that share keys
-// several blocks of rows, and keys that are split. Problems of this size are cut into parts of a tile or two; what happens from tile to tile of
-// a part shows with num_splits = 1.
+// Many queries over keys most of which are cached already (speculation, chunked prefill over a paged cache): with the heads that share keys
+// several row blocks, and keys that are split. Problems of this size have splits of one or two KV tiles. num_splits = 1 tests longer main
+// loops.
 #include "parity/runner.h"
 
 namespace parity {
@@ -25,7 +25,7 @@ Case base(const char *name) {
 
 class Extend : public EveryBackend {
  protected:
-  // The case as it is, and with a cache of bytes: one format after the other, with and without factors.
+  // The case as it is, and with an 8-bit KV cache: one format after the other, with and without descales.
   void check_formats(Case c) {
     EXPECT_TRUE(check(backend(), c));
     c.key_dtype = formats_ % 2 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
@@ -38,7 +38,7 @@ class Extend : public EveryBackend {
   int formats_ = 0;
 };
 
-// Rows of 33 to 150 for a head of keys, in both 16-bit types, paged and not.
+// 33 to 150 rows per key head, in both 16-bit types, paged and not.
 TEST_P(Extend, HeadDimsAndRows) {
   int64_t n = 0;
   for (const int64_t head_dim : {64, 96, 128}) {
@@ -115,7 +115,7 @@ TEST_P(Extend, PackedWithUnusedQueries) {
   }
 }
 
-// Blocks of rows that see nothing of some parts that the others see.
+// Row blocks that see no key of some splits that other row blocks see.
 TEST_P(Extend, Windows) {
   for (const int64_t splits : {0, 1, 3}) {
     Case c = base("extend: windows");
@@ -180,7 +180,7 @@ TEST_P(Extend, Splits) {
 }
 
 TEST_P(Extend, LargeLogits) {
-  // From maxima that are raised now and then to those that are raised by more than fp32 has exponents for.
+  // Maxima that are raised now and then, up to maxima that are raised by more than the exponent range of fp32.
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const double magnitude : {3., 10., 40., 200., 1000.}) {
       Case c = base("extend: large logits");

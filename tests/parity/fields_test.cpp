@@ -81,8 +81,8 @@ TEST_P(Fields, QuantisedKeys) {
   }
 }
 
-// fp8 queries, keys and values, by every kernel of a backend, in every layout and beside every option. Some have the whole 16-byte pieces
-// and several tiles and chunks of what multiplies fp8 itself. Few enough cases that their references are kept from backend to backend.
+// fp8 queries, keys and values, by every kernel of a backend, in every layout and beside every option. Some have the 16-byte rows
+// and several query tiles and KV tiles of the kernels with fp8 products. Few enough cases that their references are kept from backend to backend.
 TEST_P(Fields, QuantisedQueries) {
   int64_t dtype = FA_BFLOAT16;
   const auto each = [&](const char *name, auto vary) {
@@ -158,7 +158,7 @@ TEST_P(Fields, QuantisedQueries) {
     c.q.seqlen = c.k.seqlen = 300;
     c.magnitude = 20;
   });
-  // More keys than one sum takes; with large logits maxima rise on the way.
+  // More keys than one partial sum covers. With large logits the maximum rises during the main loop.
   for (const int64_t head_dim : {128, 64, 256}) {
     for (const double magnitude : {1.0, 8.0}) {
       each("fp8, many keys", [&](Case &c) {

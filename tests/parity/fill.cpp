@@ -55,7 +55,7 @@ HostTensor operand(const Case &c, const Side &side, int64_t layout, int64_t head
   const bool in_pages = paged(c, side);
   const int64_t outer = in_pages ? c.batch * pages_per_sequence(c) + c.spare_pages : c.batch;
   const int64_t rows = in_pages ? c.page_size : side.seqlen;
-  // Sharing between the pages of a cache would make all of them one page: only heads are shared there.
+  // If the pages of a cache overlapped, all of them would be one page. Only heads may overlap there.
   std::vector<int64_t> stride = strides_of(layout, outer, rows, heads, columns, qkv_row);
   if (in_pages && layout == kShared) stride[0] = rows * columns;
   return HostTensor(dtype, {outer, rows, heads, columns}, stride, shift);
@@ -154,7 +154,7 @@ class Filler {
     return HostTensor(FA_FLOAT32, {outer, rows, h}, {rows * h + 3, 1, rows});
   }
 
-  // Quantised numbers are large, and their factors make them ordinary.
+  // Quantised numbers are large. Their descales give them an ordinary magnitude.
   double key_magnitude() const {
     if (c_.key_dtype == 0 || c_.descale == 0) return c_.key_dtype == FA_INT8 ? 2 : 1;
     return 40;
@@ -186,7 +186,7 @@ class Filler {
       HostTensor &offsets = data_.tensors[cu];
       const auto total = static_cast<double>(slot_start(side, c_.batch));
       for (int64_t b = 0; b <= c_.batch; ++b) offsets.set(offsets.element(b), static_cast<double>(slot_start(side, b)));
-      // Behind them lie what would be sequences of all rows: who looks past the batch spoils the results of others.
+      // Entries past the batch describe sequences of all rows: a kernel that reads past the batch changes the results of other sequences.
       for (int64_t n = 1; offsets.element(c_.batch + n) < offsets.num_elements_stored(); ++n) {
         offsets.set(offsets.element(c_.batch + n), n % 2 != 0 ? 0 : total);
       }
@@ -286,8 +286,8 @@ void set_row(Data &data, Role role, int64_t b, int64_t i, int64_t h, double valu
   for (int64_t d = 0; d < columns; ++d) data.tensors[role].set(data.element(role, b, i, h, d), value);
 }
 
-// Puts NaN or Inf where no query looks (nan_keys), NaN where a query sees nothing (nan_queries) and into the bias of pairs
-// that are masked otherwise (nan_bias).
+// Writes NaN or Inf to keys that no query sees (nan_keys), NaN to queries that see no key (nan_queries), and NaN to the bias of pairs that
+// another mask hides (nan_bias).
 void hide_nans(Data &data) {
   const Case &c = data.problem;
   const int64_t group = c.heads_q / c.heads_k;
@@ -342,7 +342,7 @@ void show_nan(Data &data) {
   if (rows > 0) set_row(data, role, b, below(rows), below(keys ? c.heads_k : c.heads_q), kNan);
 }
 
-// Values as they are where k's memory is theirs too.
+// Values that are the first columns of k.
 void copy_values(Data &data) {
   const Case &c = data.problem;
   for (int64_t b = 0; b < c.batch; ++b) {
@@ -370,7 +370,7 @@ Data make_data(const Case &c, const Tamper &tamper, bool with_expected) {
 }
 
 std::shared_ptr<const Data> cached_data(const Case &c) {
-  // The suite runs one test on every backend in turn, so a short memory is enough.
+  // The suite runs a test on all backends one after another, so a small cache is enough.
   static std::list<std::pair<std::string, std::shared_ptr<const Data>>> cache;
   const std::string name = describe(c);
   for (const auto &entry : cache) {

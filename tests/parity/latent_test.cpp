@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Latent caches: one wide row a key, whose first columns are the value as well. Many query heads share a head of keys.
+// Latent caches (MLA): one wide row per key, whose first columns are also the value. Many query heads share a key head.
 #include "parity/runner.h"
 
 namespace parity {
@@ -26,7 +26,7 @@ Case base(const char *name) {
 
 class Latent : public EveryBackend {};
 
-// Less than a block of 64 rows, one, and several, some of them in part.
+// Less than one row block of 64 rows, exactly one, and several, some of them partial.
 TEST_P(Latent, HeadsAndQueries) {
   for (const auto &[seqlen_q, heads] : {std::pair{1, 16}, {1, 64}, {1, 128}, {2, 20}, {3, 30}, {17, 8}, {150, 1}}) {
     for (const fa_dtype dtype : {FA_BFLOAT16, FA_FLOAT16, FA_FLOAT32}) {
@@ -111,10 +111,10 @@ TEST_P(Latent, AnyNumberOfSplits) {
   }
 }
 
-// So many parts that they are added up in two levels.
-TEST_P(Latent, ManyParts) {
+// So many split-KV partials that they are combined in two levels.
+TEST_P(Latent, ManyPartials) {
   for (const auto &[keys, heads] : {std::pair{3600, 40}, {14000, 2}}) {
-    Case c = base("latent: many parts");
+    Case c = base("latent: many partials");
     c.batch = 1;
     c.heads_q = heads;
     c.q.seqlen = 1;
@@ -124,7 +124,7 @@ TEST_P(Latent, ManyParts) {
   }
 }
 
-// Two blocks of threads for each block of rows, which exchange halves of what they have; where lengths turn out to be others they do not.
+// Two CTAs per row block, which exchange halves of their results. With other lengths on the device than planned they do not.
 TEST_P(Latent, Pairs) {
   for (int64_t n = 0; n < 5; ++n) {
     Case c = base("latent: pairs");
@@ -148,7 +148,7 @@ TEST_P(Latent, LargeLogits) {
   EXPECT_TRUE(check(backend(), c));
 }
 
-// Other widths, values in memory of their own, rows that are no whole 16-byte pieces.
+// Other widths, values in their own memory, and rows that are not whole 16-byte vectors.
 TEST_P(Latent, OtherShapes) {
   for (const auto &[head_dim, head_dim_v] : {std::pair{512, 512}, {320, 256}, {576, 64}, {520, 512}, {573, 510}, {96, 64}}) {
     for (const int64_t v_in_k : {0, 1}) {

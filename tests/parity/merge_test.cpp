@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fa_merge: against the formula in double, and parts of an attention against the whole.
+// fa_merge: compared with the formula in double, and merged parts of an attention with the whole attention.
 #include <cmath>
 #include <limits>
 
@@ -177,7 +177,7 @@ TEST_P(Merge, Dtypes) {
   }
 }
 
-// Rows that no part has seen give 0 and -infinity, whatever their out holds.
+// Rows to which no part contributes get out = 0 and lse = -infinity, whatever the parts' out holds.
 TEST_P(Merge, RowsThatNoPartSaw) {
   MergeCase m;
   m.absent = 100;

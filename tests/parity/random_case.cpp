@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws a random small problem: every option has its own chance, so that combinations nobody thought of occur.
+// Draws a random small problem. Every option has its own probability, so that all combinations occur.
 #include <algorithm>
 #include <initializer_list>
 
@@ -127,7 +127,7 @@ Case random_case(std::mt19937_64 &rng) {
   c.flags = dice.between(0, 3);
   c.num_splits = dice.one_of({0, 0, 0, 1, 2, 3});
   c.own_workspace = dice.chance(30);
-  // A broadcast tensor has several rows in one place: what one sees and another does not cannot hold NaN.
+  // Rows of a broadcast tensor share memory. If one query sees such a row and another does not, it cannot hold NaN.
   c.nan_keys = c.k.layout != kShared && dice.chance(40);
   c.nan_queries = c.q.layout != kShared && dice.chance(40);
   c.nan_bias = dice.chance(40);

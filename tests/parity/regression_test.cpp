@@ -61,15 +61,15 @@ std::vector<Data> far_above() {
   return all;
 }
 
-// A maximum that lags behind has to be raised, whichever keys a kernel begins with, also where weights made with the old one, or only
-// their sum, are beyond fp32.
+// With lazy rescaling, the maximum has to be raised in time, with whichever keys a kernel begins: also if P under the old maximum, or only the
+// row sum, overflows fp32.
 TEST_P(Regression, ScoresFarAboveThoseOfOtherKeys) {
   static const std::vector<Data> made = far_above();  // one reference for all backends
   for (const Data &data : made) EXPECT_TRUE(check(backend(), data)) << describe(data.problem);
 }
 
-// The same for one key whose weight, relative to the others', is just within fp32 or just beyond: 2^126 to 2^129.
-TEST_P(Regression, OneScoreAtTheEndOfTheRangeOfWeights) {
+// The same for one key whose P, relative to that of the others, is just within fp32 or just beyond: 2^126 to 2^129.
+TEST_P(Regression, OneScoreAtTheEndOfTheRangeOfP) {
   static std::map<std::pair<int64_t, double>, Data> made;
   for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const double logit : {60.0, 83.0, 87.5, 88.0, 88.5, 89.0}) {

@@ -145,8 +145,8 @@ TEST_P(Varlen, BlocksOfRowsThatAreNotThere) {
   }
 }
 
-// Nearly a block of rows for each multiprocessor of common GPUs, and room for many more: some begin without work.
-TEST_P(Varlen, FewerBlocksOfRowsThanMultiprocessors) {
+// Nearly one row block per SM of common GPUs, with upper bounds for many more: some CTAs find no work.
+TEST_P(Varlen, FewerRowBlocksThanSms) {
   for (const int64_t head_dim : {64, 128}) {
     for (const int64_t sequences : {64, 56, 48}) {
       Case c = base("few blocks");

@@ -39,7 +39,7 @@ class Head {
     seen_.assign(size, false);
     logit_.assign(size, 0);
     slope_of_cap_.assign(size, 1);
-    weight_.assign(size, 0);
+    p_.assign(size, 0);
     keep_.assign(size, 1);
   }
 
@@ -52,7 +52,7 @@ class Head {
       for (int64_t j = 0; j < s_.seqlen_k; ++j) {
         const size_t ij = at(i, s_.seqlen_k, j);
         if (!seen_[ij] || keep_[ij] == 0) continue;
-        const Real p = static_cast<Real>(stored_(weight_[ij] * keep_[ij]));
+        const Real p = static_cast<Real>(stored_(p_[ij] * keep_[ij]));
         for (size_t d = 0; d < columns; ++d) {
           const Real term = p * v(j, static_cast<int64_t>(d));
           sum[d] += term;
@@ -82,12 +82,12 @@ class Head {
         delta_terms += std::abs(term);
       }
       if (!s_.sink.empty() && r.lse[at(h_, s_.seqlen_q, i)] != -kInfinity) {
-        const Real weight =
+        const Real p_sink =
             std::exp(static_cast<Real>(s_.sink[static_cast<size_t>(h_)]) - static_cast<Real>(r.lse[at(h_, s_.seqlen_q, i)]));
-        add(r.dsink[static_cast<size_t>(h_)], weight * (dlse - delta));
+        add(r.dsink[static_cast<size_t>(h_)], p_sink * (dlse - delta));
         if (exact_) {
-          exact_->magnitude.dsink[static_cast<size_t>(h_)] += weight * (std::abs(dlse) + delta_terms);
-          exact_->through_out.dsink[static_cast<size_t>(h_)] += weight * delta_terms;
+          exact_->magnitude.dsink[static_cast<size_t>(h_)] += p_sink * (std::abs(dlse) + delta_terms);
+          exact_->through_out.dsink[static_cast<size_t>(h_)] += p_sink * delta_terms;
         }
       }
       for (int64_t j = 0; j < s_.seqlen_k; ++j) {
@@ -162,16 +162,16 @@ class Head {
     for (int64_t j = 0; j < s_.seqlen_k; ++j) {
       const size_t ij = at(i, s_.seqlen_k, j);
       if (!seen_[ij]) continue;
-      weight_[ij] = std::exp(logit_[ij] - maximum);
-      sum += weight_[ij];
+      p_[ij] = std::exp(logit_[ij] - maximum);
+      sum += p_[ij];
     }
-    for (int64_t j = 0; j < s_.seqlen_k; ++j) weight_[at(i, s_.seqlen_k, j)] /= sum;
+    for (int64_t j = 0; j < s_.seqlen_k; ++j) p_[at(i, s_.seqlen_k, j)] /= sum;
     lse = static_cast<double>(maximum + std::log(sum));
   }
 
   void backward_pair(int64_t i, int64_t j, Real delta, Real delta_terms, Real dlse, Result &r) {
     const size_t ij = at(i, s_.seqlen_k, j);
-    const Real dropped = weight_[ij] * keep_[ij];
+    const Real dropped = p_[ij] * keep_[ij];
     const Real p = static_cast<Real>(stored_(dropped));
     Real dp = 0, dp_terms = 0;
     for (int64_t d = 0; d < s_.head_dim_v; ++d) {
@@ -182,13 +182,13 @@ class Head {
       add(r.dv[v_at(j, d)], p * dout(i, d));
       if (exact_) exact_->magnitude.dv[v_at(j, d)] += std::abs(dropped * dout(i, d));
     }
-    const Real ds = stored_(weight_[ij] * (keep_[ij] * static_cast<Real>(stored_(dp)) - delta + dlse));
-    const Real ds_terms = weight_[ij] * (keep_[ij] * dp_terms + delta_terms + std::abs(dlse));
+    const Real ds = stored_(p_[ij] * (keep_[ij] * static_cast<Real>(stored_(dp)) - delta + dlse));
+    const Real ds_terms = p_[ij] * (keep_[ij] * dp_terms + delta_terms + std::abs(dlse));
     if (!s_.bias.empty()) {
       r.dbias[bias_at(i, j)] = ds;
       if (exact_) {
         exact_->magnitude.dbias[bias_at(i, j)] = ds_terms;
-        exact_->through_out.dbias[bias_at(i, j)] = weight_[ij] * delta_terms;
+        exact_->through_out.dbias[bias_at(i, j)] = p_[ij] * delta_terms;
       }
     }
     const Real scale = static_cast<Real>(s_.scale);
@@ -200,8 +200,8 @@ class Head {
       const Real q_size = scale * std::abs(q(i, d)), k_size = scale * std::abs(k(j, d));
       exact_->magnitude.dq[q_at(i, d)] += ds_terms * k_size;
       exact_->magnitude.dk[k_at(j, d)] += ds_terms * q_size;
-      exact_->through_out.dq[q_at(i, d)] += weight_[ij] * delta_terms * k_size;
-      exact_->through_out.dk[k_at(j, d)] += weight_[ij] * delta_terms * q_size;
+      exact_->through_out.dq[q_at(i, d)] += p_[ij] * delta_terms * k_size;
+      exact_->through_out.dk[k_at(j, d)] += p_[ij] * delta_terms * q_size;
     }
   }
 
@@ -225,8 +225,8 @@ class Head {
   std::vector<bool> seen_;
   std::vector<Real> logit_;
   std::vector<Real> slope_of_cap_;  // derivative of the soft limit
-  std::vector<Real> weight_;        // softmax(S), before dropout
-  std::vector<Real> keep_;          // 0 for a dropped weight, else 1 / (1 - p)
+  std::vector<Real> p_;             // softmax(S), before dropout
+  std::vector<Real> keep_;          // 0 for a dropped element, else 1 / (1 - p)
 };
 
 template <typename Real, typename Stored>

@@ -32,7 +32,7 @@ struct Sequence {
   double scale = 1;
   double softcap = 0;
 
-  int64_t dropout_threshold = 0;  // weights whose 16 bits are below it are dropped
+  int64_t dropout_threshold = 0;  // elements of P whose 16 bits are below it are dropped
   uint64_t dropout_seed = 0, dropout_offset = 0;
   int64_t batch_index = 0;
 

@@ -17,7 +17,7 @@ std::array<uint32_t, 4> philox4x32_10(std::array<uint32_t, 4> counter, std::arra
 uint32_t dropout_bits(uint64_t seed, uint64_t offset, int64_t batch, int64_t heads_q, int64_t head, int64_t i, int64_t j) {
   const auto low = [](uint64_t x) { return static_cast<uint32_t>(x % 0x100000000u); };
   const auto high = [](uint64_t x) { return static_cast<uint32_t>(x / 0x100000000u); };
-  // Weights are cut into blocks of 16 x 16; one call serves eight elements of a block.
+  // P is divided into blocks of 16 x 16. One call serves eight elements of a block.
   const auto block_row = static_cast<uint64_t>(i / 16);
   const auto block_column = static_cast<uint64_t>(j / 16);
   const std::array<uint32_t, 4> counter = {

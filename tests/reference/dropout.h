@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tests' own statement of which attention weights dropout removes.
+// The tests' own definition of which elements of P dropout removes.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@ namespace reference {
 // Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 std::array<uint32_t, 4> philox4x32_10(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
 
-// The documented 16 random bits of weight (i, j) of query head `head` (of `heads_q`) of sequence `batch`.
+// The documented 16 random bits of element (i, j) of P of query head `head` (of `heads_q`) of sequence `batch`.
 uint32_t dropout_bits(uint64_t seed, uint64_t offset, int64_t batch, int64_t heads_q, int64_t head, int64_t i, int64_t j);
 
 }  // namespace reference

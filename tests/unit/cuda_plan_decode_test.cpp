@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans of problems that decode, extend and latent kernels take: few queries over many keys, many over more, caches of bytes, keys that
-// hold their values.
+// Plans of problems for decode, extend and MLA kernels: few queries over many keys, more queries over a cache, 8-bit KV caches, latent caches.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +15,7 @@
 namespace fa::cuda {
 namespace {
 
-// Sequences that are alike have shares that end with items, where that costs few blocks.
+// For sequences of equal length, stream-K partitions end with work tiles if that leaves few CTAs idle.
 TEST(CudaPlan, SharesEndWithItems) {
   int64_t reached = 0;
   for (const auto &[name, device] : kDevices) {
@@ -38,7 +37,7 @@ TEST(CudaPlan, SharesEndWithItems) {
   EXPECT_GT(reached, 0);
 }
 
-// The largest head_dim for which a device has shared memory enough for a decode kernel.
+// The largest head_dim whose decode kernel fits the shared memory of a device.
 int64_t largest_decode_head_dim(const Device &device) {
   return device.shared_bytes >= 227 * 1024 ? 256 : device.shared_bytes >= 163 * 1024 ? 128 : 64;
 }
@@ -85,7 +84,7 @@ TEST(CudaPlan, DecodeWorkspace) {
   }
 }
 
-// Whether even shares of items that have so many keys each, as the device cuts them (decode/work.cuh), end inside one.
+// Whether an even stream-K partition of work tiles with `keys` keys each, as the device makes it, splits a tile.
 bool cuts_alike(const ForwardPlan &plan, int64_t items, int64_t keys) {
   const int64_t step = decode::kShapes[plan.shape].kv_step(), steps = (keys + step - 1) / step, units = items * steps,
                 ranges = std::min<int64_t>(std::max<int64_t>(units >> plan.min_iterations_log2, 1), plan.max_partitions);
@@ -95,8 +94,8 @@ bool cuts_alike(const ForwardPlan &plan, int64_t items, int64_t keys) {
   return false;
 }
 
-// What the launch that sums parts is told of a decode, which has no counters: which items may be cut, where the device finds room to say how,
-// and how many blocks of threads there are for them.
+// The plan of the combine kernel of a decode, which has no counters: the work tiles that may be split, where the device records the splits,
+// and the number of CTAs.
 TEST(CudaPlan, DecodeSums) {
   int64_t none = 0, by_item = 0, by_range = 0, more_than_beside = 0;
   for (const auto &[name, device] : kDevices) {
@@ -143,7 +142,7 @@ TEST(CudaPlan, DecodeSums) {
                                     : plan.fixed_splits > 1 ? heads * plan.fixed_splits
                                                             : 0;
               EXPECT_GE(plan.split_lse_offset, static_cast<size_t>(slots * shape.rows() * shape.head_dim) * 4) << text();
-              // Even shares: as much room whatever the problem is, for lengths on the device may cut it.
+              // An even partition needs the same workspace for every problem, because lengths on the device may split any tile.
               EXPECT_EQ(plan.split_tiles_offset % 16, 0u) << text();
               EXPECT_GE(plan.split_tiles_offset, plan.split_lse_offset + static_cast<size_t>(slots * shape.rows()) * 8)
                   << text();
@@ -206,7 +205,7 @@ TEST(CudaPlan, LatentCaches) {
   EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
 }
 
-// Blocks of threads that may be pairs: as many as there are shares, whatever else the bounds of lengths allow.
+// CTAs that may form pairs: as many as there are partitions, whatever the bounds of lengths allow.
 TEST(CudaPlan, LatentPairs) {
   for (const auto &[batch, keys, pairs] : {std::tuple{3, 512, true},
                                            {3, 700, false},
@@ -245,14 +244,14 @@ TEST(CudaPlan, LatentWorkspace) {
       const ForwardPlan pieces = forward_plan(p, h200());
       EXPECT_EQ(pieces.cluster, 0);
       EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
-      EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.fixed_splits) << "blocks wait for those before them";
+      EXPECT_EQ(pieces.blocks, batch * plan.row_blocks * pieces.fixed_splits) << "CTAs wait for those before them";
       EXPECT_GE(pieces.workspace_bytes,
                 static_cast<size_t>(batch * plan.row_blocks * pieces.fixed_splits * 64) * (512 + 2) * 4);
     }
   }
 }
 
-// The decode kernels serve a few queries whose rows fit one block, on every device whose shared memory holds their rings.
+// Decode kernels serve a few queries whose rows fit one CTA, on every device whose shared memory holds their pipelines.
 TEST(CudaPlan, DecodeKernels) {
   const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
   const Problem plain = problem(4, 4000, 128);
@@ -284,7 +283,7 @@ TEST(CudaPlan, DecodeKernels) {
       {"36 rows", [](Problem &p) { p.q_lengths.max_len = 9; }},
       {"68 rows", [](Problem &p) { p.heads_q = 17 * p.heads_k, p.group = 17; }},
       {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
-      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
       {"a sequence's own queries unknown, batch-invariant",
        [](Problem &p) { p.batch_invariant = true, p.q_lengths.cu = &unreadable; }},
@@ -320,7 +319,7 @@ TEST(CudaPlan, DecodeKernels) {
   EXPECT_EQ(name(1, 256, a100), "sm80_fwd_bf16_d256_split");
 }
 
-// Few keys a head, of few heads that are alike: a cluster each, of as many blocks of threads as the device has for it.
+// Few heads with few keys each, of equal length: one cluster per head, of as many CTAs as the device has for it.
 TEST(CudaPlan, DecodeByClusters) {
   Problem p = problem(1, 2048, 128);
   p.batch = 1;
@@ -335,13 +334,13 @@ TEST(CudaPlan, DecodeByClusters) {
       EXPECT_EQ(plan.workspace_bytes, 0u);
       EXPECT_EQ(plan.counters, 0);
       EXPECT_EQ(plan.split_tiles, 0);
-      EXPECT_EQ(plan.combine_ctas, 0) << "what the blocks have meets in their shared memory";
+      EXPECT_EQ(plan.combine_ctas, 0) << "the CTAs combine in distributed shared memory";
     }
     return plan.cluster;
   };
   EXPECT_EQ(cluster(), 16);
   p.k_lengths.max_len = 300;
-  EXPECT_EQ(cluster(), 5) << "64 keys a block are a step of its four warps; up to eight blocks want no more each";
+  EXPECT_EQ(cluster(), 5) << "64 keys are one step of the four warps of a CTA; with up to eight CTAs one step each is enough";
   p.k_lengths.max_len = 128;
   EXPECT_EQ(cluster(), 2) << "two steps";
   p.k_lengths.max_len = 64;
@@ -349,13 +348,13 @@ TEST(CudaPlan, DecodeByClusters) {
   p.k_lengths.max_len = 512;
   EXPECT_EQ(cluster(), 8);
   p.k_lengths.max_len = 1024;
-  EXPECT_EQ(cluster(), 8) << "128 keys a block: more blocks than eight have two steps each";
+  EXPECT_EQ(cluster(), 8) << "128 keys per CTA: more than eight CTAs get two steps each";
   p.k_lengths.max_len = 1025;
   EXPECT_EQ(cluster(), 9);
   p.k_lengths.max_len = 4096;
   EXPECT_EQ(cluster(), 16);
   p.k_lengths.max_len = 4097;
-  EXPECT_EQ(cluster(), 0) << "more than 256 keys a block";
+  EXPECT_EQ(cluster(), 0) << "more than 256 keys per CTA";
   p.k_lengths.max_len = 1024;
   p.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
   EXPECT_EQ(cluster(), 8) << "a sequence alone may have any length";
@@ -383,7 +382,7 @@ TEST(CudaPlan, DecodeByClusters) {
   EXPECT_EQ(cluster(kDevices[1].device), 0) << "sm_80";
 }
 
-// Many keys a multiprocessor get more warps, if nothing asks for a cut that does not depend on the batch.
+// With many keys per SM there are more warps, unless the splits must not depend on the batch.
 TEST(CudaPlan, DecodeWithMuchToDo) {
   Problem p = problem(1, 8192, 128);
   for (const int64_t tokens : {1, 4}) {
@@ -438,7 +437,7 @@ TEST(CudaPlan, ExtendKernels) {
   EXPECT_GE(plan.counters, plan.max_partitions);
   EXPECT_GE(plan.workspace_bytes,
             static_cast<size_t>(plan.max_partitions * shape.rows()) * static_cast<size_t>(shape.head_dim + 2) * 4);
-  // Heads with one block of rows are in step: eight neighbours side by side, shares of two heads. More than 64 rows of bytes are not.
+  // Heads with one row block each are co-scheduled: eight KV heads at a time, in partitions of two heads. 8-bit KV with more than 64 rows is not.
   Problem speculation = problem(16, 8192, 128);
   speculation.batch = 32;
   speculation.heads_q = 64;
@@ -452,7 +451,7 @@ TEST(CudaPlan, ExtendKernels) {
   }
   EXPECT_EQ(plan.split_tiles, 0);
   EXPECT_EQ(plan.combine_ctas, 0);
-  // Of few heads there are many parts, which a launch of their own sums.
+  // Few heads have many split-KV partials, for which there is a combine kernel.
   Problem lone = p;
   lone.batch = lone.group = 1;
   lone.q_lengths.max_len = 40;
@@ -477,12 +476,12 @@ TEST(CudaPlan, ExtendKernels) {
     ASSERT_EQ(pieces.family, Family::extend);
     EXPECT_EQ(pieces.fixed_splits, invariant ? 8 : 5);
     EXPECT_EQ(pieces.counters, p.batch * p.heads_k * 2);
-    EXPECT_EQ(pieces.blocks, p.batch * p.heads_k * 2 * pieces.fixed_splits) << "blocks wait for those before them";
+    EXPECT_EQ(pieces.blocks, p.batch * p.heads_k * 2 * pieces.fixed_splits) << "CTAs wait for those before them";
   }
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
       {"bias", [](Problem &q) { set_bias(q); }},
       {"dropout", [](Problem &q) { q.dropout.threshold = 1; }},
-      {"rows that are not whole 16-byte pieces", [](Problem &q) { q.head_dim = q.head_dim_v = 124; }},
+      {"rows that are not whole 16-byte vectors", [](Problem &q) { q.head_dim = q.head_dim_v = 124; }},
       {"head_dim 136", [](Problem &q) { q.head_dim = 136; }},
       {"a sequence's own queries unknown, batch-invariant",
        [](Problem &q) { q.batch_invariant = true, q.q_lengths.cu = &unreadable; }},
@@ -494,7 +493,7 @@ TEST(CudaPlan, ExtendKernels) {
   }
 }
 
-// However many queries there are, and whichever kernels a device has; of many rows those with a factor a head are for others on Hopper.
+// With any number of queries and on any device. On Hopper, many rows with descales per head are for other kernels.
 TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
   for (const NamedDevice &device : kDevices) {
     for (const int64_t seqlen_q : {1, 16, 2048}) {
@@ -525,7 +524,7 @@ TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
   // What these kernels do not take is left to CUDA cores.
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
       {"dropout", [](Problem &p) { p.dropout.threshold = 1; }},
-      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 40; }},
+      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 40; }},
       {"fp32 queries", [](Problem &p) { p.q.dtype = p.out.dtype = Dtype::f32; }},
   };
   for (const auto &[text, change] : others) {

@@ -116,7 +116,7 @@ TEST(CudaPlan, WiderKeysThanValues) {
   }
 }
 
-// A line that no problem on any device reaches is dead weight in the binary.
+// A line of a table that no problem on any device reaches would only enlarge the binary.
 TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
   std::set<std::pair<Family, int32_t>> forward, backward;
   for (const auto &[device_name, device] : kDevices) {
@@ -282,7 +282,7 @@ TEST(CudaPlan, ManyRowsAreNoReasonToRefuse) {
   backward_plan(backward_of(p), h200());
 }
 
-// More blocks of threads than a launch holds, or rows than an index, are refused with the numbers.
+// Problems with more CTAs than a launch can have, or more rows than an index can count, are refused with the numbers.
 TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
   Problem many = problem(64, 64, 128);
   many.batch = int64_t{1} << 40;
@@ -354,15 +354,15 @@ TEST(CudaPlan, GroupedHeadsShareABlock) {
   EXPECT_EQ(forward_plan(problem(4096, 4096, 128), h200()).rows_per_token, 1) << "whole blocks without";
 }
 
-// The Hopper kernels serve what they can read through the copy engine, unless other kernels split the keys or fill their rows with several
-// heads; a build or a context without them leaves it to the others.
+// Hopper kernels serve problems that TMA can read, unless other kernels split the keys or fill their rows with several heads. A build or a
+// context without them uses the other kernels.
 TEST(CudaPlan, HopperKernels) {
   const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
   Problem plain = problem(1000, 1000, 128);
   const ForwardPlan plan = forward_plan(plain, h200());
   EXPECT_EQ(plan.family, Family::sm90);
   EXPECT_EQ(plan.tiles, 6 * plain.heads_q * plain.batch);
-  EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors)) << "blocks of threads share the tiles";
+  EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors)) << "persistent CTAs";
   EXPECT_EQ(plan.num_splits, 1);
   Device without = h200();
   without.sm90 = false;
@@ -372,7 +372,7 @@ TEST(CudaPlan, HopperKernels) {
       {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
       {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
       {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
-      {"rows that are not whole 16-byte pieces", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
       {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
       {"a few queries, dropout", [](Problem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
@@ -382,12 +382,12 @@ TEST(CudaPlan, HopperKernels) {
     change(p);
     EXPECT_EQ(family(p), Family::sm80) << text;
   }
-  // What the copy engine does not read, or is split, is for the kernels that gather keys and split them, if they have room for the columns.
+  // Problems that TMA cannot read or whose keys are split are for the extend kernels, if these have room for the columns.
   const std::vector<std::pair<const char *, void (*)(Problem &)>> extending = {
       {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
       {"splits", [](Problem &p) { p.num_splits = 2; }},
       {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
-      {"rows further apart than the copy engine reaches", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
+      {"a stride that TMA cannot express", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
       {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
       {"few blocks and many keys",
        [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
@@ -427,8 +427,8 @@ TEST(CudaPlan, HopperBackwardKernels) {
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
-      {"rows that are not whole 16-byte pieces", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
-      {"more keys than the copy engine counts", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
+      {"rows that are not whole 16-byte vectors", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
+      {"more keys than TMA can count", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
   };
   for (const auto &[text, change] : others) {
     BackwardProblem b = plain;
@@ -499,7 +499,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
       EXPECT_TRUE(plan.zero_dq_sum) << keys;
     }
   }
-  // Blocks of keys take turns at the two shares of a chunk, and deterministic gradients come from the same kernels, up to 192 columns.
+  // Deterministic gradients: key blocks add their two halves of a query tile of dq in order. The kernels are the same up to 192 columns.
   for (const int64_t head_dim : {64, 96, 128, 192, 256}) {
     b = plain;
     b.forward.head_dim = b.forward.head_dim_v = head_dim;
@@ -531,7 +531,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
   }
 }
 
-// fp8 queries: Hopper's kernels if factors are by head and results have 16 bits, with room for the copy of the values; else CUDA cores.
+// fp8 queries: Hopper kernels if descales are per head and results have 16 bits, with workspace for the copy of the values; else CUDA cores.
 TEST(CudaPlan, QuantisedQueries) {
   for (const NamedDevice &device : kDevices) {
     for (const Dtype results : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
@@ -565,7 +565,7 @@ TEST(CudaPlan, QuantisedQueries) {
   }
 }
 
-// Packed sequences have room of their own in the copy of the values, for all of their keys and the zeros up to the end of a chunk.
+// In the copy of the values every packed sequence has room for all of its keys, and for zeros up to the end of a KV tile.
 TEST(CudaPlan, CopiedKeysOfSequencesLieApart) {
   for (const int64_t step : {0, 1, 15, 127, 128, 129, 1000}) {
     for (int64_t b = 0; b < 20; ++b) {
@@ -576,7 +576,7 @@ TEST(CudaPlan, CopiedKeysOfSequencesLieApart) {
   }
 }
 
-TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
+TEST(CudaPlan, L2HeadGroupsHaveOneSize) {
   const Device &device = kDevices[0].device;
   for (const int64_t head_dim : {64, 128, 256}) {
     for (const int64_t seqlen : {512, 2048, 4096, 16384}) {
@@ -597,7 +597,7 @@ TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
           EXPECT_LT(section * sections - heads, sections)
               << "D" << head_dim << " S" << seqlen << ": " << section << " of " << heads;
         }
-        // A launch must not end with one short section of long walks.
+        // A launch must not end with one small group of heads whose main loops are long.
         if (causal) {
           EXPECT_GE(std::max<int64_t>(forward.heads_per_l2_group, forward.last_batch * p.heads_q), std::min<int64_t>(heads, 12))
               << "D" << head_dim << " S" << seqlen;
@@ -607,7 +607,7 @@ TEST(CudaPlan, SectionsOfHeadsAreOfOneSize) {
   }
 }
 
-TEST(CudaPlan, HopperLaunchesEndWithALongSection) {
+TEST(CudaPlan, HopperLaunchesEndWithALargeHeadGroup) {
   const auto last_batch = [](int64_t seqlen, bool causal) {
     Problem p = problem(seqlen, seqlen, 128);
     p.batch = 16384 / seqlen;
@@ -619,14 +619,14 @@ TEST(CudaPlan, HopperLaunchesEndWithALongSection) {
     EXPECT_TRUE(plan.last_batch == 0 || plan.last_batch * p.heads_q > plan.heads_per_l2_group);
     return plan.last_batch;
   };
-  EXPECT_EQ(last_batch(1024, true), 3);  // of 16: 288 tiles for 132 multiprocessors
+  EXPECT_EQ(last_batch(1024, true), 3);  // of 16: 288 tiles for 132 SMs
   EXPECT_EQ(last_batch(1024, false), 0) << "all tiles take the same time";
   EXPECT_EQ(last_batch(4096, true), 0) << "it would not fit the L2 cache";
   EXPECT_EQ(last_batch(16384, true), 0) << "there is one sequence";
 }
 
-// Tiles of packed sequences are found on the device, a sequence at a time: a section is heads of one, and all are about as large.
-TEST(CudaPlan, SectionsOfPackedSequencesLieWithinOne) {
+// The device finds tiles of packed sequences one sequence at a time: an L2 group is heads of one sequence, and all groups have about one size.
+TEST(CudaPlan, L2HeadGroupsOfPackedSequencesAreWithinOne) {
   for (const int64_t heads : {1, 3, 16, 32}) {
     for (const int64_t seqlen : {300, 2047, 16384}) {
       for (const bool causal : {false, true}) {
@@ -670,7 +670,7 @@ TEST(CudaPlan, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
   }
 }
 
-// Blocks of one warpgroup, three on a multiprocessor, where tiles are short.
+// CTAs of one warpgroup, three per SM, where tiles are short.
 TEST(CudaPlan, HopperKernelsForShortSequences) {
   const auto kernel = [](int64_t queries, int64_t keys, int64_t head_dim, bool causal) {
     Problem p = problem(queries, keys, head_dim);

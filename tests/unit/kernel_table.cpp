@@ -23,7 +23,7 @@ constexpr char kBegin[] = "<!-- kernel table: written by kernel_table from the p
 constexpr char kEnd[] = "<!-- end of kernel table -->\n";
 constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;  // backward: 512
 
-// Devices with the same memory for a block of threads get the same kernels.
+// Devices with the same shared memory per CTA get the same kernels.
 struct Column {
   std::string heading;
   Device device;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The attention step of the demonstration in two forms: flash_* through libflashattn, unfused_* in plain C with the whole matrix
- * of weights stored. Both read one packed buffer, as a projection to queries, keys and values writes it:
+/* The attention step of the demonstration in two forms: flash_* calls libflashattn, unfused_* is plain C that stores the whole
+ * matrix P = softmax(q k^T / sqrt(head_dim)). Both read the packed buffer that a projection to queries, keys and values writes:
  *
  *     qkv, dqkv  (batch, seqlen, 3, heads, head_dim)
  *     out, dout  (batch, seqlen, heads, head_dim)
@@ -19,16 +19,16 @@ typedef struct attention_shape {
 
 size_t attention_qkv_elements(const attention_shape *shape);
 size_t attention_out_elements(const attention_shape *shape);
-size_t attention_lse_elements(const attention_shape *shape);    /* one a row: what flash attention keeps for backward */
-size_t attention_matrix_elements(const attention_shape *shape); /* one a pair: what unfused attention keeps */
+size_t attention_lse_elements(const attention_shape *shape);    /* one per row: what flash attention keeps for backward */
+size_t attention_matrix_elements(const attention_shape *shape); /* one per pair: what unfused attention keeps */
 
 /* ------------------------------------------------------------------------------------------------------- unfused */
 
-/* `weights` (batch, heads, seqlen, seqlen) receives softmax(q k^T / sqrt(head_dim)). */
-void unfused_forward(const attention_shape *shape, const float *qkv, float *weights, float *out);
+/* Writes P (batch, heads, seqlen, seqlen) and out. */
+void unfused_forward(const attention_shape *shape, const float *qkv, float *p, float *out);
 
-/* `scratch`, as large as `weights`, holds the gradient of the weights on the way. */
-void unfused_backward(const attention_shape *shape, const float *qkv, const float *weights, const float *dout, float *scratch,
+/* `scratch` has the size of P and holds its gradient. */
+void unfused_backward(const attention_shape *shape, const float *qkv, const float *p, const float *dout, float *scratch,
                       float *dqkv);
 
 /* --------------------------------------------------------------------------------------------------------- flash */
@@ -38,7 +38,7 @@ typedef struct device_buffer {
   size_t bytes;
 } device_buffer;
 
-/* A context, its device memory and the problem at hand. */
+/* A context, its device memory and the current problem. */
 typedef struct flash {
   fa_context ctx;
   device_memory *memory;
@@ -52,18 +52,18 @@ typedef struct flash {
   char error[512];
 } flash;
 
-/* Prepares calls of this shape, see flash_reshape(), in fp32 if the device has kernels for it, else in bf16. FA_OK, or a status
- * with its text in `error`; flash_close() is due either way. The context and the memory stay the caller's. */
+/* Prepares calls of this shape, see flash_reshape(), in fp32 if the device has kernels for it, else in bf16. Returns FA_OK, or
+ * a status with its text in `error`. Call flash_close() in both cases. The caller keeps the context and the memory. */
 fa_status flash_open(flash *f, fa_context ctx, device_memory *memory, const attention_shape *shape, int train);
 void flash_close(flash *f);
 
-/* Sets the shape of the calls that follow and makes room for their tensors; `train` says whether backward will be called. */
+/* Sets the shape of the following calls and allocates their tensors. `train`: whether backward will be called. */
 fa_status flash_reshape(flash *f, const attention_shape *shape, int train);
 
-/* The steps of a call. Uploads and downloads wait; runs are only enqueued: flash_wait() ends them. */
+/* The steps of a call. Uploads and downloads wait until they are done. Runs are only enqueued; flash_wait() waits for them. */
 fa_status flash_upload_qkv(flash *f, const float *qkv);
 fa_status flash_upload_dout(flash *f, const float *dout);
-fa_status flash_upload_saved(flash *f, const float *out, const float *lse); /* what forward wrote, for a later backward */
+fa_status flash_upload_saved(flash *f, const float *out, const float *lse); /* the results of forward, for a later backward */
 fa_status flash_run_forward(flash *f);
 fa_status flash_run_backward(flash *f);
 fa_status flash_wait(flash *f);

@@ -30,7 +30,7 @@ struct device_memory {
   int (*graph_destroy)(void *graph);
   int (*launch)(void *executable, void *stream);
   int (*executable_destroy)(void *executable);
-  void *stream; /* NULL until it is asked for */
+  void *stream; /* created by the first call of device_memory_stream() */
 };
 
 /* ISO C has no cast from void * to a function pointer; POSIX promises that the bits are the same. */
@@ -129,7 +129,7 @@ void device_memory_free(device_memory *memory, void *data) {
 int device_memory_upload(device_memory *memory, void *device, const void *host, size_t bytes) {
   if (memory->driver != NULL) {
     const int failure = memory->upload((uintptr_t)device, host, bytes);
-    return failure != 0 ? failure : memory->synchronize(); /* the bytes may still be on their way */
+    return failure != 0 ? failure : memory->synchronize(); /* the copy may not be done yet */
   }
   memcpy(device, host, bytes);
   return 0;

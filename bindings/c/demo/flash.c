@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Attention through libflashattn: describes the packed buffers as strided tensors, asks for the workspace, runs. The same code
- * serves every device; only the address of the buffers and, where there is no fp32 kernel, the dtype differ. */
+/* Attention by libflashattn: describes the packed buffers as strided tensors, queries the size of the workspace and runs. The code is the same
+ * for every device. Only the addresses differ and, on devices without fp32 kernels, the dtype. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transformer of model.h. Reads in the order of the computation: weights, forward, loss, backward, update. */
+/* The transformer of model.h, in the order of the computation: weights, forward, loss, backward, update. */
 #include "model.h"
 
 #include <math.h>
@@ -78,7 +78,7 @@ static void init_parameters(model *m, uint64_t seed) {
   fill_normal(p + m->to_logits, width * c->vocabulary, 0.02, &seed);
 }
 
-/* Rotary positions: pair number c of a head turns by position / 10000^(2c / head_dim). */
+/* Rotary positions: pair c of a head is rotated by the angle position / 10000^(2c / head_dim). */
 static void init_rotation(model *m) {
   const int64_t pairs = m->config.width / m->config.heads / 2;
   m->rotation = floats(m->config.seqlen * pairs * 2);
@@ -120,7 +120,7 @@ void model_init(model *m, const model_config *config, flash *attention, uint64_t
   m->final_normed = floats(rows * width);
   m->final_rstd = floats(rows);
   m->logits = floats(rows * config->vocabulary);
-  /* A transposed weight, the gradient of the residual stream, of a layer's inner values, and of what they are made from. */
+  /* Room for a transposed weight, the gradient of the residual stream, that of a layer's inner values and that of their input. */
   m->scratch = floats(width * (4 * width + config->vocabulary) + rows * (width + 4 * width + width));
   if (attention == NULL) m->matrix_scratch = floats((int64_t)saved);
 }
@@ -156,8 +156,8 @@ static void linear(int64_t rows, int64_t in, int64_t out, const float *x, const 
   matmul_parallel(rows, out, in, dense(x, in), w, out, y, out, accumulate);
 }
 
-/* Turns the pairs of queries and keys of qkv (B, T, 3, H, C / H) by the angles of their rows; back with `direction` -1, which is also
- * the way of gradients. */
+/* Rotates the pairs of queries and keys of qkv (B, T, 3, H, C / H) by the angles of their rows. `direction` -1 rotates back; gradients need
+ * that. */
 static void rotate(const model *m, int64_t rows, int64_t seqlen, float *qkv, float direction) {
   const int64_t width = m->config.width, pairs = width / m->config.heads / 2;
   for (int64_t i = 0; i < rows; ++i) {

@@ -14,7 +14,7 @@ typedef struct model_config {
   int64_t batch, seqlen, width, heads, layers, vocabulary;
 } model_config;
 
-/* Where each weight starts in the one array of parameters. */
+/* Index of each weight in the array of all parameters. */
 typedef struct layer_weights {
   int64_t norm1; /* (C) */
   int64_t qkv;   /* (C, 3C) */
@@ -24,13 +24,13 @@ typedef struct layer_weights {
   int64_t down;  /* (4C, C) */
 } layer_weights;
 
-/* What one layer keeps for backward. */
+/* The activations of one layer that backward needs. */
 typedef struct layer_activations {
   float *input;    /* (M, C) */
   float *normed1;  /* (M, C) */
   float *rstd1;    /* (M) */
   float *qkv;      /* (B, T, 3, H, C / H) */
-  float *saved;    /* flash: lse (B, H, T); unfused: weights (B, H, T, T) */
+  float *saved;    /* flash: lse (B, H, T); unfused: P (B, H, T, T) */
   float *attended; /* (B, T, H, C / H) */
   float *middle;   /* (M, C) after attention */
   float *normed2;  /* (M, C) */
@@ -57,14 +57,14 @@ typedef struct model {
   float *final_rstd;              /* (M) */
   float *logits;                  /* (M, V); after model_loss() with backward: their gradient */
   float *scratch;                 /* transposed weights and gradients on the way back */
-  float *matrix_scratch;          /* unfused: gradient of the attention weights of one layer */
+  float *matrix_scratch;          /* unfused: gradient of P of one layer */
 } model;
 
-/* Weights depend on `seed` alone. `attention` stays the caller's. */
+/* Weights depend only on `seed`. The caller keeps `attention`. */
 void model_init(model *m, const model_config *config, flash *attention, uint64_t seed);
 void model_free(model *m);
 
-/* Logits of `tokens` (batch, seqlen), both at most the configuration's. A status of libflashattn. */
+/* Computes the logits of `tokens` (batch, seqlen). Both sizes are at most those of the configuration. Returns a status of libflashattn. */
 fa_status model_forward(model *m, const uint8_t *tokens, int64_t batch, int64_t seqlen);
 
 /* Mean cross-entropy in nats of `targets` (B, T) under the logits of the last model_forward() of full size. */

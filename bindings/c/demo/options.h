@@ -16,10 +16,10 @@ typedef struct options {
   int table;
 } options;
 
-/* -1 to go on, else the exit status: 0 after --help, 2 for wrong arguments. */
+/* Returns -1 to continue, else the exit status: 0 after --help, 2 for wrong arguments. */
 int options_parse(options *o, int argc, char **argv);
 
-/* Reads the text the options name and checks that it is long enough. 0, or an exit status. */
+/* Reads the text that the options name and checks that it is long enough. Returns 0, or an exit status. */
 int options_load_text(const options *o, text *t);
 
 #endif

@@ -6,8 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* On x86-64 GNU compilers build a function once per instruction set and pick at load time, so that a portable build is still a
- * fair opponent. Sanitizers cannot run before the loader does, so they get the plain version. */
+/* On x86-64, GNU compilers build such a function once per instruction set, and the loader chooses one. A portable build is then still a fair
+ * comparison. Sanitizers do not support this, so they get the plain version. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define DEMO_EVERY_ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -62,7 +62,7 @@ double random_normal(uint64_t *state);
 /* Seconds of a monotonic clock. */
 double seconds(void);
 
-/* malloc() of `count` elements that ends the program with a message when memory is out: a demonstration has nothing better to do. */
+/* malloc() of `count` elements. Ends the program with a message if there is not enough memory. */
 void *allocate(size_t count, size_t size);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a run finds out, and how it is judged, printed and written as JSON. */
+/* The results of a run: checks of them, a printed report and JSON. */
 #ifndef FA_DEMO_REPORT_H
 #define FA_DEMO_REPORT_H
 
@@ -8,9 +8,9 @@
 #include "options.h"
 #include "table.h"
 
-/* Everything the run finds out, in the order it does. */
+/* All results of a run, in the order in which they are computed. */
 typedef struct results {
-  double uniform_loss; /* of a model that knows nothing: ln(vocabulary) */
+  double uniform_loss; /* of a model that predicts all characters alike: ln(vocabulary) */
   double first_loss, last_loss, held_out_loss;
   double train_seconds;
   int64_t compared_steps;
@@ -26,7 +26,7 @@ typedef struct tolerance {
 
 extern const tolerance kTolerance32, kTolerance16;
 
-/* Print results and the checks made on them. True if all passed. */
+/* Print results and their checks. True if all checks passed. */
 int report_training(const results *r, const options *o, const tolerance *limit);
 int report_table(const table *t, const tolerance *limit);
 

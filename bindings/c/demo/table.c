@@ -73,9 +73,9 @@ static void tensors_free(tensors *t) {
 
 /* ------------------------------------------------------------------------------------------------------ error */
 
-/* out and dq of query `row` (batch, head, i) in fp64, by definition. */
-static void exact_row(const attention_shape *shape, const tensors *t, int64_t b, int64_t h, int64_t i, double *weights,
-                      double *out, double *dq) {
+/* out and dq of query i of head h of batch entry b, in fp64, by definition. `p` is scratch memory. */
+static void exact_row(const attention_shape *shape, const tensors *t, int64_t b, int64_t h, int64_t i, double *p, double *out,
+                      double *dq) {
   const int64_t n = shape->seqlen, d = shape->head_dim, width = shape->heads * d;
   const float *q = t->qkv + (b * n + i) * 3 * width + h * d, *k = t->qkv + b * n * 3 * width + width + h * d, *v = k + width;
   const float *dout = t->dout + (b * n + i) * width + h * d;
@@ -85,32 +85,32 @@ static void exact_row(const attention_shape *shape, const tensors *t, int64_t b,
   for (int64_t j = 0; j < count; ++j) {
     double dot = 0;
     for (int64_t c = 0; c < d; ++c) dot += (double)q[c] * k[j * 3 * width + c];
-    weights[j] = scale * dot;
-    largest = fmax(largest, weights[j]);
+    p[j] = scale * dot;
+    largest = fmax(largest, p[j]);
   }
-  for (int64_t j = 0; j < count; ++j) sum += weights[j] = exp(weights[j] - largest);
+  for (int64_t j = 0; j < count; ++j) sum += p[j] = exp(p[j] - largest);
   for (int64_t c = 0; c < d; ++c) out[c] = dq[c] = 0;
   for (int64_t j = 0; j < count; ++j) {
-    weights[j] /= sum;
-    for (int64_t c = 0; c < d; ++c) out[c] += weights[j] * v[j * 3 * width + c];
+    p[j] /= sum;
+    for (int64_t c = 0; c < d; ++c) out[c] += p[j] * v[j * 3 * width + c];
   }
   for (int64_t c = 0; c < d; ++c) delta += out[c] * dout[c];
   for (int64_t j = 0; j < count; ++j) {
-    double dweight = 0;
-    for (int64_t c = 0; c < d; ++c) dweight += (double)dout[c] * v[j * 3 * width + c];
-    for (int64_t c = 0; c < d; ++c) dq[c] += scale * weights[j] * (dweight - delta) * k[j * 3 * width + c];
+    double dp = 0;
+    for (int64_t c = 0; c < d; ++c) dp += (double)dout[c] * v[j * 3 * width + c];
+    for (int64_t c = 0; c < d; ++c) dq[c] += scale * p[j] * (dp - delta) * k[j * 3 * width + c];
   }
 }
 
-/* Largest error of t->out, and of dq in t->dqkv, over rows spread evenly, relative to the largest exact value. */
+/* Largest error of t->out, and of dq in t->dqkv, over evenly spread rows, relative to the largest exact value. */
 static void sampled_error(const attention_shape *shape, const tensors *t, double *out_error, double *dq_error) {
   const int64_t n = shape->seqlen, d = shape->head_dim, width = shape->heads * d;
-  double *weights = allocate((size_t)n, sizeof *weights), *exact = allocate((size_t)(2 * d), sizeof *exact);
+  double *p = allocate((size_t)n, sizeof *p), *exact = allocate((size_t)(2 * d), sizeof *exact);
   double largest[2] = {0, 0}, difference[2] = {0, 0};
   for (int64_t s = 0; s < kTableSampledRows; ++s) {
     const int64_t b = s % shape->batch, h = s % shape->heads, i = s * (n - 1) / (kTableSampledRows - 1);
     const float *out = t->out + (b * n + i) * width + h * d, *dq = t->dqkv + (b * n + i) * 3 * width + h * d;
-    exact_row(shape, t, b, h, i, weights, exact, exact + d);
+    exact_row(shape, t, b, h, i, p, exact, exact + d);
     for (int64_t c = 0; c < d; ++c) {
       largest[0] = fmax(largest[0], fabs(exact[c]));
       difference[0] = worse(difference[0], fabs(out[c] - exact[c]));
@@ -120,7 +120,7 @@ static void sampled_error(const attention_shape *shape, const tensors *t, double
   }
   *out_error = difference[0] / largest[0];
   *dq_error = difference[1] / largest[1];
-  free(weights);
+  free(p);
   free(exact);
 }
 
@@ -130,20 +130,20 @@ static void measure_unfused(const attention_shape *shape, tensors *t, table_cell
   const size_t matrix_bytes = attention_matrix_elements(shape) * sizeof(float);
   for (int backward = 0; backward < 2; ++backward) {
     const double before = restart_peak();
-    float *weights = allocate(matrix_bytes, 1), *scratch = backward ? allocate(matrix_bytes, 1) : NULL;
+    float *p = allocate(matrix_bytes, 1), *scratch = backward ? allocate(matrix_bytes, 1) : NULL;
     double best = HUGE_VAL, total = 0;
     for (int run = 0; run < 2 || total < kEnoughSeconds; ++run) { /* the first run also pays for fresh pages */
       const double start = seconds();
       double elapsed;
-      unfused_forward(shape, t->qkv, weights, t->out);
-      if (backward) unfused_backward(shape, t->qkv, weights, t->dout, scratch, t->dqkv);
+      unfused_forward(shape, t->qkv, p, t->out);
+      if (backward) unfused_backward(shape, t->qkv, p, t->dout, scratch, t->dqkv);
       elapsed = seconds() - start;
       best = fmin(best, elapsed);
       total += elapsed;
     }
     cells[backward].seconds = best;
     cells[backward].bytes = before > 0 ? peak_bytes() - before : (double)matrix_bytes * (1 + backward);
-    free(weights);
+    free(p);
     free(scratch);
   }
   sampled_error(shape, t, &cells[0].error, &cells[1].error);

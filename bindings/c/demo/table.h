@@ -7,7 +7,7 @@
 
 #include "device_memory.h"
 
-/* One cell of the table: forward alone, or forward and backward. Not measured where seconds is 0. */
+/* One cell of the table: forward only, or forward and backward. Not measured if seconds is 0. */
 typedef struct table_cell {
   double seconds; /* least of several runs */
   double bytes;   /* peak memory beyond inputs, outputs and gradients */
@@ -24,12 +24,12 @@ enum { kTableMaxRows = 16, kTableSampledRows = 32 };
 
 typedef struct table {
   int num_rows;
-  int memory_measured; /* else it is counted: what was allocated for the call */
+  int memory_measured; /* else the sum of what was allocated for the call */
   table_row rows[kTableMaxRows];
 } table;
 
-/* Measures N = 512, 1024, ... max_seqlen, ending early on slow machines, and prints each row as it is known. On failure
- * returns a status and writes its text. */
+/* Measures N = 512, 1024, ... max_seqlen and prints each row at once. Slow machines end early. On failure returns a status and writes its
+ * text. */
 fa_status table_run(table *t, fa_context ctx, device_memory *memory, int on_cpu, int64_t max_seqlen, uint64_t seed, char *error,
                     size_t error_size);
 

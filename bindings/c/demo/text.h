@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Text as numbers: reads files, numbers the bytes that occur, cuts batches. */
+/* Text as tokens: reads files, numbers the bytes that occur, makes batches. */
 #ifndef FA_DEMO_TEXT_H
 #define FA_DEMO_TEXT_H
 
@@ -20,10 +20,10 @@ int text_append_file(text *t, const char *path);
 void text_finish(text *t);
 void text_free(text *t);
 
-/* `batch` pieces of `seqlen` characters at random places of the training part, and the characters that follow each. */
+/* `batch` sequences of `seqlen` characters from random positions of the training text, and the characters that follow each one. */
 void text_random_batch(const text *t, int64_t batch, int64_t seqlen, uint64_t *random, uint8_t *tokens, uint8_t *targets);
 
-/* The same from the held-out part, at even distances: `index` of `count` such batches. */
+/* The same from evenly spaced positions of the held-out text. `index`: which of `count` such batches. */
 void text_held_out_batch(const text *t, int64_t batch, int64_t seqlen, int64_t index, int64_t count, uint8_t *tokens,
                          uint8_t *targets);
 

@@ -27,20 +27,20 @@ typedef struct engine {
   fa_context ctx;
   device_memory *memory;
   fa_stream stream;
-  void *step_record; /* of a decode step; NULL on the CPU */
+  void *step_record; /* CUDA graph of a decode step; NULL on the CPU */
   int slots, page_size, max_pages, num_pages;
   sequence *sequences; /* (slots) */
   int32_t *pages;      /* (slots, max_pages), -1 = no page */
   int32_t *free_pages;
   int num_free;
   token_tables *tables;
-  uint16_t *host;    /* q, k and v of all rows and layers of a call on their way to the device, or its results */
-  int64_t most_rows; /* of a call */
+  uint16_t *host;    /* staging: q, k and v of all rows and layers of a call, or its results */
+  int64_t most_rows; /* largest number of rows of a call */
   uint32_t random;
   int joined, left;
   double largest_error;
 
-  /* On the device: rows of all layers, (LAYERS, most_rows, heads, DIM), and what one call says about them. */
+  /* On the device: rows of all layers, (LAYERS, most_rows, heads, DIM), and the page table, offsets and lengths of one call. */
   void *q, *k, *v, *out, *k_cache, *v_cache, *cos, *sin, *workspace;
   void *page_table, *offsets, *seqused_k, *cu_seqlens;
   size_t workspace_bytes;
@@ -57,11 +57,11 @@ static void check(engine *e, fa_status status, const char *what) {
 
 static void *device_array(engine *e, size_t bytes) {
   void *data = device_memory_allocate(e->memory, bytes);
-  if (data == NULL) fail("allocation", "the device has not that much memory");
+  if (data == NULL) fail("allocation", "the device does not have enough memory");
   return data;
 }
 
-/* `host` stays as it is until the results of the call are there: a copy may read it later than it returns. */
+/* `host` must not change until the results of the call have arrived: the copy may read it after this function returns. */
 static void upload(engine *e, void *device, const void *host, size_t bytes) {
   if (device_memory_enqueue_upload(e->memory, device, host, bytes) != 0) fail("upload", "a copy to the device failed");
 }
@@ -94,7 +94,7 @@ static fa_tensor row_major(void *data, fa_dtype dtype, int ndim, const int64_t *
 
 static fa_tensor integers(void *data, int64_t count) { return row_major(data, FA_INT32, 1, &count); }
 
-/* New rows of one layer: packed, (rows, heads, DIM), or, where there is one a slot, (slots, 1, heads, DIM). */
+/* New rows of one layer: packed, (rows, heads, DIM), or, with one row per slot, (slots, 1, heads, DIM). */
 static fa_tensor new_rows(engine *e, void *data, int layer, int64_t rows, int64_t heads, int packed) {
   const int64_t shape[4] = {rows, packed ? heads : 1, packed ? DIM : heads, DIM};
   uint16_t *first = (uint16_t *)data + layer * e->most_rows * heads * DIM;
@@ -106,7 +106,7 @@ static fa_tensor cache(engine *e, void *data, int layer) {
   return row_major((uint16_t *)data + layer * shape[0] * shape[1] * KEY_HEADS * DIM, FA_BFLOAT16, 4, shape);
 }
 
-/* What one layer appends and attends: `rows` new rows of `batch` sequences, packed or one each. */
+/* The problems of one layer: append and attention of `rows` new rows of `batch` sequences, packed or one row each. */
 static void describe(engine *e, int layer, int64_t batch, int64_t rows, int packed, fa_append *app, fa_attention *att) {
   const int64_t table[2] = {batch, e->max_pages}, rotary[2] = {MAX_ROWS, DIM / 2};
   fa_append_init(app, sizeof *app);
@@ -188,7 +188,7 @@ static void download_results(engine *e, int64_t rows) {
  * Sequences
  * ----------------------------------------------------------------------------------------------------------------- */
 
-/* A new request in a free slot, with pages for all that it may come to hold; 0 if there are too few. */
+/* Starts a new request in a free slot, with pages for its largest length. Returns 0 if there are too few pages. */
 static int join(engine *e, int slot) {
   sequence *s = &e->sequences[slot];
   const int prompt = 8 + random_below(&e->random, MAX_PROMPT - 8), answer = 8 + random_below(&e->random, MAX_ANSWER - 8);
@@ -204,7 +204,8 @@ static int join(engine *e, int slot) {
   return 1;
 }
 
-/* What attention made of the sequence's last token, row `row` of `rows` results, is its next one. Done, it is compared with plain attention, and its pages are free. */
+/* Appends the next token of a sequence, from row `row` of `rows` results. A sequence that is done is compared with plain attention, and its
+ * pages are freed. */
 static void take_result(engine *e, int slot, int64_t row, int64_t rows) {
   sequence *s = &e->sequences[slot];
   const uint16_t *out = e->host + row * HEADS * DIM;
@@ -225,7 +226,7 @@ static void take_result(engine *e, int slot, int64_t row, int64_t rows) {
   ++e->left;
 }
 
-/* Fills free slots and prefills the prompts of those that joined, packed. Returns the number of their tokens. */
+/* Starts requests in free slots and prefills their prompts, packed. Returns the number of their tokens. */
 static int64_t prefill(engine *e) {
   static uint8_t tokens[MAX_SLOTS * MAX_PROMPT];
   static int32_t starts[MAX_SLOTS + 1], zeros[MAX_SLOTS];
@@ -250,7 +251,7 @@ static int64_t prefill(engine *e) {
   return total;
 }
 
-/* One token for every sequence. Free slots have a negative offset and take no part. Returns the number of tokens. */
+/* Decodes one token of every sequence. Free slots have a negative offset and are skipped. Returns the number of tokens. */
 static int64_t decode(engine *e) {
   static uint8_t tokens[MAX_SLOTS];
   static int32_t offsets[MAX_SLOTS];
@@ -302,7 +303,7 @@ static void open_engine(engine *e, fa_device_type device, fa_device_properties *
 
   e->most_rows = rows;
   e->max_pages = (MAX_PROMPT + MAX_ANSWER + e->page_size - 1) / e->page_size;
-  e->num_pages = e->slots * e->max_pages * 3 / 4 + e->max_pages; /* fewer than all slots may want */
+  e->num_pages = e->slots * e->max_pages * 3 / 4 + e->max_pages; /* fewer than all slots together may need */
   e->num_free = e->num_pages;
   e->random = 7;
   e->sequences = calloc((size_t)e->slots, sizeof *e->sequences);

@@ -53,7 +53,7 @@ int next_token(const uint16_t *out, int64_t layer_stride) {
   return best % VOCABULARY;
 }
 
-/* A rotated row, rounded as a tensor of it is. */
+/* A rotated row, rounded to bf16 like a tensor. */
 static void rotate(const token_tables *t, const uint16_t *row, int position, double *to) {
   int c;
   for (c = 0; c < DIM / 2; ++c) {
@@ -72,12 +72,12 @@ double attention_error(const token_tables *t, const uint8_t *tokens, int length,
       double q[DIM], sum = 0, result[DIM] = {0};
       rotate(t, t->q[layer][tokens[length - 1]][h], length - 1, q);
       for (j = 0; j < length; ++j) {
-        double k[DIM], logit = 0, weight;
+        double k[DIM], logit = 0, p;
         rotate(t, t->k[layer][tokens[j]][kh], j, k);
         for (d = 0; d < DIM; ++d) logit += q[d] * k[d];
-        weight = exp(logit / sqrt((double)DIM)); /* the tables are small enough for no maximum */
-        sum += weight;
-        for (d = 0; d < DIM; ++d) result[d] += weight * from_bf16(t->v[layer][tokens[j]][kh][d]);
+        p = exp(logit / sqrt((double)DIM)); /* logits are small: no maximum is subtracted */
+        sum += p;
+        for (d = 0; d < DIM; ++d) result[d] += p * from_bf16(t->v[layer][tokens[j]][kh][d]);
       }
       for (d = 0; d < DIM; ++d) {
         const double error = fabs(result[d] / sum - from_bf16(out[layer * layer_stride + h * DIM + d]));

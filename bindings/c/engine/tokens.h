@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What stands in for a model: every token has a query, a key and a value in every layer, and what attention makes of a sequence's last
- * token says which token comes next. */
+/* A stand-in for a model. Every token has a query, a key and a value in every layer. The result of attention for the last token of a
+ * sequence determines the next token. */
 #ifndef FA_ENGINE_TOKENS_H
 #define FA_ENGINE_TOKENS_H
 
@@ -17,10 +17,10 @@ typedef struct token_tables {
 
 void tokens_fill(token_tables *tables);
 
-/* A number below `limit` from a generator of 32 bits. */
+/* A random number below `limit`, from a 32-bit generator. */
 int random_below(uint32_t *state, int limit);
 
-/* The token that follows, from the results of all layers for one row: out[layer * layer_stride + column] (bf16). */
+/* The next token, from the results of all layers for one row: out[layer * layer_stride + column] (bf16). */
 int next_token(const uint16_t *out, int64_t layer_stride);
 
 /* The largest difference between `out`, as above, and plain attention in double over a whole sequence, for the query of its last token. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A plugin that is fast where libflashattn is installed and works where it is not: it links nothing, and adds no symbol to its host but
- * the one that the host asks for. */
+/* A plugin that is fast if libflashattn is installed, and works without it. It links no library, and exports only the symbol that the host
+ * looks up. */
 #include "plugin.h"
 
 #include <flashattn/flashattn_dl.h>
@@ -27,30 +27,30 @@ static int attend_fast(const float *q, const float *k, const float *v, float *ou
 }
 
 static void close_fast(void) {
-  fa.fa_destroy(ctx); /* ends its threads, so that the code may go */
+  fa.fa_destroy(ctx); /* ends its threads, which run code of the library */
   fa_dl_close(&fa);
 }
 
 static int attend_plainly(const float *q, const float *k, const float *v, float *out, int rows, int dim) {
-  float *weights = malloc((size_t)rows * sizeof *weights);
-  if (weights == NULL) return -1;
+  float *scores = malloc((size_t)rows * sizeof *scores);
+  if (scores == NULL) return -1;
   for (int i = 0; i < rows; ++i) {
     float top = -INFINITY, total = 0;
     for (int j = 0; j <= i; ++j) {
       float x = 0;
       for (int d = 0; d < dim; ++d) x += q[i * dim + d] * k[j * dim + d];
-      weights[j] = x / sqrtf((float)dim);
-      if (weights[j] > top) top = weights[j];
+      scores[j] = x / sqrtf((float)dim);
+      if (scores[j] > top) top = scores[j];
     }
     for (int d = 0; d < dim; ++d) out[i * dim + d] = 0;
     for (int j = 0; j <= i; ++j) {
-      const float weight = expf(weights[j] - top);
-      total += weight;
-      for (int d = 0; d < dim; ++d) out[i * dim + d] += weight * v[j * dim + d];
+      const float p = expf(scores[j] - top);
+      total += p;
+      for (int d = 0; d < dim; ++d) out[i * dim + d] += p * v[j * dim + d];
     }
     for (int d = 0; d < dim; ++d) out[i * dim + d] /= total;
   }
-  free(weights);
+  free(scores);
   return 0;
 }
 

@@ -113,13 +113,13 @@ end
         alone, _ = attention(turned[:, :, :, 2:2], k_cache[:, :, 1:3, own:own], v_cache[:, :, 1:3, own:own])
         @test all(iszero, out[:, :, :, 1]) && maximum(abs.(out[:, :, :, 2:2] .- alone)) < 1e-5
     end
-    bytes, factors = zeros(Int8, dim, heads, 4, batch), zeros(Float32, heads, 4, batch)
-    append_kv!(bytes, nothing, k, nothing; k_descale = factors)
+    bytes, descales = zeros(Int8, dim, heads, 4, batch), zeros(Float32, heads, 4, batch)
+    append_kv!(bytes, nothing, k, nothing; k_descale = descales)
     for b = 1:batch, i = 1:rows, h = 1:heads
-        @test factors[h, i, b] ≈ maximum(abs.(k[:, h, i, b])) / 127
-        @test maximum(abs.(bytes[:, h, i, b] .* factors[h, i, b] .- k[:, h, i, b])) <= 0.51 * factors[h, i, b]
+        @test descales[h, i, b] ≈ maximum(abs.(k[:, h, i, b])) / 127
+        @test maximum(abs.(bytes[:, h, i, b] .* descales[h, i, b] .- k[:, h, i, b])) <= 0.51 * descales[h, i, b]
     end
-    @test all(iszero, factors[:, 4, :])
+    @test all(iszero, descales[:, 4, :])
     @test_throws FlashAttnError append_kv!(bytes, nothing, k, v)
 end
 

@@ -14,7 +14,7 @@ from ._tensor import Holds
 
 @dataclass(frozen=True)
 class Options:
-    """What may be said about an attention problem besides q, k and v; every function takes these as keyword arguments.
+    """Options of an attention problem. Every function takes them as keyword arguments.
 
     Tensors are any object `forward` takes; flashattn.h documents shapes and meaning of each field.
     """
@@ -29,7 +29,7 @@ class Options:
     softcap: float = 0.0
     #: Added to the logits, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k).
     bias: Any = None
-    #: uint8 or bool, one entry a block; zero masks the block.
+    #: uint8 or bool, one entry per block; zero masks the block.
     block_mask: Any = None
     #: Rows and columns of a block of `block_mask`.
     block_size: Tuple[int, int] = (0, 0)
@@ -44,14 +44,14 @@ class Options:
     #: Packed sequences: int32 or int64, (batch + 1).
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
-    #: int32, (batch): how many rows of each sequence count.
+    #: int32, (batch): number of used rows of each sequence.
     seqused_q: Any = None
     seqused_k: Any = None
     #: Paged keys: int32, (batch, max_pages).
     page_table: Any = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    #: Factors of float8 and int8 keys and values: float32, (batch, heads_k), or as k and v without head_dim.
+    #: Descales of float8 and int8 keys and values: float32, (batch, heads_k), or as k and v without head_dim.
     q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
@@ -61,7 +61,7 @@ class Options:
 
 
 class Gradients(NamedTuple):
-    """Results of `backward`; None where not asked for."""
+    """Results of `backward`; None for those that were not computed."""
 
     dq: Any
     dk: Any
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
 
 
 class DeviceInfo(NamedTuple):
-    """What a context runs on."""
+    """The device of a context."""
 
     device: str
     device_index: int
@@ -183,7 +183,7 @@ class Context:
 
     @property
     def info(self) -> DeviceInfo:
-        """The device and what is used of it."""
+        """The device, and the part of it that calls use."""
         properties = _abi.fa_device_properties()
         check(_abi.lib.fa_device_properties_init(ctypes.byref(properties), ctypes.sizeof(properties)))
         check(_abi.lib.fa_device_info(self._open(), ctypes.byref(properties)), self._handle)
@@ -205,7 +205,7 @@ class Context:
         return _tensor.view(obj, what, self._device, holds, writable=writable, stream=stream)
 
     def _allocate(self, shape: Tuple[int, ...], dtype: int, what: str, like: Any, cu_seqlens: _abi.fa_tensor) -> Any:
-        """Room for a result. Rows between packed sequences are never written, so they begin as zero."""
+        """Allocates a result. Rows between packed sequences are never written, so they are set to zero here."""
         return _tensor.allocate(shape, dtype, what, self._device, like, zeroed=cu_seqlens.ndim > 0)
 
     def _set_seed(self, problem: _abi.fa_attention, seed: Any, holds: Holds, stream: Optional[int]) -> None:
@@ -220,7 +220,7 @@ class Context:
         problem.dropout_seed_ptr = view.data
 
     def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
-        """Everything of the problem but its outputs."""
+        """The problem without its outputs."""
         problem = _abi.fa_attention()
         check(_abi.lib.fa_attention_init(ctypes.byref(problem), ctypes.sizeof(problem)))
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -254,7 +254,7 @@ class Context:
         return problem
 
     def _out_like(self, problem: _abi.fa_attention) -> Tuple[Tuple[int, ...], int]:
-        """Shape and dtype of `out`, from q and v. Nonsense here is refused by the library."""
+        """Shape and dtype of `out`, from q and v. The library refuses inputs that do not fit."""
         shape = _tensor.shape_of(problem.q)
         head_dim = _tensor.shape_of(problem.v)[-1:]
         return shape[:-1] + head_dim, problem.q.dtype
@@ -350,7 +350,7 @@ class Context:
             if name not in known:
                 raise TypeError(f"append_kv has no argument {name!r}")
             view = self._view(tensor, name, holds, stream, writable=name in written)
-            # Factors, one for each row and head (three dimensions), are written.
+            # Descales per row and head (three dimensions) are outputs.
             if name in ("k_descale", "v_descale") and view.ndim == 3:
                 view = self._view(tensor, name, holds, stream, writable=True)
             setattr(append, name, view)
@@ -363,7 +363,7 @@ class Context:
     def forward(
         self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, stream: Any = None, **options: Any
     ) -> Tuple[Any, Any]:
-        """softmax(scale q k^T + ..., masked) v and the log of the softmax's denominator: returns (out, lse).
+        """Computes softmax(scale q k^T + ..., masked) v and the logarithm of the softmax denominator: returns (out, lse).
 
         q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens`; read in place, any strides with the
         last one 1. Results are written to `out` and `lse` when given and otherwise allocated as q is (PyTorch, CuPy; NumPy for all
@@ -395,7 +395,7 @@ class Context:
     ) -> Gradients:
         """Gradients of `forward` for the gradients `dout` (and `dlse`) of its results; takes the same options.
 
-        Results are written where given and allocated as q is otherwise; False leaves one out.
+        Results that are given are written in place. Others are allocated like q. False: the result is not computed.
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)

@@ -35,14 +35,14 @@ def forward(q, k, v, *, causal=False, window=(None, None), scale=None, softcap=0
     extra = np.full(q.shape[2], -np.inf) if sink is None else np.asarray(sink, np.float64)
     top = np.maximum(x.max(-1), extra[None, :, None])
     top = np.where(np.isfinite(top), top, 0)
-    weights = np.exp(x - top[..., None])
-    sink_weight = np.exp(extra[None, :, None] - top)
-    total = weights.sum(-1) + sink_weight
+    exps = np.exp(x - top[..., None])
+    sink_exp = np.exp(extra[None, :, None] - top)
+    total = exps.sum(-1) + sink_exp
     with np.errstate(divide="ignore"):
         lse = top + np.log(total)
     total = np.where(total > 0, total, 1)
-    p = weights / total[..., None]
-    return np.einsum("bhij,bjhd->bihd", p, v), lse, (p, sink_weight / total, slope, scale, group)
+    p = exps / total[..., None]
+    return np.einsum("bhij,bjhd->bihd", p, v), lse, (p, sink_exp / total, slope, scale, group)
 
 
 def backward(dout, dlse, q, k, v, out, saved):

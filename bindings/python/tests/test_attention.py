@@ -120,7 +120,7 @@ class AttentionTest(unittest.TestCase):
     def test_dropout_zeroes_the_stated_share(self):
         q, k = np.zeros((1, 256, 1, 8), np.float32), np.zeros((1, 256, 1, 8), np.float32)
         v = np.zeros((1, 256, 1, 256), np.float32)
-        v[0, np.arange(256), 0, np.arange(256)] = 256  # out is the matrix of weights, times 256
+        v[0, np.arange(256), 0, np.arange(256)] = 256  # out is P, times 256
         out, _ = flashattn.forward(q, k, v, dropout_p=0.25, dropout_seed=3)
         self.assertAlmostEqual(float((out == 0).mean()), 0.25, delta=0.02)
         np.testing.assert_allclose(out[out != 0], 1 / 0.75, rtol=1e-5)
@@ -246,16 +246,16 @@ class AttentionTest(unittest.TestCase):
     def test_a_cache_in_int8(self):
         k, v, q = normal(1, 1, 5, 2, 8), normal(2, 1, 5, 2, 8), normal(3, 1, 5, 2, 8)
         k_cache, v_cache = np.zeros((1, 5, 2, 8), np.int8), np.zeros((1, 5, 2, 8), np.int8)
-        k_factor, v_factor = np.zeros((1, 5, 2), np.float32), np.zeros((1, 5, 2), np.float32)
-        flashattn.append_kv(k, k_cache, v, v_cache, k_descale=k_factor, v_descale=v_factor)
-        np.testing.assert_allclose(k_factor, np.abs(k).max(-1) / 127, rtol=1e-6)
-        np.testing.assert_allclose(k_cache * k_factor[..., None], k, atol=float(k_factor.max()) * 0.51)
-        out, _ = flashattn.forward(q, k_cache, v_cache, k_descale=k_factor, v_descale=v_factor)
-        exact, _, _ = reference.forward(q, k_cache * k_factor[..., None], v_cache * v_factor[..., None])
+        k_descale, v_descale = np.zeros((1, 5, 2), np.float32), np.zeros((1, 5, 2), np.float32)
+        flashattn.append_kv(k, k_cache, v, v_cache, k_descale=k_descale, v_descale=v_descale)
+        np.testing.assert_allclose(k_descale, np.abs(k).max(-1) / 127, rtol=1e-6)
+        np.testing.assert_allclose(k_cache * k_descale[..., None], k, atol=float(k_descale.max()) * 0.51)
+        out, _ = flashattn.forward(q, k_cache, v_cache, k_descale=k_descale, v_descale=v_descale)
+        exact, _, _ = reference.forward(q, k_cache * k_descale[..., None], v_cache * v_descale[..., None])
         self.assert_close(out, exact, 1e-5)
-        k_factor.flags.writeable = False
+        k_descale.flags.writeable = False
         with self.assertRaisesRegex(TypeError, "k_descale is read-only"):
-            flashattn.append_kv(k, k_cache, v, v_cache, k_descale=k_factor, v_descale=v_factor)
+            flashattn.append_kv(k, k_cache, v, v_cache, k_descale=k_descale, v_descale=v_descale)
 
     def test_merge(self):
         q, k, v = normal(1, 2, 7, 2, 8), normal(2, 2, 30, 2, 8), normal(3, 2, 30, 2, 8)

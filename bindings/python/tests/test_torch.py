@@ -77,8 +77,8 @@ class TorchTest(unittest.TestCase):
         with_sink = torch.cat([logits, sink.view(1, 4, 1, 1).expand(2, 4, 23, 1)], -1)
         self.assert_same(lse, with_sink.logsumexp(-1), [q, k, sink])
         out, lse = attention(q, k, v, sink=sink, return_lse=True)
-        weights = with_sink.softmax(-1)[..., :-1]
-        self.assert_same(out, torch.einsum("bhij,bjhd->bihd", weights, v), [q, k, v, sink])
+        p = with_sink.softmax(-1)[..., :-1]
+        self.assert_same(out, torch.einsum("bhij,bjhd->bihd", p, v), [q, k, v, sink])
         only_lse = torch.autograd.grad(attention(q, k, v, return_lse=True)[1].sum(), [q, v])
         self.assertGreater(float(only_lse[0].abs().max()), 0)
         self.assertEqual(float(only_lse[1].abs().max()), 0)
@@ -98,7 +98,7 @@ class TorchTest(unittest.TestCase):
             results.append(scaled_dot_product_attention(q, k, v, dropout_p=0.5))
         self.assertTrue(torch.equal(results[0], results[1]))
         self.assertFalse(torch.equal(results[0], results[2]))
-        # The backward pass drops the same weights: d(sum out) / dv adds up to the kept share, times 2.
+        # The backward pass drops the same elements of P: d(sum out) / dv adds up to the fraction that is kept, times 2.
         torch.manual_seed(3)
         out = scaled_dot_product_attention(q, k, torch.ones_like(v).requires_grad_(), dropout_p=0.5)
         ones = torch.ones_like(v).requires_grad_()

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Split-KV partials: results over disjoint sets of keys, each out (not divided by l), m in base 2 and l, and how they become one.
+// Combines split-KV partials. A partial is the result over its own set of keys: out (not divided by l), m in base 2 and l.
 //
 //   m = max m_n,   l = sum l_n 2^(m_n - m),   out = sum out_n 2^(m_n - m)
 //
-// Partials are added in the order of their keys. A partial without visible keys has m = -1e30 and l = 0: its weight is 0, or 1 for zeros.
+// Partials are added in the order of their keys. A partial without visible keys has m = -1e30, l = 0 and
+// out = 0: it is scaled by 0, or by 1 if no partial has any.
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -29,13 +30,14 @@ __device__ __forceinline__ void combine_partials(float4 &out, float2 &stats, con
   stats = {top, stats.y * before};
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    const float weight = exp2_approx(partial_stats[n].x - top);
-    stats.y = fmaf(weight, partial_stats[n].y, stats.y);
-    add_scaled(out, weight, partial[n]);
+    const float scale = exp2_approx(partial_stats[n].x - top);
+    stats.y = fmaf(scale, partial_stats[n].y, stats.y);
+    add_scaled(out, scale, partial[n]);
   }
 }
 
-// A counter that CTAs of one launch arrive at when their partials are stored (count_released), and the CTA that adds them waits for.
+// Reads a counter of stored partials with acquire semantics. CTAs increment it after they have stored a partial (count_released). The CTA
+// that combines the partials waits for it.
 __device__ __forceinline__ int load_acquire(const int32_t *counter) {
   int now;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(now) : "l"(counter) : "memory");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division by a number the host knows: a multiplication and a shift in the kernel.
+// Division by a number that the host knows, by a multiplication and a shift in the kernel.
 #pragma once
 
 #include <cstdint>

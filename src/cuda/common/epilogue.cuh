@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of a forward: from the softmax state of a row to the factor of its output and its lse, and rows to global memory.
+// The epilogue of a forward: computes lse of a row and the factor of its out from the softmax state, and stores rows to global memory.
 #pragma once
 
 #include <math_constants.h>
@@ -24,18 +24,18 @@ __device__ __forceinline__ float *row_of_tensor(const RowScalar &t, int64_t batc
   return t.data + batch * t.batch_stride + head * t.head_stride + row * t.seq_stride;
 }
 
-// What out of a row is multiplied by, and its lse (natural logarithm).
+// The factor by which out of a row is multiplied, and its lse (natural logarithm).
 struct RowResult {
   float factor, lse;
 };
 
-// From m (base 2) and l of a row. `sink`: its head's attention sink, one more logit in the denominator (natural units), or null. A sink far
-// above every logit would overflow against m: then m is raised, out is negligible and only lse matters. l is 0 for a row without visible keys:
-// out = 0, lse = -inf. l is NaN where a visible score is, and so is out then.
+// Computes the results of rows from m (base 2) and l. `sink`: the attention sink of the head (natural logarithm), or null. A sink far above
+// every logit would overflow relative to m, so m is raised to it; out is then negligible. A row without visible keys has l = 0: out = 0,
+// lse = -inf. If a visible score is NaN, l and out are NaN.
 template <int kRows>
 __device__ __forceinline__ void finalize_rows(const float (&max)[kRows], const float (&sum)[kRows], const float *sink,
                                               RowResult (&result)[kRows]) {
-  // All rows at every step and no branch between them: the chain of one row alone would wait at every step.
+  // Every step handles all rows, without branches. The dependency chains of the rows then hide each other's latency.
   float m[kRows], l[kRows], factor[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) m[r] = max[r], l[r] = sum[r], factor[r] = 1.f;
@@ -65,7 +65,7 @@ __device__ __forceinline__ const float *sink_of(const Problem &p, int head) {
   return p.sink != nullptr ? p.sink + head * p.sink_stride : nullptr;
 }
 
-// A row that is not used, or sees no key: out = 0 by a whole warp, and its lse.
+// One warp stores out = 0 and lse for a row that is not used or sees no key.
 template <typename Element>
 __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, float *lse, float lse_value, int lane) {
   if (lse != nullptr && lane == 0) *lse = lse_value;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, fl
   for (int column = lane; column < columns; column += 32) bits[column] = 0;
 }
 
-// Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes a lane: the four lanes that share the row exchange the vectors of
+// Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes per lane: the four lanes that share the row exchange the vectors of
 // four column tiles. `row()` is column 0 of the row for this lane's quad; columns from `columns` on are not written. pack(a, b) converts a pair;
 // `keep` is ~0, or 0 to write zeros. All lanes of the warp take part in the exchange; quads without `store` write nothing. The address is a
 // function so that kernels short of registers compute it where it is used.

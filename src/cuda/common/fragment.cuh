@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Accumulator fragments: which query and which key of a tile of scores a register of a lane holds, and reductions over the keys of a query.
 //
-// mma.sync m16n8k16 and wgmma lay accumulators out alike. A warp holds tiles of 16 x 8, four elements a lane:
+// mma.sync m16n8k16 and wgmma lay accumulators out alike. A warp holds tiles of 16 x 8, four elements per lane:
 //
 //   element r of tile (i, j):   row 16 i + lane / 4 + 8 (r / 2),   column 8 j + 2 (lane % 4) + r % 2
 //
@@ -62,7 +62,7 @@ struct QkFragment {
   // One lane of those that share queries.
   static __device__ __forceinline__ bool leads(int lane) { return (lane & 3) == 0; }
 
-  // Combines each x[r] over the lanes that share query r. Rows take turns: a single chain of shuffles would wait for each.
+  // Combines each x[r] over the lanes that share query r. The shuffles of all rows are interleaved, which hides their latency.
   template <int kCount, typename Op>
   static __device__ __forceinline__ void reduce(float (&x)[kCount], Op op) {
 #pragma unroll

@@ -7,24 +7,24 @@
 
 namespace fa::cuda {
 
-// The place of one row of K or V: the index of its batch entry or page, and the row in it. row -1 is read as zero.
+// Where one row of K or V is: the index of its batch entry or page, and the row in it. Row -1 is read as zero.
 struct KvPlace {
   int outer, row;
 };
 
-// Finds rows of one sequence. Page table entries are loaded apart from the arithmetic (page_of, then place), so that kernels can load them some
-// tiles ahead.
+// Finds rows of one sequence in two steps: page_of() loads the page table entry, place() does the arithmetic. Kernels can therefore load
+// entries some tiles ahead.
 struct KvLocator {
   const Problem &p;
   const Divisor &page_size;
 
   __device__ __forceinline__ bool paged() const { return p.page_table != nullptr; }
-  // The page of a key that exists; 0 where K and V are not paged.
+  // The page of an existing key; 0 if K and V are not paged.
   __device__ __forceinline__ int page_of(int batch, int key) const {
     if (!paged()) return 0;
     return p.page_table[batch * p.page_table_batch_stride + page_size.quotient(key) * p.page_table_page_stride];
   }
-  // Its place. `start`: the first row of the sequence, 0 where it is padded.
+  // Where the key is. `start`: the first row of the sequence, 0 in padded tensors.
   __device__ __forceinline__ KvPlace place(int page, int batch, int64_t start, int key) const {
     if (paged()) return {page, page_size.remainder(key)};
     return {p.k_lengths.cu != nullptr ? 0 : batch, static_cast<int>(start) + key};

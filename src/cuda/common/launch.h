@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a family of kernels hands to the backend: the launches that carry out a plan, in stream order, with their parameters.
+// The launches that carry out a plan, in stream order, with their parameters. A family of kernels makes them, the backend runs them.
 #pragma once
 
 #include <cassert>
@@ -20,8 +20,7 @@ struct Launch {
   int cluster = 0;   // CTAs of a cluster, 0 = none; kernels that take a size above 8 allow non-portable ones
 };
 
-// A short list of launches and the memory of their parameters. Lives on the stack for one call; nothing in it is initialised before
-// it is used.
+// A short list of launches and the memory of their parameters. It is on the stack during one call, and is not initialised as a whole.
 class Launches {
  public:
   static constexpr int kMaxEntries = 8;
@@ -35,7 +34,7 @@ class Launches {
   Launches(const Launches &) = delete;
   Launches &operator=(const Launches &) = delete;
 
-  // Parameters that live as long as the list, uninitialised members included: the caller sets every one.
+  // Parameters that live as long as the list. They are not initialised: the caller sets every member.
   template <typename Params>
   Params &make_params() {
     static_assert(std::is_trivially_destructible_v<Params> && alignof(Params) <= kAlignment && sizeof(Params) <= kParamsBytes);

@@ -24,7 +24,7 @@ __device__ __forceinline__ KeyRange tiles_inside(const KeyRange &keys) {
   return {(keys.begin + kTile - 1) / kTile, keys.end / kTile};
 }
 
-// How a tile of keys lies to the rows of a warp or a CTA.
+// Whether the rows of a warp or a CTA see no key of a KV tile, some pairs of it or all.
 enum class TileMask { empty, partial, full };
 template <int kTile>
 __device__ __forceinline__ TileMask tile_mask(const KeyRange &visible, const KeyRange &interior, int key0) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ void mask_row(Scores &s, int r, uint32_t visible) {
     if ((visible >> m & 1) == 0) element(s, Fragment::at(r, m)) = -CUDART_INF_F;
 }
 
-// Calls f(n) for the elements of row r that lie outside the range. It compares with the range itself, where bits would be held for long. In
-// S^T of the backward a row is a key, and the range is of queries: QkFragment with the roles exchanged.
+// Calls f(n) for the elements of row r that are outside the range. It is for kernels that would hold visible_bits in registers for long. In
+// S^T of the backward a row is a key and the range is of queries: QkFragment with the roles exchanged.
 template <class Fragment, typename F>
 __device__ __forceinline__ void for_masked_in_row(int r, const KeyRange &keys, int key0, int lane, F f) {
   const int first = key0 + Fragment::first_key(lane), begin = keys.begin - first, end = keys.end - first;

@@ -21,7 +21,7 @@ __device__ __forceinline__ bool is_masked_p(float p) { return __float_as_uint(p)
 // Searching
 // ----------------------------------------------------------------------------------------------------------------------
 
-// 0, or NaN if any of x is NaN or Inf. In four chains: one would wait at every step.
+// 0, or NaN if any of x is NaN or Inf. Four chains of fma hide its latency.
 template <int kCount>
 __device__ __forceinline__ float nan_if_nonfinite(const float (&x)[kCount]) {
   float zero[4] = {0.f, 0.f, 0.f, 0.f};
@@ -44,7 +44,8 @@ struct NonfiniteSearch {
   __device__ __forceinline__ bool any() const { return (found & 0x7FFF7FFFu) != 0; }
 };
 
-// Whether the share of a tile of kBytes bytes that thread `thread` of kThreads looks at holds any. A vote of the threads tells of the tile.
+// Whether the bytes of a tile (kBytes in all) that thread `thread` of kThreads searches hold a non-finite value. A vote of the threads gives
+// the result for the whole tile.
 template <typename Element, int kBytes, int kThreads>
 __device__ __forceinline__ bool tile_has_nonfinite(uint32_t tile, int thread = static_cast<int>(threadIdx.x)) {
   NonfiniteSearch<Element> search;
@@ -53,7 +54,7 @@ __device__ __forceinline__ bool tile_has_nonfinite(uint32_t tile, int thread = s
   return search.any();
 }
 
-// Whether the 16-byte vectors of a tile that this thread itself, of kThreads, has loaded by load_tile (and waited for) hold any.
+// Whether the 16-byte vectors that this thread of kThreads has loaded itself (load_tile, and the wait) hold a non-finite value.
 template <typename Element, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ bool loaded_part_has_nonfinite(uint32_t tile, int thread) {
   constexpr int kVectors = kColumns / 8;
@@ -83,6 +84,16 @@ __device__ __forceinline__ void p_of_key(const uint32_t (&a)[kKSteps][4], int ke
       for (int half = 0; half < 2; ++half)
         if (key >> 3 == 2 * k + half) pair = a[k][2 * half + r];
     pair = __shfl_sync(~0u, pair, source);
+    bits[r] = (key & 1) ? pair >> 16 : pair & 0xFFFFu;
+  }
+}
+
+// The same for one step of 16 keys.
+__device__ __forceinline__ void p_of_key(const uint32_t (&a)[4], int key, uint32_t (&bits)[2], int lane) {
+  const int source = (lane & ~3) | ((key & 7) >> 1);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t pair = __shfl_sync(~0u, key & 8 ? a[2 + r] : a[r], source);
     bits[r] = (key & 1) ? pair >> 16 : pair & 0xFFFFu;
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What plans and kernels ask of a tensor.
+// Properties of a tensor that plans and kernels use.
 #pragma once
 
 #include <cstdint>

@@ -35,8 +35,8 @@ __device__ __forceinline__ void store_elements(Element *dst, const uint32_t (&wo
   }
 }
 
-// Transposes 4 x 4 words among the four lanes (a quad) that share a row of accumulators: word n of lane q and word q of lane n change
-// places. Then a lane holds the four words of one tile of eight columns.
+// Transposes 4 x 4 words among the four lanes (a quad) that share a row of accumulators: word n of lane q and word q of lane n are
+// exchanged. Then a lane holds the four words of one tile of eight columns.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From raw q k^T to logits, in base 2: the element-wise part that only problems with softcap, bias, ALiBi or dropout pay for.
+// Logits in base 2 from raw q k^T, for problems with softcap, bias, ALiBi or dropout.
 #pragma once
 
 #include <math_constants.h>

@@ -69,7 +69,7 @@ __device__ __forceinline__ void apply_alibi(Scores &s, int r, float slope, int d
   }
 }
 
-// The terms that every kernel with general scores takes: softcap, then ALiBi. rows.slope(r) and rows.distance(r) are asked only with ALiBi.
+// The terms that every kernel with general scores takes: softcap, then ALiBi. slope(r) and distance(r) are called only with ALiBi.
 template <class Fragment, typename Scores, typename Slope, typename Distance>
 __device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, const RawUnit &raw, Slope slope,
                                                  Distance distance) {

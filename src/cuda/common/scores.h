@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sets of score terms, as bits: what a problem has besides scale, band and lengths, and what a kernel is built for.
+// Sets of score terms, as bits: the terms of a problem besides scale, band and lengths, and the terms that a kernel is built for.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace fa::cuda {
 
 using ScoreSet = uint32_t;
 constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
-// A bias that kernels can load like keys (the dtype of the operands, rows of whole 16-byte vectors), and any other.
+// kTileBias: a bias that kernels can load as they load keys (dtype of the operands, rows of whole 16-byte vectors). kAnyBias: any other.
 constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
 
 // Sets that kernels are built for.

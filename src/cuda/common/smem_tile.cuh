@@ -81,16 +81,16 @@ struct TileThreadMap {
 template <int kRows, int kColumns, int kThreads, typename Element>
 __device__ __forceinline__ void load_full_tile(uint32_t tile, const RowSource<Element> &source, int first,
                                                int thread = static_cast<int>(threadIdx.x)) {
-  using Share = TileThreadMap<kRows, kColumns, kThreads>;
-  const Share share{thread};
-  if (!share.any()) return;
+  using Map = TileThreadMap<kRows, kColumns, kThreads>;
+  const Map map{thread};
+  if (!map.any()) return;
   const Element *base = source.base + first * source.row_stride;
-  const int64_t offset = share.row(0) * source.row_stride + share.vector() * 8;
-  const int bytes = share.vector() * 8 < source.columns ? 16 : 0;
+  const int64_t offset = map.row(0) * source.row_stride + map.vector() * 8;
+  const int bytes = map.vector() * 8 < source.columns ? 16 : 0;
 #pragma unroll
-  for (int i = 0; i < Share::kLoads; ++i) {
-    cp_async_16(tile + swizzled<Share::kPitch>(share.row(i), share.vector()),
-                base + i * Share::kStep * source.row_stride + offset, bytes);
+  for (int i = 0; i < Map::kLoads; ++i) {
+    cp_async_16(tile + swizzled<Map::kPitch>(map.row(i), map.vector()), base + i * Map::kStep * source.row_stride + offset,
+                bytes);
   }
 }
 
@@ -99,28 +99,28 @@ __device__ __forceinline__ void load_full_tile(uint32_t tile, const RowSource<El
 template <typename Element, int kRows, int kColumns, int kThreads, typename AddressOf>
 __device__ __forceinline__ void load_rows(uint32_t tile, bool vectors, int columns, AddressOf address_of,
                                           int thread = static_cast<int>(threadIdx.x)) {
-  using Share = TileThreadMap<kRows, kColumns, kThreads>;
-  const Share share{thread};
-  if (!share.any()) return;
-  const int c = share.vector();
+  using Map = TileThreadMap<kRows, kColumns, kThreads>;
+  const Map map{thread};
+  if (!map.any()) return;
+  const int c = map.vector();
   if (vectors) {
 #pragma unroll 2
-    for (int i = 0; i < Share::kLoads; ++i) {
-      const int r = share.row(i);
+    for (int i = 0; i < Map::kLoads; ++i) {
+      const int r = map.row(i);
       const Element *row = address_of(r);
       const bool valid = row != nullptr && c * 8 < columns;
       if (valid) {
-        cp_async_16(tile + swizzled<Share::kPitch>(r, c), row + c * 8);
+        cp_async_16(tile + swizzled<Map::kPitch>(r, c), row + c * 8);
       } else {
-        st_shared_16(tile + swizzled<Share::kPitch>(r, c), 0, 0, 0, 0);
+        st_shared_16(tile + swizzled<Map::kPitch>(r, c), 0, 0, 0, 0);
       }
     }
   } else {
 #pragma unroll 1
-    for (int i = 0; i < Share::kLoads; ++i) {
-      const int r = share.row(i);
+    for (int i = 0; i < Map::kLoads; ++i) {
+      const int r = map.row(i);
       const Element *row = address_of(r);
-      copy_elements(tile + swizzled<Share::kPitch>(r, c), row + c * 8, row != nullptr ? columns - c * 8 : 0);
+      copy_elements(tile + swizzled<Map::kPitch>(r, c), row + c * 8, row != nullptr ? columns - c * 8 : 0);
     }
   }
 }

@@ -3,7 +3,7 @@
 //
 //   for every KV tile:   update_max(S)      m may grow; out and l are rescaled by 2^(m_old - m)
 //                        exponentiate(S)    P = 2^(S scale - m), l += sum of P
-//   at the end:          reduce_sums(), then epilogue.cuh makes the factor of out and lse of m and l
+//   at the end:          reduce_sums(), then epilogue.cuh computes lse and the factor of out from m and l
 //
 // The rule for the maximum is a parameter, the threshold of lazy rescaling in base 2. With 0 the maximum is exact. With 8 a row's m is raised
 // only when a score exceeds it by more than 2^8: any m gives the same result after the final division, and one that is too low by at most 8
@@ -93,7 +93,7 @@ struct OnlineSoftmax {
     return raises;
   }
 
-  // m of row r to at least `to`. A row that is not raised is multiplied by 1: its bits stay.
+  // m of row r to at least `to`. A row that is not raised is multiplied by 1, which keeps its bits.
   __device__ __forceinline__ void raise(int r, float to) {
     const float raised = fmaxf(max[r], to);
     rescale[r] = exp2_approx(max[r] - raised);

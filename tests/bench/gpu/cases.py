@@ -69,16 +69,16 @@ class Case:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys and values, 16-bit or quantised: what decoding has to read, factors aside."""
+        """Bytes of the keys and values, 16-bit or quantised: what decoding has to read, without descales."""
         columns = self.head_dim + (0 if self.latent else self.d_v)
         return (1 if self.option in QUANTISED else 2) * self.batch * self.seqlen_k * self.heads_k * columns
 
 
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
-FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without factors
+FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without descales
 INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
 LENGTHS = "lengths"  # ... as many keys as without it, but their number is on the device alone
-# ... of caches of bytes, with a factor a sequence and head, or ("rows") a row and head
+# ... of 8-bit KV caches, with descales per sequence and head or ("rows") per row and head
 QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
 SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen", "fp8")
 

@@ -13,13 +13,13 @@ LARGEST_MATRIX = 16e9  # bytes: longer sequences are not tried unfused, which ke
 
 
 class Unfused:
-    """Attention with the whole matrix of weights, as operators of PyTorch in the inputs' dtype."""
+    """Attention that stores the whole matrix P, by operators of PyTorch in the inputs' dtype."""
 
     def __init__(self, q, k, v):
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (q, k, v))
         rows = q.shape[1]
         if 2.0 * q.shape[2] * rows * rows > LARGEST_MATRIX:
-            raise RuntimeError("the matrix of weights is too large")
+            raise RuntimeError("the matrix P is too large")
         self.hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
 
     def forward(self):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times several contenders side by side: bursts in turn, one after another in every round, and the median of the rounds.
+"""Times several contenders, interleaved: every round runs a burst of each contender, and the result is the median of the rounds.
 
-A card runs faster in bursts of a few milliseconds than in long loops, and a neighbour's load moves its clock: contenders are only
-comparable when they take turns. Who runs just before moves it, too, by 5 % and more if it leaves the card cool: every round has
-another order."""
+A GPU runs faster in bursts of a few milliseconds than in long loops, and the load of a neighbouring GPU changes its clock. Contenders
+are therefore comparable only if they are interleaved. The contender that runs just before matters, too, by 5 % and more if it leaves
+the GPU cool, so every round has another order."""
 
 from __future__ import annotations
 

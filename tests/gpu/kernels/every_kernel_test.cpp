@@ -84,7 +84,7 @@ std::vector<Case> cases() {
         c.heads_k = 1;
         c.head_dim = head_dim;
         c.head_dim_v = head_dim_v;
-        // Some see more chunks of queries than any ring of them has places.
+        // Some have more query tiles than any pipeline has stages.
         c.q.seqlen = (scores == kPlain || scores == kSmooth) && dtype != FA_FLOAT32 ? 300 : 100;
         c.k.seqlen = 150;
         c.mask = FA_MASK_CAUSAL;
@@ -92,7 +92,7 @@ std::vector<Case> cases() {
         c.num_splits = scores == kEverything ? 2 : 1;
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == kOddBlocks;  // memory that nothing has written: for initcheck
-        // dout as Hopper's copy engine takes it
+        // dout in a layout that TMA can read
         if (scores == kPlain || scores == kUnordered || scores == kSmooth) c.q.grad_layout = c.k.grad_layout = kBshd;
         const bool everything = scores == kEverything || scores == kOddBlocks;
         if (everything || scores == kSmooth) {
@@ -140,7 +140,7 @@ std::vector<Case> cases() {
       }
     }
   }
-  // fp8. Several tiles and chunks, packed and not.
+  // fp8. Several query tiles and KV tiles, packed and not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128, 256}) {
       Case c;
@@ -168,7 +168,7 @@ std::vector<Case> cases() {
       all.push_back(c);
     }
   }
-  // A few queries: decode kernels, with sequences that several blocks of threads share, some of them too short for that.
+  // A few queries: decode kernels. Several CTAs work on a sequence, unless it is too short for that.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128, 256}) {
       for (const int64_t rows : {8, 16, 32, 64}) {
@@ -190,7 +190,7 @@ std::vector<Case> cases() {
         if (dtype == FA_BFLOAT16) c.page_size = rows <= 16 ? 1 : 16;
         if (rows == 32) c.own_workspace = 1;
         all.push_back(c);
-        if (rows == 64) {  // parts that the last one's block of threads adds up
+        if (rows == 64) {  // split-KV partials that the CTA of the last split combines
           Case pieces = c;
           pieces.num_splits = 3;
           all.push_back(pieces);
@@ -202,7 +202,7 @@ std::vector<Case> cases() {
           all.push_back(one);
         }
         c.nan_visible = 0;
-        // Caches of bytes, in several blocks of rows on devices without kernels for so many.
+        // 8-bit KV caches, in several row blocks on devices without kernels for so many rows.
         c.heads_q /= 2;
         c.heads_k = 1;
         c.k.seqlen = 800;
@@ -210,7 +210,7 @@ std::vector<Case> cases() {
         for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
           c.key_dtype = key_dtype;
           for (const int64_t descale : {1, 2}) {
-            // With many rows Hopper has other kernels where there is a factor a head.
+            // With many rows and descales per head, Hopper has other kernels.
             if (rows < 64 && descale != (key_dtype == FA_INT8 ? 2 : 1)) continue;
             c.descale = descale;
             all.push_back(c);
@@ -230,10 +230,9 @@ std::vector<Case> cases() {
       }
     }
   }
-  // Latent caches: less than a block of rows, and one and a half; NaN that some tokens see and others do not.
+  // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const auto &[heads, keys] :
-         {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // at last two blocks of threads for each block of rows
+    for (const auto &[heads, keys] : {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // the last one has two CTAs per row block
       Case c;
       c.seed = seed_for("every mla kernel") + static_cast<int64_t>(all.size());
       c.dtype = dtype;
@@ -263,7 +262,7 @@ fa::cuda::Device this_device(cudaDeviceProp &properties) {
   return fa::cuda::device_of(0, properties);
 }
 
-// Devices that the kernels are made for.
+// The devices for which kernels exist.
 struct ClaimedDevice {
   const char *name;
   int32_t kilobytes;        // of shared memory
@@ -345,7 +344,7 @@ std::vector<std::string> missed(const std::set<std::string> &seen, bool sm90) {
   return names;
 }
 
-// Needs no GPU: what the plan says of the cases on an H200, and on it as less.
+// Needs no GPU: the plans of the cases on an H200, and on an H200 that claims less.
 TEST(EveryKernel, CasesReachEveryLine) {
   const std::shared_ptr<Backend> host = cpu_backends().front();
   std::set<std::string> seen;
@@ -416,7 +415,7 @@ TEST(EveryKernel, MatchesTheReference) {
   std::printf("%zu of %zu kernels ran\n", all.size() - never.size(), all.size());
 }
 
-// The same without the time that references take on the host, in pieces that can run side by side: for compute-sanitizer.
+// The same without references on the host, which take long, and divided into tests that can run concurrently: for compute-sanitizer.
 class EveryKernelOf : public ::testing::TestWithParam<std::tuple<const ClaimedDevice *, fa_dtype>> {};
 
 TEST_P(EveryKernelOf, Runs) {

@@ -6,11 +6,11 @@ use flashattn_sys as sys;
 
 use crate::{Error, Result, TensorView, TensorViewMut};
 
-/// New keys and values on their way into a cache, with the rotary embedding of them and of the queries: see
-/// [`Context::append_kv`](crate::Context::append_kv). `flashattn.h` documents shapes and meaning of each (`fa_append`).
+/// New keys and values for a KV cache, and the rotary embedding of new keys and queries: see
+/// [`Context::append_kv`](crate::Context::append_kv). `flashattn.h` documents shapes and meaning of each field (`fa_append`).
 ///
-/// Row i of sequence n goes to row `offsets[n] + i` of its cache. Rows without a place there are skipped. A page that two sequences share must
-/// not get new rows of both: it would hold some of each.
+/// Row i of sequence n goes to row `offsets[n] + i` of its cache. Rows outside the cache are skipped. Two sequences that
+/// share a page must not both write new rows to it.
 pub struct Append<'a> {
     raw: sys::fa_append,
     /// Whether the call may write k_descale and v_descale.
@@ -31,7 +31,7 @@ impl<'a> Append<'a> {
         Append { raw, writes_descale: [false; 2], memory: PhantomData }
     }
 
-    /// Values, as the keys but for head_dim.
+    /// Values, shaped as the keys except for head_dim.
     #[must_use]
     pub fn values(mut self, v: TensorView<'a>, v_cache: TensorViewMut<'a>) -> Self {
         self.raw.v = v.raw();
@@ -74,58 +74,58 @@ impl<'a> Append<'a> {
     inputs! {
         /// Paged caches: i32 (batch, max_pages).
         page_table
-        /// i32 (batch): rows that each sequence has in the cache already; without it none. A negative one leaves the sequence out.
+        /// i32 (batch): rows that each sequence already has in the cache; absent = 0. A negative offset skips the sequence.
         offsets
         /// Packed new rows: i32 or i64 (batch + 1).
         cu_seqlens
-        /// i32 (batch): how many new rows of each sequence count.
+        /// i32 (batch): number of used new rows of each sequence.
         seqused
         /// Positions of the new rows for `rotary`, (batch, new rows) or (total), i32 or i64; without them `offsets[n] + i`.
         rotary_positions
     }
 
     outputs! {
-        /// i32 (batch): rows that each sequence has afterwards, the `seqused_k` of the [`Attention`](crate::Attention) to come.
+        /// i32 (batch): rows that each sequence has afterwards, for `seqused_k` of the next [`Attention`](crate::Attention).
         seqused_k
     }
 
-    /// Factors of keys in an 8-bit cache, f32 (batch, heads): rows are divided by them.
+    /// Descales of the keys in an 8-bit cache, f32 (batch, heads): rows are divided by them.
     #[must_use]
-    pub fn k_descale(mut self, factors: TensorView<'a>) -> Self {
-        self.raw.k_descale = factors.raw();
+    pub fn k_descale(mut self, descales: TensorView<'a>) -> Self {
+        self.raw.k_descale = descales.raw();
         self.writes_descale[0] = false;
         self
     }
 
-    /// Factors of values, likewise.
+    /// Descales of the values, likewise.
     #[must_use]
-    pub fn v_descale(mut self, factors: TensorView<'a>) -> Self {
-        self.raw.v_descale = factors.raw();
+    pub fn v_descale(mut self, descales: TensorView<'a>) -> Self {
+        self.raw.v_descale = descales.raw();
         self.writes_descale[1] = false;
         self
     }
 
-    /// Factors of keys in an 8-bit cache, f32, shaped as the cache without head_dim: each new row's own is measured and written.
+    /// Descales of the keys in an 8-bit cache, f32, shaped as the cache without head_dim: one is computed for each new row and written.
     #[must_use]
-    pub fn k_descale_by_row(mut self, factors: TensorViewMut<'a>) -> Self {
-        self.raw.k_descale = factors.raw();
+    pub fn k_descale_by_row(mut self, descales: TensorViewMut<'a>) -> Self {
+        self.raw.k_descale = descales.raw();
         self.writes_descale[0] = true;
         self
     }
 
-    /// Factors of values, likewise.
+    /// Descales of the values, likewise.
     #[must_use]
-    pub fn v_descale_by_row(mut self, factors: TensorViewMut<'a>) -> Self {
-        self.raw.v_descale = factors.raw();
+    pub fn v_descale_by_row(mut self, descales: TensorViewMut<'a>) -> Self {
+        self.raw.v_descale = descales.raw();
         self.writes_descale[1] = true;
         self
     }
 
-    /// The struct, if what the call will write are views that may be written: the library tells factors to read from factors to write by their
+    /// The struct, if what the call will write are views that may be written: the library tells descales to read from descales to write by their
     /// number of dimensions.
     pub(crate) fn raw(&self) -> Result<&sys::fa_append> {
-        let factors = [("k_descale", &self.raw.k_descale), ("v_descale", &self.raw.v_descale)];
-        for ((name, tensor), writes) in factors.into_iter().zip(self.writes_descale) {
+        let descales = [("k_descale", &self.raw.k_descale), ("v_descale", &self.raw.v_descale)];
+        for ((name, tensor), writes) in descales.into_iter().zip(self.writes_descale) {
             let (suffix, ndim) = if writes { ("_by_row", 3) } else { ("", 2) };
             if !tensor.data.is_null() && tensor.ndim != ndim {
                 let text = format!("{}{} has {} dimensions; it needs {}", name, suffix, tensor.ndim, ndim);

@@ -25,7 +25,7 @@ pub struct Attention<'a> {
     inputs: PhantomData<TensorView<'a>>,
 }
 
-/// A size beyond 63 bits is as good as the largest one: no tensor is that long.
+/// Converts a size. More than 63 bits become the largest number, which is larger than any tensor.
 fn size(value: usize) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
@@ -90,7 +90,7 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// Weights are dropped with probability `p`; the same seed and offset drop the same ones on every device.
+    /// Elements of P are dropped with probability `p`. The same seed and offset drop the same elements on every device.
     #[must_use]
     pub fn dropout(mut self, p: f32, seed: u64, offset: u64) -> Self {
         self.raw.dropout_p = p;
@@ -113,10 +113,10 @@ impl<'a> Attention<'a> {
         attention
     }
 
-    /// CUDA, a hint: parts that the keys of short queries are split into; 0 = automatic.
+    /// CUDA, a hint: number of KV splits for short queries; 0 = automatic.
     #[must_use]
-    pub fn num_splits(mut self, parts: usize) -> Self {
-        self.raw.num_splits = i32::try_from(parts).unwrap_or(i32::MAX);
+    pub fn num_splits(mut self, splits: usize) -> Self {
+        self.raw.num_splits = i32::try_from(splits).unwrap_or(i32::MAX);
         self
     }
 
@@ -140,17 +140,17 @@ impl<'a> Attention<'a> {
         cu_seqlens_q
         /// Packed keys: i32 or i64 (batch + 1).
         cu_seqlens_k
-        /// i32 (batch): how many rows of each query sequence count.
+        /// i32 (batch): number of used rows of each query sequence.
         seqused_q
-        /// i32 (batch): how many rows of each key sequence count.
+        /// i32 (batch): number of used rows of each key sequence.
         seqused_k
         /// Paged keys: i32 (batch, max_pages).
         page_table
-        /// Factors of queries in [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads of k).
+        /// Descales of queries in [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads of k).
         q_descale
-        /// Factors of keys in i8 or [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads), or as the keys without head_dim.
+        /// Descales of keys in i8 or [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads), or as the keys without head_dim.
         k_descale
-        /// Factors of values, likewise.
+        /// Descales of values, likewise.
         v_descale
     }
 
@@ -162,14 +162,14 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// Equal inputs give equal bits. Always so on the CPU.
+    /// Equal inputs give equal bits. Always true on the CPU.
     #[must_use]
     pub fn deterministic(mut self) -> Self {
         self.raw.flags |= sys::FA_FLAG_DETERMINISTIC;
         self
     }
 
-    /// A sequence's bits do not depend on its neighbours in the batch. Always so on the CPU.
+    /// The bits of a sequence's result do not depend on the other sequences of the batch. Always true on the CPU.
     #[must_use]
     pub fn batch_invariant(mut self) -> Self {
         self.raw.flags |= sys::FA_FLAG_BATCH_INVARIANT;
@@ -181,7 +181,7 @@ impl<'a> Attention<'a> {
     }
 }
 
-/// What backward reads and writes besides the [`Attention`]; what is not asked for is not computed.
+/// The tensors of backward that [`Attention`] does not have. Absent outputs are not computed.
 pub struct Gradients<'a> {
     raw: sys::fa_gradients,
     outputs: PhantomData<TensorViewMut<'a>>,
@@ -207,9 +207,9 @@ impl<'a> Gradients<'a> {
         dq
         /// Of k, summed over the query heads that share a key head.
         dk
-        /// Of v, summed likewise.
+        /// Of v, summed over the query heads that share a key head.
         dv
-        /// Of the bias, summed where it is broadcast.
+        /// Of the bias, summed over its broadcast dimensions.
         dbias
         /// f32 (heads).
         dsink

@@ -13,7 +13,7 @@ use crate::{Append, Attention, Error, Gradients, Result, TensorView, TensorViewM
 /// Instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpuIsa {
-    /// The best one this processor has.
+    /// The most capable instruction set of this processor.
     Auto,
     /// Vector code for any processor.
     Portable,
@@ -26,7 +26,7 @@ pub enum CpuIsa {
 /// Settings of a CPU context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Threads a call uses; 0 = all this process may use.
+    /// Threads of a call; 0 = one for every processor that the process may use.
     pub threads: u32,
     /// Instruction set; one that this processor lacks is refused.
     pub isa: CpuIsa,
@@ -43,14 +43,14 @@ impl Default for Settings {
 pub struct CudaSettings {
     /// Number of the device.
     pub device: u32,
-    /// Highest compute capability (major * 10 + minor, from 80 on) whose own kernels may serve; 0 = the device's.
+    /// Kernels for a higher compute capability than this (major * 10 + minor, at least 80) are not used; 0 = the device's.
     pub arch: u32,
 }
 
-/// What a context runs on.
+/// The device of a context.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// For people.
+    /// For people to read.
     pub name: String,
     /// Whether it is a GPU.
     pub cuda: bool,
@@ -71,17 +71,17 @@ pub struct Device {
 /// How a call would run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// Name of the kernel, for people.
+    /// Name of the kernel, for people to read.
     pub kernel: String,
-    /// Why this one.
+    /// The reason for this kernel.
     pub reason: String,
-    /// Scratch memory the call takes.
+    /// Scratch memory that the call needs.
     pub workspace_bytes: u64,
     /// Operations of the matrix products over visible pairs.
     pub flops: f64,
     /// Bytes of inputs and outputs.
     pub bytes: f64,
-    /// Parts the keys are split into; 1 = not split.
+    /// Number of KV splits; 1 = not split.
     pub num_splits: i32,
 }
 
@@ -103,7 +103,7 @@ impl Context {
         Self::with(Settings::default())
     }
 
-    /// The CPU as `settings` say.
+    /// The CPU with these settings.
     pub fn with(settings: Settings) -> Result<Self> {
         let config = sys::fa_config {
             device_type: sys::FA_DEVICE_CPU,
@@ -180,7 +180,7 @@ impl Context {
         self.raw
     }
 
-    /// What the context runs on.
+    /// The device of the context.
     pub fn device(&self) -> Result<Device> {
         let mut properties =
             sys::fa_device_properties { struct_size: size_of::<sys::fa_device_properties>() as u32, ..Default::default() };
@@ -218,7 +218,7 @@ impl Context {
         unsafe { check(sys::fa_forward(self.raw, &raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
-    /// Computes the gradients asked for, from `out` and `lse` as [`Context::forward`] wrote them.
+    /// Computes the gradients that are present, from the `out` and `lse` of [`Context::forward`].
     pub fn backward(
         &self,
         attention: &Attention<'_>,
@@ -234,14 +234,14 @@ impl Context {
         }
     }
 
-    /// Writes new rows into a cache of keys and values, rotating them and the queries on the way.
+    /// Rotates new keys and queries, and writes the new keys and values to a cache.
     pub fn append_kv(&self, append: &mut Append<'_>) -> Result<()> {
         let raw = append.raw()?;
         // SAFETY: as in `forward`; what is written came as views that may be.
         unsafe { check(sys::fa_append_kv(self.raw, raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
-    /// Combines (out, lse) pairs over disjoint sets of keys into the pair over all of them.
+    /// Merges (out, lse) pairs over disjoint sets of keys into the pair over all of them.
     pub fn merge(
         &self,
         parts: &[(TensorView<'_>, TensorView<'_>)],
@@ -254,7 +254,7 @@ impl Context {
         unsafe { check(sys::fa_merge(self.raw, &raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
-    /// How [`Context::forward`] would run; the error it would give. Reads no tensor data.
+    /// Reports how [`Context::forward`] would run, or its error. Reads no tensor data.
     pub fn query_forward(
         &self,
         attention: &Attention<'_>,
@@ -266,7 +266,7 @@ impl Context {
         self.query(|info| unsafe { sys::fa_forward_query(self.raw, &raw, info) })
     }
 
-    /// How [`Context::backward`] would run; the error it would give. Reads no tensor data.
+    /// Reports how [`Context::backward`] would run, or its error. Reads no tensor data.
     pub fn query_backward(
         &self,
         attention: &Attention<'_>,
@@ -279,7 +279,7 @@ impl Context {
         self.query(|info| unsafe { sys::fa_backward_query(self.raw, &raw, gradients.raw(), info) })
     }
 
-    /// How [`Context::merge`] would run; the error it would give. Reads no tensor data.
+    /// Reports how [`Context::merge`] would run, or its error. Reads no tensor data.
     pub fn query_merge(
         &self,
         parts: &[(TensorView<'_>, TensorView<'_>)],
@@ -292,15 +292,15 @@ impl Context {
         self.query(|info| unsafe { sys::fa_merge_query(self.raw, &raw, info) })
     }
 
-    /// How [`Context::append_kv`] would run; the error it would give. Reads no tensor data.
+    /// Reports how [`Context::append_kv`] would run, or its error. Reads no tensor data.
     pub fn query_append(&self, append: &Append<'_>) -> Result<Plan> {
         let raw = append.raw()?;
         // SAFETY: the context is live and the struct initialised.
         self.query(|info| unsafe { sys::fa_append_query(self.raw, raw, info) })
     }
 
-    /// Loads what [`Context::forward`] will need for this problem, so that the next call, or its capture in a CUDA graph, loads nothing. On
-    /// the CPU it only checks the problem.
+    /// Loads the kernels of [`Context::forward`] for this problem, so that the next call, or its capture in a CUDA graph, loads none. On the
+    /// CPU it only checks the problem.
     pub fn prepare_forward(
         &self,
         attention: &Attention<'_>,
@@ -312,7 +312,7 @@ impl Context {
         unsafe { check(sys::fa_forward_prepare(self.raw, &raw), self.raw) }
     }
 
-    /// Loads what [`Context::backward`] will need for this problem; see [`Context::prepare_forward`].
+    /// Loads the kernels of [`Context::backward`] for this problem. See [`Context::prepare_forward`].
     pub fn prepare_backward(
         &self,
         attention: &Attention<'_>,
@@ -325,7 +325,7 @@ impl Context {
         unsafe { check(sys::fa_backward_prepare(self.raw, &raw, gradients.raw()), self.raw) }
     }
 
-    /// Loads what [`Context::merge`] will need for this problem; see [`Context::prepare_forward`].
+    /// Loads the kernels of [`Context::merge`] for this problem. See [`Context::prepare_forward`].
     pub fn prepare_merge(
         &self,
         parts: &[(TensorView<'_>, TensorView<'_>)],
@@ -338,7 +338,7 @@ impl Context {
         unsafe { check(sys::fa_merge_prepare(self.raw, &raw), self.raw) }
     }
 
-    /// Loads what [`Context::append_kv`] will need for this problem; see [`Context::prepare_forward`].
+    /// Loads the kernels of [`Context::append_kv`] for this problem. See [`Context::prepare_forward`].
     pub fn prepare_append(&self, append: &Append<'_>) -> Result<()> {
         let raw = append.raw()?;
         // SAFETY: the context is live and the struct initialised.

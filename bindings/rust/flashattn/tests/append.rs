@@ -32,7 +32,7 @@ struct Format<T> {
     value: fn(T) -> f64,
     /// Half the distance between the numbers around this one.
     nearest: fn(f64) -> f64,
-    /// What greater numbers become, for a type with factors.
+    /// The largest number, for a type with descales.
     largest: Option<f64>,
 }
 
@@ -103,11 +103,11 @@ fn rows<S: Element>(seed: u64, heads: usize, dim: usize, format: &Format<S>) -> 
     (data, exact)
 }
 
-/// A cache after the call, with the factors of its rows.
+/// A cache after the call, with the descales of its rows.
 struct Cache<'a, C> {
     what: &'a str,
     data: Vec<C>,
-    factors: Vec<f32>,
+    descales: Vec<f32>,
     dim: usize,
     rotary: bool,
 }
@@ -123,7 +123,7 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
     let cache = |what, dim, rotary, scale: f32| Cache {
         what,
         data: vec![(target.of)(UNTOUCHED); outer * inner * HEADS * dim],
-        factors: match target.largest {
+        descales: match target.largest {
             None => Vec::new(),
             Some(_) if s.by_row => vec![UNTOUCHED; outer * inner * HEADS],
             // The smallest of them are too small for the largest rows.
@@ -169,12 +169,12 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
     }
     if target.largest.is_some() && s.by_row {
         append = append
-            .k_descale_by_row(TensorViewMut::new(&mut keys.factors, &[outer, inner, HEADS]).unwrap())
-            .v_descale_by_row(TensorViewMut::new(&mut values.factors, &[outer, inner, HEADS]).unwrap());
+            .k_descale_by_row(TensorViewMut::new(&mut keys.descales, &[outer, inner, HEADS]).unwrap())
+            .v_descale_by_row(TensorViewMut::new(&mut values.descales, &[outer, inner, HEADS]).unwrap());
     } else if target.largest.is_some() {
         append = append
-            .k_descale(TensorView::new(&keys.factors, &[BATCH, HEADS]).unwrap())
-            .v_descale(TensorView::new(&values.factors, &[BATCH, HEADS]).unwrap());
+            .k_descale(TensorView::new(&keys.descales, &[BATCH, HEADS]).unwrap())
+            .v_descale(TensorView::new(&values.descales, &[BATCH, HEADS]).unwrap());
     }
     assert!(context.query_append(&append).unwrap().kernel.contains("append"));
     context.prepare_append(&append).unwrap();
@@ -185,7 +185,7 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
         assert_eq!(lengths[n], expected, "sequence {}", n);
     }
     for (cache, exact) in [(&keys, &exact_k), (&values, &exact_v)] {
-        let (mut touched, mut touched_factors) = (vec![false; cache.data.len()], vec![false; cache.factors.len()]);
+        let (mut touched, mut touched_descales) = (vec![false; cache.data.len()], vec![false; cache.descales.len()]);
         for at in 0..BATCH * NEW * HEADS {
             let (h, i, n) = (at % HEADS, at / HEADS % NEW, at / HEADS / NEW);
             let (o, r) = match s.place(n, i) {
@@ -198,19 +198,25 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
             }
             let to = (o * inner + r) * HEADS + h;
             let largest = row.iter().fold(0f64, |largest, x| largest.max(x.abs()));
-            let factor = match target.largest {
+            let descale = match target.largest {
                 None => 1.0,
                 Some(limit) if s.by_row => {
-                    touched_factors[to] = true;
-                    let factor = f64::from(cache.factors[to]);
-                    assert!((factor * limit / largest - 1.0).abs() < 1e-6, "{}: factor {} of {}", cache.what, factor, largest);
-                    factor
+                    touched_descales[to] = true;
+                    let descale = f64::from(cache.descales[to]);
+                    assert!(
+                        (descale * limit / largest - 1.0).abs() < 1e-6,
+                        "{}: descale {} of {}",
+                        cache.what,
+                        descale,
+                        largest
+                    );
+                    descale
                 }
-                Some(_) => f64::from(cache.factors[n * HEADS + h]),
+                Some(_) => f64::from(cache.descales[n * HEADS + h]),
             };
             for (c, x) in row.iter().enumerate() {
                 let limit = target.largest.unwrap_or(f64::INFINITY);
-                let expected = (x / factor).clamp(-limit, limit);
+                let expected = (x / descale).clamp(-limit, limit);
                 let got = (target.value)(cache.data[to * cache.dim + c]);
                 touched[to * cache.dim + c] = true;
                 let copied = target.largest.is_none() && !(cache.rotary && c < 2 * HALF);
@@ -232,7 +238,7 @@ fn check<S: Element, C: Element + PartialEq>(context: &Context, s: Setting, sour
         let kept = |(x, &touched): (&C, &bool)| touched || *x == (target.of)(UNTOUCHED);
         assert!(cache.data.iter().zip(&touched).all(kept), "{:?}: {}: an old row was written", s, cache.what);
         let kept = |(x, &touched): (&f32, &bool)| touched || *x == UNTOUCHED;
-        assert!(!s.by_row || cache.factors.iter().zip(&touched_factors).all(kept), "{:?}: an old factor was written", s);
+        assert!(!s.by_row || cache.descales.iter().zip(&touched_descales).all(kept), "{:?}: an old descale was written", s);
     }
     for (at, exact) in exact_q.chunks(DIM).enumerate() {
         let (i, n) = (at / HEADS_Q % NEW, at / HEADS_Q / NEW);
@@ -291,21 +297,21 @@ fn rows_find_their_places() {
 #[test]
 fn keys_alone_and_what_is_refused() {
     let context = Context::new().unwrap();
-    let (k, mut cache, mut factors) = (vec![0.5f32; 16], vec![0i8; 64], vec![UNTOUCHED; 8]);
+    let (k, mut cache, mut descales) = (vec![0.5f32; 16], vec![0i8; 64], vec![UNTOUCHED; 8]);
     let row = TensorView::new(&k, &[1, 1, 2, 8]).unwrap();
     let shape = [1, 4, 2, 8];
     context.append_kv(&mut Append::new(row, TensorViewMut::new(&mut cache, &shape).unwrap())).unwrap();
     assert_eq!(cache[..17], [&[0; 16], &[0i8][..]].concat()); // 0.5 / 1 rounds to even
 
-    // Factors that would be written through a view that is only read, and the reverse.
-    let held = factors.clone();
+    // Descales that would be written through a view that is only read, and the reverse.
+    let held = descales.clone();
     let append = Append::new(row, TensorViewMut::new(&mut cache, &shape).unwrap());
     let mut append = append.k_descale(TensorView::new(&held, &[1, 4, 2]).unwrap());
     let error = context.append_kv(&mut append).unwrap_err();
     assert_eq!(context.query_append(&append).unwrap_err().to_string(), error.to_string());
     assert_eq!((error.name(), error.text()), ("FA_ERROR_SHAPE", "k_descale has 3 dimensions; it needs 2"));
     let append = Append::new(row, TensorViewMut::new(&mut cache, &shape).unwrap());
-    let by_row = TensorViewMut::new(&mut factors[..2], &[1, 2]).unwrap();
+    let by_row = TensorViewMut::new(&mut descales[..2], &[1, 2]).unwrap();
     let error = context.append_kv(&mut append.v_descale_by_row(by_row)).unwrap_err();
     assert_eq!((error.name(), error.text()), ("FA_ERROR_SHAPE", "v_descale_by_row has 2 dimensions; it needs 3"));
 

@@ -306,17 +306,17 @@ fn a_context_moves_between_threads() {
 
 #[test]
 fn keys_in_8_bits() {
-    // Four keys of one head whose bytes stand for themselves times a factor each.
+    // Four int8 keys of one head, each with its own descale.
     let q = numbers(1, 3 * 8);
     let bytes: Vec<i8> = (0..32).map(|i| (i * 37 % 21 - 10) as i8).collect();
-    let factors = [0.5f32, 0.25, 1.0, 2.0];
-    let exact: Vec<f32> = bytes.iter().enumerate().map(|(i, &x)| f32::from(x) * factors[i / 8]).collect();
+    let descales = [0.5f32, 0.25, 1.0, 2.0];
+    let exact: Vec<f32> = bytes.iter().enumerate().map(|(i, &x)| f32::from(x) * descales[i / 8]).collect();
     let (mut out, mut expected) = (vec![0f32; 24], vec![0f32; 24]);
     let context = Context::new().unwrap();
     let q = TensorView::new(&q, &[1, 3, 1, 8]).unwrap();
     let keys = TensorView::new(&bytes, &[1, 4, 1, 8]).unwrap();
-    let factor = TensorView::new(&factors, &[1, 4, 1]).unwrap();
-    let quantised = Attention::new(q, keys, keys).k_descale(factor).v_descale(factor);
+    let descale = TensorView::new(&descales, &[1, 4, 1]).unwrap();
+    let quantised = Attention::new(q, keys, keys).k_descale(descale).v_descale(descale);
     context.forward(&quantised, &mut TensorViewMut::new(&mut out, &[1, 3, 1, 8]).unwrap(), None).unwrap();
     let keys = TensorView::new(&exact, &[1, 4, 1, 8]).unwrap();
     let plain = Attention::new(q, keys, keys);

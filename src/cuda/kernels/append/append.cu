@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread moves one or two 16-byte pieces of a head's row: the two that hold the halves of its rotary pairs, the one that holds whole
-// pairs, or one that is only copied. All lengths, places and positions are read here. Rows whose strides or addresses do not allow
-// 16-byte accesses go by pieces of two elements. Rows for a quantised cache are a warp's each: it may need the largest of all columns.
+// fa_append_kv: rotates new rows of q and k, and writes new rows of k and v to the cache.
+//
+// Plain caches: a thread moves one work unit, which is one or two 16-byte vectors of the row of one head: the two vectors that hold the
+// two halves of its rotary pairs, one vector of interleaved pairs, or one vector that is only copied. Rows whose strides or addresses do
+// not allow 16-byte accesses are moved two elements at a time.
+//
+// 8-bit caches: a warp moves the row of one head, because the descale may depend on the largest magnitude of all columns.
+//
+// The kernel itself reads lengths, offsets, the page table and positions.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -17,7 +23,7 @@ namespace fa::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kBlocks = 6;  // on a multiprocessor; asked for nothing, ptxas keeps a kernel to 64 registers and spills on sm_80
+constexpr int kCtasPerSm = 6;  // without it ptxas limits a kernel to 64 registers and spills on sm_80
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -37,9 +43,10 @@ __device__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// n consecutive elements, n <= N: at once where a piece is 16 bytes (then n is N and the address aligned), else one by one.
+// n <= N consecutive elements. If N elements are 16 bytes, then n is N, the address is aligned and one access moves all of them.
+// Otherwise the elements are moved one by one.
 template <typename T, int N>
-struct Piece {
+struct Vector {
   static constexpr bool kWhole = N * sizeof(T) == 16;
   static_assert(kWhole || N == 2);
   alignas(kWhole ? 16 : alignof(T)) T x[N];
@@ -69,7 +76,7 @@ __device__ void rotate(T &x, T &y, float cos, float sin) {
   y = from_float<T>(a * sin + b * cos);
 }
 
-// n consecutive numbers of type U, n <= N, of memory that is aligned to all N of them (16 bytes at most) or to one.
+// Loads n <= N consecutive numbers of type U. If `aligned`, the address is aligned to N numbers (16 bytes at most), else to one.
 template <int N, typename U>
 __device__ void load_numbers(const U *from, bool aligned, int n, float (&to)[N]) {
   U x[N];
@@ -89,7 +96,7 @@ __device__ void load_numbers(const U *from, bool aligned, int n, float (&to)[N])
   for (int e = 0; e < N; ++e) to[e] = e < n ? to_float(x[e]) : 0.f;
 }
 
-// One row of the tables; what the tables lack is NaN.
+// One row of the cosine and sine tables; NaN for a position that they do not have (`known` is false).
 struct Table {
   const void *cos, *sin;
   bool fp32, aligned, known;
@@ -110,21 +117,21 @@ struct Table {
   }
 };
 
-// Unit u of a head's row; the first `rotary_dim` columns are rotated. `to` may be `from`.
+// Moves work unit u of the row of one head, and rotates it if it belongs to the first `rotary_dim` columns. `to` may be `from`.
 template <typename T, int N>
 __device__ void move_unit(const T *from, T *to, int u, int columns, int rotary_dim, bool interleaved, const Table &table) {
   const int half = rotary_dim / 2, rotated = interleaved ? (rotary_dim + N - 1) / N : (half + N - 1) / N;
   if (u >= rotated) {
     const int c = rotary_dim + (u - rotated) * N;
     if (to == from) return;
-    Piece<T, N> piece;
-    piece.load(from + c, columns - c);
-    piece.store(to + c, columns - c);
+    Vector<T, N> copied;
+    copied.load(from + c, columns - c);
+    copied.store(to + c, columns - c);
     return;
   }
   const int c = u * N;
   if (interleaved) {
-    Piece<T, N> pairs;
+    Vector<T, N> pairs;
     float cos[N / 2], sin[N / 2];
     table.read<T>(c / 2, N / 2, cos, sin);
     pairs.load(from + c, N);
@@ -134,7 +141,7 @@ __device__ void move_unit(const T *from, T *to, int u, int columns, int rotary_d
     return;
   }
   const int n = min(half - c, N);
-  Piece<T, N> x, y;
+  Vector<T, N> x, y;
   float cos[N], sin[N];
   table.read<T>(c, n, cos, sin);
   x.load(from + c, n);
@@ -147,7 +154,8 @@ __device__ void move_unit(const T *from, T *to, int u, int columns, int rotary_d
   y.store(to + half + c, n);
 }
 
-// The last sequence whose first row is at most `row`, the end of the last one counted as a sequence, or -1. Found by the whole warp.
+// The last sequence whose first row is at most `row`: -1 before the first sequence, p.batch after the last one. All lanes of the warp
+// search together.
 __device__ int64_t sequence_at(const AppendProblem &p, int64_t row) {
   const int lane = threadIdx.x & 31;
   int64_t first = -1, count = p.batch + 1;  // it is one of first .. first + count
@@ -186,30 +194,30 @@ __device__ void append_unit(const AppendParams &a, int64_t b, const AppendSequen
     return move_unit<T, N>(row_of<T>(p.q, b, s.start + i, h), row_of<T>(p.q_out, b, s.start + i, h), unit - h * a.units_q,
                            static_cast<int>(p.head_dim), rotary_dim, p.interleaved, table);
   }
-  CachePlace place;
-  if (!find_place(p, b, s.offset + i, place)) return;
+  CacheRow target;
+  if (!find_cache_row(p, b, s.offset + i, target)) return;
   unit -= units_of_q;
   const int units_of_k = a.units_k * static_cast<int>(p.heads_k);
   if (unit < units_of_k) {
     const int h = unit / a.units_k;
-    return move_unit<T, N>(row_of<T>(p.k, b, s.start + i, h), row_of<T>(p.k_cache, place.outer, place.row, h),
+    return move_unit<T, N>(row_of<T>(p.k, b, s.start + i, h), row_of<T>(p.k_cache, target.outer, target.row, h),
                            unit - h * a.units_k, static_cast<int>(p.head_dim), rotary_dim, p.interleaved, table);
   }
   unit -= units_of_k;
   const int h = unit / a.units_v;
-  move_unit<T, N>(row_of<T>(p.v, b, s.start + i, h), row_of<T>(p.v_cache, place.outer, place.row, h), unit - h * a.units_v,
+  move_unit<T, N>(row_of<T>(p.v, b, s.start + i, h), row_of<T>(p.v_cache, target.outer, target.row, h), unit - h * a.units_v,
                   static_cast<int>(p.head_dim_v), /*rotary_dim=*/0, false, table);
 }
 
-// A number of a quantised format: rounded to nearest, ties to even, saturated.
+// Converts to e4m3 or int8: rounds to nearest, ties to even, and saturates.
 __device__ uint8_t quantise(float x, Dtype dtype) {
   if (dtype == Dtype::e4m3) return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
   return x == x ? static_cast<uint8_t>(__float2int_rn(fminf(fmaxf(x, -127.f), 127.f))) : 0;
 }
 
-// A head's row into a quantised cache, by a warp; `row` is its shared memory.
+// One warp writes the row of one head to an 8-bit cache. `row`: shared memory of the warp, for the rotated row in fp32.
 template <typename T>
-__device__ void quantise_row(const T *from, const Operand &cache, const CachePlace &place, int64_t head, int64_t b,
+__device__ void quantise_row(const T *from, const Operand &cache, const CacheRow &target, int64_t head, int64_t b,
                              const Descale &descale, int columns, int rotary_dim, bool interleaved, const Table &table,
                              float *row) {
   const int lane = threadIdx.x & 31, half = rotary_dim / 2;
@@ -224,8 +232,8 @@ __device__ void quantise_row(const T *from, const Operand &cache, const CachePla
   }
   for (int c = rotary_dim + lane; c < columns; c += 32) row[c] = to_float(from[c]);
   __syncwarp();
-  const Operand &factors = descale.factors;
-  float factor = 1.f, divisor = 1.f;
+  const Operand &descales = descale.factors;
+  float row_descale = 1.f, divisor = 1.f;
   if (descale.per_row) {
     float largest = 0.f, probe = 0.f;  // probe is NaN if a column is not finite
     for (int c = lane; c < columns; c += 32) {
@@ -236,13 +244,13 @@ __device__ void quantise_row(const T *from, const Operand &cache, const CachePla
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, mask));
       probe += __shfl_xor_sync(~0u, probe, mask);
     }
-    factor = largest / (cache.dtype == Dtype::e4m3 ? 448.f : 127.f) + probe;
-    divisor = factor == 0.f ? 1.f : factor;
-    if (lane == 0) *row_of<float>(factors, place.outer, place.row, head) = factor;
-  } else if (factors.data != nullptr) {
-    divisor = *row_of<const float>(factors, b, 0, head);
+    row_descale = largest / (cache.dtype == Dtype::e4m3 ? 448.f : 127.f) + probe;
+    divisor = row_descale == 0.f ? 1.f : row_descale;
+    if (lane == 0) *row_of<float>(descales, target.outer, target.row, head) = row_descale;
+  } else if (descales.data != nullptr) {
+    divisor = *row_of<const float>(descales, b, 0, head);
   }
-  uint8_t *to = row_of<uint8_t>(cache, place.outer, place.row, head);
+  uint8_t *to = row_of<uint8_t>(cache, target.outer, target.row, head);
   if (reinterpret_cast<uintptr_t>(to) % 4 == 0 && columns % 4 == 0) {
     for (int c = 4 * lane; c < columns; c += 128) {
       const uchar4 bytes{quantise(row[c] / divisor, cache.dtype), quantise(row[c + 1] / divisor, cache.dtype),
@@ -254,7 +262,7 @@ __device__ void quantise_row(const T *from, const Operand &cache, const CachePla
   }
 }
 
-// Warp's share of a row: head `unit` of q, k and v.
+// One warp moves the row of head `unit`; heads of q, k and v are counted together.
 template <typename T, int N>
 __device__ void append_head(const AppendParams &a, int64_t b, const AppendSequence &s, int64_t i, int unit, float *shared) {
   const AppendProblem &p = a.problem;
@@ -267,21 +275,21 @@ __device__ void append_head(const AppendParams &a, int64_t b, const AppendSequen
     }
     return;
   }
-  CachePlace place;
-  if (!find_place(p, b, s.offset + i, place)) return;
+  CacheRow target;
+  if (!find_cache_row(p, b, s.offset + i, target)) return;
   const int64_t head = unit - p.heads_q;
   if (head < p.heads_k) {
-    quantise_row(row_of<T>(p.k, b, s.start + i, head), p.k_cache, place, head, b, p.k_descale, columns, rotary_dim,
+    quantise_row(row_of<T>(p.k, b, s.start + i, head), p.k_cache, target, head, b, p.k_descale, columns, rotary_dim,
                  p.interleaved, table, shared);
   } else {
-    quantise_row(row_of<T>(p.v, b, s.start + i, head - p.heads_k), p.v_cache, place, head - p.heads_k, b, p.v_descale,
+    quantise_row(row_of<T>(p.v, b, s.start + i, head - p.heads_k), p.v_cache, target, head - p.heads_k, b, p.v_descale,
                  static_cast<int>(p.head_dim_v), 0, false, table, shared);
   }
 }
 
-// `a.items` blocks of work, each a stretch of units of one row.
+// A CTA loops over work tiles. A work tile is as many consecutive work units of one row as a CTA has threads (8-bit caches: warps).
 template <typename T, int N, bool kQuantised>
-__global__ void __launch_bounds__(kThreads, kBlocks) append_rows(const __grid_constant__ AppendParams a) {
+__global__ void __launch_bounds__(kThreads, kCtasPerSm) append_rows(const __grid_constant__ AppendParams a) {
   __shared__ float shared[kQuantised ? kThreads / 32 * kMaxHeadDim : 1];
   const AppendProblem &p = a.problem;
   if (p.seqused_k != nullptr) {
@@ -289,10 +297,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) append_rows(const __grid_co
       p.seqused_k[b * p.seqused_k_stride] = static_cast<int32_t>(appended_length(p, append_sequence(p, b)));
     }
   }
-  for (int64_t item = blockIdx.x; item < a.items; item += gridDim.x) {
-    const int64_t row = item / a.blocks_per_row;
+  for (int64_t tile = blockIdx.x; tile < a.work_tiles; tile += gridDim.x) {
+    const int64_t row = tile / a.tiles_per_row;
     const int worker = static_cast<int>(threadIdx.x) / (kQuantised ? 32 : 1);
-    const int unit = static_cast<int>(item - row * a.blocks_per_row) * (kQuantised ? kThreads / 32 : kThreads) + worker;
+    const int unit = static_cast<int>(tile - row * a.tiles_per_row) * (kQuantised ? kThreads / 32 : kThreads) + worker;
     int64_t b, i;
     if (p.lengths.cu != nullptr) {
       b = sequence_at(p, row);
@@ -322,7 +330,8 @@ const void *kernel_of(bool vectors, bool quantised) {
                  : reinterpret_cast<const void *>(&append_rows<T, 2, false>);
 }
 
-// Whether rows and both parts of a rotated row are whole 16-byte pieces. Of a quantised cache only q is moved in pieces.
+// Whether 16-byte vectors can move all rows: rows are aligned, and each half of the rotary columns is a whole number of vectors. Into an
+// 8-bit cache only q is moved by vectors.
 bool moves_vectors(const AppendProblem &p) {
   const int64_t elements = 16 / dtype_bytes(p.k.dtype);
   const bool rotates = p.rotary_dim % (p.interleaved ? elements : 2 * elements) == 0;
@@ -338,27 +347,28 @@ Launch append_launch(AppendParams &a) {
   const AppendProblem &p = a.problem;
   const bool vectors = moves_vectors(p);
   const int64_t elements = vectors ? 16 / dtype_bytes(p.k.dtype) : 2;
-  const auto pieces = [&](int64_t columns) { return (columns + elements - 1) / elements; };
-  const int64_t rotated = pieces(p.interleaved ? p.rotary_dim : p.rotary_dim / 2) + pieces(p.head_dim - p.rotary_dim);
-  a.units_q = static_cast<int32_t>(rotated);
-  a.units_k = static_cast<int32_t>(rotated);
-  a.units_v = static_cast<int32_t>(pieces(p.head_dim_v));
+  const auto vectors_of = [&](int64_t columns) { return (columns + elements - 1) / elements; };
+  const int64_t units_of_row =
+      vectors_of(p.interleaved ? p.rotary_dim : p.rotary_dim / 2) + vectors_of(p.head_dim - p.rotary_dim);
+  a.units_q = static_cast<int32_t>(units_of_row);
+  a.units_k = static_cast<int32_t>(units_of_row);
+  a.units_v = static_cast<int32_t>(vectors_of(p.head_dim_v));
   const bool quantised = is_quantised(p.k_cache.dtype);
   const int64_t units = quantised ? p.heads_q + p.heads_k * (p.head_dim_v > 0 ? 2 : 1)
                                   : p.heads_q * a.units_q + p.heads_k * (a.units_k + a.units_v);
-  const int64_t units_per_block = quantised ? kThreads / 32 : kThreads;
+  const int64_t units_per_tile = quantised ? kThreads / 32 : kThreads;
   a.units = static_cast<int32_t>(units);
-  a.blocks_per_row = static_cast<int32_t>((units + units_per_block - 1) / units_per_block);
-  a.items = p.rows * a.blocks_per_row;
+  a.tiles_per_row = static_cast<int32_t>((units + units_per_tile - 1) / units_per_tile);
+  a.work_tiles = p.rows * a.tiles_per_row;
   const int64_t table_bytes = dtype_bytes(p.table_dtype);
   a.vector_tables = vectors && reinterpret_cast<uintptr_t>(p.cos) % 16 == 0 && reinterpret_cast<uintptr_t>(p.sin) % 16 == 0 &&
                     (p.cos_stride | p.sin_stride) * table_bytes % 16 == 0;
   const int64_t lengths = p.seqused_k != nullptr ? (p.batch + kThreads - 1) / kThreads : 0;
-  constexpr int64_t kMostBlocks = int64_t{1} << 30;
+  constexpr int64_t kMostCtas = int64_t{1} << 30;
   const void *kernel = p.k.dtype == Dtype::f16    ? kernel_of<__half>(vectors, quantised)
                        : p.k.dtype == Dtype::bf16 ? kernel_of<__nv_bfloat16>(vectors, quantised)
                                                   : kernel_of<float>(vectors, quantised);
-  return {kernel, kThreads, 0, std::min(std::max(a.items, lengths), kMostBlocks)};
+  return {kernel, kThreads, 0, std::min(std::max(a.work_tiles, lengths), kMostCtas)};
 }
 
 }  // namespace fa::cuda

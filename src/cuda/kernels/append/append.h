@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// New rows into a cache, rotated on the way: fa_append_kv.
+// fa_append_kv: rotates new rows and writes them to the cache.
 #pragma once
 
 #include "core/append.h"
@@ -7,20 +7,20 @@
 
 namespace fa::cuda {
 
-// The parts of a row's work: runs of units, one a thread. A unit of a rotated row is the pairs that share two pieces (or are in one),
-// then come pieces that are only copied.
+// A row is divided into work units, and these into work tiles, one per CTA at a time: append.cu. Units of a head's rotary columns come
+// first, then those of the columns that are only copied.
 struct AppendParams {
   AppendProblem problem;
-  int32_t units_q, units_k, units_v;  // of one head of a row
-  int32_t units;                      // of a row: every head of q, k and v; for quantised caches the number of these heads
-  int32_t blocks_per_row;
-  bool vector_tables;  // rows of the tables start on 16 bytes
-  int64_t items;       // rows * blocks_per_row
+  int32_t units_q, units_k, units_v;  // work units of one head of a row
+  int32_t units;                      // work units of a row. 8-bit caches: heads of q, k and v
+  int32_t tiles_per_row;
+  bool vector_tables;  // rows of the tables are aligned to 16 bytes
+  int64_t work_tiles;  // rows * tiles_per_row
 };
 
 constexpr int64_t kMaxAppendHeads = int64_t{1} << 20;  // of q and k together
 
-// Sets all of `params` but the problem.
+// Sets every field of `params` but the problem, which the caller has set.
 Launch append_launch(AppendParams &params);
 
 }  // namespace fa::cuda

@@ -15,69 +15,63 @@
 namespace fa::cuda::decode {
 
 template <class C>
-class ClusterDecode : private Decode<C> {
+class ClusterDecode {
  public:
-  using Base = Decode<C>;
-
-  __device__ __forceinline__ ClusterDecode(const Params &params, char *shared)
-      : Base(params, shared), num_ctas_(cluster_size()), cta_rank_(cluster_cta_rank()) {}
+  __device__ __forceinline__ ClusterDecode(Cta<C> &cta, Attention<C> &attention, const Epilogue<C> &epilogue)
+      : cta_(cta), attention_(attention), epilogue_(epilogue), num_ctas_(cluster_size()), cta_rank_(cluster_cta_rank()) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      mbarrier_init(this->dsmem_barrier(), 1);
+      mbarrier_init(cta_.dsmem_barrier(), 1);
       mbarrier_init_fence();
     }
     cluster_arrive_relaxed();
-    if (!this->lengths_known()) pdl_wait();
+    if (!cta_.lengths_known()) pdl_wait();
     set_cta_share();
-    this->prefetch_pages();
+    cta_.prefetch_pages();
     cluster_wait();  // all CTAs have initialised their mbarriers
     pdl_wait();
-    this->mainloop([] {});
+    mainloop(cta_, attention_, [] {});
     exchange_partials();
     combine_and_store();
   }
 
  private:
-  using Base::a_;
-  using Base::keys_;
-  using Base::kVectors;
-  using Base::p_;
-  using Base::rows_;
-  using Base::work_unit_;
+  static constexpr int kVectors = Epilogue<C>::kVectors;
 
   __device__ __forceinline__ void set_cta_share() {
-    const int tiles = static_cast<int>(p_.heads_k) * a_.row_blocks, tile = cluster_id();
+    const int tiles = static_cast<int>(cta_.problem.heads_k) * cta_.params.row_blocks, tile = cluster_id();
     WorkUnit work_unit{};
     work_unit.batch = tile / tiles;
     work_unit.tile = tile - work_unit.batch * tiles;
-    this->set_work_unit(work_unit);
-    const int first = keys_.begin / C::kKvStep, steps = keys_.empty() ? 0 : (keys_.end + C::kKvStep - 1) / C::kKvStep - first;
+    cta_.set_work_unit(work_unit);
+    const int first = cta_.keys.begin / C::kKvStep,
+              steps = cta_.keys.empty() ? 0 : (cta_.keys.end + C::kKvStep - 1) / C::kKvStep - first;
     const int begin = steps * cta_rank_ / num_ctas_, end = steps * (cta_rank_ + 1) / num_ctas_;
-    work_unit_.first_step = uniform(first + begin);
-    work_unit_.steps = uniform(end - begin);
+    cta_.work_unit.first_step = uniform(first + begin);
+    cta_.work_unit.steps = uniform(end - begin);
   }
 
   // Vectors are numbered through all rows. Each CTA combines as many, the last ones possibly none.
-  __device__ __forceinline__ int vectors_per_cta() const { return static_cast<int>(a_.dsmem_vectors.value); }
+  __device__ __forceinline__ int vectors_per_cta() const { return static_cast<int>(cta_.params.dsmem_vectors.value); }
   __device__ __forceinline__ int own_vectors() const {
-    return max(min(rows_ * kVectors - cta_rank_ * vectors_per_cta(), vectors_per_cta()), 0);
+    return max(min(cta_.rows * kVectors - cta_rank_ * vectors_per_cta(), vectors_per_cta()), 0);
   }
 
   // Sends this CTA's partial of every vector to the CTA that combines it. A CTA does not continue before everything sent to it
   // has arrived, so no CTA exits while others still write to it.
   __device__ __forceinline__ void exchange_partials() {
-    this->sync_group();  // the pipeline buffers are no longer read
-    this->store_partial_out();
+    cta_.sync_group();  // the pipeline buffers are no longer read
+    attention_.store_partial_out();
     __syncthreads();
-    const uint32_t barrier = this->dsmem_barrier();
+    const uint32_t barrier = cta_.dsmem_barrier();
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, own_vectors() * num_ctas_ * 24);
-    this->for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
-      const int n = row * kVectors + vector, owner = a_.dsmem_vectors.quotient(n),
+    epilogue_.for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
+      const int n = row * kVectors + vector, owner = cta_.params.dsmem_vectors.quotient(n),
                 at = cta_rank_ * vectors_per_cta() + n - owner * vectors_per_cta();
       const uint32_t remote_barrier = map_to_cta(barrier, owner);
-      st_async(map_to_cta(this->dsmem_out(at), owner), x, remote_barrier);
-      st_async(map_to_cta(this->dsmem_stats(at), owner), stats, remote_barrier);
+      st_async(map_to_cta(cta_.dsmem_out(at), owner), x, remote_barrier);
+      st_async(map_to_cta(cta_.dsmem_stats(at), owner), stats, remote_barrier);
     });
     mbarrier_wait(barrier, 0);
   }
@@ -93,20 +87,23 @@ class ClusterDecode : private Decode<C> {
         stats[n] = {-1e30f, 0.f};
         x[n] = {0.f, 0.f, 0.f, 0.f};
         if (n >= num_ctas_) continue;
-        stats[n] = ld_shared_float2(this->dsmem_stats(n * vectors_per_cta() + i));
-        x[n] = ld_shared_float4(this->dsmem_out(n * vectors_per_cta() + i));
+        stats[n] = ld_shared_float2(cta_.dsmem_stats(n * vectors_per_cta() + i));
+        x[n] = ld_shared_float4(cta_.dsmem_out(n * vectors_per_cta() + i));
       }
       float4 out{0.f, 0.f, 0.f, 0.f};
       float2 all{-1e30f, 0.f};
       combine_partials<kMaxClusterSize>(out, all, x, stats);
       const int vector = cta_rank_ * vectors_per_cta() + i, row = vector / kVectors, column = vector % kVectors;
-      const auto result = this->finalize(row, all);
-      if (column == 0) this->store_lse(row, result.lse);
-      this->store_out(row, column, out, result.factor);
+      const auto result = epilogue_.finalize(row, all);
+      if (column == 0) epilogue_.store_lse(row, result.lse);
+      epilogue_.store_out(row, column, out, result.factor);
     }
-    if (cta_rank_ == 0) this->store_unused_rows();
+    if (cta_rank_ == 0) epilogue_.store_unused_rows();
   }
 
+  Cta<C> &cta_;
+  Attention<C> &attention_;
+  const Epilogue<C> &epilogue_;
   const int num_ctas_, cta_rank_;
 };
 
@@ -119,12 +116,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtas) decode(const __grid_
     if (params.allow_early_dependents) pdl_launch_dependents();
     // The scratch bytes are those of the row statistics, which are first written behind several barriers. The cluster's
     // mbarrier, at the end of shared memory, is initialised at once, so its bytes would not do.
-    static_assert(C::kRowStatsBytes >= 128);
-    prefetch_params(params, smem_address(shared) + C::kQBytes + C::kPipelinesBytes);
+    static_assert(sizeof(C::CtaStorage::row_stats) >= 128);
+    prefetch_params(params, smem_address(shared) + offsetof(typename C::CtaStorage, row_stats));
     if constexpr (C::kClustered) {
-      ClusterDecode<C>(params, shared).run();
+      Cta<C> cta(params, shared);
+      Attention<C> attention(cta);
+      const Epilogue<C> epilogue(cta);
+      ClusterDecode<C>(cta, attention, epilogue).run();
     } else {
-      Decode<C>(params, shared).run();
+      decode_partitions<C>(params, shared);
     }
   }
 #endif

@@ -29,10 +29,12 @@ __device__ __forceinline__ float2 load_now(const float2 *src) {
 }
 
 template <class C>
-class Combine : protected Epilogue<C> {
+class Combine {
  public:
-  using Base = Epilogue<C>;
-  using Base::Base;
+  using Element = typename C::Element;
+  static constexpr int kVectors = Epilogue<C>::kVectors;
+
+  __device__ __forceinline__ Combine(Cta<C> &cta, const Epilogue<C> &epilogue) : cta_(cta), epilogue_(epilogue) {}
 
   struct Shared {
     float4 x[kCombineWarps][32];
@@ -41,92 +43,86 @@ class Combine : protected Epilogue<C> {
   };
 
   __device__ __forceinline__ void run(Shared &shared) {
-    const int cta = static_cast<int>(blockIdx.x) / a_.split_tiles, num_ctas = static_cast<int>(gridDim.x) / a_.split_tiles,
-              index = static_cast<int>(blockIdx.x) % a_.split_tiles;
-    const bool lengths_known = this->lengths_known();
+    const int cta = static_cast<int>(blockIdx.x) / cta_.params.split_tiles,
+              num_ctas = static_cast<int>(gridDim.x) / cta_.params.split_tiles,
+              index = static_cast<int>(blockIdx.x) % cta_.params.split_tiles;
+    const bool lengths_known = cta_.lengths_known();
     if (!lengths_known) pdl_wait();
     const SplitTile tile = lengths_known ? find_split_tile(index) : load_split_tile(index);
     if (tile.num_partials == 1) {
       pdl_wait();  // always: the next launch relies on this one having waited
       return;
     }
-    this->set_split_tile(tile);
-    const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = rows_ * kVectors;
+    cta_.set_split_tile(tile);
+    const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = cta_.rows * kVectors;
     // By the number of partials alone: the order of the sum must not depend on the size of the launch.
     const bool one_warp_per_slice = tile.num_partials <= kPartialsInFlight;
     const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta,
               slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
               begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
               end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
-    first_slot_ = StreamKScheduler<C>::slot(a_, tile.first_partition, true);
-    next_slot_ = StreamKScheduler<C>::slot(a_, tile.first_partition + 1, false);
-    slot_step_ = StreamKScheduler<C>::slot(a_, tile.first_partition + 2, false) - next_slot_;
-    Vector v = vector(slice * 32 + lane_);
+    first_slot_ = StreamKScheduler<C>::slot(cta_.params, tile.first_partition, true);
+    next_slot_ = StreamKScheduler<C>::slot(cta_.params, tile.first_partition + 1, false);
+    slot_step_ = StreamKScheduler<C>::slot(cta_.params, tile.first_partition + 2, false) - next_slot_;
+    Vector v = vector(slice * 32 + cta_.lane_id);
     // Keeps the addresses' computation ahead of the wait.
     asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));
     pdl_wait();
-    for (int at = slice * 32 + lane_; at - lane_ < vectors; v = vector(at)) {
+    for (int at = slice * 32 + cta_.lane_id; at - cta_.lane_id < vectors; v = vector(at)) {
       float4 x{0.f, 0.f, 0.f, 0.f};
       float2 stats{-1e30f, 0.f};
       if (at < vectors) merge_range(v, begin, end, x, stats);
       if (!one_warp_per_slice) {
-        shared.x[warp][lane_] = x;
-        shared.stats[warp][lane_] = stats;
+        shared.x[warp][cta_.lane_id] = x;
+        shared.stats[warp][cta_.lane_id] = stats;
         __syncthreads();
         float4 partials[kCombineWarps];
         float2 partial_stats_of[kCombineWarps];
 #pragma unroll
         for (int n = 0; n < kCombineWarps; ++n) {
-          partials[n] = shared.x[n][lane_];
-          partial_stats_of[n] = shared.stats[n][lane_];
+          partials[n] = shared.x[n][cta_.lane_id];
+          partial_stats_of[n] = shared.stats[n][cta_.lane_id];
         }
         x = {0.f, 0.f, 0.f, 0.f};
         stats = {-1e30f, 0.f};
         fa::cuda::combine_partials<kCombineWarps>(x, stats, partials, partial_stats_of);
       }
       if (at < vectors && (one_warp_per_slice || warp == 0)) {
-        const auto result = this->finalize(at / kVectors, stats);
+        const auto result = epilogue_.finalize(at / kVectors, stats);
         if (v.lse != nullptr) *v.lse = result.lse;
-        this->store_out(v.out, at % kVectors, x, result.factor);
+        epilogue_.store_out(v.out, at % kVectors, x, result.factor);
       }
       at += slices * 32;
-      if (!one_warp_per_slice && at - lane_ < vectors) __syncthreads();  // the previous partials have been read
+      if (!one_warp_per_slice && at - cta_.lane_id < vectors) __syncthreads();  // the previous partials have been read
     }
   }
 
  private:
-  using Base::a_;
-  using Base::kVectors;
-  using Base::lane_;
-  using Base::p_;
-  using Base::rows_;
-  using Base::work_unit_;
-  using typename Base::Element;
   static constexpr int kPartialsInFlight = 6;
 
   // Recomputes the split by the scheduler's own arithmetic, before the wait for the main kernel.
   __device__ __forceinline__ SplitTile find_split_tile(int index) {
     SplitTile tile{};
     tile.num_partials = 1;
-    StreamKScheduler<C> scheduler(a_);
+    StreamKScheduler<C> scheduler(cta_.params);
     const int n = index >> scheduler.coscheduled_log2();
-    if (a_.split_tiles_by_partition && n >= scheduler.partitions()) return tile;
-    const int iteration = a_.split_tiles_by_partition ? scheduler.partition_begin(n + 1) - 1 : scheduler.tile_begin(n);
-    this->set_work_unit(scheduler.at(iteration, iteration + 1));
-    tile.first_partition = scheduler.partition_of(work_unit_.tile_begin);
-    if (a_.split_tiles_by_partition && tile.first_partition != n) return tile;
-    tile.num_partials = scheduler.partition_of(work_unit_.tile_end - 1) - tile.first_partition + 1;
-    tile.q_start = this->q_start_;
-    tile.batch = work_unit_.batch;
-    tile.head = this->head();
-    tile.first_row = this->first_row();
-    tile.rows = rows_;
+    if (cta_.params.split_tiles_by_partition && n >= scheduler.partitions()) return tile;
+    const int iteration = cta_.params.split_tiles_by_partition ? scheduler.partition_begin(n + 1) - 1 : scheduler.tile_begin(n);
+    cta_.set_work_unit(scheduler.at(iteration, iteration + 1));
+    tile.first_partition = scheduler.partition_of(cta_.work_unit.tile_begin);
+    if (cta_.params.split_tiles_by_partition && tile.first_partition != n) return tile;
+    tile.num_partials = scheduler.partition_of(cta_.work_unit.tile_end - 1) - tile.first_partition + 1;
+    tile.q_start = cta_.q_start;
+    tile.batch = cta_.work_unit.batch;
+    tile.head = cta_.head();
+    tile.first_row = cta_.first_row();
+    tile.rows = cta_.rows;
     return tile;
   }
   // Reads the split tile that the main kernel has published.
   __device__ __forceinline__ SplitTile load_split_tile(int index) const {
     static_assert(sizeof(SplitTile) == 2 * sizeof(float4));
-    const auto *from = reinterpret_cast<const float4 *>(a_.split_tile_infos + index);
+    const auto *from = reinterpret_cast<const float4 *>(cta_.params.split_tile_infos + index);
     const float4 halves[2] = {load_now(from), load_now(from + 1)};
     SplitTile tile;
     memcpy(&tile, halves, sizeof(tile));
@@ -141,9 +137,10 @@ class Combine : protected Epilogue<C> {
     float *lse;  // for the first vector of a row, if lse is wanted
   };
   __device__ __forceinline__ Vector vector(int at) const {
-    const int row = at / kVectors, token = this->token_of(row), head = this->head_of(row);
-    return {this->partial_out(0, 0) + at, this->partial_stats(0, row), this->out_at(token, head) + at % kVectors * 4,
-            p_.lse.data != nullptr && at % kVectors == 0 ? this->lse_at(token, head) : nullptr};
+    const int row = at / kVectors, token = cta_.token_of(row), head = cta_.head_of(row);
+    return {epilogue_.partial_out(0, 0) + at, epilogue_.partial_stats(0, row),
+            epilogue_.out_at(token, head) + at % kVectors * 4,
+            cta_.problem.lse.data != nullptr && at % kVectors == 0 ? epilogue_.lse_at(token, head) : nullptr};
   }
 
   // Merges partials [begin, end) of a vector, as many at once as registers allow.
@@ -165,6 +162,8 @@ class Combine : protected Epilogue<C> {
     }
   }
 
+  Cta<C> &cta_;
+  const Epilogue<C> &epilogue_;
   int first_slot_, next_slot_, slot_step_;  // slots of the partials: first, second, and the stride from then on
 };
 
@@ -177,7 +176,9 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineMinCtas) combine_part
     // last one, and a large next launch would run in two waves.
     if (C::kMinCtas == 1 || !params.split_tiles_by_partition) pdl_launch_dependents();
     prefetch_params(params, smem_address(shared.parameters));
-    Combine<C>(params, nullptr).run(shared);
+    Cta<C> cta(params, nullptr);
+    const Epilogue<C> epilogue(cta);
+    Combine<C>(cta, epilogue).run(shared);
   }
 #endif
 }

@@ -12,52 +12,39 @@
 namespace fa::cuda::decode {
 
 template <class C>
-class Epilogue : protected Cta<C> {
+class Epilogue {
  public:
-  using Base = Cta<C>;
-  using typename Base::Element;
+  using Element = typename C::Element;
   static constexpr int kVectors = C::kD / 4;  // vectors of four columns per row
   using Scheduler = StreamKScheduler<C, true>;
 
-  using Base::Base;
-
- protected:
-  using Base::a_;
-  using Base::head_of;
-  using Base::lane_;
-  using Base::p_;
-  using Base::q_start_;
-  using Base::rows_;
-  using Base::smem_out;
-  using Base::smem_row_stats;
-  using Base::token_of;
-  using Base::work_unit_;
+  __device__ __forceinline__ explicit Epilogue(const Cta<C> &cta) : cta_(cta) {}
 
   // Stores the work unit's result. Out, maxima and row sums of all KV groups are in shared memory.
   __device__ __forceinline__ void store_results(const Scheduler &scheduler, int partition) const {
-    if (work_unit_.whole()) {
+    if (cta_.work_unit.whole()) {
       store_final();
     } else {
-      store_partials(Scheduler::slot(a_, partition, work_unit_.begin == work_unit_.tile_begin));
+      store_partials(Scheduler::slot(cta_.params, partition, cta_.work_unit.begin == cta_.work_unit.tile_begin));
     }
-    if (work_unit_.begin == work_unit_.tile_begin) store_unused_rows();
+    if (cta_.work_unit.begin == cta_.work_unit.tile_begin) store_unused_rows();
   }
 
   __device__ __forceinline__ void publish_split_tile(const Scheduler &scheduler, int partition, bool ends_partition) const {
-    if (threadIdx.x > 0 || !scheduler.publishes_tile(work_unit_, ends_partition)) return;
+    if (threadIdx.x > 0 || !scheduler.publishes_tile(cta_.work_unit, ends_partition)) return;
     SplitTile tile{};
-    tile.q_start = sequence_of(p_.q_lengths, opaque(work_unit_.batch)).start;
-    tile.head = this->head();
-    tile.first_row = this->first_row();
-    tile.rows = rows_;
-    scheduler.publish_tile(tile, work_unit_, partition);
+    tile.q_start = sequence_of(cta_.problem.q_lengths, opaque(cta_.work_unit.batch)).start;
+    tile.head = cta_.head();
+    tile.first_row = cta_.first_row();
+    tile.rows = cta_.rows;
+    scheduler.publish_tile(tile, cta_.work_unit, partition);
   }
 
   // Calls f(row, vector, x, stats) for every four columns x of out, summed over the KV groups; stats are the row's maximum and
   // row sum.
   template <typename F>
   __device__ __forceinline__ void for_each_out_vector(F f) const {
-    const int num_vectors = rows_ * kVectors;
+    const int num_vectors = cta_.rows * kVectors;
 #pragma unroll(C::kD > 128 ? 1 : 2)
     for (int n = opaque(threadIdx.x); n < num_vectors; n += C::kThreads) {
       const int row = n / kVectors, vector = n % kVectors;
@@ -65,7 +52,7 @@ class Epilogue : protected Cta<C> {
       float row_max = -1e30f;
 #pragma unroll
       for (int w = 0; w < C::kKvGroups; ++w) {
-        stats[w] = ld_shared_float2(smem_row_stats(w, row));
+        stats[w] = ld_shared_float2(cta_.smem_row_stats(w, row));
         row_max = fmaxf(row_max, stats[w].x);
       }
       float sum = 0.f;
@@ -74,14 +61,14 @@ class Epilogue : protected Cta<C> {
       for (int w = 0; w < C::kKvGroups; ++w) {
         const float factor = exp2_approx(stats[w].x - row_max);
         sum = fmaf(stats[w].y, factor, sum);
-        add_scaled(x, factor, ld_shared_float4(smem_out(w, row, vector / 2) + vector % 2 * 16));
+        add_scaled(x, factor, ld_shared_float4(cta_.smem_out(w, row, vector / 2) + vector % 2 * 16));
       }
       f(row, vector, x, float2{row_max, sum});
     }
   }
 
   __device__ __forceinline__ RowResult finalize(int row, float2 stats) const {
-    return finalize_row(stats.x, stats.y, sink_of(p_, head_of(row)));
+    return finalize_row(stats.x, stats.y, sink_of(cta_.problem, cta_.head_of(row)));
   }
 
   __device__ __forceinline__ void store_final() const {
@@ -93,19 +80,19 @@ class Epilogue : protected Cta<C> {
   }
 
   __device__ __forceinline__ void store_lse(int row, float lse) const {
-    if (p_.lse.data != nullptr) *lse_at(token_of(row), head_of(row)) = lse;
+    if (cta_.problem.lse.data != nullptr) *lse_at(cta_.token_of(row), cta_.head_of(row)) = lse;
   }
   __device__ __forceinline__ void store_out(int row, int vector, const float4 &x, float factor) const {
-    store_out(out_at(token_of(row), head_of(row)) + 4 * vector, vector, x, factor);
+    store_out(out_at(cta_.token_of(row), cta_.head_of(row)) + 4 * vector, vector, x, factor);
   }
   __device__ __forceinline__ void store_out(Element *dst, int vector, const float4 &x, float factor) const {
-    if (4 * vector >= p_.head_dim_v) return;
+    if (4 * vector >= cta_.problem.head_dim_v) return;
     const auto pack = [&](float a, float b) {
-      if (C::k8BitKv && p_.q.dtype == Dtype::bf16) return pack2<__nv_bfloat16>(a, b);
+      if (C::k8BitKv && cta_.problem.q.dtype == Dtype::bf16) return pack2<__nv_bfloat16>(a, b);
       return pack2<Element>(a, b);
     };
     const uint2 words{pack(x.x * factor, x.y * factor), pack(x.z * factor, x.w * factor)};
-    if (a_.vector_out) {
+    if (cta_.params.vector_out) {
       *reinterpret_cast<uint2 *>(dst) = words;
     } else {
       auto *bits = reinterpret_cast<unsigned short *>(dst);
@@ -117,20 +104,20 @@ class Epilogue : protected Cta<C> {
   }
 
   __device__ __forceinline__ float *lse_at(int token, int head) const {
-    return row_of_tensor(p_.lse, work_unit_.batch, q_start_ + token, head);
+    return row_of_tensor(cta_.problem.lse, cta_.work_unit.batch, cta_.q_start + token, head);
   }
   __device__ __forceinline__ Element *out_at(int token, int head) const {
-    return row_of_tensor<Element>(p_.out, work_unit_.batch, q_start_ + token, head);
+    return row_of_tensor<Element>(cta_.problem.out, cta_.work_unit.batch, cta_.q_start + token, head);
   }
 
   // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    int end = static_cast<int>(sequence_of(p_.q_lengths, opaque(work_unit_.batch)).slot) * this->group_heads();
-    if constexpr (C::kHasRowBlocks) end = min(end - this->first_row(), C::kRows);
-    for (int row = rows_ + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
-      const int token = token_of(row), head = head_of(row);
-      store_zero_row(out_at(token, head), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(token, head) : nullptr, -CUDART_INF_F,
-                     opaque(lane_));
+    int end = static_cast<int>(sequence_of(cta_.problem.q_lengths, opaque(cta_.work_unit.batch)).slot) * cta_.group_heads();
+    if constexpr (C::kHasRowBlocks) end = min(end - cta_.first_row(), C::kRows);
+    for (int row = cta_.rows + (opaque(threadIdx.x) >> 5); row < end; row += C::kThreads / 32) {
+      const int token = cta_.token_of(row), head = cta_.head_of(row);
+      store_zero_row(out_at(token, head), cta_.problem.head_dim_v,
+                     cta_.problem.lse.data != nullptr ? lse_at(token, head) : nullptr, -CUDART_INF_F, opaque(cta_.lane_id));
     }
   }
 
@@ -139,10 +126,10 @@ class Epilogue : protected Cta<C> {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ float4 *partial_out(int slot, int row) const {
-    return reinterpret_cast<float4 *>(a_.partial_out) + (int64_t{slot} * C::kRows + row) * kVectors;
+    return reinterpret_cast<float4 *>(cta_.params.partial_out) + (int64_t{slot} * C::kRows + row) * kVectors;
   }
   __device__ __forceinline__ float2 *partial_stats(int slot, int row) const {
-    return a_.partial_stats + int64_t{slot} * C::kRows + row;
+    return cta_.params.partial_stats + int64_t{slot} * C::kRows + row;
   }
 
   __device__ __forceinline__ void store_partials(int slot) const {
@@ -151,6 +138,9 @@ class Epilogue : protected Cta<C> {
       partial_out(slot, row)[vector] = x;
     });
   }
+
+ private:
+  const Cta<C> &cta_;
 };
 
 }  // namespace fa::cuda::decode

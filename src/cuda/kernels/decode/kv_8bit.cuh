@@ -213,33 +213,17 @@ __device__ __forceinline__ void mma_rs_8bit_nan_safe(Accumulator<kMt, kNt> &acc,
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
   for (int row = 0; row < kKSteps * 16; ++row) {
-    const int source = (lane & ~3) | ((row & 7) >> 1);  // the lane of the quad that holds P of this row of T
     uint32_t bits[kMt][2];
 #pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // Selects by masks: a computed index would put P into local memory.
-        uint32_t pair = 0;
-#pragma unroll
-        for (int n = 0; n < 2 * kKSteps; ++n) pair |= w[i][n / 2][n % 2 * 2 + r] & (row >> 3 == n ? ~0u : 0u);
-        pair = __shfl_sync(~0u, pair, source);
-        bits[i][r] = (row & 1) ? pair >> 16 : pair & 0xFFFFu;
-      }
+    for (int i = 0; i < kMt; ++i) p_of_key(w[i], row, bits[i]);
 #pragma unroll
     for (int c = 0; c < kNt / 2; ++c) {
       const HalfPairs v = widen_even_odd<kFormat>(ld_shared_4(tile + swizzled<kNt * 8>(row, c) + (lane & 3) * 4));
 #pragma unroll
-      for (int i = 0; i < kMt; ++i)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (bits[i][r] == kMaskedPBits) continue;
-          const float weight = to_float<__half>(bits[i][r]);
-          acc[i][2 * c][2 * r] += weight * to_float<__half>(v.first & 0xFFFFu);
-          acc[i][2 * c][2 * r + 1] += weight * to_float<__half>(v.first >> 16);
-          acc[i][2 * c + 1][2 * r] += weight * to_float<__half>(v.second & 0xFFFFu);
-          acc[i][2 * c + 1][2 * r + 1] += weight * to_float<__half>(v.second >> 16);
-        }
+      for (int i = 0; i < kMt; ++i) {
+        add_pair_nan_safe<__half>(acc[i][2 * c], bits[i], v.first);
+        add_pair_nan_safe<__half>(acc[i][2 * c + 1], bits[i], v.second);
+      }
     }
   }
 }

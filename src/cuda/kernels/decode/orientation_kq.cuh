@@ -12,7 +12,7 @@
 
 #include <math_constants.h>
 
-#include "cuda/kernels/decode/epilogue.cuh"
+#include "cuda/kernels/decode/cta.cuh"
 #include "cuda/kernels/decode/softmax_8bit.cuh"
 
 namespace fa::cuda::decode {
@@ -25,38 +25,18 @@ __device__ __forceinline__ uint32_t movmatrix_transpose(uint32_t x) {
 }
 
 template <class C>
-class OrientationKq : protected Epilogue<C> {
+class OrientationKq {
  public:
-  using Base = Epilogue<C>;
-  using typename Base::Element;
+  using Element = typename C::Element;
   static constexpr int kKeyTiles = C::kKvTile / 16, kColumnTiles = C::kD / 16;
   static constexpr int kTilesPerLoad = C::k8BitKv ? 2 : 1;  // tiles of 16 columns per ldmatrix
   static_assert(C::kRows == 8 && C::kRowWarps == 1);
 
-  using Base::Base;
-
- protected:
-  using Base::a_;
-  using Base::exponent_scale;
-  using Base::head_descale;
-  using Base::kv_group_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::rows_;
-  using Base::smem_;
-  using Base::smem_k;
-  using Base::smem_k_descale;
-  using Base::smem_out;
-  using Base::smem_row_scale;
-  using Base::smem_row_stats;
-  using Base::smem_v;
-  using Base::smem_v_descale;
-  using Base::warp_interior_;
-  using Base::warp_visible_;
-  using Base::work_unit_;
   using Scores = float[kKeyTiles][4];
   using Fragment = KqFragment<kKeyTiles>;  // of S^T
   using OutFragment = KqFragment<kColumnTiles>;
+
+  __device__ __forceinline__ explicit OrientationKq(const Cta<C> &cta) : cta_(cta) {}
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
@@ -69,13 +49,14 @@ class OrientationKq : protected Epilogue<C> {
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16, head_descale(a_.k_descale));
+      prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16,
+                                              cta_.head_descale(cta_.params.k_descale));
       __syncthreads();
 #pragma unroll
-      for (int e = 0; e < 2; ++e) row_scale_[e] = ld_shared_float(smem_row_scale() + (2 * (lane_ & 3) + e) * 4);
+      for (int e = 0; e < 2; ++e) row_scale_[e] = ld_shared_float(cta_.smem_row_scale() + (2 * (cta_.lane_id & 3) + e) * 4);
     }
     constexpr int kQPitch = C::kD * 2;
-    const uint32_t q = smem_ + swizzled<kQPitch>(lane_ & 7, lane_ >> 3);
+    const uint32_t q = cta_.smem + swizzled<kQPitch>(cta_.lane_id & 7, cta_.lane_id >> 3);
 #pragma unroll
     for (int k = 0; k < kColumnTiles; k += 2) {
       uint32_t f[4];
@@ -89,44 +70,47 @@ class OrientationKq : protected Epilogue<C> {
     Scores s;
     compute_qk(s, stage);
     if constexpr (C::k8BitKv)
-      apply_k_descales<Fragment>(s, row_scale_, a_.k_descale.per_row, smem_k_descale(stage), opaque(lane_));
+      apply_k_descales<Fragment>(s, row_scale_, cta_.params.k_descale.per_row, cta_.smem_k_descale(stage),
+                                 opaque(cta_.lane_id));
     score_mods(s, key0);
-    if (key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end) mask(s, key0);
+    if (key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end) mask(s, key0);
     const bool raised = softmax_.update_max(
-        s, [&](int) { return exponent_scale(); }, /*threshold=*/0.f);
+        s, [&](int) { return cta_.exponent_scale(); }, /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     accumulate_pv(s, stage);
   }
 
   // Writes this warp's out, maxima and row sums to shared memory.
   __device__ __forceinline__ void store_partial_out() {
-    const int lane = opaque(lane_), row = 2 * (lane & 3);
+    const int lane = opaque(cta_.lane_id), row = 2 * (lane & 3);
     softmax_.reduce_sums();
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      if (Fragment::leads(lane)) st_shared_float2(smem_row_stats(kv_group_, row + e), {softmax_.max[e], softmax_.sum[e]});
+      if (Fragment::leads(lane))
+        st_shared_float2(cta_.smem_row_stats(cta_.kv_group, row + e), {softmax_.max[e], softmax_.sum[e]});
     if constexpr (C::k8BitKv) {
       float scale[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        scale[e] = has_reference() ? exp2_approx(reference_.u[e] - softmax_.max[e]) : head_descale(a_.v_descale);
+        scale[e] = has_reference() ? exp2_approx(reference_.u[e] - softmax_.max[e]) : cta_.head_descale(cta_.params.v_descale);
       scale_rows<OutFragment>(out_, scale);
 #pragma unroll
       for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j)
-          st_shared_float2(smem_out(kv_group_, row + e, 2 * j + (lane >> 4)) + (lane >> 2 & 3) * 8,
+          st_shared_float2(cta_.smem_out(cta_.kv_group, row + e, 2 * j + (lane >> 4)) + (lane >> 2 & 3) * 8,
                            {out_[j][e], out_[j][e + 2]});
     } else {
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-          st_shared_float(smem_out(kv_group_, row + r % 2, 2 * j + r / 2) + (lane >> 2) * 4, out_[j][r]);
+          st_shared_float(cta_.smem_out(cta_.kv_group, row + r % 2, 2 * j + r / 2) + (lane >> 2) * 4, out_[j][r]);
     }
   }
 
  private:
+  const Cta<C> &cta_;
   // Fragments are loaded this many MMA steps ahead.
   static constexpr int kLoadsAhead = 3;
 
@@ -156,7 +140,7 @@ class OrientationKq : protected Epilogue<C> {
   __device__ __forceinline__ void compute_qk(Scores &s, int stage) const {
     constexpr int kLoads = kColumnTiles * kKeyTiles / kTilesPerLoad;
     float part[2][kKeyTiles][4] = {};
-    const uint32_t keys = smem_k(stage) + swizzled<C::kPitch>(lane_ & 15, lane_ >> 4);
+    const uint32_t keys = cta_.smem_k(stage) + swizzled<C::kPitch>(cta_.lane_id & 15, cta_.lane_id >> 4);
     uint32_t f[kLoadsAhead + 1][4];
     const auto load = [&](int n) {
       ldmatrix_x4(f[n % (kLoadsAhead + 1)], advance<C::kPitch>(keys, n / kKeyTiles) + n % kKeyTiles * 16 * C::kPitch);
@@ -183,12 +167,12 @@ class OrientationKq : protected Epilogue<C> {
 
   // Softcap and ALiBi. Rows beyond the last one are not stored. All rows belong to one token.
   __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
-    const int distance = this->seqlen_k_ - this->tokens_ - key0 - Fragment::first_key(opaque(lane_));
+    const int distance = cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
     apply_score_mods<Fragment>(
-        s, p_, a_.raw,
+        s, cta_.problem, cta_.params.raw,
         [&](int r) {
-          const int row = min(Fragment::query(opaque(lane_), r), rows_ - 1);
-          return alibi_slope(p_, a_.raw, work_unit_.batch, this->head_of(row));
+          const int row = min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1);
+          return alibi_slope(cta_.problem, cta_.params.raw, cta_.work_unit.batch, cta_.head_of(row));
         },
         [&](int) { return distance; });
   }
@@ -196,20 +180,25 @@ class OrientationKq : protected Epilogue<C> {
   // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
   __device__ __forceinline__ void mask(Scores &s, int key0) const {
 #pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, warp_visible_, key0, opaque(lane_));
+    for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, cta_.warp_visible, key0, opaque(cta_.lane_id));
   }
 
   // Whether P and out are relative to a reference of their own (softmax_8bit.cuh).
-  __device__ __forceinline__ bool has_reference() const { return C::k8BitKv && a_.v_descale.per_row; }
+  __device__ __forceinline__ bool has_reference() const { return C::k8BitKv && cta_.params.v_descale.per_row; }
 
   // P, converted and transposed to the right operand of out^T += V^T P^T.
   __device__ __forceinline__ void exponentiate(Scores &s, int stage, uint32_t (&p)[kKeyTiles][2]) {
-    if (has_reference()) {
-      exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, exponent_scale(), reference_, smem_v_descale(stage),
-                                                    opaque(lane_), [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
-    } else {
-      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, exponent_scale(), reference_.u, 0, lane_);
+    bool has_p = false;
+    if constexpr (C::k8BitKv) {
+      if (has_reference()) {
+        exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, cta_.exponent_scale(), reference_,
+                                                      cta_.smem_v_descale(stage), opaque(cta_.lane_id),
+                                                      [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
+        has_p = true;
+      }
     }
+    if (!has_p)
+      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, cta_.exponent_scale(), reference_.u, 0, cta_.lane_id);
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll
@@ -218,7 +207,8 @@ class OrientationKq : protected Epilogue<C> {
 
   __device__ __forceinline__ void accumulate_pv(Scores &s, int stage) {
     constexpr int kColumnLoads = kColumnTiles / kTilesPerLoad, kLoads = kColumnLoads * kKeyTiles;
-    const uint32_t values = smem_v(stage) + swizzled<C::kPitch>((lane_ & 7) + ((lane_ >> 4) << 3), (lane_ >> 3) & 1);
+    const uint32_t values =
+        cta_.smem_v(stage) + swizzled<C::kPitch>((cta_.lane_id & 7) + ((cta_.lane_id >> 4) << 3), (cta_.lane_id >> 3) & 1);
     uint32_t f[kLoadsAhead + 1][4], p_frag[kKeyTiles][2];
     const auto load = [&](int n) {
       ldmatrix_x4_trans(f[n % (kLoadsAhead + 1)],

@@ -8,53 +8,27 @@
 #include <math_constants.h>
 
 #include "cuda/common/nan_safe.cuh"
-#include "cuda/kernels/decode/epilogue.cuh"
+#include "cuda/kernels/decode/cta.cuh"
 #include "cuda/kernels/decode/softmax_8bit.cuh"
 
 namespace fa::cuda::decode {
 
 template <class C>
-class OrientationQk : protected Epilogue<C> {
+class OrientationQk {
  public:
-  using Base = Epilogue<C>;
-  using typename Base::Element;
+  using Element = typename C::Element;
   static constexpr int kMt = C::kWarpRows / 16, kNt = C::kKvTile / 8, kDt = C::kD / 8, kPSteps = C::kKvTile / 16;
   // Whether DescaleMode::similar exists: with more rows per warp there are no registers for it.
   static constexpr bool kHasSimilarMode = kMt == 1;
 
-  using Base::Base;
-
- protected:
-  using Base::a_;
-  using Base::diagonal;
-  using Base::exponent_scale;
-  using Base::head_descale;
-  using Base::head_of;
-  using Base::kv_group_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::row_warp_;
-  using Base::rows_;
-  using Base::seqlen_k_;
-  using Base::smem_;
-  using Base::smem_k;
-  using Base::smem_k_descale;
-  using Base::smem_out;
-  using Base::smem_row_scale;
-  using Base::smem_row_stats;
-  using Base::smem_v;
-  using Base::smem_v_descale;
-  using Base::token_of;
-  using Base::tokens_;
-  using Base::warp_interior_;
-  using Base::warp_row0_;
-  using Base::work_unit_;
   using Scores = Accumulator<kMt, kNt>;
   using Fragment = QkFragment<kMt, kNt>;  // of S
   using OutFragment = QkFragment<kMt, kDt>;
 
   // The r-th query row of this lane, counted from the CTA's first row.
-  __device__ __forceinline__ int row_of(int r) const { return warp_row0_ + Fragment::query(opaque(lane_), r); }
+  __device__ __forceinline__ int row_of(int r) const { return cta_.warp_row0 + Fragment::query(opaque(cta_.lane_id), r); }
+
+  __device__ __forceinline__ explicit OrientationQk(const Cta<C> &cta) : cta_(cta) {}
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
@@ -63,10 +37,11 @@ class OrientationQk : protected Epilogue<C> {
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_q<C::kRows, C::kD, C::kThreads>(smem_, smem_row_scale(), p_.q.dtype == Dtype::bf16, head_descale(a_.k_descale));
+      prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16,
+                                              cta_.head_descale(cta_.params.k_descale));
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r)
-        if (Fragment::leads(opaque(lane_))) st_shared_float(smem_reference(r), kNoMax);
+        if (Fragment::leads(opaque(cta_.lane_id))) st_shared_float(smem_reference(r), kNoMax);
       __syncthreads();
     }
   }
@@ -74,39 +49,39 @@ class OrientationQk : protected Epilogue<C> {
   __device__ __forceinline__ void process_kv_tile(int stage, int key0) {
     Scores s;
     if constexpr (C::k8BitKv) {
-      mma_nt_8bit<C::kFormat, C::kD, kMt, kNt>(s, smem_, row_warp_ * C::kWarpRows, smem_k(stage));
+      mma_nt_8bit<C::kFormat, C::kD, kMt, kNt>(s, cta_.smem, cta_.row_warp * C::kWarpRows, cta_.smem_k(stage));
       apply_descales(s, stage);
     } else {
-      mma_nt<Element, C::kD, kMt, kNt>(s, smem_, row_warp_ * C::kWarpRows, smem_k(stage), 0);
+      mma_nt<Element, C::kD, kMt, kNt>(s, cta_.smem, cta_.row_warp * C::kWarpRows, cta_.smem_k(stage), 0);
     }
     score_mods(s, key0);
-    const bool masked = key0 < warp_interior_.begin || key0 + C::kKvTile > warp_interior_.end;
+    const bool masked = key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end;
     if (masked) mask(s, key0);
     const bool raised = softmax_.update_max(
-        s, [&](int) { return exponent_scale(); }, /*threshold=*/0.f);
+        s, [&](int) { return cta_.exponent_scale(); }, /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     // NaN-safe path. Keys that no token sees are zeros in shared memory. A key that only some tokens see may hold NaN or Inf in
     // V, and 0 times that is not 0.
-    const bool partly_seen = masked && tokens_ > 1;
+    const bool partly_seen = masked && cta_.tokens > 1;
     PFragment<kMt, kPSteps> p;
     if constexpr (C::k8BitKv) {
       exponentiate_8bit(s, stage);
 #pragma unroll
       for (int i = 0; i < kMt; ++i) convert_p<Element>(s[i], p[i]);
-      if (partly_seen && __any_sync(~0u, tile_has_nan<C::kFormat, C::kTileBytes>(smem_v(stage), lane_))) {
-        mma_rs_8bit_nan_safe<C::kFormat, kMt, kPSteps, kDt>(out_, p, smem_v(stage));
+      if (partly_seen && __any_sync(~0u, tile_has_nan<C::kFormat, C::kTileBytes>(cta_.smem_v(stage), cta_.lane_id))) {
+        mma_rs_8bit_nan_safe<C::kFormat, kMt, kPSteps, kDt>(out_, p, cta_.smem_v(stage));
       } else {
-        mma_rs_8bit<C::kFormat, kMt, kPSteps, kDt>(out_, p, smem_v(stage));
+        mma_rs_8bit<C::kFormat, kMt, kPSteps, kDt>(out_, p, cta_.smem_v(stage));
       }
     } else if (partly_seen &&
-               __any_sync(~0u, loaded_part_has_nonfinite<Element, C::kKvTile, C::kD, 32>(smem_v(stage), lane_))) {
+               __any_sync(~0u, loaded_part_has_nonfinite<Element, C::kKvTile, C::kD, 32>(cta_.smem_v(stage), cta_.lane_id))) {
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
         for (int k = 0; k < kPSteps; ++k) exponentiate(s, i, k, p[i][k]);
-      mma_rs_nan_safe<Element, C::kPitch, kMt, kPSteps, kDt>(out_, p, smem_v(stage));
+      mma_rs_nan_safe<Element, C::kPitch, kMt, kPSteps, kDt>(out_, p, cta_.smem_v(stage));
     } else {
-      mma_rs_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, smem_v(stage), 0, [&](int k, uint32_t(&a)[kMt][4]) {
+      mma_rs_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, cta_.smem_v(stage), 0, [&](int k, uint32_t(&a)[kMt][4]) {
 #pragma unroll
         for (int i = 0; i < kMt; ++i) exponentiate(s, i, k, a[i]);
       });
@@ -120,21 +95,24 @@ class OrientationQk : protected Epilogue<C> {
   // Softcap and ALiBi. Slopes are loaded for every tile: cheaper than registers across the main loop. Rows beyond the last one
   // are not stored.
   __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
-    const auto stored_row = [&](int r) { return min(row_of(r), rows_ - 1); };
+    const auto stored_row = [&](int r) { return min(row_of(r), cta_.rows - 1); };
     apply_score_mods<Fragment>(
-        s, p_, a_.raw, [&](int r) { return alibi_slope(p_, a_.raw, work_unit_.batch, head_of(stored_row(r))); },
-        [&](int r) { return token_of(stored_row(r)) + seqlen_k_ - tokens_ - key0 - Fragment::first_key(opaque(lane_)); });
+        s, cta_.problem, cta_.params.raw,
+        [&](int r) { return alibi_slope(cta_.problem, cta_.params.raw, cta_.work_unit.batch, cta_.head_of(stored_row(r))); },
+        [&](int r) {
+          return cta_.token_of(stored_row(r)) + cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
+        });
   }
 
   __device__ __forceinline__ void mask(Scores &s, int key0) const {
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r)
-      mask_row<Fragment>(s, r, keys_of_query(diagonal(), token_of(row_of(r))), key0, opaque(lane_));
+      mask_row<Fragment>(s, r, keys_of_query(cta_.diagonal(), cta_.token_of(row_of(r))), key0, opaque(cta_.lane_id));
   }
 
   // P of the k-th 16 keys of row tile i, converted.
   __device__ __forceinline__ void exponentiate(Scores &s, int i, int k, uint32_t (&a)[4]) {
-    const float scale = exponent_scale();
+    const float scale = cta_.exponent_scale();
 #pragma unroll
     for (int n = 8 * k; n < 8 * k + 8; ++n) {
       float &x = element(s[i], n);
@@ -145,27 +123,27 @@ class OrientationQk : protected Epilogue<C> {
 
   // 8-bit KV.
   __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {
-    const int lane = opaque(lane_);
+    const int lane = opaque(cta_.lane_id);
     float row_scale[Fragment::kRows];
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r)
-      row_scale[r] = ld_shared_float(smem_row_scale() + (warp_row0_ + Fragment::query(lane, r)) * 4);
-    apply_k_descales<Fragment>(s, row_scale, a_.k_descale.per_row, smem_k_descale(stage), lane);
+      row_scale[r] = ld_shared_float(cta_.smem_row_scale() + (cta_.warp_row0 + Fragment::query(lane, r)) * 4);
+    apply_k_descales<Fragment>(s, row_scale, cta_.params.k_descale.per_row, cta_.smem_k_descale(stage), lane);
   }
   __device__ __forceinline__ void exponentiate_8bit(Scores &s, int stage) {
     PvReference<Fragment> reference;
     if (!has_reference()) {
-      exponentiate_descaled<DescaleMode::none, true>(softmax_, s, exponent_scale(), reference.u, 0, lane_);
+      exponentiate_descaled<DescaleMode::none, true>(softmax_, s, cta_.exponent_scale(), reference.u, 0, cta_.lane_id);
       return;
     }
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) reference.u[r] = ld_shared_float(smem_reference(r));
-    exponentiate_per_row<C::kKvTile, kHasSimilarMode, true>(softmax_, s, exponent_scale(), reference, smem_v_descale(stage),
-                                                            opaque(lane_), [&] {
+    exponentiate_per_row<C::kKvTile, kHasSimilarMode, true>(softmax_, s, cta_.exponent_scale(), reference,
+                                                            cta_.smem_v_descale(stage), opaque(cta_.lane_id), [&] {
                                                               __syncwarp();  // all lanes have read the reference
 #pragma unroll
                                                               for (int r = 0; r < Fragment::kRows; ++r)
-                                                                if (Fragment::leads(opaque(lane_)))
+                                                                if (Fragment::leads(opaque(cta_.lane_id)))
                                                                   st_shared_float(smem_reference(r), reference.u[r]);
                                                               scale_rows<OutFragment>(out_, reference.rescale);
                                                               __syncwarp();
@@ -173,45 +151,46 @@ class OrientationQk : protected Epilogue<C> {
   }
   // Whether P and out are relative to a reference of their own. It is kept in shared memory, in the place that receives the
   // row's maximum and sum in the epilogue.
-  __device__ __forceinline__ bool has_reference() const { return C::k8BitKv && a_.v_descale.per_row; }
-  __device__ __forceinline__ uint32_t smem_reference(int r) const { return smem_row_stats(kv_group_, row_of(r)); }
+  __device__ __forceinline__ bool has_reference() const { return C::k8BitKv && cta_.params.v_descale.per_row; }
+  __device__ __forceinline__ uint32_t smem_reference(int r) const { return cta_.smem_row_stats(cta_.kv_group, row_of(r)); }
 
   // Writes this warp's out, maxima and row sums to shared memory.
   __device__ __forceinline__ void store_partial_out() {
-    const int lane = opaque(lane_);
+    const int lane = opaque(cta_.lane_id);
     softmax_.reduce_sums();
     if constexpr (C::k8BitKv) {
       float scale[Fragment::kRows];
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r)
-        scale[r] =
-            has_reference() ? exp2_approx(ld_shared_float(smem_reference(r)) - softmax_.max[r]) : head_descale(a_.v_descale);
+        scale[r] = has_reference() ? exp2_approx(ld_shared_float(smem_reference(r)) - softmax_.max[r])
+                                   : cta_.head_descale(cta_.params.v_descale);
       scale_rows<OutFragment>(out_, scale);
       __syncwarp();  // all lanes have read the reference
     }
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) {
-      if (warp_row0_ + 8 * r >= rows_) continue;
-      const int i = r / 2, row = warp_row0_ + Fragment::query(lane, r);
-      if (Fragment::leads(lane)) st_shared_float2(smem_row_stats(kv_group_, row), {softmax_.max[r], softmax_.sum[r]});
+      if (cta_.warp_row0 + 8 * r >= cta_.rows) continue;
+      const int i = r / 2, row = cta_.warp_row0 + Fragment::query(lane, r);
+      if (Fragment::leads(lane)) st_shared_float2(cta_.smem_row_stats(cta_.kv_group, row), {softmax_.max[r], softmax_.sum[r]});
       if constexpr (C::k8BitKv) {
         // Of each 16 columns a lane has four neighbours: the even ones are in one MMA tile, the odd ones in the next.
 #pragma unroll
         for (int j = 0; j < kDt; j += 2) {
           const auto bits = [&](int n, int e) { return __float_as_uint(out_[i][j + n][2 * (r % 2) + e]); };
-          st_shared_16(smem_out(kv_group_, row, j + (lane >> 1 & 1)) + (lane & 1) * 16, bits(0, 0), bits(1, 0), bits(0, 1),
-                       bits(1, 1));
+          st_shared_16(cta_.smem_out(cta_.kv_group, row, j + (lane >> 1 & 1)) + (lane & 1) * 16, bits(0, 0), bits(1, 0),
+                       bits(0, 1), bits(1, 1));
         }
       } else {
 #pragma unroll
         for (int j = 0; j < kDt; ++j)
-          st_shared_float2(smem_out(kv_group_, row, j) + (lane & 3) * 8,
+          st_shared_float2(cta_.smem_out(cta_.kv_group, row, j) + (lane & 3) * 8,
                            {out_[i][j][2 * (r % 2)], out_[i][j][2 * (r % 2) + 1]});
       }
     }
   }
 
  private:
+  const Cta<C> &cta_;
   Accumulator<kMt, kDt> out_;
   OnlineSoftmax<Fragment> softmax_;
 };

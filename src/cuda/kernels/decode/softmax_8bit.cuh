@@ -95,8 +95,8 @@ struct PvReference {
   }
 };
 
-// S becomes P = 2^(S - m) in place, times the descales of V relative to 2^u; adds to the row sums. With kMasked, masked elements
-// become kMaskedP.
+// S becomes P = 2^(S - m) in place, times the descales of V relative to 2^u; adds to the row sums. With kMasked, masked
+// elements become kMaskedP.
 template <DescaleMode kMode, bool kMasked, class Fragment, typename Scores>
 __device__ __forceinline__ void exponentiate_descaled(OnlineSoftmax<Fragment> &softmax, Scores &s, float scale,
                                                       const float (&u)[Fragment::kRows], uint32_t descales, int lane) {

@@ -5,13 +5,14 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
+#include "cuda/kernels/decode/shared_storage.h"
 #include "cuda/kernels/decode/table_8bit.h"
 
 namespace fa::cuda::decode {
 
-constexpr int32_t kMaxClusterSize = 16;   // CTAs
 constexpr int32_t kSplitTileBytes = 32;   // of a SplitTile in the workspace
 constexpr int32_t kCombineThreads = 128;  // of a CTA of the combine kernel
 constexpr int32_t kCombineMinCtas = 6;    // CTAs of the combine kernel per SM
@@ -29,22 +30,13 @@ struct Shape {
   int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
   int32_t capability;       // of the oldest devices whose register allocation fits
   bool clustered;           // the CTAs of a cluster share the keys of a head (cluster.cuh)
-  int32_t kv_bytes = 2;     // of an element of K or V
+  int32_t kv_bytes;         // of an element of K or V
+  size_t storage_bytes;     // of SharedStorageOf
 
   constexpr int32_t rows() const { return warp_rows * row_warps; }
   constexpr int32_t kv_step() const { return kv_groups * kv_tile; }
   constexpr int32_t threads() const { return row_warps * kv_groups * 32; }
-  // K and V, and with 8-bit KV one descale per key of both.
-  constexpr int32_t pipeline_bytes() const {
-    return kv_groups * stages * kv_tile * (2 * head_dim * kv_bytes + (kv_bytes == 1 ? 8 : 0));
-  }
-  // The DSMEM buffer of a clustered CTA: the partials that the other CTAs send it. A vector is four fp32 columns with maximum
-  // and row sum of their row; the vectors of all rows are divided evenly, rounded up, among the CTAs.
-  constexpr int32_t dsmem_bytes() const { return clustered ? (rows() * head_dim / 4 + kMaxClusterSize) * 24 + 16 : 0; }
-  // Q, the KV pipelines, maximum and row sum per row and KV group, with 8-bit KV the scale of each Q row, and the DSMEM buffer.
-  constexpr int32_t shared_bytes() const {
-    return rows() * head_dim * 2 + pipeline_bytes() + kv_groups * rows() * 8 + (kv_bytes == 1 ? rows() * 4 : 0) + dsmem_bytes();
-  }
+  constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
   // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory; the system reserves 1 KB for each CTA.
   constexpr int32_t ctas_per_sm(int32_t max_shared_bytes) const {
     return std::min(max_ctas_per_sm, (max_shared_bytes + 1024) / (shared_bytes() + 1024));
@@ -74,11 +66,26 @@ struct Shape {
   X(d256_16, 256, 16, 1, 4, 16, 3, 1, 80, false)     \
   X(d256_32, 256, 16, 2, 4, 16, 3, 1, 80, false)
 
-#define FA_DECODE_SHAPE(name, ...) {#name, __VA_ARGS__},
-#define FA_DECODE_8BIT_SHAPE(name, ...) {#name, __VA_ARGS__, 1},
+#define FA_DECODE_SHAPE_OF(kv_bytes, name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas, capability, \
+                           clustered)                                                                                        \
+  {#name,                                                                                                                    \
+   head_dim,                                                                                                                 \
+   warp_rows,                                                                                                                \
+   row_warps,                                                                                                                \
+   kv_groups,                                                                                                                \
+   kv_tile,                                                                                                                  \
+   stages,                                                                                                                   \
+   max_ctas,                                                                                                                 \
+   capability,                                                                                                               \
+   clustered,                                                                                                                \
+   kv_bytes,                                                                                                                 \
+   sizeof(SharedStorageOf<head_dim, (warp_rows) * (row_warps), kv_groups, kv_tile, stages, kv_bytes, clustered>::Type)},
+#define FA_DECODE_SHAPE(...) FA_DECODE_SHAPE_OF(2, __VA_ARGS__)
+#define FA_DECODE_8BIT_SHAPE(...) FA_DECODE_SHAPE_OF(1, __VA_ARGS__)
 constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_8BIT_TABLE(FA_DECODE_8BIT_SHAPE)};
 #undef FA_DECODE_8BIT_SHAPE
 #undef FA_DECODE_SHAPE
+#undef FA_DECODE_SHAPE_OF
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
 constexpr int first_8bit_shape() {
   int n = 0;

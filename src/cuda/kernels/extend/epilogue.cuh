@@ -14,86 +14,94 @@
 
 namespace fa::cuda::extend {
 
+// The 16 rows of one consumer warp.
 template <class C>
-class Epilogue : protected Cta<C> {
- public:
-  using Base = Cta<C>;
-  using typename Base::Element;
-  using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S
-  using OutFragment = QkFragment<1, C::kD / 8>;
-
-  using Base::Base;
-
- protected:
-  using Base::a_;
-  using Base::lane_;
-  using Base::p_;
+struct WarpRows {
+  const Cta<C> &cta;
+  const WorkUnitDescriptor *work;
+  int wg, warp;  // warp: within the warpgroup
 
   // Rows count from the CTA's first row.
-  __device__ __forceinline__ int first_row() const { return wg_ * kWarpgroupRows + warp_ * 16; }
-  __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(lane_) >> 2) + 8 * r; }
-  __device__ __forceinline__ int token_of(int row) const { return a_.group.quotient(work_->row0 + row); }
+  __device__ __forceinline__ int first_row() const { return wg * kWarpgroupRows + warp * 16; }
+  __device__ __forceinline__ int row_of(int r) const { return first_row() + (opaque(cta.lane()) >> 2) + 8 * r; }
+  __device__ __forceinline__ int token_of(int row) const { return cta.params().group.quotient(work->row0 + row); }
   __device__ __forceinline__ int head_of(int row) const {
-    return work_->head * static_cast<int>(a_.group.value) + a_.group.remainder(work_->row0 + row);
+    return work->head * static_cast<int>(cta.params().group.value) + cta.params().group.remainder(work->row0 + row);
   }
 
   // 8-bit KV: the descale of all keys or all values of this head.
   __device__ __forceinline__ float head_descale(const Descale &d) const {
-    return decode::head_descale(d, work_->batch, work_->head);
+    return decode::head_descale(d, work->batch, work->head);
   }
+};
+
+template <class C>
+class Epilogue {
+ public:
+  using Element = typename C::Element;
+  using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S
+  using OutFragment = QkFragment<1, C::kD / 8>;
+
+  __device__ __forceinline__ Epilogue(const Cta<C> &cta, const WarpRows<C> &rows, float (&out)[C::kD / 2],
+                                      OnlineSoftmax<Fragment> &softmax)
+      : cta_(cta), rows_(rows), out_(out), softmax_(softmax) {}
 
   // Each warp does this on its own.
-  __device__ __forceinline__ void epilogue() {
+  __device__ __forceinline__ void store() {
     softmax_.reduce_sums();
     if constexpr (C::k8BitKv) {
-      const float factor = head_descale(a_.v_descale);
+      const float factor = rows_.head_descale(cta_.params().v_descale);
 #pragma unroll
       for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
     }
     if constexpr (C::kUsesCombineKernel) {
-      if (work_->partial_slot >= 0) {
-        store_partials_by_row(work_->partial_slot);
+      if (rows_.work->partial_slot >= 0) {
+        store_partials_by_row(rows_.work->partial_slot);
         return;
       }
     } else {
-      if (work_->partial_slot >= 0) {
-        store_partials_by_lane(work_->partial_slot);
+      if (rows_.work->partial_slot >= 0) {
+        store_partials_by_lane(rows_.work->partial_slot);
         __syncwarp();  // all lanes have stored their part
-        if (lane_ == 0) count_released(a_.counters + work_->counter);
+        if (cta_.lane() == 0) count_released(cta_.params().counters + rows_.work->counter);
         return;
       }
-      if (work_->num_partials > 0) merge_partials(work_->first_partial, work_->num_partials);
+      if (rows_.work->num_partials > 0) merge_partials(rows_.work->first_partial, rows_.work->num_partials);
     }
     store_final();
   }
 
   __device__ __forceinline__ void store_final() const {
-    const int quad = opaque(lane_) & 3;
+    const int quad = opaque(cta_.lane()) & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r), stored_row = min(row, work_->rows - 1);
-      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(p_, head_of(stored_row)));
-      store_fragment_row<Element, C::kD / 8>(out_, r, out_at(stored_row),
-                                             row < work_->rows ? static_cast<int>(p_.head_dim_v) : 0, a_.vector_out, quad,
-                                             [&](float a, float b) { return pack(a * result.factor, b * result.factor); });
-      if (quad == 0 && row < work_->rows && p_.lse.data != nullptr) *lse_at(row) = result.lse;
+      const int row = rows_.row_of(r), stored_row = min(row, rows_.work->rows - 1);
+      const RowResult result =
+          finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(cta_.problem(), rows_.head_of(stored_row)));
+      store_fragment_row<Element, C::kD / 8>(
+          out_, r, out_at(stored_row), row < rows_.work->rows ? static_cast<int>(cta_.problem().head_dim_v) : 0,
+          cta_.params().vector_out, quad, [&](float a, float b) { return pack(a * result.factor, b * result.factor); });
+      if (quad == 0 && row < rows_.work->rows && cta_.problem().lse.data != nullptr) *lse_at(row) = result.lse;
     }
   }
 
   __device__ __forceinline__ uint32_t pack(float a, float b) const {
-    return C::k8BitKv && p_.q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
+    return C::k8BitKv && cta_.problem().q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
   }
   __device__ __forceinline__ float *lse_at(int row) const {
-    return row_of_tensor(p_.lse, work_->batch, work_->q_start + token_of(row), head_of(row));
+    return row_of_tensor(cta_.problem().lse, rows_.work->batch, rows_.work->q_start + rows_.token_of(row), rows_.head_of(row));
   }
   __device__ __forceinline__ Element *out_at(int row) const {
-    return row_of_tensor<Element>(p_.out, work_->batch, work_->q_start + token_of(row), head_of(row));
+    return row_of_tensor<Element>(cta_.problem().out, rows_.work->batch, rows_.work->q_start + rows_.token_of(row),
+                                  rows_.head_of(row));
   }
 
   // Rows of the sequence's slot without queries: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows() const {
-    for (int row = max(work_->rows, 0) + wg_ * 4 + warp_; row < work_->end_row; row += C::kConsumerWarpgroups * 4) {
-      store_zero_row(out_at(row), p_.head_dim_v, p_.lse.data != nullptr ? lse_at(row) : nullptr, -CUDART_INF_F, lane_);
+    for (int row = max(rows_.work->rows, 0) + rows_.wg * 4 + rows_.warp; row < rows_.work->end_row;
+         row += C::kConsumerWarpgroups * 4) {
+      store_zero_row(out_at(row), cta_.problem().head_dim_v, cta_.problem().lse.data != nullptr ? lse_at(row) : nullptr,
+                     -CUDART_INF_F, cta_.lane());
     }
   }
 
@@ -104,38 +112,41 @@ class Epilogue : protected Cta<C> {
   // For the combine kernel: row-major. This lane has two of each eight columns.
   __device__ __forceinline__ void store_partials_by_row(int slot) const {
     const int64_t row0 = int64_t{slot} * C::kRows;
-    const int quad = opaque(lane_) & 3;
+    const int quad = opaque(cta_.lane()) & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      auto *dst = reinterpret_cast<float2 *>(a_.partial_out + (row0 + row_of(r)) * C::kD) + quad;
+      auto *dst = reinterpret_cast<float2 *>(cta_.params().partial_out + (row0 + rows_.row_of(r)) * C::kD) + quad;
 #pragma unroll
       for (int j = 0; j < C::kD / 8; ++j) dst[j * 4] = {out_[4 * j + 2 * r], out_[4 * j + 2 * r + 1]};
-      if (quad == 0) a_.partial_stats[row0 + row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
+      if (quad == 0) cta_.params().partial_stats[row0 + rows_.row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
   // For merge_partials(), which reads this layout faster: four accumulators of a lane, beside those of the other lanes.
   __device__ __forceinline__ float4 *partial_out(int slot) const {
-    return reinterpret_cast<float4 *>(a_.partial_out) + (int64_t{slot} * C::kRows + first_row()) * (C::kD / 4) + opaque(lane_);
+    return reinterpret_cast<float4 *>(cta_.params().partial_out) +
+           (int64_t{slot} * C::kRows + rows_.first_row()) * (C::kD / 4) + opaque(cta_.lane());
   }
-  __device__ __forceinline__ float2 *partial_stats(int slot) const { return a_.partial_stats + int64_t{slot} * C::kRows; }
+  __device__ __forceinline__ float2 *partial_stats(int slot) const {
+    return cta_.params().partial_stats + int64_t{slot} * C::kRows;
+  }
 
   __device__ __forceinline__ void store_partials_by_lane(int slot) const {
     float4 *dst = partial_out(slot);
 #pragma unroll
     for (int j = 0; j < C::kD / 8; ++j) dst[j * 32] = {out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]};
-    if ((lane_ & 3) == 0) {
+    if ((cta_.lane() & 3) == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) partial_stats(slot)[row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
+      for (int r = 0; r < 2; ++r) partial_stats(slot)[rows_.row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
   // Every warp counts each partial once. The warps that add the partials count once more, and the last of them resets the
   // counter.
   __device__ __forceinline__ void wait_partials(int num_partials) const {
-    if (lane_ == 0) {
-      int32_t *counter = a_.counters + work_->counter;
-      const int warps = (min(work_->rows, C::kRows) + 15) / 16;
+    if (cta_.lane() == 0) {
+      int32_t *counter = cta_.params().counters + rows_.work->counter;
+      const int warps = (min(rows_.work->rows, C::kRows) + 15) / 16;
       while (load_acquire(counter) < num_partials * warps) __nanosleep(100);
       if (atomicAdd(counter, 1) == (num_partials + 1) * warps - 1) *counter = 0;
     }
@@ -150,7 +161,7 @@ class Epilogue : protected Cta<C> {
 #pragma unroll 4
     for (int i = 0; i < num_partials; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], __ldcg(partial_stats(first_partial + i) + row_of(r)).x);
+      for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], __ldcg(partial_stats(first_partial + i) + rows_.row_of(r)).x);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float scale = exp2_approx(softmax_.max[r] - row_max[r]);
@@ -172,7 +183,7 @@ class Epilogue : protected Cta<C> {
       float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float2 stats = __ldcg(partial_stats(first_partial + i) + row_of(r));
+        const float2 stats = __ldcg(partial_stats(first_partial + i) + rows_.row_of(r));
         scale[r] = exp2_approx(stats.x - softmax_.max[r]);
         softmax_.sum[r] = fmaf(scale[r], stats.y, softmax_.sum[r]);
       }
@@ -186,10 +197,11 @@ class Epilogue : protected Cta<C> {
     }
   }
 
-  const WorkUnitDescriptor *work_;
-  int wg_, warp_;  // warp_: within the warpgroup
-  float out_[C::kD / 2];
-  OnlineSoftmax<Fragment> softmax_;
+ private:
+  const Cta<C> &cta_;
+  const WarpRows<C> &rows_;
+  float (&out_)[C::kD / 2];
+  OnlineSoftmax<Fragment> &softmax_;
 };
 
 }  // namespace fa::cuda::extend

@@ -4,7 +4,7 @@
 //
 // A CTA owns kRows rows of one KV head and loops over KV tiles of kKvTile keys. Four producer warps load K and V.
 // kConsumerWarpgroups warpgroups have 64 rows each; Q, S, P and out are in registers, and only K and V are in shared memory
-// (cta.cuh has the map).
+// (shared_storage.h has the map).
 //
 //   producer     for every tile: wait for an empty stage, load K, then V; runs ahead across work units.
 //               Warp 0 writes the work descriptors
@@ -37,51 +37,36 @@
 namespace fa::cuda::extend {
 
 template <class C>
-class Consumer : private Epilogue<C> {
+class Consumer {
  public:
-  using Base = Epilogue<C>;
-  using typename Base::Element;
+  using Element = typename C::Element;
   using KvElement = typename C::KvElement;
   static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // kScores: per thread
 
-  using typename Base::Fragment;
-  using typename Base::OutFragment;
+  using Fragment = typename Epilogue<C>::Fragment;
+  using OutFragment = typename Epilogue<C>::OutFragment;
   using Softmax = OnlineSoftmax<Fragment>;
 
-  using Base::Base;
+  __device__ __forceinline__ explicit Consumer(const Cta<C> &cta) : cta_(cta), rows_{cta, nullptr, 0, 0} {}
 
   __device__ __forceinline__ void run(int wg) {
-    wg_ = wg;
-    warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
+    rows_.wg = wg;
+    rows_.warp = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
-      mbarrier_wait(this->work_full(n & 1), n >> 1 & 1);
-      work_ = &this->descriptor(n & 1);
-      if (work_->batch < 0) return;
+      mbarrier_wait(cta_.work_full(n & 1), n >> 1 & 1);
+      rows_.work = &cta_.descriptor(n & 1);
+      if (rows_.work->batch < 0) return;
       process_work_unit();
-      mbarrier_arrive(this->work_empty(n & 1));
+      mbarrier_arrive(cta_.work_empty(n & 1));
     }
   }
 
  private:
-  using Base::a_;
-  using Base::first_row;
-  using Base::head_descale;
-  using Base::head_of;
-  using Base::lane_;
-  using Base::out_;
-  using Base::p_;
-  using Base::row_of;
-  using Base::softmax_;
-  using Base::token_of;
-  using Base::warp_;
-  using Base::wg_;
-  using Base::work_;
-
   __device__ __forceinline__ void process_work_unit() {
-    this->store_unused_rows();
-    if (wg_ * kWarpgroupRows >= work_->rows) {
-      for (int n = work_->kv_tile; n < work_->kv_tile_end; ++n) skip_kv_tile();
+    epilogue().store_unused_rows();
+    if (rows_.wg * kWarpgroupRows >= rows_.work->rows) {
+      for (int n = rows_.work->kv_tile; n < rows_.work->kv_tile_end; ++n) skip_kv_tile();
       return;
     }
     load_q();
@@ -94,13 +79,13 @@ class Consumer : private Epilogue<C> {
     out_empty_ = true;
     p_pending_ = max_settled_ = false;
     bool masked = false;
-    int next_mask_change = work_->kv_tile;  // from this tile on `masked` may change
+    int next_mask_change = rows_.work->kv_tile;  // from this tile on `masked` may change
 #pragma unroll 1
     for (int n = next_mask_change;; ++n) {
-      if (p_pending_ && masked && work_->several_tokens) nan_safe_pv_if_needed();
+      if (p_pending_ && masked && rows_.work->several_tokens) nan_safe_pv_if_needed();
       if (n >= next_mask_change) {
-        const int end = work_->kv_tile_end, inner = (work_->interior.begin + C::kKvTile - 1) / C::kKvTile,
-                  end_inner = work_->interior.end / C::kKvTile;
+        const int end = rows_.work->kv_tile_end, inner = (rows_.work->interior.begin + C::kKvTile - 1) / C::kKvTile,
+                  end_inner = rows_.work->interior.end / C::kKvTile;
         if (n >= end) break;  // the unit may have no tile that these rows see
         masked = n < inner || n >= end_inner;
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
@@ -113,7 +98,7 @@ class Consumer : private Epilogue<C> {
       }
     }
     if (p_pending_) finish_pv();
-    if (first_row() < work_->rows) this->epilogue();
+    if (rows_.first_row() < rows_.work->rows) epilogue().store();
   }
 
   // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
@@ -127,10 +112,10 @@ class Consumer : private Epilogue<C> {
   }
   static __device__ __forceinline__ int stage_of(int pos) { return pos >= C::kStages ? pos - C::kStages : pos; }
   __device__ __forceinline__ uint32_t wait_full(int pos) const {
-    mbarrier_wait(this->full(stage_of(pos)), pos >= C::kStages);
-    return this->tile(stage_of(pos));
+    mbarrier_wait(cta_.full(stage_of(pos)), pos >= C::kStages);
+    return cta_.tile(stage_of(pos));
   }
-  __device__ __forceinline__ void release(int pos) const { mbarrier_arrive_if(lane_ == 0, this->empty(stage_of(pos))); }
+  __device__ __forceinline__ void release(int pos) const { mbarrier_arrive_if(cta_.lane() == 0, cta_.empty(stage_of(pos))); }
   // Skips a tile that only the other warpgroup needs. It must have arrived before its stages can be released.
   __device__ __forceinline__ void skip_kv_tile() {
     wait_full(next_k());
@@ -146,8 +131,8 @@ class Consumer : private Epilogue<C> {
   template <bool kHasPv>
   __device__ __forceinline__ void process_kv_tile(int key0, bool masked) {
     const uint32_t k = wait_full(next_k());
-    const bool ordered = kWarpgroupsAlternate && work_->rows > kWarpgroupRows;
-    if (ordered) mbarrier_wait(this->wg_turn(wg_), (vote_and_turn_ & 1) ^ (wg_ == 0));
+    const bool ordered = kWarpgroupsAlternate && rows_.work->rows > kWarpgroupRows;
+    if (ordered) mbarrier_wait(cta_.wg_turn(rows_.wg), (vote_and_turn_ & 1) ^ (rows_.wg == 0));
     fence_operand(s_);
     fence_operand(q_);
     if (kHasPv) {
@@ -162,7 +147,7 @@ class Consumer : private Epilogue<C> {
       issue_pv(v);
     }
     if (ordered) {
-      mbarrier_arrive_if(lane_ == 0, this->wg_turn(wg_ ^ 1));
+      mbarrier_arrive_if(cta_.lane() == 0, cta_.wg_turn(rows_.wg ^ 1));
       vote_and_turn_ ^= 1;
     }
     wgmma_wait<kHasPv ? 1 : 0>();
@@ -207,23 +192,25 @@ class Consumer : private Epilogue<C> {
 
   // Q [16 rows of this warp][kD] as left operand in registers; rows and columns that do not exist are zeros.
   __device__ __forceinline__ void load_q() {
-    const Element *q =
-        static_cast<const Element *>(p_.q.data) + work_->batch * p_.q.batch_stride + work_->q_start * p_.q.seq_stride;
-    const int quad = lane_ & 3;
+    const Element *q = static_cast<const Element *>(cta_.problem().q.data) + rows_.work->batch * cta_.problem().q.batch_stride +
+                       rows_.work->q_start * cta_.problem().q.seq_stride;
+    const int quad = cta_.lane() & 3;
     uint4 x[2][C::kD / 32];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r);
-      const bool exists = row < work_->rows;
-      const Element *from = exists ? q + token_of(row) * p_.q.seq_stride + head_of(row) * p_.q.head_stride + quad * 8 : q;
-      const int columns = exists ? static_cast<int>(p_.head_dim) - quad * 8 : 0;
+      const int row = rows_.row_of(r);
+      const bool exists = row < rows_.work->rows;
+      const Element *from = exists ? q + rows_.token_of(row) * cta_.problem().q.seq_stride +
+                                         rows_.head_of(row) * cta_.problem().q.head_stride + quad * 8
+                                   : q;
+      const int columns = exists ? static_cast<int>(cta_.problem().head_dim) - quad * 8 : 0;
 #pragma unroll
       for (int n = 0; n < C::kD / 32; ++n)
         x[r][n] = n * 32 < columns ? __ldcg(reinterpret_cast<const uint4 *>(from + n * 32)) : uint4{0, 0, 0, 0};
       if constexpr (C::k8BitKv) {
-        float scale = head_descale(a_.k_descale);
-        if (p_.q.dtype == Dtype::bf16) scale *= convert_q_row(x[r]);
-        if (quad == 0) st_shared_float(this->row_scale(row), scale);
+        float scale = rows_.head_descale(cta_.params().k_descale);
+        if (cta_.problem().q.dtype == Dtype::bf16) scale *= convert_q_row(x[r]);
+        if (quad == 0) st_shared_float(cta_.row_scale(row), scale);
       }
     }
     if (C::k8BitKv) __syncwarp();  // the row scales are visible
@@ -286,18 +273,20 @@ class Consumer : private Epilogue<C> {
   // Softmax. Scores S are raw Q K^T products
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ bool plain_scores() const { return p_.softcap <= 0 && p_.alibi_slopes == nullptr; }
+  __device__ __forceinline__ bool plain_scores() const {
+    return cta_.problem().softcap <= 0 && cta_.problem().alibi_slopes == nullptr;
+  }
   // The factor of S in the exponent. With 8-bit KV and no score modifier it includes the row's own scale, which is loaded each
   // time because registers are scarce.
   __device__ __forceinline__ float exponent_scale(int r) const {
-    const float scale = p_.softmax_scale * kLog2e;
-    return C::k8BitKv && plain_scores() ? scale * ld_shared_float(this->row_scale(row_of(r))) : scale;
+    const float scale = cta_.problem().softmax_scale * kLog2e;
+    return C::k8BitKv && plain_scores() ? scale * ld_shared_float(cta_.row_scale(rows_.row_of(r))) : scale;
   }
   __device__ __forceinline__ void score_mods(int key0) {
     if (C::k8BitKv && !plain_scores()) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float scale = ld_shared_float(this->row_scale(row_of(r)));
+        const float scale = ld_shared_float(cta_.row_scale(rows_.row_of(r)));
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4) {
           s_[n] *= scale;
@@ -306,18 +295,22 @@ class Consumer : private Epilogue<C> {
       }
     }
     apply_score_mods<Fragment>(
-        s_, p_, a_.raw, [&](int r) { return alibi_slope(p_, a_.raw, work_->batch, head_of(min(row_of(r), work_->rows - 1))); },
+        s_, cta_.problem(), cta_.params().raw,
         [&](int r) {
-          return token_of(min(row_of(r), work_->rows - 1)) + work_->seqlen_k - work_->tokens - key0 -
-                 Fragment::first_key(opaque(lane_));
+          return alibi_slope(cta_.problem(), cta_.params().raw, rows_.work->batch,
+                             rows_.head_of(min(rows_.row_of(r), rows_.work->rows - 1)));
+        },
+        [&](int r) {
+          return rows_.token_of(min(rows_.row_of(r), rows_.work->rows - 1)) + rows_.work->seqlen_k - rows_.work->tokens - key0 -
+                 Fragment::first_key(opaque(cta_.lane()));
         });
   }
 
   __device__ __forceinline__ void mask(int key0) {
-    const Diagonal<int32_t> diagonal(a_.limits, work_->tokens, work_->seqlen_k);
+    const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r)
-      mask_row<Fragment>(s_, r, keys_of_query(diagonal, token_of(row_of(r))), key0, opaque(lane_));
+      mask_row<Fragment>(s_, r, keys_of_query(diagonal, rows_.token_of(rows_.row_of(r))), key0, opaque(cta_.lane()));
   }
 
   // Exact maximum.
@@ -383,14 +376,16 @@ class Consumer : private Epilogue<C> {
     wgmma_wait<0>();
     fence_operand(out_);
     fence_operand(p_frag_);
-    const int lane = opaque(lane_), columns = static_cast<int>(p_.head_dim) - 2 * (lane & 3);
-    const auto *keys = static_cast<const KvElement *>(p_.k.data) + work_->head * p_.k.head_stride + 2 * (lane & 3);
-    const int64_t start = sequence_of(p_.k_lengths, work_->batch).start;
+    const int lane = opaque(cta_.lane()), columns = static_cast<int>(cta_.problem().head_dim) - 2 * (lane & 3);
+    const auto *keys = static_cast<const KvElement *>(cta_.problem().k.data) + rows_.work->head * cta_.problem().k.head_stride +
+                       2 * (lane & 3);
+    const int64_t start = sequence_of(cta_.problem().k_lengths, rows_.work->batch).start;
+    const KvLocator locator = cta_.kv_locator();
 #pragma unroll 1
     for (int j = 0; j < C::kKvTile / 8; ++j) {
       const int n = key0 + 8 * j + (lane >> 2);
-      const KvLocation pos = this->locate_in_page(this->page_of(work_->batch, n), work_->batch, start, n);
-      const KvElement *key = keys + pos.batch * p_.k.batch_stride + pos.row * p_.k.seq_stride;
+      const KvPlace place = locator.place(locator.page_of(rows_.work->batch, n), rows_.work->batch, start, n);
+      const KvElement *key = keys + place.outer * cta_.problem().k.batch_stride + place.row * cta_.problem().k.seq_stride;
       float recomputed[4] = {};
 #pragma unroll 1
       for (int advance = 0; advance < kQSteps; ++advance) {
@@ -418,30 +413,16 @@ class Consumer : private Epilogue<C> {
   // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Whether this thread's part of a V tile holds NaN or Inf.
-  __device__ __forceinline__ bool has_nonfinite(uint32_t tile) const {
-    uint32_t nan_flag = 0;
-#pragma unroll 4
-    for (int at = (opaque(threadIdx.x) & 127) * 16; at < C::kTileBytes; at += 128 * 16) {
-      const uint4 x = ld_shared_16(tile + at);
-      nan_flag = nan_where_nonfinite<Element>(x.x, nan_flag);
-      nan_flag = nan_where_nonfinite<Element>(x.y, nan_flag);
-      nan_flag = nan_where_nonfinite<Element>(x.z, nan_flag);
-      nan_flag = nan_where_nonfinite<Element>(x.w, nan_flag);
-    }
-    return (nan_flag & 0x7FFF7FFFu) != 0;
-  }
-
   // Whether any thread of the warpgroup has found one. A warp may enter the next vote before the others have read this one's
   // result, so there are two flags.
   __device__ __forceinline__ bool vote_nonfinite(bool found) {
-    const uint32_t phase = vote_and_turn_ >> 1 & 1, pos = this->nan_flag(wg_, phase);
+    const uint32_t phase = vote_and_turn_ >> 1 & 1, pos = cta_.nan_flag(rows_.wg, phase);
     vote_and_turn_ += 2;
     const uint32_t votes = vote_and_turn_ >> 1;
-    if (__any_sync(~0u, found) && lane_ == 0) st_shared_4(pos, votes);
+    if (__any_sync(~0u, found) && cta_.lane() == 0) st_shared_4(pos, votes);
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, this->nan_vote(wg_));
-    mbarrier_wait(this->nan_vote(wg_), phase);
+    mbarrier_arrive_if(cta_.lane() == 0, cta_.nan_vote(rows_.wg));
+    mbarrier_wait(cta_.nan_vote(rows_.wg), phase);
     return ld_shared_4(pos) == votes;
   }
 
@@ -449,12 +430,18 @@ class Consumer : private Epilogue<C> {
   // Inf in V, and 0 times that is not 0. If the tile holds any, out += P V runs over the unmasked elements one key at a time.
   __device__ __forceinline__ void nan_safe_pv_if_needed() {
     const uint32_t tile = wait_full(last_v());
-    if (!vote_nonfinite(has_nonfinite(tile))) return;
+    if (!vote_nonfinite(tile_has_nonfinite<Element, C::kTileBytes, 128>(tile, opaque(threadIdx.x) & 127))) return;
     if (out_empty_) clear_out();
 #pragma unroll 1
     for (int n = 0; n < C::kRuns; ++n) {
-      nan_safe_pv_run(p_frag_[0], tile + n * C::kRun * 128);
-      // P moves up, so that one code serves all runs.
+      const int lane = opaque(cta_.lane());
+#pragma unroll 1
+      for (int key = 0; key < C::kRun; ++key) {
+        uint32_t bits[2];
+        p_of_key(p_frag_[0], key, bits, lane);
+        add_row_nan_safe<Element, C::kKvTile, C::kD>(out_, bits, tile + n * C::kRun * 128, key, lane);
+      }
+      // P moves up: with an index, P of all runs would need registers of its own.
 #pragma unroll
       for (int m = 0; m + 1 < C::kRuns; ++m)
 #pragma unroll
@@ -468,30 +455,12 @@ class Consumer : private Epilogue<C> {
 #pragma unroll
     for (int j = 0; j < C::kD / 2; ++j) out_[j] = 0.f;
   }
-  __device__ __forceinline__ void nan_safe_pv_run(const uint32_t (&p_frag)[4], uint32_t run) {
-    const int lane = opaque(lane_);
-#pragma unroll 1
-    for (int key = 0; key < C::kRun; ++key) {
-      const int source = (lane & ~3) | ((key & 7) >> 1);  // the lane of the quad that holds P of this key
-      float w[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t pair = __shfl_sync(~0u, key & 8 ? p_frag[2 + r] : p_frag[r], source);
-        w[r] = to_float<Element>(key & 1 ? pair >> 16 : pair & 0xFFFFu);
-      }
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) {
-        const uint32_t x = ld_shared_4(run + j / 8 * C::kAtomBytes + key * 128 + ((j % 8 ^ (key & 7)) << 4) + (lane & 3) * 4);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (is_masked_p(w[r])) continue;
-          out_[4 * j + 2 * r] = fmaf(w[r], to_float<Element>(x & 0xFFFFu), out_[4 * j + 2 * r]);
-          out_[4 * j + 2 * r + 1] = fmaf(w[r], to_float<Element>(x >> 16), out_[4 * j + 2 * r + 1]);
-        }
-      }
-    }
-  }
+  __device__ __forceinline__ Epilogue<C> epilogue() { return {cta_, rows_, out_, softmax_}; }
 
+  const Cta<C> &cta_;
+  WarpRows<C> rows_;
+  float out_[C::kD / 2];
+  Softmax softmax_;
   int tile_pos_ = 0;            // position of the next K
   uint32_t vote_and_turn_ = 0;  // NaN votes so far, times two, and the issue-order phase in the lowest bit: one register
   // The two consumer warpgroups issue in turn: the exponentials of one overlap the matmuls of the other.
@@ -505,47 +474,45 @@ class Consumer : private Epilogue<C> {
 
 // Dispatches the warps of a CTA to their roles.
 template <class C>
-class WarpRoles : private Cta<C> {
- public:
-  using Cta<C>::Cta;
-
-  __device__ __forceinline__ void run() {
-    pdl_launch_dependents();
-    if (threadIdx.x == 0) {
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(this->full(n), C::kProducerWarps * 32);
-        mbarrier_init(this->empty(n), C::kConsumerWarpgroups * 4);
-      }
-      for (int n = 0; n < 2; ++n) {
-        mbarrier_init(this->work_full(n), 1);
-        mbarrier_init(this->work_empty(n), C::kConsumerWarpgroups * 128);
-      }
-      for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
-        mbarrier_init(this->nan_vote(wg), 4);
-        mbarrier_init(this->wg_turn(wg), 4);
-        for (int n = 0; n < 2; ++n) st_shared_4(this->nan_flag(wg, n), 0);
-      }
-      for (int n = 0; n < C::kStages8Bit; ++n)
-        for (int warp = 0; warp < C::kProducerWarps; ++warp) mbarrier_init(this->full_8bit(n, warp), 32);
-      mbarrier_init_fence();
+__device__ __forceinline__ void run_warp_roles(const Params &params, char *shared) {
+  const Cta<C> cta(params, shared);
+  pdl_launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(cta.full(n), C::kProducerWarps * 32);
+      mbarrier_init(cta.empty(n), C::kConsumerWarpgroups * 4);
     }
-    __syncthreads();
-    const int wg = static_cast<int>(uniform(threadIdx.x >> 7));
-    if (wg == C::kConsumerWarpgroups) {
-      setmaxnreg_dealloc<C::kProducerRegisters>();
-      Producer<C>(this->a_, this->smem_base_).run();
-    } else {
-      setmaxnreg_alloc<C::kConsumerRegisters>();
-      Consumer<C>(this->a_, this->smem_base_).run(wg);
+    for (int n = 0; n < 2; ++n) {
+      mbarrier_init(cta.work_full(n), 1);
+      mbarrier_init(cta.work_empty(n), C::kConsumerWarpgroups * 128);
     }
+    for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+      mbarrier_init(cta.nan_vote(wg), 4);
+      mbarrier_init(cta.wg_turn(wg), 4);
+      for (int n = 0; n < 2; ++n) st_shared_4(cta.nan_flag(wg, n), 0);
+    }
+    for (int n = 0; n < C::kStages8Bit; ++n)
+      for (int warp = 0; warp < C::kProducerWarps; ++warp) mbarrier_init(cta.full_8bit(n, warp), 32);
+    mbarrier_init_fence();
   }
-};
+  __syncthreads();
+  const int wg = static_cast<int>(uniform(threadIdx.x >> 7));
+  if (wg == C::kConsumerWarpgroups) {
+    setmaxnreg_dealloc<C::kProducerRegisters>();
+    Producer<C>(params, shared).run();
+  } else {
+    setmaxnreg_alloc<C::kConsumerRegisters>();
+    // A copy: the lane number is computed here and held, instead of being recomputed from the prologue's at each use.
+    const Cta<C> consumer_cta(params, shared);
+    Consumer<C>(consumer_cta).run(wg);
+  }
+}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) extend(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
-  WarpRoles<C>(params, shared).run();
+  run_warp_roles<C>(params, shared);
 #endif
 }
 

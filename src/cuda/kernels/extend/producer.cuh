@@ -41,10 +41,10 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 #pragma unroll 1
       for (int tile = this->kv_tile_; tile < this->kv_tile_end_; ++tile) {
         const int later = load_page(tile + 2);
-        const KvLocation location = locate_key(tile, page);
+        const KvPlace place = locate_key(tile, page);
         const bool whole_runs = has_whole_runs(tile);
-        load_tile(p_.k, a_.k_map, p_.head_dim, location, whole_runs);
-        load_tile(p_.v, a_.v_map, p_.head_dim_v, location, whole_runs);
+        load_tile(p_.k, a_.k_map, p_.head_dim, place, whole_runs);
+        load_tile(p_.v, a_.v_map, p_.head_dim_v, place, whole_runs);
         page = next;
         next = later;
       }
@@ -90,32 +90,32 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   }
 
   __device__ __forceinline__ int first_key(int tile) const { return tile * C::kKvTile + warp_ * C::kWarpKeys; }
-  // The page of this lane's key of a tile (-1 where there is no key), and the key's location.
+  // The page of this lane's key of a tile (-1 where there is no key), and the key's place.
   __device__ __forceinline__ int load_page(int tile) const {
     const int key = first_key(tile) + lane_ % C::kWarpKeys;
     if (tile >= this->kv_tile_end_ || key < this->keys_.begin || key >= this->keys_.end) return -1;
-    return this->page_of(this->work_unit_.batch, key);
+    return this->kv_locator().page_of(this->work_unit_.batch, key);
   }
-  __device__ __forceinline__ KvLocation locate_key(int tile, int page) const {
+  __device__ __forceinline__ KvPlace locate_key(int tile, int page) const {
     if (page < 0) return {0, -1};
-    return this->locate_in_page(page, this->work_unit_.batch, this->k_start_, first_key(tile) + lane_ % C::kWarpKeys);
+    return this->kv_locator().place(page, this->work_unit_.batch, this->k_start_, first_key(tile) + lane_ % C::kWarpKeys);
   }
 
   // Whether this warp's keys of a tile all exist and each run of them lies in one page.
   __device__ __forceinline__ bool has_whole_runs(int tile) const {
     const int first = first_key(tile);
     return first >= this->keys_.begin && first + C::kWarpKeys <= this->keys_.end &&
-           (p_.page_table == nullptr || static_cast<int>(a_.page_size.value) % C::kRun == 0);
+           this->kv_locator().template whole_runs<C::kRun>();
   }
 
   // Loads this warp's keys of a K or V tile into the next stage once that is empty; 8-bit KV goes to a stage of the 8-bit
   // pipeline.
-  __device__ __forceinline__ void load_tile(const Operand &from, const CUtensorMap &map, int64_t columns,
-                                            const KvLocation &location, bool whole_runs) {
+  __device__ __forceinline__ void load_tile(const Operand &from, const CUtensorMap &map, int64_t columns, const KvPlace &place,
+                                            bool whole_runs) {
     if (whole_runs && a_.tma_kv) {
-      load_tma(map, location);
+      load_tma(map, place);
     } else {
-      load_cp_async(from, columns, location, whole_runs);
+      load_cp_async(from, columns, place, whole_runs);
     }
     if constexpr (C::k8BitKv) {
       load_8bit_.advance();
@@ -124,7 +124,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   }
 
   // By TMA: each lane issues one atom of one run; with 8-bit KV one whole run.
-  __device__ __forceinline__ void load_tma(const CUtensorMap &map, const KvLocation &location) {
+  __device__ __forceinline__ void load_tma(const CUtensorMap &map, const KvPlace &place) {
     const uint32_t there = C::k8BitKv ? this->full_8bit(load_8bit_.stage(), warp_) : this->full(pipe_.stage());
     if constexpr (!C::k8BitKv) {
       drain();
@@ -137,7 +137,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     if (lane_ < C::kWarpKeys && atom < kAtoms) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
       const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) : smem_atom(pipe_.stage(), atom);
-      tma_load_5d(to + run * kBoxPitch, &map, there, atom, location.row - atom, this->head_, location.batch, policy);
+      tma_load_5d(to + run * kBoxPitch, &map, there, atom, place.row - atom, this->head_, place.outer, policy);
     }
     if constexpr (C::k8BitKv) {
       if (lane_ == 0) mbarrier_arrive_for_warp(there);
@@ -149,9 +149,8 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 
   // By cp.async in chunks of 16 bytes; keys that do not exist become zeros. Stages are published some loads later, so that the
   // warp does not wait in between.
-  __device__ __forceinline__ void load_cp_async(const Operand &from, int64_t columns, const KvLocation &location,
-                                                bool whole_runs) {
-    const int64_t offset = location.batch * from.batch_stride + max(location.row, 0) * from.seq_stride;
+  __device__ __forceinline__ void load_cp_async(const Operand &from, int64_t columns, const KvPlace &place, bool whole_runs) {
+    const int64_t offset = place.outer * from.batch_stride + max(place.row, 0) * from.seq_stride;
     const int chunk = lane_ % kChunks, first = lane_ / kChunks, size = chunk * kChunkColumns < columns ? 16 : 0;
     const KvElement *base =
         static_cast<const KvElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? chunk * kChunkColumns : 0);
@@ -172,7 +171,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 #pragma unroll 4
       for (int i = 0; i < C::kWarpKeys / kRowsPerLoad; ++i) {
         const int64_t row_offset = __shfl_sync(~0u, offset, i * kRowsPerLoad + first);
-        const bool exists = __shfl_sync(~0u, location.row, i * kRowsPerLoad + first) >= 0;
+        const bool exists = __shfl_sync(~0u, place.row, i * kRowsPerLoad + first) >= 0;
         cp_async_16(smem_rows(i), base + row_offset, exists ? size : 0);
       }
     }
@@ -256,9 +255,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     return this->tile(stage) + atom * C::kAtomBytes + warp_ * C::kWarpKeys * 128;
   }
   // The warp's keys of an 8-bit tile, row after row.
-  __device__ __forceinline__ uint32_t smem_8bit(int n) const {
-    return this->smem_ + C::kStage8BitOffset + n * C::kStage8BitBytes + warp_ * C::kWarpKeys * C::kPitch;
-  }
+  __device__ __forceinline__ uint32_t smem_8bit(int n) const { return this->kv_8bit(n) + warp_ * C::kWarpKeys * C::kPitch; }
 
   // Stages must remain for the tiles in flight, for those being computed on and for those that may be computed on next.
   static constexpr int kMaxInFlight = C::k8BitKv ? C::kStages8Bit - 1 : C::kStages - 3;

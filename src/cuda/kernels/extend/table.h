@@ -4,14 +4,15 @@
 // table_8bit.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "cuda/kernels/extend/shared_storage.h"
 #include "cuda/kernels/extend/table_8bit.h"
 
 namespace fa::cuda::extend {
 
-constexpr int32_t kWarpgroupRows = 64;  // rows of a consumer warpgroup
-constexpr int32_t kBoxRows = 16;        // rows of a TMA box of K or V
+constexpr int32_t kBoxRows = 16;  // rows of a TMA box of K or V
 
 struct Shape {
   const char *name;
@@ -22,17 +23,13 @@ struct Shape {
   // 8-bit KV: stages of the pipeline of 8-bit tiles, which are widened into the 16-bit pipeline. Else 0.
   int32_t stages_8bit;
   bool uses_combine_kernel;  // stores all partials of a work tile for the combine kernel instead of adding them to the last one
+  size_t storage_bytes;      // of SharedStorage
 
   constexpr int32_t rows() const { return consumer_warpgroups * kWarpgroupRows; }
   // columns of a TMA box: a 128-byte swizzle atom, or, with 8-bit KV, which is widened anyway, all columns
   constexpr int32_t box_columns() const { return stages_8bit > 0 ? head_dim : 64; }
   constexpr int32_t threads() const { return (consumer_warpgroups + 1) * 128; }
-  // Both pipelines, the mbarriers, the NaN flags of the warpgroups, two work descriptors, and with 8-bit KV the scale of each
-  // row.
-  constexpr int32_t shared_bytes() const {
-    return (stages * 2 + stages_8bit) * keys * head_dim + (2 * stages + 4 + 2 * consumer_warpgroups + 4 * stages_8bit) * 8 +
-           consumer_warpgroups * 8 + 2 * 96 + (stages_8bit > 0 ? rows() * 4 : 0);
-  }
+  constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
 };
 
 // X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel)
@@ -42,7 +39,15 @@ struct Shape {
   X(d128, 128, 2, 128, 7, 0, false) \
   X(d128p, 128, 2, 128, 7, 0, true)
 
-#define FA_EXTEND_SHAPE(name, ...) {#name, __VA_ARGS__},
+#define FA_EXTEND_SHAPE(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel) \
+  {#name,                                                                                                       \
+   head_dim,                                                                                                    \
+   consumer_warpgroups,                                                                                         \
+   kv_tile,                                                                                                     \
+   stages,                                                                                                      \
+   stages_8bit,                                                                                                 \
+   uses_combine_kernel,                                                                                         \
+   sizeof(SharedStorage<head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit>)},
 constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_8BIT_TABLE(FA_EXTEND_SHAPE)};
 #undef FA_EXTEND_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One warp a row: the weights exp(lse_n - lse) of all parts, then the weighted sum of their rows, columns spread over the lanes.
+// fa_merge: one warp per row. It computes the lse of the result, then adds the rows of all parts, scaled by exp(lse_n - lse). Each lane
+// has its own columns.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math_constants.h>
@@ -65,7 +66,7 @@ __device__ void merge_row(int num_parts, int64_t columns, LseOf lse_of, ValueOf 
   for (int n = lane; n < num_parts; n += 32) sum += expf(lse_of(n) - base);
   sum = warp_sum(sum);
   const float total = sum == 0 ? -CUDART_INF_F : base + logf(sum);
-  // Every lane has read the parts' lse before one of them is overwritten: they may be the same memory.
+  // Lane 0 overwrites lse only after every lane has read the lse of all parts: the result may be the same view as a part.
   for (int64_t column = lane; column < columns; column += 32) {
     float x = 0;
     for (int n = 0; n < num_parts; ++n) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Combines partial results over disjoint key sets: fa_merge, and the last step of a forward that was split over the keys.
+// Merges partial results over disjoint sets of keys: fa_merge, and the combine kernel of a forward with KV splits.
 #pragma once
 
 #include "core/problem.h"
@@ -8,16 +8,15 @@
 namespace fa::cuda {
 
 constexpr int kMaxMergeParts = 256;
-constexpr int64_t kMaxMergeRows =
-    int64_t{4} * INT32_MAX;  // of one call: a thread block takes four, and a grid has 2^31 - 1 blocks
+constexpr int64_t kMaxMergeRows = int64_t{4} * INT32_MAX;  // of one call: four rows per CTA, 2^31 - 1 CTAs per grid
 
-// Parts the caller describes one by one.
+// fa_merge: the caller describes every part.
 struct MergeListParams {
-  MergeProblem problem;  // problem.parts is host memory and not used
+  MergeProblem problem;  // kernels use `parts` below: problem.parts is host memory
   MergePart parts[kMaxMergeParts];
 };
 
-// Parts a split forward left in its workspace: out (num_parts, batch, heads_q, max_tokens, head_dim_v), lse (num_parts, batch,
+// Split-KV partials in the workspace of a forward: out (num_parts, batch, heads_q, max_tokens, head_dim_v), lse (num_parts, batch,
 // heads_q, max_tokens), both fp32.
 struct MergeSplitParams {
   Problem problem;

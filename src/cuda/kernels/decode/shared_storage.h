@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of a CTA of the decode kernels. Host and device take its size from here.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fa::cuda::decode {
+
+constexpr int32_t kMaxClusterSize = 16;  // CTAs
+
+// K and V of one KV step of a KV group; rows are swizzled.
+template <int kKvTile, int kPitch>
+struct KvStage {
+  char k[kKvTile][kPitch], v[kKvTile][kPitch];
+};
+template <int kKvTile, int kPitch>
+struct KvStage8Bit {
+  char k[kKvTile][kPitch], v[kKvTile][kPitch];
+  float k_descale[kKvTile], v_descale[kKvTile];
+};
+
+struct RowStats {
+  float max, sum;
+};
+
+// In the epilogue each KV group's fp32 out [kRows][kHeadDim] reuses its pipeline.
+template <class Stage, int kHeadDim, int kRows, int kKvGroups, int kStages>
+struct SharedStorage16Bit {
+  uint16_t q[kRows][kHeadDim];  // swizzled
+  Stage pipeline[kKvGroups][kStages];
+  RowStats row_stats[kKvGroups][kRows];
+};
+template <class Stage, int kHeadDim, int kRows, int kKvGroups, int kStages>
+struct SharedStorage8Bit {
+  uint16_t q[kRows][kHeadDim];
+  Stage pipeline[kKvGroups][kStages];
+  RowStats row_stats[kKvGroups][kRows];
+  float row_scale[kRows];  // what a row of Q K^T is multiplied by
+};
+
+// With clusters there is a DSMEM buffer as well, to which all CTAs send the partials that this one combines. A vector is four
+// columns of fp32 out with its row's maximum and row sum. The vectors of all rows are divided evenly among the CTAs, rounded up.
+template <class Storage, int kHeadDim, int kRows>
+struct ClusteredStorage {
+  static constexpr int kVectors = kRows * kHeadDim / 4 + kMaxClusterSize;
+
+  Storage cta;
+  float out[kVectors][4];
+  RowStats stats[kVectors];
+  uint64_t barrier[2];  // one mbarrier, and padding
+};
+
+template <int kHeadDim, int kRows, int kKvGroups, int kKvTile, int kStages, int kKvBytes, bool kClustered>
+struct SharedStorageOf {
+  using Stage = std::conditional_t<kKvBytes == 1, KvStage8Bit<kKvTile, kHeadDim>, KvStage<kKvTile, kHeadDim * 2>>;
+  using Cta = std::conditional_t<kKvBytes == 1, SharedStorage8Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>,
+                                 SharedStorage16Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>>;
+  using Type = std::conditional_t<kClustered, ClusteredStorage<Cta, kHeadDim, kRows>, Cta>;
+};
+
+}  // namespace fa::cuda::decode

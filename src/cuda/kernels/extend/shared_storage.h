@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of a CTA of the extend kernels. Host and device take its size from here.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fa::cuda::extend {
+
+constexpr int32_t kWarpgroupRows = 64;  // rows of a consumer warpgroup
+constexpr int32_t kProducerWarps = 4;
+constexpr int32_t kDescriptorBytes = 96;  // of a WorkUnitDescriptor
+
+// K and V tiles take one stage each in turn, as swizzle atoms of 64 columns. uint64_t members are mbarriers.
+template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
+struct SharedStorage16Bit {
+  uint16_t kv[kStages][kHeadDim / 64][kKvTile][64];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t work_full[2], work_empty[2];  // a work descriptor
+  uint64_t nan_vote[kWarpgroups];        // the warps of a warpgroup have voted on NaN
+  uint64_t wg_turn[kWarpgroups];         // it is a warpgroup's turn to issue its wgmmas
+  uint32_t nan_flag[kWarpgroups][2];     // the results of this NaN vote and of the previous one
+  alignas(8) char descriptor[2][kDescriptorBytes];
+};
+// 8-bit KV is loaded into a pipeline of its own and widened into the 16-bit one.
+template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
+struct SharedStorage8Bit {
+  uint16_t kv[kStages][kHeadDim / 64][kKvTile][64];
+  uint8_t kv_8bit[kStages8Bit][kKvTile][kHeadDim];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t work_full[2], work_empty[2];
+  uint64_t nan_vote[kWarpgroups];
+  uint64_t wg_turn[kWarpgroups];
+  uint64_t full_8bit[kStages8Bit][kProducerWarps];  // a producer warp's part of a stage has arrived
+  uint32_t nan_flag[kWarpgroups][2];
+  alignas(8) char descriptor[2][kDescriptorBytes];
+  float row_scale[kWarpgroups * kWarpgroupRows];  // what a row of S is multiplied by
+};
+
+template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
+using SharedStorage =
+    std::conditional_t<(kStages8Bit > 0), SharedStorage8Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>,
+                       SharedStorage16Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>>;
+
+}  // namespace fa::cuda::extend
