@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the driver is told of tensors that TMA loads, and what becomes of its refusal. The driver here only remembers; no GPU is needed.
+// The arguments with which tensor maps are made, and what becomes of a refusal by the driver. The driver here only remembers; no GPU is needed.
 #include "cuda/host/tensor_maps.h"
 
 #include <gtest/gtest.h>

@@ -31,8 +31,8 @@ bool is_tma_compatible(const Operand &tensor, const Lengths &lengths, int64_t he
 
 // Whether a kernel can do what a problem asks for; whether a device has room for it; and whether it is in the build, too.
 inline bool can_serve(const KernelRow &kernel, const Needs &needs) {
-  return ((needs.operands & ~kernel.operands) | (needs.scores & ~kernel.scores) | (needs.features & ~kernel.features)) == 0 &&
-         needs.head_dim <= kernel.head_dim && needs.head_dim_v <= kernel.head_dim_v && needs.queries <= kernel.max_queries;
+  return needs.queries <= kernel.max_queries && needs.head_dim <= kernel.head_dim && needs.head_dim_v <= kernel.head_dim_v &&
+         ((needs.operands & ~kernel.operands) | (needs.scores & ~kernel.scores) | (needs.features & ~kernel.features)) == 0;
 }
 inline bool fits(const KernelRow &kernel, const Device &device) {
   return kernel.shared_bytes <= device.shared_bytes && kernel.capability <= device.compute_capability &&
