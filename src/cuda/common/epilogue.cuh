@@ -73,34 +73,29 @@ __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, fl
   for (int column = lane; column < columns; column += 32) bits[column] = 0;
 }
 
-// The column tile of out that tile j of an accumulator is, where a warp holds all columns of its rows.
-struct AllColumns {
-  __device__ __forceinline__ int operator()(int j) const { return j; }
-};
-
 // Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes per lane: the four lanes that share the row exchange the vectors of
 // four column tiles. `row()` is column 0 of the row for this lane's quad; columns from `columns` on are not written. pack(a, b) converts a pair;
-// `keep` is ~0, or 0 to write zeros. tile_of(j) says which eight columns of the row tile j of the accumulator is. All lanes of the warp take part in the exchange; quads without `store` write nothing. The address is a
-// function so that kernels short of registers compute it where it is used.
-template <typename Element, int kTiles, typename Row, typename Pack, typename TileOf = AllColumns>
+// `keep` is ~0, or 0 to write zeros. All lanes of the warp take part in the exchange; quads without
+// `store` write nothing. The address is a function so that kernels short of registers compute it where it is used.
+template <typename Element, int kTiles, typename Row, typename Pack>
 __device__ __forceinline__ void store_fragment_row_at(const float *acc, int r, Row row, int columns, bool vectors, int quad,
-                                                      Pack pack, uint32_t keep, bool store, TileOf tile_of = {}) {
+                                                      Pack pack, uint32_t keep, bool store) {
 #pragma unroll
   for (int j = 0; j < kTiles; j += 4) {
     uint32_t x[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) x[n] = pack(acc[4 * (j + n) + 2 * r], acc[4 * (j + n) + 2 * r + 1]) & keep;
     transpose_quad(x, quad);
-    const int column = tile_of(j + quad) * 8;
+    const int column = (j + quad) * 8;
     if (store) store_elements(row() + column, x, columns - column, vectors);
   }
 }
 // The same with the address in `row`.
-template <typename Element, int kTiles, typename Pack, typename TileOf = AllColumns>
+template <typename Element, int kTiles, typename Pack>
 __device__ __forceinline__ void store_fragment_row(const float *acc, int r, Element *row, int columns, bool vectors, int quad,
-                                                   Pack pack, uint32_t keep = ~0u, TileOf tile_of = {}) {
+                                                   Pack pack, uint32_t keep = ~0u) {
   store_fragment_row_at<Element, kTiles>(
-      acc, r, [&] { return row; }, columns, vectors, quad, pack, keep, true, tile_of);
+      acc, r, [&] { return row; }, columns, vectors, quad, pack, keep, true);
 }
 
 }  // namespace fa::cuda

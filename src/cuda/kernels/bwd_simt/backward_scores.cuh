@@ -187,14 +187,14 @@ struct BackwardScores {
           const float raw = s[0][0];
           const float logit = p.general_score() ? pairs.logit(raw, t.head_q, slope, row, key) : raw;
           if (logit != -CUDART_INF_F) {
-            const float weight = exponential(fmaf(logit, scale, -of_rows.lse[n]));
+            const float prob = exponential(fmaf(logit, scale, -of_rows.lse[n]));
             const bool kept = pairs.kept(t.head_q, row, key);
             if (want_p) {
-              x = kept ? weight : 0.f;
+              x = kept ? prob : 0.f;
             } else {
               // A dropped P passes no gradient through P V, but still through the row sum.
               const float kept_dp = kept ? dp[0][0] * p.dropout.keep_scale : 0.f;
-              x = weight * (kept_dp - of_rows.delta[n]) + 0.f;  // + 0: a visible -0 must not look masked
+              x = prob * (kept_dp - of_rows.delta[n]) + 0.f;  // + 0: a visible -0 must not look masked
             }
           }
         }

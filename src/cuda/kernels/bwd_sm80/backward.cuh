@@ -255,11 +255,11 @@ class Backward {
             // P as converted for dv: neither P itself nor which pairs are visible must be kept. Where a warp has the registers, P itself is better.
             x = ds_of<kMasked>(half_of<Element>(operand[i][j / 2][j % 2 * 2 + r / 2], r & 1), x, delta);
           } else {
-            const float weight = s[i][j][r];
+            const float prob = s[i][j][r];
             float d = x - delta;
-            // A dropped P passes no gradient through P V, but still through the row sum: -weight * -delta.
-            if constexpr (C::has(kDropout)) d = weight < 0.f ? delta : fmaf(x, block_.a.keep_scale, -delta);
-            d *= weight;
+            // A dropped P passes no gradient through P V, but still through the row sum: -prob * -delta.
+            if constexpr (C::has(kDropout)) d = prob < 0.f ? delta : fmaf(x, block_.a.keep_scale, -delta);
+            d *= prob;
             if constexpr (kMasked) d = visible >> ((i * C::kNt + j) * 4 + r) & 1 ? d + 0.f : kMaskedP;
             x = d;
           }
@@ -318,7 +318,7 @@ class Backward {
           ldmatrix_x4_trans(
               staged, block_.smem_bias() + swizzled<C::kBiasPitch>(row, (key0 - block_.key0) / 8 + 2 * i + ((lane >> 3) & 1)));
         }
-        float weights[8];
+        float probs[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           const int half = e / 4, r = e % 4, j = 2 * k + half, bit = (i * C::kNt + j) * 4 + r;
@@ -336,11 +336,11 @@ class Backward {
             x = cap.cap * tanh;
             derivative = Softcap::derivative(tanh);
           }
-          const float weight = exp2_approx(fmaf(x, c, offset));
-          weights[e] = kMasked && (visible >> bit & 1) == 0 ? kMaskedP : weight;
-          s[i][j][r] = kCapped ? weights[e] * derivative : weights[e];
+          const float prob = exp2_approx(fmaf(x, c, offset));
+          probs[e] = kMasked && (visible >> bit & 1) == 0 ? kMaskedP : prob;
+          s[i][j][r] = kCapped ? probs[e] * derivative : probs[e];
         }
-        convert_p<Element>(weights, 0, operand[i][k]);
+        convert_p<Element>(probs, 0, operand[i][k]);
         if constexpr (C::has(kDropout)) {
           if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
             uint32_t bits[4];

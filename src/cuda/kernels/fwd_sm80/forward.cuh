@@ -393,7 +393,7 @@ class Forward {
   RowBlock<C> rows_;
   RowWarps<C> row_warps_;
   ScoreMods<C> mods_;
-  OnlineSoftmax<Fragment, /*kMaxChains=*/1> softmax_;
+  OnlineSoftmax<Fragment, C::kColumnWarps == 1 ? 1 : 2> softmax_;  // chains for the maximum, as registers allow
   Accumulator<kMt, kDt> out_;
   bool nan_safe_bias_ = false;  // this is the second run of the main loop
 };
