@@ -298,7 +298,21 @@ class Cta {
         smem, true, static_cast<int>(problem.head_dim), [&](int r) -> const Element * {
           return r < rows ? q + token_of(r) * problem.q.seq_stride + head_of(r) * problem.q.head_stride : nullptr;
         });
+    if constexpr (C::k8BitKv) load_k_descale();
     cp_async_commit();
+  }
+  // 8-bit KV: loads the descale of all keys of this head into the scales of the rows, 1 if each key has its own. cp.async keeps
+  // it out of registers. A load into a register could still be pending in the main loop, and ptxas would wait for it in every
+  // iteration, together with the load of the page table, which shares its scoreboard.
+  __device__ __forceinline__ void load_k_descale() const {
+    static_assert(C::kRows <= C::kThreads);
+    const int row = static_cast<int>(threadIdx.x);
+    if (row >= C::kRows) return;
+    if (has_head_descale(params.k_descale)) {
+      cp_async_4(smem_row_scale() + row * 4, head_descale_address(params.k_descale, work_unit.batch, head()), 4);
+    } else {
+      st_shared_float(smem_row_scale() + row * 4, 1.f);
+    }
   }
 
   __device__ __forceinline__ int64_t page_stride(const Operand &t) const { return page_table_ != nullptr ? t.batch_stride : 0; }

@@ -20,11 +20,16 @@
 
 namespace fa::cuda::decode {
 
-// The descale of all keys or of all values of a head; 1 if each row has its own.
-__device__ __forceinline__ float head_descale(const Descale &d, int batch, int head) {
+// Whether all keys or all values of a head share a descale, and where it lies.
+__device__ __forceinline__ bool has_head_descale(const Descale &d) { return d.factors.data != nullptr && !d.per_row; }
+__device__ __forceinline__ const float *head_descale_address(const Descale &d, int batch, int head) {
   const Operand &f = d.factors;
-  if (f.data == nullptr || d.per_row) return 1.f;
-  return static_cast<const float *>(f.data)[batch * f.batch_stride + head * f.head_stride];
+  return &static_cast<const float *>(f.data)[batch * f.batch_stride + head * f.head_stride];
+}
+// The descale itself; 1 if there is none or each row has its own.
+__device__ __forceinline__ float head_descale(const Descale &d, int batch, int head) {
+  if (!has_head_descale(d)) return 1.f;
+  return *head_descale_address(d, batch, head);
 }
 
 // Four bytes, widened to two pairs of fp16.
@@ -115,9 +120,9 @@ struct Bf16ToFp16 {
 };
 
 // Converts a tile of 16-bit queries, in place, to the left operand of mma_nt_8bit: fp16, with the pairs of each 16 columns in
-// the order 0 2 4 6 1 3 5 7. scales[row] becomes the inverse of the row's power of two, times k_descale.
+// the order 0 2 4 6 1 3 5 7. Multiplies scales[row] by the inverse of the row's power of two.
 template <int kRows, int kD, int kThreads>
-__device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool bf16, float k_descale) {
+__device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool bf16) {
   constexpr int kBlocks = kD / 16;
   static_assert(kRows * kBlocks % 32 == 0 && 32 % kBlocks == 0);
 #pragma unroll 1
@@ -140,7 +145,7 @@ __device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool b
     }
     st_shared_16(first, x[0], x[2], x[4], x[6]);
     st_shared_16(second, x[1], x[3], x[5], x[7]);
-    if (block == 0) st_shared_float(scales + row * 4, scale * k_descale);
+    if (block == 0) st_shared_float(scales + row * 4, scale * ld_shared_float(scales + row * 4));
   }
 }
 

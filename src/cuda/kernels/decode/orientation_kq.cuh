@@ -49,8 +49,7 @@ class OrientationKq {
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16,
-                                              cta_.head_descale(cta_.params.k_descale));
+      prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16);
       __syncthreads();
 #pragma unroll
       for (int e = 0; e < 2; ++e) row_scale_[e] = ld_shared_float(cta_.smem_row_scale() + (2 * (cta_.lane_id & 3) + e) * 4);

@@ -37,8 +37,7 @@ class OrientationQk {
   }
   __device__ __forceinline__ void load_q_fragments() {
     if constexpr (C::k8BitKv) {
-      prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16,
-                                              cta_.head_descale(cta_.params.k_descale));
+      prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16);
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r)
         if (Fragment::leads(opaque(cta_.lane_id))) st_shared_float(smem_reference(r), kNoMax);
