@@ -15,8 +15,7 @@ from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
-DEFAULT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "include", "src/api", "src/cmake", "src/core", "src/cpu", "src/cuda/common",
-           "src/cuda/kernels/append", "src/cuda/kernels/merge", "bindings", "tests")
+DEFAULT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "include", "src/api", "src/cmake", "src/core", "src/cpu", "src/cuda", "bindings", "tests")
 SUFFIXES = {".md", ".py", ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".go", ".in", ".inc", ".cmake", ".jl", ".rs", ".txt", ".1"}
 SKIPPED = {"target", "build", "__pycache__", "pictures", "data", ".git"}
 
@@ -29,7 +28,7 @@ RULES = {
     "multiprocessor": (r"(?<!streaming )multiprocessor|(?:the|of|than|are|other|all|two|more|has|many|on|with|for|common|from|own|[0-9]+) multiprocessors", "SM"),
     "those who": (r"those (?:who|that) (?:fetch|multiply|widen|compute)|warps? that (?:fetch(?:es)?|plans?)|fetching warps?|groups? that multipl(?:y|ies)",
                   "producer warp, consumer warpgroups, scheduler warp"),
-    "ring": (r"rings?(?! buffer)", "pipeline (of stages)"),
+    "ring": (r"rings?(?![ _]buffer)", "pipeline (of stages)"),
     "place": (r"(?:one|two|three|six) places? for (?:Q|K|V|dO)|places? in (?:the|a) rings?|places? of (?:operands|tiles|Q|K|V)", "pipeline stage"),
     "chunk": (r"(?<!prefill )(?!(?<=\.)chunks\()chunks?(?:_\w+)?", "KV tile (or query tile)"),
     "walk": (r"(?<!random )walk(?:s|ed|ing)?", "main loop; iterate over, traverse"),
@@ -74,7 +73,7 @@ CUDA_RULES = {
                         r"|shares? (?:is|are|has|ends|begins)", "stream-K partition, work tile, work unit, KV split"),
     "cuda: partial": (r"(?:add|sum|take|await|store|all|most|over|l2)_parts|parts_(?:of|together)|turn_of_parts|(?<=plan\.|line\.)parts|(?<=cut\.)parts"
                       r"|items in parts|parts (?:of (?:items|the ranges|each)|before|in the workspace)", "split-KV partials"),
-    "cuda: stage": (r"(?<!\bq\.)(?<!\bk\.)(?<!sequence\.)slots?|(?:await|has|next|p)_place|place_in(?:_\w+)?|place_(?!\w)|k places"
+    "cuda: stage": (r"(?<!\bq\.)(?<!\bk\.)(?<!sequence\.)(?<!seq_)(?<!issue )(?<!sequence's )(?<!\)\.)slots?|(?:await|has|next|p)_place|place_in(?:_\w+)?|place_(?!\w)|k places"
                     r"|places (?:in (?:shared|the ring)|of (?:K|V|Q))|(?:free|empty|full|next) places?", "pipeline stage"),
     "cuda: turn": (r"\w+_turns?(?:_\w+)?|turns?_\w+|(?<!in )turns(?! out)(?![^.;]* into)(?! [a-zA-Z]+ (?:to|of))|turn(?=[ ;,.)\]=])(?<!in turn)(?! into)"
                    r"|k turns?", "iteration; ping-pong; semaphore of dq"),
