@@ -30,7 +30,6 @@ template <class C>
 class Backward {
   using Element = typename C::Element;
   using Tile = ScoreTile<C::kKeyTiles, C::kNt>;
-  using Fragment = typename Tile::Fragment;
   using Scores = typename Tile::Scores;
   using POperand = PFragment<C::kKeyTiles, C::kNt / 2>;
   static constexpr bool kHasBias = C::has(kTileBias | kAnyBias);
@@ -74,21 +73,20 @@ class Backward {
                    ? 0.f
                    : p.alibi_slopes[block_.batch * p.alibi_batch_stride + head_q * p.alibi_head_stride] * kLog2e;
     }
-    const int begin = block_.begin, last = block_.end - 1;
     __syncthreads();  // all warps have read the tiles of the previous head
-    load_bias(last);
-    load(last);
-    wait_for(last, first);
-    if (last > begin) load(last - 1);
+    load_bias(block_.end - 1);
+    load(block_.end - 1);
+    wait_for(block_.end - 1, first);
+    if (block_.end - 1 > block_.begin) load(block_.end - 2);
 #pragma unroll 1
-    for (int tile = last; tile >= begin; --tile) {
+    for (int tile = block_.end - 1; tile >= block_.begin; --tile) {
       score_tiles(tile);
-      if (tile > begin) load_bias(tile - 1);
+      if (tile > block_.begin) load_bias(tile - 1);
       dq_.release(block_);
       __syncthreads();  // dS (and P) of every warp is in shared memory
       gradients(tile);
-      if (tile > begin) wait_for(tile - 1, false);
-      if (tile > begin + 1) load(tile - 2);
+      if (tile > block_.begin) wait_for(tile - 1, false);
+      if (tile > block_.begin + 1) load(tile - 2);
     }
     dq_.release(block_);
   }
@@ -195,16 +193,14 @@ class Backward {
     const int stage = tile % C::kStages, first_key = this->first_key();
     const int row0 = tile * C::kRows + first_row, key0 = block_.key0 + first_key;
     const uint32_t q = block_.smem_q(stage), dout = block_.smem_dout(stage);
-    const uint32_t row_numbers = (first_row + 2 * (block_.lane & 3)) * 4;
-    // One address register for both.
-    const uint32_t lse_at = block_.smem_lse(stage) + row_numbers, delta_at = lse_at + sizeof(C::Storage::lse);
+    // Bytes from the beginning of lse, and of delta, to this lane's first query. The addresses are computed where they are used.
+    const uint32_t row_numbers = stage * sizeof(C::Storage::lse[0]) + (first_row + 2 * (block_.lane & 3)) * 4;
     POperand operand;
     if ((kMasked && !block_.mask.any(row0, C::kTileRows, key0, C::kKeyTiles * 16)) ||
         (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0)) {
       // Nothing to add to dv and dk. dq, and the other warps of these keys, read masked P and dS.
       Scores s;
-#pragma unroll
-      for (int n = 0; n < Fragment::kElements; ++n) element(s, n) = kMaskedP;
+      Tile::for_each([&](int i, int j, int r) { s[i][j][r] = kMaskedP; });
       convert(operand, s);
       store_scores(block_.smem_ds(), first_row, operand);
       if constexpr (C::kSharesP) store_scores(block_.smem_p(), first_row, operand);
@@ -213,6 +209,7 @@ class Backward {
 
     PairBits visible = ~0u;
     if constexpr (kMasked) visible = Tile::visible(block_.mask, row0, key0);
+    hold_bits<kMasked>(visible);
     Scores s, bias;
     if constexpr (C::has(kAnyBias)) {
       // Arrives during S = Q K^T.
@@ -226,12 +223,12 @@ class Backward {
     clear<C::kKeyTiles, C::kNt>(s);
     mma_ss<Element, Major::k, C::kD * 2, Major::k, C::kD * 2, C::kD / 16>(s, block_.smem_k(), first_key, q, first_row);
     if constexpr (!C::kGeneral) {
-      exponentiate_plain<kMasked>(s, visible, lse_at);
+      exponentiate_plain<kMasked>(s, visible, row_numbers);
       convert(operand, s);
     } else if (C::has(kSoftcap) && p.softcap > 0) {
-      exponentiate_general<kMasked, true>(operand, s, bias, visible, row0, key0, first_row, lse_at);
+      exponentiate_general<kMasked, true>(operand, s, bias, visible, row0, key0, first_row, row_numbers);
     } else {
-      exponentiate_general<kMasked, false>(operand, s, bias, visible, row0, key0, first_row, lse_at);
+      exponentiate_general<kMasked, false>(operand, s, bias, visible, row0, key0, first_row, row_numbers);
     }
     if constexpr (C::kSharesP) {
       store_scores(block_.smem_p(), first_row, operand);
@@ -244,7 +241,7 @@ class Backward {
     mma_ss<Element, Major::k, C::kDv * 2, Major::k, C::kDv * 2, C::kDv / 16>(dp, block_.smem_v(), first_key, dout, first_row);
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 deltas = ld_shared_float2(delta_at + j * 32);
+      const float2 deltas = ld_shared_float2(block_.smem_delta(0) + row_numbers + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -260,7 +257,7 @@ class Backward {
             // A dropped P passes no gradient through P V, but still through the row sum: -prob * -delta.
             if constexpr (C::has(kDropout)) d = prob < 0.f ? delta : fmaf(x, block_.a.keep_scale, -delta);
             d *= prob;
-            if constexpr (kMasked) d = visible >> ((i * C::kNt + j) * 4 + r) & 1 ? d + 0.f : kMaskedP;
+            if constexpr (kMasked) d = visible >> Tile::bit_of(i, j, r) & 1 ? d + 0.f : kMaskedP;
             x = d;
           }
         }
@@ -270,19 +267,25 @@ class Backward {
     if constexpr (!C::kSharesP) accumulate<C::kD * 2>(dk_, operand, q + first_row * C::kD * 2);
   }
 
-  // P = 2^(S - lse). `lse_at`: the address of the lse of this lane's first query.
+  // Keeps the bits in one register instead of up to 32 predicates, in the kernels that have the fewest registers to spare.
   template <bool kMasked>
-  __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t lse_at) const {
+  static __device__ __forceinline__ void hold_bits(PairBits &visible) {
+    if constexpr (kMasked && C::has(kAnyBias)) visible = static_cast<PairBits>(opaque(static_cast<int>(visible)));
+  }
+
+  // P = 2^(S - lse). `row_numbers`: bytes from the beginning of lse to this lane's first query.
+  template <bool kMasked>
+  __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t row_numbers) const {
     const float c = block_.p.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 lse = ld_shared_float2(lse_at + j * 32);
+      const float2 lse = ld_shared_float2(block_.smem_lse(0) + row_numbers + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const float p = exp2_approx(fmaf(s[i][j][r], c, -((r & 1) ? lse.y : lse.x)));
-          s[i][j][r] = kMasked && (visible >> ((i * C::kNt + j) * 4 + r) & 1) == 0 ? kMaskedP : p;
+          s[i][j][r] = kMasked && (visible >> Tile::bit_of(i, j, r) & 1) == 0 ? kMaskedP : p;
         }
     }
   }
@@ -291,20 +294,20 @@ class Backward {
   // the softcap, negative where dropped. Both are 2^p_exponent times as large with dropout, by lse. Pairs that the bias masks leave `visible`.
   template <bool kMasked, bool kCapped>
   __device__ __forceinline__ void exponentiate_general(POperand &operand, Scores &s, const Scores &bias, PairBits &visible,
-                                                       int row0, int key0, int first_row, uint32_t lse_at) const {
+                                                       int row0, int key0, int first_row, uint32_t row_numbers) const {
     const Problem &p = block_.p;
     const Softcap cap(block_.a.raw);
     const float c = p.softmax_scale * kLog2e;
     float distance = 0.f;
     if constexpr (C::has(kAlibi)) {
-      distance =
-          static_cast<float>(row0 + block_.mask.seqlen_k - block_.mask.seqlen_q - key0 + Tile::query_of(0) - Tile::key_of(0));
+      distance = static_cast<float>(row0 + block_.mask.seqlen_k - block_.mask.seqlen_q - key0 + Tile::query_of(0, 0) -
+                                    Tile::key_of(0, 0));
     }
 #pragma unroll
     for (int k = 0; k < C::kNt / 2; ++k) {
       float2 lse[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(lse_at + (2 * k + half) * 32);
+      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(block_.smem_lse(0) + row_numbers + (2 * k + half) * 32);
       DropoutTile dropout;
       if constexpr (C::has(kDropout)) {
         const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
@@ -321,7 +324,7 @@ class Backward {
         float probs[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          const int half = e / 4, r = e % 4, j = 2 * k + half, bit = (i * C::kNt + j) * 4 + r;
+          const int half = e / 4, r = e % 4, j = 2 * k + half;
           float x = s[i][j][r], offset = -((r & 1) ? lse[half].y : lse[half].x), derivative = 1.f;
           if constexpr (C::has(kAlibi)) {
             offset = Alibi::forward(offset, slope_, distance + static_cast<float>(8 * j + (r & 1) - 16 * i - 8 * (r >> 1)));
@@ -329,7 +332,7 @@ class Backward {
           if constexpr (kHasBias) {
             const float b = C::kStagesBias ? half_of<Element>(staged[e / 2], r & 1) : bias[i][j][r];
             offset = fmaf(b, kLog2e, offset);
-            if (kMasked && b == -CUDART_INF_F) visible &= ~(1u << bit);
+            if (kMasked && b == -CUDART_INF_F) visible &= ~(1u << Tile::bit_of(i, j, r));
           }
           if constexpr (kCapped) {
             const float tanh = cap.tanh(x);
@@ -337,9 +340,10 @@ class Backward {
             derivative = Softcap::derivative(tanh);
           }
           const float prob = exp2_approx(fmaf(x, c, offset));
-          probs[e] = kMasked && (visible >> bit & 1) == 0 ? kMaskedP : prob;
+          probs[e] = kMasked && (visible >> Tile::bit_of(i, j, r) & 1) == 0 ? kMaskedP : prob;
           s[i][j][r] = kCapped ? probs[e] * derivative : probs[e];
         }
+        hold_bits<kMasked>(visible);
         convert_p<Element>(probs, 0, operand[i][k]);
         if constexpr (C::has(kDropout)) {
           if (!C::has(kAnyBias) || p.dropout.threshold > 0) {

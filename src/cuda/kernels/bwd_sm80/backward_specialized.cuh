@@ -230,10 +230,10 @@ class BackwardSpecialized {
       float p[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int half = e / 4, element = i * 8 + e;
+        const int half = e / 4;
         p[e] = exp2_approx(fmaf(s[i][2 * k + half][e % 4], c, -((e & 1) ? lse[half].y : lse[half].x)));
-        if (kMasked &&
-            !block_.mask.visible(block_.mask.offset(key0 + Tile::key_of(element)), row0 + 16 * k + Tile::query_of(element)))
+        if (kMasked && !block_.mask.visible(block_.mask.offset(key0 + Tile::key_of(i, e % 4)),
+                                            row0 + 16 * k + Tile::query_of(half, e % 4)))
           p[e] = kMaskedP;
       }
       store(fragment(at, i, k), p);

@@ -18,18 +18,35 @@ struct ScoreTile {
   using Scores = Accumulator<kMt, kNt>;
   static_assert(Fragment::kElements <= 32 && kNt % 2 == 0);
 
-  // Key and query of element n of this lane, in the tile.
-  static __device__ __forceinline__ int key_of(int n) { return Fragment::first_key(threadIdx.x & 31) + Fragment::key(n); }
-  static __device__ __forceinline__ int query_of(int n) { return Fragment::query(threadIdx.x & 31, Fragment::row(n)); }
+  // Key and query of element (i, j, r) of this lane, in the tile, and its bit in PairBits. Loops run over i, j and r: ptxas then keeps the bits
+  // as predicates. A loop over n of KqFragment costs a selection and a logical operation for every bit.
+  static __device__ __forceinline__ int key_of(int i, int r) {
+    return 16 * i + static_cast<int>(threadIdx.x & 31) / 4 + 8 * (r >> 1);
+  }
+  static __device__ __forceinline__ int query_of(int j, int r) {
+    return 8 * j + 2 * static_cast<int>(threadIdx.x & 3) + (r & 1);
+  }
+  static __device__ __forceinline__ constexpr int bit_of(int i, int j, int r) { return (i * kNt + j) * 4 + r; }
+
+  // Calls f(i, j, r) for every element.
+  template <typename F>
+  static __device__ __forceinline__ void for_each(F f) {
+#pragma unroll
+    for (int i = 0; i < kMt; ++i)
+#pragma unroll
+      for (int j = 0; j < kNt; ++j)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) f(i, j, r);
+  }
 
   // The pairs that band and sequence leave visible, of the tile that begins at (row0, key0).
   static __device__ __forceinline__ PairBits visible(const PairMask &mask, int row0, int key0) {
     PairBits bits = 0;
     key0 = opaque(key0);
-#pragma unroll
-    for (int n = 0; n < Fragment::kElements; ++n)
-      if (mask.visible(mask.offset(key0 + key_of(n)), row0 + query_of(n))) bits |= 1u << n;
-    return static_cast<PairBits>(opaque(static_cast<int>(bits)));  // one register, not up to 32 predicates
+    for_each([&](int i, int j, int r) {
+      if (mask.visible(mask.offset(key0 + key_of(i, r)), row0 + query_of(j, r))) bits |= 1u << bit_of(i, j, r);
+    });
+    return bits;
   }
 
   // Dropout bits of the 16 keys x 16 queries from key0 and a row tile on, in the order of an A operand: 16 bits per element. One call of the
@@ -54,15 +71,13 @@ struct ScoreTile {
   // The bias of the visible pairs, from global memory. `slice`: index of element (0, 0) of its batch entry and head.
   static __device__ __forceinline__ void load_bias(Scores &bias, PairBits visible, const ScoreTensor &t, int64_t slice,
                                                    int row0, int key0) {
-    const int64_t at = slice + (row0 + query_of(0)) * t.row_stride + (key0 + key_of(0)) * t.col_stride;
+    const int64_t at = slice + (row0 + query_of(0, 0)) * t.row_stride + (key0 + key_of(0, 0)) * t.col_stride;
     const auto load = [&](auto convert, const auto *first) {
-#pragma unroll
-      for (int n = 0; n < Fragment::kElements; ++n) {
-        const int row = Fragment::row(n);  // queries 8 (row / 2) + row % 2, from the lane's first
-        element(bias, n) = 0.f;
-        if (visible >> n & 1)
-          element(bias, n) = convert(first[(8 * (row / 2) + row % 2) * t.row_stride + Fragment::key(n) * t.col_stride]);
-      }
+      for_each([&](int i, int j, int r) {
+        bias[i][j][r] = 0.f;
+        if ((visible >> bit_of(i, j, r) & 1) == 0) return;
+        bias[i][j][r] = convert(first[(8 * j + (r & 1)) * t.row_stride + (16 * i + 8 * (r >> 1)) * t.col_stride]);
+      });
     };
     if (t.dtype == Dtype::f32) {
       load([](float x) { return x; }, static_cast<const float *>(t.data) + at);
