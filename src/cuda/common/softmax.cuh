@@ -68,23 +68,34 @@ struct OnlineSoftmax {
   // and true is returned: the caller rescales out. scale(r) turns scores of row r into exponents of two. m is set `headroom` lower than the
   // largest score, so that P may reach 2^headroom. With kEachRow only the rows that exceed their own m are raised: then a row's m depends on its
   // own scores alone. rescale_row(r) is called when rescale[r] is known: kernels that are short of registers rescale out there, one row at a time.
+  // kCompareUnscaled: scale and threshold enter the comparison as one fma, and scores are scaled only if m is raised.
   template <bool kEachRow = false, typename Scores, typename Scale, class Warps = OneWarp>
   __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom = 0.f,
                                              Warps &&warps = Warps{}) {
     return update_max<kEachRow>(s, scale, threshold, headroom, warps, [](int) {});
   }
-  template <bool kEachRow = false, typename Scores, typename Scale, class Warps, typename RescaleRow>
+  template <bool kEachRow = false, bool kCompareUnscaled = false, typename Scores, typename Scale, class Warps,
+            typename RescaleRow>
   __device__ __forceinline__ bool update_max(const Scores &s, Scale scale, float threshold, float headroom, Warps &&warps,
                                              RescaleRow rescale_row) {
     float top[kRows];
     bool exceeds = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      top[r] = largest(s, r) * scale(r);
-      exceeds |= top[r] - threshold > max[r];
+      top[r] = largest(s, r);
+      if constexpr (kCompareUnscaled) {
+        exceeds |= fmaf(top[r], scale(r), -threshold) > max[r];
+      } else {
+        top[r] *= scale(r);
+        exceeds |= top[r] - threshold > max[r];
+      }
     }
     const bool raises = warps.any(exceeds);
     if (raises) {
+      if constexpr (kCompareUnscaled) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) top[r] *= scale(r);
+      }
       Fragment::reduce(top, MaxOp{});
       warps.reduce_max(top);
 #pragma unroll

@@ -44,9 +44,14 @@ class Forward {
   static constexpr int kBiasGroups =
       C::kStagesBias ? 1 : 0;  // cp.async groups of bias, committed after those of K and V and needed later
 
+  // Dropout keys take the uniform registers that kernels without dropout have left. What store_unused_rows() reads would push some of the keys out
+  // of them, into the main loop's registers, if it came after the loop.
+  static constexpr bool kStoresUnusedFirst = C::has(kDropout) && C::kColumnWarps > 1;
+
   __device__ __forceinline__ Forward(const ForwardParams &params, char *shared) : rows_(params, shared), row_warps_(rows_) {}
 
   __device__ __forceinline__ void run() {
+    if (kStoresUnusedFirst) store_unused_rows();
     if (rows_.row0() < rows_.rows) {
       rows_.find_tiles();
 #pragma unroll 1
@@ -55,7 +60,7 @@ class Forward {
       } while (kHasBias && must_repeat_nan_safe());
       epilogue();
     }
-    store_unused_rows();
+    if (!kStoresUnusedFirst) store_unused_rows();
   }
 
  private:
@@ -195,7 +200,7 @@ class Forward {
     const float headroom = C::has(kDropout) ? rows_.a.p_exponent : 0.f;
     const float threshold = C::has(kDropout) ? rows_.a.rescale_threshold + headroom : kRescaleThreshold;
     // After this vote all warps that share the rows have read P of the tile before.
-    softmax_.update_max(
+    softmax_.template update_max</*kEachRow=*/false, /*kCompareUnscaled=*/C::has(kDropout)>(
         s, [&](int) { return exponent_scale(); }, threshold, headroom, row_warps_,
         [&](int r) { scale_row<OutFragment>(out_, r, softmax_.rescale[r]); });
   }

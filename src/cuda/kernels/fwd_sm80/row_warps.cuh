@@ -67,9 +67,10 @@ class RowWarps {
     }
   }
 
+  // The distance from row 0 is added last, where the compiler makes it an immediate offset: all rows have one address register.
   __device__ __forceinline__ uint32_t row(int warp, int r) const {
     return smem_ + offsetof(Storage, row) + warp * sizeof(Storage::row[0]) +
-           (group_ * C::kWarpRows + Fragment::query(lane_, r)) * 4;
+           (group_ * C::kWarpRows + Fragment::query(lane_, 0)) * 4 + Fragment::query(0, r) * 4;
   }
   __device__ __forceinline__ uint32_t barrier() const {
     return smem_ + offsetof(Storage, row_barrier) + group_ * sizeof(typename Storage::RowBarrier);
