@@ -526,7 +526,7 @@ TEST(CudaPlan, HopperBackwardKernels) {
     EXPECT_TRUE(sm90::kBackwardShapes[ordered.shape].ordered) << head_dim;
     EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
     EXPECT_GE(ordered.workspace_bytes,
-              ordered.turn_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.row_chunks * sizeof(int32_t))
+              ordered.dq_semaphore_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.q_tiles * sizeof(int32_t))
         << head_dim;
   }
 }
@@ -571,7 +571,7 @@ TEST(CudaPlan, CopiedKeysOfSequencesLieApart) {
     for (int64_t b = 0; b < 20; ++b) {
       const int64_t begin = sm90::transposed_v_key(b * step, b), next = sm90::transposed_v_key((b + 1) * step, b + 1);
       EXPECT_EQ(begin % 128, 0);
-      EXPECT_GE(next, begin + step + sm90::kLongestChunk - 1);
+      EXPECT_GE(next, begin + step + sm90::kMaxKvTile - 1);
     }
   }
 }

@@ -411,7 +411,7 @@ class CudaBackend final : public Backend {
   std::unordered_map<const void *, Kernel> kernels_;
   // Allocations found good in the primary context, by a hash of the 2 MB block of an address in them, or of the address, so that a call need
   // not ask the driver again (50 ns per address). Memory that has been freed may still be here, and faults in the kernel; the driver is always
-  // asked about addresses that are not here.
+  // queried for addresses that are not here.
   static constexpr int kBlockBits = 21;
   std::array<Range, 128> known_{};
   int32_t last_error_ = 0;

@@ -11,11 +11,11 @@ fa_status Counters::next(int32_t count, CUmemoryPool pool, CUstream stream, int3
   if (stream != nullptr && stream != CU_STREAM_LEGACY) driver_.cuStreamIsCapturing(stream, &status);
   if (status == CU_STREAM_CAPTURE_STATUS_NONE) {
     // A buffer that is too small is left to the kernels in flight.
-    const int64_t size = std::max(kRing, count * kRingKernels);
-    if (ring_.size < size) FA_RETURN_IF_ERROR(make(size, pool, ring_, error));
-    if (ring_.used + count > ring_.size) ring_.used = 0;
-    counters = ring_.data + ring_.used;
-    ring_.used += count;
+    const int64_t size = std::max(kBufferCounters, count * kBufferKernels);
+    if (ring_buffer_.size < size) FA_RETURN_IF_ERROR(make(size, pool, ring_buffer_, error));
+    if (ring_buffer_.used + count > ring_buffer_.size) ring_buffer_.used = 0;
+    counters = ring_buffer_.data + ring_buffer_.used;
+    ring_buffer_.used += count;
   } else {
     if (captured_.used + count > captured_.size) {
       FA_RETURN_IF_ERROR(make(std::max<int64_t>(kCaptured, count), pool, captured_, error));

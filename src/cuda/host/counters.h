@@ -28,16 +28,16 @@ class Counters {
     int64_t size = 0, used = 0;
   };
   // Kernels that are not captured take counters from a ring buffer of this size, over and over. Kernels of one stream run one after another. On
-  // several streams fewer kernels are in flight than the buffer has room for: some thousands of the usual ones, and kRingKernels of those with
+  // several streams fewer kernels are in flight than the buffer has room for: some thousands of the usual ones, and kBufferKernels of those with
   // very many counters, which run for long.
-  static constexpr int64_t kRing = 1 << 20, kRingKernels = 1 << 8;
+  static constexpr int64_t kBufferCounters = 1 << 20, kBufferKernels = 1 << 8;
   // A captured kernel may run again at any time: it keeps its counters for good. Their memory is allocated in blocks of this size.
   static constexpr int64_t kCaptured = 1 << 16;
 
   fa_status make(int64_t size, CUmemoryPool pool, Memory &memory, ErrorText &error);
 
   const Driver &driver_;
-  Memory ring_, captured_;
+  Memory ring_buffer_, captured_;
 };
 
 }  // namespace fa::cuda

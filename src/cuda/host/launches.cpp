@@ -47,9 +47,9 @@ void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit
               BackwardRows &rows) {
   char *memory = static_cast<char *>(workspace);
   rows.problem = b;
-  rows.row_chunks = plan.row_chunks;
-  rows.chunk_rows = plan.chunk_rows;
-  rows.chunk_turns = plan.chunk_turns;
+  rows.q_tiles = plan.q_tiles;
+  rows.q_tile_rows = plan.q_tile_rows;
+  rows.dq_semaphores = plan.dq_semaphores;
   rows.zero_dq_sum = plan.zero_dq_sum;
   rows.head_dim_bucket = plan.dq_sum_columns;
   rows.lse_unit = lse_unit;
@@ -58,7 +58,7 @@ void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit
   rows.row_delta = reinterpret_cast<float *>(memory + plan.row_delta_offset);
   const bool sum = b.dq.data != nullptr && plan.dq_sum_columns > 0;
   rows.dq_sum = sum ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
-  rows.turn = plan.chunk_turns > 0 ? reinterpret_cast<int32_t *>(memory + plan.turn_offset) : nullptr;
+  rows.dq_semaphore = plan.dq_semaphores > 0 ? reinterpret_cast<int32_t *>(memory + plan.dq_semaphore_offset) : nullptr;
 }
 
 }  // namespace fa::cuda

@@ -21,13 +21,13 @@ fa_status add_transposed_v(const ForwardProblem &p, const ForwardPlan &plan, con
   params.pitch = plan.transposed_v_keys;
   params.heads = static_cast<int32_t>(p.heads_k);
   params.columns = static_cast<int32_t>(p.head_dim_v);
-  params.key_blocks = static_cast<int32_t>((p.k_lengths.max_len + (packed ? kLongestChunk - 1 : 0) + 127) / 128);
+  params.key_blocks = static_cast<int32_t>((p.k_lengths.max_len + (packed ? kMaxKvTile - 1 : 0) + 127) / 128);
   params.column_blocks = static_cast<int32_t>((p.head_dim_v + 127) / 128);
   launches.add("transpose kernel",
                {transpose_kernel(), kTransposeThreads, 0, p.batch * p.heads_k * params.key_blocks * params.column_blocks},
                &params);
   return describe_transposed_v(memory.driver, memory.workspace, packed ? 1 : p.batch, p.heads_k, p.head_dim_v, params.pitch,
-                               shape.chunk, shape.head_dim_v, map, error);
+                               shape.kv_tile, shape.head_dim_v, map, error);
 }
 
 }  // namespace
@@ -40,14 +40,14 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   FA_RETURN_IF_ERROR(
       describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 64, params.q_map, error));
   FA_RETURN_IF_ERROR(
-      describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.chunk, params.k_map, error));
+      describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.kv_tile, params.k_map, error));
   if (shape.fp8) {
     FA_RETURN_IF_ERROR(add_transposed_v(p, plan, shape, memory, params.v_map, launches, error));
     params.q_descale = p.q_descale;
     params.k_descale = p.k_descale;
     params.v_descale = p.v_descale;
   } else {
-    FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.chunk,
+    FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.kv_tile,
                                      params.v_map, error));
   }
   params.limits = Diagonal<int32_t>::Limits(p.band);
@@ -83,7 +83,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
                                    params.v_map, error));
   FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows,
                                    params.dout_map, error));
-  const int64_t tiles = p.batch * p.heads_q * plan.row_chunks;
+  const int64_t tiles = p.batch * p.heads_q * plan.q_tiles;
   FA_RETURN_IF_ERROR(
       describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
   FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,
@@ -91,7 +91,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false);
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
-  params.taken = plan.chunk_turns > 0 ? params.turn + tiles * plan.chunk_turns : nullptr;
+  params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;
   params.ordered = p.deterministic;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;

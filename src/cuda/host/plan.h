@@ -58,9 +58,9 @@ struct BackwardPlan {
   int32_t shape = -1;          // index into the family's backward table
   int32_t query_blocks = 0;    // simt: tiles of queries that a head has
   int32_t key_blocks = 0;      // tiles of keys that a head has
-  int32_t row_chunks = 0;      // tiles of queries in the workspace that a head has
-  int32_t chunk_rows = 0;      // rows of such a tile
-  int32_t chunk_turns = 0;     // semaphores of such a tile, which order the CTAs that add to its dQ; 0: none
+  int32_t q_tiles = 0;         // tiles of queries in the workspace that a head has
+  int32_t q_tile_rows = 0;     // rows of such a tile
+  int32_t dq_semaphores = 0;   // semaphores of such a tile, which order the CTAs that add to its dQ; 0: none
   int32_t dq_sum_columns = 0;  // of the fp32 accumulator of dQ in the workspace; 0: none
   int64_t blocks = 0;          // sm90: CTAs of the grid
   bool zero_dq_sum = true;  // the row kernel zeroes the accumulator; else the first CTA of a tile stores to it and does not add
@@ -70,7 +70,7 @@ struct BackwardPlan {
   // In the workspace; row_lse is at 0.
   size_t row_delta_offset = 0;
   size_t dq_sum_offset = 0;
-  size_t turn_offset = 0;
+  size_t dq_semaphore_offset = 0;
   const char *reason = "";  // why this kernel
 };
 

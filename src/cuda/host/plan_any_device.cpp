@@ -84,13 +84,13 @@ fa_status plan_any_device(const ForwardProblem &p, const Needs &needs, const Dev
     const sm80::ForwardShape &shape = sm80::kForwardShapes[row->shape];
     plan.family = Family::sm80;
     plan.shape = row->shape;
-    tile = {shape.rows(), shape.chunk, shape.min_blocks};
+    tile = {shape.rows(), shape.kv_tile, shape.min_blocks};
     plan.reason = tensor_core_reason(shape.scores);
   } else if (const auto row = std::find_if(cuda_core.begin(), cuda_core.end(), runs); row != cuda_core.end()) {
     const simt::ForwardShape &shape = simt::kForwardShapes[row->shape];
     plan.family = Family::simt;
     plan.shape = row->shape;
-    tile = {shape.rows(), shape.chunk(), 1};
+    tile = {shape.rows(), shape.kv_tile(), 1};
     plan.reason = why_cuda_cores(tensor_core, needs, device);
   } else {
     return FA_ERROR_NOT_BUILT;

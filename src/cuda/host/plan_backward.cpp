@@ -13,16 +13,16 @@ namespace {
 
 // Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
 template <typename Shape>
-fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t chunk_turns,
+fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t dq_semaphores,
                             int64_t at_least, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
-  plan.chunk_rows = shape.rows;
-  plan.chunk_turns = chunk_turns;
+  plan.q_tile_rows = shape.rows;
+  plan.dq_semaphores = dq_semaphores;
   plan.dq_sum_columns = shape.head_dim;
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
-  plan.row_chunks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
+  plan.q_tiles = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
-  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.row_chunks} * shape.rows, p.heads_q, p.batch, error));
+  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} * shape.rows, p.heads_q, p.batch, error));
 
   // Q, dO and the accumulator of dQ, besides K and V.
   plan.heads_per_l2_group = l2_group_of(p, device, p.heads_k,
@@ -30,11 +30,12 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
                                             p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
                                         at_least);
 
-  const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks, rows = tiles * shape.rows;
+  const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles, rows = tiles * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
-  plan.turn_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
-  plan.workspace_bytes = plan.turn_offset + (chunk_turns > 0 ? align_up((tiles * chunk_turns + 1) * sizeof(int32_t)) : 0);
+  plan.dq_semaphore_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
+  plan.workspace_bytes =
+      plan.dq_semaphore_offset + (dq_semaphores > 0 ? align_up((tiles * dq_semaphores + 1) * sizeof(int32_t)) : 0);
   return FA_OK;
 }
 
@@ -45,11 +46,11 @@ fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, Bac
   const int64_t queries = std::max<int64_t>(p.q_lengths.max_len, 1), keys = std::max<int64_t>(p.k_lengths.max_len, 1);
   plan.query_blocks = static_cast<int32_t>(ceil_div(queries, kernel.rows));
   plan.key_blocks = static_cast<int32_t>(ceil_div(keys, kernel.rows));
-  plan.chunk_rows = simt::kRowPadding;
-  plan.row_chunks = static_cast<int32_t>(ceil_div(queries, plan.chunk_rows));
+  plan.q_tile_rows = simt::kRowPadding;
+  plan.q_tiles = static_cast<int32_t>(ceil_div(queries, plan.q_tile_rows));
   // dq, dk and dv are one launch.
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.query_blocks} + 2 * int64_t{plan.key_blocks}, p.heads_q, p.batch, error));
-  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.row_chunks * plan.chunk_rows;
+  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles * plan.q_tile_rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.workspace_bytes = plan.row_delta_offset + align_up(rows * sizeof(float));
   return FA_OK;
@@ -72,7 +73,8 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   plan.reason = hopper_reason(shape.scored);
   // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.
   const int64_t at_once = device.multiprocessors / shape.blocks();
-  FA_RETURN_IF_ERROR(plan_tensor_cores(b, device, shape, sm90::kTurnsPerChunk, p.deterministic ? at_once / 8 : 1, plan, error));
+  FA_RETURN_IF_ERROR(
+      plan_tensor_cores(b, device, shape, sm90::kDqSemaphoresPerTile, p.deterministic ? at_once / 8 : 1, plan, error));
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
@@ -94,7 +96,7 @@ fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs,
     plan.family = Family::sm80;
     plan.shape = row->shape;
     plan.reason = tensor_core_reason(shape.scores);
-    return plan_tensor_cores(b, device, shape, sm80::kTurnsPerChunk, /*at_least=*/1, plan, error);
+    return plan_tensor_cores(b, device, shape, sm80::kDqSemaphoresPerTile, /*at_least=*/1, plan, error);
   }
   const auto row = std::find_if(cuda_core.begin(), cuda_core.end(), runs);
   if (row == cuda_core.end()) return FA_ERROR_NOT_BUILT;

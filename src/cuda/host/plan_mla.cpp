@@ -41,7 +41,7 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   work.tiles = tiles;
   work.iterations = iterations;
   work.ctas = 16 * whole_tiles >= 15 * device.multiprocessors ? whole_tiles : device.multiprocessors;
-  work.max_partitions = std::min<int64_t>(shape.most_parts(), tiles * best_splits);
+  work.max_partitions = std::min<int64_t>(shape.max_split_partials(), tiles * best_splits);
   work.min_iterations_log2 = 2;
   work.partials_per_partition = 1;
   work.split_min_iterations_log2 = 5;

@@ -59,7 +59,7 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
     plan.workspace_bytes = static_cast<size_t>((p.k_lengths.cu != nullptr ? 1 : p.batch) * p.heads_k * p.head_dim_v) *
                            static_cast<size_t>(transposed_v_keys);
     plan.tma_kv = true;
-    plan.tma_out = shape.out_slabs > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
+    plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
     plan.reason = hopper_reason(shape.scored);
     return true;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The planners behind plan_forward() and plan_backward(), one for each family of kernels, and what they share. select.cpp alone decides
-// which of them are asked, and in which order.
+// which of them run, and in which order.
 #pragma once
 
 #include <cstddef>

@@ -7,11 +7,11 @@
 
 namespace fa::cuda {
 
-// Converts dq_sum to dq, from the layout of accumulators to rows of the tensor; one CTA per chunk (Q tile) of kRows queries.
+// Converts dq_sum to dq, from the layout of accumulators to rows of the tensor; one CTA per Q tile of kRows queries.
 //
-// dq_sum of a chunk is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each with four numbers a lane as mma and
-// wgmma accumulators hold them. Warps are numbered along the rows first. Rows of the slot that are not used become zero. CTAs
-// take the last chunks first, because their sums may still be in the L2 cache.
+// dq_sum of a Q tile is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each with four numbers per lane as mma and
+// wgmma accumulators hold them. Warps are numbered along the rows first. Rows of the sequence's slot that are not used become zero. CTAs
+// take the last Q tiles first, because their sums may still be in the L2 cache.
 template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads>
 __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
   constexpr int kRowParts = kRows / 16 / kRowTiles, kTiles = kRows * kD / 128;
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
   const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
-  const int32_t *counters = a.turn + int64_t{index} * a.chunk_turns;
-  const int chunk = index % a.row_chunks, head_of_batch = index / a.row_chunks;
+  const int32_t *counters = a.dq_semaphore + int64_t{index} * a.dq_semaphores;
+  const int q_tile = index % a.q_tiles, head_of_batch = index / a.q_tiles;
   const int head = head_of_batch % static_cast<int>(p.heads_q), batch = head_of_batch / static_cast<int>(p.heads_q);
   const Sequence q = sequence_of(p.q_lengths, batch);
   const int seqlen = static_cast<int>(q.len), seq_slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
 #pragma unroll
       for (int n = 0; n < 4; ++n) x[m][n] = sum[(first + n) * 32];
       // A partial that no work tile adds to was never written. Its order counter is then 0. A partial consists of whole warps.
-      written[m] = a.zero_dq_sum || counters[first * a.chunk_turns / kTiles] != 0;
+      written[m] = a.zero_dq_sum || counters[first * a.dq_semaphores / kTiles] != 0;
     }
 #pragma unroll
     for (int m = 0; m < kBatch; ++m) {
       const int first = n0 + m * kStep + thread / 32 * 4, tile = first + quad;
       if (kTiles % kStep != 0 && first >= kTiles) continue;
       const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
-      const int row = chunk * kRows + (warp % kRowParts * kRowTiles + i) * 16 + lane / 4;
+      const int row = q_tile * kRows + (warp % kRowParts * kRowTiles + i) * 16 + lane / 4;
       const int column = (warp / kRowParts * kColumnTiles + j) * 8;
       uint32_t words[2][4];
 #pragma unroll
@@ -67,11 +67,11 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
       }
     }
   }
-  // The last chunk also zeroes the rows of the slot beyond the grid.
-  if (chunk == a.row_chunks - 1) {
-    constexpr int kChunks = kD / 8;
-    for (int n = threadIdx.x; n < (seq_slot - a.row_chunks * kRows) * kChunks; n += kThreads) {
-      const int row = a.row_chunks * kRows + n / kChunks, column = n % kChunks * 8;
+  // The last Q tile also zeroes the rows of the sequence's slot beyond the grid.
+  if (q_tile == a.q_tiles - 1) {
+    constexpr int kVectors = kD / 8;
+    for (int n = threadIdx.x; n < (seq_slot - a.q_tiles * kRows) * kVectors; n += kThreads) {
+      const int row = a.q_tiles * kRows + n / kVectors, column = n % kVectors * 8;
       store_elements<Element>(base + row * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }
   }

@@ -69,25 +69,25 @@ struct Eight {
   }
 };
 
-// lse and delta of chunk number `index`. A row has kLanes lanes, each of eight columns at a time. kVectors: out and dout are
+// lse and delta of Q tile number `index`. A row has kLanes lanes, each of eight columns at a time. kVectors: out and dout are
 // read by 16 bytes.
 template <typename Element, int kLanes, bool kVectors>
-__device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int index) {
+__device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int index) {
   constexpr int kRowsPerPass = kThreads / kLanes;  // rows per pass of the CTA
   constexpr int kBatch = kVectors && sizeof(Element) == 2 ? kRowsAtOnce : 1;
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
-  const int chunk = index % a.row_chunks, head_of_batch = index / a.row_chunks;
+  const int q_tile = index % a.q_tiles, head_of_batch = index / a.q_tiles;
   const int head = head_of_batch % static_cast<int>(p.heads_q), batch = head_of_batch / static_cast<int>(p.heads_q);
   const Sequence q = sequence_of(p.q_lengths, batch);
-  const int rows = min(static_cast<int>(q.len) - chunk * a.chunk_rows, a.chunk_rows);
-  const int64_t first = q.start + chunk * a.chunk_rows;
+  const int rows = min(static_cast<int>(q.len) - q_tile * a.q_tile_rows, a.q_tile_rows);
+  const int64_t first = q.start + q_tile * a.q_tile_rows;
   const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
   const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
   const float p_exponent = a.p_exponent, delta_unit = __int_as_float((127 - a.p_exponent) << 23);  // 2^-p_exponent
   const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
-  for (int n0 = thread / kLanes; n0 < a.chunk_rows; n0 += kRowsPerPass * kBatch) {
+  for (int n0 = thread / kLanes; n0 < a.q_tile_rows; n0 += kRowsPerPass * kBatch) {
     float delta[kBatch] = {}, lse[kBatch] = {};
     bool any[kBatch] = {};
     if (rows > 0) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
       const uint32_t row_lanes = (~0u >> (32 - kLanes)) << (thread & 31 & ~(kLanes - 1));
       // A row that sees only a sink has out = 0. Its dout must not count, NaN included.
       if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
-      if (lane != 0 || n >= a.chunk_rows) continue;
+      if (lane != 0 || n >= a.q_tile_rows) continue;
       if (n >= rows || lse[m] == -CUDART_INF_F) {
         lse[m] = CUDART_INF_F;
         delta[m] = 0;
@@ -131,30 +131,30 @@ __device__ __forceinline__ void chunk_statistics(const BackwardRows &a, int inde
         if (g.dlse.data != nullptr)
           delta[m] -= g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + (first + n) * g.dlse.seq_stride];
       }
-      a.row_lse[int64_t{index} * a.chunk_rows + n] = lse[m];
-      a.row_delta[int64_t{index} * a.chunk_rows + n] = delta[m] * delta_unit;
+      a.row_lse[int64_t{index} * a.q_tile_rows + n] = lse[m];
+      a.row_delta[int64_t{index} * a.q_tile_rows + n] = delta[m] * delta_unit;
     }
   }
 }
 
-// One CTA per chunk, the first chunks last: the next kernel begins with them, and finds their dout in the L2 cache.
+// One CTA per Q tile, the first Q tiles last: the next kernel begins with them, and finds their dout in the L2 cache.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
   pdl_launch_dependents();
   // Stores come first: they wait for no load.
-  if (index == 0 && thread == 0 && a.turn != nullptr) a.turn[int64_t{gridDim.x} * a.chunk_turns] = 0;
-  if (thread < a.chunk_turns) a.turn[int64_t{index} * a.chunk_turns + thread] = 0;
+  if (index == 0 && thread == 0 && a.dq_semaphore != nullptr) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores] = 0;
+  if (thread < a.dq_semaphores) a.dq_semaphore[int64_t{index} * a.dq_semaphores + thread] = 0;
   if (a.dq_sum != nullptr && a.zero_dq_sum) {
-    const int vectors = a.chunk_rows * a.head_dim_bucket / 4;
+    const int vectors = a.q_tile_rows * a.head_dim_bucket / 4;
     float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{index} * vectors;
     for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
   }
   const int columns = static_cast<int>(a.problem.forward.head_dim_v);
   if (columns % 8 == 0 && has_16_byte_rows(a.problem.forward.out, columns) && has_16_byte_rows(a.problem.dout, columns)) {
-    chunk_statistics<Element, kLanes, true>(a, index);
+    q_tile_statistics<Element, kLanes, true>(a, index);
   } else {
-    chunk_statistics<Element, kLanes, false>(a, index);
+    q_tile_statistics<Element, kLanes, false>(a, index);
   }
 }
 
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
   const Problem &p = a.problem.forward;
   const int head = blockIdx.x;
   const float sink = p.sink[head * p.sink_stride] * a.lse_unit, to_log2 = kLog2e / a.lse_unit;
-  const int64_t padded = int64_t{a.row_chunks} * a.chunk_rows;
+  const int64_t padded = int64_t{a.q_tiles} * a.q_tile_rows;
   float sum = 0;
   for (int64_t n = threadIdx.x; n < p.batch * padded; n += kSinkThreads) {
     const int64_t at = (n / padded * p.heads_q + head) * padded + n % padded;
@@ -194,7 +194,7 @@ Launch backward_rows_launch(const BackwardRows &a) {
   const void *kernel = p.q.dtype == Dtype::f32   ? rows_kernel<float>(p.head_dim_v)
                        : p.q.dtype == Dtype::f16 ? rows_kernel<__half>(p.head_dim_v)
                                                  : rows_kernel<__nv_bfloat16>(p.head_dim_v);
-  return {kernel, kThreads, 0, p.batch * p.heads_q * a.row_chunks};
+  return {kernel, kThreads, 0, p.batch * p.heads_q * a.q_tiles};
 }
 
 Launch backward_sink_launch(const BackwardRows &a) {

@@ -10,29 +10,29 @@ namespace fa::cuda {
 
 constexpr float kLseUnit = 1.4426950408889634f;  // log2(e), for kernels that compute P as 2^(logit - lse)
 
-// The parameters of every backward kernel begin with these. Queries are divided into chunks of chunk_rows rows (Q tiles), and
-// every sequence is padded to row_chunks of them. Arrays are workspace, contiguous, of shape (batch, heads_q, row_chunks, ...)
-// with the dimensions below. chunk_rows is arbitrary, but chunk_rows * head_dim_bucket must be a multiple of 4. Tensors may have
+// The parameters of every backward kernel begin with these. Queries are divided into Q tiles of q_tile_rows rows, and
+// every sequence is padded to q_tiles of them. Arrays are workspace, contiguous, of shape (batch, heads_q, q_tiles, ...)
+// with the dimensions below. q_tile_rows is arbitrary, but q_tile_rows * head_dim_bucket must be a multiple of 4. Tensors may have
 // any strides and alignment.
 //
-// turn: order counters, zeroed, with one further number behind those of the chunks. Without zero_dq_sum, a counter that stays 0
+// dq_semaphore: order counters, zeroed, with one further number behind those of the Q tiles. Without zero_dq_sum, a counter that stays 0
 // says that its partial of dq_sum was never written.
 struct BackwardRows {
   BackwardProblem problem;
-  int32_t row_chunks;  // chunks of the longest sequence of queries
-  int32_t chunk_rows;
-  int32_t chunk_turns;  // counters in `turn` per chunk
-  bool zero_dq_sum;     // backward_rows zeroes dq_sum
-  int8_t p_exponent;    // the kernels that read row_lse and row_delta scale P by 2^p_exponent (common/scores.h); 0: they do not
+  int32_t q_tiles;  // Q tiles of the longest sequence
+  int32_t q_tile_rows;
+  int32_t dq_semaphores;  // counters in `dq_semaphore` per Q tile
+  bool zero_dq_sum;       // backward_rows zeroes dq_sum
+  int8_t p_exponent;  // the kernels that read row_lse and row_delta scale P by 2^p_exponent (common/scores.h); 0: they do not
   int32_t head_dim_bucket;  // columns of dq_sum
-  float lse_unit;           // factor of row_lse: 1, or log2(e)
-  float *row_lse;    // (chunk_rows): lse * lse_unit - p_exponent; +inf (so that P is 0) for rows without keys and past the end
-  float *row_delta;  // (chunk_rows): (sum over columns of dout * out - dlse) / 2^p_exponent
-  float *dq_sum;     // (chunk_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
-  int32_t *turn;     // (chunk_turns)
+  float lse_unit;           // multiplies lse: 1, or log2(e)
+  float *row_lse;    // (q_tile_rows): lse * lse_unit - p_exponent; +inf (so that P is 0) for rows without keys and past the end
+  float *row_delta;  // (q_tile_rows): (sum over columns of dout * out - dlse) / 2^p_exponent
+  float *dq_sum;     // (q_tile_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
+  int32_t *dq_semaphore;  // (dq_semaphores)
 };
 
-// Runs before the backward kernel: row_lse, row_delta, zeros in `turn` and, with zero_dq_sum, in dq_sum.
+// Runs before the backward kernel: row_lse, row_delta, zeros in `dq_semaphore` and, with zero_dq_sum, in dq_sum.
 Launch backward_rows_launch(const BackwardRows &params);
 // Runs after backward_rows: dsink from row_lse and row_delta.
 Launch backward_sink_launch(const BackwardRows &params);

@@ -137,7 +137,7 @@ class Backward {
       scores_.compute_slice(slice, stage);
       if (slice == scores_.slices - 1) scores_.compute_operand(t, masked, gradient_ == Gradient::dv, buffer);
     } else {
-      share_p<T>(scores_.shared_p, scores_.s, slice - scores_.slices, scores_.at);
+      store_p<T>(scores_.shared_p, scores_.s, slice - scores_.slices, scores_.at);
       if (masked) {
         fma_rs<T, true>(acc_, scores_.shared_p, stage, scores_.at);
       } else {
@@ -146,7 +146,7 @@ class Backward {
     }
   }
 
-  // Every row of the slot: the gradient, or zero where the row is not used. The last CTA of a sequence also owns the rows beyond the grid.
+  // Every row of the sequence's slot: the gradient, or zero where the row is not used. The last CTA of a sequence also owns the rows beyond the grid.
   __device__ __forceinline__ void epilogue() const {
     const bool queries = scores_.own_queries;
     const Operand &t = gradient_ == Gradient::dq ? g_.dq : gradient_ == Gradient::dk ? g_.dk : g_.dv;
@@ -154,7 +154,7 @@ class Backward {
     const int columns = static_cast<int>(gradient_ == Gradient::dv ? p_.head_dim_v : p_.head_dim);
     const float scale = gradient_ == Gradient::dv ? p_.dropout.keep_scale : p_.softmax_scale;
     const Sequence sequence = sequence_of(queries ? p_.q_lengths : p_.k_lengths, b_);
-    const int slot = static_cast<int>(sequence.slot), used = static_cast<int>(sequence.len);
+    const int seq_slot = static_cast<int>(sequence.slot), used = static_cast<int>(sequence.len);
     char *base = base_of(t, b_, sequence.start, head_);
     const int64_t stride = t.seq_stride * dtype_bytes(t.dtype);
 #pragma unroll
@@ -168,7 +168,7 @@ class Backward {
       }
     }
     const int last_block = (queries ? a_.query_blocks : a_.key_blocks) - 1;
-    const int end = block_ == last_block ? slot : min(own0_ + T::kOwnRows, slot);
+    const int end = block_ == last_block ? seq_slot : min(own0_ + T::kOwnRows, seq_slot);
     for (int row = max(own0_, used) + scores_.at.warp; row < end; row += kWarps)
       zero_row(base + row * stride, t.dtype, columns);
   }

@@ -11,12 +11,12 @@
 
 namespace fa::cuda::sm80 {
 
-// The only parameter of every kernel of the pass: a problem, and how it is divided among CTAs. `turn` has kTurnsPerChunk counters per query tile.
+// The only parameter of every kernel of the pass: a problem, and how it is divided among CTAs. `dq_semaphore` has kDqSemaphoresPerTile counters per query tile.
 // Counter n is the number of CTAs whose warp n has added to the tile's dq.
 struct BackwardParams : BackwardRows {
   L2HeadOrder order;                               // of key blocks and the heads of k
   bool vector_q, vector_k, vector_v, vector_dout;  // 16-byte loads are legal
-  bool deterministic;                              // CTAs add to dq in the order of their keys, by `turn`
+  bool deterministic;                              // CTAs add to dq in the order of their keys, by `dq_semaphore`
   Divisor mask_size_q, mask_size_k;                // of block_mask
   RawUnit raw;
   // Read by kernels with dropout: 1 / (1 - p) / 2^p_exponent, because row_lse makes their P 2^p_exponent times as large (common/scores.h).

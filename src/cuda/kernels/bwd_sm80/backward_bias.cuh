@@ -74,7 +74,7 @@ class BackwardBias {
     const ScoreTerms terms(p_, b, h, seqlen_q, seqlen_k);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
-    const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.row_chunks * a_.chunk_rows;
+    const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int row = row0 + warp_ * 16 + (lane_ >> 2) + 8 * (r >> 1);

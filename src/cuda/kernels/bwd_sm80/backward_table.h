@@ -8,7 +8,7 @@
 
 namespace fa::cuda::sm80 {
 
-constexpr int32_t kTurnsPerChunk = 8;  // warps of a CTA, at most: each has its own counter per query tile
+constexpr int32_t kDqSemaphoresPerTile = 8;  // warps of a CTA, at most: each has its own counter per query tile
 
 // Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
 template <int kHeadDim, int kHeadDimV, int kWarps, int kRoles, int kQueryWarps, int kKeyTiles, int kColumnWarps, int kRows,

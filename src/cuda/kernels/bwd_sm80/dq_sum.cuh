@@ -6,19 +6,19 @@
 
 namespace fa::cuda::sm80 {
 
-// In deterministic mode CTAs add to a tile in the order of their keys. Each warp waits for its own turn: the same warp of every CTA adds to the same
-// part of the sum. A warp passes its turn on some mma after its additions, when they have arrived and the release costs little. It does not
+// In deterministic mode CTAs add to a tile in the order of their keys. Each warp waits for its own semaphore: the same warp of every CTA adds to the same
+// part of the sum. A warp releases its semaphore some mma after its additions, when they have arrived and the release costs little. It does not
 // wait a whole iteration, because under a causal mask every CTA is that far behind the one before.
 template <class C>
 class DqSum {
  public:
-  // Adds this warp's part of dS K. `ds`: dS^T in shared memory. Without `any` all pairs are masked, and only the turn is passed on.
+  // Adds this warp's part of dS K. `ds`: dS^T in shared memory. Without `any` all pairs are masked, and only the semaphore is released.
   __device__ __forceinline__ void add(const KeyBlock<C> &block, int tile, uint32_t ds, bool any, bool nan_safe) {
     if (block.g.dq.data == nullptr) return;
     Accumulator<C::kDqTiles, C::kDqNt> dq;
     const bool ordered = block.a.deterministic;
-    int turn = 0;
-    if (ordered) turn = load_relaxed(counter(block, tile));
+    int count = 0;
+    if (ordered) count = load_relaxed(counter(block, tile));
     if (any) {
       clear<C::kDqTiles, C::kDqNt>(dq);
       const int warp = C::kRoles == 1 ? opaque(block.warp) : block.warp;
@@ -28,14 +28,14 @@ class DqSum {
     if (ordered) {
       release(block);
       // No acquire: what follows are additions at the L2 cache, sent after the counter has come back from there.
-      while (turn != place(block, tile)) turn = load_relaxed(counter(block, tile));
+      while (count != order(block, tile)) count = load_relaxed(counter(block, tile));
       __syncwarp();
     }
     if (any) store(block, tile, dq);
     held_tile_ = tile;
   }
 
-  // Passes on the turn that this warp holds, if any.
+  // Releases the semaphore that this warp holds, if any.
   __device__ __forceinline__ void release(const KeyBlock<C> &block) {
     if (!block.a.deterministic || held_tile_ < 0) return;
     __syncwarp();
@@ -44,12 +44,12 @@ class DqSum {
   }
 
  private:
-  // The place of the CTA among those that add to the tile.
-  static __device__ __forceinline__ int place(const KeyBlock<C> &block, int tile) {
+  // The position of the CTA among those that add to the tile.
+  static __device__ __forceinline__ int order(const KeyBlock<C> &block, int tile) {
     return block.key0 / C::kKeys - max(0, tile * C::kRows + block.mask.first) / C::kKeys;
   }
   static __device__ __forceinline__ int32_t *counter(const KeyBlock<C> &block, int tile) {
-    return block.a.turn + block.index_of(tile) * kTurnsPerChunk + block.warp;
+    return block.a.dq_semaphore + block.index_of(tile) * kDqSemaphoresPerTile + block.warp;
   }
 
   // The sum of a tile is a sequence of 16 x 8 tiles, [warp][i][j], each four numbers per lane like the accumulators.
@@ -72,7 +72,7 @@ class DqSum {
 #endif
   }
 
-  int held_tile_ = -1;  // a query tile that this warp has added to, and whose turn it has not passed on
+  int held_tile_ = -1;  // a query tile that this warp has added to, and whose semaphore it has not released
 };
 
 }  // namespace fa::cuda::sm80

@@ -27,7 +27,7 @@ struct BackwardConfig {
   static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
   using Storage =
       BackwardStorage<kD, kDv, kWarps, kRoles, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages, kMinCtas, kScores>;
-  static_assert(sizeof(Storage) == kShape.shared_bytes() && kWarps <= kTurnsPerChunk);
+  static_assert(sizeof(Storage) == kShape.shared_bytes() && kWarps <= kDqSemaphoresPerTile);
   static constexpr bool kSharesP = Storage::kSharesP;
 
   // S^T and dP^T of a warp: kKeyTiles * 16 keys x kTileRows queries at a time, kTileSteps times per query tile.
@@ -100,7 +100,7 @@ struct KeyBlock {
 
   // Index of a query tile in the workspace.
   __device__ __forceinline__ int64_t index_of(int tile) const {
-    return (int64_t{batch} * p.heads_q + head_q) * a.row_chunks + opaque(tile);
+    return (int64_t{batch} * p.heads_q + head_q) * a.q_tiles + opaque(tile);
   }
 
   // Whether band or sequence mask some pair of these queries and the CTA's keys. Then NaN and Inf in dO, Q and K need the NaN-safe path.
@@ -205,7 +205,7 @@ struct KeyBlock {
       }
   }
 
-  // From there to the rows of the tensor, by kThreads threads of which this is number `thread`. Keys of the slot that are not used get zero. The
+  // From there to the rows of the tensor, by kThreads threads of which this is number `thread`. Keys of the sequence's slot that are not used get zero. The
   // last CTA of a sequence also owns the keys beyond the grid.
   template <int kColumns, int kThreads>
   __device__ __forceinline__ void store_gradient(const Operand &t, uint32_t tile, int64_t columns, int thread) const {
@@ -213,8 +213,8 @@ struct KeyBlock {
     constexpr int kVectors = kColumns / 8;
     const bool vectors = has_16_byte_rows(t, columns);
     const Sequence k = keys();
-    const int slot = static_cast<int>(k.slot),
-              end = key0 / C::kKeys == a.order.row_blocks - 1 ? slot : min(key0 + C::kKeys, slot);
+    const int seq_slot = static_cast<int>(k.slot),
+              end = key0 / C::kKeys == a.order.row_blocks - 1 ? seq_slot : min(key0 + C::kKeys, seq_slot);
     Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + k.start * t.seq_stride + head_k * t.head_stride;
     if (vectors && key0 + C::kKeys <= min(end, mask.seqlen_k)) {  // the usual CTA: every key exists
       constexpr int kStep = kThreads / kVectors;

@@ -467,7 +467,7 @@ class Backward {
     fence_operand(dp_);
   }
 
-  // dv and dk from P and the first part of dP, and dq of the previous Q tile. The last part of dk is a wgmma group of its own:
+  // dv and dk from P and the first part of dP, and dq of the previous Q tile. The rest of dk is a wgmma group of its own:
   // dq is stored while it runs.
   __device__ __forceinline__ void gradients(int n) {
     const uint32_t ds = smem_ds(ds_stage_);

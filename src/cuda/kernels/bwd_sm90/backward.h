@@ -16,7 +16,7 @@ struct BackwardParams : BackwardRows {
   // Tensor maps over (head_dim, seqlen, heads, batch). A box is 64 columns x the rows of a Q tile (q, dout) or the keys of a
   // CTA (k, v).
   CUtensorMap q_map, k_map, v_map, dout_map;
-  CUtensorMap lse_map, delta_map;    // row_lse and row_delta as (Q tiles, chunk_rows); a box is one Q tile
+  CUtensorMap lse_map, delta_map;    // row_lse and row_delta as (Q tiles, q_tile_rows); a box is one Q tile
   L2HeadOrder order;                 // of work tiles: under a causal mask those with the longest main loops come first
   Diagonal<int32_t>::Limits limits;  // of causal masks and windows
   int32_t blocks;                    // number of work tiles

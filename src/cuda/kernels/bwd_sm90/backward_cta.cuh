@@ -36,7 +36,7 @@ __device__ __forceinline__ float4 float4_of(const float (&x)[kCount], int j) {
 }
 
 // C is a kernel's configuration. C::kTileKv keys make a work tile, C::kTileQ queries a Q tile. dq of a Q tile is reduced as
-// C::kDqPartials pieces of C::kDqPartialBytes each, which have order counters of their own.
+// C::kDqPartials partials of C::kDqPartialBytes each, which have order counters of their own.
 template <class C>
 struct BackwardCta {
   using Element = typename C::Element;
@@ -90,7 +90,7 @@ struct BackwardCta {
 
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
-    return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.row_chunks;
+    return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.q_tiles;
   }
 
   // Loads a tile of kTileRows rows by TMA, as kAtoms swizzle atoms. kColumns: used columns of an atom.
@@ -266,7 +266,7 @@ struct BackwardCta {
   // ------------------------------------------------------------------------------------------------------------------
 
   // Stores this warp's 16 rows of a dq partial to shared memory. A partial is a sequence of 16 x 8 tiles, [warp][j], each with
-  // four numbers a lane as the accumulators hold them.
+  // four numbers per lane as the accumulators hold them.
   template <int kCount>
   __device__ __forceinline__ void store_dq_partial(const float (&dq)[kCount], uint32_t tile) const {
     const uint32_t mine = tile + warp * (kCount * 128) + (C::kLaneFromShuffle ? opaque(lane) : lane) * 16;
@@ -287,7 +287,7 @@ struct BackwardCta {
   // shared memory to dq_sum. The consumers complete `full` when the partial has been stored; this warp arrives at `empty` when
   // TMA has read it.
   //
-  // params.turn holds one order counter per Q tile and partial:
+  // params.dq_semaphore holds one order counter per Q tile and partial:
   //
   // | mode | first work tile to come | counter |
   // |---|---|---|
@@ -310,7 +310,7 @@ struct BackwardCta {
       for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
         if (kWarps > 1 && n++ % kWarps != warp) continue;
         const int index = (first + q_tile) * C::kDqPartials + partial;
-        int32_t *counter = params.turn + index;
+        int32_t *counter = params.dq_semaphore + index;
         // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
         // additions come after what has already arrived.
         const int position = params.ordered ? dq_order_position(q_tile) : 2;
@@ -351,7 +351,7 @@ struct BackwardCta {
   // ------------------------------------------------------------------------------------------------------------------
 
   // Stores dk or dv of 64 keys from `first_key` on, 16 bytes a lane: the four lanes that hold a row exchange four column
-  // blocks. Keys of the sequence's slot that are not used get zero. The last work tile also zeroes the keys of the slot beyond
+  // blocks. Keys of the sequence's slot that are not used get zero. The last work tile also zeroes the keys of the sequence's slot beyond
   // the grid; `thread` of `threads` threads take part in that.
   template <int kCount>
   __device__ __forceinline__ void store_dkv(const Operand &t, const float (&acc)[kCount], float scale, int columns,

@@ -16,7 +16,7 @@ enum class Design : int32_t {
   cluster_p_smem_persistent,  // bwd_sm90_cluster/backward_p_smem_persistent.cuh
 };
 
-constexpr int32_t kTurnsPerChunk = 2;  // order counters of a Q tile: its dq is reduced as two partials
+constexpr int32_t kDqSemaphoresPerTile = 2;  // order counters of a Q tile: its dq is reduced as two partials
 
 struct BackwardShape {
   const char *name;

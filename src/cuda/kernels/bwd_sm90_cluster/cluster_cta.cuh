@@ -162,9 +162,9 @@ struct ClusterCta {
   }
 
   // One swizzle atom of one half of the columns, for 64 keys.
-  __device__ __forceinline__ void load_k_atom(uint32_t tile, uint32_t barrier, int half, int slab, int row, int head,
+  __device__ __forceinline__ void load_k_atom(uint32_t tile, uint32_t barrier, int half, int atom, int row, int head,
                                               int batch) const {
-    tma_load_4d(tile, &cta.params.k_map, barrier, half * C::kHalf + slab * 64, row, head, batch, kEvictFirst);
+    tma_load_4d(tile, &cta.params.k_map, barrier, half * C::kHalf + atom * 64, row, head, batch, kEvictFirst);
   }
 
   // Loads everything for a work tile.

@@ -68,7 +68,7 @@ struct PExchange {
   }
 
   // Adds part `part` of dq of a Q tile, number `index` in the workspace, to dq_sum straight from registers. dq_sum of a Q tile
-  // is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each with four numbers a lane as the accumulators hold them.
+  // is a sequence of 16 x 8 tiles, [kDqColumns columns][warp][j], each with four numbers per lane as the accumulators hold them.
   __device__ __forceinline__ void add_dq(const Dq &dq, bool any, int index, int part) const {
     any = any && cluster.cta.params.dq_sum != nullptr;
     for_each_fragment(dq, index, part, [&](float *sum, const float *x) {
@@ -154,7 +154,7 @@ struct PExchange {
       const int first =
           cluster.cta.workspace_q_tile(cluster.cta.work().head_k * static_cast<int>(cluster.cta.problem.group) + g);
       for (int q_tile = cluster.cta.work().q_tile_end - 1; q_tile >= cluster.cta.work().q_tile_begin; --q_tile, ++n)
-        f(cluster.cta.params.turn + (first + q_tile) * C::kDqPartials + cluster.rank, q_tile);
+        f(cluster.cta.params.dq_semaphore + (first + q_tile) * C::kDqPartials + cluster.rank, q_tile);
     }
   }
 

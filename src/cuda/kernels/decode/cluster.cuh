@@ -27,7 +27,7 @@ class ClusterDecode {
     }
     cluster_arrive_relaxed();
     if (!cta_.lengths_known()) pdl_wait();
-    set_cta_share();
+    set_cta_keys();
     cta_.prefetch_pages();
     cluster_wait();  // all CTAs have initialised their mbarriers
     pdl_wait();
@@ -39,7 +39,7 @@ class ClusterDecode {
  private:
   static constexpr int kVectors = Epilogue<C>::kVectors;
 
-  __device__ __forceinline__ void set_cta_share() {
+  __device__ __forceinline__ void set_cta_keys() {
     const int tiles = static_cast<int>(cta_.problem.heads_k) * cta_.params.row_blocks, tile = cluster_id();
     WorkUnit work_unit{};
     work_unit.batch = tile / tiles;

@@ -61,9 +61,9 @@ class Combine {
               slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
               begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
               end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
-    first_slot_ = StreamKScheduler<C>::slot(cta_.params, tile.first_partition, true);
-    next_slot_ = StreamKScheduler<C>::slot(cta_.params, tile.first_partition + 1, false);
-    slot_step_ = StreamKScheduler<C>::slot(cta_.params, tile.first_partition + 2, false) - next_slot_;
+    first_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition, true);
+    next_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 1, false);
+    partial_step_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 2, false) - next_partial_;
     Vector v = vector(slice * 32 + cta_.lane_id);
     // Keeps the addresses' computation ahead of the wait.
     asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));
@@ -129,7 +129,7 @@ class Combine {
     return tile;
   }
 
-  // Addresses of a vector: its partial in slot 0, and where its result goes.
+  // Addresses of a vector: partial 0, and where its result goes.
   struct Vector {
     const float4 *partial_out;
     const float2 *partial_stats;
@@ -151,12 +151,12 @@ class Combine {
       float2 partial_stats_of[kPartialsInFlight];
 #pragma unroll
       for (int n = 0; n < kPartialsInFlight; ++n) {
-        const int i = first + n, slot = i == 0 ? first_slot_ : next_slot_ + (i - 1) * slot_step_;
+        const int i = first + n, index = i == 0 ? first_partial_ : next_partial_ + (i - 1) * partial_step_;
         partials[n] = {0.f, 0.f, 0.f, 0.f};
         partial_stats_of[n] = {-1e30f, 0.f};
         if (i >= end) continue;
-        partial_stats_of[n] = load_now(v.partial_stats + slot * C::kRows);
-        partials[n] = load_now(v.partial_out + int64_t{slot} * (C::kRows * kVectors));
+        partial_stats_of[n] = load_now(v.partial_stats + index * C::kRows);
+        partials[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
       }
       fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
     }
@@ -164,7 +164,7 @@ class Combine {
 
   Cta<C> &cta_;
   const Epilogue<C> &epilogue_;
-  int first_slot_, next_slot_, slot_step_;  // slots of the partials: first, second, and the stride from then on
+  int first_partial_, next_partial_, partial_step_;  // indices of the partials: first, second, and the stride from then on
 };
 
 template <class C>

@@ -287,7 +287,7 @@ class Cta {
   // The shared-memory address of a thread's i-th row of a tile, given that of its first row.
   template <class ThreadMap>
   static __device__ __forceinline__ uint32_t swizzled_row(uint32_t first, int i) {
-    // The swizzle XORs the chunk with the row's low three bits: rows a multiple of eight apart differ by whole rows only.
+    // The swizzle XORs the vector with the row's low three bits: rows a multiple of eight apart differ by whole rows only.
     return (first ^ (((i * ThreadMap::kStep) & 7) << 4)) + i * ThreadMap::kStep * C::kPitch;
   }
 
@@ -334,8 +334,8 @@ class Cta {
   // Eight fp32 columns (32 bytes) of a row of a KV group's out. The XOR avoids bank conflicts: a warp stores eight rows at
   // once, in the kernels for eight rows every other row.
   __device__ __forceinline__ uint32_t smem_out(int group, int row, int columns8) const {
-    const int turn = C::kRows == 8 ? row >> 1 : row & 7;
-    return smem_pipeline(group) + row * C::kD * 4 + ((columns8 ^ turn) << 5);
+    const int swizzle = C::kRows == 8 ? row >> 1 : row & 7;
+    return smem_pipeline(group) + row * C::kD * 4 + ((columns8 ^ swizzle) << 5);
   }
   // Maximum and row sum of a row over the keys of a KV group.
   __device__ __forceinline__ uint32_t smem_row_stats(int group, int row) const {

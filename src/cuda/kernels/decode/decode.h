@@ -40,7 +40,7 @@ struct Params {
   // Stream-K only: 2^coscheduled_log2 neighbouring KV heads form one work tile, and each partition has one CTA for each of
   // these heads.
   int32_t coscheduled_log2;
-  // Split-KV partials: out (slots, rows, head_dim), and maximum and row sum (slots, rows). The maximum is in base 2; out is not
+  // Split-KV partials: out (partials, rows, head_dim), and maximum and row sum (partials, rows). The maximum is in base 2; out is not
   // divided by the row sum.
   float *partial_out;
   float2 *partial_stats;

@@ -25,7 +25,7 @@ class Epilogue {
     if (cta_.work_unit.whole()) {
       store_final();
     } else {
-      store_partials(Scheduler::slot(cta_.params, partition, cta_.work_unit.begin == cta_.work_unit.tile_begin));
+      store_partials(Scheduler::partial_of(cta_.params, partition, cta_.work_unit.begin == cta_.work_unit.tile_begin));
     }
     if (cta_.work_unit.begin == cta_.work_unit.tile_begin) store_unused_rows();
   }
@@ -125,17 +125,17 @@ class Epilogue {
   // Split-KV partials
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float4 *partial_out(int slot, int row) const {
-    return reinterpret_cast<float4 *>(cta_.params.partial_out) + (int64_t{slot} * C::kRows + row) * kVectors;
+  __device__ __forceinline__ float4 *partial_out(int partial, int row) const {
+    return reinterpret_cast<float4 *>(cta_.params.partial_out) + (int64_t{partial} * C::kRows + row) * kVectors;
   }
-  __device__ __forceinline__ float2 *partial_stats(int slot, int row) const {
-    return cta_.params.partial_stats + int64_t{slot} * C::kRows + row;
+  __device__ __forceinline__ float2 *partial_stats(int partial, int row) const {
+    return cta_.params.partial_stats + int64_t{partial} * C::kRows + row;
   }
 
-  __device__ __forceinline__ void store_partials(int slot) const {
+  __device__ __forceinline__ void store_partials(int partial) const {
     for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
-      if (vector == 0) *partial_stats(slot, row) = stats;
-      partial_out(slot, row)[vector] = x;
+      if (vector == 0) *partial_stats(partial, row) = stats;
+      partial_out(partial, row)[vector] = x;
     });
   }
 

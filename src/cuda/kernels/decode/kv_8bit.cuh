@@ -152,19 +152,19 @@ __device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool b
 // acc = A B^T. A: kMt * 16 rows of `a_tile` from `first_row` on, as prepare_q leaves them. B: kNt * 8 rows of kD bytes.
 template <Format kFormat, int kD, int kMt, int kNt>
 __device__ __forceinline__ void mma_nt_8bit(Accumulator<kMt, kNt> &acc, uint32_t a_tile, int first_row, uint32_t b_tile) {
-  constexpr int kPieces = kNt / 2, kSteps = kD / 32, kAPitch = kD * 2, kPitch = kD;
+  constexpr int kVectorsPerStep = kNt / 2, kSteps = kD / 32, kAPitch = kD * 2, kPitch = kD;
   static_assert(kNt % 2 == 0);
   const int lane = opaque(threadIdx.x) & 31;
   const uint32_t a = a_tile + swizzled<kAPitch>(first_row + (lane & 15), lane >> 4);
   const uint32_t b = b_tile + swizzled<kPitch>((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-  uint32_t af[2][kMt][4], bf[2][kPieces][4];
+  uint32_t af[2][kMt][4], bf[2][kVectorsPerStep][4];
   const auto load_a = [&](int n) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i) ldmatrix_x4(af[n & 1][i], advance<kAPitch>(a, n) + i * 16 * kAPitch);
   };
   const auto load_b = [&](int step) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) ldmatrix_x4(bf[step & 1][j], advance<kPitch>(b, step) + j * 16 * kPitch);
+    for (int j = 0; j < kVectorsPerStep; ++j) ldmatrix_x4(bf[step & 1][j], advance<kPitch>(b, step) + j * 16 * kPitch);
   };
   load_a(0);
   load_b(0);
@@ -248,9 +248,9 @@ enum class DescaleMode { none, similar, per_key };
 // The bits of the tile's largest descale, by magnitude, if all others but zeros are at least about a sixteenth of it; else 0. A
 // power of two above all of them then serves as the reference of P. It depends on the tile's keys alone, not on rows.
 template <int kKvTile>
-__device__ __forceinline__ uint32_t similar_descale_max(uint32_t factors, int lane) {
+__device__ __forceinline__ uint32_t similar_descale_max(uint32_t descales, int lane) {
   constexpr uint32_t kInf = 0x7F800000u, kSixteenth = 4u << 23;
-  const uint32_t bits = ld_shared_4(factors + lane % kKvTile * 4) & 0x7FFFFFFFu;
+  const uint32_t bits = ld_shared_4(descales + lane % kKvTile * 4) & 0x7FFFFFFFu;
   const uint32_t top = __reduce_max_sync(~0u, bits), bottom = __reduce_min_sync(~0u, bits == 0 ? kInf : bits);
   return top < kInf && top <= bottom + kSixteenth ? max(top, 1u) : 0;
 }

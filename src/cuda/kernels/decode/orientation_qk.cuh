@@ -172,7 +172,7 @@ class OrientationQk {
       const int i = r / 2, row = cta_.warp_row0 + Fragment::query(lane, r);
       if (Fragment::leads(lane)) st_shared_float2(cta_.smem_row_stats(cta_.kv_group, row), {softmax_.max[r], softmax_.sum[r]});
       if constexpr (C::k8BitKv) {
-        // Of each 16 columns a lane has four neighbours: the even ones are in one MMA tile, the odd ones in the next.
+        // A lane has four neighbours of each 16 columns: the even ones are in one MMA tile, the odd ones in the next.
 #pragma unroll
         for (int j = 0; j < kDt; j += 2) {
           const auto bits = [&](int n, int e) { return __float_as_uint(out_[i][j + n][2 * (r % 2) + e]); };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work scheduler for kernels with producer and consumer warps. The producer warps walk over the work units of their CTA. One of
+// Work scheduler for kernels with producer and consumer warps. The producer warps iterate over the work units of their CTA. One of
 // them also writes a work descriptor for each unit into shared memory, from which the consumer warps know what the KV tiles
 // that arrive belong to. Computing the stream-K split in every warp would cost registers and code.
 #pragma once

@@ -86,20 +86,20 @@ class StreamKScheduler {
         __fdividef(static_cast<float>(iteration) * static_cast<float>(all), static_cast<float>(iterations)) * (1.f - 0x1p-20f));
     return partition + (partition_begin(partition + 1) <= iteration);
   }
-  // The slot in the workspace for a partition's partial. A stream-K partition may hold parts of two work tiles and so has two
-  // slots: the second one is for the tile that begins in this partition.
-  static __device__ __forceinline__ int slot(const Params &a, int partition, bool begins_here) {
-    return a.fixed_splits > 0 ? partition : 2 * slot(a, partition) + begins_here;
+  // The index in the workspace of a partition's partial. A stream-K partition may hold parts of two work tiles and so has two
+  // partials: the second one is for the tile that begins in this partition.
+  static __device__ __forceinline__ int partial_of(const Params &a, int partition, bool begins_here) {
+    return a.fixed_splits > 0 ? partition : 2 * partial_of(a, partition) + begins_here;
   }
-  // The slot for kernels whose partitions store at most one partial, because the CTA that ends a work tile adds the other
+  // The index for kernels whose partitions store at most one partial, because the CTA that ends a work tile adds the other
   // partials to its own.
-  static __device__ __forceinline__ int slot(const Params &a, int partition) {
+  static __device__ __forceinline__ int partial_of(const Params &a, int partition) {
     return partition + coscheduled_head(a) * a.max_partitions;
   }
   // For kernels that count partials: the counter of a work tile that several partitions share, `first_partition` being the
   // first of them.
   __device__ __forceinline__ int counter(const WorkUnit &work_unit, int first_partition) const {
-    if (a_.fixed_splits == 0) return slot(a_, first_partition);
+    if (a_.fixed_splits == 0) return partial_of(a_, first_partition);
     return work_unit.batch * tiles() + work_unit.tile;
   }
 

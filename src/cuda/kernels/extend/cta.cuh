@@ -14,10 +14,10 @@ namespace fa::cuda::extend {
 
 using decode::Keys;
 
-// The work unit's result is a partial for `partial_slot`. Or the unit ends its work tile: then kernels without a combine kernel
-// add `num_partials` partials, from slot `first_partial` on, which are complete when the counter says so.
+// The work unit's result is a partial for `partial`. Or the unit ends its work tile: then kernels without a combine kernel
+// add `num_partials` partials, from number `first_partial` on, which are complete when the counter says so.
 struct WorkUnitDescriptor : decode::WorkDescriptor {
-  int partial_slot;  // -1: no partial is stored
+  int partial;  // -1: no partial is stored
   int first_partial, num_partials, counter;
 };
 static_assert(sizeof(WorkUnitDescriptor) <= kDescriptorBytes);
@@ -79,7 +79,9 @@ class Cta {
   __device__ __forceinline__ uint32_t nan_vote(int wg) const {
     return smem_ + offsetof(typename C::Storage, nan_vote) + wg * 8;
   }
-  __device__ __forceinline__ uint32_t wg_turn(int wg) const { return smem_ + offsetof(typename C::Storage, wg_turn) + wg * 8; }
+  __device__ __forceinline__ uint32_t wg_order(int wg) const {
+    return smem_ + offsetof(typename C::Storage, wg_order) + wg * 8;
+  }
   __device__ __forceinline__ uint32_t nan_flag(int wg, int n) const {
     return smem_ + offsetof(typename C::Storage, nan_flag) + (2 * wg + n) * 4;
   }

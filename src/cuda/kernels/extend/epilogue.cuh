@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Epilogue of a consumer warp of the extend kernel, for its 16 rows. A work unit that is a whole work tile stores the final out
-// and lse; any other stores a split-KV partial. With few partials per tile, the CTA that has the last part keeps it in
+// and lse; any other stores a split-KV partial. With few partials per tile, the CTA that has the last partial keeps it in
 // registers and adds the others. With many, all partials are stored, and the combine kernel (decode/combine.cuh) sums them.
 #pragma once
 
@@ -55,13 +55,13 @@ class Epilogue {
       for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
     }
     if constexpr (C::kUsesCombineKernel) {
-      if (rows_.work->partial_slot >= 0) {
-        store_partials_by_row(rows_.work->partial_slot);
+      if (rows_.work->partial >= 0) {
+        store_partials_by_row(rows_.work->partial);
         return;
       }
     } else {
-      if (rows_.work->partial_slot >= 0) {
-        store_partials_by_lane(rows_.work->partial_slot);
+      if (rows_.work->partial >= 0) {
+        store_partials_by_lane(rows_.work->partial);
         __syncwarp();  // all lanes have stored their part
         if (cta_.lane() == 0) count_released(cta_.params().counters + rows_.work->counter);
         return;
@@ -110,8 +110,8 @@ class Epilogue {
   // ------------------------------------------------------------------------------------------------------------------
 
   // For the combine kernel: row-major. This lane has two of each eight columns.
-  __device__ __forceinline__ void store_partials_by_row(int slot) const {
-    const int64_t row0 = int64_t{slot} * C::kRows;
+  __device__ __forceinline__ void store_partials_by_row(int partial) const {
+    const int64_t row0 = int64_t{partial} * C::kRows;
     const int quad = opaque(cta_.lane()) & 3;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -123,21 +123,21 @@ class Epilogue {
   }
 
   // For merge_partials(), which reads this layout faster: four accumulators of a lane, beside those of the other lanes.
-  __device__ __forceinline__ float4 *partial_out(int slot) const {
+  __device__ __forceinline__ float4 *partial_out(int partial) const {
     return reinterpret_cast<float4 *>(cta_.params().partial_out) +
-           (int64_t{slot} * C::kRows + rows_.first_row()) * (C::kD / 4) + opaque(cta_.lane());
+           (int64_t{partial} * C::kRows + rows_.first_row()) * (C::kD / 4) + opaque(cta_.lane());
   }
-  __device__ __forceinline__ float2 *partial_stats(int slot) const {
-    return cta_.params().partial_stats + int64_t{slot} * C::kRows;
+  __device__ __forceinline__ float2 *partial_stats(int partial) const {
+    return cta_.params().partial_stats + int64_t{partial} * C::kRows;
   }
 
-  __device__ __forceinline__ void store_partials_by_lane(int slot) const {
-    float4 *dst = partial_out(slot);
+  __device__ __forceinline__ void store_partials_by_lane(int partial) const {
+    float4 *dst = partial_out(partial);
 #pragma unroll
     for (int j = 0; j < C::kD / 8; ++j) dst[j * 32] = {out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]};
     if ((cta_.lane() & 3) == 0) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) partial_stats(slot)[rows_.row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
+      for (int r = 0; r < 2; ++r) partial_stats(partial)[rows_.row_of(r)] = {softmax_.max[r], softmax_.sum[r]};
     }
   }
 
@@ -153,7 +153,7 @@ class Epilogue {
     __syncwarp();
   }
 
-  // Adds the partials of the earlier partitions, in the order of their keys, to the last part, which is in registers. The CTAs
+  // Adds the partials of the earlier partitions, in the order of their keys, to the last partial, which is in registers. The CTAs
   // of those partitions have started before this one and process these units first, so this wait cannot deadlock.
   __device__ __forceinline__ void merge_partials(int first_partial, int num_partials) {
     wait_partials(num_partials);

@@ -132,7 +132,7 @@ class Consumer {
   __device__ __forceinline__ void process_kv_tile(int key0, bool masked) {
     const uint32_t k = wait_full(next_k());
     const bool ordered = kWarpgroupsAlternate && rows_.work->rows > kWarpgroupRows;
-    if (ordered) mbarrier_wait(cta_.wg_turn(rows_.wg), (vote_and_turn_ & 1) ^ (rows_.wg == 0));
+    if (ordered) mbarrier_wait(cta_.wg_order(rows_.wg), (vote_and_order_ & 1) ^ (rows_.wg == 0));
     fence_operand(s_);
     fence_operand(q_);
     if (kHasPv) {
@@ -147,8 +147,8 @@ class Consumer {
       issue_pv(v);
     }
     if (ordered) {
-      mbarrier_arrive_if(cta_.lane() == 0, cta_.wg_turn(rows_.wg ^ 1));
-      vote_and_turn_ ^= 1;
+      mbarrier_arrive_if(cta_.lane() == 0, cta_.wg_order(rows_.wg ^ 1));
+      vote_and_order_ ^= 1;
     }
     wgmma_wait<kHasPv ? 1 : 0>();
     fence_operand(s_);
@@ -218,7 +218,7 @@ class Consumer {
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int n = 0; n < C::kD / 32; ++n) {
-        // Of each 32 columns a lane has loaded eight, and needs two of each eight.
+        // Of each 32 columns per lane has loaded eight, and needs two of each eight.
         uint32_t words[4] = {x[r][n].x, x[r][n].y, x[r][n].z, x[r][n].w};
         transpose_quad(words, quad);
 #pragma unroll
@@ -416,9 +416,9 @@ class Consumer {
   // Whether any thread of the warpgroup has found one. A warp may enter the next vote before the others have read this one's
   // result, so there are two flags.
   __device__ __forceinline__ bool vote_nonfinite(bool found) {
-    const uint32_t phase = vote_and_turn_ >> 1 & 1, pos = cta_.nan_flag(rows_.wg, phase);
-    vote_and_turn_ += 2;
-    const uint32_t votes = vote_and_turn_ >> 1;
+    const uint32_t phase = vote_and_order_ >> 1 & 1, pos = cta_.nan_flag(rows_.wg, phase);
+    vote_and_order_ += 2;
+    const uint32_t votes = vote_and_order_ >> 1;
     if (__any_sync(~0u, found) && cta_.lane() == 0) st_shared_4(pos, votes);
     __syncwarp();
     mbarrier_arrive_if(cta_.lane() == 0, cta_.nan_vote(rows_.wg));
@@ -461,8 +461,8 @@ class Consumer {
   WarpRows<C> rows_;
   float out_[C::kD / 2];
   Softmax softmax_;
-  int tile_pos_ = 0;            // position of the next K
-  uint32_t vote_and_turn_ = 0;  // NaN votes so far, times two, and the issue-order phase in the lowest bit: one register
+  int tile_pos_ = 0;             // position of the next K
+  uint32_t vote_and_order_ = 0;  // NaN votes so far, times two, and the issue-order phase in the lowest bit: one register
   // The two consumer warpgroups issue in turn: the exponentials of one overlap the matmuls of the other.
   static constexpr bool kWarpgroupsAlternate = C::kConsumerWarpgroups == 2;
   bool p_pending_, out_empty_;  // P of a tile waits for its P V; out has nothing in it yet
@@ -488,7 +488,7 @@ __device__ __forceinline__ void run_warp_roles(const Params &params, char *share
     }
     for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
       mbarrier_init(cta.nan_vote(wg), 4);
-      mbarrier_init(cta.wg_turn(wg), 4);
+      mbarrier_init(cta.wg_order(wg), 4);
       for (int n = 0; n < 2; ++n) st_shared_4(cta.nan_flag(wg, n), 0);
     }
     for (int n = 0; n < C::kStages8Bit; ++n)

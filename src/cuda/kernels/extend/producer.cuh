@@ -68,10 +68,10 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       WorkUnitDescriptor &descriptor = this->descriptor(n & 1);
       this->fill_descriptor(descriptor);
       if constexpr (C::kUsesCombineKernel) {
-        descriptor.partial_slot = work_unit.whole() ? -1 : scheduler.slot(a_, partition, begins_tile);
+        descriptor.partial = work_unit.whole() ? -1 : scheduler.partial_of(a_, partition, begins_tile);
       } else {
-        descriptor.partial_slot = descriptor.tile_continues ? scheduler.slot(a_, partition) : -1;
-        descriptor.first_partial = scheduler.slot(a_, first_partition);
+        descriptor.partial = descriptor.tile_continues ? scheduler.partial_of(a_, partition) : -1;
+        descriptor.first_partial = scheduler.partial_of(a_, first_partition);
         descriptor.num_partials = begins_tile ? 0 : partition - first_partition;
         descriptor.counter = scheduler.counter(work_unit, first_partition);
       }
@@ -147,14 +147,14 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     }
   }
 
-  // By cp.async in chunks of 16 bytes; keys that do not exist become zeros. Stages are published some loads later, so that the
+  // By cp.async in vectors of 16 bytes; keys that do not exist become zeros. Stages are published some loads later, so that the
   // warp does not wait in between.
   __device__ __forceinline__ void load_cp_async(const Operand &from, int64_t columns, const KvPlace &place, bool whole_runs) {
     const int64_t offset = place.outer * from.batch_stride + max(place.row, 0) * from.seq_stride;
-    const int chunk = lane_ % kChunks, first = lane_ / kChunks, size = chunk * kChunkColumns < columns ? 16 : 0;
+    const int vector = lane_ % kVectors, first = lane_ / kVectors, size = vector * kVectorColumns < columns ? 16 : 0;
     const KvElement *base =
-        static_cast<const KvElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? chunk * kChunkColumns : 0);
-    const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) + lane_ * 16 : smem_chunk(chunk);
+        static_cast<const KvElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? vector * kVectorColumns : 0);
+    const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) + lane_ * 16 : smem_vector(vector);
     // The i-th group of rows that the warp loads together.
     const auto smem_rows = [&](int i) { return C::k8BitKv ? to + i * kWarpLoadBytes : row_group(to, i); };
     if (!C::k8BitKv) mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
@@ -215,9 +215,9 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   }
   __device__ __forceinline__ void widen() const {
     // Each eight lanes write to different banks: with 128 columns, the lanes of the second atom begin with its second half.
-    const int chunk = lane_ % kChunks, second = chunk / 4;
+    const int vector = lane_ % kVectors, second = vector / 4;
     const uint32_t from = smem_8bit(oldest_.stage()) + lane_ * 16,
-                   to[2] = {smem_chunk(2 * chunk + second), smem_chunk(2 * chunk + 1 - second)};
+                   to[2] = {smem_vector(2 * vector + second), smem_vector(2 * vector + 1 - second)};
     constexpr int kBatch = 4;
 #pragma unroll
     for (int first = 0; first < C::kWarpKeys / kRowsPerLoad; first += kBatch) {
@@ -236,14 +236,14 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     }
   }
 
-  // Columns per 16-byte chunk, chunks per row, and rows that the warp loads at once.
-  static constexpr int kChunkColumns = 16 / static_cast<int>(sizeof(KvElement)), kChunks = C::kD / kChunkColumns,
-                       kRowsPerLoad = 32 / kChunks;
+  // Columns per 16-byte vector, vectors per row, and rows that the warp loads at once.
+  static constexpr int kVectorColumns = 16 / static_cast<int>(sizeof(KvElement)), kVectors = C::kD / kVectorColumns,
+                       kRowsPerLoad = 32 / kVectors;
   static constexpr int kWarpLoadBytes = 32 * 16;
   // The address in the next stage of eight columns of this lane's row among the first rows of the warp, and of the i-th rows
   // after those.
-  __device__ __forceinline__ uint32_t smem_chunk(int columns8) const {
-    const int row = lane_ / kChunks;
+  __device__ __forceinline__ uint32_t smem_vector(int columns8) const {
+    const int row = lane_ / kVectors;
     return smem_atom(pipe_.stage(), columns8 / 8) + row * 128 + ((columns8 % 8 ^ row) << 4);
   }
   static __device__ __forceinline__ uint32_t row_group(uint32_t first, int i) {

@@ -18,7 +18,7 @@ struct SharedStorage16Bit {
   uint64_t full[kStages], empty[kStages];
   uint64_t work_full[2], work_empty[2];  // a work descriptor
   uint64_t nan_vote[kWarpgroups];        // the warps of a warpgroup have voted on NaN
-  uint64_t wg_turn[kWarpgroups];         // it is a warpgroup's turn to issue its wgmmas
+  uint64_t wg_order[kWarpgroups];        // a warpgroup may issue its wgmmas (ping-pong)
   uint32_t nan_flag[kWarpgroups][2];     // the results of this NaN vote and of the previous one
   alignas(8) char descriptor[2][kDescriptorBytes];
 };
@@ -30,7 +30,7 @@ struct SharedStorage8Bit {
   uint64_t full[kStages], empty[kStages];
   uint64_t work_full[2], work_empty[2];
   uint64_t nan_vote[kWarpgroups];
-  uint64_t wg_turn[kWarpgroups];
+  uint64_t wg_order[kWarpgroups];
   uint64_t full_8bit[kStages8Bit][kProducerWarps];  // a producer warp's part of a stage has arrived
   uint32_t nan_flag[kWarpgroups][2];
   alignas(8) char descriptor[2][kDescriptorBytes];

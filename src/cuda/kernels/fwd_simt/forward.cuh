@@ -70,7 +70,7 @@ class Forward {
     seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
     rows_ = seqlen_q_ * a_.rows_per_token;
-    slot_rows_ = static_cast<int>(q.slot) * a_.rows_per_token;
+    seq_slot_ = static_cast<int>(q.slot) * a_.rows_per_token;
     row0_ = row_block_ * T::kOwnRows;
   }
 
@@ -207,7 +207,7 @@ class Forward {
       fma_nt<T>(s_, stage + at_.own * kPitch, stage + (T::kOwnRows + at_.other) * kPitch);
       if (slice == qk_slices_ - 1) softmax(key0, masked);
     } else {
-      share_p<T>(shared_p_, s_, slice - qk_slices_, at_);
+      store_p<T>(shared_p_, s_, slice - qk_slices_, at_);
       if (masked) {
         fma_rs<T, true>(out_, shared_p_, stage, at_);
       } else {
@@ -239,7 +239,7 @@ class Forward {
         rotate(s_);
       }
     }
-    // The same roundings on an edge and in the interior: which of the two a row takes may depend on its neighbours.
+    // The same roundings on an edge and in the interior: which branch serves a row may depend on its neighbours.
     const float scale = general ? 1.f : p_.softmax_scale;
 #pragma unroll
     for (int i = 0; i < T::kOwn; ++i) {
@@ -326,10 +326,10 @@ class Forward {
   __device__ __forceinline__ int64_t q_start() const { return sequence_of(p_.q_lengths, b_).start; }
   __device__ __forceinline__ char *out_at(int token, int head) const { return base_of(p_.out, b_, q_start() + token, head); }
 
-  // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the slot beyond the grid.
+  // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the sequence's slot beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
     if (split_ != 0) return;
-    const int end = row_block_ == a_.row_blocks - 1 ? slot_rows_ : min(row0_ + T::kOwnRows, slot_rows_);
+    const int end = row_block_ == a_.row_blocks - 1 ? seq_slot_ : min(row0_ + T::kOwnRows, seq_slot_);
     for (int row = max(row0_, rows_) + at_.warp; row < end; row += kWarps) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && at_.lane == 0) *row_of_tensor(p_.lse, b_, q_start() + token, head) = -CUDART_INF_F;
@@ -347,7 +347,7 @@ class Forward {
   const char *q_, *k_, *v_;  // of the CTA's heads
   HeadDescale q_descale_, k_descale_, v_descale_;
   int seqlen_q_, seqlen_k_;
-  int rows_, slot_rows_;  // rows of the sequence that are used, and that it owns
+  int rows_, seq_slot_;  // rows of the sequence that are used, and that it owns
   int row_block_, row0_;
   int tile_begin_, tile_end_, qk_slices_;
   KeyRange visible_, interior_;  // keys of this warp's rows

@@ -13,7 +13,7 @@ struct ForwardShape {
   int32_t other;    // keys per thread; a KV tile has 16 times as many
 
   constexpr int32_t rows() const { return own * 16; }
-  constexpr int32_t chunk() const { return other * 16; }
+  constexpr int32_t kv_tile() const { return other * 16; }
 };
 
 // X(name, columns, own, other)

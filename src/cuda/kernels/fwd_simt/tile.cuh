@@ -287,7 +287,7 @@ __device__ __forceinline__ void fma_nt(float (&s)[T::kOwn][T::kOther], const flo
 
 // Stores P of slice n of the tile to shared memory, for the warp.
 template <class T>
-__device__ __forceinline__ void share_p(float *shared_p, const float (&p)[T::kOwn][T::kOther], int n, const ThreadTile<T> &at) {
+__device__ __forceinline__ void store_p(float *shared_p, const float (&p)[T::kOwn][T::kOther], int n, const ThreadTile<T> &at) {
   constexpr int kPerSlice = T::kSliceRows / 16;
   __syncwarp();  // the previous slice has been read
 #pragma unroll

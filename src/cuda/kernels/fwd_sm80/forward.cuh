@@ -10,7 +10,7 @@
 //                        P = 2^(S - m)        m raised, and out rescaled, only if S exceeds m by more than 2^8
 //                        out += P V           kRowTiles * 16 x kColumns per warp
 //
-// Up to head_dim 128 a warp has its rows alone, and two stages of K and V are in shared memory. Out of wider heads does not fit into the registers
+// Up to head_dim 128, each warp has its rows alone, and two stages of K and V are in shared memory. Out of wider heads does not fit into the registers
 // of one warp. There kColumnWarps warps share the same rows: each computes S and P for its part of the keys, stores P to shared memory,
 // and multiplies all of P by its part of the columns of V. K and V have one stage each:
 //
@@ -160,13 +160,13 @@ class Forward {
     if (may_mask(rows_.warp_interior, key0)) {
       apply_mods<true>(s, my_key0, next);
       if (nan_safe) {
-        mma_pv_nan_safe(my_v, [&](int k, uint32_t(&a)[kMt][4]) { exponentiate_and_share<true>(s, my_key0, k, a); });
+        mma_pv_nan_safe(my_v, [&](int k, uint32_t(&a)[kMt][4]) { exponentiate_and_store<true>(s, my_key0, k, a); });
       } else {
-        mma_pv(my_v, [&](int k, uint32_t(&a)[kMt][4]) { exponentiate_and_share<false>(s, my_key0, k, a); });
+        mma_pv(my_v, [&](int k, uint32_t(&a)[kMt][4]) { exponentiate_and_store<false>(s, my_key0, k, a); });
       }
     } else {
       apply_mods<false>(s, my_key0, next);
-      mma_pv(my_v, [&](int k, uint32_t(&a)[kMt][4]) { exponentiate_and_share<false>(s, my_key0, k, a); });
+      mma_pv(my_v, [&](int k, uint32_t(&a)[kMt][4]) { exponentiate_and_store<false>(s, my_key0, k, a); });
     }
     row_warps_.sync();
     // P V of the other warps' keys.
@@ -220,7 +220,7 @@ class Forward {
     }
   }
   template <bool kNanSafe>
-  __device__ __forceinline__ void exponentiate_and_share(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {
+  __device__ __forceinline__ void exponentiate_and_store(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {
     exponentiate<kNanSafe>(s, key0, k, a);
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
@@ -321,7 +321,7 @@ class Forward {
     return 2 * (first_column_step() + column_step<C::kColumnWarps>(j / 2)) + j % 2;
   }
 
-  // Through shared memory, in place of Q: at once, where a warp's rows of out take the place of its own rows of Q alone.
+  // Through shared memory, where Q was: at once, where a warp's rows of out overwrite its own rows of Q alone.
   __device__ __forceinline__ void store_out(const float (&factor)[Fragment::kRows]) const {
     constexpr int kPitch = C::kDv * 2;
     static_assert(C::kDv <= C::kD);
@@ -385,12 +385,12 @@ class Forward {
     }
   }
 
-  // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the slot beyond the grid.
+  // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the sequence's slot beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
     if (rows_.split() != 0) return;
-    const int slot = static_cast<int>(rows_.queries().slot) * static_cast<int>(rows_.a.rows_per_token.value);
+    const int seq_slot = static_cast<int>(rows_.queries().slot) * static_cast<int>(rows_.a.rows_per_token.value);
     const int row0 = rows_.row0(), row1 = row0 + C::kRows;
-    const int end = row1 >= rows_.a.order.row_blocks * C::kRows ? slot : min(row1, slot);
+    const int end = row1 >= rows_.a.order.row_blocks * C::kRows ? seq_slot : min(row1, seq_slot);
     for (int row = max(row0, rows_.rows) + rows_.warp; row < end; row += C::kWarps)
       store_zero_row(out_of(row), rows_.p.head_dim_v, lse_of(row), -CUDART_INF_F, rows_.lane);
   }

@@ -38,7 +38,7 @@ struct ForwardShape {
   int32_t warps;
   int32_t row_tiles;     // of 16 rows, per warp
   int32_t column_warps;  // warps that share rows: each has a part of the keys of S and of the columns of out
-  int32_t chunk;         // keys of a KV tile
+  int32_t kv_tile;       // keys of a KV tile
   int32_t min_blocks;    // CTAs per SM
   ScoreSet scores;       // the score terms it is built for
   int32_t storage;       // bytes of ForwardStorage
@@ -49,7 +49,7 @@ struct ForwardShape {
 };
 
 // Cheaper kernels first: the plan takes the first one that fits head dims, score terms and shared memory.
-// X(name, head_dim, head_dim_v, warps, row_tiles, column_warps, chunk, min_blocks, scores)
+// X(name, head_dim, head_dim_v, warps, row_tiles, column_warps, kv_tile, min_blocks, scores)
 #define FA_SM80_FORWARD_TABLE(X)                \
   X(d64, 64, 64, 4, 2, 1, 64, 2, kPlain)        \
   X(d96, 96, 96, 4, 2, 1, 64, 2, kPlain)        \

@@ -15,7 +15,7 @@ template <typename Element_, int kShapeIndex>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr ForwardShape kShape = kForwardShapes[kShapeIndex];
-  static constexpr int kD = kShape.head_dim, kDv = kShape.head_dim_v, kTile = kShape.chunk;
+  static constexpr int kD = kShape.head_dim, kDv = kShape.head_dim_v, kTile = kShape.kv_tile;
   static constexpr int kWarps = kShape.warps, kThreads = kShape.threads(), kMinCtas = kShape.min_blocks;
   static constexpr int kRows = kShape.rows(), kRowTiles = kShape.row_tiles, kWarpRows = kRowTiles * 16;
   // Warps that share rows. Each has kKeys keys of a tile in S, and kColumns columns of out.

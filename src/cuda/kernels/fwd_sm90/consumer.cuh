@@ -370,7 +370,7 @@ class Consumer {
     return rescaled;
   }
 
-  // Turns S into P in place with the maximum as it is. `sum`: the sums of P over this lane's columns of its two rows.
+  // Turns S into P in place without raising the maximum. `sum`: the sums of P over this lane's columns of its two rows.
   __device__ __forceinline__ void exponentiate(float (&sum)[2]) {
     softmax_.template exponentiate</*kMasked=*/false>(
         s_, [&](int) { return scale_; }, sum);

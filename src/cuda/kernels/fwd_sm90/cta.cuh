@@ -41,7 +41,7 @@ struct ForwardConfig {
                                             : kConsumerWarpgroups == 2 ? 232
                                                                        : 2 * kLaunchRegisters - kProducerRegisters;
   static_assert(kConsumerWarpgroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
-  static_assert(kKeys * 128 % 1024 == 0 && kKeys % kMmaK == 0 && (!kFp8 || kKeys <= kLongestChunk));
+  static_assert(kKeys * 128 % 1024 == 0 && kKeys % kMmaK == 0 && (!kFp8 || kKeys <= kMaxKvTile));
   static_assert(kVAtoms % (kOutAtoms > 0 ? kOutAtoms : 1) == 0);
   // Before a warpgroup finishes the previous work tile, it skips the KV tiles that only lower warpgroups see. The K and V pipelines must hold
   // all of them, or the skipping warpgroup and the producer would wait for each other.

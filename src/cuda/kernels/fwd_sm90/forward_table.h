@@ -14,10 +14,10 @@ struct ForwardShape {
   int32_t head_dim;    // bucket of q and k
   int32_t head_dim_v;  // bucket of v
   int32_t groups;      // consumer warpgroups, 64 rows each
-  int32_t chunk;       // keys per KV tile
+  int32_t kv_tile;     // keys per KV tile
   int32_t q_stages;
   int32_t stages;       // of the K pipeline, and of the V pipeline
-  int32_t out_slabs;    // swizzle atoms (64 columns) of out staged for one TMA store; 0: out is stored from registers
+  int32_t out_atoms;    // swizzle atoms (64 columns) of out staged for one TMA store; 0: out is stored from registers
   int32_t max_queries;  // longest sequence of queries that the kernel is for
   int32_t max_causal;   // the same under a causal mask
   bool scored;          // with softcap and ALiBi
@@ -36,7 +36,7 @@ constexpr int32_t kAnyLength = INT32_MAX;
 // The plan takes the first kernel that fits. Three consumer warpgroups keep the tensor cores busier than two. With few query rows some of
 // them would idle; there d128s has two. At head_dim 64 work tiles are short, and CTAs of one warpgroup, three per SM, do not wait for each
 // other at the ends of tiles (d64s). At head_dim 128 the L2 cache could not feed such CTAs.
-// X(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8)
+// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scored, fp8)
 #define FA_SM90_FORWARD_TABLE(X)                                              \
   X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, false, false)                     \
   X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, false, false)       \
@@ -54,9 +54,9 @@ constexpr int32_t kAnyLength = INT32_MAX;
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, false, true)
 
 // clang-format off
-#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8) \
-  {#name, head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, max_queries, max_causal, scored, fp8,                   \
-   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, chunk, q_stages, stages, out_slabs, fp8>))},
+#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scored, fp8) \
+  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scored, fp8,                   \
+   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8>))},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

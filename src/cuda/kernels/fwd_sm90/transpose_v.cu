@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kTransposeThreads) transpose(const __grid_cons
   const Sequence sequence = sequence_of(a.lengths, batch);
   const auto len = static_cast<int>(sequence.len);
   // Zeros up to the end of the last KV tile, whatever its number of keys.
-  const int end = (len + static_cast<int>(kLongestChunk) - 1) / 16 * 16;
+  const int end = (len + static_cast<int>(kMaxKvTile) - 1) / 16 * 16;
   if (key0 >= end) return;
 
   const char *v = static_cast<const char *>(a.v.data) + (packed ? 0 : batch) * a.v.batch_stride +

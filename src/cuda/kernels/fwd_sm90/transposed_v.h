@@ -19,7 +19,7 @@ struct TransposeVParams {
   int32_t column_blocks;   // blocks of 128 columns
 };
 constexpr int kTransposeThreads = 256;
-constexpr int64_t kLongestChunk = 128;  // the most keys of a KV tile
+constexpr int64_t kMaxKvTile = 128;  // the most keys of a KV tile
 
 // The first key of a sequence in a row of the copy. A packed sequence starts on a multiple of 128 bytes, with a gap for the zeros of the one
 // before it.

@@ -15,11 +15,11 @@ using decode::Keys;
 // Describes a work unit to the consumers: a part of a work tile (64 rows of one KV head, and all keys that they see) that lies in one stream-K partition.
 //
 // The CTA with the work tile's last keys combines the partials of the others and stores the result. A unit that does not hold the last keys
-// leaves a partial in `slot` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
-// accumulators, once the counter `awaited_counter` has reached that number: those in the last of every `partial_step` slots from
-// `first_partial` on, and the one in the slot before this unit's.
+// stores partial number `partial` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
+// accumulators, once the counter `awaited_counter` has reached that number: the last of every `partial_step` of them from
+// `first_partial` on, and the one before this unit's.
 struct WorkUnitDescriptor : decode::WorkDescriptor {
-  int slot, counter;
+  int partial, counter;
   int partials, first_partial, partial_step, awaited_counter;
   // The work tile has exactly two units, and both CTAs of the cluster have no other. They exchange halves of out through DSMEM.
   bool pair;
@@ -132,11 +132,11 @@ class Cta {
   __device__ __forceinline__ Element *out_at(const WorkUnitDescriptor &work, int row) const {
     return row_of_tensor<Element>(p_.out, work.batch, work.q_start + token_of(work, row), head_of(work, row));
   }
-  // The slot of the n-th partial that this work unit adds.
-  static __device__ __forceinline__ int partial_slot(const WorkUnitDescriptor &work, int partial) {
-    return min(work.first_partial + (partial + 1) * work.partial_step, work.slot) - 1;
+  // The index of the n-th partial that this work unit adds.
+  static __device__ __forceinline__ int partial(const WorkUnitDescriptor &work, int partial) {
+    return min(work.first_partial + (partial + 1) * work.partial_step, work.partial) - 1;
   }
-  __device__ __forceinline__ float2 *partial_stats(int slot) const { return a_.partial_stats + int64_t{slot} * C::kRows; }
+  __device__ __forceinline__ float2 *partial_stats(int partial) const { return a_.partial_stats + int64_t{partial} * C::kRows; }
 
   const Params &a_;
   const Problem &p_;

@@ -12,7 +12,7 @@
 //   two PV warpgroups        256 columns of out each: out = rescale * out + P V, in slices of 16 keys, while the softmax warpgroup still
 //                            exponentiates the later slices
 //
-// Shared memory: 2 K tiles [64][576] | Q [64][320] (the other columns in registers) | P [2][64][64] | factors, mbarriers, work units
+// Shared memory: 2 K tiles [64][576] | Q [64][320] (the other columns in registers) | P [2][64][64] | rescale factors, mbarriers, work units
 //
 // Work is partitioned by the stream-K scheduler of the decode kernels. The CTA with the last keys of a work tile keeps its accumulators in
 // registers and adds the partials of the other CTAs to them; with many partials, some CTAs add groups of them first. A row's maximum is its

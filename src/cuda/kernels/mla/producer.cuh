@@ -86,7 +86,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     if (lane_ == 0) {
       WorkUnitDescriptor &work_unit = this->descriptor(n & 1);
       this->fill_descriptor(work_unit);
-      work_unit.slot = partition;
+      work_unit.partial = partition;
       work_unit.counter = counter;
       work_unit.partials = index % group_size;
       work_unit.first_partial = partition - work_unit.partials;

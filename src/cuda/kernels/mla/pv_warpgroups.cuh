@@ -152,7 +152,7 @@ class PvWarpgroups {
 
   __device__ __forceinline__ bool has_rows() const { return warp() * 16 < work_->rows; }
 
-  // `parity` of the barrier epilogue_empty, which completes when all threads have read their factors and stored their partial.
+  // `parity` of the barrier epilogue_empty, which completes when all threads have read their rescale factors and stored their partial.
   __device__ __forceinline__ void epilogue(uint32_t parity) {
     if (work_->partials > 0) {
       if (threadIdx.x == 0) a_.counters[work_->awaited_counter] = 0;
@@ -160,7 +160,7 @@ class PvWarpgroups {
     }
     if (has_rows()) {
       if (work_->tile_continues) {
-        store_partial(work_->slot);
+        store_partial(work_->partial);
       } else {
         const int peer_half = C::kPairs && work_->pair ? cluster_cta_rank() ^ 1 : -1;
         if (peer_half != 0) store_half<0>();
@@ -246,13 +246,13 @@ class PvWarpgroups {
   // ------------------------------------------------------------------------------------------------------------------
 
   // The accumulators of a thread in vectors of four, those of all threads side by side.
-  __device__ __forceinline__ float4 *partial_out(int slot) const {
-    return reinterpret_cast<float4 *>(a_.partial_out) + int64_t{slot} * (C::kRows * C::kDv / 4) +
+  __device__ __forceinline__ float4 *partial_out(int partial) const {
+    return reinterpret_cast<float4 *>(a_.partial_out) + int64_t{partial} * (C::kRows * C::kDv / 4) +
            static_cast<uint32_t>(opaque(threadIdx.x));
   }
 
-  __device__ __forceinline__ void store_partial(int slot) const {
-    float4 *dst = partial_out(slot);
+  __device__ __forceinline__ void store_partial(int partial) const {
+    float4 *dst = partial_out(partial);
 #pragma unroll
     for (int j = 0; j < C::kColumns / 8; ++j)
       dst[j * C::kPvThreads] = {out(4 * j), out(4 * j + 1), out(4 * j + 2), out(4 * j + 3)};
@@ -290,7 +290,7 @@ class PvWarpgroups {
         cp_async_wait<0>();
       }
       const bool arrived = remaining <= partials - partials_in_flight;
-      const float4 *next = partial_out(cta_.partial_slot(*work_, partials - remaining));
+      const float4 *next = partial_out(cta_.partial(*work_, partials - remaining));
       float scale[2] = {0.f, 0.f};
       if (arrived) {
         scale[0] = ld_shared_float(scales);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax warpgroup: S [64][64] = Q K^T, then P, then the scale factors of the epilogue.
+// The softmax warpgroup: S [64][64] = Q K^T, then P, then the rescale factors of the epilogue.
 //
 // The first kQRegisterAtoms atoms of Q are in registers as A operands. That halves what those wgmmas read from shared memory.
 #pragma once
@@ -220,7 +220,7 @@ class SoftmaxWarpgroup {
   // End of a work unit
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Computes each row's scale factors for the epilogue and lse, or stores the maximum and sum of a partial.
+  // Computes each row's rescale factors for the epilogue and lse, or stores the maximum and sum of a partial.
   __device__ __forceinline__ void finalize() {
     float2 stats[2];
     softmax_.reduce_sums();
@@ -236,7 +236,7 @@ class SoftmaxWarpgroup {
       const int row = row_of(r);
       const uint32_t epilogue = cta_.shared_epilogue(row);
       if (work_->tile_continues) {
-        if (warp_ * 16 < work_->rows) cta_.partial_stats(work_->slot)[row] = stats[r];
+        if (warp_ * 16 < work_->rows) cta_.partial_stats(work_->partial)[row] = stats[r];
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
         const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
@@ -271,7 +271,7 @@ class SoftmaxWarpgroup {
     }
   }
 
-  // Waits for the partials of the partitions before, and turns their maxima into scale factors, in shared memory where K tiles were. Those
+  // Waits for the partials of the partitions before, and turns their maxima into rescale factors, in shared memory where K tiles were. Those
   // partitions belong to CTAs that start before this one and compute these units first. The four lanes of a row divide its partials.
   __device__ __forceinline__ void combine_stats(float2 (&stats)[2], float (&own_scale)[2]) {
     const int partials = work_->partials, quad = opaque(lane_) & 3;
@@ -285,7 +285,7 @@ class SoftmaxWarpgroup {
 #pragma unroll 1
     for (int partial = opaque(lane_) >> 3; partial < partials; partial += 4) {
       const int row = warp_ * 16 + (opaque(lane_) & 7) * 2;
-      cp_async_16(cta_.shared_partial_stats(partial, row), cta_.partial_stats(cta_.partial_slot(*work_, partial)) + row);
+      cp_async_16(cta_.shared_partial_stats(partial, row), cta_.partial_stats(cta_.partial(*work_, partial)) + row);
     }
     cp_async_commit();
     cp_async_wait<0>();

@@ -23,7 +23,7 @@ struct Shape {
 
   constexpr int32_t rows() const { return 64; }
   constexpr int32_t threads() const { return 512; }
-  constexpr int32_t most_parts() const { return most_partials; }
+  constexpr int32_t max_split_partials() const { return most_partials; }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
 };
 
