@@ -38,14 +38,12 @@ struct ScoreScale {
 // What the score of one (batch, query head) depends on besides the raw product; rows and keys count within the sequence.
 struct ScoreTerms {
   ScoreScale product;
-  float scale;      // product.factor
   float alibi;      // slope * log2(e), or 0
   int diagonal;     // seqlen_k - seqlen_q
   int64_t bias_at;  // index of element (0, 0)
 
   __device__ __forceinline__ ScoreTerms(const Problem &p, int b, int h, int seqlen_q, int seqlen_k)
       : product(p),
-        scale(product.factor),
         alibi(p.alibi_slopes != nullptr ? p.alibi_slopes[b * p.alibi_batch_stride + h * p.alibi_head_stride] * kLog2e : 0.f),
         diagonal(seqlen_k - seqlen_q),
         bias_at(b * p.bias.batch_stride + h * p.bias.head_stride) {}
