@@ -670,6 +670,32 @@ TEST(CudaPlan, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
   }
 }
 
+// The backward's order, whose last group may be the longest one: all of its row blocks come in order.
+TEST(CudaPlan, BackwardTilesComeOnceAndTheLastGroupIsLong) {
+  for (const int32_t last_heads : {0, 1, 6, 14, 15, 40}) {
+    for (const int32_t section : {1, 4, 7, 15}) {
+      constexpr int32_t kBlocks = 4, kHeads = 3, kBatch = 5, kAll = kHeads * kBatch;
+      const L2HeadOrder order(kBlocks, kHeads, kBatch, section, /*last_rows_first=*/false, last_heads);
+      const int32_t first_groups = order.last_l2_group * section, last_group = kAll - first_groups;
+      EXPECT_GE(last_group, std::min(last_heads, kAll));
+      EXPECT_LT(last_group, std::max(last_heads, 1) + section);
+      std::set<std::array<int, 3>> seen;
+      std::vector<int> row_blocks;
+      for (int n = 0; n < kBlocks * kAll; ++n) {
+        const L2HeadOrder::Place place = order.at_long_end(n);
+        seen.insert({place.row_block, place.batch, place.head});
+        EXPECT_TRUE(place.row_block >= 0 && place.row_block < kBlocks && place.head >= 0 && place.head < kHeads &&
+                    place.batch >= 0 && place.batch < kBatch);
+        if (n < first_groups * kBlocks) continue;
+        EXPECT_GE(place.batch * kHeads + place.head, first_groups);
+        row_blocks.push_back(place.row_block);
+      }
+      EXPECT_EQ(seen.size(), size_t{kBlocks * kAll}) << section << " heads, at least " << last_heads << " at the end";
+      EXPECT_TRUE(std::is_sorted(row_blocks.begin(), row_blocks.end())) << "the end is one section";
+    }
+  }
+}
+
 // CTAs of one warpgroup, three per SM, where tiles are short.
 TEST(CudaPlan, HopperKernelsForShortSequences) {
   const auto kernel = [](int64_t queries, int64_t keys, int64_t head_dim, bool causal) {

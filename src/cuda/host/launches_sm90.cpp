@@ -88,7 +88,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
       describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
   FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,
                                              params.delta_map, error));
-  params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false);
+  params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false, plan.last_heads);
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
   params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;

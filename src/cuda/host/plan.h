@@ -65,6 +65,7 @@ struct BackwardPlan {
   int64_t blocks = 0;          // sm90: CTAs of the grid
   bool zero_dq_sum = true;  // the row kernel zeroes the accumulator; else the first CTA of a tile stores to it and does not add
   int32_t heads_per_l2_group = 1;
+  int32_t last_heads = 0;  // sm90: fewest heads of the last L2 group
   VectorAccess vector;
   size_t workspace_bytes = 0;
   // In the workspace; row_lse is at 0.

@@ -11,6 +11,12 @@
 namespace fa::cuda {
 namespace {
 
+// Variant under measurement: so many L2 groups are one at the end of a causal launch.
+#ifndef FA_SM90_BACKWARD_LAST_GROUPS
+#define FA_SM90_BACKWARD_LAST_GROUPS 1
+#endif
+constexpr int32_t kLastL2Groups = FA_SM90_BACKWARD_LAST_GROUPS;
+
 // Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
 template <typename Shape>
 fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t dq_semaphores,
@@ -78,6 +84,10 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+  // Under a causal mask a group begins with its longest tiles. Behind those of the last group there have to be tiles for every CTA, or most of
+  // the device waits for them: several groups are one at the end of the launch. In deterministic mode the chain of a head has to stay short.
+  if (shape.blocks() == 1 && is_causal(p) && !p.deterministic && kLastL2Groups > 1)
+    plan.last_heads = kLastL2Groups * plan.heads_per_l2_group;
   // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
   // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add
   // from registers, and store only in order.
