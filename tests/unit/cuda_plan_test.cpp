@@ -12,6 +12,7 @@
 #include "cuda/kernels/bwd_simt/backward_table.h"
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90/split_tail.h"
 #include "cuda/kernels/decode/table.h"
 #include "cuda/kernels/extend/table.h"
 #include "cuda/kernels/fwd_simt/forward_table.h"
@@ -692,6 +693,43 @@ TEST(CudaPlan, BackwardTilesComeOnceAndTheLastGroupIsLong) {
       }
       EXPECT_EQ(seen.size(), size_t{kBlocks * kAll}) << section << " heads, at least " << last_heads << " at the end";
       EXPECT_TRUE(std::is_sorted(row_blocks.begin(), row_blocks.end())) << "the end is one section";
+    }
+  }
+}
+
+// Every Q tile of the split work tiles is in one piece, and the pieces of a work tile are numbered in their order.
+TEST(CudaPlan, SplitTailHasEveryQTileOnce) {
+  for (const int tiles : {1, 2, 4, 17, 67, 68, 118}) {
+    for (const int q_tiles : {16, 17, 31, 64, 129, 1024}) {
+      for (const int units : {std::min(132, 8 * tiles), std::min(132, 2 * tiles)}) {
+        if (units < tiles) continue;
+        sm90::SplitTail split;
+        split.units = units;
+        split.q_tiles = q_tiles;
+        split.total = tiles * q_tiles;
+        split.by_units = Divisor(units);
+        split.by_q_tiles = Divisor(q_tiles);
+        split.by_total = Divisor(split.total);
+        int next = 0, tile = -1, piece = 0, pieces = 0;
+        for (int unit = 0; unit < units; ++unit) {
+          for (bool second : {false, true}) {
+            const sm90::SplitTail::Piece x = split.piece_of(unit, second);
+            EXPECT_EQ(x.tile * q_tiles + x.begin, next);
+            EXPECT_TRUE(x.begin < x.end && x.end <= q_tiles) << x.begin << " to " << x.end;
+            if (x.tile != tile) {
+              EXPECT_EQ(piece, pieces) << "the work tile before has all of its pieces";
+              tile = x.tile, piece = 0, pieces = x.pieces;
+            }
+            EXPECT_EQ(x.piece, piece++);
+            EXPECT_EQ(x.pieces, pieces);
+            EXPECT_LE(pieces, (units + tiles - 1) / tiles + 1);
+            next = x.tile * q_tiles + x.end;
+            if (!x.crosses) break;
+          }
+        }
+        EXPECT_EQ(next, split.total);
+        EXPECT_EQ(piece, pieces);
+      }
     }
   }
 }

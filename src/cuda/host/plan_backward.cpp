@@ -15,6 +15,11 @@ namespace {
 #ifndef FA_SM90_BACKWARD_LAST_GROUPS
 #define FA_SM90_BACKWARD_LAST_GROUPS 1
 #endif
+// And whether the last round of equally long main loops is divided among all CTAs: bit 32 of the kernels' variant.
+#ifndef FA_SM90_BACKWARD_VARIANT
+#define FA_SM90_BACKWARD_VARIANT 0
+#endif
+constexpr bool kSplitTail = (FA_SM90_BACKWARD_VARIANT & 32) != 0;
 constexpr int32_t kLastL2Groups = FA_SM90_BACKWARD_LAST_GROUPS;
 
 // Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
@@ -43,6 +48,29 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
   plan.workspace_bytes =
       plan.dq_semaphore_offset + (dq_semaphores > 0 ? align_up((tiles * dq_semaphores + 1) * sizeof(int32_t)) : 0);
   return FA_OK;
+}
+
+// Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
+// loops would lose by it, and deterministic and batch-invariant sums must not depend on the number of a work tile.
+void split_tail(const Problem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
+  constexpr int64_t kFewestQTiles = 16, kMostPieces = 8, kConsumerWarps = 8;
+  const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
+  const bool equal = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr &&
+                     p.k_lengths.used == nullptr && !is_causal(p) &&
+                     Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
+  if (!equal || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas || last == 0 ||
+      last * 10 > ctas * 9)
+    return;
+  if (plan.q_tiles < kFewestQTiles || (ctas + 1) * last * plan.q_tiles > INT32_MAX) return;
+  plan.split_tiles = static_cast<int32_t>(last);
+  plan.split_units = static_cast<int32_t>(std::min(ctas, last * kMostPieces));
+  // A run of units / tiles units may begin and end within a unit.
+  plan.split_pieces = static_cast<int32_t>(ceil_div(plan.split_units, last) + 1);
+  plan.split_counters = static_cast<int32_t>(last * kConsumerWarps);
+  plan.workspace_bytes = align_up(plan.workspace_bytes + plan.split_counters * sizeof(int32_t));
+  plan.split_offset = plan.workspace_bytes;
+  plan.workspace_bytes +=
+      static_cast<size_t>(last * plan.split_pieces) * shape.keys() * (shape.head_dim + shape.head_dim_v) * sizeof(float);
 }
 
 fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, BackwardPlan &plan, ErrorText &error) {
@@ -84,6 +112,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+  if (kSplitTail && shape.blocks() == 1 && !shape.scored) split_tail(p, at_once, shape, plan);
   // Under a causal mask a group begins with its longest tiles. Behind those of the last group there have to be tiles for every CTA, or most of
   // the device waits for them: several groups are one at the end of the launch. In deterministic mode the chain of a head has to stay short.
   if (shape.blocks() == 1 && is_causal(p) && !p.deterministic && kLastL2Groups > 1)

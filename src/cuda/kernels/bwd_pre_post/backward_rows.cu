@@ -143,7 +143,9 @@ __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_consta
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
   pdl_launch_dependents();
   // Stores come first: they wait for no load.
-  if (index == 0 && thread == 0 && a.dq_semaphore != nullptr) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores] = 0;
+  if (index == 0 && a.dq_semaphore != nullptr) {
+    for (int n = thread; n <= a.more_counters; n += kThreads) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores + n] = 0;
+  }
   if (thread < a.dq_semaphores) a.dq_semaphore[int64_t{index} * a.dq_semaphores + thread] = 0;
   if (a.dq_sum != nullptr && a.zero_dq_sum) {
     const int vectors = a.q_tile_rows * a.head_dim_bucket / 4;

@@ -40,6 +40,7 @@ namespace fa::cuda::sm90 {
 #define FA_SM90_BACKWARD_VARIANT 0
 #endif
 enum BackwardVariant : int {
+  kVariantSplitTail = 32,   // the work tiles of the last, partial round are divided among all CTAs: SplitTail
   kVariantPresetDelta = 1,  // the accumulators of dP start at delta: wgmma leaves delta - dP in them
   kVariantLateFence = 2,    // the fence for dS of the previous Q tile comes behind the start of dP, not in front of it
   kVariantSegments = 4,     // the main loop counts Q tiles of a segment (masked, full, masked) down, without shared memory
@@ -52,6 +53,7 @@ template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, bo
 struct BackwardConfig {
   static constexpr int kVariant = FA_SM90_BACKWARD_VARIANT;
   static constexpr bool kPresetDelta = (kVariant & kVariantPresetDelta) != 0;
+  static constexpr bool kSplitTail = (kVariant & kVariantSplitTail) != 0 && !kScored_;
   static constexpr bool kLateFence = (kVariant & kVariantLateFence) != 0;
   static constexpr bool kSegments = (kVariant & kVariantSegments) != 0 && !kScored_;  // those with scores would spill
   static constexpr bool kEarlyLse = (kVariant & kVariantEarlyLse) != 0;
@@ -210,34 +212,59 @@ class Backward {
   // issued: late, so that whichever CTA is free first takes it.
   __device__ __forceinline__ void scheduler() const {
     int index = static_cast<int>(blockIdx.x);
+    bool second = false;  // the second piece of a unit of the split tail
     for (int work_index = 0;; ++work_index) {
       mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
-      if (work_index > 0) {
+      if (C::kSplitTail && second) {
+        mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
+      } else if (work_index > 0) {
         mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
         pdl_wait();
         if (cta_.lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
         index = __shfl_sync(~0u, index, 0);
       }
       const bool more = index < cta_.params.blocks;
+      bool crosses = false;
       if (cta_.lane == 0) {
         WorkTile &next = cta_.work_tiles[work_stage_of(work_index) * kTilesPerWorkStage];
         next.work_index = work_index;
-        if (more) {
+        if (C::kSplitTail && more && index >= cta_.params.split.first_tile && cta_.params.split.units > 0) {
+          crosses = describe_piece(index - cta_.params.split.first_tile, second, next);
+        } else if (more) {
           cta_.describe_work_tile(index, next);
+          if constexpr (C::kSplitTail) next.pieces = 1;
         } else {
           next.batch = -1;
         }
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
           WorkTile &wg1_tile = cta_.work_tiles[work_stage_of(work_index) * kTilesPerWorkStage + 1];
-          wg1_tile = next;
+          if constexpr (C::kSplitTail) {  // a copy at once would spill here
+            const uint32_t from = smem_address(&next), to = smem_address(&wg1_tile);
+#pragma unroll 2
+            for (int n = 0; n < static_cast<int>(sizeof(WorkTile)); n += 4) st_shared_4(to + n, ld_shared_4(from + n));
+          } else {
+            wg1_tile = next;
+          }
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
         mbarrier_arrive(work_full(work_stage_of(work_index)));
       }
       __syncwarp();
       if (!more) return;
+      if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
     }
+  }
+  // Describes the first or the second piece of a unit of the split tail. Returns whether this was the first of two.
+  __device__ __forceinline__ bool describe_piece(int unit, bool second, WorkTile &next) const {
+    const SplitTail::Piece x = cta_.params.split.piece_of(unit, second);
+    cta_.describe_work_tile(cta_.params.split.first_tile + x.tile, next);
+    next.q_tile_begin = x.begin;
+    next.q_tile_end = x.end;
+    next.q_tiles_end = x.tile;
+    next.piece = static_cast<int8_t>(x.piece);
+    next.pieces = static_cast<int8_t>(x.pieces);
+    return x.crosses;
   }
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
@@ -459,12 +486,55 @@ class Backward {
       }
       __syncwarp();
       mbarrier_arrive_if(cta_.lane == 0, kv_empty());
+      if (C::kSplitTail && cta_.work().pieces > 1 && !add_pieces()) {
+        work_index = cta_.work().work_index;
+        release_work_tile(work_index++);
+        continue;
+      }
       cta_.store_dkv(cta_.params.problem.dk, dk_, cta_.problem.softmax_scale, static_cast<int>(cta_.problem.head_dim),
                      cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
       cta_.store_dkv(cta_.params.problem.dv, dv_, 1.f, static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv,
                      first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
       work_index = cta_.work().work_index;
       release_work_tile(work_index++);
+    }
+  }
+
+  // Writes this warp's dk and dv of a piece to the workspace. In the warp that comes last of those with the same keys, dk and dv become the sum of
+  // all pieces, in their order, and it returns true.
+  __device__ __forceinline__ bool add_pieces() {
+    const SplitTail &split = cta_.params.split;
+    const int warp = wg_ * 4 + cta_.warp, tile = cta_.work().q_tiles_end, pieces = cta_.work().pieces;
+    constexpr int kWarpVectors = C::kD / 4 * 32, kPieceVectors = C::kConsumerWarpgroups * 4 * kWarpVectors;
+    float4 *first = reinterpret_cast<float4 *>(split.partials) + int64_t{tile} * split.max_pieces * kPieceVectors +
+                    warp * kWarpVectors + opaque(cta_.lane);
+    float4 *mine = first + cta_.work().piece * kPieceVectors;
+#pragma unroll
+    for (int j = 0; j < C::kD / 8; ++j) {
+      __stcg(mine + j * 32, float4_of(dk_, j));
+      __stcg(mine + (C::kD / 8 + j) * 32, float4_of(dv_, j));
+    }
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (cta_.lane == 0) before = atomicAdd(split.counters + tile * C::kConsumerWarpgroups * 4 + warp, 1);
+    before = __shfl_sync(~0u, before, 0);
+    if (before != pieces - 1) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
+#pragma unroll 1
+    for (int n = 0; n < pieces; ++n) {
+      add_piece(dk_, first + n * kPieceVectors);
+      add_piece(dv_, first + n * kPieceVectors + C::kD / 8 * 32);
+    }
+    return true;
+  }
+  static __device__ __forceinline__ void add_piece(float (&sum)[C::kD / 2], const float4 *piece) {
+#pragma unroll
+    for (int j = 0; j < C::kD / 8; ++j) {
+      const float4 x = __ldcg(piece + j * 32);
+      sum[4 * j] += x.x, sum[4 * j + 1] += x.y, sum[4 * j + 2] += x.z, sum[4 * j + 3] += x.w;
     }
   }
 
