@@ -40,6 +40,9 @@ namespace fa::cuda::sm90 {
 #define FA_SM90_BACKWARD_VARIANT 0
 #endif
 enum BackwardVariant : int {
+  kVariantDsFirst = 64,     // Q tiles of 64 queries: dS is computed and stored before dv starts
+  kVariantPlainL2 = 128,    // Q and dO are loaded without the L2 policy evict-last
+  kVariantTurns = 256,      // the warpgroups take turns in starting S and dP
   kVariantSplitTail = 32,   // the work tiles of the last, partial round are divided among all CTAs: SplitTail
   kVariantPresetDelta = 1,  // the accumulators of dP start at delta: wgmma leaves delta - dP in them
   kVariantLateFence = 2,    // the fence for dS of the previous Q tile comes behind the start of dP, not in front of it
@@ -54,6 +57,9 @@ struct BackwardConfig {
   static constexpr int kVariant = FA_SM90_BACKWARD_VARIANT;
   static constexpr bool kPresetDelta = (kVariant & kVariantPresetDelta) != 0;
   static constexpr bool kSplitTail = (kVariant & kVariantSplitTail) != 0 && !kScored_;
+  static constexpr bool kDsFirst = (kVariant & kVariantDsFirst) != 0 && kRows_ == 64;
+  static constexpr uint64_t kQPolicy = (kVariant & kVariantPlainL2) != 0 ? kEvictNormal : kEvictLast;
+  static constexpr bool kTurns = (kVariant & kVariantTurns) != 0;
   static constexpr bool kLateFence = (kVariant & kVariantLateFence) != 0;
   static constexpr bool kSegments = (kVariant & kVariantSegments) != 0 && !kScored_;  // those with scores would spill
   static constexpr bool kEarlyLse = (kVariant & kVariantEarlyLse) != 0;
@@ -340,7 +346,7 @@ class Backward {
         if (elect_one()) {
           mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + (C::kPresetDelta ? 2 : 1) * C::kStatBytes);
           cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
-                                             batch, kEvictLast);
+                                             batch, C::kQPolicy);
         }
         // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
         // when the previous work tile is done.
@@ -355,7 +361,7 @@ class Backward {
         if (elect_one()) {
           mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + (C::kPresetDelta ? 0 : 1) * C::kStatBytes);
           cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
-                                             head_q, batch, kEvictLast);
+                                             head_q, batch, C::kQPolicy);
           tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map,
                       C::kPresetDelta ? q_full(q_pipe.stage()) : dout_full(q_pipe.stage()), 0,
                       cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
@@ -433,6 +439,9 @@ class Backward {
   __device__ __forceinline__ void consumer() {
     QPipeline q_pipe;
     int n = 0;
+    if constexpr (C::kTurns) {
+      if (wg_ == 1) pass_turn();
+    }
 #pragma unroll 1
     for (int work_index = 0; next_work_tile(work_index);) {
       if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
@@ -573,6 +582,7 @@ class Backward {
       preset_dp(first_dp);
       fence_operand(dp_);
     }
+    if constexpr (C::kTurns) wait_for_turn();
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
@@ -588,6 +598,7 @@ class Backward {
     if constexpr (!C::kPresetDelta) fence_operand(dp_);
     wgmma_fence();
     start_dp(first_dp);
+    if constexpr (C::kTurns) pass_turn();
     if constexpr (C::kLateFence) {
       if (has_prev_) wait_ds_full(n - 1);
       fence_proxy_async();
@@ -627,6 +638,12 @@ class Backward {
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
 
+  // A turn: this warpgroup starts S and dP, and then the other one may. Consumer warpgroup 0 begins.
+  __device__ __forceinline__ void wait_for_turn() const { named_barrier(2 + wg_, C::kConsumerThreads); }
+  __device__ __forceinline__ void pass_turn() const {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(3 - wg_), "n"(C::kConsumerThreads) : "memory");
+  }
+
   __device__ __forceinline__ void redo_dp(int part) {
     if constexpr (C::kPresetDelta) preset_dp(part);
     fence_operand(dp_);
@@ -640,14 +657,24 @@ class Backward {
   // dq is stored while it runs.
   __device__ __forceinline__ void gradients(int n) {
     const uint32_t ds = smem_ds(ds_stage_);
-    fence_operand(p16_);
-    fence_operand(dv_);
-    wgmma_fence();
-    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    if constexpr (!C::kDsFirst) {
+      fence_operand(p16_);
+      fence_operand(dv_);
+      wgmma_fence();
+      cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    }
     compute_ds(0);
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     store_ds(ds, 0);
+    if constexpr (C::kDsFirst) {
+      fence_operand(p16_);
+      fence_operand(ds16_[0]);
+      fence_operand(dv_);
+      fence_operand(dk_);
+      wgmma_fence();
+      cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    }
     if constexpr (C::kDpParts == 1) {
       fence_operand(ds16_[0]);
       fence_operand(dk_);
@@ -699,6 +726,10 @@ class Backward {
   __device__ __forceinline__ void skip_q_tile(uint32_t parity, int n) {
     mbarrier_wait(q_full(stage_), parity);
     mbarrier_wait(dout_full(stage_), parity);
+    if constexpr (C::kTurns) {
+      wait_for_turn();
+      pass_turn();
+    }
     if (has_prev_) finish_dq(n, false);
     nan_safe_prev_ = named_barrier_or(1, C::kConsumerThreads, false);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
