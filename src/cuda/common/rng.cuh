@@ -29,14 +29,36 @@ class DropoutTile {
 
   // philox4x32_10(c0, row_tile, bh, key.c3, key.k0, key.k1)
   __device__ __forceinline__ Philox4 bits(uint32_t c0) const {
-    const uint64_t p = uint64_t{kM0} * c0, q = uint64_t{kM1} * (high(p) ^ first_);
-    Philox4 c{{high(q) ^ second0_, low(q), low(p) ^ second2_, second3_}};
+    Philox4 c[1];
+    bits(
+        c, [&](int) -> const DropoutTile & { return *this; }, [&](int) { return c0; });
+    return c[0];
+  }
+  // c[n] = tile(n).bits(c0(n)), for tiles of one key. A round depends on the round before it, so the calls take turns: the compiler keeps this
+  // order where registers are short, and the multiplications of one call hide the latency of the others.
+  template <int kCount, typename Tile, typename C0>
+  static __device__ __forceinline__ void bits(Philox4 (&c)[kCount], Tile tile, C0 c0) {
+    uint64_t p0[kCount], p1[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) p0[n] = uint64_t{kM0} * c0(n);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) p1[n] = uint64_t{kM1} * (high(p0[n]) ^ tile(0).first_);  // first_ depends on the key alone
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const DropoutTile &t = tile(n);
+      c[n] = {{high(p1[n]) ^ t.second0_, low(p1[n]), low(p0[n]) ^ t.second2_, t.second3_}};
+    }
 #pragma unroll
     for (int round = 2; round < 10; ++round) {
-      const uint64_t p0 = uint64_t{kM0} * c.word[0], p1 = uint64_t{kM1} * c.word[2];
-      c = {{high(p1) ^ c.word[1] ^ (k0_ + round * kW0), low(p1), high(p0) ^ c.word[3] ^ (k1_ + round * kW1), low(p0)}};
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) p0[n] = uint64_t{kM0} * c[n].word[0], p1[n] = uint64_t{kM1} * c[n].word[2];
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        const DropoutTile &t = tile(n);
+        const uint32_t k0 = t.k0_ + round * kW0, k1 = t.k1_ + round * kW1;
+        c[n] = {{high(p1[n]) ^ c[n].word[1] ^ k0, low(p1[n]), high(p0[n]) ^ c[n].word[3] ^ k1, low(p0[n])}};
+      }
     }
-    return c;
   }
 
  private:

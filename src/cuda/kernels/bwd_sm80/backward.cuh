@@ -73,20 +73,21 @@ class Backward {
                    ? 0.f
                    : p.alibi_slopes[block_.batch * p.alibi_batch_stride + head_q * p.alibi_head_stride] * kLog2e;
     }
+    const int begin = block_.begin, last = block_.end - 1;
     __syncthreads();  // all warps have read the tiles of the previous head
-    load_bias(block_.end - 1);
-    load(block_.end - 1);
-    wait_for(block_.end - 1, first);
-    if (block_.end - 1 > block_.begin) load(block_.end - 2);
+    load_bias(last);
+    load(last);
+    wait_for(last, first);
+    if (last > begin) load(last - 1);
 #pragma unroll 1
-    for (int tile = block_.end - 1; tile >= block_.begin; --tile) {
+    for (int tile = last; tile >= begin; --tile) {
       score_tiles(tile);
-      if (tile > block_.begin) load_bias(tile - 1);
+      if (tile > begin) load_bias(tile - 1);
       dq_.release(block_);
       __syncthreads();  // dS (and P) of every warp is in shared memory
       gradients(tile);
-      if (tile > block_.begin) wait_for(tile - 1, false);
-      if (tile > block_.begin + 1) load(tile - 2);
+      if (tile > begin) wait_for(tile - 1, false);
+      if (tile > begin + 1) load(tile - 2);
     }
     dq_.release(block_);
   }
@@ -193,8 +194,9 @@ class Backward {
     const int stage = tile % C::kStages, first_key = this->first_key();
     const int row0 = tile * C::kRows + first_row, key0 = block_.key0 + first_key;
     const uint32_t q = block_.smem_q(stage), dout = block_.smem_dout(stage);
-    // Bytes from the beginning of lse, and of delta, to this lane's first query. The addresses are computed where they are used.
-    const uint32_t row_numbers = stage * sizeof(C::Storage::lse[0]) + (first_row + 2 * (block_.lane & 3)) * 4;
+    // Of this lane's first query.
+    const uint32_t lse_at = block_.smem_lse(stage) + (first_row + 2 * (block_.lane & 3)) * 4,
+                   delta_at = lse_at + sizeof(C::Storage::lse);
     POperand operand;
     if ((kMasked && !block_.mask.any(row0, C::kTileRows, key0, C::kKeyTiles * 16)) ||
         (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0)) {
@@ -223,12 +225,12 @@ class Backward {
     clear<C::kKeyTiles, C::kNt>(s);
     mma_ss<Element, Major::k, C::kD * 2, Major::k, C::kD * 2, C::kD / 16>(s, block_.smem_k(), first_key, q, first_row);
     if constexpr (!C::kGeneral) {
-      exponentiate_plain<kMasked>(s, visible, row_numbers);
+      exponentiate_plain<kMasked>(s, visible, lse_at);
       convert(operand, s);
     } else if (C::has(kSoftcap) && p.softcap > 0) {
-      exponentiate_general<kMasked, true>(operand, s, bias, visible, row0, key0, first_row, row_numbers);
+      exponentiate_general<kMasked, true>(operand, s, bias, visible, row0, key0, first_row, lse_at);
     } else {
-      exponentiate_general<kMasked, false>(operand, s, bias, visible, row0, key0, first_row, row_numbers);
+      exponentiate_general<kMasked, false>(operand, s, bias, visible, row0, key0, first_row, lse_at);
     }
     if constexpr (C::kSharesP) {
       store_scores(block_.smem_p(), first_row, operand);
@@ -241,7 +243,7 @@ class Backward {
     mma_ss<Element, Major::k, C::kDv * 2, Major::k, C::kDv * 2, C::kDv / 16>(dp, block_.smem_v(), first_key, dout, first_row);
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 deltas = ld_shared_float2(block_.smem_delta(0) + row_numbers + j * 32);
+      const float2 deltas = ld_shared_float2(delta_at + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -273,13 +275,13 @@ class Backward {
     if constexpr (kMasked && C::has(kAnyBias)) visible = static_cast<PairBits>(opaque(static_cast<int>(visible)));
   }
 
-  // P = 2^(S - lse). `row_numbers`: bytes from the beginning of lse to this lane's first query.
+  // P = 2^(S - lse). `lse_at`: address of lse of this lane's first query.
   template <bool kMasked>
-  __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t row_numbers) const {
+  __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t lse_at) const {
     const float c = block_.p.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 lse = ld_shared_float2(block_.smem_lse(0) + row_numbers + j * 32);
+      const float2 lse = ld_shared_float2(lse_at + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -294,7 +296,7 @@ class Backward {
   // the softcap, negative where dropped. Both are 2^p_exponent times as large with dropout, by lse. Pairs that the bias masks leave `visible`.
   template <bool kMasked, bool kCapped>
   __device__ __forceinline__ void exponentiate_general(POperand &operand, Scores &s, const Scores &bias, PairBits &visible,
-                                                       int row0, int key0, int first_row, uint32_t row_numbers) const {
+                                                       int row0, int key0, int first_row, uint32_t lse_at) const {
     const Problem &p = block_.p;
     const Softcap cap(block_.a.raw);
     const float c = p.softmax_scale * kLog2e;
@@ -307,11 +309,13 @@ class Backward {
     for (int k = 0; k < C::kNt / 2; ++k) {
       float2 lse[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(block_.smem_lse(0) + row_numbers + (2 * k + half) * 32);
-      DropoutTile dropout;
+      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(lse_at + (2 * k + half) * 32);
+      uint32_t dropout_bits[C::kKeyTiles][4];
       if constexpr (C::has(kDropout)) {
-        const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
-        dropout = DropoutTile(dropout_, bh, row0 / 16 + k);
+        if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
+          const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
+          Tile::dropout_bits(dropout_bits, DropoutTile(dropout_, bh, row0 / 16 + k), key0);
+        }
       }
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i) {
@@ -347,8 +351,7 @@ class Backward {
         convert_p<Element>(probs, 0, operand[i][k]);
         if constexpr (C::has(kDropout)) {
           if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
-            uint32_t bits[4];
-            Tile::dropout_bits(bits, dropout, key0 + 16 * i);
+            const uint32_t(&bits)[4] = dropout_bits[i];
             const uint32_t threshold = p.dropout.threshold << 16;
 #pragma unroll
             for (int n = 0; n < 4; ++n) {

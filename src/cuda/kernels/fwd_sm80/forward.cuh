@@ -216,8 +216,8 @@ class Forward {
         x = softmax_.template exponentiate_one<kNanSafe>(x, 2 * i + n / 2 % 2, exponent_scale());
       }
       convert_p<Element>(s[i], k, a[i]);
-      mods_.drop(a[i], rows_, i, key0 + 16 * k);
     }
+    mods_.drop(a, rows_, key0 + 16 * k);
   }
   template <bool kNanSafe>
   __device__ __forceinline__ void exponentiate_and_store(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {

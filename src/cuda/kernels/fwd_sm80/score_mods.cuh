@@ -98,19 +98,24 @@ class ScoreMods {
     }
   }
 
-  // Zeroes the dropped elements of P of 16 rows x 16 keys, which is converted already. A masked P keeps its sign.
-  __device__ __forceinline__ void drop(uint32_t (&a)[4], const Rows &rows, int row_tile, int key0) const {
+  // Zeroes the dropped elements of P of the warp's rows and 16 keys, which is converted already: a[i] is row tile i. A masked P keeps its sign.
+  __device__ __forceinline__ void drop(uint32_t (&a)[kMt][4], const Rows &rows, int key0) const {
     if constexpr (C::has(kDropout)) {
       if (C::has(kAnyBias) && rows.p.dropout.threshold == 0) return;  // kernels for dropout alone have no branch here
       // Written as 4 (lane / 4) + lane % 4, both of which are at hand: with `lane` the compiler holds one register more.
-      const Philox4 random = dropout_[row_tile].bits(2 * static_cast<uint32_t>(key0) + 4 * (rows.lane >> 2) + (rows.lane & 3));
+      Philox4 random[kMt];
+      const uint32_t c0 = 2 * static_cast<uint32_t>(key0) + 4 * (rows.lane >> 2) + (rows.lane & 3);
+      DropoutTile::bits(
+          random, [&](int i) -> const DropoutTile & { return dropout_[i]; }, [&](int) { return c0; });
       const uint32_t threshold = rows.p.dropout.threshold << 16;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t bits = random.word[2 * (r & 1) + (r >> 1)];
-        if (bits << 16 < threshold) a[r] &= 0xFFFF8000u;
-        if (bits < threshold) a[r] &= 0x8000FFFFu;
-      }
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const uint32_t bits = random[i].word[2 * (r & 1) + (r >> 1)];
+          if (bits << 16 < threshold) a[i][r] &= 0xFFFF8000u;
+          if (bits < threshold) a[i][r] &= 0x8000FFFFu;
+        }
     }
   }
 
