@@ -35,7 +35,7 @@ class DropoutTile {
         c, [&](int) -> const DropoutTile & { return *this; }, [&](int) { return c0; });
     return c[0];
   }
-  // c[n] = tile(n).bits(c0(n)), for tiles of one key. A round depends on the round before it, so the calls take turns: the compiler keeps this
+  // c[n] = tile(n).bits(c0(n)), for tiles of one key. A round depends on the round before it, so the rounds of the calls alternate: the compiler keeps this
   // order where registers are short, and the multiplications of one call hide the latency of the others.
   template <int kCount, typename Tile, typename C0>
   static FA_HD void bits(Philox4 (&c)[kCount], Tile tile, C0 c0) {
