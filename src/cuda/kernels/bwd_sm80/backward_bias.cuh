@@ -8,14 +8,14 @@
 
 namespace fa::cuda::sm80 {
 
-template <class C>
+// The same for all rows of the table with these head dims: rows that are compiled together share it.
+template <typename Element, int kD, int kDv>
 class BackwardBias {
  public:
-  using Element = typename C::Element;
-  static constexpr int kTile = C::kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32, kNt = kTile / 8;
+  static constexpr int kTile = kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32, kNt = kTile / 8;
 
   struct Storage {
-    uint16_t q[kTile][C::kD], k[kTile][C::kD], v[kTile][C::kDv], dout[kTile][C::kDv];
+    uint16_t q[kTile][kD], k[kTile][kD], v[kTile][kDv], dout[kTile][kDv];
     float column_sums[kWarps][kTile];
   };
 
@@ -57,20 +57,18 @@ class BackwardBias {
     const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k), v_tile = smem_address(shared_.v),
                    dout_tile = smem_address(shared_.dout);
     __syncthreads();  // all warps have read the previous tiles
-    load_tile<kTile, C::kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q),
-                                      row0);
-    load_tile<kTile, C::kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k),
-                                      key0);
-    load_tile<kTile, C::kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
-                                       key0);
-    load_tile<kTile, C::kDv, kThreads>(
-        dout_tile, row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
+    load_tile<kTile, kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
+    load_tile<kTile, kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
+    load_tile<kTile, kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
+                                    key0);
+    load_tile<kTile, kDv, kThreads>(dout_tile,
+                                    row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
     Accumulator<1, kNt> s, dp;
-    mma_nt<Element, C::kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
-    mma_nt<Element, C::kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
+    mma_nt<Element, kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
+    mma_nt<Element, kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
     const ScoreTerms terms(p_, b, h, seqlen_q, seqlen_k);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
@@ -142,22 +140,20 @@ class BackwardBias {
   Accumulator<1, kNt> sum_;
 };
 
-template <class C>
-__global__ void __launch_bounds__(BackwardBias<C>::kThreads) backward_bias(const __grid_constant__ BackwardParams params) {
+template <typename Element, int kD, int kDv>
+__global__ void __launch_bounds__(BackwardBias<Element, kD, kDv>::kThreads)
+    backward_bias(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) char shared[];
-  using Storage = typename BackwardBias<C>::Storage;
-  BackwardBias<C>(params, *reinterpret_cast<Storage *>(shared)).run();
+  using Storage = typename BackwardBias<Element, kD, kDv>::Storage;
+  BackwardBias<Element, kD, kDv>(params, *reinterpret_cast<Storage *>(shared)).run();
 }
 
-template <class C>
+template <typename Element, int kD, int kDv>
 Launch bias_launch(const BackwardProblem &b) {
-  if constexpr (C::has(kTileBias | kAnyBias)) {
-    using Bias = BackwardBias<C>;
-    const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
-    return {reinterpret_cast<const void *>(&backward_bias<C>), Bias::kThreads, sizeof(typename Bias::Storage),
-            slices * (b.dbias_sum_rows ? 1 : Bias::tiles(b.dbias_rows)) * Bias::tiles(b.dbias_cols)};
-  }
-  return {};
+  using Bias = BackwardBias<Element, kD, kDv>;
+  const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
+  return {reinterpret_cast<const void *>(&backward_bias<Element, kD, kDv>), Bias::kThreads, sizeof(typename Bias::Storage),
+          slices * (b.dbias_sum_rows ? 1 : Bias::tiles(b.dbias_rows)) * Bias::tiles(b.dbias_cols)};
 }
 
 }  // namespace fa::cuda::sm80
