@@ -46,6 +46,12 @@ struct Base2Math {
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
     return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(s * raw.cap_exponent)), cap);
   }
+  // log(1 + x) for x >= 0.
+  static __device__ __forceinline__ float log1p(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(1.f + x));
+    return y * kLn2;
+  }
 };
 
 // For operands of fp32: natural logits, functions that are exact to fp32.
@@ -57,6 +63,7 @@ struct NaturalMath {
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
     return cap * tanhf(s * p.softmax_scale / p.softcap);
   }
+  static __device__ __forceinline__ float log1p(float x) { return log1pf(x); }
 };
 
 // ----------------------------------------------------------------------------------------------------------------------
@@ -82,20 +89,26 @@ __device__ __forceinline__ HeadTerms head_terms(const Problem &p, float logit, i
 // One score
 // ----------------------------------------------------------------------------------------------------------------------
 
+// In a ScoreMods' terms, with kAlibi: the logarithmic formula instead of the linear one. Every kernel with ALiBi has both.
+constexpr ScoreSet kLogAlibi = ScoreSet{1} << 31;
+
 // The terms kTerms. `s` is an element of Q K^T. `distance` is query + seqlen_k - seqlen_q - key, with either sign.
 template <ScoreSet kTerms, class Math = Base2Math>
 struct ScoreMods {
   static constexpr bool has(ScoreSet terms) { return (kTerms & terms) != 0; }
   const Math &math;
+  float alibi_log_scale;  // with kLogAlibi
 
   // Softcap: score -> cap * tanh(score / cap). The result is in the unit that `cap` is in.
   __device__ __forceinline__ float transform(float s, float cap) const {
     if constexpr (has(kSoftcap)) s = math.scaled_tanh(s, cap);
     return s;
   }
-  // ALiBi: score - slope |distance|.
+  // ALiBi: score - slope |distance|, or score - slope log(1 + alibi_log_scale |distance|).
   __device__ __forceinline__ float add_offset(float s, const HeadTerms &head, float distance) const {
-    if constexpr (has(kAlibi)) s = fmaf(-head.slope, fabsf(distance), s);
+    distance = fabsf(distance);
+    if constexpr (has(kLogAlibi)) distance = Math::log1p(alibi_log_scale * distance);
+    if constexpr (has(kAlibi)) s = fmaf(-head.slope, distance, s);
     return s;
   }
 
@@ -113,13 +126,21 @@ struct ScoreMods {
   }
 };
 
-// Calls f with the ScoreMods of the problem, in a kernel that is built for the terms kBuilt.
+// Calls f with the ScoreMods of the problem, in a kernel that is built for the terms kBuilt. with_offset() chooses the offset alone.
+template <ScoreSet kBuilt, class Math, typename F>
+__device__ __forceinline__ void with_offset(const Problem &p, const Math &math, F f) {
+  if ((kBuilt & kAlibi) != 0 && p.alibi_log_scale > 0) {
+    f(ScoreMods<kBuilt | kLogAlibi, Math>{math, p.alibi_log_scale});
+  } else {
+    f(ScoreMods<kBuilt, Math>{math});
+  }
+}
 template <ScoreSet kBuilt, class Math, typename F>
 __device__ __forceinline__ void with_score_mods(const Problem &p, const Math &math, F f) {
   if ((kBuilt & kSoftcap) != 0 && has_transform(p)) {
-    f(ScoreMods<kBuilt, Math>{math});
+    with_offset<kBuilt>(p, math, f);
   } else {
-    f(ScoreMods<kBuilt & ~kSoftcap, Math>{math});
+    with_offset<kBuilt & ~kSoftcap>(p, math, f);
   }
 }
 
@@ -153,8 +174,10 @@ __device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, co
   const Base2Math math{raw};
   if (has_transform(p)) transform_fragment<Fragment>(s, ScoreMods<kSoftcap>{math});
   if (has_offset(p)) {
+    with_offset<kAlibi>(p, math, [&](const auto &mods) {
 #pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r) add_row_offsets<Fragment>(s, r, ScoreMods<kAlibi>{math}, head(r), distance(r));
+      for (int r = 0; r < Fragment::kRows; ++r) add_row_offsets<Fragment>(s, r, mods, head(r), distance(r));
+    });
   }
 }
 
