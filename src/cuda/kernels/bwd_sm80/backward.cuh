@@ -68,10 +68,7 @@ class Backward {
   __device__ __forceinline__ void mainloop(int head_q, bool first) {
     if (!block_.find_tiles(head_q)) return;
     if constexpr (C::has(kAlibi)) {
-      const Problem &p = block_.p;
-      slope_ = p.alibi_slopes == nullptr
-                   ? 0.f
-                   : p.alibi_slopes[block_.batch * p.alibi_batch_stride + head_q * p.alibi_head_stride] * kLog2e;
+      head_ = head_terms(block_.p, Base2Math::kLogit, block_.batch, head_q);
     }
     const int begin = block_.begin, last = block_.end - 1;
     __syncthreads();  // all warps have read the tiles of the previous head
@@ -227,10 +224,10 @@ class Backward {
     if constexpr (!C::kGeneral) {
       exponentiate_plain<kMasked>(s, visible, lse_at);
       convert(operand, s);
-    } else if (C::has(kSoftcap) && p.softcap > 0) {
-      exponentiate_general<kMasked, true>(operand, s, bias, visible, row0, key0, first_row, lse_at);
     } else {
-      exponentiate_general<kMasked, false>(operand, s, bias, visible, row0, key0, first_row, lse_at);
+      with_score_mods<C::kScores>(p, Base2Math{block_.a.raw}, [&](const auto &mods) {
+        exponentiate_general<kMasked>(mods, operand, s, bias, visible, row0, key0, first_row, lse_at);
+      });
     }
     if constexpr (C::kSharesP) {
       store_scores(block_.smem_p(), first_row, operand);
@@ -294,12 +291,11 @@ class Backward {
 
   // From S = Q K^T: `operand` is P, converted, zero where dropped. s becomes what dP - delta is multiplied by: P times the derivative of
   // the softcap, negative where dropped. Both are 2^p_exponent times as large with dropout, by lse. Pairs that the bias masks leave `visible`.
-  template <bool kMasked, bool kCapped>
-  __device__ __forceinline__ void exponentiate_general(POperand &operand, Scores &s, const Scores &bias, PairBits &visible,
-                                                       int row0, int key0, int first_row, uint32_t lse_at) const {
+  template <bool kMasked, class Mods>
+  __device__ __forceinline__ void exponentiate_general(const Mods &mods, POperand &operand, Scores &s, const Scores &bias,
+                                                       PairBits &visible, int row0, int key0, int first_row,
+                                                       uint32_t lse_at) const {
     const Problem &p = block_.p;
-    const Softcap cap(block_.a.raw);
-    const float c = p.softmax_scale * kLog2e;
     float distance = 0.f;
     if constexpr (C::has(kAlibi)) {
       distance = static_cast<float>(row0 + block_.mask.seqlen_k - block_.mask.seqlen_q - key0 + Tile::query_of(0, 0) -
@@ -329,23 +325,16 @@ class Backward {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           const int half = e / 4, r = e % 4, j = 2 * k + half;
-          float x = s[i][j][r], offset = -((r & 1) ? lse[half].y : lse[half].x), derivative = 1.f;
-          if constexpr (C::has(kAlibi)) {
-            offset = Alibi::forward(offset, slope_, distance + static_cast<float>(8 * j + (r & 1) - 16 * i - 8 * (r >> 1)));
-          }
+          float offset = -((r & 1) ? lse[half].y : lse[half].x), derivative;
           if constexpr (kHasBias) {
             const float b = C::kStagesBias ? half_of<Element>(staged[e / 2], r & 1) : bias[i][j][r];
-            offset = fmaf(b, kLog2e, offset);
+            offset = add_bias<false>(offset, b, Base2Math::kLogit);
             if (kMasked && b == -CUDART_INF_F) visible &= ~(1u << Tile::bit_of(i, j, r));
           }
-          if constexpr (kCapped) {
-            const float tanh = cap.tanh(x);
-            x = cap.cap * tanh;
-            derivative = Softcap::derivative(tanh);
-          }
-          const float prob = exp2_approx(fmaf(x, c, offset));
+          const auto steps = static_cast<float>(8 * j + (r & 1) - 16 * i - 8 * (r >> 1));
+          const float prob = exp2_approx(mods.logit(s[i][j][r], offset, head_, distance + steps, derivative));
           probs[e] = kMasked && (visible >> Tile::bit_of(i, j, r) & 1) == 0 ? kMaskedP : prob;
-          s[i][j][r] = kCapped ? probs[e] * derivative : probs[e];
+          s[i][j][r] = probs[e] * derivative;
         }
         hold_bits<kMasked>(visible);
         convert_p<Element>(probs, 0, operand[i][k]);
@@ -421,7 +410,7 @@ class Backward {
 
   KeyBlock<C> block_;
   DqSum<C> dq_;
-  float slope_;  // of ALiBi, times log2(e)
+  HeadTerms head_;  // for logits in base 2
   DropoutKey dropout_;
   uint32_t visible_blocks_ = kAllBlocks;  // of 64 keys each, those that the block mask shows to this query tile
   bool nan_safe_ = false;                 // this query tile takes the NaN-safe path

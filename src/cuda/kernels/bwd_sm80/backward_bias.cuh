@@ -69,7 +69,7 @@ class BackwardBias {
     Accumulator<1, kNt> s, dp;
     mma_nt<Element, kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
     mma_nt<Element, kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
-    const ScoreTerms terms(p_, b, h, seqlen_q, seqlen_k);
+    const HeadTerms head = head_terms(p_, Base2Math::kLogit, b, h);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
     const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows;
@@ -84,11 +84,16 @@ class BackwardBias {
         const int key = key0 + 8 * j + 2 * (lane_ & 3) + (r & 1);
         if (key < keys.begin || key >= keys.end) continue;
         if (p_.block_mask.data != nullptr && !p_.block_mask.visible(b, h, row, key)) continue;
-        const float logit = terms.logit(p_, s[0][j][r], row, key);
-        if (logit == -CUDART_INF_F) continue;
+        const float bias = load_bias(p_.bias, b, h, row, key);
+        if (bias == -CUDART_INF_F) continue;  // masks the pair whatever its score is, NaN included
+        float logit, derivative;              // dbias does not pass through the derivative
+        with_score_mods<kSoftcap | kAlibi>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
+          const auto distance = static_cast<float>(row + seqlen_k - seqlen_q - key);
+          logit = mods.logit(s[0][j][r], add_bias<false>(-lse, bias, Base2Math::kLogit), head, distance, derivative);
+        });
         const bool dropped = p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row, key) < p_.dropout.threshold;
         const float d = dropped ? 0.f : dp[0][j][r] * a_.keep_scale;
-        sum_[0][j][r] += exp2_approx(logit - lse) * (d - delta);
+        sum_[0][j][r] += exp2_approx(logit) * (d - delta);
       }
     }
   }

@@ -5,7 +5,7 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/rng.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/score_mod.cuh"
 
 namespace fa::cuda::sm80 {
 

@@ -8,14 +8,13 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/rng.cuh"
-#include "cuda/common/score.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/kernels/fwd_sm80/row_block.cuh"
 
 namespace fa::cuda::sm80 {
 
 template <class C>
-class ScoreMods {
+class TileScoreMods {
  public:
   using Element = typename C::Element;
   using Rows = RowBlock<C>;
@@ -27,10 +26,10 @@ class ScoreMods {
   __device__ __forceinline__ void init(const Rows &rows) {
     const Problem &p = rows.p;
     if constexpr (C::has(kAlibi)) {
-      if (p.alibi_slopes != nullptr) {
+      if (has_offset(p)) {
 #pragma unroll
         for (int r = 0; r < Fragment::kRows; ++r)
-          slope_[r] = alibi_slope(p, rows.a.raw, rows.b, rows.head_of(used_row(rows, r)));
+          head_[r] = load_head_terms(p, rows.a.raw.logit, rows.b, rows.head_of(used_row(rows, r)));
       }
     }
     if constexpr (C::has(kDropout)) {
@@ -81,7 +80,7 @@ class ScoreMods {
     if constexpr (C::has(kSoftcap | kAlibi)) {
       const int diagonal = rows.seqlen_k - rows.seqlen_q() - key0 - Fragment::first_key(rows.lane);
       apply_score_mods<Fragment>(
-          s, rows.p, rows.a.raw, [&](int r) { return slope_[r]; },
+          s, rows.p, rows.a.raw, [&](int r) { return head_[r]; },
           [&](int r) { return rows.token_of(used_row(rows, r)) + diagonal; });
     }
     if constexpr (C::kStagesBias) {
@@ -133,8 +132,8 @@ class ScoreMods {
 
   template <bool kMasked>
   static __device__ __forceinline__ void add_pair(float *x, uint32_t bias, const RawUnit &raw) {
-    x[0] = add_bias<kMasked>(x[0], to_float<Element>(bias & 0xFFFFu), raw);
-    x[1] = add_bias<kMasked>(x[1], to_float<Element>(bias >> 16), raw);
+    x[0] = add_bias<kMasked>(x[0], to_float<Element>(bias & 0xFFFFu), raw.logit);
+    x[1] = add_bias<kMasked>(x[1], to_float<Element>(bias >> 16), raw.logit);
   }
 
   template <bool kMasked>
@@ -168,7 +167,7 @@ class ScoreMods {
         for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
           float &x = element(s, Fragment::at(r, m));
           if (bits >> m & 1)
-            x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw);
+            x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw.logit);
         }
       } else if (t.dtype == Dtype::f32) {
         const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
@@ -176,8 +175,8 @@ class ScoreMods {
         for (int j = 0; j < kNt; ++j) {
           const float2 bias = pairs[4 * j];
           float *x = &s[r / 2][j][r % 2 * 2];
-          x[0] = add_bias<false>(x[0], bias.x, raw);
-          x[1] = add_bias<false>(x[1], bias.y, raw);
+          x[0] = add_bias<false>(x[0], bias.x, raw.logit);
+          x[1] = add_bias<false>(x[1], bias.y, raw.logit);
         }
       } else {
         const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const Element *>(t.data) + at);
@@ -187,7 +186,7 @@ class ScoreMods {
     }
   }
 
-  float slope_[Fragment::kRows];  // of ALiBi, in the unit of scores
+  HeadTerms head_[Fragment::kRows];
   DropoutTile dropout_[kMt];
 };
 
