@@ -112,9 +112,6 @@ class Cta {
   }
   __device__ __forceinline__ int head() const { return C::kHasRowBlocks ? head_ : work_unit.tile; }
   __device__ __forceinline__ int first_row() const { return C::kHasRowBlocks ? first_row_ : 0; }
-  // Scores S are raw Q K^T products. Terms added to logits are divided by softmax_scale beforehand, so that the scale enters
-  // with the exponential.
-  __device__ __forceinline__ float exponent_scale() const { return problem.softmax_scale * kLog2e; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {params.limits, tokens, seqlen_k}; }
 
   // Whether the host knows where every sequence begins and ends; then no length is read from device memory.

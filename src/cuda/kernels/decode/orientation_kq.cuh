@@ -73,8 +73,7 @@ class OrientationKq {
                                  opaque(cta_.lane_id));
     score_mods(s, key0);
     if (key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end) mask(s, key0);
-    const bool raised = softmax_.update_max(
-        s, [&](int) { return cta_.exponent_scale(); }, /*threshold=*/0.f);
+    const bool raised = softmax_.update_max(s, exponent_scale(cta_.problem), /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     accumulate_pv(s, stage);
   }
@@ -190,14 +189,14 @@ class OrientationKq {
     bool has_p = false;
     if constexpr (C::k8BitKv) {
       if (has_reference()) {
-        exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, cta_.exponent_scale(), reference_,
+        exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, exponent_scale(cta_.problem), reference_,
                                                       cta_.smem_v_descale(stage), opaque(cta_.lane_id),
                                                       [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
         has_p = true;
       }
     }
     if (!has_p)
-      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, cta_.exponent_scale(), reference_.u, 0, cta_.lane_id);
+      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, exponent_scale(cta_.problem), reference_.u, 0, cta_.lane_id);
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll

@@ -156,16 +156,17 @@ class Consumer {
     score_mods(key0);
     bool rescaled;
     float tile_sum[2];
+    const auto scale = [&](int r) { return exponent_scale(r); };
     if (kHasPv && max_settled_ && !masked) {
-      exponentiate<false>(tile_sum);
+      softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
     } else if (masked) {
       mask(key0);
-      rescaled = update_max();
-      exponentiate<true>(tile_sum);
+      rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
+      softmax_.template exponentiate<true>(s_, scale, tile_sum);
     } else {
-      rescaled = update_max();
-      exponentiate<false>(tile_sum);
+      rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
+      softmax_.template exponentiate<false>(s_, scale, tile_sum);
     }
     if (kHasPv) {
       compute_before_wait(tile_sum[0] + tile_sum[1]);
@@ -277,7 +278,7 @@ class Consumer {
   // The factor of S in the exponent. With 8-bit KV and no score modifier it includes the row's own scale, which is loaded each
   // time because registers are scarce.
   __device__ __forceinline__ float exponent_scale(int r) const {
-    const float scale = cta_.problem().softmax_scale * kLog2e;
+    const float scale = cuda::exponent_scale(cta_.problem());
     return C::k8BitKv && plain_scores() ? scale * ld_shared_float(cta_.row_scale(rows_.row_of(r))) : scale;
   }
   __device__ __forceinline__ void score_mods(int key0) {
@@ -309,17 +310,6 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r)
       mask_row<Fragment>(s_, r, keys_of_query(diagonal, rows_.token_of(rows_.row_of(r))), key0, opaque(cta_.lane()));
-  }
-
-  // Exact maximum.
-  __device__ __forceinline__ bool update_max() {
-    return softmax_.update_max(
-        s_, [&](int r) { return exponent_scale(r); }, /*threshold=*/0.f);
-  }
-  template <bool kMasked>
-  __device__ __forceinline__ void exponentiate(float (&tile_sum)[2]) {
-    softmax_.template exponentiate<kMasked>(
-        s_, [&](int r) { return exponent_scale(r); }, tile_sum);
   }
 
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum

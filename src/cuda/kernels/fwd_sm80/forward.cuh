@@ -190,9 +190,6 @@ class Forward {
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Turns scores into exponents of two.
-  __device__ __forceinline__ float exponent_scale() const { return rows_.p.softmax_scale * kLog2e; }
-
   // From S = Q K^T to what exponentiate() takes.
   template <bool kMasked>
   __device__ __forceinline__ void apply_mods(Scores &s, int key0, int next) {
@@ -201,7 +198,7 @@ class Forward {
     const float threshold = C::has(kDropout) ? rows_.a.rescale_threshold + headroom : kRescaleThreshold;
     // After this vote all warps that share the rows have read P of the tile before.
     softmax_.template update_max</*kEachRow=*/false, /*kCompareUnscaled=*/C::has(kDropout)>(
-        s, [&](int) { return exponent_scale(); }, threshold, headroom, row_warps_,
+        s, [&](int) { return exponent_scale(rows_.p); }, threshold, headroom, row_warps_,
         [&](int r) { scale_row<OutFragment>(out_, r, softmax_.rescale[r]); });
   }
 
@@ -209,14 +206,8 @@ class Forward {
   template <bool kNanSafe>
   __device__ __forceinline__ void exponentiate(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) {
-#pragma unroll
-      for (int n = 8 * k; n < 8 * k + 8; ++n) {
-        float &x = element(s[i], n);
-        x = softmax_.template exponentiate_one<kNanSafe>(x, 2 * i + n / 2 % 2, exponent_scale());
-      }
-      convert_p<Element>(s[i], k, a[i]);
-    }
+    for (int i = 0; i < kMt; ++i)
+      softmax_.template exponentiate_step<Element, kNanSafe>(s[i], i, k, exponent_scale(rows_.p), softmax_.sum, a[i]);
     mods_.drop(a, rows_, key0 + 16 * k);
   }
   template <bool kNanSafe>

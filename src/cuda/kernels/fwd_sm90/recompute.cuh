@@ -17,7 +17,7 @@ namespace fa::cuda::sm90 {
 // multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
 template <class C, class WorkTile>
 __device__ __forceinline__ float score_scale(const Problem &p, const WorkTile &t) {
-  if constexpr (!C::kFp8) return p.softmax_scale * kLog2e;
+  if constexpr (!C::kFp8) return exponent_scale(p);
   const float x = t.qk_descale * p.softmax_scale * kLog2e;
   return x > 0.f ? x : 1e-30f;
 }
