@@ -10,6 +10,7 @@
 
 #include "core/mask.h"
 #include "cuda/common/fragment.cuh"
+#include "cuda/common/ptx.cuh"
 
 namespace fa::cuda {
 
@@ -111,6 +112,13 @@ __device__ __forceinline__ void for_masked_in_row(int r, const KeyRange &keys, i
 template <class Fragment, typename Scores>
 __device__ __forceinline__ void mask_row(Scores &s, int r, const KeyRange &keys, int key0, int lane) {
   for_masked_in_row<Fragment>(r, keys, key0, lane, [&](int n) { element(s, n) = -CUDART_INF_F; });
+}
+
+// The same for all rows of a lane; row r sees keys(r).
+template <class Fragment, typename Scores, typename Keys>
+__device__ __forceinline__ void mask_rows(Scores &s, int key0, int lane, Keys keys) {
+#pragma unroll
+  for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, keys(r), key0, opaque(lane));
 }
 
 // The pair rule: query i sees key j if first <= j - i <= last, i < seqlen_q and j < seqlen_k.

@@ -72,7 +72,9 @@ class OrientationKq {
       apply_k_descales<Fragment>(s, row_scale_, cta_.params.k_descale.per_row, cta_.smem_k_descale(stage),
                                  opaque(cta_.lane_id));
     score_mods(s, key0);
-    if (key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end) mask(s, key0);
+    // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
+    if (key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end)
+      mask_rows<Fragment>(s, key0, cta_.lane_id, [&](int) { return cta_.warp_visible; });
     const bool raised = softmax_.update_max(s, exponent_scale(cta_.problem), /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     accumulate_pv(s, stage);
@@ -173,12 +175,6 @@ class OrientationKq {
           return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(row));
         },
         [&](int) { return distance; });
-  }
-
-  // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
-  __device__ __forceinline__ void mask(Scores &s, int key0) const {
-#pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, cta_.warp_visible, key0, opaque(cta_.lane_id));
   }
 
   // Whether P and out are relative to a reference of their own (softmax_8bit.cuh).

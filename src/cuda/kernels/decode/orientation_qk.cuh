@@ -55,7 +55,10 @@ class OrientationQk {
     }
     score_mods(s, key0);
     const bool masked = key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end;
-    if (masked) mask(s, key0);
+    if (masked) {
+      mask_rows<Fragment>(s, key0, cta_.lane_id,
+                          [&](int r) { return keys_of_query(cta_.diagonal(), cta_.token_of(row_of(r))); });
+    }
     const bool raised = softmax_.update_max(s, exponent_scale(cta_.problem), /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     // NaN-safe path. Keys that no token sees are zeros in shared memory. A key that only some tokens see may hold NaN or Inf in
@@ -104,12 +107,6 @@ class OrientationQk {
         [&](int r) {
           return cta_.token_of(stored_row(r)) + cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
         });
-  }
-
-  __device__ __forceinline__ void mask(Scores &s, int key0) const {
-#pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r)
-      mask_row<Fragment>(s, r, keys_of_query(cta_.diagonal(), cta_.token_of(row_of(r))), key0, opaque(cta_.lane_id));
   }
 
   // 8-bit KV.

@@ -161,7 +161,10 @@ class Consumer {
       softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
     } else if (masked) {
-      mask(key0);
+      mask_rows<Fragment>(s_, key0, cta_.lane(), [&](int r) {
+        const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
+        return keys_of_query(diagonal, rows_.token_of(rows_.row_of(r)));
+      });
       rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
       softmax_.template exponentiate<true>(s_, scale, tile_sum);
     } else {
@@ -303,13 +306,6 @@ class Consumer {
           return rows_.token_of(min(rows_.row_of(r), rows_.work->rows - 1)) + rows_.work->seqlen_k - rows_.work->tokens - key0 -
                  Fragment::first_key(opaque(cta_.lane()));
         });
-  }
-
-  __device__ __forceinline__ void mask(int key0) {
-    const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
-#pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r)
-      mask_row<Fragment>(s_, r, keys_of_query(diagonal, rows_.token_of(rows_.row_of(r))), key0, opaque(cta_.lane()));
   }
 
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
