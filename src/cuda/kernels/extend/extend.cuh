@@ -64,7 +64,9 @@ class Consumer {
 
  private:
   __device__ __forceinline__ void process_work_unit() {
-    epilogue().store_unused_rows();
+    // Rows of the sequence's slot without queries.
+    store_zero_rows(rows_, cta_.problem(), max(rows_.work->rows, 0) + rows_.wg * 4 + rows_.warp, rows_.work->end_row,
+                    C::kConsumerWarpgroups * 4, cta_.lane());
     if (rows_.wg * kWarpgroupRows >= rows_.work->rows) {
       for (int n = rows_.work->kv_tile; n < rows_.work->kv_tile_end; ++n) skip_kv_tile();
       return;

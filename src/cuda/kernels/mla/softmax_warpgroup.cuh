@@ -230,10 +230,10 @@ class SoftmaxWarpgroup {
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
         const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
-        const auto dst = reinterpret_cast<uint64_t>(cta_.out_at(*work_, row));
+        const auto dst = reinterpret_cast<uint64_t>(cta_.rows_of(*work_).out_at(row));
         st_shared_16(epilogue, __float_as_uint(own_scale[r]), __float_as_uint(factor), static_cast<uint32_t>(dst),
                      static_cast<uint32_t>(dst >> 32));
-        if (float *dst_lse = cta_.lse_at(*work_, row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
+        if (float *dst_lse = cta_.rows_of(*work_).lse_at(row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
       }
     }
   }
