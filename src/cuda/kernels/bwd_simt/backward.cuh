@@ -81,8 +81,8 @@ class Backward {
       for (; n < end_; ++n) {
         const BackwardTile t = tile(n);
         const int other_end = min(t.other0 + T::kOtherRows, seqlen(!queries));
-        if (queries ? any_visible(p_.block_mask, b_, t.head_q, own0_, own_end, t.other0, other_end)
-                    : any_visible(p_.block_mask, b_, t.head_q, t.other0, other_end, own0_, own_end))
+        if (queries ? any_visible<kThreads>(p_.block_mask, b_, t.head_q, own0_, own_end, t.other0, other_end)
+                    : any_visible<kThreads>(p_.block_mask, b_, t.head_q, t.other0, other_end, own0_, own_end))
           break;
       }
     }

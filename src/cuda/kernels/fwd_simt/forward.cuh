@@ -15,9 +15,9 @@
 
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
+#include "cuda/common/pair.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/kernels/fwd_simt/forward.h"
-#include "cuda/kernels/fwd_simt/pair.cuh"
 #include "cuda/kernels/fwd_simt/tile.cuh"
 
 namespace fa::cuda::simt {
@@ -106,8 +106,8 @@ class Forward {
   // The first tile from `tile` on in which the block mask leaves anything visible.
   __device__ __forceinline__ int next_tile(int tile) const {
     if (p_.block_mask.data != nullptr) {
-      while (tile < tile_end_ && !any_visible(p_.block_mask, b_, head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
-                                              tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
+      while (tile < tile_end_ && !any_visible<kThreads>(p_.block_mask, b_, head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
+                                                        tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
         ++tile;
     }
     return tile;
