@@ -8,8 +8,8 @@
 #include <math_constants.h>
 
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/softmax_8bit.cuh"
 #include "cuda/kernels/decode/cta.cuh"
-#include "cuda/kernels/decode/softmax_8bit.cuh"
 
 namespace fa::cuda::decode {
 

@@ -8,8 +8,8 @@
 
 #include "cuda/common/combine.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/softmax.cuh"
-#include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/extend/cta.cuh"
 
 namespace fa::cuda::extend {
@@ -39,7 +39,7 @@ struct WarpRows {
 
   // 8-bit KV: the descale of all keys or all values of this head.
   __device__ __forceinline__ float head_descale(const Descale &d) const {
-    return decode::head_descale(d, work->batch, work->head);
+    return cuda::head_descale(d, work->batch, work->head);
   }
 };
 

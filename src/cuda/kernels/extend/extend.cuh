@@ -237,11 +237,11 @@ class Consumer {
     uint32_t top = 0;
 #pragma unroll
     for (int n = 0; n < C::kD / 32; ++n) {
-      for (const uint32_t pair : {x[n].x, x[n].y, x[n].z, x[n].w}) top = decode::max_exponent(top, pair);
+      for (const uint32_t pair : {x[n].x, x[n].y, x[n].z, x[n].w}) top = max_exponent(top, pair);
     }
     top = max(top, __shfl_xor_sync(~0u, top, 1));
     top = max(top, __shfl_xor_sync(~0u, top, 2));
-    const decode::Bf16ToFp16 conversion(top);
+    const Bf16ToFp16 conversion(top);
 #pragma unroll
     for (int n = 0; n < C::kD / 32; ++n)
       x[n] = {conversion.convert(x[n].x), conversion.convert(x[n].y), conversion.convert(x[n].z), conversion.convert(x[n].w)};
@@ -390,7 +390,7 @@ class Consumer {
   // Two elements as MMA operand. Not through L1, which may hold data that the previous launch has overwritten.
   static __device__ __forceinline__ uint32_t load_pair(const KvElement *from) {
     if constexpr (C::k8BitKv) {
-      return decode::widen_adjacent<C::kFormat>(__ldcg(reinterpret_cast<const unsigned short *>(from))).first;
+      return widen_adjacent<C::kFormat>(__ldcg(reinterpret_cast<const unsigned short *>(from))).first;
     } else {
       return __ldcg(reinterpret_cast<const uint32_t *>(from));
     }
