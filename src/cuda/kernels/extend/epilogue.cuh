@@ -159,11 +159,7 @@ class Epilogue {
       const float scale = exp2_approx(softmax_.max[r] - row_max[r]);
       softmax_.max[r] = row_max[r];
       softmax_.sum[r] *= scale;
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j + 2 * r] *= scale;
-        out_[4 * j + 2 * r + 1] *= scale;
-      }
+      scale_row<OutFragment>(out_, r, scale);
     }
     // Two at a time: each waits for L2.
 #pragma unroll 2
@@ -180,12 +176,7 @@ class Epilogue {
         softmax_.sum[r] = fmaf(scale[r], stats.y, softmax_.sum[r]);
       }
 #pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j] = fmaf(scale[0], x[j].x, out_[4 * j]);
-        out_[4 * j + 1] = fmaf(scale[0], x[j].y, out_[4 * j + 1]);
-        out_[4 * j + 2] = fmaf(scale[1], x[j].z, out_[4 * j + 2]);
-        out_[4 * j + 3] = fmaf(scale[1], x[j].w, out_[4 * j + 3]);
-      }
+      for (int j = 0; j < C::kD / 8; ++j) add_scaled(out_, j, scale, x[j]);
     }
   }
 

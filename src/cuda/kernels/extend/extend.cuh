@@ -73,7 +73,7 @@ class Consumer {
     }
     load_q();
     softmax_.reset();
-    clear_out();
+    clear(out_);
 #pragma unroll
     for (int n = 0; n < C::kRuns; ++n)
 #pragma unroll
@@ -417,7 +417,7 @@ class Consumer {
   __device__ __forceinline__ void nan_safe_pv_if_needed() {
     const uint32_t tile = wait_full(last_v());
     if (!vote_nonfinite(tile_has_nonfinite<Element, C::kTileBytes, 128>(tile, opaque(threadIdx.x) & 127))) return;
-    if (out_empty_) clear_out();
+    if (out_empty_) clear(out_);
 #pragma unroll 1
     for (int n = 0; n < C::kRuns; ++n) {
       const int lane = opaque(cta_.lane());
@@ -436,10 +436,6 @@ class Consumer {
     __syncwarp();
     release(last_v());
     out_empty_ = p_pending_ = false;
-  }
-  __device__ __forceinline__ void clear_out() {
-#pragma unroll
-    for (int j = 0; j < C::kD / 2; ++j) out_[j] = 0.f;
   }
   __device__ __forceinline__ Epilogue<C> epilogue() { return {cta_, rows_, out_, softmax_}; }
 

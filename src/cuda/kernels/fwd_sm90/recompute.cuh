@@ -59,8 +59,7 @@ class Recompute {
     const float low = __shfl_sync(~0u, max[0], max_lane), high = __shfl_sync(~0u, max[1], max_lane);
     const float row_max = (at_.lane >> 4) ? high : low;
     const Element *q = q_row_of_lane(t);
-#pragma unroll
-    for (int j = 0; j < C::kDv / 2; ++j) out[j] = 0.f;
+    clear(out);
 #pragma unroll 1
     for (int i = t.begin[at_.wg]; i < t.masked_end[at_.wg]; ++i) {
       const int key0 = t.kv_tile(i) * C::kKeys;

@@ -52,8 +52,8 @@ class PvWarpgroups {
     // Rows beyond the sequence's used length.
     store_zero_rows(cta_.rows_of(*work_), p_, max(work_->rows, 0) + (opaque(threadIdx.x) >> 5), work_->end_row,
                     C::kPvThreads / 32, lane_);
-#pragma unroll
-    for (int j = 0; j < C::kColumns / 2; ++j) out(j) = 0.f;
+    clear(out_[0]);
+    clear(out_[1]);
     int tiles = work_->kv_tile_end - work_->kv_tile;
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++tile_count_) {
