@@ -161,11 +161,7 @@ class Backward {
     for (int i = 0; i < T::kOwn; ++i) {
       const int row = own0_ + scores_.at.own + i;
       if (row >= used) continue;
-#pragma unroll
-      for (int c = 0; c < T::kAcc; c += 4) {
-        store_4(base + row * stride, t.dtype, scores_.at.column + c * 16, columns, vectors,
-                {acc_[i][c] * scale, acc_[i][c + 1] * scale, acc_[i][c + 2] * scale, acc_[i][c + 3] * scale});
-      }
+      store_row<T>(base + row * stride, t.dtype, columns, vectors, acc_[i], scale, scores_.at);
     }
     const int last_block = (queries ? a_.query_blocks : a_.key_blocks) - 1;
     const int end = block_ == last_block ? seq_slot : min(own0_ + T::kOwnRows, seq_slot);

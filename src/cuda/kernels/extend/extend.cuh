@@ -100,7 +100,7 @@ class Consumer {
       }
     }
     if (p_pending_) finish_pv();
-    if (rows_.first_row() < rows_.work->rows) epilogue().store();
+    if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
   }
 
   // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
@@ -437,7 +437,6 @@ class Consumer {
     release(last_v());
     out_empty_ = p_pending_ = false;
   }
-  __device__ __forceinline__ Epilogue<C> epilogue() { return {cta_, rows_, out_, softmax_}; }
 
   const Cta<C> &cta_;
   WarpRows<C> rows_;

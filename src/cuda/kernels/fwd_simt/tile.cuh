@@ -333,6 +333,16 @@ __device__ __forceinline__ void fma_rs(float (&acc)[T::kOwn][T::kAcc], const flo
   }
 }
 
+// Stores this thread's columns of a row of accumulators times `scale`.
+template <class T>
+__device__ __forceinline__ void store_row(char *row, Dtype dtype, int columns, bool vectors, const float (&acc)[T::kAcc],
+                                          float scale, const ThreadTile<T> &at) {
+#pragma unroll
+  for (int c = 0; c < T::kAcc; c += 4)
+    store_4(row, dtype, at.column + c * 16, columns, vectors,
+            {acc[c] * scale, acc[c + 1] * scale, acc[c + 2] * scale, acc[c + 3] * scale});
+}
+
 template <int kRows, int kColumns>
 __device__ __forceinline__ void clear(float (&x)[kRows][kColumns]) {
 #pragma unroll

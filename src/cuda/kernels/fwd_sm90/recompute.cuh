@@ -54,7 +54,7 @@ class Recompute {
   // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows.
   __device__ __forceinline__ void recompute_out(const WorkTile &t, const float (&max)[2], float (&out)[C::kDv / 2]) const {
     const int row = at_.row(t, 0) - (at_.lane >> 2) + (at_.lane >> 1);
-    const KeyRange keys = keys_of_row(t, row);
+    const KeyRange keys = keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
     const int max_lane = ((at_.lane >> 1) & 7) * 4;  // a lane that holds the maximum of row l / 2
     const float low = __shfl_sync(~0u, max[0], max_lane), high = __shfl_sync(~0u, max[1], max_lane);
     const float row_max = (at_.lane >> 4) ? high : low;
@@ -97,9 +97,6 @@ class Recompute {
   }
 
  private:
-  __device__ __forceinline__ KeyRange keys_of_row(const WorkTile &t, int row) const {
-    return keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
-  }
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
     if constexpr (C::kHasScoreMod) {
