@@ -10,7 +10,7 @@
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
 
-namespace fa::cuda::simt {
+namespace fa::cuda {
 
 struct Pairs {
   const Problem &p;
@@ -59,4 +59,4 @@ struct Pairs {
 // e^x.
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * kLog2e); }
 
-}  // namespace fa::cuda::simt
+}  // namespace fa::cuda
