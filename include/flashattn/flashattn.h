@@ -180,7 +180,11 @@ enum {
   /** x86-64 with AVX2, FMA and F16C. */
   FA_CPU_ISA_AVX2 = 200,
   /** x86-64 with AVX-512 F, BW, DQ and VL. */
-  FA_CPU_ISA_AVX512 = 300
+  FA_CPU_ISA_AVX512 = 300,
+  /** x86-64 with AVX-512, AVX512_BF16 and AMX tiles of bf16: bf16 forward runs on the tile unit, all else as FA_CPU_ISA_AVX512. Choosing it,
+   * which FA_CPU_ISA_AUTO does where it can, asks Linux once for permission to use the tiles: signal frames of the process then grow by 8 KiB.
+   * @since 0.1 */
+  FA_CPU_ISA_AMX = 400
 };
 
 /**

@@ -11,7 +11,9 @@
 #define FA_COMPILER "unknown"
 #endif
 
-#if defined(__x86_64__)
+#if defined(FA_HAVE_AMX)
+#define FA_CPU_ISAS "portable avx2 avx512 amx"
+#elif defined(__x86_64__)
 #define FA_CPU_ISAS "portable avx2 avx512"
 #else
 #define FA_CPU_ISAS "portable"

@@ -20,8 +20,12 @@ struct Machine {
 };
 
 // Best instruction set of this processor (and operating system), and whether it has a given one.
+// Asking for AMX is what makes the operating system permit it to this process.
 fa_cpu_isa best_isa();
 bool has_isa(fa_cpu_isa isa);
+// What computes the problems for which `isa` has no kernels of its own: for AMX, which has those of bf16 forward alone, the best
+// vectors.
+fa_cpu_isa vector_isa(fa_cpu_isa isa);
 
 // How a problem will run: pure function of problem shape and machine, reads no tensor data (so lengths count at their maxima).
 struct Plan {

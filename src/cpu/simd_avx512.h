@@ -17,7 +17,7 @@
 
 #include "cpu/simd_exp2.h"
 
-namespace fa::cpu::avx512 {
+namespace fa::cpu::FA_ISA {
 
 struct Simd {
   using F = __m512;
@@ -129,6 +129,18 @@ struct Simd {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(r));
   }
 
+#if defined(__AVX512BF16__)
+  // 2 * kWidth elements, a first. Subnormal inputs and results become zero.
+  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) {
+    const __m512bh pair = _mm512_cvtne2ps_pbh(b, a);
+    __builtin_memcpy(p, &pair, sizeof pair);
+  }
+  // Lanes are 16-bit integers, two in a lane of I.
+  static FA_INLINE I max_u16(I a, I b) { return _mm512_max_epu16(a, b); }
+  static FA_INLINE I min_u16(I a, I b) { return _mm512_min_epu16(a, b); }
+  static FA_INLINE I add_u16(I a, I b) { return _mm512_add_epi16(a, b); }
+#endif
+
   // rows[i] lane j <- rows[j] lane i.
   static FA_INLINE void transpose(F (&r)[16]) {
     F t[16];
@@ -165,4 +177,4 @@ struct Simd {
   static FA_INLINE void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
 };
 
-}  // namespace fa::cpu::avx512
+}  // namespace fa::cpu::FA_ISA

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,7 @@ namespace {
 
 struct Options {
   std::vector<std::string> filters;
+  std::vector<int> threads{1, 2};
   std::string json;
   double seconds = 1.0;
   bool list = false;
@@ -60,6 +62,7 @@ struct Row {
   double seconds = 0;
   double gflops = 0;
   double peak_gflops = 0;
+  const char *peak = "peak";  // of which unit
   double fraction = 0;  // of the peak, or of the bandwidth when decoding
   double gbytes = 0;    // decoding: GB/s read
   double unfused_ratio = 0;
@@ -178,6 +181,14 @@ class Problem {
     fa_plan_info_init(&info, sizeof info);
     if (fa_backward_query(context_, &attention_, &gradients_, &info) != FA_OK) die("query", fa_last_error(context_));
     return static_cast<double>(info.workspace_bytes);
+  }
+  // Whether forward runs on the tile unit, whose peak is another.
+  bool forward_on_tiles() {
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    if (fa_forward_query(context_, &attention_, &info) != FA_OK) die("query", fa_last_error(context_));
+    const std::string kernel = info.kernel;
+    return kernel.size() > 4 && kernel.substr(kernel.size() - 4) == "_amx";
   }
   size_t key_bytes() const { return k_.bytes() + v_.bytes(); }
   const Tensor &keys() const { return k_; }
@@ -298,7 +309,7 @@ Row memory_row(const Case &c) {
 }
 
 Row run_case(const Case &c, double seconds) {
-  constexpr int64_t kUnfusedLimit = 8192;  // beyond, its matrices do not fit
+  constexpr int64_t kUnfusedLimit = 4096;  // beyond, it takes longer than all else
   Row row;
   if (c.pass == Pass::memory) {
     row = memory_row(c);
@@ -313,9 +324,11 @@ Row run_case(const Case &c, double seconds) {
       row.gbytes = static_cast<double>(bytes) / row.seconds * 1e-9;
     } else {
       if (c.pass == Pass::backward) problem.forward();
+      const bool tiles = c.pass == Pass::forward && problem.forward_on_tiles();
       row = measure(
           seconds, c.flops(), [&] { c.pass == Pass::forward ? problem.forward() : problem.backward(); },
-          [&] { return bench::fma_peak_gflops(c.threads); });
+          [&] { return tiles ? bench::bf16_tile_peak_gflops(c.threads) : bench::fma_peak_gflops(c.threads); });
+      row.peak = tiles ? "tile peak" : "peak";
       if (c.seqlen_k <= kUnfusedLimit) row.unfused_ratio = unfused_seconds(c) / row.seconds;
     }
   }
@@ -323,21 +336,21 @@ Row run_case(const Case &c, double seconds) {
   return row;
 }
 
-std::vector<Case> all_cases() {
+std::vector<Case> all_cases(const std::vector<int> &all_threads) {
   std::vector<Case> cases;
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
       for (const int64_t d : {64, 128}) {
         for (const bool causal : {false, true}) {
-          for (const int64_t n : {128, 256, 512, 1024, 2048, 4096}) {
-            for (const int threads : {1, 2}) cases.push_back({pass, dtype, d, n, n, 16, causal, threads});
+          for (const int64_t n : {128, 256, 512, 1024, 2048, 4096, 8192}) {
+            for (const int threads : all_threads) cases.push_back({pass, dtype, d, n, n, 16, causal, threads});
           }
         }
       }
     }
   }
   for (const fa_dtype dtype : {FA_FLOAT32, FA_BFLOAT16}) {
-    for (const int threads : {1, 2}) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads});
+    for (const int threads : all_threads) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads});
   }
   cases.push_back({Pass::memory, FA_FLOAT32, 128, 32768, 32768, 1, false, 2});
   return cases;
@@ -348,7 +361,7 @@ void print_row(const Case &c, const Row &r) {
   if (c.pass == Pass::decode) {
     std::printf(" %7.1f GB/s %5.1f %% of reading (%.1f GB/s)", r.gbytes, r.fraction * 100, r.peak_gflops);
   } else {
-    std::printf(" %5.1f %% of peak (%.0f)", r.fraction * 100, r.peak_gflops);
+    std::printf(" %5.1f %% of %s (%.0f)", r.fraction * 100, r.peak, r.peak_gflops);
   }
   if (r.unfused_ratio > 0) std::printf(" %6.2f x unfused", r.unfused_ratio);
   if (r.rss_bytes > 0) {
@@ -415,6 +428,10 @@ Options parse(int argc, char **argv) {
       options.json = value();
     } else if (arg == "--filter") {
       options.filters.push_back(value());
+    } else if (arg == "--threads") {
+      options.threads.clear();
+      std::stringstream list(value());
+      for (std::string one; std::getline(list, one, ',');) options.threads.push_back(std::max(std::atoi(one.c_str()), 1));
     } else if (arg == "--seconds") {
       options.seconds = std::atof(value());
     } else if (arg == "--list") {
@@ -423,9 +440,10 @@ Options parse(int argc, char **argv) {
       options.processor_time = true;
     } else {
       std::printf(
-          "usage: fa_bench_cpu [--filter TEXT]... [--seconds S] [--cpu-time] [--json FILE] [--list]\n"
+          "usage: fa_bench_cpu [--filter TEXT]... [--threads N,N] [--seconds S] [--cpu-time] [--json FILE] [--list]\n"
           "  --filter   only rows whose name contains TEXT, such as 'backward', 'fp32', 'D128', 'causal', 'N2048 T1'; all must "
           "match\n"
+          "  --threads  numbers of threads, each with rows of its own (default 1,2)\n"
           "  --seconds  time for each row (default 1)\n"
           "  --cpu-time measure processor time instead of wall time, for busy machines; rows of one thread only\n"
           "  --json     also write the results to FILE\n"
@@ -442,14 +460,23 @@ int main(int argc, char **argv) {
   const Options options = parse(argc, argv);
   if (options.processor_time) bench::use_processor_time();
   std::vector<Case> cases;
-  for (const Case &c : all_cases()) {
+  for (const Case &c : all_cases(options.threads)) {
     if (options.processor_time && c.threads > 1) continue;
     const std::string name = c.name() + " ";  // so that 'N128 ' can be told from 'N1280'
     const auto matches = [&](const std::string &text) { return name.find(text) != std::string::npos; };
     if (std::all_of(options.filters.begin(), options.filters.end(), matches)) cases.push_back(c);
   }
   std::vector<std::pair<Case, Row>> rows;
-  if (!options.list) std::printf("flashattn %s, peak probe %s, B1\n", fa_version_string(), bench::probe_isa().c_str());
+  if (!options.list) {
+    std::printf("flashattn %s, peak probe %s, B1\n", fa_version_string(), bench::probe_isa().c_str());
+    const bench::Topology host = bench::topology();
+    std::printf("%d processors on %d cores; GFLOP/s of fp32 multiply-adds, bf16 vectors, bf16 tiles:\n", host.processors, host.cores);
+    for (const int threads : options.threads) {
+      if (options.processor_time && threads > 1) continue;
+      std::printf("  %2d threads: %.0f, %.0f, %.0f\n", threads, bench::fma_peak_gflops(threads),
+                  bench::bf16_vector_peak_gflops(threads), bench::bf16_tile_peak_gflops(threads));
+    }
+  }
   for (const Case &c : cases) {
     if (options.list) {
       std::printf("%s\n", c.name().c_str());

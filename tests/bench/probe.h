@@ -23,6 +23,17 @@ std::string probe_isa();
 // fp32 multiply-adds from registers, all threads together, in GFLOP/s. Takes about a millisecond.
 double fma_peak_gflops(int threads);
 
+// The same of bf16 products with fp32 sums: by vectors (vdpbf16ps) and by the tile unit (AMX). 0 where the processor has none.
+double bf16_vector_peak_gflops(int threads);
+double bf16_tile_peak_gflops(int threads);
+
+// Processors that this process may run on, and the cores whose hyperthreads they are.
+struct Topology {
+  int processors = 0;
+  int cores = 0;
+};
+Topology topology();
+
 // Reading `bytes` at `data` once, split over the threads, in GB/s.
 double read_gbytes_per_second(const void *data, size_t bytes, int threads);
 
