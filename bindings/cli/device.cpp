@@ -87,7 +87,8 @@ void DeviceChoice::declare(Options &options) {
                 });
   options.integer("--threads", "N", "CPU threads, 0 = all (0)", threads, 0, 4096);
   options.value("--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, amx", [this](const auto &name, const auto &text) {
-    for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512, FA_CPU_ISA_AMX}) {
+    for (const fa_cpu_isa candidate :
+         {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512, FA_CPU_ISA_AMX}) {
       if (text == isa_name(candidate)) {
         isa = candidate;
         return;

@@ -47,9 +47,7 @@ fa_cpu_isa isa_of(const Problem &p, const Machine &machine) {
   return bf16 ? machine.isa : vector_isa(machine.isa);
 }
 
-ForwardProducts products_of(fa_cpu_isa isa) {
-  return isa == FA_CPU_ISA_AMX ? ForwardProducts::kTiles : ForwardProducts::kFma;
-}
+ForwardProducts products_of(fa_cpu_isa isa) { return isa == FA_CPU_ISA_AMX ? ForwardProducts::kTiles : ForwardProducts::kFma; }
 
 const char *reason_of(ForwardMode mode) {
   switch (mode) {

@@ -19,25 +19,27 @@
 
 namespace fa::cpu::FA_ISA {
 
-static_assert(kTileStripRows == 2 * kTileRows && kTileStripRows <= kMaxStripRows && kTileBlockRows / kTileStripRows <= kMaxStrips);
-static_assert(kTileBlockRows % (kTilePassStrips * kTileStripRows) == 0 && kBlockKeys % kTilePanel == 0 && kTilePanel % kNr == 0);
+static_assert(kTileStripRows == 2 * kTileRows && kTileStripRows <= kMaxStripRows &&
+              kTileBlockRows / kTileStripRows <= kMaxStrips);
+static_assert(kTileBlockRows % (kTilePassStrips * kTileStripRows) == 0 && kBlockKeys % kTilePanel == 0 &&
+              kTilePanel % kNr == 0);
 
-constexpr int64_t kBlockSteps = kBlockKeys / kTileDepth;                    // steps of P V
-constexpr int64_t kValuePanel = kBlockSteps * 2 * kTileBf16;                // elements of a packed panel of values
-constexpr int64_t kStripP = kTileStripRows * kBlockKeys;                    // elements of a strip of P
-constexpr int64_t kStripHalfP = kTileRows * kBlockKeys;                     // of its upper half
+constexpr int64_t kBlockSteps = kBlockKeys / kTileDepth;      // steps of P V
+constexpr int64_t kValuePanel = kBlockSteps * 2 * kTileBf16;  // elements of a packed panel of values
+constexpr int64_t kStripP = kTileStripRows * kBlockKeys;      // elements of a strip of P
+constexpr int64_t kStripHalfP = kTileRows * kBlockKeys;       // of its upper half
 
 // What `pack` finds in a key block.
 enum KeyFlags : uint8_t { kInfiniteValues = 1, kSubnormalKeys = 2, kHugeKeys = 4 };
 
 // A block of queries, in a worker's scratch memory.
 struct TileState : SoftmaxState {
-  uint16_t *q = nullptr;  // pack_left
-  float *s = nullptr;     // rows of a pass x kBlockKeys: raw products, logits, P where it stays fp32
-  uint16_t *p = nullptr;  // (strip of the pass, half, step): tiles of P
-  float *o = nullptr;     // (half, 16 columns): tiles of O
-  float *row = nullptr;   // dim_v
-  int64_t dim_v = 0;      // multiple of kTilePanel
+  uint16_t *q = nullptr;                 // pack_left
+  float *s = nullptr;                    // rows of a pass x kBlockKeys: raw products, logits, P where it stays fp32
+  uint16_t *p = nullptr;                 // (strip of the pass, half, step): tiles of P
+  float *o = nullptr;                    // (half, 16 columns): tiles of O
+  float *row = nullptr;                  // dim_v
+  int64_t dim_v = 0;                     // multiple of kTilePanel
   bool subnormal = false, huge = false;  // some query is
 
   // Where O of column c of row r lies; the columns of its tile follow.
@@ -277,7 +279,8 @@ class AmxProducts {
     const Range steps{x.cols.begin / kTileDepth, x.cols.end / kTileDepth};
     for (int64_t c = 0; c < st.dim_v; c += kTilePanel, values += kValuePanel) {
       float *upper = st.output(x.r0, c), *lower = st.output(x.r0 + kTileRows, c);
-      x.rows > kTileRows ? output_panel<2>(steps, x.p, values, upper, lower) : output_panel<1>(steps, x.p, values, upper, lower);
+      x.rows > kTileRows ? output_panel<2>(steps, x.p, values, upper, lower)
+                         : output_panel<1>(steps, x.p, values, upper, lower);
     }
   }
 

@@ -77,7 +77,8 @@ ForwardLayout forward_layout(const Problem &p, ForwardProducts products, int32_t
   static_assert(kVectorScratchRows <= kWholeStrips && kVectorScratchRows <= kTileStripRows && kVectorSplitKeys <= kBlockKeys,
                 "a vector split fits where a tile does");
   // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.
-  l.worker_queries = area(std::max(rows * dim / (tiles ? 2 : 1) + kMaxVector, kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
+  l.worker_queries =
+      area(std::max(rows * dim / (tiles ? 2 : 1) + kMaxVector, kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
   const int64_t pass_rows = tiles ? std::min(rows, kTilePassStrips * kTileStripRows) : rows;
   l.worker_scores = area(pass_rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
@@ -88,8 +89,8 @@ ForwardLayout forward_layout(const Problem &p, ForwardProducts products, int32_t
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);
   }
-  l.worker_bytes =
-      l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p + l.worker_keys + l.worker_values;
+  l.worker_bytes = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p +
+                   l.worker_keys + l.worker_values;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));

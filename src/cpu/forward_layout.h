@@ -47,9 +47,9 @@ enum class ForwardProducts {
 };
 
 struct ForwardLayout {
-  int64_t block_rows = 0;   // rows of a block of queries
-  int64_t dim_v = 0;        // head_dim_v rounded up to 16, with kTiles to 32
-  int64_t max_splits = 1;   // of any sequence
+  int64_t block_rows = 0;  // rows of a block of queries
+  int64_t dim_v = 0;       // head_dim_v rounded up to 16, with kTiles to 32
+  int64_t max_splits = 1;  // of any sequence
   int32_t slots = 1;
   size_t key_block_bytes = 0;    // of a packed block of keys
   size_t value_block_bytes = 0;  // of its values

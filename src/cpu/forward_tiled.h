@@ -170,7 +170,8 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
     if (general) general_scores(p, head, st, r0, m, first, n, s);
     const bool masked = general || st.interior[strip].begin > first || st.interior[strip].end < first + n;
     visible_only[strip] = masked && !key.finite;
-    (visible_only[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s, InPlace{s});
+    (visible_only[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s,
+                                                                                         InPlace{s});
     if (p.dropout.threshold > 0) apply_dropout(p, head, st, r0, m, first, n, s);
   }
 
@@ -223,8 +224,7 @@ class FmaProducts {
                   of_v = factors_of(p_, p_.v_descale, head.b, head.head_k, head.keys.start);
     for_key_dtype(p_.k.dtype, [&]<class Element>() {
       pack_transposed<Element>(k, begin, end, p_.head_dim, reinterpret_cast<float *>(keys), of_k);
-      finite =
-          pack_rows<Element>(v, begin, end, p_.head_dim_v, reinterpret_cast<float *>(values), kBlockKeys * kNr, of_v);
+      finite = pack_rows<Element>(v, begin, end, p_.head_dim_v, reinterpret_cast<float *>(values), kBlockKeys * kNr, of_v);
     });
     return finite ? 1 : 0;
   }

@@ -27,9 +27,14 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
 // ... for a dtype of queries, keys and values of forward.
 template <class Body>
 FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
+#if defined(FA_TARGET_AMX)
+  (void)dtype;
+  body.template operator()<ElementBf16>();  // this instruction set computes nothing else
+#else
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
   for_dtype(dtype, body);
+#endif
 }
 
 // Where the rows of one head of one sequence lie; rows are counted within the sequence.

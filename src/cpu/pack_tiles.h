@@ -18,7 +18,8 @@ class Magnitudes {
   FA_INLINE void see(I pairs) {
     const I magnitude = Simd::iand(pairs, Simd::iset(0x7FFF7FFF));
     largest_ = Simd::max_u16(largest_, magnitude);
-    smallest_ = Simd::min_u16(smallest_, Simd::add_u16(magnitude, Simd::iset(0xFFFFFFFF)));  // less one, so that 0 is the largest
+    smallest_ =
+        Simd::min_u16(smallest_, Simd::add_u16(magnitude, Simd::iset(0xFFFFFFFF)));  // less one, so that 0 is the largest
   }
   bool finite() const { return top() < 0x7F80; }
   // At least 2^64, or not finite.
@@ -79,7 +80,8 @@ inline Magnitudes pack_key_tiles(const Rows &keys, int64_t begin, int64_t end, i
     for (int64_t group = 0; group < kTilePanel; group += kWidth) {
       const uint16_t *rows[kWidth];
       const int64_t n = min64(end - first - group, kWidth);
-      for (int r = 0; r < kWidth; ++r) rows[r] = r < n ? reinterpret_cast<const uint16_t *>(keys.row(first + group + r)) : nullptr;
+      for (int r = 0; r < kWidth; ++r)
+        rows[r] = r < n ? reinterpret_cast<const uint16_t *>(keys.row(first + group + r)) : nullptr;
       uint16_t *const column = to + group / kTileRows * kTileBf16 + group % kTileRows * 2;
       for (int64_t i = 0; i < steps * kTileDepth; i += 2 * kWidth) {
         F pairs[kWidth];
@@ -120,10 +122,9 @@ inline Magnitudes pack_value_tiles(const Rows &values, int64_t begin, int64_t en
       };
       const I pairs = Simd::ior(Simd::template shr<16>(load(even)), load(odd));
       seen.see(pairs);
-      Simd::istore(
-          reinterpret_cast<uint32_t *>(tile + c / kTilePanel * panel_elements + c % kTilePanel / kTileRows * kTileBf16 +
-                                       c % kTileRows * 2),
-          pairs);
+      Simd::istore(reinterpret_cast<uint32_t *>(tile + c / kTilePanel * panel_elements +
+                                                c % kTilePanel / kTileRows * kTileBf16 + c % kTileRows * 2),
+                   pairs);
     }
   }
   return seen;

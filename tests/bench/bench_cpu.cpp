@@ -63,8 +63,8 @@ struct Row {
   double gflops = 0;
   double peak_gflops = 0;
   const char *peak = "peak";  // of which unit
-  double fraction = 0;  // of the peak, or of the bandwidth when decoding
-  double gbytes = 0;    // decoding: GB/s read
+  double fraction = 0;        // of the peak, or of the bandwidth when decoding
+  double gbytes = 0;          // decoding: GB/s read
   double unfused_ratio = 0;
   double rss_bytes = 0, input_bytes = 0, workspace_bytes = 0;
 };
@@ -470,7 +470,8 @@ int main(int argc, char **argv) {
   if (!options.list) {
     std::printf("flashattn %s, peak probe %s, B1\n", fa_version_string(), bench::probe_isa().c_str());
     const bench::Topology host = bench::topology();
-    std::printf("%d processors on %d cores; GFLOP/s of fp32 multiply-adds, bf16 vectors, bf16 tiles:\n", host.processors, host.cores);
+    std::printf("%d processors on %d cores; GFLOP/s of fp32 multiply-adds, bf16 vectors, bf16 tiles:\n", host.processors,
+                host.cores);
     for (const int threads : options.threads) {
       if (options.processor_time && threads > 1) continue;
       std::printf("  %2d threads: %.0f, %.0f, %.0f\n", threads, bench::fma_peak_gflops(threads),

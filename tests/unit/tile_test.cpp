@@ -131,7 +131,8 @@ struct Source {
   int64_t dim, stride;
   std::vector<uint16_t> data;
 
-  Source(int64_t rows, int64_t dim_, int64_t stride_) : dim(dim_), stride(stride_), data(static_cast<size_t>(rows * stride_), 0xDEAD) {
+  Source(int64_t rows, int64_t dim_, int64_t stride_)
+      : dim(dim_), stride(stride_), data(static_cast<size_t>(rows * stride_), 0xDEAD) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < dim; ++c) data[static_cast<size_t>(r * stride + c)] = at(r, c);
     }
@@ -153,7 +154,8 @@ TEST(PackTiles, LeftRows) {
       const Source source(rows, dim, dim + 3);
       const int64_t steps = (dim + 31) / 32, strips = (rows + 31) / 32;
       std::vector<uint16_t> tiles(static_cast<size_t>(strips * steps * 2 * 512), 0xBEEF);
-      pack_left(rows, dim, [&](int64_t r) { return source.rows().row(r); }, tiles.data());
+      pack_left(
+          rows, dim, [&](int64_t r) { return source.rows().row(r); }, tiles.data());
       for (int64_t r = 0; r < strips * 32; ++r) {
         for (int64_t c = 0; c < steps * 32; ++c) {
           const int64_t tile = (r / 32 * steps + c / 32) * 2 + r / 16 % 2;
@@ -212,7 +214,8 @@ TEST(PackTiles, TilesOfAProductFitTogether) {
     for (uint16_t &y : *x) y = to_bf16(static_cast<float>(static_cast<int>(rng() % 9) - 4));
   }
   alignas(64) uint16_t left[2 * 512], right[2 * 512];
-  pack_left(16, kDim, [&](int64_t r) { return reinterpret_cast<const char *>(q.data() + r * kDim); }, left);
+  pack_left(
+      16, kDim, [&](int64_t r) { return reinterpret_cast<const char *>(q.data() + r * kDim); }, left);
   Rows keys;
   keys.data = reinterpret_cast<const char *>(k.data());
   keys.stride = kDim * 2;
@@ -242,7 +245,8 @@ TEST(PackTiles, SeeMagnitudes) {
     row[4] = 0x8000;
     row[35] = odd_one;
     alignas(64) uint16_t tiles[4 * 512];
-    return pack_left(1, 40, [&](int64_t) { return reinterpret_cast<const char *>(row.data()); }, tiles);
+    return pack_left(
+        1, 40, [&](int64_t) { return reinterpret_cast<const char *>(row.data()); }, tiles);
   };
   const struct {
     uint16_t bits;
