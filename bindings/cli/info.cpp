@@ -34,6 +34,7 @@ const std::vector<Feature> &features() {
          s.blocks = {128, 128};
        }},
       {"alibi", [](Spec &s) { s.alibi = true; }},
+      {"logarithmic alibi", [](Spec &s) { s.alibi = true, s.alibi_log_scale = 0.5; }},
       {"softcap", [](Spec &s) { s.softcap = 30; }},
       {"sink", [](Spec &s) { s.sink = true; }},
       {"dropout", [](Spec &s) { s.dropout = 0.1; }},

@@ -50,7 +50,7 @@ std::string describe(const Spec &s) {
   if (s.softcap > 0) text += ", softcap";
   if (s.bias[3] > 0) text += ", bias " + times({s.bias.begin(), s.bias.end()});
   if (s.blocks[0] > 0) text += ", block mask " + times({s.blocks.begin(), s.blocks.end()});
-  if (s.alibi) text += ", alibi";
+  if (s.alibi) text += s.alibi_log_scale > 0 ? ", logarithmic alibi" : ", alibi";
   if (s.sink) text += ", sink";
   if (s.dropout > 0) text += ", dropout";
   if (s.packed) text += ", packed";
@@ -110,6 +110,8 @@ SpecOptions::SpecOptions(Options &options) {
     for (size_t d = 0; d < 2; ++d) s.blocks[d] = to_integer(name, sizes[d], 1, kMostRows);
   });
   options.flag("--alibi", "ALiBi slopes", s.alibi);
+  options.number("--alibi-log-scale", "R", "logarithmic ALiBi, slope * log(1 + R * distance); 0 = linear", s.alibi_log_scale, 0,
+                 1e6);
   options.flag("--sink", "an attention sink per head", s.sink);
   options.number("--dropout", "P", "dropout: probability that an element of P is dropped", s.dropout, 0, 0.999);
   options.flag("--packed", "sequences packed with cu_seqlens", s.packed);
@@ -226,6 +228,7 @@ Problem::Problem(const Spec &s) : spec(s) {
   if (s.window_right >= 0) a.window |= FA_WINDOW_RIGHT, a.window_right = s.window_right;
   a.softmax_scale = static_cast<float>(s.scale);
   a.softcap = static_cast<float>(s.softcap);
+  a.alibi_log_scale = static_cast<float>(s.alibi_log_scale);
   a.dropout_p = static_cast<float>(s.dropout);
   if (s.dropout > 0) a.dropout_seed = 7;
   a.num_splits = static_cast<int32_t>(s.num_splits);

@@ -24,7 +24,7 @@ struct Spec {
   int64_t dim = 128, dim_v = 128;
   fa_mask_kind mask = FA_MASK_NONE;
   int64_t window_left = -1, window_right = -1;  // -1 = none
-  double scale = 0, softcap = 0, dropout = 0;
+  double scale = 0, softcap = 0, alibi_log_scale = 0, dropout = 0;
   bool alibi = false, sink = false;
   std::array<int64_t, 4> bias = {};    // all zero = none
   std::array<int64_t, 2> blocks = {};  // rows and columns of a block of the block mask; zero = none

@@ -49,6 +49,7 @@ std::vector<Case> cases() {
   add("bias", plain, [](Spec &s) { s.bias = {1, s.heads_q, s.rows_q, s.rows_k}; });
   add("block mask", plain, [](Spec &s) { s.blocks = {64, 64}; });
   add("alibi", wide, [](Spec &s) { s.alibi = true; });
+  add("logarithmic alibi", wide, [](Spec &s) { s.alibi = true, s.alibi_log_scale = 0.5; });
   add("sink", wide, [](Spec &s) { s.sink = true; });
   add("dropout", plain, [](Spec &s) { s.dropout = 0.25; });
   add("packed sequences", wide, [](Spec &s) { s.packed = true, s.mask = FA_MASK_CAUSAL; });
@@ -204,6 +205,7 @@ class Trial {
     r.mask = s.mask, r.window_left = s.window_left, r.window_right = s.window_right;
     r.scale = s.scale > 0 ? s.scale : 1 / std::sqrt(static_cast<double>(s.dim));
     r.softcap = s.softcap;
+    r.alibi_log_scale = a.alibi_log_scale;
     if (s.bias[3] > 0) r.bias = flat("bias", a.bias);
     if (s.blocks[0] > 0) {
       r.block_q = s.blocks[0], r.block_k = s.blocks[1];

@@ -40,6 +40,7 @@ type Attention struct {
 
 	Scale         float32 // 0 = 1 / sqrt(head_dim)
 	Softcap       float32
+	ALiBiLogScale float32 // r > 0: ALiBi subtracts slope * log(1 + r * distance) instead of slope * distance
 	DropoutP      float32
 	DropoutSeed   uint64
 	DropoutOffset uint64
@@ -84,6 +85,7 @@ func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *T
 	raw.max_seqlen_q, raw.max_seqlen_k = C.int64_t(a.MaxSeqlenQ), C.int64_t(a.MaxSeqlenK)
 	raw.block_size_q, raw.block_size_k = C.int64_t(a.BlockSizeQ), C.int64_t(a.BlockSizeK)
 	raw.softmax_scale, raw.softcap, raw.dropout_p = C.float(a.Scale), C.float(a.Softcap), C.float(a.DropoutP)
+	raw.alibi_log_scale = C.float(a.ALiBiLogScale)
 	raw.dropout_seed, raw.dropout_offset = C.uint64_t(a.DropoutSeed), C.uint64_t(a.DropoutOffset)
 	raw.num_splits = C.int32_t(a.NumSplits)
 	if a.Deterministic {

@@ -460,7 +460,9 @@ enum {
  * its rows from 0. The logit of query i and key j is
  *
  *     x = softmax_scale * dot(q_i, k_j);  if softcap > 0: x = softcap * tanh(x / softcap);
- *     x += bias_ij - alibi_slope * |i + s_k - s_q - j|;  masked pairs: x = -infinity
+ *     x += bias_ij - alibi_slope * D(|i + s_k - s_q - j|);  masked pairs: x = -infinity
+ *
+ * with D(n) = n, or D(n) = log(1 + alibi_log_scale * n) if alibi_log_scale > 0.
  *
  * A call writes every row that belongs to a sequence. Rows past `seqused` get out = 0, lse = -infinity and zero gradients.
  * `dbias` is written as a whole, with zeros outside the lengths. No other memory is written. A row that sees no key gets
@@ -527,7 +529,7 @@ typedef struct fa_attention {
   int64_t block_size_q;
   /** Keys per block of `block_mask`, at least 1. On CUDA multiples of 64 are fast. */
   int64_t block_size_k;
-  /** ALiBi slopes, fp32, (h_q) or (b, h_q). Optional. */
+  /** ALiBi slopes, fp32, (h_q) or (b, h_q), see above and `alibi_log_scale`. Optional. */
   fa_tensor alibi_slopes;
   /** Attention sink, fp32, (h_q): one more logit of every row of the head, which counts in the softmax denominator and has no
    * value. -infinity has no effect. If the sink of a head is NaN or +infinity, out and lse of its rows that see a key are NaN.
@@ -564,6 +566,13 @@ typedef struct fa_attention {
   fa_tensor k_descale;
   /** Descale of fp8 or int8 values, as k_descale. */
   fa_tensor v_descale;
+
+  /** Logarithmic ALiBi: r > 0 subtracts alibi_slope * log(1 + r * distance), with the natural logarithm, instead of alibi_slope *
+   * distance (the logarithmic kernel of KERPLE; `alibi_slopes` is its r1, this field its r2). 0 = linear. At most 2^96. Must be 0
+   * without `alibi_slopes`. */
+  float alibi_log_scale;
+  /** Must be 0. */
+  uint32_t reserved;
 } fa_attention;
 
 /**

@@ -141,6 +141,7 @@ struct Problem {
   const float *alibi_slopes = nullptr;
   int64_t alibi_batch_stride = 0;
   int64_t alibi_head_stride = 0;
+  float alibi_log_scale = 0;  // 0 = linear
   const float *sink = nullptr;
   int64_t sink_stride = 0;
 

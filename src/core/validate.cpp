@@ -102,6 +102,19 @@ class Normaliser {
                   double{a_.softcap});
     }
     p_.softcap = a_.softcap;
+    constexpr float kMaxAlibiLogScale = 0x1p96f;  // times a distance it stays below the largest number of fp32
+    if (!(a_.alibi_log_scale >= 0 && a_.alibi_log_scale <= kMaxAlibiLogScale)) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "alibi_log_scale is %g; it must be from 0 (linear ALiBi) to 2^96",
+                  double{a_.alibi_log_scale});
+    }
+    if (a_.alibi_log_scale > 0 && !is_present(a_.alibi_slopes)) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "alibi_log_scale is %g but alibi_slopes is absent",
+                  double{a_.alibi_log_scale});
+    }
+    p_.alibi_log_scale = a_.alibi_log_scale;
+    if (a_.reserved != 0) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "attention.reserved is %u; it must be 0", a_.reserved);
+    }
     if (a_.num_splits < 0) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "num_splits is %d; it cannot be negative (0 = automatic)",
                   int{a_.num_splits});

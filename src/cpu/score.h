@@ -35,9 +35,10 @@ struct Score {
   int64_t seqlen_k = 0;
 
   float softmax_scale = 1;
-  float softcap = 0;       // 0 = none
-  float alibi_slope = 0;   //
-  bool has_alibi = false;  //
+  float softcap = 0;          // 0 = none
+  float alibi_slope = 0;      //
+  float alibi_log_scale = 0;  // 0 = linear
+  bool has_alibi = false;     //
   // (seqlen_q, seqlen_k) of this batch entry and head.
   const char *bias = nullptr;
   Dtype bias_dtype = Dtype::f32;
@@ -71,6 +72,7 @@ inline Score make_score(const Problem &p, int64_t b, int64_t h, int64_t seqlen_q
   s.softcap = p.softcap;
   if (p.alibi_slopes != nullptr) {
     s.has_alibi = true;
+    s.alibi_log_scale = p.alibi_log_scale;
     s.alibi_slope = p.alibi_slopes[b * p.alibi_batch_stride + h * p.alibi_head_stride];
   }
   if (p.bias.data != nullptr) {
@@ -183,7 +185,9 @@ inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t col
 inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, float *derivative) {
   const F log2e_scale = Simd::set(s.softmax_scale * kLog2e);
   const F to_cap = Simd::set(s.softcap > 0 ? s.softmax_scale / s.softcap : 0), cap = Simd::set(s.softcap * kLog2e);
-  const F slope = Simd::set(-s.alibi_slope * kLog2e), one = Simd::set(1.0f);
+  // log2(1 + ...) is in base 2 already.
+  const F slope = Simd::set(-s.alibi_slope * (s.alibi_log_scale > 0 ? 1 : kLog2e)), one = Simd::set(1.0f);
+  const F log_scale = Simd::set(s.alibi_log_scale);
   const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
   const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -201,8 +205,9 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
         y = Simd::mul(y, log2e_scale);
       }
       if (s.has_alibi) {
-        const F distance = Simd::sub(Simd::set(distance0 - static_cast<float>(c)), Simd::to_float(Simd::iota()));
-        y = Simd::fma(slope, Simd::abs(distance), y);
+        F distance = Simd::abs(Simd::sub(Simd::set(distance0 - static_cast<float>(c)), Simd::to_float(Simd::iota())));
+        if (s.alibi_log_scale > 0) distance = log2(Simd::fma(log_scale, distance, one));
+        y = Simd::fma(slope, distance, y);
       }
       Simd::store(row + c, y, n);
     }

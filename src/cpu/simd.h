@@ -66,6 +66,28 @@ FA_INLINE F tanh(F x) {
   return Simd::select(Simd::lt(a, Simd::set(0.625f)), small, Simd::copysign(big, x));
 }
 
+// log2(x) with an error below 2 units in the last place, for normal numbers x >= 1.
+FA_INLINE F log2(F x) {
+  // x = 2^e (1 + f) with sqrt(1/2) <= 1 + f < sqrt(2).
+  constexpr uint32_t kSqrtHalf = 0x3F3504F3u;
+  const I above = Simd::iadd(Simd::bits(x), Simd::iset(0u - kSqrtHalf));
+  const F e = Simd::to_float(Simd::template shr<23>(above));
+  const F f =
+      Simd::sub(Simd::from_bits(Simd::iadd(Simd::iand(above, Simd::iset(0x7FFFFFu)), Simd::iset(kSqrtHalf))), Simd::set(1.0f));
+  // log(1 + f) = f - f^2 / 2 + f^3 p(f) (Cephes).
+  F p = Simd::fma(Simd::set(7.0376836292e-2f), f, Simd::set(-1.1514610310e-1f));
+  p = Simd::fma(p, f, Simd::set(1.1676998740e-1f));
+  p = Simd::fma(p, f, Simd::set(-1.2420140846e-1f));
+  p = Simd::fma(p, f, Simd::set(1.4249322787e-1f));
+  p = Simd::fma(p, f, Simd::set(-1.6668057665e-1f));
+  p = Simd::fma(p, f, Simd::set(2.0000714765e-1f));
+  p = Simd::fma(p, f, Simd::set(-2.4999993993e-1f));
+  p = Simd::fma(p, f, Simd::set(3.3333331174e-1f));
+  const F z = Simd::mul(f, f);
+  const F tail = Simd::mul(z, Simd::fma(p, f, Simd::set(-0.5f)));
+  return Simd::fma(Simd::add(f, tail), Simd::set(kLog2e), e);
+}
+
 // Memory formats of tensor elements: load and store kWidth or the first n (0 <= n <= kWidth) elements as floats. The partial forms
 // touch no memory past element n; lanes past it are zero.
 struct ElementF32 {

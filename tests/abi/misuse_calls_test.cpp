@@ -102,6 +102,14 @@ TEST_F(Calls, InitRefusesImpossibleSizes) {
   check(fa_merge_problem_init, &merge, "merge", 184);
 }
 
+// The sizes of the structs in 0.1.0.
+template <typename Struct>
+constexpr uint32_t kSizeIn0_1 = 0;
+#define STRUCT(name, size) \
+  template <>              \
+  constexpr uint32_t kSizeIn0_1<name> = size;
+#include "golden_v1.inc"
+
 // A caller from the future has a larger struct; it may use the library as long as what is new is zero.
 template <typename Struct>
 struct Larger {
@@ -159,8 +167,13 @@ TEST_F(Calls, StructSizesOfOtherVersions) {
       }
       larger.tail[i] = 0;
     }
-    for (const uint32_t size :
-         {0u, 1u, 4u, 8u, static_cast<uint32_t>(sizeof(Struct)) - 8u, static_cast<uint32_t>(sizeof(Struct)) - 1u}) {
+    // The struct of 0.1.0, which lacks the fields that were added later.
+    constexpr uint32_t kOldest = kSizeIn0_1<Struct>;
+    Struct oldest = valid;
+    oldest.struct_size = kOldest;
+    std::memset(reinterpret_cast<char *>(&oldest) + kOldest, 0x5A, sizeof oldest - kOldest);
+    EXPECT_EQ(call(&oldest), FA_OK) << name << " of 0.1.0: " << fa_last_error(ctx_) << fa_last_error(nullptr);
+    for (const uint32_t size : {0u, 1u, 4u, 8u, kOldest - 8u, kOldest - 1u}) {
       Struct smaller = valid;
       smaller.struct_size = size;
       const fa_status status = call(&smaller);

@@ -380,8 +380,17 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
        {std::pair{nan, "nan"}, std::pair{inf, "inf"}, std::pair{-inf, "-inf"}, std::pair{-1.5f, "-1.5"}}) {
     add("softmax_scale", kInvalid, {"softmax_scale", text}, [value = value](fa_attention &a) { a.softmax_scale = value; });
     add("softcap", kInvalid, {"softcap", text}, [value = value](fa_attention &a) { a.softcap = value; });
+    add("alibi_log_scale", kInvalid, {"alibi_log_scale", text},
+        [value = value](fa_attention &a) { a.alibi_log_scale = value; });
     add("dropout_p", kInvalid, {"dropout_p", text}, [value = value](fa_attention &a) { a.dropout_p = value; });
   }
+  add("alibi_log_scale too large", kInvalid, {"alibi_log_scale", "1.58456e+29", "2^96"},
+      [](fa_attention &a) { a.alibi_log_scale = 0x1p97f; });
+  add("alibi_log_scale without slopes", kInvalid, {"alibi_log_scale", "0.25", "alibi_slopes"}, [](fa_attention &a) {
+    a.alibi_log_scale = 0.25f;
+    a.alibi_slopes = fa_tensor{};
+  });
+  add("attention.reserved", kInvalid, {"reserved", "9"}, [](fa_attention &a) { a.reserved = 9; });
   add("dropout_p 1", kInvalid, {"dropout_p", "1"}, [](fa_attention &a) { a.dropout_p = 1.0f; });
   // Rounded to a multiple of 2^-16 these are 1, and no element of P would be kept.
   add("dropout_p that rounds to 1", kInvalid, {"dropout_p is 0.9999923", "2^-17"},

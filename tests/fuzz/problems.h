@@ -171,6 +171,7 @@ class Maker {
           FA_UINT8, {1, 1, (seq_q + a.block_size_q - 1) / a.block_size_q, (seq_k + a.block_size_k - 1) / a.block_size_k});
     }
     if (one_in(3)) a.alibi_slopes = input(FA_FLOAT32, {heads_q});
+    if (a.alibi_slopes.data != nullptr && one_in(2)) a.alibi_log_scale = 0.5f;
     if (one_in(3)) a.sink = input(FA_FLOAT32, {heads_q});
     if (one_in(3)) a.softcap = 10.0f;
     if (one_in(3)) a.dropout_p = 0.3f, a.dropout_seed = random_();
@@ -336,7 +337,7 @@ class Maker {
       case 9:
         return damage_scalar(a.softmax_scale);
       case 10:
-        return damage_scalar(a.softcap);
+        return damage_scalar(one_in(2) ? a.softcap : a.alibi_log_scale);
       case 11:
         return damage_scalar(a.dropout_p);
       case 12:
@@ -344,7 +345,7 @@ class Maker {
       case 13:
         return damage_scalar(one_in(2) ? a.dropout_seed : a.dropout_offset);
       case 14:
-        return damage_scalar(g.reserved);
+        return damage_scalar(one_in(2) ? a.reserved : g.reserved);
       case 15:
         return damage_scalar(one_in(2) ? a.struct_size : g.struct_size);
       case 16:

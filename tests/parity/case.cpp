@@ -64,6 +64,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("block_bool", c.block_bool);
   visit("block_masked", c.block_masked);
   visit("alibi", c.alibi);
+  visit("alibi_log_scale", c.alibi_log_scale);
   visit("sink", c.sink);
   visit("scale", c.scale);
   visit("softcap", c.softcap);
@@ -152,6 +153,10 @@ void set_term(Case &c, int64_t n) {
     c.window_left = 20;
     c.softcap = 5;
     c.alibi = c.sink = 1;
+  }
+  if (n == 7) {
+    c.alibi = 1;
+    c.alibi_log_scale = 0.7;
   }
 }
 

@@ -72,6 +72,7 @@ struct Case {
   int64_t block_masked = 50;  // percentage of zero blocks
 
   int64_t alibi = 0;  // 1: (heads_q), 2: (batch, heads_q)
+  double alibi_log_scale = 0;
   int64_t sink = 0;
   double scale = 0;
   double softcap = 0;
@@ -100,8 +101,8 @@ std::string describe(const Case &c);
 // The inverse; throws std::invalid_argument for what it does not know.
 Case parse(const std::string &text);
 
-// One of seven choices of masks and terms of scores: a window, aligned top-left, softcap, ALiBi, sink, a scale, or several.
-constexpr int64_t kTerms = 7;
+// One of eight choices of masks and terms of scores: a window, aligned top-left, softcap, ALiBi, sink, a scale, several, or logarithmic ALiBi.
+constexpr int64_t kTerms = 8;
 void set_term(Case &c, int64_t n);
 
 // Derived numbers; `side` is c.q or c.k.

@@ -175,6 +175,7 @@ reference::Sequence Data::sequence(int64_t b) const {
   const fa_attention o = options();
   s.scale = c.scale > 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.head_dim));
   s.softcap = o.softcap;
+  s.alibi_log_scale = o.alibi_log_scale;
   s.dropout_threshold = std::lround(65536.0 * o.dropout_p);
   s.dropout_seed = static_cast<uint64_t>(c.dropout_seed);
   s.dropout_offset = static_cast<uint64_t>(c.dropout_offset);
@@ -204,6 +205,7 @@ fa_attention Data::options() const {
   o.block_size_k = c.block_k;
   o.softmax_scale = static_cast<float>(c.scale);
   o.softcap = static_cast<float>(c.softcap);
+  o.alibi_log_scale = static_cast<float>(c.alibi_log_scale);
   o.dropout_p = static_cast<float>(c.dropout);
   o.num_splits = static_cast<int32_t>(c.num_splits);
   return o;

@@ -286,6 +286,30 @@ TEST_P(Fields, Alibi) {
   }
 }
 
+// Scales at which log(1 + r n) is almost linear, bends, and is almost log(r n), which has no gradient but that of the score.
+TEST_P(Fields, AlibiLogScale) {
+  for (const double scale : {1e-4, 0.05, 1.0, 300.0, 0x1p96}) {
+    for (const int64_t dimensions : {1, 2}) {
+      each_dtype("logarithmic alibi", [&](Case &c) {
+        c.alibi = dimensions;
+        c.alibi_log_scale = scale;
+      });
+    }
+    each_dtype("logarithmic alibi and a softcap", [&](Case &c) {
+      c.alibi = 1;
+      c.alibi_log_scale = scale;
+      c.softcap = 5;
+      c.mask = FA_MASK_CAUSAL_TOP_LEFT;
+      std::swap(c.q.seqlen, c.k.seqlen);
+    });
+    each_dtype("logarithmic alibi and a bias", [&](Case &c) {
+      c.alibi = 2;
+      c.alibi_log_scale = scale;
+      c.bias = 1;
+    });
+  }
+}
+
 TEST_P(Fields, Sink) {
   each_dtype("sink", [](Case &c) { c.sink = 1; });
   each_dtype("sink, rows without keys", [](Case &c) {

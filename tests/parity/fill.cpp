@@ -257,9 +257,10 @@ class Filler {
   void per_head() {
     for (int64_t h = 0; h < c_.heads_q; ++h) {
       if (c_.sink) data_.tensors[kSink].set(data_.tensors[kSink].element(h), normal());
-      if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), 0.1 * std::abs(normal()));
+      const double slope = c_.alibi_log_scale > 0 ? 1 : 0.1;  // a logarithm grows little over a row
+      if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), slope * std::abs(normal()));
       for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b) {
-        data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), 0.1 * std::abs(normal()));
+        data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), slope * std::abs(normal()));
       }
     }
   }

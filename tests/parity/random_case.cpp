@@ -110,6 +110,7 @@ Case random_case(std::mt19937_64 &rng) {
     c.block_masked = dice.one_of({0, 30, 60, 100});
   }
   if (dice.chance(15)) c.alibi = dice.between(1, 2);
+  if (c.alibi != 0 && dice.chance(40)) c.alibi_log_scale = 0.01 * static_cast<double>(dice.one_of({1, 50, 3000}));
   c.sink = dice.chance(20);
   if (dice.chance(20)) c.scale = 0.05 * static_cast<double>(dice.between(1, 10));
   if (dice.chance(15)) c.softcap = dice.one_of({1, 5, 30});

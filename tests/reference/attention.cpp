@@ -124,8 +124,9 @@ class Head {
           terms += std::abs(bias);
         }
         if (!s_.slopes.empty()) {
-          const int64_t distance = std::abs(i + s_.seqlen_k - s_.seqlen_q - j);
-          const Real alibi = static_cast<Real>(s_.slopes[static_cast<size_t>(h_)]) * static_cast<Real>(distance);
+          Real distance = static_cast<Real>(std::abs(i + s_.seqlen_k - s_.seqlen_q - j));
+          if (s_.alibi_log_scale > 0) distance = std::log1p(static_cast<Real>(s_.alibi_log_scale) * distance);
+          const Real alibi = static_cast<Real>(s_.slopes[static_cast<size_t>(h_)]) * distance;
           x -= alibi;
           terms += std::abs(alibi);
         }

@@ -28,6 +28,7 @@ struct Sequence {
   std::vector<bool> blocks;   // (heads_q, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) or empty
   int64_t block_q = 0, block_k = 0;
   std::vector<double> slopes;  // (heads_q) or empty
+  double alibi_log_scale = 0;  // 0 = linear
   std::vector<double> sink;    // (heads_q) or empty
   double scale = 1;
   double softcap = 0;

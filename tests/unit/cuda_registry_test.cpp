@@ -27,6 +27,22 @@ TEST(CudaRegistry, RowsAreComplete) {
   }
 }
 
+// The build compiles kernels whose tiles no device before sm_90 has room for only for sm_90 and newer, and the others for sm_80, too. Decode
+// kernels may need sm_90 for their registers.
+TEST(CudaRegistry, CapabilityFollowsSharedMemory) {
+  int before_90 = 0, from_90 = 0;
+  for (const KernelRow &kernel : all_kernels()) {
+    const std::string name = instance_name(kernel, Dtype::bf16);
+    const bool large = kernel.shared_bytes > kMaxSharedBytesBefore90;
+    EXPECT_TRUE(!large || kernel.capability == 90) << name;
+    if (kernel.family != Family::sm80) continue;
+    EXPECT_EQ(kernel.capability, large ? 90 : 80) << name;
+    ++(large ? from_90 : before_90);
+  }
+  EXPECT_GT(before_90, 0);
+  EXPECT_GT(from_90, 0);
+}
+
 // Whatever a problem asks for, some kernel serves it on every device: the CUDA-core kernels take everything.
 TEST(CudaRegistry, CudaCoreKernelsServeEverything) {
   for (const auto pass : {Pass::forward, Pass::backward}) {

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "core/philox.h"
+#include "cuda/common/rng.cuh"
 #include "cuda/common/scores.h"
 #include "reference/dropout.h"
 
@@ -36,6 +37,32 @@ TEST(Dropout, BitsFollowTheDocumentedRule) {
     const int64_t i = static_cast<int64_t>(rng() % 100000), j = static_cast<int64_t>(rng() % 100000);
     ASSERT_EQ(dropout_bits(dropout_key(seed, offset), static_cast<uint32_t>(batch * 7 + head), i, j),
               reference::dropout_bits(seed, offset, batch, 7, head, i, j));
+  }
+}
+
+// What CUDA kernels call: the rounds of several calls at once, with the first two prepared per tile.
+TEST(Dropout, TilesGiveTheSameBits) {
+  std::mt19937_64 rng(2);
+  const auto expect_call = [](const Philox4 &actual, uint32_t c0, uint32_t row_tile, uint32_t bh, const DropoutKey &key) {
+    const auto expected = reference::philox4x32_10({c0, row_tile, bh, key.c3}, {key.k0, key.k1});
+    expect_words(actual, expected[0], expected[1], expected[2], expected[3]);
+  };
+  for (int n = 0; n < 5000 && !HasFailure(); ++n) {
+    const DropoutKey key = dropout_key(rng(), rng());
+    const auto bh = static_cast<uint32_t>(rng()), c0 = static_cast<uint32_t>(rng());
+    const auto row_tile = static_cast<uint32_t>(rng() % (1u << 27));
+    const cuda::DropoutTile tiles[2] = {{key, bh, static_cast<int>(row_tile)}, {key, bh, static_cast<int>(row_tile + 1)}};
+    Philox4 of_rows[2], of_keys[2];
+    cuda::DropoutTile::bits(
+        of_rows, [&](int i) -> const cuda::DropoutTile & { return tiles[i]; }, [&](int) { return c0; });
+    cuda::DropoutTile::bits(
+        of_keys, [&](int) -> const cuda::DropoutTile & { return tiles[0]; },
+        [&](int i) { return c0 + 32 * static_cast<uint32_t>(i); });
+    expect_call(tiles[0].bits(c0), c0, row_tile, bh, key);
+    expect_call(of_rows[0], c0, row_tile, bh, key);
+    expect_call(of_rows[1], c0, row_tile + 1, bh, key);
+    expect_call(of_keys[0], c0, row_tile, bh, key);
+    expect_call(of_keys[1], c0 + 32, row_tile, bh, key);
   }
 }
 

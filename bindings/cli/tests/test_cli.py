@@ -89,6 +89,7 @@ class Explain(CliTest):
             (["--causal"], "causal"), (["--causal-top-left"], "top left"), (["--window", "128,-"], "window 128,-"),
             (["--softcap", "30"], "softcap"), (["--bias", "1x8x256x256"], "bias 1x8x256x256"),
             (["--block-mask", "64x64"], "block mask 64x64"), (["--alibi"], "alibi"), (["--sink"], "sink"),
+            (["--alibi", "--alibi-log-scale", "0.5"], "logarithmic alibi"),
             (["--dropout", "0.1"], "dropout"), (["--packed"], "packed"), (["--heads-first"], "heads first"),
             (["--deterministic"], "deterministic"), (["--batch-invariant"], "batch-invariant"), (["--splits", "2"], ""),
             (["--scale", "0.5"], ""), (["--v", "1x256x8x80"], "v 1x256x8x80"), (["--dtype", "fp16"], "fp16"),
@@ -107,6 +108,8 @@ class Explain(CliTest):
     def test_what_the_library_refuses(self):
         text = self.run_cli("explain", "--q", "1x64x8x1000", "--device", "cpu", status=1)
         self.assertRegex(text, r"refused +FA_ERROR_\w+\nwhy +\S*.*1000")
+        text = self.run_cli("explain", "--q", "1x64x8x64", "--alibi-log-scale", "0.5", "--device", "cpu", status=1)
+        self.assertIn("alibi_log_scale is 0.5 but alibi_slopes is absent", text)
         told = json.loads(self.run_cli("explain", "--q", "1x64x8x64", "--pages", "16", "--backward", "--device", "cpu", "--json",
                                        status=1))
         self.assertEqual(told["status"], "FA_ERROR_UNSUPPORTED")
@@ -190,13 +193,13 @@ class Bench(CliTest):
 class Verify(CliTest):
     def test_all_is_right(self):
         text = self.run_cli("verify", "--device", "cpu")
-        self.assertRegex(text, r"\n87 passed, 0 failed, 3 without a kernel\n$")
+        self.assertRegex(text, r"\n93 passed, 0 failed, 3 without a kernel\n$")
         self.assertIn("forward bf16 packed sequences", text)
 
     def test_a_wrong_result_is_found(self):
         text = self.run_cli("verify", "--device", "cpu", "--quiet", "--filter", "forward", status=1, LD_PRELOAD=os.environ["FLASHATTN_SPOILER"])
         self.assertRegex(text, r"forward fp16 plain +FAILED: the error of out is [\d.]+ times the allowed one")
-        self.assertRegex(text, r"\n30 passed, 15 failed, 0 without a kernel\n$")
+        self.assertRegex(text, r"\n32 passed, 16 failed, 0 without a kernel\n$")
 
     def test_filter(self):
         text = self.run_cli("verify", "--device", "cpu", "--isa", "portable", "--threads", "1", "--filter", "fp32 sink")

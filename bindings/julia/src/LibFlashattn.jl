@@ -141,6 +141,8 @@ mutable struct fa_attention
     q_descale::fa_tensor
     k_descale::fa_tensor
     v_descale::fa_tensor
+    alibi_log_scale::Float32
+    reserved::UInt32
     fa_attention() = zeroed(new())
 end
 

@@ -128,6 +128,8 @@ class fa_attention(ctypes.Structure):
         ("q_descale", fa_tensor),
         ("k_descale", fa_tensor),
         ("v_descale", fa_tensor),
+        ("alibi_log_scale", c_float),
+        ("reserved", c_uint32),
     ]
 
 

@@ -35,6 +35,8 @@ class Options:
     block_size: Tuple[int, int] = (0, 0)
     #: float32, (heads_q) or (batch, heads_q).
     alibi_slopes: Any = None
+    #: r > 0 subtracts slope * log(1 + r * distance) instead of slope * distance; needs `alibi_slopes`.
+    alibi_log_scale: float = 0.0
     #: float32, (heads_q): one more logit per head, in the denominator only.
     sink: Any = None
     dropout_p: float = 0.0
@@ -109,7 +111,7 @@ _TENSOR_OPTIONS = [
     "k_descale",
     "v_descale",
 ]
-_FLOAT_OPTIONS = ["softcap", "dropout_p"]
+_FLOAT_OPTIONS = ["softcap", "alibi_log_scale", "dropout_p"]
 _INTEGER_OPTIONS = ["dropout_offset", "max_seqlen_q", "max_seqlen_k", "num_splits"]
 _CAUSAL = {
     False: _abi.MASK_NONE,

@@ -59,6 +59,7 @@ def _options(
     window: List[int],
     scale: Optional[float],
     softcap: float,
+    alibi_log_scale: float,
     dropout_p: float,
     deterministic: bool,
 ) -> dict:
@@ -81,6 +82,7 @@ def _options(
         window=(None if left < 0 else left, None if right < 0 else right),
         scale=scale,
         softcap=softcap,
+        alibi_log_scale=alibi_log_scale,
         dropout_p=dropout_p,
         deterministic=deterministic,
     )
@@ -94,7 +96,7 @@ def _lse_shape(q: Tensor) -> List[int]:
 _OPTION_SCHEMA = (
     "Tensor? bias, Tensor? sink, Tensor? alibi_slopes, Tensor? block_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? dropout_seed, int[] block_size, int[] max_seqlens, int mask, int[] window, float? scale, float softcap, "
-    "float dropout_p, bool deterministic"
+    "float alibi_log_scale, float dropout_p, bool deterministic"
 )
 
 
@@ -170,6 +172,7 @@ def attention(
     bias: Optional[Tensor] = None,
     sink: Optional[Tensor] = None,
     alibi_slopes: Optional[Tensor] = None,
+    alibi_log_scale: float = 0.0,
     block_mask: Optional[Tensor] = None,
     block_size: "tuple[int, int]" = (0, 0),
     dropout_p: float = 0.0,
@@ -216,6 +219,7 @@ def attention(
         [-1 if left is None else left, -1 if right is None else right],
         scale,
         float(softcap),
+        float(alibi_log_scale),
         float(dropout_p),
         deterministic,
     )

@@ -109,6 +109,8 @@ class AttentionTest(unittest.TestCase):
         distance = np.abs(np.arange(9)[:, None] + 3 - np.arange(12)[None, :])
         expected, _, _ = reference.forward(q, k, v, bias=-slopes[None, :, None, None] * distance)
         self.assert_close(flashattn.forward(q, k, v, alibi_slopes=slopes)[0], expected)
+        expected, _, _ = reference.forward(q, k, v, bias=-slopes[None, :, None, None] * np.log1p(0.5 * distance))
+        self.assert_close(flashattn.forward(q, k, v, alibi_slopes=slopes, alibi_log_scale=0.5)[0], expected)
 
     def test_block_mask(self):
         q, k, v = normal(1, 1, 8, 1, 8), normal(2, 1, 8, 1, 8), normal(3, 1, 8, 1, 8)

@@ -7,7 +7,7 @@
 #include "core/problem.h"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/rows.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/scores.h"
 
 namespace fa::cuda {
 

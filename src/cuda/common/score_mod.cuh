@@ -1,12 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Score terms: what happens to a score between S = Q K^T and the softmax, and to its gradient in the backward.
+// Score terms: what happens to a score between S = Q K^T and the softmax, and to its gradient in the backward. This file is their only
+// definition. Every kernel that takes a term calls it, in the forward and in the backward.
 //
-// Scores stay in the unit of q k^T (RawUnit): softmax_scale and log2(e) enter with the exponential, at no cost. What is added to logits is
-// divided by softmax_scale on the host.
+//   logit = transform(softmax_scale q k^T) + offset + bias
 //
-// A term is a type with forward(score, ...) for one score, and with what its gradient needs; apply_*() runs it over a fragment in either
-// orientation, behind one branch that is uniform over the grid. Terms compose by being applied in turn: softcap, ALiBi, bias, then masks.
-// Where the inner loop has no room for branches, kernels are built for a set of terms (ScoreSet) and leave the others out.
+//   step        terms     may depend on                       derivative by the scaled score
+//   transform   softcap   the score                           ScoreMods::logit() computes it
+//   offset      ALiBi     the head, the distance query-key    1
+//   bias        bias      the pair                            1; dbias is the sum of dS over the pairs that share an element
+//
+// ScoreMods has the formulas. The set of terms that it applies is a template argument, so a kernel has no code for the terms that it is not
+// built for (ScoreSet), and inner loops have no branches. Two functions choose the set that a problem needs, by branches that are uniform
+// over the grid:
+//
+//   apply_score_mods   all scores of a fragment, in the forward
+//   with_score_mods    anything else: the caller's code for one score or for a tile
+//
+// Scores stay in the unit of q k^T (RawUnit) in the forward: softmax_scale and log2(e) enter with the exponential, at no cost. What is added to
+// logits is divided by softmax_scale before. The backward knows lse, so there ScoreMods::logit() goes to logits directly.
 //
 // Dropout acts on P, behind the softmax: rng.cuh.
 #pragma once
@@ -20,71 +31,177 @@
 
 namespace fa::cuda {
 
-// score -> cap * tanh(score / cap). tanh(x) = 1 - 2 / (1 + e^2x): its error is 2^-23 of the cap, far below that of a product of 16-bit numbers.
-struct Softcap {
-  float cap, exponent;  // RawUnit's cap and cap_exponent
+// ----------------------------------------------------------------------------------------------------------------------
+// Units and functions
+// ----------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ explicit Softcap(const RawUnit &raw) : Softcap(raw.cap, raw.cap_exponent) {}
-  __device__ __forceinline__ Softcap(float cap, float exponent) : cap(cap), exponent(exponent) {}
+// For operands of 16 and 8 bits: logits in base 2, approximate functions. tanh(x) = 1 - 2 / (1 + e^2x) has an error of 2^-23, far below that
+// of a product of 16-bit numbers.
+struct Base2Math {
+  static constexpr float kLogit = kLog2e;  // 1 of a natural logit
+  RawUnit raw;
 
-  __device__ __forceinline__ float forward(float s) const {
-    return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(s * exponent)), cap);
+  __device__ __forceinline__ float factor() const { return raw.factor; }
+  // cap * tanh(softmax_scale s / softcap).
+  __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
+    return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(s * raw.cap_exponent)), cap);
   }
-  // tanh itself, and its derivative 1 - tanh^2.
-  __device__ __forceinline__ float tanh(float s) const {
-    return fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s * exponent)), 1.f);
-  }
-  static __device__ __forceinline__ float derivative(float tanh) { return fmaf(-tanh, tanh, 1.f); }
-};
-
-// ALiBi: score - slope |query + seqlen_k - seqlen_q - key|. Its gradient is that of the score.
-struct Alibi {
-  // `distance`: query + seqlen_k - seqlen_q - key.
-  static __device__ __forceinline__ float forward(float s, float slope, float distance) {
-    return fmaf(-slope, fabsf(distance), s);
+  // log(1 + x) for x >= 0.
+  static __device__ __forceinline__ float log1p(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(1.f + x));
+    return y * kLn2;
   }
 };
 
-// The slope of a query head in the unit of scores.
-__device__ __forceinline__ float alibi_slope(const Problem &p, const RawUnit &raw, int batch, int head) {
-  return raw.logit * p.alibi_slopes[batch * p.alibi_batch_stride + head * p.alibi_head_stride];
+// For operands of fp32: natural logits, functions that are exact to fp32.
+struct NaturalMath {
+  static constexpr float kLogit = 1.f;
+  const Problem &p;
+
+  __device__ __forceinline__ float factor() const { return p.softcap > 0 ? p.softcap : p.softmax_scale; }
+  __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
+    return cap * tanhf(s * p.softmax_scale / p.softcap);
+  }
+  static __device__ __forceinline__ float log1p(float x) { return log1pf(x); }
+};
+
+// ----------------------------------------------------------------------------------------------------------------------
+// State of a head
+// ----------------------------------------------------------------------------------------------------------------------
+
+// Whether the problem has a transform, and an offset.
+__device__ __forceinline__ bool has_transform(const Problem &p) { return p.softcap > 0; }
+__device__ __forceinline__ bool has_offset(const Problem &p) { return p.alibi_slopes != nullptr; }
+// Whether it has neither, so that apply_score_mods() would change nothing.
+__device__ __forceinline__ bool has_plain_scores(const Problem &p) { return p.softcap <= 0 && p.alibi_slopes == nullptr; }
+
+// Of a problem with an offset. `logit`: 1 of a natural logit in the unit that offsets are added in.
+__device__ __forceinline__ HeadTerms load_head_terms(const Problem &p, float logit, int batch, int head) {
+  return {logit * p.alibi_slopes[batch * p.alibi_batch_stride + head * p.alibi_head_stride]};
+}
+// Of any problem.
+__device__ __forceinline__ HeadTerms head_terms(const Problem &p, float logit, int batch, int head) {
+  return has_offset(p) ? load_head_terms(p, logit, batch, head) : HeadTerms{0.f};
 }
 
-// Softcap over a fragment.
-template <class Fragment, typename Scores>
-__device__ __forceinline__ void apply_softcap(Scores &s, const RawUnit &raw) {
-  const Softcap mod(raw);
+// ----------------------------------------------------------------------------------------------------------------------
+// One score
+// ----------------------------------------------------------------------------------------------------------------------
+
+// In a ScoreMods' terms, with kAlibi: the logarithmic formula instead of the linear one. Every kernel with ALiBi has both.
+constexpr ScoreSet kLogAlibi = ScoreSet{1} << 31;
+
+// The terms kTerms. `s` is an element of Q K^T. `distance` is query + seqlen_k - seqlen_q - key, with either sign.
+template <ScoreSet kTerms, class Math = Base2Math>
+struct ScoreMods {
+  static constexpr bool has(ScoreSet terms) { return (kTerms & terms) != 0; }
+  const Math &math;
+  float alibi_log_scale;  // with kLogAlibi
+
+  // Softcap: score -> cap * tanh(score / cap). The result is in the unit that `cap` is in.
+  __device__ __forceinline__ float transform(float s, float cap) const {
+    if constexpr (has(kSoftcap)) s = math.scaled_tanh(s, cap);
+    return s;
+  }
+  // ALiBi: score - slope |distance|, or score - slope log(1 + alibi_log_scale |distance|).
+  __device__ __forceinline__ float add_offset(float s, const HeadTerms &head, float distance) const {
+    distance = fabsf(distance);
+    if constexpr (has(kLogAlibi)) distance = Math::log1p(alibi_log_scale * distance);
+    if constexpr (has(kAlibi)) s = fmaf(-head.slope, distance, s);
+    return s;
+  }
+
+  // Forward: the score with its terms, in the unit of q k^T, like `head`.
+  __device__ __forceinline__ float forward(float s, const HeadTerms &head, float distance) const {
+    return add_offset(transform(s, math.raw.cap), head, distance);
+  }
+  // Backward: the logit with its terms plus `offset` (-lse, the bias), in the unit of Math, like `head`. `derivative` becomes that of the logit
+  // by the scaled score: dS of the scaled score is P (dP - delta) times it.
+  __device__ __forceinline__ float logit(float s, float offset, const HeadTerms &head, float distance,
+                                         float &derivative) const {
+    const float x = transform(s, 1.f);  // with softcap its tanh: the softcap is part of the factor
+    derivative = has(kSoftcap) ? fmaf(-x, x, 1.f) : 1.f;
+    return fmaf(x, math.factor(), add_offset(offset, head, distance));
+  }
+};
+
+// Calls f with the ScoreMods of the problem, in a kernel that is built for the terms kBuilt. with_offset() chooses the offset alone.
+template <ScoreSet kBuilt, class Math, typename F>
+__device__ __forceinline__ void with_offset(const Problem &p, const Math &math, F f) {
+  if ((kBuilt & kAlibi) != 0 && p.alibi_log_scale > 0) {
+    f(ScoreMods<kBuilt | kLogAlibi, Math>{math, p.alibi_log_scale});
+  } else {
+    f(ScoreMods<kBuilt, Math>{math});
+  }
+}
+template <ScoreSet kBuilt, class Math, typename F>
+__device__ __forceinline__ void with_score_mods(const Problem &p, const Math &math, F f) {
+  if ((kBuilt & kSoftcap) != 0 && has_transform(p)) {
+    with_offset<kBuilt>(p, math, f);
+  } else {
+    with_offset<kBuilt & ~kSoftcap>(p, math, f);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------------------
+// Fragments
+// ----------------------------------------------------------------------------------------------------------------------
+
+// Transforms all scores of a fragment.
+template <class Fragment, class Mods, typename Scores>
+__device__ __forceinline__ void transform_fragment(Scores &s, const Mods &mods) {
 #pragma unroll
-  for (int n = 0; n < Fragment::kElements; ++n) element(s, n) = mod.forward(element(s, n));
+  for (int n = 0; n < Fragment::kElements; ++n) element(s, n) = mods.transform(element(s, n), mods.math.raw.cap);
 }
 
-// ALiBi over the keys of row r. `distance`: of the row's query to the lane's first key (query + seqlen_k - seqlen_q - key0 - first_key).
-template <class Fragment, typename Scores>
-__device__ __forceinline__ void apply_alibi(Scores &s, int r, float slope, int distance) {
+// Adds the offsets of row r. `distance`: of the row's query to the lane's first key (query + seqlen_k - seqlen_q - key0 - first_key).
+template <class Fragment, class Mods, typename Scores>
+__device__ __forceinline__ void add_row_offsets(Scores &s, int r, const Mods &mods, const HeadTerms &head, int distance) {
   const auto first = static_cast<float>(distance);  // one conversion for all keys
 #pragma unroll
   for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
     const int n = Fragment::at(r, m);
-    element(s, n) = Alibi::forward(element(s, n), slope, first - static_cast<float>(Fragment::key(n)));
+    element(s, n) = mods.add_offset(element(s, n), head, first - static_cast<float>(Fragment::key(n)));
   }
 }
 
-// The terms that every kernel with general scores takes: softcap, then ALiBi. slope(r) and distance(r) are called only with ALiBi.
-template <class Fragment, typename Scores, typename Slope, typename Distance>
-__device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, const RawUnit &raw, Slope slope,
+// The forward of all scores of a fragment, in either orientation. head(r) and distance(r) are called only if the problem has an
+// offset.
+template <class Fragment, typename Scores, typename Head, typename Distance>
+__device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, const RawUnit &raw, Head head,
                                                  Distance distance) {
-  if (p.softcap > 0) apply_softcap<Fragment>(s, raw);
-  if (p.alibi_slopes != nullptr) {
+  const Base2Math math{raw};
+  if (has_transform(p)) transform_fragment<Fragment>(s, ScoreMods<kSoftcap>{math});
+  if (has_offset(p)) {
+    with_offset<kAlibi>(p, math, [&](const auto &mods) {
 #pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r) apply_alibi<Fragment>(s, r, slope(r), distance(r));
+      for (int r = 0; r < Fragment::kRows; ++r) add_row_offsets<Fragment>(s, r, mods, head(r), distance(r));
+    });
   }
 }
 
-// Bias: score + bias / softmax_scale. A bias of -inf masks the pair. With kMasked it does so whatever the score is, NaN included; without, it
-// is only added, which is enough where the score is finite.
-template <bool kMasked = true>
-__device__ __forceinline__ float add_bias(float s, float bias, const RawUnit &raw) {
-  return kMasked && bias == -CUDART_INF_F ? bias : fmaf(bias, raw.logit, s);
+// ----------------------------------------------------------------------------------------------------------------------
+// Bias
+// ----------------------------------------------------------------------------------------------------------------------
+
+// Adds a bias, where 1 of a natural logit is `logit`. A bias of -inf masks the pair. With kMasked it does so whatever the score is, NaN
+// included; without, it is only added, which is enough where the score is finite.
+template <bool kMasked>
+__device__ __forceinline__ float add_bias(float s, float bias, float logit) {
+  return kMasked && bias == -CUDART_INF_F ? bias : fmaf(bias, logit, s);
+}
+
+__device__ __forceinline__ float load_score(const ScoreTensor &t, int64_t index) {
+  if (t.dtype == Dtype::f32) return static_cast<const float *>(t.data)[index];
+  const uint16_t bits = static_cast<const uint16_t *>(t.data)[index];
+  return t.dtype == Dtype::bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
+}
+
+// The bias of one pair, 0 if the problem has none. The key must lie inside the sequence.
+__device__ __forceinline__ float load_bias(const ScoreTensor &t, int batch, int head, int row, int key) {
+  if (t.data == nullptr) return 0.f;
+  return load_score(t, batch * t.batch_stride + head * t.head_stride + row * t.row_stride + key * t.col_stride);
 }
 
 }  // namespace fa::cuda

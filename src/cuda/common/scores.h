@@ -10,6 +10,10 @@
 
 namespace fa::cuda {
 
+// Kernels compute exponentials and logarithms in base 2.
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
 using ScoreSet = uint32_t;
 constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
 // kTileBias: a bias that kernels can load as they load keys (dtype of the operands, rows of whole 16-byte vectors). kAnyBias: any other.
@@ -66,15 +70,20 @@ inline float rescale_threshold(int p_exponent) {
 
 // The unit of q k^T. Kernels that add terms to scores before scaling them divide the terms by softmax_scale, which enters with the exponential.
 struct RawUnit {
-  float logit;         // 1 / softmax_scale
+  float logit;         // 1 of a natural logit: 1 / softmax_scale
   float cap;           // softcap
-  float cap_inverse;   // 1 / softcap
-  float cap_exponent;  // turns a product x into the exponent of two of e^(2 x / cap)
+  float factor;        // turns an element of Q K^T, or with softcap the tanh of it, into a logit in base 2
+  float cap_exponent;  // turns an element x of Q K^T into the exponent of two of e^(2 x / cap)
 };
 inline RawUnit raw_unit(const Problem &p) {
-  if (p.softcap == 0) return {1 / p.softmax_scale, 0, 0, 0};
-  const float inverse = p.softmax_scale / p.softcap;
-  return {1 / p.softmax_scale, p.softcap / p.softmax_scale, inverse, 2 * 1.4426950408889634f * inverse};
+  if (p.softcap == 0) return {1 / p.softmax_scale, 0, p.softmax_scale * kLog2e, 0};
+  return {1 / p.softmax_scale, p.softcap / p.softmax_scale, p.softcap * kLog2e, 2 * kLog2e * p.softmax_scale / p.softcap};
 }
+
+// What the terms of a (batch entry, query head) need besides the problem (score_mod.cuh). Kernels keep it in registers or in shared memory, or
+// load it where they use it.
+struct HeadTerms {
+  float slope;  // of ALiBi, in the unit that offsets are added in; 0 without ALiBi
+};
 
 }  // namespace fa::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every instance's object file defines one function, its getter, which returns the addresses of its kernels. The references to getters here
-// are weak: those of instances that FA_ONLY or the list of architectures leaves out are null.
+// Every instance defines one function, its getter, which returns the addresses of its kernels. The references to getters here are weak: those
+// of instances that FA_ONLY or the list of architectures leaves out are null.
 #include "cuda/host/instances.h"
 
 #include "cuda/kernels/bwd_simt/backward.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this build contains: the instances of the kernel tables, one object file each. Their addresses are asked for by the functions in
+// What this build contains: instances of the rows of the kernel tables. Their addresses are asked for by the functions in
 // kernels/*/*.h (forward_kernel(), backward_launches(), ...), which instances.cpp defines for all families.
 #pragma once
 

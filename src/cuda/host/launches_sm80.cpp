@@ -57,7 +57,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
   const int exponent = p_exponent(p.dropout.keep_scale);
-  set_rows(b, plan, kLseUnit, exponent, memory.workspace, params);
+  set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
   params.order =
       L2HeadOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group,
                   /*last_rows_first=*/false);

@@ -74,7 +74,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
-  set_rows(b, plan, kLseUnit, /*p_exponent=*/0, memory.workspace, params);
+  set_rows(b, plan, kLog2e, /*p_exponent=*/0, memory.workspace, params);
   FA_RETURN_IF_ERROR(
       describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
   FA_RETURN_IF_ERROR(describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(),
@@ -95,8 +95,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.ordered = p.deterministic;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
-  params.cap_exponent = p.softcap > 0 ? 2 * kLseUnit * p.softmax_scale / p.softcap : 0;
-  params.logit_factor = (p.softcap > 0 ? p.softcap : p.softmax_scale) * kLseUnit;
+  params.raw = raw_unit(p);
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

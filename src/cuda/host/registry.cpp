@@ -52,6 +52,7 @@ constexpr auto kRows = concatenate(
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
               row.features = kAnyFeatures & ~kSmallMaskBlocks;
+              row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
               row.rows = shape.rows();
@@ -132,6 +133,7 @@ constexpr auto kRows = concatenate(
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
               row.features = kAnyFeatures & ~kSmallMaskBlocks;
+              row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
               row.rows = shape.keys();
@@ -159,6 +161,11 @@ constexpr auto kRows = concatenate(
       row.shared_bytes = shape.shared_bytes();
       row.rows = shape.keys();
     }));
+
+// Column `capability` of the tables is what the build reads.
+static_assert(std::all_of(kRows.begin(), kRows.end(), [](const KernelRow &row) {
+  return row.capability >= 90 || row.shared_bytes <= kMaxSharedBytesBefore90;
+}));
 
 // The rows of a family and pass in kRows, and what at least one of them offers.
 struct FamilyRows {

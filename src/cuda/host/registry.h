@@ -43,6 +43,9 @@ constexpr FeatureSet kUnalignedRows = 2048;       // q, k, v (backward: dout) wi
 constexpr FeatureSet kNoTma = 4096;               // q, k, v (backward: dout) that TMA cannot describe: is_tma_compatible()
 constexpr FeatureSet kAnyFeatures = 8191;
 
+// Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
+constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;
+
 struct KernelRow {
   // What it is. The build calls its instances <set>_<dtype>_<name>, which is what FA_ONLY matches.
   const char *set = "";

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <iterator>
 #include <memory>
 #include <set>
@@ -97,6 +98,7 @@ std::vector<Case> cases() {
         const bool everything = scores == kEverything || scores == kOddBlocks;
         if (everything || scores == kSmooth) {
           c.alibi = 1;
+          if (dtype == FA_BFLOAT16) c.alibi_log_scale = 0.5;
           c.softcap = 10;
         }
         if (everything || scores == kBias) c.bias = 1;
@@ -386,6 +388,25 @@ TEST(EveryKernel, InstancesAreFound) {
     }
   }
   EXPECT_EQ(found, compiled);
+}
+
+// Needs no GPU. Without FA_ONLY a build has every kernel that runs on a device of its architectures.
+TEST(EveryKernel, BuildHasWhatItsArchitecturesRun) {
+#if defined(FA_TEST_ONLY)
+  GTEST_SKIP() << "this build leaves kernels out (FA_ONLY)";
+#endif
+  bool hopper = false, from_90 = false;
+  std::istringstream list(FA_TEST_CUDA_ARCHS);
+  for (std::string arch; list >> arch;) {
+    hopper |= arch.rfind("90", 0) == 0;
+    from_90 |= std::atoi(arch.c_str()) >= 90;
+  }
+  for (const fa::cuda::KernelRow &kernel : fa::cuda::all_kernels()) {
+    const bool expected = kernel.sm90a ? hopper : kernel.capability < 90 || from_90;
+    for (const fa::Dtype dtype : {fa::Dtype::f16, fa::Dtype::bf16}) {
+      EXPECT_EQ(fa::cuda::is_instance_built(kernel, dtype), expected) << instance_name(kernel, dtype);
+    }
+  }
 }
 
 // The problems with their references, which take most of this test's time, on all processors.

@@ -207,6 +207,8 @@ abi_structs! {
         q_descale: fa_tensor,
         k_descale: fa_tensor,
         v_descale: fa_tensor,
+        alibi_log_scale: f32,
+        reserved: u32,
     }
     fa_gradients {
         struct_size: u32,

@@ -90,6 +90,13 @@ impl<'a> Attention<'a> {
         self
     }
 
+    /// With `scale` > 0 and [`Attention::alibi_slopes`], slope * log(1 + scale * distance) is subtracted instead of slope * distance.
+    #[must_use]
+    pub fn alibi_log_scale(mut self, scale: f32) -> Self {
+        self.raw.alibi_log_scale = scale;
+        self
+    }
+
     /// Elements of P are dropped with probability `p`. The same seed and offset drop the same elements on every device.
     #[must_use]
     pub fn dropout(mut self, p: f32, seed: u64, offset: u64) -> Self {

@@ -7,7 +7,7 @@
 
 #include "cuda/common/operand.h"
 #include "cuda/common/ptx.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
 
 namespace fa::cuda {

@@ -8,8 +8,6 @@
 
 namespace fa::cuda {
 
-constexpr float kLseUnit = 1.4426950408889634f;  // log2(e), for kernels that compute P as 2^(logit - lse)
-
 // The parameters of every backward kernel begin with these. Queries are divided into Q tiles of q_tile_rows rows, and
 // every sequence is padded to q_tiles of them. Arrays are workspace, contiguous, of shape (batch, heads_q, q_tiles, ...)
 // with the dimensions below. q_tile_rows is arbitrary, but q_tile_rows * head_dim_bucket must be a multiple of 4. Tensors may have

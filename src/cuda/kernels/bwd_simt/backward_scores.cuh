@@ -48,7 +48,7 @@ struct BackwardScores {
   HeadOperands *operands;   // of this warp, of the head that is being loaded
   RowNumbers *row_numbers;  // two buffers
 
-  bool own_queries, through_softcap = false;
+  bool own_queries, with_derivative = false;
   int s_slices, slices;  // of S, and of S and dP
   int seqlen_q, seqlen_k;
   float s[T::kOwn][T::kOther], dp[T::kOwn][T::kOther];
@@ -173,7 +173,8 @@ struct BackwardScores {
 
   __device__ __forceinline__ void general_operand(const BackwardTile &t, bool want_p, const RowNumbers &of_rows) {
     const Pairs pairs(p, t.b, seqlen_q, seqlen_k);
-    const float slope = pairs.slope_of(t.head_q), scale = p.general_score() ? 1.f : p.softmax_scale;
+    const HeadTerms terms = pairs.head_terms(t.head_q);
+    const float scale = p.general_score() ? 1.f : p.softmax_scale;
 #pragma unroll 1
     for (int i = 0; i < T::kOwn; ++i) {
       const int own = t.own0 + at.own + i;
@@ -184,7 +185,7 @@ struct BackwardScores {
         float x = kMaskedP;
         if (pairs.visible(t.head_q, row, key)) {
           const float raw = s[0][0];
-          const float logit = p.general_score() ? pairs.logit(raw, t.head_q, slope, row, key) : raw;
+          const float logit = p.general_score() ? pairs.logit(raw, t.head_q, terms, row, key) : raw;
           if (logit != -CUDART_INF_F) {
             const float prob = exponential(fmaf(logit, scale, -of_rows.lse[n]));
             const bool kept = pairs.kept(t.head_q, row, key);
@@ -197,11 +198,7 @@ struct BackwardScores {
             }
           }
         }
-        // The derivative of softcap. dbias does not pass through it.
-        if (through_softcap && x != 0.f) {
-          const float cap = pairs.cap(s[0][0]);
-          x = x * (1.f - cap * cap) + 0.f;
-        }
+        if (with_derivative && x != 0.f) x = x * pairs.derivative(s[0][0], terms, row, key) + 0.f;
         s[0][0] = x;
         rotate(s[0]);
         rotate(dp[0]);

@@ -68,25 +68,23 @@ class Backward {
   __device__ __forceinline__ void mainloop(int head_q, bool first) {
     if (!block_.find_tiles(head_q)) return;
     if constexpr (C::has(kAlibi)) {
-      const Problem &p = block_.p;
-      slope_ = p.alibi_slopes == nullptr
-                   ? 0.f
-                   : p.alibi_slopes[block_.batch * p.alibi_batch_stride + head_q * p.alibi_head_stride] * kLog2e;
+      head_ = head_terms(block_.p, Base2Math::kLogit, block_.batch, head_q);
     }
+    const int begin = block_.begin, last = block_.end - 1;
     __syncthreads();  // all warps have read the tiles of the previous head
-    load_bias(block_.end - 1);
-    load(block_.end - 1);
-    wait_for(block_.end - 1, first);
-    if (block_.end - 1 > block_.begin) load(block_.end - 2);
+    load_bias(last);
+    load(last);
+    wait_for(last, first);
+    if (last > begin) load(last - 1);
 #pragma unroll 1
-    for (int tile = block_.end - 1; tile >= block_.begin; --tile) {
+    for (int tile = last; tile >= begin; --tile) {
       score_tiles(tile);
-      if (tile > block_.begin) load_bias(tile - 1);
+      if (tile > begin) load_bias(tile - 1);
       dq_.release(block_);
       __syncthreads();  // dS (and P) of every warp is in shared memory
       gradients(tile);
-      if (tile > block_.begin) wait_for(tile - 1, false);
-      if (tile > block_.begin + 1) load(tile - 2);
+      if (tile > begin) wait_for(tile - 1, false);
+      if (tile > begin + 1) load(tile - 2);
     }
     dq_.release(block_);
   }
@@ -193,8 +191,9 @@ class Backward {
     const int stage = tile % C::kStages, first_key = this->first_key();
     const int row0 = tile * C::kRows + first_row, key0 = block_.key0 + first_key;
     const uint32_t q = block_.smem_q(stage), dout = block_.smem_dout(stage);
-    // Bytes from the beginning of lse, and of delta, to this lane's first query. The addresses are computed where they are used.
-    const uint32_t row_numbers = stage * sizeof(C::Storage::lse[0]) + (first_row + 2 * (block_.lane & 3)) * 4;
+    // Of this lane's first query.
+    const uint32_t lse_at = block_.smem_lse(stage) + (first_row + 2 * (block_.lane & 3)) * 4,
+                   delta_at = lse_at + sizeof(C::Storage::lse);
     POperand operand;
     if ((kMasked && !block_.mask.any(row0, C::kTileRows, key0, C::kKeyTiles * 16)) ||
         (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0)) {
@@ -223,12 +222,12 @@ class Backward {
     clear<C::kKeyTiles, C::kNt>(s);
     mma_ss<Element, Major::k, C::kD * 2, Major::k, C::kD * 2, C::kD / 16>(s, block_.smem_k(), first_key, q, first_row);
     if constexpr (!C::kGeneral) {
-      exponentiate_plain<kMasked>(s, visible, row_numbers);
+      exponentiate_plain<kMasked>(s, visible, lse_at);
       convert(operand, s);
-    } else if (C::has(kSoftcap) && p.softcap > 0) {
-      exponentiate_general<kMasked, true>(operand, s, bias, visible, row0, key0, first_row, row_numbers);
     } else {
-      exponentiate_general<kMasked, false>(operand, s, bias, visible, row0, key0, first_row, row_numbers);
+      with_score_mods<C::kScores>(p, Base2Math{block_.a.raw}, [&](const auto &mods) {
+        exponentiate_general<kMasked>(mods, operand, s, bias, visible, row0, key0, first_row, lse_at);
+      });
     }
     if constexpr (C::kSharesP) {
       store_scores(block_.smem_p(), first_row, operand);
@@ -241,7 +240,7 @@ class Backward {
     mma_ss<Element, Major::k, C::kDv * 2, Major::k, C::kDv * 2, C::kDv / 16>(dp, block_.smem_v(), first_key, dout, first_row);
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 deltas = ld_shared_float2(block_.smem_delta(0) + row_numbers + j * 32);
+      const float2 deltas = ld_shared_float2(delta_at + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -273,13 +272,13 @@ class Backward {
     if constexpr (kMasked && C::has(kAnyBias)) visible = static_cast<PairBits>(opaque(static_cast<int>(visible)));
   }
 
-  // P = 2^(S - lse). `row_numbers`: bytes from the beginning of lse to this lane's first query.
+  // P = 2^(S - lse). `lse_at`: address of lse of this lane's first query.
   template <bool kMasked>
-  __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t row_numbers) const {
+  __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t lse_at) const {
     const float c = block_.p.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
-      const float2 lse = ld_shared_float2(block_.smem_lse(0) + row_numbers + j * 32);
+      const float2 lse = ld_shared_float2(lse_at + j * 32);
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -292,12 +291,11 @@ class Backward {
 
   // From S = Q K^T: `operand` is P, converted, zero where dropped. s becomes what dP - delta is multiplied by: P times the derivative of
   // the softcap, negative where dropped. Both are 2^p_exponent times as large with dropout, by lse. Pairs that the bias masks leave `visible`.
-  template <bool kMasked, bool kCapped>
-  __device__ __forceinline__ void exponentiate_general(POperand &operand, Scores &s, const Scores &bias, PairBits &visible,
-                                                       int row0, int key0, int first_row, uint32_t row_numbers) const {
+  template <bool kMasked, class Mods>
+  __device__ __forceinline__ void exponentiate_general(const Mods &mods, POperand &operand, Scores &s, const Scores &bias,
+                                                       PairBits &visible, int row0, int key0, int first_row,
+                                                       uint32_t lse_at) const {
     const Problem &p = block_.p;
-    const Softcap cap(block_.a.raw);
-    const float c = p.softmax_scale * kLog2e;
     float distance = 0.f;
     if constexpr (C::has(kAlibi)) {
       distance = static_cast<float>(row0 + block_.mask.seqlen_k - block_.mask.seqlen_q - key0 + Tile::query_of(0, 0) -
@@ -307,11 +305,13 @@ class Backward {
     for (int k = 0; k < C::kNt / 2; ++k) {
       float2 lse[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(block_.smem_lse(0) + row_numbers + (2 * k + half) * 32);
-      DropoutTile dropout;
+      for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(lse_at + (2 * k + half) * 32);
+      uint32_t dropout_bits[C::kKeyTiles][4];
       if constexpr (C::has(kDropout)) {
-        const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
-        dropout = DropoutTile(dropout_, bh, row0 / 16 + k);
+        if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
+          const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
+          Tile::dropout_bits(dropout_bits, DropoutTile(dropout_, bh, row0 / 16 + k), key0);
+        }
       }
 #pragma unroll
       for (int i = 0; i < C::kKeyTiles; ++i) {
@@ -325,30 +325,22 @@ class Backward {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           const int half = e / 4, r = e % 4, j = 2 * k + half;
-          float x = s[i][j][r], offset = -((r & 1) ? lse[half].y : lse[half].x), derivative = 1.f;
-          if constexpr (C::has(kAlibi)) {
-            offset = Alibi::forward(offset, slope_, distance + static_cast<float>(8 * j + (r & 1) - 16 * i - 8 * (r >> 1)));
-          }
+          float offset = -((r & 1) ? lse[half].y : lse[half].x), derivative;
           if constexpr (kHasBias) {
             const float b = C::kStagesBias ? half_of<Element>(staged[e / 2], r & 1) : bias[i][j][r];
-            offset = fmaf(b, kLog2e, offset);
+            offset = add_bias<false>(offset, b, Base2Math::kLogit);
             if (kMasked && b == -CUDART_INF_F) visible &= ~(1u << Tile::bit_of(i, j, r));
           }
-          if constexpr (kCapped) {
-            const float tanh = cap.tanh(x);
-            x = cap.cap * tanh;
-            derivative = Softcap::derivative(tanh);
-          }
-          const float prob = exp2_approx(fmaf(x, c, offset));
+          const auto steps = static_cast<float>(8 * j + (r & 1) - 16 * i - 8 * (r >> 1));
+          const float prob = exp2_approx(mods.logit(s[i][j][r], offset, head_, distance + steps, derivative));
           probs[e] = kMasked && (visible >> Tile::bit_of(i, j, r) & 1) == 0 ? kMaskedP : prob;
-          s[i][j][r] = kCapped ? probs[e] * derivative : probs[e];
+          s[i][j][r] = probs[e] * derivative;
         }
         hold_bits<kMasked>(visible);
         convert_p<Element>(probs, 0, operand[i][k]);
         if constexpr (C::has(kDropout)) {
           if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
-            uint32_t bits[4];
-            Tile::dropout_bits(bits, dropout, key0 + 16 * i);
+            const uint32_t(&bits)[4] = dropout_bits[i];
             const uint32_t threshold = p.dropout.threshold << 16;
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
@@ -418,7 +410,7 @@ class Backward {
 
   KeyBlock<C> block_;
   DqSum<C> dq_;
-  float slope_;  // of ALiBi, times log2(e)
+  HeadTerms head_;  // for logits in base 2
   DropoutKey dropout_;
   uint32_t visible_blocks_ = kAllBlocks;  // of 64 keys each, those that the block mask shows to this query tile
   bool nan_safe_ = false;                 // this query tile takes the NaN-safe path

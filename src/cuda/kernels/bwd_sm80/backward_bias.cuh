@@ -8,14 +8,14 @@
 
 namespace fa::cuda::sm80 {
 
-template <class C>
+// The same for all rows of the table with these head dims: rows that are compiled together share it.
+template <typename Element, int kD, int kDv>
 class BackwardBias {
  public:
-  using Element = typename C::Element;
-  static constexpr int kTile = C::kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32, kNt = kTile / 8;
+  static constexpr int kTile = kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32, kNt = kTile / 8;
 
   struct Storage {
-    uint16_t q[kTile][C::kD], k[kTile][C::kD], v[kTile][C::kDv], dout[kTile][C::kDv];
+    uint16_t q[kTile][kD], k[kTile][kD], v[kTile][kDv], dout[kTile][kDv];
     float column_sums[kWarps][kTile];
   };
 
@@ -57,21 +57,19 @@ class BackwardBias {
     const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k), v_tile = smem_address(shared_.v),
                    dout_tile = smem_address(shared_.dout);
     __syncthreads();  // all warps have read the previous tiles
-    load_tile<kTile, C::kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q),
-                                      row0);
-    load_tile<kTile, C::kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k),
-                                      key0);
-    load_tile<kTile, C::kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
-                                       key0);
-    load_tile<kTile, C::kDv, kThreads>(
-        dout_tile, row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
+    load_tile<kTile, kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
+    load_tile<kTile, kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
+    load_tile<kTile, kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
+                                    key0);
+    load_tile<kTile, kDv, kThreads>(dout_tile,
+                                    row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
     Accumulator<1, kNt> s, dp;
-    mma_nt<Element, C::kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
-    mma_nt<Element, C::kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
-    const ScoreTerms terms(p_, b, h, seqlen_q, seqlen_k);
+    mma_nt<Element, kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
+    mma_nt<Element, kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
+    const HeadTerms head = head_terms(p_, Base2Math::kLogit, b, h);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
     const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows;
@@ -86,11 +84,16 @@ class BackwardBias {
         const int key = key0 + 8 * j + 2 * (lane_ & 3) + (r & 1);
         if (key < keys.begin || key >= keys.end) continue;
         if (p_.block_mask.data != nullptr && !p_.block_mask.visible(b, h, row, key)) continue;
-        const float logit = terms.logit(p_, s[0][j][r], row, key);
-        if (logit == -CUDART_INF_F) continue;
+        const float bias = load_bias(p_.bias, b, h, row, key);
+        if (bias == -CUDART_INF_F) continue;  // masks the pair whatever its score is, NaN included
+        float logit, derivative;              // dbias does not pass through the derivative
+        with_score_mods<kSoftcap | kAlibi>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
+          const auto distance = static_cast<float>(row + seqlen_k - seqlen_q - key);
+          logit = mods.logit(s[0][j][r], add_bias<false>(-lse, bias, Base2Math::kLogit), head, distance, derivative);
+        });
         const bool dropped = p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row, key) < p_.dropout.threshold;
         const float d = dropped ? 0.f : dp[0][j][r] * a_.keep_scale;
-        sum_[0][j][r] += exp2_approx(logit - lse) * (d - delta);
+        sum_[0][j][r] += exp2_approx(logit) * (d - delta);
       }
     }
   }
@@ -142,22 +145,20 @@ class BackwardBias {
   Accumulator<1, kNt> sum_;
 };
 
-template <class C>
-__global__ void __launch_bounds__(BackwardBias<C>::kThreads) backward_bias(const __grid_constant__ BackwardParams params) {
+template <typename Element, int kD, int kDv>
+__global__ void __launch_bounds__(BackwardBias<Element, kD, kDv>::kThreads)
+    backward_bias(const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) char shared[];
-  using Storage = typename BackwardBias<C>::Storage;
-  BackwardBias<C>(params, *reinterpret_cast<Storage *>(shared)).run();
+  using Storage = typename BackwardBias<Element, kD, kDv>::Storage;
+  BackwardBias<Element, kD, kDv>(params, *reinterpret_cast<Storage *>(shared)).run();
 }
 
-template <class C>
+template <typename Element, int kD, int kDv>
 Launch bias_launch(const BackwardProblem &b) {
-  if constexpr (C::has(kTileBias | kAnyBias)) {
-    using Bias = BackwardBias<C>;
-    const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
-    return {reinterpret_cast<const void *>(&backward_bias<C>), Bias::kThreads, sizeof(typename Bias::Storage),
-            slices * (b.dbias_sum_rows ? 1 : Bias::tiles(b.dbias_rows)) * Bias::tiles(b.dbias_cols)};
-  }
-  return {};
+  using Bias = BackwardBias<Element, kD, kDv>;
+  const int64_t slices = (b.dbias_sum_batch ? 1 : b.forward.batch) * (b.dbias_sum_heads ? 1 : b.forward.heads_q);
+  return {reinterpret_cast<const void *>(&backward_bias<Element, kD, kDv>), Bias::kThreads, sizeof(typename Bias::Storage),
+          slices * (b.dbias_sum_rows ? 1 : Bias::tiles(b.dbias_rows)) * Bias::tiles(b.dbias_cols)};
 }
 
 }  // namespace fa::cuda::sm80

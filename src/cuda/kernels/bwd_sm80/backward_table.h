@@ -12,7 +12,7 @@ constexpr int32_t kDqSemaphoresPerTile = 8;  // warps of a CTA, at most: each ha
 
 // Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
 template <int kHeadDim, int kHeadDimV, int kWarps, int kRoles, int kQueryWarps, int kKeyTiles, int kColumnWarps, int kRows,
-          int kStages, int kMinCtas, ScoreSet kScores>
+          int kStages, int kMinCtas, int kCapability, ScoreSet kScores>
 struct BackwardStorage {
   static constexpr int kKeys = kWarps / kRoles / kQueryWarps * kKeyTiles * 16;
   static constexpr bool kSharesP = kRoles > 1 || kQueryWarps > 1;  // P, like dS, goes to other warps
@@ -41,6 +41,7 @@ struct BackwardShape {
   int32_t rows;          // queries of a tile
   int32_t stages;        // of Q and dO
   int32_t min_blocks;    // CTAs per SM
+  int32_t capability;    // of the oldest devices with that much shared memory
   ScoreSet scores;       // the score terms it is built for
   int32_t storage;       // bytes of BackwardStorage
 
@@ -51,28 +52,28 @@ struct BackwardShape {
 
 // Cheaper kernels first. Of two rows for the same head_dim the plan takes the first that fits the device's shared memory (227 KB on H100,
 // 163 KB on A100, 99 KB on sm_86 and sm_89).
-// X(name, head_dim, head_dim_v, warps, roles, query_warps, key_tiles, column_warps, rows, stages, min_blocks, scores)
-#define FA_SM80_BACKWARD_TABLE(X)                       \
-  X(d64, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, kPlain)       \
-  X(d128, 128, 128, 8, 2, 1, 2, 2, 64, 2, 1, kPlain)    \
-  X(d128a, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, kPlain)   \
-  X(d128s, 128, 128, 4, 1, 2, 2, 2, 32, 2, 1, kPlain)   \
-  X(d256, 256, 256, 8, 2, 2, 2, 4, 64, 2, 1, kPlain)    \
-  X(d256s, 256, 256, 8, 1, 2, 1, 4, 32, 2, 1, kPlain)   \
-  X(d64m, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, kSmooth)     \
-  X(d64b, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, kBiased)     \
-  X(d64r, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, kDropped)    \
-  X(d64g, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, kAll)        \
-  X(d128m, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, kSmooth)  \
-  X(d128b, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, kBiased)  \
-  X(d128r, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, kDropped) \
-  X(d128g, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, kAll)     \
-  X(d128gs, 128, 128, 4, 1, 2, 2, 2, 32, 2, 1, kAll)    \
-  X(d256m, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, kSmooth)  \
-  X(d256b, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, kBiased)  \
-  X(d256r, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, kDropped) \
-  X(d256g, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, kAll)     \
-  X(d256gs, 256, 256, 8, 1, 2, 1, 4, 32, 2, 1, kAll)
+// X(name, head_dim, head_dim_v, warps, roles, query_warps, key_tiles, column_warps, rows, stages, min_blocks, capability, scores)
+#define FA_SM80_BACKWARD_TABLE(X)                           \
+  X(d64, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, 80, kPlain)       \
+  X(d128, 128, 128, 8, 2, 1, 2, 2, 64, 2, 1, 90, kPlain)    \
+  X(d128a, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, 80, kPlain)   \
+  X(d128s, 128, 128, 4, 1, 2, 2, 2, 32, 2, 1, 80, kPlain)   \
+  X(d256, 256, 256, 8, 2, 2, 2, 4, 64, 2, 1, 90, kPlain)    \
+  X(d256s, 256, 256, 8, 1, 2, 1, 4, 32, 2, 1, 80, kPlain)   \
+  X(d64m, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, 80, kSmooth)     \
+  X(d64r, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, 80, kDropped)    \
+  X(d64b, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, 80, kBiased)     \
+  X(d64g, 64, 64, 4, 1, 1, 2, 1, 64, 2, 2, 80, kAll)        \
+  X(d128m, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, 80, kSmooth)  \
+  X(d128r, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, 80, kDropped) \
+  X(d128b, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, 90, kBiased)  \
+  X(d128g, 128, 128, 8, 1, 2, 2, 2, 64, 2, 1, 80, kAll)     \
+  X(d128gs, 128, 128, 4, 1, 2, 2, 2, 32, 2, 1, 80, kAll)    \
+  X(d256m, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, 90, kSmooth)  \
+  X(d256r, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, 90, kDropped) \
+  X(d256b, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, 90, kBiased)  \
+  X(d256g, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, 90, kAll)     \
+  X(d256gs, 256, 256, 8, 1, 2, 1, 4, 32, 2, 1, 80, kAll)
 
 #define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, sizeof(BackwardStorage<__VA_ARGS__>)},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM80_BACKWARD_TABLE(FA_SM80_SHAPE)};

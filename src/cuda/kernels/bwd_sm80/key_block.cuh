@@ -25,8 +25,8 @@ struct BackwardConfig {
   static constexpr ScoreSet kScores = kShape.scores;
   static constexpr bool kGeneral = kScores != kPlain, kStagesBias = stages_bias(kScores);
   static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
-  using Storage =
-      BackwardStorage<kD, kDv, kWarps, kRoles, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages, kMinCtas, kScores>;
+  using Storage = BackwardStorage<kD, kDv, kWarps, kRoles, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages, kMinCtas,
+                                  kShape.capability, kScores>;
   static_assert(sizeof(Storage) == kShape.shared_bytes() && kWarps <= kDqSemaphoresPerTile);
   static constexpr bool kSharesP = Storage::kSharesP;
 

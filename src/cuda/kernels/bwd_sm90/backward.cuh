@@ -432,7 +432,7 @@ class Backward {
       cta_.exponentiate(s_, lse);
     } else {
       cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
-                        cta_.alibi_slope(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
+                        cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
     if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
     if constexpr (!C::kScored) convert_p<Element>(s_, p16_);

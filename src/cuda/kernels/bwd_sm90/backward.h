@@ -6,6 +6,7 @@
 
 #include "core/problem.h"
 #include "cuda/common/l2_head_order.h"
+#include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
 
@@ -23,9 +24,7 @@ struct BackwardParams : BackwardRows {
   int32_t *taken;                    // counter of work tiles taken beyond the first of each CTA; lies behind turn
   bool ordered;                      // deterministic mode: work tiles add to dq_sum in ascending order
   bool vector_dk, vector_dv;         // 16-byte stores are legal
-  // For the scored kernels. s is an element of Q K^T. With softcap, e^(2x) of tanh(x) is 2^(s * cap_exponent); without,
-  // cap_exponent is 0. logit_factor turns tanh(x), or s without softcap, into a logit in base 2.
-  float cap_exponent, logit_factor;
+  RawUnit raw;
 };
 
 constexpr int kDqThreads = 256;

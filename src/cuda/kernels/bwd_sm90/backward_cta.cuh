@@ -19,7 +19,6 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
-#include "cuda/common/score.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
@@ -135,10 +134,10 @@ struct BackwardCta {
   // P
   // ------------------------------------------------------------------------------------------------------------------
 
-  // ALiBi slope of a query head * log2(e), or 0.
-  __device__ __forceinline__ float alibi_slope(int head) const {
-    if (!C::kScored || problem.alibi_slopes == nullptr) return 0.f;
-    return problem.alibi_slopes[work().batch * problem.alibi_batch_stride + head * problem.alibi_head_stride] * kLog2e;
+  // The score terms of a query head, for logits in base 2.
+  __device__ __forceinline__ HeadTerms head_terms(int head) const {
+    if constexpr (!C::kScored) return {};
+    return cuda::head_terms(problem, Base2Math::kLogit, work().batch, head);
   }
 
   // S to P, in place, for 64 keys from `first_key` on and kSteps * 16 queries from `first_row` on: P = exp2(logit - lse).
@@ -147,19 +146,19 @@ struct BackwardCta {
   // softcap, which is what dP - delta is multiplied by. Plain kernels convert P later.
   template <int kSteps>
   __device__ __forceinline__ void exponentiate(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
-                                               int first_key, int first_row, float slope) const {
+                                               int first_key, int first_row, const HeadTerms &head) const {
     if constexpr (!C::kScored) {
       exponentiate_plain(s, problem.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
-    } else if (params.cap_exponent > 0) {
-      exponentiate_scored<true>(p16, s, smem_lse, first_key, first_row, slope);
     } else {
-      exponentiate_scored<false>(p16, s, smem_lse, first_key, first_row, slope);
+      with_score_mods<kSoftcap | kAlibi>(problem, Base2Math{params.raw}, [&](const auto &mods) {
+        exponentiate_scored(mods, p16, s, smem_lse, first_key, first_row, head);
+      });
     }
   }
-  template <bool kCapped, int kSteps>
-  __device__ __forceinline__ void exponentiate_scored(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
-                                                      int first_key, int first_row, float slope) const {
-    const Softcap softcap(1.f, params.cap_exponent);
+  template <class Mods, int kSteps>
+  __device__ __forceinline__ void exponentiate_scored(const Mods &mods, uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8],
+                                                      uint32_t smem_lse, int first_key, int first_row,
+                                                      const HeadTerms &head) const {
     const auto distance = static_cast<float>(first_row + 2 * (lane & 3) + work().seqlen_k - work().seqlen_q -
                                              (first_key + warp * 16 + (lane >> 2)));
 #pragma unroll
@@ -168,13 +167,9 @@ struct BackwardCta {
       float p[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        float x = s[4 * j + r], derivative = 1.f;
-        if constexpr (kCapped) {
-          x = softcap.tanh(x);
-          derivative = Softcap::derivative(x);
-        }
         const auto steps = static_cast<float>(8 * j + (r & 1) - 8 * (r >> 1));
-        p[r] = exp2_approx(fmaf(x, params.logit_factor, Alibi::forward(-((r & 1) ? lse.y : lse.x), slope, distance + steps)));
+        float derivative;
+        p[r] = exp2_approx(mods.logit(s[4 * j + r], -((r & 1) ? lse.y : lse.x), head, distance + steps, derivative));
         s[4 * j + r] = p[r] * derivative;
       }
 #pragma unroll
@@ -183,7 +178,7 @@ struct BackwardCta {
   }
   // The same for plain scores, with lse in registers.
   __device__ __forceinline__ void exponentiate(float (&s)[C::kTileQ / 2], const RowStats &lse) const {
-    exponentiate_plain(s, params.logit_factor, [&](int j) { return lse[j]; });
+    exponentiate_plain(s, params.raw.factor, [&](int j) { return lse[j]; });
   }
   // lse(j): of the queries of column block j.
   template <int kCount, typename Lse>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every backward kernel for sm_90a. The build makes one object file of each line and dtype, see backward_instance.cu.in.
+// Every backward kernel for sm_90a. The build makes one instance of each line and dtype, see backward_instance.cu.in.
 #pragma once
 
 #include <cstdint>

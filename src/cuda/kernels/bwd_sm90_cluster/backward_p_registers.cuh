@@ -197,7 +197,7 @@ class BackwardPRegisters {
       if constexpr (kPrefetchStats) {
         cta().exponentiate(e, lse);
       } else {
-        cta().exponentiate(p, e, cluster_.smem_lse(stage), cluster_.first_key(), q_tile * C::kTileQ, cta().alibi_slope(head_q));
+        cta().exponentiate(p, e, cluster_.smem_lse(stage), cluster_.first_key(), q_tile * C::kTileQ, cta().head_terms(head_q));
       }
       if (partial) cta().mask_p(p, e, cluster_.first_key(), q_tile * C::kTileQ);
       if constexpr (!C::kScored) convert_p<Element>(e, p);

@@ -115,7 +115,7 @@ class BackwardPSmem {
         const bool partial = cluster().is_partial(q_tile);
         bool nan_safe = false;
         if (partial) nan_safe = nan_if_nonfinite(s) != 0.f;
-        cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ, 0.f);
+        cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ, {});
         if (partial) cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
         exchange_.store_p(s, n);
         mbarrier_arrive_if(cta().lane == 0, cluster().q_empty(stage));

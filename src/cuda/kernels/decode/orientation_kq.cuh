@@ -171,7 +171,7 @@ class OrientationKq {
         s, cta_.problem, cta_.params.raw,
         [&](int r) {
           const int row = min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1);
-          return alibi_slope(cta_.problem, cta_.params.raw, cta_.work_unit.batch, cta_.head_of(row));
+          return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(row));
         },
         [&](int) { return distance; });
   }

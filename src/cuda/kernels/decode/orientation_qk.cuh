@@ -97,7 +97,9 @@ class OrientationQk {
     const auto stored_row = [&](int r) { return min(row_of(r), cta_.rows - 1); };
     apply_score_mods<Fragment>(
         s, cta_.problem, cta_.params.raw,
-        [&](int r) { return alibi_slope(cta_.problem, cta_.params.raw, cta_.work_unit.batch, cta_.head_of(stored_row(r))); },
+        [&](int r) {
+          return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(stored_row(r)));
+        },
         [&](int r) {
           return cta_.token_of(stored_row(r)) + cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
         });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of decode kernels: one line per kernel shape, read by the build (one object file per line and dtype), by the
+// The table of decode kernels: one line per kernel shape, read by the build (one instance per line and dtype), by the
 // planner and by the launcher. README.md beside this file gives the reasons for the sizes. Shapes for 8-bit KV are in
 // table_8bit.h.
 #pragma once
@@ -28,7 +28,7 @@ struct Shape {
   int32_t kv_tile;          // keys of a group's KV tile
   int32_t stages;           // of a group's pipeline
   int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
-  int32_t capability;       // of the oldest devices whose register allocation fits
+  int32_t capability;       // of the oldest devices whose shared memory and register allocation fit
   bool clustered;           // the CTAs of a cluster share the keys of a head (cluster.cuh)
   int32_t kv_bytes;         // of an element of K or V
   size_t storage_bytes;     // of SharedStorageOf
@@ -62,9 +62,9 @@ struct Shape {
   X(d128_64, 128, 32, 2, 4, 16, 6, 1, 90, false)     \
   X(d128_8c, 128, 8, 1, 4, 16, 3, 2, 90, true)       \
   X(d128_16c, 128, 16, 1, 4, 16, 3, 2, 90, true)     \
-  X(d256_8, 256, 8, 1, 4, 16, 3, 1, 80, false)       \
-  X(d256_16, 256, 16, 1, 4, 16, 3, 1, 80, false)     \
-  X(d256_32, 256, 16, 2, 4, 16, 3, 1, 80, false)
+  X(d256_8, 256, 8, 1, 4, 16, 3, 1, 90, false)       \
+  X(d256_16, 256, 16, 1, 4, 16, 3, 1, 90, false)     \
+  X(d256_32, 256, 16, 2, 4, 16, 3, 1, 90, false)
 
 #define FA_DECODE_SHAPE_OF(kv_bytes, name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas, capability, \
                            clustered)                                                                                        \

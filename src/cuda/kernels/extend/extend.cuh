@@ -273,9 +273,7 @@ class Consumer {
   // Softmax. Scores S are raw Q K^T products
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ bool plain_scores() const {
-    return cta_.problem().softcap <= 0 && cta_.problem().alibi_slopes == nullptr;
-  }
+  __device__ __forceinline__ bool plain_scores() const { return has_plain_scores(cta_.problem()); }
   // The factor of S in the exponent. With 8-bit KV and no score modifier it includes the row's own scale, which is loaded each
   // time because registers are scarce.
   __device__ __forceinline__ float exponent_scale(int r) const {
@@ -297,8 +295,8 @@ class Consumer {
     apply_score_mods<Fragment>(
         s_, cta_.problem(), cta_.params().raw,
         [&](int r) {
-          return alibi_slope(cta_.problem(), cta_.params().raw, rows_.work->batch,
-                             rows_.head_of(min(rows_.row_of(r), rows_.work->rows - 1)));
+          return load_head_terms(cta_.problem(), cta_.params().raw.logit, rows_.work->batch,
+                                 rows_.head_of(min(rows_.row_of(r), rows_.work->rows - 1)));
         },
         [&](int r) {
           return rows_.token_of(min(rows_.row_of(r), rows_.work->rows - 1)) + rows_.work->seqlen_k - rows_.work->tokens - key0 -

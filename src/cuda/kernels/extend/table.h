@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of extend kernels: one line per kernel shape, read by the build (one object file per line and dtype), by the
+// The table of extend kernels: one line per kernel shape, read by the build (one instance per line and dtype), by the
 // planner and by the launcher. README.md beside this file gives the reasons for the sizes. Shapes for 8-bit KV are in
 // table_8bit.h.
 #pragma once

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of extend kernels for 8-bit KV: one line per kernel shape, read by the build (one object file per line, with one
+// The table of extend kernels for 8-bit KV: one line per kernel shape, read by the build (one instance per line, with one
 // kernel for e4m3 and one for int8, each for queries of either 16-bit type) and by table.h. README.md beside this file gives
 // the reasons for the sizes.
 #pragma once

@@ -225,14 +225,14 @@ class Forward {
       for (int i = 0; i < T::kOwn; ++i) {
         const int row = row0_ + at_.own + i, head = row < rows_ ? head_of(row) : head_q_;
         const int token = row < rows_ ? token_of(row) : seqlen_q_;
-        const float slope = pairs.slope_of(head);
+        const HeadTerms terms = pairs.head_terms(head);
 #pragma unroll 1
         for (int j = 0; j < T::kOther; ++j) {
           const int key = key0 + at_.other + 16 * j;
           if (!pairs.visible(head, token, key)) {
             s_[0][0] = -CUDART_INF_F;
           } else if (general) {
-            s_[0][0] = pairs.logit(s_[0][0], head, slope, token, key);
+            s_[0][0] = pairs.logit(s_[0][0], head, terms, token, key);
           }
           rotate(s_[0]);
         }

@@ -7,7 +7,8 @@
 #include <math_constants.h>
 
 #include "cuda/common/mask.cuh"
-#include "cuda/common/score.cuh"
+#include "cuda/common/rng.cuh"
+#include "cuda/common/score_mod.cuh"
 
 namespace fa::cuda::simt {
 
@@ -23,23 +24,18 @@ struct Pairs {
     return mask.visible(mask.offset(key), row) && (p.block_mask.data == nullptr || p.block_mask.visible(b, head, row, key));
   }
 
-  __device__ __forceinline__ float slope_of(int head) const {
-    return p.alibi_slopes != nullptr ? p.alibi_slopes[b * p.alibi_batch_stride + head * p.alibi_head_stride] : 0.f;
+  __device__ __forceinline__ HeadTerms head_terms(int head) const { return cuda::head_terms(p, NaturalMath::kLogit, b, head); }
+
+  // Of a visible pair. -inf if its bias masks it, whatever the product is, NaN included. `terms` is head_terms(head).
+  __device__ __forceinline__ float logit(float raw, int head, const HeadTerms &terms, int row, int key) const {
+    const float bias = load_bias(p.bias, b, head, row, key);
+    float derivative;
+    return bias == -CUDART_INF_F ? bias : logit_plus(bias, raw, terms, row, key, derivative);
   }
-
-  // tanh of the scaled product over softcap.
-  __device__ __forceinline__ float cap(float raw) const { return tanhf(raw * p.softmax_scale / p.softcap); }
-
-  // Of a visible pair. -inf if its bias masks it, whatever the product is, NaN included. `slope` is slope_of(head).
-  __device__ __forceinline__ float logit(float raw, int head, float slope, int row, int key) const {
-    float x = p.softcap > 0 ? p.softcap * cap(raw) : raw * p.softmax_scale;
-    if (slope != 0) x -= slope * fabsf(static_cast<float>(row + mask.seqlen_k - mask.seqlen_q - key));
-    if (p.bias.data != nullptr) {
-      const float bias = load_score(
-          p.bias, b * p.bias.batch_stride + head * p.bias.head_stride + row * p.bias.row_stride + key * p.bias.col_stride);
-      if (bias == -CUDART_INF_F) return bias;
-      x += bias;
-    }
+  // Of the logit by the scaled product.
+  __device__ __forceinline__ float derivative(float raw, const HeadTerms &terms, int row, int key) const {
+    float x;
+    logit_plus(0.f, raw, terms, row, key, x);
     return x;
   }
 
@@ -47,6 +43,16 @@ struct Pairs {
     if (p.dropout.threshold == 0) return true;
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p.heads_q) + head);
     return dropout_bits(load_dropout_key(p.dropout), bh, row, key) >= p.dropout.threshold;
+  }
+
+ private:
+  __device__ __forceinline__ float logit_plus(float offset, float raw, const HeadTerms &terms, int row, int key,
+                                              float &derivative) const {
+    float x;
+    with_score_mods<kSoftcap | kAlibi>(p, NaturalMath{p}, [&](const auto &mods) {
+      x = mods.logit(raw, offset, terms, static_cast<float>(row + mask.seqlen_k - mask.seqlen_q - key), derivative);
+    });
+    return x;
   }
 };
 

@@ -35,8 +35,8 @@ template <class C>
 class Forward {
  public:
   using Element = typename C::Element;
-  using Scores = typename ScoreMods<C>::Scores;
-  using Fragment = typename ScoreMods<C>::Fragment;
+  using Scores = typename TileScoreMods<C>::Scores;
+  using Fragment = typename TileScoreMods<C>::Fragment;
   static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kKeySteps = C::kKeys / 16;
   using OutFragment = QkFragment<kMt, kDt>;
   static constexpr int kPPitch = C::kTile * 2;
@@ -216,8 +216,8 @@ class Forward {
         x = softmax_.template exponentiate_one<kNanSafe>(x, 2 * i + n / 2 % 2, exponent_scale());
       }
       convert_p<Element>(s[i], k, a[i]);
-      mods_.drop(a[i], rows_, i, key0 + 16 * k);
     }
+    mods_.drop(a, rows_, key0 + 16 * k);
   }
   template <bool kNanSafe>
   __device__ __forceinline__ void exponentiate_and_store(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {
@@ -397,7 +397,7 @@ class Forward {
 
   RowBlock<C> rows_;
   RowWarps<C> row_warps_;
-  ScoreMods<C> mods_;
+  TileScoreMods<C> mods_;
   OnlineSoftmax<Fragment, C::kColumnWarps == 1 ? 1 : 2> softmax_;  // chains for the maximum, as registers allow
   Accumulator<kMt, kDt> out_;
   bool nan_safe_bias_ = false;  // this is the second run of the main loop

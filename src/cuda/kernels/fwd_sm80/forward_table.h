@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernels for sm_80 and newer: one row per kernel, read by the build (one object file per row and dtype), by the plan and by the
+// The forward kernels for sm_80 and newer: one row per kernel, read by the build (one instance per row and dtype), by the plan and by the
 // launcher. README.md has the reasons for the tile shapes.
 #pragma once
 
@@ -10,7 +10,8 @@
 namespace fa::cuda::sm80 {
 
 // Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
-template <int kHeadDim, int kHeadDimV, int kWarps, int kRowTiles, int kColumnWarps, int kTile, int kMinCtas, ScoreSet kScores>
+template <int kHeadDim, int kHeadDimV, int kWarps, int kRowTiles, int kColumnWarps, int kTile, int kMinCtas, int kCapability,
+          ScoreSet kScores>
 struct ForwardStorage {
   static constexpr int kRowWarps = kWarps / kColumnWarps, kRows = kRowWarps * kRowTiles * 16;
   static constexpr int kStages = kColumnWarps == 1 ? 2 : 1;
@@ -40,6 +41,7 @@ struct ForwardShape {
   int32_t column_warps;  // warps that share rows: each has a part of the keys of S and of the columns of out
   int32_t kv_tile;       // keys of a KV tile
   int32_t min_blocks;    // CTAs per SM
+  int32_t capability;    // of the oldest devices with that much shared memory
   ScoreSet scores;       // the score terms it is built for
   int32_t storage;       // bytes of ForwardStorage
 
@@ -49,30 +51,30 @@ struct ForwardShape {
 };
 
 // Cheaper kernels first: the plan takes the first one that fits head dims, score terms and shared memory.
-// X(name, head_dim, head_dim_v, warps, row_tiles, column_warps, kv_tile, min_blocks, scores)
-#define FA_SM80_FORWARD_TABLE(X)                \
-  X(d64, 64, 64, 4, 2, 1, 64, 2, kPlain)        \
-  X(d96, 96, 96, 4, 2, 1, 64, 2, kPlain)        \
-  X(d128, 128, 128, 4, 2, 1, 64, 2, kPlain)     \
-  X(d192_128, 192, 128, 4, 2, 2, 64, 2, kPlain) \
-  X(d192, 192, 192, 4, 2, 2, 64, 2, kPlain)     \
-  X(d256, 256, 256, 4, 2, 2, 64, 2, kPlain)     \
-  X(d256s, 256, 256, 4, 1, 1, 32, 1, kPlain)    \
-  X(d512, 512, 512, 8, 2, 4, 64, 1, kPlain)     \
-  X(d576_512, 576, 512, 8, 2, 4, 64, 1, kPlain) \
-  X(d64m, 64, 64, 4, 2, 1, 64, 2, kSmooth)      \
-  X(d64b, 64, 64, 4, 2, 1, 64, 2, kBiased)      \
-  X(d64r, 64, 64, 4, 2, 1, 64, 2, kDropped)     \
-  X(d64g, 64, 64, 4, 1, 1, 64, 4, kAll)         \
-  X(d128m, 128, 128, 4, 2, 1, 64, 2, kSmooth)   \
-  X(d128b, 128, 128, 4, 2, 1, 64, 2, kBiased)   \
-  X(d128r, 128, 128, 4, 2, 1, 64, 2, kDropped)  \
-  X(d128g, 128, 128, 4, 1, 1, 64, 2, kAll)      \
-  X(d256m, 256, 256, 4, 2, 2, 64, 2, kSmooth)   \
-  X(d256b, 256, 256, 4, 2, 2, 64, 2, kBiased)   \
-  X(d256r, 256, 256, 4, 2, 2, 64, 2, kDropped)  \
-  X(d256g, 256, 256, 4, 2, 2, 64, 2, kAll)      \
-  X(d256gs, 256, 256, 4, 1, 1, 32, 1, kAll)
+// X(name, head_dim, head_dim_v, warps, row_tiles, column_warps, kv_tile, min_blocks, capability, scores)
+#define FA_SM80_FORWARD_TABLE(X)                    \
+  X(d64, 64, 64, 4, 2, 1, 64, 2, 80, kPlain)        \
+  X(d96, 96, 96, 4, 2, 1, 64, 2, 80, kPlain)        \
+  X(d128, 128, 128, 4, 2, 1, 64, 2, 80, kPlain)     \
+  X(d192_128, 192, 128, 4, 2, 2, 64, 2, 80, kPlain) \
+  X(d192, 192, 192, 4, 2, 2, 64, 2, 80, kPlain)     \
+  X(d256, 256, 256, 4, 2, 2, 64, 2, 80, kPlain)     \
+  X(d256s, 256, 256, 4, 1, 1, 32, 1, 80, kPlain)    \
+  X(d512, 512, 512, 8, 2, 4, 64, 1, 90, kPlain)     \
+  X(d576_512, 576, 512, 8, 2, 4, 64, 1, 90, kPlain) \
+  X(d64m, 64, 64, 4, 2, 1, 64, 2, 80, kSmooth)      \
+  X(d64b, 64, 64, 4, 2, 1, 64, 2, 80, kBiased)      \
+  X(d64r, 64, 64, 4, 2, 1, 64, 2, 80, kDropped)     \
+  X(d64g, 64, 64, 4, 1, 1, 64, 4, 80, kAll)         \
+  X(d128m, 128, 128, 4, 2, 1, 64, 2, 80, kSmooth)   \
+  X(d128b, 128, 128, 4, 2, 1, 64, 2, 80, kBiased)   \
+  X(d128r, 128, 128, 4, 2, 1, 64, 2, 80, kDropped)  \
+  X(d128g, 128, 128, 4, 1, 1, 64, 2, 80, kAll)      \
+  X(d256m, 256, 256, 4, 2, 2, 64, 2, 80, kSmooth)   \
+  X(d256b, 256, 256, 4, 2, 2, 64, 2, 80, kBiased)   \
+  X(d256r, 256, 256, 4, 2, 2, 64, 2, 80, kDropped)  \
+  X(d256g, 256, 256, 4, 2, 2, 64, 2, 80, kAll)      \
+  X(d256gs, 256, 256, 4, 1, 1, 32, 1, 80, kAll)
 
 #define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, sizeof(ForwardStorage<__VA_ARGS__>)},
 constexpr ForwardShape kForwardShapes[] = {FA_SM80_FORWARD_TABLE(FA_SM80_SHAPE)};

@@ -23,7 +23,7 @@ struct ForwardConfig {
   static constexpr ScoreSet kScores = kShape.scores;
   static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
   static constexpr bool kStagesBias = stages_bias(kScores);
-  using Storage = ForwardStorage<kD, kDv, kWarps, kRowTiles, kColumnWarps, kTile, kMinCtas, kScores>;
+  using Storage = ForwardStorage<kD, kDv, kWarps, kRowTiles, kColumnWarps, kTile, kMinCtas, kShape.capability, kScores>;
   static_assert(sizeof(Storage) == kShape.shared_bytes());
 };
 

@@ -8,14 +8,13 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/rng.cuh"
-#include "cuda/common/score.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/kernels/fwd_sm80/row_block.cuh"
 
 namespace fa::cuda::sm80 {
 
 template <class C>
-class ScoreMods {
+class TileScoreMods {
  public:
   using Element = typename C::Element;
   using Rows = RowBlock<C>;
@@ -27,10 +26,10 @@ class ScoreMods {
   __device__ __forceinline__ void init(const Rows &rows) {
     const Problem &p = rows.p;
     if constexpr (C::has(kAlibi)) {
-      if (p.alibi_slopes != nullptr) {
+      if (has_offset(p)) {
 #pragma unroll
         for (int r = 0; r < Fragment::kRows; ++r)
-          slope_[r] = alibi_slope(p, rows.a.raw, rows.b, rows.head_of(used_row(rows, r)));
+          head_[r] = load_head_terms(p, rows.a.raw.logit, rows.b, rows.head_of(used_row(rows, r)));
       }
     }
     if constexpr (C::has(kDropout)) {
@@ -81,7 +80,7 @@ class ScoreMods {
     if constexpr (C::has(kSoftcap | kAlibi)) {
       const int diagonal = rows.seqlen_k - rows.seqlen_q() - key0 - Fragment::first_key(rows.lane);
       apply_score_mods<Fragment>(
-          s, rows.p, rows.a.raw, [&](int r) { return slope_[r]; },
+          s, rows.p, rows.a.raw, [&](int r) { return head_[r]; },
           [&](int r) { return rows.token_of(used_row(rows, r)) + diagonal; });
     }
     if constexpr (C::kStagesBias) {
@@ -98,19 +97,24 @@ class ScoreMods {
     }
   }
 
-  // Zeroes the dropped elements of P of 16 rows x 16 keys, which is converted already. A masked P keeps its sign.
-  __device__ __forceinline__ void drop(uint32_t (&a)[4], const Rows &rows, int row_tile, int key0) const {
+  // Zeroes the dropped elements of P of the warp's rows and 16 keys, which is converted already: a[i] is row tile i. A masked P keeps its sign.
+  __device__ __forceinline__ void drop(uint32_t (&a)[kMt][4], const Rows &rows, int key0) const {
     if constexpr (C::has(kDropout)) {
       if (C::has(kAnyBias) && rows.p.dropout.threshold == 0) return;  // kernels for dropout alone have no branch here
       // Written as 4 (lane / 4) + lane % 4, both of which are at hand: with `lane` the compiler holds one register more.
-      const Philox4 random = dropout_[row_tile].bits(2 * static_cast<uint32_t>(key0) + 4 * (rows.lane >> 2) + (rows.lane & 3));
+      Philox4 random[kMt];
+      const uint32_t c0 = 2 * static_cast<uint32_t>(key0) + 4 * (rows.lane >> 2) + (rows.lane & 3);
+      DropoutTile::bits(
+          random, [&](int i) -> const DropoutTile & { return dropout_[i]; }, [&](int) { return c0; });
       const uint32_t threshold = rows.p.dropout.threshold << 16;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const uint32_t bits = random.word[2 * (r & 1) + (r >> 1)];
-        if (bits << 16 < threshold) a[r] &= 0xFFFF8000u;
-        if (bits < threshold) a[r] &= 0x8000FFFFu;
-      }
+      for (int i = 0; i < kMt; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const uint32_t bits = random[i].word[2 * (r & 1) + (r >> 1)];
+          if (bits << 16 < threshold) a[i][r] &= 0xFFFF8000u;
+          if (bits < threshold) a[i][r] &= 0x8000FFFFu;
+        }
     }
   }
 
@@ -128,8 +132,8 @@ class ScoreMods {
 
   template <bool kMasked>
   static __device__ __forceinline__ void add_pair(float *x, uint32_t bias, const RawUnit &raw) {
-    x[0] = add_bias<kMasked>(x[0], to_float<Element>(bias & 0xFFFFu), raw);
-    x[1] = add_bias<kMasked>(x[1], to_float<Element>(bias >> 16), raw);
+    x[0] = add_bias<kMasked>(x[0], to_float<Element>(bias & 0xFFFFu), raw.logit);
+    x[1] = add_bias<kMasked>(x[1], to_float<Element>(bias >> 16), raw.logit);
   }
 
   template <bool kMasked>
@@ -163,7 +167,7 @@ class ScoreMods {
         for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
           float &x = element(s, Fragment::at(r, m));
           if (bits >> m & 1)
-            x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw);
+            x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw.logit);
         }
       } else if (t.dtype == Dtype::f32) {
         const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
@@ -171,8 +175,8 @@ class ScoreMods {
         for (int j = 0; j < kNt; ++j) {
           const float2 bias = pairs[4 * j];
           float *x = &s[r / 2][j][r % 2 * 2];
-          x[0] = add_bias<false>(x[0], bias.x, raw);
-          x[1] = add_bias<false>(x[1], bias.y, raw);
+          x[0] = add_bias<false>(x[0], bias.x, raw.logit);
+          x[1] = add_bias<false>(x[1], bias.y, raw.logit);
         }
       } else {
         const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const Element *>(t.data) + at);
@@ -182,7 +186,7 @@ class ScoreMods {
     }
   }
 
-  float slope_[Fragment::kRows];  // of ALiBi, in the unit of scores
+  HeadTerms head_[Fragment::kRows];
   DropoutTile dropout_[kMt];
 };
 

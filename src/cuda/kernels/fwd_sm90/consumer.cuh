@@ -346,7 +346,7 @@ class Consumer {
   __device__ __forceinline__ void apply_score_mod(const WorkTile &t, int key0) {
     const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(at_.lane);
     apply_score_mods<Fragment>(
-        s_, p_, a_.raw, [&](int) { return t.alibi; }, [&](int r) { return at_.row(t, r) + diagonal; });
+        s_, p_, a_.raw, [&](int) { return t.head; }, [&](int r) { return at_.row(t, r) + diagonal; });
   }
   // Which of the KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
   __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every forward kernel for sm_90a that is built: one line per kernel, read by the build (one object file per line and dtype), by the plan
+// Every forward kernel for sm_90a that is built: one line per kernel, read by the build (one instance per line and dtype), by the plan
 // and by the launcher.
 #pragma once
 

@@ -104,8 +104,9 @@ class Recompute {
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
     if constexpr (C::kHasScoreMod) {
-      if (p_.softcap > 0) score = Softcap(a_.raw).forward(score);
-      score = Alibi::forward(score, t.alibi, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+      with_score_mods<kSoftcap | kAlibi>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
+        score = mods.forward(score, t.head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+      });
     }
     return score * score_scale<C>(p_, t);
   }

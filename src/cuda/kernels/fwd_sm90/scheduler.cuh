@@ -84,8 +84,8 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   constexpr int kRows = kConsumerWarpgroups * 64;
   const Problem &p = a.problem;
   if constexpr (kHasScoreMod) {
-    const float slope = p.alibi_slopes != nullptr ? alibi_slope(p, a.raw, place.batch, place.head) : 0.f;
-    if (lane == 0) t.alibi = slope;
+    const HeadTerms head = head_terms(p, a.raw.logit, place.batch, place.head);
+    if (lane == 0) t.head = head;
   }
   int row0, seqlen_q;
   bool has_work;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
+#include "cuda/common/scores.h"
 
 namespace fa::cuda::sm90 {
 
@@ -16,7 +17,7 @@ template <int kConsumerWarpgroups>
 struct ForwardWorkTile {
   int64_t out, lse;                    // element offset of the tile's first row in out and lse
   int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
-  float alibi;                         // slope in the unit of q k^T, or 0
+  HeadTerms head;                      // in the unit of q k^T
   int v_key;                           // fp8: the sequence's first key in the transposed copy of V (transposed_v.h)
   float qk_descale, v_descale;         // fp8: descale of q times descale of k; descale of v
   int head_q, head_k;

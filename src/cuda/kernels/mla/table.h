@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every MLA kernel that is built: one line per kernel, read by the build (one object file per line and dtype), by the plan and by the
+// Every MLA kernel that is built: one line per kernel, read by the build (one instance per line and dtype), by the plan and by the
 // launcher. README.md gives the reasons for the sizes.
 #pragma once
 

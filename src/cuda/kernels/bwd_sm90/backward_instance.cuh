@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of a row of the table, for one dtype.
+#pragma once
+
+#include "cuda/kernels/bwd_pre_post/backward_dq.cuh"
+#include "cuda/kernels/bwd_sm90/backward.cuh"
+#include "cuda/kernels/bwd_sm90_cluster/backward_p_registers.cuh"
+#include "cuda/kernels/bwd_sm90_cluster/backward_p_smem.cuh"
+#include "cuda/kernels/bwd_sm90_cluster/backward_p_smem_persistent.cuh"
+
+namespace fa::cuda::sm90 {
+
+// The main kernel of a row: its configuration and its __global__ function.
+template <typename Element, int kShapeIndex, Design kDesign = kBackwardShapes[kShapeIndex].design>
+struct BackwardMain {
+  static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
+  static_assert(kDesign == Design::single_cta && kShape.head_dim == kShape.head_dim_v && kShape.stages == kShape.dout_stages);
+  using Config =
+      BackwardConfig<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.rows, kShape.stages, kShape.scored>;
+  static constexpr auto kKernel = &backward<Config>;
+};
+
+template <typename Element, int kShapeIndex, bool kPThroughSmem>
+struct ClusterConfigOf {
+  static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
+  using Type = ClusterConfig<Element, kShape.head_dim, kShape.head_dim_v, kShape.rows, kShape.stages, kShape.dout_stages,
+                             kPThroughSmem, kShape.scored, kShape.ordered>;
+};
+template <typename Element, int kShapeIndex>
+struct BackwardMain<Element, kShapeIndex, Design::cluster_p_smem> {
+  using Config = typename ClusterConfigOf<Element, kShapeIndex, true>::Type;
+  static constexpr auto kKernel = &backward_p_smem<Config>;
+};
+template <typename Element, int kShapeIndex>
+struct BackwardMain<Element, kShapeIndex, Design::cluster_p_smem_persistent> {
+  using Config = PersistentClusterConfig<typename ClusterConfigOf<Element, kShapeIndex, true>::Type>;
+  static constexpr auto kKernel = &backward_p_smem_persistent<Config>;
+};
+template <typename Element, int kShapeIndex>
+struct BackwardMain<Element, kShapeIndex, Design::cluster_p_registers> {
+  using Config = PersistentClusterConfig<typename ClusterConfigOf<Element, kShapeIndex, false>::Type>;
+  static constexpr auto kKernel = &backward_p_registers<Config>;
+};
+
+template <typename Element, int kShapeIndex>
+BackwardKernels backward_instance() {
+  constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
+  using Main = BackwardMain<Element, kShapeIndex>;
+  static_assert(sizeof(typename Main::Config::Storage) == kShape.shared_bytes() && Main::Config::kTileKv == kShape.keys() &&
+                Main::Config::kDqColumns == kShape.dq_columns());
+  return {reinterpret_cast<const void *>(Main::kKernel),
+          reinterpret_cast<const void *>(
+              &backward_dq<Element, kShape.rows, kShape.head_dim, 1, kShape.dq_columns() / 8, kDqThreads>)};
+}
+
+}  // namespace fa::cuda::sm90

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of a row of the table, for one type of queries and of K and V.
+#pragma once
+
+#include "cuda/kernels/decode/combine.cuh"
+#include "cuda/kernels/extend/extend.cuh"
+
+namespace fa::cuda::extend {
+
+template <typename Element, int kShapeIndex, decode::Format kFormat = decode::Format::same>
+decode::Kernels instance() {
+  constexpr Shape kShape = kShapes[kShapeIndex];
+  using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
+                            kShape.stages_8bit, kShape.uses_combine_kernel>;
+  static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
+  if constexpr (kFormat == decode::Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
+    return {reinterpret_cast<const void *>(&extend<ThisConfig>),
+            instance<Element, kShapeIndex, decode::Format::e4m3>().combine};
+  } else {
+    return {reinterpret_cast<const void *>(&extend<ThisConfig>), decode::combine_kernel<ThisConfig>()};
+  }
+}
+
+}  // namespace fa::cuda::extend
