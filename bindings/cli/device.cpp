@@ -63,6 +63,8 @@ const char *isa_name(fa_cpu_isa isa) {
       return "avx2";
     case FA_CPU_ISA_AVX512:
       return "avx512";
+    case FA_CPU_ISA_AVX512_BF16:
+      return "avx512_bf16";
     case FA_CPU_ISA_AMX:
       return "amx";
     default:
@@ -86,16 +88,17 @@ void DeviceChoice::declare(Options &options) {
                   }
                 });
   options.integer("--threads", "N", "CPU threads, 0 = all (0)", threads, 0, 4096);
-  options.value("--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, amx", [this](const auto &name, const auto &text) {
-    for (const fa_cpu_isa candidate :
-         {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512, FA_CPU_ISA_AMX}) {
-      if (text == isa_name(candidate)) {
-        isa = candidate;
-        return;
-      }
-    }
-    throw UsageError(name + " needs auto, portable, avx2, avx512 or amx, not '" + text + "'");
-  });
+  options.value("--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, avx512_bf16, amx",
+                [this](const auto &name, const auto &text) {
+                  for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512,
+                                                     FA_CPU_ISA_AVX512_BF16, FA_CPU_ISA_AMX}) {
+                    if (text == isa_name(candidate)) {
+                      isa = candidate;
+                      return;
+                    }
+                  }
+                  throw UsageError(name + " needs auto, portable, avx2, avx512, avx512_bf16 or amx, not '" + text + "'");
+                });
   options.integer("--arch", "N", "CUDA: no kernels newer than this capability, such as 80", cuda_arch, 0, 1 << 16);
 }
 

@@ -29,6 +29,14 @@ const Kernels &kernels_of(fa_cpu_isa isa) {
                                       avx512::merge_rows,
                                       {"cpu_fwd_tiled_avx512", "cpu_fwd_split_avx512", "cpu_fwd_vector_avx512"},
                                       "cpu_merge_avx512"};
+#if defined(FA_HAVE_AVX512_BF16)
+  static constexpr Kernels kAvx512Bf16 = {
+      avx512_bf16::forward_worker,
+      avx512_bf16::merge_rows,
+      {"cpu_fwd_tiled_avx512_bf16", "cpu_fwd_split_avx512_bf16", "cpu_fwd_vector_avx512_bf16"},
+      "cpu_merge_avx512_bf16"};
+  if (isa == FA_CPU_ISA_AVX512_BF16) return kAvx512Bf16;
+#endif
 #if defined(FA_HAVE_AMX)
   static constexpr Kernels kAmx = {
       amx::forward_worker, amx::merge_rows, {"cpu_fwd_tiled_amx", "cpu_fwd_split_amx", "cpu_fwd_vector_amx"}, "cpu_merge_amx"};
@@ -47,7 +55,9 @@ fa_cpu_isa isa_of(const Problem &p, const Machine &machine) {
   return bf16 ? machine.isa : vector_isa(machine.isa);
 }
 
-ForwardProducts products_of(fa_cpu_isa isa) { return isa == FA_CPU_ISA_AMX ? ForwardProducts::kTiles : ForwardProducts::kFma; }
+ForwardProducts products_of(fa_cpu_isa isa) {
+  return isa == FA_CPU_ISA_AMX || isa == FA_CPU_ISA_AVX512_BF16 ? ForwardProducts::kTiles : ForwardProducts::kFma;
+}
 
 const char *reason_of(ForwardMode mode) {
   switch (mode) {

@@ -2,8 +2,9 @@
 // The forward pass of one instruction set: cuts heads into items for the scheduler and runs them. Included by forward_<isa>.cpp.
 #pragma once
 
-#if defined(FA_TARGET_AMX)
-#include "cpu/forward_amx.h"
+#include "cpu/simd.h"
+#if defined(FA_BF16_FORWARD)
+#include "cpu/forward_bf16.h"
 #else
 #include "cpu/forward_tiled.h"
 #endif
@@ -152,8 +153,8 @@ class ForwardWork final : public HeadWork {
 };
 
 void forward_worker(const ForwardJob &job, int32_t worker) {
-#if defined(FA_TARGET_AMX)
-  ForwardWork<AmxProducts> work(job);
+#if defined(FA_BF16_FORWARD)
+  ForwardWork<Bf16Products> work(job);
 #else
   ForwardWork<FmaProducts> work(job);
 #endif

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kMaxVector = 16;    // floats of the widest vector; panels are padded to it
 constexpr int64_t kWholeStrips = 48;  // rows that are whole strips (12 or 6) and whole vectors for every instruction set
-constexpr int64_t kTilePad = 32;      // head dims are padded to it for the tile unit
+constexpr int64_t kTilePad = 32;      // head dims are padded to it in tiles of bf16
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }

@@ -14,7 +14,7 @@ namespace fa::cpu {
 // Query rows of a block: a multiple of every strip height (12 and 6). Each block reads all packed keys and values once, so more
 // rows mean less traffic from beyond L2, and fewer blocks to share among threads.
 constexpr int64_t kBlockRows = 96;
-// The same for the tile unit: strips of 32 rows, two of which share each panel of keys while it is in L1. A row costs half the time,
+// The same for tiles of bf16: strips of 32 rows, two of which share each panel of keys while it is in L1. A row costs half the time,
 // so that twice the rows would need the packed keys at the same rate; 128 still leaves 16 blocks to share at 2048 rows.
 constexpr int64_t kTileBlockRows = 128;
 constexpr int64_t kTileStripRows = 32;
@@ -43,7 +43,7 @@ enum class ForwardMode {
 // What computes the products of kTiled and kTiledSplit.
 enum class ForwardProducts {
   kFma,   // fp32 multiply-adds on panels of floats
-  kTiles  // the tile unit on tiles of bf16
+  kTiles  // AMX or vdpbf16ps on tiles of bf16
 };
 
 struct ForwardLayout {

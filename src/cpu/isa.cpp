@@ -2,6 +2,8 @@
 // Which instruction sets this processor and its operating system have.
 #include "cpu/launch.h"
 
+#include <cstring>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -11,9 +13,25 @@
 #endif
 
 namespace fa::cpu {
+namespace {
+
+// Whether FA_CPU_ISA_AUTO may choose AMX. Its instructions have run on no processor yet, only the model of cpu/tile.h has. Before this
+// becomes true, a processor with AMX must pass the unit test TileModel.AgreesWithThisProcessorBitForBit and the parity suite with
+// FA_TEST_BACKEND=cpu_amx.
+constexpr bool kAutoChoosesAmx = false;
 
 #if defined(__x86_64__)
-namespace {
+
+// Processors on which vdpbf16ps does twice the work of an fp32 multiply-add, so that FA_CPU_ISA_AUTO chooses AVX512_BF16. On Intel's
+// the instruction has half that rate or less. Others keep AVX-512 and run AVX512_BF16 where it is asked for.
+struct ProcessorFamily {
+  const char *vendor;  // as CPUID spells it
+  unsigned family;
+};
+constexpr ProcessorFamily kFastBf16[] = {
+    {"AuthenticAMD", 0x19},  // Zen 4; Zen 3, of the same family, has no AVX-512
+    {"AuthenticAMD", 0x1A},  // Zen 5
+};
 
 // Clang 14 does not know "f16c" as a name for __builtin_cpu_supports.
 bool has_f16c() {
@@ -24,6 +42,21 @@ bool has_f16c() {
 [[maybe_unused]] bool has_avx512_bf16() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return has_isa(FA_CPU_ISA_AVX512) && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1u << 5)) != 0;
+}
+
+bool multiplies_bf16_faster() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid(0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  char vendor[13] = {};
+  std::memcpy(vendor, &ebx, 4);
+  std::memcpy(vendor + 4, &edx, 4);
+  std::memcpy(vendor + 8, &ecx, 4);
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+  const unsigned base = eax >> 8 & 0xF, family = base == 0xF ? base + (eax >> 20 & 0xFF) : base;
+  for (const ProcessorFamily &fast : kFastBf16) {
+    if (family == fast.family && std::strcmp(vendor, fast.vendor) == 0) return true;
+  }
+  return false;
 }
 
 #if defined(FA_TILE_MODEL)
@@ -57,8 +90,11 @@ bool has_amx() {
 bool has_amx() { return false; }
 #endif
 
-}  // namespace
+#else
+bool multiplies_bf16_faster() { return false; }
 #endif
+
+}  // namespace
 
 bool has_isa(fa_cpu_isa isa) {
   switch (isa) {
@@ -72,6 +108,10 @@ bool has_isa(fa_cpu_isa isa) {
     case FA_CPU_ISA_AVX512:
       return has_isa(FA_CPU_ISA_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if defined(FA_HAVE_AVX512_BF16)
+    case FA_CPU_ISA_AVX512_BF16:
+      return has_avx512_bf16();
+#endif
     case FA_CPU_ISA_AMX:
       return has_amx();
 #endif
@@ -80,10 +120,14 @@ bool has_isa(fa_cpu_isa isa) {
   }
 }
 
-fa_cpu_isa best_isa() { return has_isa(FA_CPU_ISA_AMX) ? FA_CPU_ISA_AMX : vector_isa(FA_CPU_ISA_AMX); }
+fa_cpu_isa best_isa() {
+  if (kAutoChoosesAmx && has_isa(FA_CPU_ISA_AMX)) return FA_CPU_ISA_AMX;
+  if (has_isa(FA_CPU_ISA_AVX512_BF16) && multiplies_bf16_faster()) return FA_CPU_ISA_AVX512_BF16;
+  return vector_isa(FA_CPU_ISA_AMX);
+}
 
 fa_cpu_isa vector_isa(fa_cpu_isa isa) {
-  if (isa != FA_CPU_ISA_AMX) return isa;
+  if (isa != FA_CPU_ISA_AMX && isa != FA_CPU_ISA_AVX512_BF16) return isa;
   if (has_isa(FA_CPU_ISA_AVX512)) return FA_CPU_ISA_AVX512;
   if (has_isa(FA_CPU_ISA_AVX2)) return FA_CPU_ISA_AVX2;
   return FA_CPU_ISA_PORTABLE;

@@ -169,9 +169,20 @@ void on_threads(int threads, const std::function<void(int)> &task) {
 
 std::string probe_isa() { return probe().isa; }
 
-namespace {
-
-double peak_gflops(int threads, double (*kernel)(long), long steps) {
+double peak_gflops(Unit unit, int threads) {
+  double (*kernel)(long) = probe().fma;
+  long steps = 75000;
+#if defined(__x86_64__)
+  if (unit == Unit::bf16_vectors) {
+    if (!has_avx512_bf16()) return 0;
+    kernel = bf16_avx512, steps = 40000;
+  } else if (unit == Unit::bf16_tiles) {
+    if (!has_bf16_tiles()) return 0;
+    kernel = bf16_tiles, steps = 15000;
+  }
+#else
+  if (unit != Unit::fp32) return 0;
+#endif
   std::vector<double> rates(static_cast<size_t>(threads));
   on_threads(threads, [&](int t) {
     double best = 0;
@@ -185,26 +196,6 @@ double peak_gflops(int threads, double (*kernel)(long), long steps) {
   double sum = 0;
   for (const double rate : rates) sum += rate;
   return sum * 1e-9;
-}
-
-}  // namespace
-
-double fma_peak_gflops(int threads) { return peak_gflops(threads, probe().fma, 75000); }
-
-double bf16_vector_peak_gflops(int threads) {
-#if defined(__x86_64__)
-  if (has_avx512_bf16()) return peak_gflops(threads, bf16_avx512, 40000);
-#endif
-  (void)threads;
-  return 0;
-}
-
-double bf16_tile_peak_gflops(int threads) {
-#if defined(__x86_64__)
-  if (has_bf16_tiles()) return peak_gflops(threads, bf16_tiles, 15000);
-#endif
-  (void)threads;
-  return 0;
 }
 
 Topology topology() {

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of forward on the tile unit, for bf16 queries, keys and values: blocks of kTileBlockRows query rows against blocks of
-// kBlockKeys keys, in passes of kTilePassStrips strips of kTileStripRows rows.
+// The products of forward on a unit that multiplies bf16 (cpu/bf16_unit.h), for bf16 queries, keys and values: blocks of kTileBlockRows
+// query rows against blocks of kBlockKeys keys, in passes of kTilePassStrips strips of kTileStripRows rows.
 //
-//   S = Q K^T   32 keys at a time; every product is 2 x 2 tiles of sums, so that each tile loaded is used twice. S is fp32
+//   S = Q K^T   32 rows x 32 keys at a time. S is fp32
 //   P           the softmax of all kernels (forward_softmax.h); P is rounded to bf16 into the tiles that the next product reads, and
 //               the row sum takes it unrounded
-//   O += P V    2 x 2 tiles of sums stay in the unit over all keys of the block. O is kept as tiles of fp32; rows whose maximum has
-//               grown are corrected before
+//   O += P V    32 rows x 32 columns of sums stay in the unit over all keys of the block. O is kept as tiles of fp32; rows whose maximum
+//               has grown are rescaled before
 //
-// Two cases leave the tile unit, because it would get them wrong:
+// Two cases leave the unit, because it would get them wrong:
 //   values that are not finite next to a masked P, where 0 * Inf would leak: accumulate_visible
 //   subnormal bf16 numbers, which the unit takes for zero, next to numbers so large that the product matters: exact_scores. Subnormal
 //   values or P need no such care, because their part of O is below what fp32 results promise
 #pragma once
 
+#include "cpu/bf16_unit.h"
 #include "cpu/forward_softmax.h"
 #include "cpu/pack_tiles.h"
 
@@ -59,11 +60,11 @@ struct IntoTiles {
   }
 };
 
-class AmxProducts {
+class Bf16Products {
  public:
   using State = TileState;
 
-  AmxProducts(const ForwardProblem &problem, const ForwardLayout &layout)
+  Bf16Products(const ForwardProblem &problem, const ForwardLayout &layout)
       : p_(problem), layout_(layout), steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth) {}
 
   // Packs key block n; returns its KeyFlags.
@@ -160,48 +161,13 @@ class AmxProducts {
           const Strip &x = strips[i];
           if (col < x.cols.begin || col >= x.cols.end) continue;
           const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
-          x.rows > kTileRows ? score_panel<2>(q, panel, x.s + col) : score_panel<1>(q, panel, x.s + col);
+          unit_.template multiply<false>(x.rows, steps_, {q, kTileBf16, kRightStep}, panel,
+                                         {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
         }
       }
     }
     for (int64_t i = 0; i < count; ++i) softmax(head, st, strips[i], first, flags);
     for (int64_t i = 0; i < count; ++i) accumulate(head, st, strips[i], first, values);
-  }
-
-  // S of a strip (kHalves x 16 rows) and a panel of keys.
-  template <int kHalves>
-  void score_panel(const uint16_t *q, const uint16_t *panel, float *s) {
-    constexpr int64_t kRowBytes = kBlockKeys * int64_t{sizeof(float)};
-    tiles_.template zero<0>();
-    tiles_.template zero<1>();
-    if constexpr (kHalves == 2) {
-      tiles_.template zero<2>();
-      tiles_.template zero<3>();
-    }
-    for (int64_t step = 0; step < steps_; ++step, q += 2 * kTileBf16, panel += 2 * kTileBf16) {
-      multiply<kHalves>(q, q + kTileBf16, panel);
-    }
-    tiles_.template store<0>(s, kRowBytes);
-    tiles_.template store<1>(s + kTileRows, kRowBytes);
-    if constexpr (kHalves == 2) {
-      tiles_.template store<2>(s + kTileRows * kBlockKeys, kRowBytes);
-      tiles_.template store<3>(s + kTileRows * kBlockKeys + kTileRows, kRowBytes);
-    }
-  }
-
-  // Tiles 0 .. 3 += (upper, lower) x (two tiles at `right`).
-  template <int kHalves>
-  FA_INLINE void multiply(const uint16_t *upper, const uint16_t *lower, const uint16_t *right) {
-    tiles_.template load<6>(right);
-    tiles_.template load<4>(upper);
-    tiles_.template load<7>(right + kTileBf16);
-    tiles_.template dot<0, 4, 6>();
-    if constexpr (kHalves == 2) tiles_.template load<5>(lower);
-    tiles_.template dot<1, 4, 7>();
-    if constexpr (kHalves == 2) {
-      tiles_.template dot<2, 5, 6>();
-      tiles_.template dot<3, 5, 7>();
-    }
   }
 
   // S of a strip in fp32, for numbers that the tile unit would take for zero.
@@ -234,7 +200,7 @@ class AmxProducts {
     if (general) {
       general_scores(p_, head, st, x.r0, x.rows, first, n, s);
     } else {
-      if (masked) mask_strip(p_, head, st, x.r0, x.rows, first, n, s);
+      if (masked) mask_borders(head, st, x, block_first);
       row_maxima(st, x.r0, x.rows, n, s);
     }
     const float multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
@@ -253,6 +219,17 @@ class AmxProducts {
     } else {
       softmax_strip<false>(st, x.r0, x.rows, n, multiplier, s, into_tiles);
     }
+  }
+
+  // Masks the keys of a strip that only some of its rows see: those before and after its interior, in whole panels.
+  void mask_borders(const Head &head, const State &st, const Strip &x, int64_t block_first) const {
+    const Range interior{st.interior[x.index].begin - block_first, st.interior[x.index].end - block_first};
+    const auto mask = [&](int64_t begin, int64_t end) {
+      if (begin < end) mask_strip(p_, head, st, x.r0, x.rows, block_first + begin, end - begin, x.s + begin);
+    };
+    const int64_t before = min64(round_up(max64(interior.begin, x.cols.begin), kTilePanel), x.cols.end);
+    mask(x.cols.begin, before);
+    mask(max64(before, min64(interior.end, x.cols.end) / kTilePanel * kTilePanel), x.cols.end);
   }
 
   // O = diag(correction) O + P V of a strip.
@@ -277,37 +254,19 @@ class AmxProducts {
       }
     }
     const Range steps{x.cols.begin / kTileDepth, x.cols.end / kTileDepth};
+    const uint16_t *p = x.p + steps.begin * kTileBf16;
+    const int64_t lower = st.output(x.r0 + kTileRows, 0) - st.output(x.r0, 0);
+    values += steps.begin * kRightStep;
     for (int64_t c = 0; c < st.dim_v; c += kTilePanel, values += kValuePanel) {
-      float *upper = st.output(x.r0, c), *lower = st.output(x.r0 + kTileRows, c);
-      x.rows > kTileRows ? output_panel<2>(steps, x.p, values, upper, lower)
-                         : output_panel<1>(steps, x.p, values, upper, lower);
-    }
-  }
-
-  // 32 columns of O += P V.
-  template <int kHalves>
-  void output_panel(Range steps, const uint16_t *p, const uint16_t *panel, float *upper, float *lower) {
-    tiles_.template load<0>(upper);
-    tiles_.template load<1>(upper + kTileFloats);
-    if constexpr (kHalves == 2) {
-      tiles_.template load<2>(lower);
-      tiles_.template load<3>(lower + kTileFloats);
-    }
-    for (int64_t step = steps.begin; step < steps.end; ++step) {
-      multiply<kHalves>(p + step * kTileBf16, p + kStripHalfP + step * kTileBf16, panel + step * 2 * kTileBf16);
-    }
-    tiles_.template store<0>(upper);
-    tiles_.template store<1>(upper + kTileFloats);
-    if constexpr (kHalves == 2) {
-      tiles_.template store<2>(lower);
-      tiles_.template store<3>(lower + kTileFloats);
+      unit_.template multiply<true>(x.rows, steps.size(), {p, kStripHalfP, kTileBf16}, values,
+                                    {st.output(x.r0, c), kTileRows, kTileFloats, lower});
     }
   }
 
   const ForwardProblem &p_;
   const ForwardLayout &layout_;
   const int64_t steps_;  // of Q K^T
-  Tiles tiles_;
+  Bf16Unit unit_;
 };
 
 }  // namespace fa::cpu::FA_ISA
