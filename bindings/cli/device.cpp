@@ -137,7 +137,7 @@ std::string Device::describe() const {
          (properties_.num_threads == 1 ? " thread, " : " threads, ") + isa_name(properties_.cpu_isa);
 }
 
-Peak Device::peak(fa_dtype dtype) const {
+Peak Device::peak(fa_dtype dtype, const std::string &kernel) const {
   Peak peak;
   if (is_cuda()) {
     int values[3];
@@ -152,9 +152,10 @@ Peak Device::peak(fa_dtype dtype) const {
   const int threads = properties_.num_threads;
   const std::unique_ptr<char[]> memory(new char[kProbeBytes]);
   std::memset(memory.get(), 1, kProbeBytes);
-  peak.flops_per_second = bench::fma_peak_gflops(threads) * 1e9;
+  const bench::Unit unit = bench::unit_of(kernel);
+  peak.flops_per_second = bench::peak_gflops(unit, threads) * 1e9;
   peak.bytes_per_second = bench::read_gbytes_per_second(memory.get(), kProbeBytes, threads) * 1e9;
-  peak.source = "measured now: fp32 multiply-adds (" + bench::probe_isa() + "), reading memory";
+  peak.source = std::string("measured now: ") + bench::unit_name(unit) + " (" + bench::probe_isa() + "), reading memory";
   return peak;
 }
 

@@ -37,6 +37,10 @@ FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
 #endif
 }
 
+FA_INLINE void prefetch_row(const char *row, int64_t bytes) {
+  for (int64_t c = 0; c < bytes; c += 64) Simd::prefetch(row + c);
+}
+
 // Where the rows of one head of one sequence lie; rows are counted within the sequence.
 struct Rows {
   const char *data = nullptr;

@@ -53,6 +53,10 @@ FA_INLINE I load_pairs(const uint16_t *row, int64_t i, int64_t dim) {
   return Simd::iload(pairs);
 }
 
+// Rows ahead of the one being packed that are fetched into the cache. Rows of one head lie a page or so apart, where processors do not
+// prefetch by themselves.
+constexpr int64_t kRowsAhead = 16;
+
 // Rows for the left side of a product: tile (strip, step, half) has 16 rows of elements [32 step, 32 step + 32), two halves a strip of
 // 32 rows. `row(r)` is where row r begins; rows past `rows` are zero.
 template <class RowOf>
@@ -60,6 +64,7 @@ inline Magnitudes pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) 
   Magnitudes seen;
   const int64_t steps = round_up(dim, kTileDepth) / kTileDepth;
   for (int64_t r = 0; r < round_up(rows, 2 * kTileRows); ++r) {
+    if (r + kRowsAhead < rows) prefetch_row(row(r + kRowsAhead), dim * 2);
     const auto *from = r < rows ? reinterpret_cast<const uint16_t *>(row(r)) : nullptr;
     uint16_t *tile = to + (r / 32 * steps * 2 + r / 16 % 2) * kTileBf16 + r % 16 * kTileDepth;
     for (int64_t i = 0; i < steps * kTileDepth; i += 2 * kWidth) {
@@ -82,6 +87,8 @@ inline Magnitudes pack_key_tiles(const Rows &keys, int64_t begin, int64_t end, i
       const int64_t n = min64(end - first - group, kWidth);
       for (int r = 0; r < kWidth; ++r)
         rows[r] = r < n ? reinterpret_cast<const uint16_t *>(keys.row(first + group + r)) : nullptr;
+      for (int64_t j = first + group + kWidth; j < min64(end, first + group + 2 * kWidth); ++j)
+        prefetch_row(keys.row(j), dim * 2);
       uint16_t *const column = to + group / kTileRows * kTileBf16 + group % kTileRows * 2;
       for (int64_t i = 0; i < steps * kTileDepth; i += 2 * kWidth) {
         F pairs[kWidth];
@@ -112,6 +119,8 @@ inline Magnitudes pack_value_tiles(const Rows &values, int64_t begin, int64_t en
   for (int64_t j = begin; j < begin + round_up(end - begin, kTileDepth); j += 2) {
     const auto *even = j < end ? reinterpret_cast<const uint16_t *>(values.row(j)) : nullptr;
     const auto *odd = j + 1 < end ? reinterpret_cast<const uint16_t *>(values.row(j + 1)) : nullptr;
+    for (int64_t ahead = j + kRowsAhead; ahead < min64(end, j + kRowsAhead + 2); ++ahead)
+      prefetch_row(values.row(ahead), dim * 2);
     const int64_t key = j - begin;
     uint16_t *const tile = to + key / kTileDepth * 2 * kTileBf16 + key % kTileDepth / 2 * kTileDepth;
     for (int64_t c = 0; c < padded; c += kWidth) {

@@ -204,11 +204,7 @@ class Problem {
     fa_plan_info info;
     fa_plan_info_init(&info, sizeof info);
     if (fa_forward_query(context_, &attention_, &info) != FA_OK) die("query", fa_last_error(context_));
-    const std::string kernel = info.kernel;
-    const auto ends = [&](const std::string &end) {
-      return kernel.size() > end.size() && kernel.substr(kernel.size() - end.size()) == end;
-    };
-    return ends("_amx") ? bench::Unit::bf16_tiles : ends("_avx512_bf16") ? bench::Unit::bf16_vectors : bench::Unit::fp32;
+    return bench::unit_of(info.kernel);
   }
   size_t key_bytes() const { return k_.bytes() + v_.bytes(); }
   const Tensor &keys() const { return k_; }

@@ -198,6 +198,18 @@ double peak_gflops(Unit unit, int threads) {
   return sum * 1e-9;
 }
 
+const char *unit_name(Unit unit) {
+  return unit == Unit::bf16_tiles ? "bf16 tiles" : unit == Unit::bf16_vectors ? "bf16 vectors" : "fp32 multiply-adds";
+}
+
+Unit unit_of(const std::string &kernel) {
+  const auto ends = [&](const std::string &end) {
+    return kernel.size() > end.size() && kernel.substr(kernel.size() - end.size()) == end;
+  };
+  if (kernel.find("_vector_") != std::string::npos) return Unit::fp32;  // a few queries: dot products in fp32
+  return ends("_amx") ? Unit::bf16_tiles : ends("_avx512_bf16") ? Unit::bf16_vectors : Unit::fp32;
+}
+
 Topology topology() {
   Topology t;
   cpu_set_t mine;

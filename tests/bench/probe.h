@@ -24,6 +24,9 @@ std::string probe_isa();
 // (vdpbf16ps) or by the tile unit (AMX). 0 where the processor has none. Takes about a millisecond.
 enum class Unit { fp32, bf16_vectors, bf16_tiles };
 double peak_gflops(Unit unit, int threads);
+const char *unit_name(Unit unit);
+// The unit that a CPU kernel of this name multiplies with.
+Unit unit_of(const std::string &kernel);
 
 // Processors that this process may run on, and the cores whose hyperthreads they are.
 struct Topology {
