@@ -229,7 +229,7 @@ double median(std::vector<double> x) {
   return x.size() % 2 == 1 ? x[x.size() / 2] : (x[x.size() / 2 - 1] + x[x.size() / 2]) / 2;
 }
 
-// Repeats `run` for about `seconds`, each time between two probes of the rate that `amount` (FLOP or bytes) is measured in, and takes turns
+// Repeats `run` for about `seconds`, each time between two probes of the rate that `amount` (FLOP or bytes) is measured in, interleaved
 // with `beside`, if there is one.
 template <class Run, class Probe>
 Row measure(double seconds, double amount, Run run, Probe probe, const std::function<void()> &beside = {}) {
@@ -494,7 +494,8 @@ Options parse(int argc, char **argv) {
           "match\n"
           "  --threads  numbers of threads, each with rows of its own (default 1,2)\n"
           "  --isa      instruction set: auto (default), portable, avx2, avx512, avx512_bf16 or amx\n"
-          "  --beside   forward and backward take turns with this instruction set; prints its time by that of --isa (medians)\n"
+          "  --beside   forward and backward interleaved with runs of this instruction set; prints its time by that of --isa "
+          "(medians)\n"
           "  --seconds  time for each row (default 1)\n"
           "  --cpu-time measure processor time instead of wall time, for busy machines; rows of one thread only\n"
           "  --json     also write the results to FILE\n"
