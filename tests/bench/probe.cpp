@@ -60,38 +60,30 @@ typedef float V8 __attribute__((vector_size(32)));
 typedef float V16 __attribute__((vector_size(64)));
 __attribute__((target("avx2,fma"), flatten)) double fma_avx2(long steps) { return fma_flops<V8, 12>(steps); }
 __attribute__((target("avx2,fma"), flatten)) void read_avx2(const char *data, size_t bytes) { read_vectors<V8>(data, bytes); }
-// GCC's vector types cannot be hidden in the upper 16 registers through "+x"; the loop is written out.
+// GCC's vector types cannot be hidden in the upper 16 registers through "+x"; the loop is written out. `steps` times 24 independent sums.
+#define FA_24_SUMS(instruction, steps)                                                                                      \
+  long i = steps;                                                                                                           \
+  asm volatile(                                                                                                             \
+      "1:\n"                                                                                                                \
+      ".irp n,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25\n" instruction                                \
+      " %%zmm0, %%zmm1, %%zmm\\n\n"                                                                                         \
+      ".endr\n"                                                                                                             \
+      "dec %0\n"                                                                                                            \
+      "jnz 1b\n"                                                                                                            \
+      : "+r"(i)                                                                                                             \
+      :                                                                                                                     \
+      : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", \
+        "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "cc")
 __attribute__((target("avx512f"))) double fma_avx512(long steps) {
-  long i = steps;
-  asm volatile(
-      "1:\n"
-      ".irp n,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25\n"
-      "vfmadd231ps %%zmm0, %%zmm1, %%zmm\\n\n"
-      ".endr\n"
-      "dec %0\n"
-      "jnz 1b\n"
-      : "+r"(i)
-      :
-      : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13",
-        "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "cc");
+  FA_24_SUMS("vfmadd231ps", steps);
   return 2.0 * 24 * 16 * static_cast<double>(steps);
 }
 // Products of bf16 pairs, two flops each: 64 a vector.
 __attribute__((target("avx512f"))) double bf16_avx512(long steps) {
-  long i = steps;
-  asm volatile(
-      "1:\n"
-      ".irp n,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25\n"
-      "vdpbf16ps %%zmm0, %%zmm1, %%zmm\\n\n"
-      ".endr\n"
-      "dec %0\n"
-      "jnz 1b\n"
-      : "+r"(i)
-      :
-      : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13",
-        "xmm14", "xmm15", "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "cc");
+  FA_24_SUMS("vdpbf16ps", steps);
   return 2.0 * 24 * 32 * static_cast<double>(steps);
 }
+#undef FA_24_SUMS
 // Products of tiles of bf16, four independent sums.
 double bf16_tiles(long steps) {
   alignas(64) uint8_t config[64] = {1};

@@ -10,8 +10,8 @@
 //   bias        bias      the pair                            1; dbias is the sum of dS over the pairs that share an element
 //
 // ScoreMods has the formulas. The set of terms that it applies is a template argument, so a kernel has no code for the terms that it is not
-// built for (ScoreSet), and inner loops have no branches. Two functions choose the set that a problem needs, by branches that are uniform
-// over the grid:
+// built for (ScoreSet). Inner loops have no branches, but for the kernels that take every term (kLogAlibi). Two functions choose the set that a
+// problem needs, by branches that are uniform over the grid:
 //
 //   apply_score_mods   all scores of a fragment, in the forward
 //   with_score_mods    anything else: the caller's code for one score or for a tile
