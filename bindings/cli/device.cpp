@@ -63,6 +63,10 @@ const char *isa_name(fa_cpu_isa isa) {
       return "avx2";
     case FA_CPU_ISA_AVX512:
       return "avx512";
+    case FA_CPU_ISA_AVX512_BF16:
+      return "avx512_bf16";
+    case FA_CPU_ISA_AMX:
+      return "amx";
     default:
       return "auto";
   }
@@ -84,15 +88,17 @@ void DeviceChoice::declare(Options &options) {
                   }
                 });
   options.integer("--threads", "N", "CPU threads, 0 = all (0)", threads, 0, 4096);
-  options.value("--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512", [this](const auto &name, const auto &text) {
-    for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512}) {
-      if (text == isa_name(candidate)) {
-        isa = candidate;
-        return;
-      }
-    }
-    throw UsageError(name + " needs auto, portable, avx2 or avx512, not '" + text + "'");
-  });
+  options.value("--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, avx512_bf16, amx",
+                [this](const auto &name, const auto &text) {
+                  for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512,
+                                                     FA_CPU_ISA_AVX512_BF16, FA_CPU_ISA_AMX}) {
+                    if (text == isa_name(candidate)) {
+                      isa = candidate;
+                      return;
+                    }
+                  }
+                  throw UsageError(name + " needs auto, portable, avx2, avx512, avx512_bf16 or amx, not '" + text + "'");
+                });
   options.integer("--arch", "N", "CUDA: no kernels newer than this capability, such as 80", cuda_arch, 0, 1 << 16);
 }
 
@@ -131,7 +137,7 @@ std::string Device::describe() const {
          (properties_.num_threads == 1 ? " thread, " : " threads, ") + isa_name(properties_.cpu_isa);
 }
 
-Peak Device::peak(fa_dtype dtype) const {
+Peak Device::peak(fa_dtype dtype, const std::string &kernel) const {
   Peak peak;
   if (is_cuda()) {
     int values[3];
@@ -146,9 +152,10 @@ Peak Device::peak(fa_dtype dtype) const {
   const int threads = properties_.num_threads;
   const std::unique_ptr<char[]> memory(new char[kProbeBytes]);
   std::memset(memory.get(), 1, kProbeBytes);
-  peak.flops_per_second = bench::fma_peak_gflops(threads) * 1e9;
+  const bench::Unit unit = bench::unit_of(kernel);
+  peak.flops_per_second = bench::peak_gflops(unit, threads) * 1e9;
   peak.bytes_per_second = bench::read_gbytes_per_second(memory.get(), kProbeBytes, threads) * 1e9;
-  peak.source = "measured now: fp32 multiply-adds (" + bench::probe_isa() + "), reading memory";
+  peak.source = std::string("measured now: ") + bench::unit_name(unit) + " (" + bench::probe_isa() + "), reading memory";
   return peak;
 }
 

@@ -45,7 +45,8 @@ class Device {
   bool is_cuda() const { return properties_.device_type == FA_DEVICE_CUDA; }
   // "cpu: Intel(R) Xeon(R), 2 threads, avx512"
   std::string describe() const;
-  Peak peak(fa_dtype dtype) const;
+  // `kernel` is the one that would run.
+  Peak peak(fa_dtype dtype, const std::string &kernel) const;
 
   // Throws Failure with the text of the last failed call of this context.
   void check(fa_status status, const std::string &what) const;

@@ -99,7 +99,7 @@ int explain(const Arguments &arguments) {
   problem.place_nowhere();
   const fa_plan_info info = device.query(problem);
   Peak peak;
-  if (info.status == FA_OK && (tflops == 0 || gbytes == 0)) peak = device.peak(spec.dtype);
+  if (info.status == FA_OK && (tflops == 0 || gbytes == 0)) peak = device.peak(spec.dtype, info.kernel);
   if (tflops > 0) peak.flops_per_second = tflops * 1e12;
   if (gbytes > 0) peak.bytes_per_second = gbytes * 1e9;
   if (tflops > 0 && gbytes > 0) {

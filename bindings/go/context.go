@@ -66,6 +66,8 @@ const (
 	ISAPortable CPUISA = C.FA_CPU_ISA_PORTABLE
 	ISAAVX2     CPUISA = C.FA_CPU_ISA_AVX2
 	ISAAVX512   CPUISA = C.FA_CPU_ISA_AVX512
+	ISAAVX512BF16 CPUISA = C.FA_CPU_ISA_AVX512_BF16
+	ISAAMX      CPUISA = C.FA_CPU_ISA_AMX
 )
 
 func (isa CPUISA) String() string {
@@ -78,6 +80,10 @@ func (isa CPUISA) String() string {
 		return "avx2"
 	case ISAAVX512:
 		return "avx512"
+	case ISAAVX512BF16:
+		return "avx512_bf16"
+	case ISAAMX:
+		return "amx"
 	}
 	return fmt.Sprintf("CPUISA(%d)", int32(isa))
 }

@@ -36,7 +36,7 @@ int32_t task_count(const AppendProblem &p, const Machine &machine) {
 
 Plan plan_append(const AppendProblem &problem, const Machine &machine) {
   Plan plan;
-  plan.kernel = kernel_of(machine.isa).name;
+  plan.kernel = kernel_of(vector_isa(machine.isa)).name;
   plan.reason = "new rows are copied, rotated and quantised one row at a time";
   plan.tasks = task_count(problem, machine);
   return plan;
@@ -47,7 +47,7 @@ bool append(const AppendProblem &problem, const Machine &machine, const Plan &pl
     const AppendProblem &problem;
     Kernel kernel;
     int32_t tasks;
-  } context{problem, kernel_of(machine.isa), plan.tasks};
+  } context{problem, kernel_of(vector_isa(machine.isa)), plan.tasks};
   if (problem.seqused_k != nullptr) {
     for (int64_t b = 0; b < problem.batch; ++b) {
       problem.seqused_k[b * problem.seqused_k_stride] =

@@ -153,8 +153,11 @@ fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &
     case FA_CPU_ISA_PORTABLE:
     case FA_CPU_ISA_AVX2:
     case FA_CPU_ISA_AVX512:
+    case FA_CPU_ISA_AVX512_BF16:
+    case FA_CPU_ISA_AMX:
       if (!cpu::has_isa(config.cpu_isa)) {
-        return fail(error, FA_ERROR_ARCH, "cpu_isa is %d, which this processor or this build does not have",
+        return fail(error, FA_ERROR_ARCH,
+                    "cpu_isa is %d, which this processor, its operating system or this build does not have",
                     int{config.cpu_isa});
       }
       machine.isa = config.cpu_isa;

@@ -29,11 +29,34 @@ const Kernels &kernels_of(fa_cpu_isa isa) {
                                       avx512::merge_rows,
                                       {"cpu_fwd_tiled_avx512", "cpu_fwd_split_avx512", "cpu_fwd_vector_avx512"},
                                       "cpu_merge_avx512"};
+#if defined(FA_HAVE_AVX512_BF16)
+  static constexpr Kernels kAvx512Bf16 = {
+      avx512_bf16::forward_worker,
+      avx512_bf16::merge_rows,
+      {"cpu_fwd_tiled_avx512_bf16", "cpu_fwd_split_avx512_bf16", "cpu_fwd_vector_avx512_bf16"},
+      "cpu_merge_avx512_bf16"};
+  if (isa == FA_CPU_ISA_AVX512_BF16) return kAvx512Bf16;
+#endif
+#if defined(FA_HAVE_AMX)
+  static constexpr Kernels kAmx = {
+      amx::forward_worker, amx::merge_rows, {"cpu_fwd_tiled_amx", "cpu_fwd_split_amx", "cpu_fwd_vector_amx"}, "cpu_merge_amx"};
+  if (isa == FA_CPU_ISA_AMX) return kAmx;
+#endif
   if (isa == FA_CPU_ISA_AVX512) return kAvx512;
   if (isa == FA_CPU_ISA_AVX2) return kAvx2;
 #endif
   (void)isa;
   return kPortable;
+}
+
+// The instruction set whose kernels compute a problem.
+fa_cpu_isa isa_of(const Problem &p, const Machine &machine) {
+  const bool bf16 = p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16;
+  return bf16 ? machine.isa : vector_isa(machine.isa);
+}
+
+ForwardProducts products_of(fa_cpu_isa isa) {
+  return isa == FA_CPU_ISA_AMX || isa == FA_CPU_ISA_AVX512_BF16 ? ForwardProducts::kTiles : ForwardProducts::kFma;
 }
 
 const char *reason_of(ForwardMode mode) {
@@ -51,11 +74,12 @@ const char *reason_of(ForwardMode mode) {
 // Below this much work a second thread costs more than it brings.
 constexpr double kParallelFlops = 2e6;
 
-int32_t worker_count(const Problem &p, const Machine &machine, ForwardMode mode) {
+int32_t worker_count(const Problem &p, const Machine &machine, ForwardMode mode, ForwardProducts products) {
   const double flops = 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.q_lengths.max_len) *
                        static_cast<double>(p.k_lengths.max_len) * static_cast<double>(p.head_dim + p.head_dim_v);
   if (flops < kParallelFlops) return 1;
-  const int64_t pieces = mode == ForwardMode::kTiled ? (p.group * p.q_lengths.max_len + kBlockRows - 1) / kBlockRows
+  const int64_t rows = block_rows(products);
+  const int64_t pieces = mode == ForwardMode::kTiled ? (p.group * p.q_lengths.max_len + rows - 1) / rows
                                                      : (p.k_lengths.max_len + split_keys(mode) - 1) / split_keys(mode);
   return static_cast<int32_t>(std::clamp<int64_t>(p.batch * p.heads_k * std::max<int64_t>(pieces, 1), 1, machine.threads));
 }
@@ -65,19 +89,21 @@ int32_t worker_count(const Problem &p, const Machine &machine, ForwardMode mode)
 Plan plan_forward(const Problem &problem, const Machine &machine) {
   const ForwardMode mode = forward_mode(problem.group * problem.q_lengths.max_len);
   Plan plan;
-  plan.kernel = kernels_of(machine.isa).names[static_cast<int>(mode)];
+  const fa_cpu_isa isa = isa_of(problem, machine);
+  plan.kernel = kernels_of(isa).names[static_cast<int>(mode)];
   plan.reason = reason_of(mode);
-  plan.tasks = worker_count(problem, machine, mode);
-  const ForwardLayout layout = forward_layout(problem, plan.tasks);
+  plan.tasks = worker_count(problem, machine, mode, products_of(isa));
+  const ForwardLayout layout = forward_layout(problem, products_of(isa), plan.tasks);
   plan.num_splits = mode == ForwardMode::kTiled ? 1 : static_cast<int32_t>(layout.max_splits);
   plan.workspace_bytes = layout.total_bytes;
   return plan;
 }
 
 bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
+  const fa_cpu_isa isa = isa_of(problem, machine);
   ForwardJob job;
   job.problem = &problem;
-  job.layout = forward_layout(problem, plan.tasks);
+  job.layout = forward_layout(problem, products_of(isa), plan.tasks);
   job.workspace = static_cast<char *>(workspace);
   Schedule schedule(workspace, job.layout.slots, problem.batch * problem.heads_k);
   job.schedule = &schedule;
@@ -85,7 +111,7 @@ bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &
   struct Context {
     const ForwardJob &job;
     const Kernels &kernels;
-  } context{job, kernels_of(machine.isa)};
+  } context{job, kernels_of(isa)};
   return parallel.run(
       plan.tasks,
       [](void *c, int32_t task) {

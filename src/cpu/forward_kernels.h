@@ -2,7 +2,12 @@
 // The forward pass of one instruction set: cuts heads into items for the scheduler and runs them. Included by forward_<isa>.cpp.
 #pragma once
 
+#include "cpu/simd.h"
+#if defined(FA_BF16_FORWARD)
+#include "cpu/forward_bf16.h"
+#else
 #include "cpu/forward_tiled.h"
+#endif
 #include "cpu/forward_vector.h"
 #include "cpu/merge_kernels.h"
 
@@ -12,9 +17,13 @@ namespace fa::cpu::FA_ISA {
 //   kTiled                packing of one key block each, then (barrier) one block of queries each, longest first
 //   kTiledSplit, kVector  one split of the keys each, then (barrier) their combination; a single split writes its result itself.
 //                         The items of the first of several heads that kVector computes together do the work of all
+//
+// `Products` computes blocks of queries against blocks of keys; each worker has one of its own.
+template <class Products>
 class ForwardWork final : public HeadWork {
  public:
-  explicit ForwardWork(const ForwardJob &job) : p_(*job.problem), layout_(job.layout), workspace_(job.workspace) {}
+  explicit ForwardWork(const ForwardJob &job)
+      : p_(*job.problem), layout_(job.layout), workspace_(job.workspace), products_(p_, layout_) {}
 
   int64_t items(int64_t index) const override {
     const Head head = make_head(p_, index);
@@ -57,63 +66,43 @@ class ForwardWork final : public HeadWork {
   }
 
   // Blocks of queries of a tiled head: by rows if the sequence fills a block, else by heads.
-  int64_t heads_per_block(const Head &head) const { return max64(kBlockRows / head.queries.len, 1); }
-  int64_t row_blocks(const Head &head) const { return (head.queries.len + kBlockRows - 1) / kBlockRows; }
+  int64_t heads_per_block(const Head &head) const { return max64(layout_.block_rows / head.queries.len, 1); }
+  int64_t row_blocks(const Head &head) const { return (head.queries.len + layout_.block_rows - 1) / layout_.block_rows; }
   int64_t head_blocks(const Head &head) const { return (p_.group + heads_per_block(head) - 1) / heads_per_block(head); }
   int64_t query_blocks(const Head &head) const { return row_blocks(head) * head_blocks(head); }
 
-  struct PackedHead {
-    float *keys;
-    float *values;
-    char *finite;
-  };
-  PackedHead packed(char *shared) const {
-    return {reinterpret_cast<float *>(shared), reinterpret_cast<float *>(shared + layout_.slot_keys),
-            shared + layout_.slot_keys + layout_.slot_values};
+  // Where key block n of a head is packed.
+  char *keys_at(char *shared, int64_t n) const { return shared + static_cast<size_t>(n) * layout_.key_block_bytes; }
+  char *values_at(char *shared, int64_t n) const {
+    return shared + layout_.slot_keys + static_cast<size_t>(n) * layout_.value_block_bytes;
   }
-
-  // Packs key block n; returns whether its values are finite.
-  bool pack(const Head &head, int64_t n, float *keys, float *values) const {
-    const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
-    const Rows k = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
-    const Rows v = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
-    bool finite = true;
-    const Factors of_k = factors_of(p_, p_.k_descale, head.b, head.head_k, head.keys.start),
-                  of_v = factors_of(p_, p_.v_descale, head.b, head.head_k, head.keys.start);
-    for_key_dtype(p_.k.dtype, [&]<class Element>() {
-      pack_transposed<Element>(k, begin, end, p_.head_dim, keys, of_k);
-      finite = pack_rows<Element>(v, begin, end, p_.head_dim_v, values, kBlockKeys * kNr, of_v);
-    });
-    return finite;
+  uint8_t &flags_at(char *shared, int64_t n) const {
+    return reinterpret_cast<uint8_t *>(shared + layout_.slot_keys + layout_.slot_values)[n];
   }
 
   void pack_block(const Head &head, int64_t n, char *shared) const {
-    const PackedHead to = packed(shared);
-    to.finite[n] = pack(head, n, to.keys + n * kBlockKeys * p_.head_dim, to.values + n * kBlockKeys * layout_.dim_v);
+    flags_at(shared, n) = products_.pack(head, n, keys_at(shared, n), values_at(shared, n));
   }
 
-  void run_queries(const Head &head, int64_t item, char *shared, char *scratch) const {
+  void run_queries(const Head &head, int64_t item, char *shared, char *scratch) {
     const int64_t across = head_blocks(head), per_block = heads_per_block(head);
     // Under a causal mask later queries see more keys: longest first, so that workers finish together.
     const int64_t row_block = row_blocks(head) - 1 - item / across;
     QueryBlock block;
     block.first_head = item % across * per_block;
     block.heads = min64(per_block, p_.group - block.first_head);
-    block.first_query = row_block * kBlockRows;
-    block.queries = min64(kBlockRows, head.queries.len - block.first_query);
+    block.first_query = row_block * layout_.block_rows;
+    block.queries = min64(layout_.block_rows, head.queries.len - block.first_query);
     if (row_block == 0) write_unused_rows(p_, head, block.first_head, block.heads);
 
-    BlockState st = begin_block(p_, layout_, scratch, head, block);
-    const PackedHead from = packed(shared);
+    typename Products::State st = products_.begin(scratch, head, block);
     const Range seen =
         visible_keys(p_.band, head.queries.len, head.keys.len, Range{block.first_query, block.first_query + block.queries});
     for (int64_t n = seen.begin / kBlockKeys; n * kBlockKeys < seen.end; ++n) {
-      attend(p_, head, st,
-             {n * kBlockKeys, from.keys + n * kBlockKeys * p_.head_dim, from.values + n * kBlockKeys * layout_.dim_v,
-              from.finite[n] != 0});
+      products_.attend(head, st, n, keys_at(shared, n), values_at(shared, n), flags_at(shared, n));
     }
     for (int64_t r = 0; r < st.rows; ++r)
-      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), row_result(st, r));
+      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), products_.row_result(st, r));
   }
 
   int64_t rows_of_head(const Head &head) const { return p_.group * head.queries.len; }
@@ -121,7 +110,7 @@ class ForwardWork final : public HeadWork {
     return head.mode == ForwardMode::kVector ? vector_heads(p_, rows_of_head(head)) : 1;
   }
 
-  void run_split(const Head &head, int64_t item, char *shared, char *scratch) const {
+  void run_split(const Head &head, int64_t item, char *shared, char *scratch) {
     const Range all = splits(head);
     const QueryBlock block{0, p_.group, 0, head.queries.len};
     const int64_t heads = min64(heads_together(head), p_.heads_k - head.head_k), rows = rows_of_head(head);
@@ -147,24 +136,28 @@ class ForwardWork final : public HeadWork {
     if (head.mode == ForwardMode::kVector)
       return attend_vector(p_, layout_, scratch, head, {head.head_k, heads, rows, keys}, put);
 
-    BlockState st = begin_block(p_, layout_, scratch, head, block);
-    float *packed_keys =
-        reinterpret_cast<float *>(scratch + layout_.worker_bytes - layout_.worker_values - layout_.worker_keys);
-    float *packed_values = reinterpret_cast<float *>(scratch + layout_.worker_bytes - layout_.worker_values);
+    typename Products::State st = products_.begin(scratch, head, block);
+    char *packed_keys = scratch + layout_.worker_bytes - layout_.worker_values - layout_.worker_keys;
+    char *packed_values = scratch + layout_.worker_bytes - layout_.worker_values;
     for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
-      const bool finite = pack(head, n, packed_keys, packed_values);
-      attend(p_, head, st, {n * kBlockKeys, packed_keys, packed_values, finite});
+      const uint8_t flags = products_.pack(head, n, packed_keys, packed_values);
+      products_.attend(head, st, n, packed_keys, packed_values, flags);
     }
-    for (int64_t r = 0; r < rows; ++r) put(r, row_result(st, r));
+    for (int64_t r = 0; r < rows; ++r) put(r, products_.row_result(st, r));
   }
 
   const ForwardProblem &p_;
   const ForwardLayout &layout_;
   char *const workspace_;
+  Products products_;
 };
 
 void forward_worker(const ForwardJob &job, int32_t worker) {
-  ForwardWork work(job);
+#if defined(FA_BF16_FORWARD)
+  ForwardWork<Bf16Products> work(job);
+#else
+  ForwardWork<FmaProducts> work(job);
+#endif
   job.schedule->work(work, worker);
 }
 

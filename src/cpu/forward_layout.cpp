@@ -10,12 +10,14 @@ namespace {
 
 constexpr int64_t kMaxVector = 16;    // floats of the widest vector; panels are padded to it
 constexpr int64_t kWholeStrips = 48;  // rows that are whole strips (12 or 6) and whole vectors for every instruction set
+constexpr int64_t kTilePad = 32;      // head dims are padded to it in tiles of bf16
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // Bytes of an area, so that every area starts on a cache line of its own and a vector may be stored past its end.
 size_t area(int64_t floats) { return static_cast<size_t>(round_up(floats + kMaxVector, 64)) * sizeof(float); }
+size_t area_bytes(size_t bytes) { return area(static_cast<int64_t>(bytes / sizeof(float))); }
 
 }  // namespace
 
@@ -23,6 +25,8 @@ ForwardMode forward_mode(int64_t rows) {
   if (rows <= kVectorRows) return ForwardMode::kVector;
   return rows <= kBlockRows ? ForwardMode::kTiledSplit : ForwardMode::kTiled;
 }
+
+int64_t block_rows(ForwardProducts products) { return products == ForwardProducts::kTiles ? kTileBlockRows : kBlockRows; }
 
 int64_t split_keys(ForwardMode mode) { return mode == ForwardMode::kVector ? kVectorSplitKeys : kTiledSplitKeys; }
 
@@ -34,13 +38,19 @@ int64_t vector_heads(const Problem &p, int64_t rows) {
   return std::clamp<int64_t>(std::min(by_bytes, by_rows), 1, p.heads_k);
 }
 
-ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
+ForwardLayout forward_layout(const Problem &p, ForwardProducts products, int32_t tasks) {
   const int64_t max_rows = p.group * p.q_lengths.max_len;
   const int64_t max_keys = p.k_lengths.max_len;
   // Shorter sequences than the longest exist only if lengths are given as data.
   const bool exact = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr;
+  const bool tiles = products == ForwardProducts::kTiles;
   ForwardLayout l;
-  l.dim_v = round_up(p.head_dim_v, kMaxVector);
+  l.block_rows = block_rows(products);
+  l.dim_v = round_up(p.head_dim_v, tiles ? kTilePad : kMaxVector);
+  const int64_t dim = tiles ? round_up(p.head_dim, kTilePad) : p.head_dim;
+  const size_t packed_bytes = tiles ? 2 : sizeof(float);
+  l.key_block_bytes = static_cast<size_t>(kBlockKeys * dim) * packed_bytes;
+  l.value_block_bytes = static_cast<size_t>(kBlockKeys * l.dim_v) * packed_bytes;
 
   const ForwardMode longest = forward_mode(max_rows);
   const bool tiled = longest == ForwardMode::kTiled;
@@ -48,8 +58,8 @@ ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
   const bool vector = longest == ForwardMode::kVector || !exact;
   const int64_t blocks = std::max<int64_t>(ceil_div(max_keys, kBlockKeys), 1);
   if (tiled) {
-    l.slot_keys = area(blocks * kBlockKeys * p.head_dim);
-    l.slot_values = area(blocks * kBlockKeys * l.dim_v);
+    l.slot_keys = area_bytes(static_cast<size_t>(blocks) * l.key_block_bytes);
+    l.slot_values = area_bytes(static_cast<size_t>(blocks) * l.value_block_bytes);
     l.slot_flags = static_cast<size_t>(round_up(blocks, 256));
   }
   int64_t partials = 0;
@@ -63,20 +73,24 @@ ForwardLayout forward_layout(const Problem &p, int32_t tasks) {
   if (l.max_splits > 1) l.slot_partials = area(partials);
   l.slot_bytes = l.slot_keys + l.slot_values + l.slot_flags + l.slot_partials;
 
-  const int64_t rows = std::min(round_up(max_rows, kWholeStrips), kBlockRows);
-  static_assert(kVectorScratchRows <= kWholeStrips && kVectorSplitKeys <= kBlockKeys, "a vector split fits where a tile does");
+  const int64_t rows = std::min(round_up(max_rows, tiles ? kTileStripRows : kWholeStrips), l.block_rows);
+  static_assert(kVectorScratchRows <= kWholeStrips && kVectorScratchRows <= kTileStripRows && kVectorSplitKeys <= kBlockKeys,
+                "a vector split fits where a tile does");
   // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.
-  l.worker_queries = area(std::max(rows * p.head_dim + kMaxVector, kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
-  l.worker_scores = area(rows * kBlockKeys);
+  l.worker_queries =
+      area(std::max(rows * dim / (tiles ? 2 : 1) + kMaxVector, kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
+  const int64_t pass_rows = tiles ? std::min(rows, kTilePassStrips * kTileStripRows) : rows;
+  l.worker_scores = area(pass_rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
   l.worker_rows = area(rows * (2 * kMaxVector + 8));
   if (p.dropout.threshold > 0) l.worker_dropout = area(rows * kBlockKeys);
+  if (tiles) l.worker_p = area(pass_rows * kBlockKeys / 2 + l.dim_v);
   if (tiled_split) {
-    l.worker_keys = area(kBlockKeys * p.head_dim);
-    l.worker_values = area(kBlockKeys * l.dim_v);
+    l.worker_keys = area_bytes(l.key_block_bytes);
+    l.worker_values = area_bytes(l.value_block_bytes);
   }
-  l.worker_bytes =
-      l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_keys + l.worker_values;
+  l.worker_bytes = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p +
+                   l.worker_keys + l.worker_values;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sizes of the forward pass: block sizes with their reasons, and where everything lies in the workspace. Shared by the plan, which
-// sizes the workspace, and the kernels, which use it, so that they cannot disagree. Independent of the instruction set.
+// sizes the workspace, and the kernels, which use it, so that they cannot disagree.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +14,11 @@ namespace fa::cpu {
 // Query rows of a block: a multiple of every strip height (12 and 6). Each block reads all packed keys and values once, so more
 // rows mean less traffic from beyond L2, and fewer blocks to share among threads.
 constexpr int64_t kBlockRows = 96;
+// The same for tiles of bf16: strips of 32 rows, two of which share each panel of keys while it is in L1. A row costs half the time,
+// so that twice the rows would need the packed keys at the same rate; 128 still leaves 16 blocks to share at 2048 rows.
+constexpr int64_t kTileBlockRows = 128;
+constexpr int64_t kTileStripRows = 32;
+constexpr int64_t kTilePassStrips = 2;  // strips that go through a block of keys together
 // Keys of a block: long enough that reading and writing the output tile once a block costs little, short enough that a value panel
 // (256 x 32 floats, 32 KiB) stays in L1 beside a strip of P.
 constexpr int64_t kBlockKeys = 256;
@@ -35,26 +40,35 @@ enum class ForwardMode {
   kVector       // very few rows: splits of unpacked keys
 };
 
+// What computes the products of kTiled and kTiledSplit.
+enum class ForwardProducts {
+  kFma,   // fp32 multiply-adds on panels of floats
+  kTiles  // AMX or vdpbf16ps on tiles of bf16
+};
+
 struct ForwardLayout {
-  // Padded sizes, in floats.
-  int64_t dim_v = 0;       // head_dim_v rounded up to 16
+  int64_t block_rows = 0;  // rows of a block of queries
+  int64_t dim_v = 0;       // head_dim_v rounded up to 16, with kTiles to 32
   int64_t max_splits = 1;  // of any sequence
   int32_t slots = 1;
+  size_t key_block_bytes = 0;    // of a packed block of keys
+  size_t value_block_bytes = 0;  // of its values
 
   // One slot per head in progress.
-  size_t slot_keys = 0;      // K^T panels of the whole sequence (kTiled)
-  size_t slot_values = 0;    // value panels
-  size_t slot_flags = 0;     // a byte per key block: its values are all finite
+  size_t slot_keys = 0;      // packed keys of the whole sequence (kTiled)
+  size_t slot_values = 0;    // packed values
+  size_t slot_flags = 0;     // a byte per key block: what Products::pack found
   size_t slot_partials = 0;  // split modes: per split and row the maximum, the sum and the unnormalised output
   size_t slot_bytes = 0;
 
   // One scratch area per worker.
   size_t worker_queries = 0;  // Q strips
-  size_t worker_scores = 0;   // rows x kBlockKeys
+  size_t worker_scores = 0;   // rows x kBlockKeys; with kTiles the rows of a pass
   size_t worker_output = 0;   // rows x dim_v
   size_t worker_rows = 0;     // per-row state
   size_t worker_dropout = 0;  // dropout scales of a strip
-  size_t worker_keys = 0;     // kTiledSplit: panels of one key block
+  size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
+  size_t worker_keys = 0;     // kTiledSplit: one packed key block
   size_t worker_values = 0;
   size_t worker_bytes = 0;
 
@@ -65,9 +79,10 @@ struct ForwardLayout {
 };
 
 ForwardMode forward_mode(int64_t rows);
+int64_t block_rows(ForwardProducts products);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.
 int64_t vector_heads(const Problem &problem, int64_t rows);
-ForwardLayout forward_layout(const Problem &problem, int32_t tasks);
+ForwardLayout forward_layout(const Problem &problem, ForwardProducts products, int32_t tasks);
 
 }  // namespace fa::cpu

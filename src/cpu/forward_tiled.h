@@ -12,12 +12,11 @@
 
 #include <algorithm>
 
-#include "cpu/forward_state.h"
+#include "cpu/forward_softmax.h"
 
 namespace fa::cpu::FA_ISA {
 
-constexpr int64_t kMaxStrips = (kBlockRows + kMr - 1) / kMr;
-static_assert(kBlockRows % kMr == 0 && kBlockKeys % kNr == 0);
+static_assert(kBlockRows % kMr == 0 && kBlockRows / kMr <= kMaxStrips && kMr <= kMaxStripRows && kBlockKeys % kNr == 0);
 
 // Packed keys and values of one key block.
 struct KeyBlock {
@@ -27,32 +26,18 @@ struct KeyBlock {
   bool finite = true;             // every value is
 };
 
-// The online softmax of one block of queries, in a worker's scratch memory.
-struct BlockState {
-  QueryBlock block;
-  int64_t rows = 0;
+// A block of queries, in a worker's scratch memory.
+struct BlockState : SoftmaxState {
   int64_t dim_v = 0;
-  float *q = nullptr;           // strips: (head_dim x kMr) each, k-major
-  float *s = nullptr;           // rows x kBlockKeys: raw products, logits, P
-  float *o = nullptr;           // rows x dim_v
-  float *dropout = nullptr;     // kMr x kBlockKeys: dropout factors of a strip
-  float *max = nullptr;         // (rows) base-2 logits
-  float *correction = nullptr;  // (rows) factor of what was summed before this key block
-  float *sum = nullptr;         // rows x kWidth
-  float *block_max = nullptr;   // rows x kWidth: maxima of raw products in this key block
-  int64_t *begin = nullptr;     // (rows) keys that the row sees through the band: begin[r] .. end[r] - 1
-  int64_t *end = nullptr;
-  Range seen[kMaxStrips];      // by some row of the strip
-  Range interior[kMaxStrips];  // by every row of the strip
+  float *q = nullptr;  // strips: (head_dim x kMr) each, k-major
+  float *s = nullptr;  // rows x kBlockKeys: raw products, logits, P
+  float *o = nullptr;  // rows x dim_v
 };
 
 // Points the state into a worker's scratch, loads the queries and starts the softmax.
 inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layout, char *scratch, const Head &head,
                               const QueryBlock &block) {
   BlockState st;
-  st.block = block;
-  st.rows = block.rows();
-  st.dim_v = round_up(p.head_dim_v, kWidth);
   const auto take = [&](size_t bytes) {
     auto *area = reinterpret_cast<float *>(scratch);
     scratch += bytes;
@@ -62,36 +47,17 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
   st.s = take(layout.worker_scores);
   st.o = take(layout.worker_output);
   st.dropout = take(layout.worker_dropout);
-  st.sum = take(layout.worker_rows);
-  st.block_max = st.sum + st.rows * kWidth;
-  st.begin = reinterpret_cast<int64_t *>(st.block_max + st.rows * kWidth);
-  st.end = st.begin + st.rows;
-  st.max = reinterpret_cast<float *>(st.end + st.rows);
-  st.correction = st.max + st.rows;
-
+  begin_softmax(p, head, block, kMr, take(layout.worker_rows), st);
+  st.dim_v = round_up(p.head_dim_v, kWidth);
   for (int64_t r = 0; r < st.rows; ++r) {
-    const Range seen = visible_keys(p.band, head.queries.len, head.keys.len, block.query(r));
-    st.begin[r] = seen.begin;
-    st.end[r] = seen.end;
-    st.max[r] = -kInfinity;
-    Simd::store(st.sum + r * kWidth, Simd::zero());
     for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.o + r * st.dim_v + c, Simd::zero());
   }
   for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += kMr, ++strip) {
     const int64_t n = min64(st.rows - r0, kMr);
-    Range seen{INT64_MAX, 0}, interior{0, INT64_MAX};
     const char *rows[kMr];
     for (int64_t r = r0; r < r0 + n; ++r) {
-      if (st.begin[r] < st.end[r]) {
-        seen.begin = min64(seen.begin, st.begin[r]);
-        seen.end = max64(seen.end, st.end[r]);
-      }
-      interior.begin = max64(interior.begin, st.begin[r]);
-      interior.end = min64(interior.end, st.end[r]);
       rows[r - r0] = rows_of(p.q, head.b, head.head_k * p.group + block.head(r), head.queries.start).row(block.query(r));
     }
-    st.seen[strip] = seen;
-    st.interior[strip] = interior;
     float *to = st.q + strip * kMr * p.head_dim;
     float factors[kMr];
     if (is_quantised(p.q.dtype)) std::fill_n(factors, kMr, factors_of(p, p.q_descale, head.b, head.head_k, 0).at(0));
@@ -146,105 +112,6 @@ __attribute__((noinline)) void score_panel(int64_t m, int64_t dim, const float *
       });
 }
 
-// Raw products of a strip -> masked base-2 logits, for problems with a general score; row maxima afresh.
-inline void general_scores(const Problem &p, const Head &head, const BlockState &st, int64_t r0, int64_t m, int64_t col,
-                           int64_t cols, float *s) {
-  for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    const Tile tile{st.block.query(r), col, n, cols};
-    float *x = s + (r - r0) * kBlockKeys;
-    score_logits(score, tile, x, kBlockKeys, nullptr);
-    mask_tile(score, tile, x, kBlockKeys);
-    for (int64_t i = 0; i < n; ++i) {
-      F top = Simd::set(-kInfinity);
-      for (int64_t c = 0; c < cols; c += kWidth) top = Simd::max(Simd::load(x + i * kBlockKeys + c), top);
-      Simd::store(st.block_max + (r + i) * kWidth, top);
-    }
-  });
-}
-
-// Whether the block mask hides the whole tile from every row of the strip.
-inline bool strip_hidden(const Problem &p, const Head &head, const BlockState &st, int64_t r0, int64_t m, int64_t col,
-                         int64_t cols) {
-  bool hidden = true;
-  for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    hidden = hidden && tile_masking(score, Tile{st.block.query(r), col, n, cols}) == Masking::kAll;
-  });
-  return hidden;
-}
-
-// Updates maxima, corrections and sums of m rows and turns their logits s (m x cols) into P.
-template <bool kMarkMasked>
-__attribute__((noinline)) void softmax_strip(int64_t m, int64_t cols, float multiplier, float *s, const float *block_max,
-                                             float *max, float *correction, float *sum) {
-  float base[kMr];
-  for (int64_t r = 0; r < m; ++r) {
-    const float top = Simd::reduce_max(Simd::load(block_max + r * kWidth)) * multiplier;
-    const float before = max[r];
-    const float after = top > before ? top : before;
-    base[r] = after == -kInfinity ? 0.0f : after;
-    correction[r] = before - base[r];
-    max[r] = after;
-  }
-  for (int64_t r = 0; r < m; r += kWidth) {
-    const int n = static_cast<int>(min64(m - r, kWidth));
-    Simd::store(correction + r, Simd::exp2(Simd::load(correction + r, n)), n);
-  }
-  const F scale = Simd::set(multiplier);
-  for (int64_t r = 0; r < m; ++r) {
-    float *row = s + r * kBlockKeys;
-    const F minus = Simd::set(base[r]);
-    F total0 = Simd::zero(), total1 = Simd::zero();
-    for (int64_t c = 0; c < cols; c += kNr) {
-      const F x0 = Simd::load(row + c), x1 = Simd::load(row + c + kWidth);
-      F w0 = Simd::exp2(Simd::fms(x0, scale, minus)), w1 = Simd::exp2(Simd::fms(x1, scale, minus));
-      total0 = Simd::add(total0, w0);
-      total1 = Simd::add(total1, w1);
-      if constexpr (kMarkMasked) {
-        w0 = Simd::select(Simd::eq(x0, Simd::set(-kInfinity)), Simd::set(kMaskedP), w0);
-        w1 = Simd::select(Simd::eq(x1, Simd::set(-kInfinity)), Simd::set(kMaskedP), w1);
-      }
-      Simd::store(row + c, w0);
-      Simd::store(row + c + kWidth, w1);
-    }
-    float *to = sum + r * kWidth;
-    Simd::store(to, Simd::fma(Simd::load(to), Simd::set(correction[r]), Simd::add(total0, total1)));
-  }
-}
-
-// Multiplies P of a strip by its dropout scales.
-inline void apply_dropout(const Problem &p, const Head &head, const BlockState &st, int64_t r0, int64_t m, int64_t col,
-                          int64_t cols, float *s) {
-  for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    dropout_scales(score, Tile{st.block.query(r), col, n, cols}, st.dropout, kBlockKeys);
-    for (int64_t i = 0; i < n; ++i) {
-      float *x = s + (r - r0 + i) * kBlockKeys;
-      const float *factor = st.dropout + i * kBlockKeys;
-      for (int64_t c = 0; c < cols; c += kWidth) Simd::store(x + c, Simd::mul(Simd::load(x + c), Simd::load(factor + c)));
-    }
-  });
-}
-
-// O = diag(correction) O + P V of m rows where masked P must not touch their values: keys [begin, end) of the block.
-inline void accumulate_visible(int64_t m, const KeyBlock &key, int64_t begin, int64_t end, const float *s,
-                               const float *correction, int64_t dim_v, float *o) {
-  for (int64_t r = 0; r < m; ++r) {
-    for (int64_t c = 0; c < dim_v; c += kWidth) {
-      const int64_t panel = c / kNr;
-      const int64_t width = dim_v - panel * kNr > kWidth ? kNr : kWidth;
-      const float *v = key.values + panel * kBlockKeys * kNr + c % kNr;
-      F acc = Simd::mul(Simd::load(o + r * dim_v + c), Simd::set(correction[r]));
-      for (int64_t j = begin; j < end; ++j) {
-        const float w = s[r * kBlockKeys + j];
-        if (!is_masked_p(w)) acc = Simd::fma(Simd::set(w), Simd::load(v + j * width), acc);
-      }
-      Simd::store(o + r * dim_v + c, acc);
-    }
-  }
-}
-
 FA_INLINE bool operator==(const Range &a, const Range &b) { return a.begin == b.begin && a.end == b.end; }
 
 // Calls body(kind, begin, end) for the maximal runs of equal kind(i) in 0 .. n - 1.
@@ -268,12 +135,8 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
   Range all_cols{kBlockKeys, 0};
   for (int64_t strip = 0; strip < strips; ++strip) {
     const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
-    keys[strip] = {max64(st.seen[strip].begin - key.first, 0), min64(st.seen[strip].end - key.first, kBlockKeys)};
+    keys[strip] = strip_keys(p, head, st, strip, r0, m, key.first);
     cols[strip] = {keys[strip].begin / kNr * kNr, round_up(keys[strip].end, kNr)};
-    if (!keys[strip].empty() && p.block_mask.data != nullptr &&
-        strip_hidden(p, head, st, r0, m, key.first + keys[strip].begin, keys[strip].size())) {
-      keys[strip].end = keys[strip].begin;
-    }
     if (keys[strip].empty()) continue;
     all_cols = {min64(all_cols.begin, cols[strip].begin), max64(all_cols.end, cols[strip].end)};
     for (int64_t r = r0; r < r0 + m; ++r) Simd::store(st.block_max + r * kWidth, Simd::set(-kInfinity));
@@ -307,16 +170,22 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
     if (general) general_scores(p, head, st, r0, m, first, n, s);
     const bool masked = general || st.interior[strip].begin > first || st.interior[strip].end < first + n;
     visible_only[strip] = masked && !key.finite;
-    (visible_only[strip] ? softmax_strip<true> : softmax_strip<false>)(m, n, multiplier, s, st.block_max + r0 * kWidth,
-                                                                       st.max + r0, st.correction + r0, st.sum + r0 * kWidth);
+    (visible_only[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s,
+                                                                                         InPlace{s});
     if (p.dropout.threshold > 0) apply_dropout(p, head, st, r0, m, first, n, s);
   }
 
   for (int64_t strip = 0; strip < strips; ++strip) {
     if (keys[strip].empty() || !visible_only[strip]) continue;
     const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
-    accumulate_visible(m, key, keys[strip].begin, keys[strip].end, st.s + r0 * kBlockKeys, st.correction + r0, st.dim_v,
-                       st.o + r0 * st.dim_v);
+    accumulate_visible(
+        m, keys[strip], st.s + r0 * kBlockKeys, st.correction + r0, st.dim_v,
+        [&](int64_t r, int64_t c) { return st.o + (r0 + r) * st.dim_v + c; },
+        [&](int64_t j, int64_t c) {
+          const int64_t panel = c / kNr;
+          const int64_t width = st.dim_v - panel * kNr > kWidth ? kNr : kWidth;
+          return Simd::load(key.values + panel * kBlockKeys * kNr + c % kNr + j * width);
+        });
   }
   for (int64_t c = 0; c < st.dim_v; c += kNr) {
     const bool wide = st.dim_v - c > kWidth;
@@ -338,9 +207,47 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
   }
 }
 
-// The state of row r as a result.
-FA_INLINE RowResult row_result(const BlockState &st, int64_t r) {
-  return {st.max[r], Simd::reduce_add(Simd::load(st.sum + r * kWidth)), st.o + r * st.dim_v};
-}
+// The products of forward by fp32 multiply-adds, for ForwardWork.
+class FmaProducts {
+ public:
+  using State = BlockState;
+
+  FmaProducts(const ForwardProblem &problem, const ForwardLayout &layout) : p_(problem), layout_(layout) {}
+
+  // Packs key block n; returns its flag, whether its values are finite.
+  uint8_t pack(const Head &head, int64_t n, char *keys, char *values) const {
+    const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
+    const Rows k = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
+    const Rows v = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
+    bool finite = true;
+    const Factors of_k = factors_of(p_, p_.k_descale, head.b, head.head_k, head.keys.start),
+                  of_v = factors_of(p_, p_.v_descale, head.b, head.head_k, head.keys.start);
+    for_key_dtype(p_.k.dtype, [&]<class Element>() {
+      pack_transposed<Element>(k, begin, end, p_.head_dim, reinterpret_cast<float *>(keys), of_k);
+      finite = pack_rows<Element>(v, begin, end, p_.head_dim_v, reinterpret_cast<float *>(values), kBlockKeys * kNr, of_v);
+    });
+    return finite ? 1 : 0;
+  }
+
+  State begin(char *scratch, const Head &head, const QueryBlock &block) const {
+    return begin_block(p_, layout_, scratch, head, block);
+  }
+
+  // Key block n, as `pack` left it.
+  void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) const {
+    FA_ISA::attend(
+        p_, head, st,
+        {n * kBlockKeys, reinterpret_cast<const float *>(keys), reinterpret_cast<const float *>(values), flags != 0});
+  }
+
+  // The state of row r as a result.
+  RowResult row_result(const State &st, int64_t r) const {
+    return {st.max[r], Simd::reduce_add(Simd::load(st.sum + r * kWidth)), st.o + r * st.dim_v};
+  }
+
+ private:
+  const ForwardProblem &p_;
+  const ForwardLayout &layout_;
+};
 
 }  // namespace fa::cpu::FA_ISA

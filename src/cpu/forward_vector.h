@@ -12,10 +12,6 @@ constexpr int kKeysTogether = 4;
 // Keys ahead of the current ones that are prefetched: the latency of memory over the time of a key.
 constexpr int64_t kPrefetchKeys = 8;
 
-FA_INLINE void prefetch_row(const char *row, int64_t bytes) {
-  for (int64_t c = 0; c < bytes; c += 64) Simd::prefetch(row + c);
-}
-
 // Calls body.operator()<KEYS>(j, rows, ahead) for the keys [begin, end), four or one at a time: rows are the KEYS rows from j on, ahead
 // those to prefetch.
 template <class Body>

@@ -2,14 +2,36 @@
 // Which instruction sets this processor and its operating system have.
 #include "cpu/launch.h"
 
+#include <cstring>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace fa::cpu {
+namespace {
+
+// Whether FA_CPU_ISA_AUTO may choose AMX. Its instructions have run on no processor yet, only the model of cpu/tile.h has. Before this
+// becomes true, a processor with AMX must pass the unit test TileModel.AgreesWithThisProcessorBitForBit and the parity suite with
+// FA_TEST_BACKEND=cpu_amx.
+constexpr bool kAutoChoosesAmx = false;
 
 #if defined(__x86_64__)
-namespace {
+
+// Processors on which vdpbf16ps does twice the work of an fp32 multiply-add, so that FA_CPU_ISA_AUTO chooses AVX512_BF16. On Intel's
+// the instruction has half that rate or less. Others keep AVX-512 and run AVX512_BF16 where it is asked for.
+struct ProcessorFamily {
+  const char *vendor;  // as CPUID spells it
+  unsigned family;
+};
+constexpr ProcessorFamily kFastBf16[] = {
+    {"AuthenticAMD", 0x19},  // Zen 4; Zen 3, of the same family, has no AVX-512
+    {"AuthenticAMD", 0x1A},  // Zen 5
+};
 
 // Clang 14 does not know "f16c" as a name for __builtin_cpu_supports.
 bool has_f16c() {
@@ -17,8 +39,62 @@ bool has_f16c() {
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 
-}  // namespace
+[[maybe_unused]] bool has_avx512_bf16() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return has_isa(FA_CPU_ISA_AVX512) && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1u << 5)) != 0;
+}
+
+bool multiplies_bf16_faster() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid(0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  char vendor[13] = {};
+  std::memcpy(vendor, &ebx, 4);
+  std::memcpy(vendor + 4, &edx, 4);
+  std::memcpy(vendor + 8, &ecx, 4);
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+  const unsigned base = eax >> 8 & 0xF, family = base == 0xF ? base + (eax >> 20 & 0xFF) : base;
+  for (const ProcessorFamily &fast : kFastBf16) {
+    if (family == fast.family && std::strcmp(vendor, fast.vendor) == 0) return true;
+  }
+  return false;
+}
+
+#if defined(FA_TILE_MODEL)
+// Tests alone: the model of the tile unit runs wherever the vectors that its kernels were compiled for do.
+bool has_amx() { return FA_TILE_MODEL_AVX512 == 0 || has_avx512_bf16(); }
+#elif defined(FA_HAVE_AMX)
+// Whether the operating system lets this process use the tile registers. Linux wants to be asked, once a process, because they make
+// its signal frames 8 KiB larger; it refuses where an alternate signal stack is too small for that.
+bool tiles_permitted() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+#else
+  return false;
 #endif
+}
+
+bool has_amx() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  unsigned enabled = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+  constexpr unsigned kTileState = 3u << 17;  // configuration and data
+  return (enabled & kTileState) == kTileState && tiles_permitted();
+}
+#else
+bool has_amx() { return false; }
+#endif
+
+#else
+bool multiplies_bf16_faster() { return false; }
+#endif
+
+}  // namespace
 
 bool has_isa(fa_cpu_isa isa) {
   switch (isa) {
@@ -32,6 +108,12 @@ bool has_isa(fa_cpu_isa isa) {
     case FA_CPU_ISA_AVX512:
       return has_isa(FA_CPU_ISA_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if defined(FA_HAVE_AVX512_BF16)
+    case FA_CPU_ISA_AVX512_BF16:
+      return has_avx512_bf16();
+#endif
+    case FA_CPU_ISA_AMX:
+      return has_amx();
 #endif
     default:
       return false;
@@ -39,6 +121,13 @@ bool has_isa(fa_cpu_isa isa) {
 }
 
 fa_cpu_isa best_isa() {
+  if (kAutoChoosesAmx && has_isa(FA_CPU_ISA_AMX)) return FA_CPU_ISA_AMX;
+  if (has_isa(FA_CPU_ISA_AVX512_BF16) && multiplies_bf16_faster()) return FA_CPU_ISA_AVX512_BF16;
+  return vector_isa(FA_CPU_ISA_AMX);
+}
+
+fa_cpu_isa vector_isa(fa_cpu_isa isa) {
+  if (isa != FA_CPU_ISA_AMX && isa != FA_CPU_ISA_AVX512_BF16) return isa;
   if (has_isa(FA_CPU_ISA_AVX512)) return FA_CPU_ISA_AVX512;
   if (has_isa(FA_CPU_ISA_AVX2)) return FA_CPU_ISA_AVX2;
   return FA_CPU_ISA_PORTABLE;

@@ -27,9 +27,18 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
 // ... for a dtype of queries, keys and values of forward.
 template <class Body>
 FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
+#if defined(FA_BF16_FORWARD)
+  (void)dtype;
+  body.template operator()<ElementBf16>();  // this instruction set computes nothing else
+#else
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
   for_dtype(dtype, body);
+#endif
+}
+
+FA_INLINE void prefetch_row(const char *row, int64_t bytes) {
+  for (int64_t c = 0; c < bytes; c += 64) Simd::prefetch(row + c);
 }
 
 // Where the rows of one head of one sequence lie; rows are counted within the sequence.

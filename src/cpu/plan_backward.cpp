@@ -139,7 +139,7 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
   const BackwardLayout layout = make_layout(problem, machine);
   plan.workspace_bytes = layout.total_bytes;
   plan.tasks = layout.workers;
-  switch (machine.isa) {
+  switch (vector_isa(machine.isa)) {
     case FA_CPU_ISA_AVX512:
       plan.kernel = "cpu_backward_avx512";
       break;
@@ -156,7 +156,7 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
 
 bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &, void *workspace, Parallel &parallel) {
   const BackwardLayout layout = make_layout(problem, machine);
-  switch (machine.isa) {
+  switch (vector_isa(machine.isa)) {
 #if defined(__x86_64__)
     case FA_CPU_ISA_AVX512:
       return avx512::backward(problem, layout, workspace, parallel);

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vector vocabulary of the CPU kernels: one struct `Simd` of verbs per instruction set, and the functions written on top of them.
 //
-// Kernel sources are compiled once per instruction set, in files named *_avx512.cpp, *_avx2.cpp and *_portable.cpp. The first line
-// of such a file defines FA_TARGET_AVX512, FA_TARGET_AVX2 or FA_TARGET_PORTABLE; this header then defines FA_ISA, the namespace
-// inside fa::cpu that everything compiled for that instruction set must live in. Nothing that the linker could merge between
-// instruction sets may be shared: kernels call no inline function from outside FA_ISA unless it is FA_HD (always inlined).
+// Kernel sources are compiled once per instruction set, in files named *_amx.cpp, *_avx512_bf16.cpp, *_avx512.cpp, *_avx2.cpp and
+// *_portable.cpp. Such a file defines FA_TARGET_ and the name in capitals; this header then defines FA_ISA, the namespace inside fa::cpu
+// that everything compiled for that instruction set must live in. Nothing that the linker could merge between instruction sets may be
+// shared: kernels call no inline function from outside FA_ISA unless it is FA_HD (always inlined).
+//
+// AMX and AVX512_BF16 compute bf16 forward alone (FA_BF16_FORWARD). AMX kernels use the vectors of AVX-512. The tests also compile them with the model of the tile unit (cpu/tile.h), and then without
+// AVX-512 for processors that lack it.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +15,21 @@
 
 #define FA_INLINE inline __attribute__((always_inline))
 
-#if defined(FA_TARGET_AVX512)
+#if defined(FA_TARGET_AMX) || defined(FA_TARGET_AVX512_BF16)
+#define FA_BF16_FORWARD
+#endif
+
+#if defined(FA_TARGET_AMX)
+#define FA_ISA amx
+#if defined(__AVX512F__)
+#include "cpu/simd_avx512.h"
+#else
+#include "cpu/simd_portable.h"
+#endif
+#elif defined(FA_TARGET_AVX512_BF16)
+#define FA_ISA avx512_bf16
+#include "cpu/simd_avx512.h"
+#elif defined(FA_TARGET_AVX512)
 #define FA_ISA avx512
 #include "cpu/simd_avx512.h"
 #elif defined(FA_TARGET_AVX2)
@@ -22,7 +39,7 @@
 #define FA_ISA portable
 #include "cpu/simd_portable.h"
 #else
-#error "cpu/simd.h: include it from a *_avx512.cpp, *_avx2.cpp or *_portable.cpp file that defines its FA_TARGET_"
+#error "cpu/simd.h: include it from a source named after an instruction set that defines its FA_TARGET_"
 #endif
 
 namespace fa::cpu::FA_ISA {

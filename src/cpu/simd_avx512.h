@@ -17,7 +17,7 @@
 
 #include "cpu/simd_exp2.h"
 
-namespace fa::cpu::avx512 {
+namespace fa::cpu::FA_ISA {
 
 struct Simd {
   using F = __m512;
@@ -129,6 +129,21 @@ struct Simd {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(r));
   }
 
+#if defined(__AVX512BF16__)
+  static FA_INLINE __m512bh as_bf16(I a) { return __builtin_bit_cast(__m512bh, a); }
+  // 2 * kWidth elements, a first. Subnormal inputs and results become zero.
+  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) {
+    const __m512bh pair = _mm512_cvtne2ps_pbh(b, a);
+    __builtin_memcpy(p, &pair, sizeof pair);
+  }
+  // c + a0 b0 + a1 b1 of the two bf16 numbers in every lane of a and b. Subnormal numbers are taken for zero, as operands and as results.
+  static FA_INLINE F dot_bf16(I a, I b, F c) { return _mm512_dpbf16_ps(c, as_bf16(a), as_bf16(b)); }
+  // Lanes are 16-bit integers, two in a lane of I.
+  static FA_INLINE I max_u16(I a, I b) { return _mm512_max_epu16(a, b); }
+  static FA_INLINE I min_u16(I a, I b) { return _mm512_min_epu16(a, b); }
+  static FA_INLINE I add_u16(I a, I b) { return _mm512_add_epi16(a, b); }
+#endif
+
   // rows[i] lane j <- rows[j] lane i.
   static FA_INLINE void transpose(F (&r)[16]) {
     F t[16];
@@ -165,4 +180,4 @@ struct Simd {
   static FA_INLINE void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
 };
 
-}  // namespace fa::cpu::avx512
+}  // namespace fa::cpu::FA_ISA

@@ -8,7 +8,7 @@
 
 #include "cpu/simd_exp2.h"
 
-namespace fa::cpu::portable {
+namespace fa::cpu::FA_ISA {
 
 struct Simd {
   typedef float F __attribute__((vector_size(16)));
@@ -163,6 +163,23 @@ struct Simd {
     narrow16(p, iselect(x != x, (b >> 16) | iset(0x40), r));
   }
 
+  // 2 * kWidth elements, a first.
+  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) {
+    store_bf16(p, a);
+    store_bf16(p + kWidth, b);
+  }
+  // Lanes are 16-bit integers, two in a lane of I.
+  typedef uint16_t Halves __attribute__((vector_size(16)));
+  static FA_INLINE I max_u16(I a, I b) {
+    const Halves x = (Halves)a, y = (Halves)b, above = (Halves)(x > y);
+    return (I)((x & above) | (y & ~above));
+  }
+  static FA_INLINE I min_u16(I a, I b) {
+    const Halves x = (Halves)a, y = (Halves)b, below = (Halves)(x < y);
+    return (I)((x & below) | (y & ~below));
+  }
+  static FA_INLINE I add_u16(I a, I b) { return (I)((Halves)a + (Halves)b); }
+
   // rows[i] lane j <- rows[j] lane i.
   static FA_INLINE void transpose(F (&r)[4]) {
     F t[4];
@@ -173,4 +190,4 @@ struct Simd {
   static FA_INLINE void prefetch(const void *p) { __builtin_prefetch(p); }
 };
 
-}  // namespace fa::cpu::portable
+}  // namespace fa::cpu::FA_ISA

@@ -23,9 +23,9 @@ LAYERS = {
 # Every folder of cuda/kernels/ is a kernel. It includes core, cuda/common and itself, and what stands here with its reason: a file or a folder.
 BWD_ROWS = {"cuda/kernels/bwd_pre_post/": "delta and lse of the rows before, conversion of dq after the main kernel"}
 EXCEPTIONS = {
-    "cuda/kernels/extend": {"cuda/kernels/decode/": "parameters, stream-K partition, 8-bit KV and combine kernel of decode"},
+    "cuda/kernels/extend": {"cuda/kernels/decode/": "parameters, stream-K partition and combine kernel of decode"},
     "cuda/kernels/mla": {"cuda/kernels/decode/": "parameters and stream-K partition of decode"},
-    "cuda/kernels/bwd_simt": {**BWD_ROWS, "cuda/kernels/fwd_simt/": "tiles and score terms on CUDA cores"},
+    "cuda/kernels/bwd_simt": {**BWD_ROWS, "cuda/kernels/fwd_simt/": "tiles on CUDA cores"},
     "cuda/kernels/bwd_sm80": BWD_ROWS,
     "cuda/kernels/bwd_sm90": {**BWD_ROWS, "cuda/kernels/bwd_sm90_cluster/": "one table and one instance template for both kernels"},
     "cuda/kernels/bwd_sm90_cluster": {"cuda/kernels/bwd_sm90/": "work descriptor, P and dS, gradients to global memory"},

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -26,7 +27,10 @@ namespace {
 
 struct Options {
   std::vector<std::string> filters;
+  std::vector<int> threads{1, 2};
   std::string json;
+  fa_cpu_isa isa = FA_CPU_ISA_AUTO;
+  std::string beside;  // an instruction set to compare with, or empty
   double seconds = 1.0;
   bool list = false;
   bool processor_time = false;
@@ -60,15 +64,30 @@ struct Row {
   double seconds = 0;
   double gflops = 0;
   double peak_gflops = 0;
-  double fraction = 0;  // of the peak, or of the bandwidth when decoding
-  double gbytes = 0;    // decoding: GB/s read
+  const char *peak = "peak";  // of which unit
+  double fraction = 0;        // of the peak, or of the bandwidth when decoding
+  double gbytes = 0;          // decoding: GB/s read
   double unfused_ratio = 0;
+  double beside_ratio = 0;  // Options::beside: its time by ours, medians of alternating runs
   double rss_bytes = 0, input_bytes = 0, workspace_bytes = 0;
 };
+
+constexpr struct {
+  const char *name;
+  fa_cpu_isa isa;
+} kIsas[] = {{"auto", FA_CPU_ISA_AUTO},     {"portable", FA_CPU_ISA_PORTABLE},       {"avx2", FA_CPU_ISA_AVX2},
+             {"avx512", FA_CPU_ISA_AVX512}, {"avx512_bf16", FA_CPU_ISA_AVX512_BF16}, {"amx", FA_CPU_ISA_AMX}};
 
 [[noreturn]] void die(const char *what, const char *detail) {
   std::fprintf(stderr, "fa_bench_cpu: %s: %s\n", what, detail);
   std::exit(1);
+}
+
+fa_cpu_isa isa_named(const std::string &name) {
+  for (const auto &known : kIsas) {
+    if (name == known.name) return known.isa;
+  }
+  die("no such instruction set", name.c_str());
 }
 
 uint16_t to_half_bits(float x, fa_dtype dtype) {
@@ -126,7 +145,7 @@ class Tensor {
 // One problem with all its tensors and a context of its own.
 class Problem {
  public:
-  explicit Problem(const Case &c)
+  Problem(const Case &c, fa_cpu_isa isa)
       : case_(c),
         q_(c.seqlen_q, c.heads, c.head_dim, c.dtype, 1),
         k_(c.seqlen_k, c.heads, c.head_dim, c.dtype, 2),
@@ -137,6 +156,7 @@ class Problem {
     fa_config_init(&config, sizeof config);
     config.device_type = FA_DEVICE_CPU;
     config.num_threads = c.threads;
+    config.cpu_isa = isa;
     if (fa_create(&context_, &config) != FA_OK) die("fa_create", fa_last_error(nullptr));
     fa_attention_init(&attention_, sizeof attention_);
     attention_.q = q_.view();
@@ -179,6 +199,13 @@ class Problem {
     if (fa_backward_query(context_, &attention_, &gradients_, &info) != FA_OK) die("query", fa_last_error(context_));
     return static_cast<double>(info.workspace_bytes);
   }
+  // The unit that forward runs on.
+  bench::Unit forward_unit() {
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    if (fa_forward_query(context_, &attention_, &info) != FA_OK) die("query", fa_last_error(context_));
+    return bench::unit_of(info.kernel);
+  }
   size_t key_bytes() const { return k_.bytes() + v_.bytes(); }
   const Tensor &keys() const { return k_; }
   double tensor_bytes() const {
@@ -197,10 +224,18 @@ class Problem {
   fa_gradients gradients_;
 };
 
-// Repeats `run` for about `seconds`, each time between two probes of the rate that `amount` (FLOP or bytes) is measured in.
+double median(std::vector<double> x) {
+  std::sort(x.begin(), x.end());
+  return x.size() % 2 == 1 ? x[x.size() / 2] : (x[x.size() / 2 - 1] + x[x.size() / 2]) / 2;
+}
+
+// Repeats `run` for about `seconds`, each time between two probes of the rate that `amount` (FLOP or bytes) is measured in, interleaved
+// with `beside`, if there is one.
 template <class Run, class Probe>
-Row measure(double seconds, double amount, Run run, Probe probe) {
+Row measure(double seconds, double amount, Run run, Probe probe, const std::function<void()> &beside = {}) {
   run();
+  if (beside) beside();
+  std::vector<double> times, times_beside;
   Row quiet, any;
   const double start = bench::seconds();
   double before = probe();
@@ -218,8 +253,16 @@ Row measure(double seconds, double amount, Run run, Probe probe) {
       }
     }
     before = after;
+    if (!beside) continue;
+    times.push_back(took);
+    const double start_beside = bench::seconds();
+    beside();
+    times_beside.push_back(bench::seconds() - start_beside);
+    before = probe();
   }
-  return quiet.seconds > 0 ? quiet : any;
+  Row row = quiet.seconds > 0 ? quiet : any;
+  if (beside) row.beside_ratio = median(times_beside) / median(times);
+  return row;
 }
 
 // Seconds of unfused attention for the same shape in fp32, forward or backward; the best of two.
@@ -267,20 +310,20 @@ double peak_rss() {
 }
 
 // Forward and backward in a process of their own, so that the peak is theirs alone.
-Row memory_row(const Case &c) {
+Row memory_row(const Case &c, fa_cpu_isa isa) {
   int ends[2];
   if (pipe(ends) != 0) die("pipe", std::strerror(errno));
   const pid_t child = fork();
   if (child < 0) die("fork", std::strerror(errno));
   if (child == 0) {
     std::ofstream("/proc/self/clear_refs") << 5;  // resets the peak
-    Problem problem(c);
+    Problem problem(c, isa);
     problem.forward();
     Row row;
-    const double before = bench::fma_peak_gflops(c.threads), start = bench::seconds();
+    const double before = bench::peak_gflops(bench::Unit::fp32, c.threads), start = bench::seconds();
     problem.backward();
     row.seconds = bench::seconds() - start;
-    row.peak_gflops = std::max(before, bench::fma_peak_gflops(c.threads));
+    row.peak_gflops = std::max(before, bench::peak_gflops(bench::Unit::fp32, c.threads));
     row.fraction = c.flops() / row.seconds * 1e-9 / row.peak_gflops;
     row.rss_bytes = peak_rss();
     row.input_bytes = problem.tensor_bytes();
@@ -297,60 +340,72 @@ Row memory_row(const Case &c) {
   return row;
 }
 
-Row run_case(const Case &c, double seconds) {
-  constexpr int64_t kUnfusedLimit = 8192;  // beyond, its matrices do not fit
+Row run_case(const Case &c, const Options &options) {
+  constexpr int64_t kUnfusedLimit = 4096;  // beyond, it takes longer than all else
   Row row;
   if (c.pass == Pass::memory) {
-    row = memory_row(c);
+    row = memory_row(c, options.isa);
   } else {
-    Problem problem(c);
+    Problem problem(c, options.isa);
     if (c.pass == Pass::decode) {
       const size_t bytes = problem.key_bytes();
       std::vector<char> mirror(bytes, 1);  // as large as what decoding reads
       row = measure(
-          seconds, static_cast<double>(bytes), [&] { problem.forward(); },
+          options.seconds, static_cast<double>(bytes), [&] { problem.forward(); },
           [&] { return bench::read_gbytes_per_second(mirror.data(), bytes, c.threads); });
       row.gbytes = static_cast<double>(bytes) / row.seconds * 1e-9;
     } else {
-      if (c.pass == Pass::backward) problem.forward();
+      std::unique_ptr<Problem> other;
+      std::function<void()> beside;
+      if (!options.beside.empty()) {
+        other = std::make_unique<Problem>(c, isa_named(options.beside));
+        beside = [&] { c.pass == Pass::forward ? other->forward() : other->backward(); };
+      }
+      if (c.pass == Pass::backward) {
+        problem.forward();
+        if (other) other->forward();
+      }
+      const bench::Unit unit = c.pass == Pass::forward ? problem.forward_unit() : bench::Unit::fp32;
       row = measure(
-          seconds, c.flops(), [&] { c.pass == Pass::forward ? problem.forward() : problem.backward(); },
-          [&] { return bench::fma_peak_gflops(c.threads); });
-      if (c.seqlen_k <= kUnfusedLimit) row.unfused_ratio = unfused_seconds(c) / row.seconds;
+          options.seconds, c.flops(), [&] { c.pass == Pass::forward ? problem.forward() : problem.backward(); },
+          [&] { return bench::peak_gflops(unit, c.threads); }, beside);
+      row.peak = unit == bench::Unit::fp32 ? "peak" : unit == bench::Unit::bf16_tiles ? "tile peak" : "bf16 peak";
+      if (c.seqlen_k <= kUnfusedLimit && !other) row.unfused_ratio = unfused_seconds(c) / row.seconds;
     }
   }
   row.gflops = c.flops() / row.seconds * 1e-9;
   return row;
 }
 
-std::vector<Case> all_cases() {
+std::vector<Case> all_cases(const std::vector<int> &all_threads) {
   std::vector<Case> cases;
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
       for (const int64_t d : {64, 128}) {
         for (const bool causal : {false, true}) {
-          for (const int64_t n : {128, 256, 512, 1024, 2048, 4096}) {
-            for (const int threads : {1, 2}) cases.push_back({pass, dtype, d, n, n, 16, causal, threads});
+          for (const int64_t n : {128, 256, 512, 1024, 2048, 4096, 8192}) {
+            for (const int threads : all_threads) cases.push_back({pass, dtype, d, n, n, 16, causal, threads});
           }
         }
       }
     }
   }
   for (const fa_dtype dtype : {FA_FLOAT32, FA_BFLOAT16}) {
-    for (const int threads : {1, 2}) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads});
+    for (const int threads : all_threads) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads});
   }
   cases.push_back({Pass::memory, FA_FLOAT32, 128, 32768, 32768, 1, false, 2});
   return cases;
 }
 
-void print_row(const Case &c, const Row &r) {
+void print_row(const Case &c, const Row &r, const Options &options) {
   std::printf("%-36s %10.3f ms %8.1f GFLOP/s", c.name().c_str(), r.seconds * 1e3, r.gflops);
   if (c.pass == Pass::decode) {
     std::printf(" %7.1f GB/s %5.1f %% of reading (%.1f GB/s)", r.gbytes, r.fraction * 100, r.peak_gflops);
   } else {
-    std::printf(" %5.1f %% of peak (%.0f)", r.fraction * 100, r.peak_gflops);
+    std::printf(" %5.1f %% of %s (%.0f)", r.fraction * 100, r.peak, r.peak_gflops);
   }
   if (r.unfused_ratio > 0) std::printf(" %6.2f x unfused", r.unfused_ratio);
+  if (r.beside_ratio > 0) std::printf(" %6.2f x %s", r.beside_ratio, options.beside.c_str());
   if (r.rss_bytes > 0) {
     std::printf("  peak RSS %.0f MiB, tensors %.0f MiB, workspace %.0f MiB", r.rss_bytes / 1048576, r.input_bytes / 1048576,
                 r.workspace_bytes / 1048576);
@@ -396,6 +451,7 @@ void write_json(const std::string &path, const std::vector<std::pair<Case, Row>>
         << ", \"fraction\": " << r.fraction;
     if (c.pass == Pass::decode) out << ", \"gbytes\": " << r.gbytes;
     if (r.unfused_ratio > 0) out << ", \"unfused_ratio\": " << r.unfused_ratio;
+    if (r.beside_ratio > 0) out << ", \"beside_ratio\": " << r.beside_ratio;
     if (r.rss_bytes > 0) {
       out << ", \"peak_rss_bytes\": " << r.rss_bytes << ", \"tensor_bytes\": " << r.input_bytes
           << ", \"workspace_bytes\": " << r.workspace_bytes;
@@ -415,6 +471,15 @@ Options parse(int argc, char **argv) {
       options.json = value();
     } else if (arg == "--filter") {
       options.filters.push_back(value());
+    } else if (arg == "--threads") {
+      options.threads.clear();
+      std::stringstream list(value());
+      for (std::string one; std::getline(list, one, ',');) options.threads.push_back(std::max(std::atoi(one.c_str()), 1));
+    } else if (arg == "--isa") {
+      options.isa = isa_named(value());
+    } else if (arg == "--beside") {
+      options.beside = value();
+      isa_named(options.beside);
     } else if (arg == "--seconds") {
       options.seconds = std::atof(value());
     } else if (arg == "--list") {
@@ -423,9 +488,14 @@ Options parse(int argc, char **argv) {
       options.processor_time = true;
     } else {
       std::printf(
-          "usage: fa_bench_cpu [--filter TEXT]... [--seconds S] [--cpu-time] [--json FILE] [--list]\n"
+          "usage: fa_bench_cpu [--filter TEXT]... [--threads N,N] [--isa NAME [--beside NAME]] [--seconds S] [--cpu-time] "
+          "[--json FILE] [--list]\n"
           "  --filter   only rows whose name contains TEXT, such as 'backward', 'fp32', 'D128', 'causal', 'N2048 T1'; all must "
           "match\n"
+          "  --threads  numbers of threads, each with rows of its own (default 1,2)\n"
+          "  --isa      instruction set: auto (default), portable, avx2, avx512, avx512_bf16 or amx\n"
+          "  --beside   forward and backward interleaved with runs of this instruction set; prints its time by that of --isa "
+          "(medians)\n"
           "  --seconds  time for each row (default 1)\n"
           "  --cpu-time measure processor time instead of wall time, for busy machines; rows of one thread only\n"
           "  --json     also write the results to FILE\n"
@@ -442,22 +512,32 @@ int main(int argc, char **argv) {
   const Options options = parse(argc, argv);
   if (options.processor_time) bench::use_processor_time();
   std::vector<Case> cases;
-  for (const Case &c : all_cases()) {
+  for (const Case &c : all_cases(options.threads)) {
     if (options.processor_time && c.threads > 1) continue;
     const std::string name = c.name() + " ";  // so that 'N128 ' can be told from 'N1280'
     const auto matches = [&](const std::string &text) { return name.find(text) != std::string::npos; };
     if (std::all_of(options.filters.begin(), options.filters.end(), matches)) cases.push_back(c);
   }
   std::vector<std::pair<Case, Row>> rows;
-  if (!options.list) std::printf("flashattn %s, peak probe %s, B1\n", fa_version_string(), bench::probe_isa().c_str());
+  if (!options.list) {
+    std::printf("flashattn %s, peak probe %s, B1\n", fa_version_string(), bench::probe_isa().c_str());
+    const bench::Topology host = bench::topology();
+    std::printf("%d processors on %d cores; GFLOP/s of fp32 multiply-adds, bf16 vectors, bf16 tiles:\n", host.processors,
+                host.cores);
+    for (const int threads : options.threads) {
+      if (options.processor_time && threads > 1) continue;
+      std::printf("  %2d threads: %.0f, %.0f, %.0f\n", threads, bench::peak_gflops(bench::Unit::fp32, threads),
+                  bench::peak_gflops(bench::Unit::bf16_vectors, threads), bench::peak_gflops(bench::Unit::bf16_tiles, threads));
+    }
+  }
   for (const Case &c : cases) {
     if (options.list) {
       std::printf("%s\n", c.name().c_str());
       continue;
     }
     if (isatty(STDERR_FILENO)) std::fprintf(stderr, "[%zu/%zu] %s\r", rows.size() + 1, cases.size(), c.name().c_str());
-    rows.emplace_back(c, run_case(c, options.seconds));
-    print_row(c, rows.back().second);
+    rows.emplace_back(c, run_case(c, options));
+    print_row(c, rows.back().second, options);
   }
   if (!options.json.empty()) write_json(options.json, rows);
   return 0;

@@ -20,8 +20,20 @@ void on_threads(int threads, const std::function<void(int)> &task);
 // Widest vectors of this processor that the probe uses: "avx512", "avx2" or "portable".
 std::string probe_isa();
 
-// fp32 multiply-adds from registers, all threads together, in GFLOP/s. Takes about a millisecond.
-double fma_peak_gflops(int threads);
+// Products from registers, all threads together, in GFLOP/s: fp32 multiply-adds, or products of bf16 with fp32 sums by vectors
+// (vdpbf16ps) or by the tile unit (AMX). 0 where the processor has none. Takes about a millisecond.
+enum class Unit { fp32, bf16_vectors, bf16_tiles };
+double peak_gflops(Unit unit, int threads);
+const char *unit_name(Unit unit);
+// The unit that a CPU kernel of this name multiplies with.
+Unit unit_of(const std::string &kernel);
+
+// Processors that this process may run on, and the cores whose hyperthreads they are.
+struct Topology {
+  int processors = 0;
+  int cores = 0;
+};
+Topology topology();
 
 // Reading `bytes` at `data` once, split over the threads, in GB/s.
 double read_gbytes_per_second(const void *data, size_t bytes, int threads);

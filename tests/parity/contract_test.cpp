@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <random>
 #include <utility>
 
 #include "parity/expectation.h"
@@ -511,6 +512,41 @@ TEST_P(Contract, SoftcapDoesNotOverflow) {
       EXPECT_TRUE(check(backend(), c));
       c.q.seqlen = 1;
       EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+// Subnormal bf16 numbers count where the others are so large that the logits are ordinary. The tile unit of a CPU reads them as zero.
+TEST_P(Contract, SubnormalBf16CountsBesideHugeNumbers) {
+  for (const Role small : {kQ, kK}) {
+    for (const int64_t seqlen_q : {3, 60, 200}) {  // a vector of dot products, one block of queries, several
+      Case c = base("subnormal");
+      c.dtype = FA_BFLOAT16;
+      c.batch = 1;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 300;
+      c.scale = 1;
+      c.lse = 1;
+      c.backward = 0;
+      c.dlse = 0;
+      const Data data = make_data(c, [&](Data &d) {
+        std::mt19937_64 rng(static_cast<uint64_t>(c.seed));
+        for (const Role role : {kQ, kK}) {
+          const Side &side = role == kQ ? c.q : c.k;
+          // 2^-131 to 2^-127, and 2^127: logits are sums of 24 numbers of up to +-1.
+          for (int64_t i = 0; i < side.seqlen; ++i) {
+            for (int64_t h = 0; h < (role == kQ ? c.heads_q : c.heads_k); ++h) {
+              for (int64_t column = 0; column < c.head_dim; ++column) {
+                const double sign = rng() % 2 == 0 ? 1 : -1;
+                const double value = role == small ? std::ldexp(1.0, -127 - static_cast<int>(rng() % 5)) : std::ldexp(1.0, 127);
+                d.tensors[role].set(d.element(role, 0, i, h, column), sign * value);
+              }
+            }
+          }
+        }
+      });
+      ASSERT_GT(std::abs(data.tensors[small].get(data.element(small, 0, 0, 0, 0))), 0) << "the test lost its subnormal numbers";
+      EXPECT_TRUE(check(backend(), data)) << role_name(small) << " is subnormal";
     }
   }
 }

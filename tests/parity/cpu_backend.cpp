@@ -39,7 +39,11 @@ Backends cpu_backends() {
   const struct {
     fa_cpu_isa isa;
     const char *name;
-  } isas[] = {{FA_CPU_ISA_PORTABLE, "portable"}, {FA_CPU_ISA_AVX2, "avx2"}, {FA_CPU_ISA_AVX512, "avx512"}};
+  } isas[] = {{FA_CPU_ISA_PORTABLE, "portable"},
+              {FA_CPU_ISA_AVX2, "avx2"},
+              {FA_CPU_ISA_AVX512, "avx512"},
+              {FA_CPU_ISA_AVX512_BF16, "avx512_bf16"},
+              {FA_CPU_ISA_AMX, "amx"}};
   Backends backends;
   for (const auto &isa : isas) {
     for (int32_t threads : {1, 2, 3}) {

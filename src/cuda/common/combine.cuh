@@ -18,6 +18,15 @@ __device__ __forceinline__ void add_scaled(float4 &x, float factor, const float4
   x.w = fmaf(factor, y.w, x.w);
 }
 
+// The same for accumulators 4 n .. 4 n + 3 of a lane: two columns of its first row, then two of its second.
+template <typename Accumulators>
+__device__ __forceinline__ void add_scaled(Accumulators &acc, int n, const float (&factor)[2], const float4 &y) {
+  acc[4 * n] = fmaf(factor[0], y.x, acc[4 * n]);
+  acc[4 * n + 1] = fmaf(factor[0], y.y, acc[4 * n + 1]);
+  acc[4 * n + 2] = fmaf(factor[1], y.z, acc[4 * n + 2]);
+  acc[4 * n + 3] = fmaf(factor[1], y.w, acc[4 * n + 3]);
+}
+
 // Adds kCount partials of four columns to (out, stats). stats.x is m, stats.y is l.
 template <int kCount>
 __device__ __forceinline__ void combine_partials(float4 &out, float2 &stats, const float4 (&partial)[kCount],

@@ -65,12 +65,20 @@ __device__ __forceinline__ const float *sink_of(const Problem &p, int head) {
   return p.sink != nullptr ? p.sink + head * p.sink_stride : nullptr;
 }
 
-// One warp stores out = 0 and lse for a row that is not used or sees no key.
+// One warp stores out = 0 and lse for a row that is not used or sees no key. `lse` is null if it is not asked for.
 template <typename Element>
 __device__ __forceinline__ void store_zero_row(Element *out, int64_t columns, float *lse, float lse_value, int lane) {
   if (lse != nullptr && lane == 0) *lse = lse_value;
   auto *bits = reinterpret_cast<unsigned short *>(out);
   for (int column = lane; column < columns; column += 32) bits[column] = 0;
+}
+// The same, with lse = -inf, for rows first, first + step, ... below `end`. rows.out_at(row) and rows.lse_at(row) are where out and lse of a row
+// lie. `lane` is a reference so that the compiler keeps its test behind that of lse.
+template <class Rows>
+__device__ __forceinline__ void store_zero_rows(const Rows &rows, const Problem &p, int first, int end, int step,
+                                                const int &lane) {
+  for (int row = first; row < end; row += step)
+    store_zero_row(rows.out_at(row), p.head_dim_v, rows.lse_at(row), -CUDART_INF_F, lane);
 }
 
 // Row r (0: g, 1: g + 8) of a 16-row accumulator to global memory, 16 bytes per lane: the four lanes that share the row exchange the vectors of

@@ -103,6 +103,13 @@ struct SumOp {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
+// Sets all elements of a wgmma accumulator to 0.
+template <int kCount>
+__device__ __forceinline__ void clear(float (&x)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) x[n] = 0.f;
+}
+
 // Multiplies row r of an output fragment.
 template <class Out, typename Array>
 __device__ __forceinline__ void scale_row(Array &x, int r, float factor) {

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks of a tile of scores. core/mask.h has the rule (which keys a query sees); here it becomes, on the device:
+// Masks of a tile of scores. core/mask.h has the rule of the band (which keys a query sees); here it becomes, on the device:
 //
 //   tile rule      which KV tiles a block of rows sees at all (touching), and which need no mask code (inside)
 //   element rule   which elements of a fragment are visible, as bits, and -inf for the others
 //   pair rule      whether one pair (query, key) is visible, for kernels that visit pairs in any order
+//
+// The block mask comes on top (any_visible).
 #pragma once
 
 #include <math_constants.h>
 
 #include "core/mask.h"
+#include "core/problem.h"
 #include "cuda/common/fragment.cuh"
+#include "cuda/common/ptx.cuh"
 
 namespace fa::cuda {
 
@@ -113,6 +117,13 @@ __device__ __forceinline__ void mask_row(Scores &s, int r, const KeyRange &keys,
   for_masked_in_row<Fragment>(r, keys, key0, lane, [&](int n) { element(s, n) = -CUDART_INF_F; });
 }
 
+// The same for all rows of a lane; row r sees keys(r).
+template <class Fragment, typename Scores, typename Keys>
+__device__ __forceinline__ void mask_rows(Scores &s, int key0, int lane, Keys keys) {
+#pragma unroll
+  for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, keys(r), key0, opaque(lane));
+}
+
 // The pair rule: query i sees key j if first <= j - i <= last, i < seqlen_q and j < seqlen_k.
 struct PairMask {
   int first, last, seqlen_q, seqlen_k;
@@ -141,5 +152,20 @@ struct PairMask {
     return key0 + keys <= seqlen_k && key0 - (query0 + queries - 1) >= first && key0 + keys - 1 - query0 <= last;
   }
 };
+
+// Whether the block mask lets any of the rows see any of the keys. Called by all kThreads threads of the CTA.
+template <int kThreads>
+__device__ __forceinline__ bool any_visible(const BlockMask &mask, int b, int h, int row0, int row_end, int key0, int key_end) {
+  const int64_t first_q = row0 / mask.size_q, first_k = key0 / mask.size_k;
+  const int cells_q = static_cast<int>((row_end - 1) / mask.size_q - first_q) + 1,
+            cells_k = static_cast<int>((key_end - 1) / mask.size_k - first_k) + 1;
+  const uint8_t *cells =
+      mask.data + b * mask.batch_stride + h * mask.head_stride + first_q * mask.row_stride + first_k * mask.col_stride;
+  bool visible = false;
+  for (int n = threadIdx.x; n < cells_q * cells_k; n += kThreads) {
+    visible |= cells[n / cells_k * mask.row_stride + n % cells_k * mask.col_stride] != 0;
+  }
+  return __syncthreads_or(visible);
+}
 
 }  // namespace fa::cuda

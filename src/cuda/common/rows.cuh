@@ -4,6 +4,7 @@
 
 #include "core/problem.h"
 #include "cuda/common/operand.h"
+#include "cuda/common/ptx.cuh"
 #include "cuda/common/smem_tile.cuh"
 
 namespace fa::cuda {
@@ -32,6 +33,46 @@ __device__ __forceinline__ void store_elements(Element *dst, const uint32_t (&wo
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     if (e < valid) bits[e] = static_cast<unsigned short>(words[e / 2] >> (16 * (e & 1)));
+  }
+}
+
+// Stores four columns of a row, as many of them as exist, converted to the dtype of the row.
+__device__ __forceinline__ void store_4(char *row, Dtype dtype, int column, int columns, bool vectors, float4 x) {
+  const float e[4] = {x.x, x.y, x.z, x.w};
+  if (dtype == Dtype::f32) {
+    float *dst = reinterpret_cast<float *>(row) + column;
+    if (vectors && column + 4 <= columns) {
+      *reinterpret_cast<float4 *>(dst) = x;
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (column + n < columns) dst[n] = e[n];
+    }
+    return;
+  }
+  const bool bf16 = dtype == Dtype::bf16;
+  const uint2 bits{bf16 ? pack2<__nv_bfloat16>(e[0], e[1]) : pack2<__half>(e[0], e[1]),
+                   bf16 ? pack2<__nv_bfloat16>(e[2], e[3]) : pack2<__half>(e[2], e[3])};
+  auto *dst = reinterpret_cast<unsigned short *>(row) + column;
+  if (vectors && column + 4 <= columns) {
+    *reinterpret_cast<uint2 *>(dst) = bits;
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if (column + n < columns) dst[n] = static_cast<unsigned short>((n < 2 ? bits.x : bits.y) >> (16 * (n & 1)));
+  }
+}
+
+// Zeroes the columns of a row. Called by a warp.
+__device__ __forceinline__ void zero_row(char *row, Dtype dtype, int64_t columns) {
+  for (int column = threadIdx.x & 31; column < columns; column += 32) {
+    if (dtype == Dtype::f32) {
+      reinterpret_cast<float *>(row)[column] = 0.f;
+    } else {
+      reinterpret_cast<unsigned short *>(row)[column] = 0;
+    }
   }
 }
 

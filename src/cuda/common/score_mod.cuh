@@ -10,8 +10,8 @@
 //   bias        bias      the pair                            1; dbias is the sum of dS over the pairs that share an element
 //
 // ScoreMods has the formulas. The set of terms that it applies is a template argument, so a kernel has no code for the terms that it is not
-// built for (ScoreSet), and inner loops have no branches. Two functions choose the set that a problem needs, by branches that are uniform
-// over the grid:
+// built for (ScoreSet). Inner loops have no branches, but for the kernels that take every term (kLogAlibi). Two functions choose the set that a
+// problem needs, by branches that are uniform over the grid:
 //
 //   apply_score_mods   all scores of a fragment, in the forward
 //   with_score_mods    anything else: the caller's code for one score or for a tile
@@ -89,7 +89,8 @@ __device__ __forceinline__ HeadTerms head_terms(const Problem &p, float logit, i
 // One score
 // ----------------------------------------------------------------------------------------------------------------------
 
-// In a ScoreMods' terms, with kAlibi: the logarithmic formula instead of the linear one. Every kernel with ALiBi has both.
+// In a ScoreMods' terms, with kAlibi: the logarithmic formula instead of the linear one. Every kernel with ALiBi has both. Kernels for all terms
+// (kAnyBias) choose for each score: a copy of their loops for each formula would spill registers.
 constexpr ScoreSet kLogAlibi = ScoreSet{1} << 31;
 
 // The terms kTerms. `s` is an element of Q K^T. `distance` is query + seqlen_k - seqlen_q - key, with either sign.
@@ -97,7 +98,7 @@ template <ScoreSet kTerms, class Math = Base2Math>
 struct ScoreMods {
   static constexpr bool has(ScoreSet terms) { return (kTerms & terms) != 0; }
   const Math &math;
-  float alibi_log_scale;  // with kLogAlibi
+  float alibi_log_scale;  // with kLogAlibi or kAnyBias
 
   // Softcap: score -> cap * tanh(score / cap). The result is in the unit that `cap` is in.
   __device__ __forceinline__ float transform(float s, float cap) const {
@@ -107,7 +108,11 @@ struct ScoreMods {
   // ALiBi: score - slope |distance|, or score - slope log(1 + alibi_log_scale |distance|).
   __device__ __forceinline__ float add_offset(float s, const HeadTerms &head, float distance) const {
     distance = fabsf(distance);
-    if constexpr (has(kLogAlibi)) distance = Math::log1p(alibi_log_scale * distance);
+    if constexpr (has(kLogAlibi)) {
+      distance = Math::log1p(alibi_log_scale * distance);
+    } else if constexpr (has(kAlibi) && has(kAnyBias)) {
+      if (alibi_log_scale > 0) distance = Math::log1p(alibi_log_scale * distance);
+    }
     if constexpr (has(kAlibi)) s = fmaf(-head.slope, distance, s);
     return s;
   }
@@ -129,10 +134,10 @@ struct ScoreMods {
 // Calls f with the ScoreMods of the problem, in a kernel that is built for the terms kBuilt. with_offset() chooses the offset alone.
 template <ScoreSet kBuilt, class Math, typename F>
 __device__ __forceinline__ void with_offset(const Problem &p, const Math &math, F f) {
-  if ((kBuilt & kAlibi) != 0 && p.alibi_log_scale > 0) {
+  if ((kBuilt & kAlibi) != 0 && (kBuilt & kAnyBias) == 0 && p.alibi_log_scale > 0) {
     f(ScoreMods<kBuilt | kLogAlibi, Math>{math, p.alibi_log_scale});
   } else {
-    f(ScoreMods<kBuilt, Math>{math});
+    f(ScoreMods<kBuilt, Math>{math, p.alibi_log_scale});
   }
 }
 template <ScoreSet kBuilt, class Math, typename F>

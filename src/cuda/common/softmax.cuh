@@ -25,6 +25,21 @@ namespace fa::cuda {
 // Finite, so that -inf minus it is -inf.
 constexpr float kNoMax = -1e30f;
 
+// The factor that turns scores in the unit of q k^T into exponents of two.
+__device__ __forceinline__ float exponent_scale(const Problem &p) { return p.softmax_scale * kLog2e; }
+
+// P of keys 16 k .. 16 k + 15 of 16 rows, as A operand of the next mma: elements 8 k .. 8 k + 7 of a QkFragment row tile.
+template <typename Element, typename Scores>
+__device__ __forceinline__ void convert_p(const Scores &p, int k, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) a[r] = pack2<Element>(element(p, 8 * k + 2 * r), element(p, 8 * k + 2 * r + 1));
+}
+template <typename Element, int kSteps, typename Scores>
+__device__ __forceinline__ void convert_p(const Scores &p, uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) convert_p<Element>(p, k, a[k]);
+}
+
 // The warps whose scores make up a row: here, one. Kernels in which several warps share the keys of a row pass their own (any, reduce_max).
 struct OneWarp {
   __device__ __forceinline__ bool any(bool x) const { return __any_sync(~0u, x); }
@@ -111,6 +126,13 @@ struct OnlineSoftmax {
     return raises;
   }
 
+  // With one scale for all rows.
+  template <bool kEachRow = false, typename Scores>
+  __device__ __forceinline__ bool update_max(const Scores &s, float scale, float threshold, float headroom = 0.f) {
+    return update_max<kEachRow>(
+        s, [&](int) { return scale; }, threshold, headroom);
+  }
+
   // m of row r to at least `to`. A row that is not raised is multiplied by 1, which keeps its bits.
   __device__ __forceinline__ void raise(int r, float to) {
     const float raised = fmaxf(max[r], to);
@@ -137,6 +159,11 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) tile_sum[r] = chain[r][0] + chain[r][1];
   }
+  template <bool kMasked, typename Scores>
+  __device__ __forceinline__ void exponentiate(Scores &s, float scale, float (&tile_sum)[kRows]) const {
+    exponentiate<kMasked>(
+        s, [&](int) { return scale; }, tile_sum);
+  }
 
   // P of one score, for kernels that make P of the next 16 keys while the mma of the keys before run. Adds to the lane's sum of the tile. The
   // caller adds that to `sum` once per tile: one long sum of single P would lose precision with many keys.
@@ -150,21 +177,20 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float exponentiate_one(float x, int r, float scale) {
     return exponentiate_one<kMasked>(x, r, scale, sum);
   }
+  // P of keys 16 k .. 16 k + 15 of row tile i of a QkFragment, in place and as A operand of the next mma. `s` holds the scores of the row tile.
+  template <typename Element, bool kMasked, typename Scores>
+  __device__ __forceinline__ void exponentiate_step(Scores &s, int i, int k, float scale, float (&tile_sum)[kRows],
+                                                    uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int n = 8 * k; n < 8 * k + 8; ++n) {
+      float &x = element(s, n);
+      x = exponentiate_one<kMasked>(x, 2 * i + n / 2 % 2, scale, tile_sum);
+    }
+    convert_p<Element>(s, k, a);
+  }
 
   // l over all lanes of the warp that share a row.
   __device__ __forceinline__ void reduce_sums() { Fragment::reduce(sum, SumOp{}); }
 };
-
-// P of keys 16 k .. 16 k + 15 of 16 rows, as A operand of the next mma: elements 8 k .. 8 k + 7 of a QkFragment row tile.
-template <typename Element, typename Scores>
-__device__ __forceinline__ void convert_p(const Scores &p, int k, uint32_t (&a)[4]) {
-#pragma unroll
-  for (int r = 0; r < 4; ++r) a[r] = pack2<Element>(element(p, 8 * k + 2 * r), element(p, 8 * k + 2 * r + 1));
-}
-template <typename Element, int kSteps, typename Scores>
-__device__ __forceinline__ void convert_p(const Scores &p, uint32_t (&a)[kSteps][4]) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) convert_p<Element>(p, k, a[k]);
-}
 
 }  // namespace fa::cuda

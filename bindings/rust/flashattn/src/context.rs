@@ -21,6 +21,10 @@ pub enum CpuIsa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// AVX-512 with bf16 products (AVX512_BF16).
+    Avx512Bf16,
+    /// AVX-512 with AMX tiles of bf16.
+    Amx,
 }
 
 /// Settings of a CPU context.
@@ -113,6 +117,8 @@ impl Context {
                 CpuIsa::Portable => sys::FA_CPU_ISA_PORTABLE,
                 CpuIsa::Avx2 => sys::FA_CPU_ISA_AVX2,
                 CpuIsa::Avx512 => sys::FA_CPU_ISA_AVX512,
+                CpuIsa::Avx512Bf16 => sys::FA_CPU_ISA_AVX512_BF16,
+                CpuIsa::Amx => sys::FA_CPU_ISA_AMX,
             },
             ..Default::default()
         };
@@ -196,6 +202,8 @@ impl Context {
                     sys::FA_CPU_ISA_PORTABLE => CpuIsa::Portable,
                     sys::FA_CPU_ISA_AVX2 => CpuIsa::Avx2,
                     sys::FA_CPU_ISA_AVX512 => CpuIsa::Avx512,
+                    sys::FA_CPU_ISA_AVX512_BF16 => CpuIsa::Avx512Bf16,
+                    sys::FA_CPU_ISA_AMX => CpuIsa::Amx,
                     _ => CpuIsa::Auto,
                 },
                 compute_capability: properties.compute_capability,

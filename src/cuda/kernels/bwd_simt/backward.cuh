@@ -81,8 +81,8 @@ class Backward {
       for (; n < end_; ++n) {
         const BackwardTile t = tile(n);
         const int other_end = min(t.other0 + T::kOtherRows, seqlen(!queries));
-        if (queries ? any_visible(p_.block_mask, b_, t.head_q, own0_, own_end, t.other0, other_end)
-                    : any_visible(p_.block_mask, b_, t.head_q, t.other0, other_end, own0_, own_end))
+        if (queries ? any_visible<kThreads>(p_.block_mask, b_, t.head_q, own0_, own_end, t.other0, other_end)
+                    : any_visible<kThreads>(p_.block_mask, b_, t.head_q, t.other0, other_end, own0_, own_end))
           break;
       }
     }
@@ -161,11 +161,7 @@ class Backward {
     for (int i = 0; i < T::kOwn; ++i) {
       const int row = own0_ + scores_.at.own + i;
       if (row >= used) continue;
-#pragma unroll
-      for (int c = 0; c < T::kAcc; c += 4) {
-        store_4(base + row * stride, t.dtype, scores_.at.column + c * 16, columns, vectors,
-                {acc_[i][c] * scale, acc_[i][c + 1] * scale, acc_[i][c + 2] * scale, acc_[i][c + 3] * scale});
-      }
+      store_row<T>(base + row * stride, t.dtype, columns, vectors, acc_[i], scale, scores_.at);
     }
     const int last_block = (queries ? a_.query_blocks : a_.key_blocks) - 1;
     const int end = block_ == last_block ? seq_slot : min(own0_ + T::kOwnRows, seq_slot);

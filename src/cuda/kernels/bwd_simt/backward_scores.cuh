@@ -6,8 +6,8 @@
 
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pair.cuh"
 #include "cuda/kernels/bwd_simt/backward.h"
-#include "cuda/kernels/fwd_simt/pair.cuh"
 #include "cuda/kernels/fwd_simt/tile.cuh"
 
 namespace fa::cuda::simt {

@@ -275,7 +275,7 @@ class Backward {
   // P = 2^(S - lse). `lse_at`: address of lse of this lane's first query.
   template <bool kMasked>
   __device__ __forceinline__ void exponentiate_plain(Scores &s, PairBits visible, uint32_t lse_at) const {
-    const float c = block_.p.softmax_scale * kLog2e;
+    const float c = exponent_scale(block_.p);
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
       const float2 lse = ld_shared_float2(lse_at + j * 32);

@@ -87,7 +87,7 @@ class BackwardBias {
         const float bias = load_bias(p_.bias, b, h, row, key);
         if (bias == -CUDART_INF_F) continue;  // masks the pair whatever its score is, NaN included
         float logit, derivative;              // dbias does not pass through the derivative
-        with_score_mods<kSoftcap | kAlibi>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
+        with_score_mods<kAll>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
           const auto distance = static_cast<float>(row + seqlen_k - seqlen_q - key);
           logit = mods.logit(s[0][j][r], add_bias<false>(-lse, bias, Base2Math::kLogit), head, distance, derivative);
         });

@@ -224,7 +224,7 @@ class BackwardSpecialized {
   template <bool kMasked>
   __device__ __forceinline__ void store_p(Scores &s, int n, uint32_t at) const {
     using Tile = ScoreTile<C::kKeyTiles, 2>;  // 16 queries
-    const float c = block_.p.softmax_scale * kLog2e;
+    const float c = exponent_scale(block_.p);
     const int row0 = tile_of(n) * C::kRows + first_row(), key0 = opaque(block_.key0 + first_key());
     for_each_fragment(row_numbers(block_.smem_lse(n & 1)), [&](int k, int i, const float2(&lse)[2]) {
       float p[8];

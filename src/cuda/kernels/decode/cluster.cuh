@@ -94,9 +94,7 @@ class ClusterDecode {
       float2 all{-1e30f, 0.f};
       combine_partials<kMaxClusterSize>(out, all, x, stats);
       const int vector = cta_rank_ * vectors_per_cta() + i, row = vector / kVectors, column = vector % kVectors;
-      const auto result = epilogue_.finalize(row, all);
-      if (column == 0) epilogue_.store_lse(row, result.lse);
-      epilogue_.store_out(row, column, out, result.factor);
+      epilogue_.store_result(row, column, out, all);
     }
     if (cta_rank_ == 0) epilogue_.store_unused_rows();
   }

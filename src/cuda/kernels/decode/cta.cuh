@@ -6,13 +6,13 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/kv_loader.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/smem_tile.cuh"
-#include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/decode/stream_k.cuh"
 
 namespace fa::cuda::decode {
@@ -112,9 +112,6 @@ class Cta {
   }
   __device__ __forceinline__ int head() const { return C::kHasRowBlocks ? head_ : work_unit.tile; }
   __device__ __forceinline__ int first_row() const { return C::kHasRowBlocks ? first_row_ : 0; }
-  // Scores S are raw Q K^T products. Terms added to logits are divided by softmax_scale beforehand, so that the scale enters
-  // with the exponential.
-  __device__ __forceinline__ float exponent_scale() const { return problem.softmax_scale * kLog2e; }
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {params.limits, tokens, seqlen_k}; }
 
   // Whether the host knows where every sequence begins and ends; then no length is read from device memory.
@@ -169,7 +166,7 @@ class Cta {
 
   // 8-bit KV: the descale of all keys or all values of this head; 1 if each row has its own.
   __device__ __forceinline__ float head_descale(const Descale &d) const {
-    return decode::head_descale(d, work_unit.batch, head());
+    return cuda::head_descale(d, work_unit.batch, head());
   }
 
   // Prefetches the page-table entries of the first KV steps into L2, one lane per step. Entries may still be written by the

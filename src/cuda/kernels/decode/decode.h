@@ -6,13 +6,11 @@
 
 #include "core/forward_problem.h"
 #include "cuda/common/divisor.h"
+#include "cuda/common/operand.h"
 #include "cuda/common/scores.h"
 #include "cuda/kernels/decode/table.h"
 
 namespace fa::cuda::decode {
-
-// The element type of K and V: the queries' own type, or 8 bits with descales.
-enum class Format { same, e4m3, i8 };
 
 // A work tile that may be split over partitions, as the combine kernel needs it.
 struct alignas(16) SplitTile {

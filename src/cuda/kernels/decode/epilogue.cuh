@@ -72,18 +72,14 @@ class Epilogue {
   }
 
   __device__ __forceinline__ void store_final() const {
-    for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) {
-      const RowResult result = finalize(row, stats);
-      if (vector == 0) store_lse(row, result.lse);
-      store_out(row, vector, x, result.factor);
-    });
+    for_each_out_vector([&](int row, int vector, const float4 &x, float2 stats) { store_result(row, vector, x, stats); });
   }
 
-  __device__ __forceinline__ void store_lse(int row, float lse) const {
-    if (cta_.problem.lse.data != nullptr) *lse_at(cta_.token_of(row), cta_.head_of(row)) = lse;
-  }
-  __device__ __forceinline__ void store_out(int row, int vector, const float4 &x, float factor) const {
-    store_out(out_at(cta_.token_of(row), cta_.head_of(row)) + 4 * vector, vector, x, factor);
+  // Stores four columns of a row's out, and with the first four its lse.
+  __device__ __forceinline__ void store_result(int row, int vector, const float4 &x, float2 stats) const {
+    const RowResult result = finalize(row, stats);
+    if (vector == 0 && cta_.problem.lse.data != nullptr) *lse_at(cta_.token_of(row), cta_.head_of(row)) = result.lse;
+    store_out(out_at(cta_.token_of(row), cta_.head_of(row)) + 4 * vector, vector, x, result.factor);
   }
   __device__ __forceinline__ void store_out(Element *dst, int vector, const float4 &x, float factor) const {
     if (4 * vector >= cta_.problem.head_dim_v) return;

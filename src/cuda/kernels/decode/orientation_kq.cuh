@@ -12,8 +12,8 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/softmax_8bit.cuh"
 #include "cuda/kernels/decode/cta.cuh"
-#include "cuda/kernels/decode/softmax_8bit.cuh"
 
 namespace fa::cuda::decode {
 
@@ -72,9 +72,10 @@ class OrientationKq {
       apply_k_descales<Fragment>(s, row_scale_, cta_.params.k_descale.per_row, cta_.smem_k_descale(stage),
                                  opaque(cta_.lane_id));
     score_mods(s, key0);
-    if (key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end) mask(s, key0);
-    const bool raised = softmax_.update_max(
-        s, [&](int) { return cta_.exponent_scale(); }, /*threshold=*/0.f);
+    // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
+    if (key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end)
+      mask_rows<Fragment>(s, key0, cta_.lane_id, [&](int) { return cta_.warp_visible; });
+    const bool raised = softmax_.update_max(s, exponent_scale(cta_.problem), /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     accumulate_pv(s, stage);
   }
@@ -176,12 +177,6 @@ class OrientationKq {
         [&](int) { return distance; });
   }
 
-  // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
-  __device__ __forceinline__ void mask(Scores &s, int key0) const {
-#pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, cta_.warp_visible, key0, opaque(cta_.lane_id));
-  }
-
   // Whether P and out are relative to a reference of their own (softmax_8bit.cuh).
   __device__ __forceinline__ bool has_reference() const { return C::k8BitKv && cta_.params.v_descale.per_row; }
 
@@ -190,14 +185,14 @@ class OrientationKq {
     bool has_p = false;
     if constexpr (C::k8BitKv) {
       if (has_reference()) {
-        exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, cta_.exponent_scale(), reference_,
+        exponentiate_per_row<C::kKvTile, true, false>(softmax_, s, exponent_scale(cta_.problem), reference_,
                                                       cta_.smem_v_descale(stage), opaque(cta_.lane_id),
                                                       [&] { scale_rows<OutFragment>(out_, reference_.rescale); });
         has_p = true;
       }
     }
     if (!has_p)
-      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, cta_.exponent_scale(), reference_.u, 0, cta_.lane_id);
+      exponentiate_descaled<DescaleMode::none, false>(softmax_, s, exponent_scale(cta_.problem), reference_.u, 0, cta_.lane_id);
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i)
 #pragma unroll

@@ -8,8 +8,8 @@
 #include <math_constants.h>
 
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/softmax_8bit.cuh"
 #include "cuda/kernels/decode/cta.cuh"
-#include "cuda/kernels/decode/softmax_8bit.cuh"
 
 namespace fa::cuda::decode {
 
@@ -55,9 +55,11 @@ class OrientationQk {
     }
     score_mods(s, key0);
     const bool masked = key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end;
-    if (masked) mask(s, key0);
-    const bool raised = softmax_.update_max(
-        s, [&](int) { return cta_.exponent_scale(); }, /*threshold=*/0.f);
+    if (masked) {
+      mask_rows<Fragment>(s, key0, cta_.lane_id,
+                          [&](int r) { return keys_of_query(cta_.diagonal(), cta_.token_of(row_of(r))); });
+    }
+    const bool raised = softmax_.update_max(s, exponent_scale(cta_.problem), /*threshold=*/0.f);
     if (raised && !has_reference()) scale_rows<OutFragment>(out_, softmax_.rescale);
     // NaN-safe path. Keys that no token sees are zeros in shared memory. A key that only some tokens see may hold NaN or Inf in
     // V, and 0 times that is not 0.
@@ -77,12 +79,14 @@ class OrientationQk {
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
-        for (int k = 0; k < kPSteps; ++k) exponentiate(s, i, k, p[i][k]);
+        for (int k = 0; k < kPSteps; ++k)
+          softmax_.template exponentiate_step<Element, true>(s[i], i, k, exponent_scale(cta_.problem), softmax_.sum, p[i][k]);
       mma_rs_nan_safe<Element, C::kPitch, kMt, kPSteps, kDt>(out_, p, cta_.smem_v(stage));
     } else {
       mma_rs_with<Element, C::kPitch, kPSteps, 1, kMt, kDt>(out_, cta_.smem_v(stage), 0, [&](int k, uint32_t(&a)[kMt][4]) {
 #pragma unroll
-        for (int i = 0; i < kMt; ++i) exponentiate(s, i, k, a[i]);
+        for (int i = 0; i < kMt; ++i)
+          softmax_.template exponentiate_step<Element, true>(s[i], i, k, exponent_scale(cta_.problem), softmax_.sum, a[i]);
       });
     }
   }
@@ -105,23 +109,6 @@ class OrientationQk {
         });
   }
 
-  __device__ __forceinline__ void mask(Scores &s, int key0) const {
-#pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r)
-      mask_row<Fragment>(s, r, keys_of_query(cta_.diagonal(), cta_.token_of(row_of(r))), key0, opaque(cta_.lane_id));
-  }
-
-  // P of the k-th 16 keys of row tile i, converted.
-  __device__ __forceinline__ void exponentiate(Scores &s, int i, int k, uint32_t (&a)[4]) {
-    const float scale = cta_.exponent_scale();
-#pragma unroll
-    for (int n = 8 * k; n < 8 * k + 8; ++n) {
-      float &x = element(s[i], n);
-      x = softmax_.template exponentiate_one<true>(x, 2 * i + n / 2 % 2, scale);
-    }
-    convert_p<Element>(s[i], k, a);
-  }
-
   // 8-bit KV.
   __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {
     const int lane = opaque(cta_.lane_id);
@@ -134,12 +121,12 @@ class OrientationQk {
   __device__ __forceinline__ void exponentiate_8bit(Scores &s, int stage) {
     PvReference<Fragment> reference;
     if (!has_reference()) {
-      exponentiate_descaled<DescaleMode::none, true>(softmax_, s, cta_.exponent_scale(), reference.u, 0, cta_.lane_id);
+      exponentiate_descaled<DescaleMode::none, true>(softmax_, s, exponent_scale(cta_.problem), reference.u, 0, cta_.lane_id);
       return;
     }
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) reference.u[r] = ld_shared_float(smem_reference(r));
-    exponentiate_per_row<C::kKvTile, kHasSimilarMode, true>(softmax_, s, cta_.exponent_scale(), reference,
+    exponentiate_per_row<C::kKvTile, kHasSimilarMode, true>(softmax_, s, exponent_scale(cta_.problem), reference,
                                                             cta_.smem_v_descale(stage), opaque(cta_.lane_id), [&] {
                                                               __syncwarp();  // all lanes have read the reference
 #pragma unroll

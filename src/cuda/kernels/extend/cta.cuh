@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/kv_loader.cuh"
-#include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/extend/extend.h"
 
@@ -22,11 +22,11 @@ struct WorkUnitDescriptor : decode::WorkDescriptor {
 };
 static_assert(sizeof(WorkUnitDescriptor) <= kDescriptorBytes);
 
-template <typename Element_, int kD_, int kConsumerWarpgroups_, int kKvTile_, int kStages_, decode::Format kFormat_,
-          int kStages8Bit_, bool kUsesCombineKernel_>
+template <typename Element_, int kD_, int kConsumerWarpgroups_, int kKvTile_, int kStages_, Format kFormat_, int kStages8Bit_,
+          bool kUsesCombineKernel_>
 struct Config {
-  static constexpr decode::Format kFormat = kFormat_;  // of K and V
-  static constexpr bool k8BitKv = kFormat != decode::Format::same;
+  static constexpr Format kFormat = kFormat_;  // of K and V
+  static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;

@@ -8,8 +8,8 @@
 
 #include "cuda/common/combine.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/softmax.cuh"
-#include "cuda/kernels/decode/kv_8bit.cuh"
 #include "cuda/kernels/extend/cta.cuh"
 
 namespace fa::cuda::extend {
@@ -29,9 +29,17 @@ struct WarpRows {
     return work->head * static_cast<int>(cta.params().group.value) + cta.params().group.remainder(work->row0 + row);
   }
 
+  __device__ __forceinline__ typename C::Element *out_at(int row) const {
+    return row_of_tensor<typename C::Element>(cta.problem().out, work->batch, work->q_start + token_of(row), head_of(row));
+  }
+  __device__ __forceinline__ float *lse_at(int row) const {  // null if it is not asked for
+    if (cta.problem().lse.data == nullptr) return nullptr;
+    return row_of_tensor(cta.problem().lse, work->batch, work->q_start + token_of(row), head_of(row));
+  }
+
   // 8-bit KV: the descale of all keys or all values of this head.
   __device__ __forceinline__ float head_descale(const Descale &d) const {
-    return decode::head_descale(d, work->batch, work->head);
+    return cuda::head_descale(d, work->batch, work->head);
   }
 };
 
@@ -79,32 +87,16 @@ class Epilogue {
       const RowResult result =
           finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(cta_.problem(), rows_.head_of(stored_row)));
       store_fragment_row_at<Element, C::kD / 8>(
-          out_, r, [&] { return out_at(stored_row); }, static_cast<int>(cta_.problem().head_dim_v), cta_.params().vector_out,
-          quad, [&](float a, float b) { return pack(a * result.factor, b * result.factor); }, ~0u, row < rows_.work->rows);
-      if (quad == 0 && row < rows_.work->rows && cta_.problem().lse.data != nullptr) *lse_at(row) = result.lse;
+          out_, r, [&] { return rows_.out_at(stored_row); }, static_cast<int>(cta_.problem().head_dim_v),
+          cta_.params().vector_out, quad, [&](float a, float b) { return pack(a * result.factor, b * result.factor); }, ~0u,
+          row < rows_.work->rows);
+      if (quad == 0 && row < rows_.work->rows && cta_.problem().lse.data != nullptr) *rows_.lse_at(row) = result.lse;
     }
   }
 
   __device__ __forceinline__ uint32_t pack(float a, float b) const {
     return C::k8BitKv && cta_.problem().q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
   }
-  __device__ __forceinline__ float *lse_at(int row) const {
-    return row_of_tensor(cta_.problem().lse, rows_.work->batch, rows_.work->q_start + rows_.token_of(row), rows_.head_of(row));
-  }
-  __device__ __forceinline__ Element *out_at(int row) const {
-    return row_of_tensor<Element>(cta_.problem().out, rows_.work->batch, rows_.work->q_start + rows_.token_of(row),
-                                  rows_.head_of(row));
-  }
-
-  // Rows of the sequence's slot without queries: out = 0, lse = -inf.
-  __device__ __forceinline__ void store_unused_rows() const {
-    for (int row = max(rows_.work->rows, 0) + rows_.wg * 4 + rows_.warp; row < rows_.work->end_row;
-         row += C::kConsumerWarpgroups * 4) {
-      store_zero_row(out_at(row), cta_.problem().head_dim_v, cta_.problem().lse.data != nullptr ? lse_at(row) : nullptr,
-                     -CUDART_INF_F, cta_.lane());
-    }
-  }
-
   // ------------------------------------------------------------------------------------------------------------------
   // Split-KV partials
   // ------------------------------------------------------------------------------------------------------------------
@@ -167,11 +159,7 @@ class Epilogue {
       const float scale = exp2_approx(softmax_.max[r] - row_max[r]);
       softmax_.max[r] = row_max[r];
       softmax_.sum[r] *= scale;
-#pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j + 2 * r] *= scale;
-        out_[4 * j + 2 * r + 1] *= scale;
-      }
+      scale_row<OutFragment>(out_, r, scale);
     }
     // Two at a time: each waits for L2.
 #pragma unroll 2
@@ -188,12 +176,7 @@ class Epilogue {
         softmax_.sum[r] = fmaf(scale[r], stats.y, softmax_.sum[r]);
       }
 #pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) {
-        out_[4 * j] = fmaf(scale[0], x[j].x, out_[4 * j]);
-        out_[4 * j + 1] = fmaf(scale[0], x[j].y, out_[4 * j + 1]);
-        out_[4 * j + 2] = fmaf(scale[1], x[j].z, out_[4 * j + 2]);
-        out_[4 * j + 3] = fmaf(scale[1], x[j].w, out_[4 * j + 3]);
-      }
+      for (int j = 0; j < C::kD / 8; ++j) add_scaled(out_, j, scale, x[j]);
     }
   }
 

@@ -64,14 +64,16 @@ class Consumer {
 
  private:
   __device__ __forceinline__ void process_work_unit() {
-    epilogue().store_unused_rows();
+    // Rows of the sequence's slot without queries.
+    store_zero_rows(rows_, cta_.problem(), max(rows_.work->rows, 0) + rows_.wg * 4 + rows_.warp, rows_.work->end_row,
+                    C::kConsumerWarpgroups * 4, cta_.lane());
     if (rows_.wg * kWarpgroupRows >= rows_.work->rows) {
       for (int n = rows_.work->kv_tile; n < rows_.work->kv_tile_end; ++n) skip_kv_tile();
       return;
     }
     load_q();
     softmax_.reset();
-    clear_out();
+    clear(out_);
 #pragma unroll
     for (int n = 0; n < C::kRuns; ++n)
 #pragma unroll
@@ -98,7 +100,7 @@ class Consumer {
       }
     }
     if (p_pending_) finish_pv();
-    if (rows_.first_row() < rows_.work->rows) epilogue().store();
+    if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
   }
 
   // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
@@ -156,16 +158,20 @@ class Consumer {
     score_mods(key0);
     bool rescaled;
     float tile_sum[2];
+    const auto scale = [&](int r) { return exponent_scale(r); };
     if (kHasPv && max_settled_ && !masked) {
-      exponentiate<false>(tile_sum);
+      softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
     } else if (masked) {
-      mask(key0);
-      rescaled = update_max();
-      exponentiate<true>(tile_sum);
+      mask_rows<Fragment>(s_, key0, cta_.lane(), [&](int r) {
+        const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
+        return keys_of_query(diagonal, rows_.token_of(rows_.row_of(r)));
+      });
+      rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
+      softmax_.template exponentiate<true>(s_, scale, tile_sum);
     } else {
-      rescaled = update_max();
-      exponentiate<false>(tile_sum);
+      rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
+      softmax_.template exponentiate<false>(s_, scale, tile_sum);
     }
     if (kHasPv) {
       compute_before_wait(tile_sum[0] + tile_sum[1]);
@@ -231,11 +237,11 @@ class Consumer {
     uint32_t top = 0;
 #pragma unroll
     for (int n = 0; n < C::kD / 32; ++n) {
-      for (const uint32_t pair : {x[n].x, x[n].y, x[n].z, x[n].w}) top = decode::max_exponent(top, pair);
+      for (const uint32_t pair : {x[n].x, x[n].y, x[n].z, x[n].w}) top = max_exponent(top, pair);
     }
     top = max(top, __shfl_xor_sync(~0u, top, 1));
     top = max(top, __shfl_xor_sync(~0u, top, 2));
-    const decode::Bf16ToFp16 conversion(top);
+    const Bf16ToFp16 conversion(top);
 #pragma unroll
     for (int n = 0; n < C::kD / 32; ++n)
       x[n] = {conversion.convert(x[n].x), conversion.convert(x[n].y), conversion.convert(x[n].z), conversion.convert(x[n].w)};
@@ -277,7 +283,7 @@ class Consumer {
   // The factor of S in the exponent. With 8-bit KV and no score modifier it includes the row's own scale, which is loaded each
   // time because registers are scarce.
   __device__ __forceinline__ float exponent_scale(int r) const {
-    const float scale = cta_.problem().softmax_scale * kLog2e;
+    const float scale = cuda::exponent_scale(cta_.problem());
     return C::k8BitKv && plain_scores() ? scale * ld_shared_float(cta_.row_scale(rows_.row_of(r))) : scale;
   }
   __device__ __forceinline__ void score_mods(int key0) {
@@ -302,24 +308,6 @@ class Consumer {
           return rows_.token_of(min(rows_.row_of(r), rows_.work->rows - 1)) + rows_.work->seqlen_k - rows_.work->tokens - key0 -
                  Fragment::first_key(opaque(cta_.lane()));
         });
-  }
-
-  __device__ __forceinline__ void mask(int key0) {
-    const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
-#pragma unroll
-    for (int r = 0; r < Fragment::kRows; ++r)
-      mask_row<Fragment>(s_, r, keys_of_query(diagonal, rows_.token_of(rows_.row_of(r))), key0, opaque(cta_.lane()));
-  }
-
-  // Exact maximum.
-  __device__ __forceinline__ bool update_max() {
-    return softmax_.update_max(
-        s_, [&](int r) { return exponent_scale(r); }, /*threshold=*/0.f);
-  }
-  template <bool kMasked>
-  __device__ __forceinline__ void exponentiate(float (&tile_sum)[2]) {
-    softmax_.template exponentiate<kMasked>(
-        s_, [&](int r) { return exponent_scale(r); }, tile_sum);
   }
 
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
@@ -402,7 +390,7 @@ class Consumer {
   // Two elements as MMA operand. Not through L1, which may hold data that the previous launch has overwritten.
   static __device__ __forceinline__ uint32_t load_pair(const KvElement *from) {
     if constexpr (C::k8BitKv) {
-      return decode::widen_adjacent<C::kFormat>(__ldcg(reinterpret_cast<const unsigned short *>(from))).first;
+      return widen_adjacent<C::kFormat>(__ldcg(reinterpret_cast<const unsigned short *>(from))).first;
     } else {
       return __ldcg(reinterpret_cast<const uint32_t *>(from));
     }
@@ -429,7 +417,7 @@ class Consumer {
   __device__ __forceinline__ void nan_safe_pv_if_needed() {
     const uint32_t tile = wait_full(last_v());
     if (!vote_nonfinite(tile_has_nonfinite<Element, C::kTileBytes, 128>(tile, opaque(threadIdx.x) & 127))) return;
-    if (out_empty_) clear_out();
+    if (out_empty_) clear(out_);
 #pragma unroll 1
     for (int n = 0; n < C::kRuns; ++n) {
       const int lane = opaque(cta_.lane());
@@ -449,11 +437,6 @@ class Consumer {
     release(last_v());
     out_empty_ = p_pending_ = false;
   }
-  __device__ __forceinline__ void clear_out() {
-#pragma unroll
-    for (int j = 0; j < C::kD / 2; ++j) out_[j] = 0.f;
-  }
-  __device__ __forceinline__ Epilogue<C> epilogue() { return {cta_, rows_, out_, softmax_}; }
 
   const Cta<C> &cta_;
   WarpRows<C> rows_;

@@ -7,15 +7,14 @@
 
 namespace fa::cuda::extend {
 
-template <typename Element, int kShapeIndex, decode::Format kFormat = decode::Format::same>
+template <typename Element, int kShapeIndex, Format kFormat = Format::same>
 decode::Kernels instance() {
   constexpr Shape kShape = kShapes[kShapeIndex];
   using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
                             kShape.stages_8bit, kShape.uses_combine_kernel>;
   static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
-  if constexpr (kFormat == decode::Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
-    return {reinterpret_cast<const void *>(&extend<ThisConfig>),
-            instance<Element, kShapeIndex, decode::Format::e4m3>().combine};
+  if constexpr (kFormat == Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
+    return {reinterpret_cast<const void *>(&extend<ThisConfig>), instance<Element, kShapeIndex, Format::e4m3>().combine};
   } else {
     return {reinterpret_cast<const void *>(&extend<ThisConfig>), decode::combine_kernel<ThisConfig>()};
   }

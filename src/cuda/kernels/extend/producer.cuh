@@ -227,7 +227,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
-          const decode::HalfPairs a = decode::widen_adjacent<C::kFormat>(low), b = decode::widen_adjacent<C::kFormat>(high);
+          const HalfPairs a = widen_adjacent<C::kFormat>(low), b = widen_adjacent<C::kFormat>(high);
           st_shared_16(row_group(at, first + i), a.first, a.second, b.first, b.second);
         };
         store(to[0], second ? x[i].z : x[i].x, second ? x[i].w : x[i].y);

@@ -15,9 +15,9 @@
 
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
+#include "cuda/common/pair.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/kernels/fwd_simt/forward.h"
-#include "cuda/kernels/fwd_simt/pair.cuh"
 #include "cuda/kernels/fwd_simt/tile.cuh"
 
 namespace fa::cuda::simt {
@@ -106,8 +106,8 @@ class Forward {
   // The first tile from `tile` on in which the block mask leaves anything visible.
   __device__ __forceinline__ int next_tile(int tile) const {
     if (p_.block_mask.data != nullptr) {
-      while (tile < tile_end_ && !any_visible(p_.block_mask, b_, head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
-                                              tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
+      while (tile < tile_end_ && !any_visible<kThreads>(p_.block_mask, b_, head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
+                                                        tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
         ++tile;
     }
     return tile;
@@ -306,19 +306,12 @@ class Forward {
       if (a_.num_splits > 1) {
         const int64_t at = ((int64_t{split_} * p_.batch + b_) * p_.heads_q + head) * p_.q_lengths.max_len + token;
         if (at_.other == 0) a_.split_lse[at] = lse;
-        store_row(i, reinterpret_cast<char *>(a_.split_out + at * p_.head_dim_v), Dtype::f32, p_.head_dim_v % 4 == 0, inverse);
+        store_row<T>(reinterpret_cast<char *>(a_.split_out + at * p_.head_dim_v), Dtype::f32, static_cast<int>(p_.head_dim_v),
+                     p_.head_dim_v % 4 == 0, out_[i], inverse, at_);
       } else {
         if (p_.lse.data != nullptr && at_.other == 0) *row_of_tensor(p_.lse, b_, q_start() + token, head) = lse;
-        store_row(i, out_at(token, head), p_.out.dtype, a_.vector_out, inverse);
+        store_row<T>(out_at(token, head), p_.out.dtype, static_cast<int>(p_.head_dim_v), a_.vector_out, out_[i], inverse, at_);
       }
-    }
-  }
-
-  __device__ __forceinline__ void store_row(int i, char *row, Dtype dtype, bool vectors, float inverse) const {
-#pragma unroll
-    for (int c = 0; c < T::kAcc; c += 4) {
-      store_4(row, dtype, at_.column + c * 16, static_cast<int>(p_.head_dim_v), vectors,
-              {out_[i][c] * inverse, out_[i][c + 1] * inverse, out_[i][c + 2] * inverse, out_[i][c + 3] * inverse});
     }
   }
 

@@ -15,6 +15,7 @@
 #include "core/problem.h"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/ptx.cuh"
+#include "cuda/common/rows.cuh"
 
 namespace fa::cuda::simt {
 
@@ -332,6 +333,16 @@ __device__ __forceinline__ void fma_rs(float (&acc)[T::kOwn][T::kAcc], const flo
   }
 }
 
+// Stores this thread's columns of a row of accumulators times `scale`.
+template <class T>
+__device__ __forceinline__ void store_row(char *row, Dtype dtype, int columns, bool vectors, const float (&acc)[T::kAcc],
+                                          float scale, const ThreadTile<T> &at) {
+#pragma unroll
+  for (int c = 0; c < T::kAcc; c += 4)
+    store_4(row, dtype, at.column + c * 16, columns, vectors,
+            {acc[c] * scale, acc[c + 1] * scale, acc[c + 2] * scale, acc[c + 3] * scale});
+}
+
 template <int kRows, int kColumns>
 __device__ __forceinline__ void clear(float (&x)[kRows][kColumns]) {
 #pragma unroll
@@ -357,60 +368,6 @@ __device__ __forceinline__ void rotate(float (&x)[kRows][kColumns]) {
     for (int i = 0; i + 1 < kRows; ++i) x[i][j] = x[i + 1][j];
     x[kRows - 1][j] = first;
   }
-}
-
-// Stores four columns of a row, as many of them as exist, converted to the dtype of the row.
-__device__ __forceinline__ void store_4(char *row, Dtype dtype, int column, int columns, bool vectors, float4 x) {
-  const float e[4] = {x.x, x.y, x.z, x.w};
-  if (dtype == Dtype::f32) {
-    float *dst = reinterpret_cast<float *>(row) + column;
-    if (vectors && column + 4 <= columns) {
-      *reinterpret_cast<float4 *>(dst) = x;
-      return;
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if (column + n < columns) dst[n] = e[n];
-    }
-    return;
-  }
-  const bool bf16 = dtype == Dtype::bf16;
-  const uint2 bits{bf16 ? pack2<__nv_bfloat16>(e[0], e[1]) : pack2<__half>(e[0], e[1]),
-                   bf16 ? pack2<__nv_bfloat16>(e[2], e[3]) : pack2<__half>(e[2], e[3])};
-  auto *dst = reinterpret_cast<unsigned short *>(row) + column;
-  if (vectors && column + 4 <= columns) {
-    *reinterpret_cast<uint2 *>(dst) = bits;
-    return;
-  }
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    if (column + n < columns) dst[n] = static_cast<unsigned short>((n < 2 ? bits.x : bits.y) >> (16 * (n & 1)));
-  }
-}
-
-// Zeroes the columns of a row. Called by a warp.
-__device__ __forceinline__ void zero_row(char *row, Dtype dtype, int64_t columns) {
-  for (int column = threadIdx.x & 31; column < columns; column += 32) {
-    if (dtype == Dtype::f32) {
-      reinterpret_cast<float *>(row)[column] = 0.f;
-    } else {
-      reinterpret_cast<unsigned short *>(row)[column] = 0;
-    }
-  }
-}
-
-// Whether the block mask lets any of the rows see any of the keys. Called by all threads of the CTA.
-__device__ __forceinline__ bool any_visible(const BlockMask &mask, int b, int h, int row0, int row_end, int key0, int key_end) {
-  const int64_t first_q = row0 / mask.size_q, first_k = key0 / mask.size_k;
-  const int cells_q = static_cast<int>((row_end - 1) / mask.size_q - first_q) + 1,
-            cells_k = static_cast<int>((key_end - 1) / mask.size_k - first_k) + 1;
-  const uint8_t *cells =
-      mask.data + b * mask.batch_stride + h * mask.head_stride + first_q * mask.row_stride + first_k * mask.col_stride;
-  bool visible = false;
-  for (int n = threadIdx.x; n < cells_q * cells_k; n += kThreads) {
-    visible |= cells[n / cells_k * mask.row_stride + n % cells_k * mask.col_stride] != 0;
-  }
-  return __syncthreads_or(visible);
 }
 
 }  // namespace fa::cuda::simt

@@ -190,9 +190,6 @@ class Forward {
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Turns scores into exponents of two.
-  __device__ __forceinline__ float exponent_scale() const { return rows_.p.softmax_scale * kLog2e; }
-
   // From S = Q K^T to what exponentiate() takes.
   template <bool kMasked>
   __device__ __forceinline__ void apply_mods(Scores &s, int key0, int next) {
@@ -201,7 +198,7 @@ class Forward {
     const float threshold = C::has(kDropout) ? rows_.a.rescale_threshold + headroom : kRescaleThreshold;
     // After this vote all warps that share the rows have read P of the tile before.
     softmax_.template update_max</*kEachRow=*/false, /*kCompareUnscaled=*/C::has(kDropout)>(
-        s, [&](int) { return exponent_scale(); }, threshold, headroom, row_warps_,
+        s, [&](int) { return exponent_scale(rows_.p); }, threshold, headroom, row_warps_,
         [&](int r) { scale_row<OutFragment>(out_, r, softmax_.rescale[r]); });
   }
 
@@ -209,14 +206,8 @@ class Forward {
   template <bool kNanSafe>
   __device__ __forceinline__ void exponentiate(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) {
-#pragma unroll
-      for (int n = 8 * k; n < 8 * k + 8; ++n) {
-        float &x = element(s[i], n);
-        x = softmax_.template exponentiate_one<kNanSafe>(x, 2 * i + n / 2 % 2, exponent_scale());
-      }
-      convert_p<Element>(s[i], k, a[i]);
-    }
+    for (int i = 0; i < kMt; ++i)
+      softmax_.template exponentiate_step<Element, kNanSafe>(s[i], i, k, exponent_scale(rows_.p), softmax_.sum, a[i]);
     mods_.drop(a, rows_, key0 + 16 * k);
   }
   template <bool kNanSafe>
@@ -281,14 +272,6 @@ class Forward {
   // Epilogue
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float *lse_of(int row) const {
-    if (rows_.p.lse.data == nullptr) return nullptr;
-    return row_of_tensor(rows_.p.lse, rows_.b, rows_.queries().start + rows_.token_of(row), rows_.head_of(row));
-  }
-  __device__ __forceinline__ Element *out_of(int row) const {
-    return row_of_tensor<Element>(rows_.p.out, rows_.b, rows_.queries().start + rows_.token_of(row), rows_.head_of(row));
-  }
-
   __device__ __forceinline__ void epilogue() {
     const Problem &p = rows_.p;
     softmax_.reduce_sums();
@@ -305,7 +288,7 @@ class Forward {
       if (rows_.a.num_splits.value > 1) {
         rows_.a.split_lse[partial_index(row)] = result.lse;
       } else if (p.lse.data != nullptr) {
-        *lse_of(row) = result.lse;
+        *rows_.lse_at(row) = result.lse;
       }
     }
     if (rows_.a.num_splits.value > 1) {
@@ -346,7 +329,7 @@ class Forward {
       if (rows_.a.vector_out && !rows_.packed() && rows_.warp_row + C::kWarpRows <= rows_.rows) {
         const int row = rows_.lane / kDt, vector = column_tile(rows_.lane % kDt);
         if (vector * 8 >= columns) return;
-        Element *dst = out_of(rows_.warp_row + row) + vector * 8;
+        Element *dst = rows_.out_at(rows_.warp_row + row) + vector * 8;
 #pragma unroll
         for (int i = 0; i < C::kWarpRows; i += 32 / kDt)
           *reinterpret_cast<uint4 *>(dst + i * rows_.p.out.seq_stride) = staged(row + i, vector);
@@ -358,7 +341,7 @@ class Forward {
       const int row = rows_.warp_row + n / kDt, vector = column_tile(n % kDt);
       if (row >= rows_.rows) continue;
       const uint4 x = staged(n / kDt, vector);
-      store_elements<Element>(out_of(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8, rows_.a.vector_out);
+      store_elements<Element>(rows_.out_at(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8, rows_.a.vector_out);
     }
   }
 
@@ -391,8 +374,7 @@ class Forward {
     const int seq_slot = static_cast<int>(rows_.queries().slot) * static_cast<int>(rows_.a.rows_per_token.value);
     const int row0 = rows_.row0(), row1 = row0 + C::kRows;
     const int end = row1 >= rows_.a.order.row_blocks * C::kRows ? seq_slot : min(row1, seq_slot);
-    for (int row = max(row0, rows_.rows) + rows_.warp; row < end; row += C::kWarps)
-      store_zero_row(out_of(row), rows_.p.head_dim_v, lse_of(row), -CUDART_INF_F, rows_.lane);
+    store_zero_rows(rows_, rows_.p, max(row0, rows_.rows) + rows_.warp, end, C::kWarps, rows_.lane);
   }
 
   RowBlock<C> rows_;

@@ -84,6 +84,14 @@ struct RowBlock {
     return {token_of(row), token_of(min(row + count, rows) - 1) + 1};
   }
 
+  __device__ __forceinline__ float *lse_at(int row) const {
+    if (p.lse.data == nullptr) return nullptr;
+    return row_of_tensor(p.lse, b, queries().start + token_of(row), head_of(row));
+  }
+  __device__ __forceinline__ Element *out_at(int row) const {
+    return row_of_tensor<Element>(p.out, b, queries().start + token_of(row), head_of(row));
+  }
+
   // ------------------------------------------------------------------------------------------------------------------
   // KV tiles
   // ------------------------------------------------------------------------------------------------------------------

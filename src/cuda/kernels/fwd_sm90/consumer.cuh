@@ -29,7 +29,8 @@ class Consumer {
   using Element = typename C::Element;
   using Storage = typename C::Storage;
   using WorkTile = typename SharedMemory<C>::WorkTile;
-  using Fragment = QkFragment<1, C::kKeys / 8>;         // of S, of one warp
+  using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
+  using OutFragment = QkFragment<1, C::kDv / 8>;
   static constexpr int kPvSteps = C::kKeys / C::kMmaK;  // wgmmas of one out += P V
   // fp8: e4m3 has few small numbers. P is made 2^kPExponent larger, by a maximum that much smaller. kPExponent is the largest for which a
   // lane's sum of one row, kKeys / 4 numbers of at most 2^kPExponent, stays within e4m3.
@@ -230,7 +231,7 @@ class Consumer {
       masked_only_ = masked_end == kv_tiles;
     } else {
       if (i == masked_end) make_nan_safe(t);
-      if (rescaled) rescale_out();
+      if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     out_max_[0] = softmax_.max[0];
     out_max_[1] = softmax_.max[1];
@@ -259,7 +260,7 @@ class Consumer {
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     if constexpr (kDeferredMax) {
-      exponentiate(sum);
+      softmax_.template exponentiate</*kMasked=*/false>(s_, scale_, sum);  // with the current maximum
       rescaled = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum) : !(sum[0] + sum[1] <= kMaxRowSum));
     } else {
       rescaled = update_max_and_exponentiate();
@@ -272,7 +273,7 @@ class Consumer {
     v_.advance();
     if (rescaled) {
       if constexpr (kDeferredMax) rescale_p(t, t.kv_tile(i) * C::kKeys, sum);
-      rescale_out();
+      scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
@@ -361,22 +362,15 @@ class Consumer {
 
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    const bool rescaled = softmax_.update_max(
-        s_, [&](int) { return scale_; }, kRescaleThreshold, kPExponent);
+    const bool rescaled = softmax_.update_max(s_, scale_, kRescaleThreshold, kPExponent);
     float sum[2];
-    exponentiate(sum);
+    softmax_.template exponentiate</*kMasked=*/false>(s_, scale_, sum);
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
     return rescaled;
   }
 
-  // Turns S into P in place without raising the maximum. `sum`: the sums of P over this lane's columns of its two rows.
-  __device__ __forceinline__ void exponentiate(float (&sum)[2]) {
-    softmax_.template exponentiate</*kMasked=*/false>(
-        s_, [&](int) { return scale_; }, sum);
-  }
-
-  // Called when exponentiate() has found sums that are too large or NaN: the maximum was too small by more than kRescaleThreshold. Raises the
+  // Called when the sums of P with the current maximum are too large or NaN: the maximum was too small by more than kRescaleThreshold. Raises the
   // maximum, and rescales P, `sum` and the row sum; the caller rescales out. Where P does not fit fp32 it is computed again from S.
   __device__ __forceinline__ void rescale_p(const WorkTile &t, int key0, float (&sum)[2]) {
     float new_max[2];
@@ -417,7 +411,6 @@ class Consumer {
     if (__any_sync(~0u, nan_if_nonfinite(out_) != 0.f)) recompute_.recompute_out(t, out_max_, out_);
   }
 
-  __device__ __forceinline__ void rescale_out() { scale_rows<QkFragment<1, C::kDv / 8>>(out_, softmax_.rescale); }
   __device__ __forceinline__ void convert_p() {
 #pragma unroll
     for (int n = 0; n < kPvSteps; ++n) {

@@ -17,7 +17,7 @@ namespace fa::cuda::sm90 {
 // multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
 template <class C, class WorkTile>
 __device__ __forceinline__ float score_scale(const Problem &p, const WorkTile &t) {
-  if constexpr (!C::kFp8) return p.softmax_scale * kLog2e;
+  if constexpr (!C::kFp8) return exponent_scale(p);
   const float x = t.qk_descale * p.softmax_scale * kLog2e;
   return x > 0.f ? x : 1e-30f;
 }
@@ -54,13 +54,12 @@ class Recompute {
   // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows.
   __device__ __forceinline__ void recompute_out(const WorkTile &t, const float (&max)[2], float (&out)[C::kDv / 2]) const {
     const int row = at_.row(t, 0) - (at_.lane >> 2) + (at_.lane >> 1);
-    const KeyRange keys = keys_of_row(t, row);
+    const KeyRange keys = keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
     const int max_lane = ((at_.lane >> 1) & 7) * 4;  // a lane that holds the maximum of row l / 2
     const float low = __shfl_sync(~0u, max[0], max_lane), high = __shfl_sync(~0u, max[1], max_lane);
     const float row_max = (at_.lane >> 4) ? high : low;
     const Element *q = q_row_of_lane(t);
-#pragma unroll
-    for (int j = 0; j < C::kDv / 2; ++j) out[j] = 0.f;
+    clear(out);
 #pragma unroll 1
     for (int i = t.begin[at_.wg]; i < t.masked_end[at_.wg]; ++i) {
       const int key0 = t.kv_tile(i) * C::kKeys;
@@ -98,13 +97,10 @@ class Recompute {
   }
 
  private:
-  __device__ __forceinline__ KeyRange keys_of_row(const WorkTile &t, int row) const {
-    return keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
-  }
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
     if constexpr (C::kHasScoreMod) {
-      with_score_mods<kSoftcap | kAlibi>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
+      with_score_mods<kAll>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
         score = mods.forward(score, t.head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
       });
     }

@@ -124,14 +124,20 @@ class Cta {
   __device__ __forceinline__ int head_of(const WorkUnitDescriptor &work, int row) const {
     return work.head * group_heads() + a_.group.remainder(work.row0 + row);
   }
-  // The row's lse, null if it is not asked for, and its out.
-  __device__ __forceinline__ float *lse_at(const WorkUnitDescriptor &work, int row) const {
-    if (p_.lse.data == nullptr) return nullptr;
-    return row_of_tensor(p_.lse, work.batch, work.q_start + token_of(work, row), head_of(work, row));
-  }
-  __device__ __forceinline__ Element *out_at(const WorkUnitDescriptor &work, int row) const {
-    return row_of_tensor<Element>(p_.out, work.batch, work.q_start + token_of(work, row), head_of(work, row));
-  }
+  // Where the rows of a work unit lie in out and lse.
+  struct Rows {
+    const Cta &cta;
+    const WorkUnitDescriptor &work;
+
+    __device__ __forceinline__ Element *out_at(int row) const {
+      return row_of_tensor<Element>(cta.p_.out, work.batch, work.q_start + cta.token_of(work, row), cta.head_of(work, row));
+    }
+    __device__ __forceinline__ float *lse_at(int row) const {  // null if it is not asked for
+      if (cta.p_.lse.data == nullptr) return nullptr;
+      return row_of_tensor(cta.p_.lse, work.batch, work.q_start + cta.token_of(work, row), cta.head_of(work, row));
+    }
+  };
+  __device__ __forceinline__ Rows rows_of(const WorkUnitDescriptor &work) const { return {*this, work}; }
   // The index of the n-th partial that this work unit adds.
   static __device__ __forceinline__ int partial(const WorkUnitDescriptor &work, int partial) {
     return min(work.first_partial + (partial + 1) * work.partial_step, work.partial) - 1;

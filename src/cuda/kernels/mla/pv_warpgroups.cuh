@@ -49,9 +49,11 @@ class PvWarpgroups {
   __device__ __forceinline__ int row_of(int r) const { return cta_.row_of(warp(), r); }
 
   __device__ __forceinline__ void mainloop() {
-    store_unused_rows();
-#pragma unroll
-    for (int j = 0; j < C::kColumns / 2; ++j) out(j) = 0.f;
+    // Rows beyond the sequence's used length.
+    store_zero_rows(cta_.rows_of(*work_), p_, max(work_->rows, 0) + (opaque(threadIdx.x) >> 5), work_->end_row,
+                    C::kPvThreads / 32, lane_);
+    clear(out_[0]);
+    clear(out_[1]);
     int tiles = work_->kv_tile_end - work_->kv_tile;
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++tile_count_) {
@@ -189,13 +191,6 @@ class PvWarpgroups {
       const int columns = row < work_->rows ? static_cast<int>(p_.head_dim_v) - first_column : 0;
       store_fragment_row<Element, C::kColumns / 16>(out_[kHalf], r, dst, columns, a_.vector_out, opaque(lane_) & 3,
                                                     [&](float a, float b) { return pack2<Element>(a * scale, b * scale); });
-    }
-  }
-
-  // Rows beyond the sequence's used length: out = 0, lse = -inf.
-  __device__ __forceinline__ void store_unused_rows() const {
-    for (int row = max(work_->rows, 0) + (opaque(threadIdx.x) >> 5); row < work_->end_row; row += C::kPvThreads / 32) {
-      store_zero_row(cta_.out_at(*work_, row), p_.head_dim_v, cta_.lse_at(*work_, row), -CUDART_INF_F, lane_);
     }
   }
 

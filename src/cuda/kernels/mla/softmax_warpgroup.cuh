@@ -70,7 +70,10 @@ class SoftmaxWarpgroup {
         flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Cta<C>::kNanSafe : 0;
         apply_mask(s, key0);
       }
-      if (update_max(s)) flags |= Cta<C>::kRescaled;
+      // Lazy rescaling raises m only where P would exceed 2^8. That is rare, so out is hardly ever rescaled, and P does not wait for the
+      // maxima of the other lanes of its row.
+      softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
+      if (softmax_.template update_max</*kEachRow=*/true>(s, exponent_scale(p_), kRescaleThreshold)) flags |= Cta<C>::kRescaled;
       // P of this stage may be overwritten: this K tile was loaded after the PV warpgroups had released the stage.
       if (lane_ == 0) st_shared_4(cta_.shared_flags(stage()) + warp_ * 4, flags);
       if (masked) {
@@ -166,8 +169,6 @@ class SoftmaxWarpgroup {
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float exponent_scale() const { return p_.softmax_scale * kLog2e; }
-
   __device__ __forceinline__ void apply_mask(float (&s)[C::kKeys / 2], int key0) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -176,29 +177,18 @@ class SoftmaxWarpgroup {
     }
   }
 
-  // Raises maxima by lazy rescaling: only where P would exceed 2^8. That is rare, so out is hardly ever rescaled, and P does not wait for the
-  // maxima of the other lanes of its row. Returns whether the PV warpgroups have to read rescale factors.
-  __device__ __forceinline__ bool update_max(const float (&s)[C::kKeys / 2]) {
-    softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
-    return softmax_.template update_max</*kEachRow=*/true>(
-        s, [&](int) { return exponent_scale(); }, kRescaleThreshold);
-  }
-
   // P = 2^(S - m) as 16-bit numbers to shared memory, preceded by the rescale factors; adds P to the row sums. P of a masked pair becomes
   // kMaskedP. P is released in slices of 16 keys: the PV warpgroups multiply the first while the next are exponentiated.
   template <bool kMasked>
   __device__ __forceinline__ void exponentiate_and_store_p(float (&s)[C::kKeys / 2]) {
-    const float c = exponent_scale();
+    const float c = exponent_scale(p_);
     const uint32_t row_address = cta_.shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
     store_rescale();
     float tile_sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
-#pragma unroll
-      for (int m = 8 * n; m < 8 * n + 8; ++m)
-        s[m] = softmax_.template exponentiate_one<kMasked>(s[m], Fragment::row(m), c, tile_sum);
       uint32_t p[4];
-      convert_p<Element>(s, n, p);
+      softmax_.template exponentiate_step<Element, kMasked>(s, 0, n, c, tile_sum, p);
       stmatrix_x4(row_address + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p);
       release_p(n);
     }
@@ -240,10 +230,10 @@ class SoftmaxWarpgroup {
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
         const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
-        const auto dst = reinterpret_cast<uint64_t>(cta_.out_at(*work_, row));
+        const auto dst = reinterpret_cast<uint64_t>(cta_.rows_of(*work_).out_at(row));
         st_shared_16(epilogue, __float_as_uint(own_scale[r]), __float_as_uint(factor), static_cast<uint32_t>(dst),
                      static_cast<uint32_t>(dst >> 32));
-        if (float *dst_lse = cta_.lse_at(*work_, row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
+        if (float *dst_lse = cta_.rows_of(*work_).lse_at(row); dst_lse != nullptr && !peer_stores_lse) *dst_lse = lse;
       }
     }
   }

@@ -10,7 +10,7 @@
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
 
-namespace fa::cuda::simt {
+namespace fa::cuda {
 
 struct Pairs {
   const Problem &p;
@@ -49,7 +49,7 @@ struct Pairs {
   __device__ __forceinline__ float logit_plus(float offset, float raw, const HeadTerms &terms, int row, int key,
                                               float &derivative) const {
     float x;
-    with_score_mods<kSoftcap | kAlibi>(p, NaturalMath{p}, [&](const auto &mods) {
+    with_score_mods<kAll>(p, NaturalMath{p}, [&](const auto &mods) {
       x = mods.logit(raw, offset, terms, static_cast<float>(row + mask.seqlen_k - mask.seqlen_q - key), derivative);
     });
     return x;
@@ -59,4 +59,4 @@ struct Pairs {
 // e^x.
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * kLog2e); }
 
-}  // namespace fa::cuda::simt
+}  // namespace fa::cuda

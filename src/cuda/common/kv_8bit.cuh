@@ -12,13 +12,14 @@
 //               neighbours, 16 c + 4 q .. 16 c + 4 q + 3.
 #pragma once
 
+#include "core/forward_problem.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/operand.h"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/smem_tile.cuh"
-#include "cuda/kernels/decode/decode.h"
 
-namespace fa::cuda::decode {
+namespace fa::cuda {
 
 // Whether all keys or all values of a head share a descale, and where it lies.
 __device__ __forceinline__ bool has_head_descale(const Descale &d) { return d.factors.data != nullptr && !d.per_row; }
@@ -274,4 +275,4 @@ __device__ __forceinline__ bool tile_has_nan(uint32_t tile, int lane) {
   return (found & 0x80808080u) != 0;
 }
 
-}  // namespace fa::cuda::decode
+}  // namespace fa::cuda

@@ -12,10 +12,10 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/softmax.cuh"
-#include "cuda/kernels/decode/kv_8bit.cuh"
 
-namespace fa::cuda::decode {
+namespace fa::cuda {
 
 // The descales of this lane's keys 2 j and 2 j + 1 of a tile.
 template <class Fragment>
@@ -145,4 +145,4 @@ __device__ __forceinline__ void exponentiate_per_row(OnlineSoftmax<Fragment> &so
   }
 }
 
-}  // namespace fa::cuda::decode
+}  // namespace fa::cuda

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// What multiplies blocks of bf16 in the forward kernels (cpu/forward_bf16.h): the tile unit (AMX), or vectors (vdpbf16ps, AVX512_BF16).
+// Both read the same packed operands (cpu/pack_tiles.h) and have the same verb:
+//
+//   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns
+//
+// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by vectors. Products of
+// bf16 are exact; both units round sums to nearest, take subnormal operands for zero and give zero where a sum is subnormal. The tile unit
+// sums even and odd products apart; vectors add the two products of a pair one after the other, so that their results differ by rounding.
+#pragma once
+
+#include "cpu/simd.h"
+#include "cpu/tile.h"
+
+namespace fa::cpu::FA_ISA {
+
+// Tiles of 16 rows x 32 elements: `half` elements lie between the tile of rows 0 .. 15 and that of rows 16 .. 31, `step` between steps.
+struct LeftTiles {
+  const uint16_t *at;
+  int64_t half;
+  int64_t step;
+};
+
+// 32 x 32 sums: `row` floats from row to row, `column` to columns 16 .. 31, `half` to rows 16 .. 31.
+struct Sums {
+  float *at;
+  int64_t row;
+  int64_t column;
+  int64_t half;
+};
+
+// The right operand: two tiles per step, of columns 0 .. 15 and 16 .. 31.
+constexpr int64_t kRightStep = 2 * kTileBf16;
+
+#if defined(FA_TARGET_AMX)
+// 2 x 2 tiles of sums, so that every tile loaded is used twice.
+class Bf16Unit {
+ public:
+  template <bool kAdd>
+  void multiply(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
+    rows > kTileRows ? halves<2, kAdd>(steps, left, right, c) : halves<1, kAdd>(steps, left, right, c);
+  }
+
+ private:
+  template <int kHalves, bool kAdd>
+  void halves(int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
+    const int64_t row_bytes = c.row * int64_t{sizeof(float)};
+    if constexpr (kAdd) {
+      tiles_.template load<0>(c.at, row_bytes);
+      tiles_.template load<1>(c.at + c.column, row_bytes);
+      if constexpr (kHalves == 2) {
+        tiles_.template load<2>(c.at + c.half, row_bytes);
+        tiles_.template load<3>(c.at + c.half + c.column, row_bytes);
+      }
+    } else {
+      tiles_.template zero<0>();
+      tiles_.template zero<1>();
+      if constexpr (kHalves == 2) {
+        tiles_.template zero<2>();
+        tiles_.template zero<3>();
+      }
+    }
+    for (int64_t i = 0; i < steps; ++i, left.at += left.step, right += kRightStep) {
+      tiles_.template load<6>(right);
+      tiles_.template load<4>(left.at);
+      tiles_.template load<7>(right + kTileBf16);
+      tiles_.template dot<0, 4, 6>();
+      if constexpr (kHalves == 2) tiles_.template load<5>(left.at + left.half);
+      tiles_.template dot<1, 4, 7>();
+      if constexpr (kHalves == 2) {
+        tiles_.template dot<2, 5, 6>();
+        tiles_.template dot<3, 5, 7>();
+      }
+    }
+    tiles_.template store<0>(c.at, row_bytes);
+    tiles_.template store<1>(c.at + c.column, row_bytes);
+    if constexpr (kHalves == 2) {
+      tiles_.template store<2>(c.at + c.half, row_bytes);
+      tiles_.template store<3>(c.at + c.half + c.column, row_bytes);
+    }
+  }
+
+  Tiles tiles_;
+};
+#elif defined(FA_TARGET_AVX512_BF16)
+// 8 x 2 vectors of sums: a pair of A is broadcast and multiplied with two vectors of pairs of B. Sixteen independent sums cover the
+// latency of vdpbf16ps (5 or 6 cycles, at most two a cycle).
+class Bf16Unit {
+ public:
+  template <bool kAdd>
+  void multiply(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const int64_t half = r / kTileRows, row = r % kTileRows;
+      eight_rows<kAdd>(steps, left.at + half * left.half + row * kTileDepth, left.step, right,
+                       c.at + half * c.half + row * c.row, c.row, c.column);
+    }
+  }
+
+ private:
+  static constexpr int kRows = 8;
+
+  template <bool kAdd>
+  static __attribute__((noinline)) void eight_rows(int64_t steps, const uint16_t *left, int64_t left_step,
+                                                   const uint16_t *right, float *c, int64_t row, int64_t column) {
+    F acc[kRows][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][0] = kAdd ? Simd::load(c + r * row) : Simd::zero();
+      acc[r][1] = kAdd ? Simd::load(c + r * row + column) : Simd::zero();
+    }
+    for (int64_t step = 0; step < steps; ++step, left += left_step, right += kRightStep) {
+      for (int64_t pair = 0; pair < kTileDepth; pair += 2) {
+        const I b0 = Simd::iload(reinterpret_cast<const uint32_t *>(right + pair / 2 * kTileDepth));
+        const I b1 = Simd::iload(reinterpret_cast<const uint32_t *>(right + pair / 2 * kTileDepth + kTileBf16));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          uint32_t a;
+          __builtin_memcpy(&a, left + r * kTileDepth + pair, sizeof a);
+          const I x = Simd::iset(a);
+          acc[r][0] = Simd::dot_bf16(x, b0, acc[r][0]);
+          acc[r][1] = Simd::dot_bf16(x, b1, acc[r][1]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      Simd::store(c + r * row, acc[r][0]);
+      Simd::store(c + r * row + column, acc[r][1]);
+    }
+  }
+};
+#endif
+
+}  // namespace fa::cpu::FA_ISA

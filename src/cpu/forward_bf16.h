@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// The products of forward on a unit that multiplies bf16 (cpu/bf16_unit.h), for bf16 queries, keys and values: blocks of kTileBlockRows
+// query rows against blocks of kBlockKeys keys, in passes of kTilePassStrips strips of kTileStripRows rows.
+//
+//   S = Q K^T   32 rows x 32 keys at a time. S is fp32
+//   P           the softmax of all kernels (forward_softmax.h); P is rounded to bf16 into the tiles that the next product reads, and
+//               the row sum takes it unrounded
+//   O += P V    32 rows x 32 columns of sums stay in the unit over all keys of the block. O is kept as tiles of fp32; rows whose maximum
+//               has grown are rescaled before
+//
+// Two cases leave the unit, because it would get them wrong:
+//   values that are not finite next to a masked P, where 0 * Inf would leak: accumulate_visible
+//   subnormal bf16 numbers, which the unit takes for zero, next to numbers so large that the product matters: exact_scores. Subnormal
+//   values or P need no such care, because their part of O is below what fp32 results promise
+#pragma once
+
+#include "cpu/bf16_unit.h"
+#include "cpu/forward_softmax.h"
+#include "cpu/pack_tiles.h"
+
+namespace fa::cpu::FA_ISA {
+
+static_assert(kTileStripRows == 2 * kTileRows && kTileStripRows <= kMaxStripRows &&
+              kTileBlockRows / kTileStripRows <= kMaxStrips);
+static_assert(kTileBlockRows % (kTilePassStrips * kTileStripRows) == 0 && kBlockKeys % kTilePanel == 0 &&
+              kTilePanel % kNr == 0);
+
+constexpr int64_t kBlockSteps = kBlockKeys / kTileDepth;      // steps of P V
+constexpr int64_t kValuePanel = kBlockSteps * 2 * kTileBf16;  // elements of a packed panel of values
+constexpr int64_t kStripP = kTileStripRows * kBlockKeys;      // elements of a strip of P
+constexpr int64_t kStripHalfP = kTileRows * kBlockKeys;       // of its upper half
+
+// What `pack` finds in a key block.
+enum KeyFlags : uint8_t { kInfiniteValues = 1, kSubnormalKeys = 2, kHugeKeys = 4 };
+
+// A block of queries, in a worker's scratch memory.
+struct TileState : SoftmaxState {
+  uint16_t *q = nullptr;                 // pack_left
+  float *s = nullptr;                    // rows of a pass x kBlockKeys: raw products, logits, P where it stays fp32
+  uint16_t *p = nullptr;                 // (strip of the pass, half, step): tiles of P
+  float *o = nullptr;                    // (half, 16 columns): tiles of O
+  float *row = nullptr;                  // dim_v
+  int64_t dim_v = 0;                     // multiple of kTilePanel
+  bool subnormal = false, huge = false;  // some query is
+
+  // Where O of column c of row r lies; the columns of its tile follow.
+  FA_INLINE float *output(int64_t r, int64_t c) const {
+    return o + (r / kTileRows * (dim_v / kTileRows) + c / kTileRows) * kTileFloats + r % kTileRows * kTileRows + c % kTileRows;
+  }
+};
+
+// Where softmax_strip puts P: rounded to bf16 into the tiles of a strip.
+struct IntoTiles {
+  uint16_t *p;
+  int64_t first = 0;  // column 0 is this key of the block
+  FA_INLINE void operator()(int64_t r, int64_t c, F w0, F w1) const {
+    const int64_t key = first + c;
+    Simd::store_bf16_pair(
+        p + r / kTileRows * kStripHalfP + key / kTileDepth * kTileBf16 + r % kTileRows * kTileDepth + key % kTileDepth, w0, w1);
+  }
+};
+
+class Bf16Products {
+ public:
+  using State = TileState;
+
+  Bf16Products(const ForwardProblem &problem, const ForwardLayout &layout)
+      : p_(problem), layout_(layout), steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth) {}
+
+  // Packs key block n; returns its KeyFlags.
+  uint8_t pack(const Head &head, int64_t n, char *keys, char *values) const {
+    const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
+    const Magnitudes k = pack_key_tiles(key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start), begin, end, p_.head_dim,
+                                        reinterpret_cast<uint16_t *>(keys));
+    const Magnitudes v = pack_value_tiles(key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start), begin, end,
+                                          p_.head_dim_v, kValuePanel, reinterpret_cast<uint16_t *>(values));
+    return static_cast<uint8_t>((v.finite() ? 0 : kInfiniteValues) | (k.subnormal() ? kSubnormalKeys : 0) |
+                                (k.huge() ? kHugeKeys : 0));
+  }
+
+  State begin(char *scratch, const Head &head, const QueryBlock &block) const {
+    State st;
+    const auto take = [&](size_t bytes) {
+      char *area = scratch;
+      scratch += bytes;
+      return reinterpret_cast<float *>(area);
+    };
+    st.q = reinterpret_cast<uint16_t *>(take(layout_.worker_queries));
+    st.s = take(layout_.worker_scores);
+    st.o = take(layout_.worker_output);
+    st.dropout = take(layout_.worker_dropout);
+    begin_softmax(p_, head, block, kTileStripRows, take(layout_.worker_rows), st);
+    st.row = take(layout_.worker_p);
+    st.dim_v = layout_.dim_v;
+    st.p = reinterpret_cast<uint16_t *>(st.row + st.dim_v);
+    const Magnitudes seen = pack_left(
+        st.rows, p_.head_dim,
+        [&](int64_t r) {
+          return rows_of(p_.q, head.b, head.head_k * p_.group + block.head(r), head.queries.start).row(block.query(r));
+        },
+        st.q);
+    st.subnormal = seen.subnormal();
+    st.huge = seen.huge();
+    const int64_t floats = round_up(st.rows, kTileStripRows) * st.dim_v;
+    for (int64_t i = 0; i < floats; i += kWidth) Simd::store(st.o + i, Simd::zero());
+    return st;
+  }
+
+  // Key block n, as `pack` left it.
+  void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) {
+    constexpr int64_t kPassRows = kTilePassStrips * kTileStripRows;
+    for (int64_t r0 = 0; r0 < st.rows; r0 += kPassRows) {
+      pass(head, st, r0, n * kBlockKeys, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values),
+           flags);
+    }
+  }
+
+  // The state of row r as a result, until the next one is asked for.
+  RowResult row_result(const State &st, int64_t r) const {
+    for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.row + c, Simd::load(st.output(r, c)));
+    return {st.max[r], Simd::reduce_add(Simd::load(st.sum + r * kWidth)), st.row};
+  }
+
+ private:
+  // One strip of the pass in one key block.
+  struct Strip {
+    int64_t index = 0;  // in the block of queries
+    int64_t r0 = 0;     // its first row
+    int64_t rows = 0;
+    Range keys, cols;  // what it works on, relative to the block; `cols` is rounded outwards to panels
+    float *s = nullptr;
+    uint16_t *p = nullptr;
+    bool visible_only = false;
+  };
+
+  void pass(const Head &head, State &st, int64_t pass_row, int64_t first, const uint16_t *keys, const uint16_t *values,
+            uint8_t flags) {
+    Strip strips[kTilePassStrips];
+    int64_t count = 0;
+    Range all{kBlockKeys, 0};
+    for (int64_t r0 = pass_row; r0 < min64(st.rows, pass_row + kTilePassStrips * kTileStripRows); r0 += kTileStripRows) {
+      Strip x;
+      x.index = r0 / kTileStripRows;
+      x.r0 = r0;
+      x.rows = min64(st.rows - r0, kTileStripRows);
+      x.keys = strip_keys(p_, head, st, x.index, r0, x.rows, first);
+      if (x.keys.empty()) continue;
+      x.cols = {x.keys.begin / kTilePanel * kTilePanel, round_up(x.keys.end, kTilePanel)};
+      x.s = st.s + (r0 - pass_row) * kBlockKeys;
+      x.p = st.p + (r0 - pass_row) / kTileStripRows * kStripP;
+      all = {min64(all.begin, x.cols.begin), max64(all.end, x.cols.end)};
+      strips[count++] = x;
+    }
+
+    if ((st.subnormal && (flags & kHugeKeys) != 0) || (st.huge && (flags & kSubnormalKeys) != 0)) {
+      for (int64_t i = 0; i < count; ++i) exact_scores(head, st, strips[i], first);
+    } else {
+      for (int64_t col = all.begin; col < all.end; col += kTilePanel) {
+        const uint16_t *panel = keys + col * steps_ * kTileDepth;
+        for (int64_t i = 0; i < count; ++i) {
+          const Strip &x = strips[i];
+          if (col < x.cols.begin || col >= x.cols.end) continue;
+          const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
+          unit_.template multiply<false>(x.rows, steps_, {q, kTileBf16, kRightStep}, panel,
+                                         {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
+        }
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) softmax(head, st, strips[i], first, flags);
+    for (int64_t i = 0; i < count; ++i) accumulate(head, st, strips[i], first, values);
+  }
+
+  // S of a strip in fp32, for numbers that the tile unit would take for zero.
+  void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
+    const Rows keys = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
+    const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
+    for (int64_t r = 0; r < x.rows; ++r) {
+      const uint16_t *row = q + r / kTileRows * kTileBf16 + r % kTileRows * kTileDepth;
+      for (int64_t j = x.cols.begin; j < x.cols.end; ++j) {
+        F sum = Simd::zero();
+        if (first + j < head.keys.len) {
+          const auto *key = reinterpret_cast<const uint16_t *>(keys.row(first + j));
+          for (int64_t c = 0; c < p_.head_dim; c += kWidth) {
+            const F y = c + kWidth <= p_.head_dim ? Simd::load_bf16(key + c)
+                                                  : ElementBf16::load(key + c, static_cast<int>(p_.head_dim - c));
+            sum = Simd::fma(Simd::load_bf16(row + c / kTileDepth * 2 * kTileBf16 + c % kTileDepth), y, sum);
+          }
+        }
+        x.s[r * kBlockKeys + j] = Simd::reduce_add(sum);
+      }
+    }
+  }
+
+  // Logits, masks and P of a strip.
+  void softmax(const Head &head, State &st, Strip &x, int64_t block_first, uint8_t flags) const {
+    const bool general = p_.general_score();
+    const int64_t first = block_first + x.cols.begin, n = x.cols.size();
+    float *s = x.s + x.cols.begin;
+    const bool masked = general || st.interior[x.index].begin > first || st.interior[x.index].end < first + n;
+    if (general) {
+      general_scores(p_, head, st, x.r0, x.rows, first, n, s);
+    } else {
+      if (masked) mask_borders(head, st, x, block_first);
+      row_maxima(st, x.r0, x.rows, n, s);
+    }
+    const float multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
+    const IntoTiles into_tiles{x.p, x.cols.begin};
+    x.visible_only = masked && (flags & kInfiniteValues) != 0;
+    if (x.visible_only) {
+      softmax_strip<true>(st, x.r0, x.rows, n, multiplier, s, InPlace{s});
+      if (p_.dropout.threshold > 0) apply_dropout(p_, head, st, x.r0, x.rows, first, n, s);
+    } else if (p_.dropout.threshold > 0) {
+      softmax_strip<false>(st, x.r0, x.rows, n, multiplier, s, InPlace{s});
+      apply_dropout(p_, head, st, x.r0, x.rows, first, n, s);
+      for (int64_t r = 0; r < x.rows; ++r) {
+        const float *row = s + r * kBlockKeys;
+        for (int64_t c = 0; c < n; c += kNr) into_tiles(r, c, Simd::load(row + c), Simd::load(row + c + kWidth));
+      }
+    } else {
+      softmax_strip<false>(st, x.r0, x.rows, n, multiplier, s, into_tiles);
+    }
+  }
+
+  // Masks the keys of a strip that only some of its rows see: those before and after its interior, in whole panels.
+  void mask_borders(const Head &head, const State &st, const Strip &x, int64_t block_first) const {
+    const Range interior{st.interior[x.index].begin - block_first, st.interior[x.index].end - block_first};
+    const auto mask = [&](int64_t begin, int64_t end) {
+      if (begin < end) mask_strip(p_, head, st, x.r0, x.rows, block_first + begin, end - begin, x.s + begin);
+    };
+    const int64_t before = min64(round_up(max64(interior.begin, x.cols.begin), kTilePanel), x.cols.end);
+    mask(x.cols.begin, before);
+    mask(max64(before, min64(interior.end, x.cols.end) / kTilePanel * kTilePanel), x.cols.end);
+  }
+
+  // O = diag(correction) O + P V of a strip.
+  void accumulate(const Head &head, State &st, const Strip &x, int64_t first, const uint16_t *values) {
+    if (x.visible_only) {
+      const Rows rows = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
+      accumulate_visible(
+          x.rows, x.keys, x.s, st.correction + x.r0, round_up(p_.head_dim_v, kWidth),
+          [&](int64_t r, int64_t c) { return st.output(x.r0 + r, c); },
+          [&](int64_t j, int64_t c) {
+            const auto *row = reinterpret_cast<const uint16_t *>(rows.row(first + j)) + c;
+            return c + kWidth <= p_.head_dim_v ? Simd::load_bf16(row)
+                                               : ElementBf16::load(row, static_cast<int>(p_.head_dim_v - c));
+          });
+      return;
+    }
+    for (int64_t r = x.r0; r < x.r0 + x.rows; ++r) {
+      if (st.correction[r] == 1.0f) continue;
+      const F factor = Simd::set(st.correction[r]);
+      for (int64_t c = 0; c < st.dim_v; c += kWidth) {
+        Simd::store(st.output(r, c), Simd::mul(factor, Simd::load(st.output(r, c))));
+      }
+    }
+    const Range steps{x.cols.begin / kTileDepth, x.cols.end / kTileDepth};
+    const uint16_t *p = x.p + steps.begin * kTileBf16;
+    const int64_t lower = st.output(x.r0 + kTileRows, 0) - st.output(x.r0, 0);
+    values += steps.begin * kRightStep;
+    for (int64_t c = 0; c < st.dim_v; c += kTilePanel, values += kValuePanel) {
+      unit_.template multiply<true>(x.rows, steps.size(), {p, kStripHalfP, kTileBf16}, values,
+                                    {st.output(x.r0, c), kTileRows, kTileFloats, lower});
+    }
+  }
+
+  const ForwardProblem &p_;
+  const ForwardLayout &layout_;
+  const int64_t steps_;  // of Q K^T
+  Bf16Unit unit_;
+};
+
+}  // namespace fa::cpu::FA_ISA

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packing for the tile unit: bf16 rows of any stride and page layout become tiles (cpu/tile.h) of 1 KiB, one after another, so that
+// loading a tile never meets rows whose distance puts them into the same cache banks. What lies past the end of a sequence is never
+// read; tiles hold zeros there. Head dims are padded with zeros to a multiple of kTileDepth.
+#pragma once
+
+#include "cpu/pack.h"
+#include "cpu/tile.h"
+
+namespace fa::cpu::FA_ISA {
+
+constexpr int64_t kTilePanel = 2 * kTileRows;  // keys, or columns of values, whose two tiles lie next to each other
+
+// The magnitudes that occur in packed numbers.
+class Magnitudes {
+ public:
+  // Two bf16 numbers in every lane.
+  FA_INLINE void see(I pairs) {
+    const I magnitude = Simd::iand(pairs, Simd::iset(0x7FFF7FFF));
+    largest_ = Simd::max_u16(largest_, magnitude);
+    smallest_ =
+        Simd::min_u16(smallest_, Simd::add_u16(magnitude, Simd::iset(0xFFFFFFFF)));  // less one, so that 0 is the largest
+  }
+  bool finite() const { return top() < 0x7F80; }
+  // At least 2^64, or not finite.
+  bool huge() const { return top() >= (127 + 64) << 7; }
+  // Not zero, but below the smallest normal number: the tile unit takes it for zero.
+  bool subnormal() const {
+    uint16_t lanes[2 * kWidth];
+    Simd::istore(reinterpret_cast<uint32_t *>(lanes), smallest_);
+    uint16_t low = 0xFFFF;
+    for (const uint16_t x : lanes) low = x < low ? x : low;
+    return low < 0x7F;
+  }
+
+ private:
+  uint16_t top() const {
+    uint16_t lanes[2 * kWidth];
+    Simd::istore(reinterpret_cast<uint32_t *>(lanes), largest_);
+    uint16_t top = 0;
+    for (const uint16_t x : lanes) top = x > top ? x : top;
+    return top;
+  }
+
+  I largest_ = Simd::iset(0), smallest_ = Simd::iset(0xFFFFFFFF);
+};
+
+// Elements [i, i + 2 kWidth) of a row of `dim`, in pairs; zeros past its end.
+FA_INLINE I load_pairs(const uint16_t *row, int64_t i, int64_t dim) {
+  if (__builtin_expect(i + 2 * kWidth <= dim, 1)) return Simd::iload(reinterpret_cast<const uint32_t *>(row + i));
+  uint32_t pairs[kWidth] = {};
+  if (i < dim) __builtin_memcpy(pairs, row + i, static_cast<size_t>(dim - i) * sizeof(uint16_t));
+  return Simd::iload(pairs);
+}
+
+// Rows ahead of the one being packed that are fetched into the cache. Rows of one head lie a page or so apart, where processors do not
+// prefetch by themselves.
+constexpr int64_t kRowsAhead = 16;
+
+// Rows for the left side of a product: tile (strip, step, half) has 16 rows of elements [32 step, 32 step + 32), two halves a strip of
+// 32 rows. `row(r)` is where row r begins; rows past `rows` are zero.
+template <class RowOf>
+inline Magnitudes pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
+  Magnitudes seen;
+  const int64_t steps = round_up(dim, kTileDepth) / kTileDepth;
+  for (int64_t r = 0; r < round_up(rows, 2 * kTileRows); ++r) {
+    if (r + kRowsAhead < rows) prefetch_row(row(r + kRowsAhead), dim * 2);
+    const auto *from = r < rows ? reinterpret_cast<const uint16_t *>(row(r)) : nullptr;
+    uint16_t *tile = to + (r / 32 * steps * 2 + r / 16 % 2) * kTileBf16 + r % 16 * kTileDepth;
+    for (int64_t i = 0; i < steps * kTileDepth; i += 2 * kWidth) {
+      const I pairs = from != nullptr ? load_pairs(from, i, dim) : Simd::iset(0);
+      seen.see(pairs);
+      Simd::istore(reinterpret_cast<uint32_t *>(tile + i / kTileDepth * 2 * kTileBf16 + i % kTileDepth), pairs);
+    }
+  }
+  return seen;
+}
+
+// Keys [begin, end) for the right side of Q K^T, whose columns they are: tile (panel of 32 keys, step, half) has pairs of elements
+// 32 step .. of 16 keys.
+inline Magnitudes pack_key_tiles(const Rows &keys, int64_t begin, int64_t end, int64_t dim, uint16_t *to) {
+  Magnitudes seen;
+  const int64_t steps = round_up(dim, kTileDepth) / kTileDepth;
+  for (int64_t first = begin; first < end; first += kTilePanel, to += steps * 2 * kTileBf16) {
+    for (int64_t group = 0; group < kTilePanel; group += kWidth) {
+      const uint16_t *rows[kWidth];
+      const int64_t n = min64(end - first - group, kWidth);
+      for (int r = 0; r < kWidth; ++r)
+        rows[r] = r < n ? reinterpret_cast<const uint16_t *>(keys.row(first + group + r)) : nullptr;
+      for (int64_t j = first + group + kWidth; j < min64(end, first + group + 2 * kWidth); ++j)
+        prefetch_row(keys.row(j), dim * 2);
+      uint16_t *const column = to + group / kTileRows * kTileBf16 + group % kTileRows * 2;
+      for (int64_t i = 0; i < steps * kTileDepth; i += 2 * kWidth) {
+        F pairs[kWidth];
+#pragma GCC unroll 16
+        for (int r = 0; r < kWidth; ++r) {
+          const I x = r < n ? load_pairs(rows[r], i, dim) : Simd::iset(0);
+          seen.see(x);
+          pairs[r] = Simd::from_bits(x);
+        }
+        Simd::transpose(pairs);
+        uint16_t *const tile = column + i / kTileDepth * 2 * kTileBf16 + i % kTileDepth / 2 * kTileDepth;
+#pragma GCC unroll 16
+        for (int c = 0; c < kWidth; ++c) {
+          Simd::istore(reinterpret_cast<uint32_t *>(tile + c * kTileDepth), Simd::bits(pairs[c]));
+        }
+      }
+    }
+  }
+  return seen;
+}
+
+// Values [begin, end) for the right side of P V, whose rows they are: tile (panel of 32 columns, step of 32 keys, half) has pairs of
+// keys for 16 columns. Panels are `panel_elements` apart.
+inline Magnitudes pack_value_tiles(const Rows &values, int64_t begin, int64_t end, int64_t dim, int64_t panel_elements,
+                                   uint16_t *to) {
+  Magnitudes seen;
+  const int64_t padded = round_up(dim, kTilePanel);
+  for (int64_t j = begin; j < begin + round_up(end - begin, kTileDepth); j += 2) {
+    const auto *even = j < end ? reinterpret_cast<const uint16_t *>(values.row(j)) : nullptr;
+    const auto *odd = j + 1 < end ? reinterpret_cast<const uint16_t *>(values.row(j + 1)) : nullptr;
+    for (int64_t ahead = j + kRowsAhead; ahead < min64(end, j + kRowsAhead + 2); ++ahead)
+      prefetch_row(values.row(ahead), dim * 2);
+    const int64_t key = j - begin;
+    uint16_t *const tile = to + key / kTileDepth * 2 * kTileBf16 + key % kTileDepth / 2 * kTileDepth;
+    for (int64_t c = 0; c < padded; c += kWidth) {
+      const int n = static_cast<int>(max64(min64(dim - c, kWidth), 0));
+      const auto load = [&](const uint16_t *row) __attribute__((always_inline)) {
+        if (row == nullptr || n == 0) return Simd::iset(0);
+        return Simd::bits(n == kWidth ? Simd::load_bf16(row + c) : ElementBf16::load(row + c, n));
+      };
+      const I pairs = Simd::ior(Simd::template shr<16>(load(even)), load(odd));
+      seen.see(pairs);
+      Simd::istore(reinterpret_cast<uint32_t *>(tile + c / kTilePanel * panel_elements +
+                                                c % kTilePanel / kTileRows * kTileBf16 + c % kTileRows * 2),
+                   pairs);
+    }
+  }
+  return seen;
+}
+
+}  // namespace fa::cpu::FA_ISA
