@@ -470,17 +470,22 @@ TEST(CudaPlan, HopperBackwardKernels) {
     b.forward.head_dim = head_dim;
     b.forward.head_dim_v = head_dim_v;
     const int32_t unscored = backward_plan(b, h200()).shape;
-    EXPECT_FALSE(sm90::kBackwardShapes[unscored].scored);
+    EXPECT_FALSE(sm90::kBackwardShapes[unscored].scored());
     b.forward.softcap = 30;
     BackwardPlan plan = backward_plan(b, h200());
     EXPECT_EQ(plan.family, Family::sm90) << head_dim;
     EXPECT_EQ(plan.zero_dq_sum, bucket >= 192) << head_dim;
-    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored) << head_dim;
+    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored()) << head_dim;
     EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim;
     b.forward.softcap = 0;
     static float slope = 0;
     b.forward.alibi_slopes = &slope;
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
+    // That for head_dim 64 has no logarithmic formula.
+    b.forward.alibi_log_scale = 0.5f;
+    plan = backward_plan(b, h200());
+    EXPECT_EQ(plan.family, Family::sm90) << head_dim;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, std::max<int64_t>(bucket, 128)) << head_dim;
   }
   // For few work tiles the clusters are persistent: an even number of CTAs.
   b = plain;

@@ -35,12 +35,13 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, bool kScored_>
+template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_>
 struct BackwardConfig {
   using Element = Element_;
   using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
-  static constexpr bool kScored = kScored_;
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kScored = kScores != kPlain;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
