@@ -167,15 +167,16 @@ __device__ __forceinline__ void add_row_offsets(Scores &s, int r, const Mods &mo
   }
 }
 
-// The forward of all scores of a fragment, in either orientation, in a kernel that is built for the terms kBuilt. head(r) and distance(r) are called only if the problem has an
-// offset.
+// The forward of all scores of a fragment, in either orientation, in a kernel that is built for the terms kBuilt. head(r) and distance(r) are
+// called only if the problem has an offset.
 template <class Fragment, ScoreSet kBuilt, typename Scores, typename Head, typename Distance>
 __device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, const RawUnit &raw, Head head,
                                                  Distance distance) {
   const Base2Math math{raw};
   if (has_transform(p)) transform_fragment<Fragment>(s, ScoreMods<kSoftcap>{math});
   if (has_offset(p)) {
-    with_offset<kBuilt & (kAlibi | kLogAlibi)>(p, math, [&](const auto &mods) {
+    constexpr ScoreSet kOffset = kAlibi | kLogAlibi;
+    with_offset<kBuilt & kOffset>(p, math, [&](const auto &mods) {
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r) add_row_offsets<Fragment>(s, r, mods, head(r), distance(r));
     });

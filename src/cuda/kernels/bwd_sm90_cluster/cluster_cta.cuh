@@ -43,7 +43,8 @@ struct ClusterConfig {
   using Storage = OneTileClusterStorage<Cluster>;
   static constexpr int kD = kD_, kDv = kDv_, kTileQ = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
   static constexpr ScoreSet kScores = kScores_;
-  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScores != kPlain, kOrdered = kOrdered_, kLaneFromShuffle = false;
+  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScores != kPlain, kOrdered = kOrdered_,
+                        kLaneFromShuffle = false;
   static constexpr bool kPersistent = false;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
