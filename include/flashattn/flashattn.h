@@ -173,8 +173,8 @@ enum {
 typedef int32_t fa_cpu_isa;
 
 enum {
-  /** The instruction set that the library chooses for this processor; ::fa_device_info says which. It is never FA_CPU_ISA_AMX, and
-   * FA_CPU_ISA_AVX512_BF16 only on processors that are known to gain by it (AMD Zen 4 and Zen 5). */
+  /** The instruction set that the library chooses for this processor; ::fa_device_info says which. It is the highest one that the
+   * processor has, but FA_CPU_ISA_AVX512_BF16 only on processors that are known to gain by it (AMD Zen 4 and Zen 5). */
   FA_CPU_ISA_AUTO = 0,
   /** Portable vector code for any processor, Arm included. */
   FA_CPU_ISA_PORTABLE = 100,
@@ -184,9 +184,9 @@ enum {
   FA_CPU_ISA_AVX512 = 300,
   /** x86-64 with AVX-512 and AVX512_BF16: bf16 forward multiplies bf16 (vdpbf16ps), all else is as FA_CPU_ISA_AVX512. @since 0.1 */
   FA_CPU_ISA_AVX512_BF16 = 350,
-  /** x86-64 with AVX-512, AVX512_BF16 and AMX tiles of bf16: bf16 forward runs on the tile unit, all else as FA_CPU_ISA_AVX512. Choosing it
-   * asks Linux once for permission to use the tiles: signal frames of the process then grow by 8 KiB. No processor with AMX has run these
-   * kernels yet, only a model of the tile unit has. @since 0.1 */
+  /** x86-64 with AVX-512, AVX512_BF16 and AMX tiles of bf16: bf16 forward runs on the tile unit, all else as FA_CPU_ISA_AVX512. Choosing it,
+   * by name or by FA_CPU_ISA_AUTO, asks Linux once for permission to use the tiles: signal frames of the process then grow by 8 KiB. Where
+   * Linux refuses, the processor counts as one without AMX. @since 0.1 */
   FA_CPU_ISA_AMX = 400
 };
 

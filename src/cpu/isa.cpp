@@ -15,11 +15,6 @@
 namespace fa::cpu {
 namespace {
 
-// Whether FA_CPU_ISA_AUTO may choose AMX. Its instructions have run on no processor yet, only the model of cpu/tile.h has. Before this
-// becomes true, a processor with AMX must pass the unit test TileModel.AgreesWithThisProcessorBitForBit and the parity suite with
-// FA_TEST_BACKEND=cpu_amx.
-constexpr bool kAutoChoosesAmx = false;
-
 #if defined(__x86_64__)
 
 // Processors on which vdpbf16ps does twice the work of an fp32 multiply-add, so that FA_CPU_ISA_AUTO chooses AVX512_BF16. On Intel's
@@ -121,7 +116,7 @@ bool has_isa(fa_cpu_isa isa) {
 }
 
 fa_cpu_isa best_isa() {
-  if (kAutoChoosesAmx && has_isa(FA_CPU_ISA_AMX)) return FA_CPU_ISA_AMX;
+  if (has_isa(FA_CPU_ISA_AMX)) return FA_CPU_ISA_AMX;
   if (has_isa(FA_CPU_ISA_AVX512_BF16) && multiplies_bf16_faster()) return FA_CPU_ISA_AVX512_BF16;
   return vector_isa(FA_CPU_ISA_AMX);
 }

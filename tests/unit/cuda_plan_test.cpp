@@ -471,17 +471,22 @@ TEST(CudaPlan, HopperBackwardKernels) {
     b.forward.head_dim = head_dim;
     b.forward.head_dim_v = head_dim_v;
     const int32_t unscored = backward_plan(b, h200()).shape;
-    EXPECT_FALSE(sm90::kBackwardShapes[unscored].scored);
+    EXPECT_FALSE(sm90::kBackwardShapes[unscored].scored());
     b.forward.softcap = 30;
     BackwardPlan plan = backward_plan(b, h200());
     EXPECT_EQ(plan.family, Family::sm90) << head_dim;
     EXPECT_EQ(plan.zero_dq_sum, bucket >= 192) << head_dim;
-    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored) << head_dim;
+    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored()) << head_dim;
     EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim;
     b.forward.softcap = 0;
     static float slope = 0;
     b.forward.alibi_slopes = &slope;
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
+    // That for head_dim 64 has no logarithmic formula.
+    b.forward.alibi_log_scale = 0.5f;
+    plan = backward_plan(b, h200());
+    EXPECT_EQ(plan.family, Family::sm90) << head_dim;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, std::max<int64_t>(bucket, 128)) << head_dim;
   }
   // For few work tiles the clusters are persistent: an even number of CTAs.
   b = plain;
@@ -731,6 +736,35 @@ TEST(CudaPlan, SplitTailHasEveryQTileOnce) {
         EXPECT_EQ(piece, pieces);
       }
     }
+  }
+}
+
+// Which backward launches are split at their end, and which of their L2 groups are one there.
+TEST(CudaPlan, EndOfTheBackwardLaunch) {
+  const auto plan = [](int64_t seqlen, int64_t head_dim, auto vary) {
+    BackwardProblem b = backward_of(problem(seqlen, seqlen, head_dim));
+    b.forward.batch = 1;
+    b.forward.heads_q = b.forward.heads_k = 10;
+    vary(b.forward);
+    return backward_plan(b, h200());
+  };
+  const auto plain = [](Problem &) {};
+  const auto causal = [](Problem &p) { p.band.right = 0; };
+  for (const int64_t head_dim : {64, 96, 128}) {
+    const BackwardPlan split = plan(2100, head_dim, plain);  // 170 work tiles for 132 CTAs
+    EXPECT_EQ(split.split_tiles, 170 - 132);
+    EXPECT_EQ(split.split_units, 132);
+    EXPECT_GE(split.workspace_bytes, split.split_offset + size_t{38} * static_cast<size_t>(split.split_pieces) * 128 * 2 *
+                                                              static_cast<size_t>(head_dim) * 4);
+    for (const BackwardPlan &whole :
+         {plan(2100, head_dim, causal), plan(2100, head_dim, [](Problem &p) { p.deterministic = true; }),
+          plan(2100, head_dim, [](Problem &p) { p.heads_k = 5, p.group = 2; }), plan(700, head_dim, plain),
+          plan(2100, head_dim, [](Problem &p) { p.softcap = 20; }),
+          plan(2100, head_dim, [](Problem &p) { p.heads_q = p.heads_k = 7; })})
+      EXPECT_EQ(whole.split_tiles, 0);
+    EXPECT_EQ(plan(4096, head_dim, causal).last_heads > 0, head_dim != 64);
+    EXPECT_EQ(plan(1024, head_dim, causal).last_heads, 0);
+    EXPECT_EQ(plan(4096, head_dim, plain).last_heads, 0);
   }
 }
 

@@ -89,16 +89,13 @@ __device__ __forceinline__ HeadTerms head_terms(const Problem &p, float logit, i
 // One score
 // ----------------------------------------------------------------------------------------------------------------------
 
-// In a ScoreMods' terms, with kAlibi: the logarithmic formula instead of the linear one. Every kernel with ALiBi has both. Kernels for all terms
-// (kAnyBias) choose for each score: a copy of their loops for each formula would spill registers.
-constexpr ScoreSet kLogAlibi = ScoreSet{1} << 31;
-
-// The terms kTerms. `s` is an element of Q K^T. `distance` is query + seqlen_k - seqlen_q - key, with either sign.
+// The terms kTerms. With kLogAlibi, ALiBi is logarithmic; kernels for all terms (kAnyBias) choose for each score, because a copy of their loops
+// for each formula would spill registers. `s` is an element of Q K^T. `distance` is query + seqlen_k - seqlen_q - key, with either sign.
 template <ScoreSet kTerms, class Math = Base2Math>
 struct ScoreMods {
   static constexpr bool has(ScoreSet terms) { return (kTerms & terms) != 0; }
   const Math &math;
-  float alibi_log_scale;  // with kLogAlibi or kAnyBias
+  float alibi_log_scale;  // with kLogAlibi
 
   // Softcap: score -> cap * tanh(score / cap). The result is in the unit that `cap` is in.
   __device__ __forceinline__ float transform(float s, float cap) const {
@@ -109,9 +106,7 @@ struct ScoreMods {
   __device__ __forceinline__ float add_offset(float s, const HeadTerms &head, float distance) const {
     distance = fabsf(distance);
     if constexpr (has(kLogAlibi)) {
-      distance = Math::log1p(alibi_log_scale * distance);
-    } else if constexpr (has(kAlibi) && has(kAnyBias)) {
-      if (alibi_log_scale > 0) distance = Math::log1p(alibi_log_scale * distance);
+      if (!has(kAnyBias) || alibi_log_scale > 0) distance = Math::log1p(alibi_log_scale * distance);
     }
     if constexpr (has(kAlibi)) s = fmaf(-head.slope, distance, s);
     return s;
@@ -134,10 +129,11 @@ struct ScoreMods {
 // Calls f with the ScoreMods of the problem, in a kernel that is built for the terms kBuilt. with_offset() chooses the offset alone.
 template <ScoreSet kBuilt, class Math, typename F>
 __device__ __forceinline__ void with_offset(const Problem &p, const Math &math, F f) {
-  if ((kBuilt & kAlibi) != 0 && (kBuilt & kAnyBias) == 0 && p.alibi_log_scale > 0) {
-    f(ScoreMods<kBuilt | kLogAlibi, Math>{math, p.alibi_log_scale});
-  } else {
+  constexpr ScoreSet kOtherwise = (kBuilt & kAnyBias) != 0 ? kBuilt : kBuilt & ~kLogAlibi;
+  if (kBuilt != kOtherwise && p.alibi_log_scale > 0) {
     f(ScoreMods<kBuilt, Math>{math, p.alibi_log_scale});
+  } else {
+    f(ScoreMods<kOtherwise, Math>{math, p.alibi_log_scale});
   }
 }
 template <ScoreSet kBuilt, class Math, typename F>
@@ -171,15 +167,16 @@ __device__ __forceinline__ void add_row_offsets(Scores &s, int r, const Mods &mo
   }
 }
 
-// The forward of all scores of a fragment, in either orientation. head(r) and distance(r) are called only if the problem has an
-// offset.
-template <class Fragment, typename Scores, typename Head, typename Distance>
+// The forward of all scores of a fragment, in either orientation, in a kernel that is built for the terms kBuilt. head(r) and distance(r) are
+// called only if the problem has an offset.
+template <class Fragment, ScoreSet kBuilt, typename Scores, typename Head, typename Distance>
 __device__ __forceinline__ void apply_score_mods(Scores &s, const Problem &p, const RawUnit &raw, Head head,
                                                  Distance distance) {
   const Base2Math math{raw};
   if (has_transform(p)) transform_fragment<Fragment>(s, ScoreMods<kSoftcap>{math});
   if (has_offset(p)) {
-    with_offset<kAlibi>(p, math, [&](const auto &mods) {
+    constexpr ScoreSet kOffset = kAlibi | kLogAlibi;
+    with_offset<kBuilt & kOffset>(p, math, [&](const auto &mods) {
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r) add_row_offsets<Fragment>(s, r, mods, head(r), distance(r));
     });

@@ -18,13 +18,16 @@ using ScoreSet = uint32_t;
 constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
 // kTileBias: a bias that kernels can load as they load keys (dtype of the operands, rows of whole 16-byte vectors). kAnyBias: any other.
 constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
+// The logarithmic formula of ALiBi, beside kAlibi: a second copy of a kernel's loops over scores, which some have no room for.
+constexpr ScoreSet kLogAlibi = 64;
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
+constexpr ScoreSet kSoftcapAlibi = kSoftcap | kAlibi | kLogAlibi;
 constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kBlockMask;
 constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
-constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias;
+constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi;
 
 // Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
 constexpr bool stages_bias(ScoreSet scores) { return (scores & (kTileBias | kAnyBias)) == kTileBias; }
@@ -38,7 +41,7 @@ inline bool is_tile_bias(const Problem &p) {
 inline ScoreSet scores_of(const Problem &p) {
   ScoreSet scores = kPlain;
   if (p.softcap > 0) scores |= kSoftcap;
-  if (p.alibi_slopes != nullptr) scores |= kAlibi;
+  if (p.alibi_slopes != nullptr) scores |= p.alibi_log_scale > 0 ? kAlibi | kLogAlibi : kAlibi;
   if (p.block_mask.data != nullptr) scores |= kBlockMask;
   if (p.dropout.threshold > 0) scores |= kDropout;
   if (p.bias.data != nullptr) scores |= is_tile_bias(p) ? kTileBias : kAnyBias;

@@ -88,12 +88,12 @@ template <typename Element, int kColumns>
 struct Wgmma;
 
 // Both operands in shared memory; a_mn, b_mn: 1 = MN-major, 0 = K-major. a, b, c: the asm operand numbers behind the accumulator.
-#define FA_WGMMA_SS(name, type, n, regs, a, b, c, a_sign, a_mn, b_mn)                                              \
+#define FA_WGMMA_SS(name, type, n, regs, a, b, c, a_mn, b_mn)                                                      \
   static __device__ __forceinline__ void name(float(&d)[regs], uint64_t a_desc, uint64_t b_desc, int accumulate) { \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                                           \
                  ", 0;\n"                                                                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_R##regs                   \
-                 "}, %" #a ", %" #b ", p, " #a_sign ", 1, " #a_mn ", " #b_mn ";\n}\n"                              \
+                 "}, %" #a ", %" #b ", p, 1, 1, " #a_mn ", " #b_mn ";\n}\n"                                        \
                  : FA_D##regs                                                                                      \
                  : "l"(a_desc), "l"(b_desc), "r"(accumulate));                                                     \
   }
@@ -101,10 +101,9 @@ struct Wgmma;
 #define FA_WGMMA(kElement, type, n, regs, a, b, c, e, f, g)                                                                   \
   template <>                                                                                                                 \
   struct Wgmma<kElement, n> {                                                                                                 \
-    FA_WGMMA_SS(ss_k_k, type, n, regs, a, b, c, 1, 0, 0)                                                                      \
-    FA_WGMMA_SS(ss_k_k_subtract, type, n, regs, a, b, c, -1, 0, 0)                                                            \
-    FA_WGMMA_SS(ss_k_mn, type, n, regs, a, b, c, 1, 0, 1)                                                                     \
-    FA_WGMMA_SS(ss_mn_mn, type, n, regs, a, b, c, 1, 1, 1)                                                                    \
+    FA_WGMMA_SS(ss_k_k, type, n, regs, a, b, c, 0, 0)                                                                         \
+    FA_WGMMA_SS(ss_k_mn, type, n, regs, a, b, c, 0, 1)                                                                        \
+    FA_WGMMA_SS(ss_mn_mn, type, n, regs, a, b, c, 1, 1)                                                                       \
     static __device__ __forceinline__ void rs_mn(float (&d)[regs], const uint32_t (&w)[4], uint64_t b_desc, int accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                                    \
                    ", 0;\n"                                                                                                   \

@@ -11,17 +11,6 @@
 namespace fa::cuda {
 namespace {
 
-// Variant under measurement: so many L2 groups are one at the end of a causal launch.
-#ifndef FA_SM90_BACKWARD_LAST_GROUPS
-#define FA_SM90_BACKWARD_LAST_GROUPS 1
-#endif
-// And whether the last round of equally long main loops is divided among all CTAs: bit 32 of the kernels' variant.
-#ifndef FA_SM90_BACKWARD_VARIANT
-#define FA_SM90_BACKWARD_VARIANT 0
-#endif
-constexpr bool kSplitTail = (FA_SM90_BACKWARD_VARIANT & 32) != 0;
-constexpr int32_t kLastL2Groups = FA_SM90_BACKWARD_LAST_GROUPS;
-
 // Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
 template <typename Shape>
 fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t dq_semaphores,
@@ -48,6 +37,14 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
   plan.workspace_bytes =
       plan.dq_semaphore_offset + (dq_semaphores > 0 ? align_up((tiles * dq_semaphores + 1) * sizeof(int32_t)) : 0);
   return FA_OK;
+}
+
+// Under a causal mask an L2 group begins with its longest work tiles. At the end of the launch few tiles stand behind those of the last group, and most
+// CTAs would wait for them, so the last two groups are one. With few tiles per head the group would outgrow the L2 cache, with many it gains nothing, nor
+// does head_dim 64. In deterministic mode the chain of a head has to stay short.
+bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, const BackwardPlan &plan) {
+  return shape.blocks() == 1 && shape.rows == 64 && is_causal(p) && !p.deterministic && plan.key_blocks >= 16 &&
+         plan.key_blocks <= 64;
 }
 
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
@@ -104,7 +101,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const sm90::BackwardShape &shape = sm90::kBackwardShapes[row->shape];
   plan.family = Family::sm90;
   plan.shape = row->shape;
-  plan.reason = hopper_reason(shape.scored);
+  plan.reason = hopper_reason(shape.scored());
   // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.
   const int64_t at_once = device.multiprocessors / shape.blocks();
   FA_RETURN_IF_ERROR(
@@ -112,11 +109,8 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
-  if (kSplitTail && shape.blocks() == 1 && !shape.scored) split_tail(p, at_once, shape, plan);
-  // Under a causal mask a group begins with its longest tiles. Behind those of the last group there have to be tiles for every CTA, or most of
-  // the device waits for them: several groups are one at the end of the launch. In deterministic mode the chain of a head has to stay short.
-  if (shape.blocks() == 1 && is_causal(p) && !p.deterministic && kLastL2Groups > 1)
-    plan.last_heads = kLastL2Groups * plan.heads_per_l2_group;
+  if (shape.blocks() == 1 && !shape.scored()) split_tail(p, at_once, shape, plan);
+  if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
   // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
   // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add
   // from registers, and store only in order.

@@ -41,7 +41,6 @@ constexpr auto concatenate(const std::array<KernelRow, kCounts> &...tables) {
   return all;
 }
 
-constexpr ScoreSet kHopperScores = kSoftcap | kAlibi;
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
 
 constexpr auto kRows = concatenate(
@@ -74,7 +73,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.operands = shape.fp8 ? kFp8 : k16Bit;
-              row.scores = shape.scored ? kHopperScores : kPlain;
+              row.scores = shape.scored ? kSoftcapAlibi : kPlain;
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
               row.features = kDeterministic | kSeparateV | (shape.scored ? 0 : kPlainScores);
               row.capability = 90;
@@ -91,7 +90,7 @@ constexpr auto kRows = concatenate(
               row.any_dtype = kv_8bit;
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
-              row.scores = kSoftcap | kAlibi;
+              row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV | kHugePackedKv | kDescalePerRow;
               row.max_queries = shape.rows() == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
               row.capability = shape.capability;
@@ -106,7 +105,7 @@ constexpr auto kRows = concatenate(
               row.any_dtype = kv_8bit;
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
-              row.scores = kSoftcap | kAlibi;
+              row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV;
               row.capability = 90;
               row.sm90a = true;
@@ -152,9 +151,9 @@ constexpr auto kRows = concatenate(
       row.set = "sm90_bwd";
       row.head_dim = shape.head_dim;
       row.head_dim_v = shape.head_dim_v;
-      row.scores = shape.scored ? kHopperScores : kPlain;
+      row.scores = shape.scores;
       // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
-      row.features = kSeparateV | (shape.scored ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
+      row.features = kSeparateV | (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
       row.capability = 90;
       row.sm90a = true;
       row.threads = shape.threads();

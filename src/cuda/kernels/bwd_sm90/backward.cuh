@@ -35,39 +35,14 @@
 
 namespace fa::cuda::sm90 {
 
-// Variants of the main loop that are being measured: a sum of the bits below. 0 is the loop as README.md describes it.
-#ifndef FA_SM90_BACKWARD_VARIANT
-#define FA_SM90_BACKWARD_VARIANT 0
-#endif
-enum BackwardVariant : int {
-  kVariantDsFirst = 64,     // Q tiles of 64 queries: dS is computed and stored before dv starts
-  kVariantPlainL2 = 128,    // Q and dO are loaded without the L2 policy evict-last
-  kVariantTurns = 256,      // the warpgroups take turns in starting S and dP
-  kVariantSplitTail = 32,   // the work tiles of the last, partial round are divided among all CTAs: SplitTail
-  kVariantPresetDelta = 1,  // the accumulators of dP start at delta: wgmma leaves delta - dP in them
-  kVariantLateFence = 2,    // the fence for dS of the previous Q tile comes behind the start of dP, not in front of it
-  kVariantSegments = 4,     // the main loop counts Q tiles of a segment (masked, full, masked) down, without shared memory
-  kVariantEarlyLse = 8,     // lse of Q tiles of 128 queries is loaded before S starts, too
-  kVariantPlainDp =
-      16,  // with preset delta, Q tiles of 128 queries: the second dP starts at 0, and its delta is loaded behind it
-};
-
-template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, bool kScored_>
+template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_>
 struct BackwardConfig {
-  static constexpr int kVariant = FA_SM90_BACKWARD_VARIANT;
-  static constexpr bool kPresetDelta = (kVariant & kVariantPresetDelta) != 0;
-  static constexpr bool kSplitTail = (kVariant & kVariantSplitTail) != 0 && !kScored_;
-  static constexpr bool kDsFirst = (kVariant & kVariantDsFirst) != 0 && kRows_ == 64;
-  static constexpr uint64_t kQPolicy = (kVariant & kVariantPlainL2) != 0 ? kEvictNormal : kEvictLast;
-  static constexpr bool kTurns = (kVariant & kVariantTurns) != 0;
-  static constexpr bool kLateFence = (kVariant & kVariantLateFence) != 0;
-  static constexpr bool kSegments = (kVariant & kVariantSegments) != 0 && !kScored_;  // those with scores would spill
-  static constexpr bool kEarlyLse = (kVariant & kVariantEarlyLse) != 0;
-  static constexpr bool kPlainDp = (kVariant & kVariantPlainDp) != 0;
   using Element = Element_;
   using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
-  static constexpr bool kScored = kScored_;
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kScored = kScores != kPlain;
+  static constexpr bool kSplitTail = !kScored;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
@@ -199,8 +174,7 @@ class Backward {
   }
 
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
-  static constexpr bool kPrefetchLse = !C::kScored && (C::kDpParts == 1 || C::kEarlyLse),
-                        kPrefetchDelta = kPrefetchLse && C::kD < 128 && C::kDpParts == 1 && !C::kPresetDelta;
+  static constexpr bool kPrefetchLse = !C::kScored && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;
   using QPipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
@@ -209,10 +183,6 @@ class Backward {
   // Work tiles of this CTA: work_index 0, 1, ...
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Stage of a description. With the variants the scheduler warp would spill it, so it is computed where it is used.
-  static __device__ __forceinline__ int work_stage_of(int work_index) {
-    return (C::kVariant != 0 ? opaque(work_index) : work_index) & 1;
-  }
   // The scheduler warp. It writes the descriptions of work tiles to two stages in shared memory. The first work tile of a CTA
   // is the one with the CTA's number. It takes each further one from the counter when all loads of the current one have been
   // issued: late, so that whichever CTA is free first takes it.
@@ -232,7 +202,7 @@ class Backward {
       const bool more = index < cta_.params.blocks;
       bool crosses = false;
       if (cta_.lane == 0) {
-        WorkTile &next = cta_.work_tiles[work_stage_of(work_index) * kTilesPerWorkStage];
+        WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
         next.work_index = work_index;
         if (C::kSplitTail && more && index >= cta_.params.split.first_tile && cta_.params.split.units > 0) {
           crosses = describe_piece(index - cta_.params.split.first_tile, second, next);
@@ -244,17 +214,11 @@ class Backward {
         }
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
-          WorkTile &wg1_tile = cta_.work_tiles[work_stage_of(work_index) * kTilesPerWorkStage + 1];
-          if constexpr (C::kSplitTail) {  // a copy at once would spill here
-            const uint32_t from = smem_address(&next), to = smem_address(&wg1_tile);
-#pragma unroll 2
-            for (int n = 0; n < static_cast<int>(sizeof(WorkTile)); n += 4) st_shared_4(to + n, ld_shared_4(from + n));
-          } else {
-            wg1_tile = next;
-          }
+          WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
+          wg1_tile = next;
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
-        mbarrier_arrive(work_full(work_stage_of(work_index)));
+        mbarrier_arrive(work_full((work_index & 1)));
       }
       __syncwarp();
       if (!more) return;
@@ -263,8 +227,9 @@ class Backward {
   }
   // Describes the first or the second piece of a unit of the split tail. Returns whether this was the first of two.
   __device__ __forceinline__ bool describe_piece(int unit, bool second, WorkTile &next) const {
-    const SplitTail::Piece x = cta_.params.split.piece_of(unit, second);
-    cta_.describe_work_tile(cta_.params.split.first_tile + x.tile, next);
+    // Computed twice rather than held: the scheduler warp has few registers.
+    cta_.describe_work_tile(cta_.params.split.first_tile + cta_.params.split.tile_of(unit, second), next);
+    const SplitTail::Piece x = cta_.params.split.piece_of(opaque(unit), second);
     next.q_tile_begin = x.begin;
     next.q_tile_end = x.end;
     next.q_tiles_end = x.tile;
@@ -344,9 +309,9 @@ class Backward {
         const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
         mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
-          mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + (C::kPresetDelta ? 2 : 1) * C::kStatBytes);
+          mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
           cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
-                                             batch, C::kQPolicy);
+                                             batch, kEvictLast);
         }
         // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
         // when the previous work tile is done.
@@ -359,11 +324,10 @@ class Backward {
                       cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {
-          mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + (C::kPresetDelta ? 0 : 1) * C::kStatBytes);
+          mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
           cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
-                                             head_q, batch, C::kQPolicy);
-          tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map,
-                      C::kPresetDelta ? q_full(q_pipe.stage()) : dout_full(q_pipe.stage()), 0,
+                                             head_q, batch, kEvictLast);
+          tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
                       cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
         }
         if (first && work_index > 0) load_kv(work_index, C::kKBytes);
@@ -378,46 +342,18 @@ class Backward {
   // ------------------------------------------------------------------------------------------------------------------
 
   // S^T or dP^T: 64 keys of K or V (kColumns used columns per swizzle atom) times kCount rows of Q or dO.
-  // With kSubtract the products are subtracted from what s holds.
-  template <int kCount, int kColumns = 64, bool kSubtract = false>
+  template <int kCount, int kColumns = 64>
   __device__ __forceinline__ void start_s(float (&s)[kCount / 2], uint32_t keys, uint32_t rows) const {
     constexpr int kSteps = kColumns / 16;
     const uint64_t a = descriptor_k_major_uniform(keys + wg_ * 64 * 128), b = descriptor_k_major_uniform(rows);
 #pragma unroll
     for (int d = 0; d < C::kD / 16; ++d) {
-      const uint64_t a_step = advance_descriptor(a, d / kSteps * C::kTileKv * 128 + d % kSteps * 32);
-      const uint64_t b_step = advance_descriptor(b, d / 4 * C::kTileQ * 128 + d % 4 * 32);
-      if constexpr (kSubtract) {
-        Wgmma<Element, kCount>::ss_k_k_subtract(s, a_step, b_step, 1);
-      } else {
-        Wgmma<Element, kCount>::ss_k_k(s, a_step, b_step, d != 0);
-      }
+      Wgmma<Element, kCount>::ss_k_k(s, advance_descriptor(a, d / kSteps * C::kTileKv * 128 + d % kSteps * 32),
+                                     advance_descriptor(b, d / 4 * C::kTileQ * 128 + d % 4 * 32), d != 0);
     }
     wgmma_commit();
   }
-  // With kPreset dp_ holds delta, and becomes delta - dP^T.
-  template <bool kPreset = C::kPresetDelta>
-  __device__ __forceinline__ void start_dp(int part) {
-    start_s<64, 64, kPreset>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128);
-  }
-  // Loads delta of a part of the Q tile, and puts it into the accumulators of dP^T.
-  using PartStats = float2[8];
-  __device__ __forceinline__ void load_delta(PartStats &delta, int part) const {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) delta[j] = cta_.row_stat(smem_delta(stage_), part * 8 + j);
-  }
-  __device__ __forceinline__ void preset_dp(const PartStats &delta) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      dp_[4 * j] = dp_[4 * j + 2] = delta[j].x;
-      dp_[4 * j + 1] = dp_[4 * j + 3] = delta[j].y;
-    }
-  }
-  __device__ __forceinline__ void preset_dp(int part) {
-    PartStats delta;
-    load_delta(delta, part);
-    preset_dp(delta);
-  }
+  __device__ __forceinline__ void start_dp(int part) { start_s<64>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128); }
   // dq = dS K: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
   __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
     const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_a_operand(ds)),
@@ -439,9 +375,6 @@ class Backward {
   __device__ __forceinline__ void consumer() {
     QPipeline q_pipe;
     int n = 0;
-    if constexpr (C::kTurns) {
-      if (wg_ == 1) pass_turn();
-    }
 #pragma unroll 1
     for (int work_index = 0; next_work_tile(work_index);) {
       if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
@@ -455,21 +388,7 @@ class Backward {
         head_in_group_ = 0;
         has_prev_ = false;
         nan_safe_prev_ = false;
-        if constexpr (C::kSegments) {
-#pragma unroll 1
-          for (position_ = 0; segment() < 3 * static_cast<int>(cta_.problem.group); position_ += kSegmentUnit) {
-            position_ += segment_tiles(segment() % 3).size();
-#pragma unroll 1
-            for (; tiles_left() > 0; --position_) {
-              stage_ = uniform(q_pipe.stage());
-              ds_stage_ = uniform(n & 1);
-              iteration(q_pipe.phase(), n, 0, segment() % 3 != 1);
-              ++n;
-              q_pipe.advance();
-              has_prev_ = true;
-            }
-          }
-        } else if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
+        if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
 #pragma unroll 1
           do {
             stage_ = uniform(q_pipe.stage());
@@ -547,62 +466,29 @@ class Backward {
     }
   }
 
-  // The Q tiles of the main loop, from the last one down, in three segments per query head: partial tiles, full ones, and
-  // partial ones again.
-  __device__ __forceinline__ RangeOf<int32_t> segment_tiles(int segment) const {
-    const int first = cta_.work().q_tile_begin, end = cta_.work().q_tile_end;
-    const int full_end = min(max(cta_.work().full_end, first), end),
-              full_begin = min(max(cta_.work().full_begin, first), full_end);
-    if (segment == 0) return {full_end, end};
-    if (segment == 1) return {full_begin, full_end};
-    return {first, full_begin};
-  }
-  // With kSegments, position_ holds the segment, counted over all query heads, and its remaining Q tiles.
-  static constexpr uint32_t kSegmentUnit = 1 << 20;
-  __device__ __forceinline__ int segment() const { return static_cast<int>(position_ / kSegmentUnit); }
-  __device__ __forceinline__ int tiles_left() const { return static_cast<int>(position_ % kSegmentUnit); }
-  // The current Q tile and query head.
-  __device__ __forceinline__ int current_q_tile(int q_tile) const {
-    return C::kSegments ? segment_tiles(segment() % 3).begin + tiles_left() - 1 : q_tile;
-  }
-  __device__ __forceinline__ int current_head_in_group() const { return C::kSegments ? segment() / 3 : head_in_group_; }
-
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
   // work tiles.
-  __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile, bool partial = false) {
+  __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
     // Whether the tile is partial (has masked pairs) decides which part of dP^T comes first. With two parts dO is awaited, and
     // this is known, before S^T starts.
-    if constexpr (!C::kSegments && C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+    bool partial;
+    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
     if constexpr (kPrefetchLse) cta_.load_stats(lse, smem_lse(stage_));
-    const int first_dp = partial ? C::kDpParts - 1 : 0;
-    if constexpr (C::kPresetDelta) {
-      preset_dp(first_dp);
-      fence_operand(dp_);
-    }
-    if constexpr (C::kTurns) wait_for_turn();
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (!C::kSegments && C::kDpParts == 1)
-      partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
-    // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this
-    // warp's stores.
-    if constexpr (!C::kLateFence) {
-      if (has_prev_) wait_ds_full(n - 1);
-      fence_proxy_async();
-    }
+    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
-    if constexpr (!C::kPresetDelta) fence_operand(dp_);
+    fence_operand(dp_);
     wgmma_fence();
-    start_dp(first_dp);
-    if constexpr (C::kTurns) pass_turn();
-    if constexpr (C::kLateFence) {
-      if (has_prev_) wait_ds_full(n - 1);
-      fence_proxy_async();
-    }
+    start_dp(partial ? C::kDpParts - 1 : 0);
+    // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this warp's stores.
+    // Here it runs beside S and dP.
+    if (has_prev_) wait_ds_full(n - 1);
+    fence_proxy_async();
     wgmma_wait<1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
@@ -610,17 +496,17 @@ class Backward {
     if constexpr (kPrefetchLse) {
       cta_.exponentiate(s_, lse);
     } else {
-      cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), current_q_tile(q_tile) * C::kTileQ,
-                        cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + current_head_in_group()));
+      cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
+                        cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
-    if (partial) cta_.mask_p(p16_, s_, first_key(), current_q_tile(q_tile) * C::kTileQ);
+    if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
     if constexpr (!C::kScored) convert_p<Element>(s_, p16_);
     if constexpr (kPrefetchDelta) cta_.load_stats(delta_, smem_delta(stage_));
     wgmma_wait<0>();
     fence_operand(dp_);
     bool nan_safe = false;
     if (partial) {
-      finite += nan_if_nonfinite(dp_) + (C::kPresetDelta ? 0.f : cta_.delta_nan_if_nonfinite(smem_delta(stage_)));
+      finite += nan_if_nonfinite(dp_) + cta_.delta_nan_if_nonfinite(smem_delta(stage_));
       for (int part = C::kDpParts - 2; part >= 0; --part) {
         redo_dp(part);
         finite += nan_if_nonfinite(dp_);
@@ -628,7 +514,7 @@ class Backward {
       nan_safe = named_barrier_or(1, C::kConsumerThreads, finite != 0.f);
     }
     if (nan_safe) {
-      nan_safe_gradients(current_q_tile(q_tile), n);
+      nan_safe_gradients(q_tile, n);
     } else {
       gradients(n);
     }
@@ -638,14 +524,7 @@ class Backward {
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
 
-  // A turn: this warpgroup starts S and dP, and then the other one may. Consumer warpgroup 0 begins.
-  __device__ __forceinline__ void wait_for_turn() const { named_barrier(2 + wg_, C::kConsumerThreads); }
-  __device__ __forceinline__ void pass_turn() const {
-    asm volatile("bar.arrive %0, %1;\n" ::"r"(3 - wg_), "n"(C::kConsumerThreads) : "memory");
-  }
-
   __device__ __forceinline__ void redo_dp(int part) {
-    if constexpr (C::kPresetDelta) preset_dp(part);
     fence_operand(dp_);
     wgmma_fence();
     start_dp(part);
@@ -657,50 +536,28 @@ class Backward {
   // dq is stored while it runs.
   __device__ __forceinline__ void gradients(int n) {
     const uint32_t ds = smem_ds(ds_stage_);
-    if constexpr (!C::kDsFirst) {
-      fence_operand(p16_);
-      fence_operand(dv_);
-      wgmma_fence();
-      cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
-    }
+    // With one part dS comes before all products of this function, which then run without arithmetic between them. With two, dv runs while dS
+    // of the first is computed.
+    if constexpr (C::kDpParts > 1) start_dv();
     compute_ds(0);
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     store_ds(ds, 0);
-    if constexpr (C::kDsFirst) {
-      fence_operand(p16_);
-      fence_operand(ds16_[0]);
-      fence_operand(dv_);
-      fence_operand(dk_);
-      wgmma_fence();
-      cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
-    }
     if constexpr (C::kDpParts == 1) {
       fence_operand(ds16_[0]);
       fence_operand(dk_);
-      wgmma_fence();
+      start_dv();
       cta_.template start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
     } else {
-      constexpr bool kPreset = C::kPresetDelta && !C::kPlainDp;
-      if constexpr (kPreset) preset_dp(1);
       fence_operand(dp_);
       fence_operand(ds16_[0]);
       fence_operand(dk_);
       wgmma_fence();
-      start_dp<kPreset>(1);
+      start_dp(1);
       cta_.template start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
-      if constexpr (C::kPlainDp) {
-        PartStats delta;
-        load_delta(delta, 1);
-        wgmma_wait<1>();
-        fence_operand(dp_);
-        cta_.compute_ds(
-            dp_, [&](int j) { return float4_of(s_, 8 + j); }, [&](int j) { return delta[j]; });
-      } else {
-        wgmma_wait<1>();
-        fence_operand(dp_);
-        compute_ds(1);
-      }
+      wgmma_wait<1>();
+      fence_operand(dp_);
+      compute_ds(1);
       convert_p<Element>(dp_, ds16_[1]);
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
@@ -721,15 +578,19 @@ class Backward {
     fence_operand(dk_);
   }
 
+  // dv += P^T dO.
+  __device__ __forceinline__ void start_dv() {
+    fence_operand(p16_);
+    fence_operand(dv_);
+    wgmma_fence();
+    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+  }
+
   // Iteration n of a Q tile of which this warpgroup sees nothing: dq of the previous Q tile, and dS as if all pairs were
   // masked.
   __device__ __forceinline__ void skip_q_tile(uint32_t parity, int n) {
     mbarrier_wait(q_full(stage_), parity);
     mbarrier_wait(dout_full(stage_), parity);
-    if constexpr (C::kTurns) {
-      wait_for_turn();
-      pass_turn();
-    }
     if (has_prev_) finish_dq(n, false);
     nan_safe_prev_ = named_barrier_or(1, C::kConsumerThreads, false);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
@@ -762,11 +623,6 @@ class Backward {
 
   // dS^T = P^T (dP^T - delta) for a part of the Q tile, in place of dP^T.
   __device__ __forceinline__ void compute_ds(int part) {
-    if constexpr (C::kPresetDelta) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) dp_[i] *= -s_[part * 32 + i];
-      return;
-    }
     cta_.compute_ds(
         dp_, [&](int j) { return float4_of(s_, part * 8 + j); },
         [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); });
@@ -830,7 +686,6 @@ class Backward {
 
   RowStats delta_;              // with kPrefetchDelta
   int head_in_group_;           // query head of the GQA group
-  uint32_t position_;           // with kSegments: where in the main loop
   bool has_prev_;               // whether the work tile had a Q tile before this one
   int stage_, ds_stage_;        // pipeline stage of Q and dO, and of dS
   bool nan_safe_prev_ = false;  // the previous Q tile took the NaN-safe path

@@ -150,7 +150,7 @@ struct BackwardCta {
     if constexpr (!C::kScored) {
       exponentiate_plain(s, problem.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
     } else {
-      with_score_mods<kSoftcap | kAlibi>(problem, Base2Math{params.raw}, [&](const auto &mods) {
+      with_score_mods<C::kScores>(problem, Base2Math{params.raw}, [&](const auto &mods) {
         exponentiate_scored(mods, p16, s, smem_lse, first_key, first_row, head);
       });
     }

@@ -16,7 +16,7 @@ struct BackwardMain {
   static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   static_assert(kDesign == Design::single_cta && kShape.head_dim == kShape.head_dim_v && kShape.stages == kShape.dout_stages);
   using Config =
-      BackwardConfig<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.rows, kShape.stages, kShape.scored>;
+      BackwardConfig<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.rows, kShape.stages, kShape.scores>;
   static constexpr auto kKernel = &backward<Config>;
 };
 
@@ -24,7 +24,7 @@ template <typename Element, int kShapeIndex, bool kPThroughSmem>
 struct ClusterConfigOf {
   static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   using Type = ClusterConfig<Element, kShape.head_dim, kShape.head_dim_v, kShape.rows, kShape.stages, kShape.dout_stages,
-                             kPThroughSmem, kShape.scored, kShape.ordered>;
+                             kPThroughSmem, kShape.scores, kShape.ordered>;
 };
 template <typename Element, int kShapeIndex>
 struct BackwardMain<Element, kShapeIndex, Design::cluster_p_smem> {

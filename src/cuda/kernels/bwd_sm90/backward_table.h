@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_sm90_cluster/shared_storage.h"
 
 namespace fa::cuda::sm90 {
@@ -25,9 +26,10 @@ struct BackwardShape {
   int32_t rows;                  // queries of a Q tile
   int32_t stages, dout_stages;   // pipeline stages of Q, and of dO
   Design design;
-  bool ordered;  // has the deterministic mode, in which work tiles add to dq in ascending order
-  bool scored;   // has softcap and ALiBi
+  bool ordered;     // has the deterministic mode, in which work tiles add to dq in ascending order
+  ScoreSet scores;  // the score terms it is built for
 
+  constexpr bool scored() const { return scores != kPlain; }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
   // P goes from one consumer warpgroup to the other through shared memory.
@@ -53,27 +55,27 @@ struct BackwardShape {
 };
 
 // Narrow heads first: the plan takes the first line that has room for the columns and takes the problem.
-// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, scored)
+// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, scores)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false)                    \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false)                     \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false)                  \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, false)     \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, false)         \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, false) \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, false)             \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, false)  \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true)                    \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true)                  \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true)         \
-  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true)
+  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kPlain)                          \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, kPlain)                           \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kPlain)                        \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, kPlain)           \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kPlain)               \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, kPlain)       \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, kPlain)                   \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kPlain)        \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kSoftcap | kAlibi)              \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kSoftcapAlibi)                \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kSoftcapAlibi)       \
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kSoftcapAlibi)
 // clang-format on
 
 // Shared memory of a line of the table.
 template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int32_t rows, int32_t stages, int32_t dout_stages,
-          Design design, bool ordered, bool scored>
+          Design design, bool ordered, ScoreSet scores>
 constexpr int32_t storage_bytes() {
   constexpr bool p_through_smem = design != Design::cluster_p_registers;
   using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;

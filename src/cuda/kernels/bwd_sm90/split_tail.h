@@ -31,9 +31,10 @@ struct SplitTail {
     int piece, pieces;
     bool crosses;  // this is the first of two pieces of the unit
   };
+  FA_HD int tile_of(int unit, bool second) const { return by_q_tiles.quotient(begin_of_unit(unit)) + second; }
   FA_HD Piece piece_of(int unit, bool second) const {
     Piece x;
-    x.tile = by_q_tiles.quotient(begin_of_unit(unit)) + second;
+    x.tile = tile_of(unit, second);
     const int from = x.tile * q_tiles;
     x.begin = second ? 0 : begin_of_unit(unit) - from;
     x.end = begin_of_unit(unit + 1) - from;

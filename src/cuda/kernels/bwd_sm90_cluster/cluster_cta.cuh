@@ -35,14 +35,16 @@ __device__ __forceinline__ void mbarrier_wait_if(bool condition, uint32_t barrie
 
 // kOrdered: the kernel has the deterministic mode. kPThroughSmem: P goes from one consumer warpgroup to the other through
 // shared memory, and dq is added to dq_sum from registers; otherwise P stays in registers and TMA adds dq.
-template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kPThroughSmem_, bool kScored_,
-          bool kOrdered_>
+template <typename Element_, int kD_, int kDv_, int kRows_, int kStages_, int kDoutStages_, bool kPThroughSmem_,
+          ScoreSet kScores_, bool kOrdered_>
 struct ClusterConfig {
   using Element = Element_;
   using Cluster = ClusterStorage<kD_, kDv_, kRows_, kStages_, kDoutStages_, kPThroughSmem_, kOrdered_>;
   using Storage = OneTileClusterStorage<Cluster>;
   static constexpr int kD = kD_, kDv = kDv_, kTileQ = kRows_, kStages = kStages_, kDoutStages = kDoutStages_;
-  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScored_, kOrdered = kOrdered_, kLaneFromShuffle = false;
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScores != kPlain, kOrdered = kOrdered_,
+                        kLaneFromShuffle = false;
   static constexpr bool kPersistent = false;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,

@@ -168,7 +168,7 @@ class OrientationKq {
   // Softcap and ALiBi. Rows beyond the last one are not stored. All rows belong to one token.
   __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
     const int distance = cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
-    apply_score_mods<Fragment>(
+    apply_score_mods<Fragment, kSoftcapAlibi>(
         s, cta_.problem, cta_.params.raw,
         [&](int r) {
           const int row = min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1);

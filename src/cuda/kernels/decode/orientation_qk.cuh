@@ -99,7 +99,7 @@ class OrientationQk {
   // are not stored.
   __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
     const auto stored_row = [&](int r) { return min(row_of(r), cta_.rows - 1); };
-    apply_score_mods<Fragment>(
+    apply_score_mods<Fragment, kSoftcapAlibi>(
         s, cta_.problem, cta_.params.raw,
         [&](int r) {
           return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(stored_row(r)));

@@ -298,7 +298,7 @@ class Consumer {
         }
       }
     }
-    apply_score_mods<Fragment>(
+    apply_score_mods<Fragment, kSoftcapAlibi>(
         s_, cta_.problem(), cta_.params().raw,
         [&](int r) {
           return load_head_terms(cta_.problem(), cta_.params().raw.logit, rows_.work->batch,

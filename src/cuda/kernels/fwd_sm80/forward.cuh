@@ -277,18 +277,24 @@ class Forward {
     softmax_.reduce_sums();
     row_warps_.reduce_sum(softmax_.sum);
     const bool stores_lse = rows_.column_warp == 0 && Fragment::leads(rows_.lane);
-    float factor[Fragment::kRows];
+    const bool has_sink = p.sink != nullptr && rows_.split() == 0;
+    // All rows before the first store: without branches between them, their logarithms and divisions hide each other's latency.
+    float factor[Fragment::kRows], lse[Fragment::kRows];
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r) {
+      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r],
+                                            has_sink ? sink_of(p, rows_.head_of(min(row_of(r), rows_.rows - 1))) : nullptr);
+      factor[r] = result.factor * p.dropout.keep_scale;
+      lse[r] = result.lse;
+    }
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) {
       const int row = row_of(r);
-      const float *sink = rows_.split() == 0 ? sink_of(p, rows_.head_of(min(row, rows_.rows - 1))) : nullptr;
-      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink);
-      factor[r] = result.factor * p.dropout.keep_scale;
       if (!stores_lse || row >= rows_.rows) continue;
       if (rows_.a.num_splits.value > 1) {
-        rows_.a.split_lse[partial_index(row)] = result.lse;
+        rows_.a.split_lse[partial_index(row)] = lse[r];
       } else if (p.lse.data != nullptr) {
-        *rows_.lse_at(row) = result.lse;
+        *rows_.lse_at(row) = lse[r];
       }
     }
     if (rows_.a.num_splits.value > 1) {

@@ -79,7 +79,7 @@ class TileScoreMods {
   __device__ __forceinline__ void apply(Scores &s, const Rows &rows, int key0, int next) const {
     if constexpr (C::has(kSoftcap | kAlibi)) {
       const int diagonal = rows.seqlen_k - rows.seqlen_q() - key0 - Fragment::first_key(rows.lane);
-      apply_score_mods<Fragment>(
+      apply_score_mods<Fragment, C::kScores>(
           s, rows.p, rows.a.raw, [&](int r) { return head_[r]; },
           [&](int r) { return rows.token_of(used_row(rows, r)) + diagonal; });
     }

@@ -85,7 +85,7 @@ class Consumer {
         softmax_.max[r] = at_.row(t, r) < t.seqlen_q ? -1e30f : 1e30f;
         softmax_.sum[r] = 0.f;
       }
-      scale_ = score_scale<C>(p_, t);
+      if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
       for (int n = 0; n < begin; ++n) skip_k();
       iteration<true>(t, begin, masked_end, kv_tiles, pending, single);
       int i = begin + 1;
@@ -260,7 +260,7 @@ class Consumer {
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     if constexpr (kDeferredMax) {
-      softmax_.template exponentiate</*kMasked=*/false>(s_, scale_, sum);  // with the current maximum
+      softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);  // with the current maximum
       rescaled = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum) : !(sum[0] + sum[1] <= kMaxRowSum));
     } else {
       rescaled = update_max_and_exponentiate();
@@ -346,7 +346,7 @@ class Consumer {
   // Softcap and ALiBi. The tile's first key is key0.
   __device__ __forceinline__ void apply_score_mod(const WorkTile &t, int key0) {
     const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(at_.lane);
-    apply_score_mods<Fragment>(
+    apply_score_mods<Fragment, kSoftcapAlibi>(
         s_, p_, a_.raw, [&](int) { return t.head; }, [&](int r) { return at_.row(t, r) + diagonal; });
   }
   // Which of the KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
@@ -360,11 +360,15 @@ class Consumer {
     for (int r = 0; r < 2; ++r) mask_row<Fragment>(s_, r, visible[r]);
   }
 
+  // The factor from S to exponents of two. With 16-bit elements every iteration loads softmax_scale again, beside its wgmmas: kernels that kept the
+  // product in a register through the loop were 1 % slower.
+  __device__ __forceinline__ float scale() const { return C::kFp8 ? scale_ : exponent_scale(p_); }
+
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    const bool rescaled = softmax_.update_max(s_, scale_, kRescaleThreshold, kPExponent);
+    const bool rescaled = softmax_.update_max(s_, scale(), kRescaleThreshold, kPExponent);
     float sum[2];
-    softmax_.template exponentiate</*kMasked=*/false>(s_, scale_, sum);
+    softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
     return rescaled;
@@ -435,7 +439,7 @@ class Consumer {
   Promotion<C> promotion_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;
-  float scale_;  // the factor from S to exponents of two
+  float scale_;  // fp8: the factor from S to exponents of two, of this work tile
   float s_[C::kKeys / 2];
   uint32_t p_operand_[kPvSteps][4];
   float out_[C::kDv / 2];
