@@ -204,6 +204,7 @@ class Backward {
       if (cta_.lane == 0) {
         WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
         next.work_index = work_index;
+        next.nan_safe[0] = next.nan_safe[1] = 0.f;
         if (C::kSplitTail && more && index >= cta_.params.split.first_tile && cta_.params.split.units > 0) {
           crosses = describe_piece(index - cta_.params.split.first_tile, second, next);
         } else if (more) {
@@ -387,7 +388,6 @@ class Backward {
         int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
-        nan_safe_prev_ = false;
         if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
 #pragma unroll 1
           do {
@@ -469,10 +469,6 @@ class Backward {
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
   // work tiles.
   __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
-    // Whether the tile is partial (has masked pairs) decides which part of dP^T comes first. With two parts dO is awaited, and
-    // this is known, before S^T starts.
-    bool partial;
-    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
@@ -480,11 +476,11 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+    const bool partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;  // has masked pairs
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);
     wgmma_fence();
-    start_dp(partial ? C::kDpParts - 1 : 0);
+    start_dp(0);
     // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this warp's stores.
     // Here it runs beside S and dP.
     if (has_prev_) wait_ds_full(n - 1);
@@ -507,18 +503,19 @@ class Backward {
     bool nan_safe = false;
     if (partial) {
       finite += nan_if_nonfinite(dp_) + cta_.delta_nan_if_nonfinite(smem_delta(stage_));
-      for (int part = C::kDpParts - 2; part >= 0; --part) {
-        redo_dp(part);
+      // One part of dP tells of all of V, and delta of dO's rows in the sequence. Only dP tells of what stands behind the end of the sequence.
+      if (C::kDpParts > 1 && (q_tile + 1) * C::kTileQ > cta_.work().seqlen_q) {
+        redo_dp(1);
         finite += nan_if_nonfinite(dp_);
+        redo_dp(0);
       }
-      nan_safe = named_barrier_or(1, C::kConsumerThreads, finite != 0.f);
+      nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
     if (nan_safe) {
       nan_safe_gradients(q_tile, n);
     } else {
       gradients(n);
     }
-    nan_safe_prev_ = nan_safe;
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
@@ -562,6 +559,7 @@ class Backward {
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
+    const bool nan_safe_prev = any_nan_safe();
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
@@ -571,7 +569,7 @@ class Backward {
     }
     wgmma_wait<1>();
     fence_operand(dq_);
-    if (nan_safe_prev_) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
+    if (nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, has_prev_);
     wgmma_wait<0>();
     fence_operand(dv_);
@@ -592,7 +590,6 @@ class Backward {
     mbarrier_wait(q_full(stage_), parity);
     mbarrier_wait(dout_full(stage_), parity);
     if (has_prev_) finish_dq(n, false);
-    nan_safe_prev_ = named_barrier_or(1, C::kConsumerThreads, false);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
     for (auto &a : ds16_[0])
@@ -609,7 +606,7 @@ class Backward {
     const uint32_t ds = smem_ds((q_tiles - 1) & 1);
     wait_ds_full(q_tiles - 1);
     fence_proxy_async();
-    if (nan_safe_prev_) {
+    if (any_nan_safe()) {
       nan_safe_dq(ds);
     } else {
       fence_operand(dq_);
@@ -655,9 +652,24 @@ class Backward {
   // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
+  // Each warpgroup decides for itself whether its dk and dv of a Q tile need this path. dq is a product with both warpgroups' dS and K: it takes the
+  // path from the first Q tile on for which one of them did, to the end of the work tile. The decision is written before dS is handed over, and read
+  // behind that.
+  __device__ __forceinline__ void set_nan_safe() const {
+    if (cta_.warp != 0 || cta_.lane != 0) return;
+    WorkTile *description = &cta_.work() - (kWg1MaySkip ? wg_ : 0);
+#pragma unroll
+    for (int n = 0; n < kTilesPerWorkStage; ++n) description[n].nan_safe[wg_] = 1.f;
+  }
+  __device__ __forceinline__ bool any_nan_safe() const {
+    const float2 x = ld_shared_float2(smem_address(cta_.work().nan_safe));
+    return x.x + x.y != 0.f;
+  }
+
   // gradients() over the visible pairs alone.
   __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n) {
     const uint32_t ds = smem_ds(ds_stage_);
+    set_nan_safe();
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
     for (int part = 0; part < C::kDpParts; ++part) {
@@ -684,11 +696,10 @@ class Backward {
   BackwardCta<C> cta_;
   int wg_;
 
-  RowStats delta_;              // with kPrefetchDelta
-  int head_in_group_;           // query head of the GQA group
-  bool has_prev_;               // whether the work tile had a Q tile before this one
-  int stage_, ds_stage_;        // pipeline stage of Q and dO, and of dS
-  bool nan_safe_prev_ = false;  // the previous Q tile took the NaN-safe path
+  RowStats delta_;        // with kPrefetchDelta
+  int head_in_group_;     // query head of the GQA group
+  bool has_prev_;         // whether the work tile had a Q tile before this one
+  int stage_, ds_stage_;  // pipeline stage of Q and dO, and of dS
   float s_[C::kTileQ / 2], dp_[32], dq_[C::kDqColumns / 2];
   uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][4][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];
