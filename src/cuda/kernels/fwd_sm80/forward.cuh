@@ -277,30 +277,35 @@ class Forward {
     softmax_.reduce_sums();
     row_warps_.reduce_sum(softmax_.sum);
     const bool stores_lse = rows_.column_warp == 0 && Fragment::leads(rows_.lane);
-    const bool has_sink = p.sink != nullptr && rows_.split() == 0;
-    // All rows before the first store: without branches between them, their logarithms and divisions hide each other's latency.
+    // All rows before the first store: without branches between them, their logarithms and divisions hide each other's latency. Plain kernels whose
+    // warps share rows would spill.
+    constexpr bool kStoresLast = C::kScores != kPlain || C::kColumnWarps == 1;
     float factor[Fragment::kRows], lse[Fragment::kRows];
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) {
-      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r],
-                                            has_sink ? sink_of(p, rows_.head_of(min(row_of(r), rows_.rows - 1))) : nullptr);
+      const float *sink = rows_.split() == 0 ? sink_of(p, rows_.head_of(min(row_of(r), rows_.rows - 1))) : nullptr;
+      const RowResult result = finalize_row(softmax_.max[r], softmax_.sum[r], sink);
       factor[r] = result.factor * p.dropout.keep_scale;
       lse[r] = result.lse;
+      if (!kStoresLast && stores_lse) store_lse(row_of(r), lse[r]);
     }
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) {
-      const int row = row_of(r);
-      if (!stores_lse || row >= rows_.rows) continue;
-      if (rows_.a.num_splits.value > 1) {
-        rows_.a.split_lse[partial_index(row)] = lse[r];
-      } else if (p.lse.data != nullptr) {
-        *rows_.lse_at(row) = lse[r];
-      }
+      if (kStoresLast && stores_lse) store_lse(row_of(r), lse[r]);
     }
     if (rows_.a.num_splits.value > 1) {
       store_partial(factor);
     } else {
       store_out(factor);
+    }
+  }
+
+  __device__ __forceinline__ void store_lse(int row, float lse) const {
+    if (row >= rows_.rows) return;
+    if (rows_.a.num_splits.value > 1) {
+      rows_.a.split_lse[partial_index(row)] = lse;
+    } else if (rows_.p.lse.data != nullptr) {
+      *rows_.lse_at(row) = lse;
     }
   }
 
