@@ -40,6 +40,10 @@ std::vector<Shape> shapes() {
   add("D256Causal", 4096, 4096, 256, [&](Shape &s) { s.heads_k = 1, s.mask = causal; });
   add("D256Half", 4096, 4096, 256, [](Shape &s) { s.dtype = FA_FLOAT16; });
   add("D96", 4096, 4096, 96, [](Shape &s) { s.layout = Layout::bhsd; });
+  // More work tiles of the backward than SMs, and a part of a round left: its Q tiles are divided among all CTAs.
+  add("D64SplitTail", 2100, 2100, 64, [](Shape &s) { s.heads_q = s.heads_k = 10; });
+  add("D128SplitTail", 2100, 2100, 128, [](Shape &s) { s.heads_q = s.heads_k = 10, s.layout = Layout::bhsd; });
+  add("D96HalfSplitTail", 3000, 2000, 96, [](Shape &s) { s.batch = 2, s.heads_q = s.heads_k = 5, s.dtype = FA_FLOAT16; });
   add("D80Odd", 4096, 4000, 80, [](Shape &s) { s.layout = Layout::odd; });
   add("D192With128Causal", 4096, 4096, 192, [&](Shape &s) { s.head_dim_v = 128, s.mask = causal; });
   add("D192", 4096, 4096, 192, [](Shape &) {});

@@ -12,6 +12,7 @@
 #include "cuda/kernels/bwd_simt/backward_table.h"
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90/split_tail.h"
 #include "cuda/kernels/decode/table.h"
 #include "cuda/kernels/extend/table.h"
 #include "cuda/kernels/fwd_simt/forward_table.h"
@@ -672,6 +673,98 @@ TEST(CudaPlan, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
       EXPECT_EQ(seen.size(), size_t{kBlocks * kHeads * kBatch}) << section << " heads, " << last_batch << " sequences";
       EXPECT_TRUE(std::is_sorted(row_blocks.rbegin(), row_blocks.rend())) << "the end is one section";
     }
+  }
+}
+
+// The backward's order, whose last group may be the longest one: all of its row blocks come in order.
+TEST(CudaPlan, BackwardTilesComeOnceAndTheLastGroupIsLong) {
+  for (const int32_t last_heads : {0, 1, 6, 14, 15, 40}) {
+    for (const int32_t section : {1, 4, 7, 15}) {
+      constexpr int32_t kBlocks = 4, kHeads = 3, kBatch = 5, kAll = kHeads * kBatch;
+      const L2HeadOrder order(kBlocks, kHeads, kBatch, section, /*last_rows_first=*/false, last_heads);
+      const int32_t first_groups = order.last_l2_group * section, last_group = kAll - first_groups;
+      EXPECT_GE(last_group, std::min(last_heads, kAll));
+      EXPECT_LT(last_group, std::max(last_heads, 1) + section);
+      std::set<std::array<int, 3>> seen;
+      std::vector<int> row_blocks;
+      for (int n = 0; n < kBlocks * kAll; ++n) {
+        const L2HeadOrder::Place place = order.at_long_end(n);
+        seen.insert({place.row_block, place.batch, place.head});
+        EXPECT_TRUE(place.row_block >= 0 && place.row_block < kBlocks && place.head >= 0 && place.head < kHeads &&
+                    place.batch >= 0 && place.batch < kBatch);
+        if (n < first_groups * kBlocks) continue;
+        EXPECT_GE(place.batch * kHeads + place.head, first_groups);
+        row_blocks.push_back(place.row_block);
+      }
+      EXPECT_EQ(seen.size(), size_t{kBlocks * kAll}) << section << " heads, at least " << last_heads << " at the end";
+      EXPECT_TRUE(std::is_sorted(row_blocks.begin(), row_blocks.end())) << "the end is one section";
+    }
+  }
+}
+
+// Every Q tile of the split work tiles is in one piece, and the pieces of a work tile are numbered in their order.
+TEST(CudaPlan, SplitTailHasEveryQTileOnce) {
+  for (const int tiles : {1, 2, 4, 17, 67, 68, 118}) {
+    for (const int q_tiles : {16, 17, 31, 64, 129, 1024}) {
+      for (const int units : {std::min(132, 8 * tiles), std::min(132, 2 * tiles)}) {
+        if (units < tiles) continue;
+        sm90::SplitTail split;
+        split.units = units;
+        split.q_tiles = q_tiles;
+        split.total = tiles * q_tiles;
+        split.by_units = Divisor(units);
+        split.by_q_tiles = Divisor(q_tiles);
+        split.by_total = Divisor(split.total);
+        int next = 0, tile = -1, piece = 0, pieces = 0;
+        for (int unit = 0; unit < units; ++unit) {
+          for (bool second : {false, true}) {
+            const sm90::SplitTail::Piece x = split.piece_of(unit, second);
+            EXPECT_EQ(x.tile * q_tiles + x.begin, next);
+            EXPECT_TRUE(x.begin < x.end && x.end <= q_tiles) << x.begin << " to " << x.end;
+            if (x.tile != tile) {
+              EXPECT_EQ(piece, pieces) << "the work tile before has all of its pieces";
+              tile = x.tile, piece = 0, pieces = x.pieces;
+            }
+            EXPECT_EQ(x.piece, piece++);
+            EXPECT_EQ(x.pieces, pieces);
+            EXPECT_LE(pieces, (units + tiles - 1) / tiles + 1);
+            next = x.tile * q_tiles + x.end;
+            if (!x.crosses) break;
+          }
+        }
+        EXPECT_EQ(next, split.total);
+        EXPECT_EQ(piece, pieces);
+      }
+    }
+  }
+}
+
+// Which backward launches are split at their end, and which of their L2 groups are one there.
+TEST(CudaPlan, EndOfTheBackwardLaunch) {
+  const auto plan = [](int64_t seqlen, int64_t head_dim, auto vary) {
+    BackwardProblem b = backward_of(problem(seqlen, seqlen, head_dim));
+    b.forward.batch = 1;
+    b.forward.heads_q = b.forward.heads_k = 10;
+    vary(b.forward);
+    return backward_plan(b, h200());
+  };
+  const auto plain = [](Problem &) {};
+  const auto causal = [](Problem &p) { p.band.right = 0; };
+  for (const int64_t head_dim : {64, 96, 128}) {
+    const BackwardPlan split = plan(2100, head_dim, plain);  // 170 work tiles for 132 CTAs
+    EXPECT_EQ(split.split_tiles, 170 - 132);
+    EXPECT_EQ(split.split_units, 132);
+    EXPECT_GE(split.workspace_bytes, split.split_offset + size_t{38} * static_cast<size_t>(split.split_pieces) * 128 * 2 *
+                                                              static_cast<size_t>(head_dim) * 4);
+    for (const BackwardPlan &whole :
+         {plan(2100, head_dim, causal), plan(2100, head_dim, [](Problem &p) { p.deterministic = true; }),
+          plan(2100, head_dim, [](Problem &p) { p.heads_k = 5, p.group = 2; }), plan(700, head_dim, plain),
+          plan(2100, head_dim, [](Problem &p) { p.softcap = 20; }),
+          plan(2100, head_dim, [](Problem &p) { p.heads_q = p.heads_k = 7; })})
+      EXPECT_EQ(whole.split_tiles, 0);
+    EXPECT_EQ(plan(4096, head_dim, causal).last_heads > 0, head_dim != 64);
+    EXPECT_EQ(plan(1024, head_dim, causal).last_heads, 0);
+    EXPECT_EQ(plan(4096, head_dim, plain).last_heads, 0);
   }
 }
 

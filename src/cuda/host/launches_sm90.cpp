@@ -88,10 +88,24 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
       describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
   FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,
                                              params.delta_map, error));
-  params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false);
+  params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false, plan.last_heads);
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
   params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;
+  if (plan.split_units > 0) {
+    sm90::SplitTail &split = params.split;
+    split.first_tile = params.blocks - plan.split_tiles;
+    split.units = plan.split_units;
+    split.q_tiles = plan.q_tiles;
+    split.total = plan.split_tiles * plan.q_tiles;
+    split.max_pieces = plan.split_pieces;
+    split.by_units = Divisor(split.units);
+    split.by_q_tiles = Divisor(split.q_tiles);
+    split.by_total = Divisor(split.total);
+    split.partials = reinterpret_cast<float *>(static_cast<char *>(memory.workspace) + plan.split_offset);
+    split.counters = params.taken + 1;
+    params.blocks = split.first_tile + split.units;
+  }
   params.ordered = p.deterministic;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;

@@ -39,6 +39,37 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
   return FA_OK;
 }
 
+// Under a causal mask an L2 group begins with its longest work tiles. At the end of the launch few tiles stand behind those of the last group, and most
+// CTAs would wait for them, so the last two groups are one. With few tiles per head the group would outgrow the L2 cache, with many it gains nothing, nor
+// does head_dim 64. In deterministic mode the chain of a head has to stay short.
+bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, const BackwardPlan &plan) {
+  return shape.blocks() == 1 && shape.rows == 64 && is_causal(p) && !p.deterministic && plan.key_blocks >= 16 &&
+         plan.key_blocks <= 64;
+}
+
+// Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
+// loops would lose by it, and deterministic and batch-invariant sums must not depend on the number of a work tile.
+void split_tail(const Problem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
+  constexpr int64_t kFewestQTiles = 16, kMostPieces = 8, kConsumerWarps = 8;
+  const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
+  const bool equal = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr &&
+                     p.k_lengths.used == nullptr && !is_causal(p) &&
+                     Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
+  if (!equal || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas || last == 0 ||
+      last * 10 > ctas * 9)
+    return;
+  if (plan.q_tiles < kFewestQTiles || (ctas + 1) * last * plan.q_tiles > INT32_MAX) return;
+  plan.split_tiles = static_cast<int32_t>(last);
+  plan.split_units = static_cast<int32_t>(std::min(ctas, last * kMostPieces));
+  // A run of units / tiles units may begin and end within a unit.
+  plan.split_pieces = static_cast<int32_t>(ceil_div(plan.split_units, last) + 1);
+  plan.split_counters = static_cast<int32_t>(last * kConsumerWarps);
+  plan.workspace_bytes = align_up(plan.workspace_bytes + plan.split_counters * sizeof(int32_t));
+  plan.split_offset = plan.workspace_bytes;
+  plan.workspace_bytes +=
+      static_cast<size_t>(last * plan.split_pieces) * shape.keys() * (shape.head_dim + shape.head_dim_v) * sizeof(float);
+}
+
 fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
   plan.family = Family::simt;
@@ -78,6 +109,8 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
+  if (shape.blocks() == 1 && !shape.scored()) split_tail(p, at_once, shape, plan);
+  if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
   // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
   // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add
   // from registers, and store only in order.

@@ -50,17 +50,15 @@ struct Eight {
     }
   }
 
-  // The dot product with y. Sets `any` if one of these elements is not zero.
+  // The dot product with y.
   template <typename Element>
-  __device__ __forceinline__ float dot(const Eight &y, bool &any) const {
+  __device__ __forceinline__ float dot(const Eight &y) const {
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < kWords; ++n) {
       if constexpr (kElementBytes == 4) {
-        any |= (words[n] & 0x7FFFFFFFu) != 0;
         sum += __uint_as_float(words[n]) * __uint_as_float(y.words[n]);
       } else {
-        any |= (words[n] & 0x7FFF7FFFu) != 0;
         sum += to_float<Element>(words[n] & 0xFFFFu) * to_float<Element>(y.words[n] & 0xFFFFu);
         sum += to_float<Element>(words[n] >> 16) * to_float<Element>(y.words[n] >> 16);
       }
@@ -89,9 +87,9 @@ __device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int ind
   const float *all_lse = p.lse.data + batch * p.lse.batch_stride + head * p.lse.head_stride;
   for (int n0 = thread / kLanes; n0 < a.q_tile_rows; n0 += kRowsPerPass * kBatch) {
     float delta[kBatch] = {}, lse[kBatch] = {};
-    bool any[kBatch] = {};
     if (rows > 0) {
       // All loads are issued before anything waits for one of them. Rows past the last one read the last one.
+#pragma unroll 1
       for (int column = lane * 8; column < columns; column += kLanes * 8) {
         Eight<sizeof(Element)> x[kBatch], y[kBatch];
 #pragma unroll
@@ -111,7 +109,7 @@ __device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int ind
           for (int m = 0; m < kBatch; ++m) lse[m] = all_lse[(first + min(n0 + m * kRowsPerPass, rows - 1)) * p.lse.seq_stride];
         }
 #pragma unroll
-        for (int m = 0; m < kBatch; ++m) delta[m] += x[m].template dot<Element>(y[m], any[m]);
+        for (int m = 0; m < kBatch; ++m) delta[m] += x[m].template dot<Element>(y[m]);
       }
     }
 #pragma unroll
@@ -119,13 +117,11 @@ __device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int ind
       const int n = n0 + m * kRowsPerPass;
 #pragma unroll
       for (int mask = kLanes / 2; mask > 0; mask /= 2) delta[m] += __shfl_xor_sync(~0u, delta[m], mask);
-      const uint32_t row_lanes = (~0u >> (32 - kLanes)) << (thread & 31 & ~(kLanes - 1));
-      // A row that sees only a sink has out = 0. Its dout must not count, NaN included.
-      if ((__ballot_sync(~0u, any[m]) & row_lanes) == 0) delta[m] = 0;
       if (lane != 0 || n >= a.q_tile_rows) continue;
       if (n >= rows || lse[m] == -CUDART_INF_F) {
         lse[m] = CUDART_INF_F;
-        delta[m] = 0;
+        // P of such a row is 0, and kernels multiply its dout by it: delta tells them if dout is not finite.
+        delta[m] = n < rows && !(fabsf(delta[m]) < CUDART_INF_F) ? CUDART_NAN_F : 0;
       } else {
         lse[m] = fmaf(lse[m], a.lse_unit, -p_exponent);
         if (g.dlse.data != nullptr)
@@ -143,7 +139,9 @@ __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_consta
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
   pdl_launch_dependents();
   // Stores come first: they wait for no load.
-  if (index == 0 && thread == 0 && a.dq_semaphore != nullptr) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores] = 0;
+  if (index == 0 && a.dq_semaphore != nullptr) {
+    for (int n = thread; n <= a.more_counters; n += kThreads) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores + n] = 0;
+  }
   if (thread < a.dq_semaphores) a.dq_semaphore[int64_t{index} * a.dq_semaphores + thread] = 0;
   if (a.dq_sum != nullptr && a.zero_dq_sum) {
     const int vectors = a.q_tile_rows * a.head_dim_bucket / 4;
@@ -166,6 +164,24 @@ const void *rows_kernel(int64_t columns) {
   return reinterpret_cast<const void *>(kernel);
 }
 
+// delta of row n of the padded rows of (batch, head), if its row_delta is NaN. A row that sees only a sink has out = 0. Its dout must not count, NaN
+// included.
+__device__ __noinline__ float delta_of_nonfinite_row(const BackwardRows &a, int batch, int head, int64_t n) {
+  const BackwardProblem &g = a.problem;
+  const Problem &p = g.forward;
+  const int64_t row = sequence_of(p.q_lengths, batch).start + n;
+  const char *out = static_cast<const char *>(p.out.data) +
+                    (batch * p.out.batch_stride + head * p.out.head_stride + row * p.out.seq_stride) * dtype_bytes(p.out.dtype);
+  for (int64_t column = 0; column < p.head_dim_v; ++column) {
+    const bool zero = p.out.dtype == Dtype::f32 ? reinterpret_cast<const float *>(out)[column] == 0
+                                                : (reinterpret_cast<const uint16_t *>(out)[column] & 0x7FFFu) == 0;
+    if (!zero) return CUDART_NAN_F;
+  }
+  if (g.dlse.data == nullptr) return 0;
+  return -g.dlse.data[batch * g.dlse.batch_stride + head * g.dlse.head_stride + row * g.dlse.seq_stride] *
+         __int_as_float((127 - a.p_exponent) << 23);
+}
+
 // One CTA per head, which adds the rows in a fixed order: dsink = sum of P_sink * (dlse - sum of dout * out). The powers of two
 // in row_lse and row_delta cancel.
 __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
@@ -177,7 +193,10 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
   float sum = 0;
   for (int64_t n = threadIdx.x; n < p.batch * padded; n += kSinkThreads) {
     const int64_t at = (n / padded * p.heads_q + head) * padded + n % padded;
-    if (a.row_lse[at] != CUDART_INF_F) sum -= exp2f((sink - a.row_lse[at]) * to_log2) * a.row_delta[at];
+    if (a.row_lse[at] == CUDART_INF_F) continue;
+    float delta = a.row_delta[at];
+    if (isnan(delta)) delta = delta_of_nonfinite_row(a, static_cast<int>(n / padded), head, n % padded);
+    sum -= exp2f((sink - a.row_lse[at]) * to_log2) * delta;
   }
   sums[threadIdx.x] = sum;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {

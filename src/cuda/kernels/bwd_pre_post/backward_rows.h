@@ -28,6 +28,7 @@ struct BackwardRows {
   float *row_delta;  // (q_tile_rows): (sum over columns of dout * out - dlse) / 2^p_exponent
   float *dq_sum;     // (q_tile_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
   int32_t *dq_semaphore;  // (dq_semaphores)
+  int32_t more_counters;  // zeroed, too, behind the further number
 };
 
 // Runs before the backward kernel: row_lse, row_delta, zeros in `dq_semaphore` and, with zero_dq_sum, in dq_sum.

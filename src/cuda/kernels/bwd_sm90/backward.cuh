@@ -42,6 +42,7 @@ struct BackwardConfig {
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
+  static constexpr bool kSplitTail = !kScored;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
@@ -187,20 +188,28 @@ class Backward {
   // issued: late, so that whichever CTA is free first takes it.
   __device__ __forceinline__ void scheduler() const {
     int index = static_cast<int>(blockIdx.x);
+    bool second = false;  // the second piece of a unit of the split tail
     for (int work_index = 0;; ++work_index) {
       mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
-      if (work_index > 0) {
+      if (C::kSplitTail && second) {
+        mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
+      } else if (work_index > 0) {
         mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
         pdl_wait();
         if (cta_.lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
         index = __shfl_sync(~0u, index, 0);
       }
       const bool more = index < cta_.params.blocks;
+      bool crosses = false;
       if (cta_.lane == 0) {
         WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
         next.work_index = work_index;
-        if (more) {
+        next.nan_safe[0] = next.nan_safe[1] = 0.f;
+        if (C::kSplitTail && more && index >= cta_.params.split.first_tile && cta_.params.split.units > 0) {
+          crosses = describe_piece(index - cta_.params.split.first_tile, second, next);
+        } else if (more) {
           cta_.describe_work_tile(index, next);
+          if constexpr (C::kSplitTail) next.pieces = 1;
         } else {
           next.batch = -1;
         }
@@ -210,11 +219,24 @@ class Backward {
           wg1_tile = next;
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
-        mbarrier_arrive(work_full(work_index & 1));
+        mbarrier_arrive(work_full((work_index & 1)));
       }
       __syncwarp();
       if (!more) return;
+      if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
     }
+  }
+  // Describes the first or the second piece of a unit of the split tail. Returns whether this was the first of two.
+  __device__ __forceinline__ bool describe_piece(int unit, bool second, WorkTile &next) const {
+    // Computed twice rather than held: the scheduler warp has few registers.
+    cta_.describe_work_tile(cta_.params.split.first_tile + cta_.params.split.tile_of(unit, second), next);
+    const SplitTail::Piece x = cta_.params.split.piece_of(opaque(unit), second);
+    next.q_tile_begin = x.begin;
+    next.q_tile_end = x.end;
+    next.q_tiles_end = x.tile;
+    next.piece = static_cast<int8_t>(x.piece);
+    next.pieces = static_cast<int8_t>(x.pieces);
+    return x.crosses;
   }
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
@@ -366,7 +388,6 @@ class Backward {
         int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
-        nan_safe_prev_ = false;
         if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
 #pragma unroll 1
           do {
@@ -393,6 +414,11 @@ class Backward {
       }
       __syncwarp();
       mbarrier_arrive_if(cta_.lane == 0, kv_empty());
+      if (C::kSplitTail && cta_.work().pieces > 1 && !add_pieces()) {
+        work_index = cta_.work().work_index;
+        release_work_tile(work_index++);
+        continue;
+      }
       cta_.store_dkv(cta_.params.problem.dk, dk_, cta_.problem.softmax_scale, static_cast<int>(cta_.problem.head_dim),
                      cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
       cta_.store_dkv(cta_.params.problem.dv, dv_, 1.f, static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv,
@@ -402,13 +428,47 @@ class Backward {
     }
   }
 
+  // Writes this warp's dk and dv of a piece to the workspace. In the warp that comes last of those with the same keys, dk and dv become the sum of
+  // all pieces, in their order, and it returns true.
+  __device__ __forceinline__ bool add_pieces() {
+    const SplitTail &split = cta_.params.split;
+    const int warp = wg_ * 4 + cta_.warp, tile = cta_.work().q_tiles_end, pieces = cta_.work().pieces;
+    constexpr int kWarpVectors = C::kD / 4 * 32, kPieceVectors = C::kConsumerWarpgroups * 4 * kWarpVectors;
+    float4 *first = reinterpret_cast<float4 *>(split.partials) + int64_t{tile} * split.max_pieces * kPieceVectors +
+                    warp * kWarpVectors + opaque(cta_.lane);
+    float4 *mine = first + cta_.work().piece * kPieceVectors;
+#pragma unroll
+    for (int j = 0; j < C::kD / 8; ++j) {
+      __stcg(mine + j * 32, float4_of(dk_, j));
+      __stcg(mine + (C::kD / 8 + j) * 32, float4_of(dv_, j));
+    }
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (cta_.lane == 0) before = atomicAdd(split.counters + tile * C::kConsumerWarpgroups * 4 + warp, 1);
+    before = __shfl_sync(~0u, before, 0);
+    if (before != pieces - 1) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
+#pragma unroll 1
+    for (int n = 0; n < pieces; ++n) {
+      add_piece(dk_, first + n * kPieceVectors);
+      add_piece(dv_, first + n * kPieceVectors + C::kD / 8 * 32);
+    }
+    return true;
+  }
+  static __device__ __forceinline__ void add_piece(float (&sum)[C::kD / 2], const float4 *piece) {
+#pragma unroll
+    for (int j = 0; j < C::kD / 8; ++j) {
+      const float4 x = __ldcg(piece + j * 32);
+      sum[4 * j] += x.x, sum[4 * j + 1] += x.y, sum[4 * j + 2] += x.z, sum[4 * j + 3] += x.w;
+    }
+  }
+
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
   // work tiles.
   __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
-    // Whether the tile is partial (has masked pairs) decides which part of dP^T comes first. With two parts dO is awaited, and
-    // this is known, before S^T starts.
-    bool partial;
-    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
@@ -416,15 +476,15 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
-    // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this
-    // warp's stores.
-    if (has_prev_) wait_ds_full(n - 1);
-    fence_proxy_async();
+    const bool partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;  // has masked pairs
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);
     wgmma_fence();
-    start_dp(partial ? C::kDpParts - 1 : 0);
+    start_dp(0);
+    // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this warp's stores.
+    // Here it runs beside S and dP.
+    if (has_prev_) wait_ds_full(n - 1);
+    fence_proxy_async();
     wgmma_wait<1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
@@ -443,18 +503,19 @@ class Backward {
     bool nan_safe = false;
     if (partial) {
       finite += nan_if_nonfinite(dp_) + cta_.delta_nan_if_nonfinite(smem_delta(stage_));
-      for (int part = C::kDpParts - 2; part >= 0; --part) {
-        redo_dp(part);
+      // One part of dP tells of all of V, and delta of dO's rows in the sequence. Only dP tells of what stands behind the end of the sequence.
+      if (C::kDpParts > 1 && (q_tile + 1) * C::kTileQ > cta_.work().seqlen_q) {
+        redo_dp(1);
         finite += nan_if_nonfinite(dp_);
+        redo_dp(0);
       }
-      nan_safe = named_barrier_or(1, C::kConsumerThreads, finite != 0.f);
+      nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
     if (nan_safe) {
       nan_safe_gradients(q_tile, n);
     } else {
       gradients(n);
     }
-    nan_safe_prev_ = nan_safe;
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
@@ -472,10 +533,9 @@ class Backward {
   // dq is stored while it runs.
   __device__ __forceinline__ void gradients(int n) {
     const uint32_t ds = smem_ds(ds_stage_);
-    fence_operand(p16_);
-    fence_operand(dv_);
-    wgmma_fence();
-    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+    // With one part dS comes before all products of this function, which then run without arithmetic between them. With two, dv runs while dS
+    // of the first is computed.
+    if constexpr (C::kDpParts > 1) start_dv();
     compute_ds(0);
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
@@ -483,7 +543,7 @@ class Backward {
     if constexpr (C::kDpParts == 1) {
       fence_operand(ds16_[0]);
       fence_operand(dk_);
-      wgmma_fence();
+      start_dv();
       cta_.template start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
     } else {
       fence_operand(dp_);
@@ -499,6 +559,7 @@ class Backward {
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
+    const bool nan_safe_prev = any_nan_safe();
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
@@ -508,11 +569,19 @@ class Backward {
     }
     wgmma_wait<1>();
     fence_operand(dq_);
-    if (nan_safe_prev_) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
+    if (nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, has_prev_);
     wgmma_wait<0>();
     fence_operand(dv_);
     fence_operand(dk_);
+  }
+
+  // dv += P^T dO.
+  __device__ __forceinline__ void start_dv() {
+    fence_operand(p16_);
+    fence_operand(dv_);
+    wgmma_fence();
+    cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
   }
 
   // Iteration n of a Q tile of which this warpgroup sees nothing: dq of the previous Q tile, and dS as if all pairs were
@@ -521,7 +590,6 @@ class Backward {
     mbarrier_wait(q_full(stage_), parity);
     mbarrier_wait(dout_full(stage_), parity);
     if (has_prev_) finish_dq(n, false);
-    nan_safe_prev_ = named_barrier_or(1, C::kConsumerThreads, false);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
     for (auto &a : ds16_[0])
@@ -538,7 +606,7 @@ class Backward {
     const uint32_t ds = smem_ds((q_tiles - 1) & 1);
     wait_ds_full(q_tiles - 1);
     fence_proxy_async();
-    if (nan_safe_prev_) {
+    if (any_nan_safe()) {
       nan_safe_dq(ds);
     } else {
       fence_operand(dq_);
@@ -584,9 +652,24 @@ class Backward {
   // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
+  // Each warpgroup decides for itself whether its dk and dv of a Q tile need this path. dq is a product with both warpgroups' dS and K: it takes the
+  // path from the first Q tile on for which one of them did, to the end of the work tile. The decision is written before dS is handed over, and read
+  // behind that.
+  __device__ __forceinline__ void set_nan_safe() const {
+    if (cta_.warp != 0 || cta_.lane != 0) return;
+    WorkTile *description = &cta_.work() - (kWg1MaySkip ? wg_ : 0);
+#pragma unroll
+    for (int n = 0; n < kTilesPerWorkStage; ++n) description[n].nan_safe[wg_] = 1.f;
+  }
+  __device__ __forceinline__ bool any_nan_safe() const {
+    const float2 x = ld_shared_float2(smem_address(cta_.work().nan_safe));
+    return x.x + x.y != 0.f;
+  }
+
   // gradients() over the visible pairs alone.
   __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n) {
     const uint32_t ds = smem_ds(ds_stage_);
+    set_nan_safe();
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
     for (int part = 0; part < C::kDpParts; ++part) {
@@ -613,11 +696,10 @@ class Backward {
   BackwardCta<C> cta_;
   int wg_;
 
-  RowStats delta_;              // with kPrefetchDelta
-  int head_in_group_;           // query head of the GQA group
-  bool has_prev_;               // whether the work tile had a Q tile before this one
-  int stage_, ds_stage_;        // pipeline stage of Q and dO, and of dS
-  bool nan_safe_prev_ = false;  // the previous Q tile took the NaN-safe path
+  RowStats delta_;        // with kPrefetchDelta
+  int head_in_group_;     // query head of the GQA group
+  bool has_prev_;         // whether the work tile had a Q tile before this one
+  int stage_, ds_stage_;  // pipeline stage of Q and dO, and of dS
   float s_[C::kTileQ / 2], dp_[32], dq_[C::kDqColumns / 2];
   uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][4][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];

@@ -9,6 +9,7 @@
 #include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90/split_tail.h"
 
 namespace fa::cuda::sm90 {
 
@@ -21,9 +22,10 @@ struct BackwardParams : BackwardRows {
   L2HeadOrder order;                 // of work tiles: under a causal mask those with the longest main loops come first
   Diagonal<int32_t>::Limits limits;  // of causal masks and windows
   int32_t blocks;                    // number of work tiles
-  int32_t *taken;                    // counter of work tiles taken beyond the first of each CTA; lies behind turn
-  bool ordered;                      // deterministic mode: work tiles add to dq_sum in ascending order
-  bool vector_dk, vector_dv;         // 16-byte stores are legal
+  SplitTail split;
+  int32_t *taken;             // counter of work tiles taken beyond the first of each CTA; lies behind turn
+  bool ordered;               // deterministic mode: work tiles add to dq_sum in ascending order
+  bool vector_dk, vector_dv;  // 16-byte stores are legal
   RawUnit raw;
 };
 

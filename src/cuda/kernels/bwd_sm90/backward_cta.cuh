@@ -59,7 +59,7 @@ struct BackwardCta {
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
   // registers.
   __device__ __forceinline__ void describe_work_tile(int index, WorkTile &b) const {
-    const L2HeadOrder::Place place = params.order.at(index);
+    const L2HeadOrder::Place place = params.order.at_long_end(index);
     const int key0 = place.row_block * C::kTileKv;
     b.key0 = key0;
     b.batch = place.batch;
