@@ -702,38 +702,38 @@ TEST(CudaPlan, BackwardTilesComeOnceAndTheLastGroupIsLong) {
   }
 }
 
-// Every Q tile of the split work tiles is in one piece, and the pieces of a work tile are numbered in their order.
+// Every Q tile of the split work tiles is in one split, and the splits of a work tile are numbered in their order.
 TEST(CudaPlan, SplitTailHasEveryQTileOnce) {
   for (const int tiles : {1, 2, 4, 17, 67, 68, 118}) {
     for (const int q_tiles : {16, 17, 31, 64, 129, 1024}) {
       for (const int units : {std::min(132, 8 * tiles), std::min(132, 2 * tiles)}) {
         if (units < tiles) continue;
-        sm90::SplitTail split;
-        split.units = units;
-        split.q_tiles = q_tiles;
-        split.total = tiles * q_tiles;
-        split.by_units = Divisor(units);
-        split.by_q_tiles = Divisor(q_tiles);
-        split.by_total = Divisor(split.total);
-        int next = 0, tile = -1, piece = 0, pieces = 0;
+        sm90::SplitTail tail;
+        tail.units = units;
+        tail.q_tiles = q_tiles;
+        tail.total = tiles * q_tiles;
+        tail.by_units = Divisor(units);
+        tail.by_q_tiles = Divisor(q_tiles);
+        tail.by_total = Divisor(tail.total);
+        int next = 0, tile = -1, split = 0, splits = 0;
         for (int unit = 0; unit < units; ++unit) {
           for (bool second : {false, true}) {
-            const sm90::SplitTail::Piece x = split.piece_of(unit, second);
+            const sm90::SplitTail::Split x = tail.split_of(unit, second);
             EXPECT_EQ(x.tile * q_tiles + x.begin, next);
             EXPECT_TRUE(x.begin < x.end && x.end <= q_tiles) << x.begin << " to " << x.end;
             if (x.tile != tile) {
-              EXPECT_EQ(piece, pieces) << "the work tile before has all of its pieces";
-              tile = x.tile, piece = 0, pieces = x.pieces;
+              EXPECT_EQ(split, splits) << "the work tile before has all of its splits";
+              tile = x.tile, split = 0, splits = x.splits;
             }
-            EXPECT_EQ(x.piece, piece++);
-            EXPECT_EQ(x.pieces, pieces);
-            EXPECT_LE(pieces, (units + tiles - 1) / tiles + 1);
+            EXPECT_EQ(x.split, split++);
+            EXPECT_EQ(x.splits, splits);
+            EXPECT_LE(splits, (units + tiles - 1) / tiles + 1);
             next = x.tile * q_tiles + x.end;
             if (!x.crosses) break;
           }
         }
-        EXPECT_EQ(next, split.total);
-        EXPECT_EQ(piece, pieces);
+        EXPECT_EQ(next, tail.total);
+        EXPECT_EQ(split, splits);
       }
     }
   }
@@ -754,7 +754,7 @@ TEST(CudaPlan, EndOfTheBackwardLaunch) {
     const BackwardPlan split = plan(2100, head_dim, plain);  // 170 work tiles for 132 CTAs
     EXPECT_EQ(split.split_tiles, 170 - 132);
     EXPECT_EQ(split.split_units, 132);
-    EXPECT_GE(split.workspace_bytes, split.split_offset + size_t{38} * static_cast<size_t>(split.split_pieces) * 128 * 2 *
+    EXPECT_GE(split.workspace_bytes, split.split_offset + size_t{38} * static_cast<size_t>(split.splits_per_tile) * 128 * 2 *
                                                               static_cast<size_t>(head_dim) * 4);
     for (const BackwardPlan &whole :
          {plan(2100, head_dim, causal), plan(2100, head_dim, [](Problem &p) { p.deterministic = true; }),

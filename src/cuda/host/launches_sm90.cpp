@@ -93,18 +93,18 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
   params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;
   if (plan.split_units > 0) {
-    sm90::SplitTail &split = params.split;
-    split.first_tile = params.blocks - plan.split_tiles;
-    split.units = plan.split_units;
-    split.q_tiles = plan.q_tiles;
-    split.total = plan.split_tiles * plan.q_tiles;
-    split.max_pieces = plan.split_pieces;
-    split.by_units = Divisor(split.units);
-    split.by_q_tiles = Divisor(split.q_tiles);
-    split.by_total = Divisor(split.total);
-    split.partials = reinterpret_cast<float *>(static_cast<char *>(memory.workspace) + plan.split_offset);
-    split.counters = params.taken + 1;
-    params.blocks = split.first_tile + split.units;
+    sm90::SplitTail &tail = params.split_tail;
+    tail.first_tile = params.blocks - plan.split_tiles;
+    tail.units = plan.split_units;
+    tail.q_tiles = plan.q_tiles;
+    tail.total = plan.split_tiles * plan.q_tiles;
+    tail.max_splits = plan.splits_per_tile;
+    tail.by_units = Divisor(tail.units);
+    tail.by_q_tiles = Divisor(tail.q_tiles);
+    tail.by_total = Divisor(tail.total);
+    tail.partials = reinterpret_cast<float *>(static_cast<char *>(memory.workspace) + plan.split_offset);
+    tail.counters = params.taken + 1;
+    params.blocks = tail.first_tile + tail.units;
   }
   params.ordered = p.deterministic;
   params.vector_dk = plan.vector.dk;

@@ -66,8 +66,8 @@ struct BackwardPlan {
   bool zero_dq_sum = true;  // the row kernel zeroes the accumulator; else the first CTA of a tile stores to it and does not add
   int32_t heads_per_l2_group = 1;
   int32_t last_heads = 0;  // sm90: fewest heads of the last L2 group
-  // sm90: so many work tiles at the end are divided among split_units CTAs, in at most split_pieces pieces each; 0: none.
-  int32_t split_tiles = 0, split_units = 0, split_pieces = 0;
+  // sm90: so many work tiles at the end are divided among split_units CTAs, in at most splits_per_tile splits each; 0: none.
+  int32_t split_tiles = 0, split_units = 0, splits_per_tile = 0;
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
   VectorAccess vector;

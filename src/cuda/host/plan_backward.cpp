@@ -50,7 +50,7 @@ bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, cons
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
 // loops would lose by it, and deterministic and batch-invariant sums must not depend on the number of a work tile.
 void split_tail(const Problem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
-  constexpr int64_t kFewestQTiles = 16, kMostPieces = 8, kConsumerWarps = 8;
+  constexpr int64_t kFewestQTiles = 16, kMostSplits = 8, kConsumerWarps = 8;
   const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
   const bool equal = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr &&
                      p.k_lengths.used == nullptr && !is_causal(p) &&
@@ -60,14 +60,14 @@ void split_tail(const Problem &p, int64_t ctas, const sm90::BackwardShape &shape
     return;
   if (plan.q_tiles < kFewestQTiles || (ctas + 1) * last * plan.q_tiles > INT32_MAX) return;
   plan.split_tiles = static_cast<int32_t>(last);
-  plan.split_units = static_cast<int32_t>(std::min(ctas, last * kMostPieces));
+  plan.split_units = static_cast<int32_t>(std::min(ctas, last * kMostSplits));
   // A run of units / tiles units may begin and end within a unit.
-  plan.split_pieces = static_cast<int32_t>(ceil_div(plan.split_units, last) + 1);
+  plan.splits_per_tile = static_cast<int32_t>(ceil_div(plan.split_units, last) + 1);
   plan.split_counters = static_cast<int32_t>(last * kConsumerWarps);
   plan.workspace_bytes = align_up(plan.workspace_bytes + plan.split_counters * sizeof(int32_t));
   plan.split_offset = plan.workspace_bytes;
   plan.workspace_bytes +=
-      static_cast<size_t>(last * plan.split_pieces) * shape.keys() * (shape.head_dim + shape.head_dim_v) * sizeof(float);
+      static_cast<size_t>(last * plan.splits_per_tile) * shape.keys() * (shape.head_dim + shape.head_dim_v) * sizeof(float);
 }
 
 fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, BackwardPlan &plan, ErrorText &error) {

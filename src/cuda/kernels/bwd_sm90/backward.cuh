@@ -188,7 +188,7 @@ class Backward {
   // issued: late, so that whichever CTA is free first takes it.
   __device__ __forceinline__ void scheduler() const {
     int index = static_cast<int>(blockIdx.x);
-    bool second = false;  // the second piece of a unit of the split tail
+    bool second = false;  // the second split of a unit of the split tail
     for (int work_index = 0;; ++work_index) {
       mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
       if (C::kSplitTail && second) {
@@ -205,11 +205,11 @@ class Backward {
         WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
         next.work_index = work_index;
         next.nan_safe[0] = next.nan_safe[1] = 0.f;
-        if (C::kSplitTail && more && index >= cta_.params.split.first_tile && cta_.params.split.units > 0) {
-          crosses = describe_piece(index - cta_.params.split.first_tile, second, next);
+        if (C::kSplitTail && more && index >= cta_.params.split_tail.first_tile && cta_.params.split_tail.units > 0) {
+          crosses = describe_split(index - cta_.params.split_tail.first_tile, second, next);
         } else if (more) {
           cta_.describe_work_tile(index, next);
-          if constexpr (C::kSplitTail) next.pieces = 1;
+          if constexpr (C::kSplitTail) next.splits = 1;
         } else {
           next.batch = -1;
         }
@@ -226,16 +226,16 @@ class Backward {
       if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
     }
   }
-  // Describes the first or the second piece of a unit of the split tail. Returns whether this was the first of two.
-  __device__ __forceinline__ bool describe_piece(int unit, bool second, WorkTile &next) const {
+  // Describes the first or the second split of a unit of the split tail. Returns whether this was the first of two.
+  __device__ __forceinline__ bool describe_split(int unit, bool second, WorkTile &next) const {
     // Computed twice rather than held: the scheduler warp has few registers.
-    cta_.describe_work_tile(cta_.params.split.first_tile + cta_.params.split.tile_of(unit, second), next);
-    const SplitTail::Piece x = cta_.params.split.piece_of(opaque(unit), second);
+    cta_.describe_work_tile(cta_.params.split_tail.first_tile + cta_.params.split_tail.tile_of(unit, second), next);
+    const SplitTail::Split x = cta_.params.split_tail.split_of(opaque(unit), second);
     next.q_tile_begin = x.begin;
     next.q_tile_end = x.end;
     next.q_tiles_end = x.tile;
-    next.piece = static_cast<int8_t>(x.piece);
-    next.pieces = static_cast<int8_t>(x.pieces);
+    next.split = static_cast<int8_t>(x.split);
+    next.splits = static_cast<int8_t>(x.splits);
     return x.crosses;
   }
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
@@ -414,7 +414,7 @@ class Backward {
       }
       __syncwarp();
       mbarrier_arrive_if(cta_.lane == 0, kv_empty());
-      if (C::kSplitTail && cta_.work().pieces > 1 && !add_pieces()) {
+      if (C::kSplitTail && cta_.work().splits > 1 && !add_splits()) {
         work_index = cta_.work().work_index;
         release_work_tile(work_index++);
         continue;
@@ -428,15 +428,15 @@ class Backward {
     }
   }
 
-  // Writes this warp's dk and dv of a piece to the workspace. In the warp that comes last of those with the same keys, dk and dv become the sum of
-  // all pieces, in their order, and it returns true.
-  __device__ __forceinline__ bool add_pieces() {
-    const SplitTail &split = cta_.params.split;
-    const int warp = wg_ * 4 + cta_.warp, tile = cta_.work().q_tiles_end, pieces = cta_.work().pieces;
-    constexpr int kWarpVectors = C::kD / 4 * 32, kPieceVectors = C::kConsumerWarpgroups * 4 * kWarpVectors;
-    float4 *first = reinterpret_cast<float4 *>(split.partials) + int64_t{tile} * split.max_pieces * kPieceVectors +
+  // Writes this warp's dk and dv of a split to the workspace. In the warp that comes last of those with the same keys, dk and dv become the sum of
+  // all splits, in their order, and it returns true.
+  __device__ __forceinline__ bool add_splits() {
+    const SplitTail &tail = cta_.params.split_tail;
+    const int warp = wg_ * 4 + cta_.warp, tile = cta_.work().q_tiles_end, splits = cta_.work().splits;
+    constexpr int kWarpVectors = C::kD / 4 * 32, kSplitVectors = C::kConsumerWarpgroups * 4 * kWarpVectors;
+    float4 *first = reinterpret_cast<float4 *>(tail.partials) + int64_t{tile} * tail.max_splits * kSplitVectors +
                     warp * kWarpVectors + opaque(cta_.lane);
-    float4 *mine = first + cta_.work().piece * kPieceVectors;
+    float4 *mine = first + cta_.work().split * kSplitVectors;
 #pragma unroll
     for (int j = 0; j < C::kD / 8; ++j) {
       __stcg(mine + j * 32, float4_of(dk_, j));
@@ -445,23 +445,23 @@ class Backward {
     __threadfence();
     __syncwarp();
     int before = 0;
-    if (cta_.lane == 0) before = atomicAdd(split.counters + tile * C::kConsumerWarpgroups * 4 + warp, 1);
+    if (cta_.lane == 0) before = atomicAdd(tail.counters + tile * C::kConsumerWarpgroups * 4 + warp, 1);
     before = __shfl_sync(~0u, before, 0);
-    if (before != pieces - 1) return false;
+    if (before != splits - 1) return false;
     __threadfence();
 #pragma unroll
     for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
 #pragma unroll 1
-    for (int n = 0; n < pieces; ++n) {
-      add_piece(dk_, first + n * kPieceVectors);
-      add_piece(dv_, first + n * kPieceVectors + C::kD / 8 * 32);
+    for (int n = 0; n < splits; ++n) {
+      add_split(dk_, first + n * kSplitVectors);
+      add_split(dv_, first + n * kSplitVectors + C::kD / 8 * 32);
     }
     return true;
   }
-  static __device__ __forceinline__ void add_piece(float (&sum)[C::kD / 2], const float4 *piece) {
+  static __device__ __forceinline__ void add_split(float (&sum)[C::kD / 2], const float4 *split) {
 #pragma unroll
     for (int j = 0; j < C::kD / 8; ++j) {
-      const float4 x = __ldcg(piece + j * 32);
+      const float4 x = __ldcg(split + j * 32);
       sum[4 * j] += x.x, sum[4 * j + 1] += x.y, sum[4 * j + 2] += x.z, sum[4 * j + 3] += x.w;
     }
   }

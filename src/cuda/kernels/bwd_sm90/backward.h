@@ -22,7 +22,7 @@ struct BackwardParams : BackwardRows {
   L2HeadOrder order;                 // of work tiles: under a causal mask those with the longest main loops come first
   Diagonal<int32_t>::Limits limits;  // of causal masks and windows
   int32_t blocks;                    // number of work tiles
-  SplitTail split;
+  SplitTail split_tail;
   int32_t *taken;             // counter of work tiles taken beyond the first of each CTA; lies behind turn
   bool ordered;               // deterministic mode: work tiles add to dq_sum in ascending order
   bool vector_dk, vector_dv;  // 16-byte stores are legal

@@ -19,9 +19,9 @@ struct WorkTile {
   int32_t full_begin, full_end;                  // of these, the Q tiles without masked pairs
   int32_t work_index;                            // number among the work tiles of this CTA
   int32_t q_tiles_end;                           // persistent clusters: Q tiles of all work tiles up to the end of this one;
-                                                 // single CTA with pieces > 1: number among the work tiles that are split
+                                                 // single CTA with splits > 1: number among the work tiles that are split
   bool wg1_skips;                                // single CTA: consumer warpgroup 1 skips the last Q tile of the main loop
-  int8_t piece, pieces;                          // single CTA: this is one of `pieces` parts of the main loop; SplitTail
+  int8_t split, splits;                          // single CTA: this is one of `splits` parts of the main loop; SplitTail
   alignas(8) float nan_safe[2];                  // single CTA: not 0 if consumer warpgroup 0, or 1, has taken the NaN-safe path
 };
 static_assert(sizeof(WorkTile) == 72);
