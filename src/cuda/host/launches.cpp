@@ -52,7 +52,7 @@ void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit
   rows.dq_semaphores = plan.dq_semaphores;
   rows.zero_dq_sum = plan.zero_dq_sum;
   rows.head_dim_bucket = plan.dq_sum_columns;
-  rows.more_counters = plan.split_counters;
+  rows.more_counters = static_cast<int16_t>(plan.split_counters);
   rows.lse_unit = lse_unit;
   rows.p_exponent = static_cast<int8_t>(p_exponent);
   rows.row_lse = reinterpret_cast<float *>(memory);

@@ -22,13 +22,13 @@ struct BackwardRows {
   int32_t dq_semaphores;  // counters in `dq_semaphore` per Q tile
   bool zero_dq_sum;       // backward_rows zeroes dq_sum
   int8_t p_exponent;  // the kernels that read row_lse and row_delta scale P by 2^p_exponent (common/scores.h); 0: they do not
+  int16_t more_counters;    // behind the further number, zeroed, too
   int32_t head_dim_bucket;  // columns of dq_sum
   float lse_unit;           // multiplies lse: 1, or log2(e)
   float *row_lse;    // (q_tile_rows): lse * lse_unit - p_exponent; +inf (so that P is 0) for rows without keys and past the end
   float *row_delta;  // (q_tile_rows): (sum over columns of dout * out - dlse) / 2^p_exponent
   float *dq_sum;     // (q_tile_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
   int32_t *dq_semaphore;  // (dq_semaphores)
-  int32_t more_counters;  // zeroed, too, behind the further number
 };
 
 // Runs before the backward kernel: row_lse, row_delta, zeros in `dq_semaphore` and, with zero_dq_sum, in dq_sum.
