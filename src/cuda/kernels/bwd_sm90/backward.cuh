@@ -469,6 +469,8 @@ class Backward {
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
   // work tiles.
   __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
+    bool partial;  // has masked pairs
+    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
@@ -476,7 +478,7 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    const bool partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;  // has masked pairs
+    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);
     wgmma_fence();
@@ -484,6 +486,8 @@ class Backward {
     // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this warp's stores.
     // Here it runs beside S and dP.
     if (has_prev_) wait_ds_full(n - 1);
+    bool nan_safe_prev;  // at head_dim 128 there is no register for it here
+    if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe();
     fence_proxy_async();
     wgmma_wait<1>();
     fence_operand(s_);
@@ -514,7 +518,7 @@ class Backward {
     if (nan_safe) {
       nan_safe_gradients(q_tile, n);
     } else {
-      gradients(n);
+      gradients(n, nan_safe_prev);
     }
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
@@ -531,11 +535,9 @@ class Backward {
 
   // dv and dk from P and the first part of dP, and dq of the previous Q tile. The rest of dk is a wgmma group of its own:
   // dq is stored while it runs.
-  __device__ __forceinline__ void gradients(int n) {
+  __device__ __forceinline__ void gradients(int n, bool nan_safe_prev) {
     const uint32_t ds = smem_ds(ds_stage_);
-    // With one part dS comes before all products of this function, which then run without arithmetic between them. With two, dv runs while dS
-    // of the first is computed.
-    if constexpr (C::kDpParts > 1) start_dv();
+    // The first part of dS comes before all products of this function.
     compute_ds(0);
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
@@ -551,6 +553,7 @@ class Backward {
       fence_operand(dk_);
       wgmma_fence();
       start_dp(1);
+      start_dv();
       cta_.template start_gradient<0, 4>(dk_, ds16_[0], smem_q(stage_), 0);
       wgmma_wait<1>();
       fence_operand(dp_);
@@ -559,7 +562,7 @@ class Backward {
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
-    const bool nan_safe_prev = any_nan_safe();
+    if constexpr (C::kDpParts == 1) nan_safe_prev = any_nan_safe();
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
