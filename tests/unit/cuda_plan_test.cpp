@@ -745,6 +745,7 @@ TEST(CudaPlan, EndOfTheBackwardLaunch) {
     BackwardProblem b = backward_of(problem(seqlen, seqlen, head_dim));
     b.forward.batch = 1;
     b.forward.heads_q = b.forward.heads_k = 10;
+    b.forward.group = 1;
     vary(b.forward);
     return backward_plan(b, h200());
   };
