@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans of the Hopper kernels: which kernel a problem gets, and the order of its tiles.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90/split_tail.h"
+#include "cuda/kernels/fwd_sm90/forward_table.h"
+#include "cuda/kernels/fwd_sm90/tile_order.h"
+#include "cuda/kernels/fwd_sm90/transposed_v.h"
+#include "unit/cuda_plans.h"
+
+namespace fa::cuda {
+namespace {
+
+// Hopper kernels serve problems that TMA can read, unless other kernels split the keys or fill their rows with several heads. A build or a
+// context without them uses the other kernels.
+TEST(CudaPlanHopper, HopperKernels) {
+  const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
+  Problem plain = problem(1000, 1000, 128);
+  const ForwardPlan plan = forward_plan(plain, h200());
+  EXPECT_EQ(plan.family, Family::sm90);
+  EXPECT_EQ(plan.tiles, 6 * plain.heads_q * plain.batch);
+  EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors)) << "persistent CTAs";
+  EXPECT_EQ(plan.num_splits, 1);
+  Device without = h200();
+  without.sm90 = false;
+  EXPECT_EQ(family(plain, without), Family::sm80);
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
+      {"bias", [](Problem &p) { set_bias(p); }},
+      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+      {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
+      {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
+      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
+      {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
+      {"a few queries, dropout", [](Problem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
+  };
+  for (const auto &[text, change] : others) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::sm80) << text;
+  }
+  // Problems that TMA cannot read or whose keys are split are for the extend kernels, if these have room for the columns.
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> extending = {
+      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"splits", [](Problem &p) { p.num_splits = 2; }},
+      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
+      {"a stride that TMA cannot express", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
+      {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
+      {"few blocks and many keys",
+       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
+  };
+  for (const auto &[text, change] : extending) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::extend) << text;
+    EXPECT_EQ(family(p, without), Family::sm80) << text;
+  }
+  const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
+      {"softcap", [](Problem &p) { p.softcap = 30; }},
+      {"ALiBi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
+      {"one split asked for", [](Problem &p) { p.num_splits = 1; }},
+      {"one tile",
+       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
+      {"few queries of heads with keys of their own",
+       [](Problem &p) { p.heads_k = 8, p.group = 1, p.q_lengths.max_len = 64, p.num_splits = 1; }},
+      {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
+  };
+  for (const auto &[text, change] : ours) {
+    Problem p = plain;
+    change(p);
+    EXPECT_EQ(family(p), Family::sm90) << text;
+  }
+}
+
+TEST(CudaPlanHopper, HopperBackwardKernels) {
+  const auto family = [](const BackwardProblem &b, const Device &device = h200()) { return backward_plan(b, device).family; };
+  const BackwardProblem plain = backward_of(problem(1000, 1000, 128));
+  EXPECT_EQ(family(plain), Family::sm90);
+  Device without = h200();
+  without.sm90 = false;
+  EXPECT_EQ(family(plain, without), Family::sm80);
+  const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
+      {"dropout and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
+      {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
+      {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
+      {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
+      {"rows that are not whole 16-byte vectors", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
+      {"more keys than TMA can count", [](BackwardProblem &b) { b.forward.k_lengths.total = int64_t{1} << 32; }},
+  };
+  for (const auto &[text, change] : others) {
+    BackwardProblem b = plain;
+    change(b);
+    EXPECT_EQ(family(b), Family::sm80) << text;
+  }
+  // Gradients may lie anywhere: they are not read.
+  BackwardProblem b = plain;
+  b.dk.seq_stride = b.dq.seq_stride = 129;
+  EXPECT_EQ(family(b), Family::sm90);
+  // Heads get the first bucket with room for them.
+  for (const auto &[head_dim, head_dim_v, bucket, bucket_v] : std::vector<std::array<int64_t, 4>>{{8, 8, 64, 64},
+                                                                                                  {64, 64, 64, 64},
+                                                                                                  {64, 72, 96, 96},
+                                                                                                  {72, 64, 96, 96},
+                                                                                                  {96, 96, 96, 96},
+                                                                                                  {96, 104, 128, 128},
+                                                                                                  {128, 128, 128, 128},
+                                                                                                  {136, 64, 192, 128},
+                                                                                                  {192, 128, 192, 128},
+                                                                                                  {64, 136, 192, 192},
+                                                                                                  {192, 192, 192, 192},
+                                                                                                  {200, 64, 256, 256},
+                                                                                                  {256, 256, 256, 256}}) {
+    b = plain;
+    b.forward.head_dim = head_dim;
+    b.forward.head_dim_v = head_dim_v;
+    const BackwardPlan plan = backward_plan(b, h200());
+    const std::string text = std::to_string(head_dim) + ", " + std::to_string(head_dim_v);
+    EXPECT_EQ(plan.family, Family::sm90) << text;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << text;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim_v, bucket_v) << text;
+    EXPECT_EQ(plan.dq_sum_columns, bucket) << text;
+  }
+  // Softcap and ALiBi have kernels of their own, fewer of them.
+  for (const auto &[head_dim, head_dim_v, bucket] :
+       std::vector<std::array<int64_t, 3>>{{64, 64, 64}, {96, 96, 128}, {192, 128, 192}, {200, 64, 256}}) {
+    b = plain;
+    b.forward.head_dim = head_dim;
+    b.forward.head_dim_v = head_dim_v;
+    const int32_t unscored = backward_plan(b, h200()).shape;
+    EXPECT_FALSE(sm90::kBackwardShapes[unscored].scored());
+    b.forward.softcap = 30;
+    BackwardPlan plan = backward_plan(b, h200());
+    EXPECT_EQ(plan.family, Family::sm90) << head_dim;
+    EXPECT_EQ(plan.zero_dq_sum, bucket >= 192) << head_dim;
+    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].scored()) << head_dim;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, bucket) << head_dim;
+    b.forward.softcap = 0;
+    static float slope = 0;
+    b.forward.alibi_slopes = &slope;
+    EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape) << head_dim;
+    // That for head_dim 64 has no logarithmic formula.
+    b.forward.alibi_log_scale = 0.5f;
+    plan = backward_plan(b, h200());
+    EXPECT_EQ(plan.family, Family::sm90) << head_dim;
+    EXPECT_EQ(sm90::kBackwardShapes[plan.shape].head_dim, std::max<int64_t>(bucket, 128)) << head_dim;
+  }
+  // For few work tiles the clusters are persistent: an even number of CTAs.
+  b = plain;
+  b.forward.head_dim = b.forward.head_dim_v = 256;
+  for (const int64_t keys : {1, 129, 1024, 1025}) {
+    b.forward.k_lengths.max_len = keys;
+    for (const int multiprocessors : {1, 131, 132}) {
+      Device device = h200();
+      device.multiprocessors = multiprocessors;
+      const BackwardPlan plan = backward_plan(b, device);
+      const bool persistent = keys <= 1024;
+      EXPECT_EQ(sm90::kBackwardShapes[plan.shape].persistent(), persistent) << keys;
+      const int64_t all = 2 * ((keys + 127) / 128) * b.forward.heads_k * b.forward.batch,
+                    most = std::max(multiprocessors / 2 * 2, 2);
+      EXPECT_EQ(plan.blocks, persistent ? std::min(all, most) : all) << keys;
+      EXPECT_TRUE(plan.zero_dq_sum) << keys;
+    }
+  }
+  // Deterministic gradients: key blocks add their two halves of a query tile of dq in order. The kernels are the same up to 192 columns.
+  for (const int64_t head_dim : {64, 96, 128, 192, 256}) {
+    b = plain;
+    b.forward.head_dim = b.forward.head_dim_v = head_dim;
+    b.forward.k_lengths.max_len = head_dim == 192 ? 512 : 2048;
+    EXPECT_EQ(backward_plan(b, h200()).zero_dq_sum, head_dim == 256) << head_dim;  // that one adds from registers
+    b.forward.k_lengths.max_len = 8192;
+    const BackwardPlan unordered = backward_plan(b, h200());
+    EXPECT_TRUE(unordered.zero_dq_sum) << head_dim;
+    b.forward.deterministic = true;
+    const BackwardPlan ordered = backward_plan(b, h200());
+    EXPECT_EQ(ordered.family, Family::sm90) << head_dim;
+    EXPECT_FALSE(ordered.zero_dq_sum) << head_dim;
+    // In order at most eight blocks of keys of a head are worked on at once, if there are heads enough.
+    EXPECT_GE(ordered.heads_per_l2_group,
+              std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
+        << head_dim;
+    EXPECT_GE(ordered.heads_per_l2_group, unordered.heads_per_l2_group) << head_dim;
+    // CTAs or clusters are persistent, except for long sequences of keys with 256 columns.
+    EXPECT_EQ(unordered.blocks, head_dim == 256 ? 2 * 64 * b.forward.heads_k * b.forward.batch : h200().multiprocessors);
+    if (head_dim == 256) {
+      EXPECT_EQ(ordered.blocks, h200().multiprocessors);
+    }
+    EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256) << head_dim;
+    EXPECT_TRUE(sm90::kBackwardShapes[ordered.shape].ordered) << head_dim;
+    EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
+    EXPECT_GE(ordered.workspace_bytes,
+              ordered.dq_semaphore_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.q_tiles * sizeof(int32_t))
+        << head_dim;
+  }
+}
+
+// fp8 queries: Hopper kernels if descales are per head and results have 16 bits, with workspace for the copy of the values; else CUDA cores.
+TEST(CudaPlanHopper, QuantisedQueries) {
+  for (const NamedDevice &device : kDevices) {
+    for (const Dtype results : {Dtype::bf16, Dtype::f16, Dtype::f32}) {
+      ForwardProblem p = forward_of(problem(2048, 1000, 128));
+      set_fp8(p, results);
+      const auto plan_of = [&] {
+        ForwardPlan plan;
+        ErrorText error;
+        EXPECT_EQ(plan_forward(p, device.device, plan, error), FA_OK) << error.text;
+        return plan;
+      };
+      const bool hopper = device.device.sm90 && results != Dtype::f32;
+      const ForwardPlan plan = plan_of();
+      EXPECT_EQ(plan.family, hopper ? Family::sm90 : Family::simt) << device.name;
+      const std::string name = std::string(hopper ? "sm90" : "simt") + "_fwd_e4m3_to_" +
+                               (results == Dtype::f32    ? "f32"
+                                : results == Dtype::bf16 ? "bf16"
+                                                         : "f16") +
+                               "_d128";
+      EXPECT_EQ(kernel_name(p, plan).rfind(name, 0), 0u) << kernel_name(p, plan);
+      if (hopper) {
+        EXPECT_TRUE(sm90::kForwardShapes[plan.shape].fp8);
+        EXPECT_EQ(plan.workspace_bytes, size_t{2 * 2 * 128} * 1024);
+      }
+      p.v_descale.per_row = true;
+      EXPECT_EQ(plan_of().family, Family::simt);
+      p.v_descale.per_row = false;
+      p.softcap = 30;
+      EXPECT_EQ(plan_of().family, Family::simt);
+    }
+  }
+}
+
+// In the copy of the values every packed sequence has room for all of its keys, and for zeros up to the end of a KV tile.
+TEST(CudaPlanHopper, CopiedKeysOfSequencesLieApart) {
+  for (const int64_t step : {0, 1, 15, 127, 128, 129, 1000}) {
+    for (int64_t b = 0; b < 20; ++b) {
+      const int64_t begin = sm90::transposed_v_key(b * step, b), next = sm90::transposed_v_key((b + 1) * step, b + 1);
+      EXPECT_EQ(begin % 128, 0);
+      EXPECT_GE(next, begin + step + sm90::kMaxKvTile - 1);
+    }
+  }
+}
+
+TEST(CudaPlanHopper, L2HeadGroupsHaveOneSize) {
+  const Device &device = kDevices[0].device;
+  for (const int64_t head_dim : {64, 128, 256}) {
+    for (const int64_t seqlen : {512, 2048, 4096, 16384}) {
+      for (const bool causal : {false, true}) {
+        Problem p = problem(seqlen, seqlen, head_dim);
+        p.batch = 16384 / seqlen;
+        p.heads_q = p.heads_k = 2048 / head_dim;
+        p.group = 1;
+        if (causal) p.band.right = 0;
+        ForwardPlan forward;
+        BackwardPlan backward;
+        ErrorText error;
+        ASSERT_EQ(plan_forward(forward_of(p), device, forward, error), FA_OK) << error.text;
+        ASSERT_EQ(plan_backward(backward_of(p), device, backward, error), FA_OK) << error.text;
+        const int64_t heads = p.batch * p.heads_q;
+        for (const int64_t section : {forward.heads_per_l2_group, backward.heads_per_l2_group}) {
+          const int64_t sections = (heads + section - 1) / section;
+          EXPECT_LT(section * sections - heads, sections)
+              << "D" << head_dim << " S" << seqlen << ": " << section << " of " << heads;
+        }
+        // A launch must not end with one small group of heads whose main loops are long.
+        if (causal) {
+          EXPECT_GE(std::max<int64_t>(forward.heads_per_l2_group, forward.last_batch * p.heads_q), std::min<int64_t>(heads, 12))
+              << "D" << head_dim << " S" << seqlen;
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaPlanHopper, HopperLaunchesEndWithALargeHeadGroup) {
+  const auto last_batch = [](int64_t seqlen, bool causal) {
+    Problem p = problem(seqlen, seqlen, 128);
+    p.batch = 16384 / seqlen;
+    p.heads_q = p.heads_k = 16;
+    p.group = 1;
+    if (causal) p.band.right = 0;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_LT(plan.last_batch, p.batch);
+    EXPECT_TRUE(plan.last_batch == 0 || plan.last_batch * p.heads_q > plan.heads_per_l2_group);
+    return plan.last_batch;
+  };
+  EXPECT_EQ(last_batch(1024, true), 3);  // of 16: 288 tiles for 132 SMs
+  EXPECT_EQ(last_batch(1024, false), 0) << "all tiles take the same time";
+  EXPECT_EQ(last_batch(4096, true), 0) << "it would not fit the L2 cache";
+  EXPECT_EQ(last_batch(16384, true), 0) << "there is one sequence";
+}
+
+// The device finds tiles of packed sequences one sequence at a time: an L2 group is heads of one sequence, and all groups have about one size.
+TEST(CudaPlanHopper, L2HeadGroupsOfPackedSequencesAreWithinOne) {
+  for (const int64_t heads : {1, 3, 16, 32}) {
+    for (const int64_t seqlen : {300, 2047, 16384}) {
+      for (const bool causal : {false, true}) {
+        Problem p = problem(seqlen, seqlen, 128);
+        const int32_t cu[2] = {};
+        p.q_lengths.cu = p.k_lengths.cu = cu;
+        p.q_lengths.total = p.k_lengths.total = 64 * 1024;
+        p.batch = 64;
+        p.heads_q = p.heads_k = heads;
+        p.group = 1;
+        if (causal) p.band.right = 0;
+        const ForwardPlan plan = forward_plan(p, h200());
+        EXPECT_EQ(plan.family, Family::sm90);
+        EXPECT_EQ(plan.last_batch, 0);
+        EXPECT_TRUE(plan.heads_per_l2_group >= 1 && plan.heads_per_l2_group <= heads) << plan.heads_per_l2_group;
+      }
+    }
+  }
+}
+
+TEST(CudaPlanHopper, HopperTilesComeOnceAndTheLongestOfASectionFirst) {
+  for (const int32_t last_batch : {0, 1, 2, 4}) {
+    for (const int32_t section : {1, 4, 7, 15}) {
+      constexpr int32_t kBlocks = 4, kHeads = 3, kBatch = 5;
+      const sm90::TileOrder order(kBlocks, kHeads, kBatch, section, last_batch, /*causal=*/true);
+      std::set<std::array<int, 3>> seen;
+      std::vector<int> row_blocks;
+      for (int n = 0; n < kBlocks * kHeads * kBatch; ++n) {
+        const L2HeadOrder::Place place = order.at(n);
+        seen.insert({place.row_block, place.batch, place.head});
+        EXPECT_TRUE(place.row_block >= 0 && place.row_block < kBlocks && place.head >= 0 && place.head < kHeads &&
+                    place.batch >= 0 && place.batch < kBatch);
+        if (n >= (kBatch - last_batch) * kHeads * kBlocks) {
+          EXPECT_GE(place.batch, kBatch - last_batch);
+          row_blocks.push_back(place.row_block);
+        }
+      }
+      EXPECT_EQ(seen.size(), size_t{kBlocks * kHeads * kBatch}) << section << " heads, " << last_batch << " sequences";
+      EXPECT_TRUE(std::is_sorted(row_blocks.rbegin(), row_blocks.rend())) << "the end is one section";
+    }
+  }
+}
+
+// The backward's order, whose last group may be the longest one: all of its row blocks come in order.
+TEST(CudaPlanHopper, BackwardTilesComeOnceAndTheLastGroupIsLong) {
+  for (const int32_t last_heads : {0, 1, 6, 14, 15, 40}) {
+    for (const int32_t section : {1, 4, 7, 15}) {
+      constexpr int32_t kBlocks = 4, kHeads = 3, kBatch = 5, kAll = kHeads * kBatch;
+      const L2HeadOrder order(kBlocks, kHeads, kBatch, section, /*last_rows_first=*/false, last_heads);
+      const int32_t first_groups = order.last_l2_group * section, last_group = kAll - first_groups;
+      EXPECT_GE(last_group, std::min(last_heads, kAll));
+      EXPECT_LT(last_group, std::max(last_heads, 1) + section);
+      std::set<std::array<int, 3>> seen;
+      std::vector<int> row_blocks;
+      for (int n = 0; n < kBlocks * kAll; ++n) {
+        const L2HeadOrder::Place place = order.at_long_end(n);
+        seen.insert({place.row_block, place.batch, place.head});
+        EXPECT_TRUE(place.row_block >= 0 && place.row_block < kBlocks && place.head >= 0 && place.head < kHeads &&
+                    place.batch >= 0 && place.batch < kBatch);
+        if (n < first_groups * kBlocks) continue;
+        EXPECT_GE(place.batch * kHeads + place.head, first_groups);
+        row_blocks.push_back(place.row_block);
+      }
+      EXPECT_EQ(seen.size(), size_t{kBlocks * kAll}) << section << " heads, at least " << last_heads << " at the end";
+      EXPECT_TRUE(std::is_sorted(row_blocks.begin(), row_blocks.end())) << "the end is one section";
+    }
+  }
+}
+
+// Every Q tile of the split work tiles is in one split, and the splits of a work tile are numbered in their order.
+TEST(CudaPlanHopper, SplitTailHasEveryQTileOnce) {
+  for (const int tiles : {1, 2, 4, 17, 67, 68, 118}) {
+    for (const int q_tiles : {16, 17, 31, 64, 129, 1024}) {
+      for (const int units : {std::min(132, 8 * tiles), std::min(132, 2 * tiles)}) {
+        if (units < tiles) continue;
+        sm90::SplitTail tail;
+        tail.units = units;
+        tail.q_tiles = q_tiles;
+        tail.total = tiles * q_tiles;
+        tail.by_units = Divisor(units);
+        tail.by_q_tiles = Divisor(q_tiles);
+        tail.by_total = Divisor(tail.total);
+        int next = 0, tile = -1, split = 0, splits = 0;
+        for (int unit = 0; unit < units; ++unit) {
+          for (bool second : {false, true}) {
+            const sm90::SplitTail::Split x = tail.split_of(unit, second);
+            EXPECT_EQ(x.tile * q_tiles + x.begin, next);
+            EXPECT_TRUE(x.begin < x.end && x.end <= q_tiles) << x.begin << " to " << x.end;
+            if (x.tile != tile) {
+              EXPECT_EQ(split, splits) << "the work tile before has all of its splits";
+              tile = x.tile, split = 0, splits = x.splits;
+            }
+            EXPECT_EQ(x.split, split++);
+            EXPECT_EQ(x.splits, splits);
+            EXPECT_LE(splits, (units + tiles - 1) / tiles + 1);
+            next = x.tile * q_tiles + x.end;
+            if (!x.crosses) break;
+          }
+        }
+        EXPECT_EQ(next, tail.total);
+        EXPECT_EQ(split, splits);
+      }
+    }
+  }
+}
+
+// Which backward launches are split at their end, and which of their L2 groups are one there.
+TEST(CudaPlanHopper, EndOfTheBackwardLaunch) {
+  const auto plan = [](int64_t seqlen, int64_t head_dim, auto vary) {
+    BackwardProblem b = backward_of(problem(seqlen, seqlen, head_dim));
+    b.forward.batch = 1;
+    b.forward.heads_q = b.forward.heads_k = 10;
+    b.forward.group = 1;
+    vary(b.forward);
+    return backward_plan(b, h200());
+  };
+  const auto plain = [](Problem &) {};
+  const auto causal = [](Problem &p) { p.band.right = 0; };
+  for (const int64_t head_dim : {64, 96, 128}) {
+    const BackwardPlan split = plan(2100, head_dim, plain);  // 170 work tiles for 132 CTAs
+    EXPECT_EQ(split.split_tiles, 170 - 132);
+    EXPECT_EQ(split.split_units, 132);
+    EXPECT_GE(split.workspace_bytes, split.split_offset + size_t{38} * static_cast<size_t>(split.splits_per_tile) * 128 * 2 *
+                                                              static_cast<size_t>(head_dim) * 4);
+    for (const BackwardPlan &whole :
+         {plan(2100, head_dim, causal), plan(2100, head_dim, [](Problem &p) { p.deterministic = true; }),
+          plan(2100, head_dim, [](Problem &p) { p.heads_k = 5, p.group = 2; }), plan(700, head_dim, plain),
+          plan(2100, head_dim, [](Problem &p) { p.softcap = 20; }),
+          plan(2100, head_dim, [](Problem &p) { p.heads_q = p.heads_k = 7; })})
+      EXPECT_EQ(whole.split_tiles, 0);
+    EXPECT_EQ(plan(4096, head_dim, causal).last_heads > 0, head_dim != 64);
+    EXPECT_EQ(plan(1024, head_dim, causal).last_heads, 0);
+    EXPECT_EQ(plan(4096, head_dim, plain).last_heads, 0);
+  }
+}
+
+// CTAs of one warpgroup, three per SM, where tiles are short.
+TEST(CudaPlanHopper, HopperKernelsForShortSequences) {
+  const auto kernel = [](int64_t queries, int64_t keys, int64_t head_dim, bool causal) {
+    Problem p = problem(queries, keys, head_dim);
+    p.heads_q = p.heads_k = 16;
+    p.group = 1;
+    p.batch = 64;
+    if (causal) p.band.right = 0;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(plan.family, Family::sm90);
+    const sm90::ForwardShape &shape = sm90::kForwardShapes[plan.shape];
+    EXPECT_EQ(plan.blocks, std::min(plan.tiles, h200().multiprocessors * shape.blocks_at_once()));
+    return std::string(shape.name);
+  };
+  EXPECT_EQ(kernel(256, 4096, 64, false), "d64s");
+  EXPECT_EQ(kernel(257, 257, 64, false), "d64");
+  EXPECT_EQ(kernel(512, 512, 64, true), "d64s");
+  EXPECT_EQ(kernel(512, 4096, 64, true), "d64") << "most of the keys are seen";
+  EXPECT_EQ(kernel(513, 513, 64, true), "d64");
+  EXPECT_EQ(kernel(256, 256, 128, true), "d128s");
+  EXPECT_EQ(kernel(512, 512, 128, true), "d128");
+}
+
+}  // namespace
+}  // namespace fa::cuda
