@@ -123,7 +123,7 @@ class Bf16Gradients : public BackwardMemory {
 
  private:
   static constexpr int64_t kStripRows = kTileStripRows;
-  static constexpr int64_t kMaxStrips = kTileBlockRows / kStripRows;  // of a block of queries
+  static constexpr int64_t kMaxStrips = kBackwardTileRows / kStripRows;  // of a block of queries
   enum Flags : uint8_t { kNotFinite = 1, kSubnormal = 2, kHuge = 4 };
 
   // Some rows of a tile.

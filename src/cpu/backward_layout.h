@@ -11,6 +11,9 @@
 
 namespace fa::cpu {
 
+// Rows of a tile of S, and columns of it.
+constexpr int64_t kBackwardTileRows = 128;  // with bf16_unit
+
 // What a call has to compute.
 struct BackwardWants {
   bool dq = false;
@@ -66,10 +69,10 @@ struct BackwardLayout {
   size_t dv_sum = 0;        // float (max_k, ld_v), only with sum_group; bf16_unit: (blocks_k, head_dim_v, ld_tile)
   size_t lse2 = 0;          // float (wave, max_q): lse * log2(e); +inf for rows that see nothing
   size_t delta = 0;         // float (wave, max_q): rowsum(dout * out) - dlse
-  size_t q_flags = 0;       // uint8 (wave, blocks_q): not 0 if q or dout of the block has values that need care
-  size_t k_flags = 0;       // uint8 (blocks_k): the same of k, with bf16_unit also of v
-  size_t dq_turn = 0;       // atomic int64 (wave, blocks_k): how far the block of keys has got in adding to dq
-  size_t dkv_turn = 0;      // atomic int64 (blocks_k): query heads of the group that have added to dk, dv
+  size_t q_flags = 0;   // uint8 (wave, blocks_q): 1 if q or dout of the block has values that are not finite; bf16_unit: Flags
+  size_t k_flags = 0;   // uint8 (blocks_k): the same of k, with bf16_unit also of v
+  size_t dq_turn = 0;   // atomic int64 (wave, blocks_k): how far the block of keys has got in adding to dq
+  size_t dkv_turn = 0;  // atomic int64 (blocks_k): query heads of the group that have added to dk, dv
 
   // In a worker. With bf16_unit, float tiles have 32 rows.
   size_t p_tile = 0;           // float (block_q, ld_tile): S, then P

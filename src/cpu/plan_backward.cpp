@@ -98,7 +98,7 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice,
   const bool ds = l.wants.ds();
 
   l.bf16_unit = choice.bf16_unit;
-  l.block_q = l.bf16_unit ? kTileBlockRows : kBlockQ;
+  l.block_q = l.bf16_unit ? kBackwardTileRows : kBlockQ;
   l.block_k = p.head_dim + p.head_dim_v > 512 ? kBlockKWide : kBlockK;
   l.tile_q = kTileBlocks * l.block_q;
   // What a row takes when it is packed.
