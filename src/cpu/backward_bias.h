@@ -92,7 +92,7 @@ class BiasWork {
                                 array<float>(worker, l_.bias_lse2), array<float>(worker, l_.bias_delta)};
     const Range rows{t.row, t.row + t.rows};
     for_dtype(p_.q.dtype, [&]<class Element>() {
-      row_scalars<Element>(b_, b, h, q, k, rows, queries);
+      row_scalars<Element>(b_, b, h, q, k, rows, queries.lse2, queries.delta);
       pack_query_rows<Element>(b_, b, h, q, rows, queries);
     });
 

@@ -83,7 +83,7 @@ struct PackedQueries {
 // lse2 and delta of the rows. Returns their part of dsink.
 template <class Element>
 inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, const Sequence &queries, const Sequence &keys,
-                          Range rows, const PackedQueries &to) {
+                          Range rows, float *lse2, float *deltas) {
   const Problem &p = problem.forward;
   const Rows out = rows_of(p.out, b, h, queries.start), dout = rows_of(problem.dout, b, h, queries.start);
   const auto scalars = [&](const RowScalar &x) {
@@ -102,8 +102,8 @@ inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, 
     const bool only_sink = sees_no_key || (near_sink && dot_rows<Element>(out.row(i), out.row(i), p.head_dim_v) == 0);
     const float delta = only_sink ? -row_dlse : dot_rows<Element>(dout.row(i), out.row(i), p.head_dim_v) - row_dlse;
     const bool sees_nothing = sees_no_key || row_lse == -kInfinity;
-    to.lse2[i - rows.begin] = sees_nothing ? kInfinity : row_lse * kLog2e;
-    to.delta[i - rows.begin] = sees_nothing ? 0.0f : delta;
+    lse2[i - rows.begin] = sees_nothing ? kInfinity : row_lse * kLog2e;
+    deltas[i - rows.begin] = sees_nothing ? 0.0f : delta;
     if (sink != -kInfinity)
       dsink -= std::exp(static_cast<double>(sink) - static_cast<double>(row_lse)) * static_cast<double>(delta);
   }

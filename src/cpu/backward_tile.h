@@ -132,43 +132,66 @@ struct TileStep {
   int64_t ld = 0;
 };
 
-// In place: S -> P = exp2(multiplier S - lse2), dP -> dS = P (dP - delta). With dropout, what is written to P is P
-// after dropout, which dV needs. Writes, besides the visible part, zeros as far as strips of kMr rows and columns reach.
+// One row's factors of the step, and P and dS of a vector of its pairs.
+template <MaskedBy kMaskedBy, bool kOptions>
+class RowStep {
+ public:
+  // `seen`: the columns that the row sees, for MaskedBy::kBand.
+  FA_INLINE RowStep(const TileStep &step, int64_t row, Range seen)
+      : step_(step),
+        row_(row * step.ld),
+        seen_(seen),
+        multiplier_(Simd::set(step.multiplier)),
+        lse2_(Simd::set(step.lse2[row])),
+        delta_(Simd::set(step.delta[row])) {}
+
+  // Columns [c, c + kWidth): from S and dP, P = exp2(multiplier S - lse2) and dS = P (dP - delta). With dropout, P is P after dropout,
+  // which dV needs.
+  FA_INLINE void gradients(int64_t c, F x, F dp, F &p, F &ds) const {
+    const F zero = Simd::zero();
+    p = Simd::exp2(Simd::fms(x, multiplier_, lse2_));
+    if constexpr (kOptions) {
+      const F factor = step_.dropout != nullptr ? Simd::load(step_.dropout + row_ + c) : Simd::set(1.0f);
+      ds = Simd::mul(p, Simd::sub(Simd::mul(dp, factor), delta_));
+      p = Simd::mul(p, factor);
+      if (step_.derivative != nullptr) ds = Simd::mul(ds, Simd::load(step_.derivative + row_ + c));
+    } else {
+      ds = Simd::mul(p, Simd::sub(dp, delta_));
+    }
+    // Selecting, not multiplying by 0: the values of masked pairs may be anything, NaN included.
+    if constexpr (kMaskedBy == MaskedBy::kBand) {
+      const M before = Simd::first(static_cast<int>(min64(max64(seen_.begin - c, 0), kWidth)));
+      const M until = Simd::first(static_cast<int>(min64(max64(seen_.end - c, 0), kWidth)));
+      p = Simd::select(before, zero, Simd::select(until, p, zero));
+      ds = Simd::select(before, zero, Simd::select(until, ds, zero));
+    }
+    if constexpr (kMaskedBy == MaskedBy::kValue) {
+      const M masked = Simd::eq(x, Simd::set(-kInfinity));
+      p = Simd::select(masked, zero, p);
+      ds = Simd::select(masked, zero, ds);
+    }
+  }
+
+ private:
+  const TileStep &step_;
+  int64_t row_;
+  Range seen_;
+  F multiplier_, lse2_, delta_;
+};
+
+// In place: S -> P, dP -> dS. Writes, besides the visible part, zeros as far as strips of kMr rows and columns reach.
 template <MaskedBy kMaskedBy, bool kOptions>
 inline void tile_step(const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
-  const F multiplier = Simd::set(step.multiplier), minus_infinity = Simd::set(-kInfinity), zero = Simd::zero();
   for (int64_t strip = 0; strip < rows; strip += kMr) {
     Range columns = band.columns(strip, kMr);
     columns.begin = max64(columns.begin - kMr, band.begin) / kWidth * kWidth;
     columns.end = min64(columns.end + kMr, band.end);
     for (int64_t r = strip; r < min64(strip + kMr, rows); ++r) {
-      const F lse2 = Simd::set(step.lse2[r]), delta = Simd::set(step.delta[r]);
+      const RowStep<kMaskedBy, kOptions> row(step, r, band.columns(r, 1));
       float *s_row = s + r * step.ld, *dp_row = dp + r * step.ld;
-      const Range seen = band.columns(r, 1);
       for (int64_t c = columns.begin; c < columns.end; c += kWidth) {
-        const F x = Simd::load(s_row + c);
-        F p = Simd::exp2(Simd::fms(x, multiplier, lse2));
-        F ds = Simd::load(dp_row + c);
-        if constexpr (kOptions) {
-          const F factor = step.dropout != nullptr ? Simd::load(step.dropout + r * step.ld + c) : Simd::set(1.0f);
-          ds = Simd::mul(p, Simd::sub(Simd::mul(ds, factor), delta));
-          p = Simd::mul(p, factor);
-          if (step.derivative != nullptr) ds = Simd::mul(ds, Simd::load(step.derivative + r * step.ld + c));
-        } else {
-          ds = Simd::mul(p, Simd::sub(ds, delta));
-        }
-        // Selecting, not multiplying by 0: the values of masked pairs may be anything, NaN included.
-        if constexpr (kMaskedBy == MaskedBy::kBand) {
-          const M before = Simd::first(static_cast<int>(min64(max64(seen.begin - c, 0), kWidth)));
-          const M until = Simd::first(static_cast<int>(min64(max64(seen.end - c, 0), kWidth)));
-          p = Simd::select(before, zero, Simd::select(until, p, zero));
-          ds = Simd::select(before, zero, Simd::select(until, ds, zero));
-        }
-        if constexpr (kMaskedBy == MaskedBy::kValue) {
-          const M masked = Simd::eq(x, minus_infinity);
-          p = Simd::select(masked, zero, p);
-          ds = Simd::select(masked, zero, ds);
-        }
+        F p, ds;
+        row.gradients(c, Simd::load(s_row + c), Simd::load(dp_row + c), p, ds);
         Simd::store(s_row + c, p);
         Simd::store(dp_row + c, ds);
       }
@@ -176,17 +199,24 @@ inline void tile_step(const TileBand &band, int64_t rows, const TileStep &step, 
   }
 }
 
-inline void tile_step(MaskedBy masked_by, const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
+// Calls body.operator()<MaskedBy, kOptions>() for the step of a tile.
+template <class Body>
+FA_INLINE void for_step(MaskedBy masked_by, const TileStep &step, Body body) {
   const bool options = step.derivative != nullptr || step.dropout != nullptr;
   switch (masked_by) {
     case MaskedBy::kNothing:
-      return options ? tile_step<MaskedBy::kNothing, true>(band, rows, step, s, dp)
-                     : tile_step<MaskedBy::kNothing, false>(band, rows, step, s, dp);
+      return options ? body.template operator()<MaskedBy::kNothing, true>()
+                     : body.template operator()<MaskedBy::kNothing, false>();
     case MaskedBy::kBand:  // only plain problems, which have no options
-      return tile_step<MaskedBy::kBand, false>(band, rows, step, s, dp);
+      return body.template operator()<MaskedBy::kBand, false>();
     case MaskedBy::kValue:
-      return tile_step<MaskedBy::kValue, true>(band, rows, step, s, dp);
+      return body.template operator()<MaskedBy::kValue, true>();
   }
+}
+
+inline void tile_step(MaskedBy masked_by, const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
+  for_step(masked_by, step,
+           [&]<MaskedBy kMaskedBy, bool kOptions>() { tile_step<kMaskedBy, kOptions>(band, rows, step, s, dp); });
 }
 
 // Whether each pair of the tile is visible, from its logits: visible (rows x cols).

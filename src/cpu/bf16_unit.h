@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What multiplies blocks of bf16 in the forward kernels (cpu/forward_bf16.h): the tile unit (AMX), or vectors (vdpbf16ps, AVX512_BF16).
+// What multiplies blocks of bf16 in forward (cpu/forward_bf16.h) and backward (cpu/backward_bf16.h): the tile unit (AMX), or vectors
+// (vdpbf16ps, AVX512_BF16).
 // Both read the same packed operands (cpu/pack_tiles.h) and have the same verb:
 //
 //   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns

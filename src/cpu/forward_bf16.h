@@ -172,23 +172,8 @@ class Bf16Products {
 
   // S of a strip in fp32, for numbers that the tile unit would take for zero.
   void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
-    const Rows keys = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
-    const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
-    for (int64_t r = 0; r < x.rows; ++r) {
-      const uint16_t *row = q + r / kTileRows * kTileBf16 + r % kTileRows * kTileDepth;
-      for (int64_t j = x.cols.begin; j < x.cols.end; ++j) {
-        F sum = Simd::zero();
-        if (first + j < head.keys.len) {
-          const auto *key = reinterpret_cast<const uint16_t *>(keys.row(first + j));
-          for (int64_t c = 0; c < p_.head_dim; c += kWidth) {
-            const F y = c + kWidth <= p_.head_dim ? Simd::load_bf16(key + c)
-                                                  : ElementBf16::load(key + c, static_cast<int>(p_.head_dim - c));
-            sum = Simd::fma(Simd::load_bf16(row + c / kTileDepth * 2 * kTileBf16 + c % kTileDepth), y, sum);
-          }
-        }
-        x.s[r * kBlockKeys + j] = Simd::reduce_add(sum);
-      }
-    }
+    exact_products(st.q + x.index * steps_ * 2 * kTileBf16, x.rows, key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start),
+                   first, head.keys.len, x.cols, p_.head_dim, x.s, kBlockKeys);
   }
 
   // Logits, masks and P of a strip.

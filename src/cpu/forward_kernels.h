@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/simd.h"
-#if defined(FA_BF16_FORWARD)
+#if defined(FA_BF16_UNIT)
 #include "cpu/forward_bf16.h"
 #else
 #include "cpu/forward_tiled.h"
@@ -153,7 +153,7 @@ class ForwardWork final : public HeadWork {
 };
 
 void forward_worker(const ForwardJob &job, int32_t worker) {
-#if defined(FA_BF16_FORWARD)
+#if defined(FA_BF16_UNIT)
   ForwardWork<Bf16Products> work(job);
 #else
   ForwardWork<FmaProducts> work(job);

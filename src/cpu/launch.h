@@ -23,8 +23,8 @@ struct Machine {
 // Asking for AMX is what makes the operating system permit it to this process.
 fa_cpu_isa best_isa();
 bool has_isa(fa_cpu_isa isa);
-// What computes the problems for which `isa` has no kernels of its own: for AMX and AVX512_BF16, which have those of bf16 forward
-// alone, the best of the others.
+// What computes the problems for which `isa` has no kernels of its own: for AMX and AVX512_BF16, which have those of bf16 alone,
+// the best of the others.
 fa_cpu_isa vector_isa(fa_cpu_isa isa);
 
 // How a problem will run: pure function of problem shape and machine, reads no tensor data (so lengths count at their maxima).

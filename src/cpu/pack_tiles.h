@@ -58,7 +58,7 @@ FA_INLINE I load_pairs(const uint16_t *row, int64_t i, int64_t dim) {
 constexpr int64_t kRowsAhead = 16;
 
 // Rows for the left side of a product: tile (strip, step, half) has 16 rows of elements [32 step, 32 step + 32), two halves a strip of
-// 32 rows. `row(r)` is where row r begins; rows past `rows` are zero.
+// 32 rows. `row(r)` is where row r begins, or null for a row of zeros; rows past `rows` are zero.
 template <class RowOf>
 inline Magnitudes pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
   Magnitudes seen;
@@ -74,6 +74,63 @@ inline Magnitudes pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) 
     }
   }
   return seen;
+}
+
+// Columns `cols` of `rows` rows of a product A K^T in fp32, for numbers that the tile unit would take for zero: A is a strip of pack_left,
+// and column j belongs to key `first` + j. Columns past the last key are zero.
+inline void exact_products(const uint16_t *left, int64_t rows, const Rows &keys, int64_t first, int64_t key_count, Range cols,
+                           int64_t dim, float *to, int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint16_t *row = left + r / kTileRows * kTileBf16 + r % kTileRows * kTileDepth;
+    for (int64_t j = cols.begin; j < cols.end; ++j) {
+      F sum = Simd::zero();
+      if (first + j < key_count) {
+        const auto *key = reinterpret_cast<const uint16_t *>(keys.row(first + j));
+        for (int64_t c = 0; c < dim; c += kWidth) {
+          const F y = c + kWidth <= dim ? Simd::load_bf16(key + c) : ElementBf16::load(key + c, static_cast<int>(dim - c));
+          sum = Simd::fma(Simd::load_bf16(row + c / kTileDepth * 2 * kTileBf16 + c % kTileDepth), y, sum);
+        }
+      }
+      to[r * ld + j] = Simd::reduce_add(sum);
+    }
+  }
+}
+
+// The transpose of rows [0, rows) for the left side of a product, whose rows are then their columns: tile (panel of 32 columns, step of
+// 32 rows, half of the columns) has 16 columns of 32 rows. Panels are `panel_elements` apart. `row(r)` is where row r begins, or null for
+// a row of zeros.
+template <class RowOf>
+inline void pack_left_transposed(int64_t rows, int64_t dim, RowOf row, int64_t panel_elements, uint16_t *to) {
+  constexpr int64_t kRowsTogether = 2 * kWidth;  // pairs of these become kWidth lanes
+  for (int64_t r = 0; r < round_up(rows, kTileDepth); r += kRowsTogether) {
+    const uint16_t *from[kRowsTogether];
+    for (int64_t i = 0; i < kRowsTogether; ++i) {
+      from[i] = r + i < rows ? reinterpret_cast<const uint16_t *>(row(r + i)) : nullptr;
+    }
+    uint16_t *const column = to + r / kTileDepth * 2 * kTileBf16 + r % kTileDepth;
+    for (int64_t c = 0; c < round_up(dim, kTilePanel); c += 2 * kWidth) {
+      F first[kWidth], rest[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) {
+        const I even = from[2 * i] != nullptr ? load_pairs(from[2 * i], c, dim) : Simd::iset(0);
+        const I odd = from[2 * i + 1] != nullptr ? load_pairs(from[2 * i + 1], c, dim) : Simd::iset(0);
+        I x, y;
+        Simd::interleave_u16(even, odd, x, y);
+        first[i] = Simd::from_bits(x);
+        rest[i] = Simd::from_bits(y);
+      }
+      const auto store = [&](F(&columns)[kWidth], int64_t at) __attribute__((always_inline)) {
+        Simd::transpose(columns);
+        uint16_t *tile =
+            column + at / kTilePanel * panel_elements + at % kTilePanel / kTileRows * kTileBf16 + at % kTileRows * kTileDepth;
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i)
+          Simd::istore(reinterpret_cast<uint32_t *>(tile + i * kTileDepth), Simd::bits(columns[i]));
+      };
+      store(first, c);
+      store(rest, c + kWidth);
+    }
+  }
 }
 
 // Keys [begin, end) for the right side of Q K^T, whose columns they are: tile (panel of 32 keys, step, half) has pairs of elements

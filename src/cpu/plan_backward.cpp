@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/backward_layout.h"
+#include "cpu/forward_layout.h"
 #include "cpu/launch.h"
 #include "cpu/schedule.h"
 
@@ -14,8 +15,8 @@ namespace {
 constexpr int64_t kBlockQ = 96;
 constexpr int64_t kBlockK = 256;
 constexpr int64_t kBlockKWide = 128;  // for head dims whose sum is above 512
-// Query rows packed by one item: short enough to share a head of 1k rows, long enough to make claiming free.
-constexpr int64_t kTileQ = 4 * kBlockQ;
+// Blocks of query rows packed by one item: short enough to share a head of 1k rows, long enough to make claiming free.
+constexpr int64_t kTileBlocks = 4;
 // Rows of a block of dbias: the block's keys are packed once for these.
 constexpr int64_t kBiasRows = 4 * kBlockQ;
 // Memory for the query heads of a group that are in work at the same time. More heads at a time keep more workers busy when there
@@ -47,7 +48,46 @@ class Arena {
   size_t bytes_ = 0;
 };
 
-BackwardLayout make_layout(const BackwardProblem &problem, const Machine &machine) {
+// What computes a problem.
+struct Choice {
+  bool (*run)(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+  bool bf16_unit;
+  const char *kernel;
+  const char *reason;
+};
+
+// Depends on dtypes and on what is asked for, not on lengths: a sequence has the same gradients alone and in any batch.
+Choice choose(const BackwardProblem &problem, const Machine &machine) {
+  const Problem &p = problem.forward;
+  const char *reason = p.general_score() ? "blocks of keys outer, general score" : "blocks of keys outer";
+#if defined(__x86_64__)
+  if (machine.isa == FA_CPU_ISA_AMX || machine.isa == FA_CPU_ISA_AVX512_BF16) {
+    const bool bf16 =
+        p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16 && problem.dout.dtype == Dtype::bf16;
+    if (bf16 && problem.dbias.data == nullptr) {
+#if defined(FA_HAVE_AMX)
+      if (machine.isa == FA_CPU_ISA_AMX) return {amx::backward, true, "cpu_backward_amx", reason};
+#endif
+#if defined(FA_HAVE_AVX512_BF16)
+      if (machine.isa == FA_CPU_ISA_AVX512_BF16) return {avx512_bf16::backward, true, "cpu_backward_avx512_bf16", reason};
+#endif
+    }
+    reason = bf16 ? "blocks of keys outer, in fp32 because dbias is asked for"
+                  : "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16";
+  }
+  switch (vector_isa(machine.isa)) {
+    case FA_CPU_ISA_AVX512:
+      return {avx512::backward, false, "cpu_backward_avx512", reason};
+    case FA_CPU_ISA_AVX2:
+      return {avx2::backward, false, "cpu_backward_avx2", reason};
+    default:
+      break;
+  }
+#endif
+  return {portable::backward, false, "cpu_backward_portable", reason};
+}
+
+BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice, const Machine &machine) {
   const Problem &p = problem.forward;
   BackwardLayout l;
   l.wants.dq = problem.dq.data != nullptr;
@@ -57,48 +97,67 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Machine &machin
   l.wants.dbias = problem.dbias.data != nullptr;
   const bool ds = l.wants.ds();
 
-  l.block_q = kBlockQ;
+  l.bf16_unit = choice.bf16_unit;
+  l.block_q = l.bf16_unit ? kBackwardTileRows : kBlockQ;
   l.block_k = p.head_dim + p.head_dim_v > 512 ? kBlockKWide : kBlockK;
-  l.tile_q = kTileQ;
-  l.ld = leading_dimension(p.head_dim);
-  l.ld_v = leading_dimension(p.head_dim_v);
+  l.tile_q = kTileBlocks * l.block_q;
+  // What a row takes when it is packed.
+  const int64_t dim = l.bf16_unit ? round_up(p.head_dim, 32) : p.head_dim;
+  const int64_t dim_v = l.bf16_unit ? round_up(p.head_dim_v, 32) : p.head_dim_v;
+  l.ld = leading_dimension(dim);
+  l.ld_v = leading_dimension(dim_v);
   l.ld_tile = leading_dimension(l.block_k);
-  l.max_q = round_up(p.q_lengths.max_len, kBlockQ);
+  l.max_q = round_up(p.q_lengths.max_len, l.block_q);
   l.max_k = round_up(p.k_lengths.max_len, l.block_k);
   l.blocks_q = l.max_q / l.block_q;
   l.blocks_k = l.max_k / l.block_k;
 
-  const size_t head_bytes = static_cast<size_t>(l.max_q * (2 * l.ld + l.ld_v)) * sizeof(float);
+  // Bytes of a packed row of k and q, of v and dout.
+  const size_t row = l.bf16_unit ? static_cast<size_t>(dim) * 2 : static_cast<size_t>(l.ld) * sizeof(float);
+  const size_t row_v = l.bf16_unit ? static_cast<size_t>(dim_v) * 2 : static_cast<size_t>(l.ld_v) * sizeof(float);
+  const size_t head_bytes =
+      static_cast<size_t>(l.max_q) * ((l.bf16_unit ? 2 : 1) * (row + row_v) + static_cast<size_t>(l.ld) * sizeof(float));
   l.wave = std::clamp<int64_t>(static_cast<int64_t>(kWaveBytes / std::max<size_t>(head_bytes, 1)), 1, p.group);
   l.sum_group = p.group > 1;
 
   Arena slot;
   const int64_t q_rows = l.wave * l.max_q;
-  l.k_transposed = slot.take(l.max_k * p.head_dim, sizeof(float));
-  l.v_transposed = slot.take(ds ? l.max_k * p.head_dim_v : 0, sizeof(float));
-  l.k_rows = slot.take(l.wants.dq ? l.max_k * l.ld : 0, sizeof(float));
-  l.q_rows = slot.take(q_rows * l.ld, sizeof(float));
-  l.dout_rows = slot.take(q_rows * l.ld_v, sizeof(float));
+  l.k_transposed = slot.take(l.max_k * dim, l.bf16_unit ? 2 : sizeof(float));
+  l.v_transposed = slot.take(ds ? l.max_k * dim_v : 0, l.bf16_unit ? 2 : sizeof(float));
+  l.k_rows = slot.take(l.wants.dq ? l.max_k : 0, row);
+  l.q_rows = slot.take(q_rows, row);
+  l.dout_rows = slot.take(q_rows, row_v);
+  l.q_columns = slot.take(l.bf16_unit && l.wants.dk ? q_rows : 0, row);
+  l.dout_columns = slot.take(l.bf16_unit && l.wants.dv ? q_rows : 0, row_v);
   l.dq_sum = slot.take(l.wants.dq ? q_rows * l.ld : 0, sizeof(float));
-  l.dk_sum = slot.take(l.wants.dk && l.sum_group ? l.max_k * l.ld : 0, sizeof(float));
-  l.dv_sum = slot.take(l.wants.dv && l.sum_group ? l.max_k * l.ld_v : 0, sizeof(float));
+  // Sums of dk and dv of a block of keys.
+  const int64_t dk_floats = l.bf16_unit ? dim * l.ld_tile : l.block_k * l.ld;
+  const int64_t dv_floats = l.bf16_unit ? dim_v * l.ld_tile : l.block_k * l.ld_v;
+  l.dk_sum = slot.take(l.wants.dk && l.sum_group ? l.blocks_k * dk_floats : 0, sizeof(float));
+  l.dv_sum = slot.take(l.wants.dv && l.sum_group ? l.blocks_k * dv_floats : 0, sizeof(float));
   l.lse2 = slot.take(q_rows, sizeof(float));
   l.delta = slot.take(q_rows, sizeof(float));
-  l.q_wild = slot.take(l.wave * l.blocks_q, 1);
-  l.k_wild = slot.take(l.blocks_k, 1);
+  l.q_flags = slot.take(l.wave * l.blocks_q, 1);
+  l.k_flags = slot.take(l.blocks_k, 1);
   l.dq_turn = slot.take(l.wave * l.blocks_k, sizeof(int64_t));
   l.dkv_turn = slot.take(l.blocks_k, sizeof(int64_t));
   l.slot_bytes = slot.bytes();
 
   Arena worker;
-  const int64_t tile = l.block_q * l.ld_tile;
+  const int64_t tile_rows = l.bf16_unit ? kTileStripRows : l.block_q, tile = tile_rows * l.ld_tile;
   l.p_tile = worker.take(tile, sizeof(float));
   l.ds_tile = worker.take(tile, sizeof(float));
   l.derivative_tile = worker.take(p.softcap > 0 ? tile : 0, sizeof(float));
   l.dropout_tile = worker.take(p.dropout.threshold > 0 ? tile : 0, sizeof(float));
-  l.visible_tile = worker.take(l.block_q * l.block_k, 1);
-  l.dk_block = worker.take(l.block_k * l.ld, sizeof(float));
-  l.dv_block = worker.take(l.block_k * l.ld_v, sizeof(float));
+  l.visible_tile = worker.take(tile_rows * l.block_k, 1);
+  l.dk_block = worker.take(dk_floats, sizeof(float));
+  l.dv_block = worker.take(dv_floats, sizeof(float));
+  if (l.bf16_unit) {
+    l.p_pairs = worker.take(l.block_q * l.block_k, 2);
+    l.ds_pairs = worker.take(l.block_q * l.block_k, 2);
+    l.ds_left = worker.take(kTileStripRows * l.block_k, 2);
+    l.row_scratch = worker.take(16 * std::max(l.ld, l.ld_v), sizeof(float));
+  }
   if (l.wants.dbias) {
     l.bias_rows = problem.dbias_sum_rows ? 1 : kBiasRows;
     l.bias_k = worker.take(l.block_k * p.head_dim, sizeof(float));
@@ -136,36 +195,18 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
     plan.reason = "no gradient is asked for";
     return plan;
   }
-  const BackwardLayout layout = make_layout(problem, machine);
+  const Choice choice = choose(problem, machine);
+  const BackwardLayout layout = make_layout(problem, choice, machine);
   plan.workspace_bytes = layout.total_bytes;
   plan.tasks = layout.workers;
-  switch (vector_isa(machine.isa)) {
-    case FA_CPU_ISA_AVX512:
-      plan.kernel = "cpu_backward_avx512";
-      break;
-    case FA_CPU_ISA_AVX2:
-      plan.kernel = "cpu_backward_avx2";
-      break;
-    default:
-      plan.kernel = "cpu_backward_portable";
-      break;
-  }
-  plan.reason = problem.forward.general_score() ? "blocks of keys outer, general score" : "blocks of keys outer";
+  plan.kernel = choice.kernel;
+  plan.reason = choice.reason;
   return plan;
 }
 
 bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &, void *workspace, Parallel &parallel) {
-  const BackwardLayout layout = make_layout(problem, machine);
-  switch (vector_isa(machine.isa)) {
-#if defined(__x86_64__)
-    case FA_CPU_ISA_AVX512:
-      return avx512::backward(problem, layout, workspace, parallel);
-    case FA_CPU_ISA_AVX2:
-      return avx2::backward(problem, layout, workspace, parallel);
-#endif
-    default:
-      return portable::backward(problem, layout, workspace, parallel);
-  }
+  const Choice choice = choose(problem, machine);
+  return choice.run(problem, make_layout(problem, choice, machine), workspace, parallel);
 }
 
 }  // namespace fa::cpu

@@ -6,8 +6,8 @@
 // that everything compiled for that instruction set must live in. Nothing that the linker could merge between instruction sets may be
 // shared: kernels call no inline function from outside FA_ISA unless it is FA_HD (always inlined).
 //
-// AMX and AVX512_BF16 compute bf16 forward alone (FA_BF16_FORWARD). AMX kernels use the vectors of AVX-512. The tests also compile them with the model of the tile unit (cpu/tile.h), and then without
-// AVX-512 for processors that lack it.
+// AMX and AVX512_BF16 compute forward and backward of bf16 alone (FA_BF16_UNIT). AMX kernels use the vectors of AVX-512. The tests also
+// compile them with the model of the tile unit (cpu/tile.h), and then without AVX-512 for processors that lack it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 #define FA_INLINE inline __attribute__((always_inline))
 
 #if defined(FA_TARGET_AMX) || defined(FA_TARGET_AVX512_BF16)
-#define FA_BF16_FORWARD
+#define FA_BF16_UNIT
 #endif
 
 #if defined(FA_TARGET_AMX)

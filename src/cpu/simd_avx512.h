@@ -131,17 +131,22 @@ struct Simd {
 
 #if defined(__AVX512BF16__)
   static FA_INLINE __m512bh as_bf16(I a) { return __builtin_bit_cast(__m512bh, a); }
-  // 2 * kWidth elements, a first. Subnormal inputs and results become zero.
-  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) {
-    const __m512bh pair = _mm512_cvtne2ps_pbh(b, a);
-    __builtin_memcpy(p, &pair, sizeof pair);
-  }
+  // 2 * kWidth elements rounded to bf16, a first. Subnormal inputs and results become zero.
+  static FA_INLINE I to_bf16(F a, F b) { return __builtin_bit_cast(I, _mm512_cvtne2ps_pbh(b, a)); }
+  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) { istore(reinterpret_cast<uint32_t *>(p), to_bf16(a, b)); }
   // c + a0 b0 + a1 b1 of the two bf16 numbers in every lane of a and b. Subnormal numbers are taken for zero, as operands and as results.
   static FA_INLINE F dot_bf16(I a, I b, F c) { return _mm512_dpbf16_ps(c, as_bf16(a), as_bf16(b)); }
   // Lanes are 16-bit integers, two in a lane of I.
   static FA_INLINE I max_u16(I a, I b) { return _mm512_max_epu16(a, b); }
   static FA_INLINE I min_u16(I a, I b) { return _mm512_min_epu16(a, b); }
   static FA_INLINE I add_u16(I a, I b) { return _mm512_add_epi16(a, b); }
+  // (a0, b0, a1, b1, ..): the first 2 * kWidth of them, and the rest.
+  static FA_INLINE void interleave_u16(I a, I b, I &first, I &rest) {
+    const I low = _mm512_setr_epi32(0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007, 0x280008,
+                                    0x290009, 0x2A000A, 0x2B000B, 0x2C000C, 0x2D000D, 0x2E000E, 0x2F000F);
+    first = _mm512_permutex2var_epi16(a, low, b);
+    rest = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
+  }
 #endif
 
   // rows[i] lane j <- rows[j] lane i.

@@ -163,7 +163,12 @@ struct Simd {
     narrow16(p, iselect(x != x, (b >> 16) | iset(0x40), r));
   }
 
-  // 2 * kWidth elements, a first.
+  // 2 * kWidth elements rounded to bf16, a first.
+  static FA_INLINE I to_bf16(F a, F b) {
+    uint16_t pair[2 * kWidth];
+    store_bf16_pair(pair, a, b);
+    return iload(reinterpret_cast<const uint32_t *>(pair));
+  }
   static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) {
     store_bf16(p, a);
     store_bf16(p + kWidth, b);
@@ -179,6 +184,12 @@ struct Simd {
     return (I)((x & below) | (y & ~below));
   }
   static FA_INLINE I add_u16(I a, I b) { return (I)((Halves)a + (Halves)b); }
+  // (a0, b0, a1, b1, ..): the first 2 * kWidth of them, and the rest.
+  static FA_INLINE void interleave_u16(I a, I b, I &first, I &rest) {
+    const Halves x = (Halves)a, y = (Halves)b;
+    first = (I)Halves{x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3]};
+    rest = (I)Halves{x[4], y[4], x[5], y[5], x[6], y[6], x[7], y[7]};
+  }
 
   // rows[i] lane j <- rows[j] lane i.
   static FA_INLINE void transpose(F (&r)[4]) {

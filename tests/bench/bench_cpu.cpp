@@ -199,11 +199,13 @@ class Problem {
     if (fa_backward_query(context_, &attention_, &gradients_, &info) != FA_OK) die("query", fa_last_error(context_));
     return static_cast<double>(info.workspace_bytes);
   }
-  // The unit that forward runs on.
-  bench::Unit forward_unit() {
+  // The unit that a pass runs on.
+  bench::Unit unit(Pass pass) {
     fa_plan_info info;
     fa_plan_info_init(&info, sizeof info);
-    if (fa_forward_query(context_, &attention_, &info) != FA_OK) die("query", fa_last_error(context_));
+    const fa_status status = pass == Pass::backward ? fa_backward_query(context_, &attention_, &gradients_, &info)
+                                                    : fa_forward_query(context_, &attention_, &info);
+    if (status != FA_OK) die("query", fa_last_error(context_));
     return bench::unit_of(info.kernel);
   }
   size_t key_bytes() const { return k_.bytes() + v_.bytes(); }
@@ -365,7 +367,7 @@ Row run_case(const Case &c, const Options &options) {
         problem.forward();
         if (other) other->forward();
       }
-      const bench::Unit unit = c.pass == Pass::forward ? problem.forward_unit() : bench::Unit::fp32;
+      const bench::Unit unit = problem.unit(c.pass);
       row = measure(
           options.seconds, c.flops(), [&] { c.pass == Pass::forward ? problem.forward() : problem.backward(); },
           [&] { return bench::peak_gflops(unit, c.threads); }, beside);

@@ -551,6 +551,46 @@ TEST_P(Contract, SubnormalBf16CountsBesideHugeNumbers) {
   }
 }
 
+// The same in backward, for S = Q K^T and for dP = dO V^T. (Forward may take subnormal values for zero, and with its out delta is wrong.)
+TEST_P(Contract, GradientsOfSubnormalBf16BesideHugeNumbers) {
+  const std::pair<Role, Role> pairs[] = {{kQ, kK}, {kK, kQ}, {kDout, kV}};  // subnormal, huge
+  for (const auto &[small, huge] : pairs) {
+    for (const int64_t causal : {0, 1}) {
+      const bool scores = small == kQ || small == kK;
+      Case c = base("subnormal gradients");
+      c.dtype = FA_BFLOAT16;
+      c.batch = 1;
+      c.q.seqlen = 150;
+      c.k.seqlen = 300;
+      c.scale = scores ? 1 : 0.2;
+      if (causal != 0) c.mask = FA_MASK_CAUSAL;
+      c.dlse = 0;
+      const Data data = make_data(c, [&, small = small, huge = huge](Data &d) {
+        std::mt19937_64 rng(static_cast<uint64_t>(c.seed));
+        const auto fill = [&](Role role, auto magnitude) {
+          const bool queries = role == kQ || role == kDout;
+          const int64_t columns = role == kQ || role == kK ? c.head_dim : c.head_dim_v;
+          for (int64_t i = 0; i < (queries ? c.q : c.k).seqlen; ++i) {
+            for (int64_t h = 0; h < (queries ? c.heads_q : c.heads_k); ++h) {
+              for (int64_t column = 0; column < columns; ++column) {
+                const double sign = rng() % 2 == 0 ? 1 : -1;
+                d.tensors[role].set(d.element(role, 0, i, h, column), sign * magnitude());
+              }
+            }
+          }
+        };
+        fill(small, [&] { return std::ldexp(1.0, -127 - static_cast<int>(rng() % 5)); });
+        // Small enough for sums over 300 of them.
+        fill(huge, [&] { return std::ldexp(1.0, scores ? 127 : 120); });
+        // dq and dk are sums of numbers of up to 2^127 times these.
+        if (scores) fill(kDout, [&] { return std::ldexp(1.0, -10 - static_cast<int>(rng() % 4)); });
+      });
+      ASSERT_GT(std::abs(data.tensors[small].get(data.element(small, 0, 0, 0, 0))), 0) << "the test lost its subnormal numbers";
+      EXPECT_TRUE(check(backend(), data)) << role_name(small) << " is subnormal";
+    }
+  }
+}
+
 FA_ON_EVERY_BACKEND(Contract);
 
 }  // namespace

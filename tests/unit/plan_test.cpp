@@ -47,6 +47,35 @@ TEST(Plan, HasANameAndAReason) {
   EXPECT_STRNE(plan.reason, "");
 }
 
+// Backward of bf16 runs on the unit that multiplies bf16, unless something that it does not compute is asked for.
+TEST(Plan, BackwardOfBf16) {
+  const struct {
+    fa_cpu_isa isa;
+    const char *kernel;
+  } units[] = {{FA_CPU_ISA_AVX512_BF16, "cpu_backward_avx512_bf16"}, {FA_CPU_ISA_AMX, "cpu_backward_amx"}};
+  for (const auto &unit : units) {
+    if (!has_isa(unit.isa)) continue;  // InstructionSetsOfThisMachine says which there are
+    const Machine machine{unit.isa, 2}, vectors{vector_isa(unit.isa), 2};
+    BackwardProblem b = backward_problem(2000);
+    const Plan fp32 = plan_backward(b, vectors);
+    for (Operand *x : {&b.forward.q, &b.forward.k, &b.forward.v, &b.dout}) {
+      const Plan plan = plan_backward(b, machine);
+      EXPECT_STREQ(plan.kernel, fp32.kernel);
+      EXPECT_NE(std::string(plan.reason).find("not all of q, k, v and dout are bf16"), std::string::npos) << plan.reason;
+      x->dtype = Dtype::bf16;
+    }
+    EXPECT_STREQ(plan_backward(b, machine).kernel, unit.kernel);
+    EXPECT_STREQ(plan_backward(b, vectors).kernel, fp32.kernel);
+    b.forward.softcap = 1;
+    b.forward.q_lengths.max_len = 1;
+    EXPECT_STREQ(plan_backward(b, machine).kernel, unit.kernel);
+    b.dbias.data = &unreadable;
+    const Plan plan = plan_backward(b, machine);
+    EXPECT_STREQ(plan.kernel, fp32.kernel);
+    EXPECT_NE(std::string(plan.reason).find("dbias"), std::string::npos) << plan.reason;
+  }
+}
+
 TEST(Plan, SameQuestionSameAnswer) {
   const Plan a = plan_forward(problem(300, 400), Machine{best_isa(), 3});
   const Plan b = plan_forward(problem(300, 400), Machine{best_isa(), 3});

@@ -1,0 +1,379 @@
+// SPDX-License-Identifier: Apache-2.0
+// The five products of backward on a unit that multiplies bf16 (cpu/bf16_unit.h), for bf16 q, k, v and dout: blocks of queries in strips of
+// kStripRows rows against blocks of keys in panels of kTilePanel.
+//
+//     S = Q K^T      dP = dO V^T     32 rows x 32 keys at a time, fp32, one strip
+//     P, dS                          the step of all CPU kernels (backward_tile.h), rounded to bf16 into tiles
+//     dQ += dS K                     per strip; the sums of 32 rows x 32 columns stay in the unit over all keys of the block
+//     dV^T += dO^T P, dK^T += Q^T dS after the last strip of the block; sums stay in the unit over its queries
+//
+// dK and dV are summed transposed. P and dS are then right operands whose pairs are rows of the strip, so that rounding interleaves two
+// rows, and nothing is transposed in the loop: Q, dO, and their transposes are packed once.
+//
+// Three cases leave the unit, because it would get them wrong:
+//   values that are not finite in a strip with masked pairs, where 0 * Inf would leak: every product but S and dP pair by pair
+//   subnormal numbers, which the unit takes for zero, where an operand has numbers from 2^64 on: every product, pair by pair
+//   sequences so short that their forward takes dot products: S, for the reason at scores_are_dot_products
+#pragma once
+
+#include "cpu/backward_memory.h"
+#include "cpu/bf16_unit.h"
+#include "cpu/pack_tiles.h"
+
+namespace fa::cpu::FA_ISA {
+
+class Bf16Gradients : public BackwardMemory {
+ public:
+  Bf16Gradients(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace)
+      : BackwardMemory(problem, layout, workspace),
+        steps_(round_up(p_.head_dim, kTileDepth) / kTileDepth),
+        steps_v_(round_up(p_.head_dim_v, kTileDepth) / kTileDepth) {}
+
+  void pack_keys(const Head &x, int32_t slot, int64_t n) const {
+    const int64_t begin = n * l_.block_k, end = min64(begin + l_.block_k, x.k.len);
+    const Rows k = rows_of(p_.k, x.b, x.h_k, x.k.start), v = rows_of(p_.v, x.b, x.h_k, x.k.start);
+    uint8_t flags = flags_of(pack_key_tiles(k, begin, end, p_.head_dim, key_tiles(slot, begin)));
+    if (l_.wants.ds()) flags |= flags_of(pack_key_tiles(v, begin, end, p_.head_dim_v, value_tiles(slot, begin)));
+    if (l_.wants.dq) pack_value_tiles(k, begin, end, p_.head_dim, l_.block_k * kTilePanel, key_pairs(slot, begin));
+    slot_array<uint8_t>(slot, l_.k_flags)[n] = flags;
+  }
+
+  // q and dout of a block of rows, whose lse2 is known.
+  void pack_queries(const Head &x, int32_t slot, int64_t g, Range rows) const {
+    const int64_t h = x.h_k * p_.group + g, at = packed_row(g, rows.begin);
+    const float *lse2 = slot_array<float>(slot, l_.lse2) + at;
+    const Rows q = rows_of(p_.q, x.b, h, x.q.start), dout = rows_of(b_.dout, x.b, h, x.q.start);
+    // Rows that see nothing do not reach the products even if they hold NaN.
+    const auto row_of = [&](const Rows &source) {
+      return [&, source](int64_t r) { return lse2[r] != kInfinity ? source.row(rows.begin + r) : nullptr; };
+    };
+    uint8_t flags = flags_of(pack_left(rows.size(), p_.head_dim, row_of(q), q_left(slot, at)));
+    flags |= flags_of(pack_left(rows.size(), p_.head_dim_v, row_of(dout), dout_left(slot, at)));
+    query_flags(slot, g, rows.begin / l_.block_q) = flags;
+    if (l_.wants.dk) {
+      pack_left_transposed(rows.size(), p_.head_dim, row_of(q), l_.block_q * kTilePanel, q_columns(slot, at));
+    }
+    if (l_.wants.dv) {
+      pack_left_transposed(rows.size(), p_.head_dim_v, row_of(dout), l_.block_q * kTilePanel, dout_columns(slot, at));
+    }
+  }
+
+  void begin_keys(int32_t worker, int64_t) const {
+    if (l_.wants.dk) __builtin_memset(dk_block(worker), 0, static_cast<size_t>(dk_rows() * l_.ld_tile) * sizeof(float));
+    if (l_.wants.dv) __builtin_memset(dv_block(worker), 0, static_cast<size_t>(dv_rows() * l_.ld_tile) * sizeof(float));
+  }
+
+  // Adds the tile's parts to dk, dv and dq. Calls `dq_turn` before the first addition to dq.
+  template <class DqTurn>
+  void add_tile(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score, DqTurn dq_turn) {
+    const Tile &t = tile.pairs;
+    const uint8_t q_flags = query_flags(slot, tile.g, tile.m), k_flags = slot_array<uint8_t>(slot, l_.k_flags)[tile.n];
+    const uint8_t flags = q_flags | k_flags;
+    // Panels of keys whose P and dS the unit multiplies with Q^T and dO^T, for each strip.
+    Range panels[kMaxStrips];
+    int64_t strips = 0;
+    bool turn = false;
+    for (int64_t row = 0; row < t.rows; row += kStripRows, ++strips) {
+      const Tile strip{t.row + row, t.col, min64(kStripRows, t.rows - row), t.cols};
+      const Masking masking = tile_masking(score, strip);
+      panels[strips] = {0, 0};
+      if (masking == Masking::kAll) continue;
+      const TileBand band = tile_band(score, strip, masking);
+      const Range seen = band.columns(0, strip.rows);
+      Strip s{strip,
+              strips,
+              packed_row(tile.g, strip.row),
+              band,
+              {seen.begin / kTilePanel, round_up(seen.end, kTilePanel) / kTilePanel}};
+      s.masked = masking == Masking::kSome || score.masks_by_value();
+      s.exact = (flags & kSubnormal) != 0 && (flags & kHuge) != 0;
+      s.by_pair = s.exact || (s.masked && (flags & kNotFinite) != 0);
+      if (s.by_pair) s.panels = {0, round_up(t.cols, kTilePanel) / kTilePanel};
+      products(x, slot, worker, tile, s);
+      gradients(x, slot, worker, tile, score, masking, s);
+      if (!s.by_pair) panels[strips] = s.panels;
+      if (!l_.wants.dq) continue;
+      if (!turn) dq_turn();
+      turn = true;
+      add_dq(x, slot, worker, s);
+    }
+    if (l_.wants.dq && !turn) dq_turn();
+    const int64_t at = packed_row(tile.g, t.row);
+    if (l_.wants.dv) add_columns(panels, strips, dout_columns(slot, at), steps_v_, p_tiles(worker), dv_block(worker));
+    if (l_.wants.dk) add_columns(panels, strips, q_columns(slot, at), steps_, ds_tiles(worker), dk_block(worker));
+  }
+
+  // The sums over query heads 0 .. g - 1 of dk and dv of block n of the keys, with those of head g.
+  void gather_keys(int32_t slot, int32_t worker, int64_t n, int64_t, int64_t g) const {
+    if (l_.wants.dk) gather(g, dk_sum(slot, n), dk_block(worker), dk_rows(), l_.ld_tile);
+    if (l_.wants.dv) gather(g, dv_sum(slot, n), dv_block(worker), dv_rows(), l_.ld_tile);
+  }
+
+  // dk and dv of block n of the keys, from the sums over the group, or from the worker if there is one query head.
+  void write_keys(const Head &x, int32_t slot, int32_t worker, int64_t n, Range keys) const {
+    if (l_.wants.dk) {
+      write_transposed(worker, l_.sum_group ? dk_sum(slot, n) : dk_block(worker), p_.softmax_scale, b_.dk,
+                       rows_of(b_.dk, x.b, x.h_k, x.k.start), keys, p_.head_dim);
+    }
+    if (l_.wants.dv) {
+      write_transposed(worker, l_.sum_group ? dv_sum(slot, n) : dv_block(worker), 1.0f, b_.dv,
+                       rows_of(b_.dv, x.b, x.h_k, x.k.start), keys, p_.head_dim_v);
+    }
+  }
+
+ private:
+  static constexpr int64_t kStripRows = kTileStripRows;
+  static constexpr int64_t kMaxStrips = kBackwardTileRows / kStripRows;  // of a block of queries
+  enum Flags : uint8_t { kNotFinite = 1, kSubnormal = 2, kHuge = 4 };
+
+  // Some rows of a tile.
+  struct Strip {
+    Tile pairs;
+    int64_t index = 0;  // in the block of queries
+    int64_t at = 0;     // its first row among the packed ones
+    TileBand band;
+    Range panels;  // of keys that it works on
+    bool masked = false;
+    bool exact = false;    // no product by the unit
+    bool by_pair = false;  // no product of P and dS by the unit
+  };
+
+  static uint8_t flags_of(const Magnitudes &seen) {
+    return static_cast<uint8_t>((seen.finite() ? 0 : kNotFinite) | (seen.subnormal() ? kSubnormal : 0) |
+                                (seen.huge() ? kHuge : 0));
+  }
+
+  int64_t dk_rows() const { return steps_ * kTileDepth; }
+  int64_t dv_rows() const { return steps_v_ * kTileDepth; }
+  uint16_t *key_tiles(int32_t slot, int64_t key) const { return slot_array<uint16_t>(slot, l_.k_transposed) + key * dk_rows(); }
+  uint16_t *value_tiles(int32_t slot, int64_t key) const {
+    return slot_array<uint16_t>(slot, l_.v_transposed) + key * dv_rows();
+  }
+  uint16_t *key_pairs(int32_t slot, int64_t key) const { return slot_array<uint16_t>(slot, l_.k_rows) + key * dk_rows(); }
+  uint16_t *q_left(int32_t slot, int64_t at) const { return slot_array<uint16_t>(slot, l_.q_rows) + at * dk_rows(); }
+  uint16_t *dout_left(int32_t slot, int64_t at) const { return slot_array<uint16_t>(slot, l_.dout_rows) + at * dv_rows(); }
+  uint16_t *q_columns(int32_t slot, int64_t at) const { return slot_array<uint16_t>(slot, l_.q_columns) + at * dk_rows(); }
+  uint16_t *dout_columns(int32_t slot, int64_t at) const {
+    return slot_array<uint16_t>(slot, l_.dout_columns) + at * dv_rows();
+  }
+  uint16_t *p_tiles(int32_t worker) const { return worker_array<uint16_t>(worker, l_.p_pairs); }
+  uint16_t *ds_tiles(int32_t worker) const { return worker_array<uint16_t>(worker, l_.ds_pairs); }
+  uint16_t *ds_left(int32_t worker) const { return worker_array<uint16_t>(worker, l_.ds_left); }
+  float *s_strip(int32_t worker) const { return worker_array<float>(worker, l_.p_tile); }
+  float *dp_strip(int32_t worker) const { return worker_array<float>(worker, l_.ds_tile); }
+  float *dk_block(int32_t worker) const { return worker_array<float>(worker, l_.dk_block); }
+  float *dv_block(int32_t worker) const { return worker_array<float>(worker, l_.dv_block); }
+  float *dk_sum(int32_t slot, int64_t n) const { return slot_array<float>(slot, l_.dk_sum) + n * dk_rows() * l_.ld_tile; }
+  float *dv_sum(int32_t slot, int64_t n) const { return slot_array<float>(slot, l_.dv_sum) + n * dv_rows() * l_.ld_tile; }
+  // Tiles of P and dS as right operands: (panel of keys, strip, half).
+  int64_t pairs_at(int64_t panel, int64_t strip) const { return (panel * (l_.block_q / kStripRows) + strip) * kRightStep; }
+
+  // S and dP of a strip.
+  void products(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Strip &strip) {
+    const Tile &t = strip.pairs;
+    float *s = s_strip(worker), *dp = dp_strip(worker);
+    const Rows keys = rows_of(p_.k, x.b, x.h_k, x.k.start), values = rows_of(p_.v, x.b, x.h_k, x.k.start);
+    const uint16_t *q = q_left(slot, strip.at), *dout = dout_left(slot, strip.at);
+    const Range cols{strip.panels.begin * kTilePanel, strip.panels.end * kTilePanel};
+    if (scores_are_dot_products(p_, x.q)) {
+      short_scores(x, slot, worker, tile, strip, s);
+    } else if (strip.exact) {
+      exact_products(q, t.rows, keys, t.col, x.k.len, cols, p_.head_dim, s, l_.ld_tile);
+    } else {
+      multiply_panels(t.rows, q, key_tiles(slot, t.col), steps_, strip.panels, s);
+    }
+    if (!l_.wants.ds()) return;
+    if (strip.exact) {
+      exact_products(dout, t.rows, values, t.col, x.k.len, cols, p_.head_dim_v, dp, l_.ld_tile);
+    } else {
+      multiply_panels(t.rows, dout, value_tiles(slot, t.col), steps_v_, strip.panels, dp);
+    }
+  }
+
+  void multiply_panels(int64_t rows, const uint16_t *left, const uint16_t *right, int64_t steps, Range panels, float *to) {
+    for (int64_t n = panels.begin; n < panels.end; ++n) {
+      unit_.template multiply<false>(rows, steps, {left, kTileBf16, kRightStep}, right + n * steps * kRightStep,
+                                     {to + n * kTilePanel, l_.ld_tile, kTileRows, kTileRows * l_.ld_tile});
+    }
+  }
+
+  // S of the whole width of a strip of one of the sequences that scores_are_dot_products names; they have no more than one.
+  void short_scores(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Strip &strip, float *s) const {
+    const Rows q = rows_of(p_.q, x.b, x.h_k * p_.group + tile.g, x.q.start);
+    const float *lse2 = slot_array<float>(slot, l_.lse2) + strip.at;
+    float *rows = worker_array<float>(worker, l_.row_scratch);
+    widen_rows<ElementBf16>(
+        q, strip.pairs.row, strip.pairs.row + strip.pairs.rows, p_.head_dim,
+        [&](int64_t i) { return lse2[i - strip.pairs.row] != kInfinity; }, rows, l_.ld);
+    dot_products_to_tile(Dtype::bf16, rows_of(p_.k, x.b, x.h_k, x.k.start), strip.pairs, p_.head_dim, rows, l_.ld, s,
+                         l_.ld_tile);
+  }
+
+  // P and dS of a strip, from S and dP: into tiles, or, pair by pair, in place and on to dk and dv.
+  void gradients(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score, Masking masking,
+                 const Strip &strip) const {
+    const Tile &t = strip.pairs;
+    float *s = s_strip(worker), *dp = dp_strip(worker);
+    const TileStep step = tile_step_of(slot, worker, score, t, strip.at, s);
+    const bool by_value = score.general || strip.by_pair;
+    if (by_value && masking == Masking::kSome) mask_tile(score, t, s, l_.ld_tile);
+    if (strip.by_pair) {
+      add_pairs(x, worker, tile, strip, step);
+      return;
+    }
+    // Keys past the end of the sequence are masked, too: their P is not zero, and dS, K of the panel reach dq.
+    const bool ragged = t.cols % kTilePanel != 0;
+    if (by_value && ragged) {
+      for (int64_t r = 0; r < t.rows; ++r) mask_columns(s + r * l_.ld_tile, t.cols, round_up(t.cols, kTilePanel));
+    }
+    const MaskedBy masked_by = by_value ? (strip.masked || ragged ? MaskedBy::kValue : MaskedBy::kNothing)
+                                        : (strip.masked || ragged ? MaskedBy::kBand : MaskedBy::kNothing);
+    for_step(masked_by, step, [&]<MaskedBy kMaskedBy, bool kOptions>() {
+      step_into_tiles<kMaskedBy, kOptions>(strip, step, s, dp, {p_tiles(worker), ds_tiles(worker), ds_left(worker)});
+    });
+  }
+
+  struct StripTiles {
+    uint16_t *p;        // pairs of rows
+    uint16_t *ds;       // pairs of rows
+    uint16_t *ds_left;  // (half, step of 32 keys): rows
+  };
+
+  template <MaskedBy kMaskedBy, bool kOptions>
+  void step_into_tiles(const Strip &strip, const TileStep &step, const float *s, const float *dp, StripTiles to) const {
+    using Row = RowStep<kMaskedBy, kOptions>;
+    const Tile &t = strip.pairs;
+    const int64_t half = kTileRows * l_.block_k;
+    for (int64_t r = 0; r < kStripRows; r += 2) {
+      // Rows past the last one are zero, as their packed queries are.
+      const bool has_even = r < t.rows, has_odd = r + 1 < t.rows;
+      const Row even(step, has_even ? r : 0, strip.band.columns(r, 1)),
+          odd(step, has_odd ? r + 1 : 0, strip.band.columns(r + 1, 1));
+      for (int64_t panel = strip.panels.begin; panel < strip.panels.end; ++panel) {
+        const int64_t pairs = pairs_at(panel, strip.index) + r / 2 * kTileDepth;
+        uint16_t *left = to.ds_left + r / kTileRows * half + panel * kTileBf16 + r % kTileRows * kTileDepth;
+        for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
+          const int64_t c = panel * kTilePanel + i;
+          I p[2] = {Simd::iset(0), Simd::iset(0)}, ds[2] = {Simd::iset(0), Simd::iset(0)};
+          const auto of_row = [&](const Row &row, int64_t at, I &p_of_row, I &ds_of_row) __attribute__((always_inline)) {
+            F p0, p1, ds0, ds1;
+            row.gradients(c, Simd::load(s + at + c), Simd::load(dp + at + c), p0, ds0);
+            row.gradients(c + kWidth, Simd::load(s + at + c + kWidth), Simd::load(dp + at + c + kWidth), p1, ds1);
+            p_of_row = Simd::to_bf16(p0, p1);
+            ds_of_row = Simd::to_bf16(ds0, ds1);
+          };
+          if (__builtin_expect(has_even, 1)) of_row(even, r * step.ld, p[0], ds[0]);
+          if (__builtin_expect(has_odd, 1)) of_row(odd, (r + 1) * step.ld, p[1], ds[1]);
+          I first, rest;
+          const int64_t at = pairs + i / kTileRows * kTileBf16 + i % kTileRows * 2;
+          const int64_t after = pairs + (i + kWidth) / kTileRows * kTileBf16 + (i + kWidth) % kTileRows * 2;
+          Simd::interleave_u16(p[0], p[1], first, rest);
+          Simd::istore(reinterpret_cast<uint32_t *>(to.p + at), first);
+          Simd::istore(reinterpret_cast<uint32_t *>(to.p + after), rest);
+          Simd::interleave_u16(ds[0], ds[1], first, rest);
+          Simd::istore(reinterpret_cast<uint32_t *>(to.ds + at), first);
+          Simd::istore(reinterpret_cast<uint32_t *>(to.ds + after), rest);
+          Simd::istore(reinterpret_cast<uint32_t *>(left + i), ds[0]);
+          Simd::istore(reinterpret_cast<uint32_t *>(left + kTileDepth + i), ds[1]);
+        }
+      }
+    }
+  }
+
+  // dQ += dS K of a strip.
+  void add_dq(const Head &x, int32_t slot, int32_t worker, const Strip &strip) {
+    const Tile &t = strip.pairs;
+    float *dq = slot_array<float>(slot, l_.dq_sum) + strip.at * l_.ld;
+    if (strip.by_pair) {
+      const Rows keys = rows_of(p_.k, x.b, x.h_k, x.k.start);
+      for_visible(worker, t, [&](int64_t r, int64_t j) {
+        const float ds = dp_strip(worker)[r * l_.ld_tile + j];
+        const auto *key = reinterpret_cast<const uint16_t *>(keys.row(t.col + j));
+        for (int64_t i = 0; i < p_.head_dim; ++i) dq[r * l_.ld + i] += ds * number(key[i]);
+      });
+      return;
+    }
+    const uint16_t *ds = ds_left(worker) + strip.panels.begin * kTileBf16;
+    const uint16_t *keys = key_pairs(slot, t.col) + strip.panels.begin * kRightStep;
+    for (int64_t c = 0; c < dk_rows(); c += kTilePanel, keys += l_.block_k * kTilePanel) {
+      unit_.template multiply<true>(t.rows, strip.panels.size(), {ds, kTileRows * l_.block_k, kTileBf16}, keys,
+                                    {dq + c, l_.ld, kTileRows, kTileRows * l_.ld});
+    }
+  }
+
+  // sum (columns, keys) += C T, where C is the transpose of the block's q or dout and T its dS or P, over the strips that `panels` names.
+  void add_columns(const Range *panels, int64_t strips, const uint16_t *columns, int64_t column_panels, const uint16_t *right,
+                   float *sum) {
+    for (int64_t n = 0; n < l_.block_k / kTilePanel; ++n) {
+      const auto takes = [&](int64_t strip) { return panels[strip].begin <= n && n < panels[strip].end; };
+      for (int64_t begin = 0; begin < strips; ++begin) {
+        if (!takes(begin)) continue;
+        int64_t end = begin + 1;
+        while (end < strips && takes(end)) ++end;
+        for (int64_t c = 0; c < column_panels; ++c) {
+          unit_.template multiply<true>(
+              kTilePanel, end - begin, {columns + c * l_.block_q * kTilePanel + begin * kRightStep, kTileBf16, kRightStep},
+              right + pairs_at(n, begin),
+              {sum + c * kTilePanel * l_.ld_tile + n * kTilePanel, l_.ld_tile, kTileRows, kTileRows * l_.ld_tile});
+        }
+        begin = end;
+      }
+    }
+  }
+
+  // The same for a strip whose masked pairs meet values that are not finite, and for numbers that the unit takes for zero. Slow, and only
+  // reached with such values. Leaves dS in place, and the visible pairs for add_dq.
+  void add_pairs(const Head &x, int32_t worker, const BackwardTile &tile, const Strip &strip, const TileStep &step) const {
+    const Tile &t = strip.pairs;
+    const int64_t h = x.h_k * p_.group + tile.g;
+    float *s = s_strip(worker), *dp = dp_strip(worker);
+    note_visible(t.rows, t.cols, s, l_.ld_tile, worker_array<uint8_t>(worker, l_.visible_tile));
+    tile_step(MaskedBy::kValue, {-Band::kUnlimited, Band::kUnlimited, 0, t.cols}, t.rows, step, s, dp);
+    const Rows q = rows_of(p_.q, x.b, h, x.q.start), dout = rows_of(b_.dout, x.b, h, x.q.start);
+    for_visible(worker, t, [&](int64_t r, int64_t j) {
+      if (step.lse2[r] == kInfinity) return;  // sees nothing
+      const auto add = [&](const Rows &rows, int64_t dim, float factor, float *sum) {
+        const auto *row = reinterpret_cast<const uint16_t *>(rows.row(t.row + r));
+        for (int64_t i = 0; i < dim; ++i) sum[i * l_.ld_tile + j] += factor * number(row[i]);
+      };
+      if (l_.wants.dv) add(dout, p_.head_dim_v, s[r * l_.ld_tile + j], dv_block(worker));
+      if (l_.wants.dk) add(q, p_.head_dim, dp[r * l_.ld_tile + j], dk_block(worker));
+    });
+  }
+
+  template <class Body>
+  void for_visible(int32_t worker, const Tile &t, Body body) const {
+    const uint8_t *visible = worker_array<uint8_t>(worker, l_.visible_tile);
+    for (int64_t r = 0; r < t.rows; ++r) {
+      for (int64_t j = 0; j < t.cols; ++j) {
+        if (visible[r * t.cols + j]) body(r, j);
+      }
+    }
+  }
+  static float number(uint16_t bf16) { return __builtin_bit_cast(float, uint32_t{bf16} << 16); }
+
+  // Rows `keys` of the tensor <- factor * the transpose of `from` (dim, ld_tile), rounded once.
+  void write_transposed(int32_t worker, const float *from, float factor, const Operand &tensor, const Rows &to, Range keys,
+                        int64_t dim) const {
+    float *rows = worker_array<float>(worker, l_.row_scratch);
+    const int64_t ld = round_up(dim, kWidth);
+    for (int64_t j = 0; j < keys.size(); j += kWidth) {
+      for (int64_t i = 0; i < ld; i += kWidth) {
+        F block[kWidth];
+#pragma GCC unroll 16
+        for (int r = 0; r < kWidth; ++r) block[r] = Simd::load(from + (i + r) * l_.ld_tile + j);
+        Simd::transpose(block);
+#pragma GCC unroll 16
+        for (int r = 0; r < kWidth; ++r) Simd::store(rows + r * ld + i, block[r]);
+      }
+      for_dtype(tensor.dtype, [&]<class Element>() {
+        narrow_rows<Element>(rows, ld, factor, to, keys.begin + j, min64(keys.begin + j + kWidth, keys.end), dim);
+      });
+    }
+  }
+
+  const int64_t steps_, steps_v_;  // of 32 columns of q and k, of dout and v
+  Bf16Unit unit_;
+};
+
+}  // namespace fa::cpu::FA_ISA
