@@ -64,7 +64,8 @@ Choice choose(const BackwardProblem &problem, const Machine &machine) {
   if (machine.isa == FA_CPU_ISA_AMX || machine.isa == FA_CPU_ISA_AVX512_BF16) {
     const bool bf16 =
         p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16 && problem.dout.dtype == Dtype::bf16;
-    if (bf16 && problem.dbias.data == nullptr) {
+    const bool waits = machine.isa == FA_CPU_ISA_AMX && !backward_uses_tiles();
+    if (bf16 && problem.dbias.data == nullptr && !waits) {
 #if defined(FA_HAVE_AMX)
       if (machine.isa == FA_CPU_ISA_AMX) return {amx::backward, true, "cpu_backward_amx", reason};
 #endif
@@ -72,8 +73,9 @@ Choice choose(const BackwardProblem &problem, const Machine &machine) {
       if (machine.isa == FA_CPU_ISA_AVX512_BF16) return {avx512_bf16::backward, true, "cpu_backward_avx512_bf16", reason};
 #endif
     }
-    reason = bf16 ? "blocks of keys outer, in fp32 because dbias is asked for"
-                  : "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16";
+    reason = !bf16   ? "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16"
+             : waits ? "blocks of keys outer, in fp32 because backward on AMX tiles has not run on a processor yet"
+                     : "blocks of keys outer, in fp32 because dbias is asked for";
   }
   switch (vector_isa(machine.isa)) {
     case FA_CPU_ISA_AVX512:
