@@ -25,9 +25,10 @@ struct BackwardRows {
   int16_t more_counters;    // behind the further number, zeroed, too
   int32_t head_dim_bucket;  // columns of dq_sum
   float lse_unit;           // multiplies lse: 1, or log2(e)
-  float *row_lse;    // (q_tile_rows): lse * lse_unit - p_exponent; +inf (so that P is 0) for rows without keys and past the end
-  float *row_delta;  // (q_tile_rows): (sum over columns of dout * out - dlse) / 2^p_exponent
-  float *dq_sum;     // (q_tile_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
+  float *row_lse;  // (q_tile_rows): lse * lse_unit - p_exponent; +inf (so that P is 0) for rows without keys and past the end
+  // (q_tile_rows): (sum over columns of dout * out - dlse) / 2^p_exponent; rows without keys: 0, or NaN if dout is not finite
+  float *row_delta;
+  float *dq_sum;          // (q_tile_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
   int32_t *dq_semaphore;  // (dq_semaphores)
 };
 

@@ -17,8 +17,8 @@
 //
 //   start S^T = K Q^T, then dP^T = V dO^T of 64 queries
 //   wait for S^T; P^T = exp2(S^T - lse), converted to 16 bits, while dP^T runs
-//   wait for dP^T; start dv += P^T dO; meanwhile dS^T = P^T (dP^T - delta), converted and stored to shared memory
-//   start the first part of dk += dS^T Q; meanwhile dS^T of the other 64 queries, if kDpParts is 2
+//   wait for dP^T; dS^T = P^T (dP^T - delta), converted and stored to shared memory
+//   start dv += P^T dO and the first part of dk += dS^T Q; if kDpParts is 2, before them dP^T and meanwhile dS^T of the other 64 queries
 //   start dq = dS K of the previous Q tile (half of its columns, or of its queries, per warpgroup), then the rest of dk
 //   while that part of dk runs: store dq to shared memory, from where a dq warp has TMA add it to dq_sum
 //
@@ -486,7 +486,7 @@ class Backward {
     // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this warp's stores.
     // Here it runs beside S and dP.
     if (has_prev_) wait_ds_full(n - 1);
-    bool nan_safe_prev;  // at head_dim 128 there is no register for it here
+    bool nan_safe_prev = false;  // with one part it is read later: head_dim 128 has no register for it here
     if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe();
     fence_proxy_async();
     wgmma_wait<1>();
