@@ -204,7 +204,7 @@ class Backward {
       if (cta_.lane == 0) {
         WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
         next.work_index = work_index;
-        next.nan_safe[0] = next.nan_safe[1] = 0.f;
+        for (auto &stage : next.nan_safe) stage[0] = stage[1] = 0.f;
         if (C::kSplitTail && more && index >= cta_.params.split_tail.first_tile && cta_.params.split_tail.units > 0) {
           crosses = describe_split(index - cta_.params.split_tail.first_tile, second, next);
         } else if (more) {
@@ -487,7 +487,7 @@ class Backward {
     // Here it runs beside S and dP.
     if (has_prev_) wait_ds_full(n - 1);
     bool nan_safe_prev = false;  // with one part it is read later: head_dim 128 has no register for it here
-    if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe();
+    if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     fence_proxy_async();
     wgmma_wait<1>();
     fence_operand(s_);
@@ -562,7 +562,7 @@ class Backward {
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
-    if constexpr (C::kDpParts == 1) nan_safe_prev = any_nan_safe();
+    if constexpr (C::kDpParts == 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
@@ -609,7 +609,7 @@ class Backward {
     const uint32_t ds = smem_ds((q_tiles - 1) & 1);
     wait_ds_full(q_tiles - 1);
     fence_proxy_async();
-    if (any_nan_safe()) {
+    if (any_nan_safe((q_tiles - 1) & 1)) {
       nan_safe_dq(ds);
     } else {
       fence_operand(dq_);
@@ -655,25 +655,25 @@ class Backward {
   // NaN-safe path
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Each warpgroup decides for itself whether its dk and dv of a Q tile need this path. dq is a product with both warpgroups' dS and K: it takes the
-  // path from the first Q tile on for which one of them did, to the end of the work tile. The decision is written before dS is handed over, and read
-  // behind that.
+  // Each warpgroup decides for itself whether its dk and dv of a Q tile need this path. dq is a product with both warpgroups' dS and K, so the
+  // decisions go with dS: written when its stage is empty, read when it is full. They are not taken back before the work tile ends, so later Q tiles
+  // with the same stage take the path for dq as well.
   __device__ __forceinline__ void set_nan_safe() const {
     if (cta_.warp != 0 || cta_.lane != 0) return;
     WorkTile *description = &cta_.work() - (kWg1MaySkip ? wg_ : 0);
 #pragma unroll
-    for (int n = 0; n < kTilesPerWorkStage; ++n) description[n].nan_safe[wg_] = 1.f;
+    for (int n = 0; n < kTilesPerWorkStage; ++n) description[n].nan_safe[ds_stage_][wg_] = 1.f;
   }
-  __device__ __forceinline__ bool any_nan_safe() const {
-    const float2 x = ld_shared_float2(smem_address(cta_.work().nan_safe));
+  __device__ __forceinline__ bool any_nan_safe(int ds_stage) const {
+    const float2 x = ld_shared_float2(smem_address(cta_.work().nan_safe[ds_stage]));
     return x.x + x.y != 0.f;
   }
 
   // gradients() over the visible pairs alone.
   __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n) {
     const uint32_t ds = smem_ds(ds_stage_);
-    set_nan_safe();
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
+    set_nan_safe();
 #pragma unroll
     for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);

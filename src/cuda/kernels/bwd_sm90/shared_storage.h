@@ -22,9 +22,10 @@ struct WorkTile {
                                                  // single CTA with splits > 1: number among the work tiles that are split
   bool wg1_skips;                                // single CTA: consumer warpgroup 1 skips the last Q tile of the main loop
   int8_t split, splits;                          // single CTA: this is one of `splits` parts of the main loop; SplitTail
-  alignas(8) float nan_safe[2];                  // single CTA: not 0 if consumer warpgroup 0, or 1, has taken the NaN-safe path
+  alignas(8) float nan_safe[2][2];  // single CTA, by stage of dS: not 0 if consumer warpgroup 0, or 1, has taken the
+                                    // NaN-safe path
 };
-static_assert(sizeof(WorkTile) == 72);
+static_assert(sizeof(WorkTile) == 80);
 
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
 template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages>
