@@ -178,10 +178,11 @@ def varlen(quick: bool) -> List[Case]:
 
     rows = [packed(direction, d, True, lengths) for direction in ("forward", "backward") for d in dims]
     # As many tokens in sequences of one length and of random ones: the ratio of their TFLOP/s is what uneven lengths cost.
-    for d in dims:
-        for causal in (False, True):
-            rows.append(packed("forward", d, causal, (1024,) * 64))
-            rows += [packed("forward", d, causal, random_lengths(seed), seed=seed) for seed in ((1,) if quick else (1, 2, 3))]
+    for direction in ("forward", "backward"):
+        for d in dims:
+            for causal in (False, True):
+                rows.append(packed(direction, d, causal, (1024,) * 64))
+                rows += [packed(direction, d, causal, random_lengths(seed), seed=seed) for seed in ((1,) if quick else (1, 2, 3))]
     return rows
 
 
