@@ -115,16 +115,6 @@ bool has_isa(fa_cpu_isa isa) {
   }
 }
 
-// The backward kernels on tiles have run on the model of cpu/tile.h alone. Before FA_AMX_BACKWARD becomes the default, a processor with AMX must
-// pass the parity suite in a build with -DFA_AMX_BACKWARD (FA_TEST_BACKEND=amx).
-bool backward_uses_tiles() {
-#if defined(FA_TILE_MODEL) || defined(FA_AMX_BACKWARD)
-  return true;
-#else
-  return false;
-#endif
-}
-
 fa_cpu_isa best_isa() {
   if (has_isa(FA_CPU_ISA_AMX)) return FA_CPU_ISA_AMX;
   if (has_isa(FA_CPU_ISA_AVX512_BF16) && multiplies_bf16_faster()) return FA_CPU_ISA_AVX512_BF16;

@@ -26,8 +26,6 @@ bool has_isa(fa_cpu_isa isa);
 // What computes the problems for which `isa` has no kernels of its own: for AMX and AVX512_BF16, which have those of bf16 alone,
 // the best of the others.
 fa_cpu_isa vector_isa(fa_cpu_isa isa);
-// Whether backward of bf16 under FA_CPU_ISA_AMX may use the tile unit.
-bool backward_uses_tiles();
 
 // How a problem will run: pure function of problem shape and machine, reads no tensor data (so lengths count at their maxima).
 struct Plan {

@@ -64,8 +64,7 @@ Choice choose(const BackwardProblem &problem, const Machine &machine) {
   if (machine.isa == FA_CPU_ISA_AMX || machine.isa == FA_CPU_ISA_AVX512_BF16) {
     const bool bf16 =
         p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16 && problem.dout.dtype == Dtype::bf16;
-    const bool waits = machine.isa == FA_CPU_ISA_AMX && !backward_uses_tiles();
-    if (bf16 && problem.dbias.data == nullptr && !waits) {
+    if (bf16 && problem.dbias.data == nullptr) {
 #if defined(FA_HAVE_AMX)
       if (machine.isa == FA_CPU_ISA_AMX) return {amx::backward, true, "cpu_backward_amx", reason};
 #endif
@@ -73,9 +72,8 @@ Choice choose(const BackwardProblem &problem, const Machine &machine) {
       if (machine.isa == FA_CPU_ISA_AVX512_BF16) return {avx512_bf16::backward, true, "cpu_backward_avx512_bf16", reason};
 #endif
     }
-    reason = !bf16   ? "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16"
-             : waits ? "blocks of keys outer, in fp32 because backward on AMX tiles has not run on a processor yet"
-                     : "blocks of keys outer, in fp32 because dbias is asked for";
+    reason = bf16 ? "blocks of keys outer, in fp32 because dbias is asked for"
+                  : "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16";
   }
   switch (vector_isa(machine.isa)) {
     case FA_CPU_ISA_AVX512:

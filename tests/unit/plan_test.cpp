@@ -55,7 +55,6 @@ TEST(Plan, BackwardOfBf16) {
   } units[] = {{FA_CPU_ISA_AVX512_BF16, "cpu_backward_avx512_bf16"}, {FA_CPU_ISA_AMX, "cpu_backward_amx"}};
   for (const auto &unit : units) {
     if (!has_isa(unit.isa)) continue;  // InstructionSetsOfThisMachine says which there are
-    if (unit.isa == FA_CPU_ISA_AMX && !backward_uses_tiles()) continue;
     const Machine machine{unit.isa, 2}, vectors{vector_isa(unit.isa), 2};
     BackwardProblem b = backward_problem(2000);
     const Plan fp32 = plan_backward(b, vectors);
