@@ -42,6 +42,7 @@ struct BackwardConfig {
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
+  static constexpr bool kRotates = !kScored;    // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail = !kScored;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
@@ -306,7 +307,9 @@ class Backward {
     bool first = true;
     for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
       const int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + g;
-      for (int q_tile = cta_.work().q_tile_end - 1; q_tile >= cta_.work().q_tile_begin; --q_tile) {
+      const int shift = cta_.q_tile_shift();
+      for (int i = cta_.work().q_tile_end - 1; i >= cta_.work().q_tile_begin; --i) {
+        const int q_tile = cta_.shifted_q_tile(i, shift);
         const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
         mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
         if (elect_one()) {

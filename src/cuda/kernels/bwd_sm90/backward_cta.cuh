@@ -87,6 +87,19 @@ struct BackwardCta {
     b.full_end = max(min(key0 - first + 1, diagonal.seqlen_q), 0) / C::kTileQ;
   }
 
+  // Where a work tile has no masked pairs, its main loop begins with a Q tile of its own: CTAs at work on one head then add to different rows of
+  // dq. The loop has the same Q tiles, `shift` tiles further up; those that would lie past the end are its last ones. Which Q tile it is matters
+  // only to the warps that load Q and that add dq.
+  __device__ __forceinline__ int q_tile_shift() const {
+    const WorkTile &t = work();
+    if (!C::kRotates || params.ordered || t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end) return 0;
+    return static_cast<int>(int64_t{t.key0} * (t.q_tile_end - t.q_tile_begin) / max(t.seqlen_k, 1));
+  }
+  __device__ __forceinline__ int shifted_q_tile(int q_tile, int shift) const {
+    q_tile += shift;
+    return q_tile < work().q_tile_end ? q_tile : q_tile - (work().q_tile_end - work().q_tile_begin);
+  }
+
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
     return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.q_tiles;
@@ -302,8 +315,10 @@ struct BackwardCta {
     int n = 0;
     for (int g = 0; g < static_cast<int>(problem.group); ++g) {
       const int first = workspace_q_tile(work().head_k * static_cast<int>(problem.group) + g);
-      for (int q_tile = work().q_tile_end - 1; q_tile >= work().q_tile_begin; --q_tile) {
+      const int shift = q_tile_shift();
+      for (int i = work().q_tile_end - 1; i >= work().q_tile_begin; --i) {
         if (kWarps > 1 && n++ % kWarps != warp) continue;
+        const int q_tile = shifted_q_tile(i, shift);
         const int index = (first + q_tile) * C::kDqPartials + partial;
         int32_t *counter = params.dq_semaphore + index;
         // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
