@@ -55,6 +55,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
+  if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_k / shape.kv_tile);
   params.tiles = plan.tiles;
   params.counters = memory.counters;
   params.vector_out = plan.vector.out;

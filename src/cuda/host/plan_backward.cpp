@@ -101,7 +101,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const sm90::BackwardShape &shape = sm90::kBackwardShapes[row->shape];
   plan.family = Family::sm90;
   plan.shape = row->shape;
-  plan.reason = hopper_reason(shape.scored());
+  plan.reason = hopper_reason(shape.scores);
   // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.
   const int64_t at_once = device.multiprocessors / shape.blocks();
   FA_RETURN_IF_ERROR(

@@ -40,8 +40,10 @@ inline bool is_causal(const Problem &p) { return !Diagonal<int32_t>::Limits(p.ba
 // Why the reason of a plan is CUDA cores: what keeps tensor-core kernels `rows` from serving the problem.
 const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device);
 const char *tensor_core_reason(ScoreSet scores);
-constexpr const char *hopper_reason(bool scored) {
-  return scored ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi" : "Hopper kernel (wgmma, TMA) for plain scores";
+constexpr const char *hopper_reason(ScoreSet scores) {
+  return scores & kBlockMask ? "Hopper kernel (wgmma, TMA) for block masks"
+         : scores & kSoftcap ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
+                             : "Hopper kernel (wgmma, TMA) for plain scores";
 }
 
 // Refuses grids with more CTAs than one launch holds.

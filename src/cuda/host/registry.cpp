@@ -73,9 +73,9 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.operands = shape.fp8 ? kFp8 : k16Bit;
-              row.scores = shape.scored ? kSoftcapAlibi : kPlain;
+              row.scores = shape.scores;
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
-              row.features = kDeterministic | kSeparateV | (shape.scored ? 0 : kPlainScores);
+              row.features = kDeterministic | kSeparateV | (shape.scores != kPlain ? 0 : kPlainScores);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();

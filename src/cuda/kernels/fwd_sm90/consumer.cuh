@@ -50,7 +50,7 @@ class Consumer {
         p_(params.problem),
         smem_(smem),
         at_(at),
-        recompute_(params, at),
+        recompute_(params, smem, at),
         promotion_(smem, at),
         epilogue_(params, smem, at) {}
 
@@ -114,14 +114,13 @@ class Consumer {
   }
 
  private:
-  __device__ __forceinline__ const WorkTile &previous_tile() const {
-    return smem_.work_tile((work_.stage() + C::kWorkStages - 1) % C::kWorkStages);
-  }
+  __device__ __forceinline__ int previous_stage() const { return (work_.stage() + C::kWorkStages - 1) % C::kWorkStages; }
+  __device__ __forceinline__ const WorkTile &previous_tile() const { return smem_.work_tile(previous_stage()); }
 
   // Does the pending out += P V of the previous work tile, with no S to overlap it.
   __device__ __forceinline__ void drain(bool single) {
     mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-    if (single) clear_v_tail(previous_tile());
+    if (single) clear_v_tail(previous_stage());
     fence_operands();
     issue_pv(single);
     wgmma_wait<0>();
@@ -149,6 +148,16 @@ class Consumer {
     mbarrier_arrive_if(at_.lane == 0, smem_.work_empty(work_.stage()));
   }
 
+  // The first key of the KV tile of iteration i. With a block mask the producer warp has written it; `released`: the KV tile has left its stage of K.
+  __device__ __forceinline__ int first_key(const WorkTile &t, int i, bool released) const {
+    if constexpr (C::kHasBlockMask) {
+      const int stage = released ? (k_.stage() + C::kStages - 1) % C::kStages : k_.stage();
+      return smem_.first_key(stage, k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0));
+    } else {
+      return t.kv_tile(i) * C::kKeys;
+    }
+  }
+
   // Skips a KV tile that only other warpgroups see. It waits for the load first: an arrival before that would count for the phase before.
   __device__ __forceinline__ void skip_k() {
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
@@ -163,10 +172,16 @@ class Consumer {
 
   // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
   // and may hold NaN. Every warpgroup zeroes all of them, so that none waits for another.
-  __device__ __forceinline__ void clear_v_tail(const WorkTile &t) const {
+  __device__ __forceinline__ void clear_v_tail(int work_stage) const {
     // Otherwise TMA, or the transposed copy of V, has put zeros there.
     if (C::kFp8 || (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr)) return;
-    const int used = t.seqlen_k - t.kv_tile(t.begin[at_.wg]) * C::kKeys;
+    const WorkTile &t = smem_.work_tile(work_stage);
+    int used = t.seqlen_k;
+    if constexpr (C::kHasBlockMask) {
+      used -= smem_.range(work_stage).first_key[at_.wg];
+    } else {
+      used -= t.kv_tile(t.begin[at_.wg]) * C::kKeys;
+    }
     if (used >= C::kKeys) return;
     const uint32_t v = smem_.v(v_.stage());
     for (int n = used * 8 + (threadIdx.x & 127); n < C::kKeys * 8; n += 128)
@@ -193,7 +208,7 @@ class Consumer {
     const auto wait_v = [&] {
       if (!has_pv) return;
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-      if (first_pv) clear_v_tail(kFirst ? previous_tile() : t);
+      if (first_pv) clear_v_tail(kFirst ? previous_stage() : work_.stage());
     };
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     if (!kEarlyK) wait_v();
@@ -201,7 +216,7 @@ class Consumer {
     issue_qk();
     const bool masked = i < masked_end;
     uint32_t visible[2];
-    if (kSpareRegisters && masked) find_visible(t, t.kv_tile(i) * C::kKeys, visible);  // while the wgmmas run
+    if (kSpareRegisters && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);  // while the wgmmas run
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
@@ -210,9 +225,9 @@ class Consumer {
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
     mbarrier_arrive_if(at_.lane == 0 && i + 1 == kv_tiles, smem_.q_empty(q_.stage(), at_.wg));
     k_.advance();
-    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.kv_tile(i) * C::kKeys);
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
     if (masked) {
-      if (!kSpareRegisters) find_visible(t, t.kv_tile(i) * C::kKeys, visible);
+      if (!kSpareRegisters) find_visible(t, first_key(t, i, /*released=*/true), visible);
       apply_mask(visible);
     }
     const bool rescaled = update_max_and_exponentiate();
@@ -230,7 +245,7 @@ class Consumer {
       for (int n = 0; n < i; ++n) skip_v();
       masked_only_ = masked_end == kv_tiles;
     } else {
-      if (i == masked_end) make_nan_safe(t);
+      if (i == masked_end) make_nan_safe(work_.stage());
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     out_max_[0] = softmax_.max[0];
@@ -256,7 +271,7 @@ class Consumer {
     mbarrier_arrive_if(at_.lane == 0 && last, smem_.q_empty(q_.stage(), at_.wg));
     k_.advance();
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
-    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.kv_tile(i) * C::kKeys);
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     if constexpr (kDeferredMax) {
@@ -272,7 +287,7 @@ class Consumer {
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
     if (rescaled) {
-      if constexpr (kDeferredMax) rescale_p(t, t.kv_tile(i) * C::kKeys, sum);
+      if constexpr (kDeferredMax) rescale_p(t, first_key(t, i, /*released=*/true), sum);
       scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     softmax_.sum[0] += sum[0];
@@ -283,7 +298,7 @@ class Consumer {
   // The previous work tile has all of its out: finishes its rows and frees its description.
   __device__ __forceinline__ void finish_previous() {
     const WorkTile &t = previous_tile();
-    if (masked_only_) make_nan_safe(t);
+    if (masked_only_) make_nan_safe(previous_stage());
     if constexpr (C::kFp8) promotion_.add_to(out_, t);
     epilogue_.store_rows(t, out_);
     __syncwarp();
@@ -411,8 +426,9 @@ class Consumer {
   }
 
   // P of a masked pair is 0, and 0 times NaN or Inf is NaN. Called when out holds the masked KV tiles of the work tile and nothing else.
-  __device__ __forceinline__ void make_nan_safe(const WorkTile &t) {
-    if (__any_sync(~0u, nan_if_nonfinite(out_) != 0.f)) recompute_.recompute_out(t, out_max_, out_);
+  __device__ __forceinline__ void make_nan_safe(int work_stage) {
+    if (!__any_sync(~0u, nan_if_nonfinite(out_) != 0.f)) return;
+    recompute_.recompute_out(work_stage, out_max_, out_);
   }
 
   __device__ __forceinline__ void convert_p() {

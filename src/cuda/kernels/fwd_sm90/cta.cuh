@@ -12,7 +12,7 @@
 namespace fa::cuda::sm90 {
 
 template <typename Element_, typename Out_, int kD_, int kDv_, int kConsumerWarpgroups_, int kKeys_, int kQStages_,
-          int kStages_, int kOutAtoms_, int kCtasPerSm_, bool kHasScoreMod_>
+          int kStages_, int kOutAtoms_, int kCtasPerSm_, ScoreSet kScores_>
 struct ForwardConfig {
   using Element = Element_;
   using Out = Out_;
@@ -21,14 +21,16 @@ struct ForwardConfig {
                        kStages = kStages_;
   static constexpr int kOutAtoms = kOutAtoms_;  // swizzle atoms of out staged for one TMA store; 0: stored from registers
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr bool kHasScoreMod = kHasScoreMod_;  // softcap or ALiBi
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
+  static constexpr bool kHasBlockMask = (kScores & kBlockMask) != 0;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
   // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
   static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kFp8 ? 2 : 0;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
-  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8>;
+  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores>;
   static constexpr int kWorkStages = Storage::kWorkStages;
   static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
   static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
@@ -36,7 +38,7 @@ struct ForwardConfig {
   static constexpr int kVLoadedBytes = kFp8 ? kDv * kKeys : kVBytes;  // bytes of one TMA load of V
   // setmaxnreg moves registers from the first warpgroup (scheduler and producers) to the consumers. They can take only what it gives up.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kCtasPerSm) / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 || kHasBlockMask ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3   ? 160
                                             : kConsumerWarpgroups == 2 ? 232
                                                                        : 2 * kLaunchRegisters - kProducerRegisters;
@@ -97,6 +99,16 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t work_empty(int n) const { return base + offsetof(Storage, work_empty) + n * 8; }
   __device__ __forceinline__ uint32_t work_request() const { return base + offsetof(Storage, work_request); }
   __device__ __forceinline__ WorkTile &work_tile(int n) const { return work_tiles[n]; }
+
+  // With a block mask: the range of the work tile in stage n, and the first key of a KV tile in stage n of K.
+  __device__ __forceinline__ BlockMaskRange<C::kConsumerWarpgroups> &range(int n) const {
+    return storage().block_mask.ranges[n];
+  }
+  __device__ __forceinline__ int &first_key(int n, uint32_t phase) const { return storage().block_mask.first_key[phase][n]; }
+  // The storage that work_tiles is in: one address in registers serves both.
+  __device__ __forceinline__ Storage &storage() const {
+    return *reinterpret_cast<Storage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles));
+  }
 
   __device__ __forceinline__ void init_barriers(const ForwardParams &a) const {
     tma_prefetch_descriptor(&a.q_map);

@@ -27,6 +27,7 @@ struct ForwardParams {
   bool vector_out;    // out allows 16-byte stores
   bool tma_out;       // out allows TMA stores
   Descale q_descale, k_descale, v_descale;  // fp8: one per sequence and head
+  Divisor mask_block;                       // block mask: KV tiles in a block of keys
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

@@ -3,11 +3,15 @@
 // and by the launcher.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/kernels/fwd_sm90/shared_storage.h"
 
 namespace fa::cuda::sm90 {
+
+constexpr int32_t kAnyLength = INT32_MAX;
+constexpr int32_t kMaxSharedBytes = 227 * 1024;  // of the CTAs of an SM, with 1 KB more for each CTA
 
 struct ForwardShape {
   const char *name;
@@ -20,43 +24,57 @@ struct ForwardShape {
   int32_t out_atoms;    // swizzle atoms (64 columns) of out staged for one TMA store; 0: out is stored from registers
   int32_t max_queries;  // longest sequence of queries that the kernel is for
   int32_t max_causal;   // the same under a causal mask
-  bool scored;          // with softcap and ALiBi
+  ScoreSet scores;      // the score terms it is built for
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
   int32_t storage_bytes;
 
   constexpr int32_t rows() const { return groups * 64; }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
-  constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : 3; }
+  constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
+  constexpr bool has_score_mod() const { return (scores & kSoftcap) != 0; }
+  // Whether a work tile's rows share their blocks of the mask, and a KV tile's keys.
+  constexpr bool fits_block_mask(const BlockMask &mask) const {
+    return mask.size_q % rows() == 0 && mask.size_k % kv_tile == 0;
+  }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
 };
 
-constexpr int32_t kAnyLength = INT32_MAX;
-
 // The plan takes the first kernel that fits. Three consumer warpgroups keep the tensor cores busier than two. With few query rows some of
 // them would idle; there d128s has two. At head_dim 64 work tiles are short, and CTAs of one warpgroup, three per SM, do not wait for each
 // other at the ends of tiles (d64s). At head_dim 128 the L2 cache could not feed such CTAs.
-// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scored, fp8)
-#define FA_SM90_FORWARD_TABLE(X)                                              \
-  X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, false, false)                     \
-  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, false, false)       \
-  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, false, false)        \
-  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, 256, false, false)                 \
-  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, false, false)     \
-  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, kAnyLength, false, false) \
-  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, kAnyLength, false, false)     \
-  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, false, false)     \
-  X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, true, false)       \
-  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, true, false)     \
-  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, true, false)     \
-  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, false, true)       \
-  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, false, true)     \
-  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, false, true)
+//
+// With a block mask the rows of a work tile see the same blocks of keys: kernels with two consumer warpgroups are for blocks of 128 queries, those
+// with one for blocks of 64.
+// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8)
+// One kernel a line, as the build reads it:
+// clang-format off
+#define FA_SM90_FORWARD_TABLE(X) \
+  X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, kPlain, false)                      \
+  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false)        \
+  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false)         \
+  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, 256, kPlain, false)                  \
+  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, kAnyLength, kPlain, false)  \
+  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false)    \
+  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
+  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
+  X(d64b, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kBlockMask, false)   \
+  X(d64b64, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kBlockMask, false)  \
+  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kBlockMask, false)    \
+  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false)   \
+  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false) \
+  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
+  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
+  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)
+// clang-format on
 
 // clang-format off
-#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scored, fp8) \
-  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scored, fp8,                   \
-   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8>))},
+#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8) \
+  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8,                   \
+   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>))},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

@@ -4,6 +4,7 @@
 
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
+#include "cuda/kernels/fwd_sm90/block_mask.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
 
 namespace fa::cuda::sm90 {
@@ -23,10 +24,22 @@ class Producer {
     PipelineState<C::kWorkStages> work;
     if (C::kFp8) pdl_wait();  // for the kernel that writes the transposed copy of V
     while (true) {
-      const WorkTile t = take_work(work);
+      int64_t mask_row = 0;
+      int range_tiles = 0;
+      const WorkTile t = take_work(work, [&] {
+        if constexpr (C::kHasBlockMask) {
+          mask_row = smem_.range(work.stage()).row;
+          range_tiles = smem_.range(work.stage()).kv_tiles;
+        }
+      });
       if (t.kv_tiles < 0) break;
       if (t.kv_tiles > 0) {
-        load_tile(t, q, k, v);
+        if constexpr (C::kHasBlockMask) {
+          VisibleTiles<WorkTile> visible(a_, mask_row, range_tiles, lane_);
+          load_tile(t, q, k, v, [&](int) { return visible.next(t); });
+        } else {
+          load_tile(t, q, k, v, [&](int i) { return t.kv_tile(i); });
+        }
       } else {
         request_work();
       }
@@ -37,7 +50,7 @@ class Producer {
     PipelineState<C::kQStages> q;
     PipelineState<C::kWorkStages> work;
     while (true) {
-      const WorkTile t = take_work(work);
+      const WorkTile t = take_work(work, [] {});
       if (t.kv_tiles < 0) break;
       if (t.kv_tiles == 0) continue;
 #pragma unroll 1
@@ -52,10 +65,12 @@ class Producer {
 
   __device__ __forceinline__ void request_work() const { mbarrier_arrive_if(lane_ == 0, smem_.work_request()); }
 
-  // A copy of the next work tile, in registers.
-  __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work) const {
+  // A copy of the next work tile, in registers. read() may read more of its stage.
+  template <typename Read>
+  __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work, Read read) const {
     mbarrier_wait(smem_.work_full(work.stage()), work.phase());
     const WorkTile t = smem_.work_tile(work.stage());
+    read();
     __syncwarp();
     mbarrier_arrive_if(lane_ == 0, smem_.work_empty(work.stage()));
     work.advance();
@@ -72,38 +87,47 @@ class Producer {
                     s * C::kAtomColumns, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
     }
   }
+  // kv_tile(i) is the KV tile of iteration i. With a block mask it is called once for each, in ascending order.
+  template <typename KvTile>
   __device__ __forceinline__ void load_tile(const WorkTile &t, PipelineState<C::kQStages> &q, PipelineState<C::kStages> &k,
-                                            PipelineState<C::kStages> &v) const {
-    const auto load_k = [&](int kv_tile) {
+                                            PipelineState<C::kStages> &v, KvTile kv_tile) const {
+    const auto load_k = [&](int tile) {
       mbarrier_wait(smem_.k_empty(k.stage()), k.phase() ^ 1);
       if (elect_one()) {
+        if constexpr (C::kHasBlockMask) smem_.first_key(k.stage(), k.phase()) = tile * C::kKeys;  // published by the arrival
         mbarrier_arrive_expect_tx(smem_.k_full(k.stage()), C::kKBytes);
 #pragma unroll
         for (int s = 0; s < C::kAtoms; ++s)
           tma_load_4d(smem_.k(k.stage()) + s * C::kKeys * 128, &a_.k_map, smem_.k_full(k.stage()), s * C::kAtomColumns,
-                      t.k_row + kv_tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+                      t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
       }
       k.advance();
     };
-    load_k(t.kv_tile(0));
+    int current = kv_tile(0);
+    load_k(current);
     if (C::kQProducerWarps == 0) {
 #pragma unroll
       for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) load_q(t, q, wg);
       q.advance();
     }
     for (int i = 0; i < t.kv_tiles; ++i) {
-      if (i + 1 < t.kv_tiles) load_k(t.kv_tile(i + 1));
+      const int previous = current;
+      if (i + 1 < t.kv_tiles) {
+        current = kv_tile(i + 1);
+        load_k(current);
+      }
       mbarrier_wait(smem_.v_empty(v.stage()), v.phase() ^ 1);
       if (elect_one()) {
+        const int tile = C::kHasBlockMask ? previous : kv_tile(i);
         mbarrier_arrive_expect_tx(smem_.v_full(v.stage()), C::kVLoadedBytes);
         if constexpr (C::kFp8) {
-          tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + t.kv_tile(i) * C::kKeys, 0, t.head_k,
-                      t.k_batch, kEvictLast);
+          tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile * C::kKeys, 0, t.head_k, t.k_batch,
+                      kEvictLast);
         } else {
 #pragma unroll
           for (int s = 0; s < C::kVAtoms; ++s)
             tma_load_4d(smem_.v(v.stage()) + s * C::kKeys * 128, &a_.v_map, smem_.v_full(v.stage()), s * 64,
-                        t.k_row + t.kv_tile(i) * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+                        t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
         }
       }
       v.advance();

@@ -9,7 +9,7 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/kernels/fwd_sm90/cta.cuh"
+#include "cuda/kernels/fwd_sm90/block_mask.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -28,8 +28,8 @@ class Recompute {
   using Element = typename C::Element;
   using WorkTile = typename SharedMemory<C>::WorkTile;
 
-  __device__ __forceinline__ Recompute(const ForwardParams &params, const ConsumerThread &at)
-      : a_(params), p_(params.problem), at_(at) {}
+  __device__ __forceinline__ Recompute(const ForwardParams &params, const SharedMemory<C> &smem, const ConsumerThread &at)
+      : a_(params), p_(params.problem), smem_(smem), at_(at) {}
 
   // Recomputes S of an unmasked KV tile from global memory, with the lanes' work divided as in recompute_out.
   __device__ __forceinline__ void recompute_scores(const WorkTile &t, int key0, float (&s)[C::kKeys / 2]) const {
@@ -52,7 +52,8 @@ class Recompute {
 
   // Recomputes out of the masked KV tiles from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
   // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows.
-  __device__ __forceinline__ void recompute_out(const WorkTile &t, const float (&max)[2], float (&out)[C::kDv / 2]) const {
+  __device__ __forceinline__ void recompute_out(int work_stage, const float (&max)[2], float (&out)[C::kDv / 2]) const {
+    const WorkTile &t = smem_.work_tile(work_stage);
     const int row = at_.row(t, 0) - (at_.lane >> 2) + (at_.lane >> 1);
     const KeyRange keys = keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
     const int max_lane = ((at_.lane >> 1) & 7) * 4;  // a lane that holds the maximum of row l / 2
@@ -61,8 +62,15 @@ class Recompute {
     const Element *q = q_row_of_lane(t);
     clear(out);
 #pragma unroll 1
-    for (int i = t.begin[at_.wg]; i < t.masked_end[at_.wg]; ++i) {
-      const int key0 = t.kv_tile(i) * C::kKeys;
+    for (int i = masked_begin(work_stage); i < masked_end(work_stage); ++i) {
+      int tile;
+      if constexpr (C::kHasBlockMask) {
+        tile = t.kv_tile(i, smem_.range(work_stage).kv_tiles);
+        if (!is_visible(a_, smem_.range(work_stage).row, tile)) continue;
+      } else {
+        tile = t.kv_tile(i);
+      }
+      const int key0 = tile * C::kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + C::kKeys, t.seqlen_k); ++key) {
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
@@ -97,6 +105,16 @@ class Recompute {
   }
 
  private:
+  // The KV tiles with masked pairs: numbers in the order of the main loop, or with a block mask in that of its range.
+  __device__ __forceinline__ int masked_begin(int work_stage) const {
+    if constexpr (C::kHasBlockMask) return smem_.range(work_stage).begin[at_.wg];
+    return smem_.work_tile(work_stage).begin[at_.wg];
+  }
+  __device__ __forceinline__ int masked_end(int work_stage) const {
+    if constexpr (C::kHasBlockMask) return smem_.range(work_stage).masked_end[at_.wg];
+    return smem_.work_tile(work_stage).masked_end[at_.wg];
+  }
+
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
     if constexpr (C::kHasScoreMod) {
@@ -131,6 +149,7 @@ class Recompute {
 
   const ForwardParams &a_;
   const Problem &p_;
+  const SharedMemory<C> smem_;
   const ConsumerThread at_;
 };
 

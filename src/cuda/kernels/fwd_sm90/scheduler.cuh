@@ -5,15 +5,16 @@
 #include "core/problem.h"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/kernels/fwd_sm90/block_mask.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
 
 namespace fa::cuda::sm90 {
 
 // The number of rows of the sequence's first tile that lie before row 0. Without a causal mask it is 0, and the last tile is the partial
-// one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows.
-template <int kRows>
+// one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows. With a block mask tiles start at multiples of kRows, as its blocks do.
+template <int kRows, bool kHasBlockMask>
 __device__ __forceinline__ int missing_rows(const ForwardParams &a, int seqlen_q) {
-  return a.order.last_rows_first() ? ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64 : 0;
+  return a.order.last_rows_first() && !kHasBlockMask ? ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64 : 0;
 }
 
 // Finds the work tiles of packed sequences, one sequence after the other. Within a sequence tiles are in the order that TileOrder has for
@@ -22,7 +23,7 @@ __device__ __forceinline__ int missing_rows(const ForwardParams &a, int seqlen_q
 // The host launches as many tiles as if all sequences were as long as the longest. To step over the missing ones one by one would take as
 // long as work tiles do. Instead a warp looks at 32 sequences at once: lane l knows sequence `first_sequence + l`. Indices only grow, so
 // each group of 32 sequences is loaded once.
-template <int kRows>
+template <int kRows, bool kHasBlockMask>
 struct PackedScheduler {
   // The 32 sequences that the lanes hold, and the number of tiles of all sequences before them.
   int first_sequence = -32, tiles_before = 0;
@@ -54,7 +55,7 @@ struct PackedScheduler {
       row_blocks = 0;
       if (first_sequence + lane < a.problem.batch) {
         const Sequence q = sequence_of(a.problem.q_lengths, first_sequence + lane);
-        const auto rows = static_cast<int>(q.slot) + missing_rows<kRows>(a, static_cast<int>(q.len));
+        const auto rows = static_cast<int>(q.slot) + missing_rows<kRows, kHasBlockMask>(a, static_cast<int>(q.len));
         row_blocks = min((rows + kRows - 1) / kRows, a.order.row_blocks());
       }
       end = row_blocks * heads;
@@ -76,14 +77,15 @@ struct PackedScheduler {
   }
 };
 
-// Writes the description of a work tile to shared memory. All lanes of the warp take part. Fields are written as soon as they are known,
+// Writes the description of a work tile to a stage in shared memory. All lanes of the warp take part. Fields are written as soon as they are known,
 // which keeps few registers live. Returns, to all lanes, whether the tile has any rows: false past the end of a packed sequence.
-template <int kConsumerWarpgroups, int kKeys, bool kHasScoreMod, bool kFp8>
-__device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const L2HeadOrder::Place &place, int lane,
-                                                   ForwardWorkTile<kConsumerWarpgroups> &t) {
-  constexpr int kRows = kConsumerWarpgroups * 64;
+template <class C>
+__device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const SharedMemory<C> &smem,
+                                                   const L2HeadOrder::Place &place, int lane, int stage) {
+  auto &t = smem.work_tile(stage);
+  constexpr int kConsumerWarpgroups = C::kConsumerWarpgroups, kRows = C::kRows, kKeys = C::kKeys;
   const Problem &p = a.problem;
-  if constexpr (kHasScoreMod) {
+  if constexpr (C::kHasScoreMod) {
     const HeadTerms head = head_terms(p, a.raw.logit, place.batch, place.head);
     if (lane == 0) t.head = head;
   }
@@ -92,7 +94,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   {
     const Sequence q = sequence_of(p.q_lengths, place.batch);
     seqlen_q = static_cast<int>(q.len);
-    row0 = place.row_block * kRows - missing_rows<kRows>(a, seqlen_q);
+    row0 = place.row_block * kRows - missing_rows<kRows, C::kHasBlockMask>(a, seqlen_q);
     // The last tile also zeroes the rows that the sequence owns beyond all row blocks.
     const auto unused_end =
         static_cast<int>(place.row_block == a.order.row_blocks() - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
@@ -119,7 +121,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.k_row = static_cast<int>(k.start);
       t.k_batch = p.k_lengths.cu != nullptr ? 0 : place.batch;
     }
-    if constexpr (kFp8) {
+    if constexpr (C::kFp8) {
       const int head = a.group.quotient(place.head);
       const auto descale = [&](const Operand &x) {
         return x.data != nullptr ? static_cast<const float *>(x.data)[place.batch * x.batch_stride + head * x.head_stride]
@@ -147,10 +149,11 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
     t.left_masked = left_masked;
     t.right_masked = right_masked;
   }
+  int begin = 0, masked_end = 0;
   if (lane < kConsumerWarpgroups) {
     const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
     const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
-    int begin = all.size(), masked_end = begin;
+    begin = masked_end = all.size();
     if (!my_keys.empty()) {
       begin = all.end - tiles_touching<kKeys>(my_keys).end;
       if (left_masked > 0) {
@@ -159,8 +162,13 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
         masked_end = all.end - my_interior.end;
       }
     }
-    t.begin[lane] = begin;
-    t.masked_end[lane] = masked_end;
+    if (!C::kHasBlockMask) {
+      t.begin[lane] = begin;
+      t.masked_end[lane] = masked_end;
+    }
+  }
+  if constexpr (C::kHasBlockMask) {
+    apply_block_mask<C>(a, place.batch, place.head, row0, lane, all.size(), begin, masked_end, t, smem.range(stage));
   }
   return has_work;
 }
@@ -174,7 +182,7 @@ class Scheduler {
       : a_(params), p_(params.problem), smem_(smem), lane_(threadIdx.x & 31) {}
 
   // The first work tile. It is described before the barriers are initialised: __syncthreads publishes both.
-  __device__ __forceinline__ bool first() { return describe_work_tile(blockIdx.x, smem_.work_tile(0)); }
+  __device__ __forceinline__ bool first() { return describe_work_tile(blockIdx.x, 0); }
   // Takes the next work tile from the counter when most of the current tile has been loaded, and no sooner: a tile
   // that this CTA has taken cannot go to another one, and at the end of the launch all would wait for it. `has_work`: the first tile has rows.
   __device__ __forceinline__ void run(bool has_work) {
@@ -195,7 +203,7 @@ class Scheduler {
       index = __shfl_sync(~0u, index, 0);
       if (index < a_.tiles) {
         mbarrier_wait(smem_.work_empty(work.stage()), work.phase() ^ 1);
-        has_work = describe_work_tile(index, smem_.work_tile(work.stage()));
+        has_work = describe_work_tile(index, work.stage());
       }
     }
     mbarrier_wait(smem_.work_empty(work.stage()), work.phase() ^ 1);
@@ -217,16 +225,15 @@ class Scheduler {
   // short that scheduling is the bottleneck: there the scheduler does as little as possible, and empty tiles are passed over one by one.
   static constexpr bool kFindsPackedTiles = C::kConsumerWarpgroups > 1;
 
-  // Whether the tile is to be handed to the consumers. With kFindsPackedTiles false means that there are no more tiles.
-  __device__ __forceinline__ bool describe_work_tile(int index, WorkTile &t) {
+  // Describes a work tile in a stage. Returns whether it is to be handed to the consumers. With kFindsPackedTiles false means that there are no more tiles.
+  __device__ __forceinline__ bool describe_work_tile(int index, int stage) {
     L2HeadOrder::Place place;
     if (!kFindsPackedTiles || p_.q_lengths.cu == nullptr) {
       place = a_.order.at(index);
     } else if (!packed_scheduler_.find(a_, index, lane_, place)) {
       return false;
     }
-    const bool has_work =
-        sm90::describe_work_tile<C::kConsumerWarpgroups, C::kKeys, C::kHasScoreMod, C::kFp8>(a_, place, lane_, t);
+    const bool has_work = sm90::describe_work_tile<C>(a_, smem_, place, lane_, stage);
     return kFindsPackedTiles || has_work;
   }
   // With a single Q stage Q is loaded late. A prefetch brings it to the L2 cache as soon as the work tile is known.
@@ -240,7 +247,7 @@ class Scheduler {
   const Problem &p_;
   const SharedMemory<C> smem_;
   const int lane_;
-  PackedScheduler<C::kRows> packed_scheduler_;
+  PackedScheduler<C::kRows, C::kHasBlockMask> packed_scheduler_;
 };
 
 }  // namespace fa::cuda::sm90

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/host_device.h"
 #include "cuda/common/scores.h"
@@ -31,13 +32,32 @@ struct ForwardWorkTile {
 
   // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
   // unmasked tiles, last key first.
-  FA_HD int kv_tile(int i) const {
-    const int last = first + kv_tiles - 1;
+  FA_HD int kv_tile(int i) const { return kv_tile(i, kv_tiles); }
+  // Number i of a range of `tiles` KV tiles, in that order.
+  FA_HD int kv_tile(int i, int tiles) const {
+    const int last = first + tiles - 1;
     if (i < right_masked || left_masked == 0) return last - i;
     const int left = i - right_masked;
     return left < left_masked ? first + left : last - (i - left_masked);
   }
 };
+
+// With a block mask a work tile sees some of the KV tiles of a range. ForwardWorkTile counts these alone: kv_tiles, begin, masked_end. The same
+// numbers for the whole range are here, because the order of KV tiles is that of the range.
+template <int kConsumerWarpgroups>
+struct BlockMaskRange {
+  int64_t row;  // offset of the tile's row of the mask
+  int kv_tiles;
+  int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
+  int first_key[kConsumerWarpgroups];  // of the first KV tile that the warpgroup sees
+};
+template <int kConsumerWarpgroups, int kWorkStages, int kStages>
+struct BlockMaskStorage {
+  BlockMaskRange<kConsumerWarpgroups> ranges[kWorkStages];
+  // Of the KV tile in a stage of K, by the phase of the stage: it may be read when the KV tile has left the stage.
+  int first_key[2][kStages];
+};
+struct NoBlockMask {};
 
 // The staging memory of out, which kernels that store out from registers do not have.
 template <int kBytes>
@@ -48,8 +68,10 @@ template <>
 struct Staging<0> {};
 
 // Tiles consist of 128-byte swizzle atoms, [atom][row][128 bytes]. TMA and wgmma want them on multiples of 1024 bytes. Barriers are mbarriers.
-template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8>
+template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8,
+          ScoreSet kScores>
 struct ForwardStorage {
+  static constexpr bool kHasBlockMask = (kScores & kBlockMask) != 0;
   static constexpr int kWorkStages = 4;
   static constexpr int kAtomColumns = kFp8 ? 128 : 64;
   static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns, kVAtoms = (kHeadDimV + 63) / 64;
@@ -68,6 +90,7 @@ struct ForwardStorage {
   uint64_t work_full[kWorkStages], work_empty[kWorkStages];
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
+  std::conditional_t<kHasBlockMask, BlockMaskStorage<kConsumerWarpgroups, kWorkStages, kStages>, NoBlockMask> block_mask;
 };
 
 }  // namespace fa::cuda::sm90
