@@ -56,6 +56,9 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
   if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_k / shape.kv_tile);
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  params.p_exponent = static_cast<float>(exponent);
+  params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;
   params.tiles = plan.tiles;
   params.counters = memory.counters;
   params.vector_out = plan.vector.out;

@@ -13,6 +13,7 @@
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/epilogue.cuh"
 #include "cuda/kernels/fwd_sm90/promotion.cuh"
 #include "cuda/kernels/fwd_sm90/recompute.cuh"
@@ -52,6 +53,7 @@ class Consumer {
         at_(at),
         recompute_(params, smem, at),
         promotion_(smem, at),
+        dropout_(params, at),
         epilogue_(params, smem, at) {}
 
   __device__ __forceinline__ void mainloop() {
@@ -86,6 +88,7 @@ class Consumer {
         softmax_.sum[r] = 0.f;
       }
       if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
+      if constexpr (C::kHasDropout) dropout_.begin(t);
       for (int n = 0; n < begin; ++n) skip_k();
       iteration<true>(t, begin, masked_end, kv_tiles, pending, single);
       int i = begin + 1;
@@ -220,6 +223,7 @@ class Consumer {
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
+    if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
     wgmma_wait<1>();
     fence_operand(s_);
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
@@ -265,6 +269,7 @@ class Consumer {
       wgmma_fence();
     }
     issue_pv(first_pv);
+    if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
     wgmma_wait<1>();
     fence_operand(s_);
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
@@ -276,7 +281,8 @@ class Consumer {
     bool rescaled;  // out must be multiplied by softmax_.rescale
     if constexpr (kDeferredMax) {
       softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);  // with the current maximum
-      rescaled = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum) : !(sum[0] + sum[1] <= kMaxRowSum));
+      rescaled = __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum)
+                                         : !(sum[0] + sum[1] <= (C::kHasDropout ? max_lane_sum() : kMaxRowSum)));
     } else {
       rescaled = update_max_and_exponentiate();
     }
@@ -379,14 +385,27 @@ class Consumer {
   // product in a register through the loop were 1 % slower.
   __device__ __forceinline__ float scale() const { return C::kFp8 ? scale_ : exponent_scale(p_); }
 
+  // P is made 2^p_exponent() larger.
+  __device__ __forceinline__ float p_exponent() const { return C::kHasDropout ? a_.p_exponent : kPExponent; }
+  // The largest sum of a lane's P of one row with which an unmasked iteration keeps its maximum.
+  __device__ __forceinline__ float max_lane_sum() const {
+    return C::kHasDropout ? exp2_approx(a_.dropout_threshold) : kMaxLaneSum;
+  }
+
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    const bool rescaled = softmax_.update_max(s_, scale(), kRescaleThreshold, kPExponent);
+    const bool rescaled =
+        softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
     float sum[2];
     softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
     return rescaled;
+  }
+
+  // The exponent of the largest P when the maximum has been raised: one less than p_exponent(), so that P stays below 2^p_exponent().
+  __device__ __forceinline__ int spare_exponent() const {
+    return max((C::kHasDropout ? static_cast<int>(a_.p_exponent) : kPExponent) - 1, 0);
   }
 
   // Called when the sums of P with the current maximum are too large or NaN: the maximum was too small by more than kRescaleThreshold. Raises the
@@ -403,10 +422,10 @@ class Consumer {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       // The maximum is raised by the exponent of the largest P, but by at most 120: exp2_approx of -120 is still a normal number.
       new_max[r] =
-          softmax_.max[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - (127 + max(kPExponent - 1, 0)), 0), 120));
+          softmax_.max[r] + static_cast<float>(min(max((__float_as_int(top) >> 23) - (127 + spare_exponent()), 0), 120));
       softmax_.rescale[r] = exp2_approx(softmax_.max[r] - new_max[r]);
       // P is infinite, or m is so large that adding to it moves it in coarse steps.
-      overflowed |= !(fmaxf(top, sum[r]) * softmax_.rescale[r] <= kMaxLaneSum);
+      overflowed |= !(fmaxf(top, sum[r]) * softmax_.rescale[r] <= max_lane_sum());
     }
     if (__any_sync(~0u, overflowed)) {
       softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
@@ -443,6 +462,7 @@ class Consumer {
         }
       } else {
         fa::cuda::convert_p<Element>(s_, n, p_operand_[n]);
+        if constexpr (C::kHasDropout) dropout_.drop(p_operand_[n], n);
       }
     }
   }
@@ -453,6 +473,7 @@ class Consumer {
   const ConsumerThread at_;
   const Recompute<C> recompute_;
   Promotion<C> promotion_;
+  DropoutBits<C> dropout_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;
   float scale_;  // fp8: the factor from S to exponents of two, of this work tile

@@ -23,6 +23,7 @@ struct ForwardConfig {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
+  static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasBlockMask = (kScores & kBlockMask) != 0;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;

@@ -26,7 +26,7 @@ class Epilogue {
     float lse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      out_scale_[r] = result[r].factor;
+      out_scale_[r] = C::kHasDropout ? result[r].factor * p_.dropout.keep_scale : result[r].factor;
       lse[r] = result[r].lse;
     }
     if constexpr (C::kFp8) {

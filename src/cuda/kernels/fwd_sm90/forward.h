@@ -28,6 +28,8 @@ struct ForwardParams {
   bool tma_out;       // out allows TMA stores
   Descale q_descale, k_descale, v_descale;  // fp8: one per sequence and head
   Divisor mask_block;                       // block mask: KV tiles in a block of keys
+  // Dropout (common/scores.h): m lies p_exponent below the row maximum, and is raised when a score exceeds it by more than dropout_threshold.
+  float p_exponent, dropout_threshold;
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

@@ -66,6 +66,8 @@ struct ForwardShape {
   X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kBlockMask, false)    \
   X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false)   \
   X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false) \
+  X(d64d, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false)     \
+  X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false)  \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)

@@ -10,6 +10,7 @@
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/block_mask.cuh"
+#include "cuda/kernels/fwd_sm90/dropout.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -76,7 +77,9 @@ class Recompute {
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
         const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
         const bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
-        const float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - row_max));
+        float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - row_max));
+        if (C::kHasDropout && dropout_bits(load_dropout_key(p_.dropout), dropout_head(p_, t), row, key) < p_.dropout.threshold)
+          p = 0.f;
         float p_row[2];
         bool visible[2];
 #pragma unroll

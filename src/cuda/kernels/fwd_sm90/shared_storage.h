@@ -29,6 +29,7 @@ struct ForwardWorkTile {
   // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
   // contain masked pairs.
   int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
+  int batch;  // dropout: the sequence
 
   // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
   // unmasked tiles, last key first.

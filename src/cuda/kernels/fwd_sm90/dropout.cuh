@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dropout of a consumer warp's 16 rows. Bits are drawn while S = Q K^T runs, and P is dropped when it is converted.
+#pragma once
+
+#include "cuda/common/rng.cuh"
+#include "cuda/kernels/fwd_sm90/cta.cuh"
+
+namespace fa::cuda::sm90 {
+
+// The sequence and query head of a work tile, as the rule for dropout counts them.
+template <class WorkTile>
+__device__ __forceinline__ uint32_t dropout_head(const Problem &p, const WorkTile &t) {
+  return static_cast<uint32_t>(t.batch * static_cast<int>(p.heads_q) + t.head_q);
+}
+
+template <class C>
+class DropoutBits {
+ public:
+  using WorkTile = typename SharedMemory<C>::WorkTile;
+
+  __device__ __forceinline__ DropoutBits(const ForwardParams &params, const ConsumerThread &at) : p_(params.problem), at_(at) {}
+
+  // At the start of a work tile.
+  __device__ __forceinline__ void begin(const WorkTile &t) {
+    tile_ = DropoutTile(load_dropout_key(p_.dropout), dropout_head(p_, t), (at_.row(t, 0) - (at_.lane >> 2)) >> 4);
+  }
+  // Draws the bits of a KV tile, between the start of a wgmma and the wait for it.
+  __device__ __forceinline__ void draw(int key0) {
+    const uint32_t threshold = p_.dropout.threshold << 16;
+    const uint32_t c0 = 2 * static_cast<uint32_t>(key0) + static_cast<uint32_t>(at_.lane);
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      uint32_t kept = 0;
+#pragma unroll
+      for (int n = 0; n < 4; n += kCalls) {
+        Philox4 random[kCalls];
+        DropoutTile::bits(
+            random, [&](int) -> const DropoutTile & { return tile_; }, [&](int i) { return c0 + 32 * (4 * word + n + i); });
+#pragma unroll
+        for (int i = 0; i < kCalls; ++i)
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            const uint32_t bits = random[i].word[2 * (r & 1) + (r >> 1)];
+            if (bits << 16 >= threshold) kept |= 1u << (8 * (n + i) + 2 * r);
+            if (bits >= threshold) kept |= 2u << (8 * (n + i) + 2 * r);
+          }
+      }
+      kept_[word] = kept;
+      // Never arrives: it keeps ptxas from sinking the bits below the wait. compute_before_wait() says more.
+      mbarrier_arrive_if(kept == 0x5A5A5A5Au && p_.dropout.threshold == 0, 0);
+    }
+  }
+  // Zeroes the dropped elements of P of keys 16 n .. 16 n + 15, converted already.
+  __device__ __forceinline__ void drop(uint32_t (&a)[4], int n) const {
+    const uint32_t kept = kept_[n / 4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if (!(kept & 1u << (8 * (n % 4) + 2 * r))) a[r] &= 0xFFFF0000u;
+      if (!(kept & 2u << (8 * (n % 4) + 2 * r))) a[r] &= 0x0000FFFFu;
+    }
+  }
+
+ private:
+  static constexpr int kWords = C::kKeys / 64;  // of one bit for each P of a lane
+  static constexpr int kCalls = 2;              // of the generator at a time: one hides the latency of the other
+
+  const Problem &p_;
+  const ConsumerThread at_;
+  DropoutTile tile_;
+  uint32_t kept_[kWords];
+};
+
+}  // namespace fa::cuda::sm90
