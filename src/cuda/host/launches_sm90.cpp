@@ -114,6 +114,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(p);
+  if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_q / shape.rows);
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

@@ -94,7 +94,9 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const Problem &p = b.forward;
   const std::span<const KernelRow> kernels = candidates(Family::sm90, Pass::backward, needs);
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
-    return p.k_lengths.max_len <= sm90::kBackwardShapes[kernel.shape].longest() && can_run(kernel, needs, device);
+    const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
+    return p.k_lengths.max_len <= shape.longest() && (p.block_mask.data == nullptr || shape.fits_block_mask(p.block_mask)) &&
+           can_run(kernel, needs, device);
   });
   found = row != kernels.end();
   if (!found) return FA_OK;
@@ -109,7 +111,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
-  if (shape.blocks() == 1 && !shape.scored()) split_tail(p, at_once, shape, plan);
+  if (shape.blocks() == 1 && shape.scores == kPlain) split_tail(p, at_once, shape, plan);
   if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
   // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
   // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add

@@ -38,12 +38,13 @@ namespace fa::cuda::sm90 {
 template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_>
 struct BackwardConfig {
   using Element = Element_;
-  using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_>;
+  using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
-  static constexpr bool kScored = kScores != kPlain;
-  static constexpr bool kRotates = !kScored;    // main loops without masked pairs begin with Q tiles of their own
-  static constexpr bool kSplitTail = !kScored;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
+  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasBlockMask = (kScores & kBlockMask) != 0;
+  static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
+  static constexpr bool kSplitTail =
+      kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
@@ -220,9 +221,19 @@ class Backward {
           wg1_tile = next;
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
-        mbarrier_arrive(work_full((work_index & 1)));
+        if (!C::kHasBlockMask) mbarrier_arrive(work_full((work_index & 1)));
       }
       __syncwarp();
+      if constexpr (C::kHasBlockMask) {
+        WorkTile &next = cta_.work_tiles[work_index & 1];
+        const int visible = more ? count_visible_q_tiles(next) : 0;
+        if (cta_.lane == 0) {
+          block_mask().visible[work_index & 1] = visible;
+          if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
+          mbarrier_arrive(work_full((work_index & 1)));
+        }
+        __syncwarp();
+      }
       if (!more) return;
       if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
     }
@@ -242,12 +253,32 @@ class Backward {
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
   // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kDpParts == 1;
+  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && !C::kHasBlockMask;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
   __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
            (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
+  // With a block mask: of 32 Q tiles of a query head, from `q_tile` down, those that the work tile sees; bit l is q_tile - l. All lanes take part.
+  __device__ __forceinline__ uint32_t visible_q_tiles(const WorkTile &t, int head_q, int q_tile) const {
+    const BlockMask &mask = cta_.problem.block_mask;
+    q_tile -= cta_.lane;
+    return __ballot_sync(~0u,
+                         q_tile >= t.q_tile_begin && mask.data[t.batch * mask.batch_stride + head_q * mask.head_stride +
+                                                               cta_.params.mask_block.quotient(q_tile) * mask.row_stride +
+                                                               t.key0 / static_cast<int>(mask.size_k) * mask.col_stride] != 0);
+  }
+  __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
+    const int group = static_cast<int>(cta_.problem.group);
+    int count = 0;
+    for (int g = 0; g < group; ++g) {
+      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32)
+        count += __popc(visible_q_tiles(t, t.head_k * group + g, q_tile));
+    }
+    return count;
+  }
+  __device__ __forceinline__ BlockMaskStorage &block_mask() const { return cta_.block_mask(); }
+
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
     cta_.work_stage = (work_index & 1) * kTilesPerWorkStage;
@@ -260,9 +291,10 @@ class Backward {
 
   __device__ __forceinline__ void dq_warp(int partial) {
     uint32_t parity = 0;
+    int visited = 0;
     pdl_wait();
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
-      cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity);
+      cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity, 0, &visited);
       release_work_tile(work_index);
     }
     bulk_wait_group();
@@ -274,12 +306,13 @@ class Backward {
 
   __device__ __forceinline__ void producer() {
     QPipeline q_pipe;
+    int visited = 0;
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
         load_kv(work_index, 0);
       } else {
-        load_q_tiles(q_pipe, work_index);
+        load_q_tiles(q_pipe, work_index, visited);
       }
       mbarrier_arrive_if(cta_.lane == 0, loads_issued());
       release_work_tile(work_index);
@@ -302,43 +335,58 @@ class Backward {
       cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
   }
 
-  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index) const {
-    const bool packed = cta_.problem.q_lengths.cu != nullptr;
-    bool first = true;
+  // Calls f(query head, Q tile) for the Q tiles of the work tile, in the order of the main loop. With a block mask for the visible ones.
+  template <typename F>
+  __device__ __forceinline__ void for_each_q_tile(F f) const {
+    const WorkTile &t = cta_.work();
     for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
-      const int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + g;
-      const int shift = cta_.q_tile_shift();
-      for (int i = cta_.work().q_tile_end - 1; i >= cta_.work().q_tile_begin; --i) {
-        const int q_tile = cta_.shifted_q_tile(i, shift);
-        const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
-        mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-          cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
-                                             batch, kEvictLast);
+      const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
+      if constexpr (C::kHasBlockMask) {
+        for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
+          for (uint32_t bits = visible_q_tiles(t, head_q, q_tile); bits != 0; bits &= bits - 1)
+            f(head_q, q_tile - (__ffs(static_cast<int>(bits)) - 1));
         }
-        // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
-        // when the previous work tile is done.
-        if (first && work_index == 0) {
-          load_kv(work_index, C::kKBytes);
-          pdl_wait();
-        }
-        if (elect_one())
-          tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
-                      cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-        mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-          cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
-                                             head_q, batch, kEvictLast);
-          tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
-                      cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-        }
-        if (first && work_index > 0) load_kv(work_index, C::kKBytes);
-        first = false;
-        q_pipe.advance();
+      } else {
+        const int shift = cta_.q_tile_shift();
+        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, cta_.shifted_q_tile(i, shift));
       }
     }
+  }
+  // `visited`: Q tiles that this CTA has loaded.
+  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index, int &visited) const {
+    const bool packed = cta_.problem.q_lengths.cu != nullptr;
+    bool first = true;
+    for_each_q_tile([&](int head_q, int q_tile) {
+      const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
+      mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
+      if (elect_one()) {
+        if constexpr (C::kHasBlockMask) block_mask().visited[visited % BlockMaskStorage::kVisited] = {q_tile, head_q};
+        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+        cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
+                                           batch, kEvictLast);
+      }
+      // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
+      // when the previous work tile is done.
+      if (first && work_index == 0) {
+        load_kv(work_index, C::kKBytes);
+        pdl_wait();
+      }
+      if (elect_one())
+        tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
+                    cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+      mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+        cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
+                                           head_q, batch, kEvictLast);
+        tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
+                    cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+      }
+      if (first && work_index > 0) load_kv(work_index, C::kKBytes);
+      first = false;
+      q_pipe.advance();
+      ++visited;
+    });
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -391,7 +439,17 @@ class Backward {
         int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
-        if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
+        if constexpr (C::kHasBlockMask) {
+#pragma unroll 1
+          for (int left = block_mask().visible[cta_.work_stage]; left > 0; --left) {
+            stage_ = uniform(q_pipe.stage());
+            ds_stage_ = uniform(n & 1);
+            iteration(q_pipe.phase(), n, 0);
+            ++n;
+            q_pipe.advance();
+            has_prev_ = true;
+          }
+        } else if (!kWg1MaySkip || q_tile >= cta_.work().q_tile_begin) {
 #pragma unroll 1
           do {
             stage_ = uniform(q_pipe.stage());
@@ -473,6 +531,10 @@ class Backward {
   // work tiles.
   __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
     bool partial;  // has masked pairs
+    if constexpr (C::kHasBlockMask) {
+      mbarrier_wait(q_full(stage_), parity);
+      q_tile = block_mask().visited[n % BlockMaskStorage::kVisited].q_tile;
+    }
     if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);

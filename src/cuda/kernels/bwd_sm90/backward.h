@@ -27,6 +27,7 @@ struct BackwardParams : BackwardRows {
   bool ordered;               // deterministic mode: work tiles add to dq_sum in ascending order
   bool vector_dk, vector_dv;  // 16-byte stores are legal
   RawUnit raw;
+  Divisor mask_block;  // block mask: Q tiles in a block of queries
 };
 
 constexpr int kDqThreads = 256;

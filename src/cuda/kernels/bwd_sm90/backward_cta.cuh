@@ -55,6 +55,11 @@ struct BackwardCta {
     return smem + offset + n * bytes;
   }
   __device__ __forceinline__ WorkTile &work() const { return work_tiles[work_stage]; }
+  __device__ __forceinline__ BlockMaskStorage &block_mask() const {
+    using Storage = typename C::Storage;
+    return *reinterpret_cast<BlockMaskStorage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles) +
+                                                 offsetof(Storage, block_mask));
+  }
 
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
   // registers.
@@ -306,54 +311,67 @@ struct BackwardCta {
   // A work tile only waits for work tiles that started before it. Main loops run downwards from the last Q tile, so that under
   // a causal mask, too, all work tiles of a head begin with the same Q tile and keep their distance.
   //
+  // `visited`: with a block mask, Q tiles that this CTA has visited.
   // With kWarps > 1, warp number `warp` takes every kWarps-th partial, and has a `full` of its own. One warp waits for its
   // addition to arrive while the other has the next partial read.
   template <int kWarps = 1>
   __device__ __forceinline__ void reduce_dq(int partial, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity,
-                                            int warp = 0) const {
-    const bool wanted = params.dq_sum != nullptr;
-    int n = 0;
-    for (int g = 0; g < static_cast<int>(problem.group); ++g) {
-      const int first = workspace_q_tile(work().head_k * static_cast<int>(problem.group) + g);
-      const int shift = q_tile_shift();
-      for (int i = work().q_tile_end - 1; i >= work().q_tile_begin; --i) {
-        if (kWarps > 1 && n++ % kWarps != warp) continue;
-        const int q_tile = shifted_q_tile(i, shift);
-        const int index = (first + q_tile) * C::kDqPartials + partial;
-        int32_t *counter = params.dq_semaphore + index;
-        // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
-        // additions come after what has already arrived.
-        const int position = params.ordered ? dq_order_position(q_tile) : 2;
-        int now = 2;
-        if (wanted && !params.zero_dq_sum) {
-          do {
-            now = load_relaxed(counter);
-          } while (params.ordered && now != position);
-        }
+                                            int warp = 0, int *visited = nullptr) const {
+    if constexpr (C::kHasBlockMask) {
+      for (int left = block_mask().visible[work_stage]; left > 0; --left) {
         mbarrier_wait(full, parity);
-        if (elect_one()) {
-          fence_proxy_async();
-          if (wanted) {
-            if (now != position) now = claim_relaxed(counter);
-            while (now == 1 && position == 2) now = load_relaxed(counter);
-            float *sum = params.dq_sum + int64_t{index} * (C::kDqPartialBytes / 4);
-            if (now == 0) {
-              bulk_store_commit(sum, tile, C::kDqPartialBytes);
-            } else {
-              bulk_reduce_add_commit(sum, tile, C::kDqPartialBytes);
-            }
-          }
-          bulk_wait_group_read();
-          mbarrier_arrive(empty);
-          if (wanted && (params.ordered || now == 0)) {
-            bulk_wait_group();
-            count_released(counter);
-          }
-        }
-        __syncwarp();
+        const VisitedQTile x = block_mask().visited[(*visited)++ % BlockMaskStorage::kVisited];
+        reduce_dq_of_q_tile(x.head_q, x.q_tile, partial, tile, full, empty, parity);
         parity ^= 1;
       }
+    } else {
+      int n = 0;
+      for (int g = 0; g < static_cast<int>(problem.group); ++g) {
+        const int shift = q_tile_shift();
+        for (int i = work().q_tile_end - 1; i >= work().q_tile_begin; --i) {
+          if (kWarps > 1 && n++ % kWarps != warp) continue;
+          reduce_dq_of_q_tile(work().head_k * static_cast<int>(problem.group) + g, shifted_q_tile(i, shift), partial, tile,
+                              full, empty, parity);
+          parity ^= 1;
+        }
+      }
     }
+  }
+  __device__ __forceinline__ void reduce_dq_of_q_tile(int head_q, int q_tile, int partial, uint32_t tile, uint32_t full,
+                                                      uint32_t empty, uint32_t parity) const {
+    const bool wanted = params.dq_sum != nullptr;
+    const int index = (workspace_q_tile(head_q) + q_tile) * C::kDqPartials + partial;
+    int32_t *counter = params.dq_semaphore + index;
+    // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
+    // additions come after what has already arrived.
+    const int position = params.ordered ? dq_order_position(q_tile) : 2;
+    int now = 2;
+    if (wanted && !params.zero_dq_sum) {
+      do {
+        now = load_relaxed(counter);
+      } while (params.ordered && now != position);
+    }
+    mbarrier_wait(full, parity);
+    if (elect_one()) {
+      fence_proxy_async();
+      if (wanted) {
+        if (now != position) now = claim_relaxed(counter);
+        while (now == 1 && position == 2) now = load_relaxed(counter);
+        float *sum = params.dq_sum + int64_t{index} * (C::kDqPartialBytes / 4);
+        if (now == 0) {
+          bulk_store_commit(sum, tile, C::kDqPartialBytes);
+        } else {
+          bulk_reduce_add_commit(sum, tile, C::kDqPartialBytes);
+        }
+      }
+      bulk_wait_group_read();
+      mbarrier_arrive(empty);
+      if (wanted && (params.ordered || now == 0)) {
+        bulk_wait_group();
+        count_released(counter);
+      }
+    }
+    __syncwarp();
   }
 
   // ------------------------------------------------------------------------------------------------------------------

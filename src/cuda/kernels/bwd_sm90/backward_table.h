@@ -30,6 +30,8 @@ struct BackwardShape {
   ScoreSet scores;  // the score terms it is built for
 
   constexpr bool scored() const { return scores != kPlain; }
+  // Whether the keys of a work tile share their blocks of the mask, and the queries of a Q tile.
+  constexpr bool fits_block_mask(const BlockMask &mask) const { return mask.size_q % rows == 0 && mask.size_k % keys() == 0; }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
   // P goes from one consumer warpgroup to the other through shared memory.
@@ -69,6 +71,8 @@ struct BackwardShape {
   X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kPlain)        \
   X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kSoftcap | kAlibi)              \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kSoftcapAlibi)                \
+  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, false, kBlockMask)                    \
+  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, false, kBlockMask)                  \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kSoftcapAlibi)       \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kSoftcapAlibi)
 // clang-format on
@@ -79,7 +83,7 @@ template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int
 constexpr int32_t storage_bytes() {
   constexpr bool p_through_smem = design != Design::cluster_p_registers;
   using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;
-  if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages>);
+  if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages, scores>);
   if (design == Design::cluster_p_smem) return sizeof(OneTileClusterStorage<Cluster>);
   return sizeof(PersistentClusterStorage<Cluster>);
 }

@@ -4,6 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/scores.h"
 
 namespace fa::cuda::sm90 {
 
@@ -27,8 +30,20 @@ struct WorkTile {
 };
 static_assert(sizeof(WorkTile) == 80);
 
+// With a block mask the producer warp alone looks for visible Q tiles, and tells the consumers and the dq warps which ones it has loaded. The
+// producer is fewer than kVisited iterations ahead of the dq warps.
+struct VisitedQTile {
+  int32_t q_tile, head_q;
+};
+struct BlockMaskStorage {
+  static constexpr int kVisited = 8;
+  VisitedQTile visited[kVisited];  // by iteration of this CTA
+  int32_t visible[2];              // Q tiles of a work tile, of all query heads; by stage of work tiles
+};
+struct NoBlockMask {};
+
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
-template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages>
+template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages, ScoreSet kScores>
 struct SingleCtaStorage {
   static constexpr int kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
 
@@ -46,6 +61,7 @@ struct SingleCtaStorage {
   Mbarrier loads_issued;  // the producer has issued all loads of the work tile
   Mbarrier work_full[2], work_empty[2];
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
+  std::conditional_t<(kScores & kBlockMask) != 0, BlockMaskStorage, NoBlockMask> block_mask;
 };
 
 }  // namespace fa::cuda::sm90
