@@ -102,8 +102,8 @@ Case random_case(std::mt19937_64 &rng) {
     c.dbias_fp32 = dice.chance(50);
   }
   if (dice.chance(20)) {
-    c.block_q = dice.one_of({1, 7, 16, 64, 100});
-    c.block_k = dice.one_of({1, 13, 32, 64, 100});
+    c.block_q = dice.one_of({1, 7, 16, 64, 100, 128});
+    c.block_k = dice.one_of({1, 13, 32, 64, 100, 128});
     c.block_by_size = dice.between(0, 3);
     c.block_by_stride = dice.between(0, 3) & ~c.block_by_size;
     c.block_bool = dice.chance(50);

@@ -34,7 +34,10 @@ TEST(CudaPlanHopper, HopperKernels) {
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
       {"bias", [](Problem &p) { set_bias(p); }},
-      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+      {"block mask and softcap", [](Problem &p) { p.softcap = 30, set_block_mask(p, 128); }},
+      {"blocks of 32", [](Problem &p) { set_block_mask(p, 32); }},
+      {"blocks of 64, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 64); }},
+      {"dropout, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
       {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
       {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
@@ -66,6 +69,10 @@ TEST(CudaPlanHopper, HopperKernels) {
   const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
       {"softcap", [](Problem &p) { p.softcap = 30; }},
       {"ALiBi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
+      {"block mask", [](Problem &p) { set_block_mask(p, 128); }},
+      {"blocks of 64", [](Problem &p) { set_block_mask(p, 64); }},
+      {"blocks of 128, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 128); }},
+      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
       {"one split asked for", [](Problem &p) { p.num_splits = 1; }},
       {"one tile",
        [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
@@ -89,6 +96,8 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
       {"dropout and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
+      {"blocks of 64", [](BackwardProblem &b) { set_block_mask(b.forward, 64); }},
+      {"block mask, deterministic", [](BackwardProblem &b) { b.forward.deterministic = true, set_block_mask(b.forward, 128); }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
@@ -100,8 +109,11 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
     change(b);
     EXPECT_EQ(family(b), Family::sm80) << text;
   }
-  // Gradients may lie anywhere: they are not read.
   BackwardProblem b = plain;
+  set_block_mask(b.forward, 128);
+  EXPECT_EQ(family(b), Family::sm90);
+  // Gradients may lie anywhere: they are not read.
+  b = plain;
   b.dk.seq_stride = b.dq.seq_stride = 129;
   EXPECT_EQ(family(b), Family::sm90);
   // Heads get the first bucket with room for them.

@@ -70,14 +70,20 @@ enum Scores {
   kOddBlocks,
   kSmooth,
   kBias,
-  kDropout
+  kDropout,
+  kBlocks,      // a block mask alone
+  kWideBlocks,  // ... for the kernels with larger tiles
+  kDropoutAlone
 };  // kOddBlocks: only the simplest kernels take them
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}}) {
-      for (const Scores scores : {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout}) {
+      for (const Scores scores :
+           {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout, kBlocks, kWideBlocks, kDropoutAlone}) {
+        const bool blocks = scores == kBlocks || scores == kWideBlocks;
+        if ((blocks || scores == kDropoutAlone) && (dtype == FA_FLOAT32 || head_dim > 256)) continue;  // kernels for Hopper
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -86,7 +92,8 @@ std::vector<Case> cases() {
         c.head_dim = head_dim;
         c.head_dim_v = head_dim_v;
         // Some have more query tiles than any pipeline has stages.
-        c.q.seqlen = (scores == kPlain || scores == kSmooth) && dtype != FA_FLOAT32 ? 300 : 100;
+        c.q.seqlen =
+            (scores == kPlain || scores == kSmooth || blocks || scores == kDropoutAlone) && dtype != FA_FLOAT32 ? 300 : 100;
         c.k.seqlen = 150;
         c.mask = FA_MASK_CAUSAL;
         c.dlse = c.sink = 1;
@@ -94,7 +101,8 @@ std::vector<Case> cases() {
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == kOddBlocks;  // memory that nothing has written: for initcheck
         // dout in a layout that TMA can read
-        if (scores == kPlain || scores == kUnordered || scores == kSmooth) c.q.grad_layout = c.k.grad_layout = kBshd;
+        if (scores == kPlain || scores == kUnordered || scores == kSmooth || blocks || scores == kDropoutAlone)
+          c.q.grad_layout = c.k.grad_layout = kBshd;
         const bool everything = scores == kEverything || scores == kOddBlocks;
         if (everything || scores == kSmooth) {
           c.alibi = 1;
@@ -107,7 +115,12 @@ std::vector<Case> cases() {
           c.bias_masked = 10;
           c.nan_keys = 1;
         }
-        if (everything || scores == kDropout) c.dropout = 0.1;
+        if (everything || scores == kDropout || scores == kDropoutAlone) c.dropout = 0.1;
+        if (blocks) {
+          c.k.seqlen = 300;
+          c.block_q = c.block_k = scores == kBlocks ? 64 : 128;
+          c.block_masked = 30;
+        }
         if (everything || scores == kBias || scores == kDropout) {
           c.block_q = c.block_k = scores == kOddBlocks ? 32 : 64;
           c.block_masked = 20;
