@@ -277,7 +277,7 @@ class Backward {
     }
     return count;
   }
-  __device__ __forceinline__ BlockMaskStorage &block_mask() const { return cta_.block_mask(); }
+  __device__ __forceinline__ BackwardBlockMask &block_mask() const { return cta_.block_mask(); }
 
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
@@ -360,7 +360,7 @@ class Backward {
       const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
       mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
-        if constexpr (C::kHasBlockMask) block_mask().visited[visited % BlockMaskStorage::kVisited] = {q_tile, head_q};
+        if constexpr (C::kHasBlockMask) block_mask().visited[visited % BackwardBlockMask::kVisited] = {q_tile, head_q};
         mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
@@ -533,7 +533,7 @@ class Backward {
     bool partial;  // has masked pairs
     if constexpr (C::kHasBlockMask) {
       mbarrier_wait(q_full(stage_), parity);
-      q_tile = block_mask().visited[n % BlockMaskStorage::kVisited].q_tile;
+      q_tile = block_mask().visited[n % BackwardBlockMask::kVisited].q_tile;
     }
     if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
     mbarrier_wait(q_full(stage_), parity);

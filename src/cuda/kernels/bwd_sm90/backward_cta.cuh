@@ -55,10 +55,10 @@ struct BackwardCta {
     return smem + offset + n * bytes;
   }
   __device__ __forceinline__ WorkTile &work() const { return work_tiles[work_stage]; }
-  __device__ __forceinline__ BlockMaskStorage &block_mask() const {
+  __device__ __forceinline__ BackwardBlockMask &block_mask() const {
     using Storage = typename C::Storage;
-    return *reinterpret_cast<BlockMaskStorage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles) +
-                                                 offsetof(Storage, block_mask));
+    return *reinterpret_cast<BackwardBlockMask *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles) +
+                                                  offsetof(Storage, block_mask));
   }
 
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
@@ -320,7 +320,7 @@ struct BackwardCta {
     if constexpr (C::kHasBlockMask) {
       for (int left = block_mask().visible[work_stage]; left > 0; --left) {
         mbarrier_wait(full, parity);
-        const VisitedQTile x = block_mask().visited[(*visited)++ % BlockMaskStorage::kVisited];
+        const VisitedQTile x = block_mask().visited[(*visited)++ % BackwardBlockMask::kVisited];
         reduce_dq_of_q_tile(x.head_q, x.q_tile, partial, tile, full, empty, parity);
         parity ^= 1;
       }

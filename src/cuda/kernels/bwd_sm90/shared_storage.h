@@ -35,12 +35,12 @@ static_assert(sizeof(WorkTile) == 80);
 struct VisitedQTile {
   int32_t q_tile, head_q;
 };
-struct BlockMaskStorage {
+struct BackwardBlockMask {
   static constexpr int kVisited = 8;
   VisitedQTile visited[kVisited];  // by iteration of this CTA
   int32_t visible[2];              // Q tiles of a work tile, of all query heads; by stage of work tiles
 };
-struct NoBlockMask {};
+struct NoBackwardBlockMask {};
 
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
 template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages, ScoreSet kScores>
@@ -61,7 +61,7 @@ struct SingleCtaStorage {
   Mbarrier loads_issued;  // the producer has issued all loads of the work tile
   Mbarrier work_full[2], work_empty[2];
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
-  std::conditional_t<(kScores & kBlockMask) != 0, BlockMaskStorage, NoBlockMask> block_mask;
+  std::conditional_t<(kScores & kBlockMask) != 0, BackwardBlockMask, NoBackwardBlockMask> block_mask;
 };
 
 }  // namespace fa::cuda::sm90

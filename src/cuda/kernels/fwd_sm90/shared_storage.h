@@ -53,12 +53,12 @@ struct BlockMaskRange {
   int first_key[kConsumerWarpgroups];  // of the first KV tile that the warpgroup sees
 };
 template <int kConsumerWarpgroups, int kWorkStages, int kStages>
-struct BlockMaskStorage {
+struct ForwardBlockMask {
   BlockMaskRange<kConsumerWarpgroups> ranges[kWorkStages];
   // Of the KV tile in a stage of K, by the phase of the stage: it may be read when the KV tile has left the stage.
   int first_key[2][kStages];
 };
-struct NoBlockMask {};
+struct NoForwardBlockMask {};
 
 // The staging memory of out, which kernels that store out from registers do not have.
 template <int kBytes>
@@ -91,7 +91,7 @@ struct ForwardStorage {
   uint64_t work_full[kWorkStages], work_empty[kWorkStages];
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
-  std::conditional_t<kHasBlockMask, BlockMaskStorage<kConsumerWarpgroups, kWorkStages, kStages>, NoBlockMask> block_mask;
+  std::conditional_t<kHasBlockMask, ForwardBlockMask<kConsumerWarpgroups, kWorkStages, kStages>, NoForwardBlockMask> block_mask;
 };
 
 }  // namespace fa::cuda::sm90
