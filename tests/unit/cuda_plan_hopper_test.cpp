@@ -112,6 +112,9 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
   BackwardProblem b = plain;
   set_block_mask(b.forward, 128);
   EXPECT_EQ(family(b), Family::sm90);
+  b = plain;
+  b.forward.dropout.threshold = 6554;
+  EXPECT_EQ(family(b), Family::sm90);
   // Gradients may lie anywhere: they are not read.
   b = plain;
   b.dk.seq_stride = b.dq.seq_stride = 129;

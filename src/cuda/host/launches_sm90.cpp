@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/host/launches.h"
 #include "cuda/host/tensor_maps.h"
@@ -78,7 +79,9 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
   auto &params = launches.make_params<BackwardParams>();
-  set_rows(b, plan, kLog2e, /*p_exponent=*/0, memory.workspace, params);
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
+  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
   FA_RETURN_IF_ERROR(
       describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
   FA_RETURN_IF_ERROR(describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(),

@@ -4,7 +4,7 @@
 
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/common/rng.cuh"
+#include "cuda/common/rng_transposed.cuh"
 #include "cuda/common/score_mod.cuh"
 
 namespace fa::cuda::sm80 {
@@ -49,28 +49,15 @@ struct ScoreTile {
     return bits;
   }
 
-  // Dropout bits of kMt x 16 keys from key0 on x 16 queries of a row tile, in the order of an A operand: 16 bits per element. One call of the
-  // generator serves eight pairs that share query % 8 and (key % 8) / 2. Here two lanes (even and odd lane / 4) hold halves of two such sets:
-  // each makes one call, and they exchange halves.
+  // Dropout bits of kMt x 16 keys from key0 on x 16 queries of a row tile, in the order of an A operand: 16 bits per element.
   static __device__ __forceinline__ void dropout_bits(uint32_t (&bits)[kMt][4], const DropoutTile &dropout, int key0) {
-    const uint32_t lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-    const bool odd = (g & 1) != 0;
-    const uint32_t c0 = 2 * static_cast<uint32_t>(key0) + 4 * (2 * q + (g & 1)) + (g >> 1);
+    const int lane = static_cast<int>(threadIdx.x & 31);
+    const uint32_t c0 = transposed_dropout_counter0(key0, lane);
     Philox4 x[kMt];
     DropoutTile::bits(
         x, [&](int) -> const DropoutTile & { return dropout; }, [&](int i) { return c0 + 32 * i; });
-    // Words are (query / 8, key / 8), halves the parity of the key. This lane's call is for the query of its own parity.
-    const uint32_t mine = odd ? 0x7632 : 0x5410, others = odd ? 0x5410 : 0x7632;
-    const uint32_t even_first = odd ? 0x1054 : 0x5410, odd_first = odd ? 0x3276 : 0x7632;
 #pragma unroll
-    for (int i = 0; i < kMt; ++i)
-#pragma unroll
-      for (int n = 0; n < 4; n += 2) {
-        const uint32_t own = __byte_perm(x[i].word[n], x[i].word[n + 1], mine);
-        const uint32_t other = __shfl_xor_sync(~0u, __byte_perm(x[i].word[n], x[i].word[n + 1], others), 4);
-        bits[i][n] = __byte_perm(own, other, even_first);
-        bits[i][n + 1] = __byte_perm(own, other, odd_first);
-      }
+    for (int i = 0; i < kMt; ++i) exchange_dropout_bits(x[i], lane, bits[i]);
   }
 
   // The bias of the visible pairs, from global memory. `slice`: index of element (0, 0) of its batch entry and head.

@@ -32,6 +32,7 @@
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward_cta.cuh"
+#include "cuda/kernels/bwd_sm90/dropout.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -42,13 +43,15 @@ struct BackwardConfig {
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasBlockMask = (kScores & kBlockMask) != 0;
+  static constexpr bool kHasDropout = (kScores & kDropout) != 0;
+  static constexpr bool kConvertsEarly = kScored || kHasDropout;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail =
       kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
-  static constexpr bool kLaneFromShuffle = !kScored;  // the scored kernels would spill it
-  static constexpr int kDpParts = kTileQ / 64;        // parts of a Q tile: dP has registers for 64 queries
+  static constexpr bool kLaneFromShuffle = !kConvertsEarly;  // the scored kernels would spill it
+  static constexpr int kDpParts = kTileQ / 64;               // parts of a Q tile: dP has registers for 64 queries
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
@@ -89,6 +92,10 @@ class Backward {
         mbarrier_init(dout_empty(n), C::kConsumerWarpgroups * 4);
       }
       mbarrier_init_fence();
+      if constexpr (C::kHasDropout) {
+        const DropoutKey key = load_dropout_key(cta_.problem.dropout);
+        st_shared_16(cta_.at(offsetof(Storage, dropout_key)), key.k0, key.k1, key.c3, 0);
+      }
     } else if (threadIdx.x == 32) {
       for (const CUtensorMap *map : {&cta_.params.k_map, &cta_.params.q_map, &cta_.params.lse_map, &cta_.params.v_map,
                                      &cta_.params.dout_map, &cta_.params.delta_map})
@@ -176,7 +183,7 @@ class Backward {
   }
 
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
-  static constexpr bool kPrefetchLse = !C::kScored && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;
+  static constexpr bool kPrefetchLse = !C::kConvertsEarly && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;
   using QPipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
@@ -482,8 +489,9 @@ class Backward {
       }
       cta_.store_dkv(cta_.params.problem.dk, dk_, cta_.problem.softmax_scale, static_cast<int>(cta_.problem.head_dim),
                      cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
-      cta_.store_dkv(cta_.params.problem.dv, dv_, 1.f, static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv,
-                     first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+      cta_.store_dkv(cta_.params.problem.dv, dv_, C::kHasDropout ? cta_.params.keep_scale : 1.f,
+                     static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv, first_key(),
+                     wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
       work_index = cta_.work().work_index;
       release_work_tile(work_index++);
     }
@@ -530,6 +538,15 @@ class Backward {
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
   // work tiles.
   __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
+    // Before S = Q K^T is started there are registers for it; the other warpgroup's wgmmas run meanwhile.
+    DroppedPairs<C::kTileQ> dropped;
+    if constexpr (C::kHasDropout) {
+      const WorkTile &t = cta_.work();
+      const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
+      dropped.draw(cta_.at(offsetof(Storage, dropout_key)), cta_.problem.dropout.threshold,
+                   static_cast<uint32_t>(t.batch * static_cast<int>(cta_.problem.heads_q) + head_q), q_tile * C::kTileQ,
+                   first_key() + cta_.warp * 16, cta_.lane);
+    }
     bool partial;  // has masked pairs
     if constexpr (C::kHasBlockMask) {
       mbarrier_wait(q_full(stage_), parity);
@@ -560,12 +577,14 @@ class Backward {
     if (partial) finite = nan_if_nonfinite(s_);
     if constexpr (kPrefetchLse) {
       cta_.exponentiate(s_, lse);
+    } else if constexpr (C::kHasDropout) {
+      cta_.exponentiate_dropped(p16_, s_, smem_lse(stage_), dropped);
     } else {
       cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
                         cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
     if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
-    if constexpr (!C::kScored) convert_p<Element>(s_, p16_);
+    if constexpr (!C::kConvertsEarly) convert_p<Element>(s_, p16_);
     if constexpr (kPrefetchDelta) cta_.load_stats(delta_, smem_delta(stage_));
     wgmma_wait<0>();
     fence_operand(dp_);
@@ -688,9 +707,13 @@ class Backward {
 
   // dS^T = P^T (dP^T - delta) for a part of the Q tile, in place of dP^T.
   __device__ __forceinline__ void compute_ds(int part) {
-    cta_.compute_ds(
-        dp_, [&](int j) { return float4_of(s_, part * 8 + j); },
-        [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); });
+    const auto p = [&](int j) { return float4_of(s_, part * 8 + j); };
+    const auto delta = [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); };
+    if constexpr (C::kHasDropout) {
+      cta_.compute_ds_dropped(dp_, p, delta, cta_.params.keep_scale);
+    } else {
+      cta_.compute_ds(dp_, p, delta);
+    }
   }
 
   // Stores this warp's 16 keys of a part of dS^T, for both warpgroups.

@@ -28,6 +28,9 @@ struct BackwardParams : BackwardRows {
   bool vector_dk, vector_dv;  // 16-byte stores are legal
   RawUnit raw;
   Divisor mask_block;  // block mask: Q tiles in a block of queries
+  // Dropout: 1 / (1 - p) / 2^p_exponent, because row_lse makes P 2^p_exponent times as large (common/scores.h).
+  //   dv = keep_scale * sum of kept P * dout        dS = P * (keep_scale * dP - row_delta), dP = 0 where dropped
+  float keep_scale;
 };
 
 constexpr int kDqThreads = 256;

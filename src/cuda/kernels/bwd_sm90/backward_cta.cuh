@@ -24,6 +24,7 @@
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward.h"
+#include "cuda/kernels/bwd_sm90/dropout.cuh"
 #include "cuda/kernels/bwd_sm90/shared_storage.h"
 
 namespace fa::cuda::sm90 {
@@ -194,6 +195,16 @@ struct BackwardCta {
       for (int r = 0; r < 2; ++r) p16[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
     }
   }
+  // With dropout: P is converted to 16 bits here, into p16, where dropped elements are 0. In s they are negative.
+  template <int kSteps, class Dropped>
+  __device__ __forceinline__ void exponentiate_dropped(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
+                                                       const Dropped &dropped) const {
+    exponentiate_plain(s, params.raw.factor, [&](int j) { return row_stat(smem_lse, j); });
+#pragma unroll
+    for (int n = 0; n < kSteps * 8; ++n) s[n] = dropped.dropped(n) ? -s[n] : s[n];
+#pragma unroll
+    for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2_relu<Element>(s[n], s[n + 1]);
+  }
   // The same for plain scores, with lse in registers.
   __device__ __forceinline__ void exponentiate(float (&s)[C::kTileQ / 2], const RowStats &lse) const {
     exponentiate_plain(s, params.raw.factor, [&](int j) { return lse[j]; });
@@ -214,7 +225,7 @@ struct BackwardCta {
                                          int first_row) const {
     for_masked<kSteps * 16>(first_key, first_row, [&](int at) {
       s[at] = kMaskedP;
-      if constexpr (C::kScored) {
+      if constexpr (C::kConvertsEarly) {
         uint32_t &pair = p16[at / 8][at % 8 / 2];
         pair = at & 1 ? (pair & 0xFFFFu) | kMaskedPBits << 16 : (pair & 0xFFFF0000u) | kMaskedPBits;
       }
@@ -245,6 +256,21 @@ struct BackwardCta {
       for (int r = 0; r < 4; ++r) {
         const float delta_r = (r & 1) ? d.y : d.x;
         dp[4 * j + r] = p4[r] * (kLate ? fmaf(dp[4 * j + r], one, -delta_r) : dp[4 * j + r] - delta_r);
+      }
+    }
+  }
+  // With dropout: P is negative where it is dropped. Such a P passes no gradient through P V, but still through the row sum.
+  template <int kCount, typename P, typename Delta>
+  static __device__ __forceinline__ void compute_ds_dropped(float (&dp)[kCount], P p, Delta delta, float keep_scale) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 d = delta(j);
+      const float4 x = p(j);
+      const float p4[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float delta_r = (r & 1) ? d.y : d.x;
+        dp[4 * j + r] = fabsf(p4[r]) * fmaf(dp[4 * j + r], p4[r] < 0.f ? 0.f : keep_scale, -delta_r);
       }
     }
   }

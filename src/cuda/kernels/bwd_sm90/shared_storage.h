@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/philox.h"
 #include "cuda/common/scores.h"
 
 namespace fa::cuda::sm90 {
@@ -41,6 +42,11 @@ struct BackwardBlockMask {
   int32_t visible[2];              // Q tiles of a work tile, of all query heads; by stage of work tiles
 };
 struct NoBackwardBlockMask {};
+struct DropoutStorage {
+  DropoutKey key;
+  uint32_t unused;
+};
+struct NoDropout {};
 
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
 template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages, ScoreSet kScores>
@@ -62,6 +68,7 @@ struct SingleCtaStorage {
   Mbarrier work_full[2], work_empty[2];
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
   std::conditional_t<(kScores & kBlockMask) != 0, BackwardBlockMask, NoBackwardBlockMask> block_mask;
+  alignas(16) std::conditional_t<(kScores & kDropout) != 0, DropoutStorage, NoDropout> dropout_key;
 };
 
 }  // namespace fa::cuda::sm90
