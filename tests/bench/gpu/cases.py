@@ -59,6 +59,12 @@ class Case:
     def flops(self) -> float:
         """Products over visible pairs: half of them under a causal mask; backward counts five products for forward's two."""
         pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
+        if self.option in SPARSE:
+            visible, blocks = visible_blocks(self.option, self.seqlen_k)
+            pairs *= visible / blocks
+        if self.option == WINDOW:  # causal
+            outside = max(self.seqlen_k - WINDOW_LEFT, 0)
+            pairs -= self.batch * outside * outside
         forward = 2.0 * pairs * self.heads_q * (self.head_dim + self.d_v) * (0.5 if self.causal else 1.0)
         return forward * (2.5 if self.direction == "backward" else 1.0)
 
@@ -80,7 +86,16 @@ INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARI
 LENGTHS = "lengths"  # ... as many keys as without it, but their number is on the device alone
 # ... of 8-bit KV caches, with descales per sequence and head or ("rows") per row and head
 QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
-SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sm80", "decode", "varlen", "fp8")
+# ... of the section sparse: this share of the blocks in each row of a block mask is visible, by the size of blocks
+SPARSE = {"quarter128": (0.25, 128), "tenth128": (0.1, 128), "quarter64": (0.25, 64), "tenth64": (0.1, 64)}
+WINDOW, WINDOW_LEFT = "window", 1024
+SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "sm80", "decode", "varlen", "fp8")
+
+
+def visible_blocks(option: str, seqlen: int) -> Tuple[int, int]:
+    """Visible blocks of a row of such a mask, and all of them."""
+    share, size = SPARSE[option]
+    return round(share * (seqlen // size)), seqlen // size
 
 
 def square(section, direction, head_dim, causal, seqlen, heads=0, heads_k=0, **more) -> Case:
@@ -127,6 +142,14 @@ def general(section: str, quick: bool, arch: int) -> List[Case]:
         for direction in ("forward", "backward") for d in (64, 128, 256) for causal in (False, True) for n in seqlens
         for option in OPTIONS
     ]
+
+
+def sparse(quick: bool) -> List[Case]:
+    rows = [
+        square("sparse", direction, d, False, 16384, option=option)
+        for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128)) for option in SPARSE
+    ]
+    return rows + [square("sparse", direction, d, True, 16384, option=WINDOW) for direction in ("forward", "backward") for d in (64, 128)]
 
 
 def decode(quick: bool) -> List[Case]:
@@ -202,6 +225,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "deterministic": lambda: deterministic(quick),
         "short": lambda: short(quick),
         "general": lambda: general("general", quick, 0),
+        "sparse": lambda: sparse(quick),
         "sm80": lambda: general("sm80", quick, 80),
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),

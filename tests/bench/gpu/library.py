@@ -12,6 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bindings" / "python"))
 from flashattn import _abi as abi  # noqa: E402
 
+from . import cases  # noqa: E402
+
 DTYPES = {
     torch.float32: abi.FLOAT32,
     torch.float16: abi.FLOAT16,
@@ -115,6 +117,13 @@ class Attention:
         elif option == "block_mask":  # every block is visible: what the mask itself costs
             self.kept.append(torch.ones(1, 1, -(-seqlen_q // 128), -(-seqlen_k // 128), dtype=torch.uint8, device=q.device))
             a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), 128, 128
+        elif option in cases.SPARSE:  # in every row as many visible blocks, at random places
+            visible, blocks = cases.visible_blocks(option, seqlen_k)
+            order = torch.rand(1, 1, seqlen_q // cases.SPARSE[option][1], blocks, device=q.device).argsort(-1)
+            self.kept.append((order < visible).to(torch.uint8))
+            a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), cases.SPARSE[option][1], cases.SPARSE[option][1]
+        elif option == cases.WINDOW:
+            a.window, a.window_left = 1, cases.WINDOW_LEFT
         elif option and option != "fp8":
             raise ValueError(f"unknown option {option}")
 
