@@ -35,7 +35,6 @@ TEST(CudaPlanHopper, HopperKernels) {
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
       {"bias", [](Problem &p) { set_bias(p); }},
       {"block mask and softcap", [](Problem &p) { p.softcap = 30, set_block_mask(p, 128); }},
-      {"blocks of 32", [](Problem &p) { set_block_mask(p, 32); }},
       {"blocks of 64, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 64); }},
       {"dropout, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
       {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},

@@ -34,6 +34,7 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
       {"alibi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
       {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
       {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
+      {"block mask of wide blocks", [](Problem &p) { set_block_mask(p, 128); }},
       {"block mask of odd blocks", [](Problem &p) { set_block_mask(p, 24); }},
       {"deterministic", [](Problem &p) { p.deterministic = true; }},
       {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},

@@ -88,7 +88,7 @@ class Consumer {
         softmax_.sum[r] = 0.f;
       }
       if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
-      if constexpr (C::kHasDropout) dropout_.begin(t);
+      if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_head(work_.stage()));
       for (int n = 0; n < begin; ++n) skip_k();
       iteration<true>(t, begin, masked_end, kv_tiles, pending, single);
       int i = begin + 1;

@@ -103,9 +103,11 @@ struct SharedMemory {
 
   // With a block mask: the range of the work tile in stage n, and the first key of a KV tile in stage n of K.
   __device__ __forceinline__ BlockMaskRange<C::kConsumerWarpgroups> &range(int n) const {
-    return storage().block_mask.ranges[n];
+    return storage().block_mask.range[n];
   }
   __device__ __forceinline__ int &first_key(int n, uint32_t phase) const { return storage().block_mask.first_key[phase][n]; }
+  // With dropout: b * heads_q + h of the work tile in stage n.
+  __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.head[n]; }
   // The storage that work_tiles is in: one address in registers serves both.
   __device__ __forceinline__ Storage &storage() const {
     return *reinterpret_cast<Storage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles));

@@ -7,12 +7,6 @@
 
 namespace fa::cuda::sm90 {
 
-// The sequence and query head of a work tile, as the rule for dropout counts them.
-template <class WorkTile>
-__device__ __forceinline__ uint32_t dropout_head(const Problem &p, const WorkTile &t) {
-  return static_cast<uint32_t>(t.batch * static_cast<int>(p.heads_q) + t.head_q);
-}
-
 template <class C>
 class DropoutBits {
  public:
@@ -20,9 +14,9 @@ class DropoutBits {
 
   __device__ __forceinline__ DropoutBits(const ForwardParams &params, const ConsumerThread &at) : p_(params.problem), at_(at) {}
 
-  // At the start of a work tile.
-  __device__ __forceinline__ void begin(const WorkTile &t) {
-    tile_ = DropoutTile(load_dropout_key(p_.dropout), dropout_head(p_, t), (at_.row(t, 0) - (at_.lane >> 2)) >> 4);
+  // At the start of a work tile, of batch-head `head`.
+  __device__ __forceinline__ void begin(const WorkTile &t, uint32_t head) {
+    tile_ = DropoutTile(load_dropout_key(p_.dropout), head, (at_.row(t, 0) - (at_.lane >> 2)) >> 4);
   }
   // Draws the bits of a KV tile, between the start of a wgmma and the wait for it.
   __device__ __forceinline__ void draw(int key0) {

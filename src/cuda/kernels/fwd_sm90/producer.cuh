@@ -34,12 +34,8 @@ class Producer {
       });
       if (t.kv_tiles < 0) break;
       if (t.kv_tiles > 0) {
-        if constexpr (C::kHasBlockMask) {
-          VisibleTiles<WorkTile> visible(a_, mask_row, range_tiles, lane_);
-          load_tile(t, q, k, v, [&](int) { return visible.next(t); });
-        } else {
-          load_tile(t, q, k, v, [&](int i) { return t.kv_tile(i); });
-        }
+        VisibleTiles<WorkTile> visible(a_, mask_row, range_tiles, lane_);
+        load_tile(t, visible, q, k, v);
       } else {
         request_work();
       }
@@ -87,10 +83,9 @@ class Producer {
                     s * C::kAtomColumns, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
     }
   }
-  // kv_tile(i) is the KV tile of iteration i. With a block mask it is called once for each, in ascending order.
-  template <typename KvTile>
-  __device__ __forceinline__ void load_tile(const WorkTile &t, PipelineState<C::kQStages> &q, PipelineState<C::kStages> &k,
-                                            PipelineState<C::kStages> &v, KvTile kv_tile) const {
+  // visible: with a block mask, the KV tiles to load.
+  __device__ __forceinline__ void load_tile(const WorkTile &t, VisibleTiles<WorkTile> &visible, PipelineState<C::kQStages> &q,
+                                            PipelineState<C::kStages> &k, PipelineState<C::kStages> &v) const {
     const auto load_k = [&](int tile) {
       mbarrier_wait(smem_.k_empty(k.stage()), k.phase() ^ 1);
       if (elect_one()) {
@@ -103,31 +98,36 @@ class Producer {
       }
       k.advance();
     };
-    int current = kv_tile(0);
-    load_k(current);
+    int last_k = 0;  // with a block mask: the KV tile of which K has been loaded last
+    const auto load_next_k = [&](int i) {
+      if constexpr (C::kHasBlockMask) {
+        last_k = visible.next(t);
+        load_k(last_k);
+      } else {
+        load_k(t.kv_tile(i));
+      }
+    };
+    load_next_k(0);
     if (C::kQProducerWarps == 0) {
 #pragma unroll
       for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) load_q(t, q, wg);
       q.advance();
     }
     for (int i = 0; i < t.kv_tiles; ++i) {
-      const int previous = current;
-      if (i + 1 < t.kv_tiles) {
-        current = kv_tile(i + 1);
-        load_k(current);
-      }
+      const int visible_tile = last_k;
+      if (i + 1 < t.kv_tiles) load_next_k(i + 1);
       mbarrier_wait(smem_.v_empty(v.stage()), v.phase() ^ 1);
       if (elect_one()) {
-        const int tile = C::kHasBlockMask ? previous : kv_tile(i);
         mbarrier_arrive_expect_tx(smem_.v_full(v.stage()), C::kVLoadedBytes);
+        const auto tile = [&] { return C::kHasBlockMask ? visible_tile : t.kv_tile(i); };
         if constexpr (C::kFp8) {
-          tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile * C::kKeys, 0, t.head_k, t.k_batch,
-                      kEvictLast);
+          tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile() * C::kKeys, 0, t.head_k,
+                      t.k_batch, kEvictLast);
         } else {
 #pragma unroll
           for (int s = 0; s < C::kVAtoms; ++s)
             tma_load_4d(smem_.v(v.stage()) + s * C::kKeys * 128, &a_.v_map, smem_.v_full(v.stage()), s * 64,
-                        t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+                        t.k_row + tile() * C::kKeys, t.head_k, t.k_batch, kEvictLast);
         }
       }
       v.advance();

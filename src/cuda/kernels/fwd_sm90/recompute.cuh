@@ -78,8 +78,10 @@ class Recompute {
         const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
         const bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
         float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - row_max));
-        if (C::kHasDropout && dropout_bits(load_dropout_key(p_.dropout), dropout_head(p_, t), row, key) < p_.dropout.threshold)
-          p = 0.f;
+        if constexpr (C::kHasDropout) {
+          if (dropout_bits(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage), row, key) < p_.dropout.threshold)
+            p = 0.f;
+        }
         float p_row[2];
         bool visible[2];
 #pragma unroll

@@ -108,7 +108,8 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.q_batch = batch;
       t.head_q = place.head;
       t.head_k = a.group.quotient(place.head);
-      if (C::kHasDropout) t.batch = place.batch;
+      if constexpr (C::kHasDropout)
+        smem.dropout_head(stage) = static_cast<uint32_t>(place.batch * static_cast<int>(p.heads_q) + place.head);
       t.out = batch * p.out.batch_stride + row * p.out.seq_stride + place.head * p.out.head_stride;
       t.lse = batch * p.lse.batch_stride + row * p.lse.seq_stride + place.head * p.lse.head_stride;
     }

@@ -29,7 +29,6 @@ struct ForwardWorkTile {
   // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
   // contain masked pairs.
   int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
-  int batch;  // dropout: the sequence
 
   // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
   // unmasked tiles, last key first.
@@ -54,11 +53,18 @@ struct BlockMaskRange {
 };
 template <int kConsumerWarpgroups, int kWorkStages, int kStages>
 struct ForwardBlockMask {
-  BlockMaskRange<kConsumerWarpgroups> ranges[kWorkStages];
+  BlockMaskRange<kConsumerWarpgroups> range[kWorkStages];
   // Of the KV tile in a stage of K, by the phase of the stage: it may be read when the KV tile has left the stage.
   int first_key[2][kStages];
 };
 struct NoForwardBlockMask {};
+
+// With dropout: the sequence and query head of the work tile in each stage, as the rule for dropout counts them (b * heads_q + h).
+template <int kWorkStages>
+struct ForwardDropout {
+  uint32_t head[kWorkStages];
+};
+struct NoForwardDropout {};
 
 // The staging memory of out, which kernels that store out from registers do not have.
 template <int kBytes>
@@ -92,6 +98,7 @@ struct ForwardStorage {
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasBlockMask, ForwardBlockMask<kConsumerWarpgroups, kWorkStages, kStages>, NoForwardBlockMask> block_mask;
+  std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
 };
 
 }  // namespace fa::cuda::sm90
