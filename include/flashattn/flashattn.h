@@ -363,7 +363,11 @@ enum {
   /** 8-bit unsigned integer. */
   FA_UINT8 = 0x00010801,
   /** 8-bit boolean, accepted wherever ::FA_UINT8 is. */
-  FA_BOOL = 0x00010806
+  FA_BOOL = 0x00010806,
+  /** One bit per element, 8 elements per byte: element n of a row is bit n % 8 (bit 0 is the lowest) of byte n / 8. For
+   * `element_mask` of ::fa_attention. Sizes and strides count elements, as they do for other dtypes. The stride of the last
+   * dimension is 1, and the other strides are multiples of 8, so that rows begin at a byte. */
+  FA_BIT = 0x00010106
 };
 
 /**
@@ -414,7 +418,7 @@ FA_API fa_status fa_tensor_from_dlpack(fa_tensor *tensor, const void *dl_tensor)
  * The attention problem
  * ------------------------------------------------------------------------------------------------------------------ */
 
-/** @brief Which keys a query may see, before windows, block mask and bias. @since 0.1 */
+/** @brief Which keys a query may see, before windows, bias and masks given as data. @since 0.1 */
 typedef int32_t fa_mask_kind;
 
 enum {
@@ -443,6 +447,18 @@ enum {
   FA_FLAG_BATCH_INVARIANT = 2
 };
 
+/** @brief Kinds of a slice, the last column of `fa_attention.slices`. @since 0.1 */
+enum {
+  /** Every query of the slice sees every key of the slice. */
+  FA_SLICE_FULL = 0,
+  /** Query i sees keys j <= i + k_end - q_end: the last query sees the last key. */
+  FA_SLICE_CAUSAL = 1,
+  /** Query i sees keys j >= i + k_begin - q_begin: the first query sees the first key. */
+  FA_SLICE_INVERSE_CAUSAL = 2,
+  /** Both of these limits. */
+  FA_SLICE_BOTH_CAUSAL = 3
+};
+
 /**
  * @brief One attention problem: inputs, outputs and options, shared by forward and backward.
  *
@@ -468,10 +484,13 @@ enum {
  *
  * with D(n) = n, or D(n) = log(1 + alibi_log_scale * n) if alibi_log_scale > 0.
  *
+ * A pair is visible if every mask that is given shows it: lengths and `seqstart_k`, `mask`, `window`, a `bias` other than
+ * -infinity, `block_mask`, `block_counts` with `block_indices`, `element_mask` and `slices`.
+ *
  * A call writes every row that belongs to a sequence. Rows past `seqused` get out = 0, lse = -infinity and zero gradients.
  * `dbias` is written as a whole, with zeros outside the lengths. No other memory is written. A row that sees no key gets
- * out = 0, lse = -infinity (with a sink: lse = sink) and dq = 0. Values in masked pairs and past `seqused` never affect a result,
- * even if they are NaN. @since 0.1
+ * out = 0, lse = -infinity (with a sink: lse = sink) and dq = 0. Values in masked pairs, past `seqused` and before
+ * `seqstart_k` never affect a result, even if they are NaN. @since 0.1
  */
 typedef struct fa_attention {
   /** sizeof(fa_attention), as set by fa_attention_init(). */
@@ -529,9 +548,9 @@ typedef struct fa_attention {
   /** Block mask, uint8 or bool, (b or 1, h_q or 1, ceil(s_q / block_size_q), ceil(s_k / block_size_k)). 0 masks all pairs of a
    * block, and kernels skip them. Lengths as for `bias`. Optional. */
   fa_tensor block_mask;
-  /** Queries per block of `block_mask`, at least 1. On CUDA multiples of 64 are fast. */
+  /** Queries per block of `block_mask` and `block_counts`, at least 1. On CUDA multiples of 64 are fast. */
   int64_t block_size_q;
-  /** Keys per block of `block_mask`, at least 1. On CUDA multiples of 64 are fast. */
+  /** Keys per block of `block_mask` and `block_indices`, at least 1. On CUDA multiples of 64 are fast. */
   int64_t block_size_k;
   /** ALiBi slopes, fp32, (h_q) or (b, h_q), see above and `alibi_log_scale`. Optional. */
   fa_tensor alibi_slopes;
@@ -577,6 +596,34 @@ typedef struct fa_attention {
   float alibi_log_scale;
   /** Must be 0. */
   uint32_t reserved;
+
+  /** Mask by pairs, (b or 1, h_q or 1, s_q or 1, s_k or 1): uint8 or bool with any strides, or ::FA_BIT. Non-zero = visible.
+   * Sizes for packed or paged sequences as for `bias`. CUDA: refused with ::FA_ERROR_UNSUPPORTED. Optional. */
+  fa_tensor element_mask;
+  /** (b) int32: number of rows at the start of each key sequence that belong to no one (left padding), at least 0. They are
+   * masked; the positions of the other keys do not change, and s_k still counts all rows up to `seqused_k`. A start at or past
+   * s_k leaves no key. The entries of `page_table` for masked pages must be valid, too. CUDA: refused with
+   * ::FA_ERROR_UNSUPPORTED. Optional. */
+  fa_tensor seqstart_k;
+  /** Mask by ranges, (n, 5) int32 with n < 2^31: q_begin, q_end, k_begin, k_end and a kind (::FA_SLICE_FULL and following). A
+   * pair is visible if at least one slice shows it; a row in no slice sees nothing. The slices apply to all heads. Rows are
+   * counted over the whole tensor where it is packed: there slices may differ from sequence to sequence, and a sequence sees
+   * the part of them that lies in its own rows. In padded tensors and paged keys they are counted within the sequence, and the
+   * same slices apply to every sequence. Ranges may reach outside the rows; what lies outside has no effect, but the limits of
+   * causal kinds follow the ends as given. Ranges whose end is not above their begin are empty. The CPU refuses other kinds. On
+   * CUDA slices are refused with ::FA_ERROR_UNSUPPORTED. Optional. */
+  fa_tensor slices;
+  /** Mask by lists of blocks, (b or 1, h_q or 1, ceil(s_q / block_size_q)) int32: number of entries of each row of
+   * `block_indices`. Negative counts are 0, larger ones max_blocks. Lengths as for `bias`. Given together with `block_mask`, a
+   * block must be visible in both. CUDA: refused with ::FA_ERROR_UNSUPPORTED. Optional; requires `block_indices`. */
+  fa_tensor block_counts;
+  /** Visible blocks of keys for each block of queries, (b or 1, h_q or 1, ceil(s_q / block_size_q), max_blocks) int32, in any
+   * order; duplicates, and indices outside 0 to ceil(s_k / block_size_k) - 1, have no effect. Requires `block_counts`. */
+  fa_tensor block_indices;
+  /** Output of forward, fp32, (h_q): the largest logit x of the visible pairs of each query head over all sequences, after
+   * scale, softcap, bias and ALiBi, before dropout and without the sink; -infinity if there is no visible pair. A NaN logit does
+   * not count. Backward neither reads nor writes it. CUDA: refused with ::FA_ERROR_UNSUPPORTED in forward. Optional. */
+  fa_tensor max_logit;
 } fa_attention;
 
 /**
@@ -746,7 +793,7 @@ typedef struct fa_plan_info {
   uint64_t workspace_bytes;
   /** Floating-point operations. Forward and backward: those of the matrix products over visible query-key pairs. Merge: two per
    * element of each part. Append: six per rotated pair. Lengths that only the device can read are taken as their upper bounds.
-   * Pairs masked by the block mask or the bias are counted. */
+   * Pairs masked by the bias or by masks given as data are counted. */
   double flops;
   /** Bytes moved if every input is read once and every output written once, with lengths as for `flops`. */
   double bytes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward adds quantised operands to the shared part of a problem.
+// Forward adds quantised operands and max_logit to the shared part of a problem.
 #pragma once
 
 #include "core/problem.h"
@@ -17,8 +17,10 @@ struct Descale {
 };
 
 // q may be fp8 if k and v are. q_descale is per sequence and key head.
-struct ForwardProblem : Problem {
+struct ForwardProblem : MaskedProblem {
   Descale q_descale, k_descale, v_descale;
+  float *max_logit = nullptr;  // (heads_q), or null
+  int64_t max_logit_stride = 0;
 };
 
 }  // namespace fa

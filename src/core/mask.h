@@ -84,6 +84,12 @@ struct Diagonal {
   }
 };
 
+// Keys before `first_key` are masked, whatever the band says.
+FA_HD Range from_key(Range keys, int64_t first_key) {
+  const int64_t begin = keys.begin > first_key ? keys.begin : first_key;
+  return {begin, keys.end > begin ? keys.end : begin};
+}
+
 FA_HD Range visible_keys(const Band &band, int64_t seqlen_q, int64_t seqlen_k, Range rows) {
   return Diagonal<int64_t>(Diagonal<int64_t>::Limits(band), seqlen_q, seqlen_k).visible_keys(rows);
 }

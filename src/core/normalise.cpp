@@ -150,7 +150,7 @@ fa_status check_sizes(std::initializer_list<NamedSize> sizes, ErrorText &error) 
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
                          ErrorText &error) {
   // Most extents do not intersect, and then the tensors do not share memory.
-  constexpr size_t kMost = 24;
+  constexpr size_t kMost = 32;
   if (outputs.size() + others.size() > kMost) return fail(error, FA_ERROR_INTERNAL, "a call has more than %zu tensors", kMost);
   Extent extents[kMost];
   const NamedTensor *tensors[kMost];

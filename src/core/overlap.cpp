@@ -31,7 +31,8 @@ struct Runs {
   Step steps[4] = {};
 };
 
-Runs runs_of(const fa_tensor &t) {
+Runs runs_of(const fa_tensor &tensor) {
+  const fa_tensor t = byte_view(tensor);
   const int64_t size = dtype_size(t.dtype);
   Step all[4];
   int count = 0;
@@ -101,8 +102,9 @@ class Search {
 
 }  // namespace
 
-Extent extent_of(const fa_tensor &t) {
-  if (!is_present(t) || !has_elements(t)) return {0, 0};
+Extent extent_of(const fa_tensor &tensor) {
+  if (!is_present(tensor) || !has_elements(tensor)) return {0, 0};
+  const fa_tensor t = byte_view(tensor);
   const int64_t size = dtype_size(t.dtype);
   Extent extent{reinterpret_cast<uintptr_t>(t.data), size};
   for (int d = 0; d < t.ndim; ++d) {

@@ -62,6 +62,64 @@ struct BlockMask {
   }
 };
 
+// Masks by pairs, (batch, heads_q, seqlen_q, seqlen_k) indexed as a ScoreTensor; a pair is visible where the element is not zero.
+// Strides count bytes, but for col_stride of bits, which counts bits and is 1, or 0 if all keys of a row share one bit.
+struct ElementMask {
+  bool given = false;
+  const uint8_t *data = nullptr;
+  bool bits = false;  // eight keys per byte, the lowest bit first
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+};
+
+// Lists of visible blocks, counts (batch, heads_q, blocks_q) and indices (batch, heads_q, blocks_q, max_blocks). Dimensions of size 1 have
+// stride 0. Counts outside 0 to max_blocks are clamped; indices outside 0 to blocks_k - 1 have no effect.
+struct BlockLists {
+  bool given = false;
+  const int32_t *counts = nullptr;
+  int64_t count_batch_stride = 0;
+  int64_t count_head_stride = 0;
+  int64_t count_row_stride = 0;
+  const int32_t *indices = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t entry_stride = 0;
+  int64_t max_blocks = 0;
+  int64_t blocks_q = 0, blocks_k = 0;
+  int64_t size_q = 0, size_k = 0;  // queries and keys per block
+  bool per_batch = false, per_head = false;
+};
+
+// The keys of one query, [begin, end), that one slice shows. Rows and keys are counted as the slice counts them.
+struct Slice {
+  int64_t q_begin = 0, q_end = 0, k_begin = 0, k_end = 0;
+  int32_t kind = 0;  // FA_SLICE_*: bit 0 limits the end, bit 1 the begin
+
+  FA_HD bool known() const { return kind >= 0 && kind <= 3; }
+  FA_HD RangeOf<int64_t> keys(int64_t i) const {
+    if (!known() || i < q_begin || i >= q_end) return {0, 0};
+    const int64_t last = i + k_end - q_end + 1, first = i + k_begin - q_begin;
+    return {(kind & 2) != 0 && first > k_begin ? first : k_begin, (kind & 1) != 0 && last < k_end ? last : k_end};
+  }
+};
+
+// (count, 5) int32: the numbers of a Slice. Rows are counted over the packed tensor, or within the sequence if it is not packed.
+struct Slices {
+  bool given = false;  // a list without slices shows nothing
+  const int32_t *data = nullptr;
+  int64_t count = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+
+  FA_HD Slice operator[](int64_t n) const {
+    const int32_t *row = data + n * row_stride;
+    return {row[0], row[col_stride], row[2 * col_stride], row[3 * col_stride], row[4 * col_stride]};
+  }
+};
+
 // The sequences of queries or of keys. On CUDA `cu` and `used` are device memory, which only kernels read.
 struct Lengths {
   const void *cu = nullptr;  // (batch + 1) offsets, or null: padded
@@ -74,11 +132,12 @@ struct Lengths {
 };
 
 // One sequence of queries or of keys. `slot` rows from row `start` on belong to it, and the first `len` of them are used. In padded
-// tensors start is 0, and batch_stride selects the sequence.
+// tensors start is 0, and batch_stride selects the sequence. Keys before key `first` are masked (left padding).
 struct Sequence {
   int64_t start = 0;
   int64_t slot = 0;
   int64_t len = 0;
+  int64_t first = 0;
 };
 
 // cu_seqlens[n].
@@ -153,6 +212,10 @@ struct Problem {
   bool deterministic = false;
   bool batch_invariant = false;
 
+  // Whether logits need more than the scale.
+  FA_HD bool score_terms() const {
+    return softcap > 0 || bias.data != nullptr || alibi_slopes != nullptr || dropout.threshold > 0;
+  }
   // Whether scores need more than scale, band and lengths.
   FA_HD bool general_score() const {
     return softcap > 0 || bias.data != nullptr || block_mask.data != nullptr || alibi_slopes != nullptr ||
@@ -160,9 +223,41 @@ struct Problem {
   }
 };
 
+// The ranges of core/mask.h for the used rows of two sequences.
+FA_HD Range visible_keys(const Band &band, const Sequence &queries, const Sequence &keys, Range rows) {
+  return from_key(visible_keys(band, queries.len, keys.len, rows), keys.first);
+}
+FA_HD Range visible_queries(const Band &band, const Sequence &queries, const Sequence &keys, Range some_keys) {
+  return visible_queries(band, queries.len, keys.len, from_key(some_keys, keys.first));
+}
+
+// A problem with the masks as data that the backend may have to compute. Kernels that know none of them take the Problem alone.
+struct MaskedProblem : Problem {
+  const int32_t *seqstart_k = nullptr;  // (batch)
+  int64_t seqstart_k_stride = 0;
+  ElementMask element_mask;
+  BlockLists block_lists;
+  Slices slices;
+
+  // Whether data besides lengths, seqstart_k and bias masks pairs.
+  FA_HD bool masked_by_data() const {
+    return block_mask.data != nullptr || element_mask.given || block_lists.given || slices.given;
+  }
+};
+
+// The keys of sequence b.
+FA_HD Sequence keys_of(const MaskedProblem &p, int64_t b) {
+  Sequence s = sequence_of(p.k_lengths, b);
+  if (p.seqstart_k != nullptr) {
+    const int64_t first = p.seqstart_k[b * p.seqstart_k_stride];
+    s.first = first < 0 ? 0 : first;
+  }
+  return s;
+}
+
 // The tensors of backward. Absent outputs have null data.
 struct BackwardProblem {
-  Problem forward;
+  MaskedProblem forward;
   Operand dout;
   RowScalar dlse;
   Operand dq, dk, dv;

@@ -18,7 +18,7 @@ struct DtypeInfo {
 constexpr DtypeInfo kDtypes[] = {
     {FA_FLOAT32, 4, "float32"}, {FA_FLOAT16, 2, "float16"}, {FA_BFLOAT16, 2, "bfloat16"}, {FA_FLOAT8_E4M3, 1, "float8_e4m3"},
     {FA_INT8, 1, "int8"},       {FA_INT32, 4, "int32"},     {FA_INT64, 8, "int64"},       {FA_UINT8, 1, "uint8"},
-    {FA_BOOL, 1, "bool"},
+    {FA_BOOL, 1, "bool"},       {FA_BIT, 1, "bit"},
 };
 
 const DtypeInfo *find_dtype(fa_dtype dtype) {
@@ -56,6 +56,15 @@ bool overlaps_itself(const fa_tensor &t) {
 int dtype_size(fa_dtype dtype) {
   const DtypeInfo *info = find_dtype(dtype);
   return info ? info->size : 0;
+}
+
+fa_tensor byte_view(const fa_tensor &t) {
+  fa_tensor bytes = t;
+  if (t.dtype != FA_BIT) return bytes;
+  bytes.dtype = FA_UINT8;
+  for (int d = 0; d < t.ndim - 1; ++d) bytes.stride[d] = t.stride[d] / 8;
+  if (t.ndim > 0) bytes.shape[t.ndim - 1] = t.shape[t.ndim - 1] / 8 + (t.shape[t.ndim - 1] % 8 != 0);
+  return bytes;
 }
 
 const char *dtype_name(fa_dtype dtype) {
@@ -100,11 +109,12 @@ fa_status check_memory(const NamedTensor &named, Role role, ErrorText &error) {
 
   // Bytes reached above and below data, kept under 2^62 so that no address computation can overflow.
   constexpr int64_t kLimit = int64_t{1} << 62;
+  const fa_tensor stored = byte_view(t);
   int64_t above = size, below = 0, count = 1;
   for (int d = 0; d < t.ndim; ++d) {
     int64_t bytes = 0, reach = 0;
-    if (__builtin_mul_overflow(count, t.shape[d], &count) || __builtin_mul_overflow(t.stride[d], size, &bytes) ||
-        __builtin_mul_overflow(t.shape[d] - 1, bytes, &reach) || reach >= kLimit || reach <= -kLimit ||
+    if (__builtin_mul_overflow(count, t.shape[d], &count) || __builtin_mul_overflow(stored.stride[d], size, &bytes) ||
+        __builtin_mul_overflow(stored.shape[d] - 1, bytes, &reach) || reach >= kLimit || reach <= -kLimit ||
         (reach > 0 ? (above += reach) : (below -= reach)) >= kLimit || count >= kLimit) {
       return fail(error, FA_ERROR_SHAPE, "%s.shape[%d] %" PRId64 " with %s.stride[%d] %" PRId64 " overflows 64-bit addresses",
                   name, d, t.shape[d], name, d, t.stride[d]);

@@ -27,7 +27,9 @@ inline bool has_elements(const fa_tensor &t) {
   }
   return true;
 }
-int dtype_size(fa_dtype dtype);  // 0 for a number that is not an fa_dtype
+int dtype_size(fa_dtype dtype);  // bytes, also 1 for FA_BIT; 0 for a number that is not an fa_dtype
+// The tensor itself, or, for FA_BIT, the bytes that hold its elements. Sizes are not negative.
+fa_tensor byte_view(const fa_tensor &t);
 const char *dtype_name(fa_dtype dtype);
 bool is_attention_dtype(fa_dtype dtype);  // fp32, fp16, bf16
 bool is_quantised(fa_dtype dtype);        // fp8, int8

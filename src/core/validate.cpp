@@ -41,7 +41,7 @@ fa_tensor as_tensor(const uint64_t *number) {
 // Builds one Problem. Later steps use the results of earlier ones.
 class Normaliser {
  public:
-  Normaliser(const fa_attention &attention, Problem &problem, Pointers &pointers, ErrorText &error)
+  Normaliser(const fa_attention &attention, MaskedProblem &problem, Pointers &pointers, ErrorText &error)
       : a_(attention), p_(problem), pointers_(pointers), error_(error) {}
 
   fa_status forward() {
@@ -62,6 +62,17 @@ class Normaliser {
       FA_RETURN_IF_ERROR(row_scalar("lse", a_.lse, role));
       p_.lse = to_row_scalar(a_.lse);
     }
+    return FA_OK;
+  }
+
+  fa_status max_logit(ForwardProblem &problem) {
+    if (!is_present(a_.max_logit)) return FA_OK;
+    const NamedTensor named{"max_logit", a_.max_logit};
+    FA_RETURN_IF_ERROR(memory(named, Role::output));
+    FA_RETURN_IF_ERROR(check_dtype(named, {FA_FLOAT32}, error_));
+    FA_RETURN_IF_ERROR(check_shape(named, {{p_.heads_q, "heads_q"}}, error_));
+    problem.max_logit = static_cast<float *>(a_.max_logit.data);
+    problem.max_logit_stride = stride_of(a_.max_logit, 0);
     return FA_OK;
   }
 
@@ -203,6 +214,11 @@ class Normaliser {
     FA_RETURN_IF_ERROR(batch());
     FA_RETURN_IF_ERROR(side({"cu_seqlens_q", a_.cu_seqlens_q}, {"seqused_q", a_.seqused_q}, {"max_seqlen_q", a_.max_seqlen_q},
                             packed_q_ ? a_.q.shape[0] : a_.q.shape[1], packed_q_, p_.q_lengths));
+    if (is_present(a_.seqstart_k)) {
+      FA_RETURN_IF_ERROR(check_counts({"seqstart_k", a_.seqstart_k}, Role::input, p_.batch, pointers_, error_));
+      p_.seqstart_k = static_cast<const int32_t *>(a_.seqstart_k.data);
+      p_.seqstart_k_stride = stride_of(a_.seqstart_k, 0);
+    }
     int64_t capacity_k = packed_k_ ? a_.k.shape[0] : a_.k.shape[1];
     if (paged_) FA_RETURN_IF_ERROR(pages(capacity_k));
     return side({"cu_seqlens_k", a_.cu_seqlens_k}, {"seqused_k", a_.seqused_k}, {"max_seqlen_k", a_.max_seqlen_k}, capacity_k,
@@ -296,7 +312,11 @@ class Normaliser {
           error_));
       p_.bias = to_score_tensor(a_.bias);
     }
+    FA_RETURN_IF_ERROR(block_sizes());
     FA_RETURN_IF_ERROR(block_mask(bound_q, bound_k));
+    FA_RETURN_IF_ERROR(block_lists(bound_q, bound_k));
+    FA_RETURN_IF_ERROR(element_mask(bound_q, bound_k));
+    FA_RETURN_IF_ERROR(slices());
     if (is_present(a_.alibi_slopes)) {
       const NamedTensor slopes{"alibi_slopes", a_.alibi_slopes};
       FA_RETURN_IF_ERROR(memory(slopes, Role::input));
@@ -319,24 +339,32 @@ class Normaliser {
     return FA_OK;
   }
 
-  // The rows or columns of bias and block mask: the caller's bound, even if it exceeds the number of rows.
+  // The rows or columns of bias and of masks given as data: the caller's bound, even if it exceeds the number of rows.
   static int64_t score_bound(int64_t max_seqlen, const Lengths &lengths) {
     return max_seqlen > 0 ? max_seqlen : lengths.max_len;
   }
 
-  fa_status block_mask(int64_t bound_q, int64_t bound_k) {
-    const bool given = is_present(a_.block_mask);
+  // The sizes that block_mask and the block lists share.
+  fa_status block_sizes() {
+    const bool mask = is_present(a_.block_mask), lists = is_present(a_.block_counts) || is_present(a_.block_indices);
     for (const auto &[name, size] : {std::pair{"block_size_q", a_.block_size_q}, std::pair{"block_size_k", a_.block_size_k}}) {
-      if (given && size < 1)
-        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; with block_mask it must be at least 1", name, size);
-      if (!given && size != 0)
-        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 " but block_mask is absent", name, size);
+      if ((mask || lists) && size < 1)
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; with %s it must be at least 1", name, size,
+                    mask ? "block_mask" : "block_counts");
+      if (!mask && !lists && size != 0)
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 " but block_mask and block_counts are absent", name,
+                    size);
     }
-    if (!given) return FA_OK;
+    return FA_OK;
+  }
+
+  static int64_t blocks(int64_t length, int64_t size) { return length / size + (length % size != 0); }
+
+  fa_status block_mask(int64_t bound_q, int64_t bound_k) {
+    if (!is_present(a_.block_mask)) return FA_OK;
     const NamedTensor mask{"block_mask", a_.block_mask};
     FA_RETURN_IF_ERROR(memory(mask, Role::input));
     FA_RETURN_IF_ERROR(check_dtype(mask, {FA_UINT8, FA_BOOL}, error_));
-    const auto blocks = [](int64_t length, int64_t size) { return length / size + (length % size != 0); };
     FA_RETURN_IF_ERROR(check_shape(mask,
                                    {{p_.batch, "batch", true},
                                     {p_.heads_q, "heads_q", true},
@@ -350,6 +378,101 @@ class Normaliser {
                      stride_of(a_.block_mask, 3),
                      a_.block_size_q,
                      a_.block_size_k};
+    return FA_OK;
+  }
+
+  fa_status block_lists(int64_t bound_q, int64_t bound_k) {
+    const bool has_counts = is_present(a_.block_counts), has_indices = is_present(a_.block_indices);
+    if (has_counts != has_indices) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is given but %s is absent; block lists need both",
+                  has_counts ? "block_counts" : "block_indices", has_counts ? "block_indices" : "block_counts");
+    }
+    if (!has_counts) return FA_OK;
+    const NamedTensor counts{"block_counts", a_.block_counts}, indices{"block_indices", a_.block_indices};
+    for (const NamedTensor &t : {counts, indices}) {
+      FA_RETURN_IF_ERROR(memory(t, Role::input));
+      FA_RETURN_IF_ERROR(check_dtype(t, {FA_INT32}, error_));
+    }
+    BlockLists &lists = p_.block_lists;
+    lists.given = true;
+    lists.size_q = a_.block_size_q;
+    lists.size_k = a_.block_size_k;
+    lists.blocks_q = blocks(bound_q, lists.size_q);
+    lists.blocks_k = blocks(bound_k, lists.size_k);
+    constexpr int64_t kMostBlocks = int64_t{1} << 50;  // of all planes
+    int64_t count = 0;
+    if (__builtin_mul_overflow(lists.blocks_q, lists.blocks_k, &count) ||
+        __builtin_mul_overflow(count, std::max<int64_t>(p_.batch * p_.heads_q, 1), &count) || count > kMostBlocks) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "block_counts is given with block_size_q %" PRId64 " and block_size_k %" PRId64
+                  ", which make more than 2^50 blocks in all heads; kernels take fewer",
+                  lists.size_q, lists.size_k);
+    }
+    const Dim batch{p_.batch, "batch", true}, heads{p_.heads_q, "heads_q", true},
+        rows{lists.blocks_q, "ceil(seqlen_q / block_size_q)"};
+    FA_RETURN_IF_ERROR(check_shape(counts, {batch, heads, rows}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(indices, 4, "(batch, heads_q, ceil(seqlen_q / block_size_q), max_blocks)", error_));
+    lists.max_blocks = a_.block_indices.shape[3];
+    FA_RETURN_IF_ERROR(check_shape(indices, {batch, heads, rows, {lists.max_blocks, "max_blocks"}}, error_));
+    lists.counts = static_cast<const int32_t *>(a_.block_counts.data);
+    lists.count_batch_stride = stride_of(a_.block_counts, 0);
+    lists.count_head_stride = stride_of(a_.block_counts, 1);
+    lists.count_row_stride = stride_of(a_.block_counts, 2);
+    lists.indices = static_cast<const int32_t *>(a_.block_indices.data);
+    lists.batch_stride = stride_of(a_.block_indices, 0);
+    lists.head_stride = stride_of(a_.block_indices, 1);
+    lists.row_stride = stride_of(a_.block_indices, 2);
+    lists.entry_stride = stride_of(a_.block_indices, 3);
+    lists.per_batch = a_.block_counts.shape[0] > 1 || a_.block_indices.shape[0] > 1;
+    lists.per_head = a_.block_counts.shape[1] > 1 || a_.block_indices.shape[1] > 1;
+    return FA_OK;
+  }
+
+  fa_status element_mask(int64_t bound_q, int64_t bound_k) {
+    const fa_tensor &t = a_.element_mask;
+    if (!is_present(t)) return FA_OK;
+    const NamedTensor named{"element_mask", t};
+    FA_RETURN_IF_ERROR(memory(named, Role::input));
+    FA_RETURN_IF_ERROR(check_dtype(named, {FA_UINT8, FA_BOOL, FA_BIT}, error_));
+    FA_RETURN_IF_ERROR(check_shape(
+        named,
+        {{p_.batch, "batch", true}, {p_.heads_q, "heads_q", true}, {bound_q, "seqlen_q", true}, {bound_k, "seqlen_k", true}},
+        error_));
+    const bool bits = t.dtype == FA_BIT;
+    if (bits && stride_of(t, 3) > 1) {
+      return fail(error_, FA_ERROR_SHAPE, "element_mask.stride[3] is %" PRId64 "; the bits of a row are adjacent (stride 1)",
+                  t.stride[3]);
+    }
+    for (int d = 0; bits && d < 3; ++d) {
+      if (stride_of(t, d) % 8 == 0) continue;
+      return fail(error_, FA_ERROR_SHAPE,
+                  "element_mask.stride[%d] is %" PRId64 " bits; it must be a multiple of 8, so that rows begin at a byte", d,
+                  t.stride[d]);
+    }
+    const int64_t unit = bits ? 8 : 1;
+    p_.element_mask = {true,
+                       static_cast<const uint8_t *>(t.data),
+                       bits,
+                       stride_of(t, 0) / unit,
+                       stride_of(t, 1) / unit,
+                       stride_of(t, 2) / unit,
+                       stride_of(t, 3)};
+    return FA_OK;
+  }
+
+  fa_status slices() {
+    const fa_tensor &t = a_.slices;
+    if (!is_present(t)) return FA_OK;
+    const NamedTensor named{"slices", t};
+    FA_RETURN_IF_ERROR(memory(named, Role::input));
+    FA_RETURN_IF_ERROR(check_dtype(named, {FA_INT32}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(named, 2, "(n, 5)", error_));
+    FA_RETURN_IF_ERROR(check_shape(named, {{t.shape[0], "n"}, {5, "q_begin, q_end, k_begin, k_end, kind"}}, error_));
+    if (t.shape[0] > INT32_MAX) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "slices.shape[0] is %" PRId64 "; there may be up to 2^31 - 1 slices",
+                  t.shape[0]);
+    }
+    p_.slices = {true, static_cast<const int32_t *>(t.data), t.shape[0], stride_of(t, 0), stride_of(t, 1)};
     return FA_OK;
   }
 
@@ -408,7 +531,7 @@ class Normaliser {
   fa_status memory(const NamedTensor &t, Role role) { return check_and_note(t, role, pointers_, error_); }
 
   const fa_attention &a_;
-  Problem &p_;
+  MaskedProblem &p_;
   Pointers &pointers_;
   ErrorText &error_;
   fa_dtype results_ = 0;  // of out, its gradient, dq, dk and dv
@@ -427,8 +550,9 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
   problem.k_descale = normaliser.k_descale;
   problem.v_descale = normaliser.v_descale;
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
+  FA_RETURN_IF_ERROR(normaliser.max_logit(problem));
   const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
-  return check_distinct({{"out", a.out}, {"lse", a.lse}},
+  return check_distinct({{"out", a.out}, {"lse", a.lse}, {"max_logit", a.max_logit}},
                         {{"q", a.q},
                          {"k", a.k},
                          {"v", a.v},
@@ -441,6 +565,11 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
                          {"block_mask", a.block_mask},
                          {"alibi_slopes", a.alibi_slopes},
                          {"sink", a.sink},
+                         {"element_mask", a.element_mask},
+                         {"seqstart_k", a.seqstart_k},
+                         {"slices", a.slices},
+                         {"block_counts", a.block_counts},
+                         {"block_indices", a.block_indices},
                          {"dropout_seed_ptr", seed},
                          {"dropout_offset_ptr", offset},
                          {"q_descale", a.q_descale},
@@ -452,7 +581,7 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
 fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error) {
   pointers.clear();
-  Problem &p = problem.forward;
+  MaskedProblem &p = problem.forward;
   Normaliser normaliser(a, p, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
@@ -529,6 +658,11 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
                          {"block_mask", a.block_mask},
                          {"alibi_slopes", a.alibi_slopes},
                          {"sink", a.sink},
+                         {"element_mask", a.element_mask},
+                         {"seqstart_k", a.seqstart_k},
+                         {"slices", a.slices},
+                         {"block_counts", a.block_counts},
+                         {"block_indices", a.block_indices},
                          {"dropout_seed_ptr", seed},
                          {"dropout_offset_ptr", offset}},
                         error);
@@ -619,9 +753,23 @@ fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::v
   return check_merge_memory(merge.num_parts, merge.out_parts, merge.lse_parts, out, lse, error);
 }
 
-fa_status check_host_lengths(const Problem &p, ErrorText &error) {
+fa_status check_host_contents(const MaskedProblem &p, ErrorText &error) {
   FA_RETURN_IF_ERROR(check_host_side(p.q_lengths, p.batch, "_q", error));
   FA_RETURN_IF_ERROR(check_host_side(p.k_lengths, p.batch, "_k", error));
+  for (int64_t b = 0; p.seqstart_k != nullptr && b < p.batch; ++b) {
+    const int64_t first = p.seqstart_k[b * p.seqstart_k_stride];
+    if (first < 0) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "seqstart_k[%" PRId64 "] is %" PRId64 "; it cannot be negative", b, first);
+    }
+  }
+  for (int64_t n = 0; n < p.slices.count; ++n) {
+    const Slice slice = p.slices[n];
+    if (!slice.known()) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                  "slices[%" PRId64 "][4] is %d; it must be FA_SLICE_FULL to FA_SLICE_BOTH_CAUSAL (0 to 3)", n,
+                  int{slice.kind});
+    }
+  }
   if (p.page_table == nullptr) return FA_OK;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t len = sequence_of(p.k_lengths, b).len;

@@ -24,8 +24,8 @@ fa_status normalise(const fa_append &append, AppendProblem &problem, Pointers &p
 fa_status normalise(const fa_merge_problem &merge, MergeProblem &problem, std::vector<MergePart> &parts, Pointers &pointers,
                     ErrorText &error);
 
-// Checks offsets, used lengths and page numbers, for devices whose memory the host can read.
-fa_status check_host_lengths(const Problem &problem, ErrorText &error);
+// Checks offsets, used lengths, seqstart_k, page numbers and kinds of slices, for devices whose memory the host can read.
+fa_status check_host_contents(const MaskedProblem &problem, ErrorText &error);
 // Checks offsets of packed rows, used lengths and positions. Cache offsets and page numbers need no check: rows outside the cache are
 // skipped.
 fa_status check_host_contents(const AppendProblem &problem, ErrorText &error);

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <new>
 
 #include "core/validate.h"
@@ -20,12 +21,20 @@ constexpr int32_t kMaxThreads = 4096;
 // Whether no sequence of one side has a row, however many sequences there are: 2^40 empty ones are a legal problem, not worth a loop.
 bool no_rows(const Lengths &lengths) { return lengths.max_len == 0; }
 
-bool nothing_to_write(const Problem &problem) { return no_rows(problem.q_lengths); }
+bool nothing_to_write(const MaskedProblem &problem) { return no_rows(problem.q_lengths); }
 
 bool nothing_to_write(const BackwardProblem &problem) {
   const bool rows_q = problem.dq.data != nullptr && !no_rows(problem.forward.q_lengths);
   const bool rows_k = (problem.dk.data != nullptr || problem.dv.data != nullptr) && !no_rows(problem.forward.k_lengths);
   return !rows_q && !rows_k && problem.dbias.data == nullptr && problem.dsink == nullptr;
+}
+
+// Kernels raise max_logit from here.
+void start_max_logit(const ForwardProblem &problem) {
+  if (problem.max_logit == nullptr) return;
+  for (int64_t h = 0; h < problem.heads_q; ++h) {
+    problem.max_logit[h * problem.max_logit_stride] = -std::numeric_limits<float>::infinity();
+  }
 }
 
 class CpuBackend final : public Backend {
@@ -66,7 +75,8 @@ class CpuBackend final : public Backend {
     const Plan plan = plan_forward(problem, machine_);
     Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
-    FA_RETURN_IF_ERROR(check_host_lengths(problem, error));
+    FA_RETURN_IF_ERROR(check_host_contents(problem, error));
+    start_max_logit(problem);
     if (nothing_to_write(problem)) return FA_OK;
     return finished(forward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
@@ -75,7 +85,7 @@ class CpuBackend final : public Backend {
     const Plan plan = plan_backward(problem, machine_);
     Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
-    FA_RETURN_IF_ERROR(check_host_lengths(problem.forward, error));
+    FA_RETURN_IF_ERROR(check_host_contents(problem.forward, error));
     if (nothing_to_write(problem)) return FA_OK;
     return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
   }

@@ -75,7 +75,7 @@ class BackwardWork final : public HeadWork, BackwardMemory {
     x.b = head / p_.heads_k;
     x.h_k = head % p_.heads_k;
     x.q = sequence_of(p_.q_lengths, x.b);
-    x.k = sequence_of(p_.k_lengths, x.b);
+    x.k = keys_of(p_, x.b);
     x.blocks_q = blocks_of(x.q.len, l_.block_q);
     x.blocks_k = blocks_of(x.k.len, l_.block_k);
     x.tiles_q = blocks_of(x.q.len, l_.tile_q);
@@ -120,7 +120,7 @@ class BackwardWork final : public HeadWork, BackwardMemory {
     if (!l_.wants.dq) return;
     __builtin_memset(slot_array<float>(slot, l_.dq_sum) + at * l_.ld, 0,
                      static_cast<size_t>(l_.block_q * l_.ld) * sizeof(float));
-    if (visible_keys(p_.band, x.q.len, x.k.len, rows).empty()) {  // no block of keys will come by to write these
+    if (visible_keys(p_.band, x.q, x.k, rows).empty()) {  // no block of keys will come by to write these
       zero_rows(b_.dq.dtype, rows_of(b_.dq, x.b, h, x.q.start), rows.begin, rows.end, p_.head_dim);
     }
   }
@@ -129,14 +129,19 @@ class BackwardWork final : public HeadWork, BackwardMemory {
   void key_block(const Head &x, int32_t slot, int32_t worker, int64_t g, int64_t n) {
     const int64_t h = x.h_k * p_.group + g;
     const Range keys{n * l_.block_k, min64((n + 1) * l_.block_k, x.k.len)};
-    const Score score = make_score(p_, x.b, h, x.q.len, x.k.len);
+    const Score score = make_score(p_, x.b, h, x.q, x.k);
     gradients_.begin_keys(worker, keys.size());
 
-    const Range rows = visible_queries(p_.band, x.q.len, x.k.len, keys);
+    const Range rows = visible_queries(p_.band, x.q, x.k, keys);
+    const bool by_data = p_.masked_by_data();
+    DataMask data;
+    if (by_data) {
+      data = make_data_mask(p_, prepared_masks(base_, l_, p_, worker, x.q, rows, x.k, keys), x.b, h, x.q, x.k);
+    }
     Turn *turns = dq_turns(slot, g);
     for (int64_t m = rows.begin / l_.block_q; m * l_.block_q < rows.end; ++m) {
       const Tile pairs{m * l_.block_q, keys.begin, min64(l_.block_q, x.q.len - m * l_.block_q), keys.size()};
-      gradients_.add_tile(x, slot, worker, {g, n, m, pairs}, score, [&] {
+      gradients_.add_tile(x, slot, worker, {g, n, m, pairs}, score, by_data ? &data : nullptr, [&] {
         if (n > 0) wait_for(turns[n - 1], m + 1);
       });
       if (l_.wants.dq) finish_queries(x, slot, g, n, {pairs.row, pairs.row + pairs.rows});
@@ -154,7 +159,7 @@ class BackwardWork final : public HeadWork, BackwardMemory {
 
   // Writes dq of a block of rows if no later block of keys adds to it.
   void finish_queries(const Head &x, int32_t slot, int64_t g, int64_t n, Range rows) const {
-    const Range seen = visible_keys(p_.band, x.q.len, x.k.len, rows);
+    const Range seen = visible_keys(p_.band, x.q, x.k, rows);
     if ((seen.end - 1) / l_.block_k != n) return;
     const float *dq = slot_array<float>(slot, l_.dq_sum) + packed_row(g, rows.begin) * l_.ld;
     for_dtype(b_.dq.dtype, [&]<class Element>() {

@@ -64,8 +64,10 @@ class Bf16Gradients : public BackwardMemory {
   }
 
   // Adds the tile's parts to dk, dv and dq. Calls `dq_turn` before the first addition to dq.
+  // `data`: see find_visible.
   template <class DqTurn>
-  void add_tile(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score, DqTurn dq_turn) {
+  void add_tile(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score, const DataMask *data,
+                DqTurn dq_turn) {
     const Tile &t = tile.pairs;
     const uint8_t q_flags = query_flags(slot, tile.g, tile.m), k_flags = slot_array<uint8_t>(slot, l_.k_flags)[tile.n];
     const uint8_t flags = q_flags | k_flags;
@@ -73,24 +75,25 @@ class Bf16Gradients : public BackwardMemory {
     Range panels[kMaxStrips];
     int64_t strips = 0;
     bool turn = false;
+    TileMask mask;
     for (int64_t row = 0; row < t.rows; row += kStripRows, ++strips) {
       const Tile strip{t.row + row, t.col, min64(kStripRows, t.rows - row), t.cols};
-      const Masking masking = tile_masking(score, strip);
+      find_visible(score, data, strip, mask);
       panels[strips] = {0, 0};
-      if (masking == Masking::kAll) continue;
-      const TileBand band = tile_band(score, strip, masking);
+      if (mask.masking == Masking::kAll) continue;
+      const TileBand band = tile_band(score, strip, mask);
       const Range seen = band.columns(0, strip.rows);
       Strip s{strip,
               strips,
               packed_row(tile.g, strip.row),
               band,
               {seen.begin / kTilePanel, round_up(seen.end, kTilePanel) / kTilePanel}};
-      s.masked = masking == Masking::kSome || score.masks_by_value();
+      s.masked = mask.masking == Masking::kSome || score.masks_by_value();
       s.exact = (flags & kSubnormal) != 0 && (flags & kHuge) != 0;
       s.by_pair = s.exact || (s.masked && (flags & kNotFinite) != 0);
       if (s.by_pair) s.panels = {0, round_up(t.cols, kTilePanel) / kTilePanel};
       products(x, slot, worker, tile, s);
-      gradients(x, slot, worker, tile, score, masking, s);
+      gradients(x, slot, worker, tile, score, mask, s);
       if (!s.by_pair) panels[strips] = s.panels;
       if (!l_.wants.dq) continue;
       if (!turn) dq_turn();
@@ -210,13 +213,13 @@ class Bf16Gradients : public BackwardMemory {
   }
 
   // P and dS of a strip, from S and dP: into tiles, or, pair by pair, in place and on to dk and dv.
-  void gradients(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score, Masking masking,
-                 const Strip &strip) const {
+  void gradients(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score,
+                 const TileMask &mask, const Strip &strip) const {
     const Tile &t = strip.pairs;
     float *s = s_strip(worker), *dp = dp_strip(worker);
     const TileStep step = tile_step_of(slot, worker, score, t, strip.at, s);
-    const bool by_value = score.general || strip.by_pair;
-    if (by_value && masking == Masking::kSome) mask_tile(score, t, s, l_.ld_tile);
+    const bool by_value = score.general || mask.by_data || strip.by_pair;
+    if (by_value) mask_tile(score, mask, t, s, l_.ld_tile);
     if (strip.by_pair) {
       add_pairs(x, worker, tile, strip, step);
       return;

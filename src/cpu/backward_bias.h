@@ -51,22 +51,24 @@ class BiasWork {
     const Range batches = b_.dbias_sum_batch ? Range{0, p_.batch} : Range{b_out, b_out + 1};
     const Range heads = b_.dbias_sum_heads ? Range{0, p_.heads_q} : Range{h_out, h_out + 1};
     for (int64_t b = batches.begin; b < batches.end; ++b) {
-      const Sequence q = sequence_of(p_.q_lengths, b), k = sequence_of(p_.k_lengths, b);
+      const Sequence q = sequence_of(p_.q_lengths, b), k = keys_of(p_, b);
       const Range keys{col, min64(col + cols, k.len)};
-      const Range visible = visible_queries(p_.band, q.len, k.len, keys);
+      const Range visible = visible_queries(p_.band, q, k, keys);
       const int64_t row_limit = b_.dbias_sum_rows ? q.len : min64(row + rows, q.len);
       const Range queries{max64(row, visible.begin), min64(row_limit, visible.end)};
       if (queries.empty()) continue;
+      const PreparedMasks masks = prepared_masks(base_, l_, p_, worker, q, queries, k, keys);
       int64_t packed_head = -1;
       for (int64_t h = heads.begin; h < heads.end; ++h) {
         if (h / p_.group != packed_head) {
           packed_head = h / p_.group;
           pack_keys(worker, b, packed_head, k, keys);
         }
-        const Score score = make_score(p_, b, h, q.len, k.len);
+        const Score score = make_score(p_, b, h, q, k);
+        const DataMask data = make_data_mask(p_, masks, b, h, q, k);
         for (int64_t m = queries.begin; m < queries.end; m += l_.block_q) {
           const Tile t{m, col, min64(l_.block_q, queries.end - m), keys.size()};
-          add_tile(worker, b, h, q, k, score, t, b_.dbias_sum_rows ? sum : sum + (m - row) * l_.ld_tile);
+          add_tile(worker, b, h, q, k, score, data, t, b_.dbias_sum_rows ? sum : sum + (m - row) * l_.ld_tile);
         }
       }
     }
@@ -83,10 +85,11 @@ class BiasWork {
   }
 
   // sum (t.rows or, summed over rows, 1; ld_tile) += dS of the tile.
-  void add_tile(int32_t worker, int64_t b, int64_t h, const Sequence &q, const Sequence &k, const Score &score, const Tile &t,
-                float *sum) const {
-    const Masking masking = tile_masking(score, t);
-    if (masking == Masking::kAll) return;
+  void add_tile(int32_t worker, int64_t b, int64_t h, const Sequence &q, const Sequence &k, const Score &score,
+                const DataMask &data, const Tile &t, float *sum) const {
+    TileMask mask;
+    find_visible(score, p_.masked_by_data() ? &data : nullptr, t, mask);
+    if (mask.masking == Masking::kAll) return;
     const PackedQueries queries{array<float>(worker, l_.bias_q),    l_.ld,
                                 array<float>(worker, l_.bias_dout), l_.ld_v,
                                 array<float>(worker, l_.bias_lse2), array<float>(worker, l_.bias_delta)};
@@ -118,7 +121,7 @@ class BiasWork {
       dropout_scales(score, t, factors, l_.ld_tile);
       step.dropout = factors;
     }
-    if (masking == Masking::kSome) mask_tile(score, t, s, l_.ld_tile);
+    mask_tile(score, mask, t, s, l_.ld_tile);
     tile_step(MaskedBy::kValue, whole, t.rows, step, s, dp);
     for (int64_t r = 0; r < t.rows; ++r) {
       float *to = b_.dbias_sum_rows ? sum : sum + r * l_.ld_tile;
@@ -147,7 +150,7 @@ class BiasWork {
   }
 
   const BackwardProblem &b_;
-  const Problem &p_;
+  const MaskedProblem &p_;
   const BackwardLayout &l_;
   char *base_;
   int64_t batches_ = 1, heads_ = 1, row_blocks_ = 1, col_blocks_ = 1;

@@ -50,26 +50,29 @@ class FmaGradients : public BackwardMemory {
   }
 
   // Adds the tile's parts to dk, dv and dq. Calls `dq_turn` before the first addition to dq.
+  // `data`: see find_visible.
   template <class DqTurn>
-  void add_tile(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score,
+  void add_tile(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score, const DataMask *data,
                 DqTurn dq_turn) const {
     const Tile &t = tile.pairs;
     const int64_t at = packed_row(tile.g, t.row);
-    const Masking masking = tile_masking(score, t);
+    TileMask mask;
+    find_visible(score, data, t, mask);
+    const bool empty = mask.masking == Masking::kAll;
     const float *k_rows = slot_array<float>(slot, l_.k_rows) + t.col * l_.ld;
     float *ds = worker_array<float>(worker, l_.ds_tile), *dq = slot_array<float>(slot, l_.dq_sum) + at * l_.ld;
     const uint8_t *visible = nullptr;
     Prefetcher prefetch = prefetch_rows(slot, at + l_.block_q, x.q.len - t.row - l_.block_q);
     TileBand band;
-    if (masking != Masking::kAll) {
-      band = tile_band(score, t, masking);
-      visible = tile_gradients(x, slot, worker, tile, score, masking, band, prefetch);
+    if (!empty) {
+      band = tile_band(score, t, mask);
+      visible = tile_gradients(x, slot, worker, tile, score, mask, band, prefetch);
     }
     if (!l_.wants.dq) return;
     dq_turn();
     if (visible != nullptr) {
       add_row_visible(t.rows, t.cols, visible, p_.head_dim, ds, l_.ld_tile, k_rows, l_.ld, dq, l_.ld);
-    } else if (masking != Masking::kAll) {
+    } else if (!empty) {
       add_row_product(band, t.rows, p_.head_dim, ds, l_.ld_tile, k_rows, l_.ld, dq, l_.ld, prefetch);
     }
   }
@@ -114,12 +117,12 @@ class FmaGradients : public BackwardMemory {
   // P and dS of a tile that is not wholly masked, and its parts of dK and dV. Returns null, or which pairs are visible if the rest
   // must be handled pair by pair.
   const uint8_t *tile_gradients(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Score &score,
-                                Masking masking, TileBand &band, Prefetcher &prefetch) const {
+                                const TileMask &mask, TileBand &band, Prefetcher &prefetch) const {
     const Tile &t = tile.pairs;
     const int64_t at = packed_row(tile.g, t.row);
     const float *q = slot_array<float>(slot, l_.q_rows) + at * l_.ld;
     const float *dout = slot_array<float>(slot, l_.dout_rows) + at * l_.ld_v;
-    const bool masked = masking == Masking::kSome || score.masks_by_value();
+    const bool masked = mask.masking == Masking::kSome || score.masks_by_value();
     const bool wild =
         query_flags(slot, tile.g, tile.m) != 0 || (l_.wants.dq && slot_array<uint8_t>(slot, l_.k_flags)[tile.n] != 0);
     const bool by_pair = masked && wild;
@@ -138,8 +141,8 @@ class FmaGradients : public BackwardMemory {
     }
 
     const TileStep step = tile_step_of(slot, worker, score, t, at, s);
-    const bool by_value = masked && (score.general || by_pair);
-    if (by_value && masking == Masking::kSome) mask_tile(score, t, s, l_.ld_tile);
+    const bool by_value = masked && (score.general || mask.by_data || by_pair);
+    if (by_value) mask_tile(score, mask, t, s, l_.ld_tile);
     uint8_t *visible = nullptr;
     if (by_pair) {
       visible = worker_array<uint8_t>(worker, l_.visible_tile);

@@ -25,7 +25,7 @@ struct BackwardWants {
   bool ds() const { return dq || dk; }                    // gradients that go through dS
 };
 
-// Workspace: | schedule slots | dsink parts | slot 0 | slot 1 | ... | worker 0 | worker 1 | ...
+// Workspace: | schedule slots | dsink parts | block lists as bits | slot 0 | slot 1 | ... | worker 0 | worker 1 | ...
 // A slot holds one head in progress, shared by the workers that help with it; the arrays of a slot and of a worker are listed with
 // their shapes. All offsets are bytes and multiples of 64; rows of ld or ld_v floats are multiples of 64 bytes as well.
 struct BackwardLayout {
@@ -51,7 +51,8 @@ struct BackwardLayout {
 
   int32_t slots = 1;
   int32_t workers = 1;
-  size_t dsink_offset = 0;  // double (batch, heads_q, blocks_q)
+  size_t dsink_offset = 0;      // double (batch, heads_q, blocks_q)
+  size_t list_bits_offset = 0;  // make_block_list_bits
   size_t slots_offset = 0, slot_bytes = 0;
   size_t workers_offset = 0, worker_bytes = 0;
   size_t total_bytes = 0;
@@ -86,6 +87,8 @@ struct BackwardLayout {
   size_t ds_pairs = 0;         // bf16_unit: the same of dS
   size_t ds_left = 0;          // bf16_unit: (32, block_k) of dS in bf16, tiles of rows
   size_t row_scratch = 0;      // bf16_unit: float (16, ld or ld_v)
+
+  size_t active_slices = 0;  // int32 (slices.count): those that touch the block of keys
 
   // In a worker in the pass for dbias, which runs before the rest and shares the tiles with it.
   int64_t bias_rows = 0;  // rows of a block of dbias

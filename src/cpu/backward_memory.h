@@ -81,11 +81,12 @@ class BackwardMemory {
     }
   }
 
-  // The band as columns of the tile. The general score masks by value, so its tiles are worked on as a whole.
-  static TileBand tile_band(const Score &score, const Tile &t, Masking masking) {
-    if (masking == Masking::kNone || score.general) return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
+  // The band as columns of the tile. The general score and masks as data mask by value, so their tiles are worked on as a whole.
+  static TileBand tile_band(const Score &score, const Tile &t, const TileMask &mask) {
+    if (mask.masking == Masking::kNone || mask.by_data || score.general)
+      return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
     const int64_t diagonal = t.row + score.band.shift(score.seqlen_q, score.seqlen_k) - t.col;
-    return {diagonal - score.band.left, diagonal + score.band.right + 1, 0, t.cols};
+    return {diagonal - score.band.left, diagonal + score.band.right + 1, max64(score.first_key - t.col, 0), t.cols};
   }
 
   // The step from S to P of a tile whose first row is row `at` of the packed ones. The general score turns S into logits here.
@@ -105,7 +106,7 @@ class BackwardMemory {
   }
 
   const BackwardProblem &b_;
-  const Problem &p_;
+  const MaskedProblem &p_;
   const BackwardLayout &l_;
   char *base_;
 };

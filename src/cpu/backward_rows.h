@@ -84,7 +84,7 @@ struct PackedQueries {
 template <class Element>
 inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, const Sequence &queries, const Sequence &keys,
                           Range rows, float *lse2, float *deltas) {
-  const Problem &p = problem.forward;
+  const MaskedProblem &p = problem.forward;
   const Rows out = rows_of(p.out, b, h, queries.start), dout = rows_of(problem.dout, b, h, queries.start);
   const auto scalars = [&](const RowScalar &x) {
     return x.data + b * x.batch_stride + h * x.head_stride + queries.start * x.seq_stride;
@@ -93,7 +93,7 @@ inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, 
   const float sink = p.sink != nullptr ? p.sink[h * p.sink_stride] : -kInfinity;
   double dsink = 0;
   for (int64_t i = rows.begin; i < rows.end; ++i) {
-    const bool sees_no_key = visible_keys(p.band, queries.len, keys.len, i).empty();
+    const bool sees_no_key = visible_keys(p.band, queries, keys, Range{i, i + 1}).empty();
     const float row_lse = sees_no_key ? sink : lse[i * p.lse.seq_stride];
     const float row_dlse = dlse != nullptr ? dlse[i * problem.dlse.seq_stride] : 0.0f;
     // A row whose P is all on the sink sees no key: its lse is the sink up to rounding, forward wrote zeros, and its dout, which
@@ -115,7 +115,7 @@ inline double row_scalars(const BackwardProblem &problem, int64_t b, int64_t h, 
 template <class Element>
 inline bool pack_query_rows(const BackwardProblem &problem, int64_t b, int64_t h, const Sequence &queries, Range rows,
                             const PackedQueries &to) {
-  const Problem &p = problem.forward;
+  const MaskedProblem &p = problem.forward;
   const auto keep = [&](int64_t i) { return to.lse2[i - rows.begin] != kInfinity; };
   const bool q_finite =
       widen_rows<Element>(rows_of(p.q, b, h, queries.start), rows.begin, rows.end, p.head_dim, keep, to.q, to.ld);

@@ -5,12 +5,51 @@
 // and panels that see nothing are skipped, which halves the cost of tiles on the diagonal.
 #pragma once
 
+#include "cpu/backward_layout.h"
 #include "cpu/forward_layout.h"
 #include "cpu/forward_vector.h"
 #include "cpu/gemm.h"
 #include "cpu/score.h"
 
 namespace fa::cpu::FA_ISA {
+
+// Which pairs of a tile are visible. A bias of -inf does not count.
+struct TileMask {
+  Masking masking = Masking::kNone;
+  bool by_data = false;             // masks as data hide some pairs, but not all
+  RowBits bits[kBackwardTileRows];  // visible keys of each row by masks as data, where by_data
+};
+
+// `data` is null for a problem without masks as data.
+FA_INLINE void find_visible(const Score &score, const DataMask *data, const Tile &t, TileMask &mask) {
+  mask.masking = band_masking(score, t);
+  mask.by_data = false;
+  if (data == nullptr || mask.masking == Masking::kAll) return;
+  const Masking by_data = visible_bits(*data, {t.row, t.row + t.rows}, {t.col, t.col + t.cols}, t.col, mask.bits);
+  mask.by_data = by_data == Masking::kSome;
+  mask.masking = conjunction(mask.masking, by_data);
+}
+
+// Writes -inf where the pairs of the tile are masked.
+inline void mask_tile(const Score &score, const TileMask &mask, const Tile &t, float *x, int64_t ld) {
+  if (mask.masking == Masking::kNone) return;
+  mask_by_band(score, t, x, ld);
+  if (mask.by_data) mask_by_bits(mask.bits, t.rows, 0, t.cols, x, ld);
+}
+
+// What a worker knows of the masks as data of some rows and keys, in the workspace of the call at `base`.
+inline PreparedMasks prepared_masks(char *base, const BackwardLayout &l, const MaskedProblem &p, int32_t worker,
+                                    const Sequence &q, Range rows, const Sequence &k, Range keys) {
+  PreparedMasks masks;
+  masks.list_bits = reinterpret_cast<const uint64_t *>(base + l.list_bits_offset);
+  if (!p.slices.given) return masks;
+  auto *active =
+      reinterpret_cast<int32_t *>(base + l.workers_offset + static_cast<size_t>(worker) * l.worker_bytes + l.active_slices);
+  Range shown;
+  masks.active = active;
+  masks.num_active = gather_slices(p.slices, rows, q.start, keys, k.start, active, shown);
+  return masks;
+}
 
 // The columns that row r of a tile sees: [r + low, r + high) cut to [begin, end).
 struct TileBand {
@@ -83,7 +122,7 @@ inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const
 // S of a tile from unpacked keys for the very short queries whose forward takes dot products. The tiled forward adds up a product in
 // the order of product_to_tile. Following the same order, S has the same rounding errors as in forward, and what the keys of a row
 // share of these cancels in S - lse, as it does in a softmax.
-inline bool scores_are_dot_products(const Problem &p, const Sequence &queries) {
+inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &queries) {
   return forward_mode(queries.len * p.group) == ForwardMode::kVector;
 }
 inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim, const float *q, int64_t ldq,

@@ -2,6 +2,7 @@
 // The forward pass and the merge: plans, workspace, and the way into the kernels of the chosen instruction set.
 #include <algorithm>
 
+#include "cpu/block_lists.h"
 #include "cpu/forward_job.h"
 #include "cpu/launch.h"
 
@@ -50,7 +51,7 @@ const Kernels &kernels_of(fa_cpu_isa isa) {
 }
 
 // The instruction set whose kernels compute a problem.
-fa_cpu_isa isa_of(const Problem &p, const Machine &machine) {
+fa_cpu_isa isa_of(const MaskedProblem &p, const Machine &machine) {
   const bool bf16 = p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16;
   return bf16 ? machine.isa : vector_isa(machine.isa);
 }
@@ -74,7 +75,7 @@ const char *reason_of(ForwardMode mode) {
 // Below this much work a second thread costs more than it brings.
 constexpr double kParallelFlops = 2e6;
 
-int32_t worker_count(const Problem &p, const Machine &machine, ForwardMode mode, ForwardProducts products) {
+int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode mode, ForwardProducts products) {
   const double flops = 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.q_lengths.max_len) *
                        static_cast<double>(p.k_lengths.max_len) * static_cast<double>(p.head_dim + p.head_dim_v);
   if (flops < kParallelFlops) return 1;
@@ -86,7 +87,7 @@ int32_t worker_count(const Problem &p, const Machine &machine, ForwardMode mode,
 
 }  // namespace
 
-Plan plan_forward(const Problem &problem, const Machine &machine) {
+Plan plan_forward(const MaskedProblem &problem, const Machine &machine) {
   const ForwardMode mode = forward_mode(problem.group * problem.q_lengths.max_len);
   Plan plan;
   const fa_cpu_isa isa = isa_of(problem, machine);
@@ -105,6 +106,7 @@ bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &
   job.problem = &problem;
   job.layout = forward_layout(problem, products_of(isa), plan.tasks);
   job.workspace = static_cast<char *>(workspace);
+  make_block_list_bits(problem, reinterpret_cast<uint64_t *>(job.workspace + job.layout.list_bits_at));
   Schedule schedule(workspace, job.layout.slots, problem.batch * problem.heads_k);
   job.schedule = &schedule;
 

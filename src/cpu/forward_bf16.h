@@ -63,6 +63,7 @@ struct IntoTiles {
 class Bf16Products {
  public:
   using State = TileState;
+  static constexpr int64_t kStripRows = kTileStripRows;
 
   Bf16Products(const ForwardProblem &problem, const ForwardLayout &layout)
       : p_(problem), layout_(layout), steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth) {}
@@ -78,7 +79,7 @@ class Bf16Products {
                                 (k.huge() ? kHugeKeys : 0));
   }
 
-  State begin(char *scratch, const Head &head, const QueryBlock &block) const {
+  State begin(char *scratch, const MaskMemory &masks, const Head &head, const QueryBlock &block) const {
     State st;
     const auto take = [&](size_t bytes) {
       char *area = scratch;
@@ -89,7 +90,7 @@ class Bf16Products {
     st.s = take(layout_.worker_scores);
     st.o = take(layout_.worker_output);
     st.dropout = take(layout_.worker_dropout);
-    begin_softmax(p_, head, block, kTileStripRows, take(layout_.worker_rows), st);
+    begin_softmax(p_, head, block, kTileStripRows, masks, take(layout_.worker_rows), st);
     st.row = take(layout_.worker_p);
     st.dim_v = layout_.dim_v;
     st.p = reinterpret_cast<uint16_t *>(st.row + st.dim_v);
@@ -106,7 +107,7 @@ class Bf16Products {
     return st;
   }
 
-  // Key block n, as `pack` left it.
+  // Key block n, as `pack` left it, after begin_keys.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) {
     constexpr int64_t kPassRows = kTilePassStrips * kTileStripRows;
     for (int64_t r0 = 0; r0 < st.rows; r0 += kPassRows) {
@@ -143,7 +144,7 @@ class Bf16Products {
       x.index = r0 / kTileStripRows;
       x.r0 = r0;
       x.rows = min64(st.rows - r0, kTileStripRows);
-      x.keys = strip_keys(p_, head, st, x.index, r0, x.rows, first);
+      x.keys = st.keys[x.index];
       if (x.keys.empty()) continue;
       x.cols = {x.keys.begin / kTilePanel * kTilePanel, round_up(x.keys.end, kTilePanel)};
       x.s = st.s + (r0 - pass_row) * kBlockKeys;
@@ -178,16 +179,18 @@ class Bf16Products {
 
   // Logits, masks and P of a strip.
   void softmax(const Head &head, State &st, Strip &x, int64_t block_first, uint8_t flags) const {
-    const bool general = p_.general_score();
+    const bool general = p_.score_terms(), partial = st.partial[x.index];
     const int64_t first = block_first + x.cols.begin, n = x.cols.size();
     float *s = x.s + x.cols.begin;
-    const bool masked = general || st.interior[x.index].begin > first || st.interior[x.index].end < first + n;
+    const bool by_band = st.interior[x.index].begin > first || st.interior[x.index].end < first + n;
+    const bool masked = general || partial || by_band;
     if (general) {
       general_scores(p_, head, st, x.r0, x.rows, first, n, s);
-    } else {
-      if (masked) mask_borders(head, st, x, block_first);
-      row_maxima(st, x.r0, x.rows, n, s);
+    } else if (by_band) {
+      mask_borders(head, st, x, block_first);
     }
+    if (partial) mask_by_data(st, x.r0, x.rows, x.cols.begin, n, s);
+    row_maxima(st, x.r0, x.rows, n, s);
     const float multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
     const IntoTiles into_tiles{x.p, x.cols.begin};
     x.visible_only = masked && (flags & kInfiniteValues) != 0;

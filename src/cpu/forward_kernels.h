@@ -95,10 +95,9 @@ class ForwardWork final : public HeadWork {
     block.queries = min64(layout_.block_rows, head.queries.len - block.first_query);
     if (row_block == 0) write_unused_rows(p_, head, block.first_head, block.heads);
 
-    typename Products::State st = products_.begin(scratch, head, block);
-    const Range seen =
-        visible_keys(p_.band, head.queries.len, head.keys.len, Range{block.first_query, block.first_query + block.queries});
-    for (int64_t n = seen.begin / kBlockKeys; n * kBlockKeys < seen.end; ++n) {
+    typename Products::State st = products_.begin(scratch, mask_memory(layout_, workspace_, scratch), head, block);
+    for (int64_t n = st.all_seen.begin / kBlockKeys; n * kBlockKeys < st.all_seen.end; ++n) {
+      if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
       products_.attend(head, st, n, keys_at(shared, n), values_at(shared, n), flags_at(shared, n));
     }
     for (int64_t r = 0; r < st.rows; ++r)
@@ -134,12 +133,14 @@ class ForwardWork final : public HeadWork {
     const int64_t size = split_keys(head.mode), begin = (all.begin + item) * size;
     const Range keys{max64(begin, head.visible.begin), min64(begin + size, head.visible.end)};
     if (head.mode == ForwardMode::kVector)
-      return attend_vector(p_, layout_, scratch, head, {head.head_k, heads, rows, keys}, put);
+      return attend_vector(p_, layout_, mask_memory(layout_, workspace_, scratch), scratch, head,
+                           {head.head_k, heads, rows, keys}, put);
 
-    typename Products::State st = products_.begin(scratch, head, block);
-    char *packed_keys = scratch + layout_.worker_bytes - layout_.worker_values - layout_.worker_keys;
-    char *packed_values = scratch + layout_.worker_bytes - layout_.worker_values;
+    typename Products::State st = products_.begin(scratch, mask_memory(layout_, workspace_, scratch), head, block);
+    char *packed_values = scratch + layout_.worker_bytes - layout_.worker_slices - layout_.worker_bits - layout_.worker_values;
+    char *packed_keys = packed_values - layout_.worker_keys;
     for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
+      if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
       const uint8_t flags = products_.pack(head, n, packed_keys, packed_values);
       products_.attend(head, st, n, packed_keys, packed_values, flags);
     }

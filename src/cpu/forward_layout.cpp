@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cpu/block_lists.h"
+
 namespace fa::cpu {
 namespace {
 
@@ -30,7 +32,7 @@ int64_t block_rows(ForwardProducts products) { return products == ForwardProduct
 
 int64_t split_keys(ForwardMode mode) { return mode == ForwardMode::kVector ? kVectorSplitKeys : kTiledSplitKeys; }
 
-int64_t vector_heads(const Problem &p, int64_t rows) {
+int64_t vector_heads(const MaskedProblem &p, int64_t rows) {
   const bool side_by_side = std::abs(p.k.head_stride) < std::abs(p.k.seq_stride);
   if (!side_by_side) return 1;
   const int64_t by_bytes = kVectorRunBytes / (p.head_dim * dtype_bytes(p.k.dtype));
@@ -38,7 +40,7 @@ int64_t vector_heads(const Problem &p, int64_t rows) {
   return std::clamp<int64_t>(std::min(by_bytes, by_rows), 1, p.heads_k);
 }
 
-ForwardLayout forward_layout(const Problem &p, ForwardProducts products, int32_t tasks) {
+ForwardLayout forward_layout(const MaskedProblem &p, ForwardProducts products, int32_t tasks) {
   const int64_t max_rows = p.group * p.q_lengths.max_len;
   const int64_t max_keys = p.k_lengths.max_len;
   // Shorter sequences than the longest exist only if lengths are given as data.
@@ -89,14 +91,17 @@ ForwardLayout forward_layout(const Problem &p, ForwardProducts products, int32_t
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);
   }
+  if (p.masked_by_data()) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
+  if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
   l.worker_bytes = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p +
-                   l.worker_keys + l.worker_values;
+                   l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));
   l.slots_at = static_cast<size_t>(round_up(static_cast<int64_t>(Schedule::bytes(l.slots)), 256));
   l.workers_at = l.slots_at + static_cast<size_t>(l.slots) * l.slot_bytes;
-  l.total_bytes = l.workers_at + static_cast<size_t>(tasks) * l.worker_bytes;
+  l.list_bits_at = l.workers_at + static_cast<size_t>(tasks) * l.worker_bytes;
+  l.total_bytes = l.list_bits_at + block_list_bytes(p);
   return l;
 }
 

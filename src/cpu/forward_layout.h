@@ -70,10 +70,13 @@ struct ForwardLayout {
   size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
   size_t worker_keys = 0;     // kTiledSplit: one packed key block
   size_t worker_values = 0;
+  size_t worker_bits = 0;    // masks as data: a bit per row and key of a block
+  size_t worker_slices = 0;  // slices that touch the rows of a block
   size_t worker_bytes = 0;
 
   // From the start of the workspace.
   size_t slots_at = 0;
+  size_t list_bits_at = 0;  // block lists as bits
   size_t workers_at = 0;
   size_t total_bytes = 0;
 };
@@ -82,7 +85,7 @@ ForwardMode forward_mode(int64_t rows);
 int64_t block_rows(ForwardProducts products);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.
-int64_t vector_heads(const Problem &problem, int64_t rows);
-ForwardLayout forward_layout(const Problem &problem, ForwardProducts products, int32_t tasks);
+int64_t vector_heads(const MaskedProblem &problem, int64_t rows);
+ForwardLayout forward_layout(const MaskedProblem &problem, ForwardProducts products, int32_t tasks);
 
 }  // namespace fa::cpu

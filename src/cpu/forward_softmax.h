@@ -22,11 +22,31 @@ struct SoftmaxState {
   int64_t *end = nullptr;
   Range seen[kMaxStrips];      // by some row of the strip
   Range interior[kMaxStrips];  // by every row of the strip
+
+  PreparedMasks masks;
+  RowBits *bits = nullptr;  // rows: visible keys of this block by masks as data, where partial is true
+  Range all_seen;           // by some row of the block
+
+  // Of the current block of keys, see begin_keys.
+  Range keys[kMaxStrips];
+  bool partial[kMaxStrips];
 };
 
+// Where a worker keeps what it knows of masks as data.
+struct MaskMemory {
+  const uint64_t *list_bits = nullptr;
+  RowBits *bits = nullptr;
+  int32_t *slices = nullptr;
+};
+inline MaskMemory mask_memory(const ForwardLayout &layout, char *workspace, char *scratch) {
+  char *bits = scratch + layout.worker_bytes - layout.worker_slices - layout.worker_bits;
+  return {reinterpret_cast<const uint64_t *>(workspace + layout.list_bits_at), reinterpret_cast<RowBits *>(bits),
+          reinterpret_cast<int32_t *>(bits + layout.worker_bits)};
+}
+
 // Starts the softmax of a block whose strips have `strip_rows` rows; `area` is layout.worker_rows of scratch.
-inline void begin_softmax(const Problem &p, const Head &head, const QueryBlock &block, int64_t strip_rows, float *area,
-                          SoftmaxState &st) {
+inline void begin_softmax(const MaskedProblem &p, const Head &head, const QueryBlock &block, int64_t strip_rows,
+                          const MaskMemory &memory, float *area, SoftmaxState &st) {
   st.block = block;
   st.rows = block.rows();
   st.sum = area;
@@ -38,7 +58,7 @@ inline void begin_softmax(const Problem &p, const Head &head, const QueryBlock &
   for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += strip_rows, ++strip) {
     Range seen{INT64_MAX, 0}, interior{0, INT64_MAX};
     for (int64_t r = r0; r < min64(st.rows, r0 + strip_rows); ++r) {
-      const Range keys = visible_keys(p.band, head.queries.len, head.keys.len, block.query(r));
+      const Range keys = visible_keys(p.band, head.queries, head.keys, Range{block.query(r), block.query(r) + 1});
       st.begin[r] = keys.begin;
       st.end[r] = keys.end;
       st.max[r] = -kInfinity;
@@ -52,6 +72,18 @@ inline void begin_softmax(const Problem &p, const Head &head, const QueryBlock &
     }
     st.seen[strip] = seen;
     st.interior[strip] = interior;
+    st.partial[strip] = false;
+  }
+  const Range rows{block.first_query, block.first_query + block.queries};
+  st.all_seen = visible_keys(p.band, head.queries, head.keys, rows);
+  if (!p.masked_by_data()) return;
+  st.masks.list_bits = memory.list_bits;
+  st.bits = memory.bits;
+  if (p.slices.given && !st.all_seen.empty()) {
+    Range shown;
+    st.masks.active = memory.slices;
+    st.masks.num_active = gather_slices(p.slices, rows, head.queries.start, st.all_seen, head.keys.start, memory.slices, shown);
+    st.all_seen = shown;
   }
 }
 
@@ -67,47 +99,62 @@ inline void row_maxima(const SoftmaxState &st, int64_t r0, int64_t m, int64_t co
   }
 }
 
-// Raw products of a strip -> masked base-2 logits, for problems with a general score; row maxima afresh.
-inline void general_scores(const Problem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
+// Raw products of a strip -> base-2 logits, masked by band and lengths, for problems with a general score.
+inline void general_scores(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
                            int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
+    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries, head.keys);
     const Tile tile{st.block.query(r), col, n, cols};
     float *x = s + (r - r0) * kBlockKeys;
     score_logits(score, tile, x, kBlockKeys, nullptr);
-    mask_tile(score, tile, x, kBlockKeys);
+    mask_by_band(score, tile, x, kBlockKeys);
   });
-  row_maxima(st, r0, m, cols, s);
 }
 
-// Masks of a strip by position alone, for problems without a general score.
-inline void mask_strip(const Problem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
+// Masks of a strip by band and lengths alone, for problems without a general score.
+inline void mask_strip(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
                        int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    mask_tile(score, Tile{st.block.query(r), col, n, cols}, s + (r - r0) * kBlockKeys, kBlockKeys);
+    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries, head.keys);
+    mask_by_band(score, Tile{st.block.query(r), col, n, cols}, s + (r - r0) * kBlockKeys, kBlockKeys);
   });
 }
 
-// Whether the block mask hides the whole tile from every row of the strip.
-inline bool strip_hidden(const Problem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
-                         int64_t cols) {
-  bool hidden = true;
+// Bits of the masks as data for the m rows from r0 on and the keys [keys.begin, keys.end) of the block that begins at key `first`.
+inline Masking strip_bits(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, Range keys,
+                          int64_t first) {
+  Masking masking = Masking::kNone;
+  bool begun = false;
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
-    hidden = hidden && tile_masking(score, Tile{st.block.query(r), col, n, cols}) == Masking::kAll;
+    const DataMask mask = make_data_mask(p, st.masks, head.b, head.head_k * p.group + h, head.queries, head.keys);
+    const Range rows{st.block.query(r), st.block.query(r) + n};
+    const Masking of_head = visible_bits(mask, rows, {first + keys.begin, first + keys.end}, first, st.bits + r);
+    masking = begun ? both(masking, of_head) : of_head;
+    begun = true;
   });
-  return hidden;
+  return masking;
 }
 
-// Keys of the block that begins at key `first` on which the strip, m rows from r0 on, has work; relative to `first`.
-inline Range strip_keys(const Problem &p, const Head &head, const SoftmaxState &st, int64_t strip, int64_t r0, int64_t m,
-                        int64_t first) {
-  Range keys{max64(st.seen[strip].begin - first, 0), min64(st.seen[strip].end - first, kBlockKeys)};
-  if (!keys.empty() && p.block_mask.data != nullptr && strip_hidden(p, head, st, r0, m, first + keys.begin, keys.size())) {
-    keys.end = keys.begin;
+// Decides what the strips have to do with the block of keys that begins at key `first`: st.keys, relative to `first`, is where a strip has
+// work, and st.partial whether masks as data hide some of it. Returns whether any strip has work.
+inline bool begin_keys(const MaskedProblem &p, const Head &head, SoftmaxState &st, int64_t strip_rows, int64_t first) {
+  bool any = false;
+  for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += strip_rows, ++strip) {
+    Range keys{max64(st.seen[strip].begin - first, 0), min64(st.seen[strip].end - first, kBlockKeys)};
+    if (!keys.empty() && p.masked_by_data()) {
+      const Masking masking = strip_bits(p, head, st, r0, min64(st.rows - r0, strip_rows), keys, first);
+      st.partial[strip] = masking == Masking::kSome;
+      if (masking == Masking::kAll) keys.end = keys.begin;
+    }
+    st.keys[strip] = keys;
+    any = any || !keys.empty();
   }
-  return keys;
+  return any;
+}
+
+// Masks as data of a partial strip; `col` is relative to the block of keys. Row maxima have to be taken afresh.
+inline void mask_by_data(const SoftmaxState &st, int64_t r0, int64_t m, int64_t col, int64_t cols, float *s) {
+  mask_by_bits(st.bits + r0, m, col, cols, s, kBlockKeys);
 }
 
 // Where softmax_strip puts P: into the place of the logits.
@@ -161,10 +208,10 @@ __attribute__((noinline)) void softmax_strip(const SoftmaxState &st, int64_t r0,
 }
 
 // Multiplies P of a strip by its dropout scales.
-inline void apply_dropout(const Problem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
+inline void apply_dropout(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
                           int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries.len, head.keys.len);
+    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries, head.keys);
     dropout_scales(score, Tile{st.block.query(r), col, n, cols}, st.dropout, kBlockKeys);
     for (int64_t i = 0; i < n; ++i) {
       float *x = s + (r - r0 + i) * kBlockKeys;

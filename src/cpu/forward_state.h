@@ -23,13 +23,13 @@ struct Head {
   ForwardMode mode = ForwardMode::kVector;
 };
 
-inline Head make_head(const Problem &p, int64_t index) {
+inline Head make_head(const MaskedProblem &p, int64_t index) {
   Head h;
   h.b = index / p.heads_k;
   h.head_k = index % p.heads_k;
   h.queries = sequence_of(p.q_lengths, h.b);
-  h.keys = sequence_of(p.k_lengths, h.b);
-  h.visible = visible_keys(p.band, h.queries.len, h.keys.len, Range{0, h.queries.len});
+  h.keys = keys_of(p, h.b);
+  h.visible = visible_keys(p.band, h.queries, h.keys, Range{0, h.queries.len});
   h.mode = forward_mode(p.group * h.queries.len);
   return h;
 }
@@ -67,8 +67,19 @@ FA_INLINE float exp2_scalar(float x) { return __builtin_exp2f(x); }
 // x - max that is -inf, not NaN, when both are -inf.
 FA_INLINE float below(float x, float max) { return x == -kInfinity ? x : x - max; }
 
+// Raises *to to `value`, whoever else does so at the same time. Both are not NaN.
+inline void raise(float *to, float value) {
+  auto *bits = reinterpret_cast<uint32_t *>(to);
+  uint32_t before = __atomic_load_n(bits, __ATOMIC_RELAXED);
+  while (__builtin_bit_cast(float, before) < value &&
+         !__atomic_compare_exchange_n(bits, &before, __builtin_bit_cast(uint32_t, value), false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
+}
+
 // Writes output and log-sum-exp of query `i` of query head `h`; adds the sink.
-inline void write_row(const Problem &p, const Head &head, int64_t h, int64_t i, RowResult row) {
+inline void write_row(const ForwardProblem &p, const Head &head, int64_t h, int64_t i, RowResult row) {
+  if (p.max_logit != nullptr) raise(p.max_logit + h * p.max_logit_stride, row.max * kLn2);
   if (p.sink != nullptr) {
     const float sink = p.sink[h * p.sink_stride] * kLog2e;
     const float max = sink > row.max || sink != sink ? sink : row.max;
@@ -101,7 +112,7 @@ inline void write_row(const Problem &p, const Head &head, int64_t h, int64_t i, 
 }
 
 // Rows of the sequence's slot past its used length: output 0, log-sum-exp -inf.
-inline void write_unused_rows(const Problem &p, const Head &head, int64_t first_head, int64_t heads) {
+inline void write_unused_rows(const MaskedProblem &p, const Head &head, int64_t first_head, int64_t heads) {
   for (int64_t h = head.head_k * p.group + first_head; h < head.head_k * p.group + first_head + heads; ++h) {
     const Rows out = rows_of(p.out, head.b, h, head.queries.start);
     for (int64_t i = head.queries.len; i < head.queries.slot; ++i) {

@@ -35,8 +35,8 @@ struct BlockState : SoftmaxState {
 };
 
 // Points the state into a worker's scratch, loads the queries and starts the softmax.
-inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layout, char *scratch, const Head &head,
-                              const QueryBlock &block) {
+inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &masks, char *scratch,
+                              const Head &head, const QueryBlock &block) {
   BlockState st;
   const auto take = [&](size_t bytes) {
     auto *area = reinterpret_cast<float *>(scratch);
@@ -47,7 +47,7 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
   st.s = take(layout.worker_scores);
   st.o = take(layout.worker_output);
   st.dropout = take(layout.worker_dropout);
-  begin_softmax(p, head, block, kMr, take(layout.worker_rows), st);
+  begin_softmax(p, head, block, kMr, masks, take(layout.worker_rows), st);
   st.dim_v = round_up(p.head_dim_v, kWidth);
   for (int64_t r = 0; r < st.rows; ++r) {
     for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.o + r * st.dim_v + c, Simd::zero());
@@ -126,16 +126,16 @@ FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
   }
 }
 
-// One block of queries against one block of keys.
-inline void attend(const Problem &p, const Head &head, BlockState &st, const KeyBlock &key) {
+// One block of queries against one block of keys, after begin_keys.
+inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
-  Range keys[kMaxStrips], cols[kMaxStrips];
-  const bool general = p.general_score();
+  const Range *keys = st.keys;
+  Range cols[kMaxStrips];
+  const bool general = p.score_terms();
   const int64_t strips = (st.rows + kMr - 1) / kMr;
   Range all_cols{kBlockKeys, 0};
   for (int64_t strip = 0; strip < strips; ++strip) {
     const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
-    keys[strip] = strip_keys(p, head, st, strip, r0, m, key.first);
     cols[strip] = {keys[strip].begin / kNr * kNr, round_up(keys[strip].end, kNr)};
     if (keys[strip].empty()) continue;
     all_cols = {min64(all_cols.begin, cols[strip].begin), max64(all_cols.end, cols[strip].end)};
@@ -168,7 +168,9 @@ inline void attend(const Problem &p, const Head &head, BlockState &st, const Key
     const int64_t n = cols[strip].size();
     float *s = st.s + r0 * kBlockKeys + cols[strip].begin;
     if (general) general_scores(p, head, st, r0, m, first, n, s);
-    const bool masked = general || st.interior[strip].begin > first || st.interior[strip].end < first + n;
+    if (st.partial[strip]) mask_by_data(st, r0, m, cols[strip].begin, n, s);
+    if (general || st.partial[strip]) row_maxima(st, r0, m, n, s);
+    const bool masked = general || st.partial[strip] || st.interior[strip].begin > first || st.interior[strip].end < first + n;
     visible_only[strip] = masked && !key.finite;
     (visible_only[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s,
                                                                                          InPlace{s});
@@ -212,6 +214,8 @@ class FmaProducts {
  public:
   using State = BlockState;
 
+  static constexpr int64_t kStripRows = kMr;
+
   FmaProducts(const ForwardProblem &problem, const ForwardLayout &layout) : p_(problem), layout_(layout) {}
 
   // Packs key block n; returns its flag, whether its values are finite.
@@ -229,11 +233,11 @@ class FmaProducts {
     return finite ? 1 : 0;
   }
 
-  State begin(char *scratch, const Head &head, const QueryBlock &block) const {
-    return begin_block(p_, layout_, scratch, head, block);
+  State begin(char *scratch, const MaskMemory &masks, const Head &head, const QueryBlock &block) const {
+    return begin_block(p_, layout_, masks, scratch, head, block);
   }
 
-  // Key block n, as `pack` left it.
+  // Key block n, as `pack` left it, after begin_keys.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) const {
     FA_ISA::attend(
         p_, head, st,

@@ -3,7 +3,7 @@
 // the unpacked values. Its speed is that of reading keys and values once from memory, which it prefetches.
 #pragma once
 
-#include "cpu/forward_state.h"
+#include "cpu/forward_softmax.h"
 
 namespace fa::cpu::FA_ISA {
 
@@ -183,11 +183,69 @@ inline void scale_p_by_descale(const Factors &factors, int64_t head_stride, cons
   }
 }
 
+// Runs of keys that the kernel visits, relative to the first key of the split. Masks as data leave out whole granules of kGranule keys that no
+// row sees.
+struct VisitedKeys {
+  static constexpr int64_t kGranule = 16;
+  Range runs[kVectorSplitKeys / kGranule / 2 + 1];
+  int count = 0;
+
+  // All of them.
+  explicit VisitedKeys(int64_t keys) {
+    runs[0] = {0, keys};
+    count = 1;
+  }
+  VisitedKeys(const RowBits *bits, int64_t rows, int64_t keys) {
+    RowBits seen = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t w = 0; w < kMaskWords; ++w) seen[w] |= bits[r][w];
+    }
+    for (int64_t c = 0; c < keys; c += kGranule) {
+      if ((seen[c / 64] >> (c % 64) & 0xFFFF) == 0) continue;
+      const int64_t end = min64(c + kGranule, keys);
+      if (count > 0 && runs[count - 1].end == c) {
+        runs[count - 1].end = end;
+      } else {
+        runs[count++] = {c, end};
+      }
+    }
+  }
+};
+
+// for_keys for each run; `first` is the first key of the split.
+template <class Body>
+FA_INLINE void for_visited_keys(const Rows &source, int64_t first, const VisitedKeys &visited, Body body) {
+  for (int n = 0; n < visited.count; ++n) for_keys(source, first + visited.runs[n].begin, first + visited.runs[n].end, body);
+}
+
+// Bits of the masks as data for all rows of the split.
+inline VisitedKeys split_bits(const ForwardProblem &p, const MaskMemory &memory, const Head &head, const QueryBlock &block,
+                              const VectorSplit &split) {
+  PreparedMasks masks;
+  masks.list_bits = memory.list_bits;
+  if (p.slices.given) {
+    Range shown;
+    masks.active = memory.slices;
+    masks.num_active =
+        gather_slices(p.slices, {0, head.queries.len}, head.queries.start, split.keys, head.keys.start, memory.slices, shown);
+  }
+  for (int64_t h = 0; h < split.count; ++h) {
+    for_heads(block, 0, split.rows, [&](int64_t g, int64_t r0, int64_t n) {
+      const DataMask mask = make_data_mask(p, masks, head.b, (split.first + h) * p.group + g, head.queries, head.keys);
+      const Range rows{block.query(r0), block.query(r0) + n};
+      visible_bits(mask, rows, split.keys, split.keys.begin, memory.bits + h * split.rows + r0);
+    });
+  }
+  return VisitedKeys(memory.bits, split.count * split.rows, split.keys.size());
+}
+
 // All rows of the split's heads against its keys; put(row, result) takes their results.
 template <class Put>
-inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, char *scratch, const Head &head,
-                          const VectorSplit &split, Put put) {
+inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &memory, char *scratch,
+                          const Head &head, const VectorSplit &split, Put put) {
   const QueryBlock block{0, p.group, 0, head.queries.len};
+  const bool by_data = p.masked_by_data();
+  const VisitedKeys visited = by_data ? split_bits(p, memory, head, block, split) : VisitedKeys(split.keys.size());
   const Range keys = split.keys;
   const int64_t ldq = round_up(p.head_dim, kWidth), ldo = round_up(p.head_dim_v, kWidth), lds = kVectorSplitKeys;
   float *q = reinterpret_cast<float *>(scratch);
@@ -216,36 +274,37 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
     constexpr int64_t kBytes = sizeof(typename Element::Type);
     const Rows rows = key_rows_of(p, p.k, head.b, split.first, head.keys.start);
     const Factors factors = factors_of(p, p.k_descale, head.b, split.first, head.keys.start);
-    for_keys(rows, keys.begin, keys.end,
-             [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&ahead)[KEYS]) {
-               for (int64_t h = 0; h < split.count; ++h) {
-                 const int64_t offset = h * p.k.head_stride * kBytes;
-                 for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim * kBytes);
-                 for_row_groups(
-                     split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-                       const int64_t row = h * split.rows + r;
-                       dot_block<Element, KEYS, ROWS>(k, offset, p.head_dim, q + row * ldq, ldq, s + row * lds + j - keys.begin,
-                                                      lds);
-                     });
-                 if constexpr (Element::kQuantised) {
-                   for (int n = 0; n < KEYS; ++n) {
-                     const float factor = factors.at(j + n, h * p.k_descale.factors.head_stride * int64_t{sizeof(float)});
-                     for (int64_t r = 0; r < split.rows; ++r) s[(h * split.rows + r) * lds + j + n - keys.begin] *= factor;
-                   }
-                 }
-               }
-             });
+    for_visited_keys(
+        rows, keys.begin, visited, [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&ahead)[KEYS]) {
+          for (int64_t h = 0; h < split.count; ++h) {
+            const int64_t offset = h * p.k.head_stride * kBytes;
+            for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim * kBytes);
+            for_row_groups(
+                split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                  const int64_t row = h * split.rows + r;
+                  dot_block<Element, KEYS, ROWS>(k, offset, p.head_dim, q + row * ldq, ldq, s + row * lds + j - keys.begin,
+                                                 lds);
+                });
+            if constexpr (Element::kQuantised) {
+              for (int n = 0; n < KEYS; ++n) {
+                const float factor = factors.at(j + n, h * p.k_descale.factors.head_stride * int64_t{sizeof(float)});
+                for (int64_t r = 0; r < split.rows; ++r) s[(h * split.rows + r) * lds + j + n - keys.begin] *= factor;
+              }
+            }
+          }
+        });
   });
 
   RowResult results[kVectorScratchRows];
   for (int64_t h = 0; h < split.count; ++h) {
     for_heads(block, 0, split.rows, [&](int64_t g, int64_t r0, int64_t n) {
-      const Score score = make_score(p, head.b, (split.first + h) * p.group + g, head.queries.len, head.keys.len);
+      const Score score = make_score(p, head.b, (split.first + h) * p.group + g, head.queries, head.keys);
       const Tile tile{block.query(r0), keys.begin, n, keys.size()};
       const int64_t row0 = h * split.rows + r0;
       float *x = s + row0 * lds;
       if (score.general) score_logits(score, tile, x, lds, nullptr);
-      mask_tile(score, tile, x, lds);
+      mask_by_band(score, tile, x, lds);
+      if (by_data) mask_by_bits(memory.bits + row0, n, 0, keys.size(), x, lds);
       for (int64_t r = 0; r < n; ++r) {
         results[row0 + r] = softmax_row(x + r * lds, keys.size(), score.multiplier);
         results[row0 + r].output = o + (row0 + r) * ldo;
@@ -265,34 +324,34 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
       scale_p_by_descale(factors_of(p, p.v_descale, head.b, split.first, head.keys.start),
                          p.v_descale.factors.head_stride * int64_t{sizeof(float)}, split, s, lds);
     }
-    for_keys(rows, keys.begin, keys.end,
-             [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
-               for (int64_t h = 0; h < split.count; ++h) {
-                 const int64_t offset = h * p.v.head_stride * kBytes;
-                 for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim_v * kBytes);
-                 for_row_groups(
-                     split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-                       const int64_t row = h * split.rows + r;
-                       const float *w = s + row * lds + j - keys.begin;
-                       bool masked = false;
-                       for (int i = 0; i < ROWS; ++i) {
-                         for (int n = 0; n < KEYS; ++n) masked |= is_masked_p(w[i * lds + n]);
-                       }
-                       if (__builtin_expect(!masked, 1)) {
-                         add_weighted_rows<Element, KEYS, ROWS>(v, offset, p.head_dim_v, w, lds, o + row * ldo, ldo);
-                         return;
-                       }
-                       for (int i = 0; i < ROWS; ++i) {
-                         for (int n = 0; n < KEYS; ++n) {
-                           if (is_masked_p(w[i * lds + n])) continue;
-                           const char *const one[1] = {v[n]};
-                           add_weighted_rows<Element, 1, 1>(one, offset, p.head_dim_v, w + i * lds + n, lds,
-                                                            o + (row + i) * ldo, ldo);
-                         }
+    for_visited_keys(rows, keys.begin, visited,
+                     [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
+                       for (int64_t h = 0; h < split.count; ++h) {
+                         const int64_t offset = h * p.v.head_stride * kBytes;
+                         for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim_v * kBytes);
+                         for_row_groups(
+                             split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                               const int64_t row = h * split.rows + r;
+                               const float *w = s + row * lds + j - keys.begin;
+                               bool masked = false;
+                               for (int i = 0; i < ROWS; ++i) {
+                                 for (int n = 0; n < KEYS; ++n) masked |= is_masked_p(w[i * lds + n]);
+                               }
+                               if (__builtin_expect(!masked, 1)) {
+                                 add_weighted_rows<Element, KEYS, ROWS>(v, offset, p.head_dim_v, w, lds, o + row * ldo, ldo);
+                                 return;
+                               }
+                               for (int i = 0; i < ROWS; ++i) {
+                                 for (int n = 0; n < KEYS; ++n) {
+                                   if (is_masked_p(w[i * lds + n])) continue;
+                                   const char *const one[1] = {v[n]};
+                                   add_weighted_rows<Element, 1, 1>(one, offset, p.head_dim_v, w + i * lds + n, lds,
+                                                                    o + (row + i) * ldo, ldo);
+                                 }
+                               }
+                             });
                        }
                      });
-               }
-             });
   });
   for (int64_t row = 0; row < split.count * split.rows; ++row) put(row, results[row]);
 }

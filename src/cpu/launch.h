@@ -36,7 +36,7 @@ struct Plan {
   int32_t tasks = 1;  // scratch areas in the workspace = parallel tasks to start
 };
 
-Plan plan_forward(const Problem &problem, const Machine &machine);
+Plan plan_forward(const MaskedProblem &problem, const Machine &machine);
 Plan plan_backward(const BackwardProblem &problem, const Machine &machine);
 Plan plan_merge(const MergeProblem &problem, const Machine &machine);
 Plan plan_append(const AppendProblem &problem, const Machine &machine);

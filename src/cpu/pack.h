@@ -70,7 +70,7 @@ inline Rows rows_of(const Operand &x, int64_t b, int64_t h, int64_t start) {
 }
 
 // Rows of key or value head h of sequence b, through the page table if there is one.
-inline Rows key_rows_of(const Problem &p, const Operand &x, int64_t b, int64_t h, int64_t start) {
+inline Rows key_rows_of(const MaskedProblem &p, const Operand &x, int64_t b, int64_t h, int64_t start) {
   if (p.page_table == nullptr) return rows_of(x, b, h, start);
   Rows r = rows_of(x, 0, h, 0);
   r.pages = p.page_table + b * p.page_table_batch_stride;
@@ -94,7 +94,7 @@ struct Factors {
   }
 };
 // `h` is a key head.
-inline Factors factors_of(const Problem &p, const Descale &descale, int64_t b, int64_t h, int64_t start) {
+inline Factors factors_of(const MaskedProblem &p, const Descale &descale, int64_t b, int64_t h, int64_t start) {
   Factors f;
   f.given = descale.factors.data != nullptr;
   if (f.given) f.rows = descale.per_row ? key_rows_of(p, descale.factors, b, h, start) : rows_of(descale.factors, b, h, 0);

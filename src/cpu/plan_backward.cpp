@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/backward_layout.h"
+#include "cpu/block_lists.h"
 #include "cpu/forward_layout.h"
 #include "cpu/launch.h"
 #include "cpu/schedule.h"
@@ -58,8 +59,8 @@ struct Choice {
 
 // Depends on dtypes and on what is asked for, not on lengths: a sequence has the same gradients alone and in any batch.
 Choice choose(const BackwardProblem &problem, const Machine &machine) {
-  const Problem &p = problem.forward;
-  const char *reason = p.general_score() ? "blocks of keys outer, general score" : "blocks of keys outer";
+  const MaskedProblem &p = problem.forward;
+  const char *reason = p.score_terms() || p.masked_by_data() ? "blocks of keys outer, general score" : "blocks of keys outer";
 #if defined(__x86_64__)
   if (machine.isa == FA_CPU_ISA_AMX || machine.isa == FA_CPU_ISA_AVX512_BF16) {
     const bool bf16 =
@@ -88,7 +89,7 @@ Choice choose(const BackwardProblem &problem, const Machine &machine) {
 }
 
 BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice, const Machine &machine) {
-  const Problem &p = problem.forward;
+  const MaskedProblem &p = problem.forward;
   BackwardLayout l;
   l.wants.dq = problem.dq.data != nullptr;
   l.wants.dk = problem.dk.data != nullptr;
@@ -152,6 +153,7 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice,
   l.visible_tile = worker.take(tile_rows * l.block_k, 1);
   l.dk_block = worker.take(dk_floats, sizeof(float));
   l.dv_block = worker.take(dv_floats, sizeof(float));
+  l.active_slices = worker.take(p.slices.count, sizeof(int32_t));
   if (l.bf16_unit) {
     l.p_pairs = worker.take(l.block_q * l.block_k, 2);
     l.ds_pairs = worker.take(l.block_q * l.block_k, 2);
@@ -180,6 +182,7 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice,
   Arena all;
   all.take(static_cast<int64_t>(Schedule::bytes(l.slots)), 1);
   l.dsink_offset = all.take(l.wants.dsink ? p.batch * p.heads_q * l.blocks_q : 0, sizeof(double));
+  l.list_bits_offset = all.take(static_cast<int64_t>(block_list_bytes(p)), 1);
   l.slots_offset = all.take(l.slots * static_cast<int64_t>(l.slot_bytes), 1);
   l.workers_offset = all.take(l.workers * static_cast<int64_t>(l.worker_bytes), 1);
   l.total_bytes = all.bytes();
@@ -206,7 +209,9 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
 
 bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &, void *workspace, Parallel &parallel) {
   const Choice choice = choose(problem, machine);
-  return choice.run(problem, make_layout(problem, choice, machine), workspace, parallel);
+  const BackwardLayout layout = make_layout(problem, choice, machine);
+  make_block_list_bits(problem.forward, reinterpret_cast<uint64_t *>(static_cast<char *>(workspace) + layout.list_bits_offset));
+  return choice.run(problem, layout, workspace, parallel);
 }
 
 }  // namespace fa::cpu

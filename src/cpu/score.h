@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The general score, for forward and backward: turns a tile of raw products q k into logits, knows which pairs are masked, and
-// draws the dropout scales. A tile is `rows` x `cols` floats of one (batch entry, query head), row-major with leading dimension
-// `ld`, whose element (r, c) belongs to query tile.row + r and key tile.col + c.
+// The general score, for forward and backward: turns a tile of raw products q k into logits, knows which pairs band and lengths mask
+// (data_mask.h knows the others), and draws the dropout scales. A tile is `rows` x `cols` floats of one (batch entry, query head),
+// row-major with leading dimension `ld`, whose element (r, c) belongs to query tile.row + r and key tile.col + c.
 //
 // Logits are kept in base 2 (multiplied by log2(e)), so that P is one exp2 away. Problems without a general score never call
 // score_logits: their logit is score.multiplier * (q k), which kernels fold into the argument of exp2. After score_logits the
@@ -11,6 +11,7 @@
 #include "core/mask.h"
 #include "core/philox.h"
 #include "core/problem.h"
+#include "cpu/data_mask.h"
 #include "cpu/simd.h"
 
 namespace fa::cpu::FA_ISA {
@@ -22,9 +23,6 @@ struct Tile {
   int64_t cols = 0;
 };
 
-// How much of a tile is masked.
-enum class Masking { kNone, kSome, kAll };
-
 // The score of one (batch entry, query head).
 struct Score {
   float multiplier = 1;  // base-2 logit per unit of q k, when the score is not general
@@ -33,6 +31,7 @@ struct Score {
   Band band;
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
+  int64_t first_key = 0;  // keys before it are masked
 
   float softmax_scale = 1;
   float softcap = 0;          // 0 = none
@@ -44,12 +43,6 @@ struct Score {
   Dtype bias_dtype = Dtype::f32;
   int64_t bias_row_stride = 0;
   int64_t bias_col_stride = 0;
-  // (ceil(seqlen_q / size_q), ceil(seqlen_k / size_k)) of this batch entry and head.
-  const uint8_t *blocks = nullptr;
-  int64_t block_row_stride = 0;
-  int64_t block_col_stride = 0;
-  int64_t block_rows = 1;
-  int64_t block_cols = 1;
 
   bool dropout = false;
   DropoutKey dropout_key;
@@ -61,13 +54,14 @@ struct Score {
   FA_INLINE bool masks_by_value() const { return bias != nullptr; }
 };
 
-inline Score make_score(const Problem &p, int64_t b, int64_t h, int64_t seqlen_q, int64_t seqlen_k) {
+inline Score make_score(const MaskedProblem &p, int64_t b, int64_t h, const Sequence &queries, const Sequence &keys) {
   Score s;
-  s.general = p.general_score();
+  s.general = p.score_terms();
   s.multiplier = s.general ? 1.0f : p.softmax_scale * kLog2e;
   s.band = p.band;
-  s.seqlen_q = seqlen_q;
-  s.seqlen_k = seqlen_k;
+  s.seqlen_q = queries.len;
+  s.seqlen_k = keys.len;
+  s.first_key = keys.first;
   s.softmax_scale = p.softmax_scale;
   s.softcap = p.softcap;
   if (p.alibi_slopes != nullptr) {
@@ -81,13 +75,6 @@ inline Score make_score(const Problem &p, int64_t b, int64_t h, int64_t seqlen_q
     s.bias_dtype = p.bias.dtype;
     s.bias_row_stride = p.bias.row_stride;
     s.bias_col_stride = p.bias.col_stride;
-  }
-  if (p.block_mask.data != nullptr) {
-    s.blocks = p.block_mask.data + b * p.block_mask.batch_stride + h * p.block_mask.head_stride;
-    s.block_row_stride = p.block_mask.row_stride;
-    s.block_col_stride = p.block_mask.col_stride;
-    s.block_rows = p.block_mask.size_q;
-    s.block_cols = p.block_mask.size_k;
   }
   if (p.dropout.threshold > 0) {
     s.dropout = true;
@@ -103,27 +90,22 @@ inline Score make_score(const Problem &p, int64_t b, int64_t h, int64_t seqlen_q
 
 // --- Masks ---------------------------------------------------------------------------------------------------------------------
 
-// Masking of a tile by the band and the block mask. Pairs masked by a bias of -inf do not count.
-inline Masking tile_masking(const Score &s, const Tile &t) {
+// Keys that some of the rows see, and that all of them see, through band and lengths.
+inline Range seen_keys(const Score &s, Range rows) {
+  return from_key(visible_keys(s.band, s.seqlen_q, s.seqlen_k, rows), s.first_key);
+}
+inline Range inner_keys(const Score &s, Range rows) {
+  return from_key(interior_keys(s.band, s.seqlen_q, s.seqlen_k, rows), s.first_key);
+}
+
+// Masking of a tile by band and lengths.
+inline Masking band_masking(const Score &s, const Tile &t) {
   const Range rows{t.row, t.row + t.rows};
   const int64_t col_end = t.col + t.cols;
-  const Range seen = visible_keys(s.band, s.seqlen_q, s.seqlen_k, rows);
+  const Range seen = seen_keys(s, rows);
   if (seen.empty() || seen.end <= t.col || seen.begin >= col_end) return Masking::kAll;
-  bool some = false, all = true;
-  const Range interior = interior_keys(s.band, s.seqlen_q, s.seqlen_k, rows);
-  if (interior.begin > t.col || interior.end < col_end) some = true;
-  if (s.blocks == nullptr) return some ? Masking::kSome : Masking::kNone;
-  for (int64_t i = t.row / s.block_rows; i * s.block_rows < rows.end; ++i) {
-    for (int64_t j = t.col / s.block_cols; j * s.block_cols < col_end; ++j) {
-      if (s.blocks[i * s.block_row_stride + j * s.block_col_stride] != 0) {
-        all = false;
-      } else {
-        some = true;
-      }
-      if (some && !all) return Masking::kSome;
-    }
-  }
-  return all ? Masking::kAll : (some ? Masking::kSome : Masking::kNone);
+  const Range interior = inner_keys(s, rows);
+  return interior.begin > t.col || interior.end < col_end ? Masking::kSome : Masking::kNone;
 }
 
 // Writes -inf to x[begin, end).
@@ -131,28 +113,16 @@ FA_INLINE void mask_columns(float *x, int64_t begin, int64_t end) {
   for (int64_t c = begin; c < end; ++c) x[c] = -kInfinity;
 }
 
-// Writes -inf where the band or the block mask hides the key. Columns past seqlen_k count as hidden.
-inline void mask_tile(const Score &s, const Tile &t, float *x, int64_t ld) {
-  const Range rows{t.row, t.row + t.rows};
-  const Range interior = interior_keys(s.band, s.seqlen_q, s.seqlen_k, rows);
-  if (interior.begin > t.col || interior.end < t.col + t.cols) {
-    for (int64_t r = 0; r < t.rows; ++r) {
-      const Range seen = visible_keys(s.band, s.seqlen_q, s.seqlen_k, t.row + r);
-      const int64_t begin = min64(max64(seen.begin - t.col, 0), t.cols);
-      const int64_t end = max64(min64(seen.end - t.col, t.cols), begin);
-      mask_columns(x + r * ld, 0, begin);
-      mask_columns(x + r * ld, end, t.cols);
-    }
-  }
-  if (s.blocks == nullptr) return;
-  const int64_t row_end = min64(t.row + t.rows, s.seqlen_q), col_end = min64(t.col + t.cols, s.seqlen_k);
-  for (int64_t i = t.row / s.block_rows; i * s.block_rows < row_end; ++i) {
-    const int64_t r_begin = max64(i * s.block_rows - t.row, 0), r_end = min64((i + 1) * s.block_rows, row_end) - t.row;
-    for (int64_t j = t.col / s.block_cols; j * s.block_cols < col_end; ++j) {
-      if (s.blocks[i * s.block_row_stride + j * s.block_col_stride] != 0) continue;
-      const int64_t c_begin = max64(j * s.block_cols - t.col, 0), c_end = min64((j + 1) * s.block_cols, col_end) - t.col;
-      for (int64_t r = r_begin; r < r_end; ++r) mask_columns(x + r * ld, c_begin, c_end);
-    }
+// Writes -inf where band or lengths mask the key. Columns past seqlen_k count as masked.
+inline void mask_by_band(const Score &s, const Tile &t, float *x, int64_t ld) {
+  const Range interior = inner_keys(s, {t.row, t.row + t.rows});
+  if (interior.begin <= t.col && interior.end >= t.col + t.cols) return;
+  for (int64_t r = 0; r < t.rows; ++r) {
+    const Range seen = seen_keys(s, {t.row + r, t.row + r + 1});
+    const int64_t begin = min64(max64(seen.begin - t.col, 0), t.cols);
+    const int64_t end = max64(min64(seen.end - t.col, t.cols), begin);
+    mask_columns(x + r * ld, 0, begin);
+    mask_columns(x + r * ld, end, t.cols);
   }
 }
 

@@ -21,6 +21,11 @@ struct Simd {
 
   // Lanes 0 .. n - 1, for any n.
   static FA_INLINE M first(int n) { return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), iota()))}; }
+  // The lanes whose bit is set.
+  static FA_INLINE M lanes(uint32_t bits) {
+    const I bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return ieq(iand(iset(bits), bit), bit);
+  }
 
   static FA_INLINE F zero() { return _mm256_setzero_ps(); }
   static FA_INLINE F set(float x) { return _mm256_set1_ps(x); }

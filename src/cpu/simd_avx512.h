@@ -28,6 +28,8 @@ struct Simd {
 
   // Lanes 0 .. n - 1, for any n.
   static FA_INLINE M first(int n) { return n <= 0 ? M{0} : (n >= 16 ? M{0xFFFF} : static_cast<M>((1u << n) - 1)); }
+  // The lanes whose bit is set.
+  static FA_INLINE M lanes(uint32_t bits) { return static_cast<M>(bits); }
 
   static FA_INLINE F zero() { return _mm512_setzero_ps(); }
   static FA_INLINE F set(float x) { return _mm512_set1_ps(x); }

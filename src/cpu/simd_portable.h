@@ -24,6 +24,8 @@ struct Simd {
 
   // Lanes 0 .. n - 1, for any n.
   static FA_INLINE M first(int n) { return (Signed)iota() < (Signed)iset(static_cast<uint32_t>(n)); }
+  // The lanes whose bit is set.
+  static FA_INLINE M lanes(uint32_t bits) { return (Signed)((iset(bits) & I{1, 2, 4, 8}) != iset(0)); }
 
   static FA_INLINE F zero() { return F{0, 0, 0, 0}; }
   static FA_INLINE F set(float x) { return F{x, x, x, x}; }

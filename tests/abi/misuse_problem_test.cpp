@@ -70,6 +70,12 @@ const TensorField kTensorFields[] = {
     {"block_mask", &fa_attention::block_mask, nullptr, Layout::padded, kAll, 0, false},
     {"alibi_slopes", &fa_attention::alibi_slopes, nullptr, Layout::padded, kAll, 0, false},
     {"sink", &fa_attention::sink, nullptr, Layout::padded, kAll, 0, false},
+    {"element_mask", &fa_attention::element_mask, nullptr, Layout::padded, kAll, 0, false},
+    {"seqstart_k", &fa_attention::seqstart_k, nullptr, Layout::padded, kAll, 0, false},
+    {"slices", &fa_attention::slices, nullptr, Layout::padded, kAll, 0, false},
+    {"block_counts", &fa_attention::block_counts, nullptr, Layout::packed, kAll, 0, false},
+    {"block_indices", &fa_attention::block_indices, nullptr, Layout::padded, kAll, 0, false},
+    {"max_logit", &fa_attention::max_logit, nullptr, Layout::padded, kAnyForward, kAnyForward, false},
     {"dout", nullptr, &fa_gradients::dout, Layout::padded, kAnyBackward, 0, true},
     {"dlse", nullptr, &fa_gradients::dlse, Layout::padded, kAnyBackward, 0, false},
     {"dq", nullptr, &fa_gradients::dq, Layout::padded, kAnyBackward, kAnyBackward, true},
@@ -135,8 +141,9 @@ void add_tensor_misuses(const TensorField &field, std::vector<Misuse> &cases) {
     add(
         "with negative size", FA_ERROR_SHAPE, {name + ".shape" + index, "-3"}, [=](fa_tensor &t) { t.shape[d] = -3; },
         field.calls);
-    // For a wrong size of q, k, v or the offsets, the message may name another tensor that no longer fits. A page table may be wider.
-    if (name != "page_table" || d == 0) {
+    // For a wrong size of q, k, v or the offsets, the message may name another tensor that no longer fits. A page table and block lists may
+    // be wider, and there may be any number of slices.
+    if (!((name == "page_table" && d == 1) || (name == "block_indices" && d == 3) || (name == "slices" && d == 0))) {
       const bool sets_sizes = name == "q" || name == "k" || name == "v" || name == "cu_seqlens_q";
       add(
           "with wrong size", FA_ERROR_SHAPE, {sets_sizes ? "shape[" : name + ".shape" + index},
@@ -366,11 +373,63 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
   add("block_size_k 0", kInvalid, {"block_size_k", "0"}, [](fa_attention &a) { a.block_size_k = 0; });
   add("block_size_q huge", FA_ERROR_SHAPE, {"block_mask.shape[2]"}, [](fa_attention &a) { a.block_size_q = INT64_MAX; });
   add("block sizes without mask", kInvalid, {"block_size_q", "4", "block_mask"},
-      [](fa_attention &a) { a.block_mask = fa_tensor{}; });
+      [](fa_attention &a) { a.block_mask = a.block_counts = a.block_indices = fa_tensor{}; });
   add("block_size_k without mask", kInvalid, {"block_size_k", "4", "block_mask"}, [](fa_attention &a) {
-    a.block_mask = fa_tensor{};
+    a.block_mask = a.block_counts = a.block_indices = fa_tensor{};
     a.block_size_q = 0;
   });
+  add("block_size_k 0 with lists alone", kInvalid, {"block_size_k", "0", "block_counts"}, [](fa_attention &a) {
+    a.block_mask = fa_tensor{};
+    a.block_size_k = 0;
+  });
+  add("block_size_q that does not fit the lists", FA_ERROR_SHAPE, {"block_counts.shape[2] is 2", "must be 3"},
+      [](fa_attention &a) {
+        a.block_mask = fa_tensor{};
+        a.block_size_q = 2;
+      });
+  add("block_counts alone", kInvalid, {"block_counts is given", "block_indices"},
+      [](fa_attention &a) { a.block_indices = fa_tensor{}; });
+  add("block_indices alone", kInvalid, {"block_indices is given", "block_counts"},
+      [](fa_attention &a) { a.block_counts = fa_tensor{}; });
+  add(
+      "more blocks than a number counts", FA_ERROR_UNSUPPORTED, {"block_counts", "block_size_k 1", "2^50"},
+      [](fa_attention &a) {
+        a.bias = a.block_mask = a.element_mask = fa_tensor{};
+        a.block_size_k = 1;
+        a.max_seqlen_k = INT64_MAX;
+      },
+      Layout::packed);
+  // Bits are counted one by one, and rows begin at bytes.
+  const auto bits = [](fa_attention &a) {
+    a.element_mask.dtype = FA_BIT;
+    a.element_mask.stride[2] = 8;
+    a.element_mask.stride[0] = 8 * a.element_mask.shape[2];
+  };
+  add("bits that are not adjacent", FA_ERROR_SHAPE, {"element_mask.stride[3]", "2"}, [=](fa_attention &a) {
+    bits(a);
+    a.element_mask.stride[3] = 2;
+  });
+  for (const int d : {0, 2}) {
+    add("rows of bits between bytes", FA_ERROR_SHAPE, {"element_mask.stride[" + std::to_string(d) + "]", "12", "multiple of 8"},
+        [=](fa_attention &a) {
+          bits(a);
+          a.element_mask.stride[d] = 12;
+        });
+  }
+  add("bits of too many keys", FA_ERROR_SHAPE, {"element_mask.shape[3]", "8"}, [=](fa_attention &a) {
+    bits(a);
+    a.element_mask.shape[3] = 8;
+  });
+  add("bits beyond the address space", FA_ERROR_SHAPE, {"element_mask.shape[3]", std::to_string(INT64_MAX)},
+      [=](fa_attention &a) {
+        bits(a);
+        a.element_mask.shape[3] = INT64_MAX;
+      });
+  for (const auto &[name, member] : {std::pair{"q", &fa_attention::q}, std::pair{"bias", &fa_attention::bias},
+                                     std::pair{"block_mask", &fa_attention::block_mask}}) {
+    add("bits elsewhere", FA_ERROR_DTYPE, {std::string(name) + ".dtype is bit"},
+        [member = member](fa_attention &a) { (a.*member).dtype = FA_BIT; });
+  }
   add("window_left without its bit", kInvalid, {"window_left", "6", "FA_WINDOW_LEFT"}, [](fa_attention &a) { a.window = 0; });
   add("window_right without its bit", kInvalid, {"window_right", "2", "FA_WINDOW_RIGHT"},
       [](fa_attention &a) { a.window_right = 2; });
@@ -438,7 +497,12 @@ void add_length_misuses(std::vector<Misuse> &cases) {
     add("seqused_k", Layout::padded, 0, value, {"seqused_k[0]"}, &fa_attention::seqused_k);
     add("seqused_k", Layout::packed, 0, value, {"seqused_k[0]"}, &fa_attention::seqused_k);
     add("seqused_k", Layout::paged, 1, value, {"seqused_k[1]"}, &fa_attention::seqused_k);
+    add("slices", Layout::padded, 9, value, {"slices[1][4]"}, &fa_attention::slices);
     add("page_table", Layout::paged, 0, value, {"page_table[0][0]"}, &fa_attention::page_table);
+  }
+  for (const int value : {-1, INT_MIN}) {
+    add("seqstart_k", Layout::padded, 1, value, {"seqstart_k[1]"}, &fa_attention::seqstart_k);
+    add("seqstart_k", Layout::packed, 0, value, {"seqstart_k[0]"}, &fa_attention::seqstart_k);
   }
   cases.push_back({"max_seqlen_q too small",
                    kRuns,
@@ -446,8 +510,7 @@ void add_length_misuses(std::vector<Misuse> &cases) {
                    {"max_seqlen_q", "3"},
                    [](SampleProblem &p) {
                      p.attention.max_seqlen_q = 3;
-                     p.attention.bias = p.attention.block_mask = p.gradients.dbias = fa_tensor{};
-                     p.attention.block_size_q = p.attention.block_size_k = 0;
+                     p.remove_score_tensors();
                    },
                    Layout::packed});
   cases.push_back({"max_seqlen_k too small",
@@ -456,8 +519,7 @@ void add_length_misuses(std::vector<Misuse> &cases) {
                    {"max_seqlen_k", "4"},
                    [](SampleProblem &p) {
                      p.attention.max_seqlen_k = 4;
-                     p.attention.bias = p.attention.block_mask = p.gradients.dbias = fa_tensor{};
-                     p.attention.block_size_q = p.attention.block_size_k = 0;
+                     p.remove_score_tensors();
                    },
                    Layout::packed});
 }
@@ -590,6 +652,25 @@ TEST_F(MisusedProblem, OutputsMovedIntoOtherTensors) {
   const auto dv = [](P &p) -> fa_tensor & { return p.gradients.dv; };
   const auto dbias = [](P &p) -> fa_tensor & { return p.gradients.dbias; };
   const auto dsink = [](P &p) -> fa_tensor & { return p.gradients.dsink; };
+  const auto elements = [](P &p) -> fa_tensor & { return p.attention.element_mask; };
+  const auto starts = [](P &p) -> fa_tensor & { return p.attention.seqstart_k; };
+  const auto slices = [](P &p) -> fa_tensor & { return p.attention.slices; };
+  const auto counts = [](P &p) -> fa_tensor & { return p.attention.block_counts; };
+  const auto indices = [](P &p) -> fa_tensor & { return p.attention.block_indices; };
+  const auto largest = [](P &p) -> fa_tensor & { return p.attention.max_logit; };
+  moved("lse", lse, "element_mask", elements, 16, kAnyForward);
+  moved("lse", lse, "seqstart_k", starts, 0, kAnyForward);
+  moved("out", out, "slices", slices, 8, kAnyForward);
+  moved("lse", lse, "block_counts", counts, 4, kAnyForward);
+  moved("lse", lse, "block_indices", indices, 4, kAnyForward);
+  moved("lse", lse, "max_logit", largest, 4, kAnyForward);
+  moved("max_logit", largest, "q", q, 4, kAnyForward);
+  moved("max_logit", largest, "element_mask", elements, 4, kAnyForward);
+  moved("dq", dq, "element_mask", elements, 4, kAnyBackward);
+  moved("dk", dk, "slices", slices, 4, kAnyBackward);
+  moved("dv", dv, "block_indices", indices, 0, kAnyBackward);
+  moved("dsink", dsink, "block_counts", counts, 4, kAnyBackward);
+  moved("dsink", dsink, "seqstart_k", starts, 4, kAnyBackward);
   moved("out", out, "q", q, 8, kAnyForward);
   moved("out", out, "k", k, 8, kAnyForward);
   moved("out", out, "v", v, 8, kAnyForward);
@@ -610,6 +691,26 @@ TEST_F(MisusedProblem, OutputsMovedIntoOtherTensors) {
   moved("dsink", dsink, "lse", lse, 8, kAnyBackward);
   moved("dsink", dsink, "alibi_slopes", slopes, 8, kAnyBackward);
   check_all(cases);
+  // Eight bits of a mask share a byte.
+  const std::vector<Misuse> bits{{"lse in the last byte of bits",
+                                  kAnyForward,
+                                  FA_ERROR_INVALID_ARGUMENT,
+                                  {"lse.data and element_mask.data"},
+                                  [](SampleProblem &p) {
+                                    fa_tensor &mask = p.attention.element_mask;
+                                    mask.dtype = FA_BIT;
+                                    mask.shape[0] = 1;
+                                    mask.stride[2] = 8;
+                                    p.attention.lse.data = static_cast<char *>(mask.data) + 4;
+                                  },
+                                  Layout::padded}};
+  check_all(bits);
+  SampleProblem beside(Layout::padded);
+  beside.attention.element_mask.dtype = FA_BIT;
+  beside.attention.element_mask.shape[0] = 1;
+  beside.attention.element_mask.stride[2] = 8;
+  beside.attention.lse.data = static_cast<char *>(beside.attention.element_mask.data) + 8;  // five rows of a byte, then room
+  EXPECT_EQ(fa_forward(ctx_, &beside.attention, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
   // Numbers that are given by address.
   SampleProblem p(Layout::padded);
   p.attention.dropout_offset_ptr = static_cast<const uint64_t *>(p.attention.out.data) + 1;
@@ -631,8 +732,8 @@ TEST_F(MisusedProblem, InterleavedViews) {
     a.v = p->floats({2, 5, 2, kDimV});
     g.dk = p->floats({2, 5, 2, kDim});
     g.dv = p->floats({2, 5, 2, kDimV});
-    a.seqused_k = a.bias = a.block_mask = g.dbias = fa_tensor{};
-    a.block_size_q = a.block_size_k = 0;
+    a.seqused_k = fa_tensor{};
+    p->remove_score_tensors();
   }
   const auto slice = [](fa_tensor &t, const fa_tensor &whole, int64_t &first) {
     const fa_tensor before = t;

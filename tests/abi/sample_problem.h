@@ -68,6 +68,7 @@ class SampleProblem {
     a.block_mask = values<uint8_t>(FA_UINT8, {1, 1, (bound_q + 3) / 4, (bound_k + 3) / 4}, {1, 1, 1, 1, 1, 1});
     a.block_size_q = 4;
     a.block_size_k = 4;
+    masks_as_data(a, bound_q, bound_k);
     a.alibi_slopes = floats({kBatch, kHeadsQ});
     a.sink = floats({kHeadsQ});
     a.softcap = 5.0f;
@@ -86,6 +87,13 @@ class SampleProblem {
   }
   SampleProblem(const SampleProblem &) = delete;
   SampleProblem &operator=(const SampleProblem &) = delete;
+
+  // Takes out what has as many rows or columns as the sequences.
+  void remove_score_tensors() {
+    remove_masks_as_data(attention);
+    attention.bias = attention.block_mask = gradients.dbias = fa_tensor{};
+    attention.block_size_q = attention.block_size_k = 0;
+  }
 
   // A row-major view of new memory, 8-byte aligned, with 8 bytes before and kRoom bytes after it that nobody may write. A view that a test
   // moves to another tensor overlaps only that one.
@@ -125,6 +133,24 @@ class SampleProblem {
   bool same_contents(const SampleProblem &other) const { return memory_ == other.memory_; }
 
  private:
+  // Programs compiled with older headers use this file, too: there fa_attention lacks these fields.
+  template <typename Attention>
+  void masks_as_data(Attention &a, int64_t bound_q, int64_t bound_k) {
+    if constexpr (requires { a.element_mask; }) {
+      const int64_t block_rows = (bound_q + 3) / 4;
+      a.element_mask = values<uint8_t>(FA_UINT8, {kBatch, 1, bound_q, bound_k}, {1, 1, 0, 1, 1, 1, 0, 1});
+      a.seqstart_k = values<int32_t>(FA_INT32, {kBatch}, {1, 0});
+      a.slices = values<int32_t>(FA_INT32, {2, 5}, {0, 100, 0, 100, 0, 1, 3, 0, 2, 1});
+      a.block_counts = values<int32_t>(FA_INT32, {1, 1, block_rows}, {2, 2});
+      a.block_indices = values<int32_t>(FA_INT32, {1, 1, block_rows, 2}, {1, 0, 0, 1});
+      a.max_logit = floats({kHeadsQ});
+    }
+  }
+  template <typename Attention>
+  void remove_masks_as_data(Attention &a) {
+    if constexpr (requires { a.element_mask; }) a.element_mask = a.block_counts = a.block_indices = fa_tensor{};
+  }
+
   std::deque<std::vector<unsigned char>> memory_;
   std::deque<std::vector<unsigned char>> remembered_;
 };

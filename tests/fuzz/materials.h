@@ -35,7 +35,8 @@ class Arena {
   char *memory_;
 };
 
-inline int dtype_bytes(fa_dtype dtype) { return (dtype >> 8 & 0xFF) / 8; }
+inline int dtype_bits(fa_dtype dtype) { return dtype >> 8 & 0xFF; }
+inline int dtype_bytes(fa_dtype dtype) { return (dtype_bits(dtype) + 7) / 8; }
 
 // Whether every element of `t` lies in `arena`.
 inline bool inside(const fa_tensor &t, const Arena &arena) {
@@ -45,7 +46,7 @@ inline bool inside(const fa_tensor &t, const Arena &arena) {
   for (int d = 0; d < t.ndim; ++d) {
     const __int128 steps = (static_cast<__int128>(t.shape[d]) - 1) * t.stride[d];  // two numbers of 64 bits
     if (steps > INT64_MAX || steps < INT64_MIN) return false;
-    const __int128 reach = steps * dtype_bytes(t.dtype);
+    const __int128 reach = steps * dtype_bits(t.dtype) / 8;
     (reach < 0 ? low : high) += reach;
   }
   return low >= static_cast<__int128>(reinterpret_cast<uintptr_t>(arena.begin())) &&

@@ -25,10 +25,15 @@ constexpr fa_tensor fa_attention::*kInputs[] = {&fa_attention::q,
                                                 &fa_attention::block_mask,
                                                 &fa_attention::alibi_slopes,
                                                 &fa_attention::sink,
+                                                &fa_attention::element_mask,
+                                                &fa_attention::seqstart_k,
+                                                &fa_attention::slices,
+                                                &fa_attention::block_counts,
+                                                &fa_attention::block_indices,
                                                 &fa_attention::q_descale,
                                                 &fa_attention::k_descale,
                                                 &fa_attention::v_descale};
-constexpr fa_tensor fa_attention::*kOutputs[] = {&fa_attention::out, &fa_attention::lse};
+constexpr fa_tensor fa_attention::*kOutputs[] = {&fa_attention::out, &fa_attention::lse, &fa_attention::max_logit};
 constexpr fa_tensor fa_gradients::*kGradients[] = {&fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv,
                                                    &fa_gradients::dbias, &fa_gradients::dsink};
 constexpr fa_tensor fa_gradients::*kIncoming[] = {&fa_gradients::dout, &fa_gradients::dlse};
@@ -170,6 +175,8 @@ class Maker {
       a.block_mask = lengths(
           FA_UINT8, {1, 1, (seq_q + a.block_size_q - 1) / a.block_size_q, (seq_k + a.block_size_k - 1) / a.block_size_k});
     }
+    masks_as_data(a, batch, heads_q, seq_q, seq_k);
+    if (one_in(6)) a.max_logit = output(FA_FLOAT32, {heads_q});
     if (one_in(3)) a.alibi_slopes = input(FA_FLOAT32, {heads_q});
     if (a.alibi_slopes.data != nullptr && one_in(2)) a.alibi_log_scale = 0.5f;
     if (one_in(3)) a.sink = input(FA_FLOAT32, {heads_q});
@@ -186,6 +193,28 @@ class Maker {
     if (a.bias.data != nullptr && one_in(2)) g.dbias = output(FA_FLOAT32, {1, heads_q, seq_q, seq_k});
     if (a.sink.data != nullptr && one_in(2)) g.dsink = output(FA_FLOAT32, {heads_q});
     return p;
+  }
+
+  // Contents are whatever lies there: small and huge numbers, mostly out of order.
+  void masks_as_data(fa_attention &a, int64_t batch, int64_t heads, int64_t seq_q, int64_t seq_k) {
+    if (one_in(4)) {
+      const auto some = [&](int64_t size) { return one_in(3) ? 1 : size; };
+      a.element_mask = lengths(one_in(2) ? FA_UINT8 : FA_BOOL, {some(batch), some(heads), some(seq_q), some(seq_k)});
+      if (one_in(2)) {
+        a.element_mask.dtype = FA_BIT;
+        a.element_mask.stride[2] = (a.element_mask.shape[3] + 7) / 8 * 8;
+        a.element_mask.stride[1] = a.element_mask.stride[2] * a.element_mask.shape[2];
+        a.element_mask.stride[0] = a.element_mask.stride[1] * a.element_mask.shape[1];
+      }
+    }
+    if (one_in(6)) a.seqstart_k = lengths(FA_INT32, {batch});
+    if (one_in(6)) a.slices = lengths(FA_INT32, {below(6), 5});
+    if (one_in(6)) {
+      if (a.block_size_q == 0) a.block_size_q = 1 + below(4), a.block_size_k = 1 + below(4);
+      const int64_t rows = (seq_q + a.block_size_q - 1) / a.block_size_q;
+      a.block_counts = lengths(FA_INT32, {1, one_in(2) ? 1 : heads, rows});
+      a.block_indices = lengths(FA_INT32, {one_in(2) ? 1 : batch, 1, rows, below(5)});
+    }
   }
 
   fa_append valid_append() {
@@ -276,8 +305,9 @@ class Maker {
         break;
       }
       case 1: {
-        const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT32, FA_INT64, FA_UINT8, FA_INT8,
-                                   FA_BOOL,    0,          -1,          0x00022002};
+        const fa_dtype dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT32,
+                                   FA_INT64,   FA_UINT8,   FA_INT8,     FA_BOOL,        FA_BIT,
+                                   0,          -1,         0x00022002};
         t.dtype = pick(dtypes);
         break;
       }

@@ -63,6 +63,16 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("block_by_stride", c.block_by_stride);
   visit("block_bool", c.block_bool);
   visit("block_masked", c.block_masked);
+  visit("block_lists", c.block_lists);
+  visit("element_mask", c.element_mask);
+  visit("element_by_size", c.element_by_size);
+  visit("element_by_stride", c.element_by_stride);
+  visit("element_odd", c.element_odd);
+  visit("element_masked", c.element_masked);
+  visit("starts", c.starts);
+  visit("slices", c.slices);
+  visit("slice_list", c.slice_list);
+  visit("max_logit", c.max_logit);
   visit("alibi", c.alibi);
   visit("alibi_log_scale", c.alibi_log_scale);
   visit("sink", c.sink);

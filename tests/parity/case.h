@@ -23,9 +23,9 @@ enum Layout : int64_t {
   kNumLayouts = 7
 };
 
-// Dimensions in which bias or block mask is broadcast, as bits. "By size" gives the dimension size 1, "by stride" its full
+// Dimensions in which bias, block mask or element mask is broadcast, as bits. "By size" gives the dimension size 1, "by stride" its full
 // size and stride 0.
-enum Broadcast : int64_t { kOverBatch = 1, kOverHeads = 2, kOverRows = 4 };
+enum Broadcast : int64_t { kOverBatch = 1, kOverHeads = 2, kOverRows = 4, kOverKeys = 8 };
 
 // Query or key side.
 struct Side {
@@ -70,6 +70,16 @@ struct Case {
   int64_t block_by_size = 0, block_by_stride = 0;
   int64_t block_bool = 0;
   int64_t block_masked = 50;  // percentage of zero blocks
+  int64_t block_lists = 0;    // 0: block mask; 1: block lists instead, with the same sizes and broadcasts; 2: both
+
+  int64_t element_mask = 0;                            // 1: uint8, 2: bool, 3: bits
+  int64_t element_by_size = 0, element_by_stride = 0;  // keys are not broadcast by stride
+  int64_t element_odd = 0;                             // as bias_odd; bits: rows further apart
+  int64_t element_masked = 50;                         // percentage
+  std::vector<int64_t> starts;                         // seqstart_k, or empty
+  int64_t slices = 0;                                  // 1 = present
+  std::vector<int64_t> slice_list;                     // five numbers for each, as the library counts them
+  int64_t max_logit = 0;
 
   int64_t alibi = 0;  // 1: (heads_q), 2: (batch, heads_q)
   double alibi_log_scale = 0;

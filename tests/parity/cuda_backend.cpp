@@ -30,6 +30,14 @@ class CudaBackend : public Backend {
     cudaStreamDestroy(stream_);
   }
   std::string name() const override { return name_; }
+  std::string refuses(const Case &c) const override {
+    if (c.element_mask != 0) return "element_mask";
+    if (!c.starts.empty()) return "seqstart_k";
+    if (c.slices != 0) return "slices";
+    if (c.block_q > 0 && c.block_lists != 0) return "block_counts";
+    if (c.max_logit != 0) return "max_logit";
+    return "";
+  }
   fa_context context() override { return context_; }
   fa_stream stream() override { return stream_; }
 

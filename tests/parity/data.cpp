@@ -14,14 +14,40 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 }  // namespace
 
 const char *role_name(Role role) {
-  static const char *const names[kNumRoles] = {
-      "q",         "k",          "v",    "out",        "lse",          "cu_seqlens_q", "cu_seqlens_k", "seqused_q",
-      "seqused_k", "page_table", "bias", "block_mask", "alibi_slopes", "sink",         "q_descale",    "k_descale",
-      "v_descale", "dout",       "dlse", "dq",         "dk",           "dv",           "dbias",        "dsink"};
+  static const char *const names[kNumRoles] = {"q",
+                                               "k",
+                                               "v",
+                                               "out",
+                                               "lse",
+                                               "cu_seqlens_q",
+                                               "cu_seqlens_k",
+                                               "seqused_q",
+                                               "seqused_k",
+                                               "page_table",
+                                               "bias",
+                                               "block_mask",
+                                               "alibi_slopes",
+                                               "sink",
+                                               "element_mask",
+                                               "seqstart_k",
+                                               "slices",
+                                               "block_counts",
+                                               "block_indices",
+                                               "max_logit",
+                                               "q_descale",
+                                               "k_descale",
+                                               "v_descale",
+                                               "dout",
+                                               "dlse",
+                                               "dq",
+                                               "dk",
+                                               "dv",
+                                               "dbias",
+                                               "dsink"};
   return names[role];
 }
 
-bool is_forward_output(Role role) { return role == kOut || role == kLse; }
+bool is_forward_output(Role role) { return role == kOut || role == kLse || role == kMaxLogit; }
 bool is_backward_output(Role role) { return role >= kDq; }
 
 fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role) {
@@ -54,6 +80,18 @@ fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role) {
       return attention.alibi_slopes;
     case kSink:
       return attention.sink;
+    case kElementMask:
+      return attention.element_mask;
+    case kSeqstartK:
+      return attention.seqstart_k;
+    case kSlices:
+      return attention.slices;
+    case kBlockCounts:
+      return attention.block_counts;
+    case kBlockIndices:
+      return attention.block_indices;
+    case kMaxLogit:
+      return attention.max_logit;
     case kQDescale:
       return attention.q_descale;
     case kKDescale:
@@ -166,6 +204,37 @@ reference::Sequence Data::sequence(int64_t b) const {
         }
       }
     }
+  }
+  if (const HostTensor &counts = tensors[kBlockCounts], &indices = tensors[kBlockIndices]; counts.present()) {
+    s.block_q = c.block_q;
+    s.block_k = c.block_k;
+    s.has_lists = true;
+    for (int64_t h = 0; h < s.heads_q; ++h) {
+      for (int64_t i = 0; i < ceil_div(s.seqlen_q, c.block_q); ++i) {
+        const double count = counts.get(counts.element(b % counts.size(0), h % counts.size(1), i));
+        std::vector<int64_t> list;
+        for (int64_t n = 0; n < indices.size(3) && static_cast<double>(n) < count; ++n) {
+          list.push_back(static_cast<int64_t>(indices.get(indices.element(b % indices.size(0), h % indices.size(1), i, n))));
+        }
+        s.lists.push_back(list);
+      }
+    }
+  }
+  if (const HostTensor &mask = tensors[kElementMask]; mask.present()) {
+    for (int64_t h = 0; h < s.heads_q; ++h) {
+      for (int64_t i = 0; i < s.seqlen_q; ++i) {
+        for (int64_t j = 0; j < s.seqlen_k; ++j) {
+          s.elements.push_back(mask.get(mask.element(b % mask.size(0), h % mask.size(1), i % mask.size(2), j % mask.size(3))) !=
+                               0);
+        }
+      }
+    }
+  }
+  if (!c.starts.empty()) s.first_key = c.starts[static_cast<size_t>(b)];
+  s.has_slices = c.slices != 0;
+  for (size_t n = 0; c.slices != 0 && n < c.slice_list.size(); n += 5) {
+    const int64_t *x = &c.slice_list[n], q = slot_start(c.q, b), k = slot_start(c.k, b);
+    s.slices.push_back({x[0] - q, x[1] - q, x[2] - k, x[3] - k, x[4]});
   }
   for (int64_t h = 0; h < s.heads_q; ++h) {
     if (c.alibi == 1) s.slopes.push_back(tensors[kAlibi].get(tensors[kAlibi].element(h)));

@@ -28,6 +28,12 @@ enum Role {
   kBlockMask,
   kAlibi,
   kSink,
+  kElementMask,
+  kSeqstartK,
+  kSlices,
+  kBlockCounts,
+  kBlockIndices,
+  kMaxLogit,
   kQDescale,
   kKDescale,
   kVDescale,  // fa_attention
@@ -41,7 +47,7 @@ enum Role {
   kNumRoles
 };
 const char *role_name(Role role);
-// Outputs of forward: out, lse; of backward: dq, dk, dv, dbias, dsink.
+// Outputs of forward: out, lse, max_logit; of backward: dq, dk, dv, dbias, dsink.
 bool is_forward_output(Role role);
 bool is_backward_output(Role role);
 fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role);

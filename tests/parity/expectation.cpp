@@ -71,6 +71,15 @@ class Placer {
       }
     }
   }
+  // The largest of all sequences.
+  void raise_max_logit() {
+    for (int64_t h = 0; data_.tensors[kMaxLogit].present() && h < data_.problem.heads_q; ++h) {
+      const Expected here = value(0, &reference::Result::max_logit, h);
+      Expected &e = data_.expected[kMaxLogit][static_cast<size_t>(h)];
+      e.value = std::max(e.value, here.value);
+      e.unfused = std::max(e.unfused, here.unfused);
+    }
+  }
   void add_dsink() {
     for (int64_t h = 0; data_.tensors[kDsink].present() && h < data_.problem.heads_q; ++h) {
       add(data_.expected[kDsink][static_cast<size_t>(h)], &reference::Result::dsink, h);
@@ -97,7 +106,7 @@ class Placer {
   const int64_t b_;
 };
 
-// All elements of dbias and dsink are written, with zero if nothing contributes.
+// All elements of dbias and dsink are written, with zero if nothing contributes, and those of max_logit, with -inf if nothing is visible.
 void start_sums(Data &data) {
   const HostTensor &dbias = data.tensors[kDbias];
   if (dbias.present()) {
@@ -108,6 +117,10 @@ void start_sums(Data &data) {
         }
       }
     }
+  }
+  const HostTensor &max_logit = data.tensors[kMaxLogit];
+  for (int64_t h = 0; max_logit.present() && h < max_logit.size(0); ++h) {
+    data.expected[kMaxLogit].push_back({max_logit.element(h), -kInfinity, -kInfinity, 1});
   }
   const HostTensor &dsink = data.tensors[kDsink];
   for (int64_t h = 0; dsink.present() && h < dsink.size(0); ++h) data.expected[kDsink].push_back({dsink.element(h)});
@@ -138,6 +151,7 @@ void fill_expected(Data &data) {
     Placer place(data, exact, unfused, b);
     place.operand(kOut, &reference::Result::out, c.q, c.heads_q, c.head_dim_v);
     place.lse();
+    place.raise_max_logit();
     place.operand(kDq, &reference::Result::dq, c.q, c.heads_q, c.head_dim);
     place.operand(kDk, &reference::Result::dk, c.k, c.heads_k, c.head_dim);
     place.operand(kDv, &reference::Result::dv, c.k, c.heads_k, c.head_dim_v);
@@ -177,7 +191,7 @@ std::string mismatch(const Data &data, Role role, const HostTensor &actual) {
   // With fp8 queries P may be rounded to fp8 before P V.
   const double p_rounding = role == kOut && data.problem.query_dtype != 0 ? reference::unit_roundoff(FA_FLOAT8_E4M3) : 0;
   // Tensor cores may sum products of fp8 in 14 bits, 32 columns at a time: each step may cut a unit of a logit off.
-  const double sums = role == kLse && data.problem.query_dtype != 0
+  const double sums = (role == kLse || role == kMaxLogit) && data.problem.query_dtype != 0
                           ? std::ldexp(static_cast<double>(data.problem.head_dim) / 32, -13) * data.largest_logit
                           : 0;
   std::vector<bool> written(static_cast<size_t>(actual.num_elements_stored()), false);

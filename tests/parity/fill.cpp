@@ -98,6 +98,7 @@ class Filler {
     rows(kV, c_.k, c_.heads_k, c_.head_dim_v, key_magnitude());
     factors();
     scores();
+    masks_as_data();
     per_head();
     if (c_.backward) upstream();
   }
@@ -124,10 +125,15 @@ class Filler {
       t[kBias] = score_tensor(c_.bias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, c_.bias_by_stride,
                               c_.bias_odd, c_.bias_padded);
     }
-    if (c_.block_q > 0) {
+    if (c_.block_q > 0 && c_.block_lists != 1) {
       t[kBlockMask] = score_tensor(c_.block_bool ? FA_BOOL : FA_UINT8, c_, ceil_div(max_q, c_.block_q),
                                    ceil_div(max_k, c_.block_k), c_.block_by_size, c_.block_by_stride, false);
     }
+    if (c_.block_q > 0 && c_.block_lists != 0) block_lists(ceil_div(max_q, c_.block_q), ceil_div(max_k, c_.block_k));
+    if (c_.element_mask) t[kElementMask] = element_mask(max_q, max_k);
+    if (!c_.starts.empty()) t[kSeqstartK] = HostTensor(FA_INT32, {c_.batch}, {c_.k.index_stride});
+    if (c_.slices) t[kSlices] = HostTensor(FA_INT32, {static_cast<int64_t>(c_.slice_list.size()) / 5, 5}, {7, 1});
+    if (c_.max_logit) t[kMaxLogit] = HostTensor(FA_FLOAT32, {c_.heads_q}, {3});
     if (c_.alibi == 1) t[kAlibi] = HostTensor(FA_FLOAT32, {c_.heads_q}, {2});
     if (c_.alibi == 2) t[kAlibi] = HostTensor(FA_FLOAT32, {c_.batch, c_.heads_q}, {c_.heads_q + 1, 1});
     if (c_.sink) t[kSink] = HostTensor(FA_FLOAT32, {c_.heads_q}, {1});
@@ -239,7 +245,7 @@ class Filler {
         }
       }
     }
-    if (c_.block_q > 0) {
+    if (data_.tensors[kBlockMask].present()) {
       HostTensor &mask = data_.tensors[kBlockMask];
       for (int64_t b = 0; b < mask.size(0); ++b) {
         for (int64_t h = 0; h < mask.size(1); ++h) {
@@ -251,6 +257,76 @@ class Filler {
           }
         }
       }
+    }
+  }
+
+  HostTensor element_mask(int64_t rows, int64_t columns) const {
+    const auto size = [&](int64_t bit, int64_t full) { return c_.element_by_size & bit ? 1 : full; };
+    const auto stride = [&](int64_t bit, int64_t full) { return c_.element_by_stride & bit ? 0 : full; };
+    const bool bits = c_.element_mask == 3, odd = c_.element_odd != 0;
+    const int64_t b = size(kOverBatch, c_.batch), h = size(kOverHeads, c_.heads_q), r = size(kOverRows, rows),
+                  k = size(kOverKeys, columns);
+    // Rows of bits begin at bytes.
+    const int64_t column = odd && !bits ? 2 : 1, pad = bits ? 8 : 1;
+    const int64_t row = bits ? (k + 7) / 8 * 8 + odd * 8 : k * column + odd;
+    const int64_t head = r * row + 3 * odd * pad, batch = h * head + 5 * odd * pad;
+    return HostTensor(bits                   ? FA_BIT
+                      : c_.element_mask == 2 ? FA_BOOL
+                                             : FA_UINT8,
+                      {b, h, r, k}, {stride(kOverBatch, batch), stride(kOverHeads, head), stride(kOverRows, row), column}, odd);
+  }
+
+  // Visible blocks in any order, some of them twice, beside indices of blocks that do not exist. Counts may be negative or too large.
+  void block_lists(int64_t rows, int64_t columns) {
+    const auto size = [&](int64_t bit, int64_t full) { return c_.block_by_size & bit ? 1 : full; };
+    const auto stride = [&](int64_t bit, int64_t full) { return c_.block_by_stride & bit ? 0 : full; };
+    const int64_t b = size(kOverBatch, c_.batch), h = size(kOverHeads, c_.heads_q), entries = columns + 3;
+    HostTensor &counts = data_.tensors[kBlockCounts], &indices = data_.tensors[kBlockIndices];
+    counts = HostTensor(FA_INT32, {b, h, rows}, {stride(kOverBatch, h * rows + 2), stride(kOverHeads, rows), 1});
+    const int64_t row = 2 * entries, head = rows * row + 1;
+    indices = HostTensor(FA_INT32, {b, h, rows, entries}, {stride(kOverBatch, h * head), stride(kOverHeads, head), row, 2});
+    for (int64_t n = 0; n < b * h * rows; ++n) {
+      const int64_t i = n % rows, of_h = n / rows % h, of_b = n / rows / h;
+      std::vector<int64_t> list;
+      for (int64_t j = 0; j < columns; ++j) {
+        if (!percent(c_.block_masked)) list.push_back(j);
+      }
+      if (!list.empty()) list.push_back(list.front());
+      list.push_back(percent(50) ? -1 : INT32_MIN);
+      list.push_back(percent(50) ? columns : INT32_MAX);
+      std::shuffle(list.begin(), list.end(), rng_);
+      const int64_t whole =
+          static_cast<int64_t>(list.size()) == entries && percent(50) ? INT32_MAX : static_cast<int64_t>(list.size());
+      const int64_t count = percent(5) ? -7 : whole;
+      counts.set(counts.element(of_b, of_h, i), static_cast<double>(count));
+      for (size_t entry = 0; entry < list.size(); ++entry) {
+        indices.set(indices.element(of_b, of_h, i, static_cast<int64_t>(entry)), static_cast<double>(list[entry]));
+      }
+    }
+  }
+
+  void masks_as_data() {
+    if (HostTensor &mask = data_.tensors[kElementMask]; mask.present()) {
+      // Where sequences end, elements stay poison, which is visible.
+      for (int64_t b = 0; b < c_.batch; ++b) {
+        for (int64_t h = 0; h < c_.heads_q; ++h) {
+          for (int64_t i = 0; i < used_rows(c_, c_.q, b); ++i) {
+            for (int64_t j = 0; j < used_rows(c_, c_.k, b); ++j) {
+              const int64_t element = mask.element(b % mask.size(0), h % mask.size(1), i % mask.size(2), j % mask.size(3));
+              mask.set(element, percent(c_.element_masked) ? 0 : c_.element_mask == 1 && percent(50) ? 128 : 1);
+            }
+          }
+        }
+      }
+    }
+    for (size_t b = 0; b < c_.starts.size(); ++b) {
+      HostTensor &starts = data_.tensors[kSeqstartK];
+      starts.set(starts.element(static_cast<int64_t>(b)), static_cast<double>(c_.starts[b]));
+    }
+    for (size_t n = 0; c_.slices && n < c_.slice_list.size(); ++n) {
+      HostTensor &slices = data_.tensors[kSlices];
+      const auto at = static_cast<int64_t>(n);
+      slices.set(slices.element(at / 5, at % 5), static_cast<double>(c_.slice_list[n]));
     }
   }
 

@@ -168,6 +168,25 @@ TEST_P(Gradients, PackedWithEverything) {
   compare_all(c);
 }
 
+TEST_P(Gradients, MasksAsData) {
+  Case c = base("masks as data");
+  c.element_mask = 3;
+  c.element_masked = 20;
+  c.starts = {2, 0};
+  c.block_q = 4;
+  c.block_k = 5;
+  c.block_lists = 1;
+  c.block_masked = 20;
+  c.slices = 1;
+  c.slice_list = {0, 8, 0, 14, 1, 3, 11, 2, 12, 2};
+  if (!backend().refuses(c).empty()) GTEST_SKIP() << backend().name() << " has no kernels for " << backend().refuses(c);
+  compare_all(c);
+  c.sink = c.bias = 1;
+  c.softcap = 3;
+  c.dropout = 0.1;
+  compare_all(c);
+}
+
 FA_ON_EVERY_BACKEND(Gradients);
 
 }  // namespace

@@ -33,19 +33,31 @@ HostTensor::HostTensor(fa_dtype dtype, std::initializer_list<int64_t> shape, std
       (reach < 0 ? lowest : highest) += reach;
     }
   }
-  origin_ = guard() + shift - lowest;
-  bytes_.assign(static_cast<size_t>(origin_ + highest + 1 + guard()) * reference::element_bytes(dtype), kPoison);
+  origin_ = guard() + (bits() ? 8 * shift : shift) - lowest;
+  bytes_.assign(bytes_of(origin_ + highest + 1 + guard()), kPoison);
 }
 
 bool HostTensor::empty() const {
   return std::any_of(view_.shape, view_.shape + view_.ndim, [](int64_t size) { return size == 0; });
 }
 
+// Bytes that hold so many elements.
+size_t HostTensor::bytes_of(int64_t elements) const {
+  return bits() ? static_cast<size_t>((elements + 7) / 8) : static_cast<size_t>(elements) * reference::element_bytes(dtype());
+}
+
 double HostTensor::get(int64_t element) const {
+  if (bits()) return bytes_[static_cast<size_t>(element / 8)] >> (element % 8) & 1;
   return reference::load(bytes_.data() + static_cast<size_t>(element) * reference::element_bytes(dtype()), dtype());
 }
 
 void HostTensor::set(int64_t element, double value) {
+  if (bits()) {
+    unsigned char &byte = bytes_[static_cast<size_t>(element / 8)];
+    const auto bit = static_cast<unsigned char>(1 << (element % 8));
+    byte = static_cast<unsigned char>(value != 0 ? byte | bit : byte & ~bit);
+    return;
+  }
   reference::store(bytes_.data() + static_cast<size_t>(element) * reference::element_bytes(dtype()), dtype(), value);
 }
 
@@ -57,7 +69,7 @@ bool HostTensor::poisoned(int64_t element) const {
 
 fa_tensor HostTensor::at(unsigned char *memory) const {
   fa_tensor tensor = view_;
-  tensor.data = memory + static_cast<size_t>(origin_) * reference::element_bytes(dtype());
+  tensor.data = memory + bytes_of(origin_);
   return tensor;
 }
 

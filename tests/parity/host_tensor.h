@@ -17,8 +17,8 @@ constexpr unsigned char kPoison = 0xFF;
 class HostTensor {
  public:
   HostTensor() = default;
-  // Strides in elements, any sign. The whole buffer is poisoned. `shift` moves the data off its 256-byte alignment by some
-  // elements.
+  // Strides in elements, any sign; for FA_BIT in bits. The whole buffer is poisoned. `shift` moves the data off its 256-byte alignment by
+  // some elements, for FA_BIT by some bytes.
   HostTensor(fa_dtype dtype, std::initializer_list<int64_t> shape, std::vector<int64_t> stride, int64_t shift = 0);
 
   bool present() const { return view_.ndim > 0; }
@@ -42,6 +42,9 @@ class HostTensor {
   int64_t num_elements_stored() const;
 
  private:
+  bool bits() const { return view_.dtype == FA_BIT; }
+  size_t bytes_of(int64_t elements) const;
+
   fa_tensor view_{};  // data stays null, unused strides are 0
   int64_t origin_ = 0;
   std::vector<unsigned char> bytes_;

@@ -47,6 +47,43 @@ void draw_lengths(Dice &dice, const Case &c, Side &side) {
   }
 }
 
+// Slices of every kind over the rows of the tensors, some of them inverted, empty or reaching outside.
+void draw_slices(Dice &dice, const Case &c, std::vector<int64_t> &list) {
+  const auto rows = [&](const Side &side) { return side.packed ? total_rows(side) : slot_rows(c, side, 0); };
+  const int64_t rows_q = rows(c.q), rows_k = rows(c.k);
+  for (int64_t n = dice.one_of({0, 1, 2, 3, 5, 9, 20}); n > 0; --n) {
+    for (const int64_t length : {rows_q, rows_k}) {
+      const int64_t begin = dice.between(-5, length),
+                    end = dice.chance(10) ? dice.between(-5, length) : begin + dice.between(0, length);
+      list.push_back(dice.chance(3) ? INT32_MIN : begin);
+      list.push_back(dice.chance(3) ? INT32_MAX : end);
+    }
+    list.push_back(dice.between(0, 3));
+  }
+}
+
+void draw_masks_as_data(Dice &dice, Case &c) {
+  if (dice.chance(50)) {
+    c.element_mask = dice.between(1, 3);
+    c.element_by_size = dice.one_of({0, 0, 1, 2, 4, 8, dice.between(0, 15)});
+    c.element_by_stride = dice.between(0, 7) & ~c.element_by_size;
+    c.element_odd = dice.chance(40);
+    c.element_masked = dice.one_of({0, 10, 50, 95, 100});
+  }
+  if (c.block_q > 0) c.block_lists = dice.between(0, 2);
+  if (dice.chance(40)) {
+    for (int64_t b = 0; b < c.batch; ++b) {
+      const int64_t rows = slot_rows(c, c.k, b);
+      c.starts.push_back(dice.chance(20) ? 0 : dice.between(0, dice.chance(70) ? rows / 3 : rows + 9));
+    }
+  }
+  if (dice.chance(40)) {
+    c.slices = 1;
+    draw_slices(dice, c, c.slice_list);
+  }
+  c.max_logit = dice.chance(40);
+}
+
 // Multiply-adds of one product of matrices over the whole problem.
 int64_t work(const Case &c) {
   int64_t pairs = 0;
@@ -109,6 +146,7 @@ Case random_case(std::mt19937_64 &rng) {
     c.block_bool = dice.chance(50);
     c.block_masked = dice.one_of({0, 30, 60, 100});
   }
+  if (dice.chance(40)) draw_masks_as_data(dice, c);
   if (dice.chance(15)) c.alibi = dice.between(1, 2);
   if (c.alibi != 0 && dice.chance(40)) c.alibi_log_scale = 0.01 * static_cast<double>(dice.one_of({1, 50, 3000}));
   c.sink = dice.chance(20);

@@ -19,6 +19,7 @@ Result zeros(const Sequence &s) {
   Result r;
   r.out.assign(static_cast<size_t>(s.heads_q * s.seqlen_q * s.head_dim_v), 0.0);
   r.lse.assign(static_cast<size_t>(s.heads_q * s.seqlen_q), 0.0);
+  r.max_logit.assign(static_cast<size_t>(s.heads_q), -kInfinity);
   r.dq.assign(s.q.size(), 0.0);
   r.dk.assign(s.k.size(), 0.0);
   r.dv.assign(s.v.size(), 0.0);
@@ -45,6 +46,7 @@ class Head {
 
   void forward(Result &r) {
     logits();
+    r.max_logit[static_cast<size_t>(h_)] = static_cast<double>(largest_);
     for (int64_t i = 0; i < s_.seqlen_q; ++i) softmax_row(i, r);
     const auto columns = static_cast<size_t>(s_.head_dim_v);
     for (int64_t i = 0; i < s_.seqlen_q; ++i) {
@@ -132,6 +134,7 @@ class Head {
         }
         seen_[ij] = true;
         logit_[ij] = x;
+        largest_ = x > largest_ ? x : largest_;  // NaN does not count
         if (s_.dropout_threshold > 0) {
           const bool kept = dropout_bits(s_.dropout_seed, s_.dropout_offset, s_.batch_index, s_.heads_q, h_, i, j) >=
                             static_cast<uint64_t>(s_.dropout_threshold);
@@ -225,9 +228,10 @@ class Head {
   Exact *const exact_;
   std::vector<bool> seen_;
   std::vector<Real> logit_;
-  std::vector<Real> slope_of_cap_;  // derivative of the soft limit
-  std::vector<Real> p_;             // softmax(S), before dropout
-  std::vector<Real> keep_;          // 0 for a dropped element, else 1 / (1 - p)
+  Real largest_ = -std::numeric_limits<Real>::infinity();  // visible logit
+  std::vector<Real> slope_of_cap_;                         // derivative of the soft limit
+  std::vector<Real> p_;                                    // softmax(S), before dropout
+  std::vector<Real> keep_;                                 // 0 for a dropped element, else 1 / (1 - p)
 };
 
 template <typename Real, typename Stored>
@@ -251,6 +255,24 @@ bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j) {
     const int64_t block_rows = (s.seqlen_q + s.block_q - 1) / s.block_q;
     const int64_t block_columns = (s.seqlen_k + s.block_k - 1) / s.block_k;
     if (!s.blocks[at(h * block_rows + i / s.block_q, block_columns, j / s.block_k)]) return false;
+  }
+  if (s.has_lists) {
+    const int64_t block_rows = (s.seqlen_q + s.block_q - 1) / s.block_q;
+    const std::vector<int64_t> &list = s.lists[static_cast<size_t>(h * block_rows + i / s.block_q)];
+    if (std::find(list.begin(), list.end(), j / s.block_k) == list.end()) return false;
+  }
+  if (!s.elements.empty() && !s.elements[at(h * s.seqlen_q + i, s.seqlen_k, j)]) return false;
+  if (j < s.first_key) return false;
+  if (s.has_slices) {
+    bool shown = false;
+    for (const auto &[q_begin, q_end, k_begin, k_end, kind] : s.slices) {
+      if (i < q_begin || i >= q_end || j < k_begin || j >= k_end) continue;
+      const bool before_end = q_end - 1 - i <= k_end - 1 - j, after_begin = i - q_begin <= j - k_begin;
+      if (kind == 0 || (kind == 1 && before_end) || (kind == 2 && after_begin) || (kind == 3 && before_end && after_begin)) {
+        shown = true;
+      }
+    }
+    if (!shown) return false;
   }
   if (!s.bias.empty() && s.bias[at(h * s.seqlen_q + i, s.seqlen_k, j)] == -kInfinity) return false;
   return true;

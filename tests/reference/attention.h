@@ -4,6 +4,7 @@
 // unfused implementation makes, which bounds the error the library may make.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -27,6 +28,12 @@ struct Sequence {
   std::vector<double> bias;   // (heads_q, seqlen_q, seqlen_k) or empty
   std::vector<bool> blocks;   // (heads_q, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) or empty
   int64_t block_q = 0, block_k = 0;
+  bool has_lists = false;  // block lists: for each head and block of queries the visible blocks of keys, which may
+  std::vector<std::vector<int64_t>> lists;  // be named twice or not exist
+  std::vector<bool> elements;               // (heads_q, seqlen_q, seqlen_k) or empty
+  int64_t first_key = 0;                    // keys before it are masked
+  bool has_slices = false;                  // q_begin, q_end, k_begin, k_end and kind, counted within the sequence
+  std::vector<std::array<int64_t, 5>> slices;
   std::vector<double> slopes;  // (heads_q) or empty
   double alibi_log_scale = 0;  // 0 = linear
   std::vector<double> sink;    // (heads_q) or empty
@@ -44,6 +51,7 @@ struct Sequence {
 // Every array is shaped as what it is the result or the gradient of; dbias is not summed over broadcast dimensions.
 struct Result {
   std::vector<double> out, lse;
+  std::vector<double> max_logit;  // (heads_q)
   std::vector<double> dq, dk, dv, dbias, dsink;
 };
 
@@ -55,7 +63,7 @@ struct Exact {
   double largest_logit = 0;  // largest sum of the magnitudes that one visible logit was summed from
 };
 
-// Whether query i of head h may see key j: causal mask, window, block mask and -inf in the bias.
+// Whether query i of head h may see key j: causal mask, window, first_key, block mask, block lists, elements, slices and -inf in the bias.
 bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j);
 
 // Everything in double.

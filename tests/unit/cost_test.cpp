@@ -35,7 +35,7 @@ TEST(Cost, FlopsOfTheMatrixProducts) {
   p.k_lengths.max_len = 20;
   EXPECT_EQ(cost_of(p).flops, 2.0 * 3 * 4 * 10 * 20 * (16 + 32));
   BackwardProblem b;
-  b.forward = p;
+  static_cast<Problem &>(b.forward) = p;
   EXPECT_EQ(cost_of(b).flops, 0) << "nothing is asked for";
   EXPECT_EQ(cost_of(b).bytes, 0);
   float number;

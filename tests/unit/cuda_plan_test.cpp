@@ -290,6 +290,39 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
 }
 
 // Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
+// Fields without CUDA kernels are refused by name, forward and backward, on every device.
+TEST(CudaPlan, FieldsWithoutKernelsAreRefused) {
+  const struct {
+    const char *name;
+    void (*set)(MaskedProblem &);
+  } fields[] = {{"element_mask", [](MaskedProblem &p) { p.element_mask.given = true; }},
+                {"seqstart_k", [](MaskedProblem &p) { p.seqstart_k = reinterpret_cast<const int32_t *>(&unreadable); }},
+                {"slices", [](MaskedProblem &p) { p.slices.given = true; }},
+                {"block_counts", [](MaskedProblem &p) { p.block_lists.given = true; }}};
+  for (const auto &[name, device] : kDevices) {
+    for (const auto &[field, set] : fields) {
+      ForwardProblem p = forward_of(problem(64, 64, 64));
+      set(p);
+      ErrorText error;
+      ForwardPlan forward;
+      EXPECT_EQ(plan_forward(p, device, forward, error), FA_ERROR_UNSUPPORTED) << name;
+      EXPECT_NE(std::string(error.text).find(field), std::string::npos) << error.text;
+      BackwardProblem b = backward_of(problem(64, 64, 64));
+      set(b.forward);
+      BackwardPlan backward;
+      error.text[0] = 0;
+      EXPECT_EQ(plan_backward(b, device, backward, error), FA_ERROR_UNSUPPORTED) << name;
+      EXPECT_NE(std::string(error.text).find(field), std::string::npos) << error.text;
+    }
+    ForwardProblem p = forward_of(problem(64, 64, 64));
+    p.max_logit = &unreadable;
+    ErrorText error;
+    ForwardPlan plan;
+    EXPECT_EQ(plan_forward(p, device, plan, error), FA_ERROR_UNSUPPORTED) << name;
+    EXPECT_NE(std::string(error.text).find("max_logit"), std::string::npos) << error.text;
+  }
+}
+
 TEST(CudaPlan, DeviceSideLengthsPlayNoPart) {
   for (const int64_t seqlen_q : {1, 3, 1000}) {
     Problem p = problem(seqlen_q, 50000, 128);

@@ -53,7 +53,7 @@ inline ForwardProblem forward_of(const Problem &p) {
 
 inline BackwardProblem backward_of(const Problem &forward) {
   BackwardProblem b;
-  b.forward = forward;
+  static_cast<Problem &>(b.forward) = forward;
   b.dout = b.dq = b.dk = b.dv = forward.q;
   return b;
 }

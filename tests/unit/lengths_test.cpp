@@ -54,14 +54,14 @@ class HostLengths : public ::testing::Test {
   }
   void refused(const char *word) {
     ErrorText error;
-    EXPECT_EQ(check_host_lengths(p, error), FA_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(check_host_contents(p, error), FA_ERROR_INVALID_ARGUMENT);
     EXPECT_NE(std::string(error.text).find(word), std::string::npos) << error.text;
   }
   void accepted() {
     ErrorText error;
-    EXPECT_EQ(check_host_lengths(p, error), FA_OK) << error.text;
+    EXPECT_EQ(check_host_contents(p, error), FA_OK) << error.text;
   }
-  Problem p;
+  MaskedProblem p;
 };
 
 TEST_F(HostLengths, OffsetsMayNotDecreaseNorLeaveTheTensor) {

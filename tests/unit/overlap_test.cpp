@@ -160,5 +160,17 @@ TEST(Overlap, SameView) {
   EXPECT_FALSE(same_view(a, b));
 }
 
+// Bits are counted one by one; what shares memory is the bytes that hold them.
+TEST(Overlap, Bits) {
+  const fa_tensor mask = view(0, FA_BIT, {3, 13}, {64, 1});  // bytes 0, 1, 8, 9, 16 and 17
+  for (const auto &[byte, shared] :
+       {std::pair{0, true}, {1, true}, {2, false}, {7, false}, {9, true}, {10, false}, {17, true}, {18, false}}) {
+    expect(shared, mask, view(byte, FA_INT8, {1}, {1}));
+  }
+  expect(false, mask, view(2, FA_FLOAT16, {3, 3}, {4, 1}));
+  expect(true, view(4, FA_BIT, {2, 8}, {-32, 1}), view(0, FA_INT8, {1}, {1}));
+  EXPECT_EQ(extent_of(mask).length, 18);
+}
+
 }  // namespace
 }  // namespace fa

@@ -11,8 +11,8 @@ namespace {
 
 float unreadable;  // an address that plans may compare with null but not follow beyond
 
-Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim = 64) {
-  Problem p;
+MaskedProblem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim = 64) {
+  MaskedProblem p;
   p.batch = 2;
   p.heads_q = 8;
   p.heads_k = 4;

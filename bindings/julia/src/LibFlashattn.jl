@@ -46,9 +46,14 @@ const FA_INT32 = Int32(0x00012000)
 const FA_INT64 = Int32(0x00014000)
 const FA_UINT8 = Int32(0x00010801)
 const FA_BOOL = Int32(0x00010806)
+const FA_BIT = Int32(0x00010106)
 const FA_MASK_NONE = Int32(0)
 const FA_MASK_CAUSAL = Int32(1)
 const FA_MASK_CAUSAL_TOP_LEFT = Int32(2)
+const FA_SLICE_FULL = Int32(0)
+const FA_SLICE_CAUSAL = Int32(1)
+const FA_SLICE_INVERSE_CAUSAL = Int32(2)
+const FA_SLICE_BOTH_CAUSAL = Int32(3)
 const FA_WINDOW_LEFT = UInt32(1)
 const FA_WINDOW_RIGHT = UInt32(2)
 const FA_FLAG_DETERMINISTIC = UInt32(1)
@@ -144,6 +149,12 @@ mutable struct fa_attention
     v_descale::fa_tensor
     alibi_log_scale::Float32
     reserved::UInt32
+    element_mask::fa_tensor
+    seqstart_k::fa_tensor
+    slices::fa_tensor
+    block_counts::fa_tensor
+    block_indices::fa_tensor
+    max_logit::fa_tensor
     fa_attention() = zeroed(new())
 end
 

@@ -16,18 +16,24 @@ import threading
 from typing import Any, Tuple
 
 from . import _abi
+from ._abi import SLICE_BOTH_CAUSAL, SLICE_CAUSAL, SLICE_FULL, SLICE_INVERSE_CAUSAL
 from ._array import Array
-from ._context import Context, DeviceInfo, Gradients, Options, Plan
+from ._context import Bits, Context, DeviceInfo, Gradients, Options, Plan
 from ._error import Error
 
 __all__ = [
     "Array",
+    "Bits",
     "Context",
     "DeviceInfo",
     "Error",
     "Gradients",
     "Options",
     "Plan",
+    "SLICE_BOTH_CAUSAL",
+    "SLICE_CAUSAL",
+    "SLICE_FULL",
+    "SLICE_INVERSE_CAUSAL",
     "append_kv",
     "backward",
     "build_info",

@@ -33,6 +33,7 @@ DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA = 0, 1, 2
 CPU_ISAS: Dict[str, int] = {"auto": 0, "portable": 100, "avx2": 200, "avx512": 300, "avx512_bf16": 350, "amx": 400}
 MASK_NONE, MASK_CAUSAL, MASK_CAUSAL_TOP_LEFT = 0, 1, 2
 WINDOW_LEFT, WINDOW_RIGHT = 1, 2
+SLICE_FULL, SLICE_CAUSAL, SLICE_INVERSE_CAUSAL, SLICE_BOTH_CAUSAL = 0, 1, 2, 3
 FLAG_DETERMINISTIC, FLAG_BATCH_INVARIANT = 1, 2
 APPEND_INTERLEAVED = 1
 
@@ -45,6 +46,7 @@ INT32 = 0x00012000
 INT64 = 0x00014000
 UINT8 = 0x00010801
 BOOL = 0x00010806
+BIT = 0x00010106
 
 TASK_FN = CFUNCTYPE(None, c_void_p, c_int32)
 PARALLEL_FOR_FN = CFUNCTYPE(None, c_void_p, c_int32, TASK_FN, c_void_p)
@@ -130,6 +132,12 @@ class fa_attention(ctypes.Structure):
         ("v_descale", fa_tensor),
         ("alibi_log_scale", c_float),
         ("reserved", c_uint32),
+        ("element_mask", fa_tensor),
+        ("seqstart_k", fa_tensor),
+        ("slices", fa_tensor),
+        ("block_counts", fa_tensor),
+        ("block_indices", fa_tensor),
+        ("max_logit", fa_tensor),
     ]
 
 

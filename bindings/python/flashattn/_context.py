@@ -31,8 +31,16 @@ class Options:
     bias: Any = None
     #: uint8 or bool, one entry per block; zero masks the block.
     block_mask: Any = None
-    #: Rows and columns of a block of `block_mask`.
+    #: Rows and columns of a block of `block_mask` and of the block lists.
     block_size: Tuple[int, int] = (0, 0)
+    #: Visible blocks of keys for each block of queries, int32: numbers (batch or 1, heads_q or 1, blocks of queries) and, with one
+    #: more dimension, indices.
+    block_counts: Any = None
+    block_indices: Any = None
+    #: uint8 or bool, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), or `Bits`; zero masks the pair.
+    element_mask: Any = None
+    #: int32, (n, 5): q_begin, q_end, k_begin, k_end and a kind (SLICE_FULL, ...). A pair in no slice is masked.
+    slices: Any = None
     #: float32, (heads_q) or (batch, heads_q).
     alibi_slopes: Any = None
     #: r > 0 subtracts slope * log(1 + r * distance) instead of slope * distance; needs `alibi_slopes`.
@@ -49,6 +57,8 @@ class Options:
     #: int32, (batch): number of used rows of each sequence.
     seqused_q: Any = None
     seqused_k: Any = None
+    #: int32, (batch): number of keys at the start of each sequence that are masked (left padding).
+    seqstart_k: Any = None
     #: Paged keys: int32, (batch, max_pages).
     page_table: Any = None
     max_seqlen_q: int = 0
@@ -60,6 +70,17 @@ class Options:
     num_splits: int = 0
     deterministic: bool = False
     batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Bits:
+    """An element mask of one bit per pair: `data` is uint8, (..., ceil(columns / 8)), and bit 0 of a byte is the first of its 8 keys.
+
+    `numpy.packbits(mask, axis=-1, bitorder="little")` makes such data.
+    """
+
+    data: Any
+    columns: int
 
 
 class Gradients(NamedTuple):
@@ -100,12 +121,16 @@ _DEVICES = {"auto": _abi.DEVICE_AUTO, "cpu": _abi.DEVICE_CPU, "cuda": _abi.DEVIC
 _TENSOR_OPTIONS = [
     "bias",
     "block_mask",
+    "block_counts",
+    "block_indices",
+    "slices",
     "alibi_slopes",
     "sink",
     "cu_seqlens_q",
     "cu_seqlens_k",
     "seqused_q",
     "seqused_k",
+    "seqstart_k",
     "page_table",
     "q_descale",
     "k_descale",
@@ -221,6 +246,22 @@ class Context:
             )
         problem.dropout_seed_ptr = view.data
 
+    def _element_mask(self, mask: Any, holds: Holds, stream: Optional[int]) -> _abi.fa_tensor:
+        if not isinstance(mask, Bits):
+            return self._view(mask, "element_mask", holds, stream)
+        view = self._view(mask.data, "element_mask", holds, stream)
+        if view.dtype != _abi.UINT8 or view.ndim != 4:
+            raise TypeError(f"the data of Bits must be uint8 with 4 dimensions, not {view.ndim} of dtype {view.dtype:#x}")
+        if view.shape[3] != (mask.columns + 7) // 8:
+            raise ValueError(f"{mask.columns} columns of Bits need {(mask.columns + 7) // 8} bytes; the data has {view.shape[3]}")
+        if view.shape[3] > 1 and view.stride[3] != 1:
+            raise ValueError("the bytes of a row of Bits must be adjacent")
+        view.dtype = _abi.BIT
+        for d in range(3):
+            view.stride[d] *= 8
+        view.shape[3], view.stride[3] = mask.columns, 1
+        return view
+
     def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
         """The problem without its outputs."""
         problem = _abi.fa_attention()
@@ -231,6 +272,7 @@ class Context:
             setattr(problem, name, self._view(tensor, name, holds, stream))
         for name in _TENSOR_OPTIONS:
             setattr(problem, name, self._view(getattr(options, name), name, holds, stream))
+        problem.element_mask = self._element_mask(options.element_mask, holds, stream)
         for name in _FLOAT_OPTIONS:
             setattr(problem, name, getattr(options, name))
         for name in _INTEGER_OPTIONS:
@@ -262,9 +304,19 @@ class Context:
         return shape[:-1] + head_dim, problem.q.dtype
 
     def _forward_problem(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, options: Options, stream: Optional[int], holds: Holds
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        options: Options,
+        stream: Optional[int],
+        holds: Holds,
+        max_logit: Any = None,
     ) -> Tuple[_abi.fa_attention, Any, Any]:
         problem = self._problem(q, k, v, options, stream, holds)
+        problem.max_logit = self._view(max_logit, "max_logit", holds, stream, writable=True)
         shape, dtype = self._out_like(problem)
         if len(shape) < 3:
             raise TypeError(
@@ -363,17 +415,26 @@ class Context:
     # --------------------------------------------------------------------------------------------------- calls
 
     def forward(
-        self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, stream: Any = None, **options: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        out: Any = None,
+        lse: Any = None,
+        max_logit: Any = None,
+        stream: Any = None,
+        **options: Any,
     ) -> Tuple[Any, Any]:
         """Computes softmax(scale q k^T + ..., masked) v and the logarithm of the softmax denominator: returns (out, lse).
 
         q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens`; read in place, any strides with the
         last one 1. Results are written to `out` and `lse` when given and otherwise allocated as q is (PyTorch, CuPy; NumPy for all
-        others); lse=False leaves it out. `stream` is a CUDA stream or its address. Options are the fields of `Options`.
+        others); lse=False leaves it out. `max_logit`, float32 (heads_q), gets the largest visible logit of each head. `stream` is a CUDA stream or its address. Options are the fields of `Options`.
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
-        problem, out, lse = self._forward_problem(q, k, v, out, lse, Options(**options), stream, holds)
+        problem, out, lse = self._forward_problem(q, k, v, out, lse, Options(**options), stream, holds, max_logit)
         check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
         return out, lse
 

@@ -119,6 +119,43 @@ class AttentionTest(unittest.TestCase):
         expected, _, _ = reference.forward(q, k, v, bias=bias[None, None])
         self.assert_close(flashattn.forward(q, k, v, block_mask=blocks, block_size=(4, 4))[0], expected)
 
+    def test_masks_as_data(self):
+        q, k, v, dout = normal(1, 2, 9, 2, 8), normal(2, 2, 20, 2, 8), normal(3, 2, 20, 2, 8), normal(4, 2, 9, 2, 8)
+        visible = np.random.default_rng(5).random((2, 1, 9, 20)) < 0.5
+        visible[:, :, :, 3] = True
+        by_rows = np.zeros((1, 1, 9, 20), bool)
+        by_rows[0, 0, 0:6, 4:9] = by_rows[0, 0, 2:9, 0:20] = True
+        late = np.broadcast_to(np.arange(20) >= np.array([2, 7])[:, None, None, None], (2, 1, 9, 20))
+        blocks = np.kron(np.array([[1, 0], [0, 1], [1, 1]]), np.ones((3, 10)))[None, None] > 0
+        i32 = np.int32
+        indices = np.array([[0, 9], [1, -1], [1, 0]], i32)[None, None]
+        packed = flashattn.Bits(np.packbits(visible, axis=-1, bitorder="little"), 20)
+        for name, mask, options in (
+            ("bool", visible, {"element_mask": visible}),
+            ("bits", visible, {"element_mask": packed}),
+            ("slices", by_rows, {"slices": np.array([[0, 6, 4, 9, flashattn.SLICE_FULL], [2, 9, 0, 20, 0]], i32)}),
+            ("starts", late, {"seqstart_k": np.array([2, 7], i32)}),
+            ("lists", blocks, {"block_counts": np.full((1, 1, 3), 2, i32), "block_indices": indices, "block_size": (3, 10)}),
+        ):
+            with self.subTest(name):
+                bias = np.where(np.broadcast_to(mask, (2, 1, 9, 20)), 0, -np.inf)
+                expected, lse, saved = reference.forward(q, k, v, bias=bias)
+                top = np.empty(2, np.float32)
+                out = flashattn.forward(q, k, v, max_logit=top, **options)
+                self.assert_close(out[0], expected)
+                self.assert_close(out[1], lse)
+                x = np.einsum("bihd,bjhd->bhij", q, k) / 8**0.5 + bias
+                self.assert_close(top, x.max((0, 2, 3)))
+                got = flashattn.backward(dout, q, k, v, *out, **options)
+                dq, dk, dv, _, _ = reference.backward(dout, None, q, k, v, out[0], saved)
+                self.assert_close(got.dq, dq, 1e-5)
+                self.assert_close(got.dk, dk, 1e-5)
+                self.assert_close(got.dv, dv, 1e-5)
+        with self.assertRaisesRegex(ValueError, "20 columns of Bits need 3 bytes; the data has 2"):
+            flashattn.forward(q, k, v, element_mask=flashattn.Bits(np.zeros((1, 1, 9, 2), np.uint8), 20))
+        with self.assertRaisesRegex(TypeError, "uint8 with 4 dimensions"):
+            flashattn.forward(q, k, v, element_mask=flashattn.Bits(np.zeros((9, 3), np.uint8), 20))
+
     def test_dropout_zeroes_the_stated_share(self):
         q, k = np.zeros((1, 256, 1, 8), np.float32), np.zeros((1, 256, 1, 8), np.float32)
         v = np.zeros((1, 256, 1, 256), np.float32)

@@ -10,6 +10,22 @@
 namespace fa::cuda {
 namespace {
 
+// Fields that no CUDA kernel serves, forward or backward; `max_logit` is asked for by forward alone.
+fa_status check_fields(const MaskedProblem &p, bool max_logit, ErrorText &error) {
+  const struct {
+    const char *name;
+    bool given;
+  } fields[] = {{"element_mask", p.element_mask.given},
+                {"seqstart_k", p.seqstart_k != nullptr},
+                {"slices", p.slices.given},
+                {"block_counts", p.block_lists.given},
+                {"max_logit", max_logit}};
+  for (const auto &[name, given] : fields) {
+    if (given) return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, but no CUDA kernel serves it yet", name);
+  }
+  return FA_OK;
+}
+
 // What no CUDA kernel takes, forward or backward.
 fa_status check_limits(const Problem &p, ErrorText &error) {
   constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
@@ -92,6 +108,7 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
 }  // namespace
 
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_fields(p, p.max_logit != nullptr, error));
   FA_RETURN_IF_ERROR(check_limits(p, error));
   const Needs needs = needs_of(p);
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
@@ -113,6 +130,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     plan.reason = "no gradient is asked for";
     return FA_OK;
   }
+  FA_RETURN_IF_ERROR(check_fields(b.forward, /*max_logit=*/false, error));
   FA_RETURN_IF_ERROR(check_limits(p, error));
   constexpr int64_t kMaxBackward = 512;
   if (p.head_dim > kMaxBackward) {

@@ -59,11 +59,17 @@ pub const FA_INT32: fa_dtype = 0x0001_2000;
 pub const FA_INT64: fa_dtype = 0x0001_4000;
 pub const FA_UINT8: fa_dtype = 0x0001_0801;
 pub const FA_BOOL: fa_dtype = 0x0001_0806;
+pub const FA_BIT: fa_dtype = 0x0001_0106;
 
 pub type fa_mask_kind = i32;
 pub const FA_MASK_NONE: fa_mask_kind = 0;
 pub const FA_MASK_CAUSAL: fa_mask_kind = 1;
 pub const FA_MASK_CAUSAL_TOP_LEFT: fa_mask_kind = 2;
+
+pub const FA_SLICE_FULL: i32 = 0;
+pub const FA_SLICE_CAUSAL: i32 = 1;
+pub const FA_SLICE_INVERSE_CAUSAL: i32 = 2;
+pub const FA_SLICE_BOTH_CAUSAL: i32 = 3;
 
 pub const FA_WINDOW_LEFT: u32 = 1;
 pub const FA_WINDOW_RIGHT: u32 = 2;
@@ -210,6 +216,12 @@ abi_structs! {
         v_descale: fa_tensor,
         alibi_log_scale: f32,
         reserved: u32,
+        element_mask: fa_tensor,
+        seqstart_k: fa_tensor,
+        slices: fa_tensor,
+        block_counts: fa_tensor,
+        block_indices: fa_tensor,
+        max_logit: fa_tensor,
     }
     fa_gradients {
         struct_size: u32,

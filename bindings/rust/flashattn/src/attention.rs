@@ -136,7 +136,46 @@ impl<'a> Attention<'a> {
         self
     }
 
+    /// Visible blocks of keys for each block of queries: i32 numbers (batch or 1, heads or 1, ceil(rows / block_rows)), and i32 indices with one
+    /// more dimension, in any order. Sizes are those of [`Attention::block_mask`], too.
+    #[must_use]
+    pub fn block_lists(
+        mut self,
+        counts: TensorView<'a>,
+        indices: TensorView<'a>,
+        block_rows: usize,
+        block_keys: usize,
+    ) -> Self {
+        self.raw.block_counts = counts.raw();
+        self.raw.block_indices = indices.raw();
+        self.raw.block_size_q = size(block_rows);
+        self.raw.block_size_k = size(block_keys);
+        self
+    }
+
+    /// [`Attention::element_mask`] with one bit per pair: u8 (.., ceil(keys / 8)), adjacent bytes, in which bit 0 of a byte is the first of its keys.
+    #[must_use]
+    pub fn element_mask_bits(mut self, tensor: TensorView<'a>, keys: usize) -> Self {
+        let mut mask = tensor.raw();
+        // Any other tensor goes to the library as it is, which refuses it.
+        if mask.dtype == sys::FA_UINT8 && mask.ndim == 4 {
+            mask.dtype = sys::FA_BIT;
+            mask.shape[3] = size(keys).min(mask.shape[3].saturating_mul(8));
+            for stride in &mut mask.stride[..3] {
+                *stride = stride.saturating_mul(8);
+            }
+        }
+        self.raw.element_mask = mask;
+        self
+    }
+
     inputs! {
+        /// u8 or bool (batch or 1, heads or 1, rows or 1, keys or 1): zero masks a pair.
+        element_mask
+        /// i32 (n, 5): q_begin, q_end, k_begin, k_end and a kind (`FA_SLICE_*`). A pair in no slice is masked.
+        slices
+        /// i32 (batch): number of keys at the start of each sequence that are masked (left padding).
+        seqstart_k
         /// Added to the logits: (batch or 1, heads or 1, rows or 1, keys).
         bias
         /// f32 (heads) or (batch, heads).

@@ -291,6 +291,60 @@ fn the_library_names_the_argument() {
     assert!(Context::with(Settings { threads: 1 << 20, isa: CpuIsa::Auto }).unwrap_err().text().contains("num_threads"));
 }
 
+/// One mask, of blocks of ROWS x 2, as bits, bytes, lists and slices: equal results, unlike those without a mask.
+#[test]
+fn one_mask_in_many_forms() {
+    let context = Context::new().unwrap();
+    let t = Tensors::new();
+    let q = TensorView::new(&t.q, &Q_SHAPE).unwrap();
+    let k = TensorView::new(&t.k, &K_SHAPE).unwrap();
+    let v = TensorView::new(&t.v, &V_SHAPE).unwrap();
+    let shown = |key: usize| key / 2 % 2 == 0;
+    let bytes: Vec<bool> = (0..KEYS).map(shown).collect();
+    let row = (KEYS + 7) / 8;
+    let mut bits = vec![0u8; row];
+    (0..KEYS).filter(|&key| shown(key)).for_each(|key| bits[key / 8] |= 1 << (key % 8));
+    let list: Vec<i32> = (0..(KEYS as i32 + 1) / 2).rev().filter(|block| block % 2 == 0).collect();
+    let counts = [list.len() as i32];
+    let slices: Vec<i32> = list.iter().flat_map(|block| [0, ROWS as i32, 2 * block, 2 * block + 2, 0]).collect();
+    let none = [0i32; BATCH];
+    let forms = [
+        Attention::new(q, k, v).element_mask(TensorView::new(&bytes, &[1, 1, 1, KEYS]).unwrap()),
+        Attention::new(q, k, v).element_mask_bits(TensorView::new(&bits, &[1, 1, 1, row]).unwrap(), KEYS),
+        Attention::new(q, k, v).block_lists(
+            TensorView::new(&counts, &[1, 1, 1]).unwrap(),
+            TensorView::new(&list, &[1, 1, 1, list.len()]).unwrap(),
+            ROWS,
+            2,
+        ),
+        Attention::new(q, k, v)
+            .slices(TensorView::new(&slices, &[list.len(), 5]).unwrap())
+            .seqstart_k(TensorView::new(&none, &[BATCH]).unwrap()),
+        Attention::new(q, k, v),
+    ];
+    let results: Vec<Vec<f32>> = forms
+        .iter()
+        .map(|attention| {
+            let mut out = vec![0f32; t.dout.len()];
+            context.forward(attention, &mut TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap(), None).unwrap();
+            out
+        })
+        .collect();
+    assert!(results[1..4].iter().all(|result| *result == results[0]));
+    assert_ne!(results[0], results[4]);
+
+    let mut out = vec![0f32; t.dout.len()];
+    let mut out = TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap();
+    let bits = TensorView::new(&bits, &[1, 1, 1, row]).unwrap();
+    for (attention, word) in [
+        (Attention::new(q, k, v).element_mask_bits(bits, 8 * row + 100), "element_mask.shape[3]"),
+        (Attention::new(q, k, v).element_mask_bits(q, KEYS), "element_mask.dtype"),
+    ] {
+        let error = context.forward(&attention, &mut out, None).unwrap_err();
+        assert!(error.text().contains(word), "{}", error);
+    }
+}
+
 #[test]
 fn a_context_moves_between_threads() {
     let context = Context::new().unwrap();
