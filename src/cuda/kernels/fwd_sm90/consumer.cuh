@@ -217,13 +217,13 @@ class Consumer {
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
+    if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
     const bool masked = i < masked_end;
     uint32_t visible[2];
     if (kSpareRegisters && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);  // while the wgmmas run
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
-    if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
     wgmma_wait<1>();
     fence_operand(s_);
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
@@ -264,12 +264,13 @@ class Consumer {
     }
     fence_operands();
     issue_qk();
+    if constexpr (C::kHasDropout)
+      dropout_.draw(first_key(t, i, /*released=*/false));  // before issue_pv(), which holds the warp
     if (kEarlyK) {
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       wgmma_fence();
     }
     issue_pv(first_pv);
-    if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
     wgmma_wait<1>();
     fence_operand(s_);
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
