@@ -282,7 +282,7 @@ TEST_P(Fields, BlockMaskOfWholeTiles) {
       c.block_q = blocks[n % std::size(blocks)].first;
       c.block_k = blocks[n % std::size(blocks)].second;
       c.block_masked = kind == 1 ? 80 : 50;
-      c.block_by_size = kind == 2 ? kOverHeads : 0;
+      if (kind == 2) c.block_by_size = kOverHeads;
       c.nan_keys = c.nan_queries = 1;
       if (kind == 1) c.mask = FA_MASK_CAUSAL;
       if (kind == 2) c.window_left = 200, c.window_right = 70;
