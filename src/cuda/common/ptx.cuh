@@ -191,26 +191,27 @@ __device__ __forceinline__ uint32_t nan_where_nonfinite<__half>(uint32_t a, uint
   return d;
 }
 
-// Two floats as one register of two 16-bit elements, `low` in the low half.
-template <typename Element>
-__device__ __forceinline__ uint32_t pack2(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-template <>
-__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
 template <typename Element>
 constexpr bool is_bf16 = false;
 template <>
 constexpr bool is_bf16<__nv_bfloat16> = true;
+
+// Two floats as one register of two 16-bit elements, `low` in the low half. With kRelu what is below 0 becomes 0.
+template <typename Element, bool kRelu = false>
+__device__ __forceinline__ uint32_t pack2(float low, float high) {
+  static_assert(sizeof(Element) == 2);
+  uint32_t r;
+  if constexpr (is_bf16<Element> && kRelu) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  } else if constexpr (is_bf16<Element>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  } else if constexpr (kRelu) {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
+  }
+  return r;
+}
 
 // The element whose bits are the low half of `bits`.
 template <typename Element>

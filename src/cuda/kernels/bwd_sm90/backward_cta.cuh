@@ -203,7 +203,7 @@ struct BackwardCta {
 #pragma unroll
     for (int n = 0; n < kSteps * 8; ++n) s[n] = dropped.dropped(n) ? -s[n] : s[n];
 #pragma unroll
-    for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2_relu<Element>(s[n], s[n + 1]);
+    for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2<Element, /*kRelu=*/true>(s[n], s[n + 1]);
   }
   // The same for plain scores, with lse in registers.
   __device__ __forceinline__ void exponentiate(float (&s)[C::kTileQ / 2], const RowStats &lse) const {
@@ -243,36 +243,28 @@ struct BackwardCta {
   // dS, dk and dv
   // ------------------------------------------------------------------------------------------------------------------
 
-  // dS^T = P^T (dP^T - delta), in place of dP^T. p(j) and delta(j) are those of column block j: four elements, and two queries.
-  // With kLate the subtraction is fmaf(dP, one, -delta), see late_one() in backward_p_registers.cuh.
-  template <bool kLate = false, int kCount, typename P, typename Delta>
-  static __device__ __forceinline__ void compute_ds(float (&dp)[kCount], P p, Delta delta, float one = 1.f) {
+  // dS^T = ds(P^T, dP^T, delta) of every element, in place of dP^T. p(j) and delta(j) are those of column block j: four elements, and two queries.
+  template <int kCount, typename P, typename Delta, typename Ds>
+  static __device__ __forceinline__ void for_each_ds(float (&dp)[kCount], P p, Delta delta, Ds ds) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       const float2 d = delta(j);
       const float4 x = p(j);
       const float p4[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float delta_r = (r & 1) ? d.y : d.x;
-        dp[4 * j + r] = p4[r] * (kLate ? fmaf(dp[4 * j + r], one, -delta_r) : dp[4 * j + r] - delta_r);
-      }
+      for (int r = 0; r < 4; ++r) dp[4 * j + r] = ds(p4[r], dp[4 * j + r], (r & 1) ? d.y : d.x);
     }
+  }
+  // P (dP - delta). With kLate the subtraction is fmaf(dP, one, -delta), see late_one() in backward_p_registers.cuh.
+  template <bool kLate = false, int kCount, typename P, typename Delta>
+  static __device__ __forceinline__ void compute_ds(float (&dp)[kCount], P p, Delta delta, float one = 1.f) {
+    for_each_ds(dp, p, delta, [&](float p, float dp, float delta) { return p * (kLate ? fmaf(dp, one, -delta) : dp - delta); });
   }
   // With dropout: P is negative where it is dropped. Such a P passes no gradient through P V, but still through the row sum.
   template <int kCount, typename P, typename Delta>
   static __device__ __forceinline__ void compute_ds_dropped(float (&dp)[kCount], P p, Delta delta, float keep_scale) {
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const float2 d = delta(j);
-      const float4 x = p(j);
-      const float p4[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float delta_r = (r & 1) ? d.y : d.x;
-        dp[4 * j + r] = fabsf(p4[r]) * fmaf(dp[4 * j + r], p4[r] < 0.f ? 0.f : keep_scale, -delta_r);
-      }
-    }
+    for_each_ds(dp, p, delta,
+                [&](float p, float dp, float delta) { return fabsf(p) * fmaf(dp, p < 0.f ? 0.f : keep_scale, -delta); });
   }
   // Masks dS: -0 for masked pairs, +0 for visible zeros.
   template <int kCount>

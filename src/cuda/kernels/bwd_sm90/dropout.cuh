@@ -6,22 +6,6 @@
 
 namespace fa::cuda::sm90 {
 
-// pack2() of max(x, 0).
-template <typename Element>
-__device__ __forceinline__ uint32_t pack2_relu(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack2_relu<__nv_bfloat16>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-template <>
-__device__ __forceinline__ uint32_t pack2_relu<__half>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
 // Which pairs of a warp's 16 keys and kQueries queries are dropped: bit n of word w is element 32 w + n of the accumulator.
 template <int kQueries>
 struct DroppedPairs {
