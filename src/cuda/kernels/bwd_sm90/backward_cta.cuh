@@ -339,6 +339,7 @@ struct BackwardCta {
       for (int left = block_mask().visible[work_stage]; left > 0; --left) {
         mbarrier_wait(full, parity);
         const VisitedQTile x = block_mask().visited[(*visited)++ % BackwardBlockMask::kVisited];
+        __syncwarp();  // all lanes have read it before one of them frees dq
         reduce_dq_of_q_tile(x.head_q, x.q_tile, partial, tile, full, empty, parity);
         parity ^= 1;
       }

@@ -43,6 +43,8 @@ __device__ __forceinline__ void apply_block_mask(const ForwardParams &a, int bat
     before_masked_end += __popc(bits & below(masked_end - from));
     if (first < 0 && mine != 0) first = from + __ffs(static_cast<int>(mine)) - 1;
   }
+  const int first_key = first < 0 ? 0 : t.kv_tile(first, tiles) * C::kKeys;
+  __syncwarp();  // all lanes have read the description
   if (lane == 0) {
     range.row = row;
     range.kv_tiles = tiles;
@@ -51,7 +53,7 @@ __device__ __forceinline__ void apply_block_mask(const ForwardParams &a, int bat
   if (lane < C::kConsumerWarpgroups) {
     range.begin[lane] = begin;
     range.masked_end[lane] = masked_end;
-    range.first_key[lane] = first < 0 ? 0 : t.kv_tile(first, tiles) * C::kKeys;
+    range.first_key[lane] = first_key;
     t.begin[lane] = before_begin;
     t.masked_end[lane] = before_masked_end;
   }

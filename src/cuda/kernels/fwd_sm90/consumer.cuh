@@ -155,7 +155,9 @@ class Consumer {
   __device__ __forceinline__ int first_key(const WorkTile &t, int i, bool released) const {
     if constexpr (C::kHasBlockMask) {
       const int stage = released ? (k_.stage() + C::kStages - 1) % C::kStages : k_.stage();
-      return smem_.first_key(stage, k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0));
+      const int key0 = smem_.first_key(stage, k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0));
+      __syncwarp();  // all lanes have read it before one of them frees the next stage of K
+      return key0;
     } else {
       return t.kv_tile(i) * C::kKeys;
     }
