@@ -231,14 +231,17 @@ FA_HD Range visible_queries(const Band &band, const Sequence &queries, const Seq
   return visible_queries(band, queries.len, keys.len, from_key(some_keys, keys.first));
 }
 
-// A problem with the masks as data that the backend may have to compute. Kernels that know none of them take the Problem alone.
-struct MaskedProblem : Problem {
+// Masks as data, besides the block mask.
+struct MaskSources {
   const int32_t *seqstart_k = nullptr;  // (batch)
   int64_t seqstart_k_stride = 0;
   ElementMask element_mask;
   BlockLists block_lists;
   Slices slices;
+};
 
+// A problem with the masks as data that the backend may have to compute. Kernels that know none of them take the Problem alone.
+struct MaskedProblem : Problem, MaskSources {
   // Whether data besides lengths, seqstart_k and bias masks pairs.
   FA_HD bool masked_by_data() const {
     return block_mask.data != nullptr || element_mask.given || block_lists.given || slices.given;

@@ -20,6 +20,9 @@ constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
 constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
 // The logarithmic formula of ALiBi, beside kAlibi: a second copy of a kernel's loops over scores, which some have no room for.
 constexpr ScoreSet kLogAlibi = 64;
+// kBlockMask: a block mask alone, with blocks of multiples of 64, which kernels may read as it is. kDataMask: any other mask as data; kernels read
+// the cell map (data_mask.h). Kernels for kDataMask use the map for block masks, too.
+constexpr ScoreSet kDataMask = 128;
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
@@ -27,7 +30,8 @@ constexpr ScoreSet kSoftcapAlibi = kSoftcap | kAlibi | kLogAlibi;
 constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kBlockMask;
 constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
-constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi;
+constexpr ScoreSet kMasked = kBlockMask | kDataMask;
+constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi | kDataMask;
 
 // Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
 constexpr bool stages_bias(ScoreSet scores) { return (scores & (kTileBias | kAnyBias)) == kTileBias; }
@@ -38,11 +42,18 @@ inline bool is_tile_bias(const Problem &p) {
          (t.batch_stride | t.head_stride | t.row_stride) % 8 == 0;
 }
 
-inline ScoreSet scores_of(const Problem &p) {
+// Whether a problem has masks that kernels apply by data, besides lengths.
+inline bool has_data_mask(const MaskedProblem &p) { return p.masked_by_data() || p.seqstart_k != nullptr; }
+
+inline ScoreSet scores_of(const MaskedProblem &p) {
   ScoreSet scores = kPlain;
   if (p.softcap > 0) scores |= kSoftcap;
   if (p.alibi_slopes != nullptr) scores |= p.alibi_log_scale > 0 ? kAlibi | kLogAlibi : kAlibi;
-  if (p.block_mask.data != nullptr) scores |= kBlockMask;
+  if (has_data_mask(p)) {
+    const bool whole_cells = p.block_mask.size_q % 64 == 0 && p.block_mask.size_k % 64 == 0;
+    const bool others = p.seqstart_k != nullptr || p.element_mask.given || p.block_lists.given || p.slices.given;
+    scores |= others || !whole_cells ? kDataMask : kBlockMask;
+  }
   if (p.dropout.threshold > 0) scores |= kDropout;
   if (p.bias.data != nullptr) scores |= is_tile_bias(p) ? kTileBias : kAnyBias;
   return scores;

@@ -191,7 +191,7 @@ class CudaBackend final : public Backend {
     PlanOf<AnyProblem> plan;
     LaunchesOf<AnyProblem> launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr}, launches, error));
+    FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr, {}}, launches, error));
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
@@ -214,7 +214,7 @@ class CudaBackend final : public Backend {
     if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
     int32_t *counters = nullptr;
     fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
-    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters}, launches, error);
+    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters, {}}, launches, error);
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;

@@ -4,6 +4,8 @@
 
 #include <iterator>
 
+#include "cuda/kernels/cell_map/cell_map.h"
+
 namespace fa::cuda {
 namespace {
 
@@ -19,16 +21,32 @@ constexpr BackwardLauncher kBackward[] = {
     sm80::add_launches, simt::add_launches, sm90::add_launches, nullptr, nullptr, nullptr};
 static_assert(std::size(kForward) == kNumFamilies && std::size(kBackward) == kNumFamilies);
 
+// Launches the kernels that build the cell map of the problem's masks, and describes the masks in `memory`.
+void add_cell_map(const MaskedProblem &p, bool backward, size_t offset, LaunchMemory &memory, Launches &launches) {
+  auto &params = launches.make_params<CellMapParams>();
+  int64_t planes = 0;
+  describe_cell_map(p, backward, static_cast<char *>(memory.workspace) + offset, memory.mask, planes);
+  params.mask = memory.mask;
+  params.q_lengths = p.q_lengths;
+  params.k_lengths = p.k_lengths;
+  params.planes = static_cast<int32_t>(planes);
+  params.head_planes = memory.mask.head_planes != 0 ? static_cast<int32_t>(p.heads_q) : 1;
+  launches.add("cell map kernel", cell_map_launch(params), &params);
+  if (backward) launches.add("transposed cell map kernel", transposed_cell_map_launch(params), &params);
+}
+
 }  // namespace
 
-fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, LaunchMemory memory, Launches &launches,
                         ErrorText &error) {
+  if (plan.cell_map) add_cell_map(problem, /*backward=*/false, plan.cell_map_offset, memory, launches);
   return kForward[static_cast<int>(plan.family)](problem, plan, memory, launches, error);
 }
 
-fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, const LaunchMemory &memory,
-                        Launches &launches, ErrorText &error) {
+fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, LaunchMemory memory, Launches &launches,
+                        ErrorText &error) {
   if (plan.family == Family::none) return FA_OK;
+  if (plan.cell_map) add_cell_map(problem.forward, /*backward=*/true, plan.cell_map_offset, memory, launches);
   return kBackward[static_cast<int>(plan.family)](problem, plan, memory, launches, error);
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/forward_problem.h"
 #include "core/status.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/launch.h"
 #include "cuda/host/driver.h"
 #include "cuda/host/plan.h"
@@ -18,13 +19,14 @@ struct LaunchMemory {
   const Driver &driver;
   void *workspace;    // plan.workspace_bytes
   int32_t *counters;  // plan.counters, of Counters, for this launch alone
+  DataMask mask;      // of the problem, where plan.cell_map is set; make_launches() fills it in
 };
 
 // Appends the launches of a plan by the launcher of its family.
-fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, LaunchMemory memory, Launches &launches,
                         ErrorText &error);
-fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, const LaunchMemory &memory,
-                        Launches &launches, ErrorText &error);
+fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, LaunchMemory memory, Launches &launches,
+                        ErrorText &error);
 
 // The launchers, one for each family and pass.
 #define FA_FORWARD_LAUNCHER                                                                                  \

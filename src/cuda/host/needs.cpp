@@ -30,7 +30,7 @@ bool add_access(const Operand &tensor, const Lengths &lengths, int64_t columns, 
 }
 
 // What forward and backward ask for alike.
-Needs common_needs(const Problem &p) {
+Needs common_needs(const MaskedProblem &p) {
   Needs needs{};
   needs.head_dim = p.head_dim;
   needs.head_dim_v = p.head_dim_v;
@@ -43,7 +43,6 @@ Needs common_needs(const Problem &p) {
   add(p.batch_invariant, kBatchInvariant);
   add(p.batch_invariant && (p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr), kBatchInvariantVarlenQ);
   add(p.deterministic, kDeterministic);
-  add(p.block_mask.data != nullptr && (p.block_mask.size_q % 64 != 0 || p.block_mask.size_k % 64 != 0), kSmallMaskBlocks);
   add(p.k_lengths.total > INT32_MAX, kHugePackedKv);
   add(p.batch * p.heads_q == 0 || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0, kEmpty);
   add(needs.scores == kPlain, kPlainScores);
@@ -75,7 +74,7 @@ Needs needs_of(const ForwardProblem &p) {
 }
 
 Needs needs_of(const BackwardProblem &b) {
-  const Problem &p = b.forward;
+  const MaskedProblem &p = b.forward;
   Needs needs = common_needs(p);
   needs.features |= kSeparateV;
   needs.vector.dout = add_access(b.dout, p.q_lengths, p.head_dim_v, needs);

@@ -42,6 +42,8 @@ struct ForwardPlan {
   int32_t counters = 0;                // that the launch needs
   int32_t cluster = 0;                 // decode, mla: CTAs of a cluster that share a work tile; 0: no clusters
   int64_t transposed_v_keys = 0;       // sm90, fp8: row length of the transposed copy of V, which is the workspace
+  bool cell_map = false;               // launches begin with those that build the cell map of masks as data (data_mask.h)
+  size_t cell_map_offset = 0;          // in the workspace
   // How the kernel reaches the tensors.
   bool tma_kv = false;   // TMA loads K and V; without it, cp.async gathers their rows
   bool tma_out = false;  // TMA stores out; without it, registers do
@@ -70,6 +72,8 @@ struct BackwardPlan {
   int32_t split_tiles = 0, split_units = 0, splits_per_tile = 0;
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
+  bool cell_map = false;       // as in ForwardPlan
+  size_t cell_map_offset = 0;
   VectorAccess vector;
   size_t workspace_bytes = 0;
   // In the workspace; row_lse is at 0.

@@ -49,7 +49,6 @@ const char *tensor_core_reason(ScoreSet scores) {
 const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device) {
   if (needs.operands == kFp32) return "CUDA-core kernel: fp32 operands are multiplied in fp32";
   if (needs.operands != k16Bit) return "CUDA-core kernel: fp8 and int8 operands are widened to fp32";
-  if (needs.features & kSmallMaskBlocks) return "CUDA-core kernel: the block mask's block sizes are not multiples of 64";
   const auto serves = [&](const KernelRow &row) { return can_serve(row, needs); };
   if (std::none_of(rows.begin(), rows.end(), serves))
     return "CUDA-core kernel: no tensor-core kernel takes this head_dim with these score terms";
@@ -96,10 +95,10 @@ fa_status plan_any_device(const ForwardProblem &p, const Needs &needs, const Dev
     return FA_ERROR_NOT_BUILT;
   }
 
-  // Few tokens leave most rows of a tile empty: let the query heads that share keys fill them. A block mask may differ between heads, dropout
+  // Few tokens leave most rows of a tile empty: let the query heads that share keys fill them. Masks as data may differ between heads, dropout
   // does.
   const int64_t tokens = std::max<int64_t>(p.q_lengths.max_len, 1);
-  if (p.group > 1 && p.block_mask.data == nullptr && p.dropout.threshold == 0 &&
+  if (p.group > 1 && (needs.scores & kMasked) == 0 && p.dropout.threshold == 0 &&
       ceil_div(tokens * p.group, tile.rows) < ceil_div(tokens, tile.rows) * p.group) {
     plan.rows_per_token = static_cast<int32_t>(p.group);
   }

@@ -34,14 +34,13 @@ constexpr FeatureSet kBatchInvariant = 4;         // FA_FLAG_BATCH_INVARIANT
 constexpr FeatureSet kBatchInvariantVarlenQ = 8;  // the same, with query lengths that only the device knows
 constexpr FeatureSet kDeterministic = 16;         // FA_FLAG_DETERMINISTIC
 constexpr FeatureSet kDescalePerRow = 32;         // 8-bit k or v with a descale for each row, not for each head
-constexpr FeatureSet kSmallMaskBlocks = 64;       // block_mask whose block sizes are not multiples of 64
-constexpr FeatureSet kHugePackedKv = 128;         // packed k and v of more than 2^31 - 1 rows
-constexpr FeatureSet kEmpty = 256;                // no sequence, no query or no key
-constexpr FeatureSet kPlainScores = 512;          // no score terms: kernels for score terms leave such problems to others
-constexpr FeatureSet kSeparateV = 1024;           // V that is not the first columns of K in the same memory, as MLA has it
-constexpr FeatureSet kUnalignedRows = 2048;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
-constexpr FeatureSet kNoTma = 4096;               // q, k, v (backward: dout) that TMA cannot describe: is_tma_compatible()
-constexpr FeatureSet kAnyFeatures = 8191;
+constexpr FeatureSet kHugePackedKv = 64;          // packed k and v of more than 2^31 - 1 rows
+constexpr FeatureSet kEmpty = 128;                // no sequence, no query or no key
+constexpr FeatureSet kPlainScores = 256;          // no score terms: kernels for score terms leave such problems to others
+constexpr FeatureSet kSeparateV = 512;            // V that is not the first columns of K in the same memory, as MLA has it
+constexpr FeatureSet kUnalignedRows = 1024;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
+constexpr FeatureSet kNoTma = 2048;               // q, k, v (backward: dout) that TMA cannot describe: is_tma_compatible()
+constexpr FeatureSet kAnyFeatures = 4095;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

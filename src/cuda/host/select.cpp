@@ -6,23 +6,26 @@
 
 #include "cuda/common/operand.h"
 #include "cuda/host/planners.h"
+#include "cuda/kernels/cell_map/cell_map.h"
 
 namespace fa::cuda {
 namespace {
 
-// Fields that no CUDA kernel serves, forward or backward; `max_logit` is asked for by forward alone.
-fa_status check_fields(const MaskedProblem &p, bool max_logit, ErrorText &error) {
-  const struct {
-    const char *name;
-    bool given;
-  } fields[] = {{"element_mask", p.element_mask.given},
-                {"seqstart_k", p.seqstart_k != nullptr},
-                {"slices", p.slices.given},
-                {"block_counts", p.block_lists.given},
-                {"max_logit", max_logit}};
-  for (const auto &[name, given] : fields) {
-    if (given) return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, but no CUDA kernel serves it yet", name);
+// Makes room for the cell map of a problem's masks behind the rest of a plan's workspace, if its kernel reads one.
+template <typename Plan>
+fa_status plan_cell_map(const MaskedProblem &p, bool backward, Plan &plan, ErrorText &error) {
+  if (!has_data_mask(p) || (kernel_of(plan).scores & kDataMask) == 0) return FA_OK;
+  DataMask mask;
+  int64_t planes = 0;
+  const size_t bytes = describe_cell_map(p, backward, nullptr, mask, planes);
+  if (planes > INT32_MAX / 4 / std::max<int64_t>(int64_t{mask.by_query.rows} * mask.by_query.words, 1)) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "%" PRId64 " masks of %" PRId64 " x %" PRId64 " pairs have more cells than one launch holds", planes,
+                p.q_lengths.max_len, p.k_lengths.max_len);
   }
+  plan.cell_map = true;
+  plan.cell_map_offset = align_up(plan.workspace_bytes);
+  plan.workspace_bytes = plan.cell_map_offset + bytes;
   return FA_OK;
 }
 
@@ -108,10 +111,12 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
 }  // namespace
 
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
-  FA_RETURN_IF_ERROR(check_fields(p, p.max_logit != nullptr, error));
+  if (p.max_logit != nullptr)
+    return fail(error, FA_ERROR_UNSUPPORTED, "max_logit is given, but no CUDA kernel computes it yet");
   FA_RETURN_IF_ERROR(check_limits(p, error));
   const Needs needs = needs_of(p);
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
+  FA_RETURN_IF_ERROR(plan_cell_map(p, /*backward=*/false, plan, error));
   plan.vector = needs.vector;
   if (plan.family == Family::simt) {  // these kernels take care of the end of a row themselves
     plan.vector.q = has_16_byte_rows(p.q, 0);
@@ -130,7 +135,6 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     plan.reason = "no gradient is asked for";
     return FA_OK;
   }
-  FA_RETURN_IF_ERROR(check_fields(b.forward, /*max_logit=*/false, error));
   FA_RETURN_IF_ERROR(check_limits(p, error));
   constexpr int64_t kMaxBackward = 512;
   if (p.head_dim > kMaxBackward) {
@@ -139,6 +143,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   }
   const Needs needs = needs_of(b);
   FA_RETURN_IF_ERROR(choose_built(b, needs, device, plan, error));
+  FA_RETURN_IF_ERROR(plan_cell_map(b.forward, /*backward=*/true, plan, error));
   plan.vector = needs.vector;
   if (plan.family == Family::simt) {
     plan.vector.q = has_16_byte_rows(p.q, 0);

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading masks given as data (data_mask.h): bits of cells, and bits of the keys that one query sees in a partial cell.
+#pragma once
+
+#include "cuda/common/data_mask.h"
+#include "cuda/common/ptx.cuh"
+
+namespace fa::cuda {
+
+// Bits [0, n).
+__device__ __forceinline__ uint64_t bits_below(int64_t n) {
+  return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+}
+// Bits [begin, end).
+__device__ __forceinline__ uint64_t bits_between(int64_t begin, int64_t end) { return bits_below(end) & ~bits_below(begin); }
+
+// Of cells [cell, cell + 32) of a row of cells; bit 0 is `cell`. Cells past the end of the row are 0.
+__device__ __forceinline__ uint32_t cells_from(const uint32_t *row, int words, int cell) {
+  const int word = cell >> 5;
+  const uint32_t low = word < words ? row[word] : 0, high = word + 1 < words ? row[word + 1] : 0;
+  return __funnelshift_r(low, high, cell & 31);
+}
+
+namespace detail {
+
+// Keys [key0, key0 + 64) of one query that each kind of mask shows, as bits. key0 is a multiple of 64.
+__device__ __forceinline__ uint64_t block_mask_bits(const BlockMask &mask, int max_keys, int b, int h, int row, int key0) {
+  const uint8_t *blocks = mask.data + b * mask.batch_stride + h * mask.head_stride + row / mask.size_q * mask.row_stride;
+  uint64_t bits = 0;
+  const int end = min(key0 + kCell, max_keys);
+#pragma unroll 1
+  for (int64_t key = key0; key < end;) {
+    const int64_t block = key / mask.size_k, next = (block + 1) * mask.size_k;
+    if (blocks[block * mask.col_stride] != 0) bits |= bits_between(key - key0, next - key0);
+    key = next;
+  }
+  return bits;
+}
+
+__device__ __forceinline__ uint64_t block_list_bits(const BlockLists &lists, int b, int h, int row, int key0) {
+  const int64_t block_row = row / lists.size_q;
+  const int64_t given =
+      lists.counts[b * lists.count_batch_stride + h * lists.count_head_stride + block_row * lists.count_row_stride];
+  const int64_t count = given < 0 ? 0 : given < lists.max_blocks ? given : lists.max_blocks;
+  const int32_t *list = lists.indices + b * lists.batch_stride + h * lists.head_stride + block_row * lists.row_stride;
+  uint64_t bits = 0;
+#pragma unroll 1
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t block = list[n * lists.entry_stride];
+    if (block < 0 || block >= lists.blocks_k) continue;
+    bits |= bits_between(block * lists.size_k - key0, (block + 1) * lists.size_k - key0);
+  }
+  return bits;
+}
+
+// Four bytes as four bits, 1 where the byte is not zero.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t x) {
+  const uint32_t top = ((x & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | x) & 0x80808080u;
+  return (top >> 7) * 0x10204080u >> 28;
+}
+
+__device__ __forceinline__ uint64_t element_mask_bits(const ElementMask &mask, int max_keys, int b, int h, int row, int key0) {
+  const uint8_t *elements = mask.data + b * mask.batch_stride + h * mask.head_stride + row * mask.row_stride;
+  if (mask.col_stride == 0) return ((mask.bits ? elements[0] & 1 : elements[0]) != 0) ? ~uint64_t{0} : 0;
+  const int keys = min(max_keys - key0, kCell);
+  uint64_t bits = 0;
+  if (mask.bits) {
+    elements += key0 / 8;
+    if (keys == kCell && reinterpret_cast<uintptr_t>(elements) % 8 == 0) return *reinterpret_cast<const uint64_t *>(elements);
+#pragma unroll 1
+    for (int n = 0; n < (keys + 7) / 8; ++n) bits |= uint64_t{elements[n]} << 8 * n;
+    return bits;
+  }
+  elements += key0 * mask.col_stride;
+  if (mask.col_stride == 1 && keys == kCell && reinterpret_cast<uintptr_t>(elements) % 16 == 0) {
+#pragma unroll 1
+    for (int n = 0; n < 4; ++n) {
+      const uint4 x = reinterpret_cast<const uint4 *>(elements)[n];
+      const uint32_t sixteen =
+          nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 | nonzero_bytes(x.w) << 12;
+      bits |= uint64_t{sixteen} << 16 * n;
+    }
+    return bits;
+  }
+#pragma unroll 1
+  for (int n = 0; n < keys; ++n) bits |= uint64_t{elements[n * mask.col_stride] != 0} << n;
+  return bits;
+}
+
+// The first row of the sequence as slices count it: over the packed tensor, or within the sequence.
+__device__ __forceinline__ int64_t slice_origin(const Lengths &lengths, int b) {
+  return lengths.cu != nullptr ? offset_of(lengths, b) : 0;
+}
+
+__device__ __forceinline__ uint64_t slice_bits(const DataMask &mask, const Problem &p, int b, int h, int row, int key0) {
+  const int32_t *list = mask.slice_lists + (mask.plane(b, h) * mask.by_query.rows + row / kCell) * DataMask::kSliceList;
+  const int64_t query = row + slice_origin(p.q_lengths, b), first_key = key0 + slice_origin(p.k_lengths, b);
+  const int listed = list[0];
+  const bool all = listed >= DataMask::kSliceList;  // the list is too short for them
+  const int64_t count = all ? mask.slices.count : listed;
+  uint64_t bits = 0;
+#pragma unroll 1
+  for (int64_t n = 0; n < count; ++n) {
+    const Range keys = mask.slices[all ? n : list[1 + n]].keys(query);
+    bits |= bits_between(keys.begin - first_key, keys.end - first_key);
+  }
+  return bits;
+}
+
+}  // namespace detail
+
+// Keys [key0, key0 + 64) that the masks show to a query, as bits; key0 is a multiple of 64. Keys and queries past the end of the longest
+// sequence may have any bit.
+__device__ __forceinline__ uint64_t visible_key_bits(const DataMask &mask, const Problem &p, int b, int h, int row, int key0) {
+  if (row >= mask.max_queries || key0 >= mask.max_keys) return 0;
+  uint64_t bits = ~uint64_t{0};
+  if (mask.seqstart_k != nullptr) bits &= ~bits_below(int64_t{mask.seqstart_k[b * mask.seqstart_k_stride]} - key0);
+  if (mask.block_mask.data != nullptr) bits &= detail::block_mask_bits(mask.block_mask, mask.max_keys, b, h, row, key0);
+  if (mask.block_lists.given) bits &= detail::block_list_bits(mask.block_lists, b, h, row, key0);
+  if (mask.element_mask.given) bits &= detail::element_mask_bits(mask.element_mask, mask.max_keys, b, h, row, key0);
+  if (mask.slices.given) bits &= detail::slice_bits(mask, p, b, h, row, key0);
+  return bits;
+}
+
+// Whether the masks show a pair.
+__device__ __forceinline__ bool is_pair_visible(const DataMask &mask, const Problem &p, int b, int h, int row, int key) {
+  return (visible_key_bits(mask, p, b, h, row, key / kCell * kCell) >> (key % kCell) & 1) != 0;
+}
+
+// Whether the masks show some pair of queries [row0, row_end) and keys [key0, key_end). All lanes of a warp get the same arguments.
+__device__ __forceinline__ bool any_visible(const DataMask &mask, int b, int h, int row0, int row_end, int key0, int key_end) {
+  const CellBits &cells = mask.by_query;
+  const uint32_t *plane = cells.visible + mask.plane(b, h) * cells.rows * cells.words;
+  for (int row = row0 / kCell; row * kCell < row_end; ++row)
+    for (int cell = key0 / kCell; cell * kCell < key_end; ++cell)
+      if ((plane[row * cells.words + cell / 32] >> cell % 32 & 1) != 0) return true;
+  return false;
+}
+
+}  // namespace fa::cuda

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cell map of masks given as data. A warp finds the bits of 32 neighbouring cells of 64 queries x 64 keys: lane l has cell l of them.
+//
+// Every kind of mask gives two bits for a cell: `any` pair is visible, `all` pairs are. A cell is visible where every kind has `any`, and
+// partial where some kind lacks `all`. Both may err on the safe side: two masks may each show pairs of a cell and none in common, and slices
+// that cover a cell only together make it partial. Queries and keys past the end of a sequence have no say.
+#include "cuda/common/data_mask.cuh"
+#include "cuda/kernels/cell_map/cell_map.h"
+
+namespace fa::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+
+// What a kind of mask says of a lane's cell.
+struct Cell {
+  bool any = false, all = true;
+};
+
+// Queries [row0, row_end) of sequence b and head h, and this lane's keys [key0, key_end).
+struct Cells {
+  int b, h;
+  int row0, row_end, key0, key_end;
+  int word_key0, word_key_end;  // keys of all lanes
+  int lane;
+
+  __device__ __forceinline__ int keys() const { return max(key_end - key0, 0); }
+};
+
+__device__ __forceinline__ Cell from_block_mask(const BlockMask &mask, const Cells &c) {
+  Cell cell;
+  const uint8_t *blocks = mask.data + c.b * mask.batch_stride + c.h * mask.head_stride;
+  for (int64_t row = c.row0 / mask.size_q; row * mask.size_q < c.row_end; ++row)
+    for (int64_t col = c.key0 / mask.size_k; col * mask.size_k < c.key_end; ++col) {
+      const bool visible = blocks[row * mask.row_stride + col * mask.col_stride] != 0;
+      cell.any |= visible;
+      cell.all &= visible;
+    }
+  return cell;
+}
+
+// Lanes take the entries of a list in turn, and mark the cells that a block touches and those that it fills.
+__device__ __forceinline__ Cell from_block_lists(const BlockLists &lists, const Cells &c) {
+  Cell cell;
+  for (int64_t row = c.row0 / lists.size_q; row * lists.size_q < c.row_end; ++row) {
+    const int64_t given =
+        lists.counts[c.b * lists.count_batch_stride + c.h * lists.count_head_stride + row * lists.count_row_stride];
+    const int64_t count = given < 0 ? 0 : given < lists.max_blocks ? given : lists.max_blocks;
+    const int32_t *list = lists.indices + c.b * lists.batch_stride + c.h * lists.head_stride + row * lists.row_stride;
+    uint32_t touched = 0, filled = 0;
+    for (int64_t n = c.lane; n < count; n += 32) {
+      const int64_t block = list[n * lists.entry_stride];
+      if (block < 0 || block >= lists.blocks_k) continue;
+      const int64_t begin = block * lists.size_k - c.word_key0, end = begin + lists.size_k;
+      // A block at the end of the keys fills its last cell, however long that is.
+      const int64_t filled_end = end + c.word_key0 >= c.word_key_end ? 32 : end / kCell;
+      touched |= static_cast<uint32_t>(bits_between(begin / kCell, (end + kCell - 1) / kCell));
+      filled |= static_cast<uint32_t>(bits_between((begin + kCell - 1) / kCell, filled_end));
+    }
+    touched = __reduce_or_sync(~0u, touched);
+    filled = __reduce_or_sync(~0u, filled);
+    cell.any |= (touched >> c.lane & 1) != 0;
+    cell.all &= (filled >> c.lane & 1) != 0;
+  }
+  return cell;
+}
+
+__device__ __forceinline__ Cell from_element_mask(const DataMask &mask, const Cells &c) {
+  Cell cell;
+  if (c.keys() == 0) return cell;
+  const uint64_t keys = bits_below(c.keys());
+  const int row_end = mask.element_mask.row_stride == 0 ? c.row0 + 1 : c.row_end;  // all queries share a row
+  uint64_t any = 0, all = ~uint64_t{0};
+#pragma unroll 4
+  for (int row = c.row0; row < row_end; ++row) {
+    const uint64_t bits = detail::element_mask_bits(mask.element_mask, mask.max_keys, c.b, c.h, row, c.key0);
+    any |= bits;
+    all &= bits;
+  }
+  return {(any & keys) != 0, (~all & keys) == 0};
+}
+
+// 32 slices at a time: a lane tests one against the queries and the keys of all lanes. Then every lane looks at each that meets them.
+__device__ __forceinline__ Cell from_slices(const DataMask &mask, const Cells &c, int64_t q_origin, int64_t k_origin,
+                                            int32_t *list) {
+  Cell cell{false, false};
+  const int64_t first_row = c.row0 + q_origin, last_row = c.row_end - 1 + q_origin;
+  int listed = 0;
+  for (int64_t from = 0; from < mask.slices.count; from += 32) {
+    Slice s{};
+    if (from + c.lane < mask.slices.count) s = mask.slices[from + c.lane];
+    const int64_t top = first_row > s.q_begin ? first_row : s.q_begin, bottom = last_row < s.q_end - 1 ? last_row : s.q_end - 1;
+    const bool meets_rows = s.known() && top <= bottom;
+    // Ranges of keys begin and end later with each query.
+    const int64_t begin = s.keys(top).begin - k_origin, end = s.keys(bottom).end - k_origin;
+    const int64_t all_begin = s.keys(last_row).begin - k_origin, all_end = s.keys(first_row).end - k_origin;
+    const bool all_rows = meets_rows && top == first_row && bottom == last_row;
+    const uint32_t in_rows = __ballot_sync(~0u, meets_rows);
+    if (list != nullptr && meets_rows) {
+      const int at = listed + __popc(in_rows & ((1u << c.lane) - 1));
+      if (at < DataMask::kSliceList - 1) list[1 + at] = static_cast<int32_t>(from + c.lane);
+    }
+    listed += __popc(in_rows);
+    uint32_t hits = __ballot_sync(~0u, meets_rows && begin < c.word_key_end && end > c.word_key0);
+    for (; hits != 0; hits &= hits - 1) {
+      const int source = __ffs(static_cast<int>(hits)) - 1;
+      const int64_t its_begin = __shfl_sync(~0u, begin, source), its_end = __shfl_sync(~0u, end, source);
+      cell.any |= its_begin < c.key_end && its_end > c.key0;
+      const int64_t its_all_begin = __shfl_sync(~0u, all_begin, source), its_all_end = __shfl_sync(~0u, all_end, source);
+      cell.all |=
+          __shfl_sync(~0u, static_cast<int>(all_rows), source) != 0 && its_all_begin <= c.key0 && its_all_end >= c.key_end;
+    }
+  }
+  if (list != nullptr && c.lane == 0) list[0] = min(listed, DataMask::kSliceList);
+  return cell;
+}
+
+__global__ void __launch_bounds__(kWarps * 32) cell_map(const __grid_constant__ CellMapParams a) {
+  const DataMask &mask = a.mask;
+  const CellBits &map = mask.by_query;
+  const int64_t index = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5), strip = index / map.words;
+  if (index >= int64_t{a.planes} * map.rows * map.words) return;
+  const auto plane = static_cast<int>(strip / map.rows);
+  const int row = static_cast<int>(strip - int64_t{plane} * map.rows), word = static_cast<int>(index - strip * map.words);
+  const auto lane = static_cast<int>(threadIdx.x & 31);
+
+  Cells c;
+  c.lane = lane;
+  c.b = plane / a.head_planes;  // 0 where sequences share a plane
+  c.h = plane % a.head_planes;
+  int queries = mask.max_queries, keys = mask.max_keys;
+  int64_t q_origin = 0, k_origin = 0;
+  if (mask.batch_planes != 0) {
+    const Sequence q = sequence_of(a.q_lengths, c.b), k = sequence_of(a.k_lengths, c.b);
+    queries = static_cast<int>(q.len);
+    keys = static_cast<int>(k.len);
+    q_origin = detail::slice_origin(a.q_lengths, c.b);
+    k_origin = detail::slice_origin(a.k_lengths, c.b);
+  }
+  c.row0 = row * kCell;
+  c.row_end = min(c.row0 + kCell, queries);
+  c.word_key0 = word * 32 * kCell;
+  c.word_key_end = min(c.word_key0 + 32 * kCell, keys);
+  c.key0 = c.word_key0 + lane * kCell;
+  c.key_end = min(c.key0 + kCell, keys);
+
+  bool any = c.row0 < c.row_end && c.key0 < c.key_end, all = true;
+  if (__any_sync(~0u, any)) {
+    const auto add = [&](const Cell &cell) {
+      any &= cell.any;
+      all &= cell.all;
+    };
+    if (mask.seqstart_k != nullptr) {
+      const int64_t first = mask.seqstart_k[c.b * mask.seqstart_k_stride];
+      add({first < c.key_end, first <= c.key0});
+    }
+    if (mask.block_mask.data != nullptr) add(from_block_mask(mask.block_mask, c));
+    if (mask.block_lists.given) add(from_block_lists(mask.block_lists, c));
+    if (mask.element_mask.given) add(from_element_mask(mask, c));
+    if (mask.slices.given) {
+      int32_t *list = word == 0 ? mask.slice_lists + strip * DataMask::kSliceList : nullptr;
+      add(from_slices(mask, c, q_origin, k_origin, list));
+    }
+  } else if (mask.slices.given && word == 0 && lane == 0) {
+    mask.slice_lists[strip * DataMask::kSliceList] = 0;
+  }
+  const uint32_t visible = __ballot_sync(~0u, any), partial = __ballot_sync(~0u, any && !all);
+  if (lane == 0) {
+    map.visible[index] = visible;
+    map.partial[index] = partial;
+  }
+}
+
+// A warp transposes 32 x 32 cells.
+__global__ void __launch_bounds__(kWarps * 32) transpose_cell_map(const __grid_constant__ CellMapParams a) {
+  const CellBits &from = a.mask.by_query, &to = a.mask.by_key;
+  const int64_t index = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5), tiles = int64_t{to.words} * from.words;
+  if (index >= a.planes * tiles) return;
+  const int64_t plane = index / tiles;
+  const int to_word = static_cast<int>(index % tiles / from.words), from_word = static_cast<int>(index % from.words);
+  const auto lane = static_cast<int>(threadIdx.x & 31);
+  const int from_row = to_word * 32 + lane, to_row = from_word * 32 + lane;
+  const int64_t source = (plane * from.rows + from_row) * from.words + from_word,
+                target = (plane * to.rows + to_row) * to.words + to_word;
+  const bool exists = from_row < from.rows;
+  const uint32_t visible = exists ? from.visible[source] : 0, partial = exists ? from.partial[source] : 0;
+  uint32_t visible_t = 0, partial_t = 0;
+#pragma unroll
+  for (int bit = 0; bit < 32; ++bit) {
+    const uint32_t v = __ballot_sync(~0u, (visible >> bit & 1) != 0), p = __ballot_sync(~0u, (partial >> bit & 1) != 0);
+    if (lane == bit) {
+      visible_t = v;
+      partial_t = p;
+    }
+  }
+  if (to_row < to.rows) {
+    to.visible[target] = visible_t;
+    to.partial[target] = partial_t;
+  }
+}
+
+constexpr int32_t cells(int64_t n) { return static_cast<int32_t>((n + kCell - 1) / kCell); }
+
+}  // namespace
+
+size_t describe_cell_map(const MaskedProblem &p, bool backward, char *workspace, DataMask &mask, int64_t &planes) {
+  mask = {};
+  planes = 0;
+  if (!p.masked_by_data() && p.seqstart_k == nullptr) return 0;
+  static_cast<MaskSources &>(mask) = p;
+  mask.block_mask = p.block_mask;
+  const auto differs = [&](int64_t blocks, int64_t counts, int64_t indices, int64_t elements) {
+    return (p.block_mask.data != nullptr && blocks != 0) || (p.block_lists.given && (counts | indices) != 0) ||
+           (p.element_mask.given && elements != 0);
+  };
+  const bool per_head = differs(p.block_mask.head_stride, p.block_lists.count_head_stride, p.block_lists.head_stride,
+                                p.element_mask.head_stride),
+             per_batch = p.seqstart_k != nullptr || (p.slices.given && p.q_lengths.cu != nullptr) ||
+                         (p.slices.given && p.k_lengths.cu != nullptr) ||
+                         differs(p.block_mask.batch_stride, p.block_lists.count_batch_stride, p.block_lists.batch_stride,
+                                 p.element_mask.batch_stride);
+  const int64_t of_heads = per_head ? p.heads_q : 1;
+  planes = (per_batch ? p.batch : 1) * of_heads;
+  mask.batch_planes = per_batch ? static_cast<int32_t>(of_heads) : 0;
+  mask.head_planes = per_head ? 1 : 0;
+  mask.max_queries = static_cast<int32_t>(p.q_lengths.max_len);
+  mask.max_keys = static_cast<int32_t>(p.k_lengths.max_len);
+  size_t bytes = 0;
+  const auto take = [&](int64_t words) {
+    char *at = workspace + bytes;
+    bytes += static_cast<size_t>((words * int64_t{sizeof(uint32_t)} + 255) / 256 * 256);
+    return at;
+  };
+  const auto take_bits = [&](int64_t rows, int64_t columns, CellBits &bits) {
+    bits.rows = cells(rows);
+    bits.words = (cells(columns) + 31) / 32;
+    bits.visible = reinterpret_cast<uint32_t *>(take(planes * bits.rows * bits.words));
+    bits.partial = reinterpret_cast<uint32_t *>(take(planes * bits.rows * bits.words));
+  };
+  take_bits(p.q_lengths.max_len, p.k_lengths.max_len, mask.by_query);
+  if (backward) take_bits(p.k_lengths.max_len, p.q_lengths.max_len, mask.by_key);
+  if (p.slices.given) mask.slice_lists = reinterpret_cast<int32_t *>(take(planes * mask.by_query.rows * DataMask::kSliceList));
+  return bytes;
+}
+
+Launch cell_map_launch(const CellMapParams &a) {
+  const int64_t warps = int64_t{a.planes} * a.mask.by_query.rows * a.mask.by_query.words;
+  return {reinterpret_cast<const void *>(&cell_map), kWarps * 32, 0, (warps + kWarps - 1) / kWarps};
+}
+
+Launch transposed_cell_map_launch(const CellMapParams &a) {
+  const int64_t warps = int64_t{a.planes} * a.mask.by_key.words * a.mask.by_query.words;
+  return {reinterpret_cast<const void *>(&transpose_cell_map), kWarps * 32, 0, (warps + kWarps - 1) / kWarps};
+}
+
+}  // namespace fa::cuda
