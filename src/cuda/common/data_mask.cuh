@@ -7,12 +7,16 @@
 
 namespace fa::cuda {
 
+constexpr int kFarKey = 1 << 30;  // beyond every key
+
 // Bits [0, n).
-__device__ __forceinline__ uint64_t bits_below(int64_t n) {
-  return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-}
+__device__ __forceinline__ uint64_t bits_below(int n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 // Bits [begin, end).
-__device__ __forceinline__ uint64_t bits_between(int64_t begin, int64_t end) { return bits_below(end) & ~bits_below(begin); }
+__device__ __forceinline__ uint64_t bits_between(int begin, int end) { return bits_below(end) & ~bits_below(begin); }
+// A distance in keys or cells, clamped so that 32 bits hold it.
+__device__ __forceinline__ int clamped(int64_t n) {
+  return static_cast<int>(n < -kFarKey ? -kFarKey : n > kFarKey ? kFarKey : n);
+}
 
 // Of cells [cell, cell + 32) of a row of cells; bit 0 is `cell`. Cells past the end of the row are 0.
 __device__ __forceinline__ uint32_t cells_from(const uint32_t *row, int words, int cell) {
@@ -24,31 +28,40 @@ __device__ __forceinline__ uint32_t cells_from(const uint32_t *row, int words, i
 namespace detail {
 
 // Keys [key0, key0 + 64) of one query that each kind of mask shows, as bits. key0 is a multiple of 64.
-__device__ __forceinline__ uint64_t block_mask_bits(const BlockMask &mask, int max_keys, int b, int h, int row, int key0) {
-  const uint8_t *blocks = mask.data + b * mask.batch_stride + h * mask.head_stride + row / mask.size_q * mask.row_stride;
+__device__ __forceinline__ uint64_t block_mask_bits(const DataMask &mask, int b, int h, int row, int key0) {
+  const BlockMask &m = mask.block_mask;
+  const uint8_t *blocks = m.data + b * m.batch_stride + h * m.head_stride + mask.mask_size_q.quotient(row) * m.row_stride;
+  const int size = static_cast<int>(mask.mask_size_k.value), end = min(key0 + kCell, mask.max_keys);
   uint64_t bits = 0;
-  const int end = min(key0 + kCell, max_keys);
+  int block = mask.mask_size_k.quotient(key0);
 #pragma unroll 1
-  for (int64_t key = key0; key < end;) {
-    const int64_t block = key / mask.size_k, next = (block + 1) * mask.size_k;
-    if (blocks[block * mask.col_stride] != 0) bits |= bits_between(key - key0, next - key0);
-    key = next;
+  for (int key = block * size; key < end; key += size, ++block) {
+    if (blocks[block * m.col_stride] != 0) bits |= bits_between(key - key0, key - key0 + size);
   }
   return bits;
 }
 
-__device__ __forceinline__ uint64_t block_list_bits(const BlockLists &lists, int b, int h, int row, int key0) {
-  const int64_t block_row = row / lists.size_q;
-  const int64_t given =
+// The entries of one list: its first one, and their number.
+struct BlockList {
+  const int32_t *entries;
+  int count;
+};
+__device__ __forceinline__ BlockList block_list(const BlockLists &lists, int b, int h, int block_row) {
+  const int32_t count =
       lists.counts[b * lists.count_batch_stride + h * lists.count_head_stride + block_row * lists.count_row_stride];
-  const int64_t count = given < 0 ? 0 : given < lists.max_blocks ? given : lists.max_blocks;
-  const int32_t *list = lists.indices + b * lists.batch_stride + h * lists.head_stride + block_row * lists.row_stride;
+  return {lists.indices + b * lists.batch_stride + h * lists.head_stride + block_row * lists.row_stride,
+          min(max(count, 0), static_cast<int>(lists.max_blocks))};
+}
+
+__device__ __forceinline__ uint64_t block_list_bits(const DataMask &mask, int b, int h, int row, int key0) {
+  const BlockLists &lists = mask.block_lists;
+  const BlockList list = block_list(lists, b, h, mask.list_size_q.quotient(row));
+  const int blocks = static_cast<int>(lists.blocks_k), size = mask.list_size_k;
   uint64_t bits = 0;
 #pragma unroll 1
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t block = list[n * lists.entry_stride];
-    if (block < 0 || block >= lists.blocks_k) continue;
-    bits |= bits_between(block * lists.size_k - key0, (block + 1) * lists.size_k - key0);
+  for (int n = 0; n < list.count; ++n) {
+    const int block = list.entries[n * lists.entry_stride];
+    if (block >= 0 && block < blocks) bits |= bits_between(block * size - key0, block * size + size - key0);
   }
   return bits;
 }
@@ -102,7 +115,7 @@ __device__ __forceinline__ uint64_t slice_bits(const DataMask &mask, const Probl
 #pragma unroll 1
   for (int64_t n = 0; n < count; ++n) {
     const Range keys = mask.slices[all ? n : list[1 + n]].keys(query);
-    bits |= bits_between(keys.begin - first_key, keys.end - first_key);
+    bits |= bits_between(clamped(keys.begin - first_key), clamped(keys.end - first_key));
   }
   return bits;
 }
@@ -114,12 +127,20 @@ __device__ __forceinline__ uint64_t slice_bits(const DataMask &mask, const Probl
 __device__ __forceinline__ uint64_t visible_key_bits(const DataMask &mask, const Problem &p, int b, int h, int row, int key0) {
   if (row >= mask.max_queries || key0 >= mask.max_keys) return 0;
   uint64_t bits = ~uint64_t{0};
-  if (mask.seqstart_k != nullptr) bits &= ~bits_below(int64_t{mask.seqstart_k[b * mask.seqstart_k_stride]} - key0);
-  if (mask.block_mask.data != nullptr) bits &= detail::block_mask_bits(mask.block_mask, mask.max_keys, b, h, row, key0);
-  if (mask.block_lists.given) bits &= detail::block_list_bits(mask.block_lists, b, h, row, key0);
+  if (mask.seqstart_k != nullptr) bits &= ~bits_below(max(mask.seqstart_k[b * mask.seqstart_k_stride], 0) - key0);
+  if (mask.block_mask.data != nullptr) bits &= detail::block_mask_bits(mask, b, h, row, key0);
+  if (mask.block_lists.given) bits &= detail::block_list_bits(mask, b, h, row, key0);
   if (mask.element_mask.given) bits &= detail::element_mask_bits(mask.element_mask, mask.max_keys, b, h, row, key0);
   if (mask.slices.given) bits &= detail::slice_bits(mask, p, b, h, row, key0);
   return bits;
+}
+
+// Of the 64 keys of a row, those that a lane holds in QkFragment (fragment.cuh): columns 8 j + 2 (lane & 3) + e as bits 2 j + e.
+__device__ __forceinline__ uint32_t qk_fragment_bits(uint64_t keys, int lane) {
+  keys = keys >> 2 * (lane & 3) & 0x0303030303030303;
+  keys = (keys | keys >> 6) & 0x000F000F000F000F;
+  keys = (keys | keys >> 12) & 0x000000FF000000FF;
+  return static_cast<uint32_t>(keys | keys >> 24) & 0xFFFF;
 }
 
 // Whether the masks show a pair.

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/common/divisor.h"
 
 namespace fa::cuda {
 
@@ -23,6 +24,9 @@ struct CellBits {
 
 struct DataMask : MaskSources {
   BlockMask block_mask;
+  Divisor mask_size_q, mask_size_k;  // of block_mask; sizes above every sequence's length are clamped
+  Divisor list_size_q;               // of block_lists
+  int32_t list_size_k = 0;
   // A plane is of one sequence and query head, or of all that share it: plane b * batch_planes + h * head_planes.
   int32_t batch_planes = 0, head_planes = 0;
   int32_t max_queries = 0, max_keys = 0;  // no sequence is longer

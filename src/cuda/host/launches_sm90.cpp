@@ -56,10 +56,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
-  if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_k / shape.kv_tile);
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;
+  params.mask = memory.mask;
   params.tiles = plan.tiles;
   params.counters = memory.counters;
   params.vector_out = plan.vector.out;
@@ -117,7 +117,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(p);
-  if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_q / shape.rows);
+  params.mask = memory.mask;
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

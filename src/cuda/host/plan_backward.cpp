@@ -95,8 +95,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const std::span<const KernelRow> kernels = candidates(Family::sm90, Pass::backward, needs);
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
-    return p.k_lengths.max_len <= shape.longest() && (p.block_mask.data == nullptr || shape.fits_block_mask(p.block_mask)) &&
-           can_run(kernel, needs, device);
+    return p.k_lengths.max_len <= shape.longest() && can_run(kernel, needs, device);
   });
   found = row != kernels.end();
   if (!found) return FA_OK;

@@ -43,7 +43,10 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
     const sm90::ForwardShape &shape = sm90::kForwardShapes[kernel.shape];
     const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
     if (p.q_lengths.max_len > (triangle ? shape.max_causal : shape.max_queries) || !can_run(kernel, needs, device)) continue;
-    if (p.block_mask.data != nullptr && !shape.fits_block_mask(p.block_mask)) continue;
+    if ((p.block_mask.data != nullptr && shape.is_too_coarse(p.block_mask.size_k)) ||
+        (p.block_lists.given && shape.is_too_coarse(p.block_lists.size_k))) {
+      continue;
+    }
     const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
     if (p.heads_q * p.batch > INT32_MAX / 2 / row_blocks) return false;
     const int64_t transposed_v_keys = shape.fp8 ? sm90::transposed_v_keys(p.k_lengths, p.batch) : 0;

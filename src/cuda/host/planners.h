@@ -41,10 +41,10 @@ inline bool is_causal(const Problem &p) { return !Diagonal<int32_t>::Limits(p.ba
 const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device);
 const char *tensor_core_reason(ScoreSet scores);
 constexpr const char *hopper_reason(ScoreSet scores) {
-  return scores & kDropout     ? "Hopper kernel (wgmma, TMA) for dropout"
-         : scores & kBlockMask ? "Hopper kernel (wgmma, TMA) for block masks"
-         : scores & kSoftcap   ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
-                               : "Hopper kernel (wgmma, TMA) for plain scores";
+  return scores & kDropout    ? "Hopper kernel (wgmma, TMA) for dropout"
+         : scores & kDataMask ? "Hopper kernel (wgmma, TMA) for masks as data"
+         : scores & kSoftcap  ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
+                              : "Hopper kernel (wgmma, TMA) for plain scores";
 }
 
 // Refuses grids with more CTAs than one launch holds.

@@ -33,6 +33,7 @@
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward_cta.cuh"
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
+#include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -42,7 +43,7 @@ struct BackwardConfig {
   using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
-  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasBlockMask = (kScores & kBlockMask) != 0;
+  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kConvertsEarly = kScored || kHasDropout;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
@@ -228,14 +229,14 @@ class Backward {
           wg1_tile = next;
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
-        if (!C::kHasBlockMask) mbarrier_arrive(work_full((work_index & 1)));
+        if (!C::kHasDataMask) mbarrier_arrive(work_full((work_index & 1)));
       }
       __syncwarp();
-      if constexpr (C::kHasBlockMask) {
+      if constexpr (C::kHasDataMask) {
         WorkTile &next = cta_.work_tiles[work_index & 1];
         const int visible = more ? count_visible_q_tiles(next) : 0;
         if (cta_.lane == 0) {
-          block_mask().visible[work_index & 1] = visible;
+          masked_tiles().visible[work_index & 1] = visible;
           if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
           mbarrier_arrive(work_full((work_index & 1)));
         }
@@ -260,31 +261,51 @@ class Backward {
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
   // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && !C::kHasBlockMask;
+  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && !C::kHasDataMask;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
   __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
            (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
-  // With a block mask: of 32 Q tiles of a query head, from `q_tile` down, those that the work tile sees; bit l is q_tile - l. All lanes take part.
-  __device__ __forceinline__ uint32_t visible_q_tiles(const WorkTile &t, int head_q, int q_tile) const {
-    const BlockMask &mask = cta_.problem.block_mask;
+  // With masks as data: of 32 Q tiles of a query head, from `q_tile` down, those that the work tile sees, and of these the ones in which the cell
+  // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
+  struct QTileBits {
+    uint32_t visible, partial;
+  };
+  __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile) const {
+    constexpr int kCells = C::kTileQ / kCell;
+    constexpr uint32_t kAllCells = (1u << kCells) - 1;
+    const DataMask &mask = cta_.params.mask;
     q_tile -= cta_.lane;
-    return __ballot_sync(~0u,
-                         q_tile >= t.q_tile_begin && mask.data[t.batch * mask.batch_stride + head_q * mask.head_stride +
-                                                               cta_.params.mask_block.quotient(q_tile) * mask.row_stride +
-                                                               t.key0 / static_cast<int>(mask.size_k) * mask.col_stride] != 0);
+    uint32_t any = 0, all = kAllCells, partial = 0;
+    if (q_tile >= t.q_tile_begin) {
+      const int64_t word =
+          (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
+      const int shift = q_tile * kCells % 32;
+#pragma unroll 1
+      for (int n = 0; n < C::kConsumerWarpgroups && t.key0 + n * kCell < t.seqlen_k; ++n) {
+        const uint32_t visible = mask.by_key.visible[word + n * mask.by_key.words] >> shift & kAllCells;
+        any |= visible;
+        all &= visible;
+        partial |= mask.by_key.partial[word + n * mask.by_key.words] >> shift & kAllCells;
+      }
+    }
+    return {__ballot_sync(~0u, any != 0), __ballot_sync(~0u, any != 0 && (partial != 0 || all != kAllCells))};
   }
   __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
     const int group = static_cast<int>(cta_.problem.group);
     int count = 0;
     for (int g = 0; g < group; ++g) {
       for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32)
-        count += __popc(visible_q_tiles(t, t.head_k * group + g, q_tile));
+        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile).visible);
     }
     return count;
   }
-  __device__ __forceinline__ BackwardBlockMask &block_mask() const { return cta_.block_mask(); }
+  // Of iteration n of all work tiles, when its Q has arrived.
+  __device__ __forceinline__ const VisitedQTile &visited(int n) const {
+    return masked_tiles().visited[n % BackwardMaskedTiles::kVisited];
+  }
+  __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const { return cta_.masked_tiles(); }
 
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
@@ -342,20 +363,24 @@ class Backward {
       cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
   }
 
-  // Calls f(query head, Q tile) for the Q tiles of the work tile, in the order of the main loop. With a block mask for the visible ones.
+  // Calls f(query head, Q tile, partial) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones,
+  // and `partial` is what the cell map says.
   template <typename F>
   __device__ __forceinline__ void for_each_q_tile(F f) const {
     const WorkTile &t = cta_.work();
     for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
       const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
-      if constexpr (C::kHasBlockMask) {
+      if constexpr (C::kHasDataMask) {
         for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
-          for (uint32_t bits = visible_q_tiles(t, head_q, q_tile); bits != 0; bits &= bits - 1)
-            f(head_q, q_tile - (__ffs(static_cast<int>(bits)) - 1));
+          QTileBits tiles = q_tiles_from(t, head_q, q_tile);
+          for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
+            const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
+            f(head_q, q_tile - n, (tiles.partial >> n & 1) != 0);
+          }
         }
       } else {
         const int shift = cta_.q_tile_shift();
-        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, cta_.shifted_q_tile(i, shift));
+        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, cta_.shifted_q_tile(i, shift), false);
       }
     }
   }
@@ -363,11 +388,12 @@ class Backward {
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index, int &visited) const {
     const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
-    for_each_q_tile([&](int head_q, int q_tile) {
+    for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] bool partial) {
       const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
       mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
-        if constexpr (C::kHasBlockMask) block_mask().visited[visited % BackwardBlockMask::kVisited] = {q_tile, head_q};
+        if constexpr (C::kHasDataMask)
+          masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, partial};
         mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
@@ -446,9 +472,9 @@ class Backward {
         int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
-        if constexpr (C::kHasBlockMask) {
+        if constexpr (C::kHasDataMask) {
 #pragma unroll 1
-          for (int left = block_mask().visible[cta_.work_stage]; left > 0; --left) {
+          for (int left = masked_tiles().visible[cta_.work_stage]; left > 0; --left) {
             stage_ = uniform(q_pipe.stage());
             ds_stage_ = uniform(n & 1);
             iteration(q_pipe.phase(), n, 0);
@@ -548,11 +574,22 @@ class Backward {
                    first_key() + cta_.warp * 16, cta_.lane);
     }
     bool partial;  // has masked pairs
-    if constexpr (C::kHasBlockMask) {
+    ShownPairs<C::kTileQ> shown;
+    if constexpr (C::kHasDataMask) {
       mbarrier_wait(q_full(stage_), parity);
-      q_tile = block_mask().visited[n % BackwardBlockMask::kVisited].q_tile;
+      shown.set_all();
+      if (visited(n).partial) {
+        shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, visited(n).head_q, visited(n).q_tile * C::kTileQ,
+                   first_key());
+      }
     }
-    if constexpr (C::kDpParts > 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+    const auto is_partial = [&] {
+      if constexpr (C::kHasDataMask) q_tile = visited(n).q_tile;
+      const bool by_band = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+      if constexpr (C::kHasDataMask) return by_band || visited(n).partial;
+      return by_band;
+    };
+    if constexpr (C::kDpParts > 1) partial = is_partial();
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
@@ -560,7 +597,7 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (C::kDpParts == 1) partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+    if constexpr (C::kDpParts == 1) partial = is_partial();
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);
     wgmma_fence();
@@ -584,6 +621,12 @@ class Backward {
                         cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
     if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
+    if constexpr (C::kHasDataMask) {
+      if (partial) {
+#pragma unroll
+        for (int w = 0; w < C::kTileQ / 64; ++w) shown.for_hidden(w, [&](int at) { s_[32 * w + at] = kMaskedP; });
+      }
+    }
     if constexpr (!C::kConvertsEarly) convert_p<Element>(s_, p16_);
     if constexpr (kPrefetchDelta) cta_.load_stats(delta_, smem_delta(stage_));
     wgmma_wait<0>();
@@ -600,7 +643,7 @@ class Backward {
       nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
     if (nan_safe) {
-      nan_safe_gradients(q_tile, n);
+      nan_safe_gradients(q_tile, n, shown);
     } else {
       gradients(n, nan_safe_prev);
     }
@@ -758,7 +801,7 @@ class Backward {
   }
 
   // gradients() over the visible pairs alone.
-  __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n) {
+  __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n, const ShownPairs<C::kTileQ> &shown) {
     const uint32_t ds = smem_ds(ds_stage_);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     set_nan_safe();
@@ -767,6 +810,7 @@ class Backward {
       if (part > 0) redo_dp(part);
       compute_ds(part);
       cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
+      if constexpr (C::kHasDataMask) shown.for_hidden(part, [&](int at) { dp_[at] = kMaskedP; });
       convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);
       wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, cta_.lane);

@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "core/problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/l2_head_order.h"
 #include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
@@ -27,10 +28,10 @@ struct BackwardParams : BackwardRows {
   bool ordered;               // deterministic mode: work tiles add to dq_sum in ascending order
   bool vector_dk, vector_dv;  // 16-byte stores are legal
   RawUnit raw;
-  Divisor mask_block;  // block mask: Q tiles in a block of queries
   // Dropout: 1 / (1 - p) / 2^p_exponent, because row_lse makes P 2^p_exponent times as large (common/scores.h).
   //   dv = keep_scale * sum of kept P * dout        dS = P * (keep_scale * dP - row_delta), dP = 0 where dropped
   float keep_scale;
+  DataMask mask;
 };
 
 constexpr int kDqThreads = 256;

@@ -56,10 +56,10 @@ struct BackwardCta {
     return smem + offset + n * bytes;
   }
   __device__ __forceinline__ WorkTile &work() const { return work_tiles[work_stage]; }
-  __device__ __forceinline__ BackwardBlockMask &block_mask() const {
+  __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const {
     using Storage = typename C::Storage;
-    return *reinterpret_cast<BackwardBlockMask *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles) +
-                                                  offsetof(Storage, block_mask));
+    return *reinterpret_cast<BackwardMaskedTiles *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles) +
+                                                    offsetof(Storage, masked_tiles));
   }
 
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
@@ -329,16 +329,16 @@ struct BackwardCta {
   // A work tile only waits for work tiles that started before it. Main loops run downwards from the last Q tile, so that under
   // a causal mask, too, all work tiles of a head begin with the same Q tile and keep their distance.
   //
-  // `visited`: with a block mask, Q tiles that this CTA has visited.
+  // `visited`: with masks as data, Q tiles that this CTA has visited.
   // With kWarps > 1, warp number `warp` takes every kWarps-th partial, and has a `full` of its own. One warp waits for its
   // addition to arrive while the other has the next partial read.
   template <int kWarps = 1>
   __device__ __forceinline__ void reduce_dq(int partial, uint32_t tile, uint32_t full, uint32_t empty, uint32_t &parity,
                                             int warp = 0, int *visited = nullptr) const {
-    if constexpr (C::kHasBlockMask) {
-      for (int left = block_mask().visible[work_stage]; left > 0; --left) {
+    if constexpr (C::kHasDataMask) {
+      for (int left = masked_tiles().visible[work_stage]; left > 0; --left) {
         mbarrier_wait(full, parity);
-        const VisitedQTile x = block_mask().visited[(*visited)++ % BackwardBlockMask::kVisited];
+        const VisitedQTile x = masked_tiles().visited[(*visited)++ % BackwardMaskedTiles::kVisited];
         __syncwarp();  // all lanes have read it before one of them frees dq
         reduce_dq_of_q_tile(x.head_q, x.q_tile, partial, tile, full, empty, parity);
         parity ^= 1;

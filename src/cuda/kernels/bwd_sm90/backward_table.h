@@ -30,8 +30,6 @@ struct BackwardShape {
   ScoreSet scores;  // the score terms it is built for
 
   constexpr bool scored() const { return scores != kPlain; }
-  // Whether the keys of a work tile share their blocks of the mask, and the queries of a Q tile.
-  constexpr bool fits_block_mask(const BlockMask &mask) const { return mask.size_q % rows == 0 && mask.size_k % keys() == 0; }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
   // P goes from one consumer warpgroup to the other through shared memory.
@@ -71,7 +69,7 @@ struct BackwardShape {
   X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kPlain)        \
   X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kSoftcap | kAlibi)              \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kSoftcapAlibi)                \
-  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, false, kBlockMask)                    \
+  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, false, kMasked)                       \
   X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, false, kBlockMask)                  \
   X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kDropout)                       \
   X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kDropout)                     \

@@ -31,17 +31,18 @@ struct WorkTile {
 };
 static_assert(sizeof(WorkTile) == 80);
 
-// With a block mask the producer warp alone looks for visible Q tiles, and tells the consumers and the dq warps which ones it has loaded. The
+// With masks as data the producer warp alone looks for visible Q tiles, and tells the consumers and the dq warps which ones it has loaded. The
 // producer is fewer than kVisited iterations ahead of the dq warps.
 struct VisitedQTile {
   int32_t q_tile, head_q;
+  bool partial;  // the cell map says that a pair may be masked
 };
-struct BackwardBlockMask {
+struct BackwardMaskedTiles {
   static constexpr int kVisited = 8;
   VisitedQTile visited[kVisited];  // by iteration of this CTA
   int32_t visible[2];              // Q tiles of a work tile, of all query heads; by stage of work tiles
 };
-struct NoBackwardBlockMask {};
+struct NoBackwardMaskedTiles {};
 struct DropoutStorage {
   DropoutKey key;
   uint32_t unused;
@@ -67,7 +68,7 @@ struct SingleCtaStorage {
   Mbarrier loads_issued;  // the producer has issued all loads of the work tile
   Mbarrier work_full[2], work_empty[2];
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
-  std::conditional_t<(kScores & kBlockMask) != 0, BackwardBlockMask, NoBackwardBlockMask> block_mask;
+  std::conditional_t<(kScores & kDataMask) != 0, BackwardMaskedTiles, NoBackwardMaskedTiles> masked_tiles;
   alignas(16) std::conditional_t<(kScores & kDropout) != 0, DropoutStorage, NoDropout> dropout_key;
 };
 

@@ -45,7 +45,7 @@ struct ClusterConfig {
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScores != kPlain, kOrdered = kOrdered_,
                         kLaneFromShuffle = false;
-  static constexpr bool kPersistent = false, kRotates = false, kHasBlockMask = false, kConvertsEarly = kScored;
+  static constexpr bool kPersistent = false, kRotates = false, kHasDataMask = false, kConvertsEarly = kScored;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
                        kProducerRegisters = kPThroughSmem ? 24 : 40;

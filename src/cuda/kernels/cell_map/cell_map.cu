@@ -4,6 +4,8 @@
 // Every kind of mask gives two bits for a cell: `any` pair is visible, `all` pairs are. A cell is visible where every kind has `any`, and
 // partial where some kind lacks `all`. Both may err on the safe side: two masks may each show pairs of a cell and none in common, and slices
 // that cover a cell only together make it partial. Queries and keys past the end of a sequence have no say.
+#include <algorithm>
+
 #include "cuda/common/data_mask.cuh"
 #include "cuda/kernels/cell_map/cell_map.h"
 
@@ -27,12 +29,15 @@ struct Cells {
   __device__ __forceinline__ int keys() const { return max(key_end - key0, 0); }
 };
 
-__device__ __forceinline__ Cell from_block_mask(const BlockMask &mask, const Cells &c) {
+__device__ __forceinline__ Cell from_block_mask(const DataMask &mask, const Cells &c) {
+  const BlockMask &m = mask.block_mask;
   Cell cell;
-  const uint8_t *blocks = mask.data + c.b * mask.batch_stride + c.h * mask.head_stride;
-  for (int64_t row = c.row0 / mask.size_q; row * mask.size_q < c.row_end; ++row)
-    for (int64_t col = c.key0 / mask.size_k; col * mask.size_k < c.key_end; ++col) {
-      const bool visible = blocks[row * mask.row_stride + col * mask.col_stride] != 0;
+  if (c.keys() == 0) return cell;
+  const uint8_t *blocks = m.data + c.b * m.batch_stride + c.h * m.head_stride;
+  const int row_end = mask.mask_size_q.quotient(c.row_end - 1), col_end = mask.mask_size_k.quotient(c.key_end - 1);
+  for (int row = mask.mask_size_q.quotient(c.row0); row <= row_end; ++row)
+    for (int col = mask.mask_size_k.quotient(c.key0); col <= col_end; ++col) {
+      const bool visible = blocks[row * m.row_stride + col * m.col_stride] != 0;
       cell.any |= visible;
       cell.all &= visible;
     }
@@ -40,22 +45,23 @@ __device__ __forceinline__ Cell from_block_mask(const BlockMask &mask, const Cel
 }
 
 // Lanes take the entries of a list in turn, and mark the cells that a block touches and those that it fills.
-__device__ __forceinline__ Cell from_block_lists(const BlockLists &lists, const Cells &c) {
+__device__ __forceinline__ Cell from_block_lists(const DataMask &mask, const Cells &c) {
+  const BlockLists &lists = mask.block_lists;
+  const int size = mask.list_size_k, row_end = mask.list_size_q.quotient(c.row_end - 1);
   Cell cell;
-  for (int64_t row = c.row0 / lists.size_q; row * lists.size_q < c.row_end; ++row) {
-    const int64_t given =
-        lists.counts[c.b * lists.count_batch_stride + c.h * lists.count_head_stride + row * lists.count_row_stride];
-    const int64_t count = given < 0 ? 0 : given < lists.max_blocks ? given : lists.max_blocks;
-    const int32_t *list = lists.indices + c.b * lists.batch_stride + c.h * lists.head_stride + row * lists.row_stride;
+  for (int row = mask.list_size_q.quotient(c.row0); row <= row_end; ++row) {
+    const detail::BlockList list = detail::block_list(lists, c.b, c.h, row);
     uint32_t touched = 0, filled = 0;
-    for (int64_t n = c.lane; n < count; n += 32) {
-      const int64_t block = list[n * lists.entry_stride];
-      if (block < 0 || block >= lists.blocks_k) continue;
-      const int64_t begin = block * lists.size_k - c.word_key0, end = begin + lists.size_k;
+    for (int n = c.lane; n < list.count; n += 32) {
+      const int block = list.entries[n * lists.entry_stride];
+      if (block < 0 || block >= static_cast<int>(lists.blocks_k)) continue;
+      const int begin = block * size, end = begin + size;
+      if (begin >= c.word_key_end || end <= c.word_key0) continue;
+      const int from = max(begin - c.word_key0, 0), to = end - c.word_key0;
       // A block at the end of the keys fills its last cell, however long that is.
-      const int64_t filled_end = end + c.word_key0 >= c.word_key_end ? 32 : end / kCell;
-      touched |= static_cast<uint32_t>(bits_between(begin / kCell, (end + kCell - 1) / kCell));
-      filled |= static_cast<uint32_t>(bits_between((begin + kCell - 1) / kCell, filled_end));
+      const int filled_end = end >= c.word_key_end ? 32 : to / kCell;
+      touched |= static_cast<uint32_t>(bits_between(from / kCell, (to + kCell - 1) / kCell));
+      filled |= static_cast<uint32_t>(bits_between((from + kCell - 1) / kCell, filled_end));
     }
     touched = __reduce_or_sync(~0u, touched);
     filled = __reduce_or_sync(~0u, filled);
@@ -154,8 +160,8 @@ __global__ void __launch_bounds__(kWarps * 32) cell_map(const __grid_constant__ 
       const int64_t first = mask.seqstart_k[c.b * mask.seqstart_k_stride];
       add({first < c.key_end, first <= c.key0});
     }
-    if (mask.block_mask.data != nullptr) add(from_block_mask(mask.block_mask, c));
-    if (mask.block_lists.given) add(from_block_lists(mask.block_lists, c));
+    if (mask.block_mask.data != nullptr) add(from_block_mask(mask, c));
+    if (mask.block_lists.given) add(from_block_lists(mask, c));
     if (mask.element_mask.given) add(from_element_mask(mask, c));
     if (mask.slices.given) {
       int32_t *list = word == 0 ? mask.slice_lists + strip * DataMask::kSliceList : nullptr;
@@ -209,6 +215,11 @@ size_t describe_cell_map(const MaskedProblem &p, bool backward, char *workspace,
   if (!p.masked_by_data() && p.seqstart_k == nullptr) return 0;
   static_cast<MaskSources &>(mask) = p;
   mask.block_mask = p.block_mask;
+  const auto clamped = [](int64_t size) { return std::clamp<int64_t>(size, 1, int64_t{1} << 30); };
+  mask.mask_size_q = Divisor(clamped(p.block_mask.size_q));
+  mask.mask_size_k = Divisor(clamped(p.block_mask.size_k));
+  mask.list_size_q = Divisor(clamped(p.block_lists.size_q));
+  mask.list_size_k = static_cast<int32_t>(clamped(p.block_lists.size_k));
   const auto differs = [&](int64_t blocks, int64_t counts, int64_t indices, int64_t elements) {
     return (p.block_mask.data != nullptr && blocks != 0) || (p.block_lists.given && (counts | indices) != 0) ||
            (p.element_mask.given && elements != 0);

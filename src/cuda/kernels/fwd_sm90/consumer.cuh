@@ -151,9 +151,9 @@ class Consumer {
     mbarrier_arrive_if(at_.lane == 0, smem_.work_empty(work_.stage()));
   }
 
-  // The first key of the KV tile of iteration i. With a block mask the producer warp has written it; `released`: the KV tile has left its stage of K.
+  // The first key of the KV tile of iteration i. With masks as data the producer warp has written it; `released`: the KV tile has left its stage of K.
   __device__ __forceinline__ int first_key(const WorkTile &t, int i, bool released) const {
-    if constexpr (C::kHasBlockMask) {
+    if constexpr (C::kHasDataMask) {
       const int stage = released ? (k_.stage() + C::kStages - 1) % C::kStages : k_.stage();
       const int key0 = smem_.first_key(stage, k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0));
       __syncwarp();  // all lanes have read it before one of them frees the next stage of K
@@ -182,8 +182,8 @@ class Consumer {
     if (C::kFp8 || (p_.k_lengths.cu == nullptr && p_.k_lengths.used == nullptr)) return;
     const WorkTile &t = smem_.work_tile(work_stage);
     int used = t.seqlen_k;
-    if constexpr (C::kHasBlockMask) {
-      used -= smem_.range(work_stage).first_key[at_.wg];
+    if constexpr (C::kHasDataMask) {
+      used -= smem_.masked_tiles(work_stage).first_key;
     } else {
       used -= t.kv_tile(t.begin[at_.wg]) * C::kKeys;
     }
@@ -215,14 +215,17 @@ class Consumer {
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       if (first_pv) clear_v_tail(kFirst ? previous_stage() : work_.stage());
     };
+    const bool masked = i < masked_end;
+    uint32_t visible[2];
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+    // Masks as data take many registers. S is not in use yet.
+    if (C::kHasDataMask && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
     if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
-    const bool masked = i < masked_end;
-    uint32_t visible[2];
-    if (kSpareRegisters && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);  // while the wgmmas run
+    // While the wgmmas run.
+    if (kSpareRegisters && !C::kHasDataMask && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
@@ -233,7 +236,7 @@ class Consumer {
     k_.advance();
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
     if (masked) {
-      if (!kSpareRegisters) find_visible(t, first_key(t, i, /*released=*/true), visible);
+      if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
       apply_mask(visible);
     }
     const bool rescaled = update_max_and_exponentiate();
@@ -373,11 +376,23 @@ class Consumer {
     apply_score_mods<Fragment, kSoftcapAlibi>(
         s_, p_, a_.raw, [&](int) { return t.head; }, [&](int r) { return at_.row(t, r) + diagonal; });
   }
-  // Which of the KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
+  // Which of a partial KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
   __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       visible[r] = visible_bits<Fragment>(keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, at_.row(t, r)), key0, at_.lane);
+    if constexpr (C::kHasDataMask) {
+      // One row and cell at a time: there are no registers for more.
+#pragma unroll 1
+      for (int n = 0; n < 2 * (C::kKeys / kCell); ++n) {
+        const int r = n & 1, cell = n >> 1;
+        const uint64_t keys = visible_key_bits(a_.mask, p_, smem_.masked_tiles(work_.stage()).batch, t.head_q, at_.row(t, r),
+                                               key0 + cell * kCell);
+        const uint32_t hidden = (qk_fragment_bits(keys, at_.lane) ^ 0xFFFF) << 16 * cell;
+        visible[0] &= ~(r == 0 ? hidden : 0);
+        visible[1] &= ~(r == 1 ? hidden : 0);
+      }
+    }
   }
   __device__ __forceinline__ void apply_mask(const uint32_t (&visible)[2]) {
 #pragma unroll

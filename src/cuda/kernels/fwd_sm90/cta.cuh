@@ -24,7 +24,7 @@ struct ForwardConfig {
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
-  static constexpr bool kHasBlockMask = (kScores & kBlockMask) != 0;
+  static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
@@ -39,7 +39,7 @@ struct ForwardConfig {
   static constexpr int kVLoadedBytes = kFp8 ? kDv * kKeys : kVBytes;  // bytes of one TMA load of V
   // setmaxnreg moves registers from the first warpgroup (scheduler and producers) to the consumers. They can take only what it gives up.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kCtasPerSm) / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 || kHasBlockMask ? 40 : 32;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 || kHasDataMask ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3   ? 160
                                             : kConsumerWarpgroups == 2 ? 232
                                                                        : 2 * kLaunchRegisters - kProducerRegisters;
@@ -101,11 +101,9 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t work_request() const { return base + offsetof(Storage, work_request); }
   __device__ __forceinline__ WorkTile &work_tile(int n) const { return work_tiles[n]; }
 
-  // With a block mask: the range of the work tile in stage n, and the first key of a KV tile in stage n of K.
-  __device__ __forceinline__ BlockMaskRange<C::kConsumerWarpgroups> &range(int n) const {
-    return storage().block_mask.range[n];
-  }
-  __device__ __forceinline__ int &first_key(int n, uint32_t phase) const { return storage().block_mask.first_key[phase][n]; }
+  // With masks as data: the KV tiles of the work tile in stage n, and the first key of a KV tile in stage n of K.
+  __device__ __forceinline__ MaskedTiles &masked_tiles(int n) const { return storage().masked_tiles.range[n]; }
+  __device__ __forceinline__ int &first_key(int n, uint32_t phase) const { return storage().masked_tiles.first_key[phase][n]; }
   // With dropout: b * heads_q + h of the work tile in stage n.
   __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.head[n]; }
   // The storage that work_tiles is in: one address in registers serves both.

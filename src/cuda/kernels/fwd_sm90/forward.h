@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "core/forward_problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/scores.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
 #include "cuda/kernels/fwd_sm90/tile_order.h"
@@ -27,9 +28,9 @@ struct ForwardParams {
   bool vector_out;    // out allows 16-byte stores
   bool tma_out;       // out allows TMA stores
   Descale q_descale, k_descale, v_descale;  // fp8: one per sequence and head
-  Divisor mask_block;                       // block mask: KV tiles in a block of keys
   // Dropout (common/scores.h): m lies p_exponent below the row maximum, and is raised when a score exceeds it by more than dropout_threshold.
   float p_exponent, dropout_threshold;
+  DataMask mask;
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

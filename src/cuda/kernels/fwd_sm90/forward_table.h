@@ -31,10 +31,8 @@ struct ForwardShape {
   constexpr int32_t rows() const { return groups * 64; }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
-  // Whether a work tile's rows share their blocks of the mask, and a KV tile's keys.
-  constexpr bool fits_block_mask(const BlockMask &mask) const {
-    return mask.size_q % rows() == 0 && mask.size_k % kv_tile == 0;
-  }
+  // Whether a KV tile of more than a cell is too coarse for blocks of keys: smaller blocks would leave most of it masked.
+  constexpr bool is_too_coarse(int64_t block_keys) const { return kv_tile > 64 && block_keys % kv_tile != 0; }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
   constexpr int32_t threads() const { return (groups + 1) * 128; }
 };
@@ -43,8 +41,8 @@ struct ForwardShape {
 // them would idle; there d128s has two. At head_dim 64 work tiles are short, and CTAs of one warpgroup, three per SM, do not wait for each
 // other at the ends of tiles (d64s). At head_dim 128 the L2 cache could not feed such CTAs.
 //
-// With a block mask the rows of a work tile see the same blocks of keys: two consumer warpgroups are for blocks of 128 queries, one for blocks of 64.
-// At head_dim 64 one is for both: with blocks of 128 it is within 2 % of two.
+// With masks as data a work tile visits every KV tile that some row of it sees. At head_dim 128 two consumer warpgroups are for block masks with
+// blocks of 128 and for masks without blocks, one is for smaller blocks. At head_dim 64 one is for all: with blocks of 128 it is within 2 % of two.
 // X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8)
 // One kernel a line, as the build reads it:
 // clang-format off
@@ -60,10 +58,10 @@ struct ForwardShape {
   X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false)    \
   X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
   X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
-  X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kBlockMask, false)  \
-  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kBlockMask, false)    \
-  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false)   \
-  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false) \
+  X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kMasked, false) \
+  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kMasked, false) \
+  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false) \
+  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false) \
   X(d64d, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false)     \
   X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false)  \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \

@@ -4,8 +4,8 @@
 
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
-#include "cuda/kernels/fwd_sm90/block_mask.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
+#include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -24,20 +24,30 @@ class Producer {
     PipelineState<C::kWorkStages> work;
     if (C::kFp8) pdl_wait();  // for the kernel that writes the transposed copy of V
     while (true) {
-      int64_t mask_row = 0;
-      int range_tiles = 0;
-      const WorkTile t = take_work(work, [&] {
-        if constexpr (C::kHasBlockMask) {
-          mask_row = smem_.range(work.stage()).row;
-          range_tiles = smem_.range(work.stage()).kv_tiles;
+      if constexpr (C::kHasDataMask) {
+        // The description stays in shared memory until the tile has been loaded: with the search there are no registers for a copy.
+        mbarrier_wait(smem_.work_full(work.stage()), work.phase());
+        const WorkTile &t = smem_.work_tile(work.stage());
+        if (t.kv_tiles < 0) break;
+        if (t.kv_tiles > 0) {
+          MaskedTileWalk<C> walk(a_.mask, smem_.masked_tiles(work.stage()), lane_);
+          load_tile(
+              t, [&](int) { return walk.next(); }, q, k, v);
+        } else {
+          request_work();
         }
-      });
-      if (t.kv_tiles < 0) break;
-      if (t.kv_tiles > 0) {
-        VisibleTiles<WorkTile> visible(a_, mask_row, range_tiles, lane_);
-        load_tile(t, visible, q, k, v);
+        __syncwarp();
+        mbarrier_arrive_if(lane_ == 0, smem_.work_empty(work.stage()));
+        work.advance();
       } else {
-        request_work();
+        const WorkTile t = take_work(work);
+        if (t.kv_tiles < 0) break;
+        if (t.kv_tiles > 0) {
+          load_tile(
+              t, [&](int i) { return t.kv_tile(i); }, q, k, v);
+        } else {
+          request_work();
+        }
       }
     }
   }
@@ -46,7 +56,7 @@ class Producer {
     PipelineState<C::kQStages> q;
     PipelineState<C::kWorkStages> work;
     while (true) {
-      const WorkTile t = take_work(work, [] {});
+      const WorkTile t = take_work(work);
       if (t.kv_tiles < 0) break;
       if (t.kv_tiles == 0) continue;
 #pragma unroll 1
@@ -61,12 +71,10 @@ class Producer {
 
   __device__ __forceinline__ void request_work() const { mbarrier_arrive_if(lane_ == 0, smem_.work_request()); }
 
-  // A copy of the next work tile, in registers. read() may read more of its stage.
-  template <typename Read>
-  __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work, Read read) const {
+  // A copy of the next work tile, in registers.
+  __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work) const {
     mbarrier_wait(smem_.work_full(work.stage()), work.phase());
     const WorkTile t = smem_.work_tile(work.stage());
-    read();
     __syncwarp();
     mbarrier_arrive_if(lane_ == 0, smem_.work_empty(work.stage()));
     work.advance();
@@ -83,13 +91,14 @@ class Producer {
                     s * C::kAtomColumns, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
     }
   }
-  // visible: with a block mask, the KV tiles to load.
-  __device__ __forceinline__ void load_tile(const WorkTile &t, VisibleTiles<WorkTile> &visible, PipelineState<C::kQStages> &q,
+  // kv_tile_of(i) is the KV tile of iteration i. With masks as data it is called once for each i, in order.
+  template <typename KvTileOf>
+  __device__ __forceinline__ void load_tile(const WorkTile &t, KvTileOf kv_tile_of, PipelineState<C::kQStages> &q,
                                             PipelineState<C::kStages> &k, PipelineState<C::kStages> &v) const {
     const auto load_k = [&](int tile) {
       mbarrier_wait(smem_.k_empty(k.stage()), k.phase() ^ 1);
       if (elect_one()) {
-        if constexpr (C::kHasBlockMask) smem_.first_key(k.stage(), k.phase()) = tile * C::kKeys;  // published by the arrival
+        if constexpr (C::kHasDataMask) smem_.first_key(k.stage(), k.phase()) = tile * C::kKeys;  // published by the arrival
         mbarrier_arrive_expect_tx(smem_.k_full(k.stage()), C::kKBytes);
 #pragma unroll
         for (int s = 0; s < C::kAtoms; ++s)
@@ -98,13 +107,13 @@ class Producer {
       }
       k.advance();
     };
-    int last_k = 0;  // with a block mask: the KV tile of which K has been loaded last
+    int last_k = 0;  // with masks as data: the KV tile of which K has been loaded last
     const auto load_next_k = [&](int i) {
-      if constexpr (C::kHasBlockMask) {
-        last_k = visible.next(t);
+      if constexpr (C::kHasDataMask) {
+        last_k = kv_tile_of(i);
         load_k(last_k);
       } else {
-        load_k(t.kv_tile(i));
+        load_k(kv_tile_of(i));
       }
     };
     load_next_k(0);
@@ -119,7 +128,7 @@ class Producer {
       mbarrier_wait(smem_.v_empty(v.stage()), v.phase() ^ 1);
       if (elect_one()) {
         mbarrier_arrive_expect_tx(smem_.v_full(v.stage()), C::kVLoadedBytes);
-        const auto tile = [&] { return C::kHasBlockMask ? visible_tile : t.kv_tile(i); };
+        const auto tile = [&] { return C::kHasDataMask ? visible_tile : t.kv_tile(i); };
         if constexpr (C::kFp8) {
           tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile() * C::kKeys, 0, t.head_k,
                       t.k_batch, kEvictLast);

@@ -9,8 +9,8 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/kernels/fwd_sm90/block_mask.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
+#include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -62,21 +62,18 @@ class Recompute {
     const float row_max = (at_.lane >> 4) ? high : low;
     const Element *q = q_row_of_lane(t);
     clear(out);
+    KvTiles tiles(*this, work_stage);
 #pragma unroll 1
-    for (int i = masked_begin(work_stage); i < masked_end(work_stage); ++i) {
-      int tile;
-      if constexpr (C::kHasBlockMask) {
-        tile = t.kv_tile(i, smem_.range(work_stage).kv_tiles);
-        if (!is_visible(a_, smem_.range(work_stage).row, tile)) continue;
-      } else {
-        tile = t.kv_tile(i);
-      }
-      const int key0 = tile * C::kKeys;
+    for (int i = t.begin[at_.wg]; i < t.masked_end[at_.wg]; ++i) {
+      const int key0 = tiles.next(i) * C::kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + C::kKeys, t.seqlen_k); ++key) {
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
         const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
-        const bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
+        bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
+        if constexpr (C::kHasDataMask) {
+          lane_visible = lane_visible && is_pair_visible(a_.mask, p_, smem_.masked_tiles(work_stage).batch, t.head_q, row, key);
+        }
         float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - row_max));
         if constexpr (C::kHasDropout) {
           if (dropout_bits(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage), row, key) < p_.dropout.threshold)
@@ -110,15 +107,19 @@ class Recompute {
   }
 
  private:
-  // The KV tiles with masked pairs: numbers in the order of the main loop, or with a block mask in that of its range.
-  __device__ __forceinline__ int masked_begin(int work_stage) const {
-    if constexpr (C::kHasBlockMask) return smem_.range(work_stage).begin[at_.wg];
-    return smem_.work_tile(work_stage).begin[at_.wg];
-  }
-  __device__ __forceinline__ int masked_end(int work_stage) const {
-    if constexpr (C::kHasBlockMask) return smem_.range(work_stage).masked_end[at_.wg];
-    return smem_.work_tile(work_stage).masked_end[at_.wg];
-  }
+  // The KV tiles of the main loop, one after the other from iteration begin[wg] on.
+  struct TilesByNumber {
+    const WorkTile &t;
+    __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage) : t(r.smem_.work_tile(work_stage)) {}
+    __device__ __forceinline__ int next(int i) const { return t.kv_tile(i); }
+  };
+  struct TilesByWalk {
+    MaskedTileWalk<C> walk;
+    __device__ __forceinline__ TilesByWalk(const Recompute &r, int work_stage)
+        : walk(r.a_.mask, r.smem_.masked_tiles(work_stage), r.at_.lane) {}
+    __device__ __forceinline__ int next(int) { return walk.next(); }
+  };
+  using KvTiles = std::conditional_t<C::kHasDataMask, TilesByWalk, TilesByNumber>;
 
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {

@@ -5,16 +5,17 @@
 #include "core/problem.h"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/score_mod.cuh"
-#include "cuda/kernels/fwd_sm90/block_mask.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
+#include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
 
 namespace fa::cuda::sm90 {
 
 // The number of rows of the sequence's first tile that lie before row 0. Without a causal mask it is 0, and the last tile is the partial
-// one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows. With a block mask tiles start at multiples of kRows, as its blocks do.
-template <int kRows, bool kHasBlockMask>
+// one. With a causal mask the last tile is the longest, so the first tile is the partial one: it lacks whole warpgroups of 64 rows. With masks as data tiles start at multiples of kRows, as
+// cells do.
+template <int kRows, bool kHasDataMask>
 __device__ __forceinline__ int missing_rows(const ForwardParams &a, int seqlen_q) {
-  return a.order.last_rows_first() && !kHasBlockMask ? ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64 : 0;
+  return a.order.last_rows_first() && !kHasDataMask ? ((seqlen_q + kRows - 1) / kRows * kRows - seqlen_q) / 64 * 64 : 0;
 }
 
 // Finds the work tiles of packed sequences, one sequence after the other. Within a sequence tiles are in the order that TileOrder has for
@@ -23,7 +24,7 @@ __device__ __forceinline__ int missing_rows(const ForwardParams &a, int seqlen_q
 // The host launches as many tiles as if all sequences were as long as the longest. To step over the missing ones one by one would take as
 // long as work tiles do. Instead a warp looks at 32 sequences at once: lane l knows sequence `first_sequence + l`. Indices only grow, so
 // each group of 32 sequences is loaded once.
-template <int kRows, bool kHasBlockMask>
+template <int kRows, bool kHasDataMask>
 struct PackedScheduler {
   // The 32 sequences that the lanes hold, and the number of tiles of all sequences before them.
   int first_sequence = -32, tiles_before = 0;
@@ -55,7 +56,7 @@ struct PackedScheduler {
       row_blocks = 0;
       if (first_sequence + lane < a.problem.batch) {
         const Sequence q = sequence_of(a.problem.q_lengths, first_sequence + lane);
-        const auto rows = static_cast<int>(q.slot) + missing_rows<kRows, kHasBlockMask>(a, static_cast<int>(q.len));
+        const auto rows = static_cast<int>(q.slot) + missing_rows<kRows, kHasDataMask>(a, static_cast<int>(q.len));
         row_blocks = min((rows + kRows - 1) / kRows, a.order.row_blocks());
       }
       end = row_blocks * heads;
@@ -94,7 +95,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   {
     const Sequence q = sequence_of(p.q_lengths, place.batch);
     seqlen_q = static_cast<int>(q.len);
-    row0 = place.row_block * kRows - missing_rows<kRows, C::kHasBlockMask>(a, seqlen_q);
+    row0 = place.row_block * kRows - missing_rows<kRows, C::kHasDataMask>(a, seqlen_q);
     // The last tile also zeroes the rows that the sequence owns beyond all row blocks.
     const auto unused_end =
         static_cast<int>(place.row_block == a.order.row_blocks() - 1 ? q.slot : min(int64_t{row0 + kRows}, q.slot));
@@ -145,17 +146,20 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   const KeyRange interior = tiles_inside<kKeys>(diagonal.interior_keys(rows));
   const int left_masked = interior.empty() ? 0 : interior.begin - all.begin,
             right_masked = all.end - (interior.empty() ? all.begin : interior.end);
+  if constexpr (C::kHasDataMask) {
+    describe_masked_tiles<C>(a, place.batch, place.head, row0, seqlen_q, all, interior, lane, t, smem.masked_tiles(stage));
+    return has_work;
+  }
   if (lane == 0) {
     t.first = all.begin;
     t.kv_tiles = all.size();
     t.left_masked = left_masked;
     t.right_masked = right_masked;
   }
-  int begin = 0, masked_end = 0;
   if (lane < kConsumerWarpgroups) {
     const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
     const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
-    begin = masked_end = all.size();
+    int begin = all.size(), masked_end = begin;
     if (!my_keys.empty()) {
       begin = all.end - tiles_touching<kKeys>(my_keys).end;
       if (left_masked > 0) {
@@ -164,13 +168,8 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
         masked_end = all.end - my_interior.end;
       }
     }
-    if (!C::kHasBlockMask) {
-      t.begin[lane] = begin;
-      t.masked_end[lane] = masked_end;
-    }
-  }
-  if constexpr (C::kHasBlockMask) {
-    apply_block_mask<C>(a, place.batch, place.head, row0, lane, all.size(), begin, masked_end, t, smem.range(stage));
+    t.begin[lane] = begin;
+    t.masked_end[lane] = masked_end;
   }
   return has_work;
 }
@@ -249,7 +248,7 @@ class Scheduler {
   const Problem &p_;
   const SharedMemory<C> smem_;
   const int lane_;
-  PackedScheduler<C::kRows, C::kHasBlockMask> packed_scheduler_;
+  PackedScheduler<C::kRows, C::kHasDataMask> packed_scheduler_;
 };
 
 }  // namespace fa::cuda::sm90

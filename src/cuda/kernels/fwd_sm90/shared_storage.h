@@ -30,34 +30,32 @@ struct ForwardWorkTile {
   // contain masked pairs.
   int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
 
-  // The KV tile of iteration i: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
+  // The KV tile of iteration i, without masks as data: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
   // unmasked tiles, last key first.
-  FA_HD int kv_tile(int i) const { return kv_tile(i, kv_tiles); }
-  // Number i of a range of `tiles` KV tiles, in that order.
-  FA_HD int kv_tile(int i, int tiles) const {
-    const int last = first + tiles - 1;
+  FA_HD int kv_tile(int i) const {
+    const int last = first + kv_tiles - 1;
     if (i < right_masked || left_masked == 0) return last - i;
     const int left = i - right_masked;
     return left < left_masked ? first + left : last - (i - left_masked);
   }
 };
 
-// With a block mask a work tile sees some of the KV tiles of a range. ForwardWorkTile counts these alone: kv_tiles, begin, masked_end. The same
-// numbers for the whole range are here, because the order of KV tiles is that of the range.
-template <int kConsumerWarpgroups>
-struct BlockMaskRange {
-  int64_t row;  // offset of the tile's row of the mask
-  int kv_tiles;
-  int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
-  int first_key[kConsumerWarpgroups];  // of the first KV tile that the warpgroup sees
+// With masks as data: where a work tile's KV tiles stand in the cell map (masked_tiles.cuh).
+struct MaskedTiles {
+  int64_t row;     // offset of the work tile's first row of cells in by_query
+  int cell_rows;   // rows of cells that have queries
+  int begin, end;  // KV tiles that band and lengths show; those in [interior_begin, interior_end) are whole
+  int interior_begin, interior_end;
+  int first_key;  // of the first KV tile of the main loop
+  int batch;
 };
-template <int kConsumerWarpgroups, int kWorkStages, int kStages>
-struct ForwardBlockMask {
-  BlockMaskRange<kConsumerWarpgroups> range[kWorkStages];
+template <int kWorkStages, int kStages>
+struct ForwardMaskedTiles {
+  MaskedTiles range[kWorkStages];
   // Of the KV tile in a stage of K, by the phase of the stage: it may be read when the KV tile has left the stage.
   int first_key[2][kStages];
 };
-struct NoForwardBlockMask {};
+struct NoForwardMaskedTiles {};
 
 // With dropout: the sequence and query head of the work tile in each stage, as the rule for dropout counts them (b * heads_q + h).
 template <int kWorkStages>
@@ -78,7 +76,7 @@ struct Staging<0> {};
 template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8,
           ScoreSet kScores>
 struct ForwardStorage {
-  static constexpr bool kHasBlockMask = (kScores & kBlockMask) != 0;
+  static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr int kWorkStages = 4;
   static constexpr int kAtomColumns = kFp8 ? 128 : 64;
   static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns, kVAtoms = (kHeadDimV + 63) / 64;
@@ -97,7 +95,7 @@ struct ForwardStorage {
   uint64_t work_full[kWorkStages], work_empty[kWorkStages];
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
-  std::conditional_t<kHasBlockMask, ForwardBlockMask<kConsumerWarpgroups, kWorkStages, kStages>, NoForwardBlockMask> block_mask;
+  std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
   std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
 };
 
