@@ -52,8 +52,8 @@ class Launches {
   const Entry *end() const { return entries_ + num_entries_; }
 
  private:
-  static constexpr int kMaxParams = 3;
-  static constexpr size_t kParamsBytes = 2304, kAlignment = 128;  // of tensor maps
+  static constexpr int kMaxParams = 4;
+  static constexpr size_t kParamsBytes = 3072, kAlignment = 128;  // of tensor maps
 
   alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];
   union {

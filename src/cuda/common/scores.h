@@ -23,6 +23,8 @@ constexpr ScoreSet kLogAlibi = 64;
 // kBlockMask: a block mask alone, with blocks of multiples of 64, which kernels may read as it is. kDataMask: any other mask as data; kernels read
 // the cell map (data_mask.h). Kernels for kDataMask use the map for block masks, too.
 constexpr ScoreSet kDataMask = 128;
+// Forward: max_logit is asked for.
+constexpr ScoreSet kMaxLogit = 256;
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
@@ -31,7 +33,7 @@ constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kBlockMask;
 constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
 constexpr ScoreSet kMasked = kBlockMask | kDataMask;
-constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi | kDataMask;
+constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi | kDataMask | kMaxLogit;
 
 // Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
 constexpr bool stages_bias(ScoreSet scores) { return (scores & (kTileBias | kAnyBias)) == kTileBias; }

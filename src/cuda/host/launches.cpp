@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "cuda/kernels/cell_map/cell_map.h"
+#include "cuda/kernels/max_logit/max_logit.h"
 
 namespace fa::cuda {
 namespace {
@@ -40,6 +41,11 @@ void add_cell_map(const MaskedProblem &p, bool backward, size_t offset, LaunchMe
 fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, LaunchMemory memory, Launches &launches,
                         ErrorText &error) {
   if (plan.cell_map) add_cell_map(problem, /*backward=*/false, plan.cell_map_offset, memory, launches);
+  if (problem.max_logit != nullptr) {
+    auto &params = launches.make_params<MaxLogitParams>();
+    params = {problem.max_logit, problem.max_logit_stride, problem.heads_q};
+    launches.add("max_logit kernel", max_logit_launch(params), &params);
+  }
   return kForward[static_cast<int>(plan.family)](problem, plan, memory, launches, error);
 }
 

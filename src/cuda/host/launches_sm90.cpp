@@ -60,6 +60,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.p_exponent = static_cast<float>(exponent);
   params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;
   params.mask = memory.mask;
+  params.max_logit = p.max_logit;
+  params.max_logit_stride = p.max_logit_stride;
   params.tiles = plan.tiles;
   params.counters = memory.counters;
   params.vector_out = plan.vector.out;

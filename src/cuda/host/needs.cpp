@@ -65,6 +65,10 @@ bool is_tma_compatible(const Operand &t, const Lengths &lengths, int64_t head_di
 
 Needs needs_of(const ForwardProblem &p) {
   Needs needs = common_needs(p);
+  if (p.max_logit != nullptr) {
+    needs.scores |= kMaxLogit;
+    needs.features &= ~kPlainScores;
+  }
   if (p.page_table != nullptr) needs.features |= kPagedKv;
   if (p.num_splits > 1) needs.features |= kSplitKv;
   if (is_quantised(p.k.dtype) && (p.k_descale.per_row || p.v_descale.per_row)) needs.features |= kDescalePerRow;

@@ -111,8 +111,6 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
 }  // namespace
 
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
-  if (p.max_logit != nullptr)
-    return fail(error, FA_ERROR_UNSUPPORTED, "max_logit is given, but no CUDA kernel computes it yet");
   FA_RETURN_IF_ERROR(check_limits(p, error));
   const Needs needs = needs_of(p);
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));

@@ -31,6 +31,8 @@ struct ForwardParams {
   // Dropout (common/scores.h): m lies p_exponent below the row maximum, and is raised when a score exceeds it by more than dropout_threshold.
   float p_exponent, dropout_threshold;
   DataMask mask;
+  float *max_logit;  // (heads_q), where the kernel computes it
+  int64_t max_logit_stride;
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// max_logit: the largest visible logit of a query head.
+//
+// Iterations that look for row maxima know their largest scores. The others hold P = 2^(S - m) and its row sums alone. There a lane's sum of a row
+// bounds its P: no score exceeds the largest one so far, M, unless the sum exceeds 2^(M - m). Only then P is searched.
+//
+// The result does not depend on which work tile comes first: a score within 2^-10 of M is always searched for, so that M is the maximum of the
+// same numbers in any order.
+#pragma once
+
+#include "cuda/common/softmax.cuh"
+#include "cuda/kernels/fwd_sm90/cta.cuh"
+
+namespace fa::cuda::sm90 {
+
+// Raises *to to x, which is not NaN.
+__device__ __forceinline__ void atomic_max(float *to, float x) {
+  x += 0.f;  // -0 has the bits of a negative number
+  if (x >= 0.f) {
+    atomicMax(reinterpret_cast<int *>(to), __float_as_int(x));
+  } else {
+    atomicMin(reinterpret_cast<unsigned *>(to), __float_as_uint(x));
+  }
+}
+
+template <class C>
+class HeadMax {
+ public:
+  static constexpr bool kOn = (C::kScores & kMaxLogit) != 0;
+
+  // The first iterations of a work tile add to what the head has so far.
+  __device__ __forceinline__ void begin(const ForwardParams &a, int head) {
+    before_ = load_relaxed(address(a, head)) * kLog2e;
+    found_ = -CUDART_INF_F;
+  }
+
+  // S of a KV tile, masked pairs -inf. Rows that do not exist have a maximum of 1e30.
+  template <class Softmax, typename Scores>
+  __device__ __forceinline__ void add_scores(const Softmax &softmax, const Scores &s, float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (softmax.max[r] < 1e29f) found_ = fmaxf(found_, Softmax::largest(s, r) * scale);
+  }
+
+  // Called when m or M has changed.
+  __device__ __forceinline__ void set_limits(const float (&max)[2]) {
+    found_ = warp_max(found_);
+    const float largest = fmaxf(before_, found_);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) limit_[r] = fminf(exp2_approx(largest - max[r]) * (1.f - 0x1p-10f), kMaxLaneSum);
+  }
+  // Whether a lane's sums allow for a P above M, or are so large that m must be raised. NaN counts as such.
+  __device__ __forceinline__ bool exceeds(const float (&sum)[2]) const { return !(sum[0] <= limit_[0] && sum[1] <= limit_[1]); }
+  // P of a KV tile. Where it has overflowed the scores are computed again, and come to add_scores().
+  template <int kCount>
+  __device__ __forceinline__ void search(const float (&p)[kCount], const float (&max)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = 0.f;
+#pragma unroll
+      for (int n = 0; n < kCount / 2; ++n) top = fmaxf(top, p[4 * (n / 2) + 2 * r + (n & 1)]);
+      if (top > 0.f && top < CUDART_INF_F) found_ = fmaxf(found_, max[r] + __log2f(top));
+    }
+  }
+
+  // At the end of a work tile.
+  __device__ __forceinline__ void store(const ForwardParams &a, int head, int lane) {
+    found_ = warp_max(found_);
+    float *to = address(a, head);
+    if (lane == 0 && found_ * kLn2 > load_relaxed(to)) atomic_max(to, found_ * kLn2);
+  }
+
+ private:
+  // Two sums below it stay below the limit of update-free iterations (kMaxRowSum).
+  static constexpr float kMaxLaneSum = 128.f;
+
+  static __device__ __forceinline__ float *address(const ForwardParams &a, int head) {
+    return a.max_logit + head * a.max_logit_stride;
+  }
+  static __device__ __forceinline__ float load_relaxed(const float *at) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];\n" : "=f"(x) : "l"(at));
+    return x;
+  }
+  static __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+    return x;
+  }
+
+  // In base 2. M is the larger of the two. What other work tiles have found is not written again: changed from base to base it could grow.
+  float before_, found_;
+  float limit_[2];
+};
+
+}  // namespace fa::cuda::sm90
