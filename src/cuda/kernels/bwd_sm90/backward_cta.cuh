@@ -15,6 +15,7 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/data_mask.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
@@ -308,10 +309,32 @@ struct BackwardCta {
     }
   }
 
-  // How many work tiles before this one see the Q tile. The work tiles that see a Q tile are consecutive, so this is the tile's
-  // position in the order in which they add to dq.
-  __device__ __forceinline__ int dq_order_position(int q_tile) const {
-    return work().key0 / C::kTileKv - max(0, q_tile * C::kTileQ + work().band_first) / C::kTileKv;
+  // How many work tiles before this one see the Q tile: this one's position in the order in which they add to dq. The work tiles that bands and
+  // lengths show to a Q tile are consecutive.
+  __device__ __forceinline__ int dq_order_position(int q_tile, [[maybe_unused]] int head_q = 0) const {
+    const int first = max(0, q_tile * C::kTileQ + work().band_first) / C::kTileKv, mine = work().key0 / C::kTileKv;
+    if constexpr (!C::kHasDataMask) {
+      return mine - first;
+    } else {
+      // With masks as data, those of them that the cell map shows. A lane has the 16 work tiles of a word.
+      constexpr int kTilesOfWord = 32 * kCell / C::kTileKv;
+      const DataMask &mask = params.mask;
+      const uint32_t *row =
+          mask.by_query.visible +
+          (mask.plane(work().batch, head_q) * mask.by_query.rows + q_tile * (C::kTileQ / kCell)) * mask.by_query.words;
+      int position = 0;
+#pragma unroll 1
+      for (int word = first / kTilesOfWord + lane; word * kTilesOfWord < mine; word += 32) {
+        uint32_t cells = row[word];
+        if (C::kTileQ > kCell && q_tile * (C::kTileQ / kCell) + 1 < mask.by_query.rows)
+          cells |= row[word + mask.by_query.words];
+        // Bit 2 n is work tile n of the word.
+        const uint32_t tiles = (cells | cells >> 1) & 0x55555555u;
+        const int begin = max(first - word * kTilesOfWord, 0), end = min(mine - word * kTilesOfWord, kTilesOfWord);
+        position += __popc(tiles & static_cast<uint32_t>(bits_below(2 * end) & ~bits_below(2 * begin)));
+      }
+      return __reduce_add_sync(~0u, position);
+    }
   }
 
   // The loop of a warp that reduces dq: for every Q tile of the work tile, TMA adds dq partial number `partial` from `tile` in
@@ -363,7 +386,7 @@ struct BackwardCta {
     int32_t *counter = params.dq_semaphore + index;
     // The counter's value when this work tile may add. No acquire is needed: everything happens at the L2 cache, where
     // additions come after what has already arrived.
-    const int position = params.ordered ? dq_order_position(q_tile) : 2;
+    const int position = params.ordered ? dq_order_position(q_tile, head_q) : 2;
     int now = 2;
     if (wanted && !params.zero_dq_sum) {
       do {
