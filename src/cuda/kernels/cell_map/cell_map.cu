@@ -4,8 +4,6 @@
 // Every kind of mask gives two bits for a cell: `any` pair is visible, `all` pairs are. A cell is visible where every kind has `any`, and
 // partial where some kind lacks `all`. Both may err on the safe side: two masks may each show pairs of a cell and none in common, and slices
 // that cover a cell only together make it partial. Queries and keys past the end of a sequence have no say.
-#include <algorithm>
-
 #include "cuda/common/data_mask.cuh"
 #include "cuda/kernels/cell_map/cell_map.h"
 
@@ -205,54 +203,7 @@ __global__ void __launch_bounds__(kWarps * 32) transpose_cell_map(const __grid_c
   }
 }
 
-constexpr int32_t cells(int64_t n) { return static_cast<int32_t>((n + kCell - 1) / kCell); }
-
 }  // namespace
-
-size_t describe_cell_map(const MaskedProblem &p, bool backward, char *workspace, DataMask &mask, int64_t &planes) {
-  mask = {};
-  planes = 0;
-  if (!p.masked_by_data() && p.seqstart_k == nullptr) return 0;
-  static_cast<MaskSources &>(mask) = p;
-  mask.block_mask = p.block_mask;
-  const auto clamped = [](int64_t size) { return std::clamp<int64_t>(size, 1, int64_t{1} << 30); };
-  mask.mask_size_q = Divisor(clamped(p.block_mask.size_q));
-  mask.mask_size_k = Divisor(clamped(p.block_mask.size_k));
-  mask.list_size_q = Divisor(clamped(p.block_lists.size_q));
-  mask.list_size_k = static_cast<int32_t>(clamped(p.block_lists.size_k));
-  const auto differs = [&](int64_t blocks, int64_t counts, int64_t indices, int64_t elements) {
-    return (p.block_mask.data != nullptr && blocks != 0) || (p.block_lists.given && (counts | indices) != 0) ||
-           (p.element_mask.given && elements != 0);
-  };
-  const bool per_head = differs(p.block_mask.head_stride, p.block_lists.count_head_stride, p.block_lists.head_stride,
-                                p.element_mask.head_stride),
-             per_batch = p.seqstart_k != nullptr || (p.slices.given && p.q_lengths.cu != nullptr) ||
-                         (p.slices.given && p.k_lengths.cu != nullptr) ||
-                         differs(p.block_mask.batch_stride, p.block_lists.count_batch_stride, p.block_lists.batch_stride,
-                                 p.element_mask.batch_stride);
-  const int64_t of_heads = per_head ? p.heads_q : 1;
-  planes = (per_batch ? p.batch : 1) * of_heads;
-  mask.batch_planes = per_batch ? static_cast<int32_t>(of_heads) : 0;
-  mask.head_planes = per_head ? 1 : 0;
-  mask.max_queries = static_cast<int32_t>(p.q_lengths.max_len);
-  mask.max_keys = static_cast<int32_t>(p.k_lengths.max_len);
-  size_t bytes = 0;
-  const auto take = [&](int64_t words) {
-    char *at = workspace + bytes;
-    bytes += static_cast<size_t>((words * int64_t{sizeof(uint32_t)} + 255) / 256 * 256);
-    return at;
-  };
-  const auto take_bits = [&](int64_t rows, int64_t columns, CellBits &bits) {
-    bits.rows = cells(rows);
-    bits.words = (cells(columns) + 31) / 32;
-    bits.visible = reinterpret_cast<uint32_t *>(take(planes * bits.rows * bits.words));
-    bits.partial = reinterpret_cast<uint32_t *>(take(planes * bits.rows * bits.words));
-  };
-  take_bits(p.q_lengths.max_len, p.k_lengths.max_len, mask.by_query);
-  if (backward) take_bits(p.k_lengths.max_len, p.q_lengths.max_len, mask.by_key);
-  if (p.slices.given) mask.slice_lists = reinterpret_cast<int32_t *>(take(planes * mask.by_query.rows * DataMask::kSliceList));
-  return bytes;
-}
 
 Launch cell_map_launch(const CellMapParams &a) {
   const int64_t warps = int64_t{a.planes} * a.mask.by_query.rows * a.mask.by_query.words;
