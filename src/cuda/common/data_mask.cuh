@@ -158,4 +158,31 @@ __device__ __forceinline__ bool any_visible(const DataMask &mask, int b, int h, 
   return false;
 }
 
+// The first word, in by_query, of the row of cells that a query belongs to.
+__device__ __forceinline__ int64_t row_of_cells(const DataMask &mask, int b, int h, int row) {
+  return (mask.plane(b, h) * mask.by_query.rows + row / kCell) * mask.by_query.words;
+}
+
+// The last visible cell at or below `cell` of a row of cells; a number below `first` if none is from there on. 0 <= first <= cell.
+__device__ __forceinline__ int last_visible_cell(const uint32_t *row, int cell, int first) {
+  uint32_t below = (2u << (cell & 31)) - 1;  // bits up to the cell's
+#pragma unroll 1
+  for (int word = cell >> 5; word >= first >> 5; --word) {
+    const uint32_t visible = row[word] & below;
+    if (visible != 0) return word * 32 + 31 - __clz(static_cast<int>(visible));
+    below = ~0u;
+  }
+  return first - 1;
+}
+
+// visible_key_bits(), but the masks themselves are read in partial cells alone.
+__device__ __forceinline__ uint64_t visible_key_bits_by_map(const DataMask &mask, const Problem &p, int b, int h, int row,
+                                                            int key0) {
+  if (row >= mask.max_queries || key0 >= mask.max_keys) return 0;
+  const int cell = key0 / kCell;
+  const int64_t word = row_of_cells(mask, b, h, row) + cell / 32;
+  if ((mask.by_query.partial[word] >> cell % 32 & 1) != 0) return visible_key_bits(mask, p, b, h, row, key0);
+  return (mask.by_query.visible[word] >> cell % 32 & 1) != 0 ? ~uint64_t{0} : 0;
+}
+
 }  // namespace fa::cuda

@@ -5,7 +5,7 @@
 //   element rule   which elements of a fragment are visible, as bits, and -inf for the others
 //   pair rule      whether one pair (query, key) is visible, for kernels that visit pairs in any order
 //
-// The block mask comes on top (any_visible).
+// Masks given as data come on top (data_mask.cuh).
 #pragma once
 
 #include <math_constants.h>
@@ -152,20 +152,5 @@ struct PairMask {
     return key0 + keys <= seqlen_k && key0 - (query0 + queries - 1) >= first && key0 + keys - 1 - query0 <= last;
   }
 };
-
-// Whether the block mask lets any of the rows see any of the keys. Called by all kThreads threads of the CTA.
-template <int kThreads>
-__device__ __forceinline__ bool any_visible(const BlockMask &mask, int b, int h, int row0, int row_end, int key0, int key_end) {
-  const int64_t first_q = row0 / mask.size_q, first_k = key0 / mask.size_k;
-  const int cells_q = static_cast<int>((row_end - 1) / mask.size_q - first_q) + 1,
-            cells_k = static_cast<int>((key_end - 1) / mask.size_k - first_k) + 1;
-  const uint8_t *cells =
-      mask.data + b * mask.batch_stride + h * mask.head_stride + first_q * mask.row_stride + first_k * mask.col_stride;
-  bool visible = false;
-  for (int n = threadIdx.x; n < cells_q * cells_k; n += kThreads) {
-    visible |= cells[n / cells_k * mask.row_stride + n % cells_k * mask.col_stride] != 0;
-  }
-  return __syncthreads_or(visible);
-}
 
 }  // namespace fa::cuda

@@ -6,6 +6,7 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/data_mask.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
@@ -14,15 +15,19 @@ namespace fa::cuda {
 
 struct Pairs {
   const Problem &p;
+  const DataMask &data_mask;
   int b;
   PairMask mask;
 
-  __device__ __forceinline__ Pairs(const Problem &problem, int batch, int seqlen_q, int seqlen_k)
-      : p(problem), b(batch), mask(problem.band, seqlen_q, seqlen_k) {}
+  __device__ __forceinline__ Pairs(const Problem &problem, const DataMask &data, int batch, int seqlen_q, int seqlen_k)
+      : p(problem), data_mask(data), b(batch), mask(problem.band, seqlen_q, seqlen_k) {}
 
-  __device__ __forceinline__ bool visible(int head, int row, int key) const {
-    return mask.visible(mask.offset(key), row) && (p.block_mask.data == nullptr || p.block_mask.visible(b, head, row, key));
+  // Keys [key0, key0 + kCell) that masks given as data show to a query, as bits; key0 is a multiple of kCell.
+  __device__ __forceinline__ uint64_t shown_keys(int head, int row, int key0) const {
+    return data_mask.given() ? masked_keys(data_mask, p, b, head, row, key0) : ~uint64_t{0};
   }
+  // Whether band and lengths leave a pair visible.
+  __device__ __forceinline__ bool in_band(int row, int key) const { return mask.visible(mask.offset(key), row); }
 
   __device__ __forceinline__ HeadTerms head_terms(int head) const { return cuda::head_terms(p, NaturalMath::kLogit, b, head); }
 
@@ -46,6 +51,12 @@ struct Pairs {
   }
 
  private:
+  // Not inlined: that would take registers from accumulators.
+  static __device__ __noinline__ uint64_t masked_keys(const DataMask &mask, const Problem &problem, int batch, int head,
+                                                      int row, int key0) {
+    return visible_key_bits_by_map(mask, problem, batch, head, row, key0);
+  }
+
   __device__ __forceinline__ float logit_plus(float offset, float raw, const HeadTerms &terms, int row, int key,
                                               float &derivative) const {
     float x;

@@ -19,6 +19,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.q_descale = p.q_descale;
   params.k_descale = p.k_descale;
   params.v_descale = p.v_descale;
+  params.mask = memory.mask;
   params.split_out = reinterpret_cast<float *>(workspace);
   params.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
   launches.add("forward kernel", forward_launch(plan.shape, is_quantised(p.k.dtype), plan.blocks), &params);
@@ -44,6 +45,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dq = plan.vector.dq;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
+  params.mask = memory.mask;
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   launches.add("backward kernel", backward_launch(plan.shape, params), &params);
   if (b.dbias.data != nullptr) launches.add("dbias kernel", bias_launch(params), &params);

@@ -44,6 +44,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.rescale_threshold = rescale_threshold(exponent);
+  params.mask = memory.mask;
   params.split_out = reinterpret_cast<float *>(workspace);
   params.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
   launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
@@ -70,6 +71,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.mask_size_k = divisor(p.block_mask.size_k);
   params.raw = raw_unit(p);
   params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
+  params.mask = memory.mask;
 
   const BackwardLaunches kernels = backward_launches(plan.shape, p.q.dtype, params);
   launches.add("backward row kernel", backward_rows_launch(params), &params);

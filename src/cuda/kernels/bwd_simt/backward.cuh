@@ -73,19 +73,9 @@ class Backward {
     return {b_, head, own0_, (first_tile_ + n % tiles_) * T::kOtherRows};
   }
 
-  // The first tile from n on in which the block mask leaves anything visible.
+  // The first tile from n on in which masks given as data leave anything visible.
   __device__ __forceinline__ int next_tile(int n) const {
-    if (p_.block_mask.data != nullptr) {
-      const bool queries = scores_.own_queries;
-      const int own_end = min(own0_ + T::kOwnRows, seqlen(queries));
-      for (; n < end_; ++n) {
-        const BackwardTile t = tile(n);
-        const int other_end = min(t.other0 + T::kOtherRows, seqlen(!queries));
-        if (queries ? any_visible<kThreads>(p_.block_mask, b_, t.head_q, own0_, own_end, t.other0, other_end)
-                    : any_visible<kThreads>(p_.block_mask, b_, t.head_q, t.other0, other_end, own0_, own_end))
-          break;
-      }
-    }
+    while (n < end_ && !scores_.shows(tile(n))) ++n;
     return n;
   }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
 #include "cuda/kernels/bwd_simt/backward_table.h"
 
@@ -16,6 +17,7 @@ struct BackwardParams : BackwardRows {
   int32_t query_blocks, key_blocks;         // blocks of own rows, of the longest sequence
   int64_t blocks_dq, blocks_dk, blocks_dv;  // CTAs, in this order; 0 for a gradient that is not wanted
   bool vector_q, vector_k, vector_v, vector_dout, vector_dq, vector_dk, vector_dv;  // 16-byte accesses are legal
+  DataMask mask;
 };
 
 // dq, dk and dv of shape kBackwardShapes[shape].

@@ -52,14 +52,14 @@ class BackwardBias {
     return {batch_ + static_cast<int>(n / row_tiles_ / heads_), head, row_tile * T::kOwnRows, key0_};
   }
 
-  // The first from n on that has pairs in the band. Sets its batch entry.
+  // The first from n on that has pairs in the band and in masks given as data. Sets its batch entry.
   __device__ __forceinline__ int64_t next_tile(int64_t n) {
     for (; n < end_; ++n) {
       const BackwardTile t = tile(n);
       scores_.set_batch(t.b);
       const Range keys =
           visible_keys(p_.band, scores_.seqlen_q, scores_.seqlen_k, Range{t.own0, min(t.own0 + T::kOwnRows, scores_.seqlen_q)});
-      if (key0_ < keys.end && key0_ + T::kOtherRows > keys.begin) break;
+      if (key0_ < keys.end && key0_ + T::kOtherRows > keys.begin && scores_.shows(t)) break;
     }
     return n;
   }

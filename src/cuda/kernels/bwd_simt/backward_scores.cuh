@@ -131,7 +131,19 @@ struct BackwardScores {
   // P and dS
   // ------------------------------------------------------------------------------------------------------------------
 
-  // How a tile lies to this warp's rows. With general scores no tile is full.
+  // Whether masks given as data leave anything of a tile visible.
+  __device__ __forceinline__ bool shows(const BackwardTile &t) const {
+    if (!a.mask.given()) return true;
+    const int own_end = min(t.own0 + T::kOwnRows, own_queries ? seqlen_q : seqlen_k),
+              other_end = min(t.other0 + T::kOtherRows, own_queries ? seqlen_k : seqlen_q);
+    return own_queries ? any_visible(a.mask, t.b, t.head_q, t.own0, own_end, t.other0, other_end)
+                       : any_visible(a.mask, t.b, t.head_q, t.other0, other_end, t.own0, own_end);
+  }
+
+  // Whether scores are natural logits and no tile is full, as in forward.
+  __device__ __forceinline__ bool general() const { return p.general_score() || a.mask.given(); }
+
+  // How a tile lies to this warp's rows.
   __device__ __forceinline__ TileMask mask_of(const BackwardTile &t) const {
     const int own0 = t.own0 + at.warp * 2 * T::kOwn, own1 = own0 + 2 * T::kOwn, other1 = t.other0 + T::kOtherRows;
     const int row0 = own_queries ? own0 : t.other0, row1 = own_queries ? own1 : other1;
@@ -140,7 +152,7 @@ struct BackwardScores {
     const KeyRange used{row0, min(row1, seqlen_q)}, visible = diagonal.visible_keys(used);
     if (key0 >= visible.end || key1 <= visible.begin) return TileMask::empty;
     const KeyRange interior = diagonal.interior_keys(used);
-    const bool partial = p.general_score() || row1 > seqlen_q || key0 < interior.begin || key1 > interior.end;
+    const bool partial = general() || row1 > seqlen_q || key0 < interior.begin || key1 > interior.end;
     return partial ? TileMask::partial : TileMask::full;
   }
 
@@ -171,21 +183,49 @@ struct BackwardScores {
       }
   }
 
+  // The pairs of this thread that masks given as data show: own row i and other row j as bit i * kOther + j.
+  __device__ __forceinline__ uint32_t shown_pairs(const Pairs &pairs, const BackwardTile &t) const {
+    constexpr int kOthersOfCell = kCell / 16;
+    static_assert(T::kOwn * T::kOther <= 32 && kCell % T::kOwn == 0 && T::kOther % kOthersOfCell == 0);
+    if (!a.mask.given()) return ~0u;
+    const int own = t.own0 + at.own;
+    uint32_t shown = 0;
+    if (own_queries) {
+#pragma unroll 1
+      for (int n = 0; n < T::kOwn * T::kOther; n += kOthersOfCell) {
+        const int i = n / T::kOther, j = n % T::kOther;
+        const uint64_t keys = pairs.shown_keys(t.head_q, own + i, t.other0 + 16 * j) >> at.other;
+#pragma unroll
+        for (int m = 0; m < kOthersOfCell; ++m) shown |= static_cast<uint32_t>(keys >> 16 * m & 1) << (n + m);
+      }
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < T::kOther; ++j) {
+        const uint64_t keys = pairs.shown_keys(t.head_q, t.other0 + at.other + 16 * j, own / kCell * kCell) >> own % kCell;
+#pragma unroll
+        for (int i = 0; i < T::kOwn; ++i) shown |= static_cast<uint32_t>(keys >> i & 1) << (i * T::kOther + j);
+      }
+    }
+    return shown;
+  }
+
   __device__ __forceinline__ void general_operand(const BackwardTile &t, bool want_p, const RowNumbers &of_rows) {
-    const Pairs pairs(p, t.b, seqlen_q, seqlen_k);
+    const Pairs pairs(p, a.mask, t.b, seqlen_q, seqlen_k);
     const HeadTerms terms = pairs.head_terms(t.head_q);
-    const float scale = p.general_score() ? 1.f : p.softmax_scale;
+    const bool general = this->general();
+    const float scale = general ? 1.f : p.softmax_scale;
+    uint32_t shown = shown_pairs(pairs, t);
 #pragma unroll 1
     for (int i = 0; i < T::kOwn; ++i) {
       const int own = t.own0 + at.own + i;
 #pragma unroll 1
-      for (int j = 0; j < T::kOther; ++j) {
+      for (int j = 0; j < T::kOther; ++j, shown >>= 1) {
         const int other = t.other0 + at.other + 16 * j, row = own_queries ? own : other, key = own_queries ? other : own;
         const int n = own_queries ? at.own + i : at.other + 16 * j;
         float x = kMaskedP;
-        if (pairs.visible(t.head_q, row, key)) {
+        if ((shown & 1) != 0 && pairs.in_band(row, key)) {
           const float raw = s[0][0];
-          const float logit = p.general_score() ? pairs.logit(raw, t.head_q, terms, row, key) : raw;
+          const float logit = general ? pairs.logit(raw, t.head_q, terms, row, key) : raw;
           if (logit != -CUDART_INF_F) {
             const float prob = exponential(fmaf(logit, scale, -of_rows.lse[n]));
             const bool kept = pairs.kept(t.head_q, row, key);

@@ -117,7 +117,7 @@ class Backward {
     }
   }
 
-  // Waits for a query tile. Finds out which of its pairs the block mask hides, and whether NaN or Inf at masked pairs requires the NaN-safe
+  // Waits for a query tile. Finds out which of its pairs masks given as data hide, and whether NaN or Inf at masked pairs requires the NaN-safe
   // path: every thread looks at what it has loaded itself. A bias of -inf makes P exactly 0 by itself, unless there are any.
   __device__ __forceinline__ void wait_for(int tile, bool with_keys) {
     cp_async_wait<0>();
@@ -131,7 +131,7 @@ class Backward {
     find_visible_blocks(tile);
     const bool biased = kHasBias && block_.p.bias.data != nullptr;
     bool nan_safe = false;
-    if (block_.masks(tile) || biased || visible_blocks_ != kAllBlocks) {
+    if (block_.masks(tile) || biased || visible_blocks_ != kAllBlocks || has_partial_blocks()) {
       const int stage = tile % C::kStages, thread = opaque(static_cast<int>(threadIdx.x));
       nan_safe = block_.nonfinite_keys |
                  loaded_part_has_nonfinite<Element, C::kRows, C::kD, C::kThreads>(block_.smem_q(stage), threadIdx.x) |
@@ -145,9 +145,18 @@ class Backward {
     nan_safe_ = __syncthreads_or(nan_safe);
   }
 
-  // Which of the CTA's keys, 64 at a time, the block mask shows to a query tile. Its block sizes are multiples of 64.
+  // Which of the CTA's keys, 64 at a time, masks given as data show to a query tile. Blocks of a block mask that is read as it is have sizes of
+  // multiples of 64.
   __device__ __forceinline__ void find_visible_blocks(int tile) {
-    if constexpr (C::has(kBlockMask)) {
+    if constexpr (C::has(kDataMask)) {
+      static_assert(kCell == 64 && kCell % C::kRows == 0 && 32 % kBlocks == 0);
+      const DataMask &m = block_.a.mask;
+      if (!m.given()) return;
+      const int cell = block_.key0 / kCell;
+      const int64_t word = row_of_cells(m, opaque(block_.batch), opaque(block_.head_q), tile * C::kRows) + cell / 32;
+      visible_blocks_ = m.by_query.visible[word] >> cell % 32 & kAllBlocks;
+      partial_blocks_ = m.by_query.partial[word] >> cell % 32 & kAllBlocks;
+    } else if constexpr (C::has(kBlockMask)) {
       const BlockMask &m = block_.p.block_mask;
       if (m.data == nullptr) return;
       const uint8_t *row = m.data + block_.batch * m.batch_stride + block_.head_q * m.head_stride +
@@ -167,11 +176,13 @@ class Backward {
 
   __device__ __forceinline__ int first_key() const { return opaque(block_.warp) / C::kQueryWarps * (C::kKeyTiles * 16); }
 
+  __device__ __forceinline__ bool has_partial_blocks() const { return C::has(kDataMask) && partial_blocks_ != 0; }
+
   __device__ __forceinline__ void score_tiles(int tile) {
     if (visible_blocks_ == 0) return;
     // A bias in global memory has no rows beyond the sequence.
-    const bool masked =
-        block_.masks(tile) || (C::kGeneral && nan_safe_) || (C::has(kAnyBias) && (tile + 1) * C::kRows > block_.mask.seqlen_q);
+    const bool masked = block_.masks(tile) || (C::kGeneral && nan_safe_) ||
+                        (C::has(kAnyBias) && (tile + 1) * C::kRows > block_.mask.seqlen_q) || has_partial_blocks();
 #pragma unroll 1
     for (int step = 0; step < C::kTileSteps; ++step) {
       const int first_row = block_.warp % C::kQueryWarps * C::kWarpRows + step * C::kTileRows;
@@ -183,8 +194,8 @@ class Backward {
     }
   }
 
-  // This warp's keys x kTileRows queries of a query tile, from first_row on. kMasked: some pairs may be masked, other than by the block mask or
-  // by a bias of -inf that does no harm.
+  // This warp's keys x kTileRows queries of a query tile, from first_row on. kMasked: some pairs may be masked, other than with all of 64 x 64
+  // (visible_blocks_) or by a bias of -inf that does no harm.
   template <bool kMasked>
   __device__ __forceinline__ void score_tile(int tile, int first_row) {
     const Problem &p = block_.p;
@@ -208,6 +219,10 @@ class Backward {
 
     PairBits visible = ~0u;
     if constexpr (kMasked) visible = Tile::visible(block_.mask, row0, key0);
+    if constexpr (kMasked && C::has(kDataMask)) {
+      if ((partial_blocks_ >> first_key / 64 & 1) != 0)
+        visible &= Tile::shown(block_.a.mask, p, opaque(block_.batch), opaque(block_.head_q), row0, key0);
+    }
     hold_bits<kMasked>(visible);
     Scores s, bias;
     if constexpr (C::has(kAnyBias)) {
@@ -412,7 +427,8 @@ class Backward {
   DqSum<C> dq_;
   HeadTerms head_;  // for logits in base 2
   DropoutKey dropout_;
-  uint32_t visible_blocks_ = kAllBlocks;  // of 64 keys each, those that the block mask shows to this query tile
+  uint32_t visible_blocks_ = kAllBlocks;  // of 64 keys each, those that masks given as data show to this query tile
+  uint32_t partial_blocks_ = 0;           // with kDataMask: those of which such masks hide some pairs
   bool nan_safe_ = false;                 // this query tile takes the NaN-safe path
   Accumulator<C::kGradTiles, C::kDt> dk_;
   Accumulator<C::kGradTiles, C::kDvt> dv_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/l2_head_order.h"
 #include "cuda/common/scores.h"
@@ -17,12 +18,13 @@ struct BackwardParams : BackwardRows {
   L2HeadOrder order;                               // of key blocks and the heads of k
   bool vector_q, vector_k, vector_v, vector_dout;  // 16-byte loads are legal
   bool deterministic;                              // CTAs add to dq in the order of their keys, by `dq_semaphore`
-  Divisor mask_size_q, mask_size_k;                // of block_mask
+  Divisor mask_size_q, mask_size_k;                // of block_mask, which kernels without kDataMask read as it is
   RawUnit raw;
   // Read by kernels with dropout: 1 / (1 - p) / 2^p_exponent, because row_lse makes their P 2^p_exponent times as large (common/scores.h).
   //   dv = keep_scale * sum of kept P * dout        dS = P * (keep_scale * dP - row_delta), dP = 0 where dropped
   // dS is the usual one, not scaled: it may be as large as fp16 holds.
   float keep_scale;
+  DataMask mask;  // read by kernels with kDataMask, and for dbias
 };
 
 // The launches of a shape, in this order. `shape` indexes kBackwardShapes. The problem fields of params must be set.

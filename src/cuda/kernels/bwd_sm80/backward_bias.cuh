@@ -39,7 +39,7 @@ class BackwardBias {
         const Sequence q = sequence_of(p_.q_lengths, b), k = sequence_of(p_.k_lengths, b);
         const int last = g_.dbias_sum_rows ? tiles(q.len) : row_tile + 1;
         for (int t = row_tile; t < last; ++t) {
-          if (t * kTile < q.len && key0 < k.len) add(b, h, q, k, t * kTile, key0);
+          if (t * kTile < q.len && key0 < k.len && shows(b, h, q, k, t * kTile, key0)) add(b, h, q, k, t * kTile, key0);
         }
       }
     if (g_.dbias_sum_rows) {
@@ -52,6 +52,24 @@ class BackwardBias {
   static __host__ __device__ int tiles(int64_t n) { return static_cast<int>((n + kTile - 1) / kTile); }
 
  private:
+  // Whether masks given as data leave anything of a tile visible, if there is a map of them.
+  __device__ __forceinline__ bool shows(int b, int h, const Sequence &q, const Sequence &k, int row0, int key0) const {
+    return !a_.mask.given() || any_visible(a_.mask, b, h, row0, min(row0 + kTile, static_cast<int>(q.len)), key0,
+                                           min(key0 + kTile, static_cast<int>(k.len)));
+  }
+  // Of the keys that this lane holds of its two rows, those that masks given as data show: 16 bits for each row.
+  __device__ __forceinline__ uint32_t shown_keys(int b, int h, int row0, int key0) const {
+    if (!a_.mask.given()) return ~0u;
+    uint32_t shown = 0;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + warp_ * 16 + (lane_ >> 2) + 8 * half;
+      const uint64_t keys = visible_key_bits_by_map(a_.mask, p_, b, h, row, key0 / kCell * kCell) >> key0 % kCell;
+      shown = shown >> 16 | qk_fragment_bits(keys, lane_) << 16;
+    }
+    return shown;
+  }
+
   __device__ __forceinline__ void add(int b, int h, const Sequence &q, const Sequence &k, int row0, int key0) {
     const int seqlen_q = static_cast<int>(q.len), seqlen_k = static_cast<int>(k.len), hk = h / static_cast<int>(p_.group);
     const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k), v_tile = smem_address(shared_.v),
@@ -73,6 +91,8 @@ class BackwardBias {
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
     const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows;
+    const bool block_mask = p_.block_mask.data != nullptr && !a_.mask.given();  // read as it is
+    const uint32_t shown = shown_keys(b, h, row0, key0);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int row = row0 + warp_ * 16 + (lane_ >> 2) + 8 * (r >> 1);
@@ -83,7 +103,8 @@ class BackwardBias {
       for (int j = 0; j < kNt; ++j) {
         const int key = key0 + 8 * j + 2 * (lane_ & 3) + (r & 1);
         if (key < keys.begin || key >= keys.end) continue;
-        if (p_.block_mask.data != nullptr && !p_.block_mask.visible(b, h, row, key)) continue;
+        if (block_mask && !p_.block_mask.visible(b, h, row, key)) continue;
+        if ((shown >> (16 * (r >> 1) + 2 * j + (r & 1)) & 1) == 0) continue;
         const float bias = load_bias(p_.bias, b, h, row, key);
         if (bias == -CUDART_INF_F) continue;  // masks the pair whatever its score is, NaN included
         float logit, derivative;              // dbias does not pass through the derivative

@@ -2,6 +2,7 @@
 // A tile of S^T of the backward: kMt * 16 keys (rows) x kNt * 8 queries (columns) of one warp, laid out as KqFragment<kMt, kNt>.
 #pragma once
 
+#include "cuda/common/data_mask.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/rng_transposed.cuh"
@@ -46,6 +47,28 @@ struct ScoreTile {
     for_each([&](int i, int j, int r) {
       if (mask.visible(mask.offset(key0 + key_of(i, r)), row0 + query_of(j, r))) bits |= 1u << bit_of(i, j, r);
     });
+    return bits;
+  }
+
+  // The pairs that masks given as data show. Lane n asks for the keys of query row0 + n; the warp calls this as one. Not inlined: that would take
+  // registers from the main loop, and few tiles need it.
+  static __device__ __noinline__ PairBits shown(const DataMask &mask, const Problem &p, int b, int h, int row0, int key0) {
+    constexpr int kQueries = 8 * kNt;
+    static_assert(kQueries <= 32 && kMt <= 2 && kCell % (16 * kMt) == 0);
+    const int lane = static_cast<int>(threadIdx.x & 31);
+    const uint64_t keys = visible_key_bits(mask, p, b, h, row0 + lane % kQueries, key0 / kCell * kCell);
+    const auto of_tile = static_cast<uint32_t>(keys >> key0 % kCell);
+    PairBits bits = 0;
+#pragma unroll
+    for (int j = 0; j < kNt; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t of_query = __shfl_sync(~0u, of_tile, query_of(j, e)) >> key_of(0, 0);
+#pragma unroll
+        for (int i = 0; i < kMt; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) bits |= (of_query >> (16 * i + 8 * half) & 1) << bit_of(i, j, 2 * half + e);
+      }
     return bits;
   }
 

@@ -103,15 +103,18 @@ class Forward {
     interior_ = diagonal.interior_keys(warp_tokens);
   }
 
-  // The first tile from `tile` on in which the block mask leaves anything visible.
+  // The first tile from `tile` on in which masks given as data leave anything visible. With such masks rows are tokens of one head.
   __device__ __forceinline__ int next_tile(int tile) const {
-    if (p_.block_mask.data != nullptr) {
-      while (tile < tile_end_ && !any_visible<kThreads>(p_.block_mask, b_, head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
-                                                        tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
+    if (a_.mask.given()) {
+      while (tile < tile_end_ && !any_visible(a_.mask, opaque(b_), head_q_, row0_, min(row0_ + T::kOwnRows, rows_),
+                                              tile * T::kOtherRows, min((tile + 1) * T::kOtherRows, seqlen_k_)))
         ++tile;
     }
     return tile;
   }
+
+  // Whether scores are natural logits and no tile is full: with every mask given as data, so that results do not depend on the mask's form.
+  __device__ __forceinline__ bool general() const { return p_.general_score() || a_.mask.given(); }
 
   __device__ __forceinline__ Rows query_rows() const {
     Rows r = row_source(p_.q, q_, rows_, p_.head_dim, a_.vector_q);
@@ -176,7 +179,7 @@ class Forward {
       sum_[i] = 0.f;
     }
     qk_slices_ = static_cast<int>(p_.head_dim + kDepth - 1) / kDepth;
-    const bool general = p_.general_score();
+    const bool general = this->general();
     int tile = -1, slice = 0, next = next_tile(tile_begin_), next_slice = 0;
     TileMask mask = TileMask::empty;
 #pragma unroll 1
@@ -218,18 +221,20 @@ class Forward {
 
   // S becomes P = e^(S - m). A masked P becomes kMaskedP.
   __device__ __forceinline__ void softmax(int key0, bool masked) {
-    const Pairs pairs(p_, b_, seqlen_q_, seqlen_k_);
-    const bool general = p_.general_score();
+    const Pairs pairs(p_, a_.mask, b_, seqlen_q_, seqlen_k_);
+    const bool general = this->general();
     if (masked) {
 #pragma unroll 1
       for (int i = 0; i < T::kOwn; ++i) {
         const int row = row0_ + at_.own + i, head = row < rows_ ? head_of(row) : head_q_;
         const int token = row < rows_ ? token_of(row) : seqlen_q_;
         const HeadTerms terms = pairs.head_terms(head);
+        uint64_t shown = 0;  // of the keys of a cell; bit 0 is this thread's
 #pragma unroll 1
-        for (int j = 0; j < T::kOther; ++j) {
+        for (int j = 0; j < T::kOther; ++j, shown >>= 16) {
           const int key = key0 + at_.other + 16 * j;
-          if (!pairs.visible(head, token, key)) {
+          if (16 * j % kCell == 0) shown = pairs.shown_keys(head, token, key0 + 16 * j) >> at_.other;
+          if ((shown & 1) == 0 || !pairs.in_band(token, key)) {
             s_[0][0] = -CUDART_INF_F;
           } else if (general) {
             s_[0][0] = pairs.logit(s_[0][0], head, terms, token, key);

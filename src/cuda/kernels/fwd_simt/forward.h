@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/forward_problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/launch.h"
 #include "cuda/kernels/fwd_simt/forward_table.h"
 
@@ -20,6 +21,7 @@ struct ForwardParams {
   float *split_out;
   float *split_lse;
   Descale q_descale, k_descale, v_descale;  // of quantised operands
+  DataMask mask;
 };
 
 // Launch of shape kForwardShapes[shape] with `blocks` CTAs.

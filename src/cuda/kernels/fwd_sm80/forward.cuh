@@ -103,6 +103,7 @@ class Forward {
   __device__ __forceinline__ void iteration(const RowSource<Element> &k, const RowSource<Element> &v, int tile, int next,
                                             int stage) {
     const int key0 = tile * C::kTile;
+    if constexpr (C::has(kDataMask)) rows_.partial_cell = exists(tile) && rows_.in_partial_cell(key0);
     cp_async_wait<kBiasGroups>();
     __syncthreads();  // the tile has arrived, and all warps have read the other stage
     const bool nan_safe = exists(tile) && needs_nan_safe(key0, stage);
@@ -113,6 +114,7 @@ class Forward {
     }
     cp_async_commit();
     if (!exists(tile) || !rows_.warp_sees(key0)) return mods_.load_bias(rows_, next);
+    mods_.find_shown(rows_, key0);
     // Two copies of the code: the one for full tiles has no mask.
     if (may_mask(rows_.warp_interior, key0)) {
       compute<true>(key0, stage, next, nan_safe);
@@ -138,12 +140,14 @@ class Forward {
                                                            int next) {
     const int key0 = tile * C::kTile, my_key0 = key0 + rows_.column_warp * C::kKeys;
     const bool sees = exists(tile) && rows_.warp_sees(key0);
+    if constexpr (C::has(kDataMask)) rows_.partial_cell = exists(tile) && rows_.in_partial_cell(key0);
     cp_async_wait<kBiasGroups>();
     __syncthreads();  // K has arrived, and all warps have read V of the tile before
     if (exists(tile)) load_tile<C::kTile, C::kDv, C::kThreads>(rows_.smem_v(0), v, key0, opaque(threadIdx.x));
     cp_async_commit();
     Scores s;
     if (sees) {
+      mods_.find_shown(rows_, my_key0);
       mma_nt<Element, C::kD, kMt, kNt>(s, rows_.smem_q(), rows_.row_warp * C::kWarpRows, rows_.smem_k(0),
                                        rows_.column_warp * C::kKeys);
     }
@@ -265,7 +269,7 @@ class Forward {
   }
   // Whether masked pairs of a tile matter, for rows that all see the keys of `interior`.
   __device__ __forceinline__ bool may_mask(const KeyRange &interior, int key0) const {
-    return !holds_tile<C::kTile>(interior, key0) || (kHasBias && nan_safe_bias_);
+    return !holds_tile<C::kTile>(interior, key0) || (kHasBias && nan_safe_bias_) || (C::has(kDataMask) && rows_.partial_cell);
   }
 
   // ------------------------------------------------------------------------------------------------------------------

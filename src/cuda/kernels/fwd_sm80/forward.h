@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/l2_head_order.h"
 #include "cuda/common/scores.h"
@@ -19,7 +20,7 @@ struct ForwardParams {
   Divisor rows_per_token;            // 1, or with packed GQA the group: the query heads of one key head are rows of one CTA
   Divisor group;                     // heads of q for one head of k
   Divisor page_size;
-  Divisor mask_size_q, mask_size_k;               // of block_mask
+  Divisor mask_size_q, mask_size_k;               // of block_mask, which kernels without kDataMask read as it is
   bool vector_q, vector_k, vector_v, vector_out;  // 16-byte accesses are legal
   bool pair_bias;                                 // the bias of keys 2 n and 2 n + 1 can be loaded at once
   RawUnit raw;
@@ -31,6 +32,7 @@ struct ForwardParams {
   // both 2^p_exponent times as large. The factor cancels in out = sum of P V / row sum, and in lse = m + log2(row sum).
   float p_exponent;
   float rescale_threshold;
+  DataMask mask;  // read by kernels with kDataMask
 };
 
 // The kernel's address for cudaLaunchKernel; null if this build leaves it out. `shape` indexes kForwardShapes.

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "cuda/common/data_mask.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/smem_tile.cuh"
@@ -25,6 +26,8 @@ struct ForwardConfig {
   static constexpr bool kStagesBias = stages_bias(kScores);
   using Storage = ForwardStorage<kD, kDv, kWarps, kRowTiles, kColumnWarps, kTile, kMinCtas, kShape.capability, kScores>;
   static_assert(sizeof(Storage) == kShape.shared_bytes());
+  // The rows of a CTA and the keys of a tile lie in one cell of a mask's map.
+  static_assert(!has(kDataMask) || (kRows == kCell && kCell % kTile == 0));
 };
 
 template <class C>
@@ -46,6 +49,7 @@ struct RowBlock {
   int tile_begin, tile_end;  // KV tiles that some row of the CTA sees, within this split
   KeyRange interior;         // keys that all rows of the CTA see
   KeyRange warp_visible, warp_interior;
+  bool partial_cell;  // kernels with kDataMask: in_partial_cell() of the tile being computed
 
   __device__ __forceinline__ RowBlock(const ForwardParams &params, char *shared)
       : a(params),
@@ -119,9 +123,15 @@ struct RowBlock {
                   a.mask_size_k.quotient(key) * m.col_stride] != 0;
   }
 
-  // The next tile at or below `tile` in which the block mask leaves a key visible to a row of the CTA.
+  // The next tile at or below `tile` in which masks given as data leave a key visible to a row of the CTA.
   __device__ __forceinline__ int next_tile(int tile) const {
-    if constexpr (C::has(kBlockMask)) {
+    if constexpr (C::has(kDataMask)) {
+      if (a.mask.given() && tile >= tile_begin) {
+        constexpr int kTiles = kCell / C::kTile;  // of a cell
+        const uint32_t *cells = a.mask.by_query.visible + row_of_cells(a.mask, opaque(b), head_q, row0());
+        tile = min(tile, last_visible_cell(cells, tile / kTiles, tile_begin / kTiles) * kTiles + kTiles - 1);
+      }
+    } else if constexpr (C::has(kBlockMask)) {
       if (p.block_mask.data != nullptr) {
         const int last_row = min(row0() + C::kRows, rows) - 1;
         for (; tile >= tile_begin; --tile) {
@@ -136,11 +146,18 @@ struct RowBlock {
     return tile;
   }
 
-  // Whether some row of this warp sees a key of a tile. Blocks of block_mask begin at multiples of 64 rows and keys: the rows of a warp and the
-  // keys of a tile lie in one of them.
+  // Whether masks given as data may hide some pair of the CTA's rows and a tile that next_tile() has returned.
+  __device__ __forceinline__ bool in_partial_cell(int key0) const {
+    if (!a.mask.given()) return false;
+    const int cell = key0 / kCell;
+    return (a.mask.by_query.partial[row_of_cells(a.mask, opaque(b), head_q, row0()) + cell / 32] >> cell % 32 & 1) != 0;
+  }
+
+  // Whether some row of this warp sees a key of a tile that next_tile() has returned. Blocks of a block mask that is read as it is begin at multiples
+  // of 64 rows and keys: the rows of a warp and the keys of a tile lie in one of them.
   __device__ __forceinline__ bool warp_sees(int key0) const {
     if (tile_mask<C::kTile>(warp_visible, warp_interior, key0) == TileMask::empty) return false;
-    return !C::has(kBlockMask) || p.block_mask.data == nullptr || block_mask_visible(warp_row, key0);
+    return !C::has(kBlockMask) || C::has(kDataMask) || p.block_mask.data == nullptr || block_mask_visible(warp_row, key0);
   }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,25 @@ class TileScoreMods {
     }
   }
 
+  // Finds the keys, of those that this lane holds of a tile of this warp, that masks given as data show. The keys begin at key0.
+  __device__ __forceinline__ void find_shown(const Rows &rows, int key0) {
+    if constexpr (C::has(kDataMask)) {
+      constexpr int kBits = Fragment::kKeysOfLane;
+      static_assert(Fragment::kRows * kBits <= 32);
+      shown_ = ~0u;
+      if (!rows.partial_cell) return;
+      shown_ = 0;
+      const int b = opaque(rows.b), h = opaque(rows.head_q);  // or addresses of the masks would be held through the main loop
+#pragma unroll 1
+      for (int r = 0; r < Fragment::kRows; ++r) {
+        const uint64_t keys =
+            visible_key_bits(rows.a.mask, rows.p, b, h, row_of(rows, r), key0 / kCell * kCell) >> key0 % kCell;
+        const uint32_t of_row = qk_fragment_bits(keys, rows.lane) & ((1u << kBits) - 1);
+        shown_ = shown_ >> kBits | of_row << (Fragment::kRows - 1) * kBits;
+      }
+    }
+  }
+
   // Begins to load the bias of this warp's rows and keys of a tile. Only this warp reads it, so that no CTA barrier is needed. Always commits
   // one cp.async group.
   __device__ __forceinline__ void load_bias(const Rows &rows, int tile) const {
@@ -74,7 +93,7 @@ class TileScoreMods {
   }
 
   // Applies all terms to S, of keys key0 .. key0 + C::kKeys - 1, and begins to load the bias of tile `next`. With kMasked, pairs that the band,
-  // the end of the sequence or a bias of -inf masks become -inf whatever they were, NaN included; without, a bias of -inf is only added.
+  // the end of the sequence, find_shown() or a bias of -inf masks become -inf whatever they were, NaN included; without, a bias of -inf is only added.
   template <bool kMasked>
   __device__ __forceinline__ void apply(Scores &s, const Rows &rows, int key0, int next) const {
     if constexpr (C::has(kSoftcap | kAlibi)) {
@@ -93,7 +112,11 @@ class TileScoreMods {
     }
     if constexpr (kMasked) {
 #pragma unroll
-      for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, visible(rows, r, key0));
+      for (int r = 0; r < Fragment::kRows; ++r) {
+        uint32_t bits = visible(rows, r, key0);
+        if constexpr (C::has(kDataMask)) bits &= shown_ >> r * Fragment::kKeysOfLane;
+        mask_row<Fragment>(s, r, bits);
+      }
     }
   }
 
@@ -188,6 +211,7 @@ class TileScoreMods {
 
   HeadTerms head_[Fragment::kRows];
   DropoutTile dropout_[kMt];
+  uint32_t shown_;  // find_shown(): kKeysOfLane bits for every row
 };
 
 }  // namespace fa::cuda::sm80
