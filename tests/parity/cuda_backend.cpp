@@ -31,10 +31,6 @@ class CudaBackend : public Backend {
   }
   std::string name() const override { return name_; }
   std::string refuses(const Case &c) const override {
-    if (c.element_mask != 0) return "element_mask";
-    if (!c.starts.empty()) return "seqstart_k";
-    if (c.slices != 0) return "slices";
-    if (c.block_q > 0 && c.block_lists != 0) return "block_counts";
     if (c.max_logit != 0) return "max_logit";
     return "";
   }

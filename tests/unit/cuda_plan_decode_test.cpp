@@ -21,7 +21,7 @@ TEST(CudaPlan, SharesEndWithItems) {
   for (const auto &[name, device] : kDevices) {
     for (const int64_t head_dim : {64, 128, 256}) {
       for (int64_t batch = 1; batch <= 256; batch *= 2) {
-        Problem p = problem(1, 100000, head_dim);
+        MaskedProblem p = problem(1, 100000, head_dim);
         p.batch = batch;
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family != Family::decode || plan.fixed_splits > 0) continue;
@@ -50,7 +50,7 @@ TEST(CudaPlan, DecodeWorkspace) {
       std::set<size_t> sizes;
       for (const int64_t batch : {64, 1000}) {
         for (const int64_t seqlen_k : {10000, 1000000}) {
-          Problem p = problem(1, seqlen_k, head_dim);
+          MaskedProblem p = problem(1, seqlen_k, head_dim);
           p.batch = batch;
           const ForwardPlan plan = forward_plan(p, device);
           ASSERT_EQ(plan.family == Family::decode, head_dim <= largest_decode_head_dim(device)) << name << ", " << head_dim;
@@ -62,14 +62,14 @@ TEST(CudaPlan, DecodeWorkspace) {
           EXPECT_LE(plan.blocks, room) << name;
           EXPECT_GE(plan.blocks * 16, room * 15) << name;
           EXPECT_EQ(plan.blocks, int64_t{plan.max_partitions} << plan.coscheduled_log2) << name;
-          Problem uneven = p;
+          MaskedProblem uneven = p;
           uneven.k_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
           const ForwardPlan even_shares = forward_plan(uneven, device);
           EXPECT_GE(even_shares.blocks * 16, room * 15) << name;
           EXPECT_LE(even_shares.blocks, room) << name;
           EXPECT_EQ(even_shares.workspace_bytes, plan.workspace_bytes) << name;
           for (const bool invariant : {false, true}) {
-            Problem cut = p;
+            MaskedProblem cut = p;
             cut.batch_invariant = invariant;
             cut.num_splits = invariant ? 0 : 5;
             const ForwardPlan pieces = forward_plan(cut, device);
@@ -105,7 +105,7 @@ TEST(CudaPlan, DecodeSums) {
         for (const int64_t heads_k : {1, 2, 8}) {
           for (const auto &[num_splits, invariant] : {std::pair{0, false}, {1, false}, {5, false}, {0, true}}) {
             for (const bool alike : {true, false}) {
-              Problem p = problem(1, 10000, head_dim);
+              MaskedProblem p = problem(1, 10000, head_dim);
               p.batch = batch;
               p.heads_k = heads_k;
               p.heads_q = heads_k * p.group;
@@ -174,8 +174,8 @@ TEST(CudaPlan, DecodeSums) {
   for (const int64_t reached : {none, by_item, by_range, more_than_beside}) EXPECT_GT(reached, 0);
 }
 
-Problem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
-  Problem p = problem(seqlen_q, seqlen_k, 576, 512);
+MaskedProblem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
+  MaskedProblem p = problem(seqlen_q, seqlen_k, 576, 512);
   p.heads_q = p.group = heads;
   p.heads_k = 1;
   p.v = p.k;
@@ -184,11 +184,11 @@ Problem latent_cache(int64_t seqlen_q, int64_t seqlen_k, int64_t heads) {
 
 // Kernels for latent caches serve values that lie in their keys, any number of queries, and plain scores.
 TEST(CudaPlan, LatentCaches) {
-  const auto family = [](const Problem &p) { return forward_plan(p, h200()).family; };
+  const auto family = [](const MaskedProblem &p) { return forward_plan(p, h200()).family; };
   for (const int64_t heads : {1, 16, 128}) {
     for (const int64_t seqlen_q : {1, 2, 3000}) EXPECT_EQ(family(latent_cache(seqlen_q, 5000, heads)), Family::mla);
   }
-  Problem p = latent_cache(1, 5000, 16);
+  MaskedProblem p = latent_cache(1, 5000, 16);
   EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "mla_fwd_bf16_d576_split");
   p = latent_cache(1, 5000, 16);
   p.v.data = static_cast<char *>(p.k.data) + 16;
@@ -214,7 +214,7 @@ TEST(CudaPlan, LatentPairs) {
                                            {61, 5000, false},
                                            {66, 5000, true},
                                            {67, 5000, false}}) {
-    Problem p = latent_cache(1, keys, 16);
+    MaskedProblem p = latent_cache(1, keys, 16);
     p.batch = batch;
     const ForwardPlan plan = forward_plan(p, h200());
     EXPECT_EQ(plan.cluster, pairs ? 2 : 0) << batch << " x " << keys;
@@ -229,7 +229,7 @@ TEST(CudaPlan, LatentPairs) {
 TEST(CudaPlan, LatentWorkspace) {
   for (const int64_t heads : {16, 64, 128}) {
     for (const int64_t batch : {1, 64}) {
-      Problem p = latent_cache(1, 8192, heads);
+      MaskedProblem p = latent_cache(1, 8192, heads);
       p.batch = batch;
       const ForwardPlan plan = forward_plan(p, h200());
       EXPECT_EQ(plan.row_blocks, (heads + 63) / 64);
@@ -253,49 +253,49 @@ TEST(CudaPlan, LatentWorkspace) {
 
 // Decode kernels serve a few queries whose rows fit one CTA, on every device whose shared memory holds their pipelines.
 TEST(CudaPlan, DecodeKernels) {
-  const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
-  const Problem plain = problem(4, 4000, 128);
+  const auto family = [](const MaskedProblem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
+  const MaskedProblem plain = problem(4, 4000, 128);
   ASSERT_EQ(plain.group, 4) << "16 rows";
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
-      {"plain", [](Problem &) {}},
-      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
-      {"softcap and ALiBi", [](Problem &p) { p.softcap = 30, p.alibi_slopes = &unreadable; }},
-      {"a window", [](Problem &p) { p.band.left = 100, p.band.right = 0; }},
-      {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
-      {"splits", [](Problem &p) { p.num_splits = 2; }},
-      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
-      {"32 rows", [](Problem &p) { p.q_lengths.max_len = 8; }},
-      {"out that does not start on 16 bytes", [](Problem &p) { p.out.seq_stride = 129; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> ours = {
+      {"plain", [](MaskedProblem &) {}},
+      {"pages", [](MaskedProblem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"softcap and ALiBi", [](MaskedProblem &p) { p.softcap = 30, p.alibi_slopes = &unreadable; }},
+      {"a window", [](MaskedProblem &p) { p.band.left = 100, p.band.right = 0; }},
+      {"lengths on the device", [](MaskedProblem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
+      {"splits", [](MaskedProblem &p) { p.num_splits = 2; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"32 rows", [](MaskedProblem &p) { p.q_lengths.max_len = 8; }},
+      {"out that does not start on 16 bytes", [](MaskedProblem &p) { p.out.seq_stride = 129; }},
   };
   for (const auto &[text, change] : ours) {
-    Problem p = plain;
+    MaskedProblem p = plain;
     change(p);
     EXPECT_EQ(family(p), Family::decode) << text;
     Device without = h200();
     without.sm90 = false;
     EXPECT_EQ(family(p, without), Family::decode) << text;
   }
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"bias", [](Problem &p) { set_bias(p); }},
-      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
-      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
-      {"17 queries", [](Problem &p) { p.q_lengths.max_len = 17; }},
-      {"36 rows", [](Problem &p) { p.q_lengths.max_len = 9; }},
-      {"68 rows", [](Problem &p) { p.heads_q = 17 * p.heads_k, p.group = 17; }},
-      {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
-      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
-      {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
+      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }},
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"17 queries", [](MaskedProblem &p) { p.q_lengths.max_len = 17; }},
+      {"36 rows", [](MaskedProblem &p) { p.q_lengths.max_len = 9; }},
+      {"68 rows", [](MaskedProblem &p) { p.heads_q = 17 * p.heads_k, p.group = 17; }},
+      {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
+      {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"head_dim 264", [](MaskedProblem &p) { p.head_dim = 264; }},
       {"a sequence's own queries unknown, batch-invariant",
-       [](Problem &p) { p.batch_invariant = true, p.q_lengths.cu = &unreadable; }},
+       [](MaskedProblem &p) { p.batch_invariant = true, p.q_lengths.cu = &unreadable; }},
   };
   for (const auto &[text, change] : others) {
-    Problem p = plain;
+    MaskedProblem p = plain;
     change(p);
     EXPECT_NE(family(p), Family::decode) << text;
   }
   // The first line with room for the rows, on smaller devices the first that fits.
   const auto name = [](int64_t seqlen_q, int64_t head_dim, const Device &device) {
-    const Problem p = problem(seqlen_q, 5000, head_dim);  // more keys than clusters take
+    const MaskedProblem p = problem(seqlen_q, 5000, head_dim);  // more keys than clusters take
     return kernel_name(p, forward_plan(p, device));
   };
   EXPECT_EQ(name(1, 128, h200()), "decode_fwd_bf16_d128_8_split");
@@ -321,7 +321,7 @@ TEST(CudaPlan, DecodeKernels) {
 
 // Few heads with few keys each, of equal length: one cluster per head, of as many CTAs as the device has for it.
 TEST(CudaPlan, DecodeByClusters) {
-  Problem p = problem(1, 2048, 128);
+  MaskedProblem p = problem(1, 2048, 128);
   p.batch = 1;
   p.heads_q = 64;
   p.heads_k = p.group = 8;
@@ -384,7 +384,7 @@ TEST(CudaPlan, DecodeByClusters) {
 
 // With many keys per SM there are more warps, unless the splits must not depend on the batch.
 TEST(CudaPlan, DecodeWithMuchToDo) {
-  Problem p = problem(1, 8192, 128);
+  MaskedProblem p = problem(1, 8192, 128);
   for (const int64_t tokens : {1, 4}) {
     p.q_lengths.max_len = tokens;
     const std::string rows = tokens == 1 ? "8" : "16";
@@ -414,7 +414,7 @@ TEST(CudaPlan, DecodeWithMuchToDo) {
 TEST(CudaPlan, QuantisedQueriesOfManyRows) {
   for (const auto &[name, device] : kDevices) {
     for (const int64_t seqlen_q : {1, 10, 16}) {
-      Problem p = problem(seqlen_q, 10000, 128);
+      MaskedProblem p = problem(seqlen_q, 10000, 128);
       p.heads_q = 8 * p.heads_k;
       p.group = 8;
       p.q.dtype = p.k.dtype = p.v.dtype = Dtype::e4m3;
@@ -425,7 +425,7 @@ TEST(CudaPlan, QuantisedQueriesOfManyRows) {
 }
 
 TEST(CudaPlan, ExtendKernels) {
-  Problem p = problem(300, 50000, 128);
+  MaskedProblem p = problem(300, 50000, 128);
   p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
   p.page_size = 16;
   ForwardPlan plan = forward_plan(p, h200());
@@ -438,7 +438,7 @@ TEST(CudaPlan, ExtendKernels) {
   EXPECT_GE(plan.workspace_bytes,
             static_cast<size_t>(plan.max_partitions * shape.rows()) * static_cast<size_t>(shape.head_dim + 2) * 4);
   // Heads with one row block each are co-scheduled: eight KV heads at a time, in partitions of two heads. 8-bit KV with more than 64 rows is not.
-  Problem speculation = problem(16, 8192, 128);
+  MaskedProblem speculation = problem(16, 8192, 128);
   speculation.batch = 32;
   speculation.heads_q = 64;
   speculation.heads_k = speculation.group = 8;
@@ -452,7 +452,7 @@ TEST(CudaPlan, ExtendKernels) {
   EXPECT_EQ(plan.split_tiles, 0);
   EXPECT_EQ(plan.combine_ctas, 0);
   // Few heads have many split-KV partials, for which there is a combine kernel.
-  Problem lone = p;
+  MaskedProblem lone = p;
   lone.batch = lone.group = 1;
   lone.q_lengths.max_len = 40;
   for (const int32_t heads : {1, 3, 8, 22, 23}) {
@@ -468,7 +468,7 @@ TEST(CudaPlan, ExtendKernels) {
     }
   }
   for (const bool invariant : {false, true}) {
-    Problem cut = p;
+    MaskedProblem cut = p;
     cut.batch_invariant = invariant;
     cut.num_splits = invariant ? 0 : 5;
     cut.q_lengths.max_len = 64;  // two blocks of rows
@@ -478,16 +478,16 @@ TEST(CudaPlan, ExtendKernels) {
     EXPECT_EQ(pieces.counters, p.batch * p.heads_k * 2);
     EXPECT_EQ(pieces.blocks, p.batch * p.heads_k * 2 * pieces.fixed_splits) << "CTAs wait for those before them";
   }
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"bias", [](Problem &q) { set_bias(q); }},
-      {"dropout", [](Problem &q) { q.dropout.threshold = 1; }},
-      {"rows that are not whole 16-byte vectors", [](Problem &q) { q.head_dim = q.head_dim_v = 124; }},
-      {"head_dim 136", [](Problem &q) { q.head_dim = 136; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
+      {"bias", [](MaskedProblem &q) { set_bias(q); }},
+      {"dropout", [](MaskedProblem &q) { q.dropout.threshold = 1; }},
+      {"rows that are not whole 16-byte vectors", [](MaskedProblem &q) { q.head_dim = q.head_dim_v = 124; }},
+      {"head_dim 136", [](MaskedProblem &q) { q.head_dim = 136; }},
       {"a sequence's own queries unknown, batch-invariant",
-       [](Problem &q) { q.batch_invariant = true, q.q_lengths.cu = &unreadable; }},
+       [](MaskedProblem &q) { q.batch_invariant = true, q.q_lengths.cu = &unreadable; }},
   };
   for (const auto &[text, change] : others) {
-    Problem other = p;
+    MaskedProblem other = p;
     change(other);
     EXPECT_NE(forward_plan(other, h200()).family, Family::extend) << text;
   }
@@ -522,13 +522,13 @@ TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
     }
   }
   // What these kernels do not take is left to CUDA cores.
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"dropout", [](Problem &p) { p.dropout.threshold = 1; }},
-      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 40; }},
-      {"fp32 queries", [](Problem &p) { p.q.dtype = p.out.dtype = Dtype::f32; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 1; }},
+      {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 40; }},
+      {"fp32 queries", [](MaskedProblem &p) { p.q.dtype = p.out.dtype = Dtype::f32; }},
   };
   for (const auto &[text, change] : others) {
-    Problem p = problem(1, 4096, 128);
+    MaskedProblem p = problem(1, 4096, 128);
     p.k.dtype = p.v.dtype = Dtype::e4m3;
     change(p);
     const ForwardPlan plan = forward_plan(p, h200());

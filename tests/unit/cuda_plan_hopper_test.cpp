@@ -22,8 +22,8 @@ namespace {
 // Hopper kernels serve problems that TMA can read, unless other kernels split the keys or fill their rows with several heads. A build or a
 // context without them uses the other kernels.
 TEST(CudaPlanHopper, HopperKernels) {
-  const auto family = [](const Problem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
-  Problem plain = problem(1000, 1000, 128);
+  const auto family = [](const MaskedProblem &p, const Device &device = h200()) { return forward_plan(p, device).family; };
+  MaskedProblem plain = problem(1000, 1000, 128);
   const ForwardPlan plan = forward_plan(plain, h200());
   EXPECT_EQ(plan.family, Family::sm90);
   EXPECT_EQ(plan.tiles, 6 * plain.heads_q * plain.batch);
@@ -32,55 +32,60 @@ TEST(CudaPlanHopper, HopperKernels) {
   Device without = h200();
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"bias", [](Problem &p) { set_bias(p); }},
-      {"block mask and softcap", [](Problem &p) { p.softcap = 30, set_block_mask(p, 128); }},
-      {"blocks of 64, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 64); }},
-      {"dropout, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
-      {"dropout and softcap", [](Problem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
-      {"rows that do not start on 16 bytes", [](Problem &p) { p.k.seq_stride = 129; }},
-      {"rows that are not whole 16-byte vectors", [](Problem &p) { p.head_dim = p.head_dim_v = 127; }},
-      {"more rows than it counts", [](Problem &p) { p.k_lengths.total = int64_t{1} << 32; }},
-      {"head_dim 264", [](Problem &p) { p.head_dim = 264; }},
-      {"a few queries, dropout", [](Problem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
+      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"block mask and softcap", [](MaskedProblem &p) { p.softcap = 30, set_block_mask(p, 128); }},
+      {"slices and dropout", [](MaskedProblem &p) { set_slices(p), p.dropout.threshold = 6554; }},
+      {"dropout, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
+      {"dropout and softcap", [](MaskedProblem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
+      {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
+      {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
+      {"more rows than it counts", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
+      {"head_dim 264", [](MaskedProblem &p) { p.head_dim = 264; }},
+      {"a few queries, dropout", [](MaskedProblem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
   };
   for (const auto &[text, change] : others) {
-    Problem p = plain;
+    MaskedProblem p = plain;
     change(p);
     EXPECT_EQ(family(p), Family::sm80) << text;
   }
   // Problems that TMA cannot read or whose keys are split are for the extend kernels, if these have room for the columns.
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> extending = {
-      {"pages", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
-      {"splits", [](Problem &p) { p.num_splits = 2; }},
-      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
-      {"a stride that TMA cannot express", [](Problem &p) { p.v.batch_stride = int64_t{1} << 40; }},
-      {"few queries of heads that share keys", [](Problem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> extending = {
+      {"pages", [](MaskedProblem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"splits", [](MaskedProblem &p) { p.num_splits = 2; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"a stride that TMA cannot express", [](MaskedProblem &p) { p.v.batch_stride = int64_t{1} << 40; }},
+      {"few queries of heads that share keys", [](MaskedProblem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
       {"few blocks and many keys",
-       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
+       [](MaskedProblem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.k_lengths.max_len = 4096; }},
   };
   for (const auto &[text, change] : extending) {
-    Problem p = plain;
+    MaskedProblem p = plain;
     change(p);
     EXPECT_EQ(family(p), Family::extend) << text;
     EXPECT_EQ(family(p, without), Family::sm80) << text;
   }
-  const std::vector<std::pair<const char *, void (*)(Problem &)>> ours = {
-      {"softcap", [](Problem &p) { p.softcap = 30; }},
-      {"ALiBi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
-      {"block mask", [](Problem &p) { set_block_mask(p, 128); }},
-      {"blocks of 64", [](Problem &p) { set_block_mask(p, 64); }},
-      {"blocks of 128, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 128); }},
-      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
-      {"one split asked for", [](Problem &p) { p.num_splits = 1; }},
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> ours = {
+      {"softcap", [](MaskedProblem &p) { p.softcap = 30; }},
+      {"ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable; }},
+      {"block mask", [](MaskedProblem &p) { set_block_mask(p, 128); }},
+      {"blocks of 64", [](MaskedProblem &p) { set_block_mask(p, 64); }},
+      {"blocks of 128, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 128); }},
+      {"blocks of 64, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 64); }},
+      {"element mask", [](MaskedProblem &p) { set_element_mask(p); }},
+      {"left padding", [](MaskedProblem &p) { set_starts(p); }},
+      {"slices", [](MaskedProblem &p) { set_slices(p); }},
+      {"block lists", [](MaskedProblem &p) { set_block_lists(p); }},
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"one split asked for", [](MaskedProblem &p) { p.num_splits = 1; }},
       {"one tile",
-       [](Problem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
+       [](MaskedProblem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
       {"few queries of heads with keys of their own",
-       [](Problem &p) { p.heads_k = 8, p.group = 1, p.q_lengths.max_len = 64, p.num_splits = 1; }},
-      {"lengths on the device", [](Problem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
+       [](MaskedProblem &p) { p.heads_k = 8, p.group = 1, p.q_lengths.max_len = 64, p.num_splits = 1; }},
+      {"lengths on the device", [](MaskedProblem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
   };
   for (const auto &[text, change] : ours) {
-    Problem p = plain;
+    MaskedProblem p = plain;
     change(p);
     EXPECT_EQ(family(p), Family::sm90) << text;
   }
@@ -95,8 +100,7 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
       {"dropout and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
-      {"blocks of 64", [](BackwardProblem &b) { set_block_mask(b.forward, 64); }},
-      {"block mask, deterministic", [](BackwardProblem &b) { b.forward.deterministic = true, set_block_mask(b.forward, 128); }},
+      {"slices and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, set_slices(b.forward); }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
@@ -109,8 +113,16 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
     EXPECT_EQ(family(b), Family::sm80) << text;
   }
   BackwardProblem b = plain;
-  set_block_mask(b.forward, 128);
+  set_block_mask(b.forward, 64);
   EXPECT_EQ(family(b), Family::sm90);
+  for (const auto set : {set_element_mask, set_starts, set_slices, set_block_lists}) {
+    for (const bool deterministic : {false, true}) {
+      b = backward_of(problem(1000, 1000, 64));
+      b.forward.deterministic = deterministic;
+      set(b.forward);
+      EXPECT_EQ(family(b), Family::sm90) << deterministic;
+    }
+  }
   b = plain;
   b.forward.dropout.threshold = 6554;
   EXPECT_EQ(family(b), Family::sm90);
@@ -265,7 +277,7 @@ TEST(CudaPlanHopper, L2HeadGroupsHaveOneSize) {
   for (const int64_t head_dim : {64, 128, 256}) {
     for (const int64_t seqlen : {512, 2048, 4096, 16384}) {
       for (const bool causal : {false, true}) {
-        Problem p = problem(seqlen, seqlen, head_dim);
+        MaskedProblem p = problem(seqlen, seqlen, head_dim);
         p.batch = 16384 / seqlen;
         p.heads_q = p.heads_k = 2048 / head_dim;
         p.group = 1;
@@ -293,7 +305,7 @@ TEST(CudaPlanHopper, L2HeadGroupsHaveOneSize) {
 
 TEST(CudaPlanHopper, HopperLaunchesEndWithALargeHeadGroup) {
   const auto last_batch = [](int64_t seqlen, bool causal) {
-    Problem p = problem(seqlen, seqlen, 128);
+    MaskedProblem p = problem(seqlen, seqlen, 128);
     p.batch = 16384 / seqlen;
     p.heads_q = p.heads_k = 16;
     p.group = 1;
@@ -314,7 +326,7 @@ TEST(CudaPlanHopper, L2HeadGroupsOfPackedSequencesAreWithinOne) {
   for (const int64_t heads : {1, 3, 16, 32}) {
     for (const int64_t seqlen : {300, 2047, 16384}) {
       for (const bool causal : {false, true}) {
-        Problem p = problem(seqlen, seqlen, 128);
+        MaskedProblem p = problem(seqlen, seqlen, 128);
         const int32_t cu[2] = {};
         p.q_lengths.cu = p.k_lengths.cu = cu;
         p.q_lengths.total = p.k_lengths.total = 64 * 1024;
@@ -427,8 +439,8 @@ TEST(CudaPlanHopper, EndOfTheBackwardLaunch) {
     vary(b.forward);
     return backward_plan(b, h200());
   };
-  const auto plain = [](Problem &) {};
-  const auto causal = [](Problem &p) { p.band.right = 0; };
+  const auto plain = [](MaskedProblem &) {};
+  const auto causal = [](MaskedProblem &p) { p.band.right = 0; };
   for (const int64_t head_dim : {64, 96, 128}) {
     const BackwardPlan split = plan(2100, head_dim, plain);  // 170 work tiles for 132 CTAs
     EXPECT_EQ(split.split_tiles, 170 - 132);
@@ -436,10 +448,10 @@ TEST(CudaPlanHopper, EndOfTheBackwardLaunch) {
     EXPECT_GE(split.workspace_bytes, split.split_offset + size_t{38} * static_cast<size_t>(split.splits_per_tile) * 128 * 2 *
                                                               static_cast<size_t>(head_dim) * 4);
     for (const BackwardPlan &whole :
-         {plan(2100, head_dim, causal), plan(2100, head_dim, [](Problem &p) { p.deterministic = true; }),
-          plan(2100, head_dim, [](Problem &p) { p.heads_k = 5, p.group = 2; }), plan(700, head_dim, plain),
-          plan(2100, head_dim, [](Problem &p) { p.softcap = 20; }),
-          plan(2100, head_dim, [](Problem &p) { p.heads_q = p.heads_k = 7; })})
+         {plan(2100, head_dim, causal), plan(2100, head_dim, [](MaskedProblem &p) { p.deterministic = true; }),
+          plan(2100, head_dim, [](MaskedProblem &p) { p.heads_k = 5, p.group = 2; }), plan(700, head_dim, plain),
+          plan(2100, head_dim, [](MaskedProblem &p) { p.softcap = 20; }),
+          plan(2100, head_dim, [](MaskedProblem &p) { p.heads_q = p.heads_k = 7; })})
       EXPECT_EQ(whole.split_tiles, 0);
     EXPECT_EQ(plan(4096, head_dim, causal).last_heads > 0, head_dim != 64);
     EXPECT_EQ(plan(1024, head_dim, causal).last_heads, 0);
@@ -450,7 +462,7 @@ TEST(CudaPlanHopper, EndOfTheBackwardLaunch) {
 // CTAs of one warpgroup, three per SM, where tiles are short.
 TEST(CudaPlanHopper, HopperKernelsForShortSequences) {
   const auto kernel = [](int64_t queries, int64_t keys, int64_t head_dim, bool causal) {
-    Problem p = problem(queries, keys, head_dim);
+    MaskedProblem p = problem(queries, keys, head_dim);
     p.heads_q = p.heads_k = 16;
     p.group = 1;
     p.batch = 64;

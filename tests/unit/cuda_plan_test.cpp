@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/kernels/bwd_sm80/backward_table.h"
+#include "cuda/kernels/cell_map/cell_map.h"
 #include "cuda/kernels/fwd_sm80/forward_table.h"
 #include "unit/cuda_plans.h"
 
@@ -17,27 +18,37 @@ namespace fa::cuda {
 namespace {
 
 // One option at a time, then all that kernels for general scores take.
-std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
+std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> options() {
   return {
-      {"plain", [](Problem &) {}},
-      {"causal", [](Problem &p) { p.band.right = 0; }},
-      {"sink", [](Problem &p) { p.sink = &unreadable; }},
-      {"paged", [](Problem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
-      {"softcap", [](Problem &p) { p.softcap = 30; }},
-      {"bias", [](Problem &p) { set_bias(p); }},
-      {"unaligned bias", [](Problem &p) { set_bias(p, 3); }},
+      {"plain", [](MaskedProblem &) {}},
+      {"causal", [](MaskedProblem &p) { p.band.right = 0; }},
+      {"sink", [](MaskedProblem &p) { p.sink = &unreadable; }},
+      {"paged", [](MaskedProblem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"softcap", [](MaskedProblem &p) { p.softcap = 30; }},
+      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"unaligned bias", [](MaskedProblem &p) { set_bias(p, 3); }},
       {"bias and dropout",
-       [](Problem &p) {
+       [](MaskedProblem &p) {
          set_bias(p);
          p.dropout.threshold = 6554;
        }},
-      {"alibi", [](Problem &p) { p.alibi_slopes = &unreadable; }},
-      {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
-      {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
-      {"block mask of wide blocks", [](Problem &p) { set_block_mask(p, 128); }},
-      {"block mask of odd blocks", [](Problem &p) { set_block_mask(p, 24); }},
-      {"deterministic", [](Problem &p) { p.deterministic = true; }},
-      {"batch-invariant", [](Problem &p) { p.batch_invariant = true; }},
+      {"alibi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable; }},
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }},
+      {"block mask of wide blocks", [](MaskedProblem &p) { set_block_mask(p, 128); }},
+      {"block mask of odd blocks", [](MaskedProblem &p) { set_block_mask(p, 24); }},
+      {"element mask", [](MaskedProblem &p) { set_element_mask(p); }},
+      {"left padding", [](MaskedProblem &p) { set_starts(p); }},
+      {"slices", [](MaskedProblem &p) { set_slices(p); }},
+      {"block lists", [](MaskedProblem &p) { set_block_lists(p); }},
+      {"slices, bias and dropout",
+       [](MaskedProblem &p) {
+         set_slices(p);
+         set_bias(p);
+         p.dropout.threshold = 6554;
+       }},
+      {"deterministic", [](MaskedProblem &p) { p.deterministic = true; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
   };
 }
 
@@ -48,7 +59,7 @@ void for_everything(Body body) {
     for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
       for (int64_t head_dim = 1; head_dim <= 512; ++head_dim) {
         for (const auto &[option, set] : options()) {
-          Problem p = problem(300, 400, head_dim);
+          MaskedProblem p = problem(300, 400, head_dim);
           set_dtype(p, dtype);
           set(p);
           body(p, device, std::string(device_name) + ", " + option + ", head_dim " + std::to_string(head_dim));
@@ -75,7 +86,7 @@ bool is_kernel_name(const std::string &name) {
 }
 
 TEST(CudaPlan, EveryProblemHasAKernelThatFits) {
-  for_everything([&](const Problem &p, const Device &device, const std::string &text) {
+  for_everything([&](const MaskedProblem &p, const Device &device, const std::string &text) {
     const ForwardPlan forward = forward_plan(p, device);
     EXPECT_LE(kernel_of(forward).shared_bytes, device.shared_bytes) << text;
     EXPECT_GE(forward.blocks, 1) << text;
@@ -95,7 +106,7 @@ TEST(CudaPlan, WiderKeysThanValues) {
   for (const auto &[name, device] : kDevices) {
     for (const auto &[option, set] : options()) {
       for (const int64_t head_dim : {520, 576}) {
-        Problem p = problem(300, 400, head_dim, 512);
+        MaskedProblem p = problem(300, 400, head_dim, 512);
         set(p);
         const ForwardPlan forward = forward_plan(p, device);
         EXPECT_LE(kernel_of(forward).shared_bytes, device.shared_bytes) << name << ", " << option;
@@ -115,19 +126,23 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
     for (const auto &[option, set] : options()) {
       for (int64_t head_dim = 32; head_dim <= 576; head_dim += 32) {
         for (int64_t head_dim_v = 32; head_dim_v <= 512; head_dim_v += 32) {
-          Problem p = problem(1000, 1000, head_dim, head_dim_v);
+          MaskedProblem p = problem(1000, 1000, head_dim, head_dim_v);
           set(p);
           for (const int64_t seqlen : {200, 1000}) {
             p.q_lengths.max_len = p.k_lengths.max_len = seqlen;
             const ForwardPlan forward_of_p = forward_plan(p, device);
             forward.insert({forward_of_p.family, forward_of_p.shape});
           }
+          ForwardProblem with_max = forward_of(p);
+          with_max.max_logit = &unreadable;
+          const ForwardPlan of_max = forward_plan(with_max, device);
+          forward.insert({of_max.family, of_max.shape});
           set_fp8(p, Dtype::bf16);
           const ForwardPlan of_fp8 = forward_plan(p, device);
           forward.insert({of_fp8.family, of_fp8.shape});
           set_dtype(p, Dtype::bf16);
           for (const int64_t seqlen_q : {1, 4, 8, 16}) {
-            Problem few = problem(seqlen_q, 1000, head_dim, head_dim_v);
+            MaskedProblem few = problem(seqlen_q, 1000, head_dim, head_dim_v);
             set(few);
             const ForwardPlan plan = forward_plan(few, device);
             forward.insert({plan.family, plan.shape});
@@ -153,7 +168,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
               forward.insert({of_bytes.family, of_bytes.shape});
             }
           }
-          Problem mla = p;
+          MaskedProblem mla = p;
           mla.v = mla.k;
           for (const int64_t seqlen_q : {int64_t{1}, p.q_lengths.max_len}) {
             if (head_dim_v > head_dim) continue;
@@ -170,6 +185,9 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
             backward.insert({backward_of_p.family, backward_of_p.shape});
           }
+          set_dtype(p, Dtype::f32);
+          const BackwardPlan of_fp32 = backward_plan(backward_of(p), device);
+          backward.insert({of_fp32.family, of_fp32.shape});
         }
       }
     }
@@ -185,7 +203,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
 
 // Kernels that are not for every score evaluate theirs unasked: no problem without it may get them.
 TEST(CudaPlan, KernelsForBiasOrDropoutGetProblemsThatHaveIt) {
-  for_everything([&](const Problem &p, const Device &device, const std::string &text) {
+  for_everything([&](const MaskedProblem &p, const Device &device, const std::string &text) {
     const auto fits = [&](ScoreSet scores) {
       const ScoreSet own = scores & (kTileBias | kDropout);
       return scores == kAll || (own & ~scores_of(p)) == 0;
@@ -200,7 +218,7 @@ TEST(CudaPlan, KernelsForBiasOrDropoutGetProblemsThatHaveIt) {
 // fp16 and bf16 differ in the kernel's name alone; the same question gets the same answer.
 TEST(CudaPlan, SameForBothSixteenBitTypes) {
   for (const int64_t head_dim : {64, 128, 192, 256}) {
-    Problem p = problem(1000, 1000, head_dim);
+    MaskedProblem p = problem(1000, 1000, head_dim);
     const ForwardPlan bf16 = forward_plan(p, h200());
     EXPECT_EQ(kernel_name(p, bf16), kernel_name(p, forward_plan(p, h200())));
     set_dtype(p, Dtype::f16);
@@ -216,12 +234,12 @@ TEST(CudaPlan, WorkspaceGrowsAtMostLinearly) {
   for (const auto &[name, device] : kDevices) {
     for (const int64_t head_dim : {64, 128, 256}) {
       for (const int64_t seqlen : {1, 100, 4096, 65536}) {
-        const Problem once = problem(seqlen, seqlen, head_dim), more = problem(4 * seqlen, 4 * seqlen, head_dim);
+        const MaskedProblem once = problem(seqlen, seqlen, head_dim), more = problem(4 * seqlen, 4 * seqlen, head_dim);
         const size_t small = backward_plan(backward_of(once), device).workspace_bytes,
                      large = backward_plan(backward_of(more), device).workspace_bytes;
         EXPECT_GE(large, small) << name;
         EXPECT_LE(large, 5 * small + 4096) << name;
-        Problem batch = once;
+        MaskedProblem batch = once;
         batch.batch *= 3;
         EXPECT_GE(backward_plan(backward_of(batch), device).workspace_bytes, small) << name;
       }
@@ -235,7 +253,7 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
   for (const auto &[name, device] : kDevices) {
     for (const int64_t seqlen_q : {1, 16, 512, 8192}) {
       for (const int64_t seqlen_k : {1, 1000, 100000}) {
-        const Problem p = problem(seqlen_q, seqlen_k, 128);
+        const MaskedProblem p = problem(seqlen_q, seqlen_k, 128);
         const ForwardPlan plan = forward_plan(p, device);
         if (plan.family == Family::decode || plan.family == Family::extend) continue;
         EXPECT_EQ(plan.workspace_bytes > 0, plan.num_splits > 1) << name;
@@ -254,7 +272,7 @@ TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
 
 // Sizes past 32 bits are no smaller workspaces.
 TEST(CudaPlan, HugeProblemsDoNotWrapAround) {
-  Problem p = problem(1 << 20, 1 << 20, 128);
+  MaskedProblem p = problem(1 << 20, 1 << 20, 128);
   p.batch = 1 << 6;
   const BackwardPlan plan = backward_plan(backward_of(p), h200());
   const double rows = static_cast<double>(p.batch) * static_cast<double>(p.heads_q) * (1 << 20);
@@ -267,7 +285,7 @@ TEST(CudaPlan, HugeProblemsDoNotWrapAround) {
 }
 
 TEST(CudaPlan, ManyRowsAreNoReasonToRefuse) {
-  Problem p = problem(2048, 2048, 128);
+  MaskedProblem p = problem(2048, 2048, 128);
   p.batch = 257;
   p.heads_q = p.heads_k = 32;
   p.group = 1;
@@ -276,9 +294,9 @@ TEST(CudaPlan, ManyRowsAreNoReasonToRefuse) {
 
 // Problems with more CTAs than a launch can have, or more rows than an index can count, are refused with the numbers.
 TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
-  Problem many = problem(64, 64, 128);
+  MaskedProblem many = problem(64, 64, 128);
   many.batch = int64_t{1} << 40;
-  Problem long_keys = problem(64, int64_t{1} << 33, 128);
+  MaskedProblem long_keys = problem(64, int64_t{1} << 33, 128);
   for (const auto &[p, number] : {std::pair{many, many.batch}, {long_keys, long_keys.k_lengths.max_len}}) {
     ForwardPlan forward;
     BackwardPlan backward;
@@ -289,43 +307,70 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
   }
 }
 
-// Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
-// Fields without CUDA kernels are refused by name, forward and backward, on every device.
-TEST(CudaPlan, FieldsWithoutKernelsAreRefused) {
-  const struct {
-    const char *name;
-    void (*set)(MaskedProblem &);
-  } fields[] = {{"element_mask", [](MaskedProblem &p) { p.element_mask.given = true; }},
-                {"seqstart_k", [](MaskedProblem &p) { p.seqstart_k = reinterpret_cast<const int32_t *>(&unreadable); }},
-                {"slices", [](MaskedProblem &p) { p.slices.given = true; }},
-                {"block_counts", [](MaskedProblem &p) { p.block_lists.given = true; }}};
-  for (const auto &[name, device] : kDevices) {
-    for (const auto &[field, set] : fields) {
-      ForwardProblem p = forward_of(problem(64, 64, 64));
-      set(p);
-      ErrorText error;
-      ForwardPlan forward;
-      EXPECT_EQ(plan_forward(p, device, forward, error), FA_ERROR_UNSUPPORTED) << name;
-      EXPECT_NE(std::string(error.text).find(field), std::string::npos) << error.text;
-      BackwardProblem b = backward_of(problem(64, 64, 64));
-      set(b.forward);
-      BackwardPlan backward;
-      error.text[0] = 0;
-      EXPECT_EQ(plan_backward(b, device, backward, error), FA_ERROR_UNSUPPORTED) << name;
-      EXPECT_NE(std::string(error.text).find(field), std::string::npos) << error.text;
-    }
-    ForwardProblem p = forward_of(problem(64, 64, 64));
-    p.max_logit = &unreadable;
-    ErrorText error;
-    ForwardPlan plan;
-    EXPECT_EQ(plan_forward(p, device, plan, error), FA_ERROR_UNSUPPORTED) << name;
-    EXPECT_NE(std::string(error.text).find("max_logit"), std::string::npos) << error.text;
+// Masks as data get a map of cells behind the rest of the workspace where the kernel reads one, and none elsewhere.
+TEST(CudaPlan, MasksAsDataGetACellMap) {
+  constexpr size_t kMapBytes =
+      2 * 16 * 4;  // of 1000 x 1000 pairs, one plane: visible and partial, 16 rows of cells, a word each
+  int with = 0, without = 0;
+  for_everything([&](const MaskedProblem &p, const Device &device, const std::string &text) {
+    const auto check = [&](const auto &plan, size_t planes_of_map) {
+      const ScoreSet scores = kernel_of(plan).scores;
+      EXPECT_EQ(plan.cell_map, has_data_mask(p) && (scores & kDataMask) != 0) << text;
+      EXPECT_EQ(scores_of(p) & ~scores, 0u) << text;
+      if (plan.cell_map) {
+        EXPECT_GT(plan.workspace_bytes, plan.cell_map_offset + planes_of_map) << text;
+      }
+      ++(plan.cell_map ? with : without);
+    };
+    check(forward_plan(p, device), 1);
+    check(backward_plan(backward_of(p), device), 2);
+  });
+  EXPECT_GT(with, 0);
+  EXPECT_GT(without, 0);
+  for (const auto &[name, set] : options()) {
+    MaskedProblem p = problem(1000, 1000, 64);
+    set_dtype(p, Dtype::f32);
+    const size_t plain = backward_plan(backward_of(p), h200()).workspace_bytes;
+    set(p);
+    const BackwardPlan plan = backward_plan(backward_of(p), h200());
+    if (!plan.cell_map) continue;
+    EXPECT_GE(plan.cell_map_offset, plain) << name;
+    EXPECT_GE(plan.workspace_bytes, plan.cell_map_offset + 2 * kMapBytes) << name;
   }
 }
 
+// One plane for each sequence and head that may have a mask of its own, and one for all that share it.
+TEST(CudaPlan, PlanesOfTheCellMap) {
+  MaskedProblem p = problem(100, 200, 64);
+  const auto planes = [&] {
+    DataMask mask;
+    int64_t count = 0;
+    describe_cell_map(p, /*backward=*/true, nullptr, mask, count);
+    EXPECT_EQ(mask.by_query.rows, 2);
+    EXPECT_EQ(mask.by_key.rows, 4);
+    for (int64_t b = 0; b < p.batch; ++b)
+      for (int64_t h = 0; h < p.heads_q; ++h) EXPECT_LT(mask.plane(static_cast<int>(b), static_cast<int>(h)), count);
+    return count;
+  };
+  set_element_mask(p);
+  EXPECT_EQ(planes(), p.batch * p.heads_q);
+  p.element_mask.batch_stride = 0;
+  EXPECT_EQ(planes(), p.heads_q);
+  p.element_mask.head_stride = 0;
+  EXPECT_EQ(planes(), 1);
+  set_starts(p);
+  EXPECT_EQ(planes(), p.batch);
+  p.seqstart_k = nullptr;
+  set_slices(p);
+  EXPECT_EQ(planes(), 1) << "slices of padded sequences are the same for each";
+  p.k_lengths.cu = &unreadable;
+  EXPECT_EQ(planes(), p.batch);
+}
+
+// Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
 TEST(CudaPlan, DeviceSideLengthsPlayNoPart) {
   for (const int64_t seqlen_q : {1, 3, 1000}) {
-    Problem p = problem(seqlen_q, 50000, 128);
+    MaskedProblem p = problem(seqlen_q, 50000, 128);
     const ForwardPlan without = forward_plan(p, h200());
     const BackwardPlan backward_without = backward_plan(backward_of(p), h200());
     p.k_lengths.used = reinterpret_cast<const int32_t *>(16);  // following it would crash
@@ -341,11 +386,11 @@ TEST(CudaPlan, DeviceSideLengthsPlayNoPart) {
 }
 
 TEST(CudaPlan, FewBlocksSplitTheKeys) {
-  Problem p = problem(1, 100000, 128);
+  MaskedProblem p = problem(1, 100000, 128);
   p.batch = 1;
   EXPECT_GT(forward_plan(p, h200()).num_splits, 8);
   EXPECT_EQ(forward_plan(problem(100000, 100000, 128), h200()).num_splits, 1) << "enough blocks without";
-  Problem short_keys = problem(1, 50, 128);
+  MaskedProblem short_keys = problem(1, 50, 128);
   EXPECT_EQ(forward_plan(short_keys, h200()).num_splits, 1) << "too few keys";
   set_block_mask(short_keys, 64);
   EXPECT_EQ(forward_plan(short_keys, h200()).num_splits, 1) << "too few keys";
@@ -358,7 +403,7 @@ TEST(CudaPlan, FewBlocksSplitTheKeys) {
 // A row's bits must not depend on how many others share the launch.
 TEST(CudaPlan, BatchInvariantProblemsAreSplitAlike) {
   for (const int64_t seqlen_q : {1, 500}) {
-    Problem p = problem(seqlen_q, 100000, 128);
+    MaskedProblem p = problem(seqlen_q, 100000, 128);
     p.batch_invariant = true;
     std::set<int32_t> splits;
     for (const int64_t batch : {1, 2, 50, 1000}) {
@@ -371,7 +416,7 @@ TEST(CudaPlan, BatchInvariantProblemsAreSplitAlike) {
 
 // The query heads that share keys fill the rows of one block when there are few queries; a block mask may tell them apart.
 TEST(CudaPlan, GroupedHeadsShareABlock) {
-  Problem p = problem(20, 4000, 128);
+  MaskedProblem p = problem(20, 4000, 128);
   EXPECT_EQ(forward_plan(p, h200()).rows_per_token, p.group);
   EXPECT_EQ(forward_plan(p, h200()).blocks, p.batch * p.heads_k * forward_plan(p, h200()).num_splits);
   set_block_mask(p, 64);
@@ -396,9 +441,9 @@ TEST(CudaPlan, NoGradientAskedFor) {
 }
 
 TEST(CudaPlan, EmptyProblems) {
-  Problem no_batch = problem(100, 100, 128), no_queries = problem(0, 100, 128), no_keys = problem(100, 0, 128);
+  MaskedProblem no_batch = problem(100, 100, 128), no_queries = problem(0, 100, 128), no_keys = problem(100, 0, 128);
   no_batch.batch = 0;
-  for (const Problem &p : {no_batch, no_queries, no_keys}) {
+  for (const MaskedProblem &p : {no_batch, no_queries, no_keys}) {
     forward_plan(p, h200());
     backward_plan(backward_of(p), h200());
   }

@@ -17,7 +17,7 @@ inline ForwardPlan forward_plan(const ForwardProblem &p, const Device &device) {
   EXPECT_EQ(plan_forward(p, device, plan, error), FA_OK) << error.text;
   return plan;
 }
-inline ForwardPlan forward_plan(const Problem &p, const Device &device) { return forward_plan(forward_of(p), device); }
+inline ForwardPlan forward_plan(const MaskedProblem &p, const Device &device) { return forward_plan(forward_of(p), device); }
 inline BackwardPlan backward_plan(const BackwardProblem &b, const Device &device) {
   BackwardPlan plan;
   ErrorText error;

@@ -25,8 +25,8 @@ constexpr NamedDevice kDevices[] = {
 alignas(16) inline float unreadable, unreadable_v;  // addresses that plans may compare but not follow
 
 // Two sequences, 8 query heads on 2 key heads, bf16.
-inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v = 0) {
-  Problem p;
+inline MaskedProblem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v = 0) {
+  MaskedProblem p;
   p.batch = 2;
   p.heads_q = 8;
   p.heads_k = 2;
@@ -45,36 +45,53 @@ inline Problem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int
   return p;
 }
 
-inline ForwardProblem forward_of(const Problem &p) {
+inline ForwardProblem forward_of(const MaskedProblem &p) {
   ForwardProblem forward;
-  static_cast<Problem &>(forward) = p;
+  static_cast<MaskedProblem &>(forward) = p;
   return forward;
 }
 
-inline BackwardProblem backward_of(const Problem &forward) {
+inline BackwardProblem backward_of(const MaskedProblem &forward) {
   BackwardProblem b;
-  static_cast<Problem &>(b.forward) = forward;
+  static_cast<MaskedProblem &>(b.forward) = forward;
   b.dout = b.dq = b.dk = b.dv = forward.q;
   return b;
 }
 
-inline void set_dtype(Problem &p, Dtype dtype) {
+inline void set_dtype(MaskedProblem &p, Dtype dtype) {
   for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) operand->dtype = dtype;
 }
-inline void set_fp8(Problem &p, Dtype results) {
+inline void set_fp8(MaskedProblem &p, Dtype results) {
   set_dtype(p, Dtype::e4m3);
   p.out.dtype = results;
 }
 
 // (batch, heads_q, seqlen_q, seqlen_k) with rows that start on 16 bytes, or `odd` elements further apart.
-inline void set_bias(Problem &p, int64_t odd = 0) {
+inline void set_bias(MaskedProblem &p, int64_t odd = 0) {
   const int64_t row = (p.k_lengths.max_len + 7) / 8 * 8 + odd, head = row * p.q_lengths.max_len;
   p.bias = {&unreadable, p.q.dtype, head * p.heads_q, head, row, 1};
 }
 
-inline void set_block_mask(Problem &p, int64_t size) {
+inline void set_block_mask(MaskedProblem &p, int64_t size) {
   p.block_mask.data = reinterpret_cast<const uint8_t *>(&unreadable);
   p.block_mask.size_q = p.block_mask.size_k = size;
+}
+// Of bytes, for every batch entry and head.
+inline void set_element_mask(MaskedProblem &p) {
+  const int64_t row = p.k_lengths.max_len, head = row * p.q_lengths.max_len;
+  p.element_mask = {true, reinterpret_cast<const uint8_t *>(&unreadable), false, head * p.heads_q, head, row, 1};
+}
+inline void set_starts(MaskedProblem &p) { p.seqstart_k = reinterpret_cast<const int32_t *>(&unreadable); }
+inline void set_slices(MaskedProblem &p) {
+  p.slices.given = true;
+  p.slices.data = reinterpret_cast<const int32_t *>(&unreadable);
+  p.slices.count = 10;
+}
+inline void set_block_lists(MaskedProblem &p) {
+  p.block_lists.given = true;
+  p.block_lists.counts = p.block_lists.indices = reinterpret_cast<const int32_t *>(&unreadable);
+  p.block_lists.size_q = p.block_lists.size_k = 64;
+  p.block_lists.max_blocks = 4;
 }
 
 }  // namespace fa::cuda

@@ -71,15 +71,15 @@ Device device_with_only(const std::string &prefix) {
   return device_with([=](const std::string &name) { return begins_with(name, prefix); });
 }
 
-std::string forward_name(const Problem &p, const Device &device) { return kernel_name(p, forward_plan(p, device)); }
-std::string backward_name(const Problem &p, const Device &device) {
+std::string forward_name(const MaskedProblem &p, const Device &device) { return kernel_name(p, forward_plan(p, device)); }
+std::string backward_name(const MaskedProblem &p, const Device &device) {
   const BackwardProblem b = backward_of(p);
   return kernel_name(b, backward_plan(b, device));
 }
 
 // The next kernel in the order of preference: another shape of the family, then another family.
 TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
-  const Problem p = problem(1000, 1000, 128);
+  const MaskedProblem p = problem(1000, 1000, 128);
   EXPECT_EQ(forward_name(p, h200()), "sm90_fwd_bf16_d128");
   EXPECT_EQ(forward_name(p, device_without("sm90_fwd_bf16_d128")), "sm90_fwd_bf16_d192_128");
   EXPECT_EQ(forward_name(p, device_without("sm90_fwd_f16")), "sm90_fwd_bf16_d128");
@@ -91,11 +91,11 @@ TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
   EXPECT_EQ(backward_name(p, device_without("sm90")), "sm80_bwd_bf16_d128");
   EXPECT_EQ(backward_name(p, device_with_only("simt")), "simt_bwd_bf16_d128");
 
-  const Problem few = problem(1, 5000, 128);
+  const MaskedProblem few = problem(1, 5000, 128);
   EXPECT_EQ(forward_name(few, h200()), "decode_fwd_bf16_d128_8_split");
   EXPECT_EQ(forward_name(few, device_without("decode_fwd_bf16_d128_8")), "decode_fwd_bf16_d128_16_split");
   EXPECT_EQ(forward_name(few, device_without("decode")), "extend_fwd_bf16_d128p_split");
-  Problem few_8bit = few;
+  MaskedProblem few_8bit = few;
   few_8bit.k.dtype = few_8bit.v.dtype = Dtype::i8;
   EXPECT_EQ(forward_name(few_8bit, h200()), "decode_fwd_bf16_i8_d128_8_split");
   EXPECT_EQ(forward_name(few_8bit, device_without("decode_8bit_fwd_any_d128_8")), "decode_fwd_bf16_i8_d128_16_split");
@@ -107,7 +107,7 @@ TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
       << "the instance is named after out";
   EXPECT_EQ(kernel_name(fp8, forward_plan(fp8, device_without("sm90_fwd_f16"))), "simt_fwd_e4m3_to_f16_d128");
 
-  Problem latent = problem(1, 5000, 576, 512);
+  MaskedProblem latent = problem(1, 5000, 576, 512);
   latent.heads_k = 1;
   latent.group = latent.heads_q;
   latent.v = latent.k;
@@ -117,7 +117,7 @@ TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
 
 // Clusters and combine kernels have shapes of their own, which a build may lack.
 TEST(CudaSelect, VariantsThatAreLeftOut) {
-  Problem p = problem(1, 1024, 128);
+  MaskedProblem p = problem(1, 1024, 128);
   p.heads_q = 64;
   p.heads_k = p.group = 8;
   p.batch = 1;
@@ -125,7 +125,7 @@ TEST(CudaSelect, VariantsThatAreLeftOut) {
   const ForwardPlan plan = forward_plan(p, device_without("decode_fwd_bf16_d128_8c"));
   EXPECT_EQ(kernel_name(p, plan), "decode_fwd_bf16_d128_8_split");
   EXPECT_EQ(plan.cluster, 0);
-  Problem long_prompt = problem(40, 50000, 128);
+  MaskedProblem long_prompt = problem(40, 50000, 128);
   long_prompt.page_table = reinterpret_cast<const int32_t *>(&unreadable);
   long_prompt.page_size = 16;
   long_prompt.batch = 1;
@@ -138,7 +138,7 @@ TEST(CudaSelect, RefusalsNameTheKernelThatIsLeftOut) {
   ForwardPlan forward;
   BackwardPlan backward;
   ErrorText error;
-  Problem p = problem(1000, 1000, 128);
+  MaskedProblem p = problem(1000, 1000, 128);
   EXPECT_EQ(plan_forward(forward_of(p), device_with_only("sm90_bwd"), forward, error), FA_ERROR_NOT_BUILT);
   EXPECT_STREQ(
       error.text,
@@ -174,7 +174,7 @@ TEST(CudaSelect, OneKernelAloneServesItsProblems) {
       for (const int64_t head_dim : {64, 96, 128, 192, 256, 512}) {
         for (const float softcap : {0.f, 30.f}) {
           for (const Dtype keys : {Dtype::f16, Dtype::i8}) {
-            Problem p = problem(seqlen_q, seqlen_k, head_dim);
+            MaskedProblem p = problem(seqlen_q, seqlen_k, head_dim);
             set_dtype(p, Dtype::f16);
             p.softcap = softcap;
             p.k.dtype = p.v.dtype = keys;
@@ -195,9 +195,9 @@ TEST(CudaSelect, OneKernelAloneServesItsProblems) {
 
 // TMA is the plan's decision, and the query's reason says it.
 TEST(CudaSelect, ReasonsSayHowTensorsAreReached) {
-  const auto reason = [](const Problem &p) { return reason_of(forward_plan(p, h200())); };
+  const auto reason = [](const MaskedProblem &p) { return reason_of(forward_plan(p, h200())); };
   const auto has = [](const std::string &text, const char *part) { return text.find(part) != std::string::npos; };
-  Problem p = problem(1000, 1000, 128);
+  MaskedProblem p = problem(1000, 1000, 128);
   EXPECT_TRUE(forward_plan(p, h200()).tma_out);
   EXPECT_EQ(reason(p), "Hopper kernel (wgmma, TMA) for plain scores; TMA stores out");
   p.out.seq_stride = 1032;  // whole 16-byte vectors

@@ -44,7 +44,7 @@ class CudaTensorMaps : public ::testing::Test {
   }
 
   Driver driver_;
-  Problem p_ = problem(100, 1000, 128);
+  MaskedProblem p_ = problem(100, 1000, 128);
   CUtensorMap map_{};
   ErrorText error_;
 };

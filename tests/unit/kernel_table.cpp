@@ -43,20 +43,20 @@ std::vector<Column> columns() {
 
 struct Scores {
   const char *name;
-  void (*set)(Problem &);
+  void (*set)(MaskedProblem &);
 };
 const Scores kScores[] = {
-    {"plain", [](Problem &) {}},
-    {"softcap, ALiBi", [](Problem &p) { p.softcap = 30; }},
-    {"block mask", [](Problem &p) { set_block_mask(p, 64); }},
-    {"bias", [](Problem &p) { set_bias(p); }},
-    {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
-    {"other", [](Problem &p) { set_bias(p, 3); }},
-    {"odd block mask", [](Problem &p) { set_block_mask(p, 32); }},
+    {"plain", [](MaskedProblem &) {}},
+    {"softcap, ALiBi", [](MaskedProblem &p) { p.softcap = 30; }},
+    {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }},
+    {"bias", [](MaskedProblem &p) { set_bias(p); }},
+    {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+    {"other", [](MaskedProblem &p) { set_bias(p, 3); }},
+    {"other masks", [](MaskedProblem &p) { set_slices(p); }},
 };
 
 // The kernel's name with `*` for 16-bit dtypes, or "none".
-std::string kernel(const Problem &p, bool backward, const Device &device) {
+std::string kernel(const MaskedProblem &p, bool backward, const Device &device) {
   ErrorText error;
   std::string name;
   if (backward) {
@@ -77,7 +77,7 @@ std::string kernel(const Problem &p, bool backward, const Device &device) {
 // Enough rows that nothing is split; a split changes the launch, not the kernel.
 std::vector<std::string> kernels(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores,
                                  int64_t head_dim) {
-  Problem p = problem(8192, 8192, head_dim, std::min(head_dim, kMaxHeadDimV));
+  MaskedProblem p = problem(8192, 8192, head_dim, std::min(head_dim, kMaxHeadDimV));
   p.batch = 16;
   set_dtype(p, dtype);
   scores.set(p);

@@ -15,6 +15,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "api/context.h"
@@ -66,24 +67,28 @@ constexpr LeftOut kLeftOut = LeftOut::fails;
 enum Scores {
   kPlain,
   kUnordered,
-  kEverything,
-  kOddBlocks,
+  kEverything,  // with masks as data: of another form for each dtype
   kSmooth,
   kBias,
   kDropout,
-  kBlocks,      // a block mask alone
-  kWideBlocks,  // ... for the kernels with larger tiles
-  kDropoutAlone
-};  // kOddBlocks: only the simplest kernels take them
+  kMasks,   // masks as data alone: slices or an element mask
+  kBlocks,  // a block mask alone
+  kDropoutAlone,
+  kLargest  // max_logit
+};
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}}) {
-      for (const Scores scores :
-           {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout, kBlocks, kWideBlocks, kDropoutAlone}) {
-        const bool blocks = scores == kBlocks || scores == kWideBlocks;
-        if ((blocks || scores == kDropoutAlone) && (dtype == FA_FLOAT32 || head_dim > 256)) continue;  // kernels for Hopper
+      std::vector<Scores> kinds = {kPlain,   kEverything, kUnordered, kSmooth,       kBias,
+                                   kDropout, kMasks,      kBlocks,    kDropoutAlone, kLargest};
+      // A kernel runs the first problem that reaches it. CUDA-core kernels get plain scores in fp32, and everything in 16 bits.
+      if (dtype != FA_FLOAT32) std::swap(kinds[0], kinds[1]);
+      for (const Scores scores : kinds) {
+        const bool blocks = scores == kMasks || scores == kBlocks;
+        if ((blocks || scores == kDropoutAlone || scores == kLargest) && (dtype == FA_FLOAT32 || head_dim > 256))
+          continue;  // kernels for Hopper
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -99,11 +104,11 @@ std::vector<Case> cases() {
         c.dlse = c.sink = 1;
         c.num_splits = scores == kEverything ? 2 : 1;
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
-        c.own_workspace = scores == kOddBlocks;  // memory that nothing has written: for initcheck
+        c.own_workspace = scores == kEverything;  // memory that nothing has written: for initcheck
         // dout in a layout that TMA can read
         if (scores == kPlain || scores == kUnordered || scores == kSmooth || blocks || scores == kDropoutAlone)
           c.q.grad_layout = c.k.grad_layout = kBshd;
-        const bool everything = scores == kEverything || scores == kOddBlocks;
+        const bool everything = scores == kEverything;
         if (everything || scores == kSmooth) {
           c.alibi = 1;
           if (dtype == FA_BFLOAT16 && everything) c.alibi_log_scale = 0.5;  // few kernels have it
@@ -118,20 +123,40 @@ std::vector<Case> cases() {
         if (everything || scores == kDropout || scores == kDropoutAlone) c.dropout = 0.1;
         if (blocks) {
           c.k.seqlen = 300;
-          c.block_q = c.block_k = scores == kBlocks ? 64 : 128;
+          c.block_q = c.block_k = scores == kBlocks ? 64 : 0;
           c.block_masked = 30;
+          c.element_masked = 30;
+          if (scores == kMasks && dtype == FA_BFLOAT16) c.element_mask = 3;
+          if (scores == kMasks && dtype == FA_FLOAT16) {
+            c.slices = 1;
+            c.slice_list = {0, 200, 10, 250, FA_SLICE_CAUSAL, 150, 300, 40, 280, FA_SLICE_FULL};
+          }
         }
         if (everything || scores == kBias || scores == kDropout) {
-          c.block_q = c.block_k = scores == kOddBlocks ? 32 : 64;
+          c.block_q = c.block_k = everything ? 48 : 64;
           c.block_masked = 20;
         }
-        if (head_dim > 512) c.backward = 0;
+        if (everything) {
+          c.nan_keys = 1;
+          c.element_masked = 20;
+          if (dtype == FA_FLOAT32) c.element_mask = 1;
+          if (dtype == FA_FLOAT16) {
+            c.block_lists = 2;
+            c.slices = 1;
+            c.slice_list = {0,  70,  10, 90,  FA_SLICE_FULL,  //
+                            60, 100, 20, 150, FA_SLICE_CAUSAL};
+          }
+          if (dtype == FA_BFLOAT16) c.element_mask = 3;
+        }
+        c.max_logit = scores == kLargest;
+        if (head_dim > 512 || scores == kLargest) c.backward = 0;
         if (dtype == FA_BFLOAT16) {
           c.batch = 3;
           c.q.packed = c.k.packed = 1;
           c.q.slots = {40, 0, c.q.seqlen};
           c.k.slots = {70, 20, 150};
           c.k.used = {70, 10, 140};
+          if (everything) c.starts = {0, 3, 75};
         }
         all.push_back(c);
         if (scores == kPlain && head_dim <= 128) {  // Hopper has other kernels for few queries
@@ -284,11 +309,10 @@ struct ClaimedDevice {
   int32_t multiprocessors;  // 0: as many as there are
   bool sm90;                // may use Hopper's own kernels
 };
-constexpr ClaimedDevice kDevices[] = {{"Any", 1024, 0, false},
-                                      {"A100", 163, 0, false},
-                                      {"Desktop", 99, 0, false},
-                                      {"Hopper", 1024, 0, true},
-                                      {"Small", 1024, 1, false}};  // small problems are much work for it: kernels for that
+constexpr ClaimedDevice kDevices[] = {
+    {"Any", 1024, 0, false},   {"A100", 163, 0, false},   {"Desktop", 99, 0, false},
+    {"Hopper", 1024, 0, true}, {"Small", 1024, 1, false},  // small problems are much work for it: kernels for that
+    {"Tiny", 8, 0, false}};                                // no tile of a tensor-core kernel fits
 
 // `device`, but no more than that one.
 fa::cuda::Device limited(fa::cuda::Device device, const ClaimedDevice &claimed) {
@@ -467,7 +491,7 @@ TEST_P(EveryKernelOf, Runs) {
 
 INSTANTIATE_TEST_SUITE_P(All, EveryKernelOf,
                          ::testing::Combine(::testing::Values(&kDevices[0], &kDevices[1], &kDevices[2], &kDevices[3],
-                                                              &kDevices[4]),
+                                                              &kDevices[4], &kDevices[5]),
                                             ::testing::Values(FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16)),
                          [](const ::testing::TestParamInfo<EveryKernelOf::ParamType> &info) {
                            const fa_dtype dtype = std::get<1>(info.param);
