@@ -598,24 +598,23 @@ typedef struct fa_attention {
   uint32_t reserved;
 
   /** Mask by pairs, (b or 1, h_q or 1, s_q or 1, s_k or 1): uint8 or bool with any strides, or ::FA_BIT. Non-zero = visible.
-   * Sizes for packed or paged sequences as for `bias`. CUDA: refused with ::FA_ERROR_UNSUPPORTED. Optional. */
+   * Sizes for packed or paged sequences as for `bias`. Optional. */
   fa_tensor element_mask;
   /** (b) int32: number of rows at the start of each key sequence that belong to no one (left padding), at least 0. They are
    * masked; the positions of the other keys do not change, and s_k still counts all rows up to `seqused_k`. A start at or past
-   * s_k leaves no key. The entries of `page_table` for masked pages must be valid, too. CUDA: refused with
-   * ::FA_ERROR_UNSUPPORTED. Optional. */
+   * s_k leaves no key. The entries of `page_table` for masked pages must be valid, too. Optional. */
   fa_tensor seqstart_k;
   /** Mask by ranges, (n, 5) int32 with n < 2^31: q_begin, q_end, k_begin, k_end and a kind (::FA_SLICE_FULL and following). A
    * pair is visible if at least one slice shows it; a row in no slice sees nothing. The slices apply to all heads. Rows are
    * counted over the whole tensor where it is packed: there slices may differ from sequence to sequence, and a sequence sees
    * the part of them that lies in its own rows. In padded tensors and paged keys they are counted within the sequence, and the
    * same slices apply to every sequence. Ranges may reach outside the rows; what lies outside has no effect, but the limits of
-   * causal kinds follow the ends as given. Ranges whose end is not above their begin are empty. The CPU refuses other kinds. On
-   * CUDA slices are refused with ::FA_ERROR_UNSUPPORTED. Optional. */
+   * causal kinds follow the ends as given. Ranges whose end is not above their begin are empty. The CPU refuses other kinds; on
+   * CUDA slices of other kinds show nothing. Optional. */
   fa_tensor slices;
   /** Mask by lists of blocks, (b or 1, h_q or 1, ceil(s_q / block_size_q)) int32: number of entries of each row of
    * `block_indices`. Negative counts are 0, larger ones max_blocks. Lengths as for `bias`. Given together with `block_mask`, a
-   * block must be visible in both. CUDA: refused with ::FA_ERROR_UNSUPPORTED. Optional; requires `block_indices`. */
+   * block must be visible in both. Optional; requires `block_indices`. */
   fa_tensor block_counts;
   /** Visible blocks of keys for each block of queries, (b or 1, h_q or 1, ceil(s_q / block_size_q), max_blocks) int32, in any
    * order; duplicates, and indices outside 0 to ceil(s_k / block_size_k) - 1, have no effect. Requires `block_counts`. */
