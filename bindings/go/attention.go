@@ -5,7 +5,7 @@ package flashattn
 // #include "shim.h"
 import "C"
 
-// Mask says which keys a query may see, before the window, block mask and bias.
+// Mask says which keys a query may see, before the window, bias and masks given as data.
 type Mask int32
 
 const (
@@ -17,13 +17,26 @@ const (
 	CausalTopLeft Mask = C.FA_MASK_CAUSAL_TOP_LEFT
 )
 
+// Kinds of a row of Attention.Slices, its last number.
+const (
+	// SliceFull: every query of the slice sees every key of the slice.
+	SliceFull int32 = C.FA_SLICE_FULL
+	// SliceCausal: query i sees keys j <= i + k_end - q_end.
+	SliceCausal int32 = C.FA_SLICE_CAUSAL
+	// SliceInverseCausal: query i sees keys j >= i + k_begin - q_begin.
+	SliceInverseCausal int32 = C.FA_SLICE_INVERSE_CAUSAL
+	// SliceBothCausal: both of these limits.
+	SliceBothCausal int32 = C.FA_SLICE_BOTH_CAUSAL
+)
+
 // Attention is a problem: inputs and options. flashattn.h documents shapes and meaning; zero values are defaults.
 type Attention struct {
 	// (batch, rows, heads, head_dim), or (total, heads, head_dim) with CuSeqlens; strides are free but for the last, which is 1.
 	Q, K, V Tensor
 
 	CuSeqlensQ, CuSeqlensK Tensor // packed sequences: (batch + 1) int32 or int64
-	SeqUsedQ, SeqUsedK     Tensor // (batch) int32
+	SeqUsedQ, SeqUsedK     Tensor // (batch) int32: rows that count
+	SeqStartK              Tensor // (batch) int32: keys at the start of each sequence that are masked (left padding)
 	PageTable              Tensor // (batch, max pages) int32
 	MaxSeqlenQ, MaxSeqlenK int
 
@@ -31,12 +44,17 @@ type Attention struct {
 	WindowLeft, WindowRight *int // how far back and ahead a query sees; nil = no limit. See Limit.
 
 	Bias                   Tensor // added to the logits
-	BlockMask              Tensor // uint8 or bool
-	BlockSizeQ, BlockSizeK int
-	ALiBiSlopes            Tensor // (heads) or (batch, heads) float32
-	Sink                   Tensor // (heads) float32
-	QDescale               Tensor // descales of Q in Float8: (batch, heads of K) float32
-	KDescale, VDescale     Tensor // descales of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
+	ElementMask            Tensor // uint8, bool or Bits, (batch or 1, heads or 1, rows of Q or 1, rows of K or 1): 0 masks the pair
+	BlockMask              Tensor // uint8 or bool: 0 masks the block
+	BlockSizeQ, BlockSizeK int    // of BlockMask, BlockCounts and BlockIndices
+	// Visible blocks of keys for each block of queries, int32: numbers (batch or 1, heads or 1, blocks of queries), and indices with one more
+	// dimension.
+	BlockCounts, BlockIndices Tensor
+	Slices                    Tensor // (n, 5) int32: q_begin, q_end, k_begin, k_end and a kind; a pair in no slice is masked
+	ALiBiSlopes               Tensor // (heads) or (batch, heads) float32
+	Sink                      Tensor // (heads) float32
+	QDescale                  Tensor // descales of Q in Float8: (batch, heads of K) float32
+	KDescale, VDescale        Tensor // descales of K and V in int8 or Float8: (batch, heads) float32, or as K and V without head_dim
 
 	Scale         float32 // 0 = 1 / sqrt(head_dim)
 	Softcap       float32
@@ -52,6 +70,8 @@ type Attention struct {
 	// batch. Both are always true on the CPU.
 	Deterministic, BatchInvariant bool
 	NumSplits                     int // CUDA, a hint: number of KV splits for short queries; 0 = automatic
+
+	MaxLogit Tensor // (heads) float32: Forward writes the largest visible logit of each head, Backward ignores it
 }
 
 // Limit is a side of the window.
@@ -107,7 +127,10 @@ func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *T
 		{"PageTable", &a.PageTable, &raw.page_table}, {"Bias", &a.Bias, &raw.bias}, {"BlockMask", &a.BlockMask, &raw.block_mask},
 		{"ALiBiSlopes", &a.ALiBiSlopes, &raw.alibi_slopes}, {"Sink", &a.Sink, &raw.sink},
 		{"QDescale", &a.QDescale, &raw.q_descale}, {"KDescale", &a.KDescale, &raw.k_descale},
-		{"VDescale", &a.VDescale, &raw.v_descale},
+		{"VDescale", &a.VDescale, &raw.v_descale}, {"ElementMask", &a.ElementMask, &raw.element_mask},
+		{"SeqStartK", &a.SeqStartK, &raw.seqstart_k}, {"Slices", &a.Slices, &raw.slices},
+		{"BlockCounts", &a.BlockCounts, &raw.block_counts}, {"BlockIndices", &a.BlockIndices, &raw.block_indices},
+		{"MaxLogit", &a.MaxLogit, &raw.max_logit},
 	})
 }
 
@@ -122,7 +145,7 @@ func (ctx *Context) forward(a *Attention, out, lse *Tensor, what C.int, info *C.
 	status := C.go_forward(ctx.handle, what, info, ctx.workspace.data, ctx.workspaceBytes(), ctx.stream, &raw,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
 		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.QDescale.data, a.KDescale.data,
-		a.VDescale.data)
+		a.VDescale.data, a.ElementMask.data, a.SeqStartK.data, a.Slices.data, a.BlockCounts.data, a.BlockIndices.data, a.MaxLogit.data)
 	return ctx.check(status)
 }
 
@@ -147,7 +170,8 @@ func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, what 
 	status := C.go_backward(ctx.handle, what, info, ctx.workspace.data, ctx.workspaceBytes(), ctx.stream, &raw, &gradients,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
 		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.QDescale.data, a.KDescale.data,
-		a.VDescale.data, g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
+		a.VDescale.data, a.ElementMask.data, a.SeqStartK.data, a.Slices.data, a.BlockCounts.data, a.BlockIndices.data, a.MaxLogit.data,
+		g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
 	return ctx.check(status)
 }
 

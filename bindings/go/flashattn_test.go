@@ -35,11 +35,15 @@ func normal(seed int64, n int) []float32 {
 
 type sizes struct{ batch, rowsQ, rowsK, headsQ, headsK, dim int }
 
-// reference is attention and its gradients by definition, in float64, of dense tensors; visible says which pairs take part.
-func reference(s sizes, q, k, v, dout []float32, visible func(i, j int) bool) (out, lse, dq, dk, dv []float64) {
+// reference is attention, its gradients and each head's largest logit by definition, in float64, of dense tensors; visible says which pairs take
+// part.
+func reference(s sizes, q, k, v, dout []float32, visible func(b, i, j int) bool) (out, lse, dq, dk, dv, top []float64) {
 	rows, keys := s.batch*s.rowsQ*s.headsQ*s.dim, s.batch*s.rowsK*s.headsK*s.dim
 	out, dq, dk, dv = make([]float64, rows), make([]float64, rows), make([]float64, keys), make([]float64, keys)
 	lse = make([]float64, s.batch*s.headsQ*s.rowsQ)
+	for h := 0; h < s.headsQ; h++ {
+		top = append(top, math.Inf(-1))
+	}
 	scale := 1 / math.Sqrt(float64(s.dim))
 	p, dp := make([]float64, s.rowsK), make([]float64, s.rowsK)
 	for b := 0; b < s.batch; b++ {
@@ -53,8 +57,8 @@ func reference(s sizes, q, k, v, dout []float32, visible func(i, j int) bool) (o
 					for d := 0; d < s.dim; d++ {
 						x += float64(q[at+d]) * float64(k[key(j)+d])
 					}
-					if p[j] = 0; visible(i, j) {
-						p[j] = math.Exp(scale * x)
+					if p[j] = 0; visible(b, i, j) {
+						p[j], top[h] = math.Exp(scale*x), math.Max(top[h], scale*x)
 					}
 					total += p[j]
 				}
@@ -103,24 +107,51 @@ func TestForwardAndBackward(t *testing.T) {
 	q, k, v, dout := normal(1, rows), normal(2, keys), normal(3, keys), normal(4, rows)
 	shapeQ, shapeK := []int{s.batch, s.rowsQ, s.headsQ, s.dim}, []int{s.batch, s.rowsK, s.headsK, s.dim}
 	shift := s.rowsK - s.rowsQ
+	random, rowBytes := rand.New(rand.NewSource(5)), (s.rowsK+7)/8
+	pairs, bits := make([]bool, s.rowsQ*s.rowsK), make([]uint8, s.rowsQ*rowBytes)
+	for n := range pairs {
+		if i, j := n/s.rowsK, n%s.rowsK; random.Intn(2) == 0 {
+			pairs[n] = true
+			bits[i*rowBytes+j/8] |= 1 << (j % 8)
+		}
+	}
 	for name, c := range map[string]struct {
 		change  func(*Attention)
-		visible func(i, j int) bool
+		visible func(b, i, j int) bool
 	}{
-		"full":            {func(*Attention) {}, func(i, j int) bool { return true }},
-		"causal":          {func(a *Attention) { a.Mask = Causal }, func(i, j int) bool { return j <= i+shift }},
-		"causal top left": {func(a *Attention) { a.Mask = CausalTopLeft }, func(i, j int) bool { return j <= i }},
+		"full":            {func(*Attention) {}, func(b, i, j int) bool { return true }},
+		"causal":          {func(a *Attention) { a.Mask = Causal }, func(b, i, j int) bool { return j <= i+shift }},
+		"causal top left": {func(a *Attention) { a.Mask = CausalTopLeft }, func(b, i, j int) bool { return j <= i }},
 		"window": {func(a *Attention) { a.WindowLeft, a.WindowRight = Limit(5), Limit(0) },
-			func(i, j int) bool { return j >= i+shift-5 && j <= i+shift }},
+			func(b, i, j int) bool { return j >= i+shift-5 && j <= i+shift }},
+		"element mask": {func(a *Attention) { a.ElementMask = Of(pairs, 1, 1, s.rowsQ, s.rowsK) },
+			func(b, i, j int) bool { return pairs[i*s.rowsK+j] }},
+		"bits": {func(a *Attention) { a.ElementMask = Bits(Of(bits, 1, 1, s.rowsQ, rowBytes), s.rowsK) },
+			func(b, i, j int) bool { return pairs[i*s.rowsK+j] }},
+		"left padding": {func(a *Attention) { a.SeqStartK = Of([]int32{3, 20}, 2) },
+			func(b, i, j int) bool { return j >= []int{3, 20}[b] }},
+		"slices": {func(a *Attention) {
+			a.Slices = Of([]int32{0, 9, 2, 12, SliceFull, 5, 19, 0, 10, SliceCausal, 0, 6, 20, 27, SliceInverseCausal, 10, 16, 12, 20,
+				SliceBothCausal}, 4, 5)
+		}, func(b, i, j int) bool {
+			in := func(q0, q1, k0, k1 int) bool { return i >= q0 && i < q1 && j >= k0 && j < k1 }
+			return in(0, 9, 2, 12) || in(5, 19, 0, 10) && j <= i-9 || in(0, 6, 20, 27) && j >= i+20 ||
+				in(10, 16, 12, 20) && j <= i+4 && j >= i+2
+		}},
+		"block lists": {func(a *Attention) {
+			a.BlockCounts, a.BlockIndices = Of([]int32{1, 2}, 1, 1, 2), Of([]int32{2, 9, 1, 0}, 1, 1, 2, 2)
+			a.BlockSizeQ, a.BlockSizeK = 10, 10
+		}, func(b, i, j int) bool { return (i < 10) == (j >= 20) }},
 		"block mask": {func(a *Attention) {
 			a.BlockMask, a.BlockSizeQ, a.BlockSizeK = Of([]bool{true, false}, 1, 1, 1, 2), 19, 20
-		}, func(i, j int) bool { return j < 20 }},
+		}, func(b, i, j int) bool { return j < 20 }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ctx := open(t)
 			out, lse := make([]float32, rows), make([]float32, s.batch*s.headsQ*s.rowsQ)
 			dq, dk, dv := make([]float32, rows), make([]float32, keys), make([]float32, keys)
-			problem := Attention{Q: Of(q, shapeQ...), K: Of(k, shapeK...), V: Of(v, shapeK...)}
+			top := []float32{float32(math.NaN()), 0, -100, 100} // all of them are written
+			problem := Attention{Q: Of(q, shapeQ...), K: Of(k, shapeK...), V: Of(v, shapeK...), MaxLogit: Of(top, s.headsQ)}
 			c.change(&problem)
 			o, l := Of(out, shapeQ...), Of(lse, s.batch, s.headsQ, s.rowsQ)
 			if err := ctx.Forward(problem, o, l); err != nil {
@@ -130,12 +161,13 @@ func TestForwardAndBackward(t *testing.T) {
 			if err := ctx.Backward(problem, o, l, g); err != nil {
 				t.Fatal(err)
 			}
-			wantOut, wantLse, wantDq, wantDk, wantDv := reference(s, q, k, v, dout, c.visible)
+			wantOut, wantLse, wantDq, wantDk, wantDv, wantTop := reference(s, q, k, v, dout, c.visible)
 			near(t, "out", out, wantOut, 1e-5)
 			near(t, "lse", lse, wantLse, 1e-5)
 			near(t, "dq", dq, wantDq, 5e-5)
 			near(t, "dk", dk, wantDk, 5e-5)
 			near(t, "dv", dv, wantDv, 5e-5)
+			near(t, "max logit", top, wantTop, 1e-5)
 			forward, err := ctx.QueryForward(problem, o, l)
 			backward, errBackward := ctx.QueryBackward(problem, o, l, g)
 			if err != nil || errBackward != nil || !strings.HasPrefix(forward.Kernel, "cpu_") || backward.Flops <= forward.Flops {
@@ -189,7 +221,7 @@ func TestStridesAndHalfPrecision(t *testing.T) {
 		}
 		return x
 	}
-	want, _, _, _, _ := reference(sizes{1, 6, 6, 2, 2, 8}, dense(0), dense(1), dense(2), make([]float32, 96), func(i, j int) bool { return true })
+	want, _, _, _, _, _ := reference(sizes{1, 6, 6, 2, 2, 8}, dense(0), dense(1), dense(2), make([]float32, 96), func(b, i, j int) bool { return true })
 	got := make([]float32, 96)
 	for i := range got {
 		got[i] = out[i].Float32()
@@ -216,7 +248,7 @@ func TestKeysInInt8(t *testing.T) {
 	if err := ctx.Forward(problem, Of(out, 1, 3, 1, 8), Tensor{}); err != nil {
 		t.Fatal(err)
 	}
-	want, _, _, _, _ := reference(s, q, exact, exact, make([]float32, 24), func(i, j int) bool { return true })
+	want, _, _, _, _, _ := reference(s, q, exact, exact, make([]float32, 24), func(b, i, j int) bool { return true })
 	near(t, "out", out, want, 1e-5)
 }
 
@@ -265,6 +297,20 @@ func TestRefusals(t *testing.T) {
 	} {
 		err := ctx.Forward(Attention{Q: q, K: bad, V: q}, out, Tensor{})
 		if !errors.Is(err, ErrShape) || !strings.Contains(err.Error(), "flashattn: FA_ERROR_SHAPE: K: ") || !strings.Contains(err.Error(), name) {
+			t.Errorf("%q: %v", name, err)
+		}
+	}
+	bytes := make([]uint8, 12)
+	for name, mask := range map[string]Tensor{
+		"20 columns of bits do not fit rows of 2": Bits(Of(bytes, 1, 1, 3, 2), 20),
+		"-1 columns of bits":                      Bits(Of(bytes, 1, 1, 3, 0), -1),
+		"uint8 with 4 dimensions":                 Bits(Of(bytes, 3, 4), 32),
+		"bits are made of uint8":                  Bits(Of(make([]bool, 12), 1, 1, 3, 4), 32),
+		"a row of bits are 2 apart":               Bits(Strided(bytes, 0, []int{1, 1, 3, 2}, []int{12, 12, 4, 2}), 16),
+		"[1 1 9 2] with strides":                  Bits(Of(bytes, 1, 1, 9, 2), 16),
+	} {
+		err := ctx.Forward(Attention{Q: q, K: q, V: q, ElementMask: mask}, out, Tensor{})
+		if !errors.Is(err, ErrShape) || !strings.Contains(err.Error(), "ElementMask: ") || !strings.Contains(err.Error(), name) {
 			t.Errorf("%q: %v", name, err)
 		}
 	}

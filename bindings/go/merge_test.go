@@ -15,7 +15,7 @@ func TestMerge(t *testing.T) {
 	rows, keys := s.batch*s.rowsQ*s.headsQ*s.dim, s.batch*s.rowsK*s.headsK*s.dim
 	q, k, v := normal(1, rows), normal(2, keys), normal(3, keys)
 	shapeQ, shapeLSE := []int{s.batch, s.rowsQ, s.headsQ, s.dim}, []int{s.batch, s.headsQ, s.rowsQ}
-	wantOut, wantLSE, _, _, _ := reference(s, q, k, v, make([]float32, rows), func(i, j int) bool { return true })
+	wantOut, wantLSE, _, _, _, _ := reference(s, q, k, v, make([]float32, rows), func(b, i, j int) bool { return true })
 	over := func(from, to int) Part { // the keys from <= j < to
 		part := func(x []float32) Tensor {
 			step := s.headsK * s.dim

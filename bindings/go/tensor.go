@@ -6,6 +6,7 @@ package flashattn
 import "C"
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"math/big"
@@ -147,6 +148,33 @@ func DeviceStrided[T Element](address uintptr, shape, strides []int) Tensor {
 	t, _ := describe[T](shape, strides)
 	t.device = true
 	t.data = pointer(address)
+	return t
+}
+
+// Bits is an element mask of one bit a pair. The bytes are uint8 with four dimensions, (..., ceil(columns / 8)), those of a row adjacent; bit 0
+// of a byte is the first of its 8 keys.
+func Bits(bytes Tensor, columns int) Tensor {
+	t := bytes
+	if t.err != nil {
+		return t
+	}
+	t.shape = append([]int(nil), bytes.shape...)
+	switch {
+	case t.raw.dtype != C.FA_UINT8 || t.raw.ndim != 4:
+		t.err = errors.New("bits are made of uint8 with 4 dimensions")
+	case columns < 0 || t.shape[3] != columns/8+(columns%8+7)/8:
+		t.err = fmt.Errorf("%d columns of bits do not fit rows of %d bytes", columns, t.shape[3])
+	case t.shape[3] > 1 && t.raw.stride[3] != 1:
+		t.err = fmt.Errorf("the bytes of a row of bits are %d apart; they must be adjacent", t.raw.stride[3])
+	}
+	if t.err != nil {
+		return t
+	}
+	t.raw.dtype = C.FA_BIT
+	for d := 0; d < 3; d++ {
+		t.raw.stride[d] *= 8
+	}
+	t.shape[3], t.raw.shape[3], t.raw.stride[3] = columns, C.int64_t(columns), 1
 	return t
 }
 

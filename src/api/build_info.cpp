@@ -11,22 +11,6 @@
 #define FA_COMPILER "unknown"
 #endif
 
-#if defined(FA_HAVE_AVX512_BF16)
-#define FA_AVX512_BF16 " avx512_bf16"
-#else
-#define FA_AVX512_BF16 ""
-#endif
-#if defined(FA_HAVE_AMX)
-#define FA_AMX " amx"
-#else
-#define FA_AMX ""
-#endif
-#if defined(__x86_64__)
-#define FA_CPU_ISAS "portable avx2 avx512" FA_AVX512_BF16 FA_AMX
-#else
-#define FA_CPU_ISAS "portable"
-#endif
-
 #if defined(FA_HAVE_CUDA)
 #define FA_BACKENDS "cpu cuda"
 #define FA_CUDA_LINES "cuda_toolkit=" FA_CUDA_TOOLKIT "\ncuda_archs=" FA_CUDA_ARCHS "\ncuda_head_dims=1..576\n"

@@ -123,9 +123,11 @@ fa_cpu_isa best_isa() {
 
 fa_cpu_isa vector_isa(fa_cpu_isa isa) {
   if (isa != FA_CPU_ISA_AMX && isa != FA_CPU_ISA_AVX512_BF16) return isa;
-  if (has_isa(FA_CPU_ISA_AVX512)) return FA_CPU_ISA_AVX512;
-  if (has_isa(FA_CPU_ISA_AVX2)) return FA_CPU_ISA_AVX2;
-  return FA_CPU_ISA_PORTABLE;
+  // Every call asks for this. The processor is asked once: in a virtual machine CPUID traps and takes microseconds.
+  static const fa_cpu_isa best = has_isa(FA_CPU_ISA_AVX512) ? FA_CPU_ISA_AVX512
+                                 : has_isa(FA_CPU_ISA_AVX2) ? FA_CPU_ISA_AVX2
+                                                            : FA_CPU_ISA_PORTABLE;
+  return best;
 }
 
 }  // namespace fa::cpu

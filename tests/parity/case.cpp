@@ -221,6 +221,19 @@ int64_t seed_for(const std::string &name) {
   return static_cast<int64_t>(hash >> 16);
 }
 
+Case grouped_case(const char *name, int64_t dtype, int64_t queries, int64_t keys) {
+  Case c;
+  c.seed = seed_for(name);
+  c.dtype = dtype;
+  c.heads_q = 4;
+  c.heads_k = 2;
+  c.head_dim = c.head_dim_v = 32;
+  c.q.seqlen = queries;
+  c.k.seqlen = keys;
+  c.dlse = 1;
+  return c;
+}
+
 int64_t scaled(int64_t normal) {
   const char *text = std::getenv("FA_TEST_PERCENT");
   if (text == nullptr) return normal;

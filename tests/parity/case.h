@@ -128,6 +128,8 @@ int64_t resolved_max(const Case &c, const Side &side);          // what bias and
 // A seed of its own for every name, mixed with the run's seed: FA_TEST_SEED, else fresh.
 uint64_t run_seed();
 int64_t seed_for(const std::string &name);
+// A small problem with grouped heads and dlse.
+Case grouped_case(const char *name, int64_t dtype, int64_t queries, int64_t keys);
 
 // Number of random cases: `normal` scaled by FA_TEST_PERCENT, at least 1.
 int64_t scaled(int64_t normal);

@@ -5,19 +5,8 @@
 namespace parity {
 namespace {
 
-// A problem that crosses block boundaries, with grouped heads and dlse.
-Case base(const char *name, int64_t dtype = FA_FLOAT32) {
-  Case c;
-  c.seed = seed_for(name);
-  c.dtype = dtype;
-  c.heads_q = 4;
-  c.heads_k = 2;
-  c.head_dim = c.head_dim_v = 32;
-  c.q.seqlen = 70;
-  c.k.seqlen = 83;
-  c.dlse = 1;
-  return c;
-}
+// A problem that crosses block boundaries.
+Case base(const char *name, int64_t dtype = FA_FLOAT32) { return grouped_case(name, dtype, 70, 83); }
 
 class Fields : public EveryBackend {
  protected:

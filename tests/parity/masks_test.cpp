@@ -16,15 +16,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // A problem that crosses tiles and blocks of keys and that has sizes which are no multiples of 8 or 64.
 Case base(const char *name, int64_t dtype = FA_FLOAT32) {
-  Case c;
-  c.seed = seed_for(name);
-  c.dtype = dtype;
-  c.heads_q = 4;
-  c.heads_k = 2;
-  c.head_dim = c.head_dim_v = 32;
-  c.q.seqlen = 131;
-  c.k.seqlen = 333;
-  c.dlse = 1;
+  Case c = grouped_case(name, dtype, 131, 333);
   c.nan_keys = c.nan_queries = 1;
   return c;
 }

@@ -16,6 +16,12 @@ using .LibFlashattn
 using .LibFlashattn: addresses, fa_tensor, fa_append, fa_attention, fa_gradients, fa_config, fa_merge_problem, fa_plan_info
 
 export Context, FlashAttnError, append_kv!, attention, attention!, attention_gradients, merge_attention!, query_forward
+export SLICE_BOTH_CAUSAL, SLICE_CAUSAL, SLICE_FULL, SLICE_INVERSE_CAUSAL
+
+const SLICE_FULL = LibFlashattn.FA_SLICE_FULL
+const SLICE_CAUSAL = LibFlashattn.FA_SLICE_CAUSAL
+const SLICE_INVERSE_CAUSAL = LibFlashattn.FA_SLICE_INVERSE_CAUSAL
+const SLICE_BOTH_CAUSAL = LibFlashattn.FA_SLICE_BOTH_CAUSAL
 
 """A call that the library refused or could not complete: its status, the constant's name, and the library's sentence."""
 struct FlashAttnError <: Exception
@@ -78,6 +84,17 @@ function tensor(alive, x::StridedArray{T,N}) where {T,N}
     return fa_tensor(pointer(x), pad(size(x)), pad(strides(x)), dtype(T), N)
 end
 
+tensor(alive, x::BitArray) = tensor(alive, Array{Bool}(x))
+
+# A BitArray is in memory what the library calls bits if its rows begin at a byte; otherwise it is copied into bytes.
+bits(alive, x) = tensor(alive, x)
+function bits(alive, x::BitArray{4})
+    n1, n2, n3, n4 = size(x)
+    n1 % 8 == 0 || return tensor(alive, x)
+    push!(alive, x)
+    return fa_tensor(pointer(x.chunks), (n4, n3, n2, n1), (n1 * n2 * n3, n1 * n2, n1, 1), LibFlashattn.FA_BIT, 4)
+end
+
 function problem(
     alive,
     q,
@@ -91,12 +108,20 @@ function problem(
     softcap = 0,
     bias = nothing,
     sink = nothing,
+    element_mask = nothing,
+    block_mask = nothing,
+    block_counts = nothing,
+    block_indices = nothing,
+    block_size = (0, 0),
+    slices = nothing,
     seqused_k = nothing,
+    seqstart_k = nothing,
     page_table = nothing,
     k_descale = nothing,
     v_descale = nothing,
     dropout_p = 0,
     dropout_seed = 0,
+    max_logit = nothing,
 )
     p = fa_attention()
     check(ccall(addresses[:fa_attention_init], Int32, (Ref{fa_attention}, Csize_t), p, sizeof(fa_attention)), C_NULL)
@@ -105,6 +130,10 @@ function problem(
     p.bias, p.sink = tensor(alive, bias), tensor(alive, sink)
     p.seqused_k, p.page_table = tensor(alive, seqused_k), tensor(alive, page_table)
     p.k_descale, p.v_descale = tensor(alive, k_descale), tensor(alive, v_descale)
+    p.element_mask, p.block_mask = bits(alive, element_mask), tensor(alive, block_mask)
+    p.block_counts, p.block_indices = tensor(alive, block_counts), tensor(alive, block_indices)
+    p.block_size_q, p.block_size_k = block_size
+    p.slices, p.seqstart_k, p.max_logit = tensor(alive, slices), tensor(alive, seqstart_k), tensor(alive, max_logit)
     causal in (true, false, :top_left) || throw(ArgumentError("causal is $causal; it must be true, false or :top_left"))
     p.mask =
         causal === :top_left ? LibFlashattn.FA_MASK_CAUSAL_TOP_LEFT :
@@ -131,7 +160,16 @@ end
 Writes into `out` and, unless it is `nothing`, `lse`: Float32, (rows, heads, batch). Options: `causal` (true, false, :top_left), `window` = (left, right) with
 `nothing` for no limit, `scale` (nothing = 1 / sqrt(head_dim)), `softcap`, `bias` (rows of k, rows of q or 1, heads or 1, batch or 1), `sink` (heads),
 `seqused_k` and `page_table` of a cache as for [`append_kv!`](@ref), `k_descale` and `v_descale` of keys and values in Int8, `dropout_p`, `dropout_seed`,
-`context`.
+`max_logit` (heads), Float32, which receives the largest visible logit of each head, `context`.
+
+Masks as data; rows and blocks count from 0, as in C:
+- `element_mask`: Bool, UInt8 or a BitArray, (rows of k or 1, rows of q or 1, heads or 1, batch or 1); false masks the pair. A BitArray is copied unless its
+  first size is a multiple of 8.
+- `seqstart_k`: (batch) Int32, number of keys at the start of each sequence that are masked.
+- `slices`: (5, n) Int32, q_begin, q_end, k_begin, k_end and a kind (`SLICE_FULL`, `SLICE_CAUSAL`, `SLICE_INVERSE_CAUSAL`, `SLICE_BOTH_CAUSAL`); a pair in no
+  slice is masked.
+- `block_mask`: (blocks of k, blocks of q, heads or 1, batch or 1); or lists of the visible blocks of keys, Int32: `block_counts`, (blocks of q, heads or 1,
+  batch or 1), and `block_indices`, (largest count, blocks of q, heads or 1, batch or 1). `block_size` = (rows of q, rows of k).
 """
 function attention!(out, lse, q, k, v; context = default_context(), options...)
     alive = Any[]

@@ -4,21 +4,24 @@ using FlashAttn: LibFlashattn
 using Random
 using Test
 
-# Attention and its gradients by definition, in Float64; arrays are (head_dim, heads, rows, batch).
-function reference(q, k, v, dout; causal = false)
+# Attention, its gradients and each head's largest logit by definition, in Float64; arrays are (head_dim, heads, rows, batch).
+# `visible` is asked with the batch and, from 0, the rows of q and k.
+function reference(q, k, v, dout; causal = false, visible = (b, i, j) -> true)
     q, k, v, dout = Float64.(q), Float64.(k), Float64.(v), Float64.(dout)
     out, dq, dk, dv = zero(dout), zero(q), zero(k), zero(v)
     lse = zeros(size(q, 3), size(q, 2), size(q, 4))
     scale, group = 1 / sqrt(size(q, 1)), size(q, 2) ÷ size(k, 2)
-    shift = size(k, 3) - size(q, 3)
+    shift, top = size(k, 3) - size(q, 3), fill(-Inf, size(q, 2))
     for b in axes(q, 4), h in axes(q, 2)
         g = (h - 1) ÷ group + 1
         x = scale .* (q[:, h, :, b]' * k[:, g, :, b])
         causal && (x = [j <= i + shift ? x[i, j] : -Inf for i in axes(x, 1), j in axes(x, 2)])
+        x = [visible(b, i - 1, j - 1) ? x[i, j] : -Inf for i in axes(x, 1), j in axes(x, 2)]
+        top[h] = max(top[h], maximum(x))
         p = exp.(x)
         total = sum(p; dims = 2)
         lse[:, h, b] = log.(vec(total))
-        p ./= total
+        p ./= ifelse.(total .> 0, total, 1)
         out[:, h, :, b] = v[:, g, :, b] * p'
         dp = dout[:, h, :, b]' * v[:, g, :, b]
         ds = scale .* p .* (dp .- sum(p .* dp; dims = 2))
@@ -26,7 +29,7 @@ function reference(q, k, v, dout; causal = false)
         dk[:, g, :, b] += q[:, h, :, b] * ds
         dv[:, g, :, b] += dout[:, h, :, b] * p
     end
-    return out, lse, dq, dk, dv
+    return out, lse, dq, dk, dv, top
 end
 
 @testset "against the definition" begin
@@ -42,6 +45,45 @@ end
         end
         @test dbias === nothing && dsink === nothing
     end
+end
+
+@testset "masks as data" begin
+    Random.seed!(4)
+    q, dout = randn(Float32, 8, 4, 9, 2), randn(Float32, 8, 4, 9, 2)
+    for keys in (20, 24) # bits of 24 keys are taken as they are, those of 20 copied
+        k, v = randn(Float32, 8, 2, keys, 2), randn(Float32, 8, 2, keys, 2)
+        pairs = rand(keys, 9, 1, 2) .< 0.5
+        slices = Int32[0 5; 6 9; 4 0; 9 keys; SLICE_FULL SLICE_CAUSAL]
+        last = (keys - 1) ÷ 10
+        blocks = reshape([(i == 1) == (j == 0) for j = 0:last, i = 0:2], last + 1, 3, 1, 1)
+        counts, indices = reshape(Int32[2, 1, 2], 3, 1, 1), reshape(Int32[last 0 1; 1 -1 last], 2, 3, 1, 1)
+        by_pair(b, i, j) = pairs[j+1, i+1, 1, b]
+        by_block(b, i, j) = (i ÷ 3 == 1) == (j ÷ 10 == 0)
+        for (visible, options) in (
+            (by_pair, (element_mask = pairs,)),
+            (by_pair, (element_mask = Array{Bool}(pairs),)),
+            (by_pair, (element_mask = UInt8.(pairs),)),
+            ((b, i, j) -> j >= (2, 7)[b], (seqstart_k = Int32[2, 7],)),
+            ((b, i, j) -> i < 6 && 4 <= j < 9 || i >= 5 && j <= i + keys - 9, (slices = slices,)),
+            (by_block, (block_mask = blocks, block_size = (3, 10))),
+            (by_block, (block_counts = counts, block_indices = indices, block_size = (3, 10))),
+        )
+            top = fill(NaN32, 4)
+            out, lse = attention(q, k, v; max_logit = top, options...)
+            dq, dk, dv, _, _ = attention_gradients(dout, q, k, v, out, lse; options...)
+            expected = reference(q, k, v, dout; visible = visible)
+            for (got, wanted) in zip((out, lse, dq, dk, dv, top), expected)
+                hidden = wanted .== -Inf
+                @test (got .== -Inf) == hidden
+                @test maximum(abs.(got .- wanted)[.!hidden]) < 5e-5
+            end
+        end
+    end
+    # One row of bits for all queries, and what is refused.
+    k, shown = randn(Float32, 8, 2, 16, 2), reshape(BitArray(j % 3 == 0 for j = 1:16), 16, 1, 1, 1)
+    @test attention(q, k, k; element_mask = shown)[1] == attention(q, k, k; element_mask = repeat(shown, 1, 9, 1, 1))[1]
+    @test_throws FlashAttnError attention(q, k, k; element_mask = trues(24, 9, 1, 1))
+    @test_throws FlashAttnError attention(q, k, k; slices = zeros(Int32, 4, 1))
 end
 
 @testset "views, Float16, options" begin

@@ -24,7 +24,8 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import Dict, List
+from struct import Struct
+from typing import Dict, List, Sequence
 
 OK = 0
 ERROR_INVALID_ARGUMENT = 100
@@ -201,6 +202,16 @@ class fa_merge_problem(ctypes.Structure):
         ("out", fa_tensor),
         ("lse", fa_tensor),
     ]
+
+
+# An fa_tensor's bytes, by its number of dimensions.
+_TENSOR_BYTES = [Struct(f"=Q{ndim}q{8 * (4 - ndim)}x{ndim}q{8 * (4 - ndim)}xii") for ndim in range(5)]
+
+
+def make_tensor(address: int, shape: Sequence[int], strides: Sequence[int], dtype: int) -> fa_tensor:
+    """An fa_tensor of at most 4 dimensions, from its bytes: filling the arrays by ctypes takes four times as long."""
+    ndim = len(shape)
+    return fa_tensor.from_buffer_copy(_TENSOR_BYTES[ndim].pack(address, *shape, *strides, dtype, ndim))
 
 
 # By fa_struct_kind.

@@ -136,6 +136,7 @@ _TENSOR_OPTIONS = [
     "k_descale",
     "v_descale",
 ]
+_APPEND_TENSORS = {name for name, kind in _abi.fa_append._fields_ if kind is _abi.fa_tensor}
 _FLOAT_OPTIONS = ["softcap", "alibi_log_scale", "dropout_p"]
 _INTEGER_OPTIONS = ["dropout_offset", "max_seqlen_q", "max_seqlen_k", "num_splits"]
 _CAUSAL = {
@@ -144,6 +145,13 @@ _CAUSAL = {
     "bottom_right": _abi.MASK_CAUSAL,
     "top_left": _abi.MASK_CAUSAL_TOP_LEFT,
 }
+
+
+_DEFAULTS = Options()
+
+
+def _options(given: dict) -> Options:
+    return Options(**given) if given else _DEFAULTS
 
 
 def _choose(table: dict, value: Any, what: str) -> int:
@@ -253,7 +261,9 @@ class Context:
         if view.dtype != _abi.UINT8 or view.ndim != 4:
             raise TypeError(f"the data of Bits must be uint8 with 4 dimensions, not {view.ndim} of dtype {view.dtype:#x}")
         if view.shape[3] != (mask.columns + 7) // 8:
-            raise ValueError(f"{mask.columns} columns of Bits need {(mask.columns + 7) // 8} bytes; the data has {view.shape[3]}")
+            raise ValueError(
+                f"{mask.columns} columns of Bits need {(mask.columns + 7) // 8} bytes; the data has {view.shape[3]}"
+            )
         if view.shape[3] > 1 and view.stride[3] != 1:
             raise ValueError("the bytes of a row of Bits must be adjacent")
         view.dtype = _abi.BIT
@@ -264,26 +274,33 @@ class Context:
 
     def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
         """The problem without its outputs."""
-        problem = _abi.fa_attention()
-        check(_abi.lib.fa_attention_init(ctypes.byref(problem), ctypes.sizeof(problem)))
+        problem = _abi.fa_attention(ctypes.sizeof(_abi.fa_attention))  # all else is zero, as fa_attention_init leaves it
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is None:
                 raise TypeError(f"{name} must be given")
             setattr(problem, name, self._view(tensor, name, holds, stream))
         for name in _TENSOR_OPTIONS:
-            setattr(problem, name, self._view(getattr(options, name), name, holds, stream))
-        problem.element_mask = self._element_mask(options.element_mask, holds, stream)
+            tensor = getattr(options, name)
+            if tensor is not None:
+                setattr(problem, name, self._view(tensor, name, holds, stream))
+        if options.element_mask is not None:
+            problem.element_mask = self._element_mask(options.element_mask, holds, stream)
         for name in _FLOAT_OPTIONS:
-            setattr(problem, name, getattr(options, name))
+            value = getattr(options, name)
+            if value != 0:
+                setattr(problem, name, value)
         for name in _INTEGER_OPTIONS:
-            _abi.assign(problem, name, getattr(options, name))
+            value = getattr(options, name)
+            if value != 0:
+                _abi.assign(problem, name, value)
         self._set_seed(problem, options.dropout_seed, holds, stream)
         problem.mask = _choose(_CAUSAL, options.causal, "causal")
         if options.scale == 0:
             raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
         problem.softmax_scale = options.scale if options.scale is not None else 0.0
-        _abi.assign(problem, "block_size_q", options.block_size[0])
-        _abi.assign(problem, "block_size_k", options.block_size[1])
+        if options.block_size != (0, 0):
+            _abi.assign(problem, "block_size_q", options.block_size[0])
+            _abi.assign(problem, "block_size_k", options.block_size[1])
         left, right = options.window
         if left is not None:
             problem.window |= _abi.WINDOW_LEFT
@@ -316,7 +333,8 @@ class Context:
         max_logit: Any = None,
     ) -> Tuple[_abi.fa_attention, Any, Any]:
         problem = self._problem(q, k, v, options, stream, holds)
-        problem.max_logit = self._view(max_logit, "max_logit", holds, stream, writable=True)
+        if max_logit is not None:
+            problem.max_logit = self._view(max_logit, "max_logit", holds, stream, writable=True)
         shape, dtype = self._out_like(problem)
         if len(shape) < 3:
             raise TypeError(
@@ -348,8 +366,7 @@ class Context:
         problem = self._problem(q, k, v, options, stream, holds)
         problem.out = self._view(out, "out", holds, stream)
         problem.lse = self._view(lse, "lse", holds, stream)
-        gradients = _abi.fa_gradients()
-        check(_abi.lib.fa_gradients_init(ctypes.byref(gradients), ctypes.sizeof(gradients)))
+        gradients = _abi.fa_gradients(ctypes.sizeof(_abi.fa_gradients))
         gradients.dout = self._view(dout, "dout", holds, stream)
         gradients.dlse = self._view(dlse, "dlse", holds, stream)
         given = {}
@@ -367,7 +384,8 @@ class Context:
             if result is False:
                 result = None
             given[name] = result
-            setattr(gradients, name, self._view(result, name, holds, stream, writable=True))
+            if result is not None:
+                setattr(gradients, name, self._view(result, name, holds, stream, writable=True))
         return problem, gradients, Gradients(**given)
 
     def _merge_problem(
@@ -394,15 +412,15 @@ class Context:
 
     def _append_problem(self, stream: Optional[int], holds: Holds, interleaved: bool = False, **tensors: Any) -> _abi.fa_append:
         """The tensors are those of fa_append, by name."""
-        append = _abi.fa_append()
-        check(_abi.lib.fa_append_init(ctypes.byref(append), ctypes.sizeof(append)))
-        known = {name for name, kind, *_ in append._fields_ if kind is _abi.fa_tensor}
+        append = _abi.fa_append(ctypes.sizeof(_abi.fa_append))
         written = {"k_cache", "v_cache", "seqused_k", "q_out"}
         if tensors.get("q_out") is None:
             written.add("q")
         for name, tensor in tensors.items():
-            if name not in known:
+            if name not in _APPEND_TENSORS:
                 raise TypeError(f"append_kv has no argument {name!r}")
+            if tensor is None:
+                continue
             view = self._view(tensor, name, holds, stream, writable=name in written)
             # Descales per row and head (three dimensions) are outputs.
             if name in ("k_descale", "v_descale") and view.ndim == 3:
@@ -430,11 +448,12 @@ class Context:
 
         q, k, v: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu_seqlens`; read in place, any strides with the
         last one 1. Results are written to `out` and `lse` when given and otherwise allocated as q is (PyTorch, CuPy; NumPy for all
-        others); lse=False leaves it out. `max_logit`, float32 (heads_q), gets the largest visible logit of each head. `stream` is a CUDA stream or its address. Options are the fields of `Options`.
+        others); lse=False leaves it out. `max_logit`, float32 (heads_q), gets the largest visible logit of each
+        head. `stream` is a CUDA stream or its address. Options are the fields of `Options`.
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
-        problem, out, lse = self._forward_problem(q, k, v, out, lse, Options(**options), stream, holds, max_logit)
+        problem, out, lse = self._forward_problem(q, k, v, out, lse, _options(options), stream, holds, max_logit)
         check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
         return out, lse
 
@@ -463,7 +482,7 @@ class Context:
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
         problem, gradients, results = self._backward_problem(
-            dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), Options(**options), stream, holds
+            dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), _options(options), stream, holds
         )
         check(_abi.lib.fa_backward(self._open(), ctypes.byref(problem), ctypes.byref(gradients), None, 0, stream), self._handle)
         return results
@@ -553,7 +572,7 @@ class Context:
     def query_forward(self, q: Any, k: Any, v: Any, **options: Any) -> Plan:
         """How `forward` would run; raises the `Error` it would raise. Reads no tensor data."""
         holds: Holds = []
-        problem, _, _ = self._forward_problem(q, k, v, None, None, Options(**options), None, holds)
+        problem, _, _ = self._forward_problem(q, k, v, None, None, _options(options), None, holds)
         return self._plan(lambda info: _abi.lib.fa_forward_query(self._open(), ctypes.byref(problem), info))
 
     def query_backward(
@@ -562,7 +581,7 @@ class Context:
         """How `backward` would run; raises the `Error` it would raise. Reads no tensor data."""
         holds: Holds = []
         problem, gradients, _ = self._backward_problem(
-            dout, q, k, v, out, lse, dlse, Gradients(None, None, None), Options(**options), None, holds
+            dout, q, k, v, out, lse, dlse, Gradients(None, None, None), _options(options), None, holds
         )
         return self._plan(
             lambda info: _abi.lib.fa_backward_query(self._open(), ctypes.byref(problem), ctypes.byref(gradients), info)

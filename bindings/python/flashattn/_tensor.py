@@ -7,6 +7,7 @@ the queries come from.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import sys
 from ctypes import (
@@ -17,7 +18,7 @@ from ctypes import (
     c_void_p,
     py_object,
 )
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from . import _abi, _cuda
 from ._array import Array
@@ -79,32 +80,39 @@ def _fill(address: int, shape: Sequence[int], byte_strides: Optional[Sequence[in
     if len(shape) > 4:
         raise TypeError(f"{what} has {len(shape)} dimensions; at most 4 are possible")
     size = itemsize(dtype)
-    tensor = _abi.fa_tensor(data=address, dtype=dtype, ndim=len(shape))
-    step = 1
-    for d in range(len(shape) - 1, -1, -1):
-        tensor.shape[d] = shape[d]
-        if byte_strides is None:
-            tensor.stride[d] = step
-            step *= shape[d]
-            continue
-        tensor.stride[d], rest = divmod(byte_strides[d], size)
-        if rest != 0 and shape[d] > 1:
-            raise TypeError(f"{what} has a stride of {byte_strides[d]} bytes, which is no multiple of its element's {size}")
-    return tensor
+    if byte_strides is None:
+        strides, step = [], 1
+        for count in reversed(shape):
+            strides.append(step)
+            step *= count
+        strides.reverse()
+    else:
+        strides = [stride // size for stride in byte_strides]
+        for count, stride in zip(shape, byte_strides):
+            if stride % size != 0 and count > 1:
+                raise TypeError(f"{what} has a stride of {stride} bytes, which is no multiple of its element's {size}")
+    return _abi.make_tensor(address, shape, strides, dtype)
 
 
 # --------------------------------------------------------------------------------------------------- __array_interface__
+
+
+@functools.lru_cache(maxsize=64)  # NumPy takes microseconds to name a dtype
+def _dtype_of(typestr: str, dtype: Any) -> Optional[int]:
+    """The fa_dtype of an array with this interface and, where it is NumPy's, this `dtype`; None if the library has none."""
+    if typestr[0] == ">":
+        return None
+    return _BY_DTYPE_NAME.get(getattr(dtype, "name", "")) or _BY_TYPESTR.get(typestr[1:])
 
 
 def _from_array_interface(obj: Any, interface: dict, what: str, writable: bool) -> _abi.fa_tensor:
     address, read_only = interface["data"]
     if writable and read_only:
         raise TypeError(f"{what} is read-only")
-    typestr = interface["typestr"]
-    name = getattr(getattr(obj, "dtype", None), "name", "")
-    dtype = _BY_DTYPE_NAME.get(name) or _BY_TYPESTR.get(typestr[1:])
-    if dtype is None or typestr[0] == ">":
-        raise TypeError(f"{what} has dtype {name or typestr}, which the library does not know")
+    typestr, its_dtype = interface["typestr"], getattr(obj, "dtype", None)
+    dtype = _dtype_of(typestr, its_dtype)
+    if dtype is None:
+        raise TypeError(f"{what} has dtype {getattr(its_dtype, 'name', typestr)}, which the library does not know")
     return _fill(address, interface["shape"], interface.get("strides"), dtype, what)
 
 
@@ -135,6 +143,27 @@ def stream_handle(stream: Any) -> Optional[int]:
         if isinstance(getattr(stream, name, None), int):
             return getattr(stream, name)
     raise TypeError(f"stream is a {type(stream).__name__}; it must be an address or have __cuda_stream__, cuda_stream or ptr")
+
+
+# ------------------------------------------------------------------------------------------------------------ PyTorch
+
+
+@functools.lru_cache(maxsize=None)
+def _torch_dtypes(torch: Any) -> Dict[Any, int]:
+    return {getattr(torch, name): dtype for dtype, name in _NAMES.items() if hasattr(torch, name)}
+
+
+def _from_torch(obj: Any, torch: Any) -> Optional[_abi.fa_tensor]:
+    """A plain tensor in host memory, read without the capsule of DLPack, which takes PyTorch several times as long to make as this takes.
+
+    None for all others: DLPack knows them, or says why it does not.
+    """
+    if type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.layout is not torch.strided:
+        return None
+    shape, dtype = obj.shape, _torch_dtypes(torch).get(obj.dtype)
+    if dtype is None or len(shape) > 4:
+        return None
+    return _abi.make_tensor(obj.data_ptr(), shape, obj.stride(), dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- DLPack
@@ -246,6 +275,15 @@ def view(
     if obj is None:
         return _abi.fa_tensor()
     holds.append(obj)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        if obj.is_neg():
+            raise TypeError(
+                f"{what} is the negative of what its memory holds (is_neg), which DLPack does not say; give resolve_neg() of it"
+            )
+        tensor = _from_torch(obj, torch) if device == _abi.DEVICE_CPU else None
+        if tensor is not None:
+            return tensor
     interface = getattr(obj, "__array_interface__", None)
     if interface is not None and device == _abi.DEVICE_CPU:
         return _from_array_interface(obj, interface, what, writable)

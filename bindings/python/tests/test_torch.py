@@ -121,7 +121,7 @@ class TorchTest(unittest.TestCase):
         bias, sink = normal(4, 1, 4, 23, 29), normal(5, 4)
         seed = torch.tensor([7])
         for tensors in ((q, k, v, None, None), (q, k, v, bias, sink)):
-            arguments = (*tensors, *(None,) * 6, seed, [0, 0], [0, 0], 1, [-1, -1], None, 0.0, 0.0, False)
+            arguments = (*tensors, *(None,) * 6, seed, [0, 0], [0, 0], 1, [-1, -1], None, 0.0, 0.0, 0.0, False)
             torch.library.opcheck(torch.ops.flashattn.forward.default, arguments)
 
     def test_compile(self):
@@ -165,6 +165,23 @@ class TorchTest(unittest.TestCase):
         gradients = flashattn.backward(out, q, k, v, out, lse)
         self.assertIsInstance(gradients.dk, torch.Tensor)
         self.assertEqual(flashattn.forward(*(x.bfloat16() for x in (q, k, v)))[0].dtype, torch.bfloat16)
+
+    def test_what_is_read_without_dlpack(self):
+        """Plain tensors are; those that DLPack refuses still go there."""
+        q, k, v = (x.detach().transpose(1, 2) for x in inputs())
+        expected, _ = flashattn.forward(q.numpy(), k.numpy(), v.numpy())
+        for given in (q, q.contiguous(), torch.nn.Parameter(q, requires_grad=False)):
+            torch.testing.assert_close(flashattn.forward(given, k, v)[0], torch.from_numpy(expected))
+        torch.testing.assert_close(
+            flashattn.forward(q.half(), k.half(), v.half())[0].float(), torch.from_numpy(expected), rtol=0, atol=4e-3
+        )
+        for refused in (q.clone().requires_grad_(), q.to_sparse(), q.to("meta")):
+            with self.assertRaises((BufferError, ValueError)):
+                flashattn.forward(refused, k, v)
+        with self.assertRaisesRegex(TypeError, "q is the negative of what its memory holds"):
+            flashattn.forward(torch.complex(torch.zeros_like(q), -q).conj().imag, k, v)
+        with self.assertRaisesRegex(flashattn.Error, "FA_ERROR_SHAPE"):
+            flashattn.forward(q[None], k, v)
 
     def test_the_packages_own_array(self):
         own = flashattn.Array((2, 3), flashattn._abi.BFLOAT16)

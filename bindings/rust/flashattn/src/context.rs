@@ -220,10 +220,26 @@ impl Context {
         out: &mut TensorViewMut<'_>,
         lse: Option<&mut TensorViewMut<'_>>,
     ) -> Result<()> {
-        let raw = attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw()));
+        self.run_forward(&attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw())))
+    }
+
+    /// Like [`Context::forward`], and writes the largest visible logit of each query head to `max_logit`, f32 (heads).
+    pub fn forward_with_max_logit(
+        &self,
+        attention: &Attention<'_>,
+        out: &mut TensorViewMut<'_>,
+        lse: Option<&mut TensorViewMut<'_>>,
+        max_logit: &mut TensorViewMut<'_>,
+    ) -> Result<()> {
+        let mut raw = attention.with_results(out.raw(), lse.map_or_else(Default::default, |lse| lse.raw()));
+        raw.max_logit = max_logit.raw();
+        self.run_forward(&raw)
+    }
+
+    fn run_forward(&self, raw: &sys::fa_attention) -> Result<()> {
         // SAFETY: views describe memory that is alive and, for the outputs, exclusively ours; the call returns when it is done, or the
         // caller of `cuda` has vouched for the time until then.
-        unsafe { check(sys::fa_forward(self.raw, &raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
+        unsafe { check(sys::fa_forward(self.raw, raw, self.workspace, self.workspace_bytes, self.stream), self.raw) }
     }
 
     /// Computes the gradients that are present, from the `out` and `lse` of [`Context::forward`].

@@ -322,11 +322,31 @@ fn one_mask_in_many_forms() {
             .seqstart_k(TensorView::new(&none, &[BATCH]).unwrap()),
         Attention::new(q, k, v),
     ];
+    // The largest logit of each head by definition, over all keys or the visible ones.
+    let largest = |head: usize, only_shown: bool| {
+        let mut largest = f64::NEG_INFINITY;
+        for (batch, row, key) in (0..BATCH * ROWS * KEYS).map(|n| (n / (ROWS * KEYS), n / KEYS % ROWS, n % KEYS)) {
+            let q = ((batch * ROWS + row) * HEADS + head) * DIM;
+            let k = ((batch * KEYS + key) * KEY_HEADS + head / (HEADS / KEY_HEADS)) * DIM;
+            let dot: f64 = (0..DIM).map(|d| f64::from(t.q[q + d]) * f64::from(t.k[k + d])).sum();
+            if !only_shown || shown(key) {
+                largest = largest.max(dot / (DIM as f64).sqrt());
+            }
+        }
+        largest
+    };
     let results: Vec<Vec<f32>> = forms
         .iter()
-        .map(|attention| {
-            let mut out = vec![0f32; t.dout.len()];
-            context.forward(attention, &mut TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap(), None).unwrap();
+        .enumerate()
+        .map(|(form, attention)| {
+            let (mut out, mut again, mut top) = (vec![0f32; t.dout.len()], vec![0f32; t.dout.len()], vec![f32::NAN; HEADS]);
+            let mut out_view = TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap();
+            let mut top_view = TensorViewMut::new(&mut top, &[HEADS]).unwrap();
+            context.forward_with_max_logit(attention, &mut out_view, None, &mut top_view).unwrap();
+            let expected: Vec<f64> = (0..HEADS).map(|head| largest(head, form < 4)).collect();
+            assert_close(&top, &expected, 3e-6, "max_logit");
+            context.forward(attention, &mut TensorViewMut::new(&mut again, &OUT_SHAPE).unwrap(), None).unwrap();
+            assert_eq!(out, again);
             out
         })
         .collect();
