@@ -621,7 +621,7 @@ typedef struct fa_attention {
   fa_tensor block_indices;
   /** Output of forward, fp32, (h_q): the largest logit x of the visible pairs of each query head over all sequences, after
    * scale, softcap, bias and ALiBi, before dropout and without the sink; -infinity if there is no visible pair. A NaN logit does
-   * not count. Backward neither reads nor writes it. CUDA: refused with ::FA_ERROR_UNSUPPORTED in forward. Optional. */
+   * not count. Backward neither reads nor writes it. Optional. */
   fa_tensor max_logit;
 } fa_attention;
 

@@ -30,10 +30,6 @@ class CudaBackend : public Backend {
     cudaStreamDestroy(stream_);
   }
   std::string name() const override { return name_; }
-  std::string refuses(const Case &c) const override {
-    if (c.max_logit != 0) return "max_logit";
-    return "";
-  }
   fa_context context() override { return context_; }
   fa_stream stream() override { return stream_; }
 

@@ -70,7 +70,7 @@ struct BackwardShape {
   X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kSoftcap | kAlibi)              \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kSoftcapAlibi)                \
   X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kMasked)                       \
-  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, false, kBlockMask)                  \
+  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kMasked)                      \
   X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kDropout)                       \
   X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kDropout)                     \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kSoftcapAlibi)       \

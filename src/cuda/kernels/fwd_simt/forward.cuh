@@ -15,6 +15,7 @@
 
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
+#include "cuda/common/max_logit.cuh"
 #include "cuda/common/pair.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/kernels/fwd_simt/forward.h"
@@ -298,6 +299,8 @@ class Forward {
       if (row >= rows_) continue;
       const int token = token_of(row), head = head_of(row);
       float top = max_[i], factor = 1.f;
+      if (a_.max_logit != nullptr && at_.other == 0 && top > kNoMax / 2)
+        raise_natural_max_logit(a_.max_logit + head * a_.max_logit_stride, top);
       if (p_.sink != nullptr && split_ == 0) {
         // The formula of finalize_row() in base e. A sink far above every logit would overflow against m: then m is raised.
         const float sink = p_.sink[head * p_.sink_stride], raised = fmaxf(top, sink);

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/max_logit.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/softmax.cuh"
@@ -285,6 +286,9 @@ class Forward {
     // warps share rows would spill.
     constexpr bool kStoresLast = C::kScores != kPlain || C::kColumnWarps == 1;
     float factor[Fragment::kRows], lse[Fragment::kRows];
+    if constexpr (C::has(kMaxLogit)) {
+      if (rows_.a.max_logit != nullptr) store_max_logit();
+    }
 #pragma unroll
     for (int r = 0; r < Fragment::kRows; ++r) {
       const float *sink = rows_.split() == 0 ? sink_of(p, rows_.head_of(min(row_of(r), rows_.rows - 1))) : nullptr;
@@ -301,6 +305,16 @@ class Forward {
       store_partial(factor);
     } else {
       store_out(factor);
+    }
+  }
+
+  // The maximum is exact then: the threshold of lazy rescaling is 0.
+  __device__ __forceinline__ void store_max_logit() const {
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r) {
+      const float top = softmax_.max[r] + rows_.a.p_exponent;
+      if (row_of(r) < rows_.rows && top > kNoMax / 2 && (rows_.lane & 3) == 0)
+        raise_max_logit(rows_.a.max_logit + rows_.head_of(row_of(r)) * rows_.a.max_logit_stride, top);
     }
   }
 

@@ -8,20 +8,11 @@
 // same numbers in any order.
 #pragma once
 
+#include "cuda/common/max_logit.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
 
 namespace fa::cuda::sm90 {
-
-// Raises *to to x, which is not NaN.
-__device__ __forceinline__ void atomic_max(float *to, float x) {
-  x += 0.f;  // -0 has the bits of a negative number
-  if (x >= 0.f) {
-    atomicMax(reinterpret_cast<int *>(to), __float_as_int(x));
-  } else {
-    atomicMin(reinterpret_cast<unsigned *>(to), __float_as_uint(x));
-  }
-}
 
 template <class C>
 class HeadMax {
@@ -66,8 +57,7 @@ class HeadMax {
   // At the end of a work tile.
   __device__ __forceinline__ void store(const ForwardParams &a, int head, int lane) {
     found_ = warp_max(found_);
-    float *to = address(a, head);
-    if (lane == 0 && found_ * kLn2 > load_relaxed(to)) atomic_max(to, found_ * kLn2);
+    if (lane == 0) raise_max_logit(address(a, head), found_);
   }
 
  private:
@@ -76,11 +66,6 @@ class HeadMax {
 
   static __device__ __forceinline__ float *address(const ForwardParams &a, int head) {
     return a.max_logit + head * a.max_logit_stride;
-  }
-  static __device__ __forceinline__ float load_relaxed(const float *at) {
-    float x;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];\n" : "=f"(x) : "l"(at));
-    return x;
   }
   static __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
