@@ -100,13 +100,20 @@ def contenders_of(case, context, before=None, alone=False):
     if (case.option or case.deterministic) and not alone:
         plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets
         contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
+    same = {"documents": "", "left": "starts", "bits": "", "bytes": ""}.get(case.option)
+    if same is not None:
+        even = [n * case.seqlen_k // cases.DOCUMENTS for n in range(cases.DOCUMENTS + 1)]
+        cu = torch.tensor(even, dtype=torch.int32, device="cuda") if case.option == "documents" else None
+        q, k, v = (t[0] if cu is not None else t for t in sets[0])
+        causal, longest = case.option in ("bits", "bytes"), case.seqlen_k // cases.DOCUMENTS
+        contenders["same"] = [library.Attention(context, q, k, v, causal, False, cu, longest, same)]
     for contender in [one for several in contenders.values() for one in several]:
         contender.forward()
     if case.direction == "backward":
         dout = torch.randn_like(contenders["ours"][0].out)
         for name, (contender, *_) in list(contenders.items()):
             try:
-                contender.prepare_backward(dout)
+                contender.prepare_backward(dout.view(contender.out.shape) if name == "same" else dout)
                 contender.backward()
             except RuntimeError as failure:
                 if name == "ours":

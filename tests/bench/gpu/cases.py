@@ -62,6 +62,8 @@ class Case:
         if self.option in SPARSE:
             visible, blocks = visible_blocks(self.option, self.seqlen_k)
             pairs *= visible / blocks
+        if self.option in MASKS:
+            pairs = self.batch * MASKS[self.option] * self.seqlen_k**2
         if self.option == WINDOW:  # causal
             outside = max(self.seqlen_k - WINDOW_LEFT, 0)
             pairs -= self.batch * outside * outside
@@ -89,7 +91,14 @@ QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
 # ... of the section sparse: this share of the blocks in each row of a block mask is visible, by the size of blocks
 SPARSE = {"quarter128": (0.25, 128), "tenth128": (0.1, 128), "quarter64": (0.25, 64), "tenth64": (0.1, 64)}
 WINDOW, WINDOW_LEFT = "window", 1024
-SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "sm80", "decode", "varlen", "fp8")
+# ... of the section masks: masks as data, and the share of all pairs that they show. `same` in the table is the same pairs by cu_seqlens
+# (documents), by lengths (left) or by the causal mask (bits, bytes).
+DOCUMENTS = 64  # of equal lengths
+PREFIX = 4  # prefix-LM: the first quarter of the keys is visible to all queries, the rest is causal
+LEFT = 8  # left padding: sequence n of a batch begins at key n * seqlen / LEFT
+MASKS = {"documents": 1 / DOCUMENTS, "prefix": 1 / PREFIX + (1 - 1 / PREFIX) ** 2 / 2, "left": 1 - 1.5 / LEFT, "bits": 0.5, "bytes": 0.5}
+MAX_LOGIT = "max_logit"  # an option of the section masks, too
+SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "masks", "sm80", "decode", "varlen", "fp8")
 
 
 def visible_blocks(option: str, seqlen: int) -> Tuple[int, int]:
@@ -150,6 +159,16 @@ def sparse(quick: bool) -> List[Case]:
         for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128)) for option in SPARSE
     ]
     return rows + [square("sparse", direction, d, True, 16384, option=WINDOW) for direction in ("forward", "backward") for d in (64, 128)]
+
+
+def masks(quick: bool) -> List[Case]:
+    rows = []
+    for direction in ("forward", "backward"):
+        for d in (128,) if quick else (64, 128):
+            rows.append(square("masks", direction, d, False, 32768, option="documents"))
+            rows.append(square("masks", direction, d, False, 4096, option="left"))  # batch 4: starts 0 to 3 / LEFT
+            rows += [square("masks", direction, d, False, 16384, option=option) for option in ("prefix", "bits", "bytes")]
+    return rows + [square("masks", "forward", d, causal, 4096, option=MAX_LOGIT) for d in (64, 128, 256) for causal in (False, True)]
 
 
 def decode(quick: bool) -> List[Case]:
@@ -226,6 +245,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "short": lambda: short(quick),
         "general": lambda: general("general", quick, 0),
         "sparse": lambda: sparse(quick),
+        "masks": lambda: masks(quick),
         "sm80": lambda: general("sm80", quick, 80),
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),

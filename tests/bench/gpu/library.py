@@ -32,6 +32,11 @@ def tensor(t: torch.Tensor) -> abi.fa_tensor:
     return view
 
 
+def starts(device, batch, seqlen):
+    """The first visible key of each sequence with left padding."""
+    return torch.arange(batch, dtype=torch.int32, device=device) % cases.LEFT * (seqlen // cases.LEFT)
+
+
 def load(path) -> ctypes.CDLL:
     """Another build of the library beside the one that the bindings have loaded, for `--before`."""
     other = ctypes.CDLL(str(Path(path).resolve()), mode=ctypes.RTLD_LOCAL)
@@ -122,10 +127,43 @@ class Attention:
             order = torch.rand(1, 1, seqlen_q // cases.SPARSE[option][1], blocks, device=q.device).argsort(-1)
             self.kept.append((order < visible).to(torch.uint8))
             a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), cases.SPARSE[option][1], cases.SPARSE[option][1]
+        elif option in cases.MASKS:
+            self._set_mask(option, q.device, q.shape[0], seqlen_k)
+        elif option == cases.MAX_LOGIT:
+            self.kept.append(torch.empty(heads, dtype=torch.float32, device=q.device))
+            a.max_logit = tensor(self.kept[-1])
+        elif option == "starts":  # as many keys as `left` shows, at the front of the sequences
+            self.kept.append(seqlen_k - starts(q.device, q.shape[0], seqlen_k))
+            a.seqused_k = tensor(self.kept[-1])
         elif option == cases.WINDOW:
             a.window, a.window_left = 1, cases.WINDOW_LEFT
         elif option and option != "fp8":
             raise ValueError(f"unknown option {option}")
+
+    def _set_mask(self, option, device, batch, seqlen):
+        a = self.attention
+        if option == "documents":
+            edges = [n * seqlen // cases.DOCUMENTS for n in range(cases.DOCUMENTS + 1)]
+            data = torch.tensor([[x, y, x, y, abi.SLICE_FULL] for x, y in zip(edges, edges[1:])], dtype=torch.int32, device=device)
+        elif option == "prefix":
+            prefix = seqlen // cases.PREFIX
+            data = torch.tensor([[0, seqlen, 0, prefix, abi.SLICE_FULL], [prefix, seqlen, prefix, seqlen, abi.SLICE_CAUSAL]],
+                                dtype=torch.int32, device=device)
+        elif option == "left":
+            data = starts(device, batch, seqlen)
+        else:
+            data = torch.ones(1, 1, seqlen, seqlen, dtype=torch.uint8, device=device).tril()
+            if option == "bits":
+                weights = torch.tensor([1 << n for n in range(8)], dtype=torch.uint8, device=device)
+                data = (data.view(1, 1, seqlen, seqlen // 8, 8) * weights).sum(-1, dtype=torch.uint8)
+        self.kept.append(data)
+        view = tensor(data)
+        if option == "bits":
+            view.dtype = abi.BIT
+            for n in range(4):
+                view.shape[n], view.stride[n] = (data.shape[n], data.stride(n) * 8) if n < 3 else (seqlen, 1)
+        field = {"documents": "slices", "prefix": "slices", "left": "seqstart_k"}.get(option, "element_mask")
+        setattr(a, field, view)
 
     def prepare_backward(self, dout):
         q, k, v = self.kept[:3]
