@@ -13,16 +13,20 @@ __device__ __forceinline__ float load_relaxed(const float *at) {
   return x;
 }
 
+// Raises *to to x, which is not NaN.
+__device__ __forceinline__ void atomic_max(float *to, float x) {
+  x += 0.f;  // -0 has the bits of a negative number
+  // Non-negative numbers are ordered as their bits are, negative ones the other way round.
+  if (x >= 0.f) {
+    atomicMax(reinterpret_cast<int *>(to), __float_as_int(x));
+  } else {
+    atomicMin(reinterpret_cast<unsigned *>(to), __float_as_uint(x));
+  }
+}
+
 // Raises *max_logit to a natural logit; NaN changes nothing.
 __device__ __forceinline__ void raise_natural_max_logit(float *max_logit, float logit) {
-  if (!(logit > load_relaxed(max_logit))) return;
-  logit += 0.f;  // -0 has the bits of a negative number
-  // Non-negative numbers are ordered as their bits are, negative ones the other way round.
-  if (logit >= 0.f) {
-    atomicMax(reinterpret_cast<int *>(max_logit), __float_as_int(logit));
-  } else {
-    atomicMin(reinterpret_cast<unsigned *>(max_logit), __float_as_uint(logit));
-  }
+  if (logit > load_relaxed(max_logit)) atomic_max(max_logit, logit);
 }
 // The same for a logit in base 2.
 __device__ __forceinline__ void raise_max_logit(float *max_logit, float logit) {

@@ -394,13 +394,21 @@ class Consumer {
     for (int r = 0; r < 2; ++r)
       visible[r] = visible_bits<Fragment>(keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, at_.row(t, r)), key0, at_.lane);
     if constexpr (C::kHasDataMask) {
+      constexpr int kCells = C::kKeys / kCell;
       // One row and cell at a time: there are no registers for more.
 #pragma unroll 1
-      for (int n = 0; n < 2 * (C::kKeys / kCell); ++n) {
+      for (int n = 0; n < 2 * kCells; ++n) {
         const int r = n & 1, cell = n >> 1;
-        const uint64_t keys = visible_key_bits(a_.mask, p_, smem_.masked_tiles(work_.stage()).batch, t.head_q, at_.row(t, r),
-                                               key0 + cell * kCell);
-        const uint32_t hidden = (qk_fragment_bits(keys, at_.lane) ^ 0xFFFF) << 16 * cell;
+        uint32_t code = 3;
+        if constexpr (C::kHasCellCodes) code = smem_.cell_codes(k_.stage(), k_.phase()) >> 2 * (at_.wg * kCells + cell) & 3;
+        if (code == 1) continue;  // visible and not partial
+        uint32_t hidden = 0xFFFF;
+        if (code != 0) {
+          const uint64_t keys = visible_key_bits(a_.mask, p_, smem_.masked_tiles(work_.stage()).batch, t.head_q, at_.row(t, r),
+                                                 key0 + cell * kCell);
+          hidden ^= qk_fragment_bits(keys, at_.lane);
+        }
+        hidden <<= 16 * cell;
         visible[0] &= ~(r == 0 ? hidden : 0);
         visible[1] &= ~(r == 1 ? hidden : 0);
       }

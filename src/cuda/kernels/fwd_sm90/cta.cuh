@@ -25,6 +25,8 @@ struct ForwardConfig {
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
+  // Whether a KV tile has several cells of the cell map, of which some may be full or empty.
+  static constexpr bool kHasCellCodes = kHasDataMask && kConsumerWarpgroups * kKeys_ > 64;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
@@ -104,6 +106,9 @@ struct SharedMemory {
   // With masks as data: the KV tiles of the work tile in stage n, and the first key of a KV tile in stage n of K.
   __device__ __forceinline__ MaskedTiles &masked_tiles(int n) const { return storage().masked_tiles.range[n]; }
   __device__ __forceinline__ int &first_key(int n, uint32_t phase) const { return storage().masked_tiles.first_key[phase][n]; }
+  __device__ __forceinline__ uint32_t &cell_codes(int n, uint32_t phase) const {
+    return storage().masked_tiles.cell_codes[phase][n];
+  }
   // With dropout: b * heads_q + h of the work tile in stage n.
   __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.head[n]; }
   // The storage that work_tiles is in: one address in registers serves both.

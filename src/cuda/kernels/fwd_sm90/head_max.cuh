@@ -21,7 +21,7 @@ class HeadMax {
 
   // The first iterations of a work tile add to what the head has so far.
   __device__ __forceinline__ void begin(const ForwardParams &a, int head) {
-    before_ = load_relaxed(address(a, head)) * kLog2e;
+    before_ = load_relaxed(address(a, head));
     found_ = -CUDART_INF_F;
   }
 
@@ -36,7 +36,7 @@ class HeadMax {
   // Called when m or M has changed.
   __device__ __forceinline__ void set_limits(const float (&max)[2]) {
     found_ = warp_max(found_);
-    const float largest = fmaxf(before_, found_);
+    const float largest = fmaxf(before_ * kLog2e, found_);
 #pragma unroll
     for (int r = 0; r < 2; ++r) limit_[r] = fminf(exp2_approx(largest - max[r]) * (1.f - 0x1p-10f), kMaxLaneSum);
   }
@@ -57,7 +57,8 @@ class HeadMax {
   // At the end of a work tile.
   __device__ __forceinline__ void store(const ForwardParams &a, int head, int lane) {
     found_ = warp_max(found_);
-    if (lane == 0) raise_max_logit(address(a, head), found_);
+    // What is not below the head's maximum of some time ago, up to rounding: a read of the maximum now would hold the warp up.
+    if (lane == 0 && found_ * kLn2 >= before_ - fabsf(before_) * 0x1p-10f) atomic_max(address(a, head), found_ * kLn2);
   }
 
  private:
@@ -73,7 +74,8 @@ class HeadMax {
     return x;
   }
 
-  // In base 2. M is the larger of the two. What other work tiles have found is not written again: changed from base to base it could grow.
+  // The head's maximum when the work tile began, natural, and what the work tile has found, in base 2. M is the larger of the two. What other work
+  // tiles have found is not written again: changed from base to base it could grow.
   float before_, found_;
   float limit_[2];
 };

@@ -32,7 +32,7 @@ class Producer {
         if (t.kv_tiles > 0) {
           MaskedTileWalk<C> walk(a_.mask, smem_.masked_tiles(work.stage()), lane_);
           load_tile(
-              t, [&](int) { return walk.next(); }, q, k, v);
+              t, &smem_.masked_tiles(work.stage()), [&](int) { return walk.next(); }, q, k, v);
         } else {
           request_work();
         }
@@ -44,7 +44,7 @@ class Producer {
         if (t.kv_tiles < 0) break;
         if (t.kv_tiles > 0) {
           load_tile(
-              t, [&](int i) { return t.kv_tile(i); }, q, k, v);
+              t, nullptr, [&](int i) { return t.kv_tile(i); }, q, k, v);
         } else {
           request_work();
         }
@@ -91,14 +91,18 @@ class Producer {
                     s * C::kAtomColumns, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
     }
   }
-  // kv_tile_of(i) is the KV tile of iteration i. With masks as data it is called once for each i, in order.
+  // kv_tile_of(i) is the KV tile of iteration i. With masks as data it is called once for each i, in order, and `range` describes the KV tiles.
   template <typename KvTileOf>
-  __device__ __forceinline__ void load_tile(const WorkTile &t, KvTileOf kv_tile_of, PipelineState<C::kQStages> &q,
-                                            PipelineState<C::kStages> &k, PipelineState<C::kStages> &v) const {
-    const auto load_k = [&](int tile) {
+  __device__ __forceinline__ void load_tile(const WorkTile &t, [[maybe_unused]] const MaskedTiles *range, KvTileOf kv_tile_of,
+                                            PipelineState<C::kQStages> &q, PipelineState<C::kStages> &k,
+                                            PipelineState<C::kStages> &v) const {
+    const auto load_k = [&](int tile, [[maybe_unused]] uint32_t codes) {
       mbarrier_wait(smem_.k_empty(k.stage()), k.phase() ^ 1);
       if (elect_one()) {
-        if constexpr (C::kHasDataMask) smem_.first_key(k.stage(), k.phase()) = tile * C::kKeys;  // published by the arrival
+        if constexpr (C::kHasDataMask) {  // published by the arrival
+          smem_.first_key(k.stage(), k.phase()) = tile * C::kKeys;
+          if constexpr (C::kHasCellCodes) smem_.cell_codes(k.stage(), k.phase()) = codes;
+        }
         mbarrier_arrive_expect_tx(smem_.k_full(k.stage()), C::kKBytes);
 #pragma unroll
         for (int s = 0; s < C::kAtoms; ++s)
@@ -111,9 +115,9 @@ class Producer {
     const auto load_next_k = [&](int i) {
       if constexpr (C::kHasDataMask) {
         last_k = kv_tile_of(i);
-        load_k(last_k);
+        load_k(last_k, C::kHasCellCodes && i < range->partial ? cell_codes<C>(a_.mask, *range, last_k) : 0);
       } else {
-        load_k(kv_tile_of(i));
+        load_k(kv_tile_of(i), 0);
       }
     };
     load_next_k(0);

@@ -64,8 +64,9 @@ class Recompute {
     clear(out);
     KvTiles tiles(*this, work_stage);
 #pragma unroll 1
-    for (int i = t.begin[at_.wg]; i < t.masked_end[at_.wg]; ++i) {
-      const int key0 = tiles.next(i) * C::kKeys;
+    for (int i = tiles.begin(at_.wg); i < tiles.end(at_.wg); ++i) {
+      if (!tiles.is_masked(i)) continue;
+      const int key0 = tiles.kv_tile(i) * C::kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + C::kKeys, t.seqlen_k); ++key) {
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
@@ -107,19 +108,29 @@ class Recompute {
   }
 
  private:
-  // The KV tiles of the main loop, one after the other from iteration begin[wg] on.
+  // The KV tiles with masked pairs: by their number in the main loop, or with masks as data those of a range.
   struct TilesByNumber {
     const WorkTile &t;
     __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage) : t(r.smem_.work_tile(work_stage)) {}
-    __device__ __forceinline__ int next(int i) const { return t.kv_tile(i); }
+    __device__ __forceinline__ int begin(int wg) const { return t.begin[wg]; }
+    __device__ __forceinline__ int end(int wg) const { return t.masked_end[wg]; }
+    __device__ __forceinline__ bool is_masked(int) const { return true; }
+    __device__ __forceinline__ int kv_tile(int i) const { return t.kv_tile(i); }
   };
-  struct TilesByWalk {
-    MaskedTileWalk<C> walk;
-    __device__ __forceinline__ TilesByWalk(const Recompute &r, int work_stage)
-        : walk(r.a_.mask, r.smem_.masked_tiles(work_stage), r.at_.lane) {}
-    __device__ __forceinline__ int next(int) { return walk.next(); }
+  struct TilesOfRange {
+    const DataMask &mask;
+    const MaskedTiles &range;
+    __device__ __forceinline__ TilesOfRange(const Recompute &r, int work_stage)
+        : mask(r.a_.mask), range(r.smem_.masked_tiles(work_stage)) {}
+    __device__ __forceinline__ int begin(int) const { return range.begin; }
+    __device__ __forceinline__ int end(int) const { return range.end; }
+    __device__ __forceinline__ bool is_masked(int i) const {
+      constexpr int kCells = C::kKeys / kCell;
+      return (tile_word<C>(mask, range, i * kCells / 32).partial >> i * kCells % 32 & 1) != 0;
+    }
+    __device__ __forceinline__ int kv_tile(int i) const { return i; }
   };
-  using KvTiles = std::conditional_t<C::kHasDataMask, TilesByWalk, TilesByNumber>;
+  using KvTiles = std::conditional_t<C::kHasDataMask, TilesOfRange, TilesByNumber>;
 
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {

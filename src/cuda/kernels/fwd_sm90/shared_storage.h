@@ -46,6 +46,7 @@ struct MaskedTiles {
   int cell_rows;   // rows of cells that have queries
   int begin, end;  // KV tiles that band and lengths show; those in [interior_begin, interior_end) are whole
   int interior_begin, interior_end;
+  int partial;    // KV tiles in which a pair may be masked
   int first_key;  // of the first KV tile of the main loop
   int batch;
 };
@@ -54,6 +55,7 @@ struct ForwardMaskedTiles {
   MaskedTiles range[kWorkStages];
   // Of the KV tile in a stage of K, by the phase of the stage: it may be read when the KV tile has left the stage.
   int first_key[2][kStages];
+  uint32_t cell_codes[2][kStages];  // cell_codes()
 };
 struct NoForwardMaskedTiles {};
 
