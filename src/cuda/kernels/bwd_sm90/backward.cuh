@@ -270,27 +270,32 @@ class Backward {
   // With masks as data: of 32 Q tiles of a query head, from `q_tile` down, those that the work tile sees, and of these the ones in which the cell
   // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
   struct QTileBits {
-    uint32_t visible, partial;
+    uint32_t visible;
+    uint32_t cell_codes;  // of this lane's Q tile (VisitedQTile)
   };
   __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile) const {
     constexpr int kCells = C::kTileQ / kCell;
     constexpr uint32_t kAllCells = (1u << kCells) - 1;
     const DataMask &mask = cta_.params.mask;
     q_tile -= cta_.lane;
-    uint32_t any = 0, all = kAllCells, partial = 0;
+    uint32_t any = 0, codes = 0;
+    bool full = true;
     if (q_tile >= t.q_tile_begin) {
       const int64_t word =
           (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
       const int shift = q_tile * kCells % 32;
 #pragma unroll 1
       for (int n = 0; n < C::kConsumerWarpgroups && t.key0 + n * kCell < t.seqlen_k; ++n) {
-        const uint32_t visible = mask.by_key.visible[word + n * mask.by_key.words] >> shift & kAllCells;
+        const uint32_t visible = mask.by_key.visible[word + n * mask.by_key.words] >> shift & kAllCells,
+                       partial = mask.by_key.partial[word + n * mask.by_key.words] >> shift & kAllCells;
         any |= visible;
-        all &= visible;
-        partial |= mask.by_key.partial[word + n * mask.by_key.words] >> shift & kAllCells;
+        full = full && visible == kAllCells && partial == 0;
+#pragma unroll
+        for (int cell = 0; cell < kCells; ++cell)
+          codes |= ((visible >> cell & 1) | (partial >> cell & 1) << 1) << 2 * (n * kCells + cell);
       }
     }
-    return {__ballot_sync(~0u, any != 0), __ballot_sync(~0u, any != 0 && (partial != 0 || all != kAllCells))};
+    return {__ballot_sync(~0u, any != 0), full ? VisitedQTile::kAllCellsFull : codes};
   }
   __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
     const int group = static_cast<int>(cta_.problem.group);
@@ -363,8 +368,7 @@ class Backward {
       cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
   }
 
-  // Calls f(query head, Q tile, partial) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones,
-  // and `partial` is what the cell map says.
+  // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
   template <typename F>
   __device__ __forceinline__ void for_each_q_tile(F f) const {
     const WorkTile &t = cta_.work();
@@ -375,12 +379,13 @@ class Backward {
           QTileBits tiles = q_tiles_from(t, head_q, q_tile);
           for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
             const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
-            f(head_q, q_tile - n, (tiles.partial >> n & 1) != 0);
+            f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
           }
         }
       } else {
         const int shift = cta_.q_tile_shift();
-        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, cta_.shifted_q_tile(i, shift), false);
+        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i)
+          f(head_q, cta_.shifted_q_tile(i, shift), VisitedQTile::kAllCellsFull);
       }
     }
   }
@@ -388,12 +393,12 @@ class Backward {
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index, int &visited) const {
     const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
-    for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] bool partial) {
+    for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
       const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
       mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
         if constexpr (C::kHasDataMask)
-          masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, partial};
+          masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
         mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
@@ -577,16 +582,17 @@ class Backward {
     ShownPairs<C::kTileQ> shown;
     if constexpr (C::kHasDataMask) {
       mbarrier_wait(q_full(stage_), parity);
-      shown.set_all();
-      if (visited(n).partial) {
+      if (visited(n).cell_codes != VisitedQTile::kAllCellsFull) {
         shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, visited(n).head_q, visited(n).q_tile * C::kTileQ,
-                   first_key());
+                   first_key(), visited(n).cell_codes >> 2 * (C::kTileQ / kCell) * wg_);
+      } else {
+        shown.set_all();
       }
     }
     const auto is_partial = [&] {
       if constexpr (C::kHasDataMask) q_tile = visited(n).q_tile;
       const bool by_band = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
-      if constexpr (C::kHasDataMask) return by_band || visited(n).partial;
+      if constexpr (C::kHasDataMask) return by_band || visited(n).cell_codes != VisitedQTile::kAllCellsFull;
       return by_band;
     };
     if constexpr (C::kDpParts > 1) partial = is_partial();

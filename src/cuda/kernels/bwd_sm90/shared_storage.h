@@ -35,7 +35,10 @@ static_assert(sizeof(WorkTile) == 80);
 // producer is fewer than kVisited iterations ahead of the dq warps.
 struct VisitedQTile {
   int32_t q_tile, head_q;
-  bool partial;  // the cell map says that a pair may be masked
+  // What the cell map says of the Q tile's cells, two bits each: bit 2 n is visible, bit 2 n + 1 partial, for n = consumer warpgroup * cells of
+  // queries + cell of queries. Where no pair is masked it is kAllCellsFull.
+  uint32_t cell_codes;
+  static constexpr uint32_t kAllCellsFull = 0x5555;
 };
 struct BackwardMaskedTiles {
   static constexpr int kVisited = 8;

@@ -17,13 +17,19 @@ struct ShownPairs {
     for (uint32_t &x : word) x = ~0u;
   }
 
-  // Of queries from row0 on and the warp's 16 of the 64 keys from key0 on, both multiples of 64. All lanes take part: a lane reads the keys of
-  // two queries, and votes turn keys of a query into queries of a key.
-  __device__ __forceinline__ void find(const DataMask &mask, const Problem &p, int batch, int head_q, int row0, int key0) {
+  // Of queries from row0 on and the warp's 16 of the 64 keys from key0 on, both multiples of 64. cell_codes: those of VisitedQTile, from word 0's cell
+  // on. All lanes take part: a lane reads the keys of two queries, and votes turn keys of a query into queries of a key.
+  __device__ __forceinline__ void find(const DataMask &mask, const Problem &p, int batch, int head_q, int row0, int key0,
+                                       uint32_t cell_codes) {
     // Read again: there are no registers for what the caller holds.
     const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5 & 3);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
+      const uint32_t code = cell_codes >> 2 * w & 3;
+      if (code < 2) {  // empty or full
+        word[w] = code == 0 ? 0u : ~0u;
+        continue;
+      }
       uint32_t keys[2];  // of queries row0 + 64 w + lane and that + 32: 16 bits
 #pragma unroll 1
       for (int n = 0; n < 2; ++n) {

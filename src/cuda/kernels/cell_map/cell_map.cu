@@ -69,17 +69,41 @@ __device__ __forceinline__ Cell from_block_lists(const DataMask &mask, const Cel
   return cell;
 }
 
+// ands and ors of the rows of an element mask, kLoads rows at a time.
+template <int kLoads, typename Row>
+__device__ __forceinline__ void add_rows(int rows, uint64_t &any, uint64_t &all, Row row) {
+  int n = 0;
+  for (; n + kLoads <= rows; n += kLoads) {
+    uint64_t bits[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) bits[i] = row(n + i);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      any |= bits[i];
+      all &= bits[i];
+    }
+  }
+  for (; n < rows; ++n) {
+    const uint64_t bits = row(n);
+    any |= bits;
+    all &= bits;
+  }
+}
+
 __device__ __forceinline__ Cell from_element_mask(const DataMask &mask, const Cells &c) {
   Cell cell;
   if (c.keys() == 0) return cell;
+  const ElementMask &m = mask.element_mask;
   const uint64_t keys = bits_below(c.keys());
-  const int row_end = mask.element_mask.row_stride == 0 ? c.row0 + 1 : c.row_end;  // all queries share a row
+  const int rows = m.row_stride == 0 ? 1 : c.row_end - c.row0;  // 1: all queries share a row
   uint64_t any = 0, all = ~uint64_t{0};
-#pragma unroll 4
-  for (int row = c.row0; row < row_end; ++row) {
-    const uint64_t bits = detail::element_mask_bits(mask.element_mask, mask.max_keys, c.b, c.h, row, c.key0);
-    any |= bits;
-    all &= bits;
+  const uint8_t *first = m.data + c.b * m.batch_stride + c.h * m.head_stride + c.row0 * m.row_stride + c.key0 / 8;
+  if (m.bits && m.col_stride != 0 && c.keys() == kCell && (reinterpret_cast<uintptr_t>(first) | m.row_stride) % 8 == 0) {
+    add_rows<16>(rows, any, all,
+                 [&](int n) { return __ldcs(reinterpret_cast<const unsigned long long *>(first + n * m.row_stride)); });
+  } else {
+    add_rows<4>(rows, any, all,
+                [&](int n) { return detail::element_mask_bits(m, mask.max_keys, c.b, c.h, c.row0 + n, c.key0); });
   }
   return {(any & keys) != 0, (~all & keys) == 0};
 }
