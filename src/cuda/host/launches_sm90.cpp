@@ -57,6 +57,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
   if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_k / shape.kv_tile);
+  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;

@@ -73,17 +73,19 @@ enum Scores {
   kDropout,
   kBlocks,      // a block mask alone
   kWideBlocks,  // ... for the kernels with larger tiles
-  kDropoutAlone
+  kDropoutAlone,
+  kBiasAlone
 };  // kOddBlocks: only the simplest kernels take them
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}}) {
-      for (const Scores scores :
-           {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout, kBlocks, kWideBlocks, kDropoutAlone}) {
+      for (const Scores scores : {kPlain, kUnordered, kEverything, kOddBlocks, kSmooth, kBias, kDropout, kBlocks, kWideBlocks,
+                                  kDropoutAlone, kBiasAlone}) {
         const bool blocks = scores == kBlocks || scores == kWideBlocks;
-        if ((blocks || scores == kDropoutAlone) && (dtype == FA_FLOAT32 || head_dim > 256)) continue;  // kernels for Hopper
+        const bool alone = blocks || scores == kDropoutAlone || scores == kBiasAlone;
+        if (alone && (dtype == FA_FLOAT32 || head_dim > 256)) continue;  // kernels for Hopper
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -92,8 +94,7 @@ std::vector<Case> cases() {
         c.head_dim = head_dim;
         c.head_dim_v = head_dim_v;
         // Some have more query tiles than any pipeline has stages.
-        c.q.seqlen =
-            (scores == kPlain || scores == kSmooth || blocks || scores == kDropoutAlone) && dtype != FA_FLOAT32 ? 300 : 100;
+        c.q.seqlen = (scores == kPlain || scores == kSmooth || alone) && dtype != FA_FLOAT32 ? 300 : 100;
         c.k.seqlen = 150;
         c.mask = FA_MASK_CAUSAL;
         c.dlse = c.sink = 1;
@@ -101,16 +102,15 @@ std::vector<Case> cases() {
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == kOddBlocks;  // memory that nothing has written: for initcheck
         // dout in a layout that TMA can read
-        if (scores == kPlain || scores == kUnordered || scores == kSmooth || blocks || scores == kDropoutAlone)
-          c.q.grad_layout = c.k.grad_layout = kBshd;
+        if (scores == kPlain || scores == kUnordered || scores == kSmooth || alone) c.q.grad_layout = c.k.grad_layout = kBshd;
         const bool everything = scores == kEverything || scores == kOddBlocks;
         if (everything || scores == kSmooth) {
           c.alibi = 1;
           if (dtype == FA_BFLOAT16 && everything) c.alibi_log_scale = 0.5;  // few kernels have it
           c.softcap = 10;
         }
-        if (everything || scores == kBias) c.bias = 1;
-        if (scores == kBias) {
+        if (everything || scores == kBias || scores == kBiasAlone) c.bias = 1;
+        if (scores == kBias || scores == kBiasAlone) {
           c.bias_padded = 1;
           c.bias_masked = 10;
           c.nan_keys = 1;
