@@ -26,6 +26,11 @@ std::vector<std::pair<const char *, void (*)(Problem &)>> options() {
       {"softcap", [](Problem &p) { p.softcap = 30; }},
       {"bias", [](Problem &p) { set_bias(p); }},
       {"unaligned bias", [](Problem &p) { set_bias(p, 3); }},
+      {"bias and block mask",
+       [](Problem &p) {
+         set_bias(p);
+         set_block_mask(p, 64);
+       }},
       {"bias and dropout",
        [](Problem &p) {
          set_bias(p);

@@ -53,7 +53,7 @@ class Launches {
 
  private:
   static constexpr int kMaxParams = 3;
-  static constexpr size_t kParamsBytes = 2304, kAlignment = 128;  // of tensor maps
+  static constexpr size_t kParamsBytes = 2432, kAlignment = 128;  // of tensor maps
 
   alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];
   union {

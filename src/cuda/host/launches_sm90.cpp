@@ -119,6 +119,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(p);
   if (p.block_mask.data != nullptr) params.mask_block = Divisor(p.block_mask.size_q / shape.rows);
+  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
@@ -126,6 +127,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
     launches.add("backward kernel", {kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true}, &params);
   }
   if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, tiles}, &params);
+  if (b.dbias.data != nullptr) sm80::add_dbias_launch(b, plan, plan.dbias_shape, memory, launches);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
 }

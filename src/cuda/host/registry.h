@@ -40,7 +40,7 @@ constexpr FeatureSet kEmpty = 256;                // no sequence, no query or no
 constexpr FeatureSet kPlainScores = 512;          // no score terms: kernels for score terms leave such problems to others
 constexpr FeatureSet kSeparateV = 1024;           // V that is not the first columns of K in the same memory, as MLA has it
 constexpr FeatureSet kUnalignedRows = 2048;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
-constexpr FeatureSet kNoTma = 4096;               // q, k, v, bias (backward: dout) that TMA cannot describe: is_tma_compatible()
+constexpr FeatureSet kNoTma = 4096;  // q, k, v, bias (backward: dout) that TMA cannot describe: is_tma_compatible()
 constexpr FeatureSet kAnyFeatures = 8191;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.

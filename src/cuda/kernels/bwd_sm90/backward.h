@@ -31,6 +31,8 @@ struct BackwardParams : BackwardRows {
   // Dropout: 1 / (1 - p) / 2^p_exponent, because row_lse makes P 2^p_exponent times as large (common/scores.h).
   //   dv = keep_scale * sum of kept P * dout        dS = P * (keep_scale * dP - row_delta), dP = 0 where dropped
   float keep_scale;
+  // Bias: (keys, queries, heads_q, batch) in boxes of 64 keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
+  CUtensorMap bias_map;
 };
 
 constexpr int kDqThreads = 256;

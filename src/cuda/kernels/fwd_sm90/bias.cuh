@@ -21,41 +21,36 @@ class BiasTile {
 
   // Waits for the bias of the next KV tile.
   __device__ __forceinline__ void wait() const { mbarrier_wait(smem_.bias_full(state_.stage(), at_.wg), state_.phase()); }
-  // Loads it into registers.
-  __device__ __forceinline__ void load() {
+  // Adds it to scores in the unit of q k^T. A bias of -inf makes a finite score -inf.
+  __device__ __forceinline__ void add(float (&s)[C::kKeys / 2]) const {
     // Lane l gives the address of row l % 16 of the warp, and of keys 8 (l / 16) on.
     const uint32_t at = smem_.bias(state_.stage(), at_.wg) + (at_.warp * 16 + (at_.lane & 15)) * 128 +
                         (((at_.lane >> 4) ^ (at_.lane & 7)) << 4);
 #pragma unroll
-    for (int n = 0; n < kSteps; ++n) ldmatrix_x4(pairs_[n], (at ^ (n % 4 * 32)) + n / 4 * 64 * 128);
-  }
-  // Adds what has been loaded to scores in the unit of q k^T. A bias of -inf makes a finite score -inf.
-  __device__ __forceinline__ void add(float (&s)[C::kKeys / 2]) const {
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n)
+    for (int n = 0; n < C::kKeys / 16; ++n) {
+      uint32_t pairs[4];
+      ldmatrix_x4(pairs, (at ^ (n % 4 * 32)) + n / 4 * 64 * 128);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         float *x = s + 8 * n + 2 * m;
-        x[0] = fmaf(to_float<Element>(pairs_[n][m] & 0xFFFFu), a_.raw.logit, x[0]);
-        x[1] = fmaf(to_float<Element>(pairs_[n][m] >> 16), a_.raw.logit, x[1]);
+        x[0] = fmaf(to_float<Element>(pairs[m] & 0xFFFFu), a_.raw.logit, x[0]);
+        x[1] = fmaf(to_float<Element>(pairs[m] >> 16), a_.raw.logit, x[1]);
       }
+    }
   }
-  // Frees the stage.
+  // Frees its stage.
   __device__ __forceinline__ void release() {
+    __syncwarp();  // all lanes have read it
     mbarrier_arrive_if(at_.lane == 0, smem_.bias_empty(state_.stage(), at_.wg));
     state_.advance();
   }
 
  private:
-  static constexpr int kSteps = C::kKeys / 16;  // of 16 keys, as ldmatrix loads them
-
   const ForwardParams &a_;
   const SharedMemory<C> smem_;
   const ConsumerThread at_;
   PipelineState<C::Storage::kBiasStages> state_;
-  uint32_t pairs_[kSteps][4];
 };
-
 struct NoBiasTile {
   template <class... Args>
   __device__ __forceinline__ explicit NoBiasTile(const Args &...) {}

@@ -226,13 +226,13 @@ class Consumer {
     uint32_t visible[2];
     if (kSpareRegisters && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);  // while the wgmmas run
     if (kEarlyK) wait_v();
-    if constexpr (C::kHasBias) load_bias();
     wgmma_fence();
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
     release_k(i + 1 == kv_tiles);
     if constexpr (C::kHasBias) {
+      bias_.wait();
       bias_.add(s_);
       bias_.release();
     }
@@ -279,14 +279,11 @@ class Consumer {
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       wgmma_fence();
     }
-    if constexpr (C::kHasBias) {
-      load_bias();
-      wgmma_fence();
-    }
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
     if constexpr (C::kHasBias) {
+      bias_.wait();
       bias_.add(s_);
     } else {
       release_k(last);
@@ -326,10 +323,6 @@ class Consumer {
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
     mbarrier_arrive_if(at_.lane == 0 && last, smem_.q_empty(q_.stage(), at_.wg));
     k_.advance();
-  }
-  __device__ __forceinline__ void load_bias() {
-    bias_.wait();
-    bias_.load();
   }
 
   // The previous work tile has all of its out: finishes its rows and frees its description.
@@ -433,13 +426,34 @@ class Consumer {
 
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    const bool rescaled =
-        softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
+    bool rescaled;
+    if constexpr (C::kHasBias) {
+      rescaled = update_max_rounded_up();
+    } else {
+      rescaled = softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
+    }
     float sum[2];
     softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
     return rescaled;
+  }
+
+  // OnlineSoftmax::update_max with products rounded up. A bias of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent
+  // must not make P that large.
+  __device__ __forceinline__ bool update_max_rounded_up() {
+    float top[2];
+    bool exceeds = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = __fmul_ru(softmax_.largest(s_, r), scale());
+      exceeds |= top[r] - kRescaleThreshold > softmax_.max[r];
+    }
+    if (!__any_sync(~0u, exceeds)) return false;
+    Fragment::reduce(top, MaxOp{});
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax_.raise(r, top[r]);
+    return true;
   }
 
   // The exponent of the largest P when the maximum has been raised: one less than p_exponent(), so that P stays below 2^p_exponent().
@@ -471,7 +485,6 @@ class Consumer {
       sum[0] = sum[1] = 0.f;
       if constexpr (C::kHasBias) {
         recompute_.recompute_scores_from_shared(smem_.q(q_.stage()), smem_.k(k_.stage()), s_);
-        bias_.load();
         bias_.add(s_);
       } else {
         recompute_.recompute_scores(t, key0, s_);

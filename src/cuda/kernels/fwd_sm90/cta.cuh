@@ -39,7 +39,7 @@ struct ForwardConfig {
   static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
   static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
   static constexpr int kKBytes = Storage::kKBytes, kVBytes = Storage::kVBytes;
-  static constexpr int kBiasTileBytes = 64 * kKeys * 2;  // of a warpgroup
+  static constexpr int kBiasTileBytes = 64 * kKeys * 2;               // of a warpgroup
   static constexpr int kVLoadedBytes = kFp8 ? kDv * kKeys : kVBytes;  // bytes of one TMA load of V
   // setmaxnreg moves registers from the first warpgroup (scheduler and producers) to the consumers. They can take only what it gives up.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kCtasPerSm) / 8 * 8;

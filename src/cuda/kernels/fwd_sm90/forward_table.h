@@ -66,7 +66,7 @@ struct ForwardShape {
   X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kBlockMask, false) \
   X(d64d, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false)     \
   X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false)  \
-  X(d64a, 64, 64, 3, 64, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false)     \
+  X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false)     \
   X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false)  \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \

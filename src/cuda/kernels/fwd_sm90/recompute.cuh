@@ -107,8 +107,7 @@ class Recompute {
         }
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
         const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
-        const bool lane_visible =
-            C::kHasBias ? bias != -CUDART_INF_F : row < t.seqlen_q && key >= keys.begin && key < keys.end;
+        const bool lane_visible = C::kHasBias ? bias != -CUDART_INF_F : row < t.seqlen_q && key >= keys.begin && key < keys.end;
         float p = exp2_approx(logit(t, x, row, key, bias) - row_max);
         const float unrounded = p;
         p = rounded<Element>(p);
@@ -189,8 +188,7 @@ class Recompute {
       }
     } else {
 #pragma unroll 1
-      for (int column = at_.lane & 1; column < p_.head_dim; column += 2)
-        x = fmaf(element(q, column), element(k, column), x);
+      for (int column = at_.lane & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
     }
     return x + __shfl_xor_sync(~0u, x, 1);
   }

@@ -109,7 +109,9 @@ struct ForwardStorage {
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasBlockMask, ForwardBlockMask<kConsumerWarpgroups, kWorkStages, kStages>, NoForwardBlockMask> block_mask;
   std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
-  std::conditional_t<(kScores & kTileBias) != 0, ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>, NoForwardBias> bias;
+  std::conditional_t<(kScores & kTileBias) != 0, ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
+                     NoForwardBias>
+      bias;
 };
 
 }  // namespace fa::cuda::sm90
