@@ -34,7 +34,6 @@ TEST(CudaPlanHopper, HopperKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(Problem &)>> others = {
-      {"bias, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_bias(p); }},
       {"bias and softcap", [](Problem &p) { p.softcap = 30, set_bias(p); }},
       {"bias of fp32", [](Problem &p) { set_bias(p), p.bias.dtype = Dtype::f32; }},
       {"bias with rows that do not start on 16 bytes", [](Problem &p) { set_bias(p, 3); }},
@@ -78,6 +77,7 @@ TEST(CudaPlanHopper, HopperKernels) {
       {"blocks of 128, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_block_mask(p, 128); }},
       {"dropout", [](Problem &p) { p.dropout.threshold = 6554; }},
       {"bias", [](Problem &p) { set_bias(p); }},
+      {"bias, head_dim 256", [](Problem &p) { p.head_dim = p.head_dim_v = 256, set_bias(p); }},
       {"bias, broadcast", [](Problem &p) { set_bias(p), p.bias.batch_stride = p.bias.head_stride = p.bias.row_stride = 0; }},
       {"one split asked for", [](Problem &p) { p.num_splits = 1; }},
       {"one tile",
@@ -106,6 +106,7 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
       {"block mask, deterministic", [](BackwardProblem &b) { b.forward.deterministic = true, set_block_mask(b.forward, 128); }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"bias of fp32", [](BackwardProblem &b) { set_bias(b.forward), b.forward.bias.dtype = Dtype::f32; }},
+      {"bias, head_dim 256", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 256, set_bias(b.forward); }},
       {"bias and dropout", [](BackwardProblem &b) { set_bias(b.forward), b.forward.dropout.threshold = 6554; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FlashAttention-2 and cuDNN attention as bare operators: forward and backward without autograd's host work."""
+"""PyTorch's FlashAttention-2, cuDNN and memory-efficient attention as bare operators: forward and backward without autograd's host work."""
 
 from __future__ import annotations
 

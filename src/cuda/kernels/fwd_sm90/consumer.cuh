@@ -46,6 +46,8 @@ class Consumer {
   static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2 && !C::kHasBias;
   // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
   static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod;
+  // Whether K and the bias stay in shared memory until P is known to fit fp32: with a bias it often would not.
+  static constexpr bool kKeepsOperands = C::kHasBias && kDeferredMax;
 
   __device__ __forceinline__ Consumer(const ForwardParams &params, const SharedMemory<C> &smem, const ConsumerThread &at)
       : a_(params),
@@ -282,11 +284,11 @@ class Consumer {
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
+    if constexpr (!kKeepsOperands) release_k(last);
     if constexpr (C::kHasBias) {
       bias_.wait();
       bias_.add(s_);
-    } else {
-      release_k(last);
+      if constexpr (!kKeepsOperands) bias_.release();
     }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
@@ -311,7 +313,7 @@ class Consumer {
     }
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
-    if constexpr (C::kHasBias) {  // until here S could have been computed again
+    if constexpr (kKeepsOperands) {
       release_k(last);
       bias_.release();
     }

@@ -89,7 +89,7 @@ template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int k
           ScoreSet kScores>
 struct ForwardStorage {
   static constexpr bool kHasBlockMask = (kScores & kBlockMask) != 0;
-  static constexpr int kWorkStages = 4, kBiasStages = 2;
+  static constexpr int kWorkStages = 4, kBiasStages = kHeadDim > 128 ? 1 : 2;  // as there is room
   static constexpr int kAtomColumns = kFp8 ? 128 : 64;
   static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns, kVAtoms = (kHeadDimV + 63) / 64;
   static constexpr int kQWarpgroupBytes = 64 * kAtoms * 128, kKBytes = kKeys * kAtoms * 128;
