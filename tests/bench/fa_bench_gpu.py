@@ -94,8 +94,8 @@ def contenders_of(case, context, before=None, alone=False):
     contenders = {"ours": [ours(*tensors, case.option, case.deterministic) for tensors in sets]}
     if before is not None:
         contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]
-    for tensors in () if alone else sets:
-        for opponent in opponents.opponents(case, *tensors, cu):
+    for tensors, mine in () if alone else zip(sets, contenders["ours"]):
+        for opponent in opponents.opponents(case, *tensors, cu, mine.bias):
             contenders.setdefault(opponent.name, []).append(opponent)
     if (case.option or case.deterministic) and not alone:
         plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets

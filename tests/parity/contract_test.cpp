@@ -409,6 +409,64 @@ TEST_P(Contract, MinusInfinityInBiasIsAMask) {
   }
 }
 
+// A bias that kernels load in tiles, with every broadcast and beside every arithmetic mask: 16-bit operands, rows of the bias on 16 bytes.
+TEST_P(Contract, BiasInTiles) {
+  int64_t n = 0;
+  for (const Columns columns : {kWhole[0], kWhole[1]}) {
+    for (int64_t broadcast = 0; broadcast < 16; ++broadcast, ++n) {
+      Case c = base("bias in tiles", columns);
+      c.seed += n;
+      c.dtype = n % 7 < 3 ? FA_FLOAT16 : FA_BFLOAT16;
+      c.q.seqlen = 140;
+      c.k.seqlen = 275;
+      c.heads_k = 2;
+      c.bias = c.bias_padded = 1;
+      (broadcast < 8 ? c.bias_by_size : c.bias_by_stride) = broadcast % 8;
+      c.bias_masked = n % 3 == 0 ? 0 : n % 3 == 1 ? 20 : 98;
+      c.nan_keys = c.nan_queries = c.nan_bias = 1;
+      if (n % 5 == 1 || n % 5 == 2) c.mask = FA_MASK_CAUSAL;
+      if (n % 5 == 2 || n % 5 == 3) c.window_left = 90;
+      if (n % 4 == 3) {
+        c.batch = 3;
+        c.q.packed = c.k.packed = 1;
+        c.q.slots = {70, 0, 140};
+        c.k.slots = {90, 20, 275};
+        c.k.used = {90, 10, 260};
+      }
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+// A bias that hides the keys behind each row's own, as -inf or as a number so low that it does the same. Kernels that begin with the last keys meet
+// the largest score of a row late.
+TEST_P(Contract, BiasOfLowNumbersHides) {
+  for (const double low : {-kInfinity, -6e4, -1e9}) {
+    for (const Columns columns : {kWhole[0], kWhole[1]}) {
+      for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+        if (low == -1e9 && dtype == FA_FLOAT16) continue;  // no such number
+        Case c = base("low bias", columns);
+        c.dtype = dtype;
+        c.batch = 1;
+        c.heads_q = c.heads_k = 2;
+        c.q.seqlen = 100;
+        c.k.seqlen = 400;
+        c.bias = c.bias_padded = 1;
+        c.bias_by_size = kOverHeads;
+        const Data data = make_data(c, [&](Data &d) {
+          HostTensor &bias = d.tensors[kBias];
+          for (int64_t i = 0; i < c.q.seqlen; ++i) {
+            for (int64_t j = 0; j < c.k.seqlen; ++j) {
+              if (j > 3 * i) bias.set(bias.element(0, 0, i, j), low);
+            }
+          }
+        });
+        EXPECT_TRUE(check(backend(), data));
+      }
+    }
+  }
+}
+
 // Backward is finite for any negative lse: it computes exp(S - lse), never exp(-lse).
 TEST_P(Contract, BackwardIsFiniteForVeryNegativeLse) {
   for (const double logit : {-88.0, -122.0, -1000.0, -10000.0}) {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
 #include "cuda/kernels/bwd_sm90/split_tail.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
@@ -33,7 +34,10 @@ TEST(CudaPlanHopper, HopperKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
-      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"bias and softcap", [](MaskedProblem &p) { p.softcap = 30, set_bias(p); }},
+      {"bias of fp32", [](MaskedProblem &p) { set_bias(p), p.bias.dtype = Dtype::f32; }},
+      {"bias with rows that do not start on 16 bytes", [](MaskedProblem &p) { set_bias(p, 3); }},
+      {"bias of which the heads are in descending order", [](MaskedProblem &p) { set_bias(p), p.bias.head_stride = -8; }},
       {"block mask and softcap", [](MaskedProblem &p) { p.softcap = 30, set_block_mask(p, 128); }},
       {"slices and dropout", [](MaskedProblem &p) { set_slices(p), p.dropout.threshold = 6554; }},
       {"dropout, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
@@ -77,6 +81,10 @@ TEST(CudaPlanHopper, HopperKernels) {
       {"slices", [](MaskedProblem &p) { set_slices(p); }},
       {"block lists", [](MaskedProblem &p) { set_block_lists(p); }},
       {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"bias, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, set_bias(p); }},
+      {"bias, broadcast",
+       [](MaskedProblem &p) { set_bias(p), p.bias.batch_stride = p.bias.head_stride = p.bias.row_stride = 0; }},
       {"one split asked for", [](MaskedProblem &p) { p.num_splits = 1; }},
       {"one tile",
        [](MaskedProblem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
@@ -102,6 +110,9 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
       {"dropout and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
       {"slices and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, set_slices(b.forward); }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
+      {"bias of fp32", [](BackwardProblem &b) { set_bias(b.forward), b.forward.bias.dtype = Dtype::f32; }},
+      {"bias, head_dim 256", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 256, set_bias(b.forward); }},
+      {"bias and dropout", [](BackwardProblem &b) { set_bias(b.forward), b.forward.dropout.threshold = 6554; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},
@@ -126,6 +137,17 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
   b = plain;
   b.forward.dropout.threshold = 6554;
   EXPECT_EQ(family(b), Family::sm90);
+  b = plain;
+  set_bias(b.forward);
+  EXPECT_EQ(family(b), Family::sm90);
+  EXPECT_LT(backward_plan(b, h200()).dbias_shape, 0);
+  // dbias is the second pass of another kernel, without which that kernel does all of it.
+  b.dbias = b.forward.bias;
+  const BackwardPlan with_dbias = backward_plan(b, h200());
+  EXPECT_EQ(with_dbias.family, Family::sm90);
+  ASSERT_GE(with_dbias.dbias_shape, 0);
+  EXPECT_TRUE(stages_bias(sm80::kBackwardShapes[with_dbias.dbias_shape].scores));
+  EXPECT_GE(sm80::kBackwardShapes[with_dbias.dbias_shape].head_dim, b.forward.head_dim);
   // Gradients may lie anywhere: they are not read.
   b = plain;
   b.dk.seq_stride = b.dq.seq_stride = 129;

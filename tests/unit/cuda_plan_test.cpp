@@ -27,6 +27,11 @@ std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> options() {
       {"softcap", [](MaskedProblem &p) { p.softcap = 30; }},
       {"bias", [](MaskedProblem &p) { set_bias(p); }},
       {"unaligned bias", [](MaskedProblem &p) { set_bias(p, 3); }},
+      {"bias and block mask",
+       [](MaskedProblem &p) {
+         set_bias(p);
+         set_block_mask(p, 64);
+       }},
       {"bias and dropout",
        [](MaskedProblem &p) {
          set_bias(p);

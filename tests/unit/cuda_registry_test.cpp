@@ -131,6 +131,19 @@ TEST(CudaSelect, VariantsThatAreLeftOut) {
   long_prompt.batch = 1;
   EXPECT_EQ(forward_name(long_prompt, h200()), "extend_fwd_bf16_d128p_split");
   EXPECT_EQ(forward_name(long_prompt, device_without("extend_fwd_bf16_d128p")), "sm80_fwd_bf16_d128_split");
+  // dbias beside a Hopper kernel is the second pass of another one.
+  Problem biased = problem(1000, 1000, 128);
+  set_bias(biased);
+  BackwardProblem b = backward_of(biased);
+  b.dbias = biased.bias;
+  const auto dbias_kernel = [&](const Device &device) {
+    const BackwardPlan plan = backward_plan(b, device);
+    EXPECT_EQ(kernel_name(b, plan), "sm90_bwd_bf16_d128a");
+    return std::string(kernels_of(Family::sm80, Pass::backward)[static_cast<size_t>(plan.dbias_shape)].name);
+  };
+  EXPECT_EQ(dbias_kernel(h200()), "d128b");
+  EXPECT_EQ(dbias_kernel(device_without("sm80_bwd_bf16_d128b")), "d128g");
+  EXPECT_EQ(kernel_name(b, backward_plan(b, device_without("sm80"))), "simt_bwd_bf16_d128");
 }
 
 // A problem that no kernel of the build serves is refused from the query on, with the name of the kernel that it wants.

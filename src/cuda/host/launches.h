@@ -38,6 +38,9 @@ fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan
 namespace sm80 {
 FA_FORWARD_LAUNCHER;
 FA_BACKWARD_LAUNCHER;
+// The launch of dbias alone, by the second pass of kernel `shape`, behind the launch of the row kernel.
+void add_dbias_launch(const BackwardProblem &problem, const BackwardPlan &plan, int shape, const LaunchMemory &memory,
+                      Launches &launches);
 }  // namespace sm80
 namespace simt {
 FA_FORWARD_LAUNCHER;

@@ -18,6 +18,28 @@ bool takes_pairs(const ScoreTensor &t) {
          (t.batch_stride | t.head_stride | t.row_stride) % 2 == 0;
 }
 
+BackwardParams &make_params(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory,
+                            Launches &launches) {
+  const Problem &p = b.forward;
+  auto &params = launches.make_params<BackwardParams>();
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
+  params.order =
+      L2HeadOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group,
+                  /*last_rows_first=*/false);
+  params.vector_q = plan.vector.q;
+  params.vector_k = plan.vector.k;
+  params.vector_v = plan.vector.v;
+  params.vector_dout = plan.vector.dout;
+  params.deterministic = p.deterministic || p.batch_invariant;
+  params.mask_size_q = divisor(p.block_mask.size_q);
+  params.mask_size_k = divisor(p.block_mask.size_k);
+  params.raw = raw_unit(p);
+  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
+  params.mask = memory.mask;
+  return params;
+}
+
 }  // namespace
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
@@ -57,25 +79,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &) {
-  const Problem &p = b.forward;
-  auto &params = launches.make_params<BackwardParams>();
-  const int exponent = p_exponent(p.dropout.keep_scale);
-  set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
-  params.order =
-      L2HeadOrder(plan.key_blocks, std::max<int64_t>(p.heads_k, 1), std::max<int64_t>(p.batch, 1), plan.heads_per_l2_group,
-                  /*last_rows_first=*/false);
-  params.vector_q = plan.vector.q;
-  params.vector_k = plan.vector.k;
-  params.vector_v = plan.vector.v;
-  params.vector_dout = plan.vector.dout;
-  params.deterministic = p.deterministic || p.batch_invariant;
-  params.mask_size_q = divisor(p.block_mask.size_q);
-  params.mask_size_k = divisor(p.block_mask.size_k);
-  params.raw = raw_unit(p);
-  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
-  params.mask = memory.mask;
-
-  const BackwardLaunches kernels = backward_launches(plan.shape, p.q.dtype, params);
+  BackwardParams &params = make_params(b, plan, memory, launches);
+  const BackwardLaunches kernels = backward_launches(plan.shape, b.forward.q.dtype, params);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr)
     launches.add("backward kernel", kernels.main, &params);
@@ -83,6 +88,12 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   if (b.dbias.data != nullptr) launches.add("dbias kernel", kernels.bias, &params);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
+}
+
+void add_dbias_launch(const BackwardProblem &b, const BackwardPlan &plan, int shape, const LaunchMemory &memory,
+                      Launches &launches) {
+  BackwardParams &params = make_params(b, plan, memory, launches);
+  launches.add("dbias kernel", backward_launches(shape, b.forward.q.dtype, params).bias, &params);
 }
 
 }  // namespace fa::cuda::sm80

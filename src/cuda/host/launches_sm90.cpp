@@ -56,6 +56,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
+  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;
@@ -120,6 +121,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(p);
   params.mask = memory.mask;
+  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
@@ -127,6 +129,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
     launches.add("backward kernel", {kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true}, &params);
   }
   if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, tiles}, &params);
+  if (b.dbias.data != nullptr) sm80::add_dbias_launch(b, plan, plan.dbias_shape, memory, launches);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
 }

@@ -12,13 +12,21 @@ OperandSet operands_of(const Problem &p) {
   return p.q.dtype == Dtype::f32 ? kMixed8Bit : k8BitKv;
 }
 
+constexpr int64_t kMaxTmaStride = int64_t{1} << 39;  // of 2-byte elements
+
 // Whether TMA can describe a tensor of which rows are whole 16-byte vectors.
 bool has_tma_strides(const Operand &t, const Lengths &lengths) {
-  constexpr int64_t kStrides = int64_t{1} << 39;  // of 2-byte elements
   for (const int64_t stride : {t.batch_stride, t.seq_stride, t.head_stride}) {
-    if (stride < 0 || stride >= kStrides) return false;
+    if (stride < 0 || stride >= kMaxTmaStride) return false;
   }
   return lengths.total <= INT32_MAX;
+}
+
+bool has_tma_strides(const ScoreTensor &t) {
+  for (const int64_t stride : {t.batch_stride, t.head_stride, t.row_stride}) {
+    if (stride < 0 || stride >= kMaxTmaStride) return false;
+  }
+  return true;
 }
 
 // Adds how `tensor`, which kernels load tiles of, can be read. Returns whether its rows are whole 16-byte vectors.
@@ -46,6 +54,7 @@ Needs common_needs(const MaskedProblem &p) {
   add(p.k_lengths.total > INT32_MAX, kHugePackedKv);
   add(p.batch * p.heads_q == 0 || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0, kEmpty);
   add(needs.scores == kPlain, kPlainScores);
+  add((needs.scores & kTileBias) != 0 && !has_tma_strides(p.bias), kNoTma);
   needs.vector.q = add_access(p.q, p.q_lengths, p.head_dim, needs);
   needs.vector.k = add_access(p.k, p.k_lengths, p.head_dim, needs);
   needs.vector.v = add_access(p.v, p.k_lengths, p.head_dim_v, needs);

@@ -72,6 +72,7 @@ struct BackwardPlan {
   int32_t split_tiles = 0, split_units = 0, splits_per_tile = 0;
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
+  int32_t dbias_shape = -1;    // sm90: the sm80 kernel whose second pass computes dbias
   bool cell_map = false;       // as in ForwardPlan
   size_t cell_map_offset = 0;
   VectorAccess vector;

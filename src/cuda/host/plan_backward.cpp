@@ -99,6 +99,14 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   });
   found = row != kernels.end();
   if (!found) return FA_OK;
+  if (b.dbias.data != nullptr) {
+    const std::span<const KernelRow> others = kernels_of(Family::sm80, Pass::backward);
+    const auto other =
+        std::find_if(others.begin(), others.end(), [&](const KernelRow &kernel) { return can_run(kernel, needs, device); });
+    found = other != others.end();
+    if (!found) return FA_OK;
+    plan.dbias_shape = other->shape;
+  }
   const sm90::BackwardShape &shape = sm90::kBackwardShapes[row->shape];
   plan.family = Family::sm90;
   plan.shape = row->shape;

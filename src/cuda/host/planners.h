@@ -43,6 +43,8 @@ const char *tensor_core_reason(ScoreSet scores);
 constexpr const char *hopper_reason(ScoreSet scores) {
   return scores & kDropout    ? "Hopper kernel (wgmma, TMA) for dropout"
          : scores & kDataMask ? "Hopper kernel (wgmma, TMA) for masks as data"
+         : scores & kMaxLogit ? "Hopper kernel (wgmma, TMA) for plain scores with max_logit"
+         : scores & kTileBias ? "Hopper kernel (wgmma, TMA) for a bias"
          : scores & kSoftcap  ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
                               : "Hopper kernel (wgmma, TMA) for plain scores";
 }

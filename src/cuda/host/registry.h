@@ -39,7 +39,7 @@ constexpr FeatureSet kEmpty = 128;                // no sequence, no query or no
 constexpr FeatureSet kPlainScores = 256;          // no score terms: kernels for score terms leave such problems to others
 constexpr FeatureSet kSeparateV = 512;            // V that is not the first columns of K in the same memory, as MLA has it
 constexpr FeatureSet kUnalignedRows = 1024;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
-constexpr FeatureSet kNoTma = 2048;               // q, k, v (backward: dout) that TMA cannot describe: is_tma_compatible()
+constexpr FeatureSet kNoTma = 2048;               // q, k, v, bias (backward: dout) that TMA cannot describe
 constexpr FeatureSet kAnyFeatures = 4095;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.

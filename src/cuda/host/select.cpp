@@ -85,6 +85,14 @@ fa_status choose(const BackwardProblem &b, const Needs &needs, const Device &dev
   return found ? FA_OK : plan_backward_any_device(b, needs, device, plan, error);
 }
 
+// Whether a build has every kernel of a plan, besides those that every build has.
+bool is_built(const ForwardPlan &plan, const Device &device, Dtype dtype) { return device.is_built(kernel_of(plan), dtype); }
+bool is_built(const BackwardPlan &plan, const Device &device, Dtype dtype) {
+  return device.is_built(kernel_of(plan), dtype) &&
+         (plan.dbias_shape < 0 ||
+          device.is_built(kernels_of(Family::sm80, Pass::backward)[static_cast<size_t>(plan.dbias_shape)], dtype));
+}
+
 // The best kernel of a complete build, if this build has it; else the best of those that it has; else a refusal that names the instance.
 template <typename AnyProblem, typename Plan>
 fa_status choose_built(const AnyProblem &problem, const Needs &needs, const Device &device, Plan &plan, ErrorText &error) {
@@ -93,7 +101,7 @@ fa_status choose_built(const AnyProblem &problem, const Needs &needs, const Devi
   FA_RETURN_IF_ERROR(choose(problem, needs, complete, plan, error));
   const KernelRow &best = kernel_of(plan);
   const Dtype dtype = instance_dtype(best, needs.q, needs.out);
-  if (device.is_built(best, dtype) || choose(problem, needs, device, plan, error) == FA_OK) return FA_OK;
+  if (is_built(plan, device, dtype) || choose(problem, needs, device, plan, error) == FA_OK) return FA_OK;
   return fail(error, FA_ERROR_NOT_BUILT,
               "this build (FA_ONLY) leaves out the kernel for this problem, %s, and every other that could run it",
               instance_name(best, dtype).c_str());

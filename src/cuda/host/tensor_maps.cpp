@@ -83,6 +83,17 @@ fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, 
   return encode(driver, name, t.data, d, map, error);
 }
 
+fa_status describe_bias(const Driver &driver, const Problem &p, CUtensorMap &map, ErrorText &error) {
+  const ScoreTensor &t = p.bias;
+  const Description d{.type = map_type(t.dtype),
+                      .element_bytes = dtype_bytes(t.dtype),
+                      .rank = 4,
+                      .sizes = {p.k_lengths.max_len, p.q_lengths.max_len, p.heads_q, p.batch},
+                      .strides = {t.row_stride, t.head_stride, t.batch_stride},
+                      .box = {64, 64, 1, 1}};
+  return encode(driver, "bias", t.data, d, map, error);
+}
+
 fa_status describe_transposed_v(const Driver &driver, void *transposed_v, int64_t batch, int64_t heads, int64_t head_dim_v,
                                 int64_t pitch, int32_t box_keys, int32_t box_columns, CUtensorMap &map, ErrorText &error) {
   const Description d{.type = CU_TENSOR_MAP_DATA_TYPE_UINT8,

@@ -89,6 +89,7 @@ class Attention:
             a.max_seqlen_q = a.max_seqlen_k = longest
         if pages is not None:
             a.page_table = tensor(pages)
+        self.bias = None
         self._set(option, q, k, pages, seed)
         self.gradients = None
         info = self._query()
@@ -109,8 +110,8 @@ class Attention:
             self.kept.append(torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], device=q.device))
             a.alibi_slopes = tensor(self.kept[-1])
         elif option == "bias":
-            self.kept.append(torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype))
-            a.bias = tensor(self.kept[-1])
+            self.bias = torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype)
+            a.bias = tensor(self.bias)
         elif option == "lengths":  # all of them, but the host does not know that
             self.kept.append(torch.full((q.shape[0],), seqlen_k * (pages.shape[1] if pages is not None else 1), dtype=torch.int32,
                                         device=q.device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FlashAttention-2 and cuDNN attention as bare operators: forward and backward without autograd's host work."""
+"""PyTorch's FlashAttention-2, cuDNN and memory-efficient attention as bare operators: forward and backward without autograd's host work."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class Fa2:
 class Cudnn:
     name = "cudnn"
 
-    def __init__(self, q, k, v, causal, deterministic=False):
+    def __init__(self, q, k, v, causal, deterministic=False, bias=None):
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (q, k, v))
         self.causal, self.deterministic = causal, deterministic
+        self.bias = None if bias is None else bias.expand(q.shape[0], -1, -1, -1)
 
     def forward(self):
-        self.saved = aten._scaled_dot_product_cudnn_attention(self.q, self.k, self.v, None, True, 0.0, self.causal, False)
+        self.saved = aten._scaled_dot_product_cudnn_attention(self.q, self.k, self.v, self.bias, True, 0.0, self.causal, False)
         return self.saved[0].transpose(1, 2)
 
     def prepare_backward(self, dout):
@@ -56,8 +57,25 @@ class Cudnn:
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
         with Deterministic(self.deterministic):
             grads = aten._scaled_dot_product_cudnn_attention_backward(self.dout, self.q, self.k, self.v, out, lse, seed, offset,
-                                                                      None, cu_q, cu_k, max_q, max_k, 0.0, self.causal)
-        return [grad.transpose(1, 2) for grad in grads]
+                                                                      self.bias, cu_q, cu_k, max_q, max_k, 0.0, self.causal)
+        return [grad.transpose(1, 2) for grad in grads[:3]]
+
+
+class Efficient(Cudnn):
+    """PyTorch's memory-efficient attention, for a bias."""
+
+    name = "efficient"
+
+    def forward(self):
+        self.saved = aten._scaled_dot_product_efficient_attention(self.q, self.k, self.v, self.bias, True, 0.0, self.causal)
+        return self.saved[0].transpose(1, 2)
+
+    def backward(self):
+        out, lse, seed, offset = self.saved
+        wanted = [True, True, True, False]
+        grads = aten._scaled_dot_product_efficient_attention_backward(self.dout, self.q, self.k, self.v, self.bias, out, lse, seed,
+                                                                      offset, 0.0, wanted, self.causal)
+        return [grad.transpose(1, 2) for grad in grads[:3]]
 
 
 class Fa2Packed:
@@ -135,17 +153,19 @@ extern "C" __global__ void __launch_bounds__(512) read_only(const float4 *data, 
             Read.kernel((self.blocks, 1, 1), (512, 1, 1), (t.view(-1), t.numel() * t.element_size() // 16, self.never))
 
 
-def opponents(case, q, k, v, cu):
-    """Those that take the case; each was called once."""
+def opponents(case, q, k, v, cu, bias=None):
+    """Those that take the case; each was called once. `bias`: of a case with that option."""
     readers = []
     if case.section == "decode":
         try:
             readers.append(Read(k, v))
         except (AttributeError, RuntimeError):  # a PyTorch that compiles no kernels
             pass
-    if case.option not in ("", cases.FP8) or case.page:  # beside our e4m3 they take the same numbers in bf16
+    if case.option not in ("", "bias", cases.FP8) or case.page:  # beside our e4m3 they take the same numbers in bf16
         return readers
-    if cu is not None:
+    if bias is not None:
+        makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic, bias) for kind in (Cudnn, Efficient)]
+    elif cu is not None:
         makers = [lambda: Fa2Packed(q, k, v, cu, case.seqlen_q, case.causal)]
     else:
         # PyTorch's causal mask starts at the top left: other problems than ours unless queries and keys are as many.

@@ -74,6 +74,7 @@ enum Scores {
   kMasks,   // masks as data alone: slices or an element mask
   kBlocks,  // a block mask alone
   kDropoutAlone,
+  kBiasAlone,
   kLargest  // max_logit
 };
 std::vector<Case> cases() {
@@ -81,14 +82,14 @@ std::vector<Case> cases() {
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
              {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}}) {
-      std::vector<Scores> kinds = {kPlain,   kEverything, kUnordered, kSmooth,       kBias,
-                                   kDropout, kMasks,      kBlocks,    kDropoutAlone, kLargest};
+      std::vector<Scores> kinds = {kPlain, kEverything, kUnordered,    kSmooth,    kBias,   kDropout,
+                                   kMasks, kBlocks,     kDropoutAlone, kBiasAlone, kLargest};
       // A kernel runs the first problem that reaches it. CUDA-core kernels get plain scores in fp32, and everything in 16 bits.
       if (dtype != FA_FLOAT32) std::swap(kinds[0], kinds[1]);
       for (const Scores scores : kinds) {
         const bool blocks = scores == kMasks || scores == kBlocks;
-        if ((blocks || scores == kDropoutAlone || scores == kLargest) && (dtype == FA_FLOAT32 || head_dim > 256))
-          continue;  // kernels for Hopper
+        const bool alone = blocks || scores == kDropoutAlone || scores == kBiasAlone || scores == kLargest;
+        if (alone && (dtype == FA_FLOAT32 || head_dim > 256)) continue;  // kernels for Hopper
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -97,8 +98,7 @@ std::vector<Case> cases() {
         c.head_dim = head_dim;
         c.head_dim_v = head_dim_v;
         // Some have more query tiles than any pipeline has stages.
-        c.q.seqlen =
-            (scores == kPlain || scores == kSmooth || blocks || scores == kDropoutAlone) && dtype != FA_FLOAT32 ? 300 : 100;
+        c.q.seqlen = (scores == kPlain || scores == kSmooth || alone) && dtype != FA_FLOAT32 ? 300 : 100;
         c.k.seqlen = 150;
         c.mask = FA_MASK_CAUSAL;
         c.dlse = c.sink = 1;
@@ -106,7 +106,7 @@ std::vector<Case> cases() {
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == kEverything;  // memory that nothing has written: for initcheck
         // dout in a layout that TMA can read
-        if (scores == kPlain || scores == kUnordered || scores == kSmooth || blocks || scores == kDropoutAlone)
+        if (scores == kPlain || scores == kUnordered || scores == kSmooth || (alone && scores != kLargest))
           c.q.grad_layout = c.k.grad_layout = kBshd;
         const bool everything = scores == kEverything;
         if (everything || scores == kSmooth) {
@@ -114,8 +114,8 @@ std::vector<Case> cases() {
           if (dtype == FA_BFLOAT16 && everything) c.alibi_log_scale = 0.5;  // few kernels have it
           c.softcap = 10;
         }
-        if (everything || scores == kBias) c.bias = 1;
-        if (scores == kBias) {
+        if (everything || scores == kBias || scores == kBiasAlone) c.bias = 1;
+        if (scores == kBias || scores == kBiasAlone) {
           c.bias_padded = 1;
           c.bias_masked = 10;
           c.nan_keys = 1;

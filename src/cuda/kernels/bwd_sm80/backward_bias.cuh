@@ -3,6 +3,8 @@
 // order and without workspace. S and dP are computed a second time, only for callers that ask for dbias.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/rng.cuh"
 #include "cuda/kernels/bwd_sm80/backward.cuh"
 
@@ -82,6 +84,22 @@ class BackwardBias {
     load_tile<kTile, kDv, kThreads>(dout_tile,
                                     row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
     cp_async_commit();
+    // While the tiles arrive: the bias of this lane's pairs, and what it needs of its two rows. Pairs that do not exist read others.
+    Accumulator<1, kNt> bias;
+    int row[2];
+    KeyRange keys[2];
+    float lse[2], delta[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      row[n] = row0 + warp_ * 16 + (lane_ >> 2) + 8 * n;
+      const int used = min(row[n], seqlen_q - 1);
+      const Range visible = visible_keys(p_.band, seqlen_q, seqlen_k, static_cast<int64_t>(used));
+      keys[n] = {static_cast<int>(visible.begin), row[n] < seqlen_q ? static_cast<int>(visible.end) : 0};
+      const int64_t at = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows + used;
+      lse[n] = a_.row_lse[at];
+      delta[n] = a_.row_delta[at];
+      load_bias_row(b, h, used, key0, seqlen_k, n, bias);
+    }
     cp_async_wait<0>();
     __syncthreads();
     Accumulator<1, kNt> s, dp;
@@ -90,32 +108,57 @@ class BackwardBias {
     const HeadTerms head = head_terms(p_, Base2Math::kLogit, b, h);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
-    const int64_t stats = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows;
     const bool block_mask = p_.block_mask.data != nullptr && !a_.mask.given();  // read as it is
     const uint32_t shown = shown_keys(b, h, row0, key0);
+    const bool general = !has_plain_scores(p_) || block_mask || a_.mask.given() || p_.dropout.threshold > 0;
+    const auto add_pairs = [&](const auto &mods, auto is_general) {
+      constexpr bool kGeneral = decltype(is_general)::value;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int row = row0 + warp_ * 16 + (lane_ >> 2) + 8 * (r >> 1);
-      if (row >= seqlen_q) continue;
-      const Range keys = visible_keys(p_.band, seqlen_q, seqlen_k, static_cast<int64_t>(row));
-      const float lse = a_.row_lse[stats + row], delta = a_.row_delta[stats + row];
+      for (int j = 0; j < kNt; ++j)
 #pragma unroll
-      for (int j = 0; j < kNt; ++j) {
-        const int key = key0 + 8 * j + 2 * (lane_ & 3) + (r & 1);
-        if (key < keys.begin || key >= keys.end) continue;
-        if (block_mask && !p_.block_mask.visible(b, h, row, key)) continue;
-        if ((shown >> (16 * (r >> 1) + 2 * j + (r & 1)) & 1) == 0) continue;
-        const float bias = load_bias(p_.bias, b, h, row, key);
-        if (bias == -CUDART_INF_F) continue;  // masks the pair whatever its score is, NaN included
-        float logit, derivative;              // dbias does not pass through the derivative
-        with_score_mods<kAll>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
-          const auto distance = static_cast<float>(row + seqlen_k - seqlen_q - key);
-          logit = mods.logit(s[0][j][r], add_bias<false>(-lse, bias, Base2Math::kLogit), head, distance, derivative);
-        });
-        const bool dropped = p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row, key) < p_.dropout.threshold;
-        const float d = dropped ? 0.f : dp[0][j][r] * a_.keep_scale;
-        sum_[0][j][r] += exp2_approx(logit) * (d - delta);
-      }
+        for (int r = 0; r < 4; ++r) {
+          const int n = r >> 1, key = key0 + 8 * j + 2 * (lane_ & 3) + (r & 1);
+          // A bias of -inf masks the pair whatever its score is, NaN included.
+          bool visible = key >= keys[n].begin && key < keys[n].end && bias[0][j][r] != -CUDART_INF_F;
+          if constexpr (kGeneral) {
+            if (block_mask) visible = visible && p_.block_mask.visible(b, h, row[n], key);
+            visible = visible && (shown >> (16 * n + 2 * j + (r & 1)) & 1) != 0;
+          }
+          float derivative;  // dbias does not pass through it
+          const float logit = mods.logit(s[0][j][r], add_bias<false>(-lse[n], bias[0][j][r], Base2Math::kLogit), head,
+                                         static_cast<float>(row[n] + seqlen_k - seqlen_q - key), derivative);
+          float d = dp[0][j][r];
+          if constexpr (kGeneral) {
+            d *= a_.keep_scale;
+            if (p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row[n], key) < p_.dropout.threshold) d = 0.f;
+          }
+          const float ds = exp2_approx(logit) * (d - delta[n]);
+          sum_[0][j][r] += visible ? ds : 0.f;
+        }
+    };
+    if (general) {
+      with_score_mods<kAll>(p_, Base2Math{a_.raw}, [&](const auto &mods) { add_pairs(mods, std::true_type{}); });
+    } else {
+      add_pairs(ScoreMods<kPlain, Base2Math>{Base2Math{a_.raw}}, std::false_type{});
+    }
+  }
+
+  // The bias of this lane's keys of `row` into rows n of an accumulator. All loads are issued before anything waits for one of them.
+  __device__ __forceinline__ void load_bias_row(int b, int h, int row, int key0, int seqlen_k, int n,
+                                                Accumulator<1, kNt> &bias) const {
+    const ScoreTensor &t = p_.bias;
+    const int64_t at = b * t.batch_stride + h * t.head_stride + row * t.row_stride;
+    const auto load = [&](auto element) {
+#pragma unroll
+      for (int j = 0; j < kNt; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          bias[0][j][2 * n + e] = element(at + min(key0 + 8 * j + 2 * (lane_ & 3) + e, seqlen_k - 1) * t.col_stride);
+    };
+    if (t.dtype == Dtype::f32) {
+      load([&](int64_t n) { return static_cast<const float *>(t.data)[n]; });
+    } else {
+      load([&](int64_t n) { return to_float<Element>(static_cast<const unsigned short *>(t.data)[n]); });
     }
   }
 

@@ -44,19 +44,20 @@ struct BackwardConfig {
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
-  static constexpr bool kHasDropout = (kScores & kDropout) != 0;
+  static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0;
   static constexpr bool kConvertsEarly = kScored || kHasDropout;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail =
       kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
-  static constexpr bool kLaneFromShuffle = !kConvertsEarly;  // the scored kernels would spill it
-  static constexpr int kDpParts = kTileQ / 64;               // parts of a Q tile: dP has registers for 64 queries
+  static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
+  static constexpr int kDpParts = kTileQ / 64;                            // parts of a Q tile: dP has registers for 64 queries
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
   static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = sizeof(Storage::lse[0]);
+  static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
@@ -92,6 +93,12 @@ class Backward {
         mbarrier_init(dout_full(n), 1);
         mbarrier_init(dout_empty(n), C::kConsumerWarpgroups * 4);
       }
+      if constexpr (C::kHasBias) {
+        for (int n = 0; n < Storage::kBiasStages; ++n) {
+          mbarrier_init(bias_full(n), 1);
+          mbarrier_init(bias_empty(n), C::kConsumerWarpgroups * 4);
+        }
+      }
       mbarrier_init_fence();
       if constexpr (C::kHasDropout) {
         const DropoutKey key = load_dropout_key(cta_.problem.dropout);
@@ -101,6 +108,7 @@ class Backward {
       for (const CUtensorMap *map : {&cta_.params.k_map, &cta_.params.q_map, &cta_.params.lse_map, &cta_.params.v_map,
                                      &cta_.params.dout_map, &cta_.params.delta_map})
         tma_prefetch_descriptor(map);
+      if constexpr (C::kHasBias) tma_prefetch_descriptor(&cta_.params.bias_map);
     }
     __syncthreads();
     if (threadIdx.x < 128) {
@@ -183,8 +191,19 @@ class Backward {
     return cta_.at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
   }
 
+  __device__ __forceinline__ uint32_t smem_bias(int n, int wg) const {
+    return cta_.at(offsetof(Storage, bias.tile), n * C::kConsumerWarpgroups + wg, C::kBiasBytes / C::kConsumerWarpgroups);
+  }
+  __device__ __forceinline__ uint32_t bias_full(int n) const {
+    return cta_.at(offsetof(Storage, bias_barriers.full), n, sizeof(Mbarrier));
+  }
+  __device__ __forceinline__ uint32_t bias_empty(int n) const {
+    return cta_.at(offsetof(Storage, bias_barriers.empty), n, sizeof(Mbarrier));
+  }
+
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
-  static constexpr bool kPrefetchLse = !C::kConvertsEarly && C::kDpParts == 1, kPrefetchDelta = kPrefetchLse && C::kD < 128;
+  static constexpr bool kPrefetchLse = !C::kConvertsEarly && !C::kHasBias && C::kDpParts == 1,
+                        kPrefetchDelta = kPrefetchLse && C::kD < 128;
   using QPipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
@@ -421,10 +440,25 @@ class Backward {
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
       if (first && work_index > 0) load_kv(work_index, C::kKBytes);
+      if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
       first = false;
       q_pipe.advance();
       ++visited;
     });
+  }
+
+  // Loads the bias of iteration n.
+  __device__ __forceinline__ void load_bias(int n, int head_q, int q_tile) const {
+    const int stage = n % Storage::kBiasStages;
+    mbarrier_wait(bias_empty(stage), n / Storage::kBiasStages & 1 ^ 1);
+    if (!elect_one()) return;
+    mbarrier_arrive_expect_tx(bias_full(stage), C::kBiasBytes);
+#pragma unroll
+    for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg)
+#pragma unroll
+      for (int part = 0; part < C::kTileQ / 64; ++part)
+        tma_load_4d(smem_bias(stage, wg) + part * 64 * 128, &cta_.params.bias_map, bias_full(stage), cta_.work().key0 + wg * 64,
+                    q_tile * C::kTileQ + part * 64, head_q, cta_.work().batch, kEvictNormal);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -614,11 +648,19 @@ class Backward {
     bool nan_safe_prev = false;  // with one part it is read later: head_dim 128 has no register for it here
     if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     fence_proxy_async();
+    BiasPairs<Element, C::kTileQ> bias;
+    bool masked = partial;  // whether the products may have to be computed over the visible pairs alone
+    if constexpr (C::kHasBias) {
+      take_bias(n, bias);
+      masked = named_barrier_or(1 + wg_, 128, partial || bias.any_nonfinite());
+    }
     wgmma_wait<1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
-    if (partial) finite = nan_if_nonfinite(s_);
-    if constexpr (kPrefetchLse) {
+    if (masked) finite = nan_if_nonfinite(s_);
+    if constexpr (C::kHasBias) {
+      cta_.exponentiate_biased(s_, smem_lse(stage_), bias);
+    } else if constexpr (kPrefetchLse) {
       cta_.exponentiate(s_, lse);
     } else if constexpr (C::kHasDropout) {
       cta_.exponentiate_dropped(p16_, s_, smem_lse(stage_), dropped);
@@ -638,7 +680,7 @@ class Backward {
     wgmma_wait<0>();
     fence_operand(dp_);
     bool nan_safe = false;
-    if (partial) {
+    if (masked) {
       finite += nan_if_nonfinite(dp_) + cta_.delta_nan_if_nonfinite(smem_delta(stage_));
       // One part of dP tells of all of V, and delta of dO's rows in the sequence. Only dP tells of what stands behind the end of the sequence.
       if (C::kDpParts > 1 && (q_tile + 1) * C::kTileQ > cta_.work().seqlen_q) {
@@ -656,6 +698,18 @@ class Backward {
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
+  }
+
+  // Loads the bias of iteration n into registers, and frees its stage.
+  __device__ __forceinline__ void take_bias(int n, BiasPairs<Element, C::kTileQ> &bias) const {
+    const int stage = n % Storage::kBiasStages;
+    mbarrier_wait(bias_full(stage), n / Storage::kBiasStages & 1);
+    bias.load(smem_bias(stage, wg_), cta_.warp, cta_.lane);
+    release_bias(stage);
+  }
+  __device__ __forceinline__ void release_bias(int stage) const {
+    __syncwarp();
+    mbarrier_arrive_if(cta_.lane == 0, bias_empty(stage));
   }
 
   __device__ __forceinline__ void redo_dp(int part) {
@@ -725,6 +779,10 @@ class Backward {
   __device__ __forceinline__ void skip_q_tile(uint32_t parity, int n) {
     mbarrier_wait(q_full(stage_), parity);
     mbarrier_wait(dout_full(stage_), parity);
+    if constexpr (C::kHasBias) {
+      mbarrier_wait(bias_full(n % Storage::kBiasStages), n / Storage::kBiasStages & 1);
+      release_bias(n % Storage::kBiasStages);
+    }
     if (has_prev_) finish_dq(n, false);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
@@ -811,11 +869,20 @@ class Backward {
     const uint32_t ds = smem_ds(ds_stage_);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     set_nan_safe();
+    if constexpr (C::kHasBias) {
+      cta_.mask_biased(s_, cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_, first_key(),
+                       q_tile * C::kTileQ);
+      convert_p<Element>(s_, p16_);
+    }
 #pragma unroll
     for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);
       compute_ds(part);
-      cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
+      if constexpr (C::kHasBias) {
+        cta_.mask_ds(dp_, [&](int n) { return is_masked_p(s_[part * 32 + n]); });
+      } else {
+        cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
+      }
       if constexpr (C::kHasDataMask) shown.for_hidden(part, [&](int at) { dp_[at] = kMaskedP; });
       convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);

@@ -32,6 +32,8 @@ struct BackwardParams : BackwardRows {
   //   dv = keep_scale * sum of kept P * dout        dS = P * (keep_scale * dP - row_delta), dP = 0 where dropped
   float keep_scale;
   DataMask mask;
+  // Bias: (keys, queries, heads_q, batch) in boxes of 64 keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
+  CUtensorMap bias_map;
 };
 
 constexpr int kDqThreads = 256;

@@ -25,6 +25,7 @@
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_sm90/backward.h"
+#include "cuda/kernels/bwd_sm90/bias.cuh"
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
 #include "cuda/kernels/bwd_sm90/shared_storage.h"
 
@@ -220,6 +221,31 @@ struct BackwardCta {
       for (int r = 0; r < 4; ++r) s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], factor, -((r & 1) ? x.y : x.x)));
     }
   }
+  // With a bias: P = exp2(S factor + bias log2(e) - lse).
+  template <int kCount, class Bias>
+  __device__ __forceinline__ void exponentiate_biased(float (&s)[kCount], uint32_t smem_lse, const Bias &bias) const {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 x = row_stat(smem_lse, j);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float offset = fmaf(bias.at(4 * j + r), kLog2e, -((r & 1) ? x.y : x.x));
+        s[4 * j + r] = exp2_approx(fmaf(s[4 * j + r], params.raw.factor, offset));
+      }
+    }
+  }
+  // P of pairs that a bias of -inf masks becomes -0, whatever it was. From global memory: for the NaN-safe path.
+  template <int kCount>
+  __device__ __forceinline__ void mask_biased(float (&p)[kCount], int head_q, int first_key, int first_row) const {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int key = first_key + warp * 16 + (lane >> 2) + 8 * (n >> 1 & 1),
+                row = first_row + n / 4 * 8 + 2 * (lane & 3) + (n & 1);
+      if (key < work().seqlen_k && row < work().seqlen_q &&
+          load_bias(problem.bias, work().batch, head_q, row, key) == -CUDART_INF_F)
+        p[n] = kMaskedP;
+    }
+  }
   // Masks the results of exponentiate(): P of a masked pair becomes -0.
   template <int kSteps>
   __device__ __forceinline__ void mask_p(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], int first_key,
@@ -273,6 +299,12 @@ struct BackwardCta {
 #pragma unroll
     for (float &x : ds) x += 0.f;
     for_masked<2 * kCount>(first_key, first_row, [&](int n) { ds[n] = kMaskedP; });
+  }
+  // The same for the elements n for which is_masked(n).
+  template <int kCount, typename IsMasked>
+  static __device__ __forceinline__ void mask_ds(float (&ds)[kCount], IsMasked is_masked) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) ds[n] = is_masked(n) ? kMaskedP : ds[n] + 0.f;
   }
   // Stores this warp's 16 keys of dS^T (keys, 64 queries) from `first_key` of the tile on.
   __device__ __forceinline__ void store_ds_fragment(const uint32_t (&ds16)[4][4], uint32_t tile, int first_key) const {

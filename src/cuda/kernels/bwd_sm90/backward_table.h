@@ -73,6 +73,8 @@ struct BackwardShape {
   X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kMasked)                      \
   X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kDropout)                       \
   X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kDropout)                     \
+  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kTileBias)                      \
+  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, kTileBias)                    \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kSoftcapAlibi)       \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kSoftcapAlibi)
 // clang-format on

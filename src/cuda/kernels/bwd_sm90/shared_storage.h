@@ -51,11 +51,22 @@ struct DropoutStorage {
   uint32_t unused;
 };
 struct NoDropout {};
+// With a bias: tiles of it in a pipeline of their own, [64 keys each][query][64 keys].
+template <int kStages>
+struct BackwardBiasBarriers {
+  Mbarrier full[kStages], empty[kStages];
+};
+template <int kTileKv, int kTileQ, int kStages>
+struct BackwardBiasTiles {
+  alignas(1024) uint16_t tile[kStages][kTileKv / 64][kTileQ][64];
+};
+struct NoBackwardBias {};
 
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
 template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages, ScoreSet kScores>
 struct SingleCtaStorage {
   static constexpr int kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
+  static constexpr int kBiasStages = kTileQ == 64 ? 2 : 1;  // as there is room
 
   char k[kTileKv * kAtoms * 128];             // (kTileKv, kD)
   char v[kTileKv * kAtoms * 128];             // (kTileKv, kD)
@@ -73,6 +84,9 @@ struct SingleCtaStorage {
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
   std::conditional_t<(kScores & kDataMask) != 0, BackwardMaskedTiles, NoBackwardMaskedTiles> masked_tiles;
   alignas(16) std::conditional_t<(kScores & kDropout) != 0, DropoutStorage, NoDropout> dropout_key;
+  static constexpr bool kHasBias = (kScores & kTileBias) != 0;
+  std::conditional_t<kHasBias, BackwardBiasBarriers<kBiasStages>, NoBackwardBias> bias_barriers;
+  std::conditional_t<kHasBias, BackwardBiasTiles<kTileKv, kTileQ, kBiasStages>, NoBackwardBias> bias;
 };
 
 }  // namespace fa::cuda::sm90

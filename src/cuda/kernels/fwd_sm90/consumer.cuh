@@ -13,6 +13,7 @@
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/bias.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/epilogue.cuh"
 #include "cuda/kernels/fwd_sm90/head_max.cuh"
@@ -42,10 +43,12 @@ class Consumer {
   // With head_dim_v 256 the wgmmas take the time, and there are no registers to spare.
   static constexpr bool kSpareRegisters = C::kDv < 256;
   // Whether an iteration waits for V only after it has issued S, and for the next K before it exponentiates. With three warpgroups that gains
-  // nothing.
-  static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2;
+  // nothing; with a bias K is still at hand then.
+  static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2 && !C::kHasBias;
   // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
   static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod;
+  // Whether K and the bias stay in shared memory until P is known to fit fp32: with a bias it often would not.
+  static constexpr bool kKeepsOperands = C::kHasBias && kDeferredMax;
 
   __device__ __forceinline__ Consumer(const ForwardParams &params, const SharedMemory<C> &smem, const ConsumerThread &at)
       : a_(params),
@@ -55,6 +58,7 @@ class Consumer {
         recompute_(params, smem, at),
         promotion_(smem, at),
         dropout_(params, at),
+        bias_(params, smem, at),
         epilogue_(params, smem, at) {}
 
   __device__ __forceinline__ void mainloop() {
@@ -234,9 +238,12 @@ class Consumer {
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
-    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
-    mbarrier_arrive_if(at_.lane == 0 && i + 1 == kv_tiles, smem_.q_empty(q_.stage(), at_.wg));
-    k_.advance();
+    release_k(i + 1 == kv_tiles);
+    if constexpr (C::kHasBias) {
+      bias_.wait();
+      bias_.add(s_);
+      bias_.release();
+    }
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
     if (masked) {
       if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
@@ -257,11 +264,13 @@ class Consumer {
       for (int n = 0; n < i; ++n) skip_v();
       masked_only_ = masked_end == kv_tiles;
     } else {
-      if (i == masked_end) make_nan_safe(work_.stage());
+      if (!C::kHasBias && i == masked_end) make_nan_safe(work_.stage());
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
     }
-    out_max_[0] = softmax_.max[0];
-    out_max_[1] = softmax_.max[1];
+    if constexpr (!C::kHasBias) {
+      out_max_[0] = softmax_.max[0];
+      out_max_[1] = softmax_.max[1];
+    }
   }
 
   // An iteration without masks whose previous KV tile is in the same work tile: most iterations. With kEarlyK the K stage is already full.
@@ -281,9 +290,12 @@ class Consumer {
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
-    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
-    mbarrier_arrive_if(at_.lane == 0 && last, smem_.q_empty(q_.stage(), at_.wg));
-    k_.advance();
+    if constexpr (!kKeepsOperands) release_k(last);
+    if constexpr (C::kHasBias) {
+      bias_.wait();
+      bias_.add(s_);
+      if constexpr (!kKeepsOperands) bias_.release();
+    }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
     float sum[2] = {0.f, 0.f};
@@ -315,13 +327,28 @@ class Consumer {
     }
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
+    if constexpr (kKeepsOperands) {
+      release_k(last);
+      bias_.release();
+    }
     convert_p();
+  }
+
+  // S has been computed; `last`: it was the last one of the work tile.
+  __device__ __forceinline__ void release_k(bool last) {
+    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
+    mbarrier_arrive_if(at_.lane == 0 && last, smem_.q_empty(q_.stage(), at_.wg));
+    k_.advance();
   }
 
   // The previous work tile has all of its out: finishes its rows and frees its description.
   __device__ __forceinline__ void finish_previous() {
     const WorkTile &t = previous_tile();
-    if (masked_only_) make_nan_safe(previous_stage());
+    if constexpr (C::kHasBias) {
+      make_rows_nan_safe(previous_stage());
+    } else {
+      if (masked_only_) make_nan_safe(previous_stage());
+    }
     if constexpr (C::kFp8) promotion_.add_to(out_, t);
     epilogue_.store_rows(t, out_);
     __syncwarp();
@@ -333,6 +360,10 @@ class Consumer {
     if constexpr (HeadMax<C>::kOn) head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane);
     if constexpr (C::kFp8) promotion_.finalize(softmax_.max);
     epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
+    if constexpr (C::kHasBias) {
+      out_max_[0] = softmax_.max[0];
+      out_max_[1] = softmax_.max[1];
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -433,13 +464,34 @@ class Consumer {
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
     if constexpr (HeadMax<C>::kOn) head_max_.add_scores(softmax_, s_, scale());
-    const bool rescaled =
-        softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
+    bool rescaled;
+    if constexpr (C::kHasBias) {
+      rescaled = update_max_rounded_up();
+    } else {
+      rescaled = softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
+    }
     float sum[2];
     softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
     return rescaled;
+  }
+
+  // OnlineSoftmax::update_max with products rounded up. A bias of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent
+  // must not make P that large.
+  __device__ __forceinline__ bool update_max_rounded_up() {
+    float top[2];
+    bool exceeds = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = __fmul_ru(softmax_.largest(s_, r), scale());
+      exceeds |= top[r] - kRescaleThreshold > softmax_.max[r];
+    }
+    if (!__any_sync(~0u, exceeds)) return false;
+    Fragment::reduce(top, MaxOp{});
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax_.raise(r, top[r]);
+    return true;
   }
 
   // The exponent of the largest P when the maximum has been raised: one less than p_exponent(), so that P stays below 2^p_exponent().
@@ -469,7 +521,12 @@ class Consumer {
     if (__any_sync(~0u, overflowed)) {
       softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
       sum[0] = sum[1] = 0.f;
-      recompute_.recompute_scores(t, key0, s_);
+      if constexpr (C::kHasBias) {
+        recompute_.recompute_scores_from_shared(smem_.q(q_.stage()), smem_.k(k_.stage()), s_);
+        bias_.add(s_);
+      } else {
+        recompute_.recompute_scores(t, key0, s_);
+      }
       update_max_and_exponentiate();
     } else {
 #pragma unroll
@@ -486,7 +543,20 @@ class Consumer {
   // P of a masked pair is 0, and 0 times NaN or Inf is NaN. Called when out holds the masked KV tiles of the work tile and nothing else.
   __device__ __forceinline__ void make_nan_safe(int work_stage) {
     if (!__any_sync(~0u, nan_if_nonfinite(out_) != 0.f)) return;
-    recompute_.recompute_out(work_stage, out_max_, out_);
+    float sum[2];
+    recompute_.recompute_out(work_stage, out_max_, out_, sum);
+  }
+  // A bias of -inf masks a pair of any KV tile. Called when out is complete.
+  __device__ __forceinline__ void make_rows_nan_safe(int work_stage) {
+    const WorkTile &t = smem_.work_tile(work_stage);
+    float zero[2] = {0.f, 0.f};  // or NaN, by row; unused rows hold whatever
+#pragma unroll
+    for (int j = 0; j < C::kDv / 2; ++j) zero[(j >> 1) & 1] = fmaf(out_[j], 0.f, zero[(j >> 1) & 1]);
+    const int used = t.seqlen_q - at_.row(t, 0);
+    if (!__any_sync(~0u, (used > 0 && zero[0] != 0.f) || (used > 8 && zero[1] != 0.f))) return;
+    float sum[2];
+    recompute_.recompute_out(work_stage, out_max_, out_, sum);
+    epilogue_.finalize_rows(t, out_max_, sum);
   }
 
   __device__ __forceinline__ void convert_p() {
@@ -514,6 +584,7 @@ class Consumer {
   Promotion<C> promotion_;
   DropoutBits<C> dropout_;
   HeadMax<C> head_max_;
+  std::conditional_t<C::kHasBias, BiasTile<C>, NoBiasTile> bias_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;
   float scale_;  // fp8: the factor from S to exponents of two, of this work tile

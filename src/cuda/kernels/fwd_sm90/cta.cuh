@@ -27,17 +27,21 @@ struct ForwardConfig {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   // Whether a KV tile has several cells of the cell map, of which some may be full or empty.
   static constexpr bool kHasCellCodes = kHasDataMask && kConsumerWarpgroups * kKeys_ > 64;
+  static constexpr bool kHasBias = (kScores & kTileBias) != 0;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
   // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
-  static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kFp8 ? 2 : 0;
+  static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kFp8 ? (kHasBias ? 1 : 2) : 0;
+  // A bias is loaded by a warp of its own, which waits for every warpgroup.
+  static constexpr int kBiasProducerWarps = kHasBias ? 1 : 0;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
   using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores>;
   static constexpr int kWorkStages = Storage::kWorkStages;
   static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
   static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
   static constexpr int kKBytes = Storage::kKBytes, kVBytes = Storage::kVBytes;
+  static constexpr int kBiasTileBytes = 64 * kKeys * 2;               // of a warpgroup
   static constexpr int kVLoadedBytes = kFp8 ? kDv * kKeys : kVBytes;  // bytes of one TMA load of V
   // setmaxnreg moves registers from the first warpgroup (scheduler and producers) to the consumers. They can take only what it gives up.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kCtasPerSm) / 8 * 8;
@@ -111,6 +115,17 @@ struct SharedMemory {
   }
   // With dropout: b * heads_q + h of the work tile in stage n.
   __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.head[n]; }
+  // With a bias: its tile, and the batch entry of the work tile in stage n.
+  __device__ __forceinline__ uint32_t bias(int n, int wg) const {
+    return base + offsetof(Storage, bias.tile) + (n * C::kConsumerWarpgroups + wg) * C::kBiasTileBytes;
+  }
+  __device__ __forceinline__ uint32_t bias_full(int n, int wg) const {
+    return base + offsetof(Storage, bias.full) + (n * C::kConsumerWarpgroups + wg) * 8;
+  }
+  __device__ __forceinline__ uint32_t bias_empty(int n, int wg) const {
+    return base + offsetof(Storage, bias.empty) + (n * C::kConsumerWarpgroups + wg) * 8;
+  }
+  __device__ __forceinline__ int &bias_batch(int n) const { return storage().bias.batch[n]; }
   // The storage that work_tiles is in: one address in registers serves both.
   __device__ __forceinline__ Storage &storage() const {
     return *reinterpret_cast<Storage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles));
@@ -136,7 +151,17 @@ struct SharedMemory {
     }
     for (int n = 0; n < C::kWorkStages; ++n) {
       mbarrier_init(work_full(n), 1);
-      mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps);  // consumer warps, and the warps that load
+      // Consumer warps, and the warps that load.
+      mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps + C::kBiasProducerWarps);
+    }
+    if constexpr (C::kHasBias) {
+      tma_prefetch_descriptor(&a.bias_map);
+      for (int n = 0; n < Storage::kBiasStages; ++n) {
+        for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+          mbarrier_init(bias_full(n, wg), 1);
+          mbarrier_init(bias_empty(n, wg), 4);
+        }
+      }
     }
     mbarrier_init(work_request(), 1);
     mbarrier_init_fence();

@@ -38,7 +38,7 @@ namespace fa::cuda::sm90 {
 
 template <class C>
 __device__ __forceinline__ void run_forward(const ForwardParams &params, const SharedMemory<C> &smem) {
-  constexpr int kProducerWarp = 0, kSchedulerWarp = 1, kFirstQWarp = 2;
+  constexpr int kProducerWarp = 0, kSchedulerWarp = 1, kFirstQWarp = 2, kBiasWarp = 3;
   const int warp = (threadIdx.x >> 5) & 3;
   Scheduler<C> scheduler(params, smem);
   bool has_work = false;  // whether the first work tile has rows
@@ -57,7 +57,10 @@ __device__ __forceinline__ void run_forward(const ForwardParams &params, const S
     } else if (warp == kSchedulerWarp) {
       scheduler.run(has_work);
     } else if constexpr (C::kQProducerWarps > 0) {
-      Producer<C>(params, smem).load_q_tiles(warp - kFirstQWarp);
+      if (!C::kHasBias || warp < kFirstQWarp + C::kQProducerWarps) Producer<C>(params, smem).load_q_tiles(warp - kFirstQWarp);
+    }
+    if constexpr (C::kHasBias) {
+      if (warp == kBiasWarp) Producer<C>(params, smem).load_bias();
     }
   } else {
     setmaxnreg_alloc<C::kConsumerRegisters>();

@@ -33,6 +33,8 @@ struct ForwardParams {
   DataMask mask;
   float *max_logit;  // (heads_q), where the kernel computes it
   int64_t max_logit_stride;
+  // Bias: (keys, queries, heads_q, batch) in boxes of 64 keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
+  CUtensorMap bias_map;
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

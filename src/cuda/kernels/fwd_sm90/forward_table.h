@@ -67,6 +67,9 @@ struct ForwardShape {
   X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false)    \
   X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false)  \
   X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false)  \
+  X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false)     \
+  X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false)  \
+  X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false)  \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)

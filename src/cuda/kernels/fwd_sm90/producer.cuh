@@ -51,6 +51,33 @@ class Producer {
       }
     }
   }
+  // The bias producer warp: loads the bias of every KV tile for the warpgroups that see it.
+  __device__ __forceinline__ void load_bias() {
+    PipelineState<C::Storage::kBiasStages> bias[C::kConsumerWarpgroups];
+    PipelineState<C::kWorkStages> work;
+    while (true) {
+      int batch = 0;
+      const WorkTile t = take_work(work, [&] { batch = smem_.bias_batch(work.stage()); });
+      if (t.kv_tiles < 0) break;
+#pragma unroll 1
+      for (int i = 0; i < t.kv_tiles; ++i) {
+#pragma unroll
+        for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+          if (i < t.begin[wg]) continue;
+          const int stage = bias[wg].stage();
+          mbarrier_wait(smem_.bias_empty(stage, wg), bias[wg].phase() ^ 1);
+          if (elect_one()) {
+            mbarrier_arrive_expect_tx(smem_.bias_full(stage, wg), C::kBiasTileBytes);
+#pragma unroll
+            for (int n = 0; n < C::kKeys / 64; ++n)
+              tma_load_4d(smem_.bias(stage, wg) + n * 64 * 128, &a_.bias_map, smem_.bias_full(stage, wg),
+                          t.kv_tile(i) * C::kKeys + n * 64, t.row0 + wg * 64, t.head_q, batch, kEvictNormal);
+          }
+          bias[wg].advance();
+        }
+      }
+    }
+  }
   // A Q producer warp loads the rows of every kQProducerWarps-th warpgroup, from first_wg on.
   __device__ __forceinline__ void load_q_tiles(int first_wg) {
     PipelineState<C::kQStages> q;

@@ -7,6 +7,7 @@
 
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
@@ -51,9 +52,31 @@ class Recompute {
     }
   }
 
-  // Recomputes out of the masked KV tiles from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
-  // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows.
-  __device__ __forceinline__ void recompute_out(int work_stage, const float (&max)[2], float (&out)[C::kDv / 2]) const {
+  // Recomputes S of a KV tile that is still in shared memory, with mma.sync. `q`, `k`: the stages.
+  __device__ __forceinline__ void recompute_scores_from_shared(uint32_t q, uint32_t k, float (&s)[C::kKeys / 2]) const {
+    const int lane = at_.lane;
+    q += at_.wg * C::kQWarpgroupBytes + (at_.warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    k += ((lane & 7) + (lane >> 4) * 8) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+    clear(s);
+#pragma unroll 1
+    for (int step = 0; step < C::kD / 16; ++step) {
+      uint32_t a[4];
+      ldmatrix_x4(a, (q ^ (step % 4 * 32)) + step / 4 * 64 * 128);
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, (k ^ (step % 4 * 32)) + step / 4 * C::kKeys * 128 + n * 16 * 128);
+        mma_16816<Element>(*reinterpret_cast<float(*)[4]>(s + 8 * n), a, b[0], b[1]);
+        mma_16816<Element>(*reinterpret_cast<float(*)[4]>(s + 8 * n + 4), a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Recomputes out of the masked KV tiles (with a bias, of all) from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
+  // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows. With a bias
+  // `sum` becomes the sums of these rows.
+  __device__ __forceinline__ void recompute_out(int work_stage, const float (&max)[2], float (&out)[C::kDv / 2],
+                                                float (&sum)[2]) const {
     const WorkTile &t = smem_.work_tile(work_stage);
     const int row = at_.row(t, 0) - (at_.lane >> 2) + (at_.lane >> 1);
     const KeyRange keys = keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
@@ -63,19 +86,29 @@ class Recompute {
     const Element *q = q_row_of_lane(t);
     clear(out);
     KvTiles tiles(*this, work_stage);
+    if constexpr (C::kHasBias) sum[0] = sum[1] = 0.f;
 #pragma unroll 1
     for (int i = tiles.begin(at_.wg); i < tiles.end(at_.wg); ++i) {
       if (!tiles.is_masked(i)) continue;
       const int key0 = tiles.kv_tile(i) * C::kKeys;
 #pragma unroll 1
       for (int key = key0; key < min(key0 + C::kKeys, t.seqlen_k); ++key) {
+        float bias = 0.f;
+        if constexpr (C::kHasBias) {
+          bias = row < t.seqlen_q && key >= keys.begin && key < keys.end
+                     ? load_bias(p_.bias, smem_.bias_batch(work_stage), t.head_q, row, key)
+                     : -CUDART_INF_F;
+          if (!__any_sync(~0u, bias != -CUDART_INF_F)) continue;
+        }
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
         const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
-        bool lane_visible = row < t.seqlen_q && key >= keys.begin && key < keys.end;
+        bool lane_visible = C::kHasBias ? bias != -CUDART_INF_F : row < t.seqlen_q && key >= keys.begin && key < keys.end;
         if constexpr (C::kHasDataMask) {
           lane_visible = lane_visible && is_pair_visible(a_.mask, p_, smem_.masked_tiles(work_stage).batch, t.head_q, row, key);
         }
-        float p = rounded<Element>(exp2_approx(logit(t, x, row, key) - row_max));
+        float p = exp2_approx(logit(t, x, row, key, bias) - row_max);
+        const float unrounded = p;
+        p = rounded<Element>(p);
         if constexpr (C::kHasDropout) {
           if (dropout_bits(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage), row, key) < p_.dropout.threshold)
             p = 0.f;
@@ -87,6 +120,10 @@ class Recompute {
           const int source_lane = ((at_.lane >> 2) + 8 * r) * 2;
           p_row[r] = __shfl_sync(~0u, p, source_lane);
           visible[r] = __shfl_sync(~0u, static_cast<int>(lane_visible), source_lane) != 0;
+          if constexpr (C::kHasBias) {
+            const float term = __shfl_sync(~0u, unrounded, source_lane);
+            if (visible[r]) sum[r] += term;
+          }
         }
         v += 2 * (at_.lane & 3);
         int columns;  // opaque: else the compiler keeps the comparisons with all columns in registers across the loop
@@ -113,7 +150,7 @@ class Recompute {
     const WorkTile &t;
     __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage) : t(r.smem_.work_tile(work_stage)) {}
     __device__ __forceinline__ int begin(int wg) const { return t.begin[wg]; }
-    __device__ __forceinline__ int end(int wg) const { return t.masked_end[wg]; }
+    __device__ __forceinline__ int end(int wg) const { return C::kHasBias ? t.kv_tiles : t.masked_end[wg]; }
     __device__ __forceinline__ bool is_masked(int) const { return true; }
     __device__ __forceinline__ int kv_tile(int i) const { return t.kv_tile(i); }
   };
@@ -133,12 +170,13 @@ class Recompute {
   using KvTiles = std::conditional_t<C::kHasDataMask, TilesOfRange, TilesByNumber>;
 
   // The exponent of two of one pair, for the NaN-safe path.
-  __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key) const {
+  __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key, float bias) const {
     if constexpr (C::kHasScoreMod) {
       with_score_mods<kAll>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
         score = mods.forward(score, t.head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
       });
     }
+    if constexpr (C::kHasBias) score = fmaf(bias, a_.raw.logit, score);
     return score * score_scale<C>(p_, t);
   }
 
@@ -149,8 +187,20 @@ class Recompute {
   }
   __device__ __forceinline__ float dot(const Element *q, const Element *k) const {
     float x = 0.f;
+    if constexpr (C::kHasBias) {  // four elements at a time: out of all KV tiles may have to be computed again
 #pragma unroll 1
-    for (int column = at_.lane & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
+      for (int column = (at_.lane & 1) * 4; column < p_.head_dim; column += 8) {
+        uint32_t a[2], b[2];
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];\n" : "=r"(a[0]), "=r"(a[1]) : "l"(q + column));
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];\n" : "=r"(b[0]), "=r"(b[1]) : "l"(k + column));
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          x = fmaf(to_float<Element>(a[n / 2] >> n % 2 * 16 & 0xFFFFu), to_float<Element>(b[n / 2] >> n % 2 * 16 & 0xFFFFu), x);
+      }
+    } else {
+#pragma unroll 1
+      for (int column = at_.lane & 1; column < p_.head_dim; column += 2) x = fmaf(element(q, column), element(k, column), x);
+    }
     return x + __shfl_xor_sync(~0u, x, 1);
   }
   // Loads one element at a time: beside the accumulators there are no registers for loads in flight.

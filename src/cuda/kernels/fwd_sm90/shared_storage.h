@@ -66,6 +66,16 @@ struct ForwardDropout {
 };
 struct NoForwardDropout {};
 
+// With a bias: its tile for the 64 rows of each consumer warpgroup, [64 keys each][64 rows][128 bytes], in a pipeline of its own for each
+// warpgroup; and the batch entry of the work tile in each stage.
+template <int kConsumerWarpgroups, int kWorkStages, int kKeys, int kStages>
+struct ForwardBias {
+  alignas(1024) char tile[kStages][kConsumerWarpgroups][64 * kKeys * 2];
+  uint64_t full[kStages][kConsumerWarpgroups], empty[kStages][kConsumerWarpgroups];
+  int batch[kWorkStages];
+};
+struct NoForwardBias {};
+
 // The staging memory of out, which kernels that store out from registers do not have.
 template <int kBytes>
 struct Staging {
@@ -79,7 +89,7 @@ template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int k
           ScoreSet kScores>
 struct ForwardStorage {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
-  static constexpr int kWorkStages = 4;
+  static constexpr int kWorkStages = 4, kBiasStages = kHeadDim > 128 ? 1 : 2;  // as there is room
   static constexpr int kAtomColumns = kFp8 ? 128 : 64;
   static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns, kVAtoms = (kHeadDimV + 63) / 64;
   static constexpr int kQWarpgroupBytes = 64 * kAtoms * 128, kKBytes = kKeys * kAtoms * 128;
@@ -99,6 +109,9 @@ struct ForwardStorage {
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
   std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
+  std::conditional_t<(kScores & kTileBias) != 0, ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
+                     NoForwardBias>
+      bias;
 };
 
 }  // namespace fa::cuda::sm90

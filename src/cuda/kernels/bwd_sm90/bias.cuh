@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bias of S^T in the layout of a wgmma accumulator: 16 keys of a warp x queries.
+#pragma once
+
+#include <math_constants.h>
+
+#include "cuda/common/ptx.cuh"
+
+namespace fa::cuda::sm90 {
+
+// TMA stores a tile of the bias query by query, 64 keys (128 bytes, swizzled) of each. ldmatrix transposes it.
+template <typename Element, int kQueries>
+struct BiasPairs {
+  uint32_t pairs[kQueries / 16][4];  // two queries of a key
+
+  // Of this warp's 16 keys of a warpgroup's tile.
+  __device__ __forceinline__ void load(uint32_t tile, int warp, int lane) {
+    // Lane l gives the address of query l % 8 of matrix l / 8. Matrices 0 and 1 are keys 0 to 7 and 8 to 15 of eight queries, 2 and 3 the same
+    // keys of the next eight queries.
+    const int query = (lane >> 4) * 8 + (lane & 7), keys = warp * 2 + ((lane >> 3) & 1);
+    const uint32_t at = tile + query * 128 + ((keys ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int n = 0; n < kQueries / 16; ++n) ldmatrix_x4_trans(pairs[n], at + n * 16 * 128);
+  }
+  // Of element n of the accumulator.
+  __device__ __forceinline__ float at(int n) const {
+    const uint32_t pair = pairs[n / 8][n % 8 / 2];
+    return to_float<Element>(n & 1 ? pair >> 16 : pair & 0xFFFFu);
+  }
+  // Whether any element is not finite.
+  __device__ __forceinline__ bool any_nonfinite() const {
+    uint32_t found[2] = {};
+#pragma unroll
+    for (int n = 0; n < kQueries / 4; ++n) found[n & 1] = nan_where_nonfinite<Element>(pairs[n / 4][n % 4], found[n & 1]);
+    return ((found[0] | found[1]) & 0x7FFF7FFFu) != 0;
+  }
+};
+
+}  // namespace fa::cuda::sm90
