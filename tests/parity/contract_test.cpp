@@ -412,7 +412,7 @@ TEST_P(Contract, MinusInfinityInBiasIsAMask) {
 // A bias that kernels load in tiles, with every broadcast and beside every arithmetic mask: 16-bit operands, rows of the bias on 16 bytes.
 TEST_P(Contract, BiasInTiles) {
   int64_t n = 0;
-  for (const Columns columns : {kWhole[0], kWhole[1]}) {
+  for (const Columns &columns : {kWhole[0], kWhole[1]}) {
     for (int64_t broadcast = 0; broadcast < 16; ++broadcast, ++n) {
       Case c = base("bias in tiles", columns);
       c.seed += n;
@@ -442,7 +442,7 @@ TEST_P(Contract, BiasInTiles) {
 // the largest score of a row late.
 TEST_P(Contract, BiasOfLowNumbersHides) {
   for (const double low : {-kInfinity, -6e4, -1e9}) {
-    for (const Columns columns : {kWhole[0], kWhole[1]}) {
+    for (const Columns &columns : {kWhole[0], kWhole[1]}) {
       for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
         if (low == -1e9 && dtype == FA_FLOAT16) continue;  // no such number
         Case c = base("low bias", columns);

@@ -132,7 +132,7 @@ TEST(CudaSelect, VariantsThatAreLeftOut) {
   EXPECT_EQ(forward_name(long_prompt, h200()), "extend_fwd_bf16_d128p_split");
   EXPECT_EQ(forward_name(long_prompt, device_without("extend_fwd_bf16_d128p")), "sm80_fwd_bf16_d128_split");
   // dbias beside a Hopper kernel is the second pass of another one.
-  Problem biased = problem(1000, 1000, 128);
+  MaskedProblem biased = problem(1000, 1000, 128);
   set_bias(biased);
   BackwardProblem b = backward_of(biased);
   b.dbias = biased.bias;

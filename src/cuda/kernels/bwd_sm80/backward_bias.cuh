@@ -76,6 +76,8 @@ class BackwardBias {
     const int seqlen_q = static_cast<int>(q.len), seqlen_k = static_cast<int>(k.len), hk = h / static_cast<int>(p_.group);
     const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k), v_tile = smem_address(shared_.v),
                    dout_tile = smem_address(shared_.dout);
+    uint32_t shown = shown_keys(b, h, row0, key0);  // first of all: later there are no registers for it
+    asm volatile("" : "+r"(shown));
     __syncthreads();  // all warps have read the previous tiles
     load_tile<kTile, kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
     load_tile<kTile, kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
@@ -109,7 +111,6 @@ class BackwardBias {
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
     const bool block_mask = p_.block_mask.data != nullptr && !a_.mask.given();  // read as it is
-    const uint32_t shown = shown_keys(b, h, row0, key0);
     const bool general = !has_plain_scores(p_) || block_mask || a_.mask.given() || p_.dropout.threshold > 0;
     const auto add_pairs = [&](const auto &mods, auto is_general) {
       constexpr bool kGeneral = decltype(is_general)::value;

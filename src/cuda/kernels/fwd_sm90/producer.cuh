@@ -98,10 +98,15 @@ class Producer {
 
   __device__ __forceinline__ void request_work() const { mbarrier_arrive_if(lane_ == 0, smem_.work_request()); }
 
-  // A copy of the next work tile, in registers.
+  // A copy of the next work tile, in registers. read() may read more of its stage.
   __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work) const {
+    return take_work(work, [] {});
+  }
+  template <typename Read>
+  __device__ __forceinline__ WorkTile take_work(PipelineState<C::kWorkStages> &work, Read read) const {
     mbarrier_wait(smem_.work_full(work.stage()), work.phase());
     const WorkTile t = smem_.work_tile(work.stage());
+    read();
     __syncwarp();
     mbarrier_arrive_if(lane_ == 0, smem_.work_empty(work.stage()));
     work.advance();
