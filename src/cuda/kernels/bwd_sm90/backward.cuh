@@ -623,13 +623,11 @@ class Backward {
         shown.set_all();
       }
     }
-    const auto is_partial = [&] {
+    if constexpr (C::kDpParts > 1) {
       if constexpr (C::kHasDataMask) q_tile = visited(n).q_tile;
-      const bool by_band = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
-      if constexpr (C::kHasDataMask) return by_band || visited(n).cell_codes != VisitedQTile::kAllCellsFull;
-      return by_band;
-    };
-    if constexpr (C::kDpParts > 1) partial = is_partial();
+      partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+      if constexpr (C::kHasDataMask) partial = partial || visited(n).cell_codes != VisitedQTile::kAllCellsFull;
+    }
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
     RowStats lse;
@@ -637,7 +635,11 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (C::kDpParts == 1) partial = is_partial();
+    if constexpr (C::kDpParts == 1) {
+      if constexpr (C::kHasDataMask) q_tile = visited(n).q_tile;
+      partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
+      if constexpr (C::kHasDataMask) partial = partial || visited(n).cell_codes != VisitedQTile::kAllCellsFull;
+    }
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);
     wgmma_fence();
