@@ -325,9 +325,10 @@ class Backward {
     }
     return count;
   }
-  // Of iteration n of all work tiles, when its Q has arrived.
-  __device__ __forceinline__ const VisitedQTile &visited(int n) const {
-    return masked_tiles().visited[n % BackwardMaskedTiles::kVisited];
+  // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
+  template <typename T>
+  __device__ __forceinline__ T visited(int n, T VisitedQTile::*member) const {
+    return __shfl_sync(~0u, cta_.lane == 0 ? masked_tiles().visited[n % BackwardMaskedTiles::kVisited].*member : T{}, 0);
   }
   __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const { return cta_.masked_tiles(); }
 
@@ -614,19 +615,22 @@ class Backward {
     }
     bool partial;  // has masked pairs
     ShownPairs<C::kTileQ> shown;
+    [[maybe_unused]] bool map_partial = false;  // masks as data may mask a pair
     if constexpr (C::kHasDataMask) {
       mbarrier_wait(q_full(stage_), parity);
-      if (visited(n).cell_codes != VisitedQTile::kAllCellsFull) {
-        shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, visited(n).head_q, visited(n).q_tile * C::kTileQ,
-                   first_key(), visited(n).cell_codes >> 2 * (C::kTileQ / kCell) * wg_);
+      const uint32_t codes = visited(n, &VisitedQTile::cell_codes);
+      q_tile = visited(n, &VisitedQTile::q_tile);
+      if (codes != VisitedQTile::kAllCellsFull) {
+        shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, visited(n, &VisitedQTile::head_q), q_tile * C::kTileQ,
+                   first_key(), codes >> 2 * (C::kTileQ / kCell) * wg_);
+        map_partial = true;
       } else {
         shown.set_all();
       }
     }
     if constexpr (C::kDpParts > 1) {
-      if constexpr (C::kHasDataMask) q_tile = visited(n).q_tile;
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
-      if constexpr (C::kHasDataMask) partial = partial || visited(n).cell_codes != VisitedQTile::kAllCellsFull;
+      if constexpr (C::kHasDataMask) partial |= map_partial;
     }
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
@@ -636,9 +640,8 @@ class Backward {
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
     if constexpr (C::kDpParts == 1) {
-      if constexpr (C::kHasDataMask) q_tile = visited(n).q_tile;
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
-      if constexpr (C::kHasDataMask) partial = partial || visited(n).cell_codes != VisitedQTile::kAllCellsFull;
+      if constexpr (C::kHasDataMask) partial |= map_partial;
     }
     if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
     fence_operand(dp_);

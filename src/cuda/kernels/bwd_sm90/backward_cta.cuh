@@ -393,9 +393,11 @@ struct BackwardCta {
     if constexpr (C::kHasDataMask) {
       for (int left = masked_tiles().visible[work_stage]; left > 0; --left) {
         mbarrier_wait(full, parity);
-        const VisitedQTile x = masked_tiles().visited[(*visited)++ % BackwardMaskedTiles::kVisited];
-        __syncwarp();  // all lanes have read it before one of them frees dq
-        reduce_dq_of_q_tile(x.head_q, x.q_tile, partial, tile, full, empty, parity);
+        // One lane reads, the one that frees dq.
+        const VisitedQTile &x = masked_tiles().visited[(*visited)++ % BackwardMaskedTiles::kVisited];
+        const int head_q = __shfl_sync(~0u, lane == 0 ? x.head_q : 0, 0),
+                  q_tile = __shfl_sync(~0u, lane == 0 ? x.q_tile : 0, 0);
+        reduce_dq_of_q_tile(head_q, q_tile, partial, tile, full, empty, parity);
         parity ^= 1;
       }
     } else {

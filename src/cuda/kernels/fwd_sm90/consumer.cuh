@@ -162,9 +162,9 @@ class Consumer {
   __device__ __forceinline__ int first_key(const WorkTile &t, int i, bool released) const {
     if constexpr (C::kHasDataMask) {
       const int stage = released ? (k_.stage() + C::kStages - 1) % C::kStages : k_.stage();
-      const int key0 = smem_.first_key(stage, k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0));
-      __syncwarp();  // all lanes have read it before one of them frees the next stage of K
-      return key0;
+      // One lane reads, the one that frees the stages of K.
+      const uint32_t phase = k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0);
+      return __shfl_sync(~0u, at_.lane == 0 ? smem_.first_key(stage, phase) : 0, 0);
     } else {
       return t.kv_tile(i) * C::kKeys;
     }
@@ -426,12 +426,13 @@ class Consumer {
       visible[r] = visible_bits<Fragment>(keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, at_.row(t, r)), key0, at_.lane);
     if constexpr (C::kHasDataMask) {
       constexpr int kCells = C::kKeys / kCell;
-      // One row and cell at a time: there are no registers for more.
+      uint32_t codes = ~0u;  // every cell visible and partial
+      if constexpr (C::kHasCellCodes) codes = __shfl_sync(~0u, at_.lane == 0 ? smem_.cell_codes(k_.stage(), k_.phase()) : 0, 0);
+        // One row and cell at a time: there are no registers for more.
 #pragma unroll 1
       for (int n = 0; n < 2 * kCells; ++n) {
         const int r = n & 1, cell = n >> 1;
-        uint32_t code = 3;
-        if constexpr (C::kHasCellCodes) code = smem_.cell_codes(k_.stage(), k_.phase()) >> 2 * (at_.wg * kCells + cell) & 3;
+        const uint32_t code = codes >> 2 * (at_.wg * kCells + cell) & 3;
         if (code == 1) continue;  // visible and not partial
         uint32_t hidden = 0xFFFF;
         if (code != 0) {

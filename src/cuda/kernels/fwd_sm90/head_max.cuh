@@ -35,8 +35,7 @@ class HeadMax {
 
   // Called when m or M has changed.
   __device__ __forceinline__ void set_limits(const float (&max)[2]) {
-    found_ = warp_max(found_);
-    const float largest = fmaxf(before_ * kLog2e, found_);
+    const float largest = fmaxf(before_ * kLog2e, found_);  // of this lane: a lower one only makes more searches
 #pragma unroll
     for (int r = 0; r < 2; ++r) limit_[r] = fminf(exp2_approx(largest - max[r]) * (1.f - 0x1p-10f), kMaxLaneSum);
   }
@@ -68,10 +67,10 @@ class HeadMax {
   static __device__ __forceinline__ float *address(const ForwardParams &a, int head) {
     return a.max_logit + head * a.max_logit_stride;
   }
+  // By integers in the order of the numbers: non-negative ones are ordered as their bits are, negative ones the other way round.
   static __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-    return x;
+    const auto flip = [](int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); };
+    return __int_as_float(flip(__reduce_max_sync(~0u, flip(__float_as_int(x)))));
   }
 
   // The head's maximum when the work tile began, natural, and what the work tile has found, in base 2. M is the larger of the two. What other work
