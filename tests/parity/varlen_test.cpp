@@ -145,6 +145,33 @@ TEST_P(Varlen, BlocksOfRowsThatAreNotThere) {
   }
 }
 
+// Backward over sequences most of which have none of the key tiles of the longest one: runs of tiles without keys, shorter and longer than a warp has
+// lanes, at the first tiles of a launch and at the last.
+TEST_P(Varlen, KeyTilesThatAreNotThere) {
+  for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t longest : {0, 20, 44}) {
+      Case c = base("key tiles");
+      c.dtype = FA_BFLOAT16;
+      c.batch = 45;
+      c.heads_q = c.heads_k = head_dim == 64 ? 4 : 3;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.mask = longest == 20 ? FA_MASK_CAUSAL : FA_MASK_NONE;
+      c.flags = longest == 44 ? FA_FLAG_DETERMINISTIC : 0;
+      c.q.packed = c.k.packed = 1;
+      c.q.slots.assign(static_cast<size_t>(c.batch), 0);
+      for (size_t b = 1; b < c.q.slots.size(); b += 6) c.q.slots[b] = static_cast<int64_t>(b * 3);
+      c.k.slots = c.q.slots;
+      c.q.slots[static_cast<size_t>(longest)] = c.k.slots[static_cast<size_t>(longest)] = 520;
+      c.k.slots[3] = 150;  // no queries: dk and dv are zero
+      if (head_dim == 64) {
+        c.k.used = c.k.slots;
+        for (int64_t &rows : c.k.used) rows -= rows / 3;
+      }
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
 // Nearly one row block per SM of common GPUs, with upper bounds for many more: some CTAs find no work.
 TEST_P(Varlen, FewerRowBlocksThanSms) {
   for (const int64_t head_dim : {64, 128}) {

@@ -228,6 +228,7 @@ class Backward {
         if (cta_.lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
         index = __shfl_sync(~0u, index, 0);
       }
+      if (cta_.problem.k_lengths.cu != nullptr) index = skip_empty_tiles(index);
       const bool more = index < cta_.params.blocks;
       bool crosses = false;
       if (cta_.lane == 0) {
@@ -263,6 +264,28 @@ class Backward {
       }
       if (!more) return;
       if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
+    }
+  }
+  // Packed sequences: the work tile `index` of this CTA, or the next one that it takes, so that it has keys; or a number past the end. Shorter
+  // sequences have fewer work tiles than the longest one, and nothing to write in the others. All lanes look ahead, so a run of such tiles takes
+  // one step: those that no CTA has taken yet never are.
+  __device__ __forceinline__ int skip_empty_tiles(int index) const {
+    while (true) {
+      const int mine = index + cta_.lane;
+      bool empty = false;
+      if (mine < cta_.params.blocks) {
+        const L2HeadOrder::Place place = cta_.params.order.at_long_end(mine);
+        empty = place.row_block * C::kTileKv >= static_cast<int>(sequence_of(cta_.problem.k_lengths, place.batch).slot);
+      }
+      const uint32_t others = __ballot_sync(~0u, !empty);
+      if ((others & 1) != 0) return index;
+      const int next = index + (others != 0 ? __ffs(static_cast<int>(others)) - 1 : 32);
+      pdl_wait();
+      if (cta_.lane == 0) {
+        atomicMax(cta_.params.taken, next - static_cast<int>(gridDim.x));
+        index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
+      }
+      index = __shfl_sync(~0u, index, 0);
     }
   }
   // Describes the first or the second split of a unit of the split tail. Returns whether this was the first of two.
