@@ -91,7 +91,7 @@ QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
 # ... of the section sparse: this share of the blocks in each row of a block mask is visible, by the size of blocks
 SPARSE = {"quarter128": (0.25, 128), "tenth128": (0.1, 128), "quarter64": (0.25, 64), "tenth64": (0.1, 64)}
 WINDOW, WINDOW_LEFT = "window", 1024
-# ... of the section masks: masks as data, and the share of all pairs that they show. `same` in the table is the same pairs by cu_seqlens
+# ... of the section masks: masks as data, and the fraction of all pairs that they show. `same` in the table is the same pairs by cu_seqlens
 # (documents), by lengths (left) or by the causal mask (bits, bytes).
 DOCUMENTS = 64  # of equal lengths
 PREFIX = 4  # prefix-LM: the first quarter of the keys is visible to all queries, the rest is causal

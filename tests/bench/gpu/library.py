@@ -155,8 +155,8 @@ class Attention:
         else:
             data = torch.ones(1, 1, seqlen, seqlen, dtype=torch.uint8, device=device).tril()
             if option == "bits":
-                weights = torch.tensor([1 << n for n in range(8)], dtype=torch.uint8, device=device)
-                data = (data.view(1, 1, seqlen, seqlen // 8, 8) * weights).sum(-1, dtype=torch.uint8)
+                bit_values = torch.tensor([1 << n for n in range(8)], dtype=torch.uint8, device=device)
+                data = (data.view(1, 1, seqlen, seqlen // 8, 8) * bit_values).sum(-1, dtype=torch.uint8)
         self.kept.append(data)
         view = tensor(data)
         if option == "bits":

@@ -18,7 +18,7 @@ struct ShownPairs {
   }
 
   // Of queries from row0 on and the warp's 16 of the 64 keys from key0 on, both multiples of 64. cell_codes: those of VisitedQTile, from word 0's cell
-  // on. All lanes take part: a lane reads the keys of two queries, and votes turn keys of a query into queries of a key.
+  // on. All lanes take part: a lane reads the keys of two queries, and ballots transpose the bits to queries of a key.
   __device__ __forceinline__ void find(const DataMask &mask, const Problem &p, int batch, int head_q, int row0, int key0,
                                        uint32_t cell_codes) {
     // Read again: there are no registers for what the caller holds.

@@ -71,7 +71,6 @@ class Forward {
     seqlen_q_ = static_cast<int>(q.len);
     seqlen_k_ = static_cast<int>(k.len);
     rows_ = seqlen_q_ * a_.rows_per_token;
-    seq_slot_ = static_cast<int>(q.slot) * a_.rows_per_token;
     row0_ = row_block_ * T::kOwnRows;
   }
 
@@ -182,18 +181,16 @@ class Forward {
     qk_slices_ = static_cast<int>(p_.head_dim + kDepth - 1) / kDepth;
     const bool general = this->general();
     int tile = -1, slice = 0, next = next_tile(tile_begin_), next_slice = 0;
-    TileMask mask = TileMask::empty;
 #pragma unroll 1
     while (true) {
       const float *stage = pipeline_.wait();
       if (next < tile_end_) load(next, next_slice);
       if (tile >= 0) {
         const int key0 = tile * T::kOtherRows;
-        if (slice == 0) {
-          mask = tile_mask<T::kOtherRows>(visible_, interior_, key0);
-          if (general && mask == TileMask::full) mask = TileMask::partial;
-          clear(s_);
-        }
+        // Found for every slice: there is no register that could hold it.
+        TileMask mask = tile_mask<T::kOtherRows>(visible_, interior_, key0);
+        if (general && mask == TileMask::full) mask = TileMask::partial;
+        if (slice == 0) clear(s_);
         if (mask != TileMask::empty) compute(stage, slice, key0, mask == TileMask::partial);
       }
       if (next >= tile_end_) break;
@@ -325,12 +322,16 @@ class Forward {
 
   // Loaded again rather than held through the main loop.
   __device__ __forceinline__ int64_t q_start() const { return sequence_of(p_.q_lengths, b_).start; }
+  // Rows that the sequence owns, used or not.
+  __device__ __forceinline__ int slot_rows() const {
+    return static_cast<int>(sequence_of(p_.q_lengths, b_).slot) * a_.rows_per_token;
+  }
   __device__ __forceinline__ char *out_at(int token, int head) const { return base_of(p_.out, b_, q_start() + token, head); }
 
   // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the sequence's slot beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
     if (split_ != 0) return;
-    const int end = row_block_ == a_.row_blocks - 1 ? seq_slot_ : min(row0_ + T::kOwnRows, seq_slot_);
+    const int end = row_block_ == a_.row_blocks - 1 ? slot_rows() : min(row0_ + T::kOwnRows, slot_rows());
     for (int row = max(row0_, rows_) + at_.warp; row < end; row += kWarps) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && at_.lane == 0) *row_of_tensor(p_.lse, b_, q_start() + token, head) = -CUDART_INF_F;
@@ -348,7 +349,7 @@ class Forward {
   const char *q_, *k_, *v_;  // of the CTA's heads
   HeadDescale q_descale_, k_descale_, v_descale_;
   int seqlen_q_, seqlen_k_;
-  int rows_, seq_slot_;  // rows of the sequence that are used, and that it owns
+  int rows_;  // of the sequence that are used
   int row_block_, row0_;
   int tile_begin_, tile_end_, qk_slices_;
   KeyRange visible_, interior_;  // keys of this warp's rows

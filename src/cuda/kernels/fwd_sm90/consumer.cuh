@@ -93,7 +93,7 @@ class Consumer {
         softmax_.sum[r] = 0.f;
       }
       if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
-      if constexpr (HeadMax<C>::kOn) head_max_.begin(a_, t.head_q);
+      if constexpr (C::kHasMaxLogit) head_max_.begin();
       if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_head(work_.stage()));
       for (int n = 0; n < begin; ++n) skip_k();
       iteration<true>(t, begin, masked_end, kv_tiles, pending, single);
@@ -101,7 +101,7 @@ class Consumer {
       const int unmasked_begin = sm90::unmasked_begin(t, begin, masked_end);
 #pragma unroll 1
       for (; i < unmasked_begin; ++i) iteration<false>(t, i, masked_end, kv_tiles, true, i == begin + 1);
-      if constexpr (HeadMax<C>::kOn && kDeferredMax) head_max_.set_limits(softmax_.max);
+      if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       bool restart = i == begin + 1, promoted = false;  // fp8: out starts again from zero; there is a promoted sum
 #pragma unroll 1
@@ -303,7 +303,7 @@ class Consumer {
     bool searches = true;
     if constexpr (kDeferredMax) {
       softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);  // with the current maximum
-      if constexpr (HeadMax<C>::kOn) searches = __any_sync(~0u, head_max_.exceeds(sum));
+      if constexpr (C::kHasMaxLogit) searches = __any_sync(~0u, head_max_.exceeds(sum));
       rescaled = searches && __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum)
                                                      : !(sum[0] + sum[1] <= (C::kHasDropout ? max_lane_sum() : kMaxRowSum)));
     } else {
@@ -315,15 +315,15 @@ class Consumer {
     fence_operand(p_operand_);
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
-    if constexpr (HeadMax<C>::kOn && kDeferredMax) {
+    if constexpr (C::kHasMaxLogit && kDeferredMax) {
       if (searches) head_max_.search(s_, softmax_.max);
     }
     if (rescaled) {
       if constexpr (kDeferredMax) rescale_p(t, first_key(t, i, /*released=*/true), sum);
       scale_rows<OutFragment>(out_, softmax_.rescale);
     }
-    if constexpr (HeadMax<C>::kOn && kDeferredMax) {
-      if (searches) head_max_.set_limits(softmax_.max);
+    if constexpr (C::kHasMaxLogit && kDeferredMax) {
+      if (searches) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
     }
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
@@ -357,7 +357,8 @@ class Consumer {
   // The end of a work tile's softmax: complete row sums, lse, and the factors of out.
   __device__ __forceinline__ void finalize() {
     softmax_.reduce_sums();
-    if constexpr (HeadMax<C>::kOn) head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane);
+    if constexpr (C::kHasMaxLogit)
+      head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane, smem_.max_logit_before(work_.stage()));
     if constexpr (C::kFp8) promotion_.finalize(softmax_.max);
     epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
     if constexpr (C::kHasBias) {
@@ -464,7 +465,7 @@ class Consumer {
 
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    if constexpr (HeadMax<C>::kOn) head_max_.add_scores(softmax_, s_, scale());
+    if constexpr (C::kHasMaxLogit) head_max_.add_scores(softmax_, s_, scale());
     bool rescaled;
     if constexpr (C::kHasBias) {
       rescaled = update_max_rounded_up();

@@ -27,6 +27,7 @@ struct ForwardConfig {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   // Whether a KV tile has several cells of the cell map, of which some may be full or empty.
   static constexpr bool kHasCellCodes = kHasDataMask && kConsumerWarpgroups * kKeys_ > 64;
+  static constexpr bool kHasMaxLogit = (kScores & kMaxLogit) != 0;
   static constexpr bool kHasBias = (kScores & kTileBias) != 0;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
@@ -115,6 +116,8 @@ struct SharedMemory {
   }
   // With dropout: b * heads_q + h of the work tile in stage n.
   __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.head[n]; }
+  // With max_logit: the maximum that the head of the work tile in stage n had when the work tile was described.
+  __device__ __forceinline__ float &max_logit_before(int n) const { return storage().max_logit.before[n]; }
   // With a bias: its tile, and the batch entry of the work tile in stage n.
   __device__ __forceinline__ uint32_t bias(int n, int wg) const {
     return base + offsetof(Storage, bias.tile) + (n * C::kConsumerWarpgroups + wg) * C::kBiasTileBytes;

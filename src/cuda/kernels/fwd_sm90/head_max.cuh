@@ -17,13 +17,8 @@ namespace fa::cuda::sm90 {
 template <class C>
 class HeadMax {
  public:
-  static constexpr bool kOn = (C::kScores & kMaxLogit) != 0;
-
-  // The first iterations of a work tile add to what the head has so far.
-  __device__ __forceinline__ void begin(const ForwardParams &a, int head) {
-    before_ = load_relaxed(address(a, head));
-    found_ = -CUDART_INF_F;
-  }
+  // At the start of a work tile.
+  __device__ __forceinline__ void begin() { found_ = -CUDART_INF_F; }
 
   // S of a KV tile, masked pairs -inf. Rows that do not exist have a maximum of 1e30.
   template <class Softmax, typename Scores>
@@ -33,9 +28,9 @@ class HeadMax {
       if (softmax.max[r] < 1e29f) found_ = fmaxf(found_, Softmax::largest(s, r) * scale);
   }
 
-  // Called when m or M has changed.
-  __device__ __forceinline__ void set_limits(const float (&max)[2]) {
-    const float largest = fmaxf(before_ * kLog2e, found_);  // of this lane: a lower one only makes more searches
+  // Called when m or M has changed. before: SharedMemory::max_logit_before().
+  __device__ __forceinline__ void set_limits(const float (&max)[2], float before) {
+    const float largest = fmaxf(before * kLog2e, found_);  // of this lane: a lower one only makes more searches
 #pragma unroll
     for (int r = 0; r < 2; ++r) limit_[r] = fminf(exp2_approx(largest - max[r]) * (1.f - 0x1p-10f), kMaxLaneSum);
   }
@@ -54,28 +49,25 @@ class HeadMax {
   }
 
   // At the end of a work tile.
-  __device__ __forceinline__ void store(const ForwardParams &a, int head, int lane) {
-    found_ = warp_max(found_);
+  __device__ __forceinline__ void store(const ForwardParams &a, int head, int lane, float before) {
+    const float found = warp_max(found_) * kLn2;
     // What is not below the head's maximum of some time ago, up to rounding: a read of the maximum now would hold the warp up.
-    if (lane == 0 && found_ * kLn2 >= before_ - fabsf(before_) * 0x1p-10f) atomic_max(address(a, head), found_ * kLn2);
+    if (lane == 0 && found >= before - fabsf(before) * 0x1p-10f) atomic_max(a.max_logit + head * a.max_logit_stride, found);
   }
 
  private:
   // Two sums below it stay below the limit of update-free iterations (kMaxRowSum).
   static constexpr float kMaxLaneSum = 128.f;
 
-  static __device__ __forceinline__ float *address(const ForwardParams &a, int head) {
-    return a.max_logit + head * a.max_logit_stride;
-  }
   // By integers in the order of the numbers: non-negative ones are ordered as their bits are, negative ones the other way round.
   static __device__ __forceinline__ float warp_max(float x) {
     const auto flip = [](int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); };
     return __int_as_float(flip(__reduce_max_sync(~0u, flip(__float_as_int(x)))));
   }
 
-  // The head's maximum when the work tile began, natural, and what the work tile has found, in base 2. M is the larger of the two. What other work
-  // tiles have found is not written again: changed from base to base it could grow.
-  float before_, found_;
+  // What the work tile has found, in base 2. M is the larger of it and of what the head had before. What other work tiles have found is not
+  // written again: changed from base to base it could grow.
+  float found_;
   float limit_[2];
 };
 

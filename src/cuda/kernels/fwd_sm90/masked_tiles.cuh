@@ -55,9 +55,9 @@ __device__ __forceinline__ int last_words(const MaskedTiles &range) {
 
 // The KV tiles of a work tile, one after the other in the order of the main loop. All lanes of a warp take part.
 template <class C>
-class MaskedTileWalk {
+class MaskedTileOrder {
  public:
-  __device__ __forceinline__ MaskedTileWalk(const DataMask &mask, const MaskedTiles &range, int lane)
+  __device__ __forceinline__ MaskedTileOrder(const DataMask &mask, const MaskedTiles &range, int lane)
       : mask_(mask), range_(range), lane_(lane), full_(range.partial == 0) {
     begin_pass();
   }

@@ -30,9 +30,9 @@ class Producer {
         const WorkTile &t = smem_.work_tile(work.stage());
         if (t.kv_tiles < 0) break;
         if (t.kv_tiles > 0) {
-          MaskedTileWalk<C> walk(a_.mask, smem_.masked_tiles(work.stage()), lane_);
+          MaskedTileOrder<C> order(a_.mask, smem_.masked_tiles(work.stage()), lane_);
           load_tile(
-              t, &smem_.masked_tiles(work.stage()), [&](int) { return walk.next(); }, q, k, v);
+              t, &smem_.masked_tiles(work.stage()), [&](int) { return order.next(); }, q, k, v);
         } else {
           request_work();
         }

@@ -66,6 +66,13 @@ struct ForwardDropout {
 };
 struct NoForwardDropout {};
 
+// With max_logit: what the head of the work tile in each stage had when the work tile was described, a natural logit.
+template <int kWorkStages>
+struct ForwardMaxLogit {
+  float before[kWorkStages];
+};
+struct NoForwardMaxLogit {};
+
 // With a bias: its tile for the 64 rows of each consumer warpgroup, [64 keys each][64 rows][128 bytes], in a pipeline of its own for each
 // warpgroup; and the batch entry of the work tile in each stage.
 template <int kConsumerWarpgroups, int kWorkStages, int kKeys, int kStages>
@@ -109,6 +116,7 @@ struct ForwardStorage {
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
   std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
+  std::conditional_t<(kScores & kMaxLogit) != 0, ForwardMaxLogit<kWorkStages>, NoForwardMaxLogit> max_logit;
   std::conditional_t<(kScores & kTileBias) != 0, ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
                      NoForwardBias>
       bias;
