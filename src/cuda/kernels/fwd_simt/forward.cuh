@@ -323,7 +323,7 @@ class Forward {
   // Loaded again rather than held through the main loop.
   __device__ __forceinline__ int64_t q_start() const { return sequence_of(p_.q_lengths, b_).start; }
   // Rows that the sequence owns, used or not.
-  __device__ __forceinline__ int slot_rows() const {
+  __device__ __forceinline__ int owned_rows() const {
     return static_cast<int>(sequence_of(p_.q_lengths, b_).slot) * a_.rows_per_token;
   }
   __device__ __forceinline__ char *out_at(int token, int head) const { return base_of(p_.out, b_, q_start() + token, head); }
@@ -331,7 +331,7 @@ class Forward {
   // Rows of the CTA that are not used: out = 0, lse = -inf. The last CTA of a sequence also owns the rows of the sequence's slot beyond the grid.
   __device__ __forceinline__ void store_unused_rows() const {
     if (split_ != 0) return;
-    const int end = row_block_ == a_.row_blocks - 1 ? slot_rows() : min(row0_ + T::kOwnRows, slot_rows());
+    const int end = row_block_ == a_.row_blocks - 1 ? owned_rows() : min(row0_ + T::kOwnRows, owned_rows());
     for (int row = max(row0_, rows_) + at_.warp; row < end; row += kWarps) {
       const int token = token_of(row), head = head_of(row);
       if (p_.lse.data != nullptr && at_.lane == 0) *row_of_tensor(p_.lse, b_, q_start() + token, head) = -CUDART_INF_F;
