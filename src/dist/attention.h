@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward and backward of one rank. `local` is the problem over the rank's own rows: packed, with the offsets of Schedule::whole_offsets.
+// Forward and backward of one rank. `local` is the problem over the rank's own rows: packed, with any offsets of Schedule::whole.
 #pragma once
 
 #include "core/forward_problem.h"

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward of one rank. During the calls of a stage, the keys of the next stage arrive and the gradients of the stage before travel to the
 // ranks that own the rows. These add them in fp32 in the order of the schedule and round once.
+#include <algorithm>
+
 #include "dist/attention.h"
 #include "dist/pieces.h"
 #include "dist/rows.h"
@@ -190,16 +192,18 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
   };
 
   if (stages > 0) FA_RETURN_IF_ERROR(post(0));
-  if (schedule.any_whole) {
-    BackwardProblem whole = local;
-    if (dsink.wanted()) {
-      whole.dsink = dsink.piece();
-      whole.dsink_stride = 1;
+  for (int32_t n = 0; n < std::max(stages, 1); ++n) {
+    if (schedule.whole[n].longest > 0) {
+      BackwardProblem whole = local;
+      whole.forward = whole_of(local.forward, schedule.whole[n]);
+      if (dsink.wanted()) {
+        whole.dsink = dsink.piece();
+        whole.dsink_stride = 1;
+      }
+      FA_RETURN_IF_ERROR(session.run(whole));
+      dsink.add_piece(0, local.forward.heads_q);
     }
-    FA_RETURN_IF_ERROR(session.run(whole));
-    dsink.add_piece(0, local.forward.heads_q);
-  }
-  for (int32_t n = 0; n < stages; ++n) {
+    if (stages == 0) break;
     FA_RETURN_IF_ERROR(arrive(n));
     FA_RETURN_IF_ERROR(post(n + 1));
     const Stage &stage = schedule.stages[n];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of one rank: stage by stage, the keys of the next stage arriving during the calls of this one.
+#include <algorithm>
 #include <memory>
 
 #include "dist/attention.h"
@@ -92,8 +93,13 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
     return session.exchange(messages);
   };
   FA_RETURN_IF_ERROR(post(0));
-  if (schedule.any_whole) FA_RETURN_IF_ERROR(session.run(local));
-  for (int32_t n = 0; n < stages; ++n) {
+  for (int32_t n = 0; n < std::max(stages, 1); ++n) {
+    if (schedule.whole[n].longest > 0) {
+      ForwardProblem whole = local;
+      static_cast<MaskedProblem &>(whole) = whole_of(local, schedule.whole[n]);
+      FA_RETURN_IF_ERROR(session.run(whole));
+    }
+    if (stages == 0) break;
     FA_RETURN_IF_ERROR(session.wait());
     FA_RETURN_IF_ERROR(post(n + 1));
     const Stage &stage = schedule.stages[n];

@@ -17,7 +17,7 @@ class Reader {
   Reader(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention, ErrorText &error)
       : l_(layout), schedule_(schedule), rank_(rank), a_(attention), error_(error) {}
 
-  // The struct for normalise(): with the offsets of the whole documents.
+  // The struct for normalise(): packed. Each call sets the offsets of its own documents.
   fa_status read(fa_attention &packed) {
     FA_RETURN_IF_ERROR(absent());
     FA_RETURN_IF_ERROR(mask());
@@ -25,13 +25,13 @@ class Reader {
     FA_RETURN_IF_ERROR(cut_documents());
     packed = a_;
     fa_tensor offsets{};
-    offsets.data = const_cast<int64_t *>(schedule_.whole_offsets.data());
+    const std::vector<int64_t> &first = schedule_.whole.front().offsets;
+    offsets.data = const_cast<int64_t *>(first.data());
     offsets.dtype = FA_INT64;
     offsets.ndim = 1;
-    offsets.shape[0] = static_cast<int64_t>(schedule_.whole_offsets.size());
+    offsets.shape[0] = static_cast<int64_t>(first.size());
     offsets.stride[0] = 1;
     packed.cu_seqlens_q = packed.cu_seqlens_k = offsets;
-    packed.max_seqlen_q = packed.max_seqlen_k = schedule_.longest_whole;
     return FA_OK;
   }
 

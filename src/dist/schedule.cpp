@@ -84,16 +84,26 @@ Schedule make_schedule(const Layout &l, int32_t rank) {
     }
   }
 
-  s.whole_offsets.assign(l.lengths.size() + 1, 0);
-  for (size_t n = l.piece_begin[rank]; n < l.piece_begin[rank + 1]; ++n) {
-    const fa_dist_piece &p = l.pieces[n];
-    if (!p.whole) continue;
-    if (!s.any_whole) s.whole_offsets[0] = p.local_row;
-    s.whole_offsets[p.document + 1] = p.row_end;
-    s.longest_whole = std::max(s.longest_whole, p.row_end);
-    s.any_whole = true;
+  s.whole.resize(std::max<size_t>(s.stages.size(), 1));
+  for (WholeDocuments &group : s.whole) group.offsets.assign(l.lengths.size() + 1, 0);
+  int64_t work = 0, all_work = 0;
+  const auto for_whole = [&](auto body) {
+    for (size_t n = l.piece_begin[rank]; n < l.piece_begin[rank + 1]; ++n) {
+      const fa_dist_piece &p = l.pieces[n];
+      if (p.whole) body(p, visible_pairs(l.band, p.row_end, {0, p.row_end}));
+    }
+  };
+  for_whole([&](const fa_dist_piece &, int64_t pairs) { all_work += pairs; });
+  for_whole([&](const fa_dist_piece &p, int64_t pairs) {
+    WholeDocuments &group = s.whole[static_cast<size_t>(static_cast<__int128>(work) * s.whole.size() / all_work)];
+    work += pairs;
+    if (group.longest == 0) group.offsets[0] = p.local_row;
+    group.offsets[p.document + 1] = p.row_end;
+    group.longest = std::max(group.longest, p.row_end);
+  });
+  for (WholeDocuments &group : s.whole) {
+    for (size_t n = 0; n < l.lengths.size(); ++n) group.offsets[n + 1] += group.offsets[n];
   }
-  for (size_t n = 0; n < l.lengths.size(); ++n) s.whole_offsets[n + 1] += s.whole_offsets[n];
   return s;
 }
 

@@ -40,6 +40,14 @@ struct CutRange {
   int64_t rows = 0;
 };
 
+// Whole documents of this rank that one attention call takes.
+struct WholeDocuments {
+  // Offsets in the rank's tensors, (documents + 1). Other documents have no rows here, so that a document keeps its number, which dropout and
+  // ALiBi depend on.
+  std::vector<int64_t> offsets;
+  int64_t longest = 0;  // 0 = there is none
+};
+
 struct Schedule {
   std::vector<Stage> stages;
   std::vector<StageKeys> keys;
@@ -50,11 +58,9 @@ struct Schedule {
   // The cut row of a row in this rank's tensors.
   int64_t cut_row(int64_t local_row) const;
 
-  // The whole documents of this rank: offsets in its tensors, (documents + 1). Documents of other ranks have no rows here, so that a
-  // document keeps its number, which dropout and ALiBi depend on.
-  std::vector<int64_t> whole_offsets;
-  int64_t longest_whole = 0;
-  bool any_whole = false;
+  // One for each stage, or one without stages: ranks meet at every stage, so that the whole documents, which only some ranks have many of, are
+  // spread over the stages by work.
+  std::vector<WholeDocuments> whole;
 
   int64_t most_heads() const;      // of a stage
   int64_t most_slot_rows() const;  // rows of the largest buffer of keys

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <functional>
 #include <numeric>
 
@@ -112,22 +113,30 @@ TEST(Plan, ZigzagBalancesOneCausalDocument) {
   }
 }
 
-// A heavy-tailed list of documents: 512 to 16k rows.
+// Heavy-tailed lists of documents of 512 to 16k rows; docs/distributed.md quotes what this prints.
 TEST(Plan, BalancesPackedDocuments) {
-  std::mt19937_64 rng(20261124);
-  for (const int32_t ranks : {2, 4, 8}) {
-    std::vector<int64_t> lengths;
-    for (int64_t total = 0; total < 131072;) {
-      const double u = static_cast<double>(rng() % 100000 + 1) / 100001;
-      lengths.push_back(std::min<int64_t>(std::min<int64_t>(static_cast<int64_t>(512 / u), 16384), 131072 - total));
-      total += lengths.back();
+  constexpr int kLists = 200;
+  for (const int32_t ranks : {2, 4, 8, 16}) {
+    double sum = 0, worst = 0, cut = 0, documents = 0;
+    for (int seed = 0; seed < kLists; ++seed) {
+      std::mt19937_64 rng(static_cast<uint64_t>(seed));
+      std::vector<int64_t> lengths;
+      for (int64_t total = 0; total < 131072; total += lengths.back()) {
+        const double u = static_cast<double>(rng() % 100000 + 1) / 100001;
+        lengths.push_back(std::min({static_cast<int64_t>(512 / u), int64_t{16384}, 131072 - total}));
+      }
+      const LayoutHandle layout = plan(problem(lengths, ranks));
+      const fa_dist_layout_info info = info_of(layout);
+      sum += info.imbalance;
+      worst = std::max(worst, info.imbalance);
+      documents += static_cast<double>(lengths.size());
+      cut += static_cast<double>(lengths.size());
+      for (int64_t n = 0; n < info.num_pieces; ++n) cut -= info.pieces[n].whole;
     }
-    const LayoutHandle layout = plan(problem(lengths, ranks));
-    const fa_dist_layout_info info = info_of(layout);
-    EXPECT_LE(info.imbalance, 1.05) << ranks;
-    int64_t whole = 0;
-    for (int64_t n = 0; n < info.num_pieces; ++n) whole += info.pieces[n].whole;
-    EXPECT_GE(whole, static_cast<int64_t>(lengths.size()) * 3 / 4) << ranks;
+    EXPECT_LE(worst, 1.05) << ranks;
+    EXPECT_LE(cut, documents / 3) << ranks;
+    std::printf("%d ranks: mean %.3f, worst %.3f, %.1f of %.1f documents cut\n", int{ranks}, sum / kLists, worst, cut / kLists,
+                documents / kLists);
   }
 }
 
