@@ -51,7 +51,11 @@ enum {
   FA_DIST_GATHER = 1,
   /** Stages of key rows, a ring: stage t fetches the rows that rank (r + t) % num_ranks owns, for all heads. Partial results are
    * merged in fp32. Needs less memory for keys when there are few key heads. */
-  FA_DIST_RING = 2
+  FA_DIST_RING = 2,
+  /** Each rank computes all rows of the cut documents for h_k / num_ranks of the key heads. Queries, keys and values travel to
+   * these ranks, and results back (DeepSpeed-Ulysses). One stage, which overlaps whole documents only. h_k must be a multiple of
+   * num_ranks. ::FA_DIST_AUTO does not choose it. */
+  FA_DIST_ALL_TO_ALL = 3
 };
 
 /** @brief Bits of `fa_dist_problem.flags`. @since 0.1 */
@@ -98,7 +102,7 @@ typedef struct fa_dist_problem {
   int32_t num_ranks;
   /** An ::fa_dist_way: ::FA_DIST_AUTO, or the way to take. */
   fa_dist_way way;
-  /** ::FA_DIST_GATHER: number of stages, at most h_k; 0 = automatic. Must be 0 for ::FA_DIST_RING. */
+  /** ::FA_DIST_GATHER: number of stages, at most h_k; 0 = automatic. Must be 0 for other ways. */
   int32_t num_stages;
 } fa_dist_problem;
 
@@ -144,6 +148,7 @@ typedef struct fa_dist_piece {
  *   they do not fit.
  * - If a rank still has more than 33/32 of the mean work, the 1, 2, 4, ... largest documents are cut over all ranks first, until
  *   no rank has, or the best of these assignments is taken.
+ * - ::FA_DIST_ALL_TO_ALL: documents are cut over all ranks.
  * - A causal document is cut zigzag: each of its m ranks gets chunk r and chunk 2m - 1 - r. Other documents, and those whose
  *   window is shorter than a rank's share, are cut into one chunk for each rank.
  * - In a rank's tensors whole documents come first, by number, then the pieces of cut documents by number and row.
@@ -166,9 +171,9 @@ typedef struct fa_dist_layout_info {
   uint32_t struct_size;
   /** Number of ranks. */
   int32_t num_ranks;
-  /** ::FA_DIST_GATHER or ::FA_DIST_RING. */
+  /** The ::fa_dist_way taken. */
   fa_dist_way way;
-  /** Number of stages of the way. */
+  /** Number of stages of the way; 0 if no document is cut. */
   int32_t num_stages;
   /** Rows of all documents. */
   int64_t total_rows;
@@ -182,11 +187,12 @@ typedef struct fa_dist_layout_info {
   const int64_t *inverse;
   /** (num_pieces): sorted by rank, then by local_row. */
   const fa_dist_piece *pieces;
-  /** (num_ranks): visible pairs of each rank's queries, for one head. */
+  /** (num_ranks): visible pairs that each rank computes, for one head; ::FA_DIST_ALL_TO_ALL: for all heads, divided by their
+   * number. */
   const int64_t *work;
-  /** (num_ranks): bytes that each rank receives in forward. */
+  /** (num_ranks): bytes that each rank receives in forward. 0 without cut documents. */
   const int64_t *forward_bytes;
-  /** (num_ranks): bytes that each rank receives in backward: keys and values, and gradients in fp32. */
+  /** (num_ranks): bytes that each rank receives in backward if dq, dk and dv are asked for, without dlse and dsink. */
   const int64_t *backward_bytes;
   /** Work of the rank with the most work, divided by the mean; 1 if there is no work. */
   double imbalance;
@@ -407,8 +413,8 @@ FA_API fa_status fa_dist_prepare(fa_dist dist, fa_dist_layout layout, const fa_a
  * row for each document of the plan.
  *
  * These fields are refused with ::FA_ERROR_UNSUPPORTED: `bias`, `block_mask`, `block_counts`, `element_mask`, `slices`,
- * `seqstart_k`, `page_table`, `max_logit`, fp8 and int8. Where a document is cut, so are `dropout_p`, and `alibi_slopes` if
- * a query sees keys after it or the way is ::FA_DIST_RING.
+ * `seqstart_k`, `page_table`, `max_logit`, fp8 and int8. Where a document is cut, so are `dropout_p`, and `alibi_slopes` with ::FA_DIST_RING, and with
+ * ::FA_DIST_GATHER if a query sees keys after it.
  *
  * A call that refuses its arguments (1xx, 2xx) has sent nothing; the other ranks then wait until their time-out or
  * fa_dist_abort(). Any later failure aborts the transport, so that the other ranks fail too.

@@ -3,7 +3,9 @@
 // ranks that own the rows. These add them in fp32 in the order of the schedule and round once.
 #include <algorithm>
 
+#include "dist/all_to_all.h"
 #include "dist/attention.h"
+#include "dist/calls.h"
 #include "dist/pieces.h"
 #include "dist/rows.h"
 
@@ -119,58 +121,20 @@ class QueryGradient {
   float *piece_ = nullptr;  // (rows, heads_q, dim) of one attention call
 };
 
-// The gradient of the sink: fp64 over the rows of this rank, then over ranks in their order.
-class SinkGradient {
- public:
-  SinkGradient(Session &session, const BackwardProblem &local) : session_(session), local_(local) {
-    if (!wanted()) return;
-    heads_ = local.forward.heads_q;
-    piece_ = session.take<float>(heads_);
-    all_ = session.take<double>(heads_ * session.num_ranks());
-    if (session.running()) {
-      for (int64_t h = 0; h < heads_; ++h) own()[h] = 0;
-    }
-  }
-
-  bool wanted() const { return local_.dsink != nullptr; }
-  float *piece() const { return piece_; }
-  void add_piece(int64_t head_begin, int64_t heads) {
-    if (wanted() && session_.running()) add_to(own() + head_begin, piece_, 1, heads);
-  }
-  fa_status finish() {
-    if (!wanted()) return FA_OK;
-    std::vector<fa_dist_message> messages;
-    const uint64_t bytes = static_cast<uint64_t>(heads_) * sizeof(double);
-    for (int32_t peer = 0; peer < session_.num_ranks(); ++peer) {
-      if (peer == session_.rank()) continue;
-      messages.push_back({own(), bytes, peer, 0});
-      messages.push_back({all_ + peer * heads_, bytes, peer, 1});
-    }
-    FA_RETURN_IF_ERROR(session_.exchange(messages));
-    FA_RETURN_IF_ERROR(session_.wait());
-    if (session_.running()) sum_parts(all_, session_.num_ranks(), heads_, local_.dsink, local_.dsink_stride);
-    return FA_OK;
-  }
-
- private:
-  double *own() const { return all_ + session_.rank() * heads_; }
-
-  Session &session_;
-  const BackwardProblem &local_;
-  int64_t heads_ = 0;
-  float *piece_ = nullptr;  // (heads_q) of one attention call
-  double *all_ = nullptr;   // (ranks, heads_q)
-};
-
 }  // namespace
 
 fa_status backward(Session &session, const Schedule &schedule, const BackwardProblem &local) {
+  if (local.empty()) return FA_OK;
+  SinkGradient dsink(session, local);
+  if (schedule.by_heads()) {
+    FA_RETURN_IF_ERROR(backward_all_to_all(session, schedule, local, dsink));
+    return dsink.finish();
+  }
   const int32_t stages = static_cast<int32_t>(schedule.stages.size());
   KeyBuffers keys(session, schedule, local.forward);
   KeyGradient dk(session, schedule, local.dk, local.forward.head_dim),
       dv(session, schedule, local.dv, local.forward.head_dim_v);
   QueryGradient dq(session, schedule, local);
-  SinkGradient dsink(session, local);
 
   std::vector<fa_dist_message> messages;
   // Starts the keys of stage n and the gradients of stage n - 2.
@@ -193,16 +157,7 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
 
   if (stages > 0) FA_RETURN_IF_ERROR(post(0));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
-    if (schedule.whole[n].longest > 0) {
-      BackwardProblem whole = local;
-      whole.forward = whole_of(local.forward, schedule.whole[n]);
-      if (dsink.wanted()) {
-        whole.dsink = dsink.piece();
-        whole.dsink_stride = 1;
-      }
-      FA_RETURN_IF_ERROR(session.run(whole));
-      dsink.add_piece(0, local.forward.heads_q);
-    }
+    FA_RETURN_IF_ERROR(run_whole(schedule, local, n, dsink));
     if (stages == 0) break;
     FA_RETURN_IF_ERROR(arrive(n));
     FA_RETURN_IF_ERROR(post(n + 1));
@@ -218,15 +173,10 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       piece.dq = dq.piece(stage, a);
       piece.dk = dk.piece(n);
       piece.dv = dv.piece(n);
-      const bool sink = dsink.wanted() && a.own;  // every row is in one call over its own keys
-      if (sink) piece.dsink = dsink.piece();
-      piece.dsink_stride = 1;
-      if (piece.empty()) continue;
-      FA_RETURN_IF_ERROR(session.run(piece));
+      FA_RETURN_IF_ERROR(dsink.run(piece, head, a.own));  // every row is in one call over its own keys
       dq.add_piece(a);
       dk.add_piece(n, a);
       dv.add_piece(n, a);
-      if (sink) dsink.add_piece(head, stage.heads() * local.forward.group);
     }
   }
   for (int32_t n = stages; stages > 0 && n < stages + 2; ++n) {

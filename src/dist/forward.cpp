@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <memory>
 
+#include "dist/all_to_all.h"
 #include "dist/attention.h"
+#include "dist/calls.h"
 #include "dist/pieces.h"
 
 namespace fa::dist {
@@ -81,6 +83,7 @@ class MergedRows {
 }  // namespace
 
 fa_status forward(Session &session, const Schedule &schedule, const ForwardProblem &local) {
+  if (schedule.by_heads()) return forward_all_to_all(session, schedule, local);
   const int32_t stages = static_cast<int32_t>(schedule.stages.size());
   KeyBuffers keys(session, schedule, local);
   std::unique_ptr<MergedRows> merged;
@@ -94,11 +97,7 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
   };
   FA_RETURN_IF_ERROR(post(0));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
-    if (schedule.whole[n].longest > 0) {
-      ForwardProblem whole = local;
-      static_cast<MaskedProblem &>(whole) = whole_of(local, schedule.whole[n]);
-      FA_RETURN_IF_ERROR(session.run(whole));
-    }
+    FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n));
     if (stages == 0) break;
     FA_RETURN_IF_ERROR(session.wait());
     FA_RETURN_IF_ERROR(post(n + 1));

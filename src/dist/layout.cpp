@@ -85,13 +85,20 @@ fa_status check(const fa_dist_problem &p, ErrorText &error) {
                 "problem.window_right is %" PRId64 "; it cannot be negative, and must be 0 without FA_WINDOW_RIGHT in window",
                 p.window_right);
   }
-  if (p.way != FA_DIST_AUTO && p.way != FA_DIST_GATHER && p.way != FA_DIST_RING) {
+  if (p.way != FA_DIST_AUTO && p.way != FA_DIST_GATHER && p.way != FA_DIST_RING && p.way != FA_DIST_ALL_TO_ALL) {
     return fail(error, FA_ERROR_INVALID_ARGUMENT, "problem.way is %d, which is no fa_dist_way", int{p.way});
   }
-  if (p.num_stages < 0 || p.num_stages > p.heads_k || (p.num_stages > 0 && p.way == FA_DIST_RING)) {
+  if (p.num_stages < 0 || p.num_stages > p.heads_k ||
+      (p.num_stages > 0 && (p.way == FA_DIST_RING || p.way == FA_DIST_ALL_TO_ALL))) {
     return fail(error, FA_ERROR_INVALID_ARGUMENT,
                 "problem.num_stages is %d; it must be 0 (automatic) or, for FA_DIST_GATHER, at most heads_k (%" PRId64 ")",
                 int{p.num_stages}, p.heads_k);
+  }
+  if (p.way == FA_DIST_ALL_TO_ALL && p.heads_k % p.num_ranks != 0) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "problem.way is FA_DIST_ALL_TO_ALL with heads_k %" PRId64
+                " and num_ranks %d; heads_k must be a multiple of num_ranks",
+                p.heads_k, int{p.num_ranks});
   }
   return FA_OK;
 }
@@ -161,7 +168,12 @@ class Assignment {
     const Range keys = keys_of_rows(l_.band, l_.lengths[document], rows);
     const int32_t whole = rows.size() == l_.lengths[document] ? 1 : 0;
     l_.pieces.push_back({static_cast<int64_t>(document), rows.begin, rows.end, keys.begin, keys.end, 0, rank, whole});
-    work_[rank] += visible_pairs(l_.band, l_.lengths[document], rows);
+    const int64_t pairs = visible_pairs(l_.band, l_.lengths[document], rows);
+    if (!whole && l_.by_heads()) {
+      for (int64_t &work : work_) work += pairs / l_.num_ranks;
+    } else {
+      work_[rank] += pairs;
+    }
   }
 
   // The fewest ranks, those with the least work first, that have room for the document and stay within most_work_. If no number of ranks
@@ -189,8 +201,9 @@ class Assignment {
       room += free_[r];
       const int64_t m = static_cast<int64_t>(chosen.size());
       if (room < length || m > length) continue;
-      const bool fits =
-          std::all_of(chosen.begin(), chosen.end(), [&](int32_t c) { return work_[c] + pairs / m <= most_work_; });
+      // All ranks compute a share of what is cut by heads.
+      const bool fits = !l_.by_heads() && std::all_of(chosen.begin(), chosen.end(),
+                                                      [&](int32_t c) { return work_[c] + pairs / m <= most_work_; });
       if (fits) break;
     }
     cut(document, chosen);
@@ -259,6 +272,7 @@ void order_pieces(Layout &l, bool whole_first) {
   l.permutation.reserve(total);
   l.inverse.resize(total);
   size_t n = 0;
+  int64_t shared = 0;  // work of all ranks
   for (int32_t r = 0; r < l.num_ranks; ++r) {
     l.piece_begin[r] = n;
     l.rank_offsets[r] = static_cast<int64_t>(l.permutation.size());
@@ -269,18 +283,37 @@ void order_pieces(Layout &l, bool whole_first) {
         l.inverse[l.starts[p.document] + row] = static_cast<int64_t>(l.permutation.size());
         l.permutation.push_back(l.starts[p.document] + row);
       }
-      l.work[r] += visible_pairs(l.band, l.lengths[p.document], {p.row_begin, p.row_end});
+      const int64_t pairs = visible_pairs(l.band, l.lengths[p.document], {p.row_begin, p.row_end});
+      (p.whole || !l.by_heads() ? l.work[r] : shared) += pairs;
       if (!p.whole) l.cut.push_back(p);
     }
   }
   l.rank_offsets[l.num_ranks] = total;
+  for (int64_t &work : l.work) work += shared / l.num_ranks;
   std::sort(l.cut.begin(), l.cut.end(), [](const fa_dist_piece &a, const fa_dist_piece &b) {
     return std::tie(a.document, a.row_begin) < std::tie(b.document, b.row_begin);
   });
 }
 
+// Rows go to the ranks of their heads and come back as results: q, k and v, then out and lse; in backward also out, dout and lse, then dq, dk
+// and dv.
+void count_bytes_by_heads(Layout &l) {
+  const int64_t ranks = l.num_ranks, element = dtype_size(l.dtype), heads_q = l.heads_q / ranks, heads_k = l.heads_k / ranks;
+  const int64_t q = heads_q * l.head_dim * element, out = heads_q * l.head_dim_v * element, lse = heads_q * 4;
+  const int64_t keys = heads_k * (l.head_dim + l.head_dim_v) * element;
+  std::vector<int64_t> rows(l.num_ranks, 0);
+  for (const fa_dist_piece &p : l.cut) rows[p.rank] += p.row_end - p.row_begin;
+  const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  for (int32_t r = 0; r < l.num_ranks; ++r) {
+    const int64_t there = all - rows[r], back = rows[r] * (ranks - 1);
+    l.forward_bytes[r] = there * (q + keys) + back * (out + lse);
+    l.backward_bytes[r] = there * (q + keys + 2 * out + lse) + back * (q + keys);
+  }
+}
+
 // Bytes that one key row of one head has: in forward, and of the gradients that come back for it.
 void count_bytes(Layout &l) {
+  if (l.by_heads()) return count_bytes_by_heads(l);
   const int64_t columns = l.head_dim + l.head_dim_v, key_bytes = columns * dtype_size(l.dtype) * l.heads_k;
   l.forward_bytes.assign(l.num_ranks, 0);
   l.backward_bytes.assign(l.num_ranks, 0);
@@ -299,7 +332,6 @@ void count_bytes(Layout &l) {
 
 void choose_way(const fa_dist_problem &p, Layout &l) {
   const char *why = "forced";
-  l.way = p.way;
   if (l.way == FA_DIST_AUTO) {
     const bool ring = l.heads_k == 1 && p.num_stages == 0 && l.band.left >= kMaxRows;
     l.way = ring ? FA_DIST_RING : FA_DIST_GATHER;
@@ -310,7 +342,9 @@ void choose_way(const fa_dist_problem &p, Layout &l) {
     return;
   }
   count_bytes(l);
-  if (l.way == FA_DIST_RING) {
+  if (l.by_heads()) {
+    l.num_stages = 1;
+  } else if (l.way == FA_DIST_RING) {
     l.num_stages = l.num_ranks;
   } else if (p.num_stages > 0) {
     l.num_stages = p.num_stages;
@@ -319,8 +353,10 @@ void choose_way(const fa_dist_problem &p, Layout &l) {
     const int64_t bytes = *std::max_element(l.forward_bytes.begin(), l.forward_bytes.end());
     l.num_stages = static_cast<int32_t>(std::clamp<int64_t>(bytes / kStageBytes, 1, std::min<int64_t>(l.heads_k, 8)));
   }
-  l.reason = std::string(l.way == FA_DIST_RING ? "ring of key rows" : "gather by key heads") + " (" + why + "), " +
-             std::to_string(l.num_stages) + " stages";
+  l.reason = std::string(l.by_heads()            ? "all-to-all by heads"
+                         : l.way == FA_DIST_RING ? "ring of key rows"
+                                                 : "gather by key heads") +
+             " (" + why + "), " + std::to_string(l.num_stages) + " stages";
 }
 
 }  // namespace
@@ -348,6 +384,7 @@ fa_status make_layout(const fa_dist_problem &p, Layout &l, ErrorText &error) {
   l.window_right = p.window_right;
   l.dtype = p.dtype;
   l.num_ranks = p.num_ranks;
+  l.way = p.way;
   if (p.window & FA_WINDOW_LEFT) l.band.left = std::min(p.window_left, Band::kUnlimited);
   if (p.window & FA_WINDOW_RIGHT) l.band.right = std::min(p.window_right, Band::kUnlimited);
   if (p.mask != FA_MASK_NONE) l.band.right = 0;

@@ -39,6 +39,8 @@ struct Layout {
   std::string reason;
   uint64_t digest = 0;  // of everything that the arrays above follow from
 
+  // Whether each rank computes all rows of cut documents for its own heads.
+  bool by_heads() const { return way == FA_DIST_ALL_TO_ALL; }
   int64_t rows(int32_t rank) const { return rank_offsets[rank + 1] - rank_offsets[rank]; }
 };
 

@@ -120,11 +120,12 @@ class Reader {
                   " is cut over ranks, and the way is FA_DIST_RING; plan with FA_DIST_GATHER",
                   document);
     }
-    if (is_present(a_.alibi_slopes) && l_.band.right > 0) {
-      return fail(error_, FA_ERROR_UNSUPPORTED,
-                  "alibi_slopes is given, document %" PRId64
-                  " is cut over ranks, and queries see keys after them; this needs a causal mask or window_right 0",
-                  document);
+    if (is_present(a_.alibi_slopes) && l_.way == FA_DIST_GATHER && l_.band.right > 0) {
+      return fail(
+          error_, FA_ERROR_UNSUPPORTED,
+          "alibi_slopes is given, document %" PRId64
+          " is cut over ranks, and queries see keys after them; FA_DIST_GATHER needs a causal mask or window_right 0 for this",
+          document);
     }
     return FA_OK;
   }

@@ -47,15 +47,6 @@ MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Att
   return p;
 }
 
-MaskedProblem whole_of(const MaskedProblem &local, const WholeDocuments &documents) {
-  MaskedProblem p = local;
-  for (Lengths *lengths : {&p.q_lengths, &p.k_lengths}) {
-    lengths->cu = documents.offsets.data();
-    lengths->max_len = documents.longest;
-  }
-  return p;
-}
-
 // A merge of a single part whose lse is 0 is a conversion.
 fa_status round_rows(Session &session, const Schedule &schedule, const float *from, int64_t head, int64_t heads, int64_t dim,
                      const Operand &to) {

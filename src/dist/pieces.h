@@ -18,9 +18,6 @@ RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head = 0);
 // stage's buffers.
 MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Attend &a, const Operand &k, const Operand &v);
 
-// The problem of one call over whole documents.
-MaskedProblem whole_of(const MaskedProblem &local, const WholeDocuments &documents);
-
 // Converts the cut rows from fp32 (cut rows, heads, dim) to those of the rank's tensor `to`, from `head` on, rounding once.
 fa_status round_rows(Session &session, const Schedule &schedule, const float *from, int64_t head, int64_t heads, int64_t dim,
                      const Operand &to);

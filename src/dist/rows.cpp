@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/rows.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace fa::dist {
@@ -16,16 +17,26 @@ void pack_rows(const Operand &from, int64_t rows, int64_t heads, int64_t dim, vo
   }
 }
 
-void set_zero(float *to, int64_t count) {
-  if (count > 0) std::memset(to, 0, static_cast<size_t>(count) * sizeof(float));
+void unpack_rows(const void *from, int64_t rows, int64_t heads, int64_t dim, const Operand &to) {
+  const int64_t bytes = dtype_bytes(to.dtype), row_bytes = dim * bytes;
+  const char *source = static_cast<const char *>(from);
+  char *target = static_cast<char *>(to.data);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t h = 0; h < heads; ++h, source += row_bytes) {
+      std::memcpy(target + (i * to.seq_stride + h * to.head_stride) * bytes, source, static_cast<size_t>(row_bytes));
+    }
+  }
 }
+
+void set_zero(float *to, int64_t count) { std::fill_n(to, count, 0.0f); }
+void set_zero(double *to, int64_t count) { std::fill_n(to, count, 0.0); }
 
 void add_to(float *sum, const float *part, int64_t count) {
   for (int64_t n = 0; n < count; ++n) sum[n] += part[n];
 }
 
-void add_to(double *sum, const float *part, int64_t stride, int64_t count) {
-  for (int64_t n = 0; n < count; ++n) sum[n] += double{part[n * stride]};
+void add_to(double *sum, const float *part, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) sum[n] += double{part[n]};
 }
 
 void sum_parts(const double *parts, int64_t num_parts, int64_t count, float *to, int64_t stride) {

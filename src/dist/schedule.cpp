@@ -24,6 +24,26 @@ void add_parts(StageKeys &keys, int32_t rank) {
   if (!own_added) own();
 }
 
+void add_all_to_all(const Layout &l, Schedule &s) {
+  std::vector<int64_t> cut_rows(l.num_ranks, 0);
+  for (const fa_dist_piece &p : l.pieces) {  // by rank and local row, as cut rows are counted
+    if (p.whole) continue;
+    s.all_cut.push_back({p.rank, cut_rows[p.rank], 0, p.row_end - p.row_begin});
+    cut_rows[p.rank] += p.row_end - p.row_begin;
+  }
+  s.all_cut_documents.offsets.assign(l.lengths.size() + 1, 0);
+  for (const fa_dist_piece &p : l.cut) {
+    s.all_cut_documents.offsets[p.document + 1] = l.lengths[p.document];
+    s.all_cut_documents.longest = std::max(s.all_cut_documents.longest, l.lengths[p.document]);
+  }
+  for (size_t n = 0; n < l.lengths.size(); ++n) s.all_cut_documents.offsets[n + 1] += s.all_cut_documents.offsets[n];
+  s.all_cut_rows = s.all_cut_documents.offsets.back();
+  size_t n = 0;
+  for (const fa_dist_piece &p : l.pieces) {
+    if (!p.whole) s.all_cut[n++].row = s.all_cut_documents.offsets[p.document] + p.row_begin;
+  }
+}
+
 template <typename Items, typename Value>
 int64_t most(const Items &items, Value value) {
   int64_t result = 0;
@@ -76,7 +96,7 @@ Schedule make_schedule(const Layout &l, int32_t rank) {
     add_parts(keys, rank);
     s.keys.push_back(std::move(keys));
   }
-  for (int32_t n = 0; n < l.num_stages; ++n) {
+  for (int32_t n = 0; n < l.num_stages && l.way != FA_DIST_ALL_TO_ALL; ++n) {
     if (s.ring) {
       s.stages.push_back({0, l.heads_k, n});
     } else {
@@ -84,6 +104,7 @@ Schedule make_schedule(const Layout &l, int32_t rank) {
     }
   }
 
+  if (l.way == FA_DIST_ALL_TO_ALL) add_all_to_all(l, s);
   s.whole.resize(std::max<size_t>(s.stages.size(), 1));
   for (WholeDocuments &group : s.whole) group.offsets.assign(l.lengths.size() + 1, 0);
   int64_t work = 0, all_work = 0;

@@ -48,12 +48,26 @@ struct WholeDocuments {
   int64_t longest = 0;  // 0 = there is none
 };
 
+// A piece of a cut document on any rank, for FA_DIST_ALL_TO_ALL.
+struct CutPiece {
+  int32_t rank = 0;
+  int64_t cut_row = 0;  // on that rank
+  int64_t row = 0;      // among the rows of all cut documents, document by document
+  int64_t rows = 0;
+};
+
 struct Schedule {
   std::vector<Stage> stages;
   std::vector<StageKeys> keys;
   std::vector<CutRange> cut;
   int64_t cut_rows = 0;
   bool ring = false;
+
+  // FA_DIST_ALL_TO_ALL, which has no stages, and documents that are cut.
+  std::vector<CutPiece> all_cut;
+  int64_t all_cut_rows = 0;
+  WholeDocuments all_cut_documents;
+  bool by_heads() const { return all_cut_rows > 0; }
 
   // The cut row of a row in this rank's tensors.
   int64_t cut_row(int64_t local_row) const;

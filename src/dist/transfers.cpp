@@ -32,7 +32,9 @@ std::pair<size_t, size_t> pieces_of(const Layout &l, int64_t document) {
 
 }  // namespace
 
-int32_t key_stages(const Layout &layout) { return layout.way == FA_DIST_RING ? layout.num_ranks : 1; }
+int32_t key_stages(const Layout &layout) {
+  return layout.way == FA_DIST_RING ? layout.num_ranks : layout.way == FA_DIST_ALL_TO_ALL ? 0 : 1;
+}
 
 KeyStage keys_in(const Layout &l, int32_t rank, int32_t stage) {
   const bool ring = l.way == FA_DIST_RING;

@@ -29,7 +29,8 @@ struct KeyStage {
   int64_t rows = 0;                 // of the buffer
 };
 
-// Stages that differ in key rows: FA_DIST_GATHER has 1, whose keys each stage of heads fetches; FA_DIST_RING has num_ranks.
+// Stages that differ in key rows: FA_DIST_GATHER has 1, whose keys each stage of heads fetches; FA_DIST_RING has num_ranks,
+// FA_DIST_ALL_TO_ALL none.
 int32_t key_stages(const Layout &layout);
 KeyStage keys_in(const Layout &layout, int32_t rank, int32_t stage);
 // What `rank` sends in that stage, by receiver, in the order in which the receiver expects it. Without copies.

@@ -166,6 +166,25 @@ TEST(Plan, OneKeyHeadGoesRound) {
   EXPECT_EQ(info_of(layout).way, FA_DIST_GATHER);
 }
 
+// Cut documents are work of all ranks alike, whoever has their rows.
+TEST(Plan, AllToAllSharesCutDocuments) {
+  const std::vector<int64_t> lengths = {5000, 100, 90, 80, 70, 4000};
+  fa_dist_problem p = problem(lengths, 2);
+  p.way = FA_DIST_ALL_TO_ALL;
+  const LayoutHandle layout = plan(p);
+  const fa_dist_layout_info info = info_of(layout);
+  EXPECT_EQ(info.way, FA_DIST_ALL_TO_ALL);
+  EXPECT_EQ(info.num_stages, 1);
+  EXPECT_LE(info.imbalance, 1.001);
+  int64_t all = 0;
+  for (const int64_t length : lengths) all += length * (length + 1) / 2;
+  EXPECT_NEAR(static_cast<double>(info.work[0] + info.work[1]), static_cast<double>(all), 2);
+  p.num_ranks = 3;
+  fa_dist_layout none = nullptr;
+  EXPECT_EQ(fa_dist_plan(&p, &none), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(fa_last_error(nullptr)).find("heads_k"), std::string::npos) << fa_last_error(nullptr);
+}
+
 TEST(Plan, RefusesWhatIsWrongByName) {
   const std::vector<int64_t> good = {10, 20}, negative = {10, -1}, huge = {INT32_MAX, 1};
   const struct {

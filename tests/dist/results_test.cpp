@@ -59,8 +59,9 @@ Case random_case(std::mt19937_64 &rng) {
 Cut random_cut(std::mt19937_64 &rng, const Case &c, int32_t ranks) {
   Cut cut;
   cut.ranks = ranks;
-  cut.way = static_cast<fa_dist_way>(pick(rng, FA_DIST_AUTO, FA_DIST_RING));
-  if (cut.way != FA_DIST_RING && rng() % 2) cut.stages = static_cast<int32_t>(pick(rng, 1, c.heads_k));
+  cut.way = static_cast<fa_dist_way>(pick(rng, FA_DIST_AUTO, FA_DIST_ALL_TO_ALL));
+  if (cut.way == FA_DIST_ALL_TO_ALL && c.heads_k % ranks != 0) cut.way = FA_DIST_AUTO;
+  if (cut.way <= FA_DIST_GATHER && rng() % 2) cut.stages = static_cast<int32_t>(pick(rng, 1, c.heads_k));
   if (rng() % 4 == 0) cut.flags = FA_DIST_CONTIGUOUS;
   cut.own_workspace = rng() % 2;
   return cut;
@@ -73,7 +74,7 @@ std::string refused(const Case &c, const Cut &cut) {
   if (std::all_of(info.pieces, info.pieces + info.num_pieces, [](const fa_dist_piece &p) { return p.whole == 1; })) return "";
   if (c.dropout > 0) return "dropout_p";
   if (c.alibi && info.way == FA_DIST_RING) return "alibi_slopes";
-  if (c.alibi && c.mask == FA_MASK_NONE && c.window_right != 0) return "alibi_slopes";
+  if (c.alibi && info.way == FA_DIST_GATHER && c.mask == FA_MASK_NONE && c.window_right != 0) return "alibi_slopes";
   return "";
 }
 
@@ -108,12 +109,12 @@ TEST_P(Ranks, RandomProblems) {
 
 // One long document: each way, each mask, head groups that do not divide, dlse and a sink.
 TEST_P(Ranks, OneDocument) {
-  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING}) {
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING, FA_DIST_ALL_TO_ALL}) {
     for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
       for (const int64_t left : {-1, 9}) {
         Case c = parity::grouped_case("dist.one", FA_BFLOAT16, 0, 0);
-        c.heads_k = 3;
-        c.heads_q = 6;
+        c.heads_k = way == FA_DIST_ALL_TO_ALL ? GetParam() : 3;
+        c.heads_q = 2 * c.heads_k;
         c.mask = mask;
         c.window_left = left;
         c.sink = 1;
@@ -143,8 +144,9 @@ TEST_P(Ranks, DropoutOfWholeDocuments) {
 
 TEST_P(Ranks, EqualBitsOnEachRun) {
   std::mt19937_64 rng(static_cast<uint64_t>(parity::seed_for("dist.bits")));
-  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING}) {
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING, FA_DIST_ALL_TO_ALL}) {
     Case c = parity::grouped_case("dist.bits", FA_BFLOAT16, 0, 0);
+    if (way == FA_DIST_ALL_TO_ALL) c.heads_q = 2 * (c.heads_k = GetParam());
     c.mask = FA_MASK_CAUSAL;
     c.sink = 1;
     c.flags = FA_FLAG_DETERMINISTIC;
@@ -168,9 +170,11 @@ TEST_P(Ranks, EqualBitsOnEachRun) {
 
 // The plan and the query say how many bytes arrive, and so many do.
 TEST_P(Ranks, BytesAreThosePredicted) {
-  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING}) {
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING, FA_DIST_ALL_TO_ALL}) {
     Case c = parity::grouped_case("dist.bytes", FA_FLOAT16, 0, 0);
+    if (way == FA_DIST_ALL_TO_ALL) c.heads_q = 2 * (c.heads_k = GetParam());
     c.mask = FA_MASK_CAUSAL;
+    c.dlse = 0;  // the plan does not know of it
     set_lengths(c, {100, 64, 3});
     Cut cut;
     cut.ranks = GetParam();
