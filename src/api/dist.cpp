@@ -83,20 +83,23 @@ fa_status check_dist(fa_dist dist, ErrorText &error) {
   return FA_OK;
 }
 
-// Runs `body` as the only user of the handle's context, with a layout for this number of ranks.
+// Runs `body` as the only user of the handle's context.
 template <typename Body>
-fa_status with_dist(fa_dist dist, fa_dist_layout layout, Body body) noexcept {
+fa_status with_dist(fa_dist dist, Body body) noexcept {
   const fa_status status = without_context([&](ErrorText &error) { return check_dist(dist, error); });
   if (status != FA_OK) return status;
-  return with_context(dist->ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
-    FA_RETURN_IF_ERROR(check_layout(layout, error));
-    const dist::Layout &l = layout->layout;
-    if (l.num_ranks != dist->link.num_ranks()) {
-      return fail(error, FA_ERROR_INVALID_ARGUMENT, "layout has %d ranks; transport.num_ranks is %d", int{l.num_ranks},
-                  int{dist->link.num_ranks()});
-    }
-    return body(context, l, error);
-  });
+  return with_context(dist->ctx, body);
+}
+
+// Finds the layout behind a handle, if it is one for this number of ranks.
+fa_status read_layout(const fa_dist_s &dist, fa_dist_layout handle, const dist::Layout *&layout, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_layout(handle, error));
+  if (handle->layout.num_ranks != dist.link.num_ranks()) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "layout has %d ranks; transport.num_ranks is %d",
+                int{handle->layout.num_ranks}, int{dist.link.num_ranks()});
+  }
+  layout = &handle->layout;
+  return FA_OK;
 }
 
 fa_status check_state(const fa_dist_s &dist, ErrorText &error) {
@@ -172,22 +175,29 @@ fa_status take_workspace(fa_dist_s &dist, Workspace &workspace, size_t needed, E
 
 fa_status run_collective(fa_dist dist, fa_dist_layout handle, const fa_attention *attention, const fa_gradients *gradients,
                          Workspace workspace, fa_stream stream) noexcept {
-  return with_dist(dist, handle, [&](fa_context_s &context, const dist::Layout &layout, ErrorText &error) -> fa_status {
+  return with_dist(dist, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_state(*dist, error));
-    Arguments arguments;
-    FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
-    const Schedule schedule = make_schedule(layout, dist->link.rank());
-    dist::Usage usage;
-    FA_RETURN_IF_ERROR(measure(*dist, context, layout, schedule, arguments, usage, error));
-    const dist::Terms terms = arguments.terms(layout, FA_OK);
-    if (!dist->is_prepared(terms)) {
-      return fail(error, FA_ERROR_INVALID_ARGUMENT,
-                  "fa_dist_prepare() has not been called for this layout with these options and gradients");
-    }
-    FA_RETURN_IF_ERROR(take_workspace(*dist, workspace, usage.workspace_bytes(), error));
-    dist::Session session(*context.backend, dist->link, error, usage, workspace.data, context.pointers, stream);
-    const fa_status status = guarded(error, [&] { return arguments.step_through(session, schedule); });
-    return status == FA_OK ? FA_OK : broken(*dist, status, error);
+    bool started = false;
+    const fa_status status = guarded(error, [&]() -> fa_status {
+      const dist::Layout *layout = nullptr;
+      FA_RETURN_IF_ERROR(read_layout(*dist, handle, layout, error));
+      Arguments arguments;
+      FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
+      const Schedule schedule = make_schedule(*layout, dist->link.rank());
+      dist::Usage usage;
+      FA_RETURN_IF_ERROR(measure(*dist, context, *layout, schedule, arguments, usage, error));
+      if (!dist->is_prepared(arguments.terms(*layout, FA_OK))) {
+        return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                    "fa_dist_prepare() has not been called for this layout with these options and gradients");
+      }
+      FA_RETURN_IF_ERROR(take_workspace(*dist, workspace, usage.workspace_bytes(), error));
+      started = true;
+      dist::Session session(*context.backend, dist->link, error, usage, workspace.data, context.pointers, stream);
+      return arguments.step_through(session, schedule);
+    });
+    // After a refusal before the first message the handle stays usable. Anything else would leave the other ranks waiting.
+    const bool refused = !started && status < 300;
+    return status == FA_OK || refused ? status : broken(*dist, status, error);
   });
 }
 
@@ -218,17 +228,22 @@ fa_status agree(fa_dist_s &dist, const dist::Terms &terms, fa_status own, ErrorT
 
 fa_status prepare_collective(fa_dist dist, fa_dist_layout handle, const fa_attention *attention,
                              const fa_gradients *gradients) {
-  return with_dist(dist, handle, [&](fa_context_s &context, const dist::Layout &layout, ErrorText &error) -> fa_status {
+  return with_dist(dist, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_state(*dist, error));
-    Arguments arguments;
-    FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
-    const Schedule schedule = make_schedule(layout, dist->link.rank());
-    dist::Usage usage;
-    const fa_status own = measure(*dist, context, layout, schedule, arguments, usage, error);
-    const dist::Terms terms = arguments.terms(layout, own);
+    // Whatever is wrong with this rank's arguments, the other ranks are waiting to hear of it.
+    const dist::Layout none;
+    const dist::Layout *layout = &none;
+    Arguments arguments{};
+    const fa_status own = guarded(error, [&]() -> fa_status {
+      FA_RETURN_IF_ERROR(read_layout(*dist, handle, layout, error));
+      FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
+      dist::Usage usage;
+      return measure(*dist, context, *layout, make_schedule(*layout, dist->link.rank()), arguments, usage, error);
+    });
+    const dist::Terms terms = arguments.terms(*layout, own);
     FA_RETURN_IF_ERROR(agree(*dist, terms, own, error));
     dist->add_prepared(terms);
-    if (gradients != nullptr) dist->add_prepared(terms_of(layout, arguments.attention, nullptr, FA_OK));
+    if (gradients != nullptr) dist->add_prepared(terms_of(*layout, arguments.attention, nullptr, FA_OK));
     return FA_OK;
   });
 }
@@ -272,22 +287,24 @@ fa_status create_dist(fa_dist *out, fa_context ctx, void *nccl_comm, const fa_di
 // The answer to a query: what the call would need, or the failure.
 fa_status query_dist(fa_dist dist, fa_dist_layout handle, const fa_attention *attention, const fa_gradients *gradients,
                      fa_dist_info *info) {
-  return with_dist(dist, handle, [&](fa_context_s &context, const dist::Layout &layout, ErrorText &error) -> fa_status {
+  return with_dist(dist, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_out(info, "info", error));
     fa_dist_info answer{};
-    Arguments arguments;
+    const dist::Layout *layout = nullptr;
     dist::Usage usage;
-    answer.status = arguments.copy(attention, gradients, error);
-    if (answer.status == FA_OK) {
-      answer.status = measure(*dist, context, layout, make_schedule(layout, dist->link.rank()), arguments, usage, error);
-    }
+    answer.status = guarded(error, [&]() -> fa_status {
+      FA_RETURN_IF_ERROR(read_layout(*dist, handle, layout, error));
+      Arguments arguments;
+      FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
+      return measure(*dist, context, *layout, make_schedule(*layout, dist->link.rank()), arguments, usage, error);
+    });
     if (answer.status == FA_OK) {
       answer.workspace_bytes = usage.workspace_bytes();
       answer.received_bytes = usage.received_bytes;
       answer.sent_bytes = usage.sent_bytes;
-      answer.num_stages = layout.num_stages;
+      answer.num_stages = layout->num_stages;
       answer.num_launches = usage.launches;
-      std::snprintf(answer.reason, sizeof answer.reason, "%s", layout.reason.c_str());
+      std::snprintf(answer.reason, sizeof answer.reason, "%s", layout->reason.c_str());
     } else {
       std::memcpy(answer.reason, error.text, sizeof answer.reason);
     }
@@ -423,9 +440,8 @@ fa_status fa_dist_forward(fa_dist dist, fa_dist_layout layout, const fa_attentio
 fa_status fa_dist_backward(fa_dist dist, fa_dist_layout layout, const fa_attention *attention, const fa_gradients *gradients,
                            void *workspace, size_t workspace_bytes, fa_stream stream) {
   if (gradients == nullptr) {  // which run_collective takes for forward
-    return with_dist(dist, layout, [&](fa_context_s &, const dist::Layout &, ErrorText &error) {
-      return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients is NULL");
-    });
+    return with_dist(
+        dist, [&](fa_context_s &, ErrorText &error) { return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients is NULL"); });
   }
   return run_collective(dist, layout, attention, gradients, {workspace, workspace_bytes}, stream);
 }

@@ -111,6 +111,32 @@ TEST(Prepare, TellsWhichRankRefuses) {
   }
 }
 
+// So do structs and layouts that cannot be read at all.
+TEST(Prepare, TellsWhichRankCannotReadItsArguments) {
+  const Data data = parity::make_data(small_case("dist.unread"), nullptr, false);
+  const LayoutHandle other = plan(problem_of(data.problem, cut_over(3)));
+  const struct {
+    const char *name;
+    fa_status status;
+    std::function<void(RankCall &)> spoil;
+  } cases[] = {{"layout is NULL", FA_ERROR_INVALID_ARGUMENT, [](RankCall &c) { c.layout = nullptr; }},
+               {"layout has 3 ranks", FA_ERROR_INVALID_ARGUMENT, [&](RankCall &c) { c.layout = other.get(); }},
+               {"attention->struct_size", FA_ERROR_STRUCT_VERSION, [](RankCall &c) { c.attention.struct_size = 1; }},
+               {"gradients->struct_size", FA_ERROR_STRUCT_VERSION, [](RankCall &c) { c.gradients.struct_size = 1; }}};
+  for (const auto &spoiled : cases) {
+    Network network(2, 1);
+    const Outcome outcome = run_ranks(data, cut_over(2), network, kSoon, [&](RankCall &call) {
+      if (call.rank == 1) spoiled.spoil(call);
+      call.run_all();
+    });
+    EXPECT_EQ(outcome.statuses[1], spoiled.status);
+    EXPECT_NE(outcome.errors[1].find(spoiled.name), std::string::npos) << outcome.errors[1];
+    EXPECT_EQ(outcome.statuses[0], FA_ERROR_INVALID_ARGUMENT);
+    EXPECT_NE(outcome.errors[0].find("rank 1 refuses"), std::string::npos) << outcome.errors[0];
+    EXPECT_EQ(outcome.health[0], FA_OK);
+  }
+}
+
 // Each field that is refused is named, and nothing is written or sent.
 TEST(Query, NamesWhatIsRefused) {
   const Data data = parity::make_data(small_case("dist.fields"), nullptr, false);
