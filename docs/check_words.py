@@ -15,7 +15,7 @@ from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
-DEFAULT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "include", "src/api", "src/cmake", "src/core", "src/cpu", "src/cuda", "bindings", "tests")
+DEFAULT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "include", "src/api", "src/cmake", "src/core", "src/cpu", "src/cuda", "src/dist", "bindings", "tests")
 SUFFIXES = {".md", ".py", ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".go", ".in", ".inc", ".cmake", ".jl", ".rs", ".txt", ".1"}
 SKIPPED = {"target", "build", "__pycache__", "pictures", "data", ".git"}
 

@@ -7,6 +7,7 @@
 
 #include "core/status.h"
 #include "flashattn/flashattn.h"
+#include "flashattn/flashattn_dist.h"
 
 namespace fa::api {
 
@@ -27,6 +28,17 @@ template <>
 inline constexpr size_t kOldestSize<fa_append> = 1288;
 template <>
 inline constexpr size_t kOldestSize<fa_merge_problem> = 184;
+
+template <>
+inline constexpr size_t kOldestSize<fa_dist_problem> = 96;
+template <>
+inline constexpr size_t kOldestSize<fa_dist_layout_info> = 416;
+template <>
+inline constexpr size_t kOldestSize<fa_dist_transport> = 56;
+template <>
+inline constexpr size_t kOldestSize<fa_dist_config> = 24;
+template <>
+inline constexpr size_t kOldestSize<fa_dist_info> = 360;
 
 // Larger sizes are refused: the field is not initialised.
 constexpr size_t kLargestSize = 1 << 16;

@@ -10,7 +10,7 @@ install(
   EXPORT flashattn-targets
   LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT runtime NAMELINK_COMPONENT development)
 install(
-  FILES include/flashattn/flashattn.h include/flashattn/flashattn_dl.h include/flashattn/flashattn.hpp
+  FILES include/flashattn/flashattn.h include/flashattn/flashattn_dist.h include/flashattn/flashattn_dl.h include/flashattn/flashattn.hpp
         "${CMAKE_CURRENT_BINARY_DIR}/include/flashattn/version.h"
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/flashattn"
   COMPONENT development)

@@ -5,6 +5,8 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "flashattn/flashattn_dist.h"
+
 namespace fa {
 namespace {
 
@@ -32,6 +34,7 @@ constexpr StatusText kStatusTexts[] = {
     FA_STATUS(FA_ERROR_NO_DEVICE, "There is no such device."),
     FA_STATUS(FA_ERROR_DRIVER, "The driver is missing or too old."),
     FA_STATUS(FA_ERROR_CUDA, "A CUDA call failed; fa_last_cuda_error() has its number."),
+    FA_STATUS(FA_ERROR_TRANSPORT, "A message between ranks failed, timed out or was aborted."),
     FA_STATUS(FA_ERROR_OUT_OF_MEMORY, "Memory could not be allocated."),
     FA_STATUS(FA_ERROR_INTERNAL, "The library has a defect."),
     FA_STATUS(FA_ERROR_CALLBACK, "The caller's parallel_for did not run every task, so the outputs are incomplete."),

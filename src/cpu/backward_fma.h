@@ -85,16 +85,14 @@ class FmaGradients : public BackwardMemory {
 
   // dk and dv of block n of the keys, from the sums over the group, or from the worker if there is one query head.
   void write_keys(const Head &x, int32_t slot, int32_t worker, int64_t n, Range keys) const {
-    for_dtype(p_.k.dtype, [&]<class Element>() {
-      if (l_.wants.dk) {
-        narrow_rows<Element>(l_.sum_group ? dk_sum(slot, n) : dk_block(worker), l_.ld, p_.softmax_scale,
-                             rows_of(b_.dk, x.b, x.h_k, x.k.start), keys.begin, keys.end, p_.head_dim);
-      }
-      if (l_.wants.dv) {
-        narrow_rows<Element>(l_.sum_group ? dv_sum(slot, n) : dv_block(worker), l_.ld_v, 1.0f,
-                             rows_of(b_.dv, x.b, x.h_k, x.k.start), keys.begin, keys.end, p_.head_dim_v);
-      }
-    });
+    // Context parallelism asks for fp32 gradients of 16-bit keys.
+    const auto write = [&](const Operand &to, const float *sums, int64_t ld, float factor, int64_t dim) {
+      for_dtype(to.dtype, [&]<class Element>() {
+        narrow_rows<Element>(sums, ld, factor, rows_of(to, x.b, x.h_k, x.k.start), keys.begin, keys.end, dim);
+      });
+    };
+    if (l_.wants.dk) write(b_.dk, l_.sum_group ? dk_sum(slot, n) : dk_block(worker), l_.ld, p_.softmax_scale, p_.head_dim);
+    if (l_.wants.dv) write(b_.dv, l_.sum_group ? dv_sum(slot, n) : dv_block(worker), l_.ld_v, 1.0f, p_.head_dim_v);
   }
 
  private:

@@ -16,6 +16,7 @@ COMPILERS = [("gcc", "c"), ("g++", "c++"), ("clang", "c"), ("clang++", "c++")]
 FLAGS = ["-pedantic-errors", "-Wall", "-Wextra", "-Wpadded", "-Wundef", "-Wshadow", "-Werror", "-fsyntax-only"]
 # The loader has `static inline` functions and <dlfcn.h>: C99 and C++.
 HEADERS = {"flashattn/flashattn.h": C_STANDARDS + CXX_STANDARDS,
+           "flashattn/flashattn_dist.h": C_STANDARDS + CXX_STANDARDS,
            "flashattn/version.h": C_STANDARDS + CXX_STANDARDS,
            "flashattn/flashattn_dl.h": C_STANDARDS[1:] + CXX_STANDARDS,
            "flashattn/flashattn.hpp": CXX_STANDARDS[CXX_STANDARDS.index("c++17"):]}

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Dependencies in src/ point one way: api -> core -> launch headers of the backends; kernels see core, cuda/common and their own family.
+"""Dependencies in src/ point one way: api -> dist -> core -> launch headers of the backends; kernels see core, cuda/common and their own
+family.
 
 usage: check_includes.py SRC_DIR
 
@@ -14,8 +15,9 @@ SUFFIXES = (".h", ".inc", ".cpp", ".cu", ".cuh", ".cu.in", ".cpp.in", ".h.in")
 
 # What the files of a folder may include from src/, as prefixes. The longest folder decides. The public headers are open to all.
 LAYERS = {
-    "api": ("api/", "core/", "cpu/launch.h"),
+    "api": ("api/", "core/", "cpu/launch.h", "dist/"),
     "core": ("core/",),
+    "dist": ("core/", "dist/"),
     "cpu": ("core/", "cpu/"),
     "cuda/host": ("core/", "cuda/"),
     "cuda/common": ("core/", "cuda/common/"),

@@ -81,7 +81,7 @@ def test_components(folder):
     run(cmake, "--install", build, "--prefix", folder / "development", "--component", "development")
     names = {part: {file.name for file in (folder / part).rglob("*") if not file.is_dir()} for part in ("runtime", "development")}
     assert len(names["runtime"]) == 2 and all(re.fullmatch(r"libflashattn\.so\.[\d.]+", name) for name in names["runtime"]), names
-    wanted = {"libflashattn.so", "flashattn.h", "flashattn.hpp", "flashattn_dl.h", "version.h", "flashattn.pc", "flashattn-config.cmake"}
+    wanted = {"libflashattn.so", "flashattn.h", "flashattn.hpp", "flashattn_dist.h", "flashattn_dl.h", "version.h", "flashattn.pc", "flashattn-config.cmake"}
     assert wanted <= names["development"], names
     assert not names["runtime"] & names["development"], names
     for file in (folder / "development").rglob("*"):

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention calls that every way makes: those over whole documents, and those that add to the gradient of the sink.
+#pragma once
+
+#include "core/forward_problem.h"
+#include "dist/schedule.h"
+#include "dist/session.h"
+
+namespace fa::dist {
+
+// The gradient of the sink: fp64 over the rows of this rank, then over ranks in their order.
+class SinkGradient {
+ public:
+  SinkGradient(Session &session, const BackwardProblem &local);
+
+  // Runs a call over query heads `head` and following. With `counts` its rows add to the gradient of the sink.
+  fa_status run(BackwardProblem call, int64_t head, bool counts);
+  // Sums over all ranks.
+  fa_status finish();
+
+ private:
+  bool wanted() const { return local_.dsink != nullptr; }
+  double *own() const { return all_ + session_.rank() * heads_; }
+
+  Session &session_;
+  const BackwardProblem &local_;
+  const int64_t heads_;
+  float *piece_ = nullptr;  // (heads_q) of one call
+  double *all_ = nullptr;   // (ranks, heads_q)
+};
+
+// The whole documents of stage n, if there are any.
+fa_status run_whole(Session &session, const Schedule &schedule, const ForwardProblem &local, int32_t n);
+fa_status run_whole(const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink);
+
+}  // namespace fa::dist

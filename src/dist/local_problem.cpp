@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dist/local_problem.h"
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+
+#include "core/tensor_check.h"
+#include "core/validate.h"
+#include "flashattn/version.h"
+
+namespace fa::dist {
+namespace {
+
+class Reader {
+ public:
+  Reader(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention, ErrorText &error)
+      : l_(layout), schedule_(schedule), rank_(rank), a_(attention), error_(error) {}
+
+  // The struct for normalise(): packed. Each call sets the offsets of its own documents.
+  fa_status read(fa_attention &packed) {
+    FA_RETURN_IF_ERROR(absent());
+    FA_RETURN_IF_ERROR(mask());
+    FA_RETURN_IF_ERROR(shapes());
+    FA_RETURN_IF_ERROR(cut_documents());
+    packed = a_;
+    fa_tensor offsets{};
+    const std::vector<int64_t> &first = schedule_.whole.front().offsets;
+    offsets.data = const_cast<int64_t *>(first.data());
+    offsets.dtype = FA_INT64;
+    offsets.ndim = 1;
+    offsets.shape[0] = static_cast<int64_t>(first.size());
+    offsets.stride[0] = 1;
+    packed.cu_seqlens_q = packed.cu_seqlens_k = offsets;
+    return FA_OK;
+  }
+
+ private:
+  // Fields that the layout replaces, and fields that pieces of a document cannot have yet.
+  fa_status absent() {
+    const struct {
+      const char *name;
+      const fa_tensor &tensor;
+    } replaced[] = {{"cu_seqlens_q", a_.cu_seqlens_q},
+                    {"cu_seqlens_k", a_.cu_seqlens_k},
+                    {"seqused_q", a_.seqused_q},
+                    {"seqused_k", a_.seqused_k}},
+      unsupported[] = {{"page_table", a_.page_table},     {"bias", a_.bias},
+                       {"block_mask", a_.block_mask},     {"element_mask", a_.element_mask},
+                       {"seqstart_k", a_.seqstart_k},     {"slices", a_.slices},
+                       {"block_counts", a_.block_counts}, {"block_indices", a_.block_indices},
+                       {"max_logit", a_.max_logit},       {"q_descale", a_.q_descale},
+                       {"k_descale", a_.k_descale},       {"v_descale", a_.v_descale}};
+    for (const auto &field : replaced) {
+      if (is_present(field.tensor)) {
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is given; the layout says how long the documents are", field.name);
+      }
+    }
+    for (const auto &[name, value] : {std::pair{"max_seqlen_q", a_.max_seqlen_q}, std::pair{"max_seqlen_k", a_.max_seqlen_k}}) {
+      if (value != 0) {
+        return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is %" PRId64 "; it must be 0: the layout has the lengths", name,
+                    value);
+      }
+    }
+    for (const auto &field : unsupported) {
+      if (is_present(field.tensor)) {
+        return fail(error_, FA_ERROR_UNSUPPORTED, "%s is given; context parallelism does not support it yet", field.name);
+      }
+    }
+    return FA_OK;
+  }
+
+  fa_status mask() {
+    if (a_.mask != l_.mask) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT, "mask is %d; the layout was planned with %d", int{a_.mask}, int{l_.mask});
+    }
+    if (a_.window != l_.window || a_.window_left != l_.window_left || a_.window_right != l_.window_right) {
+      return fail(error_, FA_ERROR_INVALID_ARGUMENT,
+                  "window is 0x%x with window_left %" PRId64 " and window_right %" PRId64
+                  "; the layout was planned with 0x%x, %" PRId64 ", %" PRId64,
+                  a_.window, a_.window_left, a_.window_right, l_.window, l_.window_left, l_.window_right);
+    }
+    return FA_OK;
+  }
+
+  fa_status shapes() {
+    const int64_t rows = l_.rows(rank_);
+    const struct {
+      NamedTensor tensor;
+      int64_t heads, dim;
+    } operands[] = {{{"q", a_.q}, l_.heads_q, l_.head_dim},
+                    {{"k", a_.k}, l_.heads_k, l_.head_dim},
+                    {{"v", a_.v}, l_.heads_k, l_.head_dim_v}};
+    for (const auto &x : operands) {
+      FA_RETURN_IF_ERROR(check_memory(x.tensor, Role::input, error_));
+      FA_RETURN_IF_ERROR(check_dtype(x.tensor, {l_.dtype}, error_));
+      FA_RETURN_IF_ERROR(check_ndim(x.tensor, 3, "(rows of the rank, heads, head_dim)", error_));
+      FA_RETURN_IF_ERROR(check_shape(
+          x.tensor,
+          {{rows, "rows of this rank in the layout"}, {x.heads, "heads of the layout"}, {x.dim, "head_dim of the layout"}},
+          error_));
+    }
+    return FA_OK;
+  }
+
+  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece ends with its
+  // last query.
+  fa_status cut_documents() {
+    if (l_.cut.empty()) return FA_OK;
+    const int64_t document = l_.cut.front().document;
+    if (a_.dropout_p > 0) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "dropout_p is %g and document %" PRId64
+                  " is cut over ranks; kernels cannot yet number the rows of a piece as the document does",
+                  double{a_.dropout_p}, document);
+    }
+    if (is_present(a_.alibi_slopes) && l_.way == FA_DIST_RING) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "alibi_slopes is given, document %" PRId64
+                  " is cut over ranks, and the way is FA_DIST_RING; plan with FA_DIST_GATHER",
+                  document);
+    }
+    if (is_present(a_.alibi_slopes) && l_.way == FA_DIST_GATHER && l_.band.right > 0) {
+      return fail(
+          error_, FA_ERROR_UNSUPPORTED,
+          "alibi_slopes is given, document %" PRId64
+          " is cut over ranks, and queries see keys after them; FA_DIST_GATHER needs a causal mask or window_right 0 for this",
+          document);
+    }
+    return FA_OK;
+  }
+
+  const Layout &l_;
+  const Schedule &schedule_;
+  int32_t rank_;
+  const fa_attention &a_;
+  ErrorText &error_;
+};
+
+int64_t bits_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+}  // namespace
+
+fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
+                     ForwardProblem &problem, Pointers &pointers, ErrorText &error) {
+  fa_attention packed;
+  FA_RETURN_IF_ERROR(Reader(layout, schedule, rank, attention, error).read(packed));
+  return normalise(packed, problem, pointers, error);
+}
+
+fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
+                     const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers, ErrorText &error) {
+  fa_attention packed;
+  FA_RETURN_IF_ERROR(Reader(layout, schedule, rank, attention, error).read(packed));
+  if (is_present(gradients.dbias)) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "dbias is given; context parallelism does not support it yet");
+  }
+  return normalise(packed, gradients, problem, pointers, error);
+}
+
+Terms terms_of(const Layout &l, const fa_attention &a, const fa_gradients *g, fa_status status) {
+  const auto given = [&](const fa_tensor &t) { return int64_t{is_present(t)}; };
+  const fa_gradients none{};
+  const fa_gradients &gradients = g != nullptr ? *g : none;
+  return {{"status of its own arguments", status},
+          {"fa_version()", FA_VERSION},
+          {"number of ranks of the layout", l.num_ranks},
+          {"way", l.way},
+          {"number of stages", l.num_stages},
+          {"heads_q", l.heads_q},
+          {"heads_k", l.heads_k},
+          {"head_dim", l.head_dim},
+          {"head_dim_v", l.head_dim_v},
+          {"dtype", l.dtype},
+          {"mask", l.mask},
+          {"window", l.window},
+          {"window_left", l.window_left},
+          {"window_right", l.window_right},
+          {"number of documents", static_cast<int64_t>(l.lengths.size())},
+          {"digest of the layout", static_cast<int64_t>(l.digest)},
+          {"presence of gradients", g != nullptr},
+          {"flags", a.flags},
+          {"softmax_scale", bits_of(a.softmax_scale), true},
+          {"softcap", bits_of(a.softcap), true},
+          {"dropout_p", bits_of(a.dropout_p), true},
+          {"dropout_seed", static_cast<int64_t>(a.dropout_seed)},
+          {"dropout_offset", static_cast<int64_t>(a.dropout_offset)},
+          {"presence of dropout_seed_ptr", a.dropout_seed_ptr != nullptr},
+          {"presence of dropout_offset_ptr", a.dropout_offset_ptr != nullptr},
+          {"number of dimensions of alibi_slopes", a.alibi_slopes.ndim},
+          {"alibi_log_scale", bits_of(a.alibi_log_scale), true},
+          {"presence of sink", given(a.sink)},
+          {"presence of dlse", given(gradients.dlse)},
+          {"presence of dq", given(gradients.dq)},
+          {"presence of dk", given(gradients.dk)},
+          {"presence of dv", given(gradients.dv)},
+          {"presence of dsink", given(gradients.dsink)}};
+}
+
+bool same(const Terms &a, const Terms &b) {
+  for (size_t n = 0; n < a.size(); ++n) {
+    if (a[n].value != b[n].value) return false;
+  }
+  return true;
+}
+
+fa_status compare(const Terms &names, const std::vector<int64_t> &values, int32_t num_ranks, ErrorText &error) {
+  const size_t count = names.size();
+  // A rank that refuses its arguments says so before differences between arguments are looked for.
+  for (int32_t r = 0; r < num_ranks; ++r) {
+    const fa_status status = static_cast<fa_status>(values[r * count]);
+    if (status != FA_OK) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "rank %d refuses its own arguments with %s", int{r}, status_name(status));
+    }
+  }
+  for (size_t n = 0; n < count; ++n) {
+    for (int32_t r = 1; r < num_ranks; ++r) {
+      const int64_t mine = values[n], other = values[r * count + n];
+      if (mine == other) continue;
+      const auto text = [&](int64_t value, char(&to)[32]) {
+        float x;
+        const int32_t bits = static_cast<int32_t>(value);
+        std::memcpy(&x, &bits, sizeof x);
+        if (names[n].is_float) {
+          std::snprintf(to, sizeof to, "%.9g", double{x});
+        } else {
+          std::snprintf(to, sizeof to, "%" PRId64, value);
+        }
+      };
+      char first[32], second[32];
+      text(mine, first);
+      text(other, second);
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s is %s on rank 0 and %s on rank %d; all ranks must agree", names[n].name,
+                  first, second, int{r});
+    }
+  }
+  return FA_OK;
+}
+
+}  // namespace fa::dist

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What travels in a stage, and which attention calls it allows. Both follow from the layout, for every rank alike.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "dist/layout.h"
+
+namespace fa::dist {
+
+// Keys [begin, end) of a document, in rows `row` and following of the buffer of a stage.
+struct Slot {
+  int64_t document = 0, begin = 0, end = 0, row = 0;
+};
+
+// Key rows that rank `from` sends to rank `to`; from == to is a copy. Gradients go the other way.
+struct Transfer {
+  int32_t from = 0, to = 0;
+  int64_t local_row = 0;  // in the tensors of `from`
+  int64_t slot_row = 0;   // in the buffer of `to`
+  int64_t rows = 0;
+};
+
+// The keys of a stage on one rank.
+struct KeyStage {
+  std::vector<Slot> slots;
+  std::vector<Transfer> transfers;  // by slot, then row
+  int64_t rows = 0;                 // of the buffer
+};
+
+// Stages that differ in key rows: FA_DIST_GATHER has 1, whose keys each stage of heads fetches; FA_DIST_RING has num_ranks,
+// FA_DIST_ALL_TO_ALL none.
+int32_t key_stages(const Layout &layout);
+KeyStage keys_in(const Layout &layout, int32_t rank, int32_t stage);
+// What `rank` sends in that stage, by receiver, in the order in which the receiver expects it. Without copies.
+std::vector<Transfer> keys_out(const Layout &layout, int32_t rank, int32_t stage);
+
+// One call of the attention kernels: rows of a piece against keys of a slot, and the band between the two.
+struct Attend {
+  int64_t document = 0;
+  int64_t local_row = 0, rows = 0;  // queries, in the rank's tensors
+  int64_t slot_row = 0, keys = 0;   // in the buffer of the stage
+  Band band;                        // aligned bottom-right
+  bool own = false;                 // the keys are, or include, the rows' own: every row sees at least one
+};
+// The call over a piece's own keys comes before its other calls.
+std::vector<Attend> attends(const Layout &layout, int32_t rank, const KeyStage &stage);
+
+}  // namespace fa::dist

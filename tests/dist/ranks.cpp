@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dist/ranks.h"
+
+#include <cstdlib>
+#include <thread>
+
+#include "parity/cpu_context.h"
+#include "parity/expectation.h"
+
+namespace dist_test {
+namespace {
+
+using parity::HostTensor;
+using parity::Role;
+
+// The dimension that counts rows, or -1 for tensors that every rank has whole.
+int row_dimension(Role role) {
+  switch (role) {
+    case parity::kQ:
+    case parity::kK:
+    case parity::kV:
+    case parity::kOut:
+    case parity::kDout:
+    case parity::kDq:
+    case parity::kDk:
+    case parity::kDv:
+      return 0;
+    case parity::kLse:
+    case parity::kDlse:
+      return 1;
+    default:
+      return -1;
+  }
+}
+
+bool is_output(Role role) { return parity::is_forward_output(role) || parity::is_backward_output(role); }
+
+// The rows of one rank, with gaps between heads and rows, all poisoned.
+HostTensor local_tensor(const HostTensor &whole, int dimension, int64_t rows, int64_t gap) {
+  if (dimension == 1) return HostTensor(whole.dtype(), {whole.size(0), rows}, {rows + gap, 1});
+  const int64_t heads = whole.size(1), dim = whole.size(2);
+  return HostTensor(whole.dtype(), {rows, heads, dim}, {heads * (dim + gap) + gap, dim + gap, 1});
+}
+
+// Bytes of `tensor` outside its elements that are no longer poison.
+bool gaps_damaged(const HostTensor &tensor, int dimensions) {
+  std::vector<bool> inside(static_cast<size_t>(tensor.num_elements_stored()), false);
+  for (int64_t a = 0; a < tensor.size(0); ++a) {
+    for (int64_t b = 0; b < tensor.size(1); ++b) {
+      for (int64_t c = 0; c < (dimensions == 3 ? tensor.size(2) : 1); ++c)
+        inside[static_cast<size_t>(tensor.element(a, b, c))] = true;
+    }
+  }
+  for (int64_t n = 0; n < tensor.num_elements_stored(); ++n) {
+    if (!inside[static_cast<size_t>(n)] && !tensor.poisoned(n)) return true;
+  }
+  return false;
+}
+
+struct LocalTensors {
+  std::array<HostTensor, parity::kNumRoles> tensors;
+
+  LocalTensors(const parity::Data &data, fa_dist_layout layout, int32_t rank, int64_t rows) {
+    for (int n = 0; n < parity::kNumRoles; ++n) {
+      const Role role = static_cast<Role>(n);
+      const HostTensor &whole = data.tensors[static_cast<size_t>(n)];
+      const int dimension = row_dimension(role);
+      if (!whole.present()) continue;
+      if (dimension < 0) {
+        tensors[static_cast<size_t>(n)] = whole;
+        continue;
+      }
+      HostTensor &local = tensors[static_cast<size_t>(n)] = local_tensor(whole, dimension, rows, rank % 3);
+      if (is_output(role)) continue;
+      const fa_tensor from = whole.at(const_cast<unsigned char *>(whole.bytes().data())), to = local.at(local.bytes().data());
+      EXPECT_EQ(fa_dist_scatter_rows(layout, rank, dimension, &from, &to), FA_OK) << fa_last_error(nullptr);
+    }
+  }
+
+  fa_tensor view(Role role) {
+    HostTensor &t = tensors[static_cast<size_t>(role)];
+    return t.present() ? t.at(t.bytes().data()) : fa_tensor{};
+  }
+};
+
+}  // namespace
+
+std::string describe(const Cut &cut) {
+  return "ranks=" + std::to_string(cut.ranks) + " way=" + std::to_string(cut.way) + " stages=" + std::to_string(cut.stages) +
+         " flags=" + std::to_string(cut.flags);
+}
+
+fa_dist_problem problem_of(const parity::Case &c, const Cut &cut) {
+  fa_dist_problem p;
+  fa_dist_problem_init(&p, sizeof p);
+  p.flags = cut.flags;
+  p.lengths = c.q.slots.data();
+  p.num_documents = c.batch;
+  p.heads_q = c.heads_q;
+  p.heads_k = c.heads_k;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.head_dim_v;
+  p.dtype = static_cast<fa_dtype>(c.dtype);
+  p.mask = static_cast<fa_mask_kind>(c.mask);
+  p.window = (c.window_left >= 0 ? uint32_t{FA_WINDOW_LEFT} : 0) | (c.window_right >= 0 ? uint32_t{FA_WINDOW_RIGHT} : 0);
+  p.window_left = std::max<int64_t>(c.window_left, 0);
+  p.window_right = std::max<int64_t>(c.window_right, 0);
+  p.num_ranks = cut.ranks;
+  p.way = cut.way;
+  p.num_stages = cut.stages;
+  return p;
+}
+
+LayoutHandle plan(const fa_dist_problem &problem) {
+  fa_dist_layout layout = nullptr;
+  EXPECT_EQ(fa_dist_plan(&problem, &layout), FA_OK) << fa_last_error(nullptr);
+  return LayoutHandle(layout);
+}
+
+fa_dist_layout_info info_of(const LayoutHandle &layout) {
+  fa_dist_layout_info info;
+  fa_dist_layout_info_init(&info, sizeof info);
+  EXPECT_EQ(fa_dist_layout_describe(layout.get(), &info), FA_OK) << fa_last_error(nullptr);
+  return info;
+}
+
+bool RankCall::keep(fa_status of_call) {
+  status = of_call;
+  // Only this thread uses the rank's context.
+  if (status != FA_OK) error = fa_last_error(context);
+  return status == FA_OK;
+}
+
+namespace {
+
+// A workspace of exactly the size of the query, or none.
+fa_status with_workspace(RankCall &call, const fa_gradients *gradients, const std::function<fa_status(void *, size_t)> &body) {
+  if (call.own_workspace) return body(nullptr, 0);
+  fa_dist_info info;
+  fa_dist_info_init(&info, sizeof info);
+  const fa_status status = fa_dist_query(call.dist, call.layout, &call.attention, gradients, &info);
+  if (status != FA_OK) return status;
+  const size_t bytes = info.workspace_bytes;
+  std::vector<unsigned char> memory(bytes + 512, parity::kPoison);
+  auto address = reinterpret_cast<uintptr_t>(memory.data());
+  address = (address + 255) / 256 * 256;
+  const fa_status result = body(bytes == 0 ? nullptr : reinterpret_cast<void *>(address), bytes);
+  const size_t begin = address - reinterpret_cast<uintptr_t>(memory.data());
+  for (size_t n = 0; n < memory.size(); ++n) {
+    if ((n < begin || n >= begin + bytes) && memory[n] != parity::kPoison) call.error += "written outside the workspace";
+  }
+  return result;
+}
+
+}  // namespace
+
+fa_status RankCall::forward() {
+  return with_workspace(*this, nullptr, [&](void *workspace, size_t bytes) {
+    return fa_dist_forward(dist, layout, &attention, workspace, bytes, nullptr);
+  });
+}
+
+fa_status RankCall::backward_pass() {
+  return with_workspace(*this, &gradients, [&](void *workspace, size_t bytes) {
+    return fa_dist_backward(dist, layout, &attention, &gradients, workspace, bytes, nullptr);
+  });
+}
+
+void RankCall::run_all() {
+  if (!keep(fa_dist_prepare(dist, layout, &attention, backward ? &gradients : nullptr))) return;
+  if (!keep(forward()) || !backward) return;
+  keep(backward_pass());
+}
+
+Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, int64_t timeout_ms,
+                  const std::function<void(RankCall &)> &body) {
+  const LayoutHandle layout = plan(problem_of(data.problem, cut));
+  Outcome outcome;
+  if (!layout) return outcome;
+  const fa_dist_layout_info info = info_of(layout);
+  const size_t ranks = static_cast<size_t>(cut.ranks);
+  std::vector<std::unique_ptr<LocalTensors>> locals;
+  std::vector<RankCall> calls(ranks);
+  std::vector<parity::Context> contexts;
+  for (int32_t r = 0; r < cut.ranks; ++r) {
+    locals.push_back(std::make_unique<LocalTensors>(data, layout.get(), r, info.rank_offsets[r + 1] - info.rank_offsets[r]));
+    // Some ranks with two threads, and some with other kernels: those of any processor.
+    contexts.push_back(parity::cpu_context(r % 3 == 2 ? 2 : 1, r % 4 == 1 ? FA_CPU_ISA_PORTABLE : FA_CPU_ISA_AUTO));
+    RankCall &call = calls[static_cast<size_t>(r)];
+    call.rank = r;
+    call.context = contexts.back().get();
+    call.layout = layout.get();
+    call.backward = data.problem.backward != 0;
+    call.own_workspace = cut.own_workspace;
+    call.attention = data.options();
+    call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
+    call.attention.dropout_seed = static_cast<uint64_t>(data.problem.dropout_seed);
+    call.attention.dropout_offset = static_cast<uint64_t>(data.problem.dropout_offset);
+    fa_gradients_init(&call.gradients, sizeof call.gradients);
+    for (int n = 0; n < parity::kNumRoles; ++n) {
+      const Role role = static_cast<Role>(n);
+      if (role == parity::kCuQ || role == parity::kCuK) continue;
+      parity::field(call.attention, call.gradients, role) = locals.back()->view(role);
+    }
+    const fa_dist_transport transport = network.transport(r);
+    fa_dist_config config;
+    fa_dist_config_init(&config, sizeof config);
+    config.transport = &transport;
+    config.timeout_ms = timeout_ms;
+    EXPECT_EQ(fa_dist_create(&call.dist, call.context, nullptr, &config), FA_OK) << fa_last_error(call.context);
+  }
+
+  std::vector<std::thread> threads;
+  for (RankCall &call : calls) {
+    threads.emplace_back([&call, &body] { body ? body(call) : call.run_all(); });
+  }
+  for (std::thread &thread : threads) thread.join();
+
+  for (RankCall &call : calls) {
+    outcome.statuses.push_back(call.status);
+    outcome.errors.push_back(call.error);
+    outcome.health.push_back(fa_dist_status(call.dist));
+    fa_dist_destroy(call.dist);
+  }
+  for (int n = 0; n < parity::kNumRoles; ++n) {
+    const Role role = static_cast<Role>(n);
+    HostTensor &whole = outcome.outputs[static_cast<size_t>(n)];
+    const int dimension = row_dimension(role);
+    if (!is_output(role) || !data.tensors[static_cast<size_t>(n)].present()) continue;
+    whole = data.tensors[static_cast<size_t>(n)];
+    for (int32_t r = 0; r < cut.ranks; ++r) {
+      HostTensor &local = locals[static_cast<size_t>(r)]->tensors[static_cast<size_t>(n)];
+      if (dimension < 0) {  // the same on every rank
+        if (r > 0 && local.bytes() != whole.bytes())
+          outcome.damage += std::string(parity::role_name(role)) + " differs between ranks ";
+        whole = local;
+        continue;
+      }
+      if (gaps_damaged(local, dimension == 1 ? 2 : 3))
+        outcome.damage += std::string(parity::role_name(role)) + " written outside ";
+      const fa_tensor from = local.at(local.bytes().data()), to = whole.at(whole.bytes().data());
+      EXPECT_EQ(fa_dist_gather_rows(layout.get(), r, dimension, &from, &to), FA_OK) << fa_last_error(nullptr);
+    }
+  }
+  return outcome;
+}
+
+std::string verify(const parity::Data &data, const Outcome &outcome) {
+  std::string faults = outcome.damage;
+  for (size_t r = 0; r < outcome.statuses.size(); ++r) {
+    if (outcome.statuses[r] != FA_OK || !outcome.errors[r].empty()) {
+      faults += "\n  rank " + std::to_string(r) + ": " + fa_status_name(outcome.statuses[r]) + ", " + outcome.errors[r];
+    }
+  }
+  if (!faults.empty()) return faults;
+  for (int n = 0; n < parity::kNumRoles; ++n) {
+    if (!outcome.outputs[static_cast<size_t>(n)].present()) continue;
+    if (!data.problem.backward && parity::is_backward_output(static_cast<Role>(n))) continue;
+    const std::string fault = parity::mismatch(data, static_cast<Role>(n), outcome.outputs[static_cast<size_t>(n)]);
+    if (!fault.empty()) faults += "\n  " + fault;
+  }
+  return faults;
+}
+
+}  // namespace dist_test
