@@ -27,6 +27,8 @@ template <>
 inline constexpr size_t kOldestSize<fa_append> = 1288;
 template <>
 inline constexpr size_t kOldestSize<fa_merge_problem> = 184;
+template <>
+inline constexpr size_t kOldestSize<fa_score_source> = 88;
 
 // Larger sizes are refused: the field is not initialised.
 constexpr size_t kLargestSize = 1 << 16;

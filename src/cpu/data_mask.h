@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks given as data: block mask, block lists, element mask and slices. All of them become one thing, bits of the visible pairs of some
+// Masks given as data: block mask, block lists, element mask and slices; and by a user's function. All of them become one thing, bits of the visible pairs of some
 // rows and a block of keys, from which kernels learn whether a tile is empty, full or partial. Empty tiles are skipped, full ones run no
 // mask code, and in partial ones the logits of masked pairs become -inf.
 #pragma once
 
-#include "core/problem.h"
+#include "core/score.h"
 #include "cpu/block_lists.h"
 #include "cpu/forward_layout.h"
 #include "cpu/simd.h"
@@ -23,6 +23,7 @@ struct PreparedMasks {
   const uint64_t *list_bits = nullptr;  // make_block_list_bits
   const int32_t *active = nullptr;      // slices that can show a pair of the tiles in question; null: all of them
   int64_t num_active = 0;
+  const ScoreCall *user = nullptr;
 };
 
 // Writes the slices that touch the rows and the keys of two sequences to `active`, which has room for all; returns their number, and the
@@ -65,6 +66,9 @@ struct DataMask {
   const int32_t *active = nullptr;
   int64_t num_active = 0;
   int64_t q_start = 0, k_start = 0;  // what slices count a sequence's first row and key as
+
+  const ScoreCall *user = nullptr;  // a function that masks pairs
+  fa_score_position position{};     // of its first pair
 };
 
 inline DataMask make_data_mask(const MaskedProblem &p, const PreparedMasks &prepared, int64_t b, int64_t h,
@@ -98,6 +102,10 @@ inline DataMask make_data_mask(const MaskedProblem &p, const PreparedMasks &prep
     m.num_active = prepared.active != nullptr ? prepared.num_active : p.slices.count;
     m.q_start = queries.start;
     m.k_start = keys.start;
+  }
+  if (prepared.user != nullptr && prepared.user->masks_pairs()) {
+    m.user = prepared.user;
+    m.position = {b, h, 0, 0, queries.len, keys.len, queries.start, keys.start};
   }
   return m;
 }
@@ -156,9 +164,54 @@ inline void element_row_bits(const DataMask &m, int64_t row, int64_t origin, Ran
   }
 }
 
+// What the user's function says of a tile. Without a function that judges pairs, all those of a partial tile are visible.
+inline fa_score_tile user_tile(const DataMask &m, Range rows, Range keys) {
+  const fa_score_source &f = m.user->source;
+  if (f.tile != nullptr) {
+    fa_score_position first = m.position;
+    first.i = rows.begin;
+    first.j = keys.begin;
+    const fa_score_tile tile = f.tile(&first, rows.size(), keys.size(), &m.user->aux);
+    if (tile == FA_SCORE_TILE_EMPTY || tile == FA_SCORE_TILE_FULL) return tile;
+  }
+  return f.visible != nullptr || f.run_visible != nullptr ? FA_SCORE_TILE_PARTIAL : FA_SCORE_TILE_FULL;
+}
+
+// Takes the pairs that the user's function masks out of the bits of a row.
+inline void and_user_visible(const DataMask &m, int64_t row, int64_t origin, Range keys, RowBits &words) {
+  uint64_t any = 0;
+  for (int64_t w = 0; w < kMaskWords; ++w) any |= words[w];
+  if (any == 0) return;
+  const fa_score_source &f = m.user->source;
+  fa_score_position position = m.position;
+  position.i = row;
+  position.j = keys.begin;
+  RowBits visible = {};
+  if (f.run_visible != nullptr) {
+    uint8_t shown[kBlockKeys];
+    f.run_visible(shown, &position, keys.size(), &m.user->aux);
+    for (int64_t n = 0; n < keys.size(); ++n) {
+      const int64_t at = keys.begin - origin + n;
+      visible[at / 64] |= uint64_t{shown[n] != 0} << (at % 64);
+    }
+  } else {
+    for (; position.j < keys.end; ++position.j) {
+      const int64_t at = position.j - origin;
+      if ((words[at / 64] >> (at % 64) & 1) == 0) continue;
+      if (f.visible(&position, &m.user->aux) != 0) visible[at / 64] |= uint64_t{1} << (at % 64);
+    }
+  }
+  and_bits(words, visible);
+}
+
 // Bits of the pairs of `rows` and `keys` that every mask shows: bit j - origin of bits[i - rows.begin] is that of row i and key j. `keys` lies
 // within [origin, origin + kBlockKeys); bits of other keys are zero.
 inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t origin, RowBits *bits) {
+  const fa_score_tile by_user = m.user != nullptr ? user_tile(m, rows, keys) : FA_SCORE_TILE_FULL;
+  if (by_user == FA_SCORE_TILE_EMPTY) {
+    for (int64_t r = 0; r < rows.size(); ++r) __builtin_memset(bits[r], 0, sizeof bits[r]);
+    return Masking::kAll;
+  }
   RowBits full = {};
   set_bits(full, keys.begin - origin, keys.end - origin);
   for (int64_t r = 0; r < rows.size(); ++r) __builtin_memcpy(bits[r], full, sizeof full);
@@ -199,6 +252,10 @@ inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t o
       }
       and_bits(bits[r], of_row);
     }
+  }
+
+  if (by_user == FA_SCORE_TILE_PARTIAL) {
+    for (int64_t r = 0; r < rows.size(); ++r) and_user_visible(m, rows.begin + r, origin, keys, bits[r]);
   }
 
   uint64_t any = 0, missing = 0;
