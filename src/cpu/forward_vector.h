@@ -256,6 +256,10 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
 
   for (int64_t row = 0; row < split.count * split.rows; ++row) {
     for (int64_t c = 0; c < ldo; c += kWidth) Simd::store(o + row * ldo + c, Simd::zero());
+    if (visited.count == 0) {
+      put(row, {-kInfinity, 0, o + row * ldo});
+      continue;
+    }
     const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
     const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
     for_key_dtype(p.q.dtype, [&]<class Element>() {
@@ -270,6 +274,8 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
       }
     });
   }
+
+  if (visited.count == 0) return;  // masks as data hide every pair
 
   for_key_dtype(p.k.dtype, [&]<class Element>() {
     constexpr int64_t kBytes = sizeof(typename Element::Type);

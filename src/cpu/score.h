@@ -137,9 +137,9 @@ inline void mask_by_band(const Score &s, const Tile &t, float *x, int64_t ld) {
 
 // --- Logits --------------------------------------------------------------------------------------------------------------------
 
-// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. The row of the
-// bias starts at `bias`; its elements are `stride` apart.
-template <class Element>
+// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. With kMasked also where
+// x is -inf, whatever the bias is. The row of the bias starts at `bias`; its elements are `stride` apart.
+template <class Element, bool kMasked>
 inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t cols) {
   const auto *row = reinterpret_cast<const typename Element::Type *>(bias);
   const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity);
@@ -153,7 +153,8 @@ inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t col
       for (int l = 0; l < n; ++l) gathered[l] = row[(c + l) * stride];
       value = Element::load(gathered);
     }
-    const F sum = Simd::fma(value, log2e, Simd::load(x + c, n));
+    F sum = Simd::fma(value, log2e, Simd::load(x + c, n));
+    if constexpr (kMasked) sum = Simd::select(Simd::eq(Simd::load(x + c, n), minus_infinity), minus_infinity, sum);
     Simd::store(x + c, Simd::select(Simd::eq(value, minus_infinity), minus_infinity, sum), n);
   }
 }
@@ -189,6 +190,12 @@ inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, fl
   }
 }
 
+template <class Element>
+inline void add_bias_row(const Score &s, float *x, int64_t offset, int64_t cols) {
+  const char *bias = s.bias + offset * static_cast<int64_t>(sizeof(typename Element::Type));
+  (s.user != nullptr ? add_bias_row<Element, true> : add_bias_row<Element, false>)(x, bias, s.bias_col_stride, cols);
+}
+
 // Raw products -> base-2 logits before masks, in place. With `derivative` (same shape), also writes d logit / d (softmax_scale q k)
 // in natural units: 1 - tanh^2 under a softcap, times the derivative of the user's function; it is needed only with one of these. Rows past
 // seqlen_q and columns past seqlen_k are computed without function and bias, which are not defined there.
@@ -198,7 +205,7 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
   const F to_cap = Simd::set(s.softcap > 0 ? softmax_scale / s.softcap : 0), cap = Simd::set(s.softcap * kLog2e);
   // log2(1 + ...) is in base 2 already.
   const F slope = Simd::set(-s.alibi_slope * (s.alibi_log_scale > 0 ? 1 : kLog2e)), one = Simd::set(1.0f);
-  const F log_scale = Simd::set(s.alibi_log_scale);
+  const F log_scale = Simd::set(s.alibi_log_scale), minus_infinity = Simd::set(-kInfinity);
   const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
   const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -210,6 +217,7 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
     for (int64_t c = 0; c < t.cols; c += kWidth) {
       const int n = static_cast<int>(min64(t.cols - c, kWidth));
       F y = Simd::load(row + c, n);
+      const F of_user = y;
       if (s.softcap > 0) {
         const F th = tanh(Simd::mul(y, to_cap));
         y = Simd::mul(th, cap);
@@ -226,19 +234,21 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
         if (s.alibi_log_scale > 0) distance = log2(Simd::fma(log_scale, distance, one));
         y = Simd::fma(slope, distance, y);
       }
+      // A pair that the function masks stays masked.
+      if (s.user != nullptr) y = Simd::select(Simd::eq(of_user, minus_infinity), minus_infinity, y);
       Simd::store(row + c, y, n);
     }
     if (r < bias_rows && bias_cols > 0) {
       const int64_t offset = (t.row + r) * s.bias_row_stride + t.col * s.bias_col_stride;
       switch (s.bias_dtype) {
         case Dtype::f32:
-          add_bias_row<ElementF32>(row, s.bias + 4 * offset, s.bias_col_stride, bias_cols);
+          add_bias_row<ElementF32>(s, row, offset, bias_cols);
           break;
         case Dtype::f16:
-          add_bias_row<ElementF16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          add_bias_row<ElementF16>(s, row, offset, bias_cols);
           break;
         case Dtype::bf16:
-          add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          add_bias_row<ElementBf16>(s, row, offset, bias_cols);
           break;
         case Dtype::e4m3:
         case Dtype::i8:
