@@ -178,7 +178,8 @@ inline fa_score_tile user_tile(const DataMask &m, Range rows, Range keys) {
 }
 
 // Takes the pairs that the user's function masks out of the bits of a row.
-inline void and_user_visible(const DataMask &m, int64_t row, int64_t origin, Range keys, RowBits &words) {
+__attribute__((noinline)) inline void and_user_visible(const DataMask &m, int64_t row, int64_t origin, Range keys,
+                                                       RowBits &words) {
   uint64_t any = 0;
   for (int64_t w = 0; w < kMaskWords; ++w) any |= words[w];
   if (any == 0) return;
@@ -206,7 +207,8 @@ inline void and_user_visible(const DataMask &m, int64_t row, int64_t origin, Ran
 
 // Bits of the pairs of `rows` and `keys` that every mask shows: bit j - origin of bits[i - rows.begin] is that of row i and key j. `keys` lies
 // within [origin, origin + kBlockKeys); bits of other keys are zero.
-inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t origin, RowBits *bits) {
+__attribute__((noinline)) inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t origin,
+                                                      RowBits *bits) {
   const fa_score_tile by_user = m.user != nullptr ? user_tile(m, rows, keys) : FA_SCORE_TILE_FULL;
   if (by_user == FA_SCORE_TILE_EMPTY) {
     for (int64_t r = 0; r < rows.size(); ++r) __builtin_memset(bits[r], 0, sizeof bits[r]);

@@ -137,12 +137,12 @@ inline void mask_by_band(const Score &s, const Tile &t, float *x, int64_t ld) {
 
 // --- Logits --------------------------------------------------------------------------------------------------------------------
 
-// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. With kMasked also where
-// x is -inf, whatever the bias is. The row of the bias starts at `bias`; its elements are `stride` apart.
-template <class Element, bool kMasked>
-inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t cols) {
+// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. Where x is `masked`, it
+// stays so; NaN stands for no number. The row of the bias starts at `bias`; its elements are `stride` apart.
+template <class Element>
+inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t cols, float masked) {
   const auto *row = reinterpret_cast<const typename Element::Type *>(bias);
-  const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity);
+  const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity), stays = Simd::set(masked);
   for (int64_t c = 0; c < cols; c += kWidth) {
     const int n = static_cast<int>(min64(cols - c, kWidth));
     F value;
@@ -153,15 +153,15 @@ inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t col
       for (int l = 0; l < n; ++l) gathered[l] = row[(c + l) * stride];
       value = Element::load(gathered);
     }
-    F sum = Simd::fma(value, log2e, Simd::load(x + c, n));
-    if constexpr (kMasked) sum = Simd::select(Simd::eq(Simd::load(x + c, n), minus_infinity), minus_infinity, sum);
+    const F before = Simd::load(x + c, n);
+    const F sum = Simd::select(Simd::eq(before, stays), before, Simd::fma(value, log2e, before));
     Simd::store(x + c, Simd::select(Simd::eq(value, minus_infinity), minus_infinity, sum), n);
   }
 }
 
 // One row of raw products -> what the user's function makes of the scaled products, for the keys that the row sees through band and lengths.
 // The others may be anything. With `derivative`, also writes that of the function.
-inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, float *derivative) {
+__attribute__((noinline)) inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, float *derivative) {
   const Range seen = seen_keys(s, {row, row + 1});
   const int64_t begin = max64(seen.begin - t.col, 0), end = min64(seen.end - t.col, t.cols);
   if (row >= s.seqlen_q || begin >= end) return;
@@ -190,22 +190,17 @@ inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, fl
   }
 }
 
-template <class Element>
-inline void add_bias_row(const Score &s, float *x, int64_t offset, int64_t cols) {
-  const char *bias = s.bias + offset * static_cast<int64_t>(sizeof(typename Element::Type));
-  (s.user != nullptr ? add_bias_row<Element, true> : add_bias_row<Element, false>)(x, bias, s.bias_col_stride, cols);
-}
-
 // Raw products -> base-2 logits before masks, in place. With `derivative` (same shape), also writes d logit / d (softmax_scale q k)
 // in natural units: 1 - tanh^2 under a softcap, times the derivative of the user's function; it is needed only with one of these. Rows past
 // seqlen_q and columns past seqlen_k are computed without function and bias, which are not defined there.
-inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, float *derivative) {
+__attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, float *derivative) {
   const float softmax_scale = s.user != nullptr ? 1.0f : s.softmax_scale;  // user_scores applies it
   const F log2e_scale = Simd::set(softmax_scale * kLog2e);
   const F to_cap = Simd::set(s.softcap > 0 ? softmax_scale / s.softcap : 0), cap = Simd::set(s.softcap * kLog2e);
   // log2(1 + ...) is in base 2 already.
   const F slope = Simd::set(-s.alibi_slope * (s.alibi_log_scale > 0 ? 1 : kLog2e)), one = Simd::set(1.0f);
   const F log_scale = Simd::set(s.alibi_log_scale), minus_infinity = Simd::set(-kInfinity);
+  const float masked = s.user != nullptr ? -kInfinity : __builtin_nanf("");  // a function can mask, products cannot
   const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
   const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -242,13 +237,13 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
       const int64_t offset = (t.row + r) * s.bias_row_stride + t.col * s.bias_col_stride;
       switch (s.bias_dtype) {
         case Dtype::f32:
-          add_bias_row<ElementF32>(s, row, offset, bias_cols);
+          add_bias_row<ElementF32>(row, s.bias + 4 * offset, s.bias_col_stride, bias_cols, masked);
           break;
         case Dtype::f16:
-          add_bias_row<ElementF16>(s, row, offset, bias_cols);
+          add_bias_row<ElementF16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols, masked);
           break;
         case Dtype::bf16:
-          add_bias_row<ElementBf16>(s, row, offset, bias_cols);
+          add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols, masked);
           break;
         case Dtype::e4m3:
         case Dtype::i8:
