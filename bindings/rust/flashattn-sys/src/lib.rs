@@ -131,12 +131,7 @@ pub type fa_score_fn =
 pub type fa_score_visible_fn =
     Option<unsafe extern "C" fn(position: *const fa_score_position, aux: *const fa_score_aux) -> i32>;
 pub type fa_score_tile_fn = Option<
-    unsafe extern "C" fn(
-        first: *const fa_score_position,
-        queries: i64,
-        keys: i64,
-        aux: *const fa_score_aux,
-    ) -> fa_score_tile,
+    unsafe extern "C" fn(first: *const fa_score_position, queries: i64, keys: i64, aux: *const fa_score_aux) -> fa_score_tile,
 >;
 pub type fa_score_run_fn = Option<
     unsafe extern "C" fn(
@@ -147,9 +142,8 @@ pub type fa_score_run_fn = Option<
         aux: *const fa_score_aux,
     ),
 >;
-pub type fa_score_visible_run_fn = Option<
-    unsafe extern "C" fn(visible: *mut u8, first: *const fa_score_position, keys: i64, aux: *const fa_score_aux),
->;
+pub type fa_score_visible_run_fn =
+    Option<unsafe extern "C" fn(visible: *mut u8, first: *const fa_score_position, keys: i64, aux: *const fa_score_aux)>;
 
 /// A struct's name and size, and its fields' names, offsets and sizes.
 pub struct Layout {
