@@ -122,6 +122,21 @@ FA_INLINE void and_bits(RowBits &words, const RowBits &other) {
   for (int64_t w = 0; w < kMaskWords; ++w) words[w] &= other[w];
 }
 
+// Sets those of the bits [begin, end) whose byte is not zero; that of bit `begin` is bytes[0].
+FA_INLINE void set_bits_of_bytes(RowBits &words, const uint8_t *bytes, int64_t begin, int64_t end) {
+  int64_t at = begin;
+  for (; at < end && at % 8 != 0; ++at) words[at / 64] |= uint64_t{bytes[at - begin] != 0} << (at % 64);
+  for (; at + 8 <= end; at += 8) {
+    // The top bit of each byte that is not zero, then all of them in one byte.
+    constexpr uint64_t kLow = 0x7F7F7F7F7F7F7F7Fu;
+    uint64_t x;
+    __builtin_memcpy(&x, bytes + at - begin, sizeof x);
+    const uint64_t top = (((x & kLow) + kLow) | x) & ~kLow;
+    words[at / 64] |= (((top >> 7) * 0x0102040810204080u) >> 56) << (at % 64);
+  }
+  for (; at < end; ++at) words[at / 64] |= uint64_t{bytes[at - begin] != 0} << (at % 64);
+}
+
 // Bits of keys [keys.begin, keys.end) of one row of the element mask, bit 0 being key `origin`.
 inline void element_row_bits(const DataMask &m, int64_t row, int64_t origin, Range keys, RowBits &words) {
   for (int64_t w = 0; w < kMaskWords; ++w) words[w] = 0;
@@ -146,20 +161,8 @@ inline void element_row_bits(const DataMask &m, int64_t row, int64_t origin, Ran
     }
     return;
   }
-  int64_t j = keys.begin;
-  if (m.element_col_stride == 1) {
-    for (; j < keys.end && (j - origin) % 8 != 0; ++j)
-      words[(j - origin) / 64] |= uint64_t{from[j] != 0} << ((j - origin) % 64);
-    for (; j + 8 <= keys.end; j += 8) {
-      // The top bit of each byte that is not zero, then all of them in one byte.
-      constexpr uint64_t kLow = 0x7F7F7F7F7F7F7F7Fu;
-      uint64_t x;
-      __builtin_memcpy(&x, from + j, sizeof x);
-      const uint64_t top = (((x & kLow) + kLow) | x) & ~kLow;
-      words[(j - origin) / 64] |= (((top >> 7) * 0x0102040810204080u) >> 56) << ((j - origin) % 64);
-    }
-  }
-  for (; j < keys.end; ++j) {
+  if (m.element_col_stride == 1) return set_bits_of_bytes(words, from + keys.begin, keys.begin - origin, keys.end - origin);
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
     words[(j - origin) / 64] |= uint64_t{from[j * m.element_col_stride] != 0} << ((j - origin) % 64);
   }
 }
@@ -191,10 +194,7 @@ __attribute__((noinline)) inline void and_user_visible(const DataMask &m, int64_
   if (f.run_visible != nullptr) {
     uint8_t shown[kBlockKeys];
     f.run_visible(shown, &position, keys.size(), &m.user->aux);
-    for (int64_t n = 0; n < keys.size(); ++n) {
-      const int64_t at = keys.begin - origin + n;
-      visible[at / 64] |= uint64_t{shown[n] != 0} << (at % 64);
-    }
+    set_bits_of_bytes(visible, shown, keys.begin - origin, keys.end - origin);
   } else {
     for (; position.j < keys.end; ++position.j) {
       const int64_t at = position.j - origin;

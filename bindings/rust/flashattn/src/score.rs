@@ -98,7 +98,7 @@ pub(crate) fn source<F: ScoreFunction>(function: &F) -> sys::fa_score_source {
         derivative: F::CHANGES_SCORES.then_some(derivative::<F> as _),
         visible: F::MASKS.then_some(visible::<F> as _),
         tile: F::MASKS.then_some(tile::<F> as _),
-        user: (function as *const F).cast_mut().cast::<c_void>(),
+        user: function as *const F as *mut c_void,
         text: null_mut(),
         ..Default::default()
     }
