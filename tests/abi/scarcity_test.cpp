@@ -180,8 +180,8 @@ TEST_F(Scarcity, MemoryInCreate) {
 }
 
 TEST_F(Scarcity, MemoryInScoreCreate) {
-  each(memory_left, true, [](fa_context ctx) {
-    const std::string text(1000, 'x');
+  const std::string text(1000, 'x');
+  each(memory_left, true, [&](fa_context ctx) {
     fa_score_source source;
     fa_score_source_init(&source, sizeof source);
     source.text = text.c_str();

@@ -317,6 +317,25 @@ abi_structs! {
         out: fa_tensor,
         lse: fa_tensor,
     }
+    fa_score_source {
+        struct_size: u32,
+        reserved: u32,
+        text: *const c_char,
+        text_length: u64,
+        score: fa_score_fn,
+        derivative: fa_score_fn,
+        visible: fa_score_visible_fn,
+        tile: fa_score_tile_fn,
+        run: fa_score_run_fn,
+        run_backward: fa_score_run_fn,
+        run_visible: fa_score_visible_run_fn,
+        user: *mut c_void,
+    }
+    fa_score_tensor {
+        tensor: fa_tensor,
+        access: u32,
+        reserved: u32,
+    }
     fa_score_position {
         b: i64,
         h: i64,
@@ -333,25 +352,6 @@ abi_structs! {
         scalars: [f32; 8],
         num_tensors: i32,
         reserved: i32,
-    }
-    fa_score_tensor {
-        tensor: fa_tensor,
-        access: u32,
-        reserved: u32,
-    }
-    fa_score_source {
-        struct_size: u32,
-        reserved: u32,
-        text: *const c_char,
-        text_length: u64,
-        score: fa_score_fn,
-        derivative: fa_score_fn,
-        visible: fa_score_visible_fn,
-        tile: fa_score_tile_fn,
-        run: fa_score_run_fn,
-        run_backward: fa_score_run_fn,
-        run_visible: fa_score_visible_run_fn,
-        user: *mut c_void,
     }
 }
 
