@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every code block of the guides and READMEs is code that something compiles and runs.
 
-c, cpp, go, rust, julia   quotes, up to indentation, a source file of the binding, which its tests build and run
+c, cpp, go, rust, julia   quotes, up to indentation, a source file of the binding, which its tests build and run, or the gallery of score functions
 python                    only in bindings/python/README.md, whose blocks the package's tests execute
 sh                        is run here, or is one of the README's two commands, which CI runs
 console                   is run here; every line must begin with the word that the guide shows
@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp", "go": "bindings/go/**/*.go", "rust": "bindings/rust/*/**/*.rs",
+SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp tests/reference/score_gallery.cpp", "go": "bindings/go/**/*.go", "rust": "bindings/rust/*/**/*.rs",
            "julia": "bindings/julia/**/*.jl"}
 TOOLS = ("go", "julia", "pip", "cargo")
 
@@ -42,7 +42,7 @@ def plain(code):
 
 
 def quoted_from(root, language, code):
-    for path in sorted(root.glob(SOURCES[language])):
+    for path in sorted(path for pattern in SOURCES[language].split() for path in root.glob(pattern)):
         if "target" not in path.parts and f"\n{plain(code)}\n" in f"\n{plain(path.read_text())}\n":
             return path.relative_to(root)
     return None

@@ -393,11 +393,16 @@ func TestLayout(t *testing.T) {
 // Every field of the structs is reached from Go, or named here as left out.
 func TestEveryFieldIsWrapped(t *testing.T) {
 	leftOut := map[string]string{
-		"fa_config.parallel_for":      "a callback into Go",
-		"fa_config.parallel_for_user": "its argument",
-		"fa_config.log":               "a callback into Go",
-		"fa_config.log_user":          "its argument",
-		"fa_plan_info.status":         "the error of the query",
+		"fa_config.parallel_for":         "a callback into Go",
+		"fa_config.parallel_for_user":    "its argument",
+		"fa_config.log":                  "a callback into Go",
+		"fa_config.log_user":             "its argument",
+		"fa_attention.score":             "callbacks into Go",
+		"fa_attention.score_tensors":     "for score",
+		"fa_attention.num_score_tensors": "for score",
+		"fa_attention.score_reserved":    "for score",
+		"fa_attention.score_scalars":     "for score",
+		"fa_plan_info.status":            "the error of the query",
 	}
 	for prefix, in := range map[string]struct{ file, variable string }{
 		"fa_attention": {"attention.go", "raw."}, "fa_gradients": {"attention.go", "gradients."}, "fa_append": {"append.go", "raw."},

@@ -26,6 +26,10 @@ func layouts() []string {
 		{"fa_plan_info", reflect.TypeOf(C.fa_plan_info{})},
 		{"fa_append", reflect.TypeOf(C.fa_append{})},
 		{"fa_merge_problem", reflect.TypeOf(C.fa_merge_problem{})},
+		{"fa_score_source", reflect.TypeOf(C.fa_score_source{})},
+		{"fa_score_tensor", reflect.TypeOf(C.fa_score_tensor{})},
+		{"fa_score_position", reflect.TypeOf(C.fa_score_position{})},
+		{"fa_score_aux", reflect.TypeOf(C.fa_score_aux{})},
 	} {
 		lines = append(lines, fmt.Sprintf("%s %d", s.name, s.of.Size()))
 		for n := 0; n < s.of.NumField(); n++ {

@@ -202,7 +202,8 @@ typedef void (*fa_task_fn)(void *task_context, int32_t task);
  * @brief A function of the caller that runs tasks on the caller's thread pool, for a CPU context.
  *
  * It must call task(task_context, t) exactly once for every 0 <= t < num_tasks, and return after all these calls have returned.
- * The calls may run on any threads, in any order, concurrently or one after another. Tasks never call the caller's code.
+ * The calls may run on any threads, in any order, concurrently or one after another. Tasks call no code of the
+ * caller but score functions.
  * @param user `parallel_for_user` of the configuration.
  * @param num_tasks Number of tasks, at most `num_threads` of the configuration.
  * @param task The function to call.
@@ -415,6 +416,156 @@ typedef struct fa_tensor {
 FA_API fa_status fa_tensor_from_dlpack(fa_tensor *tensor, const void *dl_tensor);
 
 /* ---------------------------------------------------------------------------------------------------------------------
+ * Score functions: the caller's own change of a score, and the caller's own mask
+ * ------------------------------------------------------------------------------------------------------------------ */
+
+/** @brief Opaque handle of a score function, made by fa_score_create() for one context. @since 0.1 */
+typedef struct fa_score_s *fa_score;
+
+/** @brief The pair of a query and a key that a score function is called for. Later versions may add fields. @since 0.1 */
+typedef struct fa_score_position {
+  /** Sequence of the batch. */
+  int64_t b;
+  /** Query head. */
+  int64_t h;
+  /** Query row, counted within the sequence. */
+  int64_t i;
+  /** Key, counted within the sequence. */
+  int64_t j;
+  /** Used length of the sequence of queries. */
+  int64_t s_q;
+  /** Used length of the sequence of keys. */
+  int64_t s_k;
+  /** Row of the packed tensor at which the queries begin; 0 if they are not packed. */
+  int64_t start_q;
+  /** The same for keys. */
+  int64_t start_k;
+} fa_score_position;
+
+/** @brief What a score function reads besides the position. Later versions may add fields. @since 0.1 */
+typedef struct fa_score_aux {
+  /** The tensors of `fa_attention.score_tensors`. The stride of a dimension of size 1 is 0 here. */
+  const fa_tensor *tensors;
+  /** `user` of the ::fa_score_source. */
+  void *user;
+  /** `fa_attention.score_scalars`. */
+  float scalars[8];
+  /** Number of `tensors`. */
+  int32_t num_tensors;
+  /** 0. */
+  int32_t reserved;
+} fa_score_aux;
+
+/** @brief Bits of `fa_score_tensor.access`: what the index of the elements that a function reads consists of. @since 0.1 */
+enum {
+  /** The sequence b. */
+  FA_SCORE_BY_BATCH = 1,
+  /** The query head h. */
+  FA_SCORE_BY_HEAD = 2,
+  /** The query i. */
+  FA_SCORE_BY_QUERY = 4,
+  /** The key j. */
+  FA_SCORE_BY_KEY = 8,
+  /** Anything: a table. No other bit may be set. */
+  FA_SCORE_BY_ANY = 16
+};
+
+/** @brief A tensor for a score function. This struct never changes. @since 0.1 */
+typedef struct fa_score_tensor {
+  /** Any dtype and strides. With ::FA_SCORE_BY_ANY: any shape. Else 4 dimensions, as `bias` of ::fa_attention: b, h_q, s_q and
+   * s_k for the bits that are set, or 1, and 1 for the others. */
+  fa_tensor tensor;
+  /** FA_SCORE_BY_* bits. 0: one element for all pairs. */
+  uint32_t access;
+  /** Must be 0. */
+  uint32_t reserved;
+} fa_score_tensor;
+
+/** @brief How much of a tile of pairs is visible. @since 0.1 */
+typedef int32_t fa_score_tile;
+
+enum {
+  /** Ask `visible` for each pair. Any other number means the same. */
+  FA_SCORE_TILE_PARTIAL = 0,
+  /** No pair is visible. */
+  FA_SCORE_TILE_EMPTY = 1,
+  /** The function masks no pair. */
+  FA_SCORE_TILE_FULL = 2
+};
+
+/** @brief Returns a number for one pair, from s: its new score, or the derivative of that with respect to s. @since 0.1 */
+typedef float (*fa_score_fn)(float s, const fa_score_position *position, const fa_score_aux *aux);
+/** @brief Returns 0 for a masked pair, else another number. @since 0.1 */
+typedef int32_t (*fa_score_visible_fn)(const fa_score_position *position, const fa_score_aux *aux);
+/** @brief Judges the pairs of `queries` x `keys` rows from `first` on. @since 0.1 */
+typedef fa_score_tile (*fa_score_tile_fn)(const fa_score_position *first, int64_t queries, int64_t keys,
+                                          const fa_score_aux *aux);
+/** @brief Replaces s[n] by the new score of key first->j + n, for 0 <= n < keys. If `derivative` is not NULL, also writes
+ * derivative[n]. @since 0.1 */
+typedef void (*fa_score_run_fn)(float *s, float *derivative, const fa_score_position *first, int64_t keys,
+                                const fa_score_aux *aux);
+/** @brief Writes visible[n], 0 or 1, of key first->j + n, for 0 <= n < keys. @since 0.1 */
+typedef void (*fa_score_visible_run_fn)(uint8_t *visible, const fa_score_position *first, int64_t keys,
+                                        const fa_score_aux *aux);
+
+/**
+ * @brief A score function and a mask: as text for CUDA contexts, as function pointers for CPU contexts.
+ *
+ * docs/score_functions.md is the guide. The functions are called concurrently, on the threads that compute. Results must depend
+ * on the arguments only. Functions must not throw or jump out of the call. They may be called for pairs that something else
+ * masks. There s may be anything, NaN included, and the result has no effect. @since 0.1
+ */
+typedef struct fa_score_source {
+  /** sizeof(fa_score_source), as set by fa_score_source_init(). */
+  uint32_t struct_size;
+  /** Must be 0. */
+  uint32_t reserved;
+  /** CUDA: C++ text, at most 65536 bytes. CPU: ignored. NULL = none. */
+  const char *text;
+  /** Bytes of `text`; 0 = up to its terminating null. */
+  uint64_t text_length;
+  /** New score of a pair. -infinity masks it. NULL and no `run`: scores stay as they are. */
+  fa_score_fn score;
+  /** Derivative of `score` with respect to s. Backward requires it, or `run_backward`, if `score` or `run` is given. */
+  fa_score_fn derivative;
+  /** Whether a pair is visible. NULL = every pair is. */
+  fa_score_visible_fn visible;
+  /** Lets kernels skip tiles without visible pairs. May be given without `visible`, for a `score` that masks. NULL = none. */
+  fa_score_tile_fn tile;
+  /** As `score` for some keys of one query, and used instead of it; `derivative` is NULL. */
+  fa_score_run_fn run;
+  /** As `run`, and used instead of it in backward; `derivative` is not NULL. */
+  fa_score_run_fn run_backward;
+  /** As `visible` for some keys of one query, and used instead of it. */
+  fa_score_visible_run_fn run_visible;
+  /** Passed to the functions. */
+  void *user;
+} fa_score_source;
+
+/**
+ * @brief Fills a source with defaults (zero) and sets its `struct_size`.
+ * @param source The struct to fill.
+ * @param size sizeof(fa_score_source) in the caller's code.
+ * @return As fa_config_init(). @since 0.1
+ */
+FA_API fa_status fa_score_source_init(fa_score_source *source, size_t size);
+
+/**
+ * @brief Creates a score function for calls of this context, which `fa_attention.score` then names.
+ * @param ctx A handle.
+ * @param source The functions. The library copies the struct and its text.
+ * @param[out] out The new handle; NULL on failure.
+ * @return ::FA_OK, or 1xx: a CPU context requires function pointers, a CUDA context text. @since 0.1
+ */
+FA_API fa_status fa_score_create(fa_context ctx, const fa_score_source *source, fa_score *out);
+
+/**
+ * @brief Destroys a score function. A call in flight keeps it until the call returns. It may outlive its context.
+ * @param score A handle, or NULL (no effect). @since 0.1
+ */
+FA_API void fa_score_destroy(fa_score score);
+
+/* ---------------------------------------------------------------------------------------------------------------------
  * The attention problem
  * ------------------------------------------------------------------------------------------------------------------ */
 
@@ -479,13 +630,14 @@ enum {
  * Keys can also be paged, see `page_table`. In formulas, s_q and s_k are the used lengths of the sequence, and i and j count
  * its rows from 0. The logit of query i and key j is
  *
- *     x = softmax_scale * dot(q_i, k_j);  if softcap > 0: x = softcap * tanh(x / softcap);
+ *     x = softmax_scale * dot(q_i, k_j);  if score is given: x = score(x);
+ *     if softcap > 0: x = softcap * tanh(x / softcap);
  *     x += bias_ij - alibi_slope * D(|i + s_k - s_q - j|);  masked pairs: x = -infinity
  *
  * with D(n) = n, or D(n) = log(1 + alibi_log_scale * n) if alibi_log_scale > 0.
  *
  * A pair is visible if every mask that is given shows it: lengths and `seqstart_k`, `mask`, `window`, a `bias` other than
- * -infinity, `block_mask`, `block_counts` with `block_indices`, `element_mask` and `slices`.
+ * -infinity, `block_mask`, `block_counts` with `block_indices`, `element_mask`, `slices` and `score`.
  *
  * A call writes every row that belongs to a sequence. Rows past `seqused` get out = 0, lse = -infinity and zero gradients.
  * `dbias` is written as a whole, with zeros outside the lengths. No other memory is written. A row that sees no key gets
@@ -623,6 +775,17 @@ typedef struct fa_attention {
    * scale, softcap, bias and ALiBi, before dropout and without the sink; -infinity if there is no visible pair. A NaN logit does
    * not count. Backward neither reads nor writes it. Optional. */
   fa_tensor max_logit;
+
+  /** A score function of this context, see fa_score_create(); NULL = none. CUDA contexts refuse it: no kernel runs one yet. */
+  fa_score score;
+  /** `num_score_tensors` tensors that the score function reads. */
+  const fa_score_tensor *score_tensors;
+  /** At most 8. Must be 0 without `score`. */
+  int32_t num_score_tensors;
+  /** Must be 0. */
+  uint32_t score_reserved;
+  /** Numbers that the score function reads. Must be 0 without `score`. */
+  float score_scalars[8];
 } fa_attention;
 
 /**
@@ -970,7 +1133,11 @@ enum {
   /** ::fa_append */
   FA_STRUCT_APPEND = 7,
   /** ::fa_merge_problem */
-  FA_STRUCT_MERGE_PROBLEM = 8
+  FA_STRUCT_MERGE_PROBLEM = 8,
+  /** ::fa_score_source */
+  FA_STRUCT_SCORE_SOURCE = 9,
+  /** ::fa_score_tensor */
+  FA_STRUCT_SCORE_TENSOR = 10
 };
 
 /**

@@ -355,6 +355,52 @@ struct merge_problem : fa_merge_problem {
   merge_problem() noexcept : fa_merge_problem{} { fa_merge_problem_init(this, sizeof(fa_merge_problem)); }
 };
 
+/** @brief An initialised ::fa_score_source. All fields are public. Lambdas without captures convert to its functions. */
+struct score_source : fa_score_source {
+  /** @brief No functions. */
+  score_source() noexcept : fa_score_source{} { fa_score_source_init(this, sizeof(fa_score_source)); }
+};
+
+/** @brief Owns an ::fa_score. It can be moved but not copied. */
+class score {
+ public:
+  /** @brief Owns no handle. */
+  score() noexcept = default;
+  /** @brief Takes ownership of a handle of the C interface. @param handle A handle, or NULL. */
+  explicit score(fa_score handle) noexcept : handle_(handle) {}
+  /** @brief Takes the handle of another object. @param other Has no handle afterwards. */
+  score(score &&other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  /** @brief Destroys its handle and takes that of another object. @param other Has no handle afterwards. @return This object. */
+  score &operator=(score &&other) noexcept {
+    if (this != &other) {
+      fa_score_destroy(handle_);
+      handle_ = std::exchange(other.handle_, nullptr);
+    }
+    return *this;
+  }
+  score(const score &) = delete;
+  score &operator=(const score &) = delete;
+  ~score() { fa_score_destroy(handle_); }
+
+  /** @brief The handle, for fa_attention::score. @return A handle that this object still owns. */
+  fa_score get() const noexcept { return handle_; }
+  /** @brief Whether there is a handle. */
+  explicit operator bool() const noexcept { return handle_ != nullptr; }
+
+ private:
+  fa_score handle_ = nullptr;
+};
+
+/** @brief A tensor for a score function. */
+struct score_tensor : fa_score_tensor {
+  /**
+   * @brief A tensor and what its index consists of.
+   * @param view The tensor.
+   * @param index FA_SCORE_BY_* bits.
+   */
+  score_tensor(const fa_tensor &view, std::uint32_t index) noexcept : fa_score_tensor{view, index, 0} {}
+};
+
 /** @brief The result of a query. */
 struct plan : fa_plan_info {
   /** @brief Initialised; a query fills it. */
@@ -445,6 +491,18 @@ class context {
   [[nodiscard]] std::error_code try_backward(const fa_attention &problem, const fa_gradients &gradient,
                                              fa_stream stream = nullptr, workspace scratch = {}) noexcept {
     return to_error_code(fa_backward(handle_, &problem, &gradient, scratch.data, scratch.bytes, stream));
+  }
+  /**
+   * @brief fa_score_create().
+   * @param[out] out The score function; unchanged on failure.
+   * @param source Its functions and text.
+   * @return The failure, if any.
+   */
+  [[nodiscard]] std::error_code try_create_score(score &out, const fa_score_source &source) noexcept {
+    fa_score handle = nullptr;
+    const fa_status status = fa_score_create(handle_, &source, &handle);
+    if (status == FA_OK) out = score(handle);
+    return to_error_code(status);
   }
   /**
    * @brief fa_merge().
@@ -598,6 +656,12 @@ class context {
   void backward(const fa_attention &problem, const fa_gradients &gradient, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_backward(problem, gradient, stream, scratch).value(), handle_);
   }
+  /** @brief As try_create_score(), but throws the failure. @param source See there. @return The score function. */
+  score create_score(const fa_score_source &source) {
+    score made;
+    detail::check(try_create_score(made, source).value(), handle_);
+    return made;
+  }
   /** @brief As try_merge(), but throws the failure. @param problem See there. @param stream See there. @param scratch See there. */
   void merge(const fa_merge_problem &problem, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_merge(problem, stream, scratch).value(), handle_);
@@ -641,7 +705,8 @@ class context {
 static_assert(sizeof(tensor) == sizeof(fa_tensor) && sizeof(attention) == sizeof(fa_attention), "");
 static_assert(sizeof(config) == sizeof(fa_config) && sizeof(gradients) == sizeof(fa_gradients), "");
 static_assert(sizeof(append) == sizeof(fa_append) && sizeof(merge_problem) == sizeof(fa_merge_problem), "");
-static_assert(sizeof(plan) == sizeof(fa_plan_info), "");
+static_assert(sizeof(plan) == sizeof(fa_plan_info) && sizeof(score_source) == sizeof(fa_score_source), "");
+static_assert(sizeof(score_tensor) == sizeof(fa_score_tensor) && sizeof(score) == sizeof(fa_score), "");
 static_assert(sizeof(device_properties) == sizeof(fa_device_properties) && sizeof(context) == sizeof(fa_context), "");
 
 }  // namespace flashattn

@@ -68,6 +68,9 @@
     fa_stream stream)) \
   X(fa_status, fa_append_kv, (fa_context ctx, const fa_append *append, void *workspace, size_t workspace_bytes, \
     fa_stream stream)) \
+  X(fa_status, fa_score_source_init, (fa_score_source *source, size_t size)) \
+  X(fa_status, fa_score_create, (fa_context ctx, const fa_score_source *source, fa_score *out)) \
+  X(void, fa_score_destroy, (fa_score score)) \
   X(size_t, fa_sizeof, (fa_struct_kind kind))
 /* clang-format on */
 

@@ -14,19 +14,44 @@
 namespace fa::api {
 namespace {
 
-fa_status read_problem(fa_context_s &context, ForwardProblem &problem, ErrorText &error, const fa_attention *attention) {
-  fa_attention copy;
-  FA_RETURN_IF_ERROR(copy_in(attention, "attention", copy, error));
-  return normalise(copy, problem, context.pointers, error);
+// Takes a reference on the attention's score function for the time of the call and makes `call` of it; null without one.
+fa_status read_score(fa_context_s &context, const fa_attention &attention, const MaskedProblem &problem, const ScoreCall *&call,
+                     ErrorText &error) {
+  const fa_score score = attention.score;
+  if (score != nullptr) {
+    if (score->magic != fa_score_s::kMagic) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "score is %p, which is no score function (destroyed already?)",
+                  static_cast<void *>(score));
+    }
+    if (score->context_id != context.id) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "score is %p, which was created for another context",
+                  static_cast<void *>(score));
+    }
+    score->references.fetch_add(1, std::memory_order_relaxed);
+    context.score_in_use = score;
+    call = &context.score_call;
+  }
+  return normalise_score(attention, score != nullptr ? &score->source : nullptr, problem, context.score_call, context.pointers,
+                         error);
 }
 
-fa_status read_problem(fa_context_s &context, BackwardProblem &problem, ErrorText &error, const fa_attention *attention,
+fa_status read_problem(fa_context_s &context, ScoredForward &problem, ErrorText &error, const fa_attention *attention) {
+  fa_attention copy;
+  FA_RETURN_IF_ERROR(copy_in(attention, "attention", copy, error));
+  FA_RETURN_IF_ERROR(normalise(copy, problem, context.pointers, error));
+  FA_RETURN_IF_ERROR(read_score(context, copy, problem, problem.score, error));
+  return problem.score == nullptr ? FA_OK : check_score_memory(*problem.score, copy, error);
+}
+
+fa_status read_problem(fa_context_s &context, ScoredBackward &problem, ErrorText &error, const fa_attention *attention,
                        const fa_gradients *gradients) {
   fa_attention attention_copy;
   fa_gradients gradients_copy;
   FA_RETURN_IF_ERROR(copy_in(attention, "attention", attention_copy, error));
   FA_RETURN_IF_ERROR(copy_in(gradients, "gradients", gradients_copy, error));
-  return normalise(attention_copy, gradients_copy, problem, context.pointers, error);
+  FA_RETURN_IF_ERROR(normalise(attention_copy, gradients_copy, problem, context.pointers, error));
+  FA_RETURN_IF_ERROR(read_score(context, attention_copy, problem.forward, problem.score, error));
+  return problem.score == nullptr ? FA_OK : check_score_memory(*problem.score, gradients_copy, error);
 }
 
 fa_status read_problem(fa_context_s &context, MergeProblem &problem, ErrorText &error, const fa_merge_problem *merge) {
@@ -148,6 +173,23 @@ fa_status create(fa_context *out, const fa_config *config, ErrorText &error) {
   return FA_OK;
 }
 
+fa_status create_score(fa_context_s &context, const fa_score_source *source, fa_score *out, ErrorText &error) {
+  if (out == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out is NULL");
+  *out = nullptr;
+  auto score = std::make_unique<fa_score_s>();
+  fa_score_source &copy = score->source;
+  FA_RETURN_IF_ERROR(copy_in(source, "source", copy, error));
+  FA_RETURN_IF_ERROR(check_source(copy, error));
+  FA_RETURN_IF_ERROR(context.backend->accept(copy, error));
+  if (copy.text != nullptr) {
+    score->text.assign(copy.text, static_cast<size_t>(copy.text_length));
+    copy.text = score->text.c_str();
+  }
+  score->context_id = context.id;
+  *out = score.release();
+  return FA_OK;
+}
+
 // The fields of DLPack's DLTensor that are read here. Their layout has not changed since 0.2.
 struct DLTensor {
   void *data;
@@ -235,6 +277,19 @@ fa_status fa_plan_info_init(fa_plan_info *info, size_t size) {
   return without_context([&](ErrorText &error) { return init(info, "info", size, error); });
 }
 
+fa_status fa_score_source_init(fa_score_source *source, size_t size) {
+  return without_context([&](ErrorText &error) { return init(source, "source", size, error); });
+}
+
+fa_status fa_score_create(fa_context ctx, const fa_score_source *source, fa_score *out) {
+  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) { return create_score(context, source, out, error); });
+}
+
+void fa_score_destroy(fa_score score) {
+  if (score == nullptr || score->magic.exchange(0) != fa_score_s::kMagic) return;
+  score->release();
+}
+
 fa_status fa_tensor_from_dlpack(fa_tensor *tensor, const void *dl_tensor) {
   return without_context([&](ErrorText &error) { return from_dlpack(tensor, dl_tensor, error); });
 }
@@ -266,11 +321,11 @@ fa_status fa_device_info(fa_context ctx, fa_device_properties *properties) {
 }
 
 fa_status fa_forward_query(fa_context ctx, const fa_attention *attention, fa_plan_info *info) {
-  return query<ForwardProblem>(ctx, info, attention);
+  return query<ScoredForward>(ctx, info, attention);
 }
 
 fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, fa_plan_info *info) {
-  return query<BackwardProblem>(ctx, info, attention, gradients);
+  return query<ScoredBackward>(ctx, info, attention, gradients);
 }
 
 fa_status fa_merge_query(fa_context ctx, const fa_merge_problem *merge, fa_plan_info *info) {
@@ -281,10 +336,10 @@ fa_status fa_append_query(fa_context ctx, const fa_append *append, fa_plan_info 
   return query<AppendProblem>(ctx, info, append);
 }
 
-fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) { return prepare<ForwardProblem>(ctx, attention); }
+fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attention) { return prepare<ScoredForward>(ctx, attention); }
 
 fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients) {
-  return prepare<BackwardProblem>(ctx, attention, gradients);
+  return prepare<ScoredBackward>(ctx, attention, gradients);
 }
 
 fa_status fa_merge_prepare(fa_context ctx, const fa_merge_problem *merge) { return prepare<MergeProblem>(ctx, merge); }
@@ -292,12 +347,12 @@ fa_status fa_merge_prepare(fa_context ctx, const fa_merge_problem *merge) { retu
 fa_status fa_append_prepare(fa_context ctx, const fa_append *append) { return prepare<AppendProblem>(ctx, append); }
 
 fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, fa_stream stream) {
-  return run<ForwardProblem>(ctx, workspace, workspace_bytes, stream, attention);
+  return run<ScoredForward>(ctx, workspace, workspace_bytes, stream, attention);
 }
 
 fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
                       size_t workspace_bytes, fa_stream stream) {
-  return run<BackwardProblem>(ctx, workspace, workspace_bytes, stream, attention, gradients);
+  return run<ScoredBackward>(ctx, workspace, workspace_bytes, stream, attention, gradients);
 }
 
 fa_status fa_merge(fa_context ctx, const fa_merge_problem *merge, void *workspace, size_t workspace_bytes, fa_stream stream) {
@@ -326,6 +381,10 @@ size_t fa_sizeof(fa_struct_kind kind) {
       return sizeof(fa_append);
     case FA_STRUCT_MERGE_PROBLEM:
       return sizeof(fa_merge_problem);
+    case FA_STRUCT_SCORE_SOURCE:
+      return sizeof(fa_score_source);
+    case FA_STRUCT_SCORE_TENSOR:
+      return sizeof(fa_score_tensor);
     default:
       return 0;
   }

@@ -28,6 +28,8 @@ template <>
 inline constexpr size_t kOldestSize<fa_append> = 1288;
 template <>
 inline constexpr size_t kOldestSize<fa_merge_problem> = 184;
+template <>
+inline constexpr size_t kOldestSize<fa_score_source> = 88;
 
 template <>
 inline constexpr size_t kOldestSize<fa_dist_problem> = 96;

@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <new>
+#include <utility>
 
 #include "api/context.h"
 #include "core/status.h"
@@ -52,6 +53,7 @@ fa_status with_context(fa_context ctx, Body body) noexcept {
   }
   ctx->error.text[0] = '\0';
   const fa_status status = guarded(ctx->error, [&] { return body(*ctx, ctx->error); });
+  if (ctx->score_in_use != nullptr) std::exchange(ctx->score_in_use, nullptr)->release();
   if (status != FA_OK && ctx->log != nullptr) ctx->log(ctx->log_user, FA_LOG_ERROR, ctx->error.text);
   ctx->busy.store(false, std::memory_order_release);
   return status;

@@ -7,9 +7,8 @@
 #include <string>
 
 #include "core/append.h"
-#include "core/forward_problem.h"
 #include "core/pointers.h"
-#include "core/problem.h"
+#include "core/score.h"
 #include "core/status.h"
 #include "flashattn/flashattn.h"
 
@@ -45,20 +44,23 @@ class Backend {
   virtual void describe(fa_device_properties &properties) const = 0;
   virtual int32_t last_cuda_error() const { return 0; }
 
+  // Refuses a source without what this device runs.
+  virtual fa_status accept(const fa_score_source &source, ErrorText &error) const = 0;
+
   // Says whether and how the problem would run, without side effects.
-  virtual fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
-  virtual fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const ScoredForward &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const AppendProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
 
   // Loads the kernels that the run needs.
-  virtual fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
-  virtual fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const ScoredForward &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const ScoredBackward &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const AppendProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
 
-  virtual fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) = 0;
-  virtual fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const ScoredForward &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) = 0;
 

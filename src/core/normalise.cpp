@@ -138,6 +138,22 @@ fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role
   return FA_OK;
 }
 
+fa_status check_bits(const NamedTensor &named, ErrorText &error) {
+  const auto &[name, t] = named;
+  const int last = t.ndim - 1;
+  if (stride_of(t, last) != 0 && stride_of(t, last) != 1) {
+    return fail(error, FA_ERROR_SHAPE, "%s.stride[%d] is %" PRId64 "; the bits of a row are adjacent (stride 1)", name, last,
+                t.stride[last]);
+  }
+  for (int d = 0; d < last; ++d) {
+    if (stride_of(t, d) % 8 == 0) continue;
+    return fail(error, FA_ERROR_SHAPE,
+                "%s.stride[%d] is %" PRId64 " bits; it must be a multiple of 8, so that rows begin at a byte", name, d,
+                t.stride[d]);
+  }
+  return FA_OK;
+}
+
 fa_status check_sizes(std::initializer_list<NamedSize> sizes, ErrorText &error) {
   for (const auto &[name, size] : sizes) {
     if (size > kSizeLimit) {

@@ -45,6 +45,12 @@ fa_status set_pages(const NamedTensor &table, const NamedTensor &paged, int64_t 
 fa_status set_descale(const NamedTensor &t, const NamedTensor &scaled, Role role, int64_t batch, int64_t heads_k, bool per_row,
                       Descale &descale, Pointers &pointers, ErrorText &error);
 
+// The rows or columns of what is indexed by queries or keys within a sequence: the caller's bound, even if it exceeds the number of rows.
+inline int64_t score_bound(int64_t max_seqlen, const Lengths &lengths) { return max_seqlen > 0 ? max_seqlen : lengths.max_len; }
+
+// Checks the strides of a tensor of bits.
+fa_status check_bits(const NamedTensor &t, ErrorText &error);
+
 // Checks that every size is at most 2^40, which is far more than fits in memory. Products of a few such sizes and strides stay within
 // 64 bits.
 struct NamedSize {

@@ -339,11 +339,6 @@ class Normaliser {
     return FA_OK;
   }
 
-  // The rows or columns of bias and of masks given as data: the caller's bound, even if it exceeds the number of rows.
-  static int64_t score_bound(int64_t max_seqlen, const Lengths &lengths) {
-    return max_seqlen > 0 ? max_seqlen : lengths.max_len;
-  }
-
   // The sizes that block_mask and the block lists share.
   fa_status block_sizes() {
     const bool mask = is_present(a_.block_mask), lists = is_present(a_.block_counts) || is_present(a_.block_indices);
@@ -439,16 +434,7 @@ class Normaliser {
         {{p_.batch, "batch", true}, {p_.heads_q, "heads_q", true}, {bound_q, "seqlen_q", true}, {bound_k, "seqlen_k", true}},
         error_));
     const bool bits = t.dtype == FA_BIT;
-    if (bits && stride_of(t, 3) > 1) {
-      return fail(error_, FA_ERROR_SHAPE, "element_mask.stride[3] is %" PRId64 "; the bits of a row are adjacent (stride 1)",
-                  t.stride[3]);
-    }
-    for (int d = 0; bits && d < 3; ++d) {
-      if (stride_of(t, d) % 8 == 0) continue;
-      return fail(error_, FA_ERROR_SHAPE,
-                  "element_mask.stride[%d] is %" PRId64 " bits; it must be a multiple of 8, so that rows begin at a byte", d,
-                  t.stride[d]);
-    }
+    if (bits) FA_RETURN_IF_ERROR(check_bits(named, error_));
     const int64_t unit = bits ? 8 : 1;
     p_.element_mask = {true,
                        static_cast<const uint8_t *>(t.data),

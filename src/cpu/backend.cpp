@@ -23,18 +23,25 @@ bool no_rows(const Lengths &lengths) { return lengths.max_len == 0; }
 
 bool nothing_to_write(const MaskedProblem &problem) { return no_rows(problem.q_lengths); }
 
-bool nothing_to_write(const BackwardProblem &problem) {
+bool nothing_to_write(const ScoredBackward &problem) {
   const bool rows_q = problem.dq.data != nullptr && !no_rows(problem.forward.q_lengths);
   const bool rows_k = (problem.dk.data != nullptr || problem.dv.data != nullptr) && !no_rows(problem.forward.k_lengths);
   return !rows_q && !rows_k && problem.dbias.data == nullptr && problem.dsink == nullptr;
 }
 
 // Kernels raise max_logit from here.
-void start_max_logit(const ForwardProblem &problem) {
+void start_max_logit(const ScoredForward &problem) {
   if (problem.max_logit == nullptr) return;
   for (int64_t h = 0; h < problem.heads_q; ++h) {
     problem.max_logit[h * problem.max_logit_stride] = -std::numeric_limits<float>::infinity();
   }
+}
+
+fa_status check_derivative(const ScoreCall *score, ErrorText &error) {
+  if (score == nullptr || !score->changes_scores()) return FA_OK;
+  if (score->source.derivative != nullptr || score->source.run_backward != nullptr) return FA_OK;
+  return fail(error, FA_ERROR_INVALID_ARGUMENT,
+              "score was created with source.derivative and source.run_backward NULL; backward on the CPU needs one of them");
 }
 
 class CpuBackend final : public Backend {
@@ -49,11 +56,22 @@ class CpuBackend final : public Backend {
     std::snprintf(properties.name, sizeof properties.name, "%s", processor_name().c_str());
   }
 
-  fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &) const override {
+  fa_status accept(const fa_score_source &source, ErrorText &error) const override {
+    if (source.score != nullptr || source.run != nullptr || source.visible != nullptr || source.run_visible != nullptr ||
+        source.tile != nullptr) {
+      return FA_OK;
+    }
+    return fail(
+        error, FA_ERROR_INVALID_ARGUMENT,
+        "source.score, run, visible, run_visible and tile are NULL; a CPU context needs functions and does not run text");
+  }
+
+  fa_status plan(const ScoredForward &problem, PlanSummary &summary, ErrorText &) const override {
     summary = summarise(plan_forward(problem, machine_));
     return FA_OK;
   }
-  fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &) const override {
+  fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const override {
+    FA_RETURN_IF_ERROR(check_derivative(problem.score, error));
     summary = summarise(plan_backward(problem, machine_));
     return FA_OK;
   }
@@ -66,12 +84,14 @@ class CpuBackend final : public Backend {
     return FA_OK;
   }
 
-  fa_status prepare(const ForwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
-  fa_status prepare(const BackwardProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const ScoredForward &, const Pointers &, ErrorText &) override { return FA_OK; }
+  fa_status prepare(const ScoredBackward &problem, const Pointers &, ErrorText &error) override {
+    return check_derivative(problem.score, error);
+  }
   fa_status prepare(const MergeProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
   fa_status prepare(const AppendProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
 
-  fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) override {
+  fa_status run(const ScoredForward &problem, const Call &call, ErrorText &error) override {
     const Plan plan = plan_forward(problem, machine_);
     Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
@@ -81,7 +101,8 @@ class CpuBackend final : public Backend {
     return finished(forward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 
-  fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) override {
+  fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) override {
+    FA_RETURN_IF_ERROR(check_derivative(problem.score, error));
     const Plan plan = plan_backward(problem, machine_);
     Workspace workspace = call.workspace;
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));

@@ -32,7 +32,7 @@ namespace fa::cpu::FA_ISA {
 template <class Gradients>
 class BackwardWork final : public HeadWork, BackwardMemory {
  public:
-  BackwardWork(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace)
+  BackwardWork(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace)
       : BackwardMemory(problem, layout, workspace), gradients_(problem, layout, workspace) {}
 
   int64_t items(int64_t head) const override {
@@ -129,14 +129,14 @@ class BackwardWork final : public HeadWork, BackwardMemory {
   void key_block(const Head &x, int32_t slot, int32_t worker, int64_t g, int64_t n) {
     const int64_t h = x.h_k * p_.group + g;
     const Range keys{n * l_.block_k, min64((n + 1) * l_.block_k, x.k.len)};
-    const Score score = make_score(p_, x.b, h, x.q, x.k);
+    const Score score = make_score(p_, b_.score, x.b, h, x.q, x.k);
     gradients_.begin_keys(worker, keys.size());
 
     const Range rows = visible_queries(p_.band, x.q, x.k, keys);
-    const bool by_data = p_.masked_by_data();
+    const bool by_data = masks_pairs(p_, b_.score);
     DataMask data;
     if (by_data) {
-      data = make_data_mask(p_, prepared_masks(base_, l_, p_, worker, x.q, rows, x.k, keys), x.b, h, x.q, x.k);
+      data = make_data_mask(p_, prepared_masks(base_, l_, p_, b_.score, worker, x.q, rows, x.k, keys), x.b, h, x.q, x.k);
     }
     Turn *turns = dq_turns(slot, g);
     for (int64_t m = rows.begin / l_.block_q; m * l_.block_q < rows.end; ++m) {
@@ -189,13 +189,13 @@ using BackwardGradients = Bf16Gradients;
 using BackwardGradients = FmaGradients;
 #endif
 
-bool backward(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
 #if !defined(FA_BF16_UNIT)  // the plan sends problems with dbias elsewhere
   if (layout.wants.dbias && !backward_bias(problem, layout, workspace, parallel)) return false;
 #endif
   if (!layout.wants.heads()) return true;
   struct Region {
-    const BackwardProblem &problem;
+    const ScoredBackward &problem;
     const BackwardLayout &layout;
     void *workspace;
     Schedule schedule;

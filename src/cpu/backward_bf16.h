@@ -24,7 +24,7 @@ namespace fa::cpu::FA_ISA {
 
 class Bf16Gradients : public BackwardMemory {
  public:
-  Bf16Gradients(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace)
+  Bf16Gradients(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace)
       : BackwardMemory(problem, layout, workspace),
         steps_(round_up(p_.head_dim, kTileDepth) / kTileDepth),
         steps_v_(round_up(p_.head_dim_v, kTileDepth) / kTileDepth) {}

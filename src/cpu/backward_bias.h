@@ -16,7 +16,7 @@ namespace fa::cpu::FA_ISA {
 
 class BiasWork {
  public:
-  BiasWork(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace)
+  BiasWork(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace)
       : b_(problem), p_(problem.forward), l_(layout), base_(static_cast<char *>(workspace)) {
     batches_ = b_.dbias_sum_batch ? 1 : p_.batch;
     heads_ = b_.dbias_sum_heads ? 1 : p_.heads_q;
@@ -57,14 +57,14 @@ class BiasWork {
       const int64_t row_limit = b_.dbias_sum_rows ? q.len : min64(row + rows, q.len);
       const Range queries{max64(row, visible.begin), min64(row_limit, visible.end)};
       if (queries.empty()) continue;
-      const PreparedMasks masks = prepared_masks(base_, l_, p_, worker, q, queries, k, keys);
+      const PreparedMasks masks = prepared_masks(base_, l_, p_, b_.score, worker, q, queries, k, keys);
       int64_t packed_head = -1;
       for (int64_t h = heads.begin; h < heads.end; ++h) {
         if (h / p_.group != packed_head) {
           packed_head = h / p_.group;
           pack_keys(worker, b, packed_head, k, keys);
         }
-        const Score score = make_score(p_, b, h, q, k);
+        const Score score = make_score(p_, b_.score, b, h, q, k);
         const DataMask data = make_data_mask(p_, masks, b, h, q, k);
         for (int64_t m = queries.begin; m < queries.end; m += l_.block_q) {
           const Tile t{m, col, min64(l_.block_q, queries.end - m), keys.size()};
@@ -88,7 +88,7 @@ class BiasWork {
   void add_tile(int32_t worker, int64_t b, int64_t h, const Sequence &q, const Sequence &k, const Score &score,
                 const DataMask &data, const Tile &t, float *sum) const {
     TileMask mask;
-    find_visible(score, p_.masked_by_data() ? &data : nullptr, t, mask);
+    find_visible(score, masks_pairs(p_, b_.score) ? &data : nullptr, t, mask);
     if (mask.masking == Masking::kAll) return;
     const PackedQueries queries{array<float>(worker, l_.bias_q),    l_.ld,
                                 array<float>(worker, l_.bias_dout), l_.ld_v,
@@ -149,7 +149,7 @@ class BiasWork {
     });
   }
 
-  const BackwardProblem &b_;
+  const ScoredBackward &b_;
   const MaskedProblem &p_;
   const BackwardLayout &l_;
   char *base_;
@@ -157,7 +157,7 @@ class BiasWork {
   std::atomic<int64_t> next_{0};
 };
 
-inline bool backward_bias(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
+inline bool backward_bias(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
   BiasWork work(problem, layout, workspace);
   return parallel.run(
       layout.workers, [](void *context, int32_t worker) { static_cast<BiasWork *>(context)->work(worker); }, &work);

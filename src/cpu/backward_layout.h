@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/parallel.h"
-#include "core/problem.h"
+#include "core/score.h"
 
 namespace fa::cpu {
 
@@ -78,7 +78,7 @@ struct BackwardLayout {
   // In a worker. With bf16_unit, float tiles have 32 rows.
   size_t p_tile = 0;           // float (block_q, ld_tile): S, then P
   size_t ds_tile = 0;          // float (block_q, ld_tile): dP, then dS
-  size_t derivative_tile = 0;  // float (block_q, ld_tile), only with a softcap
+  size_t derivative_tile = 0;  // float (block_q, ld_tile), only with a softcap or a score function
   size_t dropout_tile = 0;     // float (block_q, ld_tile), only with dropout
   size_t visible_tile = 0;     // uint8 (block_q, block_k): pairs that are not masked, for tiles with wild values
   size_t dk_block = 0;         // float (block_k, ld); bf16_unit: (head_dim, ld_tile)
@@ -103,19 +103,19 @@ struct BackwardLayout {
 
 // The kernels, one per instruction set; see backward.h.
 namespace portable {
-bool backward(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
 namespace avx2 {
-bool backward(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
 namespace avx512 {
-bool backward(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
 namespace avx512_bf16 {
-bool backward(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
 namespace amx {
-bool backward(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
 
 }  // namespace fa::cpu

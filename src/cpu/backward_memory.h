@@ -35,7 +35,7 @@ struct BackwardTile {
 
 class BackwardMemory {
  public:
-  BackwardMemory(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace)
+  BackwardMemory(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace)
       : b_(problem), p_(problem.forward), l_(layout), base_(static_cast<char *>(workspace)) {}
 
   // dsink (heads_q): sums over batch entries and blocks of rows, in order.
@@ -96,7 +96,7 @@ class BackwardMemory {
     step.lse2 = slot_array<float>(slot, l_.lse2) + at;
     step.delta = slot_array<float>(slot, l_.delta) + at;
     step.ld = l_.ld_tile;
-    float *derivative = score.softcap > 0 ? worker_array<float>(worker, l_.derivative_tile) : nullptr;
+    float *derivative = needs_derivative(p_, b_.score) ? worker_array<float>(worker, l_.derivative_tile) : nullptr;
     float *dropout = score.dropout ? worker_array<float>(worker, l_.dropout_tile) : nullptr;
     if (score.general) score_logits(score, t, s, l_.ld_tile, derivative);
     if (score.dropout) dropout_scales(score, t, dropout, l_.ld_tile);
@@ -105,7 +105,7 @@ class BackwardMemory {
     return step;
   }
 
-  const BackwardProblem &b_;
+  const ScoredBackward &b_;
   const MaskedProblem &p_;
   const BackwardLayout &l_;
   char *base_;

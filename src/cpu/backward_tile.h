@@ -38,9 +38,10 @@ inline void mask_tile(const Score &score, const TileMask &mask, const Tile &t, f
 }
 
 // What a worker knows of the masks as data of some rows and keys, in the workspace of the call at `base`.
-inline PreparedMasks prepared_masks(char *base, const BackwardLayout &l, const MaskedProblem &p, int32_t worker,
-                                    const Sequence &q, Range rows, const Sequence &k, Range keys) {
+inline PreparedMasks prepared_masks(char *base, const BackwardLayout &l, const MaskedProblem &p, const ScoreCall *user,
+                                    int32_t worker, const Sequence &q, Range rows, const Sequence &k, Range keys) {
   PreparedMasks masks;
+  masks.user = user;
   masks.list_bits = reinterpret_cast<const uint64_t *>(base + l.list_bits_offset);
   if (!p.slices.given) return masks;
   auto *active =

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Masks given as data: block mask, block lists, element mask and slices. All of them become one thing, bits of the visible pairs of some
+// Masks given as data: block mask, block lists, element mask and slices; and by a user's function. All of them become one thing, bits of the visible pairs of some
 // rows and a block of keys, from which kernels learn whether a tile is empty, full or partial. Empty tiles are skipped, full ones run no
 // mask code, and in partial ones the logits of masked pairs become -inf.
 #pragma once
 
-#include "core/problem.h"
+#include "core/score.h"
 #include "cpu/block_lists.h"
 #include "cpu/forward_layout.h"
 #include "cpu/simd.h"
@@ -23,6 +23,7 @@ struct PreparedMasks {
   const uint64_t *list_bits = nullptr;  // make_block_list_bits
   const int32_t *active = nullptr;      // slices that can show a pair of the tiles in question; null: all of them
   int64_t num_active = 0;
+  const ScoreCall *user = nullptr;
 };
 
 // Writes the slices that touch the rows and the keys of two sequences to `active`, which has room for all; returns their number, and the
@@ -65,6 +66,9 @@ struct DataMask {
   const int32_t *active = nullptr;
   int64_t num_active = 0;
   int64_t q_start = 0, k_start = 0;  // what slices count a sequence's first row and key as
+
+  const ScoreCall *user = nullptr;  // a function that masks pairs
+  fa_score_position position{};     // of its first pair
 };
 
 inline DataMask make_data_mask(const MaskedProblem &p, const PreparedMasks &prepared, int64_t b, int64_t h,
@@ -99,6 +103,10 @@ inline DataMask make_data_mask(const MaskedProblem &p, const PreparedMasks &prep
     m.q_start = queries.start;
     m.k_start = keys.start;
   }
+  if (prepared.user != nullptr && prepared.user->masks_pairs()) {
+    m.user = prepared.user;
+    m.position = {b, h, 0, 0, queries.len, keys.len, queries.start, keys.start};
+  }
   return m;
 }
 
@@ -112,6 +120,21 @@ FA_INLINE void set_bits(RowBits &words, int64_t begin, int64_t end) {
 
 FA_INLINE void and_bits(RowBits &words, const RowBits &other) {
   for (int64_t w = 0; w < kMaskWords; ++w) words[w] &= other[w];
+}
+
+// Sets those of the bits [begin, end) whose byte is not zero; that of bit `begin` is bytes[0].
+FA_INLINE void set_bits_of_bytes(RowBits &words, const uint8_t *bytes, int64_t begin, int64_t end) {
+  int64_t at = begin;
+  for (; at < end && at % 8 != 0; ++at) words[at / 64] |= uint64_t{bytes[at - begin] != 0} << (at % 64);
+  for (; at + 8 <= end; at += 8) {
+    // The top bit of each byte that is not zero, then all of them in one byte.
+    constexpr uint64_t kLow = 0x7F7F7F7F7F7F7F7Fu;
+    uint64_t x;
+    __builtin_memcpy(&x, bytes + at - begin, sizeof x);
+    const uint64_t top = (((x & kLow) + kLow) | x) & ~kLow;
+    words[at / 64] |= (((top >> 7) * 0x0102040810204080u) >> 56) << (at % 64);
+  }
+  for (; at < end; ++at) words[at / 64] |= uint64_t{bytes[at - begin] != 0} << (at % 64);
 }
 
 // Bits of keys [keys.begin, keys.end) of one row of the element mask, bit 0 being key `origin`.
@@ -138,27 +161,59 @@ inline void element_row_bits(const DataMask &m, int64_t row, int64_t origin, Ran
     }
     return;
   }
-  int64_t j = keys.begin;
-  if (m.element_col_stride == 1) {
-    for (; j < keys.end && (j - origin) % 8 != 0; ++j)
-      words[(j - origin) / 64] |= uint64_t{from[j] != 0} << ((j - origin) % 64);
-    for (; j + 8 <= keys.end; j += 8) {
-      // The top bit of each byte that is not zero, then all of them in one byte.
-      constexpr uint64_t kLow = 0x7F7F7F7F7F7F7F7Fu;
-      uint64_t x;
-      __builtin_memcpy(&x, from + j, sizeof x);
-      const uint64_t top = (((x & kLow) + kLow) | x) & ~kLow;
-      words[(j - origin) / 64] |= (((top >> 7) * 0x0102040810204080u) >> 56) << ((j - origin) % 64);
-    }
-  }
-  for (; j < keys.end; ++j) {
+  if (m.element_col_stride == 1) return set_bits_of_bytes(words, from + keys.begin, keys.begin - origin, keys.end - origin);
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
     words[(j - origin) / 64] |= uint64_t{from[j * m.element_col_stride] != 0} << ((j - origin) % 64);
   }
 }
 
+// What the user's function says of a tile. Without a function that judges pairs, all those of a partial tile are visible.
+inline fa_score_tile user_tile(const DataMask &m, Range rows, Range keys) {
+  const fa_score_source &f = m.user->source;
+  if (f.tile != nullptr) {
+    fa_score_position first = m.position;
+    first.i = rows.begin;
+    first.j = keys.begin;
+    const fa_score_tile tile = f.tile(&first, rows.size(), keys.size(), &m.user->aux);
+    if (tile == FA_SCORE_TILE_EMPTY || tile == FA_SCORE_TILE_FULL) return tile;
+  }
+  return f.visible != nullptr || f.run_visible != nullptr ? FA_SCORE_TILE_PARTIAL : FA_SCORE_TILE_FULL;
+}
+
+// Takes the pairs that the user's function masks out of the bits of a row.
+__attribute__((noinline)) inline void and_user_visible(const DataMask &m, int64_t row, int64_t origin, Range keys,
+                                                       RowBits &words) {
+  uint64_t any = 0;
+  for (int64_t w = 0; w < kMaskWords; ++w) any |= words[w];
+  if (any == 0) return;
+  const fa_score_source &f = m.user->source;
+  fa_score_position position = m.position;
+  position.i = row;
+  position.j = keys.begin;
+  RowBits visible = {};
+  if (f.run_visible != nullptr) {
+    uint8_t shown[kBlockKeys];
+    f.run_visible(shown, &position, keys.size(), &m.user->aux);
+    set_bits_of_bytes(visible, shown, keys.begin - origin, keys.end - origin);
+  } else {
+    for (; position.j < keys.end; ++position.j) {
+      const int64_t at = position.j - origin;
+      if ((words[at / 64] >> (at % 64) & 1) == 0) continue;
+      if (f.visible(&position, &m.user->aux) != 0) visible[at / 64] |= uint64_t{1} << (at % 64);
+    }
+  }
+  and_bits(words, visible);
+}
+
 // Bits of the pairs of `rows` and `keys` that every mask shows: bit j - origin of bits[i - rows.begin] is that of row i and key j. `keys` lies
 // within [origin, origin + kBlockKeys); bits of other keys are zero.
-inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t origin, RowBits *bits) {
+__attribute__((noinline)) inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t origin,
+                                                      RowBits *bits) {
+  const fa_score_tile by_user = m.user != nullptr ? user_tile(m, rows, keys) : FA_SCORE_TILE_FULL;
+  if (by_user == FA_SCORE_TILE_EMPTY) {
+    for (int64_t r = 0; r < rows.size(); ++r) __builtin_memset(bits[r], 0, sizeof bits[r]);
+    return Masking::kAll;
+  }
   RowBits full = {};
   set_bits(full, keys.begin - origin, keys.end - origin);
   for (int64_t r = 0; r < rows.size(); ++r) __builtin_memcpy(bits[r], full, sizeof full);
@@ -199,6 +254,10 @@ inline Masking visible_bits(const DataMask &m, Range rows, Range keys, int64_t o
       }
       and_bits(bits[r], of_row);
     }
+  }
+
+  if (by_user == FA_SCORE_TILE_PARTIAL) {
+    for (int64_t r = 0; r < rows.size(); ++r) and_user_visible(m, rows.begin + r, origin, keys, bits[r]);
   }
 
   uint64_t any = 0, missing = 0;

@@ -87,7 +87,7 @@ int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode
 
 }  // namespace
 
-Plan plan_forward(const MaskedProblem &problem, const Machine &machine) {
+Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
   const ForwardMode mode = forward_mode(problem.group * problem.q_lengths.max_len);
   Plan plan;
   const fa_cpu_isa isa = isa_of(problem, machine);
@@ -100,7 +100,7 @@ Plan plan_forward(const MaskedProblem &problem, const Machine &machine) {
   return plan;
 }
 
-bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
+bool forward(const ScoredForward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
   const fa_cpu_isa isa = isa_of(problem, machine);
   ForwardJob job;
   job.problem = &problem;

@@ -179,7 +179,7 @@ class Bf16Products {
 
   // Logits, masks and P of a strip.
   void softmax(const Head &head, State &st, Strip &x, int64_t block_first, uint8_t flags) const {
-    const bool general = p_.score_terms(), partial = st.partial[x.index];
+    const bool general = changes_scores(p_, st.user), partial = st.partial[x.index];
     const int64_t first = block_first + x.cols.begin, n = x.cols.size();
     float *s = x.s + x.cols.begin;
     const bool by_band = st.interior[x.index].begin > first || st.interior[x.index].end < first + n;

@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-#include "core/forward_problem.h"
+#include "core/score.h"
 #include "cpu/forward_layout.h"
 #include "cpu/schedule.h"
 
 namespace fa::cpu {
 
 struct ForwardJob {
-  const ForwardProblem *problem = nullptr;
+  const ScoredForward *problem = nullptr;
   ForwardLayout layout;
   char *workspace = nullptr;
   Schedule *schedule = nullptr;

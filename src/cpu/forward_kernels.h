@@ -80,6 +80,8 @@ class ForwardWork final : public HeadWork {
     return reinterpret_cast<uint8_t *>(shared + layout_.slot_keys + layout_.slot_values)[n];
   }
 
+  MaskMemory masks(char *scratch) const { return mask_memory(layout_, p_.score, workspace_, scratch); }
+
   void pack_block(const Head &head, int64_t n, char *shared) const {
     flags_at(shared, n) = products_.pack(head, n, keys_at(shared, n), values_at(shared, n));
   }
@@ -95,7 +97,7 @@ class ForwardWork final : public HeadWork {
     block.queries = min64(layout_.block_rows, head.queries.len - block.first_query);
     if (row_block == 0) write_unused_rows(p_, head, block.first_head, block.heads);
 
-    typename Products::State st = products_.begin(scratch, mask_memory(layout_, workspace_, scratch), head, block);
+    typename Products::State st = products_.begin(scratch, masks(scratch), head, block);
     for (int64_t n = st.all_seen.begin / kBlockKeys; n * kBlockKeys < st.all_seen.end; ++n) {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
       products_.attend(head, st, n, keys_at(shared, n), values_at(shared, n), flags_at(shared, n));
@@ -133,10 +135,9 @@ class ForwardWork final : public HeadWork {
     const int64_t size = split_keys(head.mode), begin = (all.begin + item) * size;
     const Range keys{max64(begin, head.visible.begin), min64(begin + size, head.visible.end)};
     if (head.mode == ForwardMode::kVector)
-      return attend_vector(p_, layout_, mask_memory(layout_, workspace_, scratch), scratch, head,
-                           {head.head_k, heads, rows, keys}, put);
+      return attend_vector(p_, layout_, masks(scratch), scratch, head, {head.head_k, heads, rows, keys}, put);
 
-    typename Products::State st = products_.begin(scratch, mask_memory(layout_, workspace_, scratch), head, block);
+    typename Products::State st = products_.begin(scratch, masks(scratch), head, block);
     char *packed_values = scratch + layout_.worker_bytes - layout_.worker_slices - layout_.worker_bits - layout_.worker_values;
     char *packed_keys = packed_values - layout_.worker_keys;
     for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
@@ -147,7 +148,7 @@ class ForwardWork final : public HeadWork {
     for (int64_t r = 0; r < rows; ++r) put(r, products_.row_result(st, r));
   }
 
-  const ForwardProblem &p_;
+  const ScoredForward &p_;
   const ForwardLayout &layout_;
   char *const workspace_;
   Products products_;

@@ -40,7 +40,7 @@ int64_t vector_heads(const MaskedProblem &p, int64_t rows) {
   return std::clamp<int64_t>(std::min(by_bytes, by_rows), 1, p.heads_k);
 }
 
-ForwardLayout forward_layout(const MaskedProblem &p, ForwardProducts products, int32_t tasks) {
+ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, int32_t tasks) {
   const int64_t max_rows = p.group * p.q_lengths.max_len;
   const int64_t max_keys = p.k_lengths.max_len;
   // Shorter sequences than the longest exist only if lengths are given as data.
@@ -91,7 +91,7 @@ ForwardLayout forward_layout(const MaskedProblem &p, ForwardProducts products, i
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);
   }
-  if (p.masked_by_data()) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
+  if (masks_pairs(p, p.score)) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
   if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
   l.worker_bytes = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p +
                    l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/problem.h"
+#include "core/score.h"
 #include "cpu/schedule.h"
 
 namespace fa::cpu {
@@ -86,6 +86,6 @@ int64_t block_rows(ForwardProducts products);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.
 int64_t vector_heads(const MaskedProblem &problem, int64_t rows);
-ForwardLayout forward_layout(const MaskedProblem &problem, ForwardProducts products, int32_t tasks);
+ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, int32_t tasks);
 
 }  // namespace fa::cpu

@@ -23,6 +23,8 @@ struct SoftmaxState {
   Range seen[kMaxStrips];      // by some row of the strip
   Range interior[kMaxStrips];  // by every row of the strip
 
+  const ScoreCall *user = nullptr;
+  bool by_data = false;  // data or a function masks pairs
   PreparedMasks masks;
   RowBits *bits = nullptr;  // rows: visible keys of this block by masks as data, where partial is true
   Range all_seen;           // by some row of the block
@@ -32,15 +34,16 @@ struct SoftmaxState {
   bool partial[kMaxStrips];
 };
 
-// Where a worker keeps what it knows of masks as data.
+// Where a worker keeps what it knows of masks as data, and the user's score function.
 struct MaskMemory {
+  const ScoreCall *user = nullptr;
   const uint64_t *list_bits = nullptr;
   RowBits *bits = nullptr;
   int32_t *slices = nullptr;
 };
-inline MaskMemory mask_memory(const ForwardLayout &layout, char *workspace, char *scratch) {
+inline MaskMemory mask_memory(const ForwardLayout &layout, const ScoreCall *user, char *workspace, char *scratch) {
   char *bits = scratch + layout.worker_bytes - layout.worker_slices - layout.worker_bits;
-  return {reinterpret_cast<const uint64_t *>(workspace + layout.list_bits_at), reinterpret_cast<RowBits *>(bits),
+  return {user, reinterpret_cast<const uint64_t *>(workspace + layout.list_bits_at), reinterpret_cast<RowBits *>(bits),
           reinterpret_cast<int32_t *>(bits + layout.worker_bits)};
 }
 
@@ -76,7 +79,10 @@ inline void begin_softmax(const MaskedProblem &p, const Head &head, const QueryB
   }
   const Range rows{block.first_query, block.first_query + block.queries};
   st.all_seen = visible_keys(p.band, head.queries, head.keys, rows);
-  if (!p.masked_by_data()) return;
+  st.user = memory.user;
+  st.by_data = masks_pairs(p, st.user);
+  if (!st.by_data) return;
+  st.masks.user = st.user;
   st.masks.list_bits = memory.list_bits;
   st.bits = memory.bits;
   if (p.slices.given && !st.all_seen.empty()) {
@@ -103,7 +109,7 @@ inline void row_maxima(const SoftmaxState &st, int64_t r0, int64_t m, int64_t co
 inline void general_scores(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
                            int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries, head.keys);
+    const Score score = make_score(p, st.user, head.b, head.head_k * p.group + h, head.queries, head.keys);
     const Tile tile{st.block.query(r), col, n, cols};
     float *x = s + (r - r0) * kBlockKeys;
     score_logits(score, tile, x, kBlockKeys, nullptr);
@@ -115,7 +121,7 @@ inline void general_scores(const MaskedProblem &p, const Head &head, const Softm
 inline void mask_strip(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
                        int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries, head.keys);
+    const Score score = make_score(p, st.user, head.b, head.head_k * p.group + h, head.queries, head.keys);
     mask_by_band(score, Tile{st.block.query(r), col, n, cols}, s + (r - r0) * kBlockKeys, kBlockKeys);
   });
 }
@@ -141,7 +147,7 @@ inline bool begin_keys(const MaskedProblem &p, const Head &head, SoftmaxState &s
   bool any = false;
   for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += strip_rows, ++strip) {
     Range keys{max64(st.seen[strip].begin - first, 0), min64(st.seen[strip].end - first, kBlockKeys)};
-    if (!keys.empty() && p.masked_by_data()) {
+    if (!keys.empty() && st.by_data) {
       const Masking masking = strip_bits(p, head, st, r0, min64(st.rows - r0, strip_rows), keys, first);
       st.partial[strip] = masking == Masking::kSome;
       if (masking == Masking::kAll) keys.end = keys.begin;
@@ -211,7 +217,7 @@ __attribute__((noinline)) void softmax_strip(const SoftmaxState &st, int64_t r0,
 inline void apply_dropout(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
                           int64_t cols, float *s) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
-    const Score score = make_score(p, head.b, head.head_k * p.group + h, head.queries, head.keys);
+    const Score score = make_score(p, st.user, head.b, head.head_k * p.group + h, head.queries, head.keys);
     dropout_scales(score, Tile{st.block.query(r), col, n, cols}, st.dropout, kBlockKeys);
     for (int64_t i = 0; i < n; ++i) {
       float *x = s + (r - r0 + i) * kBlockKeys;

@@ -131,7 +131,7 @@ inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, con
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
   const Range *keys = st.keys;
   Range cols[kMaxStrips];
-  const bool general = p.score_terms();
+  const bool general = changes_scores(p, st.user);
   const int64_t strips = (st.rows + kMr - 1) / kMr;
   Range all_cols{kBlockKeys, 0};
   for (int64_t strip = 0; strip < strips; ++strip) {

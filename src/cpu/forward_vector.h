@@ -222,6 +222,7 @@ FA_INLINE void for_visited_keys(const Rows &source, int64_t first, const Visited
 inline VisitedKeys split_bits(const ForwardProblem &p, const MaskMemory &memory, const Head &head, const QueryBlock &block,
                               const VectorSplit &split) {
   PreparedMasks masks;
+  masks.user = memory.user;
   masks.list_bits = memory.list_bits;
   if (p.slices.given) {
     Range shown;
@@ -244,7 +245,7 @@ template <class Put>
 inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &memory, char *scratch,
                           const Head &head, const VectorSplit &split, Put put) {
   const QueryBlock block{0, p.group, 0, head.queries.len};
-  const bool by_data = p.masked_by_data();
+  const bool by_data = masks_pairs(p, memory.user);
   const VisitedKeys visited = by_data ? split_bits(p, memory, head, block, split) : VisitedKeys(split.keys.size());
   const Range keys = split.keys;
   const int64_t ldq = round_up(p.head_dim, kWidth), ldo = round_up(p.head_dim_v, kWidth), lds = kVectorSplitKeys;
@@ -255,6 +256,10 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
 
   for (int64_t row = 0; row < split.count * split.rows; ++row) {
     for (int64_t c = 0; c < ldo; c += kWidth) Simd::store(o + row * ldo + c, Simd::zero());
+    if (visited.count == 0) {
+      put(row, {-kInfinity, 0, o + row * ldo});
+      continue;
+    }
     const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
     const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
     for_key_dtype(p.q.dtype, [&]<class Element>() {
@@ -269,6 +274,8 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
       }
     });
   }
+
+  if (visited.count == 0) return;  // masks as data hide every pair
 
   for_key_dtype(p.k.dtype, [&]<class Element>() {
     constexpr int64_t kBytes = sizeof(typename Element::Type);
@@ -298,7 +305,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
   RowResult results[kVectorScratchRows];
   for (int64_t h = 0; h < split.count; ++h) {
     for_heads(block, 0, split.rows, [&](int64_t g, int64_t r0, int64_t n) {
-      const Score score = make_score(p, head.b, (split.first + h) * p.group + g, head.queries, head.keys);
+      const Score score = make_score(p, memory.user, head.b, (split.first + h) * p.group + g, head.queries, head.keys);
       const Tile tile{block.query(r0), keys.begin, n, keys.size()};
       const int64_t row0 = h * split.rows + r0;
       float *x = s + row0 * lds;

@@ -6,9 +6,8 @@
 #include <cstdint>
 
 #include "core/append.h"
-#include "core/forward_problem.h"
 #include "core/parallel.h"
-#include "core/problem.h"
+#include "core/score.h"
 #include "core/status.h"
 
 namespace fa::cpu {
@@ -36,15 +35,15 @@ struct Plan {
   int32_t tasks = 1;  // scratch areas in the workspace = parallel tasks to start
 };
 
-Plan plan_forward(const MaskedProblem &problem, const Machine &machine);
-Plan plan_backward(const BackwardProblem &problem, const Machine &machine);
+Plan plan_forward(const ScoredForward &problem, const Machine &machine);
+Plan plan_backward(const ScoredBackward &problem, const Machine &machine);
 Plan plan_merge(const MergeProblem &problem, const Machine &machine);
 Plan plan_append(const AppendProblem &problem, const Machine &machine);
 
 // Run a plan. `workspace` is 256-byte aligned and holds plan.workspace_bytes of any content; merging and appending need none. Lengths and
 // page tables have been checked. False if the host's parallel_for did not run every task.
-bool forward(const ForwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
-bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
+bool forward(const ScoredForward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
+bool backward(const ScoredBackward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool merge(const MergeProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel);
 bool append(const AppendProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel);
 

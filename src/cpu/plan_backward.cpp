@@ -51,16 +51,17 @@ class Arena {
 
 // What computes a problem.
 struct Choice {
-  bool (*run)(const BackwardProblem &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+  bool (*run)(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
   bool bf16_unit;
   const char *kernel;
   const char *reason;
 };
 
 // Depends on dtypes and on what is asked for, not on lengths: a sequence has the same gradients alone and in any batch.
-Choice choose(const BackwardProblem &problem, const Machine &machine) {
+Choice choose(const ScoredBackward &problem, const Machine &machine) {
   const MaskedProblem &p = problem.forward;
-  const char *reason = p.score_terms() || p.masked_by_data() ? "blocks of keys outer, general score" : "blocks of keys outer";
+  const char *reason = changes_scores(p, problem.score) || masks_pairs(p, problem.score) ? "blocks of keys outer, general score"
+                                                                                         : "blocks of keys outer";
 #if defined(__x86_64__)
   if (machine.isa == FA_CPU_ISA_AMX || machine.isa == FA_CPU_ISA_AVX512_BF16) {
     const bool bf16 =
@@ -88,7 +89,7 @@ Choice choose(const BackwardProblem &problem, const Machine &machine) {
   return {portable::backward, false, "cpu_backward_portable", reason};
 }
 
-BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice, const Machine &machine) {
+BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, const Machine &machine) {
   const MaskedProblem &p = problem.forward;
   BackwardLayout l;
   l.wants.dq = problem.dq.data != nullptr;
@@ -148,7 +149,7 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice,
   const int64_t tile_rows = l.bf16_unit ? kTileStripRows : l.block_q, tile = tile_rows * l.ld_tile;
   l.p_tile = worker.take(tile, sizeof(float));
   l.ds_tile = worker.take(tile, sizeof(float));
-  l.derivative_tile = worker.take(p.softcap > 0 ? tile : 0, sizeof(float));
+  l.derivative_tile = worker.take(needs_derivative(p, problem.score) ? tile : 0, sizeof(float));
   l.dropout_tile = worker.take(p.dropout.threshold > 0 ? tile : 0, sizeof(float));
   l.visible_tile = worker.take(tile_rows * l.block_k, 1);
   l.dk_block = worker.take(dk_floats, sizeof(float));
@@ -191,7 +192,7 @@ BackwardLayout make_layout(const BackwardProblem &problem, const Choice &choice,
 
 }  // namespace
 
-Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
+Plan plan_backward(const ScoredBackward &problem, const Machine &machine) {
   Plan plan;
   if (problem.empty()) {
     plan.kernel = "none";
@@ -207,7 +208,7 @@ Plan plan_backward(const BackwardProblem &problem, const Machine &machine) {
   return plan;
 }
 
-bool backward(const BackwardProblem &problem, const Machine &machine, const Plan &, void *workspace, Parallel &parallel) {
+bool backward(const ScoredBackward &problem, const Machine &machine, const Plan &, void *workspace, Parallel &parallel) {
   const Choice choice = choose(problem, machine);
   const BackwardLayout layout = make_layout(problem, choice, machine);
   make_block_list_bits(problem.forward, reinterpret_cast<uint64_t *>(static_cast<char *>(workspace) + layout.list_bits_offset));

@@ -10,7 +10,7 @@
 
 #include "core/mask.h"
 #include "core/philox.h"
-#include "core/problem.h"
+#include "core/score.h"
 #include "cpu/data_mask.h"
 #include "cpu/simd.h"
 
@@ -33,6 +33,9 @@ struct Score {
   int64_t seqlen_k = 0;
   int64_t first_key = 0;  // keys before it are masked
 
+  const ScoreCall *user = nullptr;  // a function that changes scores
+  fa_score_position position{};     // of its first pair
+
   float softmax_scale = 1;
   float softcap = 0;          // 0 = none
   float alibi_slope = 0;      //
@@ -50,13 +53,19 @@ struct Score {
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1;
 
-  // Masked pairs can come from something that only the tile's values tell: -inf in the bias.
-  FA_INLINE bool masks_by_value() const { return bias != nullptr; }
+  // Masked pairs can come from something that only the tile's values tell: -inf in the bias, or from a function.
+  FA_INLINE bool masks_by_value() const { return bias != nullptr || user != nullptr; }
 };
 
-inline Score make_score(const MaskedProblem &p, int64_t b, int64_t h, const Sequence &queries, const Sequence &keys) {
+// `user` is null without a score function.
+inline Score make_score(const MaskedProblem &p, const ScoreCall *user, int64_t b, int64_t h, const Sequence &queries,
+                        const Sequence &keys) {
   Score s;
-  s.general = p.score_terms();
+  s.general = changes_scores(p, user);
+  if (user != nullptr && user->changes_scores()) {
+    s.user = user;
+    s.position = {b, h, 0, 0, queries.len, keys.len, queries.start, keys.start};
+  }
   s.multiplier = s.general ? 1.0f : p.softmax_scale * kLog2e;
   s.band = p.band;
   s.seqlen_q = queries.len;
@@ -128,12 +137,12 @@ inline void mask_by_band(const Score &s, const Tile &t, float *x, int64_t ld) {
 
 // --- Logits --------------------------------------------------------------------------------------------------------------------
 
-// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. The row of the
-// bias starts at `bias`; its elements are `stride` apart.
+// x[c] += bias[c] * log2(e), -inf where the bias is -inf whatever x is (NaN included), for one row of `cols` keys. Where x is `masked`, it
+// stays so; NaN stands for no number. The row of the bias starts at `bias`; its elements are `stride` apart.
 template <class Element>
-inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t cols) {
+inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t cols, float masked) {
   const auto *row = reinterpret_cast<const typename Element::Type *>(bias);
-  const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity);
+  const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity), stays = Simd::set(masked);
   for (int64_t c = 0; c < cols; c += kWidth) {
     const int n = static_cast<int>(min64(cols - c, kWidth));
     F value;
@@ -144,33 +153,74 @@ inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t col
       for (int l = 0; l < n; ++l) gathered[l] = row[(c + l) * stride];
       value = Element::load(gathered);
     }
-    const F sum = Simd::fma(value, log2e, Simd::load(x + c, n));
+    const F before = Simd::load(x + c, n);
+    const F sum = Simd::select(Simd::eq(before, stays), before, Simd::fma(value, log2e, before));
     Simd::store(x + c, Simd::select(Simd::eq(value, minus_infinity), minus_infinity, sum), n);
   }
 }
 
+// One row of raw products -> what the user's function makes of the scaled products, for the keys that the row sees through band and lengths.
+// The others may be anything. With `derivative`, also writes that of the function.
+__attribute__((noinline)) inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, float *derivative) {
+  const Range seen = seen_keys(s, {row, row + 1});
+  const int64_t begin = max64(seen.begin - t.col, 0), end = min64(seen.end - t.col, t.cols);
+  if (row >= s.seqlen_q || begin >= end) return;
+  const F scale = Simd::set(s.softmax_scale);
+  for (int64_t c = begin; c < end; c += kWidth) {
+    const int n = static_cast<int>(min64(end - c, kWidth));
+    Simd::store(x + c, Simd::mul(Simd::load(x + c, n), scale), n);
+  }
+  const fa_score_source &f = s.user->source;
+  const fa_score_aux *aux = &s.user->aux;
+  fa_score_position position = s.position;
+  position.i = row;
+  position.j = t.col + begin;
+  if (derivative != nullptr && f.run_backward != nullptr) {
+    return f.run_backward(x + begin, derivative + begin, &position, end - begin, aux);
+  }
+  for (int64_t c = begin; derivative != nullptr && c < end; ++c) {
+    position.j = t.col + c;
+    derivative[c] = f.derivative(x[c], &position, aux);
+  }
+  position.j = t.col + begin;
+  if (f.run != nullptr) return f.run(x + begin, nullptr, &position, end - begin, aux);
+  for (int64_t c = begin; c < end; ++c) {
+    position.j = t.col + c;
+    x[c] = f.score(x[c], &position, aux);
+  }
+}
+
 // Raw products -> base-2 logits before masks, in place. With `derivative` (same shape), also writes d logit / d (softmax_scale q k)
-// in natural units, 1 - tanh^2 under a softcap; it is needed only then. Rows past seqlen_q and columns past seqlen_k are computed
-// without their bias, which does not exist.
-inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, float *derivative) {
-  const F log2e_scale = Simd::set(s.softmax_scale * kLog2e);
-  const F to_cap = Simd::set(s.softcap > 0 ? s.softmax_scale / s.softcap : 0), cap = Simd::set(s.softcap * kLog2e);
+// in natural units: 1 - tanh^2 under a softcap, times the derivative of the user's function; it is needed only with one of these. Rows past
+// seqlen_q and columns past seqlen_k are computed without function and bias, which are not defined there.
+__attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, float *derivative) {
+  const float softmax_scale = s.user != nullptr ? 1.0f : s.softmax_scale;  // user_scores applies it
+  const F log2e_scale = Simd::set(softmax_scale * kLog2e);
+  const F to_cap = Simd::set(s.softcap > 0 ? softmax_scale / s.softcap : 0), cap = Simd::set(s.softcap * kLog2e);
   // log2(1 + ...) is in base 2 already.
   const F slope = Simd::set(-s.alibi_slope * (s.alibi_log_scale > 0 ? 1 : kLog2e)), one = Simd::set(1.0f);
-  const F log_scale = Simd::set(s.alibi_log_scale);
+  const F log_scale = Simd::set(s.alibi_log_scale), minus_infinity = Simd::set(-kInfinity);
+  const float masked = s.user != nullptr ? -kInfinity : __builtin_nanf("");  // a function can mask, products cannot
   const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
   const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
   for (int64_t r = 0; r < t.rows; ++r) {
     float *row = x + r * ld;
+    float *slope_of_row = derivative != nullptr ? derivative + r * ld : nullptr;
+    if (s.user != nullptr) user_scores(s, t, t.row + r, row, slope_of_row);
     // |i + seqlen_k - seqlen_q - j| with j = col + c.
     const float distance0 = static_cast<float>(t.row + r + s.seqlen_k - s.seqlen_q - t.col);
     for (int64_t c = 0; c < t.cols; c += kWidth) {
       const int n = static_cast<int>(min64(t.cols - c, kWidth));
       F y = Simd::load(row + c, n);
+      const F of_user = y;
       if (s.softcap > 0) {
         const F th = tanh(Simd::mul(y, to_cap));
         y = Simd::mul(th, cap);
-        if (derivative != nullptr) Simd::store(derivative + r * ld + c, Simd::sub(one, Simd::mul(th, th)), n);
+        if (derivative != nullptr) {
+          F slope_of_cap = Simd::sub(one, Simd::mul(th, th));
+          if (s.user != nullptr) slope_of_cap = Simd::mul(slope_of_cap, Simd::load(slope_of_row + c, n));
+          Simd::store(slope_of_row + c, slope_of_cap, n);
+        }
       } else {
         y = Simd::mul(y, log2e_scale);
       }
@@ -179,19 +229,21 @@ inline void score_logits(const Score &s, const Tile &t, float *x, int64_t ld, fl
         if (s.alibi_log_scale > 0) distance = log2(Simd::fma(log_scale, distance, one));
         y = Simd::fma(slope, distance, y);
       }
+      // A pair that the function masks stays masked.
+      if (s.user != nullptr) y = Simd::select(Simd::eq(of_user, minus_infinity), minus_infinity, y);
       Simd::store(row + c, y, n);
     }
     if (r < bias_rows && bias_cols > 0) {
       const int64_t offset = (t.row + r) * s.bias_row_stride + t.col * s.bias_col_stride;
       switch (s.bias_dtype) {
         case Dtype::f32:
-          add_bias_row<ElementF32>(row, s.bias + 4 * offset, s.bias_col_stride, bias_cols);
+          add_bias_row<ElementF32>(row, s.bias + 4 * offset, s.bias_col_stride, bias_cols, masked);
           break;
         case Dtype::f16:
-          add_bias_row<ElementF16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          add_bias_row<ElementF16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols, masked);
           break;
         case Dtype::bf16:
-          add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols);
+          add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols, masked);
           break;
         case Dtype::e4m3:
         case Dtype::i8:

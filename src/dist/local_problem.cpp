@@ -62,6 +62,9 @@ class Reader {
                     value);
       }
     }
+    if (a_.score != nullptr || a_.score_tensors != nullptr || a_.num_score_tensors != 0) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "score is given; context parallelism does not support it yet");
+    }
     for (const auto &field : unsupported) {
       if (is_present(field.tensor)) {
         return fail(error_, FA_ERROR_UNSUPPORTED, "%s is given; context parallelism does not support it yet", field.name);

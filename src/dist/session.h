@@ -67,8 +67,18 @@ class Session {
     return static_cast<Element *>(take(count, sizeof(Element)));
   }
 
+  fa_status run(const ForwardProblem &problem) { return run_any(ScoredForward{problem, nullptr}); }
+  fa_status run(const BackwardProblem &problem) { return run_any(ScoredBackward{problem, nullptr}); }
+  fa_status run(const MergeProblem &problem) { return run_any(problem); }
+
+  // Starts the messages as one group.
+  fa_status exchange(const std::vector<fa_dist_message> &messages);
+  // Waits for every exchange so far.
+  fa_status wait();
+
+ private:
   template <typename AnyProblem>
-  fa_status run(const AnyProblem &problem) {
+  fa_status run_any(const AnyProblem &problem) {
     ++usage_.launches;
     if (running()) return backend_.run(problem, Call{*pointers_, kernel_workspace_, stream_}, error_);
     PlanSummary plan;
@@ -77,12 +87,6 @@ class Session {
     return FA_OK;
   }
 
-  // Starts the messages as one group.
-  fa_status exchange(const std::vector<fa_dist_message> &messages);
-  // Waits for every exchange so far.
-  fa_status wait();
-
- private:
   Backend &backend_;
   const Link &link_;
   ErrorText &error_;

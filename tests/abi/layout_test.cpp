@@ -41,6 +41,7 @@ fa_status init(fa_gradients *s, size_t size) { return fa_gradients_init(s, size)
 fa_status init(fa_plan_info *s, size_t size) { return fa_plan_info_init(s, size); }
 fa_status init(fa_append *s, size_t size) { return fa_append_init(s, size); }
 fa_status init(fa_merge_problem *s, size_t size) { return fa_merge_problem_init(s, size); }
+fa_status init(fa_score_source *s, size_t size) { return fa_score_source_init(s, size); }
 
 // The library takes every versioned struct in the size it had in 0.1.0, however it has grown since, and none that is smaller.
 template <typename Struct>
@@ -73,7 +74,9 @@ TEST(Layout, TheLibraryAgreesAboutSizes) {
   EXPECT_EQ(fa_sizeof(FA_STRUCT_PLAN_INFO), sizeof(fa_plan_info));
   EXPECT_EQ(fa_sizeof(FA_STRUCT_APPEND), sizeof(fa_append));
   EXPECT_EQ(fa_sizeof(FA_STRUCT_MERGE_PROBLEM), sizeof(fa_merge_problem));
-  for (const fa_struct_kind unknown : {0, -1, 9, 1000, INT32_MAX, INT32_MIN}) EXPECT_EQ(fa_sizeof(unknown), 0u) << unknown;
+  EXPECT_EQ(fa_sizeof(FA_STRUCT_SCORE_SOURCE), sizeof(fa_score_source));
+  EXPECT_EQ(fa_sizeof(FA_STRUCT_SCORE_TENSOR), sizeof(fa_score_tensor));
+  for (const fa_struct_kind unknown : {0, -1, 11, 1000, INT32_MAX, INT32_MIN}) EXPECT_EQ(fa_sizeof(unknown), 0u) << unknown;
 }
 
 TEST(Status, EveryConstantHasItsNameAndASentence) {

@@ -100,6 +100,8 @@ TEST_F(Calls, InitRefusesImpossibleSizes) {
   check(fa_append_init, &append, "append", 1288);
   fa_merge_problem merge;
   check(fa_merge_problem_init, &merge, "merge", 184);
+  fa_score_source source;
+  check(fa_score_source_init, &source, "source", 88);
 }
 
 // The sizes of the structs in 0.1.0.
@@ -245,6 +247,19 @@ TEST_F(Calls, StructSizesOfOtherVersions) {
       sample.merge, "merge", [&](fa_merge_problem *m) { return fa_merge_query(ctx_, m, &info); }, true);
   check(
       sample.merge, "merge", [&](fa_merge_problem *m) { return fa_merge_prepare(ctx_, m); }, true);
+  fa_score_source source;
+  fa_score_source_init(&source, sizeof source);
+  source.visible = [](const fa_score_position *, const fa_score_aux *) { return int32_t{1}; };
+  check(
+      source, "source",
+      [&](fa_score_source *s) {
+        fa_score made = nullptr;
+        const fa_status status = fa_score_create(ctx_, s, &made);
+        EXPECT_EQ(made == nullptr, status != FA_OK);
+        fa_score_destroy(made);
+        return status;
+      },
+      true);
   check(
       info, "info", [&](fa_plan_info *i) { return fa_append_query(ctx_, &append, i); }, false);
   check(

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "flashattn/flashattn.h"
@@ -176,6 +177,21 @@ TEST_F(Scarcity, MemoryInCreate) {
     if (failed == 0) break;
   }
   EXPECT_GT(uses, 0);
+}
+
+TEST_F(Scarcity, MemoryInScoreCreate) {
+  const std::string text(1000, 'x');
+  each(memory_left, true, [&](fa_context ctx) {
+    fa_score_source source;
+    fa_score_source_init(&source, sizeof source);
+    source.text = text.c_str();
+    source.visible = [](const fa_score_position *, const fa_score_aux *) { return int32_t{1}; };
+    fa_score score = nullptr;
+    const fa_status status = fa_score_create(ctx, &source, &score);
+    EXPECT_EQ(status == FA_OK, score != nullptr);
+    fa_score_destroy(score);
+    return status;
+  });
 }
 
 // With fewer threads the same bits come later.

@@ -167,6 +167,8 @@ TEST(Query, NamesWhatIsRefused) {
                {"block_counts", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.block_counts = some; }},
                {"block_indices", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.block_indices = some; }},
                {"max_logit", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.max_logit = some; }},
+               {"score", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.score = reinterpret_cast<fa_score>(&number); }},
+               {"score", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.num_score_tensors = 1; }},
                {"k_descale", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.k_descale = some; }},
                {"dbias", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.gradients.dbias = some; }},
                {"dropout_p", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.dropout_p = 0.5f; }},

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "flashattn/flashattn.h"
 #include "materials.h"
@@ -388,6 +389,31 @@ class Maker {
       default:
         return damage(a.*pick(kInputs));
     }
+  }
+
+  // A score function with up to four tensors, some of them damaged. `tensors` has exactly as many.
+  void add_score(fa_attention &a, fa_score score, std::vector<fa_score_tensor> &tensors) {
+    a.score = score;
+    const int64_t batch = a.q.shape[0], heads = a.q.ndim >= 2 && a.q.ndim <= 4 ? a.q.shape[a.q.ndim - 2] : 1;
+    for (int64_t n = below(5); n > 0; --n) {
+      const uint32_t access = one_in(3) ? uint32_t{FA_SCORE_BY_ANY} : static_cast<uint32_t>(below(4));
+      const fa_dtype dtypes[] = {FA_FLOAT32, FA_BFLOAT16, FA_INT64, FA_UINT8, FA_BIT};
+      const auto size = [&](uint32_t bit, int64_t full) { return (access & bit) != 0 && one_in(2) ? full : 1; };
+      tensors.push_back(
+          {input(pick(dtypes), {size(FA_SCORE_BY_BATCH, batch), size(FA_SCORE_BY_HEAD, heads), 1, 1}), access, 0});
+      if (one_in(4)) damage(tensors.back().tensor);
+      if (one_in(16)) damage_scalar(tensors.back().access);
+      if (one_in(16)) damage_scalar(tensors.back().reserved);
+    }
+    a.num_score_tensors = static_cast<int32_t>(tensors.size());
+    a.score_tensors = tensors.empty() ? nullptr : tensors.data();
+    for (float &scalar : a.score_scalars) {
+      if (one_in(4)) damage_scalar(scalar);
+    }
+    if (one_in(16)) a.num_score_tensors = one_in(2) ? 9 : INT32_MIN;  // other numbers would be memory it does not have
+    if (one_in(16)) a.score_tensors = nullptr;
+    if (one_in(16)) a.score = nullptr;
+    if (one_in(16)) damage_scalar(a.score_reserved);
   }
 
   void damage(fa_append &a) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <vector>
 
@@ -42,10 +43,71 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
       config.device_type = FA_DEVICE_CPU;
       config.num_threads = n == 0 ? 1 : kMostThreads;
       EXPECT_EQ(fa_create(&contexts_[n], &config), FA_OK);
+      for (int kind = 0; kind < 3; ++kind) {
+        const fa_score_source source = score_source(kind);
+        EXPECT_EQ(fa_score_create(contexts_[n], &source, &scores_[n][kind]), FA_OK);
+      }
     }
   }
   ~StructFuzz() override {
+    for (auto &scores : scores_) {
+      for (fa_score score : scores) fa_score_destroy(score);
+    }
     for (fa_context ctx : contexts_) fa_destroy(ctx);
+  }
+
+  // Functions of pairs, of runs, and a mask alone. They read the first byte of each tensor and make strange numbers of it.
+  static float byte_of(const fa_score_aux *aux) {
+    int sum = 0;
+    for (int32_t n = 0; n < aux->num_tensors; ++n) {
+      const fa_tensor &t = aux->tensors[n];
+      if (std::find(t.shape, t.shape + t.ndim, 0) == t.shape + t.ndim) sum += *static_cast<const unsigned char *>(t.data);
+    }
+    return static_cast<float>(sum) * aux->scalars[sum % 8];
+  }
+  static float score_of(float s, const fa_score_position *p, const fa_score_aux *aux) {
+    return p->j % 5 == 4 ? -std::numeric_limits<float>::infinity() : s + byte_of(aux);
+  }
+  static float derivative_of(float, const fa_score_position *, const fa_score_aux *aux) { return byte_of(aux); }
+  static void run_of(float *s, float *derivative, const fa_score_position *, int64_t keys, const fa_score_aux *aux) {
+    for (int64_t n = 0; n < keys; ++n) {
+      if (derivative != nullptr) derivative[n] = byte_of(aux);
+      s[n] -= byte_of(aux);
+    }
+  }
+  static int32_t visible_of(const fa_score_position *p, const fa_score_aux *) { return (p->i + p->j) % 3 != 0; }
+  static fa_score_tile tile_of(const fa_score_position *p, int64_t, int64_t, const fa_score_aux *) {
+    return static_cast<fa_score_tile>((p->j + p->i) % 4 - 1);
+  }
+  static void visible_run_of(uint8_t *visible, const fa_score_position *p, int64_t keys, const fa_score_aux *) {
+    for (int64_t n = 0; n < keys; ++n) visible[n] = static_cast<uint8_t>((p->i + p->j + n) % 4);
+  }
+  static fa_score_source score_source(int kind) {
+    fa_score_source source;
+    fa_score_source_init(&source, sizeof source);
+    if (kind == 0) source.score = score_of, source.derivative = derivative_of, source.visible = visible_of;
+    if (kind == 1) source.run = source.run_backward = run_of, source.run_visible = visible_run_of;
+    if (kind == 2) source.tile = tile_of, source.visible = visible_of;
+    return source;
+  }
+
+  void one_score(fa_context ctx) {
+    fa_score_source source = score_source(static_cast<int>(below(3)));
+    std::vector<char> text(static_cast<size_t>(1 + (one_in(8) ? 65530 + below(12) : below(20))), 'x');
+    text.back() = '\0';
+    if (one_in(2)) source.text = text.data();
+    if (one_in(2)) source.text_length = one_in(4) ? UINT64_MAX - static_cast<uint64_t>(below(3)) : text.size() - one_in(2);
+    if (source.text_length > text.size() && source.text_length <= 65536) source.text_length = 0;
+    if (one_in(4)) source.score = nullptr;
+    if (one_in(4)) source.visible = nullptr;
+    if (one_in(8)) source.run = nullptr;
+    if (one_in(16)) damage_scalar(source.reserved);
+    if (one_in(8)) damage_scalar(source.struct_size);
+    fa_score score = nullptr;
+    const fa_status status = fa_score_create(ctx, with_its_size(source, attention_edge_), one_in(40) ? nullptr : &score);
+    count("score_create", status, fa_last_error(ctx));
+    EXPECT_EQ(score != nullptr, status == FA_OK);
+    fa_score_destroy(score);
   }
 
   // What would be fatal by the caller's own fault: memory it does not have.
@@ -217,6 +279,7 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
       count("device_info", fa_device_info(ctx, with_its_size(fresh, info_edge_)), fa_last_error(ctx));
     }
     fa_destroy(ctx);
+    one_score(contexts_[below(2)]);
     fa_sizeof(static_cast<fa_struct_kind>(nasty_integer()));
     fa_status_description(static_cast<fa_status>(nasty_integer()));
     alignas(8) char target[sizeof(fa_append)];
@@ -245,9 +308,14 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
     Problem p = valid();
     // One in four stays whole, so that kernels run too.
     for (int64_t n = below(4); n > 0; --n) damage(p);
+    const int64_t number = below(2);
+    fa_context ctx = contexts_[number];
+    std::vector<fa_score_tensor> tensors;  // exactly as many: an address sanitizer sees a read too many
+    if (one_in(4)) add_score(p.attention, scores_[one_in(16) ? 1 - number : number][below(3)], tensors);
+    bool ours = true;
+    for (const fa_score_tensor &t : tensors) ours = ours && inside(t.tensor, inputs_);
     const fa_attention *attention = with_its_size(p.attention, attention_edge_);
     const fa_gradients *gradients = with_its_size(p.gradients, gradients_edge_);
-    fa_context ctx = contexts_[below(2)];
     for (const bool backward : {false, true}) {
       ran_ += ask_and_run(
           ctx,
@@ -260,7 +328,7 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
                             : fa_forward(ctx, attention, nullptr, 0, nullptr);
           },
           [&](const fa_plan_info &info) {
-            return runnable(p, backward) && info.flops <= 1e8 && info.workspace_bytes <= (size_t{1} << 24);
+            return ours && runnable(p, backward) && info.flops <= 1e8 && info.workspace_bytes <= (size_t{1} << 24);
           });
     }
   }
@@ -301,6 +369,7 @@ class StructFuzz : public testing::Test, protected fuzz::Maker {
 
   Edge attention_edge_, gradients_edge_, info_edge_;
   fa_context contexts_[2] = {};
+  fa_score scores_[2][3] = {};
   int64_t calls_ = 0, ran_ = 0, appended_ = 0, merged_ = 0;
   std::map<fa_status, int64_t> statuses_;
 };

@@ -82,6 +82,9 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("dropout_seed", c.dropout_seed);
   visit("dropout_offset", c.dropout_offset);
   visit("dropout_by_pointer", c.dropout_by_pointer);
+  visit("score", c.score);
+  visit("score_runs", c.score_runs);
+  visit("score_odd", c.score_odd);
   visit("lse", c.lse);
   visit("lse_odd", c.lse_odd);
   visit("dlse", c.dlse);

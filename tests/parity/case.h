@@ -90,6 +90,10 @@ struct Case {
   int64_t dropout_seed = 0, dropout_offset = 0;
   int64_t dropout_by_pointer = 0;
 
+  int64_t score = 0;       // number of a function of reference::gallery, or 0
+  int64_t score_runs = 0;  // 1: its functions of a run
+  int64_t score_odd = 0;   // its tensors have odd strides
+
   int64_t lse = 1;      // 0: absent, forward only
   int64_t lse_odd = 0;  // lse and dlse with odd strides
   int64_t dlse = 0;

@@ -2,6 +2,8 @@
 // Where the elements of a Case's tensors are, and the arguments for the reference and for the library.
 #include "parity/data.h"
 
+#include "reference/score_gallery.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -159,6 +161,47 @@ void copy_row(const Data &from, int64_t from_b, int64_t from_i, Data &to, int64_
   }
 }
 
+void Data::use_score(int64_t b, reference::Sequence &s) const {
+  const reference::GalleryFunction &function = reference::gallery(problem.score);
+  // The tensors as the library hands them over: the stride of a dimension of size 1 is 0.
+  struct Inputs {
+    std::vector<HostTensor> memory;
+    std::vector<fa_tensor> tensors;
+    fa_score_aux aux{};
+    fa_score_position position{};
+  };
+  const auto inputs = std::make_shared<Inputs>();
+  inputs->memory = score_tensors;
+  for (HostTensor &tensor : inputs->memory) {
+    fa_tensor view = tensor.at(tensor.bytes().data());
+    for (int32_t d = 0; d < view.ndim; ++d) {
+      if (view.shape[d] == 1) view.stride[d] = 0;
+    }
+    inputs->tensors.push_back(view);
+  }
+  inputs->aux.tensors = inputs->tensors.data();
+  inputs->aux.num_tensors = static_cast<int32_t>(inputs->tensors.size());
+  std::copy(function.scalars.begin(), function.scalars.end(), inputs->aux.scalars);
+  inputs->position = {
+      b, 0, 0, 0, s.seqlen_q, s.seqlen_k, slot_start(problem.q, b), problem.page_size > 0 ? 0 : slot_start(problem.k, b)};
+  const auto at = [inputs](int64_t h, int64_t i, int64_t j) {
+    fa_score_position position = inputs->position;
+    position.h = h;
+    position.i = i;
+    position.j = j;
+    return position;
+  };
+  if (function.score) {
+    s.score = [=, &function](double x, int64_t h, int64_t i, int64_t j) { return function.score(x, at(h, i, j), inputs->aux); };
+    s.derivative = [=, &function](double x, int64_t h, int64_t i, int64_t j) {
+      return function.derivative(x, at(h, i, j), inputs->aux);
+    };
+  }
+  if (function.visible) {
+    s.shown = [=, &function](int64_t h, int64_t i, int64_t j) { return function.visible(at(h, i, j), inputs->aux); };
+  }
+}
+
 reference::Sequence Data::sequence(int64_t b) const {
   const Case &c = problem;
   reference::Sequence s;
@@ -242,6 +285,7 @@ reference::Sequence Data::sequence(int64_t b) const {
     if (c.sink) s.sink.push_back(tensors[kSink].get(tensors[kSink].element(h)));
   }
   const fa_attention o = options();
+  if (c.score != 0) use_score(b, s);
   s.scale = c.scale > 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.head_dim));
   s.softcap = o.softcap;
   s.alibi_log_scale = o.alibi_log_scale;

@@ -66,6 +66,7 @@ struct Data {
   std::array<HostTensor, kNumRoles> tensors;              // inputs filled; outputs poisoned
   std::array<std::vector<Expected>, kNumRoles> expected;  // of outputs: every element the library must write
   double largest_logit = 0;                               // see reference::Exact
+  std::vector<HostTensor> score_tensors;                  // of the score function
 
   // Element of row i, head h, column d of sequence b in a tensor shaped as q, out / k, v.
   int64_t element(Role role, int64_t b, int64_t i, int64_t h, int64_t d) const;
@@ -77,6 +78,8 @@ struct Data {
 
   // The inputs in use of sequence b, read back from the tensors.
   reference::Sequence sequence(int64_t b) const;
+  // The score function of the case, for sequence b.
+  void use_score(int64_t b, reference::Sequence &sequence) const;
   // The options as the library takes them; tensors and dropout pointers are left out.
   fa_attention options() const;
 };

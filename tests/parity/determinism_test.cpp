@@ -71,6 +71,20 @@ std::vector<Case> problems() {
     c.slices = c.max_logit = 1;
     c.slice_list = {0, 200, 0, 700, 1, 150, 500, 100, 600, 0, 300, 480, 500, 700, 3};
   });
+  // Functions that mask and change scores, by pairs and by runs.
+  add("score function", [](Case &c) {
+    c.heads_q = 4;
+    c.q.seqlen = 400;
+    c.k.seqlen = 700;
+    c.score = 5;
+    c.score_runs = 1;
+  });
+  add("score function of one query", [](Case &c) {
+    c.heads_q = 8;
+    c.q.seqlen = 1;
+    c.k.seqlen = 2000;
+    c.score = 10;
+  });
   return cases;
 }
 

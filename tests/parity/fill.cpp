@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "parity/expectation.h"
+#include "reference/score_gallery.h"
 
 namespace parity {
 namespace {
@@ -101,6 +102,7 @@ class Filler {
     masks_as_data();
     per_head();
     if (c_.backward) upstream();
+    if (c_.score) score_tensors();
   }
 
  private:
@@ -337,6 +339,41 @@ class Filler {
       if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), slope * std::abs(normal()));
       for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b) {
         data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), slope * std::abs(normal()));
+      }
+    }
+  }
+
+  void score_tensors() {
+    const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k), odd = c_.score_odd;
+    for (const reference::GalleryTensor &of : reference::gallery(c_.score).tensors) {
+      const auto size = [&](uint32_t bit, int64_t full) { return of.access & bit ? full : 1; };
+      if (of.access == FA_SCORE_BY_ANY) {
+        const auto table = [&](size_t d) { return of.table[d] == 0 ? c_.heads_q : of.table[d]; };
+        data_.score_tensors.emplace_back(of.dtype, std::initializer_list<int64_t>{table(0), table(1)},
+                                         std::vector<int64_t>{table(1) * (1 + odd) + 3 * odd, 1 + odd}, odd);
+      } else {
+        const int64_t b = size(FA_SCORE_BY_BATCH, c_.batch), h = size(FA_SCORE_BY_HEAD, c_.heads_q),
+                      r = size(FA_SCORE_BY_QUERY, max_q), k = size(FA_SCORE_BY_KEY, max_k), column = odd ? -2 : 1,
+                      row = k * column + odd, head = r * row + 3 * odd;
+        data_.score_tensors.emplace_back(of.dtype, std::initializer_list<int64_t>{b, h, r, k},
+                                         std::vector<int64_t>{h * head - 5 * odd, head, row, column}, odd);
+      }
+      HostTensor &t = data_.score_tensors.back();
+      const int64_t sizes[4] = {t.size(0), t.size(1), std::max<int64_t>(t.size(2), 1), std::max<int64_t>(t.size(3), 1)};
+      for (int64_t b = 0; b < sizes[0] && !t.empty(); ++b) {
+        for (int64_t h = 0; h < sizes[1]; ++h) {
+          int64_t document = 0;
+          for (int64_t i = 0; i < sizes[2]; ++i) {
+            for (int64_t j = 0; j < sizes[3]; ++j) {
+              document += percent(4) ? 1 : 0;
+              const bool counts = of.fill == reference::GalleryTensor::kPrefixes;
+              const bool ids =
+                  of.fill == reference::GalleryTensor::kDocumentsQ || of.fill == reference::GalleryTensor::kDocumentsK;
+              const double value = counts ? std::abs(normal()) * 30 : ids ? static_cast<double>(document) : 0.3 * normal();
+              t.set(t.element(b, h, i, j), value);
+            }
+          }
+        }
       }
     }
   }

@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "parity/case.h"
+#include "reference/score_gallery.h"
 
 namespace parity {
 namespace {
@@ -172,6 +173,11 @@ Case random_case(std::mt19937_64 &rng) {
   c.nan_bias = dice.chance(40);
   if (c.dropout == 0 && dice.chance(10)) c.nan_visible = dice.between(1, 4);  // whether dropped NaN stays is nobody's promise
   c.bias_padded = c.bias != 0 && dice.chance(70);
+  if (dice.chance(25)) {
+    c.score = dice.between(1, reference::gallery_size());
+    c.score_runs = dice.chance(50);
+    c.score_odd = dice.chance(50);
+  }
   if (dice.chance(20)) {
     c.key_dtype = dice.one_of({FA_FLOAT8_E4M3, FA_INT8});
     c.descale = dice.between(0, 2);

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "parity/expectation.h"
+#include "reference/score_gallery.h"
 
 namespace parity {
 namespace {
@@ -32,13 +33,35 @@ class Upload {
       attention.v.shape[attention.v.ndim - 1] = data.problem.head_dim_v;
     }
     dropout();
+    score_tensors();
+  }
+  ~Upload() { fa_score_destroy(attention.score); }
+  Upload(const Upload &) = delete;
+  Upload &operator=(const Upload &) = delete;
+
+  // Makes the score function of the case one of this context.
+  fa_status make_score(fa_context context) {
+    if (data_.problem.score == 0) return FA_OK;
+    const fa_score_source source = reference::gallery_source(data_.problem.score, data_.problem.score_runs != 0);
+    return fa_score_create(context, &source, &attention.score);
+  }
+
+  // The tensors of the score function that a call changed.
+  std::string changed_score_tensors() const {
+    for (size_t n = 0; n < data_.score_tensors.size(); ++n) {
+      std::vector<unsigned char> now(data_.score_tensors[n].bytes().size());
+      backend_.download(now.data(), score_buffers_[n]->get(), now.size());
+      if (now != data_.score_tensors[n].bytes()) return "score_tensors is an input and was changed; ";
+    }
+    return "";
   }
 
   // Runs forward on the CPU and puts its outputs where this device's would be.
   fa_status forward_on_cpu() {
     const std::shared_ptr<Backend> cpu = cpu_backends().front();
-    const Upload host(*cpu, data_);
-    const fa_status status = fa_forward(cpu->context(), &host.attention, nullptr, 0, nullptr);
+    Upload host(*cpu, data_);
+    fa_status status = host.make_score(cpu->context());
+    if (status == FA_OK) status = fa_forward(cpu->context(), &host.attention, nullptr, 0, nullptr);
     for (int n = 0; status == FA_OK && n < kNumRoles; ++n) {
       const Role role = static_cast<Role>(n);
       if (!is_forward_output(role) || !data_.tensors[role].present()) continue;
@@ -72,9 +95,25 @@ class Upload {
     attention.dropout_offset_ptr = attention.dropout_seed_ptr + 1;
   }
 
+  void score_tensors() {
+    if (data_.problem.score == 0) return;
+    const reference::GalleryFunction &function = reference::gallery(data_.problem.score);
+    for (size_t n = 0; n < data_.score_tensors.size(); ++n) {
+      const HostTensor &tensor = data_.score_tensors[n];
+      score_buffers_.push_back(std::make_unique<Buffer>(backend_, tensor.bytes().size()));
+      backend_.upload(score_buffers_[n]->get(), tensor.bytes().data(), tensor.bytes().size());
+      score_tensors_.push_back({tensor.at(score_buffers_[n]->get()), function.tensors[n].access, 0});
+    }
+    attention.num_score_tensors = static_cast<int32_t>(score_tensors_.size());
+    if (!score_tensors_.empty()) attention.score_tensors = score_tensors_.data();
+    std::copy(function.scalars.begin(), function.scalars.end(), attention.score_scalars);
+  }
+
   Backend &backend_;
   const Data &data_;
   std::array<std::unique_ptr<Buffer>, kNumRoles> buffers_;
+  std::vector<std::unique_ptr<Buffer>> score_buffers_;
+  std::vector<fa_score_tensor> score_tensors_;
   std::unique_ptr<Buffer> dropout_values_;
 
  public:
@@ -138,6 +177,11 @@ Execution execute(Backend &backend, fa_context context, const Data &data, LeftOu
   Upload device(backend, data);
   const fa_attention *attention = &device.attention;
   const fa_gradients *gradients = &device.gradients;
+  e.forward = device.make_score(context);
+  if (e.forward != FA_OK) {
+    e.error = error_text(context, e.forward);
+    return e;
+  }
   e.forward = query_and_call(
       backend, data, e, "fa_forward", e.kernels[0],
       [&](fa_plan_info *info) { return fa_forward_query(context, attention, info); },
@@ -160,6 +204,7 @@ Execution execute(Backend &backend, fa_context context, const Data &data, LeftOu
       e.backward = FA_OK;
     }
   }
+  e.damage += device.changed_score_tensors();
   for (int n = 0; n < kNumRoles; ++n) {
     const Role role = static_cast<Role>(n);
     HostTensor now = device.download(role);
@@ -174,7 +219,9 @@ Execution execute(Backend &backend, fa_context context, const Data &data, LeftOu
 
 void with_structs(Backend &backend, const Data &data,
                   const std::function<void(const fa_attention &, const fa_gradients &)> &body) {
-  const Upload device(backend, data);
+  Upload device(backend, data);
+  const fa_status status = device.make_score(backend.context());
+  ASSERT_EQ(status, FA_OK) << error_text(backend.context(), status);
   body(device.attention, device.gradients);
 }
 

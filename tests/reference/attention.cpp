@@ -39,7 +39,7 @@ class Head {
     const auto size = static_cast<size_t>(s.seqlen_q * s.seqlen_k);
     seen_.assign(size, false);
     logit_.assign(size, 0);
-    slope_of_cap_.assign(size, 1);
+    slope_.assign(size, 1);
     p_.assign(size, 0);
     keep_.assign(size, 1);
   }
@@ -113,10 +113,16 @@ class Head {
         }
         Real x = static_cast<Real>(stored_(dot)) * static_cast<Real>(s_.scale);
         terms *= static_cast<Real>(s_.scale);
+        if (s_.score) {
+          const Real slope = static_cast<Real>(s_.derivative(static_cast<double>(x), h_, i, j));
+          x = static_cast<Real>(s_.score(static_cast<double>(x), h_, i, j));
+          slope_[ij] = slope;
+          terms = std::max(Real(1), std::abs(slope)) * terms + std::abs(x);
+        }
         if (s_.softcap > 0) {
           const Real cap = static_cast<Real>(s_.softcap);
           const Real t = std::tanh(x / cap);
-          slope_of_cap_[ij] = 1 - t * t;
+          slope_[ij] *= 1 - t * t;
           x = cap * t;
           terms += cap;
         }
@@ -196,12 +202,13 @@ class Head {
       }
     }
     const Real scale = static_cast<Real>(s_.scale);
-    const Real raw = stored_(ds * slope_of_cap_[ij]);
+    const Real raw = stored_(ds * slope_[ij]);
+    const Real steep = std::max(Real(1), std::abs(slope_[ij]));
     for (int64_t d = 0; d < s_.head_dim; ++d) {
       add(r.dq[q_at(i, d)], raw * scale * k(j, d));
       add(r.dk[k_at(j, d)], raw * scale * q(i, d));
       if (!exact_) continue;
-      const Real q_size = scale * std::abs(q(i, d)), k_size = scale * std::abs(k(j, d));
+      const Real q_size = steep * scale * std::abs(q(i, d)), k_size = steep * scale * std::abs(k(j, d));
       exact_->magnitude.dq[q_at(i, d)] += ds_terms * k_size;
       exact_->magnitude.dk[k_at(j, d)] += ds_terms * q_size;
       exact_->through_out.dq[q_at(i, d)] += p_[ij] * delta_terms * k_size;
@@ -229,7 +236,7 @@ class Head {
   std::vector<bool> seen_;
   std::vector<Real> logit_;
   Real largest_ = -std::numeric_limits<Real>::infinity();  // visible logit
-  std::vector<Real> slope_of_cap_;                         // derivative of the soft limit
+  std::vector<Real> slope_;                                // derivative of the logit with respect to scale q k
   std::vector<Real> p_;                                    // softmax(S), before dropout
   std::vector<Real> keep_;                                 // 0 for a dropped element, else 1 / (1 - p)
 };
@@ -263,6 +270,7 @@ bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j) {
   }
   if (!s.elements.empty() && !s.elements[at(h * s.seqlen_q + i, s.seqlen_k, j)]) return false;
   if (j < s.first_key) return false;
+  if (s.shown && !s.shown(h, i, j)) return false;
   if (s.has_slices) {
     bool shown = false;
     for (const auto &[q_begin, q_end, k_begin, k_end, kind] : s.slices) {

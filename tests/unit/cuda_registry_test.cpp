@@ -179,6 +179,30 @@ TEST(CudaSelect, RefusalsNameTheKernelThatIsLeftOut) {
   EXPECT_EQ(plan_backward(nothing, device_with_only("none"), backward, error), FA_OK) << error.text;
 }
 
+// No kernel runs a score function. Plans refuse it, whatever else the problem is, and take the same problem without it.
+TEST(CudaSelect, ScoreFunctionsAreRefused) {
+  const MaskedProblem p = problem(1000, 1000, 128);
+  const ScoreCall call;
+  ScoredForward forward;
+  ScoredBackward backward;
+  static_cast<ForwardProblem &>(forward) = forward_of(p);
+  static_cast<BackwardProblem &>(backward) = backward_of(p);
+  for (const auto &[name, device] : kDevices) {
+    ForwardPlan forward_plan;
+    BackwardPlan backward_plan;
+    ErrorText error;
+    forward.score = backward.score = nullptr;
+    EXPECT_EQ(plan_forward(forward, device, forward_plan, error), FA_OK) << name << error.text;
+    EXPECT_EQ(plan_backward(backward, device, backward_plan, error), FA_OK) << name << error.text;
+    forward.score = backward.score = &call;
+    EXPECT_EQ(plan_forward(forward, device, forward_plan, error), FA_ERROR_UNSUPPORTED) << name;
+    EXPECT_EQ(std::string(error.text).find("score is given"), 0u) << error.text;
+    error.text[0] = '\0';
+    EXPECT_EQ(plan_backward(backward, device, backward_plan, error), FA_ERROR_UNSUPPORTED) << name;
+    EXPECT_EQ(std::string(error.text).find("score is given"), 0u) << error.text;
+  }
+}
+
 // A build with one kernel alone gives it the problems that it serves in a complete build, with the same plan.
 TEST(CudaSelect, OneKernelAloneServesItsProblems) {
   std::set<std::string> reached;

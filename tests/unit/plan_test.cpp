@@ -11,8 +11,8 @@ namespace {
 
 float unreadable;  // an address that plans may compare with null but not follow beyond
 
-MaskedProblem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim = 64) {
-  MaskedProblem p;
+ScoredForward problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim = 64) {
+  ScoredForward p;
   p.batch = 2;
   p.heads_q = 8;
   p.heads_k = 4;
@@ -26,8 +26,8 @@ MaskedProblem problem(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim = 64)
   return p;
 }
 
-BackwardProblem backward_problem(int64_t seqlen) {
-  BackwardProblem b;
+ScoredBackward backward_problem(int64_t seqlen) {
+  ScoredBackward b;
   b.forward = problem(seqlen, seqlen);
   b.dout.data = b.dq.data = b.dk.data = b.dv.data = &unreadable;
   return b;
@@ -56,7 +56,7 @@ TEST(Plan, BackwardOfBf16) {
   for (const auto &unit : units) {
     if (!has_isa(unit.isa)) continue;  // InstructionSetsOfThisMachine says which there are
     const Machine machine{unit.isa, 2}, vectors{vector_isa(unit.isa), 2};
-    BackwardProblem b = backward_problem(2000);
+    ScoredBackward b = backward_problem(2000);
     const Plan fp32 = plan_backward(b, vectors);
     for (Operand *x : {&b.forward.q, &b.forward.k, &b.forward.v, &b.dout}) {
       const Plan plan = plan_backward(b, machine);

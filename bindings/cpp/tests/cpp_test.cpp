@@ -187,6 +187,48 @@ void test_ownership() {
   CHECK(!c);
 }
 
+void test_score() {
+  fx::context ctx = cpu();
+  std::vector<float> q(20, 0.5f), k(20), v(20), plain(20), masked(20), bias(1, 2.0f);
+  for (size_t n = 0; n < 20; ++n) k[n] = v[n] = static_cast<float>(n % 7);
+  fx::attention att({q.data(), {1, 5, 1, 4}}, {k.data(), {1, 5, 1, 4}}, {v.data(), {1, 5, 1, 4}}, {plain.data(), {1, 5, 1, 4}});
+  att.causal();
+  CHECK(!ctx.try_forward(att));
+
+  fx::score_source source;
+  source.visible = [](const fa_score_position *p, const fa_score_aux *) { return std::int32_t{p->j <= p->i}; };
+  source.score = [](float s, const fa_score_position *, const fa_score_aux *aux) {
+    return s + *static_cast<const float *>(aux->tensors[0].data) + aux->scalars[1];
+  };
+  fx::score made;
+  CHECK(!made && !ctx.try_create_score(made, source) && made);
+  const fx::score_tensor tensors[] = {{fx::tensor(bias.data(), {1, 1, 1, 1}), 0}};
+  att.mask = FA_MASK_NONE;
+  att.out = fx::tensor(masked.data(), {1, 5, 1, 4});
+  att.score = made.get();
+  att.score_tensors = tensors;
+  att.num_score_tensors = 1;
+  att.score_scalars[1] = 3;
+  CHECK(!ctx.try_forward(att));
+  for (size_t n = 0; n < 20; ++n) CHECK(std::fabs(plain[n] - masked[n]) < 1e-5f);
+
+  fx::score moved(std::move(made));
+  CHECK(!made && moved.get() == att.score);
+  made = std::move(moved);
+  CHECK(made.get() == att.score);
+  source.visible = nullptr;
+  source.score = nullptr;
+  CHECK(ctx.try_create_score(made, source) == fx::errc::invalid_argument && made.get() == att.score);
+#ifdef FLASHATTN_HAS_EXCEPTIONS
+  try {
+    ctx.create_score(source);
+    CHECK(!"thrown");
+  } catch (const fx::error &error) {
+    CHECK(std::string(error.what()).find("source") != std::string::npos);
+  }
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -195,6 +237,7 @@ int main() {
   test_merge_and_append();
   test_errors();
   test_ownership();
+  test_score();
   std::printf("C++ %ld, exceptions %s: %d failures\n", static_cast<long>(__cplusplus),
 #ifdef FLASHATTN_HAS_EXCEPTIONS
               "on",

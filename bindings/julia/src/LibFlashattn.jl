@@ -67,6 +67,16 @@ const FA_STRUCT_GRADIENTS = Int32(5)
 const FA_STRUCT_PLAN_INFO = Int32(6)
 const FA_STRUCT_APPEND = Int32(7)
 const FA_STRUCT_MERGE_PROBLEM = Int32(8)
+const FA_STRUCT_SCORE_SOURCE = Int32(9)
+const FA_STRUCT_SCORE_TENSOR = Int32(10)
+const FA_SCORE_BY_BATCH = UInt32(1)
+const FA_SCORE_BY_HEAD = UInt32(2)
+const FA_SCORE_BY_QUERY = UInt32(4)
+const FA_SCORE_BY_KEY = UInt32(8)
+const FA_SCORE_BY_ANY = UInt32(16)
+const FA_SCORE_TILE_PARTIAL = Int32(0)
+const FA_SCORE_TILE_EMPTY = Int32(1)
+const FA_SCORE_TILE_FULL = Int32(2)
 
 # What every mutable struct is made of: plain bits, of which zero means "default".
 function zeroed(x)
@@ -109,6 +119,47 @@ mutable struct fa_device_properties
     memory_bytes::UInt64
     name::NTuple{128,UInt8}
     fa_device_properties() = zeroed(new())
+end
+
+struct fa_score_position
+    b::Int64
+    h::Int64
+    i::Int64
+    j::Int64
+    s_q::Int64
+    s_k::Int64
+    start_q::Int64
+    start_k::Int64
+end
+
+struct fa_score_aux
+    tensors::Ptr{fa_tensor}
+    user::Ptr{Cvoid}
+    scalars::NTuple{8,Float32}
+    num_tensors::Int32
+    reserved::Int32
+end
+
+struct fa_score_tensor
+    tensor::fa_tensor
+    access::UInt32
+    reserved::UInt32
+end
+
+mutable struct fa_score_source
+    struct_size::UInt32
+    reserved::UInt32
+    text::Ptr{UInt8}
+    text_length::UInt64
+    score::Ptr{Cvoid}
+    derivative::Ptr{Cvoid}
+    visible::Ptr{Cvoid}
+    tile::Ptr{Cvoid}
+    run::Ptr{Cvoid}
+    run_backward::Ptr{Cvoid}
+    run_visible::Ptr{Cvoid}
+    user::Ptr{Cvoid}
+    fa_score_source() = zeroed(new())
 end
 
 mutable struct fa_attention
@@ -155,6 +206,11 @@ mutable struct fa_attention
     block_counts::fa_tensor
     block_indices::fa_tensor
     max_logit::fa_tensor
+    score::Ptr{Cvoid}
+    score_tensors::Ptr{fa_score_tensor}
+    num_score_tensors::Int32
+    score_reserved::UInt32
+    score_scalars::NTuple{8,Float32}
     fa_attention() = zeroed(new())
 end
 
@@ -243,6 +299,9 @@ const FUNCTIONS = [
     :fa_merge_problem_init,
     :fa_merge_query,
     :fa_plan_info_init,
+    :fa_score_create,
+    :fa_score_destroy,
+    :fa_score_source_init,
     :fa_sizeof,
     :fa_status_description,
     :fa_status_name,

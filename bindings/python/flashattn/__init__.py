@@ -20,6 +20,7 @@ from ._abi import SLICE_BOTH_CAUSAL, SLICE_CAUSAL, SLICE_FULL, SLICE_INVERSE_CAU
 from ._array import Array
 from ._context import Bits, Context, DeviceInfo, Gradients, Options, Plan
 from ._error import Error
+from ._score import Score
 
 __all__ = [
     "Array",
@@ -34,6 +35,7 @@ __all__ = [
     "SLICE_CAUSAL",
     "SLICE_FULL",
     "SLICE_INVERSE_CAUSAL",
+    "Score",
     "append_kv",
     "backward",
     "build_info",
@@ -43,6 +45,7 @@ __all__ = [
     "query_backward",
     "query_forward",
     "query_merge",
+    "score",
     "version",
 ]
 
@@ -93,6 +96,11 @@ def query_append(k: Any, k_cache: Any, v: Any = None, v_cache: Any = None, **arg
 def query_merge(outs: Any, lses: Any) -> Plan:
     """`Context.query_merge` on this thread's CPU context."""
     return _context().query_merge(outs, lses)
+
+
+def score(*functions: Any, **arguments: Any) -> Score:
+    """`Context.score` on this thread's CPU context."""
+    return _context().score(*functions, **arguments)
 
 
 def version() -> str:

@@ -37,6 +37,8 @@ WINDOW_LEFT, WINDOW_RIGHT = 1, 2
 SLICE_FULL, SLICE_CAUSAL, SLICE_INVERSE_CAUSAL, SLICE_BOTH_CAUSAL = 0, 1, 2, 3
 FLAG_DETERMINISTIC, FLAG_BATCH_INVARIANT = 1, 2
 APPEND_INTERLEAVED = 1
+SCORE_BY_BATCH, SCORE_BY_HEAD, SCORE_BY_QUERY, SCORE_BY_KEY, SCORE_BY_ANY = 1, 2, 4, 8, 16
+SCORE_TILE_PARTIAL, SCORE_TILE_EMPTY, SCORE_TILE_FULL = 0, 1, 2
 
 FLOAT32 = 0x00012002
 FLOAT16 = 0x00011002
@@ -139,6 +141,11 @@ class fa_attention(ctypes.Structure):
         ("block_counts", fa_tensor),
         ("block_indices", fa_tensor),
         ("max_logit", fa_tensor),
+        ("score", c_void_p),
+        ("score_tensors", c_void_p),
+        ("num_score_tensors", c_int32),
+        ("score_reserved", c_uint32),
+        ("score_scalars", c_float * 8),
     ]
 
 
@@ -204,6 +211,59 @@ class fa_merge_problem(ctypes.Structure):
     ]
 
 
+class fa_score_position(ctypes.Structure):
+    _fields_ = [
+        ("b", c_int64),
+        ("h", c_int64),
+        ("i", c_int64),
+        ("j", c_int64),
+        ("s_q", c_int64),
+        ("s_k", c_int64),
+        ("start_q", c_int64),
+        ("start_k", c_int64),
+    ]
+
+
+class fa_score_aux(ctypes.Structure):
+    _fields_ = [
+        ("tensors", c_void_p),
+        ("user", c_void_p),
+        ("scalars", c_float * 8),
+        ("num_tensors", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class fa_score_tensor(ctypes.Structure):
+    _fields_ = [
+        ("tensor", fa_tensor),
+        ("access", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class fa_score_source(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("text", c_void_p),
+        ("text_length", c_uint64),
+        ("score", c_void_p),
+        ("derivative", c_void_p),
+        ("visible", c_void_p),
+        ("tile", c_void_p),
+        ("run", c_void_p),
+        ("run_backward", c_void_p),
+        ("run_visible", c_void_p),
+        ("user", c_void_p),
+    ]
+
+
+SCORE_FN = CFUNCTYPE(c_float, c_float, POINTER(fa_score_position), POINTER(fa_score_aux))
+SCORE_VISIBLE_FN = CFUNCTYPE(c_int32, POINTER(fa_score_position), POINTER(fa_score_aux))
+SCORE_TILE_FN = CFUNCTYPE(c_int32, POINTER(fa_score_position), c_int64, c_int64, POINTER(fa_score_aux))
+
+
 # An fa_tensor's bytes, by its number of dimensions.
 _TENSOR_BYTES = [Struct(f"=Q{ndim}q{8 * (4 - ndim)}x{ndim}q{8 * (4 - ndim)}xii") for ndim in range(5)]
 
@@ -224,6 +284,8 @@ STRUCTS = {
     6: fa_plan_info,
     7: fa_append,
     8: fa_merge_problem,
+    9: fa_score_source,
+    10: fa_score_tensor,
 }
 
 
@@ -295,6 +357,9 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "fa_backward": (c_int32, [context, attention, gradients, c_void_p, c_size_t, stream]),
         "fa_merge": (c_int32, [context, merge, c_void_p, c_size_t, stream]),
         "fa_append_kv": (c_int32, [context, append, c_void_p, c_size_t, stream]),
+        "fa_score_source_init": (c_int32, [POINTER(fa_score_source), c_size_t]),
+        "fa_score_create": (c_int32, [context, POINTER(fa_score_source), POINTER(c_void_p)]),
+        "fa_score_destroy": (None, [c_void_p]),
         "fa_sizeof": (c_size_t, [c_int32]),
     }
     for name, (result, arguments) in prototypes.items():
@@ -307,7 +372,7 @@ def _check_sizes(loaded: ctypes.CDLL) -> None:
     """A tensor is never versioned; the other structs only grow, and a library older than this module would refuse ours."""
     for kind, struct in STRUCTS.items():
         ours, theirs = ctypes.sizeof(struct), loaded.fa_sizeof(kind)
-        if theirs < ours or (struct is fa_tensor and theirs != ours):
+        if theirs < ours or (struct in (fa_tensor, fa_score_tensor) and theirs != ours):
             raise ImportError(
                 f"libflashattn {loaded.fa_version_string().decode()} does not match this package: "
                 f"{struct.__name__} has {theirs} bytes there and {ours} here"

@@ -9,6 +9,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _abi, _tensor
 from ._error import check
+from ._score import Function, Score, set_score
 from ._tensor import Holds
 
 
@@ -70,6 +71,12 @@ class Options:
     num_splits: int = 0
     deterministic: bool = False
     batch_invariant: bool = False
+    #: A score function of the context, from `Context.score`.
+    score: Optional[Score] = None
+    #: What it reads: up to 8 pairs of a tensor and its access, "any" or some letters of "bhij" (sequence, head, query, key).
+    score_tensors: Sequence[Tuple[Any, str]] = ()
+    #: Up to 8 numbers.
+    score_scalars: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,24 @@ class Context:
             properties.multiprocessors,
         )
 
+    def score(
+        self,
+        score: Function = None,
+        derivative: Function = None,
+        visible: Function = None,
+        tile: Function = None,
+        **others: Any,
+    ) -> Score:
+        """A score function for the option `score` of this context's calls.
+
+        score(s, p) returns the new score of a pair, derivative(s, p) its derivative with respect to s (backward needs it), visible(p)
+        whether the pair is visible, tile(p, queries, keys) 1 for a tile without visible pairs, 2 for one without masked pairs, else 0. p has b, h,
+        i, j, s_q, s_k, start_q and start_k. Functions in Python are slow: they suit experiments. Instead of a function, the address of a
+        compiled one may be given, such as Numba's `cfunc(...).address`; `run`, `run_backward` and `run_visible` take nothing else.
+        flashattn.h (fa_score_source) documents them. `text` is for CUDA contexts.
+        """
+        return Score(self, score, derivative, visible, tile, **others)
+
     # ------------------------------------------------------------------------------------------------ problems
 
     def _view(self, obj: Any, what: str, holds: Holds, stream: Optional[int], writable: bool = False) -> _abi.fa_tensor:
@@ -308,6 +333,15 @@ class Context:
         if right is not None:
             problem.window |= _abi.WINDOW_RIGHT
             _abi.assign(problem, "window_right", right)
+        if options.score is not None or options.score_tensors or options.score_scalars:
+            set_score(
+                problem,
+                options.score,
+                options.score_tensors,
+                options.score_scalars,
+                lambda tensor, what: self._view(tensor, what, holds, stream),
+                holds,
+            )
         if options.deterministic:
             problem.flags |= _abi.FLAG_DETERMINISTIC
         if options.batch_invariant:
@@ -455,6 +489,8 @@ class Context:
         stream = _tensor.stream_handle(stream)
         problem, out, lse = self._forward_problem(q, k, v, out, lse, _options(options), stream, holds, max_logit)
         check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
+        if "score" in options and options["score"] is not None:
+            options["score"]._raise_failure()
         return out, lse
 
     def backward(
@@ -485,6 +521,8 @@ class Context:
             dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), _options(options), stream, holds
         )
         check(_abi.lib.fa_backward(self._open(), ctypes.byref(problem), ctypes.byref(gradients), None, 0, stream), self._handle)
+        if "score" in options and options["score"] is not None:
+            options["score"]._raise_failure()
         return results
 
     def merge(

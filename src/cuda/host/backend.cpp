@@ -32,12 +32,12 @@ struct MergeLaunches : Launches {
 template <typename AnyProblem>
 struct Kind;
 template <>
-struct Kind<ForwardProblem> {
+struct Kind<ScoredForward> {
   using Plan = ForwardPlan;
   using List = Launches;
 };
 template <>
-struct Kind<BackwardProblem> {
+struct Kind<ScoredBackward> {
   using Plan = BackwardPlan;
   using List = Launches;
 };
@@ -56,10 +56,10 @@ using PlanOf = typename Kind<AnyProblem>::Plan;
 template <typename AnyProblem>
 using LaunchesOf = typename Kind<AnyProblem>::List;
 
-fa_status make_plan(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
+fa_status make_plan(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
   return plan_forward(problem, device, plan, error);
 }
-fa_status make_plan(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
+fa_status make_plan(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
   return plan_backward(problem, device, plan, error);
 }
 fa_status make_plan(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error) {
@@ -120,10 +120,15 @@ class CudaBackend final : public Backend {
 
   int32_t last_cuda_error() const override { return last_error_; }
 
-  fa_status plan(const ForwardProblem &problem, PlanSummary &summary, ErrorText &error) const override {
+  fa_status accept(const fa_score_source &source, ErrorText &error) const override {
+    if (source.text != nullptr) return FA_OK;
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.text is NULL; a CUDA context needs the text of a score function");
+  }
+
+  fa_status plan(const ScoredForward &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
-  fa_status plan(const BackwardProblem &problem, PlanSummary &summary, ErrorText &error) const override {
+  fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
   fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const override {
@@ -133,10 +138,10 @@ class CudaBackend final : public Backend {
     return summarise(problem, summary, error);
   }
 
-  fa_status prepare(const ForwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
+  fa_status prepare(const ScoredForward &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
-  fa_status prepare(const BackwardProblem &problem, const Pointers &pointers, ErrorText &error) override {
+  fa_status prepare(const ScoredBackward &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
   fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) override {
@@ -146,10 +151,10 @@ class CudaBackend final : public Backend {
     return load_only(problem, pointers, error);
   }
 
-  fa_status run(const ForwardProblem &problem, const Call &call, ErrorText &error) override {
+  fa_status run(const ScoredForward &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
-  fa_status run(const BackwardProblem &problem, const Call &call, ErrorText &error) override {
+  fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
 

@@ -9,6 +9,7 @@
 
 #include "core/append.h"
 #include "core/forward_problem.h"
+#include "core/score.h"
 #include "core/status.h"
 #include "cuda/host/device.h"
 #include "cuda/host/needs.h"
@@ -100,6 +101,9 @@ struct AppendPlan {
 // where none is.
 fa_status plan_forward(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
+// FA_ERROR_UNSUPPORTED for a problem with a score function: there are no kernels that run one.
+fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
+fa_status plan_backward(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
 fa_status plan_merge(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error);
 fa_status plan_append(const AppendProblem &problem, const Device &device, AppendPlan &plan, ErrorText &error);
 

@@ -203,4 +203,24 @@ std::string reason_of(const BackwardPlan &plan) {
                                     {"dv", vector.dv || !(hopper || cuda_cores)}});
 }
 
+namespace {
+
+fa_status refuse_score(const ScoreCall *score, ErrorText &error) {
+  if (score == nullptr) return FA_OK;
+  return fail(error, FA_ERROR_UNSUPPORTED,
+              "score is given, but no CUDA kernel of this library runs a score function yet; CPU contexts do");
+}
+
+}  // namespace
+
+fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  FA_RETURN_IF_ERROR(refuse_score(problem.score, error));
+  return plan_forward(static_cast<const ForwardProblem &>(problem), device, plan, error);
+}
+
+fa_status plan_backward(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
+  FA_RETURN_IF_ERROR(refuse_score(problem.score, error));
+  return plan_backward(static_cast<const BackwardProblem &>(problem), device, plan, error);
+}
+
 }  // namespace fa::cuda

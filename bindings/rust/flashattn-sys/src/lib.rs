@@ -86,6 +86,19 @@ pub const FA_STRUCT_GRADIENTS: fa_struct_kind = 5;
 pub const FA_STRUCT_PLAN_INFO: fa_struct_kind = 6;
 pub const FA_STRUCT_APPEND: fa_struct_kind = 7;
 pub const FA_STRUCT_MERGE_PROBLEM: fa_struct_kind = 8;
+pub const FA_STRUCT_SCORE_SOURCE: fa_struct_kind = 9;
+pub const FA_STRUCT_SCORE_TENSOR: fa_struct_kind = 10;
+
+pub const FA_SCORE_BY_BATCH: u32 = 1;
+pub const FA_SCORE_BY_HEAD: u32 = 2;
+pub const FA_SCORE_BY_QUERY: u32 = 4;
+pub const FA_SCORE_BY_KEY: u32 = 8;
+pub const FA_SCORE_BY_ANY: u32 = 16;
+
+pub type fa_score_tile = i32;
+pub const FA_SCORE_TILE_PARTIAL: fa_score_tile = 0;
+pub const FA_SCORE_TILE_EMPTY: fa_score_tile = 1;
+pub const FA_SCORE_TILE_FULL: fa_score_tile = 2;
 
 /// Opaque; a context is a pointer to it.
 #[repr(C)]
@@ -93,6 +106,13 @@ pub struct fa_context_s {
     _private: [u8; 0],
 }
 pub type fa_context = *mut fa_context_s;
+
+/// Opaque; a score function is a pointer to it.
+#[repr(C)]
+pub struct fa_score_s {
+    _private: [u8; 0],
+}
+pub type fa_score = *mut fa_score_s;
 
 /// The CUDA driver's stream.
 #[repr(C)]
@@ -105,6 +125,25 @@ pub type fa_task_fn = Option<unsafe extern "C" fn(task_context: *mut c_void, tas
 pub type fa_parallel_for_fn =
     Option<unsafe extern "C" fn(user: *mut c_void, num_tasks: i32, task: fa_task_fn, task_context: *mut c_void)>;
 pub type fa_log_fn = Option<unsafe extern "C" fn(user: *mut c_void, level: fa_log_level, message: *const c_char)>;
+
+pub type fa_score_fn =
+    Option<unsafe extern "C" fn(s: f32, position: *const fa_score_position, aux: *const fa_score_aux) -> f32>;
+pub type fa_score_visible_fn =
+    Option<unsafe extern "C" fn(position: *const fa_score_position, aux: *const fa_score_aux) -> i32>;
+pub type fa_score_tile_fn = Option<
+    unsafe extern "C" fn(first: *const fa_score_position, queries: i64, keys: i64, aux: *const fa_score_aux) -> fa_score_tile,
+>;
+pub type fa_score_run_fn = Option<
+    unsafe extern "C" fn(
+        s: *mut f32,
+        derivative: *mut f32,
+        first: *const fa_score_position,
+        keys: i64,
+        aux: *const fa_score_aux,
+    ),
+>;
+pub type fa_score_visible_run_fn =
+    Option<unsafe extern "C" fn(visible: *mut u8, first: *const fa_score_position, keys: i64, aux: *const fa_score_aux)>;
 
 /// A struct's name and size, and its fields' names, offsets and sizes.
 pub struct Layout {
@@ -222,6 +261,11 @@ abi_structs! {
         block_counts: fa_tensor,
         block_indices: fa_tensor,
         max_logit: fa_tensor,
+        score: *mut fa_score_s,
+        score_tensors: *const fa_score_tensor,
+        num_score_tensors: i32,
+        score_reserved: u32,
+        score_scalars: [f32; 8],
     }
     fa_gradients {
         struct_size: u32,
@@ -272,6 +316,42 @@ abi_structs! {
         lse_parts: *const fa_tensor,
         out: fa_tensor,
         lse: fa_tensor,
+    }
+    fa_score_source {
+        struct_size: u32,
+        reserved: u32,
+        text: *const c_char,
+        text_length: u64,
+        score: fa_score_fn,
+        derivative: fa_score_fn,
+        visible: fa_score_visible_fn,
+        tile: fa_score_tile_fn,
+        run: fa_score_run_fn,
+        run_backward: fa_score_run_fn,
+        run_visible: fa_score_visible_run_fn,
+        user: *mut c_void,
+    }
+    fa_score_tensor {
+        tensor: fa_tensor,
+        access: u32,
+        reserved: u32,
+    }
+    fa_score_position {
+        b: i64,
+        h: i64,
+        i: i64,
+        j: i64,
+        s_q: i64,
+        s_k: i64,
+        start_q: i64,
+        start_k: i64,
+    }
+    fa_score_aux {
+        tensors: *const fa_tensor,
+        user: *mut c_void,
+        scalars: [f32; 8],
+        num_tensors: i32,
+        reserved: i32,
     }
 }
 
@@ -339,5 +419,8 @@ library::functions! {
         workspace_bytes: usize,
         stream: fa_stream,
     ) -> fa_status;
+    pub fn fa_score_source_init(source: *mut fa_score_source, size: usize) -> fa_status;
+    pub fn fa_score_create(ctx: fa_context, source: *const fa_score_source, out: *mut fa_score) -> fa_status;
+    pub fn fa_score_destroy(score: fa_score);
     pub fn fa_sizeof(kind: fa_struct_kind) -> usize;
 }

@@ -5,7 +5,7 @@ use std::ptr::null;
 
 use flashattn_sys as sys;
 
-use crate::{TensorView, TensorViewMut};
+use crate::{Score, TensorView, TensorViewMut};
 
 /// Which keys a query may see, before windows, block mask and bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,6 +124,13 @@ impl<'a> Attention<'a> {
     #[must_use]
     pub fn num_splits(mut self, splits: usize) -> Self {
         self.raw.num_splits = i32::try_from(splits).unwrap_or(i32::MAX);
+        self
+    }
+
+    /// A score function of the context that gets this problem.
+    #[must_use]
+    pub fn score(mut self, score: &'a Score<'_>) -> Self {
+        self.raw.score = score.raw();
         self
     }
 

@@ -8,7 +8,8 @@ use std::ptr::null_mut;
 use flashattn_sys as sys;
 
 use crate::error::{check, owned};
-use crate::{Append, Attention, Error, Gradients, Result, TensorView, TensorViewMut};
+use crate::score::source;
+use crate::{Append, Attention, Error, Gradients, Result, Score, ScoreFunction, TensorView, TensorViewMut};
 
 /// Instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -255,6 +256,16 @@ impl Context {
         unsafe {
             let (workspace, bytes) = (self.workspace, self.workspace_bytes);
             check(sys::fa_backward(self.raw, &raw, gradients.raw(), workspace, bytes, self.stream), self.raw)
+        }
+    }
+
+    /// Makes a score function for calls of this context, which is on the CPU.
+    pub fn score<'a, F: ScoreFunction>(&self, function: &'a F) -> Result<Score<'a>> {
+        let mut raw = null_mut();
+        // SAFETY: the context is live, the struct initialised, and its functions take a pointer to `function`, which outlives the result.
+        unsafe {
+            check(sys::fa_score_create(self.raw, &source(function), &mut raw), self.raw)?;
+            Ok(Score::from_raw(raw))
         }
     }
 
