@@ -129,6 +129,9 @@ struct Lengths {
   int64_t cu_stride = 1;
   int64_t max_len = 0;  // no sequence is longer; the exact length when padded without `used`
   int64_t total = 0;    // rows of the packed tensor; 0 when not packed
+  // Keys, for kernels that skip left padding: (batch), or null. See unpadded_keys().
+  const int32_t *left_padding = nullptr;
+  int64_t left_padding_stride = 0;
 };
 
 // One sequence of queries or of keys. `slot` rows from row `start` on belong to it, and the first `len` of them are used. In padded
@@ -138,6 +141,9 @@ struct Sequence {
   int64_t slot = 0;
   int64_t len = 0;
   int64_t first = 0;
+
+  // Of unpadded_keys(): the row, counted from `start`, that stands at place n of the slot. Padding stands behind all other rows.
+  FA_HD int64_t row_at(int64_t n) const { return n < slot - first ? n : n - slot; }
 };
 
 // cu_seqlens[n].
@@ -158,6 +164,19 @@ FA_HD Sequence sequence_of(const Lengths &lengths, int64_t b) {
   if (lengths.used != nullptr) {
     const int64_t used = lengths.used[b * lengths.used_stride];
     s.len = used < s.len ? used : s.len;
+  }
+  return s;
+}
+
+// The keys of sequence b without left padding: `start` is the first visible key, from which keys are counted, and `len` is what is left. The
+// last query stays aligned with the last key. `first` is the number of rows of padding, which lie before `start` and still belong to the slot.
+FA_HD Sequence unpadded_keys(const Lengths &lengths, int64_t b) {
+  Sequence s = sequence_of(lengths, b);
+  if (lengths.left_padding != nullptr) {
+    const int64_t rows = lengths.left_padding[b * lengths.left_padding_stride];
+    s.first = rows < 0 ? 0 : rows < s.len ? rows : s.len;
+    s.start += s.first;
+    s.len -= s.first;
   }
   return s;
 }

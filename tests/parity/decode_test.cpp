@@ -52,6 +52,29 @@ TEST_P(Decode, LengthsAndPages) {
   }
 }
 
+TEST_P(Decode, LeftPadding) {
+  for (const int64_t head_dim : {64, 128, 256}) {
+    for (const int64_t seqlen_q : {1, 6}) {
+      for (const int64_t keys : {200, 1500}) {
+        Case c = base("decode: left padding");
+        c.head_dim = c.head_dim_v = head_dim;
+        c.q.seqlen = seqlen_q;
+        c.k.seqlen = keys;
+        c.starts = {keys - 70, 0, keys + 9};
+        if (seqlen_q == 6) c.k.used = {keys, keys - 40, keys};
+        c.mask = FA_MASK_CAUSAL;
+        c.alibi = head_dim == 64;
+        c.nan_keys = 1;
+        EXPECT_TRUE(check(backend(), c));
+        c.batch = 1;  // which the host may split between heads
+        c.starts = {30};
+        c.k.used.clear();
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
 // One sequence, which the host may split between heads: few keys and many, exactly as many as the host knows or fewer.
 TEST_P(Decode, OneSequence) {
   for (const int64_t seqlen_k : {100, 1500, 5000}) {

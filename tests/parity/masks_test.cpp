@@ -96,6 +96,39 @@ TEST_P(Masks, Starts) {
   });
 }
 
+// Alone, left padding needs no mask: kernels leave the keys out. Under a causal mask that is aligned to the top left it does.
+TEST_P(Masks, StartsAlone) {
+  int64_t turn = 0;
+  for (const int64_t head_dim : {64, 96, 128, 192, 256}) {
+    for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
+      for (const bool packed : {false, true}) {
+        Case c = base(("starts alone " + std::to_string(turn)).c_str(), turn % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16);
+        c.head_dim = c.head_dim_v = head_dim;
+        c.batch = 3;
+        c.heads_q = 2;
+        c.heads_k = 1;
+        c.q.seqlen = 140;
+        c.k.seqlen = 280;
+        c.mask = mask;
+        c.starts = {131, 0, 277};
+        if (packed) {
+          c.q.packed = c.k.packed = 1;
+          c.q.slots = {140, 70, 0};
+          c.k.slots = {280, 20, 200};
+          c.k.used = {250, 20, 200};
+        }
+        c.window_left = turn % 3 == 2 ? 60 : -1;
+        c.sink = turn % 2;
+        c.softcap = turn % 5 == 4 ? 5 : 0;
+        c.alibi = turn % 4 == 3;
+        c.flags = turn % 3 == 1 ? FA_FLAG_DETERMINISTIC : 0;
+        ++turn;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
 TEST_P(Masks, BlockLists) {
   int64_t form = 0;
   for (const auto &[rows, columns] : {std::pair{64, 64}, {128, 32}, {7, 100}, {1000, 1}, {1, 1000}}) {

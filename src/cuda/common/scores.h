@@ -47,11 +47,19 @@ inline bool is_tile_bias(const Problem &p) {
 // Whether a problem has masks that kernels apply by data, besides lengths.
 inline bool has_data_mask(const MaskedProblem &p) { return p.masked_by_data() || p.seqstart_k != nullptr; }
 
+// Whether left padding is the only mask given as data, and leaving out the keys of padding leaves the problem as it is: nothing counts keys
+// from the first one of the tensor.
+inline bool can_skip_left_padding(const MaskedProblem &p) {
+  const bool counts_keys = p.bias.data != nullptr || p.dropout.threshold > 0 || p.page_table != nullptr ||
+                           is_quantised(p.k.dtype) || (p.band.top_left && (!p.band.unlimited() || p.alibi_slopes != nullptr));
+  return p.seqstart_k != nullptr && !p.masked_by_data() && !counts_keys;
+}
+
 inline ScoreSet scores_of(const MaskedProblem &p) {
   ScoreSet scores = kPlain;
   if (p.softcap > 0) scores |= kSoftcap;
   if (p.alibi_slopes != nullptr) scores |= p.alibi_log_scale > 0 ? kAlibi | kLogAlibi : kAlibi;
-  if (has_data_mask(p)) {
+  if (has_data_mask(p) && !can_skip_left_padding(p)) {
     const bool whole_cells = p.block_mask.size_q % 64 == 0 && p.block_mask.size_k % 64 == 0;
     const bool others = p.seqstart_k != nullptr || p.element_mask.given || p.block_lists.given || p.slices.given;
     scores |= others || !whole_cells ? kDataMask : kBlockMask;

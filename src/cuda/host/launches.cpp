@@ -36,6 +36,12 @@ void add_cell_map(const MaskedProblem &p, bool backward, size_t offset, LaunchMe
   if (backward) launches.add("transposed cell map kernel", transposed_cell_map_launch(params), &params);
 }
 
+// Tells the kernels of a plan without a cell map to skip the left padding of the keys.
+void skip_left_padding(MaskedProblem &p) {
+  p.k_lengths.left_padding = p.seqstart_k;
+  p.k_lengths.left_padding_stride = p.seqstart_k_stride;
+}
+
 }  // namespace
 
 fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, LaunchMemory memory, Launches &launches,
@@ -46,14 +52,22 @@ fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, 
     params = {problem.max_logit, problem.max_logit_stride, problem.heads_q};
     launches.add("max_logit kernel", max_logit_launch(params), &params);
   }
-  return kForward[static_cast<int>(plan.family)](problem, plan, memory, launches, error);
+  const ForwardLauncher launcher = kForward[static_cast<int>(plan.family)];
+  if (plan.cell_map || problem.seqstart_k == nullptr) return launcher(problem, plan, memory, launches, error);
+  ForwardProblem skipping = problem;
+  skip_left_padding(skipping);
+  return launcher(skipping, plan, memory, launches, error);
 }
 
 fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, LaunchMemory memory, Launches &launches,
                         ErrorText &error) {
   if (plan.family == Family::none) return FA_OK;
   if (plan.cell_map) add_cell_map(problem.forward, /*backward=*/true, plan.cell_map_offset, memory, launches);
-  return kBackward[static_cast<int>(plan.family)](problem, plan, memory, launches, error);
+  const BackwardLauncher launcher = kBackward[static_cast<int>(plan.family)];
+  if (plan.cell_map || problem.forward.seqstart_k == nullptr) return launcher(problem, plan, memory, launches, error);
+  BackwardProblem skipping = problem;
+  skip_left_padding(skipping.forward);
+  return launcher(skipping, plan, memory, launches, error);
 }
 
 void add_merge(const Problem &p, int32_t num_splits, const float *out, const float *lse, Launches &launches) {

@@ -98,7 +98,7 @@ fa_status plan_any_device(const ForwardProblem &p, const Needs &needs, const Dev
   // Few tokens leave most rows of a tile empty: let the query heads that share keys fill them. Masks as data may differ between heads, dropout
   // does.
   const int64_t tokens = std::max<int64_t>(p.q_lengths.max_len, 1);
-  if (p.group > 1 && (needs.scores & kMasked) == 0 && p.dropout.threshold == 0 &&
+  if (p.group > 1 && !has_data_mask(p) && p.dropout.threshold == 0 &&
       ceil_div(tokens * p.group, tile.rows) < ceil_div(tokens, tile.rows) * p.group) {
     plan.rows_per_token = static_cast<int32_t>(p.group);
   }

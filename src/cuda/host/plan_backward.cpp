@@ -49,11 +49,11 @@ bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, cons
 
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
 // loops would lose by it, and deterministic and batch-invariant sums must not depend on the number of a work tile.
-void split_tail(const Problem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
+void split_tail(const MaskedProblem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
   constexpr int64_t kFewestQTiles = 16, kMostSplits = 8, kConsumerWarps = 8;
   const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
   const bool equal = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr &&
-                     p.k_lengths.used == nullptr && !is_causal(p) &&
+                     p.k_lengths.used == nullptr && p.seqstart_k == nullptr && !is_causal(p) &&
                      Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
   if (!equal || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas || last == 0 ||
       last * 10 > ctas * 9)
@@ -124,7 +124,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
-  if (shape.blocks() == 1 && shape.scores == kPlain) split_tail(p, at_once, shape, plan);
+  if (shape.blocks() == 1 && shape.scores == kPlain) split_tail(b.forward, at_once, shape, plan);
   if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
   // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
   // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add

@@ -69,7 +69,7 @@ class Shapes {
 // Every chip runs clusters of eight, whose CTAs may have as little as one iteration each. Larger ones have to fit one of at most eight GPCs
 // of a Hopper chip: with more than 120 SMs one GPC has sixteen. CTAs with more keys want an SM of their own, which clusters do not get:
 // their CTAs crowd where there is room for many.
-int32_t cluster_of(const Problem &p, const Device &device, int64_t tiles, int64_t kv_tile) {
+int32_t cluster_of(const MaskedProblem &p, const Device &device, int64_t tiles, int64_t kv_tile) {
   constexpr int64_t kPortable = 8, kLargeChip = 121, kMinKeys = 128, kMaxKeys = 256;  // keys of a CTA
   if (splits_by_sequence(p) || !is_uniform(p)) return 0;
   const int64_t largest = device.sm90 && device.multiprocessors >= kLargeChip ? decode::kMaxClusterSize : kPortable,

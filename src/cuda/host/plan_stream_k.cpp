@@ -39,12 +39,12 @@ int64_t count_partitions(const StreamK &work, const Problem &p, int64_t ctas, in
 
 }  // namespace
 
-bool is_uniform(const Problem &p) {
+bool is_uniform(const MaskedProblem &p) {
   const auto known = [](const Lengths &lengths) { return lengths.cu == nullptr && lengths.used == nullptr; };
-  return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths));
+  return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths) && p.seqstart_k == nullptr);
 }
 
-void plan_partition(const StreamK &work, const Problem &p, ForwardPlan &plan) {
+void plan_partition(const StreamK &work, const MaskedProblem &p, ForwardPlan &plan) {
   int64_t partials = 0;
   if (splits_by_sequence(p)) {
     plan.fixed_splits = static_cast<int32_t>(
@@ -69,7 +69,7 @@ void plan_partition(const StreamK &work, const Problem &p, ForwardPlan &plan) {
   plan.workspace_bytes = plan.split_lse_offset + align_up(static_cast<size_t>(partials * work.rows) * 2 * sizeof(float));
 }
 
-void plan_combine(const StreamK &work, const Problem &p, int64_t rows, int64_t ctas, ForwardPlan &plan) {
+void plan_combine(const StreamK &work, const MaskedProblem &p, int64_t rows, int64_t ctas, ForwardPlan &plan) {
   // Partitions of whole work tiles split none, if the work tiles are alike.
   if (plan.fixed_splits > 0) {
     plan.split_tiles = static_cast<int32_t>(plan.fixed_splits > 1 ? work.tiles : 0);

@@ -35,14 +35,14 @@ constexpr int64_t kMaxWorkUnits = INT32_MAX / 2;
 inline bool splits_by_sequence(const Problem &p) { return p.num_splits > 0 || p.batch_invariant; }
 
 // Whether the host knows that all sequences see equally many keys, though perhaps not how many.
-bool is_uniform(const Problem &problem);
+bool is_uniform(const MaskedProblem &problem);
 
 // Sets the plan's partition, grid, counters and the part of the workspace that holds the partials.
-void plan_partition(const StreamK &work, const Problem &problem, ForwardPlan &plan);
+void plan_partition(const StreamK &work, const MaskedProblem &problem, ForwardPlan &plan);
 
 // Plans the combine kernel, which adds up the partials of split work tiles of at most `rows` rows, on about `ctas` CTAs, and the memory in
 // which the main kernel tells it which work tiles it has split. Such kernels need no counters.
-void plan_combine(const StreamK &work, const Problem &problem, int64_t rows, int64_t ctas, ForwardPlan &plan);
+void plan_combine(const StreamK &work, const MaskedProblem &problem, int64_t rows, int64_t ctas, ForwardPlan &plan);
 
 // Whether TMA can load boxes of `box_rows` rows of K or V (describe_kv() in tensor_maps.h).
 bool is_kv_tma_compatible(const Problem &problem, const Operand &tensor, int64_t columns, int32_t box_rows);

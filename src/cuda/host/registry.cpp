@@ -41,6 +41,9 @@ constexpr auto concatenate(const std::array<KernelRow, kCounts> &...tables) {
   return all;
 }
 
+// Kernels for masks as data take left padding as one of them.
+constexpr FeatureSet left_padding_by_mask(ScoreSet scores) { return (scores & kDataMask) != 0 ? kLeftPadding : 0; }
+
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
 
 constexpr auto kRows = concatenate(
@@ -50,7 +53,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
-              row.features = kAnyFeatures;
+              row.features = (kAnyFeatures & ~kLeftPadding) | left_padding_by_mask(shape.scores);
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
@@ -75,7 +78,8 @@ constexpr auto kRows = concatenate(
               row.operands = shape.fp8 ? kFp8 : k16Bit;
               row.scores = shape.scores;
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
-              row.features = kDeterministic | kSeparateV | (shape.scores != kPlain ? 0 : kPlainScores);
+              row.features =
+                  kDeterministic | kSeparateV | (shape.fp8 ? 0 : kLeftPadding) | (shape.scores != kPlain ? 0 : kPlainScores);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();
@@ -91,7 +95,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
-              row.features = kCacheFeatures | kSeparateV | kHugePackedKv | kDescalePerRow;
+              row.features = kCacheFeatures | kSeparateV | kLeftPadding | kHugePackedKv | kDescalePerRow;
               row.max_queries = shape.rows() == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
               row.capability = shape.capability;
               row.threads = shape.threads();
@@ -106,7 +110,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
-              row.features = kCacheFeatures | kSeparateV;
+              row.features = kCacheFeatures | kSeparateV | kLeftPadding;
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();
@@ -131,7 +135,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
-              row.features = kAnyFeatures;
+              row.features = (kAnyFeatures & ~kLeftPadding) | left_padding_by_mask(shape.scores);
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
@@ -153,7 +157,7 @@ constexpr auto kRows = concatenate(
       row.head_dim_v = shape.head_dim_v;
       row.scores = shape.scores;
       // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
-      row.features = kSeparateV | (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
+      row.features = kSeparateV | kLeftPadding | (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
       row.capability = 90;
       row.sm90a = true;
       row.threads = shape.threads();

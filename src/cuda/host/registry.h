@@ -40,7 +40,8 @@ constexpr FeatureSet kPlainScores = 256;          // no score terms: kernels for
 constexpr FeatureSet kSeparateV = 512;            // V that is not the first columns of K in the same memory, as MLA has it
 constexpr FeatureSet kUnalignedRows = 1024;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
 constexpr FeatureSet kNoTma = 2048;               // q, k, v, bias (backward: dout) that TMA cannot describe
-constexpr FeatureSet kAnyFeatures = 4095;
+constexpr FeatureSet kLeftPadding = 4096;         // left padding that a kernel may skip (can_skip_left_padding)
+constexpr FeatureSet kAnyFeatures = 8191;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

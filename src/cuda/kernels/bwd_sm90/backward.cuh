@@ -400,8 +400,8 @@ class Backward {
   __device__ __forceinline__ void load_kv(int work_index, uint32_t bytes) const {
     mbarrier_wait(kv_empty(), work_index & 1 ^ 1);
     if (!elect_one()) return;
-    const bool packed = cta_.problem.k_lengths.cu != nullptr;
-    const int row = (packed ? cta_.work().k_start : 0) + cta_.work().key0, batch = packed ? 0 : cta_.work().batch;
+    const int row = cta_.work().k_start + cta_.work().key0,
+              batch = cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch;
     mbarrier_arrive_expect_tx(k_full(), bytes);
     if (bytes > 0)
       cta_.template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), cta_.params.k_map, k_full(), row,

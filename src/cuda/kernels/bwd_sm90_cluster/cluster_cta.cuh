@@ -252,9 +252,7 @@ struct ClusterCta {
     }
   }
   __device__ __forceinline__ bool is_first_work_tile() const { return !C::kPersistent || cta.work().work_index == 0; }
-  __device__ __forceinline__ int key_row(int rank) const {
-    return (cta.problem.k_lengths.cu != nullptr ? cta.work().k_start : 0) + cta.work().key0 + rank * 64;
-  }
+  __device__ __forceinline__ int key_row(int rank) const { return cta.work().k_start + cta.work().key0 + rank * 64; }
   __device__ __forceinline__ int key_batch() const { return cta.problem.k_lengths.cu != nullptr ? 0 : cta.work().batch; }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ using Keys = RangeOf<int32_t>;
 // Whether the host knows all lengths. Then no length is read from device memory.
 __device__ __forceinline__ bool lengths_known(const Problem &p) {
   const Lengths &q = p.q_lengths, &k = p.k_lengths;
-  return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr;
+  return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr && k.left_padding == nullptr;
 }
 
 struct SequenceTiles {
@@ -193,7 +193,7 @@ class StreamKScheduler {
     if (b >= batch()) return s;
     const Problem &p = a_.problem;
     const int tokens = static_cast<int>(sequence_of(p.q_lengths, b).len),
-              keys = static_cast<int>(sequence_of(p.k_lengths, b).len);
+              keys = static_cast<int>(unpadded_keys(p.k_lengths, b).len);
     const Keys seen = Diagonal<int32_t>(a_.limits, tokens, keys).visible_keys({0, tokens});
     s.first_step = seen.begin / C::kKvStep;
     s.steps = seen.empty() ? 1 : (seen.end + C::kKvStep - 1) / C::kKvStep - s.first_step;
