@@ -141,9 +141,6 @@ struct Sequence {
   int64_t slot = 0;
   int64_t len = 0;
   int64_t first = 0;
-
-  // Of unpadded_keys(): the row, counted from `start`, that stands at place n of the slot. Padding stands behind all other rows.
-  FA_HD int64_t row_at(int64_t n) const { return n < slot - first ? n : n - slot; }
 };
 
 // cu_seqlens[n].
@@ -168,15 +165,16 @@ FA_HD Sequence sequence_of(const Lengths &lengths, int64_t b) {
   return s;
 }
 
-// The keys of sequence b without left padding: `start` is the first visible key, from which keys are counted, and `len` is what is left. The
-// last query stays aligned with the last key. `first` is the number of rows of padding, which lie before `start` and still belong to the slot.
+// The keys of sequence b without left padding: `start` is the first visible key, from which keys are counted, and `len` and `slot` are what is left.
+// The last query stays aligned with the last key.
 FA_HD Sequence unpadded_keys(const Lengths &lengths, int64_t b) {
   Sequence s = sequence_of(lengths, b);
   if (lengths.left_padding != nullptr) {
     const int64_t rows = lengths.left_padding[b * lengths.left_padding_stride];
-    s.first = rows < 0 ? 0 : rows < s.len ? rows : s.len;
-    s.start += s.first;
-    s.len -= s.first;
+    const int64_t padding = rows < 0 ? 0 : rows < s.len ? rows : s.len;
+    s.start += padding;
+    s.slot -= padding;
+    s.len -= padding;
   }
   return s;
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row-wise kernels of the backward pass: backward_rows computes lse and delta of every query before the backward kernel,
-// backward_sink the gradient of the sink after it.
+// backward_padding and backward_sink run after it.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
 #include "cuda/common/operand.h"
 #include "cuda/common/ptx.cuh"
+#include "cuda/common/rows.cuh"
 #include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kSinkThreads = 512;
+constexpr int64_t kPaddingRows = 128;  // of a CTA
 // Rows whose loads a lane has in flight. On chips before sm_90 four rows do not fit in the registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kRowsAtOnce = 2;
@@ -206,6 +208,35 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
   if (threadIdx.x == 0) a.problem.dsink[head * a.problem.dsink_stride] = sums[0];
 }
 
+// Zeroes a row of dk or dv. Called by a warp.
+__device__ __forceinline__ void zero_gradient(const Operand &t, int64_t batch, int64_t row, int64_t head, int64_t columns) {
+  const int64_t bytes = dtype_bytes(t.dtype);
+  char *at = static_cast<char *>(t.data) + (batch * t.batch_stride + row * t.seq_stride + head * t.head_stride) * bytes;
+  if ((reinterpret_cast<uintptr_t>(at) | (columns * bytes)) % sizeof(uint4) != 0) {
+    zero_row(at, t.dtype, columns);
+    return;
+  }
+  for (int64_t n = threadIdx.x & 31; n < columns * bytes / int64_t{sizeof(uint4)}; n += 32)
+    reinterpret_cast<uint4 *>(at)[n] = uint4{0, 0, 0, 0};
+}
+
+// CTAs for the keys of a head.
+FA_HD int64_t padding_blocks(const Problem &p) { return (p.k_lengths.max_len + kPaddingRows - 1) / kPaddingRows; }
+
+// Of kPaddingRows keys of one head, those before the first visible one.
+__global__ void __launch_bounds__(kThreads) backward_padding(const __grid_constant__ BackwardRows a) {
+  const Problem &p = a.problem.forward;
+  const int64_t blocks = padding_blocks(p), block = blockIdx.x % blocks, head = blockIdx.x / blocks % p.heads_k,
+                sequence = blockIdx.x / blocks / p.heads_k, batch = p.k_lengths.cu != nullptr ? 0 : sequence,
+                start = sequence_of(p.k_lengths, sequence).start, end = unpadded_keys(p.k_lengths, sequence).start;
+  for (int64_t n = threadIdx.x / 32; n < kPaddingRows; n += kThreads / 32) {
+    const int64_t row = start + block * kPaddingRows + n;
+    if (row >= end) return;
+    if (a.problem.dk.data != nullptr) zero_gradient(a.problem.dk, batch, row, head, p.head_dim);
+    if (a.problem.dv.data != nullptr) zero_gradient(a.problem.dv, batch, row, head, p.head_dim_v);
+  }
+}
+
 }  // namespace
 
 Launch backward_rows_launch(const BackwardRows &a) {
@@ -218,6 +249,11 @@ Launch backward_rows_launch(const BackwardRows &a) {
 
 Launch backward_sink_launch(const BackwardRows &a) {
   return {reinterpret_cast<const void *>(&backward_sink), kSinkThreads, 0, a.problem.forward.heads_q};
+}
+
+Launch backward_padding_launch(const BackwardRows &a) {
+  const Problem &p = a.problem.forward;
+  return {reinterpret_cast<const void *>(&backward_padding), kThreads, 0, p.batch * p.heads_k * padding_blocks(p)};
 }
 
 }  // namespace fa::cuda

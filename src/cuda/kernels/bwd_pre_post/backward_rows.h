@@ -36,5 +36,7 @@ struct BackwardRows {
 Launch backward_rows_launch(const BackwardRows &params);
 // Runs after backward_rows: dsink from row_lse and row_delta.
 Launch backward_sink_launch(const BackwardRows &params);
+// Behind kernels that skip left padding: zeros in its rows of dk and dv.
+Launch backward_padding_launch(const BackwardRows &params);
 
 }  // namespace fa::cuda

@@ -461,23 +461,22 @@ struct BackwardCta {
   __device__ __forceinline__ void store_dkv(const Operand &t, const float (&acc)[kCount], float scale, int columns,
                                             bool vectors, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
-    const Sequence slot = unpadded_keys(problem.k_lengths, work().batch);
+    const int seq_slot = static_cast<int>(unpadded_keys(problem.k_lengths, work().batch).slot);
     Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key + warp * 16 + (lane >> 2) + 8 * r;
       const uint32_t keep = key < work().seqlen_k ? ~0u : 0u;
       store_fragment_row_at<Element, kCount / 4>(
-          acc, r, [&] { return base + slot.row_at(key) * t.seq_stride; }, columns, vectors, lane & 3,
-          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, key < slot.slot);
+          acc, r, [&] { return base + key * t.seq_stride; }, columns, vectors, lane & 3,
+          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, key < seq_slot);
     }
     if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
     constexpr int kVectors = kCount / 4;
     const int beyond = work().key0 + C::kTileKv;
-    for (int n = thread; n < (static_cast<int>(slot.slot) - beyond) * kVectors; n += threads) {
+    for (int n = thread; n < (seq_slot - beyond) * kVectors; n += threads) {
       const int column = n % kVectors * 8;
-      store_elements(base + slot.row_at(beyond + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column,
-                     vectors);
+      store_elements(base + (beyond + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }
   }
 
