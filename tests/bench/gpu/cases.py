@@ -168,6 +168,7 @@ def masks(quick: bool) -> List[Case]:
             rows.append(square("masks", direction, d, False, 32768, option="documents"))
             rows.append(square("masks", direction, d, False, 4096, option="left"))  # batch 4: starts 0 to 3 / LEFT
             rows += [square("masks", direction, d, False, 16384, option=option) for option in ("prefix", "bits", "bytes")]
+    rows.append(Case("masks", "forward", 128, False, 1, 32768, 4, 32, 8, option="left", graph=True))
     return rows + [square("masks", "forward", d, causal, 4096, option=MAX_LOGIT) for d in (64, 128, 256) for causal in (False, True)]
 
 
