@@ -79,7 +79,9 @@ constexpr auto kRows = concatenate(
               row.scores = shape.scores;
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
               row.features =
-                  kDeterministic | kSeparateV | (shape.fp8 ? 0 : kLeftPadding) | (shape.scores != kPlain ? 0 : kPlainScores);
+                  kDeterministic | kSeparateV |
+                  (sm90::skips_left_padding(shape.groups, shape.fp8) ? kLeftPadding : left_padding_by_mask(shape.scores)) |
+                  (shape.scores != kPlain ? 0 : kPlainScores);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();

@@ -22,6 +22,7 @@ struct ForwardConfig {
   static constexpr int kOutAtoms = kOutAtoms_;  // swizzle atoms of out staged for one TMA store; 0: stored from registers
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kSkipsLeftPadding = skips_left_padding(kConsumerWarpgroups, kFp8);
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;

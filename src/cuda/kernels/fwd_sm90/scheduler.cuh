@@ -120,7 +120,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   }
   int seqlen_k;
   {
-    const Sequence k = unpadded_keys(p.k_lengths, place.batch);
+    const Sequence k = C::kSkipsLeftPadding ? unpadded_keys(p.k_lengths, place.batch) : sequence_of(p.k_lengths, place.batch);
     seqlen_k = static_cast<int>(k.len);
     if (lane == 0) {
       t.seqlen_k = seqlen_k;
