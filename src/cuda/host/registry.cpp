@@ -97,7 +97,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
-              row.features = kCacheFeatures | kSeparateV | kLeftPadding | kHugePackedKv | kDescalePerRow;
+              row.features = kCacheFeatures | kSeparateV | (kv_8bit ? 0 : kLeftPadding) | kHugePackedKv | kDescalePerRow;
               row.max_queries = shape.rows() == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
               row.capability = shape.capability;
               row.threads = shape.threads();
@@ -112,7 +112,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
-              row.features = kCacheFeatures | kSeparateV | kLeftPadding;
+              row.features = kCacheFeatures | kSeparateV | (kv_8bit ? 0 : kLeftPadding);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();

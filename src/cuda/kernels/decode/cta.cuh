@@ -124,7 +124,7 @@ class Cta {
       first_row_ =
           uniform(row_block_of<C::kInterleaveRowBlocks>(unit.tile - head_ * params.row_blocks, params.row_blocks) * C::kRows);
     }
-    const Sequence q = sequence_of(problem.q_lengths, unit.batch), k = unpadded_keys(problem.k_lengths, unit.batch);
+    const Sequence q = sequence_of(problem.q_lengths, unit.batch), k = keys_of<C>(problem, unit.batch);
     q_start = q.start;
     tokens = uniform(static_cast<int>(q.len));
     rows = tokens * group_heads();

@@ -113,7 +113,7 @@ class WorkScheduler : protected CtaState {
     const int row_block =
         row_block_of<C::kInterleaveRowBlocks>(uniform_int(a_.row_blocks_divisor.remainder(work_unit.tile)), a_.row_blocks);
     row0_ = row_block * C::kRows;
-    const Sequence q = sequence_of(p_.q_lengths, work_unit.batch), k = unpadded_keys(p_.k_lengths, work_unit.batch);
+    const Sequence q = sequence_of(p_.q_lengths, work_unit.batch), k = keys_of<C>(p_, work_unit.batch);
     q_start_ = q.start;
     k_start_ = k.start;
     tokens_ = uniform_int(static_cast<int>(q.len));

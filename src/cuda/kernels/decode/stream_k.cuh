@@ -33,6 +33,12 @@ __device__ __forceinline__ bool lengths_known(const Problem &p) {
   return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr && k.left_padding == nullptr;
 }
 
+// The keys of a sequence that a kernel reads. Kernels for 8-bit K and V take no left padding.
+template <class C>
+__device__ __forceinline__ Sequence keys_of(const Problem &p, int batch) {
+  return C::k8BitKv ? sequence_of(p.k_lengths, batch) : unpadded_keys(p.k_lengths, batch);
+}
+
 struct SequenceTiles {
   int iterations;  // iterations of all its work tiles
   int tile_iterations, steps_per_iteration;
@@ -192,8 +198,7 @@ class StreamKScheduler {
     SequenceTiles s{};
     if (b >= batch()) return s;
     const Problem &p = a_.problem;
-    const int tokens = static_cast<int>(sequence_of(p.q_lengths, b).len),
-              keys = static_cast<int>(unpadded_keys(p.k_lengths, b).len);
+    const int tokens = static_cast<int>(sequence_of(p.q_lengths, b).len), keys = static_cast<int>(keys_of<C>(p, b).len);
     const Keys seen = Diagonal<int32_t>(a_.limits, tokens, keys).visible_keys({0, tokens});
     s.first_step = seen.begin / C::kKvStep;
     s.steps = seen.empty() ? 1 : (seen.end + C::kKvStep - 1) / C::kKvStep - s.first_step;

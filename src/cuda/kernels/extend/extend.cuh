@@ -365,7 +365,7 @@ class Consumer {
     const int lane = opaque(cta_.lane()), columns = static_cast<int>(cta_.problem().head_dim) - 2 * (lane & 3);
     const auto *keys = static_cast<const KvElement *>(cta_.problem().k.data) + rows_.work->head * cta_.problem().k.head_stride +
                        2 * (lane & 3);
-    const int64_t start = unpadded_keys(cta_.problem().k_lengths, rows_.work->batch).start;
+    const int64_t start = decode::keys_of<C>(cta_.problem(), rows_.work->batch).start;
     const KvLocator locator = cta_.kv_locator();
 #pragma unroll 1
     for (int j = 0; j < C::kKvTile / 8; ++j) {
