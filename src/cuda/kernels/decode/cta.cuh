@@ -115,7 +115,7 @@ class Cta {
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {params.limits, tokens, seqlen_k}; }
 
   // Whether the host knows where every sequence begins and ends; then no length is read from device memory.
-  __device__ __forceinline__ bool lengths_known() const { return decode::lengths_known(problem); }
+  __device__ __forceinline__ bool lengths_known() const { return decode::lengths_known<C>(problem); }
 
   __device__ __forceinline__ void set_work_unit(const WorkUnit &unit) {
     work_unit = unit;

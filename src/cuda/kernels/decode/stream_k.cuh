@@ -27,16 +27,18 @@ namespace fa::cuda::decode {
 
 using Keys = RangeOf<int32_t>;
 
-// Whether the host knows all lengths. Then no length is read from device memory.
-__device__ __forceinline__ bool lengths_known(const Problem &p) {
-  const Lengths &q = p.q_lengths, &k = p.k_lengths;
-  return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr && k.left_padding == nullptr;
-}
-
 // The keys of a sequence that a kernel reads. Kernels for 8-bit K and V take no left padding.
 template <class C>
 __device__ __forceinline__ Sequence keys_of(const Problem &p, int batch) {
   return C::k8BitKv ? sequence_of(p.k_lengths, batch) : unpadded_keys(p.k_lengths, batch);
+}
+
+// Whether the host knows all lengths. Then no length is read from device memory.
+template <class C>
+__device__ __forceinline__ bool lengths_known(const Problem &p) {
+  const Lengths &q = p.q_lengths, &k = p.k_lengths;
+  return q.cu == nullptr && q.used == nullptr && k.cu == nullptr && k.used == nullptr &&
+         (C::k8BitKv || k.left_padding == nullptr);
 }
 
 struct SequenceTiles {
@@ -120,7 +122,7 @@ class StreamKScheduler {
   // Whether this CTA must publish the work tile for the combine kernel, which does not know it because lengths are on the
   // device. `ends`: the work unit is the last one of its partition.
   __device__ __forceinline__ bool publishes_tile(const WorkUnit &work_unit, bool ends) const {
-    return a_.split_tiles > 0 && !lengths_known(a_.problem) &&
+    return a_.split_tiles > 0 && !lengths_known<C>(a_.problem) &&
            (a_.split_tiles_by_partition ? ends : work_unit.begin == work_unit.tile_begin);
   }
   // Writes the work tile's description to the workspace; `tile` already holds its rows. To be called by one thread.

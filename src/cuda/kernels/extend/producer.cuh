@@ -21,7 +21,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     warp_ = static_cast<int>(uniform(threadIdx.x >> 5)) & 3;
     // Of the data that the previous launch may still write, the lengths are needed first. The other warps wait for a
     // descriptor.
-    if (!decode::lengths_known(p_)) pdl_wait();
+    if (!decode::lengths_known<C>(p_)) pdl_wait();
     uint32_t unit = 0;
     Scheduler scheduler(a_);
     if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2()) >= scheduler.partitions() &&

@@ -24,7 +24,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     const int stage = warp >> 1;
     uint32_t tile_count = 0, work_units = 0;  // of the CTA so far
     // Lengths on the device may still be written by the previous launch, and are read first. The other warps wait for a work unit.
-    if (!decode::lengths_known(p_)) pdl_wait();
+    if (!decode::lengths_known<C>(p_)) pdl_wait();
     decode::StreamKScheduler<C> work(a_);
     this->for_each_work_unit(work, [&](int partition) {
       pdl_wait();
