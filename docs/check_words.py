@@ -80,7 +80,7 @@ CUDA_RULES = {
     "cuda: section": (r"(?<!critical )sections?", "L2-aware head order (swizzle)"),
     "cuda: factor": (r"(?:only|shared|top|leave)_factors?|factors?_(?:of|if)|(?<!descale\.)(?<!rescaling )(?<!rescale )factors(?! (?:of|for|by which) out)"
                      r"|factor (?:a|per) (?:row|head|key)|factor of (?:all |the |a )?(?:keys?|values?|quer(?:y|ies))", "descale"),
-    "cuda: epilogue": (r"clos(?:e(?! to)|es|ed|ing)", "epilogue"),
+    "cuda: epilogue": (r"(?<!::)clos(?:e(?! to)|es|ed|ing)", "epilogue"),
     "cuda: NaN-safe": (r"\w+_exactly(?:_\w+)?|exactly_\w+|(?<!take )(?<!takes )care(?! of)", "NaN-safe path"),
     "cuda: barrier": (r"heard|doubts?|(?<!is )(?<!are )met|agreed|(?:is|are|was|were|be) (?:told(?! from| apart)|asked(?! for))|(?<!is )(?<!are )(?<!not )asked (?:for|of|about|again)|told of",
                       "name the barrier's data: dS_ready, K_empty"),

@@ -21,6 +21,7 @@ LAYERS = {
     "cpu": ("core/", "cpu/"),
     "cuda/host": ("core/", "cuda/"),
     "cuda/common": ("core/", "cuda/common/"),
+    "cuda/rtc": (),  # stands in for system headers
 }
 # Every folder of cuda/kernels/ is a kernel. It includes core, cuda/common and itself, and what stands here with its reason: a file or a folder.
 BWD_ROWS = {"cuda/kernels/bwd_pre_post/": "delta and lse of the rows before, conversion of dq after the main kernel"}

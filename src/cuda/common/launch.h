@@ -12,12 +12,14 @@ namespace fa::cuda {
 
 // One kernel launch; grid and CTA are one-dimensional.
 struct Launch {
-  const void *kernel = nullptr;  // the __global__ function; null if this build leaves it out
+  const void *kernel =
+      nullptr;  // the __global__ function; null if this build leaves it out. The CUkernel if it was compiled at run time.
   int threads = 0;
   int shared_bytes = 0;  // dynamic
   int64_t blocks = 0;    // 0: nothing to do
   bool pdl = false;  // programmatic dependent launch: may start while the launch before it runs, and waits for it (pdl_wait)
   int cluster = 0;   // CTAs of a cluster, 0 = none; kernels that take a size above 8 allow non-portable ones
+  bool at_run_time = false;  // compiled at run time
 };
 
 // A short list of launches and the memory of their parameters. It is on the stack during one call, and is not initialised as a whole.
@@ -53,7 +55,7 @@ class Launches {
 
  private:
   static constexpr int kMaxParams = 4;
-  static constexpr size_t kParamsBytes = 3072, kAlignment = 128;  // of tensor maps
+  static constexpr size_t kParamsBytes = 3200, kAlignment = 128;  // of tensor maps
 
   alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];
   union {

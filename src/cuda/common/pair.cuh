@@ -10,17 +10,20 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/score_text.cuh"
 
 namespace fa::cuda {
 
 struct Pairs {
   const Problem &p;
   const DataMask &data_mask;
+  const ScoreTextArgs &text_args;
   int b;
   PairMask mask;
 
-  __device__ __forceinline__ Pairs(const Problem &problem, const DataMask &data, int batch, int seqlen_q, int seqlen_k)
-      : p(problem), data_mask(data), b(batch), mask(problem.band, seqlen_q, seqlen_k) {}
+  __device__ __forceinline__ Pairs(const Problem &problem, const DataMask &data, const ScoreTextArgs &score_text_args,
+                                   int batch, int seqlen_q, int seqlen_k)
+      : p(problem), data_mask(data), text_args(score_text_args), b(batch), mask(problem.band, seqlen_q, seqlen_k) {}
 
   // Keys [key0, key0 + kCell) that masks given as data show to a query, as bits; key0 is a multiple of kCell.
   __device__ __forceinline__ uint64_t shown_keys(int head, int row, int key0) const {
@@ -31,17 +34,31 @@ struct Pairs {
 
   __device__ __forceinline__ HeadTerms head_terms(int head) const { return cuda::head_terms(p, NaturalMath::kLogit, b, head); }
 
-  // Of a visible pair. -inf if its bias masks it, whatever the product is, NaN included. `terms` is head_terms(head).
+  // Of a visible pair. -inf if its bias or the score text masks it, whatever the product is, NaN included. `terms` is head_terms(head).
   __device__ __forceinline__ float logit(float raw, int head, const HeadTerms &terms, int row, int key) const {
     const float bias = load_bias(p.bias, b, head, row, key);
+    if (bias == -CUDART_INF_F) return bias;
     float derivative;
-    return bias == -CUDART_INF_F ? bias : logit_plus(bias, raw, terms, row, key, derivative);
+    if constexpr (ScoreText::kGiven) {
+      const ScorePlace place = score_place(head);
+      const ScoreText text{place, text_args};
+      if (!text.visible(row, key)) return -CUDART_INF_F;
+      const float score = text.score(raw * p.softmax_scale, row, key);
+      return score == -CUDART_INF_F ? score : logit_plus(bias, score, terms, row, key, derivative);
+    } else {
+      return logit_plus(bias, raw, terms, row, key, derivative);
+    }
   }
   // Of the logit by the scaled product.
-  __device__ __forceinline__ float derivative(float raw, const HeadTerms &terms, int row, int key) const {
-    float x;
+  __device__ __forceinline__ float derivative(float raw, int head, const HeadTerms &terms, int row, int key) const {
+    float x, of_text = 1.f;
+    if constexpr (ScoreText::kGiven) {
+      const ScorePlace place = score_place(head);
+      raw = ScoreText{place, text_args}.score_and_derivative(raw * p.softmax_scale, row, key, static_cast<float>(row),
+                                                             static_cast<float>(key), of_text);
+    }
     logit_plus(0.f, raw, terms, row, key, x);
-    return x;
+    return ScoreText::kGiven ? x * of_text : x;
   }
 
   __device__ __forceinline__ bool kept(int head, int row, int key) const {
@@ -51,6 +68,11 @@ struct Pairs {
   }
 
  private:
+  __device__ __forceinline__ ScorePlace score_place(int head) const {
+    const auto start = [&](const Lengths &lengths) { return lengths.cu != nullptr ? sequence_of(lengths, b).start : 0; };
+    return {b, head, mask.seqlen_q, mask.seqlen_k, start(p.q_lengths), start(p.k_lengths)};
+  }
+
   // Not inlined: that would take registers from accumulators.
   static __device__ __noinline__ uint64_t masked_keys(const DataMask &mask, const Problem &problem, int batch, int head,
                                                       int row, int key0) {
@@ -60,7 +82,8 @@ struct Pairs {
   __device__ __forceinline__ float logit_plus(float offset, float raw, const HeadTerms &terms, int row, int key,
                                               float &derivative) const {
     float x;
-    with_score_mods<kAll>(p, NaturalMath{p}, [&](const auto &mods) {
+    // What a text returns is scaled.
+    with_score_mods<kAll>(p, NaturalMath{ScoreText::kGiven ? 1.f : p.softmax_scale, p.softcap}, [&](const auto &mods) {
       x = mods.logit(raw, offset, terms, static_cast<float>(row + mask.seqlen_k - mask.seqlen_q - key), derivative);
     });
     return x;

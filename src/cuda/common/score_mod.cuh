@@ -57,12 +57,10 @@ struct Base2Math {
 // For operands of fp32: natural logits, functions that are exact to fp32.
 struct NaturalMath {
   static constexpr float kLogit = 1.f;
-  const Problem &p;
+  float softmax_scale, softcap;
 
-  __device__ __forceinline__ float factor() const { return p.softcap > 0 ? p.softcap : p.softmax_scale; }
-  __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
-    return cap * tanhf(s * p.softmax_scale / p.softcap);
-  }
+  __device__ __forceinline__ float factor() const { return softcap > 0 ? softcap : softmax_scale; }
+  __device__ __forceinline__ float scaled_tanh(float s, float cap) const { return cap * tanhf(s * softmax_scale / softcap); }
   static __device__ __forceinline__ float log1p(float x) { return log1pf(x); }
 };
 

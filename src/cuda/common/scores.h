@@ -25,6 +25,13 @@ constexpr ScoreSet kLogAlibi = 64;
 constexpr ScoreSet kDataMask = 128;
 // Forward: max_logit is asked for.
 constexpr ScoreSet kMaxLogit = 256;
+// A score text (score_text.cuh). Kernels for it are compiled at run time.
+constexpr ScoreSet kScoreText = 512;
+// A score text beside other terms than masks.
+constexpr ScoreSet kScoreTextAndTerms = 1024;
+
+// What a kernel that is compiled with a score text is built for, made from the line of a table that is built for `scores`.
+constexpr ScoreSet with_score_text(ScoreSet scores) { return (scores & kDataMask) | kScoreText; }
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
@@ -33,6 +40,7 @@ constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kBlockMask;
 constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
 constexpr ScoreSet kMasked = kBlockMask | kDataMask;
+// All but a score text.
 constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi | kDataMask | kMaxLogit;
 
 // Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
@@ -45,13 +53,16 @@ inline bool is_tile_bias(const Problem &p) {
 }
 
 // Whether a problem has masks that kernels apply by data, besides lengths.
-inline bool has_data_mask(const MaskedProblem &p) { return p.masked_by_data() || p.seqstart_k != nullptr; }
+inline bool has_data_mask(const MaskedProblem &p) {
+  return p.masked_by_data() || p.seqstart_k != nullptr || p.score_text.masks;
+}
 
 // Whether left padding is the only mask given as data, and leaving out the keys of padding leaves the problem as it is: nothing counts keys
 // from the first one of the tensor.
 inline bool can_skip_left_padding(const MaskedProblem &p) {
   const bool counts_keys = p.bias.data != nullptr || p.dropout.threshold > 0 || p.page_table != nullptr ||
-                           is_quantised(p.k.dtype) || (p.band.top_left && (!p.band.unlimited() || p.alibi_slopes != nullptr));
+                           is_quantised(p.k.dtype) || p.score_text.given ||
+                           (p.band.top_left && (!p.band.unlimited() || p.alibi_slopes != nullptr));
   return p.seqstart_k != nullptr && !p.masked_by_data() && !counts_keys;
 }
 
@@ -61,11 +72,16 @@ inline ScoreSet scores_of(const MaskedProblem &p) {
   if (p.alibi_slopes != nullptr) scores |= p.alibi_log_scale > 0 ? kAlibi | kLogAlibi : kAlibi;
   if (has_data_mask(p) && !can_skip_left_padding(p)) {
     const bool whole_cells = p.block_mask.size_q % 64 == 0 && p.block_mask.size_k % 64 == 0;
-    const bool others = p.seqstart_k != nullptr || p.element_mask.given || p.block_lists.given || p.slices.given;
+    const bool others =
+        p.seqstart_k != nullptr || p.element_mask.given || p.block_lists.given || p.slices.given || p.score_text.masks;
     scores |= others || !whole_cells ? kDataMask : kBlockMask;
   }
   if (p.dropout.threshold > 0) scores |= kDropout;
   if (p.bias.data != nullptr) scores |= is_tile_bias(p) ? kTileBias : kAnyBias;
+  if (p.score_text.given) {
+    if ((scores & ~(kDataMask | kBlockMask)) != 0) scores |= kScoreTextAndTerms;
+    scores |= kScoreText;
+  }
   return scores;
 }
 

@@ -51,7 +51,7 @@ class Backward {
     head_ = head % heads;
     own0_ = block_ * T::kOwnRows;
     scores_.init(queries, gradient_ != Gradient::dv);
-    scores_.with_derivative = gradient_ != Gradient::dv && has_transform(p_);
+    scores_.with_derivative = gradient_ != Gradient::dv && (ScoreText::kScores || has_transform(p_));
     scores_.set_batch(b_);
   }
 

@@ -141,7 +141,7 @@ struct BackwardScores {
   }
 
   // Whether scores are natural logits and no tile is full, as in forward.
-  __device__ __forceinline__ bool general() const { return p.general_score() || a.mask.given(); }
+  __device__ __forceinline__ bool general() const { return ScoreText::kGiven || p.general_score() || a.mask.given(); }
 
   // How a tile lies to this warp's rows.
   __device__ __forceinline__ TileMask mask_of(const BackwardTile &t) const {
@@ -210,7 +210,7 @@ struct BackwardScores {
   }
 
   __device__ __forceinline__ void general_operand(const BackwardTile &t, bool want_p, const RowNumbers &of_rows) {
-    const Pairs pairs(p, a.mask, t.b, seqlen_q, seqlen_k);
+    const Pairs pairs(p, a.mask, score_text_args(a), t.b, seqlen_q, seqlen_k);
     const HeadTerms terms = pairs.head_terms(t.head_q);
     const bool general = this->general();
     const float scale = general ? 1.f : p.softmax_scale;
@@ -238,7 +238,7 @@ struct BackwardScores {
             }
           }
         }
-        if (with_derivative && x != 0.f) x = x * pairs.derivative(s[0][0], terms, row, key) + 0.f;
+        if (with_derivative && x != 0.f) x = x * pairs.derivative(s[0][0], t.head_q, terms, row, key) + 0.f;
         s[0][0] = x;
         rotate(s[0]);
         rotate(dp[0]);

@@ -45,7 +45,8 @@ struct BackwardConfig {
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0;
-  static constexpr bool kConvertsEarly = kScored || kHasDropout;  // P, in exponentiate()
+  static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
+  static constexpr bool kConvertsEarly = kScored || kHasDropout || kHasScoreText;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail =
       kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
@@ -643,7 +644,10 @@ class Backward {
       mbarrier_wait(q_full(stage_), parity);
       const uint32_t codes = visited(n, &VisitedQTile::cell_codes);
       q_tile = visited(n, &VisitedQTile::q_tile);
-      if (codes != VisitedQTile::kAllCellsFull) {
+      if (C::kHasScoreText) {  // text.visible() tells of pairs, below
+        map_partial = codes != VisitedQTile::kAllCellsFull;
+        shown.set_all();
+      } else if (codes != VisitedQTile::kAllCellsFull) {
         shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, visited(n, &VisitedQTile::head_q), q_tile * C::kTileQ,
                    first_key(), codes >> 2 * (C::kTileQ / kCell) * wg_);
         map_partial = true;
@@ -685,8 +689,13 @@ class Backward {
     wgmma_wait<1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
-    if (masked) finite = nan_if_nonfinite(s_);
-    if constexpr (C::kHasBias) {
+    if (masked || C::kHasScoreText) finite = nan_if_nonfinite(s_);
+    if constexpr (C::kHasScoreText) {
+      int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
+      if constexpr (C::kHasDataMask) head_q = visited(n, &VisitedQTile::head_q);
+      const bool hidden = cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, partial);
+      masked = named_barrier_or(1 + wg_, 128, partial || hidden);
+    } else if constexpr (C::kHasBias) {
       cta_.exponentiate_biased(s_, smem_lse(stage_), bias);
     } else if constexpr (kPrefetchLse) {
       cta_.exponentiate(s_, lse);
@@ -906,7 +915,7 @@ class Backward {
     for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);
       compute_ds(part);
-      if constexpr (C::kHasBias) {
+      if constexpr (C::kHasBias || C::kHasScoreText) {
         cta_.mask_ds(dp_, [&](int n) { return is_masked_p(s_[part * 32 + n]); });
       } else {
         cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);

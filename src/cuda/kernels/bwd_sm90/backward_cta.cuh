@@ -21,6 +21,7 @@
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/score_text.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -196,6 +197,45 @@ struct BackwardCta {
 #pragma unroll
       for (int r = 0; r < 2; ++r) p16[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
     }
+  }
+  // With a score text, the same. P of a pair that the text masks is -0. `partial`: pairs of the tile may be masked. Returns whether the text masks
+  // any.
+  template <int kSteps>
+  __device__ __forceinline__ bool exponentiate_text(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
+                                                    int head_q, int first_key, int first_row, bool partial) const {
+    const WorkTile &t = work();
+    const ScorePlace place{t.batch,
+                           head_q,
+                           t.seqlen_q,
+                           t.seqlen_k,
+                           problem.q_lengths.cu != nullptr ? t.q_start : 0,
+                           problem.k_lengths.cu != nullptr ? t.k_start : 0};
+    const ScoreText text{place, score_text_args(params)};
+    const int key0 = first_key + warp * 16 + (lane >> 2), row0 = first_row + 2 * (lane & 3);
+    const float scale = ScoreText::kScores ? kLog2e : problem.softmax_scale * kLog2e, softmax_scale = problem.softmax_scale;
+    const auto key_number = static_cast<float>(key0), row_number = static_cast<float>(row0);
+    bool hidden = false;
+#pragma unroll
+    for (int j = 0; j < kSteps * 2; ++j) {
+      const float2 lse = row_stat(smem_lse, j);
+      float p[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int row = row0 + 8 * j + (r & 1), key = key0 + 8 * (r >> 1);
+        float x = s[4 * j + r], derivative = 1.f;
+        if constexpr (ScoreText::kScores)
+          x = text.score_and_derivative(x * softmax_scale, row, key, row_number + static_cast<float>(8 * j + (r & 1)),
+                                        key_number + static_cast<float>(8 * (r >> 1)), derivative);
+        if (ScoreText::kVisible && partial && !text.visible(row, key)) x = -CUDART_INF_F;
+        const bool masked = (ScoreText::kScores || ScoreText::kVisible) && x == -CUDART_INF_F;
+        hidden |= masked;
+        p[r] = masked ? kMaskedP : exp2_approx(fmaf(x, scale, -((r & 1) ? lse.y : lse.x)));
+        s[4 * j + r] = masked ? kMaskedP : p[r] * derivative;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p16[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
+    }
+    return hidden;
   }
   // With dropout: P is converted to 16 bits here, into p16, where dropped elements are 0. In s they are negative.
   template <int kSteps, class Dropped>

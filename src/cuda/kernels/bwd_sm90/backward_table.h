@@ -30,6 +30,10 @@ struct BackwardShape {
   ScoreSet scores;  // the score terms it is built for
 
   constexpr bool scored() const { return scores != kPlain; }
+  // Whether a kernel with a score text can be made of it, at run time.
+  constexpr bool takes_score_text() const {
+    return design == Design::single_cta && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+  }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
   // P goes from one consumer warpgroup to the other through shared memory.
@@ -49,7 +53,7 @@ struct BackwardShape {
            : head_dim % 128 == 0        ? 64
                                         : head_dim / 2;
   }
-  constexpr int32_t shared_bytes() const { return storage_bytes; }
+  constexpr int32_t shared_bytes() const { return storage_bytes; }  // with a score text, too
 
   int32_t storage_bytes;
 };

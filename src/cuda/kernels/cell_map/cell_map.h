@@ -7,6 +7,8 @@
 
 namespace fa::cuda {
 
+constexpr int kCellMapThreads = 128;
+
 struct CellMapParams {
   DataMask mask;  // with the addresses of the map
   Lengths q_lengths, k_lengths;

@@ -114,7 +114,7 @@ class Forward {
   }
 
   // Whether scores are natural logits and no tile is full: with every mask given as data, so that results do not depend on the mask's form.
-  __device__ __forceinline__ bool general() const { return p_.general_score() || a_.mask.given(); }
+  __device__ __forceinline__ bool general() const { return ScoreText::kGiven || p_.general_score() || a_.mask.given(); }
 
   __device__ __forceinline__ Rows query_rows() const {
     Rows r = row_source(p_.q, q_, rows_, p_.head_dim, a_.vector_q);
@@ -219,7 +219,7 @@ class Forward {
 
   // S becomes P = e^(S - m). A masked P becomes kMaskedP.
   __device__ __forceinline__ void softmax(int key0, bool masked) {
-    const Pairs pairs(p_, a_.mask, b_, seqlen_q_, seqlen_k_);
+    const Pairs pairs(p_, a_.mask, score_text_args(a_), b_, seqlen_q_, seqlen_k_);
     const bool general = this->general();
     if (masked) {
 #pragma unroll 1

@@ -11,6 +11,7 @@
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/score_text.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/bias.cuh"
@@ -46,7 +47,7 @@ class Consumer {
   // nothing; with a bias K is still at hand then.
   static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2 && !C::kHasBias;
   // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
-  static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod;
+  static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod && !C::kHasScoreText;
   // Whether K and the bias stay in shared memory until P is known to fit fp32: with a bias it often would not.
   static constexpr bool kKeepsOperands = C::kHasBias && kDeferredMax;
 
@@ -245,6 +246,7 @@ class Consumer {
       bias_.release();
     }
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreText) apply_score_text(t, first_key(t, i, /*released=*/true), masked);
     if (masked) {
       if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
       apply_mask(visible);
@@ -264,10 +266,10 @@ class Consumer {
       for (int n = 0; n < i; ++n) skip_v();
       masked_only_ = masked_end == kv_tiles;
     } else {
-      if (!C::kHasBias && i == masked_end) make_nan_safe(work_.stage());
+      if (!C::kMasksByScore && i == masked_end) make_nan_safe(work_.stage());
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
     }
-    if constexpr (!C::kHasBias) {
+    if constexpr (!C::kMasksByScore) {
       out_max_[0] = softmax_.max[0];
       out_max_[1] = softmax_.max[1];
     }
@@ -298,6 +300,7 @@ class Consumer {
     }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreText) apply_score_text(t, first_key(t, i, /*released=*/true), /*masked=*/false);
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     bool searches = true;
@@ -344,7 +347,7 @@ class Consumer {
   // The previous work tile has all of its out: finishes its rows and frees its description.
   __device__ __forceinline__ void finish_previous() {
     const WorkTile &t = previous_tile();
-    if constexpr (C::kHasBias) {
+    if constexpr (C::kMasksByScore) {
       make_rows_nan_safe(previous_stage());
     } else {
       if (masked_only_) make_nan_safe(previous_stage());
@@ -361,7 +364,7 @@ class Consumer {
       head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane, smem_.max_logit_before(work_.stage()));
     if constexpr (C::kFp8) promotion_.finalize(softmax_.max);
     epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
-    if constexpr (C::kHasBias) {
+    if constexpr (C::kMasksByScore) {
       out_max_[0] = softmax_.max[0];
       out_max_[1] = softmax_.max[1];
     }
@@ -382,7 +385,7 @@ class Consumer {
   // Issues S = Q K^T for the next stage of K: Q [64][D], K [kKeys][D], S [64][kKeys].
   __device__ __forceinline__ void issue_qk() {
     // With few registers: else the compiler would keep the descriptors of Q in some.
-    constexpr bool kFewRegisters = C::kFp8 || (C::kHasScoreMod && !kSpareRegisters);
+    constexpr bool kFewRegisters = C::kFp8 || ((C::kHasScoreMod || C::kHasScoreText) && !kSpareRegisters);
     const uint64_t q = kFewRegisters ? descriptor_k_major(smem_.q(q_.stage()) + at_.wg * C::kQWarpgroupBytes)
                                      : stage_descriptor(descriptor_k_major_uniform(0), 0, q_.stage(), C::kQBytes, at_.wg,
                                                         C::kQWarpgroupBytes),
@@ -420,6 +423,41 @@ class Consumer {
     apply_score_mods<Fragment, kSoftcapAlibi>(
         s_, p_, a_.raw, [&](int) { return t.head; }, [&](int r) { return at_.row(t, r) + diagonal; });
   }
+  // The score text, for the KV tile that begins with key0. In KV tiles that are not masked every pair is visible.
+  __device__ __forceinline__ void apply_score_text(const WorkTile &t, int key0, bool masked) {
+    const ScorePlace place{smem_.text_batch(work_.stage()),
+                           t.head_q,
+                           t.seqlen_q,
+                           t.seqlen_k,
+                           p_.q_lengths.cu != nullptr ? t.q_row - t.row0 : 0,
+                           p_.k_lengths.cu != nullptr ? t.k_row : 0};
+    const ScoreText text{place, score_text_args(a_)};
+    const int first = key0 + Fragment::first_key(at_.lane);
+    if constexpr (ScoreText::kScores) {
+      const float scale = p_.softmax_scale, first_number = static_cast<float>(first);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = at_.row(t, r);
+        const float row_number = static_cast<float>(row);
+#pragma unroll
+        for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
+          const int n = Fragment::at(r, m);
+          s_[n] = text.score(s_[n] * scale, row, first + Fragment::key(n), row_number,
+                             first_number + static_cast<float>(Fragment::key(n)));
+        }
+      }
+    }
+    if constexpr (ScoreText::kVisible) {
+      if (!masked) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
+          const int n = Fragment::at(r, m);
+          if (!text.visible(at_.row(t, r), first + Fragment::key(n))) s_[n] = -CUDART_INF_F;
+        }
+    }
+  }
   // Which of a partial KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
   __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {
 #pragma unroll
@@ -454,7 +492,10 @@ class Consumer {
 
   // The factor from S to exponents of two. With 16-bit elements every iteration loads softmax_scale again, beside its wgmmas: kernels that kept the
   // product in a register through the loop were 1 % slower.
-  __device__ __forceinline__ float scale() const { return C::kFp8 ? scale_ : exponent_scale(p_); }
+  __device__ __forceinline__ float scale() const {
+    if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;  // a text returns natural logits
+    return C::kFp8 ? scale_ : exponent_scale(p_);
+  }
 
   // P is made 2^p_exponent() larger.
   __device__ __forceinline__ float p_exponent() const { return C::kHasDropout ? a_.p_exponent : kPExponent; }
@@ -467,7 +508,7 @@ class Consumer {
   __device__ __forceinline__ bool update_max_and_exponentiate() {
     if constexpr (C::kHasMaxLogit) head_max_.add_scores(softmax_, s_, scale());
     bool rescaled;
-    if constexpr (C::kHasBias) {
+    if constexpr (C::kMasksByScore) {
       rescaled = update_max_rounded_up();
     } else {
       rescaled = softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
@@ -479,7 +520,7 @@ class Consumer {
     return rescaled;
   }
 
-  // OnlineSoftmax::update_max with products rounded up. A bias of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent
+  // OnlineSoftmax::update_max with products rounded up. A bias or a score of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent
   // must not make P that large.
   __device__ __forceinline__ bool update_max_rounded_up() {
     float top[2];
@@ -548,7 +589,7 @@ class Consumer {
     float sum[2];
     recompute_.recompute_out(work_stage, out_max_, out_, sum);
   }
-  // A bias of -inf masks a pair of any KV tile. Called when out is complete.
+  // A bias or a score of -inf masks a pair of any KV tile. Called when out is complete.
   __device__ __forceinline__ void make_rows_nan_safe(int work_stage) {
     const WorkTile &t = smem_.work_tile(work_stage);
     float zero[2] = {0.f, 0.f};  // or NaN, by row; unused rows hold whatever

@@ -30,11 +30,13 @@ struct ForwardConfig {
   static constexpr bool kHasCellCodes = kHasDataMask && kConsumerWarpgroups * kKeys_ > 64;
   static constexpr bool kHasMaxLogit = (kScores & kMaxLogit) != 0;
   static constexpr bool kHasBias = (kScores & kTileBias) != 0;
+  static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
+  static constexpr bool kMasksByScore = kHasBias || kHasScoreText;  // a score of -inf may mask a pair of any KV tile
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
   // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
-  static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kFp8 ? (kHasBias ? 1 : 2) : 0;
+  static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kHasScoreText && !kFp8 ? (kHasBias ? 1 : 2) : 0;
   // A bias is loaded by a warp of its own, which waits for every warpgroup.
   static constexpr int kBiasProducerWarps = kHasBias ? 1 : 0;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
@@ -130,6 +132,8 @@ struct SharedMemory {
     return base + offsetof(Storage, bias.empty) + (n * C::kConsumerWarpgroups + wg) * 8;
   }
   __device__ __forceinline__ int &bias_batch(int n) const { return storage().bias.batch[n]; }
+  // With a score text: the sequence of the work tile in stage n.
+  __device__ __forceinline__ int &text_batch(int n) const { return storage().score_text.batch[n]; }
   // The storage that work_tiles is in: one address in registers serves both.
   __device__ __forceinline__ Storage &storage() const {
     return *reinterpret_cast<Storage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles));

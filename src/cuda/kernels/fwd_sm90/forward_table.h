@@ -29,8 +29,10 @@ struct ForwardShape {
   int32_t max_causal;   // the same under a causal mask
   ScoreSet scores;      // the score terms it is built for
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
-  int32_t storage_bytes;
+  int32_t storage_bytes, score_text_storage_bytes;
 
+  // Whether a kernel with a score text can be made of it, at run time.
+  constexpr bool takes_score_text() const { return !fp8 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0); }
   constexpr int32_t rows() const { return groups * 64; }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
@@ -79,7 +81,9 @@ struct ForwardShape {
 
 #define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8) \
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8,                   \
-   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>))},
+   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>)), \
+   static_cast<int32_t>(                                                                                                              \
+       sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>))},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

@@ -9,6 +9,7 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/score_text.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
@@ -19,6 +20,7 @@ namespace fa::cuda::sm90 {
 // multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
 template <class C, class WorkTile>
 __device__ __forceinline__ float score_scale(const Problem &p, const WorkTile &t) {
+  if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;
   if constexpr (!C::kFp8) return exponent_scale(p);
   const float x = t.qk_descale * p.softmax_scale * kLog2e;
   return x > 0.f ? x : 1e-30f;
@@ -72,8 +74,8 @@ class Recompute {
     }
   }
 
-  // Recomputes out of the masked KV tiles (with a bias, of all) from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
-  // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows. With a bias
+  // Recomputes out of the masked KV tiles (with a bias or a score text, of all) from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
+  // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows. With these
   // `sum` becomes the sums of these rows.
   __device__ __forceinline__ void recompute_out(int work_stage, const float (&max)[2], float (&out)[C::kDv / 2],
                                                 float (&sum)[2]) const {
@@ -86,7 +88,7 @@ class Recompute {
     const Element *q = q_row_of_lane(t);
     clear(out);
     KvTiles tiles(*this, work_stage);
-    if constexpr (C::kHasBias) sum[0] = sum[1] = 0.f;
+    if constexpr (C::kMasksByScore) sum[0] = sum[1] = 0.f;
 #pragma unroll 1
     for (int i = tiles.begin(at_.wg); i < tiles.end(at_.wg); ++i) {
       if (!tiles.is_masked(i)) continue;
@@ -106,7 +108,12 @@ class Recompute {
         if constexpr (C::kHasDataMask) {
           lane_visible = lane_visible && is_pair_visible(a_.mask, p_, smem_.masked_tiles(work_stage).batch, t.head_q, row, key);
         }
-        float p = exp2_approx(logit(t, x, row, key, bias) - row_max);
+        float score = x;
+        if constexpr (C::kHasScoreText) {
+          score = text_score(t, work_stage, x, row, key);
+          lane_visible = lane_visible && score != -CUDART_INF_F;
+        }
+        float p = exp2_approx(logit(t, score, row, key, bias) - row_max);
         const float unrounded = p;
         p = rounded<Element>(p);
         if constexpr (C::kHasDropout) {
@@ -120,7 +127,7 @@ class Recompute {
           const int source_lane = ((at_.lane >> 2) + 8 * r) * 2;
           p_row[r] = __shfl_sync(~0u, p, source_lane);
           visible[r] = __shfl_sync(~0u, static_cast<int>(lane_visible), source_lane) != 0;
-          if constexpr (C::kHasBias) {
+          if constexpr (C::kMasksByScore) {
             const float term = __shfl_sync(~0u, unrounded, source_lane);
             if (visible[r]) sum[r] += term;
           }
@@ -150,7 +157,7 @@ class Recompute {
     const WorkTile &t;
     __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage) : t(r.smem_.work_tile(work_stage)) {}
     __device__ __forceinline__ int begin(int wg) const { return t.begin[wg]; }
-    __device__ __forceinline__ int end(int wg) const { return C::kHasBias ? t.kv_tiles : t.masked_end[wg]; }
+    __device__ __forceinline__ int end(int wg) const { return C::kMasksByScore ? t.kv_tiles : t.masked_end[wg]; }
     __device__ __forceinline__ bool is_masked(int) const { return true; }
     __device__ __forceinline__ int kv_tile(int i) const { return t.kv_tile(i); }
   };
@@ -163,11 +170,25 @@ class Recompute {
     __device__ __forceinline__ int end(int) const { return range.end; }
     __device__ __forceinline__ bool is_masked(int i) const {
       constexpr int kCells = C::kKeys / kCell;
-      return (tile_word<C>(mask, range, i * kCells / 32).partial >> i * kCells % 32 & 1) != 0;
+      const TileWord x = tile_word<C>(mask, range, i * kCells / 32);
+      return ((C::kMasksByScore ? x.visible : x.partial) >> i * kCells % 32 & 1) != 0;
     }
     __device__ __forceinline__ int kv_tile(int i) const { return i; }
   };
   using KvTiles = std::conditional_t<C::kHasDataMask, TilesOfRange, TilesByNumber>;
+
+  // The score of a pair by the score text; -inf if it masks the pair.
+  __device__ __forceinline__ float text_score(const WorkTile &t, int work_stage, float score, int row, int key) const {
+    const ScorePlace place{smem_.text_batch(work_stage),
+                           t.head_q,
+                           t.seqlen_q,
+                           t.seqlen_k,
+                           p_.q_lengths.cu != nullptr ? t.q_row - t.row0 : 0,
+                           p_.k_lengths.cu != nullptr ? t.k_row : 0};
+    const ScoreText text{place, score_text_args(a_)};
+    if (!text.visible(row, key)) return -CUDART_INF_F;
+    return ScoreText::kScores ? text.score(score * p_.softmax_scale, row, key) : score;
+  }
 
   // The exponent of two of one pair, for the NaN-safe path.
   __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key, float bias) const {

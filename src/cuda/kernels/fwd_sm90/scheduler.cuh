@@ -114,6 +114,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
         smem.dropout_head(stage) = static_cast<uint32_t>(place.batch * static_cast<int>(p.heads_q) + place.head);
       if constexpr (C::kHasMaxLogit) smem.max_logit_before(stage) = load_relaxed(a.max_logit + place.head * a.max_logit_stride);
       if constexpr (C::kHasBias) smem.bias_batch(stage) = place.batch;
+      if constexpr (C::kHasScoreText) smem.text_batch(stage) = place.batch;
       t.out = batch * p.out.batch_stride + row * p.out.seq_stride + place.head * p.out.head_stride;
       t.lse = batch * p.lse.batch_stride + row * p.lse.seq_stride + place.head * p.lse.head_stride;
     }

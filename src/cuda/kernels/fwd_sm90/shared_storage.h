@@ -83,6 +83,13 @@ struct ForwardBias {
 };
 struct NoForwardBias {};
 
+// With a score text: the sequence of the work tile in each stage.
+template <int kWorkStages>
+struct ForwardScoreText {
+  int batch[kWorkStages];
+};
+struct NoForwardScoreText {};
+
 // The staging memory of out, which kernels that store out from registers do not have.
 template <int kBytes>
 struct Staging {
@@ -120,6 +127,7 @@ struct ForwardStorage {
   std::conditional_t<(kScores & kTileBias) != 0, ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
                      NoForwardBias>
       bias;
+  std::conditional_t<(kScores & kScoreText) != 0, ForwardScoreText<kWorkStages>, NoForwardScoreText> score_text;
 };
 
 }  // namespace fa::cuda::sm90

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions of a score text, as kernels call them. Programs that are compiled at run time define FA_SCORE_TEXT and have exactly one text, in
+// "cuda/common/score_text_of_program.h", which the host writes. The library's own kernels have none: ScoreText is empty there, and costs nothing.
+#pragma once
+
+#include "cuda/common/score_text.h"
+
+#ifdef FA_SCORE_TEXT
+#include "cuda/common/score_text_of_program.h"
+#endif
+
+namespace fa::cuda {
+
+// A sequence and query head, and its lengths, which all pairs of a tile share.
+struct ScorePlace {
+  int batch, head, seqlen_q, seqlen_k;
+  int64_t start_q, start_k;  // as in Sequence
+};
+
+#ifdef FA_SCORE_TEXT
+
+struct ScoreText {
+  static constexpr bool kGiven = true;
+  static constexpr bool kScores = FA_TEXT_HAS_SCORE, kVisible = FA_TEXT_HAS_VISIBLE, kTile = FA_TEXT_HAS_TILE;
+
+  const ScorePlace &place;
+  const ScoreTextArgs &args;
+
+  __device__ __forceinline__ score_text::Aux aux() const { return {args.tensors, args.scalars}; }
+  // Of a pair; outside the lengths that of their last pair, so that no text reads outside its tensors.
+  __device__ __forceinline__ score_text::Position position(int i, int j, float i_number, float j_number) const {
+    return {place.batch,
+            place.head,
+            ::min(i, place.seqlen_q - 1),
+            ::min(j, place.seqlen_k - 1),
+            place.seqlen_q,
+            place.seqlen_k,
+            place.start_q,
+            place.start_k,
+            i_number,
+            j_number};
+  }
+
+  __device__ __forceinline__ score_text::Position position(int i, int j) const {
+    return position(i, j, static_cast<float>(i), static_cast<float>(j));
+  }
+
+  // The score of a pair from the scaled product. Loops give i and j as floats, too.
+  __device__ __forceinline__ float score(float s, int i, int j) const {
+    return score(s, i, j, static_cast<float>(i), static_cast<float>(j));
+  }
+  __device__ __forceinline__ float score(float s, int i, int j, float i_number, float j_number) const {
+#if FA_TEXT_HAS_SCORE
+    return static_cast<float>(score_text::score<float>(s, position(i, j, i_number, j_number), aux()));
+#else
+    return s;
+#endif
+  }
+  // The same with its derivative by the scaled product.
+  __device__ __forceinline__ float score_and_derivative(float s, int i, int j, float i_number, float j_number,
+                                                        float &derivative) const {
+#if FA_TEXT_HAS_DERIVATIVE
+    derivative = static_cast<float>(score_text::derivative<float>(s, position(i, j, i_number, j_number), aux()));
+    return score(s, i, j, i_number, j_number);
+#elif FA_TEXT_HAS_SCORE
+    const score_text::Dual x = score_text::score<score_text::Dual>({s, 1.f}, position(i, j, i_number, j_number), aux());
+    derivative = x.d;
+    return x.v;
+#else
+    derivative = 1.f;
+    return s;
+#endif
+  }
+  __device__ __forceinline__ bool visible(int i, int j) const {
+#if FA_TEXT_HAS_VISIBLE
+    return static_cast<bool>(score_text::visible(position(i, j), aux()));
+#else
+    return true;
+#endif
+  }
+  // 0: some pairs are visible; 1: none; 2: all.
+  __device__ __forceinline__ int tile(int i, int j, int queries, int keys) const {
+#if FA_TEXT_HAS_TILE
+    return static_cast<int>(score_text::tile(position(i, j), queries, keys, aux()));
+#else
+    return 0;
+#endif
+  }
+};
+
+#else
+
+struct ScoreText {
+  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false;
+
+  const ScorePlace &place;
+  const ScoreTextArgs &args;
+
+  __device__ __forceinline__ float score(float s, int, int) const { return s; }
+  __device__ __forceinline__ float score(float s, int, int, float, float) const { return s; }
+  __device__ __forceinline__ float score_and_derivative(float s, int, int, float, float, float &derivative) const {
+    derivative = 1.f;
+    return s;
+  }
+  __device__ __forceinline__ bool visible(int, int) const { return true; }
+  __device__ __forceinline__ int tile(int, int, int, int) const { return 0; }
+};
+
+#endif
+
+}  // namespace fa::cuda
