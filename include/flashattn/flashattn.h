@@ -520,7 +520,7 @@ typedef struct fa_score_source {
   uint32_t struct_size;
   /** Must be 0. */
   uint32_t reserved;
-  /** CUDA: C++ text, at most 65536 bytes. CPU: ignored. NULL = none. */
+  /** CUDA: C++ text, at most 65536 bytes, compiled by `fa_*_prepare` or the first call. CPU: ignored. NULL = none. */
   const char *text;
   /** Bytes of `text`; 0 = up to its terminating null. */
   uint64_t text_length;
@@ -776,7 +776,7 @@ typedef struct fa_attention {
    * not count. Backward neither reads nor writes it. Optional. */
   fa_tensor max_logit;
 
-  /** A score function of this context, see fa_score_create(); NULL = none. CUDA contexts refuse it: no kernel runs one yet. */
+  /** A score function of this context, see fa_score_create(); NULL = none. */
   fa_score score;
   /** `num_score_tensors` tensors that the score function reads. */
   const fa_score_tensor *score_tensors;

@@ -15,7 +15,7 @@ namespace fa::api {
 namespace {
 
 // Takes a reference on the attention's score function for the time of the call and makes `call` of it; null without one.
-fa_status read_score(fa_context_s &context, const fa_attention &attention, const MaskedProblem &problem, const ScoreCall *&call,
+fa_status read_score(fa_context_s &context, const fa_attention &attention, MaskedProblem &problem, const ScoreCall *&call,
                      ErrorText &error) {
   const fa_score score = attention.score;
   if (score != nullptr) {
@@ -31,8 +31,13 @@ fa_status read_score(fa_context_s &context, const fa_attention &attention, const
     context.score_in_use = score;
     call = &context.score_call;
   }
-  return normalise_score(attention, score != nullptr ? &score->source : nullptr, problem, context.score_call, context.pointers,
-                         error);
+  ScoreCall &scored = context.score_call;
+  FA_RETURN_IF_ERROR(
+      normalise_score(attention, score != nullptr ? &score->source : nullptr, problem, scored, context.pointers, error));
+  if (score == nullptr) return FA_OK;
+  scored.text = score->info;
+  problem.score_text = use_of_text(scored);
+  return FA_OK;
 }
 
 fa_status read_problem(fa_context_s &context, ScoredForward &problem, ErrorText &error, const fa_attention *attention) {
@@ -184,6 +189,7 @@ fa_status create_score(fa_context_s &context, const fa_score_source *source, fa_
   if (copy.text != nullptr) {
     score->text.assign(copy.text, static_cast<size_t>(copy.text_length));
     copy.text = score->text.c_str();
+    score->info = scan_score_text(score->text);
   }
   score->context_id = context.id;
   *out = score.release();

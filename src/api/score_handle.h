@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/score_text.h"
 #include "flashattn/flashattn.h"
 
 struct fa_score_s {
@@ -16,6 +17,7 @@ struct fa_score_s {
   uint64_t context_id = 0;
   std::string text;
   fa_score_source source{};  // source.text points to `text`, or is null
+  fa::ScoreTextInfo info;    // of the text
 
   void release() {
     if (references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;

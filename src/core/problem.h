@@ -257,8 +257,17 @@ struct MaskSources {
   Slices slices;
 };
 
+// What the text of a score function does, where a backend compiles it.
+struct ScoreTextUse {
+  bool given = false;
+  bool masks = false;                      // it has functions that mask pairs
+  bool by_batch = false, by_head = false;  // these may depend on the sequence, and on the query head
+};
+
 // A problem with the masks as data that the backend may have to compute. Kernels that know none of them take the Problem alone.
 struct MaskedProblem : Problem, MaskSources {
+  ScoreTextUse score_text;
+
   // Whether data besides lengths, seqstart_k and bias masks pairs.
   FA_HD bool masked_by_data() const {
     return block_mask.data != nullptr || element_mask.given || block_lists.given || slices.given;

@@ -7,6 +7,7 @@
 #include "core/host_device.h"
 #include "core/pointers.h"
 #include "core/problem.h"
+#include "core/score_text.h"
 #include "core/status.h"
 #include "flashattn/flashattn.h"
 
@@ -21,6 +22,7 @@ struct ScoreCall {
   fa_tensor tensors[kMaxScoreTensors]{};  // aux.tensors; the stride of a dimension of size 1 is 0
   uint32_t access[kMaxScoreTensors]{};    // FA_SCORE_BY_*
   fa_score_aux aux{};
+  ScoreTextInfo text;  // of source.text
 
   FA_HD bool changes_scores() const { return source.score != nullptr || source.run != nullptr; }
   FA_HD bool masks_pairs() const {
@@ -48,6 +50,9 @@ FA_HD bool masks_pairs(const MaskedProblem &p, const ScoreCall *score) {
 FA_HD bool needs_derivative(const Problem &p, const ScoreCall *score) {
   return p.softcap > 0 || (score != nullptr && score->changes_scores());
 }
+
+// What `call` does to a problem's scores by its text, for MaskedProblem::score_text.
+ScoreTextUse use_of_text(const ScoreCall &call);
 
 // Checks a source and sets the length of its text.
 fa_status check_source(fa_score_source &source, ErrorText &error);

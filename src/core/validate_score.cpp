@@ -86,6 +86,18 @@ fa_status check_memory_of(const ScoreCall &call, std::initializer_list<NamedTens
 
 }  // namespace
 
+ScoreTextUse use_of_text(const ScoreCall &call) {
+  if (call.source.text == nullptr) return {};
+  ScoreTextUse use{true, call.text.masks_pairs(), call.text.reads_batch, call.text.reads_head};
+  for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
+    const fa_tensor &t = call.tensors[n];
+    if (call.access[n] == FA_SCORE_BY_ANY) continue;
+    use.by_batch |= (call.access[n] & FA_SCORE_BY_BATCH) != 0 && t.shape[0] > 1;
+    use.by_head |= (call.access[n] & FA_SCORE_BY_HEAD) != 0 && t.shape[1] > 1;
+  }
+  return use;
+}
+
 fa_status check_source(fa_score_source &s, ErrorText &error) {
   if (s.reserved != 0) return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.reserved is %u; it must be 0", s.reserved);
   if (s.text == nullptr && s.text_length != 0) {

@@ -21,6 +21,8 @@ class Backend {
   virtual std::string name() const = 0;
   // Why this build or machine cannot run it; "" if it can. Tests of a missing backend are skipped with this text.
   virtual std::string missing() const { return ""; }
+  // Whether score functions are compiled from their text; else they are function pointers.
+  virtual bool runs_score_text() const { return false; }
   // The field of the case that this backend has no kernels for and refuses with FA_ERROR_UNSUPPORTED; "" if there is none.
   virtual std::string refuses(const Case &) const { return ""; }
   virtual fa_context context() = 0;

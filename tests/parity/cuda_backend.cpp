@@ -30,7 +30,7 @@ class CudaBackend : public Backend {
     cudaStreamDestroy(stream_);
   }
   std::string name() const override { return name_; }
-  std::string refuses(const Case &c) const override { return c.score != 0 ? "score" : ""; }
+  bool runs_score_text() const override { return true; }
   fa_context context() override { return context_; }
   fa_stream stream() override { return stream_; }
 

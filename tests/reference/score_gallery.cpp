@@ -26,6 +26,8 @@ double of_pair(const Aux &aux, int32_t n, const Position &p) { return element(au
 
 // The key that a query is aligned with, bottom-right.
 int64_t diagonal(const Position &p) { return p.i + p.s_k - p.s_q; }
+// From the key to that one.
+double distance(const Position &p) { return static_cast<double>(diagonal(p) - p.j); }
 
 // Each function is a struct. `real` is float in the library and double in the reference.
 
@@ -67,8 +69,8 @@ struct T5Buckets {
 struct Alibi {
   template <class real>
   static real score(real s, const Position &p, const Aux &aux) {
-    const real distance = static_cast<real>(diagonal(p) - p.j), slope = static_cast<real>(of_pair(aux, 0, p));
-    return distance > 0 ? s - slope * distance : s + slope * distance / 2;
+    const real behind = static_cast<real>(distance(p)), slope = static_cast<real>(of_pair(aux, 0, p));
+    return behind > 0 ? s - slope * behind : s + slope * behind / 2;
   }
   template <class real>
   static real derivative(real, const Position &, const Aux &) {
@@ -209,10 +211,36 @@ fa_score_tile tile_of(const Position *first, int64_t queries, int64_t keys, cons
   return Function::tile(*first, queries, keys, *aux);
 }
 
+// This file, for the texts of the functions.
+__asm__(
+    ".pushsection .rodata\n"
+    "score_gallery_source:\n"
+    ".incbin \"" __FILE__
+    "\"\n"
+    ".byte 0\n"
+    ".popsection\n");
+extern "C" const char score_gallery_source[];
+
+// What stands between the braces of a struct: the same functions as free ones.
+std::string text_of(const std::string &name) {
+  const std::string source = score_gallery_source, head = "\nstruct " + name + " {\n";
+  const size_t begin = source.find(head) + head.size();
+  return source.substr(begin, source.find("\n};\n", begin) - begin);
+}
+
+std::string renamed(std::string text, const std::string &from, const std::string &to) {
+  for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size()))
+    text.replace(at, from.size(), to);
+  return text;
+}
+
 template <class Function>
-GalleryFunction make(const char *name, std::vector<GalleryTensor> tensors, std::vector<float> scalars) {
+GalleryFunction make(const char *name, const char *struct_name, std::vector<GalleryTensor> tensors,
+                     std::vector<float> scalars) {
   GalleryFunction f;
   f.name = name;
+  f.text = text_of(struct_name);
+  f.text_without_derivative = renamed(f.text, "derivative", "slope");
   fa_score_source_init(&f.source, sizeof f.source);
   if constexpr (requires(Position p, Aux aux) { Function::template score<float>(0.0f, p, aux); }) {
     f.source.score = score_of<Function>;
@@ -236,20 +264,20 @@ const std::vector<GalleryFunction> &functions() {
   constexpr uint32_t kB = FA_SCORE_BY_BATCH, kH = FA_SCORE_BY_HEAD, kQ = FA_SCORE_BY_QUERY, kK = FA_SCORE_BY_KEY;
   static const std::vector<GalleryFunction> all = [] {
     std::vector<GalleryFunction> list;
-    list.push_back(make<RelativePosition>("relative position",
+    list.push_back(make<RelativePosition>("relative position", "RelativePosition",
                                           {{FA_FLOAT32, FA_SCORE_BY_ANY, {0, 2 * RelativePosition::kReach + 1}}}, {}));
-    list.push_back(make<T5Buckets>("T5 buckets", {{FA_BFLOAT16, FA_SCORE_BY_ANY, {T5Buckets::kBuckets, 0}}}, {}));
-    list.push_back(make<Alibi>("ALiBi", {{FA_FLOAT32, kH, {}}}, {}));
-    list.push_back(make<PrefixLm>("prefix-LM", {{FA_INT64, kB, {}, GalleryTensor::kPrefixes}}, {}));
+    list.push_back(make<T5Buckets>("T5 buckets", "T5Buckets", {{FA_BFLOAT16, FA_SCORE_BY_ANY, {T5Buckets::kBuckets, 0}}}, {}));
+    list.push_back(make<Alibi>("ALiBi", "Alibi", {{FA_FLOAT32, kH, {}}}, {}));
+    list.push_back(make<PrefixLm>("prefix-LM", "PrefixLm", {{FA_INT64, kB, {}, GalleryTensor::kPrefixes}}, {}));
     list.push_back(make<Documents>(
-        "documents", {{FA_INT32, kB | kQ, {}, GalleryTensor::kDocumentsQ}, {FA_INT32, kB | kK, {}, GalleryTensor::kDocumentsK}},
-        {}));
-    list.push_back(make<WindowWithGlobals>("window with globals", {}, {20, 3}));
-    list.push_back(make<Neighbourhood>("2-D neighbourhood", {}, {17, 3}));
-    list.push_back(make<Softcap>("softcap", {}, {3}));
-    list.push_back(make<LogN>("log-N scaling", {}, {32}));
-    list.push_back(make<TanhGate>("tanh gate", {{FA_FLOAT16, kH | kQ, {}}}, {}));
-    list.push_back(make<Sieve>("sieve", {}, {}));
+        "documents", "Documents",
+        {{FA_INT32, kB | kQ, {}, GalleryTensor::kDocumentsQ}, {FA_INT32, kB | kK, {}, GalleryTensor::kDocumentsK}}, {}));
+    list.push_back(make<WindowWithGlobals>("window with globals", "WindowWithGlobals", {}, {20, 3}));
+    list.push_back(make<Neighbourhood>("2-D neighbourhood", "Neighbourhood", {}, {17, 3}));
+    list.push_back(make<Softcap>("softcap", "Softcap", {}, {3}));
+    list.push_back(make<LogN>("log-N scaling", "LogN", {}, {32}));
+    list.push_back(make<TanhGate>("tanh gate", "TanhGate", {{FA_FLOAT16, kH | kQ, {}}}, {}));
+    list.push_back(make<Sieve>("sieve", "Sieve", {}, {}));
     list.back().visible = Sieve::open;
     return list;
   }();
@@ -264,7 +292,7 @@ const GalleryFunction &gallery(int64_t number) { return functions().at(static_ca
 
 fa_score_source gallery_source(int64_t number, bool runs) {
   fa_score_source source = gallery(number).source;
-  source.text = "template <class real> real score(real s) { return s; }";
+  source.text = runs ? gallery(number).text_without_derivative.c_str() : gallery(number).text.c_str();
   if (!runs) {
     source.run = source.run_backward = nullptr;
     source.run_visible = nullptr;

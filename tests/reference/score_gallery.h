@@ -25,6 +25,7 @@ struct GalleryTensor {
 struct GalleryFunction {
   const char *name;
   fa_score_source source;  // without text and user pointer; both the functions of a pair and those of a run
+  std::string text, text_without_derivative;
   // In double; empty where the source lacks it.
   std::function<double(double, const fa_score_position &, const fa_score_aux &)> score, derivative;
   std::function<bool(const fa_score_position &, const fa_score_aux &)> visible;
@@ -36,7 +37,7 @@ struct GalleryFunction {
 int64_t gallery_size();
 const GalleryFunction &gallery(int64_t number);
 
-// A source of function `number`, with the functions of a run or those of a pair alone. Its text is no function.
+// A source of function `number`, with the functions of a run or those of a pair alone. Its text has the derivative only in the second case.
 fa_score_source gallery_source(int64_t number, bool runs);
 
 }  // namespace reference

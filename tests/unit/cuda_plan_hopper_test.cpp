@@ -20,6 +20,49 @@
 namespace fa::cuda {
 namespace {
 
+// Kernels with a score text: those of Hopper where it is the only score term, else those of CUDA cores.
+TEST(CudaPlanHopper, ScoreTexts) {
+  const auto scored = [](int64_t head_dim) {
+    MaskedProblem p = problem(1000, 1000, head_dim);
+    p.score_text.given = true;
+    return p;
+  };
+  const auto names = [](const MaskedProblem &p, const Device &device = h200()) {
+    const BackwardProblem b = backward_of(p);
+    return std::pair(kernel_name(p, forward_plan(p, device)), kernel_name(b, backward_plan(b, device)));
+  };
+  EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64g"), std::string("sm90_bwd_bf16_d64g")));
+  EXPECT_EQ(names(scored(128)), std::pair(std::string("sm90_fwd_bf16_d128g"), std::string("sm90_bwd_bf16_d128g")));
+  EXPECT_EQ(names(scored(256)), std::pair(std::string("sm90_fwd_bf16_d256g"), std::string("simt_bwd_bf16_d256")));
+  const std::pair on_cuda_cores(std::string("simt_fwd_bf16_d128"), std::string("simt_bwd_bf16_d128"));
+  EXPECT_EQ(names(scored(128), kDevices[1].device), on_cuda_cores);
+  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
+      {"softcap", [](MaskedProblem &p) { p.softcap = 30; }},
+      {"ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable; }},
+      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
+  };
+  for (const auto &[text, change] : others) {
+    MaskedProblem p = scored(128);
+    change(p);
+    EXPECT_EQ(names(p), on_cuda_cores) << text;
+  }
+
+  // A text that masks pairs: the cell map tells of tiles.
+  MaskedProblem masked = scored(128);
+  masked.score_text.masks = true;
+  const ForwardPlan plan = forward_plan(masked, h200());
+  EXPECT_EQ(kernel_name(masked, plan), "sm90_fwd_bf16_d128b");
+  EXPECT_TRUE(plan.cell_map);
+  const size_t one_plane = plan.workspace_bytes;
+  masked.score_text.by_head = true;
+  EXPECT_GT(forward_plan(masked, h200()).workspace_bytes, one_plane);
+  EXPECT_EQ(names(masked).second, "sm90_bwd_bf16_d128b");
+  set_slices(masked);
+  EXPECT_EQ(names(masked), std::pair(std::string("sm90_fwd_bf16_d128b"), std::string("simt_bwd_bf16_d128")));
+}
+
 // Hopper kernels serve problems that TMA can read, unless other kernels split the keys or fill their rows with several heads. A build or a
 // context without them uses the other kernels.
 TEST(CudaPlanHopper, HopperKernels) {

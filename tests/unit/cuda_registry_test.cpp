@@ -48,7 +48,7 @@ TEST(CudaRegistry, CudaCoreKernelsServeEverything) {
   for (const auto pass : {Pass::forward, Pass::backward}) {
     const KernelRow &last = kernels_of(Family::simt, pass).back();
     EXPECT_EQ(last.features, kAnyFeatures);
-    EXPECT_EQ(last.scores, kAll);
+    EXPECT_EQ(last.scores, kAllAndScoreText);
     EXPECT_EQ(last.head_dim_v, kMaxHeadDimV);
     EXPECT_EQ(last.capability, 80);
     EXPECT_EQ(last.shared_bytes, 0) << "fits every device";
@@ -179,27 +179,28 @@ TEST(CudaSelect, RefusalsNameTheKernelThatIsLeftOut) {
   EXPECT_EQ(plan_backward(nothing, device_with_only("none"), backward, error), FA_OK) << error.text;
 }
 
-// No kernel runs a score function. Plans refuse it, whatever else the problem is, and take the same problem without it.
-TEST(CudaSelect, ScoreFunctionsAreRefused) {
-  const MaskedProblem p = problem(1000, 1000, 128);
+// Whatever device it is, some kernel takes a score text, and plans say so.
+TEST(CudaSelect, EveryDeviceRunsScoreTexts) {
+  MaskedProblem p = problem(1000, 1000, 128);
   const ScoreCall call;
-  ScoredForward forward;
-  ScoredBackward backward;
-  static_cast<ForwardProblem &>(forward) = forward_of(p);
-  static_cast<BackwardProblem &>(backward) = backward_of(p);
-  for (const auto &[name, device] : kDevices) {
-    ForwardPlan forward_plan;
-    BackwardPlan backward_plan;
-    ErrorText error;
-    forward.score = backward.score = nullptr;
-    EXPECT_EQ(plan_forward(forward, device, forward_plan, error), FA_OK) << name << error.text;
-    EXPECT_EQ(plan_backward(backward, device, backward_plan, error), FA_OK) << name << error.text;
-    forward.score = backward.score = &call;
-    EXPECT_EQ(plan_forward(forward, device, forward_plan, error), FA_ERROR_UNSUPPORTED) << name;
-    EXPECT_EQ(std::string(error.text).find("score is given"), 0u) << error.text;
-    error.text[0] = '\0';
-    EXPECT_EQ(plan_backward(backward, device, backward_plan, error), FA_ERROR_UNSUPPORTED) << name;
-    EXPECT_EQ(std::string(error.text).find("score is given"), 0u) << error.text;
+  for (const bool given : {false, true}) {
+    p.score_text.given = given;
+    ScoredForward forward;
+    ScoredBackward backward;
+    static_cast<ForwardProblem &>(forward) = forward_of(p);
+    static_cast<BackwardProblem &>(backward) = backward_of(p);
+    forward.score = backward.score = given ? &call : nullptr;
+    for (const auto &[name, device] : kDevices) {
+      ForwardPlan forward_plan;
+      BackwardPlan backward_plan;
+      ErrorText error;
+      EXPECT_EQ(plan_forward(forward, device, forward_plan, error), FA_OK) << name << error.text;
+      EXPECT_EQ(plan_backward(backward, device, backward_plan, error), FA_OK) << name << error.text;
+      EXPECT_EQ(forward_plan.scored, given);
+      EXPECT_EQ(backward_plan.scored, given);
+      EXPECT_EQ(kernel_name(p, forward_plan).ends_with("_score"), given) << kernel_name(p, forward_plan);
+      EXPECT_EQ(kernel_name(backward, backward_plan).ends_with("_score"), given);
+    }
   }
 }
 

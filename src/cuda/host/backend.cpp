@@ -16,6 +16,7 @@
 #include "cuda/host/instances.h"
 #include "cuda/host/launches.h"
 #include "cuda/host/plan.h"
+#include "cuda/host/score_kernels.h"
 #include "cuda/kernels/append/append.h"
 #include "cuda/kernels/merge/merge.h"
 
@@ -103,7 +104,7 @@ bool is_created(fa_stream stream) { return stream != nullptr && stream != CU_STR
 class CudaBackend final : public Backend {
  public:
   CudaBackend(const Driver &driver, const Device &device, const cudaDeviceProp &properties)
-      : driver_(driver), device_(device), properties_(properties), counters_(driver) {}
+      : driver_(driver), device_(device), properties_(properties), counters_(driver), score_kernels_(driver, device_) {}
 
   ~CudaBackend() override {
     if (pool_ != nullptr) driver_.cuMemPoolDestroy(pool_);  // what the device still uses of it lives on
@@ -121,8 +122,15 @@ class CudaBackend final : public Backend {
   int32_t last_cuda_error() const override { return last_error_; }
 
   fa_status accept(const fa_score_source &source, ErrorText &error) const override {
-    if (source.text != nullptr) return FA_OK;
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.text is NULL; a CUDA context needs the text of a score function");
+    if (source.text == nullptr) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.text is NULL; a CUDA context needs the text of a score function");
+    }
+    const ScoreTextInfo text = scan_score_text({source.text, static_cast<size_t>(source.text_length)});
+    if (text.includes) {
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.text has an #include; a score text includes no files");
+    }
+    if (text.score || text.masks_pairs()) return FA_OK;
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.text defines no function score, visible or tile");
   }
 
   fa_status plan(const ScoredForward &problem, PlanSummary &summary, ErrorText &error) const override {
@@ -187,7 +195,53 @@ class CudaBackend final : public Backend {
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {
     PlanOf<AnyProblem> plan;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    summary = {kernel_name(problem, plan), reason_of(plan), plan.workspace_bytes, num_splits(plan)};
+    summary = {kernel_name(problem, plan), reason_of(plan) + state_of_score_text(problem, plan), plan.workspace_bytes,
+               num_splits(plan)};
+    return FA_OK;
+  }
+
+  // ----------------------------------------------------------------------------------------------------------------
+  // Kernels with a score text
+  // ----------------------------------------------------------------------------------------------------------------
+
+  // The end of the reason of a plan with a score text: whether its kernels are compiled.
+  template <typename AnyProblem, typename AnyPlan>
+  std::string state_of_score_text(const AnyProblem &problem, const AnyPlan &plan) const {
+    if constexpr (requires { problem.score; }) {
+      if (plan.scored) {
+        return score_kernels_.has(*problem.score, score_program(problem, plan)) ? "; compiled with the score text"
+                                                                                : "; not compiled with the score text yet";
+      }
+    }
+    return "";
+  }
+
+  // Compiles the kernels of a plan with a score text, unless they are.
+  template <typename AnyProblem, typename AnyPlan>
+  fa_status make_score_text(const AnyProblem &problem, const AnyPlan &plan, ScoreTextLaunch &launch,
+                            const ScoreTextLaunch *&used, ErrorText &error) {
+    used = nullptr;
+    if constexpr (requires { problem.score; }) {
+      if (!plan.scored) return FA_OK;
+      const ScoreCall &call = *problem.score;
+      const ScoreProgram main = score_program(problem, plan);
+      const auto get = [&](ScoreProgram::Kernel which, CUkernel &kernel) {
+        ScoreProgram program = main;
+        program.kernel = which;
+        return score_kernels_.get(call, program, kernel, error);
+      };
+      FA_RETURN_IF_ERROR(get(ScoreProgram::Kernel::main, launch.main));
+      if (plan.cell_map) FA_RETURN_IF_ERROR(get(ScoreProgram::Kernel::cell_map, launch.cell_map));
+      if constexpr (requires { problem.dbias; }) {
+        if (problem.dbias.data != nullptr) FA_RETURN_IF_ERROR(get(ScoreProgram::Kernel::dbias, launch.dbias));
+      }
+      for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
+        launch.args.tensors[n].data = call.tensors[n].data;
+        std::copy_n(call.tensors[n].stride, 4, launch.args.tensors[n].stride);
+      }
+      std::copy_n(call.aux.scalars, 8, launch.args.scalars);
+      used = &launch;
+    }
     return FA_OK;
   }
 
@@ -196,10 +250,13 @@ class CudaBackend final : public Backend {
     PlanOf<AnyProblem> plan;
     LaunchesOf<AnyProblem> launches;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
-    FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr, {}}, launches, error));
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(nullptr, context, error));
     FA_RETURN_IF_ERROR(check_pointers(pointers, error));
+    ScoreTextLaunch score_text;
+    const ScoreTextLaunch *used = nullptr;
+    FA_RETURN_IF_ERROR(make_score_text(problem, plan, score_text, used, error));
+    FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr, {}, used}, launches, error));
     const Kernel *kernel = nullptr;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, kernel, error));
     return FA_OK;
@@ -215,11 +272,14 @@ class CudaBackend final : public Backend {
     CurrentContext context(driver_);
     FA_RETURN_IF_ERROR(enter(call.stream, context, error));
     FA_RETURN_IF_ERROR(check_pointers(call.pointers, error));
+    ScoreTextLaunch score_text;
+    const ScoreTextLaunch *used = nullptr;
+    FA_RETURN_IF_ERROR(make_score_text(problem, plan, score_text, used, error));
     const bool own = workspace.data == nullptr && plan.workspace_bytes > 0;
     if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
     int32_t *counters = nullptr;
     fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
-    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters, {}}, launches, error);
+    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters, {}, used}, launches, error);
     if (status == FA_OK) status = enqueue(launches, call.stream, error);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
@@ -352,7 +412,11 @@ class CudaBackend final : public Backend {
     CurrentContext scope(driver_);
     if (!in_primary_) FA_RETURN_IF_ERROR(check(scope.push(primary_), what, error));
     Kernel kernel{};
-    FA_RETURN_IF_ERROR(check(cudaGetKernel(&kernel.anywhere, launch.kernel), what, error));
+    if (launch.at_run_time) {
+      kernel.anywhere = reinterpret_cast<CUkernel>(const_cast<void *>(launch.kernel));
+    } else {
+      FA_RETURN_IF_ERROR(check(cudaGetKernel(&kernel.anywhere, launch.kernel), what, error));
+    }
     FA_RETURN_IF_ERROR(check(driver_.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes,
                                                           kernel.anywhere, device_.index),
                              what, error));
@@ -412,6 +476,7 @@ class CudaBackend final : public Backend {
   CUcontext primary_ = nullptr;
   CUmemoryPool pool_ = nullptr;
   Counters counters_;
+  ScoreKernels score_kernels_;
   bool in_primary_ = false;  // the call at hand works in primary_
   std::unordered_map<const void *, Kernel> kernels_;
   // Allocations found good in the primary context, by a hash of the 2 MB block of an address in them, or of the address, so that a call need

@@ -21,6 +21,9 @@ namespace fa::cuda {
   X(cuKernelGetAttribute, 12000)    \
   X(cuKernelGetFunction, 12000)     \
   X(cuKernelSetAttribute, 12000)    \
+  X(cuLibraryGetKernel, 12000)      \
+  X(cuLibraryLoadData, 12000)       \
+  X(cuLibraryUnload, 12000)         \
   X(cuLaunchKernelEx, 11060)        \
   X(cuMemAllocFromPoolAsync, 11020) \
   X(cuMemFreeAsync, 11020)          \

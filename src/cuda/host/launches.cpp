@@ -24,7 +24,8 @@ static_assert(std::size(kForward) == kNumFamilies && std::size(kBackward) == kNu
 
 // Launches the kernels that build the cell map of the problem's masks, and describes the masks in `memory`.
 void add_cell_map(const MaskedProblem &p, bool backward, size_t offset, LaunchMemory &memory, Launches &launches) {
-  auto &params = launches.make_params<CellMapParams>();
+  auto &scored = launches.make_params<ScoreTextParams<CellMapParams>>();
+  CellMapParams &params = scored.params;
   int64_t planes = 0;
   describe_cell_map(p, backward, static_cast<char *>(memory.workspace) + offset, memory.mask, planes);
   params.mask = memory.mask;
@@ -32,7 +33,9 @@ void add_cell_map(const MaskedProblem &p, bool backward, size_t offset, LaunchMe
   params.k_lengths = p.k_lengths;
   params.planes = static_cast<int32_t>(planes);
   params.head_planes = memory.mask.head_planes != 0 ? static_cast<int32_t>(p.heads_q) : 1;
-  launches.add("cell map kernel", cell_map_launch(params), &params);
+  Launch launch = cell_map_launch(params);
+  use_score_text(memory.score_text, scored, launch, &ScoreTextLaunch::cell_map);
+  launches.add("cell map kernel", launch, &params);
   if (backward) launches.add("transposed cell map kernel", transposed_cell_map_launch(params), &params);
 }
 

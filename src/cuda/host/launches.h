@@ -7,6 +7,7 @@
 #include "core/status.h"
 #include "cuda/common/data_mask.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/score_text.h"
 #include "cuda/host/driver.h"
 #include "cuda/host/plan.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
@@ -14,12 +15,19 @@
 
 namespace fa::cuda {
 
+// The kernels of a plan that are compiled with a score text, and what the text reads.
+struct ScoreTextLaunch {
+  CUkernel main = nullptr, cell_map = nullptr, dbias = nullptr;
+  ScoreTextArgs args{};
+};
+
 // What a launch gets besides its problem and plan.
 struct LaunchMemory {
   const Driver &driver;
-  void *workspace;    // plan.workspace_bytes
-  int32_t *counters;  // plan.counters, of Counters, for this launch alone
-  DataMask mask;      // of the problem, where plan.cell_map is set; make_launches() fills it in
+  void *workspace;                              // plan.workspace_bytes
+  int32_t *counters;                            // plan.counters, of Counters, for this launch alone
+  DataMask mask;                                // of the problem, where plan.cell_map is set; make_launches() fills it in
+  const ScoreTextLaunch *score_text = nullptr;  // where plan.scored is set
 };
 
 // Appends the launches of a plan by the launcher of its family.
@@ -64,6 +72,16 @@ FA_FORWARD_LAUNCHER;
 }  // namespace mla
 #undef FA_FORWARD_LAUNCHER
 #undef FA_BACKWARD_LAUNCHER
+
+// Makes a launch one of the kernel that was compiled with the score text, if there is one, and completes its parameters.
+template <typename Params>
+void use_score_text(const ScoreTextLaunch *text, ScoreTextParams<Params> &params, Launch &launch,
+                    CUkernel ScoreTextLaunch::*kernel = &ScoreTextLaunch::main) {
+  if (text == nullptr) return;
+  params.args = text->args;
+  launch.kernel = text->*kernel;
+  launch.at_run_time = true;
+}
 
 // The last launch of a forward with splits: combines the partials in the workspace.
 void add_merge(const Problem &problem, int32_t num_splits, const float *out, const float *lse, Launches &launches);

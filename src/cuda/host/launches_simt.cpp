@@ -7,7 +7,8 @@ namespace fa::cuda::simt {
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &) {
   char *workspace = static_cast<char *>(memory.workspace);
-  auto &params = launches.make_params<ForwardParams>();
+  auto &scored = launches.make_params<ScoreTextParams<ForwardParams>>();
+  ForwardParams &params = scored.params;
   params.problem = p;
   params.row_blocks = plan.row_blocks;
   params.rows_per_token = plan.rows_per_token;
@@ -24,7 +25,9 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.mask = memory.mask;
   params.split_out = reinterpret_cast<float *>(workspace);
   params.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
-  launches.add("forward kernel", forward_launch(plan.shape, is_quantised(p.k.dtype), plan.blocks), &params);
+  Launch launch = forward_launch(plan.shape, is_quantised(p.k.dtype), plan.blocks);
+  use_score_text(memory.score_text, scored, launch);
+  launches.add("forward kernel", launch, &params);
   add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
   return FA_OK;
 }
@@ -32,7 +35,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &) {
   const Problem &p = b.forward;
-  auto &params = launches.make_params<BackwardParams>();
+  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
+  BackwardParams &params = scored.params;
   set_rows(b, plan, /*lse_unit=*/1.f, /*p_exponent=*/0, memory.workspace, params);
   params.query_blocks = plan.query_blocks;
   params.key_blocks = plan.key_blocks;
@@ -49,8 +53,14 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dv = plan.vector.dv;
   params.mask = memory.mask;
   launches.add("backward row kernel", backward_rows_launch(params), &params);
-  launches.add("backward kernel", backward_launch(plan.shape, params), &params);
-  if (b.dbias.data != nullptr) launches.add("dbias kernel", bias_launch(params), &params);
+  Launch launch = backward_launch(plan.shape, params);
+  use_score_text(memory.score_text, scored, launch);
+  launches.add("backward kernel", launch, &params);
+  if (b.dbias.data != nullptr) {
+    Launch dbias = bias_launch(params);
+    use_score_text(memory.score_text, scored, dbias, &ScoreTextLaunch::dbias);
+    launches.add("dbias kernel", dbias, &params);
+  }
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
 }

@@ -36,7 +36,8 @@ fa_status add_transposed_v(const ForwardProblem &p, const ForwardPlan &plan, con
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
-  auto &params = launches.make_params<ForwardParams>();
+  auto &scored = launches.make_params<ScoreTextParams<ForwardParams>>();
+  ForwardParams &params = scored.params;
   params.problem = p;
   FA_RETURN_IF_ERROR(
       describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 64, params.q_map, error));
@@ -71,9 +72,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
     FA_RETURN_IF_ERROR(
         describe_rows(memory.driver, "out", p.out, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 16, params.out_map, error));
   }
-  launches.add("forward kernel",
-               {forward_kernel(plan.shape, p.out.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/shape.fp8},
-               &params);
+  Launch launch{forward_kernel(plan.shape, p.out.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/shape.fp8};
+  use_score_text(memory.score_text, scored, launch);
+  if (launch.at_run_time) launch.shared_bytes = shape.score_text_storage_bytes;
+  launches.add("forward kernel", launch, &params);
   return FA_OK;
 }
 
@@ -81,7 +83,8 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
                        ErrorText &error) {
   const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
-  auto &params = launches.make_params<BackwardParams>();
+  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
+  BackwardParams &params = scored.params;
   const int exponent = p_exponent(p.dropout.keep_scale);
   set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
   params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
@@ -126,7 +129,9 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
-    launches.add("backward kernel", {kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true}, &params);
+    Launch launch{kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true};
+    use_score_text(memory.score_text, scored, launch);
+    launches.add("backward kernel", launch, &params);
   }
   if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, kDqThreads, 0, tiles}, &params);
   if (p.k_lengths.left_padding != nullptr) launches.add("left padding kernel", backward_padding_launch(params), &params);

@@ -76,7 +76,7 @@ bool is_tma_compatible(const Operand &t, const Lengths &lengths, int64_t head_di
 Needs needs_of(const ForwardProblem &p) {
   Needs needs = common_needs(p);
   if (p.max_logit != nullptr) {
-    needs.scores |= kMaxLogit;
+    needs.scores |= p.score_text.given ? kMaxLogit | kScoreTextAndTerms : kMaxLogit;
     needs.features &= ~kPlainScores;
   }
   if (p.page_table != nullptr) needs.features |= kPagedKv;
@@ -90,6 +90,8 @@ Needs needs_of(const ForwardProblem &p) {
 Needs needs_of(const BackwardProblem &b) {
   const MaskedProblem &p = b.forward;
   Needs needs = common_needs(p);
+  // Hopper's backward asks the text alone about pairs.
+  if (p.score_text.given && (p.masked_by_data() || p.seqstart_k != nullptr)) needs.scores |= kScoreTextAndTerms;
   needs.features |= kSeparateV;
   needs.vector.dout = add_access(b.dout, p.q_lengths, p.head_dim_v, needs);
   needs.vector.dq = has_16_byte_rows(b.dq, p.head_dim);

@@ -43,6 +43,7 @@ struct ForwardPlan {
   int32_t counters = 0;                // that the launch needs
   int32_t cluster = 0;                 // decode, mla: CTAs of a cluster that share a work tile; 0: no clusters
   int64_t transposed_v_keys = 0;       // sm90, fp8: row length of the transposed copy of V, which is the workspace
+  bool scored = false;                 // kernels are compiled with the score text
   bool cell_map = false;               // launches begin with those that build the cell map of masks as data (data_mask.h)
   size_t cell_map_offset = 0;          // in the workspace
   // How the kernel reaches the tensors.
@@ -74,7 +75,8 @@ struct BackwardPlan {
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
   int32_t dbias_shape = -1;    // sm90: the sm80 kernel whose second pass computes dbias
-  bool cell_map = false;       // as in ForwardPlan
+  bool scored = false;         // as in ForwardPlan
+  bool cell_map = false;       // the same
   size_t cell_map_offset = 0;
   VectorAccess vector;
   size_t workspace_bytes = 0;
@@ -101,7 +103,7 @@ struct AppendPlan {
 // where none is.
 fa_status plan_forward(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
-// FA_ERROR_UNSUPPORTED for a problem with a score function: there are no kernels that run one.
+// The same for a problem with a score function, whose text the kernels are compiled with.
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
 fa_status plan_merge(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error);

@@ -14,7 +14,8 @@ constexpr int32_t cells(int64_t n) { return static_cast<int32_t>((n + kCell - 1)
 size_t describe_cell_map(const MaskedProblem &p, bool backward, char *workspace, DataMask &mask, int64_t &planes) {
   mask = {};
   planes = 0;
-  if (!p.masked_by_data() && p.seqstart_k == nullptr) return 0;
+  const ScoreTextUse &text = p.score_text;
+  if (!p.masked_by_data() && p.seqstart_k == nullptr && !text.masks) return 0;
   static_cast<MaskSources &>(mask) = p;
   mask.block_mask = p.block_mask;
   const auto clamped = [](int64_t size) { return std::clamp<int64_t>(size, 1, int64_t{1} << 30); };
@@ -26,10 +27,12 @@ size_t describe_cell_map(const MaskedProblem &p, bool backward, char *workspace,
     return (p.block_mask.data != nullptr && blocks != 0) || (p.block_lists.given && (counts | indices) != 0) ||
            (p.element_mask.given && elements != 0);
   };
-  const bool per_head = differs(p.block_mask.head_stride, p.block_lists.count_head_stride, p.block_lists.head_stride,
-                                p.element_mask.head_stride),
-             per_batch = p.seqstart_k != nullptr || (p.slices.given && p.q_lengths.cu != nullptr) ||
-                         (p.slices.given && p.k_lengths.cu != nullptr) ||
+  const bool lengths_differ =
+      p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr || p.k_lengths.cu != nullptr || p.k_lengths.used != nullptr;
+  const bool per_head = (text.masks && text.by_head) || differs(p.block_mask.head_stride, p.block_lists.count_head_stride,
+                                                                p.block_lists.head_stride, p.element_mask.head_stride),
+             per_batch = p.seqstart_k != nullptr || (text.masks && (text.by_batch || lengths_differ)) ||
+                         (p.slices.given && p.q_lengths.cu != nullptr) || (p.slices.given && p.k_lengths.cu != nullptr) ||
                          differs(p.block_mask.batch_stride, p.block_lists.count_batch_stride, p.block_lists.batch_stride,
                                  p.element_mask.batch_stride);
   const int64_t of_heads = per_head ? p.heads_q : 1;

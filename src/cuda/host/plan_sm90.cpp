@@ -76,6 +76,7 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
 bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90) {
   constexpr int64_t kFewQueries = 16;
   const int64_t row_blocks = ceil_div(p.q_lengths.max_len, std::max(kernel_of(sm90).rows, 128));
+  if (other.family == Family::simt) return p.q_lengths.max_len <= kFewQueries;  // of a score text
   return p.q_lengths.max_len <= kFewQueries ||
          (other.num_splits > 1 && row_blocks * p.heads_q * p.batch * 2 < device.multiprocessors) ||
          (other.rows_per_token > 1 && int64_t{other.row_blocks} * 2 <= row_blocks * p.group);

@@ -66,7 +66,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = kMaxHeadDim;
               row.head_dim_v = shape.columns;
               row.operands = kAnyOperands;
-              row.scores = kAll;
+              row.scores = kAllAndScoreText;
               row.features = kAnyFeatures;
               row.rows = shape.rows();
             }),
@@ -76,7 +76,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.operands = shape.fp8 ? kFp8 : k16Bit;
-              row.scores = shape.scores;
+              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
               row.features =
                   kDeterministic | kSeparateV |
@@ -149,7 +149,7 @@ constexpr auto kRows = concatenate(
               row.any_dtype = true;
               row.head_dim = row.head_dim_v = shape.columns;
               row.operands = kFp32 | k16Bit;
-              row.scores = kAll;
+              row.scores = kAllAndScoreText;
               row.features = kAnyFeatures;
               row.rows = shape.own_rows();
             }),
@@ -157,7 +157,7 @@ constexpr auto kRows = concatenate(
       row.set = "sm90_bwd";
       row.head_dim = shape.head_dim;
       row.head_dim_v = shape.head_dim_v;
-      row.scores = shape.scores;
+      row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
       // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
       row.features = kSeparateV | kLeftPadding | (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
       row.capability = 90;

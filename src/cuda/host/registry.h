@@ -46,6 +46,9 @@ constexpr FeatureSet kAnyFeatures = 8191;
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;
 
+// The score terms of kernels that take any, also those of a score text.
+constexpr ScoreSet kAllAndScoreText = kAll | kScoreText | kScoreTextAndTerms;
+
 struct KernelRow {
   // What it is. The build calls its instances <set>_<dtype>_<name>, which is what FA_ONLY matches.
   const char *set = "";

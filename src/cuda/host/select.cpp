@@ -165,14 +165,16 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
-  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (split ? "_split" : "");
+  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
+         (split ? "_split" : "");
 }
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   if (plan.family == Family::none) return "none";
   const Problem &p = b.forward;
   const bool ordered = (p.deterministic || p.batch_invariant) && plan.family != Family::simt;
-  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (ordered ? "_ordered" : "");
+  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
+         (ordered ? "_ordered" : "");
 }
 
 std::string reason_of(const ForwardPlan &plan) {
@@ -203,24 +205,16 @@ std::string reason_of(const BackwardPlan &plan) {
                                     {"dv", vector.dv || !(hopper || cuda_cores)}});
 }
 
-namespace {
-
-fa_status refuse_score(const ScoreCall *score, ErrorText &error) {
-  if (score == nullptr) return FA_OK;
-  return fail(error, FA_ERROR_UNSUPPORTED,
-              "score is given, but no CUDA kernel of this library runs a score function yet; CPU contexts do");
-}
-
-}  // namespace
-
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
-  FA_RETURN_IF_ERROR(refuse_score(problem.score, error));
-  return plan_forward(static_cast<const ForwardProblem &>(problem), device, plan, error);
+  FA_RETURN_IF_ERROR(plan_forward(static_cast<const ForwardProblem &>(problem), device, plan, error));
+  plan.scored = problem.score != nullptr;
+  return FA_OK;
 }
 
 fa_status plan_backward(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
-  FA_RETURN_IF_ERROR(refuse_score(problem.score, error));
-  return plan_backward(static_cast<const BackwardProblem &>(problem), device, plan, error);
+  FA_RETURN_IF_ERROR(plan_backward(static_cast<const BackwardProblem &>(problem), device, plan, error));
+  plan.scored = problem.score != nullptr && plan.family != Family::none;
+  return FA_OK;
 }
 
 }  // namespace fa::cuda

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels compiled with a score text: those of a context, in memory, in front of the cache on disk and the compiler.
+#pragma once
+
+#include <cuda.h>
+
+#include <string>
+#include <unordered_map>
+
+#include "core/score.h"
+#include "core/status.h"
+#include "cuda/host/driver.h"
+#include "cuda/host/kernel_cache.h"
+#include "cuda/host/score_program.h"
+
+namespace fa::cuda {
+
+class ScoreKernels {
+ public:
+  ScoreKernels(const Driver &driver, const Device &device) : driver_(driver), device_(device), disk_("") {}
+  // What is loaded is never unloaded: captured graphs may hold it.
+  ScoreKernels(const ScoreKernels &) = delete;
+  ScoreKernels &operator=(const ScoreKernels &) = delete;
+
+  // Compiles and loads what is not there yet. A text with an error is an FA_ERROR_INVALID_ARGUMENT, no compiler FA_ERROR_NOT_BUILT.
+  fa_status get(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error);
+  // Whether get() would find the kernel in memory.
+  bool has(const ScoreCall &call, const ScoreProgram &program) const { return kernels_.count(key_of(call, program)) > 0; }
+
+ private:
+  static std::string key_of(const ScoreCall &call, const ScoreProgram &program);
+  fa_status compile(const ScoreCall &call, const ScoreProgram &program, CompiledCode &code, ErrorText &error);
+
+  const Driver &driver_;
+  const Device &device_;
+  KernelCache disk_;
+  std::unordered_map<std::string, CUkernel> kernels_;
+};
+
+}  // namespace fa::cuda
