@@ -77,7 +77,7 @@ def contenders_of(case, context, before=None, alone=False):
     """{name: one contender for each set of inputs}, ours first. Those that cannot run the case are left out. `before`: the context of another build."""
     import torch
 
-    from gpu import library, opponents
+    from gpu import library, opponents, scores
 
     cu = None
     if case.lengths:
@@ -100,6 +100,11 @@ def contenders_of(case, context, before=None, alone=False):
     if (case.option or case.deterministic) and not alone:
         plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets
         contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
+    if case.option in cases.SCORES:
+        if cases.SCORES[case.option]:
+            contenders["same"] = [ours(*tensors, cases.SCORES[case.option], False) for tensors in sets]
+        if not alone:
+            contenders["flex"] = [scores.Flex(*tensors, case.causal, case.option.removeprefix("score ")) for tensors in sets]
     same = {"documents": "", "left": "starts", "bits": "", "bytes": ""}.get(case.option)
     if same is not None:
         even = [n * case.seqlen_k // cases.DOCUMENTS for n in range(cases.DOCUMENTS + 1)]

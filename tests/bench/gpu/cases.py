@@ -62,8 +62,8 @@ class Case:
         if self.option in SPARSE:
             visible, blocks = visible_blocks(self.option, self.seqlen_k)
             pairs *= visible / blocks
-        if self.option in MASKS:
-            pairs = self.batch * MASKS[self.option] * self.seqlen_k**2
+        if self.option.removeprefix("score ") in MASKS:
+            pairs = self.batch * MASKS[self.option.removeprefix("score ")] * self.seqlen_k**2
         if self.option == WINDOW:  # causal
             outside = max(self.seqlen_k - WINDOW_LEFT, 0)
             pairs -= self.batch * outside * outside
@@ -97,8 +97,11 @@ DOCUMENTS = 64  # of equal lengths
 PREFIX = 4  # prefix-LM: the first quarter of the keys is visible to all queries, the rest is causal
 LEFT = 8  # left padding: sequence n of a batch begins at key n * seqlen / LEFT
 MASKS = {"documents": 1 / DOCUMENTS, "prefix": 1 / PREFIX + (1 - 1 / PREFIX) ** 2 / 2, "left": 1 - 1.5 / LEFT, "bits": 0.5, "bytes": 0.5}
+# ... of the section score: a score function compiled at run time (scores.py), and the built-in option that does the same, `same` in the table
+SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bias", "score relative": None, "score gate": None,
+          "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
-SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "masks", "sm80", "decode", "varlen", "fp8")
+SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode", "varlen", "fp8")
 
 
 def visible_blocks(option: str, seqlen: int) -> Tuple[int, int]:
@@ -170,6 +173,18 @@ def masks(quick: bool) -> List[Case]:
             rows += [square("masks", direction, d, False, 16384, option=option) for option in ("prefix", "bits", "bytes")]
     rows.append(Case("masks", "forward", 128, False, 1, 32768, 4, 32, 8, option="left", graph=True))
     return rows + [square("masks", "forward", d, causal, 4096, option=MAX_LOGIT) for d in (64, 128, 256) for causal in (False, True)]
+
+
+def score(quick: bool) -> List[Case]:
+    rows = []
+    for direction in ("forward", "backward"):
+        for d in (128,) if quick else (64, 128):
+            for option in SCORES:
+                if option == "score documents":
+                    rows.append(square("score", direction, d, False, 32768, option=option))
+                else:
+                    rows += [square("score", direction, d, causal, 4096, option=option) for causal in (False, True)]
+    return rows
 
 
 def decode(quick: bool) -> List[Case]:
@@ -247,6 +262,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "general": lambda: general("general", quick, 0),
         "sparse": lambda: sparse(quick),
         "masks": lambda: masks(quick),
+        "score": lambda: score(quick),
         "sm80": lambda: general("sm80", quick, 80),
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),

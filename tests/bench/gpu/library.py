@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bindings" / "python"))
 from flashattn import _abi as abi  # noqa: E402
 
-from . import cases  # noqa: E402
+from . import cases, scores  # noqa: E402
 
 DTYPES = {
     torch.float32: abi.FLOAT32,
@@ -41,7 +41,8 @@ def load(path) -> ctypes.CDLL:
     """Another build of the library beside the one that the bindings have loaded, for `--before`."""
     other = ctypes.CDLL(str(Path(path).resolve()), mode=ctypes.RTLD_LOCAL)
     for name in ("fa_config_init", "fa_create", "fa_last_error", "fa_status_name", "fa_attention_init", "fa_gradients_init", "fa_plan_info_init",
-                 "fa_forward_query", "fa_backward_query", "fa_forward", "fa_backward", "fa_version_string"):
+                 "fa_forward_query", "fa_backward_query", "fa_forward", "fa_backward", "fa_version_string", "fa_score_source_init",
+                 "fa_score_create"):
         function, known = getattr(other, name), getattr(abi.lib, name)
         function.argtypes, function.restype = known.argtypes, known.restype
     return other
@@ -128,6 +129,8 @@ class Attention:
             order = torch.rand(1, 1, seqlen_q // cases.SPARSE[option][1], blocks, device=q.device).argsort(-1)
             self.kept.append((order < visible).to(torch.uint8))
             a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), cases.SPARSE[option][1], cases.SPARSE[option][1]
+        elif option in cases.SCORES:
+            self._set_score(option.removeprefix("score "), q, seqlen_k)
         elif option in cases.MASKS:
             self._set_mask(option, q.device, q.shape[0], seqlen_k)
         elif option == cases.MAX_LOGIT:
@@ -140,6 +143,25 @@ class Attention:
             a.window, a.window_left = 1, cases.WINDOW_LEFT
         elif option and option != "fp8":
             raise ValueError(f"unknown option {option}")
+
+    def _set_score(self, name, q, seqlen_k):
+        source, a = abi.fa_score_source(), self.attention
+        self.context.check(self.context.lib.fa_score_source_init(ctypes.byref(source), ctypes.sizeof(source)))
+        text = ctypes.create_string_buffer(scores.TEXTS[name].encode())
+        source.text = ctypes.addressof(text)
+        score = ctypes.c_void_p()
+        self.context.check(self.context.lib.fa_score_create(self.context.handle, ctypes.byref(source), ctypes.byref(score)))
+        a.score = score
+        tensors, scalars = scores.tensors(name, q, seqlen_k)
+        array = (abi.fa_score_tensor * max(len(tensors), 1))()
+        for n, (data, access) in enumerate(tensors):
+            array[n].tensor, array[n].access = tensor(data), access
+        self.kept += [tensors, array]
+        a.num_score_tensors = len(tensors)
+        if tensors:
+            a.score_tensors = ctypes.addressof(array)
+        for n, scalar in enumerate(scalars):
+            a.score_scalars[n] = scalar
 
     def _set_mask(self, option, device, batch, seqlen):
         a = self.attention
