@@ -13,7 +13,7 @@ from pathlib import Path
 # Size of each language's names for the types of fields. Alignment is the size; pointers and functions are PTR.
 PTR = 8
 SIZES = {
-    "python": {"c_uint32": 4, "c_int32": 4, "c_int64": 8, "c_uint64": 8, "c_float": 4, "c_double": 8, "c_void_p": PTR, "c_char": 1,
+    "python": {"c_uint32": 4, "c_int32": 4, "c_int64": 8, "c_uint64": 8, "c_float": 4, "c_double": 8, "c_void_p": PTR, "c_char_p": PTR, "c_char": 1,
                "PARALLEL_FOR_FN": PTR, "LOG_FN": PTR},
     "rust": {"u32": 4, "i32": 4, "i64": 8, "u64": 8, "f32": 4, "f64": 8, "c_char": 1},
     "julia": {"UInt32": 4, "Int32": 4, "Int64": 8, "UInt64": 8, "Float32": 4, "Float64": 8, "UInt8": 1},

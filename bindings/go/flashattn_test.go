@@ -397,6 +397,7 @@ func TestEveryFieldIsWrapped(t *testing.T) {
 		"fa_config.parallel_for_user":    "its argument",
 		"fa_config.log":                  "a callback into Go",
 		"fa_config.log_user":             "its argument",
+		"fa_config.kernel_cache":         "for score",
 		"fa_attention.score":             "callbacks into Go",
 		"fa_attention.score_tensors":     "for score",
 		"fa_attention.num_score_tensors": "for score",

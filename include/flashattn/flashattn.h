@@ -257,6 +257,9 @@ typedef struct fa_config {
   fa_log_fn log;
   /** First argument of `log`. */
   void *log_user;
+  /** CUDA: folder for kernels that are compiled at run time (docs/score_functions.md); "" = none, NULL = the usual one. CPU: must
+   * be NULL. */
+  const char *kernel_cache;
 } fa_config;
 
 /**

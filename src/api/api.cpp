@@ -136,6 +136,7 @@ fa_status create_backend(const fa_config &config, std::unique_ptr<Backend> &back
 #endif
       fa_config cpu = config;
       cpu.cuda_arch = 0;
+      cpu.kernel_cache = nullptr;
       return create_cpu_backend(cpu, backend, error);
     }
     case FA_DEVICE_CPU:

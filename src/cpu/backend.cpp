@@ -198,6 +198,11 @@ fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &
   }
   machine.threads = config.num_threads > 0 ? config.num_threads : cpu::available_processors();
 
+  if (config.kernel_cache != nullptr) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                "kernel_cache is \"%s\"; it is a setting of CUDA contexts and must be NULL here", config.kernel_cache);
+  }
+
   std::unique_ptr<Parallel> parallel;
   if (config.parallel_for != nullptr) {
     parallel = std::make_unique<cpu::HostParallel>(config.parallel_for, config.parallel_for_user, machine.threads);

@@ -351,6 +351,7 @@ TEST_F(Calls, Configurations) {
       {FA_ERROR_INVALID_ARGUMENT,
        {"parallel_for_user", "parallel_for"},
        [&](fa_config &c) { c.parallel_for_user = &something; }},
+      {FA_ERROR_INVALID_ARGUMENT, {"kernel_cache", "\"here\"", "CUDA"}, [](fa_config &c) { c.kernel_cache = "here"; }},
       {FA_ERROR_INVALID_ARGUMENT, {"log_user", "log"}, [&](fa_config &c) { c.log_user = &something; }},
   };
   for (const int32_t unknown : {-1, 3, 10, INT32_MAX, INT32_MIN}) {

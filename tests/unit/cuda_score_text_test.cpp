@@ -174,7 +174,7 @@ class KernelCacheTest : public ::testing::Test {
     std::filesystem::permissions(directory_, std::filesystem::perms::owner_all, ignored);
     std::filesystem::remove_all(root_, ignored);
   }
-  KernelCache cache() const { return KernelCache(directory_.string()); }
+  KernelCache cache() const { return KernelCache(directory_.c_str()); }
   std::string stored() const {
     cache().store(key_, code_);
     return (directory_ / key_).string();
@@ -282,15 +282,18 @@ TEST_F(KernelCacheTest, WithoutARoomItStoresNothing) {
   EXPECT_FALSE(found());
   CompiledCode code;
   setenv("FLASHATTN_KERNEL_CACHE", "off", 1);
-  const KernelCache off("");
+  const KernelCache off(nullptr);
   unsetenv("FLASHATTN_KERNEL_CACHE");
   off.store(key_, code_);
   EXPECT_FALSE(off.find(key_, code));
+  const KernelCache none("");
+  none.store(key_, code_);
+  EXPECT_FALSE(none.find(key_, code));
 }
 
 TEST_F(KernelCacheTest, TheEnvironmentNamesTheFolder) {
   setenv("FLASHATTN_KERNEL_CACHE", directory_.c_str(), 1);
-  const KernelCache named("");
+  const KernelCache named(nullptr);
   unsetenv("FLASHATTN_KERNEL_CACHE");
   named.store(key_, code_);
   EXPECT_TRUE(found());

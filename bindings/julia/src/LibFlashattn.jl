@@ -104,6 +104,7 @@ mutable struct fa_config
     parallel_for_user::Ptr{Cvoid}
     log::Ptr{Cvoid}
     log_user::Ptr{Cvoid}
+    kernel_cache::Ptr{UInt8}
     fa_config() = zeroed(new())
 end
 

@@ -68,6 +68,7 @@ class fa_config(ctypes.Structure):
         ("parallel_for_user", c_void_p),
         ("log", LOG_FN),
         ("log_user", c_void_p),
+        ("kernel_cache", c_char_p),
     ]
 
 

@@ -103,8 +103,12 @@ bool is_created(fa_stream stream) { return stream != nullptr && stream != CU_STR
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(const Driver &driver, const Device &device, const cudaDeviceProp &properties)
-      : driver_(driver), device_(device), properties_(properties), counters_(driver), score_kernels_(driver, device_) {}
+  CudaBackend(const Driver &driver, const Device &device, const cudaDeviceProp &properties, const char *kernel_cache)
+      : driver_(driver),
+        device_(device),
+        properties_(properties),
+        counters_(driver),
+        score_kernels_(driver, device_, kernel_cache) {}
 
   ~CudaBackend() override {
     if (pool_ != nullptr) driver_.cuMemPoolDestroy(pool_);  // what the device still uses of it lives on
@@ -502,10 +506,10 @@ Device device_of(int32_t index, const cudaDeviceProp &properties) {
 }
 
 fa_status make_backend(const Device &device, const cudaDeviceProp &properties, std::unique_ptr<Backend> &backend,
-                       ErrorText &error) {
+                       ErrorText &error, const char *kernel_cache) {
   const Driver *driver = nullptr;
   FA_RETURN_IF_ERROR(find_driver(driver, error));
-  backend = std::make_unique<CudaBackend>(*driver, device, properties);
+  backend = std::make_unique<CudaBackend>(*driver, device, properties, kernel_cache);
   return FA_OK;
 }
 
@@ -547,7 +551,7 @@ fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> 
     return fail(error, FA_ERROR_ARCH, "device %d (%s) has compute capability %d.%d; this build has kernels for \"%s\" only",
                 int{device.index}, properties.name, properties.major, properties.minor, FA_CUDA_ARCHS);
   }
-  return cuda::make_backend(device, properties, backend, error);
+  return cuda::make_backend(device, properties, backend, error, config.kernel_cache);
 }
 
 }  // namespace fa

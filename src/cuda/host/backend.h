@@ -14,8 +14,8 @@ namespace fa::cuda {
 
 Device device_of(int32_t index, const cudaDeviceProp &properties);
 
-// `device` decides which kernels run and how; `properties` only describe it.
+// `device` decides which kernels run and how; `properties` only describe it. `kernel_cache`: as in fa_config.
 fa_status make_backend(const Device &device, const cudaDeviceProp &properties, std::unique_ptr<Backend> &backend,
-                       ErrorText &error);
+                       ErrorText &error, const char *kernel_cache = nullptr);
 
 }  // namespace fa::cuda

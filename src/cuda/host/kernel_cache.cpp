@@ -45,7 +45,6 @@ class File {
 };
 
 std::string usual_directory() {
-  if (geteuid() != getuid() || getegid() != getgid()) return "";
   const auto variable = [](const char *name) {
     const char *value = ::secure_getenv(name);
     return std::string(value != nullptr ? value : "");
@@ -125,7 +124,9 @@ void evict(int directory) {
 
 }  // namespace
 
-KernelCache::KernelCache(std::string directory) : directory_(directory.empty() ? usual_directory() : std::move(directory)) {}
+KernelCache::KernelCache(const char *directory) {
+  if (geteuid() == getuid() && getegid() == getgid()) directory_ = directory != nullptr ? directory : usual_directory();
+}
 
 int KernelCache::open_directory(bool make) const {
   if (directory_.empty()) return -1;

@@ -16,9 +16,9 @@ namespace fa::cuda {
 
 class KernelCache {
  public:
-  // `directory`: "" = what the environment says: FLASHATTN_KERNEL_CACHE ("off": none), $XDG_CACHE_HOME/libflashattn, ~/.cache/libflashattn. There
-  // is no cache for programs that run with the rights of another user.
-  explicit KernelCache(std::string directory);
+  // `directory`: "" = none; null = what the environment says: FLASHATTN_KERNEL_CACHE ("off": none), $XDG_CACHE_HOME/libflashattn,
+  // ~/.cache/libflashattn. There is no cache for programs that run with the rights of another user.
+  explicit KernelCache(const char *directory);
 
   // `key` is of kernel_cache_key().
   bool find(const std::string &key, CompiledCode &code) const;

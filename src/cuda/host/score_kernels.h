@@ -17,7 +17,9 @@ namespace fa::cuda {
 
 class ScoreKernels {
  public:
-  ScoreKernels(const Driver &driver, const Device &device) : driver_(driver), device_(device), disk_("") {}
+  // `cache`: fa_config.kernel_cache.
+  ScoreKernels(const Driver &driver, const Device &device, const char *cache)
+      : driver_(driver), device_(device), disk_(cache) {}
   // What is loaded is never unloaded: captured graphs may hold it.
   ScoreKernels(const ScoreKernels &) = delete;
   ScoreKernels &operator=(const ScoreKernels &) = delete;

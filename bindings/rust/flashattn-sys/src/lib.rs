@@ -197,6 +197,7 @@ abi_structs! {
         parallel_for_user: *mut c_void,
         log: fa_log_fn,
         log_user: *mut c_void,
+        kernel_cache: *const c_char,
     }
     fa_device_properties {
         struct_size: u32,
