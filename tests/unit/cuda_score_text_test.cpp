@@ -14,6 +14,7 @@
 #include "cuda/host/kernel_cache.h"
 #include "cuda/host/nvrtc.h"
 #include "cuda/host/registry.h"
+#include "cuda/host/score_kernels.h"
 #include "cuda/host/score_program.h"
 #include "cuda/host/sha256.h"
 
@@ -125,6 +126,73 @@ TEST_F(ScorePrograms, ErrorsOfTheCallAreToldApart) {
             FA_ERROR_INVALID_ARGUMENT);
   EXPECT_NE(std::string(error_.text).find("the library's kernel does not compile with the score text"), std::string::npos)
       << error_.text;
+}
+
+// A driver that loads whatever it gets, and counts.
+struct CountingDriver : Driver {
+  static inline int loaded = 0, unloaded = 0;
+  static inline CUresult result = CUDA_SUCCESS;
+
+  CountingDriver() {
+    loaded = unloaded = 0;
+    result = CUDA_SUCCESS;
+    cuThreadExchangeStreamCaptureMode = [](CUstreamCaptureMode *) { return CUDA_SUCCESS; };
+    cuLibraryLoadData = [](CUlibrary *library, const void *, CUjit_option *, void **, unsigned, CUlibraryOption *, void **,
+                           unsigned) {
+      *library = reinterpret_cast<CUlibrary>(static_cast<uintptr_t>(++loaded));
+      return result;
+    };
+    cuLibraryGetKernel = [](CUkernel *kernel, CUlibrary library, const char *name) {
+      EXPECT_STREQ(name, kScoreKernel);
+      *kernel = reinterpret_cast<CUkernel>(library);
+      return CUDA_SUCCESS;
+    };
+    cuLibraryUnload = [](CUlibrary) {
+      ++unloaded;
+      return CUDA_SUCCESS;
+    };
+  }
+};
+
+// One compilation serves all contexts of the process; another process finds it on disk.
+TEST_F(ScorePrograms, KernelsAreMadeOnce) {
+  const CountingDriver driver;
+  Device device;
+  device.compute_capability = 90;
+  const auto call_of = [](const std::string &text) {
+    ScoreCall call;
+    call.source.text = text.c_str();
+    call.source.text_length = text.size();
+    call.text = scan_score_text(text);
+    return call;
+  };
+  const std::string text = std::string(kMasks) + "// " + std::to_string(getpid());
+  const ScoreCall call = call_of(text);
+  ScoreProgram program;
+  program.kernel = ScoreProgram::Kernel::cell_map;
+  CUkernel first = nullptr, again = nullptr, elsewhere = nullptr;
+  ScoreKernels kernels(driver, device, ""), others(driver, device, "");
+  EXPECT_FALSE(kernels.has(call, program));
+  ASSERT_EQ(kernels.get(call, program, first, error_), FA_OK) << error_.text;
+  EXPECT_TRUE(kernels.has(call, program));
+  ASSERT_EQ(kernels.get(call, program, again, error_), FA_OK) << error_.text;
+  ASSERT_EQ(others.get(call_of(text), program, elsewhere, error_), FA_OK) << error_.text;
+  EXPECT_EQ(again, first);
+  EXPECT_EQ(elsewhere, first);
+  EXPECT_EQ(driver.loaded, 1);
+  // Another text, and a driver that refuses it.
+  CountingDriver::result = CUDA_ERROR_NO_BINARY_FOR_GPU;
+  const std::string other = text + "\n";
+  EXPECT_EQ(kernels.get(call_of(other), program, again, error_), FA_ERROR_CUDA);
+  EXPECT_NE(std::string(error_.text).find("cudaErrorNoKernelImageForDevice"), std::string::npos) << error_.text;
+  EXPECT_EQ(driver.loaded, 2);
+  CountingDriver::result = CUDA_SUCCESS;
+  EXPECT_EQ(kernels.get(call_of(other), program, again, error_), FA_OK) << error_.text;
+  EXPECT_NE(again, first);
+  // A text with an error is compiled again when it is asked for again.
+  const std::string wrong = "bool visible(const Position &p, const Aux &) { return q; }";
+  EXPECT_EQ(kernels.get(call_of(wrong), program, again, error_), FA_ERROR_INVALID_ARGUMENT);
+  EXPECT_FALSE(kernels.has(call_of(wrong), program));
 }
 
 TEST(CompilerLog, SaysWhatBecameOfTheCode) {

@@ -2,6 +2,8 @@
 #include "cuda/host/score_kernels.h"
 
 #include <cstring>
+#include <mutex>
+#include <utility>
 
 #include "cuda/host/embedded_sources.h"
 #include "cuda/host/nvrtc.h"
@@ -27,19 +29,69 @@ std::string ScoreKernels::key_of(const ScoreCall &call, const ScoreProgram &p) {
   return key;
 }
 
-fa_status ScoreKernels::compile(const ScoreCall &call, const ScoreProgram &program, CompiledCode &code, ErrorText &error) {
+namespace {
+
+// The kernels of all contexts, by their keys on disk. They belong to no context of the driver, and are never unloaded: captured graphs and work in
+// flight may hold them longer than any fa_context lives.
+class LoadedKernels {
+ public:
+  CUkernel find(const std::string &key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = kernels_.find(key);
+    return found != kernels_.end() ? found->second : nullptr;
+  }
+  // The kernel that was added first under a key, and whether that is this one.
+  std::pair<CUkernel, bool> add(const std::string &key, CUkernel kernel) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto [entry, added] = kernels_.emplace(key, kernel);
+    return {entry->second, added};
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, CUkernel> kernels_;
+};
+
+LoadedKernels &loaded_kernels() {
+  static LoadedKernels *const kernels = new LoadedKernels;  // never destroyed: other static objects may still use it
+  return *kernels;
+}
+
+fa_status load(const Driver &driver, const CompiledCode &code, const std::string &key, CUkernel &kernel, ErrorText &error) {
+  const CaptureRelaxed relaxed(driver);
+  CUlibrary library = nullptr;
+  CUresult result = driver.cuLibraryLoadData(&library, code.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (result == CUDA_SUCCESS) result = driver.cuLibraryGetKernel(&kernel, library, kScoreKernel);
+  if (result != CUDA_SUCCESS) {
+    if (library != nullptr) driver.cuLibraryUnload(library);
+    return fail(error, FA_ERROR_CUDA, "kernel with the score text: the driver does not load it (%s)",
+                cudaGetErrorName(to_runtime(result)));
+  }
+  const auto [first, added] = loaded_kernels().add(key, kernel);
+  if (!added) driver.cuLibraryUnload(library);
+  kernel = first;
+  return FA_OK;
+}
+
+}  // namespace
+
+fa_status ScoreKernels::make(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error) const {
   const std::string header = score_text_header(call, program.exact()), source = source_of(program),
                     arch = arch_of(program, device_);
   const std::string key = kernel_cache_key({embedded_sources_digest(), arch, source, header});
-  if (disk_.find(key, code)) return FA_OK;
-  CompileJob job;
-  job.text = source;
-  job.headers = {{"cuda/common/score_text_of_program.h", header.c_str()}};
-  job.arch = arch;
-  job.exact_division = program.exact();
-  FA_RETURN_IF_ERROR(cuda::compile(job, code, error));
-  disk_.store(key, code);
-  return FA_OK;
+  kernel = loaded_kernels().find(key);
+  if (kernel != nullptr) return FA_OK;
+  CompiledCode code;
+  if (!disk_.find(key, code)) {
+    CompileJob job;
+    job.text = source;
+    job.headers = {{"cuda/common/score_text_of_program.h", header.c_str()}};
+    job.arch = arch;
+    job.exact_division = program.exact();
+    FA_RETURN_IF_ERROR(compile(job, code, error));
+    disk_.store(key, code);
+  }
+  return load(driver_, code, key, kernel, error);
 }
 
 fa_status ScoreKernels::get(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error) {
@@ -48,17 +100,9 @@ fa_status ScoreKernels::get(const ScoreCall &call, const ScoreProgram &program, 
     kernel = found->second;
     return FA_OK;
   }
-  CompiledCode code;
-  FA_RETURN_IF_ERROR(compile(call, program, code, error));
-  const CaptureRelaxed relaxed(driver_);
-  CUlibrary library = nullptr;
-  CUresult result = driver_.cuLibraryLoadData(&library, code.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result == CUDA_SUCCESS) result = driver_.cuLibraryGetKernel(&kernel, library, kScoreKernel);
-  if (result != CUDA_SUCCESS) {
-    if (library != nullptr) driver_.cuLibraryUnload(library);
-    return fail(error, FA_ERROR_CUDA, "kernel with the score text: the driver does not load it (%s)",
-                cudaGetErrorName(to_runtime(result)));
-  }
+  constexpr size_t kMost = 4096;  // of callers who make a handle for each call
+  FA_RETURN_IF_ERROR(make(call, program, kernel, error));
+  if (kernels_.size() >= kMost) kernels_.clear();
   kernels_.emplace(key, kernel);
   return FA_OK;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels compiled with a score text: those of a context, in memory, in front of the cache on disk and the compiler.
+// Kernels compiled with a score text: those of a context, in front of those that the process has loaded, the cache on disk and the compiler.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +20,6 @@ class ScoreKernels {
   // `cache`: fa_config.kernel_cache.
   ScoreKernels(const Driver &driver, const Device &device, const char *cache)
       : driver_(driver), device_(device), disk_(cache) {}
-  // What is loaded is never unloaded: captured graphs may hold it.
   ScoreKernels(const ScoreKernels &) = delete;
   ScoreKernels &operator=(const ScoreKernels &) = delete;
 
@@ -31,7 +30,7 @@ class ScoreKernels {
 
  private:
   static std::string key_of(const ScoreCall &call, const ScoreProgram &program);
-  fa_status compile(const ScoreCall &call, const ScoreProgram &program, CompiledCode &code, ErrorText &error);
+  fa_status make(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error) const;
 
   const Driver &driver_;
   const Device &device_;
