@@ -47,8 +47,9 @@ function(fa_embed_headers sources)
   set(number 0)
   foreach(header file IN ZIP_LISTS headers files)
     file(READ "${file}" text)
-    # Comments that fill a line are of no use to the compiler.
+    # Comments that fill a line, indentation and empty lines are of no use to the compiler.
     string(REGEX REPLACE "\n[ \t]*//[^\n]*" "" text "\n${text}")
+    string(REGEX REPLACE "\n[ \t\n]+" "\n" text "${text}")
     string(APPEND all "${header}\n${text}")
     set(copy "${folder}/${number}.txt")
     set(before "")
