@@ -195,6 +195,42 @@ TEST_F(ScorePrograms, KernelsAreMadeOnce) {
   EXPECT_FALSE(kernels.has(call_of(wrong), program));
 }
 
+// What compile() says beside an NVRTC that the environment names, in a process of its own.
+void expect_with_nvrtc(const char *library, const std::vector<std::pair<const char *, const char *>> &environment,
+                       fa_status status, const std::string &text) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        setenv("FLASHATTN_NVRTC", library, 1);
+        for (const auto &[name, value] : environment) setenv(name, value, 1);
+        CompileJob job;
+        job.arch = "sm_90a";
+        CompiledCode code;
+        ErrorText error;
+        const fa_status got = compile(job, code, error);
+        std::fprintf(stderr, "%d: %s%s", int{got}, error.text, code.cubin.c_str());
+        std::exit(got == status ? 0 : 1);
+      },
+      ::testing::ExitedWithCode(0), text);
+}
+
+TEST(Nvrtc, AnyFailureHasAStatusAndASentence) {
+  const char *const fake = FA_FAKE_NVRTC;
+  expect_with_nvrtc(fake, {}, FA_OK, "0: code");
+  expect_with_nvrtc("/nonexistent/libnvrtc.so", {}, FA_ERROR_NOT_BUILT, "FLASHATTN_NVRTC names /nonexistent/libnvrtc.so");
+  expect_with_nvrtc(FA_INCOMPLETE_NVRTC, {}, FA_ERROR_NOT_BUILT, "has no nvrtcDestroyProgram");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_VERSION", "11.8"}}, FA_ERROR_NOT_BUILT, "version 11.8; score texts need 12.0");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "1"}}, FA_ERROR_OUT_OF_MEMORY, "no memory");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "5"}, {"FAKE_NVRTC_VERSION", "12.3"}}, FA_ERROR_NOT_BUILT,
+                    "NVRTC 12.3 does not compile for sm_90a");
+  expect_with_nvrtc(fake,
+                    {{"FAKE_NVRTC_RESULT", "6"}, {"FAKE_NVRTC_LOG", "score(7): error: no such thing\n  a + b\n      ^\n"}},
+                    FA_ERROR_INVALID_ARGUMENT, "score text, line 7, column 5: no such thing");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "6"}}, FA_ERROR_INVALID_ARGUMENT, "does not say why");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "7"}}, FA_ERROR_NOT_BUILT, "does not find libnvrtc-builtins.so.13.0");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "11"}}, FA_ERROR_CUDA, "NVRTC 13.0: a fake failure");
+}
+
 TEST(CompilerLog, SaysWhatBecameOfTheCode) {
   CompiledCode code;
   read_log(

@@ -16,7 +16,7 @@ namespace {
 // nvrtc.h, as far as it is needed; it has not changed since CUDA 11.
 using Program = struct _nvrtcProgram *;
 using Result = int;
-constexpr Result kSuccess = 0;
+constexpr Result kSuccess = 0, kOutOfMemory = 1, kInvalidOption = 5, kCompilation = 6, kBuiltinFailure = 7;
 #define FA_NVRTC_FUNCTIONS(X)                                                                                         \
   X(nvrtcVersion, Result(int *, int *))                                                                               \
   X(nvrtcGetErrorString, const char *(Result))                                                                        \
@@ -78,6 +78,7 @@ Nvrtc load() {
   if (nvrtc.nvrtcVersion(&major, &minor) != kSuccess || major < 12) {
     nvrtc.missing = "NVRTC is version " + std::to_string(major) + "." + std::to_string(minor) + "; score texts need 12.0";
   }
+  if (!nvrtc.missing.empty()) return nvrtc;
   nvrtc.version = major * 1000 + minor;
   // Wheels of CUDA 13 do not say where their builtins are: those beside the library are loaded first.
   Dl_info info;
@@ -98,6 +99,27 @@ struct OwnedProgram {
     if (program != nullptr) nvrtc.nvrtcDestroyProgram(&program);
   }
 };
+
+fa_status explain(const Nvrtc &nvrtc, const CompileJob &job, Result result, const std::string &log, ErrorText &error) {
+  const int major = nvrtc.version / 1000, minor = nvrtc.version % 1000;
+  switch (result) {
+    case kCompilation: {
+      const std::string first = first_error(log);
+      return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s",
+                  first.empty() ? "the score text does not compile, and the compiler does not say why" : first.c_str());
+    }
+    case kOutOfMemory:
+      return fail(error, FA_ERROR_OUT_OF_MEMORY, "no memory to compile a score text");
+    case kInvalidOption:
+      return fail(error, FA_ERROR_NOT_BUILT, "NVRTC %d.%d does not compile for %s; a newer one may", major, minor,
+                  job.arch.c_str());
+    case kBuiltinFailure:
+      return fail(error, FA_ERROR_NOT_BUILT, "NVRTC %d.%d does not find libnvrtc-builtins.so.%d.%d, which belongs beside it",
+                  major, minor, major, minor);
+    default:
+      return fail(error, FA_ERROR_CUDA, "NVRTC %d.%d: %s", major, minor, nvrtc.nvrtcGetErrorString(result));
+  }
+}
 
 fa_status compile_here(const Nvrtc &nvrtc, const CompileJob &job, CompiledCode &code, ErrorText &error) {
   const auto check = [&](Result result, const char *what) {
@@ -125,10 +147,7 @@ fa_status compile_here(const Nvrtc &nvrtc, const CompileJob &job, CompiledCode &
     log.resize(size);
     if (nvrtc.nvrtcGetProgramLog(owned.program, log.data()) != kSuccess) log.clear();
   }
-  if (result != kSuccess) {
-    const std::string first = first_error(log);
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s", first.empty() ? nvrtc.nvrtcGetErrorString(result) : first.c_str());
-  }
+  if (result != kSuccess) return explain(nvrtc, job, result, log, error);
   read_log(log, code);
   FA_RETURN_IF_ERROR(check(nvrtc.nvrtcGetCUBINSize(owned.program, &size), "code"));
   code.cubin.resize(size);
@@ -145,7 +164,8 @@ struct Task {
 void *run(void *argument) {
   Task &task = *static_cast<Task *>(argument);
   try {
-    static const Nvrtc nvrtc = load();
+    static Nvrtc nvrtc;  // compile() lets one thread in at a time
+    if (nvrtc.version == 0) nvrtc = load();
     task.status = nvrtc.missing.empty() ? compile_here(nvrtc, task.job, task.code, task.error)
                                         : fail(task.error, FA_ERROR_NOT_BUILT, "%s", nvrtc.missing.c_str());
   } catch (const std::bad_alloc &) {
