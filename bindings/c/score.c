@@ -45,6 +45,20 @@ static fa_score_tile documents_of_tile(const fa_score_position *p, int64_t queri
   return q0 == q1 && k0 == k1 ? FA_SCORE_TILE_FULL : FA_SCORE_TILE_PARTIAL;
 }
 
+/* The same as text, which CUDA contexts compile. */
+static const char text[] =
+    "template <class real> real score(real s, const Position &p, const Aux &aux) {\n"
+    "  return s - of_pair(aux, 0, p) * abs(distance(p));\n"
+    "}\n"
+    "bool visible(const Position &p, const Aux &aux) { return of_pair(aux, 1, p) == of_pair(aux, 2, p); }\n"
+    "fa_score_tile tile(const Position &p, int queries, int keys, const Aux &aux) {\n"
+    "  Position last = p;\n"
+    "  last.i += queries - 1, last.j += keys - 1;\n"
+    "  float q0 = of_pair(aux, 1, p), q1 = of_pair(aux, 1, last), k0 = of_pair(aux, 2, p), k1 = of_pair(aux, 2, last);\n"
+    "  if (q1 < k0 || k1 < q0) return FA_SCORE_TILE_EMPTY;\n"
+    "  return q0 == q1 && k0 == k1 ? FA_SCORE_TILE_FULL : FA_SCORE_TILE_PARTIAL;\n"
+    "}\n";
+
 static fa_tensor tensor(void *data, fa_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d) {
   fa_tensor t = {0};
   t.data = data;
@@ -100,6 +114,7 @@ static fa_status with_function(fa_context ctx) {
   source.derivative = alibi_derivative; /* for fa_backward() */
   source.visible = same_document;
   source.tile = documents_of_tile;
+  source.text = text; /* for CUDA contexts */
 
   fa_attention_init(&att, sizeof att);
   status = fa_score_create(ctx, &source, &att.score);

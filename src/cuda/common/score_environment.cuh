@@ -23,7 +23,9 @@ constexpr fa_score_tile FA_SCORE_TILE_PARTIAL = 0, FA_SCORE_TILE_EMPTY = 1, FA_S
 struct Position {
   Index b, h, i, j, s_q, s_k;
   int64_t start_q, start_k;
-  float i_number, j_number;  // i and j as floats, for distance()
+  // For distance(): i and j as the kernel set them, and as floats.
+  Index first_i, first_j;
+  float i_number, j_number;
 };
 // As fa_score_aux. Tensors are read by element() and of_pair().
 struct Aux {
@@ -219,7 +221,10 @@ __device__ __forceinline__ float of_pair(const Aux &aux, int n, const Position &
 __device__ __forceinline__ Index diagonal(const Position &p) { return p.i + p.s_k - p.s_q; }
 // diagonal(p) - p.j as a float, exact up to 2^24. Kernels convert few numbers for it, where static_cast would convert one for each pair.
 __device__ __forceinline__ float distance(const Position &p) {
-  return p.i_number + static_cast<float>(p.s_k - p.s_q) - p.j_number;
+  // A text may have moved the position. Where it has not, the compiler sees that.
+  const float i = p.i == p.first_i ? p.i_number : static_cast<float>(p.i),
+              j = p.j == p.first_j ? p.j_number : static_cast<float>(p.j);
+  return i + static_cast<float>(p.s_k - p.s_q) - j;
 }
 
 }  // namespace fa::cuda::score_text

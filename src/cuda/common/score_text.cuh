@@ -29,16 +29,10 @@ struct ScoreText {
   __device__ __forceinline__ score_text::Aux aux() const { return {args.tensors, args.scalars}; }
   // Of a pair; outside the lengths that of their last pair, so that no text reads outside its tensors.
   __device__ __forceinline__ score_text::Position position(int i, int j, float i_number, float j_number) const {
-    return {place.batch,
-            place.head,
-            ::min(i, place.seqlen_q - 1),
-            ::min(j, place.seqlen_k - 1),
-            place.seqlen_q,
-            place.seqlen_k,
-            place.start_q,
-            place.start_k,
-            i_number,
-            j_number};
+    i = ::min(i, place.seqlen_q - 1);
+    j = ::min(j, place.seqlen_k - 1);
+    return {place.batch,   place.head,    i, j, place.seqlen_q, place.seqlen_k,
+            place.start_q, place.start_k, i, j, i_number,       j_number};
   }
 
   __device__ __forceinline__ score_text::Position position(int i, int j) const {
