@@ -5,7 +5,7 @@ use std::ptr::null;
 
 use flashattn_sys as sys;
 
-use crate::{Score, TensorView, TensorViewMut};
+use crate::{Score, ScoreTensor, TensorView, TensorViewMut};
 
 /// Which keys a query may see, before windows, block mask and bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,6 +131,15 @@ impl<'a> Attention<'a> {
     #[must_use]
     pub fn score(mut self, score: &'a Score<'_>) -> Self {
         self.raw.score = score.raw();
+        self
+    }
+
+    /// What a score function reads: at most eight tensors, and eight numbers. A text needs them; a [`ScoreFunction`](crate::ScoreFunction) holds its own.
+    #[must_use]
+    pub fn score_inputs(mut self, tensors: &'a [ScoreTensor<'a>], scalars: [f32; 8]) -> Self {
+        self.raw.score_tensors = ScoreTensor::first(tensors);
+        self.raw.num_score_tensors = i32::try_from(tensors.len()).unwrap_or(i32::MAX);
+        self.raw.score_scalars = scalars;
         self
     }
 

@@ -8,7 +8,7 @@ use std::ptr::null_mut;
 use flashattn_sys as sys;
 
 use crate::error::{check, owned};
-use crate::score::source;
+use crate::score::{source, text_source};
 use crate::{Append, Attention, Error, Gradients, Result, Score, ScoreFunction, TensorView, TensorViewMut};
 
 /// Instruction set of the CPU kernels.
@@ -267,6 +267,16 @@ impl Context {
             check(sys::fa_score_create(self.raw, &source(function), &mut raw), self.raw)?;
             Ok(Score::from_raw(raw))
         }
+    }
+
+    /// Makes a score function for calls of this context, which is on a CUDA device, from C++ text that the guide to score functions describes.
+    ///
+    /// # Safety
+    /// The text runs on the device as it is. It must read no more than the tensors of the problem have.
+    pub unsafe fn score_text(&self, text: &str) -> Result<Score<'static>> {
+        let mut raw = null_mut();
+        check(sys::fa_score_create(self.raw, &text_source(text), &mut raw), self.raw)?;
+        Ok(Score::from_raw(raw))
     }
 
     /// Rotates new keys and queries, and writes the new keys and values to a cache.

@@ -38,5 +38,5 @@ pub use attention::{Attention, Gradients, Mask};
 pub use context::{build_info, load, version, Context, CpuIsa, CudaSettings, Device, Plan, Settings};
 pub use element::{Bf16, Element, F16, F8E4M3};
 pub use error::{Error, Result};
-pub use score::{Pair, Score, ScoreFunction, Tile};
+pub use score::{Access, Pair, Score, ScoreFunction, ScoreTensor, Tile};
 pub use tensor::{TensorView, TensorViewMut};

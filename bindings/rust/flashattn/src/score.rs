@@ -4,9 +4,11 @@ use std::mem::size_of;
 use std::os::raw::c_void;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::process::abort;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 use flashattn_sys as sys;
+
+use crate::TensorView;
 
 /// A pair of a query and a key, by row and number within their sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +64,56 @@ pub trait ScoreFunction: Sync {
     }
 }
 
-/// A [`ScoreFunction`] as the library keeps it, made by [`Context::score`](crate::Context::score) for calls of that context.
+/// What the index of the elements of a [`ScoreTensor`] consists of: `QUERY | KEY` is a tensor (1, 1, queries, keys).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access(u32);
+
+impl Access {
+    /// The sequence of the batch.
+    pub const BATCH: Access = Access(sys::FA_SCORE_BY_BATCH);
+    /// The query head.
+    pub const HEAD: Access = Access(sys::FA_SCORE_BY_HEAD);
+    /// The query.
+    pub const QUERY: Access = Access(sys::FA_SCORE_BY_QUERY);
+    /// The key.
+    pub const KEY: Access = Access(sys::FA_SCORE_BY_KEY);
+    /// Anything: a table with 1 to 4 dimensions.
+    pub const ANY: Access = Access(sys::FA_SCORE_BY_ANY);
+}
+
+impl std::ops::BitOr for Access {
+    type Output = Access;
+    fn bitor(self, other: Access) -> Access {
+        Access(self.0 | other.0)
+    }
+}
+
+/// A tensor that a score function reads. But for tables it has 4 dimensions: the batch, heads, queries and keys of its access, and 1 for others.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct ScoreTensor<'a> {
+    raw: sys::fa_score_tensor,
+    memory: PhantomData<&'a ()>,
+}
+
+impl<'a> ScoreTensor<'a> {
+    /// A tensor on the device of the context that gets the problem.
+    pub fn new(tensor: TensorView<'a>, access: Access) -> Self {
+        ScoreTensor { raw: sys::fa_score_tensor { tensor: tensor.raw(), access: access.0, reserved: 0 }, memory: PhantomData }
+    }
+
+    /// The first of adjacent ones.
+    pub(crate) fn first(tensors: &[ScoreTensor<'_>]) -> *const sys::fa_score_tensor {
+        if tensors.is_empty() {
+            null()
+        } else {
+            tensors.as_ptr().cast()
+        }
+    }
+}
+
+/// A [`ScoreFunction`] as the library keeps it, made by [`Context::score`](crate::Context::score), or a text, made by
+/// [`Context::score_text`](crate::Context::score_text), for calls of that context.
 pub struct Score<'a> {
     raw: sys::fa_score,
     function: PhantomData<&'a ()>,
@@ -88,6 +139,17 @@ impl Drop for Score<'_> {
     fn drop(&mut self) {
         // SAFETY: the handle is live and this is its owner. A call in flight keeps what it needs.
         unsafe { sys::fa_score_destroy(self.raw) }
+    }
+}
+
+pub(crate) fn text_source(text: &str) -> sys::fa_score_source {
+    // A length of 0 stands for a text that ends with a null.
+    let text = if text.is_empty() { "\0" } else { text };
+    sys::fa_score_source {
+        struct_size: size_of::<sys::fa_score_source>() as u32,
+        text: text.as_ptr().cast(),
+        text_length: if text == "\0" { 0 } else { text.len() as u64 },
+        ..Default::default()
     }
 }
 

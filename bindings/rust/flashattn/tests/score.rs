@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Score functions against the options that do the same.
 
-use flashattn::{Attention, Context, Gradients, Pair, Score, ScoreFunction, TensorView, TensorViewMut, Tile};
+use flashattn::{
+    Access, Attention, Context, Gradients, Pair, Score, ScoreFunction, ScoreTensor, TensorView, TensorViewMut, Tile,
+};
 
 mod common;
 use common::numbers;
@@ -104,4 +106,36 @@ fn a_score_belongs_to_its_context() {
     let attention = Attention::new(view, view, view).score(&score);
     let error = other.forward(&attention, &mut TensorViewMut::new(&mut out, &[1, 21, 1, 16]).unwrap(), None).unwrap_err();
     assert!(error.to_string().contains("another context"), "{error}");
+}
+
+#[test]
+fn texts_are_for_cuda() {
+    let context = Context::new().unwrap();
+    for (text, names) in
+        [("bool visible(const Position &, const Aux &) { return true; }", "function"), ("", "empty"), ("a\0b", "null")]
+    {
+        // SAFETY: no text runs on the CPU.
+        let error = unsafe { context.score_text(text) }.err().unwrap();
+        assert!(error.to_string().contains(names), "{error}");
+    }
+}
+
+#[test]
+fn inputs_of_a_score_are_checked() {
+    let context = Context::new().unwrap();
+    let score = context.score(&Nothing).unwrap();
+    let q = numbers(1, 21 * 16);
+    let slopes = [0.5f32];
+    let by_query = numbers(2, 21);
+    let view = TensorView::new(&q, &[1, 21, 1, 16]).unwrap();
+    let forward = |tensors: &[ScoreTensor<'_>], scalars| {
+        let mut out = vec![0f32; q.len()];
+        let attention = Attention::new(view, view, view).score(&score).score_inputs(tensors, scalars);
+        context.forward(&attention, &mut TensorViewMut::new(&mut out, &[1, 21, 1, 16]).unwrap(), None).map(|()| out)
+    };
+    let head = ScoreTensor::new(TensorView::new(&slopes, &[1, 1, 1, 1]).unwrap(), Access::HEAD);
+    let query = |access| ScoreTensor::new(TensorView::new(&by_query, &[1, 1, 21, 1]).unwrap(), access);
+    assert_eq!(forward(&[], [0.0; 8]).unwrap(), forward(&[head, query(Access::QUERY | Access::HEAD)], [1.0; 8]).unwrap());
+    let error = forward(&[head, query(Access::KEY)], [0.0; 8]).unwrap_err();
+    assert!(error.to_string().contains("score_tensors[1].tensor.shape[2] is 21"), "{error}");
 }
