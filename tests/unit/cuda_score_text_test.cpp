@@ -170,15 +170,17 @@ TEST_F(ScorePrograms, KernelsAreMadeOnce) {
   const ScoreCall call = call_of(text);
   ScoreProgram program;
   program.kernel = ScoreProgram::Kernel::cell_map;
-  CUkernel first = nullptr, again = nullptr, elsewhere = nullptr;
+  ScoreKernel first, again, elsewhere;
   ScoreKernels kernels(driver, device, ""), others(driver, device, "");
-  EXPECT_FALSE(kernels.has(call, program));
+  EXPECT_EQ(kernels.find(call, program), nullptr);
   ASSERT_EQ(kernels.get(call, program, first, error_), FA_OK) << error_.text;
-  EXPECT_TRUE(kernels.has(call, program));
+  ASSERT_NE(kernels.find(call, program), nullptr);
+  EXPECT_EQ(kernels.find(call, program)->handle, first.handle);
+  EXPECT_EQ(first.spill_bytes, 0);
   ASSERT_EQ(kernels.get(call, program, again, error_), FA_OK) << error_.text;
   ASSERT_EQ(others.get(call_of(text), program, elsewhere, error_), FA_OK) << error_.text;
-  EXPECT_EQ(again, first);
-  EXPECT_EQ(elsewhere, first);
+  EXPECT_EQ(again.handle, first.handle);
+  EXPECT_EQ(elsewhere.handle, first.handle);
   EXPECT_EQ(driver.loaded, 1);
   // Another text, and a driver that refuses it.
   CountingDriver::result = CUDA_ERROR_NO_BINARY_FOR_GPU;
@@ -188,11 +190,11 @@ TEST_F(ScorePrograms, KernelsAreMadeOnce) {
   EXPECT_EQ(driver.loaded, 2);
   CountingDriver::result = CUDA_SUCCESS;
   EXPECT_EQ(kernels.get(call_of(other), program, again, error_), FA_OK) << error_.text;
-  EXPECT_NE(again, first);
+  EXPECT_NE(again.handle, first.handle);
   // A text with an error is compiled again when it is asked for again.
   const std::string wrong = "bool visible(const Position &p, const Aux &) { return q; }";
   EXPECT_EQ(kernels.get(call_of(wrong), program, again, error_), FA_ERROR_INVALID_ARGUMENT);
-  EXPECT_FALSE(kernels.has(call_of(wrong), program));
+  EXPECT_EQ(kernels.find(call_of(wrong), program), nullptr);
 }
 
 // What compile() says beside an NVRTC that the environment names, in a process of its own.

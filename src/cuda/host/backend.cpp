@@ -213,8 +213,12 @@ class CudaBackend final : public Backend {
   std::string state_of_score_text(const AnyProblem &problem, const AnyPlan &plan) const {
     if constexpr (requires { problem.score; }) {
       if (plan.scored) {
-        return score_kernels_.has(*problem.score, score_program(problem, plan)) ? "; compiled with the score text"
-                                                                                : "; not compiled with the score text yet";
+        const ScoreKernel *kernel = score_kernels_.find(*problem.score, score_program(problem, plan));
+        if (kernel == nullptr) return "; not compiled with the score text yet";
+        std::string state = "; compiled with the score text";
+        if (kernel->spill_bytes > 0) state += ", which spills " + std::to_string(kernel->spill_bytes) + " bytes of registers";
+        if (kernel->serialised) state += ", and serialises wgmma";
+        return state;
       }
     }
     return "";
@@ -229,10 +233,13 @@ class CudaBackend final : public Backend {
       if (!plan.scored) return FA_OK;
       const ScoreCall &call = *problem.score;
       const ScoreProgram main = score_program(problem, plan);
-      const auto get = [&](ScoreProgram::Kernel which, CUkernel &kernel) {
+      const auto get = [&](ScoreProgram::Kernel which, CUkernel &handle) {
         ScoreProgram program = main;
         program.kernel = which;
-        return score_kernels_.get(call, program, kernel, error);
+        ScoreKernel kernel;
+        const fa_status status = score_kernels_.get(call, program, kernel, error);
+        handle = kernel.handle;
+        return status;
       };
       FA_RETURN_IF_ERROR(get(ScoreProgram::Kernel::main, launch.main));
       if (plan.cell_map) FA_RETURN_IF_ERROR(get(ScoreProgram::Kernel::cell_map, launch.cell_map));

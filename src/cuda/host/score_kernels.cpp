@@ -35,13 +35,13 @@ namespace {
 // flight may hold them longer than any fa_context lives.
 class LoadedKernels {
  public:
-  CUkernel find(const std::string &key) {
+  ScoreKernel find(const std::string &key) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = kernels_.find(key);
-    return found != kernels_.end() ? found->second : nullptr;
+    return found != kernels_.end() ? found->second : ScoreKernel{};
   }
   // The kernel that was added first under a key, and whether that is this one.
-  std::pair<CUkernel, bool> add(const std::string &key, CUkernel kernel) {
+  std::pair<ScoreKernel, bool> add(const std::string &key, const ScoreKernel &kernel) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto [entry, added] = kernels_.emplace(key, kernel);
     return {entry->second, added};
@@ -49,7 +49,7 @@ class LoadedKernels {
 
  private:
   std::mutex mutex_;
-  std::unordered_map<std::string, CUkernel> kernels_;
+  std::unordered_map<std::string, ScoreKernel> kernels_;
 };
 
 LoadedKernels &loaded_kernels() {
@@ -57,16 +57,18 @@ LoadedKernels &loaded_kernels() {
   return *kernels;
 }
 
-fa_status load(const Driver &driver, const CompiledCode &code, const std::string &key, CUkernel &kernel, ErrorText &error) {
+fa_status load(const Driver &driver, const CompiledCode &code, const std::string &key, ScoreKernel &kernel, ErrorText &error) {
   const CaptureRelaxed relaxed(driver);
   CUlibrary library = nullptr;
   CUresult result = driver.cuLibraryLoadData(&library, code.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
-  if (result == CUDA_SUCCESS) result = driver.cuLibraryGetKernel(&kernel, library, kScoreKernel);
+  if (result == CUDA_SUCCESS) result = driver.cuLibraryGetKernel(&kernel.handle, library, kScoreKernel);
   if (result != CUDA_SUCCESS) {
     if (library != nullptr) driver.cuLibraryUnload(library);
     return fail(error, FA_ERROR_CUDA, "kernel with the score text: the driver does not load it (%s)",
                 cudaGetErrorName(to_runtime(result)));
   }
+  kernel.spill_bytes = code.spill_bytes;
+  kernel.serialised = code.serialised;
   const auto [first, added] = loaded_kernels().add(key, kernel);
   if (!added) driver.cuLibraryUnload(library);
   kernel = first;
@@ -75,12 +77,12 @@ fa_status load(const Driver &driver, const CompiledCode &code, const std::string
 
 }  // namespace
 
-fa_status ScoreKernels::make(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error) const {
+fa_status ScoreKernels::make(const ScoreCall &call, const ScoreProgram &program, ScoreKernel &kernel, ErrorText &error) const {
   const std::string header = score_text_header(call, program.exact()), source = source_of(program),
                     arch = arch_of(program, device_);
   const std::string key = kernel_cache_key({embedded_sources_digest(), arch, source, header});
   kernel = loaded_kernels().find(key);
-  if (kernel != nullptr) return FA_OK;
+  if (kernel.handle != nullptr) return FA_OK;
   CompiledCode code;
   if (!disk_.find(key, code)) {
     CompileJob job;
@@ -94,7 +96,7 @@ fa_status ScoreKernels::make(const ScoreCall &call, const ScoreProgram &program,
   return load(driver_, code, key, kernel, error);
 }
 
-fa_status ScoreKernels::get(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error) {
+fa_status ScoreKernels::get(const ScoreCall &call, const ScoreProgram &program, ScoreKernel &kernel, ErrorText &error) {
   const std::string key = key_of(call, program);
   if (const auto found = kernels_.find(key); found != kernels_.end()) {
     kernel = found->second;

@@ -15,6 +15,12 @@
 
 namespace fa::cuda {
 
+struct ScoreKernel {
+  CUkernel handle = nullptr;
+  int32_t spill_bytes = -1;  // as in CompiledCode
+  bool serialised = false;
+};
+
 class ScoreKernels {
  public:
   // `cache`: fa_config.kernel_cache.
@@ -24,18 +30,21 @@ class ScoreKernels {
   ScoreKernels &operator=(const ScoreKernels &) = delete;
 
   // Compiles and loads what is not there yet. A text with an error is an FA_ERROR_INVALID_ARGUMENT, no compiler FA_ERROR_NOT_BUILT.
-  fa_status get(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error);
-  // Whether get() would find the kernel in memory.
-  bool has(const ScoreCall &call, const ScoreProgram &program) const { return kernels_.count(key_of(call, program)) > 0; }
+  fa_status get(const ScoreCall &call, const ScoreProgram &program, ScoreKernel &kernel, ErrorText &error);
+  // What get() has made before; null if nothing.
+  const ScoreKernel *find(const ScoreCall &call, const ScoreProgram &program) const {
+    const auto found = kernels_.find(key_of(call, program));
+    return found != kernels_.end() ? &found->second : nullptr;
+  }
 
  private:
   static std::string key_of(const ScoreCall &call, const ScoreProgram &program);
-  fa_status make(const ScoreCall &call, const ScoreProgram &program, CUkernel &kernel, ErrorText &error) const;
+  fa_status make(const ScoreCall &call, const ScoreProgram &program, ScoreKernel &kernel, ErrorText &error) const;
 
   const Driver &driver_;
   const Device &device_;
   KernelCache disk_;
-  std::unordered_map<std::string, CUkernel> kernels_;
+  std::unordered_map<std::string, ScoreKernel> kernels_;
 };
 
 }  // namespace fa::cuda
