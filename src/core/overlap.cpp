@@ -37,8 +37,8 @@ Runs runs_of(const fa_tensor &tensor) {
   Step all[4];
   int count = 0;
   for (int d = 0; d < t.ndim; ++d) {
-    const int64_t bytes = (t.stride[d] < 0 ? -t.stride[d] : t.stride[d]) * size;
-    if (t.shape[d] > 1 && bytes != 0) insert({bytes, t.shape[d] - 1}, all, count);
+    if (t.shape[d] <= 1 || t.stride[d] == 0) continue;  // a stride of which no step is made may have any value
+    insert({(t.stride[d] < 0 ? -t.stride[d] : t.stride[d]) * size, t.shape[d] - 1}, all, count);
   }
   Runs runs;
   runs.run = size;

@@ -388,6 +388,7 @@ class Normaliser {
       FA_RETURN_IF_ERROR(memory(t, Role::input));
       FA_RETURN_IF_ERROR(check_dtype(t, {FA_INT32}, error_));
     }
+    FA_RETURN_IF_ERROR(check_sizes({{"max_seqlen_q", bound_q}, {"max_seqlen_k", bound_k}}, error_));
     BlockLists &lists = p_.block_lists;
     lists.given = true;
     lists.size_q = a_.block_size_q;

@@ -396,6 +396,14 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
       [](fa_attention &a) {
         a.bias = a.block_mask = a.element_mask = fa_tensor{};
         a.block_size_k = 1;
+        a.max_seqlen_q = a.max_seqlen_k = int64_t{1} << 40;
+      },
+      Layout::packed);
+  add(
+      "block lists for longer sequences than there are", FA_ERROR_UNSUPPORTED, {"max_seqlen_k", "9223372036854775807", "2^40"},
+      [](fa_attention &a) {
+        a.bias = a.block_mask = a.element_mask = fa_tensor{};
+        a.block_size_k = 1;
         a.max_seqlen_k = INT64_MAX;
       },
       Layout::packed);

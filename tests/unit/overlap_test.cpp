@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <random>
 #include <set>
 #include <vector>
@@ -48,6 +49,15 @@ std::set<int64_t> bytes_of(const fa_tensor &t) {
 void expect(bool shared, const fa_tensor &a, const fa_tensor &b) {
   EXPECT_EQ(share_memory(a, b), shared);
   EXPECT_EQ(share_memory(b, a), shared);
+}
+
+TEST(Overlap, StridesWithoutStepsMayHaveAnyValue) {
+  for (const int64_t stride : {INT64_MIN, INT64_MAX}) {
+    const fa_tensor a = view(0, FA_FLOAT32, {1, 4}, {stride, 1}), b = view(12, FA_FLOAT32, {1, 4}, {stride, 1}),
+                    c = view(16, FA_FLOAT32, {1, 4}, {stride, 1});
+    expect(true, a, b);
+    expect(false, a, c);
+  }
 }
 
 TEST(Overlap, AgreesWithACountOfBytes) {
