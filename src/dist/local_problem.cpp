@@ -1,16 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/local_problem.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <initializer_list>
 
+#include "core/backend.h"
 #include "core/tensor_check.h"
 #include "core/validate.h"
 #include "flashattn/version.h"
 
 namespace fa::dist {
 namespace {
+
+// A rank without rows may give NULL for its tensors. The steps take part in the messages for each tensor that has an address, so these
+// tensors get one, which nobody reads.
+template <typename Struct>
+void give_addresses(Struct &s, std::initializer_list<fa_tensor Struct::*> fields) {
+  for (const auto field : fields) {
+    fa_tensor &t = s.*field;
+    const bool empty = t.ndim >= 1 && t.ndim <= 4 && std::count(t.shape, t.shape + t.ndim, 0) > 0;
+    if (t.data == nullptr && empty) t.data = reinterpret_cast<void *>(kWorkspaceAlignment);
+  }
+}
 
 class Reader {
  public:
@@ -32,6 +46,7 @@ class Reader {
     offsets.shape[0] = static_cast<int64_t>(first.size());
     offsets.stride[0] = 1;
     packed.cu_seqlens_q = packed.cu_seqlens_k = offsets;
+    give_addresses(packed, {&fa_attention::q, &fa_attention::k, &fa_attention::v, &fa_attention::out, &fa_attention::lse});
     return FA_OK;
   }
 
@@ -162,7 +177,9 @@ fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t ran
   if (is_present(gradients.dbias)) {
     return fail(error, FA_ERROR_UNSUPPORTED, "dbias is given; context parallelism does not support it yet");
   }
-  return normalise(packed, gradients, problem, pointers, error);
+  fa_gradients local = gradients;
+  give_addresses(local, {&fa_gradients::dout, &fa_gradients::dlse, &fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv});
+  return normalise(packed, local, problem, pointers, error);
 }
 
 Terms terms_of(const Layout &l, const fa_attention &a, const fa_gradients *g, fa_status status) {

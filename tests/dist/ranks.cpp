@@ -79,7 +79,10 @@ struct LocalTensors {
 
   fa_tensor view(Role role) {
     HostTensor &t = tensors[static_cast<size_t>(role)];
-    return t.present() ? t.at(t.bytes().data()) : fa_tensor{};
+    if (!t.present()) return {};
+    fa_tensor view = t.at(t.bytes().data());
+    if (t.empty()) view.data = nullptr;  // a rank without rows
+    return view;
   }
 };
 

@@ -129,6 +129,22 @@ TEST_P(Ranks, OneDocument) {
   }
 }
 
+// Ranks without rows of their own compute rows of others all the same.
+TEST_P(Ranks, FewerRowsThanRanks) {
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING, FA_DIST_ALL_TO_ALL}) {
+    for (const int64_t length : {0, 1, 2, 3, 7}) {
+      Case c = parity::grouped_case("dist.few", FA_FLOAT32, 0, 0);
+      c.heads_k = way == FA_DIST_ALL_TO_ALL ? GetParam() : 3;
+      c.heads_q = 2 * c.heads_k;
+      set_lengths(c, {length});
+      Cut cut;
+      cut.ranks = GetParam();
+      cut.way = way;
+      EXPECT_EQ(check(c, cut), "");
+    }
+  }
+}
+
 // Dropout drops the same elements as on one rank where documents stay whole: the reference has the bits of the document's number.
 TEST_P(Ranks, DropoutOfWholeDocuments) {
   Case c = parity::grouped_case("dist.dropout", FA_FLOAT32, 0, 0);
