@@ -184,9 +184,10 @@ class Normaliser {
     return FA_OK;
   }
 
-  // Keys have the dtype of queries or are quantised. fp8 queries require fp8 keys, and results have the dtype of `out`.
+  // Keys have the dtype of queries or are stored in fewer bits. fp8 queries require fp8 keys, and results have the dtype of `out`.
   fa_status dtypes(const NamedTensor &k) {
     results_ = a_.q.dtype;
+    if (a_.q.dtype == FA_FLOAT32) return check_dtype(k, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT8}, error_);
     if (!is_quantised(a_.q.dtype)) return check_dtype(k, {a_.q.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_);
     FA_RETURN_IF_ERROR(check_dtype(k, {a_.q.dtype}, error_));
     const NamedTensor out{"out", a_.out};
@@ -306,7 +307,8 @@ class Normaliser {
     if (is_present(a_.bias)) {
       const NamedTensor bias{"bias", a_.bias};
       FA_RETURN_IF_ERROR(memory(bias, Role::input));
-      FA_RETURN_IF_ERROR(check_dtype(bias, {results_, FA_FLOAT32}, error_));
+      FA_RETURN_IF_ERROR(a_.q.dtype == FA_FLOAT32 ? check_dtype(bias, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}, error_)
+                                                  : check_dtype(bias, {results_, FA_FLOAT32}, error_));
       FA_RETURN_IF_ERROR(check_shape(
           bias, {{p_.batch, "batch", true}, {p_.heads_q, "heads_q", true}, {bound_q, "seqlen_q", true}, {bound_k, "seqlen_k"}},
           error_));
@@ -575,6 +577,10 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
   if (is_quantised(p.k.dtype)) {
     return fail(error, FA_ERROR_UNSUPPORTED, "k.dtype is %s, but there is no backward for fp8 and int8 keys",
                 dtype_name(a.k.dtype));
+  }
+  if (p.k.dtype != p.q.dtype) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "k.dtype is %s and q.dtype %s, but backward needs one dtype for both",
+                dtype_name(a.k.dtype), dtype_name(a.q.dtype));
   }
   if (p.page_table != nullptr)
     return fail(error, FA_ERROR_UNSUPPORTED, "page_table is given, but there is no backward for paged keys");

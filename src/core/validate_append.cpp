@@ -77,7 +77,9 @@ class AppendNormaliser {
                                   paged ? "(pages, page_size, heads_k, head_dim) because page_table is given"
                                         : "(batch, seqlen_k, heads_k, head_dim) because page_table is absent",
                                   error_));
-    FA_RETURN_IF_ERROR(check_dtype(k, {a_.k.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_));
+    FA_RETURN_IF_ERROR(a_.k.dtype == FA_FLOAT32
+                           ? check_dtype(k, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_FLOAT8_E4M3, FA_INT8}, error_)
+                           : check_dtype(k, {a_.k.dtype, FA_FLOAT8_E4M3, FA_INT8}, error_));
     FA_RETURN_IF_ERROR(check_shape(k,
                                    {{a_.k_cache.shape[0], paged ? "pages" : "batch"},
                                     {a_.k_cache.shape[1], paged ? "page_size" : "seqlen_k"},

@@ -151,12 +151,31 @@ inline void quantise_heads(const AppendProblem &p, int64_t b, const Operand &fro
   }
 }
 
+// The same for a 16-bit cache of fp32 rows.
+inline void narrow_heads(const AppendProblem &p, const Operand &from, RowAt source, const Operand &to, RowAt target,
+                         int64_t columns, const RotaryRow *table) {
+  float row[kMaxHeadDim + kWidth];
+  for (int64_t h = 0; h < p.heads_k; ++h) {
+    const char *read = rows_of(from, source.outer, h, source.row).data;
+    char *write = const_cast<char *>(rows_of(to, target.outer, h, target.row).data);
+    widen_row<ElementF32>(p, reinterpret_cast<const float *>(read), columns, table, row);
+    for_dtype(to.dtype, [&]<class Element>() {
+      for (int64_t c = 0; c < columns; c += kWidth) {
+        const int n = static_cast<int>(min64(columns - c, kWidth));
+        Element::store(reinterpret_cast<typename Element::Type *>(write) + c, Simd::load(row + c, n), n);
+      }
+    });
+  }
+}
+
 // Writes one new row of k or v to its cache.
 inline void append_cache(const AppendProblem &p, int64_t b, const Operand &from, RowAt source, const Operand &to,
                          const CacheRow &found, const Descale &descale, int64_t columns, const RotaryRow *table) {
   const RowAt target{found.outer, found.row};
   if (is_quantised(to.dtype)) {
     quantise_heads(p, b, from, source, to, target, descale, columns, table);
+  } else if (to.dtype != from.dtype) {
+    narrow_heads(p, from, source, to, target, columns, table);
   } else {
     append_heads(p, from, source, to, target, p.heads_k, columns, table);
   }

@@ -239,7 +239,8 @@ TEST_F(MisusedAppend, Combinations) {
     a.rotary_positions = positions;
   });
   check(FA_ERROR_DTYPE, {"v.dtype", "float16", "float32"}, [](fa_append &a) { a.v.dtype = FA_FLOAT16; });
-  check(FA_ERROR_DTYPE, {"k_cache.dtype", "bfloat16"}, [](fa_append &a) { a.k_cache.dtype = FA_BFLOAT16; });
+  check(FA_ERROR_DTYPE, {"v_cache.dtype", "bfloat16"}, [](fa_append &a) { a.k_cache.dtype = FA_BFLOAT16; });
+  check(FA_ERROR_DTYPE, {"k_cache.dtype is float32", "float16"}, [](fa_append &a) { a.k.dtype = a.v.dtype = FA_FLOAT16; });
   check(FA_ERROR_DTYPE, {"rotary_cos.dtype", "float16"}, [](fa_append &a) { a.rotary_cos.dtype = FA_FLOAT16; });
   check(FA_ERROR_DTYPE, {"rotary_sin.dtype", "bfloat16"}, [](fa_append &a) { a.rotary_sin.dtype = FA_BFLOAT16; });
   check(FA_ERROR_DTYPE, {"offsets.dtype", "int64"}, [](fa_append &a) {

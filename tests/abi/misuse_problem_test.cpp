@@ -289,6 +289,9 @@ void add_combination_misuses(std::vector<Misuse> &cases) {
     fp8(p);
     p.attention.q_descale = p.floats({2, 4});
   });
+  add("16-bit keys of fp32 queries in backward", kAnyBackward, FA_ERROR_UNSUPPORTED,
+      {"k.dtype", "float16", "float32", "backward"},
+      [](SampleProblem &p) { p.attention.k.dtype = p.attention.v.dtype = FA_FLOAT16; });
   add("int8 keys in backward", kAnyBackward, FA_ERROR_UNSUPPORTED, {"k.dtype", "int8", "backward"}, quantised);
   for (const auto &[layout, shape, wrong] : {std::tuple{Layout::padded, std::vector<int64_t>{2, 3}, "shape[1]"},
                                              {Layout::padded, {1, 2}, "shape[0]"},

@@ -29,12 +29,13 @@ struct AppendCase {
   bool interleaved = false, in_place = false, with_seqused_k = true;
   int64_t capacity = 24, page_size = 0, spare_pages = 2;  // page_size 0: not paged
   int64_t lost_pages = 0;                                 // entries of the page table that are no page
-  fa_dtype cache_dtype = 0;                               // fp8 or int8; 0: dtype
+  fa_dtype cache_dtype = 0;                               // fp8, int8 or, for fp32 rows, fp16 or bf16; 0: dtype
   int descale = 0;                                        // 0: absent, 1: per sequence and head, 2: per row and head
   int positions = 0;                                      // bits of rotary_positions; 0: absent
   Order order = Order::rows_first, cache_order = Order::rows_first;
 
   int64_t batch() const { return static_cast<int64_t>(slots.size()); }
+  bool narrows() const { return cache_dtype == FA_FLOAT16 || cache_dtype == FA_BFLOAT16; }
   int64_t rows() const { return slots.empty() ? 3 : slots[0]; }
   int64_t start(int64_t b) const {
     int64_t first = lead;
@@ -90,6 +91,7 @@ struct Want {
   const HostTensor *source = nullptr;
   int64_t source_element = 0;
   bool quantised = false;
+  bool exact = false;  // the value itself
   const HostTensor *factor = nullptr;
   int64_t factor_element = 0;
 };
@@ -229,6 +231,11 @@ struct AppendData {
         row(b, i, k, c.heads_k, c.head_dim, true, at(k), k_cache, in_cache(k_cache));
         if (c.head_dim_v > 0) row(b, i, v, c.heads_k, c.head_dim_v, false, at(v), v_cache, in_cache(v_cache));
         if (c.cache_dtype == 0) continue;
+        if (c.narrows()) {
+          narrow(outer, inner, k_cache, c.head_dim);
+          if (c.head_dim_v > 0) narrow(outer, inner, v_cache, c.head_dim_v);
+          continue;
+        }
         quantise(b, outer, inner, k_cache, k_descale, c.head_dim);
         if (c.head_dim_v > 0) quantise(b, outer, inner, v_cache, v_descale, c.head_dim_v);
       }
@@ -255,6 +262,20 @@ struct AppendData {
         wants[to(h, second)] = {x * si + y * co, magnitude, nullptr, 0};
       }
       for (int64_t d = 2 * half; d < columns; ++d) wants[to(h, d)] = {0, 0, &source, from(h, d)};
+    }
+  }
+
+  // Turns the expected row of a cache into values that are rounded to the dtype of the cache.
+  void narrow(int64_t outer, int64_t inner, const HostTensor &cache, int64_t columns) {
+    auto &wants = want[&cache];
+    for (int64_t h = 0; h < c.heads_k; ++h) {
+      for (int64_t d = 0; d < columns; ++d) {
+        Want &w = wants[cache.element(outer, inner, h, d)];
+        if (w.source == nullptr) continue;
+        w.value = reference::round_to(cache.dtype(), w.source->get(w.source_element));
+        w.source = nullptr;
+        w.exact = true;
+      }
     }
   }
 
@@ -366,7 +387,11 @@ AppendCase random_append(std::mt19937_64 &rng) {
   const Order orders[] = {Order::rows_first, Order::rows_first, Order::heads_first, Order::odd, Order::backwards};
   c.order = orders[below(5)];
   c.cache_order = orders[below(5)];
-  if (one_in(3)) c.cache_dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3, c.descale = static_cast<int>(below(3));
+  if (one_in(3)) {
+    c.cache_dtype = one_in(2) ? FA_INT8 : FA_FLOAT8_E4M3, c.descale = static_cast<int>(below(3));
+  } else if (c.dtype == FA_FLOAT32 && one_in(3)) {
+    c.cache_dtype = one_in(2) ? FA_FLOAT16 : FA_BFLOAT16;
+  }
   return c;
 }
 
@@ -390,6 +415,11 @@ class Append : public EveryBackend {
     Uploaded device(backend(), data);
     fa_plan_info info;
     fa_plan_info_init(&info, sizeof info);
+    if (c.narrows() && !backend().has_mixed_kernels()) {
+      EXPECT_EQ(fa_append_kv(backend().context(), &device.append, nullptr, 0, backend().stream()), FA_ERROR_UNSUPPORTED);
+      EXPECT_NE(std::string(fa_last_error(backend().context())).find("k_cache.dtype"), std::string::npos) << describe(c);
+      return;
+    }
     ASSERT_EQ(fa_append_query(backend().context(), &device.append, &info), FA_OK) << info.reason;
     EXPECT_STRNE(info.kernel, "");
     EXPECT_EQ(info.workspace_bytes, 0u);
@@ -440,7 +470,7 @@ class Append : public EveryBackend {
       } else if (want.source != nullptr) {
         const size_t from = static_cast<size_t>(want.source_element) * size;
         ASSERT_EQ(std::memcmp(&after.bytes()[at], &want.source->bytes()[from], size), 0) << "element " << element;
-      } else if (before.dtype() == FA_INT32) {
+      } else if (want.exact || before.dtype() == FA_INT32) {
         ASSERT_EQ(after.get(element), want.value) << "element " << element;
       } else {
         const double tolerance =
@@ -482,6 +512,40 @@ TEST_P(Append, WholeRows) {
           }
         }
       }
+    }
+  }
+}
+
+// fp32 rows are rounded to a 16-bit cache; numbers beyond its range become infinite, as every conversion has it.
+TEST_P(Append, Fp32RowsIn16BitCaches) {
+  for (const fa_dtype cache : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t rotary_dim : {0, 8, 40}) {
+      AppendCase c;
+      c.seed = static_cast<uint64_t>(seed_for("narrow"));
+      c.cache_dtype = cache;
+      c.head_dim = c.head_dim_v = 40;
+      c.rotary_dim = rotary_dim;
+      c.heads_q = rotary_dim > 0 ? 4 : 0;
+      run(c);
+      c.page_size = 8;
+      run(c);
+    }
+    if (!backend().has_mixed_kernels()) continue;
+    AppendCase c;
+    c.cache_dtype = cache;
+    c.rotary_dim = c.heads_q = 0;
+    AppendData data(c);
+    constexpr double infinity = std::numeric_limits<double>::infinity();
+    const double specials[] = {70000, -1e39, std::nan(""), 1e-45}, in_fp16[] = {infinity, -infinity, std::nan(""), 0},
+                 in_bf16[] = {reference::round_to(FA_BFLOAT16, 70000), -infinity, std::nan(""), 0};
+    for (int64_t d = 0; d < 4; ++d) data.k.set(data.k.element(0, 0, 0, d), specials[d]);
+    Uploaded device(backend(), data);
+    ASSERT_EQ(fa_append_kv(backend().context(), &device.append, nullptr, 0, backend().stream()), FA_OK);
+    HostTensor after = data.k_cache;
+    backend().download(after.bytes().data(), device.buffers[&data.k_cache]->get(), after.bytes().size());
+    for (int64_t d = 0; d < 4; ++d) {
+      const double got = after.get(after.element(0, 0, 0, d)), want = (cache == FA_FLOAT16 ? in_fp16 : in_bf16)[d];
+      EXPECT_TRUE(got == want || (std::isnan(got) && std::isnan(want))) << specials[d] << " became " << got;
     }
   }
 }

@@ -51,7 +51,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("window_left", c.window_left);
   visit("window_right", c.window_right);
   visit("bias", c.bias);
-  visit("bias_fp32", c.bias_fp32);
+  visit("bias_dtype", c.bias_dtype);
   visit("bias_by_size", c.bias_by_size);
   visit("bias_by_stride", c.bias_by_stride);
   visit("bias_odd", c.bias_odd);

@@ -47,7 +47,7 @@ struct Case {
   int64_t dtype = FA_FLOAT32;
   int64_t batch = 2, heads_q = 2, heads_k = 2, head_dim = 16, head_dim_v = 16;
   int64_t query_dtype = 0;  // of q: fp8, as key_dtype then is; 0 = dtype. Results are of dtype
-  int64_t key_dtype = 0;    // of k and v: fp8 or int8; 0 = dtype
+  int64_t key_dtype = 0;    // of k and v: fp8 or int8 or, if dtype is fp32, fp16 or bf16; 0 = dtype
   int64_t descale = 0;      // k_descale and v_descale: 0 absent, 1 per sequence and head, 2 per row and head; q_descale as 1
   double factor_range = 0;  // descales of values differ by up to 2^factor_range both ways
   int64_t v_in_k = 0;       // 1: v is the first columns of k, in the same memory
@@ -59,7 +59,7 @@ struct Case {
   int64_t window_left = -1, window_right = -1;  // -1 = absent
 
   int64_t bias = 0;            // 1 = present
-  int64_t bias_fp32 = 0;       // fp32 instead of the dtype of q
+  int64_t bias_dtype = 0;      // 0 = dtype of q
   int64_t bias_by_size = 0;    // Broadcast bits
   int64_t bias_by_stride = 0;  //
   int64_t bias_odd = 0;        // every stride odd, columns 2 apart

@@ -72,6 +72,42 @@ TEST_P(Fields, QuantisedKeys) {
 
 // fp8 queries, keys and values, by every kernel of a backend, in every layout and beside every option. Some have the 16-byte rows
 // and several query tiles and KV tiles of the kernels with fp8 products. Few enough cases that their references are kept from backend to backend.
+// fp32 queries and results with 16-bit keys, values and bias, as inference engines on CPUs have them.
+TEST_P(Fields, SixteenBitKeysOfFp32Queries) {
+  for (const int64_t key_dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t queries : {1, 10, 70}) {
+      for (const int64_t form : {0, 1, 2, 3}) {
+        Case c;
+        c.seed = seed_for("mixed") + form;
+        c.dtype = FA_FLOAT32;
+        c.key_dtype = key_dtype;
+        c.backward = 0;
+        c.batch = 2;
+        c.heads_q = 8;
+        c.heads_k = 2;
+        c.head_dim = form == 1 ? 40 : 128;
+        c.head_dim_v = form == 1 ? 24 : 128;
+        c.q.seqlen = queries;
+        c.k.seqlen = 300;
+        c.mask = FA_MASK_CAUSAL;
+        if (form == 1) {
+          c.page_size = 16;
+          c.k.used = {20, 83};
+          c.nan_keys = 1;
+        }
+        if (form == 2) {
+          c.bias = 1;
+          c.bias_dtype = key_dtype;
+          c.bias_masked = 30;
+          c.sink = 1;
+        }
+        if (form == 3) c.k.layout = kBhsd;
+        EXPECT_TRUE(check(backend(), make_data(c)));
+      }
+    }
+  }
+}
+
 TEST_P(Fields, QuantisedQueries) {
   int64_t dtype = FA_BFLOAT16;
   const auto each = [&](const char *name, auto vary) {
@@ -207,7 +243,10 @@ TEST_P(Fields, WindowOfTheLargestSize) {
 
 TEST_P(Fields, Bias) {
   each_dtype("bias", [](Case &c) { c.bias = 1; });
-  each_dtype("fp32 bias", [](Case &c) { c.bias = c.bias_fp32 = c.dbias_fp32 = 1; });
+  each_dtype("fp32 bias", [](Case &c) {
+    c.bias = c.dbias_fp32 = 1;
+    c.bias_dtype = FA_FLOAT32;
+  });
   each_dtype("odd bias", [](Case &c) { c.bias = c.bias_odd = 1; });
 }
 

@@ -124,8 +124,8 @@ class Filler {
     if (c_.lse) t[kLse] = row_scalars(c_, c_.q);
     const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k);
     if (c_.bias) {
-      t[kBias] = score_tensor(c_.bias_fp32 ? FA_FLOAT32 : dtype, c_, max_q, max_k, c_.bias_by_size, c_.bias_by_stride,
-                              c_.bias_odd, c_.bias_padded);
+      t[kBias] = score_tensor(c_.bias_dtype ? static_cast<fa_dtype>(c_.bias_dtype) : dtype, c_, max_q, max_k, c_.bias_by_size,
+                              c_.bias_by_stride, c_.bias_odd, c_.bias_padded);
     }
     if (c_.block_q > 0 && c_.block_lists != 1) {
       t[kBlockMask] = score_tensor(c_.block_bool ? FA_BOOL : FA_UINT8, c_, ceil_div(max_q, c_.block_q),

@@ -245,7 +245,7 @@ Case in_form(const char *form, int64_t queries, int64_t dtype) {
   if (name == "bools") c.element_mask = 2;
   if (name == "bytes") c.element_mask = 1;
   if (c.element_mask) c.element_by_size = name == "bits" ? kOverBatch | kOverHeads : static_cast<int64_t>(kOverBatch);
-  if (name == "bias") c.bias = c.bias_fp32 = 1;
+  if (name == "bias") c.bias = 1, c.bias_dtype = FA_FLOAT32;
   if (name == "blocks" || name == "lists") {
     c.block_q = c.block_k = 16;
     c.block_lists = name == "lists";

@@ -132,7 +132,8 @@ Case random_case(std::mt19937_64 &rng) {
   if (dice.chance(20)) c.window_right = dice.one_of({0, 1, 5, 30, 1000});
   if (dice.chance(25)) {
     c.bias = 1;
-    c.bias_fp32 = dice.chance(30);
+    if (dice.chance(30)) c.bias_dtype = FA_FLOAT32;
+    if (c.dtype == FA_FLOAT32 && dice.chance(30)) c.bias_dtype = dice.one_of({FA_FLOAT16, FA_BFLOAT16});
     c.bias_by_size = dice.between(0, 7);
     c.bias_by_stride = dice.between(0, 7) & ~c.bias_by_size;
     c.bias_odd = dice.chance(40);
@@ -183,6 +184,9 @@ Case random_case(std::mt19937_64 &rng) {
     c.descale = dice.between(0, 2);
     c.backward = 0;
     if (c.key_dtype == FA_FLOAT8_E4M3 && dice.chance(50)) c.query_dtype = FA_FLOAT8_E4M3;
+  } else if (c.dtype == FA_FLOAT32 && dice.chance(25)) {
+    c.key_dtype = dice.one_of({FA_FLOAT16, FA_BFLOAT16});
+    c.backward = 0;
   }
   return c;
 }

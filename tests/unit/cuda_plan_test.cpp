@@ -344,6 +344,29 @@ TEST(CudaPlan, MasksAsDataGetACellMap) {
   }
 }
 
+// Kernels with fp32 queries read fp32 or 8-bit keys and fp32 bias.
+TEST(CudaPlan, RefusesSixteenBitsBesideFp32Queries) {
+  const auto refused = [](const MaskedProblem &p, const char *text) {
+    ForwardPlan forward;
+    BackwardPlan backward;
+    for (const bool back : {false, true}) {
+      ErrorText error;
+      EXPECT_EQ(
+          back ? plan_backward(backward_of(p), h200(), backward, error) : plan_forward(forward_of(p), h200(), forward, error),
+          FA_ERROR_UNSUPPORTED);
+      EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
+    }
+  };
+  MaskedProblem p = problem(100, 200, 64);
+  set_dtype(p, Dtype::f32);
+  p.k.dtype = p.v.dtype = Dtype::f16;
+  refused(p, "k.dtype is float16 and q.dtype float32");
+  set_dtype(p, Dtype::f32);
+  set_bias(p);
+  p.bias.dtype = Dtype::bf16;
+  refused(p, "bias.dtype is bfloat16 and q.dtype float32");
+}
+
 // One plane for each sequence and head that may have a mask of its own, and one for all that share it.
 TEST(CudaPlan, PlanesOfTheCellMap) {
   MaskedProblem p = problem(100, 200, 64);

@@ -60,16 +60,17 @@ inline BackwardProblem backward_of(const MaskedProblem &forward) {
 
 inline void set_dtype(MaskedProblem &p, Dtype dtype) {
   for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) operand->dtype = dtype;
+  p.bias.dtype = dtype;
 }
 inline void set_fp8(MaskedProblem &p, Dtype results) {
   set_dtype(p, Dtype::e4m3);
-  p.out.dtype = results;
+  p.out.dtype = p.bias.dtype = results;
 }
 
 // (batch, heads_q, seqlen_q, seqlen_k) with rows that start on 16 bytes, or `odd` elements further apart.
 inline void set_bias(MaskedProblem &p, int64_t odd = 0) {
   const int64_t row = (p.k_lengths.max_len + 7) / 8 * 8 + odd, head = row * p.q_lengths.max_len;
-  p.bias = {&unreadable, p.q.dtype, head * p.heads_q, head, row, 1};
+  p.bias = {&unreadable, p.out.dtype, head * p.heads_q, head, row, 1};
 }
 
 inline void set_block_mask(MaskedProblem &p, int64_t size) {

@@ -38,6 +38,18 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
                 "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30 - 1024",
                 p.q_lengths.max_len, p.k_lengths.max_len);
   }
+  const auto name = [](Dtype dtype) { return dtype == Dtype::f16 ? "float16" : "bfloat16"; };
+  const auto is_16_bit = [](Dtype dtype) { return dtype == Dtype::f16 || dtype == Dtype::bf16; };
+  if (p.q.dtype == Dtype::f32 && is_16_bit(p.k.dtype)) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "k.dtype is %s and q.dtype float32; CUDA kernels take 16-bit keys only with queries of the same dtype",
+                name(p.k.dtype));
+  }
+  if (p.q.dtype == Dtype::f32 && p.bias.data != nullptr && is_16_bit(p.bias.dtype)) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "bias.dtype is %s and q.dtype float32; CUDA kernels take a 16-bit bias only with queries of the same dtype",
+                name(p.bias.dtype));
+  }
   return FA_OK;
 }
 
