@@ -177,9 +177,10 @@ fa_status check_dtype(const NamedTensor &named, std::initializer_list<fa_dtype> 
   if (std::find(allowed.begin(), allowed.end(), t.dtype) != allowed.end()) return FA_OK;
   char names[80] = "";
   size_t length = 0;
-  for (const fa_dtype dtype : allowed) {
+  for (auto dtype = allowed.begin(); dtype != allowed.end(); ++dtype) {
+    if (std::find(allowed.begin(), dtype, *dtype) != dtype) continue;  // callers may name one dtype twice
     length += static_cast<size_t>(
-        std::snprintf(names + length, sizeof names - length, "%s%s", length > 0 ? " or " : "", dtype_name(dtype)));
+        std::snprintf(names + length, sizeof names - length, "%s%s", length > 0 ? " or " : "", dtype_name(*dtype)));
     if (length >= sizeof names) break;
   }
   return fail(error, FA_ERROR_DTYPE, "%s.dtype is %s; it must be %s", name, dtype_name(t.dtype), names);

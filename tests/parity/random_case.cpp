@@ -184,6 +184,8 @@ Case random_case(std::mt19937_64 &rng) {
     c.descale = dice.between(0, 2);
     c.backward = 0;
     if (c.key_dtype == FA_FLOAT8_E4M3 && dice.chance(50)) c.query_dtype = FA_FLOAT8_E4M3;
+    // Beside fp8 queries a bias has the dtype of the results or fp32.
+    if (c.query_dtype != 0 && c.dtype == FA_FLOAT32) c.bias_dtype = 0;
   } else if (c.dtype == FA_FLOAT32 && dice.chance(25)) {
     c.key_dtype = dice.one_of({FA_FLOAT16, FA_BFLOAT16});
     c.backward = 0;
