@@ -44,13 +44,21 @@ struct Case {
   int64_t head_dim, seqlen_q, seqlen_k, heads;
   bool causal;
   int threads;
+  fa_dtype key_dtype;  // of keys and values
+  int64_t group = 1;   // query heads of a key head
 
+  int64_t heads_k() const { return heads / group; }
   std::string name() const {
     const char *passes[] = {"forward", "backward", "decode", "memory"};
-    const char *type = dtype == FA_FLOAT32 ? "fp32" : dtype == FA_FLOAT16 ? "fp16" : "bf16";
+    const auto type = [](fa_dtype x) {
+      return x == FA_FLOAT32 ? "fp32" : x == FA_FLOAT16 ? "fp16" : x == FA_BFLOAT16 ? "bf16" : x == FA_INT8 ? "int8" : "e4m3";
+    };
+    std::string types = type(dtype), by_group = group > 1 ? " G" + std::to_string(group) : "";
+    if (key_dtype != dtype) types += std::string("/") + type(key_dtype);
     char text[96];
-    std::snprintf(text, sizeof text, "%s %s D%d %s N%d T%d", passes[static_cast<int>(pass)], type, static_cast<int>(head_dim),
-                  causal ? "causal" : "full", static_cast<int>(seqlen_k), threads);
+    std::snprintf(text, sizeof text, "%s %s D%d %s N%d%s T%d", passes[static_cast<int>(pass)], types.c_str(),
+                  static_cast<int>(head_dim), causal ? "causal" : "full", static_cast<int>(seqlen_k), by_group.c_str(),
+                  threads);
     return text;
   }
   double flops() const {
@@ -121,6 +129,10 @@ class Tensor {
       }
       if (dtype == FA_FLOAT32) {
         reinterpret_cast<float *>(memory_.get())[i] = x;
+      } else if (dtype == FA_INT8) {
+        reinterpret_cast<int8_t *>(memory_.get())[i] = static_cast<int8_t>(x * 40);
+      } else if (dtype == FA_FLOAT8_E4M3) {  // sign, an exponent near 1 and the mantissa
+        memory_.get()[i] = static_cast<char>((state >> 24 & 0x80) | 0x30 | (state >> 16 & 0x0F));
       } else {
         reinterpret_cast<uint16_t *>(memory_.get())[i] = to_half_bits(x, dtype);
       }
@@ -128,7 +140,9 @@ class Tensor {
   }
   const fa_tensor &view() const { return view_; }
   float *floats() const { return reinterpret_cast<float *>(memory_.get()); }
-  size_t bytes() const { return static_cast<size_t>(size_) * (dtype_ == FA_FLOAT32 ? 4 : 2); }
+  size_t bytes() const {
+    return static_cast<size_t>(size_) * (dtype_ == FA_FLOAT32 ? 4 : dtype_ == FA_INT8 || dtype_ == FA_FLOAT8_E4M3 ? 1 : 2);
+  }
 
  private:
   struct Free {
@@ -148,8 +162,8 @@ class Problem {
   Problem(const Case &c, fa_cpu_isa isa)
       : case_(c),
         q_(c.seqlen_q, c.heads, c.head_dim, c.dtype, 1),
-        k_(c.seqlen_k, c.heads, c.head_dim, c.dtype, 2),
-        v_(c.seqlen_k, c.heads, c.head_dim, c.dtype, 3),
+        k_(c.seqlen_k, c.heads_k(), c.head_dim, c.key_dtype, 2),
+        v_(c.seqlen_k, c.heads_k(), c.head_dim, c.key_dtype, 3),
         out_(c.seqlen_q, c.heads, c.head_dim, c.dtype, 4),
         lse_(static_cast<size_t>(c.heads * c.seqlen_q)) {
     fa_config config;
@@ -271,7 +285,7 @@ Row measure(double seconds, double amount, Run run, Probe probe, const std::func
 double unfused_seconds(const Case &c) {
   static std::map<std::string, double> known;
   Case plain = c;
-  plain.dtype = FA_FLOAT32;
+  plain.dtype = plain.key_dtype = FA_FLOAT32;
   if (known.count(plain.name()) != 0) return known[plain.name()];
   const int64_t n = c.seqlen_q, d = c.head_dim, stride = c.heads * d;
   std::vector<Tensor> t;
@@ -386,16 +400,28 @@ std::vector<Case> all_cases(const std::vector<int> &all_threads) {
       for (const int64_t d : {64, 128}) {
         for (const bool causal : {false, true}) {
           for (const int64_t n : {128, 256, 512, 1024, 2048, 4096, 8192}) {
-            for (const int threads : all_threads) cases.push_back({pass, dtype, d, n, n, 16, causal, threads});
+            for (const int threads : all_threads) cases.push_back({pass, dtype, d, n, n, 16, causal, threads, dtype});
           }
         }
       }
     }
   }
   for (const fa_dtype dtype : {FA_FLOAT32, FA_BFLOAT16}) {
-    for (const int threads : all_threads) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads});
+    for (const int threads : all_threads) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads, dtype});
   }
-  cases.push_back({Pass::memory, FA_FLOAT32, 128, 32768, 32768, 1, false, 2});
+  const std::pair<fa_dtype, fa_dtype> stored[] = {{FA_BFLOAT16, FA_BFLOAT16},
+                                                  {FA_FLOAT16, FA_FLOAT16},
+                                                  {FA_FLOAT32, FA_FLOAT16},
+                                                  {FA_FLOAT32, FA_INT8},
+                                                  {FA_FLOAT32, FA_FLOAT8_E4M3}};
+  for (const auto &[dtype, keys] : stored) {
+    for (const int64_t group : {1, 4, 8}) {
+      if (group == 1 && dtype == FA_BFLOAT16) continue;  // above
+      for (const int threads : all_threads)
+        cases.push_back({Pass::decode, dtype, 128, 1, 16384, 8 * group, false, threads, keys, group});
+    }
+  }
+  cases.push_back({Pass::memory, FA_FLOAT32, 128, 32768, 32768, 1, false, 2, FA_FLOAT32});
   return cases;
 }
 
@@ -447,10 +473,10 @@ void write_json(const std::string &path, const std::vector<std::pair<Case, Row>>
     const size_t first = name.find(' '), second = name.find(' ', first + 1);
     out << "    {\"name\": \"" << name << "\", \"pass\": \"" << name.substr(0, first) << "\", \"dtype\": \""
         << name.substr(first + 1, second - first - 1) << "\", \"head_dim\": " << c.head_dim << ", \"seqlen_q\": " << c.seqlen_q
-        << ", \"seqlen_k\": " << c.seqlen_k << ", \"heads\": " << c.heads << ", \"causal\": " << (c.causal ? "true" : "false")
-        << ", \"threads\": " << c.threads << ", \"seconds\": " << r.seconds << ", \"gflops\": " << r.gflops
-        << (c.pass == Pass::decode ? ", \"probe_gbytes\": " : ", \"probe_gflops\": ") << r.peak_gflops
-        << ", \"fraction\": " << r.fraction;
+        << ", \"seqlen_k\": " << c.seqlen_k << ", \"heads\": " << c.heads << ", \"heads_k\": " << c.heads_k()
+        << ", \"causal\": " << (c.causal ? "true" : "false") << ", \"threads\": " << c.threads << ", \"seconds\": " << r.seconds
+        << ", \"gflops\": " << r.gflops << (c.pass == Pass::decode ? ", \"probe_gbytes\": " : ", \"probe_gflops\": ")
+        << r.peak_gflops << ", \"fraction\": " << r.fraction;
     if (c.pass == Pass::decode) out << ", \"gbytes\": " << r.gbytes;
     if (r.unfused_ratio > 0) out << ", \"unfused_ratio\": " << r.unfused_ratio;
     if (r.beside_ratio > 0) out << ", \"beside_ratio\": " << r.beside_ratio;
