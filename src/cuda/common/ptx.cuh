@@ -143,6 +143,21 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
   stmatrix_x4(address, r[0], r[1], r[2], r[3]);
 }
+#if __CUDA_ARCH__ >= 900
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
+
+// Transposes an 8 x 8 matrix of 16-bit elements that a warp holds as an MMA fragment.
+__device__ __forceinline__ uint32_t movmatrix_transpose(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
+  return y;
+}
 
 // d += a b: a 16x16 row-major, b 16x8 column-major, d 16x8.
 template <typename Element>

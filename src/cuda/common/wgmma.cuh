@@ -103,6 +103,7 @@ struct Wgmma;
   struct Wgmma<kElement, n> {                                                                                                 \
     FA_WGMMA_SS(ss_k_k, type, n, regs, a, b, c, 0, 0)                                                                         \
     FA_WGMMA_SS(ss_k_mn, type, n, regs, a, b, c, 0, 1)                                                                        \
+    FA_WGMMA_SS(ss_mn_k, type, n, regs, a, b, c, 1, 0)                                                                        \
     FA_WGMMA_SS(ss_mn_mn, type, n, regs, a, b, c, 1, 1)                                                                       \
     static __device__ __forceinline__ void rs_mn(float (&d)[regs], const uint32_t (&w)[4], uint64_t b_desc, int accumulate) { \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #g                                                                    \

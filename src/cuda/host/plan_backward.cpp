@@ -47,15 +47,25 @@ bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, cons
          plan.key_blocks <= 64;
 }
 
+// Whether every query sees every key, of sequences that are all equally long.
+bool shows_all_pairs(const MaskedProblem &p) {
+  return p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr && p.k_lengths.used == nullptr &&
+         p.seqstart_k == nullptr && !is_causal(p) && Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
+}
+
+// Kernels with tall Q tiles serve problems in which every query sees every key, where rows that fill up the last Q tile are few.
+bool takes_tall_q_tiles(const MaskedProblem &p, const sm90::BackwardShape &shape) {
+  constexpr int64_t kMostFill = 32;  // one row in so many
+  const int64_t queries = p.q_lengths.max_len, fill = ceil_div(queries, shape.rows) * shape.rows - queries;
+  return shows_all_pairs(p) && fill * kMostFill <= queries;
+}
+
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
 // loops would lose by it, and deterministic and batch-invariant sums must not depend on the number of a work tile.
 void split_tail(const MaskedProblem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
   constexpr int64_t kFewestQTiles = 16, kMostSplits = 8, kConsumerWarps = 8;
   const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
-  const bool equal = p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr &&
-                     p.k_lengths.used == nullptr && p.seqstart_k == nullptr && !is_causal(p) &&
-                     Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
-  if (!equal || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas || last == 0 ||
+  if (!shows_all_pairs(p) || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas || last == 0 ||
       last * 10 > ctas * 9)
     return;
   if (plan.q_tiles < kFewestQTiles || (ctas + 1) * last * plan.q_tiles > INT32_MAX) return;
@@ -95,7 +105,8 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const std::span<const KernelRow> kernels = candidates(Family::sm90, Pass::backward, needs);
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
-    return p.k_lengths.max_len <= shape.longest() && can_run(kernel, needs, device);
+    return p.k_lengths.max_len <= shape.longest() && (shape.hides_pairs() || takes_tall_q_tiles(b.forward, shape)) &&
+           can_run(kernel, needs, device);
   });
   found = row != kernels.end();
   if (!found) return FA_OK;

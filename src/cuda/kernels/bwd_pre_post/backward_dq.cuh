@@ -10,14 +10,15 @@ namespace fa::cuda {
 // Converts dq_sum to dq, from the layout of accumulators to rows of the tensor; one CTA per Q tile of kRows queries.
 //
 // dq_sum of a Q tile is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each with four numbers per lane as mma and
-// wgmma accumulators hold them. Warps are numbered along the rows first. Rows of the sequence's slot that are not used become zero. CTAs
+// wgmma accumulators hold them. Warps are numbered along the rows first. kTransposed: the tiles are of dq^T, 16 columns by 8 rows,
+// [16 columns][8 rows]. Rows of the sequence's slot that are not used become zero. CTAs
 // take the last Q tiles first, because their sums may still be in the L2 cache.
-template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads>
+template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads, bool kTransposed = false>
 __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
   constexpr int kRowParts = kRows / 16 / kRowTiles, kTiles = kRows * kD / 128;
   constexpr int kStep = kThreads / 8;                        // 16 x 8 tiles per pass of the CTA, four per warp
   constexpr int kBatch = kTiles % (2 * kStep) == 0 ? 2 : 1;  // passes whose loads a warp has in flight
-  static_assert(kTiles % 4 == 0);
+  static_assert(kTiles % 4 == 0 && (!kTransposed || (kD % 64 == 0 && kColumnTiles == kRows / 8)));
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
@@ -39,7 +40,11 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
       const int first = n0 + m * kStep + thread / 32 * 4;
       if (kTiles % kStep != 0 && first >= kTiles) continue;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) x[m][n] = sum[(first + n) * 32];
+      for (int n = 0; n < 4; ++n) {
+        // Transposed, a warp takes 64 columns of the same eight rows.
+        const int tile = kTransposed ? (first / (4 * kColumnTiles) * 4 + n) * kColumnTiles + first / 4 % kColumnTiles : first + n;
+        x[m][n] = sum[tile * 32];
+      }
       // A partial that no work tile adds to was never written. Its order counter is then 0. A partial consists of whole warps.
       written[m] = a.zero_dq_sum || counters[first * a.dq_semaphores / kTiles] != 0;
     }
@@ -48,22 +53,35 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
       const int first = n0 + m * kStep + thread / 32 * 4, tile = first + quad;
       if (kTiles % kStep != 0 && first >= kTiles) continue;
       const int warp = tile / (kRowTiles * kColumnTiles), i = tile / kColumnTiles % kRowTiles, j = tile % kColumnTiles;
-      const int row = q_tile * kRows + (warp % kRowParts * kRowTiles + i) * 16 + lane / 4;
-      const int column = (warp / kRowParts * kColumnTiles + j) * 8;
+      // words[r]: four vectors of eight columns, a pair of columns of each; those of r = 1 are eight rows, or 32 columns, further.
+      int row = q_tile * kRows + (warp % kRowParts * kRowTiles + i) * 16 + lane / 4;
+      int column = (warp / kRowParts * kColumnTiles + j) * 8;
+      if (kTransposed) {
+        row = q_tile * kRows + first / 4 % kColumnTiles * 8 + lane / 4;
+        column = first / (4 * kColumnTiles) * 64 + quad * 8;
+      }
       uint32_t words[2][4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        words[0][n] = pack2<Element>(x[m][n].x * p.softmax_scale, x[m][n].y * p.softmax_scale);
-        words[1][n] = pack2<Element>(x[m][n].z * p.softmax_scale, x[m][n].w * p.softmax_scale);
+        const uint32_t upper = pack2<Element>(x[m][n].x * p.softmax_scale, x[m][n].y * p.softmax_scale),
+                       lower = pack2<Element>(x[m][n].z * p.softmax_scale, x[m][n].w * p.softmax_scale);
+        if constexpr (kTransposed) {
+          words[n / 2][n % 2 * 2] = movmatrix_transpose(upper);
+          words[n / 2][n % 2 * 2 + 1] = movmatrix_transpose(lower);
+        } else {
+          words[0][n] = upper;
+          words[1][n] = lower;
+        }
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         transpose_quad(words[r], quad);
-        if (row + 8 * r >= seq_slot) continue;
-        const uint32_t keep = written[m] && row + 8 * r < seqlen ? ~0u : 0u;
-        store_elements<Element>(base + (row + 8 * r) * t.seq_stride + column,
+        const int this_row = kTransposed ? row : row + 8 * r, this_column = kTransposed ? column + 32 * r : column;
+        if (this_row >= seq_slot) continue;
+        const uint32_t keep = written[m] && this_row < seqlen ? ~0u : 0u;
+        store_elements<Element>(base + this_row * t.seq_stride + this_column,
                                 {words[r][0] & keep, words[r][1] & keep, words[r][2] & keep, words[r][3] & keep},
-                                columns - column, vectors);
+                                columns - this_column, vectors);
       }
     }
   }

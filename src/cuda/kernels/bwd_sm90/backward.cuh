@@ -53,16 +53,21 @@ struct BackwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
-  static constexpr int kDpParts = kTileQ / 64;                            // parts of a Q tile: dP has registers for 64 queries
-  // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp.
+  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns. Such kernels serve problems in
+  // which every query sees every key; there are no registers for the NaN-safe path.
+  static constexpr bool kDqTransposed = kTileQ % 64 != 0, kHidesPairs = !kDqTransposed;
+  // Parts of a Q tile: dP has registers for 64 or 80 queries.
+  static constexpr int kDpQueries = kDqTransposed ? kTileQ : 64, kDpParts = kTileQ / kDpQueries;
+  // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
+  static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
-  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = sizeof(Storage::lse[0]);
+  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
   static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
-  static_assert(kTileQ % 64 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
+  static_assert(kTileQ % 16 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
 };
 
 template <class C>
@@ -146,8 +151,8 @@ class Backward {
   }
   __device__ __forceinline__ uint32_t smem_ds(int n) const { return cta_.at(offsetof(Storage, ds), n, sizeof(Storage::ds[0])); }
   // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
-  __device__ __forceinline__ uint32_t dq_a_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
-  __device__ __forceinline__ uint32_t dq_b_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
+  __device__ __forceinline__ uint32_t dq_ds_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
+  __device__ __forceinline__ uint32_t dq_k_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
   __device__ __forceinline__ uint32_t smem_dq(int wg) const {
     return cta_.at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
   }
@@ -205,6 +210,7 @@ class Backward {
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
   static constexpr bool kPrefetchLse = !C::kConvertsEarly && !C::kHasBias && C::kDpParts == 1,
                         kPrefetchDelta = kPrefetchLse && C::kD < 128;
+  static constexpr int kEarlyDkSteps = C::kTileQ / 32;  // with one part: steps of dk before dq; the others run while dq is stored
   using QPipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
@@ -244,6 +250,7 @@ class Backward {
         } else {
           next.batch = -1;
         }
+        if constexpr (!C::kHidesPairs) cta_.describe_last_q_tile(next);
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
           WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
@@ -304,7 +311,7 @@ class Backward {
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
   // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && !C::kHasDataMask;
+  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && C::kHidesPairs && !C::kHasDataMask;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
   __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
@@ -502,17 +509,28 @@ class Backward {
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_dp(int part) { start_s<64>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128); }
-  // dq = dS K: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
+  __device__ __forceinline__ void start_dp(int part) {
+    start_s<C::kDpQueries>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128);
+  }
+  // dq = dS K, or dq^T = K^T dS^T: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
   __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
-    const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_a_operand(ds)),
-                   b = descriptor_mn_major_uniform<C::kTileKv>(dq_b_operand());
+    const uint64_t k = descriptor_mn_major_uniform<C::kTileKv>(dq_k_operand());
     constexpr int kSteps = C::kTileKv / 16;
+    if constexpr (C::kDqTransposed) {
+      const uint64_t b = descriptor_k_major_uniform(ds);
 #pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048),
-                                              advance_descriptor(b, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
-                                              n != 0);
+      for (int n = 0; n < kSteps; ++n) {
+        Wgmma<Element, C::kTileQ>::ss_mn_k(dq_, advance_descriptor(k, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
+                                           advance_descriptor(b, n / 4 * C::kTileQ * 128 + n % 4 * 32), n != 0);
+      }
+    } else {
+      const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_ds_operand(ds));
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048),
+                                                advance_descriptor(k, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
+                                                n != 0);
+      }
     }
     wgmma_commit();
   }
@@ -666,7 +684,9 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (C::kDpParts == 1) {
+    if constexpr (!C::kHidesPairs) {
+      partial = q_tile == cta_.work().full_begin || cta_.work().full_end == 0;
+    } else if constexpr (C::kDpParts == 1) {
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
       if constexpr (C::kHasDataMask) partial |= map_partial;
     }
@@ -681,7 +701,7 @@ class Backward {
     if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     fence_proxy_async();
     BiasPairs<Element, C::kTileQ> bias;
-    bool masked = partial;  // whether the products may have to be computed over the visible pairs alone
+    bool masked = C::kHidesPairs && partial;  // whether the products may have to be computed over the visible pairs alone
     if constexpr (C::kHasBias) {
       take_bias(n, bias);
       masked = named_barrier_or(1 + wg_, 128, partial || bias.any_nonfinite());
@@ -705,7 +725,10 @@ class Backward {
       cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
                         cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
-    if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
+    if (partial) {
+      if (!C::kHidesPairs && cta_.work().full_end != 0) q_tile = cta_.work().q_tile_end - 1;  // the place in the loop may be shifted
+      cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
+    }
     if constexpr (C::kHasDataMask) {
       if (partial) {
 #pragma unroll
@@ -727,10 +750,14 @@ class Backward {
       }
       nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
-    if (nan_safe) {
-      nan_safe_gradients(q_tile, n, shown);
+    if constexpr (C::kHidesPairs) {
+      if (nan_safe) {
+        nan_safe_gradients(q_tile, n, shown);
+      } else {
+        gradients(n, nan_safe_prev);
+      }
     } else {
-      gradients(n, nan_safe_prev);
+      gradients(n, false);
     }
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
@@ -770,7 +797,7 @@ class Backward {
       fence_operand(ds16_[0]);
       fence_operand(dk_);
       start_dv();
-      cta_.template start_gradient<0, 2>(dk_, ds16_[0], smem_q(stage_), 0);
+      cta_.template start_gradient<0, kEarlyDkSteps>(dk_, ds16_[0], smem_q(stage_), 0);
     } else {
       fence_operand(dp_);
       fence_operand(ds16_[0]);
@@ -786,17 +813,17 @@ class Backward {
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
-    if constexpr (C::kDpParts == 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
+    if constexpr (C::kDpParts == 1 && C::kHidesPairs) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
-      cta_.template start_gradient<2, 2>(dk_, ds16_[0], smem_q(stage_), 2);
+      cta_.template start_gradient<kEarlyDkSteps, C::kTileQ / 16 - kEarlyDkSteps>(dk_, ds16_[0], smem_q(stage_), kEarlyDkSteps);
     } else {
       cta_.template start_gradient<0, 4>(dk_, ds16_[1], smem_q(stage_), 4);
     }
     wgmma_wait<1>();
     fence_operand(dq_);
-    if (nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
+    if (C::kHidesPairs && nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, has_prev_);
     wgmma_wait<0>();
     fence_operand(dv_);
@@ -837,7 +864,7 @@ class Backward {
     const uint32_t ds = smem_ds((q_tiles - 1) & 1);
     wait_ds_full(q_tiles - 1);
     fence_proxy_async();
-    if (any_nan_safe((q_tiles - 1) & 1)) {
+    if (C::kHidesPairs && any_nan_safe((q_tiles - 1) & 1)) {
       nan_safe_dq(ds);
     } else {
       fence_operand(dq_);
@@ -862,7 +889,11 @@ class Backward {
 
   // Stores this warp's 16 keys of a part of dS^T, for both warpgroups.
   __device__ __forceinline__ void store_ds(uint32_t ds, int part) const {
-    cta_.store_ds_fragment(ds16_[part], ds + part * C::kTileKv * 128, wg_ * 64);
+    if constexpr (C::kDqTransposed) {
+      cta_.store_ds_transposed(ds16_[part], ds + wg_ * C::kTileQ * 128);
+    } else {
+      cta_.store_ds_fragment(ds16_[part], ds + part * C::kTileKv * 128, wg_ * 64);
+    }
     if (part != C::kDpParts - 1) return;
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, ds_full(ds_stage_));
@@ -933,9 +964,10 @@ class Backward {
 
   __device__ __forceinline__ void nan_safe_dq(uint32_t ds) {
 #pragma unroll
-    for (int n = 0; n < C::kDqColumns / 2; ++n) dq_[n] = 0.f;
-    wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_a_operand(ds), cta_.warp * 16,
-                                                                                 dq_b_operand(), cta_.lane);
+    for (float &x : dq_) x = 0.f;
+    if constexpr (C::kHidesPairs)
+      wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_ds_operand(ds), cta_.warp * 16,
+                                                                                 dq_k_operand(), cta_.lane);
   }
 
   BackwardCta<C> cta_;
@@ -945,8 +977,8 @@ class Backward {
   int head_in_group_;     // query head of the GQA group
   bool has_prev_;         // whether the work tile had a Q tile before this one
   int stage_, ds_stage_;  // pipeline stage of Q and dO, and of dS
-  float s_[C::kTileQ / 2], dp_[32], dq_[C::kDqColumns / 2];
-  uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][4][4];
+  float s_[C::kTileQ / 2], dp_[C::kDpQueries / 2], dq_[C::kDqRegisters];
+  uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][C::kDpQueries / 16][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];
 };
 

@@ -36,12 +36,10 @@ struct BackwardParams : BackwardRows {
   CUtensorMap bias_map;
 };
 
-constexpr int kDqThreads = 256;
-
 // The kernels' addresses; null if this build leaves them out. `shape` indexes kBackwardShapes.
 struct BackwardKernels {
   const void *main;  // computes dk, dv and dq_sum
-  const void *dq;    // converts dq_sum to dq: one CTA of kDqThreads per Q tile
+  const void *dq;    // converts dq_sum to dq: one CTA of BackwardShape::dq_threads() per Q tile
 };
 BackwardKernels backward_kernels(int shape, Dtype dtype);
 

@@ -98,15 +98,22 @@ struct BackwardCta {
 
   // Where a work tile has no masked pairs, its main loop begins with a Q tile of its own: CTAs at work on one head then add to different rows of
   // dq. The loop has the same Q tiles, `shift` tiles further up; those that would lie past the end are its last ones. Which Q tile it is matters
-  // only to the warps that load Q and that add dq.
-  __device__ __forceinline__ int q_tile_shift() const {
-    const WorkTile &t = work();
-    if (!C::kRotates || params.ordered || t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end) return 0;
+  // only to the warps that load Q and that add dq. In kernels that hide no pairs it matters for the last one, too, see describe_last_q_tile().
+  __device__ __forceinline__ int q_tile_shift() const { return q_tile_shift(work()); }
+  __device__ __forceinline__ int q_tile_shift(const WorkTile &t) const {
+    if (!C::kRotates || params.ordered) return 0;
+    if (C::kHidesPairs ? t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end : t.full_end == 0) return 0;
     return static_cast<int>(int64_t{t.key0} * (t.q_tile_end - t.q_tile_begin) / max(t.seqlen_k, 1));
   }
   __device__ __forceinline__ int shifted_q_tile(int q_tile, int shift) const {
     q_tile += shift;
     return q_tile < work().q_tile_end ? q_tile : q_tile - (work().q_tile_end - work().q_tile_begin);
+  }
+
+  // Kernels that hide no pairs: rows behind the end of the sequence may be in the last Q tile. full_begin becomes its place in the main loop, or -1 if it
+  // is whole. full_end is 0 if keys behind the end are in the work tile; then every Q tile has masked pairs, and the main loop is not shifted.
+  __device__ __forceinline__ void describe_last_q_tile(WorkTile &t) const {
+    t.full_begin = t.q_tile_end * C::kTileQ > t.seqlen_q ? t.q_tile_end - 1 - q_tile_shift(t) : -1;
   }
 
   // Index in the workspace of the first Q tile of a query head.
@@ -351,6 +358,17 @@ struct BackwardCta {
     const int key = first_key + warp * 16 + (lane & 15);
 #pragma unroll
     for (int n = 0; n < 4; ++n) stmatrix_x4(tile + key * 128 + (((2 * n + (lane >> 4)) ^ (key & 7)) << 4), ds16[n]);
+  }
+
+  // The same 16 keys of dS^T, stored as dS (queries, keys): a swizzle atom of 64 keys for each consumer warpgroup, `tile` its own.
+  template <int kSteps>
+  __device__ __forceinline__ void store_ds_transposed(const uint32_t (&ds16)[kSteps][4], uint32_t tile) const {
+    // Matrices 0 and 1 of a step are keys 0 to 7 and 8 to 15 of queries 0 to 7, 2 and 3 the same keys of queries 8 to 15. A lane has the address of
+    // one query of one of them.
+    const int query = (lane >> 4) * 8 + (lane & 7), keys = warp * 2 + (lane >> 3 & 1);
+    const uint32_t at = tile + query * 128 + ((keys ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) stmatrix_x4_trans(at + n * 16 * 128, ds16[n]);
   }
 
   // Starts (commits) dv += P^T dO or dk += dS^T Q: kCount steps of 16 queries, A fragments from a[kFirstStep] on, rows of the Q or dO tile

@@ -46,11 +46,10 @@ template <typename Element, int kShapeIndex>
 BackwardKernels backward_instance() {
   constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   using Main = BackwardMain<Element, kShapeIndex>;
-  static_assert(sizeof(typename Main::Config::Storage) == kShape.shared_bytes() && Main::Config::kTileKv == kShape.keys() &&
-                Main::Config::kDqColumns == kShape.dq_columns());
+  static_assert(sizeof(typename Main::Config::Storage) == kShape.shared_bytes() && Main::Config::kTileKv == kShape.keys());
   return {reinterpret_cast<const void *>(Main::kKernel),
-          reinterpret_cast<const void *>(
-              &backward_dq<Element, kShape.rows, kShape.head_dim, 1, kShape.dq_columns() / 8, kDqThreads>)};
+          reinterpret_cast<const void *>(&backward_dq<Element, kShape.rows, kShape.head_dim, 1, kShape.dq_columns() / 8,
+                                                      kShape.dq_threads(), !kShape.hides_pairs()>)};
 }
 
 }  // namespace fa::cuda::sm90

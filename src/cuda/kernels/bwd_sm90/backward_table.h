@@ -36,6 +36,10 @@ struct BackwardShape {
   }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
+  // Whether pairs may be hidden, by a mask or by lengths that a tensor gives.
+  constexpr bool hides_pairs() const { return rows % 64 == 0; }
+  // Of the kernel that converts the sum for dq: a whole number of its passes is a Q tile.
+  constexpr int32_t dq_threads() const { return rows % 64 == 0 ? 256 : 4 * rows; }
   // P goes from one consumer warpgroup to the other through shared memory.
   constexpr bool p_through_smem() const {
     return design == Design::cluster_p_smem || design == Design::cluster_p_smem_persistent;
@@ -49,7 +53,8 @@ struct BackwardShape {
   constexpr int32_t block_keys() const { return keys() / blocks(); }
   // Columns of a warp's dq accumulators.
   constexpr int32_t dq_columns() const {
-    return design == Design::single_cta ? head_dim * (rows / 64) / consumer_warpgroups
+    return !hides_pairs()               ? rows  // dq^T
+           : design == Design::single_cta ? head_dim * (rows / 64) / consumer_warpgroups
            : head_dim % 128 == 0        ? 64
                                         : head_dim / 2;
   }
@@ -58,13 +63,15 @@ struct BackwardShape {
   int32_t storage_bytes;
 };
 
-// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem.
+// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in f: for problems in which
+// every query sees every key.
 // X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, scores)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
   X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kPlain)                          \
   X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, kPlain)                           \
+  X(d128f, 128, 128, 2, 80, 2, 2, Design::single_cta, true, kPlain)                       \
   X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kPlain)                        \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, kPlain)           \
   X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kPlain)               \

@@ -17,13 +17,6 @@
 
 namespace fa::cuda::decode {
 
-// Transposes an 8 x 8 matrix of 16-bit elements that a warp holds as an MMA fragment.
-__device__ __forceinline__ uint32_t movmatrix_transpose(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
-  return y;
-}
-
 template <class C>
 class OrientationKq {
  public:
