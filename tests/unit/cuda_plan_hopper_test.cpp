@@ -548,4 +548,50 @@ TEST(CudaPlanHopper, HopperKernelsForShortSequences) {
 }
 
 }  // namespace
+
+// Tall Q tiles serve what every query sees whole, and long masks behind which a second pass stands ready.
+TEST(CudaPlanHopper, TallQTiles) {
+  const auto plan_of = [](int64_t seqlen_q, int64_t seqlen_k, auto set) {
+    BackwardProblem b = backward_of(problem(seqlen_q, seqlen_k, 128));
+    set(b.forward);
+    return backward_plan(b, h200());
+  };
+  const auto is_tall = [](const BackwardPlan &plan) { return std::string(sm90::kBackwardShapes[plan.shape].name) == "d128t"; };
+  const auto plain = [](MaskedProblem &) {};
+  const auto causal = [](MaskedProblem &p) { p.band.right = 0; };
+  const auto window = [](int64_t left) { return [=](MaskedProblem &p) { p.band = {left, 0, false}; }; };
+  for (const int64_t seqlen : {960, 1000, 1024, 4096, 16384, 100000}) {
+    const BackwardPlan plan = plan_of(seqlen, 700, plain);
+    EXPECT_TRUE(is_tall(plan)) << seqlen;
+    EXPECT_EQ(plan.q_tiles, (seqlen + 79) / 80);
+    EXPECT_LT(plan.nan_safe_shape, 0) << "no pair is hidden";
+  }
+  EXPECT_FALSE(is_tall(plan_of(512, 700, plain))) << "seven Q tiles of 80 rows are 560";
+  for (const int64_t seqlen : {2048, 4096, 16384}) {
+    const BackwardPlan plan = plan_of(seqlen, seqlen, causal);
+    ASSERT_TRUE(is_tall(plan)) << seqlen;
+    ASSERT_GE(plan.nan_safe_shape, 0);
+    EXPECT_TRUE(sm90::kBackwardShapes[plan.nan_safe_shape].nan_safe());
+    // The flag lies behind what either pass writes.
+    const BackwardPlan second = nan_safe_pass(backward_of(problem(seqlen, seqlen, 128)), plan);
+    EXPECT_EQ(second.q_tiles, seqlen / 64);
+    EXPECT_LT(second.nan_safe_shape, 0);
+    EXPECT_LE(second.workspace_bytes, plan.nonfinite_offset);
+    EXPECT_LT(plan.nonfinite_offset, plan.workspace_bytes);
+  }
+  EXPECT_TRUE(is_tall(plan_of(4096, 4096, window(3000))));
+  EXPECT_FALSE(is_tall(plan_of(4096, 4096, window(1024)))) << "main loops are short";
+  EXPECT_FALSE(is_tall(plan_of(1024, 1024, causal)));
+  EXPECT_FALSE(is_tall(plan_of(4096, 2048, causal))) << "queries without keys";
+  EXPECT_TRUE(is_tall(plan_of(2048, 4096, causal)));
+  EXPECT_TRUE(is_tall(plan_of(4096, 2048, [](MaskedProblem &p) { p.band = {Band::kUnlimited, 0, true}; })));
+  const int32_t lengths = 0;
+  const float sink = 0;
+  EXPECT_FALSE(is_tall(plan_of(4096, 4096, [&](MaskedProblem &p) { p.k_lengths.used = &lengths; })));
+  EXPECT_FALSE(is_tall(plan_of(4096, 4096, [&](MaskedProblem &p) { p.band.right = 0, p.sink = &sink; })));
+  EXPECT_TRUE(is_tall(plan_of(4096, 4096, [&](MaskedProblem &p) { p.sink = &sink; })));
+  EXPECT_TRUE(is_tall(plan_of(4096, 4096, [](MaskedProblem &p) { p.deterministic = true; })));
+  EXPECT_FALSE(is_tall(plan_of(16384, 16384, [](MaskedProblem &p) { p.deterministic = true; })));
+}
+
 }  // namespace fa::cuda

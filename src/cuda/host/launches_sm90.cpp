@@ -31,6 +31,72 @@ fa_status add_transposed_v(const ForwardProblem &p, const ForwardPlan &plan, con
                                shape.kv_tile, shape.head_dim_v, map, error);
 }
 
+// The launches of one pass. `only_if`: of BackwardRows.
+fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int32_t *only_if, const LaunchMemory &memory,
+                   Launches &launches, ErrorText &error) {
+  const BackwardShape &shape = kBackwardShapes[plan.shape];
+  const Problem &p = b.forward;
+  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
+  BackwardParams &params = scored.params;
+  const int exponent = p_exponent(p.dropout.keep_scale);
+  set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
+  params.only_if = only_if;
+  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
+  FA_RETURN_IF_ERROR(
+      describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(),
+                                   params.k_map, error));
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.block_keys(),
+                                   params.v_map, error));
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows,
+                                   params.dout_map, error));
+  const int64_t tiles = p.batch * p.heads_q * plan.q_tiles;
+  FA_RETURN_IF_ERROR(
+      describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
+  FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,
+                                             params.delta_map, error));
+  params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false, plan.last_heads);
+  params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
+  params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;
+  if (plan.split_units > 0) {
+    sm90::SplitTail &tail = params.split_tail;
+    tail.first_tile = params.blocks - plan.split_tiles;
+    tail.units = plan.split_units;
+    tail.q_tiles = plan.q_tiles;
+    tail.total = plan.split_tiles * plan.q_tiles;
+    tail.max_splits = plan.splits_per_tile;
+    tail.by_units = Divisor(tail.units);
+    tail.by_q_tiles = Divisor(tail.q_tiles);
+    tail.by_total = Divisor(tail.total);
+    tail.partials = reinterpret_cast<float *>(static_cast<char *>(memory.workspace) + plan.split_offset);
+    tail.counters = params.taken + 1;
+    params.blocks = tail.first_tile + tail.units;
+  }
+  params.ordered = p.deterministic;
+  params.vector_dk = plan.vector.dk;
+  params.vector_dv = plan.vector.dv;
+  params.raw = raw_unit(p);
+  params.mask = memory.mask;
+  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
+
+  const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
+  const bool second = only_if != nullptr;
+  Launch rows = backward_rows_launch(params);
+  rows.pdl = second;
+  launches.add("backward row kernel", rows, &params);
+  if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
+    Launch launch{kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true};
+    use_score_text(memory.score_text, scored, launch);
+    launches.add("backward kernel", launch, &params);
+  }
+  if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, shape.dq_threads(), 0, tiles, /*pdl=*/second}, &params);
+  if (p.k_lengths.left_padding != nullptr) launches.add("left padding kernel", backward_padding_launch(params), &params);
+  if (b.dbias.data != nullptr) sm80::add_dbias_launch(b, plan, plan.dbias_shape, memory, launches);
+  if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
+  return FA_OK;
+}
+
 }  // namespace
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
@@ -81,63 +147,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
-  const BackwardShape &shape = kBackwardShapes[plan.shape];
-  const Problem &p = b.forward;
-  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
-  BackwardParams &params = scored.params;
-  const int exponent = p_exponent(p.dropout.keep_scale);
-  set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
-  params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
-  FA_RETURN_IF_ERROR(
-      describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(),
-                                   params.k_map, error));
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.block_keys(),
-                                   params.v_map, error));
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows,
-                                   params.dout_map, error));
-  const int64_t tiles = p.batch * p.heads_q * plan.q_tiles;
-  FA_RETURN_IF_ERROR(
-      describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
-  FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,
-                                             params.delta_map, error));
-  params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false, plan.last_heads);
-  params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
-  params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;
-  if (plan.split_units > 0) {
-    sm90::SplitTail &tail = params.split_tail;
-    tail.first_tile = params.blocks - plan.split_tiles;
-    tail.units = plan.split_units;
-    tail.q_tiles = plan.q_tiles;
-    tail.total = plan.split_tiles * plan.q_tiles;
-    tail.max_splits = plan.splits_per_tile;
-    tail.by_units = Divisor(tail.units);
-    tail.by_q_tiles = Divisor(tail.q_tiles);
-    tail.by_total = Divisor(tail.total);
-    tail.partials = reinterpret_cast<float *>(static_cast<char *>(memory.workspace) + plan.split_offset);
-    tail.counters = params.taken + 1;
-    params.blocks = tail.first_tile + tail.units;
-  }
-  params.ordered = p.deterministic;
-  params.vector_dk = plan.vector.dk;
-  params.vector_dv = plan.vector.dv;
-  params.raw = raw_unit(p);
-  params.mask = memory.mask;
-  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
-
-  const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
-  launches.add("backward row kernel", backward_rows_launch(params), &params);
-  if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
-    Launch launch{kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true};
-    use_score_text(memory.score_text, scored, launch);
-    launches.add("backward kernel", launch, &params);
-  }
-  if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, shape.dq_threads(), 0, tiles}, &params);
-  if (p.k_lengths.left_padding != nullptr) launches.add("left padding kernel", backward_padding_launch(params), &params);
-  if (b.dbias.data != nullptr) sm80::add_dbias_launch(b, plan, plan.dbias_shape, memory, launches);
-  if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
-  return FA_OK;
+  FA_RETURN_IF_ERROR(add_pass(b, plan, nullptr, memory, launches, error));
+  if (plan.nan_safe_shape < 0) return FA_OK;
+  const auto *nonfinite = reinterpret_cast<const int32_t *>(static_cast<char *>(memory.workspace) + plan.nonfinite_offset);
+  return add_pass(b, nan_safe_pass(b, plan), nonfinite, memory, launches, error);
 }
 
 }  // namespace fa::cuda::sm90

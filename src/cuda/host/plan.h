@@ -75,8 +75,11 @@ struct BackwardPlan {
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
   int32_t dbias_shape = -1;    // sm90: the sm80 kernel whose second pass computes dbias
-  bool scored = false;         // as in ForwardPlan
-  bool cell_map = false;       // the same
+  int32_t nan_safe_shape =
+      -1;  // sm90: the kernel of the second pass that runs where the first one meets NaN or Inf (nan_safe_pass); -1: none
+  size_t nonfinite_offset = 0;  // in the workspace: the flag that says so
+  bool scored = false;          // as in ForwardPlan
+  bool cell_map = false;        // the same
   size_t cell_map_offset = 0;
   VectorAccess vector;
   size_t workspace_bytes = 0;
@@ -116,6 +119,9 @@ inline const KernelRow &kernel_of(const ForwardPlan &plan) {
 inline const KernelRow &kernel_of(const BackwardPlan &plan) {
   return kernels_of(plan.family, Pass::backward)[static_cast<size_t>(plan.shape)];
 }
+
+// The plan of the second pass, in the same workspace.
+BackwardPlan nan_safe_pass(const BackwardProblem &problem, const BackwardPlan &plan);
 
 // What a query tells users; a launch needs neither. The reason says why this kernel, and how it reaches the tensors.
 std::string kernel_name(const Problem &problem, const ForwardPlan &plan);

@@ -11,16 +11,29 @@
 namespace fa::cuda {
 namespace {
 
+// Q tiles and workspace on tensor cores.
+template <typename Shape>
+void lay_out_workspace(const BackwardProblem &b, const Shape &shape, BackwardPlan &plan) {
+  const Problem &p = b.forward;
+  plan.q_tile_rows = shape.rows;
+  plan.q_tiles = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
+  const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles, rows = tiles * shape.rows;
+  plan.row_delta_offset = align_up(rows * sizeof(float));
+  plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
+  plan.dq_semaphore_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
+  plan.workspace_bytes =
+      plan.dq_semaphore_offset + (plan.dq_semaphores > 0 ? align_up((tiles * plan.dq_semaphores + 1) * sizeof(int32_t)) : 0);
+}
+
 // Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
 template <typename Shape>
 fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t dq_semaphores,
                             int64_t at_least, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
-  plan.q_tile_rows = shape.rows;
   plan.dq_semaphores = dq_semaphores;
   plan.dq_sum_columns = shape.head_dim;
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
-  plan.q_tiles = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
+  lay_out_workspace(b, shape, plan);
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} * shape.rows, p.heads_q, p.batch, error));
 
@@ -29,13 +42,6 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
                                         p.q_lengths.max_len * p.group * (p.head_dim * 6 + p.head_dim_v * 2) +
                                             p.k_lengths.max_len * (p.head_dim + p.head_dim_v) * 2,
                                         at_least);
-
-  const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles, rows = tiles * shape.rows;
-  plan.row_delta_offset = align_up(rows * sizeof(float));
-  plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
-  plan.dq_semaphore_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
-  plan.workspace_bytes =
-      plan.dq_semaphore_offset + (dq_semaphores > 0 ? align_up((tiles * dq_semaphores + 1) * sizeof(int32_t)) : 0);
   return FA_OK;
 }
 
@@ -43,21 +49,41 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
 // CTAs would wait for them, so the last two groups are one. With few tiles per head the group would outgrow the L2 cache, with many it gains nothing, nor
 // does head_dim 64. In deterministic mode the chain of a head has to stay short.
 bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, const BackwardPlan &plan) {
-  return shape.blocks() == 1 && shape.rows == 64 && is_causal(p) && !p.deterministic && plan.key_blocks >= 16 &&
+  return shape.blocks() == 1 && shape.rows < 128 && is_causal(p) && !p.deterministic && plan.key_blocks >= 16 &&
          plan.key_blocks <= 64;
 }
 
-// Whether every query sees every key, of sequences that are all equally long.
-bool shows_all_pairs(const MaskedProblem &p) {
+// Whether the host knows all lengths, and every sequence has the same ones.
+bool has_equal_lengths(const MaskedProblem &p) {
   return p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr && p.k_lengths.used == nullptr &&
-         p.seqstart_k == nullptr && !is_causal(p) && Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
+         p.seqstart_k == nullptr;
+}
+// Whether, besides, every query sees every key.
+bool shows_all_pairs(const MaskedProblem &p) {
+  return has_equal_lengths(p) && !is_causal(p) && Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
+}
+// Whether, besides equal lengths, every query sees a key.
+bool shows_every_query_a_key(const MaskedProblem &p) {
+  if (!has_equal_lengths(p) || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) return false;
+  const auto queries = static_cast<int32_t>(p.q_lengths.max_len);
+  const Diagonal<int32_t> diagonal(Diagonal<int32_t>::Limits(p.band), queries, static_cast<int32_t>(p.k_lengths.max_len));
+  return !diagonal.visible_keys({0, 1}).empty() && !diagonal.visible_keys({queries - 1, queries}).empty();
 }
 
-// Kernels with tall Q tiles serve problems in which every query sees every key, where rows that fill up the last Q tile are few.
+// Kernels with tall Q tiles have no NaN-safe path. They serve problems in which every query sees every key, and long ones with a mask, where a flag
+// says whether a second pass is needed (nan_safe_pass): what the kernel looks for tells of NaN and Inf where every query sees a key, and no sink.
 bool takes_tall_q_tiles(const MaskedProblem &p, const sm90::BackwardShape &shape) {
-  constexpr int64_t kMostFill = 32;  // one row in so many
-  const int64_t queries = p.q_lengths.max_len, fill = ceil_div(queries, shape.rows) * shape.rows - queries;
-  return shows_all_pairs(p) && fill * kMostFill <= queries;
+  constexpr int64_t kFewestMasked = 2048,
+                    kMostOrdered = 4096;  // queries of a main loop with a mask; keys in deterministic mode
+  const int64_t queries = p.q_lengths.max_len, keys = p.k_lengths.max_len;
+  // Rows that fill up the last Q tile take a part of the gain, which is at least 5 %.
+  const auto padded = [&](int64_t rows) { return ceil_div(queries, rows) * rows; };
+  if (padded(shape.rows) * 19 > padded(64) * 20) return false;
+  // In the order of deterministic mode, many work tiles lose more than they gain.
+  if (shows_all_pairs(p)) return !p.deterministic || keys <= kMostOrdered;
+  const Diagonal<int32_t>::Limits limits(p.band);
+  return std::min({queries, int64_t{limits.left} + limits.right}) >= kFewestMasked && p.sink == nullptr &&
+         shows_every_query_a_key(p);
 }
 
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
@@ -65,8 +91,8 @@ bool takes_tall_q_tiles(const MaskedProblem &p, const sm90::BackwardShape &shape
 void split_tail(const MaskedProblem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
   constexpr int64_t kFewestQTiles = 16, kMostSplits = 8, kConsumerWarps = 8;
   const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
-  if (!shows_all_pairs(p) || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas || last == 0 ||
-      last * 10 > ctas * 9)
+  if (!shows_all_pairs(p) || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas ||
+      last == 0 || last * 10 > ctas * 9)
     return;
   if (plan.q_tiles < kFewestQTiles || (ctas + 1) * last * plan.q_tiles > INT32_MAX) return;
   plan.split_tiles = static_cast<int32_t>(last);
@@ -103,10 +129,18 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
                              BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
   const std::span<const KernelRow> kernels = candidates(Family::sm90, Pass::backward, needs);
+  const auto serves = [&](const KernelRow &kernel) {
+    return p.k_lengths.max_len <= sm90::kBackwardShapes[kernel.shape].longest() && can_run(kernel, needs, device);
+  };
+  const auto is_nan_safe = [&](const KernelRow &kernel) {
+    return sm90::kBackwardShapes[kernel.shape].nan_safe() && serves(kernel);
+  };
+  const auto nan_safe = std::find_if(kernels.begin(), kernels.end(), is_nan_safe);
+  const bool needs_second_pass = !shows_all_pairs(b.forward);
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
-    const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
-    return p.k_lengths.max_len <= shape.longest() && (shape.hides_pairs() || takes_tall_q_tiles(b.forward, shape)) &&
-           can_run(kernel, needs, device);
+    if (is_nan_safe(kernel)) return true;
+    return serves(kernel) && takes_tall_q_tiles(b.forward, sm90::kBackwardShapes[kernel.shape]) &&
+           (!needs_second_pass || nan_safe != kernels.end());
   });
   found = row != kernels.end();
   if (!found) return FA_OK;
@@ -142,7 +176,20 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // from registers, and store only in order.
   const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
   plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
+  if (!shape.nan_safe() && needs_second_pass) {
+    plan.nan_safe_shape = nan_safe->shape;
+    plan.nonfinite_offset = align_up(std::max(plan.workspace_bytes, nan_safe_pass(b, plan).workspace_bytes));
+    plan.workspace_bytes = plan.nonfinite_offset + align_up(sizeof(int32_t));
+  }
   return FA_OK;
+}
+
+BackwardPlan nan_safe_pass(const BackwardProblem &b, const BackwardPlan &plan) {
+  BackwardPlan second = plan;
+  second.shape = plan.nan_safe_shape;
+  second.nan_safe_shape = -1;
+  lay_out_workspace(b, sm90::kBackwardShapes[second.shape], second);
+  return second;
 }
 
 fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs, const Device &device, BackwardPlan &plan,

@@ -101,6 +101,8 @@ fa_status choose(const BackwardProblem &b, const Needs &needs, const Device &dev
 bool is_built(const ForwardPlan &plan, const Device &device, Dtype dtype) { return device.is_built(kernel_of(plan), dtype); }
 bool is_built(const BackwardPlan &plan, const Device &device, Dtype dtype) {
   return device.is_built(kernel_of(plan), dtype) &&
+         (plan.nan_safe_shape < 0 ||
+          device.is_built(kernels_of(plan.family, Pass::backward)[static_cast<size_t>(plan.nan_safe_shape)], dtype)) &&
          (plan.dbias_shape < 0 ||
           device.is_built(kernels_of(Family::sm80, Pass::backward)[static_cast<size_t>(plan.dbias_shape)], dtype));
 }

@@ -4,6 +4,7 @@
 
 #include "cuda/common/rows.cuh"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
+#include "cuda/kernels/bwd_pre_post/second_pass.cuh"
 
 namespace fa::cuda {
 
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
   constexpr int kStep = kThreads / 8;                        // 16 x 8 tiles per pass of the CTA, four per warp
   constexpr int kBatch = kTiles % (2 * kStep) == 0 ? 2 : 1;  // passes whose loads a warp has in flight
   static_assert(kTiles % 4 == 0 && (!kTransposed || (kD % 64 == 0 && kColumnTiles == kRows / 8)));
+  if (!is_pass_needed(a)) return;
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
@@ -42,7 +44,8 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         // Transposed, a warp takes 64 columns of the same eight rows.
-        const int tile = kTransposed ? (first / (4 * kColumnTiles) * 4 + n) * kColumnTiles + first / 4 % kColumnTiles : first + n;
+        const int tile =
+            kTransposed ? (first / (4 * kColumnTiles) * 4 + n) * kColumnTiles + first / 4 % kColumnTiles : first + n;
         x[m][n] = sum[tile * 32];
       }
       // A partial that no work tile adds to was never written. Its order counter is then 0. A partial consists of whole warps.

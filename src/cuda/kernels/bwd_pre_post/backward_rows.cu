@@ -10,6 +10,7 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
+#include "cuda/kernels/bwd_pre_post/second_pass.cuh"
 
 namespace fa::cuda {
 namespace {
@@ -140,6 +141,8 @@ template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
   const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
   pdl_launch_dependents();
+  if (!is_pass_needed(a)) return;
+  if (index == 0 && thread == 0 && a.nonfinite != nullptr) *a.nonfinite = 0;
   // Stores come first: they wait for no load.
   if (index == 0 && a.dq_semaphore != nullptr) {
     for (int n = thread; n <= a.more_counters; n += kThreads) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores + n] = 0;

@@ -30,6 +30,10 @@ struct BackwardRows {
   float *row_delta;
   float *dq_sum;          // (q_tile_rows * head_dim_bucket): fp32 sum for dq; null if dq is not wanted
   int32_t *dq_semaphore;  // (dq_semaphores)
+  // Kernels without a NaN-safe path multiply hidden pairs by P = 0. They set *nonfinite where that may have brought NaN into a result. Then a second
+  // pass computes everything again, by kernels with such a path: its launches have the flag as `only_if`, and end at once where it is 0.
+  int32_t *nonfinite;      // zeroed by backward_rows; null: nobody looks for such values
+  const int32_t *only_if;  // null: not a second pass
 };
 
 // Runs before the backward kernel: row_lse, row_delta, zeros in `dq_semaphore` and, with zero_dq_sum, in dq_sum.

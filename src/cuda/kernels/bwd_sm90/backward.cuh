@@ -31,6 +31,7 @@
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/bwd_pre_post/second_pass.cuh"
 #include "cuda/kernels/bwd_sm90/backward_cta.cuh"
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
 #include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
@@ -53,9 +54,9 @@ struct BackwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
-  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns. Such kernels serve problems in
-  // which every query sees every key; there are no registers for the NaN-safe path.
-  static constexpr bool kDqTransposed = kTileQ % 64 != 0, kHidesPairs = !kDqTransposed;
+  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns. There are no registers for the
+  // NaN-safe path; the scheduler warp looks for values that would need it.
+  static constexpr bool kDqTransposed = kTileQ % 64 != 0, kNanSafe = !kDqTransposed;
   // Parts of a Q tile: dP has registers for 64 or 80 queries.
   static constexpr int kDpQueries = kDqTransposed ? kTileQ : 64, kDpParts = kTileQ / kDpQueries;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
@@ -79,7 +80,7 @@ class Backward {
     if (threadIdx.x == 0) {
       mbarrier_init(k_full(), 1);
       mbarrier_init(v_full(), 1);
-      mbarrier_init(kv_empty(), C::kConsumerWarpgroups * 4);
+      mbarrier_init(kv_empty(), C::kConsumerWarpgroups * 4 + (C::kNanSafe ? 0 : 1));
       mbarrier_init(loads_issued(), 1);
       for (int n = 0; n < 2; ++n) {
         mbarrier_init(work_full(n), 1);
@@ -210,7 +211,8 @@ class Backward {
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
   static constexpr bool kPrefetchLse = !C::kConvertsEarly && !C::kHasBias && C::kDpParts == 1,
                         kPrefetchDelta = kPrefetchLse && C::kD < 128;
-  static constexpr int kEarlyDkSteps = C::kTileQ / 32;  // with one part: steps of dk before dq; the others run while dq is stored
+  static constexpr int kEarlyDkSteps =
+      C::kTileQ / 32;  // with one part: steps of dk before dq; the others run while dq is stored
   using QPipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
@@ -250,7 +252,6 @@ class Backward {
         } else {
           next.batch = -1;
         }
-        if constexpr (!C::kHidesPairs) cta_.describe_last_q_tile(next);
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
           WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
@@ -271,8 +272,35 @@ class Backward {
         __syncwarp();
       }
       if (!more) return;
+      if constexpr (!C::kNanSafe) look_for_nonfinite(work_index);
       if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
     }
+  }
+  // Without a NaN-safe path: sets params.nonfinite where hidden pairs of a work tile could bring NaN into a gradient. Such a pair contributes 0 times a
+  // row of K, Q or dO, and its dS has V in it. Every query sees a key: so where its row of q, dout or out is not finite, its lse or delta is not.
+  __device__ __forceinline__ void look_for_nonfinite(int work_index) const {
+    const WorkTile &t = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
+    mbarrier_wait(k_full(), work_index & 1);
+    mbarrier_wait(v_full(), work_index & 1);
+    if (cta_.params.nonfinite != nullptr && (t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end)) {
+      bool found = cta_.lane_has_nonfinite(smem_k(), 2 * C::kKBytes);  // K and V
+      pdl_wait();
+      const int group = static_cast<int>(cta_.problem.group), rows = cta_.params.q_tiles * C::kTileQ;
+      const int first = (t.batch * static_cast<int>(cta_.problem.heads_k) + t.head_k) * group;
+#pragma unroll 1
+      for (int n = 0; n < 2 * group; ++n) {  // the partial Q tiles at either end of the main loop
+        const int middle = min(t.full_begin, t.q_tile_end), begin = n & 1 ? max(t.full_end, middle) : t.q_tile_begin;
+        const int end = min((n & 1 ? t.q_tile_end : middle) * C::kTileQ, t.seqlen_q);
+#pragma unroll 1
+        for (int row = begin * C::kTileQ + cta_.lane; row < end; row += 32) {
+          const int64_t at = int64_t{first + n / 2} * rows + row;
+          found |= !(fabsf(cta_.params.row_lse[at]) < CUDART_INF_F) || !(fabsf(cta_.params.row_delta[at]) < CUDART_INF_F);
+        }
+      }
+      if (__any_sync(~0u, found) && cta_.lane == 0) *cta_.params.nonfinite = 1;
+    }
+    __syncwarp();
+    mbarrier_arrive_if(cta_.lane == 0, kv_empty());
   }
   // Packed sequences: the work tile `index` of this CTA, or the next one that it takes, so that it has keys; or a number past the end. Shorter
   // sequences have fewer work tiles than the longest one, and nothing to write in the others. All lanes look ahead, so a run of such tiles takes
@@ -311,7 +339,7 @@ class Backward {
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
   // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && C::kHidesPairs && !C::kHasDataMask;
+  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && C::kNanSafe && !C::kHasDataMask;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
   __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
@@ -434,9 +462,8 @@ class Backward {
           }
         }
       } else {
-        const int shift = cta_.q_tile_shift();
-        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i)
-          f(head_q, cta_.shifted_q_tile(i, shift), VisitedQTile::kAllCellsFull);
+        const auto q_tile_at = cta_.rotated_q_tiles();
+        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
       }
     }
   }
@@ -684,9 +711,7 @@ class Backward {
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
-    if constexpr (!C::kHidesPairs) {
-      partial = q_tile == cta_.work().full_begin || cta_.work().full_end == 0;
-    } else if constexpr (C::kDpParts == 1) {
+    if constexpr (C::kDpParts == 1) {
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
       if constexpr (C::kHasDataMask) partial |= map_partial;
     }
@@ -701,7 +726,7 @@ class Backward {
     if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     fence_proxy_async();
     BiasPairs<Element, C::kTileQ> bias;
-    bool masked = C::kHidesPairs && partial;  // whether the products may have to be computed over the visible pairs alone
+    bool masked = C::kNanSafe && partial;  // whether the products may have to be computed over the visible pairs alone
     if constexpr (C::kHasBias) {
       take_bias(n, bias);
       masked = named_barrier_or(1 + wg_, 128, partial || bias.any_nonfinite());
@@ -725,10 +750,7 @@ class Backward {
       cta_.exponentiate(p16_, s_, smem_lse(stage_), first_key(), q_tile * C::kTileQ,
                         cta_.head_terms(cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_));
     }
-    if (partial) {
-      if (!C::kHidesPairs && cta_.work().full_end != 0) q_tile = cta_.work().q_tile_end - 1;  // the place in the loop may be shifted
-      cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
-    }
+    if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
     if constexpr (C::kHasDataMask) {
       if (partial) {
 #pragma unroll
@@ -750,7 +772,7 @@ class Backward {
       }
       nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
-    if constexpr (C::kHidesPairs) {
+    if constexpr (C::kNanSafe) {
       if (nan_safe) {
         nan_safe_gradients(q_tile, n, shown);
       } else {
@@ -813,7 +835,7 @@ class Backward {
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
     }
-    if constexpr (C::kDpParts == 1 && C::kHidesPairs) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
+    if constexpr (C::kDpParts == 1 && C::kNanSafe) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     wgmma_fence();
     start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
@@ -823,7 +845,7 @@ class Backward {
     }
     wgmma_wait<1>();
     fence_operand(dq_);
-    if (C::kHidesPairs && nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
+    if (C::kNanSafe && nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, has_prev_);
     wgmma_wait<0>();
     fence_operand(dv_);
@@ -864,7 +886,7 @@ class Backward {
     const uint32_t ds = smem_ds((q_tiles - 1) & 1);
     wait_ds_full(q_tiles - 1);
     fence_proxy_async();
-    if (C::kHidesPairs && any_nan_safe((q_tiles - 1) & 1)) {
+    if (C::kNanSafe && any_nan_safe((q_tiles - 1) & 1)) {
       nan_safe_dq(ds);
     } else {
       fence_operand(dq_);
@@ -965,9 +987,9 @@ class Backward {
   __device__ __forceinline__ void nan_safe_dq(uint32_t ds) {
 #pragma unroll
     for (float &x : dq_) x = 0.f;
-    if constexpr (C::kHidesPairs)
+    if constexpr (C::kNanSafe)
       wgmma_ss_nan_safe<Element, Major::mn, C::kTileKv, C::kDqColumns, C::kTileKv>(dq_, dq_ds_operand(ds), cta_.warp * 16,
-                                                                                 dq_k_operand(), cta_.lane);
+                                                                                   dq_k_operand(), cta_.lane);
   }
 
   BackwardCta<C> cta_;
@@ -985,6 +1007,7 @@ class Backward {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) backward(const __grid_constant__ BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (C::kScores == kPlain && C::kNanSafe && !is_pass_needed(params)) return;
   extern __shared__ __align__(1024) char shared[];
   Backward<C>(params, shared).run();
 #endif

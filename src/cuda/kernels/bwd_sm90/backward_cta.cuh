@@ -96,24 +96,30 @@ struct BackwardCta {
     b.full_end = max(min(key0 - first + 1, diagonal.seqlen_q), 0) / C::kTileQ;
   }
 
-  // Where a work tile has no masked pairs, its main loop begins with a Q tile of its own: CTAs at work on one head then add to different rows of
-  // dq. The loop has the same Q tiles, `shift` tiles further up; those that would lie past the end are its last ones. Which Q tile it is matters
-  // only to the warps that load Q and that add dq. In kernels that hide no pairs it matters for the last one, too, see describe_last_q_tile().
-  __device__ __forceinline__ int q_tile_shift() const { return q_tile_shift(work()); }
-  __device__ __forceinline__ int q_tile_shift(const WorkTile &t) const {
-    if (!C::kRotates || params.ordered) return 0;
-    if (C::kHidesPairs ? t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end : t.full_end == 0) return 0;
-    return static_cast<int>(int64_t{t.key0} * (t.q_tile_end - t.q_tile_begin) / max(t.seqlen_k, 1));
-  }
-  __device__ __forceinline__ int shifted_q_tile(int q_tile, int shift) const {
-    q_tile += shift;
-    return q_tile < work().q_tile_end ? q_tile : q_tile - (work().q_tile_end - work().q_tile_begin);
+  // Where the Q tiles with masked pairs of a work tile are its last ones at most, the others begin with one of the work tile's own: CTAs at work on one
+  // head then add to different rows of dq. The loop has the same Q tiles, `shift` tiles further up; those that would lie past the last one without masked
+  // pairs are the first ones. Which Q tile it is matters only to the warps that load Q and that add dq.
+  struct RotatedQTiles {
+    int shift, begin, end;
+    // The Q tile at a place of the main loop.
+    __device__ __forceinline__ int operator()(int place) const {
+      if (place >= end) return place;
+      return place + shift < end ? place + shift : place + shift - (end - begin);
+    }
+  };
+  __device__ __forceinline__ RotatedQTiles rotated_q_tiles() const {
+    const WorkTile &t = work();
+    const int begin = t.q_tile_begin, end = min(t.full_end, t.q_tile_end);
+    if (!C::kRotates || params.ordered || t.full_begin > begin || end <= begin) return {0, 0, 0};
+    return {static_cast<int>(int64_t{t.key0} * (end - begin) / max(t.seqlen_k, 1)), begin, end};
   }
 
-  // Kernels that hide no pairs: rows behind the end of the sequence may be in the last Q tile. full_begin becomes its place in the main loop, or -1 if it
-  // is whole. full_end is 0 if keys behind the end are in the work tile; then every Q tile has masked pairs, and the main loop is not shifted.
-  __device__ __forceinline__ void describe_last_q_tile(WorkTile &t) const {
-    t.full_begin = t.q_tile_end * C::kTileQ > t.seqlen_q ? t.q_tile_end - 1 - q_tile_shift(t) : -1;
+  // Whether the part of a tile in shared memory that this lane of one warp searches has a value that is not finite.
+  __device__ __forceinline__ bool lane_has_nonfinite(uint32_t tile, int bytes) const {
+    NonfiniteSearch<Element> search;
+#pragma unroll 1
+    for (int at = lane * 16; at < bytes; at += 512) search.add(ld_shared_16(tile + at));
+    return search.any();
   }
 
   // Index in the workspace of the first Q tile of a query head.
@@ -461,11 +467,11 @@ struct BackwardCta {
     } else {
       int n = 0;
       for (int g = 0; g < static_cast<int>(problem.group); ++g) {
-        const int shift = q_tile_shift();
+        const RotatedQTiles q_tile_at = rotated_q_tiles();
         for (int i = work().q_tile_end - 1; i >= work().q_tile_begin; --i) {
           if (kWarps > 1 && n++ % kWarps != warp) continue;
-          reduce_dq_of_q_tile(work().head_k * static_cast<int>(problem.group) + g, shifted_q_tile(i, shift), partial, tile,
-                              full, empty, parity);
+          reduce_dq_of_q_tile(work().head_k * static_cast<int>(problem.group) + g, q_tile_at(i), partial, tile, full, empty,
+                              parity);
           parity ^= 1;
         }
       }

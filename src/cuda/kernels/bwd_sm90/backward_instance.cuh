@@ -49,7 +49,7 @@ BackwardKernels backward_instance() {
   static_assert(sizeof(typename Main::Config::Storage) == kShape.shared_bytes() && Main::Config::kTileKv == kShape.keys());
   return {reinterpret_cast<const void *>(Main::kKernel),
           reinterpret_cast<const void *>(&backward_dq<Element, kShape.rows, kShape.head_dim, 1, kShape.dq_columns() / 8,
-                                                      kShape.dq_threads(), !kShape.hides_pairs()>)};
+                                                      kShape.dq_threads(), kShape.transposes_dq()>)};
 }
 
 }  // namespace fa::cuda::sm90

@@ -36,10 +36,12 @@ struct BackwardShape {
   }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
-  // Whether pairs may be hidden, by a mask or by lengths that a tensor gives.
-  constexpr bool hides_pairs() const { return rows % 64 == 0; }
+  // dq is computed transposed: wgmma has 64 rows, and any multiple of 8 columns.
+  constexpr bool transposes_dq() const { return rows % 64 != 0; }
+  // Has a path for partial Q tiles in which a value is not finite. There are no registers for it beside tall Q tiles.
+  constexpr bool nan_safe() const { return !transposes_dq(); }
   // Of the kernel that converts the sum for dq: a whole number of its passes is a Q tile.
-  constexpr int32_t dq_threads() const { return rows % 64 == 0 ? 256 : 4 * rows; }
+  constexpr int32_t dq_threads() const { return transposes_dq() ? 4 * rows : 256; }
   // P goes from one consumer warpgroup to the other through shared memory.
   constexpr bool p_through_smem() const {
     return design == Design::cluster_p_smem || design == Design::cluster_p_smem_persistent;
@@ -53,25 +55,25 @@ struct BackwardShape {
   constexpr int32_t block_keys() const { return keys() / blocks(); }
   // Columns of a warp's dq accumulators.
   constexpr int32_t dq_columns() const {
-    return !hides_pairs()               ? rows  // dq^T
+    return transposes_dq()                ? rows
            : design == Design::single_cta ? head_dim * (rows / 64) / consumer_warpgroups
-           : head_dim % 128 == 0        ? 64
-                                        : head_dim / 2;
+           : head_dim % 128 == 0          ? 64
+                                          : head_dim / 2;
   }
   constexpr int32_t shared_bytes() const { return storage_bytes; }  // with a score text, too
 
   int32_t storage_bytes;
 };
 
-// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in f: for problems in which
-// every query sees every key.
+// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in t have tall Q
+// tiles, see takes_tall_q_tiles() in plan_backward.cpp.
 // X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, scores)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
   X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kPlain)                          \
   X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, kPlain)                           \
-  X(d128f, 128, 128, 2, 80, 2, 2, Design::single_cta, true, kPlain)                       \
+  X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, kPlain)                       \
   X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kPlain)                        \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, kPlain)           \
   X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kPlain)               \

@@ -74,7 +74,7 @@ struct SingleCtaStorage {
   char dout[kStages][kTileQ * kAtoms * 128];  // (kTileQ, kD)
   char ds[2][kTileKv * kTileQ * 2];           // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
   float dq[kConsumerWarpgroups][kTileQ * kD / kConsumerWarpgroups];  // partials, in the layout of the accumulators
-  static constexpr int kStats = (kTileQ + 31) / 32 * 32;  // TMA writes to multiples of 128 bytes
+  static constexpr int kStats = (kTileQ + 31) / 32 * 32;             // TMA writes to multiples of 128 bytes
   float lse[kStages][kStats], delta[kStages][kStats];
   Mbarrier k_full, v_full, ds_full[2], ds_empty[2];
   Mbarrier dq_full[kConsumerWarpgroups], dq_empty[kConsumerWarpgroups];

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// NaN and Inf in a row of q, k, v or dout reach the gradients of the rows that see it, and no others. The parity suite tests that on short sequences;
+// these are long enough for the backward kernels with tall Q tiles, which begin again where they meet such a value.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "gpu/attention.h"
+#include "gpu/device.h"
+
+namespace gpu {
+namespace {
+
+float to_float(uint16_t bits) {  // bfloat16
+  const uint32_t word = uint32_t{bits} << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof(x));
+  return x;
+}
+
+// A tensor (1, rows, heads, columns) of bfloat16 on the host.
+struct Host {
+  int64_t rows, heads, columns;
+  std::vector<uint16_t> bits;
+
+  explicit Host(const Tensor &t)
+      : rows(t.view().shape[1]), heads(t.view().shape[2]), columns(t.view().shape[3]), bits(rows * heads * columns) {
+    check(cudaMemcpy(bits.data(), t.view().data, bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  }
+  // The largest difference of head `head` to the same of `other`, over rows [begin, end) without `except`, as a part of other's largest element.
+  // Infinite where one of them is not finite.
+  double difference(const Host &other, int64_t head, int64_t begin, int64_t end, int64_t except = -1) const {
+    double most = 0, largest = 1e-30;
+    for (int64_t row = begin; row < end; ++row) {
+      if (row == except) continue;
+      for (int64_t column = 0; column < columns; ++column) {
+        const size_t at = static_cast<size_t>((row * heads + head) * columns + column);
+        const double mine = to_float(bits[at]), theirs = to_float(other.bits[at]);
+        if (!std::isfinite(mine) || !std::isfinite(theirs)) return std::numeric_limits<double>::infinity();
+        most = std::max(most, std::abs(mine - theirs));
+        largest = std::max(largest, std::abs(theirs));
+      }
+    }
+    return most / largest;
+  }
+  bool all_finite(int64_t head, int64_t begin, int64_t end) const { return std::isfinite(difference(*this, head, begin, end)); }
+};
+
+struct Gradients {
+  Host dq, dk, dv;
+  explicit Gradients(const Attention &a) : dq(a.dq), dk(a.dk), dv(a.dv) {}
+};
+
+class Nonfinite : public OnGpu, public ::testing::WithParamInterface<Shape> {
+ protected:
+  Gradients run(Attention &attention) {
+    attention.reset();
+    EXPECT_EQ(attention.forward(), "");
+    EXPECT_EQ(attention.backward(), "");
+    check(cudaStreamSynchronize(stream_), "backward");
+    return Gradients(attention);
+  }
+};
+
+// Sums of dq come in any order, and the second pass has other Q tiles: results differ by roundings to bfloat16.
+constexpr double kRounding = 0.02;
+
+TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
+  const Shape &shape = GetParam();
+  Attention attention(context_, stream_, shape);
+  const Gradients clean = run(attention);
+  const int64_t group = shape.group(), shift = shape.mask.kind == FA_MASK_CAUSAL ? shape.seqlen_k - shape.seqlen_q : 0;
+  std::mt19937_64 random(run_seed());
+  const uint16_t values[] = {0x7FC0, 0x7F80, 0xFF80};  // NaN, Inf, -Inf
+  struct {
+    const char *name;
+    const Tensor *tensor;
+    bool of_query;
+  } const tensors[] = {
+      {"q", &attention.q, true}, {"dout", &attention.dout, true}, {"k", &attention.k, false}, {"v", &attention.v, false}};
+  for (const auto &[name, tensor, of_query] : tensors) {
+    for (const uint16_t value : values) {
+      const int64_t row = static_cast<int64_t>(random() % static_cast<uint64_t>(of_query ? shape.seqlen_q : shape.seqlen_k)),
+                    column = static_cast<int64_t>(random() % static_cast<uint64_t>(shape.head_dim));
+      const int64_t heads = tensor->view().shape[2], head = heads - 1;
+      uint16_t *at = static_cast<uint16_t *>(tensor->view().data) + (row * heads + head) * shape.head_dim + column;
+      uint16_t before = 0;
+      check(cudaMemcpy(&before, at, 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+      check(cudaMemcpy(at, &value, 2, cudaMemcpyHostToDevice), "cudaMemcpy");
+      const Gradients poisoned = run(attention);
+      check(cudaMemcpy(at, &before, 2, cudaMemcpyHostToDevice), "cudaMemcpy");
+      SCOPED_TRACE(std::string(name) + ", row " + std::to_string(row) + ", column " + std::to_string(column) + ", value " +
+                   std::to_string(to_float(value)) + ", " + attention.kernel());
+
+      // Heads that share nothing with it.
+      EXPECT_LT(poisoned.dq.difference(clean.dq, 0, 0, shape.seqlen_q), kRounding);
+      EXPECT_LT(poisoned.dk.difference(clean.dk, 0, 0, shape.seqlen_k), kRounding);
+      EXPECT_LT(poisoned.dv.difference(clean.dv, 0, 0, shape.seqlen_k), kRounding);
+      const int64_t last = shape.heads_k - 1;
+      if (of_query) {
+        // Keys that the query does not see, and other queries.
+        const int64_t hidden = std::min(row + shift + 1, shape.seqlen_k);
+        EXPECT_LT(poisoned.dk.difference(clean.dk, last, hidden, shape.seqlen_k), kRounding);
+        EXPECT_LT(poisoned.dv.difference(clean.dv, last, hidden, shape.seqlen_k), kRounding);
+        EXPECT_LT(poisoned.dq.difference(clean.dq, head, 0, shape.seqlen_q, row), kRounding);
+        EXPECT_FALSE(poisoned.dk.all_finite(last, 0, hidden));
+      } else {
+        // Queries that do not see the key.
+        const int64_t seen = std::clamp<int64_t>(row - shift, 0, shape.seqlen_q);
+        for (int64_t h = last * group; h < shape.heads_q; ++h) {
+          EXPECT_LT(poisoned.dq.difference(clean.dq, h, 0, seen), kRounding);
+          // NaN shows in all that do. Inf of either sign may take all weight from a key.
+          if (seen < shape.seqlen_q && std::isnan(to_float(value))) {
+            EXPECT_FALSE(poisoned.dq.all_finite(h, seen, shape.seqlen_q));
+          }
+        }
+        if (seen == shape.seqlen_q) {  // no query sees it
+          EXPECT_LT(poisoned.dk.difference(clean.dk, last, 0, shape.seqlen_k), kRounding);
+          EXPECT_LT(poisoned.dv.difference(clean.dv, last, 0, shape.seqlen_k), kRounding);
+        }
+      }
+    }
+  }
+  RecordProperty("kernel", attention.kernel());
+}
+
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  const auto add = [&](const char *name, int64_t seqlen_q, int64_t seqlen_k, fa_mask_kind mask, uint32_t flags) {
+    Shape s;
+    s.name = name;
+    s.head_dim = 128;
+    s.heads_q = 4;
+    s.seqlen_q = seqlen_q;
+    s.seqlen_k = seqlen_k;
+    s.mask.kind = mask;
+    s.flags = flags;
+    all.push_back(s);
+  };
+  add("Causal", 2160, 2160, FA_MASK_CAUSAL, 0);
+  add("CausalMoreKeys", 2100, 2777, FA_MASK_CAUSAL, 0);
+  add("CausalTopLeft", 2160, 2600, FA_MASK_CAUSAL_TOP_LEFT, 0);
+  add("CausalDeterministic", 2160, 2160, FA_MASK_CAUSAL, FA_FLAG_DETERMINISTIC);
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, Nonfinite, ::testing::ValuesIn(shapes()),
+                         [](const ::testing::TestParamInfo<Shape> &info) { return info.param.name; });
+
+}  // namespace
+}  // namespace gpu
