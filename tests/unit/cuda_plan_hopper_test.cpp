@@ -283,9 +283,12 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
     if (head_dim == 256) {
       EXPECT_EQ(ordered.blocks, h200().multiprocessors);
     }
-    EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256) << head_dim;
+    // In order, tall Q tiles (head_dim 128) lose where keys are many.
+    EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256 && head_dim != 128) << head_dim;
     EXPECT_TRUE(sm90::kBackwardShapes[ordered.shape].ordered) << head_dim;
-    EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
+    if (head_dim != 128) {
+      EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
+    }
     EXPECT_GE(ordered.workspace_bytes,
               ordered.dq_semaphore_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.q_tiles * sizeof(int32_t))
         << head_dim;

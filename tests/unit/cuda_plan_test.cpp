@@ -397,17 +397,19 @@ TEST(CudaPlan, PlanesOfTheCellMap) {
 
 // Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
 TEST(CudaPlan, DeviceSideLengthsPlayNoPart) {
+  const int32_t unreadable_length = -1;  // not a length
   for (const int64_t seqlen_q : {1, 3, 1000}) {
     MaskedProblem p = problem(seqlen_q, 50000, 128);
     const ForwardPlan without = forward_plan(p, h200());
-    const BackwardPlan backward_without = backward_plan(backward_of(p), h200());
+    p.k_lengths.used = p.q_lengths.used = &unreadable_length;
+    const BackwardPlan backward = backward_plan(backward_of(p), h200());
     p.k_lengths.used = reinterpret_cast<const int32_t *>(16);  // following it would crash
     p.q_lengths.used = reinterpret_cast<const int32_t *>(16);
     const ForwardPlan with = forward_plan(p, h200());
     EXPECT_EQ(with.num_splits, without.num_splits);
     EXPECT_EQ(with.blocks, without.blocks);
     EXPECT_EQ(with.workspace_bytes, without.workspace_bytes);
-    EXPECT_EQ(backward_plan(backward_of(p), h200()).workspace_bytes, backward_without.workspace_bytes);
+    EXPECT_EQ(backward_plan(backward_of(p), h200()).workspace_bytes, backward.workspace_bytes);
     p.k_lengths.cu = p.q_lengths.cu = reinterpret_cast<const void *>(16);
     EXPECT_EQ(forward_plan(p, h200()).num_splits, without.num_splits);
   }

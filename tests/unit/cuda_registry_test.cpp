@@ -160,7 +160,7 @@ TEST(CudaSelect, RefusalsNameTheKernelThatIsLeftOut) {
   EXPECT_EQ(plan_backward(backward_of(p), device_with_only("sm90_fwd"), backward, error), FA_ERROR_NOT_BUILT);
   EXPECT_STREQ(
       error.text,
-      "this build (FA_ONLY) leaves out the kernel for this problem, sm90_bwd_bf16_d128, and every other that could run it");
+      "this build (FA_ONLY) leaves out the kernel for this problem, sm90_bwd_bf16_d128t, and every other that could run it");
   // The instance of 8-bit K and V has another name than the kernel.
   p = problem(1, 5000, 128);
   p.k.dtype = p.v.dtype = Dtype::e4m3;
