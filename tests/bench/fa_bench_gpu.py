@@ -5,7 +5,7 @@
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 
 Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
-faster ours is; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
+faster ours is, and `x FA4` where the package flash-attn-4 is installed; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
 with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
 run the kernels for that chip, plain ones too, whatever the device is. In the section fp8, ours and the published FA3 take e4m3 operands,
 all others, `x plain` too, bf16. In the section decode, `x read` compares with a kernel that only
@@ -155,7 +155,7 @@ def measure_case(case, context, budget_s, before=None, alone=False):
     if case.graph:
         per_call = timing.GRAPH_CALLS
         calls = {name: [timing.graph_of([kept[i % len(kept)] for i in range(per_call)])] for name, kept in calls.items()}
-    row["ms"] = timing.side_by_side({name: kept[0] for name, kept in calls.items()}, budget_s, per_call)
+    row["ms"] = timing.side_by_side({name: kept[0] for name, kept in calls.items()}, budget_s, per_call, lead="fa4" in calls)
     if case.section == "decode":
         row["gbytes"] = case.key_bytes / row["ms"]["ours"] / 1e6
     return report.add_ratios(row)

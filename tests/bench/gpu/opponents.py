@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FlashAttention-2, cuDNN and memory-efficient attention as bare operators: forward and backward without autograd's host work."""
+"""PyTorch's FlashAttention-2, cuDNN and memory-efficient attention, and FlashAttention-4 where the package flash-attn-4 is installed: forward and
+backward without autograd's host work."""
 
 from __future__ import annotations
+
+import importlib.util
+import sys
 
 import torch
 
@@ -76,6 +80,35 @@ class Efficient(Cudnn):
         grads = aten._scaled_dot_product_efficient_attention_backward(self.dout, self.q, self.k, self.v, self.bias, out, lse, seed,
                                                                       offset, 0.0, wanted, self.causal)
         return [grad.transpose(1, 2) for grad in grads[:3]]
+
+
+class Fa4:
+    """FlashAttention-4. It compiles a kernel when it is first called, for seconds; afterwards a call costs it hundreds of microseconds of host time,
+    which timing.side_by_side() hides."""
+
+    name = "fa4"
+
+    def __init__(self, q, k, v, causal, deterministic=False):
+        from flash_attn.cute import interface
+
+        self.interface = interface
+        self.q, self.k, self.v, self.causal, self.deterministic = q, k, v, causal, deterministic
+
+    def forward(self):
+        self.out, self.lse = self.interface._flash_attn_fwd(self.q, self.k, self.v, causal=self.causal, return_lse=True)[:2]
+        return self.out
+
+    def prepare_backward(self, dout):
+        self.dout = dout
+        self.forward()
+
+    def backward(self):
+        return self.interface._flash_attn_bwd(self.q, self.k, self.v, self.out, self.dout, self.lse, causal=self.causal,
+                                              deterministic=self.deterministic)[:3]
+
+
+def has_fa4():
+    return importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
 
 
 class Fa2Packed:
@@ -171,7 +204,8 @@ def opponents(case, q, k, v, cu, bias=None):
         # PyTorch's causal mask starts at the top left: other problems than ours unless queries and keys are as many.
         if case.causal and case.seqlen_q != case.seqlen_k:
             return readers
-        makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic) for kind in (Fa2, Cudnn)]
+        kinds = (Fa2, Cudnn, Fa4) if has_fa4() and case.section != "decode" else (Fa2, Cudnn)
+        makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic) for kind in kinds]
     able = []
     for make in makers:
         try:
@@ -180,4 +214,6 @@ def opponents(case, q, k, v, cu, bias=None):
             able.append(opponent)
         except RuntimeError:  # not for this shape
             pass
+        except Exception as failure:  # of FlashAttention-4's compiler
+            print(f"{case.name}: {type(failure).__name__}: {failure}", file=sys.stderr)
     return able + readers

@@ -180,6 +180,27 @@ std::vector<Case> cases() {
       }
     }
   }
+  // Backward with tall Q tiles: no mask, the last Q tile and the last KV tile in part, and a causal mask with NaN that some queries see, for which a
+  // second pass runs.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const bool causal : {false, true}) {
+      Case c;
+      c.seed = seed_for("every backward kernel with tall Q tiles") + static_cast<int64_t>(all.size());
+      c.dtype = dtype;
+      c.heads_q = causal ? 1 : 4;
+      c.heads_k = causal ? 1 : 2;
+      c.head_dim = c.head_dim_v = 128;
+      c.q.seqlen = causal ? 2070 : 235;
+      c.k.seqlen = causal ? 2070 : 300;
+      c.q.grad_layout = c.k.grad_layout = kBshd;
+      c.mask = causal ? FA_MASK_CAUSAL : FA_MASK_NONE;
+      c.flags = dtype == FA_FLOAT16 && !causal ? FA_FLAG_DETERMINISTIC : 0;
+      c.nan_visible = causal && dtype == FA_BFLOAT16 ? 1 : 0;
+      c.dlse = 1;
+      c.own_workspace = 1;
+      all.push_back(c);
+    }
+  }
   // fp8. Several query tiles and KV tiles, packed and not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128, 256}) {
