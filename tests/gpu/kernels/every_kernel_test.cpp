@@ -197,7 +197,6 @@ std::vector<Case> cases() {
       c.flags = dtype == FA_FLOAT16 && !causal ? FA_FLAG_DETERMINISTIC : 0;
       c.nan_visible = causal && dtype == FA_BFLOAT16 ? 1 : 0;
       c.dlse = 1;
-      c.own_workspace = 1;
       all.push_back(c);
     }
   }
