@@ -552,49 +552,63 @@ TEST(CudaPlanHopper, HopperKernelsForShortSequences) {
 
 }  // namespace
 
-// Tall Q tiles serve what every query sees whole, and long masks behind which a second pass stands ready.
-TEST(CudaPlanHopper, TallQTiles) {
-  const auto plan_of = [](int64_t seqlen_q, int64_t seqlen_k, auto set) {
-    BackwardProblem b = backward_of(problem(seqlen_q, seqlen_k, 128));
+// Kernels without a NaN-safe path serve what every query sees whole, and large problems with a mask, behind which a second pass stands ready.
+TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
+  Device device = h200();
+  device.second_pass_from = 0;
+  const auto plan_of = [&](int64_t head_dim, int64_t seqlen_q, int64_t seqlen_k, auto set) {
+    BackwardProblem b = backward_of(problem(seqlen_q, seqlen_k, head_dim));
     set(b.forward);
-    return backward_plan(b, h200());
+    return backward_plan(b, device);
   };
-  const auto is_tall = [](const BackwardPlan &plan) { return std::string(sm90::kBackwardShapes[plan.shape].name) == "d128t"; };
+  const auto is_safe = [](const BackwardPlan &plan) { return sm90::kBackwardShapes[plan.shape].nan_safe; };
   const auto plain = [](MaskedProblem &) {};
   const auto causal = [](MaskedProblem &p) { p.band.right = 0; };
   const auto window = [](int64_t left) { return [=](MaskedProblem &p) { p.band = {left, 0, false}; }; };
-  for (const int64_t seqlen : {960, 1000, 1024, 4096, 16384, 100000}) {
-    const BackwardPlan plan = plan_of(seqlen, 700, plain);
-    EXPECT_TRUE(is_tall(plan)) << seqlen;
-    EXPECT_EQ(plan.q_tiles, (seqlen + 79) / 80);
-    EXPECT_LT(plan.nan_safe_shape, 0) << "no pair is hidden";
+  for (const int64_t head_dim : {104, 128}) {
+    for (const int64_t seqlen : {960, 1000, 1024, 4096, 16384, 100000}) {
+      const BackwardPlan plan = plan_of(head_dim, seqlen, 700, plain);
+      EXPECT_FALSE(is_safe(plan)) << seqlen;
+      EXPECT_EQ(plan.q_tiles, (seqlen + 79) / 80);
+      EXPECT_LT(plan.nan_safe_shape, 0) << "no pair is hidden";
+    }
+    for (const int64_t seqlen : {2048, 4096, 16384}) {
+      const BackwardPlan plan = plan_of(head_dim, seqlen, seqlen, causal);
+      ASSERT_FALSE(is_safe(plan)) << seqlen;
+      ASSERT_GE(plan.nan_safe_shape, 0);
+      // The flag lies behind what either pass writes.
+      const BackwardPlan second = nan_safe_pass(backward_of(problem(seqlen, seqlen, head_dim)), plan);
+      EXPECT_TRUE(is_safe(second));
+      EXPECT_EQ(second.q_tiles, seqlen / 64);
+      EXPECT_LT(second.nan_safe_shape, 0);
+      EXPECT_LE(second.workspace_bytes, plan.nonfinite_offset);
+      EXPECT_LT(plan.nonfinite_offset, plan.workspace_bytes);
+    }
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, window(3000))));
+    EXPECT_TRUE(is_safe(plan_of(head_dim, 4096, 2048, causal))) << "queries without keys";
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 2048, 4096, causal)));
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 2048, [](MaskedProblem &p) { p.band = {Band::kUnlimited, 0, true}; })));
+    const int32_t lengths = 0;
+    const float sink = 0;
+    EXPECT_TRUE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.k_lengths.used = &lengths; })));
+    EXPECT_TRUE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.band.right = 0, p.sink = &sink; })));
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.sink = &sink; })));
+    const auto deterministic = [](MaskedProblem &p) { p.deterministic = true; };
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, deterministic)));
+    EXPECT_TRUE(is_safe(plan_of(head_dim, 16384, 16384, deterministic)));
   }
-  EXPECT_FALSE(is_tall(plan_of(512, 700, plain))) << "seven Q tiles of 80 rows are 560";
-  for (const int64_t seqlen : {2048, 4096, 16384}) {
-    const BackwardPlan plan = plan_of(seqlen, seqlen, causal);
-    ASSERT_TRUE(is_tall(plan)) << seqlen;
-    ASSERT_GE(plan.nan_safe_shape, 0);
-    EXPECT_TRUE(sm90::kBackwardShapes[plan.nan_safe_shape].nan_safe());
-    // The flag lies behind what either pass writes.
-    const BackwardPlan second = nan_safe_pass(backward_of(problem(seqlen, seqlen, 128)), plan);
-    EXPECT_EQ(second.q_tiles, seqlen / 64);
-    EXPECT_LT(second.nan_safe_shape, 0);
-    EXPECT_LE(second.workspace_bytes, plan.nonfinite_offset);
-    EXPECT_LT(plan.nonfinite_offset, plan.workspace_bytes);
-  }
-  EXPECT_TRUE(is_tall(plan_of(4096, 4096, window(3000))));
-  EXPECT_FALSE(is_tall(plan_of(4096, 4096, window(1024)))) << "main loops are short";
-  EXPECT_FALSE(is_tall(plan_of(1024, 1024, causal)));
-  EXPECT_FALSE(is_tall(plan_of(4096, 2048, causal))) << "queries without keys";
-  EXPECT_TRUE(is_tall(plan_of(2048, 4096, causal)));
-  EXPECT_TRUE(is_tall(plan_of(4096, 2048, [](MaskedProblem &p) { p.band = {Band::kUnlimited, 0, true}; })));
-  const int32_t lengths = 0;
-  const float sink = 0;
-  EXPECT_FALSE(is_tall(plan_of(4096, 4096, [&](MaskedProblem &p) { p.k_lengths.used = &lengths; })));
-  EXPECT_FALSE(is_tall(plan_of(4096, 4096, [&](MaskedProblem &p) { p.band.right = 0, p.sink = &sink; })));
-  EXPECT_TRUE(is_tall(plan_of(4096, 4096, [&](MaskedProblem &p) { p.sink = &sink; })));
-  EXPECT_TRUE(is_tall(plan_of(4096, 4096, [](MaskedProblem &p) { p.deterministic = true; })));
-  EXPECT_FALSE(is_tall(plan_of(16384, 16384, [](MaskedProblem &p) { p.deterministic = true; })));
+  // With Q tiles of 80 rows.
+  EXPECT_TRUE(is_safe(plan_of(128, 512, 700, plain))) << "seven Q tiles are 560 rows";
+  EXPECT_TRUE(is_safe(plan_of(128, 4096, 4096, window(1024)))) << "main loops are short";
+  EXPECT_TRUE(is_safe(plan_of(128, 1024, 1024, causal)));
+  // The second pass has to pay.
+  device = h200();
+  const MaskedProblem p = problem(4096, 4096, 128);
+  const double heads = static_cast<double>(p.batch * p.heads_q);
+  device.second_pass_from = heads * 4096 * 4096 * 128;
+  EXPECT_FALSE(is_safe(plan_of(128, 4096, 4096, causal)));
+  EXPECT_TRUE(is_safe(plan_of(128, 4095, 4095, causal)));
+  EXPECT_FALSE(is_safe(plan_of(128, 4095, 4095, plain)));
 }
 
 }  // namespace fa::cuda

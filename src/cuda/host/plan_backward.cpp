@@ -70,20 +70,27 @@ bool shows_every_query_a_key(const MaskedProblem &p) {
   return !diagonal.visible_keys({0, 1}).empty() && !diagonal.visible_keys({queries - 1, queries}).empty();
 }
 
-// Kernels with tall Q tiles have no NaN-safe path. They serve problems in which every query sees every key, and long ones with a mask, where a flag
-// says whether a second pass is needed (nan_safe_pass): what the kernel looks for tells of NaN and Inf where every query sees a key, and no sink.
-bool takes_tall_q_tiles(const MaskedProblem &p, const sm90::BackwardShape &shape) {
-  constexpr int64_t kFewestMasked = 2048,
-                    kMostOrdered = 4096;  // queries of a main loop with a mask; keys in deterministic mode
+// Kernels without a NaN-safe path serve problems in which every query sees every key, and large ones with a mask. There a flag says whether a second pass
+// is needed (nan_safe_pass). What they look for tells of NaN and Inf where every query sees a key, and no sink.
+bool does_without_nan_safe_path(const MaskedProblem &p, const Device &device, const sm90::BackwardShape &shape) {
+  // With Q tiles of 80 rows: queries of a main loop with a mask, and keys in deterministic mode.
+  constexpr int64_t kFewestMasked = 2048, kMostOrdered = 4096;
+  const bool tall = shape.transposes_dq();
   const int64_t queries = p.q_lengths.max_len, keys = p.k_lengths.max_len;
-  // Rows that fill up the last Q tile take a part of the gain, which is at least 5 %.
-  const auto padded = [&](int64_t rows) { return ceil_div(queries, rows) * rows; };
-  if (padded(shape.rows) * 19 > padded(64) * 20) return false;
-  // In the order of deterministic mode, many work tiles lose more than they gain.
-  if (shows_all_pairs(p)) return !p.deterministic || keys <= kMostOrdered;
   const Diagonal<int32_t>::Limits limits(p.band);
-  return std::min({queries, int64_t{limits.left} + limits.right}) >= kFewestMasked && p.sink == nullptr &&
-         shows_every_query_a_key(p);
+  const int64_t span = int64_t{limits.left} + limits.right;
+  if (tall) {
+    // Rows that fill up the last Q tile take a part of the gain, which is at least 5 %.
+    const auto padded = [&](int64_t rows) { return ceil_div(queries, rows) * rows; };
+    if (padded(shape.rows) * 19 > padded(64) * 20) return false;
+    // In the order of deterministic mode, many work tiles lose more than they gain.
+    if (shows_all_pairs(p)) return !p.deterministic || keys <= kMostOrdered;
+    if (std::min(queries, span) < kFewestMasked) return false;
+  }
+  if (shows_all_pairs(p)) return true;
+  const double pairs =
+      static_cast<double>(p.batch * p.heads_q) * static_cast<double>(queries) * static_cast<double>(std::min(keys, span));
+  return pairs * static_cast<double>(p.head_dim) >= device.second_pass_from && p.sink == nullptr && shows_every_query_a_key(p);
 }
 
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
@@ -132,15 +139,14 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const auto serves = [&](const KernelRow &kernel) {
     return p.k_lengths.max_len <= sm90::kBackwardShapes[kernel.shape].longest() && can_run(kernel, needs, device);
   };
-  const auto is_nan_safe = [&](const KernelRow &kernel) {
-    return sm90::kBackwardShapes[kernel.shape].nan_safe() && serves(kernel);
-  };
-  const auto nan_safe = std::find_if(kernels.begin(), kernels.end(), is_nan_safe);
+  const auto nan_safe = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
+    return sm90::kBackwardShapes[kernel.shape].nan_safe && serves(kernel);
+  });
   const bool needs_second_pass = !shows_all_pairs(b.forward);
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
-    if (is_nan_safe(kernel)) return true;
-    return serves(kernel) && takes_tall_q_tiles(b.forward, sm90::kBackwardShapes[kernel.shape]) &&
-           (!needs_second_pass || nan_safe != kernels.end());
+    const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
+    return serves(kernel) && (shape.nan_safe || (does_without_nan_safe_path(b.forward, device, shape) &&
+                                                 (!needs_second_pass || nan_safe != kernels.end())));
   });
   found = row != kernels.end();
   if (!found) return FA_OK;
@@ -176,7 +182,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // from registers, and store only in order.
   const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
   plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
-  if (!shape.nan_safe() && needs_second_pass) {
+  if (!shape.nan_safe && needs_second_pass) {
     plan.nan_safe_shape = nan_safe->shape;
     plan.nonfinite_offset = align_up(std::max(plan.workspace_bytes, nan_safe_pass(b, plan).workspace_bytes));
     plan.workspace_bytes = plan.nonfinite_offset + align_up(sizeof(int32_t));

@@ -38,7 +38,7 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_>
+template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_, bool kNanSafe_ = true>
 struct BackwardConfig {
   using Element = Element_;
   using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
@@ -54,9 +54,10 @@ struct BackwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
-  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns. There are no registers for the
-  // NaN-safe path; the scheduler warp looks for values that would need it.
-  static constexpr bool kDqTransposed = kTileQ % 64 != 0, kNanSafe = !kDqTransposed;
+  // Without it there is no NaN-safe path, and the scheduler warp looks for values that would need it.
+  static constexpr bool kNanSafe = kNanSafe_;
+  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
+  static constexpr bool kDqTransposed = kTileQ % 64 != 0;
   // Parts of a Q tile: dP has registers for 64 or 80 queries.
   static constexpr int kDpQueries = kDqTransposed ? kTileQ : 64, kDpParts = kTileQ / kDpQueries;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
@@ -68,7 +69,8 @@ struct BackwardConfig {
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
-  static_assert(kTileQ % 16 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns);
+  static_assert(kTileQ % 16 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns &&
+                !(kDqTransposed && kNanSafe));
 };
 
 template <class C>
@@ -723,7 +725,7 @@ class Backward {
     // Here it runs beside S and dP.
     if (has_prev_) wait_ds_full(n - 1);
     bool nan_safe_prev = false;  // with one part it is read later: head_dim 128 has no register for it here
-    if constexpr (C::kDpParts > 1) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
+    if constexpr (C::kDpParts > 1 && C::kNanSafe) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     fence_proxy_async();
     BiasPairs<Element, C::kTileQ> bias;
     bool masked = C::kNanSafe && partial;  // whether the products may have to be computed over the visible pairs alone

@@ -26,7 +26,8 @@ struct BackwardShape {
   int32_t rows;                  // queries of a Q tile
   int32_t stages, dout_stages;   // pipeline stages of Q, and of dO
   Design design;
-  bool ordered;     // has the deterministic mode, in which work tiles add to dq in ascending order
+  bool ordered;   // has the deterministic mode, in which work tiles add to dq in ascending order
+  bool nan_safe;  // has a path for partial Q tiles in which a value is not finite; without it a second pass takes care of that
   ScoreSet scores;  // the score terms it is built for
 
   constexpr bool scored() const { return scores != kPlain; }
@@ -38,8 +39,6 @@ struct BackwardShape {
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
   // dq is computed transposed: wgmma has 64 rows, and any multiple of 8 columns.
   constexpr bool transposes_dq() const { return rows % 64 != 0; }
-  // Has a path for partial Q tiles in which a value is not finite. There are no registers for it beside tall Q tiles.
-  constexpr bool nan_safe() const { return !transposes_dq(); }
   // Of the kernel that converts the sum for dq: a whole number of its passes is a Q tile.
   constexpr int32_t dq_threads() const { return transposes_dq() ? 4 * rows : 256; }
   // P goes from one consumer warpgroup to the other through shared memory.
@@ -65,36 +64,36 @@ struct BackwardShape {
   int32_t storage_bytes;
 };
 
-// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in t have tall Q
-// tiles, see takes_tall_q_tiles() in plan_backward.cpp.
-// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, scores)
+// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in t are of kernels without a
+// NaN-safe path, see does_without_nan_safe_path() in plan_backward.cpp; beside Q tiles of 80 queries there are no registers for one.
+// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, nan_safe, scores)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kPlain)                          \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, kPlain)                           \
-  X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, kPlain)                       \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kPlain)                        \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, kPlain)           \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kPlain)               \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, kPlain)       \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, kPlain)                   \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kPlain)        \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kSoftcap | kAlibi)              \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kSoftcapAlibi)                \
-  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kMasked)                       \
-  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kMasked)                      \
-  X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kDropout)                       \
-  X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, kDropout)                     \
-  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, kTileBias)                      \
-  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, kTileBias)                    \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, kSoftcapAlibi)       \
-  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, kSoftcapAlibi)
+  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kPlain)                          \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                           \
+  X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, false, kPlain)                       \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                        \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, true, kPlain)           \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kPlain)               \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, kPlain)       \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, kPlain)                   \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kPlain)        \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kSoftcap | kAlibi)              \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kSoftcapAlibi)                \
+  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kMasked)                       \
+  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kMasked)                      \
+  X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kDropout)                       \
+  X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kDropout)                     \
+  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kTileBias)                      \
+  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kTileBias)                    \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)       \
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)
 // clang-format on
 
 // Shared memory of a line of the table.
 template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int32_t rows, int32_t stages, int32_t dout_stages,
-          Design design, bool ordered, ScoreSet scores>
+          Design design, bool ordered, bool nan_safe, ScoreSet scores>
 constexpr int32_t storage_bytes() {
   constexpr bool p_through_smem = design != Design::cluster_p_registers;
   using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;
