@@ -122,9 +122,13 @@ inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const
 
 // S of a tile from unpacked keys for the very short queries whose forward takes dot products. The tiled forward adds up a product in
 // the order of product_to_tile. Following the same order, S has the same rounding errors as in forward, and what the keys of a row
-// share of these cancels in S - lse, as it does in a softmax.
+// share of these cancels in S - lse, as it does in a softmax. (The tile unit sums S and S^T up in the same order.)
 inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &queries) {
-  return forward_mode(queries.len * p.group) == ForwardMode::kVector;
+  const int64_t rows = queries.len * p.group;
+#if defined(FA_TARGET_AMX)
+  if (rows >= kTileVectorRows) return false;
+#endif
+  return forward_mode(rows) == ForwardMode::kVector;
 }
 inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim, const float *q, int64_t ldq,
                                  float *s, int64_t lds) {

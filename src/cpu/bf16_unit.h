@@ -5,8 +5,8 @@
 //
 //   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns
 //
-// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by vectors. Products of
-// bf16 are exact; both units round sums to nearest, take subnormal operands for zero and give zero where a sum is subnormal. The tile unit
+// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by vectors.
+// multiply<kAdd, 1> of the tile unit has columns 0 .. 15 alone. Products of bf16 are exact; both units round sums to nearest, take subnormal operands for zero and give zero where a sum is subnormal. The tile unit
 // sums even and odd products apart; vectors add the two products of a pair one after the other, so that their results differ by rounding.
 #pragma once
 
@@ -37,48 +37,40 @@ constexpr int64_t kRightStep = 2 * kTileBf16;
 // 2 x 2 tiles of sums, so that every tile loaded is used twice.
 class Bf16Unit {
  public:
-  template <bool kAdd>
+  template <bool kAdd, int kColumns = 2>
   void multiply(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
-    rows > kTileRows ? halves<2, kAdd>(steps, left, right, c) : halves<1, kAdd>(steps, left, right, c);
+    rows > kTileRows ? halves<2, kColumns, kAdd>(steps, left, right, c) : halves<1, kColumns, kAdd>(steps, left, right, c);
   }
 
  private:
-  template <int kHalves, bool kAdd>
+  template <int kHalves, int kColumns, bool kAdd>
   void halves(int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
     const int64_t row_bytes = c.row * int64_t{sizeof(float)};
     if constexpr (kAdd) {
       tiles_.template load<0>(c.at, row_bytes);
-      tiles_.template load<1>(c.at + c.column, row_bytes);
-      if constexpr (kHalves == 2) {
-        tiles_.template load<2>(c.at + c.half, row_bytes);
-        tiles_.template load<3>(c.at + c.half + c.column, row_bytes);
-      }
+      if constexpr (kColumns == 2) tiles_.template load<1>(c.at + c.column, row_bytes);
+      if constexpr (kHalves == 2) tiles_.template load<2>(c.at + c.half, row_bytes);
+      if constexpr (kHalves == 2 && kColumns == 2) tiles_.template load<3>(c.at + c.half + c.column, row_bytes);
     } else {
       tiles_.template zero<0>();
-      tiles_.template zero<1>();
-      if constexpr (kHalves == 2) {
-        tiles_.template zero<2>();
-        tiles_.template zero<3>();
-      }
+      if constexpr (kColumns == 2) tiles_.template zero<1>();
+      if constexpr (kHalves == 2) tiles_.template zero<2>();
+      if constexpr (kHalves == 2 && kColumns == 2) tiles_.template zero<3>();
     }
     for (int64_t i = 0; i < steps; ++i, left.at += left.step, right += kRightStep) {
       tiles_.template load<6>(right);
       tiles_.template load<4>(left.at);
-      tiles_.template load<7>(right + kTileBf16);
+      if constexpr (kColumns == 2) tiles_.template load<7>(right + kTileBf16);
       tiles_.template dot<0, 4, 6>();
       if constexpr (kHalves == 2) tiles_.template load<5>(left.at + left.half);
-      tiles_.template dot<1, 4, 7>();
-      if constexpr (kHalves == 2) {
-        tiles_.template dot<2, 5, 6>();
-        tiles_.template dot<3, 5, 7>();
-      }
+      if constexpr (kColumns == 2) tiles_.template dot<1, 4, 7>();
+      if constexpr (kHalves == 2) tiles_.template dot<2, 5, 6>();
+      if constexpr (kHalves == 2 && kColumns == 2) tiles_.template dot<3, 5, 7>();
     }
     tiles_.template store<0>(c.at, row_bytes);
-    tiles_.template store<1>(c.at + c.column, row_bytes);
-    if constexpr (kHalves == 2) {
-      tiles_.template store<2>(c.at + c.half, row_bytes);
-      tiles_.template store<3>(c.at + c.half + c.column, row_bytes);
-    }
+    if constexpr (kColumns == 2) tiles_.template store<1>(c.at + c.column, row_bytes);
+    if constexpr (kHalves == 2) tiles_.template store<2>(c.at + c.half, row_bytes);
+    if constexpr (kHalves == 2 && kColumns == 2) tiles_.template store<3>(c.at + c.half + c.column, row_bytes);
   }
 
   Tiles tiles_;

@@ -60,6 +60,10 @@ ForwardProducts products_of(fa_cpu_isa isa) {
   return isa == FA_CPU_ISA_AMX || isa == FA_CPU_ISA_AVX512_BF16 ? ForwardProducts::kTiles : ForwardProducts::kFma;
 }
 
+ForwardLayout layout_of(const ScoredForward &p, fa_cpu_isa isa, int32_t tasks) {
+  return forward_layout(p, products_of(isa), isa == FA_CPU_ISA_AMX, tasks);
+}
+
 const char *reason_of(ForwardMode mode) {
   switch (mode) {
     case ForwardMode::kTiled:
@@ -94,7 +98,7 @@ Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
   plan.kernel = kernels_of(isa).names[static_cast<int>(mode)];
   plan.reason = reason_of(mode);
   plan.tasks = worker_count(problem, machine, mode, products_of(isa));
-  const ForwardLayout layout = forward_layout(problem, products_of(isa), plan.tasks);
+  const ForwardLayout layout = layout_of(problem, isa, plan.tasks);
   plan.num_splits = mode == ForwardMode::kTiled ? 1 : static_cast<int32_t>(layout.max_splits);
   plan.workspace_bytes = layout.total_bytes;
   return plan;
@@ -104,7 +108,7 @@ bool forward(const ScoredForward &problem, const Machine &machine, const Plan &p
   const fa_cpu_isa isa = isa_of(problem, machine);
   ForwardJob job;
   job.problem = &problem;
-  job.layout = forward_layout(problem, products_of(isa), plan.tasks);
+  job.layout = layout_of(problem, isa, plan.tasks);
   job.workspace = static_cast<char *>(workspace);
   make_block_list_bits(problem, reinterpret_cast<uint64_t *>(job.workspace + job.layout.list_bits_at));
   Schedule schedule(workspace, job.layout.slots, problem.batch * problem.heads_k);

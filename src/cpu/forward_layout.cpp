@@ -21,6 +21,20 @@ int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 size_t area(int64_t floats) { return static_cast<size_t>(round_up(floats + kMaxVector, 64)) * sizeof(float); }
 size_t area_bytes(size_t bytes) { return area(static_cast<int64_t>(bytes / sizeof(float))); }
 
+VectorTilesLayout vector_tiles_layout(const MaskedProblem &p) {
+  constexpr int64_t kTileFloats = 256;
+  const int64_t heads = vector_heads(p, kTileVectorRows), dim = round_up(p.head_dim, kTilePad),
+                dim_v = round_up(p.head_dim_v, kTilePad);
+  VectorTilesLayout l;
+  l.queries = area(heads * dim / kTilePad * 2 * kTileFloats);
+  l.keys = area(kTileStripRows * dim / 2);
+  l.products = area(2 * kTileFloats);
+  l.values = area(kVectorTileKeys * dim_v / 2);
+  l.p = area(kVectorTileKeys / kTilePad * kTileFloats);
+  l.outputs = area(heads * dim_v / 16 * kTileFloats);
+  return l;
+}
+
 }  // namespace
 
 ForwardMode forward_mode(int64_t rows) {
@@ -40,7 +54,7 @@ int64_t vector_heads(const MaskedProblem &p, int64_t rows) {
   return std::clamp<int64_t>(std::min(by_bytes, by_rows), 1, p.heads_k);
 }
 
-ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, int32_t tasks) {
+ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, bool vector_tiles, int32_t tasks) {
   const int64_t max_rows = p.group * p.q_lengths.max_len;
   const int64_t max_keys = p.k_lengths.max_len;
   // Shorter sequences than the longest exist only if lengths are given as data.
@@ -70,13 +84,14 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
     l.max_splits = std::max(l.max_splits, splits);
     partials = std::max(partials, splits * rows * (2 + l.dim_v));
   };
-  if (vector) reserve(ForwardMode::kVector, kVectorScratchRows);
+  if (vector) reserve(ForwardMode::kVector, exact ? vector_heads(p, max_rows) * max_rows : kVectorScratchRows);
   if (tiled_split) reserve(ForwardMode::kTiledSplit, std::min(max_rows, kBlockRows));
   if (l.max_splits > 1) l.slot_partials = area(partials);
   l.slot_bytes = l.slot_keys + l.slot_values + l.slot_flags + l.slot_partials;
 
-  const int64_t rows = std::min(round_up(max_rows, tiles ? kTileStripRows : kWholeStrips), l.block_rows);
-  static_assert(kVectorScratchRows <= kWholeStrips && kVectorScratchRows <= kTileStripRows && kVectorSplitKeys <= kBlockKeys,
+  const int64_t rows = std::max(std::min(round_up(max_rows, tiles ? kTileStripRows : kWholeStrips), l.block_rows),
+                                vector ? kVectorScratchRows : 0);
+  static_assert(kVectorScratchRows <= kTilePassStrips * kTileStripRows && kVectorSplitKeys <= kBlockKeys,
                 "a vector split fits where a tile does");
   // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.
   l.worker_queries =
@@ -91,10 +106,12 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);
   }
+  if (vector && vector_tiles) l.vector_tiles = vector_tiles_layout(p);
   if (masks_pairs(p, p.score)) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
   if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
-  l.worker_bytes = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p +
-                   l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
+  l.vector_tiles_at = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p;
+  l.worker_bytes =
+      l.vector_tiles_at + l.vector_tiles.bytes() + l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));

@@ -31,7 +31,12 @@ constexpr int64_t kTiledSplitKeys = 1024;
 // Where the heads of a key are adjacent, a vector kernel reads several of them in one go: processors prefetch well along a page
 // and badly across pages. Bytes of a key it goes for, and rows (of all these heads) whose scores it keeps.
 constexpr int64_t kVectorRunBytes = 8192;
-constexpr int64_t kVectorScratchRows = 32;
+constexpr int64_t kVectorScratchRows = 64;
+// Rows of a key head from which on a vector kernel multiplies bf16 on the tile unit, where there is one: vectors work for every row, tiles
+// for 16 whatever their number. And keys whose values it packs at a time: enough that reading and writing tiles of the output costs little,
+// few enough for L1.
+constexpr int64_t kTileVectorRows = 5;
+constexpr int64_t kVectorTileKeys = 64;
 
 // How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads.
 enum class ForwardMode {
@@ -44,6 +49,18 @@ enum class ForwardMode {
 enum class ForwardProducts {
   kFma,   // fp32 multiply-adds on panels of floats
   kTiles  // AMX or vdpbf16ps on tiles of bf16
+};
+
+// Bytes of what cpu/forward_vector_tiles.h keeps, in its order.
+struct VectorTilesLayout {
+  size_t queries = 0;
+  size_t keys = 0;
+  size_t products = 0;
+  size_t values = 0;
+  size_t p = 0;
+  size_t outputs = 0;
+
+  size_t bytes() const { return queries + keys + products + values + p + outputs; }
 };
 
 struct ForwardLayout {
@@ -68,11 +85,13 @@ struct ForwardLayout {
   size_t worker_rows = 0;     // per-row state
   size_t worker_dropout = 0;  // dropout scales of a strip
   size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
-  size_t worker_keys = 0;     // kTiledSplit: one packed key block
+  VectorTilesLayout vector_tiles;
+  size_t worker_keys = 0;  // kTiledSplit: one packed key block
   size_t worker_values = 0;
   size_t worker_bits = 0;    // masks as data: a bit per row and key of a block
   size_t worker_slices = 0;  // slices that touch the rows of a block
   size_t worker_bytes = 0;
+  size_t vector_tiles_at = 0;  // from the start of the area
 
   // From the start of the workspace.
   size_t slots_at = 0;
@@ -86,6 +105,7 @@ int64_t block_rows(ForwardProducts products);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.
 int64_t vector_heads(const MaskedProblem &problem, int64_t rows);
-ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, int32_t tasks);
+// `vector_tiles`: ForwardMode::kVector multiplies on the tile unit.
+ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, bool vector_tiles, int32_t tasks);
 
 }  // namespace fa::cpu

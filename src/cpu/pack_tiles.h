@@ -53,24 +53,32 @@ FA_INLINE I load_pairs(const uint16_t *row, int64_t i, int64_t dim) {
   return Simd::iload(pairs);
 }
 
-// Rows ahead of the one being packed that are fetched into the cache. Rows of one head lie a page or so apart, where processors do not
+// In place of Magnitudes where nobody asks.
+struct NoMagnitudes {
+  FA_INLINE void see(I) {}
+};
+
+// Rows ahead of the one being packed that are fetched into the cache; 0 where the caller does that. Rows of one head lie a page or so apart, where processors do not
 // prefetch by themselves.
 constexpr int64_t kRowsAhead = 16;
 
 // Rows for the left side of a product: tile (strip, step, half) has 16 rows of elements [32 step, 32 step + 32), two halves a strip of
 // 32 rows. `row(r)` is where row r begins, or null for a row of zeros; rows past `rows` are zero.
-template <class RowOf>
-inline Magnitudes pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
-  Magnitudes seen;
+template <class Seen = Magnitudes, int64_t kAhead = kRowsAhead, class RowOf>
+inline Seen pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
+  Seen seen;
   const int64_t steps = round_up(dim, kTileDepth) / kTileDepth;
   for (int64_t r = 0; r < round_up(rows, 2 * kTileRows); ++r) {
-    if (r + kRowsAhead < rows) prefetch_row(row(r + kRowsAhead), dim * 2);
+    if (kAhead > 0 && r + kAhead < rows) prefetch_row(row(r + kAhead), dim * 2);
     const auto *from = r < rows ? reinterpret_cast<const uint16_t *>(row(r)) : nullptr;
     uint16_t *tile = to + (r / 32 * steps * 2 + r / 16 % 2) * kTileBf16 + r % 16 * kTileDepth;
-    for (int64_t i = 0; i < steps * kTileDepth; i += 2 * kWidth) {
-      const I pairs = from != nullptr ? load_pairs(from, i, dim) : Simd::iset(0);
-      seen.see(pairs);
-      Simd::istore(reinterpret_cast<uint32_t *>(tile + i / kTileDepth * 2 * kTileBf16 + i % kTileDepth), pairs);
+    for (int64_t step = 0; step < steps; ++step, tile += 2 * kTileBf16) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kTileDepth; i += 2 * kWidth) {
+        const I pairs = from != nullptr ? load_pairs(from, step * kTileDepth + i, dim) : Simd::iset(0);
+        seen.see(pairs);
+        Simd::istore(reinterpret_cast<uint32_t *>(tile + i), pairs);
+      }
     }
   }
   return seen;
@@ -169,28 +177,32 @@ inline Magnitudes pack_key_tiles(const Rows &keys, int64_t begin, int64_t end, i
 
 // Values [begin, end) for the right side of P V, whose rows they are: tile (panel of 32 columns, step of 32 keys, half) has pairs of
 // keys for 16 columns. Panels are `panel_elements` apart.
-inline Magnitudes pack_value_tiles(const Rows &values, int64_t begin, int64_t end, int64_t dim, int64_t panel_elements,
-                                   uint16_t *to) {
-  Magnitudes seen;
+template <class Seen = Magnitudes, int64_t kAhead = kRowsAhead>
+inline Seen pack_value_tiles(const Rows &values, int64_t begin, int64_t end, int64_t dim, int64_t panel_elements,
+                             uint16_t *to) {
+  Seen seen;
   const int64_t padded = round_up(dim, kTilePanel);
   for (int64_t j = begin; j < begin + round_up(end - begin, kTileDepth); j += 2) {
     const auto *even = j < end ? reinterpret_cast<const uint16_t *>(values.row(j)) : nullptr;
     const auto *odd = j + 1 < end ? reinterpret_cast<const uint16_t *>(values.row(j + 1)) : nullptr;
-    for (int64_t ahead = j + kRowsAhead; ahead < min64(end, j + kRowsAhead + 2); ++ahead)
+    for (int64_t ahead = j + kAhead; kAhead > 0 && ahead < min64(end, j + kAhead + 2); ++ahead)
       prefetch_row(values.row(ahead), dim * 2);
     const int64_t key = j - begin;
-    uint16_t *const tile = to + key / kTileDepth * 2 * kTileBf16 + key % kTileDepth / 2 * kTileDepth;
-    for (int64_t c = 0; c < padded; c += kWidth) {
-      const int n = static_cast<int>(max64(min64(dim - c, kWidth), 0));
-      const auto load = [&](const uint16_t *row) __attribute__((always_inline)) {
-        if (row == nullptr || n == 0) return Simd::iset(0);
-        return Simd::bits(n == kWidth ? Simd::load_bf16(row + c) : ElementBf16::load(row + c, n));
-      };
-      const I pairs = Simd::ior(Simd::template shr<16>(load(even)), load(odd));
-      seen.see(pairs);
-      Simd::istore(reinterpret_cast<uint32_t *>(tile + c / kTilePanel * panel_elements +
-                                                c % kTilePanel / kTileRows * kTileBf16 + c % kTileRows * 2),
-                   pairs);
+    uint16_t *tile = to + key / kTileDepth * 2 * kTileBf16 + key % kTileDepth / 2 * kTileDepth;
+    for (int64_t c = 0; c < padded; c += kTilePanel, tile += panel_elements) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
+        const I x = even != nullptr ? load_pairs(even, c + i, dim) : Simd::iset(0);
+        const I y = odd != nullptr ? load_pairs(odd, c + i, dim) : Simd::iset(0);
+        I pairs[2];
+        Simd::interleave_u16(x, y, pairs[0], pairs[1]);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; ++n) {
+          const int64_t column = i + n * kWidth;
+          seen.see(pairs[n]);
+          Simd::istore(reinterpret_cast<uint32_t *>(tile + column / kTileRows * kTileBf16 + column % kTileRows * 2), pairs[n]);
+        }
+      }
     }
   }
   return seen;

@@ -143,16 +143,7 @@ struct ElementE4m3 {
   using Type = uint8_t;
   static constexpr bool kQuantised = true;
   static constexpr float kLargest = 448.0f;
-  static FA_INLINE F load(const Type *p) {
-    const I byte = Simd::iload_u8(p), magnitude = Simd::iand(byte, Simd::iset(0x7F));
-    // Exponent and fraction where fp32 has them; subnormals are multiples of 2^-9. (A product with 2^120 would do both, but its factor
-    // is then a subnormal of fp32, which costs a processor a hundred cycles.)
-    const F normal = Simd::from_bits(Simd::iadd(Simd::shl<20>(magnitude), Simd::iset(120u << 23)));
-    const F subnormal = Simd::mul(Simd::to_float(magnitude), Simd::set(0x1p-9f));
-    const F value = Simd::select(Simd::ilt(magnitude, Simd::iset(8)), subnormal, normal);
-    const F number = Simd::select(Simd::ieq(magnitude, Simd::iset(0x7F)), Simd::set(__builtin_nanf("")), value);
-    return Simd::from_bits(Simd::ior(Simd::bits(number), Simd::shl<24>(Simd::iand(byte, Simd::iset(0x80)))));
-  }
+  static FA_INLINE F load(const Type *p) { return Simd::load_e4m3(p); }
   static FA_INLINE F load(const Type *p, int n) {
     Type buffer[kWidth] = {0};
     __builtin_memcpy(buffer, p, static_cast<size_t>(n));
@@ -180,10 +171,7 @@ struct ElementI8 {
   using Type = int8_t;
   static constexpr bool kQuantised = true;
   static constexpr float kLargest = 127.0f;
-  static FA_INLINE F load(const Type *p) {
-    const I byte = Simd::iload_u8(reinterpret_cast<const uint8_t *>(p));
-    return Simd::sub(Simd::to_float(Simd::ixor(byte, Simd::iset(0x80))), Simd::set(128.0f));
-  }
+  static FA_INLINE F load(const Type *p) { return Simd::to_float(Simd::iload_i8(p)); }
   static FA_INLINE F load(const Type *p, int n) {
     Type buffer[kWidth] = {0};
     __builtin_memcpy(buffer, p, static_cast<size_t>(n));

@@ -71,6 +71,25 @@ struct Simd {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
   }
+  // to[n] = reduce_add(x[n]), to the bit.
+  template <int N>
+  static FA_INLINE void reduce_add(const F (&x)[N], float *to) {
+    if constexpr (N % 4 != 0) {
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) to[n] = reduce_add(x[n]);
+    } else {
+      const auto halves = [](F a) __attribute__((always_inline)) {
+        return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+      };
+#pragma GCC unroll 2
+      for (int n = 0; n < N; n += 4) {
+        const __m128 a = halves(x[n]), b = halves(x[n + 1]), c = halves(x[n + 2]), d = halves(x[n + 3]);
+        const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+        const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+        _mm_storeu_ps(to + n, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+      }
+    }
+  }
   static FA_INLINE float reduce_max(F a) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
@@ -109,14 +128,22 @@ struct Simd {
   }
 
   // kWidth bytes, widened and narrowed (they fit).
-  static FA_INLINE I iload_u8(const uint8_t *p) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+  static FA_INLINE I iload_i8(const int8_t *p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
   }
   static FA_INLINE void istore_u8(uint8_t *p, I x) {
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packus_epi16(words, words));
   }
 
+  // e4m3 by way of fp16, which has its numbers times 2^-8. The sum carries into the highest bit of the exponent where exponent and
+  // fraction are all ones: that NaN is one of fp16, too.
+  static FA_INLINE F load_e4m3(const uint8_t *p) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+    const __m128i shifted = _mm_slli_epi16(wide, 7), sum = _mm_add_epi16(shifted, _mm_set1_epi16(0x80));
+    const __m128i half = _mm_xor_si128(shifted, _mm_and_si128(sum, _mm_set1_epi16(0x4000)));
+    return mul(_mm256_cvtph_ps(half), set(256.0f));
+  }
   static FA_INLINE F load_f16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
   }

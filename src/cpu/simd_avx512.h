@@ -71,6 +71,31 @@ struct Simd {
   }
 
   static FA_INLINE float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
+  // to[n] = reduce_add(x[n]), to the bit.
+  template <int N>
+  static FA_INLINE void reduce_add(const F (&x)[N], float *to) {
+    if constexpr (N % 4 != 0) {
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) to[n] = reduce_add(x[n]);
+    } else {
+      F t[4] = {zero(), zero(), zero(), zero()};
+#pragma GCC unroll 4
+      for (int n = 0; n < N / 4; ++n) t[n] = add_lanes(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+      // Lane n of 128 bits, column m: the sum of x[4 m + n].
+      const F sums = add_columns(t[0], t[1], t[2], t[3]);
+      const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      const F in_order = _mm512_permutexvar_ps(order, sums);
+      // No masked store: what reads these sums soon could not take them from the store buffer.
+      if constexpr (N == 4) {
+        _mm_storeu_ps(to, _mm512_castps512_ps128(in_order));
+      } else if constexpr (N == 8) {
+        _mm256_storeu_ps(to, _mm512_castps512_ps256(in_order));
+      } else {
+        static_assert(N == 16);
+        store(to, in_order);
+      }
+    }
+  }
   static FA_INLINE float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
 
   static FA_INLINE I iset(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
@@ -105,13 +130,21 @@ struct Simd {
   }
 
   // kWidth bytes, widened and narrowed (they fit).
-  static FA_INLINE I iload_u8(const uint8_t *p) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+  static FA_INLINE I iload_i8(const int8_t *p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
   }
   static FA_INLINE void istore_u8(uint8_t *p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(x));
   }
 
+  // e4m3 by way of fp16, which has its numbers times 2^-8. The sum carries into the highest bit of the exponent where exponent and
+  // fraction are all ones: that NaN is one of fp16, too.
+  static FA_INLINE F load_e4m3(const uint8_t *p) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    const __m256i shifted = _mm256_slli_epi16(wide, 7), sum = _mm256_add_epi16(shifted, _mm256_set1_epi16(0x80));
+    const __m256i half = _mm256_xor_si256(shifted, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000)));
+    return mul(_mm512_cvtph_ps(half), set(256.0f));
+  }
   static FA_INLINE F load_f16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
   }
@@ -185,6 +218,21 @@ struct Simd {
   }
 
   static FA_INLINE void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+
+ private:
+  // Lane n of 128 bits: the sum of the four lanes of x_n, in the order of reduce_add.
+  static FA_INLINE F add_lanes(F x0, F x1, F x2, F x3) {
+    const F x01 = add(_mm512_shuffle_f32x4(x0, x1, 0x44), _mm512_shuffle_f32x4(x0, x1, 0xEE));
+    const F x23 = add(_mm512_shuffle_f32x4(x2, x3, 0x44), _mm512_shuffle_f32x4(x2, x3, 0xEE));
+    return add(_mm512_shuffle_f32x4(x01, x23, 0x88), _mm512_shuffle_f32x4(x01, x23, 0xDD));
+  }
+  // Column n of every lane: the sum of the four columns of x_n, in the order of reduce_add.
+  static FA_INLINE F add_columns(F x0, F x1, F x2, F x3) {
+    const F x01 = add(_mm512_unpacklo_ps(x0, x1), _mm512_unpackhi_ps(x0, x1));
+    const F x23 = add(_mm512_unpacklo_ps(x2, x3), _mm512_unpackhi_ps(x2, x3));
+    const __m512d a = _mm512_castps_pd(x01), b = _mm512_castps_pd(x23);
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
 };
 
 }  // namespace fa::cpu::FA_ISA

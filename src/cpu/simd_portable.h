@@ -87,6 +87,10 @@ struct Simd {
   }
 
   static FA_INLINE float reduce_add(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+  template <int N>
+  static FA_INLINE void reduce_add(const F (&x)[N], float *to) {
+    for (int n = 0; n < N; ++n) to[n] = reduce_add(x[n]);
+  }
   static FA_INLINE float reduce_max(F a) {
     const float x = a[0] > a[2] ? a[0] : a[2], y = a[1] > a[3] ? a[1] : a[3];
     return x > y ? x : y;
@@ -132,11 +136,19 @@ struct Simd {
     for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint16_t>(x[i]);
   }
   // kWidth bytes, widened and narrowed (they fit).
-  static FA_INLINE I iload_u8(const uint8_t *p) { return I{p[0], p[1], p[2], p[3]}; }
+  static FA_INLINE I iload_i8(const int8_t *p) { return (I)Signed{p[0], p[1], p[2], p[3]}; }
   static FA_INLINE void istore_u8(uint8_t *p, I x) {
     for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
   }
 
+  static FA_INLINE F load_e4m3(const uint8_t *p) {
+    const I byte = {p[0], p[1], p[2], p[3]}, magnitude = byte & iset(0x7F);
+    // Exponent and fraction where fp32 has them; subnormals are multiples of 2^-9. (A product with 2^120 would do both, but its factor
+    // is then a subnormal of fp32, which costs a processor a hundred cycles.)
+    const I normal = (magnitude << 20) + iset(120u << 23), subnormal = bits(to_float(magnitude) * set(0x1p-9f));
+    const I value = iselect(magnitude < iset(8), subnormal, normal);
+    return from_bits(iselect(magnitude == iset(0x7F), iset(0x7FC00000), value) | ((byte & iset(0x80)) << 24));
+  }
   static FA_INLINE F load_f16(const uint16_t *p) {
     const I h = widen16(p);
     const I magnitude = (h & iset(0x7FFF)) << 13;

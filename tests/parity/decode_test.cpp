@@ -36,6 +36,34 @@ TEST_P(Decode, HeadDimsAndQueries) {
   }
 }
 
+// Every number of rows of a key head that CPU kernels group in blocks of their own, with gradients, and with NaN that some rows see and
+// others do not.
+TEST_P(Decode, UpToEightRows) {
+  constexpr int64_t kDims[] = {64, 40, 128, 72};
+  for (int64_t rows = 1; rows <= 8; ++rows) {
+    for (const int64_t tokens : {1, 2}) {
+      if (rows % tokens != 0) continue;
+      Case c = base("decode: rows");
+      c.dtype = (rows / 2 + tokens) % 4 == 0 ? FA_FLOAT16 : FA_BFLOAT16;
+      c.head_dim = kDims[rows % 4];
+      c.head_dim_v = kDims[(rows + tokens) % 4];
+      c.heads_q = c.heads_k * rows / tokens;
+      c.q.seqlen = tokens;
+      c.k.seqlen = 333;
+      c.mask = FA_MASK_CAUSAL;
+      c.nan_keys = 1;
+      c.backward = c.dlse = 1;
+      EXPECT_TRUE(check(backend(), c));
+      c.backward = c.dlse = 0;
+      c.element_mask = 1;
+      for (const int64_t role : {2, 3}) {
+        c.nan_visible = role;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
 TEST_P(Decode, LengthsAndPages) {
   for (const int64_t page_size : {0, 1, 3, 16, 40, 256}) {
     for (const int64_t seqlen_q : {1, 6}) {

@@ -2,12 +2,14 @@
 // Functions of cpu/simd.h against those of the standard library in double. The parity suite sees them at every instruction set, but only
 // through a softmax.
 #define FA_TARGET_PORTABLE
-#include "cpu/simd.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
+#include <random>
+
+#include "cpu/launch.h"
+#include "unit/simd_checks.h"
 
 namespace {
 
@@ -26,6 +28,47 @@ TEST(Simd, Log2IsWithinTwoUnitsInTheLastPlace) {
     for (const float y : result) {
       ASSERT_LE(std::abs(y - expected), bits == kOne ? 0 : 2 * unit) << "x = " << x;
     }
+  }
+}
+
+struct Isa {
+  const char *name;
+  fa_cpu_isa isa;
+  void (*widen_bytes)(float (&e4m3)[256], float (&int8)[256]);
+  int (*differing_sums)(uint32_t seed);
+};
+constexpr Isa kIsas[] = {{"portable", FA_CPU_ISA_PORTABLE, fa::cpu::portable::widen_bytes, fa::cpu::portable::differing_sums},
+#if defined(FA_HAVE_SIMD_AVX)
+                         {"avx2", FA_CPU_ISA_AVX2, fa::cpu::avx2::widen_bytes, fa::cpu::avx2::differing_sums},
+                         {"avx512", FA_CPU_ISA_AVX512, fa::cpu::avx512::widen_bytes, fa::cpu::avx512::differing_sums}
+#endif
+};
+
+// Sign, four bits of exponent (bias 7), three of fraction; the largest magnitude is NaN, there is no infinity.
+TEST(Simd, WidensEveryByte) {
+  for (const Isa &isa : kIsas) {
+    if (!fa::cpu::has_isa(isa.isa)) continue;
+    float e4m3[256], int8[256];
+    isa.widen_bytes(e4m3, int8);
+    for (int byte = 0; byte < 256; ++byte) {
+      EXPECT_EQ(int8[byte], byte < 128 ? byte : byte - 256) << isa.name;
+      const int exponent = byte >> 3 & 15, fraction = byte & 7;
+      const double magnitude = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 7 - 3);
+      EXPECT_EQ(std::signbit(e4m3[byte]), byte >= 128) << isa.name << " " << byte;
+      if ((byte & 0x7F) == 0x7F) {
+        EXPECT_TRUE(std::isnan(e4m3[byte])) << isa.name << " " << byte;
+      } else {
+        EXPECT_EQ(std::abs(e4m3[byte]), magnitude) << isa.name << " " << byte;
+      }
+    }
+  }
+}
+
+// Results of decoding do not depend on how keys and rows are grouped.
+TEST(Simd, SumsOfManyVectorsAreThoseOfEach) {
+  for (const Isa &isa : kIsas) {
+    if (!fa::cpu::has_isa(isa.isa)) continue;
+    EXPECT_EQ(isa.differing_sums(std::random_device()()), 0) << isa.name;
   }
 }
 

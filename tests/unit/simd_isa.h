@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Verbs of cpu/simd.h of one instruction set, which only a source compiled for it can reach. Call them on processors that have it.
+#pragma once
+
+#include <cstdint>
+
+#define FA_DECLARE_SIMD_CHECKS(isa)                                                  \
+  namespace fa::cpu::isa {                                                           \
+  /* The numbers of all bytes: as e4m3, and as int8. */                              \
+  void widen_bytes(float (&e4m3)[256], float (&int8)[256]);                          \
+  /* Sums of vectors, 16, 8 and 4 at a time and one by one, that differ in a bit. */ \
+  int differing_sums(uint32_t seed);                                                 \
+  }
+FA_DECLARE_SIMD_CHECKS(portable)
+FA_DECLARE_SIMD_CHECKS(avx2)
+FA_DECLARE_SIMD_CHECKS(avx512)
+#undef FA_DECLARE_SIMD_CHECKS
