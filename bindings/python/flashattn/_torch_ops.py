@@ -92,10 +92,7 @@ def _viewer(device: torch.device) -> Any:
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with a last stride of 1, which the library wants."""
-    if tensor.stride(-1) == 1 or tensor.size(-1) == 1:
-        return tensor
-    # PyTorch calls every tensor without elements contiguous, whatever its strides.
-    return tensor.contiguous() if tensor.numel() > 0 else tensor.new_empty(tensor.shape)
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
 
 
 def _options(given: Dict[str, Any]) -> Dict[str, Any]:

@@ -168,6 +168,28 @@ class OptionsTest(TorchCase):
             with self.subTest(options=list(options)), self.assertRaisesRegex((flashattn.Error, OverflowError), text):
                 attention(*qkv, **options)
 
+    def test_hints(self):
+        """Those that change no result of the CPU get to the operator."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        seen = []
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append((str(function), kwargs or {}))
+                return function(*args, **(kwargs or {}))
+
+        qkv = [x.detach() for x in self.qkv("cpu")]
+        for options in ({"num_splits": 3}, {"batch_invariant": True}, {"deterministic": False}, {"deterministic": True}):
+            with Recorder():
+                attention(*qkv, **options)
+            expected = {name: value for name, value in {"deterministic": True, **options}.items() if value is not False}
+            self.assertEqual(seen[-1], ("flashattn.forward.default", expected))
+        torch.use_deterministic_algorithms(False)
+        with Recorder():
+            attention(*qkv)
+        self.assertEqual(seen[-1], ("flashattn.forward.default", {}))
+
     def test_threads_follow_pytorch(self):
         """The context of the CPU has as many threads as PyTorch uses at the time."""
         from flashattn import _torch_ops
