@@ -206,6 +206,12 @@ _NO_TANGENT = (
 _NO_SECOND = "flashattn has no second derivative; its gradients cannot be differentiated again"
 
 
+@torch._dynamo.assume_constant_result  # torch.compile compiles again where the transforms differ
+def _is_transformed() -> bool:
+    """Whether this runs under a transform of torch.func."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def _run(names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tuple[Tensor, Tensor]:
     return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
 
@@ -225,7 +231,7 @@ def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
         dout = torch.zeros_like(out)
     needed = tuple(wanted.get(name, False) for name in _DIFFERENTIABLE)
     # Under torch.compile the operator itself is traced, and PyTorch refuses second derivatives.
-    nested = not torch.compiler.is_compiling() and (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
+    nested = not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_transformed())
     run = _Gradients.apply if nested else _run_gradients
     results = iter(run(ctx.names, ctx.numbers, needed, dout, dlse, out, lse, *tensors))
     return (None, None, *(next(results) if wanted[name] else None for name in wanted))
@@ -312,7 +318,7 @@ def call(tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]) -> Tuple
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     _, _, _, *names = given
     inputs: Any = (tuple(names), tuple(numbers.items()), *given.values())
-    if torch._C._are_functorch_transforms_active():
+    if _is_transformed():
         return _Transformed.apply(*inputs)
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given.values()):
         raise NotImplementedError(_NO_TANGENT)

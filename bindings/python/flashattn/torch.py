@@ -43,12 +43,12 @@ def _call(tensors: Dict[str, Any], numbers: Dict[str, Any]) -> Any:
         _autocast(tensors)
     if numbers.get("dropout_p", 0) > 0:
         tensors["dropout_seed"] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=tensors["q"].device)
-    if torch.are_deterministic_algorithms_enabled():
-        numbers.setdefault("deterministic", True)
+    if "deterministic" not in numbers and torch.are_deterministic_algorithms_enabled():
+        numbers["deterministic"] = True
     return call(tensors, numbers)
 
 
-_INT32 = torch.iinfo(torch.int32)
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
 def _int32(integers: Integers, device: torch.device, what: str) -> Optional[Tensor]:
@@ -61,7 +61,7 @@ def _int32(integers: Integers, device: torch.device, what: str) -> Optional[Tens
         return integers
     if integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool:
         raise TypeError(f"{what} has dtype {integers.dtype}; it must hold integers")
-    return integers.clamp(_INT32.min, _INT32.max).to(torch.int32) if integers.dtype == torch.int64 else integers.to(torch.int32)
+    return integers.clamp(_INT32_MIN, _INT32_MAX).to(torch.int32) if integers.dtype == torch.int64 else integers.to(torch.int32)
 
 
 def attention(
@@ -116,10 +116,19 @@ def attention(
         raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
     if bias is not None and bias.shape[-1] == 1 and cu_seqlens_k is None and page_table is None:
         bias = _every_column(bias, k.shape[-3])
-    tensors: Dict[str, Any] = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink, "alibi_slopes": alibi_slopes}
-    tensors.update(
-        block_mask=block_mask, element_mask=element_mask, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-    )
+    tensors: Dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": bias,
+        "sink": sink,
+        "alibi_slopes": alibi_slopes,
+        "block_mask": block_mask,
+        "element_mask": element_mask,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
     for name, integers in (
         ("block_counts", block_counts),
         ("block_indices", block_indices),

@@ -241,7 +241,7 @@ class FuncTest(TorchCase):
                 torch.testing.assert_close(x.grad, y.grad)
 
     def test_compile(self):
-        """Whole graphs, with and without gradients, with sizes that change, under autocast; torch.func inside falls back or is right."""
+        """Whole graphs, with and without gradients, with sizes that change, under autocast."""
 
         def block(q, k, v, bias, mask, used):
             out = attention(
@@ -270,9 +270,28 @@ class FuncTest(TorchCase):
         q, k, v = (y.detach().transpose(1, 2).requires_grad_() for y in self.qkv(2, heads=(4, 4)).values())
         with torch.autocast("cpu", torch.bfloat16):
             self.assert_same(plain(q, k, v), scaled_dot_product_attention(q, k, v), [q, k, v])
-        gradient = torch.func.grad(lambda q: scaled_dot_product_attention(q, k, v).square().sum())
-        q, k, v = q.detach(), k.detach(), v.detach()
-        torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(q), gradient(q))
+
+    def test_compiled_and_transformed(self):
+        """What was compiled without a transform is not used under one, nor the other way round."""
+        q, k, v = (y.transpose(1, 2) for y in self.qkv(2, heads=(4, 4)).values())
+        many = self.normal(3, *q.shape, grad=False)
+
+        def loss(q):
+            return scaled_dot_product_attention(q, k, v).square().sum()
+
+        compiled = torch.compile(loss, backend="aot_eager")
+        gradient = torch.func.grad(loss)(q)
+        torch.testing.assert_close(compiled(q), loss(q))
+        torch.testing.assert_close(torch.func.grad(compiled)(q), gradient)
+        torch.testing.assert_close(torch.vmap(compiled)(many), torch.vmap(loss)(many))
+        torch.testing.assert_close(torch.compile(torch.func.grad(loss), backend="aot_eager")(q), gradient)
+        with forward_ad.dual_level(), self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
+            compiled(forward_ad.make_dual(q, q))
+        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
+            torch.compile(lambda q: torch.func.jvp(loss, (q,), (q,)), backend="aot_eager")(q)
+        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
+            torch.func.jvp(compiled, (q,), (q,))
+        torch.testing.assert_close(compiled(q), loss(q))
 
     def test_export(self):
         class Block(torch.nn.Module):
