@@ -20,7 +20,8 @@ class Options:
     Tensors are any object `forward` takes; flashattn.h documents shapes and meaning of each field.
     """
 
-    #: True or "bottom_right": query i sees keys j <= i + seqlen_k - seqlen_q; "top_left": j <= i.
+    #: True or "bottom_right": query i sees keys j <= i + seqlen_k - seqlen_q; "top_left": j <= i. Lengths are the used ones: with `seqused_k`
+    #: alone the last of all queries is aligned with the last used key, which suits a cache and not a batch padded on the right.
     causal: Union[bool, str] = False
     #: (left, right): how far back and ahead a query sees; None = no limit on that side.
     window: Tuple[Optional[int], Optional[int]] = (None, None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -168,6 +169,13 @@ def _pad(mask: Mask, padding: Tensor) -> None:
     mask.element_mask = padding.view(mask.batch, 1, 1, mask.keys)
 
 
+@torch._dynamo.assume_constant_result
+def _has_own_attention(configuration: str) -> bool:
+    """Whether the models of a module of configurations never ask transformers which attention to use."""
+    module = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
+    return module is not None and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -180,11 +188,18 @@ def make_mask(
     allow_is_bidirectional_skip: bool = True,
     use_vmap: bool = False,
     device: Any = "cpu",
+    config: Any = None,
     **others: Any,
 ) -> Any:
     """The mask function that transformers calls. A tensor of bool where the model wants one, or where the mask is none of the library's."""
     if isinstance(attention_mask, Mask):  # made ahead of the model, for compiled generation
         return attention_mask
+    if config is not None:
+        kind = type(config.get_text_config())
+        if _has_own_attention(kind.__module__):
+            raise ValueError(
+                f"the model of {kind.__name__} has an attention of its own, which transformers does not replace; use attn_implementation='eager'"
+            )
     recognised = None if use_vmap else _recognise(mask_function)
     if recognised is not None and recognised[0]:
         # With one row and a static cache transformers forbids to leave a causal mask out, which a Mask does not do.
