@@ -227,6 +227,9 @@ def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
     wanted = dict(zip(("q", "k", "v", *ctx.names), ctx.needs_input_grad[2:]))
     if dout is None and dlse is None:
         return (None,) * (2 + len(tensors))
+    for name, is_wanted in wanted.items():
+        if is_wanted and name not in _DIFFERENTIABLE:
+            raise NotImplementedError(f"{name} requires a gradient, but flashattn has none for it; give {name}.detach()")
     if dout is None:
         dout = torch.zeros_like(out)
     needed = tuple(wanted.get(name, False) for name in _DIFFERENTIABLE)

@@ -224,6 +224,18 @@ class FuncTest(TorchCase):
         with self.assertRaisesRegex(NotImplementedError, "no second derivative"):
             torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q.detach())
 
+    def test_tensors_without_gradients(self):
+        """A gradient that is asked for and does not exist is an error, not None."""
+        x = self.qkv(1)
+        slopes = self.normal(4)
+        with self.assertRaisesRegex(NotImplementedError, "alibi_slopes requires a gradient"):
+            attention(**x, alibi_slopes=slopes).sum().backward()
+        with self.assertRaisesRegex(NotImplementedError, "alibi_slopes requires a gradient"):
+            torch.func.grad(lambda s: attention(**x, alibi_slopes=s).sum())(slopes.detach())
+        q = x["q"].requires_grad_()
+        attention(**x, alibi_slopes=slopes.detach()).sum().backward()
+        self.assertEqual(q.grad.shape, q.shape)
+
     def test_checkpoint(self):
         from torch.utils.checkpoint import checkpoint
 
