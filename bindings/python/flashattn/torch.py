@@ -242,10 +242,11 @@ def scaled_dot_product_attention(
         numbers["dropout_p"] = dropout_p
 
     dims = max(query.dim(), key.dim(), value.dim())
+    alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ValueError(f"{name} has {tensor.dim()} dimensions; it needs (..., rows, head_dim)")
-    if not (dims == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]):
+    if not alike:
         query, key, value = _broadcast(query, key, value, enable_gqa)
     q, k, v = (x if x.dim() == 4 else x.flatten(0, -4) for x in (query, key, value))
     tensors: Dict[str, Any] = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}

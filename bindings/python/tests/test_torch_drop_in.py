@@ -3,9 +3,10 @@
 every shape, autocast. Compared with PyTorch's in float64.
 """
 
+import random
 import unittest
 
-from tests.torch_cases import DEVICES, TorchCase
+from tests.torch_cases import DEVICES, SEED, TorchCase
 
 import torch
 
@@ -53,6 +54,7 @@ class DropInTest(TorchCase):
                 ((2, 4), (), ()),
                 ((4,), (2, 4), (2, 1, 4)),
                 ((2, 3, 4), (1, 3, 1), (3, 4)),
+                ((1, 17), (1,), (1, 17)),  # rows of keys that look like heads
             ):
                 with self.subTest(device=device, q=q, k=k, v=v):
                     self.check(
@@ -108,6 +110,34 @@ class DropInTest(TorchCase):
         for shape in ((13, 17), (1, 17)):
             with self.subTest(dimensions=2, shape=shape):
                 self.check(self.normal(13, 16), self.normal(17, 16), self.normal(17, 16), self.normal(*shape))
+
+    def test_random_shapes(self):
+        """What PyTorch takes, this takes."""
+        chance = random.Random(SEED)
+
+        def some(dims, keep):
+            """The dimensions, some of them as 1, and without some of those in front."""
+            dims = [n if chance.random() < 0.7 else 1 for n in dims]
+            while len(dims) > keep and dims[0] == 1 and chance.random() < 0.5:
+                dims = dims[1:]
+            return dims
+
+        for _ in range(300):
+            leading = [chance.choice((1, 2, 3)) for _ in range(chance.randrange(4))]
+            rows, keys, columns, value_columns = (chance.choice(n) for n in ((1, 3, 17), (1, 3, 33), (4, 16), (8, 24)))
+            q = self.normal(*some(leading, 0), rows, columns)
+            k, v = self.normal(*some(leading, 0), keys, columns), self.normal(*some(leading, 0), keys, value_columns)
+            options = chance.choice(
+                ({}, {"is_causal": True}, {"scale": chance.random() + 0.1}, {"mask": torch.float32}, {"mask": torch.bool})
+            )
+            if "mask" in options:
+                shape = some([*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), rows, keys], 2)
+                mask = self.normal(*shape) if options["mask"] == torch.float32 else self.coin(*shape)
+                if mask.dtype == torch.bool:
+                    mask[..., :: 2 if shape[-1] > 1 else 1] = True
+                options = {"mask": mask}
+            with self.subTest(q=tuple(q.shape), k=tuple(k.shape), v=tuple(v.shape), options=options.keys()):
+                self.check(q, k, v, **options)
 
     def test_a_mask_of_one_column_hides_rows(self):
         """The rows it hides are 0 and give no gradient; the others are as without it."""
