@@ -18,8 +18,9 @@ from typing import Any, Tuple
 from . import _abi
 from ._abi import SLICE_BOTH_CAUSAL, SLICE_CAUSAL, SLICE_FULL, SLICE_INVERSE_CAUSAL
 from ._array import Array
-from ._context import Bits, Context, DeviceInfo, Gradients, Options, Plan
+from ._context import Context, DeviceInfo, Gradients, Plan
 from ._error import Error
+from ._options import Bits, Options
 from ._score import Score
 
 __all__ = [

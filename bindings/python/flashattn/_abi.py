@@ -25,7 +25,7 @@ from ctypes import (
     c_void_p,
 )
 from struct import Struct
-from typing import Dict, List, Sequence
+from typing import Dict, List, Sequence, Tuple
 
 OK = 0
 ERROR_INVALID_ARGUMENT = 100
@@ -273,6 +273,10 @@ def make_tensor(address: int, shape: Sequence[int], strides: Sequence[int], dtyp
     """An fa_tensor of at most 4 dimensions, from its bytes: filling the arrays by ctypes takes four times as long."""
     ndim = len(shape)
     return fa_tensor.from_buffer_copy(_TENSOR_BYTES[ndim].pack(address, *shape, *strides, dtype, ndim))
+
+
+def fields_of(struct: type) -> List[Tuple[str, type]]:
+    return [(field[0], field[1]) for field in getattr(struct, "_fields_")]
 
 
 # By fa_struct_kind.

@@ -4,90 +4,13 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from . import _abi, _tensor
 from ._error import check
-from ._score import Function, Score, set_score
+from ._options import View, choose, problem_of
+from ._score import Function, Score
 from ._tensor import Holds
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of an attention problem. Every function takes them as keyword arguments.
-
-    Tensors are any object `forward` takes; flashattn.h documents shapes and meaning of each field.
-    """
-
-    #: True or "bottom_right": query i sees keys j <= i + seqlen_k - seqlen_q; "top_left": j <= i.
-    causal: Union[bool, str] = False
-    #: (left, right): how far back and ahead a query sees; None = no limit on that side.
-    window: Tuple[Optional[int], Optional[int]] = (None, None)
-    #: Scale of q k^T; None = 1 / sqrt(head_dim).
-    scale: Optional[float] = None
-    #: Limits the logits to (-softcap, softcap); 0 = off.
-    softcap: float = 0.0
-    #: Added to the logits, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k).
-    bias: Any = None
-    #: uint8 or bool, one entry per block; zero masks the block.
-    block_mask: Any = None
-    #: Rows and columns of a block of `block_mask` and of the block lists.
-    block_size: Tuple[int, int] = (0, 0)
-    #: Visible blocks of keys for each block of queries, int32: numbers (batch or 1, heads_q or 1, blocks of queries) and, with one
-    #: more dimension, indices.
-    block_counts: Any = None
-    block_indices: Any = None
-    #: uint8 or bool, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), or `Bits`; zero masks the pair.
-    element_mask: Any = None
-    #: int32, (n, 5): q_begin, q_end, k_begin, k_end and a kind (SLICE_FULL, ...). A pair in no slice is masked.
-    slices: Any = None
-    #: float32, (heads_q) or (batch, heads_q).
-    alibi_slopes: Any = None
-    #: r > 0 subtracts slope * log(1 + r * distance) instead of slope * distance; needs `alibi_slopes`.
-    alibi_log_scale: float = 0.0
-    #: float32, (heads_q): one more logit per head, in the denominator only.
-    sink: Any = None
-    dropout_p: float = 0.0
-    #: A number, or an int64 tensor of one element that is read when the call runs, where the call runs.
-    dropout_seed: Any = 0
-    dropout_offset: int = 0
-    #: Packed sequences: int32 or int64, (batch + 1).
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    #: int32, (batch): number of used rows of each sequence.
-    seqused_q: Any = None
-    seqused_k: Any = None
-    #: int32, (batch): number of keys at the start of each sequence that are masked (left padding).
-    seqstart_k: Any = None
-    #: Paged keys: int32, (batch, max_pages).
-    page_table: Any = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    #: Descales of float8 and int8 keys and values: float32, (batch, heads_k), or as k and v without head_dim.
-    q_descale: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    num_splits: int = 0
-    deterministic: bool = False
-    batch_invariant: bool = False
-    #: A score function of the context, from `Context.score`.
-    score: Optional[Score] = None
-    #: What it reads: up to 8 pairs of a tensor and its access, "any" or some letters of "bhij" (sequence, head, query, key).
-    score_tensors: Sequence[Tuple[Any, str]] = ()
-    #: Up to 8 numbers.
-    score_scalars: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Bits:
-    """An element mask of one bit per pair: `data` is uint8, (..., ceil(columns / 8)), and bit 0 of a byte is the first of its 8 keys.
-
-    `numpy.packbits(mask, axis=-1, bitorder="little")` makes such data.
-    """
-
-    data: Any
-    columns: int
 
 
 class Gradients(NamedTuple):
@@ -125,47 +48,7 @@ class DeviceInfo(NamedTuple):
 
 
 _DEVICES = {"auto": _abi.DEVICE_AUTO, "cpu": _abi.DEVICE_CPU, "cuda": _abi.DEVICE_CUDA}
-_TENSOR_OPTIONS = [
-    "bias",
-    "block_mask",
-    "block_counts",
-    "block_indices",
-    "slices",
-    "alibi_slopes",
-    "sink",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "seqstart_k",
-    "page_table",
-    "q_descale",
-    "k_descale",
-    "v_descale",
-]
-_APPEND_TENSORS = {name for name, kind in _abi.fa_append._fields_ if kind is _abi.fa_tensor}
-_FLOAT_OPTIONS = ["softcap", "alibi_log_scale", "dropout_p"]
-_INTEGER_OPTIONS = ["dropout_offset", "max_seqlen_q", "max_seqlen_k", "num_splits"]
-_CAUSAL = {
-    False: _abi.MASK_NONE,
-    True: _abi.MASK_CAUSAL,
-    "bottom_right": _abi.MASK_CAUSAL,
-    "top_left": _abi.MASK_CAUSAL_TOP_LEFT,
-}
-
-
-_DEFAULTS = Options()
-
-
-def _options(given: dict) -> Options:
-    return Options(**given) if given else _DEFAULTS
-
-
-def _choose(table: dict, value: Any, what: str) -> int:
-    try:
-        return table[value]
-    except (KeyError, TypeError):
-        raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(repr, table))}") from None
+_APPEND_TENSORS = {name for name, kind in _abi.fields_of(_abi.fa_append) if kind is _abi.fa_tensor}
 
 
 def _lse_shape(out: Tuple[int, ...]) -> Tuple[int, ...]:
@@ -192,10 +75,10 @@ class Context:
         self._handle: Optional[ctypes.c_void_p] = ctypes.c_void_p()
         config = _abi.fa_config()
         check(_abi.lib.fa_config_init(ctypes.byref(config), ctypes.sizeof(config)))
-        config.device_type = _choose(_DEVICES, device, "device")
+        config.device_type = choose(_DEVICES, device, "device")
         _abi.assign(config, "device_index", index)
         _abi.assign(config, "num_threads", threads)
-        config.cpu_isa = _choose(_abi.CPU_ISAS, cpu_isa, "cpu_isa")
+        config.cpu_isa = choose(_abi.CPU_ISAS, cpu_isa, "cpu_isa")
         if log is not None:
             config.log = _abi.LOG_FN(lambda _user, level, message: log(level, message.decode("utf-8", "replace")))
         self._log = config.log  # the library calls it for as long as the context lives
@@ -261,92 +144,13 @@ class Context:
 
     # ------------------------------------------------------------------------------------------------ problems
 
-    def _view(self, obj: Any, what: str, holds: Holds, stream: Optional[int], writable: bool = False) -> _abi.fa_tensor:
-        return _tensor.view(obj, what, self._device, holds, writable=writable, stream=stream)
+    def _viewer(self, holds: Holds, stream: Optional[int]) -> View:
+        device = self._device
+        return lambda obj, what, writable=False: _tensor.view(obj, what, device, holds, writable=writable, stream=stream)
 
     def _allocate(self, shape: Tuple[int, ...], dtype: int, what: str, like: Any, cu_seqlens: _abi.fa_tensor) -> Any:
         """Allocates a result. Rows between packed sequences are never written, so they are set to zero here."""
         return _tensor.allocate(shape, dtype, what, self._device, like, zeroed=cu_seqlens.ndim > 0)
-
-    def _set_seed(self, problem: _abi.fa_attention, seed: Any, holds: Holds, stream: Optional[int]) -> None:
-        if isinstance(seed, int):
-            _abi.assign(problem, "dropout_seed", seed)
-            return
-        view = self._view(seed, "dropout_seed", holds, stream)
-        if view.dtype != _abi.INT64 or _tensor.shape_of(view) not in ((), (1,)):
-            raise TypeError(
-                f"dropout_seed must be a number or one int64, not {_tensor.shape_of(view)} of dtype {view.dtype:#x}"
-            )
-        problem.dropout_seed_ptr = view.data
-
-    def _element_mask(self, mask: Any, holds: Holds, stream: Optional[int]) -> _abi.fa_tensor:
-        if not isinstance(mask, Bits):
-            return self._view(mask, "element_mask", holds, stream)
-        view = self._view(mask.data, "element_mask", holds, stream)
-        if view.dtype != _abi.UINT8 or view.ndim != 4:
-            raise TypeError(f"the data of Bits must be uint8 with 4 dimensions, not {view.ndim} of dtype {view.dtype:#x}")
-        if view.shape[3] != (mask.columns + 7) // 8:
-            raise ValueError(
-                f"{mask.columns} columns of Bits need {(mask.columns + 7) // 8} bytes; the data has {view.shape[3]}"
-            )
-        if view.shape[3] > 1 and view.stride[3] != 1:
-            raise ValueError("the bytes of a row of Bits must be adjacent")
-        view.dtype = _abi.BIT
-        for d in range(3):
-            view.stride[d] *= 8
-        view.shape[3], view.stride[3] = mask.columns, 1
-        return view
-
-    def _problem(self, q: Any, k: Any, v: Any, options: Options, stream: Optional[int], holds: Holds) -> _abi.fa_attention:
-        """The problem without its outputs."""
-        problem = _abi.fa_attention(ctypes.sizeof(_abi.fa_attention))  # all else is zero, as fa_attention_init leaves it
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor is None:
-                raise TypeError(f"{name} must be given")
-            setattr(problem, name, self._view(tensor, name, holds, stream))
-        for name in _TENSOR_OPTIONS:
-            tensor = getattr(options, name)
-            if tensor is not None:
-                setattr(problem, name, self._view(tensor, name, holds, stream))
-        if options.element_mask is not None:
-            problem.element_mask = self._element_mask(options.element_mask, holds, stream)
-        for name in _FLOAT_OPTIONS:
-            value = getattr(options, name)
-            if value != 0:
-                setattr(problem, name, value)
-        for name in _INTEGER_OPTIONS:
-            value = getattr(options, name)
-            if value != 0:
-                _abi.assign(problem, name, value)
-        self._set_seed(problem, options.dropout_seed, holds, stream)
-        problem.mask = _choose(_CAUSAL, options.causal, "causal")
-        if options.scale == 0:
-            raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
-        problem.softmax_scale = options.scale if options.scale is not None else 0.0
-        if options.block_size != (0, 0):
-            _abi.assign(problem, "block_size_q", options.block_size[0])
-            _abi.assign(problem, "block_size_k", options.block_size[1])
-        left, right = options.window
-        if left is not None:
-            problem.window |= _abi.WINDOW_LEFT
-            _abi.assign(problem, "window_left", left)
-        if right is not None:
-            problem.window |= _abi.WINDOW_RIGHT
-            _abi.assign(problem, "window_right", right)
-        if options.score is not None or options.score_tensors or options.score_scalars:
-            set_score(
-                problem,
-                options.score,
-                options.score_tensors,
-                options.score_scalars,
-                lambda tensor, what: self._view(tensor, what, holds, stream),
-                holds,
-            )
-        if options.deterministic:
-            problem.flags |= _abi.FLAG_DETERMINISTIC
-        if options.batch_invariant:
-            problem.flags |= _abi.FLAG_BATCH_INVARIANT
-        return problem
 
     def _out_like(self, problem: _abi.fa_attention) -> Tuple[Tuple[int, ...], int]:
         """Shape and dtype of `out`, from q and v. The library refuses inputs that do not fit."""
@@ -361,14 +165,15 @@ class Context:
         v: Any,
         out: Any,
         lse: Any,
-        options: Options,
+        options: Dict[str, Any],
         stream: Optional[int],
         holds: Holds,
         max_logit: Any = None,
     ) -> Tuple[_abi.fa_attention, Any, Any]:
-        problem = self._problem(q, k, v, options, stream, holds)
+        view = self._viewer(holds, stream)
+        problem = problem_of(q, k, v, options, view, holds)
         if max_logit is not None:
-            problem.max_logit = self._view(max_logit, "max_logit", holds, stream, writable=True)
+            problem.max_logit = view(max_logit, "max_logit", writable=True)
         shape, dtype = self._out_like(problem)
         if len(shape) < 3:
             raise TypeError(
@@ -378,9 +183,9 @@ class Context:
             out = self._allocate(shape, dtype, "out", q, problem.cu_seqlens_q)
         if lse is None:
             lse = self._allocate(_lse_shape(shape), _abi.FLOAT32, "lse", q, problem.cu_seqlens_q)
-        problem.out = self._view(out, "out", holds, stream, writable=True)
+        problem.out = view(out, "out", writable=True)
         if lse is not False:
-            problem.lse = self._view(lse, "lse", holds, stream, writable=True)
+            problem.lse = view(lse, "lse", writable=True)
         return problem, out, None if lse is False else lse
 
     def _backward_problem(
@@ -393,16 +198,17 @@ class Context:
         lse: Any,
         dlse: Any,
         results: Gradients,
-        options: Options,
+        options: Dict[str, Any],
         stream: Optional[int],
         holds: Holds,
     ) -> Tuple[_abi.fa_attention, _abi.fa_gradients, Gradients]:
-        problem = self._problem(q, k, v, options, stream, holds)
-        problem.out = self._view(out, "out", holds, stream)
-        problem.lse = self._view(lse, "lse", holds, stream)
+        view = self._viewer(holds, stream)
+        problem = problem_of(q, k, v, options, view, holds)
+        problem.out = view(out, "out")
+        problem.lse = view(lse, "lse")
         gradients = _abi.fa_gradients(ctypes.sizeof(_abi.fa_gradients))
-        gradients.dout = self._view(dout, "dout", holds, stream)
-        gradients.dlse = self._view(dlse, "dlse", holds, stream)
+        gradients.dout = view(dout, "dout")
+        gradients.dlse = view(dlse, "dlse")
         given = {}
         none = _abi.fa_tensor()
         for name, like, cu_seqlens in (
@@ -419,7 +225,7 @@ class Context:
                 result = None
             given[name] = result
             if result is not None:
-                setattr(gradients, name, self._view(result, name, holds, stream, writable=True))
+                setattr(gradients, name, view(result, name, writable=True))
         return problem, gradients, Gradients(**given)
 
     def _merge_problem(
@@ -428,8 +234,9 @@ class Context:
         if len(outs) != len(lses) or not outs:
             raise ValueError(f"outs and lses must pair up; there are {len(outs)} and {len(lses)}")
         count = len(outs)
-        out_views = (_abi.fa_tensor * count)(*[self._view(x, f"outs[{n}]", holds, stream) for n, x in enumerate(outs)])
-        lse_views = (_abi.fa_tensor * count)(*[self._view(x, f"lses[{n}]", holds, stream) for n, x in enumerate(lses)])
+        view = self._viewer(holds, stream)
+        out_views = (_abi.fa_tensor * count)(*[view(x, f"outs[{n}]") for n, x in enumerate(outs)])
+        lse_views = (_abi.fa_tensor * count)(*[view(x, f"lses[{n}]") for n, x in enumerate(lses)])
         holds += [out_views, lse_views]
         if out is None:
             out = self._allocate(_tensor.shape_of(out_views[0]), out_views[0].dtype, "out", outs[0], _abi.fa_tensor())
@@ -440,13 +247,14 @@ class Context:
         problem.num_parts = count
         problem.out_parts = ctypes.addressof(out_views)
         problem.lse_parts = ctypes.addressof(lse_views)
-        problem.out = self._view(out, "out", holds, stream, writable=True)
-        problem.lse = self._view(lse, "lse", holds, stream, writable=True)
+        problem.out = view(out, "out", writable=True)
+        problem.lse = view(lse, "lse", writable=True)
         return problem, out, lse
 
     def _append_problem(self, stream: Optional[int], holds: Holds, interleaved: bool = False, **tensors: Any) -> _abi.fa_append:
         """The tensors are those of fa_append, by name."""
         append = _abi.fa_append(ctypes.sizeof(_abi.fa_append))
+        view = self._viewer(holds, stream)
         written = {"k_cache", "v_cache", "seqused_k", "q_out"}
         if tensors.get("q_out") is None:
             written.add("q")
@@ -455,16 +263,22 @@ class Context:
                 raise TypeError(f"append_kv has no argument {name!r}")
             if tensor is None:
                 continue
-            view = self._view(tensor, name, holds, stream, writable=name in written)
+            seen = view(tensor, name, writable=name in written)
             # Descales per row and head (three dimensions) are outputs.
-            if name in ("k_descale", "v_descale") and view.ndim == 3:
-                view = self._view(tensor, name, holds, stream, writable=True)
-            setattr(append, name, view)
+            if name in ("k_descale", "v_descale") and seen.ndim == 3:
+                seen = view(tensor, name, writable=True)
+            setattr(append, name, seen)
         if interleaved:
             append.flags |= _abi.APPEND_INTERLEAVED
         return append
 
     # --------------------------------------------------------------------------------------------------- calls
+
+    def _run_forward(self, problem: _abi.fa_attention, stream: Optional[int]) -> None:
+        check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
+
+    def _run_backward(self, problem: _abi.fa_attention, gradients: _abi.fa_gradients, stream: Optional[int]) -> None:
+        check(_abi.lib.fa_backward(self._open(), ctypes.byref(problem), ctypes.byref(gradients), None, 0, stream), self._handle)
 
     def forward(
         self,
@@ -487,8 +301,8 @@ class Context:
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
-        problem, out, lse = self._forward_problem(q, k, v, out, lse, _options(options), stream, holds, max_logit)
-        check(_abi.lib.fa_forward(self._open(), ctypes.byref(problem), None, 0, stream), self._handle)
+        problem, out, lse = self._forward_problem(q, k, v, out, lse, options, stream, holds, max_logit)
+        self._run_forward(problem, stream)
         if "score" in options and options["score"] is not None:
             options["score"]._raise_failure()
         return out, lse
@@ -518,9 +332,9 @@ class Context:
         holds: Holds = []
         stream = _tensor.stream_handle(stream)
         problem, gradients, results = self._backward_problem(
-            dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), _options(options), stream, holds
+            dout, q, k, v, out, lse, dlse, Gradients(dq, dk, dv, dbias, dsink), options, stream, holds
         )
-        check(_abi.lib.fa_backward(self._open(), ctypes.byref(problem), ctypes.byref(gradients), None, 0, stream), self._handle)
+        self._run_backward(problem, gradients, stream)
         if "score" in options and options["score"] is not None:
             options["score"]._raise_failure()
         return results
@@ -610,7 +424,7 @@ class Context:
     def query_forward(self, q: Any, k: Any, v: Any, **options: Any) -> Plan:
         """How `forward` would run; raises the `Error` it would raise. Reads no tensor data."""
         holds: Holds = []
-        problem, _, _ = self._forward_problem(q, k, v, None, None, _options(options), None, holds)
+        problem, _, _ = self._forward_problem(q, k, v, None, None, options, None, holds)
         return self._plan(lambda info: _abi.lib.fa_forward_query(self._open(), ctypes.byref(problem), info))
 
     def query_backward(
@@ -619,7 +433,7 @@ class Context:
         """How `backward` would run; raises the `Error` it would raise. Reads no tensor data."""
         holds: Holds = []
         problem, gradients, _ = self._backward_problem(
-            dout, q, k, v, out, lse, dlse, Gradients(None, None, None), _options(options), None, holds
+            dout, q, k, v, out, lse, dlse, Gradients(None, None, None), options, None, holds
         )
         return self._plan(
             lambda info: _abi.lib.fa_backward_query(self._open(), ctypes.byref(problem), ctypes.byref(gradients), info)

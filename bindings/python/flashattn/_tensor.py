@@ -149,7 +149,7 @@ def stream_handle(stream: Any) -> Optional[int]:
 
 
 @functools.lru_cache(maxsize=None)
-def _torch_dtypes(torch: Any) -> Dict[Any, int]:
+def dtypes_of_torch(torch: Any) -> Dict[Any, int]:
     return {getattr(torch, name): dtype for dtype, name in _NAMES.items() if hasattr(torch, name)}
 
 
@@ -160,7 +160,7 @@ def _from_torch(obj: Any, torch: Any) -> Optional[_abi.fa_tensor]:
     """
     if type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.layout is not torch.strided:
         return None
-    shape, dtype = obj.shape, _torch_dtypes(torch).get(obj.dtype)
+    shape, dtype = obj.shape, dtypes_of_torch(torch).get(obj.dtype)
     if dtype is None or len(shape) > 4:
         return None
     return _abi.make_tensor(obj.data_ptr(), shape, obj.stride(), dtype)

@@ -1,163 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for PyTorch 2.4 and newer: differentiable, on CPU and CUDA tensors, whole under torch.compile and in CUDA graphs.
+"""Attention for PyTorch 2.4 and newer: differentiable, on CPU and CUDA tensors, whole under torch.compile and in CUDA graphs, under autocast
+and the transforms of torch.func.
 
     from flashattn.torch import attention, scaled_dot_product_attention
     out = attention(q, k, v, causal=True)                                     # (batch, rows, heads, head_dim)
     out = scaled_dot_product_attention(query, key, value, is_causal=True)     # (batch, heads, rows, head_dim)
 
-Two custom operators, `flashattn::forward` and `flashattn::backward`, carry the calls; they run on PyTorch's current stream.
+Gradients are first derivatives in reverse mode; forward mode (torch.func.jvp) and second derivatives raise NotImplementedError.
 """
 
-import threading
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
 
-from ._context import Context
+from ._torch_ops import call
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
-_local = threading.local()
+Integers = Union[Tensor, Sequence[Any], None]
+
 _MASKS = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
-_CAUSAL = {0: False, 1: "bottom_right", 2: "top_left"}
+_CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns into its dtype; 8-bit caches stay
 
 
-def _context(device: torch.device) -> Context:
-    """This thread's context of a device; the library takes no memory of it before its first call."""
-    contexts = _local.__dict__.setdefault("contexts", {})
-    if device not in contexts:
-        if device.type not in ("cpu", "cuda"):
-            raise TypeError(f"flashattn has no kernels for tensors on {device}")
-        contexts[device] = Context(device.type, device.index or 0)
-    return contexts[device]
+def _autocast(tensors: Dict[str, Any]) -> None:
+    """Casts queries, keys, values and bias as autocast casts the arguments of PyTorch's own attention."""
+    dtype = torch.get_autocast_dtype(tensors["q"].device.type)
+    for name in ("q", "k", "v", "bias"):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dtype in _CAST:
+            tensors[name] = tensor.to(dtype)
 
 
-def _stream(tensor: Tensor) -> Optional[int]:
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+def _every_column(bias: Tensor, columns: int) -> Tensor:
+    """A bias of one column for all keys; the library broadcasts the other dimensions by itself."""
+    return bias if bias.shape[-1] == columns else bias.expand(*bias.shape[:-1], columns)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Without its history, which DLPack refuses, and with a last stride of 1, which the library wants."""
-    tensor = tensor.detach()
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+def _call(tensors: Dict[str, Any], numbers: Dict[str, Any]) -> Any:
+    if torch.is_autocast_enabled(tensors["q"].device.type):
+        _autocast(tensors)
+    if numbers.get("dropout_p", 0) > 0:
+        tensors["dropout_seed"] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=tensors["q"].device)
+    if "deterministic" not in numbers and torch.are_deterministic_algorithms_enabled():
+        numbers["deterministic"] = True
+    return call(tensors, numbers)
 
 
-def _options(
-    bias: Optional[Tensor],
-    sink: Optional[Tensor],
-    alibi_slopes: Optional[Tensor],
-    block_mask: Optional[Tensor],
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    dropout_seed: Optional[Tensor],
-    block_size: List[int],
-    max_seqlens: List[int],
-    mask: int,
-    window: List[int],
-    scale: Optional[float],
-    softcap: float,
-    alibi_log_scale: float,
-    dropout_p: float,
-    deterministic: bool,
-) -> dict:
-    """Arguments of the operators as keyword arguments of Context."""
-    left, right = window
-    return dict(
-        bias=bias if bias is None else bias.detach(),
-        sink=sink if sink is None else sink.detach(),
-        alibi_slopes=alibi_slopes if alibi_slopes is None else alibi_slopes.detach(),
-        block_mask=block_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        dropout_seed=0 if dropout_seed is None else dropout_seed,
-        block_size=(block_size[0], block_size[1]),
-        max_seqlen_q=max_seqlens[0],
-        max_seqlen_k=max_seqlens[1],
-        causal=_CAUSAL[mask],
-        window=(None if left < 0 else left, None if right < 0 else right),
-        scale=scale,
-        softcap=softcap,
-        alibi_log_scale=alibi_log_scale,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-    )
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
-def _lse_shape(q: Tensor) -> List[int]:
-    return [*q.shape[:-3], q.shape[-2], q.shape[-3]]
-
-
-# The operators' arguments after q, k and v, in the order of _options().
-_OPTION_SCHEMA = (
-    "Tensor? bias, Tensor? sink, Tensor? alibi_slopes, Tensor? block_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
-    "Tensor? seqused_k, Tensor? dropout_seed, int[] block_size, int[] max_seqlens, int mask, int[] window, float? scale, float softcap, "
-    "float alibi_log_scale, float dropout_p, bool deterministic"
-)
-
-
-@torch.library.custom_op(
-    "flashattn::forward", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_OPTION_SCHEMA}) -> (Tensor, Tensor)"
-)
-def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
-    options = _options(*rest)
-    return _context(q.device).forward(_plain(q), _plain(k), _plain(v), stream=_stream(q), **options)
-
-
-@_forward.register_fake
-def _forward_shapes(q, k, v, *_):
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(_lse_shape(q), dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "flashattn::backward",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, Tensor q, Tensor k, Tensor v, {_OPTION_SCHEMA}) -> Tensor[]",
-)
-def _backward(
-    dout: Tensor, dlse: Optional[Tensor], out: Tensor, lse: Tensor, needed: List[bool], q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> List[Tensor]:
-    options = _options(*rest)
-    names = ("dq", "dk", "dv", "dbias", "dsink")
-    unwanted = {name: False for name, wanted in zip(names, needed) if not wanted}
-    q, k, v, dout, out, lse = (_plain(tensor) for tensor in (q, k, v, dout, out, lse))
-    dlse = dlse if dlse is None else dlse.detach()
-    results = _context(q.device).backward(dout, q, k, v, out, lse, dlse=dlse, stream=_stream(q), **unwanted, **options)
-    # An operator cannot return None in a list: what was not asked for is an empty tensor.
-    return [q.new_empty(0) if result is None else result for result in results]
-
-
-@_backward.register_fake
-def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, bias, sink, *_):
-    return [
-        like.new_empty(like.shape) if wanted and like is not None else q.new_empty(0)
-        for wanted, like in zip(needed, (q, k, v, bias, sink))
-    ]
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:12], *output)
-    ctx.rest = inputs[12:]
-
-
-def _gradients(ctx, dout, dlse):
-    *tensors, out, lse = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[:5])
-    nothing: List[Optional[Tensor]] = [None] * (len(tensors) + len(ctx.rest))
-    if dout is None and dlse is None:
-        return tuple(nothing)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    results = _backward(dout, dlse, out, lse, needed, *tensors, *ctx.rest)
-    return tuple(result if wanted else None for result, wanted in zip(results, needed)) + tuple(nothing[5:])
-
-
-torch.library.register_autograd("flashattn::forward", _gradients, setup_context=_setup_context)
+def _int32(integers: Integers, device: torch.device, what: str) -> Optional[Tensor]:
+    """Lengths, pages or slices as the int32 tensor on the device that the library reads, from a tensor of integers or a list."""
+    if integers is None:
+        return None
+    if not isinstance(integers, Tensor):
+        return torch.tensor(integers, dtype=torch.int32, device=device)
+    if integers.dtype == torch.int32:
+        return integers
+    if integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool:
+        raise TypeError(f"{what} has dtype {integers.dtype}; it must hold integers")
+    return integers.clamp(_INT32_MIN, _INT32_MAX).to(torch.int32) if integers.dtype == torch.int64 else integers.to(torch.int32)
 
 
 def attention(
@@ -174,56 +78,141 @@ def attention(
     alibi_slopes: Optional[Tensor] = None,
     alibi_log_scale: float = 0.0,
     block_mask: Optional[Tensor] = None,
+    block_counts: Integers = None,
+    block_indices: Integers = None,
     block_size: "tuple[int, int]" = (0, 0),
+    element_mask: Optional[Tensor] = None,
+    slices: Integers = None,
     dropout_p: float = 0.0,
-    cu_seqlens_q: Optional[Tensor] = None,
-    cu_seqlens_k: Optional[Tensor] = None,
+    cu_seqlens_q: Integers = None,
+    cu_seqlens_k: Integers = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    seqused_q: Optional[Tensor] = None,
-    seqused_k: Optional[Tensor] = None,
+    seqused_q: Integers = None,
+    seqused_k: Integers = None,
+    seqstart_k: Integers = None,
+    page_table: Integers = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    num_splits: int = 0,
     deterministic: Optional[bool] = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """softmax(scale q k^T + ..., masked) v of (batch, rows, heads, head_dim), or of packed (total, heads, head_dim) with `cu_seqlens`.
 
     Options mean what `flashattn.Options` says. Gradients flow to q, k, v, bias and sink, also through the lse that return_lse=True adds.
+    Lengths, pages, slices and block lists may be lists or tensors of any integers; int32 on the device of q is read in place.
     Dropout draws its seed from PyTorch's generator of the device. deterministic=None follows torch.use_deterministic_algorithms().
+
+    causal=True aligns the last query with the last *used* key: query i of s_q sees the keys j <= i + seqused_k - s_q. That is right where the
+    queries are the newest tokens of a cache. Of a batch padded on the right, give `seqused_q` beside `seqused_k`, or causal="top_left":
+    with `seqused_k` alone, queries of the shorter sequences see too few keys.
     """
     if causal not in _MASKS:
         raise ValueError(f"causal is {causal!r}; it must be one of {', '.join(map(repr, _MASKS))}")
-    seed = None
-    if dropout_p > 0:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    left, right = window
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     if scale == 0:
         raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
-    out, lse = _forward(
-        q,
-        k,
-        v,
-        bias,
-        sink,
-        alibi_slopes,
-        block_mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        seed,
-        list(block_size),
-        [max_seqlen_q, max_seqlen_k],
-        _MASKS[causal],
-        [-1 if left is None else left, -1 if right is None else right],
-        scale,
-        float(softcap),
-        float(alibi_log_scale),
-        float(dropout_p),
-        deterministic,
-    )
+    if bias is not None and bias.shape[-1] == 1 and cu_seqlens_k is None and page_table is None:
+        bias = _every_column(bias, k.shape[-3])
+    tensors: Dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": bias,
+        "sink": sink,
+        "alibi_slopes": alibi_slopes,
+        "block_mask": block_mask,
+        "element_mask": element_mask,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    for name, integers in (
+        ("block_counts", block_counts),
+        ("block_indices", block_indices),
+        ("slices", slices),
+        ("seqused_q", seqused_q),
+        ("seqused_k", seqused_k),
+        ("seqstart_k", seqstart_k),
+        ("page_table", page_table),
+    ):
+        if integers is not None:
+            tensors[name] = _int32(integers, q.device, name)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is not None:  # int64 is read in place, too
+            tensors[name] = offsets if isinstance(offsets, Tensor) else _int32(offsets, q.device, name)
+    numbers: Dict[str, Any] = {}
+    if causal:
+        numbers["causal"] = _MASKS[causal]
+    for name, given, default in (
+        ("window_left", window[0], None),
+        ("window_right", window[1], None),
+        ("scale", scale, None),
+        ("softcap", softcap, 0),
+        ("alibi_log_scale", alibi_log_scale, 0),
+        ("dropout_p", dropout_p, 0),
+        ("block_size_q", block_size[0], 0),
+        ("block_size_k", block_size[1], 0),
+        ("max_seqlen_q", max_seqlen_q, 0),
+        ("max_seqlen_k", max_seqlen_k, 0),
+        ("num_splits", num_splits, 0),
+        ("deterministic", deterministic, None),
+        ("batch_invariant", batch_invariant, False),
+    ):
+        if given is not default and given != default:
+            numbers[name] = given
+    out, lse = _call(tensors, numbers)
     return (out, lse) if return_lse else out
+
+
+def _expand(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """Broadcasts the dimensions before the last two."""
+    return tensor if tensor.shape[:-2] == tuple(leading) else tensor.expand(*leading, *tensor.shape[-2:])
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> "tuple[Tensor, Tensor, Tensor]":
+    """The three with the same dimensions, (..., heads, rows, head_dim) with at least one before the heads. Keys and values have as many heads as
+    each other, which divide those of the queries.
+    """
+    dims = max(4, query.dim(), key.dim(), value.dim())
+    query, key, value = (x if x.dim() == dims else x[(None,) * (dims - x.dim())] for x in (query, key, value))
+    q, k, v = query.shape[-3], key.shape[-3], value.shape[-3]
+    if grouped:
+        if 0 in (k, v) or q % k != 0 or q % v != 0:
+            raise ValueError(
+                f"query has {q} heads, key {k} and value {v}; enable_gqa=True needs divisors of the heads of query"
+            )
+        if k != v:  # PyTorch repeats each up to the queries' heads
+            key, value = key.repeat_interleave(q // k, -3), value.repeat_interleave(q // v, -3)
+        heads = (q, key.shape[-3], value.shape[-3])
+    else:
+        every = max(q, k, v)
+        if any(n not in (1, every) for n in (q, k, v)):
+            raise ValueError(f"query has {q} heads, key {k} and value {v}; enable_gqa=True lets them share keys")
+        heads = (every, k, v) if k == v else (every, every, every)
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(
+            f"query, key and value have shapes {shapes}, whose dimensions before the heads do not broadcast"
+        ) from error
+    query, key, value = (_expand(x, (*batch, n)) for x, n in zip((query, key, value), heads))
+    return query, key, value
+
+
+def _mask(mask: Tensor, full: Sequence[int]) -> Tensor:
+    """A mask that broadcasts to `full`, (..., heads, rows, columns), as the library takes it: with one dimension before the heads."""
+    if mask.dim() > len(full) or any(n not in (1, m) for n, m in zip(reversed(mask.shape), reversed(full))):
+        raise ValueError(f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {tuple(full)}")
+    mask = mask[(None,) * (len(full) - mask.dim())]
+    if mask.dim() == 4:
+        return mask
+    if any(n != 1 for n in mask.shape[:-3]):
+        mask = mask.expand(*full[:-3], *mask.shape[-3:])
+    return mask.flatten(0, -4)
 
 
 def scaled_dot_product_attention(
@@ -236,36 +225,38 @@ def scaled_dot_product_attention(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention on (batch, heads, rows, head_dim) or (heads, rows, head_dim).
+    """torch.nn.functional.scaled_dot_product_attention on (..., heads, rows, head_dim), (heads, rows, head_dim) or (rows, head_dim).
 
-    Two differences: a row that sees no key gives 0, not NaN, and `attn_mask` may be given together with `is_causal`.
+    Dimensions before the rows broadcast; keys and values of one head are not copied. A mask of bool is read in place, a mask of numbers
+    is a bias and may need a gradient. Two differences: a row that sees no key gives 0, not NaN, and `attn_mask` may be given together with
+    `is_causal`. scale must be positive.
     """
-    if query.dim() == 3:
-        mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        q, k, v = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-        return scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
-    if query.dim() != 4:
-        raise ValueError(
-            f"query has {query.dim()} dimensions; it needs (batch, heads, rows, head_dim) or (heads, rows, head_dim)"
-        )
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; enable_gqa=True lets them share keys")
-    bias = None
+    numbers: Dict[str, Any] = {}
+    if is_causal:
+        numbers["causal"] = 2
+    if scale is not None:
+        if not scale > 0:
+            raise ValueError(f"scale is {scale}; it must be positive, or None for 1 / sqrt(head_dim)")
+        numbers["scale"] = scale
+    if dropout_p != 0:
+        numbers["dropout_p"] = dropout_p
+
+    dims = max(query.dim(), key.dim(), value.dim())
+    alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions; it needs (..., rows, head_dim)")
+    if not alike:
+        query, key, value = _broadcast(query, key, value, enable_gqa)
+    q, k, v = (x if x.dim() == 4 else x.flatten(0, -4) for x in (query, key, value))
+    tensors: Dict[str, Any] = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
+        mask = _mask(attn_mask, (*query.shape[:-1], key.shape[-2]))
+        if mask.dtype == torch.bool:
+            tensors["element_mask"] = mask
         else:
-            bias = attn_mask
-        bias = bias.view((1,) * (4 - bias.dim()) + tuple(bias.shape))
-        bias = bias.expand(*bias.shape[:3], key.shape[2])  # the library broadcasts the other dimensions by itself
-    out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal="top_left" if is_causal else False,
-        scale=scale,
-        bias=bias,
-        dropout_p=dropout_p,
-    )
-    assert isinstance(out, Tensor)
-    return out.transpose(1, 2)
+            tensors["bias"] = _every_column(mask, k.shape[2])
+    out = _call(tensors, numbers)[0].transpose(1, 2)
+    if dims == 4:
+        return out
+    return out.unflatten(0, query.shape[:-3]) if dims > 4 else out[(0,) * (4 - dims)]

@@ -51,7 +51,7 @@ class WheelTest(unittest.TestCase):
             if path != record:
                 expected = base64.urlsafe_b64encode(hashlib.sha256(files[path]).digest()).rstrip(b"=").decode()
                 self.assertEqual((digest, size), ("sha256=" + expected, str(len(files[path]))))
-        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/jax.py"):
+        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/transformers.py", "flashattn/jax.py"):
             self.assertIn(wanted, files)
         metadata = files[record.replace("RECORD", "METADATA")].decode()
         self.assertIn("\nVersion: " + self.wheel.name.split("-")[1] + "\n", metadata)
@@ -105,7 +105,7 @@ class ReadmeTest(unittest.TestCase):
         blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), flags=re.S)
         self.assertGreaterEqual(len(blocks), 3)
         for block in blocks:
-            needed = [name for name in ("numpy", "torch", "jax") if re.search(rf"^import {name}\b", block, flags=re.M)]
+            needed = [name for name in ("numpy", "torch", "transformers", "jax") if re.search(rf"^import {name}\b", block, flags=re.M)]
             with self.subTest(block=block.splitlines()[0]):
                 missing = [name for name in needed if not importlib.util.find_spec(name)]
                 if missing:

@@ -116,13 +116,17 @@ class TorchTest(unittest.TestCase):
             self.assertFalse(scaled_dot_product_attention(q, k, v).requires_grad)
 
     def test_operator_checks(self):
-        """PyTorch's own checks of schema, fake tensors, autograd registration and AOT dispatch."""
-        q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in inputs())
-        bias, sink = normal(4, 1, 4, 23, 29), normal(5, 4)
-        seed = torch.tensor([7])
-        for tensors in ((q, k, v, None, None), (q, k, v, bias, sink)):
-            arguments = (*tensors, *(None,) * 6, seed, [0, 0], [0, 0], 1, [-1, -1], None, 0.0, 0.0, 0.0, False)
-            torch.library.opcheck(torch.ops.flashattn.forward.default, arguments)
+        """PyTorch's own checks of schema, fake tensors and AOT dispatch. Derivatives are not the operators' affair."""
+        q, k, v = (x.detach().transpose(1, 2) for x in inputs())
+        bias, sink = normal(4, 1, 4, 23, 29).detach(), normal(5, 4).detach()
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+        dropped = {"dropout_seed": torch.tensor([7]), "dropout_p": 0.5, "window_left": 3}
+        for options in ({}, {"causal": 1}, {"bias": bias, "sink": sink, "softcap": 2.0}, dropped):
+            torch.library.opcheck(torch.ops.flashattn.forward.default, (q, k, v), options, test_utils=tests)
+            out, lse = torch.ops.flashattn.forward(q, k, v, **options)
+            for needed in ([True, True, True, "bias" in options, "sink" in options], [False, True, False, False, False]):
+                arguments = (torch.ones_like(out), None, out, lse, needed, q, k, v)
+                torch.library.opcheck(torch.ops.flashattn.backward.default, arguments, options, test_utils=tests)
 
     def test_compile(self):
         def block(q, k, v):
@@ -155,8 +159,16 @@ class TorchTest(unittest.TestCase):
             attention(q, k[..., :8], v)
         with self.assertRaisesRegex(ValueError, "causal is 'middle'"):
             attention(q, k, v, causal="middle")
-        with self.assertRaisesRegex(ValueError, "query has 2 dimensions"):
-            scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
+        with self.assertRaisesRegex(TypeError, "seqused_k has dtype torch.float32; it must hold integers"):
+            attention(q, k, v, seqused_k=torch.ones(2))
+        with self.assertRaisesRegex(TypeError, "q has 2 dimensions"):
+            attention(q[0, 0], k[0, 0], v[0, 0])
+        with self.assertRaisesRegex(ValueError, "scale is 0"):
+            attention(q, k, v, scale=0)
+        with self.assertRaisesRegex(TypeError, "k is on meta"):
+            torch.ops.flashattn.forward.default.redispatch(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), q, k.to("meta"), v
+            )
 
     def test_results_are_tensors_where_the_queries_are(self):
         q, k, v = (x.detach().transpose(1, 2) for x in inputs())
@@ -176,7 +188,7 @@ class TorchTest(unittest.TestCase):
             flashattn.forward(q.half(), k.half(), v.half())[0].float(), torch.from_numpy(expected), rtol=0, atol=4e-3
         )
         for refused in (q.clone().requires_grad_(), q.to_sparse(), q.to("meta")):
-            with self.assertRaises((BufferError, ValueError)):
+            with self.assertRaises((BufferError, ValueError, RuntimeError)):
                 flashattn.forward(refused, k, v)
         with self.assertRaisesRegex(TypeError, "q is the negative of what its memory holds"):
             flashattn.forward(torch.complex(torch.zeros_like(q), -q).conj().imag, k, v)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators `flashattn::forward` and `flashattn::backward` of PyTorch's dispatcher, which run on its current stream, and the
+differentiable function made of them.
+
+The operators have no derivatives of their own; `call` has. Options that an operator is not given keep the defaults of its schema, which
+costs nothing: PyTorch hands an implementation only what differs from them.
+"""
+
+import ctypes
+import threading
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _abi
+from ._context import Context
+from ._options import problem_of
+from ._tensor import dtypes_of_torch
+from ._torch_vmap import Mapped
+
+#: Tensors of an attention problem besides q, k and v, those with gradients first.
+TENSORS = (
+    "bias",
+    "sink",
+    "alibi_slopes",
+    "block_mask",
+    "block_counts",
+    "block_indices",
+    "element_mask",
+    "slices",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "seqstart_k",
+    "page_table",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "dropout_seed",
+)
+#: Its numbers, as they stand in the schemas. `causal` is an fa_mask_kind; sides of the window without a limit are None.
+_NUMBERS = (
+    "int causal=0, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0., float alibi_log_scale=0., "
+    "float dropout_p=0., int block_size_q=0, int block_size_k=0, int max_seqlen_q=0, int max_seqlen_k=0, int num_splits=0, "
+    "bool deterministic=False, bool batch_invariant=False"
+)
+_OPTIONS = ", ".join(f"Tensor? {name}=None" for name in TENSORS) + ", " + _NUMBERS
+_CAUSAL = {_abi.MASK_NONE: False, _abi.MASK_CAUSAL: "bottom_right", _abi.MASK_CAUSAL_TOP_LEFT: "top_left"}
+_DTYPES = dtypes_of_torch(torch)
+
+_local = threading.local()
+
+
+def _context(device: torch.device) -> Context:
+    """This thread's context of a device, on the CPU with as many threads as PyTorch uses. The library takes no memory of a context before
+    its first call.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    key = (device, threads)
+    try:
+        return _local.contexts[key]
+    except AttributeError:
+        _local.contexts = {}
+    except KeyError:
+        pass
+    context = _local.contexts[key] = Context(device.type, device.index or 0, threads=threads)
+    return context
+
+
+def _stream(device: torch.device) -> Optional[int]:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+def _viewer(device: torch.device) -> Any:
+    """Tensors of a device as the library sees them. Calls run on PyTorch's current stream, so nobody has to wait for anybody."""
+
+    def view(tensor: Tensor, what: str) -> _abi.fa_tensor:
+        if tensor.device != device:
+            raise TypeError(f"{what} is on {tensor.device}; it must be on {device}, where q is")
+        if tensor.dim() > 4:
+            raise TypeError(f"{what} has {tensor.dim()} dimensions; at most 4 are possible")
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise TypeError(f"{what} has dtype {tensor.dtype}, which the library does not know")
+        return _abi.make_tensor(tensor.data_ptr(), tensor.shape, tensor.stride(), dtype)
+
+    return view
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor with a last stride of 1, which the library wants."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+
+
+def _options(given: Dict[str, Any]) -> Dict[str, Any]:
+    """Arguments of an operator as options of a Context."""
+    if "causal" in given:
+        given["causal"] = _CAUSAL[given["causal"]]
+    if "window_left" in given or "window_right" in given:
+        given["window"] = (given.pop("window_left", None), given.pop("window_right", None))
+    if "block_size_q" in given or "block_size_k" in given:
+        given["block_size"] = (given.pop("block_size_q", 0), given.pop("block_size_k", 0))
+    return given
+
+
+def _new(shape: Sequence[int], like: Tensor, dtype: torch.dtype, cu_seqlens: Optional[Tensor]) -> Tensor:
+    """Memory of a result. Rows between packed sequences are never written, so they are set to zero here."""
+    return like.new_empty(shape, dtype=dtype) if cu_seqlens is None else like.new_zeros(shape, dtype=dtype)
+
+
+def _result_dtype(q: Tensor) -> torch.dtype:
+    """Of out: that of q, and bfloat16 for float8 queries."""
+    return q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tuple[Tensor, Tensor]:
+    device = q.device
+    view = _viewer(device)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    if q.dim() < 3:
+        raise TypeError(f"q has {q.dim()} dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)")
+    problem = problem_of(q, k, v, _options(options), view, [])
+    packed = options.get("cu_seqlens_q")
+    shape = q.shape
+    out = _new((*shape[:-1], v.shape[-1]), q, _result_dtype(q), packed)
+    lse = _new((*shape[:-3], shape[-2], shape[-3]), q, torch.float32, packed)
+    problem.out, problem.lse = view(out, "out"), view(lse, "lse")
+    _context(device)._run_forward(problem, _stream(device))
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    needed: List[bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **options: Any,
+) -> List[Tensor]:
+    device = q.device
+    view = _viewer(device)
+    q, k, v, dout, out = _rows(q), _rows(k), _rows(v), _rows(dout), _rows(out)
+    problem = problem_of(q, k, v, _options(options), view, [])
+    problem.out, problem.lse = view(out, "out"), view(lse, "lse")
+    gradients = _abi.fa_gradients(ctypes.sizeof(_abi.fa_gradients))
+    gradients.dout = view(dout, "dout")
+    if dlse is not None:
+        gradients.dlse = view(dlse, "dlse")
+    packed_q, packed_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    inputs: Any = (q, k, v, options.get("bias"), options.get("sink"))
+    results = []
+    for name, like, packed, wanted in zip(
+        ("dq", "dk", "dv", "dbias", "dsink"), inputs, (packed_q, packed_k, packed_k, None, None), needed
+    ):
+        if wanted:
+            result = _new(like.shape, like, like.dtype, packed)
+            setattr(gradients, name, view(result, name))
+            results.append(result)
+    _context(device)._run_backward(problem, gradients, _stream(device))
+    return results
+
+
+def _forward_shapes(q, k, v, **_):
+    out = q.new_empty([*q.shape[:-1], v.shape[-1]], dtype=_result_dtype(q))
+    return out, q.new_empty([*q.shape[:-3], q.shape[-2], q.shape[-3]], dtype=torch.float32)
+
+
+def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, **options):
+    given = (q, k, v, options.get("bias"), options.get("sink"))
+    return [like.new_empty(like.shape) for like, wanted in zip(given, needed) if wanted]
+
+
+_library = torch.library.Library("flashattn", "DEF")
+
+
+def _define(name: str, arguments: str, results: str, run: Any, shapes: Any) -> Any:
+    _library.define(f"{name}({arguments}, *, {_OPTIONS}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"flashattn::{name}", shapes, lib=_library)
+    return getattr(torch.ops.flashattn, name).default
+
+
+_forward_op = _define("forward", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)", _forward, _forward_shapes)
+_backward_op = _define(
+    "backward",
+    "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, Tensor q, Tensor k, Tensor v",
+    "Tensor[]",
+    _backward,
+    _backward_shapes,
+)
+
+# What follows takes the names of the tensors that are given besides q, k and v, and the numbers as pairs of name and value.
+Names = Tuple[str, ...]
+Numbers = Tuple[Tuple[str, Any], ...]
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+_NO_TANGENT = (
+    "flashattn has no forward-mode derivative (torch.func.jvp, jacfwd, dual numbers); use reverse mode (torch.func.vjp, jacrev)"
+)
+_NO_SECOND = "flashattn has no second derivative; its gradients cannot be differentiated again"
+
+
+@torch._dynamo.assume_constant_result  # torch.compile compiles again where the transforms differ
+def _is_transformed() -> bool:
+    """Whether this runs under a transform of torch.func."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _run(names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tuple[Tensor, Tensor]:
+    return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.names, ctx.numbers, *tensors = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
+    out, lse, *tensors = ctx.saved_tensors
+    wanted = dict(zip(("q", "k", "v", *ctx.names), ctx.needs_input_grad[2:]))
+    if dout is None and dlse is None:
+        return (None,) * (2 + len(tensors))
+    for name, is_wanted in wanted.items():
+        if is_wanted and name not in _DIFFERENTIABLE:
+            raise NotImplementedError(f"{name} requires a gradient, but flashattn has none for it; give {name}.detach()")
+    if dout is None:
+        dout = torch.zeros_like(out)
+    needed = tuple(wanted.get(name, False) for name in _DIFFERENTIABLE)
+    # Under torch.compile the operator itself is traced, and PyTorch refuses second derivatives.
+    nested = not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_transformed())
+    run = _Gradients.apply if nested else _run_gradients
+    results = iter(run(ctx.names, ctx.numbers, needed, dout, dlse, out, lse, *tensors))
+    return (None, None, *(next(results) if wanted[name] else None for name in wanted))
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse) of q, k, v and the tensors that `names` lists."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _run(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradients)
+
+
+class _Transformed(torch.autograd.Function):
+    """The same under the transforms of torch.func, which want the two halves of forward apart; that takes PyTorch 20 us more per call."""
+
+    forward = staticmethod(_run)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_TANGENT)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, names: Names, numbers: Numbers, *tensors: Tensor) -> Any:
+        mapped = Mapped(info.batch_size, ("q", "k", "v", *names), in_dims[2:], tensors)
+        if mapped.folds():
+            return mapped.unfold(_Transformed.apply(names, numbers, *mapped.fold()))
+        return mapped.stack([_Transformed.apply(names, numbers, *one) for one in mapped.samples()])
+
+
+def _run_gradients(
+    names: Names,
+    numbers: Numbers,
+    needed: Sequence[bool],
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *tensors: Tensor,
+) -> Any:
+    return _backward_op(dout, dlse, out, lse, needed, q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients that `needed` asks for, as a function that can be mapped and cannot be differentiated."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return tuple(_run_gradients(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_TANGENT)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, names: Names, numbers: Numbers, needed: Sequence[bool], *tensors: Tensor) -> Any:
+        every_name = ("dout", "dlse", "out", "lse", "q", "k", "v", *names)
+        mapped = Mapped(info.batch_size, every_name, in_dims[3:], tensors)
+        wanted = [name for name, is_needed in zip(_DIFFERENTIABLE, needed) if is_needed]
+        if mapped.folds(wanted):
+            return mapped.unfold(_Gradients.apply(names, numbers, needed, *mapped.fold(wanted)), wanted)
+        return mapped.stack([_Gradients.apply(names, numbers, needed, *one) for one in mapped.samples()])
+
+
+def call(tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. `tensors` has q, k, v and what is given of TENSORS, `numbers` what differs from the operators' defaults."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    _, _, _, *names = given
+    inputs: Any = (tuple(names), tuple(numbers.items()), *given.values())
+    if _is_transformed():
+        return _Transformed.apply(*inputs)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given.values()):
+        raise NotImplementedError(_NO_TANGENT)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+        return _Attention.apply(*inputs)
+    return _run(*inputs)
