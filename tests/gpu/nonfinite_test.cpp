@@ -110,7 +110,7 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
         const int64_t seen = std::clamp<int64_t>(row - shift, 0, shape.seqlen_q);
         for (int64_t h = last * group; h < shape.heads_q; ++h) {
           EXPECT_LT(poisoned.dq.difference(clean.dq, h, 0, seen), kRounding);
-          // NaN shows in all that do. Inf of either sign may take all weight from a key.
+          // NaN shows in all that do. Inf of either sign may make P of a key 0.
           if (seen < shape.seqlen_q && std::isnan(to_float(value))) {
             EXPECT_FALSE(poisoned.dq.all_finite(h, seen, shape.seqlen_q));
           }

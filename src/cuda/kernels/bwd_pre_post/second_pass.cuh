@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of a second backward pass, which runs where the first one met NaN or Inf (BackwardRows::only_if).
+// The launches of a second backward pass, which runs where the first one has found NaN or Inf (BackwardRows::only_if).
 #pragma once
 
 #include "cuda/common/ptx.cuh"

@@ -28,55 +28,57 @@
 // Shared memory: K | V | Q stages | dO stages | two dS | dq partials | lse stages | delta stages | barriers | work tiles
 #pragma once
 
-#include "cuda/common/pipeline.cuh"
-#include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_pre_post/second_pass.cuh"
-#include "cuda/kernels/bwd_sm90/backward_cta.cuh"
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
+#include "cuda/kernels/bwd_sm90/producer_warps.cuh"
 #include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
 
 namespace fa::cuda::sm90 {
-
-template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_, bool kNanSafe_ = true>
-struct BackwardConfig {
-  using Element = Element_;
-  using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
-  static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
-  static constexpr ScoreSet kScores = kScores_;
-  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
-  static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0;
-  static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
-  static constexpr bool kConvertsEarly = kScored || kHasDropout || kHasScoreText;  // P, in exponentiate()
-  static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
-  static constexpr bool kSplitTail =
-      kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
-  static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
-  static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
-  static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
-  // Without it there is no NaN-safe path, and the scheduler warp looks for values that would need it.
-  static constexpr bool kNanSafe = kNanSafe_;
-  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
-  static constexpr bool kDqTransposed = kTileQ % 64 != 0;
-  // Parts of a Q tile: dP has registers for 64 or 80 queries.
-  static constexpr int kDpQueries = kDqTransposed ? kTileQ : 64, kDpParts = kTileQ / kDpQueries;
-  // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
-  static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
-  static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
-  static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
-  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
-  static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
-  // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
-  // atom.
-  static constexpr int kKeyColumns = kD / kAtoms;
-  static_assert(kTileQ % 16 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns &&
-                !(kDqTransposed && kNanSafe));
-};
-
 template <class C>
-class Backward {
+class Backward : ProducerWarps<C> {
+  using Base = ProducerWarps<C>;
+  using Base::bias_empty;
+  using Base::bias_full;
+  using Base::cta_;
+  using Base::dout_empty;
+  using Base::dout_full;
+  using Base::dq_empty;
+  using Base::dq_full;
+  using Base::dq_warp;
+  using Base::ds_empty;
+  using Base::ds_full;
+  using Base::k_full;
+  using Base::kTilesPerWorkStage;
+  using Base::kv_empty;
+  using Base::kWg1MaySkip;
+  using Base::loads_issued;
+  using Base::masked_tiles;
+  using Base::next_work_tile;
+  using Base::producer;
+  using Base::q_empty;
+  using Base::q_full;
+  using Base::release_work_tile;
+  using Base::scheduler;
+  using Base::smem_bias;
+  using Base::smem_delta;
+  using Base::smem_dout;
+  using Base::smem_dq;
+  using Base::smem_ds;
+  using Base::smem_k;
+  using Base::smem_lse;
+  using Base::smem_q;
+  using Base::smem_v;
+  using Base::v_full;
+  using Base::visited;
+  using Base::work_empty;
+  using Base::work_full;
+  using typename Base::Element;
+  using typename Base::QPipeline;
+  using typename Base::Storage;
+
  public:
-  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : cta_(params, shared) {}
+  __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : Base(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -138,389 +140,19 @@ class Backward {
   }
 
  private:
-  using Element = typename C::Element;
   using RowStats = typename BackwardCta<C>::RowStats;
 
-  // ------------------------------------------------------------------------------------------------------------------
-  // Shared memory
-  // ------------------------------------------------------------------------------------------------------------------
-
-  using Storage = typename C::Storage;
-  __device__ __forceinline__ uint32_t smem_k() const { return cta_.at(offsetof(Storage, k)); }
-  __device__ __forceinline__ uint32_t smem_v() const { return cta_.at(offsetof(Storage, v)); }
-  __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
-  __device__ __forceinline__ uint32_t smem_dout(int n) const {
-    return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
-  }
-  __device__ __forceinline__ uint32_t smem_ds(int n) const { return cta_.at(offsetof(Storage, ds), n, sizeof(Storage::ds[0])); }
   // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
   __device__ __forceinline__ uint32_t dq_ds_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
   __device__ __forceinline__ uint32_t dq_k_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
-  __device__ __forceinline__ uint32_t smem_dq(int wg) const {
-    return cta_.at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
-  }
-  __device__ __forceinline__ uint32_t smem_lse(int n) const {
-    return cta_.at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
-  }
-  __device__ __forceinline__ uint32_t smem_delta(int n) const {
-    return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
-  }
-  __device__ __forceinline__ uint32_t k_full() const { return cta_.at(offsetof(Storage, k_full)); }
-  __device__ __forceinline__ uint32_t v_full() const { return cta_.at(offsetof(Storage, v_full)); }
-  __device__ __forceinline__ uint32_t ds_full(int n) const {
-    return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
-  }
-  __device__ __forceinline__ uint32_t ds_empty(int n) const {
-    return cta_.at(offsetof(Storage, ds_empty), n, sizeof(Storage::ds_empty[0]));
-  }
-  __device__ __forceinline__ uint32_t dq_full(int wg) const {
-    return cta_.at(offsetof(Storage, dq_full), wg, sizeof(Storage::dq_full[0]));
-  }
-  __device__ __forceinline__ uint32_t dq_empty(int wg) const {
-    return cta_.at(offsetof(Storage, dq_empty), wg, sizeof(Storage::dq_empty[0]));
-  }
-  __device__ __forceinline__ uint32_t q_full(int n) const {
-    return cta_.at(offsetof(Storage, q_full), n, sizeof(Storage::q_full[0]));
-  }
-  __device__ __forceinline__ uint32_t q_empty(int n) const {
-    return cta_.at(offsetof(Storage, q_empty), n, sizeof(Storage::q_empty[0]));
-  }
-  __device__ __forceinline__ uint32_t dout_full(int n) const {
-    return cta_.at(offsetof(Storage, dout_full), n, sizeof(Storage::dout_full[0]));
-  }
-  __device__ __forceinline__ uint32_t dout_empty(int n) const {
-    return cta_.at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
-  }
-  __device__ __forceinline__ uint32_t kv_empty() const { return cta_.at(offsetof(Storage, kv_empty)); }
-  __device__ __forceinline__ uint32_t loads_issued() const { return cta_.at(offsetof(Storage, loads_issued)); }
-  __device__ __forceinline__ uint32_t work_full(int n) const {
-    return cta_.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
-  }
-  __device__ __forceinline__ uint32_t work_empty(int n) const {
-    return cta_.at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
-  }
-
-  __device__ __forceinline__ uint32_t smem_bias(int n, int wg) const {
-    return cta_.at(offsetof(Storage, bias.tile), n * C::kConsumerWarpgroups + wg, C::kBiasBytes / C::kConsumerWarpgroups);
-  }
-  __device__ __forceinline__ uint32_t bias_full(int n) const {
-    return cta_.at(offsetof(Storage, bias_barriers.full), n, sizeof(Mbarrier));
-  }
-  __device__ __forceinline__ uint32_t bias_empty(int n) const {
-    return cta_.at(offsetof(Storage, bias_barriers.empty), n, sizeof(Mbarrier));
-  }
 
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
   static constexpr bool kPrefetchLse = !C::kConvertsEarly && !C::kHasBias && C::kDpParts == 1,
                         kPrefetchDelta = kPrefetchLse && C::kD < 128;
   static constexpr int kEarlyDkSteps =
       C::kTileQ / 32;  // with one part: steps of dk before dq; the others run while dq is stored
-  using QPipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ int first_key() const { return cta_.work().key0 + wg_ * 64; }
-
-  // ------------------------------------------------------------------------------------------------------------------
-  // Work tiles of this CTA: work_index 0, 1, ...
-  // ------------------------------------------------------------------------------------------------------------------
-
-  // The scheduler warp. It writes the descriptions of work tiles to two stages in shared memory. The first work tile of a CTA
-  // is the one with the CTA's number. It takes each further one from the counter when all loads of the current one have been
-  // issued: late, so that whichever CTA is free first takes it.
-  __device__ __forceinline__ void scheduler() const {
-    int index = static_cast<int>(blockIdx.x);
-    bool second = false;  // the second split of a unit of the split tail
-    for (int work_index = 0;; ++work_index) {
-      mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
-      if (C::kSplitTail && second) {
-        mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
-      } else if (work_index > 0) {
-        mbarrier_wait(loads_issued(), work_index & 1 ^ 1);
-        pdl_wait();
-        if (cta_.lane == 0) index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
-        index = __shfl_sync(~0u, index, 0);
-      }
-      if (cta_.problem.k_lengths.cu != nullptr) index = skip_empty_tiles(index);
-      const bool more = index < cta_.params.blocks;
-      bool crosses = false;
-      if (cta_.lane == 0) {
-        WorkTile &next = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
-        next.work_index = work_index;
-        for (auto &stage : next.nan_safe) stage[0] = stage[1] = 0.f;
-        if (C::kSplitTail && more && index >= cta_.params.split_tail.first_tile && cta_.params.split_tail.units > 0) {
-          crosses = describe_split(index - cta_.params.split_tail.first_tile, second, next);
-        } else if (more) {
-          cta_.describe_work_tile(index, next);
-          if constexpr (C::kSplitTail) next.splits = 1;
-        } else {
-          next.batch = -1;
-        }
-        if constexpr (kWg1MaySkip) {
-          next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
-          WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
-          wg1_tile = next;
-          wg1_tile.q_tile_begin += next.wg1_skips;
-        }
-        if (!C::kHasDataMask) mbarrier_arrive(work_full((work_index & 1)));
-      }
-      __syncwarp();
-      if constexpr (C::kHasDataMask) {
-        WorkTile &next = cta_.work_tiles[work_index & 1];
-        const int visible = more ? count_visible_q_tiles(next) : 0;
-        if (cta_.lane == 0) {
-          masked_tiles().visible[work_index & 1] = visible;
-          if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
-          mbarrier_arrive(work_full((work_index & 1)));
-        }
-        __syncwarp();
-      }
-      if (!more) return;
-      if constexpr (!C::kNanSafe) look_for_nonfinite(work_index);
-      if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
-    }
-  }
-  // Without a NaN-safe path: sets params.nonfinite where hidden pairs of a work tile could bring NaN into a gradient. Such a pair contributes 0 times a
-  // row of K, Q or dO, and its dS has V in it. Every query sees a key: so where its row of q, dout or out is not finite, its lse or delta is not.
-  __device__ __forceinline__ void look_for_nonfinite(int work_index) const {
-    const WorkTile &t = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
-    mbarrier_wait(k_full(), work_index & 1);
-    mbarrier_wait(v_full(), work_index & 1);
-    if (cta_.params.nonfinite != nullptr && (t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end)) {
-      bool found = cta_.lane_has_nonfinite(smem_k(), 2 * C::kKBytes);  // K and V
-      pdl_wait();
-      const int group = static_cast<int>(cta_.problem.group), rows = cta_.params.q_tiles * C::kTileQ;
-      const int first = (t.batch * static_cast<int>(cta_.problem.heads_k) + t.head_k) * group;
-#pragma unroll 1
-      for (int n = 0; n < 2 * group; ++n) {  // the partial Q tiles at either end of the main loop
-        const int middle = min(t.full_begin, t.q_tile_end), begin = n & 1 ? max(t.full_end, middle) : t.q_tile_begin;
-        const int end = min((n & 1 ? t.q_tile_end : middle) * C::kTileQ, t.seqlen_q);
-#pragma unroll 1
-        for (int row = begin * C::kTileQ + cta_.lane; row < end; row += 32) {
-          const int64_t at = int64_t{first + n / 2} * rows + row;
-          found |= !(fabsf(cta_.params.row_lse[at]) < CUDART_INF_F) || !(fabsf(cta_.params.row_delta[at]) < CUDART_INF_F);
-        }
-      }
-      if (__any_sync(~0u, found) && cta_.lane == 0) *cta_.params.nonfinite = 1;
-    }
-    __syncwarp();
-    mbarrier_arrive_if(cta_.lane == 0, kv_empty());
-  }
-  // Packed sequences: the work tile `index` of this CTA, or the next one that it takes, so that it has keys; or a number past the end. Shorter
-  // sequences have fewer work tiles than the longest one, and nothing to write in the others. All lanes look ahead, so a run of such tiles takes
-  // one step: those that no CTA has taken yet never are.
-  __device__ __forceinline__ int skip_empty_tiles(int index) const {
-    while (true) {
-      const int mine = index + cta_.lane;
-      bool empty = false;
-      if (mine < cta_.params.blocks) {
-        const L2HeadOrder::Place place = cta_.params.order.at_long_end(mine);
-        empty = place.row_block * C::kTileKv >= static_cast<int>(sequence_of(cta_.problem.k_lengths, place.batch).slot);
-      }
-      const uint32_t others = __ballot_sync(~0u, !empty);
-      if ((others & 1) != 0) return index;
-      const int next = index + (others != 0 ? __ffs(static_cast<int>(others)) - 1 : 32);
-      pdl_wait();
-      if (cta_.lane == 0) {
-        atomicMax(cta_.params.taken, next - static_cast<int>(gridDim.x));
-        index = static_cast<int>(gridDim.x) + atomicAdd(cta_.params.taken, 1);
-      }
-      index = __shfl_sync(~0u, index, 0);
-    }
-  }
-  // Describes the first or the second split of a unit of the split tail. Returns whether this was the first of two.
-  __device__ __forceinline__ bool describe_split(int unit, bool second, WorkTile &next) const {
-    // Computed twice rather than held: the scheduler warp has few registers.
-    cta_.describe_work_tile(cta_.params.split_tail.first_tile + cta_.params.split_tail.tile_of(unit, second), next);
-    const SplitTail::Split x = cta_.params.split_tail.split_of(opaque(unit), second);
-    next.q_tile_begin = x.begin;
-    next.q_tile_end = x.end;
-    next.q_tiles_end = x.tile;
-    next.split = static_cast<int8_t>(x.split);
-    next.splits = static_cast<int8_t>(x.splits);
-    return x.crosses;
-  }
-  // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
-  // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
-  // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && C::kNanSafe && !C::kHasDataMask;
-  static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
-  __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
-    return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
-           (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
-  }
-  // With masks as data: of 32 Q tiles of a query head, from `q_tile` down, those that the work tile sees, and of these the ones in which the cell
-  // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
-  struct QTileBits {
-    uint32_t visible;
-    uint32_t cell_codes;  // of this lane's Q tile (VisitedQTile)
-  };
-  __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile) const {
-    constexpr int kCells = C::kTileQ / kCell;
-    constexpr uint32_t kAllCells = (1u << kCells) - 1;
-    const DataMask &mask = cta_.params.mask;
-    q_tile -= cta_.lane;
-    uint32_t any = 0, codes = 0;
-    bool full = true;
-    if (q_tile >= t.q_tile_begin) {
-      const int64_t word =
-          (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
-      const int shift = q_tile * kCells % 32;
-#pragma unroll 1
-      for (int n = 0; n < C::kConsumerWarpgroups && t.key0 + n * kCell < t.seqlen_k; ++n) {
-        const uint32_t visible = mask.by_key.visible[word + n * mask.by_key.words] >> shift & kAllCells,
-                       partial = mask.by_key.partial[word + n * mask.by_key.words] >> shift & kAllCells;
-        any |= visible;
-        full = full && visible == kAllCells && partial == 0;
-#pragma unroll
-        for (int cell = 0; cell < kCells; ++cell)
-          codes |= ((visible >> cell & 1) | (partial >> cell & 1) << 1) << 2 * (n * kCells + cell);
-      }
-    }
-    return {__ballot_sync(~0u, any != 0), full ? VisitedQTile::kAllCellsFull : codes};
-  }
-  __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
-    const int group = static_cast<int>(cta_.problem.group);
-    int count = 0;
-    for (int g = 0; g < group; ++g) {
-      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32)
-        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile).visible);
-    }
-    return count;
-  }
-  // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
-  template <typename T>
-  __device__ __forceinline__ T visited(int n, T VisitedQTile::*member) const {
-    return __shfl_sync(~0u, cta_.lane == 0 ? masked_tiles().visited[n % BackwardMaskedTiles::kVisited].*member : T{}, 0);
-  }
-  __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const { return cta_.masked_tiles(); }
-
-  __device__ __forceinline__ bool next_work_tile(int work_index) {
-    mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
-    cta_.work_stage = (work_index & 1) * kTilesPerWorkStage;
-    return cta_.work().batch >= 0;
-  }
-  __device__ __forceinline__ void release_work_tile(int work_index) const {
-    __syncwarp();
-    mbarrier_arrive_if(cta_.lane == 0, work_empty(work_index & 1));
-  }
-
-  __device__ __forceinline__ void dq_warp(int partial) {
-    uint32_t parity = 0;
-    int visited = 0;
-    pdl_wait();
-    for (int work_index = 0; next_work_tile(work_index); ++work_index) {
-      cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity, 0, &visited);
-      release_work_tile(work_index);
-    }
-    bulk_wait_group();
-  }
-
-  // ------------------------------------------------------------------------------------------------------------------
-  // Producer warp
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void producer() {
-    QPipeline q_pipe;
-    int visited = 0;
-    for (int work_index = 0; next_work_tile(work_index); ++work_index) {
-      if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
-        pdl_wait();
-        load_kv(work_index, 0);
-      } else {
-        load_q_tiles(q_pipe, work_index, visited);
-      }
-      mbarrier_arrive_if(cta_.lane == 0, loads_issued());
-      release_work_tile(work_index);
-    }
-  }
-
-  // Loads K and V (`bytes` each) when those of the previous work tile are no longer used; with 0 bytes it only completes the
-  // barriers.
-  __device__ __forceinline__ void load_kv(int work_index, uint32_t bytes) const {
-    mbarrier_wait(kv_empty(), work_index & 1 ^ 1);
-    if (!elect_one()) return;
-    const int row = cta_.work().k_start + cta_.work().key0,
-              batch = cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch;
-    mbarrier_arrive_expect_tx(k_full(), bytes);
-    if (bytes > 0)
-      cta_.template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), cta_.params.k_map, k_full(), row,
-                                                                     cta_.work().head_k, batch, kEvictFirst);
-    mbarrier_arrive_expect_tx(v_full(), bytes);
-    if (bytes > 0)
-      cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
-  }
-
-  // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
-  template <typename F>
-  __device__ __forceinline__ void for_each_q_tile(F f) const {
-    const WorkTile &t = cta_.work();
-    for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
-      const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
-      if constexpr (C::kHasDataMask) {
-        for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
-          QTileBits tiles = q_tiles_from(t, head_q, q_tile);
-          for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
-            const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
-            f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
-          }
-        }
-      } else {
-        const auto q_tile_at = cta_.rotated_q_tiles();
-        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
-      }
-    }
-  }
-  // `visited`: Q tiles that this CTA has loaded.
-  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index, int &visited) const {
-    const bool packed = cta_.problem.q_lengths.cu != nullptr;
-    bool first = true;
-    for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
-      const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
-      mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
-      if (elect_one()) {
-        if constexpr (C::kHasDataMask)
-          masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
-        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-        cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
-                                           batch, kEvictLast);
-      }
-      // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
-      // when the previous work tile is done.
-      if (first && work_index == 0) {
-        load_kv(work_index, C::kKBytes);
-        pdl_wait();
-      }
-      if (elect_one())
-        tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
-                    cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-      mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
-      if (elect_one()) {
-        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
-        cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
-                                           head_q, batch, kEvictLast);
-        tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
-                    cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-      }
-      if (first && work_index > 0) load_kv(work_index, C::kKBytes);
-      if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
-      first = false;
-      q_pipe.advance();
-      ++visited;
-    });
-  }
-
-  // Loads the bias of iteration n.
-  __device__ __forceinline__ void load_bias(int n, int head_q, int q_tile) const {
-    const int stage = n % Storage::kBiasStages;
-    mbarrier_wait(bias_empty(stage), n / Storage::kBiasStages & 1 ^ 1);
-    if (!elect_one()) return;
-    mbarrier_arrive_expect_tx(bias_full(stage), C::kBiasBytes);
-#pragma unroll
-    for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg)
-#pragma unroll
-      for (int part = 0; part < C::kTileQ / 64; ++part)
-        tma_load_4d(smem_bias(stage, wg) + part * 64 * 128, &cta_.params.bias_map, bias_full(stage), cta_.work().key0 + wg * 64,
-                    q_tile * C::kTileQ + part * 64, head_q, cta_.work().batch, kEvictNormal);
-  }
 
   // ------------------------------------------------------------------------------------------------------------------
   // wgmma, each started (committed) and not awaited
@@ -994,7 +626,6 @@ class Backward {
                                                                                    dq_k_operand(), cta_.lane);
   }
 
-  BackwardCta<C> cta_;
   int wg_;
 
   RowStats delta_;        // with kPrefetchDelta

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all warps of backward.cuh have in common: the configuration, addresses in shared memory, and the work tiles of the CTA.
+#pragma once
+
+#include "cuda/common/pipeline.cuh"
+#include "cuda/kernels/bwd_sm90/backward_cta.cuh"
+
+namespace fa::cuda::sm90 {
+
+template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_, bool kNanSafe_ = true>
+struct BackwardConfig {
+  using Element = Element_;
+  using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
+  static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
+  static constexpr ScoreSet kScores = kScores_;
+  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
+  static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0;
+  static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
+  static constexpr bool kConvertsEarly = kScored || kHasDropout || kHasScoreText;  // P, in exponentiate()
+  static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
+  static constexpr bool kSplitTail =
+      kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
+  static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
+  static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
+  // Without it there is no NaN-safe path, and the scheduler warp looks for values that would need it.
+  static constexpr bool kNanSafe = kNanSafe_;
+  // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
+  static constexpr bool kDqTransposed = kTileQ % 64 != 0;
+  // Parts of a Q tile: dP has registers for 64 or 80 queries.
+  static constexpr int kDpQueries = kDqTransposed ? kTileQ : 64, kDpParts = kTileQ / kDpQueries;
+  // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
+  static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
+  static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
+  static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
+  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
+  static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
+  // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
+  // atom.
+  static constexpr int kKeyColumns = kD / kAtoms;
+  static_assert(kTileQ % 16 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns &&
+                !(kDqTransposed && kNanSafe));
+};
+
+template <class C>
+class SingleCta {
+ protected:
+  using Element = typename C::Element;
+
+  __device__ __forceinline__ SingleCta(const BackwardParams &params, char *shared) : cta_(params, shared) {}
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Shared memory
+  // ------------------------------------------------------------------------------------------------------------------
+
+  using Storage = typename C::Storage;
+  __device__ __forceinline__ uint32_t smem_k() const { return cta_.at(offsetof(Storage, k)); }
+  __device__ __forceinline__ uint32_t smem_v() const { return cta_.at(offsetof(Storage, v)); }
+  __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
+  __device__ __forceinline__ uint32_t smem_dout(int n) const {
+    return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_ds(int n) const { return cta_.at(offsetof(Storage, ds), n, sizeof(Storage::ds[0])); }
+  __device__ __forceinline__ uint32_t smem_dq(int wg) const {
+    return cta_.at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_lse(int n) const {
+    return cta_.at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
+  }
+  __device__ __forceinline__ uint32_t smem_delta(int n) const {
+    return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
+  }
+  __device__ __forceinline__ uint32_t k_full() const { return cta_.at(offsetof(Storage, k_full)); }
+  __device__ __forceinline__ uint32_t v_full() const { return cta_.at(offsetof(Storage, v_full)); }
+  __device__ __forceinline__ uint32_t ds_full(int n) const {
+    return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
+  }
+  __device__ __forceinline__ uint32_t ds_empty(int n) const {
+    return cta_.at(offsetof(Storage, ds_empty), n, sizeof(Storage::ds_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t dq_full(int wg) const {
+    return cta_.at(offsetof(Storage, dq_full), wg, sizeof(Storage::dq_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dq_empty(int wg) const {
+    return cta_.at(offsetof(Storage, dq_empty), wg, sizeof(Storage::dq_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t q_full(int n) const {
+    return cta_.at(offsetof(Storage, q_full), n, sizeof(Storage::q_full[0]));
+  }
+  __device__ __forceinline__ uint32_t q_empty(int n) const {
+    return cta_.at(offsetof(Storage, q_empty), n, sizeof(Storage::q_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_full(int n) const {
+    return cta_.at(offsetof(Storage, dout_full), n, sizeof(Storage::dout_full[0]));
+  }
+  __device__ __forceinline__ uint32_t dout_empty(int n) const {
+    return cta_.at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
+  }
+  __device__ __forceinline__ uint32_t kv_empty() const { return cta_.at(offsetof(Storage, kv_empty)); }
+  __device__ __forceinline__ uint32_t loads_issued() const { return cta_.at(offsetof(Storage, loads_issued)); }
+  __device__ __forceinline__ uint32_t work_full(int n) const {
+    return cta_.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
+  }
+  __device__ __forceinline__ uint32_t work_empty(int n) const {
+    return cta_.at(offsetof(Storage, work_empty), n, sizeof(Storage::work_empty[0]));
+  }
+
+  __device__ __forceinline__ uint32_t smem_bias(int n, int wg) const {
+    return cta_.at(offsetof(Storage, bias.tile), n * C::kConsumerWarpgroups + wg, C::kBiasBytes / C::kConsumerWarpgroups);
+  }
+  __device__ __forceinline__ uint32_t bias_full(int n) const {
+    return cta_.at(offsetof(Storage, bias_barriers.full), n, sizeof(Mbarrier));
+  }
+  __device__ __forceinline__ uint32_t bias_empty(int n) const {
+    return cta_.at(offsetof(Storage, bias_barriers.empty), n, sizeof(Mbarrier));
+  }
+
+  using QPipeline = PipelineState<C::kStages>;
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Work tiles of this CTA: work_index 0, 1, ...
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
+  // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
+  // description of its own, in which the main loop is shorter.
+  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && C::kNanSafe && !C::kHasDataMask;
+  static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
+
+  // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
+  template <typename T>
+  __device__ __forceinline__ T visited(int n, T VisitedQTile::*member) const {
+    return __shfl_sync(~0u, cta_.lane == 0 ? masked_tiles().visited[n % BackwardMaskedTiles::kVisited].*member : T{}, 0);
+  }
+  __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const { return cta_.masked_tiles(); }
+
+  __device__ __forceinline__ bool next_work_tile(int work_index) {
+    mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);
+    cta_.work_stage = (work_index & 1) * kTilesPerWorkStage;
+    return cta_.work().batch >= 0;
+  }
+  __device__ __forceinline__ void release_work_tile(int work_index) const {
+    __syncwarp();
+    mbarrier_arrive_if(cta_.lane == 0, work_empty(work_index & 1));
+  }
+
+  BackwardCta<C> cta_;
+};
+
+}  // namespace fa::cuda::sm90
