@@ -67,6 +67,10 @@ const char *isa_name(fa_cpu_isa isa) {
       return "avx512_bf16";
     case FA_CPU_ISA_AMX:
       return "amx";
+    case FA_CPU_ISA_NEON:
+      return "neon";
+    case FA_CPU_ISA_NEON_BF16:
+      return "neon_bf16";
     default:
       return "auto";
   }
@@ -88,17 +92,18 @@ void DeviceChoice::declare(Options &options) {
                   }
                 });
   options.integer("--threads", "N", "CPU threads, 0 = all (0)", threads, 0, 4096);
-  options.value("--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, avx512_bf16, amx",
-                [this](const auto &name, const auto &text) {
-                  for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512,
-                                                     FA_CPU_ISA_AVX512_BF16, FA_CPU_ISA_AMX}) {
-                    if (text == isa_name(candidate)) {
-                      isa = candidate;
-                      return;
-                    }
-                  }
-                  throw UsageError(name + " needs auto, portable, avx2, avx512, avx512_bf16 or amx, not '" + text + "'");
-                });
+  options.value(
+      "--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, avx512_bf16, amx, neon, neon_bf16",
+      [this](const auto &name, const auto &text) {
+        for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512,
+                                           FA_CPU_ISA_AVX512_BF16, FA_CPU_ISA_AMX, FA_CPU_ISA_NEON, FA_CPU_ISA_NEON_BF16}) {
+          if (text == isa_name(candidate)) {
+            isa = candidate;
+            return;
+          }
+        }
+        throw UsageError(name + " needs auto, portable, avx2, avx512, avx512_bf16, amx, neon or neon_bf16, not '" + text + "'");
+      });
   options.integer("--arch", "N", "CUDA: no kernels newer than this capability, such as 80", cuda_arch, 0, 1 << 16);
 }
 

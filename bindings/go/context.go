@@ -68,6 +68,8 @@ const (
 	ISAAVX512     CPUISA = C.FA_CPU_ISA_AVX512
 	ISAAVX512BF16 CPUISA = C.FA_CPU_ISA_AVX512_BF16
 	ISAAMX        CPUISA = C.FA_CPU_ISA_AMX
+	ISANEON       CPUISA = C.FA_CPU_ISA_NEON
+	ISANEONBF16   CPUISA = C.FA_CPU_ISA_NEON_BF16
 )
 
 func (isa CPUISA) String() string {
@@ -84,6 +86,10 @@ func (isa CPUISA) String() string {
 		return "avx512_bf16"
 	case ISAAMX:
 		return "amx"
+	case ISANEON:
+		return "neon"
+	case ISANEONBF16:
+		return "neon_bf16"
 	}
 	return fmt.Sprintf("CPUISA(%d)", int32(isa))
 }

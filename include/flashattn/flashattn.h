@@ -176,19 +176,22 @@ enum {
   /** The instruction set that the library chooses for this processor; ::fa_device_info says which. It is the highest one that the
    * processor has, but FA_CPU_ISA_AVX512_BF16 only on processors that are known to gain by it (AMD Zen 4 and Zen 5). */
   FA_CPU_ISA_AUTO = 0,
-  /** Portable vector code for any processor, Arm included. */
+  /** Portable vector code for any processor. */
   FA_CPU_ISA_PORTABLE = 100,
   /** x86-64 with AVX2, FMA and F16C. */
   FA_CPU_ISA_AVX2 = 200,
   /** x86-64 with AVX-512 F, BW, DQ and VL. */
   FA_CPU_ISA_AVX512 = 300,
-  /** x86-64 with AVX-512 and AVX512_BF16: forward and backward of bf16 multiply bf16 (vdpbf16ps), all else is as FA_CPU_ISA_AVX512.
-   * @since 0.1 */
+  /** x86-64 with AVX-512 and AVX512_BF16: forward and backward of bf16 multiply bf16 (vdpbf16ps), all else is as FA_CPU_ISA_AVX512. @since 0.1 */
   FA_CPU_ISA_AVX512_BF16 = 350,
   /** x86-64 with AVX-512, AVX512_BF16 and AMX tiles of bf16: forward and backward of bf16 run on the tile unit, all else as FA_CPU_ISA_AVX512. Choosing it,
    * by name or by FA_CPU_ISA_AUTO, asks Linux once for permission to use the tiles: signal frames of the process then grow by 8 KiB. Where
    * Linux refuses, the processor counts as one without AMX. @since 0.1 */
-  FA_CPU_ISA_AMX = 400
+  FA_CPU_ISA_AMX = 400,
+  /** 64-bit Arm with NEON, which all of them have. @since 0.1 */
+  FA_CPU_ISA_NEON = 500,
+  /** 64-bit Arm with FEAT_BF16: forward and backward of bf16 multiply bf16 (bfmmla), all else is as FA_CPU_ISA_NEON. @since 0.1 */
+  FA_CPU_ISA_NEON_BF16 = 550
 };
 
 /**

@@ -1,61 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CPU kernels are one set of sources compiled once per instruction set. The dispatcher chooses one at run time. The file
-# name decides the flags of a source: *_avx2.cpp, *_avx512.cpp, *_avx512_bf16.cpp, *_amx.cpp; every other file must run on any processor of the target.
+# name decides the flags of a source: *_avx512.cpp is compiled for `avx512`; every file that is named after none of these must run on any
+# processor of the target.
+set(FA_ALL_CPU_ISAS avx2 avx512 avx512_bf16 amx neon neon_bf16)
 
 set(FA_AVX2_FLAGS -mavx2 -mfma -mf16c)
 set(FA_AVX512_FLAGS -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
-
 set(FA_AVX512_BF16_FLAGS ${FA_AVX512_FLAGS} -mavx512bf16)
-
 # The tile instructions are written as assembly; only the conversion of P needs a flag of its own.
 set(FA_AMX_FLAGS ${FA_AVX512_BF16_FLAGS})
+# Every 64-bit Arm processor has NEON.
+set(FA_NEON_FLAGS)
+set(FA_NEON_BF16_FLAGS -march=armv8.2-a+bf16)
 
+# Older compilers and assemblers lack some of these; the library is then built without them.
+include(CheckCXXSourceCompiles)
+function(fa_check_isa isa source)
+  string(TOUPPER ${isa} upper)
+  list(JOIN FA_${upper}_FLAGS " " CMAKE_REQUIRED_FLAGS)
+  check_cxx_source_compiles("${source}" FA_COMPILER_HAS_${upper})
+  if(FA_COMPILER_HAS_${upper})
+    set(FA_CPU_ISAS "${FA_CPU_ISAS} ${isa}" PARENT_SCOPE)
+  endif()
+endfunction()
+
+set(FA_CPU_ISAS "portable")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(FA_CPU_ISAS "portable avx2 avx512")
-  include(CheckCXXSourceCompiles)
-  # Older compilers and assemblers lack these two; the library is then built without them.
-  set(CMAKE_REQUIRED_FLAGS "-mavx512f -mavx512bf16")
-  check_cxx_source_compiles(
+  fa_check_isa(avx512_bf16
     "#include <immintrin.h>
-    int main() { return static_cast<int>(_mm512_cvtss_f32(_mm512_dpbf16_ps(_mm512_setzero_ps(), __m512bh{}, __m512bh{}))); }"
-    FA_COMPILER_HAS_AVX512_BF16)
+    int main() { return static_cast<int>(_mm512_cvtss_f32(_mm512_dpbf16_ps(_mm512_setzero_ps(), __m512bh{}, __m512bh{}))); }")
   if(FA_COMPILER_HAS_AVX512_BF16)
-    string(APPEND FA_CPU_ISAS " avx512_bf16")
-    check_cxx_source_compiles("int main() { asm volatile(\"tdpbf16ps %tmm0, %tmm1, %tmm2\"); }" FA_COMPILER_HAS_AMX)
-    if(FA_COMPILER_HAS_AMX)
-      string(APPEND FA_CPU_ISAS " amx")
-    endif()
+    fa_check_isa(amx "int main() { asm volatile(\"tdpbf16ps %tmm0, %tmm1, %tmm2\"); }")
   endif()
-  unset(CMAKE_REQUIRED_FLAGS)
-else()
-  set(FA_CPU_ISAS "portable")
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
+  set(FA_CPU_ISAS "portable neon")
+  fa_check_isa(neon_bf16
+    "#include <arm_neon.h>
+    int main() {
+      const bfloat16x8_t x = vcvtq_low_bf16_f32(vdupq_n_f32(1.0f));
+      return static_cast<int>(vgetq_lane_f32(vbfmmlaq_f32(vdupq_n_f32(0.0f), x, x), 0));
+    }")
 endif()
+string(REPLACE " " ";" FA_CPU_ISA_LIST "${FA_CPU_ISAS}")
 
-# Drops the sources that this processor family cannot compile from the list named `list_variable`.
+# Drops the sources that this processor family or compiler cannot compile from the list named `list_variable`.
 function(fa_filter_isa_sources list_variable)
-  if(NOT FA_CPU_ISAS MATCHES avx)
-    list(FILTER ${list_variable} EXCLUDE REGEX "_avx(2|512)\\.cpp$")
-  endif()
-  if(NOT FA_CPU_ISAS MATCHES avx512_bf16)
-    list(FILTER ${list_variable} EXCLUDE REGEX "_avx512_bf16\\.cpp$")
-  endif()
-  if(NOT FA_CPU_ISAS MATCHES amx)
-    list(FILTER ${list_variable} EXCLUDE REGEX "_amx\\.cpp$")
-  endif()
+  foreach(isa IN LISTS FA_ALL_CPU_ISAS)
+    if(NOT isa IN_LIST FA_CPU_ISA_LIST)
+      list(FILTER ${list_variable} EXCLUDE REGEX "_${isa}\\.cpp$")
+    endif()
+  endforeach()
   set(${list_variable} ${${list_variable}} PARENT_SCOPE)
 endfunction()
 
 # Gives the sources among the arguments that are named after an instruction set its flags (in the caller's directory).
 function(fa_set_isa_flags)
-  foreach(source IN LISTS ARGN)
-    if(source MATCHES "_avx2\\.cpp$")
-      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${FA_AVX2_FLAGS}")
-    elseif(source MATCHES "_avx512\\.cpp$")
-      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${FA_AVX512_FLAGS}")
-    elseif(source MATCHES "_avx512_bf16\\.cpp$")
-      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${FA_AVX512_BF16_FLAGS}")
-    elseif(source MATCHES "_amx\\.cpp$")
-      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${FA_AMX_FLAGS}")
+  foreach(isa IN LISTS FA_ALL_CPU_ISAS)
+    string(TOUPPER ${isa} upper)
+    set(sources ${ARGN})
+    list(FILTER sources INCLUDE REGEX "_${isa}\\.cpp$")
+    if(sources)
+      set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS "${FA_${upper}_FLAGS}")
     endif()
   endforeach()
 endfunction()

@@ -17,6 +17,8 @@ Kernel kernel_of(fa_cpu_isa isa) {
 #if defined(__x86_64__)
   if (isa == FA_CPU_ISA_AVX512) return {avx512::append_rows, "cpu_append_avx512"};
   if (isa == FA_CPU_ISA_AVX2) return {avx2::append_rows, "cpu_append_avx2"};
+#elif defined(FA_HAVE_NEON)
+  if (isa == FA_CPU_ISA_NEON) return {neon::append_rows, "cpu_append_neon"};
 #endif
   (void)isa;
   return {portable::append_rows, "cpu_append_portable"};

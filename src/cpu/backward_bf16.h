@@ -7,7 +7,7 @@
 //     dQ += dS K                     per strip; the sums of 32 rows x 32 columns stay in the unit over all keys of the block
 //     dV^T += dO^T P, dK^T += Q^T dS after the last strip of the block; sums stay in the unit over its queries
 //
-// dK and dV are summed transposed. P and dS are then right operands whose pairs are rows of the strip, so that rounding interleaves two
+// dK and dV are summed transposed. P and dS are then right operands whose neighbours are rows of the strip, so that rounding interleaves
 // rows, and nothing is transposed in the loop: Q, dO, and their transposes are packed once.
 //
 // Three cases leave the unit, because it would get them wrong:
@@ -15,6 +15,8 @@
 //   subnormal numbers, which the unit takes for zero, where an operand has numbers from 2^64 on: every product, pair by pair
 //   sequences so short that their forward takes dot products: S, for the reason at scores_are_dot_products
 #pragma once
+
+#include <utility>
 
 #include "cpu/backward_memory.h"
 #include "cpu/bf16_unit.h"
@@ -169,7 +171,7 @@ class Bf16Gradients : public BackwardMemory {
   float *dk_sum(int32_t slot, int64_t n) const { return slot_array<float>(slot, l_.dk_sum) + n * dk_rows() * l_.ld_tile; }
   float *dv_sum(int32_t slot, int64_t n) const { return slot_array<float>(slot, l_.dv_sum) + n * dv_rows() * l_.ld_tile; }
   // Tiles of P and dS as right operands: (panel of keys, strip, half).
-  int64_t pairs_at(int64_t panel, int64_t strip) const { return (panel * (l_.block_q / kStripRows) + strip) * kRightStep; }
+  int64_t right_at(int64_t panel, int64_t strip) const { return (panel * (l_.block_q / kStripRows) + strip) * kRightStep; }
 
   // S and dP of a strip.
   void products(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Strip &strip) {
@@ -237,9 +239,9 @@ class Bf16Gradients : public BackwardMemory {
   }
 
   struct StripTiles {
-    uint16_t *p;        // pairs of rows
-    uint16_t *ds;       // pairs of rows
-    uint16_t *ds_left;  // (half, step of 32 keys): rows
+    uint16_t *p;        // right operand
+    uint16_t *ds;       // right operand
+    uint16_t *ds_left;  // left operand: (half, step of 32 keys)
   };
 
   template <MaskedBy kMaskedBy, bool kOptions>
@@ -247,40 +249,42 @@ class Bf16Gradients : public BackwardMemory {
     using Row = RowStep<kMaskedBy, kOptions>;
     const Tile &t = strip.pairs;
     const int64_t half = kTileRows * l_.block_k;
-    for (int64_t r = 0; r < kStripRows; r += 2) {
+    const auto right_rows = [&]<int64_t... kRow>(int64_t r0, std::integer_sequence<int64_t, kRow...>)
+        __attribute__((always_inline)) {
       // Rows past the last one are zero, as their packed queries are.
-      const bool has_even = r < t.rows, has_odd = r + 1 < t.rows;
-      const Row even(step, has_even ? r : 0, strip.band.columns(r, 1)),
-          odd(step, has_odd ? r + 1 : 0, strip.band.columns(r + 1, 1));
-      for (int64_t panel = strip.panels.begin; panel < strip.panels.end; ++panel) {
-        const int64_t pairs = pairs_at(panel, strip.index) + r / 2 * kTileDepth;
-        uint16_t *left = to.ds_left + r / kTileRows * half + panel * kTileBf16 + r % kTileRows * kTileDepth;
-        for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
-          const int64_t c = panel * kTilePanel + i;
-          I p[2] = {Simd::iset(0), Simd::iset(0)}, ds[2] = {Simd::iset(0), Simd::iset(0)};
-          const auto of_row = [&](const Row &row, int64_t at, I &p_of_row, I &ds_of_row) __attribute__((always_inline)) {
-            F p0, p1, ds0, ds1;
-            row.gradients(c, Simd::load(s + at + c), Simd::load(dp + at + c), p0, ds0);
-            row.gradients(c + kWidth, Simd::load(s + at + c + kWidth), Simd::load(dp + at + c + kWidth), p1, ds1);
-            p_of_row = Simd::to_bf16(p0, p1);
-            ds_of_row = Simd::to_bf16(ds0, ds1);
-          };
-          if (__builtin_expect(has_even, 1)) of_row(even, r * step.ld, p[0], ds[0]);
-          if (__builtin_expect(has_odd, 1)) of_row(odd, (r + 1) * step.ld, p[1], ds[1]);
-          I first, rest;
-          const int64_t at = pairs + i / kTileRows * kTileBf16 + i % kTileRows * 2;
-          const int64_t after = pairs + (i + kWidth) / kTileRows * kTileBf16 + (i + kWidth) % kTileRows * 2;
-          Simd::interleave_u16(p[0], p[1], first, rest);
-          Simd::istore(reinterpret_cast<uint32_t *>(to.p + at), first);
-          Simd::istore(reinterpret_cast<uint32_t *>(to.p + after), rest);
-          Simd::interleave_u16(ds[0], ds[1], first, rest);
-          Simd::istore(reinterpret_cast<uint32_t *>(to.ds + at), first);
-          Simd::istore(reinterpret_cast<uint32_t *>(to.ds + after), rest);
-          Simd::istore(reinterpret_cast<uint32_t *>(left + i), ds[0]);
-          Simd::istore(reinterpret_cast<uint32_t *>(left + kTileDepth + i), ds[1]);
+      const auto row_step = [&](int64_t i) __attribute__((always_inline)) {
+        return Row(step, r0 + i < t.rows ? r0 + i : 0, strip.band.columns(r0 + i, 1));
+      };
+      const bool in_strip[] = {(r0 + kRow < t.rows)...};
+      // Not an array of rows, which would lie in memory.
+      const auto into_tiles = [&](const auto &...rows) __attribute__((always_inline)) {
+        for (int64_t panel = strip.panels.begin; panel < strip.panels.end; ++panel) {
+          const int64_t right = right_at(panel, strip.index);
+          uint16_t *const left = to.ds_left + r0 / kTileRows * half + panel * kTileBf16;
+          for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
+            const int64_t c = panel * kTilePanel + i;
+            I p[kRightRows], ds[kRightRows];
+            const auto of_row = [&](const Row &row, int64_t n, I &p_of_row, I &ds_of_row) __attribute__((always_inline)) {
+              p_of_row = ds_of_row = Simd::iset(0);
+              if (__builtin_expect(in_strip[n], 1)) {
+                const int64_t at = (r0 + n) * step.ld + c;
+                F p0, p1, ds0, ds1;
+                row.gradients(c, Simd::load(s + at), Simd::load(dp + at), p0, ds0);
+                row.gradients(c + kWidth, Simd::load(s + at + kWidth), Simd::load(dp + at + kWidth), p1, ds1);
+                p_of_row = Simd::to_bf16(p0, p1);
+                ds_of_row = Simd::to_bf16(ds0, ds1);
+              }
+              store_left(left, r0 % kTileRows + n, i, ds_of_row);
+            };
+            (of_row(rows, kRow, p[kRow], ds[kRow]), ...);
+            store_right(to.p + right, r0, i, p);
+            store_right(to.ds + right, r0, i, ds);
+          }
         }
-      }
-    }
+      };
+      into_tiles(row_step(kRow)...);
+    };
+    for (int64_t r0 = 0; r0 < kStripRows; r0 += kRightRows) right_rows(r0, std::make_integer_sequence<int64_t, kRightRows>());
   }
 
   // dQ += dS K of a strip.
@@ -316,7 +320,7 @@ class Bf16Gradients : public BackwardMemory {
         for (int64_t c = 0; c < column_panels; ++c) {
           unit_.template multiply<true>(
               kTilePanel, end - begin, {columns + c * l_.block_q * kTilePanel + begin * kRightStep, kTileBf16, kRightStep},
-              right + pairs_at(n, begin),
+              right + right_at(n, begin),
               {sum + c * kTilePanel * l_.ld_tile + n * kTilePanel, l_.ld_tile, kTileRows, kTileRows * l_.ld_tile});
         }
         begin = end;

@@ -117,5 +117,11 @@ bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void 
 namespace amx {
 bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
+namespace neon {
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+}
+namespace neon_bf16 {
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+}
 
 }  // namespace fa::cpu

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What multiplies blocks of bf16 in forward (cpu/forward_bf16.h) and backward (cpu/backward_bf16.h): the tile unit (AMX), or vectors
-// (vdpbf16ps, AVX512_BF16).
-// Both read the same packed operands (cpu/pack_tiles.h) and have the same verb:
+// What multiplies blocks of bf16 in forward (cpu/forward_bf16.h) and backward (cpu/backward_bf16.h): the tile unit (AMX), vectors
+// (vdpbf16ps, AVX512_BF16), or products of 2 x 4 and 4 x 2 numbers (bfmmla, NEON_BF16).
+// All read packed operands (cpu/pack_tiles.h) and have the same verb:
 //
 //   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns
 //
-// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by vectors.
-// multiply<kAdd, 1> of the tile unit has columns 0 .. 15 alone. Products of bf16 are exact; both units round sums to nearest, take subnormal operands for zero and give zero where a sum is subnormal. The tile unit
-// sums even and odd products apart; vectors add the two products of a pair one after the other, so that their results differ by rounding.
+// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by the others. multiply<kAdd, 1> of
+// the tile unit has columns 0 .. 15 alone. Products of bf16 are exact; all units take subnormal operands for zero and give zero where a sum is subnormal. Results differ by rounding:
+//   tdpbf16ps  sums even and odd products apart, rounded to nearest
+//   vdpbf16ps  adds the two products of a pair one after the other, rounded to nearest
+//   bfmmla     adds the sum of a pair's products; sums are rounded to odd
 #pragma once
 
-#include "cpu/simd.h"
-#include "cpu/tile.h"
+#include "cpu/tile_operands.h"
 
 namespace fa::cpu::FA_ISA {
 
@@ -119,6 +120,66 @@ class Bf16Unit {
     for (int r = 0; r < kRows; ++r) {
       Simd::store(c + r * row, acc[r][0]);
       Simd::store(c + r * row + column, acc[r][1]);
+    }
+  }
+};
+#elif defined(FA_TARGET_NEON_BF16)
+// 8 rows x 8 columns of sums, as 4 x 4 vectors of 2 x 2: eight loads for sixteen products. Sixteen independent sums cover the latency of
+// bfmmla.
+class Bf16Unit {
+ public:
+  template <bool kAdd>
+  void multiply(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
+    for (int64_t r = 0; r < rows; r += kSide) {
+      const uint16_t *a = left.at + r / kTileRows * left.half + left_at(r % kTileRows, 0);
+      float *sums = c.at + r / kTileRows * c.half + r % kTileRows * c.row;
+      for (int64_t n = 0; n < kTilePanel; n += kSide) {
+        block<kAdd>(steps, a, left.step, right + n / kTileRows * kTileBf16 + left_at(n % kTileRows, 0),
+                    sums + n / kTileRows * c.column + n % kTileRows, c.row);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kSide = 8, kPairs = kSide / 2;  // of rows, and of columns
+
+  template <bool kAdd>
+  static __attribute__((noinline)) void block(int64_t steps, const uint16_t *left, int64_t left_step, const uint16_t *right,
+                                              float *c, int64_t row) {
+    F acc[kPairs][kPairs];  // [i][j]: rows 2i and 2i + 1, columns 2j and 2j + 1
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kPairs; j += 2) {
+        const F even = kAdd ? Simd::load(c + 2 * i * row + 2 * j) : Simd::zero();
+        const F odd = kAdd ? Simd::load(c + (2 * i + 1) * row + 2 * j) : Simd::zero();
+        acc[i][j] = Simd::first_halves(even, odd);
+        acc[i][j + 1] = Simd::second_halves(even, odd);
+      }
+    }
+    for (int64_t step = 0; step < steps; ++step, left += left_step, right += kRightStep) {
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kTileDepth; k += 4) {
+        I a[kPairs], b[kPairs];
+#pragma GCC unroll 4
+        for (int i = 0; i < kPairs; ++i) {
+          a[i] = Simd::iload(reinterpret_cast<const uint32_t *>(left + left_at(2 * i, k)));
+          b[i] = Simd::iload(reinterpret_cast<const uint32_t *>(right + left_at(2 * i, k)));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kPairs; ++i) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kPairs; ++j) acc[i][j] = Simd::multiply_bf16(a[i], b[j], acc[i][j]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kPairs; j += 2) {
+        Simd::store(c + 2 * i * row + 2 * j, Simd::first_halves(acc[i][j], acc[i][j + 1]));
+        Simd::store(c + (2 * i + 1) * row + 2 * j, Simd::second_halves(acc[i][j], acc[i][j + 1]));
+      }
     }
   }
 };

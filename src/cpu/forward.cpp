@@ -16,39 +16,38 @@ struct Kernels {
   const char *merge_name;
 };
 
+#define FA_KERNELS(isa)                                                                                           \
+  {                                                                                                               \
+    isa::forward_worker, isa::merge_rows, {"cpu_fwd_tiled_" #isa, "cpu_fwd_split_" #isa, "cpu_fwd_vector_" #isa}, \
+        "cpu_merge_" #isa                                                                                         \
+  }
+
 const Kernels &kernels_of(fa_cpu_isa isa) {
-  static constexpr Kernels kPortable = {portable::forward_worker,
-                                        portable::merge_rows,
-                                        {"cpu_fwd_tiled_portable", "cpu_fwd_split_portable", "cpu_fwd_vector_portable"},
-                                        "cpu_merge_portable"};
+  static constexpr Kernels kPortable = FA_KERNELS(portable);
 #if defined(__x86_64__)
-  static constexpr Kernels kAvx2 = {avx2::forward_worker,
-                                    avx2::merge_rows,
-                                    {"cpu_fwd_tiled_avx2", "cpu_fwd_split_avx2", "cpu_fwd_vector_avx2"},
-                                    "cpu_merge_avx2"};
-  static constexpr Kernels kAvx512 = {avx512::forward_worker,
-                                      avx512::merge_rows,
-                                      {"cpu_fwd_tiled_avx512", "cpu_fwd_split_avx512", "cpu_fwd_vector_avx512"},
-                                      "cpu_merge_avx512"};
+  static constexpr Kernels kAvx2 = FA_KERNELS(avx2), kAvx512 = FA_KERNELS(avx512);
 #if defined(FA_HAVE_AVX512_BF16)
-  static constexpr Kernels kAvx512Bf16 = {
-      avx512_bf16::forward_worker,
-      avx512_bf16::merge_rows,
-      {"cpu_fwd_tiled_avx512_bf16", "cpu_fwd_split_avx512_bf16", "cpu_fwd_vector_avx512_bf16"},
-      "cpu_merge_avx512_bf16"};
+  static constexpr Kernels kAvx512Bf16 = FA_KERNELS(avx512_bf16);
   if (isa == FA_CPU_ISA_AVX512_BF16) return kAvx512Bf16;
 #endif
 #if defined(FA_HAVE_AMX)
-  static constexpr Kernels kAmx = {
-      amx::forward_worker, amx::merge_rows, {"cpu_fwd_tiled_amx", "cpu_fwd_split_amx", "cpu_fwd_vector_amx"}, "cpu_merge_amx"};
+  static constexpr Kernels kAmx = FA_KERNELS(amx);
   if (isa == FA_CPU_ISA_AMX) return kAmx;
 #endif
   if (isa == FA_CPU_ISA_AVX512) return kAvx512;
   if (isa == FA_CPU_ISA_AVX2) return kAvx2;
+#elif defined(FA_HAVE_NEON)
+  static constexpr Kernels kNeon = FA_KERNELS(neon);
+#if defined(FA_HAVE_NEON_BF16)
+  static constexpr Kernels kNeonBf16 = FA_KERNELS(neon_bf16);
+  if (isa == FA_CPU_ISA_NEON_BF16) return kNeonBf16;
+#endif
+  if (isa == FA_CPU_ISA_NEON) return kNeon;
 #endif
   (void)isa;
   return kPortable;
 }
+#undef FA_KERNELS
 
 // The instruction set whose kernels compute a problem.
 fa_cpu_isa isa_of(const MaskedProblem &p, const Machine &machine) {
@@ -56,9 +55,7 @@ fa_cpu_isa isa_of(const MaskedProblem &p, const Machine &machine) {
   return bf16 ? machine.isa : vector_isa(machine.isa);
 }
 
-ForwardProducts products_of(fa_cpu_isa isa) {
-  return isa == FA_CPU_ISA_AMX || isa == FA_CPU_ISA_AVX512_BF16 ? ForwardProducts::kTiles : ForwardProducts::kFma;
-}
+ForwardProducts products_of(fa_cpu_isa isa) { return multiplies_bf16(isa) ? ForwardProducts::kTiles : ForwardProducts::kFma; }
 
 ForwardLayout layout_of(const ScoredForward &p, fa_cpu_isa isa, int32_t tasks) {
   return forward_layout(p, products_of(isa), isa == FA_CPU_ISA_AMX, tasks);

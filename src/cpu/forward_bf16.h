@@ -54,9 +54,9 @@ struct IntoTiles {
   uint16_t *p;
   int64_t first = 0;  // column 0 is this key of the block
   FA_INLINE void operator()(int64_t r, int64_t c, F w0, F w1) const {
-    const int64_t key = first + c;
-    Simd::store_bf16_pair(
-        p + r / kTileRows * kStripHalfP + key / kTileDepth * kTileBf16 + r % kTileRows * kTileDepth + key % kTileDepth, w0, w1);
+    const auto row = static_cast<uint64_t>(r), key = static_cast<uint64_t>(first + c);  // unsigned: quotients are shifts
+    store_left(p + row / kTileRows * kStripHalfP + key / kTileDepth * kTileBf16, row % kTileRows, key % kTileDepth,
+               Simd::to_bf16(w0, w1));
   }
 };
 

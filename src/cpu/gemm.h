@@ -29,10 +29,44 @@ FA_INLINE T opaque(T x) {
   return x;
 }
 
+#if defined(FA_LANE_PRODUCTS)
+// acc += A B for MR rows of a k-major A, four, two or one of whose rows are loaded at a time.
+template <int MR, int NV>
+FA_INLINE void multiply_by_lanes(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, F (&acc)[MR][NV]) {
+  for (int64_t i = 0; i < k; ++i, a += lda, b += ldb) {
+    F row[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) row[v] = Simd::load(b + v * kWidth);
+    const auto lane = [&]<int n>(int r, auto x) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) acc[r + n][v] = Simd::fma_lane<n>(x, row[v], acc[r + n][v]);
+    };
+#pragma GCC unroll 3
+    for (int r = 0; r < MR / 4 * 4; r += 4) {
+      const F x = Simd::load(a + r);
+      lane.template operator()<0>(r, x);
+      lane.template operator()<1>(r, x);
+      lane.template operator()<2>(r, x);
+      lane.template operator()<3>(r, x);
+    }
+    if constexpr (MR % 4 >= 2) {
+      const auto x = Simd::load_two(a + MR / 4 * 4);
+      lane.template operator()<0>(MR / 4 * 4, x);
+      lane.template operator()<1>(MR / 4 * 4, x);
+    }
+    if constexpr (MR % 2 == 1) lane.template operator()<0>(MR - 1, Simd::set(a[MR - 1]));
+  }
+}
+#endif
+
 // acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; row i of B
 // is b[i * ldb ..].
 template <int MR, int NV, bool kTransA>
 FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, F (&acc)[MR][NV]) {
+#if defined(FA_LANE_PRODUCTS)
+  // Multiply-adds take an element of A from a lane of a vector of A, because broadcasting takes an issue slot from a multiply-add.
+  if constexpr (kTransA) return multiply_by_lanes<MR, NV>(k, a, lda, b, ldb, acc);
+#endif
   // Row-major rows are reached from every fourth one by 1, 2 or 3 times lda: what one addressing mode can express.
   constexpr int kBases = kTransA ? 1 : (MR + 3) / 4;
   const float *base[kBases];

@@ -3,6 +3,7 @@
 #include "cpu/launch.h"
 
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -10,6 +11,9 @@
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 #endif
 
 namespace fa::cpu {
@@ -85,8 +89,19 @@ bool has_amx() {
 bool has_amx() { return false; }
 #endif
 
+#elif defined(FA_HAVE_NEON_BF16)
+
+// Linux names what every processor of the machine has, also where they differ, and only what it supports.
+bool has_neon_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kArmv82 = 1ul << 7 | 1ul << 8 | 1ul << 12;  // CRC32, ATOMICS, ASIMDRDM: what compilers use of Armv8.2
+  constexpr unsigned long kBf16 = 1ul << 14;                          // HWCAP2_BF16, which older headers lack
+  return (getauxval(AT_HWCAP) & kArmv82) == kArmv82 && (getauxval(AT_HWCAP2) & kBf16) != 0;
 #else
-bool multiplies_bf16_faster() { return false; }
+  return false;
+#endif
+}
+
 #endif
 
 }  // namespace
@@ -109,6 +124,13 @@ bool has_isa(fa_cpu_isa isa) {
 #endif
     case FA_CPU_ISA_AMX:
       return has_amx();
+#elif defined(FA_HAVE_NEON)
+    case FA_CPU_ISA_NEON:
+      return true;  // compilers use it without asking
+#if defined(FA_HAVE_NEON_BF16)
+    case FA_CPU_ISA_NEON_BF16:
+      return has_neon_bf16();
+#endif
 #endif
     default:
       return false;
@@ -116,17 +138,28 @@ bool has_isa(fa_cpu_isa isa) {
 }
 
 fa_cpu_isa best_isa() {
+#if defined(__x86_64__)
   if (has_isa(FA_CPU_ISA_AMX)) return FA_CPU_ISA_AMX;
   if (has_isa(FA_CPU_ISA_AVX512_BF16) && multiplies_bf16_faster()) return FA_CPU_ISA_AVX512_BF16;
   return vector_isa(FA_CPU_ISA_AMX);
+#else
+  return has_isa(FA_CPU_ISA_NEON_BF16) ? FA_CPU_ISA_NEON_BF16 : vector_isa(FA_CPU_ISA_NEON_BF16);
+#endif
+}
+
+bool multiplies_bf16(fa_cpu_isa isa) {
+  return isa == FA_CPU_ISA_AMX || isa == FA_CPU_ISA_AVX512_BF16 || isa == FA_CPU_ISA_NEON_BF16;
 }
 
 fa_cpu_isa vector_isa(fa_cpu_isa isa) {
-  if (isa != FA_CPU_ISA_AMX && isa != FA_CPU_ISA_AVX512_BF16) return isa;
+  if (!multiplies_bf16(isa)) return isa;
   // Every call asks for this. The processor is asked once: in a virtual machine CPUID traps and takes microseconds.
-  static const fa_cpu_isa best = has_isa(FA_CPU_ISA_AVX512) ? FA_CPU_ISA_AVX512
-                                 : has_isa(FA_CPU_ISA_AVX2) ? FA_CPU_ISA_AVX2
-                                                            : FA_CPU_ISA_PORTABLE;
+  static const fa_cpu_isa best = []() -> fa_cpu_isa {
+    for (const fa_cpu_isa vectors : {FA_CPU_ISA_AVX512, FA_CPU_ISA_AVX2, FA_CPU_ISA_NEON}) {
+      if (has_isa(vectors)) return vectors;
+    }
+    return FA_CPU_ISA_PORTABLE;
+  }();
   return best;
 }
 

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packing for the tile unit: bf16 rows of any stride and page layout become tiles (cpu/tile.h) of 1 KiB, one after another, so that
-// loading a tile never meets rows whose distance puts them into the same cache banks. What lies past the end of a sequence is never
+// Packing for a unit that multiplies bf16: rows of any stride and page layout become tiles (cpu/tile_operands.h) of 1 KiB, one after another,
+// so that loading a tile never meets rows whose distance puts them into the same cache banks. What lies past the end of a sequence is never
 // read; tiles hold zeros there. Head dims are padded with zeros to a multiple of kTileDepth.
 #pragma once
 
 #include "cpu/pack.h"
-#include "cpu/tile.h"
+#include "cpu/tile_operands.h"
 
 namespace fa::cpu::FA_ISA {
-
-constexpr int64_t kTilePanel = 2 * kTileRows;  // keys, or columns of values, whose two tiles lie next to each other
 
 // The magnitudes that occur in packed numbers.
 class Magnitudes {
@@ -71,13 +69,13 @@ inline Seen pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
   for (int64_t r = 0; r < round_up(rows, 2 * kTileRows); ++r) {
     if (kAhead > 0 && r + kAhead < rows) prefetch_row(row(r + kAhead), dim * 2);
     const auto *from = r < rows ? reinterpret_cast<const uint16_t *>(row(r)) : nullptr;
-    uint16_t *tile = to + (r / 32 * steps * 2 + r / 16 % 2) * kTileBf16 + r % 16 * kTileDepth;
+    uint16_t *tile = to + (r / 32 * steps * 2 + r / 16 % 2) * kTileBf16;
     for (int64_t step = 0; step < steps; ++step, tile += 2 * kTileBf16) {
 #pragma GCC unroll 4
       for (int64_t i = 0; i < kTileDepth; i += 2 * kWidth) {
         const I pairs = from != nullptr ? load_pairs(from, step * kTileDepth + i, dim) : Simd::iset(0);
         seen.see(pairs);
-        Simd::istore(reinterpret_cast<uint32_t *>(tile + i), pairs);
+        store_left(tile, r % 16, i, pairs);
       }
     }
   }
@@ -89,14 +87,15 @@ inline Seen pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
 inline void exact_products(const uint16_t *left, int64_t rows, const Rows &keys, int64_t first, int64_t key_count, Range cols,
                            int64_t dim, float *to, int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
-    const uint16_t *row = left + r / kTileRows * kTileBf16 + r % kTileRows * kTileDepth;
+    const uint16_t *half = left + r / kTileRows * kTileBf16;
     for (int64_t j = cols.begin; j < cols.end; ++j) {
       F sum = Simd::zero();
       if (first + j < key_count) {
         const auto *key = reinterpret_cast<const uint16_t *>(keys.row(first + j));
         for (int64_t c = 0; c < dim; c += kWidth) {
           const F y = c + kWidth <= dim ? Simd::load_bf16(key + c) : ElementBf16::load(key + c, static_cast<int>(dim - c));
-          sum = Simd::fma(Simd::load_bf16(row + c / kTileDepth * 2 * kTileBf16 + c % kTileDepth), y, sum);
+          const uint16_t *x = half + c / kTileDepth * 2 * kTileBf16 + left_at(r % kTileRows, c % kTileDepth);
+          sum = Simd::fma(Simd::load_bf16(x), y, sum);
         }
       }
       to[r * ld + j] = Simd::reduce_add(sum);
@@ -107,21 +106,24 @@ inline void exact_products(const uint16_t *left, int64_t rows, const Rows &keys,
 // The transpose of rows [0, rows) for the left side of a product, whose rows are then their columns: tile (panel of 32 columns, step of
 // 32 rows, half of the columns) has 16 columns of 32 rows. Panels are `panel_elements` apart. `row(r)` is where row r begins, or null for
 // a row of zeros.
-template <class RowOf>
-inline void pack_left_transposed(int64_t rows, int64_t dim, RowOf row, int64_t panel_elements, uint16_t *to) {
+template <class Seen = Magnitudes, class RowOf>
+inline Seen pack_left_transposed(int64_t rows, int64_t dim, RowOf row, int64_t panel_elements, uint16_t *to) {
+  Seen seen;
   constexpr int64_t kRowsTogether = 2 * kWidth;  // pairs of these become kWidth lanes
   for (int64_t r = 0; r < round_up(rows, kTileDepth); r += kRowsTogether) {
     const uint16_t *from[kRowsTogether];
     for (int64_t i = 0; i < kRowsTogether; ++i) {
       from[i] = r + i < rows ? reinterpret_cast<const uint16_t *>(row(r + i)) : nullptr;
     }
-    uint16_t *const column = to + r / kTileDepth * 2 * kTileBf16 + r % kTileDepth;
+    uint16_t *const tiles = to + r / kTileDepth * 2 * kTileBf16;
     for (int64_t c = 0; c < round_up(dim, kTilePanel); c += 2 * kWidth) {
       F first[kWidth], rest[kWidth];
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i) {
         const I even = from[2 * i] != nullptr ? load_pairs(from[2 * i], c, dim) : Simd::iset(0);
         const I odd = from[2 * i + 1] != nullptr ? load_pairs(from[2 * i + 1], c, dim) : Simd::iset(0);
+        seen.see(even);
+        seen.see(odd);
         I x, y;
         Simd::interleave_u16(even, odd, x, y);
         first[i] = Simd::from_bits(x);
@@ -129,21 +131,24 @@ inline void pack_left_transposed(int64_t rows, int64_t dim, RowOf row, int64_t p
       }
       const auto store = [&](F(&columns)[kWidth], int64_t at) __attribute__((always_inline)) {
         Simd::transpose(columns);
-        uint16_t *tile =
-            column + at / kTilePanel * panel_elements + at % kTilePanel / kTileRows * kTileBf16 + at % kTileRows * kTileDepth;
+        uint16_t *tile = tiles + at / kTilePanel * panel_elements + at % kTilePanel / kTileRows * kTileBf16;
 #pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i)
-          Simd::istore(reinterpret_cast<uint32_t *>(tile + i * kTileDepth), Simd::bits(columns[i]));
+        for (int i = 0; i < kWidth; ++i) store_left(tile, at % kTileRows + i, r % kTileDepth, Simd::bits(columns[i]));
       };
       store(first, c);
       store(rest, c + kWidth);
     }
   }
+  return seen;
 }
 
-// Keys [begin, end) for the right side of Q K^T, whose columns they are: tile (panel of 32 keys, step, half) has pairs of elements
-// 32 step .. of 16 keys.
+// Keys [begin, end) for the right side of Q K^T, whose columns they are: tile (panel of 32 keys, step, half) has elements 32 step .. of
+// 16 keys.
 inline Magnitudes pack_key_tiles(const Rows &keys, int64_t begin, int64_t end, int64_t dim, uint16_t *to) {
+  if constexpr (kQuads) {
+    return pack_left(
+        end - begin, dim, [&](int64_t r) { return keys.row(begin + r); }, to);
+  }
   Magnitudes seen;
   const int64_t steps = round_up(dim, kTileDepth) / kTileDepth;
   for (int64_t first = begin; first < end; first += kTilePanel, to += steps * 2 * kTileBf16) {
@@ -175,11 +180,15 @@ inline Magnitudes pack_key_tiles(const Rows &keys, int64_t begin, int64_t end, i
   return seen;
 }
 
-// Values [begin, end) for the right side of P V, whose rows they are: tile (panel of 32 columns, step of 32 keys, half) has pairs of
-// keys for 16 columns. Panels are `panel_elements` apart.
+// Values [begin, end) for the right side of P V, whose rows they are: tile (panel of 32 columns, step of 32 keys, half) has 16 columns.
+// Panels are `panel_elements` apart.
 template <class Seen = Magnitudes, int64_t kAhead = kRowsAhead>
 inline Seen pack_value_tiles(const Rows &values, int64_t begin, int64_t end, int64_t dim, int64_t panel_elements,
                              uint16_t *to) {
+  if constexpr (kQuads) {
+    return pack_left_transposed<Seen>(
+        end - begin, dim, [&](int64_t r) { return values.row(begin + r); }, panel_elements, to);
+  }
   Seen seen;
   const int64_t padded = round_up(dim, kTilePanel);
   for (int64_t j = begin; j < begin + round_up(end - begin, kTileDepth); j += 2) {

@@ -62,8 +62,7 @@ Choice choose(const ScoredBackward &problem, const Machine &machine) {
   const MaskedProblem &p = problem.forward;
   const char *reason = changes_scores(p, problem.score) || masks_pairs(p, problem.score) ? "blocks of keys outer, general score"
                                                                                          : "blocks of keys outer";
-#if defined(__x86_64__)
-  if (machine.isa == FA_CPU_ISA_AMX || machine.isa == FA_CPU_ISA_AVX512_BF16) {
+  if (multiplies_bf16(machine.isa)) {
     const bool bf16 =
         p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16 && problem.dout.dtype == Dtype::bf16;
     if (bf16 && problem.dbias.data == nullptr) {
@@ -73,19 +72,21 @@ Choice choose(const ScoredBackward &problem, const Machine &machine) {
 #if defined(FA_HAVE_AVX512_BF16)
       if (machine.isa == FA_CPU_ISA_AVX512_BF16) return {avx512_bf16::backward, true, "cpu_backward_avx512_bf16", reason};
 #endif
+#if defined(FA_HAVE_NEON_BF16)
+      if (machine.isa == FA_CPU_ISA_NEON_BF16) return {neon_bf16::backward, true, "cpu_backward_neon_bf16", reason};
+#endif
     }
     reason = bf16 ? "blocks of keys outer, in fp32 because dbias is asked for"
                   : "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16";
   }
-  switch (vector_isa(machine.isa)) {
-    case FA_CPU_ISA_AVX512:
-      return {avx512::backward, false, "cpu_backward_avx512", reason};
-    case FA_CPU_ISA_AVX2:
-      return {avx2::backward, false, "cpu_backward_avx2", reason};
-    default:
-      break;
-  }
+  const fa_cpu_isa isa = vector_isa(machine.isa);
+#if defined(__x86_64__)
+  if (isa == FA_CPU_ISA_AVX512) return {avx512::backward, false, "cpu_backward_avx512", reason};
+  if (isa == FA_CPU_ISA_AVX2) return {avx2::backward, false, "cpu_backward_avx2", reason};
+#elif defined(FA_HAVE_NEON)
+  if (isa == FA_CPU_ISA_NEON) return {neon::backward, false, "cpu_backward_neon", reason};
 #endif
+  (void)isa;
   return {portable::backward, false, "cpu_backward_portable", reason};
 }
 

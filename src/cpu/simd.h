@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vector vocabulary of the CPU kernels: one struct `Simd` of verbs per instruction set, and the functions written on top of them.
 //
-// Kernel sources are compiled once per instruction set, in files named *_amx.cpp, *_avx512_bf16.cpp, *_avx512.cpp, *_avx2.cpp and
-// *_portable.cpp. Such a file defines FA_TARGET_ and the name in capitals; this header then defines FA_ISA, the namespace inside fa::cpu
+// Kernel sources are compiled once per instruction set, in files named *_amx.cpp, *_avx512_bf16.cpp, *_avx512.cpp, *_avx2.cpp,
+// *_neon_bf16.cpp, *_neon.cpp and *_portable.cpp. Such a file defines FA_TARGET_ and the name in capitals; this header then defines FA_ISA, the namespace inside fa::cpu
 // that everything compiled for that instruction set must live in. Nothing that the linker could merge between instruction sets may be
 // shared: kernels call no inline function from outside FA_ISA unless it is FA_HD (always inlined).
 //
-// AMX and AVX512_BF16 compute forward and backward of bf16 alone (FA_BF16_UNIT). AMX kernels use the vectors of AVX-512. The tests also
+// AMX, AVX512_BF16 and NEON_BF16 compute forward and backward of bf16 alone (FA_BF16_UNIT). AMX kernels use the vectors of AVX-512. The tests also
 // compile them with the model of the tile unit (cpu/tile.h), and then without AVX-512 for processors that lack it.
 #pragma once
 
@@ -15,8 +15,11 @@
 
 #define FA_INLINE inline __attribute__((always_inline))
 
-#if defined(FA_TARGET_AMX) || defined(FA_TARGET_AVX512_BF16)
+#if defined(FA_TARGET_AMX) || defined(FA_TARGET_AVX512_BF16) || defined(FA_TARGET_NEON_BF16)
 #define FA_BF16_UNIT
+#endif
+#if defined(FA_TARGET_NEON) || defined(FA_TARGET_NEON_BF16)
+#define FA_LANE_PRODUCTS  // a multiply-add takes one factor from a lane of a vector (cpu/gemm.h)
 #endif
 
 #if defined(FA_TARGET_AMX)
@@ -35,6 +38,12 @@
 #elif defined(FA_TARGET_AVX2)
 #define FA_ISA avx2
 #include "cpu/simd_avx2.h"
+#elif defined(FA_TARGET_NEON_BF16)
+#define FA_ISA neon_bf16
+#include "cpu/simd_neon.h"
+#elif defined(FA_TARGET_NEON)
+#define FA_ISA neon
+#include "cpu/simd_neon.h"
 #elif defined(FA_TARGET_PORTABLE)
 #define FA_ISA portable
 #include "cpu/simd_portable.h"

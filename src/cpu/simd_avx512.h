@@ -168,7 +168,6 @@ struct Simd {
   static FA_INLINE __m512bh as_bf16(I a) { return __builtin_bit_cast(__m512bh, a); }
   // 2 * kWidth elements rounded to bf16, a first. Subnormal inputs and results become zero.
   static FA_INLINE I to_bf16(F a, F b) { return __builtin_bit_cast(I, _mm512_cvtne2ps_pbh(b, a)); }
-  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) { istore(reinterpret_cast<uint32_t *>(p), to_bf16(a, b)); }
   // c + a0 b0 + a1 b1 of the two bf16 numbers in every lane of a and b. Subnormal numbers are taken for zero, as operands and as results.
   static FA_INLINE F dot_bf16(I a, I b, F c) { return _mm512_dpbf16_ps(c, as_bf16(a), as_bf16(b)); }
   // Lanes are 16-bit integers, two in a lane of I.

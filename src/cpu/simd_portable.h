@@ -180,12 +180,9 @@ struct Simd {
   // 2 * kWidth elements rounded to bf16, a first.
   static FA_INLINE I to_bf16(F a, F b) {
     uint16_t pair[2 * kWidth];
-    store_bf16_pair(pair, a, b);
+    store_bf16(pair, a);
+    store_bf16(pair + kWidth, b);
     return iload(reinterpret_cast<const uint32_t *>(pair));
-  }
-  static FA_INLINE void store_bf16_pair(uint16_t *p, F a, F b) {
-    store_bf16(p, a);
-    store_bf16(p + kWidth, b);
   }
   // Lanes are 16-bit integers, two in a lane of I.
   typedef uint16_t Halves __attribute__((vector_size(16)));

@@ -3,6 +3,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 #include <sched.h>
 #include <sys/syscall.h>
@@ -123,6 +125,34 @@ bool has_bf16_tiles() {
   return has;
 }
 __attribute__((target("avx512f"), flatten)) void read_avx512(const char *data, size_t bytes) { read_vectors<V16>(data, bytes); }
+#elif defined(__aarch64__)
+// GCC's vector types can be hidden in the lower 16 registers alone; the loop is written out. `steps` times 24 independent sums.
+#define FA_24_SUMS(instruction, type, steps)                                                                                \
+  long i = steps;                                                                                                           \
+  asm volatile(                                                                                                             \
+      ".arch_extension bf16\n"                                                                                              \
+      "1:\n"                                                                                                                \
+      ".irp n,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25\n" instruction " v\\n\\().4s, v0." type       \
+      ", v1." type                                                                                                          \
+      "\n"                                                                                                                  \
+      ".endr\n"                                                                                                             \
+      "subs %0, %0, #1\n"                                                                                                   \
+      "b.ne 1b\n"                                                                                                           \
+      : "+r"(i)                                                                                                             \
+      :                                                                                                                     \
+      : "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", \
+        "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "cc")
+double fma_neon(long steps) {
+  FA_24_SUMS("fmla", "4s", steps);
+  return 2.0 * 24 * 4 * static_cast<double>(steps);
+}
+// Products of 2 x 4 and 4 x 2 numbers.
+double bf16_neon(long steps) {
+  FA_24_SUMS("bfmmla", "8h", steps);
+  return 2.0 * 24 * 16 * static_cast<double>(steps);
+}
+#undef FA_24_SUMS
+bool has_neon_bf16() { return (getauxval(AT_HWCAP2) & 1ul << 14) != 0; }
 #endif
 
 struct Probe {
@@ -136,6 +166,9 @@ const Probe &probe() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) return Probe{"avx512", fma_avx512, read_avx512};
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Probe{"avx2", fma_avx2, read_avx2};
+#endif
+#if defined(__aarch64__)
+    return Probe{"neon", fma_neon, read_portable};
 #endif
     return Probe{"portable", fma_portable, read_portable};
   }();
@@ -172,6 +205,13 @@ double peak_gflops(Unit unit, int threads) {
     if (!has_bf16_tiles()) return 0;
     kernel = bf16_tiles, steps = 15000;
   }
+#elif defined(__aarch64__)
+  if (unit == Unit::bf16_vectors) {
+    if (!has_neon_bf16()) return 0;
+    kernel = bf16_neon, steps = 40000;
+  } else if (unit == Unit::bf16_tiles) {
+    return 0;
+  }
 #else
   if (unit != Unit::fp32) return 0;
 #endif
@@ -199,7 +239,7 @@ Unit unit_of(const std::string &kernel) {
     return kernel.size() > end.size() && kernel.substr(kernel.size() - end.size()) == end;
   };
   if (kernel.find("_vector_") != std::string::npos) return Unit::fp32;  // a few queries: dot products in fp32
-  return ends("_amx") ? Unit::bf16_tiles : ends("_avx512_bf16") ? Unit::bf16_vectors : Unit::fp32;
+  return ends("_amx") ? Unit::bf16_tiles : ends("_avx512_bf16") || ends("_neon_bf16") ? Unit::bf16_vectors : Unit::fp32;
 }
 
 Topology topology() {

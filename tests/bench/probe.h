@@ -17,11 +17,11 @@ void use_processor_time();
 // Runs task(t) for 0 <= t < threads, each on a thread of its own (the caller's is thread 0).
 void on_threads(int threads, const std::function<void(int)> &task);
 
-// Widest vectors of this processor that the probe uses: "avx512", "avx2" or "portable".
+// Widest vectors of this processor that the probe uses: "avx512", "avx2", "neon" or "portable".
 std::string probe_isa();
 
 // Products from registers, all threads together, in GFLOP/s: fp32 multiply-adds, or products of bf16 with fp32 sums by vectors
-// (vdpbf16ps) or by the tile unit (AMX). 0 where the processor has none. Takes about a millisecond.
+// (vdpbf16ps, bfmmla) or by the tile unit (AMX). 0 where the processor has none. Takes about a millisecond.
 enum class Unit { fp32, bf16_vectors, bf16_tiles };
 double peak_gflops(Unit unit, int threads);
 const char *unit_name(Unit unit);

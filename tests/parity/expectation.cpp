@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <limits>
 
+#include "reference/elsewhere.h"
 #include "reference/number_formats.h"
 
 namespace parity {
@@ -145,8 +146,7 @@ void fill_expected(Data &data) {
   start_sums(data);
   for (int64_t b = 0; b < c.batch; ++b) {
     const reference::Sequence s = data.sequence(b);
-    const reference::Exact exact = reference::attention(s);
-    const reference::Result unfused = reference::unfused(s, static_cast<fa_dtype>(c.dtype));
+    const auto [exact, unfused] = reference::answers(s, static_cast<fa_dtype>(c.dtype));
     data.largest_logit = std::max(data.largest_logit, exact.largest_logit);
     Placer place(data, exact, unfused, b);
     place.operand(kOut, &reference::Result::out, c.q, c.heads_q, c.head_dim_v);

@@ -12,6 +12,7 @@
 #include "parity/case.h"
 #include "reference/attention.h"
 #include "reference/dropout.h"
+#include "reference/elsewhere.h"
 #include "reference/number_formats.h"
 
 namespace parity {
@@ -116,6 +117,38 @@ double loss(const reference::Sequence &s) {
   for (size_t n = 0; n < r.out.size(); ++n) sum += r.out[n] * s.dout[n];
   for (size_t n = 0; n < r.lse.size(); ++n) sum += std::isfinite(r.lse[n]) ? r.lse[n] * s.dlse[n] : 0;
   return sum;
+}
+
+// What another program computes is what this one would.
+TEST(ReferenceElsewhere, AnswersAsHere) {
+  if (!reference::asks_elsewhere()) GTEST_SKIP() << "FA_TEST_REFERENCE is not set";
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("reference elsewhere")));
+  for (int round = 0; round < 4; ++round) {
+    reference::Sequence s = random_sequence(rng);
+    s.first_key = 1;
+    s.has_slices = true;
+    s.slices = {{0, 5, 0, 6, FA_SLICE_FULL}};
+    s.elements.assign(4 * 5 * 6, true);
+    s.elements[7] = false;
+    const reference::Answers elsewhere = reference::answers(s, FA_FLOAT32);
+    const auto compare = [](const reference::Result &a, const reference::Result &b, double tolerance) {
+      for (const auto array :
+           {&reference::Result::out, &reference::Result::lse, &reference::Result::max_logit, &reference::Result::dq,
+            &reference::Result::dk, &reference::Result::dv, &reference::Result::dbias, &reference::Result::dsink}) {
+        ASSERT_EQ((a.*array).size(), (b.*array).size());
+        for (size_t n = 0; n < (a.*array).size(); ++n) {
+          if ((a.*array)[n] == (b.*array)[n]) continue;  // infinities, too
+          EXPECT_NEAR((a.*array)[n], (b.*array)[n], tolerance) << "element " << n;
+        }
+      }
+    };
+    const reference::Exact exact = reference::attention(s);
+    compare(elsewhere.exact.value, exact.value, 1e-12);
+    compare(elsewhere.exact.magnitude, exact.magnitude, 1e-12);
+    compare(elsewhere.exact.through_out, exact.through_out, 1e-12);
+    compare(elsewhere.unfused, reference::unfused(s, FA_FLOAT32), 1e-4);
+    EXPECT_NEAR(elsewhere.exact.largest_logit, exact.largest_logit, 1e-12);
+  }
 }
 
 TEST(ReferenceGradients, AreDifferencesOfForward) {

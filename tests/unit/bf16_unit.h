@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector unit of cpu/bf16_unit.h, which only a source compiled for it can reach. Call it on processors that have it.
+// The unit of cpu/bf16_unit.h that is instructions on vectors, which only a source compiled for it can reach. Call it on processors that
+// have it.
 #pragma once
 
 #include <cstdint>

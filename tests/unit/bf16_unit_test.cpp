@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector unit of cpu/bf16_unit.h (vdpbf16ps) against a loop over its products, bit for bit, and what FA_CPU_ISA_AUTO makes of it.
+// The units of cpu/bf16_unit.h that are instructions on vectors (vdpbf16ps, bfmmla) against a loop over their products, bit for bit, and what
+// FA_CPU_ISA_AUTO makes of them.
 #include "unit/bf16_unit.h"
 
 #include <gtest/gtest.h>
@@ -15,6 +16,7 @@
 
 namespace {
 
+#if defined(FA_HAVE_AVX512_BF16) || defined(FA_HAVE_NEON_BF16)
 using fa::test::Bf16Product;
 
 // What operands may hold: ordinary numbers, everything finite (overflow, underflow and subnormals included), or any bits at all.
@@ -38,6 +40,49 @@ int64_t sum_at(const Bf16Product &x, int64_t r, int64_t c) {
   return r / 16 * x.sums_half + r % 16 * x.sums_row + c / 16 * x.sums_column + c % 16;
 }
 
+#if defined(FA_HAVE_NEON_BF16)
+constexpr fa_cpu_isa kIsa = FA_CPU_ISA_NEON_BF16;
+
+// Element k of row r of a tile of the left operand, and of column r of one of the right operand.
+int64_t in_tile(int64_t r, int64_t k) { return r / 2 * 64 + k / 4 * 8 + r % 2 * 4 + k % 4; }
+uint16_t left_of(const Bf16Product &x, int64_t r, int64_t k) {
+  return x.left[r / 16 * x.left_half + k / 32 * x.left_step + in_tile(r % 16, k % 32)];
+}
+uint16_t right_of(const Bf16Product &x, int64_t k, int64_t c) {
+  return x.right[k / 32 * 1024 + c / 16 * 512 + in_tile(c % 16, k % 32)];
+}
+
+// a + b rounded to odd: if it has more than the 24 bits of a float, it is cut off and its last bit is set.
+float add_to_odd(double a, double b) {
+  const double sum = a + b;
+  if (!std::isfinite(sum)) return static_cast<float>(sum);
+  const double b_part = sum - a, rest = (a - (sum - b_part)) + (b - b_part);  // exact: a + b = sum + rest
+  double cut = sum;
+  if (rest != 0 && (rest < 0) == (sum > 0)) cut = std::nextafter(sum, 0.0);
+  uint64_t bits = __builtin_bit_cast(uint64_t, cut);
+  if (rest != 0) bits |= 1;  // rounded to odd in double, which does not change what follows
+  constexpr uint64_t kLost = (uint64_t{1} << 29) - 1;
+  if ((bits & kLost) != 0) bits = (bits & ~kLost) | (kLost + 1);
+  const double rounded = __builtin_bit_cast(double, bits);
+  if (std::abs(rounded) >= 0x1p128) return static_cast<float>(std::copysign(HUGE_VAL, rounded));
+  return std::abs(rounded) < 0x1p-126 ? std::copysign(0.0f, static_cast<float>(rounded)) : static_cast<float>(rounded);
+}
+
+// One sum, as Arm documents the instruction.
+float expected(const Bf16Product &x, int64_t r, int64_t c, float before) {
+  float sum = x.add ? before : 0.0f;
+  const auto product = [&](int64_t k) {
+    return add_to_odd(static_cast<double>(widened(left_of(x, r, k))) * static_cast<double>(widened(right_of(x, k, c))), 0.0);
+  };
+  for (int64_t k = 0; k < x.steps * 32; k += 2) {
+    const float pair = add_to_odd(product(k), product(k + 1));
+    sum = add_to_odd(flushed(sum), pair);
+  }
+  return sum;
+}
+#elif defined(FA_HAVE_AVX512_BF16)
+constexpr fa_cpu_isa kIsa = FA_CPU_ISA_AVX512_BF16;
+
 // One sum, as Intel documents the instruction: the odd product of a pair is added first.
 float expected(const Bf16Product &x, int64_t r, int64_t c, float before) {
   float sum = x.add ? before : 0.0f;
@@ -48,10 +93,10 @@ float expected(const Bf16Product &x, int64_t r, int64_t c, float before) {
   }
   return sum;
 }
+#endif
 
 TEST(Bf16Unit, VectorsAgreeWithALoopBitForBit) {
-#if defined(FA_HAVE_AVX512_BF16)
-  if (!fa::cpu::has_isa(FA_CPU_ISA_AVX512_BF16)) GTEST_SKIP() << "this processor has no AVX512_BF16";
+  if (!fa::cpu::has_isa(kIsa)) GTEST_SKIP() << "this processor lacks cpu_isa " << kIsa;
   const unsigned seed = std::random_device()();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 rng(seed);
@@ -100,10 +145,8 @@ TEST(Bf16Unit, VectorsAgreeWithALoopBitForBit) {
       }
     }
   }
-#else
-  GTEST_SKIP() << "this build has no AVX512_BF16";
-#endif
 }
+#endif
 
 #if defined(__x86_64__) && defined(__linux__)
 // The table of processors, by what Linux says of this one.
@@ -120,7 +163,27 @@ TEST(Isa, AutoChoosesBf16VectorsWhereTheyAreFast) {
   const fa_cpu_isa best = fa::cpu::best_isa();
   EXPECT_EQ(best == FA_CPU_ISA_AVX512_BF16, fast && fa::cpu::has_isa(FA_CPU_ISA_AVX512_BF16)) << vendor << " " << family;
   EXPECT_TRUE(fa::cpu::has_isa(best));
-  EXPECT_LT(fa::cpu::vector_isa(best), FA_CPU_ISA_AVX512_BF16);
+  EXPECT_FALSE(fa::cpu::multiplies_bf16(fa::cpu::vector_isa(best)));
+}
+#elif defined(__aarch64__) && !defined(__AARCH64EB__) && defined(__linux__)
+// What Linux says of this processor in words, which the library does not read.
+TEST(Isa, AutoChoosesBf16ProductsWhereLinuxNamesThem) {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  std::string features;
+  for (std::string line; std::getline(cpuinfo, line) && features.empty();) {
+    if (line.rfind("Features", 0) == 0) features = line + " ";
+  }
+  if (features.empty()) GTEST_SKIP() << "/proc/cpuinfo says nothing of features";
+#if defined(FA_HAVE_NEON_BF16)
+  const bool bf16 = features.find(" bf16 ") != std::string::npos;
+#else
+  const bool bf16 = false;
+#endif
+  EXPECT_EQ(fa::cpu::has_isa(FA_CPU_ISA_NEON_BF16), bf16);
+  EXPECT_EQ(fa::cpu::best_isa(), bf16 ? FA_CPU_ISA_NEON_BF16 : FA_CPU_ISA_NEON);
+  EXPECT_EQ(fa::cpu::vector_isa(FA_CPU_ISA_NEON_BF16), FA_CPU_ISA_NEON);
+  EXPECT_TRUE(fa::cpu::has_isa(FA_CPU_ISA_NEON));
+  EXPECT_FALSE(fa::cpu::has_isa(FA_CPU_ISA_AVX2));
 }
 #endif
 

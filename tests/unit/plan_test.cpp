@@ -52,7 +52,9 @@ TEST(Plan, BackwardOfBf16) {
   const struct {
     fa_cpu_isa isa;
     const char *kernel;
-  } units[] = {{FA_CPU_ISA_AVX512_BF16, "cpu_backward_avx512_bf16"}, {FA_CPU_ISA_AMX, "cpu_backward_amx"}};
+  } units[] = {{FA_CPU_ISA_AVX512_BF16, "cpu_backward_avx512_bf16"},
+               {FA_CPU_ISA_AMX, "cpu_backward_amx"},
+               {FA_CPU_ISA_NEON_BF16, "cpu_backward_neon_bf16"}};
   for (const auto &unit : units) {
     if (!has_isa(unit.isa)) continue;  // InstructionSetsOfThisMachine says which there are
     const Machine machine{unit.isa, 2}, vectors{vector_isa(unit.isa), 2};

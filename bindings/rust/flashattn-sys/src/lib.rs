@@ -43,6 +43,8 @@ pub const FA_CPU_ISA_AVX2: fa_cpu_isa = 200;
 pub const FA_CPU_ISA_AVX512: fa_cpu_isa = 300;
 pub const FA_CPU_ISA_AVX512_BF16: fa_cpu_isa = 350;
 pub const FA_CPU_ISA_AMX: fa_cpu_isa = 400;
+pub const FA_CPU_ISA_NEON: fa_cpu_isa = 500;
+pub const FA_CPU_ISA_NEON_BF16: fa_cpu_isa = 550;
 
 pub type fa_log_level = i32;
 pub const FA_LOG_ERROR: fa_log_level = 1;

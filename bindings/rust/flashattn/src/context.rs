@@ -26,6 +26,10 @@ pub enum CpuIsa {
     Avx512Bf16,
     /// AVX-512 with AMX tiles of bf16.
     Amx,
+    /// 64-bit Arm with NEON.
+    Neon,
+    /// 64-bit Arm with bf16 products (FEAT_BF16).
+    NeonBf16,
 }
 
 /// Settings of a CPU context.
@@ -120,6 +124,8 @@ impl Context {
                 CpuIsa::Avx512 => sys::FA_CPU_ISA_AVX512,
                 CpuIsa::Avx512Bf16 => sys::FA_CPU_ISA_AVX512_BF16,
                 CpuIsa::Amx => sys::FA_CPU_ISA_AMX,
+                CpuIsa::Neon => sys::FA_CPU_ISA_NEON,
+                CpuIsa::NeonBf16 => sys::FA_CPU_ISA_NEON_BF16,
             },
             ..Default::default()
         };
@@ -205,6 +211,8 @@ impl Context {
                     sys::FA_CPU_ISA_AVX512 => CpuIsa::Avx512,
                     sys::FA_CPU_ISA_AVX512_BF16 => CpuIsa::Avx512Bf16,
                     sys::FA_CPU_ISA_AMX => CpuIsa::Amx,
+                    sys::FA_CPU_ISA_NEON => CpuIsa::Neon,
+                    sys::FA_CPU_ISA_NEON_BF16 => CpuIsa::NeonBf16,
                     _ => CpuIsa::Auto,
                 },
                 compute_capability: properties.compute_capability,
