@@ -17,6 +17,9 @@
 
 namespace fa::cpu::FA_ISA {
 
+// 2 * kWidth elements rounded to bf16, a first.
+FA_INLINE void store_rounded(uint16_t *to, F a, F b) { Simd::istore(reinterpret_cast<uint32_t *>(to), Simd::to_bf16(a, b)); }
+
 static_assert(2 * kVectorRows == kTileRows);
 
 class VectorTiles {
@@ -149,7 +152,7 @@ class VectorTiles {
         const F y = c + kWidth < area.ldq ? Simd::load(q + c + kWidth) : Simd::zero();
         see(x);
         see(y);
-        Simd::store_bf16_pair(keys_ + r * ld + c, x, y);
+        store_rounded(keys_ + r * ld + c, x, y);
       }
     }
     Rows rows;
@@ -203,8 +206,8 @@ class VectorTiles {
         const F y = whole ? Simd::load(p + c + kWidth)
                           : Simd::load(p + c + kWidth, static_cast<int>(max64(min64(left - kWidth, kWidth), 0)));
         uint16_t *to = p_tiles_ + c / kTileDepth * kTileBf16 + r * kTileDepth + c % kTileDepth;
-        Simd::store_bf16_pair(to, cut(x), cut(y));
-        Simd::store_bf16_pair(to + kVectorRows * kTileDepth, Simd::sub(x, cut(x)), Simd::sub(y, cut(y)));
+        store_rounded(to, cut(x), cut(y));
+        store_rounded(to + kVectorRows * kTileDepth, Simd::sub(x, cut(x)), Simd::sub(y, cut(y)));
       }
     }
   }
