@@ -5,8 +5,9 @@
 //
 //   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns
 //
-// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by the others. multiply<kAdd, 1> of
-// the tile unit has columns 0 .. 15 alone. Products of bf16 are exact; all units take subnormal operands for zero and give zero where a sum is subnormal. Results differ by rounding:
+// The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by the others.
+// multiply<kAdd, 1> of the tile unit has columns 0 .. 15 alone. Products of bf16 are exact; all units take subnormal operands for zero
+// and give zero where a sum is subnormal. Results differ by rounding:
 //   tdpbf16ps  sums even and odd products apart, rounded to nearest
 //   vdpbf16ps  adds the two products of a pair one after the other, rounded to nearest
 //   bfmmla     adds the sum of a pair's products; sums are rounded to odd

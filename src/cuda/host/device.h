@@ -24,8 +24,8 @@ struct Device {
   int64_t l2_bytes = 0;
   bool sm90 = false;  // runs sm_90a code, and the context may use it
   IsBuilt is_built = everything_is_built;
-  // Pairs times columns of the problems for which backward kernels without a NaN-safe path pay, although pairs are hidden: the launches of a second pass,
-  // which mostly end at once, take microseconds. Tests choose smaller ones.
+  // Pairs times columns of the problems for which backward kernels without a NaN-safe path are used although pairs are hidden. Small problems would
+  // lose more by the launches of a second pass than they gain; where they begin to gain was estimated. Tests choose smaller ones.
   double second_pass_from = 17e9;
 };
 

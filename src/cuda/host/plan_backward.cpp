@@ -139,17 +139,20 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const auto serves = [&](const KernelRow &kernel) {
     return p.k_lengths.max_len <= sm90::kBackwardShapes[kernel.shape].longest() && can_run(kernel, needs, device);
   };
-  const auto nan_safe = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
-    return sm90::kBackwardShapes[kernel.shape].nan_safe && serves(kernel);
-  });
-  const bool needs_second_pass = !shows_all_pairs(b.forward);
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
-    return serves(kernel) && (shape.nan_safe || (does_without_nan_safe_path(b.forward, device, shape) &&
-                                                 (!needs_second_pass || nan_safe != kernels.end())));
+    return serves(kernel) && (shape.nan_safe || does_without_nan_safe_path(b.forward, device, shape));
   });
   found = row != kernels.end();
   if (!found) return FA_OK;
+  if (!sm90::kBackwardShapes[row->shape].nan_safe && !shows_all_pairs(b.forward)) {
+    const auto nan_safe = std::find_if(row, kernels.end(), [&](const KernelRow &kernel) {
+      return sm90::kBackwardShapes[kernel.shape].nan_safe && serves(kernel);
+    });
+    found = nan_safe != kernels.end();
+    if (!found) return FA_OK;
+    plan.nan_safe_shape = nan_safe->shape;
+  }
   if (b.dbias.data != nullptr) {
     const std::span<const KernelRow> others = kernels_of(Family::sm80, Pass::backward);
     const auto other =
@@ -182,8 +185,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // from registers, and store only in order.
   const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
   plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
-  if (!shape.nan_safe && needs_second_pass) {
-    plan.nan_safe_shape = nan_safe->shape;
+  if (plan.nan_safe_shape >= 0) {
     plan.nonfinite_offset = align_up(std::max(plan.workspace_bytes, nan_safe_pass(b, plan).workspace_bytes));
     plan.workspace_bytes = plan.nonfinite_offset + align_up(sizeof(int32_t));
   }

@@ -25,6 +25,8 @@
 // P and dS are the A operands of dv and dk straight from registers. dq needs dS of both warpgroups. It is one iteration behind,
 // so neither warpgroup waits for dS that the other has just begun, and the exponentials of one overlap the wgmma of the other.
 //
+// With Q tiles of 80 queries it is dq^T = K^T dS^T, half of the columns per warpgroup.
+//
 // Shared memory: K | V | Q stages | dO stages | two dS | dq partials | lse stages | delta stages | barriers | work tiles
 #pragma once
 
