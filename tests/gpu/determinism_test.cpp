@@ -49,15 +49,17 @@ std::vector<Shape> shapes() {
     }
   }
   // Large enough for kernels without a NaN-safe path under a mask.
-  Shape large;
-  large.name = "LargeD128Causal";
-  large.flags = FA_FLAG_DETERMINISTIC;
-  large.head_dim = 128;
-  large.heads_q = large.heads_k = 32;
-  large.seqlen_q = 2100;
-  large.seqlen_k = 2222;
-  large.mask = {FA_MASK_CAUSAL};
-  all.push_back(large);
+  for (const int64_t head_dim : {64, 96, 128}) {
+    Shape large;
+    large.name = "LargeD" + std::to_string(head_dim) + "Causal";
+    large.flags = FA_FLAG_DETERMINISTIC;
+    large.head_dim = head_dim;
+    large.heads_q = large.heads_k = 32;
+    large.seqlen_q = 2100;
+    large.seqlen_k = 2222;
+    large.mask = {FA_MASK_CAUSAL};
+    all.push_back(large);
+  }
   return all;
 }
 

@@ -24,8 +24,10 @@ struct Host {
   int64_t rows, heads, columns;
   std::vector<uint16_t> bits;
 
-  explicit Host(const Tensor &t)
-      : rows(t.view().shape[1]), heads(t.view().shape[2]), columns(t.view().shape[3]), bits(rows * heads * columns) {
+  explicit Host(const Tensor &t) {  // packed without the first dimension
+    const fa_tensor &view = t.view();
+    rows = view.shape[view.ndim - 3], heads = view.shape[view.ndim - 2], columns = view.shape[view.ndim - 1];
+    bits.resize(static_cast<size_t>(rows * heads * columns));
     check(cudaMemcpy(bits.data(), t.view().data, bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
   // The largest difference of head `head` to the same of `other`, over rows [begin, end) without `except`, as a part of other's largest element.
@@ -83,7 +85,7 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
     for (const uint16_t value : values) {
       const int64_t row = static_cast<int64_t>(random() % static_cast<uint64_t>(of_query ? shape.seqlen_q : shape.seqlen_k)),
                     column = static_cast<int64_t>(random() % static_cast<uint64_t>(shape.head_dim));
-      const int64_t heads = tensor->view().shape[2], head = heads - 1;
+      const int64_t heads = tensor->view().shape[tensor->view().ndim - 2], head = heads - 1;
       uint16_t *at = static_cast<uint16_t *>(tensor->view().data) + (row * heads + head) * shape.head_dim + column;
       uint16_t before = 0;
       check(cudaMemcpy(&before, at, 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
@@ -100,11 +102,13 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
       const int64_t last = shape.heads_k - 1;
       if (of_query) {
         // Keys that the query does not see, and other queries.
-        const int64_t hidden = std::min(row + shift + 1, shape.seqlen_k);
+        const int64_t hidden = std::clamp<int64_t>(row + shift + 1, 0, shape.seqlen_k);
         EXPECT_LT(poisoned.dk.difference(clean.dk, last, hidden, shape.seqlen_k), kRounding);
         EXPECT_LT(poisoned.dv.difference(clean.dv, last, hidden, shape.seqlen_k), kRounding);
         EXPECT_LT(poisoned.dq.difference(clean.dq, head, 0, shape.seqlen_q, row), kRounding);
-        EXPECT_FALSE(poisoned.dk.all_finite(last, 0, hidden));
+        if (hidden > 0) {
+          EXPECT_FALSE(poisoned.dk.all_finite(last, 0, hidden));
+        }
       } else {
         // Queries that do not see the key.
         const int64_t seen = std::clamp<int64_t>(row - shift, 0, shape.seqlen_q);
@@ -127,7 +131,7 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
 
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
-  const auto add = [&](const char *name, int64_t seqlen_q, int64_t seqlen_k, fa_mask_kind mask, uint32_t flags) {
+  const auto add = [&](const char *name, int64_t seqlen_q, int64_t seqlen_k, fa_mask_kind mask, auto vary) {
     Shape s;
     s.name = name;
     s.head_dim = 128;
@@ -136,13 +140,18 @@ std::vector<Shape> shapes() {
     s.seqlen_q = seqlen_q;
     s.seqlen_k = seqlen_k;
     s.mask.kind = mask;
-    s.flags = flags;
+    vary(s);
     all.push_back(s);
   };
-  add("Causal", 2160, 2160, FA_MASK_CAUSAL, 0);
-  add("CausalMoreKeys", 2100, 2777, FA_MASK_CAUSAL, 0);
-  add("CausalTopLeft", 2160, 2600, FA_MASK_CAUSAL_TOP_LEFT, 0);
-  add("CausalDeterministic", 2160, 2160, FA_MASK_CAUSAL, FA_FLAG_DETERMINISTIC);
+  add("Causal", 2160, 2160, FA_MASK_CAUSAL, [](Shape &) {});
+  add("CausalMoreKeys", 2100, 2777, FA_MASK_CAUSAL, [](Shape &) {});
+  add("CausalMoreQueries", 2500, 2100, FA_MASK_CAUSAL, [](Shape &) {});
+  add("CausalTopLeft", 2160, 2600, FA_MASK_CAUSAL_TOP_LEFT, [](Shape &) {});
+  add("CausalDeterministic", 2160, 2160, FA_MASK_CAUSAL, [](Shape &s) { s.flags = FA_FLAG_DETERMINISTIC; });
+  add("CausalD64", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 64; });
+  add("CausalD96", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 96; });
+  add("CausalSoftcap", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.softcap = 20; });
+  add("CausalPacked", 2160, 2160, FA_MASK_CAUSAL, [](Shape &s) { s.slots_q = s.slots_k = {2160}; });
   return all;
 }
 

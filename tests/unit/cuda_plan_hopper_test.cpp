@@ -565,12 +565,18 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   const auto plain = [](MaskedProblem &) {};
   const auto causal = [](MaskedProblem &p) { p.band.right = 0; };
   const auto window = [](int64_t left) { return [=](MaskedProblem &p) { p.band = {left, 0, false}; }; };
-  for (const int64_t head_dim : {104, 128}) {
+  const auto deterministic = [](MaskedProblem &p) { p.deterministic = true; };
+  const int32_t lengths = 0;
+  const float sink = 0;
+  for (const int64_t head_dim : {40, 64, 96, 104, 128}) {
+    const int64_t rows = head_dim > 96 ? 80 : head_dim > 64 ? 64 : 128;
     for (const int64_t seqlen : {960, 1000, 1024, 4096, 16384, 100000}) {
       const BackwardPlan plan = plan_of(head_dim, seqlen, 700, plain);
       EXPECT_FALSE(is_safe(plan)) << seqlen;
-      EXPECT_EQ(plan.q_tiles, (seqlen + 79) / 80);
+      EXPECT_EQ(plan.q_tiles, (seqlen + rows - 1) / rows);
       EXPECT_LT(plan.nan_safe_shape, 0) << "no pair is hidden";
+      EXPECT_GT(plan.nonfinite_offset, 0u);
+      EXPECT_LT(plan.nonfinite_offset, plan.workspace_bytes);
     }
     for (const int64_t seqlen : {2048, 4096, 16384}) {
       const BackwardPlan plan = plan_of(head_dim, seqlen, seqlen, causal);
@@ -579,24 +585,29 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
       // The flag lies behind what either pass writes.
       const BackwardPlan second = nan_safe_pass(backward_of(problem(seqlen, seqlen, head_dim)), plan);
       EXPECT_TRUE(is_safe(second));
-      EXPECT_EQ(second.q_tiles, seqlen / 64);
+      EXPECT_EQ(second.q_tiles, seqlen / (head_dim > 64 ? 64 : 128));
       EXPECT_LT(second.nan_safe_shape, 0);
+      EXPECT_EQ(second.nonfinite_offset, 0u) << "the second pass must not clear it";
       EXPECT_LE(second.workspace_bytes, plan.nonfinite_offset);
       EXPECT_LT(plan.nonfinite_offset, plan.workspace_bytes);
     }
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, window(3000))));
-    EXPECT_TRUE(is_safe(plan_of(head_dim, 4096, 2048, causal))) << "queries without keys";
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 2048, causal)));
     EXPECT_FALSE(is_safe(plan_of(head_dim, 2048, 4096, causal)));
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 2048, [](MaskedProblem &p) { p.band = {Band::kUnlimited, 0, true}; })));
-    const int32_t lengths = 0;
-    const float sink = 0;
-    EXPECT_TRUE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.k_lengths.used = &lengths; })));
-    EXPECT_TRUE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.band.right = 0, p.sink = &sink; })));
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.sink = &sink; })));
-    const auto deterministic = [](MaskedProblem &p) { p.deterministic = true; };
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, deterministic)));
-    EXPECT_TRUE(is_safe(plan_of(head_dim, 16384, 16384, deterministic)));
+    EXPECT_EQ(is_safe(plan_of(head_dim, 16384, 16384, deterministic)), rows == 80);
+    // Keys that are not used may hold anything.
+    const BackwardPlan shorter = plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.k_lengths.used = &lengths; });
+    EXPECT_FALSE(is_safe(shorter));
+    EXPECT_GE(shorter.nan_safe_shape, 0);
   }
+  // Score terms: so does a block mask, whatever it shows.
+  const auto dropout = [](MaskedProblem &p) { p.dropout.threshold = 6554, p.dropout.keep_scale = 1.f / 0.9f; };
+  EXPECT_FALSE(is_safe(plan_of(128, 1024, 1024, dropout)));
+  EXPECT_TRUE(is_safe(plan_of(64, 1024, 1024, dropout))) << "gained nothing";
+  EXPECT_FALSE(is_safe(plan_of(128, 1024, 1024, [](MaskedProblem &p) { p.softcap = 30; })));
   // With Q tiles of 80 rows.
   EXPECT_TRUE(is_safe(plan_of(128, 512, 700, plain))) << "seven Q tiles are 560 rows";
   EXPECT_TRUE(is_safe(plan_of(128, 4096, 4096, window(1024)))) << "main loops are short";
@@ -605,10 +616,13 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   device = h200();
   const MaskedProblem p = problem(4096, 4096, 128);
   const double heads = static_cast<double>(p.batch * p.heads_q);
-  device.second_pass_from = heads * 4096 * 4096 * 128;
+  device.second_pass_from = heads * 4096 * 4096 * 128 / 4;  // with more than 64 columns four times as many
   EXPECT_FALSE(is_safe(plan_of(128, 4096, 4096, causal)));
   EXPECT_TRUE(is_safe(plan_of(128, 4095, 4095, causal)));
   EXPECT_FALSE(is_safe(plan_of(128, 4095, 4095, plain)));
+  device.second_pass_from = heads * 4096 * 4096 * 64;
+  EXPECT_FALSE(is_safe(plan_of(64, 4096, 4096, causal)));
+  EXPECT_TRUE(is_safe(plan_of(64, 4095, 4095, causal)));
 }
 
 }  // namespace fa::cuda

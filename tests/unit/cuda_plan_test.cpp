@@ -185,10 +185,15 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             }
           }
           if (head_dim > 512) continue;  // forward alone
-          for (const int64_t keys : {1000, 3000}) {
+          for (const auto &[queries, keys] : {std::pair{1000, 1000}, {1000, 3000}, {30000, 30000}}) {
+            p.q_lengths.max_len = queries;
             p.k_lengths.max_len = keys;
-            const BackwardPlan backward_of_p = backward_plan(backward_of(p), device);
-            backward.insert({backward_of_p.family, backward_of_p.shape});
+            for (const int64_t right : {p.band.right, int64_t{0}}) {  // and under a causal mask
+              MaskedProblem masked = p;
+              masked.band.right = right;
+              const BackwardPlan plan = backward_plan(backward_of(masked), device);
+              backward.insert({plan.family, plan.shape});
+            }
           }
           set_dtype(p, Dtype::f32);
           const BackwardPlan of_fp32 = backward_plan(backward_of(p), device);

@@ -25,7 +25,7 @@ struct Launch {
 // A short list of launches and the memory of their parameters. It is on the stack during one call, and is not initialised as a whole.
 class Launches {
  public:
-  static constexpr int kMaxEntries = 8;
+  static constexpr int kMaxEntries = 12;  // a backward pass with masks as data, a second pass, left padding and dsink has 10
   struct Entry {
     const char *what;  // for messages
     Launch launch;

@@ -25,8 +25,8 @@ struct Device {
   bool sm90 = false;  // runs sm_90a code, and the context may use it
   IsBuilt is_built = everything_is_built;
   // Pairs times columns of the problems for which backward kernels without a NaN-safe path are used although pairs are hidden. Small problems would
-  // lose more by the launches of a second pass than they gain; where they begin to gain was estimated. Tests choose smaller ones.
-  double second_pass_from = 17e9;
+  // lose more by the launches of a second pass than they gain. Tests choose smaller ones.
+  double second_pass_from = 4e9;
 };
 
 // Whether a build for `archs` (as CMAKE_CUDA_ARCHITECTURES, separated by spaces) has code for a device: machine code for its major

@@ -101,7 +101,7 @@ void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit
   const bool sum = b.dq.data != nullptr && plan.dq_sum_columns > 0;
   rows.dq_sum = sum ? reinterpret_cast<float *>(memory + plan.dq_sum_offset) : nullptr;
   rows.dq_semaphore = plan.dq_semaphores > 0 ? reinterpret_cast<int32_t *>(memory + plan.dq_semaphore_offset) : nullptr;
-  rows.nonfinite = plan.nan_safe_shape >= 0 ? reinterpret_cast<int32_t *>(memory + plan.nonfinite_offset) : nullptr;
+  rows.nonfinite = plan.nonfinite_offset > 0 ? reinterpret_cast<int32_t *>(memory + plan.nonfinite_offset) : nullptr;
   rows.only_if = nullptr;
 }
 

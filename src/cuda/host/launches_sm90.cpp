@@ -90,7 +90,10 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
     use_score_text(memory.score_text, scored, launch);
     launches.add("backward kernel", launch, &params);
   }
-  if (b.dq.data != nullptr) launches.add("dq kernel", {kernels.dq, shape.dq_threads(), 0, tiles, /*pdl=*/second}, &params);
+  if (b.dq.data != nullptr) {
+    launches.add("dq kernel", {kernels.dq, shape.dq_threads(), 0, ctas_for_q_tiles(params), /*pdl=*/second}, &params);
+  }
+  if (second) return FA_OK;  // the rest is the same, NaN or not
   if (p.k_lengths.left_padding != nullptr) launches.add("left padding kernel", backward_padding_launch(params), &params);
   if (b.dbias.data != nullptr) sm80::add_dbias_launch(b, plan, plan.dbias_shape, memory, launches);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);

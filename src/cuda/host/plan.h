@@ -75,10 +75,10 @@ struct BackwardPlan {
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
   int32_t dbias_shape = -1;    // sm90: the sm80 kernel whose second pass computes dbias
-  // sm90: the kernel of the second pass that runs where the first one has found NaN or Inf (nan_safe_pass), or -1; and the flag in the workspace
-  // that says so.
-  int32_t nan_safe_shape = -1;
+  // sm90, with a kernel without a NaN-safe path: the flag in the workspace that says that it has found NaN or Inf; 0: none. And the kernel of the second
+  // pass that then runs (nan_safe_pass), or -1 where no pair is hidden.
   size_t nonfinite_offset = 0;
+  int32_t nan_safe_shape = -1;
   bool scored = false;    // as in ForwardPlan
   bool cell_map = false;  // the same
   size_t cell_map_offset = 0;

@@ -53,44 +53,38 @@ bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, cons
          plan.key_blocks <= 64;
 }
 
-// Whether the host knows all lengths, and every sequence has the same ones.
-bool has_equal_lengths(const MaskedProblem &p) {
-  return p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr && p.k_lengths.used == nullptr &&
-         p.seqstart_k == nullptr;
+// Whether the bands of all queries hold every key, whatever the lengths are.
+bool has_unlimited_bands(const MaskedProblem &p) {
+  return !is_causal(p) && Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
 }
-// Whether, besides, every query sees every key.
+// Whether every query sees every key, and the host knows all lengths, which are the same for every sequence.
 bool shows_all_pairs(const MaskedProblem &p) {
-  return has_equal_lengths(p) && !is_causal(p) && Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
-}
-// Whether, besides equal lengths, every query sees a key.
-bool shows_every_query_a_key(const MaskedProblem &p) {
-  if (!has_equal_lengths(p) || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0) return false;
-  const auto queries = static_cast<int32_t>(p.q_lengths.max_len);
-  const Diagonal<int32_t> diagonal(Diagonal<int32_t>::Limits(p.band), queries, static_cast<int32_t>(p.k_lengths.max_len));
-  return !diagonal.visible_keys({0, 1}).empty() && !diagonal.visible_keys({queries - 1, queries}).empty();
+  return has_unlimited_bands(p) && p.q_lengths.cu == nullptr && p.q_lengths.used == nullptr && p.k_lengths.cu == nullptr &&
+         p.k_lengths.used == nullptr && p.seqstart_k == nullptr && !p.masked_by_data();
 }
 
-// Kernels without a NaN-safe path serve problems in which every query sees every key, and large ones with a mask. There a flag says whether a second pass
-// is needed (nan_safe_pass). What they look for tells of NaN and Inf where every query sees a key, and no sink.
+// Kernels without a NaN-safe path serve problems in which every query sees every key. Where pairs are hidden a flag says whether a second pass is needed
+// (nan_safe_pass), and only large problems gain more than its launches cost.
 bool does_without_nan_safe_path(const MaskedProblem &p, const Device &device, const sm90::BackwardShape &shape) {
-  // With Q tiles of 80 rows: queries of a main loop with a mask, and keys in deterministic mode.
-  constexpr int64_t kFewestMasked = 2048, kMostOrdered = 4096;
-  const bool tall = shape.transposes_dq();
+  const bool shows_all = shows_all_pairs(p);
   const int64_t queries = p.q_lengths.max_len, keys = p.k_lengths.max_len;
   const Diagonal<int32_t>::Limits limits(p.band);
   const int64_t span = int64_t{limits.left} + limits.right;
-  if (tall) {
+  if (shape.transposes_dq()) {  // Q tiles of 80 rows
+    // Queries of a main loop with a mask, and keys in deterministic mode.
+    constexpr int64_t kFewestMasked = 2048, kMostOrdered = 4096;
     // Rows that fill up the last Q tile take a part of the gain, which is at least 5 %.
     const auto padded = [&](int64_t rows) { return ceil_div(queries, rows) * rows; };
     if (padded(shape.rows) * 19 > padded(64) * 20) return false;
     // In the order of deterministic mode, many work tiles lose more than they gain.
-    if (shows_all_pairs(p)) return !p.deterministic || keys <= kMostOrdered;
-    if (std::min(queries, span) < kFewestMasked) return false;
+    if (p.deterministic && has_unlimited_bands(p) && keys > kMostOrdered) return false;
+    if (!shows_all && std::min(queries, span) < kFewestMasked) return false;
   }
-  if (shows_all_pairs(p)) return true;
-  const double pairs =
-      static_cast<double>(p.batch * p.heads_q) * static_cast<double>(queries) * static_cast<double>(std::min(keys, span));
-  return pairs * static_cast<double>(p.head_dim) >= device.second_pass_from && p.sink == nullptr && shows_every_query_a_key(p);
+  if (shows_all) return true;
+  const int64_t rows = p.q_lengths.cu != nullptr ? p.q_lengths.total : p.batch * queries;
+  const double pairs = static_cast<double>(rows * p.heads_q) * static_cast<double>(std::min(keys, span));
+  // With 64 columns the gain is three times as large.
+  return pairs * static_cast<double>(p.head_dim) >= (shape.head_dim > 64 ? 4 : 1) * device.second_pass_from;
 }
 
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
@@ -185,8 +179,10 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   // from registers, and store only in order.
   const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
   plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
-  if (plan.nan_safe_shape >= 0) {
-    plan.nonfinite_offset = align_up(std::max(plan.workspace_bytes, nan_safe_pass(b, plan).workspace_bytes));
+  if (!shape.nan_safe) {
+    plan.nonfinite_offset = plan.workspace_bytes;
+    if (plan.nan_safe_shape >= 0)
+      plan.nonfinite_offset = align_up(std::max(plan.workspace_bytes, nan_safe_pass(b, plan).workspace_bytes));
     plan.workspace_bytes = plan.nonfinite_offset + align_up(sizeof(int32_t));
   }
   return FA_OK;
@@ -196,6 +192,7 @@ BackwardPlan nan_safe_pass(const BackwardProblem &b, const BackwardPlan &plan) {
   BackwardPlan second = plan;
   second.shape = plan.nan_safe_shape;
   second.nan_safe_shape = -1;
+  second.nonfinite_offset = 0;
   lay_out_workspace(b, sm90::kBackwardShapes[second.shape], second);
   return second;
 }

@@ -8,22 +8,19 @@
 
 namespace fa::cuda {
 
-// Converts dq_sum to dq, from the layout of accumulators to rows of the tensor; one CTA per Q tile of kRows queries.
+// Converts dq_sum of Q tile number `index` to dq, from the layout of accumulators to rows of the tensor.
 //
 // dq_sum of a Q tile is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each with four numbers per lane as mma and
 // wgmma accumulators hold them. Warps are numbered along the rows first. kTransposed: the tiles are of dq^T, 16 columns by 8 rows,
-// [16 columns][8 rows]. Rows of the sequence's slot that are not used become zero. CTAs
-// take the last Q tiles first, because their sums may still be in the L2 cache.
-template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads, bool kTransposed = false>
-__global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
+// [16 columns][8 rows]. Rows of the sequence's slot that are not used become zero.
+template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads, bool kTransposed>
+__device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index) {
   constexpr int kRowParts = kRows / 16 / kRowTiles, kTiles = kRows * kD / 128;
   constexpr int kStep = kThreads / 8;                        // 16 x 8 tiles per pass of the CTA, four per warp
   constexpr int kBatch = kTiles % (2 * kStep) == 0 ? 2 : 1;  // passes whose loads a warp has in flight
   static_assert(kTiles % 4 == 0 && (!kTransposed || (kD % 64 == 0 && kColumnTiles == kRows / 8)));
-  if (!is_pass_needed(a)) return;
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
-  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
   const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
   const int32_t *counters = a.dq_semaphore + int64_t{index} * a.dq_semaphores;
@@ -96,6 +93,15 @@ __global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ 
       store_elements<Element>(base + row * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }
   }
+}
+
+// CTAs take the last Q tiles first, because their sums may still be in the L2 cache.
+template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads, bool kTransposed = false>
+__global__ void __launch_bounds__(kThreads) backward_dq(const __grid_constant__ BackwardRows a) {
+  pdl_launch_dependents();
+  if (!is_pass_needed(a)) return;
+  for_each_q_tile(
+      a, [&](int index) { convert_q_tile<Element, kRows, kD, kRowTiles, kColumnTiles, kThreads, kTransposed>(a, index); });
 }
 
 }  // namespace fa::cuda

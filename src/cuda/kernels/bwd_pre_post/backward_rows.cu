@@ -136,16 +136,15 @@ __device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int ind
   }
 }
 
-// One CTA per Q tile, the first Q tiles last: the next kernel begins with them, and finds their dout in the L2 cache.
+// What backward_rows does for Q tile number `index`.
 template <typename Element, int kLanes>
-__global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_constant__ BackwardRows a) {
-  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  pdl_launch_dependents();
-  if (!is_pass_needed(a)) return;
+__device__ __forceinline__ void prepare_q_tile(const BackwardRows &a, int index) {
+  const int thread = static_cast<int>(threadIdx.x);
   if (index == 0 && thread == 0 && a.nonfinite != nullptr) *a.nonfinite = 0;
   // Stores come first: they wait for no load.
   if (index == 0 && a.dq_semaphore != nullptr) {
-    for (int n = thread; n <= a.more_counters; n += kThreads) a.dq_semaphore[int64_t{gridDim.x} * a.dq_semaphores + n] = 0;
+    for (int n = thread; n <= a.more_counters; n += kThreads)
+      a.dq_semaphore[int64_t{q_tiles_of_all_heads(a)} * a.dq_semaphores + n] = 0;
   }
   if (thread < a.dq_semaphores) a.dq_semaphore[int64_t{index} * a.dq_semaphores + thread] = 0;
   if (a.dq_sum != nullptr && a.zero_dq_sum) {
@@ -161,12 +160,30 @@ __global__ void __launch_bounds__(kThreads, 4) backward_rows(const __grid_consta
   }
 }
 
-template <typename Element>
+// The first Q tiles come last: the next kernel begins with them, and finds their dout in the L2 cache. The loop of a second pass takes registers that
+// the first one has not.
+template <typename Element, int kLanes, bool kSecondPass>
+__global__ void __launch_bounds__(kThreads, kSecondPass ? 2 : 4) backward_rows(const __grid_constant__ BackwardRows a) {
+  if constexpr (kSecondPass) {
+    if (!is_pass_needed(a)) return;
+    for_each_q_tile(a, [&](int index) { prepare_q_tile<Element, kLanes>(a, index); });
+  } else {
+    pdl_launch_dependents();
+    prepare_q_tile<Element, kLanes>(a, static_cast<int>(gridDim.x - 1 - blockIdx.x));
+  }
+}
+
+template <typename Element, bool kSecondPass>
 const void *rows_kernel(int64_t columns) {
-  void (*kernel)(BackwardRows) = columns <= 64    ? &backward_rows<Element, 8>
-                                 : columns <= 128 ? &backward_rows<Element, 16>
-                                                  : &backward_rows<Element, 32>;
+  void (*kernel)(BackwardRows) = columns <= 64    ? &backward_rows<Element, 8, kSecondPass>
+                                 : columns <= 128 ? &backward_rows<Element, 16, kSecondPass>
+                                                  : &backward_rows<Element, 32, kSecondPass>;
   return reinterpret_cast<const void *>(kernel);
+}
+template <bool kSecondPass>
+const void *rows_kernel_of_16_bits(const Problem &p) {
+  return p.q.dtype == Dtype::f16 ? rows_kernel<__half, kSecondPass>(p.head_dim_v)
+                                 : rows_kernel<__nv_bfloat16, kSecondPass>(p.head_dim_v);
 }
 
 // delta of row n of the padded rows of (batch, head), if its row_delta is NaN. A row that sees only a sink has out = 0. Its dout must not count, NaN
@@ -244,10 +261,10 @@ __global__ void __launch_bounds__(kThreads) backward_padding(const __grid_consta
 
 Launch backward_rows_launch(const BackwardRows &a) {
   const Problem &p = a.problem.forward;
-  const void *kernel = p.q.dtype == Dtype::f32   ? rows_kernel<float>(p.head_dim_v)
-                       : p.q.dtype == Dtype::f16 ? rows_kernel<__half>(p.head_dim_v)
-                                                 : rows_kernel<__nv_bfloat16>(p.head_dim_v);
-  return {kernel, kThreads, 0, p.batch * p.heads_q * a.q_tiles};
+  const void *kernel = p.q.dtype == Dtype::f32 ? rows_kernel<float, false>(p.head_dim_v)
+                       : a.only_if != nullptr  ? rows_kernel_of_16_bits<true>(p)
+                                               : rows_kernel_of_16_bits<false>(p);
+  return {kernel, kThreads, 0, ctas_for_q_tiles(a)};
 }
 
 Launch backward_sink_launch(const BackwardRows &a) {

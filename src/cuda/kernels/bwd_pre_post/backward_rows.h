@@ -3,6 +3,8 @@
 // delta), and the gradient of the sink.
 #pragma once
 
+#include <algorithm>
+
 #include "core/problem.h"
 #include "cuda/common/launch.h"
 
@@ -35,6 +37,16 @@ struct BackwardRows {
   int32_t *nonfinite;      // zeroed by backward_rows; null: nobody looks for such values
   const int32_t *only_if;  // null: not a second pass
 };
+
+FA_HD int q_tiles_of_all_heads(const BackwardRows &params) {
+  return static_cast<int>(params.problem.forward.batch * params.problem.forward.heads_q) * params.q_tiles;
+}
+// CTAs of the row kernel and the dq kernel: one for every Q tile. A second pass, which mostly ends at once, has no more than run at the same time.
+inline int64_t ctas_for_q_tiles(const BackwardRows &params) {
+  constexpr int kMostOfSecondPass = 256;
+  const int tiles = q_tiles_of_all_heads(params);
+  return params.only_if == nullptr ? tiles : std::min(tiles, kMostOfSecondPass);
+}
 
 // Runs before the backward kernel: row_lse, row_delta, zeros in `dq_semaphore` and, with zero_dq_sum, in dq_sum.
 Launch backward_rows_launch(const BackwardRows &params);

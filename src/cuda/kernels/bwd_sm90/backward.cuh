@@ -86,7 +86,7 @@ class Backward : ProducerWarps<C> {
     if (threadIdx.x == 0) {
       mbarrier_init(k_full(), 1);
       mbarrier_init(v_full(), 1);
-      mbarrier_init(kv_empty(), C::kConsumerWarpgroups * 4 + (C::kNanSafe ? 0 : 1));
+      mbarrier_init(kv_empty(), C::kConsumerWarpgroups * 4);
       mbarrier_init(loads_issued(), 1);
       for (int n = 0; n < 2; ++n) {
         mbarrier_init(work_full(n), 1);
@@ -149,8 +149,8 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ uint32_t dq_k_operand() const { return smem_k() + wg_ / C::kDqRowParts * C::kTileKv * 128; }
 
   // Whether there are registers to load lse, or delta, of a Q tile before the wgmma are started.
-  static constexpr bool kPrefetchLse = !C::kConvertsEarly && !C::kHasBias && C::kDpParts == 1,
-                        kPrefetchDelta = kPrefetchLse && C::kD < 128;
+  static constexpr bool kPrefetchLse = !C::kConvertsEarly && !C::kHasBias && C::kTileQ < 128,
+                        kPrefetchDelta = kPrefetchLse && (C::kD < 128 || (C::kTileQ == 64 && !C::kNanSafe));
   static constexpr int kEarlyDkSteps =
       C::kTileQ / 32;  // with one part: steps of dk before dq; the others run while dq is stored
 
@@ -342,8 +342,7 @@ class Backward : ProducerWarps<C> {
     }
     mbarrier_wait(q_full(stage_), parity);
     if constexpr (C::kDpParts > 1) mbarrier_wait(dout_full(stage_), parity);
-    RowStats lse;
-    if constexpr (kPrefetchLse) cta_.load_stats(lse, smem_lse(stage_));
+    if constexpr (kPrefetchLse) cta_.load_stats(stats_, smem_lse(stage_));
     fence_operand(s_);
     wgmma_fence();
     start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
@@ -371,6 +370,7 @@ class Backward : ProducerWarps<C> {
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
     if (masked || C::kHasScoreText) finite = nan_if_nonfinite(s_);
+    if (!C::kNanSafe && partial) note_nonfinite(nan_if_nonfinite(s_));
     if constexpr (C::kHasScoreText) {
       int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
       if constexpr (C::kHasDataMask) head_q = visited(n, &VisitedQTile::head_q);
@@ -379,7 +379,7 @@ class Backward : ProducerWarps<C> {
     } else if constexpr (C::kHasBias) {
       cta_.exponentiate_biased(s_, smem_lse(stage_), bias);
     } else if constexpr (kPrefetchLse) {
-      cta_.exponentiate(s_, lse);
+      cta_.exponentiate(s_, stats_);
     } else if constexpr (C::kHasDropout) {
       cta_.exponentiate_dropped(p16_, s_, smem_lse(stage_), dropped);
     } else {
@@ -394,7 +394,7 @@ class Backward : ProducerWarps<C> {
       }
     }
     if constexpr (!C::kConvertsEarly) convert_p<Element>(s_, p16_);
-    if constexpr (kPrefetchDelta) cta_.load_stats(delta_, smem_delta(stage_));
+    if constexpr (kPrefetchDelta) cta_.load_stats(stats_, smem_delta(stage_));
     wgmma_wait<0>();
     fence_operand(dp_);
     bool nan_safe = false;
@@ -408,18 +408,20 @@ class Backward : ProducerWarps<C> {
       }
       nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
-    if constexpr (C::kNanSafe) {
-      if (nan_safe) {
-        nan_safe_gradients(q_tile, n, shown);
-      } else {
-        gradients(n, nan_safe_prev);
-      }
+    if (C::kNanSafe && nan_safe) {
+      nan_safe_gradients(q_tile, n, shown);
     } else {
-      gradients(n, false);
+      gradients(n, partial, nan_safe_prev);
     }
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
+  }
+
+  // Without a NaN-safe path: a hidden pair contributes a row of K, Q or dO multiplied by 0, and its dS has dP and delta in it. In a partial Q tile the threads
+  // look at S and dS of all pairs; they are not finite where any of these is not. `finite`: NaN if one has been found.
+  __device__ __forceinline__ void note_nonfinite(float finite) const {
+    if (finite != 0.f) *cta_.params.nonfinite = 1;
   }
 
   // Loads the bias of iteration n into registers, and frees its stage.
@@ -444,10 +446,11 @@ class Backward : ProducerWarps<C> {
 
   // dv and dk from P and the first part of dP, and dq of the previous Q tile. The rest of dk is a wgmma group of its own:
   // dq is stored while it runs.
-  __device__ __forceinline__ void gradients(int n, bool nan_safe_prev) {
+  __device__ __forceinline__ void gradients(int n, [[maybe_unused]] bool partial, bool nan_safe_prev) {
     const uint32_t ds = smem_ds(ds_stage_);
     // The first part of dS comes before all products of this function.
     compute_ds(0);
+    if (!C::kNanSafe && partial) note_nonfinite(nan_if_nonfinite(dp_));
     convert_p<Element>(dp_, ds16_[0]);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     store_ds(ds, 0);
@@ -467,6 +470,7 @@ class Backward : ProducerWarps<C> {
       wgmma_wait<1>();
       fence_operand(dp_);
       compute_ds(1);
+      if (!C::kNanSafe && partial) note_nonfinite(nan_if_nonfinite(dp_));
       convert_p<Element>(dp_, ds16_[1]);
       store_ds(ds, 1);
       fence_operand(ds16_[1]);
@@ -537,7 +541,7 @@ class Backward : ProducerWarps<C> {
   // dS^T = P^T (dP^T - delta) for a part of the Q tile, in place of dP^T.
   __device__ __forceinline__ void compute_ds(int part) {
     const auto p = [&](int j) { return float4_of(s_, part * 8 + j); };
-    const auto delta = [&](int j) { return kPrefetchDelta ? delta_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); };
+    const auto delta = [&](int j) { return kPrefetchDelta ? stats_[j] : cta_.row_stat(smem_delta(stage_), part * 8 + j); };
     if constexpr (C::kHasDropout) {
       cta_.compute_ds_dropped(dp_, p, delta, cta_.params.keep_scale);
     } else {
@@ -630,7 +634,7 @@ class Backward : ProducerWarps<C> {
 
   int wg_;
 
-  RowStats delta_;        // with kPrefetchDelta
+  RowStats stats_;        // lse, then delta of the Q tile, where they are loaded early
   int head_in_group_;     // query head of the GQA group
   bool has_prev_;         // whether the work tile had a Q tile before this one
   int stage_, ds_stage_;  // pipeline stage of Q and dO, and of dS
@@ -642,7 +646,7 @@ class Backward : ProducerWarps<C> {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) backward(const __grid_constant__ BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if (C::kScores == kPlain && C::kNanSafe && !is_pass_needed(params)) return;
+  if (C::kNanSafe && !is_pass_needed(params)) return;
   extern __shared__ __align__(1024) char shared[];
   Backward<C>(params, shared).run();
 #endif

@@ -114,14 +114,6 @@ struct BackwardCta {
     return {static_cast<int>(int64_t{t.key0} * (end - begin) / max(t.seqlen_k, 1)), begin, end};
   }
 
-  // Whether the part of a tile in shared memory that this lane of one warp searches has a value that is not finite.
-  __device__ __forceinline__ bool lane_has_nonfinite(uint32_t tile, int bytes) const {
-    NonfiniteSearch<Element> search;
-#pragma unroll 1
-    for (int at = lane * 16; at < bytes; at += 512) search.add(ld_shared_16(tile + at));
-    return search.any();
-  }
-
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
     return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.q_tiles;
@@ -359,11 +351,13 @@ struct BackwardCta {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) ds[n] = is_masked(n) ? kMaskedP : ds[n] + 0.f;
   }
-  // Stores this warp's 16 keys of dS^T (keys, 64 queries) from `first_key` of the tile on.
-  __device__ __forceinline__ void store_ds_fragment(const uint32_t (&ds16)[4][4], uint32_t tile, int first_key) const {
+  // Stores this warp's 16 keys of dS^T (keys, queries) from `first_key` of the tile on: a swizzle atom of C::kTileKv keys for 64 queries each.
+  template <int kSteps>
+  __device__ __forceinline__ void store_ds_fragment(const uint32_t (&ds16)[kSteps][4], uint32_t tile, int first_key) const {
     const int key = first_key + warp * 16 + (lane & 15);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) stmatrix_x4(tile + key * 128 + (((2 * n + (lane >> 4)) ^ (key & 7)) << 4), ds16[n]);
+    for (int n = 0; n < kSteps; ++n)
+      stmatrix_x4(tile + (n / 4 * C::kTileKv + key) * 128 + (((2 * (n % 4) + (lane >> 4)) ^ (key & 7)) << 4), ds16[n]);
   }
 
   // The same 16 keys of dS^T, stored as dS (queries, keys): a swizzle atom of 64 keys for each consumer warpgroup, `tile` its own.

@@ -33,7 +33,7 @@ struct BackwardShape {
   constexpr bool scored() const { return scores != kPlain; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
-    return design == Design::single_cta && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+    return design == Design::single_cta && nan_safe && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem; }
@@ -64,30 +64,35 @@ struct BackwardShape {
   int32_t storage_bytes;
 };
 
-// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in t are of kernels without a
-// NaN-safe path, see does_without_nan_safe_path() in plan_backward.cpp; beside Q tiles of 80 queries there are no registers for one.
+// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in n, and d128t with its taller Q
+// tiles, are of kernels without a NaN-safe path, see does_without_nan_safe_path() in plan_backward.cpp. Those that are not here gained nothing.
 // X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, nan_safe, scores)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kPlain)                          \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                           \
+  X(d64n, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false, kPlain)                         \
+  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kPlain)                           \
+  X(d96n, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false, kPlain)                          \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                            \
   X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, false, kPlain)                       \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                        \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, true, kPlain)           \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kPlain)               \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, kPlain)       \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, kPlain)                   \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kPlain)        \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kSoftcap | kAlibi)              \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kSoftcapAlibi)                \
-  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kMasked)                       \
-  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kMasked)                      \
-  X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kDropout)                       \
-  X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kDropout)                     \
-  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kTileBias)                      \
-  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kTileBias)                    \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)       \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                         \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, true, kPlain)            \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kPlain)                \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, kPlain)        \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, kPlain)                    \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kPlain)         \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kSoftcap | kAlibi)               \
+  X(d128gn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kSoftcapAlibi)               \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kSoftcapAlibi)                 \
+  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kMasked)                         \
+  X(d128bn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kMasked)                     \
+  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kMasked)                       \
+  X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kDropout)                        \
+  X(d128dn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kDropout)                    \
+  X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kDropout)                      \
+  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kTileBias)                       \
+  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kTileBias)                     \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)        \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)
 // clang-format on
 

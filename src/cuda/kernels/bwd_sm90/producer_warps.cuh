@@ -98,35 +98,8 @@ class ProducerWarps : protected SingleCta<C> {
         __syncwarp();
       }
       if (!more) return;
-      if constexpr (!C::kNanSafe) look_for_nonfinite(work_index);
       if constexpr (C::kSplitTail) second = __shfl_sync(~0u, static_cast<int>(crosses), 0) != 0;
     }
-  }
-  // Without a NaN-safe path: sets params.nonfinite where hidden pairs of a work tile could bring NaN into a gradient. Such a pair contributes 0 times a
-  // row of K, Q or dO, and its dS has V in it. Every query sees a key: so where its row of q, dout or out is not finite, its lse or delta is not.
-  __device__ __forceinline__ void look_for_nonfinite(int work_index) const {
-    const WorkTile &t = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage];
-    mbarrier_wait(k_full(), work_index & 1);
-    mbarrier_wait(v_full(), work_index & 1);
-    if (cta_.params.nonfinite != nullptr && (t.full_begin > t.q_tile_begin || t.full_end < t.q_tile_end)) {
-      bool found = cta_.lane_has_nonfinite(smem_k(), 2 * C::kKBytes);  // K and V
-      pdl_wait();
-      const int group = static_cast<int>(cta_.problem.group), rows = cta_.params.q_tiles * C::kTileQ;
-      const int first = (t.batch * static_cast<int>(cta_.problem.heads_k) + t.head_k) * group;
-#pragma unroll 1
-      for (int n = 0; n < 2 * group; ++n) {  // the partial Q tiles at either end of the main loop
-        const int middle = min(t.full_begin, t.q_tile_end), begin = n & 1 ? max(t.full_end, middle) : t.q_tile_begin;
-        const int end = min((n & 1 ? t.q_tile_end : middle) * C::kTileQ, t.seqlen_q);
-#pragma unroll 1
-        for (int row = begin * C::kTileQ + cta_.lane; row < end; row += 32) {
-          const int64_t at = int64_t{first + n / 2} * rows + row;
-          found |= !(fabsf(cta_.params.row_lse[at]) < CUDART_INF_F) || !(fabsf(cta_.params.row_delta[at]) < CUDART_INF_F);
-        }
-      }
-      if (__any_sync(~0u, found) && cta_.lane == 0) *cta_.params.nonfinite = 1;
-    }
-    __syncwarp();
-    mbarrier_arrive_if(cta_.lane == 0, kv_empty());
   }
   // Packed sequences: the work tile `index` of this CTA, or the next one that it takes, so that it has keys; or a number past the end. Shorter
   // sequences have fewer work tiles than the longest one, and nothing to write in the others. All lanes look ahead, so a run of such tiles takes

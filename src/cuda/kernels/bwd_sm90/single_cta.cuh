@@ -23,12 +23,12 @@ struct BackwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
-  // Without it there is no NaN-safe path, and the scheduler warp looks for values that would need it.
+  // Without it there is no NaN-safe path: the kernel sets a flag where one would be needed.
   static constexpr bool kNanSafe = kNanSafe_;
   // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
   static constexpr bool kDqTransposed = kTileQ % 64 != 0;
-  // Parts of a Q tile: dP has registers for 64 or 80 queries.
-  static constexpr int kDpQueries = kDqTransposed ? kTileQ : 64, kDpParts = kTileQ / kDpQueries;
+  // Parts of a Q tile. With score terms, or a NaN-safe path, dP has registers for 64 queries.
+  static constexpr int kDpQueries = kNanSafe || kScores != kPlain ? 64 : kTileQ, kDpParts = kTileQ / kDpQueries;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
@@ -124,7 +124,7 @@ class SingleCta {
   // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
   // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
   // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kDpParts == 1 && C::kNanSafe && !C::kHasDataMask;
+  static constexpr bool kWg1MaySkip = C::kTileQ == 64 && !C::kHasDataMask;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
 
   // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
