@@ -19,16 +19,17 @@ float to_float(uint16_t bits) {  // bfloat16
   return x;
 }
 
-// A tensor (1, rows, heads, columns) of bfloat16 on the host.
+// The rows of a tensor (1, rows, heads, columns) or (rows, heads, columns) of bfloat16 on the host, from row `first` on.
 struct Host {
   int64_t rows, heads, columns;
   std::vector<uint16_t> bits;
 
-  explicit Host(const Tensor &t) {  // packed without the first dimension
+  Host(const Tensor &t, int64_t first) {
     const fa_tensor &view = t.view();
-    rows = view.shape[view.ndim - 3], heads = view.shape[view.ndim - 2], columns = view.shape[view.ndim - 1];
+    rows = view.shape[view.ndim - 3] - first, heads = view.shape[view.ndim - 2], columns = view.shape[view.ndim - 1];
     bits.resize(static_cast<size_t>(rows * heads * columns));
-    check(cudaMemcpy(bits.data(), t.view().data, bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    const uint16_t *from = static_cast<const uint16_t *>(view.data) + first * heads * columns;
+    check(cudaMemcpy(bits.data(), from, bits.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
   // The largest difference of head `head` to the same of `other`, over rows [begin, end) without `except`, as a part of other's largest element.
   // Infinite where one of them is not finite.
@@ -51,7 +52,7 @@ struct Host {
 
 struct Gradients {
   Host dq, dk, dv;
-  explicit Gradients(const Attention &a) : dq(a.dq), dk(a.dk), dv(a.dv) {}
+  explicit Gradients(const Attention &a) : dq(a.dq, a.first_query()), dk(a.dk, a.first_key()), dv(a.dv, a.first_key()) {}
 };
 
 class Nonfinite : public OnGpu, public ::testing::WithParamInterface<Shape> {
@@ -86,7 +87,8 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
       const int64_t row = static_cast<int64_t>(random() % static_cast<uint64_t>(of_query ? shape.seqlen_q : shape.seqlen_k)),
                     column = static_cast<int64_t>(random() % static_cast<uint64_t>(shape.head_dim));
       const int64_t heads = tensor->view().shape[tensor->view().ndim - 2], head = heads - 1;
-      uint16_t *at = static_cast<uint16_t *>(tensor->view().data) + (row * heads + head) * shape.head_dim + column;
+      const int64_t first = of_query ? attention.first_query() : attention.first_key();
+      uint16_t *at = static_cast<uint16_t *>(tensor->view().data) + ((first + row) * heads + head) * shape.head_dim + column;
       uint16_t before = 0;
       check(cudaMemcpy(&before, at, 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
       check(cudaMemcpy(at, &value, 2, cudaMemcpyHostToDevice), "cudaMemcpy");

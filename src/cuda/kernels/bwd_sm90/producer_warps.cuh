@@ -139,20 +139,20 @@ class ProducerWarps : protected SingleCta<C> {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
            (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
-  // With masks as data: of 32 Q tiles of a query head, from `q_tile` down, those that the work tile sees, and of these the ones in which the cell
+  // With masks as data: of 32 Q tiles of a query head, from `q_tile` down to `first`, those that the work tile sees, and of these the ones in which the cell
   // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
   struct QTileBits {
     uint32_t visible;
     uint32_t cell_codes;  // of this lane's Q tile (VisitedQTile)
   };
-  __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile) const {
+  __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile, int first) const {
     constexpr int kCells = C::kTileQ / kCell;
     constexpr uint32_t kAllCells = (1u << kCells) - 1;
     const DataMask &mask = cta_.params.mask;
     q_tile -= cta_.lane;
     uint32_t any = 0, codes = 0;
     bool full = true;
-    if (q_tile >= t.q_tile_begin) {
+    if (q_tile >= first) {
       const int64_t word =
           (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
       const int shift = q_tile * kCells % 32;
@@ -170,11 +170,14 @@ class ProducerWarps : protected SingleCta<C> {
     return {__ballot_sync(~0u, any != 0), full ? VisitedQTile::kAllCellsFull : codes};
   }
   __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
+    // Lane 0 may write them next, so it alone reads them.
+    const int first = __shfl_sync(~0u, cta_.lane == 0 ? t.q_tile_begin : 0, 0),
+              last = __shfl_sync(~0u, cta_.lane == 0 ? t.q_tile_end : 0, 0) - 1;
     const int group = static_cast<int>(cta_.problem.group);
     int count = 0;
     for (int g = 0; g < group; ++g) {
-      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32)
-        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile).visible);
+      for (int q_tile = last; q_tile >= first; q_tile -= 32)
+        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile, first).visible);
     }
     return count;
   }
@@ -237,7 +240,7 @@ class ProducerWarps : protected SingleCta<C> {
       const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
       if constexpr (C::kHasDataMask) {
         for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
-          QTileBits tiles = q_tiles_from(t, head_q, q_tile);
+          QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
           for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
             const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
             f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
