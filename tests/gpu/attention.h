@@ -64,9 +64,6 @@ class Attention {
   std::string backward();
   const std::string &refusal() const { return refusal_; }
   const std::string &kernel() const { return kernel_; }  // of the last call
-  // Rows of the tensors before the first sequence.
-  int64_t first_query() const { return q_side_.starts.front(); }
-  int64_t first_key() const { return k_side_.starts.front(); }
 
   // Outputs are poison again.
   void reset();

@@ -52,7 +52,8 @@ struct Host {
 
 struct Gradients {
   Host dq, dk, dv;
-  explicit Gradients(const Attention &a) : dq(a.dq, a.first_query()), dk(a.dk, a.first_key()), dv(a.dv, a.first_key()) {}
+  explicit Gradients(const Attention &a) : Gradients(a, a.q_side().starts.front(), a.k_side().starts.front()) {}
+  Gradients(const Attention &a, int64_t query, int64_t key) : dq(a.dq, query), dk(a.dk, key), dv(a.dv, key) {}
 };
 
 class Nonfinite : public OnGpu, public ::testing::WithParamInterface<Shape> {
@@ -87,7 +88,7 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
       const int64_t row = static_cast<int64_t>(random() % static_cast<uint64_t>(of_query ? shape.seqlen_q : shape.seqlen_k)),
                     column = static_cast<int64_t>(random() % static_cast<uint64_t>(shape.head_dim));
       const int64_t heads = tensor->view().shape[tensor->view().ndim - 2], head = heads - 1;
-      const int64_t first = of_query ? attention.first_query() : attention.first_key();
+      const int64_t first = (of_query ? attention.q_side() : attention.k_side()).starts.front();
       uint16_t *at = static_cast<uint16_t *>(tensor->view().data) + ((first + row) * heads + head) * shape.head_dim + column;
       uint16_t before = 0;
       check(cudaMemcpy(&before, at, 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
