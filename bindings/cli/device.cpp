@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device.h"
 
-#include <dlfcn.h>
+#include <flashattn/flashattn_dl.h>
 
 #include <cstring>
 
@@ -41,15 +41,22 @@ double vector_flops_per_clock(int32_t capability) { return capability == 80 ? 12
 enum Attribute { kClockKhz = 13, kMemoryClockKhz = 36, kMemoryBits = 37 };
 
 bool driver_attributes(int32_t index, const int (&which)[3], int (&values)[3]) {
-  void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+#if defined(_WIN32)
+  void *driver = fa_dl_load("nvcuda.dll");
+#else
+  void *driver = fa_dl_load("libcuda.so.1");
+#endif
   if (driver == nullptr) return false;
   int device = 0;
-  const auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"));
-  const auto get = reinterpret_cast<int (*)(int *, int)>(dlsym(driver, "cuDeviceGet"));
-  const auto attribute = reinterpret_cast<int (*)(int *, int, int)>(dlsym(driver, "cuDeviceGetAttribute"));
-  bool good = init != nullptr && get != nullptr && attribute != nullptr && init(0) == 0 && get(&device, index) == 0;
+  int (*init)(unsigned) = nullptr;
+  int (*get)(int *, int) = nullptr;
+  int (*attribute)(int *, int, int) = nullptr;
+  bool good = fa_dl_find(driver, "cuInit", static_cast<void *>(&init)) != 0 &&
+              fa_dl_find(driver, "cuDeviceGet", static_cast<void *>(&get)) != 0 &&
+              fa_dl_find(driver, "cuDeviceGetAttribute", static_cast<void *>(&attribute)) != 0 && init(0) == 0 &&
+              get(&device, index) == 0;
   for (int n = 0; good && n < 3; ++n) good = attribute(&values[n], which[n], device) == 0;
-  dlclose(driver);
+  fa_dl_unload(driver);
   return good;
 }
 

@@ -17,14 +17,22 @@
 #ifndef FLASHATTN_FLASHATTN_DL_H
 #define FLASHATTN_FLASHATTN_DL_H
 
+#if defined(_WIN32)
+#include <windows.h>
+#else
 #include <dlfcn.h>
+#endif
 #include <stdio.h>
 #include <string.h>
 
 #include "flashattn.h"
 
-/** @brief The file that fa_dl_open() loads by default: the SONAME, which the dynamic linker searches. */
+/** @brief The file that fa_dl_open() loads by default: the SONAME, which the dynamic linker searches; on Windows the name of the DLL. */
+#if defined(_WIN32)
+#define FA_DL_DEFAULT_PATH "libflashattn-0.dll"
+#else
 #define FA_DL_DEFAULT_PATH "libflashattn.so.0"
+#endif
 
 /* clang-format off */
 /**
@@ -80,7 +88,7 @@ extern "C" {
 
 /** @brief The library's functions, each under its own name. All members are NULL while no library is loaded. */
 typedef struct fa_dl_api {
-  /** The handle from dlopen(). */
+  /** The handle from dlopen() or LoadLibrary(). */
   void *handle;
 #define FA_DL_MEMBER(result, name, parameters) result(*name) parameters;
   FA_DL_FUNCTIONS(FA_DL_MEMBER)
@@ -88,11 +96,50 @@ typedef struct fa_dl_api {
 } fa_dl_api;
 
 /**
+ * @brief Loads any shared library: dlopen(), or LoadLibraryA() on Windows.
+ * @return Its handle, or NULL.
+ */
+static inline void *fa_dl_load(const char *path) {
+#if defined(_WIN32)
+  return (void *)LoadLibraryA(path);
+#else
+  return dlopen(path, RTLD_NOW | RTLD_LOCAL);
+#endif
+}
+
+/** @brief Unloads what fa_dl_load() has loaded. */
+static inline void fa_dl_unload(void *handle) {
+#if defined(_WIN32)
+  FreeLibrary((HMODULE)handle);
+#else
+  dlclose(handle);
+#endif
+}
+
+/**
+ * @brief Looks up a function of a library that fa_dl_load() has loaded.
+ * @param handle The library.
+ * @param name The function's name.
+ * @param[out] function Address of a function pointer; it becomes NULL if the library has no such function.
+ * @return 1 if it was found, 0 if not.
+ */
+static inline int fa_dl_find(void *handle, const char *name, void *function) {
+  /* memcpy: ISO C has no conversion between pointers to objects and to functions. */
+#if defined(_WIN32)
+  const FARPROC symbol = GetProcAddress((HMODULE)handle, name);
+#else
+  void *const symbol = dlsym(handle, name);
+#endif
+  memcpy(function, &symbol, sizeof symbol);
+  return symbol != NULL;
+}
+
+/**
  * @brief Unloads the library. Destroy every context first.
  * @param api Filled by fa_dl_open(); all members are NULL afterwards. A struct that is closed already, or zeroed, is left as it is.
  */
 static inline void fa_dl_close(fa_dl_api *api) {
-  if (api->handle != NULL) dlclose(api->handle);
+  if (api->handle != NULL) fa_dl_unload(api->handle);
   memset(api, 0, sizeof *api);
 }
 
@@ -105,22 +152,26 @@ static inline void fa_dl_close(fa_dl_api *api) {
  * @return 0, or -1 if the file cannot be loaded, lacks a function or has another layout of ::fa_tensor.
  */
 static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size_t error_size) {
+#if defined(_WIN32)
+  char number[40];
+#endif
   const char *reason = NULL;
   const char *missing = "";
   if (path == NULL) path = FA_DL_DEFAULT_PATH;
   memset(api, 0, sizeof *api);
-  api->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  api->handle = fa_dl_load(path);
   if (api->handle == NULL) {
+#if defined(_WIN32)
+    snprintf(number, sizeof number, "LoadLibrary failed with error %lu", (unsigned long)GetLastError());
+    reason = number;
+#else
     reason = dlerror();
+#endif
   } else {
-    void *symbol;
-    /* memcpy: ISO C has no conversion from an object pointer to a function pointer. */
-#define FA_DL_LOOK_UP(result, name, parameters)               \
-  symbol = dlsym(api->handle, #name);                         \
-  memcpy(&api->name, &symbol, sizeof symbol);                 \
-  if (symbol == NULL && reason == NULL) {                     \
-    reason = "the library loaded is not this one: it lacks "; \
-    missing = #name;                                          \
+#define FA_DL_LOOK_UP(result, name, parameters)                                    \
+  if (fa_dl_find(api->handle, #name, (void *)&api->name) == 0 && reason == NULL) { \
+    reason = "the library loaded is not this one: it lacks ";                      \
+    missing = #name;                                                               \
   }
     FA_DL_FUNCTIONS(FA_DL_LOOK_UP)
 #undef FA_DL_LOOK_UP

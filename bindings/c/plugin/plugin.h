@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface between the host and its plugins. The host does not use libflashattn. */
+/* The interface between the host and its plugins. The host does not use libflashattn, but for the loader
+ * of its header. */
 #ifndef FA_EXAMPLE_PLUGIN_H
 #define FA_EXAMPLE_PLUGIN_H
 
