@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # cmake -DPORT_DIR=... -DWORK_DIR=... -DGENERATOR=... -P: runs a port's portfile.cmake with plain CMake in place of the functions of vcpkg that it
 # calls. Compiled without optimisation, because what is tested is the port.
+cmake_minimum_required(VERSION 3.22)
 set(PORT flashattn)
 set(FEATURES core)
 set(CURRENT_PACKAGES_DIR "${WORK_DIR}/packages")
@@ -56,7 +57,6 @@ string(JSON name GET "${manifest}" name) # an error where the file is no JSON
 if(NOT name STREQUAL PORT)
   message(FATAL_ERROR "vcpkg.json is about ${name}")
 endif()
-set(CMAKE_CURRENT_LIST_DIR "${PORT_DIR}")
 include("${PORT_DIR}/portfile.cmake")
 foreach(file usage LICENSE)
   if(NOT EXISTS "${CURRENT_PACKAGES_DIR}/share/${PORT}/${file}")
