@@ -97,6 +97,7 @@ typedef struct fa_dl_api {
 
 /**
  * @brief Loads any shared library: dlopen(), or LoadLibraryA() on Windows.
+ * @param path File or SONAME.
  * @return Its handle, or NULL.
  */
 static inline void *fa_dl_load(const char *path) {
@@ -107,7 +108,10 @@ static inline void *fa_dl_load(const char *path) {
 #endif
 }
 
-/** @brief Unloads what fa_dl_load() has loaded. */
+/**
+ * @brief Unloads a library.
+ * @param handle What fa_dl_load() returned.
+ */
 static inline void fa_dl_unload(void *handle) {
 #if defined(_WIN32)
   FreeLibrary((HMODULE)handle);

@@ -96,8 +96,8 @@ static fa_tensor view(const struct ggml_tensor *t, int rows, int heads) {
   return view;
 }
 
-static void describe(const fa_ggml *fa, const node_options *options, struct ggml_tensor *const *from, const struct ggml_tensor *result,
-                     fa_attention *att) {
+static void describe(const fa_ggml *fa, const node_options *options, struct ggml_tensor *const *from,
+                     const struct ggml_tensor *result, fa_attention *att) {
   fa->api.fa_attention_init(att, sizeof *att);
   att->q = view(from[0], 1, 2);
   att->k = view(from[1], 1, 2);
@@ -106,7 +106,7 @@ static void describe(const fa_ggml *fa, const node_options *options, struct ggml
   att->softmax_scale = options->softmax_scale;
   att->softcap = options->softcap;
   if (options->has_mask) {
-    att->bias = view(from[3], 2, 1); /* (batch or 1, heads or 1, rows, keys) */
+    att->bias = view(from[3], 2, 1);     /* (batch or 1, heads or 1, rows, keys) */
     att->bias.shape[2] = from[0]->ne[1]; /* some versions of ggml pad the rows of masks */
   }
   if (options->has_sinks) {
@@ -178,8 +178,9 @@ static struct ggml_tensor *refuse(fa_ggml *fa, const char *reason) {
   return NULL;
 }
 
-struct ggml_tensor *fa_ggml_flash_attn_ext(fa_ggml *fa, struct ggml_context *ctx, struct ggml_tensor *q, struct ggml_tensor *k, struct ggml_tensor *v,
-                                           struct ggml_tensor *mask, struct ggml_tensor *sinks, float scale, float max_bias, float logit_softcap) {
+struct ggml_tensor *fa_ggml_flash_attn_ext(fa_ggml *fa, struct ggml_context *ctx, struct ggml_tensor *q, struct ggml_tensor *k,
+                                           struct ggml_tensor *v, struct ggml_tensor *mask, struct ggml_tensor *sinks,
+                                           float scale, float max_bias, float logit_softcap) {
   struct ggml_tensor *from[5] = {q, k, v};
   const node_options options = {scale, logit_softcap, mask != NULL, sinks != NULL};
   struct ggml_tensor *result;
@@ -192,12 +193,14 @@ struct ggml_tensor *fa_ggml_flash_attn_ext(fa_ggml *fa, struct ggml_context *ctx
   if (sinks != NULL && sinks->type != GGML_TYPE_F32) return refuse(fa, "the sinks are not F32");
   if (mask != NULL) from[count++] = mask;
   if (sinks != NULL) from[count++] = sinks;
-  result = ggml_custom_4d(ctx, GGML_TYPE_F32, v->ne[0], q->ne[2], q->ne[1], q->ne[3], from, count, compute, GGML_N_TASKS_MAX, fa);
+  result =
+      ggml_custom_4d(ctx, GGML_TYPE_F32, v->ne[0], q->ne[2], q->ne[1], q->ne[3], from, count, compute, GGML_N_TASKS_MAX, fa);
   memcpy((char *)result->op_params + kOptionsOffset, &options, sizeof options);
   /* Ask before the graph is computed, when tensors may have no memory yet: a query reads none. */
   describe(fa, &options, from, result, &att);
   {
-    fa_tensor *const all[] = {&att.q, &att.k, &att.v, &att.out, mask != NULL ? &att.bias : NULL, sinks != NULL ? &att.sink : NULL};
+    fa_tensor *const all[] = {
+        &att.q, &att.k, &att.v, &att.out, mask != NULL ? &att.bias : NULL, sinks != NULL ? &att.sink : NULL};
     for (size_t n = 0; n < sizeof all / sizeof *all; ++n) {
       if (all[n] != NULL && all[n]->data == NULL) all[n]->data = (void *)(((uintptr_t)n + 1) << 40);
     }

@@ -22,8 +22,9 @@ void fa_ggml_close(fa_ggml *fa);
  * heads, batch) F32, F16 or BF16; mask (keys, rows, heads or 1, batch or 1) F16 or NULL. `sinks` (heads) F32 or NULL. The result is
  * (head_dim, heads, rows, batch) F32. Returns NULL, with a sentence in fa_ggml_error(), where the library cannot do it: keys and values that
  * are quantised, a mask that is shared by some heads only, max_bias. Then call ggml's own. */
-struct ggml_tensor *fa_ggml_flash_attn_ext(fa_ggml *fa, struct ggml_context *ctx, struct ggml_tensor *q, struct ggml_tensor *k, struct ggml_tensor *v,
-                                           struct ggml_tensor *mask, struct ggml_tensor *sinks, float scale, float max_bias, float logit_softcap);
+struct ggml_tensor *fa_ggml_flash_attn_ext(fa_ggml *fa, struct ggml_context *ctx, struct ggml_tensor *q, struct ggml_tensor *k,
+                                           struct ggml_tensor *v, struct ggml_tensor *mask, struct ggml_tensor *sinks,
+                                           float scale, float max_bias, float logit_softcap);
 
 /* What the last failure was, "" if there was none. A node that fails while a graph is computed fills its result with NaN: ggml's nodes return
  * no status. */

@@ -129,7 +129,8 @@ static int run(const problem *p, const char *library) {
   }
   our_error = largest_error(p, scale, in, ours->data);
   their_error = largest_error(p, scale, in, theirs->data);
-  printf("%s: largest error %.1e, ggml's own %.1e%s%s\n", p->name, our_error, their_error, *fa_ggml_error(fa) != 0 ? ", " : "", fa_ggml_error(fa));
+  printf("%s: largest error %.1e, ggml's own %.1e%s%s\n", p->name, our_error, their_error, *fa_ggml_error(fa) != 0 ? ", " : "",
+         fa_ggml_error(fa));
   bool wrong = !(our_error <= 5e-6);
   for (int64_t n = 0; n < ggml_nelements(sum); ++n) {
     const float want = ((float *)ours->data)[n] + ((float *)theirs->data)[n];
@@ -146,16 +147,21 @@ static int refusals(const char *library) {
   const struct ggml_init_params memory = {(size_t)16 << 20, NULL, true};
   struct ggml_context *ctx = ggml_init(memory);
   fa_ggml *fa = fa_ggml_open(library, 2, error, sizeof error);
-  struct ggml_tensor *q = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 64, 5, 4, 2), *k = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, 64, 7, 4, 2);
+  struct ggml_tensor *q = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 64, 5, 4, 2),
+                     *k = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, 64, 7, 4, 2);
   struct ggml_tensor *quantised = ggml_new_tensor_4d(ctx, GGML_TYPE_Q8_0, 64, 7, 4, 2);
   struct ggml_tensor *two_heads = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, 7, 5, 2, 1);
   int wrong = 0;
-  wrong += fa_ggml_flash_attn_ext(fa, ctx, q, quantised, k, NULL, NULL, 1, 0, 0) != NULL || strstr(fa_ggml_error(fa), "quantised") == NULL;
-  wrong += fa_ggml_flash_attn_ext(fa, ctx, q, k, k, two_heads, NULL, 1, 0, 0) != NULL || strstr(fa_ggml_error(fa), "bias") == NULL;
-  wrong += fa_ggml_flash_attn_ext(fa, ctx, q, k, k, NULL, NULL, 1, 8, 0) != NULL || strstr(fa_ggml_error(fa), "max_bias") == NULL;
+  wrong += fa_ggml_flash_attn_ext(fa, ctx, q, quantised, k, NULL, NULL, 1, 0, 0) != NULL ||
+           strstr(fa_ggml_error(fa), "quantised") == NULL;
+  wrong +=
+      fa_ggml_flash_attn_ext(fa, ctx, q, k, k, two_heads, NULL, 1, 0, 0) != NULL || strstr(fa_ggml_error(fa), "bias") == NULL;
+  wrong +=
+      fa_ggml_flash_attn_ext(fa, ctx, q, k, k, NULL, NULL, 1, 8, 0) != NULL || strstr(fa_ggml_error(fa), "max_bias") == NULL;
   wrong += fa_ggml_flash_attn_ext(fa, ctx, q, k, k, NULL, NULL, 1, 0, 0) == NULL; /* and this it can, without memory for data */
   fa_ggml_close(fa);
-  wrong += fa_ggml_open("/nonexistent/libflashattn.so", 2, error, sizeof error) != NULL || strstr(error, "/nonexistent") == NULL;
+  wrong +=
+      fa_ggml_open("/nonexistent/libflashattn.so", 2, error, sizeof error) != NULL || strstr(error, "/nonexistent") == NULL;
   printf("refusals: %d wrong\n", wrong);
   ggml_free(ctx);
   return wrong;
@@ -165,7 +171,8 @@ int main(int argc, char **argv) {
   const problem problems[] = {
       {"causal mask, F16 cache, 2 threads", GGML_TYPE_F16, 64, 64, 37, 61, 4, 4, 2, true, false, 1, 1, 0, 2},
       {"grouped heads, F32, 3 threads", GGML_TYPE_F32, 80, 48, 19, 150, 6, 2, 1, false, false, 1, 1, 0, 3},
-      {"softcap, mask of every head and sequence, 4 threads", GGML_TYPE_F16, 128, 128, 33, 70, 4, 2, 3, true, false, 4, 3, 15, 4},
+      {"softcap, mask of every head and sequence, 4 threads", GGML_TYPE_F16, 128, 128, 33, 70, 4, 2, 3, true, false, 4, 3, 15,
+       4},
       {"one row of a BF16 cache, sinks, 2 threads", GGML_TYPE_BF16, 64, 64, 1, 257, 8, 2, 2, true, true, 1, 1, 0, 2},
       {"1 thread", GGML_TYPE_F16, 64, 64, 5, 9, 2, 1, 1, true, true, 1, 1, 0, 1},
   };

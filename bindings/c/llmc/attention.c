@@ -57,7 +57,8 @@ void attention_forward(float *out, float *preatt, float *att, float *inp, int B,
   check(fa_forward(context(), &a, NULL, 0, NULL));
 }
 
-void attention_backward(float *dinp, float *dpreatt, float *datt, float *dout, float *inp, float *att, int B, int T, int C, int NH) {
+void attention_backward(float *dinp, float *dpreatt, float *datt, float *dout, float *inp, float *att, int B, int T, int C,
+                        int NH) {
   float *out;
   fa_attention a;
   fa_gradients g;

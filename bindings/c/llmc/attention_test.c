@@ -9,7 +9,8 @@
 #include <time.h>
 
 void attention_forward(float *out, float *preatt, float *att, float *inp, int B, int T, int C, int NH);
-void attention_backward(float *dinp, float *dpreatt, float *datt, float *dout, float *inp, float *att, int B, int T, int C, int NH);
+void attention_backward(float *dinp, float *dpreatt, float *datt, float *dout, float *inp, float *att, int B, int T, int C,
+                        int NH);
 
 static uint64_t state;
 
@@ -71,9 +72,7 @@ static double largest(const float *x, const double *want, size_t count) {
 }
 
 int main(int argc, char **argv) {
-  static const struct {
-    int B, T, NH, hs;
-  } shapes[] = {{4, 64, 12, 64}, {2, 37, 3, 20}, {1, 3, 1, 8}, {1, 300, 2, 128}};
+  static const struct { int B, T, NH, hs; } shapes[] = {{4, 64, 12, 64}, {2, 37, 3, 20}, {1, 3, 1, 8}, {1, 300, 2, 128}};
   int wrong = 0;
   state = argc > 1 ? strtoull(argv[1], NULL, 10) : (uint64_t)time(NULL);
   printf("seed %llu\n", (unsigned long long)state);
