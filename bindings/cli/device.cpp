@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device.h"
 
-#include <flashattn/flashattn_dl.h>
-
 #include <cstring>
 
 #include "bench/probe.h"
 extern "C" {
 #include "device_memory.h"
+#include "shared_library.h"
 }
 
 namespace cli {
@@ -42,21 +41,21 @@ enum Attribute { kClockKhz = 13, kMemoryClockKhz = 36, kMemoryBits = 37 };
 
 bool driver_attributes(int32_t index, const int (&which)[3], int (&values)[3]) {
 #if defined(_WIN32)
-  void *driver = fa_dl_load("nvcuda.dll");
+  void *driver = shared_library_open("nvcuda.dll");
 #else
-  void *driver = fa_dl_load("libcuda.so.1");
+  void *driver = shared_library_open("libcuda.so.1");
 #endif
   if (driver == nullptr) return false;
   int device = 0;
   int (*init)(unsigned) = nullptr;
   int (*get)(int *, int) = nullptr;
   int (*attribute)(int *, int, int) = nullptr;
-  bool good = fa_dl_find(driver, "cuInit", static_cast<void *>(&init)) != 0 &&
-              fa_dl_find(driver, "cuDeviceGet", static_cast<void *>(&get)) != 0 &&
-              fa_dl_find(driver, "cuDeviceGetAttribute", static_cast<void *>(&attribute)) != 0 && init(0) == 0 &&
+  bool good = shared_library_find(driver, "cuInit", static_cast<void *>(&init)) != 0 &&
+              shared_library_find(driver, "cuDeviceGet", static_cast<void *>(&get)) != 0 &&
+              shared_library_find(driver, "cuDeviceGetAttribute", static_cast<void *>(&attribute)) != 0 && init(0) == 0 &&
               get(&device, index) == 0;
   for (int n = 0; good && n < 3; ++n) good = attribute(&values[n], which[n], device) == 0;
-  fa_dl_unload(driver);
+  shared_library_close(driver);
   return good;
 }
 

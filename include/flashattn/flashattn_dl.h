@@ -96,54 +96,15 @@ typedef struct fa_dl_api {
 } fa_dl_api;
 
 /**
- * @brief Loads any shared library: dlopen(), or LoadLibraryA() on Windows.
- * @param path File or SONAME.
- * @return Its handle, or NULL.
- */
-static inline void *fa_dl_load(const char *path) {
-#if defined(_WIN32)
-  return (void *)LoadLibraryA(path);
-#else
-  return dlopen(path, RTLD_NOW | RTLD_LOCAL);
-#endif
-}
-
-/**
- * @brief Unloads a library.
- * @param handle What fa_dl_load() returned.
- */
-static inline void fa_dl_unload(void *handle) {
-#if defined(_WIN32)
-  FreeLibrary((HMODULE)handle);
-#else
-  dlclose(handle);
-#endif
-}
-
-/**
- * @brief Looks up a function of a library that fa_dl_load() has loaded.
- * @param handle The library.
- * @param name The function's name.
- * @param[out] function Address of a function pointer; it becomes NULL if the library has no such function.
- * @return 1 if it was found, 0 if not.
- */
-static inline int fa_dl_find(void *handle, const char *name, void *function) {
-  /* memcpy: ISO C has no conversion between pointers to objects and to functions. */
-#if defined(_WIN32)
-  const FARPROC symbol = GetProcAddress((HMODULE)handle, name);
-#else
-  void *const symbol = dlsym(handle, name);
-#endif
-  memcpy(function, &symbol, sizeof symbol);
-  return symbol != NULL;
-}
-
-/**
  * @brief Unloads the library. Destroy every context first.
  * @param api Filled by fa_dl_open(); all members are NULL afterwards. A struct that is closed already, or zeroed, is left as it is.
  */
 static inline void fa_dl_close(fa_dl_api *api) {
-  if (api->handle != NULL) fa_dl_unload(api->handle);
+#if defined(_WIN32)
+  if (api->handle != NULL) FreeLibrary((HMODULE)api->handle);
+#else
+  if (api->handle != NULL) dlclose(api->handle);
+#endif
   memset(api, 0, sizeof *api);
 }
 
@@ -163,7 +124,11 @@ static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size
   const char *missing = "";
   if (path == NULL) path = FA_DL_DEFAULT_PATH;
   memset(api, 0, sizeof *api);
-  api->handle = fa_dl_load(path);
+#if defined(_WIN32)
+  api->handle = (void *)LoadLibraryA(path);
+#else
+  api->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+#endif
   if (api->handle == NULL) {
 #if defined(_WIN32)
     snprintf(number, sizeof number, "LoadLibrary failed with error %lu", (unsigned long)GetLastError());
@@ -172,13 +137,24 @@ static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size
     reason = dlerror();
 #endif
   } else {
-#define FA_DL_LOOK_UP(result, name, parameters)                                    \
-  if (fa_dl_find(api->handle, #name, (void *)&api->name) == 0 && reason == NULL) { \
-    reason = "the library loaded is not this one: it lacks ";                      \
-    missing = #name;                                                               \
+#if defined(_WIN32)
+    FARPROC symbol;
+#define FA_DL_SYMBOL(name) GetProcAddress((HMODULE)api->handle, name)
+#else
+    void *symbol;
+#define FA_DL_SYMBOL(name) dlsym(api->handle, name)
+#endif
+    /* memcpy: ISO C has no conversion from an object pointer to a function pointer. */
+#define FA_DL_LOOK_UP(result, name, parameters)               \
+  symbol = FA_DL_SYMBOL(#name);                               \
+  memcpy(&api->name, &symbol, sizeof symbol);                 \
+  if (symbol == NULL && reason == NULL) {                     \
+    reason = "the library loaded is not this one: it lacks "; \
+    missing = #name;                                          \
   }
     FA_DL_FUNCTIONS(FA_DL_LOOK_UP)
 #undef FA_DL_LOOK_UP
+#undef FA_DL_SYMBOL
     if (reason == NULL && api->fa_sizeof(FA_STRUCT_TENSOR) != sizeof(fa_tensor)) {
       reason = "the library's fa_tensor is not this header's";
     }

@@ -25,5 +25,5 @@ function(fa_link_for_manylinux target)
   endif()
   target_link_options(${target} PRIVATE "-L${folder}")
   target_link_libraries(
-    ${target} PRIVATE -Wl,--no-as-needed ${separate} -Wl,--as-needed -lstdc++ -l:libstdc++.a -l:libc_nonshared.a -lgcc -lld)
+    ${target} PRIVATE "${folder}/stat.o" -Wl,--no-as-needed ${separate} -Wl,--as-needed -lstdc++ -l:libstdc++.a -l:libc_nonshared.a -lgcc -lld)
 endfunction()

@@ -17,6 +17,23 @@ from pathlib import Path
 # The newest versions of each policy, as PEP 600 and auditwheel have them.
 POLICIES = {"2_28": {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}}
 LIBRARIES = ["libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1"]
+# Functions of <sys/stat.h> that are symbols since glibc 2.33 alone. Before, each program had these wrappers from libc_nonshared.a; the functions
+# behind them have stayed in every libc. The number is the version of struct stat, 1 on x86-64 and 0 on Arm.
+STAT = """#include <sys/stat.h>
+#if defined(__x86_64__)
+enum { kVersion = 1 };
+#else
+enum { kVersion = 0 };
+#endif
+int __xstat(int version, const char *path, struct stat *found);
+int __lxstat(int version, const char *path, struct stat *found);
+int __fxstat(int version, int descriptor, struct stat *found);
+int __fxstatat(int version, int directory, const char *path, struct stat *found, int flags);
+int stat(const char *path, struct stat *found) { return __xstat(kVersion, path, found); }
+int lstat(const char *path, struct stat *found) { return __lxstat(kVersion, path, found); }
+int fstat(int descriptor, struct stat *found) { return __fxstat(kVersion, descriptor, found); }
+int fstatat(int directory, const char *path, struct stat *found, int flags) { return __fxstatat(kVersion, directory, path, found, flags); }
+"""
 # Part of libc since glibc 2.34. Older ones look for the functions here, and newer ones still have files of these names.
 FORMERLY_SEPARATE = ["libpthread.so.0", "libdl.so.2", "librt.so.1"]
 
@@ -89,6 +106,8 @@ def main():
         if not symbols:
             raise SystemExit(f"manylinux_stubs.py: {path} has no symbol that the policy permits")
         write_stub(compiler, soname, symbols, folder, "libld" if soname == linker else None)
+    (folder / "stat.c").write_text(STAT)
+    output(compiler, "-x", "c", "-c", "-O2", "-fPIC", "-fvisibility=hidden", "-o", folder / "stat.o", folder / "stat.c")
     for soname in FORMERLY_SEPARATE:
         write_stub(compiler, soname, {}, folder)
 

@@ -3,10 +3,11 @@
  * where there is no CUDA at all. */
 #include "device_memory.h"
 
-#include <flashattn/flashattn_dl.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "shared_library.h"
 
 /* The driver's ABI: CUresult and CUdevice are int, CUdeviceptr is a 64-bit number, CUcontext a pointer. */
 typedef uint64_t cuda_address;
@@ -52,27 +53,28 @@ static const char *open_cuda(device_memory *memory, int index) {
   int (*primary_retain)(void **context, int device);
   int (*set_current)(void *context);
   void *context;
-  memory->driver = fa_dl_load(DRIVER);
+  memory->driver = shared_library_open(DRIVER);
   if (memory->driver == NULL) return DRIVER " cannot be loaded";
-  if (!fa_dl_find(memory->driver, "cuInit", &init) || !fa_dl_find(memory->driver, "cuDeviceGet", &device_get) ||
-      !fa_dl_find(memory->driver, "cuDevicePrimaryCtxRetain", &primary_retain) ||
-      !fa_dl_find(memory->driver, "cuDevicePrimaryCtxRelease_v2", &memory->primary_release) ||
-      !fa_dl_find(memory->driver, "cuCtxSetCurrent", &set_current) ||
-      !fa_dl_find(memory->driver, "cuCtxSynchronize", &memory->synchronize) ||
-      !fa_dl_find(memory->driver, "cuMemAlloc_v2", &memory->allocate) ||
-      !fa_dl_find(memory->driver, "cuMemFree_v2", &memory->free) ||
-      !fa_dl_find(memory->driver, "cuMemsetD8_v2", &memory->set_bytes) ||
-      !fa_dl_find(memory->driver, "cuMemcpyHtoD_v2", &memory->upload) ||
-      !fa_dl_find(memory->driver, "cuMemcpyDtoH_v2", &memory->download) ||
-      !fa_dl_find(memory->driver, "cuStreamCreate", &memory->stream_create) ||
-      !fa_dl_find(memory->driver, "cuStreamDestroy_v2", &memory->stream_destroy) ||
-      !fa_dl_find(memory->driver, "cuMemcpyHtoDAsync_v2", &memory->upload_async) ||
-      !fa_dl_find(memory->driver, "cuStreamBeginCapture_v2", &memory->begin_capture) ||
-      !fa_dl_find(memory->driver, "cuStreamEndCapture", &memory->end_capture) ||
-      !fa_dl_find(memory->driver, "cuGraphInstantiateWithFlags", &memory->instantiate) ||
-      !fa_dl_find(memory->driver, "cuGraphDestroy", &memory->graph_destroy) ||
-      !fa_dl_find(memory->driver, "cuGraphLaunch", &memory->launch) ||
-      !fa_dl_find(memory->driver, "cuGraphExecDestroy", &memory->executable_destroy)) {
+  if (!shared_library_find(memory->driver, "cuInit", &init) ||
+      !shared_library_find(memory->driver, "cuDeviceGet", &device_get) ||
+      !shared_library_find(memory->driver, "cuDevicePrimaryCtxRetain", &primary_retain) ||
+      !shared_library_find(memory->driver, "cuDevicePrimaryCtxRelease_v2", &memory->primary_release) ||
+      !shared_library_find(memory->driver, "cuCtxSetCurrent", &set_current) ||
+      !shared_library_find(memory->driver, "cuCtxSynchronize", &memory->synchronize) ||
+      !shared_library_find(memory->driver, "cuMemAlloc_v2", &memory->allocate) ||
+      !shared_library_find(memory->driver, "cuMemFree_v2", &memory->free) ||
+      !shared_library_find(memory->driver, "cuMemsetD8_v2", &memory->set_bytes) ||
+      !shared_library_find(memory->driver, "cuMemcpyHtoD_v2", &memory->upload) ||
+      !shared_library_find(memory->driver, "cuMemcpyDtoH_v2", &memory->download) ||
+      !shared_library_find(memory->driver, "cuStreamCreate", &memory->stream_create) ||
+      !shared_library_find(memory->driver, "cuStreamDestroy_v2", &memory->stream_destroy) ||
+      !shared_library_find(memory->driver, "cuMemcpyHtoDAsync_v2", &memory->upload_async) ||
+      !shared_library_find(memory->driver, "cuStreamBeginCapture_v2", &memory->begin_capture) ||
+      !shared_library_find(memory->driver, "cuStreamEndCapture", &memory->end_capture) ||
+      !shared_library_find(memory->driver, "cuGraphInstantiateWithFlags", &memory->instantiate) ||
+      !shared_library_find(memory->driver, "cuGraphDestroy", &memory->graph_destroy) ||
+      !shared_library_find(memory->driver, "cuGraphLaunch", &memory->launch) ||
+      !shared_library_find(memory->driver, "cuGraphExecDestroy", &memory->executable_destroy)) {
     return "the CUDA driver lacks a function";
   }
   if (init(0) != 0 || device_get(&memory->device, index) != 0) return "the CUDA driver does not know this device";
@@ -90,7 +92,7 @@ device_memory *device_memory_open(const fa_device_properties *device, const char
   if (memory != NULL && device->device_type == FA_DEVICE_CUDA) {
     *reason = open_cuda(memory, device->device_index);
     if (*reason != NULL) {
-      if (memory->driver != NULL) fa_dl_unload(memory->driver);
+      if (memory->driver != NULL) shared_library_close(memory->driver);
       free(memory);
       memory = NULL;
     }
@@ -103,7 +105,7 @@ void device_memory_close(device_memory *memory) {
   if (memory->driver != NULL) {
     if (memory->stream != NULL) memory->stream_destroy(memory->stream);
     memory->primary_release(memory->device);
-    fa_dl_unload(memory->driver);
+    shared_library_close(memory->driver);
   }
   free(memory);
 }

@@ -2,9 +2,10 @@
 /* A host that loads an attention plugin and checks that every row of equal values keeps them.
  *
  * usage: fa_plugin_host PLUGIN [LIBFLASHATTN] */
-#include <flashattn/flashattn_dl.h> /* its loader takes any library, here the plugin */
 #include <math.h>
+#include <stdio.h>
 
+#include "../demo/shared_library.h"
 #include "plugin.h"
 
 enum { kRows = 300, kDim = 64 };
@@ -19,8 +20,8 @@ int main(int argc, char **argv) {
     fputs("usage: fa_plugin_host PLUGIN [LIBFLASHATTN]\n", stderr);
     return 2;
   }
-  handle = fa_dl_load(argv[1]);
-  if (handle == NULL || !fa_dl_find(handle, "attention_plugin_open", (void *)&open_plugin)) {
+  handle = shared_library_open(argv[1]);
+  if (handle == NULL || !shared_library_find(handle, "attention_plugin_open", (void *)&open_plugin)) {
     fprintf(stderr, "%s is no plugin\n", argv[1]);
     return 3;
   }
@@ -30,6 +31,6 @@ int main(int argc, char **argv) {
   for (int i = 0; i < kRows * kDim; ++i) worst = fmaxf(worst, fabsf(out[i] - v[i]));
   printf("attention by %s, largest error %g%s\n", plugin.description, (double)worst, worst < 1e-3f ? "" : ", which is wrong");
   plugin.close();
-  fa_dl_unload(handle);
+  shared_library_close(handle);
   return worst < 1e-3f ? 0 : 1;
 }

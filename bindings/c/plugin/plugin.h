@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface between the host and its plugins. The host does not use libflashattn, but for the loader
- * of its header. */
+/* The interface between the host and its plugins. The host does not use libflashattn. */
 #ifndef FA_EXAMPLE_PLUGIN_H
 #define FA_EXAMPLE_PLUGIN_H
 
