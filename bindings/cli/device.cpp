@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device.h"
 
-#include <dlfcn.h>
-
 #include <cstring>
 
 #include "bench/probe.h"
 extern "C" {
 #include "device_memory.h"
+#include "shared_library.h"
 }
 
 namespace cli {
@@ -41,15 +40,22 @@ double vector_flops_per_clock(int32_t capability) { return capability == 80 ? 12
 enum Attribute { kClockKhz = 13, kMemoryClockKhz = 36, kMemoryBits = 37 };
 
 bool driver_attributes(int32_t index, const int (&which)[3], int (&values)[3]) {
-  void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+#if defined(_WIN32)
+  void *driver = shared_library_open("nvcuda.dll");
+#else
+  void *driver = shared_library_open("libcuda.so.1");
+#endif
   if (driver == nullptr) return false;
   int device = 0;
-  const auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"));
-  const auto get = reinterpret_cast<int (*)(int *, int)>(dlsym(driver, "cuDeviceGet"));
-  const auto attribute = reinterpret_cast<int (*)(int *, int, int)>(dlsym(driver, "cuDeviceGetAttribute"));
-  bool good = init != nullptr && get != nullptr && attribute != nullptr && init(0) == 0 && get(&device, index) == 0;
+  int (*init)(unsigned) = nullptr;
+  int (*get)(int *, int) = nullptr;
+  int (*attribute)(int *, int, int) = nullptr;
+  bool good = shared_library_find(driver, "cuInit", static_cast<void *>(&init)) != 0 &&
+              shared_library_find(driver, "cuDeviceGet", static_cast<void *>(&get)) != 0 &&
+              shared_library_find(driver, "cuDeviceGetAttribute", static_cast<void *>(&attribute)) != 0 && init(0) == 0 &&
+              get(&device, index) == 0;
   for (int n = 0; good && n < 3; ++n) good = attribute(&values[n], which[n], device) == 0;
-  dlclose(driver);
+  shared_library_close(driver);
   return good;
 }
 

@@ -42,9 +42,23 @@ def _metadata():
     return "\n".join(lines) + "\n\n" + (HERE / "README.md").read_text()
 
 
+MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
+
+
+def _machine(library):
+    """The processor that the library is made for, which need not be this machine's."""
+    if library[:6] != b"\x7fELF\x02\x01":
+        raise SystemExit("build_backend.py: the library is not an ELF file of 64 bits")
+    number = int.from_bytes(library[18:20], "little")
+    if number not in MACHINES:
+        raise SystemExit(f"build_backend.py: no tag is known for processors of e_machine {number}")
+    return MACHINES[number]
+
+
 def _stripped(library):
     """The bytes of the library without symbols that only a debugger reads."""
-    strip = shutil.which("strip")
+    machine = _machine(Path(library).read_bytes())
+    strip = shutil.which("strip" if machine == os.uname().machine else f"{machine}-linux-gnu-strip")
     if strip is None:
         return Path(library).read_bytes()
     with tempfile.TemporaryDirectory() as folder:
@@ -54,11 +68,19 @@ def _stripped(library):
         return copy.read_bytes()
 
 
+# The newest symbols of libstdc++ that a system of each manylinux tag has: (3, 4, n), as auditwheel's policies say.
+NEWEST_GLIBCXX = [(24, (2, 28)), (28, (2, 31)), (29, (2, 34)), (30, (2, 35)), (33, (2, 39))]
+
+
 def _platform_tag(library):
-    """manylinux of the newest glibc that the library asks for; its other needs (libstdc++, libgcc_s, libm) are allowed there."""
+    """manylinux of the oldest system that has the versions of glibc and libstdc++ that the library asks for."""
     versions = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
-    major, minor = max(versions | {(2, 17)})
-    return f"manylinux_{major}_{minor}_{os.uname().machine}"
+    glibcxx = max(int(number) for number in re.findall(rb"GLIBCXX_3\.4\.(\d+)", library) or [b"0"])
+    systems = [system for number, system in NEWEST_GLIBCXX if number >= glibcxx]
+    if not systems:
+        raise SystemExit(f"build_backend.py: the library asks for GLIBCXX_3.4.{glibcxx}, which no manylinux tag is known to have")
+    major, minor = max(versions | {systems[0]})
+    return f"manylinux_{major}_{minor}_{_machine(library)}"
 
 
 def _soname(library):

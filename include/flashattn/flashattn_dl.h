@@ -17,14 +17,22 @@
 #ifndef FLASHATTN_FLASHATTN_DL_H
 #define FLASHATTN_FLASHATTN_DL_H
 
+#if defined(_WIN32)
+#include <windows.h>
+#else
 #include <dlfcn.h>
+#endif
 #include <stdio.h>
 #include <string.h>
 
 #include "flashattn.h"
 
-/** @brief The file that fa_dl_open() loads by default: the SONAME, which the dynamic linker searches. */
+/** @brief The file that fa_dl_open() loads by default: the SONAME, which the dynamic linker searches; on Windows the name of the DLL. */
+#if defined(_WIN32)
+#define FA_DL_DEFAULT_PATH "libflashattn-0.dll"
+#else
 #define FA_DL_DEFAULT_PATH "libflashattn.so.0"
+#endif
 
 /* clang-format off */
 /**
@@ -80,7 +88,7 @@ extern "C" {
 
 /** @brief The library's functions, each under its own name. All members are NULL while no library is loaded. */
 typedef struct fa_dl_api {
-  /** The handle from dlopen(). */
+  /** The handle from dlopen() or LoadLibrary(). */
   void *handle;
 #define FA_DL_MEMBER(result, name, parameters) result(*name) parameters;
   FA_DL_FUNCTIONS(FA_DL_MEMBER)
@@ -92,7 +100,11 @@ typedef struct fa_dl_api {
  * @param api Filled by fa_dl_open(); all members are NULL afterwards. A struct that is closed already, or zeroed, is left as it is.
  */
 static inline void fa_dl_close(fa_dl_api *api) {
+#if defined(_WIN32)
+  if (api->handle != NULL) FreeLibrary((HMODULE)api->handle);
+#else
   if (api->handle != NULL) dlclose(api->handle);
+#endif
   memset(api, 0, sizeof *api);
 }
 
@@ -105,18 +117,36 @@ static inline void fa_dl_close(fa_dl_api *api) {
  * @return 0, or -1 if the file cannot be loaded, lacks a function or has another layout of ::fa_tensor.
  */
 static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size_t error_size) {
+#if defined(_WIN32)
+  char number[40];
+#endif
   const char *reason = NULL;
   const char *missing = "";
   if (path == NULL) path = FA_DL_DEFAULT_PATH;
   memset(api, 0, sizeof *api);
+#if defined(_WIN32)
+  api->handle = (void *)LoadLibraryA(path);
+#else
   api->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+#endif
   if (api->handle == NULL) {
+#if defined(_WIN32)
+    snprintf(number, sizeof number, "LoadLibrary failed with error %lu", (unsigned long)GetLastError());
+    reason = number;
+#else
     reason = dlerror();
+#endif
   } else {
+#if defined(_WIN32)
+    FARPROC symbol;
+#define FA_DL_SYMBOL(name) GetProcAddress((HMODULE)api->handle, name)
+#else
     void *symbol;
+#define FA_DL_SYMBOL(name) dlsym(api->handle, name)
+#endif
     /* memcpy: ISO C has no conversion from an object pointer to a function pointer. */
 #define FA_DL_LOOK_UP(result, name, parameters)               \
-  symbol = dlsym(api->handle, #name);                         \
+  symbol = FA_DL_SYMBOL(#name);                               \
   memcpy(&api->name, &symbol, sizeof symbol);                 \
   if (symbol == NULL && reason == NULL) {                     \
     reason = "the library loaded is not this one: it lacks "; \
@@ -124,6 +154,7 @@ static inline int fa_dl_open(const char *path, fa_dl_api *api, char *error, size
   }
     FA_DL_FUNCTIONS(FA_DL_LOOK_UP)
 #undef FA_DL_LOOK_UP
+#undef FA_DL_SYMBOL
     if (reason == NULL && api->fa_sizeof(FA_STRUCT_TENSOR) != sizeof(fa_tensor)) {
       reason = "the library's fa_tensor is not this header's";
     }

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cinttypes>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -53,10 +52,7 @@ struct fa_dist_s {
   std::atomic<int32_t> state{kWorks};
   std::vector<fa::dist::Terms> prepared;
 
-  struct Free {
-    void operator()(void *memory) const { std::free(memory); }
-  };
-  std::unique_ptr<void, Free> workspace;  // for calls without one; grows
+  fa::WorkspaceMemory workspace;  // for calls without one; grows
   size_t workspace_bytes = 0;
 };
 
@@ -162,7 +158,7 @@ fa_status take_workspace(fa_dist_s &dist, Workspace &workspace, size_t needed, E
     dist.workspace.reset();
     dist.workspace_bytes = 0;
     const size_t bytes = (needed + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-    dist.workspace.reset(std::aligned_alloc(kWorkspaceAlignment, bytes));
+    dist.workspace.reset(allocate_workspace(bytes));
     if (!dist.workspace) {
       return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
                   needed);

@@ -4,8 +4,14 @@
 # processor of the target.
 set(FA_ALL_CPU_ISAS avx2 avx512 avx512_bf16 amx neon neon_bf16)
 
-set(FA_AVX2_FLAGS -mavx2 -mfma -mf16c)
-set(FA_AVX512_FLAGS -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
+# The stack is aligned to 16 bytes on Windows, and GCC does not align variables in vector registers' size there (its bug 54412). The assembler
+# writes every vector move in the form that needs no alignment.
+set(FA_STACK_FLAGS)
+if(WIN32)
+  set(FA_STACK_FLAGS -Wa,-muse-unaligned-vector-move)
+endif()
+set(FA_AVX2_FLAGS -mavx2 -mfma -mf16c ${FA_STACK_FLAGS})
+set(FA_AVX512_FLAGS ${FA_STACK_FLAGS} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
 set(FA_AVX512_BF16_FLAGS ${FA_AVX512_FLAGS} -mavx512bf16)
 # The tile instructions are written as assembly; only the conversion of P needs a flag of its own.
 set(FA_AMX_FLAGS ${FA_AVX512_BF16_FLAGS})

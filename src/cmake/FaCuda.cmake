@@ -56,6 +56,11 @@ set_property(GLOBAL APPEND PROPERTY JOB_POOLS fa_compile=${FA_COMPILE_JOBS})
 
 # FA_CUDA is TRUE when the backend is built. FA_WITH_CUDA=AUTO builds it where nvcc is found.
 set(FA_CUDA FALSE)
+if(WIN32 AND FA_WITH_CUDA STREQUAL "ON")
+  message(FATAL_ERROR "FA_WITH_CUDA=ON: CUDA kernels are not built for Windows")
+elseif(WIN32)
+  set(FA_WITH_CUDA OFF)
+endif()
 set(FA_ONLY "" CACHE STRING "Build only the CUDA kernels whose name matches this regular expression (development)")
 if(NOT FA_WITH_CUDA STREQUAL "OFF")
   include(CheckLanguage)

@@ -8,7 +8,10 @@ set(FA_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/flashattn")
 install(
   TARGETS flashattn
   EXPORT flashattn-targets
-  LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT runtime NAMELINK_COMPONENT development)
+  LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT runtime NAMELINK_COMPONENT development
+  # On Windows: the DLL and the file that programs are linked with.
+  RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT runtime
+  ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT development)
 install(
   FILES include/flashattn/flashattn.h include/flashattn/flashattn_dist.h include/flashattn/flashattn_dl.h include/flashattn/flashattn.hpp
         "${CMAKE_CURRENT_BINARY_DIR}/include/flashattn/version.h"

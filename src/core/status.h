@@ -2,6 +2,8 @@
 // A failure is a status and one sentence, written where the failure is detected.
 #pragma once
 
+#include <cstdio>
+
 #include "flashattn/flashattn.h"
 
 namespace fa {
@@ -12,7 +14,9 @@ struct ErrorText {
 };
 
 // Writes the sentence and returns `code`: `return fail(...)` reports a failure.
-#if defined(__GNUC__)
+#if defined(__MINGW32__)
+__attribute__((format(__MINGW_PRINTF_FORMAT, 3, 4)))
+#elif defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
 fa_status

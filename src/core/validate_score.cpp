@@ -110,7 +110,8 @@ fa_status check_source(fa_score_source &s, ErrorText &error) {
                   s.text_length, kMaxScoreText);
     }
     const size_t most = counted ? static_cast<size_t>(s.text_length) : kMaxScoreText + 1;
-    const size_t length = strnlen(s.text, most);
+    const void *null = std::memchr(s.text, 0, most);
+    const size_t length = null == nullptr ? most : static_cast<size_t>(static_cast<const char *>(null) - s.text);
     if (counted && length != s.text_length) {
       return fail(error, FA_ERROR_INVALID_ARGUMENT, "source.text has a null at byte %zu of its %" PRIu64, length,
                   s.text_length);

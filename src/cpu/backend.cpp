@@ -3,7 +3,6 @@
 #include "core/backend.h"
 
 #include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <new>
 
@@ -140,7 +139,7 @@ class CpuBackend final : public Backend {
       own_.reset();
       own_bytes_ = 0;
       const size_t bytes = (needed_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-      own_.reset(bytes < needed_bytes ? nullptr : std::aligned_alloc(kWorkspaceAlignment, bytes));
+      own_.reset(bytes < needed_bytes ? nullptr : allocate_workspace(bytes));
       if (!own_) {
         return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
                     needed_bytes);
@@ -151,13 +150,9 @@ class CpuBackend final : public Backend {
     return FA_OK;
   }
 
-  struct Free {
-    void operator()(void *memory) const { std::free(memory); }
-  };
-
   const Machine machine_;
   const std::unique_ptr<Parallel> parallel_;
-  std::unique_ptr<void, Free> own_;
+  WorkspaceMemory own_;
   size_t own_bytes_ = 0;
 };
 

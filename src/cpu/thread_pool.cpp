@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/thread_pool.h"
 
-#include <pthread.h>
-#include <signal.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -12,6 +8,8 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "cpu/host.h"
 
 namespace fa::cpu {
 namespace {
@@ -48,16 +46,13 @@ struct ThreadPool::Job {
 struct ThreadPool::Crew {
   explicit Crew(int32_t helpers) {
     // Workers inherit the mask of the thread that starts them: no signal of the host's may land on ours.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const SignalsBlocked blocked;
     try {
       threads.reserve(static_cast<size_t>(helpers));
       for (int32_t helper = 0; helper < helpers; ++helper) threads.emplace_back([this, helper] { work(helper); });
     } catch (const std::exception &) {
       // The system has no more threads or memory to give; those that started do all the work.
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   ~Crew() {
@@ -117,7 +112,7 @@ struct ThreadPool::Crew {
     }
   }
 
-  const pid_t owner = getpid();
+  const int64_t owner = process_id();
   std::vector<std::thread> threads;
   std::mutex mutex;
   std::condition_variable wake, done;
@@ -133,11 +128,11 @@ ThreadPool::ThreadPool(int32_t threads) : threads_(threads) {}
 
 ThreadPool::~ThreadPool() {
   // In a forked child the threads do not exist and cannot be joined; what they owned is left behind.
-  if (crew_ && crew_->owner != getpid()) (void)crew_.release();
+  if (crew_ && crew_->owner != process_id()) (void)crew_.release();
 }
 
 ThreadPool::Crew &ThreadPool::crew() {
-  if (crew_ && crew_->owner != getpid()) (void)crew_.release();
+  if (crew_ && crew_->owner != process_id()) (void)crew_.release();
   if (!crew_) crew_ = std::make_unique<Crew>(threads_ - 1);
   return *crew_;
 }

@@ -35,7 +35,7 @@ def build(source, folder, cmake, generator):
 
     run(cmake, "-G", generator, "-S", source, "-B", folder, f"-DCMAKE_TOOLCHAIN_FILE={source}/src/cmake/aarch64-linux-gnu.cmake",
         "-DCMAKE_BUILD_TYPE=Release", "-DFA_WERROR=ON", "-DFA_WITH_CUDA=OFF", "-DFA_BUILD_BINDINGS=OFF", "-DFA_BUILD_BENCH=OFF",
-        "-DFA_BUILD_DOCS=OFF")
+        "-DFA_BUILD_DOCS=OFF", "-DFA_MANYLINUX=2_28")  # what a wheel has is what is tested
     run(cmake, "--build", folder, "--parallel", os.cpu_count(), "--target", *PROGRAMS)
 
 

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host memory by the C library, GPU memory by functions of the CUDA driver found with dlopen(): the program builds and runs
+/* Host memory by the C library, GPU memory by functions of the CUDA driver found at run time: the program builds and runs
  * where there is no CUDA at all. */
 #include "device_memory.h"
 
-#include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "shared_library.h"
 
 /* The driver's ABI: CUresult and CUdevice are int, CUdeviceptr is a 64-bit number, CUcontext a pointer. */
 typedef uint64_t cuda_address;
@@ -33,12 +34,18 @@ struct device_memory {
   void *stream; /* created by the first call of device_memory_stream() */
 };
 
-/* ISO C has no cast from void * to a function pointer; POSIX promises that the bits are the same. */
-static int find(void *driver, const char *name, void *function) {
-  void *symbol = dlsym(driver, name);
-  memcpy(function, &symbol, sizeof symbol);
-  return symbol != NULL;
+#if defined(_WIN32)
+#define DRIVER "nvcuda.dll"
+static void *allocate_host(size_t bytes) { return _aligned_malloc(bytes, 256); }
+static void free_host(void *data) { _aligned_free(data); }
+#else
+#define DRIVER "libcuda.so.1"
+static void *allocate_host(size_t bytes) {
+  void *data = NULL;
+  return posix_memalign(&data, 256, bytes) == 0 ? data : NULL;
 }
+static void free_host(void *data) { free(data); }
+#endif
 
 static const char *open_cuda(device_memory *memory, int index) {
   int (*init)(unsigned flags);
@@ -46,25 +53,28 @@ static const char *open_cuda(device_memory *memory, int index) {
   int (*primary_retain)(void **context, int device);
   int (*set_current)(void *context);
   void *context;
-  memory->driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (memory->driver == NULL) return "libcuda.so.1 cannot be loaded";
-  if (!find(memory->driver, "cuInit", &init) || !find(memory->driver, "cuDeviceGet", &device_get) ||
-      !find(memory->driver, "cuDevicePrimaryCtxRetain", &primary_retain) ||
-      !find(memory->driver, "cuDevicePrimaryCtxRelease_v2", &memory->primary_release) ||
-      !find(memory->driver, "cuCtxSetCurrent", &set_current) ||
-      !find(memory->driver, "cuCtxSynchronize", &memory->synchronize) ||
-      !find(memory->driver, "cuMemAlloc_v2", &memory->allocate) || !find(memory->driver, "cuMemFree_v2", &memory->free) ||
-      !find(memory->driver, "cuMemsetD8_v2", &memory->set_bytes) || !find(memory->driver, "cuMemcpyHtoD_v2", &memory->upload) ||
-      !find(memory->driver, "cuMemcpyDtoH_v2", &memory->download) ||
-      !find(memory->driver, "cuStreamCreate", &memory->stream_create) ||
-      !find(memory->driver, "cuStreamDestroy_v2", &memory->stream_destroy) ||
-      !find(memory->driver, "cuMemcpyHtoDAsync_v2", &memory->upload_async) ||
-      !find(memory->driver, "cuStreamBeginCapture_v2", &memory->begin_capture) ||
-      !find(memory->driver, "cuStreamEndCapture", &memory->end_capture) ||
-      !find(memory->driver, "cuGraphInstantiateWithFlags", &memory->instantiate) ||
-      !find(memory->driver, "cuGraphDestroy", &memory->graph_destroy) ||
-      !find(memory->driver, "cuGraphLaunch", &memory->launch) ||
-      !find(memory->driver, "cuGraphExecDestroy", &memory->executable_destroy)) {
+  memory->driver = shared_library_open(DRIVER);
+  if (memory->driver == NULL) return DRIVER " cannot be loaded";
+  if (!shared_library_find(memory->driver, "cuInit", &init) ||
+      !shared_library_find(memory->driver, "cuDeviceGet", &device_get) ||
+      !shared_library_find(memory->driver, "cuDevicePrimaryCtxRetain", &primary_retain) ||
+      !shared_library_find(memory->driver, "cuDevicePrimaryCtxRelease_v2", &memory->primary_release) ||
+      !shared_library_find(memory->driver, "cuCtxSetCurrent", &set_current) ||
+      !shared_library_find(memory->driver, "cuCtxSynchronize", &memory->synchronize) ||
+      !shared_library_find(memory->driver, "cuMemAlloc_v2", &memory->allocate) ||
+      !shared_library_find(memory->driver, "cuMemFree_v2", &memory->free) ||
+      !shared_library_find(memory->driver, "cuMemsetD8_v2", &memory->set_bytes) ||
+      !shared_library_find(memory->driver, "cuMemcpyHtoD_v2", &memory->upload) ||
+      !shared_library_find(memory->driver, "cuMemcpyDtoH_v2", &memory->download) ||
+      !shared_library_find(memory->driver, "cuStreamCreate", &memory->stream_create) ||
+      !shared_library_find(memory->driver, "cuStreamDestroy_v2", &memory->stream_destroy) ||
+      !shared_library_find(memory->driver, "cuMemcpyHtoDAsync_v2", &memory->upload_async) ||
+      !shared_library_find(memory->driver, "cuStreamBeginCapture_v2", &memory->begin_capture) ||
+      !shared_library_find(memory->driver, "cuStreamEndCapture", &memory->end_capture) ||
+      !shared_library_find(memory->driver, "cuGraphInstantiateWithFlags", &memory->instantiate) ||
+      !shared_library_find(memory->driver, "cuGraphDestroy", &memory->graph_destroy) ||
+      !shared_library_find(memory->driver, "cuGraphLaunch", &memory->launch) ||
+      !shared_library_find(memory->driver, "cuGraphExecDestroy", &memory->executable_destroy)) {
     return "the CUDA driver lacks a function";
   }
   if (init(0) != 0 || device_get(&memory->device, index) != 0) return "the CUDA driver does not know this device";
@@ -82,7 +92,7 @@ device_memory *device_memory_open(const fa_device_properties *device, const char
   if (memory != NULL && device->device_type == FA_DEVICE_CUDA) {
     *reason = open_cuda(memory, device->device_index);
     if (*reason != NULL) {
-      if (memory->driver != NULL) dlclose(memory->driver);
+      if (memory->driver != NULL) shared_library_close(memory->driver);
       free(memory);
       memory = NULL;
     }
@@ -95,17 +105,16 @@ void device_memory_close(device_memory *memory) {
   if (memory->driver != NULL) {
     if (memory->stream != NULL) memory->stream_destroy(memory->stream);
     memory->primary_release(memory->device);
-    dlclose(memory->driver);
+    shared_library_close(memory->driver);
   }
   free(memory);
 }
 
 void *device_memory_allocate(device_memory *memory, size_t bytes) {
-  void *data = NULL;
   if (bytes == 0) bytes = 1;
   if (memory->driver == NULL) {
-    if (posix_memalign(&data, 256, bytes) != 0) return NULL;
-    return memset(data, 0, bytes);
+    void *data = allocate_host(bytes);
+    return data != NULL ? memset(data, 0, bytes) : NULL;
   } else {
     cuda_address address = 0;
     if (memory->allocate(&address, bytes) != 0) return NULL;
@@ -120,7 +129,7 @@ void *device_memory_allocate(device_memory *memory, size_t bytes) {
 
 void device_memory_free(device_memory *memory, void *data) {
   if (memory->driver == NULL) {
-    free(data);
+    free_host(data);
   } else if (data != NULL) {
     memory->free((uintptr_t)data);
   }

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { kMaxThreads = 256 };
 
@@ -16,6 +17,14 @@ static int g_num_threads = 1;
 
 void set_num_threads(int num_threads) {
   g_num_threads = num_threads < 1 ? 1 : num_threads > kMaxThreads ? kMaxThreads : num_threads;
+}
+
+int online_processors(void) {
+#if defined(_WIN32)
+  return pthread_num_processors_np();
+#else
+  return (int)sysconf(_SC_NPROCESSORS_ONLN);
+#endif
 }
 
 typedef struct range_task {

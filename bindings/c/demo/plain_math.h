@@ -19,6 +19,8 @@
 
 /* Threads used by parallel_rows(); at least 1. */
 void set_num_threads(int num_threads);
+/* Processors of this machine. */
+int online_processors(void);
 
 /* Calls body(argument, begin, end) over disjoint ranges that cover 0 .. count - 1, each a multiple of `grain` rows long but the
  * last. Ranges only ever split rows that are computed alone, so results do not depend on the number of threads. */

@@ -274,8 +274,7 @@ int main(int argc, char **argv) {
   const attention_shape shape = {o.batch, o.seqlen, o.heads, o.width / o.heads, 1};
   status = backend_open(&b, &o, &shape);
   if (status == FA_OK) {
-    const long processors = sysconf(_SC_NPROCESSORS_ONLN);
-    set_num_threads(b.device.num_threads > 0 ? b.device.num_threads : (int)processors);
+    set_num_threads(b.device.num_threads > 0 ? b.device.num_threads : online_processors());
     printf("libflashattn %s on %s", fa_version_string(), b.device.name);
     if (b.device.num_threads > 0) printf(", %d thread%s", b.device.num_threads, b.device.num_threads > 1 ? "s" : "");
     printf("\n");

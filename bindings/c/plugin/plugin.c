@@ -7,6 +7,12 @@
 #include <math.h>
 #include <stdlib.h>
 
+#if defined(_WIN32)
+#define PLUGIN_EXPORT __declspec(dllexport)
+#else
+#define PLUGIN_EXPORT __attribute__((visibility("default")))
+#endif
+
 static fa_dl_api fa;
 static fa_context ctx;
 
@@ -56,7 +62,7 @@ static int attend_plainly(const float *q, const float *k, const float *v, float 
 
 static void close_nothing(void) {}
 
-__attribute__((visibility("default"))) int attention_plugin_open(const char *library, attention_plugin *plugin) {
+PLUGIN_EXPORT int attention_plugin_open(const char *library, attention_plugin *plugin) {
   fa_config config;
   char reason[120] = "";
   plugin->attend = attend_plainly;

@@ -61,4 +61,14 @@ std::string processor_name() {
   return "CPU";
 }
 
+int64_t process_id() { return getpid(); }
+
+SignalsBlocked::SignalsBlocked() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before_);
+}
+
+SignalsBlocked::~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
 }  // namespace fa::cpu
