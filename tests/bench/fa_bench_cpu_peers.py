@@ -4,8 +4,8 @@
 
     PYTHONPATH=bindings/python FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_cpu_peers.py --threads 8,16
 
-The contenders take turns in random order. Each turn sleeps first, so that idle threads of the other one have stopped spinning, and has
-one call that is not timed. The best of all turns counts. FLOPs are 4 N N D per head (backward 2.5 times that), causal half of them.
+The contenders run in random order, again and again. Each run sleeps first, so that idle threads of the other one have stopped spinning,
+and begins with a call that is not timed. The fastest call counts. FLOPs are 4 N N D per head (backward 2.5 times that), causal half of them.
 """
 import argparse
 import random
