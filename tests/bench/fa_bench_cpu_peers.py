@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on the CPU beside PyTorch's, in one process: forward and backward of 16 heads, TFLOP/s of each and their ratio.
+"""Attention on the CPU beside PyTorch's, in one process: forward and backward of 16 heads, GFLOP/s of each and their ratio.
 
     PYTHONPATH=bindings/python FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_cpu_peers.py --threads 8,16
 
@@ -59,7 +59,7 @@ def main():
     parser.add_argument("--seqlen", default="512,2048")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each row")
     arguments = parser.parse_args()
-    print(f"PyTorch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; TFLOP/s")
+    print(f"PyTorch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; GFLOP/s")
     for threads in map(int, arguments.threads.split(",")):
         torch.set_num_threads(threads)
         for dtype in arguments.dtype.split(","):
@@ -69,10 +69,10 @@ def main():
                         for causal in (False, True):
                             best = measure(contenders(DTYPES[dtype], head_dim, seqlen, causal, backward), arguments.seconds)
                             flop = 4 * seqlen * seqlen * head_dim * HEADS * (0.5 if causal else 1) * (2.5 if backward else 1)
-                            rates = {name: flop / took * 1e-12 for name, took in best.items()}
+                            rates = {name: flop / took * 1e-9 for name, took in best.items()}
                             row = (f"{'backward' if backward else 'forward'} {dtype} D{head_dim} {'causal' if causal else 'full'} "
                                    f"N{seqlen} T{threads}")
-                            print(f"{row:36s} ours {rates['ours']:6.2f}  PyTorch {rates['PyTorch']:6.2f}  "
+                            print(f"{row:36s} ours {rates['ours']:7.1f}  PyTorch {rates['PyTorch']:7.1f}  "
                                   f"ratio {rates['ours'] / rates['PyTorch']:5.2f}", flush=True)
 
 
