@@ -21,7 +21,7 @@ class BiasWork {
     batches_ = b_.dbias_sum_batch ? 1 : p_.batch;
     heads_ = b_.dbias_sum_heads ? 1 : p_.heads_q;
     row_blocks_ = b_.dbias_sum_rows ? 1 : (b_.dbias_rows + l_.bias_rows - 1) / l_.bias_rows;
-    col_blocks_ = (b_.dbias_cols + l_.block_k - 1) / l_.block_k;
+    col_blocks_ = (b_.dbias_cols + l_.bias_cols - 1) / l_.bias_cols;
   }
 
   // The loop of one worker.
@@ -39,12 +39,12 @@ class BiasWork {
     return reinterpret_cast<T *>(base_ + l_.workers_offset + static_cast<size_t>(worker) * l_.worker_bytes + offset);
   }
 
-  // One block of dbias: rows of the bias times block_k columns, of one batch entry and head of the bias.
+  // One block of dbias: rows of the bias times bias_cols columns, of one batch entry and head of the bias.
   void block(int32_t worker, int64_t item) const {
-    const int64_t col = item % col_blocks_ * l_.block_k, row = item / col_blocks_ % row_blocks_ * l_.bias_rows;
+    const int64_t col = item % col_blocks_ * l_.bias_cols, row = item / col_blocks_ % row_blocks_ * l_.bias_rows;
     const int64_t h_out = item / col_blocks_ / row_blocks_ % heads_, b_out = item / col_blocks_ / row_blocks_ / heads_;
     const int64_t rows = b_.dbias_sum_rows ? 1 : min64(l_.bias_rows, b_.dbias_rows - row);
-    const int64_t cols = min64(l_.block_k, b_.dbias_cols - col);
+    const int64_t cols = min64(l_.bias_cols, b_.dbias_cols - col);
     float *sum = array<float>(worker, l_.bias_sum);
     __builtin_memset(sum, 0, static_cast<size_t>(rows * l_.ld_tile) * sizeof(float));
 

@@ -92,6 +92,7 @@ struct BackwardLayout {
 
   // In a worker in the pass for dbias, which runs before the rest and shares the tiles with it.
   int64_t bias_rows = 0;  // rows of a block of dbias
+  int64_t bias_cols = 0;  // its columns, at most block_k
   size_t bias_k = 0;      // float (block_k / panel, head_dim, panel): K^T panels
   size_t bias_v = 0;      // float (block_k / panel, head_dim_v, panel): V^T panels
   size_t bias_q = 0;      // float (block_q, ld)

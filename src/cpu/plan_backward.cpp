@@ -20,6 +20,10 @@ constexpr int64_t kBlockKWide = 128;  // for head dims whose sum is above 512
 constexpr int64_t kTileBlocks = 4;
 // Rows of a block of dbias: the block's keys are packed once for these.
 constexpr int64_t kBiasRows = 4 * kBlockQ;
+// What a block of dbias takes besides its products, in columns: it packs its rows of q and dout anew, which takes about as long as the
+// products of 16 columns.
+constexpr int64_t kBiasPacking = 16;
+constexpr int64_t kBiasLeastCols = 64;  // whole panels of every instruction set
 // Memory for the query heads of a group that are in work at the same time. More heads at a time keep more workers busy when there
 // are few heads and few blocks of keys; long sequences have enough of these.
 constexpr size_t kWaveBytes = size_t{32} << 20;
@@ -88,6 +92,25 @@ Choice choose(const ScoredBackward &problem, const Machine &machine) {
 #endif
   (void)isa;
   return {portable::backward, false, "cpu_backward_portable", reason};
+}
+
+// Columns of a block of dbias: narrower where dbias is summed over so many dimensions that blocks of block_k columns would leave workers
+// idle. A column has the same sum in any block.
+int64_t bias_cols(const ScoredBackward &problem, const BackwardLayout &l) {
+  const MaskedProblem &p = problem.forward;
+  const int64_t row_blocks = problem.dbias_sum_rows ? 1 : (problem.dbias_rows + l.bias_rows - 1) / l.bias_rows;
+  const int64_t blocks =
+      (problem.dbias_sum_batch ? 1 : p.batch) * (problem.dbias_sum_heads ? 1 : p.heads_q) * std::max<int64_t>(row_blocks, 1);
+  // Time of the pass, in columns of one worker.
+  const auto time = [&](int64_t cols) {
+    const int64_t items = blocks * ((problem.dbias_cols + cols - 1) / cols);
+    return (items + l.workers - 1) / l.workers * (cols + kBiasPacking);
+  };
+  int64_t best = l.block_k;
+  for (int64_t cols = l.block_k / 2; cols >= kBiasLeastCols; cols /= 2) {
+    if (time(cols) < time(best)) best = cols;
+  }
+  return best;
 }
 
 BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, const Machine &machine) {
@@ -178,6 +201,7 @@ BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, 
   const int64_t heads = p.batch * p.heads_k;
   const int64_t items = std::max<int64_t>(heads, 1) * std::max<int64_t>(l.wave * l.blocks_k, 1);
   l.workers = static_cast<int32_t>(std::min<int64_t>(machine.threads, items));
+  if (l.wants.dbias) l.bias_cols = bias_cols(problem, l);
   l.slots = static_cast<int32_t>(
       std::clamp<int64_t>(static_cast<int64_t>(kSlotsBytes / l.slot_bytes), 1, std::clamp<int64_t>(heads, 1, l.workers)));
 

@@ -46,6 +46,7 @@ struct Case {
   int threads;
   fa_dtype key_dtype;  // of keys and values
   int64_t group = 1;   // query heads of a key head
+  int64_t batch = 1;
 
   int64_t heads_k() const { return heads / group; }
   std::string name() const {
@@ -53,17 +54,18 @@ struct Case {
     const auto type = [](fa_dtype x) {
       return x == FA_FLOAT32 ? "fp32" : x == FA_FLOAT16 ? "fp16" : x == FA_BFLOAT16 ? "bf16" : x == FA_INT8 ? "int8" : "e4m3";
     };
-    std::string types = type(dtype), by_group = group > 1 ? " G" + std::to_string(group) : "";
+    std::string types = type(dtype), by_batch = batch > 1 ? " B" + std::to_string(batch) : "",
+                by_group = group > 1 ? " G" + std::to_string(group) : "";
     if (key_dtype != dtype) types += std::string("/") + type(key_dtype);
     char text[96];
-    std::snprintf(text, sizeof text, "%s %s D%d %s N%d%s T%d", passes[static_cast<int>(pass)], types.c_str(),
-                  static_cast<int>(head_dim), causal ? "causal" : "full", static_cast<int>(seqlen_k), by_group.c_str(),
-                  threads);
+    std::snprintf(text, sizeof text, "%s %s D%d %s N%d%s%s T%d", passes[static_cast<int>(pass)], types.c_str(),
+                  static_cast<int>(head_dim), causal ? "causal" : "full", static_cast<int>(seqlen_k), by_batch.c_str(),
+                  by_group.c_str(), threads);
     return text;
   }
   double flops() const {
     const double forward = 4.0 * static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k) *
-                           static_cast<double>(head_dim * heads) * (causal ? 0.5 : 1);
+                           static_cast<double>(head_dim * heads * batch) * (causal ? 0.5 : 1);
     return pass == Pass::forward || pass == Pass::decode ? forward : 2.5 * forward;
   }
 };
@@ -108,17 +110,19 @@ uint16_t to_half_bits(float x, fa_dtype dtype) {
   return static_cast<uint16_t>(half | (bits >> 31 << 15));
 }
 
-// A tensor (1, n, heads, head_dim) and its memory.
+// A tensor (batch, n, heads, head_dim) and its memory.
 class Tensor {
  public:
-  Tensor(int64_t n, int64_t heads, int64_t head_dim, fa_dtype dtype, unsigned seed)
-      : size_(n * heads * head_dim), dtype_(dtype), memory_(static_cast<char *>(std::aligned_alloc(4096, bytes_rounded()))) {
+  Tensor(int64_t batch, int64_t n, int64_t heads, int64_t head_dim, fa_dtype dtype, unsigned seed)
+      : size_(batch * n * heads * head_dim),
+        dtype_(dtype),
+        memory_(static_cast<char *>(std::aligned_alloc(4096, bytes_rounded()))) {
     if (!memory_) die("no memory", "tensor");
     view_.data = memory_.get();
     view_.dtype = dtype;
     view_.ndim = 4;
-    const int64_t shape[4] = {1, n, heads, head_dim};
-    const int64_t stride[4] = {size_, heads * head_dim, head_dim, 1};
+    const int64_t shape[4] = {batch, n, heads, head_dim};
+    const int64_t stride[4] = {n * heads * head_dim, heads * head_dim, head_dim, 1};
     std::copy(shape, shape + 4, view_.shape);
     std::copy(stride, stride + 4, view_.stride);
     uint32_t state = seed * 2654435761u + 1;
@@ -162,11 +166,11 @@ class Problem {
  public:
   Problem(const Case &c, fa_cpu_isa isa)
       : case_(c),
-        q_(c.seqlen_q, c.heads, c.head_dim, c.dtype, 1),
-        k_(c.seqlen_k, c.heads_k(), c.head_dim, c.key_dtype, 2),
-        v_(c.seqlen_k, c.heads_k(), c.head_dim, c.key_dtype, 3),
-        out_(c.seqlen_q, c.heads, c.head_dim, c.dtype, 4),
-        lse_(static_cast<size_t>(c.heads * c.seqlen_q)) {
+        q_(c.batch, c.seqlen_q, c.heads, c.head_dim, c.dtype, 1),
+        k_(c.batch, c.seqlen_k, c.heads_k(), c.head_dim, c.key_dtype, 2),
+        v_(c.batch, c.seqlen_k, c.heads_k(), c.head_dim, c.key_dtype, 3),
+        out_(c.batch, c.seqlen_q, c.heads, c.head_dim, c.dtype, 4),
+        lse_(static_cast<size_t>(c.batch * c.heads * c.seqlen_q)) {
     fa_config config;
     fa_config_init(&config, sizeof config);
     config.device_type = FA_DEVICE_CPU;
@@ -182,25 +186,25 @@ class Problem {
     attention_.lse.data = lse_.data();
     attention_.lse.dtype = FA_FLOAT32;
     attention_.lse.ndim = 3;
-    const int64_t shape[3] = {1, c.heads, c.seqlen_q}, stride[3] = {c.heads * c.seqlen_q, c.seqlen_q, 1};
+    const int64_t shape[3] = {c.batch, c.heads, c.seqlen_q}, stride[3] = {c.heads * c.seqlen_q, c.seqlen_q, 1};
     std::copy(shape, shape + 3, attention_.lse.shape);
     std::copy(stride, stride + 3, attention_.lse.stride);
     fa_gradients_init(&gradients_, sizeof gradients_);
     if (c.key_dtype == FA_INT8 || c.key_dtype == FA_FLOAT8_E4M3) {
       // Keys and values of deviation 1, as those of the other rows have: their numbers deviate by about 40 and 1.15.
       const float descale = c.key_dtype == FA_INT8 ? 1 / 40.0f : 1 / 1.15f;
-      descales_.assign(static_cast<size_t>(c.heads_k()), descale);
+      descales_.assign(static_cast<size_t>(c.batch * c.heads_k()), descale);
       for (fa_tensor *t : {&attention_.k_descale, &attention_.v_descale}) {
         t->data = descales_.data();
         t->dtype = FA_FLOAT32;
         t->ndim = 2;
-        t->shape[0] = 1, t->shape[1] = t->stride[0] = c.heads_k(), t->stride[1] = 1;
+        t->shape[0] = c.batch, t->shape[1] = t->stride[0] = c.heads_k(), t->stride[1] = 1;
       }
     }
     if (c.pass != Pass::backward && c.pass != Pass::memory) return;
     for (int n = 0; n < 4; ++n) {
       const int64_t rows = n < 2 ? c.seqlen_q : c.seqlen_k;  // dout, dq, dk, dv
-      more_.push_back(std::make_unique<Tensor>(rows, c.heads, c.head_dim, c.dtype, 5u + static_cast<unsigned>(n)));
+      more_.push_back(std::make_unique<Tensor>(c.batch, rows, c.heads, c.head_dim, c.dtype, 5u + static_cast<unsigned>(n)));
     }
     gradients_.dout = more_[0]->view();
     gradients_.dq = more_[1]->view();
@@ -301,7 +305,7 @@ double unfused_seconds(const Case &c) {
   if (known.count(plain.name()) != 0) return known[plain.name()];
   const int64_t n = c.seqlen_q, d = c.head_dim, stride = c.heads * d;
   std::vector<Tensor> t;
-  for (unsigned i = 0; i < 8; ++i) t.emplace_back(n, c.heads, d, FA_FLOAT32, i);
+  for (unsigned i = 0; i < 8; ++i) t.emplace_back(1, n, c.heads, d, FA_FLOAT32, i);
   std::vector<std::vector<float>> scratch(static_cast<size_t>(c.threads));
   for (auto &s : scratch) s.resize(static_cast<size_t>(2 * n * n + 2 * n * d));
   double best = 0;
@@ -432,6 +436,10 @@ std::vector<Case> all_cases(const std::vector<int> &all_threads) {
       for (const int threads : all_threads)
         cases.push_back({Pass::decode, dtype, 128, 1, 16384, 8 * group, false, threads, keys, group});
     }
+    for (const int64_t group : {1, 4, 8}) {
+      for (const int threads : all_threads)
+        cases.push_back({Pass::decode, dtype, 128, 1, 4096, 8 * group, false, threads, keys, group, 4});
+    }
   }
   cases.push_back({Pass::memory, FA_FLOAT32, 128, 32768, 32768, 1, false, 2, FA_FLOAT32});
   return cases;
@@ -485,10 +493,11 @@ void write_json(const std::string &path, const std::vector<std::pair<Case, Row>>
     const size_t first = name.find(' '), second = name.find(' ', first + 1);
     out << "    {\"name\": \"" << name << "\", \"pass\": \"" << name.substr(0, first) << "\", \"dtype\": \""
         << name.substr(first + 1, second - first - 1) << "\", \"head_dim\": " << c.head_dim << ", \"seqlen_q\": " << c.seqlen_q
-        << ", \"seqlen_k\": " << c.seqlen_k << ", \"heads\": " << c.heads << ", \"heads_k\": " << c.heads_k()
-        << ", \"causal\": " << (c.causal ? "true" : "false") << ", \"threads\": " << c.threads << ", \"seconds\": " << r.seconds
-        << ", \"gflops\": " << r.gflops << (c.pass == Pass::decode ? ", \"probe_gbytes\": " : ", \"probe_gflops\": ")
-        << r.peak_gflops << ", \"fraction\": " << r.fraction;
+        << ", \"seqlen_k\": " << c.seqlen_k << ", \"batch\": " << c.batch << ", \"heads\": " << c.heads
+        << ", \"heads_k\": " << c.heads_k() << ", \"causal\": " << (c.causal ? "true" : "false")
+        << ", \"threads\": " << c.threads << ", \"seconds\": " << r.seconds << ", \"gflops\": " << r.gflops
+        << (c.pass == Pass::decode ? ", \"probe_gbytes\": " : ", \"probe_gflops\": ") << r.peak_gflops
+        << ", \"fraction\": " << r.fraction;
     if (c.pass == Pass::decode) out << ", \"gbytes\": " << r.gbytes;
     if (r.unfused_ratio > 0) out << ", \"unfused_ratio\": " << r.unfused_ratio;
     if (r.beside_ratio > 0) out << ", \"beside_ratio\": " << r.beside_ratio;
@@ -560,7 +569,7 @@ int main(int argc, char **argv) {
   }
   std::vector<std::pair<Case, Row>> rows;
   if (!options.list) {
-    std::printf("flashattn %s, peak probe %s, B1\n", fa_version_string(), bench::probe_isa().c_str());
+    std::printf("flashattn %s, peak probe %s\n", fa_version_string(), bench::probe_isa().c_str());
     const bench::Topology host = bench::topology();
     std::printf("%d processors on %d cores; GFLOP/s of fp32 multiply-adds, bf16 vectors, bf16 tiles:\n", host.processors,
                 host.cores);

@@ -57,6 +57,20 @@ std::vector<Case> problems() {
     c.bias = c.sink = 1;
     c.bias_by_size = kOverRows | kOverHeads;
   });
+  // Blocks of dbias are narrower with more threads, while masks keep their blocks.
+  add("bias broadcast over all but columns", [](Case &c) {
+    c.heads_q = 4;
+    c.q.seqlen = 300;
+    c.k.seqlen = 520;
+    c.mask = FA_MASK_CAUSAL;
+    c.bias = 1;
+    c.bias_by_size = kOverBatch | kOverHeads | kOverRows;
+    c.element_mask = 3;
+    c.element_masked = 30;
+    c.starts = {10, 300};
+    c.block_q = c.block_k = 96;
+    c.block_lists = 1;
+  });
   // Several blocks of queries share the slices, and several heads the lists.
   add("masks as data", [](Case &c) {
     c.heads_q = 4;
