@@ -2,11 +2,13 @@
 """The operators `flashattn::forward` and `flashattn::backward` of PyTorch's dispatcher, which run on its current stream, and the
 differentiable function made of them.
 
-The operators have no derivatives of their own; `call` has. Options that an operator is not given keep the defaults of its schema, which
-costs nothing: PyTorch hands an implementation only what differs from them.
+Their kernels are those of the extension (torch_operators.cpp) where it can be loaded, else those of this file, which do the same by ctypes.
+The operators have no derivatives of their own; `call` has. Options that an operator is not given keep the defaults of its schema: PyTorch
+hands a kernel in Python only what differs from them.
 """
 
 import ctypes
+import os
 import threading
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -16,6 +18,7 @@ from torch.autograd import forward_ad
 
 from . import _abi
 from ._context import Context
+from ._error import Error
 from ._options import problem_of
 from ._tensor import dtypes_of_torch
 from ._torch_vmap import Mapped
@@ -176,25 +179,80 @@ def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, **options):
     return [like.new_empty(like.shape) for like, wanted in zip(given, needed) if wanted]
 
 
+class Extension:
+    """The extension in C++, if there is one for this library and this PyTorch; `reason` says why not."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.reason = ""
+        self._loaded: Optional[ctypes.CDLL] = None
+        chosen = os.environ.get("FLASHATTN_TORCH_EXTENSION")
+        if chosen == "0":
+            self.reason = "FLASHATTN_TORCH_EXTENSION is 0"
+            return
+        path = chosen or os.path.join(os.path.dirname(os.path.abspath(__file__)), "libflashattn_torch.so")
+        if not chosen and not os.path.exists(path):
+            self.reason = "it was not built: python3 -m flashattn.build_torch"
+            return
+        try:
+            self._load(path)
+        except (OSError, AttributeError, ImportError) as error:
+            self.reason = f"{path}: {error}"
+            if chosen:  # an explicit choice is not passed over
+                raise ImportError(f"FLASHATTN_TORCH_EXTENSION: {self.reason}") from error
+
+    def _load(self, path: str) -> None:
+        loaded = ctypes.CDLL(path)
+        options, register, failure = (
+            getattr(loaded, f"flashattn_torch_{name}") for name in ("options", "register", "failure")
+        )
+        options.restype = register.restype = ctypes.c_char_p
+        register.argtypes = [ctypes.c_void_p]
+        failure.restype, failure.argtypes = ctypes.c_int32, [ctypes.POINTER(ctypes.c_char_p)]
+        if options().decode() != _OPTIONS:
+            raise ImportError("it takes other options than this package gives; build it again")
+        problem = register(_abi.lib._handle)
+        if problem is not None:
+            raise ImportError(problem.decode())
+        self.path, self._loaded = path, loaded
+
+    def __bool__(self) -> bool:
+        return self._loaded is not None
+
+    def exception(self, error: RuntimeError) -> Exception:
+        """What the kernels of this file would have raised: PyTorch makes a RuntimeError of every failure in C++."""
+        if self._loaded is None:
+            return error
+        text = ctypes.c_char_p()
+        status = self._loaded.flashattn_torch_failure(ctypes.byref(text))
+        sentence = (text.value or b"").decode("utf-8", "replace")
+        if not sentence or sentence not in str(error):  # a failure of PyTorch's own
+            return error
+        return TypeError(sentence) if status == _abi.OK else Error(status, sentence)
+
+
 _library = torch.library.Library("flashattn", "DEF")
 
 
-def _define(name: str, arguments: str, results: str, run: Any, shapes: Any) -> Any:
+def _define(name: str, arguments: str, results: str, shapes: Any) -> Any:
     _library.define(f"{name}({arguments}, *, {_OPTIONS}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
     torch.library.register_fake(f"flashattn::{name}", shapes, lib=_library)
     return getattr(torch.ops.flashattn, name).default
 
 
-_forward_op = _define("forward", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)", _forward, _forward_shapes)
+_forward_op = _define("forward", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)", _forward_shapes)
 _backward_op = _define(
     "backward",
     "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, Tensor q, Tensor k, Tensor v",
     "Tensor[]",
-    _backward,
     _backward_shapes,
 )
+
+extension = Extension()
+if not extension:
+    for _device in ("CPU", "CUDA"):
+        _library.impl("forward", _forward, _device)
+        _library.impl("backward", _backward, _device)
 
 # What follows takes the names of the tensors that are given besides q, k and v, and the numbers as pairs of name and value.
 Names = Tuple[str, ...]
@@ -213,7 +271,10 @@ def _is_transformed() -> bool:
 
 
 def _run(names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tuple[Tensor, Tensor]:
-    return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+    try:
+        return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+    except RuntimeError as error:
+        raise extension.exception(error)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -284,7 +345,10 @@ def _run_gradients(
     v: Tensor,
     *tensors: Tensor,
 ) -> Any:
-    return _backward_op(dout, dlse, out, lse, needed, q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+    try:
+        return _backward_op(dout, dlse, out, lse, needed, q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+    except RuntimeError as error:
+        raise extension.exception(error)
 
 
 class _Gradients(torch.autograd.Function):
