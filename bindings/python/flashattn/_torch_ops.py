@@ -274,7 +274,7 @@ def _run(names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tenso
     try:
         return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
     except RuntimeError as error:
-        raise extension.exception(error)
+        raise extension.exception(error) from None
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -285,20 +285,27 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
     out, lse, *tensors = ctx.saved_tensors
-    wanted = dict(zip(("q", "k", "v", *ctx.names), ctx.needs_input_grad[2:]))
     if dout is None and dlse is None:
         return (None,) * (2 + len(tensors))
-    for name, is_wanted in wanted.items():
-        if is_wanted and name not in _DIFFERENTIABLE:
+    _, _, *wanted = ctx.needs_input_grad
+    bias = sink = False
+    for name, is_wanted in zip(ctx.names, wanted[3:]):
+        if not is_wanted:
+            continue
+        if name == "bias":
+            bias = True
+        elif name == "sink":
+            sink = True
+        else:
             raise NotImplementedError(f"{name} requires a gradient, but flashattn has none for it; give {name}.detach()")
     if dout is None:
         dout = torch.zeros_like(out)
-    needed = tuple(wanted.get(name, False) for name in _DIFFERENTIABLE)
+    needed = (*wanted[:3], bias, sink)
     # Under torch.compile the operator itself is traced, and PyTorch refuses second derivatives.
     nested = not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_transformed())
     run = _Gradients.apply if nested else _run_gradients
     results = iter(run(ctx.names, ctx.numbers, needed, dout, dlse, out, lse, *tensors))
-    return (None, None, *(next(results) if wanted[name] else None for name in wanted))
+    return (None, None, *[next(results) if is_wanted else None for is_wanted in wanted])
 
 
 class _Attention(torch.autograd.Function):
@@ -348,7 +355,7 @@ def _run_gradients(
     try:
         return _backward_op(dout, dlse, out, lse, needed, q, k, v, **dict(zip(names, tensors)), **dict(numbers))
     except RuntimeError as error:
-        raise extension.exception(error)
+        raise extension.exception(error) from None
 
 
 class _Gradients(torch.autograd.Function):
@@ -382,13 +389,17 @@ class _Gradients(torch.autograd.Function):
 
 def call(tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
     """(out, lse), differentiable. `tensors` has q, k, v and what is given of TENSORS, `numbers` what differs from the operators' defaults."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    _, _, _, *names = given
-    inputs: Any = (tuple(names), tuple(numbers.items()), *given.values())
+    names, given, is_wanted = [], [], False
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            names.append(name)
+            given.append(tensor)
+            is_wanted = is_wanted or tensor.requires_grad
+    inputs: Any = (tuple(names[3:]), tuple(numbers.items()), *given)
     if _is_transformed():
         return _Transformed.apply(*inputs)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given.values()):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given):
         raise NotImplementedError(_NO_TANGENT)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+    if is_wanted and torch.is_grad_enabled():
         return _Attention.apply(*inputs)
     return _run(*inputs)

@@ -144,6 +144,24 @@ fa_dtype dtype_of(int32_t dtype) {
   return 0;
 }
 
+// PyTorch's name of a dtype that the library does not know.
+std::string unknown_dtype(int32_t dtype) {
+  static const std::pair<int32_t, const char *> names[] = {{aoti_torch_dtype_float64(), "torch.float64"},
+                                                           {aoti_torch_dtype_float8_e5m2(), "torch.float8_e5m2"},
+                                                           {aoti_torch_dtype_float8_e5m2fnuz(), "torch.float8_e5m2fnuz"},
+                                                           {aoti_torch_dtype_float8_e4m3fnuz(), "torch.float8_e4m3fnuz"},
+                                                           {aoti_torch_dtype_int16(), "torch.int16"},
+                                                           {aoti_torch_dtype_uint16(), "torch.uint16"},
+                                                           {aoti_torch_dtype_uint32(), "torch.uint32"},
+                                                           {aoti_torch_dtype_uint64(), "torch.uint64"},
+                                                           {aoti_torch_dtype_complex32(), "torch.complex32"},
+                                                           {aoti_torch_dtype_complex64(), "torch.complex64"},
+                                                           {aoti_torch_dtype_complex128(), "torch.complex128"}};
+  for (const auto &[number, name] : names)
+    if (number == dtype) return name;
+  return "number " + std::to_string(dtype) + " of PyTorch";
+}
+
 int32_t torch_dtype(const Tensor &tensor) {
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
@@ -159,8 +177,10 @@ fa_tensor view(const Tensor &tensor, const char *what, const Device &device) {
   if (sizes.size() > 4)
     fail(FA_OK, std::string(what) + " has " + std::to_string(sizes.size()) + " dimensions; at most 4 are possible");
   fa_tensor result = {};
-  result.dtype = dtype_of(torch_dtype(tensor));
-  if (result.dtype == 0) fail(FA_OK, std::string(what) + " has a dtype that the library does not know");
+  const int32_t dtype = torch_dtype(tensor);
+  result.dtype = dtype_of(dtype);
+  if (result.dtype == 0)
+    fail(FA_OK, std::string(what) + " has dtype " + unknown_dtype(dtype) + ", which the library does not know");
   result.ndim = static_cast<int32_t>(sizes.size());
   std::copy(sizes.begin(), sizes.end(), result.shape);
   std::copy(strides.begin(), strides.end(), result.stride);
