@@ -203,11 +203,11 @@ class Extension:
 
     def _load(self, path: str) -> None:
         loaded = ctypes.CDLL(path)
-        options, register, failure = (
-            getattr(loaded, f"flashattn_torch_{name}") for name in ("options", "register", "failure")
+        options, register, install, failure = (
+            getattr(loaded, f"flashattn_torch_{name}") for name in ("options", "register", "install", "failure")
         )
-        options.restype = register.restype = ctypes.c_char_p
-        register.argtypes = [ctypes.c_void_p]
+        options.restype = register.restype = install.restype = ctypes.c_char_p
+        register.argtypes, install.argtypes = [ctypes.c_void_p], [ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32]
         failure.restype, failure.argtypes = ctypes.c_int32, [ctypes.POINTER(ctypes.c_char_p)]
         if options().decode() != _OPTIONS:
             raise ImportError("it takes other options than this package gives; build it again")
@@ -218,6 +218,18 @@ class Extension:
 
     def __bool__(self) -> bool:
         return self._loaded is not None
+
+    def install(self, key: str, of_cuda: bool, deterministic: bool) -> None:
+        """Puts kernels over those of PyTorch's operators of the CPU or of CUDA, for a dispatch key."""
+        assert self._loaded is not None
+        problem = self._loaded.flashattn_torch_install(key.encode(), of_cuda, deterministic)
+        if problem is not None:
+            raise RuntimeError(problem.decode())
+
+    def uninstall(self) -> None:
+        """Takes them away."""
+        assert self._loaded is not None
+        self._loaded.flashattn_torch_uninstall()
 
     def exception(self, error: RuntimeError) -> Exception:
         """What the kernels of this file would have raised: PyTorch makes a RuntimeError of every failure in C++."""

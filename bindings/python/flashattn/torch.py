@@ -14,9 +14,10 @@ from typing import Any, Dict, Optional, Sequence, Union
 import torch
 from torch import Tensor
 
+from ._torch_install import Installation, fallbacks, install, uninstall
 from ._torch_ops import call
 
-__all__ = ["attention", "scaled_dot_product_attention"]
+__all__ = ["Installation", "attention", "fallbacks", "install", "scaled_dot_product_attention", "uninstall"]
 
 Integers = Union[Tensor, Sequence[Any], None]
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the operators flashattn::forward and flashattn::backward for PyTorch's dispatcher: they hand tensors to the C ABI as they lie
-// in memory. _torch_ops.py declares the operators and has the same kernels in Python.
+// Kernels for PyTorch's dispatcher that hand tensors to the C ABI as they lie in memory: of the operators flashattn::forward and
+// flashattn::backward, which _torch_ops.py declares and has in Python, too; and of PyTorch's own operators behind
+// scaled_dot_product_attention, for _torch_install.py.
 //
 // Only PyTorch's stable ABI is used (TORCH_TARGET_VERSION, 2.10), and neither Python nor libflashattn is linked: one file serves every
 // version of Python and of PyTorch since. Functions of libflashattn are looked up in the library that the package has loaded.
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -50,9 +52,16 @@ struct Failure {
 };
 thread_local Failure last_failure;
 
+// The library has no kernel for these arguments, or cannot be told of them; nothing has been computed.
+struct Refusal : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 [[noreturn]] void fail(fa_status status, std::string text) {
   last_failure = {status, text};
-  throw std::runtime_error(status == FA_OK ? text : std::string(fa.status_name(status)) + ": " + text);
+  const std::string sentence = status == FA_OK ? text : std::string(fa.status_name(status)) + ": " + text;
+  if (status < FA_ERROR_NO_DEVICE) throw Refusal(sentence);
+  throw std::runtime_error(sentence);
 }
 
 void check(fa_status status, fa_context context) {
@@ -195,26 +204,38 @@ Tensor rows(const Tensor &tensor) {
   return torch::stable::contiguous(tensor);
 }
 
-// Memory of a result. Rows between packed sequences are never written, so they are set to zero here.
-Tensor new_result(const std::vector<int64_t> &shape, int32_t dtype, const Device &device, bool packed) {
-  std::vector<int64_t> strides(shape.size());
+using Sizes = std::vector<int64_t>;
+
+Sizes shape_of(const Tensor &tensor) {
+  const auto sizes = tensor.sizes();
+  return Sizes(sizes.begin(), sizes.end());
+}
+
+// Strides of a dense tensor whose dimensions lie in memory in the given order, the last one innermost.
+template <typename Order>
+Sizes strides_of(const Sizes &shape, const Order &order) {
+  Sizes strides(shape.size());
   int64_t count = 1;
-  for (size_t d = shape.size(); d-- > 0; count *= std::max<int64_t>(shape[d], 1)) strides[d] = count;
+  for (size_t n = shape.size(); n-- > 0; count *= std::max<int64_t>(shape[order[n]], 1)) strides[order[n]] = count;
+  return strides;
+}
+constexpr int kInOrder[] = {0, 1, 2, 3};
+
+// Memory of a result.
+Tensor new_result(const Sizes &shape, const Sizes &strides, int32_t dtype, const Device &device) {
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), dtype,
                                                   device.type, device.index, &handle));
   Tensor result(handle);
-  if (packed) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(handle));
-  } else if (fill_results) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(handle, NAN));
-  }
+  if (fill_results) TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(handle, NAN));
   return result;
 }
 
-std::vector<int64_t> shape_of(const Tensor &tensor) {
-  const auto sizes = tensor.sizes();
-  return std::vector<int64_t>(sizes.begin(), sizes.end());
+// The same, contiguous. Rows between packed sequences are never written, so they are set to zero here.
+Tensor new_result(const Sizes &shape, int32_t dtype, const Device &device, bool packed) {
+  const Tensor result = new_result(shape, strides_of(shape, kInOrder), dtype, device);
+  if (packed) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(result.get()));
+  return result;
 }
 
 // ----------------------------------------------------------------------------------------------------------- arguments
@@ -258,6 +279,12 @@ class Arguments {
     return to<T>(*next_++);
   }
 
+  // PyTorch's formulas for derivatives give an undefined tensor for one that is absent.
+  std::optional<Tensor> take_optional() {
+    auto tensor = take<std::optional<Tensor>>();
+    return tensor && tensor->defined() ? tensor : std::nullopt;
+  }
+
  private:
   StableIValue *next_;
 };
@@ -266,8 +293,8 @@ class Arguments {
 class Options {
  public:
   explicit Options(Arguments &given) {
-    for (auto &tensor : tensors_) tensor = given.take<std::optional<Tensor>>();
-    seed_ = given.take<std::optional<Tensor>>();
+    for (auto &tensor : tensors_) tensor = given.take_optional();
+    seed_ = given.take_optional();
     causal_ = given.take<int64_t>();
     window_left_ = given.take<std::optional<int64_t>>();
     window_right_ = given.take<std::optional<int64_t>>();
@@ -358,7 +385,7 @@ void forward(StableIValue *stack, uint64_t, uint64_t) {
                     " dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)");
   q = rows(q), k = rows(k), v = rows(v);
   fa_attention problem = options.problem(q, k, v, device);
-  std::vector<int64_t> shape = shape_of(q);
+  Sizes shape = shape_of(q);
   shape.back() = v.dim() > 0 ? v.size(v.dim() - 1) : 0;  // the library refuses v without dimensions
   const Tensor out = new_result(shape, result_dtype(q), device, options.packed_q());
   shape.pop_back();
@@ -375,7 +402,7 @@ void forward(StableIValue *stack, uint64_t, uint64_t) {
 void backward(StableIValue *stack, uint64_t, uint64_t) {
   Arguments given(stack);
   Tensor dout = given.take<Tensor>();
-  const auto dlse = given.take<std::optional<Tensor>>();
+  const auto dlse = given.take_optional();
   Tensor out = given.take<Tensor>();
   const Tensor lse = given.take<Tensor>();
   const auto needed = given.take<std::vector<bool>>();
@@ -412,6 +439,257 @@ void backward(StableIValue *stack, uint64_t, uint64_t) {
   const fa_context context = contexts.get(device);
   check(fa.backward(context, &problem, &gradients, nullptr, 0, stream_of(device)), context);
   stack[0] = from(results);
+}
+
+// --------------------------------------------------------------------------------------------- PyTorch's own operators
+
+// The operators behind scaled_dot_product_attention have (batch, heads, rows, head_dim). What the library refuses goes to the kernel that
+// was there before: an operator of _torch_install.py, which gets the reason before the other arguments.
+constexpr int kRowsFirst[] = {0, 2, 1, 3};
+bool deterministic_gradients;
+
+enum class Sdpa { kCpu, kCuda };  // _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention
+
+// Runs `ours`, or `theirs` with the reason where the library refuses the arguments.
+template <typename Ours, typename Theirs>
+void run_or_default(const Ours &ours, const Theirs &theirs) {
+  std::string reason;
+  try {
+    return ours();
+  } catch (const Refusal &refusal) {
+    reason = refusal.what();
+  }
+  theirs(reason);
+}
+
+void call_default(const char *name, std::vector<StableIValue> arguments, size_t results, StableIValue *stack) {
+  arguments.resize(std::max(arguments.size(), results));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", arguments.data(), TORCH_ABI_VERSION));
+  std::copy_n(arguments.begin(), results, stack);
+}
+
+fa_tensor rows_first(const Tensor &tensor, const char *what, const Device &device) {
+  fa_tensor result = view(tensor, what, device);
+  if (result.ndim != 4) fail(FA_OK, std::string(what) + " has " + std::to_string(result.ndim) + " dimensions; it needs 4");
+  std::swap(result.shape[1], result.shape[2]);
+  std::swap(result.stride[1], result.stride[2]);
+  return result;
+}
+
+// As torch.empty_like: with the strides of a dense tensor.
+Tensor empty_like(const Tensor &tensor, const Device &device) {
+  const Sizes shape = shape_of(tensor);
+  const auto given = tensor.strides();
+  for (const auto *order : {kInOrder, kRowsFirst}) {
+    const Sizes strides = strides_of(shape, order);
+    if (std::equal(given.begin(), given.end(), strides.begin(), strides.end()))
+      return new_result(shape, strides, torch_dtype(tensor), device);
+  }
+  const Tensor result = torch::stable::empty_like(tensor);
+  if (fill_results) TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(result.get(), NAN));
+  return result;
+}
+
+// A problem as these operators describe it.
+struct SdpaProblem {
+  Sdpa kind;
+  Tensor query, key, value;
+  double dropout_p = 0;
+  bool is_causal = false;
+  std::optional<Tensor> attn_mask;
+  std::optional<double> scale;
+
+  Device device() const { return device_of(query); }
+
+  // Without outputs. The tensors are to have a last stride of 1.
+  fa_attention attention() const {
+    const Device device = this->device();
+    fa_attention problem = {};
+    problem.struct_size = sizeof problem;
+    problem.q = rows_first(query, "query", device);
+    problem.k = rows_first(key, "key", device);
+    problem.v = rows_first(value, "value", device);
+    // Results have the shape of query.
+    if (problem.v.shape[3] != problem.q.shape[3])
+      fail(FA_OK,
+           "query has " + std::to_string(problem.q.shape[3]) + " columns and value " + std::to_string(problem.v.shape[3]));
+    if (dropout_p != 0) fail(FA_OK, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
+    // Where there are not as many queries as keys, the CPU's operator aligns the first of both, the other the last.
+    if (is_causal) problem.mask = kind == Sdpa::kCpu ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
+    if (scale) {
+      problem.softmax_scale = static_cast<float>(*scale);
+      if (!(problem.softmax_scale > 0)) fail(FA_OK, "scale is " + std::to_string(*scale) + "; it must be positive");
+    }
+    if (attn_mask) {
+      fa_tensor mask = view(*attn_mask, "attn_mask", device);
+      if (mask.ndim == 2)
+        mask = {mask.data, {1, 1, mask.shape[0], mask.shape[1]}, {0, 0, mask.stride[0], mask.stride[1]}, mask.dtype, 4};
+      if (mask.ndim == 4 && mask.shape[3] == 1) mask.shape[3] = problem.k.shape[1], mask.stride[3] = 0;
+      (mask.dtype == FA_BOOL ? problem.element_mask : problem.bias) = mask;
+    }
+    return problem;
+  }
+
+  SdpaProblem with_rows() const { return {kind, rows(query), rows(key), rows(value), dropout_p, is_causal, attn_mask, scale}; }
+};
+
+// (batch, heads, rows), in memory as these operators have it.
+Tensor new_lse(const SdpaProblem &problem) {
+  constexpr int rows_first[] = {0, 2, 1};
+  Sizes shape = shape_of(problem.query);
+  shape.pop_back();
+  return new_result(shape, strides_of(shape, problem.kind == Sdpa::kCpu ? rows_first : kInOrder), aoti_torch_dtype_float32(),
+                    problem.device());
+}
+
+std::pair<Tensor, Tensor> sdpa_forward(const SdpaProblem &given) {
+  const SdpaProblem sdpa = given.with_rows();
+  const Device device = sdpa.device();
+  fa_attention problem = sdpa.attention();
+  std::pair<Tensor, Tensor> results(empty_like(given.query, device), new_lse(sdpa));
+  problem.out = rows_first(results.first, "out", device);
+  problem.lse = view(results.second, "logsumexp", device);
+  const fa_context context = contexts.get(device);
+  check(fa.forward(context, &problem, nullptr, 0, stream_of(device)), context);
+  return results;
+}
+
+// Gradients of query, key and value, onto the stack.
+void sdpa_backward(const SdpaProblem &given, const Tensor &grad_out, const Tensor &out, const Tensor &lse,
+                   StableIValue *stack) {
+  const SdpaProblem sdpa = given.with_rows();
+  const Device device = sdpa.device();
+  const Tensor dout = rows(grad_out), o = rows(out);
+  fa_attention problem = sdpa.attention();
+  if (deterministic_gradients) problem.flags |= FA_FLAG_DETERMINISTIC;
+  problem.out = rows_first(o, "out", device);
+  problem.lse = view(lse, "logsumexp", device);
+  fa_gradients gradients = {};
+  gradients.struct_size = sizeof gradients;
+  gradients.dout = rows_first(dout, "grad_out", device);
+  const auto result = [&](const Tensor &like) {
+    if (given.kind == Sdpa::kCuda) return empty_like(like, device);
+    const Sizes shape = shape_of(like);
+    return new_result(shape, strides_of(shape, kRowsFirst), torch_dtype(like), device);
+  };
+  const Tensor dq = result(given.query), dk = result(given.key), dv = result(given.value);
+  gradients.dq = rows_first(dq, "grad_query", device);
+  gradients.dk = rows_first(dk, "grad_key", device);
+  gradients.dv = rows_first(dv, "grad_value", device);
+  const fa_context context = contexts.get(device);
+  check(fa.backward(context, &problem, &gradients, nullptr, 0, stream_of(device)), context);
+  stack[0] = from(dq);
+  stack[1] = from(dk);
+  stack[2] = from(dv);
+}
+
+void cpu_forward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  SdpaProblem sdpa = {Sdpa::kCpu, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  sdpa.attn_mask = given.take_optional();
+  sdpa.scale = given.take<std::optional<double>>();
+  run_or_default(
+      [&] {
+        const auto [out, lse] = sdpa_forward(sdpa);
+        stack[0] = from(out);
+        stack[1] = from(lse);
+      },
+      [&](const std::string &reason) {
+        call_default("flashattn::default_for_cpu",
+                     {from(reason), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(sdpa.dropout_p),
+                      from(sdpa.is_causal), from(sdpa.attn_mask), from(sdpa.scale)},
+                     2, stack);
+      });
+}
+
+void cpu_backward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  const Tensor grad_out = given.take<Tensor>();
+  SdpaProblem sdpa = {Sdpa::kCpu, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  const Tensor out = given.take<Tensor>(), lse = given.take<Tensor>();
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  sdpa.attn_mask = given.take_optional();
+  sdpa.scale = given.take<std::optional<double>>();
+  run_or_default([&] { sdpa_backward(sdpa, grad_out, out, lse, stack); },
+                 [&](const std::string &reason) {
+                   call_default("flashattn::default_for_cpu_backward",
+                                {from(reason), from(grad_out), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(out),
+                                 from(lse), from(sdpa.dropout_p), from(sdpa.is_causal), from(sdpa.attn_mask), from(sdpa.scale)},
+                                3, stack);
+                 });
+}
+
+// What this operator returns beside out and lse: no offsets of sequences, the numbers of rows, and the random state and mask of dropout.
+void cuda_forward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  SdpaProblem sdpa = {Sdpa::kCuda, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  const bool return_debug_mask = given.take<bool>();
+  sdpa.scale = given.take<std::optional<double>>();
+  run_or_default(
+      [&] {
+        if (return_debug_mask) fail(FA_OK, "return_debug_mask is True");
+        const auto [out, lse] = sdpa_forward(sdpa);
+        const Device device = sdpa.device();
+        const auto undefined = [] {
+          AtenTensorHandle handle = nullptr;
+          TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
+          return from(Tensor(handle));
+        };
+        const auto unused = [&](const Sizes &shape, int32_t dtype) {
+          AtenTensorHandle handle = nullptr;
+          const Sizes strides(shape.size(), 1);
+          TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                                                          dtype, device.type, device.index, &handle));
+          return from(Tensor(handle));
+        };
+        stack[0] = from(out);
+        stack[1] = from(lse);
+        stack[2] = undefined();
+        stack[3] = undefined();
+        stack[4] = from(sdpa.query.size(2));
+        stack[5] = from(sdpa.key.size(2));
+        stack[6] = unused({2}, aoti_torch_dtype_uint64());
+        stack[7] = unused({}, aoti_torch_dtype_uint64());
+        stack[8] = unused({0}, torch_dtype(sdpa.query));
+      },
+      [&](const std::string &reason) {
+        call_default("flashattn::default_for_cuda",
+                     {from(reason), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(sdpa.dropout_p),
+                      from(sdpa.is_causal), from(return_debug_mask), from(sdpa.scale)},
+                     9, stack);
+      });
+}
+
+void cuda_backward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  const Tensor grad_out = given.take<Tensor>();
+  SdpaProblem sdpa = {Sdpa::kCuda, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  const Tensor out = given.take<Tensor>(), lse = given.take<Tensor>();
+  const Tensor cum_seq_q = given.take<Tensor>(), cum_seq_k = given.take<Tensor>();
+  const int64_t max_q = given.take<int64_t>(), max_k = given.take<int64_t>();
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  const Tensor seed = given.take<Tensor>(), offset = given.take<Tensor>();
+  sdpa.scale = given.take<std::optional<double>>();
+  run_or_default([&] { sdpa_backward(sdpa, grad_out, out, lse, stack); },
+                 [&](const std::string &reason) {
+                   call_default("flashattn::default_for_cuda_backward",
+                                {from(reason), from(grad_out), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(out),
+                                 from(lse), from(cum_seq_q), from(cum_seq_k), from(max_q), from(max_k), from(sdpa.dropout_p),
+                                 from(sdpa.is_causal), from(seed), from(offset), from(sdpa.scale)},
+                                3, stack);
+                 });
+}
+
+// Kernels over PyTorch's own. Never destroyed: PyTorch may be gone before this file's objects.
+std::vector<std::unique_ptr<StableLibrary>> &installed() {
+  static auto *libraries = new std::vector<std::unique_ptr<StableLibrary>>;
+  return *libraries;
 }
 
 template <typename T>
@@ -472,6 +750,31 @@ FA_EXPORT int32_t flashattn_torch_failure(const char **text) {
   *text = last_failure.text.c_str();
   return last_failure.status;
 }
+
+// Puts kernels over those of PyTorch's operators behind scaled_dot_product_attention: those of the CPU (`of_cuda` 0) or of CUDA, for tensors
+// of the dispatch key. Returns what is wrong, or null.
+FA_EXPORT const char *flashattn_torch_install(const char *key, int32_t of_cuda, int32_t deterministic) {
+  static std::string problem;
+  try {
+    auto kernels = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", key, __FILE__, __LINE__);
+    if (of_cuda) {
+      kernels->impl("_scaled_dot_product_flash_attention", cuda_forward)
+          .impl("_scaled_dot_product_flash_attention_backward", cuda_backward);
+    } else {
+      kernels->impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward)
+          .impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward);
+    }
+    deterministic_gradients = deterministic != 0;
+    installed().push_back(std::move(kernels));
+    return nullptr;
+  } catch (const std::exception &error) {
+    problem = error.what();
+    return problem.c_str();
+  }
+}
+
+// Takes all of them away again.
+FA_EXPORT void flashattn_torch_uninstall() { installed().clear(); }
 
 // For tests: results are NaN until the library writes them.
 FA_EXPORT void flashattn_torch_fill_results(int32_t on) { fill_results = on != 0; }
