@@ -5,7 +5,7 @@ PyTorch goes on choosing the operator, and its own formulas for derivatives, tra
 """
 
 import collections
-from typing import Any, Deque, List, NamedTuple, Tuple
+from typing import Any, Deque, Dict, List, NamedTuple, Tuple
 
 import torch
 
@@ -27,15 +27,15 @@ OPERATORS = {
 }
 #: Arguments and results of these operators, as the kernels take them.
 SCHEMAS = (
-    "_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+    "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
     "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
-    "_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
     "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    "_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
+    "aten::_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
     "bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, "
     "SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
-    "_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
     "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
     "Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
 )
@@ -49,7 +49,7 @@ class Installation(NamedTuple):
 
 
 _fallbacks: Deque[str] = collections.deque(maxlen=64)
-_definitions: Any = None  # of the operators that run PyTorch's kernels
+_definitions: Dict[str, Any] = {}  # by device, of the operators that run PyTorch's kernels
 _handle: Any = None  # of an installation without PyTorch's registry
 
 
@@ -67,31 +67,29 @@ def _missing(device: str) -> str:
             return "cuda: PyTorch finds no GPU"
         if "cuda_archs=none" in (_abi.lib.fa_build_info() or b"").decode():
             return "cuda: the library was built without CUDA"
-    for schema, (name, _) in zip(SCHEMAS[:2] if device == "cpu" else SCHEMAS[2:], OPERATORS[device.upper()]):
-        theirs = str(getattr(torch.ops.aten, name).default._schema)
-        if torch._C.parse_schema(f"aten::{schema}") != getattr(torch.ops.aten, name).default._schema:
+    for name, _ in OPERATORS[device.upper()]:
+        theirs = getattr(torch.ops.aten, name).default._schema
+        if theirs not in map(torch._C.parse_schema, SCHEMAS):
             return f"{device}: PyTorch {torch.__version__} has an operator that this package does not know, {theirs}"
     return ""
 
 
-def _define_defaults() -> None:
-    """Operators that run the kernels which PyTorch has now, and note why they do."""
-    global _definitions
-    if _definitions is not None:
+def _define_defaults(device: str) -> None:
+    """Operators that run the kernels which PyTorch has now for a device, and note why they do."""
+    if device in _definitions:
         return
-    _definitions = torch.library.Library("flashattn", "FRAGMENT")
-    for key, pairs in OPERATORS.items():
-        for name, default in pairs:
-            operator = getattr(torch.ops.aten, name).default
-            arguments = str(operator._schema).split("(", 1)[1]
-            _definitions.define(f"{default}(str reason, {arguments}")
-            kernel = torch.library.get_kernel(operator, key)
+    definitions = _definitions[device] = torch.library.Library("flashattn", "FRAGMENT")
+    for name, default in OPERATORS[device.upper()]:
+        operator = getattr(torch.ops.aten, name).default
+        _, arguments = str(operator._schema).split("(", 1)
+        definitions.define(f"{default}(str reason, {arguments}")
+        kernel = torch.library.get_kernel(operator, device.upper())
 
-            def run(keys: Any, reason: str, *arguments: Any, kernel: Any = kernel, name: str = name, **options: Any) -> Any:
-                _fallbacks.append(f"{name}: {reason}")
-                return kernel.call_boxed(keys, *arguments, **options)
+        def run(keys: Any, reason: str, *arguments: Any, kernel: Any = kernel, name: str = name, **options: Any) -> Any:
+            _fallbacks.append(f"{name}: {reason}")
+            return kernel.call_boxed(keys, *arguments, **options)
 
-            _definitions.impl(default, run, key, with_keyset=True)
+        definitions.impl(default, run, device.upper(), with_keyset=True)
 
 
 class _Handle:
@@ -102,8 +100,8 @@ class _Handle:
 
 
 def _activate(devices: Tuple[str, ...], deterministic: bool) -> _Handle:
-    _define_defaults()
     for device in devices:
+        _define_defaults(device)
         extension.install(device.upper(), device == "cuda", deterministic)
     return _Handle()
 

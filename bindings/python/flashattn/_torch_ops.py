@@ -179,6 +179,25 @@ def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, **options):
     return [like.new_empty(like.shape) for like, wanted in zip(given, needed) if wanted]
 
 
+_FIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+
+
+def _find(name: bytes) -> Optional[int]:
+    """The address of a function of libflashattn, or of the part of PyTorch for CUDA."""
+    library = _abi.lib
+    if not name.startswith(b"fa_"):
+        try:
+            library = ctypes.CDLL("libtorch_cuda.so", os.RTLD_LAZY | os.RTLD_NOLOAD)
+        except OSError:
+            return None
+    function = getattr(library, name.decode(), None)
+    return ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
+
+
+#: What the extension has beside the library's statuses.
+_EXCEPTIONS = {-1: TypeError, -2: ValueError, -3: OverflowError}
+
+
 class Extension:
     """The extension in C++, if there is one for this library and this PyTorch; `reason` says why not."""
 
@@ -207,11 +226,11 @@ class Extension:
             getattr(loaded, f"flashattn_torch_{name}") for name in ("options", "register", "install", "failure")
         )
         options.restype = register.restype = install.restype = ctypes.c_char_p
-        register.argtypes, install.argtypes = [ctypes.c_void_p], [ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32]
+        register.argtypes, install.argtypes = [_FIND], [ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32]
         failure.restype, failure.argtypes = ctypes.c_int32, [ctypes.POINTER(ctypes.c_char_p)]
         if options().decode() != _OPTIONS:
             raise ImportError("it takes other options than this package gives; build it again")
-        problem = register(_abi.lib._handle)
+        problem = register(_FIND(_find))
         if problem is not None:
             raise ImportError(problem.decode())
         self.path, self._loaded = path, loaded
@@ -231,6 +250,11 @@ class Extension:
         assert self._loaded is not None
         self._loaded.flashattn_torch_uninstall()
 
+    def fill_results(self, on: bool) -> None:
+        """Whether results are NaN until the library writes them; for tests."""
+        assert self._loaded is not None
+        self._loaded.flashattn_torch_fill_results(on)
+
     def exception(self, error: RuntimeError) -> Exception:
         """What the kernels of this file would have raised: PyTorch makes a RuntimeError of every failure in C++."""
         if self._loaded is None:
@@ -240,7 +264,7 @@ class Extension:
         sentence = (text.value or b"").decode("utf-8", "replace")
         if not sentence or sentence not in str(error):  # a failure of PyTorch's own
             return error
-        return TypeError(sentence) if status == _abi.OK else Error(status, sentence)
+        return _EXCEPTIONS[status](sentence) if status in _EXCEPTIONS else Error(status, sentence)
 
 
 _library = torch.library.Library("flashattn", "DEF")

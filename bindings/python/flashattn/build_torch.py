@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import List, Optional
+from typing import Any, Dict, List, Optional
 
 HERE = Path(__file__).resolve().parent
 NAME = "libflashattn_torch.so"
@@ -31,7 +31,7 @@ def _torch() -> Path:
     if found is None or not found.submodule_search_locations:
         raise Unavailable("PyTorch is not installed")
     folder = Path(found.submodule_search_locations[0])
-    version = {}
+    version: Dict[str, Any] = {}
     exec((folder / "version.py").read_text(), version)  # without importing PyTorch, which takes seconds
     major, minor = (int(part) for part in version["__version__"].split(".")[:2])
     if (major, minor) < _TARGET:
@@ -68,7 +68,7 @@ def build(folder: Path) -> Path:
         *(f"-ffile-prefix-map={path}={name}" for path, name in ((torch / "include", "torch"), (header, "include"), (HERE, "flashattn"))),
         *("-I", str(header), "-isystem", str(torch / "include")),
         str(HERE / "torch_operators.cpp"),
-        *("-o", str(partial), "-L", str(torch / "lib"), "-ltorch_cpu", "-ldl"),
+        *("-o", str(partial), "-L", str(torch / "lib"), "-ltorch_cpu"),
         f"-Wl,-soname,{NAME}",
     ]
     try:

@@ -4,8 +4,7 @@
 // scaled_dot_product_attention, for _torch_install.py.
 //
 // Only PyTorch's stable ABI is used (TORCH_TARGET_VERSION, 2.10), and neither Python nor libflashattn is linked: one file serves every
-// version of Python and of PyTorch since. Functions of libflashattn are looked up in the library that the package has loaded.
-#include <dlfcn.h>
+// version of Python and of PyTorch since. The package gives the addresses of libflashattn's functions.
 #include <flashattn/flashattn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -45,9 +44,12 @@ bool fill_results;
 
 // ------------------------------------------------------------------------------------------------------------ failures
 
-// What Python asks for to raise the exception that it would have raised itself. PyTorch makes a RuntimeError of `text`.
+// Exceptions that the kernels in Python raise for an argument that cannot be described to the library: numbers beside those of fa_status.
+enum : fa_status { kTypeError = -1, kValueError = -2, kOverflowError = -3 };
+
+// What Python asks for to raise the same exception: PyTorch makes a RuntimeError of every failure.
 struct Failure {
-  fa_status status = FA_OK;  // FA_OK: an argument that cannot be described to the library
+  fa_status status = FA_OK;
   std::string text;
 };
 thread_local Failure last_failure;
@@ -59,7 +61,7 @@ struct Refusal : std::runtime_error {
 
 [[noreturn]] void fail(fa_status status, std::string text) {
   last_failure = {status, text};
-  const std::string sentence = status == FA_OK ? text : std::string(fa.status_name(status)) + ": " + text;
+  const std::string sentence = status < FA_OK ? text : std::string(fa.status_name(status)) + ": " + text;
   if (status < FA_ERROR_NO_DEVICE) throw Refusal(sentence);
   throw std::runtime_error(sentence);
 }
@@ -133,7 +135,7 @@ thread_local Contexts contexts;
 fa_stream stream_of(const Device &device) {
   if (device.type == aoti_torch_device_type_cpu()) return nullptr;
   void *stream = nullptr;
-  if (current_cuda_stream == nullptr) fail(FA_OK, "PyTorch has no CUDA streams: libtorch_cuda.so is not loaded");
+  if (current_cuda_stream == nullptr) fail(kTypeError, "this PyTorch has no CUDA streams");
   TORCH_ERROR_CODE_CHECK(current_cuda_stream(device.index, &stream));
   return static_cast<fa_stream>(stream);
 }
@@ -180,16 +182,16 @@ int32_t torch_dtype(const Tensor &tensor) {
 fa_tensor view(const Tensor &tensor, const char *what, const Device &device) {
   const Device here = device_of(tensor);
   if (!(here == device))
-    fail(FA_OK, std::string(what) + " is on " + name_of(here) + "; it must be on " + name_of(device) + ", where q is");
+    fail(kTypeError, std::string(what) + " is on " + name_of(here) + "; it must be on " + name_of(device) + ", where q is");
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   if (sizes.size() > 4)
-    fail(FA_OK, std::string(what) + " has " + std::to_string(sizes.size()) + " dimensions; at most 4 are possible");
+    fail(kTypeError, std::string(what) + " has " + std::to_string(sizes.size()) + " dimensions; at most 4 are possible");
   fa_tensor result = {};
   const int32_t dtype = torch_dtype(tensor);
   result.dtype = dtype_of(dtype);
   if (result.dtype == 0)
-    fail(FA_OK, std::string(what) + " has dtype " + unknown_dtype(dtype) + ", which the library does not know");
+    fail(kTypeError, std::string(what) + " has dtype " + unknown_dtype(dtype) + ", which the library does not know");
   result.ndim = static_cast<int32_t>(sizes.size());
   std::copy(sizes.begin(), sizes.end(), result.shape);
   std::copy(strides.begin(), strides.end(), result.stride);
@@ -329,7 +331,7 @@ class Options {
     problem.mask = narrow("causal", causal_);
     if (window_left_) problem.window |= FA_WINDOW_LEFT, problem.window_left = *window_left_;
     if (window_right_) problem.window |= FA_WINDOW_RIGHT, problem.window_right = *window_right_;
-    if (scale_ && *scale_ == 0) fail(FA_OK, "scale is 0; it must be positive, or None for 1 / sqrt(head_dim)");
+    if (scale_ && *scale_ == 0) fail(kValueError, "scale is 0; it must be positive, or None for 1 / sqrt(head_dim)");
     problem.softmax_scale = static_cast<float>(scale_.value_or(0));
     problem.softcap = static_cast<float>(softcap_);
     problem.alibi_log_scale = static_cast<float>(alibi_log_scale_);
@@ -347,14 +349,14 @@ class Options {
  private:
   static int32_t narrow(const char *what, int64_t value) {
     if (value != static_cast<int32_t>(value))
-      fail(FA_OK, std::string(what) + " is " + std::to_string(value) + ", which does not fit the library's field");
+      fail(kOverflowError, std::string(what) + " is " + std::to_string(value) + ", which does not fit the library's field");
     return static_cast<int32_t>(value);
   }
 
   const uint64_t *seed(const Device &device) const {
     const fa_tensor seed = view(*seed_, "dropout_seed", device);
     if (seed.dtype != FA_INT64 || seed.ndim > 1 || (seed.ndim == 1 && seed.shape[0] != 1))
-      fail(FA_OK, "dropout_seed must be one int64");
+      fail(kTypeError, "dropout_seed must be one int64");
     return static_cast<const uint64_t *>(seed.data);
   }
 
@@ -381,8 +383,8 @@ void forward(StableIValue *stack, uint64_t, uint64_t) {
   const Device device = device_of(q);
   const int64_t dims = q.dim();
   if (dims < 3)
-    fail(FA_OK, "q has " + std::to_string(dims) +
-                    " dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)");
+    fail(kTypeError, "q has " + std::to_string(dims) +
+                         " dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)");
   q = rows(q), k = rows(k), v = rows(v);
   fa_attention problem = options.problem(q, k, v, device);
   Sizes shape = shape_of(q);
@@ -428,11 +430,13 @@ void backward(StableIValue *stack, uint64_t, uint64_t) {
                 {"dbias", options.bias() ? &*options.bias() : nullptr, false, &fa_gradients::dbias},
                 {"dsink", options.sink() ? &*options.sink() : nullptr, false, &fa_gradients::dsink}};
   if (needed.size() != std::size(wanted))
-    fail(FA_OK, "needed has " + std::to_string(needed.size()) + " entries; it must have " + std::to_string(std::size(wanted)));
+    fail(kTypeError,
+         "needed has " + std::to_string(needed.size()) + " entries; it must have " + std::to_string(std::size(wanted)));
   std::vector<Tensor> results;
   for (size_t n = 0; n < needed.size(); ++n) {
     if (!needed[n]) continue;
-    if (wanted[n].like == nullptr) fail(FA_OK, std::string(wanted[n].name) + " is needed, but its tensor is not given");
+    if (wanted[n].like == nullptr)
+      fail(kTypeError, std::string(wanted[n].name) + " is needed, but " + (wanted[n].name + 1) + " is not given");
     results.push_back(new_result(shape_of(*wanted[n].like), torch_dtype(*wanted[n].like), device, wanted[n].packed));
     gradients.*wanted[n].field = view(results.back(), wanted[n].name, device);
   }
@@ -470,7 +474,7 @@ void call_default(const char *name, std::vector<StableIValue> arguments, size_t 
 
 fa_tensor rows_first(const Tensor &tensor, const char *what, const Device &device) {
   fa_tensor result = view(tensor, what, device);
-  if (result.ndim != 4) fail(FA_OK, std::string(what) + " has " + std::to_string(result.ndim) + " dimensions; it needs 4");
+  if (result.ndim != 4) fail(kTypeError, std::string(what) + " has " + std::to_string(result.ndim) + " dimensions; it needs 4");
   std::swap(result.shape[1], result.shape[2]);
   std::swap(result.stride[1], result.stride[2]);
   return result;
@@ -511,14 +515,14 @@ struct SdpaProblem {
     problem.v = rows_first(value, "value", device);
     // Results have the shape of query.
     if (problem.v.shape[3] != problem.q.shape[3])
-      fail(FA_OK,
+      fail(kTypeError,
            "query has " + std::to_string(problem.q.shape[3]) + " columns and value " + std::to_string(problem.v.shape[3]));
-    if (dropout_p != 0) fail(FA_OK, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
+    if (dropout_p != 0) fail(kTypeError, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
     // Where there are not as many queries as keys, the CPU's operator aligns the first of both, the other the last.
     if (is_causal) problem.mask = kind == Sdpa::kCpu ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
     if (scale) {
       problem.softmax_scale = static_cast<float>(*scale);
-      if (!(problem.softmax_scale > 0)) fail(FA_OK, "scale is " + std::to_string(*scale) + "; it must be positive");
+      if (!(problem.softmax_scale > 0)) fail(kValueError, "scale is " + std::to_string(*scale) + "; it must be positive");
     }
     if (attn_mask) {
       fa_tensor mask = view(*attn_mask, "attn_mask", device);
@@ -632,7 +636,7 @@ void cuda_forward(StableIValue *stack, uint64_t, uint64_t) {
   sdpa.scale = given.take<std::optional<double>>();
   run_or_default(
       [&] {
-        if (return_debug_mask) fail(FA_OK, "return_debug_mask is True");
+        if (return_debug_mask) fail(kTypeError, "return_debug_mask is True");
         const auto [out, lse] = sdpa_forward(sdpa);
         const Device device = sdpa.device();
         const auto undefined = [] {
@@ -692,9 +696,11 @@ std::vector<std::unique_ptr<StableLibrary>> &installed() {
   return *libraries;
 }
 
+using Find = void *(*)(const char *name);
+
 template <typename T>
-void look_up(void *library, const char *name, T &function) {
-  function = reinterpret_cast<T>(dlsym(library, name));
+void look_up(Find find, const char *name, T &function) {
+  function = reinterpret_cast<T>(find(name));
   if (function == nullptr) throw std::runtime_error(std::string("the library has no ") + name);
 }
 
@@ -713,26 +719,25 @@ FA_EXPORT const char *flashattn_torch_options() {
   return options.c_str();
 }
 
-// Registers the kernels. `library` is the handle of the loaded libflashattn. Returns what is wrong, or null.
-FA_EXPORT const char *flashattn_torch_register(void *library) {
+// Registers the kernels. `find` gives addresses of functions of libflashattn and of PyTorch's CUDA part, null for those that are not there.
+// Returns what is wrong, or null.
+FA_EXPORT const char *flashattn_torch_register(Find find) {
   static std::string problem;
   try {
-    look_up(library, "fa_config_init", fa.config_init);
-    look_up(library, "fa_create", fa.create);
-    look_up(library, "fa_destroy", fa.destroy);
-    look_up(library, "fa_last_error", fa.last_error);
-    look_up(library, "fa_status_name", fa.status_name);
-    look_up(library, "fa_status_description", fa.status_description);
-    look_up(library, "fa_forward", fa.forward);
-    look_up(library, "fa_backward", fa.backward);
-    look_up(library, "fa_sizeof", fa.size_of);
+    look_up(find, "fa_config_init", fa.config_init);
+    look_up(find, "fa_create", fa.create);
+    look_up(find, "fa_destroy", fa.destroy);
+    look_up(find, "fa_last_error", fa.last_error);
+    look_up(find, "fa_status_name", fa.status_name);
+    look_up(find, "fa_status_description", fa.status_description);
+    look_up(find, "fa_forward", fa.forward);
+    look_up(find, "fa_backward", fa.backward);
+    look_up(find, "fa_sizeof", fa.size_of);
     if (fa.size_of(FA_STRUCT_TENSOR) != sizeof(fa_tensor) || fa.size_of(FA_STRUCT_ATTENTION) < sizeof(fa_attention) ||
         fa.size_of(FA_STRUCT_GRADIENTS) < sizeof(fa_gradients) || fa.size_of(FA_STRUCT_CONFIG) < sizeof(fa_config))
       throw std::runtime_error("the library is older than the header that the extension was built with");
-    if (void *cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD)) {
-      look_up(cuda, "aoti_torch_get_current_cuda_stream", current_cuda_stream);
-      dlclose(cuda);
-    }
+    // Null where PyTorch was built without CUDA.
+    current_cuda_stream = reinterpret_cast<decltype(current_cuda_stream)>(find("aoti_torch_get_current_cuda_stream"));
     for (const char *key : {"CPU", "CUDA"}) {
       // Registrations last as long as these objects: as long as the process.
       auto *kernels = new StableLibrary(StableLibrary::Kind::IMPL, "flashattn", key, __FILE__, __LINE__);
@@ -745,7 +750,7 @@ FA_EXPORT const char *flashattn_torch_register(void *library) {
   }
 }
 
-// Status and text of this thread's last failure; FA_OK for an argument that the library never saw.
+// Status and text of this thread's last failure. Below 0: an exception of Python's.
 FA_EXPORT int32_t flashattn_torch_failure(const char **text) {
   *text = last_failure.text.c_str();
   return last_failure.status;
