@@ -18,7 +18,10 @@ NAME = "flashattn"
 OPERATORS = {
     "CPU": (
         ("_scaled_dot_product_flash_attention_for_cpu", "default_for_cpu"),
-        ("_scaled_dot_product_flash_attention_for_cpu_backward", "default_for_cpu_backward"),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "default_for_cpu_backward",
+        ),
     ),
     "CUDA": (
         ("_scaled_dot_product_flash_attention", "default_for_cuda"),
@@ -49,7 +52,9 @@ class Installation(NamedTuple):
 
 
 _fallbacks: Deque[str] = collections.deque(maxlen=64)
-_definitions: Dict[str, Any] = {}  # by device, of the operators that run PyTorch's kernels
+_definitions: Dict[str, Any] = (
+    {}
+)  # by device, of the operators that run PyTorch's kernels
 _handle: Any = None  # of an installation without PyTorch's registry
 
 
@@ -85,7 +90,14 @@ def _define_defaults(device: str) -> None:
         definitions.define(f"{default}(str reason, {arguments}")
         kernel = torch.library.get_kernel(operator, device.upper())
 
-        def run(keys: Any, reason: str, *arguments: Any, kernel: Any = kernel, name: str = name, **options: Any) -> Any:
+        def run(
+            keys: Any,
+            reason: str,
+            *arguments: Any,
+            kernel: Any = kernel,
+            name: str = name,
+            **options: Any,
+        ) -> Any:
             _fallbacks.append(f"{name}: {reason}")
             return kernel.call_boxed(keys, *arguments, **options)
 
@@ -123,11 +135,15 @@ def install(*, deterministic: bool = True) -> Installation:
     if devices:
         registry = torch.nn.attention
         if hasattr(registry, "register_flash_attention_impl"):
-            registry.register_flash_attention_impl(NAME, register_fn=lambda: _activate(devices, deterministic))
+            registry.register_flash_attention_impl(
+                NAME, register_fn=lambda: _activate(devices, deterministic)
+            )
             registry.activate_flash_attention_impl(NAME)
         else:
             _handle = _activate(devices, deterministic)
-    return Installation(devices, "; ".join(reason for reason in reasons.values() if reason))
+    return Installation(
+        devices, "; ".join(reason for reason in reasons.values() if reason)
+    )
 
 
 def uninstall() -> None:
@@ -137,6 +153,9 @@ def uninstall() -> None:
     if _handle is not None:
         _handle.remove()
         _handle = None
-    elif hasattr(registry, "current_flash_attention_impl") and registry.current_flash_attention_impl() == NAME:
+    elif (
+        hasattr(registry, "current_flash_attention_impl")
+        and registry.current_flash_attention_impl() == NAME
+    ):
         registry.restore_flash_attention_impl()
     _fallbacks.clear()

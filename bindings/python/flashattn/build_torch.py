@@ -32,10 +32,14 @@ def _torch() -> Path:
         raise Unavailable("PyTorch is not installed")
     folder = Path(found.submodule_search_locations[0])
     version: Dict[str, Any] = {}
-    exec((folder / "version.py").read_text(), version)  # without importing PyTorch, which takes seconds
+    exec(
+        (folder / "version.py").read_text(), version
+    )  # without importing PyTorch, which takes seconds
     major, minor = (int(part) for part in version["__version__"].split(".")[:2])
     if (major, minor) < _TARGET:
-        raise Unavailable(f"PyTorch is {major}.{minor}; its stable ABI is used from {_TARGET[0]}.{_TARGET[1]} on")
+        raise Unavailable(
+            f"PyTorch is {major}.{minor}; its stable ABI is used from {_TARGET[0]}.{_TARGET[1]} on"
+        )
     return folder
 
 
@@ -62,10 +66,26 @@ def build(folder: Path) -> Path:
     partial = folder / f"{NAME}.{os.getpid()}"  # so that nobody loads half a file
     command = [
         *compiler,
-        *("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wl,-z,defs", "-Wl,-s"),
+        *(
+            "-std=c++17",
+            "-O2",
+            "-fPIC",
+            "-shared",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wl,-z,defs",
+            "-Wl,-s",
+        ),
         f"-DTORCH_TARGET_VERSION=0x{_TARGET[0]:02x}{_TARGET[1]:02x}000000000000",
         # Texts of failures name source files; they shall not depend on where these lie.
-        *(f"-ffile-prefix-map={path}={name}" for path, name in ((torch / "include", "torch"), (header, "include"), (HERE, "flashattn"))),
+        *(
+            f"-ffile-prefix-map={path}={name}"
+            for path, name in (
+                (torch / "include", "torch"),
+                (header, "include"),
+                (HERE, "flashattn"),
+            )
+        ),
         *("-I", str(header), "-isystem", str(torch / "include")),
         str(HERE / "torch_operators.cpp"),
         *("-o", str(partial), "-L", str(torch / "lib"), "-ltorch_cpu"),
@@ -74,7 +94,9 @@ def build(folder: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}"
+            )
         os.replace(partial, result)
     finally:
         if partial.exists():

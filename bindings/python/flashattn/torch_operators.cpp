@@ -54,7 +54,7 @@ struct Failure {
 };
 thread_local Failure last_failure;
 
-// The library has no kernel for these arguments, or cannot be told of them; nothing has been computed.
+// The library has no kernel for these arguments, or they cannot be described to it; nothing has been computed.
 struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
