@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the wheel: the package and, if FLASHATTN_LIBRARY names it, libflashattn.so itself, stripped. A PEP 517 backend without
-dependencies, so that `pip wheel .` needs no network; also a program:
+"""Builds the wheel: the package and, if FLASHATTN_LIBRARY names it, libflashattn.so itself, stripped, with the extension for PyTorch where
+this interpreter has PyTorch and FLASHATTN_TORCH_EXTENSION is not 0. A PEP 517 backend without dependencies, so that `pip wheel .` needs no
+network; also a program:
 
     python3 build_backend.py LIBRARY FOLDER      # prints the name of the wheel
 """
 
 import base64
 import hashlib
+import importlib.util
 import io
 import os
 import re
@@ -27,6 +29,22 @@ def _project(key):
     found = re.search(rf'^{key} = "(.*)"$', (HERE / "pyproject.toml").read_text(), flags=re.M)
     assert found, f"pyproject.toml has no {key}"
     return found.group(1)
+
+
+HEADER = "include/flashattn/flashattn.h"  # for flashattn.build_torch
+
+
+def _sources():
+    """The files of the package, without what flashattn.build_torch puts beside them."""
+    return [path for path in sorted((HERE / "flashattn").iterdir()) if path.is_file() and path.suffix != ".so"]
+
+
+def _header():
+    """From the source tree, or from an sdist, which has it in the package."""
+    for folder in (HERE / "flashattn", ROOT):
+        if (folder / HEADER).is_file():
+            return (folder / HEADER).read_bytes()
+    raise SystemExit(f"build_backend.py: {HEADER} was not found")
 
 
 def _metadata():
@@ -68,19 +86,38 @@ def _stripped(library):
         return copy.read_bytes()
 
 
+def _extension(machine):
+    """Name and bytes of the extension for PyTorch, or None, with a line that says why."""
+    if os.environ.get("FLASHATTN_TORCH_EXTENSION") == "0":
+        return None
+    if machine != os.uname().machine:
+        print(f"build_backend.py: the wheel has no extension for PyTorch: it would have to be built on {machine}", file=sys.stderr)
+        return None
+    spec = importlib.util.spec_from_file_location("build_torch", HERE / "flashattn/build_torch.py")
+    build_torch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build_torch)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return build_torch.NAME, build_torch.build(Path(folder)).read_bytes()
+        except build_torch.Unavailable as missing:
+            print(f"build_backend.py: the wheel has no extension for PyTorch: {missing}", file=sys.stderr)
+            return None
+
+
 # The newest symbols of libstdc++ that a system of each manylinux tag has: (3, 4, n), as auditwheel's policies say.
 NEWEST_GLIBCXX = [(24, (2, 28)), (28, (2, 31)), (29, (2, 34)), (30, (2, 35)), (33, (2, 39))]
 
 
-def _platform_tag(library):
-    """manylinux of the oldest system that has the versions of glibc and libstdc++ that the library asks for."""
-    versions = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
-    glibcxx = max(int(number) for number in re.findall(rb"GLIBCXX_3\.4\.(\d+)", library) or [b"0"])
+def _platform_tag(*libraries):
+    """manylinux of the oldest system that has the versions of glibc and libstdc++ that the libraries ask for."""
+    needs = b"".join(libraries)
+    versions = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", needs)}
+    glibcxx = max(int(number) for number in re.findall(rb"GLIBCXX_3\.4\.(\d+)", needs) or [b"0"])
     systems = [system for number, system in NEWEST_GLIBCXX if number >= glibcxx]
     if not systems:
-        raise SystemExit(f"build_backend.py: the library asks for GLIBCXX_3.4.{glibcxx}, which no manylinux tag is known to have")
+        raise SystemExit(f"build_backend.py: a library asks for GLIBCXX_3.4.{glibcxx}, which no manylinux tag is known to have")
     major, minor = max(versions | {systems[0]})
-    return f"manylinux_{major}_{minor}_{_machine(library)}"
+    return f"manylinux_{major}_{minor}_{_machine(libraries[0])}"
 
 
 def _soname(library):
@@ -93,13 +130,18 @@ def _soname(library):
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     name, version = _project("name"), _project("version")
     dist_info = f"{name}-{version}.dist-info"
-    files = {f"flashattn/{path.name}": path.read_bytes() for path in sorted((HERE / "flashattn").iterdir()) if path.is_file()}
+    files = {f"flashattn/{path.name}": path.read_bytes() for path in _sources()}
+    files[f"flashattn/{HEADER}"] = _header()
     tag = "py3-none-any"
     library = os.environ.get("FLASHATTN_LIBRARY")
     if library:
         content = _stripped(library)
-        files[f"flashattn/{_soname(content)}"] = content
-        tag = f"py3-none-{_platform_tag(content)}"
+        binaries = {_soname(content): content}
+        extension = _extension(_machine(content))
+        if extension:
+            binaries.update([extension])
+        files.update({f"flashattn/{binary}": content for binary, content in binaries.items()})
+        tag = f"py3-none-{_platform_tag(*binaries.values())}"
     files[f"{dist_info}/METADATA"] = _metadata().encode()
     files[f"{dist_info}/WHEEL"] = (
         f"Wheel-Version: 1.0\nGenerator: libflashattn\nRoot-Is-Purelib: {'false' if library else 'true'}\nTag: {tag}\n".encode()
@@ -126,16 +168,12 @@ def build_sdist(sdist_directory, config_settings=None):
     base = f"{_project('name')}-{_project('version')}"
     name = f"{base}.tar.gz"
     with tarfile.open(Path(sdist_directory) / name, "w:gz") as archive:
-        for path in [
-            *sorted((HERE / "flashattn").iterdir()),
-            *(HERE / n for n in ("build_backend.py", "pyproject.toml", "README.md")),
-        ]:
-            if path.is_file():
-                archive.add(path, f"{base}/{path.relative_to(HERE)}")
-        metadata = _metadata().encode()
-        entry = tarfile.TarInfo(f"{base}/PKG-INFO")
-        entry.size = len(metadata)
-        archive.addfile(entry, io.BytesIO(metadata))
+        for path in [*_sources(), *(HERE / n for n in ("build_backend.py", "pyproject.toml", "README.md"))]:
+            archive.add(path, f"{base}/{path.relative_to(HERE)}")
+        for path, content in ((f"flashattn/{HEADER}", _header()), ("PKG-INFO", _metadata().encode())):
+            entry = tarfile.TarInfo(f"{base}/{path}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
     return name
 
 

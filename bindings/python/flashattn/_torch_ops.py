@@ -2,11 +2,13 @@
 """The operators `flashattn::forward` and `flashattn::backward` of PyTorch's dispatcher, which run on its current stream, and the
 differentiable function made of them.
 
-The operators have no derivatives of their own; `call` has. Options that an operator is not given keep the defaults of its schema, which
-costs nothing: PyTorch hands an implementation only what differs from them.
+Their kernels are those of the extension (torch_operators.cpp) where it can be loaded, else those of this file, which do the same by ctypes.
+The operators have no derivatives of their own; `call` has. Options that an operator is not given keep the defaults of its schema: PyTorch
+hands a kernel in Python only what differs from them.
 """
 
 import ctypes
+import os
 import threading
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -16,6 +18,7 @@ from torch.autograd import forward_ad
 
 from . import _abi
 from ._context import Context
+from ._error import Error
 from ._options import problem_of
 from ._tensor import dtypes_of_torch
 from ._torch_vmap import Mapped
@@ -48,7 +51,11 @@ _NUMBERS = (
     "bool deterministic=False, bool batch_invariant=False"
 )
 _OPTIONS = ", ".join(f"Tensor? {name}=None" for name in TENSORS) + ", " + _NUMBERS
-_CAUSAL = {_abi.MASK_NONE: False, _abi.MASK_CAUSAL: "bottom_right", _abi.MASK_CAUSAL_TOP_LEFT: "top_left"}
+_CAUSAL = {
+    _abi.MASK_NONE: False,
+    _abi.MASK_CAUSAL: "bottom_right",
+    _abi.MASK_CAUSAL_TOP_LEFT: "top_left",
+}
 _DTYPES = dtypes_of_torch(torch)
 
 _local = threading.local()
@@ -66,12 +73,16 @@ def _context(device: torch.device) -> Context:
         _local.contexts = {}
     except KeyError:
         pass
-    context = _local.contexts[key] = Context(device.type, device.index or 0, threads=threads)
+    context = _local.contexts[key] = Context(
+        device.type, device.index or 0, threads=threads
+    )
     return context
 
 
 def _stream(device: torch.device) -> Optional[int]:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return (
+        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    )
 
 
 def _viewer(device: torch.device) -> Any:
@@ -79,12 +90,18 @@ def _viewer(device: torch.device) -> Any:
 
     def view(tensor: Tensor, what: str) -> _abi.fa_tensor:
         if tensor.device != device:
-            raise TypeError(f"{what} is on {tensor.device}; it must be on {device}, where q is")
+            raise TypeError(
+                f"{what} is on {tensor.device}; it must be on {device}, where q is"
+            )
         if tensor.dim() > 4:
-            raise TypeError(f"{what} has {tensor.dim()} dimensions; at most 4 are possible")
+            raise TypeError(
+                f"{what} has {tensor.dim()} dimensions; at most 4 are possible"
+            )
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
-            raise TypeError(f"{what} has dtype {tensor.dtype}, which the library does not know")
+            raise TypeError(
+                f"{what} has dtype {tensor.dtype}, which the library does not know"
+            )
         return _abi.make_tensor(tensor.data_ptr(), tensor.shape, tensor.stride(), dtype)
 
     return view
@@ -92,7 +109,11 @@ def _viewer(device: torch.device) -> Any:
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with a last stride of 1, which the library wants."""
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+    return (
+        tensor
+        if tensor.stride(-1) == 1 or tensor.size(-1) == 1
+        else tensor.contiguous()
+    )
 
 
 def _options(given: Dict[str, Any]) -> Dict[str, Any]:
@@ -100,15 +121,27 @@ def _options(given: Dict[str, Any]) -> Dict[str, Any]:
     if "causal" in given:
         given["causal"] = _CAUSAL[given["causal"]]
     if "window_left" in given or "window_right" in given:
-        given["window"] = (given.pop("window_left", None), given.pop("window_right", None))
+        given["window"] = (
+            given.pop("window_left", None),
+            given.pop("window_right", None),
+        )
     if "block_size_q" in given or "block_size_k" in given:
-        given["block_size"] = (given.pop("block_size_q", 0), given.pop("block_size_k", 0))
+        given["block_size"] = (
+            given.pop("block_size_q", 0),
+            given.pop("block_size_k", 0),
+        )
     return given
 
 
-def _new(shape: Sequence[int], like: Tensor, dtype: torch.dtype, cu_seqlens: Optional[Tensor]) -> Tensor:
+def _new(
+    shape: Sequence[int], like: Tensor, dtype: torch.dtype, cu_seqlens: Optional[Tensor]
+) -> Tensor:
     """Memory of a result. Rows between packed sequences are never written, so they are set to zero here."""
-    return like.new_empty(shape, dtype=dtype) if cu_seqlens is None else like.new_zeros(shape, dtype=dtype)
+    return (
+        like.new_empty(shape, dtype=dtype)
+        if cu_seqlens is None
+        else like.new_zeros(shape, dtype=dtype)
+    )
 
 
 def _result_dtype(q: Tensor) -> torch.dtype:
@@ -121,7 +154,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tuple[Tensor, T
     view = _viewer(device)
     q, k, v = _rows(q), _rows(k), _rows(v)
     if q.dim() < 3:
-        raise TypeError(f"q has {q.dim()} dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)")
+        raise TypeError(
+            f"q has {q.dim()} dimensions; it needs (batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+        )
     problem = problem_of(q, k, v, _options(options), view, [])
     packed = options.get("cu_seqlens_q")
     shape = q.shape
@@ -156,7 +191,10 @@ def _backward(
     inputs: Any = (q, k, v, options.get("bias"), options.get("sink"))
     results = []
     for name, like, packed, wanted in zip(
-        ("dq", "dk", "dv", "dbias", "dsink"), inputs, (packed_q, packed_k, packed_k, None, None), needed
+        ("dq", "dk", "dv", "dbias", "dsink"),
+        inputs,
+        (packed_q, packed_k, packed_k, None, None),
+        needed,
     ):
         if wanted:
             result = _new(like.shape, like, like.dtype, packed)
@@ -168,7 +206,9 @@ def _backward(
 
 def _forward_shapes(q, k, v, **_):
     out = q.new_empty([*q.shape[:-1], v.shape[-1]], dtype=_result_dtype(q))
-    return out, q.new_empty([*q.shape[:-3], q.shape[-2], q.shape[-3]], dtype=torch.float32)
+    return out, q.new_empty(
+        [*q.shape[:-3], q.shape[-2], q.shape[-3]], dtype=torch.float32
+    )
 
 
 def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, **options):
@@ -176,34 +216,151 @@ def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, **options):
     return [like.new_empty(like.shape) for like, wanted in zip(given, needed) if wanted]
 
 
+_FIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+
+
+def _find(name: bytes) -> Optional[int]:
+    """The address of a function of libflashattn, or of the part of PyTorch for CUDA."""
+    library = _abi.lib
+    if not name.startswith(b"fa_"):
+        try:
+            library = ctypes.CDLL("libtorch_cuda.so", os.RTLD_LAZY | os.RTLD_NOLOAD)
+        except OSError:
+            return None
+    function = getattr(library, name.decode(), None)
+    return (
+        ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
+    )
+
+
+#: What the extension has beside the library's statuses.
+_EXCEPTIONS = {-1: TypeError, -2: ValueError, -3: OverflowError}
+
+
+class Extension:
+    """The extension in C++, if there is one for this library and this PyTorch; `reason` says why not."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.reason = ""
+        self._loaded: Optional[ctypes.CDLL] = None
+        chosen = os.environ.get("FLASHATTN_TORCH_EXTENSION")
+        if chosen == "0":
+            self.reason = "FLASHATTN_TORCH_EXTENSION is 0"
+            return
+        path = chosen or os.path.join(
+            os.path.dirname(os.path.abspath(__file__)), "libflashattn_torch.so"
+        )
+        if not chosen and not os.path.exists(path):
+            self.reason = "it was not built: python3 -m flashattn.build_torch"
+            return
+        try:
+            self._load(path)
+        except (OSError, AttributeError, ImportError) as error:
+            self.reason = f"{path}: {error}"
+            if chosen:  # an explicit choice is not passed over
+                raise ImportError(
+                    f"FLASHATTN_TORCH_EXTENSION: {self.reason}"
+                ) from error
+
+    def _load(self, path: str) -> None:
+        loaded = ctypes.CDLL(path)
+        options, register, install, failure = (
+            getattr(loaded, f"flashattn_torch_{name}")
+            for name in ("options", "register", "install", "failure")
+        )
+        options.restype = register.restype = install.restype = ctypes.c_char_p
+        register.argtypes, install.argtypes = [_FIND], [
+            ctypes.c_char_p,
+            ctypes.c_int32,
+            ctypes.c_int32,
+        ]
+        failure.restype, failure.argtypes = ctypes.c_int32, [
+            ctypes.POINTER(ctypes.c_char_p)
+        ]
+        if options().decode() != _OPTIONS:
+            raise ImportError(
+                "it takes other options than this package gives; build it again"
+            )
+        problem = register(_FIND(_find))
+        if problem is not None:
+            raise ImportError(problem.decode())
+        self.path, self._loaded = path, loaded
+
+    def __bool__(self) -> bool:
+        return self._loaded is not None
+
+    def install(self, key: str, of_cuda: bool, deterministic: bool) -> None:
+        """Puts kernels over those of PyTorch's operators of the CPU or of CUDA, for a dispatch key."""
+        assert self._loaded is not None
+        problem = self._loaded.flashattn_torch_install(
+            key.encode(), of_cuda, deterministic
+        )
+        if problem is not None:
+            raise RuntimeError(problem.decode())
+
+    def uninstall(self) -> None:
+        """Takes them away."""
+        assert self._loaded is not None
+        self._loaded.flashattn_torch_uninstall()
+
+    def fill_results(self, on: bool) -> None:
+        """Whether results are NaN until the library writes them; for tests."""
+        assert self._loaded is not None
+        self._loaded.flashattn_torch_fill_results(on)
+
+    def exception(self, error: RuntimeError) -> Exception:
+        """What the kernels of this file would have raised: PyTorch makes a RuntimeError of every failure in C++."""
+        if self._loaded is None:
+            return error
+        text = ctypes.c_char_p()
+        status = self._loaded.flashattn_torch_failure(ctypes.byref(text))
+        sentence = (text.value or b"").decode("utf-8", "replace")
+        if not sentence or sentence not in str(error):  # a failure of PyTorch's own
+            return error
+        return (
+            _EXCEPTIONS[status](sentence)
+            if status in _EXCEPTIONS
+            else Error(status, sentence)
+        )
+
+
 _library = torch.library.Library("flashattn", "DEF")
 
 
-def _define(name: str, arguments: str, results: str, run: Any, shapes: Any) -> Any:
-    _library.define(f"{name}({arguments}, *, {_OPTIONS}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
+def _define(name: str, arguments: str, results: str, shapes: Any) -> Any:
+    _library.define(
+        f"{name}({arguments}, *, {_OPTIONS}) -> {results}",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
     torch.library.register_fake(f"flashattn::{name}", shapes, lib=_library)
     return getattr(torch.ops.flashattn, name).default
 
 
-_forward_op = _define("forward", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)", _forward, _forward_shapes)
+_forward_op = _define(
+    "forward", "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)", _forward_shapes
+)
 _backward_op = _define(
     "backward",
     "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, Tensor q, Tensor k, Tensor v",
     "Tensor[]",
-    _backward,
     _backward_shapes,
 )
+
+extension = Extension()
+if not extension:
+    for _device in ("CPU", "CUDA"):
+        _library.impl("forward", _forward, _device)
+        _library.impl("backward", _backward, _device)
 
 # What follows takes the names of the tensors that are given besides q, k and v, and the numbers as pairs of name and value.
 Names = Tuple[str, ...]
 Numbers = Tuple[Tuple[str, Any], ...]
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
-_NO_TANGENT = (
-    "flashattn has no forward-mode derivative (torch.func.jvp, jacfwd, dual numbers); use reverse mode (torch.func.vjp, jacrev)"
+_NO_TANGENT = "flashattn has no forward-mode derivative (torch.func.jvp, jacfwd, dual numbers); use reverse mode (torch.func.vjp, jacrev)"
+_NO_SECOND = (
+    "flashattn has no second derivative; its gradients cannot be differentiated again"
 )
-_NO_SECOND = "flashattn has no second derivative; its gradients cannot be differentiated again"
 
 
 @torch._dynamo.assume_constant_result  # torch.compile compiles again where the transforms differ
@@ -212,8 +369,13 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _run(names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tuple[Tensor, Tensor]:
-    return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+def _run(
+    names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+) -> Tuple[Tensor, Tensor]:
+    try:
+        return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+    except RuntimeError as error:
+        raise extension.exception(error) from None
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -224,20 +386,31 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
     out, lse, *tensors = ctx.saved_tensors
-    wanted = dict(zip(("q", "k", "v", *ctx.names), ctx.needs_input_grad[2:]))
     if dout is None and dlse is None:
         return (None,) * (2 + len(tensors))
-    for name, is_wanted in wanted.items():
-        if is_wanted and name not in _DIFFERENTIABLE:
-            raise NotImplementedError(f"{name} requires a gradient, but flashattn has none for it; give {name}.detach()")
+    _, _, *wanted = ctx.needs_input_grad
+    bias = sink = False
+    for name, is_wanted in zip(ctx.names, wanted[3:]):
+        if not is_wanted:
+            continue
+        if name == "bias":
+            bias = True
+        elif name == "sink":
+            sink = True
+        else:
+            raise NotImplementedError(
+                f"{name} requires a gradient, but flashattn has none for it; give {name}.detach()"
+            )
     if dout is None:
         dout = torch.zeros_like(out)
-    needed = tuple(wanted.get(name, False) for name in _DIFFERENTIABLE)
+    needed = (*wanted[:3], bias, sink)
     # Under torch.compile the operator itself is traced, and PyTorch refuses second derivatives.
-    nested = not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_transformed())
+    nested = not torch.compiler.is_compiling() and (
+        torch.is_grad_enabled() or _is_transformed()
+    )
     run = _Gradients.apply if nested else _run_gradients
     results = iter(run(ctx.names, ctx.numbers, needed, dout, dlse, out, lse, *tensors))
-    return (None, None, *(next(results) if wanted[name] else None for name in wanted))
+    return (None, None, *[next(results) if is_wanted else None for is_wanted in wanted])
 
 
 class _Attention(torch.autograd.Function):
@@ -264,11 +437,15 @@ class _Transformed(torch.autograd.Function):
         raise NotImplementedError(_NO_TANGENT)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, names: Names, numbers: Numbers, *tensors: Tensor) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, names: Names, numbers: Numbers, *tensors: Tensor
+    ) -> Any:
         mapped = Mapped(info.batch_size, ("q", "k", "v", *names), in_dims[2:], tensors)
         if mapped.folds():
             return mapped.unfold(_Transformed.apply(names, numbers, *mapped.fold()))
-        return mapped.stack([_Transformed.apply(names, numbers, *one) for one in mapped.samples()])
+        return mapped.stack(
+            [_Transformed.apply(names, numbers, *one) for one in mapped.samples()]
+        )
 
 
 def _run_gradients(
@@ -284,7 +461,21 @@ def _run_gradients(
     v: Tensor,
     *tensors: Tensor,
 ) -> Any:
-    return _backward_op(dout, dlse, out, lse, needed, q, k, v, **dict(zip(names, tensors)), **dict(numbers))
+    try:
+        return _backward_op(
+            dout,
+            dlse,
+            out,
+            lse,
+            needed,
+            q,
+            k,
+            v,
+            **dict(zip(names, tensors)),
+            **dict(numbers),
+        )
+    except RuntimeError as error:
+        raise extension.exception(error) from None
 
 
 class _Gradients(torch.autograd.Function):
@@ -307,24 +498,43 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError(_NO_TANGENT)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, names: Names, numbers: Numbers, needed: Sequence[bool], *tensors: Tensor) -> Any:
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        names: Names,
+        numbers: Numbers,
+        needed: Sequence[bool],
+        *tensors: Tensor,
+    ) -> Any:
         every_name = ("dout", "dlse", "out", "lse", "q", "k", "v", *names)
         mapped = Mapped(info.batch_size, every_name, in_dims[3:], tensors)
         wanted = [name for name, is_needed in zip(_DIFFERENTIABLE, needed) if is_needed]
         if mapped.folds(wanted):
-            return mapped.unfold(_Gradients.apply(names, numbers, needed, *mapped.fold(wanted)), wanted)
-        return mapped.stack([_Gradients.apply(names, numbers, needed, *one) for one in mapped.samples()])
+            return mapped.unfold(
+                _Gradients.apply(names, numbers, needed, *mapped.fold(wanted)), wanted
+            )
+        return mapped.stack(
+            [_Gradients.apply(names, numbers, needed, *one) for one in mapped.samples()]
+        )
 
 
-def call(tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
+def call(
+    tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]
+) -> Tuple[Tensor, Tensor]:
     """(out, lse), differentiable. `tensors` has q, k, v and what is given of TENSORS, `numbers` what differs from the operators' defaults."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    _, _, _, *names = given
-    inputs: Any = (tuple(names), tuple(numbers.items()), *given.values())
+    names, given, is_wanted = [], [], False
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            names.append(name)
+            given.append(tensor)
+            is_wanted = is_wanted or tensor.requires_grad
+    inputs: Any = (tuple(names[3:]), tuple(numbers.items()), *given)
     if _is_transformed():
         return _Transformed.apply(*inputs)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given.values()):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+    ):
         raise NotImplementedError(_NO_TANGENT)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+    if is_wanted and torch.is_grad_enabled():
         return _Attention.apply(*inputs)
     return _run(*inputs)

@@ -14,9 +14,10 @@ from typing import Any, Dict, Optional, Sequence, Union
 import torch
 from torch import Tensor
 
+from ._torch_install import Installation, fallbacks, install, uninstall
 from ._torch_ops import call
 
-__all__ = ["attention", "scaled_dot_product_attention"]
+__all__ = ["Installation", "attention", "fallbacks", "install", "scaled_dot_product_attention", "uninstall"]
 
 Integers = Union[Tensor, Sequence[Any], None]
 
@@ -241,14 +242,20 @@ def scaled_dot_product_attention(
     if dropout_p != 0:
         numbers["dropout_p"] = dropout_p
 
-    dims = max(query.dim(), key.dim(), value.dim())
-    alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise ValueError(f"{name} has {tensor.dim()} dimensions; it needs (..., rows, head_dim)")
-    if not alike:
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    dims = max(len(q_shape), len(k_shape), len(v_shape))
+    if (
+        len(q_shape) == len(k_shape) == len(v_shape) == 4
+        and q_shape[0] == k_shape[0] == v_shape[0]
+        and q_shape[1] == k_shape[1] == v_shape[1]
+    ):
+        q, k, v = query, key, value
+    else:
+        for name, shape in (("query", q_shape), ("key", k_shape), ("value", v_shape)):
+            if len(shape) < 2:
+                raise ValueError(f"{name} has {len(shape)} dimensions; it needs (..., rows, head_dim)")
         query, key, value = _broadcast(query, key, value, enable_gqa)
-    q, k, v = (x if x.dim() == 4 else x.flatten(0, -4) for x in (query, key, value))
+        q, k, v = (x if x.dim() == 4 else x.flatten(0, -4) for x in (query, key, value))
     tensors: Dict[str, Any] = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
     if attn_mask is not None:
         mask = _mask(attn_mask, (*query.shape[:-1], key.shape[-2]))

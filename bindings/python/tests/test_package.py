@@ -33,8 +33,12 @@ class WheelTest(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
         cls.root = pathlib.Path(cls.folder.name)
-        name = run(sys.executable, HERE / "build_backend.py", os.environ["FLASHATTN_LIBRARY"], cls.root).strip()
-        cls.wheel = cls.root / name
+        cls.wheel = cls.root / cls.build(cls.root, FLASHATTN_TORCH_EXTENSION="0")
+
+    @staticmethod
+    def build(folder, **environment):
+        """The name of a wheel with the library."""
+        return run(sys.executable, HERE / "build_backend.py", os.environ["FLASHATTN_LIBRARY"], folder, **environment).strip()
 
     @classmethod
     def tearDownClass(cls):
@@ -51,7 +55,7 @@ class WheelTest(unittest.TestCase):
             if path != record:
                 expected = base64.urlsafe_b64encode(hashlib.sha256(files[path]).digest()).rstrip(b"=").decode()
                 self.assertEqual((digest, size), ("sha256=" + expected, str(len(files[path]))))
-        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/transformers.py", "flashattn/jax.py"):
+        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/transformers.py", "flashattn/jax.py", "flashattn/torch_operators.cpp", "flashattn/include/flashattn/flashattn.h"):
             self.assertIn(wanted, files)
         metadata = files[record.replace("RECORD", "METADATA")].decode()
         self.assertIn("\nVersion: " + self.wheel.name.split("-")[1] + "\n", metadata)
@@ -63,7 +67,7 @@ class WheelTest(unittest.TestCase):
 
     def test_equal_input_equal_wheel(self):
         again = self.root / "again"
-        name = run(sys.executable, HERE / "build_backend.py", os.environ["FLASHATTN_LIBRARY"], again).strip()
+        name = self.build(again, FLASHATTN_TORCH_EXTENSION="0")
         self.assertEqual((again / name).read_bytes(), self.wheel.read_bytes())
 
     def test_unpacked_it_runs(self):
@@ -74,6 +78,32 @@ class WheelTest(unittest.TestCase):
         for path in run(sys.executable, "-c", code, PYTHONPATH=str(self.root / "unpacked")).split():
             self.assertTrue(path.startswith(str(self.root / "unpacked")), path)
         self.assertIn("kernel cpu_", run(sys.executable, HERE / "examples/causal.py", PYTHONPATH=str(self.root / "unpacked")))
+
+    def test_with_the_extension_for_pytorch(self):
+        from flashattn import build_torch
+
+        try:
+            build_torch.build(self.root / "torch")
+        except build_torch.Unavailable as missing:
+            self.skipTest(str(missing))
+        first, second = self.root / "first", self.root / "second"
+        name = self.build(first)
+        self.assertEqual((first / self.build(second)).read_bytes(), (second / name).read_bytes())
+        # The extension asks for no newer system than the library does.
+        self.assertEqual(name, self.wheel.name)
+        unpacked = self.root / "with_extension"
+        with zipfile.ZipFile(first / name) as archive:
+            archive.extractall(unpacked)
+        own = unpacked / "flashattn" / build_torch.NAME
+        self.assertNotIn(str(HERE).encode(), own.read_bytes())
+        code = "from flashattn._torch_ops import extension; print(bool(extension), extension.path or extension.reason)"
+        environment = {"PYTHONPATH": str(unpacked)}
+        self.assertEqual(run(sys.executable, "-c", code, **environment), f"True {own}\n")
+        # Without it PyTorch still has its operators, and the package can build it.
+        own.unlink()
+        self.assertIn("False it was not built: python3 -m flashattn.build_torch", run(sys.executable, "-c", code, **environment))
+        self.assertEqual(run(sys.executable, "-m", "flashattn.build_torch", **environment), f"{own}\n")
+        self.assertEqual(run(sys.executable, "-c", code, **environment), f"True {own}\n")
 
     @unittest.skipUnless(
         importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip"),

@@ -13,6 +13,8 @@ except ImportError as error:
     raise unittest.SkipTest("PyTorch is not installed") from error
 
 import flashattn
+import flashattn.torch
+from flashattn._torch_ops import extension
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() and "cuda_archs=none" not in flashattn.build_info() else [])
 SEED = int(os.environ.get("FA_TEST_SEED") or random.getrandbits(31))
@@ -51,6 +53,9 @@ class TorchCase(unittest.TestCase):
         torch.use_deterministic_algorithms(True, warn_only=True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
         self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        if extension:
+            extension.fill_results(True)
+            self.addCleanup(extension.fill_results, False)
         torch.set_num_threads(1)  # more only slow such small problems down
 
     def normal(self, *shape, device="cpu", dtype=torch.float32, grad=True):
