@@ -77,7 +77,7 @@ def contenders_of(case, context, before=None, alone=False):
     """{name: one contender for each set of inputs}, ours first. Those that cannot run the case are left out. `before`: the context of another build."""
     import torch
 
-    from gpu import library, opponents, scores
+    from gpu import library, opponents
 
     cu = None
     if case.lengths:
@@ -95,16 +95,13 @@ def contenders_of(case, context, before=None, alone=False):
     if before is not None:
         contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]
     for tensors, mine in () if alone else zip(sets, contenders["ours"]):
-        for opponent in opponents.opponents(case, *tensors, cu, mine.bias):
+        for opponent in opponents.opponents(case, *tensors, cu, mine.bias, mine.block_mask):
             contenders.setdefault(opponent.name, []).append(opponent)
     if (case.option or case.deterministic) and not alone:
         plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets
         contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
-    if case.option in cases.SCORES:
-        if cases.SCORES[case.option]:
-            contenders["same"] = [ours(*tensors, cases.SCORES[case.option], False) for tensors in sets]
-        if not alone:
-            contenders["flex"] = [scores.Flex(*tensors, case.causal, case.option.removeprefix("score ")) for tensors in sets]
+    if cases.SCORES.get(case.option):
+        contenders["same"] = [ours(*tensors, cases.SCORES[case.option], False) for tensors in sets]
     same = {"documents": "", "left": "starts", "bits": "", "bytes": ""}.get(case.option)
     if same is not None:
         even = [n * case.seqlen_k // cases.DOCUMENTS for n in range(cases.DOCUMENTS + 1)]
@@ -129,7 +126,9 @@ def contenders_of(case, context, before=None, alone=False):
 
 
 def largest_difference(case, contenders):
-    """Relative difference between our results and those of the first opponent; None without one."""
+    """Relative difference between our results and those of the first opponent; None without one that does the same."""
+    if case.option == "dropout":  # of other elements
+        return None
     reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn")), None)
     if reference is None:
         return None

@@ -82,6 +82,7 @@ class Case:
         return (1 if self.option in QUANTISED else 2) * self.batch * self.seqlen_k * self.heads_k * columns
 
 
+DROPOUT, SOFTCAP = 0.1, 30.0  # their values where they are the option
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
 FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without descales
 INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
@@ -102,6 +103,10 @@ SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bia
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
 SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode", "varlen", "fp8")
+
+
+def alibi_slopes(heads: int) -> List[float]:
+    return [2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)]
 
 
 def visible_blocks(option: str, seqlen: int) -> Tuple[int, int]:

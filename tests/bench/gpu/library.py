@@ -90,7 +90,7 @@ class Attention:
             a.max_seqlen_q = a.max_seqlen_k = longest
         if pages is not None:
             a.page_table = tensor(pages)
-        self.bias = None
+        self.bias = self.block_mask = None
         self._set(option, q, k, pages, seed)
         self.gradients = None
         info = self._query()
@@ -106,9 +106,9 @@ class Attention:
             a.k_descale = a.v_descale = tensor(factors)
             return
         if option == "softcap":
-            a.softcap = 30.0
+            a.softcap = cases.SOFTCAP
         elif option == "alibi":
-            self.kept.append(torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], device=q.device))
+            self.kept.append(torch.tensor(cases.alibi_slopes(heads), device=q.device))
             a.alibi_slopes = tensor(self.kept[-1])
         elif option == "bias":
             self.bias = torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype)
@@ -120,15 +120,15 @@ class Attention:
         elif option == "invariant":
             a.flags |= abi.FLAG_BATCH_INVARIANT
         elif option == "dropout":
-            a.dropout_p, a.dropout_seed = 0.1, seed
+            a.dropout_p, a.dropout_seed = cases.DROPOUT, seed
         elif option == "block_mask":  # every block is visible: what the mask itself costs
             self.kept.append(torch.ones(1, 1, -(-seqlen_q // 128), -(-seqlen_k // 128), dtype=torch.uint8, device=q.device))
             a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), 128, 128
         elif option in cases.SPARSE:  # in every row as many visible blocks, at random places
             visible, blocks = cases.visible_blocks(option, seqlen_k)
             order = torch.rand(1, 1, seqlen_q // cases.SPARSE[option][1], blocks, device=q.device).argsort(-1)
-            self.kept.append((order < visible).to(torch.uint8))
-            a.block_mask, a.block_size_q, a.block_size_k = tensor(self.kept[-1]), cases.SPARSE[option][1], cases.SPARSE[option][1]
+            self.block_mask = (order < visible).to(torch.uint8)
+            a.block_mask, a.block_size_q, a.block_size_k = tensor(self.block_mask), cases.SPARSE[option][1], cases.SPARSE[option][1]
         elif option in cases.SCORES:
             self._set_score(option.removeprefix("score "), q, seqlen_k)
         elif option in cases.MASKS:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FlashAttention-2, cuDNN and memory-efficient attention, and FlashAttention-4 where the package flash-attn-4 is installed: forward and
-backward without autograd's host work."""
+"""PyTorch's FlashAttention-2, cuDNN, memory-efficient attention and FlexAttention, and FlashAttention-4 where the package flash-attn-4 is installed:
+forward and, but for FlexAttention, backward without autograd's host work."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 
 import torch
 
-from . import cases
+from . import cases, scores
 
 aten = torch.ops.aten
 
@@ -18,15 +19,17 @@ class Fa2:
     """Tensors are (batch, seqlen, heads, head_dim) views; the operators want heads second."""
 
     name = "fa2"
+    options = ("", "dropout")
 
-    def __init__(self, q, k, v, causal, deterministic=False):
+    def __init__(self, case, q, k, v):
         if q.shape[-1] != v.shape[-1]:
             raise RuntimeError("no kernel for values with a head_dim of their own")
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (q, k, v))
-        self.causal, self.deterministic = causal, deterministic
+        self.causal, self.deterministic = case.causal, case.deterministic
+        self.dropout = cases.DROPOUT if case.option == "dropout" else 0.0
 
     def forward(self):
-        self.saved = aten._scaled_dot_product_flash_attention(self.q, self.k, self.v, 0.0, self.causal, False)
+        self.saved = aten._scaled_dot_product_flash_attention(self.q, self.k, self.v, self.dropout, self.causal, False)
         return self.saved[0].transpose(1, 2)
 
     def prepare_backward(self, dout):
@@ -37,20 +40,22 @@ class Fa2:
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
         with Deterministic(self.deterministic):
             grads = aten._scaled_dot_product_flash_attention_backward(self.dout, self.q, self.k, self.v, out, lse, cu_q, cu_k,
-                                                                      max_q, max_k, 0.0, self.causal, seed, offset)
+                                                                      max_q, max_k, self.dropout, self.causal, seed, offset)
         return [grad.transpose(1, 2) for grad in grads]
 
 
 class Cudnn:
     name = "cudnn"
+    options = ("", "dropout", "bias")
 
-    def __init__(self, q, k, v, causal, deterministic=False, bias=None):
+    def __init__(self, case, q, k, v, bias=None):
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (q, k, v))
-        self.causal, self.deterministic = causal, deterministic
+        self.causal, self.deterministic = case.causal, case.deterministic
+        self.dropout = cases.DROPOUT if case.option == "dropout" else 0.0
         self.bias = None if bias is None else bias.expand(q.shape[0], -1, -1, -1)
 
     def forward(self):
-        self.saved = aten._scaled_dot_product_cudnn_attention(self.q, self.k, self.v, self.bias, True, 0.0, self.causal, False)
+        self.saved = aten._scaled_dot_product_cudnn_attention(self.q, self.k, self.v, self.bias, True, self.dropout, self.causal, False)
         return self.saved[0].transpose(1, 2)
 
     def prepare_backward(self, dout):
@@ -61,7 +66,7 @@ class Cudnn:
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, _ = self.saved
         with Deterministic(self.deterministic):
             grads = aten._scaled_dot_product_cudnn_attention_backward(self.dout, self.q, self.k, self.v, out, lse, seed, offset,
-                                                                      self.bias, cu_q, cu_k, max_q, max_k, 0.0, self.causal)
+                                                                      self.bias, cu_q, cu_k, max_q, max_k, self.dropout, self.causal)
         return [grad.transpose(1, 2) for grad in grads[:3]]
 
 
@@ -69,6 +74,7 @@ class Efficient(Cudnn):
     """PyTorch's memory-efficient attention, for a bias."""
 
     name = "efficient"
+    options = ("bias",)
 
     def forward(self):
         self.saved = aten._scaled_dot_product_efficient_attention(self.q, self.k, self.v, self.bias, True, 0.0, self.causal)
@@ -84,18 +90,26 @@ class Efficient(Cudnn):
 
 class Fa4:
     """FlashAttention-4. It compiles a kernel when it is first called, for seconds; afterwards a call costs it hundreds of microseconds of host time,
-    which timing.side_by_side() hides."""
+    which timing.side_by_side() hides. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`."""
 
     name = "fa4"
+    options = ("", "softcap", cases.WINDOW)
 
-    def __init__(self, q, k, v, causal, deterministic=False):
+    def __init__(self, case, q, k, v, cu=None):
         from flash_attn.cute import interface
 
         self.interface = interface
-        self.q, self.k, self.v, self.causal, self.deterministic = q, k, v, causal, deterministic
+        self.q, self.k, self.v, self.deterministic = q, k, v, case.deterministic
+        self.arguments = dict(causal=case.causal)
+        if case.option == cases.WINDOW:
+            self.arguments = dict(window_size_left=cases.WINDOW_LEFT, window_size_right=0)
+        if case.option == "softcap":
+            self.arguments["softcap"] = cases.SOFTCAP
+        if cu is not None:
+            self.arguments.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
 
     def forward(self):
-        self.out, self.lse = self.interface._flash_attn_fwd(self.q, self.k, self.v, causal=self.causal, return_lse=True)[:2]
+        self.out, self.lse = self.interface._flash_attn_fwd(self.q, self.k, self.v, return_lse=True, **self.arguments)[:2]
         return self.out
 
     def prepare_backward(self, dout):
@@ -103,8 +117,46 @@ class Fa4:
         self.forward()
 
     def backward(self):
-        return self.interface._flash_attn_bwd(self.q, self.k, self.v, self.out, self.dout, self.lse, causal=self.causal,
-                                              deterministic=self.deterministic)[:3]
+        return self.interface._flash_attn_bwd(self.q, self.k, self.v, self.out, self.dout, self.lse, deterministic=self.deterministic,
+                                              **self.arguments)[:3]
+
+
+class Flex:
+    """FlexAttention, compiled. `block_mask` is ours: (1, 1, blocks of queries, blocks of keys)."""
+
+    name = "flex"
+    options = (*scores.TEXTS, *cases.SCORES, cases.WINDOW, *cases.SPARSE)
+
+    def __init__(self, case, q, k, v, block_mask=None):
+        from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+
+        self.tensors = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
+        visible = [lambda b, h, i, j: i >= j] if case.causal else []
+        score, size = None, 128
+        if case.option == cases.WINDOW:
+            visible.append(lambda b, h, i, j: i - j <= cases.WINDOW_LEFT)
+        elif case.option in cases.SPARSE:
+            size = cases.SPARSE[case.option][1]
+            visible.append(lambda b, h, i, j: block_mask[0, 0, i // size, j // size] != 0)
+        else:
+            score, mask = scores.for_flex(case.option.removeprefix("score "), q, case.seqlen_k)
+            visible += [mask] if mask else []
+        blocks = None
+        if visible:
+            blocks = create_block_mask(and_masks(*visible), None, None, case.seqlen_q, case.seqlen_k, device=q.device, BLOCK_SIZE=size)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        self.run = lambda: compiled(*self.tensors, score_mod=score, block_mask=blocks)
+
+    def forward(self):
+        with torch.no_grad():
+            return self.run().transpose(1, 2)
+
+    def prepare_backward(self, dout):
+        self.dout = dout.transpose(1, 2)
+        self.out = self.run()
+
+    def backward(self):
+        return [grad.transpose(1, 2) for grad in torch.autograd.grad(self.out, self.tensors, self.dout, retain_graph=True)]
 
 
 def has_fa4():
@@ -186,26 +238,28 @@ extern "C" __global__ void __launch_bounds__(512) read_only(const float4 *data, 
             Read.kernel((self.blocks, 1, 1), (512, 1, 1), (t.view(-1), t.numel() * t.element_size() // 16, self.never))
 
 
-def opponents(case, q, k, v, cu, bias=None):
-    """Those that take the case; each was called once. `bias`: of a case with that option."""
+def opponents(case, q, k, v, cu, bias=None, block_mask=None):
+    """Those that take the case; each was called once. `bias`, `block_mask`: of a case with such an option."""
     readers = []
     if case.section == "decode":
         try:
             readers.append(Read(k, v))
         except (AttributeError, RuntimeError):  # a PyTorch that compiles no kernels
             pass
-    if case.option not in ("", "bias", cases.FP8) or case.page:  # beside our e4m3 they take the same numbers in bf16
+    if case.page or case.option in cases.QUANTISED:
         return readers
-    if bias is not None:
-        makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic, bias) for kind in (Cudnn, Efficient)]
-    elif cu is not None:
-        makers = [lambda: Fa2Packed(q, k, v, cu, case.seqlen_q, case.causal)]
+    plain = dataclasses.replace(case, option="") if case.option == cases.FP8 else case  # beside our e4m3 they take the same numbers in bf16
+    fa4 = [lambda: Fa4(plain, q, k, v, cu)] if has_fa4() and case.section != "decode" and plain.option in Fa4.options else []
+    if cu is not None:
+        makers = [lambda: Fa2Packed(q, k, v, cu, case.seqlen_q, case.causal), *fa4]
+    # PyTorch's causal mask starts at the top left: other problems than ours unless queries and keys are as many.
+    elif case.causal and case.seqlen_q != case.seqlen_k:
+        return readers
     else:
-        # PyTorch's causal mask starts at the top left: other problems than ours unless queries and keys are as many.
-        if case.causal and case.seqlen_q != case.seqlen_k:
-            return readers
-        kinds = (Fa2, Cudnn, Fa4) if has_fa4() and case.section != "decode" else (Fa2, Cudnn)
-        makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic) for kind in kinds]
+        makers = [lambda: Fa2(plain, q, k, v)] if plain.option in Fa2.options else []
+        makers += [lambda kind=kind: kind(plain, q, k, v, bias) for kind in (Cudnn, Efficient) if plain.option in kind.options]
+        makers += fa4
+        makers += [lambda: Flex(plain, q, k, v, block_mask)] if plain.option in Flex.options else []
     able = []
     for make in makers:
         try:
@@ -214,6 +268,6 @@ def opponents(case, q, k, v, cu, bias=None):
             able.append(opponent)
         except RuntimeError:  # not for this shape
             pass
-        except Exception as failure:  # of FlashAttention-4's compiler
+        except Exception as failure:  # of FlashAttention-4's compiler, or FlexAttention's
             print(f"{case.name}: {type(failure).__name__}: {failure}", file=sys.stderr)
     return able + readers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions of the section `score`: their texts, what they read, and the same function for FlexAttention."""
+"""Score functions: their texts for the section `score`, what they read, and the same functions for FlexAttention."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def tensors(name, q, seqlen_k):
     """The tensors of a function with their access, and its scalars."""
     (seqlen_q, heads), device = q.shape[1:3], q.device
     if name == "softcap":
-        return [], [30.0]
+        return [], [cases.SOFTCAP]
     if name == "alibi":
-        slopes = torch.tensor([2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)], device=device)
+        slopes = torch.tensor(cases.alibi_slopes(heads), device=device)
         return [(slopes.view(1, heads, 1, 1), BY_HEAD)], []
     if name == "bias":
         return [(torch.randn(1, heads, seqlen_q, seqlen_k, device=device, dtype=q.dtype), BY_HEAD | BY_QUERY | BY_KEY)], []
@@ -67,46 +67,22 @@ def tensors(name, q, seqlen_k):
     return [(ids.view(1, 1, seqlen_q, 1), BY_QUERY), (ids.view(1, 1, 1, seqlen_k), BY_KEY)], []
 
 
-class Flex:
-    """FlexAttention, compiled, with the same function."""
-
-    name = "flex"
-
-    def __init__(self, q, k, v, causal, name):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        self.tensors = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
-        data = [t for t, _ in tensors(name, q, k.shape[1])[0]]
-        masks = [lambda b, h, i, j: i >= j] if causal else []
-        score_mod = None
-        if name == "softcap":
-            score_mod = lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)  # noqa: E731
-        elif name == "alibi":
-            slopes = data[0].view(-1)
-            score_mod = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()  # noqa: E731
-        elif name == "bias":
-            bias = data[0][0]
-            score_mod = lambda s, b, h, i, j: s + bias[h, i, j]  # noqa: E731
-        elif name == "relative":
-            table = data[0]
-            score_mod = lambda s, b, h, i, j: s + table[h, (j - i).clamp(-REACH, REACH) + REACH]  # noqa: E731
-        elif name == "gate":
-            gate = data[0][0, :, :, 0]
-            score_mod = lambda s, b, h, i, j: s * (1 + torch.tanh(gate[h, i] * s)) / 2  # noqa: E731
-        else:
-            ids = data[0].view(-1)
-            masks.append(lambda b, h, i, j: ids[i] == ids[j])
-        block_mask = create_block_mask(masks[0], None, None, q.shape[1], k.shape[1]) if masks else None
-        compiled = torch.compile(flex_attention, dynamic=False)
-        self.run = lambda: compiled(*self.tensors, score_mod=score_mod, block_mask=block_mask)
-
-    def forward(self):
-        with torch.no_grad():
-            return self.run().transpose(1, 2)
-
-    def prepare_backward(self, dout):
-        self.dout = dout.transpose(1, 2)
-        self.out = self.run()
-
-    def backward(self):
-        return [grad.transpose(1, 2) for grad in torch.autograd.grad(self.out, self.tensors, self.dout, retain_graph=True)]
+def for_flex(name, q, seqlen_k):
+    """score_mod and mask_mod of FlexAttention for the same function; either may be None."""
+    data = [t for t, _ in tensors(name, q, seqlen_k)[0]]
+    if name == "softcap":
+        return lambda s, b, h, i, j: cases.SOFTCAP * torch.tanh(s / cases.SOFTCAP), None
+    if name == "alibi":
+        slopes = data[0].view(-1)
+        return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), None
+    if name == "bias":
+        bias = data[0][0]
+        return lambda s, b, h, i, j: s + bias[h, i, j], None
+    if name == "relative":
+        table = data[0]
+        return lambda s, b, h, i, j: s + table[h, (j - i).clamp(-REACH, REACH) + REACH], None
+    if name == "gate":
+        gate = data[0][0, :, :, 0]
+        return lambda s, b, h, i, j: s * (1 + torch.tanh(gate[h, i] * s)) / 2, None
+    ids = data[0].view(-1)
+    return None, lambda b, h, i, j: ids[i] == ids[j]
