@@ -66,7 +66,7 @@ class Cudnn:
 
 
 class Efficient(Cudnn):
-    """PyTorch's memory-efficient attention, for a bias."""
+    """PyTorch's memory-efficient attention, for a bias and for wide heads."""
 
     name = "efficient"
 
@@ -205,6 +205,8 @@ def opponents(case, q, k, v, cu, bias=None):
         if case.causal and case.seqlen_q != case.seqlen_k:
             return readers
         kinds = (Fa2, Cudnn, Fa4) if has_fa4() and case.section != "decode" else (Fa2, Cudnn)
+        if case.section == "wide":
+            kinds = (Efficient,)
         makers = [lambda kind=kind: kind(q, k, v, case.causal, case.deterministic) for kind in kinds]
     able = []
     for make in makers:
