@@ -30,8 +30,13 @@ EXCEPTIONS = {
     "cuda/kernels/mla": {"cuda/kernels/decode/": "parameters and stream-K partition of decode"},
     "cuda/kernels/bwd_simt": {**BWD_ROWS, "cuda/kernels/fwd_simt/": "tiles on CUDA cores"},
     "cuda/kernels/bwd_sm80": BWD_ROWS,
-    "cuda/kernels/bwd_sm90": {**BWD_ROWS, "cuda/kernels/bwd_sm90_cluster/": "one table and one instance template for both kernels"},
+    "cuda/kernels/fwd_sm90": {"cuda/kernels/fwd_sm90_wide/": "one table and one instance template for both kernels"},
+    "cuda/kernels/fwd_sm90_wide": {"cuda/kernels/fwd_sm90/": "parameters"},
+    "cuda/kernels/bwd_sm90": {**BWD_ROWS,
+                              "cuda/kernels/bwd_sm90_cluster/": "one table and one instance template for all kernels",
+                              "cuda/kernels/bwd_sm90_separate/": "the same"},
     "cuda/kernels/bwd_sm90_cluster": {"cuda/kernels/bwd_sm90/": "work descriptor, P and dS, gradients to global memory"},
+    "cuda/kernels/bwd_sm90_separate": {"cuda/kernels/bwd_sm90/": "work descriptor, P and dS, gradients to global memory"},
 }
 # Never, by anyone: other people's kernels and frameworks. cuBLAS is for tests.
 FORBIDDEN = re.compile(r"cutlass|cute/|cublas|cudnn|torch|ATen/|cblas|mkl|omp\.h|dnnl|openblas", re.I)

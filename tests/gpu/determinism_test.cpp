@@ -13,7 +13,7 @@ constexpr int kRuns = 30;
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t head_dim : {64, 96, 128, 192, 256, 512}) {
+    for (const int64_t head_dim : {64, 96, 128, 192, 256, 320, 384, 512}) {
       for (const bool general : {false, true}) {
         Shape shape;
         shape.dtype = dtype;
@@ -35,7 +35,7 @@ std::vector<Shape> shapes() {
         };
         add("Full", [](Shape &s) { s.batch = 2; });
         add("CausalGrouped", [](Shape &s) { s.mask = {FA_MASK_CAUSAL}, s.heads_q = 8; });
-        if (!general && dtype != FA_FLOAT32 && head_dim <= 256) {  // Hopper has kernels for that alone
+        if (!general && dtype != FA_FLOAT32) {  // Hopper has kernels for that alone
           add("Capped", [](Shape &s) { s.mask = {FA_MASK_CAUSAL}, s.heads_q = 8, s.softcap = 20; });
         }
         add("Packed", [](Shape &s) {

@@ -35,6 +35,66 @@ TEST_P(Shapes, HeadDims) {
   }
 }
 
+// Gradients of wide heads: tensor-core kernels want rows and dout on 16 bytes, and tiles of 64 queries and keys. One variant a head dim and dtype
+// in turn, so that each kernel meets most of them.
+TEST_P(Shapes, WideHeads) {
+  const std::vector<std::pair<const char *, void (*)(Case &)>> variants = {
+      {"full", [](Case &) {}},
+      {"causal, more queries", [](Case &c) { c.mask = FA_MASK_CAUSAL, c.q.seqlen = 260, c.q.grad_layout = kBhsd; }},
+      {"window", [](Case &c) { c.window_left = 70, c.window_right = 20, c.k.grad_layout = kBshd; }},
+      {"packed",
+       [](Case &c) {
+         c.batch = 4;
+         c.q.packed = c.k.packed = 1;
+         c.q.slots = {150, 0, 65, 128};
+         c.k.slots = {200, 70, 0, 129};
+         c.k.used = {190, 64, 0, 100};
+         c.q.used = {140, 0, 65, 128};
+         c.mask = FA_MASK_CAUSAL;
+         c.nan_keys = c.nan_queries = 1;
+       }},
+      {"lengths",
+       [](Case &c) {
+         c.q.used = {100, 64};
+         c.k.used = {64, 170};
+         c.mask = FA_MASK_CAUSAL;
+         c.window_left = 90;
+         c.nan_keys = c.nan_queries = 1;
+       }},
+      {"left padding",
+       [](Case &c) {
+         c.starts = {0, 77}, c.mask = FA_MASK_CAUSAL, c.nan_keys = 1;
+       }},
+      {"softcap and ALiBi", [](Case &c) { c.softcap = 10, c.alibi = 1, c.mask = FA_MASK_CAUSAL, c.q.seqlen = 130; }},
+      {"softcap, NaN in k", [](Case &c) { c.softcap = 5, c.nan_visible = 2, c.mask = FA_MASK_CAUSAL; }},
+      {"NaN in q", [](Case &c) { c.nan_visible = 1, c.mask = FA_MASK_CAUSAL; }},
+      {"NaN in v", [](Case &c) { c.nan_visible = 3, c.window_left = 30, c.window_right = 0; }},
+      {"NaN in dout", [](Case &c) { c.nan_visible = 4, c.mask = FA_MASK_CAUSAL, c.flags = FA_FLAG_DETERMINISTIC; }},
+      {"dk alone", [](Case &c) { c.skipped_gradients = 1 | 4; }},
+      {"dv alone", [](Case &c) { c.skipped_gradients = 1 | 2; }},
+      {"dq and dv, sink", [](Case &c) { c.skipped_gradients = 2, c.sink = 1, c.mask = FA_MASK_CAUSAL; }},
+  };
+  size_t next = static_cast<size_t>(run_seed());
+  for (const auto &[head_dim, head_dim_v] :
+       std::vector<std::pair<int64_t, int64_t>>{{320, 320}, {264, 320}, {384, 384}, {384, 72}, {512, 512}, {400, 512}}) {
+    for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+      for (int n = 0; n < 7; ++n) {
+        const auto &[text, vary] = variants[++next % variants.size()];
+        Case c = base("wide heads");
+        c.dtype = dtype;
+        c.heads_k = 1;
+        c.head_dim = head_dim;
+        c.head_dim_v = head_dim_v;
+        c.q.seqlen = 150;
+        c.k.seqlen = 200;
+        c.q.grad_layout = kBshd;
+        vary(c);
+        EXPECT_TRUE(check(backend(), c)) << text;
+      }
+    }
+  }
+}
+
 TEST_P(Shapes, EveryHeadDimUpTo70) {
   for (int64_t head_dim = 1; head_dim <= 70; ++head_dim) {
     Case c = base("every head dim");

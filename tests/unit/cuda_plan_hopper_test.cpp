@@ -6,6 +6,7 @@
 #include <array>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -88,7 +89,7 @@ TEST(CudaPlanHopper, HopperKernels) {
       {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"more rows than it counts", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
-      {"head_dim 264", [](MaskedProblem &p) { p.head_dim = 264; }},
+      {"head_dim 520", [](MaskedProblem &p) { p.head_dim = 520; }},
       {"a few queries, dropout", [](MaskedProblem &p) { p.q_lengths.max_len = 16, p.dropout.threshold = 6554; }},
   };
   for (const auto &[text, change] : others) {
@@ -128,6 +129,8 @@ TEST(CudaPlanHopper, HopperKernels) {
       {"bias, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, set_bias(p); }},
       {"bias, broadcast",
        [](MaskedProblem &p) { set_bias(p), p.bias.batch_stride = p.bias.head_stride = p.bias.row_stride = 0; }},
+      {"head_dim 264", [](MaskedProblem &p) { p.head_dim = 264; }},
+      {"head_dim 264, softcap", [](MaskedProblem &p) { p.head_dim_v = 264, p.softcap = 30; }},
       {"one split asked for", [](MaskedProblem &p) { p.num_splits = 1; }},
       {"one tile",
        [](MaskedProblem &p) { p.heads_q = p.heads_k = p.group = p.batch = 1, p.q_lengths.max_len = p.k_lengths.max_len = 17; }},
@@ -292,6 +295,43 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
     EXPECT_GE(ordered.workspace_bytes,
               ordered.dq_semaphore_offset + 2 * b.forward.batch * b.forward.heads_q * ordered.q_tiles * sizeof(int32_t))
         << head_dim;
+  }
+}
+
+// Heads of more than 256 columns: a CTA for 64 rows of out, or of one gradient.
+TEST(CudaPlanHopper, WideHeads) {
+  for (const auto &[head_dim, head_dim_v, name, with_softcap] :
+       std::vector<std::tuple<int64_t, int64_t, std::string, std::string>>{
+           {264, 264, "d320", "d384g"}, {64, 320, "d320", "d384g"}, {328, 8, "d384", "d384g"}, {384, 512, "d512", "d512g"}}) {
+    MaskedProblem p = problem(1000, 900, head_dim);
+    p.head_dim_v = head_dim_v;
+    const ForwardPlan forward = forward_plan(p, h200());
+    EXPECT_EQ(kernel_name(p, forward), "sm90_fwd_bf16_" + name);
+    EXPECT_EQ(forward.tiles, 16 * p.heads_q * p.batch);
+    EXPECT_EQ(forward.blocks, forward.tiles) << "a CTA for each";
+    EXPECT_EQ(forward.counters, 0);
+    BackwardProblem b = backward_of(p);
+    const BackwardPlan plan = backward_plan(b, h200());
+    EXPECT_EQ(kernel_name(b, plan), "sm90_bwd_bf16_" + name);
+    EXPECT_EQ(plan.q_tiles, 16);
+    EXPECT_EQ(plan.key_blocks, 15);
+    // No sum of dq, nothing to order: the workspace has lse and delta alone.
+    EXPECT_EQ(plan.dq_sum_columns, 0);
+    EXPECT_EQ(plan.dq_semaphores, 0);
+    EXPECT_FALSE(plan.zero_dq_sum);
+    EXPECT_EQ(plan.workspace_bytes, 2 * plan.row_delta_offset);
+    const int64_t of_queries = 16 * p.heads_q * p.batch, of_keys = 15 * p.heads_k * p.batch;
+    EXPECT_EQ(plan.blocks, of_queries + 2 * of_keys);
+    // Gradients that are not asked for have no CTAs.
+    b.dv.data = nullptr;
+    EXPECT_EQ(backward_plan(b, h200()).blocks, of_queries + of_keys);
+    b.dq.data = nullptr;
+    EXPECT_EQ(backward_plan(b, h200()).blocks, of_keys);
+    b = backward_of(p);
+    b.forward.deterministic = true;
+    EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape);
+    b.forward.softcap = 30;
+    EXPECT_EQ(kernel_name(b, backward_plan(b, h200())), "sm90_bwd_bf16_" + with_softcap + "_ordered");
   }
 }
 

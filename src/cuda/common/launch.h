@@ -55,7 +55,7 @@ class Launches {
 
  private:
   static constexpr int kMaxParams = 4;
-  static constexpr size_t kParamsBytes = 3200, kAlignment = 128;  // of tensor maps
+  static constexpr size_t kParamsBytes = 3328, kAlignment = 128;  // of tensor maps
 
   alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];
   union {

@@ -57,6 +57,9 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
                                              params.delta_map, error));
   params.order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false, plan.last_heads);
   params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.query_order =
+      L2HeadOrder(plan.q_tiles, p.heads_q, p.batch, plan.heads_per_l2_group * p.group, !params.limits.unlimited_right());
+  params.dq_blocks = b.dq.data != nullptr ? static_cast<int32_t>(p.batch * p.heads_q * plan.q_tiles) : 0;
   params.blocks = static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks);
   params.taken = plan.dq_semaphores > 0 ? params.dq_semaphore + tiles * plan.dq_semaphores : nullptr;
   if (plan.split_units > 0) {
@@ -90,7 +93,7 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
     use_score_text(memory.score_text, scored, launch);
     launches.add("backward kernel", launch, &params);
   }
-  if (b.dq.data != nullptr) {
+  if (b.dq.data != nullptr && shape.sums_dq()) {
     launches.add("dq kernel", {kernels.dq, shape.dq_threads(), 0, ctas_for_q_tiles(params), /*pdl=*/second}, &params);
   }
   if (second) return FA_OK;  // the rest is the same, NaN or not

@@ -20,18 +20,19 @@ void lay_out_workspace(const BackwardProblem &b, const Shape &shape, BackwardPla
   const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles, rows = tiles * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
-  plan.dq_semaphore_offset = plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * shape.head_dim * sizeof(float)) : 0);
+  plan.dq_semaphore_offset =
+      plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * plan.dq_sum_columns * sizeof(float)) : 0);
   plan.workspace_bytes =
       plan.dq_semaphore_offset + (plan.dq_semaphores > 0 ? align_up((tiles * plan.dq_semaphores + 1) * sizeof(int32_t)) : 0);
 }
 
-// Grid and workspace on tensor cores. At least `at_least` heads are an L2 group.
+// Grid and workspace on tensor cores. At least `at_least` heads are an L2 group. Without semaphores dq is not summed in the workspace.
 template <typename Shape>
 fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, const Shape &shape, int32_t dq_semaphores,
                             int64_t at_least, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
   plan.dq_semaphores = dq_semaphores;
-  plan.dq_sum_columns = shape.head_dim;
+  plan.dq_sum_columns = dq_semaphores > 0 ? shape.head_dim : 0;
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
   lay_out_workspace(b, shape, plan);
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
@@ -107,6 +108,19 @@ void split_tail(const MaskedProblem &p, int64_t ctas, const sm90::BackwardShape 
       static_cast<size_t>(last * plan.splits_per_tile) * shape.keys() * (shape.head_dim + shape.head_dim_v) * sizeof(float);
 }
 
+// dq, dk and dv have CTAs of their own, in one launch.
+fa_status plan_separate_gradients(const BackwardProblem &b, const Device &device, const sm90::BackwardShape &shape,
+                                  BackwardPlan &plan, ErrorText &error) {
+  const Problem &p = b.forward;
+  FA_RETURN_IF_ERROR(plan_tensor_cores(b, device, shape, /*dq_semaphores=*/0, /*at_least=*/1, plan, error));
+  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} + 2 * int64_t{plan.key_blocks}, p.heads_q, p.batch, error));
+  plan.zero_dq_sum = false;
+  const int64_t of_keys = p.batch * p.heads_k * plan.key_blocks;
+  plan.blocks = b.dq.data != nullptr ? p.batch * p.heads_q * plan.q_tiles : 0;
+  for (const Operand *gradient : {&b.dk, &b.dv}) plan.blocks += gradient->data != nullptr ? of_keys : 0;
+  return FA_OK;
+}
+
 fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, BackwardPlan &plan, ErrorText &error) {
   const Problem &p = b.forward;
   plan.family = Family::simt;
@@ -159,6 +173,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   plan.family = Family::sm90;
   plan.shape = row->shape;
   plan.reason = hopper_reason(shape.scores);
+  if (shape.design == sm90::Design::separate) return plan_separate_gradients(b, device, shape, plan, error);
   // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.
   const int64_t at_once = device.multiprocessors / shape.blocks();
   // Grouped heads under a causal mask have long work tiles, and few: those of an L2 group should be as many as the CTAs, or the CTAs begin the

@@ -102,7 +102,8 @@ MASKS = {"documents": 1 / DOCUMENTS, "prefix": 1 / PREFIX + (1 - 1 / PREFIX) ** 
 SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bias", "score relative": None, "score gate": None,
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
-SECTIONS = ("forward", "backward", "dims", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode", "varlen", "fp8")
+SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
+            "varlen", "fp8")
 
 
 def alibi_slopes(heads: int) -> List[float]:
@@ -134,6 +135,15 @@ def dims(quick: bool) -> List[Case]:
         square("dims", direction, d, causal, n, heads, heads_k, head_dim_v=d_v)
         for direction in ("forward", "backward") for d, d_v, heads, heads_k in shapes for causal in (False, True)
         for n in ((2048,) if quick else (2048, 8192))
+    ]
+
+
+def wide(quick: bool) -> List[Case]:
+    """head_dim above 256."""
+    rows = [(320, True, 4096), (384, True, 4096), (512, True, 4096)] + ([] if quick else [(512, False, 8192)])
+    return [
+        Case("wide", direction, d, causal, n, n, 8192 // n, 8, 8)
+        for direction in ("forward", "backward") for d, causal, n in rows
     ]
 
 
@@ -262,6 +272,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "forward": lambda: grid("forward", "forward", quick),
         "backward": lambda: grid("backward", "backward", quick),
         "dims": lambda: dims(quick),
+        "wide": lambda: wide(quick),
         "deterministic": lambda: deterministic(quick),
         "short": lambda: short(quick),
         "general": lambda: general("general", quick, 0),

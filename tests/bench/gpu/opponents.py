@@ -71,7 +71,7 @@ class Cudnn:
 
 
 class Efficient(Cudnn):
-    """PyTorch's memory-efficient attention, for a bias."""
+    """PyTorch's memory-efficient attention, for a bias and for wide heads."""
 
     name = "efficient"
     options = ("bias",)
@@ -260,6 +260,8 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
         makers += [lambda kind=kind: kind(plain, q, k, v, bias) for kind in (Cudnn, Efficient) if plain.option in kind.options]
         makers += fa4
         makers += [lambda: Flex(plain, q, k, v, block_mask)] if plain.option in Flex.options else []
+        if case.section == "wide":  # the others have no kernels for it
+            makers = [lambda: Efficient(plain, q, k, v)]
     able = []
     for make in makers:
         try:

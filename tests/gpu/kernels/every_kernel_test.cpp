@@ -81,8 +81,16 @@ enum Scores {
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const fa_dtype dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
-    for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{
-             {64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}, {512, 512}, {576, 512}}) {
+    for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{{64, 64},
+                                                                                       {96, 96},
+                                                                                       {128, 128},
+                                                                                       {192, 128},
+                                                                                       {192, 192},
+                                                                                       {256, 256},
+                                                                                       {320, 320},
+                                                                                       {384, 384},
+                                                                                       {512, 512},
+                                                                                       {576, 512}}) {
       std::vector<Scores> kinds = {kPlain, kEverything, kUnordered,    kSmooth,    kBias,   kDropout,
                                    kMasks, kBlocks,     kDropoutAlone, kBiasAlone, kLargest};
       // A kernel runs the first problem that reaches it. CUDA-core kernels get plain scores in fp32, and everything in 16 bits.

@@ -34,12 +34,15 @@ struct BackwardParams : BackwardRows {
   DataMask mask;
   // Bias: (keys, queries, heads_q, batch) in boxes of 64 keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
   CUtensorMap bias_map;
+  // Separate gradients: dq has CTAs of its own, the first dq_blocks of the grid, one for a Q tile each.
+  L2HeadOrder query_order;
+  int32_t dq_blocks;
 };
 
 // The kernels' addresses; null if this build leaves them out. `shape` indexes kBackwardShapes.
 struct BackwardKernels {
-  const void *main;  // computes dk, dv and dq_sum
-  const void *dq;    // converts dq_sum to dq: one CTA of BackwardShape::dq_threads() per Q tile
+  const void *main;  // computes dk, dv and dq_sum, or dq
+  const void *dq;    // converts dq_sum to dq: one CTA of BackwardShape::dq_threads() per Q tile; null where `main` stores dq
 };
 BackwardKernels backward_kernels(int shape, Dtype dtype);
 

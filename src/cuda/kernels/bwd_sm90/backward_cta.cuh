@@ -521,20 +521,32 @@ struct BackwardCta {
     if (t.data == nullptr) return;
     const int seq_slot = static_cast<int>(unpadded_keys(problem.k_lengths, work().batch).slot);
     Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
+    store_rows(t, base, acc, scale, columns, vectors, first_key, work().seqlen_k, seq_slot);
+    if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
+    zero_rows<2 * kCount>(t, base, columns, vectors, work().key0 + C::kTileKv, seq_slot, thread, threads);
+  }
+  // Stores 64 rows of a gradient from `first` on to the rows of a sequence that begin at `base`: the first `used` of them are used, the others, up to
+  // `slot`, get zero.
+  template <int kCount>
+  __device__ __forceinline__ void store_rows(const Operand &t, Element *base, const float (&acc)[kCount], float scale,
+                                             int columns, bool vectors, int first, int used, int slot) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = first_key + warp * 16 + (lane >> 2) + 8 * r;
-      const uint32_t keep = key < work().seqlen_k ? ~0u : 0u;
+      const int row = first + warp * 16 + (lane >> 2) + 8 * r;
+      const uint32_t keep = row < used ? ~0u : 0u;
       store_fragment_row_at<Element, kCount / 4>(
-          acc, r, [&] { return base + key * t.seq_stride; }, columns, vectors, lane & 3,
-          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, key < seq_slot);
+          acc, r, [&] { return base + row * t.seq_stride; }, columns, vectors, lane & 3,
+          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, row < slot);
     }
-    if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
-    constexpr int kVectors = kCount / 4;
-    const int beyond = work().key0 + C::kTileKv;
-    for (int n = thread; n < (seq_slot - beyond) * kVectors; n += threads) {
+  }
+  // Zeroes kColumns columns, as far as they exist, of rows [first, slot).
+  template <int kColumns>
+  __device__ __forceinline__ void zero_rows(const Operand &t, Element *base, int columns, bool vectors, int first, int slot,
+                                            int thread, int threads) const {
+    constexpr int kVectors = kColumns / 8;
+    for (int n = thread; n < (slot - first) * kVectors; n += threads) {
       const int column = n % kVectors * 8;
-      store_elements(base + (beyond + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
+      store_elements(base + (first + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }
   }
 

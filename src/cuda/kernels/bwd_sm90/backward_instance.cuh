@@ -7,6 +7,7 @@
 #include "cuda/kernels/bwd_sm90_cluster/backward_p_registers.cuh"
 #include "cuda/kernels/bwd_sm90_cluster/backward_p_smem.cuh"
 #include "cuda/kernels/bwd_sm90_cluster/backward_p_smem_persistent.cuh"
+#include "cuda/kernels/bwd_sm90_separate/backward_separate.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -43,13 +44,23 @@ struct BackwardMain<Element, kShapeIndex, Design::cluster_p_registers> {
 };
 
 template <typename Element, int kShapeIndex>
+struct BackwardMain<Element, kShapeIndex, Design::separate> {
+  static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
+  static_assert(kShape.head_dim == kShape.head_dim_v);
+  using Config = SeparateConfig<Element, kShape.head_dim, kShape.stages, kShape.dout_stages, kShape.scores>;
+  static constexpr auto kKernel = &backward_separate<Config>;
+};
+
+template <typename Element, int kShapeIndex>
 BackwardKernels backward_instance() {
   constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   using Main = BackwardMain<Element, kShapeIndex>;
   static_assert(sizeof(typename Main::Config::Storage) == kShape.shared_bytes() && Main::Config::kTileKv == kShape.keys());
-  return {reinterpret_cast<const void *>(Main::kKernel),
-          reinterpret_cast<const void *>(&backward_dq<Element, kShape.rows, kShape.head_dim, 1, kShape.dq_columns() / 8,
-                                                      kShape.dq_threads(), kShape.transposes_dq()>)};
+  BackwardKernels kernels{reinterpret_cast<const void *>(Main::kKernel), nullptr};
+  if constexpr (kShape.sums_dq())
+    kernels.dq = reinterpret_cast<const void *>(&backward_dq<Element, kShape.rows, kShape.head_dim, 1, kShape.dq_columns() / 8,
+                                                             kShape.dq_threads(), kShape.transposes_dq()>);
+  return kernels;
 }
 
 }  // namespace fa::cuda::sm90

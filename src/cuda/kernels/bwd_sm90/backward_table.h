@@ -6,6 +6,7 @@
 
 #include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_sm90_cluster/shared_storage.h"
+#include "cuda/kernels/bwd_sm90_separate/shared_storage.h"
 
 namespace fa::cuda::sm90 {
 
@@ -15,6 +16,7 @@ enum class Design : int32_t {
   cluster_p_smem,  // bwd_sm90_cluster/backward_p_smem.cuh: a 2-CTA cluster per work tile; P goes to dk's warpgroup through smem
   cluster_p_registers,        // bwd_sm90_cluster/backward_p_registers.cuh: 2-CTA clusters; P stays in registers; persistent
   cluster_p_smem_persistent,  // bwd_sm90_cluster/backward_p_smem_persistent.cuh
+  separate,                   // bwd_sm90_separate/backward_separate.cuh: CTAs of their own for dq, dk and dv
 };
 
 constexpr int32_t kDqSemaphoresPerTile = 2;  // order counters of a Q tile: its dq is reduced as two partials
@@ -22,9 +24,10 @@ constexpr int32_t kDqSemaphoresPerTile = 2;  // order counters of a Q tile: its 
 struct BackwardShape {
   const char *name;
   int32_t head_dim, head_dim_v;  // buckets of q and k, and of v
-  int32_t consumer_warpgroups;   // of 64 keys each; those of a cluster are two per CTA
-  int32_t rows;                  // queries of a Q tile
-  int32_t stages, dout_stages;   // pipeline stages of Q, and of dO
+  int32_t
+      consumer_warpgroups;  // of 64 keys each; those of a cluster are two per CTA, separate gradients have three of one tile
+  int32_t rows;             // queries of a Q tile
+  int32_t stages, dout_stages;  // pipeline stages of Q, and of dO; separate: of streamed tiles, and of streamed atoms
   Design design;
   bool ordered;   // has the deterministic mode, in which work tiles add to dq in ascending order
   bool nan_safe;  // has a path for partial Q tiles in which a value is not finite; without it a second pass takes care of that
@@ -36,7 +39,9 @@ struct BackwardShape {
     return design == Design::single_cta && nan_safe && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }
   // CTAs, or clusters, take work tiles as long as there are any.
-  constexpr bool persistent() const { return design != Design::cluster_p_smem; }
+  constexpr bool persistent() const { return design != Design::cluster_p_smem && design != Design::separate; }
+  // dq of a Q tile is a sum over CTAs, in the workspace.
+  constexpr bool sums_dq() const { return design != Design::separate; }
   // dq is computed transposed: wgmma has 64 rows, and any multiple of 8 columns.
   constexpr bool transposes_dq() const { return rows % 64 != 0; }
   // Of the kernel that converts the sum for dq: a whole number of its passes is a Q tile.
@@ -48,8 +53,9 @@ struct BackwardShape {
   // Longest sequence of keys that the kernel is used for: beyond it the kernel on the next line is faster.
   constexpr int64_t longest() const { return design == Design::cluster_p_smem_persistent && !ordered ? 8 * keys() : INT64_MAX; }
 
-  constexpr int32_t blocks() const { return design == Design::single_cta ? 1 : 2; }
-  constexpr int32_t keys() const { return consumer_warpgroups * 64; }
+  // CTAs of a cluster.
+  constexpr int32_t blocks() const { return design == Design::single_cta || design == Design::separate ? 1 : 2; }
+  constexpr int32_t keys() const { return design == Design::separate ? 64 : consumer_warpgroups * 64; }
   constexpr int32_t threads() const { return (consumer_warpgroups + 1) * 128; }
   constexpr int32_t block_keys() const { return keys() / blocks(); }
   // Columns of a warp's dq accumulators.
@@ -93,7 +99,12 @@ struct BackwardShape {
   X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kTileBias)                       \
   X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kTileBias)                     \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)        \
-  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)  \
+  X(d320, 320, 320, 3, 64, 2, 6, Design::separate, true, true, kPlain)                           \
+  X(d384, 384, 384, 3, 64, 2, 3, Design::separate, true, true, kPlain)                           \
+  X(d512, 512, 512, 3, 64, 1, 3, Design::separate, true, true, kPlain)                           \
+  X(d384g, 384, 384, 3, 64, 2, 3, Design::separate, true, true, kSoftcapAlibi)                   \
+  X(d512g, 512, 512, 3, 64, 1, 3, Design::separate, true, true, kSoftcapAlibi)
 // clang-format on
 
 // Shared memory of a line of the table.
@@ -102,6 +113,7 @@ template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int
 constexpr int32_t storage_bytes() {
   constexpr bool p_through_smem = design != Design::cluster_p_registers;
   using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;
+  if (design == Design::separate) return sizeof(SeparateStorage<head_dim, stages, dout_stages>);
   if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages, scores>);
   if (design == Design::cluster_p_smem) return sizeof(OneTileClusterStorage<Cluster>);
   return sizeof(PersistentClusterStorage<Cluster>);

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/kernels/fwd_sm90/shared_storage.h"
+#include "cuda/kernels/fwd_sm90_wide/shared_storage.h"
 
 namespace fa::cuda::sm90 {
 
@@ -31,15 +32,18 @@ struct ForwardShape {
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
   int32_t storage_bytes, score_text_storage_bytes;
 
+  // forward_wide.cuh: two warpgroups share 64 rows, a third one has their scores.
+  constexpr bool wide() const { return head_dim > 256; }
   // Whether a kernel with a score text can be made of it, at run time.
-  constexpr bool takes_score_text() const { return !fp8 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0); }
-  constexpr int32_t rows() const { return groups * 64; }
+  constexpr bool takes_score_text() const { return !fp8 && !wide() && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0); }
+  constexpr int32_t rows() const { return wide() ? 64 : groups * 64; }
+  constexpr bool persistent() const { return !wide(); }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
   // Whether a KV tile of more than a cell is too coarse for blocks of keys: smaller blocks would leave most of it masked.
   constexpr bool is_too_coarse(int64_t block_keys) const { return kv_tile > 64 && block_keys % kv_tile != 0; }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
-  constexpr int32_t threads() const { return (groups + 1) * 128; }
+  constexpr int32_t threads() const { return wide() ? 512 : (groups + 1) * 128; }
 };
 
 // The plan takes the first kernel that fits. Three consumer warpgroups keep the tensor cores busier than two. With few query rows some of
@@ -77,13 +81,30 @@ struct ForwardShape {
   X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false)  \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
-  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)
+  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)      \
+  X(d320, 320, 320, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d384, 384, 384, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d512, 512, 512, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d512g, 512, 512, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false)
 
+// clang-format on
+
+// Shared memory of a line of the table.
+template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile, int32_t q_stages, int32_t stages,
+          int32_t out_atoms, bool fp8, ScoreSet scores>
+constexpr int32_t forward_storage_bytes() {
+  if constexpr (head_dim > 256) {
+    return sizeof(WideStorage<head_dim, stages>);
+  } else {
+    return sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>);
+  }
+}
+
+// clang-format off
 #define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8) \
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8,                   \
-   static_cast<int32_t>(sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>)), \
-   static_cast<int32_t>(                                                                                                              \
-       sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>))},
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>(),                          \
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>()},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE
