@@ -257,6 +257,26 @@ TEST(CudaPlan, WorkspaceGrowsAtMostLinearly) {
   }
 }
 
+// Packed sequences take workspace for the rows that there are, not for as many as the longest one has each.
+TEST(CudaPlan, PackedWorkspaceIsForTheRowsThatThereAre) {
+  for (const auto &[name, device] : kDevices) {
+    for (const int64_t head_dim : {64, 128, 256, 512}) {
+      MaskedProblem p = problem(16384, 16384, head_dim);
+      p.batch = 1;
+      const size_t padded = backward_plan(backward_of(p), device).workspace_bytes;
+      const int32_t unread[2] = {};
+      p.batch = 64;
+      p.q_lengths.cu = p.k_lengths.cu = unread;
+      p.q_lengths.total = p.k_lengths.total = 16384;
+      for (const int64_t longest : {256, 16384}) {
+        p.q_lengths.max_len = p.k_lengths.max_len = longest;
+        // A sequence may begin and end within a Q tile.
+        EXPECT_LE(backward_plan(backward_of(p), device).workspace_bytes, 2 * padded) << name << head_dim << ' ' << longest;
+      }
+    }
+  }
+}
+
 // Forward needs memory for splits only, and for no more of them than fill the device.
 TEST(CudaPlan, ForwardWorkspaceIsForSplits) {
   int64_t whole = 0, split = 0;

@@ -50,7 +50,7 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
                                    params.v_map, error));
   FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows,
                                    params.dout_map, error));
-  const int64_t tiles = p.batch * p.heads_q * plan.q_tiles;
+  const int64_t tiles = q_tiles_of_all_heads(params);
   FA_RETURN_IF_ERROR(
       describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, shape.rows, params.lse_map, error));
   FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, shape.rows,

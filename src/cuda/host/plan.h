@@ -62,7 +62,7 @@ struct BackwardPlan {
   int32_t shape = -1;          // index into the family's backward table
   int32_t query_blocks = 0;    // simt: tiles of queries that a head has
   int32_t key_blocks = 0;      // tiles of keys that a head has
-  int32_t q_tiles = 0;         // tiles of queries in the workspace that a head has
+  int32_t q_tiles = 0;         // tiles of queries that a head of the longest sequence has
   int32_t q_tile_rows = 0;     // rows of such a tile
   int32_t dq_semaphores = 0;   // semaphores of such a tile, which order the CTAs that add to its dQ; 0: none
   int32_t dq_sum_columns = 0;  // of the fp32 accumulator of dQ in the workspace; 0: none

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/host/planners.h"
+#include "cuda/kernels/bwd_pre_post/backward_rows.h"
 #include "cuda/kernels/bwd_simt/backward_table.h"
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
@@ -17,7 +18,8 @@ void lay_out_workspace(const BackwardProblem &b, const Shape &shape, BackwardPla
   const Problem &p = b.forward;
   plan.q_tile_rows = shape.rows;
   plan.q_tiles = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
-  const size_t tiles = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles, rows = tiles * shape.rows;
+  const size_t tiles = static_cast<size_t>(q_tiles_of_a_head(p, shape.rows, plan.q_tiles) * p.heads_q),
+               rows = tiles * shape.rows;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
   plan.dq_semaphore_offset =
@@ -36,7 +38,8 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
   lay_out_workspace(b, shape, plan);
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));
-  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} * shape.rows, p.heads_q, p.batch, error));
+  const int64_t q_tiles = std::max<int64_t>(q_tiles_of_a_head(p, shape.rows, plan.q_tiles), 1);
+  FA_RETURN_IF_ERROR(check_grid(q_tiles * shape.rows, p.heads_q, 1, error));
 
   // Q, dO and the accumulator of dQ, besides K and V.
   plan.heads_per_l2_group = l2_group_of(p, device, p.heads_k,
@@ -132,7 +135,8 @@ fa_status plan_cuda_cores(const BackwardProblem &b, const KernelRow &kernel, Bac
   plan.q_tiles = static_cast<int32_t>(ceil_div(queries, plan.q_tile_rows));
   // dq, dk and dv are one launch.
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.query_blocks} + 2 * int64_t{plan.key_blocks}, p.heads_q, p.batch, error));
-  const size_t rows = static_cast<size_t>(p.batch * p.heads_q) * plan.q_tiles * plan.q_tile_rows;
+  const size_t rows = static_cast<size_t>(q_tiles_of_a_head(p, plan.q_tile_rows, plan.q_tiles) * p.heads_q) *
+                      static_cast<size_t>(plan.q_tile_rows);
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.workspace_bytes = plan.row_delta_offset + align_up(rows * sizeof(float));
   return FA_OK;

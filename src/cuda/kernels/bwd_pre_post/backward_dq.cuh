@@ -24,9 +24,10 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
   const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
   const int32_t *counters = a.dq_semaphore + int64_t{index} * a.dq_semaphores;
-  const int q_tile = index % a.q_tiles, head_of_batch = index / a.q_tiles;
-  const int head = head_of_batch % static_cast<int>(p.heads_q), batch = head_of_batch / static_cast<int>(p.heads_q);
-  const Sequence q = sequence_of(p.q_lengths, batch);
+  const QTilePlace place = place_of_q_tile(a, index);
+  if (place.head < 0) return;
+  const int q_tile = place.q_tile, head = place.head, batch = place.batch;
+  const Sequence &q = place.sequence;
   const int seqlen = static_cast<int>(q.len), seq_slot = static_cast<int>(q.slot), columns = static_cast<int>(p.head_dim);
   const bool vectors = has_16_byte_rows(t, columns);
   Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + q.start * t.seq_stride + head * t.head_stride;
@@ -83,14 +84,6 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
                                 {words[r][0] & keep, words[r][1] & keep, words[r][2] & keep, words[r][3] & keep},
                                 columns - this_column, vectors);
       }
-    }
-  }
-  // The last Q tile also zeroes the rows of the sequence's slot beyond the grid.
-  if (q_tile == a.q_tiles - 1) {
-    constexpr int kVectors = kD / 8;
-    for (int n = threadIdx.x; n < (seq_slot - a.q_tiles * kRows) * kVectors; n += kThreads) {
-      const int row = a.q_tiles * kRows + n / kVectors, column = n % kVectors * 8;
-      store_elements<Element>(base + row * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }
   }
 }

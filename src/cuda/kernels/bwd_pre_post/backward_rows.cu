@@ -73,15 +73,14 @@ struct Eight {
 // lse and delta of Q tile number `index`. A row has kLanes lanes, each of eight columns at a time. kVectors: out and dout are
 // read by 16 bytes.
 template <typename Element, int kLanes, bool kVectors>
-__device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int index) {
+__device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int index, const QTilePlace &place) {
   constexpr int kRowsPerPass = kThreads / kLanes;  // rows per pass of the CTA
   constexpr int kBatch = kVectors && sizeof(Element) == 2 ? kRowsAtOnce : 1;
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
-  const int q_tile = index % a.q_tiles, head_of_batch = index / a.q_tiles;
-  const int head = head_of_batch % static_cast<int>(p.heads_q), batch = head_of_batch / static_cast<int>(p.heads_q);
-  const Sequence q = sequence_of(p.q_lengths, batch);
+  const int q_tile = place.q_tile, head = place.head, batch = place.batch;
+  const Sequence &q = place.sequence;
   const int rows = min(static_cast<int>(q.len) - q_tile * a.q_tile_rows, a.q_tile_rows);
   const int64_t first = q.start + q_tile * a.q_tile_rows;
   const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
@@ -152,11 +151,13 @@ __device__ __forceinline__ void prepare_q_tile(const BackwardRows &a, int index)
     float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{index} * vectors;
     for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
   }
+  const QTilePlace place = place_of_q_tile(a, index);
+  if (place.head < 0) return;
   const int columns = static_cast<int>(a.problem.forward.head_dim_v);
   if (columns % 8 == 0 && has_16_byte_rows(a.problem.forward.out, columns) && has_16_byte_rows(a.problem.dout, columns)) {
-    q_tile_statistics<Element, kLanes, true>(a, index);
+    q_tile_statistics<Element, kLanes, true>(a, index, place);
   } else {
-    q_tile_statistics<Element, kLanes, false>(a, index);
+    q_tile_statistics<Element, kLanes, false>(a, index, place);
   }
 }
 
@@ -186,7 +187,7 @@ const void *rows_kernel_of_16_bits(const Problem &p) {
                                  : rows_kernel<__nv_bfloat16, kSecondPass>(p.head_dim_v);
 }
 
-// delta of row n of the padded rows of (batch, head), if its row_delta is NaN. A row that sees only a sink has out = 0. Its dout must not count, NaN
+// delta of row n of (batch, head), if its row_delta is NaN. A row that sees only a sink has out = 0. Its dout must not count, NaN
 // included.
 __device__ __noinline__ float delta_of_nonfinite_row(const BackwardRows &a, int batch, int head, int64_t n) {
   const BackwardProblem &g = a.problem;
@@ -204,6 +205,13 @@ __device__ __noinline__ float delta_of_nonfinite_row(const BackwardRows &a, int 
          __int_as_float((127 - a.p_exponent) << 23);
 }
 
+// Rows of the Q tiles that sequence `batch` has for a head.
+__device__ __forceinline__ int64_t sink_rows(const BackwardRows &a, int batch) {
+  const Problem &p = a.problem.forward;
+  const SequenceQTiles tiles = q_tiles_of_sequence(p, sequence_of(p.q_lengths, batch), batch, a.q_tile_rows, a.q_tiles);
+  return int64_t{tiles.count} * a.q_tile_rows;
+}
+
 // One CTA per head, which adds the rows in a fixed order: dsink = sum of P_sink * (dlse - sum of dout * out). The powers of two
 // in row_lse and row_delta cancel.
 __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
@@ -211,13 +219,21 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
   const Problem &p = a.problem.forward;
   const int head = blockIdx.x;
   const float sink = p.sink[head * p.sink_stride] * a.lse_unit, to_log2 = kLog2e / a.lse_unit;
-  const int64_t padded = int64_t{a.q_tiles} * a.q_tile_rows;
   float sum = 0;
-  for (int64_t n = threadIdx.x; n < p.batch * padded; n += kSinkThreads) {
-    const int64_t at = (n / padded * p.heads_q + head) * padded + n % padded;
+  // Rows of Q tiles of the head, sequence after sequence: those of `batch` begin at row `begin`, and end before `end`.
+  int batch = 0;
+  int64_t begin = 0, end = sink_rows(a, 0), at_begin = int64_t{first_q_tile_of(a, 0, head, a.q_tile_rows)} * a.q_tile_rows;
+  for (int64_t n = threadIdx.x;; n += kSinkThreads) {
+    while (n >= end && ++batch < p.batch) {
+      begin = end;
+      end += sink_rows(a, batch);
+      at_begin = int64_t{first_q_tile_of(a, batch, head, a.q_tile_rows)} * a.q_tile_rows;
+    }
+    if (n >= end) break;
+    const int64_t at = at_begin + n - begin;
     if (a.row_lse[at] == CUDART_INF_F) continue;
     float delta = a.row_delta[at];
-    if (isnan(delta)) delta = delta_of_nonfinite_row(a, static_cast<int>(n / padded), head, n % padded);
+    if (isnan(delta)) delta = delta_of_nonfinite_row(a, batch, head, n - begin);
     sum -= exp2f((sink - a.row_lse[at]) * to_log2) * delta;
   }
   sums[threadIdx.x] = sum;

@@ -10,16 +10,34 @@
 
 namespace fa::cuda {
 
-// The parameters of every backward kernel begin with these. Queries are divided into Q tiles of q_tile_rows rows, and
-// every sequence is padded to q_tiles of them. Arrays are workspace, contiguous, of shape (batch, heads_q, q_tiles, ...)
-// with the dimensions below. q_tile_rows is arbitrary, but q_tile_rows * head_dim_bucket must be a multiple of 4. Tensors may have
-// any strides and alignment.
+// The Q tiles of a sequence in the workspace. Those of query head h are count tiles from begin + h * count on.
+struct SequenceQTiles {
+  int32_t begin, count;
+};
+// The place of sequence number `b`, which is q. A padded sequence has the `q_tiles` Q tiles of the longest one. Those of a packed one begin at
+// start / rows + b, in Q tiles of a head: there are enough of them for its rows up to the next sequence, whatever the sequences before it are, and
+// together the sequences need no more than q_tiles_of_a_head().
+FA_HD SequenceQTiles q_tiles_of_sequence(const Problem &p, const Sequence &q, int b, int rows, int q_tiles) {
+  const int heads = static_cast<int>(p.heads_q), start = static_cast<int>(q.start), slot = static_cast<int>(q.slot);
+  if (p.q_lengths.cu == nullptr) return {b * q_tiles * heads, q_tiles};
+  const int first = start / rows + b;
+  return {first * heads, (start + slot) / rows + b + 1 - first};
+}
+// Q tiles that a query head has in the workspace, of all sequences.
+FA_HD int64_t q_tiles_of_a_head(const Problem &p, int64_t rows, int64_t q_tiles) {
+  return p.q_lengths.cu == nullptr ? p.batch * q_tiles : p.q_lengths.total / rows + p.batch;
+}
+
+// The parameters of every backward kernel begin with these. Queries are divided into Q tiles of q_tile_rows rows. Arrays are workspace,
+// contiguous, of shape (Q tiles of all sequences and heads, ...) with the dimensions below; where the Q tiles of a sequence lie says
+// q_tiles_of_sequence(). q_tile_rows is arbitrary, but q_tile_rows * head_dim_bucket must be a multiple of 4. Tensors may have any strides
+// and alignment.
 //
 // dq_semaphore: order counters, zeroed, with one further number behind those of the Q tiles. Without zero_dq_sum, a counter that stays 0
 // says that its partial of dq_sum was never written.
 struct BackwardRows {
   BackwardProblem problem;
-  int32_t q_tiles;  // Q tiles of the longest sequence
+  int32_t q_tiles;  // Q tiles of the longest sequence; not used for packed ones
   int32_t q_tile_rows;
   int32_t dq_semaphores;  // counters in `dq_semaphore` per Q tile
   bool zero_dq_sum;       // backward_rows zeroes dq_sum
@@ -39,7 +57,14 @@ struct BackwardRows {
 };
 
 FA_HD int q_tiles_of_all_heads(const BackwardRows &params) {
-  return static_cast<int>(params.problem.forward.batch * params.problem.forward.heads_q) * params.q_tiles;
+  const Problem &p = params.problem.forward;
+  return static_cast<int>(q_tiles_of_a_head(p, params.q_tile_rows, params.q_tiles) * p.heads_q);
+}
+// The first Q tile of query head `head` of sequence `b`. `rows`: q_tile_rows.
+FA_HD int first_q_tile_of(const BackwardRows &params, int b, int head, int rows) {
+  const SequenceQTiles tiles =
+      q_tiles_of_sequence(params.problem.forward, sequence_of(params.problem.forward.q_lengths, b), b, rows, params.q_tiles);
+  return tiles.begin + head * tiles.count;
 }
 // CTAs of the row kernel and the dq kernel: one for every Q tile. A second pass, which mostly ends at once, has no more than run at the same time.
 inline int64_t ctas_for_q_tiles(const BackwardRows &params) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of a second backward pass, which runs where the first one has found NaN or Inf (BackwardRows::only_if).
+// What the row kernel and the dq kernel go over: Q tiles, of a first pass, or of a second one, which runs where the first has found NaN or Inf
+// (BackwardRows::only_if).
 #pragma once
 
 #include "cuda/common/ptx.cuh"
@@ -14,6 +15,42 @@ __device__ __forceinline__ bool is_pass_needed(const BackwardRows &params) {
   pdl_launch_dependents();
   pdl_wait();
   return *params.only_if != 0;
+}
+
+// Q tile number `index` of the workspace. Every lane of a warp calls this. head < 0: no sequence has it.
+struct QTilePlace {
+  int batch, head, q_tile;
+  Sequence sequence;
+};
+__device__ __forceinline__ QTilePlace place_of_q_tile(const BackwardRows &params, int index) {
+  const Problem &p = params.problem.forward;
+  const int heads = static_cast<int>(p.heads_q);
+  QTilePlace place;
+  if (p.q_lengths.cu == nullptr) {
+    const int head_of_batch = index / params.q_tiles;
+    place.q_tile = index - head_of_batch * params.q_tiles;
+    place.batch = head_of_batch / heads;
+    place.head = head_of_batch - place.batch * heads;
+    place.sequence = sequence_of(p.q_lengths, place.batch);
+    return place;
+  }
+  // The last sequence that begins at or before this tile: each step asks 32 of those that are left.
+  const int tile = index / heads, lane = static_cast<int>(threadIdx.x) & 31;
+  int first = 0, left = static_cast<int>(p.batch);
+  do {
+    const int step = (left + 31) / 32, b = first + lane * step;
+    const bool begins = lane * step < left && static_cast<int>(offset_of(p.q_lengths, b)) / params.q_tile_rows + b <= tile;
+    const int passed = (__popc(__ballot_sync(~0u, begins)) - 1) * step;
+    first += passed;
+    left = min(step, left - passed);
+  } while (left > 1);
+  place.batch = first;
+  place.sequence = sequence_of(p.q_lengths, first);
+  const SequenceQTiles tiles = q_tiles_of_sequence(p, place.sequence, first, params.q_tile_rows, params.q_tiles);
+  place.head = (index - tiles.begin) / tiles.count;
+  place.q_tile = index - tiles.begin - place.head * tiles.count;
+  if (place.head >= heads) place.head = -1;
+  return place;
 }
 
 // Calls f(number of a Q tile) for those of this CTA, the last ones first: one in a first pass.

@@ -107,7 +107,8 @@ struct BackwardScores {
     load_slice<T::kOtherRows, kDepth, kPitch>(stage + T::kOwnRows * kPitch, rows(!own_queries, second), t.other0, column);
     if (slice > 0) return;
     const int count = own_queries ? T::kOwnRows : T::kOtherRows;
-    const int64_t first = (int64_t{t.b} * p.heads_q + t.head_q) * a.q_tiles * kRowPadding + (own_queries ? t.own0 : t.other0);
+    const int64_t first =
+        int64_t{first_q_tile_of(a, t.b, t.head_q, kRowPadding)} * kRowPadding + (own_queries ? t.own0 : t.other0);
     const uint32_t lse = smem_address(row_numbers[buffer].lse), delta = smem_address(row_numbers[buffer].delta);
     for (int n = threadIdx.x; n < count; n += kThreads) {
       cp_async_4(lse + n * 4, a.row_lse + first + n, 4);

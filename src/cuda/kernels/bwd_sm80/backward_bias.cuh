@@ -97,7 +97,7 @@ class BackwardBias {
       const int used = min(row[n], seqlen_q - 1);
       const Range visible = visible_keys(p_.band, seqlen_q, seqlen_k, static_cast<int64_t>(used));
       keys[n] = {static_cast<int>(visible.begin), row[n] < seqlen_q ? static_cast<int>(visible.end) : 0};
-      const int64_t at = (int64_t{b} * p_.heads_q + h) * a_.q_tiles * a_.q_tile_rows + used;
+      const int64_t at = int64_t{first_q_tile_of(a_, b, h, a_.q_tile_rows)} * a_.q_tile_rows + used;
       lse[n] = a_.row_lse[at];
       delta[n] = a_.row_delta[at];
       load_bias_row(b, h, used, key0, seqlen_k, n, bias);

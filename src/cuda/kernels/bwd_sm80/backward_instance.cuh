@@ -28,7 +28,7 @@ BackwardLaunches backward_instance(const BackwardParams &a) {
   launches.main = {reinterpret_cast<const void *>(&backward<C>), C::kThreads, C::kShape.shared_bytes(),
                    p.batch * p.heads_k * a.order.row_blocks};
   launches.dq = {reinterpret_cast<const void *>(&backward_dq<Element, C::kRows, C::kD, C::kDqTiles, C::kDqNt, C::kThreads>),
-                 C::kThreads, 0, p.batch * p.heads_q * a.q_tiles};
+                 C::kThreads, 0, q_tiles_of_all_heads(a)};
   if constexpr (C::has(kTileBias | kAnyBias)) launches.bias = bias_launch<Element, C::kD, C::kDv>(b);
   return launches;
 }

@@ -100,7 +100,7 @@ struct KeyBlock {
 
   // Index of a query tile in the workspace.
   __device__ __forceinline__ int64_t index_of(int tile) const {
-    return (int64_t{batch} * p.heads_q + head_q) * a.q_tiles + opaque(tile);
+    return first_q_tile_of(a, batch, head_q, C::kRows) + opaque(tile);
   }
 
   // Whether band or sequence mask some pair of these queries and the CTA's keys. Then NaN and Inf in dO, Q and K need the NaN-safe path.

@@ -79,6 +79,7 @@ struct BackwardCta {
     const int seqlen_k = static_cast<int>(k.len);
     const Sequence q = sequence_of(problem.q_lengths, place.batch);
     b.q_start = static_cast<int>(q.start);
+    describe_workspace(place.batch, q, b);
     const Diagonal<int32_t> diagonal(params.limits, static_cast<int>(q.len), seqlen_k);
     b.seqlen_q = diagonal.seqlen_q;
     b.seqlen_k = diagonal.seqlen_k;
@@ -94,6 +95,12 @@ struct BackwardCta {
     // Queries that see every key of the work tile.
     b.full_begin = (max(key0 + C::kTileKv - 1 - last, 0) + C::kTileQ - 1) / C::kTileQ;
     b.full_end = max(min(key0 - first + 1, diagonal.seqlen_q), 0) / C::kTileQ;
+  }
+
+  __device__ __forceinline__ void describe_workspace(int batch, const Sequence &q, WorkTile &b) const {
+    const SequenceQTiles tiles = q_tiles_of_sequence(problem, q, batch, C::kTileQ, params.q_tiles);
+    b.workspace_begin = tiles.begin;
+    b.workspace_q_tiles = tiles.count;
   }
 
   // Where the Q tiles with masked pairs of a work tile are its last ones at most, the others begin with one of the work tile's own: CTAs at work on one
@@ -116,7 +123,7 @@ struct BackwardCta {
 
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
-    return (work().batch * static_cast<int>(problem.heads_q) + head_q) * params.q_tiles;
+    return work().workspace_begin + head_q * work().workspace_q_tiles;
   }
 
   // Loads a tile of kTileRows rows by TMA, as kAtoms swizzle atoms. kColumns: used columns of an atom.

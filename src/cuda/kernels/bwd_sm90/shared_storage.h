@@ -19,6 +19,7 @@ struct WorkTile {
   int32_t batch, head_k, key0;                   // key0: the first key
   int32_t q_start, k_start, seqlen_q, seqlen_k;  // where the sequence starts in a packed batch, and its used lengths
   int32_t band_first, band_last;                 // query i sees keys j with band_first <= j - i <= band_last
+  int32_t workspace_begin, workspace_q_tiles;    // of the sequence: SequenceQTiles
   int32_t q_tile_begin, q_tile_end;              // Q tiles with visible pairs
   int32_t full_begin, full_end;                  // of these, the Q tiles without masked pairs
   int32_t work_index;                            // number among the work tiles of this CTA
@@ -29,7 +30,7 @@ struct WorkTile {
   alignas(8) float nan_safe[2][2];  // single CTA, by stage of dS: not 0 if consumer warpgroup 0, or 1, has taken the
                                     // NaN-safe path
 };
-static_assert(sizeof(WorkTile) == 80);
+static_assert(sizeof(WorkTile) == 88);
 
 // With masks as data the producer warp alone looks for visible Q tiles, and tells the consumers and the dq warps which ones it has loaded. The
 // producer is fewer than kVisited iterations ahead of the dq warps.

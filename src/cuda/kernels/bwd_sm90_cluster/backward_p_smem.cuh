@@ -175,7 +175,7 @@ class BackwardPSmem {
         nan_safe_prev = nan_safe;
         if (--q_tile < cta().work().q_tile_begin) {
           q_tile = cta().work().q_tile_end - 1;
-          head += cta().params.q_tiles;
+          head += cta().work().workspace_q_tiles;
         }
       }
       const int prev = uniform(count - 1 & 1);

@@ -226,7 +226,7 @@ class BackwardPSmemPersistent {
         --prev_tile;
       } else {
         prev_tile = prev_tile < 0 ? cta().workspace_q_tile(cta().work().head_k * static_cast<int>(cta().problem.group)) + q_tile
-                                  : prev_tile - cta().work().q_tile_begin + cta().params.q_tiles + q_tile;
+                                  : prev_tile - cta().work().q_tile_begin + cta().work().workspace_q_tiles + q_tile;
       }
       state = (state & (kVoteParity | ~(kOneQTile - 1))) | (partial ? kPrevPartial : 0u) | (nan_safe ? kPrevNanSafe : 0u);
       if (C::kOrdered && cta().params.ordered && cta().dq_order_position(q_tile) == 0) state |= kPrevFirstInOrder;

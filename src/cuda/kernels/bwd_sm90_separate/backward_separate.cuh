@@ -195,6 +195,7 @@ class BackwardSeparate {
     t.batch = place.batch;
     t.head_k = place.head / static_cast<int>(cta_.problem.group);
     t.q_start = static_cast<int>(q.start);
+    cta_.describe_workspace(place.batch, q, t);
     t.k_start = static_cast<int>(k.start);
     t.seqlen_q = diagonal.seqlen_q;
     t.seqlen_k = diagonal.seqlen_k;
