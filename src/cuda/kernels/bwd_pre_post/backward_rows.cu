@@ -79,10 +79,8 @@ __device__ __forceinline__ void q_tile_statistics(const BackwardRows &a, int ind
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes, columns = static_cast<int>(p.head_dim_v);
-  const int q_tile = place.q_tile, head = place.head, batch = place.batch;
-  const Sequence &q = place.sequence;
-  const int rows = min(static_cast<int>(q.len) - q_tile * a.q_tile_rows, a.q_tile_rows);
-  const int64_t first = q.start + q_tile * a.q_tile_rows;
+  const int head = place.head, batch = place.batch, rows = min(place.len - place.q_tile * a.q_tile_rows, a.q_tile_rows);
+  const int64_t first = place.start + place.q_tile * a.q_tile_rows;
   const int64_t out = batch * p.out.batch_stride + head * p.out.head_stride;
   const int64_t dout = batch * g.dout.batch_stride + head * g.dout.head_stride;
   const float p_exponent = a.p_exponent, delta_unit = __int_as_float((127 - a.p_exponent) << 23);  // 2^-p_exponent
@@ -140,19 +138,19 @@ template <typename Element, int kLanes>
 __device__ __forceinline__ void prepare_q_tile(const BackwardRows &a, int index) {
   const int thread = static_cast<int>(threadIdx.x);
   if (index == 0 && thread == 0 && a.nonfinite != nullptr) *a.nonfinite = 0;
-  // Stores come first: they wait for no load.
+  // Stores come first: those of padded sequences wait for no load.
   if (index == 0 && a.dq_semaphore != nullptr) {
     for (int n = thread; n <= a.more_counters; n += kThreads)
       a.dq_semaphore[int64_t{q_tiles_of_all_heads(a)} * a.dq_semaphores + n] = 0;
   }
+  const QTilePlace place = place_of_q_tile(a, index);
+  if (place.head < 0) return;
   if (thread < a.dq_semaphores) a.dq_semaphore[int64_t{index} * a.dq_semaphores + thread] = 0;
   if (a.dq_sum != nullptr && a.zero_dq_sum) {
     const int vectors = a.q_tile_rows * a.head_dim_bucket / 4;
     float4 *sum = reinterpret_cast<float4 *>(a.dq_sum) + int64_t{index} * vectors;
     for (int n = thread; n < vectors; n += kThreads) sum[n] = float4{0, 0, 0, 0};
   }
-  const QTilePlace place = place_of_q_tile(a, index);
-  if (place.head < 0) return;
   const int columns = static_cast<int>(a.problem.forward.head_dim_v);
   if (columns % 8 == 0 && has_16_byte_rows(a.problem.forward.out, columns) && has_16_byte_rows(a.problem.dout, columns)) {
     q_tile_statistics<Element, kLanes, true>(a, index, place);
@@ -187,12 +185,13 @@ const void *rows_kernel_of_16_bits(const Problem &p) {
                                  : rows_kernel<__nv_bfloat16, kSecondPass>(p.head_dim_v);
 }
 
-// delta of row n of (batch, head), if its row_delta is NaN. A row that sees only a sink has out = 0. Its dout must not count, NaN
+// delta of a query of (batch, head), number `at` in the workspace, if its row_delta is NaN. A row that sees only a sink has out = 0. Its dout must not count, NaN
 // included.
-__device__ __noinline__ float delta_of_nonfinite_row(const BackwardRows &a, int batch, int head, int64_t n) {
+__device__ __noinline__ float delta_of_nonfinite_row(const BackwardRows &a, int batch, int head, int at) {
   const BackwardProblem &g = a.problem;
   const Problem &p = g.forward;
-  const int64_t row = sequence_of(p.q_lengths, batch).start + n;
+  const int64_t row =
+      sequence_of(p.q_lengths, batch).start + at - int64_t{first_q_tile_of(a, batch, head, a.q_tile_rows)} * a.q_tile_rows;
   const char *out = static_cast<const char *>(p.out.data) +
                     (batch * p.out.batch_stride + head * p.out.head_stride + row * p.out.seq_stride) * dtype_bytes(p.out.dtype);
   for (int64_t column = 0; column < p.head_dim_v; ++column) {
@@ -205,13 +204,6 @@ __device__ __noinline__ float delta_of_nonfinite_row(const BackwardRows &a, int 
          __int_as_float((127 - a.p_exponent) << 23);
 }
 
-// Rows of the Q tiles that sequence `batch` has for a head.
-__device__ __forceinline__ int64_t sink_rows(const BackwardRows &a, int batch) {
-  const Problem &p = a.problem.forward;
-  const SequenceQTiles tiles = q_tiles_of_sequence(p, sequence_of(p.q_lengths, batch), batch, a.q_tile_rows, a.q_tiles);
-  return int64_t{tiles.count} * a.q_tile_rows;
-}
-
 // One CTA per head, which adds the rows in a fixed order: dsink = sum of P_sink * (dlse - sum of dout * out). The powers of two
 // in row_lse and row_delta cancel.
 __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_constant__ BackwardRows a) {
@@ -220,20 +212,18 @@ __global__ void __launch_bounds__(kSinkThreads) backward_sink(const __grid_const
   const int head = blockIdx.x;
   const float sink = p.sink[head * p.sink_stride] * a.lse_unit, to_log2 = kLog2e / a.lse_unit;
   float sum = 0;
-  // Rows of Q tiles of the head, sequence after sequence: those of `batch` begin at row `begin`, and end before `end`.
-  int batch = 0;
-  int64_t begin = 0, end = sink_rows(a, 0), at_begin = int64_t{first_q_tile_of(a, 0, head, a.q_tile_rows)} * a.q_tile_rows;
-  for (int64_t n = threadIdx.x;; n += kSinkThreads) {
-    while (n >= end && ++batch < p.batch) {
-      begin = end;
-      end += sink_rows(a, batch);
-      at_begin = int64_t{first_q_tile_of(a, batch, head, a.q_tile_rows)} * a.q_tile_rows;
+  // Rows are numbered sequence after sequence: those of sequence `batch` end before `end`, and row n is row n + shift of the workspace.
+  int batch = -1, end = 0, shift = 0;
+  for (int n = static_cast<int>(threadIdx.x);; n += kSinkThreads) {
+    while (n >= end && ++batch < static_cast<int>(p.batch)) {
+      shift = first_q_tile_of(a, batch, head, a.q_tile_rows) * a.q_tile_rows - end;
+      end += static_cast<int>(sequence_of(p.q_lengths, batch).len);
     }
     if (n >= end) break;
-    const int64_t at = at_begin + n - begin;
+    const int at = n + shift;
     if (a.row_lse[at] == CUDART_INF_F) continue;
     float delta = a.row_delta[at];
-    if (isnan(delta)) delta = delta_of_nonfinite_row(a, batch, head, n - begin);
+    if (isnan(delta)) delta = delta_of_nonfinite_row(a, batch, head, at);
     sum -= exp2f((sink - a.row_lse[at]) * to_log2) * delta;
   }
   sums[threadIdx.x] = sum;

@@ -17,10 +17,10 @@ __device__ __forceinline__ bool is_pass_needed(const BackwardRows &params) {
   return *params.only_if != 0;
 }
 
-// Q tile number `index` of the workspace. Every lane of a warp calls this. head < 0: no sequence has it.
+// Q tile number `index` of the workspace, and its sequence. Every lane of a warp calls this. head < 0: no rows lie there.
 struct QTilePlace {
   int batch, head, q_tile;
-  Sequence sequence;
+  int start, slot, len;  // Sequence
 };
 __device__ __forceinline__ QTilePlace place_of_q_tile(const BackwardRows &params, int index) {
   const Problem &p = params.problem.forward;
@@ -31,25 +31,29 @@ __device__ __forceinline__ QTilePlace place_of_q_tile(const BackwardRows &params
     place.q_tile = index - head_of_batch * params.q_tiles;
     place.batch = head_of_batch / heads;
     place.head = head_of_batch - place.batch * heads;
-    place.sequence = sequence_of(p.q_lengths, place.batch);
-    return place;
+  } else {
+    // The last sequence that begins at or before this tile: each step asks 32 of those that are left.
+    const int tile = index / heads, lane = static_cast<int>(threadIdx.x) & 31;
+    int left = static_cast<int>(p.batch);
+    place.batch = 0;
+    do {
+      const int step = (left + 31) / 32, b = place.batch + lane * step;
+      const bool begins = lane * step < left && static_cast<int>(offset_of(p.q_lengths, b)) / params.q_tile_rows + b <= tile;
+      const int passed = (__popc(__ballot_sync(~0u, begins)) - 1) * step;
+      place.batch += passed;
+      left = min(step, left - passed);
+    } while (left > 1);
   }
-  // The last sequence that begins at or before this tile: each step asks 32 of those that are left.
-  const int tile = index / heads, lane = static_cast<int>(threadIdx.x) & 31;
-  int first = 0, left = static_cast<int>(p.batch);
-  do {
-    const int step = (left + 31) / 32, b = first + lane * step;
-    const bool begins = lane * step < left && static_cast<int>(offset_of(p.q_lengths, b)) / params.q_tile_rows + b <= tile;
-    const int passed = (__popc(__ballot_sync(~0u, begins)) - 1) * step;
-    first += passed;
-    left = min(step, left - passed);
-  } while (left > 1);
-  place.batch = first;
-  place.sequence = sequence_of(p.q_lengths, first);
-  const SequenceQTiles tiles = q_tiles_of_sequence(p, place.sequence, first, params.q_tile_rows, params.q_tiles);
-  place.head = (index - tiles.begin) / tiles.count;
-  place.q_tile = index - tiles.begin - place.head * tiles.count;
-  if (place.head >= heads) place.head = -1;
+  const Sequence q = sequence_of(p.q_lengths, place.batch);
+  place.start = static_cast<int>(q.start);
+  place.slot = static_cast<int>(q.slot);
+  place.len = static_cast<int>(q.len);
+  if (p.q_lengths.cu != nullptr) {
+    const SequenceQTiles tiles = q_tiles_of_sequence(p, q, place.batch, params.q_tile_rows, params.q_tiles);
+    place.head = (index - tiles.begin) / tiles.count;
+    place.q_tile = index - tiles.begin - place.head * tiles.count;
+    if (place.head >= heads || place.q_tile * params.q_tile_rows >= place.slot) place.head = -1;
+  }
   return place;
 }
 
