@@ -26,7 +26,7 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
   const int32_t *counters = a.dq_semaphore + int64_t{index} * a.dq_semaphores;
   const QTilePlace place = place_of_q_tile(a, index);
   if (place.head < 0) return;
-  const int q_tile = place.q_tile, seqlen = place.len, seq_slot = place.slot, columns = static_cast<int>(p.head_dim);
+  const int q_tile = place.q_tile, seqlen = place.len, seq_slot = place.seq_slot, columns = static_cast<int>(p.head_dim);
   const bool vectors = has_16_byte_rows(t, columns);
   Element *base =
       static_cast<Element *>(t.data) + place.batch * t.batch_stride + place.start * t.seq_stride + place.head * t.head_stride;

@@ -18,10 +18,10 @@ struct SequenceQTiles {
 // start / rows + b, in Q tiles of a head: there are enough of them for its rows up to the next sequence, whatever the sequences before it are, and
 // together the sequences need no more than q_tiles_of_a_head().
 FA_HD SequenceQTiles q_tiles_of_sequence(const Problem &p, const Sequence &q, int b, int rows, int q_tiles) {
-  const int heads = static_cast<int>(p.heads_q), start = static_cast<int>(q.start), slot = static_cast<int>(q.slot);
+  const int heads = static_cast<int>(p.heads_q), start = static_cast<int>(q.start), end = static_cast<int>(q.start + q.slot);
   if (p.q_lengths.cu == nullptr) return {b * q_tiles * heads, q_tiles};
   const int first = start / rows + b;
-  return {first * heads, (start + slot) / rows + b + 1 - first};
+  return {first * heads, end / rows + b + 1 - first};
 }
 // Q tiles that a query head has in the workspace, of all sequences.
 FA_HD int64_t q_tiles_of_a_head(const Problem &p, int64_t rows, int64_t q_tiles) {

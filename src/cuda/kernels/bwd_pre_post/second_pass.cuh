@@ -20,7 +20,7 @@ __device__ __forceinline__ bool is_pass_needed(const BackwardRows &params) {
 // Q tile number `index` of the workspace, and its sequence. Every lane of a warp calls this. head < 0: no rows lie there.
 struct QTilePlace {
   int batch, head, q_tile;
-  int start, slot, len;  // Sequence
+  int start, seq_slot, len;  // Sequence
 };
 __device__ __forceinline__ QTilePlace place_of_q_tile(const BackwardRows &params, int index) {
   const Problem &p = params.problem.forward;
@@ -46,13 +46,13 @@ __device__ __forceinline__ QTilePlace place_of_q_tile(const BackwardRows &params
   }
   const Sequence q = sequence_of(p.q_lengths, place.batch);
   place.start = static_cast<int>(q.start);
-  place.slot = static_cast<int>(q.slot);
+  place.seq_slot = static_cast<int>(q.slot);
   place.len = static_cast<int>(q.len);
   if (p.q_lengths.cu != nullptr) {
     const SequenceQTiles tiles = q_tiles_of_sequence(p, q, place.batch, params.q_tile_rows, params.q_tiles);
     place.head = (index - tiles.begin) / tiles.count;
     place.q_tile = index - tiles.begin - place.head * tiles.count;
-    if (place.head >= heads || place.q_tile * params.q_tile_rows >= place.slot) place.head = -1;
+    if (place.head >= heads || place.q_tile * params.q_tile_rows >= place.seq_slot) place.head = -1;
   }
   return place;
 }
