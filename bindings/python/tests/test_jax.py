@@ -9,6 +9,8 @@ try:
 except ImportError as error:
     raise unittest.SkipTest("JAX is not installed") from error
 
+jax.config.update("jax_platforms", "cpu")  # flashattn.jax is for host arrays, and a GPU multiplies fp32 as TF32 unless told otherwise
+
 import numpy as np
 
 import flashattn

@@ -146,9 +146,10 @@ class OptionsTest(TorchCase):
                 self.assert_same(out, reference(q, *wide, scale=0.01)[0])
         q8 = (q * 20).clamp(-100, 100).to(torch.float8_e4m3fn)
         scale = torch.full((2, 2), 0.05, device=device)
-        out = attention(q8, *small, q_descale=scale, k_descale=scales[0], v_descale=scales[1], scale=0.01)
+        # On Hopper P is e4m3, too: the tolerance is for values of about 1.
+        out = attention(q8, *small, q_descale=scale, k_descale=scales[0], v_descale=scales[1] / 20, scale=0.01)
         self.assertEqual(out.dtype, torch.bfloat16)
-        self.assert_same(out, reference(q8.double() * 0.05, *wide, scale=0.01)[0])
+        self.assert_same(out, reference(q8.double() * 0.05, wide[0], wide[1] / 20, scale=0.01)[0])
 
     def test_numbers(self):
         """Each reaches the library: an impossible value is refused by name."""
