@@ -53,6 +53,30 @@ TEST_P(Varlen, LeadingAndTrailingRows) {
   }
 }
 
+// Tiles of packed queries are found among all sequences by their offsets: more of them than a warp has lanes, and the first one far from row 0.
+TEST_P(Varlen, ManySequences) {
+  for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {
+    Case c = base("many");
+    c.dtype = dtype;
+    c.batch = 70;
+    c.heads_q = 3;
+    c.heads_k = 1;
+    c.q.packed = c.k.packed = 1;
+    c.q.lead = 300;
+    c.q.trail = 150;
+    c.q.slots.resize(c.batch);
+    c.k.slots.resize(c.batch);
+    for (int64_t n = 0; n < c.batch; ++n) {
+      c.q.slots[n] = n % 9 == 4 ? 0 : n * 37 % 83;
+      c.k.slots[n] = n % 11 == 5 ? 0 : n * 29 % 71;
+    }
+    c.sink = 1;
+    EXPECT_TRUE(check(backend(), c));
+    c.mask = FA_MASK_CAUSAL;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 TEST_P(Varlen, MaxSeqlenIsOnlyABound) {
   for (const int64_t slack : {-1, 0, 1, 500}) {
     Case c = base("bound");
