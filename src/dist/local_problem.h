@@ -23,6 +23,7 @@ struct Term {
   bool is_float = false;  // value holds the bits of a float
 };
 using Terms = std::vector<Term>;
+int64_t bits_of(float x);
 
 // Always the same names in the same order. `gradients` may be null: forward. `status`: whether this rank accepts its arguments.
 Terms terms_of(const Layout &layout, const fa_attention &attention, const fa_gradients *gradients, fa_status status);
