@@ -2,7 +2,6 @@
 #include "cpu/row_device.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -19,7 +18,7 @@ class HostRows final : public RowDevice {
       memory_.reset();
       bytes_ = 0;
       const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-      memory_.reset(rounded < bytes ? nullptr : std::aligned_alloc(kWorkspaceAlignment, rounded));
+      memory_.reset(rounded < bytes ? nullptr : allocate_workspace(rounded));
       if (!memory_) {
         return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
                     bytes);
@@ -121,14 +120,11 @@ class HostRows final : public RowDevice {
     return backend_.run(merge, Call{no_pointers_, {}, nullptr}, error);
   }
 
-  struct Free {
-    void operator()(void *memory) const { std::free(memory); }
-  };
 
   Backend &backend_;
   const Pointers no_pointers_;
   std::vector<float> sums_;
-  std::unique_ptr<void, Free> memory_;
+  WorkspaceMemory memory_;
   size_t bytes_ = 0;
 };
 
