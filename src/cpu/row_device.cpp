@@ -120,7 +120,6 @@ class HostRows final : public RowDevice {
     return backend_.run(merge, Call{no_pointers_, {}, nullptr}, error);
   }
 
-
   Backend &backend_;
   const Pointers no_pointers_;
   std::vector<float> sums_;

@@ -1,17 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/nccl.h"
 
+#if !defined(_WIN32)
 #include <dlfcn.h>
+#endif
 
 #include <type_traits>
 
 namespace fa::dist {
+
+#if defined(_WIN32)
+
+fa_status find_nccl(void *, Nccl &, ErrorText &error) {
+  return fail(error, FA_ERROR_NOT_BUILT, "nccl_comm is given, but there is no NCCL on Windows; use config.transport");
+}
+
+#else
+
 namespace {
 
 // The first function that `library` lacks, or null.
 const char *find_functions(void *library, Nccl &nccl) {
   const auto find = [&](const char *name, auto &function) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)> >(dlsym(library, name));
     return function != nullptr;
   };
 #define FA_FIND(name, parameters) \
@@ -30,18 +41,19 @@ fa_status find_nccl(void *library, Nccl &nccl, ErrorText &error) {
     return fail(error, FA_ERROR_NOT_BUILT, "config.nccl_library is %p, which has no %s", library, missing);
   }
   if (find_functions(RTLD_DEFAULT, nccl) == nullptr) return FA_OK;
-  nccl.opened = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
-  if (nccl.opened == nullptr) {
+  void *loaded = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+  if (loaded == nullptr) {
     return fail(
         error, FA_ERROR_NOT_BUILT,
         "nccl_comm is given, but this process has no NCCL among its global symbols and has not loaded libnccl.so.2; pass "
         "the copy that made the communicator as config.nccl_library");
   }
-  const char *missing = find_functions(nccl.opened, nccl);
+  nccl.opened.reset(loaded, dlclose);
+  const char *missing = find_functions(loaded, nccl);
   if (missing == nullptr) return FA_OK;
-  dlclose(nccl.opened);
-  nccl.opened = nullptr;
   return fail(error, FA_ERROR_NOT_BUILT, "the libnccl.so.2 of this process has no %s; it is too old", missing);
 }
+
+#endif
 
 }  // namespace fa::dist

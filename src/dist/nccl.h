@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 #include "core/status.h"
 
@@ -32,10 +33,11 @@ struct Nccl {
   FA_NCCL_FUNCTIONS(FA_MEMBER)
 #undef FA_MEMBER
   const char *(*ncclGetErrorString)(NcclResult result) = nullptr;
-  void *opened = nullptr;  // a reference to the library that dlclose() gives back, or null
+  std::shared_ptr<void> opened;  // keeps a library that find_nccl() opened
 };
 
 // `library`: a handle of dlopen(), or null: NCCL among the global symbols of the process, else a libnccl.so.2 that it has loaded.
+// NCCL is a library for Linux: on Windows there is none to find.
 fa_status find_nccl(void *library, Nccl &nccl, ErrorText &error);
 
 }  // namespace fa::dist

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages by NCCL, on a second stream. Calls enqueue and do not wait, so that failures and time-outs show in status() alone.
-#include <dlfcn.h>
-
 #include <atomic>
 #include <chrono>
 #include <cinttypes>
@@ -21,9 +19,6 @@ class NcclLink final : public Link {
  public:
   NcclLink(const Nccl &nccl, NcclComm comm, RowDevice &device, int rank, int num_ranks, int64_t timeout_ms)
       : Link(rank, num_ranks, timeout_ms), nccl_(nccl), comm_(comm), device_(device) {}
-  ~NcclLink() override {
-    if (nccl_.opened != nullptr) dlclose(nccl_.opened);
-  }
 
   fa_status start(int64_t number, const std::vector<fa_dist_message> &messages, fa_stream stream, ErrorText &error) override {
     fa_stream second = nullptr;
@@ -115,26 +110,21 @@ fa_status link_by_nccl(void *comm, void *library, int32_t cuda_device, RowDevice
   Nccl nccl;
   FA_RETURN_IF_ERROR(find_nccl(library, nccl, error));
   int rank = -1, num_ranks = 0, owner = -1;
-  const auto close = [&](fa_status status) -> fa_status {
-    if (nccl.opened != nullptr) dlclose(nccl.opened);
-    return status;
-  };
   const auto ask = [&](const char *what, NcclResult result) -> fa_status {
     if (result == kNcclSuccess) return FA_OK;
     return fail(error, FA_ERROR_TRANSPORT, "nccl_comm is %p: %s failed: %s (%d)", comm, what, nccl.ncclGetErrorString(result),
                 result);
   };
-  fa_status status = ask("ncclCommCount", nccl.ncclCommCount(comm, &num_ranks));
-  if (status == FA_OK) status = ask("ncclCommUserRank", nccl.ncclCommUserRank(comm, &rank));
-  if (status == FA_OK) status = ask("ncclCommCuDevice", nccl.ncclCommCuDevice(comm, &owner));
-  if (status != FA_OK) return close(status);
+  FA_RETURN_IF_ERROR(ask("ncclCommCount", nccl.ncclCommCount(comm, &num_ranks)));
+  FA_RETURN_IF_ERROR(ask("ncclCommUserRank", nccl.ncclCommUserRank(comm, &rank)));
+  FA_RETURN_IF_ERROR(ask("ncclCommCuDevice", nccl.ncclCommCuDevice(comm, &owner)));
   if (owner != cuda_device) {
-    return close(fail(error, FA_ERROR_INVALID_ARGUMENT, "nccl_comm is %p, a communicator of CUDA device %d; ctx is %s%d", comm,
-                      owner, cuda_device < 0 ? "a CPU context, which counts as device " : "on device ", int{cuda_device}));
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "nccl_comm is %p, a communicator of CUDA device %d; ctx is %s%d", comm, owner,
+                cuda_device < 0 ? "a CPU context, which counts as device " : "on device ", int{cuda_device});
   }
   if (num_ranks > kMaxRanks) {
-    return close(fail(error, FA_ERROR_INVALID_ARGUMENT, "nccl_comm is %p, which has %d ranks; at most %d may be", comm,
-                      num_ranks, int{kMaxRanks}));
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "nccl_comm is %p, which has %d ranks; at most %d may be", comm, num_ranks,
+                int{kMaxRanks});
   }
   link = std::make_unique<NcclLink>(nccl, comm, device, rank, num_ranks, timeout_ms);
   return FA_OK;
