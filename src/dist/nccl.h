@@ -37,7 +37,6 @@ struct Nccl {
 };
 
 // `library`: a handle of dlopen(), or null: NCCL among the global symbols of the process, else a libnccl.so.2 that it has loaded.
-// NCCL is a library for Linux: on Windows there is none to find.
 fa_status find_nccl(void *library, Nccl &nccl, ErrorText &error);
 
 }  // namespace fa::dist

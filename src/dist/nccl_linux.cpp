@@ -1,22 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/nccl.h"
 
-#if !defined(_WIN32)
 #include <dlfcn.h>
-#endif
 
 #include <type_traits>
 
 namespace fa::dist {
-
-#if defined(_WIN32)
-
-fa_status find_nccl(void *, Nccl &, ErrorText &error) {
-  return fail(error, FA_ERROR_NOT_BUILT, "nccl_comm is given, but there is no NCCL on Windows; use config.transport");
-}
-
-#else
-
 namespace {
 
 // The first function that `library` lacks, or null.
@@ -53,7 +42,5 @@ fa_status find_nccl(void *library, Nccl &nccl, ErrorText &error) {
   if (missing == nullptr) return FA_OK;
   return fail(error, FA_ERROR_NOT_BUILT, "the libnccl.so.2 of this process has no %s; it is too old", missing);
 }
-
-#endif
 
 }  // namespace fa::dist
