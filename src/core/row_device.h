@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What context parallelism asks of a device besides attention: memory, work on rows, and a second stream for messages. On the CPU every call returns
-// when its work is done. On CUDA calls enqueue, unless they say that they wait.
+// What context parallelism asks of a device besides attention: memory, work on rows, and a second stream for messages. On the
+// CPU every call returns when its work is done. On CUDA calls enqueue, unless they say that they wait.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ class RowDevice {
 
   // to = from, of the same dtype.
   virtual fa_status copy(const RowShape &shape, const Operand &from, const Operand &to, fa_stream stream, ErrorText &error) = 0;
-  // to = the sum of `parts`, at most kMostRowParts, in fp32 and in their order, rounded once to the dtype of `to`. Each part is fp32 (rows, heads, dim).
-  // `to` may be one of them.
+  // to = the sum of `parts`, at most kMostRowParts, in fp32 and in their order, rounded once to the dtype of `to`. Each part is
+  // fp32 (rows, heads, dim). `to` may be one of them.
   virtual fa_status sum(const RowShape &shape, std::span<const float *const> parts, const Operand &to, fa_stream stream,
                         ErrorText &error) = 0;
   virtual fa_status zero(void *memory, size_t bytes, fa_stream stream, ErrorText &error) = 0;

@@ -89,8 +89,8 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
   std::unique_ptr<MergedRows> merged;
   if (schedule.ring) merged = std::make_unique<MergedRows>(session, schedule, local);
 
-  // Starts the keys of stages before `end` that are not on their way. Where exchanges are enqueued, those of the first three stages are so before any kernel: one
-  // that waits beside a kernel of long CTAs, which fill the device, begins when that ends.
+  // Starts the keys of stages before `end` that are not on their way. Where exchanges are enqueued, those of the first three
+  // stages are so before any kernel: one that waits beside a kernel of long CTAs, which fill the device, begins when that ends.
   std::vector<fa_dist_message> messages;
   std::vector<int64_t> exchanges;  // so many have been started when those of a stage have
   const auto post = [&](int32_t end) -> fa_status {

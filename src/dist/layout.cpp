@@ -295,8 +295,8 @@ void order_pieces(Layout &l, bool whole_first) {
   });
 }
 
-// Rows go to the ranks of their heads and come back as results: q, k and v, then out and lse; in backward also out, dout and lse, then dq, dk
-// and dv.
+// Rows go to the ranks of their heads and come back as results: q, k and v, then out and lse; in backward also out, dout and
+// lse, then dq, dk and dv.
 void count_bytes_by_heads(Layout &l) {
   const int64_t ranks = l.num_ranks, element = dtype_size(l.dtype), heads_q = l.heads_q / ranks, heads_k = l.heads_k / ranks;
   const int64_t q = heads_q * l.head_dim * element, out = heads_q * l.head_dim_v * element, lse = heads_q * 4;

@@ -121,8 +121,8 @@ class Reader {
     return FA_OK;
   }
 
-  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece ends with its
-  // last query.
+  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece
+  // ends with its last query.
   fa_status cut_documents() {
     if (l_.cut.empty()) return FA_OK;
     const int64_t document = l_.cut.front().document;

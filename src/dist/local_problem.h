@@ -10,7 +10,8 @@
 
 namespace fa::dist {
 
-// `attention` and `gradients` are the caller's structs in this version. The problems point into `schedule`. Nothing is read but the structs.
+// `attention` and `gradients` are the caller's structs in this version. The problems point into `schedule`. Nothing is read but
+// the structs.
 fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
                      ForwardProblem &problem, Pointers &pointers, ErrorText &error);
 fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of NCCL that the library calls, found in the copy of NCCL that made the caller's communicator. The library links no NCCL and never
-// loads one: a communicator means nothing to another copy.
+// The functions of NCCL that the library calls, found in the copy of NCCL that made the caller's communicator. The library
+// links no NCCL and never loads one: a communicator means nothing to another copy.
 #pragma once
 
 #include <cstddef>

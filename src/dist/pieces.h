@@ -18,8 +18,8 @@ RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head = 0);
 // stage's buffers.
 MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Attend &a, const Operand &k, const Operand &v);
 
-// The keys and values of two stages, those in use and those on their way; with `first_apart` also those of stage 0, so that three stages may be on
-// their way at the start.
+// The keys and values of two stages, those in use and those on their way; with `first_apart` also those of stage 0, so that
+// three stages may be on their way at the start.
 class KeyBuffers {
  public:
   KeyBuffers(Session &session, const Schedule &schedule, const MaskedProblem &local, bool first_apart);

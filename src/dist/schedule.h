@@ -49,8 +49,8 @@ struct CutRange {
 
 // Whole documents of this rank that one attention call takes.
 struct WholeDocuments {
-  // Offsets in the rank's tensors, (documents + 1). Other documents have no rows here, so that a document keeps its number, which dropout and
-  // ALiBi depend on.
+  // Offsets in the rank's tensors, (documents + 1). Other documents have no rows here, so that a document keeps its number,
+  // which dropout and ALiBi depend on.
   std::vector<int64_t> offsets;
   int64_t longest = 0;  // 0 = there is none
 };
@@ -80,8 +80,8 @@ struct Schedule {
   // The cut row of a row in this rank's tensors.
   int64_t cut_row(int64_t local_row) const;
 
-  // One for each stage, or one without stages: ranks meet at every stage, so that the whole documents, which only some ranks have many of, are
-  // spread over the stages by work.
+  // One for each stage, or one without stages: ranks meet at every stage, so that the whole documents, which only some ranks
+  // have many of, are spread over the stages by work.
   std::vector<WholeDocuments> whole;
 
   int64_t most_heads() const;      // of a stage

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of one rank: its scratch memory, its kernels and its messages. A session runs, or prepares, or only measures. Then it takes the same
-// steps without memory and messages, and says what they need. So a query cannot disagree with its call.
+// One call of one rank: its scratch memory, its kernels and its messages. A session runs, or prepares, or only measures. Then
+// it takes the same steps without memory and messages, and says what they need. So a query cannot disagree with its call.
 #pragma once
 
 #include <cstdint>

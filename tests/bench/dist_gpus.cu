@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Context parallelism over NCCL, one GPU a rank, all ranks threads of this process: what each GPU does as a share of what one GPU does on the whole
-// problem, measured in the same run, and how far the results of both are apart.
+// Context parallelism over NCCL, one GPU a rank, all ranks threads of this process: what each GPU does as a share of what one
+// GPU does on the whole problem, measured in the same run, and how far the results of both are apart.
 //
 //   fa_bench_dist [--problem NAME] [--stages N] [--seconds S] [--graph 1]
 //
-// --graph 1: the results that are compared come from a captured graph. FA_TEST_NCCL names the copy of NCCL. The column `share` is the time of one GPU on the whole problem, divided by the number of ranks and the time of the
-// slowest rank.
+// --graph 1: the results that are compared come from a captured graph. FA_TEST_NCCL names the copy of NCCL. The column `share` is
+// the time of one GPU on the whole problem, divided by the number of ranks and by the time of the slowest rank.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -151,7 +151,8 @@ class Rows {
   std::vector<void *> memory_;
 };
 
-// Milliseconds of a call, the mean of as many as fill `seconds`. `together` runs on every rank: all decide alike, by the time that rank 0 saw.
+// Milliseconds of a call, the mean of as many as fill `seconds`. `together` runs on every rank: all decide alike, by the time
+// that rank 0 saw.
 template <typename Call, typename Together>
 double time_of(cudaStream_t stream, double seconds, Call call, Together together) {
   cudaEvent_t begin, end;

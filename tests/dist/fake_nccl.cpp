@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of NCCL that the library calls, between threads of one process and in host memory, as a library of NCCL's name. A group of sends
-// and receives is done when ncclGroupEnd() returns, or, on a non-blocking communicator, when it is no longer in progress. fake_nccl_set() makes
-// it misbehave.
+// The functions of NCCL that the library calls, between threads of one process and in host memory, as a library of NCCL's name.
+// A group of sends and receives is done when ncclGroupEnd() returns, or, on a non-blocking communicator, when it is no longer
+// in progress. fake_nccl_set() makes it misbehave.
 #include <condition_variable>
 #include <cstring>
 #include <deque>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The NCCL transport with a library of NCCL's name that works in host memory (fake_nccl.cpp): what it finds, and what comes back when NCCL fails.
-// Results over it are those of results_test.cpp with FA_TEST_DIST=cpu-nccl.
+// The NCCL transport with a library of NCCL's name that works in host memory (fake_nccl.cpp): what it finds, and what comes
+// back when NCCL fails. Results over it are those of results_test.cpp with FA_TEST_DIST=cpu-nccl.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -103,7 +103,8 @@ TEST_F(Nccl, NonBlockingCommunicatorsGiveTheSameResults) {
   EXPECT_EQ(verify(parity::make_data(cut_case("dist.nccl")), outcome), "");
 }
 
-// Each of the groups of prepare (1), forward (2) and backward (4) fails once. The rank says what NCCL says; the other one ends by its abort.
+// Each of the groups of prepare (1), forward (2) and backward (4) fails once. The rank says what NCCL says; the other one ends
+// by its abort.
 TEST_F(Nccl, FailuresComeBack) {
   for (int n = 0; n < 7; ++n) {
     const std::vector<void *> comms = make_communicators(2);

@@ -20,7 +20,8 @@ struct Place {
   bool cuda = false, nccl = false;
   int32_t cuda_arch = 0;  // as in fa_config
 };
-// FA_TEST_DIST: cpu (default), cpu-nccl, cuda, cuda-sm80 (its kernels on any device), cuda-nccl; the copy of NCCL is FA_TEST_NCCL, a path or name for dlopen.
+// FA_TEST_DIST: cpu (default), cpu-nccl, cuda, cuda-sm80 (its kernels on any device), cuda-nccl; the copy of NCCL is
+// FA_TEST_NCCL, a path or name for dlopen.
 Place place_of_tests();
 // Why this machine has no such place for so many ranks; "" = it has.
 std::string missing(const Place &place, int32_t ranks);

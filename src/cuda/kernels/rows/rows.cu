@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work on rows for context parallelism. Memory bounds all of it: a thread moves 16 bytes at a time where strides and addresses allow, and every
-// grid is a few CTAs per SM, whose threads step through the rows.
+// Work on rows for context parallelism. Memory bounds all of it: a thread moves 16 bytes at a time where strides and addresses
+// allow, and every grid is a few CTAs per SM, whose threads step through the rows.
 #include <algorithm>
 
 #include "cuda/common/operand.h"
