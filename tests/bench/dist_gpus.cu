@@ -262,6 +262,7 @@ void compare_decoding(int ranks, int64_t batch, int64_t keys) {
     std::vector<double> times(static_cast<size_t>(parts));
     std::vector<std::thread> threads;
     dist_test::NcclForTests &nccl = dist_test::NcclForTests::instance();
+    const std::vector<void *> &communicators = nccl.communicators(parts);
     for (int r = 0; r < parts; ++r) {
       threads.emplace_back([&, r] {
         Rows rows(r, range(256));
@@ -291,8 +292,7 @@ void compare_decoding(int ranks, int64_t batch, int64_t keys) {
           return shared.load();
         };
         if (parts > 1) {
-          check(fa_dist_create(&dist, context, nccl.communicators(parts)[static_cast<size_t>(r)], &config), context,
-                "fa_dist_create");
+          check(fa_dist_create(&dist, context, communicators[static_cast<size_t>(r)], &config), context, "fa_dist_create");
           check(fa_dist_decode_prepare(dist, &a), context, "fa_dist_decode_prepare");
         }
         const size_t bytes = size_t{64} << 20;
