@@ -11,16 +11,16 @@
  *     fa_dist_problem problem;  fa_dist_problem_init(&problem, sizeof problem);
  *     problem.lengths = lengths; ...             the documents, heads, head_dim, mask and number of ranks
  *     fa_dist_layout layout;    fa_dist_plan(&problem, &layout);
- *     fa_dist dist;             fa_dist_create(&dist, ctx, NULL, &config);
+ *     fa_dist dist;             fa_dist_create(&dist, ctx, nccl_comm, NULL);
  *     fa_dist_prepare(dist, layout, &att, &grads);                       once for each kind of call, collective
- *     fa_dist_forward(dist, layout, &att, NULL, 0, NULL);                collective
- *     fa_dist_backward(dist, layout, &att, &grads, NULL, 0, NULL);       collective
+ *     fa_dist_forward(dist, layout, &att, NULL, 0, stream);              collective
+ *     fa_dist_backward(dist, layout, &att, &grads, NULL, 0, stream);     collective
  *
  * Conventions are those of flashattn.h. "Collective" means that all ranks make the call, in the same order. Lengths are read on
  * the host when the plan is made; this is the exception to the rule that lengths are read on the device only.
  *
- * This version runs on CPU contexts and sends through a table of functions that the caller provides, ::fa_dist_transport. The
- * NCCL transport is not built yet.
+ * Messages travel by NCCL, over a communicator of the caller's, or through a table of functions, ::fa_dist_transport. On a CUDA
+ * context calls only enqueue; the messages have a stream of their own, of high priority, which events order with the caller's stream.
  */
 #ifndef FLASHATTN_FLASHATTN_DIST_H
 #define FLASHATTN_FLASHATTN_DIST_H
@@ -44,13 +44,14 @@ enum {
 typedef int32_t fa_dist_way;
 
 enum {
-  /** The plan chooses: the way with fewer bytes among those that fit. */
+  /** The plan chooses: ::FA_DIST_GATHER, since the other ways have partial results or overlap less. */
   FA_DIST_AUTO = 0,
   /** Stages of key heads. A stage fetches every key row that the rank sees, for a few key heads. Forward has no partial results.
    * With windows only the rows inside the windows travel (halo exchange). */
   FA_DIST_GATHER = 1,
   /** Stages of key rows, a ring: stage t fetches the rows that rank (r + t) % num_ranks owns, for all heads. Partial results are
-   * merged in fp32. Needs less memory for keys when there are few key heads. */
+   * merged in fp32. Needs less memory for keys when there are few key heads. On CUDA the kernels for fp32 results are slow ones, so
+   * that ::FA_DIST_AUTO does not choose it. */
   FA_DIST_RING = 2,
   /** Each rank computes all rows of the cut documents for h_k / num_ranks of the key heads. Queries, keys and values travel to
    * these ranks, and results back (DeepSpeed-Ulysses). One stage, which overlaps whole documents only. h_k must be a multiple of
@@ -102,7 +103,8 @@ typedef struct fa_dist_problem {
   int32_t num_ranks;
   /** An ::fa_dist_way: ::FA_DIST_AUTO, or the way to take. */
   fa_dist_way way;
-  /** ::FA_DIST_GATHER: number of stages, at most h_k; 0 = automatic. Must be 0 for other ways. */
+  /** ::FA_DIST_GATHER: number of stages, at most h_k; 0 = automatic: at least 64 MB of keys each and at most four, of which forward may
+   * divide the first. Must be 0 for other ways. */
   int32_t num_stages;
 } fa_dist_problem;
 
@@ -262,6 +264,10 @@ typedef struct fa_dist_message {
 /**
  * @brief Functions of the caller that move bytes between ranks, over MPI, sockets or threads for example.
  *
+ * On a CUDA context messages are in device memory. They follow the work that is in `stream` when `exchange` is called, and when
+ * `wait` returns, work that is enqueued in `stream` later must find them done: a transport of the host synchronises the stream in
+ * `exchange` and waits in `wait`.
+ *
  * Each function returns ::FA_OK or any other status, which makes the library's call fail with ::FA_ERROR_TRANSPORT. The library
  * calls `exchange` and `wait` on the thread that made its call. All ranks make the same sequence of exchanges, except that a rank
  * without messages leaves an exchange out. Between two ranks, messages arrive in the order in which they were sent. @since 0.1
@@ -314,10 +320,14 @@ typedef struct fa_dist_config {
   uint32_t struct_size;
   /** Must be 0. */
   uint32_t reserved;
-  /** The transport; the library keeps a copy of the struct. NULL = NCCL, which is not built yet. */
+  /** A transport of the caller's; the library keeps a copy of the struct. NULL = NCCL. */
   const fa_dist_transport *transport;
-  /** Longest time in milliseconds that one wait for messages may take; 0 = 600000 (ten minutes). */
+  /** Longest time in milliseconds that one wait for messages may take; 0 = 600000 (ten minutes). With NCCL on CUDA only
+   * fa_dist_prepare() waits; for enqueued messages fa_dist_status() counts the time. */
   int64_t timeout_ms;
+  /** The copy of NCCL that made the communicator, a handle of dlopen() that stays open as long as the ::fa_dist lives. NULL = NCCL
+   * among the global symbols of the process, else a `libnccl.so.2` that the process has loaded. */
+  void *nccl_library;
 } fa_dist_config;
 
 /**
@@ -329,20 +339,22 @@ typedef struct fa_dist_config {
 FA_API fa_status fa_dist_config_init(fa_dist_config *config, size_t size);
 
 /**
- * @brief Creates the handle of one rank. Not collective with a transport of the caller's.
+ * @brief Creates the handle of one rank. Not collective.
+ *
+ * NCCL is never loaded: the functions are those of the copy that made the communicator, see `nccl_library`. The communicator stays
+ * the caller's, who must not use it for anything else while a call of this library enqueues. Rank and number of ranks are its own.
  * @param[out] out The new handle; NULL on failure.
- * @param ctx The context that computes; it must outlive the handle. Calls on the handle are calls on the context. This version
- * refuses CUDA contexts with ::FA_ERROR_NOT_BUILT.
- * @param nccl_comm An `ncclComm_t`. This version has no NCCL transport: it must be NULL, else the call returns
- * ::FA_ERROR_NOT_BUILT.
- * @param config Settings with a transport.
- * @return ::FA_OK, 1xx, ::FA_ERROR_NOT_BUILT or ::FA_ERROR_OUT_OF_MEMORY. The text of a failure is in fa_last_error(ctx), or
- * in fa_last_error(NULL) if `ctx` is no usable handle. @since 0.1
+ * @param ctx The context that computes; it must outlive the handle. Calls on the handle are calls on the context.
+ * @param nccl_comm An `ncclComm_t` of the context's CUDA device, NCCL 2.14 or newer, blocking or not. NULL = config->transport. A CPU
+ * context takes a communicator without a device (ncclCommCuDevice says -1), of a library that works in host memory.
+ * @param config Settings; NULL = defaults.
+ * @return ::FA_OK; 1xx; ::FA_ERROR_NOT_BUILT if the process has no NCCL; ::FA_ERROR_TRANSPORT; 3xx; ::FA_ERROR_OUT_OF_MEMORY. The text
+ * of a failure is in fa_last_error(ctx), or in fa_last_error(NULL) if `ctx` is no usable handle. @since 0.1
  */
 FA_API fa_status fa_dist_create(fa_dist *out, fa_context ctx, void *nccl_comm, const fa_dist_config *config);
 
 /**
- * @brief Destroys a handle. It neither waits for other ranks nor aborts the transport.
+ * @brief Destroys a handle. It neither waits for other ranks nor aborts the transport. The work that it has enqueued completes.
  * @param dist A handle that no call is using, or NULL (no effect). @since 0.1
  */
 FA_API void fa_dist_destroy(fa_dist dist);
@@ -390,6 +402,9 @@ FA_API fa_status fa_dist_query(fa_dist dist, fa_dist_layout layout, const fa_att
 /**
  * @brief Compares the layouts and arguments of all ranks. Collective; waits.
  *
+ * It also loads the kernels and opens NCCL's connections, so that the calls after it only enqueue and can be captured in a graph. All
+ * ranks capture the same calls, and launch their graphs in the same order.
+ *
  * Required once before fa_dist_forward() or fa_dist_backward() with these layouts, shapes and options. Addresses and strides may
  * differ between ranks and between calls. Not compared are contents of tensors, slopes and sinks for example, and seeds given by
  * pointer. If arguments differ, or one rank refuses its own, every rank returns a failure whose text names the rank, the field
@@ -417,14 +432,16 @@ FA_API fa_status fa_dist_prepare(fa_dist dist, fa_dist_layout layout, const fa_a
  * ::FA_DIST_GATHER if a query sees keys after it.
  *
  * A call that refuses its arguments (1xx, 2xx) has sent nothing; the other ranks then wait until their time-out or
- * fa_dist_abort(). Any later failure aborts the transport, so that the other ranks fail too.
+ * fa_dist_abort(). Any later failure aborts a transport of the caller's, so that the other ranks fail too; with NCCL that is the
+ * caller's decision (fa_dist_abort() on every rank).
  * @param dist The handle.
  * @param layout The layout.
  * @param attention The problem.
  * @param workspace As for fa_forward().
  * @param workspace_bytes As for fa_forward(), from fa_dist_query().
  * @param stream As for fa_forward().
- * @return ::FA_OK, a failure of fa_forward(), or ::FA_ERROR_TRANSPORT. @since 0.1
+ * @return ::FA_OK, a failure of fa_forward(), or ::FA_ERROR_TRANSPORT. On CUDA with NCCL, fa_dist_status() reports messages that
+ * fail later. @since 0.1
  */
 FA_API fa_status fa_dist_forward(fa_dist dist, fa_dist_layout layout, const fa_attention *attention, void *workspace,
                                  size_t workspace_bytes, fa_stream stream);
@@ -448,15 +465,62 @@ FA_API fa_status fa_dist_backward(fa_dist dist, fa_dist_layout layout, const fa_
                                   const fa_gradients *gradients, void *workspace, size_t workspace_bytes, fa_stream stream);
 
 /**
- * @brief Whether the handle still works. From any thread, also while a call runs on another one.
+ * @brief Computes attention over a KV cache whose rows are spread over the ranks. Collective.
+ *
+ * Every rank has all queries, (b, s_q, h_q, d), and some rows of the cache of each sequence in `k` and `v`, as many as it has, in any
+ * order: its own `seqused_k`, `seqstart_k` and `page_table` say which, on the device. A query sees every row in use of every rank. Each
+ * rank attends to its own rows, and all merge the results of all: every rank gets the whole `out` and `lse`. Results of a rank are rounded
+ * to the dtype of `out` before they are merged in fp32. 8-bit caches, paged caches, softcap and `sink` are as in fa_forward().
+ *
+ * Refused with ::FA_ERROR_UNSUPPORTED are masks and windows (more than one query would need positions), `cu_seqlens_q`, `alibi_slopes`,
+ * `bias`, block and element masks, `slices`, `dropout_p` and `max_logit`.
  * @param dist The handle.
- * @return ::FA_OK, or ::FA_ERROR_TRANSPORT after a failure, an abort, or if the transport's `status` reports one. The text is in
+ * @param attention The queries, the rank's rows, and `out`.
+ * @param workspace As for fa_forward().
+ * @param workspace_bytes As for fa_forward(), from fa_dist_decode_query().
+ * @param stream As for fa_forward().
+ * @return As fa_dist_forward(). @since 0.1
+ */
+FA_API fa_status fa_dist_decode(fa_dist dist, const fa_attention *attention, void *workspace, size_t workspace_bytes,
+                                fa_stream stream);
+
+/**
+ * @brief Reports whether and how fa_dist_decode() would run on this rank. Not collective.
+ * @param dist The handle.
+ * @param attention As for fa_dist_decode().
+ * @param[in,out] info As for fa_dist_query(); `num_stages` is 0.
+ * @return The status that the call would return; also in `info->status`. @since 0.1
+ */
+FA_API fa_status fa_dist_decode_query(fa_dist dist, const fa_attention *attention, fa_dist_info *info);
+
+/**
+ * @brief As fa_dist_prepare(), for fa_dist_decode(). Collective; waits.
+ *
+ * Required once for a shape of the queries and its options. The caches may differ between ranks.
+ * @param dist The handle.
+ * @param attention As for fa_dist_decode().
+ * @return As fa_dist_prepare(). @since 0.1
+ */
+FA_API fa_status fa_dist_decode_prepare(fa_dist dist, const fa_attention *attention);
+
+/**
+ * @brief Whether the handle still works, without waiting. From any thread, also while a call runs on another one.
+ *
+ * With NCCL it asks for the communicator's asynchronous error, and whether enqueued messages are late: not done `timeout_ms` after the call
+ * that enqueued them last. That time includes work before them in the stream. A caller who enqueues polls this function, because nothing
+ * else tells of a dead rank.
+ * @param dist The handle.
+ * @return ::FA_OK, or ::FA_ERROR_TRANSPORT after a failure, an abort, or if the transport reports one. The text is in
  * fa_last_error(NULL). @since 0.1
  */
 FA_API fa_status fa_dist_status(fa_dist dist);
 
 /**
  * @brief Ends the call that is running on the handle, if any, and makes later ones fail. From any thread.
+ *
+ * With NCCL it calls ncclCommAbort(), which ends enqueued messages and frees the communicator: the caller neither uses nor destroys it
+ * any more. Only this function does so; a call that fails leaves the communicator alone. If a thread has been inside NCCL for a second, as
+ * with a blocking communicator whose peers do not come, the communicator is aborted under it.
  * @param dist The handle.
  * @return ::FA_OK, or ::FA_ERROR_INVALID_ARGUMENT for no handle. @since 0.1
  */

@@ -11,6 +11,7 @@
 #include "api/copy_in.h"
 #include "api/guard.h"
 #include "dist/attention.h"
+#include "dist/decode.h"
 #include "dist/layout.h"
 #include "dist/local_problem.h"
 #include "dist/reorder.h"
@@ -29,14 +30,16 @@ struct fa_dist_s {
   static constexpr uint64_t kMagic = 0x6B6E617274736964;  // "distrank"
   enum State : int32_t { kWorks, kFailed, kAborted };
 
-  fa_dist_s(fa_context context, const fa_dist_transport &transport, int64_t timeout_ms)
-      : ctx(context), link(transport, timeout_ms) {}
+  explicit fa_dist_s(fa_context context) : ctx(context) {}
   ~fa_dist_s() { magic = 0; }
 
-  // The first failure or abort ends the connections of this rank.
-  void end(State why) {
+  void fail() {
     int32_t works = kWorks;
-    if (state.compare_exchange_strong(works, why)) link.abort();
+    if (state.compare_exchange_strong(works, kFailed)) link->give_up();
+  }
+  void abort() {
+    state = kAborted;
+    link->abort();
   }
 
   bool is_prepared(const fa::dist::Terms &terms) const {
@@ -48,12 +51,10 @@ struct fa_dist_s {
 
   uint64_t magic = kMagic;
   const fa_context ctx;
-  const fa::dist::Link link;
+  std::unique_ptr<fa::RowDevice> device;
+  std::unique_ptr<fa::dist::Link> link;
   std::atomic<int32_t> state{kWorks};
   std::vector<fa::dist::Terms> prepared;
-
-  fa::WorkspaceMemory workspace;  // for calls without one; grows
-  size_t workspace_bytes = 0;
 };
 
 namespace fa::api {
@@ -90,9 +91,9 @@ fa_status with_dist(fa_dist dist, Body body) noexcept {
 // Finds the layout behind a handle, if it is one for this number of ranks.
 fa_status read_layout(const fa_dist_s &dist, fa_dist_layout handle, const dist::Layout *&layout, ErrorText &error) {
   FA_RETURN_IF_ERROR(check_layout(handle, error));
-  if (handle->layout.num_ranks != dist.link.num_ranks()) {
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "layout has %d ranks; transport.num_ranks is %d",
-                int{handle->layout.num_ranks}, int{dist.link.num_ranks()});
+  if (handle->layout.num_ranks != dist.link->num_ranks()) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "layout has %d ranks; dist has %d", int{handle->layout.num_ranks},
+                int{dist.link->num_ranks()});
   }
   layout = &handle->layout;
   return FA_OK;
@@ -104,92 +105,143 @@ fa_status check_state(const fa_dist_s &dist, ErrorText &error) {
       return FA_OK;
     case fa_dist_s::kAborted:
       return fail(error, FA_ERROR_TRANSPORT, "fa_dist_abort() was called on rank %d; the handle can only be destroyed",
-                  int{dist.link.rank()});
+                  int{dist.link->rank()});
     default:
       return fail(error, FA_ERROR_TRANSPORT, "an earlier call failed on rank %d; the handle can only be destroyed",
-                  int{dist.link.rank()});
+                  int{dist.link->rank()});
   }
 }
 
 // After a failure that other ranks may be waiting for: ends the connections, so that they fail too.
 fa_status broken(fa_dist_s &dist, fa_status status, ErrorText &error) {
-  dist.end(fa_dist_s::kFailed);
+  dist.fail();
   return dist.state.load() == fa_dist_s::kAborted ? check_state(dist, error) : status;
 }
 
-// A call of forward or of backward: its structs, and from them its problem.
-struct Arguments {
-  fa_attention attention;
-  fa_gradients gradients;
-  bool backward = false;
-  ForwardProblem forward_problem;
-  BackwardProblem backward_problem;
+enum class Kind { forward, backward, decode };
 
-  fa_status copy(const fa_attention *a, const fa_gradients *g, ErrorText &error) {
-    FA_RETURN_IF_ERROR(copy_in(a, "attention", attention, error));
-    backward = g != nullptr;
-    return backward ? copy_in(g, "gradients", gradients, error) : FA_OK;
+// A call: what the caller gives, and from that its problem.
+class Arguments {
+ public:
+  explicit Arguments(Kind kind) : kind_(kind) {}
+
+  // The structs, the layout unless the call decodes, and the schedule. Whatever fails, terms() can be asked.
+  fa_status copy(const fa_dist_s &dist, fa_dist_layout handle, const fa_attention *a, const fa_gradients *g, ErrorText &error) {
+    if (kind_ != Kind::decode) FA_RETURN_IF_ERROR(read_layout(dist, handle, layout_, error));
+    FA_RETURN_IF_ERROR(copy_in(a, "attention", attention_, error));
+    if (kind_ == Kind::backward) FA_RETURN_IF_ERROR(copy_in(g, "gradients", gradients_, error));
+    rank_ = dist.link->rank();
+    if (kind_ != Kind::decode) schedule_ = make_schedule(*layout_, dist.link->rank(), kind_ == Kind::forward);
+    return FA_OK;
   }
-  fa_status read(const dist::Layout &layout, const Schedule &schedule, int32_t rank, Pointers &pointers, ErrorText &error) {
-    if (backward) return read_local(layout, schedule, rank, attention, gradients, backward_problem, pointers, error);
-    return read_local(layout, schedule, rank, attention, forward_problem, pointers, error);
+  fa_status read(int32_t rank, Pointers &pointers, ErrorText &error) {
+    switch (kind_) {
+      case Kind::forward:
+        return read_local(*layout_, schedule_, rank, attention_, forward_, pointers, error);
+      case Kind::backward:
+        return read_local(*layout_, schedule_, rank, attention_, gradients_, backward_, pointers, error);
+      default:
+        return dist::read_decode(attention_, forward_, pointers, error);
+    }
   }
-  dist::Terms terms(const dist::Layout &layout, fa_status status) const {
-    return terms_of(layout, attention, backward ? &gradients : nullptr, status);
+  dist::Terms terms(fa_status status) const {
+    if (kind_ == Kind::decode) return dist::decode_terms(attention_, status);
+    return terms_of(*layout_, attention_, kind_ == Kind::backward ? &gradients_ : nullptr, status);
   }
-  fa_status step_through(dist::Session &session, const Schedule &schedule) const {
-    return backward ? dist::backward(session, schedule, backward_problem) : dist::forward(session, schedule, forward_problem);
+  fa_status step_through(dist::Session &session) const {
+    switch (kind_) {
+      case Kind::forward:
+        return dist::forward(session, schedule_, forward_);
+      case Kind::backward:
+        return dist::backward(session, schedule_, backward_);
+      default:
+        return dist::decode(session, forward_);
+    }
   }
+  // The forward that precedes a backward.
+  Arguments forward_of() const {
+    Arguments forward(*this);
+    forward.kind_ = Kind::forward;
+    forward.schedule_ = make_schedule(*layout_, rank_, /*forward=*/true);
+    return forward;
+  }
+  const dist::Layout &layout() const { return *layout_; }
+  const char *reason() const {
+    return kind_ == Kind::decode ? "each rank attends to its rows of the cache; one merge of all ranks' results"
+                                 : layout_->reason.c_str();
+  }
+
+ private:
+  static inline const dist::Layout kNone{};
+
+  Kind kind_;
+  int32_t rank_ = 0;
+  const dist::Layout *layout_ = &kNone;
+  Schedule schedule_;
+  fa_attention attention_{};
+  fa_gradients gradients_{};
+  ForwardProblem forward_;
+  BackwardProblem backward_;
 };
 
-fa_status measure(const fa_dist_s &dist, fa_context_s &context, const dist::Layout &layout, const Schedule &schedule,
-                  Arguments &arguments, dist::Usage &usage, ErrorText &error) {
-  FA_RETURN_IF_ERROR(arguments.read(layout, schedule, dist.link.rank(), context.pointers, error));
-  dist::Session session(*context.backend, dist.link, error);
-  FA_RETURN_IF_ERROR(arguments.step_through(session, schedule));
+// Reads the arguments, and steps through the call without running it. `prepare`: loads its kernels.
+fa_status measure(const fa_dist_s &dist, fa_context_s &context, Arguments &arguments, dist::Usage &usage, ErrorText &error,
+                  bool prepare = false) {
+  FA_RETURN_IF_ERROR(arguments.read(dist.link->rank(), context.pointers, error));
+  if (prepare) FA_RETURN_IF_ERROR(dist.device->prepare(error));
+  dist::Session session(*context.backend, *dist.device, *dist.link, error, prepare ? &context.pointers : nullptr);
+  FA_RETURN_IF_ERROR(arguments.step_through(session));
   usage = session.usage();
   return FA_OK;
 }
 
-fa_status take_workspace(fa_dist_s &dist, Workspace &workspace, size_t needed, ErrorText &error) {
-  FA_RETURN_IF_ERROR(check_workspace(workspace, needed, error));
-  if (workspace.data != nullptr || needed == 0) return FA_OK;
-  if (dist.workspace_bytes < needed) {
-    dist.workspace.reset();
-    dist.workspace_bytes = 0;
-    const size_t bytes = (needed + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-    dist.workspace.reset(allocate_workspace(bytes));
-    if (!dist.workspace) {
-      return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
-                  needed);
-    }
-    dist.workspace_bytes = bytes;
+// Scratch memory of a call: the caller's, or the device's until the end of the call.
+class CallMemory {
+ public:
+  CallMemory(RowDevice &device, fa_stream stream) : device_(device), stream_(stream) {}
+  ~CallMemory() {
+    if (own_ != nullptr) device_.release(own_, stream_);
   }
-  workspace = {dist.workspace.get(), dist.workspace_bytes};
-  return FA_OK;
-}
+  CallMemory(const CallMemory &) = delete;
+  CallMemory &operator=(const CallMemory &) = delete;
 
-fa_status run_collective(fa_dist dist, fa_dist_layout handle, const fa_attention *attention, const fa_gradients *gradients,
-                         Workspace workspace, fa_stream stream) noexcept {
+  fa_status take(const Workspace &workspace, size_t needed, ErrorText &error) {
+    FA_RETURN_IF_ERROR(check_workspace(workspace, needed, error));
+    data_ = workspace.data;
+    if (data_ != nullptr || needed == 0) return FA_OK;
+    FA_RETURN_IF_ERROR(device_.allocate(needed, stream_, own_, error));
+    data_ = own_;
+    return FA_OK;
+  }
+  void *data() const { return data_; }
+
+ private:
+  RowDevice &device_;
+  fa_stream stream_;
+  void *data_ = nullptr, *own_ = nullptr;
+};
+
+fa_status run_collective(Kind kind, fa_dist dist, fa_dist_layout handle, const fa_attention *attention,
+                         const fa_gradients *gradients, Workspace workspace, fa_stream stream) noexcept {
   return with_dist(dist, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_state(*dist, error));
     bool started = false;
     const fa_status status = guarded(error, [&]() -> fa_status {
-      const dist::Layout *layout = nullptr;
-      FA_RETURN_IF_ERROR(read_layout(*dist, handle, layout, error));
-      Arguments arguments;
-      FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
-      const Schedule schedule = make_schedule(*layout, dist->link.rank());
+      Arguments arguments(kind);
+      FA_RETURN_IF_ERROR(arguments.copy(*dist, handle, attention, gradients, error));
       dist::Usage usage;
-      FA_RETURN_IF_ERROR(measure(*dist, context, *layout, schedule, arguments, usage, error));
-      if (!dist->is_prepared(arguments.terms(*layout, FA_OK))) {
-        return fail(error, FA_ERROR_INVALID_ARGUMENT,
-                    "fa_dist_prepare() has not been called for this layout with these options and gradients");
+      FA_RETURN_IF_ERROR(measure(*dist, context, arguments, usage, error));
+      if (!dist->is_prepared(arguments.terms(FA_OK))) {
+        return fail(error, FA_ERROR_INVALID_ARGUMENT, "%s has not been called for %s",
+                    kind == Kind::decode ? "fa_dist_decode_prepare()" : "fa_dist_prepare()",
+                    kind == Kind::decode ? "these shapes and options" : "this layout with these options and gradients");
       }
-      FA_RETURN_IF_ERROR(take_workspace(*dist, workspace, usage.workspace_bytes(), error));
+      CallMemory memory(*dist->device, stream);
+      FA_RETURN_IF_ERROR(memory.take(workspace, usage.workspace_bytes(), error));
       started = true;
-      dist::Session session(*context.backend, dist->link, error, usage, workspace.data, context.pointers, stream);
-      return arguments.step_through(session, schedule);
+      dist::Session session(*context.backend, *dist->device, *dist->link, error, usage, memory.data(), context.pointers,
+                            stream);
+      return arguments.step_through(session);
     });
     // After a refusal before the first message the handle stays usable. Anything else would leave the other ranks waiting.
     const bool refused = !started && status < 300;
@@ -197,71 +249,74 @@ fa_status run_collective(fa_dist dist, fa_dist_layout handle, const fa_attention
   });
 }
 
-// Compares the terms of all ranks.
-fa_status agree(fa_dist_s &dist, const dist::Terms &terms, fa_status own, ErrorText &error) {
-  constexpr size_t kSlots = 64;  // room for later versions: messages of all versions have one size
-  const int32_t ranks = dist.link.num_ranks(), rank = dist.link.rank();
-  std::vector<int64_t> all(ranks * kSlots, 0);
-  for (size_t n = 0; n < terms.size(); ++n) all[rank * kSlots + n] = terms[n].value;
+// Every rank's `mine`, (ranks, numbers), by messages in memory of the device. Opens the connections between all ranks.
+fa_status gather_numbers(fa_dist_s &dist, const std::vector<int64_t> &mine, std::vector<int64_t> &all, ErrorText &error) {
+  const int32_t ranks = dist.link->num_ranks(), rank = dist.link->rank();
+  const size_t bytes = mine.size() * sizeof(int64_t);
+  const fa_stream stream = dist.device->own_stream();
+  CallMemory memory(*dist.device, stream);
+  FA_RETURN_IF_ERROR(memory.take({}, ranks * bytes, error));
+  auto *numbers = static_cast<int64_t *>(memory.data());
+  const auto of = [&](int32_t r) { return numbers + r * mine.size(); };
+  FA_RETURN_IF_ERROR(dist.device->write(mine, of(rank), stream, error));
   std::vector<fa_dist_message> messages;
   for (int32_t peer = 0; peer < ranks; ++peer) {
     if (peer == rank) continue;
-    messages.push_back({&all[rank * kSlots], kSlots * sizeof(int64_t), peer, 0});
-    messages.push_back({&all[peer * kSlots], kSlots * sizeof(int64_t), peer, 1});
+    messages.push_back({of(rank), bytes, peer, 0});
+    messages.push_back({of(peer), bytes, peer, 1});
   }
   if (!messages.empty()) {
-    fa_status status = dist.link.exchange(messages, nullptr, error);
-    if (status == FA_OK) status = dist.link.wait(error);
-    if (status != FA_OK) return broken(dist, status, error);
+    FA_RETURN_IF_ERROR(dist.link->exchange(messages, stream, error));
+    FA_RETURN_IF_ERROR(dist.link->wait(dist.link->exchanges(), stream, error));
+  }
+  all.resize(ranks * mine.size());
+  return dist.device->read(all.data(), numbers, ranks * bytes, dist.link->timeout_ms(), stream, error);
+}
+
+// Compares the terms of all ranks.
+fa_status agree(fa_dist_s &dist, const dist::Terms &terms, fa_status own, ErrorText &error) {
+  constexpr size_t kSlots = 64;  // room for later versions: messages of all versions have one size
+  std::vector<int64_t> mine(kSlots, 0), all;
+  for (size_t n = 0; n < terms.size(); ++n) mine[n] = terms[n].value;
+  ErrorText of_exchange;
+  const fa_status status = gather_numbers(dist, mine, all, of_exchange);
+  if (status != FA_OK) {
+    error = of_exchange;
+    return broken(dist, status, error);
   }
   if (own != FA_OK) return own;  // its text is there already
   std::vector<int64_t> values;
-  for (int32_t r = 0; r < ranks; ++r) {
+  for (int32_t r = 0; r < dist.link->num_ranks(); ++r) {
     values.insert(values.end(), all.begin() + r * kSlots, all.begin() + r * kSlots + terms.size());
   }
-  return compare(terms, values, ranks, error);
+  return compare(terms, values, dist.link->num_ranks(), error);
 }
 
-fa_status prepare_collective(fa_dist dist, fa_dist_layout handle, const fa_attention *attention,
+fa_status prepare_collective(Kind kind, fa_dist dist, fa_dist_layout handle, const fa_attention *attention,
                              const fa_gradients *gradients) {
   return with_dist(dist, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_state(*dist, error));
     // Whatever is wrong with this rank's arguments, the other ranks are waiting to hear of it.
-    const dist::Layout none;
-    const dist::Layout *layout = &none;
-    Arguments arguments{};
+    Arguments arguments(kind);
+    dist::Usage usage;
     const fa_status own = guarded(error, [&]() -> fa_status {
-      FA_RETURN_IF_ERROR(read_layout(*dist, handle, layout, error));
-      FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
-      dist::Usage usage;
-      return measure(*dist, context, *layout, make_schedule(*layout, dist->link.rank()), arguments, usage, error);
+      FA_RETURN_IF_ERROR(arguments.copy(*dist, handle, attention, gradients, error));
+      FA_RETURN_IF_ERROR(measure(*dist, context, arguments, usage, error, /*prepare=*/true));
+      if (kind != Kind::backward) return FA_OK;
+      Arguments forward = arguments.forward_of();
+      return measure(*dist, context, forward, usage, error, /*prepare=*/true);
     });
-    const dist::Terms terms = arguments.terms(*layout, own);
+    const dist::Terms terms = arguments.terms(own);
     FA_RETURN_IF_ERROR(agree(*dist, terms, own, error));
     dist->add_prepared(terms);
-    if (gradients != nullptr) dist->add_prepared(terms_of(*layout, arguments.attention, nullptr, FA_OK));
+    if (kind == Kind::backward) dist->add_prepared(arguments.forward_of().terms(FA_OK));
     return FA_OK;
   });
 }
 
-fa_status create_dist(fa_dist *out, fa_context ctx, void *nccl_comm, const fa_dist_config *config, ErrorText &error) {
-  fa_dist_config settings{};
-  if (config != nullptr) FA_RETURN_IF_ERROR(copy_in(config, "config", settings, error));
-  if (nccl_comm != nullptr || settings.transport == nullptr) {
-    return fail(error, FA_ERROR_NOT_BUILT,
-                "nccl_comm is %p and config.transport is %p; this version has no NCCL transport and needs a transport of the "
-                "caller's",
-                nccl_comm, static_cast<const void *>(settings.transport));
-  }
-  fa_dist_transport transport{};
-  FA_RETURN_IF_ERROR(copy_in(settings.transport, "config.transport", transport, error));
-  if (settings.reserved != 0 || transport.reserved != 0) {
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.reserved is %u and transport.reserved is %u; they must be 0",
-                settings.reserved, transport.reserved);
-  }
-  if (settings.timeout_ms < 0) {
-    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.timeout_ms is %" PRId64 "; it cannot be negative",
-                settings.timeout_ms);
+fa_status check_transport(const fa_dist_transport &transport, ErrorText &error) {
+  if (transport.reserved != 0) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "transport.reserved is %u; it must be 0", transport.reserved);
   }
   if (transport.num_ranks < 1 || transport.num_ranks > dist::kMaxRanks || transport.rank < 0 ||
       transport.rank >= transport.num_ranks) {
@@ -275,32 +330,68 @@ fa_status create_dist(fa_dist *out, fa_context ctx, void *nccl_comm, const fa_di
                 : transport.wait == nullptr   ? "wait"
                                               : "abort");
   }
+  return FA_OK;
+}
+
+fa_status create_dist(fa_dist *out, fa_context ctx, void *nccl_comm, const fa_dist_config *config, ErrorText &error) {
+  fa_dist_config settings{};
+  if (config != nullptr) FA_RETURN_IF_ERROR(copy_in(config, "config", settings, error));
+  if ((nccl_comm != nullptr) == (settings.transport != nullptr)) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT,
+                "nccl_comm is %p and config.transport is %p; exactly one of them must be given", nccl_comm,
+                static_cast<const void *>(settings.transport));
+  }
+  if (settings.nccl_library != nullptr && nccl_comm == nullptr) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.nccl_library is %p, and nccl_comm is NULL", settings.nccl_library);
+  }
+  if (settings.reserved != 0) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.reserved is %u; it must be 0", settings.reserved);
+  }
+  if (settings.timeout_ms < 0) {
+    return fail(error, FA_ERROR_INVALID_ARGUMENT, "config.timeout_ms is %" PRId64 "; it cannot be negative",
+                settings.timeout_ms);
+  }
   constexpr int64_t kDefaultTimeout = 600000;
-  *out = new fa_dist_s(ctx, transport, settings.timeout_ms > 0 ? settings.timeout_ms : kDefaultTimeout);
+  const int64_t timeout_ms = settings.timeout_ms > 0 ? settings.timeout_ms : kDefaultTimeout;
+  fa_dist_transport transport{};
+  if (settings.transport != nullptr) {
+    FA_RETURN_IF_ERROR(copy_in(settings.transport, "config.transport", transport, error));
+    FA_RETURN_IF_ERROR(check_transport(transport, error));
+  }
+  auto dist = std::make_unique<fa_dist_s>(ctx);
+  FA_RETURN_IF_ERROR(ctx->backend->make_row_device(dist->device, error));
+  if (nccl_comm != nullptr) {
+    fa_device_properties device{};
+    ctx->backend->describe(device);
+    const int32_t index = device.device_type == FA_DEVICE_CUDA ? device.device_index : -1;
+    FA_RETURN_IF_ERROR(
+        dist::link_by_nccl(nccl_comm, settings.nccl_library, index, *dist->device, timeout_ms, dist->link, error));
+  } else {
+    dist->link = dist::link_by_transport(transport, timeout_ms);
+  }
+  *out = dist.release();
   return FA_OK;
 }
 
 // The answer to a query: what the call would need, or the failure.
-fa_status query_dist(fa_dist dist, fa_dist_layout handle, const fa_attention *attention, const fa_gradients *gradients,
-                     fa_dist_info *info) {
+fa_status query_dist(Kind kind, fa_dist dist, fa_dist_layout handle, const fa_attention *attention,
+                     const fa_gradients *gradients, fa_dist_info *info) {
   return with_dist(dist, [&](fa_context_s &context, ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_out(info, "info", error));
     fa_dist_info answer{};
-    const dist::Layout *layout = nullptr;
+    Arguments arguments(kind);
     dist::Usage usage;
     answer.status = guarded(error, [&]() -> fa_status {
-      FA_RETURN_IF_ERROR(read_layout(*dist, handle, layout, error));
-      Arguments arguments;
-      FA_RETURN_IF_ERROR(arguments.copy(attention, gradients, error));
-      return measure(*dist, context, *layout, make_schedule(*layout, dist->link.rank()), arguments, usage, error);
+      FA_RETURN_IF_ERROR(arguments.copy(*dist, handle, attention, gradients, error));
+      return measure(*dist, context, arguments, usage, error);
     });
     if (answer.status == FA_OK) {
       answer.workspace_bytes = usage.workspace_bytes();
       answer.received_bytes = usage.received_bytes;
       answer.sent_bytes = usage.sent_bytes;
-      answer.num_stages = layout->num_stages;
+      answer.num_stages = arguments.layout().num_stages;
       answer.num_launches = usage.launches;
-      std::snprintf(answer.reason, sizeof answer.reason, "%s", layout->reason.c_str());
+      std::snprintf(answer.reason, sizeof answer.reason, "%s", arguments.reason());
     } else {
       std::memcpy(answer.reason, error.text, sizeof answer.reason);
     }
@@ -403,14 +494,8 @@ fa_status fa_dist_gather_rows(fa_dist_layout layout, int32_t rank, int32_t dimen
 
 fa_status fa_dist_create(fa_dist *out, fa_context ctx, void *nccl_comm, const fa_dist_config *config) {
   if (out != nullptr) *out = nullptr;
-  return with_context(ctx, [&](fa_context_s &context, ErrorText &error) -> fa_status {
+  return with_context(ctx, [&](fa_context_s &, ErrorText &error) -> fa_status {
     if (out == nullptr) return fail(error, FA_ERROR_INVALID_ARGUMENT, "out is NULL");
-    fa_device_properties device{};
-    context.backend->describe(device);
-    if (device.device_type != FA_DEVICE_CPU) {
-      return fail(error, FA_ERROR_NOT_BUILT,
-                  "ctx is a CUDA context; this version has context parallelism for CPU contexts only");
-    }
     return create_dist(out, ctx, nccl_comm, config, error);
   });
 }
@@ -421,42 +506,48 @@ void fa_dist_destroy(fa_dist dist) {
 
 fa_status fa_dist_query(fa_dist dist, fa_dist_layout layout, const fa_attention *attention, const fa_gradients *gradients,
                         fa_dist_info *info) {
-  return query_dist(dist, layout, attention, gradients, info);
+  return query_dist(gradients != nullptr ? Kind::backward : Kind::forward, dist, layout, attention, gradients, info);
 }
 
 fa_status fa_dist_prepare(fa_dist dist, fa_dist_layout layout, const fa_attention *attention, const fa_gradients *gradients) {
-  return prepare_collective(dist, layout, attention, gradients);
+  return prepare_collective(gradients != nullptr ? Kind::backward : Kind::forward, dist, layout, attention, gradients);
 }
 
 fa_status fa_dist_forward(fa_dist dist, fa_dist_layout layout, const fa_attention *attention, void *workspace,
                           size_t workspace_bytes, fa_stream stream) {
-  return run_collective(dist, layout, attention, nullptr, {workspace, workspace_bytes}, stream);
+  return run_collective(Kind::forward, dist, layout, attention, nullptr, {workspace, workspace_bytes}, stream);
 }
 
 fa_status fa_dist_backward(fa_dist dist, fa_dist_layout layout, const fa_attention *attention, const fa_gradients *gradients,
                            void *workspace, size_t workspace_bytes, fa_stream stream) {
-  if (gradients == nullptr) {  // which run_collective takes for forward
-    return with_dist(
-        dist, [&](fa_context_s &, ErrorText &error) { return fail(error, FA_ERROR_INVALID_ARGUMENT, "gradients is NULL"); });
-  }
-  return run_collective(dist, layout, attention, gradients, {workspace, workspace_bytes}, stream);
+  return run_collective(Kind::backward, dist, layout, attention, gradients, {workspace, workspace_bytes}, stream);
+}
+
+fa_status fa_dist_decode_query(fa_dist dist, const fa_attention *attention, fa_dist_info *info) {
+  return query_dist(Kind::decode, dist, nullptr, attention, nullptr, info);
+}
+
+fa_status fa_dist_decode_prepare(fa_dist dist, const fa_attention *attention) {
+  return prepare_collective(Kind::decode, dist, nullptr, attention, nullptr);
+}
+
+fa_status fa_dist_decode(fa_dist dist, const fa_attention *attention, void *workspace, size_t workspace_bytes,
+                         fa_stream stream) {
+  return run_collective(Kind::decode, dist, nullptr, attention, nullptr, {workspace, workspace_bytes}, stream);
 }
 
 fa_status fa_dist_status(fa_dist dist) {
   return without_context([&](ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_dist(dist, error));
     FA_RETURN_IF_ERROR(check_state(*dist, error));
-    const fa_status status = dist->link.status();
-    if (status == FA_OK) return FA_OK;
-    return fail(error, FA_ERROR_TRANSPORT, "transport.status reports status %d on rank %d", int{status},
-                int{dist->link.rank()});
+    return dist->link->status(error);
   });
 }
 
 fa_status fa_dist_abort(fa_dist dist) {
   return without_context([&](ErrorText &error) -> fa_status {
     FA_RETURN_IF_ERROR(check_dist(dist, error));
-    dist->end(fa_dist_s::kAborted);
+    dist->abort();
     return FA_OK;
   });
 }

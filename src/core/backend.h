@@ -9,6 +9,7 @@
 
 #include "core/append.h"
 #include "core/pointers.h"
+#include "core/row_device.h"
 #include "core/score.h"
 #include "core/status.h"
 #include "flashattn/flashattn.h"
@@ -73,6 +74,9 @@ class Backend {
   virtual fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) = 0;
+
+  // For context parallelism. The backend must outlive it.
+  virtual fa_status make_row_device(std::unique_ptr<RowDevice> &device, ErrorText &error) = 0;
 
  protected:
   Backend() = default;

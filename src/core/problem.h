@@ -322,4 +322,11 @@ struct MergeProblem {
   RowScalar lse;  // data may be null
 };
 
+// Rows of a tensor (rows, heads, dim). An operand says where they are.
+struct RowShape {
+  int64_t rows = 0, heads = 0, dim = 0;
+};
+// Parts that one call sums.
+constexpr int kMostRowParts = 16;
+
 }  // namespace fa

@@ -9,6 +9,7 @@
 #include "core/validate.h"
 #include "cpu/host.h"
 #include "cpu/launch.h"
+#include "cpu/row_device.h"
 #include "cpu/thread_pool.h"
 
 namespace fa {
@@ -121,6 +122,11 @@ class CpuBackend final : public Backend {
     FA_RETURN_IF_ERROR(check_workspace(call.workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_contents(problem, error));
     return finished(append(problem, machine_, plan, *parallel_), error);
+  }
+
+  fa_status make_row_device(std::unique_ptr<RowDevice> &device, ErrorText &) override {
+    device = cpu::make_row_device(*this);
+    return FA_OK;
   }
 
  private:

@@ -3,10 +3,7 @@
 // back. No partial results, and no two ranks compute parts of one gradient.
 #include "dist/all_to_all.h"
 
-#include <cstring>
-
 #include "dist/pieces.h"
-#include "dist/rows.h"
 
 namespace fa::dist {
 namespace {
@@ -26,51 +23,52 @@ class ByHeads {
   const Operand &image() const { return image_; }
 
   // Adds the messages that make the image.
-  void send(std::vector<fa_dist_message> &messages) {
-    if (image_.data == nullptr) return;
-    for (int32_t to = 0; session_.running() && to < session_.num_ranks(); ++to) {
+  fa_status send(std::vector<fa_dist_message> &messages) {
+    if (image_.data == nullptr) return FA_OK;
+    for (int32_t to = 0; to < session_.num_ranks(); ++to) {
       for (const CutRange &range : schedule_.cut) {
-        pack_rows(from_row(local_, range.local_row, to * heads_), range.rows, heads_, dim_, packed(to, range.cut_row));
+        FA_RETURN_IF_ERROR(session_.copy({range.rows, heads_, dim_}, from_row(local_, range.local_row, to * heads_),
+                                         packed(to, range.cut_row)));
       }
     }
-    exchange(messages, 0);
+    return exchange(messages, 0);
   }
 
   // Adds the messages that bring the image's rows back; unpack() puts them into this rank's tensor when they are there.
-  void give_back(std::vector<fa_dist_message> &messages) {
-    if (image_.data != nullptr) exchange(messages, 1);
-  }
-  void unpack() {
-    if (local_.data == nullptr || !session_.running()) return;
-    for (int32_t from = 0; from < session_.num_ranks(); ++from) {
+  fa_status give_back(std::vector<fa_dist_message> &messages) { return image_.data != nullptr ? exchange(messages, 1) : FA_OK; }
+  fa_status unpack() {
+    for (int32_t from = 0; local_.data != nullptr && from < session_.num_ranks(); ++from) {
       for (const CutRange &range : schedule_.cut) {
-        unpack_rows(packed(from, range.cut_row), range.rows, heads_, dim_, from_row(local_, range.local_row, from * heads_));
+        FA_RETURN_IF_ERROR(session_.copy({range.rows, heads_, dim_}, packed(from, range.cut_row),
+                                         from_row(local_, range.local_row, from * heads_)));
       }
     }
+    return FA_OK;
   }
 
  private:
-  void *packed(int32_t rank, int64_t cut_row) const { return from_row(packed_, rank * schedule_.cut_rows + cut_row).data; }
+  Operand packed(int32_t rank, int64_t cut_row) const { return from_row(packed_, rank * schedule_.cut_rows + cut_row); }
 
   // Between the image and what is packed. `back` is the value of fa_dist_message.receive for packed rows.
-  void exchange(std::vector<fa_dist_message> &messages, int32_t back) {
+  fa_status exchange(std::vector<fa_dist_message> &messages, int32_t back) {
     const int64_t row_bytes = image_.seq_stride * dtype_bytes(image_.dtype);
     for (const CutPiece &piece : schedule_.all_cut) {
-      void *rows = from_row(image_, piece.row).data;
+      const Operand rows = from_row(image_, piece.row);
       const uint64_t bytes = static_cast<uint64_t>(piece.rows * row_bytes);
       if (piece.rank != session_.rank()) {
-        messages.push_back({rows, bytes, piece.rank, 1 - back});
+        messages.push_back({rows.data, bytes, piece.rank, 1 - back});
         continue;
       }
       for (int32_t peer = 0; peer < session_.num_ranks(); ++peer) {
-        void *own = packed(peer, piece.cut_row);
+        const Operand own = packed(peer, piece.cut_row);
         if (peer != session_.rank()) {
-          messages.push_back({own, bytes, peer, back});
-        } else if (session_.running()) {
-          std::memcpy(back ? own : rows, back ? rows : own, bytes);
+          messages.push_back({own.data, bytes, peer, back});
+        } else {
+          FA_RETURN_IF_ERROR(session_.copy({piece.rows, heads_, dim_}, back ? rows : own, back ? own : rows));
         }
       }
     }
+    return FA_OK;
   }
 
   Session &session_;
@@ -88,25 +86,20 @@ RowScalar as_scalar(const Operand &operand) {
 }
 
 // The problem over the images of q, k and v.
-MaskedProblem image_of(const MaskedProblem &local, const Schedule &schedule, int32_t rank, int64_t heads_k) {
-  MaskedProblem p = local;
-  const int64_t head = rank * heads_k * local.group;
+fa_status image_of(Session &session, const Schedule &schedule, int64_t heads_k, MaskedProblem &p) {
+  const int64_t head = session.rank() * heads_k * p.group;
   p.heads_k = heads_k;
-  p.heads_q = heads_k * local.group;
-  for (Lengths *lengths : {&p.q_lengths, &p.k_lengths}) {
-    lengths->cu = schedule.all_cut_documents.offsets.data();
-    lengths->max_len = schedule.all_cut_documents.longest;
-    lengths->total = schedule.all_cut_rows;
-  }
-  if (p.alibi_slopes != nullptr) p.alibi_slopes += head * local.alibi_head_stride;
-  if (p.sink != nullptr) p.sink += head * local.sink_stride;
-  return p;
+  p.heads_q = heads_k * p.group;
+  if (p.alibi_slopes != nullptr) p.alibi_slopes += head * p.alibi_head_stride;
+  if (p.sink != nullptr) p.sink += head * p.sink_stride;
+  return set_documents(session, schedule.all_cut_documents, schedule.all_cut_rows, p);
 }
 
-template <typename Post>
-fa_status exchange(Session &session, Post post) {
+// What `post`, a function of ByHeads, adds for each of these, as one exchange.
+fa_status exchange(Session &session, std::initializer_list<ByHeads *> tensors,
+                   fa_status (ByHeads::*post)(std::vector<fa_dist_message> &)) {
   std::vector<fa_dist_message> messages;
-  post(messages);
+  for (ByHeads *x : tensors) FA_RETURN_IF_ERROR((x->*post)(messages));
   return session.exchange(messages);
 }
 
@@ -117,24 +110,20 @@ fa_status forward_all_to_all(Session &session, const Schedule &schedule, const F
   ByHeads q(session, schedule, local.q, heads_q, local.head_dim), k(session, schedule, local.k, heads_k, local.head_dim),
       v(session, schedule, local.v, heads_k, local.head_dim_v), out(session, schedule, local.out, heads_q, local.head_dim_v),
       lse(session, schedule, as_operand(local.lse), heads_q, 1, /*required=*/true);
-  FA_RETURN_IF_ERROR(exchange(session, [&](auto &messages) {
-    for (ByHeads *x : {&q, &k, &v}) x->send(messages);
-  }));
+  FA_RETURN_IF_ERROR(exchange(session, {&q, &k, &v}, &ByHeads::send));
   FA_RETURN_IF_ERROR(run_whole(session, schedule, local, 0));
   FA_RETURN_IF_ERROR(session.wait());
   ForwardProblem p = local;
-  static_cast<MaskedProblem &>(p) = image_of(local, schedule, session.rank(), heads_k);
+  FA_RETURN_IF_ERROR(image_of(session, schedule, heads_k, p));
   p.q = q.image();
   p.k = k.image();
   p.v = v.image();
   p.out = out.image();
   p.lse = as_scalar(lse.image());
   FA_RETURN_IF_ERROR(session.run(p));
-  FA_RETURN_IF_ERROR(exchange(session, [&](auto &messages) {
-    for (ByHeads *x : {&out, &lse}) x->give_back(messages);
-  }));
+  FA_RETURN_IF_ERROR(exchange(session, {&out, &lse}, &ByHeads::give_back));
   FA_RETURN_IF_ERROR(session.wait());
-  for (ByHeads *x : {&out, &lse}) x->unpack();
+  for (ByHeads *x : {&out, &lse}) FA_RETURN_IF_ERROR(x->unpack());
   return FA_OK;
 }
 
@@ -146,13 +135,11 @@ fa_status backward_all_to_all(Session &session, const Schedule &schedule, const 
       dout(session, schedule, local.dout, heads_q, f.head_dim_v), lse(session, schedule, as_operand(f.lse), heads_q, 1),
       dlse(session, schedule, as_operand(local.dlse), heads_q, 1), dq(session, schedule, local.dq, heads_q, f.head_dim),
       dk(session, schedule, local.dk, heads_k, f.head_dim), dv(session, schedule, local.dv, heads_k, f.head_dim_v);
-  FA_RETURN_IF_ERROR(exchange(session, [&](auto &messages) {
-    for (ByHeads *x : {&q, &k, &v, &out, &dout, &lse, &dlse}) x->send(messages);
-  }));
-  FA_RETURN_IF_ERROR(run_whole(schedule, local, 0, dsink));
+  FA_RETURN_IF_ERROR(exchange(session, {&q, &k, &v, &out, &dout, &lse, &dlse}, &ByHeads::send));
+  FA_RETURN_IF_ERROR(run_whole(session, schedule, local, 0, dsink));
   FA_RETURN_IF_ERROR(session.wait());
   BackwardProblem p = local;
-  p.forward = image_of(f, schedule, session.rank(), heads_k);
+  FA_RETURN_IF_ERROR(image_of(session, schedule, heads_k, p.forward));
   p.forward.q = q.image();
   p.forward.k = k.image();
   p.forward.v = v.image();
@@ -164,11 +151,9 @@ fa_status backward_all_to_all(Session &session, const Schedule &schedule, const 
   p.dk = dk.image();
   p.dv = dv.image();
   FA_RETURN_IF_ERROR(dsink.run(p, session.rank() * heads_q, true));
-  FA_RETURN_IF_ERROR(exchange(session, [&](auto &messages) {
-    for (ByHeads *x : {&dq, &dk, &dv}) x->give_back(messages);
-  }));
+  FA_RETURN_IF_ERROR(exchange(session, {&dq, &dk, &dv}, &ByHeads::give_back));
   FA_RETURN_IF_ERROR(session.wait());
-  for (ByHeads *x : {&dq, &dk, &dv}) x->unpack();
+  for (ByHeads *x : {&dq, &dk, &dv}) FA_RETURN_IF_ERROR(x->unpack());
   return FA_OK;
 }
 

@@ -7,10 +7,19 @@
 #include "dist/attention.h"
 #include "dist/calls.h"
 #include "dist/pieces.h"
-#include "dist/rows.h"
 
 namespace fa::dist {
 namespace {
+
+// Rounds the cut rows from fp32 (cut rows, heads, dim) to the rank's tensor `to`.
+fa_status round_rows(Session &session, const Schedule &schedule, const float *from, int64_t heads, int64_t dim,
+                     const Operand &to) {
+  for (const CutRange &range : schedule.cut) {
+    FA_RETURN_IF_ERROR(
+        session.sum({range.rows, heads, dim}, {from + range.cut_row * heads * dim}, from_row(to, range.local_row)));
+  }
+  return FA_OK;
+}
 
 // The gradient of keys or of values.
 class KeyGradient {
@@ -23,40 +32,46 @@ class KeyGradient {
     for (float *&slots : slots_) slots = session.take<float>(schedule.most_slot_rows() * heads * dim);
     piece_ = session.take<float>(schedule.most_keys() * heads * dim);
     received_ = session.take<float>(schedule.most_part_rows() * heads * dim);
-    sum_ = session.take<float>(schedule.cut_rows * heads * dim);
+    scratch_ = session.take<float>(schedule.most_sum_rows() * heads * dim);
+    if (schedule.ring) sum_ = session.take<float>(schedule.cut_rows * heads * dim);
   }
 
   bool wanted() const { return to_.data != nullptr; }
 
-  void begin(int32_t n) {
-    if (!wanted() || !session_.running()) return;
-    const Stage &stage = schedule_.stages[n];
-    set_zero(slots_[n % 2], schedule_.keys[stage.keys].in.rows * stage.heads() * dim_);
-    if (n == 0 && schedule_.ring) set_zero(sum_, schedule_.cut_rows * stage.heads() * dim_);
+  // Slots that no call covers first begin as zeros.
+  fa_status begin(int32_t n) {
+    if (!wanted()) return FA_OK;
+    const StageKeys &keys = schedule_.keys[schedule_.stages[n].keys];
+    for (const Slot &slot : keys.in.slots) {
+      const bool covered = std::any_of(keys.attends.begin(), keys.attends.end(),
+                                       [&](const Attend &a) { return a.first && a.slot_row == slot.row; });
+      if (!covered) FA_RETURN_IF_ERROR(session_.zero(slot_row(n, slot.row), (slot.end - slot.begin) * row(n) * kFloatBytes));
+    }
+    return FA_OK;
   }
 
-  // Where an attention call of stage n writes.
-  Operand piece(int32_t n) const {
-    return wanted() ? contiguous(piece_, Dtype::f32, schedule_.stages[n].heads(), dim_) : Operand{};
+  // Where an attention call of stage n writes, and what follows it.
+  Operand piece(int32_t n, const Attend &a) const {
+    if (!wanted()) return {};
+    return contiguous(a.first ? slot_row(n, a.slot_row) : piece_, Dtype::f32, schedule_.stages[n].heads(), dim_);
   }
-  void add_piece(int32_t n, const Attend &a) {
-    if (!wanted() || !session_.running()) return;
-    const int64_t row = schedule_.stages[n].heads() * dim_;
-    add_to(slots_[n % 2] + a.slot_row * row, piece_, a.keys * row);
+  fa_status add_piece(int32_t n, const Attend &a) {
+    if (!wanted() || a.first) return FA_OK;
+    const int64_t heads = schedule_.stages[n].heads();
+    float *slots = slot_row(n, a.slot_row);
+    return session_.sum({a.keys, heads, dim_}, {slots, piece_}, contiguous(slots, Dtype::f32, heads, dim_));
   }
 
   // Adds the messages that carry the gradients of stage n.
   void post(int32_t n, std::vector<fa_dist_message> &messages) {
     if (!wanted()) return;
     const StageKeys &keys = schedule_.keys[schedule_.stages[n].keys];
-    const int64_t row = schedule_.stages[n].heads() * dim_;
+    const auto bytes = [&](int64_t rows) { return static_cast<uint64_t>(rows * row(n) * kFloatBytes); };
     for (const Transfer &x : keys.in.transfers) {
-      if (x.from == session_.rank()) continue;
-      messages.push_back({slots_[n % 2] + x.slot_row * row, static_cast<uint64_t>(x.rows * row) * sizeof(float), x.from, 0});
+      if (x.from != session_.rank()) messages.push_back({slot_row(n, x.slot_row), bytes(x.rows), x.from, 0});
     }
     for (const GradientPart &x : keys.parts) {
-      if (x.from == session_.rank()) continue;
-      messages.push_back({received_ + x.row * row, static_cast<uint64_t>(x.rows * row) * sizeof(float), x.from, 1});
+      if (x.from != session_.rank()) messages.push_back({received_ + x.row * row(n), bytes(x.rows), x.from, 1});
     }
   }
 
@@ -64,19 +79,30 @@ class KeyGradient {
   fa_status sum(int32_t n) {
     if (!wanted()) return FA_OK;
     const Stage &stage = schedule_.stages[n];
-    const int64_t row = stage.heads() * dim_;
-    if (session_.running()) {
-      if (!schedule_.ring) set_zero(sum_, schedule_.cut_rows * row);
-      for (const GradientPart &x : schedule_.keys[stage.keys].parts) {
-        const float *part = x.from == session_.rank() ? slots_[n % 2] : received_;
-        add_to(sum_ + schedule_.cut_row(x.local_row) * row, part + x.row * row, x.rows * row);
+    const bool complete = !schedule_.ring || n + 1 == static_cast<int32_t>(schedule_.stages.size());
+    for (const GradientSum &x : schedule_.keys[stage.keys].sums) {
+      std::vector<const float *> parts;
+      float *so_far = nullptr;
+      if (schedule_.ring) {
+        so_far = sum_ + schedule_.cut_row(x.local_row) * row(n);
+        if (n > 0) parts.push_back(so_far);  // stage 0 has a part of every row
       }
+      for (const GradientPart &part : x.parts)
+        parts.push_back(part.from == session_.rank() ? slot_row(n, part.row) : received_ + part.row * row(n));
+      const Operand to =
+          schedule_.ring ? contiguous(so_far, Dtype::f32, stage.heads(), dim_) : from_row(to_, x.local_row, stage.head_begin);
+      FA_RETURN_IF_ERROR(session_.sum({x.rows, stage.heads(), dim_}, std::move(parts), to, scratch_));
     }
-    if (schedule_.ring && n + 1 < static_cast<int32_t>(schedule_.stages.size())) return FA_OK;
-    return round_rows(session_, schedule_, sum_, stage.head_begin, stage.heads(), dim_, to_);
+    if (!schedule_.ring || !complete) return FA_OK;
+    return round_rows(session_, schedule_, sum_, stage.heads(), dim_, to_);
   }
 
  private:
+  static constexpr int64_t kFloatBytes = sizeof(float);
+
+  int64_t row(int32_t n) const { return schedule_.stages[n].heads() * dim_; }
+  float *slot_row(int32_t n, int64_t slot_row) const { return slots_[n % 2] + slot_row * row(n); }
+
   Session &session_;
   const Schedule &schedule_;
   Operand to_;
@@ -84,7 +110,8 @@ class KeyGradient {
   float *slots_[2] = {nullptr, nullptr};  // (slot rows, heads, dim) of stage n at n % 2
   float *piece_ = nullptr;                // (keys, heads, dim) of one attention call
   float *received_ = nullptr;             // (rows, heads, dim) from other ranks
-  float *sum_ = nullptr;                  // (cut rows, heads, dim)
+  float *scratch_ = nullptr;              // (rows, heads, dim) of a sum that takes several calls
+  float *sum_ = nullptr;                  // (cut rows, heads, dim) of a ring
 };
 
 // The gradient of queries. A row of a gather is in one call, which writes it. A ring adds up calls in fp32.
@@ -95,19 +122,25 @@ class QueryGradient {
     if (!summed()) return;
     sum_ = session.take<float>(schedule.cut_rows * row_);
     piece_ = session.take<float>(schedule.most_rows() * row_);
-    if (session.running()) set_zero(sum_, schedule.cut_rows * row_);
+  }
+
+  fa_status begin() {
+    return summed() ? session_.zero(sum_, schedule_.cut_rows * row_ * static_cast<int64_t>(sizeof(float))) : FA_OK;
   }
 
   Operand piece(const Stage &stage, const Attend &a) const {
     if (summed()) return contiguous(piece_, Dtype::f32, local_.forward.heads_q, local_.forward.head_dim);
     return from_row(local_.dq, a.local_row, stage.head_begin * local_.forward.group);
   }
-  void add_piece(const Attend &a) {
-    if (summed() && session_.running()) add_to(sum_ + schedule_.cut_row(a.local_row) * row_, piece_, a.rows * row_);
+  fa_status add_piece(const Attend &a) {
+    if (!summed()) return FA_OK;
+    float *sum = sum_ + schedule_.cut_row(a.local_row) * row_;
+    const RowShape shape{a.rows, local_.forward.heads_q, local_.forward.head_dim};
+    return session_.sum(shape, {sum, piece_}, contiguous(sum, Dtype::f32, shape.heads, shape.dim));
   }
   fa_status finish() {
     if (!summed()) return FA_OK;
-    return round_rows(session_, schedule_, sum_, 0, local_.forward.heads_q, local_.forward.head_dim, local_.dq);
+    return round_rows(session_, schedule_, sum_, local_.forward.heads_q, local_.forward.head_dim, local_.dq);
   }
 
  private:
@@ -126,21 +159,23 @@ class QueryGradient {
 fa_status backward(Session &session, const Schedule &schedule, const BackwardProblem &local) {
   if (local.empty()) return FA_OK;
   SinkGradient dsink(session, local);
+  FA_RETURN_IF_ERROR(dsink.begin());
   if (schedule.by_heads()) {
     FA_RETURN_IF_ERROR(backward_all_to_all(session, schedule, local, dsink));
     return dsink.finish();
   }
   const int32_t stages = static_cast<int32_t>(schedule.stages.size());
-  KeyBuffers keys(session, schedule, local.forward);
+  KeyBuffers keys(session, schedule, local.forward, /*first_apart=*/false);
   KeyGradient dk(session, schedule, local.dk, local.forward.head_dim),
       dv(session, schedule, local.dv, local.forward.head_dim_v);
   QueryGradient dq(session, schedule, local);
+  FA_RETURN_IF_ERROR(dq.begin());
 
   std::vector<fa_dist_message> messages;
   // Starts the keys of stage n and the gradients of stage n - 2.
-  const auto post = [&](int32_t n) {
+  const auto post = [&](int32_t n) -> fa_status {
     messages.clear();
-    if (n < stages) keys.post(n, messages);
+    if (n < stages) FA_RETURN_IF_ERROR(keys.post(n, messages));
     for (KeyGradient *gradient : {&dk, &dv}) {
       if (n >= 2) gradient->post(n - 2, messages);
     }
@@ -157,13 +192,12 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
 
   if (stages > 0) FA_RETURN_IF_ERROR(post(0));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
-    FA_RETURN_IF_ERROR(run_whole(schedule, local, n, dsink));
+    FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n, dsink));
     if (stages == 0) break;
     FA_RETURN_IF_ERROR(arrive(n));
     FA_RETURN_IF_ERROR(post(n + 1));
     const Stage &stage = schedule.stages[n];
-    dk.begin(n);
-    dv.begin(n);
+    for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->begin(n));
     for (const Attend &a : schedule.keys[stage.keys].attends) {
       BackwardProblem piece;
       piece.forward = piece_of(local.forward, stage, a, keys.k(n, a), keys.v(n, a));
@@ -171,12 +205,11 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       piece.dout = from_row(local.dout, a.local_row, head);
       piece.dlse = from_row(local.dlse, a.local_row, head);
       piece.dq = dq.piece(stage, a);
-      piece.dk = dk.piece(n);
-      piece.dv = dv.piece(n);
+      piece.dk = dk.piece(n, a);
+      piece.dv = dv.piece(n, a);
       FA_RETURN_IF_ERROR(dsink.run(piece, head, a.own));  // every row is in one call over its own keys
-      dq.add_piece(a);
-      dk.add_piece(n, a);
-      dv.add_piece(n, a);
+      FA_RETURN_IF_ERROR(dq.add_piece(a));
+      for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->add_piece(n, a));
     }
   }
   for (int32_t n = stages; stages > 0 && n < stages + 2; ++n) {

@@ -1,28 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/calls.h"
 
-#include "dist/rows.h"
+#include <algorithm>
 
 namespace fa::dist {
-namespace {
 
-MaskedProblem whole_of(const MaskedProblem &local, const WholeDocuments &documents) {
-  MaskedProblem p = local;
-  for (Lengths *lengths : {&p.q_lengths, &p.k_lengths}) {
-    lengths->cu = documents.offsets.data();
-    lengths->max_len = documents.longest;
+fa_status set_documents(Session &session, const WholeDocuments &documents, int64_t rows, MaskedProblem &call) {
+  std::vector<int64_t> offsets = documents.offsets;
+  // Documents without rows here cost kernels time, but dropout and slopes for each document count them.
+  if (call.dropout.threshold == 0 && call.alibi_batch_stride == 0) {
+    offsets.erase(std::unique(offsets.begin(), offsets.end()), offsets.end());
   }
-  return p;
+  const int64_t *placed = nullptr;
+  FA_RETURN_IF_ERROR(session.place(offsets, placed));
+  call.batch = static_cast<int64_t>(offsets.size()) - 1;
+  for (Lengths *lengths : {&call.q_lengths, &call.k_lengths}) {
+    lengths->cu = placed;
+    lengths->max_len = documents.longest;
+    lengths->total = rows;
+  }
+  return FA_OK;
 }
-
-}  // namespace
 
 SinkGradient::SinkGradient(Session &session, const BackwardProblem &local)
     : session_(session), local_(local), heads_(local.forward.heads_q) {
   if (!wanted()) return;
   piece_ = session.take<float>(heads_);
   all_ = session.take<double>(heads_ * session.num_ranks());
-  if (session.running()) set_zero(own(), heads_);
+}
+
+fa_status SinkGradient::begin() {
+  return wanted() ? session_.zero(own(), heads_ * static_cast<int64_t>(sizeof(double))) : FA_OK;
 }
 
 fa_status SinkGradient::run(BackwardProblem call, int64_t head, bool counts) {
@@ -31,8 +39,7 @@ fa_status SinkGradient::run(BackwardProblem call, int64_t head, bool counts) {
   call.dsink_stride = 1;
   if (call.empty()) return FA_OK;
   FA_RETURN_IF_ERROR(session_.run(call));
-  if (adds && session_.running()) add_to(own() + head, piece_, call.forward.heads_q);
-  return FA_OK;
+  return adds ? session_.add(own() + head, piece_, call.forward.heads_q) : FA_OK;
 }
 
 fa_status SinkGradient::finish() {
@@ -46,21 +53,20 @@ fa_status SinkGradient::finish() {
   }
   FA_RETURN_IF_ERROR(session_.exchange(messages));
   FA_RETURN_IF_ERROR(session_.wait());
-  if (session_.running()) sum_parts(all_, session_.num_ranks(), heads_, local_.dsink, local_.dsink_stride);
-  return FA_OK;
+  return session_.sum(all_, session_.num_ranks(), heads_, local_.dsink, local_.dsink_stride);
 }
 
 fa_status run_whole(Session &session, const Schedule &schedule, const ForwardProblem &local, int32_t n) {
   if (schedule.whole[n].longest == 0) return FA_OK;
   ForwardProblem whole = local;
-  static_cast<MaskedProblem &>(whole) = whole_of(local, schedule.whole[n]);
+  FA_RETURN_IF_ERROR(set_documents(session, schedule.whole[n], local.q_lengths.total, whole));
   return session.run(whole);
 }
 
-fa_status run_whole(const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink) {
+fa_status run_whole(Session &session, const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink) {
   if (schedule.whole[n].longest == 0) return FA_OK;
   BackwardProblem whole = local;
-  whole.forward = whole_of(local.forward, schedule.whole[n]);
+  FA_RETURN_IF_ERROR(set_documents(session, schedule.whole[n], local.forward.q_lengths.total, whole.forward));
   return dsink.run(whole, 0, true);
 }
 

@@ -13,6 +13,7 @@ class SinkGradient {
  public:
   SinkGradient(Session &session, const BackwardProblem &local);
 
+  fa_status begin();
   // Runs a call over query heads `head` and following. With `counts` its rows add to the gradient of the sink.
   fa_status run(BackwardProblem call, int64_t head, bool counts);
   // Sums over all ranks.
@@ -31,6 +32,9 @@ class SinkGradient {
 
 // The whole documents of stage n, if there are any.
 fa_status run_whole(Session &session, const Schedule &schedule, const ForwardProblem &local, int32_t n);
-fa_status run_whole(const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink);
+fa_status run_whole(Session &session, const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink);
+
+// Makes `documents`, which are in `rows` rows of a packed tensor, those of a call.
+fa_status set_documents(Session &session, const WholeDocuments &documents, int64_t rows, MaskedProblem &call);
 
 }  // namespace fa::dist

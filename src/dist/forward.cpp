@@ -85,22 +85,29 @@ class MergedRows {
 fa_status forward(Session &session, const Schedule &schedule, const ForwardProblem &local) {
   if (schedule.by_heads()) return forward_all_to_all(session, schedule, local);
   const int32_t stages = static_cast<int32_t>(schedule.stages.size());
-  KeyBuffers keys(session, schedule, local);
+  KeyBuffers keys(session, schedule, local, /*first_apart=*/true);
   std::unique_ptr<MergedRows> merged;
   if (schedule.ring) merged = std::make_unique<MergedRows>(session, schedule, local);
 
+  // Starts the keys of stages before `end` that are not on their way. Where exchanges are enqueued, those of the first three
+  // stages are so before any kernel: one that waits beside a kernel of long CTAs, which fill the device, begins when that ends.
   std::vector<fa_dist_message> messages;
-  const auto post = [&](int32_t n) {
-    messages.clear();
-    if (n < stages) keys.post(n, messages);
-    return session.exchange(messages);
+  std::vector<int64_t> exchanges;  // so many have been started when those of a stage have
+  const auto post = [&](int32_t end) -> fa_status {
+    for (int32_t n = static_cast<int32_t>(exchanges.size()); n < std::min(end, stages); ++n) {
+      messages.clear();
+      FA_RETURN_IF_ERROR(keys.post(n, messages));
+      FA_RETURN_IF_ERROR(session.exchange(messages));
+      exchanges.push_back(session.exchanges());
+    }
+    return FA_OK;
   };
-  FA_RETURN_IF_ERROR(post(0));
+  FA_RETURN_IF_ERROR(post(session.most_ahead()));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
     FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n));
     if (stages == 0) break;
-    FA_RETURN_IF_ERROR(session.wait());
-    FA_RETURN_IF_ERROR(post(n + 1));
+    FA_RETURN_IF_ERROR(session.wait(exchanges[n]));
+    FA_RETURN_IF_ERROR(post(n + 2));
     const Stage &stage = schedule.stages[n];
     for (const Attend &a : schedule.keys[stage.keys].attends) {
       ForwardProblem piece;

@@ -295,8 +295,8 @@ void order_pieces(Layout &l, bool whole_first) {
   });
 }
 
-// Rows go to the ranks of their heads and come back as results: q, k and v, then out and lse; in backward also out, dout and lse, then dq, dk
-// and dv.
+// Rows go to the ranks of their heads and come back as results: q, k and v, then out and lse; in backward also out, dout and
+// lse, then dq, dk and dv.
 void count_bytes_by_heads(Layout &l) {
   const int64_t ranks = l.num_ranks, element = dtype_size(l.dtype), heads_q = l.heads_q / ranks, heads_k = l.heads_k / ranks;
   const int64_t q = heads_q * l.head_dim * element, out = heads_q * l.head_dim_v * element, lse = heads_q * 4;
@@ -333,9 +333,8 @@ void count_bytes(Layout &l) {
 void choose_way(const fa_dist_problem &p, Layout &l) {
   const char *why = "forced";
   if (l.way == FA_DIST_AUTO) {
-    const bool ring = l.heads_k == 1 && p.num_stages == 0 && l.band.left >= kMaxRows;
-    l.way = ring ? FA_DIST_RING : FA_DIST_GATHER;
-    why = ring ? "one key head and no window: stages of key heads would be one" : "no partial results in forward";
+    l.way = FA_DIST_GATHER;
+    why = "no partial results in forward";
   }
   if (l.cut.empty()) {
     l.reason = "no document is cut: nothing travels";
@@ -349,14 +348,19 @@ void choose_way(const fa_dist_problem &p, Layout &l) {
   } else if (p.num_stages > 0) {
     l.num_stages = p.num_stages;
   } else {
-    constexpr int64_t kStageBytes = 4 << 20;  // smaller messages are bound by latency
+    // Every stage ends with CTAs that wait for the longest of them. What it hides, small messages are too short for.
+    constexpr int64_t kStageBytes = 64 << 20, kMostStages = 4;
     const int64_t bytes = *std::max_element(l.forward_bytes.begin(), l.forward_bytes.end());
-    l.num_stages = static_cast<int32_t>(std::clamp<int64_t>(bytes / kStageBytes, 1, std::min<int64_t>(l.heads_k, 8)));
+    l.num_stages = static_cast<int32_t>(std::clamp<int64_t>(bytes / kStageBytes, 1, std::min(l.heads_k, kMostStages)));
+    std::vector<bool> has_whole(l.num_ranks, false);
+    for (const fa_dist_piece &x : l.pieces) has_whole[x.rank] = has_whole[x.rank] || x.whole;
+    l.short_first_stage = l.heads_k > l.num_stages && std::find(has_whole.begin(), has_whole.end(), false) != has_whole.end();
   }
   l.reason = std::string(l.by_heads()            ? "all-to-all by heads"
                          : l.way == FA_DIST_RING ? "ring of key rows"
                                                  : "gather by key heads") +
-             " (" + why + "), " + std::to_string(l.num_stages) + " stages";
+             " (" + why + "), " + std::to_string(l.num_stages) + " stages" +
+             (l.short_first_stage ? ", the first divided in forward" : "");
 }
 
 }  // namespace
@@ -408,9 +412,9 @@ fa_status make_layout(const fa_dist_problem &p, Layout &l, ErrorText &error) {
   const int64_t most = *std::max_element(l.work.begin(), l.work.end());
   const double total = std::accumulate(l.work.begin(), l.work.end(), 0.0);
   l.imbalance = total > 0 ? static_cast<double>(most) * l.num_ranks / total : 1;
-  for (const int64_t value :
-       {int64_t{p.flags}, p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, int64_t{p.mask}, int64_t{p.window}, p.window_left,
-        p.window_right, int64_t{p.dtype}, int64_t{p.num_ranks}, int64_t{l.way}, int64_t{l.num_stages}}) {
+  for (const int64_t value : {int64_t{p.flags}, p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, int64_t{p.mask},
+                              int64_t{p.window}, p.window_left, p.window_right, int64_t{p.dtype}, int64_t{p.num_ranks},
+                              int64_t{l.way}, int64_t{l.num_stages}, int64_t{l.short_first_stage}}) {
     l.digest = mix(l.digest, static_cast<uint64_t>(value));
   }
   for (const int64_t length : l.lengths) l.digest = mix(l.digest, static_cast<uint64_t>(length));

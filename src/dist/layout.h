@@ -27,6 +27,8 @@ struct Layout {
   int32_t num_ranks = 1;
   fa_dist_way way = FA_DIST_GATHER;
   int32_t num_stages = 0;  // 0 if no document is cut
+  // Forward begins with a stage of one key head: a rank without whole documents has nothing to compute while the first keys travel.
+  bool short_first_stage = false;
 
   std::vector<int64_t> lengths, starts;  // of each document; its first global row
   std::vector<fa_dist_piece> pieces;     // by rank, then local_row

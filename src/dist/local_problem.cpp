@@ -121,8 +121,8 @@ class Reader {
     return FA_OK;
   }
 
-  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece ends with its
-  // last query.
+  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece
+  // ends with its last query.
   fa_status cut_documents() {
     if (l_.cut.empty()) return FA_OK;
     const int64_t document = l_.cut.front().document;
@@ -155,19 +155,27 @@ class Reader {
   ErrorText &error_;
 };
 
+// Removes the addresses that the reader has put in: kernels get other ones, or none.
+void forget_own_addresses(const Schedule &schedule, Pointers &pointers) {
+  const void *offsets = schedule.whole.front().offsets.data(), *empty = reinterpret_cast<void *>(kWorkspaceAlignment);
+  std::erase_if(pointers, [&](const NamedPointer &p) { return p.data == offsets || p.data == empty; });
+}
+
+}  // namespace
+
 int64_t bits_of(float x) {
   int32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 
-}  // namespace
-
 fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
                      ForwardProblem &problem, Pointers &pointers, ErrorText &error) {
   fa_attention packed;
   FA_RETURN_IF_ERROR(Reader(layout, schedule, rank, attention, error).read(packed));
-  return normalise(packed, problem, pointers, error);
+  FA_RETURN_IF_ERROR(normalise(packed, problem, pointers, error));
+  forget_own_addresses(schedule, pointers);
+  return FA_OK;
 }
 
 fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
@@ -179,7 +187,9 @@ fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t ran
   }
   fa_gradients local = gradients;
   give_addresses(local, {&fa_gradients::dout, &fa_gradients::dlse, &fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv});
-  return normalise(packed, local, problem, pointers, error);
+  FA_RETURN_IF_ERROR(normalise(packed, local, problem, pointers, error));
+  forget_own_addresses(schedule, pointers);
+  return FA_OK;
 }
 
 Terms terms_of(const Layout &l, const fa_attention &a, const fa_gradients *g, fa_status status) {
@@ -188,6 +198,7 @@ Terms terms_of(const Layout &l, const fa_attention &a, const fa_gradients *g, fa
   const fa_gradients &gradients = g != nullptr ? *g : none;
   return {{"status of its own arguments", status},
           {"fa_version()", FA_VERSION},
+          {"kind of call (0 = forward or backward, 1 = decoding)", 0},
           {"number of ranks of the layout", l.num_ranks},
           {"way", l.way},
           {"number of stages", l.num_stages},
@@ -222,6 +233,7 @@ Terms terms_of(const Layout &l, const fa_attention &a, const fa_gradients *g, fa
 }
 
 bool same(const Terms &a, const Terms &b) {
+  if (a.size() != b.size()) return false;
   for (size_t n = 0; n < a.size(); ++n) {
     if (a[n].value != b[n].value) return false;
   }

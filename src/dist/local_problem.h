@@ -10,7 +10,8 @@
 
 namespace fa::dist {
 
-// `attention` and `gradients` are the caller's structs in this version. The problems point into `schedule`. Nothing is read but the structs.
+// `attention` and `gradients` are the caller's structs in this version. The problems point into `schedule`. Nothing is read but
+// the structs.
 fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
                      ForwardProblem &problem, Pointers &pointers, ErrorText &error);
 fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t rank, const fa_attention &attention,
@@ -23,6 +24,7 @@ struct Term {
   bool is_float = false;  // value holds the bits of a float
 };
 using Terms = std::vector<Term>;
+int64_t bits_of(float x);
 
 // Always the same names in the same order. `gradients` may be null: forward. `status`: whether this rank accepts its arguments.
 Terms terms_of(const Layout &layout, const fa_attention &attention, const fa_gradients *gradients, fa_status status);

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/pieces.h"
 
-#include <cstring>
-
-#include "dist/rows.h"
+#include <algorithm>
 
 namespace fa::dist {
 
@@ -47,57 +45,43 @@ MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Att
   return p;
 }
 
-// A merge of a single part whose lse is 0 is a conversion.
-fa_status round_rows(Session &session, const Schedule &schedule, const float *from, int64_t head, int64_t heads, int64_t dim,
-                     const Operand &to) {
-  static constexpr float kZero = 0;
-  for (const CutRange &range : schedule.cut) {
-    MergePart part;
-    part.out = contiguous(const_cast<float *>(from) + range.cut_row * heads * dim, Dtype::f32, heads, dim);
-    part.lse.data = const_cast<float *>(&kZero);
-    MergeProblem merge;
-    merge.batch = 1;
-    merge.seqlen_q = range.rows;
-    merge.heads_q = heads;
-    merge.head_dim_v = dim;
-    merge.num_parts = 1;
-    merge.parts = &part;
-    merge.out = from_row(to, range.local_row, head);
-    FA_RETURN_IF_ERROR(session.run(merge));
-  }
-  return FA_OK;
-}
-
-KeyBuffers::KeyBuffers(Session &session, const Schedule &schedule, const MaskedProblem &local)
-    : session_(session), schedule_(schedule), local_(local) {
-  const int64_t heads = schedule.most_heads(), bytes = dtype_bytes(local.k.dtype), slot_rows = schedule.most_slot_rows();
-  for (int which = 0; which < 2; ++which) {
-    const int64_t row_bytes = heads * (which == 1 ? local.head_dim_v : local.head_dim) * bytes;
-    send_[which] = {session.take(schedule.cut_rows, row_bytes), which == 1};
-    for (auto &buffers : buffer_) buffers[which] = {session.take(slot_rows, row_bytes), which == 1};
+KeyBuffers::KeyBuffers(Session &session, const Schedule &schedule, const MaskedProblem &local, bool first_apart)
+    : session_(session), schedule_(schedule), local_(local), first_apart_(first_apart) {
+  int64_t heads[kPlaces] = {};
+  for (int32_t n = 0; n < static_cast<int32_t>(schedule.stages.size()); ++n)
+    heads[place_of(n)] = std::max(heads[place_of(n)], schedule.stages[n].heads());
+  for (int place = 0; place < kPlaces; ++place) {
+    for (int which = 0; which < 2; ++which) {
+      const int64_t row_bytes = heads[place] * (which == 1 ? local.head_dim_v : local.head_dim) * dtype_bytes(local.k.dtype);
+      // All stages of a ring send the same rows and heads.
+      const bool sends = schedule.sends && !(schedule.ring && place > 0);
+      send_[place][which] = {session.take(sends ? schedule.cut_rows : 0, row_bytes), which == 1};
+      keys_[place][which] = {session.take(schedule.most_slot_rows(), row_bytes), which == 1};
+    }
   }
 }
 
-void KeyBuffers::post(int32_t n, std::vector<fa_dist_message> &messages) {
+fa_status KeyBuffers::post(int32_t n, std::vector<fa_dist_message> &messages) {
   const Stage &stage = schedule_.stages[n];
   const StageKeys &keys = schedule_.keys[stage.keys];
   for (int which = 0; which < 2; ++which) {
-    const Operand send = send_[which].operand(stage, local_), slots = buffer_[n % 2][which].operand(stage, local_);
-    // All stages of a ring send the same rows and heads.
-    if (session_.running() && !(schedule_.ring && n > 0)) {
-      const Operand &from = which == 1 ? local_.v : local_.k;
-      for (const CutRange &range : schedule_.cut) {
-        pack_rows(from_row(from, range.local_row, stage.head_begin), range.rows, stage.heads(),
-                  which == 1 ? local_.head_dim_v : local_.head_dim, from_row(send, range.cut_row).data);
-      }
+    const Operand &from = which == 1 ? local_.v : local_.k;
+    const int64_t dim = which == 1 ? local_.head_dim_v : local_.head_dim;
+    const Operand send = send_[schedule_.ring ? 0 : place_of(n)][which].operand(stage, local_),
+                  slots = keys_[place_of(n)][which].operand(stage, local_);
+    const bool sent_before = schedule_.ring && n > 0;
+    for (const CutRange &range : schedule_.cut) {
+      if (sent_before || !schedule_.sends) break;
+      FA_RETURN_IF_ERROR(session_.copy({range.rows, stage.heads(), dim}, from_row(from, range.local_row, stage.head_begin),
+                                       from_row(send, range.cut_row)));
     }
     const int64_t row_bytes = send.seq_stride * dtype_bytes(send.dtype);
     for (const Transfer &x : keys.in.transfers) {
-      void *to = from_row(slots, x.slot_row).data;
+      const Operand to = from_row(slots, x.slot_row);
       if (x.from != session_.rank()) {
-        messages.push_back({to, static_cast<uint64_t>(x.rows * row_bytes), x.from, 1});
-      } else if (session_.running()) {
-        std::memcpy(to, from_row(send, schedule_.cut_row(x.local_row)).data, static_cast<size_t>(x.rows * row_bytes));
+        messages.push_back({to.data, static_cast<uint64_t>(x.rows * row_bytes), x.from, 1});
+      } else {
+        FA_RETURN_IF_ERROR(session_.copy({x.rows, stage.heads(), dim}, from_row(from, x.local_row, stage.head_begin), to));
       }
     }
     for (const Transfer &x : keys.out) {
@@ -105,6 +89,7 @@ void KeyBuffers::post(int32_t n, std::vector<fa_dist_message> &messages) {
           {from_row(send, schedule_.cut_row(x.local_row)).data, static_cast<uint64_t>(x.rows * row_bytes), x.to, 0});
     }
   }
+  return FA_OK;
 }
 
 }  // namespace fa::dist

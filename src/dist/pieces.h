@@ -18,22 +18,19 @@ RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head = 0);
 // stage's buffers.
 MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Attend &a, const Operand &k, const Operand &v);
 
-// Converts the cut rows from fp32 (cut rows, heads, dim) to those of the rank's tensor `to`, from `head` on, rounding once.
-fa_status round_rows(Session &session, const Schedule &schedule, const float *from, int64_t head, int64_t heads, int64_t dim,
-                     const Operand &to);
-
-// The keys and values of two stages: those in use and those on their way.
+// The keys and values of two stages, those in use and those on their way; with `first_apart` also those of stage 0, so that
+// three stages may be on their way at the start.
 class KeyBuffers {
  public:
-  KeyBuffers(Session &session, const Schedule &schedule, const MaskedProblem &local);
+  KeyBuffers(Session &session, const Schedule &schedule, const MaskedProblem &local, bool first_apart);
 
   // Adds the messages of stage n, and copies the rows that this rank has itself.
-  void post(int32_t n, std::vector<fa_dist_message> &messages);
+  fa_status post(int32_t n, std::vector<fa_dist_message> &messages);
   Operand k(int32_t n, const Attend &a) const {
-    return from_row(buffer_[n % 2][0].operand(schedule_.stages[n], local_), a.slot_row);
+    return from_row(keys_[place_of(n)][0].operand(schedule_.stages[n], local_), a.slot_row);
   }
   Operand v(int32_t n, const Attend &a) const {
-    return from_row(buffer_[n % 2][1].operand(schedule_.stages[n], local_), a.slot_row);
+    return from_row(keys_[place_of(n)][1].operand(schedule_.stages[n], local_), a.slot_row);
   }
 
  private:
@@ -45,11 +42,15 @@ class KeyBuffers {
     }
   };
 
+  static constexpr int kPlaces = 3;
+  int place_of(int32_t n) const { return n == 0 || !first_apart_ ? n % 2 : 1 + (n - 1) % 2; }
+
   Session &session_;
   const Schedule &schedule_;
   const MaskedProblem &local_;
-  Buffer send_[2];       // k, v of this rank's cut rows
-  Buffer buffer_[2][2];  // [stage % 2][k, v]
+  const bool first_apart_;
+  Buffer send_[kPlaces][2];  // k, v of this rank's cut rows
+  Buffer keys_[kPlaces][2];  // k, v of the rows that it sees
 };
 
 }  // namespace fa::dist

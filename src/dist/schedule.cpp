@@ -24,6 +24,25 @@ void add_parts(StageKeys &keys, int32_t rank) {
   if (!own_added) own();
 }
 
+// Divides the rows of the parts wherever a part begins or ends.
+void add_sums(StageKeys &keys) {
+  std::vector<int64_t> edges;
+  for (const GradientPart &x : keys.parts) {
+    edges.push_back(x.local_row);
+    edges.push_back(x.local_row + x.rows);
+  }
+  std::sort(edges.begin(), edges.end());
+  edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
+  for (size_t n = 0; n + 1 < edges.size(); ++n) {
+    GradientSum sum{edges[n], edges[n + 1] - edges[n], {}};
+    for (const GradientPart &x : keys.parts) {
+      if (x.local_row > sum.local_row || sum.local_row >= x.local_row + x.rows) continue;
+      sum.parts.push_back({x.from, sum.local_row, x.row + sum.local_row - x.local_row, sum.rows});
+    }
+    if (!sum.parts.empty()) keys.sums.push_back(std::move(sum));
+  }
+}
+
 void add_all_to_all(const Layout &l, Schedule &s) {
   std::vector<int64_t> cut_rows(l.num_ranks, 0);
   for (const fa_dist_piece &p : l.pieces) {  // by rank and local row, as cut rows are counted
@@ -62,6 +81,11 @@ int64_t Schedule::most_slot_rows() const {
 int64_t Schedule::most_part_rows() const {
   return most(keys, [](const StageKeys &k) { return k.part_rows; });
 }
+int64_t Schedule::most_sum_rows() const {
+  return most(keys, [](const StageKeys &k) {
+    return most(k.sums, [](const GradientSum &x) { return x.parts.size() > size_t{kMostRowParts} ? x.rows : 0; });
+  });
+}
 int64_t Schedule::most_rows() const {
   return most(keys, [](const StageKeys &k) { return most(k.attends, [](const Attend &a) { return a.rows; }); });
 }
@@ -74,7 +98,7 @@ int64_t Schedule::cut_row(int64_t local_row) const {
   return after->cut_row + local_row - after->local_row;
 }
 
-Schedule make_schedule(const Layout &l, int32_t rank) {
+Schedule make_schedule(const Layout &l, int32_t rank, bool forward) {
   Schedule s;
   s.ring = l.way == FA_DIST_RING;
   for (size_t n = l.piece_begin[rank]; n < l.piece_begin[rank + 1]; ++n) {
@@ -94,6 +118,8 @@ Schedule make_schedule(const Layout &l, int32_t rank) {
     keys.out = keys_out(l, rank, t);
     keys.attends = attends(l, rank, keys.in);
     add_parts(keys, rank);
+    add_sums(keys);
+    s.sends = s.sends || !keys.out.empty();
     s.keys.push_back(std::move(keys));
   }
   for (int32_t n = 0; n < l.num_stages && l.way != FA_DIST_ALL_TO_ALL; ++n) {
@@ -102,6 +128,11 @@ Schedule make_schedule(const Layout &l, int32_t rank) {
     } else {
       s.stages.push_back({n * l.heads_k / l.num_stages, (n + 1) * l.heads_k / l.num_stages, 0});
     }
+  }
+
+  if (forward && l.short_first_stage) {
+    s.stages.insert(s.stages.begin(), {0, 1, 0});
+    s.stages[1].head_begin = 1;
   }
 
   if (l.way == FA_DIST_ALL_TO_ALL) add_all_to_all(l, s);

@@ -25,12 +25,19 @@ struct GradientPart {
   int64_t rows = 0;
 };
 
+// Rows of this rank whose gradients the same ranks computed.
+struct GradientSum {
+  int64_t local_row = 0, rows = 0;
+  std::vector<GradientPart> parts;  // of exactly these rows, by rank, the order in which they are summed
+};
+
 struct StageKeys {
   KeyStage in;
   std::vector<Transfer> out;
   std::vector<Attend> attends;
-  std::vector<GradientPart> parts;  // by rank, the order in which they are summed
+  std::vector<GradientPart> parts;  // by rank
   int64_t part_rows = 0;            // received
+  std::vector<GradientSum> sums;    // the same parts, by row
 };
 
 // Neighbouring rows of cut documents. The rows of all ranges, one range after another, are counted as "cut rows".
@@ -42,8 +49,8 @@ struct CutRange {
 
 // Whole documents of this rank that one attention call takes.
 struct WholeDocuments {
-  // Offsets in the rank's tensors, (documents + 1). Other documents have no rows here, so that a document keeps its number, which dropout and
-  // ALiBi depend on.
+  // Offsets in the rank's tensors, (documents + 1). Other documents have no rows here, so that a document keeps its number,
+  // which dropout and ALiBi depend on.
   std::vector<int64_t> offsets;
   int64_t longest = 0;  // 0 = there is none
 };
@@ -62,6 +69,7 @@ struct Schedule {
   std::vector<CutRange> cut;
   int64_t cut_rows = 0;
   bool ring = false;
+  bool sends = false;  // other ranks see keys of this one
 
   // FA_DIST_ALL_TO_ALL, which has no stages, and documents that are cut.
   std::vector<CutPiece> all_cut;
@@ -72,17 +80,19 @@ struct Schedule {
   // The cut row of a row in this rank's tensors.
   int64_t cut_row(int64_t local_row) const;
 
-  // One for each stage, or one without stages: ranks meet at every stage, so that the whole documents, which only some ranks have many of, are
-  // spread over the stages by work.
+  // One for each stage, or one without stages: ranks meet at every stage, so that the whole documents, which only some ranks
+  // have many of, are spread over the stages by work.
   std::vector<WholeDocuments> whole;
 
   int64_t most_heads() const;      // of a stage
   int64_t most_slot_rows() const;  // rows of the largest buffer of keys
   int64_t most_part_rows() const;
-  int64_t most_rows() const;  // queries of the largest attention call
+  int64_t most_sum_rows() const;  // of sums with more than kMostRowParts parts
+  int64_t most_rows() const;      // queries of the largest attention call
   int64_t most_keys() const;
 };
 
-Schedule make_schedule(const Layout &layout, int32_t rank);
+// `forward`: of forward, whose first stage may be divided (Layout::short_first_stage).
+Schedule make_schedule(const Layout &layout, int32_t rank, bool forward);
 
 }  // namespace fa::dist

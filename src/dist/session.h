@@ -1,33 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of one rank: its scratch memory, its kernels and its messages. A session either runs, or only measures: then it takes the same
-// steps without memory, kernels and messages, and says what they need. So a query cannot disagree with its call.
+// One call of one rank: its scratch memory, its kernels and its messages. A session runs, or prepares, or only measures. Then
+// it takes the same steps without memory and messages, and says what they need. So a query cannot disagree with its call.
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "core/backend.h"
 #include "dist/layout.h"
-#include "flashattn/flashattn_dist.h"
+#include "dist/link.h"
 
 namespace fa::dist {
-
-// The caller's transport, with failures turned into a status and a text.
-class Link {
- public:
-  Link(const fa_dist_transport &transport, int64_t timeout_ms) : transport_(transport), timeout_ms_(timeout_ms) {}
-
-  int32_t rank() const { return transport_.rank; }
-  int32_t num_ranks() const { return transport_.num_ranks; }
-  fa_status exchange(const std::vector<fa_dist_message> &messages, fa_stream stream, ErrorText &error) const;
-  fa_status wait(ErrorText &error) const;
-  void abort() const { transport_.abort(transport_.user); }
-  fa_status status() const { return transport_.status == nullptr ? FA_OK : transport_.status(transport_.user); }
-
- private:
-  fa_dist_transport transport_;
-  int64_t timeout_ms_;
-};
 
 // What a call needs.
 struct Usage {
@@ -41,20 +25,22 @@ struct Usage {
 
 class Session {
  public:
-  // Measures.
-  Session(Backend &backend, const Link &link, ErrorText &error) : backend_(backend), link_(link), error_(error) {}
+  // Measures; with `prepared`, whose addresses are those of the caller's tensors, it also loads every kernel.
+  Session(Backend &backend, RowDevice &rows, Link &link, ErrorText &error, const Pointers *prepared = nullptr)
+      : backend_(backend), rows_(rows), link_(link), error_(error), prepared_(prepared) {}
   // Runs, in a workspace of usage.workspace_bytes(). `pointers` are those of the caller's tensors.
-  Session(Backend &backend, const Link &link, ErrorText &error, const Usage &usage, void *workspace, const Pointers &pointers,
-          fa_stream stream)
+  Session(Backend &backend, RowDevice &rows, Link &link, ErrorText &error, const Usage &usage, void *workspace,
+          const Pointers &pointers, fa_stream stream)
       : backend_(backend),
+        rows_(rows),
         link_(link),
         error_(error),
         pointers_(&pointers),
         stream_(stream),
         base_(static_cast<char *>(workspace)),
-        kernel_workspace_{base_ + usage.buffer_bytes, usage.kernel_bytes} {}
+        kernel_workspace_{base_ + usage.buffer_bytes, usage.kernel_bytes},
+        waited_(link.exchanges()) {}
 
-  bool running() const { return pointers_ != nullptr; }
   const Usage &usage() const { return usage_; }
   ErrorText &error() { return error_; }
   int32_t rank() const { return link_.rank(); }
@@ -71,12 +57,27 @@ class Session {
   fa_status run(const BackwardProblem &problem) { return run_any(ScoredBackward{problem, nullptr}); }
   fa_status run(const MergeProblem &problem) { return run_any(problem); }
 
+  // Work on rows; see RowDevice. `sum` takes any number of parts; more than kMostRowParts need `scratch`, fp32 of the same shape.
+  fa_status copy(const RowShape &shape, const Operand &from, const Operand &to);
+  fa_status sum(const RowShape &shape, std::vector<const float *> parts, const Operand &to, float *scratch = nullptr);
+  fa_status zero(void *memory, int64_t bytes);
+  fa_status add(double *sum, const float *part, int64_t count);
+  fa_status sum(const double *parts, int64_t num_parts, int64_t count, float *to, int64_t stride);
+  // These numbers in memory that kernels read.
+  fa_status place(const std::vector<int64_t> &numbers, const int64_t *&placed);
+
   // Starts the messages as one group.
   fa_status exchange(const std::vector<fa_dist_message> &messages);
-  // Waits for every exchange so far.
-  fa_status wait();
+  // What follows finds every exchange so far done, or those that had been started when exchanges() had this value.
+  fa_status wait() { return wait(exchanges()); }
+  fa_status wait(int64_t exchanges);
+  int64_t exchanges() const { return link_.exchanges(); }
+  // Exchanges that may be started before the first of them is waited for.
+  int32_t most_ahead() const { return link_.most_ahead(); }
 
  private:
+  bool running() const { return pointers_ != nullptr; }
+
   template <typename AnyProblem>
   fa_status run_any(const AnyProblem &problem) {
     ++usage_.launches;
@@ -84,19 +85,21 @@ class Session {
     PlanSummary plan;
     FA_RETURN_IF_ERROR(backend_.plan(problem, plan, error_));
     if (plan.workspace_bytes > usage_.kernel_bytes) usage_.kernel_bytes = plan.workspace_bytes;
-    return FA_OK;
+    return prepared_ != nullptr ? backend_.prepare(problem, *prepared_, error_) : FA_OK;
   }
 
   Backend &backend_;
-  const Link &link_;
+  RowDevice &rows_;
+  Link &link_;
   ErrorText &error_;
+  const Pointers *prepared_ = nullptr;
   const Pointers *pointers_ = nullptr;
   fa_stream stream_ = nullptr;
   // A session that measures hands out addresses that nobody reads: aligned ones, since plans look at alignment.
   char *base_ = reinterpret_cast<char *>(kWorkspaceAlignment);
   Workspace kernel_workspace_;
   Usage usage_;
-  bool pending_ = false;
+  int64_t waited_ = 0;  // exchanges of the link that the session has waited for
 };
 
 }  // namespace fa::dist

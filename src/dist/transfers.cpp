@@ -102,6 +102,15 @@ std::vector<Attend> attends(const Layout &l, int32_t rank, const KeyStage &stage
     }
     std::stable_partition(result.begin() + first, result.end(), [](const Attend &a) { return a.own; });
   }
+  if (l.way == FA_DIST_GATHER) {
+    for (const Slot &slot : stage.slots) {
+      const auto whole = std::find_if(result.begin(), result.end(), [&](const Attend &a) {
+        return a.slot_row == slot.row && a.keys == slot.end - slot.begin;
+      });
+      if (whole != result.end()) whole->first = true;
+    }
+    std::stable_partition(result.begin(), result.end(), [](const Attend &a) { return a.first; });
+  }
   return result;
 }
 

@@ -43,8 +43,10 @@ struct Attend {
   int64_t slot_row = 0, keys = 0;   // in the buffer of the stage
   Band band;                        // aligned bottom-right
   bool own = false;                 // the keys are, or include, the rows' own: every row sees at least one
+  bool first = false;               // the call has every key of its slot, and no call before it has any
 };
-// The call over a piece's own keys comes before its other calls.
+// The call over a piece's own keys comes before its other calls. With FA_DIST_GATHER, where a piece has one call, those that
+// are `first` come first.
 std::vector<Attend> attends(const Layout &layout, int32_t rank, const KeyStage &stage);
 
 }  // namespace fa::dist

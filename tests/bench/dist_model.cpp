@@ -16,7 +16,8 @@
 
 namespace {
 
-constexpr double kForwardRate = 750e12, kBackwardRate = 600e12;  // FLOP/s of one GPU on long sequences
+constexpr double kForwardRate = 780e12, kBackwardRate = 570e12;  // FLOP/s of one GPU on long sequences, measured on an H100
+constexpr double kSms = 132, kTileRows = 128;                    // a work tile is so many queries of one head, on one SM
 constexpr double kNvlink = 350e9, kNetwork = 45e9;   // bytes/s that a GPU receives: inside a host, and over 400 Gb/s
 constexpr double kMemory = 4.27e12;                  // bytes/s
 constexpr double kExchange = 12e-6, kLaunch = 4e-6;  // seconds for each exchange and each call of a kernel
@@ -32,6 +33,7 @@ struct Traffic {
 struct Rank {
   double whole = 0, cut = 0;  // visible pairs of one head, in whole and in cut documents
   int64_t pieces = 0;         // of cut documents
+  double keys = 0;            // of the longest work tiles of these pieces, one of each
   Traffic rows;               // rows of other ranks that it sees
   Traffic parts;              // its own rows that other ranks see, once for each of them: so many gradients come back
 };
@@ -51,6 +53,7 @@ std::vector<Rank> ranks_of(const fa_dist_layout_info &info) {
         rank.whole += static_cast<double>(p.row_end) * static_cast<double>(p.row_end + 1) / 2;
       }
       rank.pieces += p.rank == r && !p.whole;
+      if (p.rank == r && !p.whole) rank.keys += static_cast<double>(p.key_end);
       if (p.rank == r || p.whole) continue;
       // Pieces of a rank come by row, and what they see moves right with them.
       int64_t seen = 0, from = p.row_begin;
@@ -77,7 +80,16 @@ Prediction predict(const fa_dist_layout_info &info, bool backward) {
   const std::vector<Rank> ranks = ranks_of(info);
   const int stages = std::max(info.num_stages, 1);
   const double pair = 2 * (backward ? 5.0 : 2.0) * kDim * kHeads / (backward ? kBackwardRate : kForwardRate);  // seconds
-  const double key_bytes = 2.0 * kDim * 2 * kKeyHeads / stages, part_bytes = 2.0 * kDim * 4 * kKeyHeads / stages;
+  const double key_bytes = 2.0 * kDim * 2 * kKeyHeads, part_bytes = 2.0 * kDim * 4 * kKeyHeads / stages;
+  // Forward may begin with one key head of the first stage (Layout::short_first_stage).
+  std::vector<double> parts_of(static_cast<size_t>(stages), 1.0 / stages);
+  if (!backward && std::string(info.reason).find("divided") != std::string::npos) {
+    parts_of[0] -= 1.0 / kKeyHeads;
+    parts_of.insert(parts_of.begin(), 1.0 / kKeyHeads);
+  }
+  const int steps = static_cast<int>(parts_of.size());
+  // A call ends with SMs that wait for the last work tile, half of its time on average.
+  const double tail = 0.5 * kTileRows * 2 * (backward ? 5.0 : 2.0) * kDim / ((backward ? kBackwardRate : kForwardRate) / kSms);
   double total = 0;
   for (const Rank &rank : ranks) total += pair * (rank.whole + rank.cut);
 
@@ -85,26 +97,27 @@ Prediction predict(const fa_dist_layout_info &info, bool backward) {
     return Traffic{rows.inside * bytes, rows.outside * bytes}.seconds();
   };
   std::vector<double> now(ranks.size(), 0), arrival(ranks.size(), 0);
-  const auto post = [&](bool keys, bool parts) {  // by every rank at its own time
+  const auto post = [&](int keys, bool parts) {  // of stage `keys`, -1 = none; by every rank at its own time
     const double begin = *std::max_element(now.begin(), now.end());
     for (size_t r = 0; r < ranks.size(); ++r) {
       double time = begin + kExchange;
-      if (keys) time += seconds(ranks[r].rows, key_bytes);
+      if (keys >= 0) time += seconds(ranks[r].rows, key_bytes * parts_of[static_cast<size_t>(keys)]);
       if (parts) time += seconds(ranks[r].parts, part_bytes);
-      arrival[r] = info.num_stages > 0 && (keys || parts) ? time : now[r];
+      arrival[r] = info.num_stages > 0 && (keys >= 0 || parts) ? time : now[r];
     }
   };
-  post(true, false);
-  for (int n = 0; n < stages; ++n) {
+  post(0, false);
+  for (int n = 0; n < steps; ++n) {
+    const double part = parts_of[static_cast<size_t>(n)];
     // Whole documents are spread over the stages by work, here as if they could be divided.
     for (size_t r = 0; r < ranks.size(); ++r) {
-      if (ranks[r].whole > 0) now[r] += pair * ranks[r].whole / stages + kLaunch;
+      if (ranks[r].whole > 0) now[r] += pair * ranks[r].whole * part + kLaunch;
     }
     if (info.num_stages == 0) break;
     for (size_t r = 0; r < ranks.size(); ++r) now[r] = std::max(now[r], arrival[r]);
-    post(n + 1 < stages, backward && n > 0);
+    post(n + 1 < steps ? n + 1 : -1, backward && n > 0);
     for (size_t r = 0; r < ranks.size(); ++r) {
-      now[r] += pair * ranks[r].cut / stages + static_cast<double>(ranks[r].pieces) * kLaunch;
+      now[r] += pair * ranks[r].cut * part + static_cast<double>(ranks[r].pieces) * kLaunch + tail * ranks[r].keys;
       // The sum of the gradients that have arrived: read the parts, write 16-bit rows.
       const double parts = ranks[r].parts.inside + ranks[r].parts.outside;
       if (backward) now[r] += parts * part_bytes * 1.5 / kMemory;
@@ -112,7 +125,7 @@ Prediction predict(const fa_dist_layout_info &info, bool backward) {
   }
   if (backward && info.num_stages > 0) {  // the gradients of the last stage
     for (size_t r = 0; r < ranks.size(); ++r) now[r] = std::max(now[r], arrival[r]);
-    post(false, true);
+    post(-1, true);
     for (size_t r = 0; r < ranks.size(); ++r) now[r] = std::max(now[r], arrival[r]);
   }
   Prediction p;

@@ -292,8 +292,10 @@ TEST(Create, RefusesWhatIsWrongByName) {
     EXPECT_NE(result.second.find(name), std::string::npos) << result.second;
   };
   expect(create([](auto &, auto &) {}), FA_OK, "");
-  expect(create([](auto &, auto &) {}, &communicator), FA_ERROR_NOT_BUILT, "nccl_comm");
-  expect(create([](auto &c, auto &) { c.transport = nullptr; }), FA_ERROR_NOT_BUILT, "transport");
+  const auto without = [](auto &c, auto &) { c.transport = nullptr; };
+  expect(create([](auto &, auto &) {}, &communicator), FA_ERROR_INVALID_ARGUMENT, "nccl_comm");
+  expect(create(without), FA_ERROR_INVALID_ARGUMENT, "transport");
+  expect(create(without, &communicator), FA_ERROR_NOT_BUILT, "has not loaded libnccl.so.2");
   expect(create([](auto &c, auto &) { c.timeout_ms = -1; }), FA_ERROR_INVALID_ARGUMENT, "timeout_ms");
   expect(create([](auto &c, auto &) { c.reserved = 1; }), FA_ERROR_INVALID_ARGUMENT, "reserved");
   expect(create([](auto &, auto &t) { t.rank = 2; }), FA_ERROR_INVALID_ARGUMENT, "transport.rank");

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstring>
 
+#include "parity/backend.h"
+
 namespace dist_test {
 namespace {
 
@@ -12,8 +14,11 @@ constexpr fa_status kInjected = 7, kTimeout = 8,
 
 }  // namespace
 
-Network::Network(int32_t ranks, uint64_t seed)
-    : rng_(seed), ranks_(static_cast<size_t>(ranks)), boxes_(static_cast<size_t>(ranks) * static_cast<size_t>(ranks)) {
+Network::Network(int32_t ranks, uint64_t seed, bool device_memory)
+    : device_memory_(device_memory),
+      rng_(seed),
+      ranks_(static_cast<size_t>(ranks)),
+      boxes_(static_cast<size_t>(ranks) * static_cast<size_t>(ranks)) {
   for (int32_t r = 0; r < ranks; ++r) {
     ranks_[static_cast<size_t>(r)].network = this;
     ranks_[static_cast<size_t>(r)].rank = r;
@@ -56,14 +61,24 @@ std::string Network::fault() {
 
 bool Network::fails(Rank &rank) { return rank.calls++ == rank.fail_at; }
 
-void Network::send(int32_t from, const fa_dist_message &message) {
-  const auto *bytes = static_cast<const unsigned char *>(message.data);
-  box(from, message.peer).emplace_back(bytes, bytes + message.bytes);
+void Network::copy(void *to, const void *from, size_t bytes) const {
+  if (device_memory_) {
+    parity::copy_any_memory(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
 }
 
-fa_status Network::exchange(void *user, const fa_dist_message *messages, int32_t count, fa_stream) {
+void Network::send(int32_t from, const fa_dist_message &message) {
+  std::vector<unsigned char> bytes(message.bytes);
+  copy(bytes.data(), message.data, bytes.size());
+  box(from, message.peer).push_back(std::move(bytes));
+}
+
+fa_status Network::exchange(void *user, const fa_dist_message *messages, int32_t count, fa_stream stream) {
   Rank &rank = *static_cast<Rank *>(user);
   Network &net = *rank.network;
+  if (net.device_memory_) parity::finish(stream);
   const std::lock_guard lock(net.mutex_);
   if (net.fails(rank)) return kInjected;
   if (net.aborted_) return kAborted;
@@ -75,7 +90,8 @@ fa_status Network::exchange(void *user, const fa_dist_message *messages, int32_t
       return kInjected;
     }
     if (m.receive) {
-      std::memset(m.data, 0xFF, m.bytes);
+      const std::vector<unsigned char> poison(m.bytes, 0xFF);
+      net.copy(m.data, poison.data(), m.bytes);
       rank.receives.push_back(m);
     } else {
       rank.late_sends.push_back(m);
@@ -108,7 +124,7 @@ fa_status Network::wait(void *user, int64_t timeout_ms) {
                    std::to_string(m.peer) + ", which sent " + std::to_string(messages.front().size());
       return kInjected;
     }
-    std::memcpy(m.data, messages.front().data(), m.bytes);
+    net.copy(m.data, messages.front().data(), m.bytes);
     messages.pop_front();
     rank.received += m.bytes;
   }

@@ -18,7 +18,8 @@ namespace dist_test {
 
 class Network {
  public:
-  Network(int32_t ranks, uint64_t seed);
+  // `device_memory`: messages are in memory of CUDA devices.
+  Network(int32_t ranks, uint64_t seed, bool device_memory = false);
 
   // The table of one rank. It must not outlive the network.
   fa_dist_transport transport(int32_t rank);
@@ -46,11 +47,13 @@ class Network {
   static fa_status status(void *user);
 
   bool fails(Rank &rank);  // counts a call
+  void copy(void *to, const void *from, size_t bytes) const;
   void send(int32_t from, const fa_dist_message &message);
   std::deque<std::vector<unsigned char>> &box(int32_t from, int32_t to) {
     return boxes_[static_cast<size_t>(from) * ranks_.size() + static_cast<size_t>(to)];
   }
 
+  const bool device_memory_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::mt19937_64 rng_;

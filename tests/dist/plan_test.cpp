@@ -154,16 +154,29 @@ TEST(Plan, WindowsNeedAHalo) {
   }
 }
 
-TEST(Plan, OneKeyHeadGoesRound) {
-  const std::vector<int64_t> lengths = {1024};
-  fa_dist_problem p = problem(lengths, 4);
-  EXPECT_EQ(info_of(plan(p)).way, FA_DIST_GATHER);
-  p.heads_k = 1;
-  LayoutHandle layout = plan(p);
-  EXPECT_EQ(info_of(layout).way, FA_DIST_RING);
-  p.way = FA_DIST_GATHER;
-  layout = plan(p);
-  EXPECT_EQ(info_of(layout).way, FA_DIST_GATHER);
+// Stages have at least 64 MB of keys, and forward begins with one head where a rank has nothing else to do. What the caller says is kept.
+TEST(Plan, StagesAreFewAndLong) {
+  for (const auto &[rows, stages] : {std::pair<int64_t, int32_t>{16384, 1}, {65536, 2}, {262144, 4}}) {
+    const std::vector<int64_t> lengths = {rows};
+    fa_dist_problem p = problem(lengths, 2);
+    p.heads_k = 8;
+    p.head_dim = p.head_dim_v = 128;
+    const LayoutHandle layout = plan(p);
+    fa_dist_layout_info info = info_of(layout);
+    EXPECT_EQ(info.num_stages, stages) << rows;
+    EXPECT_NE(std::string(info.reason).find("divided"), std::string::npos) << info.reason;
+    p.num_stages = 3;
+    const LayoutHandle forced = plan(p);
+    info = info_of(forced);
+    EXPECT_EQ(info.num_stages, 3);
+    EXPECT_EQ(std::string(info.reason).find("divided"), std::string::npos) << info.reason;
+  }
+  const std::vector<int64_t> lengths = {5000, 500, 500};  // some whole ones on every rank
+  fa_dist_problem p = problem(lengths, 2);
+  const LayoutHandle layout = plan(p);
+  const fa_dist_layout_info info = info_of(layout);
+  ASSERT_GT(info.num_stages, 0);
+  EXPECT_EQ(std::string(info.reason).find("divided"), std::string::npos) << info.reason;
 }
 
 // Cut documents are work of all ranks alike, whoever has their rows.

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/ranks.h"
 
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 
+#include "dist/nccl_for_tests.h"
 #include "parity/cpu_context.h"
 #include "parity/expectation.h"
 
@@ -57,8 +60,24 @@ bool gaps_damaged(const HostTensor &tensor, int dimensions) {
   return false;
 }
 
+// The memory of a rank on the CPU.
+class HostBackend : public parity::Backend {
+ public:
+  explicit HostBackend(parity::Context context) : context_(std::move(context)) {}
+  std::string name() const override { return "cpu"; }
+  fa_context context() override { return context_.get(); }
+  void *allocate(size_t bytes) override { return std::aligned_alloc(256, (bytes + 256) / 256 * 256); }
+  void release(void *memory) override { std::free(memory); }
+  void upload(void *device, const void *host, size_t bytes) override { std::memcpy(device, host, bytes); }
+  void download(void *host, const void *device, size_t bytes) override { std::memcpy(host, device, bytes); }
+
+ private:
+  parity::Context context_;
+};
+
 struct LocalTensors {
   std::array<HostTensor, parity::kNumRoles> tensors;
+  std::array<std::unique_ptr<parity::Buffer>, parity::kNumRoles> memory;
 
   LocalTensors(const parity::Data &data, fa_dist_layout layout, int32_t rank, int64_t rows) {
     for (int n = 0; n < parity::kNumRoles; ++n) {
@@ -77,16 +96,49 @@ struct LocalTensors {
     }
   }
 
-  fa_tensor view(Role role) {
+  // The tensor in memory of `backend`, and back.
+  fa_tensor upload(Role role, parity::Backend &backend) {
     HostTensor &t = tensors[static_cast<size_t>(role)];
     if (!t.present()) return {};
-    fa_tensor view = t.at(t.bytes().data());
+    auto &to = memory[static_cast<size_t>(role)] = std::make_unique<parity::Buffer>(backend, t.bytes().size());
+    backend.upload(to->get(), t.bytes().data(), t.bytes().size());
+    fa_tensor view = t.at(to->get());
     if (t.empty()) view.data = nullptr;  // a rank without rows
     return view;
+  }
+  void download(Role role, parity::Backend &backend) {
+    HostTensor &t = tensors[static_cast<size_t>(role)];
+    if (t.present()) backend.download(t.bytes().data(), memory[static_cast<size_t>(role)]->get(), t.bytes().size());
   }
 };
 
 }  // namespace
+
+Place place_of_tests() {
+  const char *wanted = std::getenv("FA_TEST_DIST");
+  const std::string name = wanted != nullptr ? wanted : "cpu";
+  if (name == "cpu") return {};
+  if (name == "cpu-nccl") return {false, true, 0};
+  if (name == "cuda") return {true, false, 0};
+  if (name == "cuda-sm80") return {true, false, 80};
+  if (name == "cuda-nccl") return {true, true, 0};
+  std::fprintf(stderr, "FA_TEST_DIST=%s is no place of dist/ranks.h\n", wanted);
+  std::exit(1);
+}
+
+std::shared_ptr<parity::Backend> backend_of(const Place &place, int32_t rank) {
+  if (place.cuda) return parity::cuda_backend(rank % parity::num_cuda_devices(), place.cuda_arch);
+  // Some ranks with two threads, and some with other kernels: those of any processor.
+  return std::make_shared<HostBackend>(
+      parity::cpu_context(rank % 3 == 2 ? 2 : 1, rank % 4 == 1 ? FA_CPU_ISA_PORTABLE : FA_CPU_ISA_AUTO));
+}
+
+std::string missing(const Place &place, int32_t ranks) {
+  const int32_t devices = place.cuda ? parity::num_cuda_devices() : 0;
+  if (place.cuda && devices == 0) return "no GPU";
+  if (place.cuda && place.nccl && ranks > devices) return "fewer GPUs than ranks";
+  return place.nccl && !NcclForTests::instance().found() ? "no NCCL; FA_TEST_NCCL names it" : "";
+}
 
 std::string describe(const Cut &cut) {
   return "ranks=" + std::to_string(cut.ranks) + " way=" + std::to_string(cut.way) + " stages=" + std::to_string(cut.stages) +
@@ -143,14 +195,15 @@ fa_status with_workspace(RankCall &call, const fa_gradients *gradients, const st
   fa_dist_info_init(&info, sizeof info);
   const fa_status status = fa_dist_query(call.dist, call.layout, &call.attention, gradients, &info);
   if (status != FA_OK) return status;
-  const size_t bytes = info.workspace_bytes;
-  std::vector<unsigned char> memory(bytes + 512, parity::kPoison);
-  auto address = reinterpret_cast<uintptr_t>(memory.data());
-  address = (address + 255) / 256 * 256;
-  const fa_status result = body(bytes == 0 ? nullptr : reinterpret_cast<void *>(address), bytes);
-  const size_t begin = address - reinterpret_cast<uintptr_t>(memory.data());
-  for (size_t n = 0; n < memory.size(); ++n) {
-    if ((n < begin || n >= begin + bytes) && memory[n] != parity::kPoison) call.error += "written outside the workspace";
+  const size_t bytes = info.workspace_bytes, guard = 256;
+  std::vector<unsigned char> image(bytes + 2 * guard, parity::kPoison);
+  const parity::Buffer memory(*call.backend, image.size());
+  call.backend->upload(memory.get(), image.data(), image.size());
+  const fa_status result = body(bytes == 0 ? nullptr : memory.get() + guard, bytes);
+  if (result != FA_OK) return result;
+  call.backend->download(image.data(), memory.get(), image.size());
+  for (size_t n = 0; n < image.size(); ++n) {
+    if ((n < guard || n >= guard + bytes) && image[n] != parity::kPoison) call.error += "written outside the workspace";
   }
   return result;
 }
@@ -159,13 +212,13 @@ fa_status with_workspace(RankCall &call, const fa_gradients *gradients, const st
 
 fa_status RankCall::forward() {
   return with_workspace(*this, nullptr, [&](void *workspace, size_t bytes) {
-    return fa_dist_forward(dist, layout, &attention, workspace, bytes, nullptr);
+    return fa_dist_forward(dist, layout, &attention, workspace, bytes, backend->stream());
   });
 }
 
 fa_status RankCall::backward_pass() {
   return with_workspace(*this, &gradients, [&](void *workspace, size_t bytes) {
-    return fa_dist_backward(dist, layout, &attention, &gradients, workspace, bytes, nullptr);
+    return fa_dist_backward(dist, layout, &attention, &gradients, workspace, bytes, backend->stream());
   });
 }
 
@@ -182,16 +235,14 @@ Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, in
   if (!layout) return outcome;
   const fa_dist_layout_info info = info_of(layout);
   const size_t ranks = static_cast<size_t>(cut.ranks);
-  std::vector<std::unique_ptr<LocalTensors>> locals;
   std::vector<RankCall> calls(ranks);
-  std::vector<parity::Context> contexts;
+  std::vector<std::unique_ptr<LocalTensors>> locals;  // in memory of the calls' backends
   for (int32_t r = 0; r < cut.ranks; ++r) {
     locals.push_back(std::make_unique<LocalTensors>(data, layout.get(), r, info.rank_offsets[r + 1] - info.rank_offsets[r]));
-    // Some ranks with two threads, and some with other kernels: those of any processor.
-    contexts.push_back(parity::cpu_context(r % 3 == 2 ? 2 : 1, r % 4 == 1 ? FA_CPU_ISA_PORTABLE : FA_CPU_ISA_AUTO));
     RankCall &call = calls[static_cast<size_t>(r)];
     call.rank = r;
-    call.context = contexts.back().get();
+    call.backend = backend_of(cut.place, r);
+    call.context = call.backend->context();
     call.layout = layout.get();
     call.backward = data.problem.backward != 0;
     call.own_workspace = cut.own_workspace;
@@ -203,14 +254,21 @@ Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, in
     for (int n = 0; n < parity::kNumRoles; ++n) {
       const Role role = static_cast<Role>(n);
       if (role == parity::kCuQ || role == parity::kCuK) continue;
-      parity::field(call.attention, call.gradients, role) = locals.back()->view(role);
+      parity::field(call.attention, call.gradients, role) = locals.back()->upload(role, *call.backend);
     }
     const fa_dist_transport transport = network.transport(r);
     fa_dist_config config;
     fa_dist_config_init(&config, sizeof config);
-    config.transport = &transport;
+    void *communicator = nullptr;
+    if (cut.place.nccl) {
+      communicator = (cut.communicators.empty() ? NcclForTests::instance().communicators(cut.ranks)
+                                                : cut.communicators)[static_cast<size_t>(r)];
+      config.nccl_library = NcclForTests::instance().library();
+    } else {
+      config.transport = &transport;
+    }
     config.timeout_ms = timeout_ms;
-    EXPECT_EQ(fa_dist_create(&call.dist, call.context, nullptr, &config), FA_OK) << fa_last_error(call.context);
+    EXPECT_EQ(fa_dist_create(&call.dist, call.context, communicator, &config), FA_OK) << fa_last_error(call.context);
   }
 
   std::vector<std::thread> threads;
@@ -232,6 +290,7 @@ Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, in
     if (!is_output(role) || !data.tensors[static_cast<size_t>(n)].present()) continue;
     whole = data.tensors[static_cast<size_t>(n)];
     for (int32_t r = 0; r < cut.ranks; ++r) {
+      locals[static_cast<size_t>(r)]->download(role, *calls[static_cast<size_t>(r)].backend);
       HostTensor &local = locals[static_cast<size_t>(r)]->tensors[static_cast<size_t>(n)];
       if (dimension < 0) {  // the same on every rank
         if (r > 0 && local.bytes() != whole.bytes())

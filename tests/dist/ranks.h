@@ -10,9 +10,23 @@
 
 #include "dist/network.h"
 #include "flashattn/flashattn_dist.h"
+#include "parity/backend.h"
 #include "parity/data.h"
 
 namespace dist_test {
+
+// What the ranks compute on, and what carries their messages: threads of this process (network.h), or NCCL.
+struct Place {
+  bool cuda = false, nccl = false;
+  int32_t cuda_arch = 0;  // as in fa_config
+};
+// FA_TEST_DIST: cpu (default), cpu-nccl, cuda, cuda-sm80 (its kernels on any device), cuda-nccl; the copy of NCCL is
+// FA_TEST_NCCL, a path or name for dlopen.
+Place place_of_tests();
+// Why this machine has no such place for so many ranks; "" = it has.
+std::string missing(const Place &place, int32_t ranks);
+// The context and memory of a rank.
+std::shared_ptr<parity::Backend> backend_of(const Place &place, int32_t rank);
 
 struct Cut {
   int32_t ranks = 2;
@@ -20,6 +34,8 @@ struct Cut {
   int32_t stages = 0;
   uint32_t flags = 0;
   bool own_workspace = false;  // the library takes the workspace itself
+  Place place;
+  std::vector<void *> communicators;  // with place.nccl; empty: those of NcclForTests
 };
 std::string describe(const Cut &cut);
 
@@ -44,6 +60,7 @@ struct RankCall {
   fa_gradients gradients;
   bool backward = true;
   bool own_workspace = false;
+  std::shared_ptr<parity::Backend> backend;  // of `context`
 
   // Status of a call, and its text.
   fa_status status = FA_OK;

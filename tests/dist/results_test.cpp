@@ -56,9 +56,8 @@ Case random_case(std::mt19937_64 &rng) {
   return c;
 }
 
-Cut random_cut(std::mt19937_64 &rng, const Case &c, int32_t ranks) {
-  Cut cut;
-  cut.ranks = ranks;
+Cut random_cut(std::mt19937_64 &rng, const Case &c, Cut cut) {
+  const int32_t ranks = cut.ranks;
   cut.way = static_cast<fa_dist_way>(pick(rng, FA_DIST_AUTO, FA_DIST_ALL_TO_ALL));
   if (cut.way == FA_DIST_ALL_TO_ALL && c.heads_k % ranks != 0) cut.way = FA_DIST_AUTO;
   if (cut.way <= FA_DIST_GATHER && rng() % 2) cut.stages = static_cast<int32_t>(pick(rng, 1, c.heads_k));
@@ -81,7 +80,7 @@ std::string refused(const Case &c, const Cut &cut) {
 std::string check(const Case &c, const Cut &cut) {
   const std::string text = "\n  " + describe(cut) + " FA_TEST_CASE='" + parity::describe(c) + "'";
   const Data data = parity::make_data(c);
-  Network network(cut.ranks, static_cast<uint64_t>(c.seed));
+  Network network(cut.ranks, static_cast<uint64_t>(c.seed), cut.place.cuda);
   const Outcome outcome = run_ranks(data, cut, network);
   if (!network.fault().empty()) return network.fault() + text;
   const std::string field = refused(c, cut);
@@ -97,13 +96,25 @@ std::string check(const Case &c, const Cut &cut) {
   return faults.empty() ? "" : faults + text;
 }
 
-class Ranks : public ::testing::TestWithParam<int32_t> {};
+class Ranks : public ::testing::TestWithParam<int32_t> {
+ protected:
+  void SetUp() override {
+    const std::string why = missing(place_of_tests(), GetParam());
+    if (!why.empty()) GTEST_SKIP() << why;
+  }
+  static Cut new_cut() {
+    Cut cut;
+    cut.ranks = GetParam();
+    cut.place = place_of_tests();
+    return cut;
+  }
+};
 
 TEST_P(Ranks, RandomProblems) {
   std::mt19937_64 rng(static_cast<uint64_t>(parity::seed_for("dist")) + static_cast<uint64_t>(GetParam()));
   for (int64_t n = 0; n < parity::scaled(120); ++n) {
     const Case c = random_case(rng);
-    EXPECT_EQ(check(c, random_cut(rng, c, GetParam())), "");
+    EXPECT_EQ(check(c, random_cut(rng, c, new_cut())), "");
   }
 }
 
@@ -119,12 +130,33 @@ TEST_P(Ranks, OneDocument) {
         c.window_left = left;
         c.sink = 1;
         set_lengths(c, {197});
-        Cut cut;
-        cut.ranks = GetParam();
+        Cut cut = new_cut();
         cut.way = way;
         cut.stages = way == FA_DIST_GATHER ? 2 : 0;
         EXPECT_EQ(check(c, cut), "");
       }
+    }
+  }
+}
+
+// Rows and head_dim that CUDA's kernels for tensor cores take, in documents of which some are cut.
+TEST_P(Ranks, LongDocuments) {
+  if (GetParam() > 4) GTEST_SKIP() << "the reference takes too long";
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_ALL_TO_ALL}) {
+    for (const int64_t head_dim : {64, 128}) {
+      Case c = parity::grouped_case("dist.long", head_dim == 64 ? FA_FLOAT16 : FA_BFLOAT16, 0, 0);
+      c.head_dim = c.head_dim_v = head_dim;
+      c.heads_k = way == FA_DIST_ALL_TO_ALL ? GetParam() : 2;
+      c.heads_q = 2 * c.heads_k;
+      c.mask = FA_MASK_CAUSAL;
+      c.window_left = head_dim == 64 ? 100 : -1;
+      c.sink = 1;
+      c.flags = head_dim == 64 ? FA_FLAG_DETERMINISTIC : 0;
+      set_lengths(c, {330, 90, 33});
+      Cut cut = new_cut();
+      cut.way = way;
+      cut.stages = way == FA_DIST_GATHER ? 2 : 0;
+      EXPECT_EQ(check(c, cut), "");
     }
   }
 }
@@ -137,8 +169,7 @@ TEST_P(Ranks, FewerRowsThanRanks) {
       c.heads_k = way == FA_DIST_ALL_TO_ALL ? GetParam() : 3;
       c.heads_q = 2 * c.heads_k;
       set_lengths(c, {length});
-      Cut cut;
-      cut.ranks = GetParam();
+      Cut cut = new_cut();
       cut.way = way;
       EXPECT_EQ(check(c, cut), "");
     }
@@ -152,8 +183,7 @@ TEST_P(Ranks, DropoutOfWholeDocuments) {
   c.dropout_seed = 12345;
   c.alibi = 2;
   set_lengths(c, std::vector<int64_t>(static_cast<size_t>(GetParam()) * 3, 21));
-  Cut cut;
-  cut.ranks = GetParam();
+  Cut cut = new_cut();
   EXPECT_EQ(refused(c, cut), "");
   EXPECT_EQ(check(c, cut), "");
 }
@@ -168,12 +198,11 @@ TEST_P(Ranks, EqualBitsOnEachRun) {
     c.flags = FA_FLAG_DETERMINISTIC;
     set_lengths(c, {150, 30, 7});
     const Data data = parity::make_data(c, nullptr, false);
-    Cut cut;
-    cut.ranks = GetParam();
+    Cut cut = new_cut();
     cut.way = way;
     std::array<parity::HostTensor, parity::kNumRoles> first;
     for (int run = 0; run < 4; ++run) {
-      Network network(cut.ranks, rng());
+      Network network(cut.ranks, rng(), cut.place.cuda);
       Outcome outcome = run_ranks(data, cut, network);
       for (size_t r = 0; r < outcome.statuses.size(); ++r) ASSERT_EQ(outcome.statuses[r], FA_OK) << outcome.errors[r];
       if (run == 0) first = outcome.outputs;
@@ -192,13 +221,12 @@ TEST_P(Ranks, BytesAreThosePredicted) {
     c.mask = FA_MASK_CAUSAL;
     c.dlse = 0;  // the plan does not know of it
     set_lengths(c, {100, 64, 3});
-    Cut cut;
-    cut.ranks = GetParam();
+    Cut cut = new_cut();
     cut.way = way;
     const Data data = parity::make_data(c, nullptr, false);
     const LayoutHandle layout = plan(problem_of(c, cut));
     const fa_dist_layout_info info = info_of(layout);
-    Network network(cut.ranks, 1);
+    Network network(cut.ranks, 1, cut.place.cuda);
     const uint64_t agreement = 512 * (static_cast<uint64_t>(cut.ranks) - 1);
     run_ranks(data, cut, network, 0, [&](RankCall &call) {
       fa_dist_info query;
@@ -209,6 +237,7 @@ TEST_P(Ranks, BytesAreThosePredicted) {
       EXPECT_EQ(query.received_bytes, static_cast<uint64_t>(info.backward_bytes[call.rank]));
       call.run_all();
       EXPECT_EQ(call.status, FA_OK) << call.error;
+      if (cut.place.nccl) return;
       EXPECT_EQ(network.received_bytes(call.rank),
                 agreement + static_cast<uint64_t>(info.forward_bytes[call.rank] + info.backward_bytes[call.rank]));
     });

@@ -82,4 +82,11 @@ Backends cpu_backends();
 // device.
 Backends cuda_backends();
 
+// For tests of several devices.
+int32_t num_cuda_devices();
+std::shared_ptr<Backend> cuda_backend(int32_t device, int32_t cuda_arch);
+// Copies between memory of the host and of devices; waits for the work in a stream.
+void copy_any_memory(void *to, const void *from, size_t bytes);
+void finish(fa_stream stream);
+
 }  // namespace parity

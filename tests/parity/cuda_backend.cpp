@@ -2,6 +2,7 @@
 // The first CUDA device of this machine as backends of the suite.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "parity/backend.h"
 
@@ -22,7 +23,8 @@ void check(cudaError_t result, const char *what) {
 
 class CudaBackend : public Backend {
  public:
-  CudaBackend(fa_context context, const char *name) : context_(context), name_(name) {
+  CudaBackend(fa_context context, const char *name, int device = 0) : context_(context), name_(name), device_(device) {
+    check(cudaSetDevice(device_), "cudaSetDevice");
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream");
   }
   ~CudaBackend() override {
@@ -37,6 +39,7 @@ class CudaBackend : public Backend {
 
   void *allocate(size_t bytes) override {
     void *memory = nullptr;
+    check(cudaSetDevice(device_), "cudaSetDevice");
     check(cudaMalloc(&memory, bytes > 0 ? bytes : 1), "cudaMalloc");
     return memory;
   }
@@ -53,6 +56,7 @@ class CudaBackend : public Backend {
  private:
   fa_context context_;
   const std::string name_;
+  const int device_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -95,6 +99,49 @@ Backends cuda_backends() {
   for (const char *name : {kName, kSm80Name}) backends.push_back(missing_backend(name, "this build has no CUDA kernels"));
 #endif
   return backends;
+}
+
+int32_t num_cuda_devices() {
+  int count = 0;
+#if defined(FA_TEST_CUDA)
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+#endif
+  return count;
+}
+
+std::shared_ptr<Backend> cuda_backend(int32_t device, [[maybe_unused]] int32_t cuda_arch) {
+#if defined(FA_TEST_CUDA)
+  fa_config config;
+  fa_config_init(&config, sizeof config);
+  config.device_type = FA_DEVICE_CUDA;
+  config.device_index = device;
+  config.cuda_arch = cuda_arch;
+  fa_context context = nullptr;
+  if (fa_create(&context, &config) == FA_OK) return std::make_shared<CudaBackend>(context, "cuda", device);
+#endif
+  std::fprintf(stderr, "no context of CUDA device %d: %s\n", int{device}, fa_last_error(nullptr));
+  std::abort();
+}
+
+void copy_any_memory(void *to, const void *from, size_t bytes) {
+#if defined(FA_TEST_CUDA)
+  // Memory of a pool is accessible from its own device alone.
+  for (const void *memory : {static_cast<const void *>(to), from}) {
+    cudaPointerAttributes attributes;
+    check(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
+    if (attributes.type == cudaMemoryTypeDevice) check(cudaSetDevice(attributes.device), "cudaSetDevice");
+  }
+  check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+void finish(fa_stream stream) {
+#if defined(FA_TEST_CUDA)
+  check(cudaStreamSynchronize(stream), "a kernel");
+#else
+  static_cast<void>(stream);
+#endif
 }
 
 }  // namespace parity

@@ -35,6 +35,26 @@ TEST_P(Shapes, HeadDims) {
   }
 }
 
+// cu_seqlens may begin with more rows than a tile has, such as those of another call's sequences. They keep what they have.
+TEST_P(Shapes, PackedBehindRowsOfOthers) {
+  for (const int64_t dtype : {int64_t{FA_FLOAT32}, int64_t{FA_BFLOAT16}}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const int64_t lead : {127, 300, 700}) {
+        Case c = base("rows before the first sequence");
+        c.dtype = dtype;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.batch = 3;
+        c.q.packed = c.k.packed = 1;
+        c.q.slots = c.k.slots = {150, 0, 65};
+        c.q.lead = c.k.lead = lead;
+        c.q.trail = c.k.trail = 200;
+        c.mask = FA_MASK_CAUSAL;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
 // Gradients of wide heads: tensor-core kernels want rows and dout on 16 bytes, and tiles of 64 queries and keys. One variant a head dim and dtype
 // in turn, so that each kernel meets most of them.
 TEST_P(Shapes, WideHeads) {

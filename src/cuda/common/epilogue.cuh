@@ -106,4 +106,22 @@ __device__ __forceinline__ void store_fragment_row(const float *acc, int r, Elem
       acc, r, [&] { return row; }, columns, vectors, quad, pack, keep, true);
 }
 
+// The same in fp32, times `scale`, each lane two columns of a tile. `row` is a function, as above.
+template <int kTiles, typename Row>
+__device__ __forceinline__ void store_fragment_row_fp32(const float *acc, int r, Row row, int columns, bool vectors, int quad,
+                                                        float scale) {
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    const int column = j * 8 + quad * 2;
+    float *to = row() + column;
+    const float2 x{acc[4 * j + 2 * r] * scale, acc[4 * j + 2 * r + 1] * scale};
+    if (vectors) {
+      if (column < columns) *reinterpret_cast<float2 *>(to) = x;
+    } else {
+      if (column < columns) to[0] = x.x;
+      if (column + 1 < columns) to[1] = x.y;
+    }
+  }
+}
+
 }  // namespace fa::cuda

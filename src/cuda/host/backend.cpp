@@ -16,6 +16,7 @@
 #include "cuda/host/instances.h"
 #include "cuda/host/launches.h"
 #include "cuda/host/plan.h"
+#include "cuda/host/row_device.h"
 #include "cuda/host/score_kernels.h"
 #include "cuda/kernels/append/append.h"
 #include "cuda/kernels/merge/merge.h"
@@ -101,7 +102,7 @@ fa_status make_launches(const AppendProblem &problem, const AppendPlan &, const 
 // A stream that somebody created, as opposed to one of the default streams, which every context has.
 bool is_created(fa_stream stream) { return stream != nullptr && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD; }
 
-class CudaBackend final : public Backend {
+class CudaBackend final : public Backend, private StreamWork {
  public:
   CudaBackend(const Driver &driver, const Device &device, const cudaDeviceProp &properties, const char *kernel_cache)
       : driver_(driver),
@@ -175,6 +176,10 @@ class CudaBackend final : public Backend {
   }
   fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
+  }
+
+  fa_status make_row_device(std::unique_ptr<RowDevice> &device, ErrorText &error) override {
+    return cuda::make_row_device(*this, device, error);
   }
 
  private:
@@ -268,6 +273,10 @@ class CudaBackend final : public Backend {
     const ScoreTextLaunch *used = nullptr;
     FA_RETURN_IF_ERROR(make_score_text(problem, plan, score_text, used, error));
     FA_RETURN_IF_ERROR(make_launches(problem, plan, {driver_, nullptr, nullptr, {}, used}, launches, error));
+    return load(launches, error);
+  }
+
+  fa_status load(const Launches &launches, ErrorText &error) override {
     const Kernel *kernel = nullptr;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, kernel, error));
     return FA_OK;
@@ -287,7 +296,10 @@ class CudaBackend final : public Backend {
     const ScoreTextLaunch *used = nullptr;
     FA_RETURN_IF_ERROR(make_score_text(problem, plan, score_text, used, error));
     const bool own = workspace.data == nullptr && plan.workspace_bytes > 0;
-    if (own) FA_RETURN_IF_ERROR(take(plan.workspace_bytes, call.stream, workspace, error));
+    if (own) {
+      FA_RETURN_IF_ERROR(allocate(plan.workspace_bytes, call.stream, workspace.data, error));
+      workspace.bytes = plan.workspace_bytes;
+    }
     int32_t *counters = nullptr;
     fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
     if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters, {}, used}, launches, error);
@@ -304,15 +316,16 @@ class CudaBackend final : public Backend {
     if (result == cudaErrorNoKernelImageForDevice) status = FA_ERROR_ARCH;
     return fail(error, status, "%s: %s (%s)", what, cudaGetErrorString(result), cudaGetErrorName(result));
   }
-  fa_status check(CUresult result, const char *what, ErrorText &error) { return check(to_runtime(result), what, error); }
+  fa_status check(CUresult result, const char *what, ErrorText &error) override {
+    return check(to_runtime(result), what, error);
+  }
+
+  const Driver &driver() const override { return driver_; }
 
   // Enters the context that `stream` belongs to. The default streams are those of the caller's current context if that is one of this
   // device, else those of the device's primary context, which the CUDA runtime uses.
-  fa_status enter(fa_stream stream, CurrentContext &scope, ErrorText &error) {
-    // Never released, just as the runtime keeps it: work that a destroyed fa_context has enqueued still completes.
-    if (primary_ == nullptr) {
-      FA_RETURN_IF_ERROR(check(driver_.cuDevicePrimaryCtxRetain(&primary_, device_.index), "primary context", error));
-    }
+  fa_status enter(fa_stream stream, CurrentContext &scope, ErrorText &error) override {
+    FA_RETURN_IF_ERROR(retain_primary(error));
     CUcontext current = nullptr;
     FA_RETURN_IF_ERROR(check(driver_.cuCtxGetCurrent(&current), "current context", error));
     CUcontext wanted = current;
@@ -327,6 +340,17 @@ class CudaBackend final : public Backend {
     }
     in_primary_ = wanted == primary_;
     return wanted == current ? FA_OK : check(scope.push(wanted), "context of the call", error);
+  }
+
+  fa_status enter_primary(CurrentContext &scope, ErrorText &error) override {
+    FA_RETURN_IF_ERROR(retain_primary(error));
+    return check(scope.push(primary_), "primary context", error);
+  }
+
+  // Never released, just as the runtime keeps it: work that a destroyed fa_context has enqueued still completes.
+  fa_status retain_primary(ErrorText &error) {
+    if (primary_ != nullptr) return FA_OK;
+    return check(driver_.cuDevicePrimaryCtxRetain(&primary_, device_.index), "primary context", error);
   }
 
   fa_status context_of(fa_stream stream, CUcontext &context, ErrorText &error) {
@@ -379,7 +403,7 @@ class CudaBackend final : public Backend {
   }
 
   // All kernels are there before the first one runs: a call enqueues everything or nothing.
-  fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) {
+  fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) override {
     const Kernel *kernels[Launches::kMaxEntries];
     const Kernel **kernel = kernels;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
@@ -454,12 +478,12 @@ class CudaBackend final : public Backend {
   }
 
   // Stream-ordered memory for a caller who brought none.
-  fa_status take(size_t bytes, fa_stream stream, Workspace &workspace, ErrorText &error) {
+  fa_status allocate(size_t bytes, fa_stream stream, void *&memory, ErrorText &error) override {
     FA_RETURN_IF_ERROR(make_pool(error));
-    CUdeviceptr memory = 0;
+    CUdeviceptr address = 0;
     FA_RETURN_IF_ERROR(
-        check(driver_.cuMemAllocFromPoolAsync(&memory, bytes, pool_, stream), "allocation of the workspace", error));
-    workspace = {reinterpret_cast<void *>(memory), bytes};
+        check(driver_.cuMemAllocFromPoolAsync(&address, bytes, pool_, stream), "allocation of the workspace", error));
+    memory = reinterpret_cast<void *>(address);
     return FA_OK;
   }
 

@@ -12,32 +12,40 @@
 namespace fa::cuda {
 
 // X(function, CUDA version whose signature is meant)
-#define FA_DRIVER_FUNCTIONS(X)      \
-  X(cuCtxGetCurrent, 4000)          \
-  X(cuCtxGetDevice, 2000)           \
-  X(cuCtxPopCurrent, 4000)          \
-  X(cuCtxPushCurrent, 4000)         \
-  X(cuDevicePrimaryCtxRetain, 7000) \
-  X(cuKernelGetAttribute, 12000)    \
-  X(cuKernelGetFunction, 12000)     \
-  X(cuKernelSetAttribute, 12000)    \
-  X(cuLibraryGetKernel, 12000)      \
-  X(cuLibraryLoadData, 12000)       \
-  X(cuLibraryUnload, 12000)         \
-  X(cuLaunchKernelEx, 11060)        \
-  X(cuMemAllocFromPoolAsync, 11020) \
-  X(cuMemFreeAsync, 11020)          \
-  X(cuMemPoolCreate, 11020)         \
-  X(cuMemPoolDestroy, 11020)        \
-  X(cuMemPoolSetAttribute, 11020)   \
-  X(cuPointerGetAttributes, 7000)   \
-  X(cuMemsetD32Async, 3020)         \
-  X(cuStreamCreate, 2000)           \
-  X(cuStreamDestroy, 4000)          \
-  X(cuStreamGetCtx, 9020)           \
-  X(cuStreamIsCapturing, 10000)     \
-  X(cuStreamSynchronize, 2000)      \
-  X(cuTensorMapEncodeTiled, 12000)  \
+#define FA_DRIVER_FUNCTIONS(X)         \
+  X(cuCtxGetCurrent, 4000)             \
+  X(cuCtxGetDevice, 2000)              \
+  X(cuCtxGetStreamPriorityRange, 5050) \
+  X(cuCtxPopCurrent, 4000)             \
+  X(cuCtxPushCurrent, 4000)            \
+  X(cuDevicePrimaryCtxRetain, 7000)    \
+  X(cuEventCreate, 2000)               \
+  X(cuEventDestroy, 4000)              \
+  X(cuEventQuery, 2000)                \
+  X(cuEventRecord, 2000)               \
+  X(cuKernelGetAttribute, 12000)       \
+  X(cuKernelGetFunction, 12000)        \
+  X(cuKernelSetAttribute, 12000)       \
+  X(cuLaunchKernelEx, 11060)           \
+  X(cuLibraryGetKernel, 12000)         \
+  X(cuLibraryLoadData, 12000)          \
+  X(cuLibraryUnload, 12000)            \
+  X(cuMemAllocFromPoolAsync, 11020)    \
+  X(cuMemcpyDtoHAsync, 3020)           \
+  X(cuMemFreeAsync, 11020)             \
+  X(cuMemPoolCreate, 11020)            \
+  X(cuMemPoolDestroy, 11020)           \
+  X(cuMemPoolSetAttribute, 11020)      \
+  X(cuMemsetD32Async, 3020)            \
+  X(cuPointerGetAttributes, 7000)      \
+  X(cuStreamCreate, 2000)              \
+  X(cuStreamCreateWithPriority, 5050)  \
+  X(cuStreamDestroy, 4000)             \
+  X(cuStreamGetCtx, 9020)              \
+  X(cuStreamIsCapturing, 10000)        \
+  X(cuStreamSynchronize, 2000)         \
+  X(cuStreamWaitEvent, 3020)           \
+  X(cuTensorMapEncodeTiled, 12000)     \
   X(cuThreadExchangeStreamCaptureMode, 10010)
 
 struct Driver {

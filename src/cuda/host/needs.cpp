@@ -37,6 +37,11 @@ bool add_access(const Operand &tensor, const Lengths &lengths, int64_t columns, 
   return vectors;
 }
 
+// Whether a result is fp32 and the operands are not, as partial results of context parallelism are.
+bool is_widened(const Operand &result, const Problem &p) {
+  return result.data != nullptr && result.dtype == Dtype::f32 && p.q.dtype != Dtype::f32 && !is_quantised(p.k.dtype);
+}
+
 // What forward and backward ask for alike.
 Needs common_needs(const MaskedProblem &p) {
   Needs needs{};
@@ -81,6 +86,7 @@ Needs needs_of(const ForwardProblem &p) {
   }
   if (p.page_table != nullptr) needs.features |= kPagedKv;
   if (p.num_splits > 1) needs.features |= kSplitKv;
+  if (is_widened(p.out, p)) needs.features |= kFp32RowResults;
   if (is_quantised(p.k.dtype) && (p.k_descale.per_row || p.v_descale.per_row)) needs.features |= kDescalePerRow;
   if (!is_v_in_k(p)) needs.features |= kSeparateV;
   needs.vector.out = has_16_byte_rows(p.out, p.head_dim_v);
@@ -93,6 +99,8 @@ Needs needs_of(const BackwardProblem &b) {
   // Hopper's backward asks the text alone about pairs.
   if (p.score_text.given && (p.masked_by_data() || p.seqstart_k != nullptr)) needs.scores |= kScoreTextAndTerms;
   needs.features |= kSeparateV;
+  if (is_widened(b.dk, p) || is_widened(b.dv, p)) needs.features |= kFp32KeyGradients;
+  if (is_widened(b.dq, p)) needs.features |= kFp32RowResults;
   needs.vector.dout = add_access(b.dout, p.q_lengths, p.head_dim_v, needs);
   needs.vector.dq = has_16_byte_rows(b.dq, p.head_dim);
   needs.vector.dk = has_16_byte_rows(b.dk, p.head_dim);

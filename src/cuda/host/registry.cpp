@@ -53,7 +53,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
-              row.features = (kAnyFeatures & ~kLeftPadding) | left_padding_by_mask(shape.scores);
+              row.features = (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults) | left_padding_by_mask(shape.scores);
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
@@ -137,7 +137,7 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
-              row.features = (kAnyFeatures & ~kLeftPadding) | left_padding_by_mask(shape.scores);
+              row.features = (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults) | left_padding_by_mask(shape.scores);
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
@@ -159,7 +159,8 @@ constexpr auto kRows = concatenate(
       row.head_dim_v = shape.head_dim_v;
       row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
       // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
-      row.features = kSeparateV | kLeftPadding | (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
+      row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
+                     (shape.ordered ? kDeterministic : 0);
       row.capability = 90;
       row.sm90a = true;
       row.threads = shape.threads();

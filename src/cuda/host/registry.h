@@ -41,7 +41,9 @@ constexpr FeatureSet kSeparateV = 512;            // V that is not the first col
 constexpr FeatureSet kUnalignedRows = 1024;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
 constexpr FeatureSet kNoTma = 2048;               // q, k, v, bias (backward: dout) that TMA cannot describe
 constexpr FeatureSet kLeftPadding = 4096;         // left padding that a kernel may skip (can_skip_left_padding)
-constexpr FeatureSet kAnyFeatures = 8191;
+constexpr FeatureSet kFp32KeyGradients = 8192;    // dk or dv of fp32 with 16-bit operands
+constexpr FeatureSet kFp32RowResults = 16384;     // out or dq of fp32 with 16-bit operands
+constexpr FeatureSet kAnyFeatures = 32767;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

@@ -39,7 +39,12 @@ __device__ __forceinline__ QTilePlace place_of_q_tile(const BackwardRows &params
     do {
       const int step = (left + 31) / 32, b = place.batch + lane * step;
       const bool begins = lane * step < left && static_cast<int>(offset_of(p.q_lengths, b)) / params.q_tile_rows + b <= tile;
-      const int passed = (__popc(__ballot_sync(~0u, begins)) - 1) * step;
+      const uint32_t begun = __ballot_sync(~0u, begins);
+      if (begun == 0) {  // cu_seqlens may begin above 0: these tiles are for the rows before the first sequence
+        place.head = -1;
+        return place;
+      }
+      const int passed = (__popc(begun) - 1) * step;
       place.batch += passed;
       left = min(step, left - passed);
     } while (left > 1);

@@ -52,8 +52,8 @@ class Backward {
       cp_async_wait<0>();
     }
     __syncthreads();  // all warps have read K and V
-    block_.template stage_gradient<C::kD>(block_.smem_k(), dk_, block_.warp, p.softmax_scale);
-    block_.template stage_gradient<C::kDv>(block_.smem_v(), dv_, block_.warp,
+    block_.template stage_gradient<C::kD>(block_.g.dk, p.head_dim, block_.smem_k(), dk_, block_.warp, p.softmax_scale);
+    block_.template stage_gradient<C::kDv>(block_.g.dv, p.head_dim_v, block_.smem_v(), dv_, block_.warp,
                                            C::has(kDropout) ? block_.a.keep_scale : p.dropout.keep_scale);
     __syncthreads();
     block_.template store_gradient<C::kD, C::kThreads>(block_.g.dk, block_.smem_k(), p.head_dim, threadIdx.x);

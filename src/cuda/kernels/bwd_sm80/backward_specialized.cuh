@@ -50,10 +50,11 @@ class BackwardSpecialized {
     // All warps have read Q and dO: dk and dv leave through their memory while the last dq is computed.
     const bool dv = holds_dv();
     const uint32_t tile = dv ? block_.smem_dout(0) : block_.smem_q(0);
-    block_.template stage_gradient<C::kD>(tile, grad_, role_warp(), dv ? 1.f : block_.p.softmax_scale);
+    const Operand &gradient = dv ? block_.g.dv : block_.g.dk;
+    const int64_t columns = dv ? block_.p.head_dim_v : block_.p.head_dim;
+    block_.template stage_gradient<C::kD>(gradient, columns, tile, grad_, role_warp(), dv ? 1.f : block_.p.softmax_scale);
     role_barrier(dv, 0);
-    block_.template store_gradient<C::kD, C::kRoleThreads>(dv ? block_.g.dv : block_.g.dk, tile,
-                                                           dv ? block_.p.head_dim_v : block_.p.head_dim, role_thread());
+    block_.template store_gradient<C::kD, C::kRoleThreads>(gradient, tile, columns, role_thread());
     add_last_dq();
   }
 

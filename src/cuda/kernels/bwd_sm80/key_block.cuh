@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/rows.cuh"
@@ -186,11 +187,30 @@ struct KeyBlock {
   // dk and dv
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Converts a warp's part of a gradient and puts it into a tile of shared memory. `role_warp`: its number among the warps of that gradient.
+  // Converts a warp's part of a gradient and puts it into a tile of shared memory. `role_warp`: its number among the warps of that gradient. An
+  // fp32 gradient goes from here to the rows of the tensor.
   template <int kColumns, int kTiles>
-  __device__ __forceinline__ void stage_gradient(uint32_t tile, const Accumulator<C::kGradTiles, kTiles> &acc, int role_warp,
+  __device__ __forceinline__ void stage_gradient(const Operand &t, int64_t columns, uint32_t tile,
+                                                 const Accumulator<C::kGradTiles, kTiles> &acc, int role_warp,
                                                  float scale) const {
     const int first_key = role_warp / C::kColumnWarps * C::kGradTiles * 16, part = role_warp % C::kColumnWarps;
+    if (t.dtype == Dtype::f32) {
+      if (t.data == nullptr) return;
+      const bool vectors = has_16_byte_rows(t, columns);
+      float *base =
+          static_cast<float *>(t.data) + batch * t.batch_stride + keys().start * t.seq_stride + head_k * t.head_stride;
+#pragma unroll
+      for (int i = 0; i < C::kGradTiles; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int key = key0 + first_key + 16 * i + (lane >> 2) + 8 * r;
+          if (key >= mask.seqlen_k) continue;  // store_gradient() has the others
+          store_fragment_row_fp32<kTiles>(
+              &acc[i][0][0], r, [&] { return base + key * t.seq_stride + part * kTiles * 8; },
+              static_cast<int>(columns) - part * kTiles * 8, vectors, lane & 3, scale);
+        }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < C::kGradTiles; ++i)
 #pragma unroll
@@ -215,6 +235,13 @@ struct KeyBlock {
     const Sequence k = keys();
     const int seq_slot = static_cast<int>(k.slot),
               end = key0 / C::kKeys == a.order.row_blocks - 1 ? seq_slot : min(key0 + C::kKeys, seq_slot);
+    if (t.dtype == Dtype::f32) {
+      float *base = static_cast<float *>(t.data) + batch * t.batch_stride + k.start * t.seq_stride + head_k * t.head_stride;
+      for (int key = max(key0, mask.seqlen_k); key < end; ++key) {
+        for (int column = thread; column < columns; column += kThreads) base[key * t.seq_stride + column] = 0;
+      }
+      return;
+    }
     Element *base = static_cast<Element *>(t.data) + batch * t.batch_stride + k.start * t.seq_stride + head_k * t.head_stride;
     if (vectors && key0 + C::kKeys <= min(end, mask.seqlen_k)) {  // the usual CTA: every key exists
       constexpr int kStep = kThreads / kVectors;

@@ -527,6 +527,25 @@ struct BackwardCta {
                                             bool vectors, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
     const int seq_slot = static_cast<int>(unpadded_keys(problem.k_lengths, work().batch).slot);
+    if (t.dtype == Dtype::f32) {
+      // `opaque`: else the compiler keeps addresses of this path in registers during the main loop, and spills others.
+      float *base = row_of_tensor<float>(t, work().batch, work().k_start, work().head_k);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int key = first_key + warp * 16 + (opaque(lane) >> 2) + 8 * r;
+        if (key >= work().seqlen_k) continue;
+        store_fragment_row_fp32<kCount / 4>(
+            acc, r, [&] { return base + key * t.seq_stride; }, columns, vectors, opaque(lane) & 3, scale);
+      }
+      // Keys that are not used, whoever owns them.
+      const int first = max(work().key0, work().seqlen_k);
+      const int end =
+          work().key0 / C::kTileKv == params.order.row_blocks - 1 ? seq_slot : min(work().key0 + C::kTileKv, seq_slot);
+      for (int key = first; key < end; ++key) {
+        for (int column = thread; column < columns; column += threads) base[key * t.seq_stride + column] = 0;
+      }
+      return;
+    }
     Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
     store_rows(t, base, acc, scale, columns, vectors, first_key, work().seqlen_k, seq_slot);
     if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
