@@ -33,7 +33,7 @@ struct Nccl {
   FA_NCCL_FUNCTIONS(FA_MEMBER)
 #undef FA_MEMBER
   const char *(*ncclGetErrorString)(NcclResult result) = nullptr;
-  std::shared_ptr<void> opened;  // keeps a library that find_nccl() opened
+  std::unique_ptr<void, int (*)(void *)> opened{nullptr, nullptr};  // keeps a library that find_nccl() opened
 };
 
 // `library`: a handle of dlopen(), or null: NCCL among the global symbols of the process, else a libnccl.so.2 that it has loaded.

@@ -5,6 +5,7 @@
 #include <cinttypes>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "dist/layout.h"
 #include "dist/link.h"
@@ -17,8 +18,8 @@ using Clock = std::chrono::steady_clock;
 
 class NcclLink final : public Link {
  public:
-  NcclLink(const Nccl &nccl, NcclComm comm, RowDevice &device, int rank, int num_ranks, int64_t timeout_ms)
-      : Link(rank, num_ranks, timeout_ms), nccl_(nccl), comm_(comm), device_(device) {}
+  NcclLink(Nccl nccl, NcclComm comm, RowDevice &device, int rank, int num_ranks, int64_t timeout_ms)
+      : Link(rank, num_ranks, timeout_ms), nccl_(std::move(nccl)), comm_(comm), device_(device) {}
 
   fa_status start(int64_t number, const std::vector<fa_dist_message> &messages, fa_stream stream, ErrorText &error) override {
     fa_stream second = nullptr;
@@ -64,7 +65,8 @@ class NcclLink final : public Link {
     if (aborted_.exchange(true)) return;
     // A thread that is inside NCCL leaves it if the communicator is non-blocking. If it is blocking, aborting is what lets it leave.
     std::unique_lock lock(calls_, std::defer_lock);
-    static_cast<void>(lock.try_lock_for(std::chrono::seconds(1)));
+    const auto deadline = Clock::now() + std::chrono::seconds(1);
+    while (!lock.try_lock() && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     nccl_.ncclCommAbort(comm_);
   }
 
@@ -98,7 +100,7 @@ class NcclLink final : public Link {
   const Nccl nccl_;
   const NcclComm comm_;
   RowDevice &device_;
-  std::timed_mutex calls_;  // NCCL takes calls on a communicator one at a time
+  std::mutex calls_;  // NCCL takes calls on a communicator one at a time
   std::atomic<bool> aborted_{false};
   std::atomic<Clock::rep> started_{0};  // the last exchange
 };
@@ -126,7 +128,7 @@ fa_status link_by_nccl(void *comm, void *library, int32_t cuda_device, RowDevice
     return fail(error, FA_ERROR_INVALID_ARGUMENT, "nccl_comm is %p, which has %d ranks; at most %d may be", comm, num_ranks,
                 int{kMaxRanks});
   }
-  link = std::make_unique<NcclLink>(nccl, comm, device, rank, num_ranks, timeout_ms);
+  link = std::make_unique<NcclLink>(std::move(nccl), comm, device, rank, num_ranks, timeout_ms);
   return FA_OK;
 }
 

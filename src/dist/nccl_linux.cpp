@@ -37,7 +37,7 @@ fa_status find_nccl(void *library, Nccl &nccl, ErrorText &error) {
         "nccl_comm is given, but this process has no NCCL among its global symbols and has not loaded libnccl.so.2; pass "
         "the copy that made the communicator as config.nccl_library");
   }
-  nccl.opened.reset(loaded, dlclose);
+  nccl.opened = {loaded, dlclose};
   const char *missing = find_functions(loaded, nccl);
   if (missing == nullptr) return FA_OK;
   return fail(error, FA_ERROR_NOT_BUILT, "the libnccl.so.2 of this process has no %s; it is too old", missing);
