@@ -55,8 +55,8 @@ TEST_P(Shapes, PackedBehindRowsOfOthers) {
   }
 }
 
-// Gradients of wide heads: tensor-core kernels want rows and dout on 16 bytes, and tiles of 64 queries and keys. One variant a head dim and dtype
-// in turn, so that each kernel meets most of them.
+// Gradients of wide heads: tensor-core kernels want rows and dout on 16 bytes, and tiles of 64 queries and keys. Head dims and dtypes
+// take the variants in turn, so that each kernel meets most of them.
 TEST_P(Shapes, WideHeads) {
   const std::vector<std::pair<const char *, void (*)(Case &)>> variants = {
       {"full", [](Case &) {}},

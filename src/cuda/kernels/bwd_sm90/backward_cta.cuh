@@ -552,25 +552,25 @@ struct BackwardCta {
     zero_rows<2 * kCount>(t, base, columns, vectors, work().key0 + C::kTileKv, seq_slot, thread, threads);
   }
   // Stores 64 rows of a gradient from `first` on to the rows of a sequence that begin at `base`: the first `used` of them are used, the others, up to
-  // `slot`, get zero.
+  // `seq_slot`, get zero.
   template <int kCount>
   __device__ __forceinline__ void store_rows(const Operand &t, Element *base, const float (&acc)[kCount], float scale,
-                                             int columns, bool vectors, int first, int used, int slot) const {
+                                             int columns, bool vectors, int first, int used, int seq_slot) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first + warp * 16 + (lane >> 2) + 8 * r;
       const uint32_t keep = row < used ? ~0u : 0u;
       store_fragment_row_at<Element, kCount / 4>(
           acc, r, [&] { return base + row * t.seq_stride; }, columns, vectors, lane & 3,
-          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, row < slot);
+          [&](float x, float y) { return pack2<Element>(x * scale, y * scale); }, keep, row < seq_slot);
     }
   }
-  // Zeroes kColumns columns, as far as they exist, of rows [first, slot).
+  // Zeroes kColumns columns, as far as they exist, of rows [first, seq_slot).
   template <int kColumns>
-  __device__ __forceinline__ void zero_rows(const Operand &t, Element *base, int columns, bool vectors, int first, int slot,
+  __device__ __forceinline__ void zero_rows(const Operand &t, Element *base, int columns, bool vectors, int first, int seq_slot,
                                             int thread, int threads) const {
     constexpr int kVectors = kColumns / 8;
-    for (int n = thread; n < (slot - first) * kVectors; n += threads) {
+    for (int n = thread; n < (seq_slot - first) * kVectors; n += threads) {
       const int column = n % kVectors * 8;
       store_elements(base + (first + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
     }

@@ -549,15 +549,15 @@ class BackwardSeparate {
     const bool vectors = kOfQueries                  ? has_16_byte_rows(tensor, columns)
                          : kGradient == Gradient::dk ? cta_.params.vector_dk
                                                      : cta_.params.vector_dv;
-    const Sequence rows =
+    const Sequence sequence =
         kOfQueries ? sequence_of(cta_.problem.q_lengths, t.batch) : unpadded_keys(cta_.problem.k_lengths, t.batch);
     const int row_blocks = kOfQueries ? cta_.params.query_order.row_blocks : cta_.params.order.row_blocks;
-    const int head = kOfQueries ? streamed_.head_q : t.head_k, slot = static_cast<int>(rows.slot);
-    Element *base = row_of_tensor<Element>(tensor, t.batch, rows.start, head) + first_column;
+    const int head = kOfQueries ? streamed_.head_q : t.head_k, seq_slot = static_cast<int>(sequence.slot);
+    Element *base = row_of_tensor<Element>(tensor, t.batch, sequence.start, head) + first_column;
     cta_.store_rows(tensor, base, acc, kGradient == Gradient::dv ? 1.f : cta_.problem.softmax_scale, columns - first_column,
-                    vectors, streamed_.own_row, static_cast<int>(rows.len), slot);
+                    vectors, streamed_.own_row, static_cast<int>(sequence.len), seq_slot);
     if (streamed_.own_row / 64 == row_blocks - 1)
-      cta_.template zero_rows<2 * kRegisters>(tensor, base, columns - first_column, vectors, streamed_.own_row + 64, slot,
+      cta_.template zero_rows<2 * kRegisters>(tensor, base, columns - first_column, vectors, streamed_.own_row + 64, seq_slot,
                                               static_cast<int>(threadIdx.x % 128), 128);
   }
 

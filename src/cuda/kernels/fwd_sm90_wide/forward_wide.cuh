@@ -51,10 +51,9 @@ class ForwardWide {
     head_k_ = a_.group.quotient(place.head);
     row0_ = place.row_block * 64;
     last_block_ = place.row_block == a_.order.row_blocks() - 1;
-    const Sequence queries = sequence_of(p_.q_lengths, batch_), keys_of_sequence = unpadded_keys(p_.k_lengths, batch_);
-    q_ = {static_cast<int>(queries.start), static_cast<int>(queries.slot), static_cast<int>(queries.len)};
-    k_ = {static_cast<int>(keys_of_sequence.start), static_cast<int>(keys_of_sequence.slot),
-          static_cast<int>(keys_of_sequence.len)};
+    const Sequence q = sequence_of(p_.q_lengths, batch_), k = unpadded_keys(p_.k_lengths, batch_);
+    q_ = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)};
+    k_ = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
     const Diagonal<int32_t> diagonal = this->diagonal();
     const RangeOf<int32_t> rows{row0_, min(row0_ + 64, diagonal.seqlen_q)};
     const KeyRange keys = diagonal.visible_keys(rows);
@@ -63,7 +62,7 @@ class ForwardWide {
   }
 
   __device__ __forceinline__ void run() const {
-    if (row0_ >= max(q_.len, q_.slot)) return;  // past the end of a packed sequence
+    if (row0_ >= max(q_.len, q_.seq_slot)) return;  // past the end of a packed sequence
     if (threadIdx.x == 0) {
       init_barriers();
     } else if (threadIdx.x == 32) {
@@ -243,7 +242,7 @@ class ForwardWide {
         const int row = row0_ + row_of(r);
         const bool used = row < q_.len;
         st_shared_float(rescale(row_of(r)), used ? result[r].factor : 0.f);
-        if (p_.lse.data != nullptr && row < q_.slot)
+        if (p_.lse.data != nullptr && row < q_.seq_slot)
           *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) = used ? result[r].lse : -CUDART_INF_F;
       }
     }
@@ -363,10 +362,10 @@ class ForwardWide {
         const int row = row0_ + row_of(r), column = first_column + part * 2 * kCount;
         store_fragment_row_at<Element, kCount / 4>(
             out[part], r, [&] { return base + row * p_.out.seq_stride + column; }, columns - column, a_.vector_out, lane_ & 3,
-            [](float x, float y) { return pack2<Element>(x, y); }, row < q_.len ? ~0u : 0u, row < q_.slot);
+            [](float x, float y) { return pack2<Element>(x, y); }, row < q_.len ? ~0u : 0u, row < q_.seq_slot);
       }
     if (!last_block_ || first_column != 0) return;
-    for (int row = row0_ + 64 + warp_; row < q_.slot; row += 4)
+    for (int row = row0_ + 64 + warp_; row < q_.seq_slot; row += 4)
       store_zero_row(base + row * p_.out.seq_stride, columns,
                      p_.lse.data != nullptr ? row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) : nullptr, -CUDART_INF_F,
                      lane_);
@@ -379,7 +378,7 @@ class ForwardWide {
   int batch_, head_q_, head_k_, row0_;
   bool last_block_;
   struct Rows {
-    int start, slot, len;  // as in Sequence
+    int start, seq_slot, len;  // as in Sequence
   };
   Rows q_, k_;
   KeyRange tiles_, full_;  // KV tiles with visible pairs, and of these those without masked pairs
