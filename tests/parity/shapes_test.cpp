@@ -95,10 +95,11 @@ TEST_P(Shapes, WideHeads) {
       {"dq and dv, sink", [](Case &c) { c.skipped_gradients = 2, c.sink = 1, c.mask = FA_MASK_CAUSAL; }},
   };
   size_t next = static_cast<size_t>(run_seed());
+  const int of_each = backend().name().rfind("cuda", 0) == 0 ? 7 : 1;  // CPUs have no kernels of their own for wide heads
   for (const auto &[head_dim, head_dim_v] :
        std::vector<std::pair<int64_t, int64_t>>{{320, 320}, {264, 320}, {384, 384}, {384, 72}, {512, 512}, {400, 512}}) {
     for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-      for (int n = 0; n < 7; ++n) {
+      for (int n = 0; n < of_each; ++n) {
         const auto &[text, vary] = variants[++next % variants.size()];
         Case c = base("wide heads");
         c.dtype = dtype;
