@@ -21,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/dist_rows.h"
 #include "dist/nccl_for_tests.h"
 #include "flashattn/flashattn_dist.h"
 
@@ -37,20 +38,6 @@ void check(fa_status status, fa_context context, const char *what) {
   if (status == FA_OK) return;
   std::fprintf(stderr, "%s: %s: %s\n", what, fa_status_name(status), fa_last_error(context));
   std::exit(1);
-}
-
-// Numbers that depend on the global row, so that every rank makes its own rows: about a standard normal distribution.
-__global__ void fill(__nv_bfloat16 *to, const int64_t *rows, int64_t count, int64_t columns, uint64_t seed) {
-  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < count * columns; n += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t x = static_cast<uint64_t>(rows[n / columns] * columns + n % columns) + seed * 0x9E3779B97F4A7C15ull;
-    float sum = 0;
-    for (int i = 0; i < 4; ++i) {
-      x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-      x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-      sum += static_cast<float>(x >> 40) * 0x1p-24f - 0.5f;
-    }
-    to[n] = __float2bfloat16(sum * 1.7320508f);
-  }
 }
 
 struct Problem {
@@ -104,7 +91,7 @@ class Rows {
     uint64_t seed = 1;
     const auto make = [&](int64_t heads, bool filled) {
       auto *data = static_cast<__nv_bfloat16 *>(take(static_cast<size_t>(count_ * heads * kDim) * 2));
-      if (filled) fill<<<1024, 256>>>(data, on_device, count_, heads * kDim, seed++);
+      if (filled) fill_rows(data, on_device, count_, heads * kDim, seed++);
       return tensor(data, FA_BFLOAT16, {count_, heads, kDim});
     };
     attention.q = make(kHeads, true);
