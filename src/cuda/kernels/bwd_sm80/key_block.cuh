@@ -99,9 +99,11 @@ struct KeyBlock {
     return !queries.empty();
   }
 
-  // Index of a query tile in the workspace.
+  // Index of a query tile in the workspace. Of padded sequences q_tiles_of_sequence() says the same; but here nothing of the sequence takes registers,
+  // which belong to the accumulators. Of packed ones the lengths are loaded again.
   __device__ __forceinline__ int64_t index_of(int tile) const {
-    return first_q_tile_of(a, batch, head_q, C::kRows) + opaque(tile);
+    if (p.q_lengths.cu == nullptr) return (int64_t{batch} * p.heads_q + head_q) * a.q_tiles + opaque(tile);
+    return first_q_tile_of(a, opaque(batch), opaque(head_q), C::kRows) + opaque(tile);
   }
 
   // Whether band or sequence mask some pair of these queries and the CTA's keys. Then NaN and Inf in dO, Q and K need the NaN-safe path.
@@ -194,8 +196,7 @@ struct KeyBlock {
                                                  const Accumulator<C::kGradTiles, kTiles> &acc, int role_warp,
                                                  float scale) const {
     const int first_key = role_warp / C::kColumnWarps * C::kGradTiles * 16, part = role_warp % C::kColumnWarps;
-    if (t.dtype == Dtype::f32) {
-      if (t.data == nullptr) return;
+    if (t.dtype == Dtype::f32 && t.data != nullptr) {
       const bool vectors = has_16_byte_rows(t, columns);
       float *base =
           static_cast<float *>(t.data) + batch * t.batch_stride + keys().start * t.seq_stride + head_k * t.head_stride;
@@ -209,8 +210,8 @@ struct KeyBlock {
               &acc[i][0][0], r, [&] { return base + key * t.seq_stride + part * kTiles * 8; },
               static_cast<int>(columns) - part * kTiles * 8, vectors, lane & 3, scale);
         }
-      return;
     }
+    // Also then, for nobody: the compiler needs fewer registers for code that does not branch.
 #pragma unroll
     for (int i = 0; i < C::kGradTiles; ++i)
 #pragma unroll

@@ -82,7 +82,7 @@ class ProducerWarps : protected SingleCta<C> {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
           WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
           // The rest is zero. All of it at once would spill.
-          __builtin_memcpy(&wg1_tile, &next, offsetof(WorkTile, nan_safe));
+          memcpy(&wg1_tile, &next, offsetof(WorkTile, nan_safe));
           for (auto &stage : wg1_tile.nan_safe) stage[0] = stage[1] = 0.f;
           wg1_tile.q_tile_begin += next.wg1_skips;
         }
@@ -259,8 +259,7 @@ class ProducerWarps : protected SingleCta<C> {
     const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
     for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
-      const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch,
-                tile = cta_.workspace_q_tile(head_q) + q_tile;
+      const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
       mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
         if constexpr (C::kHasDataMask)
@@ -276,13 +275,15 @@ class ProducerWarps : protected SingleCta<C> {
         pdl_wait();
       }
       if (elect_one())
-        tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0, tile, 0, 0, kEvictFirst);
+        tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
+                    cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
         mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
         cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
                                            head_q, batch, kEvictLast);
-        tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0, tile, 0, 0, kEvictFirst);
+        tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
+                    cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
       if (first && work_index > 0) load_kv(work_index, C::kKBytes);
       if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
