@@ -239,11 +239,12 @@ TEST_P(Processes, OneKilledAtAnyCall) {
     const int victim = end.waited[kVictim];
     EXPECT_TRUE(WIFSIGNALED(victim) && WTERMSIG(victim) == SIGKILL);
     EXPECT_LT(end.seconds, kTimeoutMs / 1000.0);
+    // Before backward everyone needs the victim once more, and up to its last exchange() at least one rank does.
     for (const int32_t r : {0, 2}) {
       expect_clean_exit(end.waited[static_cast<size_t>(r)]);
-      // A rank may have all it needs before the last exchanges of the victim.
-      expect_failure_told(shared_->ranks[r], n + 2 < calls);
+      expect_failure_told(shared_->ranks[r], n < calls / 2);
     }
+    EXPECT_TRUE(n + 2 >= calls || shared_->ranks[0].status != FA_OK || shared_->ranks[2].status != FA_OK);
   }
 }
 
