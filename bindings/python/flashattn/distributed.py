@@ -201,10 +201,14 @@ class _Messages:
 
 
 def _nccl_communicator(group: Any, device: torch.device) -> int:
-    backend = group._get_backend(device)
-    if not hasattr(backend, "_comm_ptr"):
-        raise RuntimeError(
-            f"PyTorch {torch.__version__} does not give the communicator of a group (ProcessGroupNCCL._comm_ptr)"
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device}, for which the group has no backend") from error
+    if backend.name() != "nccl" or not hasattr(backend, "_comm_ptr"):
+        raise ValueError(
+            f"device is {device}, for which the group has the backend {backend.name()}; CUDA needs nccl, of a PyTorch that tells its "
+            f"communicator (ProcessGroupNCCL._comm_ptr), which {torch.__version__} {'does' if hasattr(backend, '_comm_ptr') else 'does not'}"
         )
     torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)  # the first collective call makes it
     return backend._comm_ptr()
@@ -213,7 +217,7 @@ def _nccl_communicator(group: Any, device: torch.device) -> int:
 class Ranks:
     """This rank's end of a process group. Collective: every rank of the group makes one, for the same kind of device.
 
-    group: None = the default group. device: None = the current CUDA device for an NCCL group, else the CPU. timeout: seconds that a wait for
+    group: None = the default group. device: None = the current CUDA device if the group's backend is nccl, else the CPU. timeout: seconds that a wait for
     messages may take. With NCCL, `status` has to be polled: nothing else tells of a dead rank. A group of another kind cannot be interrupted:
     there `abort` makes later calls fail, and a call that waits ends with its time-out.
     """
@@ -223,15 +227,17 @@ class Ranks:
         group = torch.distributed.group.WORLD if group is None else group
         if group is None:
             raise RuntimeError("there is no process group; call torch.distributed.init_process_group first")
-        nccl = "nccl" in torch.distributed.get_backend(group)
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+            device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
         self.device = torch.device(device)
-        if (self.device.type == "cuda") != nccl:
-            backend = torch.distributed.get_backend(group)
-            raise ValueError(f"device is {self.device} and the group's backend {backend}; CUDA needs nccl, the CPU another backend")
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device}; it must be a CPU or a CUDA device")
+        nccl = self.device.type == "cuda"
+        if nccl and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank: int = torch.distributed.get_rank(group)
         self.num_ranks: int = torch.distributed.get_world_size(group)
+        communicator = _nccl_communicator(group, self.device) if nccl else None
         self._context = Context(self.device.type, self.device.index or 0, threads=0 if nccl else torch.get_num_threads())
         self._messages = None if nccl else _Messages(group)
         #: The kinds of calls of each plan that `fa_dist_prepare` has seen.
@@ -241,7 +247,6 @@ class Ranks:
         _abi.assign(config, "timeout_ms", max(1, int(timeout * 1000)))
         if self._messages is not None:
             config.transport = ctypes.pointer(self._messages.table)
-        communicator = _nccl_communicator(group, self.device) if nccl else None
         handle = ctypes.c_void_p()
         self._check(lib.fa_dist_create(ctypes.byref(handle), self._context._open(), communicator, ctypes.byref(config)))
         self._handle = handle

@@ -185,6 +185,32 @@ class RanksTest(unittest.TestCase):
         self.assertEqual(results[0], ["FA_ERROR_TRANSPORT"] * 3)
 
 
+@unittest.skipUnless(GLOO, "this PyTorch has no gloo")
+class OneRankTest(unittest.TestCase):
+    def setUp(self):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+
+    def test_what_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "device is cuda:0, for which the group has"):
+            Ranks(device="cuda:0")
+        with self.assertRaisesRegex(ValueError, "device is meta"):
+            Ranks(device="meta")
+        ranks, plan = Ranks(), plan_of(causal=True)
+        q, k, v = inputs(1)[:3]
+        with self.assertRaisesRegex(flashattn.Error, "layout has 2 ranks"):
+            ranks.attention(plan, q, k, v)
+        alone = Plan(LENGTHS, heads_q=HEADS_Q, heads_k=HEADS_K, head_dim=DIM, head_dim_v=DIM_V, num_ranks=1)
+        with self.assertRaisesRegex(flashattn.Error, r"q.shape\[0\]"):
+            ranks.attention(alone, q[1:], k, v)
+        ranks.abort()
+        with self.assertRaisesRegex(flashattn.Error, "fa_dist_abort"):
+            ranks.status()
+        ranks.close()
+        with self.assertRaisesRegex(ValueError, "the ranks are closed"):
+            ranks.status()
+
+
 class PlanTest(unittest.TestCase):
     def test_rows_go_there_and_back(self):
         plan = plan_of(causal=True)
