@@ -228,60 +228,67 @@ void RankCall::run_all() {
   keep(backward_pass());
 }
 
+struct OneRank::Tensors : LocalTensors {
+  using LocalTensors::LocalTensors;
+};
+
+OneRank::OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout, int32_t rank,
+                 const fa_dist_transport &transport, int64_t timeout_ms) {
+  fa_dist_layout_info info;
+  fa_dist_layout_info_init(&info, sizeof info);
+  EXPECT_EQ(fa_dist_layout_describe(layout, &info), FA_OK) << fa_last_error(nullptr);
+  tensors = std::make_unique<Tensors>(data, layout, rank, info.rank_offsets[rank + 1] - info.rank_offsets[rank]);
+  call.rank = rank;
+  call.backend = backend_of(cut.place, rank);
+  call.context = call.backend->context();
+  call.layout = layout;
+  call.backward = data.problem.backward != 0;
+  call.own_workspace = cut.own_workspace;
+  call.attention = data.options();
+  call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
+  call.attention.dropout_seed = static_cast<uint64_t>(data.problem.dropout_seed);
+  call.attention.dropout_offset = static_cast<uint64_t>(data.problem.dropout_offset);
+  fa_gradients_init(&call.gradients, sizeof call.gradients);
+  for (int n = 0; n < parity::kNumRoles; ++n) {
+    const Role role = static_cast<Role>(n);
+    if (role == parity::kCuQ || role == parity::kCuK) continue;
+    parity::field(call.attention, call.gradients, role) = tensors->upload(role, *call.backend);
+  }
+  fa_dist_config config;
+  fa_dist_config_init(&config, sizeof config);
+  void *communicator = nullptr;
+  if (cut.place.nccl) {
+    communicator = (cut.communicators.empty() ? NcclForTests::instance().communicators(cut.ranks)
+                                              : cut.communicators)[static_cast<size_t>(rank)];
+    config.nccl_library = NcclForTests::instance().library();
+  } else {
+    config.transport = &transport;
+  }
+  config.timeout_ms = timeout_ms;
+  EXPECT_EQ(fa_dist_create(&call.dist, call.context, communicator, &config), FA_OK) << fa_last_error(call.context);
+}
+
+OneRank::~OneRank() { fa_dist_destroy(call.dist); }
+
 Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, int64_t timeout_ms,
                   const std::function<void(RankCall &)> &body) {
   const LayoutHandle layout = plan(problem_of(data.problem, cut));
   Outcome outcome;
   if (!layout) return outcome;
-  const fa_dist_layout_info info = info_of(layout);
-  const size_t ranks = static_cast<size_t>(cut.ranks);
-  std::vector<RankCall> calls(ranks);
-  std::vector<std::unique_ptr<LocalTensors>> locals;  // in memory of the calls' backends
-  for (int32_t r = 0; r < cut.ranks; ++r) {
-    locals.push_back(std::make_unique<LocalTensors>(data, layout.get(), r, info.rank_offsets[r + 1] - info.rank_offsets[r]));
-    RankCall &call = calls[static_cast<size_t>(r)];
-    call.rank = r;
-    call.backend = backend_of(cut.place, r);
-    call.context = call.backend->context();
-    call.layout = layout.get();
-    call.backward = data.problem.backward != 0;
-    call.own_workspace = cut.own_workspace;
-    call.attention = data.options();
-    call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
-    call.attention.dropout_seed = static_cast<uint64_t>(data.problem.dropout_seed);
-    call.attention.dropout_offset = static_cast<uint64_t>(data.problem.dropout_offset);
-    fa_gradients_init(&call.gradients, sizeof call.gradients);
-    for (int n = 0; n < parity::kNumRoles; ++n) {
-      const Role role = static_cast<Role>(n);
-      if (role == parity::kCuQ || role == parity::kCuK) continue;
-      parity::field(call.attention, call.gradients, role) = locals.back()->upload(role, *call.backend);
-    }
-    const fa_dist_transport transport = network.transport(r);
-    fa_dist_config config;
-    fa_dist_config_init(&config, sizeof config);
-    void *communicator = nullptr;
-    if (cut.place.nccl) {
-      communicator = (cut.communicators.empty() ? NcclForTests::instance().communicators(cut.ranks)
-                                                : cut.communicators)[static_cast<size_t>(r)];
-      config.nccl_library = NcclForTests::instance().library();
-    } else {
-      config.transport = &transport;
-    }
-    config.timeout_ms = timeout_ms;
-    EXPECT_EQ(fa_dist_create(&call.dist, call.context, communicator, &config), FA_OK) << fa_last_error(call.context);
-  }
+  std::vector<std::unique_ptr<OneRank>> ranks;
+  for (int32_t r = 0; r < cut.ranks; ++r)
+    ranks.push_back(std::make_unique<OneRank>(data, cut, layout.get(), r, network.transport(r), timeout_ms));
 
   std::vector<std::thread> threads;
-  for (RankCall &call : calls) {
-    threads.emplace_back([&call, &body] { body ? body(call) : call.run_all(); });
+  for (const auto &rank : ranks) {
+    threads.emplace_back([&call = rank->call, &body] { body ? body(call) : call.run_all(); });
   }
   for (std::thread &thread : threads) thread.join();
 
-  for (RankCall &call : calls) {
-    outcome.statuses.push_back(call.status);
-    outcome.errors.push_back(call.error);
-    outcome.health.push_back(fa_dist_status(call.dist));
-    fa_dist_destroy(call.dist);
+  for (const auto &rank : ranks) {
+    outcome.statuses.push_back(rank->call.status);
+    outcome.errors.push_back(rank->call.error);
+    outcome.health.push_back(fa_dist_status(rank->call.dist));
   }
   for (int n = 0; n < parity::kNumRoles; ++n) {
     const Role role = static_cast<Role>(n);
@@ -290,8 +297,9 @@ Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, in
     if (!is_output(role) || !data.tensors[static_cast<size_t>(n)].present()) continue;
     whole = data.tensors[static_cast<size_t>(n)];
     for (int32_t r = 0; r < cut.ranks; ++r) {
-      locals[static_cast<size_t>(r)]->download(role, *calls[static_cast<size_t>(r)].backend);
-      HostTensor &local = locals[static_cast<size_t>(r)]->tensors[static_cast<size_t>(n)];
+      OneRank &rank = *ranks[static_cast<size_t>(r)];
+      rank.tensors->download(role, *rank.call.backend);
+      HostTensor &local = rank.tensors->tensors[static_cast<size_t>(n)];
       if (dimension < 0) {  // the same on every rank
         if (r > 0 && local.bytes() != whole.bytes())
           outcome.damage += std::string(parity::role_name(role)) + " differs between ranks ";

@@ -74,6 +74,20 @@ struct RankCall {
   fa_status backward_pass();
 };
 
+// A rank ready to call: its context, its handle and its rows in memory.
+struct OneRank {
+  struct Tensors;
+  RankCall call;
+  std::unique_ptr<Tensors> tensors;
+
+  // The layout must outlive it. `transport` carries the messages where `cut.place` has no NCCL.
+  OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout, int32_t rank, const fa_dist_transport &transport,
+          int64_t timeout_ms);
+  ~OneRank();
+  OneRank(const OneRank &) = delete;
+  OneRank &operator=(const OneRank &) = delete;
+};
+
 struct Outcome {
   std::vector<fa_status> statuses;  // of the ranks
   std::vector<std::string> errors;

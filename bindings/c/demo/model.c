@@ -83,24 +83,24 @@ static void init_rotation(model *m) {
   const int64_t pairs = m->config.width / m->config.heads / 2;
   m->rotation = floats(m->config.seqlen * pairs * 2);
   for (int64_t t = 0; t < m->config.seqlen; ++t) {
+    const int64_t position = m->functions != NULL ? m->functions->positions[t] : t;
     for (int64_t c = 0; c < pairs; ++c) {
-      const double angle = (double)t * pow(10000, -(double)c / (double)pairs);
+      const double angle = (double)position * pow(10000, -(double)c / (double)pairs);
       m->rotation[(t * pairs + c) * 2] = (float)cos(angle);
       m->rotation[(t * pairs + c) * 2 + 1] = (float)sin(angle);
     }
   }
 }
 
-void model_init(model *m, const model_config *config, flash *attention, uint64_t seed) {
-  memset(m, 0, sizeof *m);
-  m->config = *config;
-  m->attention = attention;
+static void init(model *m, uint64_t seed) {
+  const model_config *config = &m->config;
+  const int unfused = m->attention == NULL && m->functions == NULL;
   init_parameters(m, seed);
   init_rotation(m);
 
   const int64_t rows = config->batch * config->seqlen, width = config->width;
   const attention_shape shape = shape_of(config, config->batch, config->seqlen);
-  const size_t saved = attention != NULL ? attention_lse_elements(&shape) : attention_matrix_elements(&shape);
+  const size_t saved = unfused ? attention_matrix_elements(&shape) : attention_lse_elements(&shape);
   m->activations = allocate((size_t)config->layers, sizeof *m->activations);
   for (int64_t l = 0; l < config->layers; ++l) {
     layer_activations *a = &m->activations[l];
@@ -122,7 +122,21 @@ void model_init(model *m, const model_config *config, flash *attention, uint64_t
   m->logits = floats(rows * config->vocabulary);
   /* Room for a transposed weight, the gradient of the residual stream, that of a layer's inner values and that of their input. */
   m->scratch = floats(width * (4 * width + config->vocabulary) + rows * (width + 4 * width + width));
-  if (attention == NULL) m->matrix_scratch = floats((int64_t)saved);
+  if (unfused) m->matrix_scratch = floats((int64_t)saved);
+}
+
+void model_init(model *m, const model_config *config, flash *attention, uint64_t seed) {
+  memset(m, 0, sizeof *m);
+  m->config = *config;
+  m->attention = attention;
+  init(m, seed);
+}
+
+void model_init_with(model *m, const model_config *config, const attention_functions *functions, uint64_t seed) {
+  memset(m, 0, sizeof *m);
+  m->config = *config;
+  m->functions = functions;
+  init(m, seed);
 }
 
 void model_free(model *m) {
@@ -176,6 +190,7 @@ static void rotate(const model *m, int64_t rows, int64_t seqlen, float *qkv, flo
 
 static fa_status attend(model *m, const attention_shape *shape, layer_activations *a) {
   fa_status status;
+  if (m->functions != NULL) return m->functions->forward(m->functions->user, a->qkv, a->attended, a->saved);
   if (m->attention == NULL) {
     unfused_forward(shape, a->qkv, a->saved, a->attended);
     return FA_OK;
@@ -266,6 +281,9 @@ static void linear_backward(int64_t rows, int64_t in, int64_t out, const float *
 static fa_status attend_backward(model *m, const attention_shape *shape, const layer_activations *a, const float *dout,
                                  float *dqkv) {
   fa_status status;
+  if (m->functions != NULL) {
+    return m->functions->backward(m->functions->user, a->qkv, a->attended, a->saved, dout, dqkv);
+  }
   if (m->attention == NULL) {
     unfused_backward(shape, a->qkv, a->saved, dout, m->matrix_scratch, dqkv);
     return FA_OK;

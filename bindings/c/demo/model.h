@@ -14,6 +14,15 @@ typedef struct model_config {
   int64_t batch, seqlen, width, heads, layers, vocabulary;
 } model_config;
 
+/* Attention by functions of the caller, in place of either form. The rows of the model may then be some of a longer sequence, in any order.
+ * Shapes as in attention.h, with lse (H, T). */
+typedef struct attention_functions {
+  void *user;
+  fa_status (*forward)(void *user, const float *qkv, float *out, float *lse);
+  fa_status (*backward)(void *user, const float *qkv, const float *out, const float *lse, const float *dout, float *dqkv);
+  const int64_t *positions; /* (T): where each row is in the sequence */
+} attention_functions;
+
 /* Index of each weight in the array of all parameters. */
 typedef struct layer_weights {
   int64_t norm1; /* (C) */
@@ -41,7 +50,8 @@ typedef struct layer_activations {
 
 typedef struct model {
   model_config config;
-  flash *attention; /* NULL = unfused */
+  flash *attention;                     /* NULL = unfused, or `functions` */
+  const attention_functions *functions; /* NULL = one of the forms of attention.h */
 
   int64_t num_parameters;
   int64_t token_embedding; /* (V, C) */
@@ -62,6 +72,8 @@ typedef struct model {
 
 /* Weights depend only on `seed`. The caller keeps `attention`. */
 void model_init(model *m, const model_config *config, flash *attention, uint64_t seed);
+/* The same with attention by `functions`, which the caller keeps. The batch is 1. */
+void model_init_with(model *m, const model_config *config, const attention_functions *functions, uint64_t seed);
 void model_free(model *m);
 
 /* Computes the logits of `tokens` (batch, seqlen). Both sizes are at most those of the configuration. Returns a status of libflashattn. */
