@@ -124,7 +124,7 @@ class BatchTest(TorchCase):
             rows = [torch.arange(int(a), int(b)) for a, b in zip(first, last)]
             slots = torch.cat([slots_of(n, r) for n, r in enumerate(rows)] + [torch.full((padding,), -1)])
             key, value = (
-                torch.cat([x[n][r] for n, r in enumerate(rows)] + [torch.full((padding, self.KEY_HEADS, self.DIM), torch.nan, dtype=dtype)])
+                torch.cat([x[n][r] for n, r in enumerate(rows)] + [torch.full((padding, self.KEY_HEADS, self.DIM), 7, dtype=dtype)])
                 for x in (keys, values)
             )
             implementation.do_kv_cache_update(layer, key, value, cache, slots)
