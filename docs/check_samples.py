@@ -26,8 +26,8 @@ SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp tests/reference/
            "julia": "bindings/julia/**/*.jl"}
 TOOLS = ("go", "julia", "pip", "cargo")
 # What the README's table shows: the language of the line. Lines in Python and of vLLM's shell are run by bindings/python/tests/test_switch.py.
-SWITCHES = {"PyTorch": "python", "diffusers": "python", "transformers": "python", "vLLM 0.33": "python", "JAX, on the CPU": "python", "NumPy": "python", "llm.c": "sh",
-            "ggml": "c", "C": "c", "C++": "cpp", "Rust": "rust", "Go": "go", "Julia": "julia"}
+SWITCHES = {"PyTorch": "python", "diffusers": "python", "transformers": "python", "vLLM 0.33": "python", "JAX, on the CPU": "python", "NumPy": "python",
+            "ONNX Runtime": "python", "llm.c": "sh", "ggml": "c", "C": "c", "C++": "cpp", "Rust": "rust", "Go": "go", "Julia": "julia"}
 
 
 def guides(root):
@@ -43,7 +43,7 @@ def blocks(text):
 def switches(text):
     """(line, what one uses, what one writes) of the rows of the README's table."""
     begin, end = text.index("<!-- switch table"), text.index("<!-- end of switch table")
-    for match in re.finditer(r"^\| \[?([^|\]]+?)(?:\]\([^)]*\))? \| `([^`]+)` \|", text[begin:end], flags=re.M):
+    for match in re.finditer(r"^\| \[?([^|\]]+?)(?:\]\([^)]*\)[^|]*)? \| `([^`]+)` \|", text[begin:end], flags=re.M):
         yield text[: begin + match.start()].count("\n") + 1, match.group(1), match.group(2)
 
 

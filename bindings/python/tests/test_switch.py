@@ -2,6 +2,7 @@
 """The lines of the README's table "Switching" that are Python's, executed where their packages are. docs/check_samples.py has the others."""
 
 import importlib.util
+import os
 import pathlib
 import shlex
 import unittest
@@ -119,6 +120,20 @@ class SwitchTest(unittest.TestCase):
         logits = model(tokens).logits
         model.double().set_attn_implementation("eager")
         torch.testing.assert_close(logits.double(), model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    @needs("onnxruntime", "onnx", "numpy")
+    @unittest.skipUnless(os.environ.get("FLASHATTN_ONNX"), "FLASHATTN_ONNX is not set")
+    def test_onnx(self):
+        """The line, with the library where it was built; test_onnxruntime compares results."""
+        import onnxruntime
+
+        folder, file = os.path.split(os.environ["FLASHATTN_ONNX"])
+        self.assertIn(f'("{file}")', LINES["ONNX Runtime"])
+        options = onnxruntime.SessionOptions()
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(folder)  # dlopen wants a path
+        exec(LINES["ONNX Runtime"].replace(file, f"./{file}"), {"options": options})
 
     @needs("torch", "vllm")
     def test_vllm(self):
