@@ -91,9 +91,8 @@ static int run(const problem *p, const char *library) {
   const struct ggml_init_params memory = {(size_t)64 << 20, NULL, false};
   struct ggml_context *ctx = ggml_init(memory);
   fa_ggml *fa = fa_ggml_open(library, p->threads, error, sizeof error);
-  struct ggml_tensor *in[5], *ours, *theirs;
+  struct ggml_tensor *in[5], *q, *k, *v, *mask, *sinks, *ours, *theirs;
   struct ggml_cgraph *graph = ggml_new_graph(ctx);
-  struct ggml_tensor *q, *k, *v, *mask, *sinks;
   const float scale = 1 / sqrtf((float)p->dim), max_bias = 0, softcap = p->softcap;
   double our_error, their_error;
   if (fa == NULL) {
