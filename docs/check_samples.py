@@ -9,6 +9,8 @@ console                   is run here; every line must begin with the word that 
 
 Commands run in a folder that looks like a checkout, with the build tree at build/release. A block whose tool is missing is reported as not run.
 
+Lines of the README's table "Switching" are parts of such sources, commands that are run here, or lines that the package's tests execute.
+
 usage: check_samples.py SOURCE_DIR BUILD_DIR [--no-run]
 """
 import os
@@ -23,6 +25,9 @@ from pathlib import Path
 SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp tests/reference/score_gallery.cpp", "go": "bindings/go/**/*.go", "rust": "bindings/rust/*/**/*.rs",
            "julia": "bindings/julia/**/*.jl"}
 TOOLS = ("go", "julia", "pip", "cargo")
+# What the README's table shows: the language of the line. Lines in Python and of vLLM's shell are run by bindings/python/tests/test_switch.py.
+SWITCHES = {"PyTorch": "python", "diffusers": "python", "transformers": "python", "vLLM 0.33": "python", "JAX, on the CPU": "python", "NumPy": "python",
+            "ONNX Runtime": "python", "llm.c": "sh", "ggml": "c", "C": "c", "C++": "cpp", "Rust": "rust", "Go": "go", "Julia": "julia"}
 
 
 def guides(root):
@@ -35,6 +40,13 @@ def blocks(text):
         yield text[: match.start()].count("\n") + 1, match.group(1), match.group(2)
 
 
+def switches(text):
+    """(line, what one uses, what one writes) of the rows of the README's table."""
+    begin, end = text.index("<!-- switch table"), text.index("<!-- end of switch table")
+    for match in re.finditer(r"^\| \[?([^|\]]+?)(?:\]\([^)]*\)[^|]*)? \| `([^`]+)` \|", text[begin:end], flags=re.M):
+        yield text[: begin + match.start()].count("\n") + 1, match.group(1), match.group(2)
+
+
 def plain(code):
     """Without indentation, comment marks of documentation, and blank lines: what two places have to have in common."""
     lines = (re.sub(r"^\s*//! ?", "", line).strip() for line in code.splitlines())
@@ -44,6 +56,13 @@ def plain(code):
 def quoted_from(root, language, code):
     for path in sorted(path for pattern in SOURCES[language].split() for path in root.glob(pattern)):
         if "target" not in path.parts and f"\n{plain(code)}\n" in f"\n{plain(path.read_text())}\n":
+            return path.relative_to(root)
+    return None
+
+
+def part_of(root, language, code):
+    for path in sorted(path for pattern in SOURCES[language].split() for path in root.glob(pattern)):
+        if "target" not in path.parts and code in path.read_text():
             return path.relative_to(root)
     return None
 
@@ -62,7 +81,8 @@ class Checkout:
     def run(self, code):
         installed = self.folder / "installed"
         code = code.replace("/tmp/flashattn", str(installed))
-        environment = {**os.environ, "GOPROXY": "off", "GOFLAGS": "-mod=readonly", "GOCACHE": str(self.build / "bindings/go/cache"),
+        include = f"{self.folder / 'include'}{os.pathsep}{self.build / 'include'}"
+        environment = {**os.environ, "CPATH": include, "LIBRARY_PATH": str(self.build), "LD_LIBRARY_PATH": str(self.build), "GOPROXY": "off", "GOFLAGS": "-mod=readonly", "GOCACHE": str(self.build / "bindings/go/cache"),
                        "PIP_NO_INDEX": "1", "PIP_TARGET": str(self.folder / "site"), "PIP_BREAK_SYSTEM_PACKAGES": "1", "PYTHONDONTWRITEBYTECODE": "1",
                        "PATH": f"{self.build / 'bindings/cli'}{os.pathsep}{os.environ['PATH']}"}
         return subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
@@ -103,6 +123,24 @@ def check(root, language, code, guide, checkout):
     return True, "run"
 
 
+def check_switch(root, name, code, checkout):
+    """(fine, what is to be said)"""
+    language = SWITCHES.get(name)
+    if language in SOURCES:
+        source = part_of(root, language, code)
+        return (True, f"as in {source}") if source else (False, f"is in no file of {SOURCES[language]}")
+    if language == "python":
+        return True, "executed by the package's tests"
+    if language is None:
+        return False, "nobody knows how to check this row"
+    if checkout is None:
+        return True, "not run: asked not to"
+    # A program that calls attention_forward and attention_backward, as the one of llm.c does, and compares them with fp64.
+    shutil.copy(root / "bindings/c/llmc/attention_test.c", checkout.folder / "train_gpt2.c")
+    result = checkout.run(f"{code} && ./a.out")
+    return (True, "run") if result.returncode == 0 else (False, f"exit status {result.returncode}\n{textwrap.indent(result.stdout[-3000:], '    ')}")
+
+
 def main():
     root, build = (Path(argument).resolve() for argument in sys.argv[1:3])
     count = problems = 0
@@ -114,6 +152,15 @@ def main():
                 print(f"{guide.relative_to(root)}:{line}: {language}: {'' if fine else 'WRONG: '}{words}", flush=True)
                 count += 1
                 problems += not fine
+        seen = []
+        for line, name, code in switches((root / "README.md").read_text()):
+            fine, words = check_switch(root, name, code, checkout)
+            print(f"README.md:{line}: {name}: {'' if fine else 'WRONG: '}{words}", flush=True)
+            seen.append(name)
+            problems += not fine
+        if sorted(seen) != sorted(SWITCHES):
+            print(f"README.md: WRONG: its table has rows for {', '.join(seen)}; they must be {', '.join(SWITCHES)}")
+            problems += 1
     print(f"{count} blocks, {problems} wrong")
     return 1 if problems or count < 15 else 0
 

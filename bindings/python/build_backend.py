@@ -31,6 +31,8 @@ def _project(key):
     return found.group(1)
 
 
+# vLLM looks for its plugins here.
+ENTRY_POINTS = "[vllm.general_plugins]\nflashattn = flashattn.vllm:register\n"
 HEADER = "include/flashattn/flashattn.h"  # for flashattn.build_torch
 
 
@@ -146,6 +148,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     files[f"{dist_info}/WHEEL"] = (
         f"Wheel-Version: 1.0\nGenerator: libflashattn\nRoot-Is-Purelib: {'false' if library else 'true'}\nTag: {tag}\n".encode()
     )
+    files[f"{dist_info}/entry_points.txt"] = ENTRY_POINTS.encode()
     if (ROOT / "LICENSE").exists():
         files[f"{dist_info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     record = f"{dist_info}/RECORD"

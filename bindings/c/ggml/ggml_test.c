@@ -91,9 +91,9 @@ static int run(const problem *p, const char *library) {
   const struct ggml_init_params memory = {(size_t)64 << 20, NULL, false};
   struct ggml_context *ctx = ggml_init(memory);
   fa_ggml *fa = fa_ggml_open(library, p->threads, error, sizeof error);
-  struct ggml_tensor *in[5], *ours, *theirs;
+  struct ggml_tensor *in[5], *q, *k, *v, *mask, *sinks, *ours, *theirs;
   struct ggml_cgraph *graph = ggml_new_graph(ctx);
-  const float scale = 1 / sqrtf((float)p->dim);
+  const float scale = 1 / sqrtf((float)p->dim), max_bias = 0, softcap = p->softcap;
   double our_error, their_error;
   if (fa == NULL) {
     fprintf(stderr, "%s\n", error);
@@ -113,13 +113,14 @@ static int run(const problem *p, const char *library) {
       if (j > i + p->keys - p->rows) ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(-INFINITY);
     }
   }
-  ours = fa_ggml_flash_attn_ext(fa, ctx, in[0], in[1], in[2], in[3], in[4], scale, 0, p->softcap);
+  q = in[0], k = in[1], v = in[2], mask = in[3], sinks = in[4];
+  ours = fa_ggml_flash_attn_ext(fa, ctx, q, k, v, mask, sinks, scale, max_bias, softcap);
   if (ours == NULL) {
     fprintf(stderr, "%s: %s\n", p->name, fa_ggml_error(fa));
     return 1;
   }
-  theirs = ggml_flash_attn_ext(ctx, in[0], in[1], in[2], in[3], scale, 0, p->softcap);
-  if (p->sinks) ggml_flash_attn_ext_add_sinks(theirs, in[4]);
+  theirs = ggml_flash_attn_ext(ctx, q, k, v, mask, scale, max_bias, softcap);
+  if (p->sinks) ggml_flash_attn_ext_add_sinks(theirs, sinks);
   for (int64_t n = 0; n < ggml_nelements(ours); ++n) ((float *)ours->data)[n] = NAN;
   /* A node behind ours reads its result, and the graph runs twice with the same threads. */
   struct ggml_tensor *sum = ggml_add(ctx, ours, theirs);
