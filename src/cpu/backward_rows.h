@@ -8,10 +8,21 @@
 
 namespace fa::cpu::FA_ISA {
 
+// Which rows to keep: all, or those that see a key by their lse2, which starts at row `first`.
+struct EveryRow {
+  FA_INLINE bool operator()(int64_t) const { return true; }
+};
+struct RowsThatSee {
+  const float *lse2;
+  int64_t first;
+  FA_INLINE bool operator()(int64_t row) const { return lse2[row - first] != kInfinity; }
+};
+
 // Rows [begin, end) of `dim` elements as floats, `ld` apart, zeros up to whole vectors; rows for which keep(row) is false are zero.
 // Returns whether every value kept is finite.
 template <class Element, class Keep>
-inline bool widen_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, Keep keep, float *to, int64_t ld) {
+__attribute__((noinline)) bool widen_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, Keep keep, float *to,
+                                          int64_t ld) {
   F probe = Simd::zero();  // sum of x * 0: NaN as soon as one x is not finite
   for (int64_t j = begin; j < end; ++j, to += ld) {
     const bool kept = keep(j);
@@ -116,7 +127,7 @@ template <class Element>
 inline bool pack_query_rows(const BackwardProblem &problem, int64_t b, int64_t h, const Sequence &queries, Range rows,
                             const PackedQueries &to) {
   const MaskedProblem &p = problem.forward;
-  const auto keep = [&](int64_t i) { return to.lse2[i - rows.begin] != kInfinity; };
+  const RowsThatSee keep{to.lse2, rows.begin};
   const bool q_finite =
       widen_rows<Element>(rows_of(p.q, b, h, queries.start), rows.begin, rows.end, p.head_dim, keep, to.q, to.ld);
   const bool dout_finite = widen_rows<Element>(rows_of(problem.dout, b, h, queries.start), rows.begin, rows.end, p.head_dim_v,
