@@ -8,14 +8,9 @@
 
 namespace fa::cpu::FA_ISA {
 
-// Which rows to keep: all, or those that see a key by their lse2, which starts at row `first`.
+// Keeps all rows.
 struct EveryRow {
   FA_INLINE bool operator()(int64_t) const { return true; }
-};
-struct RowsThatSee {
-  const float *lse2;
-  int64_t first;
-  FA_INLINE bool operator()(int64_t row) const { return lse2[row - first] != kInfinity; }
 };
 
 // Rows [begin, end) of `dim` elements as floats, `ld` apart, zeros up to whole vectors; rows for which keep(row) is false are zero.
@@ -127,7 +122,7 @@ template <class Element>
 inline bool pack_query_rows(const BackwardProblem &problem, int64_t b, int64_t h, const Sequence &queries, Range rows,
                             const PackedQueries &to) {
   const MaskedProblem &p = problem.forward;
-  const RowsThatSee keep{to.lse2, rows.begin};
+  const auto keep = [&](int64_t i) { return to.lse2[i - rows.begin] != kInfinity; };
   const bool q_finite =
       widen_rows<Element>(rows_of(p.q, b, h, queries.start), rows.begin, rows.end, p.head_dim, keep, to.q, to.ld);
   const bool dout_finite = widen_rows<Element>(rows_of(problem.dout, b, h, queries.start), rows.begin, rows.end, p.head_dim_v,

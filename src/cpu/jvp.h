@@ -138,19 +138,17 @@ class JvpWork final : public HeadWork {
     });
   }
 
-  // lse2 of the rows, and their q and tq as floats. Rows that see nothing become zero, so that nothing of them counts even if it is NaN.
+  // lse2 of the rows, and their q and tq as floats. In rows that see nothing everything is masked, whatever they hold.
   void pack_queries(const Head &x, int32_t worker, int64_t h, Range rows) const {
     float *lse2 = worker_array<float>(worker, l_.lse2);
     const float *lse = scalars_of(p_.lse, x.b, h, x.q);
     for (int64_t i = rows.begin; i < rows.end; ++i) {
-      const bool sees_no_key = visible_keys(p_.band, x.q, x.k, Range{i, i + 1}).empty();
-      const float row_lse = sees_no_key ? -kInfinity : lse[i * p_.lse.seq_stride];
+      const float row_lse = lse[i * p_.lse.seq_stride];
       lse2[i - rows.begin] = row_lse == -kInfinity ? kInfinity : row_lse * kLog2e;
     }
-    const RowsThatSee sees{lse2, rows.begin};
     for_dtype(p_.q.dtype, [&]<class Element>() {
       const auto widen = [&](const Operand &from, size_t to) {
-        widen_rows<Element>(rows_of(from, x.b, h, x.q.start), rows.begin, rows.end, p_.head_dim, sees,
+        widen_rows<Element>(rows_of(from, x.b, h, x.q.start), rows.begin, rows.end, p_.head_dim, EveryRow(),
                             worker_array<float>(worker, to), l_.ld);
       };
       widen(p_.q, l_.q_rows);
@@ -252,19 +250,17 @@ class JvpWork final : public HeadWork {
   template <class Element>
   void write_rows(const Head &x, int32_t worker, int64_t h, Range rows) const {
     using Type = typename Element::Type;
-    const float *lse2 = worker_array<float>(worker, l_.lse2), *tlse = worker_array<float>(worker, l_.tlse);
-    const float *sum = worker_array<float>(worker, l_.tout);
+    const float *tlse = worker_array<float>(worker, l_.tlse), *sum = worker_array<float>(worker, l_.tout);
     const Rows out = rows_of(p_.out, x.b, h, x.q.start), tout = rows_of(j_.tout, x.b, h, x.q.start);
-    for (int64_t i = rows.begin; i < rows.end; ++i, ++lse2, ++tlse, sum += l_.ld_v) {
+    for (int64_t i = rows.begin; i < rows.end; ++i, ++tlse, sum += l_.ld_v) {
       if (j_.tlse.data != nullptr) scalars_of(j_.tlse, x.b, h, x.q)[i * j_.tlse.seq_stride] = *tlse;
-      const bool moves = *lse2 != kInfinity && l_.logits();  // else out counts for nothing, even if it is NaN
       const F minus_tlse = Simd::set(-*tlse);
       const auto *from = reinterpret_cast<const Type *>(out.row(i));
       auto *to = reinterpret_cast<Type *>(const_cast<char *>(tout.row(i)));
       for (int64_t c = 0; c < p_.head_dim_v; c += kWidth) {
         const int n = static_cast<int>(min64(p_.head_dim_v - c, kWidth));
         F y = Simd::load(sum + c);
-        if (moves) y = Simd::fma(minus_tlse, n == kWidth ? Element::load(from + c) : Element::load(from + c, n), y);
+        if (l_.logits()) y = Simd::fma(minus_tlse, n == kWidth ? Element::load(from + c) : Element::load(from + c, n), y);
         if (n == kWidth) {
           Element::store(to + c, y);
         } else {
