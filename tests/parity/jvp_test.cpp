@@ -322,7 +322,7 @@ TEST_P(Jvp, FiniteDifferences) {
 FA_ON_EVERY_BACKEND(Jvp);
 
 // The widest instruction set with any number of threads; with slots for every head and workers that share heads.
-TEST(JvpThreads, AnyNumberGivesTheSameBits) {
+TEST(ThreadsJvp, AnyNumberGivesTheSameBits) {
   const Backends backends = cpu_backends();
   Backend &cpu = *backends.front();
   for (const int64_t batch : {1, 5}) {
