@@ -25,6 +25,7 @@ func layouts() []string {
 		{"fa_gradients", reflect.TypeOf(C.fa_gradients{})},
 		{"fa_plan_info", reflect.TypeOf(C.fa_plan_info{})},
 		{"fa_append", reflect.TypeOf(C.fa_append{})},
+		{"fa_jvp", reflect.TypeOf(C.fa_jvp{})},
 		{"fa_merge_problem", reflect.TypeOf(C.fa_merge_problem{})},
 		{"fa_score_source", reflect.TypeOf(C.fa_score_source{})},
 		{"fa_score_tensor", reflect.TypeOf(C.fa_score_tensor{})},

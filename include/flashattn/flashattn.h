@@ -836,6 +836,43 @@ typedef struct fa_gradients {
  */
 FA_API fa_status fa_gradients_init(fa_gradients *gradients, size_t size);
 
+/**
+ * @brief The tangents of one attention problem: inputs and outputs of fa_forward_jvp(), the forward-mode derivative.
+ *
+ * If q, k and v move along their tangents, out and lse move along theirs. With the logits x and P = exp(x - lse), for every row
+ * i and its visible keys j:
+ *
+ *     tx_ij = dx/ds * softmax_scale * (dot(tq_i, k_j) + dot(q_i, tk_j))
+ *     tlse_i = sum_j P_ij tx_ij;  tout_i = sum_j P_ij (tx_ij v_j + tv_j) - tlse_i out_i
+ *
+ * where dx/ds is the derivative of the softcap, 1 without it. A row that sees no key, and a row past `seqused_q`, gets tout = 0 and
+ * tlse = 0. Values that do not affect out do not affect tout, and neither do their tangents, even if they are NaN. @since 0.1
+ */
+typedef struct fa_jvp {
+  /** sizeof(fa_jvp), as set by fa_jvp_init(). */
+  uint32_t struct_size;
+  /** Must be 0. */
+  uint32_t reserved;
+  /** Tangent of q, shaped as q. dtype of q. Absent = zero. */
+  fa_tensor tq;
+  /** Tangent of k, shaped as k. dtype of q. Absent = zero. */
+  fa_tensor tk;
+  /** Tangent of v, shaped as v. dtype of q. Absent = zero. */
+  fa_tensor tv;
+  /** Output: tangent of out, shaped as out. dtype of q. */
+  fa_tensor tout;
+  /** Output: tangent of lse, fp32, shaped as lse. Absent = not computed. */
+  fa_tensor tlse;
+} fa_jvp;
+
+/**
+ * @brief Fills the struct with defaults (zero) and sets its `struct_size`.
+ * @param jvp The struct to fill.
+ * @param size sizeof(fa_jvp) in the caller's code.
+ * @return As fa_config_init(). @since 0.1
+ */
+FA_API fa_status fa_jvp_init(fa_jvp *jvp, size_t size);
+
 /** @brief Bits of `fa_append.flags`. @since 0.1 */
 enum {
   /** Rotary pair c is columns 2c and 2c + 1 (GPT-J). Without this bit it is columns c and c + rotary_dim / 2 (GPT-NeoX, Llama).
@@ -959,7 +996,7 @@ typedef struct fa_plan_info {
   fa_status status;
   /** Size in bytes of the workspace that the call needs. The address of the workspace must be a multiple of 256. */
   uint64_t workspace_bytes;
-  /** Floating-point operations. Forward and backward: those of the matrix products over visible query-key pairs. Merge: two per
+  /** Floating-point operations. Forward, backward and jvp: those of the matrix products over visible query-key pairs. Merge: two per
    * element of each part. Append: six per rotated pair. Lengths that only the device can read are taken as their upper bounds.
    * Pairs masked by the bias or by masks given as data are counted. */
   double flops;
@@ -1006,6 +1043,16 @@ FA_API fa_status fa_backward_query(fa_context ctx, const fa_attention *attention
                                    fa_plan_info *info);
 
 /**
+ * @brief Reports whether and how fa_forward_jvp() would run, without running it. See fa_forward_query().
+ * @param ctx A handle.
+ * @param attention The problem.
+ * @param jvp The tangents.
+ * @param[in,out] info As for fa_forward_query().
+ * @return The status that fa_forward_jvp() would return before it reads tensor data; also in `info->status`. @since 0.1
+ */
+FA_API fa_status fa_forward_jvp_query(fa_context ctx, const fa_attention *attention, const fa_jvp *jvp, fa_plan_info *info);
+
+/**
  * @brief Reports whether and how fa_merge() would run, without running it. See fa_forward_query().
  * @param ctx A handle.
  * @param merge The parts and the result.
@@ -1045,6 +1092,15 @@ FA_API fa_status fa_forward_prepare(fa_context ctx, const fa_attention *attentio
 FA_API fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients);
 
 /**
+ * @brief Loads the kernels that fa_forward_jvp() needs for this problem. See fa_forward_prepare().
+ * @param ctx A handle.
+ * @param attention The problem.
+ * @param jvp The tangents.
+ * @return As fa_forward_jvp(). @since 0.1
+ */
+FA_API fa_status fa_forward_jvp_prepare(fa_context ctx, const fa_attention *attention, const fa_jvp *jvp);
+
+/**
  * @brief Loads the kernels that fa_merge() needs for this problem. See fa_forward_prepare().
  * @param ctx A handle.
  * @param merge The parts and the result.
@@ -1061,7 +1117,7 @@ FA_API fa_status fa_merge_prepare(fa_context ctx, const fa_merge_problem *merge)
 FA_API fa_status fa_append_prepare(fa_context ctx, const fa_append *append);
 
 /* ---------------------------------------------------------------------------------------------------------------------
- * Forward, backward, merge, append
+ * Forward, backward, jvp, merge, append
  * ------------------------------------------------------------------------------------------------------------------ */
 
 /**
@@ -1091,6 +1147,23 @@ FA_API fa_status fa_forward(fa_context ctx, const fa_attention *attention, void 
  */
 FA_API fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
                              size_t workspace_bytes, fa_stream stream);
+
+/**
+ * @brief Computes the outputs of `jvp`: the derivative of fa_forward() along the tangents of q, k and v.
+ *
+ * `out` and `lse` must be the results of fa_forward() for the same problem. CPU contexts only: CUDA contexts return
+ * ::FA_ERROR_UNSUPPORTED. So does a problem with more than masks, windows, lengths, `seqstart_k`, a scale, softcap and ALiBi: paged
+ * keys, bias, block mask, element mask, slices, block lists, sink, dropout, a score function, keys of another dtype than q.
+ * @param ctx A handle.
+ * @param attention The problem.
+ * @param jvp The tangents.
+ * @param workspace As for fa_forward().
+ * @param workspace_bytes As for fa_forward(), from fa_forward_jvp_query().
+ * @param stream As for fa_forward().
+ * @return As fa_forward(). @since 0.1
+ */
+FA_API fa_status fa_forward_jvp(fa_context ctx, const fa_attention *attention, const fa_jvp *jvp, void *workspace,
+                                size_t workspace_bytes, fa_stream stream);
 
 /**
  * @brief Merges partial results over disjoint sets of keys into the result over all of them.
@@ -1143,7 +1216,9 @@ enum {
   /** ::fa_score_source */
   FA_STRUCT_SCORE_SOURCE = 9,
   /** ::fa_score_tensor */
-  FA_STRUCT_SCORE_TENSOR = 10
+  FA_STRUCT_SCORE_TENSOR = 10,
+  /** ::fa_jvp */
+  FA_STRUCT_JVP = 11
 };
 
 /**

@@ -343,6 +343,29 @@ struct gradients : fa_gradients {
   }
 };
 
+/** @brief An initialised ::fa_jvp. All fields are public. */
+struct jvp : fa_jvp {
+  /** @brief No tensors. */
+  jvp() noexcept : fa_jvp{} { fa_jvp_init(this, sizeof(fa_jvp)); }
+  /**
+   * @brief The tensors that most calls have.
+   * @param q_tangent See fa_jvp::tq; absent = zero.
+   * @param k_tangent See fa_jvp::tk.
+   * @param v_tangent See fa_jvp::tv.
+   * @param out_tangent See fa_jvp::tout.
+   * @param lse_tangent See fa_jvp::tlse; absent = not computed.
+   */
+  jvp(const tensor &q_tangent, const tensor &k_tangent, const tensor &v_tangent, const tensor &out_tangent,
+      const tensor &lse_tangent = {}) noexcept
+      : jvp() {
+    tq = q_tangent;
+    tk = k_tangent;
+    tv = v_tangent;
+    tout = out_tangent;
+    tlse = lse_tangent;
+  }
+};
+
 /** @brief An initialised ::fa_append. All fields are public. */
 struct append : fa_append {
   /** @brief No tensors. */
@@ -493,6 +516,18 @@ class context {
     return to_error_code(fa_backward(handle_, &problem, &gradient, scratch.data, scratch.bytes, stream));
   }
   /**
+   * @brief fa_forward_jvp().
+   * @param problem The problem.
+   * @param tangents The tangents.
+   * @param stream A CUDA stream.
+   * @param scratch Workspace.
+   * @return The failure, if any.
+   */
+  [[nodiscard]] std::error_code try_forward_jvp(const fa_attention &problem, const fa_jvp &tangents, fa_stream stream = nullptr,
+                                                workspace scratch = {}) noexcept {
+    return to_error_code(fa_forward_jvp(handle_, &problem, &tangents, scratch.data, scratch.bytes, stream));
+  }
+  /**
    * @brief fa_score_create().
    * @param[out] out The score function; unchanged on failure.
    * @param source Its functions and text.
@@ -566,6 +601,15 @@ class context {
     return to_error_code(fa_backward_prepare(handle_, &problem, &gradient));
   }
   /**
+   * @brief fa_forward_jvp_prepare().
+   * @param problem The problem.
+   * @param tangents The tangents.
+   * @return The failure, if any.
+   */
+  [[nodiscard]] std::error_code try_prepare(const fa_attention &problem, const fa_jvp &tangents) noexcept {
+    return to_error_code(fa_forward_jvp_prepare(handle_, &problem, &tangents));
+  }
+  /**
    * @brief fa_merge_prepare().
    * @param problem The parts and the result.
    * @return The failure, if any.
@@ -600,6 +644,17 @@ class context {
   plan query(const fa_attention &problem, const fa_gradients &gradient) noexcept {
     plan answer;
     answer.status = fa_backward_query(handle_, &problem, &gradient, &answer);
+    return answer;
+  }
+  /**
+   * @brief fa_forward_jvp_query().
+   * @param problem The problem.
+   * @param tangents The tangents.
+   * @return The plan.
+   */
+  plan query(const fa_attention &problem, const fa_jvp &tangents) noexcept {
+    plan answer;
+    answer.status = fa_forward_jvp_query(handle_, &problem, &tangents, &answer);
     return answer;
   }
   /**
@@ -656,6 +711,16 @@ class context {
   void backward(const fa_attention &problem, const fa_gradients &gradient, fa_stream stream = nullptr, workspace scratch = {}) {
     detail::check(try_backward(problem, gradient, stream, scratch).value(), handle_);
   }
+  /**
+   * @brief As try_forward_jvp(), but throws the failure.
+   * @param problem See there.
+   * @param tangents See there.
+   * @param stream See there.
+   * @param scratch See there.
+   */
+  void forward_jvp(const fa_attention &problem, const fa_jvp &tangents, fa_stream stream = nullptr, workspace scratch = {}) {
+    detail::check(try_forward_jvp(problem, tangents, stream, scratch).value(), handle_);
+  }
   /** @brief As try_create_score(), but throws the failure. @param source See there. @return The score function. */
   score create_score(const fa_score_source &source) {
     score made;
@@ -695,6 +760,10 @@ class context {
   void prepare(const fa_attention &problem, const fa_gradients &gradient) {
     detail::check(try_prepare(problem, gradient).value(), handle_);
   }
+  /** @brief As try_prepare(), but throws the failure. @param problem See there. @param tangents See there. */
+  void prepare(const fa_attention &problem, const fa_jvp &tangents) {
+    detail::check(try_prepare(problem, tangents).value(), handle_);
+  }
 #endif
 
  private:
@@ -707,6 +776,7 @@ static_assert(sizeof(config) == sizeof(fa_config) && sizeof(gradients) == sizeof
 static_assert(sizeof(append) == sizeof(fa_append) && sizeof(merge_problem) == sizeof(fa_merge_problem), "");
 static_assert(sizeof(plan) == sizeof(fa_plan_info) && sizeof(score_source) == sizeof(fa_score_source), "");
 static_assert(sizeof(score_tensor) == sizeof(fa_score_tensor) && sizeof(score) == sizeof(fa_score), "");
+static_assert(sizeof(jvp) == sizeof(fa_jvp), "");
 static_assert(sizeof(device_properties) == sizeof(fa_device_properties) && sizeof(context) == sizeof(fa_context), "");
 
 }  // namespace flashattn

@@ -56,21 +56,26 @@
   X(fa_status, fa_tensor_from_dlpack, (fa_tensor *tensor, const void *dl_tensor)) \
   X(fa_status, fa_attention_init, (fa_attention *attention, size_t size)) \
   X(fa_status, fa_gradients_init, (fa_gradients *gradients, size_t size)) \
+  X(fa_status, fa_jvp_init, (fa_jvp *jvp, size_t size)) \
   X(fa_status, fa_append_init, (fa_append *append, size_t size)) \
   X(fa_status, fa_merge_problem_init, (fa_merge_problem *merge, size_t size)) \
   X(fa_status, fa_plan_info_init, (fa_plan_info *info, size_t size)) \
   X(fa_status, fa_forward_query, (fa_context ctx, const fa_attention *attention, fa_plan_info *info)) \
   X(fa_status, fa_backward_query, (fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, \
     fa_plan_info *info)) \
+  X(fa_status, fa_forward_jvp_query, (fa_context ctx, const fa_attention *attention, const fa_jvp *jvp, fa_plan_info *info)) \
   X(fa_status, fa_merge_query, (fa_context ctx, const fa_merge_problem *merge, fa_plan_info *info)) \
   X(fa_status, fa_append_query, (fa_context ctx, const fa_append *append, fa_plan_info *info)) \
   X(fa_status, fa_forward_prepare, (fa_context ctx, const fa_attention *attention)) \
   X(fa_status, fa_backward_prepare, (fa_context ctx, const fa_attention *attention, const fa_gradients *gradients)) \
+  X(fa_status, fa_forward_jvp_prepare, (fa_context ctx, const fa_attention *attention, const fa_jvp *jvp)) \
   X(fa_status, fa_merge_prepare, (fa_context ctx, const fa_merge_problem *merge)) \
   X(fa_status, fa_append_prepare, (fa_context ctx, const fa_append *append)) \
   X(fa_status, fa_forward, (fa_context ctx, const fa_attention *attention, void *workspace, size_t workspace_bytes, \
     fa_stream stream)) \
   X(fa_status, fa_backward, (fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace, \
+    size_t workspace_bytes, fa_stream stream)) \
+  X(fa_status, fa_forward_jvp, (fa_context ctx, const fa_attention *attention, const fa_jvp *jvp, void *workspace, \
     size_t workspace_bytes, fa_stream stream)) \
   X(fa_status, fa_merge, (fa_context ctx, const fa_merge_problem *merge, void *workspace, size_t workspace_bytes, \
     fa_stream stream)) \

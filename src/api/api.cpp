@@ -59,6 +59,15 @@ fa_status read_problem(fa_context_s &context, ScoredBackward &problem, ErrorText
   return problem.score == nullptr ? FA_OK : check_score_memory(*problem.score, gradients_copy, error);
 }
 
+fa_status read_problem(fa_context_s &context, JvpProblem &problem, ErrorText &error, const fa_attention *attention,
+                       const fa_jvp *jvp) {
+  fa_attention attention_copy;
+  fa_jvp jvp_copy;
+  FA_RETURN_IF_ERROR(copy_in(attention, "attention", attention_copy, error));
+  FA_RETURN_IF_ERROR(copy_in(jvp, "jvp", jvp_copy, error));
+  return normalise(attention_copy, jvp_copy, problem, context.pointers, error);
+}
+
 fa_status read_problem(fa_context_s &context, MergeProblem &problem, ErrorText &error, const fa_merge_problem *merge) {
   fa_merge_problem copy;
   FA_RETURN_IF_ERROR(copy_in(merge, "merge", copy, error));
@@ -272,6 +281,10 @@ fa_status fa_gradients_init(fa_gradients *gradients, size_t size) {
   return without_context([&](ErrorText &error) { return init(gradients, "gradients", size, error); });
 }
 
+fa_status fa_jvp_init(fa_jvp *jvp, size_t size) {
+  return without_context([&](ErrorText &error) { return init(jvp, "jvp", size, error); });
+}
+
 fa_status fa_append_init(fa_append *append, size_t size) {
   return without_context([&](ErrorText &error) { return init(append, "append", size, error); });
 }
@@ -335,6 +348,10 @@ fa_status fa_backward_query(fa_context ctx, const fa_attention *attention, const
   return query<ScoredBackward>(ctx, info, attention, gradients);
 }
 
+fa_status fa_forward_jvp_query(fa_context ctx, const fa_attention *attention, const fa_jvp *jvp, fa_plan_info *info) {
+  return query<JvpProblem>(ctx, info, attention, jvp);
+}
+
 fa_status fa_merge_query(fa_context ctx, const fa_merge_problem *merge, fa_plan_info *info) {
   return query<MergeProblem>(ctx, info, merge);
 }
@@ -349,6 +366,10 @@ fa_status fa_backward_prepare(fa_context ctx, const fa_attention *attention, con
   return prepare<ScoredBackward>(ctx, attention, gradients);
 }
 
+fa_status fa_forward_jvp_prepare(fa_context ctx, const fa_attention *attention, const fa_jvp *jvp) {
+  return prepare<JvpProblem>(ctx, attention, jvp);
+}
+
 fa_status fa_merge_prepare(fa_context ctx, const fa_merge_problem *merge) { return prepare<MergeProblem>(ctx, merge); }
 
 fa_status fa_append_prepare(fa_context ctx, const fa_append *append) { return prepare<AppendProblem>(ctx, append); }
@@ -360,6 +381,11 @@ fa_status fa_forward(fa_context ctx, const fa_attention *attention, void *worksp
 fa_status fa_backward(fa_context ctx, const fa_attention *attention, const fa_gradients *gradients, void *workspace,
                       size_t workspace_bytes, fa_stream stream) {
   return run<ScoredBackward>(ctx, workspace, workspace_bytes, stream, attention, gradients);
+}
+
+fa_status fa_forward_jvp(fa_context ctx, const fa_attention *attention, const fa_jvp *jvp, void *workspace,
+                         size_t workspace_bytes, fa_stream stream) {
+  return run<JvpProblem>(ctx, workspace, workspace_bytes, stream, attention, jvp);
 }
 
 fa_status fa_merge(fa_context ctx, const fa_merge_problem *merge, void *workspace, size_t workspace_bytes, fa_stream stream) {
@@ -392,6 +418,8 @@ size_t fa_sizeof(fa_struct_kind kind) {
       return sizeof(fa_score_source);
     case FA_STRUCT_SCORE_TENSOR:
       return sizeof(fa_score_tensor);
+    case FA_STRUCT_JVP:
+      return sizeof(fa_jvp);
     default:
       return 0;
   }

@@ -23,6 +23,8 @@ inline constexpr size_t kOldestSize<fa_attention> = 1472;
 template <>
 inline constexpr size_t kOldestSize<fa_gradients> = 568;
 template <>
+inline constexpr size_t kOldestSize<fa_jvp> = 408;
+template <>
 inline constexpr size_t kOldestSize<fa_plan_info> = 424;
 template <>
 inline constexpr size_t kOldestSize<fa_append> = 1288;

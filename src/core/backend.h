@@ -61,17 +61,20 @@ class Backend {
   // Says whether and how the problem would run, without side effects.
   virtual fa_status plan(const ScoredForward &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const = 0;
+  virtual fa_status plan(const JvpProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
   virtual fa_status plan(const AppendProblem &problem, PlanSummary &summary, ErrorText &error) const = 0;
 
   // Loads the kernels that the run needs.
   virtual fa_status prepare(const ScoredForward &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const ScoredBackward &problem, const Pointers &pointers, ErrorText &error) = 0;
+  virtual fa_status prepare(const JvpProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
   virtual fa_status prepare(const AppendProblem &problem, const Pointers &pointers, ErrorText &error) = 0;
 
   virtual fa_status run(const ScoredForward &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) = 0;
+  virtual fa_status run(const JvpProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) = 0;
   virtual fa_status run(const AppendProblem &problem, const Call &call, ErrorText &error) = 0;
 

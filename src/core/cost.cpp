@@ -70,6 +70,20 @@ Cost cost_of(const BackwardProblem &b) {
   return cost;
 }
 
+Cost cost_of(const JvpProblem &j) {
+  const Problem &p = j.forward;
+  const Traffic t = traffic_of(p);
+  const int64_t tq = j.tq.data != nullptr, tk = j.tk.data != nullptr, tv = j.tv.data != nullptr;
+  if (tq + tk + tv == 0) return {0, t.out_side + (j.tlse.data != nullptr ? t.lse : 0)};
+  // S = q k^T, tq k^T and q tk^T take head_dim; (P tS) v and P tv take head_dim_v.
+  Cost cost;
+  cost.flops = 2.0 * pairs_of(p) * static_cast<double>((1 + tq + tk) * p.head_dim + (std::max(tq, tk) + tv) * p.head_dim_v);
+  cost.bytes = static_cast<double>(1 + tq) * t.q_side + static_cast<double>(1 + tk) * t.k_side +
+               static_cast<double>(std::max(tq, tk) + tv) * t.v_side + 2 * t.out_side + t.lse +
+               (j.tlse.data != nullptr ? t.lse : 0);
+  return cost;
+}
+
 Cost cost_of(const MergeProblem &p) {
   const double rows = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.heads_q);
   const double columns = static_cast<double>(p.head_dim_v), parts = p.num_parts;

@@ -14,6 +14,7 @@ struct Cost {
 
 Cost cost_of(const Problem &problem);
 Cost cost_of(const BackwardProblem &problem);
+Cost cost_of(const JvpProblem &problem);
 Cost cost_of(const MergeProblem &problem);
 Cost cost_of(const AppendProblem &problem);
 

@@ -306,6 +306,13 @@ struct BackwardProblem {
   }
 };
 
+// The tensors of the forward-mode derivative. Absent tangents of inputs, which have null data, are zero.
+struct JvpProblem {
+  MaskedProblem forward;
+  Operand tq, tk, tv, tout;
+  RowScalar tlse;  // data may be null
+};
+
 // Partial results to merge. The array of parts exists during the call only.
 struct MergePart {
   Operand out;

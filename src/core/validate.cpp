@@ -661,6 +661,80 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
                         error);
 }
 
+// Refuses what the forward-mode derivative does not cover. The rest of the attention is valid.
+static fa_status check_jvp_options(const fa_attention &a, ErrorText &error) {
+  if (is_quantised(to_dtype(a.k.dtype)) || a.k.dtype != a.q.dtype) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "k.dtype is %s and q.dtype %s, but fa_forward_jvp needs fp32, fp16 or bf16 for both", dtype_name(a.k.dtype),
+                dtype_name(a.q.dtype));
+  }
+  const NamedTensor absent[] = {{"page_table", a.page_table},
+                                {"bias", a.bias},
+                                {"block_mask", a.block_mask},
+                                {"block_counts", a.block_counts},
+                                {"sink", a.sink},
+                                {"element_mask", a.element_mask},
+                                {"slices", a.slices}};
+  for (const auto &[name, tensor] : absent) {
+    if (is_present(tensor))
+      return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, but fa_forward_jvp has no kernel with it", name);
+  }
+  if (a.dropout_p > 0) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "dropout_p is %g, but fa_forward_jvp has no kernel with dropout",
+                double{a.dropout_p});
+  }
+  if (a.score != nullptr) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "score is %p, but fa_forward_jvp has no kernel with score functions",
+                static_cast<void *>(a.score));
+  }
+  return FA_OK;
+}
+
+fa_status normalise(const fa_attention &a, const fa_jvp &j, JvpProblem &problem, Pointers &pointers, ErrorText &error) {
+  pointers.clear();
+  MaskedProblem &p = problem.forward;
+  Normaliser normaliser(a, p, pointers, error);
+  FA_RETURN_IF_ERROR(normaliser.forward());
+  FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
+  FA_RETURN_IF_ERROR(check_jvp_options(a, error));
+  if (j.reserved != 0) return fail(error, FA_ERROR_INVALID_ARGUMENT, "jvp.reserved is %u; it must be 0", j.reserved);
+
+  if (is_present(j.tq)) {
+    FA_RETURN_IF_ERROR(normaliser.like_q("tq", j.tq, Role::input, p.head_dim, "head_dim of q"));
+    problem.tq = to_operand(j.tq);
+  }
+  if (is_present(j.tk)) {
+    FA_RETURN_IF_ERROR(normaliser.like_k("tk", j.tk, Role::input, p.head_dim, "head_dim of k"));
+    problem.tk = to_operand(j.tk);
+  }
+  if (is_present(j.tv)) {
+    FA_RETURN_IF_ERROR(normaliser.like_k("tv", j.tv, Role::input, p.head_dim_v, "head_dim of v"));
+    problem.tv = to_operand(j.tv);
+  }
+  FA_RETURN_IF_ERROR(normaliser.like_q("tout", j.tout, Role::output, p.head_dim_v, "v's head_dim"));
+  problem.tout = to_operand(j.tout);
+  if (is_present(j.tlse)) {
+    FA_RETURN_IF_ERROR(normaliser.row_scalar("tlse", j.tlse, Role::output));
+    problem.tlse = to_row_scalar(j.tlse);
+  }
+  return check_distinct({{"tout", j.tout}, {"tlse", j.tlse}},
+                        {{"q", a.q},
+                         {"k", a.k},
+                         {"v", a.v},
+                         {"out", a.out},
+                         {"lse", a.lse},
+                         {"tq", j.tq},
+                         {"tk", j.tk},
+                         {"tv", j.tv},
+                         {"cu_seqlens_q", a.cu_seqlens_q},
+                         {"cu_seqlens_k", a.cu_seqlens_k},
+                         {"seqused_q", a.seqused_q},
+                         {"seqused_k", a.seqused_k},
+                         {"alibi_slopes", a.alibi_slopes},
+                         {"seqstart_k", a.seqstart_k}},
+                        error);
+}
+
 // Checks that the results of a merge have their own memory, or are the same views as parts: out as one of out_parts, lse as one of
 // lse_parts.
 static fa_status check_merge_memory(int32_t num_parts, const fa_tensor *out_parts, const fa_tensor *lse_parts,

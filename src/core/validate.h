@@ -17,6 +17,8 @@ namespace fa {
 fa_status normalise(const fa_attention &attention, ForwardProblem &problem, Pointers &pointers, ErrorText &error);
 fa_status normalise(const fa_attention &attention, const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers,
                     ErrorText &error);
+fa_status normalise(const fa_attention &attention, const fa_jvp &jvp, JvpProblem &problem, Pointers &pointers,
+                    ErrorText &error);
 
 fa_status normalise(const fa_append &append, AppendProblem &problem, Pointers &pointers, ErrorText &error);
 

@@ -75,6 +75,10 @@ class CpuBackend final : public Backend {
     summary = summarise(plan_backward(problem, machine_));
     return FA_OK;
   }
+  fa_status plan(const JvpProblem &problem, PlanSummary &summary, ErrorText &) const override {
+    summary = summarise(plan_jvp(problem, machine_));
+    return FA_OK;
+  }
   fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &) const override {
     summary = summarise(plan_merge(problem, machine_));
     return FA_OK;
@@ -88,6 +92,7 @@ class CpuBackend final : public Backend {
   fa_status prepare(const ScoredBackward &problem, const Pointers &, ErrorText &error) override {
     return check_derivative(problem.score, error);
   }
+  fa_status prepare(const JvpProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
   fa_status prepare(const MergeProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
   fa_status prepare(const AppendProblem &, const Pointers &, ErrorText &) override { return FA_OK; }
 
@@ -109,6 +114,15 @@ class CpuBackend final : public Backend {
     FA_RETURN_IF_ERROR(check_host_contents(problem.forward, error));
     if (nothing_to_write(problem)) return FA_OK;
     return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
+  }
+
+  fa_status run(const JvpProblem &problem, const Call &call, ErrorText &error) override {
+    const Plan plan = plan_jvp(problem, machine_);
+    Workspace workspace = call.workspace;
+    FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
+    FA_RETURN_IF_ERROR(check_host_contents(problem.forward, error));
+    if (nothing_to_write(problem.forward)) return FA_OK;
+    return finished(jvp(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 
   fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) override {

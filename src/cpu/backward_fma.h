@@ -21,9 +21,8 @@ class FmaGradients : public BackwardMemory {
                                  slot_array<float>(slot, l_.v_transposed) + keys.begin * p_.head_dim_v);
       }
       if (l_.wants.dq) {
-        const bool finite = widen_rows<Element>(
-            k, keys.begin, keys.end, p_.head_dim, [](int64_t) { return true; },
-            slot_array<float>(slot, l_.k_rows) + keys.begin * l_.ld, l_.ld);
+        const bool finite = widen_rows<Element>(k, keys.begin, keys.end, p_.head_dim, EveryRow(),
+                                                slot_array<float>(slot, l_.k_rows) + keys.begin * l_.ld, l_.ld);
         slot_array<uint8_t>(slot, l_.k_flags)[n] = !finite;
       }
     });

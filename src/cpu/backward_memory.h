@@ -81,14 +81,6 @@ class BackwardMemory {
     }
   }
 
-  // The band as columns of the tile. The general score and masks as data mask by value, so their tiles are worked on as a whole.
-  static TileBand tile_band(const Score &score, const Tile &t, const TileMask &mask) {
-    if (mask.masking == Masking::kNone || mask.by_data || score.general)
-      return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
-    const int64_t diagonal = t.row + score.band.shift(score.seqlen_q, score.seqlen_k) - t.col;
-    return {diagonal - score.band.left, diagonal + score.band.right + 1, max64(score.first_key - t.col, 0), t.cols};
-  }
-
   // The step from S to P of a tile whose first row is row `at` of the packed ones. The general score turns S into logits here.
   TileStep tile_step_of(int32_t slot, int32_t worker, const Score &score, const Tile &t, int64_t at, float *s) const {
     TileStep step;

@@ -8,10 +8,16 @@
 
 namespace fa::cpu::FA_ISA {
 
+// Keeps all rows.
+struct EveryRow {
+  FA_INLINE bool operator()(int64_t) const { return true; }
+};
+
 // Rows [begin, end) of `dim` elements as floats, `ld` apart, zeros up to whole vectors; rows for which keep(row) is false are zero.
 // Returns whether every value kept is finite.
 template <class Element, class Keep>
-inline bool widen_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, Keep keep, float *to, int64_t ld) {
+__attribute__((noinline)) bool widen_rows(const Rows &source, int64_t begin, int64_t end, int64_t dim, Keep keep, float *to,
+                                          int64_t ld) {
   F probe = Simd::zero();  // sum of x * 0: NaN as soon as one x is not finite
   for (int64_t j = begin; j < end; ++j, to += ld) {
     const bool kept = keep(j);

@@ -69,6 +69,13 @@ struct TileBand {
   }
 };
 
+// The band as columns of the tile. The general score and masks as data mask by value, so their tiles are worked on as a whole.
+inline TileBand tile_band(const Score &score, const Tile &t, const TileMask &mask) {
+  if (mask.masking == Masking::kNone || mask.by_data || score.general) return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
+  const int64_t diagonal = t.row + score.band.shift(score.seqlen_q, score.seqlen_k) - t.col;
+  return {diagonal - score.band.left, diagonal + score.band.right + 1, max64(score.first_key - t.col, 0), t.cols};
+}
+
 // Memory that the next tile will read, fetched into L2 a few lines at a time between the strips of this tile's products. Left to
 // the processor, the first use of every line waits for L3, which costs 7 % of the time at head_dim 128.
 class Prefetcher {
@@ -109,14 +116,15 @@ __attribute__((noinline)) void product_panel(int64_t m, Depth depth, const float
 }
 
 // C (rows x columns of band) = A (rows x k, row-major) B, where B is panels of kNr columns, k * kNr floats each: S = Q K^T, dP = dO V^T.
-// Whole panels are computed: columns [begin, end) are rounded outward to panels.
+// Whole panels are computed: columns [begin, end) are rounded outward to panels. With Output::add, C += A B.
+template <Output kOutput = Output::store>
 inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const float *a, int64_t lda, const float *b,
                             float *c, int64_t ldc, Prefetcher &prefetch) {
   const auto depth = [k](int64_t, int64_t) { return Range{0, k}; };
   for (int64_t panel = band.begin / kNr; panel * kNr < band.end; ++panel) {
     const Range r = band.row_range(panel * kNr, kNr, rows);
-    product_panel<2, false, Output::store>(r.size(), depth, a + r.begin * lda, lda, b + panel * k * kNr, kNr,
-                                           c + r.begin * ldc + panel * kNr, ldc, prefetch);
+    product_panel<2, false, kOutput>(r.size(), depth, a + r.begin * lda, lda, b + panel * k * kNr, kNr,
+                                     c + r.begin * ldc + panel * kNr, ldc, prefetch);
   }
 }
 
@@ -130,8 +138,8 @@ inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &quer
 #endif
   return forward_mode(rows) == ForwardMode::kVector;
 }
-inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim, const float *q, int64_t ldq,
-                                 float *s, int64_t lds) {
+__attribute__((noinline)) inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim,
+                                                           const float *q, int64_t ldq, float *s, int64_t lds) {
   for_dtype(dtype, [&]<class Element>() { dot_products<Element>(keys, t.col, t.col + t.cols, dim, q, ldq, t.rows, s, lds); });
 }
 
@@ -176,6 +184,20 @@ struct TileStep {
   int64_t ld = 0;
 };
 
+// `value` of the columns [c, c + kWidth) of a row, 0 where the pair is masked. `x`: their S; `seen`: the columns that the row sees, for
+// MaskedBy::kBand. Selecting, not multiplying by 0: the values of masked pairs may be anything, NaN included.
+template <MaskedBy kMaskedBy>
+FA_INLINE F zero_if_masked(F x, Range seen, int64_t c, F value) {
+  const F zero = Simd::zero();
+  if constexpr (kMaskedBy == MaskedBy::kBand) {
+    const M before = Simd::first(static_cast<int>(min64(max64(seen.begin - c, 0), kWidth)));
+    const M until = Simd::first(static_cast<int>(min64(max64(seen.end - c, 0), kWidth)));
+    value = Simd::select(before, zero, Simd::select(until, value, zero));
+  }
+  if constexpr (kMaskedBy == MaskedBy::kValue) value = Simd::select(Simd::eq(x, Simd::set(-kInfinity)), zero, value);
+  return value;
+}
+
 // One row's factors of the step, and P and dS of a vector of its pairs.
 template <MaskedBy kMaskedBy, bool kOptions>
 class RowStep {
@@ -192,7 +214,6 @@ class RowStep {
   // Columns [c, c + kWidth): from S and dP, P = exp2(multiplier S - lse2) and dS = P (dP - delta). With dropout, P is P after dropout,
   // which dV needs.
   FA_INLINE void gradients(int64_t c, F x, F dp, F &p, F &ds) const {
-    const F zero = Simd::zero();
     p = Simd::exp2(Simd::fms(x, multiplier_, lse2_));
     if constexpr (kOptions) {
       const F factor = step_.dropout != nullptr ? Simd::load(step_.dropout + row_ + c) : Simd::set(1.0f);
@@ -202,18 +223,8 @@ class RowStep {
     } else {
       ds = Simd::mul(p, Simd::sub(dp, delta_));
     }
-    // Selecting, not multiplying by 0: the values of masked pairs may be anything, NaN included.
-    if constexpr (kMaskedBy == MaskedBy::kBand) {
-      const M before = Simd::first(static_cast<int>(min64(max64(seen_.begin - c, 0), kWidth)));
-      const M until = Simd::first(static_cast<int>(min64(max64(seen_.end - c, 0), kWidth)));
-      p = Simd::select(before, zero, Simd::select(until, p, zero));
-      ds = Simd::select(before, zero, Simd::select(until, ds, zero));
-    }
-    if constexpr (kMaskedBy == MaskedBy::kValue) {
-      const M masked = Simd::eq(x, Simd::set(-kInfinity));
-      p = Simd::select(masked, zero, p);
-      ds = Simd::select(masked, zero, ds);
-    }
+    p = zero_if_masked<kMaskedBy>(x, seen_, c, p);
+    ds = zero_if_masked<kMaskedBy>(x, seen_, c, ds);
   }
 
  private:
@@ -223,24 +234,32 @@ class RowStep {
   F multiplier_, lse2_, delta_;
 };
 
-// In place: S -> P, dP -> dS. Writes, besides the visible part, zeros as far as strips of kMr rows and columns reach.
-template <MaskedBy kMaskedBy, bool kOptions>
-inline void tile_step(const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
+// Calls body(r, columns) for the rows of a tile and the columns that a step has to write: besides the visible part of the row, as far as
+// strips of kMr rows and columns of the products reach.
+template <class Body>
+FA_INLINE void for_step_rows(const TileBand &band, int64_t rows, Body body) {
   for (int64_t strip = 0; strip < rows; strip += kMr) {
     Range columns = band.columns(strip, kMr);
     columns.begin = max64(columns.begin - kMr, band.begin) / kWidth * kWidth;
     columns.end = min64(columns.end + kMr, band.end);
-    for (int64_t r = strip; r < min64(strip + kMr, rows); ++r) {
-      const RowStep<kMaskedBy, kOptions> row(step, r, band.columns(r, 1));
-      float *s_row = s + r * step.ld, *dp_row = dp + r * step.ld;
-      for (int64_t c = columns.begin; c < columns.end; c += kWidth) {
-        F p, ds;
-        row.gradients(c, Simd::load(s_row + c), Simd::load(dp_row + c), p, ds);
-        Simd::store(s_row + c, p);
-        Simd::store(dp_row + c, ds);
-      }
-    }
+    for (int64_t r = strip; r < min64(strip + kMr, rows); ++r) body(r, columns);
   }
+}
+
+// In place: S -> P, dP -> dS, with zeros in what is not visible.
+template <MaskedBy kMaskedBy, bool kOptions>
+inline void tile_step(const TileBand &band, int64_t rows, const TileStep &step, float *s, float *dp) {
+  for_step_rows(
+      band, rows, [&](int64_t r, Range columns) __attribute__((always_inline)) {
+        const RowStep<kMaskedBy, kOptions> row(step, r, band.columns(r, 1));
+        float *s_row = s + r * step.ld, *dp_row = dp + r * step.ld;
+        for (int64_t c = columns.begin; c < columns.end; c += kWidth) {
+          F p, ds;
+          row.gradients(c, Simd::load(s_row + c), Simd::load(dp_row + c), p, ds);
+          Simd::store(s_row + c, p);
+          Simd::store(dp_row + c, ds);
+        }
+      });
 }
 
 // Calls body.operator()<MaskedBy, kOptions>() for the step of a tile.

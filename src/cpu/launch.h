@@ -38,6 +38,7 @@ struct Plan {
 
 Plan plan_forward(const ScoredForward &problem, const Machine &machine);
 Plan plan_backward(const ScoredBackward &problem, const Machine &machine);
+Plan plan_jvp(const JvpProblem &problem, const Machine &machine);
 Plan plan_merge(const MergeProblem &problem, const Machine &machine);
 Plan plan_append(const AppendProblem &problem, const Machine &machine);
 
@@ -45,6 +46,7 @@ Plan plan_append(const AppendProblem &problem, const Machine &machine);
 // page tables have been checked. False if the host's parallel_for did not run every task.
 bool forward(const ScoredForward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool backward(const ScoredBackward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
+bool jvp(const JvpProblem &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel);
 bool merge(const MergeProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel);
 bool append(const AppendProblem &problem, const Machine &machine, const Plan &plan, Parallel &parallel);
 

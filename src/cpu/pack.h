@@ -131,7 +131,8 @@ inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *t
 // Keys [begin, end) as K^T panels: panel n, `dim` x kNr floats at to + n * kNr * dim, holds keys begin + n * kNr ..; its columns
 // past `end` are zero.
 template <class Element>
-inline void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_t dim, float *to, const Factors &factors = {}) {
+__attribute__((noinline)) void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_t dim, float *to,
+                                               const Factors &factors = {}) {
   for (int64_t j = begin; j < end; j += kNr, to += kNr * dim) {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = j + v * kWidth;

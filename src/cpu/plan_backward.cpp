@@ -2,6 +2,7 @@
 // Plans backward calls: block sizes, workspace, and which kernel runs.
 #include <algorithm>
 
+#include "cpu/arena.h"
 #include "cpu/backward_layout.h"
 #include "cpu/block_lists.h"
 #include "cpu/forward_layout.h"
@@ -29,29 +30,6 @@ constexpr int64_t kBiasLeastCols = 64;  // whole panels of every instruction set
 constexpr size_t kWaveBytes = size_t{32} << 20;
 // Memory for heads in progress. Workers beyond the slots help with the heads of others.
 constexpr size_t kSlotsBytes = size_t{512} << 20;
-
-int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// Floats from row to row: whole vectors, and an odd number of cache lines, so that rows spread over all sets of the caches.
-int64_t leading_dimension(int64_t dim) {
-  const int64_t lines = round_up(dim, 16) / 16;
-  return 16 * (lines % 2 == 0 ? lines + 1 : lines);
-}
-
-// Lays arrays out one after another, each on its own cache lines.
-class Arena {
- public:
-  size_t take(int64_t count, size_t element_bytes) {
-    const size_t offset = bytes_;
-    bytes_ += (static_cast<size_t>(count) * element_bytes + 63) / 64 * 64;
-    return offset;
-  }
-  // 4 KB granularity keeps slots and workers from sharing pages, and a further odd line from sharing cache sets.
-  size_t bytes() const { return (bytes_ + 4095) / 4096 * 4096 + 64 * 5; }
-
- private:
-  size_t bytes_ = 0;
-};
 
 // What computes a problem.
 struct Choice {

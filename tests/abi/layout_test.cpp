@@ -38,6 +38,7 @@ fa_status init(fa_config *s, size_t size) { return fa_config_init(s, size); }
 fa_status init(fa_device_properties *s, size_t size) { return fa_device_properties_init(s, size); }
 fa_status init(fa_attention *s, size_t size) { return fa_attention_init(s, size); }
 fa_status init(fa_gradients *s, size_t size) { return fa_gradients_init(s, size); }
+fa_status init(fa_jvp *s, size_t size) { return fa_jvp_init(s, size); }
 fa_status init(fa_plan_info *s, size_t size) { return fa_plan_info_init(s, size); }
 fa_status init(fa_append *s, size_t size) { return fa_append_init(s, size); }
 fa_status init(fa_merge_problem *s, size_t size) { return fa_merge_problem_init(s, size); }
@@ -76,7 +77,8 @@ TEST(Layout, TheLibraryAgreesAboutSizes) {
   EXPECT_EQ(fa_sizeof(FA_STRUCT_MERGE_PROBLEM), sizeof(fa_merge_problem));
   EXPECT_EQ(fa_sizeof(FA_STRUCT_SCORE_SOURCE), sizeof(fa_score_source));
   EXPECT_EQ(fa_sizeof(FA_STRUCT_SCORE_TENSOR), sizeof(fa_score_tensor));
-  for (const fa_struct_kind unknown : {0, -1, 11, 1000, INT32_MAX, INT32_MIN}) EXPECT_EQ(fa_sizeof(unknown), 0u) << unknown;
+  EXPECT_EQ(fa_sizeof(FA_STRUCT_JVP), sizeof(fa_jvp));
+  for (const fa_struct_kind unknown : {0, -1, 12, 1000, INT32_MAX, INT32_MIN}) EXPECT_EQ(fa_sizeof(unknown), 0u) << unknown;
 }
 
 TEST(Status, EveryConstantHasItsNameAndASentence) {

@@ -102,6 +102,8 @@ TEST_F(Calls, InitRefusesImpossibleSizes) {
   check(fa_merge_problem_init, &merge, "merge", 184);
   fa_score_source source;
   check(fa_score_source_init, &source, "source", 88);
+  fa_jvp jvp;
+  check(fa_jvp_init, &jvp, "jvp", 408);
 }
 
 // The sizes of the structs in 0.1.0.
@@ -134,6 +136,22 @@ struct SampleMerge {
     merge.out = memory.floats({2, 5, 4, 6});
     merge.lse = memory.floats({2, 4, 5});
     memory.remember();
+  }
+};
+
+// A plain problem and its tangents.
+struct SampleJvp {
+  SampleProblem memory{Layout::padded};
+  fa_attention attention;
+  fa_jvp jvp;
+
+  SampleJvp() {
+    fa_attention_init(&attention, sizeof attention);
+    const fa_attention &a = memory.attention;
+    attention.q = a.q, attention.k = a.k, attention.v = a.v, attention.out = a.out, attention.lse = a.lse;
+    fa_jvp_init(&jvp, sizeof jvp);
+    const fa_gradients &g = memory.gradients;
+    jvp.tq = g.dq, jvp.tk = g.dk, jvp.tv = g.dv, jvp.tout = g.dout, jvp.tlse = g.dlse;
   }
 };
 
@@ -233,6 +251,18 @@ TEST_F(Calls, StructSizesOfOtherVersions) {
       p.gradients, "gradients", [&](fa_gradients *g) { return fa_backward_prepare(ctx_, &p.attention, g); }, true);
   check(
       p.gradients, "gradients", [&](fa_gradients *g) { return fa_backward(ctx_, &p.attention, g, nullptr, 0, nullptr); }, true);
+  const SampleJvp tangents;
+  const fa_attention *plain = &tangents.attention;
+  check(
+      *plain, "attention", [&](fa_attention *a) { return fa_forward_jvp(ctx_, a, &tangents.jvp, nullptr, 0, nullptr); }, true);
+  check(
+      tangents.jvp, "jvp", [&](fa_jvp *j) { return fa_forward_jvp(ctx_, plain, j, nullptr, 0, nullptr); }, true);
+  check(
+      tangents.jvp, "jvp", [&](fa_jvp *j) { return fa_forward_jvp_query(ctx_, plain, j, &info); }, true);
+  check(
+      tangents.jvp, "jvp", [&](fa_jvp *j) { return fa_forward_jvp_prepare(ctx_, plain, j); }, true);
+  check(
+      info, "info", [&](fa_plan_info *i) { return fa_forward_jvp_query(ctx_, plain, &tangents.jvp, i); }, false);
   const fa_append append = sample_append(p);
   check(
       append, "append", [&](fa_append *a) { return fa_append_kv(ctx_, a, nullptr, 0, nullptr); }, true);
@@ -280,6 +310,8 @@ TEST_F(Calls, NullPointers) {
   fa_device_properties_init(&properties, sizeof properties);
   const fa_attention *a = &p.attention;
   const fa_gradients *g = &p.gradients;
+  const SampleJvp tangents;
+  const fa_jvp *j = &tangents.jvp;
   fa_append append;
   fa_append_init(&append, sizeof append);
   fa_merge_problem merge;
@@ -294,6 +326,9 @@ TEST_F(Calls, NullPointers) {
       fa_backward_prepare(nullptr, a, g),
       fa_forward(nullptr, a, nullptr, 0, nullptr),
       fa_backward(nullptr, a, g, nullptr, 0, nullptr),
+      fa_forward_jvp_query(nullptr, a, j, &info),
+      fa_forward_jvp_prepare(nullptr, a, j),
+      fa_forward_jvp(nullptr, a, j, nullptr, 0, nullptr),
       fa_device_info(nullptr, &properties),
       fa_merge_query(nullptr, &merge, &info),
       fa_merge_prepare(nullptr, &merge),
@@ -319,6 +354,13 @@ TEST_F(Calls, NullPointers) {
   expect_refusal(fa_forward(ctx_, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
   expect_refusal(fa_backward(ctx_, nullptr, g, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
   expect_refusal(fa_backward(ctx_, a, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"gradients", "NULL"});
+  expect_refusal(fa_forward_jvp_query(ctx_, nullptr, j, &info), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
+  expect_refusal(fa_forward_jvp_query(ctx_, a, nullptr, &info), kInvalid, fa_last_error(ctx_), {"jvp", "NULL"});
+  expect_refusal(fa_forward_jvp_query(ctx_, a, j, nullptr), kInvalid, fa_last_error(ctx_), {"info", "NULL"});
+  expect_refusal(fa_forward_jvp_prepare(ctx_, nullptr, j), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
+  expect_refusal(fa_forward_jvp_prepare(ctx_, a, nullptr), kInvalid, fa_last_error(ctx_), {"jvp", "NULL"});
+  expect_refusal(fa_forward_jvp(ctx_, nullptr, j, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"attention", "NULL"});
+  expect_refusal(fa_forward_jvp(ctx_, a, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"jvp", "NULL"});
   expect_refusal(fa_device_info(ctx_, nullptr), kInvalid, fa_last_error(ctx_), {"properties", "NULL"});
   expect_refusal(fa_append_kv(ctx_, nullptr, nullptr, 0, nullptr), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
   expect_refusal(fa_append_prepare(ctx_, nullptr), kInvalid, fa_last_error(ctx_), {"append", "NULL"});
@@ -332,6 +374,53 @@ TEST_F(Calls, NullPointers) {
   // A success clears the text of the failure before it.
   EXPECT_EQ(fa_device_info(ctx_, &properties), FA_OK);
   EXPECT_STREQ(fa_last_error(ctx_), "");
+}
+
+// Every tensor of fa_jvp misused, and the fields that it needs of the attention.
+TEST_F(Calls, Tangents) {
+  SampleJvp sample;
+  const auto refused = [&](fa_status status, const std::vector<std::string> &text, auto change) {
+    fa_attention a = sample.attention;
+    fa_jvp j = sample.jvp;
+    change(a, j);
+    fa_plan_info info;
+    fa_plan_info_init(&info, sizeof info);
+    expect_refusal(fa_forward_jvp_query(ctx_, &a, &j, &info), status, info.reason, text);
+    expect_refusal(fa_forward_jvp_prepare(ctx_, &a, &j), status, fa_last_error(ctx_), text);
+    expect_refusal(fa_forward_jvp(ctx_, &a, &j, nullptr, 0, nullptr), status, fa_last_error(ctx_), text);
+    EXPECT_TRUE(sample.memory.untouched()) << text[0];
+  };
+  const struct {
+    const char *name;
+    fa_tensor fa_jvp::*member;
+  } tensors[] = {
+      {"tq", &fa_jvp::tq}, {"tk", &fa_jvp::tk}, {"tv", &fa_jvp::tv}, {"tout", &fa_jvp::tout}, {"tlse", &fa_jvp::tlse}};
+  for (const auto &[name, member] : tensors) {
+    const auto field = member;
+    const int last = (sample.jvp.*field).ndim - 1;
+    const auto wrong = [&](fa_status status, const std::string &what, auto change) {
+      refused(status, {name, what}, [&](fa_attention &, fa_jvp &j) { change(j.*field); });
+    };
+    wrong(FA_ERROR_DTYPE, "dtype", [](fa_tensor &t) { t.dtype = FA_INT32; });
+    wrong(FA_ERROR_DTYPE, "dtype", [](fa_tensor &t) { t.dtype = FA_FLOAT16; });
+    wrong(FA_ERROR_SHAPE, "ndim", [](fa_tensor &t) { t.ndim = 2; });
+    wrong(FA_ERROR_SHAPE, "shape[1]", [](fa_tensor &t) { t.shape[1] -= 1; });
+    wrong(FA_ERROR_SHAPE, "shape[" + std::to_string(last) + "]", [&](fa_tensor &t) { t.shape[last] -= 1; });
+    wrong(FA_ERROR_ALIGNMENT, "data", [](fa_tensor &t) { t.data = static_cast<char *>(t.data) + 1; });
+    if (field == &fa_jvp::tlse) continue;
+    wrong(FA_ERROR_SHAPE, "stride[3]", [](fa_tensor &t) {
+      for (int64_t &stride : t.stride) stride *= 2;
+    });
+  }
+  constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
+  refused(kInvalid, {"jvp.reserved", "7"}, [](fa_attention &, fa_jvp &j) { j.reserved = 7; });
+  refused(kInvalid, {"tout is required"}, [](fa_attention &, fa_jvp &j) { j.tout = fa_tensor{}; });
+  refused(kInvalid, {"lse is required"}, [](fa_attention &a, fa_jvp &) { a.lse = fa_tensor{}; });
+  refused(kInvalid, {"tout.data", "out.data"}, [](fa_attention &a, fa_jvp &j) { j.tout.data = a.out.data; });
+  refused(kInvalid, {"tout.data", "tv.data"}, [](fa_attention &, fa_jvp &j) { j.tout.data = j.tv.data; });
+  refused(kInvalid, {"tlse.data", "lse.data"}, [](fa_attention &a, fa_jvp &j) { j.tlse.data = a.lse.data; });
+  EXPECT_EQ(fa_forward_jvp(ctx_, &sample.attention, &sample.jvp, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
+  EXPECT_FALSE(sample.memory.untouched()) << "the test would not see a write";
 }
 
 TEST_F(Calls, Configurations) {

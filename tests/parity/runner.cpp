@@ -142,10 +142,20 @@ class Workspace {
   Buffer buffer_;
 };
 
-// Query, then `call(workspace, bytes)`.
-template <typename Query, typename Call>
-fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, std::string &kernel, Query query,
-                         Call call) {
+// A busy context's own text belongs to the call that keeps it busy.
+std::string error_text(fa_context context, fa_status status) {
+  return fa_last_error(status == FA_ERROR_BUSY ? nullptr : context);
+}
+
+std::string repro(const Backend &backend, const Data &data) {
+  return "\n  on " + backend.name() + ": FA_TEST_CASE='" + describe(data.problem) + "' parity_test --gtest_filter='*Replay*'";
+}
+
+}  // namespace
+
+fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, std::string &kernel,
+                         const std::function<fa_status(fa_plan_info *)> &query,
+                         const std::function<fa_status(void *, size_t)> &call) {
   fa_plan_info info;
   fa_plan_info_init(&info, sizeof info);
   const fa_status status = query(&info);
@@ -158,17 +168,6 @@ fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const
   if (!workspace.guards_intact()) e.damage += std::string(name) + ": written outside its workspace; ";
   return result;
 }
-
-// A busy context's own text belongs to the call that keeps it busy.
-std::string error_text(fa_context context, fa_status status) {
-  return fa_last_error(status == FA_ERROR_BUSY ? nullptr : context);
-}
-
-std::string repro(const Backend &backend, const Data &data) {
-  return "\n  on " + backend.name() + ": FA_TEST_CASE='" + describe(data.problem) + "' parity_test --gtest_filter='*Replay*'";
-}
-
-}  // namespace
 
 Execution execute(Backend &backend, const Data &data) { return execute(backend, backend.context(), data); }
 

@@ -34,6 +34,11 @@ Execution execute(Backend &backend, const Data &data);
 enum class LeftOut { fails, allowed };
 // The same in another context of the same device.
 Execution execute(Backend &backend, fa_context context, const Data &data, LeftOut left_out = LeftOut::fails);
+// A query, then the call with the workspace that it asks for: the library's own or the caller's, poisoned and guarded, as the case says. Notes
+// the kernel, and damage in `e`.
+fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, std::string &kernel,
+                         const std::function<fa_status(fa_plan_info *)> &query,
+                         const std::function<fa_status(void *, size_t)> &call);
 // Uploads everything and hands over the structs that say where it is.
 void with_structs(Backend &backend, const Data &data,
                   const std::function<void(const fa_attention &, const fa_gradients &)> &body);

@@ -41,6 +41,15 @@ TEST(Cost, FlopsOfTheMatrixProducts) {
   float number;
   b.dsink = &number;
   EXPECT_EQ(cost_of(b).flops, 2.0 * 3 * 4 * 10 * 20 * (3 * 16 + 2 * 32));
+  JvpProblem j;
+  static_cast<Problem &>(j.forward) = p;
+  EXPECT_EQ(cost_of(j).flops, 0) << "no tangent is given";
+  j.tv.data = &number;
+  EXPECT_EQ(cost_of(j).flops, 2.0 * 3 * 4 * 10 * 20 * (16 + 32));
+  j.tq.data = &number;
+  EXPECT_EQ(cost_of(j).flops, 2.0 * 3 * 4 * 10 * 20 * (2 * 16 + 2 * 32));
+  j.tk.data = &number;
+  EXPECT_EQ(cost_of(j).flops, 2.0 * 3 * 4 * 10 * 20 * (3 * 16 + 2 * 32));
   p.band.right = 0;
   EXPECT_LT(cost_of(p).flops, 2.0 * 3 * 4 * 10 * 20 * (16 + 32));
 }

@@ -94,6 +94,34 @@ void test_forward_and_backward() {
   CHECK(att.causal_top_left().mask == FA_MASK_CAUSAL_TOP_LEFT && att.causal().mask == FA_MASK_CAUSAL);
 }
 
+// Over equal keys the tangent of the result is the mean of the values' tangents. Along k it is the covariance of the logits' tangents and the
+// values, and that of lse is the mean of the former.
+void test_jvp() {
+  float q[2] = {1, 1}, k[8] = {}, v[8] = {1, 10, 2, 20, 3, 30, 4, 40}, out[2] = {}, lse[1] = {};
+  float tk[8] = {1, 0, 2, 0, 3, 0, 4, 0}, tv[8] = {4, 8, 0, 0, 0, 0, 0, 0}, tout[2] = {}, tlse[1] = {};
+  const auto one = [](float *x) { return fx::tensor(x, {1, 1, 1, 2}); };
+  const auto four = [](float *x) { return fx::tensor(x, {1, 4, 1, 2}); };
+  fx::context ctx = cpu();
+  fx::attention att(one(q), four(k), four(v), one(out), {lse, {1, 1, 1}});
+  att.softmax_scale = 1;
+  CHECK(!ctx.try_forward(att));
+  const fx::jvp along_v({}, {}, four(tv), one(tout), {tlse, {1, 1, 1}});
+  CHECK(!ctx.try_prepare(att, along_v));
+  CHECK(!ctx.try_forward_jvp(att, along_v));
+  CHECK(std::fabs(tout[0] - 1) < 1e-6f && std::fabs(tout[1] - 2) < 1e-6f && tlse[0] == 0);
+  const fx::jvp along_k({}, four(tk), {}, one(tout), {tlse, {1, 1, 1}});
+  CHECK(!ctx.try_forward_jvp(att, along_k));
+  CHECK(std::fabs(tout[0] - 1.25f) < 1e-5f && std::fabs(tout[1] - 12.5f) < 1e-4f && std::fabs(tlse[0] - 2.5f) < 1e-6f);
+  CHECK(ctx.query(att, along_v).status == FA_OK && ctx.query(att, along_k).flops > ctx.query(att, along_v).flops);
+  CHECK(ctx.query(att, fx::jvp()).status == FA_ERROR_INVALID_ARGUMENT);
+#ifdef FLASHATTN_HAS_EXCEPTIONS
+  tout[0] = 0;
+  ctx.prepare(att, along_v);
+  ctx.forward_jvp(att, along_v);
+  CHECK(std::fabs(tout[0] - 1) < 1e-6f);
+#endif
+}
+
 void test_merge_and_append() {
   float a[2] = {1, 2}, b[2] = {3, 4}, lse[2] = {0, 0}, out[2] = {};
   const auto view = [](float *x) { return fx::tensor(x, {1, 1, 1, 2}); };
@@ -234,6 +262,7 @@ void test_score() {
 int main() {
   test_tensors();
   test_forward_and_backward();
+  test_jvp();
   test_merge_and_append();
   test_errors();
   test_ownership();

@@ -71,6 +71,7 @@ const FA_STRUCT_APPEND = Int32(7)
 const FA_STRUCT_MERGE_PROBLEM = Int32(8)
 const FA_STRUCT_SCORE_SOURCE = Int32(9)
 const FA_STRUCT_SCORE_TENSOR = Int32(10)
+const FA_STRUCT_JVP = Int32(11)
 const FA_SCORE_BY_BATCH = UInt32(1)
 const FA_SCORE_BY_HEAD = UInt32(2)
 const FA_SCORE_BY_QUERY = UInt32(4)
@@ -252,6 +253,17 @@ mutable struct fa_append
     fa_append() = zeroed(new())
 end
 
+mutable struct fa_jvp
+    struct_size::UInt32
+    reserved::UInt32
+    tq::fa_tensor
+    tk::fa_tensor
+    tv::fa_tensor
+    tout::fa_tensor
+    tlse::fa_tensor
+    fa_jvp() = zeroed(new())
+end
+
 mutable struct fa_merge_problem
     struct_size::UInt32
     num_parts::Int32
@@ -292,9 +304,13 @@ const FUNCTIONS = [
     :fa_device_info,
     :fa_device_properties_init,
     :fa_forward,
+    :fa_forward_jvp,
+    :fa_forward_jvp_prepare,
+    :fa_forward_jvp_query,
     :fa_forward_prepare,
     :fa_forward_query,
     :fa_gradients_init,
+    :fa_jvp_init,
     :fa_last_cuda_error,
     :fa_last_error,
     :fa_merge,

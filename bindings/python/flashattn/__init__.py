@@ -41,10 +41,12 @@ __all__ = [
     "backward",
     "build_info",
     "forward",
+    "jvp",
     "merge",
     "query_append",
     "query_backward",
     "query_forward",
+    "query_jvp",
     "query_merge",
     "score",
     "version",
@@ -69,6 +71,11 @@ def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments:
     return _context().backward(dout, q, k, v, out, lse, **arguments)
 
 
+def jvp(q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Tuple[Any, Any]:
+    """`Context.jvp` on this thread's CPU context."""
+    return _context().jvp(q, k, v, out, lse, **arguments)
+
+
 def append_kv(k: Any, k_cache: Any, v: Any = None, v_cache: Any = None, **arguments: Any) -> None:
     """`Context.append_kv` on this thread's CPU context."""
     _context().append_kv(k, k_cache, v, v_cache, **arguments)
@@ -87,6 +94,11 @@ def query_forward(q: Any, k: Any, v: Any, **arguments: Any) -> Plan:
 def query_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Plan:
     """`Context.query_backward` on this thread's CPU context."""
     return _context().query_backward(dout, q, k, v, out, lse, **arguments)
+
+
+def query_jvp(q: Any, k: Any, v: Any, out: Any, lse: Any, **arguments: Any) -> Plan:
+    """`Context.query_jvp` on this thread's CPU context."""
+    return _context().query_jvp(q, k, v, out, lse, **arguments)
 
 
 def query_append(k: Any, k_cache: Any, v: Any = None, v_cache: Any = None, **arguments: Any) -> Plan:

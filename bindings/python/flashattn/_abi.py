@@ -166,6 +166,18 @@ class fa_gradients(ctypes.Structure):
     ]
 
 
+class fa_jvp(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("tq", fa_tensor),
+        ("tk", fa_tensor),
+        ("tv", fa_tensor),
+        ("tout", fa_tensor),
+        ("tlse", fa_tensor),
+    ]
+
+
 class fa_plan_info(ctypes.Structure):
     _fields_ = [
         ("struct_size", c_uint32),
@@ -293,6 +305,7 @@ STRUCTS = {
     8: fa_merge_problem,
     9: fa_score_source,
     10: fa_score_tensor,
+    11: fa_jvp,
 }
 
 
@@ -332,7 +345,7 @@ def _load() -> ctypes.CDLL:
 def _declare(loaded: ctypes.CDLL) -> None:
     context, stream, tensor = c_void_p, c_void_p, POINTER(fa_tensor)
     attention, gradients, plan = POINTER(fa_attention), POINTER(fa_gradients), POINTER(fa_plan_info)
-    append, merge = POINTER(fa_append), POINTER(fa_merge_problem)
+    append, merge, jvp = POINTER(fa_append), POINTER(fa_merge_problem), POINTER(fa_jvp)
     prototypes = {
         "fa_status_name": (c_char_p, [c_int32]),
         "fa_status_description": (c_char_p, [c_int32]),
@@ -349,19 +362,23 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "fa_tensor_from_dlpack": (c_int32, [tensor, c_void_p]),
         "fa_attention_init": (c_int32, [attention, c_size_t]),
         "fa_gradients_init": (c_int32, [gradients, c_size_t]),
+        "fa_jvp_init": (c_int32, [jvp, c_size_t]),
         "fa_append_init": (c_int32, [append, c_size_t]),
         "fa_merge_problem_init": (c_int32, [merge, c_size_t]),
         "fa_plan_info_init": (c_int32, [plan, c_size_t]),
         "fa_forward_query": (c_int32, [context, attention, plan]),
         "fa_backward_query": (c_int32, [context, attention, gradients, plan]),
+        "fa_forward_jvp_query": (c_int32, [context, attention, jvp, plan]),
         "fa_merge_query": (c_int32, [context, merge, plan]),
         "fa_append_query": (c_int32, [context, append, plan]),
         "fa_forward_prepare": (c_int32, [context, attention]),
         "fa_backward_prepare": (c_int32, [context, attention, gradients]),
+        "fa_forward_jvp_prepare": (c_int32, [context, attention, jvp]),
         "fa_merge_prepare": (c_int32, [context, merge]),
         "fa_append_prepare": (c_int32, [context, append]),
         "fa_forward": (c_int32, [context, attention, c_void_p, c_size_t, stream]),
         "fa_backward": (c_int32, [context, attention, gradients, c_void_p, c_size_t, stream]),
+        "fa_forward_jvp": (c_int32, [context, attention, jvp, c_void_p, c_size_t, stream]),
         "fa_merge": (c_int32, [context, merge, c_void_p, c_size_t, stream]),
         "fa_append_kv": (c_int32, [context, append, c_void_p, c_size_t, stream]),
         "fa_score_source_init": (c_int32, [POINTER(fa_score_source), c_size_t]),

@@ -228,6 +228,37 @@ class Context:
                 setattr(gradients, name, view(result, name, writable=True))
         return problem, gradients, Gradients(**given)
 
+    def _jvp_problem(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        tangents: Dict[str, Any],
+        tout: Any,
+        tlse: Any,
+        options: Dict[str, Any],
+        stream: Optional[int],
+        holds: Holds,
+    ) -> Tuple[_abi.fa_attention, _abi.fa_jvp, Any, Any]:
+        view = self._viewer(holds, stream)
+        problem = problem_of(q, k, v, options, view, holds)
+        problem.out = view(out, "out")
+        problem.lse = view(lse, "lse")
+        jvp = _abi.fa_jvp(ctypes.sizeof(_abi.fa_jvp))
+        for name, tangent in tangents.items():
+            if tangent is not None:
+                setattr(jvp, name, view(tangent, name))
+        if tout is None:
+            tout = self._allocate(_tensor.shape_of(problem.out), problem.q.dtype, "tout", q, problem.cu_seqlens_q)
+        if tlse is None:
+            tlse = self._allocate(_tensor.shape_of(problem.lse), _abi.FLOAT32, "tlse", q, problem.cu_seqlens_q)
+        jvp.tout = view(tout, "tout", writable=True)
+        if tlse is not False:
+            jvp.tlse = view(tlse, "tlse", writable=True)
+        return problem, jvp, tout, None if tlse is False else tlse
+
     def _merge_problem(
         self, outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any, stream: Optional[int], holds: Holds
     ) -> Tuple[_abi.fa_merge_problem, Any, Any]:
@@ -279,6 +310,9 @@ class Context:
 
     def _run_backward(self, problem: _abi.fa_attention, gradients: _abi.fa_gradients, stream: Optional[int]) -> None:
         check(_abi.lib.fa_backward(self._open(), ctypes.byref(problem), ctypes.byref(gradients), None, 0, stream), self._handle)
+
+    def _run_jvp(self, problem: _abi.fa_attention, jvp: _abi.fa_jvp, stream: Optional[int]) -> None:
+        check(_abi.lib.fa_forward_jvp(self._open(), ctypes.byref(problem), ctypes.byref(jvp), None, 0, stream), self._handle)
 
     def forward(
         self,
@@ -338,6 +372,34 @@ class Context:
         if "score" in options and options["score"] is not None:
             options["score"]._raise_failure()
         return results
+
+    def jvp(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        *,
+        tq: Any = None,
+        tk: Any = None,
+        tv: Any = None,
+        tout: Any = None,
+        tlse: Any = None,
+        stream: Any = None,
+        **options: Any,
+    ) -> Tuple[Any, Any]:
+        """Tangents of the results of `forward` for tangents `tq`, `tk` and `tv` of its inputs (None = zero): returns (tout, tlse).
+
+        `out` and `lse` are the results of `forward` with the same options. Tangents are written to `tout` and `tlse` when given and
+        otherwise allocated like q; tlse=False leaves it out. CPU contexts only; flashattn.h (fa_forward_jvp) says which options it takes.
+        """
+        holds: Holds = []
+        stream = _tensor.stream_handle(stream)
+        tangents = {"tq": tq, "tk": tk, "tv": tv}
+        problem, jvp, tout, tlse = self._jvp_problem(q, k, v, out, lse, tangents, tout, tlse, options, stream, holds)
+        self._run_jvp(problem, jvp, stream)
+        return tout, tlse
 
     def merge(
         self, outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None, lse: Any = None, stream: Any = None
@@ -438,6 +500,15 @@ class Context:
         return self._plan(
             lambda info: _abi.lib.fa_backward_query(self._open(), ctypes.byref(problem), ctypes.byref(gradients), info)
         )
+
+    def query_jvp(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, *, tq: Any = None, tk: Any = None, tv: Any = None, **options: Any
+    ) -> Plan:
+        """How `jvp` would run; raises the `Error` it would raise. Reads no tensor data."""
+        holds: Holds = []
+        tangents = {"tq": tq, "tk": tk, "tv": tv}
+        problem, jvp, _, _ = self._jvp_problem(q, k, v, out, lse, tangents, None, None, options, None, holds)
+        return self._plan(lambda info: _abi.lib.fa_forward_jvp_query(self._open(), ctypes.byref(problem), ctypes.byref(jvp), info))
 
     def query_merge(self, outs: Sequence[Any], lses: Sequence[Any]) -> Plan:
         """How `merge` would run; raises the `Error` it would raise. Reads no tensor data."""

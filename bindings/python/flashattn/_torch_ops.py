@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators `flashattn::forward` and `flashattn::backward` of PyTorch's dispatcher, which run on its current stream, and the
-differentiable function made of them.
+"""The operators `flashattn::forward`, `flashattn::backward` and `flashattn::jvp` of PyTorch's dispatcher, which run on its current stream, and
+the differentiable function made of them.
 
-Their kernels are those of the extension (torch_operators.cpp) where it can be loaded, else those of this file, which do the same by ctypes.
+The kernels of the first two are those of the extension (torch_operators.cpp) where it can be loaded, else those of this file, which do the same
+by ctypes.
 The operators have no derivatives of their own; `call` has. Options that an operator is not given keep the defaults of its schema: PyTorch
 hands a kernel in Python only what differs from them.
 """
@@ -204,6 +205,37 @@ def _backward(
     return results
 
 
+def _jvp(
+    tq: Optional[Tensor],
+    tk: Optional[Tensor],
+    tv: Optional[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **options: Any,
+) -> Tuple[Tensor, Tensor]:
+    device = q.device
+    view = _viewer(device)
+    q, k, v, out = _rows(q), _rows(k), _rows(v), _rows(out)
+    problem = problem_of(q, k, v, _options(options), view, [])
+    problem.out, problem.lse = view(out, "out"), view(lse, "lse")
+    jvp = _abi.fa_jvp(ctypes.sizeof(_abi.fa_jvp))
+    given = [
+        (name, _rows(tangent))
+        for name, tangent in (("tq", tq), ("tk", tk), ("tv", tv))
+        if tangent is not None
+    ]
+    for name, tangent in given:
+        setattr(jvp, name, view(tangent, name))
+    packed = options.get("cu_seqlens_q")
+    tout, tlse = (_new(x.shape, x, x.dtype, packed) for x in (out, lse))
+    jvp.tout, jvp.tlse = view(tout, "tout"), view(tlse, "tlse")
+    _context(device)._run_jvp(problem, jvp, _stream(device))
+    return tout, tlse
+
+
 def _forward_shapes(q, k, v, **_):
     out = q.new_empty([*q.shape[:-1], v.shape[-1]], dtype=_result_dtype(q))
     return out, q.new_empty(
@@ -214,6 +246,10 @@ def _forward_shapes(q, k, v, **_):
 def _backward_shapes(dout, dlse, out, lse, needed, q, k, v, **options):
     given = (q, k, v, options.get("bias"), options.get("sink"))
     return [like.new_empty(like.shape) for like, wanted in zip(given, needed) if wanted]
+
+
+def _jvp_shapes(tq, tk, tv, out, lse, q, k, v, **_):
+    return out.new_empty(out.shape), lse.new_empty(lse.shape)
 
 
 _FIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
@@ -347,9 +383,17 @@ _backward_op = _define(
     _backward_shapes,
 )
 
+_jvp_op = _define(
+    "jvp",
+    "Tensor? tq, Tensor? tk, Tensor? tv, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v",
+    "(Tensor, Tensor)",
+    _jvp_shapes,
+)
+
 extension = Extension()
-if not extension:
-    for _device in ("CPU", "CUDA"):
+for _device in ("CPU", "CUDA"):
+    _library.impl("jvp", _jvp, _device)
+    if not extension:
         _library.impl("forward", _forward, _device)
         _library.impl("backward", _backward, _device)
 
@@ -357,10 +401,8 @@ if not extension:
 Names = Tuple[str, ...]
 Numbers = Tuple[Tuple[str, Any], ...]
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
-_NO_TANGENT = "flashattn has no forward-mode derivative (torch.func.jvp, jacfwd, dual numbers); use reverse mode (torch.func.vjp, jacrev)"
-_NO_SECOND = (
-    "flashattn has no second derivative; its gradients cannot be differentiated again"
-)
+_NO_TANGENT = "flashattn has no forward-mode derivative (torch.func.jvp, jacfwd, dual numbers) {}; use reverse mode (torch.func.vjp, jacrev)"
+_NO_SECOND = "flashattn has no second derivative; its gradients and tangents cannot be differentiated again"
 
 
 @torch._dynamo.assume_constant_result  # torch.compile compiles again where the transforms differ
@@ -426,15 +468,28 @@ class _Attention(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The same under the transforms of torch.func, which want the two halves of forward apart; that takes PyTorch 20 us more per call."""
+    """The same under the transforms of torch.func and with dual numbers, which want the two halves of forward apart; that takes PyTorch 20 us
+    more per call.
+    """
 
     forward = staticmethod(_run)
-    setup_context = staticmethod(_save)
     backward = staticmethod(_gradients)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENT)
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs, output)
+        ctx.save_for_forward(*output, *inputs[2:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        out, lse, *tensors = ctx.saved_tensors
+        _, _, tq, tk, tv, *others = tangents
+        for name, tangent in zip(ctx.names, others):
+            if tangent is not None:
+                raise NotImplementedError(_NO_TANGENT.format(f"with respect to {name}"))
+        if out.device.type != "cpu":
+            raise NotImplementedError(_NO_TANGENT.format(f"on {out.device.type}"))
+        return _Tangents.apply(ctx.names, ctx.numbers, tq, tk, tv, out, lse, *tensors)
 
     @staticmethod
     def vmap(
@@ -495,7 +550,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENT)
+        raise NotImplementedError(_NO_SECOND)
 
     @staticmethod
     def vmap(
@@ -518,6 +573,51 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+class _Tangents(torch.autograd.Function):
+    """The tangents of (out, lse), as a function that can be mapped and cannot be differentiated."""
+
+    @staticmethod
+    def forward(
+        names: Names,
+        numbers: Numbers,
+        tq: Optional[Tensor],
+        tk: Optional[Tensor],
+        tv: Optional[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        options = {**dict(zip(names, tensors)), **dict(numbers)}
+        return _jvp_op(tq, tk, tv, out, lse, q, k, v, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_SECOND)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, names: Names, numbers: Numbers, *tensors: Tensor
+    ) -> Any:
+        every_name = ("tq", "tk", "tv", "out", "lse", "q", "k", "v", *names)
+        mapped = Mapped(info.batch_size, every_name, in_dims[2:], tensors)
+        if mapped.folds():
+            return mapped.unfold(_Tangents.apply(names, numbers, *mapped.fold()))
+        return mapped.stack(
+            [_Tangents.apply(names, numbers, *one) for one in mapped.samples()]
+        )
+
+
 def call(
     tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]
 ) -> Tuple[Tensor, Tensor]:
@@ -529,12 +629,11 @@ def call(
             given.append(tensor)
             is_wanted = is_wanted or tensor.requires_grad
     inputs: Any = (tuple(names[3:]), tuple(numbers.items()), *given)
-    if _is_transformed():
-        return _Transformed.apply(*inputs)
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+    if _is_transformed() or (
+        forward_ad._current_level >= 0
+        and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
     ):
-        raise NotImplementedError(_NO_TANGENT)
+        return _Transformed.apply(*inputs)
     if is_wanted and torch.is_grad_enabled():
         return _Attention.apply(*inputs)
     return _run(*inputs)

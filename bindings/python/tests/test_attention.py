@@ -210,6 +210,35 @@ class AttentionTest(unittest.TestCase):
         flashattn.forward(Exporter(q[:, ::-1]), Exporter(k), Exporter(v), out=Exporter(out))
         self.assertTrue(np.array_equal(out, flashattn.forward(q[:, ::-1], k, v)[0]))
 
+    def test_jvp(self):
+        """Tangents against central differences of the float64 reference."""
+        arrays = [normal(1, 2, 9, 4, 16), normal(2, 2, 12, 2, 16), normal(3, 2, 12, 2, 8)]
+        moves = [normal(n, *x.shape) for n, x in enumerate(arrays, 4)]
+        options = dict(causal=True, window=(7, None), softcap=3.0, scale=0.4)
+        out, lse = flashattn.forward(*arrays, **options)
+        exact = [t.astype(np.float64) for t in moves]
+        for given in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+            step = 1e-5
+            ahead, behind = (
+                reference.forward(*(x + sign * step * on * t for x, t, on in zip(arrays, exact, given)), **options)
+                for sign in (1.0, -1.0)
+            )
+            tangents = {name: t for name, t, on in zip(("tq", "tk", "tv"), moves, given) if on}
+            tout, tlse = flashattn.jvp(*arrays, out, lse, **tangents, **options)
+            self.assert_close(tout, (ahead[0] - behind[0]) / (2 * step), 1e-5, "tout")
+            self.assert_close(tlse, (ahead[1] - behind[1]) / (2 * step), 1e-5, "tlse")
+        view = np.full((2, 4, 9, 8), np.nan, np.float32).transpose(0, 2, 1, 3)
+        got, none = flashattn.jvp(*arrays, out, lse, **tangents, tout=view, tlse=False, **options)
+        self.assertIs(got, view)
+        self.assertIsNone(none)
+        np.testing.assert_array_equal(view, tout)
+        plan = flashattn.query_jvp(*arrays, out, lse, **tangents, **options)
+        self.assertTrue(plan.kernel.startswith("cpu_jvp_"), plan)
+        for call in (flashattn.jvp, flashattn.query_jvp):
+            with self.assertRaisesRegex(flashattn.Error, "sink is given, but fa_forward_jvp") as caught:
+                call(*arrays, out, lse, sink=normal(9, 4))
+            self.assertEqual(caught.exception.name, "FA_ERROR_UNSUPPORTED")
+
     def test_packed_sequences(self):
         lengths_q, lengths_k = [5, 0, 9], [7, 3, 9]
         q = normal(1, sum(lengths_q), 2, 8)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashattn.torch under torch.func: grad, vjp, vmap, per-sample gradients; what has no derivative says so; checkpoints and torch.compile."""
+"""flashattn.torch under torch.func: grad, vjp, jvp, vmap, per-sample gradients; what has no derivative says so; checkpoints and torch.compile."""
 
+import types
 import unittest
 
 from tests.torch_cases import DEVICES, TorchCase, reference
@@ -8,6 +9,8 @@ from tests.torch_cases import DEVICES, TorchCase, reference
 import torch
 from torch.autograd import forward_ad
 
+import flashattn
+from flashattn._torch_ops import _Transformed
 from flashattn.torch import attention, scaled_dot_product_attention
 
 
@@ -195,25 +198,105 @@ class FuncTest(TorchCase):
         )
         self.assertFalse(torch.equal(different[0], different[1]))
 
-    def test_forward_mode_raises(self):
-        """Also in the bias alone, and where nothing else needs a gradient."""
+    def check_tangents(self, ours, theirs, inputs, names="qkv"):
+        """torch.func.jvp and dual numbers of `ours` in the inputs that `names` lists, against those of `theirs` in float64."""
+        moved = {name: self.normal(*inputs[name].shape, grad=False) for name in names}
+        exact = torch.func.jvp(
+            lambda m: theirs(**{**{n: x.double() for n, x in inputs.items()}, **m}),
+            ({n: inputs[n].double() for n in names},),
+            ({n: x.double() for n, x in moved.items()},),
+        )
+        given = {n: inputs[n] for n in names}
+        results, tangents = torch.func.jvp(lambda m: ours(**{**inputs, **m}), (given,), (moved,))
+        with forward_ad.dual_level():
+            duals = ours(**{**inputs, **{n: forward_ad.make_dual(x, moved[n]) for n, x in given.items()}})
+            plain = [forward_ad.unpack_dual(x) for x in duals]
+        for got in ((results, tangents), ([x.primal for x in plain], [x.tangent for x in plain])):
+            for mine, its in zip(got, exact):
+                for x, y in zip(mine, its):
+                    torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-4, atol=1e-4)
+
+    def test_forward_mode(self):
+        """In any of q, k and v; with masks, used rows and padding, and in one input alone."""
+        starts, used = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([9, 8], dtype=torch.int32)
+        for options in (
+            {},
+            {"causal": True},
+            {"causal": True, "seqused_k": used, "seqstart_k": starts},
+            {"alibi_slopes": self.normal(4, grad=False).abs()},
+        ):
+            for names in ("qkv", "q", "k", "v", "qv"):
+                with self.subTest(options=options, names=names):
+                    self.check_tangents(
+                        lambda q, k, v: attention(q, k, v, return_lse=True, **options),
+                        lambda q, k, v: by_definition(q, k, v, **options),
+                        self.qkv(2),
+                        names,
+                    )
+
+        def transposed(q, k, v):
+            return [scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=0.4)]
+
+        def by_hand(q, k, v):
+            visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril().expand(len(q), 4, -1, -1)
+            return [reference(q, k, v, visible, scale=0.4)[0].transpose(1, 2)]
+
+        self.check_tangents(transposed, by_hand, self.qkv(2, heads=(4, 4)))
+
+    def test_forward_mode_of_packed_rows(self):
+        starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+        q, k, v, tq, tk = (self.normal(10, 2, 16, grad=False) for _ in range(5))  # two rows belong to no sequence
+        options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
+        out, tangent = torch.func.jvp(lambda q, k: attention(q, k, v, **options), (q, k), (tq, tk))
+        for begin, end in ((0, 3), (3, 8)):
+            one = [x[None, begin:end] for x in (q, k, v, tq, tk)]
+            expected = torch.func.jvp(lambda q, k: attention(q, k, one[2], causal=True), tuple(one[:2]), tuple(one[3:]))
+            torch.testing.assert_close(out[None, begin:end], expected[0])
+            torch.testing.assert_close(tangent[None, begin:end], expected[1])
+        self.assertTrue((tangent[8:] == 0).all())
+
+    def test_forward_mode_beside_other_transforms(self):
+        q, k, v = (x.transpose(1, 2) for x in self.qkv(2, rows=(3, 4), heads=(2, 2)).values())
+        attend = lambda q: scaled_dot_product_attention(q, k, v)  # noqa: E731
+        torch.testing.assert_close(torch.func.jacfwd(attend)(q), torch.func.jacrev(attend)(q), rtol=1e-4, atol=1e-4)
+        many, moved = self.normal(3, *q.shape, grad=False), self.normal(3, *q.shape, grad=False)
+        mapped = torch.vmap(lambda q, t: torch.func.jvp(attend, (q,), (t,))[1])(many, moved)
+        for n in range(3):
+            torch.testing.assert_close(mapped[n], torch.func.jvp(attend, (many[n],), (moved[n],))[1])
+        # Training with a tangent that is detached, as MeanFlow does.
+        matrix = self.normal(16, 16)
+        out, tangent = torch.func.jvp(lambda q: attend(q @ matrix), (q,), (moved[0],))
+        (out - tangent.detach()).square().sum().backward()
+        got, matrix.grad = matrix.grad, None
+        (attend(q @ matrix) - tangent.detach()).square().sum().backward()
+        torch.testing.assert_close(got, matrix.grad)
+
+    def test_forward_mode_of_other_inputs_raises(self):
+        """What has no tangent says so and is not silently zero; what the library refuses is its error."""
         x = self.qkv(1)
         bias = self.normal(1, 1, 7, 9, grad=False)
-        for name in ("q", "k", "v", "bias"):
-            given = {**x, "bias": bias}
-            with self.subTest(name=name):
-                with forward_ad.dual_level(), self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-                    attention(**{**given, name: forward_ad.make_dual(given[name], torch.ones_like(given[name]))})
-                with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-                    torch.func.jvp(lambda t: attention(**{**given, name: t}), (given[name],), (given[name],))
+        for name, tensor in (("bias", bias), ("sink", self.normal(4, grad=False))):
+            with self.assertRaisesRegex(NotImplementedError, f"no forward-mode derivative .* with respect to {name}"):
+                torch.func.jvp(lambda t: attention(**x, **{name: t}), (tensor,), (tensor,))
+            with forward_ad.dual_level(), self.assertRaisesRegex(NotImplementedError, f"with respect to {name}"):
+                attention(**x, **{name: forward_ad.make_dual(tensor, tensor)})
+            with self.assertRaisesRegex(flashattn.Error, f"{name} is given, but fa_forward_jvp"):
+                torch.func.jvp(lambda q: attention(q, x["k"], x["v"], **{name: tensor}), (x["q"],), (x["q"],))
+        with self.assertRaisesRegex(flashattn.Error, "dropout_p is 0.5, but fa_forward_jvp"):
+            torch.func.jvp(lambda q: attention(q, x["k"], x["v"], dropout_p=0.5), (x["q"],), (x["q"],))
         with forward_ad.dual_level():
             other = forward_ad.make_dual(bias, bias)
             self.assertEqual((attention(**x) + 0 * other.sum()).shape, x["q"].shape)  # no tangent gets here
-        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-            torch.func.jacfwd(lambda q: attention(q, x["k"], x["v"]))(x["q"])
-        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-            gradient = torch.func.grad(lambda q: attention(q, x["k"], x["v"]).sum())
-            torch.func.jvp(gradient, (x["q"],), (x["q"],))
+
+    def test_forward_mode_of_other_devices_raises(self):
+        elsewhere = [torch.empty(1, device="meta")] * 5  # out, lse, q, k, v
+        ctx = types.SimpleNamespace(names=(), numbers=(), saved_tensors=elsewhere)
+        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative .* on meta"):
+            _Transformed.jvp(ctx, None, None, *elsewhere[2:])
+        for device in DEVICES[1:]:
+            q, k, v = (y.to(device, torch.float16) for y in self.qkv(1).values())
+            with self.assertRaisesRegex(NotImplementedError, f"no forward-mode derivative .* on {device}"):
+                torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,))
 
     def test_second_derivatives_raise(self):
         q, k, v = (y.requires_grad_() for y in self.qkv(1).values())
@@ -221,8 +304,13 @@ class FuncTest(TorchCase):
         with self.assertRaisesRegex(NotImplementedError, "no second derivative"):
             dq.sum().backward()
         loss = lambda q: attention(q, k.detach(), v.detach()).square().sum()  # noqa: E731
+        q = q.detach()
         with self.assertRaisesRegex(NotImplementedError, "no second derivative"):
-            torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q.detach())
+            torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q)
+        with self.assertRaisesRegex(NotImplementedError, "no second derivative"):
+            torch.func.jvp(torch.func.grad(loss), (q,), (q,))
+        with self.assertRaisesRegex(NotImplementedError, "no second derivative"):
+            torch.func.grad(lambda q: torch.func.jvp(loss, (q,), (q,))[1])(q)
 
     def test_tensors_without_gradients(self):
         """A gradient that is asked for and does not exist is an error, not None."""
@@ -297,12 +385,13 @@ class FuncTest(TorchCase):
         torch.testing.assert_close(torch.func.grad(compiled)(q), gradient)
         torch.testing.assert_close(torch.vmap(compiled)(many), torch.vmap(loss)(many))
         torch.testing.assert_close(torch.compile(torch.func.grad(loss), backend="aot_eager")(q), gradient)
-        with forward_ad.dual_level(), self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-            compiled(forward_ad.make_dual(q, q))
-        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-            torch.compile(lambda q: torch.func.jvp(loss, (q,), (q,)), backend="aot_eager")(q)
-        with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative"):
-            torch.func.jvp(compiled, (q,), (q,))
+        moved = self.normal(*q.shape, grad=False)
+        _, tangent = torch.func.jvp(loss, (q,), (moved,))
+        with forward_ad.dual_level():
+            torch.testing.assert_close(forward_ad.unpack_dual(compiled(forward_ad.make_dual(q, moved))).tangent, tangent)
+        torch.testing.assert_close(torch.func.jvp(compiled, (q,), (moved,))[1], tangent)
+        whole = torch.compile(lambda q: torch.func.jvp(loss, (q,), (moved,))[1], backend="aot_eager")
+        torch.testing.assert_close(whole(q), tangent)
         torch.testing.assert_close(compiled(q), loss(q))
 
     def test_export(self):

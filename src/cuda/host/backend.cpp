@@ -144,6 +144,7 @@ class CudaBackend final : public Backend, private StreamWork {
   fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
+  fa_status plan(const JvpProblem &, PlanSummary &, ErrorText &error) const override { return no_jvp(error); }
   fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
@@ -157,6 +158,7 @@ class CudaBackend final : public Backend, private StreamWork {
   fa_status prepare(const ScoredBackward &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
+  fa_status prepare(const JvpProblem &, const Pointers &, ErrorText &error) override { return no_jvp(error); }
   fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
@@ -170,7 +172,7 @@ class CudaBackend final : public Backend, private StreamWork {
   fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
-
+  fa_status run(const JvpProblem &, const Call &, ErrorText &error) override { return no_jvp(error); }
   fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
@@ -199,6 +201,11 @@ class CudaBackend final : public Backend, private StreamWork {
 
     bool holds(CUdeviceptr address) const { return address - begin < bytes; }
   };
+
+  static fa_status no_jvp(ErrorText &error) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "device_type is FA_DEVICE_CUDA, but fa_forward_jvp has kernels for CPU contexts only");
+  }
 
   template <typename AnyProblem>
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {

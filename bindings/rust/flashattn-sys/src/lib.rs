@@ -90,6 +90,7 @@ pub const FA_STRUCT_APPEND: fa_struct_kind = 7;
 pub const FA_STRUCT_MERGE_PROBLEM: fa_struct_kind = 8;
 pub const FA_STRUCT_SCORE_SOURCE: fa_struct_kind = 9;
 pub const FA_STRUCT_SCORE_TENSOR: fa_struct_kind = 10;
+pub const FA_STRUCT_JVP: fa_struct_kind = 11;
 
 pub const FA_SCORE_BY_BATCH: u32 = 1;
 pub const FA_SCORE_BY_HEAD: u32 = 2;
@@ -281,6 +282,15 @@ abi_structs! {
         dbias: fa_tensor,
         dsink: fa_tensor,
     }
+    fa_jvp {
+        struct_size: u32,
+        reserved: u32,
+        tq: fa_tensor,
+        tk: fa_tensor,
+        tv: fa_tensor,
+        tout: fa_tensor,
+        tlse: fa_tensor,
+    }
     fa_plan_info {
         struct_size: u32,
         status: fa_status,
@@ -377,6 +387,7 @@ library::functions! {
     pub fn fa_tensor_from_dlpack(tensor: *mut fa_tensor, dl_tensor: *const c_void) -> fa_status;
     pub fn fa_attention_init(attention: *mut fa_attention, size: usize) -> fa_status;
     pub fn fa_gradients_init(gradients: *mut fa_gradients, size: usize) -> fa_status;
+    pub fn fa_jvp_init(jvp: *mut fa_jvp, size: usize) -> fa_status;
     pub fn fa_append_init(append: *mut fa_append, size: usize) -> fa_status;
     pub fn fa_merge_problem_init(merge: *mut fa_merge_problem, size: usize) -> fa_status;
     pub fn fa_plan_info_init(info: *mut fa_plan_info, size: usize) -> fa_status;
@@ -387,10 +398,17 @@ library::functions! {
         gradients: *const fa_gradients,
         info: *mut fa_plan_info,
     ) -> fa_status;
+    pub fn fa_forward_jvp_query(
+        ctx: fa_context,
+        attention: *const fa_attention,
+        jvp: *const fa_jvp,
+        info: *mut fa_plan_info,
+    ) -> fa_status;
     pub fn fa_merge_query(ctx: fa_context, merge: *const fa_merge_problem, info: *mut fa_plan_info) -> fa_status;
     pub fn fa_append_query(ctx: fa_context, append: *const fa_append, info: *mut fa_plan_info) -> fa_status;
     pub fn fa_forward_prepare(ctx: fa_context, attention: *const fa_attention) -> fa_status;
     pub fn fa_backward_prepare(ctx: fa_context, attention: *const fa_attention, gradients: *const fa_gradients) -> fa_status;
+    pub fn fa_forward_jvp_prepare(ctx: fa_context, attention: *const fa_attention, jvp: *const fa_jvp) -> fa_status;
     pub fn fa_merge_prepare(ctx: fa_context, merge: *const fa_merge_problem) -> fa_status;
     pub fn fa_append_prepare(ctx: fa_context, append: *const fa_append) -> fa_status;
     pub fn fa_forward(
@@ -404,6 +422,14 @@ library::functions! {
         ctx: fa_context,
         attention: *const fa_attention,
         gradients: *const fa_gradients,
+        workspace: *mut c_void,
+        workspace_bytes: usize,
+        stream: fa_stream,
+    ) -> fa_status;
+    pub fn fa_forward_jvp(
+        ctx: fa_context,
+        attention: *const fa_attention,
+        jvp: *const fa_jvp,
         workspace: *mut c_void,
         workspace_bytes: usize,
         stream: fa_stream,

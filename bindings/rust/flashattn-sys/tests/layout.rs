@@ -12,6 +12,7 @@ fn sizes_equal_the_librarys() {
         FA_STRUCT_TENSOR,
         FA_STRUCT_ATTENTION,
         FA_STRUCT_GRADIENTS,
+        FA_STRUCT_JVP,
         FA_STRUCT_PLAN_INFO,
         FA_STRUCT_APPEND,
         FA_STRUCT_MERGE_PROBLEM,

@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward-mode derivative: against dual numbers and finite differences in fp64, with every option that it takes; refusals of the others.
+#include <cmath>
+#include <list>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "parity/cpu_context.h"
+#include "parity/expectation.h"
+#include "parity/runner.h"
+#include "reference/jvp.h"
+
+namespace parity {
+namespace {
+
+// Tangents that are given, as bits.
+enum Given : int64_t { kTq = 1, kTk = 2, kTv = 4, kAll = 7 };
+
+// Tangents of the inputs of `c`, as q, k and v of a case of their own, whose out and lse are the outputs tout and tlse. Lengths and masks are
+// those of `c`, so NaN is where the inputs have it.
+Case tangent_case(Case c) {
+  c.seed += 1;
+  c.magnitude = 1;
+  // Other strides than the inputs, but for rows that share memory.
+  for (Side *side : {&c.q, &c.k}) {
+    if (side->layout != kShared) side->layout = (side->layout + 1) % kShared;
+  }
+  c.lse_odd = !c.lse_odd;
+  return c;
+}
+
+reference::Tangents tangents_of(const Data &tangents, int64_t b, int64_t given) {
+  reference::Sequence s = tangents.sequence(b);
+  reference::Tangents t;
+  if (given & kTq) t.q = std::move(s.q);
+  if (given & kTk) t.k = std::move(s.k);
+  if (given & kTv) t.v = std::move(s.v);
+  return t;
+}
+
+// What the library must write to tout and tlse.
+void expect(const Data &data, Data &tangents, int64_t given) {
+  const Case &c = data.problem;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    const reference::Sequence s = data.sequence(b);
+    const reference::Jvp exact = reference::jvp(s, tangents_of(tangents, b, given));
+    tangents.largest_logit = std::max(tangents.largest_logit, exact.largest_logit);
+    for (int64_t i = 0; i < slot_rows(c, c.q, b); ++i) {
+      for (int64_t h = 0; h < c.heads_q; ++h) {
+        const bool used = i < s.seqlen_q;
+        const auto row = static_cast<size_t>(h * s.seqlen_q + i);
+        Expected lse{tangents.row_element(kLse, b, h, i)};
+        if (used) {
+          lse.value = lse.unfused = exact.lse[row];
+          lse.magnitude = exact.lse_magnitude[row];
+        }
+        tangents.expected[kLse].push_back(lse);
+        for (int64_t d = 0; d < c.head_dim_v; ++d) {
+          const size_t at = row * static_cast<size_t>(c.head_dim_v) + static_cast<size_t>(d);
+          Expected out{tangents.element(kOut, b, i, h, d)};
+          if (used) {
+            out.value = out.unfused = exact.out[at];
+            out.magnitude = exact.out_magnitude[at];
+            out.through_out = 2 * exact.through_out[at];  // out has its own rounding and, where P is rounded to bf16, that of P
+          }
+          tangents.expected[kOut].push_back(out);
+        }
+      }
+    }
+  }
+}
+
+// A tensor in device memory.
+class OnDevice {
+ public:
+  OnDevice(Backend &backend, const HostTensor &tensor)
+      : backend_(backend), tensor_(tensor), buffer_(backend, tensor.bytes().size()) {
+    backend.upload(buffer_.get(), tensor.bytes().data(), tensor.bytes().size());
+  }
+  fa_tensor view() const { return tensor_.at(buffer_.get()); }
+  HostTensor now() const {
+    HostTensor tensor = tensor_;
+    backend_.download(tensor.bytes().data(), buffer_.get(), tensor.bytes().size());
+    return tensor;
+  }
+
+ private:
+  Backend &backend_;
+  const HostTensor &tensor_;
+  Buffer buffer_;
+};
+
+// fa_forward, then fa_forward_jvp; tout and tlse are outputs[kOut] and outputs[kLse].
+Execution execute_jvp(Backend &backend, fa_context context, const Data &data, const Data &tangents, int64_t given,
+                      bool with_tlse = true) {
+  Execution e;
+  with_structs(backend, data, [&](const fa_attention &attention, const fa_gradients &) {
+    const OnDevice tq(backend, tangents.tensors[kQ]), tk(backend, tangents.tensors[kK]), tv(backend, tangents.tensors[kV]),
+        tout(backend, tangents.tensors[kOut]), tlse(backend, tangents.tensors[kLse]);
+    fa_jvp jvp;
+    fa_jvp_init(&jvp, sizeof jvp);
+    if (given & kTq) jvp.tq = tq.view();
+    if (given & kTk) jvp.tk = tk.view();
+    if (given & kTv) jvp.tv = tv.view();
+    jvp.tout = tout.view();
+    if (with_tlse) jvp.tlse = tlse.view();
+    e.forward = fa_forward(context, &attention, nullptr, 0, backend.stream());
+    if (e.forward == FA_OK) {
+      e.backward = query_and_call(
+          backend, data, e, "fa_forward_jvp", e.kernels[1],
+          [&](fa_plan_info *info) { return fa_forward_jvp_query(context, &attention, &jvp, info); },
+          [&](void *workspace, size_t bytes) {
+            return fa_forward_jvp(context, &attention, &jvp, workspace, bytes, backend.stream());
+          });
+    }
+    if (!e.ok()) e.error = fa_last_error(context);
+    e.outputs[kOut] = tout.now();
+    e.outputs[kLse] = tlse.now();
+    for (const auto &[input, before] : {std::pair(&tq, kQ), std::pair(&tk, kK), std::pair(&tv, kV)}) {
+      if (input->now().bytes() != tangents.tensors[before].bytes()) e.damage += "a tangent is an input and was changed; ";
+    }
+  });
+  return e;
+}
+
+// A case and its tangents with what is expected, from a cache, so that the backends share one reference.
+struct Problem {
+  Data data, tangents;
+};
+std::shared_ptr<const Problem> cached_problem(const Case &c, int64_t given) {
+  static std::list<std::pair<std::string, std::shared_ptr<const Problem>>> cache;
+  const std::string name = describe(c) + std::to_string(given);
+  for (const auto &entry : cache) {
+    if (entry.first == name) return entry.second;
+  }
+  const auto problem = std::make_shared<Problem>(
+      Problem{make_data(c, nullptr, /*with_expected=*/false), make_data(tangent_case(c), nullptr, /*with_expected=*/false)});
+  expect(problem->data, problem->tangents, given);
+  cache.emplace_front(name, problem);
+  if (cache.size() > 128) cache.pop_back();
+  return problem;
+}
+
+::testing::AssertionResult check_jvp(Backend &backend, const Case &c, int64_t given = kAll, bool with_tlse = true) {
+  const auto problem = cached_problem(c, given);
+  const auto &[data, tangents] = *problem;
+  const Execution e = execute_jvp(backend, backend.context(), data, tangents, given, with_tlse);
+  const auto failure = [&] {
+    return ::testing::AssertionFailure() << backend.name() << ", tangents " << given << ", " << describe(c) << ": ";
+  };
+  if (!e.ok()) return failure() << fa_status_name(e.forward != FA_OK ? e.forward : e.backward) << ", " << e.error;
+  std::string faults = e.damage + mismatch(tangents, kOut, e.outputs[kOut]);
+  if (with_tlse) faults += mismatch(tangents, kLse, e.outputs[kLse]);
+  if (!with_tlse && e.outputs[kLse].bytes() != tangents.tensors[kLse].bytes()) faults += "tlse is absent and was written";
+  return faults.empty() ? ::testing::AssertionSuccess() : failure() << faults;
+}
+
+Case base(const char *name, int64_t dtype = FA_FLOAT32) {
+  Case c = grouped_case(name, dtype, 70, 85);
+  c.dlse = c.backward = 0;
+  return c;
+}
+
+constexpr int64_t kDtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+
+class Jvp : public EveryBackend {
+ protected:
+  void SetUp() override {
+    EveryBackend::SetUp();
+    if (!IsSkipped() && backend().name().find("cuda") == 0) GTEST_SKIP() << "CUDA contexts refuse fa_forward_jvp";
+  }
+};
+
+TEST_P(Jvp, EveryDtypeAndSetOfTangents) {
+  for (const int64_t dtype : kDtypes) {
+    for (int64_t given = 0; given <= kAll; ++given) {
+      Case c = base("tangents", dtype);
+      c.mask = given % 2 == 0 ? FA_MASK_CAUSAL : FA_MASK_NONE;
+      EXPECT_TRUE(check_jvp(backend(), c, given));
+      EXPECT_TRUE(check_jvp(backend(), c, given, /*with_tlse=*/false));
+    }
+  }
+}
+
+// Several blocks of rows and of keys, whole tiles and cut ones, head dims that are no multiple of anything, few rows.
+TEST_P(Jvp, Shapes) {
+  const struct {
+    int64_t rows, keys, head_dim, head_dim_v;
+  } shapes[] = {{1, 300, 64, 64}, {3, 5, 1, 1},       {97, 257, 33, 20},  {200, 300, 64, 64}, {130, 520, 16, 5},
+                {96, 256, 80, 8}, {20, 140, 200, 90}, {100, 130, 5, 300}, {0, 7, 8, 8},       {7, 0, 8, 8}};
+  for (const auto &shape : shapes) {
+    for (const fa_mask_kind mask : {FA_MASK_NONE, FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
+      Case c = base("shapes");
+      c.batch = 1;
+      c.q.seqlen = shape.rows;
+      c.k.seqlen = shape.keys;
+      c.head_dim = shape.head_dim;
+      c.head_dim_v = shape.head_dim_v;
+      c.mask = mask;
+      EXPECT_TRUE(check_jvp(backend(), c));
+    }
+  }
+}
+
+TEST_P(Jvp, WindowsAndTerms) {
+  for (int64_t n = 0; n < kTerms; ++n) {
+    for (const int64_t dtype : kDtypes) {
+      Case c = base("terms", dtype);
+      set_term(c, n);
+      c.sink = 0;
+      EXPECT_TRUE(check_jvp(backend(), c));
+      c.mask = FA_MASK_CAUSAL;
+      c.window_left = 11;
+      c.window_right = 3;
+      c.starts = {4, 80};
+      EXPECT_TRUE(check_jvp(backend(), c));
+    }
+  }
+}
+
+// Large logits, whose P is one pair's.
+TEST_P(Jvp, LargeLogits) {
+  for (const int64_t dtype : kDtypes) {
+    Case c = base("large", dtype);
+    c.magnitude = 100;
+    EXPECT_TRUE(check_jvp(backend(), c));
+  }
+}
+
+TEST_P(Jvp, LayoutsAndNaN) {
+  for (int64_t layout = 0; layout < kNumLayouts; ++layout) {
+    for (const int64_t causal : {FA_MASK_NONE, FA_MASK_CAUSAL}) {
+      Case c = base("layouts", kDtypes[layout % 3]);
+      c.q.layout = layout;
+      c.k.layout = (layout + 3) % kNumLayouts;
+      c.mask = static_cast<fa_mask_kind>(causal);
+      c.q.seqlen = 100;  // more than keys: causal rows that see none
+      c.k.seqlen = 60;
+      c.q.used = {90, 30};
+      c.k.used = {51, 60};
+      c.nan_keys = c.k.layout != kShared;
+      c.nan_queries = c.q.layout != kShared;
+      EXPECT_TRUE(check_jvp(backend(), c));
+      c.softcap = 2;
+      c.window_left = 9;
+      EXPECT_TRUE(check_jvp(backend(), c));
+    }
+  }
+}
+
+TEST_P(Jvp, Packed) {
+  Case c = base("packed");
+  c.batch = 3;
+  c.q.packed = c.k.packed = 1;
+  c.q.slots = {40, 0, 103};
+  c.k.slots = {30, 9, 280};
+  c.q.lead = 3, c.k.trail = 5;
+  c.mask = FA_MASK_CAUSAL;
+  EXPECT_TRUE(check_jvp(backend(), c));
+  c.k.used = {9, 2, 277};
+  c.q.used = {20, 0, 100};
+  c.q.cu_bits = 64;
+  c.nan_keys = c.nan_queries = 1;
+  c.alibi = 1;
+  EXPECT_TRUE(check_jvp(backend(), c));
+}
+
+TEST_P(Jvp, RandomCombinations) {
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("random jvp")));
+  for (int64_t n = 0; n < scaled(60); ++n) {
+    Case c = random_case(rng);
+    c.bias = c.nan_bias = c.block_q = c.block_k = c.block_lists = c.element_mask = c.slices = c.max_logit = c.sink = c.score =
+        0;
+    c.page_size = c.spare_pages = c.key_dtype = c.query_dtype = c.descale = c.backward = c.dlse = 0;
+    c.dropout = 0;
+    c.lse = 1;
+    const auto given = static_cast<int64_t>(rng() % 8);
+    if ((given & (kTq | kTk)) == 0) c.nan_visible = 0;  // the logits do not move, and not everything of q, k and v is read
+    EXPECT_TRUE(check_jvp(backend(), c, given));
+  }
+}
+
+// Against central differences of the fp64 forward: independent of the derivative's formula.
+TEST_P(Jvp, FiniteDifferences) {
+  Case c = base("differences");
+  c.mask = FA_MASK_CAUSAL;
+  c.softcap = 4;
+  c.alibi = 1;
+  c.window_left = 60;
+  const Data data = make_data(c, nullptr, /*with_expected=*/false);
+  const Data tangents = make_data(tangent_case(c), nullptr, /*with_expected=*/false);
+  const Execution e = execute_jvp(backend(), backend().context(), data, tangents, kAll);
+  ASSERT_TRUE(e.ok()) << e.error;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    const reference::Tangents t = tangents_of(tangents, b, kAll);
+    constexpr double kStep = 1e-5;
+    const auto moved = [&](double step) {
+      reference::Sequence s = data.sequence(b);
+      for (const auto &[x, direction] : {std::pair(&s.q, &t.q), std::pair(&s.k, &t.k), std::pair(&s.v, &t.v)}) {
+        for (size_t n = 0; n < x->size(); ++n) (*x)[n] += step * (*direction)[n];
+      }
+      return reference::attention(s).value;
+    };
+    const reference::Result ahead = moved(kStep), behind = moved(-kStep);
+    for (int64_t h = 0; h < c.heads_q; ++h) {
+      for (int64_t i = 0; i < c.q.seqlen; ++i) {
+        const int64_t row = h * c.q.seqlen + i;
+        const auto difference = [&](const std::vector<double> &a, const std::vector<double> &z, int64_t n) {
+          return (a[static_cast<size_t>(n)] - z[static_cast<size_t>(n)]) / (2 * kStep);
+        };
+        EXPECT_NEAR(e.outputs[kLse].get(tangents.row_element(kLse, b, h, i)), difference(ahead.lse, behind.lse, row), 1e-4);
+        for (int64_t d = 0; d < c.head_dim_v; ++d) {
+          EXPECT_NEAR(e.outputs[kOut].get(tangents.element(kOut, b, i, h, d)),
+                      difference(ahead.out, behind.out, row * c.head_dim_v + d), 1e-4);
+        }
+      }
+    }
+  }
+}
+
+FA_ON_EVERY_BACKEND(Jvp);
+
+// The widest instruction set with any number of threads; with slots for every head and workers that share heads.
+TEST(ThreadsJvp, AnyNumberGivesTheSameBits) {
+  const Backends backends = cpu_backends();
+  Backend &cpu = *backends.front();
+  for (const int64_t batch : {1, 5}) {
+    Case c = base("threads", FA_BFLOAT16);
+    c.batch = batch;
+    c.q.seqlen = 300;
+    c.k.seqlen = 400;
+    c.mask = FA_MASK_CAUSAL;
+    const Data data = make_data(c, nullptr, /*with_expected=*/false);
+    const Data tangents = make_data(tangent_case(c), nullptr, /*with_expected=*/false);
+    const Execution one = execute_jvp(cpu, cpu_context(1).get(), data, tangents, kAll);
+    ASSERT_TRUE(one.ok()) << one.error;
+    for (const int32_t threads : {2, 3, 5, 8}) {
+      const Context context = cpu_context(threads);
+      for (int64_t run = 0; run < 3; ++run) {
+        EXPECT_TRUE(same_bits(data, one, execute_jvp(cpu, context.get(), data, tangents, kAll))) << threads << " threads";
+      }
+    }
+  }
+}
+
+// What is not covered is refused by query, prepare and call, with a sentence that names the argument and its value, and nothing is written.
+TEST(JvpRefusals, NameTheArgument) {
+  const struct {
+    const char *names;
+    void (*change)(Case &c);
+  } refusals[] = {{"page_table is given", [](Case &c) { c.page_size = 16; }},
+                  {"bias is given", [](Case &c) { c.bias = 1; }},
+                  {"block_mask is given", [](Case &c) { c.block_q = c.block_k = 16; }},
+                  {"block_counts is given",
+                   [](Case &c) {
+                     c.block_q = c.block_k = 16;
+                     c.block_lists = 1;
+                   }},
+                  {"sink is given", [](Case &c) { c.sink = 1; }},
+                  {"element_mask is given", [](Case &c) { c.element_mask = 1; }},
+                  {"slices is given",
+                   [](Case &c) {
+                     c.slices = 1;
+                     c.slice_list = {0, 9, 0, 9, 0};
+                   }},
+                  {"dropout_p is 0.25", [](Case &c) { c.dropout = 0.25; }},
+                  {"k.dtype is int8 and q.dtype float32", [](Case &c) { c.key_dtype = FA_INT8; }},
+                  {"k.dtype is bfloat16 and q.dtype float32", [](Case &c) { c.key_dtype = FA_BFLOAT16; }},
+                  {"score is 0x", [](Case &c) { c.score = 1; }}};
+  const Backends backends = cpu_backends();
+  Backend &cpu = *backends.front();
+  for (const auto &[names, change] : refusals) {
+    Case c = base("refusals");
+    change(c);
+    const Data data = make_data(c, nullptr, /*with_expected=*/false);
+    const Data tangents = make_data(tangent_case(base("refusals")), nullptr, /*with_expected=*/false);
+    with_structs(cpu, data, [&](const fa_attention &attention, const fa_gradients &) {
+      const OnDevice tout(cpu, tangents.tensors[kOut]);
+      fa_jvp jvp;
+      fa_jvp_init(&jvp, sizeof jvp);
+      jvp.tout = tout.view();
+      fa_plan_info info;
+      fa_plan_info_init(&info, sizeof info);
+      const fa_status statuses[] = {fa_forward_jvp_query(cpu.context(), &attention, &jvp, &info),
+                                    fa_forward_jvp_prepare(cpu.context(), &attention, &jvp),
+                                    fa_forward_jvp(cpu.context(), &attention, &jvp, nullptr, 0, nullptr)};
+      for (const fa_status status : statuses) EXPECT_EQ(status, FA_ERROR_UNSUPPORTED) << names;
+      for (const char *text : {fa_last_error(cpu.context()), static_cast<const char *>(info.reason)}) {
+        EXPECT_NE(std::string(text).find(names), std::string::npos) << names << " is not in: " << text;
+        EXPECT_NE(std::string(text).find("fa_forward_jvp"), std::string::npos) << text;
+      }
+      EXPECT_EQ(tout.now().bytes(), tangents.tensors[kOut].bytes()) << names;
+    });
+  }
+}
+
+TEST(JvpRefusals, CudaContexts) {
+  for (const std::shared_ptr<Backend> &backend : cuda_backends()) {
+    if (!backend->missing().empty()) GTEST_SKIP() << backend->name() << ": " << backend->missing();
+    const Data data = make_data(base("cuda"), nullptr, /*with_expected=*/false);
+    const Data tangents = make_data(tangent_case(base("cuda")), nullptr, /*with_expected=*/false);
+    const Execution e = execute_jvp(*backend, backend->context(), data, tangents, kAll);
+    EXPECT_EQ(e.backward, FA_ERROR_UNSUPPORTED);
+    EXPECT_NE(e.error.find("device_type is FA_DEVICE_CUDA"), std::string::npos) << e.error;
+    EXPECT_EQ(e.outputs[kOut].bytes(), tangents.tensors[kOut].bytes());
+  }
+}
+
+}  // namespace
+}  // namespace parity
