@@ -183,13 +183,13 @@ class Bf16Gradients : public BackwardMemory {
     if (scores_are_dot_products(p_, x.q)) {
       short_scores(x, slot, worker, tile, strip, s);
     } else if (strip.exact) {
-      exact_products(q, t.rows, keys, t.col, x.k.len, cols, p_.head_dim, s, l_.ld_tile);
+      exact_products<ElementBf16>(packed_rows(q), t.rows, keys, t.col, x.k.len, cols, p_.head_dim, s, l_.ld_tile);
     } else {
       multiply_panels(t.rows, q, key_tiles(slot, t.col), steps_, strip.panels, s);
     }
     if (!l_.wants.ds()) return;
     if (strip.exact) {
-      exact_products(dout, t.rows, values, t.col, x.k.len, cols, p_.head_dim_v, dp, l_.ld_tile);
+      exact_products<ElementBf16>(packed_rows(dout), t.rows, values, t.col, x.k.len, cols, p_.head_dim_v, dp, l_.ld_tile);
     } else {
       multiply_panels(t.rows, dout, value_tiles(slot, t.col), steps_v_, strip.panels, dp);
     }
