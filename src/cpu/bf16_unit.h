@@ -198,4 +198,30 @@ class Bf16Unit {
 };
 #endif
 
+// An operand whose numbers are sums of parts, each in tiles of its own: the second part lies `part` elements behind the first.
+struct LeftParts {
+  LeftTiles tiles;
+  int64_t part;
+};
+struct RightParts {
+  const uint16_t *at;
+  int64_t part;
+};
+
+// C = A B, or with kAdd C = C + A B, of numbers that have kParts parts. With two, C = A B sums up all four products of parts, which are exact, so that S and
+// dP are as exact as in fp32. C + A B leaves out low low, which is less than 2^-16 of a product. The smaller products come first.
+template <bool kAdd, int kParts, class Unit>
+FA_INLINE void multiply_parts(Unit &unit, int64_t rows, int64_t steps, LeftParts a, RightParts b, Sums c) {
+  if constexpr (kParts == 1) {
+    unit.template multiply<kAdd>(rows, steps, a.tiles, b.at, c);
+  } else {
+    const LeftTiles high = a.tiles, low{high.at + a.part, high.half, high.step};
+    if constexpr (kAdd) {
+      unit.template multiply<true>(rows, steps, {{low, b.at}, {high, b.at + b.part}, {high, b.at}}, c);
+    } else {
+      unit.template multiply<false>(rows, steps, {{low, b.at + b.part}, {low, b.at}, {high, b.at + b.part}, {high, b.at}}, c);
+    }
+  }
+}
+
 }  // namespace fa::cpu::FA_ISA

@@ -8,9 +8,7 @@
 //   O += P V    32 rows x 32 columns of sums stay in the unit over all keys of the block. O is kept as tiles of fp32; rows whose maximum
 //               has grown are rescaled before
 //
-// Operands are bf16 queries, keys and values, or on the tile unit fp16 ones in two parts: x = high + low, both bf16. S sums up all four products of
-// the parts, so that it is as exact as in fp32, which backward computes with. P has two parts, too; out leaves out low low, which is less
-// than 2^-16 of a product. The smaller products come first.
+// Operands are bf16 queries, keys and values, or on the tile unit fp16 ones, which are sums of two parts (multiply_parts), as P is then.
 //
 // Some cases leave the unit, because it would get them wrong:
 //   values that are not finite next to a masked P, where 0 * Inf would leak: accumulate_visible
@@ -62,15 +60,12 @@ struct IntoTiles {
   int64_t first = 0;  // column 0 is this key of the block
   FA_INLINE void operator()(int64_t r, int64_t c, F w0, F w1) const {
     const auto row = static_cast<uint64_t>(r), key = static_cast<uint64_t>(first + c);  // unsigned: quotients are shifts
-    const auto store = [&](int part, I pairs) __attribute__((always_inline)) {
+    I parts[kParts];
+    parts_of(w0, w1, parts);
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
       store_left(p + part * kStripP + row / kTileRows * kStripHalfP + key / kTileDepth * kTileBf16, row % kTileRows,
-                 key % kTileDepth, pairs);
-    };
-    if constexpr (kParts == 1) {
-      store(0, Simd::to_bf16(w0, w1));
-    } else {
-      store(0, part_of<Part::kHigh>(w0, w1));
-      store(1, part_of<Part::kLow>(w0, w1));
+                 key % kTileDepth, parts[part]);
     }
   }
 };
@@ -90,12 +85,13 @@ class TileProducts {
     const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
     const Rows k_rows = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start),
                v_rows = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
-    const Magnitudes k = pack_parts(keys, key_elements(), [&]<class Seen, class What>(uint16_t *to) {
-      return pack_key_tiles<Seen, What>(k_rows, begin, end, p_.head_dim, to);
-    });
-    const Magnitudes v = pack_parts(values, value_elements(), [&]<class Seen, class What>(uint16_t *to) {
-      return pack_value_tiles<Seen, kRowsAhead, What>(v_rows, begin, end, p_.head_dim_v, kValuePanel, to);
-    });
+    const Magnitudes k = pack_parts<Element>(
+        reinterpret_cast<uint16_t *>(keys), key_elements(),
+        [&]<class Seen, class What>(uint16_t *to) { return pack_key_tiles<Seen, What>(k_rows, begin, end, p_.head_dim, to); });
+    const Magnitudes v =
+        pack_parts<Element>(reinterpret_cast<uint16_t *>(values), value_elements(), [&]<class Seen, class What>(uint16_t *to) {
+          return pack_value_tiles<Seen, kRowsAhead, What>(v_rows, begin, end, p_.head_dim_v, kValuePanel, to);
+        });
     if constexpr (kParts == 1) {
       return static_cast<uint8_t>((v.finite() ? 0 : kInfiniteValues) | (k.subnormal() ? kSubnormalKeys : 0) |
                                   (k.huge() ? kHugeKeys : 0));
@@ -118,11 +114,10 @@ class TileProducts {
     st.row = take(layout_.worker_p);
     st.dim_v = layout_.dim_v;
     st.p = reinterpret_cast<uint16_t *>(st.row + st.dim_v);
-    const Magnitudes seen =
-        pack_parts(reinterpret_cast<char *>(st.q), query_elements(st), [&]<class Seen, class What>(uint16_t *to) {
-          return pack_left<Seen, kRowsAhead, What>(
-              st.rows, p_.head_dim, [&](int64_t r) { return query_row(head, st, r); }, to);
-        });
+    const Magnitudes seen = pack_parts<Element>(st.q, query_elements(st), [&]<class Seen, class What>(uint16_t *to) {
+      return pack_left<Seen, kRowsAhead, What>(
+          st.rows, p_.head_dim, [&](int64_t r) { return query_row(head, st, r); }, to);
+    });
     if constexpr (kParts == 1) {
       st.exact_with = static_cast<uint8_t>((seen.subnormal() ? kHugeKeys : 0) | (seen.huge() ? kSubnormalKeys : 0));
     } else {
@@ -150,7 +145,7 @@ class TileProducts {
   }
 
  private:
-  static constexpr int kParts = std::is_same_v<Element, ElementF16> ? 2 : 1;
+  static constexpr int kParts = kPartsOf<Element>;
 
   // One strip of the pass in one key block.
   struct Strip {
@@ -168,40 +163,8 @@ class TileProducts {
   int64_t key_elements() const { return kBlockKeys * steps_ * kTileDepth; }
   int64_t value_elements() const { return kBlockKeys * layout_.dim_v; }
 
-  // Packs each part by pack<Seen, What>(to).
-  template <class Pack>
-  static Magnitudes pack_parts(char *area, int64_t part, Pack pack) {
-    auto *to = reinterpret_cast<uint16_t *>(area);
-    if constexpr (kParts == 1) {
-      return pack.template operator()<Magnitudes, WholeBf16>(to);
-    } else {
-      pack.template operator()<NoMagnitudes, PartOfF16<Part::kLow>>(to + part);
-      return pack.template operator()<Magnitudes, PartOfF16<Part::kHigh>>(to);
-    }
-  }
-
   const char *query_row(const Head &head, const State &st, int64_t r) const {
     return rows_of(p_.q, head.b, head.head_k * p_.group + st.block.head(r), head.queries.start).row(st.block.query(r));
-  }
-
-  // Parts of `left` lie left_part apart, those of `right` right_part.
-  void multiply_scores(int64_t rows, LeftTiles left, int64_t left_part, const uint16_t *right, int64_t right_part, Sums c) {
-    if constexpr (kParts == 1) {
-      unit_.template multiply<false>(rows, steps_, left, right, c);
-    } else {
-      const LeftTiles low{left.at + left_part, left.half, left.step};
-      const uint16_t *const right_low = right + right_part;
-      unit_.template multiply<false>(rows, steps_, {{low, right_low}, {low, right}, {left, right_low}, {left, right}}, c);
-    }
-  }
-  void add_outputs(int64_t rows, int64_t steps, LeftTiles left, int64_t left_part, const uint16_t *right, int64_t right_part,
-                   Sums c) {
-    if constexpr (kParts == 1) {
-      unit_.template multiply<true>(rows, steps, left, right, c);
-    } else {
-      const LeftTiles low{left.at + left_part, left.half, left.step};
-      unit_.template multiply<true>(rows, steps, {{low, right}, {left, right + right_part}, {left, right}}, c);
-    }
   }
 
   void pass(const Head &head, State &st, int64_t pass_row, int64_t first, const uint16_t *keys, const uint16_t *values,
@@ -232,8 +195,8 @@ class TileProducts {
           const Strip &x = strips[i];
           if (col < x.cols.begin || col >= x.cols.end) continue;
           const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
-          multiply_scores(x.rows, {q, kTileBf16, kRightStep}, query_elements(st), panel, key_elements(),
-                          {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
+          multiply_parts<false, kParts>(unit_, x.rows, steps_, {{q, kTileBf16, kRightStep}, query_elements(st)},
+                                        {panel, key_elements()}, {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
         }
       }
     }
@@ -243,10 +206,7 @@ class TileProducts {
 
   // S of a strip in fp32, for numbers that the tile unit would get wrong.
   void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
-    const auto of_query = [&](int64_t r, int64_t c) {
-      const auto *q = reinterpret_cast<const uint16_t *>(query_row(head, st, x.r0 + r)) + c;
-      return c + kWidth <= p_.head_dim ? Element::load(q) : Element::load(q, static_cast<int>(p_.head_dim - c));
-    };
+    const auto of_query = numbers_of<Element>(p_.head_dim, [&](int64_t r) { return query_row(head, st, x.r0 + r); });
     exact_products<Element>(of_query, x.rows, key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start), first, head.keys.len,
                             x.cols, p_.head_dim, x.s, kBlockKeys);
   }
@@ -319,8 +279,8 @@ class TileProducts {
     const int64_t lower = st.output(x.r0 + kTileRows, 0) - st.output(x.r0, 0);
     values += steps.begin * kRightStep;
     for (int64_t c = 0; c < st.dim_v; c += kTilePanel, values += kValuePanel) {
-      add_outputs(x.rows, steps.size(), {p, kStripHalfP, kTileBf16}, kStripP, values, value_elements(),
-                  {st.output(x.r0, c), kTileRows, kTileFloats, lower});
+      multiply_parts<true, kParts>(unit_, x.rows, steps.size(), {{p, kStripHalfP, kTileBf16}, kStripP},
+                                   {values, value_elements()}, {st.output(x.r0, c), kTileRows, kTileFloats, lower});
     }
   }
 

@@ -95,6 +95,31 @@ struct PartOfF16 {
   }
 };
 
+// Numbers of bf16 that one of a tensor is packed into.
+template <class Element>
+constexpr int kPartsOf = std::is_same_v<Element, ElementF16> ? 2 : 1;
+
+// Packs each part of numbers by pack<Seen, What>(to), the second one `part` elements behind the first.
+template <class Element, class Pack>
+inline Magnitudes pack_parts(uint16_t *to, int64_t part, Pack pack) {
+  if constexpr (kPartsOf<Element> == 1) {
+    return pack.template operator()<Magnitudes, WholeBf16>(to);
+  } else {
+    pack.template operator()<NoMagnitudes, PartOfF16<Part::kLow>>(to + part);
+    return pack.template operator()<Magnitudes, PartOfF16<Part::kHigh>>(to);
+  }
+}
+// The parts of what a kernel computes, for kPartsOf<Element>.
+template <int kParts>
+FA_INLINE void parts_of(F a, F b, I (&parts)[kParts]) {
+  if constexpr (kParts == 1) {
+    parts[0] = Simd::to_bf16(a, b);
+  } else {
+    parts[0] = part_of<Part::kHigh>(a, b);
+    parts[1] = part_of<Part::kLow>(a, b);
+  }
+}
+
 // Rows ahead of the one being packed that are fetched into the cache; 0 where the caller does that. Rows of one head lie a page or so apart, where processors do not
 // prefetch by themselves.
 constexpr int64_t kRowsAhead = 16;
@@ -138,18 +163,20 @@ inline void exact_products(Left left, int64_t rows, const Rows &keys, int64_t fi
     }
   }
 }
-// `left` of exact_products for a strip of pack_left.
-FA_INLINE auto packed_rows(const uint16_t *strip) {
-  return [strip](int64_t r, int64_t c) {
-    return Simd::load_bf16(strip + r / kTileRows * kTileBf16 + c / kTileDepth * 2 * kTileBf16 +
-                           left_at(r % kTileRows, c % kTileDepth));
+// `left` of exact_products: row(r) is where row r begins, or null for a row of zeros.
+template <class Element, class RowOf>
+FA_INLINE auto numbers_of(int64_t dim, RowOf row) {
+  return [dim, row](int64_t r, int64_t c) {
+    const auto *from = reinterpret_cast<const uint16_t *>(row(r));
+    if (from == nullptr) return Simd::zero();
+    return c + kWidth <= dim ? Element::load(from + c) : Element::load(from + c, static_cast<int>(dim - c));
   };
 }
 
 // The transpose of rows [0, rows) for the left side of a product, whose rows are then their columns: tile (panel of 32 columns, step of
 // 32 rows, half of the columns) has 16 columns of 32 rows. Panels are `panel_elements` apart. `row(r)` is where row r begins, or null for
 // a row of zeros.
-template <class Seen = Magnitudes, class RowOf>
+template <class Seen = Magnitudes, class What = WholeBf16, class RowOf>
 inline Seen pack_left_transposed(int64_t rows, int64_t dim, RowOf row, int64_t panel_elements, uint16_t *to) {
   Seen seen;
   constexpr int64_t kRowsTogether = 2 * kWidth;  // pairs of these become kWidth lanes
@@ -163,10 +190,8 @@ inline Seen pack_left_transposed(int64_t rows, int64_t dim, RowOf row, int64_t p
       F first[kWidth], rest[kWidth];
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i) {
-        const I even = from[2 * i] != nullptr ? load_pairs(from[2 * i], c, dim) : Simd::iset(0);
-        const I odd = from[2 * i + 1] != nullptr ? load_pairs(from[2 * i + 1], c, dim) : Simd::iset(0);
-        seen.see(even);
-        seen.see(odd);
+        const I even = from[2 * i] != nullptr ? What::load(from[2 * i], c, dim, seen) : Simd::iset(0);
+        const I odd = from[2 * i + 1] != nullptr ? What::load(from[2 * i + 1], c, dim, seen) : Simd::iset(0);
         I x, y;
         Simd::interleave_u16(even, odd, x, y);
         first[i] = Simd::from_bits(x);
@@ -228,8 +253,7 @@ template <class Seen = Magnitudes, int64_t kAhead = kRowsAhead, class What = Who
 inline Seen pack_value_tiles(const Rows &values, int64_t begin, int64_t end, int64_t dim, int64_t panel_elements,
                              uint16_t *to) {
   if constexpr (kQuads) {
-    static_assert(std::is_same_v<What, WholeBf16>);
-    return pack_left_transposed<Seen>(
+    return pack_left_transposed<Seen, What>(
         end - begin, dim, [&](int64_t r) { return values.row(begin + r); }, panel_elements, to);
   }
   Seen seen;
