@@ -183,17 +183,8 @@ class BackwardWork final : public HeadWork, BackwardMemory {
   Gradients gradients_;
 };
 
-#if defined(FA_BF16_UNIT)
-using BackwardGradients = Bf16Gradients;
-#else
-using BackwardGradients = FmaGradients;
-#endif
-
-bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
-#if !defined(FA_BF16_UNIT)  // the plan sends problems with dbias elsewhere
-  if (layout.wants.dbias && !backward_bias(problem, layout, workspace, parallel)) return false;
-#endif
-  if (!layout.wants.heads()) return true;
+template <class Gradients>
+bool run_heads(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
   struct Region {
     const ScoredBackward &problem;
     const BackwardLayout &layout;
@@ -205,12 +196,27 @@ bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void 
       layout.workers,
       [](void *context, int32_t worker) {
         Region &r = *static_cast<Region *>(context);
-        BackwardWork<BackwardGradients> work(r.problem, r.layout, r.workspace);
+        BackwardWork<Gradients> work(r.problem, r.layout, r.workspace);
         r.schedule.work(work, worker);
       },
       &region);
   if (ran && layout.wants.dsink) BackwardMemory(problem, layout, workspace).reduce_dsink();
   return ran;
+}
+
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel) {
+#if !defined(FA_BF16_UNIT)  // the plan sends problems with dbias elsewhere
+  if (layout.wants.dbias && !backward_bias(problem, layout, workspace, parallel)) return false;
+#endif
+  if (!layout.wants.heads()) return true;
+#if defined(FA_TARGET_AMX)
+  if (problem.forward.q.dtype == Dtype::f16) return run_heads<TileGradients<ElementF16>>(problem, layout, workspace, parallel);
+#endif
+#if defined(FA_BF16_UNIT)
+  return run_heads<TileGradients<ElementBf16>>(problem, layout, workspace, parallel);
+#else
+  return run_heads<FmaGradients>(problem, layout, workspace, parallel);
+#endif
 }
 
 }  // namespace fa::cpu::FA_ISA

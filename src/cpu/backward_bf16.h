@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five products of backward on a unit that multiplies bf16 (cpu/bf16_unit.h), for bf16 q, k, v and dout: blocks of queries in strips of
-// kStripRows rows against blocks of keys in panels of kTilePanel.
+// The five products of backward on a unit that multiplies bf16 (cpu/bf16_unit.h): blocks of queries in strips of kStripRows rows against blocks
+// of keys in panels of kTilePanel. Operands are bf16 q, k, v and dout, or on the tile unit fp16 ones, which are sums of two parts
+// (multiply_parts), as P and dS are then.
 //
 //     S = Q K^T      dP = dO V^T     32 rows x 32 keys at a time, fp32, one strip
 //     P, dS                          the step of all CPU kernels (backward_tile.h), rounded to bf16 into tiles
@@ -10,9 +11,10 @@
 // dK and dV are summed transposed. P and dS are then right operands whose neighbours are rows of the strip, so that rounding interleaves
 // rows, and nothing is transposed in the loop: Q, dO, and their transposes are packed once.
 //
-// Three cases leave the unit, because it would get them wrong:
+// Some cases leave the unit, because it would get them wrong:
 //   values that are not finite in a strip with masked pairs, where 0 * Inf would leak: every product but S and dP pair by pair
-//   subnormal numbers, which the unit takes for zero, where an operand has numbers from 2^64 on: every product, pair by pair
+//   subnormal bf16 numbers, which the unit takes for zero, where an operand has numbers from 2^64 on: every product, pair by pair
+//   fp16 numbers that are not finite, which have no parts: the same
 //   sequences so short that their forward takes dot products: S, for the reason at scores_are_dot_products
 #pragma once
 
@@ -24,9 +26,11 @@
 
 namespace fa::cpu::FA_ISA {
 
-class Bf16Gradients : public BackwardMemory {
+// Element is ElementBf16, or with the tile unit ElementF16.
+template <class Element, class Unit = Bf16Unit>
+class TileGradients : public BackwardMemory {
  public:
-  Bf16Gradients(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace)
+  TileGradients(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace)
       : BackwardMemory(problem, layout, workspace),
         steps_(round_up(p_.head_dim, kTileDepth) / kTileDepth),
         steps_v_(round_up(p_.head_dim_v, kTileDepth) / kTileDepth) {}
@@ -34,30 +38,42 @@ class Bf16Gradients : public BackwardMemory {
   void pack_keys(const Head &x, int32_t slot, int64_t n) const {
     const int64_t begin = n * l_.block_k, end = min64(begin + l_.block_k, x.k.len);
     const Rows k = rows_of(p_.k, x.b, x.h_k, x.k.start), v = rows_of(p_.v, x.b, x.h_k, x.k.start);
-    uint8_t flags = flags_of(pack_key_tiles(k, begin, end, p_.head_dim, key_tiles(slot, begin)));
-    if (l_.wants.ds()) flags |= flags_of(pack_key_tiles(v, begin, end, p_.head_dim_v, value_tiles(slot, begin)));
-    if (l_.wants.dq) pack_value_tiles(k, begin, end, p_.head_dim, l_.block_k * kTilePanel, key_pairs(slot, begin));
+    const auto as_tiles = [&](const Rows &rows, int64_t dim, uint16_t *to, int64_t part) {
+      return flags_of(pack_parts<Element>(to, part, [&]<class Seen, class What>(uint16_t *at) {
+        return pack_key_tiles<Seen, What>(rows, begin, end, dim, at);
+      }));
+    };
+    uint8_t flags = as_tiles(k, p_.head_dim, key_tiles(slot, begin), key_part(dk_rows()));
+    if (l_.wants.ds()) flags |= as_tiles(v, p_.head_dim_v, value_tiles(slot, begin), key_part(dv_rows()));
+    if (l_.wants.dq) {
+      pack_parts<Element>(key_pairs(slot, begin), key_part(dk_rows()), [&]<class Seen, class What>(uint16_t *at) {
+        return pack_value_tiles<Seen, kRowsAhead, What>(k, begin, end, p_.head_dim, l_.block_k * kTilePanel, at);
+      });
+    }
     slot_array<uint8_t>(slot, l_.k_flags)[n] = flags;
   }
 
   // q and dout of a block of rows, whose lse2 is known.
   void pack_queries(const Head &x, int32_t slot, int64_t g, Range rows) const {
     const int64_t h = x.h_k * p_.group + g, at = packed_row(g, rows.begin);
-    const float *lse2 = slot_array<float>(slot, l_.lse2) + at;
     const Rows q = rows_of(p_.q, x.b, h, x.q.start), dout = rows_of(b_.dout, x.b, h, x.q.start);
-    // Rows that see nothing do not reach the products even if they hold NaN.
-    const auto row_of = [&](const Rows &source) {
-      return [&, source](int64_t r) { return lse2[r] != kInfinity ? source.row(rows.begin + r) : nullptr; };
+    const auto as_rows = [&](const Rows &source, int64_t dim, uint16_t *to, int64_t part) {
+      return flags_of(pack_parts<Element>(to, part, [&]<class Seen, class What>(uint16_t *to_part) {
+        return pack_left<Seen, kRowsAhead, What>(rows.size(), dim, seeing_rows(slot, at, source, rows.begin), to_part);
+      }));
     };
-    uint8_t flags = flags_of(pack_left(rows.size(), p_.head_dim, row_of(q), q_left(slot, at)));
-    flags |= flags_of(pack_left(rows.size(), p_.head_dim_v, row_of(dout), dout_left(slot, at)));
+    const auto as_columns = [&](const Rows &source, int64_t dim, uint16_t *to, int64_t part) {
+      pack_parts<Element>(to, part, [&]<class Seen, class What>(uint16_t *to_part) {
+        return pack_left_transposed<Seen, What>(rows.size(), dim, seeing_rows(slot, at, source, rows.begin),
+                                                l_.block_q * kTilePanel, to_part);
+      });
+    };
+    const int64_t q_part = query_part(dk_rows()), dout_part = query_part(dv_rows());
+    uint8_t flags = as_rows(q, p_.head_dim, q_left(slot, at), q_part);
+    flags |= as_rows(dout, p_.head_dim_v, dout_left(slot, at), dout_part);
     query_flags(slot, g, rows.begin / l_.block_q) = flags;
-    if (l_.wants.dk) {
-      pack_left_transposed(rows.size(), p_.head_dim, row_of(q), l_.block_q * kTilePanel, q_columns(slot, at));
-    }
-    if (l_.wants.dv) {
-      pack_left_transposed(rows.size(), p_.head_dim_v, row_of(dout), l_.block_q * kTilePanel, dout_columns(slot, at));
-    }
+    if (l_.wants.dk) as_columns(q, p_.head_dim, q_columns(slot, at), q_part);
+    if (l_.wants.dv) as_columns(dout, p_.head_dim_v, dout_columns(slot, at), dout_part);
   }
 
   void begin_keys(int32_t worker, int64_t) const {
@@ -91,7 +107,7 @@ class Bf16Gradients : public BackwardMemory {
               band,
               {seen.begin / kTilePanel, round_up(seen.end, kTilePanel) / kTilePanel}};
       s.masked = mask.masking == Masking::kSome || score.masks_by_value();
-      s.exact = (flags & kSubnormal) != 0 && (flags & kHuge) != 0;
+      s.exact = kParts == 1 ? (flags & kSubnormal) != 0 && (flags & kHuge) != 0 : (flags & kNotFinite) != 0;
       s.by_pair = s.exact || (s.masked && (flags & kNotFinite) != 0);
       if (s.by_pair) s.panels = {0, round_up(t.cols, kTilePanel) / kTilePanel};
       products(x, slot, worker, tile, s);
@@ -104,8 +120,10 @@ class Bf16Gradients : public BackwardMemory {
     }
     if (l_.wants.dq && !turn) dq_turn();
     const int64_t at = packed_row(tile.g, t.row);
-    if (l_.wants.dv) add_columns(panels, strips, dout_columns(slot, at), steps_v_, p_tiles(worker), dv_block(worker));
-    if (l_.wants.dk) add_columns(panels, strips, q_columns(slot, at), steps_, ds_tiles(worker), dk_block(worker));
+    if (l_.wants.dv)
+      add_columns(panels, strips, left(dout_columns(slot, at), dv_rows()), steps_v_, p_tiles(worker), dv_block(worker));
+    if (l_.wants.dk)
+      add_columns(panels, strips, left(q_columns(slot, at), dk_rows()), steps_, ds_tiles(worker), dk_block(worker));
   }
 
   // The sums over query heads 0 .. g - 1 of dk and dv of block n of the keys, with those of head g.
@@ -127,6 +145,7 @@ class Bf16Gradients : public BackwardMemory {
   }
 
  private:
+  static constexpr int kParts = kPartsOf<Element>;
   static constexpr int64_t kStripRows = kTileStripRows;
   static constexpr int64_t kMaxStrips = kBackwardTileRows / kStripRows;  // of a block of queries
   enum Flags : uint8_t { kNotFinite = 1, kSubnormal = 2, kHuge = 4 };
@@ -144,6 +163,7 @@ class Bf16Gradients : public BackwardMemory {
   };
 
   static uint8_t flags_of(const Magnitudes &seen) {
+    if constexpr (kParts == 2) return seen.finite_f16() ? 0 : kNotFinite;
     return static_cast<uint8_t>((seen.finite() ? 0 : kNotFinite) | (seen.subnormal() ? kSubnormal : 0) |
                                 (seen.huge() ? kHuge : 0));
   }
@@ -161,6 +181,11 @@ class Bf16Gradients : public BackwardMemory {
   uint16_t *dout_columns(int32_t slot, int64_t at) const {
     return slot_array<uint16_t>(slot, l_.dout_columns) + at * dv_rows();
   }
+  // Operands that begin at one of these; the second parts of all rows lie behind the first ones. `dim` is dk_rows() or dv_rows().
+  int64_t query_part(int64_t dim) const { return l_.wave * l_.max_q * dim; }
+  int64_t key_part(int64_t dim) const { return l_.max_k * dim; }
+  LeftParts left(const uint16_t *at, int64_t dim) const { return {{at, kTileBf16, kRightStep}, query_part(dim)}; }
+  RightParts right(const uint16_t *at, int64_t dim) const { return {at, key_part(dim)}; }
   uint16_t *p_tiles(int32_t worker) const { return worker_array<uint16_t>(worker, l_.p_pairs); }
   uint16_t *ds_tiles(int32_t worker) const { return worker_array<uint16_t>(worker, l_.ds_pairs); }
   uint16_t *ds_left(int32_t worker) const { return worker_array<uint16_t>(worker, l_.ds_left); }
@@ -173,32 +198,46 @@ class Bf16Gradients : public BackwardMemory {
   // Tiles of P and dS as right operands: (panel of keys, strip, half).
   int64_t right_at(int64_t panel, int64_t strip) const { return (panel * (l_.block_q / kStripRows) + strip) * kRightStep; }
 
+  // Where row r of a block of queries begins whose rows are `at` on among the packed ones. Rows that see nothing do not reach the products even
+  // if they hold NaN: null.
+  auto seeing_rows(int32_t slot, int64_t at, const Rows &source, int64_t first) const {
+    const float *lse2 = slot_array<float>(slot, l_.lse2) + at;
+    return [lse2, source, first](int64_t r) { return lse2[r] != kInfinity ? source.row(first + r) : nullptr; };
+  }
+
   // S and dP of a strip.
   void products(const Head &x, int32_t slot, int32_t worker, const BackwardTile &tile, const Strip &strip) {
     const Tile &t = strip.pairs;
     float *s = s_strip(worker), *dp = dp_strip(worker);
+    const int64_t h = x.h_k * p_.group + tile.g;
     const Rows keys = rows_of(p_.k, x.b, x.h_k, x.k.start), values = rows_of(p_.v, x.b, x.h_k, x.k.start);
-    const uint16_t *q = q_left(slot, strip.at), *dout = dout_left(slot, strip.at);
     const Range cols{strip.panels.begin * kTilePanel, strip.panels.end * kTilePanel};
+    const auto exact = [&](const Operand &left, const Rows &right, int64_t dim, float *to) {
+      const Rows rows = rows_of(left, x.b, h, x.q.start);
+      exact_products<Element>(numbers_of<Element>(dim, seeing_rows(slot, strip.at, rows, t.row)), t.rows, right, t.col, x.k.len,
+                              cols, dim, to, l_.ld_tile);
+    };
     if (scores_are_dot_products(p_, x.q)) {
       short_scores(x, slot, worker, tile, strip, s);
     } else if (strip.exact) {
-      exact_products(q, t.rows, keys, t.col, x.k.len, cols, p_.head_dim, s, l_.ld_tile);
+      exact(p_.q, keys, p_.head_dim, s);
     } else {
-      multiply_panels(t.rows, q, key_tiles(slot, t.col), steps_, strip.panels, s);
+      multiply_panels(t.rows, left(q_left(slot, strip.at), dk_rows()), right(key_tiles(slot, t.col), dk_rows()), steps_,
+                      strip.panels, s);
     }
     if (!l_.wants.ds()) return;
     if (strip.exact) {
-      exact_products(dout, t.rows, values, t.col, x.k.len, cols, p_.head_dim_v, dp, l_.ld_tile);
+      exact(b_.dout, values, p_.head_dim_v, dp);
     } else {
-      multiply_panels(t.rows, dout, value_tiles(slot, t.col), steps_v_, strip.panels, dp);
+      multiply_panels(t.rows, left(dout_left(slot, strip.at), dv_rows()), right(value_tiles(slot, t.col), dv_rows()), steps_v_,
+                      strip.panels, dp);
     }
   }
 
-  void multiply_panels(int64_t rows, const uint16_t *left, const uint16_t *right, int64_t steps, Range panels, float *to) {
+  void multiply_panels(int64_t rows, LeftParts left, RightParts right, int64_t steps, Range panels, float *to) {
     for (int64_t n = panels.begin; n < panels.end; ++n) {
-      unit_.template multiply<false>(rows, steps, {left, kTileBf16, kRightStep}, right + n * steps * kRightStep,
-                                     {to + n * kTilePanel, l_.ld_tile, kTileRows, kTileRows * l_.ld_tile});
+      multiply_parts<false, kParts>(unit_, rows, steps, left, {right.at + n * steps * kRightStep, right.part},
+                                    {to + n * kTilePanel, l_.ld_tile, kTileRows, kTileRows * l_.ld_tile});
     }
   }
 
@@ -207,10 +246,10 @@ class Bf16Gradients : public BackwardMemory {
     const Rows q = rows_of(p_.q, x.b, x.h_k * p_.group + tile.g, x.q.start);
     const float *lse2 = slot_array<float>(slot, l_.lse2) + strip.at;
     float *rows = worker_array<float>(worker, l_.row_scratch);
-    widen_rows<ElementBf16>(
+    widen_rows<Element>(
         q, strip.pairs.row, strip.pairs.row + strip.pairs.rows, p_.head_dim,
         [&](int64_t i) { return lse2[i - strip.pairs.row] != kInfinity; }, rows, l_.ld);
-    dot_products_to_tile(Dtype::bf16, rows_of(p_.k, x.b, x.h_k, x.k.start), strip.pairs, p_.head_dim, rows, l_.ld, s,
+    dot_products_to_tile(p_.k.dtype, rows_of(p_.k, x.b, x.h_k, x.k.start), strip.pairs, p_.head_dim, rows, l_.ld, s,
                          l_.ld_tile);
   }
 
@@ -239,10 +278,12 @@ class Bf16Gradients : public BackwardMemory {
   }
 
   struct StripTiles {
-    uint16_t *p;        // right operand
-    uint16_t *ds;       // right operand
-    uint16_t *ds_left;  // left operand: (half, step of 32 keys)
+    uint16_t *p;        // (part): right operand
+    uint16_t *ds;       // (part): right operand
+    uint16_t *ds_left;  // (part): left operand: (half, step of 32 keys)
   };
+  int64_t right_part() const { return l_.block_q * l_.block_k; }
+  int64_t left_part() const { return kStripRows * l_.block_k; }
 
   template <MaskedBy kMaskedBy, bool kOptions>
   void step_into_tiles(const Strip &strip, const TileStep &step, const float *s, const float *dp, StripTiles to) const {
@@ -263,22 +304,32 @@ class Bf16Gradients : public BackwardMemory {
           uint16_t *const left = to.ds_left + r0 / kTileRows * half + panel * kTileBf16;
           for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
             const int64_t c = panel * kTilePanel + i;
-            I p[kRightRows], ds[kRightRows];
-            const auto of_row = [&](const Row &row, int64_t n, I &p_of_row, I &ds_of_row) __attribute__((always_inline)) {
-              p_of_row = ds_of_row = Simd::iset(0);
+            I p[kParts][kRightRows], ds[kParts][kRightRows];
+            const auto of_row = [&](const Row &row, int64_t n) __attribute__((always_inline)) {
+              I p_of_row[kParts], ds_of_row[kParts];
+#pragma GCC unroll 2
+              for (int part = 0; part < kParts; ++part) p_of_row[part] = ds_of_row[part] = Simd::iset(0);
               if (__builtin_expect(in_strip[n], 1)) {
                 const int64_t at = (r0 + n) * step.ld + c;
                 F p0, p1, ds0, ds1;
                 row.gradients(c, Simd::load(s + at), Simd::load(dp + at), p0, ds0);
                 row.gradients(c + kWidth, Simd::load(s + at + kWidth), Simd::load(dp + at + kWidth), p1, ds1);
-                p_of_row = Simd::to_bf16(p0, p1);
-                ds_of_row = Simd::to_bf16(ds0, ds1);
+                parts_of(p0, p1, p_of_row);
+                parts_of(ds0, ds1, ds_of_row);
               }
-              store_left(left, r0 % kTileRows + n, i, ds_of_row);
+#pragma GCC unroll 2
+              for (int part = 0; part < kParts; ++part) {
+                store_left(left + part * left_part(), r0 % kTileRows + n, i, ds_of_row[part]);
+                p[part][n] = p_of_row[part];
+                ds[part][n] = ds_of_row[part];
+              }
             };
-            (of_row(rows, kRow, p[kRow], ds[kRow]), ...);
-            store_right(to.p + right, r0, i, p);
-            store_right(to.ds + right, r0, i, ds);
+            (of_row(rows, kRow), ...);
+#pragma GCC unroll 2
+            for (int part = 0; part < kParts; ++part) {
+              store_right(to.p + part * right_part() + right, r0, i, p[part]);
+              store_right(to.ds + part * right_part() + right, r0, i, ds[part]);
+            }
           }
         }
       };
@@ -296,20 +347,20 @@ class Bf16Gradients : public BackwardMemory {
       for_visible(worker, t, [&](int64_t r, int64_t j) {
         const float ds = dp_strip(worker)[r * l_.ld_tile + j];
         const auto *key = reinterpret_cast<const uint16_t *>(keys.row(t.col + j));
-        for (int64_t i = 0; i < p_.head_dim; ++i) dq[r * l_.ld + i] += ds * number(key[i]);
+        for (int64_t i = 0; i < p_.head_dim; ++i) dq[r * l_.ld + i] += ds * number(key + i);
       });
       return;
     }
     const uint16_t *ds = ds_left(worker) + strip.panels.begin * kTileBf16;
-    const uint16_t *keys = key_pairs(slot, t.col) + strip.panels.begin * kRightStep;
-    for (int64_t c = 0; c < dk_rows(); c += kTilePanel, keys += l_.block_k * kTilePanel) {
-      unit_.template multiply<true>(t.rows, strip.panels.size(), {ds, kTileRows * l_.block_k, kTileBf16}, keys,
-                                    {dq + c, l_.ld, kTileRows, kTileRows * l_.ld});
+    RightParts keys = right(key_pairs(slot, t.col) + strip.panels.begin * kRightStep, dk_rows());
+    for (int64_t c = 0; c < dk_rows(); c += kTilePanel, keys.at += l_.block_k * kTilePanel) {
+      multiply_parts<true, kParts>(unit_, t.rows, strip.panels.size(), {{ds, kTileRows * l_.block_k, kTileBf16}, left_part()},
+                                   keys, {dq + c, l_.ld, kTileRows, kTileRows * l_.ld});
     }
   }
 
   // sum (columns, keys) += C T, where C is the transpose of the block's q or dout and T its dS or P, over the strips that `panels` names.
-  void add_columns(const Range *panels, int64_t strips, const uint16_t *columns, int64_t column_panels, const uint16_t *right,
+  void add_columns(const Range *panels, int64_t strips, LeftParts columns, int64_t column_panels, const uint16_t *right,
                    float *sum) {
     for (int64_t n = 0; n < l_.block_k / kTilePanel; ++n) {
       const auto takes = [&](int64_t strip) { return panels[strip].begin <= n && n < panels[strip].end; };
@@ -318,9 +369,10 @@ class Bf16Gradients : public BackwardMemory {
         int64_t end = begin + 1;
         while (end < strips && takes(end)) ++end;
         for (int64_t c = 0; c < column_panels; ++c) {
-          unit_.template multiply<true>(
-              kTilePanel, end - begin, {columns + c * l_.block_q * kTilePanel + begin * kRightStep, kTileBf16, kRightStep},
-              right + right_at(n, begin),
+          LeftParts left = columns;
+          left.tiles.at += c * l_.block_q * kTilePanel + begin * kRightStep;
+          multiply_parts<true, kParts>(
+              unit_, kTilePanel, end - begin, left, {right + right_at(n, begin), right_part()},
               {sum + c * kTilePanel * l_.ld_tile + n * kTilePanel, l_.ld_tile, kTileRows, kTileRows * l_.ld_tile});
         }
         begin = end;
@@ -341,7 +393,7 @@ class Bf16Gradients : public BackwardMemory {
       if (step.lse2[r] == kInfinity) return;  // sees nothing
       const auto add = [&](const Rows &rows, int64_t dim, float factor, float *sum) {
         const auto *row = reinterpret_cast<const uint16_t *>(rows.row(t.row + r));
-        for (int64_t i = 0; i < dim; ++i) sum[i * l_.ld_tile + j] += factor * number(row[i]);
+        for (int64_t i = 0; i < dim; ++i) sum[i * l_.ld_tile + j] += factor * number(row + i);
       };
       if (l_.wants.dv) add(dout, p_.head_dim_v, s[r * l_.ld_tile + j], dv_block(worker));
       if (l_.wants.dk) add(q, p_.head_dim, dp[r * l_.ld_tile + j], dk_block(worker));
@@ -357,7 +409,11 @@ class Bf16Gradients : public BackwardMemory {
       }
     }
   }
-  static float number(uint16_t bf16) { return __builtin_bit_cast(float, uint32_t{bf16} << 16); }
+  static float number(const uint16_t *x) {
+    float lanes[kWidth];
+    Simd::store(lanes, Element::load(x, 1));
+    return lanes[0];
+  }
 
   // Rows `keys` of the tensor <- factor * the transpose of `from` (dim, ld_tile), rounded once.
   void write_transposed(int32_t worker, const float *from, float factor, const Operand &tensor, const Rows &to, Range keys,
@@ -373,14 +429,14 @@ class Bf16Gradients : public BackwardMemory {
 #pragma GCC unroll 16
         for (int r = 0; r < kWidth; ++r) Simd::store(rows + r * ld + i, block[r]);
       }
-      for_dtype(tensor.dtype, [&]<class Element>() {
-        narrow_rows<Element>(rows, ld, factor, to, keys.begin + j, min64(keys.begin + j + kWidth, keys.end), dim);
+      for_dtype(tensor.dtype, [&]<class To>() {
+        narrow_rows<To>(rows, ld, factor, to, keys.begin + j, min64(keys.begin + j + kWidth, keys.end), dim);
       });
     }
   }
 
   const int64_t steps_, steps_v_;  // of 32 columns of q and k, of dout and v
-  Bf16Unit unit_;
+  Unit unit_;
 };
 
 }  // namespace fa::cpu::FA_ISA

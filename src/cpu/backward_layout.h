@@ -33,6 +33,7 @@ struct BackwardLayout {
 
   // Products of bf16 on a unit for them (backward_bf16.h), otherwise fp32 multiply-adds (backward_fma.h).
   bool bf16_unit = false;
+  int64_t parts = 1;  // with bf16_unit: numbers of bf16 that one of an input, of P or dS is packed into
 
   int64_t block_q = 0;  // rows of a tile of S
   int64_t block_k = 0;  // columns of a tile of S
@@ -57,7 +58,7 @@ struct BackwardLayout {
   size_t workers_offset = 0, worker_bytes = 0;
   size_t total_bytes = 0;
 
-  // In a slot. With bf16_unit, head dims are rounded up to 32 and inputs are tiles of bf16 (pack_tiles.h).
+  // In a slot. With bf16_unit, head dims are rounded up to 32 and inputs are tiles of bf16 (pack_tiles.h), each array once for each part.
   size_t k_transposed = 0;  // float (max_k / panel, head_dim, panel): K^T panels; pack_key_tiles
   size_t v_transposed = 0;  // float (max_k / panel, head_dim_v, panel): V^T panels; pack_key_tiles
   size_t k_rows = 0;        // float (max_k, ld); pack_value_tiles
@@ -75,7 +76,7 @@ struct BackwardLayout {
   size_t dq_turn = 0;   // atomic int64 (wave, blocks_k): how far the block of keys has got in adding to dq
   size_t dkv_turn = 0;  // atomic int64 (blocks_k): query heads of the group that have added to dk, dv
 
-  // In a worker. With bf16_unit, float tiles have 32 rows.
+  // In a worker. With bf16_unit, float tiles have 32 rows, and there are arrays of bf16 for each part.
   size_t p_tile = 0;           // float (block_q, ld_tile): S, then P
   size_t ds_tile = 0;          // float (block_q, ld_tile): dP, then dS
   size_t derivative_tile = 0;  // float (block_q, ld_tile), only with a softcap or a score function

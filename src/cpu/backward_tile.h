@@ -134,7 +134,7 @@ inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const
 inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &queries) {
   const int64_t rows = queries.len * p.group;
 #if defined(FA_TARGET_AMX)
-  if (rows >= kTileVectorRows) return false;
+  if (rows >= kTileVectorRows && p.q.dtype == Dtype::bf16) return false;
 #endif
   return forward_mode(rows) == ForwardMode::kVector;
 }

@@ -6,7 +6,8 @@
 //   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns
 //
 // The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by the others.
-// multiply<kAdd, 1> of the tile unit has columns 0 .. 15 alone. Products of bf16 are exact; all units take subnormal operands for zero
+// multiply<kAdd, 1> of the tile unit has columns 0 .. 15 alone; it also adds up several products: multiply<kAdd>(rows, steps, products, c).
+// Products of bf16 are exact; all units take subnormal operands for zero
 // and give zero where a sum is subnormal. Results differ by rounding:
 //   tdpbf16ps  sums even and odd products apart, rounded to nearest
 //   vdpbf16ps  adds the two products of a pair one after the other, rounded to nearest
@@ -39,14 +40,23 @@ constexpr int64_t kRightStep = 2 * kTileBf16;
 // 2 x 2 tiles of sums, so that every tile loaded is used twice.
 class Bf16Unit {
  public:
+  struct Product {
+    LeftTiles left;
+    const uint16_t *right;
+  };
+
   template <bool kAdd, int kColumns = 2>
   void multiply(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
-    rows > kTileRows ? halves<2, kColumns, kAdd>(steps, left, right, c) : halves<1, kColumns, kAdd>(steps, left, right, c);
+    multiply<kAdd, kColumns, 1>(rows, steps, {{left, right}}, c);
+  }
+  template <bool kAdd, int kColumns = 2, int kProducts>
+  void multiply(int64_t rows, int64_t steps, const Product (&products)[kProducts], Sums c) {
+    rows > kTileRows ? halves<2, kColumns, kAdd>(steps, products, c) : halves<1, kColumns, kAdd>(steps, products, c);
   }
 
  private:
-  template <int kHalves, int kColumns, bool kAdd>
-  void halves(int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
+  template <int kHalves, int kColumns, bool kAdd, int kProducts>
+  void halves(int64_t steps, const Product (&products)[kProducts], Sums c) {
     const int64_t row_bytes = c.row * int64_t{sizeof(float)};
     if constexpr (kAdd) {
       tiles_.template load<0>(c.at, row_bytes);
@@ -59,15 +69,17 @@ class Bf16Unit {
       if constexpr (kHalves == 2) tiles_.template zero<2>();
       if constexpr (kHalves == 2 && kColumns == 2) tiles_.template zero<3>();
     }
-    for (int64_t i = 0; i < steps; ++i, left.at += left.step, right += kRightStep) {
-      tiles_.template load<6>(right);
-      tiles_.template load<4>(left.at);
-      if constexpr (kColumns == 2) tiles_.template load<7>(right + kTileBf16);
-      tiles_.template dot<0, 4, 6>();
-      if constexpr (kHalves == 2) tiles_.template load<5>(left.at + left.half);
-      if constexpr (kColumns == 2) tiles_.template dot<1, 4, 7>();
-      if constexpr (kHalves == 2) tiles_.template dot<2, 5, 6>();
-      if constexpr (kHalves == 2 && kColumns == 2) tiles_.template dot<3, 5, 7>();
+    for (auto [left, right] : products) {
+      for (int64_t i = 0; i < steps; ++i, left.at += left.step, right += kRightStep) {
+        tiles_.template load<6>(right);
+        tiles_.template load<4>(left.at);
+        if constexpr (kColumns == 2) tiles_.template load<7>(right + kTileBf16);
+        tiles_.template dot<0, 4, 6>();
+        if constexpr (kHalves == 2) tiles_.template load<5>(left.at + left.half);
+        if constexpr (kColumns == 2) tiles_.template dot<1, 4, 7>();
+        if constexpr (kHalves == 2) tiles_.template dot<2, 5, 6>();
+        if constexpr (kHalves == 2 && kColumns == 2) tiles_.template dot<3, 5, 7>();
+      }
     }
     tiles_.template store<0>(c.at, row_bytes);
     if constexpr (kColumns == 2) tiles_.template store<1>(c.at + c.column, row_bytes);
@@ -185,5 +197,31 @@ class Bf16Unit {
   }
 };
 #endif
+
+// An operand whose numbers are sums of parts, each in tiles of its own: the second part lies `part` elements behind the first.
+struct LeftParts {
+  LeftTiles tiles;
+  int64_t part;
+};
+struct RightParts {
+  const uint16_t *at;
+  int64_t part;
+};
+
+// C = A B, or with kAdd C = C + A B, of numbers that have kParts parts. With two, C = A B sums up all four products of parts, which are exact, so that S and
+// dP are as exact as in fp32. C + A B leaves out low low, which is less than 2^-16 of a product. The smaller products come first.
+template <bool kAdd, int kParts, class Unit>
+FA_INLINE void multiply_parts(Unit &unit, int64_t rows, int64_t steps, LeftParts a, RightParts b, Sums c) {
+  if constexpr (kParts == 1) {
+    unit.template multiply<kAdd>(rows, steps, a.tiles, b.at, c);
+  } else {
+    const LeftTiles high = a.tiles, low{high.at + a.part, high.half, high.step};
+    if constexpr (kAdd) {
+      unit.template multiply<true>(rows, steps, {{low, b.at}, {high, b.at + b.part}, {high, b.at}}, c);
+    } else {
+      unit.template multiply<false>(rows, steps, {{low, b.at + b.part}, {low, b.at}, {high, b.at + b.part}, {high, b.at}}, c);
+    }
+  }
+}
 
 }  // namespace fa::cpu::FA_ISA

@@ -51,14 +51,15 @@ const Kernels &kernels_of(fa_cpu_isa isa) {
 
 // The instruction set whose kernels compute a problem.
 fa_cpu_isa isa_of(const MaskedProblem &p, const Machine &machine) {
-  const bool bf16 = p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16;
-  return bf16 ? machine.isa : vector_isa(machine.isa);
+  const bool same = p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype;
+  const bool unit = p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && machine.isa == FA_CPU_ISA_AMX);
+  return same && unit ? machine.isa : vector_isa(machine.isa);
 }
 
 ForwardProducts products_of(fa_cpu_isa isa) { return multiplies_bf16(isa) ? ForwardProducts::kTiles : ForwardProducts::kFma; }
 
 ForwardLayout layout_of(const ScoredForward &p, fa_cpu_isa isa, int32_t tasks) {
-  return forward_layout(p, products_of(isa), isa == FA_CPU_ISA_AMX, tasks);
+  return forward_layout(p, products_of(isa), isa == FA_CPU_ISA_AMX && p.q.dtype == Dtype::bf16, tasks);
 }
 
 const char *reason_of(ForwardMode mode) {

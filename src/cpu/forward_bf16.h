@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of forward on a unit that multiplies bf16 (cpu/bf16_unit.h), for bf16 queries, keys and values: blocks of kTileBlockRows
-// query rows against blocks of kBlockKeys keys, in passes of kTilePassStrips strips of kTileStripRows rows.
+// The products of forward on a unit that multiplies bf16 (cpu/bf16_unit.h): blocks of kTileBlockRows query rows against blocks of kBlockKeys
+// keys, in passes of kTilePassStrips strips of kTileStripRows rows.
 //
 //   S = Q K^T   32 rows x 32 keys at a time. S is fp32
 //   P           the softmax of all kernels (forward_softmax.h); P is rounded to bf16 into the tiles that the next product reads, and
@@ -8,10 +8,13 @@
 //   O += P V    32 rows x 32 columns of sums stay in the unit over all keys of the block. O is kept as tiles of fp32; rows whose maximum
 //               has grown are rescaled before
 //
-// Two cases leave the unit, because it would get them wrong:
+// Operands are bf16 queries, keys and values, or on the tile unit fp16 ones, which are sums of two parts (multiply_parts), as P is then.
+//
+// Some cases leave the unit, because it would get them wrong:
 //   values that are not finite next to a masked P, where 0 * Inf would leak: accumulate_visible
 //   subnormal bf16 numbers, which the unit takes for zero, next to numbers so large that the product matters: exact_scores. Subnormal
 //   values or P need no such care, because their part of O is below what fp32 results promise
+//   fp16 numbers that are not finite, which have no parts: accumulate_visible and exact_scores
 #pragma once
 
 #include "cpu/bf16_unit.h"
@@ -31,17 +34,18 @@ constexpr int64_t kStripP = kTileStripRows * kBlockKeys;      // elements of a s
 constexpr int64_t kStripHalfP = kTileRows * kBlockKeys;       // of its upper half
 
 // What `pack` finds in a key block.
-enum KeyFlags : uint8_t { kInfiniteValues = 1, kSubnormalKeys = 2, kHugeKeys = 4 };
+enum KeyFlags : uint8_t { kInfiniteValues = 1, kSubnormalKeys = 2, kHugeKeys = 4, kInfiniteKeys = 8 };
 
 // A block of queries, in a worker's scratch memory.
 struct TileState : SoftmaxState {
-  uint16_t *q = nullptr;                 // pack_left
-  float *s = nullptr;                    // rows of a pass x kBlockKeys: raw products, logits, P where it stays fp32
-  uint16_t *p = nullptr;                 // (strip of the pass, half, step): tiles of P
-  float *o = nullptr;                    // (half, 16 columns): tiles of O
-  float *row = nullptr;                  // dim_v
-  int64_t dim_v = 0;                     // multiple of kTilePanel
-  bool subnormal = false, huge = false;  // some query is
+  uint16_t *q = nullptr;   // (part): pack_left
+  float *s = nullptr;      // rows of a pass x kBlockKeys: raw products, logits, P where it stays fp32
+  uint16_t *p = nullptr;   // (strip of the pass, part, half, step): tiles of P
+  float *o = nullptr;      // (half, 16 columns): tiles of O
+  float *row = nullptr;    // dim_v
+  int64_t dim_v = 0;       // multiple of kTilePanel
+  uint8_t exact_with = 0;  // KeyFlags of blocks whose S the unit would get wrong
+  bool exact = false;      // ... of all blocks
 
   // Where O of column c of row r lies; the columns of its tile follow.
   FA_INLINE float *output(int64_t r, int64_t c) const {
@@ -49,34 +53,50 @@ struct TileState : SoftmaxState {
   }
 };
 
-// Where softmax_strip puts P: rounded to bf16 into the tiles of a strip.
+// Where softmax_strip puts P: into the tiles of a strip, rounded to bf16 or in two parts.
+template <int kParts>
 struct IntoTiles {
   uint16_t *p;
   int64_t first = 0;  // column 0 is this key of the block
   FA_INLINE void operator()(int64_t r, int64_t c, F w0, F w1) const {
     const auto row = static_cast<uint64_t>(r), key = static_cast<uint64_t>(first + c);  // unsigned: quotients are shifts
-    store_left(p + row / kTileRows * kStripHalfP + key / kTileDepth * kTileBf16, row % kTileRows, key % kTileDepth,
-               Simd::to_bf16(w0, w1));
+    I parts[kParts];
+    parts_of(w0, w1, parts);
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      store_left(p + part * kStripP + row / kTileRows * kStripHalfP + key / kTileDepth * kTileBf16, row % kTileRows,
+                 key % kTileDepth, parts[part]);
+    }
   }
 };
 
-class Bf16Products {
+// Element is ElementBf16, or with the tile unit ElementF16.
+template <class Element, class Unit = Bf16Unit>
+class TileProducts {
  public:
   using State = TileState;
   static constexpr int64_t kStripRows = kTileStripRows;
 
-  Bf16Products(const ForwardProblem &problem, const ForwardLayout &layout)
+  TileProducts(const ForwardProblem &problem, const ForwardLayout &layout)
       : p_(problem), layout_(layout), steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth) {}
 
   // Packs key block n; returns its KeyFlags.
   uint8_t pack(const Head &head, int64_t n, char *keys, char *values) const {
     const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
-    const Magnitudes k = pack_key_tiles(key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start), begin, end, p_.head_dim,
-                                        reinterpret_cast<uint16_t *>(keys));
-    const Magnitudes v = pack_value_tiles(key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start), begin, end,
-                                          p_.head_dim_v, kValuePanel, reinterpret_cast<uint16_t *>(values));
-    return static_cast<uint8_t>((v.finite() ? 0 : kInfiniteValues) | (k.subnormal() ? kSubnormalKeys : 0) |
-                                (k.huge() ? kHugeKeys : 0));
+    const Rows k_rows = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start),
+               v_rows = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
+    const Magnitudes k = pack_parts<Element>(
+        reinterpret_cast<uint16_t *>(keys), key_elements(),
+        [&]<class Seen, class What>(uint16_t *to) { return pack_key_tiles<Seen, What>(k_rows, begin, end, p_.head_dim, to); });
+    const Magnitudes v =
+        pack_parts<Element>(reinterpret_cast<uint16_t *>(values), value_elements(), [&]<class Seen, class What>(uint16_t *to) {
+          return pack_value_tiles<Seen, kRowsAhead, What>(v_rows, begin, end, p_.head_dim_v, kValuePanel, to);
+        });
+    if constexpr (kParts == 1) {
+      return static_cast<uint8_t>((v.finite() ? 0 : kInfiniteValues) | (k.subnormal() ? kSubnormalKeys : 0) |
+                                  (k.huge() ? kHugeKeys : 0));
+    }
+    return static_cast<uint8_t>((v.finite_f16() ? 0 : kInfiniteValues) | (k.finite_f16() ? 0 : kInfiniteKeys));
   }
 
   State begin(char *scratch, const MaskMemory &masks, const Head &head, const QueryBlock &block) const {
@@ -94,14 +114,16 @@ class Bf16Products {
     st.row = take(layout_.worker_p);
     st.dim_v = layout_.dim_v;
     st.p = reinterpret_cast<uint16_t *>(st.row + st.dim_v);
-    const Magnitudes seen = pack_left(
-        st.rows, p_.head_dim,
-        [&](int64_t r) {
-          return rows_of(p_.q, head.b, head.head_k * p_.group + block.head(r), head.queries.start).row(block.query(r));
-        },
-        st.q);
-    st.subnormal = seen.subnormal();
-    st.huge = seen.huge();
+    const Magnitudes seen = pack_parts<Element>(st.q, query_elements(st), [&]<class Seen, class What>(uint16_t *to) {
+      return pack_left<Seen, kRowsAhead, What>(
+          st.rows, p_.head_dim, [&](int64_t r) { return query_row(head, st, r); }, to);
+    });
+    if constexpr (kParts == 1) {
+      st.exact_with = static_cast<uint8_t>((seen.subnormal() ? kHugeKeys : 0) | (seen.huge() ? kSubnormalKeys : 0));
+    } else {
+      st.exact = !seen.finite_f16();
+      st.exact_with = kInfiniteKeys;
+    }
     const int64_t floats = round_up(st.rows, kTileStripRows) * st.dim_v;
     for (int64_t i = 0; i < floats; i += kWidth) Simd::store(st.o + i, Simd::zero());
     return st;
@@ -123,6 +145,8 @@ class Bf16Products {
   }
 
  private:
+  static constexpr int kParts = kPartsOf<Element>;
+
   // One strip of the pass in one key block.
   struct Strip {
     int64_t index = 0;  // in the block of queries
@@ -133,6 +157,15 @@ class Bf16Products {
     uint16_t *p = nullptr;
     bool visible_only = false;
   };
+
+  // Elements of one part of what is packed.
+  int64_t query_elements(const State &st) const { return round_up(st.rows, kTileStripRows) * steps_ * kTileDepth; }
+  int64_t key_elements() const { return kBlockKeys * steps_ * kTileDepth; }
+  int64_t value_elements() const { return kBlockKeys * layout_.dim_v; }
+
+  const char *query_row(const Head &head, const State &st, int64_t r) const {
+    return rows_of(p_.q, head.b, head.head_k * p_.group + st.block.head(r), head.queries.start).row(st.block.query(r));
+  }
 
   void pass(const Head &head, State &st, int64_t pass_row, int64_t first, const uint16_t *keys, const uint16_t *values,
             uint8_t flags) {
@@ -148,12 +181,12 @@ class Bf16Products {
       if (x.keys.empty()) continue;
       x.cols = {x.keys.begin / kTilePanel * kTilePanel, round_up(x.keys.end, kTilePanel)};
       x.s = st.s + (r0 - pass_row) * kBlockKeys;
-      x.p = st.p + (r0 - pass_row) / kTileStripRows * kStripP;
+      x.p = st.p + (r0 - pass_row) / kTileStripRows * kParts * kStripP;
       all = {min64(all.begin, x.cols.begin), max64(all.end, x.cols.end)};
       strips[count++] = x;
     }
 
-    if ((st.subnormal && (flags & kHugeKeys) != 0) || (st.huge && (flags & kSubnormalKeys) != 0)) {
+    if (st.exact || (flags & st.exact_with) != 0) {
       for (int64_t i = 0; i < count; ++i) exact_scores(head, st, strips[i], first);
     } else {
       for (int64_t col = all.begin; col < all.end; col += kTilePanel) {
@@ -162,8 +195,8 @@ class Bf16Products {
           const Strip &x = strips[i];
           if (col < x.cols.begin || col >= x.cols.end) continue;
           const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
-          unit_.template multiply<false>(x.rows, steps_, {q, kTileBf16, kRightStep}, panel,
-                                         {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
+          multiply_parts<false, kParts>(unit_, x.rows, steps_, {{q, kTileBf16, kRightStep}, query_elements(st)},
+                                        {panel, key_elements()}, {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
         }
       }
     }
@@ -171,10 +204,11 @@ class Bf16Products {
     for (int64_t i = 0; i < count; ++i) accumulate(head, st, strips[i], first, values);
   }
 
-  // S of a strip in fp32, for numbers that the tile unit would take for zero.
+  // S of a strip in fp32, for numbers that the tile unit would get wrong.
   void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
-    exact_products(st.q + x.index * steps_ * 2 * kTileBf16, x.rows, key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start),
-                   first, head.keys.len, x.cols, p_.head_dim, x.s, kBlockKeys);
+    const auto of_query = numbers_of<Element>(p_.head_dim, [&](int64_t r) { return query_row(head, st, x.r0 + r); });
+    exact_products<Element>(of_query, x.rows, key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start), first, head.keys.len,
+                            x.cols, p_.head_dim, x.s, kBlockKeys);
   }
 
   // Logits, masks and P of a strip.
@@ -192,8 +226,8 @@ class Bf16Products {
     if (partial) mask_by_data(st, x.r0, x.rows, x.cols.begin, n, s);
     row_maxima(st, x.r0, x.rows, n, s);
     const float multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
-    const IntoTiles into_tiles{x.p, x.cols.begin};
-    x.visible_only = masked && (flags & kInfiniteValues) != 0;
+    const IntoTiles<kParts> into_tiles{x.p, x.cols.begin};
+    x.visible_only = (masked || kParts == 2) && (flags & kInfiniteValues) != 0;
     if (x.visible_only) {
       softmax_strip<true>(st, x.r0, x.rows, n, multiplier, s, InPlace{s});
       if (p_.dropout.threshold > 0) apply_dropout(p_, head, st, x.r0, x.rows, first, n, s);
@@ -229,8 +263,7 @@ class Bf16Products {
           [&](int64_t r, int64_t c) { return st.output(x.r0 + r, c); },
           [&](int64_t j, int64_t c) {
             const auto *row = reinterpret_cast<const uint16_t *>(rows.row(first + j)) + c;
-            return c + kWidth <= p_.head_dim_v ? Simd::load_bf16(row)
-                                               : ElementBf16::load(row, static_cast<int>(p_.head_dim_v - c));
+            return c + kWidth <= p_.head_dim_v ? Element::load(row) : Element::load(row, static_cast<int>(p_.head_dim_v - c));
           });
       return;
     }
@@ -246,15 +279,15 @@ class Bf16Products {
     const int64_t lower = st.output(x.r0 + kTileRows, 0) - st.output(x.r0, 0);
     values += steps.begin * kRightStep;
     for (int64_t c = 0; c < st.dim_v; c += kTilePanel, values += kValuePanel) {
-      unit_.template multiply<true>(x.rows, steps.size(), {p, kStripHalfP, kTileBf16}, values,
-                                    {st.output(x.r0, c), kTileRows, kTileFloats, lower});
+      multiply_parts<true, kParts>(unit_, x.rows, steps.size(), {{p, kStripHalfP, kTileBf16}, kStripP},
+                                   {values, value_elements()}, {st.output(x.r0, c), kTileRows, kTileFloats, lower});
     }
   }
 
   const ForwardProblem &p_;
   const ForwardLayout &layout_;
   const int64_t steps_;  // of Q K^T
-  Bf16Unit unit_;
+  Unit unit_;
 };
 
 }  // namespace fa::cpu::FA_ISA

@@ -156,12 +156,18 @@ class ForwardWork final : public HeadWork {
 };
 
 void forward_worker(const ForwardJob &job, int32_t worker) {
-#if defined(FA_BF16_UNIT)
-  ForwardWork<Bf16Products> work(job);
-#else
-  ForwardWork<FmaProducts> work(job);
+  const auto run = [&]<class Products>() {
+    ForwardWork<Products> work(job);
+    job.schedule->work(work, worker);
+  };
+#if defined(FA_TARGET_AMX)
+  if (job.problem->q.dtype == Dtype::f16) return run.template operator()<TileProducts<ElementF16>>();
 #endif
-  job.schedule->work(work, worker);
+#if defined(FA_BF16_UNIT)
+  run.template operator()<TileProducts<ElementBf16>>();
+#else
+  run.template operator()<FmaProducts>();
+#endif
 }
 
 }  // namespace fa::cpu::FA_ISA

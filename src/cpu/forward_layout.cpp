@@ -64,7 +64,8 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   l.block_rows = block_rows(products);
   l.dim_v = round_up(p.head_dim_v, tiles ? kTilePad : kMaxVector);
   const int64_t dim = tiles ? round_up(p.head_dim, kTilePad) : p.head_dim;
-  const size_t packed_bytes = tiles ? 2 : sizeof(float);
+  const size_t packed_bytes =
+      tiles && p.q.dtype == Dtype::bf16 ? 2 : sizeof(float);  // two parts of bf16 take as much as a float
   l.key_block_bytes = static_cast<size_t>(kBlockKeys * dim) * packed_bytes;
   l.value_block_bytes = static_cast<size_t>(kBlockKeys * l.dim_v) * packed_bytes;
 
@@ -94,14 +95,14 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   static_assert(kVectorScratchRows <= kTilePassStrips * kTileStripRows && kVectorSplitKeys <= kBlockKeys,
                 "a vector split fits where a tile does");
   // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.
-  l.worker_queries =
-      area(std::max(rows * dim / (tiles ? 2 : 1) + kMaxVector, kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
+  l.worker_queries = area(std::max(rows * dim * static_cast<int64_t>(packed_bytes) / 4 + kMaxVector,
+                                   kVectorScratchRows * round_up(p.head_dim, kMaxVector)));
   const int64_t pass_rows = tiles ? std::min(rows, kTilePassStrips * kTileStripRows) : rows;
   l.worker_scores = area(pass_rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
   l.worker_rows = area(rows * (2 * kMaxVector + 8));
   if (p.dropout.threshold > 0) l.worker_dropout = area(rows * kBlockKeys);
-  if (tiles) l.worker_p = area(pass_rows * kBlockKeys / 2 + l.dim_v);
+  if (tiles) l.worker_p = area(pass_rows * kBlockKeys * static_cast<int64_t>(packed_bytes) / 4 + l.dim_v);
   if (tiled_split) {
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);

@@ -48,7 +48,7 @@ enum class ForwardMode {
 // What computes the products of kTiled and kTiledSplit.
 enum class ForwardProducts {
   kFma,   // fp32 multiply-adds on panels of floats
-  kTiles  // AMX or vdpbf16ps on tiles of bf16
+  kTiles  // on tiles of bf16: AMX, vdpbf16ps or bfmmla
 };
 
 // Bytes of what cpu/forward_vector_tiles.h keeps, in its order.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of the vector forward kernel on the tile unit (AMX), for splits with kTileVectorRows rows per key head or more, in bf16. Vectors
+// Products of the vector forward kernel on the tile unit (AMX), for splits of bf16 with kTileVectorRows rows per key head or more. Vectors
 // work for every row and key; a tile has 16 rows whatever their number.
 //
 //   S^T = K Q^T   keys are the left operand, whose rows they are, so that nothing is transposed; queries are columns of the right one
@@ -32,7 +32,7 @@ class VectorTiles {
 
   // Takes a split whose queries lie in the area, or returns false.
   bool begin(char *scratch, const VectorSplit &split, const VectorArea &area) {
-    if (split.rows < kTileVectorRows) return false;
+    if (split.rows < kTileVectorRows || p_.q.dtype != Dtype::bf16) return false;
     const VectorTilesLayout &l = layout_.vector_tiles;
     char *at = scratch + layout_.vector_tiles_at;
     const auto take = [&](size_t bytes) {

@@ -22,7 +22,7 @@ struct Machine {
 // Asking for AMX is what makes the operating system permit it to this process.
 fa_cpu_isa best_isa();
 bool has_isa(fa_cpu_isa isa);
-// Whether its kernels are those of bf16 alone, which multiply bf16: AMX, AVX512_BF16 and NEON_BF16.
+// Whether its kernels multiply numbers of bf16, and compute nothing else: AMX, AVX512_BF16 and NEON_BF16.
 bool multiplies_bf16(fa_cpu_isa isa);
 // What computes the problems for which `isa` has no kernels of its own: the best of the others where multiplies_bf16(isa).
 fa_cpu_isa vector_isa(fa_cpu_isa isa);

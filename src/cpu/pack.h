@@ -27,7 +27,10 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
 // ... for a dtype of queries, keys and values of forward.
 template <class Body>
 FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
-#if defined(FA_BF16_UNIT)
+#if defined(FA_TARGET_AMX)
+  dtype == Dtype::f16 ? body.template operator()<ElementF16>()
+                      : body.template operator()<ElementBf16>();  // nothing else gets here
+#elif defined(FA_BF16_UNIT)
   (void)dtype;
   body.template operator()<ElementBf16>();  // this instruction set computes nothing else
 #else

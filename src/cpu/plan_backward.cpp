@@ -45,9 +45,11 @@ Choice choose(const ScoredBackward &problem, const Machine &machine) {
   const char *reason = changes_scores(p, problem.score) || masks_pairs(p, problem.score) ? "blocks of keys outer, general score"
                                                                                          : "blocks of keys outer";
   if (multiplies_bf16(machine.isa)) {
-    const bool bf16 =
-        p.q.dtype == Dtype::bf16 && p.k.dtype == Dtype::bf16 && p.v.dtype == Dtype::bf16 && problem.dout.dtype == Dtype::bf16;
-    if (bf16 && problem.dbias.data == nullptr) {
+    const auto all_are = [&](Dtype dtype) {
+      return p.q.dtype == dtype && p.k.dtype == dtype && p.v.dtype == dtype && problem.dout.dtype == dtype;
+    };
+    const bool amx = machine.isa == FA_CPU_ISA_AMX, on_unit = all_are(Dtype::bf16) || (amx && all_are(Dtype::f16));
+    if (on_unit && problem.dbias.data == nullptr) {
 #if defined(FA_HAVE_AMX)
       if (machine.isa == FA_CPU_ISA_AMX) return {amx::backward, true, "cpu_backward_amx", reason};
 #endif
@@ -58,8 +60,9 @@ Choice choose(const ScoredBackward &problem, const Machine &machine) {
       if (machine.isa == FA_CPU_ISA_NEON_BF16) return {neon_bf16::backward, true, "cpu_backward_neon_bf16", reason};
 #endif
     }
-    reason = bf16 ? "blocks of keys outer, in fp32 because dbias is asked for"
-                  : "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16";
+    reason = on_unit ? "blocks of keys outer, in fp32 because dbias is asked for"
+             : amx   ? "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16, nor all fp16"
+                     : "blocks of keys outer, in fp32 because not all of q, k, v and dout are bf16";
   }
   const fa_cpu_isa isa = vector_isa(machine.isa);
 #if defined(__x86_64__)
@@ -102,6 +105,8 @@ BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, 
   const bool ds = l.wants.ds();
 
   l.bf16_unit = choice.bf16_unit;
+  l.parts = p.q.dtype == Dtype::f16 ? 2 : 1;
+  const size_t packed = l.bf16_unit ? static_cast<size_t>(l.parts) * 2 : sizeof(float);  // bytes of a packed number
   l.block_q = l.bf16_unit ? kBackwardTileRows : kBlockQ;
   l.block_k = p.head_dim + p.head_dim_v > 512 ? kBlockKWide : kBlockK;
   l.tile_q = kTileBlocks * l.block_q;
@@ -117,8 +122,8 @@ BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, 
   l.blocks_k = l.max_k / l.block_k;
 
   // Bytes of a packed row of k and q, of v and dout.
-  const size_t row = l.bf16_unit ? static_cast<size_t>(dim) * 2 : static_cast<size_t>(l.ld) * sizeof(float);
-  const size_t row_v = l.bf16_unit ? static_cast<size_t>(dim_v) * 2 : static_cast<size_t>(l.ld_v) * sizeof(float);
+  const size_t row = static_cast<size_t>(l.bf16_unit ? dim : l.ld) * packed;
+  const size_t row_v = static_cast<size_t>(l.bf16_unit ? dim_v : l.ld_v) * packed;
   const size_t head_bytes =
       static_cast<size_t>(l.max_q) * ((l.bf16_unit ? 2 : 1) * (row + row_v) + static_cast<size_t>(l.ld) * sizeof(float));
   l.wave = std::clamp<int64_t>(static_cast<int64_t>(kWaveBytes / std::max<size_t>(head_bytes, 1)), 1, p.group);
@@ -126,8 +131,8 @@ BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, 
 
   Arena slot;
   const int64_t q_rows = l.wave * l.max_q;
-  l.k_transposed = slot.take(l.max_k * dim, l.bf16_unit ? 2 : sizeof(float));
-  l.v_transposed = slot.take(ds ? l.max_k * dim_v : 0, l.bf16_unit ? 2 : sizeof(float));
+  l.k_transposed = slot.take(l.max_k * dim, packed);
+  l.v_transposed = slot.take(ds ? l.max_k * dim_v : 0, packed);
   l.k_rows = slot.take(l.wants.dq ? l.max_k : 0, row);
   l.q_rows = slot.take(q_rows, row);
   l.dout_rows = slot.take(q_rows, row_v);
@@ -158,9 +163,9 @@ BackwardLayout make_layout(const ScoredBackward &problem, const Choice &choice, 
   l.dv_block = worker.take(dv_floats, sizeof(float));
   l.active_slices = worker.take(p.slices.count, sizeof(int32_t));
   if (l.bf16_unit) {
-    l.p_pairs = worker.take(l.block_q * l.block_k, 2);
-    l.ds_pairs = worker.take(l.block_q * l.block_k, 2);
-    l.ds_left = worker.take(kTileStripRows * l.block_k, 2);
+    l.p_pairs = worker.take(l.block_q * l.block_k, packed);
+    l.ds_pairs = worker.take(l.block_q * l.block_k, packed);
+    l.ds_left = worker.take(kTileStripRows * l.block_k, packed);
     l.row_scratch = worker.take(16 * std::max(l.ld, l.ld_v), sizeof(float));
   }
   if (l.wants.dbias) {

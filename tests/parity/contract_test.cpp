@@ -254,6 +254,70 @@ TEST_P(Contract, NanOfAnyBitsStaysNan) {
   }
 }
 
+// A logit of -infinity hides its key. The same problem with finite logits that are as low as matters has the answer.
+TEST_P(Contract, InfiniteKeysCanBeHidden) {
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t seqlen_q : {1, 60, 200}) {
+      for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL}) {
+        Case c = base("infinite keys");
+        c.dtype = dtype;
+        c.batch = c.heads_q = c.heads_k = 1;
+        c.q.seqlen = seqlen_q;
+        c.k.seqlen = 300;
+        c.mask = mask;
+        c.backward = 0;
+        const auto with = [&](double low) {
+          return make_data(c, [&](Data &d) {
+            for (int64_t i = 0; i < seqlen_q; ++i)
+              d.tensors[kQ].set(d.element(kQ, 0, i, 0, 5), 0.5 + static_cast<double>(i % 3));
+            for (const int64_t j : {3, 40, 290}) d.tensors[kK].set(d.element(kK, 0, j, 0, 5), low);
+          });
+        };
+        const Data finite = with(-60000), infinite = with(-kInfinity);
+        const Execution expected = execute(backend(), finite), e = execute(backend(), infinite);
+        EXPECT_TRUE(verify(backend(), finite, expected));
+        ASSERT_TRUE(e.ok() && expected.ok()) << e.error;
+        for (int64_t i = 0; i < seqlen_q; ++i) {
+          const int64_t lse = finite.row_element(kLse, 0, 0, i);
+          ASSERT_NEAR(e.outputs[kLse].get(lse), expected.outputs[kLse].get(lse), 1e-4) << describe(c);
+          for (int64_t column = 0; column < c.head_dim_v; ++column) {
+            const int64_t out = finite.element(kOut, 0, i, 0, column);
+            ASSERT_NEAR(e.outputs[kOut].get(out), expected.outputs[kOut].get(out), dtype == FA_BFLOAT16 ? 0.02 : 0.003)
+                << describe(c);
+          }
+        }
+      }
+    }
+  }
+}
+
+// An infinite value that a row sees is its result, unless another one of the opposite sign is.
+TEST_P(Contract, InfiniteValuesAreResults) {
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t seqlen_q : {1, 60, 200}) {
+      Case c = base("infinite values");
+      c.dtype = dtype;
+      c.batch = c.heads_q = c.heads_k = 1;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 64;
+      c.backward = 0;
+      const Data data = make_data(c, [&](Data &d) { d.tensors[kV].set(d.element(kV, 0, 40, 0, 2), -kInfinity); });
+      const Execution e = execute(backend(), data);
+      ASSERT_TRUE(e.ok()) << e.error;
+      for (int64_t i = 0; i < seqlen_q; ++i) {
+        for (int64_t column = 0; column < c.head_dim_v; ++column) {
+          const double out = e.outputs[kOut].get(data.element(kOut, 0, i, 0, column));
+          if (column == 2) {
+            ASSERT_EQ(out, -kInfinity) << describe(c);
+          } else {
+            ASSERT_TRUE(std::isfinite(out)) << describe(c) << " column " << column;
+          }
+        }
+      }
+    }
+  }
+}
+
 // A sink of NaN or +infinity makes the rows of its head NaN that see a key; -infinity is no sink. Other heads are not affected.
 TEST_P(Contract, SinksThatAreNotFinite) {
   for (const int64_t dtype : {FA_FLOAT32, FA_BFLOAT16}) {

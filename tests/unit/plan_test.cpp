@@ -47,6 +47,33 @@ TEST(Plan, HasANameAndAReason) {
   EXPECT_STRNE(plan.reason, "");
 }
 
+// Forward runs on the unit that multiplies bf16 where q, k and v are bf16, and on tiles also where they are fp16.
+TEST(Plan, ForwardOfBf16AndFp16) {
+  const struct {
+    fa_cpu_isa isa;
+    const char *kernel;
+    bool fp16;
+  } units[] = {{FA_CPU_ISA_AVX512_BF16, "cpu_fwd_tiled_avx512_bf16", false},
+               {FA_CPU_ISA_AMX, "cpu_fwd_tiled_amx", true},
+               {FA_CPU_ISA_NEON_BF16, "cpu_fwd_tiled_neon_bf16", false}};
+  for (const auto &unit : units) {
+    ScoredForward p = problem(2000, 2000);
+    const std::string vectors = plan_forward(p, Machine{vector_isa(unit.isa), 2}).kernel;
+    const std::string best = plan_forward(p, Machine{unit.isa, 2}).kernel;
+    EXPECT_EQ(best, vectors);
+    if (!has_isa(unit.isa)) continue;  // its kernels may not be built
+    for (const Dtype dtype : {Dtype::bf16, Dtype::f16}) {
+      const std::string kernel = dtype == Dtype::bf16 || unit.fp16 ? unit.kernel : vectors;
+      p.q.dtype = p.k.dtype = p.v.dtype = Dtype::f32;
+      for (Operand *x : {&p.q, &p.k, &p.v}) {
+        EXPECT_EQ(plan_forward(p, Machine{unit.isa, 2}).kernel, vectors);
+        x->dtype = dtype;
+      }
+      EXPECT_EQ(plan_forward(p, Machine{unit.isa, 2}).kernel, kernel);
+    }
+  }
+}
+
 // Backward of bf16 runs on the unit that multiplies bf16, unless something that it does not compute is asked for.
 TEST(Plan, BackwardOfBf16) {
   const struct {

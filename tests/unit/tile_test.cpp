@@ -3,6 +3,7 @@
 // bit for bit, and the tiles that rows are packed into.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -236,6 +237,30 @@ TEST(PackTiles, TilesOfAProductFitTogether) {
       EXPECT_EQ(sums[i][j], expected);
     }
   }
+}
+
+// All finite fp16 numbers are the sum of their parts, which the tile unit takes for what they are.
+TEST(PackTiles, Fp16IsTheSumOfItsParts) {
+  std::vector<uint16_t> numbers;
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    if ((bits & 0x7C00) != 0x7C00) numbers.push_back(static_cast<uint16_t>(bits));
+  }
+  const auto dim = static_cast<int64_t>(numbers.size());
+  ASSERT_EQ(dim, 63488);
+  NoMagnitudes nobody;
+  for (int64_t i = 0; i < dim; i += 2 * kWidth) {
+    uint16_t high[2 * kWidth], low[2 * kWidth];
+    Simd::istore(reinterpret_cast<uint32_t *>(high), PartOfF16<Part::kHigh>::load(numbers.data(), i, dim, nobody));
+    Simd::istore(reinterpret_cast<uint32_t *>(low), PartOfF16<Part::kLow>::load(numbers.data(), i, dim, nobody));
+    for (int64_t n = 0; n < std::min<int64_t>(2 * kWidth, dim - i); ++n) {
+      const float x = ElementF16::load(&numbers[static_cast<size_t>(i + n)], 1)[0], h = to_float(high[n]), l = to_float(low[n]);
+      ASSERT_EQ(h + l, x) << std::hexfloat << x << " is not " << h << " + " << l;
+      ASSERT_LE(std::abs(l), std::abs(x) / 256);
+      ASSERT_FALSE(std::fpclassify(h) == FP_SUBNORMAL || std::fpclassify(l) == FP_SUBNORMAL);
+    }
+  }
+  // Columns past the end of a row are zero.
+  EXPECT_EQ(PartOfF16<Part::kHigh>::load(numbers.data() + 0x3C00, 0, 1, nobody)[0], 0x3F80u);
 }
 
 TEST(PackTiles, SeeMagnitudes) {
