@@ -64,7 +64,7 @@ class HostRows final : public RowDevice {
   }
 
   fa_status zero(void *memory, size_t bytes, fa_stream, ErrorText &) override {
-    std::memset(memory, 0, bytes);
+    std::fill_n(static_cast<char *>(memory), bytes, char{0});  // null where a rank has no rows
     return FA_OK;
   }
 

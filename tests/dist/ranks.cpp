@@ -3,7 +3,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <thread>
 
 #include "dist/nccl_for_tests.h"
@@ -60,21 +59,6 @@ bool gaps_damaged(const HostTensor &tensor, int dimensions) {
   return false;
 }
 
-// The memory of a rank on the CPU.
-class HostBackend : public parity::Backend {
- public:
-  explicit HostBackend(parity::Context context) : context_(std::move(context)) {}
-  std::string name() const override { return "cpu"; }
-  fa_context context() override { return context_.get(); }
-  void *allocate(size_t bytes) override { return std::aligned_alloc(256, (bytes + 256) / 256 * 256); }
-  void release(void *memory) override { std::free(memory); }
-  void upload(void *device, const void *host, size_t bytes) override { std::memcpy(device, host, bytes); }
-  void download(void *host, const void *device, size_t bytes) override { std::memcpy(host, device, bytes); }
-
- private:
-  parity::Context context_;
-};
-
 struct LocalTensors {
   std::array<HostTensor, parity::kNumRoles> tensors;
   std::array<std::unique_ptr<parity::Buffer>, parity::kNumRoles> memory;
@@ -129,8 +113,8 @@ Place place_of_tests() {
 std::shared_ptr<parity::Backend> backend_of(const Place &place, int32_t rank) {
   if (place.cuda) return parity::cuda_backend(rank % parity::num_cuda_devices(), place.cuda_arch);
   // Some ranks with two threads, and some with other kernels: those of any processor.
-  return std::make_shared<HostBackend>(
-      parity::cpu_context(rank % 3 == 2 ? 2 : 1, rank % 4 == 1 ? FA_CPU_ISA_PORTABLE : FA_CPU_ISA_AUTO));
+  return parity::cpu_backend("cpu",
+                             parity::cpu_context(rank % 3 == 2 ? 2 : 1, rank % 4 == 1 ? FA_CPU_ISA_PORTABLE : FA_CPU_ISA_AUTO));
 }
 
 std::string missing(const Place &place, int32_t ranks) {

@@ -10,6 +10,7 @@
 
 #include "flashattn/flashattn.h"
 #include "parity/case.h"
+#include "parity/cpu_context.h"
 
 namespace parity {
 
@@ -77,6 +78,8 @@ std::shared_ptr<Backend> missing_backend(std::string name, std::string reason);
 
 // The CPU backend at every instruction set and several numbers of threads; missing where the processor lacks the instruction set.
 Backends cpu_backends();
+// One more, with any context of the CPU.
+std::shared_ptr<Backend> cpu_backend(std::string name, Context context);
 
 // The first CUDA device, and on Hopper once more with the sm_80 kernels alone; missing where the build has no CUDA or the machine no
 // device.

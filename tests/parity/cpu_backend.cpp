@@ -10,10 +10,9 @@ namespace {
 
 class CpuBackend : public Backend {
  public:
-  CpuBackend(std::string name, fa_context context) : name_(std::move(name)), context_(context) {}
-  ~CpuBackend() override { fa_destroy(context_); }
+  CpuBackend(std::string name, Context context) : name_(std::move(name)), context_(std::move(context)) {}
   std::string name() const override { return name_; }
-  fa_context context() override { return context_; }
+  fa_context context() override { return context_.get(); }
 
   void *allocate(size_t bytes) override {
     void *memory = nullptr;
@@ -30,10 +29,14 @@ class CpuBackend : public Backend {
 
  private:
   std::string name_;
-  fa_context context_;
+  Context context_;
 };
 
 }  // namespace
+
+std::shared_ptr<Backend> cpu_backend(std::string name, Context context) {
+  return std::make_shared<CpuBackend>(std::move(name), std::move(context));
+}
 
 Backends cpu_backends() {
   const struct {
@@ -61,7 +64,7 @@ Backends cpu_backends() {
         std::fprintf(stderr, "fa_create(%s, %d threads): %s\n", isa.name, threads, fa_last_error(nullptr));
         std::abort();
       }
-      backends.push_back(std::make_shared<CpuBackend>(name, context));
+      backends.push_back(cpu_backend(name, Context(context)));
     }
   }
   return backends;
