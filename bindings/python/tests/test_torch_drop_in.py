@@ -192,8 +192,14 @@ class DropInTest(TorchCase):
                     self.assertEqual((ours.dtype, theirs.dtype), (dtype, dtype))
                     mixed = scaled_dot_product_attention(on_device[0], on_device[1].to(dtype), on_device[2])
                     self.assertEqual(mixed.dtype, dtype)
-                self.assertEqual(torch.autograd.grad(ours.sum(), on_device, retain_graph=True)[0].dtype, torch.float32)
-                self.assert_same(ours, in_float64(*on_device), on_device)
+                # Results and gradients are those of inputs that were cast before, bit for bit: gradients have 16 bits on their way to fp32.
+                cast = scaled_dot_product_attention(*(x.to(dtype) for x in on_device))
+                self.assertTrue(torch.equal(ours, cast))
+                dout = self.normal(*ours.shape, device=device, dtype=dtype, grad=False)
+                for mine, its in zip(*(torch.autograd.grad(out, on_device, dout, retain_graph=True) for out in (ours, cast))):
+                    self.assertEqual(mine.dtype, torch.float32)
+                    self.assertTrue(torch.equal(mine, its))
+                self.assert_same(ours, in_float64(*(x.to(dtype) for x in on_device)), on_device, computed_in=dtype)
             with torch.autocast(device, dtype, enabled=False):
                 self.assertEqual(scaled_dot_product_attention(*(x.to(device) for x in (q, k, v))).dtype, torch.float32)
 

@@ -65,17 +65,19 @@ class TorchCase(unittest.TestCase):
         """bool, true with probability p."""
         return (torch.rand(*shape, generator=self.generator) < p).to(device)
 
-    def assert_same(self, ours, theirs, given=()):
-        """Values, and gradients with respect to `given` for the same random gradient of the results."""
+    def assert_same(self, ours, theirs, given=(), computed_in=None):
+        """Values, and gradients with respect to `given` for the same random gradient of the results. A gradient is as exact as its own type, or as
+        `computed_in`, which it was rounded to on the way.
+        """
         tolerance = self.TOLERANCE[ours.dtype]
         torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance)
         if not given:
             return
-        dout = self.normal(*ours.shape, device=ours.device, grad=False)
-        got = torch.autograd.grad(ours, given, dout.to(ours.dtype))
+        dout = self.normal(*ours.shape, device=ours.device, dtype=ours.dtype, grad=False)
+        got = torch.autograd.grad(ours, given, dout)
         expected = torch.autograd.grad(theirs, given, dout.to(theirs.dtype))
         for mine, its in zip(got, expected):
             # lse is fp32, its gradients have the type of the inputs. A broadcast input's gradient is a sum, to whose error every element adds.
             summed = max(x.numel() for x in given) / mine.numel()
-            tolerance = self.TOLERANCE[mine.dtype] * summed**0.5
+            tolerance = self.TOLERANCE[computed_in or mine.dtype] * summed**0.5
             torch.testing.assert_close(mine, its.to(mine.dtype), rtol=tolerance, atol=tolerance)
