@@ -411,6 +411,16 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+@torch._dynamo.assume_constant_result
+def _has_tangents() -> bool:
+    """Whether the transforms of torch.func, if this runs under any, have forward mode among them."""
+    from torch._C._functorch import TransformType
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    transforms = retrieve_all_functorch_interpreters()
+    return not transforms or any(x.key() == TransformType.Jvp for x in transforms)
+
+
 def _run(
     names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
 ) -> Tuple[Tensor, Tensor]:
@@ -618,6 +628,12 @@ class _Tangents(torch.autograd.Function):
         )
 
 
+@torch.compiler.disable
+def _run_with_tangents(*inputs: Any) -> Tuple[Tensor, Tensor]:
+    """For torch.compile, which takes forward without jvp where no input requires a gradient: the tangent would be zero."""
+    return _Transformed.apply(*inputs)
+
+
 def call(
     tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]
 ) -> Tuple[Tensor, Tensor]:
@@ -633,6 +649,8 @@ def call(
         forward_ad._current_level >= 0
         and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
     ):
+        if torch.compiler.is_compiling() and _has_tangents():
+            return _run_with_tangents(*inputs)
         return _Transformed.apply(*inputs)
     if is_wanted and torch.is_grad_enabled():
         return _Attention.apply(*inputs)

@@ -392,7 +392,15 @@ class FuncTest(TorchCase):
         torch.testing.assert_close(torch.func.jvp(compiled, (q,), (moved,))[1], tangent)
         whole = torch.compile(lambda q: torch.func.jvp(loss, (q,), (moved,))[1], backend="aot_eager")
         torch.testing.assert_close(whole(q), tangent)
+        torch.testing.assert_close(whole(q.detach()), tangent)
         torch.testing.assert_close(compiled(q), loss(q))
+
+        def with_dual_numbers(q):
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(loss(forward_ad.make_dual(q, moved))).tangent
+
+        for given in (q, q.detach()):
+            torch.testing.assert_close(torch.compile(with_dual_numbers, backend="aot_eager")(given), tangent)
 
     def test_export(self):
         class Block(torch.nn.Module):
