@@ -27,7 +27,7 @@ SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp tests/reference/
 TOOLS = ("go", "julia", "pip", "cargo")
 # What the README's table shows: the language of the line. Lines in Python and of vLLM's shell are run by bindings/python/tests/test_switch.py.
 SWITCHES = {"PyTorch": "python", "diffusers": "python", "transformers": "python", "vLLM 0.33": "python", "JAX, on the CPU": "python", "NumPy": "python",
-            "ONNX Runtime": "python", "llm.c": "sh", "ggml": "c", "C": "c", "C++": "cpp", "Rust": "rust", "Go": "go", "Julia": "julia"}
+            "ONNX Runtime": "python", "llm.c": "sh", "ggml": "c", "C": "c", "C++": "cpp", "Rust": "rust", "candle": "rust", "Burn": "rust", "Go": "go", "Julia": "julia"}
 
 
 def guides(root):
