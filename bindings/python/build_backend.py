@@ -31,8 +31,8 @@ def _project(key):
     return found.group(1)
 
 
-# vLLM looks for its plugins here.
-ENTRY_POINTS = "[vllm.general_plugins]\nflashattn = flashattn.vllm:register\n"
+# vLLM and SGLang look for their plugins here.
+ENTRY_POINTS = "[vllm.general_plugins]\nflashattn = flashattn.vllm:register\n\n[sglang.srt.plugins]\nflashattn = flashattn.sglang:register\n"
 HEADER = "include/flashattn/flashattn.h"  # for flashattn.build_torch
 
 

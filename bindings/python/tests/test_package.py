@@ -56,17 +56,19 @@ class WheelTest(unittest.TestCase):
             if path != record:
                 expected = base64.urlsafe_b64encode(hashlib.sha256(files[path]).digest()).rstrip(b"=").decode()
                 self.assertEqual((digest, size), ("sha256=" + expected, str(len(files[path]))))
-        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/transformers.py", "flashattn/vllm.py", "flashattn/jax.py", "flashattn/torch_operators.cpp", "flashattn/include/flashattn/flashattn.h"):
+        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/transformers.py", "flashattn/vllm.py", "flashattn/sglang.py", "flashattn/jax.py", "flashattn/torch_operators.cpp", "flashattn/include/flashattn/flashattn.h"):
             self.assertIn(wanted, files)
         metadata = files[record.replace("RECORD", "METADATA")].decode()
         self.assertIn("\nVersion: " + self.wheel.name.split("-")[1] + "\n", metadata)
 
-    def test_vllm_finds_its_plugin(self):
+    def test_vllm_and_sglang_find_their_plugins(self):
         with zipfile.ZipFile(self.wheel) as archive:
             archive.extractall(self.root / "plugin")
         found = list(importlib.metadata.distributions(name="flashattn", path=[str(self.root / "plugin")]))[0].entry_points
-        self.assertEqual([(e.name, e.group, e.value) for e in found], [("flashattn", "vllm.general_plugins", "flashattn.vllm:register")])
-        self.assertIn('[project.entry-points."vllm.general_plugins"]\nflashattn = "flashattn.vllm:register"\n', (HERE / "pyproject.toml").read_text())
+        plugins = [("vllm.general_plugins", "flashattn.vllm:register"), ("sglang.srt.plugins", "flashattn.sglang:register")]
+        self.assertEqual({(e.name, e.group, e.value) for e in found}, {("flashattn", *plugin) for plugin in plugins})
+        for group, value in plugins:
+            self.assertIn(f'[project.entry-points."{group}"]\nflashattn = "{value}"\n', (HERE / "pyproject.toml").read_text())
 
     def test_version_is_the_librarys(self):
         import flashattn

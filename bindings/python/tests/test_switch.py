@@ -153,5 +153,29 @@ class SwitchTest(unittest.TestCase):
         self.assertIs(AttentionConfig(backend=words[4]).backend.get_class(), flashattn.vllm.Backend)
 
 
+    @needs("torch", "sglang")
+    def test_sglang(self):
+        """Its arguments, by SGLang's own parser."""
+        import argparse
+
+        import sglang
+
+        if sglang.__version__ != "0.5.23":
+            self.skipTest(f"SGLang 0.5.23 is not installed, but {sglang.__version__}")
+        try:
+            from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+            from sglang.srt.server_args import ServerArgs
+        except ImportError as error:
+            self.skipTest(f"SGLang is not installed as a whole: {error}")
+        import flashattn.sglang
+
+        flashattn.sglang.register()
+        words = shlex.split(LINES["SGLang 0.5.23"])
+        self.assertEqual(words[:2], ["sglang", "serve"])
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        self.assertIs(ATTENTION_BACKENDS[parser.parse_args(words[2:]).attention_backend], flashattn.sglang.Backend)
+
+
 if __name__ == "__main__":
     unittest.main()
