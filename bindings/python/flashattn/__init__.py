@@ -7,11 +7,12 @@
 
 Arrays are read and written in place, whatever their strides: NumPy's, and anything with `__dlpack__`, `__cuda_array_interface__` or the
 buffer protocol. The functions here use a CPU context of the calling thread; make a `Context` to choose threads, instruction set or a GPU.
-`flashattn.torch` and `flashattn.jax` are differentiable functions of these frameworks.
+`flashattn.torch`, `flashattn.jax`, `flashattn.transformers` and others are for these frameworks; each is imported when it is first named.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import Any, Tuple
 
@@ -51,6 +52,15 @@ __all__ = [
     "score",
     "version",
 ]
+
+_FRAMEWORKS = ("distributed", "jax", "sglang", "torch", "transformers", "vllm")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FRAMEWORKS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _local = threading.local()
 

@@ -5,6 +5,7 @@ PyTorch goes on choosing the operator, and its own formulas for derivatives, tra
 """
 
 import collections
+import warnings
 from typing import Any, Deque, Dict, List, NamedTuple, Tuple
 
 import torch
@@ -126,7 +127,7 @@ def install(*, deterministic: bool = True) -> Installation:
     operators do not say whether deterministic algorithms are wanted: gradients are, unless deterministic=False.
 
     In PyTorch's registry of flash implementations (torch.nn.attention.list_flash_attention_impls) the name is "flashattn". Returns the
-    devices that are served, and why others are not. `uninstall()` takes it back.
+    devices that are served, and why others are not; warns of those that this machine has. `uninstall()` takes it back.
     """
     global _handle
     uninstall()
@@ -141,6 +142,16 @@ def install(*, deterministic: bool = True) -> Installation:
             registry.activate_flash_attention_impl(NAME)
         else:
             _handle = _activate(devices, deterministic)
+    missed = [
+        reason
+        for device, reason in reasons.items()
+        if reason and (device == "cpu" or torch.cuda.is_available())
+    ]
+    if missed:
+        warnings.warn(
+            f"flashattn.torch.install() leaves PyTorch its own attention: {'; '.join(missed)}",
+            stacklevel=2,
+        )
     return Installation(
         devices, "; ".join(reason for reason in reasons.values() if reason)
     )
