@@ -93,12 +93,19 @@ def test_components(folder):
 def test_cli(folder):
     run(cmake, "--install", build, "--prefix", folder / "tools", "--component", "tools")
     files = sorted(str(file.relative_to(folder / "tools")) for file in (folder / "tools").rglob("*") if file.is_file())
-    assert files == ["bin/flashattn", "share/man/man1/flashattn.1"], files
+    assert [file for file in files if "_onnx" not in file] == ["bin/flashattn", "share/man/man1/flashattn.1"], files
     # Beside the library, wherever the tree lies, without an environment variable.
     prefix = installed(folder)
     run(prefix / "bin/flashattn", "verify", "--device", "cpu", "--quiet", "--filter", "forward fp32", LD_LIBRARY_PATH="")
     tool = (prefix / "bin/flashattn").read_bytes()
     assert build.encode() not in tool, "the tool holds the path of the build tree"
+
+
+def test_onnxruntime(folder):
+    """The custom operator finds the library beside it, wherever the tree lies; ONNX Runtime itself is not needed to load it."""
+    operator, = installed(folder).rglob("libflashattn_onnx.so")
+    run(sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(operator)!r}).RegisterCustomOps", LD_LIBRARY_PATH="")
+    assert build.encode() not in operator.read_bytes(), "the operator holds the path of the build tree"
 
 
 def packed(folder, generator):
