@@ -34,7 +34,7 @@ struct BlockState : SoftmaxState {
   float *o = nullptr;  // rows x dim_v
 };
 
-// Points the state into a worker's scratch, loads the queries and starts the softmax.
+// Points the state into a worker's scratch and loads the queries.
 inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &masks, char *scratch,
                               const Head &head, const QueryBlock &block) {
   BlockState st;
@@ -49,9 +49,6 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
   st.dropout = take(layout.worker_dropout);
   begin_softmax(p, head, block, kMr, masks, take(layout.worker_rows), st);
   st.dim_v = round_up(p.head_dim_v, kWidth);
-  for (int64_t r = 0; r < st.rows; ++r) {
-    for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.o + r * st.dim_v + c, Simd::zero());
-  }
   for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += kMr, ++strip) {
     const int64_t n = min64(st.rows - r0, kMr);
     const char *rows[kMr];
@@ -237,7 +234,12 @@ class FmaProducts {
     return begin_block(p_, layout_, masks, scratch, head, block);
   }
 
-  // Key block n, as `pack` left it, after begin_keys.
+  void begin_segment(State &st) const {
+    FA_ISA::begin_segment(st);
+    for (int64_t i = 0; i < st.rows * st.dim_v; i += kWidth) Simd::store(st.o + i, Simd::zero());
+  }
+
+  // Key block n, as `pack` left it, after begin_keys. The first block of every segment comes after begin_segment.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) const {
     FA_ISA::attend(
         p_, head, st,
