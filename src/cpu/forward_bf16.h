@@ -214,7 +214,7 @@ class TileProducts {
 
   // S in fp32 of those pairs of a strip that the unit got wrong. A pair is chosen by its own numbers alone, so that a row has the same bits whatever
   // the other rows and the keys that it does not see are.
-  void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
+  __attribute__((noinline)) void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
     const Rows keys = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
     uint8_t of_keys[kBlockKeys] = {};
     for (int64_t j = x.cols.begin; j < min64(x.cols.end, head.keys.len - first); ++j)

@@ -129,7 +129,7 @@ class ForwardWork final : public HeadWork {
     bool folded = false;
     for (int64_t n = st.all_seen.begin / kBlockKeys; n * kBlockKeys < st.all_seen.end; ++n) {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
-      if (segment >= 0 && segment != n / kSegmentBlocks) {
+      if (p_.same_bits && segment >= 0 && segment != n / kSegmentBlocks) {
         if (!folded) totals.clear();
         folded = true;
         for (int64_t r = 0; r < st.rows; ++r) totals.fold(r, products_.row_result(st, r));

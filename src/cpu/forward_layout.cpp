@@ -100,7 +100,7 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   const int64_t pass_rows = tiles ? std::min(rows, kTilePassStrips * kTileStripRows) : rows;
   l.worker_scores = area(pass_rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
-  if (tiled && max_keys > kSegmentKeys) l.worker_total = area(rows * (l.dim_v + 2));
+  if (tiled && p.same_bits && max_keys > kSegmentKeys) l.worker_total = area(rows * (l.dim_v + 2));
   l.worker_rows = area(rows * (2 * kMaxVector + 8));
   if (p.dropout.threshold > 0) l.worker_dropout = area(rows * kBlockKeys);
   if (tiles) l.worker_p = area(pass_rows * kBlockKeys * static_cast<int64_t>(packed_bytes) / 4 + l.dim_v);

@@ -26,7 +26,8 @@ constexpr int64_t kBlockKeys = 256;
 // more than it saves.
 constexpr int64_t kVectorRows = 8;
 // Keys of a segment. Segments begin at multiples of it, whatever a query sees. The online softmax starts anew in each, and their results
-// are folded in ascending order; so a segment may be a split, and splits change no bit. Long enough that folding costs little.
+// are folded in ascending order; so a segment may be a split, and splits change no bit. ForwardMode::kTiled has segments under
+// FA_FLAG_SAME_BITS alone, because folding costs 1 to 6 % of its time.
 constexpr int64_t kSegmentKeys = 1024;
 // The arithmetic of FA_FLAG_SAME_BITS, as docs/numerics.md has it: a change that may change bits gets a new number.
 constexpr int32_t kSameBitsContract = 1;
@@ -42,8 +43,8 @@ constexpr int64_t kVectorScratchRows = 64;
 constexpr int64_t kTileVectorRows = 5;
 constexpr int64_t kVectorTileKeys = 64;
 
-// How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads. The
-// first two give the same bits; FA_FLAG_SAME_BITS leaves out the third.
+// How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads. Under
+// FA_FLAG_SAME_BITS the first two give the same bits, and there is no third.
 enum class ForwardMode {
   kTiled,       // keys packed once, then blocks of queries
   kTiledSplit,  // one block of queries: every segment of the keys packs its own part
@@ -87,7 +88,7 @@ struct ForwardLayout {
   size_t worker_queries = 0;  // Q strips
   size_t worker_scores = 0;   // rows x kBlockKeys; with kTiles the rows of a pass
   size_t worker_output = 0;   // rows x dim_v
-  size_t worker_total = 0;    // where a row sees several segments: their fold, rows x (dim_v + 2)
+  size_t worker_total = 0;    // kTiled with segments: their fold, rows x (dim_v + 2)
   size_t worker_rows = 0;     // per-row state
   size_t worker_dropout = 0;  // dropout scales of a strip
   size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
