@@ -136,6 +136,11 @@ class TileProducts {
     }
   }
 
+  // Key block n, for a block of queries that shares it with no other. `keys` and `values` are scratch of a packed block.
+  void attend_alone(const Head &head, State &st, int64_t n, char *keys, char *values) {
+    attend(head, st, n, keys, values, pack(head, n, keys, values));
+  }
+
   // The state of row r as a result, until the next one is asked for.
   RowResult row_result(const State &st, int64_t r) const {
     for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.row + c, Simd::load(st.output(r, c)));

@@ -182,8 +182,7 @@ class ForwardWork final : public HeadWork {
     char *packed_keys = packed_values - layout_.worker_keys;
     for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
-      const uint8_t flags = products_.pack(head, n, packed_keys, packed_values);
-      products_.attend(head, st, n, packed_keys, packed_values, flags);
+      products_.attend_alone(head, st, n, packed_keys, packed_values);
     }
     for (int64_t r = 0; r < rows; ++r) put(r, products_.row_result(st, r));
   }
