@@ -36,6 +36,8 @@ void print_text(const Spec &spec, const Device &device, const fa_plan_info &info
   line("kernel", info.kernel);
   line("why", info.reason);
   line("splits", info.num_splits == 1 ? "keys are not split" : std::to_string(info.num_splits) + " KV splits");
+  if (info.same_bits_contract != 0)
+    line("same bits", "arithmetic " + std::to_string(info.same_bits_contract) + " of docs/numerics.md");
   line("workspace", bytes_text(static_cast<double>(info.workspace_bytes)));
   line("work", with_prefix(info.flops, "FLOP") + ", " + bytes_text(info.bytes) + " in and out, " +
                    with_prefix(info.flops / std::max(1.0, info.bytes), "FLOP/byte"));
@@ -62,6 +64,7 @@ std::string to_json(const Spec &spec, const Device &device, const fa_plan_info &
     const Bound bound(info, peak);
     json.add("kernel", info.kernel)
         .add("num_splits", info.num_splits)
+        .add("same_bits_contract", info.same_bits_contract)
         .add("workspace_bytes", static_cast<double>(info.workspace_bytes))
         .add("flops", info.flops)
         .add("bytes", info.bytes);

@@ -42,6 +42,7 @@ const std::vector<Feature> &features() {
       {"paged keys", [](Spec &s) { s.page_size = 16; }},
       {"deterministic", [](Spec &s) { s.deterministic = true; }},
       {"batch-invariant", [](Spec &s) { s.batch_invariant = true; }},
+      {"same bits", [](Spec &s) { s.same_bits = true; }},
   };
   return all;
 }

@@ -58,6 +58,7 @@ std::string describe(const Spec &s) {
   if (s.heads_first) text += ", heads first";
   if (s.deterministic) text += ", deterministic";
   if (s.batch_invariant) text += ", batch-invariant";
+  if (s.same_bits) text += ", same bits";
   return text;
 }
 
@@ -119,6 +120,7 @@ SpecOptions::SpecOptions(Options &options) {
   options.flag("--heads-first", "memory is (batch, heads, rows, head_dim)", s.heads_first);
   options.flag("--deterministic", "equal bits in every run", s.deterministic);
   options.flag("--batch-invariant", "bits do not depend on the rest of the batch", s.batch_invariant);
+  options.flag("--same-bits", "bits of a row do not depend on the rest of the call", s.same_bits);
   options.integer("--splits", "N", "key splits, 0 = automatic", s.num_splits, 0, 1 << 20);
 }
 
@@ -234,6 +236,7 @@ Problem::Problem(const Spec &s) : spec(s) {
   a.num_splits = static_cast<int32_t>(s.num_splits);
   if (s.deterministic) a.flags |= FA_FLAG_DETERMINISTIC;
   if (s.batch_invariant) a.flags |= FA_FLAG_BATCH_INVARIANT;
+  if (s.same_bits) a.flags |= FA_FLAG_SAME_BITS;
   if (backward) {
     fa_gradients &g = gradients;
     add_rows("dout", g.dout, s.rows_q, s.heads_q, s.dim_v, false);

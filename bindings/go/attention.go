@@ -67,9 +67,11 @@ type Attention struct {
 	DropoutSeedAt, DropoutOffsetAt uintptr
 
 	// Deterministic: equal inputs give equal bits. BatchInvariant: the bits of a sequence's result do not depend on the other sequences of the
-	// batch. Both are always true on the CPU.
-	Deterministic, BatchInvariant bool
-	NumSplits                     int // CUDA, a hint: number of KV splits for short queries; 0 = automatic
+	// batch. Both are always true on the CPU. SameBits: the bits of a row of the results do not depend on the other rows of the call, nor on how
+	// it stores its tensors. It is for the CPU.
+	Deterministic, BatchInvariant, SameBits bool
+
+	NumSplits int // CUDA, a hint: number of KV splits for short queries; 0 = automatic
 
 	MaxLogit Tensor // (heads) float32: Forward writes the largest visible logit of each head, Backward ignores it
 }
@@ -89,6 +91,8 @@ type Plan struct {
 	WorkspaceBytes uint64
 	Flops, Bytes   float64
 	NumSplits      int // 1 = the keys are not split
+
+	SameBitsContract int // the number of the arithmetic of Attention.SameBits; 0 without it
 }
 
 func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *Tensor) error {
@@ -113,6 +117,9 @@ func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *T
 	}
 	if a.BatchInvariant {
 		raw.flags |= C.FA_FLAG_BATCH_INVARIANT
+	}
+	if a.SameBits {
+		raw.flags |= C.FA_FLAG_SAME_BITS
 	}
 	if (a.DropoutSeedAt != 0 || a.DropoutOffsetAt != 0) && !ctx.cuda {
 		return &Error{Status: ErrInvalidArgument, Text: "DropoutSeedAt and DropoutOffsetAt are addresses of a device; a context of the CPU " +
@@ -205,6 +212,7 @@ func plan(ask func(info *C.fa_plan_info) error) (Plan, error) {
 	return Plan{
 		Kernel: C.GoString(&info.kernel[0]), Reason: C.GoString(&info.reason[0]), WorkspaceBytes: uint64(info.workspace_bytes),
 		Flops: float64(info.flops), Bytes: float64(info.bytes), NumSplits: int(info.num_splits),
+		SameBitsContract: int(info.same_bits_contract),
 	}, nil
 }
 

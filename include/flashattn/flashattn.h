@@ -601,7 +601,16 @@ enum {
    * number of threads. */
   FA_FLAG_DETERMINISTIC = 1,
   /** The bits of a sequence's result do not depend on the other sequences of the batch. Always true on the CPU. */
-  FA_FLAG_BATCH_INVARIANT = 2
+  FA_FLAG_BATCH_INVARIANT = 2,
+  /**
+   * The bits of a row of `out` and `lse` depend on that row of q, its head's keys and values in order, and its options alone: not
+   * on the other rows of the call, nor on how it stores its tensors. One call for a whole sequence, several for its chunks and
+   * one for every token give equal bits; so do padded, packed and paged tensors, any batch, any `num_splits`, any group of heads.
+   * This implies the two flags above, and backward is as they make it. docs/numerics.md has the arithmetic and what it does not
+   * cover. Refused with ::FA_ERROR_UNSUPPORTED: CUDA contexts, `dropout_p`, `seqstart_k`, `score`, fa_forward_jvp(), several
+   * ranks. @since 0.1
+   */
+  FA_FLAG_SAME_BITS = 4
 };
 
 /** @brief Kinds of a slice, the last column of `fa_attention.slices`. @since 0.1 */
@@ -653,7 +662,7 @@ enum {
 typedef struct fa_attention {
   /** sizeof(fa_attention), as set by fa_attention_init(). */
   uint32_t struct_size;
-  /** ::FA_FLAG_DETERMINISTIC, ::FA_FLAG_BATCH_INVARIANT, both or 0. */
+  /** ::FA_FLAG_DETERMINISTIC, ::FA_FLAG_BATCH_INVARIANT and ::FA_FLAG_SAME_BITS, or'ed; or 0. */
   uint32_t flags;
 
   /** Queries, (b, s_q, h_q, d) or (total_q, h_q, d). The stride of d must be 1. fp32, fp16 or bf16; in forward also fp8 if k is
@@ -1004,8 +1013,9 @@ typedef struct fa_plan_info {
   double bytes;
   /** Number of KV splits that the call would use; 1 = not split. */
   int32_t num_splits;
-  /** Always 0. */
-  int32_t reserved;
+  /** With ::FA_FLAG_SAME_BITS the number of the arithmetic that the call would follow, 1 or more; else 0. Two libraries that
+   * report one number for an instruction set give the same bits. @since 0.1 */
+  int32_t same_bits_contract;
   /** Name of the kernel, for people to read; "none" if no gradient is asked for; empty if `status` is not ::FA_OK. */
   char kernel[64];
   /** The reason for this kernel, or for a `status` other than ::FA_OK. */

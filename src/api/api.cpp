@@ -95,6 +95,7 @@ void answer(fa_context_s &context, fa_status status, const AnyProblem &problem, 
   info.flops = cost.flops;
   info.bytes = cost.bytes;
   info.num_splits = plan.num_splits;
+  info.same_bits_contract = plan.same_bits_contract;
   std::snprintf(info.kernel, sizeof info.kernel, "%s", plan.kernel.c_str());
   std::snprintf(info.reason, sizeof info.reason, "%s", plan.reason.c_str());
 }

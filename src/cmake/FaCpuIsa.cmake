@@ -60,14 +60,21 @@ function(fa_filter_isa_sources list_variable)
   set(${list_variable} ${${list_variable}} PARENT_SCOPE)
 endfunction()
 
-# Gives the sources among the arguments that are named after an instruction set its flags (in the caller's directory).
+# Gives the kernel sources among the arguments the flags of the instruction set that they are named after (in the caller's directory). Compilers
+# may not fuse a product and a sum that the kernels keep apart: they would do so in one place and not in another, and bits would depend on
+# which of two ways a row takes.
 function(fa_set_isa_flags)
+  set(portable_sources ${ARGN})
+  list(FILTER portable_sources INCLUDE REGEX "_portable\\.cpp$")
+  if(portable_sources)
+    set_source_files_properties(${portable_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+  endif()
   foreach(isa IN LISTS FA_ALL_CPU_ISAS)
     string(TOUPPER ${isa} upper)
     set(sources ${ARGN})
     list(FILTER sources INCLUDE REGEX "_${isa}\\.cpp$")
     if(sources)
-      set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS "${FA_${upper}_FLAGS}")
+      set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;${FA_${upper}_FLAGS}")
     endif()
   endforeach()
 endfunction()

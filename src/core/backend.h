@@ -22,6 +22,7 @@ struct PlanSummary {
   std::string reason;  // why this kernel
   size_t workspace_bytes = 0;
   int32_t num_splits = 1;
+  int32_t same_bits_contract = 0;  // see fa_plan_info
 };
 
 // Scratch memory of the caller. {nullptr, 0}: the backend allocates it.

@@ -228,6 +228,7 @@ struct Problem {
   int32_t num_splits = 0;
   bool deterministic = false;
   bool batch_invariant = false;
+  bool same_bits = false;
 
   // Whether logits need more than the scale.
   FA_HD bool score_terms() const {

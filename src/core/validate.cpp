@@ -52,6 +52,7 @@ class Normaliser {
     FA_RETURN_IF_ERROR(mask());
     FA_RETURN_IF_ERROR(score_tensors());
     FA_RETURN_IF_ERROR(dropout());
+    FA_RETURN_IF_ERROR(same_bits());
     return descales();
   }
 
@@ -98,12 +99,13 @@ class Normaliser {
 
  private:
   fa_status options() {
-    constexpr uint32_t kFlags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT;
+    constexpr uint32_t kFlags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT | FA_FLAG_SAME_BITS;
     if (a_.flags & ~kFlags) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "flags is 0x%x; bits 0x%x are unknown", a_.flags, a_.flags & ~kFlags);
     }
-    p_.deterministic = a_.flags & FA_FLAG_DETERMINISTIC;
-    p_.batch_invariant = a_.flags & FA_FLAG_BATCH_INVARIANT;
+    p_.same_bits = a_.flags & FA_FLAG_SAME_BITS;
+    p_.deterministic = p_.same_bits || (a_.flags & FA_FLAG_DETERMINISTIC);
+    p_.batch_invariant = p_.same_bits || (a_.flags & FA_FLAG_BATCH_INVARIANT);
     if (!std::isfinite(a_.softmax_scale) || a_.softmax_scale < 0) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT,
                   "softmax_scale is %g; it must be finite and not negative (0 = 1/sqrt(head_dim))", double{a_.softmax_scale});
@@ -507,6 +509,29 @@ class Normaliser {
     return FA_OK;
   }
 
+  // Refuses what makes a row's bits depend on more than the row and its keys.
+  fa_status same_bits() {
+    if (!p_.same_bits) return FA_OK;
+    if (p_.dropout.threshold > 0) {
+      return fail(
+          error_, FA_ERROR_UNSUPPORTED,
+          "dropout_p is %g; FA_FLAG_SAME_BITS does not hold with dropout, whose bits depend on a row's place in the call",
+          double{a_.dropout_p});
+    }
+    if (p_.seqstart_k != nullptr) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "seqstart_k is given; FA_FLAG_SAME_BITS counts segments of keys from the first row of a sequence, and left "
+                  "padding moves its keys");
+    }
+    if (a_.score != nullptr) {
+      return fail(
+          error_, FA_ERROR_UNSUPPORTED,
+          "score is %p; FA_FLAG_SAME_BITS does not hold with score functions, whose arithmetic the library does not know",
+          static_cast<void *>(a_.score));
+    }
+    return FA_OK;
+  }
+
   fa_status descales() {
     FA_RETURN_IF_ERROR(descale({"q_descale", a_.q_descale}, {"q", a_.q}, false, q_descale));
     FA_RETURN_IF_ERROR(descale({"k_descale", a_.k_descale}, {"k", a_.k}, true, k_descale));
@@ -686,6 +711,9 @@ static fa_status check_jvp_options(const fa_attention &a, ErrorText &error) {
   if (a.score != nullptr) {
     return fail(error, FA_ERROR_UNSUPPORTED, "score is %p, but fa_forward_jvp has no kernel with score functions",
                 static_cast<void *>(a.score));
+  }
+  if (a.flags & FA_FLAG_SAME_BITS) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "flags is 0x%x; FA_FLAG_SAME_BITS does not cover fa_forward_jvp", a.flags);
   }
   return FA_OK;
 }

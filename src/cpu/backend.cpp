@@ -7,6 +7,7 @@
 #include <new>
 
 #include "core/validate.h"
+#include "cpu/forward_layout.h"
 #include "cpu/host.h"
 #include "cpu/launch.h"
 #include "cpu/row_device.h"
@@ -67,12 +68,12 @@ class CpuBackend final : public Backend {
   }
 
   fa_status plan(const ScoredForward &problem, PlanSummary &summary, ErrorText &) const override {
-    summary = summarise(plan_forward(problem, machine_));
+    summary = summarise(plan_forward(problem, machine_), problem);
     return FA_OK;
   }
   fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const override {
     FA_RETURN_IF_ERROR(check_derivative(problem.score, error));
-    summary = summarise(plan_backward(problem, machine_));
+    summary = summarise(plan_backward(problem, machine_), problem.forward);
     return FA_OK;
   }
   fa_status plan(const JvpProblem &problem, PlanSummary &summary, ErrorText &) const override {
@@ -144,7 +145,14 @@ class CpuBackend final : public Backend {
   }
 
  private:
-  static PlanSummary summarise(const Plan &plan) { return {plan.kernel, plan.reason, plan.workspace_bytes, plan.num_splits}; }
+  static PlanSummary summarise(const Plan &plan, const Problem &problem) {
+    PlanSummary summary = summarise(plan);
+    summary.same_bits_contract = problem.same_bits ? kSameBitsContract : 0;
+    return summary;
+  }
+  static PlanSummary summarise(const Plan &plan) {
+    return {plan.kernel, plan.reason, plan.workspace_bytes, plan.num_splits, 0};
+  }
 
   fa_status finished(bool all_tasks_ran, ErrorText &error) const {
     if (all_tasks_ran) return FA_OK;

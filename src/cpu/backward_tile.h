@@ -136,7 +136,7 @@ inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &quer
 #if defined(FA_TARGET_AMX)
   if (rows >= kTileVectorRows && p.q.dtype == Dtype::bf16) return false;
 #endif
-  return forward_mode(rows) == ForwardMode::kVector;
+  return forward_mode(p, rows) == ForwardMode::kVector;
 }
 __attribute__((noinline)) inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim,
                                                            const float *q, int64_t ldq, float *s, int64_t lds) {

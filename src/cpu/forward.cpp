@@ -67,7 +67,7 @@ const char *reason_of(ForwardMode mode) {
     case ForwardMode::kTiled:
       return "keys and values are packed once for all queries of a key head";
     case ForwardMode::kTiledSplit:
-      return "the queries of a key head fit one block: keys are split among threads";
+      return "the queries of a key head fit one block: segments of keys are shared among threads";
     case ForwardMode::kVector:
       return "very few queries a key head: dot products on unpacked keys, split among threads";
   }
@@ -90,7 +90,7 @@ int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode
 }  // namespace
 
 Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
-  const ForwardMode mode = forward_mode(problem.group * problem.q_lengths.max_len);
+  const ForwardMode mode = forward_mode(problem, problem.group * problem.q_lengths.max_len);
   Plan plan;
   const fa_cpu_isa isa = isa_of(problem, machine);
   plan.kernel = kernels_of(isa).names[static_cast<int>(mode)];

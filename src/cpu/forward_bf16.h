@@ -44,8 +44,8 @@ struct TileState : SoftmaxState {
   float *o = nullptr;      // (half, 16 columns): tiles of O
   float *row = nullptr;    // dim_v
   int64_t dim_v = 0;       // multiple of kTilePanel
-  uint8_t exact_with = 0;  // KeyFlags of blocks whose S the unit would get wrong
-  bool exact = false;      // ... of all blocks
+  uint8_t exact_with = 0;  // KeyFlags of blocks with pairs whose S the unit gets wrong
+  bool exact = false;      // all blocks have such pairs
 
   // Where O of column c of row r lies; the columns of its tile follow.
   FA_INLINE float *output(int64_t r, int64_t c) const {
@@ -92,11 +92,8 @@ class TileProducts {
         pack_parts<Element>(reinterpret_cast<uint16_t *>(values), value_elements(), [&]<class Seen, class What>(uint16_t *to) {
           return pack_value_tiles<Seen, kRowsAhead, What>(v_rows, begin, end, p_.head_dim_v, kValuePanel, to);
         });
-    if constexpr (kParts == 1) {
-      return static_cast<uint8_t>((v.finite() ? 0 : kInfiniteValues) | (k.subnormal() ? kSubnormalKeys : 0) |
-                                  (k.huge() ? kHugeKeys : 0));
-    }
-    return static_cast<uint8_t>((v.finite_f16() ? 0 : kInfiniteValues) | (k.finite_f16() ? 0 : kInfiniteKeys));
+    const bool finite = kParts == 1 ? v.finite() : v.finite_f16();
+    return static_cast<uint8_t>(number_flags(k) | (finite ? 0 : kInfiniteValues));
   }
 
   State begin(char *scratch, const MaskMemory &masks, const Head &head, const QueryBlock &block) const {
@@ -118,24 +115,30 @@ class TileProducts {
       return pack_left<Seen, kRowsAhead, What>(
           st.rows, p_.head_dim, [&](int64_t r) { return query_row(head, st, r); }, to);
     });
-    if constexpr (kParts == 1) {
-      st.exact_with = static_cast<uint8_t>((seen.subnormal() ? kHugeKeys : 0) | (seen.huge() ? kSubnormalKeys : 0));
-    } else {
-      st.exact = !seen.finite_f16();
-      st.exact_with = kInfiniteKeys;
-    }
-    const int64_t floats = round_up(st.rows, kTileStripRows) * st.dim_v;
-    for (int64_t i = 0; i < floats; i += kWidth) Simd::store(st.o + i, Simd::zero());
+    const uint8_t flags = number_flags(seen);
+    st.exact = (flags & kInfiniteKeys) != 0;
+    st.exact_with = wrong_with(flags);
     return st;
   }
 
-  // Key block n, as `pack` left it, after begin_keys.
+  void begin_segment(State &st) const {
+    FA_ISA::begin_segment(st);
+    const int64_t floats = round_up(st.rows, kTileStripRows) * st.dim_v;
+    for (int64_t i = 0; i < floats; i += kWidth) Simd::store(st.o + i, Simd::zero());
+  }
+
+  // Key block n, as `pack` left it, after begin_keys. The first block of every segment comes after begin_segment.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) {
     constexpr int64_t kPassRows = kTilePassStrips * kTileStripRows;
     for (int64_t r0 = 0; r0 < st.rows; r0 += kPassRows) {
       pass(head, st, r0, n * kBlockKeys, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values),
            flags);
     }
+  }
+
+  // Key block n, for a block of queries that shares it with no other. `keys` and `values` are scratch of a packed block.
+  void attend_alone(const Head &head, State &st, int64_t n, char *keys, char *values) {
+    attend(head, st, n, keys, values, pack(head, n, keys, values));
   }
 
   // The state of row r as a result, until the next one is asked for.
@@ -186,29 +189,52 @@ class TileProducts {
       strips[count++] = x;
     }
 
+    for (int64_t col = all.begin; col < all.end; col += kTilePanel) {
+      const uint16_t *panel = keys + col * steps_ * kTileDepth;
+      for (int64_t i = 0; i < count; ++i) {
+        const Strip &x = strips[i];
+        if (col < x.cols.begin || col >= x.cols.end) continue;
+        const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
+        multiply_parts<false, kParts>(unit_, x.rows, steps_, {{q, kTileBf16, kRightStep}, query_elements(st)},
+                                      {panel, key_elements()}, {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
+      }
+    }
     if (st.exact || (flags & st.exact_with) != 0) {
       for (int64_t i = 0; i < count; ++i) exact_scores(head, st, strips[i], first);
-    } else {
-      for (int64_t col = all.begin; col < all.end; col += kTilePanel) {
-        const uint16_t *panel = keys + col * steps_ * kTileDepth;
-        for (int64_t i = 0; i < count; ++i) {
-          const Strip &x = strips[i];
-          if (col < x.cols.begin || col >= x.cols.end) continue;
-          const uint16_t *q = st.q + x.index * steps_ * 2 * kTileBf16;
-          multiply_parts<false, kParts>(unit_, x.rows, steps_, {{q, kTileBf16, kRightStep}, query_elements(st)},
-                                        {panel, key_elements()}, {x.s + col, kBlockKeys, kTileRows, kTileRows * kBlockKeys});
-        }
-      }
     }
     for (int64_t i = 0; i < count; ++i) softmax(head, st, strips[i], first, flags);
     for (int64_t i = 0; i < count; ++i) accumulate(head, st, strips[i], first, values);
   }
 
-  // S of a strip in fp32, for numbers that the tile unit would get wrong.
-  void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
-    const auto of_query = numbers_of<Element>(p_.head_dim, [&](int64_t r) { return query_row(head, st, x.r0 + r); });
-    exact_products<Element>(of_query, x.rows, key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start), first, head.keys.len,
-                            x.cols, p_.head_dim, x.s, kBlockKeys);
+  // KeyFlags of some keys, or of queries.
+  static uint8_t number_flags(const Magnitudes &x) {
+    if constexpr (kParts == 2) return x.finite_f16() ? 0 : kInfiniteKeys;
+    return static_cast<uint8_t>((x.subnormal() ? kSubnormalKeys : 0) | (x.huge() ? kHugeKeys : 0));
+  }
+  // KeyFlags of the keys with which the unit gets S of such queries wrong.
+  static uint8_t wrong_with(uint8_t queries) {
+    if constexpr (kParts == 2) return kInfiniteKeys;
+    return static_cast<uint8_t>((queries & kSubnormalKeys ? kHugeKeys : 0) | (queries & kHugeKeys ? kSubnormalKeys : 0));
+  }
+
+  // S in fp32 of those pairs of a strip that the unit got wrong. A pair is chosen by its own numbers alone, so that a row has the same bits whatever
+  // the other rows and the keys that it does not see are.
+  __attribute__((noinline)) void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
+    const Rows keys = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
+    uint8_t of_keys[kBlockKeys] = {};
+    for (int64_t j = x.cols.begin; j < min64(x.cols.end, head.keys.len - first); ++j)
+      of_keys[j] = number_flags(magnitudes_of(keys.row(first + j), p_.head_dim));
+    for (int64_t r = 0; r < x.rows; ++r) {
+      const char *query = query_row(head, st, x.r0 + r);
+      const uint8_t of_query = number_flags(magnitudes_of(query, p_.head_dim)), with = wrong_with(of_query);
+      const bool always = (of_query & kInfiniteKeys) != 0;
+      const auto numbers = numbers_of<Element>(p_.head_dim, [&](int64_t) { return query; });
+      for (int64_t j = x.cols.begin; j < x.cols.end; ++j) {
+        if (!always && (of_keys[j] & with) == 0) continue;
+        exact_products<Element>(numbers, 1, keys, first, head.keys.len, {j, j + 1}, p_.head_dim, x.s + r * kBlockKeys,
+                                kBlockKeys);
+      }
+    }
   }
 
   // Logits, masks and P of a strip.

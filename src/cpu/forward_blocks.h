@@ -109,10 +109,11 @@ inline void dot_products(const Rows &keys, int64_t begin, int64_t end, int64_t d
   });
 }
 
-// o_r += sum over KEYS keys of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on.
+// o_r += sum over KEYS keys of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on. Values of a quantised dtype are multiplied by
+// `factors` (KEYS) before, unless it is null.
 template <class Element, int KEYS, int ROWS, int NV>
 FA_INLINE void add_weighted(const char *const (&values)[KEYS], int64_t offset, int64_t c, const float *s, int64_t lds, float *o,
-                            int64_t ldo) {
+                            int64_t ldo, const float *factors) {
   F acc[ROWS][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -124,7 +125,8 @@ FA_INLINE void add_weighted(const char *const (&values)[KEYS], int64_t offset, i
     const auto *value = reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c;
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
-      const F x = Element::load(value + v * kWidth);
+      F x = Element::load(value + v * kWidth);
+      if (Element::kQuantised && factors != nullptr) x = Simd::mul(x, Simd::set(factors[j]));
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) acc[r][v] = Simd::fma(Simd::set(s[r * lds + j]), x, acc[r][v]);
     }
@@ -139,10 +141,12 @@ FA_INLINE void add_weighted(const char *const (&values)[KEYS], int64_t offset, i
 // The same for the last n columns, fewer than a vector has. Few head dims have such columns: small code is worth more than fast code.
 template <class Element>
 __attribute__((noinline)) void add_weighted_tail(const char *const *values, int keys, int64_t offset, int64_t c, int n,
-                                                 const float *s, int64_t lds, int rows, float *o, int64_t ldo) {
+                                                 const float *s, int64_t lds, int rows, float *o, int64_t ldo,
+                                                 const float *factors) {
 #pragma GCC unroll 1
   for (int j = 0; j < keys; ++j) {
-    const F x = Element::load(reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c, n);
+    F x = Element::load(reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c, n);
+    if (Element::kQuantised && factors != nullptr) x = Simd::mul(x, Simd::set(factors[j]));
 #pragma GCC unroll 1
     for (int r = 0; r < rows; ++r)
       Simd::store(o + r * ldo + c, Simd::fma(Simd::set(s[r * lds + j]), x, Simd::load(o + r * ldo + c)));
@@ -152,24 +156,25 @@ __attribute__((noinline)) void add_weighted_tail(const char *const *values, int 
 // The same for all `dim` columns.
 template <class Element, int KEYS, int ROWS>
 FA_INLINE void add_weighted_rows(const char *const (&values)[KEYS], int64_t offset, int64_t dim, const float *s, int64_t lds,
-                                 float *o, int64_t ldo) {
+                                 float *o, int64_t ldo, const float *factors = nullptr) {
   constexpr int kMost = kBlockSums / ROWS < 8 ? kBlockSums / ROWS : 8;
   const int64_t vectors = dim / kWidth;
   int64_t v = 0;
-  for (; v + kMost <= vectors; v += kMost) add_weighted<Element, KEYS, ROWS, kMost>(values, offset, v * kWidth, s, lds, o, ldo);
+  for (; v + kMost <= vectors; v += kMost) add_weighted<Element, KEYS, ROWS, kMost>(values, offset, v * kWidth, s, lds, o, ldo, factors);
   if constexpr (kMost > 2) {
-    for (; v + 2 <= vectors; v += 2) add_weighted<Element, KEYS, ROWS, 2>(values, offset, v * kWidth, s, lds, o, ldo);
+    for (; v + 2 <= vectors; v += 2) add_weighted<Element, KEYS, ROWS, 2>(values, offset, v * kWidth, s, lds, o, ldo, factors);
   }
-  for (; v < vectors; ++v) add_weighted<Element, KEYS, ROWS, 1>(values, offset, v * kWidth, s, lds, o, ldo);
+  for (; v < vectors; ++v) add_weighted<Element, KEYS, ROWS, 1>(values, offset, v * kWidth, s, lds, o, ldo, factors);
   const int n = static_cast<int>(dim - vectors * kWidth);
-  if (n > 0) add_weighted_tail<Element>(values, KEYS, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo);
+  if (n > 0) add_weighted_tail<Element>(values, KEYS, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo, factors);
 }
 
 // The same for one key and one row, where a masked P is found among others.
 template <class Element>
-__attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o) {
+__attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o,
+                                                const float *factors = nullptr) {
   const char *const values[1] = {value};
-  add_weighted_rows<Element, 1, 1>(values, 0, dim, s, 0, o, 0);
+  add_weighted_rows<Element, 1, 1>(values, 0, dim, s, 0, o, 0, factors);
 }
 
 }  // namespace fa::cpu::FA_ISA

@@ -13,9 +13,32 @@
 
 namespace fa::cpu::FA_ISA {
 
+// The fold of the segments of a block of queries, for rows of ForwardMode::kTiled.
+struct Totals {
+  float *data = nullptr;  // rows x (maximum, sum, output)
+  int64_t rows = 0;
+  int64_t dim_v = 0;
+
+  float *row(int64_t r) const { return data + r * (dim_v + 2); }
+  void clear() const {
+    for (int64_t r = 0; r < rows; ++r) {
+      row(r)[0] = -kInfinity;
+      __builtin_memset(row(r) + 1, 0, static_cast<size_t>(dim_v + 1) * sizeof(float));
+    }
+  }
+  RowResult fold(int64_t r, const RowResult &segment) const {
+    float *to = row(r);
+    RowResult total{to[0], to[1], to + 2};
+    fold_segment(total, segment, dim_v);
+    to[0] = total.max;
+    to[1] = total.sum;
+    return total;
+  }
+};
+
 // Items of a head:
 //   kTiled                packing of one key block each, then (barrier) one block of queries each, longest first
-//   kTiledSplit, kVector  one split of the keys each, then (barrier) their combination; a single split writes its result itself.
+//   kTiledSplit, kVector  one split of the keys each, then (barrier) their fold; a single split writes its result itself.
 //                         The items of the first of several heads that kVector computes together do the work of all
 //
 // `Products` computes blocks of queries against blocks of keys; each worker has one of its own.
@@ -98,12 +121,28 @@ class ForwardWork final : public HeadWork {
     if (row_block == 0) write_unused_rows(p_, head, block.first_head, block.heads);
 
     typename Products::State st = products_.begin(scratch, masks(scratch), head, block);
+    products_.begin_segment(st);
+    constexpr int64_t kSegmentBlocks = kSegmentKeys / kBlockKeys;
+    static_assert(kSegmentKeys % kBlockKeys == 0);
+    const Totals totals{reinterpret_cast<float *>(scratch + layout_.total_at), st.rows, round_up(p_.head_dim_v, kWidth)};
+    int64_t segment = -1;  // the current one
+    bool folded = false;
     for (int64_t n = st.all_seen.begin / kBlockKeys; n * kBlockKeys < st.all_seen.end; ++n) {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
+      if (p_.same_bits && segment >= 0 && segment != n / kSegmentBlocks) {
+        if (!folded) totals.clear();
+        folded = true;
+        for (int64_t r = 0; r < st.rows; ++r) totals.fold(r, products_.row_result(st, r));
+        products_.begin_segment(st);
+      }
+      segment = n / kSegmentBlocks;
       products_.attend(head, st, n, keys_at(shared, n), values_at(shared, n), flags_at(shared, n));
     }
-    for (int64_t r = 0; r < st.rows; ++r)
-      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), products_.row_result(st, r));
+    for (int64_t r = 0; r < st.rows; ++r) {
+      RowResult result = products_.row_result(st, r);
+      if (folded) result = totals.fold(r, result);
+      write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), result);
+    }
   }
 
   int64_t rows_of_head(const Head &head) const { return p_.group * head.queries.len; }
@@ -126,7 +165,7 @@ class ForwardWork final : public HeadWork {
     if (single || item == all.size()) write_unused_rows(p_, head, 0, heads * p_.group);
     if (item == all.size()) {  // also for a head that sees no key
       float *output = reinterpret_cast<float *>(scratch);
-      for (int64_t row = 0; row < heads * rows; ++row) finish(row, combine_splits(partials, item, row, output));
+      for (int64_t row = 0; row < heads * rows; ++row) finish(row, fold_splits(partials, item, row, output));
       return;
     }
     const auto put = [&](int64_t row, const RowResult &result) {
@@ -138,12 +177,12 @@ class ForwardWork final : public HeadWork {
       return attend_vector(p_, layout_, masks(scratch), scratch, head, {head.head_k, heads, rows, keys}, tiles_, put);
 
     typename Products::State st = products_.begin(scratch, masks(scratch), head, block);
+    products_.begin_segment(st);
     char *packed_values = scratch + layout_.worker_bytes - layout_.worker_slices - layout_.worker_bits - layout_.worker_values;
     char *packed_keys = packed_values - layout_.worker_keys;
     for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
-      const uint8_t flags = products_.pack(head, n, packed_keys, packed_values);
-      products_.attend(head, st, n, packed_keys, packed_values, flags);
+      products_.attend_alone(head, st, n, packed_keys, packed_values);
     }
     for (int64_t r = 0; r < rows; ++r) put(r, products_.row_result(st, r));
   }

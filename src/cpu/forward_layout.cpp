@@ -37,14 +37,14 @@ VectorTilesLayout vector_tiles_layout(const MaskedProblem &p) {
 
 }  // namespace
 
-ForwardMode forward_mode(int64_t rows) {
-  if (rows <= kVectorRows) return ForwardMode::kVector;
+ForwardMode forward_mode(const Problem &p, int64_t rows) {
+  if (rows <= kVectorRows && !p.same_bits) return ForwardMode::kVector;
   return rows <= kBlockRows ? ForwardMode::kTiledSplit : ForwardMode::kTiled;
 }
 
 int64_t block_rows(ForwardProducts products) { return products == ForwardProducts::kTiles ? kTileBlockRows : kBlockRows; }
 
-int64_t split_keys(ForwardMode mode) { return mode == ForwardMode::kVector ? kVectorSplitKeys : kTiledSplitKeys; }
+int64_t split_keys(ForwardMode mode) { return mode == ForwardMode::kVector ? kVectorSplitKeys : kSegmentKeys; }
 
 int64_t vector_heads(const MaskedProblem &p, int64_t rows) {
   const bool side_by_side = std::abs(p.k.head_stride) < std::abs(p.k.seq_stride);
@@ -69,10 +69,10 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   l.key_block_bytes = static_cast<size_t>(kBlockKeys * dim) * packed_bytes;
   l.value_block_bytes = static_cast<size_t>(kBlockKeys * l.dim_v) * packed_bytes;
 
-  const ForwardMode longest = forward_mode(max_rows);
+  const ForwardMode longest = forward_mode(p, max_rows);
   const bool tiled = longest == ForwardMode::kTiled;
   const bool tiled_split = longest == ForwardMode::kTiledSplit || (tiled && !exact);
-  const bool vector = longest == ForwardMode::kVector || !exact;
+  const bool vector = longest == ForwardMode::kVector || (!exact && !p.same_bits);
   const int64_t blocks = std::max<int64_t>(ceil_div(max_keys, kBlockKeys), 1);
   if (tiled) {
     l.slot_keys = area_bytes(static_cast<size_t>(blocks) * l.key_block_bytes);
@@ -100,6 +100,7 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   const int64_t pass_rows = tiles ? std::min(rows, kTilePassStrips * kTileStripRows) : rows;
   l.worker_scores = area(pass_rows * kBlockKeys);
   l.worker_output = area(rows * l.dim_v);
+  if (tiled && p.same_bits && max_keys > kSegmentKeys) l.worker_total = area(rows * (l.dim_v + 2));
   l.worker_rows = area(rows * (2 * kMaxVector + 8));
   if (p.dropout.threshold > 0) l.worker_dropout = area(rows * kBlockKeys);
   if (tiles) l.worker_p = area(pass_rows * kBlockKeys * static_cast<int64_t>(packed_bytes) / 4 + l.dim_v);
@@ -110,7 +111,8 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   if (vector && vector_tiles) l.vector_tiles = vector_tiles_layout(p);
   if (masks_pairs(p, p.score)) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
   if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
-  l.vector_tiles_at = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p;
+  l.total_at = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p;
+  l.vector_tiles_at = l.total_at + l.worker_total;
   l.worker_bytes =
       l.vector_tiles_at + l.vector_tiles.bytes() + l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
 

@@ -25,9 +25,14 @@ constexpr int64_t kBlockKeys = 256;
 // Up to this many rows (queries times heads of the group) the scores are dot products on the unpacked keys: packing would cost
 // more than it saves.
 constexpr int64_t kVectorRows = 8;
-// Keys of one split for sequences with at most kBlockRows rows, which have too few blocks of queries to share among threads.
+// Keys of a segment. Segments begin at multiples of it, whatever a query sees. The online softmax starts anew in each, and their results
+// are folded in ascending order; so a segment may be a split, and splits change no bit. ForwardMode::kTiled has segments under
+// FA_FLAG_SAME_BITS alone, because folding costs 1 to 6 % of its time.
+constexpr int64_t kSegmentKeys = 1024;
+// The arithmetic of FA_FLAG_SAME_BITS, as docs/numerics.md has it: a change that may change bits gets a new number.
+constexpr int32_t kSameBitsContract = 1;
+// Keys of one split of the vector kernel.
 constexpr int64_t kVectorSplitKeys = 256;
-constexpr int64_t kTiledSplitKeys = 1024;
 // Where the heads of a key are adjacent, a vector kernel reads several of them in one go: processors prefetch well along a page
 // and badly across pages. Bytes of a key it goes for, and rows (of all these heads) whose scores it keeps.
 constexpr int64_t kVectorRunBytes = 8192;
@@ -38,10 +43,11 @@ constexpr int64_t kVectorScratchRows = 64;
 constexpr int64_t kTileVectorRows = 5;
 constexpr int64_t kVectorTileKeys = 64;
 
-// How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads.
+// How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads. Under
+// FA_FLAG_SAME_BITS the first two give the same bits, and there is no third.
 enum class ForwardMode {
   kTiled,       // keys packed once, then blocks of queries
-  kTiledSplit,  // one block of queries: every split of the keys packs its own part
+  kTiledSplit,  // one block of queries: every segment of the keys packs its own part
   kVector       // very few rows: splits of unpacked keys
 };
 
@@ -82,6 +88,7 @@ struct ForwardLayout {
   size_t worker_queries = 0;  // Q strips
   size_t worker_scores = 0;   // rows x kBlockKeys; with kTiles the rows of a pass
   size_t worker_output = 0;   // rows x dim_v
+  size_t worker_total = 0;    // kTiled with segments: their fold, rows x (dim_v + 2)
   size_t worker_rows = 0;     // per-row state
   size_t worker_dropout = 0;  // dropout scales of a strip
   size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
@@ -91,7 +98,8 @@ struct ForwardLayout {
   size_t worker_bits = 0;    // masks as data: a bit per row and key of a block
   size_t worker_slices = 0;  // slices that touch the rows of a block
   size_t worker_bytes = 0;
-  size_t vector_tiles_at = 0;  // from the start of the area
+  size_t total_at = 0;  // from the start of the area
+  size_t vector_tiles_at = 0;
 
   // From the start of the workspace.
   size_t slots_at = 0;
@@ -100,7 +108,7 @@ struct ForwardLayout {
   size_t total_bytes = 0;
 };
 
-ForwardMode forward_mode(int64_t rows);
+ForwardMode forward_mode(const Problem &problem, int64_t rows);
 int64_t block_rows(ForwardProducts products);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.

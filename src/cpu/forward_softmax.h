@@ -47,7 +47,7 @@ inline MaskMemory mask_memory(const ForwardLayout &layout, const ScoreCall *user
           reinterpret_cast<int32_t *>(bits + layout.worker_bits)};
 }
 
-// Starts the softmax of a block whose strips have `strip_rows` rows; `area` is layout.worker_rows of scratch.
+// Prepares the softmax of a block whose strips have `strip_rows` rows, up to begin_segment; `area` is layout.worker_rows of scratch.
 inline void begin_softmax(const MaskedProblem &p, const Head &head, const QueryBlock &block, int64_t strip_rows,
                           const MaskMemory &memory, float *area, SoftmaxState &st) {
   st.block = block;
@@ -64,8 +64,6 @@ inline void begin_softmax(const MaskedProblem &p, const Head &head, const QueryB
       const Range keys = visible_keys(p.band, head.queries, head.keys, Range{block.query(r), block.query(r) + 1});
       st.begin[r] = keys.begin;
       st.end[r] = keys.end;
-      st.max[r] = -kInfinity;
-      Simd::store(st.sum + r * kWidth, Simd::zero());
       if (keys.begin < keys.end) {
         seen.begin = min64(seen.begin, keys.begin);
         seen.end = max64(seen.end, keys.end);
@@ -90,6 +88,14 @@ inline void begin_softmax(const MaskedProblem &p, const Head &head, const QueryB
     st.masks.active = memory.slices;
     st.masks.num_active = gather_slices(p.slices, rows, head.queries.start, st.all_seen, head.keys.start, memory.slices, shown);
     st.all_seen = shown;
+  }
+}
+
+// Starts a segment of keys; the state of the one before is lost.
+inline void begin_segment(SoftmaxState &st) {
+  for (int64_t r = 0; r < st.rows; ++r) {
+    st.max[r] = -kInfinity;
+    Simd::store(st.sum + r * kWidth, Simd::zero());
   }
 }
 

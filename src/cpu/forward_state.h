@@ -30,7 +30,7 @@ inline Head make_head(const MaskedProblem &p, int64_t index) {
   h.queries = sequence_of(p.q_lengths, h.b);
   h.keys = keys_of(p, h.b);
   h.visible = visible_keys(p.band, h.queries, h.keys, Range{0, h.queries.len});
-  h.mode = forward_mode(p.group * h.queries.len);
+  h.mode = forward_mode(p, p.group * h.queries.len);
   return h;
 }
 
@@ -63,7 +63,13 @@ struct RowResult {
   float *output = nullptr;
 };
 
-FA_INLINE float exp2_scalar(float x) { return __builtin_exp2f(x); }
+FA_INLINE float first_lane(F x) {
+  float lanes[kWidth];
+  Simd::store(lanes, x);
+  return lanes[0];
+}
+// Not the C library's, whose bits differ between its versions and processors.
+FA_INLINE float exp2_scalar(float x) { return first_lane(Simd::exp2(Simd::set(x))); }
 // x - max that is -inf, not NaN, when both are -inf.
 FA_INLINE float below(float x, float max) { return x == -kInfinity ? x : x - max; }
 
@@ -97,7 +103,8 @@ inline void write_row(const ForwardProblem &p, const Head &head, int64_t h, int6
         auto *to = reinterpret_cast<typename Element::Type *>(const_cast<char *>(out.row(i)));
         for (int64_t c = 0; c < p.head_dim_v; c += kWidth) {
           const int n = static_cast<int>(min64(p.head_dim_v - c, kWidth));
-          const F x = empty ? Simd::zero() : Simd::mul(inverse, Simd::load(row.output + c));
+          // Adding 0 gives every zero one sign: that of a sum of underflowed products depends on the masked keys among them.
+          const F x = empty ? Simd::zero() : Simd::add(Simd::mul(inverse, Simd::load(row.output + c)), Simd::zero());
           if (n == kWidth) {
             Element::store(to + c, x);
           } else {
@@ -141,25 +148,33 @@ struct Partials {
   }
 };
 
-// Combines the splits of row r, in ascending order, into `output` (dim_v floats of scratch).
-inline RowResult combine_splits(const Partials &partials, int64_t splits, int64_t r, float *output) {
-  RowResult result;
-  result.output = output;
-  for (int64_t s = 0; s < splits; ++s) {
-    const float max = partials.row(s, r)[0];
-    if (max > result.max) result.max = max;
+// Adds a segment to a row over the keys before it:
+//
+//     M = max(total.max, segment.max)    output = segment.output 2^(segment.max - M) + total.output 2^(total.max - M)
+//
+// and the sum like the output, which has dim_v floats.
+FA_INLINE void fold_segment(RowResult &total, const RowResult &segment, int64_t dim_v) {
+  if (segment.max == -kInfinity && segment.sum == 0) return;  // saw no key, and would change nothing
+  const float max = segment.max > total.max ? segment.max : total.max;
+  const F before = Simd::set(exp2_scalar(below(total.max, max))), added = Simd::set(exp2_scalar(below(segment.max, max)));
+  total.max = max;
+  total.sum = first_lane(Simd::fma(Simd::set(segment.sum), added, Simd::mul(Simd::set(total.sum), before)));
+  for (int64_t c = 0; c < dim_v; c += kWidth) {
+    Simd::store(total.output + c,
+                Simd::fma(Simd::load(segment.output + c), added, Simd::mul(Simd::load(total.output + c), before)));
   }
+}
+
+// Folds the splits of row r, in ascending order, into `output` (dim_v floats of scratch).
+inline RowResult fold_splits(const Partials &partials, int64_t splits, int64_t r, float *output) {
+  RowResult total;
+  total.output = output;
   for (int64_t c = 0; c < partials.dim_v; c += kWidth) Simd::store(output + c, Simd::zero());
   for (int64_t s = 0; s < splits; ++s) {
-    const float *part = partials.row(s, r);
-    if (part[1] == 0) continue;  // saw no key
-    const float scale = exp2_scalar(below(part[0], result.max));
-    result.sum += scale * part[1];
-    for (int64_t c = 0; c < partials.dim_v; c += kWidth) {
-      Simd::store(output + c, Simd::fma(Simd::set(scale), Simd::load(part + 2 + c), Simd::load(output + c)));
-    }
+    float *part = partials.row(s, r);
+    fold_segment(total, {part[0], part[1], part + 2}, partials.dim_v);
   }
-  return result;
+  return total;
 }
 
 }  // namespace fa::cpu::FA_ISA

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "cpu/forward_blocks.h"
 #include "cpu/forward_softmax.h"
 
 namespace fa::cpu::FA_ISA {
@@ -34,7 +35,7 @@ struct BlockState : SoftmaxState {
   float *o = nullptr;  // rows x dim_v
 };
 
-// Points the state into a worker's scratch, loads the queries and starts the softmax.
+// Points the state into a worker's scratch and loads the queries.
 inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &masks, char *scratch,
                               const Head &head, const QueryBlock &block) {
   BlockState st;
@@ -49,9 +50,6 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
   st.dropout = take(layout.worker_dropout);
   begin_softmax(p, head, block, kMr, masks, take(layout.worker_rows), st);
   st.dim_v = round_up(p.head_dim_v, kWidth);
-  for (int64_t r = 0; r < st.rows; ++r) {
-    for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.o + r * st.dim_v + c, Simd::zero());
-  }
   for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += kMr, ++strip) {
     const int64_t n = min64(st.rows - r0, kMr);
     const char *rows[kMr];
@@ -126,8 +124,12 @@ FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
   }
 }
 
-// One block of queries against one block of keys, after begin_keys.
-inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
+// P of one block of queries and of the block of keys that begins at key `first`, after begin_keys: P replaces st.s, and the row sums and corrections
+// are up to date. panel_of(col) is the K^T panel of the keys from col on. With `mark` the P of masked pairs are marked as such, in the strips that
+// it then returns true for.
+template <class PanelOf>
+inline void block_weights(const MaskedProblem &p, const Head &head, BlockState &st, int64_t first_key, bool mark, PanelOf panel_of,
+                          bool (&marked)[kMaxStrips]) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
   const Range *keys = st.keys;
   Range cols[kMaxStrips];
@@ -143,8 +145,8 @@ inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, con
   }
 
   for (int64_t col = all_cols.begin; col < all_cols.end; col += kNr) {
-    const float *panel = key.keys + col * p.head_dim;
-    const int64_t first = key.first + col;
+    const float *panel = panel_of(col);
+    const int64_t first = first_key + col;
     const auto kind = [&](int64_t strip) {
       if (keys[strip].empty() || col < cols[strip].begin || col >= cols[strip].end) return Masking::kAll;
       if (general) return Masking::kNone;  // masks come later
@@ -161,22 +163,29 @@ inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, con
   }
 
   const float multiplier = general ? 1.0f : p.softmax_scale * kLog2e;
-  bool visible_only[kMaxStrips] = {};
   for (int64_t strip = 0; strip < strips; ++strip) {
     if (keys[strip].empty()) continue;
-    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = key.first + cols[strip].begin;
+    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = first_key + cols[strip].begin;
     const int64_t n = cols[strip].size();
     float *s = st.s + r0 * kBlockKeys + cols[strip].begin;
     if (general) general_scores(p, head, st, r0, m, first, n, s);
     if (st.partial[strip]) mask_by_data(st, r0, m, cols[strip].begin, n, s);
     if (general || st.partial[strip]) row_maxima(st, r0, m, n, s);
     const bool masked = general || st.partial[strip] || st.interior[strip].begin > first || st.interior[strip].end < first + n;
-    visible_only[strip] = masked && !key.finite;
-    (visible_only[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s,
+    marked[strip] = masked && mark;
+    (marked[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s,
                                                                                          InPlace{s});
     if (p.dropout.threshold > 0) apply_dropout(p, head, st, r0, m, first, n, s);
   }
+}
 
+// One block of queries against one packed block of keys, after begin_keys.
+inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
+  bool visible_only[kMaxStrips] = {};
+  block_weights(
+      p, head, st, key.first, !key.finite, [&](int64_t col) { return key.keys + col * p.head_dim; }, visible_only);
+  const Range *keys = st.keys;
+  const int64_t strips = (st.rows + kMr - 1) / kMr;
   for (int64_t strip = 0; strip < strips; ++strip) {
     if (keys[strip].empty() || !visible_only[strip]) continue;
     const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
@@ -209,6 +218,63 @@ inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, con
   }
 }
 
+// The same for very few rows and keys where they lie: packing would take longer than the products. `panel` is scratch, head_dim x kNr floats.
+template <class Element>
+inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockState &st, int64_t first, float *panel) {
+  const Rows keys = key_rows_of(p, p.k, head.b, head.head_k, head.keys.start),
+             values = key_rows_of(p, p.v, head.b, head.head_k, head.keys.start);
+  const Factors of_k = factors_of(p, p.k_descale, head.b, head.head_k, head.keys.start),
+                of_v = factors_of(p, p.v_descale, head.b, head.head_k, head.keys.start);
+  constexpr int64_t kBytes = sizeof(typename Element::Type);
+  bool marked[kMaxStrips] = {};
+  block_weights(
+      p, head, st, first, /*mark=*/true,
+      [&](int64_t col) {
+        const int64_t begin = first + col, end = min64(begin + kNr, head.keys.len);
+        for (int64_t j = end; j < min64(end + kNr, head.keys.len); ++j) prefetch_row(keys.row(j), p.head_dim * kBytes);
+        pack_transposed<Element>(keys, begin, end, p.head_dim, panel, of_k);
+        return panel;
+      },
+      marked);
+  for (int64_t strip = 0; strip * kMr < st.rows; ++strip) {
+    const Range seen = st.keys[strip];
+    if (seen.empty()) continue;
+    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
+    for (int64_t r = r0; r < r0 + m; ++r) {
+      float *o = st.o + r * st.dim_v;
+      for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(o + c, Simd::mul(Simd::set(st.correction[r]), Simd::load(o + c)));
+    }
+    for_keys<2 * kKeysTogether>(
+        values, first + seen.begin, first + seen.end,
+        [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
+          float factors[KEYS];
+          for (int n = 0; n < KEYS; ++n) {
+            prefetch_row(ahead[n], p.head_dim_v * kBytes);
+            factors[n] = of_v.at(j + n);
+          }
+          for_row_groups<KEYS == 1 ? 1 : kMostBlockRows>(
+              m, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                const float *w = st.s + (r0 + r) * kBlockKeys + j - first;
+                float *o = st.o + (r0 + r) * st.dim_v;
+                bool some_masked = false;
+                for (int i = 0; marked[strip] && i < ROWS; ++i) {
+                  for (int n = 0; n < KEYS; ++n) some_masked |= is_masked_p(w[i * kBlockKeys + n]);
+                }
+                if (__builtin_expect(!some_masked, 1)) {
+                  add_weighted_rows<Element, KEYS, ROWS>(v, 0, p.head_dim_v, w, kBlockKeys, o, st.dim_v, factors);
+                  return;
+                }
+                for (int i = 0; i < ROWS; ++i) {
+                  for (int n = 0; n < KEYS; ++n) {
+                    const float *one = w + i * kBlockKeys + n;
+                    if (!is_masked_p(*one)) add_weighted_row<Element>(v[n], p.head_dim_v, one, o + i * st.dim_v, factors + n);
+                  }
+                }
+              });
+        });
+  }
+}
+
 // The products of forward by fp32 multiply-adds, for ForwardWork.
 class FmaProducts {
  public:
@@ -237,11 +303,24 @@ class FmaProducts {
     return begin_block(p_, layout_, masks, scratch, head, block);
   }
 
-  // Key block n, as `pack` left it, after begin_keys.
+  void begin_segment(State &st) const {
+    FA_ISA::begin_segment(st);
+    for (int64_t i = 0; i < st.rows * st.dim_v; i += kWidth) Simd::store(st.o + i, Simd::zero());
+  }
+
+  // Key block n, as `pack` left it, after begin_keys. The first block of every segment comes after begin_segment.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) const {
     FA_ISA::attend(
         p_, head, st,
         {n * kBlockKeys, reinterpret_cast<const float *>(keys), reinterpret_cast<const float *>(values), flags != 0});
+  }
+
+  // Key block n, for a block of queries that shares it with no other. `keys` and `values` are scratch of a packed block.
+  void attend_alone(const Head &head, State &st, int64_t n, char *keys, char *values) const {
+    if (st.rows > kVectorRows) return attend(head, st, n, keys, values, pack(head, n, keys, values));
+    for_key_dtype(p_.k.dtype, [&]<class Element>() {
+      attend_unpacked<Element>(p_, head, st, n * kBlockKeys, reinterpret_cast<float *>(keys));
+    });
   }
 
   // The state of row r as a result.

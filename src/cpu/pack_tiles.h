@@ -54,6 +54,13 @@ FA_INLINE I load_pairs(const uint16_t *row, int64_t i, int64_t dim) {
   return Simd::iload(pairs);
 }
 
+// Of a row of `dim` numbers.
+inline Magnitudes magnitudes_of(const char *row, int64_t dim) {
+  Magnitudes seen;
+  for (int64_t i = 0; i < dim; i += 2 * kWidth) seen.see(load_pairs(reinterpret_cast<const uint16_t *>(row), i, dim));
+  return seen;
+}
+
 // In place of Magnitudes where nobody asks.
 struct NoMagnitudes {
   FA_INLINE void see(I) {}

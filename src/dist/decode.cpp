@@ -22,6 +22,9 @@ fa_status check_fields(const fa_attention &a, ErrorText &error) {
   if (a.dropout_p != 0) {
     return fail(error, FA_ERROR_UNSUPPORTED, "dropout_p is %g; fa_dist_decode() has no dropout", double{a.dropout_p});
   }
+  if (a.flags & FA_FLAG_SAME_BITS) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "flags is 0x%x; FA_FLAG_SAME_BITS does not hold across ranks", a.flags);
+  }
   if (a.score != nullptr || a.score_tensors != nullptr || a.num_score_tensors != 0) {
     return fail(error, FA_ERROR_UNSUPPORTED, "score is given; context parallelism does not support it yet");
   }

@@ -77,6 +77,9 @@ class Reader {
                     value);
       }
     }
+    if (a_.flags & FA_FLAG_SAME_BITS) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "flags is 0x%x; FA_FLAG_SAME_BITS does not hold across ranks", a_.flags);
+    }
     if (a_.score != nullptr || a_.score_tensors != nullptr || a_.num_score_tensors != 0) {
       return fail(error_, FA_ERROR_UNSUPPORTED, "score is given; context parallelism does not support it yet");
     }

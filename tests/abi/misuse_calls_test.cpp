@@ -413,6 +413,8 @@ TEST_F(Calls, Tangents) {
     });
   }
   constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
+  refused(FA_ERROR_UNSUPPORTED, {"flags is 0x4", "FA_FLAG_SAME_BITS", "fa_forward_jvp"},
+          [](fa_attention &a, fa_jvp &) { a.flags = FA_FLAG_SAME_BITS; });
   refused(kInvalid, {"jvp.reserved", "7"}, [](fa_attention &, fa_jvp &j) { j.reserved = 7; });
   refused(kInvalid, {"tout is required"}, [](fa_attention &, fa_jvp &j) { j.tout = fa_tensor{}; });
   refused(kInvalid, {"lse is required"}, [](fa_attention &a, fa_jvp &) { a.lse = fa_tensor{}; });

@@ -203,6 +203,7 @@ TEST(DecodeFields, AreRefusedByName) {
   } cases[] = {{"mask is 1", [](fa_attention &a) { a.mask = FA_MASK_CAUSAL; }},
                {"window", [](fa_attention &a) { a.window = FA_WINDOW_LEFT; }},
                {"dropout_p", [](fa_attention &a) { a.dropout_p = 0.5f; }},
+               {"FA_FLAG_SAME_BITS", [](fa_attention &a) { a.flags = FA_FLAG_SAME_BITS; }},
                {"score", [&](fa_attention &a) { a.score = reinterpret_cast<fa_score>(&number); }},
                {"cu_seqlens_q", [&](fa_attention &a) { a.cu_seqlens_q = some; }},
                {"bias", [&](fa_attention &a) { a.bias = some; }},

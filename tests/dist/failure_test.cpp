@@ -171,6 +171,7 @@ TEST(Query, NamesWhatIsRefused) {
                {"score", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.num_score_tensors = 1; }},
                {"k_descale", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.k_descale = some; }},
                {"dbias", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.gradients.dbias = some; }},
+               {"FA_FLAG_SAME_BITS", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.flags = FA_FLAG_SAME_BITS; }},
                {"dropout_p", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.dropout_p = 0.5f; }},
                {"softcap", FA_ERROR_INVALID_ARGUMENT, [&](RankCall &c) { c.attention.softcap = -1; }},
                {"q.shape[1]", FA_ERROR_SHAPE, [&](RankCall &c) { c.attention.q.shape[1] = 2; }},

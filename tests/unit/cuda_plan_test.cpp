@@ -337,6 +337,17 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
   }
 }
 
+TEST(CudaPlan, SameBitsAreRefused) {
+  MaskedProblem p = problem(64, 64, 128);
+  p.same_bits = true;
+  ForwardPlan forward;
+  BackwardPlan backward;
+  ErrorText error;
+  EXPECT_EQ(plan_forward(forward_of(p), h200(), forward, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_STREQ(error.text, "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA");
+  EXPECT_EQ(plan_backward(backward_of(p), h200(), backward, error), FA_ERROR_UNSUPPORTED);
+}
+
 // Masks as data get a map of cells behind the rest of the workspace where the kernel reads one, and none elsewhere.
 TEST(CudaPlan, MasksAsDataGetACellMap) {
   constexpr size_t kMapBytes =

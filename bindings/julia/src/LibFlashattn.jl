@@ -60,6 +60,7 @@ const FA_WINDOW_LEFT = UInt32(1)
 const FA_WINDOW_RIGHT = UInt32(2)
 const FA_FLAG_DETERMINISTIC = UInt32(1)
 const FA_FLAG_BATCH_INVARIANT = UInt32(2)
+const FA_FLAG_SAME_BITS = UInt32(4)
 const FA_APPEND_INTERLEAVED = UInt32(1)
 const FA_STRUCT_CONFIG = Int32(1)
 const FA_STRUCT_DEVICE_PROPERTIES = Int32(2)
@@ -281,7 +282,7 @@ mutable struct fa_plan_info
     flops::Float64
     bytes::Float64
     num_splits::Int32
-    reserved::Int32
+    same_bits_contract::Int32
     kernel::NTuple{64,UInt8}
     reason::NTuple{320,UInt8}
     fa_plan_info() = zeroed(new())

@@ -37,7 +37,7 @@ CPU_ISAS: Dict[str, int] = {
 MASK_NONE, MASK_CAUSAL, MASK_CAUSAL_TOP_LEFT = 0, 1, 2
 WINDOW_LEFT, WINDOW_RIGHT = 1, 2
 SLICE_FULL, SLICE_CAUSAL, SLICE_INVERSE_CAUSAL, SLICE_BOTH_CAUSAL = 0, 1, 2, 3
-FLAG_DETERMINISTIC, FLAG_BATCH_INVARIANT = 1, 2
+FLAG_DETERMINISTIC, FLAG_BATCH_INVARIANT, FLAG_SAME_BITS = 1, 2, 4
 APPEND_INTERLEAVED = 1
 SCORE_BY_BATCH, SCORE_BY_HEAD, SCORE_BY_QUERY, SCORE_BY_KEY, SCORE_BY_ANY = 1, 2, 4, 8, 16
 SCORE_TILE_PARTIAL, SCORE_TILE_EMPTY, SCORE_TILE_FULL = 0, 1, 2
@@ -186,7 +186,7 @@ class fa_plan_info(ctypes.Structure):
         ("flops", c_double),
         ("bytes", c_double),
         ("num_splits", c_int32),
-        ("reserved", c_int32),
+        ("same_bits_contract", c_int32),
         ("kernel", c_char * 64),
         ("reason", c_char * 320),
     ]

@@ -32,6 +32,8 @@ class Plan(NamedTuple):
     flops: float
     bytes: float
     num_splits: int
+    #: The number of the arithmetic of `same_bits`; 0 without that option.
+    same_bits_contract: int
 
 
 class DeviceInfo(NamedTuple):
@@ -481,6 +483,7 @@ class Context:
             info.flops,
             info.bytes,
             info.num_splits,
+            info.same_bits_contract,
         )
 
     def query_forward(self, q: Any, k: Any, v: Any, **options: Any) -> Plan:

@@ -72,6 +72,8 @@ class Options:
     num_splits: int = 0
     deterministic: bool = False
     batch_invariant: bool = False
+    #: The bits of a row of the results do not depend on the other rows of the call, nor on how it stores its tensors. On the CPU.
+    same_bits: bool = False
     #: A score function of the context, from `Context.score`.
     score: Optional[Score] = None
     #: What it reads: up to 8 pairs of a tensor and its access, "any" or some letters of "bhij" (sequence, head, query, key).
@@ -189,6 +191,7 @@ _SPECIAL: Dict[str, Callable] = {
     "element_mask": _set_element_mask,
     "deterministic": _set_flag(_abi.FLAG_DETERMINISTIC),
     "batch_invariant": _set_flag(_abi.FLAG_BATCH_INVARIANT),
+    "same_bits": _set_flag(_abi.FLAG_SAME_BITS),
 }
 _SCORE = {"score", "score_tensors", "score_scalars"}
 

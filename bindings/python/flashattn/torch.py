@@ -100,6 +100,7 @@ def attention(
     num_splits: int = 0,
     deterministic: Optional[bool] = None,
     batch_invariant: bool = False,
+    same_bits: bool = False,
     return_lse: bool = False,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """softmax(scale q k^T + ..., masked) v of (batch, rows, heads, head_dim), or of packed (total, heads, head_dim) with `cu_seqlens`.
@@ -162,6 +163,7 @@ def attention(
         ("num_splits", num_splits, 0),
         ("deterministic", deterministic, None),
         ("batch_invariant", batch_invariant, False),
+        ("same_bits", same_bits, False),
     ):
         if given is not default and given != default:
             numbers[name] = given

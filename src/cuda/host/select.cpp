@@ -31,6 +31,7 @@ fa_status plan_cell_map(const MaskedProblem &p, bool backward, Plan &plan, Error
 
 // What no CUDA kernel takes, forward or backward.
 fa_status check_limits(const Problem &p, ErrorText &error) {
+  if (p.same_bits) return fail(error, FA_ERROR_UNSUPPORTED, "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA");
   constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
   if (p.q_lengths.max_len > kMaxRows || p.group > kMaxRows / std::max<int64_t>(p.q_lengths.max_len, 1) ||
       p.k_lengths.max_len > kMaxRows) {

@@ -77,6 +77,7 @@ pub const FA_WINDOW_LEFT: u32 = 1;
 pub const FA_WINDOW_RIGHT: u32 = 2;
 pub const FA_FLAG_DETERMINISTIC: u32 = 1;
 pub const FA_FLAG_BATCH_INVARIANT: u32 = 2;
+pub const FA_FLAG_SAME_BITS: u32 = 4;
 pub const FA_APPEND_INTERLEAVED: u32 = 1;
 
 pub type fa_struct_kind = i32;
@@ -298,7 +299,7 @@ abi_structs! {
         flops: f64,
         bytes: f64,
         num_splits: i32,
-        reserved: i32,
+        same_bits_contract: i32,
         kernel: [c_char; 64],
         reason: [c_char; 320],
     }

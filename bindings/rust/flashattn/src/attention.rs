@@ -238,6 +238,13 @@ impl<'a> Attention<'a> {
         self
     }
 
+    /// The bits of a row of the results do not depend on the other rows of the call, nor on how it stores its tensors. On the CPU.
+    #[must_use]
+    pub fn same_bits(mut self) -> Self {
+        self.raw.flags |= sys::FA_FLAG_SAME_BITS;
+        self
+    }
+
     pub(crate) fn with_results(&self, out: sys::fa_tensor, lse: sys::fa_tensor) -> sys::fa_attention {
         sys::fa_attention { out, lse, ..self.raw }
     }

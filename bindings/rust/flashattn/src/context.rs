@@ -92,6 +92,8 @@ pub struct Plan {
     pub bytes: f64,
     /// Number of KV splits; 1 = not split.
     pub num_splits: i32,
+    /// The number of the arithmetic of `Attention::same_bits`; 0 without it.
+    pub same_bits_contract: i32,
 }
 
 /// A device with its settings, threads and scratch memory. One thread uses it at a time, which is why it is `Send` but not `Sync`.
@@ -411,6 +413,7 @@ impl Context {
                 flops: info.flops,
                 bytes: info.bytes,
                 num_splits: info.num_splits,
+                same_bits_contract: info.same_bits_contract,
             })
         }
     }

@@ -1,0 +1,379 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "parity/same_bits_run.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <sstream>
+
+#include "parity/host_tensor.h"
+#include "reference/number_formats.h"
+
+namespace parity {
+namespace {
+
+using Rng = std::mt19937_64;
+
+int64_t up_to(Rng &rng, int64_t most) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(most + 1)); }
+bool one_in(Rng &rng, int64_t n) { return up_to(rng, n - 1) == 0; }
+template <class T>
+T one_of(Rng &rng, std::initializer_list<T> values) {
+  return values.begin()[up_to(rng, static_cast<int64_t>(values.size()) - 1)];
+}
+double normal(Rng &rng) { return std::normal_distribution<double>()(rng); }
+
+bool is_8_bit(fa_dtype dtype) { return dtype == FA_FLOAT8_E4M3 || dtype == FA_INT8; }
+const char *name_of(fa_dtype dtype) {
+  return dtype == FA_FLOAT32    ? "fp32"
+         : dtype == FA_FLOAT16  ? "fp16"
+         : dtype == FA_BFLOAT16 ? "bf16"
+         : dtype == FA_INT8     ? "int8"
+                                : "e4m3";
+}
+
+// A tensor whose rows are numbered within sequences, poisoned where nothing was put.
+class Rows {
+ public:
+  // Padded or paged: (batches, rows, heads, dim); `flat`: (rows, heads, dim).
+  Rows(fa_dtype dtype, bool flat, int64_t batches, int64_t rows, int64_t heads, int64_t dim, bool heads_outer)
+      : size_(reference::element_bytes(dtype)) {
+    const int64_t row = heads_outer ? dim : heads * dim, head = heads_outer ? rows * dim : dim;
+    strides_ = {rows * heads * dim, row, head};
+    tensor_.dtype = dtype;
+    const int64_t shape[] = {batches, rows, heads, dim}, stride[] = {strides_[0], row, head, 1};
+    tensor_.ndim = flat ? 3 : 4;
+    std::copy(shape + (flat ? 1 : 0), shape + 4, tensor_.shape);
+    std::copy(stride + (flat ? 1 : 0), stride + 4, tensor_.stride);
+    bytes_.assign(static_cast<size_t>(batches * rows * heads * dim + 2 * kGuard) * size_, kPoison);
+    tensor_.data = at(0, 0, 0);
+  }
+
+  unsigned char *at(int64_t batch, int64_t row, int64_t head) {
+    return bytes_.data() + static_cast<size_t>(kGuard + batch * strides_[0] + row * strides_[1] + head * strides_[2]) * size_;
+  }
+  const fa_tensor &tensor() const { return tensor_; }
+  size_t element() const { return size_; }
+
+ private:
+  static constexpr int64_t kGuard = 64;
+  size_t size_;
+  std::vector<int64_t> strides_;
+  fa_tensor tensor_{};
+  std::vector<unsigned char> bytes_;
+};
+
+fa_tensor vector_tensor(void *data, fa_dtype dtype, std::initializer_list<int64_t> shape) {
+  fa_tensor t{};
+  t.data = data;
+  t.dtype = dtype;
+  t.ndim = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), t.shape);
+  int64_t stride = 1;
+  for (int32_t n = t.ndim; n-- > 0; stride *= t.shape[n]) t.stride[n] = stride;
+  return t;
+}
+
+// Numbers of the rows of a tensor; scale(row, column) changes them.
+template <class Change>
+std::vector<unsigned char> fill(Rng &rng, fa_dtype dtype, int64_t rows, int64_t heads, int64_t dim, Change change) {
+  const size_t size = reference::element_bytes(dtype);
+  std::vector<unsigned char> bytes(static_cast<size_t>(rows * heads * dim) * size);
+  const double unit = dtype == FA_INT8 ? 40 : 1;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t n = 0; n < heads * dim; ++n) {
+      const double x = change(i, n % dim, normal(rng));
+      reference::store(bytes.data() + static_cast<size_t>(i * heads * dim + n) * size, dtype, unit * x);
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+SameBitsProblem random_problem(Rng &rng) {
+  SameBitsProblem p;
+  p.dtype = one_of(rng, {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_BFLOAT16});
+  p.key_dtype = p.dtype;
+  if (one_in(rng, 4)) p.key_dtype = one_of(rng, {FA_FLOAT8_E4M3, FA_INT8});
+  if (p.dtype == FA_FLOAT32 && one_in(rng, 4)) p.key_dtype = one_of(rng, {FA_FLOAT16, FA_BFLOAT16});
+  if (is_8_bit(p.key_dtype)) p.descale = static_cast<int>(up_to(rng, 2));
+  switch (up_to(rng, 9)) {
+    case 0:
+    case 1:
+      p.rows = 1 + up_to(rng, 40);
+      break;
+    case 2:
+    case 3:
+      p.rows = 60 + up_to(rng, 80);
+      break;
+    case 4:
+    case 5:
+      p.rows = 250 + up_to(rng, 300);
+      break;
+    case 6:
+    case 7:
+      p.rows = 1015 + up_to(rng, 30);
+      break;
+    default:
+      p.rows = 2040 + up_to(rng, 400);
+  }
+  const int64_t heads = one_of<int64_t>(rng, {1, 1, 2, 3});
+  p.heads_k = p.rows > 600 ? std::min<int64_t>(heads, 2) : heads;
+  p.heads_q = p.heads_k * one_of<int64_t>(rng, {1, 1, 2, 4, p.rows > 600 ? 3 : 12});
+  p.head_dim = one_of<int64_t>(rng, {1, 8, 16, 33, 40, 64, 64, 80, 96, 128, p.rows > 600 ? 48 : 256});
+  p.head_dim_v = one_in(rng, 3) ? one_of<int64_t>(rng, {3, 16, 31, 64, 72, 128}) : p.head_dim;
+  p.causal = !one_in(rng, 6);
+  if (one_in(rng, 4)) p.window_left = one_of<int64_t>(rng, {0, 1, 63, 64, 65, 300, 1000, 1100});
+  if (one_in(rng, 5)) p.softcap = 3;
+  p.alibi = one_in(rng, 5);
+  p.sink = one_in(rng, 5);
+  p.numbers = static_cast<Numbers>(up_to(rng, kNumbers - 1));
+  return p;
+}
+
+std::string describe(const SameBitsProblem &p) {
+  std::ostringstream s;
+  s << name_of(p.dtype) << " queries, " << name_of(p.key_dtype) << " keys, " << p.rows << " rows, heads " << p.heads_q << "/"
+    << p.heads_k << ", head_dim " << p.head_dim << "/" << p.head_dim_v << (p.causal ? ", causal" : "") << ", window_left "
+    << p.window_left << ", softcap " << p.softcap << (p.alibi ? ", alibi" : "") << (p.sink ? ", sink" : "") << ", descale "
+    << p.descale << ", numbers " << static_cast<int>(p.numbers);
+  return s.str();
+}
+
+SameBitsSequence make_sequence(const SameBitsProblem &p, Rng &rng) {
+  SameBitsSequence s;
+  const bool narrow = p.dtype == FA_FLOAT16 || is_8_bit(p.key_dtype), bytes = is_8_bit(p.key_dtype);
+  const Numbers kind = p.numbers;
+  s.q = fill(rng, p.dtype, p.rows, p.heads_q, p.head_dim, [&](int64_t i, int64_t, double x) {
+    if (kind == Numbers::kRising) return 0.5 + 0.3 * x;
+    if (kind == Numbers::kExtreme && i % 3 == 1) return x * (narrow ? 1e-6 : 1e-39);
+    return x;
+  });
+  s.k = fill(rng, p.key_dtype, p.rows, p.heads_k, p.head_dim, [&](int64_t j, int64_t, double x) {
+    if (kind == Numbers::kRising && !bytes) return 0.3 * x + 0.1 * static_cast<double>(j / 64);
+    if (kind == Numbers::kSpikes && (j % 256 == 0 || j % 256 == 255)) return 5 * x;
+    if (kind == Numbers::kExtreme && j % 7 == 2) return x * (bytes ? 8 : narrow ? 1000 : 0x1p66);
+    if (kind == Numbers::kExtreme && j % 7 == 4) return x * (narrow ? 1e-6 : 1e-39);
+    return x;
+  });
+  s.v = fill(rng, p.key_dtype, p.rows, p.heads_k, p.head_dim_v, [&](int64_t j, int64_t c, double x) {
+    if (kind == Numbers::kPositive) return std::abs(x);
+    if (kind == Numbers::kWide) return std::ldexp(x, static_cast<int>(bytes ? up_to(rng, 4) : up_to(rng, 14)) - 7);
+    if (kind == Numbers::kExtreme && j % 5 == 0) return x * (narrow ? 1e-6 : 1e-39);
+    if (kind == Numbers::kTiny) return c % 2 == 0 ? -std::abs(x) * (narrow ? 1e-7 : 1e-44) : x * (narrow ? 1e-6 : 1e-38);
+    return x;
+  });
+  for (std::vector<float> *factors : {&s.k_descale, &s.v_descale}) {
+    if (p.descale == 0) continue;
+    for (int64_t n = 0; n < p.rows * p.heads_k; ++n) {
+      const float fresh = std::ldexp(0.6f + 0.01f * static_cast<float>(up_to(rng, 90)), -static_cast<int>(up_to(rng, 5)));
+      factors->push_back(p.descale == 1 && n >= p.heads_k ? (*factors)[static_cast<size_t>(n - p.heads_k)] : fresh);
+    }
+  }
+  for (int64_t h = 0; h < p.heads_q; ++h) {
+    s.slopes.push_back(static_cast<float>(0.01 * static_cast<double>(1 + up_to(rng, 30))));
+    s.sinks.push_back(static_cast<float>(normal(rng)));
+  }
+  return s;
+}
+
+SameBitsCall whole(const SameBitsProblem &p) {
+  SameBitsCall c;
+  c.end_row = c.keys = p.rows;
+  c.end_head = p.heads_q;
+  return c;
+}
+
+SameBitsCall random_call(const SameBitsProblem &p, Rng &rng) {
+  SameBitsCall c = whole(p);
+  switch (up_to(rng, 5)) {
+    case 0:
+      break;
+    case 1:
+      c.first_row = up_to(rng, p.rows - 1);
+      c.end_row = c.first_row + 1;
+      break;
+    case 2:
+      c.first_row = up_to(rng, p.rows - 1);
+      c.end_row = p.rows;
+      break;
+    case 3:
+      c.end_row = 1 + up_to(rng, p.rows - 1);
+      break;
+    default:
+      c.first_row = up_to(rng, p.rows - 1);
+      c.end_row = std::min(p.rows, c.first_row + 1 + up_to(rng, one_of<int64_t>(rng, {3, 15, 200})));
+  }
+  if (p.aligned() && !p.causal) c.end_row = p.rows;
+  c.keys = p.causal ? c.end_row : p.rows;
+  if (one_in(rng, 2)) {
+    if (p.group() > 1 && one_in(rng, 2)) {  // some heads of one group
+      const int64_t first = up_to(rng, p.heads_k - 1) * p.group(), at = up_to(rng, p.group() - 1);
+      c.first_head = first + at;
+      c.end_head = c.first_head + 1 + up_to(rng, p.group() - at - 1);
+    } else {
+      const int64_t first = up_to(rng, p.heads_k - 1);
+      c.first_head = first * p.group();
+      c.end_head = (first + 1 + up_to(rng, p.heads_k - first - 1)) * p.group();
+    }
+  }
+  c.storage = static_cast<Storage>(up_to(rng, 3));
+  c.page_size = one_of<int64_t>(rng, {1, 3, 16, 64, 256, 1000});
+  c.heads_outer = one_in(rng, 2);
+  const int64_t most = c.keys * (c.end_row - c.first_row) > 200000 ? 1 : 4;
+  c.mates_before = one_in(rng, 2) ? up_to(rng, most) : 0;
+  c.mates_after = one_in(rng, 2) ? up_to(rng, most) : 0;
+  c.num_splits = one_of(rng, {0, 0, 1, 3, 64});
+  return c;
+}
+
+std::string describe(const SameBitsCall &c) {
+  const char *const storages[] = {"padded", "used", "packed", "paged"};
+  std::ostringstream s;
+  s << "rows " << c.first_row << " to " << c.end_row << " of " << c.keys << " keys, heads " << c.first_head << " to "
+    << c.end_head << ", " << storages[static_cast<int>(c.storage)] << " (page_size " << c.page_size << ", heads_outer "
+    << c.heads_outer << "), " << c.mates_before << " sequences before and " << c.mates_after << " after it, num_splits "
+    << c.num_splits;
+  return s.str();
+}
+
+SameBitsResult run(fa_context context, const SameBitsProblem &p, const SameBitsSequence &s, const SameBitsCall &c, Rng &rng,
+                   uint32_t flags) {
+  const int64_t batch = c.mates_before + 1 + c.mates_after, own = c.mates_before;
+  const int64_t heads = c.end_head - c.first_head, first_key_head = c.first_head / p.group();
+  const int64_t heads_k = (c.end_head - 1) / p.group() - first_key_head + 1;
+  const bool free_lengths = c.storage == Storage::kUsed || c.storage == Storage::kPacked;
+
+  // Lengths of all sequences. With pages every sequence has as many queries.
+  std::vector<int64_t> queries(static_cast<size_t>(batch), c.end_row - c.first_row), keys(static_cast<size_t>(batch), c.keys);
+  for (int64_t b = 0; b < batch; ++b) {
+    if (b == own || c.storage == Storage::kPadded) continue;
+    keys[b] = up_to(rng, 700);
+    if (free_lengths) queries[b] = up_to(rng, 12);
+  }
+  const int64_t most_q = *std::max_element(queries.begin(), queries.end()),
+                most_k = *std::max_element(keys.begin(), keys.end());
+  const auto starts_of = [&](const std::vector<int64_t> &lengths) {
+    std::vector<int32_t> starts{static_cast<int32_t>(up_to(rng, 3))};
+    for (const int64_t n : lengths) starts.push_back(starts.back() + static_cast<int32_t>(n));
+    return starts;
+  };
+  std::vector<int32_t> starts_q = starts_of(queries), starts_k = starts_of(keys);
+
+  // Where row r of sequence b lies.
+  const bool packed = c.storage == Storage::kPacked, paged = c.storage == Storage::kPaged;
+  const int64_t rows_q = packed ? starts_q.back() + 2 : most_q + (c.storage == Storage::kUsed ? 5 : 0);
+  const int64_t pages_each = paged ? (most_k + c.page_size - 1) / c.page_size + 1 : 0;
+  const int64_t rows_k = packed ? starts_k.back() + 2 : paged ? c.page_size : most_k + (c.storage == Storage::kUsed ? 7 : 0);
+  std::vector<int32_t> table(static_cast<size_t>(batch * pages_each));
+  std::iota(table.begin(), table.end(), 0);
+  std::shuffle(table.begin(), table.end(), rng);
+  const int64_t tensors_k = paged ? batch * pages_each : batch;
+  const bool outer = c.heads_outer && !packed && !paged;
+  Rows q(p.dtype, packed, packed ? 1 : batch, rows_q, heads, p.head_dim, outer);
+  Rows out(p.dtype, packed, packed ? 1 : batch, rows_q, heads, p.head_dim_v, outer);
+  Rows k(p.key_dtype, packed, packed ? 1 : tensors_k, rows_k, heads_k, p.head_dim, outer);
+  Rows v(p.key_dtype, packed, packed ? 1 : tensors_k, rows_k, heads_k, p.head_dim_v, outer);
+  const bool per_row = p.descale == 2;
+  const int64_t factor_rows = per_row ? rows_k : 1;
+  Rows k_factors(FA_FLOAT32, false, per_row ? (packed ? 1 : tensors_k) : batch, factor_rows, heads_k, 1, false);
+  Rows v_factors = k_factors;
+  const auto place_q = [&](Rows &rows, int64_t b, int64_t i, int64_t h) {
+    return packed ? rows.at(0, starts_q[b] + i, h) : rows.at(b, i, h);
+  };
+  const auto place_k = [&](Rows &rows, int64_t b, int64_t j, int64_t h) {
+    if (packed) return rows.at(0, starts_k[b] + j, h);
+    return paged ? rows.at(table[b * pages_each + j / c.page_size], j % c.page_size, h) : rows.at(b, j, h);
+  };
+
+  for (int64_t b = 0; b < batch; ++b) {
+    const double magnitude = one_of(rng, {1.0, 1.0, 50.0});
+    const auto mate = [&](unsigned char *to, fa_dtype dtype, int64_t dim, double scale) {
+      const size_t size = reference::element_bytes(dtype);
+      for (int64_t n = 0; n < dim; ++n) reference::store(to + static_cast<size_t>(n) * size, dtype, scale * normal(rng));
+    };
+    for (int64_t i = 0; i < queries[b]; ++i) {
+      for (int64_t h = 0; h < heads; ++h) {
+        unsigned char *to = place_q(q, b, i, h);
+        const size_t bytes = static_cast<size_t>(p.head_dim) * q.element();
+        if (b != own) {
+          mate(to, p.dtype, p.head_dim, magnitude);
+        } else {
+          std::memcpy(to, s.q.data() + static_cast<size_t>((c.first_row + i) * p.heads_q + c.first_head + h) * bytes, bytes);
+        }
+      }
+    }
+    for (int64_t j = 0; j < keys[b]; ++j) {
+      for (int64_t h = 0; h < heads_k; ++h) {
+        const auto row = static_cast<size_t>(j * p.heads_k + first_key_head + h);
+        const size_t bytes = static_cast<size_t>(p.head_dim) * k.element(),
+                     bytes_v = static_cast<size_t>(p.head_dim_v) * v.element();
+        if (b != own) {
+          mate(place_k(k, b, j, h), p.key_dtype, p.head_dim, magnitude);
+          mate(place_k(v, b, j, h), p.key_dtype, p.head_dim_v, 1);
+        } else {
+          std::memcpy(place_k(k, b, j, h), s.k.data() + row * bytes, bytes);
+          std::memcpy(place_k(v, b, j, h), s.v.data() + row * bytes_v, bytes_v);
+        }
+        if (p.descale == 0 || (!per_row && j > 0)) continue;
+        const float factors[] = {b == own ? s.k_descale[row] : 0.5f, b == own ? s.v_descale[row] : 2.0f};
+        std::memcpy(per_row ? place_k(k_factors, b, j, h) : k_factors.at(b, 0, h), &factors[0], sizeof(float));
+        std::memcpy(per_row ? place_k(v_factors, b, j, h) : v_factors.at(b, 0, h), &factors[1], sizeof(float));
+      }
+    }
+    if (p.descale == 1 && keys[b] == 0) {
+      const float one = 1;
+      for (int64_t h = 0; h < heads_k; ++h) {
+        std::memcpy(k_factors.at(b, 0, h), &one, sizeof one);
+        std::memcpy(v_factors.at(b, 0, h), &one, sizeof one);
+      }
+    }
+  }
+
+  fa_attention a;
+  fa_attention_init(&a, sizeof a);
+  a.flags = flags;
+  a.num_splits = c.num_splits;
+  a.q = q.tensor(), a.k = k.tensor(), a.v = v.tensor(), a.out = out.tensor();
+  a.mask = p.causal ? FA_MASK_CAUSAL : FA_MASK_NONE;
+  if (p.window_left >= 0) a.window = FA_WINDOW_LEFT, a.window_left = p.window_left;
+  a.softcap = p.softcap;
+  std::vector<float> lse(static_cast<size_t>(heads * batch * rows_q), NAN);
+  a.lse = packed ? vector_tensor(lse.data(), FA_FLOAT32, {heads, rows_q})
+                 : vector_tensor(lse.data(), FA_FLOAT32, {batch, heads, rows_q});
+  std::vector<float> slopes(s.slopes.begin() + c.first_head, s.slopes.begin() + c.end_head),
+      sinks(s.sinks.begin() + c.first_head, s.sinks.begin() + c.end_head);
+  if (p.alibi) a.alibi_slopes = vector_tensor(slopes.data(), FA_FLOAT32, {heads});
+  if (p.sink) a.sink = vector_tensor(sinks.data(), FA_FLOAT32, {heads});
+  std::vector<int32_t> used_q(queries.begin(), queries.end()), used_k(keys.begin(), keys.end());
+  if (packed) {
+    a.cu_seqlens_q = vector_tensor(starts_q.data(), FA_INT32, {batch + 1});
+    a.cu_seqlens_k = vector_tensor(starts_k.data(), FA_INT32, {batch + 1});
+    if (one_in(rng, 2)) a.max_seqlen_q = most_q, a.max_seqlen_k = most_k;
+  }
+  if (c.storage == Storage::kUsed) a.seqused_q = vector_tensor(used_q.data(), FA_INT32, {batch});
+  if (c.storage == Storage::kUsed || paged) a.seqused_k = vector_tensor(used_k.data(), FA_INT32, {batch});
+  if (paged) a.page_table = vector_tensor(table.data(), FA_INT32, {batch, pages_each});
+  const auto descale = [&](Rows &factors) {
+    if (!per_row) return vector_tensor(factors.at(0, 0, 0), FA_FLOAT32, {batch, heads_k});
+    return vector_tensor(factors.at(0, 0, 0), FA_FLOAT32, {packed ? 1 : tensors_k, rows_k, heads_k});
+  };
+  if (p.descale != 0) a.k_descale = descale(k_factors), a.v_descale = descale(v_factors);
+
+  SameBitsResult result;
+  result.status = fa_forward(context, &a, nullptr, 0, nullptr);
+  result.error = fa_last_error(context);
+  const size_t bytes = static_cast<size_t>(p.head_dim_v) * out.element();
+  for (int64_t i = 0; i < queries[own]; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const unsigned char *from = place_q(out, own, i, h);
+      result.out.insert(result.out.end(), from, from + bytes);
+      result.lse.push_back(packed ? lse[static_cast<size_t>(h * rows_q + starts_q[own] + i)]
+                                  : lse[static_cast<size_t>((own * heads + h) * rows_q + i)]);
+    }
+  }
+  return result;
+}
+
+}  // namespace parity

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// FA_FLAG_SAME_BITS: a row of out and lse has the same bits in every call that computes it.
+#include <cstdlib>
+#include <cstring>
+
+#include "parity/runner.h"
+#include "parity/same_bits_model.h"
+#include "parity/same_bits_run.h"
+
+namespace parity {
+namespace {
+
+// Calls on each backend: FA_TEST_SAME_BITS, else a few.
+int64_t num_calls() {
+  const char *text = std::getenv("FA_TEST_SAME_BITS");
+  return text != nullptr ? std::strtoll(text, nullptr, 10) : scaled(60);
+}
+
+class SameBits : public EveryBackend {
+ protected:
+  void SetUp() override {
+    EveryBackend::SetUp();
+    if (IsSkipped()) return;
+    fa_device_properties device;
+    fa_device_properties_init(&device, sizeof device);
+    ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
+    if (device.device_type != FA_DEVICE_CPU) GTEST_SKIP() << "FA_FLAG_SAME_BITS is for CPU contexts";
+  }
+};
+
+// Compares rows and heads of a call with those of the call that computed the whole sequence at once.
+::testing::AssertionResult equal(const SameBitsProblem &p, const SameBitsResult &all, const SameBitsCall &c,
+                                 const SameBitsResult &part) {
+  const int64_t rows = c.end_row - c.first_row, heads = c.end_head - c.first_head;
+  const size_t bytes = all.out.size() / static_cast<size_t>(p.rows * p.heads_q);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const auto here = static_cast<size_t>(i * heads + h),
+                 there = static_cast<size_t>((c.first_row + i) * p.heads_q + c.first_head + h);
+      const bool same_out = std::memcmp(part.out.data() + here * bytes, all.out.data() + there * bytes, bytes) == 0;
+      const bool same_lse = std::memcmp(&part.lse[here], &all.lse[there], sizeof(float)) == 0;
+      if (same_out && same_lse) continue;
+      return ::testing::AssertionFailure() << (same_out ? "lse" : "out") << " of row " << c.first_row + i << ", head "
+                                           << c.first_head + h << " (lse " << part.lse[here] << " and " << all.lse[there]
+                                           << "): " << describe(p) << ": " << describe(c);
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+TEST_P(SameBits, InEveryCall) {
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits " + backend().name())));
+  constexpr int64_t kCallsEach = 15;
+  int64_t calls = 0;
+  while (calls < num_calls()) {
+    const SameBitsProblem p = random_problem(rng);
+    const SameBitsSequence s = make_sequence(p, rng);
+    const SameBitsResult all = run(backend().context(), p, s, whole(p), rng);
+    ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
+    for (int64_t n = 0; n < kCallsEach; ++n, ++calls) {
+      const SameBitsCall c = random_call(p, rng);
+      const SameBitsResult part = run(backend().context(), p, s, c, rng);
+      ASSERT_EQ(part.status, FA_OK) << part.error << ": " << describe(p) << ": " << describe(c);
+      ASSERT_TRUE(equal(p, all, c, part));
+    }
+  }
+  std::printf("%lld calls\n", static_cast<long long>(calls));
+}
+
+// What the flag does not cover is refused by name, forward and backward; the rest reports the number of the contract.
+TEST_P(SameBits, Refusals) {
+  Case c;
+  c.flags = FA_FLAG_SAME_BITS;
+  c.dropout = 0.25;
+  c.starts = {1, 2};
+  with_structs(backend(), make_data(c, nullptr, false), [&](const fa_attention &given, const fa_gradients &gradients) {
+    int number = 0;
+    fa_attention all = given;
+    all.score = reinterpret_cast<fa_score>(&number);
+    const struct {
+      const char *name;
+      std::function<void(fa_attention &)> keep;
+    } cases[] = {{"dropout_p is 0.25", [](fa_attention &a) { a.seqstart_k = fa_tensor{}, a.score = nullptr; }},
+                 {"seqstart_k is given", [](fa_attention &a) { a.dropout_p = 0, a.score = nullptr; }},
+                 {"score is 0x", [](fa_attention &a) { a.dropout_p = 0, a.seqstart_k = fa_tensor{}; }},
+                 {"", [](fa_attention &a) { a.dropout_p = 0, a.seqstart_k = fa_tensor{}, a.score = nullptr; }}};
+    for (const auto &[name, keep] : cases) {
+      fa_attention a = all;
+      keep(a);
+      const fa_status expected = *name != 0 ? FA_ERROR_UNSUPPORTED : FA_OK;
+      fa_plan_info plans[2];
+      for (fa_plan_info &plan : plans) fa_plan_info_init(&plan, sizeof plan);
+      EXPECT_EQ(fa_forward_query(backend().context(), &a, &plans[0]), expected) << plans[0].reason;
+      EXPECT_EQ(fa_backward_query(backend().context(), &a, &gradients, &plans[1]), expected) << plans[1].reason;
+      for (const fa_plan_info &plan : plans) {
+        EXPECT_NE(std::string(plan.reason).find(name), std::string::npos) << plan.reason;
+        EXPECT_EQ(plan.same_bits_contract, expected == FA_OK ? 1 : 0);
+      }
+      if (expected != FA_OK) continue;
+      a.flags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT;
+      EXPECT_EQ(fa_forward_query(backend().context(), &a, &plans[0]), FA_OK);
+      EXPECT_EQ(plans[0].same_bits_contract, 0);
+    }
+  });
+}
+
+// The flag changes no more than rounding: results and gradients of few and of many rows, against the reference.
+TEST_P(SameBits, AreAccurate) {
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const auto &[queries, keys] : {std::pair{1, 1500}, {3, 300}, {20, 1100}, {130, 1200}}) {
+      Case c = grouped_case("same bits: accurate", dtype, queries, keys);
+      c.flags = FA_FLAG_SAME_BITS;
+      c.mask = FA_MASK_CAUSAL;
+      EXPECT_TRUE(check(backend(), c));
+      c.bias = c.sink = 1;
+      c.softcap = 5;
+      c.element_mask = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+// Gradients of a sequence alone and in a batch are equal.
+TEST_P(SameBits, OfGradientsInAnyBatch) {
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t rows : {1, 5, 130}) {
+      Case c;
+      c.seed = seed_for("same bits: gradients");
+      c.dtype = dtype;
+      c.flags = FA_FLAG_SAME_BITS;
+      c.batch = 3;
+      c.heads_q = 4;
+      c.head_dim = c.head_dim_v = 40;
+      c.mask = FA_MASK_CAUSAL;
+      c.q.packed = c.k.packed = 1;
+      c.q.slots = {60, rows, 3};
+      c.k.slots = {700, 400, 30};
+      const Data batch = make_data(c, nullptr, false);
+      Case alone = c;
+      alone.batch = 1;
+      alone.q.packed = alone.k.packed = 0;
+      alone.q.slots = alone.k.slots = {};
+      alone.q.seqlen = rows;
+      alone.k.seqlen = 400;
+      const Data single = make_data(
+          alone,
+          [&](Data &d) {
+            for (const auto &[role, n] : {std::pair{kQ, rows}, {kDout, rows}, {kK, int64_t{400}}, {kV, int64_t{400}}}) {
+              for (int64_t i = 0; i < n; ++i) copy_row(batch, 1, i, d, 0, i, role);
+            }
+          },
+          false);
+      const Execution among = execute(backend(), batch), apart = execute(backend(), single);
+      ASSERT_TRUE(among.ok() && apart.ok()) << among.error << apart.error;
+      for (const auto &[role, n, heads] : {std::tuple{kOut, rows, c.heads_q},
+                                           {kDq, rows, c.heads_q},
+                                           {kDk, int64_t{400}, c.heads_k},
+                                           {kDv, int64_t{400}, c.heads_k}}) {
+        for (int64_t at = 0; at < n * heads * 40; ++at) {
+          const int64_t i = at / (heads * 40), h = at / 40 % heads, d = at % 40;
+          ASSERT_EQ(among.outputs[role].get(batch.element(role, 1, i, h, d)),
+                    apart.outputs[role].get(single.element(role, 0, i, h, d)))
+              << role_name(role) << " of " << describe(c);
+        }
+      }
+    }
+  }
+}
+
+// The arithmetics that compute a problem on an instruction set; several where what runs cannot be told from outside.
+std::vector<Arithmetic> arithmetics(fa_cpu_isa isa, const SameBitsProblem &p) {
+  using Products = Arithmetic::Products;
+  const Arithmetic portable{4, false, false, Products::kMultiplyAdds}, avx2{8, true, false, Products::kMultiplyAdds},
+      avx512{16, true, true, Products::kMultiplyAdds};
+  const auto with = [](Arithmetic a, Products products) {
+    a.products = products;
+    return a;
+  };
+  const bool one_dtype = p.dtype == p.key_dtype, bf16 = one_dtype && p.dtype == FA_BFLOAT16,
+             fp16 = one_dtype && p.dtype == FA_FLOAT16;
+#if defined(__x86_64__)
+  if (isa == FA_CPU_ISA_PORTABLE) return {portable};
+  if (isa == FA_CPU_ISA_AVX2) return {avx2};
+  if (isa == FA_CPU_ISA_AVX512) return {avx512};
+  if (isa == FA_CPU_ISA_AVX512_BF16) return {bf16 ? with(avx512, Products::kPairs) : avx512};
+  // The model of the tile unit may have other vectors, and what is not for tiles runs on those of the processor.
+  if (isa == FA_CPU_ISA_AMX && !bf16 && !fp16) return {avx512, avx2, portable};
+  if (isa == FA_CPU_ISA_AMX) {
+    const Products products = bf16 ? Products::kTiles : Products::kTilesOfParts;
+    return {with(avx512, products), with(portable, products)};
+  }
+#endif
+  (void)portable, (void)avx2, (void)avx512, (void)with, (void)bf16, (void)fp16;
+  return {};
+}
+
+TEST_P(SameBits, FollowTheContract) {
+  fa_device_properties device;
+  fa_device_properties_init(&device, sizeof device);
+  ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: contract " + backend().name())));
+  for (int64_t n = 0; n < scaled(16); ++n) {
+    SameBitsProblem p = random_problem(rng);
+    p.head_dim = std::min<int64_t>(p.head_dim, 80);
+    p.head_dim_v = std::min<int64_t>(p.head_dim_v, 40);
+    const SameBitsSequence s = make_sequence(p, rng);
+    const SameBitsResult all = run(backend().context(), p, s, whole(p), rng);
+    ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
+    std::vector<Arithmetic> possible = arithmetics(device.cpu_isa, p);
+    if (possible.empty()) GTEST_SKIP() << "the tests have no model of the arithmetic of cpu_isa " << device.cpu_isa;
+    for (int64_t trial = 0; trial < 4; ++trial) {
+      const int64_t row = trial == 0 ? p.rows - 1 : static_cast<int64_t>(rng() % static_cast<uint64_t>(p.rows));
+      const int64_t head = static_cast<int64_t>(rng() % static_cast<uint64_t>(p.heads_q));
+      const auto at = static_cast<size_t>(row * p.heads_q + head);
+      std::string difference;
+      std::erase_if(possible, [&](const Arithmetic &a) {
+        const ModelRow model = model_row(a, p, s, row, head);
+        const bool out = std::memcmp(model.out.data(), all.out.data() + at * model.out.size(), model.out.size()) == 0;
+        const bool lse =
+            std::memcmp(&model.lse, &all.lse[at], sizeof(float)) == 0 || (model.lse != model.lse && all.lse[at] != all.lse[at]);
+        difference = std::string(out ? "lse" : "out") + ", lse of the model " + std::to_string(model.lse);
+        return !out || !lse;
+      });
+      ASSERT_FALSE(possible.empty()) << "row " << row << ", head " << head << ", lse " << all.lse[at] << ", differs in "
+                                     << difference << ": " << describe(p);
+    }
+  }
+}
+
+FA_ON_EVERY_BACKEND(SameBits);
+
+}  // namespace
+}  // namespace parity
