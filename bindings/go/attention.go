@@ -51,6 +51,7 @@ type Attention struct {
 	// dimension.
 	BlockCounts, BlockIndices Tensor
 	Slices                    Tensor // (n, 5) int32: q_begin, q_end, k_begin, k_end and a kind; a pair in no slice is masked
+	KVIndices                 Tensor // (batch, rows of Q, n) int32: the rows of K that each query sees, and no others; a negative one is none
 	ALiBiSlopes               Tensor // (heads) or (batch, heads) float32
 	Sink                      Tensor // (heads) float32
 	QDescale                  Tensor // descales of Q in Float8: (batch, heads of K) float32
@@ -137,7 +138,7 @@ func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *T
 		{"VDescale", &a.VDescale, &raw.v_descale}, {"ElementMask", &a.ElementMask, &raw.element_mask},
 		{"SeqStartK", &a.SeqStartK, &raw.seqstart_k}, {"Slices", &a.Slices, &raw.slices},
 		{"BlockCounts", &a.BlockCounts, &raw.block_counts}, {"BlockIndices", &a.BlockIndices, &raw.block_indices},
-		{"MaxLogit", &a.MaxLogit, &raw.max_logit},
+		{"MaxLogit", &a.MaxLogit, &raw.max_logit}, {"KVIndices", &a.KVIndices, &raw.kv_indices},
 	})
 }
 
@@ -152,7 +153,8 @@ func (ctx *Context) forward(a *Attention, out, lse *Tensor, what C.int, info *C.
 	status := C.go_forward(ctx.handle, what, info, ctx.workspace.data, ctx.workspaceBytes(), ctx.stream, &raw,
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
 		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.QDescale.data, a.KDescale.data,
-		a.VDescale.data, a.ElementMask.data, a.SeqStartK.data, a.Slices.data, a.BlockCounts.data, a.BlockIndices.data, a.MaxLogit.data)
+		a.VDescale.data, a.ElementMask.data, a.SeqStartK.data, a.Slices.data, a.BlockCounts.data, a.BlockIndices.data, a.MaxLogit.data,
+		a.KVIndices.data)
 	return ctx.check(status)
 }
 
@@ -178,6 +180,7 @@ func (ctx *Context) backward(a *Attention, out, lse *Tensor, g *Gradients, what 
 		a.Q.data, a.K.data, a.V.data, out.data, lse.data, a.CuSeqlensQ.data, a.CuSeqlensK.data, a.SeqUsedQ.data, a.SeqUsedK.data,
 		a.PageTable.data, a.Bias.data, a.BlockMask.data, a.ALiBiSlopes.data, a.Sink.data, a.QDescale.data, a.KDescale.data,
 		a.VDescale.data, a.ElementMask.data, a.SeqStartK.data, a.Slices.data, a.BlockCounts.data, a.BlockIndices.data, a.MaxLogit.data,
+		a.KVIndices.data,
 		g.DOut.data, g.DLSE.data, g.DQ.data, g.DK.data, g.DV.data, g.DBias.data, g.DSink.data)
 	return ctx.check(status)
 }

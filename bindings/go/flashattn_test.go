@@ -327,6 +327,32 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
+func TestKeysByIndex(t *testing.T) {
+	s := sizes{2, 19, 27, 4, 2, 16}
+	rows, keys := s.batch*s.rowsQ*s.headsQ*s.dim, s.batch*s.rowsK*s.headsK*s.dim
+	q, k, v := normal(1, rows), normal(2, keys), normal(3, keys)
+	shapeQ, shapeK := []int{s.batch, s.rowsQ, s.headsQ, s.dim}, []int{s.batch, s.rowsK, s.headsK, s.dim}
+	visible := func(b, i, j int) bool { return (i+3*j+b)%4 == 0 }
+	lists := make([]int32, s.batch*s.rowsQ*s.rowsK)
+	for n := range lists {
+		lists[n] = -1
+		if j := n % s.rowsK; visible(n/s.rowsK/s.rowsQ, n/s.rowsK%s.rowsQ, j) {
+			lists[n] = int32(j)
+		}
+	}
+	ctx, out := open(t), make([]float32, rows)
+	problem := Attention{Q: Of(q, shapeQ...), K: Of(k, shapeK...), V: Of(v, shapeK...), KVIndices: Of(lists, s.batch, s.rowsQ, s.rowsK)}
+	if err := ctx.Forward(problem, Of(out, shapeQ...), Tensor{}); err != nil {
+		t.Fatal(err)
+	}
+	want, _, _, _, _, _ := reference(s, q, k, v, make([]float32, rows), visible)
+	near(t, "out", out, want, 1e-5)
+	problem.Mask = Causal
+	if err := ctx.Forward(problem, Of(out, shapeQ...), Tensor{}); !errors.Is(err, ErrUnsupported) {
+		t.Fatal(err)
+	}
+}
+
 func TestGoroutinesWithContextsOfTheirOwn(t *testing.T) {
 	const n = 64 * 2 * 16
 	q := normal(1, n)

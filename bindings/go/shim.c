@@ -17,13 +17,14 @@ static void place_attention(fa_attention *a, GO_ATTENTION_DATA) {
   a->q_descale.data = q_descale, a->k_descale.data = k_descale, a->v_descale.data = v_descale;
   a->element_mask.data = element_mask, a->seqstart_k.data = seqstart_k, a->slices.data = slices;
   a->block_counts.data = block_counts, a->block_indices.data = block_indices, a->max_logit.data = max_logit;
+  a->kv_indices.data = kv_indices;
 }
 
 fa_status go_forward(fa_context ctx, GO_CALL, const fa_attention *attention, GO_ATTENTION_DATA) {
   fa_attention a = *attention;
   place_attention(&a, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, bias, block_mask,
                   alibi_slopes, sink, q_descale, k_descale, v_descale, element_mask, seqstart_k, slices, block_counts,
-                  block_indices, max_logit);
+                  block_indices, max_logit, kv_indices);
   if (what == GO_QUERY) return fa_forward_query(ctx, &a, info);
   if (what == GO_PREPARE) return fa_forward_prepare(ctx, &a);
   return fa_forward(ctx, &a, workspace, workspace_bytes, (fa_stream)stream);
@@ -35,7 +36,7 @@ fa_status go_backward(fa_context ctx, GO_CALL, const fa_attention *attention, co
   fa_gradients g = *gradients;
   place_attention(&a, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, bias, block_mask,
                   alibi_slopes, sink, q_descale, k_descale, v_descale, element_mask, seqstart_k, slices, block_counts,
-                  block_indices, max_logit);
+                  block_indices, max_logit, kv_indices);
   g.dout.data = dout, g.dlse.data = dlse, g.dq.data = dq, g.dk.data = dk, g.dv.data = dv, g.dbias.data = dbias;
   g.dsink.data = dsink;
   if (what == GO_QUERY) return fa_backward_query(ctx, &a, &g, info);

@@ -14,7 +14,7 @@ fa_status go_create(fa_context *ctx, const fa_config *config, char *error, size_
   void *q, void *k, void *v, void *out, void *lse, void *cu_seqlens_q, void *cu_seqlens_k, void *seqused_q, void *seqused_k, \
       void *page_table, void *bias, void *block_mask, void *alibi_slopes, void *sink, void *q_descale, void *k_descale,      \
       void *v_descale, void *element_mask, void *seqstart_k, void *slices, void *block_counts, void *block_indices,          \
-      void *max_logit
+      void *max_logit, void *kv_indices
 #define GO_GRADIENTS_DATA void *dout, void *dlse, void *dq, void *dk, void *dv, void *dbias, void *dsink
 #define GO_APPEND_DATA                                                                                                    \
   void *k, void *v, void *k_cache, void *v_cache, void *page_table, void *offsets, void *cu_seqlens, void *seqused,       \

@@ -652,7 +652,7 @@ enum {
  * with D(n) = n, or D(n) = log(1 + alibi_log_scale * n) if alibi_log_scale > 0.
  *
  * A pair is visible if every mask that is given shows it: lengths and `seqstart_k`, `mask`, `window`, a `bias` other than
- * -infinity, `block_mask`, `block_counts` with `block_indices`, `element_mask`, `slices` and `score`.
+ * -infinity, `block_mask`, `block_counts` with `block_indices`, `element_mask`, `slices`, `score` and `kv_indices`.
  *
  * A call writes every row that belongs to a sequence. Rows past `seqused` get out = 0, lse = -infinity and zero gradients.
  * `dbias` is written as a whole, with zeros outside the lengths. No other memory is written. A row that sees no key gets
@@ -801,6 +801,13 @@ typedef struct fa_attention {
   uint32_t score_reserved;
   /** Numbers that the score function reads. Must be 0 without `score`. */
   float score_scalars[8];
+
+  /** Sparse attention by index, (b, s_q, n) or, with packed queries, (total_q, n), int32 with any strides: the keys that each query
+   * sees, the same ones in all its heads. An entry is the number of a row of the query's key sequence, through `page_table` if keys
+   * are paged. Entries that are negative, or not below the used length, are no key. The order has no meaning, and a row that is
+   * listed twice counts twice. `mask`, `window`, masks as data, bias, ALiBi, dropout and `score` must be absent. Forward on the CPU
+   * alone. Optional. */
+  fa_tensor kv_indices;
 } fa_attention;
 
 /**

@@ -77,6 +77,67 @@ class Normaliser {
     return FA_OK;
   }
 
+  fa_status key_indices(ForwardProblem &problem) {
+    const fa_tensor &t = a_.kv_indices;
+    if (!is_present(t)) return FA_OK;
+    const NamedTensor named{"kv_indices", t};
+    FA_RETURN_IF_ERROR(memory(named, Role::input));
+    FA_RETURN_IF_ERROR(check_dtype(named, {FA_INT32}, error_));
+    FA_RETURN_IF_ERROR(check_ndim(
+        named, packed_q_ ? 2 : 3,
+        packed_q_ ? "(total_q, n) because cu_seqlens_q is given" : "(batch, seqlen_q, n) because cu_seqlens_q is absent",
+        error_));
+    const Dim entries{t.shape[t.ndim - 1], "n"};
+    FA_RETURN_IF_ERROR(packed_q_ ? check_shape(named, {{a_.q.shape[0], "total_q"}, entries}, error_)
+                                 : check_shape(named, {{p_.batch, "batch"}, {a_.q.shape[1], "seqlen_q"}, entries}, error_));
+    if (a_.mask != FA_MASK_NONE || a_.window != 0) {
+      return fail(
+          error_, FA_ERROR_UNSUPPORTED,
+          "mask is %d and window 0x%x, but kv_indices is given, which says what a query sees; it needs FA_MASK_NONE and "
+          "no window",
+          int{a_.mask}, a_.window);
+    }
+    const NamedTensor others[] = {{"bias", a_.bias},
+                                  {"block_mask", a_.block_mask},
+                                  {"block_counts", a_.block_counts},
+                                  {"alibi_slopes", a_.alibi_slopes},
+                                  {"element_mask", a_.element_mask},
+                                  {"seqstart_k", a_.seqstart_k},
+                                  {"slices", a_.slices}};
+    for (const NamedTensor &other : others) {
+      if (is_present(other.tensor))
+        return fail(error_, FA_ERROR_UNSUPPORTED, "%s and kv_indices are both given; no kernel has both", other.name);
+    }
+    if (p_.dropout.threshold > 0) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "dropout_p is %g and kv_indices is given; no kernel has both",
+                  double{a_.dropout_p});
+    }
+    if (a_.score != nullptr) {
+      return fail(error_, FA_ERROR_UNSUPPORTED, "score is %p and kv_indices is given; no kernel has both",
+                  static_cast<void *>(a_.score));
+    }
+    // Kernels count the rows of k, over all sequences or pages, in 32 bits.
+    const int64_t outer = packed_k_ ? 1 : a_.k.shape[0], rows = packed_k_ ? a_.k.shape[0] : a_.k.shape[1];
+    if (outer > 0 && rows > INT32_MAX / outer) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "k has %" PRId64 " times %" PRId64 " rows; with kv_indices it may have 2^31 - 1", outer, rows);
+    }
+    FA_RETURN_IF_ERROR(check_sizes({{"kv_indices.shape[-1]", entries.size}}, error_));
+    problem.key_indices = {true,
+                           static_cast<const int32_t *>(t.data),
+                           packed_q_ ? 0 : stride_of(t, 0),
+                           stride_of(t, t.ndim - 2),
+                           stride_of(t, t.ndim - 1),
+                           entries.size};
+    return FA_OK;
+  }
+
+  // Where only forward has kernels for lists of keys.
+  fa_status no_key_indices(const char *call) {
+    if (!is_present(a_.kv_indices)) return FA_OK;
+    return fail(error_, FA_ERROR_UNSUPPORTED, "kv_indices is given, but %s has no kernel with it", call);
+  }
+
   Descale q_descale, k_descale, v_descale;  // after forward()
 
   // Checks a tensor with the rows and heads of q and the dtype of results.
@@ -512,6 +573,12 @@ class Normaliser {
   // Refuses what makes a row's bits depend on more than the row and its keys.
   fa_status same_bits() {
     if (!p_.same_bits) return FA_OK;
+    if (is_present(a_.kv_indices)) {
+      return fail(
+          error_, FA_ERROR_UNSUPPORTED,
+          "kv_indices is given; FA_FLAG_SAME_BITS counts segments of keys from the first row of a sequence, and lists have "
+          "no such order");
+    }
     if (p_.dropout.threshold > 0) {
       return fail(
           error_, FA_ERROR_UNSUPPORTED,
@@ -565,6 +632,7 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
   problem.v_descale = normaliser.v_descale;
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::output, /*lse_required=*/false));
   FA_RETURN_IF_ERROR(normaliser.max_logit(problem));
+  FA_RETURN_IF_ERROR(normaliser.key_indices(problem));
   const fa_tensor seed = as_tensor(a.dropout_seed_ptr), offset = as_tensor(a.dropout_offset_ptr);
   return check_distinct({{"out", a.out}, {"lse", a.lse}, {"max_logit", a.max_logit}},
                         {{"q", a.q},
@@ -584,6 +652,7 @@ fa_status normalise(const fa_attention &a, ForwardProblem &problem, Pointers &po
                          {"slices", a.slices},
                          {"block_counts", a.block_counts},
                          {"block_indices", a.block_indices},
+                         {"kv_indices", a.kv_indices},
                          {"dropout_seed_ptr", seed},
                          {"dropout_offset_ptr", offset},
                          {"q_descale", a.q_descale},
@@ -599,6 +668,7 @@ fa_status normalise(const fa_attention &a, const fa_gradients &g, BackwardProble
   Normaliser normaliser(a, p, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
+  FA_RETURN_IF_ERROR(normaliser.no_key_indices("fa_backward"));
   if (is_quantised(p.k.dtype)) {
     return fail(error, FA_ERROR_UNSUPPORTED, "k.dtype is %s, but there is no backward for fp8 and int8 keys",
                 dtype_name(a.k.dtype));
@@ -724,6 +794,7 @@ fa_status normalise(const fa_attention &a, const fa_jvp &j, JvpProblem &problem,
   Normaliser normaliser(a, p, pointers, error);
   FA_RETURN_IF_ERROR(normaliser.forward());
   FA_RETURN_IF_ERROR(normaliser.outputs(Role::input, /*lse_required=*/true));
+  FA_RETURN_IF_ERROR(normaliser.no_key_indices("fa_forward_jvp"));
   FA_RETURN_IF_ERROR(check_jvp_options(a, error));
   if (j.reserved != 0) return fail(error, FA_ERROR_INVALID_ARGUMENT, "jvp.reserved is %u; it must be 0", j.reserved);
 

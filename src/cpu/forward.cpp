@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/block_lists.h"
+#include "cpu/forward_indices.h"
 #include "cpu/forward_job.h"
 #include "cpu/launch.h"
 
@@ -90,6 +91,7 @@ int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode
 }  // namespace
 
 Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
+  if (problem.key_indices.given) return plan_indices(problem, machine);
   const ForwardMode mode = forward_mode(problem, problem.group * problem.q_lengths.max_len);
   Plan plan;
   const fa_cpu_isa isa = isa_of(problem, machine);
@@ -103,6 +105,7 @@ Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
 }
 
 bool forward(const ScoredForward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
+  if (problem.key_indices.given) return forward_indices(problem, machine, plan, workspace, parallel);
   const fa_cpu_isa isa = isa_of(problem, machine);
   ForwardJob job;
   job.problem = &problem;

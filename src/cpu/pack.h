@@ -51,10 +51,15 @@ struct Rows {
   const int32_t *pages = nullptr;  // page of rows n * page_size .., or null: not paged
   int64_t pages_stride = 0;
   int64_t page_size = 0;
-  int64_t page_bytes = 0;  // bytes from page to page
+  int64_t page_bytes = 0;     // bytes from page to page
+  int64_t rows_per_page = 0;  // ForwardProblem::rows_per_page
 
   FA_INLINE const char *row(int64_t j) const {
     if (pages == nullptr) return data + j * stride;
+    if (rows_per_page > 0) {
+      const int64_t n = pages[j * pages_stride];
+      return data + n / rows_per_page * page_bytes + n % rows_per_page * stride;
+    }
     return data + pages[(j / page_size) * pages_stride] * page_bytes + (j % page_size) * stride;
   }
   // Rows j .. j + n - 1 are `stride` bytes apart; n >= 1.
@@ -73,12 +78,13 @@ inline Rows rows_of(const Operand &x, int64_t b, int64_t h, int64_t start) {
 }
 
 // Rows of key or value head h of sequence b, through the page table if there is one.
-inline Rows key_rows_of(const MaskedProblem &p, const Operand &x, int64_t b, int64_t h, int64_t start) {
+inline Rows key_rows_of(const ForwardProblem &p, const Operand &x, int64_t b, int64_t h, int64_t start) {
   if (p.page_table == nullptr) return rows_of(x, b, h, start);
   Rows r = rows_of(x, 0, h, 0);
   r.pages = p.page_table + b * p.page_table_batch_stride;
   r.pages_stride = p.page_table_page_stride;
   r.page_size = p.page_size;
+  r.rows_per_page = p.rows_per_page;
   r.page_bytes = x.batch_stride * dtype_bytes(x.dtype);
   return r;
 }
@@ -97,7 +103,7 @@ struct Factors {
   }
 };
 // `h` is a key head.
-inline Factors factors_of(const MaskedProblem &p, const Descale &descale, int64_t b, int64_t h, int64_t start) {
+inline Factors factors_of(const ForwardProblem &p, const Descale &descale, int64_t b, int64_t h, int64_t start) {
   Factors f;
   f.given = descale.factors.data != nullptr;
   if (f.given) f.rows = descale.per_row ? key_rows_of(p, descale.factors, b, h, start) : rows_of(descale.factors, b, h, 0);

@@ -38,6 +38,7 @@ fa_status check_fields(const fa_attention &a, ErrorText &error) {
                      {"slices", a.slices},
                      {"block_counts", a.block_counts},
                      {"block_indices", a.block_indices},
+                     {"kv_indices", a.kv_indices},
                      {"alibi_slopes", a.alibi_slopes},
                      {"max_logit", a.max_logit}};
   for (const auto &field : unsupported) {

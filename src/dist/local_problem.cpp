@@ -65,7 +65,8 @@ class Reader {
                        {"seqstart_k", a_.seqstart_k},     {"slices", a_.slices},
                        {"block_counts", a_.block_counts}, {"block_indices", a_.block_indices},
                        {"max_logit", a_.max_logit},       {"q_descale", a_.q_descale},
-                       {"k_descale", a_.k_descale},       {"v_descale", a_.v_descale}};
+                       {"k_descale", a_.k_descale},       {"v_descale", a_.v_descale},
+                       {"kv_indices", a_.kv_indices}};
     for (const auto &field : replaced) {
       if (is_present(field.tensor)) {
         return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is given; the layout says how long the documents are", field.name);

@@ -31,6 +31,7 @@ constexpr fa_tensor fa_attention::*kInputs[] = {&fa_attention::q,
                                                 &fa_attention::slices,
                                                 &fa_attention::block_counts,
                                                 &fa_attention::block_indices,
+                                                &fa_attention::kv_indices,
                                                 &fa_attention::q_descale,
                                                 &fa_attention::k_descale,
                                                 &fa_attention::v_descale};
@@ -185,6 +186,7 @@ class Maker {
     if (one_in(3)) a.dropout_p = 0.3f, a.dropout_seed = random_();
     if (one_in(6)) a.dropout_seed = 0, a.dropout_seed_ptr = static_cast<uint64_t *>(place(inputs_, 0, 1));
     a.flags = static_cast<uint32_t>(below(4));
+    if (one_in(8)) by_index(a, batch, seq_q, packed);
 
     g.dout = rows(in, seq_q, heads_q, dv);
     if (one_in(2)) g.dlse = packed ? input(FA_FLOAT32, {heads_q, seq_q}) : input(FA_FLOAT32, {batch, heads_q, seq_q});
@@ -216,6 +218,16 @@ class Maker {
       a.block_counts = lengths(FA_INT32, {1, one_in(2) ? 1 : heads, rows});
       a.block_indices = lengths(FA_INT32, {one_in(2) ? 1 : batch, 1, rows, below(5)});
     }
+  }
+
+  // Lists of keys, with which other masks and terms of scores are refused.
+  void by_index(fa_attention &a, int64_t batch, int64_t seq_q, bool packed) {
+    a.mask = FA_MASK_NONE;
+    a.window = 0;
+    a.window_left = a.window_right = a.block_size_q = a.block_size_k = 0;
+    a.bias = a.block_mask = a.block_counts = a.block_indices = a.element_mask = a.seqstart_k = a.slices = a.alibi_slopes = {};
+    a.alibi_log_scale = a.dropout_p = 0;
+    a.kv_indices = packed ? lengths(FA_INT32, {seq_q, below(5)}) : lengths(FA_INT32, {batch, seq_q, below(5)});
   }
 
   fa_append valid_append() {

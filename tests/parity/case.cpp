@@ -73,6 +73,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("slices", c.slices);
   visit("slice_list", c.slice_list);
   visit("max_logit", c.max_logit);
+  visit("key_indices", c.key_indices);
   visit("alibi", c.alibi);
   visit("alibi_log_scale", c.alibi_log_scale);
   visit("sink", c.sink);

@@ -80,6 +80,7 @@ struct Case {
   int64_t slices = 0;                                  // 1 = present
   std::vector<int64_t> slice_list;                     // five numbers for each, as the library counts them
   int64_t max_logit = 0;
+  int64_t key_indices = 0;  // entries of each list of kv_indices, or 0
 
   int64_t alibi = 0;  // 1: (heads_q), 2: (batch, heads_q)
   double alibi_log_scale = 0;

@@ -36,6 +36,7 @@ const char *role_name(Role role) {
                                                "block_counts",
                                                "block_indices",
                                                "max_logit",
+                                               "kv_indices",
                                                "q_descale",
                                                "k_descale",
                                                "v_descale",
@@ -94,6 +95,8 @@ fa_tensor &field(fa_attention &attention, fa_gradients &gradients, Role role) {
       return attention.block_indices;
     case kMaxLogit:
       return attention.max_logit;
+    case kKvIndices:
+      return attention.kv_indices;
     case kQDescale:
       return attention.q_descale;
     case kKDescale:
@@ -274,6 +277,16 @@ reference::Sequence Data::sequence(int64_t b) const {
     }
   }
   if (!c.starts.empty()) s.first_key = c.starts[static_cast<size_t>(b)];
+  if (const HostTensor &indices = tensors[kKvIndices]; indices.present()) {
+    s.has_key_lists = true;
+    for (int64_t i = 0; i < s.seqlen_q; ++i) {
+      std::vector<int64_t> list;
+      for (int64_t n = 0; n < c.key_indices; ++n)
+        list.push_back(static_cast<int64_t>(
+            indices.get(c.q.packed ? indices.element(slot_start(c.q, b) + i, n) : indices.element(b, i, n))));
+      s.key_lists.push_back(list);
+    }
+  }
   s.has_slices = c.slices != 0;
   for (size_t n = 0; c.slices != 0 && n < c.slice_list.size(); n += 5) {
     const int64_t *x = &c.slice_list[n], q = slot_start(c.q, b), k = slot_start(c.k, b);

@@ -34,6 +34,7 @@ enum Role {
   kBlockCounts,
   kBlockIndices,
   kMaxLogit,
+  kKvIndices,
   kQDescale,
   kKDescale,
   kVDescale,  // fa_attention

@@ -135,6 +135,7 @@ class Filler {
     if (c_.element_mask) t[kElementMask] = element_mask(max_q, max_k);
     if (!c_.starts.empty()) t[kSeqstartK] = HostTensor(FA_INT32, {c_.batch}, {c_.k.index_stride});
     if (c_.slices) t[kSlices] = HostTensor(FA_INT32, {static_cast<int64_t>(c_.slice_list.size()) / 5, 5}, {7, 1});
+    if (c_.key_indices) t[kKvIndices] = key_indices();
     if (c_.max_logit) t[kMaxLogit] = HostTensor(FA_FLOAT32, {c_.heads_q}, {3});
     if (c_.alibi == 1) t[kAlibi] = HostTensor(FA_FLOAT32, {c_.heads_q}, {2});
     if (c_.alibi == 2) t[kAlibi] = HostTensor(FA_FLOAT32, {c_.batch, c_.heads_q}, {c_.heads_q + 1, 1});
@@ -307,7 +308,31 @@ class Filler {
     }
   }
 
+  HostTensor key_indices() const {
+    const int64_t n = c_.key_indices, row = 2 * n + 1;
+    if (c_.q.packed) return HostTensor(FA_INT32, {total_rows(c_.q), n}, {row, 2});
+    return HostTensor(FA_INT32, {c_.batch, c_.q.seqlen, n}, {c_.q.seqlen * row + 3, row, 2});
+  }
+  // Keys in any order, some of them twice, beside numbers of keys that do not exist. Lists of rows that are not used stay poison.
+  void key_lists() {
+    HostTensor &indices = data_.tensors[kKvIndices];
+    for (int64_t b = 0; indices.present() && b < c_.batch; ++b) {
+      const int64_t keys = used_rows(c_, c_.k, b);
+      for (int64_t i = 0; i < used_rows(c_, c_.q, b); ++i) {
+        const bool empty = percent(5);
+        for (int64_t n = 0; n < c_.key_indices; ++n) {
+          const int64_t nowhere = percent(50) ? -1 : percent(50) ? INT32_MIN : percent(50) ? keys : INT32_MAX;
+          const int64_t some =
+              keys == 0 || empty || percent(20) ? nowhere : std::uniform_int_distribution<int64_t>(0, keys - 1)(rng_);
+          indices.set(c_.q.packed ? indices.element(slot_start(c_.q, b) + i, n) : indices.element(b, i, n),
+                      static_cast<double>(some));
+        }
+      }
+    }
+  }
+
   void masks_as_data() {
+    key_lists();
     if (HostTensor &mask = data_.tensors[kElementMask]; mask.present()) {
       // Where sequences end, elements stay poison, which is visible.
       for (int64_t b = 0; b < c_.batch; ++b) {

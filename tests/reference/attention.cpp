@@ -28,6 +28,12 @@ Result zeros(const Sequence &s) {
   return r;
 }
 
+// How often query i lists key j.
+int64_t times_listed(const Sequence &s, int64_t i, int64_t j) {
+  const std::vector<int64_t> &list = s.key_lists[static_cast<size_t>(i)];
+  return std::count(list.begin(), list.end(), j);
+}
+
 // One head, in arithmetic `Real`; `stored` is how a matrix product rounds when it is written to memory. Every array below is
 // (seqlen_q, seqlen_k) of one head.
 template <typename Real, typename Stored>
@@ -173,6 +179,7 @@ class Head {
       const size_t ij = at(i, s_.seqlen_k, j);
       if (!seen_[ij]) continue;
       p_[ij] = std::exp(logit_[ij] - maximum);
+      if (s_.has_key_lists) p_[ij] *= static_cast<Real>(times_listed(s_, i, j));
       sum += p_[ij];
     }
     for (int64_t j = 0; j < s_.seqlen_k; ++j) p_[at(i, s_.seqlen_k, j)] /= sum;
@@ -270,6 +277,7 @@ bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j) {
   }
   if (!s.elements.empty() && !s.elements[at(h * s.seqlen_q + i, s.seqlen_k, j)]) return false;
   if (j < s.first_key) return false;
+  if (s.has_key_lists && times_listed(s, i, j) == 0) return false;
   if (s.shown && !s.shown(h, i, j)) return false;
   if (s.has_slices) {
     bool shown = false;

@@ -35,6 +35,8 @@ struct Sequence {
   int64_t first_key = 0;                    // keys before it are masked
   bool has_slices = false;                  // q_begin, q_end, k_begin, k_end and kind, counted within the sequence
   std::vector<std::array<int64_t, 5>> slices;
+  bool has_key_lists = false;  // for each query the keys it sees, as often as it counts them; some may not exist
+  std::vector<std::vector<int64_t>> key_lists;
   // Or empty: the new score of scale q k, its derivative, and whether a pair is visible; by head, query and key.
   std::function<double(double, int64_t, int64_t, int64_t)> score, derivative;
   std::function<bool(int64_t, int64_t, int64_t)> shown;
@@ -67,7 +69,8 @@ struct Exact {
   double largest_logit = 0;  // largest sum of the magnitudes that one visible logit was summed from
 };
 
-// Whether query i of head h may see key j: causal mask, window, first_key, block mask, block lists, elements, slices, function and -inf in the bias.
+// Whether query i of head h may see key j: causal mask, window, first_key, block mask, block lists, elements, slices, function,
+// key list and -inf in the bias.
 bool visible(const Sequence &s, int64_t h, int64_t i, int64_t j);
 
 // Everything in double.

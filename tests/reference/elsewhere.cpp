@@ -21,9 +21,9 @@ bool visit_sequence(S &s, Visit visit) {
          visit(s.head_dim_v) && visit(s.q) && visit(s.k) && visit(s.v) && visit(s.mask) && visit(s.window_left) &&
          visit(s.window_right) && visit(s.bias) && visit(s.blocks) && visit(s.block_q) && visit(s.block_k) &&
          visit(s.has_lists) && visit(s.lists) && visit(s.elements) && visit(s.first_key) && visit(s.has_slices) &&
-         visit(s.slices) && visit(s.slopes) && visit(s.alibi_log_scale) && visit(s.sink) && visit(s.scale) &&
-         visit(s.softcap) && visit(s.dropout_threshold) && visit(s.dropout_seed) && visit(s.dropout_offset) &&
-         visit(s.batch_index) && visit(s.dout) && visit(s.dlse);
+         visit(s.slices) && visit(s.has_key_lists) && visit(s.key_lists) && visit(s.slopes) && visit(s.alibi_log_scale) &&
+         visit(s.sink) && visit(s.scale) && visit(s.softcap) && visit(s.dropout_threshold) && visit(s.dropout_seed) &&
+         visit(s.dropout_offset) && visit(s.batch_index) && visit(s.dout) && visit(s.dlse);
 }
 template <class R, class Visit>
 bool visit_result(R &r, Visit visit) {

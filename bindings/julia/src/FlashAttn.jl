@@ -114,6 +114,7 @@ function problem(
     block_indices = nothing,
     block_size = (0, 0),
     slices = nothing,
+    kv_indices = nothing,
     seqused_k = nothing,
     seqstart_k = nothing,
     page_table = nothing,
@@ -133,6 +134,7 @@ function problem(
     p.element_mask, p.block_mask = bits(alive, element_mask), tensor(alive, block_mask)
     p.block_counts, p.block_indices = tensor(alive, block_counts), tensor(alive, block_indices)
     p.block_size_q, p.block_size_k = block_size
+    p.kv_indices = tensor(alive, kv_indices)
     p.slices, p.seqstart_k, p.max_logit = tensor(alive, slices), tensor(alive, seqstart_k), tensor(alive, max_logit)
     causal in (true, false, :top_left) || throw(ArgumentError("causal is $causal; it must be true, false or :top_left"))
     p.mask =
@@ -168,6 +170,8 @@ Masks as data; rows and blocks count from 0, as in C:
 - `seqstart_k`: (batch) Int32, number of keys at the start of each sequence that are masked.
 - `slices`: (5, n) Int32, q_begin, q_end, k_begin, k_end and a kind (`SLICE_FULL`, `SLICE_CAUSAL`, `SLICE_INVERSE_CAUSAL`, `SLICE_BOTH_CAUSAL`); a pair in no
   slice is masked.
+- `kv_indices`: (n, rows of q, batch) Int32, the rows of k that each query sees, in all its heads, and no others; a negative number is none. Forward on the
+  CPU, without other masks, bias and dropout.
 - `block_mask`: (blocks of k, blocks of q, heads or 1, batch or 1); or lists of the visible blocks of keys, Int32: `block_counts`, (blocks of q, heads or 1,
   batch or 1), and `block_indices`, (largest count, blocks of q, heads or 1, batch or 1). `block_size` = (rows of q, rows of k).
 """

@@ -216,6 +216,7 @@ mutable struct fa_attention
     num_score_tensors::Int32
     score_reserved::UInt32
     score_scalars::NTuple{8,Float32}
+    kv_indices::fa_tensor
     fa_attention() = zeroed(new())
 end
 

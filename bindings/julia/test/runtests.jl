@@ -79,6 +79,10 @@ end
             end
         end
     end
+    # Keys by index, which are those of the lists' mask.
+    k, pairs = randn(Float32, 8, 2, 20, 2), rand(20, 9, 1, 2) .< 0.5
+    lists = Int32[pairs[j, i, 1, b] ? j - 1 : -1 for j = 1:20, i = 1:9, b = 1:2]
+    @test maximum(abs.(attention(q, k, k; kv_indices = lists)[1] .- attention(q, k, k; element_mask = pairs)[1])) < 1e-6
     # One row of bits for all queries, and what is refused.
     k, shown = randn(Float32, 8, 2, 16, 2), reshape(BitArray(j % 3 == 0 for j = 1:16), 16, 1, 1, 1)
     @test attention(q, k, k; element_mask = shown)[1] == attention(q, k, k; element_mask = repeat(shown, 1, 9, 1, 1))[1]

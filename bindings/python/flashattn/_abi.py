@@ -149,6 +149,7 @@ class fa_attention(ctypes.Structure):
         ("num_score_tensors", c_int32),
         ("score_reserved", c_uint32),
         ("score_scalars", c_float * 8),
+        ("kv_indices", fa_tensor),
     ]
 
 

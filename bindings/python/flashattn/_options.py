@@ -43,6 +43,9 @@ class Options:
     element_mask: Any = None
     #: int32, (n, 5): q_begin, q_end, k_begin, k_end and a kind (SLICE_FULL, ...). A pair in no slice is masked.
     slices: Any = None
+    #: int32, (batch, seqlen_q, n) or, packed, (total_q, n): the rows of k that each query sees, in all its heads, and no others. Negative
+    #: numbers, and those past the used rows, are none. Forward on the CPU, without other masks, bias, ALiBi, dropout and score.
+    kv_indices: Any = None
     #: float32, (heads_q) or (batch, heads_q).
     alibi_slopes: Any = None
     #: r > 0 subtracts slope * log(1 + r * distance) instead of slope * distance; needs `alibi_slopes`.

@@ -40,6 +40,7 @@ TENSORS = (
     "seqused_k",
     "seqstart_k",
     "page_table",
+    "kv_indices",
     "q_descale",
     "k_descale",
     "v_descale",

@@ -21,6 +21,7 @@ _BATCHED = {
     "seqused_q",
     "seqused_k",
     "seqstart_k",
+    "kv_indices",
     "q_descale",
     "k_descale",
     "v_descale",

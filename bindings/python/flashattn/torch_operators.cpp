@@ -261,6 +261,7 @@ constexpr Option kTensors[] = {{"bias", &fa_attention::bias},
                                {"seqused_k", &fa_attention::seqused_k},
                                {"seqstart_k", &fa_attention::seqstart_k},
                                {"page_table", &fa_attention::page_table},
+                               {"kv_indices", &fa_attention::kv_indices},
                                {"q_descale", &fa_attention::q_descale},
                                {"k_descale", &fa_attention::k_descale},
                                {"v_descale", &fa_attention::v_descale}};

@@ -156,6 +156,27 @@ class AttentionTest(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "uint8 with 4 dimensions"):
             flashattn.forward(q, k, v, element_mask=flashattn.Bits(np.zeros((9, 3), np.uint8), 20))
 
+    def test_keys_by_index(self):
+        q, k, v = normal(1, 2, 9, 4, 8), normal(2, 2, 20, 2, 8), normal(3, 2, 20, 2, 8)
+        visible = np.random.default_rng(5).random((2, 9, 20)) < 0.3
+        visible[0, 3] = False  # a query without a key
+        lists = np.full((2, 9, 20), -1, np.int32)
+        for b, i in np.ndindex(2, 9):
+            keys = np.flatnonzero(visible[b, i])
+            lists[b, i, 20 - len(keys) :] = keys[::-1]
+        out, lse = flashattn.forward(q, k, v, kv_indices=lists)
+        by_mask = flashattn.forward(q, k, v, element_mask=visible[:, None])
+        self.assert_close(out, by_mask[0])
+        self.assert_close(lse, by_mask[1])
+        paged = np.random.default_rng(6).permutation(10).astype(np.int32).reshape(2, 5)
+        pages = [np.empty((10, 4, 2, 8), np.float32) for _ in range(2)]
+        for tensor, cache in zip((k, v), pages):
+            cache[paged] = tensor.reshape(2, 5, 4, 2, 8)
+        again = flashattn.forward(q, *pages, page_table=paged, kv_indices=lists)
+        np.testing.assert_array_equal(again[0], out)
+        with self.assertRaisesRegex(flashattn.Error, "mask is 1 .* kv_indices is given"):
+            flashattn.forward(q, k, v, kv_indices=lists, causal=True)
+
     def test_dropout_zeroes_the_stated_share(self):
         q, k = np.zeros((1, 256, 1, 8), np.float32), np.zeros((1, 256, 1, 8), np.float32)
         v = np.zeros((1, 256, 1, 256), np.float32)

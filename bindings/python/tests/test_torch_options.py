@@ -95,6 +95,16 @@ class OptionsTest(TorchCase):
             for n, i in zip(self.integers(device, counts), self.integers(device, indices)):
                 self.check(qkv, blocks, block_counts=n, block_indices=i, block_size=(8, 16))
 
+    def test_keys_by_index(self):
+        q, k, v = (x.detach() for x in self.qkv("cpu"))
+        visible = self.coin(2, 1, 13, 17, device="cpu")
+        keys = torch.where(visible[:, 0], torch.arange(17), -1)
+        for given in self.integers("cpu", keys.tolist()):
+            out = attention(q, k, v, kv_indices=given)
+            torch.testing.assert_close(out, attention(q, k, v, element_mask=visible))
+            mapped = torch.vmap(lambda *x: attention(*(y[None] for y in x[:3]), kv_indices=x[3][None])[0])(q, k, v, keys.int())
+            torch.testing.assert_close(mapped, out)
+
     def test_packed_with_lists(self):
         for device in DEVICES:
             q, k, v = self.qkv(device, batch=1, rows=17)

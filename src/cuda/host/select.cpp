@@ -221,6 +221,9 @@ std::string reason_of(const BackwardPlan &plan) {
 }
 
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  if (problem.key_indices.given) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "kv_indices is given, but CUDA has no kernel with it; CPU contexts have");
+  }
   FA_RETURN_IF_ERROR(plan_forward(static_cast<const ForwardProblem &>(problem), device, plan, error));
   plan.scored = problem.score != nullptr;
   return FA_OK;

@@ -271,6 +271,7 @@ abi_structs! {
         num_score_tensors: i32,
         score_reserved: u32,
         score_scalars: [f32; 8],
+        kv_indices: fa_tensor,
     }
     fa_gradients {
         struct_size: u32,

@@ -208,6 +208,9 @@ impl<'a> Attention<'a> {
         seqused_k
         /// Paged keys: i32 (batch, max_pages).
         page_table
+        /// Sparse attention by index, forward on the CPU: i32 (batch, rows, n) or, with packed queries, (rows, n). Each query sees the rows of its
+        /// key sequence that it lists, in all its heads, and no others; negative numbers are none. Other masks, bias and dropout must be absent.
+        kv_indices
         /// Descales of queries in [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads of k).
         q_descale
         /// Descales of keys in i8 or [`F8E4M3`](crate::F8E4M3), forward only: f32 (batch, heads), or as the keys without head_dim.

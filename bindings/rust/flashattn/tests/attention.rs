@@ -353,6 +353,15 @@ fn one_mask_in_many_forms() {
     assert!(results[1..4].iter().all(|result| *result == results[0]));
     assert_ne!(results[0], results[4]);
 
+    // The same pairs by index; entries of -1 are no key.
+    let lists: Vec<i32> =
+        (0..BATCH * ROWS * KEYS).map(|n| n % KEYS).map(|key| if shown(key) { key as i32 } else { -1 }).collect();
+    let by_index = Attention::new(q, k, v).kv_indices(TensorView::new(&lists, &[BATCH, ROWS, KEYS]).unwrap());
+    let mut out = vec![0f32; t.dout.len()];
+    context.forward(&by_index, &mut TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap(), None).unwrap();
+    let expected: Vec<f64> = results[0].iter().map(|&x| f64::from(x)).collect();
+    assert_close(&out, &expected, 3e-6, "kv_indices");
+
     let mut out = vec![0f32; t.dout.len()];
     let mut out = TensorViewMut::new(&mut out, &OUT_SHAPE).unwrap();
     let bits = TensorView::new(&bits, &[1, 1, 1, row]).unwrap();
