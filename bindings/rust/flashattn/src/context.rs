@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+use std::cell::Cell;
 use std::ffi::CStr;
 use std::mem::size_of;
 use std::os::raw::{c_char, c_void};
@@ -112,6 +113,18 @@ impl Context {
     /// The CPU with all its threads.
     pub fn new() -> Result<Self> {
         Self::with(Settings::default())
+    }
+
+    /// Runs a function on a context of the calling thread, [`Context::new`] once per thread and kept until the thread ends.
+    pub fn of_this_thread<R>(run: impl FnOnce(&Context) -> Result<R>) -> Result<R> {
+        thread_local! {
+            static CONTEXT: Cell<Option<Context>> = const { Cell::new(None) };
+        }
+        // Taken out for the time of the call: one inside `run` makes another context.
+        let context = CONTEXT.with(Cell::take).map_or_else(Context::new, Ok)?;
+        let result = run(&context);
+        CONTEXT.with(|kept| kept.set(Some(context)));
+        result
     }
 
     /// The CPU with these settings.

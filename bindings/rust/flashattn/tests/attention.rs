@@ -408,3 +408,29 @@ fn keys_in_8_bits() {
         assert!((got - wanted).abs() < 1e-4, "{} is not {}", got, wanted);
     }
 }
+
+/// Calls of a thread share a context, one inside another has its own, and a failure leaves it usable.
+#[test]
+fn the_context_of_a_thread() {
+    let address = || Context::of_this_thread(|context| Ok(context.as_raw() as usize)).unwrap();
+    let first = address();
+    assert_eq!(first, address());
+    let nested = Context::of_this_thread(|outer| {
+        let inner = Context::of_this_thread(|inner| Ok(inner.as_raw() as usize))?;
+        Ok((outer.as_raw() as usize, inner))
+    });
+    let (outer, inner) = nested.unwrap();
+    assert_eq!(outer, first);
+    assert_ne!(inner, outer);
+    assert_ne!(std::thread::spawn(address).join().unwrap(), address());
+    let one = [1f32; 4];
+    let view = TensorView::new(&one, &[1, 1, 1, 4]).unwrap();
+    let mut out = [f32::NAN; 2];
+    let mut out_view = TensorViewMut::new(&mut out, &[1, 1, 1, 2]).unwrap();
+    let failed = Context::of_this_thread(|context| context.forward(&Attention::new(view, view, view), &mut out_view, None));
+    assert_eq!(failed.unwrap_err().name(), "FA_ERROR_SHAPE");
+    let mut out = [f32::NAN; 4];
+    let mut out_view = TensorViewMut::new(&mut out, &[1, 1, 1, 4]).unwrap();
+    Context::of_this_thread(|context| context.forward(&Attention::new(view, view, view), &mut out_view, None)).unwrap();
+    assert_eq!(out, one);
+}

@@ -19,7 +19,6 @@
 
 #![deny(missing_docs)]
 
-use std::cell::RefCell;
 use std::fmt;
 
 use burn_tensor::TensorData;
@@ -88,7 +87,7 @@ pub fn attention(
     {
         let mut out_view = TensorViewMut::strided(&mut out, 0, &rows_first(shape), &strides(shape))?;
         let mut lse_view = TensorViewMut::new(&mut lse, &lse_shape)?;
-        with_context(|context| context.forward(&problem, &mut out_view, Some(&mut lse_view)))?;
+        Context::of_this_thread(|context| context.forward(&problem, &mut out_view, Some(&mut lse_view)))?;
     }
     Ok(Attended { out: TensorData::new(out, shape), lse: TensorData::new(lse, lse_shape) })
 }
@@ -117,7 +116,7 @@ impl Attended {
                 .dk(TensorViewMut::strided(dk, 0, &rows_first(shapes[1]), &strides(shapes[1]))?)
                 .dv(TensorViewMut::strided(dv, 0, &rows_first(shapes[2]), &strides(shapes[2]))?);
             let out = view("out", &self.out)?;
-            with_context(|context| context.backward(&problem, out, lse, &mut gradients))?;
+            Context::of_this_thread(|context| context.backward(&problem, out, lse, &mut gradients))?;
         }
         let [dq, dk, dv] = results;
         Ok([TensorData::new(dq, shapes[0]), TensorData::new(dk, shapes[1]), TensorData::new(dv, shapes[2])])
@@ -192,21 +191,4 @@ fn numbers<'a>(name: &str, data: &'a TensorData) -> Result<&'a [f32]> {
 fn view<'a>(name: &str, data: &'a TensorData) -> Result<TensorView<'a>> {
     let shape = shape(name, data)?;
     Ok(TensorView::strided(numbers(name, data)?, 0, &rows_first(shape), &strides(shape))?)
-}
-
-/// Runs on the context of this thread; a context serves one thread at a time.
-fn with_context<R>(run: impl FnOnce(&Context) -> flashattn::Result<R>) -> Result<R> {
-    thread_local! {
-        static CONTEXT: RefCell<Option<Context>> = const { RefCell::new(None) };
-    }
-    CONTEXT.with(|slot| {
-        let mut slot = slot.borrow_mut();
-        if slot.is_none() {
-            *slot = Some(Context::new()?);
-        }
-        match &*slot {
-            Some(context) => Ok(run(context)?),
-            None => unreachable!(),
-        }
-    })
 }

@@ -18,7 +18,6 @@
 
 #![deny(missing_docs)]
 
-use std::cell::RefCell;
 use std::mem::{align_of, size_of};
 use std::sync::Mutex;
 
@@ -204,9 +203,10 @@ impl CustomOp3 for Op {
             let mut out_view = view_mut(&mut out, &shape)?;
             if self.tracked {
                 let mut lse_view = TensorViewMut::new(&mut lse, &lse_shape).map_err(failed)?;
-                with_context(|context| context.forward(&problem, &mut out_view, Some(&mut lse_view)))?;
+                Context::of_this_thread(|context| context.forward(&problem, &mut out_view, Some(&mut lse_view)))
+                    .map_err(failed)?;
             } else {
-                with_context(|context| context.forward(&problem, &mut out_view, None))?;
+                Context::of_this_thread(|context| context.forward(&problem, &mut out_view, None)).map_err(failed)?;
             }
         }
         *self.lse.lock().map_err(|_| Error::Msg("another thread panicked in flashattn".into()))? = lse;
@@ -255,29 +255,13 @@ impl CustomOp3 for Op {
             }
             let lse_view = TensorView::new(&lse, &lse_shape).map_err(failed)?;
             let out_view = viewed(3)?;
-            with_context(|context| context.backward(&problem, out_view, lse_view, &mut gradients))?;
+            Context::of_this_thread(|context| context.backward(&problem, out_view, lse_view, &mut gradients))
+                .map_err(failed)?;
         }
         let [dq, dk, dv] = results;
         let tensor = |result: Option<CpuStorage>, like: &Tensor| result.map(|x| from_storage(x, like.shape())).transpose();
         Ok((tensor(dq, q)?, tensor(dk, k)?, tensor(dv, v)?))
     }
-}
-
-/// Runs on the context of this thread; a context serves one thread at a time.
-fn with_context<R>(run: impl FnOnce(&Context) -> flashattn::Result<R>) -> Result<R> {
-    thread_local! {
-        static CONTEXT: RefCell<Option<Context>> = const { RefCell::new(None) };
-    }
-    CONTEXT.with(|slot| {
-        let mut slot = slot.borrow_mut();
-        if slot.is_none() {
-            *slot = Some(Context::new().map_err(failed)?);
-        }
-        match &*slot {
-            Some(context) => run(context).map_err(failed),
-            None => unreachable!(),
-        }
-    })
 }
 
 fn failed(error: flashattn::Error) -> Error {

@@ -89,7 +89,7 @@ fn causal_in_every_dtype_and_order() -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for heads_first in [false, true] {
             for causal in [false, true] {
-                let definition = Definition { scale: 0.3, right: causal.then(|| 0), ..Definition::default() };
+                let definition = Definition { scale: 0.3, right: causal.then_some(0), ..Definition::default() };
                 check(&GROUPED, dtype, heads_first, &definition, |q, k, v| flash_attn(q, k, v, 0.3, causal))?;
             }
         }
@@ -145,7 +145,8 @@ fn packed_sequences() -> Result<()> {
         };
         let (rows, keys) = ((of_q[n + 1] - of_q[n]) as usize, (of_k[n + 1] - of_k[n]) as usize);
         let inputs = [part(&q, &of_q)?, part(&k, &of_k)?, part(&v, &of_k)?, part(&dout, &of_q)?];
-        let expected = definition.compute([1, rows, keys, heads, heads, columns, columns], [&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
+        let expected = definition
+            .compute([1, rows, keys, heads, heads, columns, columns], [&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
         let what = |name| format!("FA_TEST_SEED={} sequence {}: {}", seed, n, name);
         for (name, ours, of, expected) in [
             ("out", &out, &of_q, expected.out),
