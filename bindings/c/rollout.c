@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reinforcement learning compares the log-probability that a policy gave a token when it was served with the one that training computes for
  * the same token. Where the two differ by rounding, the first step of training already sees ratios other than 1. With
- * FA_FLAG_SAME_BITS the two are equal: a prompt is prefilled in chunks into a paged cache, beside another request, tokens are
+ * FA_FLAG_SAME_BITS the two are equal: a prompt is prefilled in parts into a paged cache, beside another request, tokens are
  * decoded one at a time, and afterwards one call computes the whole sequence as training does. Every log-probability is the same
  * number. */
 #include <flashattn/flashattn.h>
@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { REQUESTS = 2, PROMPT = 1000, TOKENS = 1150, CHUNK = 192, HEADS = 4, KEY_HEADS = 2, DIM = 32, WORDS = 64, PAGE = 16 };
+enum { REQUESTS = 2, PROMPT = 1000, TOKENS = 1150, PREFILL = 192, HEADS = 4, KEY_HEADS = 2, DIM = 32, WORDS = 64, PAGE = 16 };
 enum { PAGES_EACH = (TOKENS + PAGE - 1) / PAGE };
 
 /* A model of one layer: a token has a row of queries, of keys and of values, and the attention's output gives the next token. */
@@ -108,7 +108,7 @@ static fa_status serve(fa_context ctx, uint32_t flags, int *tokens, float *serve
   }
   for (begin = 0; begin < TOKENS; begin = end) {
     fa_status status;
-    end = begin >= PROMPT ? begin + 1 : begin + CHUNK < PROMPT ? begin + CHUNK : PROMPT;
+    end = begin >= PROMPT ? begin + 1 : begin + PREFILL < PROMPT ? begin + PREFILL : PROMPT;
     status = step(ctx, flags, begin, end);
     if (status != FA_OK) return status;
     for (n = begin; n < end; ++n) {

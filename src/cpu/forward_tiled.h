@@ -128,8 +128,8 @@ FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
 // are up to date. panel_of(col) is the K^T panel of the keys from col on. With `mark` the P of masked pairs are marked as such, in the strips that
 // it then returns true for.
 template <class PanelOf>
-inline void block_weights(const MaskedProblem &p, const Head &head, BlockState &st, int64_t first_key, bool mark,
-                          PanelOf panel_of, bool (&marked)[kMaxStrips]) {
+inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, int64_t first_key, bool mark, PanelOf panel_of,
+                    bool (&marked)[kMaxStrips]) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
   const Range *keys = st.keys;
   Range cols[kMaxStrips];
@@ -181,7 +181,7 @@ inline void block_weights(const MaskedProblem &p, const Head &head, BlockState &
 // One block of queries against one packed block of keys, after begin_keys.
 inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
   bool visible_only[kMaxStrips] = {};
-  block_weights(
+  block_p(
       p, head, st, key.first, !key.finite, [&](int64_t col) { return key.keys + col * p.head_dim; }, visible_only);
   const Range *keys = st.keys;
   const int64_t strips = (st.rows + kMr - 1) / kMr;
@@ -226,7 +226,7 @@ inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockStat
                 of_v = factors_of(p, p.v_descale, head.b, head.head_k, head.keys.start);
   constexpr int64_t kBytes = sizeof(typename Element::Type);
   bool marked[kMaxStrips] = {};
-  block_weights(
+  block_p(
       p, head, st, first, /*mark=*/true,
       [&](int64_t col) {
         const int64_t begin = first + col, end = min64(begin + kNr, head.keys.len);
