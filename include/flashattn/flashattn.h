@@ -604,11 +604,11 @@ enum {
   FA_FLAG_BATCH_INVARIANT = 2,
   /**
    * The bits of a row of `out` and `lse` depend on that row of q, its head's keys and values in order, and its options alone: not
-   * on the other rows of the call, nor on how it stores its tensors. One call for a whole sequence, several for its chunks and
-   * one for every token give equal bits; so do padded, packed and paged tensors, any batch, any `num_splits`, any group of heads.
-   * This implies the two flags above, and backward is as they make it. docs/numerics.md has the arithmetic and what it does not
-   * cover. Refused with ::FA_ERROR_UNSUPPORTED: CUDA contexts, `dropout_p`, `seqstart_k`, `score`, fa_forward_jvp(), several
-   * ranks. @since 0.1
+   * on the other rows of the call, nor on how it stores its tensors. One call for a whole sequence, several for its parts
+   * (chunked prefill) and one for every token give equal bits; so do padded, packed and paged tensors, any batch, any
+   * `num_splits`, any group of heads. This implies the two flags above, and backward is as they make it. docs/numerics.md has the
+   * arithmetic and what it does not cover. Refused with ::FA_ERROR_UNSUPPORTED: CUDA contexts, `dropout_p`, `seqstart_k`,
+   * `score`, `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks. @since 0.1
    */
   FA_FLAG_SAME_BITS = 4
 };

@@ -62,7 +62,7 @@ endfunction()
 
 # Gives the kernel sources among the arguments the flags of the instruction set that they are named after (in the caller's directory). Compilers
 # may not fuse a product and a sum that the kernels keep apart: they would do so in one place and not in another, and bits would depend on
-# which of two ways a row takes.
+# which of two ways the row takes.
 function(fa_set_isa_flags)
   set(portable_sources ${ARGN})
   list(FILTER portable_sources INCLUDE REGEX "_portable\\.cpp$")

@@ -590,6 +590,14 @@ class Normaliser {
                   "seqstart_k is given; FA_FLAG_SAME_BITS counts segments of keys from the first row of a sequence, and left "
                   "padding moves its keys");
     }
+    // Differences of row numbers are exact in fp32 up to here.
+    constexpr int64_t kMostAlibi = int64_t{1} << 24;
+    if (p_.alibi_slopes != nullptr && std::max(p_.q_lengths.max_len, p_.k_lengths.max_len) > kMostAlibi) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "alibi_slopes is given with seqlen_q %" PRId64 " and seqlen_k %" PRId64
+                  "; FA_FLAG_SAME_BITS holds with ALiBi up to 2^24 rows",
+                  p_.q_lengths.max_len, p_.k_lengths.max_len);
+    }
     if (a_.score != nullptr) {
       return fail(
           error_, FA_ERROR_UNSUPPORTED,

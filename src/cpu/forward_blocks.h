@@ -160,7 +160,8 @@ FA_INLINE void add_weighted_rows(const char *const (&values)[KEYS], int64_t offs
   constexpr int kMost = kBlockSums / ROWS < 8 ? kBlockSums / ROWS : 8;
   const int64_t vectors = dim / kWidth;
   int64_t v = 0;
-  for (; v + kMost <= vectors; v += kMost) add_weighted<Element, KEYS, ROWS, kMost>(values, offset, v * kWidth, s, lds, o, ldo, factors);
+  for (; v + kMost <= vectors; v += kMost)
+    add_weighted<Element, KEYS, ROWS, kMost>(values, offset, v * kWidth, s, lds, o, ldo, factors);
   if constexpr (kMost > 2) {
     for (; v + 2 <= vectors; v += 2) add_weighted<Element, KEYS, ROWS, 2>(values, offset, v * kWidth, s, lds, o, ldo, factors);
   }

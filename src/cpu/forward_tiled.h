@@ -128,8 +128,8 @@ FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
 // are up to date. panel_of(col) is the K^T panel of the keys from col on. With `mark` the P of masked pairs are marked as such, in the strips that
 // it then returns true for.
 template <class PanelOf>
-inline void block_weights(const MaskedProblem &p, const Head &head, BlockState &st, int64_t first_key, bool mark, PanelOf panel_of,
-                          bool (&marked)[kMaxStrips]) {
+inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, int64_t first_key, bool mark, PanelOf panel_of,
+                    bool (&marked)[kMaxStrips]) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
   const Range *keys = st.keys;
   Range cols[kMaxStrips];
@@ -173,8 +173,7 @@ inline void block_weights(const MaskedProblem &p, const Head &head, BlockState &
     if (general || st.partial[strip]) row_maxima(st, r0, m, n, s);
     const bool masked = general || st.partial[strip] || st.interior[strip].begin > first || st.interior[strip].end < first + n;
     marked[strip] = masked && mark;
-    (marked[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s,
-                                                                                         InPlace{s});
+    (marked[strip] ? softmax_strip<true, InPlace> : softmax_strip<false, InPlace>)(st, r0, m, n, multiplier, s, InPlace{s});
     if (p.dropout.threshold > 0) apply_dropout(p, head, st, r0, m, first, n, s);
   }
 }
@@ -182,7 +181,7 @@ inline void block_weights(const MaskedProblem &p, const Head &head, BlockState &
 // One block of queries against one packed block of keys, after begin_keys.
 inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
   bool visible_only[kMaxStrips] = {};
-  block_weights(
+  block_p(
       p, head, st, key.first, !key.finite, [&](int64_t col) { return key.keys + col * p.head_dim; }, visible_only);
   const Range *keys = st.keys;
   const int64_t strips = (st.rows + kMr - 1) / kMr;
@@ -227,12 +226,11 @@ inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockStat
                 of_v = factors_of(p, p.v_descale, head.b, head.head_k, head.keys.start);
   constexpr int64_t kBytes = sizeof(typename Element::Type);
   bool marked[kMaxStrips] = {};
-  block_weights(
+  block_p(
       p, head, st, first, /*mark=*/true,
       [&](int64_t col) {
         const int64_t begin = first + col, end = min64(begin + kNr, head.keys.len);
-        for (int64_t j = end; j < min64(end + kNr, head.keys.len); ++j) prefetch_row(keys.row(j), p.head_dim * kBytes);
-        pack_transposed<Element>(keys, begin, end, p.head_dim, panel, of_k);
+        pack_transposed<Element>(keys, begin, end, p.head_dim, panel, of_k, head.keys.len);
         return panel;
       },
       marked);
@@ -242,36 +240,44 @@ inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockStat
     const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
     for (int64_t r = r0; r < r0 + m; ++r) {
       float *o = st.o + r * st.dim_v;
-      for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(o + c, Simd::mul(Simd::set(st.correction[r]), Simd::load(o + c)));
+      for (int64_t c = 0; c < st.dim_v; c += kWidth)
+        Simd::store(o + c, Simd::mul(Simd::set(st.correction[r]), Simd::load(o + c)));
     }
-    for_keys<2 * kKeysTogether>(
-        values, first + seen.begin, first + seen.end,
-        [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
-          float factors[KEYS];
-          for (int n = 0; n < KEYS; ++n) {
-            prefetch_row(ahead[n], p.head_dim_v * kBytes);
-            factors[n] = of_v.at(j + n);
-          }
-          for_row_groups<KEYS == 1 ? 1 : kMostBlockRows>(
-              m, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-                const float *w = st.s + (r0 + r) * kBlockKeys + j - first;
-                float *o = st.o + (r0 + r) * st.dim_v;
-                bool some_masked = false;
-                for (int i = 0; marked[strip] && i < ROWS; ++i) {
-                  for (int n = 0; n < KEYS; ++n) some_masked |= is_masked_p(w[i * kBlockKeys + n]);
+    const auto add = [&]<int MOST_ROWS>() __attribute__((always_inline)) {
+      return [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
+        float factors[KEYS];
+        for (int n = 0; n < KEYS; ++n) {
+          prefetch_row(ahead[n], p.head_dim_v * kBytes);
+          factors[n] = of_v.at(j + n);
+        }
+        for_row_groups<KEYS == 1 ? 1 : MOST_ROWS>(
+            m, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+              const float *w = st.s + (r0 + r) * kBlockKeys + j - first;
+              float *o = st.o + (r0 + r) * st.dim_v;
+              bool some_masked = false;
+              for (int i = 0; marked[strip] && i < ROWS; ++i) {
+                for (int n = 0; n < KEYS; ++n) some_masked |= is_masked_p(w[i * kBlockKeys + n]);
+              }
+              if (__builtin_expect(!some_masked, 1)) {
+                add_weighted_rows<Element, KEYS, ROWS>(v, 0, p.head_dim_v, w, kBlockKeys, o, st.dim_v, factors);
+                return;
+              }
+              for (int i = 0; i < ROWS; ++i) {
+                for (int n = 0; n < KEYS; ++n) {
+                  const float *one = w + i * kBlockKeys + n;
+                  if (!is_masked_p(*one)) add_weighted_row<Element>(v[n], p.head_dim_v, one, o + i * st.dim_v, factors + n);
                 }
-                if (__builtin_expect(!some_masked, 1)) {
-                  add_weighted_rows<Element, KEYS, ROWS>(v, 0, p.head_dim_v, w, kBlockKeys, o, st.dim_v, factors);
-                  return;
-                }
-                for (int i = 0; i < ROWS; ++i) {
-                  for (int n = 0; n < KEYS; ++n) {
-                    const float *one = w + i * kBlockKeys + n;
-                    if (!is_masked_p(*one)) add_weighted_row<Element>(v[n], p.head_dim_v, one, o + i * st.dim_v, factors + n);
-                  }
-                }
-              });
-        });
+              }
+            });
+      };
+    };
+    // As in vector_outputs: with few rows, more keys at once fill the processor's queues.
+    const Range all{first + seen.begin, first + seen.end};
+    if (kBytes > 1 && m < 4) {
+      for_keys<kKeysTogether>(values, all.begin, all.end, add.template operator()<2>());
+    } else {
+      for_keys<2 * kKeysTogether>(values, all.begin, all.end, add.template operator()<kMostBlockRows>());
+    }
   }
 }
 

@@ -215,7 +215,7 @@ class Model {
     const float base = max_ == -kInfinity ? 0 : max_, correction = exp2(before - base);
     std::vector<float> p(kBlock);
     for (int64_t n = 0; n < kBlock; ++n) p[n] = x[n] == -kInfinity ? 0 : exp2(fma(x[n], multiplier(), -base));
-    for (int l = 0; l < a_.lanes; ++l) {  // two chains a lane
+    for (int l = 0; l < a_.lanes; ++l) {  // two chains for each lane
       float one = 0, other = 0;
       for (int64_t n = l; n < kBlock; n += 2 * a_.lanes) {
         one += p[n];

@@ -277,8 +277,8 @@ SameBitsResult run(fa_context context, const SameBitsProblem &p, const SameBitsS
   Rows v(p.key_dtype, packed, packed ? 1 : tensors_k, rows_k, heads_k, p.head_dim_v, outer);
   const bool per_row = p.descale == 2;
   const int64_t factor_rows = per_row ? rows_k : 1;
-  Rows k_factors(FA_FLOAT32, false, per_row ? (packed ? 1 : tensors_k) : batch, factor_rows, heads_k, 1, false);
-  Rows v_factors = k_factors;
+  Rows k_descales(FA_FLOAT32, false, per_row ? (packed ? 1 : tensors_k) : batch, factor_rows, heads_k, 1, false);
+  Rows v_descales = k_descales;
   const auto place_q = [&](Rows &rows, int64_t b, int64_t i, int64_t h) {
     return packed ? rows.at(0, starts_q[b] + i, h) : rows.at(b, i, h);
   };
@@ -318,15 +318,15 @@ SameBitsResult run(fa_context context, const SameBitsProblem &p, const SameBitsS
         }
         if (p.descale == 0 || (!per_row && j > 0)) continue;
         const float factors[] = {b == own ? s.k_descale[row] : 0.5f, b == own ? s.v_descale[row] : 2.0f};
-        std::memcpy(per_row ? place_k(k_factors, b, j, h) : k_factors.at(b, 0, h), &factors[0], sizeof(float));
-        std::memcpy(per_row ? place_k(v_factors, b, j, h) : v_factors.at(b, 0, h), &factors[1], sizeof(float));
+        std::memcpy(per_row ? place_k(k_descales, b, j, h) : k_descales.at(b, 0, h), &factors[0], sizeof(float));
+        std::memcpy(per_row ? place_k(v_descales, b, j, h) : v_descales.at(b, 0, h), &factors[1], sizeof(float));
       }
     }
     if (p.descale == 1 && keys[b] == 0) {
       const float one = 1;
       for (int64_t h = 0; h < heads_k; ++h) {
-        std::memcpy(k_factors.at(b, 0, h), &one, sizeof one);
-        std::memcpy(v_factors.at(b, 0, h), &one, sizeof one);
+        std::memcpy(k_descales.at(b, 0, h), &one, sizeof one);
+        std::memcpy(v_descales.at(b, 0, h), &one, sizeof one);
       }
     }
   }
@@ -359,7 +359,7 @@ SameBitsResult run(fa_context context, const SameBitsProblem &p, const SameBitsS
     if (!per_row) return vector_tensor(factors.at(0, 0, 0), FA_FLOAT32, {batch, heads_k});
     return vector_tensor(factors.at(0, 0, 0), FA_FLOAT32, {packed ? 1 : tensors_k, rows_k, heads_k});
   };
-  if (p.descale != 0) a.k_descale = descale(k_factors), a.v_descale = descale(v_factors);
+  if (p.descale != 0) a.k_descale = descale(k_descales), a.v_descale = descale(v_descales);
 
   SameBitsResult result;
   result.status = fa_forward(context, &a, nullptr, 0, nullptr);
