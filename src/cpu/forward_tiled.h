@@ -124,11 +124,31 @@ FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
   }
 }
 
-// P of one block of queries and of the block of keys that begins at key `first`, after begin_keys: P replaces st.s, and the row sums and corrections
-// are up to date. panel_of(col) is the K^T panel of the keys from col on. With `mark` the P of masked pairs are marked as such, in the strips that
-// it then returns true for.
-template <class PanelOf>
-inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, int64_t first_key, bool mark, PanelOf panel_of,
+// The K^T panels of a block of keys: packed before, or packed when they are asked for, one at a time.
+struct Panels {
+  int64_t first = 0;  // key
+  const ForwardProblem *p = nullptr;
+  const float *packed = nullptr;  // (head_dim x kNr) each
+  Rows keys;                      // of panels that are not packed yet
+  Factors factors;
+  int64_t key_count = 0;
+  float *scratch = nullptr;  // head_dim x kNr
+
+  // Keys `first` + col .. of the sequence.
+  const float *at(int64_t col) const {
+    if (packed != nullptr) return packed + col * p->head_dim;
+    const int64_t begin = first + col, end = min64(begin + kNr, key_count);
+    for (int64_t j = end; j < min64(end + kNr, key_count); ++j)
+      prefetch_row(keys.row(j), p->head_dim * dtype_bytes(p->k.dtype));
+    for_key_dtype(p->k.dtype,
+                  [&]<class Element>() { pack_transposed<Element>(keys, begin, end, p->head_dim, scratch, factors); });
+    return scratch;
+  }
+};
+
+// P of one block of queries and one block of keys, after begin_keys: P replaces st.s, and row sums and corrections are up to date. With `mark` the P of
+// masked pairs are marked as such, in the strips that marked[] then names.
+inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, const Panels &panels, bool mark,
                     bool (&marked)[kMaxStrips]) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
   const Range *keys = st.keys;
@@ -145,8 +165,8 @@ inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, in
   }
 
   for (int64_t col = all_cols.begin; col < all_cols.end; col += kNr) {
-    const float *panel = panel_of(col);
-    const int64_t first = first_key + col;
+    const float *panel = panels.at(col);
+    const int64_t first = panels.first + col;
     const auto kind = [&](int64_t strip) {
       if (keys[strip].empty() || col < cols[strip].begin || col >= cols[strip].end) return Masking::kAll;
       if (general) return Masking::kNone;  // masks come later
@@ -165,7 +185,7 @@ inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, in
   const float multiplier = general ? 1.0f : p.softmax_scale * kLog2e;
   for (int64_t strip = 0; strip < strips; ++strip) {
     if (keys[strip].empty()) continue;
-    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = first_key + cols[strip].begin;
+    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = panels.first + cols[strip].begin;
     const int64_t n = cols[strip].size();
     float *s = st.s + r0 * kBlockKeys + cols[strip].begin;
     if (general) general_scores(p, head, st, r0, m, first, n, s);
@@ -179,10 +199,13 @@ inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, in
 }
 
 // One block of queries against one packed block of keys, after begin_keys.
-inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
+inline void attend(const ForwardProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
   bool visible_only[kMaxStrips] = {};
-  block_p(
-      p, head, st, key.first, !key.finite, [&](int64_t col) { return key.keys + col * p.head_dim; }, visible_only);
+  Panels panels;
+  panels.first = key.first;
+  panels.p = &p;
+  panels.packed = key.keys;
+  block_p(p, head, st, panels, !key.finite, visible_only);
   const Range *keys = st.keys;
   const int64_t strips = (st.rows + kMr - 1) / kMr;
   for (int64_t strip = 0; strip < strips; ++strip) {
@@ -217,23 +240,55 @@ inline void attend(const MaskedProblem &p, const Head &head, BlockState &st, con
   }
 }
 
-// The same for very few rows and keys where they lie: packing would take longer than the products. `panel` is scratch, head_dim x kNr floats.
+// O += P V of the m rows from r0 on and the keys [seen.begin, seen.end) of the block that begins at key `first`, from values where they lie.
 template <class Element>
-inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockState &st, int64_t first, float *panel) {
-  const Rows keys = key_rows_of(p, p.k, head.b, head.head_k, head.keys.start),
-             values = key_rows_of(p, p.v, head.b, head.head_k, head.keys.start);
-  const Factors of_k = factors_of(p, p.k_descale, head.b, head.head_k, head.keys.start),
-                of_v = factors_of(p, p.v_descale, head.b, head.head_k, head.keys.start);
+__attribute__((noinline)) void add_values(const ForwardProblem &p, const Head &head, const BlockState &st, int64_t r0,
+                                          int64_t m, int64_t first, Range seen, bool marked) {
   constexpr int64_t kBytes = sizeof(typename Element::Type);
+  const Rows values = key_rows_of(p, p.v, head.b, head.head_k, head.keys.start);
+  const Factors factors = factors_of(p, p.v_descale, head.b, head.head_k, head.keys.start);
+  for_keys<kKeysTogether>(values, first + seen.begin, first + seen.end,
+                          [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
+                            float of_keys[KEYS];
+                            for (int n = 0; n < KEYS; ++n) {
+                              prefetch_row(ahead[n], p.head_dim_v * kBytes);
+                              of_keys[n] = factors.at(j + n);
+                            }
+                            for_row_groups<KEYS == 1 ? 1 : 2>(
+                                m, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                                  const float *w = st.s + (r0 + r) * kBlockKeys + j - first;
+                                  float *o = st.o + (r0 + r) * st.dim_v;
+                                  bool some_masked = false;
+                                  for (int i = 0; marked && i < ROWS; ++i) {
+                                    for (int n = 0; n < KEYS; ++n) some_masked |= is_masked_p(w[i * kBlockKeys + n]);
+                                  }
+                                  if (__builtin_expect(!some_masked, 1)) {
+                                    add_weighted_rows<Element, KEYS, ROWS>(v, 0, p.head_dim_v, w, kBlockKeys, o, st.dim_v,
+                                                                           of_keys);
+                                    return;
+                                  }
+                                  for (int i = 0; i < ROWS; ++i) {
+                                    for (int n = 0; n < KEYS; ++n) {
+                                      const float *one = w + i * kBlockKeys + n;
+                                      if (!is_masked_p(*one))
+                                        add_weighted_row<Element>(v[n], p.head_dim_v, one, o + i * st.dim_v, of_keys + n);
+                                    }
+                                  }
+                                });
+                          });
+}
+
+// The same as attend for very few rows and keys where they lie: packing would take longer than the products. `scratch` has head_dim x kNr floats.
+inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockState &st, int64_t first, float *scratch) {
+  Panels panels;
+  panels.first = first;
+  panels.p = &p;
+  panels.keys = key_rows_of(p, p.k, head.b, head.head_k, head.keys.start);
+  panels.factors = factors_of(p, p.k_descale, head.b, head.head_k, head.keys.start);
+  panels.key_count = head.keys.len;
+  panels.scratch = scratch;
   bool marked[kMaxStrips] = {};
-  block_p(
-      p, head, st, first, /*mark=*/true,
-      [&](int64_t col) {
-        const int64_t begin = first + col, end = min64(begin + kNr, head.keys.len);
-        pack_transposed<Element>(keys, begin, end, p.head_dim, panel, of_k, head.keys.len);
-        return panel;
-      },
-      marked);
+  block_p(p, head, st, panels, /*mark=*/true, marked);
   for (int64_t strip = 0; strip * kMr < st.rows; ++strip) {
     const Range seen = st.keys[strip];
     if (seen.empty()) continue;
@@ -243,41 +298,7 @@ inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockStat
       for (int64_t c = 0; c < st.dim_v; c += kWidth)
         Simd::store(o + c, Simd::mul(Simd::set(st.correction[r]), Simd::load(o + c)));
     }
-    const auto add = [&]<int MOST_ROWS>() __attribute__((always_inline)) {
-      return [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
-        float factors[KEYS];
-        for (int n = 0; n < KEYS; ++n) {
-          prefetch_row(ahead[n], p.head_dim_v * kBytes);
-          factors[n] = of_v.at(j + n);
-        }
-        for_row_groups<KEYS == 1 ? 1 : MOST_ROWS>(
-            m, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-              const float *w = st.s + (r0 + r) * kBlockKeys + j - first;
-              float *o = st.o + (r0 + r) * st.dim_v;
-              bool some_masked = false;
-              for (int i = 0; marked[strip] && i < ROWS; ++i) {
-                for (int n = 0; n < KEYS; ++n) some_masked |= is_masked_p(w[i * kBlockKeys + n]);
-              }
-              if (__builtin_expect(!some_masked, 1)) {
-                add_weighted_rows<Element, KEYS, ROWS>(v, 0, p.head_dim_v, w, kBlockKeys, o, st.dim_v, factors);
-                return;
-              }
-              for (int i = 0; i < ROWS; ++i) {
-                for (int n = 0; n < KEYS; ++n) {
-                  const float *one = w + i * kBlockKeys + n;
-                  if (!is_masked_p(*one)) add_weighted_row<Element>(v[n], p.head_dim_v, one, o + i * st.dim_v, factors + n);
-                }
-              }
-            });
-      };
-    };
-    // As in vector_outputs: with few rows, more keys at once fill the processor's queues.
-    const Range all{first + seen.begin, first + seen.end};
-    if (kBytes > 1 && m < 4) {
-      for_keys<kKeysTogether>(values, all.begin, all.end, add.template operator()<2>());
-    } else {
-      for_keys<2 * kKeysTogether>(values, all.begin, all.end, add.template operator()<kMostBlockRows>());
-    }
+    for_key_dtype(p.v.dtype, [&]<class Element>() { add_values<Element>(p, head, st, r0, m, first, seen, marked[strip]); });
   }
 }
 
@@ -324,9 +345,7 @@ class FmaProducts {
   // Key block n, for a block of queries that shares it with no other. `keys` and `values` are scratch of a packed block.
   void attend_alone(const Head &head, State &st, int64_t n, char *keys, char *values) const {
     if (st.rows > kVectorRows) return attend(head, st, n, keys, values, pack(head, n, keys, values));
-    for_key_dtype(p_.k.dtype, [&]<class Element>() {
-      attend_unpacked<Element>(p_, head, st, n * kBlockKeys, reinterpret_cast<float *>(keys));
-    });
+    attend_unpacked(p_, head, st, n * kBlockKeys, reinterpret_cast<float *>(keys));
   }
 
   // The state of row r as a result.

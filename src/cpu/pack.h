@@ -111,13 +111,11 @@ inline Factors factors_of(const ForwardProblem &p, const Descale &descale, int64
 }
 
 // Transposes n <= kWidth rows of `dim` elements: to[i * ld + r] = element i of row r for r < n, 0 for n <= r < store_lanes. Rows of a
-// quantised dtype have a factor each. kWidth rows `ahead`, if given, are fetched into the cache meanwhile.
+// quantised dtype have a factor each.
 template <class Element>
 inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *to, int64_t ld, int store_lanes,
-                           const float *factors = nullptr, const char *const *ahead = nullptr) {
+                           const float *factors = nullptr) {
   for (int64_t i = 0; i < dim; i += kWidth) {
-    const int64_t at = i * static_cast<int64_t>(sizeof(typename Element::Type));
-    for (int r = 0; ahead != nullptr && at % 64 == 0 && r < kWidth; ++r) Simd::prefetch(ahead[r] + at);
     const int cols = static_cast<int>(min64(dim - i, kWidth));
     F tile[kWidth];
 #pragma GCC unroll 16
@@ -140,10 +138,10 @@ inline void transpose_rows(const char *const *rows, int n, int64_t dim, float *t
 }
 
 // Keys [begin, end) as K^T panels: panel n, `dim` x kNr floats at to + n * kNr * dim, holds keys begin + n * kNr ..; its columns
-// past `end` are zero. The keys of the next panel up to key `fetched` are fetched into the cache meanwhile.
+// past `end` are zero.
 template <class Element>
 __attribute__((noinline)) void pack_transposed(const Rows &keys, int64_t begin, int64_t end, int64_t dim, float *to,
-                                               const Factors &factors = {}, int64_t fetched = 0) {
+                                               const Factors &factors = {}) {
   for (int64_t j = begin; j < end; j += kNr, to += kNr * dim) {
     for (int v = 0; v < 2; ++v) {
       const int64_t first = j + v * kWidth;
@@ -154,10 +152,7 @@ __attribute__((noinline)) void pack_transposed(const Rows &keys, int64_t begin, 
         rows[r] = keys.row(first + r);
         if constexpr (Element::kQuantised) of_rows[r] = factors.at(first + r);
       }
-      const char *ahead[kWidth];
-      const bool fetch = fetched > first + kNr;
-      for (int r = 0; fetch && r < kWidth; ++r) ahead[r] = keys.row(min64(first + kNr + r, fetched - 1));
-      transpose_rows<Element>(rows, n, dim, to + v * kWidth, kNr, kWidth, of_rows, fetch ? ahead : nullptr);
+      transpose_rows<Element>(rows, n, dim, to + v * kWidth, kNr, kWidth, of_rows);
     }
   }
 }
