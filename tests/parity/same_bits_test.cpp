@@ -97,6 +97,16 @@ TEST_P(SameBits, Refusals) {
         EXPECT_EQ(plan.same_bits_contract, expected == FA_OK ? 1 : 0);
       }
       if (expected != FA_OK) continue;
+      // A query reads no data: keys may be more than there is memory for.
+      float slopes[2] = {};
+      fa_attention far = a;
+      far.alibi_slopes = fa_tensor{slopes, {2}, {1}, FA_FLOAT32, 1};
+      far.k.shape[1] = far.v.shape[1] = (int64_t{1} << 24) + 1;
+      far.k.stride[1] = far.v.stride[1] = 0;
+      EXPECT_EQ(fa_forward_query(backend().context(), &far, &plans[0]), FA_ERROR_UNSUPPORTED);
+      EXPECT_NE(std::string(plans[0].reason).find("alibi_slopes is given with seqlen_q 24 and seqlen_k 16777217"),
+                std::string::npos)
+          << plans[0].reason;
       a.flags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT;
       EXPECT_EQ(fa_forward_query(backend().context(), &a, &plans[0]), FA_OK);
       EXPECT_EQ(plans[0].same_bits_contract, 0);
