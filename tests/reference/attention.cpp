@@ -28,8 +28,9 @@ Result zeros(const Sequence &s) {
   return r;
 }
 
-// How often query i lists key j.
+// How often query i counts key j that it sees.
 int64_t times_listed(const Sequence &s, int64_t i, int64_t j) {
+  if (!s.has_key_lists) return 1;
   const std::vector<int64_t> &list = s.key_lists[static_cast<size_t>(i)];
   return std::count(list.begin(), list.end(), j);
 }
@@ -61,10 +62,11 @@ class Head {
         const size_t ij = at(i, s_.seqlen_k, j);
         if (!seen_[ij] || keep_[ij] == 0) continue;
         const Real p = static_cast<Real>(stored_(p_[ij] * keep_[ij]));
+        const int64_t times = times_listed(s_, i, j);
         for (size_t d = 0; d < columns; ++d) {
           const Real term = p * v(j, static_cast<int64_t>(d));
-          sum[d] += term;
-          terms[d] += std::abs(term);
+          for (int64_t n = 0; n < times; ++n) sum[d] += term;
+          terms[d] += static_cast<Real>(times) * std::abs(term);
         }
       }
       for (size_t d = 0; d < columns; ++d) {
@@ -179,8 +181,8 @@ class Head {
       const size_t ij = at(i, s_.seqlen_k, j);
       if (!seen_[ij]) continue;
       p_[ij] = std::exp(logit_[ij] - maximum);
-      if (s_.has_key_lists) p_[ij] *= static_cast<Real>(times_listed(s_, i, j));
-      sum += p_[ij];
+      // Equal terms one by one, as kernels add them: their rounding errors do not cancel.
+      for (int64_t n = times_listed(s_, i, j); n > 0; --n) sum += p_[ij];
     }
     for (int64_t j = 0; j < s_.seqlen_k; ++j) p_[at(i, s_.seqlen_k, j)] /= sum;
     lse = static_cast<double>(maximum + std::log(sum));
