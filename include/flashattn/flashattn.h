@@ -608,7 +608,7 @@ enum {
    * (chunked prefill) and one for every token give equal bits; so do padded, packed and paged tensors, any batch, any
    * `num_splits`, any group of heads. This implies the two flags above, and backward is as they make it. docs/numerics.md has the
    * arithmetic and what it does not cover. Refused with ::FA_ERROR_UNSUPPORTED: CUDA contexts, `dropout_p`, `seqstart_k`,
-   * `score`, `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks. @since 0.1
+   * `score`, `kv_indices`, `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks. @since 0.1
    */
   FA_FLAG_SAME_BITS = 4
 };

@@ -122,7 +122,16 @@ class Normaliser {
       return fail(error_, FA_ERROR_UNSUPPORTED,
                   "k has %" PRId64 " times %" PRId64 " rows; with kv_indices it may have 2^31 - 1", outer, rows);
     }
-    FA_RETURN_IF_ERROR(check_sizes({{"kv_indices.shape[-1]", entries.size}}, error_));
+    const int64_t batch = packed_q_ ? 1 : p_.batch, queries = packed_q_ ? a_.q.shape[0] : a_.q.shape[1];
+    constexpr int64_t kMostEntries = int64_t{1} << 50;  // of all queries
+    int64_t count = 0;
+    if (__builtin_mul_overflow(std::max<int64_t>(batch, 1), std::max<int64_t>(queries, 1), &count) ||
+        __builtin_mul_overflow(count, std::max<int64_t>(entries.size, 1), &count) || count > kMostEntries) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "kv_indices.shape[%d] is %" PRId64 "; with %" PRId64 " times %" PRId64
+                  " queries that is more than 2^50 entries, and kernels take fewer",
+                  t.ndim - 1, entries.size, batch, queries);
+    }
     problem.key_indices = {true,
                            static_cast<const int32_t *>(t.data),
                            packed_q_ ? 0 : stride_of(t, 0),

@@ -784,6 +784,11 @@ TEST_F(MisusedProblem, Indices) {
       [](SampleProblem &p) { p.attention.window = FA_WINDOW_RIGHT; });
   add("with FA_FLAG_SAME_BITS", FA_ERROR_UNSUPPORTED, {"kv_indices", "FA_FLAG_SAME_BITS"},
       [](SampleProblem &p) { p.attention.flags = FA_FLAG_SAME_BITS; });
+  add("of more entries than a number counts", FA_ERROR_UNSUPPORTED, {"kv_indices.shape[2]", "2 times 5 queries", "2^50"},
+      [](SampleProblem &p) {
+        p.attention.kv_indices.shape[2] = int64_t{1} << 50;
+        for (int d = 0; d < 3; ++d) p.attention.kv_indices.stride[d] = 0;
+      });
   add("with dropout", FA_ERROR_UNSUPPORTED, {"dropout_p", "kv_indices"},
       [](SampleProblem &p) { p.attention.dropout_p = 0.5f; });
   const struct {
