@@ -132,7 +132,7 @@ class ForwardWide {
       mbarrier_init(v_full(0, n), 1);
       mbarrier_init(v_empty(0, n), kWarps);
     }
-    mbarrier_init(p_full(), kWarps);
+    mbarrier_init(p_full(), 128);
     mbarrier_init(p_empty(), 2 * kWarps);
     mbarrier_init_fence();
   }
@@ -230,7 +230,7 @@ class ForwardWide {
 #pragma unroll
       for (int n = 0; n < 4; ++n) stmatrix_x4(row + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p16[n]);
       fence_proxy_async();
-      release_warp(p_full());
+      mbarrier_arrive(p_full());
     }
     softmax.reduce_sums();
     RowResult result[2];
@@ -246,7 +246,7 @@ class ForwardWide {
           *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) = used ? result[r].lse : -CUDART_INF_F;
       }
     }
-    release_warp(p_full());
+    mbarrier_arrive(p_full());
   }
 
   // S of a KV tile. An atom of K is released when the product with the next one has been started.
