@@ -1,0 +1,427 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward-mode derivative on Hopper: tangents of out and lse from (q, k, v, out, lse) and tangents of q, k and v. A CTA owns 128 queries
+// of a head.
+//
+//   producer warp              loads Q and tQ once, and K, tK, V and tV of 64 keys at a time by TMA through pipelines of kStages stages
+//   consumer warpgroups (2)    64 queries each, five products for a KV tile:
+//
+//     S = Q K^T    tS = tQ K^T + Q tK^T    P = exp2(S - lse)    H = scale P tS    tlse += rowsum(H)    tO += P tV + H V
+//
+// and at the end tO -= tlse O. P comes from lse, so nothing is rescaled. The tensor cores work through the queue of a warpgroup without a gap:
+// P is computed while tS runs, H while P tV runs, and S of the next KV tile is issued behind H V.
+//
+// Q, P and H are A operands in registers, which halves what the products read from shared memory.
+#pragma once
+
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/jvp_sm90/jvp.h"
+
+namespace fa::cuda::sm90 {
+
+template <typename Element_, int kD_, int kStages_>
+struct JvpConfig {
+  using Element = Element_;
+  using Storage = JvpStorage<kD_, kStages_>;
+  static constexpr int kD = kD_, kStages = kStages_, kAtoms = Storage::kAtoms, kAtomBytes = Storage::kAtomBytes,
+                       kTileBytes = Storage::kTileBytes;
+  static constexpr int kWarpgroups = Storage::kWarpgroups, kRows = 64 * kWarpgroups, kKeys = 64;
+  static constexpr int kThreads = 128 * (1 + kWarpgroups), kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= 512 && kD % 64 == 0);
+};
+
+template <class C>
+class Jvp {
+ public:
+  __device__ __forceinline__ Jvp(const JvpParams &params, char *shared)
+      : a_(params),
+        p_(params.problem),
+        smem_(smem_address(shared)),
+        lane_(static_cast<int>(threadIdx.x & 31)),
+        warp_(static_cast<int>(uniform(threadIdx.x >> 5) & 3)) {
+    const L2HeadOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
+    batch_ = place.batch;
+    head_q_ = place.head;
+    head_k_ = a_.group.quotient(place.head);
+    row0_ = place.row_block * C::kRows;
+    last_block_ = place.row_block == a_.order.row_blocks - 1;
+    const Sequence q = sequence_of(p_.q_lengths, batch_), k = unpadded_keys(p_.k_lengths, batch_);
+    q_ = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)};
+    k_ = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    tiles_ = tiles_of(row0_, C::kRows);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (row0_ >= max(q_.len, q_.seq_slot)) return;  // past the end of a packed sequence
+    if (threadIdx.x == 0) {
+      init_barriers();
+    } else if (threadIdx.x == 32) {
+      for (const CUtensorMap *map : {&a_.q_map, &a_.k_map, &a_.v_map, &a_.tq_map, &a_.tk_map, &a_.tv_map})
+        tma_prefetch_descriptor(map);
+    }
+    __syncthreads();
+    const auto wg = static_cast<int>(uniform(threadIdx.x / 128));
+    if (wg == 0) {
+      setmaxnreg_dealloc<C::kProducerRegisters>();
+      if (warp_ == 0) load();
+    } else {
+      setmaxnreg_alloc<C::kConsumerRegisters>();
+      row0_ += (wg - 1) * 64;
+      consumer_warpgroup(wg - 1);
+    }
+  }
+
+ private:
+  using Element = typename C::Element;
+  using Storage = typename C::Storage;
+  using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
+  using Pipeline = PipelineState<C::kStages>;
+
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
+  // KV tiles with a key that one of the queries [row, row + rows) sees.
+  __device__ __forceinline__ KeyRange tiles_of(int row, int rows) const {
+    const Diagonal<int32_t> diagonal = this->diagonal();
+    const KeyRange keys = diagonal.visible_keys({row, min(row + rows, diagonal.seqlen_q)});
+    return keys.empty() ? KeyRange{0, 0} : tiles_touching<C::kKeys>(keys);
+  }
+  // Row r of this lane's two.
+  __device__ __forceinline__ int row_of(int r) const { return row0_ + warp_ * 16 + (lane_ >> 2) + 8 * r; }
+
+  __device__ __forceinline__ uint32_t q(int wg) const { return smem_ + offsetof(Storage, q) + wg * C::kTileBytes; }
+  __device__ __forceinline__ uint32_t tq(int wg) const { return smem_ + offsetof(Storage, tq) + wg * C::kTileBytes; }
+  __device__ __forceinline__ uint32_t k(int stage) const { return smem_ + offsetof(Storage, k) + stage * 2 * C::kTileBytes; }
+  __device__ __forceinline__ uint32_t tk(int stage) const { return k(stage) + C::kTileBytes; }
+  __device__ __forceinline__ uint32_t v(int stage) const { return smem_ + offsetof(Storage, v) + stage * 2 * C::kTileBytes; }
+  __device__ __forceinline__ uint32_t tv(int stage) const { return v(stage) + C::kTileBytes; }
+  __device__ __forceinline__ uint32_t q_full(int wg) const { return smem_ + offsetof(Storage, q_full) + wg * 8; }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return smem_ + offsetof(Storage, k_full) + stage * 8; }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return smem_ + offsetof(Storage, k_empty) + stage * 8; }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return smem_ + offsetof(Storage, v_full) + stage * 8; }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return smem_ + offsetof(Storage, v_empty) + stage * 8; }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kWarps = 4 * C::kWarpgroups;
+    for (int wg = 0; wg < C::kWarpgroups; ++wg) mbarrier_init(q_full(wg), 1);
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(k_full(n), 1);
+      mbarrier_init(k_empty(n), kWarps);
+      mbarrier_init(v_full(n), 1);
+      mbarrier_init(v_empty(n), kWarps);
+    }
+    mbarrier_init_fence();
+  }
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    __syncwarp();
+    mbarrier_arrive_if(lane_ == 0, barrier);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Producer warp
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // A batch entry that no tensor has. TMA fills what is outside of a tensor with zeros: so an absent tangent costs no memory traffic.
+  static constexpr int kNoBatch = 1 << 30;
+
+  __device__ __forceinline__ void load() const {
+    if (tiles_.empty()) return;
+    const int batch_q = p_.q_lengths.cu != nullptr ? 0 : batch_, batch_k = p_.k_lengths.cu != nullptr ? 0 : batch_;
+    const auto load_tile = [&](uint32_t dst, const CUtensorMap &map, uint32_t barrier, int row, int head, int batch,
+                               uint64_t policy) {
+#pragma unroll
+      for (int atom = 0; atom < C::kAtoms; ++atom)
+        tma_load_4d(dst + atom * C::kAtomBytes, &map, barrier, atom * 64, row, head, batch, policy);
+    };
+    if (elect_one()) {
+#pragma unroll 1
+      for (int wg = 0; wg < C::kWarpgroups; ++wg) {
+        const int row = q_.start + row0_ + wg * 64;
+        mbarrier_arrive_expect_tx(q_full(wg), 2 * C::kTileBytes);
+        load_tile(q(wg), a_.q_map, q_full(wg), row, head_q_, batch_q, kEvictFirst);
+        load_tile(tq(wg), a_.tq_map, q_full(wg), row, head_q_, a_.has_tq ? batch_q : kNoBatch, kEvictFirst);
+      }
+    }
+    const int batch_tk = a_.has_tk ? batch_k : kNoBatch, batch_tv = a_.has_tv ? batch_k : kNoBatch;
+    Pipeline pipe;
+#pragma unroll 1
+    for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
+      const int stage = pipe.stage(), row = k_.start + tile * C::kKeys;
+      mbarrier_wait(k_empty(stage), pipe.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(k_full(stage), 2 * C::kTileBytes);
+        load_tile(k(stage), a_.k_map, k_full(stage), row, head_k_, batch_k, kEvictLast);
+        load_tile(tk(stage), a_.tk_map, k_full(stage), row, head_k_, batch_tk, kEvictLast);
+      }
+      mbarrier_wait(v_empty(stage), pipe.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(v_full(stage), 2 * C::kTileBytes);
+        load_tile(v(stage), a_.v_map, v_full(stage), row, head_k_, batch_k, kEvictLast);
+        load_tile(tv(stage), a_.tv_map, v_full(stage), row, head_k_, batch_tv, kEvictLast);
+      }
+      pipe.advance();
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Consumer warpgroups
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void consumer_warpgroup(int wg) {
+    const KeyRange tiles = tiles_of(row0_, 64);
+    clear(tout_);
+    tlse_[0] = tlse_[1] = 0.f;
+    if (!tiles.empty()) {
+      const Diagonal<int32_t> diagonal = this->diagonal();
+      const KeyRange full = tiles_inside<C::kKeys>(diagonal.interior_keys({row0_, min(row0_ + 64, diagonal.seqlen_q)}));
+      load_lse();
+      load_q(wg);
+      for (int tile = tiles_.begin; tile < tiles.begin; ++tile) skip();
+      mainloop(wg, tiles, full);
+      for (int tile = tiles.end; tile < tiles_.end; ++tile) skip();
+    } else {
+      for (int tile = tiles_.begin; tile < tiles_.end; ++tile) skip();
+    }
+    epilogue(wg);
+  }
+
+  // A KV tile that only the other warpgroup sees. It waits for the loads first: an arrival before that would count for the phase before.
+  __device__ __forceinline__ void skip() {
+    mbarrier_wait(k_full(pipe_.stage()), pipe_.phase());
+    release(k_empty(pipe_.stage()));
+    mbarrier_wait(v_full(pipe_.stage()), pipe_.phase());
+    release(v_empty(pipe_.stage()));
+    pipe_.advance();
+  }
+
+  // In base 2. In rows that see nothing, and in rows that do not exist, P is 0.
+  __device__ __forceinline__ void load_lse() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      const float lse = row < q_.len ? *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) : -CUDART_INF_F;
+      lse2_[r] = lse == -CUDART_INF_F ? CUDART_INF_F : lse * kLog2e;
+    }
+  }
+
+  // Q as A operands: 16 columns a step.
+  __device__ __forceinline__ void load_q(int wg) {
+    mbarrier_wait(q_full(wg), 0);
+    const uint32_t row = q(wg) + (warp_ * 16 + (lane_ & 15)) * 128;
+#pragma unroll
+    for (int n = 0; n < C::kD / 16; ++n)
+      ldmatrix_x4(q_operand_[n], row + n / 4 * C::kAtomBytes + (((n % 4 * 2 + (lane_ >> 4)) ^ (lane_ & 7)) << 4));
+  }
+
+  __device__ __forceinline__ void mainloop(int wg, const KeyRange &tiles, const KeyRange &full) {
+    const float scale = exponent_scale(p_);
+#pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      const int stage = pipe_.stage();
+      const bool partial = tile < full.begin || tile >= full.end;
+      issue_scores(wg);
+      wgmma_wait<1>();  // S
+      fence_operand(s_);
+      bool nan_safe = false;
+      if (partial) {
+        mask_rows<Fragment>(s_, tile * C::kKeys, lane_, [&](int r) { return keys_of_query(diagonal(), row_of(r)); });
+        exponentiate</*kMasked=*/true>(scale);
+      } else {
+        exponentiate</*kMasked=*/false>(scale);
+      }
+      convert_p<Element>(s_, p_operand_);
+      mbarrier_wait(v_full(stage), pipe_.phase());
+      // A masked pair has P = -0, which times NaN or Inf is NaN.
+      if (partial) {
+        nan_safe = named_barrier_or(
+            1 + wg, 128, tile_has_nonfinite<Element, 2 * C::kTileBytes, 128>(v(stage), static_cast<int>(threadIdx.x % 128)));
+      }
+      if (nan_safe) {
+        wgmma_wait<0>();  // tS
+        fence_operand(ts_);
+        release(k_empty(stage));
+        make_h(/*masked=*/true);
+        add_nan_safe(stage);
+      } else {
+        issue_product(p_operand_, tv(stage));
+        wgmma_wait<1>();  // tS
+        fence_operand(ts_);
+        release(k_empty(stage));
+        make_h(partial);
+        issue_product(h_operand_, v(stage));
+        wgmma_wait<0>();
+        fence_operand(tout_);
+      }
+      release(v_empty(stage));
+      pipe_.advance();
+    }
+  }
+
+  // Issues S = Q K^T, then tS = tQ K^T + Q tK^T.
+  __device__ __forceinline__ void issue_scores(int wg) {
+    const int stage = pipe_.stage();
+    mbarrier_wait(k_full(stage), pipe_.phase());
+    const uint64_t k = descriptor_k_major(this->k(stage)), tk = descriptor_k_major(this->tk(stage)),
+                   tq = descriptor_k_major(this->tq(wg));
+    fence_operand(s_);
+    fence_operand(ts_);
+    fence_operand(q_operand_);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < C::kD / 16; ++n) wgmma_rs_k<Element>(s_, q_operand_[n], advance_descriptor(k, at(n)), n != 0);
+    wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < C::kD / 16; ++n)
+      Wgmma<Element, C::kKeys>::ss_k_k(ts_, advance_descriptor(tq, at(n)), advance_descriptor(k, at(n)), n != 0);
+#pragma unroll
+    for (int n = 0; n < C::kD / 16; ++n) wgmma_rs_k<Element>(ts_, q_operand_[n], advance_descriptor(tk, at(n)), 1);
+    wgmma_commit();
+  }
+  // Where columns 16 n of a K-major tile begin.
+  static __device__ __forceinline__ constexpr int at(int n) { return n / 4 * C::kAtomBytes + n % 4 * 32; }
+
+  // Issues tO += (P or H) (tV or V).
+  __device__ __forceinline__ void issue_product(uint32_t (&operand)[C::kKeys / 16][4], uint32_t tile) {
+    const uint64_t b = descriptor_mn_major<C::kKeys>(tile);
+    fence_operand(tout_);
+    fence_operand(operand);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < C::kKeys / 16; ++n) Wgmma<Element, C::kD>::rs_mn(tout_, operand[n], advance_descriptor(b, n * 2048), 1);
+    wgmma_commit();
+  }
+
+  // S -> P.
+  template <bool kMasked>
+  __device__ __forceinline__ void exponentiate(float scale) {
+#pragma unroll
+    for (int n = 0; n < Fragment::kElements; ++n) {
+      const float p = exp2_approx(fmaf(s_[n], scale, -lse2_[Fragment::row(n)]));
+      s_[n] = kMasked && s_[n] == -CUDART_INF_F ? kMaskedP : p;
+    }
+  }
+  // tS -> H, as an operand, too, and its row sums.
+  __device__ __forceinline__ void make_h(bool masked) {
+    if (masked) {
+      multiply_p</*kMasked=*/true>();
+    } else {
+      multiply_p</*kMasked=*/false>();
+    }
+    convert_p<Element>(ts_, h_operand_);
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ void multiply_p() {
+    const float scale = p_.softmax_scale;
+    float sum[2][2] = {};
+#pragma unroll
+    for (int n = 0; n < Fragment::kElements; ++n) {
+      float h = s_[n] * (ts_[n] * scale);
+      if (kMasked && is_masked_p(s_[n])) h = 0.f;
+      sum[Fragment::row(n)][n / 4 % 2] += h;
+      ts_[n] = h;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) tlse_[r] += sum[r][0] + sum[r][1];
+  }
+
+  // Adds P tV + H V over the visible pairs. H of a masked pair gets the bits of a masked P, and no other one has them.
+  __device__ __forceinline__ void add_nan_safe(int stage) {
+#pragma unroll
+    for (int n = 0; n < C::kKeys / 16; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        uint32_t h = 0;
+#pragma unroll
+        for (int shift = 0; shift < 32; shift += 16) {
+          const bool masked = (p_operand_[n][r] >> shift & 0xFFFFu) == kMaskedPBits;
+          const uint32_t bits = h_operand_[n][r] >> shift & 0xFFFFu;
+          h |= (masked ? kMaskedPBits : bits == kMaskedPBits ? 0 : bits) << shift;
+        }
+        h_operand_[n][r] = h;
+      }
+    wgmma_rs_nan_safe<Element, C::kKeys, C::kD>(tout_, p_operand_, tv(stage), lane_);
+    wgmma_rs_nan_safe<Element, C::kKeys, C::kD>(tout_, h_operand_, v(stage), lane_);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Epilogue
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // tO -= tlse O, and the results to global memory. Rows that are not used become zero, by the last row block of a sequence those beyond the
+  // grid, too.
+  __device__ __forceinline__ void epilogue(int wg) {
+    Fragment::reduce(tlse_, SumOp{});
+    const int columns = static_cast<int>(p_.head_dim_v), quad = lane_ & 3;
+    const Element *out = row_of_tensor<Element>(p_.out, batch_, q_.start, head_q_);
+    Element *tout = row_of_tensor<Element>(a_.tout, batch_, q_.start, head_q_);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      const bool used = row < q_.len;
+      if (used && (a_.has_tq || a_.has_tk)) subtract_out(r, out + row * p_.out.seq_stride, columns);
+      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < q_.seq_slot)
+        *row_of_tensor(a_.tlse, batch_, q_.start + row, head_q_) = used ? tlse_[r] : 0.f;
+      store_fragment_row_at<Element, C::kD / 8>(
+          tout_, r, [&] { return tout + row * a_.tout.seq_stride; }, columns, a_.vector_tout, quad,
+          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < q_.seq_slot);
+    }
+    if (!last_block_ || wg != C::kWarpgroups - 1) return;
+    for (int row = row0_ + 64 + warp_; row < q_.seq_slot; row += 4)
+      store_zero_row(tout + row * a_.tout.seq_stride, columns,
+                     a_.tlse.data != nullptr ? row_of_tensor(a_.tlse, batch_, q_.start + row, head_q_) : nullptr, 0.f, lane_);
+  }
+  // Row r of the accumulator, in which this lane has two columns of every eight.
+  __device__ __forceinline__ void subtract_out(int r, const Element *out, int columns) {
+    const auto *bits = reinterpret_cast<const unsigned short *>(out);
+#pragma unroll
+    for (int j = 0; j < C::kD / 8; ++j) {
+      const int column = 8 * j + 2 * (lane_ & 3);
+      uint32_t x = 0;
+      if (a_.vector_out) {
+        if (column < columns) x = *reinterpret_cast<const uint32_t *>(bits + column);
+      } else {
+        if (column < columns) x = bits[column];
+        if (column + 1 < columns) x |= static_cast<uint32_t>(bits[column + 1]) << 16;
+      }
+      float *t = tout_ + 4 * j + 2 * r;
+      t[0] = fmaf(-tlse_[r], to_float<Element>(x & 0xFFFFu), t[0]);
+      t[1] = fmaf(-tlse_[r], to_float<Element>(x >> 16), t[1]);
+    }
+  }
+
+  const JvpParams &a_;
+  const Problem &p_;
+  const uint32_t smem_;
+  const int lane_, warp_;  // warp_ within the warpgroup
+  int batch_, head_q_, head_k_;
+  int row0_;  // of the CTA, then of the warpgroup
+  bool last_block_;
+  struct Rows {
+    int start, seq_slot, len;  // as in Sequence
+  };
+  Rows q_, k_;
+  KeyRange tiles_;  // KV tiles with visible pairs
+
+  // Of a consumer thread, in the layout of a wgmma accumulator (rows lane / 4 and lane / 4 + 8 of the warp's 16).
+  float s_[C::kKeys / 2];                 // S, then P   64 x 64
+  float ts_[C::kKeys / 2];                // tS, then H  64 x 64
+  float tout_[C::kD / 2];                 // 64 x kD
+  uint32_t q_operand_[C::kD / 16][4];     // 64 x kD
+  uint32_t p_operand_[C::kKeys / 16][4];  // 64 x 64
+  uint32_t h_operand_[C::kKeys / 16][4];  // 64 x 64
+  float lse2_[2], tlse_[2];
+  Pipeline pipe_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) jvp(const __grid_constant__ JvpParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char shared[];
+  Jvp<C>(params, shared).run();
+#endif
+}
+
+}  // namespace fa::cuda::sm90
