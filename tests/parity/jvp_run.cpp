@@ -11,9 +11,11 @@
 namespace parity {
 namespace {
 
-// What the library must write to tout and tlse.
-void expect(const Data &data, Data &tangents, int64_t given) {
+// What the library must write to tout and tlse. `rounded`: by a kernel that rounds P and P tx to 16 bits before it multiplies them.
+void expect(const Data &data, Data &tangents, int64_t given, bool rounded) {
   const Case &c = data.problem;
+  // Of a rounding to fp16 below its normal numbers, in units of its relative rounding.
+  const double subnormal = c.dtype == FA_FLOAT16 ? std::ldexp(1.0, -14) : 0;
   for (int64_t b = 0; b < c.batch; ++b) {
     const reference::Sequence s = data.sequence(b);
     const reference::Jvp exact = reference::jvp(s, tangents_of(tangents, b, given));
@@ -34,7 +36,9 @@ void expect(const Data &data, Data &tangents, int64_t given) {
           if (used) {
             out.value = out.unfused = exact.out[at];
             out.magnitude = exact.out_magnitude[at];
-            out.through_out = 2 * exact.through_out[at];  // out has its own rounding and, where P is rounded to bf16, that of P
+            out.through_out =
+                2 * exact.through_out[at];  // out has its own rounding and, where P is rounded to 16 bits, that of P
+            if (rounded) out.through_out += exact.weighted[at] + subnormal * exact.values[at];
           }
           tangents.expected[kOut].push_back(out);
         }
@@ -144,14 +148,15 @@ JvpData make_jvp_data(const Case &c) {
   return {make_data(c, nullptr, /*with_expected=*/false), make_data(tangent_case(c), nullptr, /*with_expected=*/false)};
 }
 
-std::shared_ptr<const JvpData> jvp_data_with_expected(const Case &c, int64_t given) {
+std::shared_ptr<const JvpData> jvp_data_with_expected(const Backend &backend, const Case &c, int64_t given) {
+  const bool rounded = is_cuda(backend);
   static std::list<std::pair<std::string, std::shared_ptr<const JvpData>>> cache;
-  const std::string name = describe(c) + std::to_string(given);
+  const std::string name = describe(c) + std::to_string(given) + (rounded ? " rounded" : "");
   for (const auto &entry : cache) {
     if (entry.first == name) return entry.second;
   }
   const auto problem = std::make_shared<JvpData>(make_jvp_data(c));
-  expect(problem->data, problem->tangents, given);
+  expect(problem->data, problem->tangents, given, rounded);
   cache.emplace_front(name, problem);
   if (cache.size() > 128) cache.pop_back();
   return problem;

@@ -47,12 +47,12 @@ bool is_cuda(const Backend &backend);
 JvpExecution execute_jvp(Backend &backend, fa_context context, const Data &data, const Data &tangents, int64_t given,
                          bool with_tlse = true, LeftOut left_out = LeftOut::fails);
 
-// A case and its tangents; with what the library must write, from a cache, so that the backends share one reference.
+// A case and its tangents; with what a backend must write, from a cache, so that backends share a reference.
 struct JvpData {
   Data data, tangents;
 };
 JvpData make_jvp_data(const Case &c);
-std::shared_ptr<const JvpData> jvp_data_with_expected(const Case &c, int64_t given);
+std::shared_ptr<const JvpData> jvp_data_with_expected(const Backend &backend, const Case &c, int64_t given);
 
 // Compares an execution with tangents.expected, or with the refusal that has to be.
 ::testing::AssertionResult verify_jvp(const Backend &backend, const JvpData &problem, int64_t given, bool with_tlse,

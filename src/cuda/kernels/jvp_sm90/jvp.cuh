@@ -13,6 +13,8 @@
 // Q, P and H are A operands in registers, which halves what the products read from shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
@@ -83,11 +85,11 @@ class Jvp {
   using Pipeline = PipelineState<C::kStages>;
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
-  // KV tiles with a key that one of the queries [row, row + rows) sees.
+  // KV tiles with a key that one of the queries [row, row + rows) sees. Without tangents there is nothing to look for.
   __device__ __forceinline__ KeyRange tiles_of(int row, int rows) const {
     const Diagonal<int32_t> diagonal = this->diagonal();
     const KeyRange keys = diagonal.visible_keys({row, min(row + rows, diagonal.seqlen_q)});
-    return keys.empty() ? KeyRange{0, 0} : tiles_touching<C::kKeys>(keys);
+    return keys.empty() || !(a_.has_tq || a_.has_tk || a_.has_tv) ? KeyRange{0, 0} : tiles_touching<C::kKeys>(keys);
   }
   // Row r of this lane's two.
   __device__ __forceinline__ int row_of(int r) const { return row0_ + warp_ * 16 + (lane_ >> 2) + 8 * r; }
@@ -124,9 +126,6 @@ class Jvp {
   // Producer warp
   // ------------------------------------------------------------------------------------------------------------------
 
-  // A batch entry that no tensor has. TMA fills what is outside of a tensor with zeros: so an absent tangent costs no memory traffic.
-  static constexpr int kNoBatch = 1 << 30;
-
   __device__ __forceinline__ void load() const {
     if (tiles_.empty()) return;
     const int batch_q = p_.q_lengths.cu != nullptr ? 0 : batch_, batch_k = p_.k_lengths.cu != nullptr ? 0 : batch_;
@@ -140,27 +139,27 @@ class Jvp {
 #pragma unroll 1
       for (int wg = 0; wg < C::kWarpgroups; ++wg) {
         const int row = q_.start + row0_ + wg * 64;
-        mbarrier_arrive_expect_tx(q_full(wg), 2 * C::kTileBytes);
+        mbarrier_arrive_expect_tx(q_full(wg), (1 + a_.has_tq) * C::kTileBytes);
         load_tile(q(wg), a_.q_map, q_full(wg), row, head_q_, batch_q, kEvictFirst);
-        load_tile(tq(wg), a_.tq_map, q_full(wg), row, head_q_, a_.has_tq ? batch_q : kNoBatch, kEvictFirst);
+        if (a_.has_tq) load_tile(tq(wg), a_.tq_map, q_full(wg), row, head_q_, batch_q, kEvictFirst);
       }
     }
-    const int batch_tk = a_.has_tk ? batch_k : kNoBatch, batch_tv = a_.has_tv ? batch_k : kNoBatch;
+    const bool has_v = a_.has_tq || a_.has_tk;  // V is read: without tS there is no H V
     Pipeline pipe;
 #pragma unroll 1
     for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
       const int stage = pipe.stage(), row = k_.start + tile * C::kKeys;
       mbarrier_wait(k_empty(stage), pipe.phase() ^ 1);
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(k_full(stage), 2 * C::kTileBytes);
+        mbarrier_arrive_expect_tx(k_full(stage), (1 + a_.has_tk) * C::kTileBytes);
         load_tile(k(stage), a_.k_map, k_full(stage), row, head_k_, batch_k, kEvictLast);
-        load_tile(tk(stage), a_.tk_map, k_full(stage), row, head_k_, batch_tk, kEvictLast);
+        if (a_.has_tk) load_tile(tk(stage), a_.tk_map, k_full(stage), row, head_k_, batch_k, kEvictLast);
       }
       mbarrier_wait(v_empty(stage), pipe.phase() ^ 1);
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(v_full(stage), 2 * C::kTileBytes);
-        load_tile(v(stage), a_.v_map, v_full(stage), row, head_k_, batch_k, kEvictLast);
-        load_tile(tv(stage), a_.tv_map, v_full(stage), row, head_k_, batch_tv, kEvictLast);
+        mbarrier_arrive_expect_tx(v_full(stage), (has_v + a_.has_tv) * C::kTileBytes);
+        if (has_v) load_tile(v(stage), a_.v_map, v_full(stage), row, head_k_, batch_k, kEvictLast);
+        if (a_.has_tv) load_tile(tv(stage), a_.tv_map, v_full(stage), row, head_k_, batch_k, kEvictLast);
       }
       pipe.advance();
     }
@@ -180,9 +179,10 @@ class Jvp {
       load_lse();
       load_q(wg);
       for (int tile = tiles_.begin; tile < tiles.begin; ++tile) skip();
-      mainloop(wg, tiles, full);
+      with_tangents([&](auto given) { mainloop<decltype(given)>(wg, tiles, full); });
       for (int tile = tiles.end; tile < tiles_.end; ++tile) skip();
-    } else {
+    } else if (!tiles_.empty()) {
+      mbarrier_wait(q_full(wg), 0);  // a CTA may not end before its loads
       for (int tile = tiles_.begin; tile < tiles_.end; ++tile) skip();
     }
     epilogue(wg);
@@ -207,7 +207,7 @@ class Jvp {
     }
   }
 
-  // Q as A operands: 16 columns a step.
+  // This warp's rows of Q as A operands, 16 columns a step.
   __device__ __forceinline__ void load_q(int wg) {
     mbarrier_wait(q_full(wg), 0);
     const uint32_t row = q(wg) + (warp_ * 16 + (lane_ & 15)) * 128;
@@ -216,14 +216,38 @@ class Jvp {
       ldmatrix_x4(q_operand_[n], row + n / 4 * C::kAtomBytes + (((n % 4 * 2 + (lane_ >> 4)) ^ (lane_ & 7)) << 4));
   }
 
+  // Which tangents are given. Each set has a main loop of its own, without the products that the absent ones would take.
+  template <bool kTq_, bool kTk_, bool kTv_>
+  struct Given {
+    static constexpr bool kTq = kTq_, kTk = kTk_, kTv = kTv_, kScores = kTq || kTk;
+  };
+  template <typename F>
+  __device__ __forceinline__ void with_tangents(F f) const {
+    const auto then = [&](auto... known) {
+      if (a_.has_tv) {
+        f(Given<decltype(known)::value..., true>());
+      } else {
+        f(Given<decltype(known)::value..., false>());
+      }
+    };
+    if (a_.has_tq) {
+      a_.has_tk ? then(std::true_type(), std::true_type()) : then(std::true_type(), std::false_type());
+    } else if (a_.has_tk) {
+      then(std::false_type(), std::true_type());
+    } else if (a_.has_tv) {
+      f(Given<false, false, true>());
+    }
+  }
+
+  template <class Given>
   __device__ __forceinline__ void mainloop(int wg, const KeyRange &tiles, const KeyRange &full) {
     const float scale = exponent_scale(p_);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int stage = pipe_.stage();
       const bool partial = tile < full.begin || tile >= full.end;
-      issue_scores(wg);
-      wgmma_wait<1>();  // S
+      issue_scores<Given>(wg);
+      wgmma_wait<Given::kScores ? 1 : 0>();  // S
       fence_operand(s_);
       bool nan_safe = false;
       if (partial) {
@@ -235,23 +259,24 @@ class Jvp {
       convert_p<Element>(s_, p_operand_);
       mbarrier_wait(v_full(stage), pipe_.phase());
       // A masked pair has P = -0, which times NaN or Inf is NaN.
-      if (partial) {
-        nan_safe = named_barrier_or(
-            1 + wg, 128, tile_has_nonfinite<Element, 2 * C::kTileBytes, 128>(v(stage), static_cast<int>(threadIdx.x % 128)));
-      }
+      if (partial) nan_safe = named_barrier_or(1 + wg, 128, has_nonfinite<Given>(stage));
       if (nan_safe) {
         wgmma_wait<0>();  // tS
         fence_operand(ts_);
         release(k_empty(stage));
-        make_h(/*masked=*/true);
-        add_nan_safe(stage);
+        if constexpr (Given::kScores) make_h(/*masked=*/true);
+        add_nan_safe<Given>(stage);
       } else {
-        issue_product(p_operand_, tv(stage));
-        wgmma_wait<1>();  // tS
-        fence_operand(ts_);
+        if constexpr (Given::kTv) issue_product(p_operand_, tv(stage));
+        if constexpr (Given::kScores) {
+          wgmma_wait<Given::kTv ? 1 : 0>();  // tS
+          fence_operand(ts_);
+        }
         release(k_empty(stage));
-        make_h(partial);
-        issue_product(h_operand_, v(stage));
+        if constexpr (Given::kScores) {
+          make_h(partial);
+          issue_product(h_operand_, v(stage));
+        }
         wgmma_wait<0>();
         fence_operand(tout_);
       }
@@ -260,7 +285,17 @@ class Jvp {
     }
   }
 
+  // Whether this thread's part of V and tV holds NaN or Inf.
+  template <class Given>
+  __device__ __forceinline__ bool has_nonfinite(int stage) const {
+    const auto search = [](uint32_t tile) {
+      return tile_has_nonfinite<Element, C::kTileBytes, 128>(tile, static_cast<int>(threadIdx.x % 128));
+    };
+    return (Given::kScores && search(v(stage))) || (Given::kTv && search(tv(stage)));
+  }
+
   // Issues S = Q K^T, then tS = tQ K^T + Q tK^T.
+  template <class Given>
   __device__ __forceinline__ void issue_scores(int wg) {
     const int stage = pipe_.stage();
     mbarrier_wait(k_full(stage), pipe_.phase());
@@ -273,12 +308,17 @@ class Jvp {
 #pragma unroll
     for (int n = 0; n < C::kD / 16; ++n) wgmma_rs_k<Element>(s_, q_operand_[n], advance_descriptor(k, at(n)), n != 0);
     wgmma_commit();
+    if constexpr (Given::kTq) {
 #pragma unroll
-    for (int n = 0; n < C::kD / 16; ++n)
-      Wgmma<Element, C::kKeys>::ss_k_k(ts_, advance_descriptor(tq, at(n)), advance_descriptor(k, at(n)), n != 0);
+      for (int n = 0; n < C::kD / 16; ++n)
+        Wgmma<Element, C::kKeys>::ss_k_k(ts_, advance_descriptor(tq, at(n)), advance_descriptor(k, at(n)), n != 0);
+    }
+    if constexpr (Given::kTk) {
 #pragma unroll
-    for (int n = 0; n < C::kD / 16; ++n) wgmma_rs_k<Element>(ts_, q_operand_[n], advance_descriptor(tk, at(n)), 1);
-    wgmma_commit();
+      for (int n = 0; n < C::kD / 16; ++n)
+        wgmma_rs_k<Element>(ts_, q_operand_[n], advance_descriptor(tk, at(n)), Given::kTq || n != 0);
+    }
+    if constexpr (Given::kScores) wgmma_commit();
   }
   // Where columns 16 n of a K-major tile begin.
   static __device__ __forceinline__ constexpr int at(int n) { return n / 4 * C::kAtomBytes + n % 4 * 32; }
@@ -328,6 +368,7 @@ class Jvp {
   }
 
   // Adds P tV + H V over the visible pairs. H of a masked pair gets the bits of a masked P, and no other one has them.
+  template <class Given>
   __device__ __forceinline__ void add_nan_safe(int stage) {
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n)
@@ -342,8 +383,8 @@ class Jvp {
         }
         h_operand_[n][r] = h;
       }
-    wgmma_rs_nan_safe<Element, C::kKeys, C::kD>(tout_, p_operand_, tv(stage), lane_);
-    wgmma_rs_nan_safe<Element, C::kKeys, C::kD>(tout_, h_operand_, v(stage), lane_);
+    if constexpr (Given::kTv) wgmma_rs_nan_safe<Element, C::kKeys, C::kD>(tout_, p_operand_, tv(stage), lane_);
+    if constexpr (Given::kScores) wgmma_rs_nan_safe<Element, C::kKeys, C::kD>(tout_, h_operand_, v(stage), lane_);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
