@@ -230,7 +230,12 @@ TEST(CudaPlan, ForwardModeDerivative) {
   EXPECT_TRUE(is_kernel_name(name_of(128)));
   MaskedProblem p = problem(300, 400, 128);
   EXPECT_EQ(plan_of(p).workspace_bytes, 0u);
-  EXPECT_EQ(plan_of(p).blocks, p.batch * p.heads_q * 3) << "row blocks of 128 queries";
+  EXPECT_EQ(plan_of(p).tiles, p.batch * p.heads_q * 3) << "row blocks of 128 queries";
+  EXPECT_EQ(plan_of(p).blocks, plan_of(p).tiles);
+  EXPECT_EQ(plan_of(p).counters, 0);
+  const JvpPlan large = plan_of(problem(3000, 400, 128));
+  EXPECT_EQ(large.blocks, h200().multiprocessors) << "persistent CTAs";
+  EXPECT_EQ(large.counters, 2);
   EXPECT_STRNE(plan_of(p).reason, "");
   // What changes neither the tiles nor their order of work does not change the plan's kernel.
   for (void (*set)(MaskedProblem &) :
@@ -242,12 +247,10 @@ TEST(CudaPlan, ForwardModeDerivative) {
   }
   // Nothing to compute, and outputs without anything to compute them from.
   p.k_lengths.max_len = 0;
-  EXPECT_EQ(plan_of(p).blocks, p.batch * p.heads_q * 3);
-  for (int64_t MaskedProblem::*size : {&MaskedProblem::batch}) {
-    MaskedProblem empty = problem(300, 400, 128);
-    empty.*size = 0;
-    EXPECT_EQ(plan_of(empty).blocks, 0);
-  }
+  EXPECT_EQ(plan_of(p).tiles, p.batch * p.heads_q * 3);
+  MaskedProblem empty = problem(300, 400, 128);
+  empty.batch = 0;
+  EXPECT_EQ(plan_of(empty).blocks, 0);
 }
 
 // What the kernels of the forward-mode derivative do not take is refused with a sentence that begins with the argument.

@@ -79,13 +79,14 @@ fa_status make_plan(const AppendProblem &problem, const Device &device, AppendPl
   return plan_append(problem, device, plan, error);
 }
 
-// What only forward's plan has.
+// What only some plans have.
 int32_t num_splits(const ForwardPlan &plan) { return plan.num_splits; }
 template <typename AnyPlan>
 int32_t num_splits(const AnyPlan &) {
   return 1;
 }
 int32_t num_counters(const ForwardPlan &plan) { return plan.counters; }
+int32_t num_counters(const JvpPlan &plan) { return plan.counters; }
 template <typename AnyPlan>
 int32_t num_counters(const AnyPlan &) {
   return 0;

@@ -191,6 +191,8 @@ fa_status add_launches(const JvpProblem &j, const JvpPlan &plan, const LaunchMem
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.order = L2HeadOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, !params.limits.unlimited_right());
   params.group = Divisor(p.group);
+  params.tiles = plan.tiles;
+  params.counters = memory.counters;
   params.vector_out = plan.vector.out;
   params.vector_tout = plan.vector.tout;
   launches.add("jvp kernel", {jvp_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks}, &params);

@@ -96,7 +96,9 @@ struct JvpPlan {
   int32_t shape = -1;      // index into the family's table of the forward-mode derivative
   int32_t row_blocks = 0;  // tiles of queries that a head has
   int32_t heads_per_l2_group = 1;
-  int64_t blocks = 0;  // CTAs of the grid
+  int64_t blocks = 0;    // CTAs of the grid
+  int32_t tiles = 0;     // tiles of queries of all heads, which persistent CTAs share
+  int32_t counters = 0;  // that the launch needs
   VectorAccess vector;
   size_t workspace_bytes = 0;
   const char *reason = "";  // why this kernel

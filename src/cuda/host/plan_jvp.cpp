@@ -76,7 +76,9 @@ fa_status plan_jvp_sm90(const JvpProblem &j, const Needs &needs, const Device &d
     plan.family = Family::sm90;
     plan.shape = kernel.shape;
     plan.row_blocks = static_cast<int32_t>(row_blocks);
-    plan.blocks = row_blocks * p.heads_q * p.batch;
+    plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
+    plan.blocks = std::min(plan.tiles, device.multiprocessors);
+    plan.counters = plan.tiles > plan.blocks ? 2 : 0;
     // K, V and their tangents of a head. Under a causal mask a group begins with its longest tiles: some of every SM follow them.
     plan.heads_per_l2_group =
         l2_group_of(p, device, p.heads_q, 2 * kv_head_bytes(p) / p.group, is_causal(p) ? device.multiprocessors / 8 : 1);

@@ -44,22 +44,11 @@ class Jvp {
       : a_(params),
         p_(params.problem),
         smem_(smem_address(shared)),
+        work_tiles_(reinterpret_cast<typename C::Storage *>(shared)->work_tiles),
         lane_(static_cast<int>(threadIdx.x & 31)),
-        warp_(static_cast<int>(uniform(threadIdx.x >> 5) & 3)) {
-    const L2HeadOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
-    batch_ = place.batch;
-    head_q_ = place.head;
-    head_k_ = a_.group.quotient(place.head);
-    row0_ = place.row_block * C::kRows;
-    last_block_ = place.row_block == a_.order.row_blocks - 1;
-    const Sequence q = sequence_of(p_.q_lengths, batch_), k = unpadded_keys(p_.k_lengths, batch_);
-    q_ = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)};
-    k_ = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
-    tiles_ = tiles_of(row0_, C::kRows);
-  }
+        warp_(static_cast<int>(uniform(threadIdx.x >> 5) & 3)) {}
 
   __device__ __forceinline__ void run() {
-    if (row0_ >= max(q_.len, q_.seq_slot)) return;  // past the end of a packed sequence
     if (threadIdx.x == 0) {
       init_barriers();
     } else if (threadIdx.x == 32) {
@@ -70,10 +59,9 @@ class Jvp {
     const auto wg = static_cast<int>(uniform(threadIdx.x / 128));
     if (wg == 0) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
-      if (warp_ == 0) load();
+      if (warp_ == 0) producer_warp();
     } else {
       setmaxnreg_alloc<C::kConsumerRegisters>();
-      row0_ += (wg - 1) * 64;
       consumer_warpgroup(wg - 1);
     }
   }
@@ -83,16 +71,19 @@ class Jvp {
   using Storage = typename C::Storage;
   using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
   using Pipeline = PipelineState<C::kStages>;
+  using WorkPipeline = PipelineState<Storage::kWorkStages>;
 
-  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
+  __device__ __forceinline__ Diagonal<int32_t> diagonal(const JvpWorkTile &t) const { return {a_.limits, t.q_len, t.k_len}; }
   // KV tiles with a key that one of the queries [row, row + rows) sees. Without tangents there is nothing to look for.
-  __device__ __forceinline__ KeyRange tiles_of(int row, int rows) const {
-    const Diagonal<int32_t> diagonal = this->diagonal();
-    const KeyRange keys = diagonal.visible_keys({row, min(row + rows, diagonal.seqlen_q)});
+  __device__ __forceinline__ KeyRange tiles_of(const JvpWorkTile &t, int row, int rows) const {
+    const KeyRange keys = diagonal(t).visible_keys({row, min(row + rows, t.q_len)});
     return keys.empty() || !(a_.has_tq || a_.has_tk || a_.has_tv) ? KeyRange{0, 0} : tiles_touching<C::kKeys>(keys);
   }
-  // Row r of this lane's two.
-  __device__ __forceinline__ int row_of(int r) const { return row0_ + warp_ * 16 + (lane_ >> 2) + 8 * r; }
+  __device__ __forceinline__ KeyRange tiles_of(const JvpWorkTile &t) const { return tiles_of(t, t.row0, C::kRows); }
+  // Of a consumer: row r of this lane's two.
+  __device__ __forceinline__ int row_of(const JvpWorkTile &t, int wg, int r) const {
+    return t.row0 + wg * 64 + warp_ * 16 + (lane_ >> 2) + 8 * r;
+  }
 
   __device__ __forceinline__ uint32_t q(int wg) const { return smem_ + offsetof(Storage, q) + wg * C::kTileBytes; }
   __device__ __forceinline__ uint32_t tq(int wg) const { return smem_ + offsetof(Storage, tq) + wg * C::kTileBytes; }
@@ -101,6 +92,9 @@ class Jvp {
   __device__ __forceinline__ uint32_t v(int stage) const { return smem_ + offsetof(Storage, v) + stage * 2 * C::kTileBytes; }
   __device__ __forceinline__ uint32_t tv(int stage) const { return v(stage) + C::kTileBytes; }
   __device__ __forceinline__ uint32_t q_full(int wg) const { return smem_ + offsetof(Storage, q_full) + wg * 8; }
+  __device__ __forceinline__ uint32_t q_empty(int wg) const { return smem_ + offsetof(Storage, q_empty) + wg * 8; }
+  __device__ __forceinline__ uint32_t work_full(int n) const { return smem_ + offsetof(Storage, work_full) + n * 8; }
+  __device__ __forceinline__ uint32_t work_empty(int n) const { return smem_ + offsetof(Storage, work_empty) + n * 8; }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return smem_ + offsetof(Storage, k_full) + stage * 8; }
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return smem_ + offsetof(Storage, k_empty) + stage * 8; }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return smem_ + offsetof(Storage, v_full) + stage * 8; }
@@ -108,7 +102,14 @@ class Jvp {
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4 * C::kWarpgroups;
-    for (int wg = 0; wg < C::kWarpgroups; ++wg) mbarrier_init(q_full(wg), 1);
+    for (int wg = 0; wg < C::kWarpgroups; ++wg) {
+      mbarrier_init(q_full(wg), 1);
+      mbarrier_init(q_empty(wg), 4);
+    }
+    for (int n = 0; n < Storage::kWorkStages; ++n) {
+      mbarrier_init(work_full(n), 1);
+      mbarrier_init(work_empty(n), kWarps);
+    }
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(k_full(n), 1);
       mbarrier_init(k_empty(n), kWarps);
@@ -126,41 +127,97 @@ class Jvp {
   // Producer warp
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void load() const {
-    if (tiles_.empty()) return;
-    const int batch_q = p_.q_lengths.cu != nullptr ? 0 : batch_, batch_k = p_.k_lengths.cu != nullptr ? 0 : batch_;
+  // Takes work tiles from the counter, hands them to the consumers and loads what they need. A tile is taken when the one before has been
+  // loaded: its description and its first loads are there when the consumers come to it.
+  __device__ __forceinline__ void producer_warp() const {
+    WorkPipeline work;
+    Pipeline pipe;
+    uint32_t q_phase = 0;
+    for (int index = static_cast<int>(blockIdx.x); index < a_.tiles; index = next_tile(index)) {
+      int head_k, k_start;
+      const JvpWorkTile t = describe(index, head_k, k_start);
+      if (t.row0 >= max(t.q_len, t.q_slot)) continue;  // past the end of a packed sequence
+      publish(t, work);
+      const KeyRange tiles = tiles_of(t);
+      if (tiles.empty()) continue;
+      load(t, head_k, k_start, tiles, pipe, q_phase);
+      q_phase ^= 1;
+    }
+    JvpWorkTile end{};
+    end.row0 = -1;
+    publish(end, work);
+    // The last CTA to finish resets both counters for the next launch.
+    if (lane_ == 0 && a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      a_.counters[0] = 0;
+      a_.counters[1] = 0;
+    }
+  }
+  __device__ __forceinline__ int next_tile(int index) const {
+    index += static_cast<int>(gridDim.x);
+    if (lane_ == 0 && a_.counters != nullptr) index = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
+    return __shfl_sync(~0u, index, 0);
+  }
+  __device__ __forceinline__ JvpWorkTile describe(int index, int &head_k, int &k_start) const {
+    const L2HeadOrder::Place place = a_.order.at(index);
+    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
+    head_k = a_.group.quotient(place.head);
+    k_start = static_cast<int>(k.start);
+    return {place.batch,
+            place.head,
+            place.row_block * C::kRows,
+            place.row_block == a_.order.row_blocks - 1,
+            static_cast<int>(q.start),
+            static_cast<int>(q.slot),
+            static_cast<int>(q.len),
+            static_cast<int>(k.len)};
+  }
+  __device__ __forceinline__ void publish(const JvpWorkTile &t, WorkPipeline &work) const {
+    mbarrier_wait(work_empty(work.stage()), work.phase() ^ 1);
+    if (lane_ == 0) {
+      work_tiles_[work.stage()] = t;
+      mbarrier_arrive(work_full(work.stage()));
+    }
+    __syncwarp();
+    work.advance();
+  }
+
+  __device__ __forceinline__ void load(const JvpWorkTile &t, int head_k, int k_start, const KeyRange &tiles, Pipeline &pipe,
+                                       uint32_t q_phase) const {
+    const int batch_q = p_.q_lengths.cu != nullptr ? 0 : t.batch, batch_k = p_.k_lengths.cu != nullptr ? 0 : t.batch;
     const auto load_tile = [&](uint32_t dst, const CUtensorMap &map, uint32_t barrier, int row, int head, int batch,
                                uint64_t policy) {
 #pragma unroll
       for (int atom = 0; atom < C::kAtoms; ++atom)
         tma_load_4d(dst + atom * C::kAtomBytes, &map, barrier, atom * 64, row, head, batch, policy);
     };
-    if (elect_one()) {
-#pragma unroll 1
-      for (int wg = 0; wg < C::kWarpgroups; ++wg) {
-        const int row = q_.start + row0_ + wg * 64;
+    const auto load_q = [&](int wg) {
+      mbarrier_wait(q_empty(wg), q_phase ^ 1);
+      if (elect_one()) {
+        const int row = t.q_start + t.row0 + wg * 64;
         mbarrier_arrive_expect_tx(q_full(wg), (1 + a_.has_tq) * C::kTileBytes);
-        load_tile(q(wg), a_.q_map, q_full(wg), row, head_q_, batch_q, kEvictFirst);
-        if (a_.has_tq) load_tile(tq(wg), a_.tq_map, q_full(wg), row, head_q_, batch_q, kEvictFirst);
+        load_tile(q(wg), a_.q_map, q_full(wg), row, t.head_q, batch_q, kEvictFirst);
+        if (a_.has_tq) load_tile(tq(wg), a_.tq_map, q_full(wg), row, t.head_q, batch_q, kEvictFirst);
       }
-    }
+    };
     const bool has_v = a_.has_tq || a_.has_tk;  // V is read: without tS there is no H V
-    Pipeline pipe;
 #pragma unroll 1
-    for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
-      const int stage = pipe.stage(), row = k_.start + tile * C::kKeys;
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      const int stage = pipe.stage(), row = k_start + tile * C::kKeys;
+      const bool first = tile == tiles.begin;
       mbarrier_wait(k_empty(stage), pipe.phase() ^ 1);
       if (elect_one()) {
         mbarrier_arrive_expect_tx(k_full(stage), (1 + a_.has_tk) * C::kTileBytes);
-        load_tile(k(stage), a_.k_map, k_full(stage), row, head_k_, batch_k, kEvictLast);
-        if (a_.has_tk) load_tile(tk(stage), a_.tk_map, k_full(stage), row, head_k_, batch_k, kEvictLast);
+        load_tile(k(stage), a_.k_map, k_full(stage), row, head_k, batch_k, kEvictLast);
+        if (a_.has_tk) load_tile(tk(stage), a_.tk_map, k_full(stage), row, head_k, batch_k, kEvictLast);
       }
+      if (first) load_q(0);
       mbarrier_wait(v_empty(stage), pipe.phase() ^ 1);
       if (elect_one()) {
         mbarrier_arrive_expect_tx(v_full(stage), (has_v + a_.has_tv) * C::kTileBytes);
-        if (has_v) load_tile(v(stage), a_.v_map, v_full(stage), row, head_k_, batch_k, kEvictLast);
-        if (a_.has_tv) load_tile(tv(stage), a_.tv_map, v_full(stage), row, head_k_, batch_k, kEvictLast);
+        if (has_v) load_tile(v(stage), a_.v_map, v_full(stage), row, head_k, batch_k, kEvictLast);
+        if (a_.has_tv) load_tile(tv(stage), a_.tv_map, v_full(stage), row, head_k, batch_k, kEvictLast);
       }
+      if (first) load_q(1);  // under a causal mask the second warpgroup ends a work tile later
       pipe.advance();
     }
   }
@@ -170,22 +227,32 @@ class Jvp {
   // ------------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void consumer_warpgroup(int wg) {
-    const KeyRange tiles = tiles_of(row0_, 64);
-    clear(tout_);
-    tlse_[0] = tlse_[1] = 0.f;
-    if (!tiles.empty()) {
-      const Diagonal<int32_t> diagonal = this->diagonal();
-      const KeyRange full = tiles_inside<C::kKeys>(diagonal.interior_keys({row0_, min(row0_ + 64, diagonal.seqlen_q)}));
-      load_lse();
-      load_q(wg);
-      for (int tile = tiles_.begin; tile < tiles.begin; ++tile) skip();
-      with_tangents([&](auto given) { mainloop<decltype(given)>(wg, tiles, full); });
-      for (int tile = tiles.end; tile < tiles_.end; ++tile) skip();
-    } else if (!tiles_.empty()) {
-      mbarrier_wait(q_full(wg), 0);  // a CTA may not end before its loads
-      for (int tile = tiles_.begin; tile < tiles_.end; ++tile) skip();
+    WorkPipeline work;
+    uint32_t q_phase = 0;
+#pragma unroll 1
+    while (true) {
+      // Its fields are read where they are used: the main loop has no registers for them.
+      const JvpWorkTile &t = work_tiles_[work.stage()];
+      mbarrier_wait(work_full(work.stage()), work.phase());
+      if (t.row0 < 0) break;
+      clear(tout_);
+      tlse_[0] = tlse_[1] = 0.f;
+      if (const KeyRange all = tiles_of(t); !all.empty()) {
+        KeyRange mine = tiles_of(t, t.row0 + wg * 64, 64);
+        if (mine.empty()) mine = {all.end, all.end};
+        load_lse(t, wg);
+        mbarrier_wait(q_full(wg), q_phase);
+        q_phase ^= 1;
+        load_q(wg);
+        for (int tile = all.begin; tile < mine.begin; ++tile) skip();
+        with_tangents([&](auto given) { mainloop<decltype(given)>(t, wg, mine); });
+        release(q_empty(wg));
+        for (int tile = mine.end; tile < tiles_of(t).end; ++tile) skip();
+      }
+      epilogue(t, wg);
+      release(work_empty(work.stage()));
+      work.advance();
     }
-    epilogue(wg);
   }
 
   // A KV tile that only the other warpgroup sees. It waits for the loads first: an arrival before that would count for the phase before.
@@ -198,18 +265,17 @@ class Jvp {
   }
 
   // In base 2. In rows that see nothing, and in rows that do not exist, P is 0.
-  __device__ __forceinline__ void load_lse() {
+  __device__ __forceinline__ void load_lse(const JvpWorkTile &t, int wg) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r);
-      const float lse = row < q_.len ? *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) : -CUDART_INF_F;
+      const int row = row_of(t, wg, r);
+      const float lse = row < t.q_len ? *row_of_tensor(p_.lse, t.batch, t.q_start + row, t.head_q) : -CUDART_INF_F;
       lse2_[r] = lse == -CUDART_INF_F ? CUDART_INF_F : lse * kLog2e;
     }
   }
 
   // This warp's rows of Q as A operands, 16 columns a step.
   __device__ __forceinline__ void load_q(int wg) {
-    mbarrier_wait(q_full(wg), 0);
     const uint32_t row = q(wg) + (warp_ * 16 + (lane_ & 15)) * 128;
 #pragma unroll
     for (int n = 0; n < C::kD / 16; ++n)
@@ -240,7 +306,9 @@ class Jvp {
   }
 
   template <class Given>
-  __device__ __forceinline__ void mainloop(int wg, const KeyRange &tiles, const KeyRange &full) {
+  __device__ __forceinline__ void mainloop(const JvpWorkTile &t, int wg, const KeyRange &tiles) {
+    const int row0 = t.row0 + wg * 64;
+    const KeyRange full = tiles_inside<C::kKeys>(diagonal(t).interior_keys({row0, min(row0 + 64, t.q_len)}));
     const float scale = exponent_scale(p_);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -251,7 +319,7 @@ class Jvp {
       fence_operand(s_);
       bool nan_safe = false;
       if (partial) {
-        mask_rows<Fragment>(s_, tile * C::kKeys, lane_, [&](int r) { return keys_of_query(diagonal(), row_of(r)); });
+        mask_rows<Fragment>(s_, tile * C::kKeys, lane_, [&](int r) { return keys_of_query(diagonal(t), row_of(t, wg, r)); });
         exponentiate</*kMasked=*/true>(scale);
       } else {
         exponentiate</*kMasked=*/false>(scale);
@@ -393,26 +461,27 @@ class Jvp {
 
   // tO -= tlse O, and the results to global memory. Rows that are not used become zero, by the last row block of a sequence those beyond the
   // grid, too.
-  __device__ __forceinline__ void epilogue(int wg) {
+  __device__ __forceinline__ void epilogue(const JvpWorkTile &t, int wg) {
     Fragment::reduce(tlse_, SumOp{});
     const int columns = static_cast<int>(p_.head_dim_v), quad = lane_ & 3;
-    const Element *out = row_of_tensor<Element>(p_.out, batch_, q_.start, head_q_);
-    Element *tout = row_of_tensor<Element>(a_.tout, batch_, q_.start, head_q_);
+    const Element *out = row_of_tensor<Element>(p_.out, t.batch, t.q_start, t.head_q);
+    Element *tout = row_of_tensor<Element>(a_.tout, t.batch, t.q_start, t.head_q);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r);
-      const bool used = row < q_.len;
+      const int row = row_of(t, wg, r);
+      const bool used = row < t.q_len;
       if (used && (a_.has_tq || a_.has_tk)) subtract_out(r, out + row * p_.out.seq_stride, columns);
-      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < q_.seq_slot)
-        *row_of_tensor(a_.tlse, batch_, q_.start + row, head_q_) = used ? tlse_[r] : 0.f;
+      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < t.q_slot)
+        *row_of_tensor(a_.tlse, t.batch, t.q_start + row, t.head_q) = used ? tlse_[r] : 0.f;
       store_fragment_row_at<Element, C::kD / 8>(
           tout_, r, [&] { return tout + row * a_.tout.seq_stride; }, columns, a_.vector_tout, quad,
-          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < q_.seq_slot);
+          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < t.q_slot);
     }
-    if (!last_block_ || wg != C::kWarpgroups - 1) return;
-    for (int row = row0_ + 64 + warp_; row < q_.seq_slot; row += 4)
+    if (!t.last_block || wg != C::kWarpgroups - 1) return;
+    for (int row = t.row0 + C::kRows + warp_; row < t.q_slot; row += 4)
       store_zero_row(tout + row * a_.tout.seq_stride, columns,
-                     a_.tlse.data != nullptr ? row_of_tensor(a_.tlse, batch_, q_.start + row, head_q_) : nullptr, 0.f, lane_);
+                     a_.tlse.data != nullptr ? row_of_tensor(a_.tlse, t.batch, t.q_start + row, t.head_q) : nullptr, 0.f,
+                     lane_);
   }
   // Row r of the accumulator, in which this lane has two columns of every eight.
   __device__ __forceinline__ void subtract_out(int r, const Element *out, int columns) {
@@ -436,16 +505,8 @@ class Jvp {
   const JvpParams &a_;
   const Problem &p_;
   const uint32_t smem_;
+  JvpWorkTile *const work_tiles_;
   const int lane_, warp_;  // warp_ within the warpgroup
-  int batch_, head_q_, head_k_;
-  int row0_;  // of the CTA, then of the warpgroup
-  bool last_block_;
-  struct Rows {
-    int start, seq_slot, len;  // as in Sequence
-  };
-  Rows q_, k_;
-  KeyRange tiles_;  // KV tiles with visible pairs
-
   // Of a consumer thread, in the layout of a wgmma accumulator (rows lane / 4 and lane / 4 + 8 of the warp's 16).
   float s_[C::kKeys / 2];                 // S, then P   64 x 64
   float ts_[C::kKeys / 2];                // tS, then H  64 x 64

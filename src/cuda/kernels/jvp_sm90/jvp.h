@@ -19,7 +19,9 @@ struct JvpParams {
   RowScalar tlse;                    // data may be null
   Diagonal<int32_t>::Limits limits;  // of problem.band
   L2HeadOrder order;
-  Divisor group;  // query heads for one KV head
+  Divisor group;      // query heads for one KV head
+  int32_t tiles;      // row blocks * heads_q * batch
+  int32_t *counters;  // two, zero before and after the launch: the next work tile, and the number of CTAs that have finished
   bool has_tq, has_tk, has_tv;
   bool vector_out, vector_tout;  // rows of out, and of tout, are whole 16-byte vectors
 };
