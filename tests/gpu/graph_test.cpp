@@ -160,6 +160,7 @@ TEST_F(Graphs, ForwardModeDerivative) {
   SmallProblem p;
   fa_attention &a = p.attention;
   a.bias = a.block_mask = a.alibi_slopes = a.sink = fa_tensor{};
+  a.block_size_q = a.block_size_k = 0;
   a.dropout_p = 0;
   fa_jvp jvp;
   fa_jvp_init(&jvp, sizeof jvp);

@@ -134,7 +134,7 @@ TEST_P(Jvp, LayoutsAndNaN) {
 // Layouts with rows of whole 16-byte vectors, which TMA reads.
 TEST_P(Jvp, VectorLayoutsAndNaN) {
   constexpr Layout kLayouts[] = {kBshd, kBhsd, kSbhd, kShared};
-  for (const int64_t head_dim : {64, 104}) {
+  for (const int64_t head_dim : {64, 96, 104}) {
     for (int n = 0; n < 12; ++n) {
       Case c = base("vector layouts", n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16);
       c.head_dim = head_dim;

@@ -339,7 +339,7 @@ struct JvpCase {
 std::vector<JvpCase> jvp_cases() {
   std::vector<JvpCase> all;
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t head_dim : {64, 96, 128}) {
       for (const bool longer : {false, true}) {
         Case c;
         c.seed = seed_for("every jvp kernel") + static_cast<int64_t>(all.size());
@@ -464,7 +464,8 @@ std::set<std::string> run_jvp(const ClaimedDevice *only, bool expected, const in
     const auto context = context_of(device, fa::cuda::is_instance_built);
     for (const auto &[c, given] : jvp_cases()) {
       if (dtype != nullptr && c.dtype != *dtype) continue;
-      const auto problem = expected ? jvp_data_with_expected(backend, c, given) : std::make_shared<const JvpData>(make_jvp_data(c));
+      const auto problem =
+          expected ? jvp_data_with_expected(backend, c, given) : std::make_shared<const JvpData>(make_jvp_data(c));
       const JvpExecution e = execute_jvp(backend, context.get(), problem->data, problem->tangents, given, true, kLeftOut);
       EXPECT_TRUE(e.ok()) << e.error << ": " << describe(c);
       EXPECT_EQ(e.damage, "") << describe(c);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward-mode derivative on Hopper: tangents of out and lse from (q, k, v, out, lse) and tangents of q, k and v. A CTA owns 128 queries
-// of a head.
+// The forward-mode derivative on Hopper: tangents of out and lse from (q, k, v, out, lse) and tangents of q, k and v. CTAs are persistent. A work
+// tile is 128 queries of a head.
 //
-//   producer warp              loads Q and tQ once, and K, tK, V and tV of 64 keys at a time by TMA through pipelines of kStages stages
+//   producer warp              takes work tiles from a counter, loads Q and tQ, and K, tK, V and tV of 64 keys at a time by TMA
 //   consumer warpgroups (2)    64 queries each, five products for a KV tile:
 //
 //     S = Q K^T    tS = tQ K^T + Q tK^T    P = exp2(S - lse)    H = scale P tS    tlse += rowsum(H)    tO += P tV + H V
 //
-// and at the end tO -= tlse O. P comes from lse, so nothing is rescaled. The tensor cores work through the queue of a warpgroup without a gap:
-// P is computed while tS runs, H while P tV runs, and S of the next KV tile is issued behind H V.
+// and at the end tO -= tlse O. P comes from lse, so nothing is rescaled. P is computed while tS runs, and H while P tV runs. From the end of H V
+// to the next S a warpgroup gives the tensor cores no work; the other one does.
 //
 // Q, P and H are A operands in registers, which halves what the products read from shared memory.
 #pragma once
@@ -34,7 +34,7 @@ struct JvpConfig {
                        kTileBytes = Storage::kTileBytes;
   static constexpr int kWarpgroups = Storage::kWarpgroups, kRows = 64 * kWarpgroups, kKeys = 64;
   static constexpr int kThreads = 128 * (1 + kWarpgroups), kProducerRegisters = 24, kConsumerRegisters = 240;
-  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= 512 && kD % 64 == 0);
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= 512 && kD % 32 == 0);
 };
 
 template <class C>

@@ -17,7 +17,7 @@ struct JvpWorkTile {
 // Tiles of 64 rows lie in swizzle atoms of 64 rows x 64 columns.
 template <int kD, int kStages>
 struct JvpStorage {
-  static constexpr int kAtoms = kD / 64, kAtomBytes = 64 * 64 * 2, kTileBytes = kAtoms * kAtomBytes;
+  static constexpr int kAtoms = (kD + 63) / 64, kAtomBytes = 64 * 64 * 2, kTileBytes = kAtoms * kAtomBytes;
   static constexpr int kWarpgroups = 2;  // consumer warpgroups, 64 queries each
   static constexpr int kWorkStages = 2;
 

@@ -25,6 +25,7 @@ struct JvpShape {
 // clang-format off
 #define FA_SM90_JVP_TABLE(X) \
   X(d64, 64, 4) \
+  X(d96, 96, 2) \
   X(d128, 128, 2)
 
 #define FA_SM90_JVP_SHAPE(name, head_dim, stages) \
