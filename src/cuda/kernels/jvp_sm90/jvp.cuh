@@ -136,7 +136,7 @@ class Jvp {
     for (int index = static_cast<int>(blockIdx.x); index < a_.tiles; index = next_tile(index)) {
       int head_k, k_start;
       const JvpWorkTile t = describe(index, head_k, k_start);
-      if (t.row0 >= max(t.q_len, t.q_slot)) continue;  // past the end of a packed sequence
+      if (t.row0 >= max(t.q_len, t.q_rows)) continue;  // past the end of a packed sequence
       publish(t, work);
       const KeyRange tiles = tiles_of(t);
       if (tiles.empty()) continue;
@@ -471,14 +471,14 @@ class Jvp {
       const int row = row_of(t, wg, r);
       const bool used = row < t.q_len;
       if (used && (a_.has_tq || a_.has_tk)) subtract_out(r, out + row * p_.out.seq_stride, columns);
-      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < t.q_slot)
+      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < t.q_rows)
         *row_of_tensor(a_.tlse, t.batch, t.q_start + row, t.head_q) = used ? tlse_[r] : 0.f;
       store_fragment_row_at<Element, C::kD / 8>(
           tout_, r, [&] { return tout + row * a_.tout.seq_stride; }, columns, a_.vector_tout, quad,
-          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < t.q_slot);
+          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < t.q_rows);
     }
     if (!t.last_block || wg != C::kWarpgroups - 1) return;
-    for (int row = t.row0 + C::kRows + warp_; row < t.q_slot; row += 4)
+    for (int row = t.row0 + C::kRows + warp_; row < t.q_rows; row += 4)
       store_zero_row(tout + row * a_.tout.seq_stride, columns,
                      a_.tlse.data != nullptr ? row_of_tensor(a_.tlse, t.batch, t.q_start + row, t.head_q) : nullptr, 0.f,
                      lane_);

@@ -9,9 +9,10 @@ namespace fa::cuda::sm90 {
 // A block of queries of one head. The producer warp describes it to the consumers.
 struct JvpWorkTile {
   int batch, head_q;
-  int row0;                           // counted within the sequence; -1: there is no more work
-  bool last_block;                    // of the sequence's head: it also zeroes the rows beyond the grid
-  int q_start, q_slot, q_len, k_len;  // as in Sequence
+  int row0;                    // counted within the sequence; -1: there is no more work
+  bool last_block;             // of the sequence's head: it also zeroes the rows beyond the grid
+  int q_start, q_rows, q_len;  // of the sequence: its first row, the rows that belong to it, how many of them are used
+  int k_len;
 };
 
 // Tiles of 64 rows lie in swizzle atoms of 64 rows x 64 columns.
