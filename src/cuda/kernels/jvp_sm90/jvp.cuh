@@ -247,7 +247,7 @@ class Jvp {
         for (int tile = all.begin; tile < mine.begin; ++tile) skip();
         with_tangents([&](auto given) { mainloop<decltype(given)>(t, wg, mine); });
         release(q_empty(wg));
-        for (int tile = mine.end; tile < tiles_of(t).end; ++tile) skip();
+        for (int tile = mine.end; tile < all.end; ++tile) skip();
       }
       epilogue(t, wg);
       release(work_empty(work.stage()));
@@ -312,9 +312,10 @@ class Jvp {
     const float scale = exponent_scale(p_);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      const int stage = pipe_.stage();
+      // From here the compiler knows that the stage is uniform, and keeps descriptors in uniform registers.
+      const auto stage = static_cast<int>(uniform(static_cast<uint32_t>(pipe_.stage())));
       const bool partial = tile < full.begin || tile >= full.end;
-      issue_scores<Given>(wg);
+      issue_scores<Given>(wg, stage);
       wgmma_wait<Given::kScores ? 1 : 0>();  // S
       fence_operand(s_);
       bool nan_safe = false;
@@ -364,11 +365,10 @@ class Jvp {
 
   // Issues S = Q K^T, then tS = tQ K^T + Q tK^T.
   template <class Given>
-  __device__ __forceinline__ void issue_scores(int wg) {
-    const int stage = pipe_.stage();
+  __device__ __forceinline__ void issue_scores(int wg, int stage) {
     mbarrier_wait(k_full(stage), pipe_.phase());
-    const uint64_t k = descriptor_k_major(this->k(stage)), tk = descriptor_k_major(this->tk(stage)),
-                   tq = descriptor_k_major(this->tq(wg));
+    const uint64_t k = descriptor_k_major_uniform(this->k(stage)), tk = descriptor_k_major_uniform(this->tk(stage)),
+                   tq = descriptor_k_major_uniform(this->tq(wg));
     fence_operand(s_);
     fence_operand(ts_);
     fence_operand(q_operand_);
@@ -393,7 +393,7 @@ class Jvp {
 
   // Issues tO += (P or H) (tV or V).
   __device__ __forceinline__ void issue_product(uint32_t (&operand)[C::kKeys / 16][4], uint32_t tile) {
-    const uint64_t b = descriptor_mn_major<C::kKeys>(tile);
+    const uint64_t b = descriptor_mn_major_uniform<C::kKeys>(tile);
     fence_operand(tout_);
     fence_operand(operand);
     wgmma_fence();
