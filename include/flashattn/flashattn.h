@@ -1168,9 +1168,11 @@ FA_API fa_status fa_backward(fa_context ctx, const fa_attention *attention, cons
 /**
  * @brief Computes the outputs of `jvp`: the derivative of fa_forward() along the tangents of q, k and v.
  *
- * `out` and `lse` must be the results of fa_forward() for the same problem. CPU contexts only: CUDA contexts return
- * ::FA_ERROR_UNSUPPORTED. So does a problem with more than masks, windows, lengths, `seqstart_k`, a scale, softcap and ALiBi: paged
- * keys, bias, block mask, element mask, slices, block lists, sink, dropout, a score function, keys of another dtype than q.
+ * `out` and `lse` must be the results of fa_forward() for the same problem. A problem with more than masks, windows, lengths,
+ * `seqstart_k`, a scale, softcap and ALiBi returns ::FA_ERROR_UNSUPPORTED: paged keys, bias, block mask, element mask, slices, block
+ * lists, sink, dropout, a score function, keys of another dtype than q. So do CUDA contexts, but on Hopper GPUs (compute capability
+ * 9.0) for fp16 or bf16, head dims up to 128, rows of whole 16-byte vectors in q, k, v and their tangents, without softcap and ALiBi,
+ * and without `seqstart_k` beside ::FA_MASK_CAUSAL_TOP_LEFT.
  * @param ctx A handle.
  * @param attention The problem.
  * @param jvp The tangents.

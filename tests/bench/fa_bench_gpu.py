@@ -94,7 +94,8 @@ def contenders_of(case, context, before=None, alone=False):
     contenders = {"ours": [ours(*tensors, case.option, case.deterministic) for tensors in sets]}
     if before is not None:
         contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]
-    for tensors, mine in () if alone else zip(sets, contenders["ours"]):
+    # Others have no forward-mode derivative.
+    for tensors, mine in () if alone or case.direction == "jvp" else zip(sets, contenders["ours"]):
         for opponent in opponents.opponents(case, *tensors, cu, mine.bias, mine.block_mask):
             contenders.setdefault(opponent.name, []).append(opponent)
     if (case.option or case.deterministic) and not alone:
@@ -111,6 +112,9 @@ def contenders_of(case, context, before=None, alone=False):
         contenders["same"] = [library.Attention(context, q, k, v, causal, False, cu, longest, same)]
     for contender in [one for several in contenders.values() for one in several]:
         contender.forward()
+    if case.direction == "jvp":
+        for contender in [one for several in contenders.values() for one in several]:
+            contender.prepare_jvp()
     if case.direction == "backward":
         dout = torch.randn_like(contenders["ours"][0].out)
         for name, (contender, *_) in list(contenders.items()):

@@ -152,6 +152,30 @@ TEST_F(Graphs, FirstCallAfterPrepare) {
   compare(p, graph, call);
 }
 
+TEST_F(Graphs, ForwardModeDerivative) {
+  fa_device_properties device;
+  fa_device_properties_init(&device, sizeof device);
+  ASSERT_EQ(fa_device_info(context_, &device), FA_OK);
+  if (device.compute_capability != 90) GTEST_SKIP() << "fa_forward_jvp has CUDA kernels for Hopper alone";
+  SmallProblem p;
+  fa_attention &a = p.attention;
+  a.bias = a.block_mask = a.alibi_slopes = a.sink = fa_tensor{};
+  a.block_size_q = a.block_size_k = 0;
+  a.dropout_p = 0;
+  fa_jvp jvp;
+  fa_jvp_init(&jvp, sizeof jvp);
+  jvp.tq = p.gradients.dout;
+  jvp.tk = a.v;
+  jvp.tv = a.k;
+  jvp.tout = p.gradients.dq;
+  const auto call = [&] {
+    forward(p, nullptr, 0);
+    EXPECT_EQ(fa_forward_jvp(context_, &a, &jvp, nullptr, 0, stream_), FA_OK) << fa_last_error(context_);
+  };
+  const Graph graph(stream_, call);
+  compare(p, graph, call);
+}
+
 TEST_F(Graphs, PagesChange) {
   SmallProblem p(64, /*paged=*/true);
   const auto call = [&] { forward(p, nullptr, 0); };

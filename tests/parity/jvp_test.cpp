@@ -1,159 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward-mode derivative: against dual numbers and finite differences in fp64, with every option that it takes; refusals of the others.
+#include <algorithm>
 #include <cmath>
-#include <list>
-#include <memory>
 #include <string>
 #include <utility>
 
 #include "parity/cpu_context.h"
-#include "parity/expectation.h"
-#include "parity/runner.h"
-#include "reference/jvp.h"
+#include "parity/jvp_run.h"
 
 namespace parity {
 namespace {
 
-// Tangents that are given, as bits.
-enum Given : int64_t { kTq = 1, kTk = 2, kTv = 4, kAll = 7 };
+// Builds with FA_ONLY lack kernels that the forward of these problems needs.
+#if defined(FA_TEST_ONLY)
+constexpr LeftOut kLeftOut = LeftOut::allowed;
+#else
+constexpr LeftOut kLeftOut = LeftOut::fails;
+#endif
 
-// Tangents of the inputs of `c`, as q, k and v of a case of their own, whose out and lse are the outputs tout and tlse. Lengths and masks are
-// those of `c`, so NaN is where the inputs have it.
-Case tangent_case(Case c) {
-  c.seed += 1;
-  c.magnitude = 1;
-  // Other strides than the inputs, but for rows that share memory.
-  for (Side *side : {&c.q, &c.k}) {
-    if (side->layout != kShared) side->layout = (side->layout + 1) % kShared;
-  }
-  c.lse_odd = !c.lse_odd;
-  return c;
-}
-
-reference::Tangents tangents_of(const Data &tangents, int64_t b, int64_t given) {
-  reference::Sequence s = tangents.sequence(b);
-  reference::Tangents t;
-  if (given & kTq) t.q = std::move(s.q);
-  if (given & kTk) t.k = std::move(s.k);
-  if (given & kTv) t.v = std::move(s.v);
-  return t;
-}
-
-// What the library must write to tout and tlse.
-void expect(const Data &data, Data &tangents, int64_t given) {
-  const Case &c = data.problem;
-  for (int64_t b = 0; b < c.batch; ++b) {
-    const reference::Sequence s = data.sequence(b);
-    const reference::Jvp exact = reference::jvp(s, tangents_of(tangents, b, given));
-    tangents.largest_logit = std::max(tangents.largest_logit, exact.largest_logit);
-    for (int64_t i = 0; i < slot_rows(c, c.q, b); ++i) {
-      for (int64_t h = 0; h < c.heads_q; ++h) {
-        const bool used = i < s.seqlen_q;
-        const auto row = static_cast<size_t>(h * s.seqlen_q + i);
-        Expected lse{tangents.row_element(kLse, b, h, i)};
-        if (used) {
-          lse.value = lse.unfused = exact.lse[row];
-          lse.magnitude = exact.lse_magnitude[row];
-        }
-        tangents.expected[kLse].push_back(lse);
-        for (int64_t d = 0; d < c.head_dim_v; ++d) {
-          const size_t at = row * static_cast<size_t>(c.head_dim_v) + static_cast<size_t>(d);
-          Expected out{tangents.element(kOut, b, i, h, d)};
-          if (used) {
-            out.value = out.unfused = exact.out[at];
-            out.magnitude = exact.out_magnitude[at];
-            out.through_out = 2 * exact.through_out[at];  // out has its own rounding and, where P is rounded to bf16, that of P
-          }
-          tangents.expected[kOut].push_back(out);
-        }
-      }
-    }
-  }
-}
-
-// A tensor in device memory.
-class OnDevice {
- public:
-  OnDevice(Backend &backend, const HostTensor &tensor)
-      : backend_(backend), tensor_(tensor), buffer_(backend, tensor.bytes().size()) {
-    backend.upload(buffer_.get(), tensor.bytes().data(), tensor.bytes().size());
-  }
-  fa_tensor view() const { return tensor_.at(buffer_.get()); }
-  HostTensor now() const {
-    HostTensor tensor = tensor_;
-    backend_.download(tensor.bytes().data(), buffer_.get(), tensor.bytes().size());
-    return tensor;
-  }
-
- private:
-  Backend &backend_;
-  const HostTensor &tensor_;
-  Buffer buffer_;
-};
-
-// fa_forward, then fa_forward_jvp; tout and tlse are outputs[kOut] and outputs[kLse].
-Execution execute_jvp(Backend &backend, fa_context context, const Data &data, const Data &tangents, int64_t given,
-                      bool with_tlse = true) {
-  Execution e;
-  with_structs(backend, data, [&](const fa_attention &attention, const fa_gradients &) {
-    const OnDevice tq(backend, tangents.tensors[kQ]), tk(backend, tangents.tensors[kK]), tv(backend, tangents.tensors[kV]),
-        tout(backend, tangents.tensors[kOut]), tlse(backend, tangents.tensors[kLse]);
-    fa_jvp jvp;
-    fa_jvp_init(&jvp, sizeof jvp);
-    if (given & kTq) jvp.tq = tq.view();
-    if (given & kTk) jvp.tk = tk.view();
-    if (given & kTv) jvp.tv = tv.view();
-    jvp.tout = tout.view();
-    if (with_tlse) jvp.tlse = tlse.view();
-    e.forward = fa_forward(context, &attention, nullptr, 0, backend.stream());
-    if (e.forward == FA_OK) {
-      e.backward = query_and_call(
-          backend, data, e, "fa_forward_jvp", e.kernels[1],
-          [&](fa_plan_info *info) { return fa_forward_jvp_query(context, &attention, &jvp, info); },
-          [&](void *workspace, size_t bytes) {
-            return fa_forward_jvp(context, &attention, &jvp, workspace, bytes, backend.stream());
-          });
-    }
-    if (!e.ok()) e.error = fa_last_error(context);
-    e.outputs[kOut] = tout.now();
-    e.outputs[kLse] = tlse.now();
-    for (const auto &[input, before] : {std::pair(&tq, kQ), std::pair(&tk, kK), std::pair(&tv, kV)}) {
-      if (input->now().bytes() != tangents.tensors[before].bytes()) e.damage += "a tangent is an input and was changed; ";
-    }
-  });
-  return e;
-}
-
-// A case and its tangents with what is expected, from a cache, so that the backends share one reference.
-struct Problem {
-  Data data, tangents;
-};
-std::shared_ptr<const Problem> cached_problem(const Case &c, int64_t given) {
-  static std::list<std::pair<std::string, std::shared_ptr<const Problem>>> cache;
-  const std::string name = describe(c) + std::to_string(given);
-  for (const auto &entry : cache) {
-    if (entry.first == name) return entry.second;
-  }
-  const auto problem = std::make_shared<Problem>(
-      Problem{make_data(c, nullptr, /*with_expected=*/false), make_data(tangent_case(c), nullptr, /*with_expected=*/false)});
-  expect(problem->data, problem->tangents, given);
-  cache.emplace_front(name, problem);
-  if (cache.size() > 128) cache.pop_back();
-  return problem;
-}
-
-::testing::AssertionResult check_jvp(Backend &backend, const Case &c, int64_t given = kAll, bool with_tlse = true) {
-  const auto problem = cached_problem(c, given);
-  const auto &[data, tangents] = *problem;
-  const Execution e = execute_jvp(backend, backend.context(), data, tangents, given, with_tlse);
-  const auto failure = [&] {
-    return ::testing::AssertionFailure() << backend.name() << ", tangents " << given << ", " << describe(c) << ": ";
-  };
-  if (!e.ok()) return failure() << fa_status_name(e.forward != FA_OK ? e.forward : e.backward) << ", " << e.error;
-  std::string faults = e.damage + mismatch(tangents, kOut, e.outputs[kOut]);
-  if (with_tlse) faults += mismatch(tangents, kLse, e.outputs[kLse]);
-  if (!with_tlse && e.outputs[kLse].bytes() != tangents.tensors[kLse].bytes()) faults += "tlse is absent and was written";
-  return faults.empty() ? ::testing::AssertionSuccess() : failure() << faults;
+::testing::AssertionResult check_jvp(Backend &backend, const Case &c, int64_t given = kEveryTangent, bool with_tlse = true) {
+  const auto problem = jvp_data_with_expected(backend, c, given);
+  return verify_jvp(backend, *problem, given, with_tlse,
+                    execute_jvp(backend, backend.context(), problem->data, problem->tangents, given, with_tlse, kLeftOut));
 }
 
 Case base(const char *name, int64_t dtype = FA_FLOAT32) {
@@ -164,17 +32,29 @@ Case base(const char *name, int64_t dtype = FA_FLOAT32) {
 
 constexpr int64_t kDtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
 
+// CUDA contexts refuse what they have no kernel for, which check_jvp() expects. So tests that are not about dtypes use one that they take.
 class Jvp : public EveryBackend {
+ public:
+  // A context of a Hopper GPU that uses the kernels of that architecture.
+  static bool has_cuda_kernels(Backend &backend) {
+    fa_device_properties device;
+    fa_device_properties_init(&device, sizeof device);
+    fa_device_info(backend.context(), &device);
+    return device.compute_capability == 90 && backend.name() == "cuda";
+  }
+
  protected:
   void SetUp() override {
     EveryBackend::SetUp();
-    if (!IsSkipped() && backend().name().find("cuda") == 0) GTEST_SKIP() << "CUDA contexts refuse fa_forward_jvp";
+    if (IsSkipped() || !is_cuda(backend())) return;
+    if (!has_cuda_kernels(backend())) GTEST_SKIP() << backend().name() << ": fa_forward_jvp has CUDA kernels for Hopper alone";
   }
+  int64_t dtype() { return is_cuda(backend()) ? FA_FLOAT16 : FA_FLOAT32; }
 };
 
 TEST_P(Jvp, EveryDtypeAndSetOfTangents) {
   for (const int64_t dtype : kDtypes) {
-    for (int64_t given = 0; given <= kAll; ++given) {
+    for (int64_t given = 0; given <= kEveryTangent; ++given) {
       Case c = base("tangents", dtype);
       c.mask = given % 2 == 0 ? FA_MASK_CAUSAL : FA_MASK_NONE;
       EXPECT_TRUE(check_jvp(backend(), c, given));
@@ -187,11 +67,12 @@ TEST_P(Jvp, EveryDtypeAndSetOfTangents) {
 TEST_P(Jvp, Shapes) {
   const struct {
     int64_t rows, keys, head_dim, head_dim_v;
-  } shapes[] = {{1, 300, 64, 64}, {3, 5, 1, 1},       {97, 257, 33, 20},  {200, 300, 64, 64}, {130, 520, 16, 5},
-                {96, 256, 80, 8}, {20, 140, 200, 90}, {100, 130, 5, 300}, {0, 7, 8, 8},       {7, 0, 8, 8}};
+  } shapes[] = {{1, 300, 64, 64},     {3, 5, 1, 1},        {97, 257, 33, 20},  {200, 300, 64, 64}, {130, 520, 16, 5},
+                {96, 256, 80, 8},     {20, 140, 200, 90},  {100, 130, 5, 300}, {0, 7, 8, 8},       {7, 0, 8, 8},
+                {129, 200, 128, 128}, {300, 150, 72, 104}, {63, 400, 128, 64}};
   for (const auto &shape : shapes) {
     for (const fa_mask_kind mask : {FA_MASK_NONE, FA_MASK_CAUSAL, FA_MASK_CAUSAL_TOP_LEFT}) {
-      Case c = base("shapes");
+      Case c = base("shapes", dtype());
       c.batch = 1;
       c.q.seqlen = shape.rows;
       c.k.seqlen = shape.keys;
@@ -242,15 +123,41 @@ TEST_P(Jvp, LayoutsAndNaN) {
       c.nan_keys = c.k.layout != kShared;
       c.nan_queries = c.q.layout != kShared;
       EXPECT_TRUE(check_jvp(backend(), c));
-      c.softcap = 2;
       c.window_left = 9;
+      EXPECT_TRUE(check_jvp(backend(), c));
+      c.softcap = 2;
+      EXPECT_TRUE(check_jvp(backend(), c));
+    }
+  }
+}
+
+// Layouts with rows of whole 16-byte vectors, which TMA reads.
+TEST_P(Jvp, VectorLayoutsAndNaN) {
+  constexpr Layout kLayouts[] = {kBshd, kBhsd, kSbhd, kShared};
+  for (const int64_t head_dim : {64, 96, 104}) {
+    for (int n = 0; n < 12; ++n) {
+      Case c = base("vector layouts", n % 2 == 0 ? FA_FLOAT16 : FA_BFLOAT16);
+      c.head_dim = head_dim;
+      c.head_dim_v = n % 3 == 0 ? 48 : head_dim;
+      c.q.layout = kLayouts[n % 4];
+      c.k.layout = kLayouts[n / 3];
+      c.mask = n % 3 == 0 ? FA_MASK_NONE : n % 3 == 1 ? FA_MASK_CAUSAL : FA_MASK_CAUSAL_TOP_LEFT;
+      c.q.seqlen = n % 2 == 0 ? 210 : 100;
+      c.k.seqlen = n % 2 == 0 ? 140 : 260;
+      if (n >= 4) c.q.used = {90, 30}, c.k.used = {51, 130};
+      if (n >= 8 && c.mask != FA_MASK_CAUSAL_TOP_LEFT) c.starts = {40, 70};
+      c.nan_keys = c.k.layout != kShared;
+      c.nan_queries = c.q.layout != kShared;
+      EXPECT_TRUE(check_jvp(backend(), c));
+      c.window_left = 70;
+      c.nan_visible = 1 + n % 3;
       EXPECT_TRUE(check_jvp(backend(), c));
     }
   }
 }
 
 TEST_P(Jvp, Packed) {
-  Case c = base("packed");
+  Case c = base("packed", dtype());
   c.batch = 3;
   c.q.packed = c.k.packed = 1;
   c.q.slots = {40, 0, 103};
@@ -262,6 +169,7 @@ TEST_P(Jvp, Packed) {
   c.q.used = {20, 0, 100};
   c.q.cu_bits = 64;
   c.nan_keys = c.nan_queries = 1;
+  EXPECT_TRUE(check_jvp(backend(), c));
   c.alibi = 1;
   EXPECT_TRUE(check_jvp(backend(), c));
 }
@@ -276,6 +184,15 @@ TEST_P(Jvp, RandomCombinations) {
     c.dropout = 0;
     c.lse = 1;
     const auto given = static_cast<int64_t>(rng() % 8);
+    if (is_cuda(backend()) && n % 4 != 0) {  // what it takes; the others it refuses
+      if (c.dtype == FA_FLOAT32) c.dtype = FA_BFLOAT16;
+      for (int64_t *columns : {&c.head_dim, &c.head_dim_v}) *columns = std::min<int64_t>((*columns + 7) / 8 * 8, 128);
+      for (Side *side : {&c.q, &c.k}) side->layout %= kQkv;
+      c.softcap = 0;
+      c.alibi = 0;
+      c.alibi_log_scale = 0;
+      if (c.mask == FA_MASK_CAUSAL_TOP_LEFT) c.starts.clear();
+    }
     if ((given & (kTq | kTk)) == 0) c.nan_visible = 0;  // the logits do not move, and not everything of q, k and v is read
     EXPECT_TRUE(check_jvp(backend(), c, given));
   }
@@ -283,17 +200,17 @@ TEST_P(Jvp, RandomCombinations) {
 
 // Against central differences of the fp64 forward: independent of the derivative's formula.
 TEST_P(Jvp, FiniteDifferences) {
+  if (is_cuda(backend())) GTEST_SKIP() << backend().name() << ": results of 16 bits are too coarse";
   Case c = base("differences");
   c.mask = FA_MASK_CAUSAL;
   c.softcap = 4;
   c.alibi = 1;
   c.window_left = 60;
-  const Data data = make_data(c, nullptr, /*with_expected=*/false);
-  const Data tangents = make_data(tangent_case(c), nullptr, /*with_expected=*/false);
-  const Execution e = execute_jvp(backend(), backend().context(), data, tangents, kAll);
+  const auto [data, tangents] = make_jvp_data(c);
+  const Execution e = execute_jvp(backend(), backend().context(), data, tangents, kEveryTangent);
   ASSERT_TRUE(e.ok()) << e.error;
   for (int64_t b = 0; b < c.batch; ++b) {
-    const reference::Tangents t = tangents_of(tangents, b, kAll);
+    const reference::Tangents t = tangents_of(tangents, b, kEveryTangent);
     constexpr double kStep = 1e-5;
     const auto moved = [&](double step) {
       reference::Sequence s = data.sequence(b);
@@ -331,14 +248,14 @@ TEST(ThreadsJvp, AnyNumberGivesTheSameBits) {
     c.q.seqlen = 300;
     c.k.seqlen = 400;
     c.mask = FA_MASK_CAUSAL;
-    const Data data = make_data(c, nullptr, /*with_expected=*/false);
-    const Data tangents = make_data(tangent_case(c), nullptr, /*with_expected=*/false);
-    const Execution one = execute_jvp(cpu, cpu_context(1).get(), data, tangents, kAll);
+    const auto [data, tangents] = make_jvp_data(c);
+    const Execution one = execute_jvp(cpu, cpu_context(1).get(), data, tangents, kEveryTangent);
     ASSERT_TRUE(one.ok()) << one.error;
     for (const int32_t threads : {2, 3, 5, 8}) {
       const Context context = cpu_context(threads);
       for (int64_t run = 0; run < 3; ++run) {
-        EXPECT_TRUE(same_bits(data, one, execute_jvp(cpu, context.get(), data, tangents, kAll))) << threads << " threads";
+        EXPECT_TRUE(same_bits(data, one, execute_jvp(cpu, context.get(), data, tangents, kEveryTangent)))
+            << threads << " threads";
       }
     }
   }
@@ -395,16 +312,24 @@ TEST(JvpRefusals, NameTheArgument) {
   }
 }
 
-TEST(JvpRefusals, CudaContexts) {
+// CUDA contexts of other GPUs, and those of Hopper with the kernels of other architectures.
+TEST(JvpRefusals, CudaContextsWithoutHopper) {
+  std::string skipped = "no CUDA context without Hopper's kernels here";
   for (const std::shared_ptr<Backend> &backend : cuda_backends()) {
-    if (!backend->missing().empty()) GTEST_SKIP() << backend->name() << ": " << backend->missing();
-    const Data data = make_data(base("cuda"), nullptr, /*with_expected=*/false);
-    const Data tangents = make_data(tangent_case(base("cuda")), nullptr, /*with_expected=*/false);
-    const Execution e = execute_jvp(*backend, backend->context(), data, tangents, kAll);
+    if (!backend->missing().empty()) {
+      skipped = backend->name() + ": " + backend->missing();
+      continue;
+    }
+    if (Jvp::has_cuda_kernels(*backend)) continue;
+    skipped.clear();
+    const auto [data, tangents] = make_jvp_data(base("cuda", FA_BFLOAT16));
+    const Execution e = execute_jvp(*backend, backend->context(), data, tangents, kEveryTangent);
     EXPECT_EQ(e.backward, FA_ERROR_UNSUPPORTED);
     EXPECT_NE(e.error.find("device_type is FA_DEVICE_CUDA"), std::string::npos) << e.error;
+    EXPECT_NE(e.error.find("fa_forward_jvp"), std::string::npos) << e.error;
     EXPECT_EQ(e.outputs[kOut].bytes(), tangents.tensors[kOut].bytes());
   }
+  if (!skipped.empty()) GTEST_SKIP() << skipped;
 }
 
 }  // namespace

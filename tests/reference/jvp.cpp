@@ -51,17 +51,21 @@ class Row {
     for (size_t n = 0; n < keys.size(); ++n) result.lse_magnitude[row] += exponentials[n].x / sum.x * moved[n];
     for (int64_t d = 0; d < s_.head_dim_v; ++d) {
       Dual out;
-      double terms = 0, size = 0;
+      double terms = 0, size = 0, weighted = 0, values = 0;
       for (size_t n = 0; n < keys.size(); ++n) {
         const Dual p = exponentials[n] / sum, v = element(s_.v, t_.v, (hk_ * s_.seqlen_k + keys[n]) * s_.head_dim_v + d);
         out = out + p * v;
         terms += p.x * (moved[n] * std::abs(v.x) + std::abs(v.t));
         size += p.x * std::abs(v.x);
+        weighted += p.x * (std::abs(logits[n].t * v.x) + std::abs(v.t));
+        values += std::abs(v.x) + std::abs(v.t);
       }
       const size_t at = row * static_cast<size_t>(s_.head_dim_v) + static_cast<size_t>(d);
       result.out[at] = out.t;
       result.out_magnitude[at] = terms + result.lse_magnitude[row] * size;
       result.through_out[at] = std::abs(lse.t) * size;
+      result.weighted[at] = weighted;
+      result.values[at] = values;
     }
   }
 
@@ -109,7 +113,8 @@ Jvp jvp(const Sequence &s, const Tangents &tangents) {
   const auto rows = static_cast<size_t>(s.heads_q * s.seqlen_q), elements = rows * static_cast<size_t>(s.head_dim_v);
   result.lse.assign(rows, 0);
   result.lse_magnitude.assign(rows, 0);
-  for (auto *array : {&result.out, &result.out_magnitude, &result.through_out}) array->assign(elements, 0);
+  for (auto *array : {&result.out, &result.out_magnitude, &result.through_out, &result.weighted, &result.values})
+    array->assign(elements, 0);
   for (int64_t h = 0; h < s.heads_q; ++h) {
     for (int64_t i = 0; i < s.seqlen_q; ++i) Row(s, tangents, h, i).compute(result);
   }

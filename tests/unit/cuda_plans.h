@@ -24,5 +24,11 @@ inline BackwardPlan backward_plan(const BackwardProblem &b, const Device &device
   EXPECT_EQ(plan_backward(b, device, plan, error), FA_OK) << error.text;
   return plan;
 }
+inline JvpPlan jvp_plan(const JvpProblem &j, const Device &device) {
+  JvpPlan plan;
+  ErrorText error;
+  EXPECT_EQ(plan_jvp(j, device, plan, error), FA_OK) << error.text;
+  return plan;
+}
 
 }  // namespace fa::cuda

@@ -58,6 +58,15 @@ inline BackwardProblem backward_of(const MaskedProblem &forward) {
   return b;
 }
 
+inline JvpProblem jvp_of(const MaskedProblem &forward) {
+  JvpProblem j;
+  j.forward = forward;
+  j.tq = j.tk = j.tout = forward.q;
+  j.tv = forward.v;
+  j.tlse = forward.lse;
+  return j;
+}
+
 inline void set_dtype(MaskedProblem &p, Dtype dtype) {
   for (Operand *operand : {&p.q, &p.k, &p.v, &p.out}) operand->dtype = dtype;
   p.bias.dtype = dtype;

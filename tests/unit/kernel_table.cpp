@@ -55,18 +55,24 @@ const Scores kScores[] = {
     {"other masks", [](MaskedProblem &p) { set_slices(p); }},
 };
 
+constexpr char kNone[] = "none";
 // The kernel's name with `*` for 16-bit dtypes, or "none".
-std::string kernel(const MaskedProblem &p, bool backward, const Device &device) {
+std::string kernel(const MaskedProblem &p, Pass pass, const Device &device) {
   ErrorText error;
   std::string name;
-  if (backward) {
+  if (pass == Pass::backward) {
     BackwardPlan plan;
     const BackwardProblem b = backward_of(p);
-    if (plan_backward(b, device, plan, error) != FA_OK) return "none";
+    if (plan_backward(b, device, plan, error) != FA_OK) return kNone;
     name = kernel_name(b, plan);
+  } else if (pass == Pass::jvp) {
+    JvpPlan plan;
+    const JvpProblem j = jvp_of(p);
+    if (plan_jvp(j, device, plan, error) != FA_OK) return kNone;
+    name = kernel_name(j, plan);
   } else {
     ForwardPlan plan;
-    if (plan_forward(forward_of(p), device, plan, error) != FA_OK) return "none";
+    if (plan_forward(forward_of(p), device, plan, error) != FA_OK) return kNone;
     name = kernel_name(p, plan);
   }
   const size_t dtype = name.find("_bf16_");
@@ -75,31 +81,34 @@ std::string kernel(const MaskedProblem &p, bool backward, const Device &device) 
 }
 
 // Enough rows that nothing is split; a split changes the launch, not the kernel.
-std::vector<std::string> kernels(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores,
+std::vector<std::string> kernels(const std::vector<Column> &devices, Pass pass, Dtype dtype, const Scores &scores,
                                  int64_t head_dim) {
   MaskedProblem p = problem(8192, 8192, head_dim, std::min(head_dim, kMaxHeadDimV));
   p.batch = 16;
   set_dtype(p, dtype);
   scores.set(p);
   std::vector<std::string> names;
-  for (const Column &column : devices) names.push_back(kernel(p, backward, column.device));
+  for (const Column &column : devices) names.push_back(kernel(p, pass, column.device));
   return names;
 }
 
 // The cells from head_dim on: which head_dims get which kernels, for one kind of scores. Multiples of 8 are asked about: the other ones
 // get the same kernels but those for Hopper.
-std::vector<std::string> ranges(const std::vector<Column> &devices, bool backward, Dtype dtype, const Scores &scores) {
+std::vector<std::string> ranges(const std::vector<Column> &devices, Pass pass, Dtype dtype, const Scores &scores) {
   std::vector<std::string> rows;
   constexpr int64_t kStep = 8;
-  const int64_t most = backward ? kMaxHeadDimV : kMaxHeadDim;
+  const int64_t most = pass == Pass::forward ? kMaxHeadDim : kMaxHeadDimV;
   int64_t first = kStep;
-  std::vector<std::string> names = kernels(devices, backward, dtype, scores, first);
+  std::vector<std::string> names = kernels(devices, pass, dtype, scores, first);
   for (int64_t head_dim = 2 * kStep; head_dim <= most + kStep; head_dim += kStep) {
     std::vector<std::string> next;
-    if (head_dim <= most) next = kernels(devices, backward, dtype, scores, head_dim);
+    if (head_dim <= most) next = kernels(devices, pass, dtype, scores, head_dim);
     if (next == names) continue;
-    rows.push_back(std::to_string(first - kStep + 1) + " to " + std::to_string(head_dim - kStep) + " |");
-    for (const std::string &name : names) rows.back() += " " + name + " |";
+    const bool any = std::any_of(names.begin(), names.end(), [](const std::string &name) { return name != kNone; });
+    if (any) rows.push_back(std::to_string(first - kStep + 1) + " to " + std::to_string(head_dim - kStep) + " |");
+    for (const std::string &name : names) {
+      if (any) rows.back() += " " + name + " |";
+    }
     first = head_dim;
     names = next;
   }
@@ -114,12 +123,13 @@ std::string table() {
   out << "\n|---|---|---|---|";
   for (size_t n = 0; n < devices.size(); ++n) out << "---|";
   out << '\n';
-  for (const bool backward : {false, true}) {
+  for (const auto &[pass, pass_name] :
+       {std::pair{Pass::forward, "forward"}, {Pass::backward, "backward"}, {Pass::jvp, "forward-mode derivative"}}) {
     for (const Dtype dtype : {Dtype::bf16, Dtype::f32}) {
       // Kinds of scores with the same kernels share their rows.
       std::vector<std::pair<std::string, std::vector<std::string>>> kinds;
       for (const Scores &scores : kScores) {
-        const std::vector<std::string> rows = ranges(devices, backward, dtype, scores);
+        const std::vector<std::string> rows = ranges(devices, pass, dtype, scores);
         const auto same = std::find_if(kinds.begin(), kinds.end(), [&](const auto &kind) { return kind.second == rows; });
         if (same == kinds.end()) {
           kinds.emplace_back(scores.name, rows);
@@ -129,8 +139,8 @@ std::string table() {
       }
       for (const auto &[scores, rows] : kinds) {
         for (const std::string &row : rows) {
-          out << "| " << (backward ? "backward" : "forward") << " | " << (dtype == Dtype::f32 ? "fp32" : "fp16, bf16") << " | "
-              << scores << " | " << row << '\n';
+          out << "| " << pass_name << " | " << (dtype == Dtype::f32 ? "fp32" : "fp16, bf16") << " | " << scores << " | " << row
+              << '\n';
         }
       }
     }

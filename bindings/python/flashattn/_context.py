@@ -394,7 +394,8 @@ class Context:
         """Tangents of the results of `forward` for tangents `tq`, `tk` and `tv` of its inputs (None = zero): returns (tout, tlse).
 
         `out` and `lse` are the results of `forward` with the same options. Tangents are written to `tout` and `tlse` when given and
-        otherwise allocated like q; tlse=False leaves it out. CPU contexts only; flashattn.h (fa_forward_jvp) says which options it takes.
+        otherwise allocated like q; tlse=False leaves it out. flashattn.h (fa_forward_jvp) says which options it takes, on the CPU and on Hopper
+        GPUs.
         """
         holds: Holds = []
         stream = _tensor.stream_handle(stream)

@@ -498,7 +498,7 @@ class _Transformed(torch.autograd.Function):
         for name, tangent in zip(ctx.names, others):
             if tangent is not None:
                 raise NotImplementedError(_NO_TANGENT.format(f"with respect to {name}"))
-        if out.device.type != "cpu":
+        if out.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(_NO_TANGENT.format(f"on {out.device.type}"))
         return _Tangents.apply(ctx.names, ctx.numbers, tq, tk, tv, out, lse, *tensors)
 

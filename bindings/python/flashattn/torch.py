@@ -6,8 +6,8 @@ and the transforms of torch.func.
     out = attention(q, k, v, causal=True)                                     # (batch, rows, heads, head_dim)
     out = scaled_dot_product_attention(query, key, value, is_causal=True)     # (batch, heads, rows, head_dim)
 
-Derivatives are first ones, in reverse mode and, of q, k and v on the CPU, in forward mode (torch.func.jvp, dual numbers). Others raise
-NotImplementedError.
+Derivatives are first ones, in reverse mode and, of q, k and v on the CPU and on Hopper GPUs, in forward mode (torch.func.jvp, dual numbers). Others
+raise NotImplementedError; what fa_forward_jvp has no kernel for raises flashattn.Error.
 """
 
 from typing import Any, Dict, Optional, Sequence, Union

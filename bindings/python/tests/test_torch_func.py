@@ -293,10 +293,29 @@ class FuncTest(TorchCase):
         ctx = types.SimpleNamespace(names=(), numbers=(), saved_tensors=elsewhere)
         with self.assertRaisesRegex(NotImplementedError, "no forward-mode derivative .* on meta"):
             _Transformed.jvp(ctx, None, None, *elsewhere[2:])
-        for device in DEVICES[1:]:
-            q, k, v = (y.to(device, torch.float16) for y in self.qkv(1).values())
-            with self.assertRaisesRegex(NotImplementedError, f"no forward-mode derivative .* on {device}"):
-                torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,))
+
+    def test_forward_mode_on_cuda(self):
+        if "cuda" not in DEVICES:
+            self.skipTest("PyTorch finds no GPU, or the library was built without CUDA")
+        given = {name: x.to("cuda", torch.float16) for name, x in self.qkv(2).items()}
+        moved = {name: torch.randn_like(x) for name, x in given.items()}
+        ours = lambda m: attention(**{**given, **m}, causal=True, return_lse=True)  # noqa: E731
+        if torch.cuda.get_device_capability() != (9, 0):
+            with self.assertRaisesRegex(flashattn.Error, "fa_forward_jvp has CUDA kernels for Hopper"):
+                torch.func.jvp(ours, (given,), (moved,))
+            return
+        for names in ("qkv", "q", "v"):
+            direction = {name: moved[name] for name in names}
+            at = {name: given[name] for name in names}
+            _, tangents = torch.func.jvp(ours, (at,), (direction,))
+            double = lambda tensors: {name: x.cpu().double() for name, x in tensors.items()}  # noqa: E731
+            theirs = lambda m: by_definition(**{**double(given), **m}, causal=True)  # noqa: E731
+            _, exact = torch.func.jvp(theirs, (double(at),), (double(direction),))
+            for x, y in zip(tangents, exact):
+                torch.testing.assert_close(x.cpu().double(), y, rtol=1e-2, atol=1e-2)
+        with self.assertRaisesRegex(flashattn.Error, "q.dtype is float32, but fa_forward_jvp"):
+            x = {name: y.float() for name, y in given.items()}
+            torch.func.jvp(lambda q: attention(q, x["k"], x["v"]), (x["q"],), (x["q"],))
 
     def test_second_derivatives_raise(self):
         q, k, v = (y.requires_grad_() for y in self.qkv(1).values())

@@ -30,7 +30,7 @@ struct MergeLaunches : Launches {
   MergeListParams params;
 };
 
-// The plan of each kind of problem and the list of its launches, so that all four are one code below.
+// The plan of each kind of problem and the list of its launches, so that all five are one code below.
 template <typename AnyProblem>
 struct Kind;
 template <>
@@ -41,6 +41,11 @@ struct Kind<ScoredForward> {
 template <>
 struct Kind<ScoredBackward> {
   using Plan = BackwardPlan;
+  using List = Launches;
+};
+template <>
+struct Kind<JvpProblem> {
+  using Plan = JvpPlan;
   using List = Launches;
 };
 template <>
@@ -64,6 +69,9 @@ fa_status make_plan(const ScoredForward &problem, const Device &device, ForwardP
 fa_status make_plan(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error) {
   return plan_backward(problem, device, plan, error);
 }
+fa_status make_plan(const JvpProblem &problem, const Device &device, JvpPlan &plan, ErrorText &error) {
+  return plan_jvp(problem, device, plan, error);
+}
 fa_status make_plan(const MergeProblem &problem, const Device &device, MergePlan &plan, ErrorText &error) {
   return plan_merge(problem, device, plan, error);
 }
@@ -71,13 +79,14 @@ fa_status make_plan(const AppendProblem &problem, const Device &device, AppendPl
   return plan_append(problem, device, plan, error);
 }
 
-// What only forward's plan has.
+// What only some plans have.
 int32_t num_splits(const ForwardPlan &plan) { return plan.num_splits; }
 template <typename AnyPlan>
 int32_t num_splits(const AnyPlan &) {
   return 1;
 }
 int32_t num_counters(const ForwardPlan &plan) { return plan.counters; }
+int32_t num_counters(const JvpPlan &plan) { return plan.counters; }
 template <typename AnyPlan>
 int32_t num_counters(const AnyPlan &) {
   return 0;
@@ -144,7 +153,9 @@ class CudaBackend final : public Backend, private StreamWork {
   fa_status plan(const ScoredBackward &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
-  fa_status plan(const JvpProblem &, PlanSummary &, ErrorText &error) const override { return no_jvp(error); }
+  fa_status plan(const JvpProblem &problem, PlanSummary &summary, ErrorText &error) const override {
+    return summarise(problem, summary, error);
+  }
   fa_status plan(const MergeProblem &problem, PlanSummary &summary, ErrorText &error) const override {
     return summarise(problem, summary, error);
   }
@@ -158,7 +169,9 @@ class CudaBackend final : public Backend, private StreamWork {
   fa_status prepare(const ScoredBackward &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
-  fa_status prepare(const JvpProblem &, const Pointers &, ErrorText &error) override { return no_jvp(error); }
+  fa_status prepare(const JvpProblem &problem, const Pointers &pointers, ErrorText &error) override {
+    return load_only(problem, pointers, error);
+  }
   fa_status prepare(const MergeProblem &problem, const Pointers &pointers, ErrorText &error) override {
     return load_only(problem, pointers, error);
   }
@@ -172,7 +185,9 @@ class CudaBackend final : public Backend, private StreamWork {
   fa_status run(const ScoredBackward &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
-  fa_status run(const JvpProblem &, const Call &, ErrorText &error) override { return no_jvp(error); }
+  fa_status run(const JvpProblem &problem, const Call &call, ErrorText &error) override {
+    return run_planned(problem, call, error);
+  }
   fa_status run(const MergeProblem &problem, const Call &call, ErrorText &error) override {
     return run_planned(problem, call, error);
   }
@@ -201,11 +216,6 @@ class CudaBackend final : public Backend, private StreamWork {
 
     bool holds(CUdeviceptr address) const { return address - begin < bytes; }
   };
-
-  static fa_status no_jvp(ErrorText &error) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "device_type is FA_DEVICE_CUDA, but fa_forward_jvp has kernels for CPU contexts only");
-  }
 
   template <typename AnyProblem>
   fa_status summarise(const AnyProblem &problem, PlanSummary &summary, ErrorText &error) const {

@@ -11,6 +11,7 @@
 #include "cuda/kernels/fwd_simt/forward.h"
 #include "cuda/kernels/fwd_sm80/forward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
+#include "cuda/kernels/jvp_sm90/jvp.h"
 #include "cuda/kernels/mla/mla.h"
 
 namespace fa::cuda {
@@ -20,6 +21,7 @@ namespace fa::cuda {
 #define FA_WEAK __attribute__((weak))
 #define FA_DECLARE_FORWARD(name, ...) FA_WEAK Forward forward_##name##_f16, forward_##name##_bf16;
 #define FA_DECLARE_BACKWARD(name, ...) FA_WEAK Backward backward_##name##_f16, backward_##name##_bf16;
+#define FA_DECLARE_JVP(name, ...) FA_WEAK Forward jvp_##name##_f16, jvp_##name##_bf16;
 #define FA_DECLARE_ANY_FORWARD(name, ...) FA_WEAK Forward forward_##name;
 #define FA_DECLARE_ANY_BACKWARD(name, ...) FA_WEAK Backward backward_##name;
 #define FA_DECLARE_DECODE(name, ...) FA_WEAK Forward decode_##name##_f16, decode_##name##_bf16;
@@ -30,6 +32,7 @@ namespace fa::cuda {
 // The same as elements of an array.
 #define FA_FORWARD(name, ...) {forward_##name##_f16, forward_##name##_bf16},
 #define FA_BACKWARD(name, ...) {backward_##name##_f16, backward_##name##_bf16},
+#define FA_JVP(name, ...) {jvp_##name##_f16, jvp_##name##_bf16},
 #define FA_ANY_FORWARD(name, ...) forward_##name,
 #define FA_ANY_BACKWARD(name, ...) backward_##name,
 #define FA_DECODE(name, ...) {decode_##name##_f16, decode_##name##_bf16},
@@ -87,11 +90,14 @@ using Forward = const void *();
 using Backward = BackwardKernels();
 FA_SM90_FORWARD_TABLE(FA_DECLARE_FORWARD)
 FA_SM90_BACKWARD_TABLE(FA_DECLARE_BACKWARD)
+FA_SM90_JVP_TABLE(FA_DECLARE_JVP)
 static constexpr Forward *kForward[][2] = {FA_SM90_FORWARD_TABLE(FA_FORWARD)};
 static constexpr Backward *kBackward[][2] = {FA_SM90_BACKWARD_TABLE(FA_BACKWARD)};
+static constexpr Forward *kJvp[][2] = {FA_SM90_JVP_TABLE(FA_JVP)};
 
 const void *forward_kernel(int shape, Dtype dtype) { return call(kForward[shape][dtype == Dtype::bf16]); }
 BackwardKernels backward_kernels(int shape, Dtype dtype) { return call(kBackward[shape][dtype == Dtype::bf16]); }
+const void *jvp_kernel(int shape, Dtype dtype) { return call(kJvp[shape][dtype == Dtype::bf16]); }
 }  // namespace sm90
 
 namespace decode {
@@ -139,6 +145,7 @@ bool is_instance_built(const KernelRow &kernel, Dtype dtype) {
     case Family::simt:
       return backward ? simt::kBackward[shape] != nullptr : simt::kForward[shape] != nullptr;
     case Family::sm90:
+      if (kernel.pass == Pass::jvp) return sm90::kJvp[shape][bf16] != nullptr;
       return backward ? sm90::kBackward[shape][bf16] != nullptr : sm90::kForward[shape][bf16] != nullptr;
     case Family::decode:
       return kernel.any_dtype ? decode::kForward8Bit[shape - decode::kFirst8Bit] != nullptr

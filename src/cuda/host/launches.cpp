@@ -73,6 +73,14 @@ fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan
   return launcher(skipping, plan, memory, launches, error);
 }
 
+fa_status make_launches(const JvpProblem &problem, const JvpPlan &plan, const LaunchMemory &memory, Launches &launches,
+                        ErrorText &error) {
+  if (problem.forward.seqstart_k == nullptr) return sm90::add_launches(problem, plan, memory, launches, error);
+  JvpProblem skipping = problem;
+  skip_left_padding(skipping.forward);
+  return sm90::add_launches(skipping, plan, memory, launches, error);
+}
+
 void add_merge(const Problem &p, int32_t num_splits, const float *out, const float *lse, Launches &launches) {
   if (num_splits == 1) return;
   auto &merge = launches.make_params<MergeSplitParams>();

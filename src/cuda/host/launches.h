@@ -35,6 +35,8 @@ fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, 
                         ErrorText &error);
 fa_status make_launches(const BackwardProblem &problem, const BackwardPlan &plan, LaunchMemory memory, Launches &launches,
                         ErrorText &error);
+fa_status make_launches(const JvpProblem &problem, const JvpPlan &plan, const LaunchMemory &memory, Launches &launches,
+                        ErrorText &error);
 
 // The launchers, one for each family and pass.
 #define FA_FORWARD_LAUNCHER                                                                                  \
@@ -57,6 +59,8 @@ FA_BACKWARD_LAUNCHER;
 namespace sm90 {
 FA_FORWARD_LAUNCHER;
 FA_BACKWARD_LAUNCHER;
+fa_status add_launches(const JvpProblem &problem, const JvpPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &error);
 }  // namespace sm90
 namespace decode {
 FA_FORWARD_LAUNCHER;

@@ -7,6 +7,7 @@
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
+#include "cuda/kernels/jvp_sm90/jvp.h"
 
 namespace fa::cuda::sm90 {
 namespace {
@@ -157,6 +158,45 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   if (plan.nan_safe_shape < 0) return FA_OK;
   const auto *nonfinite = reinterpret_cast<const int32_t *>(static_cast<char *>(memory.workspace) + plan.nonfinite_offset);
   return add_pass(b, nan_safe_pass(b, plan), nonfinite, memory, launches, error);
+}
+
+fa_status add_launches(const JvpProblem &j, const JvpPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &error) {
+  if (plan.blocks == 0) return FA_OK;
+  const JvpShape &shape = kJvpShapes[plan.shape];
+  const Problem &p = j.forward;
+  auto &params = launches.make_params<JvpParams>();
+  params.problem = p;
+  params.tout = j.tout;
+  params.tlse = j.tlse;
+  params.has_tq = j.tq.data != nullptr;
+  params.has_tk = j.tk.data != nullptr;
+  params.has_tv = j.tv.data != nullptr;
+  constexpr int32_t kBoxRows = 64;
+  const auto queries = [&](const char *name, const Operand &rows, CUtensorMap &map) {
+    return describe_rows(memory.driver, name, rows, p.q_lengths, p.batch, p.heads_q, p.head_dim, kBoxRows, map, error);
+  };
+  const auto keys = [&](const char *name, const Operand &rows, int64_t columns, CUtensorMap &map) {
+    return describe_rows(memory.driver, name, rows, p.k_lengths, p.batch, p.heads_k, columns, kBoxRows, map, error);
+  };
+  FA_RETURN_IF_ERROR(queries("q", p.q, params.q_map));
+  FA_RETURN_IF_ERROR(keys("k", p.k, p.head_dim, params.k_map));
+  FA_RETURN_IF_ERROR(keys("v", p.v, p.head_dim_v, params.v_map));
+  params.tq_map = params.q_map;
+  params.tk_map = params.k_map;
+  params.tv_map = params.v_map;
+  if (params.has_tq) FA_RETURN_IF_ERROR(queries("tq", j.tq, params.tq_map));
+  if (params.has_tk) FA_RETURN_IF_ERROR(keys("tk", j.tk, p.head_dim, params.tk_map));
+  if (params.has_tv) FA_RETURN_IF_ERROR(keys("tv", j.tv, p.head_dim_v, params.tv_map));
+  params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.order = L2HeadOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, !params.limits.unlimited_right());
+  params.group = Divisor(p.group);
+  params.tiles = plan.tiles;
+  params.counters = memory.counters;
+  params.vector_out = plan.vector.out;
+  params.vector_tout = plan.vector.tout;
+  launches.add("jvp kernel", {jvp_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks}, &params);
+  return FA_OK;
 }
 
 }  // namespace fa::cuda::sm90

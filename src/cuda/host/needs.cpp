@@ -108,4 +108,16 @@ Needs needs_of(const BackwardProblem &b) {
   return needs;
 }
 
+Needs needs_of(const JvpProblem &j) {
+  const MaskedProblem &p = j.forward;
+  Needs needs = common_needs(p);
+  needs.features |= kSeparateV;
+  if (j.tq.data != nullptr) add_access(j.tq, p.q_lengths, p.head_dim, needs);
+  if (j.tk.data != nullptr) add_access(j.tk, p.k_lengths, p.head_dim, needs);
+  if (j.tv.data != nullptr) add_access(j.tv, p.k_lengths, p.head_dim_v, needs);
+  needs.vector.out = has_16_byte_rows(p.out, p.head_dim_v);
+  needs.vector.tout = has_16_byte_rows(j.tout, p.head_dim_v);
+  return needs;
+}
+
 }  // namespace fa::cuda

@@ -12,6 +12,7 @@ struct VectorAccess {
   bool q = false, k = false, v = false;
   bool out = false;                                       // forward
   bool dout = false, dq = false, dk = false, dv = false;  // backward
+  bool tout = false;                                      // jvp; out is an input there
 };
 
 // Computed once for a selection.
@@ -25,6 +26,7 @@ struct Needs {
 };
 Needs needs_of(const ForwardProblem &problem);
 Needs needs_of(const BackwardProblem &problem);
+Needs needs_of(const JvpProblem &problem);
 
 // Whether TMA can read or write a tensor: rows of whole 16-byte vectors, strides from 0 to 2^40 bytes, rows counted in 32 bits.
 bool is_tma_compatible(const Operand &tensor, const Lengths &lengths, int64_t head_dim);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which kernel runs a problem, with what grid and what workspace: pure functions of the problem and the device, testable without a GPU.
-// Query, prepare and launch all call plan_forward() or plan_backward(), so that they never disagree.
+// Query, prepare and launch all call the same plan function, so that they never disagree.
 #pragma once
 
 #include <cstddef>
@@ -91,6 +91,19 @@ struct BackwardPlan {
   const char *reason = "";  // why this kernel
 };
 
+struct JvpPlan {
+  Family family = Family::sm90;
+  int32_t shape = -1;      // index into the family's table of the forward-mode derivative
+  int32_t row_blocks = 0;  // tiles of queries that a head has
+  int32_t heads_per_l2_group = 1;
+  int64_t blocks = 0;    // CTAs of the grid
+  int32_t tiles = 0;     // tiles of queries of all heads, which persistent CTAs share
+  int32_t counters = 0;  // that the launch needs
+  VectorAccess vector;
+  size_t workspace_bytes = 0;
+  const char *reason = "";  // why this kernel
+};
+
 // Merging and appending have one kernel each, which divides the rows itself.
 struct MergePlan {
   const char *kernel = "";
@@ -107,6 +120,7 @@ struct AppendPlan {
 // where none is.
 fa_status plan_forward(const ForwardProblem &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const BackwardProblem &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
+fa_status plan_jvp(const JvpProblem &problem, const Device &device, JvpPlan &plan, ErrorText &error);
 // The same for a problem with a score function, whose text the kernels are compiled with.
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error);
 fa_status plan_backward(const ScoredBackward &problem, const Device &device, BackwardPlan &plan, ErrorText &error);
@@ -121,16 +135,22 @@ inline const KernelRow &kernel_of(const BackwardPlan &plan) {
   return kernels_of(plan.family, Pass::backward)[static_cast<size_t>(plan.shape)];
 }
 
+inline const KernelRow &kernel_of(const JvpPlan &plan) {
+  return kernels_of(plan.family, Pass::jvp)[static_cast<size_t>(plan.shape)];
+}
+
 // The plan of the second pass, in the same workspace.
 BackwardPlan nan_safe_pass(const BackwardProblem &problem, const BackwardPlan &plan);
 
 // What a query tells users; a launch needs neither. The reason says why this kernel, and how it reaches the tensors.
 std::string kernel_name(const Problem &problem, const ForwardPlan &plan);
 std::string kernel_name(const BackwardProblem &problem, const BackwardPlan &plan);
+std::string kernel_name(const JvpProblem &problem, const JvpPlan &plan);
 inline std::string kernel_name(const MergeProblem &, const MergePlan &plan) { return plan.kernel; }
 inline std::string kernel_name(const AppendProblem &, const AppendPlan &plan) { return plan.kernel; }
 std::string reason_of(const ForwardPlan &plan);
 std::string reason_of(const BackwardPlan &plan);
+std::string reason_of(const JvpPlan &plan);
 inline std::string reason_of(const MergePlan &plan) { return plan.reason; }
 inline std::string reason_of(const AppendPlan &plan) { return plan.reason; }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planners behind plan_forward() and plan_backward(), one for each family of kernels, and what they share. select.cpp alone decides
+// The planners behind plan_forward(), plan_backward() and plan_jvp(), one for each family of kernels, and what they share. select.cpp alone decides
 // which of them run, and in which order.
 #pragma once
 
@@ -29,6 +29,9 @@ fa_status plan_backward_sm90(const BackwardProblem &problem, const Needs &needs,
                              BackwardPlan &plan, ErrorText &error);
 fa_status plan_backward_any_device(const BackwardProblem &problem, const Needs &needs, const Device &device, BackwardPlan &plan,
                                    ErrorText &error);
+
+// The forward-mode derivative. FA_ERROR_UNSUPPORTED, with the name of the argument, where no kernel can do it.
+fa_status plan_jvp_sm90(const JvpProblem &problem, const Needs &needs, const Device &device, JvpPlan &plan, ErrorText &error);
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

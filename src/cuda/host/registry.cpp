@@ -14,6 +14,7 @@
 #include "cuda/kernels/fwd_simt/forward_table.h"
 #include "cuda/kernels/fwd_sm80/forward_table.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
+#include "cuda/kernels/jvp_sm90/table.h"
 #include "cuda/kernels/mla/table.h"
 
 namespace fa::cuda {
@@ -153,19 +154,31 @@ constexpr auto kRows = concatenate(
               row.features = kAnyFeatures;
               row.rows = shape.own_rows();
             }),
-    rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward, [](KernelRow &row, const sm90::BackwardShape &shape) {
-      row.set = "sm90_bwd";
-      row.head_dim = shape.head_dim;
-      row.head_dim_v = shape.head_dim_v;
-      row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
-      // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
-      row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
-                     (shape.ordered ? kDeterministic : 0);
+    rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward,
+            [](KernelRow &row, const sm90::BackwardShape &shape) {
+              row.set = "sm90_bwd";
+              row.head_dim = shape.head_dim;
+              row.head_dim_v = shape.head_dim_v;
+              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
+              // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
+              row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
+                             (shape.ordered ? kDeterministic : 0);
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.keys();
+            }),
+    rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &shape) {
+      row.set = "sm90_jvp";
+      row.head_dim = row.head_dim_v = shape.head_dim;
+      row.features =
+          kBatchInvariant | kBatchInvariantVarlenQ | kDeterministic | kEmpty | kPlainScores | kSeparateV | kLeftPadding;
       row.capability = 90;
       row.sm90a = true;
       row.threads = shape.threads();
       row.shared_bytes = shape.shared_bytes();
-      row.rows = shape.keys();
+      row.rows = shape.rows();
     }));
 
 // Column `capability` of the tables is what the build reads.
@@ -181,7 +194,7 @@ struct FamilyRows {
   FeatureSet features = 0;
 };
 constexpr auto kFamilyRows = [] {
-  std::array<std::array<FamilyRows, 2>, kNumFamilies> families{};
+  std::array<std::array<FamilyRows, kNumPasses>, kNumFamilies> families{};
   for (size_t n = 0; n < kRows.size(); ++n) {
     FamilyRows &rows = families[static_cast<size_t>(kRows[n].family)][static_cast<size_t>(kRows[n].pass)];
     if (rows.count++ == 0) rows.first = n;
@@ -217,8 +230,10 @@ std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &nee
 std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out) {
   static constexpr const char *kFamilyNames[] = {"sm80", "simt", "sm90", "decode", "extend", "mla"};  // by Family
   static_assert(std::size(kFamilyNames) == kNumFamilies);
+  static constexpr const char *kPassNames[] = {"_fwd_", "_bwd_", "_jvp_"};  // by Pass
+  static_assert(std::size(kPassNames) == kNumPasses);
   std::string name = kFamilyNames[static_cast<int>(kernel.family)];
-  name += kernel.pass == Pass::forward ? "_fwd_" : "_bwd_";
+  name += kPassNames[static_cast<int>(kernel.pass)];
   name = name + name_of(q) + "_";
   if (k != q) name = name + name_of(k) + "_";
   if (out != q) name = name + "to_" + name_of(out) + "_";

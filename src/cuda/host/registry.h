@@ -15,7 +15,8 @@ namespace fa::cuda {
 // Kernels that share their parameters, their planner and their launcher. `none` is the plan of a problem without work: it launches nothing.
 enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, none };
 constexpr int kNumFamilies = static_cast<int>(Family::none);
-enum class Pass : int32_t { forward, backward };
+enum class Pass : int32_t { forward, backward, jvp };  // jvp: the forward-mode derivative
+constexpr int kNumPasses = 3;
 
 // Types of operands, a set of bits.
 using OperandSet = uint32_t;
@@ -38,11 +39,12 @@ constexpr FeatureSet kHugePackedKv = 64;          // packed k and v of more than
 constexpr FeatureSet kEmpty = 128;                // no sequence, no query or no key
 constexpr FeatureSet kPlainScores = 256;          // no score terms: kernels for score terms leave such problems to others
 constexpr FeatureSet kSeparateV = 512;            // V that is not the first columns of K in the same memory, as MLA has it
-constexpr FeatureSet kUnalignedRows = 1024;       // q, k, v (backward: dout) with rows that are not whole 16-byte vectors
-constexpr FeatureSet kNoTma = 2048;               // q, k, v, bias (backward: dout) that TMA cannot describe
-constexpr FeatureSet kLeftPadding = 4096;         // left padding that a kernel may skip (can_skip_left_padding)
-constexpr FeatureSet kFp32KeyGradients = 8192;    // dk or dv of fp32 with 16-bit operands
-constexpr FeatureSet kFp32RowResults = 16384;     // out or dq of fp32 with 16-bit operands
+constexpr FeatureSet kUnalignedRows =
+    1024;                            // q, k, v (backward: dout; jvp: tangents) with rows that are not whole 16-byte vectors
+constexpr FeatureSet kNoTma = 2048;  // q, k, v, bias (backward: dout; jvp: tangents) that TMA cannot describe
+constexpr FeatureSet kLeftPadding = 4096;       // left padding that a kernel may skip (can_skip_left_padding)
+constexpr FeatureSet kFp32KeyGradients = 8192;  // dk or dv of fp32 with 16-bit operands
+constexpr FeatureSet kFp32RowResults = 16384;   // out or dq of fp32 with 16-bit operands
 constexpr FeatureSet kAnyFeatures = 32767;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
@@ -72,7 +74,7 @@ struct KernelRow {
   // Its CTA.
   int32_t threads = 0;
   int32_t shared_bytes = 0;
-  int32_t rows = 0;  // of the tile that it owns: queries in forward, keys in backward
+  int32_t rows = 0;  // of the tile that it owns: queries in forward and jvp, keys in backward
 };
 
 // All rows; the kernels of a family and pass lie together, in the order of their table, which is the order of preference.

@@ -29,7 +29,7 @@ fa_status plan_cell_map(const MaskedProblem &p, bool backward, Plan &plan, Error
   return FA_OK;
 }
 
-// What no CUDA kernel takes, forward or backward.
+// What no CUDA kernel takes, whatever the pass.
 fa_status check_limits(const Problem &p, ErrorText &error) {
   if (p.same_bits) return fail(error, FA_ERROR_UNSUPPORTED, "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA");
   constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
@@ -98,6 +98,12 @@ fa_status choose(const BackwardProblem &b, const Needs &needs, const Device &dev
   return found ? FA_OK : plan_backward_any_device(b, needs, device, plan, error);
 }
 
+// The forward-mode derivative has kernels for Hopper alone.
+fa_status choose(const JvpProblem &j, const Needs &needs, const Device &device, JvpPlan &plan, ErrorText &error) {
+  plan = {};
+  return plan_jvp_sm90(j, needs, device, plan, error);
+}
+
 // Whether a build has every kernel of a plan, besides those that every build has.
 bool is_built(const ForwardPlan &plan, const Device &device, Dtype dtype) { return device.is_built(kernel_of(plan), dtype); }
 bool is_built(const BackwardPlan &plan, const Device &device, Dtype dtype) {
@@ -107,6 +113,8 @@ bool is_built(const BackwardPlan &plan, const Device &device, Dtype dtype) {
          (plan.dbias_shape < 0 ||
           device.is_built(kernels_of(Family::sm80, Pass::backward)[static_cast<size_t>(plan.dbias_shape)], dtype));
 }
+
+bool is_built(const JvpPlan &plan, const Device &device, Dtype dtype) { return device.is_built(kernel_of(plan), dtype); }
 
 // The best kernel of a complete build, if this build has it; else the best of those that it has; else a refusal that names the instance.
 template <typename AnyProblem, typename Plan>
@@ -178,6 +186,14 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
   return FA_OK;
 }
 
+fa_status plan_jvp(const JvpProblem &j, const Device &device, JvpPlan &plan, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_limits(j.forward, error));
+  const Needs needs = needs_of(j);
+  FA_RETURN_IF_ERROR(choose_built(j, needs, device, plan, error));
+  plan.vector = needs.vector;
+  return FA_OK;
+}
+
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
@@ -190,6 +206,11 @@ std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   const bool ordered = (p.deterministic || p.batch_invariant) && plan.family != Family::simt;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
          (ordered ? "_ordered" : "");
+}
+
+std::string kernel_name(const JvpProblem &j, const JvpPlan &plan) {
+  const Problem &p = j.forward;
+  return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype);
 }
 
 std::string reason_of(const ForwardPlan &plan) {
@@ -218,6 +239,10 @@ std::string reason_of(const BackwardPlan &plan) {
                                     {"dq", vector.dq || !cuda_cores},  // others write dq from their accumulator, by elements
                                     {"dk", vector.dk || !(hopper || cuda_cores)},
                                     {"dv", vector.dv || !(hopper || cuda_cores)}});
+}
+
+std::string reason_of(const JvpPlan &plan) {
+  return plan.reason + by_elements({{"out", plan.vector.out}, {"tout", plan.vector.tout}});
 }
 
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {

@@ -16,7 +16,7 @@ QUICK_SEQLENS = (512, 2048, 8192)
 @dataclasses.dataclass(frozen=True)
 class Case:
     section: str
-    direction: str  # "forward" or "backward"
+    direction: str  # "forward", "backward" or "jvp"
     head_dim: int
     causal: bool
     seqlen_q: int
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Products over visible pairs: half of them under a causal mask; backward counts five products for forward's two."""
+        """Products over visible pairs: half of them under a causal mask; backward and jvp count five products for forward's two."""
         pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
         if self.option in SPARSE:
             visible, blocks = visible_blocks(self.option, self.seqlen_k)
@@ -68,7 +68,7 @@ class Case:
             outside = max(self.seqlen_k - WINDOW_LEFT, 0)
             pairs -= self.batch * outside * outside
         forward = 2.0 * pairs * self.heads_q * (self.head_dim + self.d_v) * (0.5 if self.causal else 1.0)
-        return forward * (2.5 if self.direction == "backward" else 1.0)
+        return forward * (1.0 if self.direction == "forward" else 2.5)
 
     @property
     def pages(self) -> int:
@@ -103,7 +103,7 @@ SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bia
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
 SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
-            "varlen", "fp8")
+            "varlen", "fp8", "jvp")
 
 
 def alibi_slopes(heads: int) -> List[float]:
@@ -266,6 +266,12 @@ def fp8(quick: bool) -> List[Case]:
     return rows + [square("fp8", "forward", d, causal, 8192, option=FP8) for d in (64, 256) for causal in (False, True)]
 
 
+def jvp(quick: bool) -> List[Case]:
+    """fa_forward_jvp with all three tangents, without the forward before it."""
+    rows = [square("jvp", "jvp", d, causal, n) for d in (64, 128) for causal in (False, True) for n in ((8192,) if quick else (2048, 8192))]
+    return rows + [square("jvp", "jvp", 128, True, 8192, 32, 8)]
+
+
 def all_cases(sections, quick: bool, filters=()) -> List[Case]:
     """The rows of these sections whose name contains every filter."""
     makers = {
@@ -283,6 +289,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),
         "fp8": lambda: fp8(quick),
+        "jvp": lambda: jvp(quick),
     }
     rows = [case for section in sections for case in makers[section]()]
     return [case for case in rows if all(text in f"{case.section}: {case.name} " for text in filters)]

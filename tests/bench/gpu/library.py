@@ -92,7 +92,7 @@ class Attention:
             a.page_table = tensor(pages)
         self.bias = self.block_mask = None
         self._set(option, q, k, pages, seed)
-        self.gradients = None
+        self.gradients = self.tangents = None
         info = self._query()
         self.kernel = info.kernel.decode()
         self.workspace, self.workspace_bytes = self._workspace(info)
@@ -199,11 +199,25 @@ class Attention:
         self.kernel = info.kernel.decode()
         self.backward_workspace, self.backward_bytes = self._workspace(info)
 
+    def prepare_jvp(self):
+        q, k, v = self.kept[:3]
+        tangents = [torch.randn_like(t) for t in (q, k, v)]
+        results = [torch.full_like(t, float("nan")) for t in (self.out, self.lse)]
+        j = self.tangents = abi.fa_jvp()
+        self.context.check(self.context.lib.fa_jvp_init(ctypes.byref(j), ctypes.sizeof(j)))
+        j.tq, j.tk, j.tv, j.tout, j.tlse = map(tensor, (*tangents, *results))
+        self.kept += [*tangents, *results]
+        info = self._query()
+        self.kernel = info.kernel.decode()
+        self.jvp_workspace, self.jvp_bytes = self._workspace(info)
+
     def _query(self):
         info = abi.fa_plan_info()
         self.context.check(self.context.lib.fa_plan_info_init(ctypes.byref(info), ctypes.sizeof(info)))
         handle, a = self.context.handle, ctypes.byref(self.attention)
-        if self.gradients is None:
+        if self.tangents is not None:
+            self.context.check(self.context.lib.fa_forward_jvp_query(handle, a, ctypes.byref(self.tangents), ctypes.byref(info)))
+        elif self.gradients is None:
             self.context.check(self.context.lib.fa_forward_query(handle, a, ctypes.byref(info)))
         else:
             self.context.check(self.context.lib.fa_backward_query(handle, a, ctypes.byref(self.gradients), ctypes.byref(info)))
@@ -223,3 +237,8 @@ class Attention:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         self.context.check(self.context.lib.fa_backward(self.context.handle, ctypes.byref(self.attention), ctypes.byref(self.gradients),
                                                self.backward_workspace, self.backward_bytes, stream))
+
+    def jvp(self):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.context.check(self.context.lib.fa_forward_jvp(self.context.handle, ctypes.byref(self.attention), ctypes.byref(self.tangents),
+                                                           self.jvp_workspace, self.jvp_bytes, stream))

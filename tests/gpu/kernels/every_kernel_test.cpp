@@ -25,6 +25,7 @@
 #include "cuda/host/instances.h"
 #include "cuda/host/plan.h"
 #include "gpu/device.h"
+#include "parity/jvp_run.h"
 #include "parity/runner.h"
 #include "unit/cuda_problem.h"
 
@@ -330,6 +331,43 @@ std::vector<Case> cases() {
   return all;
 }
 
+// Of the forward-mode derivative, with the tangents that are given: more KV tiles than any pipeline has stages, packed (bf16) and not.
+struct JvpCase {
+  Case problem;
+  int64_t given;
+};
+std::vector<JvpCase> jvp_cases() {
+  std::vector<JvpCase> all;
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 96, 128}) {
+      for (const bool longer : {false, true}) {
+        Case c;
+        c.seed = seed_for("every jvp kernel") + static_cast<int64_t>(all.size());
+        c.dtype = dtype;
+        c.heads_q = 2;
+        c.heads_k = 1;
+        c.head_dim = head_dim;
+        c.head_dim_v = longer ? head_dim : head_dim - 8;
+        c.q.seqlen = 190;
+        c.k.seqlen = longer ? 500 : 150;
+        c.mask = longer ? FA_MASK_NONE : FA_MASK_CAUSAL;
+        c.backward = 0;
+        c.nan_keys = c.nan_queries = 1;
+        if (dtype == FA_BFLOAT16) {
+          c.batch = 3;
+          c.q.packed = c.k.packed = 1;
+          c.q.slots = {40, 0, c.q.seqlen};
+          c.k.slots = {70, 20, c.k.seqlen};
+          c.k.used = {70, 10, c.k.seqlen - 11};
+          c.q.used = {33, 0, c.q.seqlen};
+        }
+        all.push_back({c, longer ? kEveryTangent : kEveryTangent - kTk});
+      }
+    }
+  }
+  return all;
+}
+
 fa::cuda::Device this_device(cudaDeviceProp &properties) {
   EXPECT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
   return fa::cuda::device_of(0, properties);
@@ -415,6 +453,31 @@ std::set<std::string> run(const std::vector<Data> &problems, const ClaimedDevice
   return seen;
 }
 
+// The same for the forward-mode derivative, which Hopper alone has kernels for.
+std::set<std::string> run_jvp(const ClaimedDevice *only, bool expected, const int64_t *dtype = nullptr) {
+  std::set<std::string> seen;
+  const auto backends = cuda_backends();
+  if (!has_sm90() || !backends.front()->missing().empty()) return seen;
+  Backend &backend = *backends.front();
+  for (const ClaimedDevice &device : kDevices) {
+    if (!device.sm90 || (only != nullptr ? only != &device : !seen.empty())) continue;
+    const auto context = context_of(device, fa::cuda::is_instance_built);
+    for (const auto &[c, given] : jvp_cases()) {
+      if (dtype != nullptr && c.dtype != *dtype) continue;
+      const auto problem =
+          expected ? jvp_data_with_expected(backend, c, given) : std::make_shared<const JvpData>(make_jvp_data(c));
+      const JvpExecution e = execute_jvp(backend, context.get(), problem->data, problem->tangents, given, true, kLeftOut);
+      EXPECT_TRUE(e.ok()) << e.error << ": " << describe(c);
+      EXPECT_EQ(e.damage, "") << describe(c);
+      if (expected) {
+        EXPECT_TRUE(verify_jvp(backend, *problem, given, true, e));
+      }
+      if (!e.left_out[1]) seen.insert(e.kernels[1]);
+    }
+  }
+  return seen;
+}
+
 std::vector<std::string> missed(const std::set<std::string> &seen, bool sm90) {
   const std::set<std::string> all = all_kernels(sm90);
   std::vector<std::string> names;
@@ -448,6 +511,22 @@ TEST(EveryKernel, CasesReachEveryLine) {
         seen.insert(without("_ordered", fa::cuda::kernel_name(backward, back)));
       }
     }
+  }
+  for (const auto &[c, given] : jvp_cases()) {
+    const JvpData problem = make_jvp_data(c);
+    fa::ErrorText error;
+    fa::Pointers pointers;
+    fa::JvpProblem jvp;
+    with_structs(*host, problem.data, [&](const fa_attention &attention, const fa_gradients &) {
+      const OnDevice tout(*host, problem.tangents.tensors[kOut]);
+      fa_jvp tangents;
+      fa_jvp_init(&tangents, sizeof tangents);
+      tangents.tout = tout.view();
+      EXPECT_EQ(fa::normalise(attention, tangents, jvp, pointers, error), FA_OK) << error.text << ": " << describe(c);
+    });
+    fa::cuda::JvpPlan plan;
+    EXPECT_EQ(fa::cuda::plan_jvp(jvp, fa::cuda::kDevices[0].device, plan, error), FA_OK) << error.text << ": " << describe(c);
+    seen.insert(fa::cuda::kernel_name(jvp, plan));
   }
   EXPECT_EQ(missed(seen, true), std::vector<std::string>()) << "lines of the tables that no problem reaches";
 }
@@ -504,6 +583,7 @@ TEST(EveryKernel, MatchesTheReference) {
   const std::vector<Data> problems = with_references(cases());
   std::set<std::string> seen;
   for (const std::string &name : run(problems, nullptr, true)) seen.insert(without("_ordered", name));
+  seen.merge(run_jvp(nullptr, true));
   const std::set<std::string> all = all_kernels(has_sm90(), fa::cuda::is_instance_built);
   if (all.empty()) GTEST_SKIP() << "no kernel of this build runs on this GPU";
   std::vector<std::string> never;
@@ -523,7 +603,9 @@ TEST_P(EveryKernelOf, Runs) {
   for (const Case &c : cases()) {
     if (c.dtype == dtype) problems.push_back(make_data(c, nullptr, false));
   }
-  const std::set<std::string> ran = run(problems, device, false);
+  std::set<std::string> ran = run(problems, device, false);
+  const int64_t of_dtype = dtype;
+  ran.merge(run_jvp(device, false, &of_dtype));
   if (ran.empty() && kLeftOut == LeftOut::allowed) GTEST_SKIP() << "no kernel of this build is reached";
   EXPECT_FALSE(ran.empty());
 }
