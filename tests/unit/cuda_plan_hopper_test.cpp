@@ -307,8 +307,8 @@ TEST(CudaPlanHopper, WideHeads) {
     p.head_dim_v = head_dim_v;
     const ForwardPlan forward = forward_plan(p, h200());
     EXPECT_EQ(kernel_name(p, forward), "sm90_fwd_bf16_" + name);
-    EXPECT_EQ(forward.tiles, 16 * p.heads_q * p.batch);
-    EXPECT_EQ(forward.blocks, forward.tiles) << "a CTA for each";
+    EXPECT_EQ(forward.tiles, 8 * p.heads_q * p.batch);
+    EXPECT_EQ(forward.blocks, 2 * forward.tiles) << "a cluster for each";
     EXPECT_EQ(forward.counters, 0);
     BackwardProblem b = backward_of(p);
     const BackwardPlan plan = backward_plan(b, h200());

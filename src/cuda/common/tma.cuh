@@ -57,6 +57,18 @@ __device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap *map
       : "memory");
 }
 
+// Loads the box at (column, row, atom) to the same address in the shared memory of each CTA of the cluster in `ctas` (a bit for each rank). The
+// bytes count towards the barrier at the same address in each of them.
+constexpr uint16_t kBothCtas = 3;
+__device__ __forceinline__ void tma_load_5d_multicast(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int column,
+                                                      int row, int atom, int head, int batch, uint16_t ctas, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(atom), "r"(head), "r"(batch), "h"(ctas), "l"(policy)
+      : "memory");
+}
+
 // Stores a box from shared memory. What lies outside the tensor is not written. The next commit makes it part of a bulk group of this thread.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t src, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),

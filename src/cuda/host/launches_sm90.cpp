@@ -114,17 +114,22 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.problem = p;
   FA_RETURN_IF_ERROR(
       describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 64, params.q_map, error));
-  FA_RETURN_IF_ERROR(
-      describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.kv_tile, params.k_map, error));
+  const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, int32_t box_atoms, CUtensorMap &map) {
+    return shape.wide() ? describe_kv(memory.driver, name, p, tensor, columns, box_atoms * 64, shape.kv_tile, map, error)
+                        : describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, shape.kv_tile,
+                                        map, error);
+  };
+  FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, shape.k_box_atoms, params.k_map));
   if (shape.fp8) {
     FA_RETURN_IF_ERROR(add_transposed_v(p, plan, shape, memory, params.v_map, launches, error));
     params.q_descale = p.q_descale;
     params.k_descale = p.k_descale;
     params.v_descale = p.v_descale;
   } else {
-    FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.kv_tile,
-                                     params.v_map, error));
+    FA_RETURN_IF_ERROR(describe("v", p.v, p.head_dim_v, shape.v_box_atoms, params.v_map));
   }
+  params.k_whole_atoms = p.head_dim % 64 == 0;
+  params.v_whole_atoms = p.head_dim_v % 64 == 0;
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.raw = raw_unit(p);
   params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
@@ -145,7 +150,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
     FA_RETURN_IF_ERROR(
         describe_rows(memory.driver, "out", p.out, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 16, params.out_map, error));
   }
-  Launch launch{forward_kernel(plan.shape, p.out.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/shape.fp8};
+  Launch launch{forward_kernel(plan.shape, p.out.dtype),  shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/shape.fp8,
+                shape.cluster() > 1 ? shape.cluster() : 0};
   use_score_text(memory.score_text, scored, launch);
   if (launch.at_run_time) launch.shared_bytes = shape.score_text_storage_bytes;
   launches.add("forward kernel", launch, &params);

@@ -55,7 +55,8 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
     plan.shape = kernel.shape;
     plan.row_blocks = static_cast<int32_t>(row_blocks);
     plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
-    plan.blocks = shape.persistent() ? std::min(plan.tiles, device.multiprocessors * shape.blocks_at_once()) : plan.tiles;
+    plan.blocks = shape.persistent() ? std::min(plan.tiles, device.multiprocessors * shape.blocks_at_once())
+                                     : plan.tiles * shape.cluster();
     plan.counters = plan.tiles > plan.blocks ? 2 : 0;
     set_l2_groups(p, device, shape, plan);
     // wgmma wants 8-bit V transposed: a kernel writes V^T to the workspace first.

@@ -63,7 +63,8 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
                       int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
   const bool kv_8bit = is_quantised(t.dtype), paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
-  const int64_t bytes = dtype_bytes(t.dtype), atom = kv_8bit ? head_dim : kAtomBytes / bytes,
+  const int64_t bytes = dtype_bytes(t.dtype), swizzled = kAtomBytes / bytes,
+                atom = kv_8bit || head_dim % swizzled != 0 ? head_dim : swizzled,
                 rows = paged    ? p.page_size
                        : packed ? p.k_lengths.total
                                 : p.k_lengths.max_len,
@@ -75,9 +76,9 @@ fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, 
                       .element_bytes = bytes,
                       .rank = 5,
                       .sizes = {atom, rows, head_dim / atom, p.heads_k, batches},
-                      .strides = {t.seq_stride, kv_8bit ? box_columns : atom, t.head_stride, t.batch_stride},
-                      .box = {kv_8bit ? box_columns : static_cast<int32_t>(atom), box_rows,
-                              kv_8bit ? 1 : static_cast<int32_t>(box_columns / atom), 1, 1},
+                      .strides = {t.seq_stride, kv_8bit ? box_columns : swizzled, t.head_stride, t.batch_stride},
+                      .box = {kv_8bit ? box_columns : static_cast<int32_t>(swizzled), box_rows,
+                              atom == swizzled ? static_cast<int32_t>(box_columns / swizzled) : 1, 1, 1},
                       .swizzle = kv_8bit ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
                       .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
   return encode(driver, name, t.data, d, map, error);

@@ -17,7 +17,8 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
                         int64_t heads, int64_t head_dim, int32_t box_rows, CUtensorMap &map, ErrorText &error);
 
 // K or V as (batch or pages, heads, swizzle atoms of 64 columns, rows, 64), in boxes of `box_rows` rows of one head and `box_columns` columns,
-// which may be several atoms. 8-bit K and V are one unswizzled atom of all columns.
+// which may be several atoms. 8-bit K and V are one unswizzled atom of all columns. Rows of 16 bits that do not end with an atom are one atom of
+// all columns too, in boxes of 64.
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor, int64_t head_dim,
                       int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
 

@@ -27,6 +27,7 @@ struct ForwardParams {
   int32_t *counters;  // two, zero before and after the launch: the next work tile, and the number of CTAs that have finished
   bool vector_out;    // out allows 16-byte stores
   bool tma_out;       // out allows TMA stores
+  bool k_whole_atoms, v_whole_atoms;        // above head_dim 256: rows end with a swizzle atom, and boxes have several atoms
   Descale q_descale, k_descale, v_descale;  // fp8: one per sequence and head
   // Dropout (common/scores.h): m lies p_exponent below the row maximum, and is raised when a score exceeds it by more than dropout_threshold.
   float p_exponent, dropout_threshold;

@@ -14,7 +14,7 @@ const void *forward_instance() {
   constexpr ForwardShape kShape = kForwardShapes[kShapeIndex];
   if constexpr (kShape.wide()) {
     static_assert(kShape.head_dim == kShape.head_dim_v);
-    using Config = WideConfig<Out, kShape.head_dim, kShape.stages, kShape.scores>;
+    using Config = WideConfig<Out, kShape.head_dim, kShape.scores>;
     static_assert(sizeof(typename Config::Storage) == kShape.shared_bytes());
     return reinterpret_cast<const void *>(&forward_wide<Config>);
   } else {

@@ -31,12 +31,14 @@ struct ForwardShape {
   ScoreSet scores;      // the score terms it is built for
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
   int32_t storage_bytes, score_text_storage_bytes;
+  int32_t k_box_atoms, v_box_atoms;  // of a box of K or V; above head_dim 256
 
-  // forward_wide.cuh: two warpgroups share 64 rows, a third one has their scores.
+  // forward_wide.cuh: a cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
   constexpr bool wide() const { return head_dim > 256; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const { return !fp8 && !wide() && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0); }
-  constexpr int32_t rows() const { return wide() ? 64 : groups * 64; }
+  constexpr int32_t rows() const { return groups * 64; }        // of a work tile
+  constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
   constexpr bool persistent() const { return !wide(); }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
@@ -52,6 +54,7 @@ struct ForwardShape {
 //
 // With masks as data a work tile visits every KV tile that some row of it sees. At head_dim 128 two consumer warpgroups are for block masks with
 // blocks of 128 and for masks without blocks, one is for smaller blocks. At head_dim 64 one is for all: with blocks of 128 it is within 2 % of two.
+// Above head_dim 256 the pipelines' stages follow from shared memory (WideStorage).
 // X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8)
 // One kernel a line, as the build reads it:
 // clang-format off
@@ -89,12 +92,24 @@ struct ForwardShape {
 
 // clang-format on
 
+struct BoxAtoms {
+  int32_t k, v;
+};
+template <int32_t head_dim>
+constexpr BoxAtoms box_atoms() {
+  if constexpr (head_dim > 256) {
+    return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kPartAtoms};
+  } else {
+    return {1, 1};
+  }
+}
+
 // Shared memory of a line of the table.
 template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile, int32_t q_stages, int32_t stages,
           int32_t out_atoms, bool fp8, ScoreSet scores>
 constexpr int32_t forward_storage_bytes() {
   if constexpr (head_dim > 256) {
-    return sizeof(WideStorage<head_dim, stages>);
+    return sizeof(WideStorage<head_dim>);
   } else {
     return sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>);
   }
@@ -104,7 +119,8 @@ constexpr int32_t forward_storage_bytes() {
 #define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8) \
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8,                   \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>(),                          \
-   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>()},
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>(),         \
+   box_atoms<head_dim>().k, box_atoms<head_dim>().v},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention forward for head_dim 257 to 512 on Hopper. A CTA owns 64 queries of a head: out of 64 rows and 512 columns is half of the
-// registers of an SM.
+// registers of an SM. The two CTAs of a cluster own neighbouring rows and share K and V: each loads half of the swizzle atoms, for both.
 //
 //   softmax warpgroup:   S = Q K^T, masks, P = exp2(S - m); P in 16 bits and the factors of out's rows to shared memory
 //   PV warpgroups (2):   half of the columns of out each: out = factor * out + P V
 //   producer warps:      warp 0 loads Q and K, atom by atom; warp 1 loads V
 //
-// S of the next KV tile overlaps P V of this one. V is released in halves of a warpgroup's columns.
+// S of the next KV tile overlaps P and P V of this one. K and V pass through in parts: of K all columns or half of them, of V the columns of a PV
+// warpgroup or half of them.
 #pragma once
 
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
@@ -22,18 +24,18 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kStages_, ScoreSet kScores_>
+template <typename Element_, int kD_, ScoreSet kScores_>
 struct WideConfig {
   using Element = Element_;
-  using Storage = WideStorage<kD_, kStages_>;
-  static constexpr int kD = kD_, kStages = kStages_, kAtoms = Storage::kAtoms, kAtomBytes = Storage::kAtomBytes;
+  using Storage = WideStorage<kD_>;
+  static constexpr int kD = kD_, kAtoms = Storage::kAtoms, kAtomBytes = Storage::kAtomBytes;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
   // Warpgroups: producers, softmax, and two for out. Together they have all registers of an SM.
-  static constexpr int kThreads = 512, kProducerRegisters = 32, kSoftmaxRegisters = 144, kPvRegisters = 168;
+  static constexpr int kThreads = 512, kProducerRegisters = 24, kSoftmaxRegisters = kAtoms == 8 ? 152 : 200,
+                       kPvRegisters = kAtoms == 8 ? 168 : 144;
   static_assert(kProducerRegisters + kSoftmaxRegisters + 2 * kPvRegisters == 512);
-  static constexpr int kFirstAtoms = (kAtoms + 1) / 2, kSecondAtoms = kAtoms / 2;  // of out, by warpgroup
-  static_assert(kD % 64 == 0 && kFirstAtoms <= 4);
+  static_assert(kD % 64 == 0 && Storage::kFirstAtoms <= 4);
 };
 
 template <class C>
@@ -45,30 +47,37 @@ class ForwardWide {
         smem_(smem_address(shared)),
         lane_(static_cast<int>(threadIdx.x & 31)),
         warp_(static_cast<int>(uniform(threadIdx.x >> 5) & 3)) {
-    const L2HeadOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
+    rank_ = cluster_cta_rank();
+    const L2HeadOrder::Place place = a_.order.at(cluster_id());
     batch_ = place.batch;
     head_q_ = place.head;
     head_k_ = a_.group.quotient(place.head);
-    row0_ = place.row_block * 64;
-    last_block_ = place.row_block == a_.order.row_blocks() - 1;
+    cluster_row0_ = place.row_block * kClusterRows;
+    row0_ = cluster_row0_ + rank_ * 64;
+    last_block_ = place.row_block == a_.order.row_blocks() - 1 && rank_ == 1;
     const Sequence q = sequence_of(p_.q_lengths, batch_), k = unpadded_keys(p_.k_lengths, batch_);
     q_ = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)};
     k_ = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
     const Diagonal<int32_t> diagonal = this->diagonal();
+    const auto tiles_of = [&](RangeOf<int32_t> rows) {
+      const KeyRange keys = diagonal.visible_keys(rows);
+      return keys.empty() ? KeyRange{0, 0} : tiles_touching<64>(keys);
+    };
     const RangeOf<int32_t> rows{row0_, min(row0_ + 64, diagonal.seqlen_q)};
-    const KeyRange keys = diagonal.visible_keys(rows);
-    tiles_ = keys.empty() ? KeyRange{0, 0} : tiles_touching<64>(keys);
+    tiles_ = tiles_of(rows);
+    loaded_ = tiles_of({cluster_row0_, min(cluster_row0_ + kClusterRows, diagonal.seqlen_q)});
+    if (tiles_.empty()) tiles_ = {loaded_.begin, loaded_.begin};
     full_ = row0_ + 64 > diagonal.seqlen_q ? KeyRange{0, 0} : tiles_inside<64>(diagonal.interior_keys(rows));
   }
 
   __device__ __forceinline__ void run() const {
-    if (row0_ >= max(q_.len, q_.seq_slot)) return;  // past the end of a packed sequence
+    if (cluster_row0_ >= max(q_.len, q_.seq_slot)) return;  // past the end of a packed sequence
     if (threadIdx.x == 0) {
       init_barriers();
     } else if (threadIdx.x == 32) {
       for (const CUtensorMap *map : {&a_.q_map, &a_.k_map, &a_.v_map}) tma_prefetch_descriptor(map);
     }
-    __syncthreads();
+    cluster_sync();
     const auto wg = uniform(threadIdx.x / 128);
     if (wg == 0) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
@@ -79,80 +88,107 @@ class ForwardWide {
       softmax_warpgroup();
     } else {
       setmaxnreg_alloc<C::kPvRegisters>();
-      if constexpr (C::kFirstAtoms == C::kSecondAtoms) {
-        pv_warpgroup<C::kFirstAtoms>((wg - 2) * C::kFirstAtoms);
+      if constexpr (Storage::kFirstAtoms == Storage::kSecondAtoms) {
+        pv_warpgroup<Storage::kFirstAtoms>(wg - 2);
       } else if (wg == 2) {
-        pv_warpgroup<C::kFirstAtoms>(0);
+        pv_warpgroup<Storage::kFirstAtoms>(0);
       } else {
-        pv_warpgroup<C::kSecondAtoms>(C::kFirstAtoms);
+        pv_warpgroup<Storage::kSecondAtoms>(1);
       }
     }
+    cluster_sync();  // before this CTA's shared memory goes, the other one has loaded and released all that it shares
   }
 
  private:
   using Element = typename C::Element;
   using Storage = typename C::Storage;
   using Fragment = QkFragment<1, 8>;  // of S, of one warp
-  using KPipeline = PipelineState<Storage::kKAtomStages>;
-  using VPipeline = PipelineState<C::kStages>;
+  using KPipeline = PipelineState<Storage::kKStages>;
+  using VPipeline = PipelineState<Storage::kVStages>;
+  using PPipeline = PipelineState<Storage::kPStages>;
+  static constexpr int kClusterRows = 128;
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
   __device__ __forceinline__ bool is_partial(int tile) const { return tile < full_.begin || tile >= full_.end; }
   // Of the tile: row r of this lane's two.
   __device__ __forceinline__ int row_of(int r) const { return warp_ * 16 + (lane_ >> 2) + 8 * r; }
 
-  __device__ __forceinline__ uint32_t q(int atom) const { return smem_ + offsetof(Storage, q) + atom * C::kAtomBytes; }
-  __device__ __forceinline__ uint32_t k(int stage) const { return smem_ + offsetof(Storage, k) + stage * C::kAtomBytes; }
-  __device__ __forceinline__ uint32_t v(int stage, int atom) const {
-    return smem_ + offsetof(Storage, v) + (stage * C::kAtoms + atom) * C::kAtomBytes;
+  // Swizzle atom `atom` of Q. The first ones are there only until the softmax warpgroup has them in registers: then V comes.
+  __device__ __forceinline__ uint32_t q(int atom) const {
+    return atom < Storage::kQRegisterAtoms ? smem_ + offsetof(Storage, v) + atom * C::kAtomBytes
+                                           : smem_ + offsetof(Storage, q) + (atom - Storage::kQRegisterAtoms) * C::kAtomBytes;
   }
-  __device__ __forceinline__ uint32_t p() const { return smem_ + offsetof(Storage, p); }
-  __device__ __forceinline__ uint32_t rescale(int row) const { return smem_ + offsetof(Storage, rescale) + row * 4; }
-  __device__ __forceinline__ uint32_t rescales() const { return smem_ + offsetof(Storage, rescales) + warp_ * 4; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return smem_ + offsetof(Storage, k) + stage * Storage::kKStageAtoms * C::kAtomBytes;
+  }
+  // The part of V that PV warpgroup `half` reads from stage `stage`: (keys, columns) in swizzle atoms.
+  __device__ __forceinline__ uint32_t v(int stage, int half) const {
+    return smem_ + offsetof(Storage, v) + (stage * 2 + half) * Storage::kPartAtoms * C::kAtomBytes;
+  }
+  __device__ __forceinline__ uint32_t p(int stage) const { return smem_ + offsetof(Storage, p) + stage * C::kAtomBytes; }
+  __device__ __forceinline__ uint32_t rescale(int stage, int row) const {
+    return smem_ + offsetof(Storage, rescale) + (stage * 64 + row) * 4;
+  }
+  __device__ __forceinline__ uint32_t rescales(int stage) const {
+    return smem_ + offsetof(Storage, rescales) + (stage * 4 + warp_) * 4;
+  }
   __device__ __forceinline__ uint32_t q_full() const { return smem_ + offsetof(Storage, q_full); }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return smem_ + offsetof(Storage, k_full) + stage * 8; }
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return smem_ + offsetof(Storage, k_empty) + stage * 8; }
-  __device__ __forceinline__ uint32_t v_full(int stage, int atom) const {
-    return smem_ + offsetof(Storage, v_full) + (stage * C::kAtoms + atom) * 8;
+  __device__ __forceinline__ uint32_t v_full(int stage, int half) const {
+    return smem_ + offsetof(Storage, v_full) + (stage * 2 + half) * 8;
   }
-  __device__ __forceinline__ uint32_t v_empty(int stage, int atom) const {
-    return smem_ + offsetof(Storage, v_empty) + (stage * C::kAtoms + atom) * 8;
+  __device__ __forceinline__ uint32_t v_empty(int stage, int half) const {
+    return smem_ + offsetof(Storage, v_empty) + (stage * 2 + half) * 8;
   }
-  __device__ __forceinline__ uint32_t p_full() const { return smem_ + offsetof(Storage, p_full); }
-  __device__ __forceinline__ uint32_t p_empty() const { return smem_ + offsetof(Storage, p_empty); }
+  __device__ __forceinline__ uint32_t p_full(int stage) const { return smem_ + offsetof(Storage, p_full) + stage * 8; }
+  __device__ __forceinline__ uint32_t p_empty(int stage) const { return smem_ + offsetof(Storage, p_empty) + stage * 8; }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4;  // of the warpgroup that arrives
     mbarrier_init(q_full(), 1);
-    for (int n = 0; n < Storage::kKAtomStages; ++n) {
+    for (int n = 0; n < Storage::kKStages; ++n) {
       mbarrier_init(k_full(n), 1);
-      mbarrier_init(k_empty(n), kWarps);
+      mbarrier_init(k_empty(n), 2 * kWarps);  // of both CTAs
     }
-    for (int n = 0; n < C::kStages * C::kAtoms; ++n) {
+    for (int n = 0; n < 2 * Storage::kVStages; ++n) {
       mbarrier_init(v_full(0, n), 1);
-      mbarrier_init(v_empty(0, n), kWarps);
+      mbarrier_init(v_empty(0, n), 2 * kWarps);
     }
-    mbarrier_init(p_full(), 128);
-    mbarrier_init(p_empty(), 2 * kWarps);
+    for (int n = 0; n < Storage::kPStages; ++n) {
+      // Every thread arrives: this orders the ordinary loads and stores of the rescale buffer, too.
+      mbarrier_init(p_full(n), 128);
+      mbarrier_init(p_empty(n), 256);
+    }
     mbarrier_init_fence();
   }
-  __device__ __forceinline__ void release_warp(uint32_t barrier) const {
+  // For the producers of both CTAs, which load a stage again when neither needs it. Finished wgmmas have read the stage, so no release is
+  // needed: at the scope of a cluster it is a fence that halves the kernel's speed.
+  __device__ __forceinline__ void release_to_cluster(uint32_t barrier) const {
     __syncwarp();
-    mbarrier_arrive_if(lane_ == 0, barrier);
+    mbarrier_arrive_remote_relaxed_if(lane_ < 2, map_to_cta(barrier, lane_ & 1));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
   // Producer warps
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void load_key_atom(uint32_t dst, const CUtensorMap &map, uint32_t barrier, int atom,
-                                                int tile) const {
-    mbarrier_arrive_expect_tx(barrier, C::kAtomBytes);
-    tma_load_4d(dst, &map, barrier, atom * 64, k_.start + tile * 64, head_k_, p_.k_lengths.cu != nullptr ? 0 : batch_,
-                kEvictLast);
+  // `atoms` swizzle atoms of keys, for both CTAs. A box has all of them, or one where rows do not end with an atom.
+  template <int kAtoms>
+  __device__ __forceinline__ void load_keys(uint32_t dst, const CUtensorMap &map, bool whole_atoms, uint32_t barrier, int atom,
+                                            int tile) const {
+    const int batch = p_.k_lengths.cu != nullptr ? 0 : batch_, row = k_.start + tile * 64;
+    if (whole_atoms) {
+      tma_load_5d_multicast(dst, &map, barrier, 0, row, atom, head_k_, batch, kBothCtas, kEvictLast);
+    } else {
+#pragma unroll 1
+      for (int n = 0; n < kAtoms; ++n)
+        tma_load_5d_multicast(dst + n * C::kAtomBytes, &map, barrier, (atom + n) * 64, row, 0, head_k_, batch, kBothCtas,
+                              kEvictLast);
+    }
   }
   __device__ __forceinline__ void load_q_and_k() const {
-    if (tiles_.empty()) return;
+    if (loaded_.empty()) return;
     if (elect_one()) {
       mbarrier_arrive_expect_tx(q_full(), Storage::kTileBytes);
 #pragma unroll 1
@@ -162,26 +198,37 @@ class ForwardWide {
     }
     KPipeline pipe;
 #pragma unroll 1
-    for (int tile = tiles_.begin; tile < tiles_.end; ++tile)
+    for (int tile = loaded_.begin; tile < loaded_.end; ++tile)
 #pragma unroll 1
-      for (int atom = 0; atom < C::kAtoms; ++atom) {
+      for (int part = 0; part < Storage::kKParts; ++part) {
         mbarrier_wait(k_empty(pipe.stage()), pipe.phase() ^ 1);
-        if (elect_one()) load_key_atom(k(pipe.stage()), a_.k_map, k_full(pipe.stage()), atom, tile);
+        if (elect_one()) {
+          mbarrier_arrive_expect_tx(k_full(pipe.stage()), Storage::kKStageAtoms * C::kAtomBytes);
+          if (((tile + part) & 1) == rank_)
+            load_keys<Storage::kKStageAtoms>(k(pipe.stage()), a_.k_map, a_.k_whole_atoms, k_full(pipe.stage()),
+                                             part * Storage::kKStageAtoms, tile);
+        }
         pipe.advance();
       }
   }
-  // In the order in which the PV warpgroups release atoms.
   __device__ __forceinline__ void load_v() const {
     VPipeline pipe;
 #pragma unroll 1
-    for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
+    for (int tile = loaded_.begin; tile < loaded_.end; ++tile) {
 #pragma unroll 1
-      for (int n = 0; n < C::kAtoms; ++n) {
-        const int atom = C::kAtoms == 8 ? n / 2 % 2 * 4 + n / 4 * 2 + n % 2 : n, stage = pipe.stage();
-        mbarrier_wait(v_empty(stage, atom), pipe.phase() ^ 1);
-        if (elect_one()) load_key_atom(v(stage, atom), a_.v_map, v_full(stage, atom), atom, tile);
+      for (int part = 0; part < Storage::kParts; ++part) {
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          const int stage = pipe.stage(), first = half * Storage::kFirstAtoms + part * Storage::kPartAtoms;
+          mbarrier_wait(v_empty(stage, half), pipe.phase());  // the first time by take_q
+          if (elect_one()) {
+            mbarrier_arrive_expect_tx(v_full(stage, half), Storage::kPartAtoms * C::kAtomBytes);
+            if (((tile + half) & 1) == rank_)
+              load_keys<Storage::kPartAtoms>(v(stage, half), a_.v_map, a_.v_whole_atoms, v_full(stage, half), first, tile);
+          }
+        }
+        pipe.advance();
       }
-      pipe.advance();
     }
   }
 
@@ -193,13 +240,17 @@ class ForwardWide {
     OnlineSoftmax<Fragment> softmax;
     softmax.reset();
     KPipeline pipe;
-    uint32_t p_phase = 1;
+    PPipeline p_pipe;
     const float scale = exponent_scale(p_);
-    if (!tiles_.empty()) mbarrier_wait(q_full(), 0);
-#pragma unroll 1
-    for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
-      float s[32];
-      start_and_wait_s(s, pipe);
+    uint32_t q_fragments[Storage::kQRegisterAtoms][4][4];
+    if (!loaded_.empty()) {
+      mbarrier_wait(q_full(), 0);
+      take_q(q_fragments);
+    }
+    skip_k(loaded_.begin, tiles_.begin, pipe);
+    KPipeline released = pipe;
+
+    const auto exponentiate = [&](float(&s)[32], int tile) {
       const int key0 = tile * 64;
       if constexpr (C::kScored) {
         apply_score_mods<Fragment, C::kScores>(
@@ -219,101 +270,161 @@ class ForwardWide {
 #pragma unroll
       for (int r = 0; r < 2; ++r) softmax.sum[r] += tile_sum[r];
       cuda::convert_p<Element>(s, p16);
-      mbarrier_wait(p_empty(), p_phase);
-      p_phase ^= 1;
-      if (lane_ == 0) st_shared_4(rescales(), rescaled);
+      const int stage = p_pipe.stage();
+      mbarrier_wait(p_empty(stage), p_pipe.phase() ^ 1);
+      if (lane_ == 0) st_shared_4(rescales(stage), rescaled);
       if (rescaled && Fragment::leads(lane_)) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) st_shared_float(rescale(row_of(r)), softmax.rescale[r]);
+        for (int r = 0; r < 2; ++r) st_shared_float(rescale(stage, row_of(r)), softmax.rescale[r]);
       }
-      const uint32_t row = p() + (warp_ * 16 + (lane_ & 15)) * 128;
+      const uint32_t row = p(stage) + (warp_ * 16 + (lane_ & 15)) * 128;
 #pragma unroll
       for (int n = 0; n < 4; ++n) stmatrix_x4(row + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p16[n]);
       fence_proxy_async();
-      mbarrier_arrive(p_full());
+      mbarrier_arrive(p_full(stage));
+      p_pipe.advance();
+    };
+    if (!tiles_.empty()) {
+      float s[32], next[32];
+      start_s(s, q_fragments, pipe);
+      wait_s(s, released);
+      // S of the next tile is computed while P of this one is.
+#pragma unroll 1
+      for (int tile = tiles_.begin; tile < tiles_.end - 1; ++tile) {
+        start_s(next, q_fragments, pipe);
+        exponentiate(s, tile);
+        wait_s(next, released);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) s[i] = next[i];
+      }
+      exponentiate(s, tiles_.end - 1);
     }
+    skip_k(tiles_.end, loaded_.end, pipe);
     softmax.reduce_sums();
     RowResult result[2];
     finalize_rows(softmax.max, softmax.sum, sink_of(p_, head_q_), result);
-    mbarrier_wait(p_empty(), p_phase);
+    const int stage = p_pipe.stage();
+    mbarrier_wait(p_empty(stage), p_pipe.phase() ^ 1);
     if (Fragment::leads(lane_)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row0_ + row_of(r);
         const bool used = row < q_.len;
-        st_shared_float(rescale(row_of(r)), used ? result[r].factor : 0.f);
+        st_shared_float(rescale(stage, row_of(r)), used ? result[r].factor : 0.f);
         if (p_.lse.data != nullptr && row < q_.seq_slot)
           *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) = used ? result[r].lse : -CUDART_INF_F;
       }
     }
-    mbarrier_arrive(p_full());
+    mbarrier_arrive(p_full(stage));
   }
 
-  // S of a KV tile. An atom of K is released when the product with the next one has been started.
-  __device__ __forceinline__ void start_and_wait_s(float (&s)[32], KPipeline &pipe) const {
-    int last = 0;
-    fence_operand(s);
+  // Loads the A operands of S that stay in registers, and releases the stages of V where they were.
+  __device__ __forceinline__ void take_q(uint32_t (&q_fragments)[Storage::kQRegisterAtoms][4][4]) const {
 #pragma unroll
-    for (int atom = 0; atom < C::kAtoms; ++atom) {
-      mbarrier_wait(k_full(pipe.stage()), pipe.phase());
-      const uint64_t a = descriptor_k_major(q(atom)), b = descriptor_k_major(k(pipe.stage()));
-      wgmma_fence();
+    for (int atom = 0; atom < Storage::kQRegisterAtoms; ++atom)
 #pragma unroll
       for (int n = 0; n < 4; ++n)
-        Wgmma<Element, 64>::ss_k_k(s, advance_descriptor(a, n * 32), advance_descriptor(b, n * 32), atom != 0 || n != 0);
-      wgmma_commit();
-      if (atom > 0) {
-        wgmma_wait<1>();
-        release_warp(k_empty(last));
+        ldmatrix_x4(q_fragments[atom][n],
+                    q(atom) + (warp_ * 16 + (lane_ & 15)) * 128 + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4));
+    __syncwarp();
+    for (int n = 0; n < 2 * Storage::kVStages; ++n) mbarrier_arrive_remote_if(lane_ < 2, map_to_cta(v_empty(0, n), lane_ & 1));
+  }
+
+  // Starts S of a KV tile.
+  __device__ __forceinline__ void start_s(float (&s)[32], const uint32_t (&q_fragments)[Storage::kQRegisterAtoms][4][4],
+                                          KPipeline &pipe) const {
+    fence_operand(s);
+#pragma unroll
+    for (int part = 0; part < Storage::kKParts; ++part) {
+      mbarrier_wait(k_full(pipe.stage()), pipe.phase());
+      const uint64_t b = descriptor_k_major(k(pipe.stage()));
+      wgmma_fence();
+#pragma unroll
+      for (int n = 0; n < 4 * Storage::kKStageAtoms; ++n) {
+        const int atom = part * Storage::kKStageAtoms + n / 4;
+        const uint64_t key_columns = advance_descriptor(b, n / 4 * C::kAtomBytes + n % 4 * 32);
+        if (atom < Storage::kQRegisterAtoms) {
+          wgmma_rs_k<Element>(s, q_fragments[atom][n % 4], key_columns, part + n != 0);
+        } else {
+          Wgmma<Element, 64>::ss_k_k(s, advance_descriptor(descriptor_k_major(q(atom)), n % 4 * 32), key_columns,
+                                     part + n != 0);
+        }
       }
-      last = pipe.stage();
+      wgmma_commit();
       pipe.advance();
     }
+  }
+  // Waits for S, and releases K from `pipe` on.
+  __device__ __forceinline__ void wait_s(float (&s)[32], KPipeline &pipe) const {
     wgmma_wait<0>();
     fence_operand(s);
-    release_warp(k_empty(last));
+#pragma unroll
+    for (int part = 0; part < Storage::kKParts; ++part) {
+      release_to_cluster(k_empty(pipe.stage()));
+      pipe.advance();
+    }
+  }
+  // Releases tiles of K that no row of this CTA sees.
+  __device__ __forceinline__ void skip_k(int tile, int end, KPipeline &pipe) const {
+#pragma unroll 1
+    for (int n = tile * Storage::kKParts; n < end * Storage::kKParts; ++n) {
+      mbarrier_wait(k_full(pipe.stage()), pipe.phase());
+      release_to_cluster(k_empty(pipe.stage()));
+      pipe.advance();
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
   // PV warpgroups
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Columns from swizzle atom `first_atom` on, in one accumulator, or in two where that lets half of V be released early.
+  // kAtoms swizzle atoms of columns, of the first or the second half, in an accumulator for each part of V.
   template <int kAtoms>
-  __device__ __forceinline__ void pv_warpgroup(int first_atom) const {
-    constexpr int kParts = kAtoms == 4 ? 2 : 1, kPartAtoms = kAtoms / kParts, kColumns = kPartAtoms * 64;
+  __device__ __forceinline__ void pv_warpgroup(int half) const {
+    constexpr int kParts = Storage::kParts, kPartAtoms = kAtoms / kParts, kColumns = kPartAtoms * 64;
     float out[kParts][kColumns / 2];
 #pragma unroll
     for (auto &part : out)
 #pragma unroll
       for (float &x : part) x = 0.f;
     VPipeline pipe;
-    uint32_t p_phase = 0;
+    PPipeline p_pipe;
+    skip_v(loaded_.begin, tiles_.begin, half, pipe);
 #pragma unroll 1
     for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
-      const int stage = pipe.stage();
+      int stages[kParts];
 #pragma unroll
-      for (int atom = 0; atom < kAtoms; ++atom) mbarrier_wait(v_full(stage, first_atom + atom), pipe.phase());
+      for (int part = 0; part < kParts; ++part) {
+        stages[part] = pipe.stage();
+        mbarrier_wait(v_full(stages[part], half), pipe.phase());
+        pipe.advance();
+      }
       // A masked pair has P = -0, which times NaN or Inf in V is NaN.
-      const bool nan_safe = is_partial(tile) && named_barrier_or(1 + static_cast<int>(threadIdx.x / 128), 128,
-                                                                 tile_has_nonfinite<Element, kAtoms * C::kAtomBytes, 128>(
-                                                                     v(stage, first_atom), threadIdx.x % 128));
-      mbarrier_wait(p_full(), p_phase);
-      p_phase ^= 1;
-      if (ld_shared_4(rescales()) != 0) scale_out(out);
-      if (nan_safe) {
+      bool nan_safe = false;
+      if (is_partial(tile)) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
-          wgmma_ss_nan_safe<Element, Major::k, 64, kColumns, 64>(out[part], p(), warp_ * 16,
-                                                                 v(stage, first_atom + part * kPartAtoms), lane_);
-        release_v<kAtoms>(stage, first_atom);
+          nan_safe |= tile_has_nonfinite<Element, kPartAtoms * C::kAtomBytes, 128>(v(stages[part], half), threadIdx.x % 128);
+        nan_safe = named_barrier_or(1 + static_cast<int>(threadIdx.x / 128), 128, nan_safe);
+      }
+      const int p_stage = p_pipe.stage();
+      mbarrier_wait(p_full(p_stage), p_pipe.phase());
+      if (ld_shared_4(rescales(p_stage)) != 0) scale_out(out, p_stage);
+      if (nan_safe) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          wgmma_ss_nan_safe<Element, Major::k, 64, kColumns, 64>(out[part], p(p_stage), warp_ * 16, v(stages[part], half),
+                                                                 lane_);
+          __threadfence_block();  // ordinary loads have read the stage
+          release_to_cluster(v_empty(stages[part], half));
+        }
       } else {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) fence_operand(out[part]);
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          const uint64_t a = descriptor_k_major(p()), b = descriptor_mn_major<64>(v(stage, first_atom + part * kPartAtoms));
+          const uint64_t a = descriptor_k_major(p(p_stage)), b = descriptor_mn_major<64>(v(stages[part], half));
 #pragma unroll
           for (int n = 0; n < 4; ++n)
             Wgmma<Element, kColumns>::ss_k_mn(out[part], advance_descriptor(a, n * 32), advance_descriptor(b, n * 2048), 1);
@@ -321,32 +432,36 @@ class ForwardWide {
         }
         if constexpr (kParts == 2) {
           wgmma_wait<1>();
-          release_v<kPartAtoms>(stage, first_atom);
+          release_to_cluster(v_empty(stages[0], half));
         }
         wgmma_wait<0>();
 #pragma unroll
         for (int part = 0; part < kParts; ++part) fence_operand(out[part]);
-        release_v<kPartAtoms>(stage, first_atom + (kParts - 1) * kPartAtoms);
+        release_to_cluster(v_empty(stages[kParts - 1], half));
       }
-      release_warp(p_empty());
-      pipe.advance();
+      mbarrier_arrive(p_empty(p_stage));
+      p_pipe.advance();
     }
-    mbarrier_wait(p_full(), p_phase);
-    scale_out(out);
-    store(out, first_atom * 64);
+    skip_v(tiles_.end, loaded_.end, half, pipe);
+    const int p_stage = p_pipe.stage();
+    mbarrier_wait(p_full(p_stage), p_pipe.phase());
+    scale_out(out, p_stage);
+    store(out, half * Storage::kFirstAtoms * 64);
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void release_v(int stage, int first_atom) const {
-    __syncwarp();
-#pragma unroll
-    for (int atom = 0; atom < kCount; ++atom) mbarrier_arrive_if(lane_ == 0, v_empty(stage, first_atom + atom));
+  __device__ __forceinline__ void skip_v(int tile, int end, int half, VPipeline &pipe) const {
+#pragma unroll 1
+    for (int n = tile * Storage::kParts; n < end * Storage::kParts; ++n) {
+      mbarrier_wait(v_full(pipe.stage(), half), pipe.phase());
+      release_to_cluster(v_empty(pipe.stage(), half));
+      pipe.advance();
+    }
   }
   template <int kParts, int kCount>
-  __device__ __forceinline__ void scale_out(float (&out)[kParts][kCount]) const {
+  __device__ __forceinline__ void scale_out(float (&out)[kParts][kCount], int p_stage) const {
     float factor[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = ld_shared_float(rescale(row_of(r)));
+    for (int r = 0; r < 2; ++r) factor[r] = ld_shared_float(rescale(p_stage, row_of(r)));
 #pragma unroll
     for (auto &part : out) scale_rows<QkFragment<1, kCount / 4>>(part, factor);
   }
@@ -375,13 +490,14 @@ class ForwardWide {
   const Problem &p_;
   const uint32_t smem_;
   const int lane_, warp_;  // warp_ within the warpgroup
-  int batch_, head_q_, head_k_, row0_;
+  int rank_, batch_, head_q_, head_k_, cluster_row0_, row0_;
   bool last_block_;
   struct Rows {
     int start, seq_slot, len;  // as in Sequence
   };
   Rows q_, k_;
-  KeyRange tiles_, full_;  // KV tiles with visible pairs, and of these those without masked pairs
+  KeyRange loaded_, tiles_,
+      full_;  // KV tiles with visible pairs: of the cluster, of this CTA, and of these those without masked pairs
 };
 
 template <class C>
