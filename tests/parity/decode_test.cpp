@@ -150,10 +150,13 @@ Case one_token(const char *name, int64_t head_dim, int64_t n) {
 }
 
 TEST_P(Decode, OneTokenOfAFewHeads) {
-  for (const int64_t head_dim : {64, 128, 200, 256}) {
+  for (const int64_t head_dim : {64, 128, 200, 256, 320, 512}) {
     for (int64_t n = 0; n < 6; ++n) {
       Case c = one_token("decode: one token", head_dim, n);
       if (n == 0) c.head_dim_v = 40;
+      EXPECT_TRUE(check(backend(), c));
+      if (head_dim <= 256) continue;
+      c.heads_q = c.heads_k * (9 + n);  // rows of a second warp
       EXPECT_TRUE(check(backend(), c));
     }
   }

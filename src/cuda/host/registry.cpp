@@ -99,7 +99,7 @@ constexpr auto kRows = concatenate(
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV | (kv_8bit ? 0 : kLeftPadding) | kHugePackedKv | kDescalePerRow;
-              row.max_queries = shape.rows() == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
+              row.max_queries = shape.warp_rows == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();

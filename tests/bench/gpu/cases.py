@@ -220,6 +220,7 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(8, 8192), paged(128, 8192)] + [paged(32, 8192, page) for page in (0, 1, 64, 256)]
     rows += [paged(b, n, tokens=tokens) for b, n in ((1, 131072), (32, 8192)) for tokens in (2, 4, 8, 16)]
     rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2), paged(64, 8192, head_dim=64, heads=32)]
+    rows += [paged(b, 8192, page, head_dim=512, heads=16, heads_k=2) for b, page in ((32, 16), (32, 0), (1, 16))]
     rows += [latent(64, 64, page=page) for page in (0, 1, 16)] + [latent(64, 16, tokens=2), latent(64, 64, tokens=2)]
     rows += [latent(1, heads, n) for heads in (16, 128) for n in (8192, 131072)] + [latent(64, 64, option=INVARIANT)]
     rows += [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]

@@ -331,7 +331,7 @@ class Cta {
   // Eight fp32 columns (32 bytes) of a row of a KV group's out. The XOR avoids bank conflicts: a warp stores eight rows at
   // once, in the kernels for eight rows every other row.
   __device__ __forceinline__ uint32_t smem_out(int group, int row, int columns8) const {
-    const int swizzle = C::kRows == 8 ? row >> 1 : row & 7;
+    const int swizzle = C::kWarpRows == 8 ? row >> 1 & 3 : row & 7;
     return smem_pipeline(group) + row * C::kD * 4 + ((columns8 ^ swizzle) << 5);
   }
   // Maximum and row sum of a row over the keys of a KV group.

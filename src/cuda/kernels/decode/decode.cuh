@@ -35,7 +35,7 @@ constexpr bool kHasPdl = false;
 #endif
 
 template <class C>
-using Attention = std::conditional_t<C::kRows == 8, OrientationKq<C>, OrientationQk<C>>;
+using Attention = std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>;
 
 // Main loop over the KV steps of a work unit. `after_first_loads` is called once, when the first loads are in flight.
 template <class C, typename F>

@@ -23,7 +23,7 @@ class OrientationKq {
   using Element = typename C::Element;
   static constexpr int kKeyTiles = C::kKvTile / 16, kColumnTiles = C::kD / 16;
   static constexpr int kTilesPerLoad = C::k8BitKv ? 2 : 1;  // tiles of 16 columns per ldmatrix
-  static_assert(C::kRows == 8 && C::kRowWarps == 1);
+  static_assert(C::kWarpRows == 8);
 
   using Scores = float[kKeyTiles][4];
   using Fragment = KqFragment<kKeyTiles>;  // of S^T
@@ -45,10 +45,11 @@ class OrientationKq {
       prepare_q<C::kRows, C::kD, C::kThreads>(cta_.smem, cta_.smem_row_scale(), cta_.problem.q.dtype == Dtype::bf16);
       __syncthreads();
 #pragma unroll
-      for (int e = 0; e < 2; ++e) row_scale_[e] = ld_shared_float(cta_.smem_row_scale() + (2 * (cta_.lane_id & 3) + e) * 4);
+      for (int e = 0; e < 2; ++e)
+        row_scale_[e] = ld_shared_float(cta_.smem_row_scale() + (cta_.warp_row0 + 2 * (cta_.lane_id & 3) + e) * 4);
     }
     constexpr int kQPitch = C::kD * 2;
-    const uint32_t q = cta_.smem + swizzled<kQPitch>(cta_.lane_id & 7, cta_.lane_id >> 3);
+    const uint32_t q = cta_.smem + swizzled<kQPitch>(cta_.warp_row0 + (cta_.lane_id & 7), cta_.lane_id >> 3);
 #pragma unroll
     for (int k = 0; k < kColumnTiles; k += 2) {
       uint32_t f[4];
@@ -75,7 +76,7 @@ class OrientationKq {
 
   // Writes this warp's out, maxima and row sums to shared memory.
   __device__ __forceinline__ void store_partial_out() {
-    const int lane = opaque(cta_.lane_id), row = 2 * (lane & 3);
+    const int lane = opaque(cta_.lane_id), row = cta_.warp_row0 + 2 * (lane & 3);
     softmax_.reduce_sums();
 #pragma unroll
     for (int e = 0; e < 2; ++e)
@@ -164,7 +165,7 @@ class OrientationKq {
     apply_score_mods<Fragment, kSoftcapAlibi>(
         s, cta_.problem, cta_.params.raw,
         [&](int r) {
-          const int row = min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1);
+          const int row = min(cta_.warp_row0 + Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1);
           return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(row));
         },
         [&](int) { return distance; });

@@ -64,7 +64,8 @@ struct Shape {
   X(d128_16c, 128, 16, 1, 4, 16, 3, 2, 90, true)     \
   X(d256_8, 256, 8, 1, 4, 16, 3, 1, 90, false)       \
   X(d256_16, 256, 16, 1, 4, 16, 3, 1, 90, false)     \
-  X(d256_32, 256, 16, 2, 4, 16, 3, 1, 90, false)
+  X(d256_32, 256, 16, 2, 4, 16, 3, 1, 90, false)     \
+  X(d512_16, 512, 8, 2, 2, 16, 3, 1, 90, false)
 
 #define FA_DECODE_SHAPE_OF(kv_bytes, name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas, capability, \
                            clustered)                                                                                        \
