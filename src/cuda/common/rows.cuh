@@ -9,6 +9,23 @@
 
 namespace fa::cuda {
 
+// Whether the rows of a result are whole 16-byte vectors, and whether they are fp32 beside operands of 16 bits. Programs
+// that are compiled at run time know it (score_program.cpp), and have no code for what does not occur.
+__device__ __forceinline__ constexpr bool known_vectors(bool at_run_time) {
+#ifdef FA_VECTOR_ROWS
+  return FA_VECTOR_ROWS;
+#else
+  return at_run_time;
+#endif
+}
+__device__ __forceinline__ constexpr bool known_fp32(bool at_run_time) {
+#ifdef FA_FP32_ROWS
+  return FA_FP32_ROWS && at_run_time;
+#else
+  return at_run_time;
+#endif
+}
+
 // Rows of one head of one sequence that starts at row `start` of its batch.
 template <typename Element>
 __device__ __forceinline__ RowSource<Element> row_source(const Operand &t, int64_t batch, int64_t start, int rows, int64_t head,
