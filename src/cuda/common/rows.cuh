@@ -9,11 +9,11 @@
 
 namespace fa::cuda {
 
-// Whether the rows of a result are whole 16-byte vectors, and whether they are fp32 beside operands of 16 bits. Programs
-// that are compiled at run time know it (score_program.cpp), and have no code for what does not occur.
+// Whether rows are whole 16-byte vectors, and whether those of a result are fp32 beside operands of 16 bits. Programs that
+// are compiled at run time know it (score_program.cpp), and have no code for what does not occur.
 __device__ __forceinline__ constexpr bool known_vectors(bool at_run_time) {
-#ifdef FA_VECTOR_ROWS
-  return FA_VECTOR_ROWS;
+#if defined(FA_VECTOR_ROWS) && FA_VECTOR_ROWS
+  return true;
 #else
   return at_run_time;
 #endif
@@ -35,7 +35,7 @@ __device__ __forceinline__ RowSource<Element> row_source(const Operand &t, int64
   s.row_stride = t.seq_stride;
   s.rows = rows;
   s.columns = static_cast<int>(columns);
-  s.vectors = vectors;
+  s.vectors = known_vectors(vectors);
   return s;
 }
 

@@ -204,12 +204,6 @@ __device__ __forceinline__ float load_element(const void *data, uint32_t dtype, 
   }
 }
 
-constexpr bool kLoadsPairs = [] {
-  bool any = false;
-  for (int n = 0; n < 8; ++n) any = any || (kAccess[n] & 12) == 12 || kAccess[n] == 16;
-  return any;
-}();
-
 // Element 2 half or 2 half + 1 of a tensor with kLayoutPairs. Both are loaded at once, by plain loads: the compiler makes
 // one of two with the same address. With __ldg() or asm it does not.
 __device__ __forceinline__ float load_of_two(const void *data, uint32_t dtype, int64_t half, bool odd) {

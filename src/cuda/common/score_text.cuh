@@ -22,7 +22,6 @@ struct ScorePlace {
 struct ScoreText {
   static constexpr bool kGiven = true;
   static constexpr bool kScores = FA_TEXT_HAS_SCORE, kVisible = FA_TEXT_HAS_VISIBLE, kTile = FA_TEXT_HAS_TILE;
-  static constexpr bool kLoadsPairs = score_text::kLoadsPairs;  // scores may load an element for each pair of query and key
 
   const ScorePlace &place;
   const ScoreTextArgs &args;
@@ -63,16 +62,14 @@ struct ScoreText {
     return s;
 #endif
   }
-  // The score with its derivative by the scaled product. kInside: the pair is within the lengths.
-  template <bool kInside = false>
+  // The score with its derivative by the scaled product.
   __device__ __forceinline__ float score_and_derivative(float s, int i, int j, float i_number, float j_number,
                                                         float &derivative) const {
 #if FA_TEXT_HAS_DERIVATIVE
-    derivative = static_cast<float>(score_text::derivative<float>(s, position<kInside>(i, j, i_number, j_number), aux()));
-    return static_cast<float>(score_text::score<float>(s, position<kInside>(i, j, i_number, j_number), aux()));
+    derivative = static_cast<float>(score_text::derivative<float>(s, position(i, j, i_number, j_number), aux()));
+    return score(s, i, j, i_number, j_number);
 #elif FA_TEXT_HAS_SCORE
-    const score_text::Dual x =
-        score_text::score<score_text::Dual>({s, 1.f}, position<kInside>(i, j, i_number, j_number), aux());
+    const score_text::Dual x = score_text::score<score_text::Dual>({s, 1.f}, position(i, j, i_number, j_number), aux());
     derivative = x.d;
     return x.v;
 #else
@@ -100,7 +97,7 @@ struct ScoreText {
 #else
 
 struct ScoreText {
-  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false, kLoadsPairs = false;
+  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false;
 
   const ScorePlace &place;
   const ScoreTextArgs &args;
@@ -108,7 +105,6 @@ struct ScoreText {
   __device__ __forceinline__ float score(float s, int, int) const { return s; }
   __device__ __forceinline__ float score(float s, int, int, float, float) const { return s; }
   __device__ __forceinline__ float score_inside(float s, int, int, bool, float, float) const { return s; }
-  template <bool kInside = false>
   __device__ __forceinline__ float score_and_derivative(float s, int, int, float, float, float &derivative) const {
     derivative = 1.f;
     return s;

@@ -167,7 +167,7 @@ ScoreProgram score_program(const ForwardProblem &p, const ForwardPlan &plan) {
   program.shape = plan.shape;
   program.dtype = p.q.dtype;
   program.scores = terms_of_program(p, kernel_of(plan)) | (p.max_logit != nullptr ? kMaxLogit : kPlain);
-  program.vector_rows = plan.vector.out;
+  program.vector_rows = plan.vector.q && plan.vector.k && plan.vector.v && plan.vector.out;
   return program;
 }
 
@@ -179,7 +179,7 @@ ScoreProgram score_program(const BackwardProblem &b, const BackwardPlan &plan) {
   program.shape = plan.shape;
   program.dtype = b.forward.q.dtype;
   program.scores = terms_of_program(b.forward, kernel_of(plan));
-  program.vector_rows = plan.vector.dk && plan.vector.dv;
+  program.vector_rows = plan.vector.q && plan.vector.k && plan.vector.v && plan.vector.dout && plan.vector.dk && plan.vector.dv;
   program.fp32_rows = is_fp32(b.dk) || is_fp32(b.dv);
   return program;
 }

@@ -21,8 +21,8 @@ struct ScoreProgram {
   bool quantised = false;  // simt: 8-bit keys and values
   int32_t shape = 0;       // index into the family's table for the pass
   Dtype dtype = Dtype::f32;
-  // Of kernels of tensor cores. The score terms it is built for; what it stores: known_vectors() and known_fp32() of
-  // rows.cuh.
+  // Of kernels of tensor cores. The score terms it is built for; what it loads and stores: known_vectors() and
+  // known_fp32() of rows.cuh.
   ScoreSet scores = kScoreText;
   bool vector_rows = true, fp32_rows = false;
 

@@ -195,8 +195,8 @@ struct KeyBlock {
                                                  const Accumulator<C::kGradTiles, kTiles> &acc, int role_warp,
                                                  float scale) const {
     const int first_key = role_warp / C::kColumnWarps * C::kGradTiles * 16, part = role_warp % C::kColumnWarps;
-    if (t.dtype == Dtype::f32 && t.data != nullptr) {
-      const bool vectors = has_16_byte_rows(t, columns);
+    if (known_fp32(t.dtype == Dtype::f32) && t.data != nullptr) {
+      const bool vectors = known_vectors(has_16_byte_rows(t, columns));
       float *base =
           static_cast<float *>(t.data) + batch * t.batch_stride + keys().start * t.seq_stride + head_k * t.head_stride;
 #pragma unroll
@@ -231,11 +231,11 @@ struct KeyBlock {
   __device__ __forceinline__ void store_gradient(const Operand &t, uint32_t tile, int64_t columns, int thread) const {
     if (t.data == nullptr) return;
     constexpr int kVectors = kColumns / 8;
-    const bool vectors = has_16_byte_rows(t, columns);
+    const bool vectors = known_vectors(has_16_byte_rows(t, columns));
     const Sequence k = keys();
     const int seq_slot = static_cast<int>(k.slot),
               end = key0 / C::kKeys == a.order.row_blocks - 1 ? seq_slot : min(key0 + C::kKeys, seq_slot);
-    if (t.dtype == Dtype::f32) {
+    if (known_fp32(t.dtype == Dtype::f32)) {
       float *base = static_cast<float *>(t.data) + batch * t.batch_stride + k.start * t.seq_stride + head_k * t.head_stride;
       for (int key = max(key0, mask.seqlen_k); key < end; ++key) {
         for (int column = thread; column < columns; column += kThreads) base[key * t.seq_stride + column] = 0;

@@ -374,14 +374,7 @@ class Backward : ProducerWarps<C> {
     if constexpr (C::kHasScoreText) {
       int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
       if constexpr (C::kHasDataMask) head_q = visited(n, &VisitedQTile::head_q);
-      bool hidden;
-      if (ScoreText::kLoadsPairs && !partial) {  // code of its own: addresses are linear where no index is limited
-        hidden = cta_.template exponentiate_text</*kInside=*/true>(p16_, s_, smem_lse(stage_), head_q, first_key(),
-                                                                   q_tile * C::kTileQ, false);
-      } else {
-        hidden = cta_.template exponentiate_text</*kInside=*/false>(p16_, s_, smem_lse(stage_), head_q, first_key(),
-                                                                    q_tile * C::kTileQ, partial);
-      }
+      const bool hidden = cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, partial);
       masked = named_barrier_or(1 + wg_, 128, partial || hidden);
     } else if constexpr (C::kHasBias) {
       cta_.exponentiate_biased(s_, smem_lse(stage_), bias);

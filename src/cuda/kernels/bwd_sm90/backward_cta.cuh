@@ -211,8 +211,8 @@ struct BackwardCta {
     }
   }
   // With a score text, the same. P of a pair that the text masks is -0. `partial`: pairs of the tile may be masked. Returns whether the text masks
-  // any. kInside: all pairs are within the lengths.
-  template <bool kInside, int kSteps>
+  // any.
+  template <int kSteps>
   __device__ __forceinline__ bool exponentiate_text(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
                                                     int head_q, int first_key, int first_row, bool partial) const {
     const WorkTile &t = work();
@@ -236,8 +236,8 @@ struct BackwardCta {
         const int row = row0 + 8 * j + (r & 1), key = key0 + 8 * (r >> 1);
         float x = s[4 * j + r], derivative = 1.f;
         if constexpr (ScoreText::kScores)
-          x = text.score_and_derivative<kInside>(x * softmax_scale, row, key, row_number + static_cast<float>(8 * j + (r & 1)),
-                                                 key_number + static_cast<float>(8 * (r >> 1)), derivative);
+          x = text.score_and_derivative(x * softmax_scale, row, key, row_number + static_cast<float>(8 * j + (r & 1)),
+                                        key_number + static_cast<float>(8 * (r >> 1)), derivative);
         if (ScoreText::kVisible && partial && !text.visible(row, key)) x = -CUDART_INF_F;
         const bool masked = (ScoreText::kScores || ScoreText::kVisible) && x == -CUDART_INF_F;
         hidden |= masked;

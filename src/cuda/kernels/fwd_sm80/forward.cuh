@@ -356,7 +356,7 @@ class Forward {
       return ld_shared_16(rows_.smem_q() + swizzled<kPitch>(rows_.row_warp * C::kWarpRows + row, vector));
     };
     if constexpr (32 % kDt == 0) {
-      if (rows_.a.vector_out && !rows_.packed() && rows_.warp_row + C::kWarpRows <= rows_.rows) {
+      if (known_vectors(rows_.a.vector_out) && !rows_.packed() && rows_.warp_row + C::kWarpRows <= rows_.rows) {
         const int row = rows_.lane / kDt, vector = column_tile(rows_.lane % kDt);
         if (vector * 8 >= columns) return;
         Element *dst = rows_.out_at(rows_.warp_row + row) + vector * 8;
@@ -371,7 +371,8 @@ class Forward {
       const int row = rows_.warp_row + n / kDt, vector = column_tile(n % kDt);
       if (row >= rows_.rows) continue;
       const uint4 x = staged(n / kDt, vector);
-      store_elements<Element>(rows_.out_at(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8, rows_.a.vector_out);
+      store_elements<Element>(rows_.out_at(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8,
+                              known_vectors(rows_.a.vector_out));
     }
   }
 

@@ -172,7 +172,7 @@ struct RowBlock {
     s.row_stride = t.seq_stride;
     s.rows = seqlen_k;
     s.columns = static_cast<int>(columns);
-    s.vectors = vectors;
+    s.vectors = known_vectors(vectors);
     s.page_table = p.page_table;
     if (p.page_table != nullptr) {
       s.page_table += b * p.page_table_batch_stride;
