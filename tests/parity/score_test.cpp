@@ -87,6 +87,21 @@ TEST_P(Score, WithTerms) {
   });
 }
 
+// More work tiles than a device has CTAs at once, the last of a head with less than half of its rows: CTAs go from one tile
+// to the next.
+TEST_P(Score, ManyWorkTiles) {
+  if (!backend().runs_score_text()) GTEST_SKIP() << "work tiles of CUDA kernels";
+  for (const int64_t head_dim : {64, 128}) {
+    Case c = grouped_case("many work tiles", FA_BFLOAT16, 200, 70);
+    c.batch = 5;
+    c.heads_q = c.heads_k = 32;
+    c.head_dim = c.head_dim_v = head_dim;
+    c.mask = head_dim == 64 ? FA_MASK_NONE : FA_MASK_CAUSAL;
+    c.score = 3;  // ALiBi
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 // Functions that change scores, without the masks that keep some rows of others empty.
 TEST_P(Score, GradientsAreDifferencesOfForward) {
   for (int64_t number = 1; number <= reference::gallery_size(); ++number) {

@@ -21,7 +21,7 @@
 namespace fa::cuda {
 namespace {
 
-// Kernels with a score text: those of Hopper where it is the only score term, else those of CUDA cores.
+// Kernels with a score text: those of Hopper where it is the only score term, else mma.sync; fp32 and dbias on CUDA cores.
 TEST(CudaPlanHopper, ScoreTexts) {
   const auto scored = [](int64_t head_dim) {
     MaskedProblem p = problem(1000, 1000, head_dim);
@@ -34,21 +34,30 @@ TEST(CudaPlanHopper, ScoreTexts) {
   };
   EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64g"), std::string("sm90_bwd_bf16_d64g")));
   EXPECT_EQ(names(scored(128)), std::pair(std::string("sm90_fwd_bf16_d128g"), std::string("sm90_bwd_bf16_d128g")));
-  EXPECT_EQ(names(scored(256)), std::pair(std::string("sm90_fwd_bf16_d256g"), std::string("simt_bwd_bf16_d256")));
-  const std::pair on_cuda_cores(std::string("simt_fwd_bf16_d128"), std::string("simt_bwd_bf16_d128"));
-  EXPECT_EQ(names(scored(128), kDevices[1].device), on_cuda_cores);
-  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
-      {"softcap", [](MaskedProblem &p) { p.softcap = 30; }},
-      {"ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable; }},
-      {"bias", [](MaskedProblem &p) { set_bias(p); }},
-      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
-      {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
+  EXPECT_EQ(names(scored(256)), std::pair(std::string("sm90_fwd_bf16_d256g"), std::string("sm80_bwd_bf16_d256m")));
+  EXPECT_EQ(names(scored(512)), std::pair(std::string("simt_fwd_bf16_d512"), std::string("simt_bwd_bf16_d512")));
+  const std::pair smooth(std::string("sm80_fwd_bf16_d128m"), std::string("sm80_bwd_bf16_d128m")),
+      general(std::string("sm80_fwd_bf16_d128g"), std::string("sm80_bwd_bf16_d128g"));
+  EXPECT_EQ(names(scored(128), kDevices[1].device), smooth);
+  const std::vector<std::tuple<const char *, void (*)(MaskedProblem &), std::pair<std::string, std::string>>> others = {
+      {"softcap", [](MaskedProblem &p) { p.softcap = 30; }, smooth},
+      {"ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable; }, smooth},
+      {"bias", [](MaskedProblem &p) { set_bias(p); }, general},
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }, general},
+      {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }, smooth},
   };
-  for (const auto &[text, change] : others) {
+  for (const auto &[text, change, expected] : others) {
     MaskedProblem p = scored(128);
+    p.num_splits = 1;
     change(p);
-    EXPECT_EQ(names(p), on_cuda_cores) << text;
+    EXPECT_EQ(names(p), expected) << text;
   }
+  // dbias beside a text.
+  MaskedProblem biased = scored(128);
+  set_bias(biased);
+  BackwardProblem with_dbias = backward_of(biased);
+  with_dbias.dbias = biased.bias;
+  EXPECT_EQ(kernel_name(with_dbias, backward_plan(with_dbias, h200())), "simt_bwd_bf16_d128");
 
   // A text that masks pairs: the cell map tells of tiles.
   MaskedProblem masked = scored(128);
@@ -61,7 +70,7 @@ TEST(CudaPlanHopper, ScoreTexts) {
   EXPECT_GT(forward_plan(masked, h200()).workspace_bytes, one_plane);
   EXPECT_EQ(names(masked).second, "sm90_bwd_bf16_d128b");
   set_slices(masked);
-  EXPECT_EQ(names(masked), std::pair(std::string("sm90_fwd_bf16_d128b"), std::string("simt_bwd_bf16_d128")));
+  EXPECT_EQ(names(masked), std::pair(std::string("sm90_fwd_bf16_d128b"), std::string("sm80_bwd_bf16_d128g")));
 }
 
 // Hopper kernels serve problems that TMA can read, unless other kernels split the keys or fill their rows with several heads. A build or a

@@ -199,10 +199,24 @@ TEST(CudaSelect, EveryDeviceRunsScoreTexts) {
       EXPECT_EQ(plan_backward(backward, device, backward_plan, error), FA_OK) << name << error.text;
       EXPECT_EQ(forward_plan.scored, given);
       EXPECT_EQ(backward_plan.scored, given);
-      EXPECT_EQ(kernel_name(p, forward_plan).ends_with("_score"), given) << kernel_name(p, forward_plan);
+      const std::string forward_name = kernel_name(p, forward_plan);
+      EXPECT_EQ(forward_name.ends_with("_score") || forward_name.ends_with("_score_split"), given) << forward_name;
       EXPECT_EQ(kernel_name(backward, backward_plan).ends_with("_score"), given);
     }
   }
+}
+
+// A score text compiles the kernel of the forward, whether the build has it or not. Backward needs the instance for its dq.
+TEST(CudaSelect, ScoreTextsInBuildsWithoutTheirKernels) {
+  MaskedProblem p = problem(1000, 1000, 128);
+  p.score_text.given = true;
+  ForwardPlan forward;
+  BackwardPlan backward;
+  ErrorText error;
+  EXPECT_EQ(plan_forward(forward_of(p), device_with_only("none"), forward, error), FA_OK) << error.text;
+  EXPECT_EQ(kernel_name(p, forward), "sm90_fwd_bf16_d128g");
+  EXPECT_EQ(plan_backward(backward_of(p), device_with_only("none"), backward, error), FA_ERROR_NOT_BUILT);
+  EXPECT_NE(std::string(error.text).find("sm90_bwd_bf16_d128g"), std::string::npos) << error.text;
 }
 
 // A build with one kernel alone gives it the problems that it serves in a complete build, with the same plan.

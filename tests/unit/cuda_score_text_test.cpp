@@ -11,6 +11,7 @@
 #include <fstream>
 #include <thread>
 
+#include "cuda/common/score_text.h"
 #include "cuda/host/kernel_cache.h"
 #include "cuda/host/nvrtc.h"
 #include "cuda/host/registry.h"
@@ -82,15 +83,22 @@ const char *const kMasks =
 
 // Every kernel that a plan may take. Hopper's must not wait for each wgmma, and must not move many registers to memory.
 TEST_F(ScorePrograms, EveryKernelCompiles) {
-  for (const Family family : {Family::sm90, Family::simt}) {
+  for (const Family family : {Family::sm90, Family::sm80, Family::simt}) {
     for (const Pass pass : {Pass::forward, Pass::backward}) {
       for (const KernelRow &row : kernels_of(family, pass)) {
         if ((row.scores & kScoreText) == 0) continue;
         // One of both 16-bit types, and of CUDA cores one of all sizes.
         if (family == Family::simt && std::string(row.name) != "d128") continue;
         const bool masked = (row.scores & kDataMask) != 0;
-        ScoreProgram program{
-            ScoreProgram::Kernel::main, family, pass, false, row.shape, row.shape % 2 != 0 ? Dtype::bf16 : Dtype::f16};
+        ScoreProgram program;
+        program.family = family;
+        program.pass = pass;
+        program.shape = row.shape;
+        program.dtype = row.shape % 2 != 0 ? Dtype::bf16 : Dtype::f16;
+        if (masked) program.scores |= kMasked;
+        // The rarer ways to store rows, in some.
+        program.vector_rows = row.shape % 3 != 0;
+        program.fp32_rows = pass == Pass::backward && row.shape % 3 == 1;
         CompiledCode code;
         ASSERT_EQ(compile(program, masked ? std::string(kScores) + kMasks : kScores, code), FA_OK)
             << row.name << ": " << error_.text;
@@ -107,6 +115,66 @@ TEST_F(ScorePrograms, EveryKernelCompiles) {
     CompiledCode code;
     ASSERT_EQ(compile(program, std::string(kScores) + kMasks, code), FA_OK) << error_.text;
     ASSERT_EQ(compile(program, kMasks, code), FA_OK) << error_.text;
+  }
+}
+
+// How elements of score tensors may be loaded.
+TEST(ScoreTensors, Layouts) {
+  alignas(16) static const unsigned char memory[64] = {};
+  struct {
+    const char *what;
+    fa_dtype dtype;
+    int offset;
+    std::vector<int64_t> shape, stride;
+    uint32_t access, layout;
+  } const cases[] = {
+      {"a bias",
+       FA_BFLOAT16,
+       0,
+       {1, 4, 100, 300},
+       {0, 30000, 300, 1},
+       FA_SCORE_BY_HEAD | FA_SCORE_BY_QUERY | FA_SCORE_BY_KEY,
+       kLayoutUnit | kLayoutPairs | kLayoutSmall},
+      {"in fp32",
+       FA_FLOAT32,
+       0,
+       {1, 4, 100, 300},
+       {0, 30000, 300, 1},
+       FA_SCORE_BY_ANY,
+       kLayoutUnit | kLayoutPairs | kLayoutSmall},
+      {"by keys", FA_INT32, 0, {1, 1, 1, 300}, {0, 0, 0, 1}, FA_SCORE_BY_KEY, kLayoutUnit | kLayoutPairs | kLayoutSmall},
+      {"an odd address", FA_BFLOAT16, 2, {1, 4, 100, 300}, {0, 30000, 300, 1}, FA_SCORE_BY_ANY, kLayoutUnit | kLayoutSmall},
+      {"an odd row", FA_BFLOAT16, 0, {1, 4, 100, 300}, {0, 30100, 301, 1}, FA_SCORE_BY_ANY, kLayoutUnit | kLayoutSmall},
+      {"an odd number of keys",
+       FA_BFLOAT16,
+       0,
+       {1, 4, 100, 299},
+       {0, 30000, 300, 1},
+       FA_SCORE_BY_ANY,
+       kLayoutUnit | kLayoutSmall},
+      {"bytes", FA_INT8, 0, {1, 4, 100, 300}, {0, 30000, 300, 1}, FA_SCORE_BY_ANY, kLayoutUnit | kLayoutSmall},
+      {"a table of a head", FA_FLOAT32, 0, {4, 300}, {300, 1}, FA_SCORE_BY_ANY, kLayoutUnit | kLayoutSmall},
+      {"every second key", FA_FLOAT32, 0, {1, 4, 100, 300}, {0, 60000, 600, 2}, FA_SCORE_BY_ANY, kLayoutSmall},
+      {"backwards",
+       FA_FLOAT32,
+       0,
+       {1, 4, 1000, 300},
+       {0, 3000000, -300000, 1},
+       FA_SCORE_BY_ANY,
+       kLayoutUnit | kLayoutPairs | kLayoutSmall},
+      {"far", FA_FLOAT32, 0, {1, 4, 10000, 300}, {0, 3000000, -300000, 1}, FA_SCORE_BY_ANY, kLayoutUnit | kLayoutPairs},
+      {"one element", FA_FLOAT32, 0, {1}, {0}, FA_SCORE_BY_ANY, kLayoutSmall},
+  };
+  for (const auto &c : cases) {
+    ScoreCall call;
+    fa_tensor &t = call.tensors[0];
+    t.data = const_cast<unsigned char *>(memory) + c.offset;
+    t.dtype = c.dtype;
+    t.ndim = static_cast<int32_t>(c.shape.size());
+    std::copy(c.shape.begin(), c.shape.end(), t.shape);
+    std::copy(c.stride.begin(), c.stride.end(), t.stride);
+    call.access[0] = c.access;
+    EXPECT_EQ(tensor_layout(call, 0), c.layout) << c.what;
   }
 }
 

@@ -9,6 +9,23 @@
 
 namespace fa::cuda {
 
+// Whether rows are whole 16-byte vectors, and whether those of a result are fp32 beside operands of 16 bits. Programs that
+// are compiled at run time know it (score_program.cpp), and have no code for what does not occur.
+__device__ __forceinline__ constexpr bool known_vectors(bool at_run_time) {
+#if defined(FA_VECTOR_ROWS) && FA_VECTOR_ROWS
+  return true;
+#else
+  return at_run_time;
+#endif
+}
+__device__ __forceinline__ constexpr bool known_fp32(bool at_run_time) {
+#ifdef FA_FP32_ROWS
+  return FA_FP32_ROWS && at_run_time;
+#else
+  return at_run_time;
+#endif
+}
+
 // Rows of one head of one sequence that starts at row `start` of its batch.
 template <typename Element>
 __device__ __forceinline__ RowSource<Element> row_source(const Operand &t, int64_t batch, int64_t start, int rows, int64_t head,
@@ -18,7 +35,7 @@ __device__ __forceinline__ RowSource<Element> row_source(const Operand &t, int64
   s.row_stride = t.seq_stride;
   s.rows = rows;
   s.columns = static_cast<int>(columns);
-  s.vectors = vectors;
+  s.vectors = known_vectors(vectors);
   return s;
 }
 

@@ -3,6 +3,7 @@
 // this file. The header that the host writes for them (score_program.cpp) does, and defines before:
 //
 //   kDtypes, kAccess, kDims   of the tensors
+//   kLayout                   how their elements may be loaded, a set of TensorLayout
 //   FA_SCORE_EXACT            1: operands are fp32, and functions exact to fp32
 #pragma once
 
@@ -31,6 +32,11 @@ struct Position {
 struct Aux {
   const ScoreTextTensor (&tensors)[8];
   const float (&scalars)[8];
+  // Whether keys come in pairs, of which the first is even; then the key of the pair of query and key that the function is
+  // called for, and half of it.
+  bool in_pairs;
+  Index j, half_j;
+  bool odd;
 };
 
 // A number and its derivative by the score: what the text computes with where the derivative is wanted and the text has none.
@@ -175,47 +181,75 @@ __device__ __forceinline__ constexpr auto clamp(A x, B low, C high) -> decltype(
 __device__ __forceinline__ float load_element(const void *data, uint32_t dtype, int64_t at) {
   switch (dtype) {
     case 0x00012002u:  // FA_FLOAT32
-      return __ldg(static_cast<const float *>(data) + at);
+      return static_cast<const float *>(data)[at];
     case 0x00011002u:  // FA_FLOAT16
-      return to_float<__half>(__ldg(static_cast<const unsigned short *>(data) + at));
+      return to_float<__half>(static_cast<const unsigned short *>(data)[at]);
     case 0x00011004u:  // FA_BFLOAT16
-      return to_float<__nv_bfloat16>(__ldg(static_cast<const unsigned short *>(data) + at));
+      return to_float<__nv_bfloat16>(static_cast<const unsigned short *>(data)[at]);
     case 0x00012000u:  // FA_INT32
-      return static_cast<float>(__ldg(static_cast<const int *>(data) + at));
+      return static_cast<float>(static_cast<const int *>(data)[at]);
     case 0x00010800u:  // FA_INT8
-      return static_cast<float>(__ldg(static_cast<const signed char *>(data) + at));
+      return static_cast<float>(static_cast<const signed char *>(data)[at]);
     case 0x00014000u:  // FA_INT64
-      return static_cast<float>(__ldg(static_cast<const long long *>(data) + at));
+      return static_cast<float>(static_cast<const long long *>(data)[at]);
     case 0x0001080Au: {  // FA_FLOAT8_E4M3: fp16 with a bias that is smaller by 8
-      const uint32_t bits = __ldg(static_cast<const unsigned char *>(data) + at), magnitude = bits & 0x7F;
+      const uint32_t bits = static_cast<const unsigned char *>(data)[at], magnitude = bits & 0x7F;
       const float x = to_float<__half>(magnitude << 7 | (bits & 0x80) << 8) * 256.f;
       return magnitude == 0x7F ? __int_as_float(0x7FFFFFFF) : x;
     }
     case 0x00010106u:  // FA_BIT
-      return static_cast<float>(__ldg(static_cast<const unsigned char *>(data) + (at >> 3)) >> (at & 7) & 1);
+      return static_cast<float>(static_cast<const unsigned char *>(data)[at >> 3] >> (at & 7) & 1);
     default:
-      return static_cast<float>(__ldg(static_cast<const unsigned char *>(data) + at));
+      return static_cast<float>(static_cast<const unsigned char *>(data)[at]);
   }
+}
+
+// Element 2 half or 2 half + 1 of a tensor with kLayoutPairs. Both are loaded at once, by plain loads: the compiler makes
+// one of two with the same address. With __ldg() or asm it does not.
+__device__ __forceinline__ float load_of_two(const void *data, uint32_t dtype, int64_t half, bool odd) {
+  if (dtype == 0x00012002u || dtype == 0x00012000u) {
+    const unsigned long long two = static_cast<const unsigned long long *>(data)[half];
+    const auto bits = static_cast<uint32_t>(odd ? two >> 32 : two);
+    return dtype == 0x00012000u ? static_cast<float>(static_cast<int>(bits)) : __uint_as_float(bits);
+  }
+  const uint32_t two = static_cast<const uint32_t *>(data)[half], bits = odd ? two >> 16 : two & 0xFFFFu;
+  return dtype == 0x00011002u ? to_float<__half>(bits) : to_float<__nv_bfloat16>(bits);
+}
+
+// The element at indices of the dimensions `dims` (bits), computed in Offset.
+template <class Offset>
+__device__ __forceinline__ float load_at(const Aux &aux, int n, uint32_t dims, const int64_t (&index)[4]) {
+  const ScoreTextTensor &t = aux.tensors[n];
+  const uint32_t last = kDims[n] - 1;
+  const bool unit = (kLayout[n] & kLayoutUnit) != 0 && (dims >> last & 1) != 0,
+             pairs = unit && (kLayout[n] & kLayoutPairs) != 0 && aux.in_pairs;
+  Offset at = 0;
+#pragma unroll
+  for (uint32_t d = 0; d < 4; ++d) {
+    if ((dims >> d & 1) == 0 || (unit && d == last)) continue;
+    const auto stride = static_cast<Offset>(t.stride[d]);
+    at += static_cast<Offset>(index[d]) * (pairs ? stride / 2 : stride);
+  }
+  if (pairs) {  // a text that has not moved the key reads that of the pair: the compiler sees it
+    const bool own = index[last] == aux.j;
+    at += own ? static_cast<Offset>(aux.half_j) : static_cast<Offset>(index[last] >> 1);
+    return load_of_two(t.data, kDtypes[n], at, own ? aux.odd : (index[last] & 1) != 0);
+  }
+  if (unit) at += static_cast<Offset>(index[last]);
+  return load_element(t.data, kDtypes[n], at);
+}
+__device__ __forceinline__ float load_at(const Aux &aux, int n, uint32_t dims, int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+  const int64_t index[4] = {i0, i1, i2, i3};
+  return (kLayout[n] & kLayoutSmall) != 0 ? load_at<int32_t>(aux, n, dims, index) : load_at<int64_t>(aux, n, dims, index);
 }
 
 // An element of tensor n, by the indices of its dimensions.
 __device__ __forceinline__ float element(const Aux &aux, int n, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
-  const ScoreTextTensor &t = aux.tensors[n];
-  int64_t at = i0 * t.stride[0];
-  if (kDims[n] > 1) at += i1 * t.stride[1];
-  if (kDims[n] > 2) at += i2 * t.stride[2];
-  if (kDims[n] > 3) at += i3 * t.stride[3];
-  return load_element(t.data, kDtypes[n], at);
+  return load_at(aux, n, (1u << kDims[n]) - 1, i0, i1, i2, i3);
 }
 // The element of a tensor that is indexed by the pair.
 __device__ __forceinline__ float of_pair(const Aux &aux, int n, const Position &p) {
-  const ScoreTextTensor &t = aux.tensors[n];
-  int64_t at = 0;
-  if ((kAccess[n] & 1) != 0) at += p.b * t.stride[0];
-  if ((kAccess[n] & 2) != 0) at += p.h * t.stride[1];
-  if ((kAccess[n] & 4) != 0) at += p.i * t.stride[2];
-  if ((kAccess[n] & 8) != 0) at += p.j * t.stride[3];
-  return load_element(t.data, kDtypes[n], at);
+  return load_at(aux, n, kAccess[n], p.b, p.h, p.i, p.j);
 }
 // The key that a query is aligned with, bottom-right.
 __device__ __forceinline__ Index diagonal(const Position &p) { return p.i + p.s_k - p.s_q; }

@@ -26,11 +26,13 @@ struct ScoreText {
   const ScorePlace &place;
   const ScoreTextArgs &args;
 
-  __device__ __forceinline__ score_text::Aux aux() const { return {args.tensors, args.scalars}; }
-  // Of a pair; outside the lengths that of their last pair, so that no text reads outside its tensors.
+  __device__ __forceinline__ score_text::Aux aux() const { return {args.tensors, args.scalars, false, 0, 0, false}; }
+  // Of a pair; outside the lengths that of their last pair, so that no text reads outside its tensors. kInside: it is within
+  // them.
+  template <bool kInside = false>
   __device__ __forceinline__ score_text::Position position(int i, int j, float i_number, float j_number) const {
-    i = ::min(i, place.seqlen_q - 1);
-    j = ::min(j, place.seqlen_k - 1);
+    if (!kInside) i = ::min(i, place.seqlen_q - 1);
+    if (!kInside) j = ::min(j, place.seqlen_k - 1);
     return {place.batch,   place.head,    i, j, place.seqlen_q, place.seqlen_k,
             place.start_q, place.start_k, i, j, i_number,       j_number};
   }
@@ -50,7 +52,17 @@ struct ScoreText {
     return s;
 #endif
   }
-  // The same with its derivative by the scaled product.
+  // The same for key 2 half_j, or with `odd` the next one. The pair must be within the lengths.
+  __device__ __forceinline__ float score_inside(float s, int i, int half_j, bool odd, float i_number, float j_number) const {
+#if FA_TEXT_HAS_SCORE
+    const int j = 2 * half_j + odd;
+    return static_cast<float>(score_text::score<float>(s, position<true>(i, j, i_number, j_number),
+                                                       {args.tensors, args.scalars, true, j, half_j, odd}));
+#else
+    return s;
+#endif
+  }
+  // The score with its derivative by the scaled product.
   __device__ __forceinline__ float score_and_derivative(float s, int i, int j, float i_number, float j_number,
                                                         float &derivative) const {
 #if FA_TEXT_HAS_DERIVATIVE
@@ -92,6 +104,7 @@ struct ScoreText {
 
   __device__ __forceinline__ float score(float s, int, int) const { return s; }
   __device__ __forceinline__ float score(float s, int, int, float, float) const { return s; }
+  __device__ __forceinline__ float score_inside(float s, int, int, bool, float, float) const { return s; }
   __device__ __forceinline__ float score_and_derivative(float s, int, int, float, float, float &derivative) const {
     derivative = 1.f;
     return s;

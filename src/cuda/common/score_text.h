@@ -5,8 +5,26 @@
 #include <cstdint>
 
 #include "core/host_device.h"
+#include "cuda/common/scores.h"
 
 namespace fa::cuda {
+
+// The terms that a kernel is built for: those of its line in a table, or in a program that is compiled at run time those
+// that the problem has.
+constexpr ScoreSet scores_of_program(ScoreSet of_line) {
+#ifdef FA_PROGRAM_SCORES
+  return FA_PROGRAM_SCORES;
+#else
+  return of_line;
+#endif
+}
+
+// How the elements of a score tensor may be loaded, bits. Programs know them as constants.
+enum TensorLayout : uint32_t {
+  kLayoutUnit = 1,   // elements of the last dimension lie side by side
+  kLayoutPairs = 2,  // two of them can be loaded at once, the first one even
+  kLayoutSmall = 4,  // 32 bits hold every offset
+};
 
 struct ScoreTextTensor {
   const void *data;

@@ -115,9 +115,10 @@ struct RawUnit {
   float factor;        // turns an element of Q K^T, or with softcap the tanh of it, into a logit in base 2
   float cap_exponent;  // turns an element x of Q K^T into the exponent of two of e^(2 x / cap)
 };
-inline RawUnit raw_unit(const Problem &p) {
-  if (p.softcap == 0) return {1 / p.softmax_scale, 0, p.softmax_scale * kLog2e, 0};
-  return {1 / p.softmax_scale, p.softcap / p.softmax_scale, p.softcap * kLog2e, 2 * kLog2e * p.softmax_scale / p.softcap};
+inline RawUnit raw_unit(const MaskedProblem &p) {
+  const float scale = p.score_text.given ? 1.f : p.softmax_scale;  // the text gets scaled scores
+  if (p.softcap == 0) return {1 / scale, 0, scale * kLog2e, 0};
+  return {1 / scale, p.softcap / scale, p.softcap * kLog2e, 2 * kLog2e * scale / p.softcap};
 }
 
 // What the terms of a (batch entry, query head) need besides the problem (score_mod.cuh). Kernels keep it in registers or in shared memory, or

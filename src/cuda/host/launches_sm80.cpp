@@ -18,10 +18,11 @@ bool takes_pairs(const ScoreTensor &t) {
          (t.batch_stride | t.head_stride | t.row_stride) % 2 == 0;
 }
 
-BackwardParams &make_params(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory,
-                            Launches &launches) {
-  const Problem &p = b.forward;
-  auto &params = launches.make_params<BackwardParams>();
+ScoreTextParams<BackwardParams> &make_params(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory,
+                                             Launches &launches) {
+  const MaskedProblem &p = b.forward;
+  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
+  BackwardParams &params = scored.params;
   const int exponent = p_exponent(p.dropout.keep_scale);
   set_rows(b, plan, kLog2e, exponent, memory.workspace, params);
   params.order =
@@ -37,7 +38,7 @@ BackwardParams &make_params(const BackwardProblem &b, const BackwardPlan &plan, 
   params.raw = raw_unit(p);
   params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
   params.mask = memory.mask;
-  return params;
+  return scored;
 }
 
 }  // namespace
@@ -46,7 +47,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
                        ErrorText &) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
   char *workspace = static_cast<char *>(memory.workspace);
-  auto &params = launches.make_params<ForwardParams>();
+  auto &scored = launches.make_params<ScoreTextParams<ForwardParams>>();
+  ForwardParams &params = scored.params;
   params.problem = p;
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.order = L2HeadOrder(plan.row_blocks, std::max<int64_t>(plan.rows_per_token == 1 ? p.heads_q : p.heads_k, 1),
@@ -71,16 +73,19 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.mask = memory.mask;
   params.split_out = reinterpret_cast<float *>(workspace);
   params.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
-  launches.add("forward kernel", {forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks},
-               &params);
+  Launch launch{forward_kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks};
+  use_score_text(memory.score_text, scored, launch);
+  launches.add("forward kernel", launch, &params);
   add_merge(p, plan.num_splits, params.split_out, params.split_lse, launches);
   return FA_OK;
 }
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &) {
-  BackwardParams &params = make_params(b, plan, memory, launches);
-  const BackwardLaunches kernels = backward_launches(plan.shape, b.forward.q.dtype, params);
+  ScoreTextParams<BackwardParams> &scored = make_params(b, plan, memory, launches);
+  BackwardParams &params = scored.params;
+  BackwardLaunches kernels = backward_launches(plan.shape, b.forward.q.dtype, params);
+  use_score_text(memory.score_text, scored, kernels.main);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr)
     launches.add("backward kernel", kernels.main, &params);
@@ -92,7 +97,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
 
 void add_dbias_launch(const BackwardProblem &b, const BackwardPlan &plan, int shape, const LaunchMemory &memory,
                       Launches &launches) {
-  BackwardParams &params = make_params(b, plan, memory, launches);
+  BackwardParams &params = make_params(b, plan, memory, launches).params;
   launches.add("dbias kernel", backward_launches(shape, b.forward.q.dtype, params).bias, &params);
 }
 

@@ -80,7 +80,7 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   params.ordered = p.deterministic;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
-  params.raw = raw_unit(p);
+  params.raw = raw_unit(b.forward);
   params.mask = memory.mask;
   if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
 

@@ -220,7 +220,11 @@ fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs,
                                    ErrorText &error) {
   const std::span<const KernelRow> tensor_core = kernels_of(Family::sm80, Pass::backward),
                                    cuda_core = kernels_of(Family::simt, Pass::backward);
-  const auto runs = [&](const KernelRow &row) { return can_run(row, needs, device); };
+  // dbias beside a score text is compiled for CUDA cores alone.
+  const bool text_and_dbias = b.forward.score_text.given && b.dbias.data != nullptr;
+  const auto runs = [&](const KernelRow &row) {
+    return can_run(row, needs, device) && !(row.family == Family::sm80 && text_and_dbias);
+  };
   if (const auto row = std::find_if(tensor_core.begin(), tensor_core.end(), runs); row != tensor_core.end()) {
     const sm80::BackwardShape &shape = sm80::kBackwardShapes[row->shape];
     plan.family = Family::sm80;
@@ -230,7 +234,7 @@ fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs,
   }
   const auto row = std::find_if(cuda_core.begin(), cuda_core.end(), runs);
   if (row == cuda_core.end()) return FA_ERROR_NOT_BUILT;
-  plan.reason = why_cuda_cores(tensor_core, needs, device);
+  plan.reason = text_and_dbias ? "CUDA-core kernel: dbias beside a score text" : why_cuda_cores(tensor_core, needs, device);
   return plan_cuda_cores(b, *row, plan, error);
 }
 

@@ -3,6 +3,10 @@
 
 #include <cuda.h>
 
+#include <cstdlib>
+
+#include "cuda/common/score_text.h"
+
 namespace fa::cuda {
 namespace {
 
@@ -29,6 +33,30 @@ using Config = BackwardConfig<FA_ELEMENT, kShape.head_dim, kShape.consumer_warpg
                               with_score_text(kShape.scores)>;
 static_assert(sizeof(Config::Storage) == kShape.shared_bytes());
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
+    score_text_kernel(const __grid_constant__ ScoreTextParams<BackwardParams> a) {
+  extern __shared__ __align__(1024) char shared[];
+  Backward<Config>(a.params, shared).run();
+}
+}
+)";
+
+constexpr const char *kTensorCoreForward = R"(
+#include "cuda/kernels/fwd_sm80/forward.cuh"
+namespace fa::cuda::sm80 {
+using Config = ForwardConfig<FA_ELEMENT, FA_SHAPE>;
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
+    score_text_kernel(const __grid_constant__ ScoreTextParams<ForwardParams> a) {
+  extern __shared__ __align__(1024) char shared[];
+  Forward<Config>(a.params, shared).run();
+}
+}
+)";
+
+constexpr const char *kTensorCoreBackward = R"(
+#include "cuda/kernels/bwd_sm80/backward.cuh"
+namespace fa::cuda::sm80 {
+using Config = BackwardConfig<FA_ELEMENT, FA_SHAPE>;
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
     score_text_kernel(const __grid_constant__ ScoreTextParams<BackwardParams> a) {
   extern __shared__ __align__(1024) char shared[];
   Backward<Config>(a.params, shared).run();
@@ -88,6 +116,7 @@ const char *kernel_source(const ScoreProgram &p) {
   if (p.kernel == ScoreProgram::Kernel::dbias) return kCudaCoreBias;
   const bool forward = p.pass == Pass::forward;
   if (p.family == Family::sm90) return forward ? kHopperForward : kHopperBackward;
+  if (p.family == Family::sm80) return forward ? kTensorCoreForward : kTensorCoreBackward;
   return forward ? kCudaCoreForward : kCudaCoreBackward;
 }
 
@@ -95,14 +124,64 @@ void define(std::string &source, const char *name, const std::string &value) {
   source += std::string("#define ") + name + " " + value + "\n";
 }
 
+// The terms that a program of sm80 has code for: those of the problem, and those that share their code or memory with these
+// in the kernel's line.
+ScoreSet terms_of_program(const MaskedProblem &p, const KernelRow &kernel) {
+  ScoreSet scores = scores_of(p) & kAll;
+  for (const ScoreSet together : {kMasked, kTileBias | kAnyBias}) {
+    if ((scores & together) != 0) scores |= kernel.scores & together;
+  }
+  return scores | kScoreText;
+}
+
 }  // namespace
 
+uint32_t tensor_layout(const ScoreCall &call, int32_t n) {
+  const fa_tensor &t = call.tensors[n];
+  const int32_t last = t.ndim - 1;
+  uint32_t layout = 0;
+  int64_t largest = 0;
+  bool even = true;
+  for (int32_t d = 0; d < t.ndim; ++d) {
+    largest += (t.shape[d] - 1) * std::abs(t.stride[d]);
+    even = even && (d == last || t.stride[d] % 2 == 0);
+  }
+  if (largest <= INT32_MAX) layout |= kLayoutSmall;
+  if (last < 0 || t.stride[last] != 1) return layout;
+  layout |= kLayoutUnit;
+  const int64_t bytes = t.dtype == FA_FLOAT32 || t.dtype == FA_INT32      ? 4
+                        : t.dtype == FA_FLOAT16 || t.dtype == FA_BFLOAT16 ? 2
+                                                                          : 0;
+  // Tables of one or two dimensions are hardly read by the key alone.
+  const bool by_key = (call.access[n] & FA_SCORE_BY_KEY) != 0 || t.ndim > 2;
+  if (bytes != 0 && by_key && even && t.shape[last] % 2 == 0 && reinterpret_cast<uintptr_t>(t.data) % (2 * bytes) == 0)
+    layout |= kLayoutPairs;
+  return layout;
+}
+
 ScoreProgram score_program(const ForwardProblem &p, const ForwardPlan &plan) {
-  return {ScoreProgram::Kernel::main, plan.family, Pass::forward, is_quantised(p.k.dtype), plan.shape, p.q.dtype};
+  ScoreProgram program;
+  program.family = plan.family;
+  program.pass = Pass::forward;
+  program.quantised = is_quantised(p.k.dtype);
+  program.shape = plan.shape;
+  program.dtype = p.q.dtype;
+  program.scores = terms_of_program(p, kernel_of(plan)) | (p.max_logit != nullptr ? kMaxLogit : kPlain);
+  program.vector_rows = plan.vector.q && plan.vector.k && plan.vector.v && plan.vector.out;
+  return program;
 }
 
 ScoreProgram score_program(const BackwardProblem &b, const BackwardPlan &plan) {
-  return {ScoreProgram::Kernel::main, plan.family, Pass::backward, /*quantised=*/false, plan.shape, b.forward.q.dtype};
+  const auto is_fp32 = [](const Operand &x) { return x.data != nullptr && x.dtype == Dtype::f32; };
+  ScoreProgram program;
+  program.family = plan.family;
+  program.pass = Pass::backward;
+  program.shape = plan.shape;
+  program.dtype = b.forward.q.dtype;
+  program.scores = terms_of_program(b.forward, kernel_of(plan));
+  program.vector_rows = plan.vector.q && plan.vector.k && plan.vector.v && plan.vector.dout && plan.vector.dk && plan.vector.dv;
+  program.fp32_rows = is_fp32(b.dk) || is_fp32(b.dv);
+  return program;
 }
 
 std::string source_of(const ScoreProgram &p) {
@@ -114,7 +193,12 @@ std::string source_of(const ScoreProgram &p) {
   // No more than the kernel depends on, so that few are compiled.
   if (p.kernel == ScoreProgram::Kernel::main) {
     define(source, "FA_SHAPE", std::to_string(p.shape));
-    if (p.family == Family::sm90) define(source, "FA_ELEMENT", p.dtype == Dtype::bf16 ? "__nv_bfloat16" : "__half");
+    if (p.family == Family::sm80) define(source, "FA_PROGRAM_SCORES", std::to_string(p.scores) + "u");
+    if (p.family == Family::sm90 || p.family == Family::sm80) {
+      define(source, "FA_ELEMENT", p.dtype == Dtype::bf16 ? "__nv_bfloat16" : "__half");
+      define(source, "FA_VECTOR_ROWS", p.vector_rows ? "1" : "0");
+      define(source, "FA_FP32_ROWS", p.fp32_rows ? "1" : "0");
+    }
     if (p.family == Family::simt && p.pass == Pass::forward) define(source, "FA_QUANTISED", p.quantised ? "true" : "false");
   }
   return source + kernel_source(p);
@@ -137,6 +221,7 @@ std::string score_text_header(const ScoreCall &call, bool exact) {
   list("kDtypes", [&](int32_t n) { return call.tensors[n].dtype; });
   list("kAccess", [&](int32_t n) { return call.access[n]; });
   list("kDims", [&](int32_t n) { return call.tensors[n].ndim; });
+  list("kLayout", [&](int32_t n) { return tensor_layout(call, n); });
   header += "}\n#include \"cuda/common/score_environment.cuh\"\nnamespace fa::cuda::score_text {\n#line 1 \"score\"\n";
   header.append(call.source.text, static_cast<size_t>(call.source.text_length));
   return header + "\n}\n";

@@ -21,6 +21,10 @@ struct ScoreProgram {
   bool quantised = false;  // simt: 8-bit keys and values
   int32_t shape = 0;       // index into the family's table for the pass
   Dtype dtype = Dtype::f32;
+  // Of kernels of tensor cores. The score terms it is built for; what it loads and stores: known_vectors() and
+  // known_fp32() of rows.cuh.
+  ScoreSet scores = kScoreText;
+  bool vector_rows = true, fp32_rows = false;
 
   bool operator==(const ScoreProgram &) const = default;
 
@@ -35,6 +39,9 @@ ScoreProgram score_program(const BackwardProblem &problem, const BackwardPlan &p
 // Its source; and that of "cuda/common/score_text_of_program.h", which it includes.
 std::string source_of(const ScoreProgram &program);
 std::string score_text_header(const ScoreCall &call, bool exact);
+
+// How tensor n of a call may be loaded, TensorLayout.
+uint32_t tensor_layout(const ScoreCall &call, int32_t n);
 
 // What it is compiled for: "sm_90a", "sm_86".
 std::string arch_of(const ScoreProgram &program, const Device &device);

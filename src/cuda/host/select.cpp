@@ -104,17 +104,21 @@ fa_status choose(const JvpProblem &j, const Needs &needs, const Device &device, 
   return plan_jvp_sm90(j, needs, device, plan, error);
 }
 
-// Whether a build has every kernel of a plan, besides those that every build has.
-bool is_built(const ForwardPlan &plan, const Device &device, Dtype dtype) { return device.is_built(kernel_of(plan), dtype); }
-bool is_built(const BackwardPlan &plan, const Device &device, Dtype dtype) {
+// Whether a build has every kernel of a plan, besides those that every build has. A score text compiles the kernel of the
+// forward, whether the build has its instance or not; that of the backward needs the instance's kernel for dq.
+bool is_built(const ForwardPlan &plan, const Needs &needs, const Device &device, Dtype dtype) {
+  return (needs.scores & kScoreText) != 0 || device.is_built(kernel_of(plan), dtype);
+}
+bool is_built(const BackwardPlan &plan, const Needs &, const Device &device, Dtype dtype) {
   return device.is_built(kernel_of(plan), dtype) &&
          (plan.nan_safe_shape < 0 ||
           device.is_built(kernels_of(plan.family, Pass::backward)[static_cast<size_t>(plan.nan_safe_shape)], dtype)) &&
          (plan.dbias_shape < 0 ||
           device.is_built(kernels_of(Family::sm80, Pass::backward)[static_cast<size_t>(plan.dbias_shape)], dtype));
 }
-
-bool is_built(const JvpPlan &plan, const Device &device, Dtype dtype) { return device.is_built(kernel_of(plan), dtype); }
+bool is_built(const JvpPlan &plan, const Needs &, const Device &device, Dtype dtype) {
+  return device.is_built(kernel_of(plan), dtype);
+}
 
 // The best kernel of a complete build, if this build has it; else the best of those that it has; else a refusal that names the instance.
 template <typename AnyProblem, typename Plan>
@@ -124,7 +128,7 @@ fa_status choose_built(const AnyProblem &problem, const Needs &needs, const Devi
   FA_RETURN_IF_ERROR(choose(problem, needs, complete, plan, error));
   const KernelRow &best = kernel_of(plan);
   const Dtype dtype = instance_dtype(best, needs.q, needs.out);
-  if (is_built(plan, device, dtype) || choose(problem, needs, device, plan, error) == FA_OK) return FA_OK;
+  if (is_built(plan, needs, device, dtype) || choose(problem, needs, device, plan, error) == FA_OK) return FA_OK;
   return fail(error, FA_ERROR_NOT_BUILT,
               "this build (FA_ONLY) leaves out the kernel for this problem, %s, and every other that could run it",
               instance_name(best, dtype).c_str());

@@ -20,6 +20,7 @@
 
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/score_text.cuh"
 #include "cuda/kernels/bwd_sm80/dq_sum.cuh"
 #include "cuda/kernels/bwd_sm80/key_block.cuh"
 #include "cuda/kernels/bwd_sm80/score_tile.cuh"
@@ -32,7 +33,7 @@ class Backward {
   using Tile = ScoreTile<C::kKeyTiles, C::kNt>;
   using Scores = typename Tile::Scores;
   using POperand = PFragment<C::kKeyTiles, C::kNt / 2>;
-  static constexpr bool kHasBias = C::has(kTileBias | kAnyBias);
+  static constexpr bool kHasBias = C::has(kTileBias | kAnyBias), kHasText = C::has(kScoreText);
 
  public:
   __device__ __forceinline__ Backward(const BackwardParams &params, char *shared) : block_(params, shared) {
@@ -118,18 +119,19 @@ class Backward {
   }
 
   // Waits for a query tile. Finds out which of its pairs masks given as data hide, and whether NaN or Inf at masked pairs requires the NaN-safe
-  // path: every thread looks at what it has loaded itself. A bias of -inf makes P exactly 0 by itself, unless there are any.
+  // path: every thread looks at what it has loaded itself. A bias or a score of -inf makes P exactly 0 by itself, unless
+  // there are any.
   __device__ __forceinline__ void wait_for(int tile, bool with_keys) {
     cp_async_wait<0>();
     if (with_keys) {
       bool nonfinite = block_.k_has_nonfinite();
-      if constexpr (kHasBias) {
+      if constexpr (kHasBias || kHasText) {
         nonfinite |= loaded_part_has_nonfinite<Element, C::kKeys, C::kDv, C::kThreads>(block_.smem_v(), threadIdx.x);
       }
       block_.nonfinite_keys = __syncthreads_or(nonfinite);
     }
     find_visible_blocks(tile);
-    const bool biased = kHasBias && block_.p.bias.data != nullptr;
+    const bool biased = kHasText || (kHasBias && block_.p.bias.data != nullptr);
     bool nan_safe = false;
     if (block_.masks(tile) || biased || visible_blocks_ != kAllBlocks || has_partial_blocks()) {
       const int stage = tile % C::kStages, thread = opaque(static_cast<int>(threadIdx.x));
@@ -204,7 +206,7 @@ class Backward {
     const uint32_t q = block_.smem_q(stage), dout = block_.smem_dout(stage);
     // Of this lane's first query.
     const uint32_t lse_at = block_.smem_lse(stage) + (first_row + 2 * (block_.lane & 3)) * 4,
-                   delta_at = lse_at + sizeof(C::Storage::lse);
+                   delta_at = lse_at + (C::Storage::kDelta - C::Storage::kLse);
     POperand operand;
     if ((kMasked && !block_.mask.any(row0, C::kTileRows, key0, C::kKeyTiles * 16)) ||
         (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0)) {
@@ -311,6 +313,15 @@ class Backward {
                                                        PairBits &visible, int row0, int key0, int first_row,
                                                        uint32_t lse_at) const {
     const Problem &p = block_.p;
+    const ScorePlace place{block_.batch,
+                           block_.head_q,
+                           block_.mask.seqlen_q,
+                           block_.mask.seqlen_k,
+                           p.q_lengths.cu != nullptr ? block_.q_start : 0,
+                           p.k_lengths.cu != nullptr ? block_.keys().start : 0};
+    const ScoreText text{place, score_text_args(block_.a)};
+    const int text_row = row0 + Tile::query_of(0, 0), text_key = key0 + Tile::key_of(0, 0);
+    const auto text_row_number = static_cast<float>(text_row), text_key_number = static_cast<float>(text_key);
     float distance = 0.f;
     if constexpr (C::has(kAlibi)) {
       distance = static_cast<float>(row0 + block_.mask.seqlen_k - block_.mask.seqlen_q - key0 + Tile::query_of(0, 0) -
@@ -346,10 +357,23 @@ class Backward {
             offset = add_bias<false>(offset, b, Base2Math::kLogit);
             if (kMasked && b == -CUDART_INF_F) visible &= ~(1u << Tile::bit_of(i, j, r));
           }
-          const auto steps = static_cast<float>(8 * j + (r & 1) - 16 * i - 8 * (r >> 1));
-          const float prob = exp2_approx(mods.logit(s[i][j][r], offset, head_, distance + steps, derivative));
-          probs[e] = kMasked && (visible >> Tile::bit_of(i, j, r) & 1) == 0 ? kMaskedP : prob;
+          const int query = 8 * j + (r & 1), key = 16 * i + 8 * (r >> 1);
+          const auto steps = static_cast<float>(query - key);
+          float x = s[i][j][r], of_text = 1.f;
+          bool hidden = false;
+          if constexpr (kHasText) {
+            x = text.score_and_derivative(x * p.softmax_scale, text_row + query, text_key + key,
+                                          text_row_number + static_cast<float>(query),
+                                          text_key_number + static_cast<float>(key), of_text);
+            if (kMasked && C::has(kDataMask) && ScoreText::kVisible && !text.visible(text_row + query, text_key + key))
+              x = -CUDART_INF_F;
+            hidden = x == -CUDART_INF_F;
+            if (kMasked && hidden) visible &= ~(1u << Tile::bit_of(i, j, r));
+          }
+          const float prob = exp2_approx(mods.logit(x, offset, head_, distance + steps, derivative));
+          probs[e] = (kMasked && (visible >> Tile::bit_of(i, j, r) & 1) == 0) || hidden ? kMaskedP : prob;
           s[i][j][r] = probs[e] * derivative;
+          if constexpr (kHasText) s[i][j][r] = hidden ? kMaskedP : s[i][j][r] * of_text;
         }
         hold_bits<kMasked>(visible);
         convert_p<Element>(probs, 0, operand[i][k]);

@@ -10,7 +10,7 @@ namespace fa::cuda::sm80 {
 
 constexpr int32_t kDqSemaphoresPerTile = 8;  // warps of a CTA, at most: each has its own counter per query tile
 
-// Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
+// Shared memory of a CTA, as in forward_table.h.
 template <int kHeadDim, int kHeadDimV, int kWarps, int kRoles, int kQueryWarps, int kKeyTiles, int kColumnWarps, int kRows,
           int kStages, int kMinCtas, int kCapability, ScoreSet kScores>
 struct BackwardStorage {
@@ -21,12 +21,14 @@ struct BackwardStorage {
   uint16_t v[kKeys][kHeadDimV];
   uint16_t q[kStages][kRows][kHeadDim];
   uint16_t dout[kStages][kRows][kHeadDimV];
-  uint16_t ds[kRoles][kKeys][kRows];  // dS^T, two buffers with two roles
-  uint16_t p[kSharesP ? kRoles : 0][kKeys][kRows];
-  float lse[kStages][kRows];
-  float delta[kStages][kRows];
-  uint16_t bias[stages_bias(kScores) ? kRows : 0][kKeys];
-  uint64_t role_barrier[kRoles > 1 ? kRoles : 0];
+  uint16_t ds[kRoles][kKeys][kRows];                         // dS^T, two buffers with two roles
+  static constexpr int32_t kScoreBytes = 2 * kKeys * kRows;  // of a buffer of dS^T, or of P^T
+  static constexpr int32_t kP =
+      2 * (kKeys * (kHeadDim + kHeadDimV) + kStages * kRows * (kHeadDim + kHeadDimV)) + kRoles * kScoreBytes;
+  static constexpr int32_t kLse = kP + (kSharesP ? kRoles * kScoreBytes : 0), kStatisticsBytes = 4 * kRows;  // of a stage
+  static constexpr int32_t kDelta = kLse + kStages * kStatisticsBytes, kBias = kDelta + kStages * kStatisticsBytes;
+  static constexpr int32_t kRoleBarriers = kBias + (stages_bias(kScores) ? 2 * kRows * kKeys : 0);
+  static constexpr int32_t kBytes = kRoleBarriers + (kRoles > 1 ? 8 * kRoles : 0);
 };
 
 struct BackwardShape {
@@ -45,6 +47,8 @@ struct BackwardShape {
   ScoreSet scores;       // the score terms it is built for
   int32_t storage;       // bytes of BackwardStorage
 
+  // As in ForwardShape.
+  constexpr bool takes_score_text() const { return (scores & kSoftcap) != 0; }
   constexpr int32_t threads() const { return warps * 32; }
   constexpr int32_t keys() const { return warps / roles / query_warps * key_tiles * 16; }
   constexpr int32_t shared_bytes() const { return storage; }
@@ -75,7 +79,7 @@ struct BackwardShape {
   X(d256g, 256, 256, 8, 1, 2, 1, 4, 64, 2, 1, 90, kAll)     \
   X(d256gs, 256, 256, 8, 1, 2, 1, 4, 32, 2, 1, 80, kAll)
 
-#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, sizeof(BackwardStorage<__VA_ARGS__>)},
+#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, BackwardStorage<__VA_ARGS__>::kBytes},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM80_BACKWARD_TABLE(FA_SM80_SHAPE)};
 #undef FA_SM80_SHAPE
 constexpr int kNumBackwardShapes = sizeof(kBackwardShapes) / sizeof(kBackwardShapes[0]);

@@ -9,6 +9,7 @@
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/common/score_text.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/kernels/bwd_sm80/backward.h"
 
@@ -23,12 +24,12 @@ struct BackwardConfig {
                        kStages = kShape.stages;
   static constexpr int kRoles = kShape.roles, kRoleWarps = kWarps / kRoles, kRoleThreads = kRoleWarps * 32;
   static constexpr int kQueryWarps = kShape.query_warps, kKeyTiles = kShape.key_tiles, kColumnWarps = kShape.column_warps;
-  static constexpr ScoreSet kScores = kShape.scores;
+  static constexpr ScoreSet kScores = scores_of_program(kShape.scores);
   static constexpr bool kGeneral = kScores != kPlain, kStagesBias = stages_bias(kScores);
   static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
   using Storage = BackwardStorage<kD, kDv, kWarps, kRoles, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages, kMinCtas,
                                   kShape.capability, kScores>;
-  static_assert(sizeof(Storage) == kShape.shared_bytes() && kWarps <= kDqSemaphoresPerTile);
+  static_assert(Storage::kP == sizeof(Storage) && Storage::kBytes <= kShape.shared_bytes() && kWarps <= kDqSemaphoresPerTile);
   static constexpr bool kSharesP = Storage::kSharesP;
 
   // S^T and dP^T of a warp: kKeyTiles * 16 keys x kTileRows queries at a time, kTileSteps times per query tile.
@@ -169,21 +170,19 @@ struct KeyBlock {
     return smem + offsetof(Storage, dout) + stage * sizeof(Storage::dout[0]);
   }
   __device__ __forceinline__ uint32_t smem_ds(int buffer = 0) const {
-    return smem + offsetof(Storage, ds) + buffer * sizeof(Storage::ds[0]);
+    return smem + offsetof(Storage, ds) + buffer * Storage::kScoreBytes;
   }
   __device__ __forceinline__ uint32_t smem_p(int buffer = 0) const {
-    return smem + offsetof(Storage, p) + buffer * sizeof(Storage::ds[0]);
+    return smem + Storage::kP + buffer * Storage::kScoreBytes;
   }
   __device__ __forceinline__ uint32_t smem_lse(int stage) const {
-    return smem + offsetof(Storage, lse) + stage * sizeof(Storage::lse[0]);
+    return smem + Storage::kLse + stage * Storage::kStatisticsBytes;
   }
   __device__ __forceinline__ uint32_t smem_delta(int stage) const {
-    return smem + offsetof(Storage, delta) + stage * sizeof(Storage::delta[0]);
+    return smem + Storage::kDelta + stage * Storage::kStatisticsBytes;
   }
-  __device__ __forceinline__ uint32_t smem_bias() const { return smem + offsetof(Storage, bias); }
-  __device__ __forceinline__ uint32_t smem_role_barrier(int role) const {
-    return smem + offsetof(Storage, role_barrier) + role * 8;
-  }
+  __device__ __forceinline__ uint32_t smem_bias() const { return smem + Storage::kBias; }
+  __device__ __forceinline__ uint32_t smem_role_barrier(int role) const { return smem + Storage::kRoleBarriers + role * 8; }
 
   // ------------------------------------------------------------------------------------------------------------------
   // dk and dv
@@ -196,8 +195,8 @@ struct KeyBlock {
                                                  const Accumulator<C::kGradTiles, kTiles> &acc, int role_warp,
                                                  float scale) const {
     const int first_key = role_warp / C::kColumnWarps * C::kGradTiles * 16, part = role_warp % C::kColumnWarps;
-    if (t.dtype == Dtype::f32 && t.data != nullptr) {
-      const bool vectors = has_16_byte_rows(t, columns);
+    if (known_fp32(t.dtype == Dtype::f32) && t.data != nullptr) {
+      const bool vectors = known_vectors(has_16_byte_rows(t, columns));
       float *base =
           static_cast<float *>(t.data) + batch * t.batch_stride + keys().start * t.seq_stride + head_k * t.head_stride;
 #pragma unroll
@@ -232,11 +231,11 @@ struct KeyBlock {
   __device__ __forceinline__ void store_gradient(const Operand &t, uint32_t tile, int64_t columns, int thread) const {
     if (t.data == nullptr) return;
     constexpr int kVectors = kColumns / 8;
-    const bool vectors = has_16_byte_rows(t, columns);
+    const bool vectors = known_vectors(has_16_byte_rows(t, columns));
     const Sequence k = keys();
     const int seq_slot = static_cast<int>(k.slot),
               end = key0 / C::kKeys == a.order.row_blocks - 1 ? seq_slot : min(key0 + C::kKeys, seq_slot);
-    if (t.dtype == Dtype::f32) {
+    if (known_fp32(t.dtype == Dtype::f32)) {
       float *base = static_cast<float *>(t.data) + batch * t.batch_stride + k.start * t.seq_stride + head_k * t.head_stride;
       for (int key = max(key0, mask.seqlen_k); key < end; ++key) {
         for (int column = thread; column < columns; column += kThreads) base[key * t.seq_stride + column] = 0;

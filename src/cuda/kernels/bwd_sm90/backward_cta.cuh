@@ -524,10 +524,11 @@ struct BackwardCta {
   // the grid; `thread` of `threads` threads take part in that.
   template <int kCount>
   __device__ __forceinline__ void store_dkv(const Operand &t, const float (&acc)[kCount], float scale, int columns,
-                                            bool vectors, int first_key, int thread, int threads) const {
+                                            bool vectors_at_run_time, int first_key, int thread, int threads) const {
     if (t.data == nullptr) return;
+    const bool vectors = known_vectors(vectors_at_run_time);
     const int seq_slot = static_cast<int>(unpadded_keys(problem.k_lengths, work().batch).slot);
-    if (t.dtype == Dtype::f32) {
+    if (known_fp32(t.dtype == Dtype::f32)) {
       // `opaque`: else the compiler keeps addresses of this path in registers during the main loop, and spills others.
       float *base = row_of_tensor<float>(t, work().batch, work().k_start, work().head_k);
 #pragma unroll

@@ -41,7 +41,7 @@ class Forward {
   static constexpr int kMt = C::kRowTiles, kNt = C::kKeys / 8, kDt = C::kColumns / 8, kKeySteps = C::kKeys / 16;
   using OutFragment = QkFragment<kMt, kDt>;
   static constexpr int kPPitch = C::kTile * 2;
-  static constexpr bool kHasBias = C::has(kTileBias | kAnyBias);
+  static constexpr bool kMasksByScore = C::has(kTileBias | kAnyBias | kScoreText);  // a score of -inf may mask any pair
   static constexpr int kBiasGroups =
       C::kStagesBias ? 1 : 0;  // cp.async groups of bias, committed after those of K and V and needed later
 
@@ -58,7 +58,7 @@ class Forward {
 #pragma unroll 1
       do {
         mainloop();
-      } while (kHasBias && must_repeat_nan_safe());
+      } while (kMasksByScore && must_repeat_nan_safe());
       epilogue();
     }
     if (!kStoresUnusedFirst) store_unused_rows();
@@ -200,10 +200,10 @@ class Forward {
   __device__ __forceinline__ void apply_mods(Scores &s, int key0, int next) {
     mods_.template apply<kMasked>(s, rows_, key0, next);
     const float headroom = C::has(kDropout) ? rows_.a.p_exponent : 0.f;
-    const float threshold = C::has(kDropout) ? rows_.a.rescale_threshold + headroom : kRescaleThreshold;
+    const float threshold = C::has(kDropout | kMaxLogit) ? rows_.a.rescale_threshold + headroom : kRescaleThreshold;
     // After this vote all warps that share the rows have read P of the tile before.
     softmax_.template update_max</*kEachRow=*/false, /*kCompareUnscaled=*/C::has(kDropout)>(
-        s, [&](int) { return exponent_scale(rows_.p); }, threshold, headroom, row_warps_,
+        s, [&](int) { return TileScoreMods<C>::scale(rows_.p); }, threshold, headroom, row_warps_,
         [&](int r) { scale_row<OutFragment>(out_, r, softmax_.rescale[r]); });
   }
 
@@ -212,7 +212,7 @@ class Forward {
   __device__ __forceinline__ void exponentiate(Scores &s, int key0, int k, uint32_t (&a)[kMt][4]) {
 #pragma unroll
     for (int i = 0; i < kMt; ++i)
-      softmax_.template exponentiate_step<Element, kNanSafe>(s[i], i, k, exponent_scale(rows_.p), softmax_.sum, a[i]);
+      softmax_.template exponentiate_step<Element, kNanSafe>(s[i], i, k, TileScoreMods<C>::scale(rows_.p), softmax_.sum, a[i]);
     mods_.drop(a, rows_, key0 + 16 * k);
   }
   template <bool kNanSafe>
@@ -261,16 +261,17 @@ class Forward {
            __syncthreads_or(tile_has_nonfinite<Element, kBytes, C::kThreads>(rows_.smem_v(stage)));
   }
 
-  // A bias of -inf makes P exactly 0 by itself, unless S or V of the pair is NaN or Inf. That shows in row sums or in out. Instead of a search in
-  // every tile, such a CTA repeats its main loop with the pairs that the bias masks treated as masked.
+  // A bias or a score text that gives -inf makes P exactly 0 by itself, unless S or V of the pair is NaN or Inf. That shows
+  // in row sums or in out. Instead of a search in every tile, such a CTA repeats its main loop with these pairs treated as
+  // masked.
   __device__ __forceinline__ bool must_repeat_nan_safe() {
-    if (rows_.p.bias.data == nullptr || nan_safe_bias_) return false;
-    nan_safe_bias_ = __syncthreads_or(nan_if_nonfinite(softmax_.sum) + nan_if_nonfinite<kMt, kDt>(out_) != 0.f);
-    return nan_safe_bias_;
+    if ((!C::has(kScoreText) && rows_.p.bias.data == nullptr) || repeats_) return false;
+    repeats_ = __syncthreads_or(nan_if_nonfinite(softmax_.sum) + nan_if_nonfinite<kMt, kDt>(out_) != 0.f);
+    return repeats_;
   }
   // Whether masked pairs of a tile matter, for rows that all see the keys of `interior`.
   __device__ __forceinline__ bool may_mask(const KeyRange &interior, int key0) const {
-    return !holds_tile<C::kTile>(interior, key0) || (kHasBias && nan_safe_bias_) || (C::has(kDataMask) && rows_.partial_cell);
+    return !holds_tile<C::kTile>(interior, key0) || (kMasksByScore && repeats_) || (C::has(kDataMask) && rows_.partial_cell);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ class Forward {
       return ld_shared_16(rows_.smem_q() + swizzled<kPitch>(rows_.row_warp * C::kWarpRows + row, vector));
     };
     if constexpr (32 % kDt == 0) {
-      if (rows_.a.vector_out && !rows_.packed() && rows_.warp_row + C::kWarpRows <= rows_.rows) {
+      if (known_vectors(rows_.a.vector_out) && !rows_.packed() && rows_.warp_row + C::kWarpRows <= rows_.rows) {
         const int row = rows_.lane / kDt, vector = column_tile(rows_.lane % kDt);
         if (vector * 8 >= columns) return;
         Element *dst = rows_.out_at(rows_.warp_row + row) + vector * 8;
@@ -370,7 +371,8 @@ class Forward {
       const int row = rows_.warp_row + n / kDt, vector = column_tile(n % kDt);
       if (row >= rows_.rows) continue;
       const uint4 x = staged(n / kDt, vector);
-      store_elements<Element>(rows_.out_at(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8, rows_.a.vector_out);
+      store_elements<Element>(rows_.out_at(row) + vector * 8, {x.x, x.y, x.z, x.w}, columns - vector * 8,
+                              known_vectors(rows_.a.vector_out));
     }
   }
 
@@ -411,7 +413,7 @@ class Forward {
   TileScoreMods<C> mods_;
   OnlineSoftmax<Fragment, C::kColumnWarps == 1 ? 1 : 2> softmax_;  // chains for the maximum, as registers allow
   Accumulator<kMt, kDt> out_;
-  bool nan_safe_bias_ = false;  // this is the second run of the main loop
+  bool repeats_ = false;  // this is the second run of the main loop
 };
 
 template <class C>

@@ -9,7 +9,8 @@
 
 namespace fa::cuda::sm80 {
 
-// Shared memory of a CTA. Arrays of no elements are absent. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
+// Shared memory of a CTA: the members, and behind them what only some kernels have. NVRTC takes no arrays of no elements, so
+// that is offsets in bytes. Tiles of 16-bit elements are swizzled (smem_tile.cuh).
 template <int kHeadDim, int kHeadDimV, int kWarps, int kRowTiles, int kColumnWarps, int kTile, int kMinCtas, int kCapability,
           ScoreSet kScores>
 struct ForwardStorage {
@@ -26,10 +27,14 @@ struct ForwardStorage {
   uint16_t q[kRows][kHeadDim];
   uint16_t k[kStages][kTile][kHeadDim];
   uint16_t v[kStages][kTile][kHeadDimV];
-  uint16_t p[kShareRows ? kRows : 0][kTile];
-  float row[kShareRows ? kColumnWarps : 0][kRows];  // row maxima, later row sums, over the keys of each warp
-  uint16_t bias[stages_bias(kScores) ? kWarps : 0][kRowTiles * 16][kTile / kColumnWarps];
-  RowBarrier row_barrier[kShareRows ? kRowWarps : 0];
+  static constexpr int32_t kP = 2 * (kRows * kHeadDim + kStages * kTile * (kHeadDim + kHeadDimV)),
+                           kPRowBytes = 2 * kTile;  // p[kRows][kTile]
+  static constexpr int32_t kRowStatistics = kP + (kShareRows ? kRows * kPRowBytes : 0),
+                           kWarpStatisticsBytes = 4 * kRows;  // of each warp: row maxima, later row sums, over its keys
+  static constexpr int32_t kBias = kRowStatistics + (kShareRows ? kColumnWarps * kWarpStatisticsBytes : 0),
+                           kWarpBiasBytes = 2 * kRowTiles * 16 * (kTile / kColumnWarps);
+  static constexpr int32_t kRowBarriers = kBias + (stages_bias(kScores) ? kWarps * kWarpBiasBytes : 0);
+  static constexpr int32_t kBytes = kRowBarriers + (kShareRows ? kRowWarps * static_cast<int32_t>(sizeof(RowBarrier)) : 0);
 };
 
 struct ForwardShape {
@@ -45,6 +50,8 @@ struct ForwardShape {
   ScoreSet scores;       // the score terms it is built for
   int32_t storage;       // bytes of ForwardStorage
 
+  // Whether a kernel with a score text can be made of it, at run time. It takes all of its terms beside the text.
+  constexpr bool takes_score_text() const { return (scores & kSoftcap) != 0; }
   constexpr int32_t rows() const { return warps / column_warps * row_tiles * 16; }
   constexpr int32_t threads() const { return warps * 32; }
   constexpr int32_t shared_bytes() const { return storage; }
@@ -76,7 +83,7 @@ struct ForwardShape {
   X(d256g, 256, 256, 4, 2, 2, 64, 2, 80, kAll)      \
   X(d256gs, 256, 256, 4, 1, 1, 32, 1, 80, kAll)
 
-#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, sizeof(ForwardStorage<__VA_ARGS__>)},
+#define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, ForwardStorage<__VA_ARGS__>::kBytes},
 constexpr ForwardShape kForwardShapes[] = {FA_SM80_FORWARD_TABLE(FA_SM80_SHAPE)};
 #undef FA_SM80_SHAPE
 constexpr int kNumForwardShapes = sizeof(kForwardShapes) / sizeof(kForwardShapes[0]);

@@ -7,6 +7,7 @@
 #include "cuda/common/data_mask.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/common/score_text.h"
 #include "cuda/common/smem_tile.cuh"
 #include "cuda/kernels/fwd_sm80/forward.h"
 
@@ -21,11 +22,11 @@ struct ForwardConfig {
   static constexpr int kRows = kShape.rows(), kRowTiles = kShape.row_tiles, kWarpRows = kRowTiles * 16;
   // Warps that share rows. Each has kKeys keys of a tile in S, and kColumns columns of out.
   static constexpr int kColumnWarps = kShape.column_warps, kKeys = kTile / kColumnWarps, kColumns = kDv / kColumnWarps;
-  static constexpr ScoreSet kScores = kShape.scores;
+  static constexpr ScoreSet kScores = scores_of_program(kShape.scores);
   static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
   static constexpr bool kStagesBias = stages_bias(kScores);
   using Storage = ForwardStorage<kD, kDv, kWarps, kRowTiles, kColumnWarps, kTile, kMinCtas, kShape.capability, kScores>;
-  static_assert(sizeof(Storage) == kShape.shared_bytes());
+  static_assert(Storage::kP == sizeof(Storage) && Storage::kBytes <= kShape.shared_bytes());
   // The rows of a CTA and the keys of a tile lie in one cell of a mask's map.
   static_assert(!has(kDataMask) || (kRows == kCell && kCell % kTile == 0));
 };
@@ -171,7 +172,7 @@ struct RowBlock {
     s.row_stride = t.seq_stride;
     s.rows = seqlen_k;
     s.columns = static_cast<int>(columns);
-    s.vectors = vectors;
+    s.vectors = known_vectors(vectors);
     s.page_table = p.page_table;
     if (p.page_table != nullptr) {
       s.page_table += b * p.page_table_batch_stride;
@@ -209,12 +210,10 @@ struct RowBlock {
   }
   // P of the rows of this warp.
   __device__ __forceinline__ uint32_t smem_p() const {
-    return smem + offsetof(Storage, p) + row_warp * C::kWarpRows * sizeof(Storage::p[0]);
+    return smem + Storage::kP + row_warp * C::kWarpRows * Storage::kPRowBytes;
   }
   // The bias of the rows and keys of this warp.
-  __device__ __forceinline__ uint32_t smem_bias() const {
-    return smem + offsetof(Storage, bias) + warp * sizeof(Storage::bias[0]);
-  }
+  __device__ __forceinline__ uint32_t smem_bias() const { return smem + Storage::kBias + warp * Storage::kWarpBiasBytes; }
 };
 
 }  // namespace fa::cuda::sm80

@@ -69,11 +69,11 @@ class RowWarps {
 
   // The distance from row 0 is added last, where the compiler makes it an immediate offset: all rows have one address register.
   __device__ __forceinline__ uint32_t row(int warp, int r) const {
-    return smem_ + offsetof(Storage, row) + warp * sizeof(Storage::row[0]) +
+    return smem_ + Storage::kRowStatistics + warp * Storage::kWarpStatisticsBytes +
            (group_ * C::kWarpRows + Fragment::query(lane_, 0)) * 4 + Fragment::query(0, r) * 4;
   }
   __device__ __forceinline__ uint32_t barrier() const {
-    return smem_ + offsetof(Storage, row_barrier) + group_ * sizeof(typename Storage::RowBarrier);
+    return smem_ + Storage::kRowBarriers + group_ * sizeof(typename Storage::RowBarrier);
   }
   __device__ __forceinline__ uint32_t vote(int warp) const { return barrier() + 8 + warp * 4; }
 

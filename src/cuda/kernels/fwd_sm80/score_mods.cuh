@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a forward does to S between Q K^T and the softmax (softcap, ALiBi, bias, mask), and to P after it (dropout). A kernel has the code of
-// the terms it is built for (C::kScores). Each is a loop of its own over the fragment, behind one branch that is uniform over the grid.
+// What a forward does to S between Q K^T and the softmax (score text, softcap, ALiBi, bias, mask), and to P after it
+// (dropout). A kernel has the code of the terms it is built for (C::kScores). Each is a loop of its own over the fragment,
+// behind one branch that is uniform over the grid.
 //
-// Scores stay in the unit of q k^T (score_mod.cuh).
+// Scores stay in the unit of q k^T (score_mod.cuh). With a score text they are natural logits, behind the text.
 #pragma once
 
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/score_text.cuh"
 #include "cuda/kernels/fwd_sm80/row_block.cuh"
 
 namespace fa::cuda::sm80 {
@@ -96,6 +98,10 @@ class TileScoreMods {
   // the end of the sequence, find_shown() or a bias of -inf masks become -inf whatever they were, NaN included; without, a bias of -inf is only added.
   template <bool kMasked>
   __device__ __forceinline__ void apply(Scores &s, const Rows &rows, int key0, int next) const {
+    constexpr bool kMayUnmask =
+        C::has(kScoreText) && C::has(kSoftcap | kTileBias | kAnyBias);  // what a text masks stays masked
+    uint32_t shown[Fragment::kRows];
+    if constexpr (C::has(kScoreText)) apply_text<kMasked>(s, rows, key0, shown);
     if constexpr (C::has(kSoftcap | kAlibi)) {
       const int diagonal = rows.seqlen_k - rows.seqlen_q() - key0 - Fragment::first_key(rows.lane);
       apply_score_mods<Fragment, C::kScores>(
@@ -110,10 +116,15 @@ class TileScoreMods {
     } else if constexpr (C::has(kAnyBias)) {
       if (rows.p.bias.data != nullptr) add_global_bias<kMasked>(s, rows, key0);
     }
+    if constexpr (kMayUnmask && !kMasked) {
+#pragma unroll
+      for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, shown[r]);
+    }
     if constexpr (kMasked) {
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r) {
         uint32_t bits = visible(rows, r, key0);
+        if constexpr (kMayUnmask) bits &= shown[r];
         if constexpr (C::has(kDataMask)) bits &= shown_ >> r * Fragment::kKeysOfLane;
         mask_row<Fragment>(s, r, bits);
       }
@@ -141,7 +152,43 @@ class TileScoreMods {
     }
   }
 
+  // The factor that turns scores behind apply() into exponents of two.
+  static __device__ __forceinline__ float scale(const Problem &p) { return C::has(kScoreText) ? kLog2e : exponent_scale(p); }
+
  private:
+  // The score text. A pair that it hides becomes -inf; the cell map says in which tiles there are any. `shown`: the keys of
+  // a row that the text does not mask, as bits.
+  template <bool kMasked>
+  static __device__ __forceinline__ void apply_text(Scores &s, const Rows &rows, int key0, uint32_t (&shown)[Fragment::kRows]) {
+    const Problem &p = rows.p;
+    const int first = key0 + Fragment::first_key(rows.lane);
+    const auto first_number = static_cast<float>(first);
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r) {
+      const int row = used_row(rows, r), token = rows.token_of(row);
+      const auto number = static_cast<float>(token);
+      const ScorePlace place{rows.b,
+                             rows.head_of(row),
+                             rows.seqlen_q(),
+                             rows.seqlen_k,
+                             p.q_lengths.cu != nullptr ? rows.queries().start : 0,
+                             p.k_lengths.cu != nullptr ? rows.k_start : 0};
+      const ScoreText text{place, score_text_args(rows.a)};
+      shown[r] = 0;
+#pragma unroll
+      for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
+        const int n = Fragment::at(r, m), key = first + Fragment::key(n);
+        float &x = element(s, n);
+        const float key_number = first_number + static_cast<float>(Fragment::key(n));
+        x = kMasked ? text.score(x * p.softmax_scale, token, key, number, key_number)
+                    : text.score_inside(x * p.softmax_scale, token, first / 2 + Fragment::key(n) / 2, Fragment::key(n) % 2 != 0,
+                                        number, key_number);
+        if (kMasked && C::has(kDataMask) && ScoreText::kVisible && !text.visible(token, key)) x = -CUDART_INF_F;
+        shown[r] |= x != -CUDART_INF_F ? 1u << m : 0u;
+      }
+    }
+  }
+
   static __device__ __forceinline__ int row_of(const Rows &rows, int r) {
     return rows.warp_row + Fragment::query(rows.lane, r);
   }

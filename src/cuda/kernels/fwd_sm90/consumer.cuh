@@ -27,6 +27,14 @@ namespace fa::cuda::sm90 {
 constexpr float kMaxRowSum = 256.0f;
 constexpr float kLargestE4m3 = 448.0f;
 
+// Constants in place of a bool.
+struct Yes {
+  __device__ __forceinline__ constexpr operator bool() const { return true; }
+};
+struct No {
+  __device__ __forceinline__ constexpr operator bool() const { return false; }
+};
+
 template <class C>
 class Consumer {
  public:
@@ -73,9 +81,15 @@ class Consumer {
       mbarrier_wait(smem_.work_full(work_.stage()), work_.phase());
       const WorkTile &t = smem_.work_tile(work_.stage());
       const int begin = t.begin[at_.wg], masked_end = t.masked_end[at_.wg], kv_tiles = t.kv_tiles;
-      if (begin >= kv_tiles) {  // the warpgroup has no rows, its rows see no keys, or there is no more work
-        if (pending) drain(single);
-        pending = false;
+      // False: the warpgroup has no rows, its rows see no keys, or there is no more work.
+      const bool has_work = begin < kv_tiles;
+      if (C::kFewCopies && kv_tiles >= 0 && (!has_work || t.row0 + C::kRows > t.seqlen_q))
+        epilogue_.store_rows_without_keys(t, /*empty=*/!has_work);
+      if (!has_work && !(C::kFewCopies && pending)) {
+        if constexpr (!C::kFewCopies) {
+          if (pending) drain(single);
+          pending = false;
+        }
         if (kv_tiles < 0) {
           if (C::kOutAtoms > 0 && at_.lane == 0) bulk_wait_group_read();  // shared memory is freed when the CTA exits
           break;
@@ -84,24 +98,39 @@ class Consumer {
         work_.advance();
         continue;
       }
-      if (t.row0 + C::kRows > t.seqlen_q) epilogue_.store_unused_rows(t);
-      mbarrier_wait(smem_.q_full(q_.stage(), at_.wg), q_.phase());
+      if (has_work) {
+        if (!C::kFewCopies && t.row0 + C::kRows > t.seqlen_q) epilogue_.store_unused_rows(t);
+        mbarrier_wait(smem_.q_full(q_.stage(), at_.wg), q_.phase());
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        // Finite, so that -inf - max is -inf. Unused rows hold whatever: their maximum is so large that they never cause a rescale, which all
-        // rows of a warp do together.
-        softmax_.max[r] = at_.row(t, r) < t.seqlen_q ? -1e30f : 1e30f;
-        softmax_.sum[r] = 0.f;
+        for (int r = 0; r < 2; ++r) {
+          // Finite, so that -inf - max is -inf. Unused rows hold whatever: their maximum is so large that they never cause a
+          // rescale, which all rows of a warp do together.
+          softmax_.max[r] = at_.row(t, r) < t.seqlen_q ? -1e30f : 1e30f;
+          softmax_.sum[r] = 0.f;
+        }
+        if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
+        if constexpr (C::kHasMaxLogit) head_max_.begin();
+        if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_head(work_.stage()));
+        for (int n = 0; n < begin; ++n) skip_k();
       }
-      if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
-      if constexpr (C::kHasMaxLogit) head_max_.begin();
-      if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_head(work_.stage()));
-      for (int n = 0; n < begin; ++n) skip_k();
-      iteration<true>(t, begin, masked_end, kv_tiles, pending, single);
-      int i = begin + 1;
-      const int unmasked_begin = sm90::unmasked_begin(t, begin, masked_end);
+      int i = begin;
+      if constexpr (C::kFewCopies) {
+        const int end = has_work ? sm90::unmasked_begin(t, begin, masked_end) : begin + 1;
 #pragma unroll 1
-      for (; i < unmasked_begin; ++i) iteration<false>(t, i, masked_end, kv_tiles, true, i == begin + 1);
+        do {
+          const bool first = i == begin;
+          iteration(t, i, masked_end, kv_tiles, pending || !first, first ? single : i == begin + 1, first, has_work);
+        } while (++i < end);
+        if (!has_work) {  // the work tile again, with nothing pending
+          pending = false;
+          continue;
+        }
+      } else {
+        iteration(t, i++, masked_end, kv_tiles, pending, single, Yes{}, Yes{});
+        const int unmasked_begin = sm90::unmasked_begin(t, begin, masked_end);
+#pragma unroll 1
+        for (; i < unmasked_begin; ++i) iteration(t, i, masked_end, kv_tiles, true, i == begin + 1, No{}, Yes{});
+      }
       if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       bool restart = i == begin + 1, promoted = false;  // fp8: out starts again from zero; there is a promoted sum
@@ -128,14 +157,17 @@ class Consumer {
   __device__ __forceinline__ int previous_stage() const { return (work_.stage() + C::kWorkStages - 1) % C::kWorkStages; }
   __device__ __forceinline__ const WorkTile &previous_tile() const { return smem_.work_tile(previous_stage()); }
 
-  // Does the pending out += P V of the previous work tile, with no S to overlap it.
-  __device__ __forceinline__ void drain(bool single) {
+  // The pending out += P V of the previous work tile, with no S to overlap it.
+  __device__ __forceinline__ void compute_pending_pv(bool single) {
     mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
     if (single) clear_v_tail(previous_stage());
     fence_operands();
     issue_pv(single);
     wgmma_wait<0>();
     fence_operand(out_);
+  }
+  __device__ __forceinline__ void drain(bool single) {
+    compute_pending_pv(single);
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
     finish_previous();
@@ -143,8 +175,10 @@ class Consumer {
 
   // A work tile in which this warpgroup has no work.
   __device__ __forceinline__ void skip_tile(const WorkTile &t) {
-    epilogue_.store_unused_rows(t);
-    epilogue_.store_empty_rows(t);
+    if constexpr (!C::kFewCopies) {
+      epilogue_.store_unused_rows(t);
+      epilogue_.store_empty_rows(t);
+    }
     const int kv_tiles = t.kv_tiles;
     if (kv_tiles > 0) {
       mbarrier_wait(smem_.q_full(q_.stage(), at_.wg), q_.phase());
@@ -212,16 +246,44 @@ class Consumer {
   }
 
   // Iteration i of a work tile, in full: issues S of KV tile i and out += P V of the KV tile before it, then turns S into P. In the first
-  // iteration of a work tile (kFirst) the KV tile before is the last one of the previous work tile. `has_pv`: there is a KV tile before.
-  // `first_pv`: it is the first of its work tile.
-  template <bool kFirst>
-  __device__ __forceinline__ void iteration(const WorkTile &t, int i, int masked_end, int kv_tiles, bool has_pv,
-                                            bool first_pv) {
+  // iteration of a work tile (`first`) the KV tile before is the last one of the previous work tile. `has_pv`: there is a KV
+  // tile before. `first_pv`: it is the first of its work tile. Without `has_qk` there is no KV tile i, and the previous work
+  // tile is finished. First and HasQk are bool, or with C::kFewCopies unset Yes or No.
+  template <typename First, typename HasQk>
+  __device__ __forceinline__ void iteration(const WorkTile &t, int i, int masked_end, int kv_tiles, bool has_pv, bool first_pv,
+                                            First first, HasQk has_qk) {
+    bool rescaled = false;
+    if (has_qk) {
+      rescaled = compute_p(t, i, masked_end, kv_tiles, has_pv, first_pv, first);
+    } else {
+      compute_pending_pv(first_pv);
+    }
+    if (has_pv) {
+      mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
+      v_.advance();
+    }
+    if (first) {
+      if (has_pv) finish_previous();
+      for (int n = 0; has_qk && n < i; ++n) skip_v();
+      masked_only_ = masked_end == kv_tiles;
+    } else {
+      if (!C::kMasksByScore && i == masked_end) make_nan_safe(work_.stage());
+      if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
+    }
+    if constexpr (!C::kMasksByScore) {
+      out_max_[0] = softmax_.max[0];
+      out_max_[1] = softmax_.max[1];
+    }
+  }
+  // What an iteration computes. Returns whether the maximum has been raised.
+  template <typename First>
+  __device__ __forceinline__ bool compute_p(const WorkTile &t, int i, int masked_end, int kv_tiles, bool has_pv, bool first_pv,
+                                            First first) {
     // Without a KV tile before, the wgmma runs on whatever V's stage holds, and its result is ignored: so all work tiles run the same code.
     const auto wait_v = [&] {
       if (!has_pv) return;
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-      if (first_pv) clear_v_tail(kFirst ? previous_stage() : work_.stage());
+      if (first_pv) clear_v_tail(first ? previous_stage() : work_.stage());
     };
     const bool masked = i < masked_end;
     uint32_t visible[2];
@@ -246,7 +308,7 @@ class Consumer {
       bias_.release();
     }
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
-    if constexpr (C::kHasScoreText) apply_score_text(t, first_key(t, i, /*released=*/true), masked);
+    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, i, /*released=*/true), masked);
     if (masked) {
       if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
       apply_mask(visible);
@@ -257,22 +319,7 @@ class Consumer {
     fence_operand(out_);
     fence_operand(p_operand_);
     convert_p();  // first of all: S is free from here on
-    if (has_pv) {
-      mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
-      v_.advance();
-    }
-    if constexpr (kFirst) {
-      if (has_pv) finish_previous();
-      for (int n = 0; n < i; ++n) skip_v();
-      masked_only_ = masked_end == kv_tiles;
-    } else {
-      if (!C::kMasksByScore && i == masked_end) make_nan_safe(work_.stage());
-      if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
-    }
-    if constexpr (!C::kMasksByScore) {
-      out_max_[0] = softmax_.max[0];
-      out_max_[1] = softmax_.max[1];
-    }
+    return rescaled;
   }
 
   // An iteration without masks whose previous KV tile is in the same work tile: most iterations. With kEarlyK the K stage is already full.
@@ -300,7 +347,7 @@ class Consumer {
     }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
-    if constexpr (C::kHasScoreText) apply_score_text(t, first_key(t, i, /*released=*/true), /*masked=*/false);
+    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, first_key(t, i, /*released=*/true), /*masked=*/false);
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     bool searches = true;
@@ -353,17 +400,23 @@ class Consumer {
       if (masked_only_) make_nan_safe(previous_stage());
     }
     if constexpr (C::kFp8) promotion_.add_to(out_, t);
+    if constexpr (C::kFewCopies) epilogue_.finalize_rows(t, out_max_, out_sum_);
     epilogue_.store_rows(t, out_);
     __syncwarp();
     mbarrier_arrive_if(at_.lane == 0, smem_.work_empty((work_.stage() + C::kWorkStages - 1) % C::kWorkStages));
   }
-  // The end of a work tile's softmax: complete row sums, lse, and the factors of out.
+  // The end of a work tile's softmax: complete row sums, lse, and the factors of out. With kFewCopies finish_previous() has
+  // the last two.
   __device__ __forceinline__ void finalize() {
     softmax_.reduce_sums();
     if constexpr (C::kHasMaxLogit)
       head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane, smem_.max_logit_before(work_.stage()));
     if constexpr (C::kFp8) promotion_.finalize(softmax_.max);
-    epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
+    if constexpr (!C::kFewCopies) epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
+    if constexpr (C::kFewCopies) {
+      out_sum_[0] = softmax_.sum[0];
+      out_sum_[1] = softmax_.sum[1];
+    }
     if constexpr (C::kMasksByScore) {
       out_max_[0] = softmax_.max[0];
       out_max_[1] = softmax_.max[1];
@@ -423,7 +476,9 @@ class Consumer {
     apply_score_mods<Fragment, kSoftcapAlibi>(
         s_, p_, a_.raw, [&](int) { return t.head; }, [&](int r) { return at_.row(t, r) + diagonal; });
   }
-  // The score text, for the KV tile that begins with key0. In KV tiles that are not masked every pair is visible.
+  // The score text, for the KV tile that begins with key0. In KV tiles that are not masked every pair is visible. kInside:
+  // all keys are within the sequence.
+  template <bool kInside>
   __device__ __forceinline__ void apply_score_text(const WorkTile &t, int key0, bool masked) {
     const ScorePlace place{smem_.text_batch(work_.stage()),
                            t.head_q,
@@ -437,13 +492,14 @@ class Consumer {
       const float scale = p_.softmax_scale, first_number = static_cast<float>(first);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = at_.row(t, r);
+        const int row = kInside ? min(at_.row(t, r), t.seqlen_q - 1) : at_.row(t, r);
         const float row_number = static_cast<float>(row);
 #pragma unroll
         for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
-          const int n = Fragment::at(r, m);
-          s_[n] = text.score(s_[n] * scale, row, first + Fragment::key(n), row_number,
-                             first_number + static_cast<float>(Fragment::key(n)));
+          const int n = Fragment::at(r, m), key = Fragment::key(n);
+          const float number = first_number + static_cast<float>(key);
+          s_[n] = kInside ? text.score_inside(s_[n] * scale, row, first / 2 + key / 2, key % 2 != 0, row_number, number)
+                          : text.score(s_[n] * scale, row, first + key, row_number, number);
         }
       }
     }
@@ -597,9 +653,13 @@ class Consumer {
     for (int j = 0; j < C::kDv / 2; ++j) zero[(j >> 1) & 1] = fmaf(out_[j], 0.f, zero[(j >> 1) & 1]);
     const int used = t.seqlen_q - at_.row(t, 0);
     if (!__any_sync(~0u, (used > 0 && zero[0] != 0.f) || (used > 8 && zero[1] != 0.f))) return;
-    float sum[2];
-    recompute_.recompute_out(work_stage, out_max_, out_, sum);
-    epilogue_.finalize_rows(t, out_max_, sum);
+    if constexpr (C::kFewCopies) {
+      recompute_.recompute_out(work_stage, out_max_, out_, out_sum_);
+    } else {
+      float sum[2];
+      recompute_.recompute_out(work_stage, out_max_, out_, sum);
+      epilogue_.finalize_rows(t, out_max_, sum);
+    }
   }
 
   __device__ __forceinline__ void convert_p() {
@@ -635,6 +695,7 @@ class Consumer {
   uint32_t p_operand_[kPvSteps][4];
   float out_[C::kDv / 2];
   float out_max_[2];  // the maximum that out is relative to; kept while the NaN-safe path may still need it
+  float out_sum_[2];  // kFewCopies: the row sums, until the rows are finished
   PipelineState<C::kQStages> q_;
   PipelineState<C::kStages> k_, v_;
   PipelineState<C::kWorkStages> work_;

@@ -32,6 +32,8 @@ struct ForwardConfig {
   static constexpr bool kHasBias = (kScores & kTileBias) != 0;
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   static constexpr bool kMasksByScore = kHasBias || kHasScoreText;  // a score of -inf may mask a pair of any KV tile
+  // A kernel that is compiled at run time has to compile fast: what others have a copy of where they need it, it has once.
+  static constexpr bool kFewCopies = kHasScoreText;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the

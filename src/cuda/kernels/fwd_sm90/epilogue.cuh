@@ -49,7 +49,7 @@ class Epilogue {
   __device__ __forceinline__ void store_rows(const WorkTile &t, const float (&out)[C::kDv / 2]) const {
     if (C::kOutAtoms > 0 && a_.tma_out && t.row0 + at_.wg * 64 + 64 <= t.seqlen_q) {
       store_rows_tma(t, out);
-    } else if (a_.vector_out) {
+    } else if (known_vectors(a_.vector_out)) {
       store_rows_direct<true>(t, out);
     } else {
       store_rows_direct<false>(t, out);
@@ -61,6 +61,19 @@ class Epilogue {
     const float lse = sink != nullptr ? *sink : -CUDART_INF_F;
     const int row0 = t.row0 + at_.wg * 64;
     for (int row = max(row0, 0) + at_.warp; row < min(row0 + 64, t.seqlen_q); row += 4) store_row(t, row, lse);
+  }
+  // The rows of store_unused_rows(), and with `empty` those of store_empty_rows(), by the same code.
+  __device__ __forceinline__ void store_rows_without_keys(const WorkTile &t, bool empty) const {
+    const float *sink = sink_of(p_, t.head_q);
+#pragma unroll 1
+    for (bool unused = !empty;; unused = true) {
+      const int first = unused ? max(t.row0, t.seqlen_q) + at_.wg * 4 : max(t.row0 + at_.wg * 64, 0),
+                end = unused ? t.unused_end : min(t.row0 + at_.wg * 64 + 64, t.seqlen_q);
+      const float lse = !unused && sink != nullptr ? *sink : -CUDART_INF_F;
+#pragma unroll 1
+      for (int row = first + at_.warp; row < end; row += unused ? C::kConsumerWarpgroups * 4 : 4) store_row(t, row, lse);
+      if (unused) break;
+    }
   }
   // Rows beyond the sequence's used length: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows(const WorkTile &t) const {

@@ -187,13 +187,17 @@ class Scheduler {
       : a_(params), p_(params.problem), smem_(smem), lane_(threadIdx.x & 31) {}
 
   // The first work tile. It is described before the barriers are initialised: __syncthreads publishes both.
-  __device__ __forceinline__ bool first() { return describe_work_tile(blockIdx.x, 0); }
+  __device__ __forceinline__ bool first() { return C::kFewCopies || describe_work_tile(blockIdx.x, 0); }
   // Takes the next work tile from the counter when most of the current tile has been loaded, and no sooner: a tile
   // that this CTA has taken cannot go to another one, and at the end of the launch all would wait for it. `has_work`: the first tile has rows.
   __device__ __forceinline__ void run(bool has_work) {
     PipelineState<C::kWorkStages> work;
     uint32_t request_phase = 0;
     for (int index = blockIdx.x; index < a_.tiles;) {
+      if constexpr (C::kFewCopies) {  // here every tile, the first one too
+        mbarrier_wait(smem_.work_empty(work.stage()), work.phase() ^ 1);
+        has_work = describe_work_tile(index, work.stage());
+      }
       if (kFindsPackedTiles && !has_work) break;  // no later tile has rows either
       if (kFindsPackedTiles || has_work) {
         __syncwarp();
@@ -206,7 +210,7 @@ class Scheduler {
       index += static_cast<int>(gridDim.x);
       if (lane_ == 0 && a_.counters != nullptr) index = static_cast<int>(gridDim.x) + atomicAdd(a_.counters, 1);
       index = __shfl_sync(~0u, index, 0);
-      if (index < a_.tiles) {
+      if (!C::kFewCopies && index < a_.tiles) {
         mbarrier_wait(smem_.work_empty(work.stage()), work.phase() ^ 1);
         has_work = describe_work_tile(index, work.stage());
       }
