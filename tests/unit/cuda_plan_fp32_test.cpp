@@ -25,8 +25,8 @@ std::string backward_name(const MaskedProblem &p, const Device &device = h200())
 }
 
 TEST(CudaPlanFp32, TensorCoresUpToHeadDim128) {
-  for (const auto &[head_dim, bucket] : std::vector<std::pair<int64_t, std::string>>{
-           {8, "d64"}, {33, "d64"}, {64, "d64"}, {65, "d128"}, {128, "d128"}}) {
+  for (const auto &[head_dim, bucket] :
+       std::vector<std::pair<int64_t, std::string>>{{8, "d64"}, {33, "d64"}, {64, "d64"}, {65, "d128"}, {128, "d128"}}) {
     const MaskedProblem p = fp32_problem(1000, 1000, head_dim);
     EXPECT_EQ(forward_name(p), "sm90_fwd_f32_" + bucket);
     EXPECT_EQ(backward_name(p), "sm90_bwd_f32_" + bucket);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/host/launches.h"
 #include "cuda/host/tensor_maps.h"
+#include "cuda/kernels/bf16_planes/planes.h"
 #include "cuda/kernels/bwd_sm90_fp32/backward.h"
 #include "cuda/kernels/fwd_sm90_fp32/forward.h"
 
@@ -34,11 +35,11 @@ class Split {
     padded.max_len = shape.rows;
     return describe_rows(memory_.driver, name, rows, padded, kPlanes * shape.batch, shape.heads, columns, box_rows, map, error);
   }
-  void launch(Launches &launches) const {
-    launches.add("split kernel", {split_kernel(), kSplitThreads, 0, blocks_}, &params_);
-  }
+  void launch(Launches &launches) const { launches.add("split kernel", {split_kernel(), kSplitThreads, 0, blocks_}, &params_); }
   // Sequences of a plane.
-  static int32_t batches(const Lengths &lengths, int64_t batch) { return static_cast<int32_t>(PlaneShape(lengths, batch, 1, 1).batch); }
+  static int32_t batches(const Lengths &lengths, int64_t batch) {
+    return static_cast<int32_t>(PlaneShape(lengths, batch, 1, 1).batch);
+  }
 
  private:
   const Problem &p_;
@@ -54,8 +55,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   const ForwardShape &shape = kForwardShapes[plan.shape];
   Split split(p, memory, launches);
   auto &params = launches.make_params<ForwardParams>();
-  FA_RETURN_IF_ERROR(
-      split.add("workspace for q", p.q, true, p.head_dim, plan.planes_offset[0], kRows, params.q_map, error));
+  FA_RETURN_IF_ERROR(split.add("workspace for q", p.q, true, p.head_dim, plan.planes_offset[0], kRows, params.q_map, error));
   FA_RETURN_IF_ERROR(
       split.add("workspace for k", p.k, false, p.head_dim, plan.planes_offset[1], shape.kv_tile, params.k_map, error));
   FA_RETURN_IF_ERROR(
@@ -68,8 +68,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.q_batch = Split::batches(p.q_lengths, p.batch);
   params.k_batch = Split::batches(p.k_lengths, p.batch);
   params.vector_out = plan.vector.out;
-  launches.add("forward kernel",
-               {forward_kernel(plan.shape), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true}, &params);
+  launches.add("forward kernel", {forward_kernel(plan.shape), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true},
+               &params);
   return FA_OK;
 }
 
@@ -89,13 +89,13 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   FA_RETURN_IF_ERROR(
       split.add("workspace for dout", b.dout, true, p.head_dim_v, plan.planes_offset[3], kTileRows, params.dout_map, error));
   const int64_t tiles = q_tiles_of_all_heads(params);
-  FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, kTileRows,
-                                             params.lse_map, error));
+  FA_RETURN_IF_ERROR(
+      describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, kTileRows, params.lse_map, error));
   FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, kTileRows,
                                              params.delta_map, error));
   params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.query_order = L2HeadOrder(plan.query_blocks, p.heads_q, p.batch, plan.heads_per_l2_group * p.group,
-                                   !params.limits.unlimited_right());
+  params.query_order =
+      L2HeadOrder(plan.query_blocks, p.heads_q, p.batch, plan.heads_per_l2_group * p.group, !params.limits.unlimited_right());
   params.key_order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false);
   params.group = Divisor(p.group);
   params.dq_blocks = b.dq.data != nullptr ? static_cast<int32_t>(p.batch * p.heads_q * plan.query_blocks) : 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans of the kernels of fp32 operands on Hopper's tensor cores: planes of bf16 parts in the workspace, then one CTA for each 128 queries of a
+// Plans of the kernels of fp32 operands on Hopper's tensor cores: planes of bf16 numbers in the workspace, then one CTA for each 128 queries of a
 // head, or in backward for each 128 rows of a gradient.
 #include <algorithm>
 

@@ -169,20 +169,21 @@ constexpr auto kRows = concatenate(
               row.features = kAnyFeatures;
               row.rows = shape.own_rows();
             }),
-    rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward, [](KernelRow &row, const sm90::BackwardShape &shape) {
-      row.set = "sm90_bwd";
-      row.head_dim = shape.head_dim;
-      row.head_dim_v = shape.head_dim_v;
-      row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
-      // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
-      row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
-                     (shape.ordered ? kDeterministic : 0);
-      row.capability = 90;
-      row.sm90a = true;
-      row.threads = shape.threads();
-      row.shared_bytes = shape.shared_bytes();
-      row.rows = shape.keys();
-    }),
+    rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward,
+            [](KernelRow &row, const sm90::BackwardShape &shape) {
+              row.set = "sm90_bwd";
+              row.head_dim = shape.head_dim;
+              row.head_dim_v = shape.head_dim_v;
+              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
+              // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
+              row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
+                             (shape.ordered ? kDeterministic : 0);
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.keys();
+            }),
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,
             [](KernelRow &row, const sm90_fp32::BackwardShape &shape) {
               row.set = "sm90_fp32_bwd";

@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kSplitThreads) split(const __grid_constant__ S
   while (index + 1 < a.count && static_cast<int>(blockIdx.x) >= a.first_block[index + 1]) ++index;
   const SplitTensor &t = a.tensors[index];
   int block = static_cast<int>(blockIdx.x) - a.first_block[index];
-  const int rows = static_cast<int>(t.shape.rows), columns = static_cast<int>(t.shape.columns), pitch = static_cast<int>(t.shape.pitch);
+  const int rows = static_cast<int>(t.shape.rows), columns = static_cast<int>(t.shape.columns),
+            pitch = static_cast<int>(t.shape.pitch);
   const int row_blocks = static_cast<int>(t.shape.row_blocks()), heads = static_cast<int>(t.shape.heads);
   const int row0 = block % row_blocks * kSplitRows;
   block /= row_blocks;

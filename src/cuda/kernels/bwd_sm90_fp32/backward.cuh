@@ -59,7 +59,7 @@ class Backward {
     __syncthreads();
     const bool owns_queries = work_.owns_queries != 0;
     const Rows &own = owns_queries ? work_.q : work_.k;
-    if (work_.own0 >= max(own.len, own.slot)) return;  // past the end of a packed sequence
+    if (work_.own0 >= max(own.len, own.seq_slot)) return;  // past the end of a packed sequence
     if (wg_ < 0) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
       if (threadIdx.x >= 32) return;
@@ -103,22 +103,38 @@ class Backward {
       const KeyRange seen = owns_queries ? diagonal.visible_keys(rows) : diagonal.visible_queries(rows);
       if (!seen.empty()) tiles = tiles_touching<kTileRows>(seen);
     }
-    work_ = {place.batch, place.head, owns_queries ? a_.group.quotient(place.head) : place.head, own0, tiles.begin, tiles.end,
-             owns_queries, place.row_block == order.row_blocks - 1, queries, keys};
+    work_ = {place.batch,
+             place.head,
+             owns_queries ? a_.group.quotient(place.head) : place.head,
+             own0,
+             tiles.begin,
+             tiles.end,
+             owns_queries,
+             place.row_block == order.row_blocks - 1,
+             queries,
+             keys};
   }
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, work_.q.len, work_.k.len}; }
   __device__ __forceinline__ uint32_t own(int operand, int plane) const {
     return smem_ + offsetof(Storage, own) + (operand * kPlanes + plane) * C::kAtoms * Storage::kOwnAtomBytes;
   }
-  __device__ __forceinline__ uint32_t atom(int stage) const { return smem_ + offsetof(Storage, atom) + stage * Storage::kAtomBytes; }
+  __device__ __forceinline__ uint32_t atom(int stage) const {
+    return smem_ + offsetof(Storage, atom) + stage * Storage::kAtomBytes;
+  }
   __device__ __forceinline__ uint32_t lse(int stage) const { return smem_ + offsetof(Storage, lse) + stage * kTileRows * 4; }
-  __device__ __forceinline__ uint32_t delta(int stage) const { return smem_ + offsetof(Storage, delta) + stage * kTileRows * 4; }
+  __device__ __forceinline__ uint32_t delta(int stage) const {
+    return smem_ + offsetof(Storage, delta) + stage * kTileRows * 4;
+  }
   __device__ __forceinline__ uint32_t own_full() const { return smem_ + offsetof(Storage, own_full); }
   __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + offsetof(Storage, full) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return smem_ + offsetof(Storage, empty) + stage * 8; }
   __device__ __forceinline__ uint32_t stats_full(int stage) const { return smem_ + offsetof(Storage, stats_full) + stage * 8; }
-  __device__ __forceinline__ uint32_t stats_empty(int stage) const { return smem_ + offsetof(Storage, stats_empty) + stage * 8; }
+  __device__ __forceinline__ uint32_t stats_empty(int stage) const {
+    return smem_ + offsetof(Storage, stats_empty) + stage * 8;
+  }
+
+  __device__ __forceinline__ uint32_t first_scores() const { return smem_ + offsetof(Storage, first_scores); }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 8;  // of the consumers
@@ -131,6 +147,7 @@ class Backward {
       mbarrier_init(stats_full(n), 1);
       mbarrier_init(stats_empty(n), kWarps);
     }
+    mbarrier_init(first_scores(), kWarps / 2);
     mbarrier_init_fence();
   }
   __device__ __forceinline__ void release_warp(uint32_t barrier) const {
@@ -139,6 +156,13 @@ class Backward {
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
+  // Where the pipeline has room for it, the second warpgroup begins when the first one has its first scores: then one computes P and dS while the
+  // other one's products run.
+  static constexpr bool kStaggers = C::kStages >= 8 * C::kAtoms;
+  __device__ __forceinline__ void wait_for_own_rows() const {
+    mbarrier_wait(own_full(), 0);
+    if (kStaggers && wg_ == 1) mbarrier_wait(first_scores(), 0);
+  }
   // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration: there is no register for them.
   template <bool kOwnsQueries, typename F>
   __device__ __forceinline__ void for_each_tile(F f) const {
@@ -168,8 +192,8 @@ class Backward {
     for (int n = 0; n < kPlanes; ++n)
 #pragma unroll 1
       for (int i = 0; i < 2 * C::kAtoms; ++i)
-        load_box<kQueries>(own(operand, n) + i * (Storage::kOwnAtomBytes / 2), map, own_full(), i / 2, n, work_.own0 + i % 2 * 64,
-                           work_.own_head, kEvictFirst);
+        load_box<kQueries>(own(operand, n) + i * (Storage::kOwnAtomBytes / 2), map, own_full(), i / 2, n,
+                           work_.own0 + i % 2 * 64, work_.own_head, kEvictFirst);
   }
   // The atoms of a tile, plane by plane (for S and dP) or atom by atom (for products with P and dS).
   template <bool kQueries, bool kByPlane>
@@ -231,6 +255,7 @@ class Backward {
     for (int n = kPlanes - 1; n >= 0; --n) {
       int stages[C::kAtoms];
       uint64_t b[C::kAtoms];
+      const bool held = release_if_waiting(last, pipe, pending || n < kPlanes - 1);
 #pragma unroll
       for (int a = 0; a < C::kAtoms; ++a) {
         stages[a] = pipe.stage();
@@ -250,18 +275,25 @@ class Backward {
                         n < kPlanes - 1 || a > 0 || k > 0);
       }
       wgmma_commit();
-      if (pending || n < kPlanes - 1) {
-        wgmma_wait<1>();
-        release(last);
-      }
+      if (pending || n < kPlanes - 1) wgmma_wait<1>();
+      if (held) release(last);
 #pragma unroll
       for (int a = 0; a < C::kAtoms; ++a) last[a] = stages[a];
     }
   }
-  __device__ __forceinline__ void release(const int (&stages)[C::kAtoms]) const {
+  // Releases stages that are still read, if the next one has not arrived: its load may wait for them. Returns whether they are still held.
+  template <int kCount>
+  __device__ __forceinline__ bool release_if_waiting(const int (&stages)[kCount], const Pipeline &pipe, bool held) const {
+    if (!held || __any_sync(~0u, mbarrier_test_wait(full(pipe.stage()), pipe.phase()))) return held;
+    wgmma_wait<0>();
+    release(stages);
+    return false;
+  }
+  template <int kCount>
+  __device__ __forceinline__ void release(const int (&stages)[kCount]) const {
     __syncwarp();
 #pragma unroll
-    for (int a = 0; a < C::kAtoms; ++a) mbarrier_arrive_if(lane_ == 0, empty(stages[a]));
+    for (int a = 0; a < kCount; ++a) mbarrier_arrive_if(lane_ == 0, empty(stages[a]));
   }
   __device__ __forceinline__ void finish_scores(float (&scores)[32], const int (&last)[C::kAtoms]) const {
     wgmma_wait<0>();
@@ -271,37 +303,35 @@ class Backward {
 
   // gradient += x times the tile, whose rows are those of `tensor` from `first` on.
   template <bool kOwnsQueries>
-  __device__ __forceinline__ void add_product(Accumulator &gradient, float (&of_tile)[32], PPlanes &x, Pipeline &pipe, const Operand &tensor, int head,
-                                              int first, int columns) const {
+  __device__ __forceinline__ void add_product(Accumulator &gradient, float (&of_tile)[32], PPlanes &x, Pipeline &pipe,
+                                              const Operand &tensor, int head, int first, int columns) const {
 #pragma unroll
     for (int a = 0; a < C::kAtoms; ++a) {
-      int last = 0;
+      int last[1];
       fence_operand(of_tile);
 #pragma unroll
       for (int i = 0; i < kPlanes; ++i) fence_operand(x[i]);
 #pragma unroll
       for (int n = kPlanes - 1; n >= 0; --n) {
+        const bool held = release_if_waiting(last, pipe, n < kPlanes - 1);
         mbarrier_wait(full(pipe.stage()), pipe.phase());
         const uint64_t b = descriptor_mn_major<kTileRows>(atom(pipe.stage()));
         wgmma_fence();
 #pragma unroll
         for (int i = kPlanes - 1 - n; i >= 0; --i)
 #pragma unroll
-          for (int k = 0; k < 4; ++k)
-            Mma::rs_mn(of_tile, x[i][k], advance_descriptor(b, k * 2048), n < kPlanes - 1 || k > 0);
+          for (int k = 0; k < 4; ++k) Mma::rs_mn(of_tile, x[i][k], advance_descriptor(b, k * 2048), n < kPlanes - 1 || k > 0);
         wgmma_commit();
-        if (n < kPlanes - 1) {
-          wgmma_wait<1>();
-          release_warp(empty(last));
-        }
-        last = pipe.stage();
+        if (n < kPlanes - 1) wgmma_wait<1>();
+        if (held) release(last);
+        last[0] = pipe.stage();
         pipe.advance();
       }
       wgmma_wait<0>();
       fence_operand(of_tile);
 #pragma unroll
       for (int i = 0; i < kPlanes; ++i) fence_operand(x[i]);
-      release_warp(empty(last));
+      release(last);
       if (adds_nonfinite(gradient[a], of_tile)) {
         add_visible_pairs(
             gradient[a], x, columns - a * 64, lane_, [&](int r, int n) { return makes_pair<kOwnsQueries>(r, first + n); },
@@ -330,7 +360,8 @@ class Backward {
   template <bool kOwnsQueries>
   __device__ __forceinline__ bool is_partial(int tile) const {
     const PairMask mask(p_.band, work_.q.len, work_.k.len);
-    const int own = work_.own0 + wg_ * 64, other = tile * kTileRows, query = kOwnsQueries ? own : other, key = kOwnsQueries ? other : own;
+    const int own = work_.own0 + wg_ * 64, other = tile * kTileRows, query = kOwnsQueries ? own : other,
+              key = kOwnsQueries ? other : own;
     return query + 64 > work_.q.len || !mask.all(query, 64, key, 64);
   }
   template <bool kOwnsQueries>
@@ -441,9 +472,9 @@ class Backward {
         row_lse[r] = a_.row_lse[first + own_row(r)];
         row_delta[r] = a_.row_delta[first + own_row(r)];
       }
-      mbarrier_wait(own_full(), 0);
+      wait_for_own_rows();
     }
-    for_each_tile<true>([&](int, int head, int tile) {
+    for_each_tile<true>([&](int iteration, int head, int tile) {
       const int first = tile * kTileRows;
       const bool partial = is_partial<true>(tile);
       float s[32], dp[32];
@@ -451,6 +482,7 @@ class Backward {
       start_scores(s, 0, pipe, last, false);
       start_scores(dp, 1, pipe, last, true);
       fence_operand(s);
+      if (kStaggers && iteration == 0 && wg_ == 0) release_warp(first_scores());
       exponentiate<true>(s, head, first, partial, OfRows{row_lse});
       finish_scores(dp, last);
 #pragma unroll
@@ -477,7 +509,7 @@ class Backward {
     // Where a tile takes all stages an even number of times, stages and phases are constants.
     constexpr bool kSamePhases = 12 * C::kAtoms % (2 * C::kStages) == 0;
     Pipeline pipe;
-    if (!no_tiles()) mbarrier_wait(own_full(), 0);
+    if (!no_tiles()) wait_for_own_rows();
     for_each_tile<false>([&](int iteration, int head, int tile) {
       if constexpr (kSamePhases) pipe = Pipeline{};
       const int first = tile * kTileRows, at = iteration % 2;
@@ -488,6 +520,7 @@ class Backward {
       start_scores(acc, 0, pipe, last, false);
       mbarrier_wait(stats_full(at), iteration / 2 % 2);
       finish_scores(acc, last);
+      if (kStaggers && iteration == 0 && wg_ == 0) release_warp(first_scores());
       exponentiate<false>(acc, head, first, partial, OfColumns{lse(at) + Fragment::first_key(lane_) * 4});
       split_fragment(acc, x);
       add_product<false>(dv, acc, x, pipe, g_.dout, head, first, static_cast<int>(p_.head_dim_v));
@@ -532,13 +565,13 @@ class Backward {
 #pragma unroll
         for (int m = 0; m < Fragment::kKeysOfLane; ++m)
           if (row >= rows.len) gradient[a][Fragment::at(r, m)] = 0.f;
-        if (row < rows.slot)
+        if (row < rows.seq_slot)
           store_fragment_row_fp32<8>(
               gradient[a], r, [&] { return base + row * t.seq_stride + a * 64; }, columns - a * 64, vectors, lane_ & 3, scale);
       }
     }
     if (work_.last_block == 0) return;
-    for (int row = work_.own0 + kOwnRows + consumer_warp(); row < rows.slot; row += 8)
+    for (int row = work_.own0 + kOwnRows + consumer_warp(); row < rows.seq_slot; row += 8)
       zero_row(reinterpret_cast<char *>(base + row * t.seq_stride), Dtype::f32, columns);
   }
 

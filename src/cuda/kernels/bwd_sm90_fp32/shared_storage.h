@@ -13,7 +13,7 @@ constexpr int kTileRows = 64;  // of the tiles that are streamed
 
 // A sequence of queries or keys, as in Sequence.
 struct Rows {
-  int32_t start, slot, len;
+  int32_t start, seq_slot, len;
 };
 // The work of a CTA, in shared memory: there is no register that could hold it.
 struct BackwardWork {
@@ -34,6 +34,7 @@ struct BackwardStorage {
   float lse[2][kTileRows], delta[2][kTileRows];  // of streamed queries
   uint64_t own_full, full[kStages], empty[kStages];
   uint64_t stats_full[2], stats_empty[2];
+  uint64_t first_scores;  // the first warpgroup has computed its first scores
   BackwardWork work;
 };
 

@@ -54,7 +54,7 @@ class Forward {
       for (const CUtensorMap *map : {&a_.q_map, &a_.k_map, &a_.v_map}) tma_prefetch_descriptor(map);
     }
     __syncthreads();
-    if (work_.row0 >= max(work_.q.len, work_.q.slot)) return;  // past the end of a packed sequence
+    if (work_.row0 >= max(work_.q.len, work_.q.seq_slot)) return;  // past the end of a packed sequence
     if (wg_ < 0) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
       if (threadIdx.x < 32) produce();
@@ -83,8 +83,15 @@ class Forward {
     const Diagonal<int32_t> diagonal(a_.limits, queries.len, keys.len);
     const KeyRange seen = diagonal.visible_keys({row0, min(row0 + kRows, queries.len)});
     const KeyRange tiles = seen.empty() ? KeyRange{0, 0} : tiles_touching<C::kKeys>(seen);
-    work_ = {place.batch, place.head, a_.group.quotient(place.head), row0, tiles.begin, tiles.end,
-             place.row_block == a_.order.row_blocks - 1, queries, keys};
+    work_ = {place.batch,
+             place.head,
+             a_.group.quotient(place.head),
+             row0,
+             tiles.begin,
+             tiles.end,
+             place.row_block == a_.order.row_blocks - 1,
+             queries,
+             keys};
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
@@ -99,7 +106,9 @@ class Forward {
   }
   __device__ __forceinline__ KeyRange keys_of_row(int r) const { return keys_of_query(diagonal(), row(r)); }
 
-  __device__ __forceinline__ uint32_t q(int plane) const { return smem_ + offsetof(Storage, q) + plane * Storage::kQPlaneBytes; }
+  __device__ __forceinline__ uint32_t q(int plane) const {
+    return smem_ + offsetof(Storage, q) + plane * Storage::kQPlaneBytes;
+  }
   __device__ __forceinline__ uint32_t plane(int stage) const {
     return smem_ + offsetof(Storage, plane) + stage * Storage::kPlaneBytes;
   }
@@ -155,8 +164,8 @@ class Forward {
         mbarrier_arrive_expect_tx(full(stage), Storage::kPlaneBytes);
 #pragma unroll
         for (int atom = 0; atom < C::kD / 64; ++atom)
-          tma_load_4d(plane(stage) + atom * C::kKeys * 128, &map, full(stage), atom * 64, work_.k.start + tile * C::kKeys, work_.head_k,
-                      n * a_.k_batch + (a_.k_batch > 1 ? work_.batch : 0), kEvictLast);
+          tma_load_4d(plane(stage) + atom * C::kKeys * 128, &map, full(stage), atom * 64, work_.k.start + tile * C::kKeys,
+                      work_.head_k, n * a_.k_batch + (a_.k_batch > 1 ? work_.batch : 0), kEvictLast);
       }
       pipe.advance();
     }
@@ -302,7 +311,8 @@ class Forward {
       const int r = Scores::row(n), key = key0 + Scores::first_key(lane_) + Scores::key(n);
       float x = -CUDART_INF_F;
       if (sees(r, key)) {
-        const float *q_row = row_of_tensor<const float>(p_.q, work_.batch, work_.q.start + row(r), work_.head_q), *k_row = this->k_row(p_.k, key);
+        const float *q_row = row_of_tensor<const float>(p_.q, work_.batch, work_.q.start + row(r), work_.head_q),
+                    *k_row = this->k_row(p_.k, key);
         x = 0.f;
 #pragma unroll 1
         for (int c = 0; c < columns; ++c) x = fmaf(q_row[c], k_row[c], x);
@@ -338,7 +348,7 @@ class Forward {
 #pragma unroll
         for (int m = 0; m < Out::kKeysOfLane; ++m) out[Out::at(r, m)] = 0.f;
       }
-      if (row(r) < work_.q.slot) {
+      if (row(r) < work_.q.seq_slot) {
         store_fragment_row_fp32<C::kD / 8>(
             out, r, [&] { return base + row(r) * p_.out.seq_stride; }, columns, a_.vector_out, lane_ & 3, result[r].factor);
         if (p_.lse.data != nullptr && Scores::leads(lane_))
@@ -346,9 +356,10 @@ class Forward {
       }
     }
     if (work_.last_block == 0) return;
-    for (int row = work_.row0 + kRows + consumer_warp(); row < work_.q.slot; row += 8) {
+    for (int row = work_.row0 + kRows + consumer_warp(); row < work_.q.seq_slot; row += 8) {
       zero_row(reinterpret_cast<char *>(base + row * p_.out.seq_stride), Dtype::f32, columns);
-      if (p_.lse.data != nullptr && lane_ == 0) *row_of_tensor(p_.lse, work_.batch, work_.q.start + row, work_.head_q) = -CUDART_INF_F;
+      if (p_.lse.data != nullptr && lane_ == 0)
+        *row_of_tensor(p_.lse, work_.batch, work_.q.start + row, work_.head_q) = -CUDART_INF_F;
     }
   }
 

@@ -7,7 +7,6 @@
 #include "core/forward_problem.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/l2_head_order.h"
-#include "cuda/kernels/bf16_planes/planes.h"
 #include "cuda/kernels/fwd_sm90_fp32/table.h"
 
 namespace fa::cuda::sm90_fp32 {
@@ -19,9 +18,9 @@ struct ForwardParams {
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // of problem.band
   L2HeadOrder order;
-  Divisor group;                     // query heads for one KV head
-  int32_t q_batch, k_batch;          // sequences of a plane: 1 where packed
-  bool vector_out;                   // out allows 16-byte stores
+  Divisor group;             // query heads for one KV head
+  int32_t q_batch, k_batch;  // sequences of a plane: 1 where packed
+  bool vector_out;           // out allows 16-byte stores
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes.

@@ -17,7 +17,7 @@ struct ForwardWork {
   int32_t tile_begin, tile_end;  // KV tiles with visible pairs
   int32_t last_block;
   struct Rows {
-    int32_t start, slot, len;  // as in Sequence
+    int32_t start, seq_slot, len;  // as in Sequence
   } q, k;
 };
 
