@@ -98,7 +98,8 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
       L2HeadOrder(plan.query_blocks, p.heads_q, p.batch, plan.heads_per_l2_group * p.group, !params.limits.unlimited_right());
   params.key_order = L2HeadOrder(plan.key_blocks, p.heads_k, p.batch, plan.heads_per_l2_group, false);
   params.group = Divisor(p.group);
-  params.dq_blocks = b.dq.data != nullptr ? static_cast<int32_t>(p.batch * p.heads_q * plan.query_blocks) : 0;
+  const bool of_keys = b.dk.data != nullptr || b.dv.data != nullptr;
+  params.key_blocks = of_keys ? static_cast<int32_t>(p.batch * p.heads_k * plan.key_blocks) : 0;
   params.q_batch = Split::batches(p.q_lengths, p.batch);
   params.k_batch = Split::batches(p.k_lengths, p.batch);
   params.vector_dq = plan.vector.dq;

@@ -88,7 +88,7 @@ fa_status plan_backward_sm90_fp32(const BackwardProblem &b, const Needs &needs, 
   plan.workspace_bytes = bytes;
   plan.query_blocks = static_cast<int32_t>(ceil_div(p.q_lengths.max_len, row->rows));
   plan.key_blocks = static_cast<int32_t>(ceil_div(p.k_lengths.max_len, row->rows));
-  // CTAs of dq, and those of dk and dv, are one launch.
+  // CTAs of dk and dv, and those of dq, are one launch.
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} + plan.key_blocks, p.heads_q, p.batch, error));
   plan.family = Family::sm90_fp32;
   plan.shape = row->shape;

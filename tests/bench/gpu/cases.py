@@ -103,7 +103,8 @@ SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bia
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
 SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
-            "varlen", "fp8")
+            "varlen", "fp8", "fp32")
+FP32 = "fp32"  # the section whose operands are fp32
 
 
 def alibi_slopes(heads: int) -> List[float]:
@@ -266,6 +267,15 @@ def fp8(quick: bool) -> List[Case]:
     return rows + [square("fp8", "forward", d, causal, 8192, option=FP8) for d in (64, 256) for causal in (False, True)]
 
 
+def fp32(quick: bool) -> List[Case]:
+    rows = [(64, 16, 16, True, 4096), (64, 16, 16, False, 8192), (128, 16, 16, True, 4096), (128, 16, 16, False, 4096)]
+    rows += [] if quick else [(128, 16, 4, True, 8192)]
+    return [
+        Case(FP32, direction, d, causal, n, n, 8192 // n, heads, heads_k)
+        for direction in ("forward", "backward") for d, heads, heads_k, causal, n in rows
+    ]
+
+
 def all_cases(sections, quick: bool, filters=()) -> List[Case]:
     """The rows of these sections whose name contains every filter."""
     makers = {
@@ -283,6 +293,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "decode": lambda: decode(quick),
         "varlen": lambda: varlen(quick),
         "fp8": lambda: fp8(quick),
+        "fp32": lambda: fp32(quick),
     }
     rows = [case for section in sections for case in makers[section]()]
     return [case for case in rows if all(text in f"{case.section}: {case.name} " for text in filters)]

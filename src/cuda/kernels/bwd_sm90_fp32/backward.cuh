@@ -86,12 +86,12 @@ class Backward {
   using Accumulator = float[C::kAtoms][32];
   using Mma = Wgmma<__nv_bfloat16, 64>;
 
-  // CTAs of dq come first, then those of dk and dv.
+  // CTAs of dk and dv, which have more to do, come first, then those of dq.
   __device__ __forceinline__ void describe_work() const {
     const int index = static_cast<int>(blockIdx.x);
-    const bool owns_queries = index < a_.dq_blocks;
+    const bool owns_queries = index >= a_.key_blocks;
     const L2HeadOrder &order = owns_queries ? a_.query_order : a_.key_order;
-    const L2HeadOrder::Place place = order.at(owns_queries ? index : index - a_.dq_blocks);
+    const L2HeadOrder::Place place = order.at(owns_queries ? index - a_.key_blocks : index);
     const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
     const Rows queries = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)},
                keys = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
@@ -134,8 +134,6 @@ class Backward {
     return smem_ + offsetof(Storage, stats_empty) + stage * 8;
   }
 
-  __device__ __forceinline__ uint32_t first_scores() const { return smem_ + offsetof(Storage, first_scores); }
-
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 8;  // of the consumers
     mbarrier_init(own_full(), 1);
@@ -147,7 +145,6 @@ class Backward {
       mbarrier_init(stats_full(n), 1);
       mbarrier_init(stats_empty(n), kWarps);
     }
-    mbarrier_init(first_scores(), kWarps / 2);
     mbarrier_init_fence();
   }
   __device__ __forceinline__ void release_warp(uint32_t barrier) const {
@@ -156,13 +153,6 @@ class Backward {
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
-  // Where the pipeline has room for it, the second warpgroup begins when the first one has its first scores: then one computes P and dS while the
-  // other one's products run.
-  static constexpr bool kStaggers = C::kStages >= 8 * C::kAtoms;
-  __device__ __forceinline__ void wait_for_own_rows() const {
-    mbarrier_wait(own_full(), 0);
-    if (kStaggers && wg_ == 1) mbarrier_wait(first_scores(), 0);
-  }
   // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration: there is no register for them.
   template <bool kOwnsQueries, typename F>
   __device__ __forceinline__ void for_each_tile(F f) const {
@@ -281,10 +271,12 @@ class Backward {
       for (int a = 0; a < C::kAtoms; ++a) last[a] = stages[a];
     }
   }
-  // Releases stages that are still read, if the next one has not arrived: its load may wait for them. Returns whether they are still held.
+  // A short pipeline releases stages that are still read if the next one has not arrived, for its load may wait for them. Returns whether they are
+  // still held.
+  static constexpr bool kReleasesEarly = C::kStages < 8 * C::kAtoms;
   template <int kCount>
   __device__ __forceinline__ bool release_if_waiting(const int (&stages)[kCount], const Pipeline &pipe, bool held) const {
-    if (!held || __any_sync(~0u, mbarrier_test_wait(full(pipe.stage()), pipe.phase()))) return held;
+    if (!kReleasesEarly || !held || __any_sync(~0u, mbarrier_test_wait(full(pipe.stage()), pipe.phase()))) return held;
     wgmma_wait<0>();
     release(stages);
     return false;
@@ -472,9 +464,9 @@ class Backward {
         row_lse[r] = a_.row_lse[first + own_row(r)];
         row_delta[r] = a_.row_delta[first + own_row(r)];
       }
-      wait_for_own_rows();
+      mbarrier_wait(own_full(), 0);
     }
-    for_each_tile<true>([&](int iteration, int head, int tile) {
+    for_each_tile<true>([&](int, int head, int tile) {
       const int first = tile * kTileRows;
       const bool partial = is_partial<true>(tile);
       float s[32], dp[32];
@@ -482,7 +474,6 @@ class Backward {
       start_scores(s, 0, pipe, last, false);
       start_scores(dp, 1, pipe, last, true);
       fence_operand(s);
-      if (kStaggers && iteration == 0 && wg_ == 0) release_warp(first_scores());
       exponentiate<true>(s, head, first, partial, OfRows{row_lse});
       finish_scores(dp, last);
 #pragma unroll
@@ -509,7 +500,7 @@ class Backward {
     // Where a tile takes all stages an even number of times, stages and phases are constants.
     constexpr bool kSamePhases = 12 * C::kAtoms % (2 * C::kStages) == 0;
     Pipeline pipe;
-    if (!no_tiles()) wait_for_own_rows();
+    if (!no_tiles()) mbarrier_wait(own_full(), 0);
     for_each_tile<false>([&](int iteration, int head, int tile) {
       if constexpr (kSamePhases) pipe = Pipeline{};
       const int first = tile * kTileRows, at = iteration % 2;
@@ -520,7 +511,6 @@ class Backward {
       start_scores(acc, 0, pipe, last, false);
       mbarrier_wait(stats_full(at), iteration / 2 % 2);
       finish_scores(acc, last);
-      if (kStaggers && iteration == 0 && wg_ == 0) release_warp(first_scores());
       exponentiate<false>(acc, head, first, partial, OfColumns{lse(at) + Fragment::first_key(lane_) * 4});
       split_fragment(acc, x);
       add_product<false>(dv, acc, x, pipe, g_.dout, head, first, static_cast<int>(p_.head_dim_v));

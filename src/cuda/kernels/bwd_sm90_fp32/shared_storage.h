@@ -34,7 +34,6 @@ struct BackwardStorage {
   float lse[2][kTileRows], delta[2][kTileRows];  // of streamed queries
   uint64_t own_full, full[kStages], empty[kStages];
   uint64_t stats_full[2], stats_empty[2];
-  uint64_t first_scores;  // the first warpgroup has computed its first scores
   BackwardWork work;
 };
 
