@@ -140,8 +140,8 @@ TEST_F(Graphs, FirstCallInsideACapture) {
   });
 }
 
-// Plain scores of fp32, which Hopper multiplies on tensor cores: planes of the operands are in the workspace. The memory of fp16 rows is taken for fp32
-// of half as many columns.
+// Plain scores of fp32, which Hopper multiplies on tensor cores: planes of the operands are in the workspace. The memory
+// of fp16 rows is taken for fp32 of half as many columns.
 TEST_F(Graphs, Fp32) {
   SmallProblem p(128);
   fa_attention attention = p.attention;

@@ -4,8 +4,9 @@
 //   a = a0 + a1 + a2      a0 = round(a), a1 = round(a - a0), a2 = a - a0 - a1: 8 bits each, exact
 //   a b                   six of the nine products of parts; the others are below 2^-23 of |a b|
 //
-// The products of parts are exact. An accumulator adds the small ones first: wgmma rounds every addition toward zero, and so only those of a0 b0
-// do it at the size of the result. For each part n of b, from the last one to b0, these are the products with parts 2 - n, ..., 0 of a.
+// The products of parts are exact. An accumulator adds the small ones first: wgmma rounds every addition toward zero, and
+// so only those of a0 b0 do it at the size of the result. For each part n of b, from the last one to b0, these are the
+// products with parts 2 - n, ..., 0 of a.
 #pragma once
 
 #include <math_constants.h>
@@ -18,7 +19,8 @@
 
 namespace fa::cuda {
 
-// Two floats as bf16 parts, `x` in the low halves. Where a number is not finite, or rounds to infinity, the parts are not its sum.
+// Two floats as bf16 parts, `x` in the low halves. Where a number is not finite, or rounds to infinity, the parts are not
+// its sum.
 __device__ __forceinline__ void split_pair_finite(float x, float y, uint32_t (&parts)[kPlanes]) {
   parts[0] = pack2<__nv_bfloat16>(x, y);
 #pragma unroll
@@ -29,7 +31,8 @@ __device__ __forceinline__ void split_pair_finite(float x, float y, uint32_t (&p
   }
 }
 
-// The number that is split in place of x: what rounds to infinity comes one bf16 lower, and what is not finite has no further parts.
+// The number that is split in place of x: what rounds to infinity comes one bf16 lower, and what is not finite has no
+// further parts.
 struct Bf16Parts {
   static constexpr float kLargest = 3.3895313892515355e38f;  // of bf16
   float rest;
@@ -74,8 +77,8 @@ __device__ __forceinline__ bool adds_nonfinite(const float (&sum)[kCount], const
   return __any_sync(~0u, adds);
 }
 
-// acc += P T over the pairs for which visible(row r of the lane, row of T) holds, in fp32. row_at(n) is row n of T, of `columns` columns. In a
-// place where registers are short, so that accumulators are rotated past four of them.
+// acc += P T over the pairs for which visible(row r of the lane, row of T) holds, in fp32. row_at(n) is row n of T, of
+// `columns` columns. In a place where registers are short, so that accumulators are rotated past four of them.
 template <int kSteps, int kCount, typename Visible, typename RowAt>
 __device__ __forceinline__ void add_visible_pairs(float (&acc)[kCount], const uint32_t (&p)[kPlanes][kSteps][4], int columns,
                                                   int lane, Visible visible, RowAt row_at) {

@@ -16,7 +16,8 @@ class Split {
     params_.count = 0;
   }
 
-  // Adds a tensor of queries or keys, and describes its planes: all sequences of the first plane, then those of the next one.
+  // Adds a tensor of queries or keys, and describes its planes: all sequences of the first plane, then those of the next
+  // one.
   fa_status add(const char *name, const Operand &tensor, bool of_queries, int64_t columns, size_t offset, int32_t box_rows,
                 CUtensorMap &map, ErrorText &error) {
     const Lengths &lengths = of_queries ? p_.q_lengths : p_.k_lengths;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans of the kernels of fp32 operands on Hopper's tensor cores: planes of bf16 numbers in the workspace, then one CTA for each 128 queries of a
-// head, or in backward for each 128 rows of a gradient.
+// Plans of the kernels of fp32 operands on Hopper's tensor cores: planes of bf16 numbers in the workspace, then one CTA
+// for each 128 queries of a head, or in backward for each 128 rows of a gradient.
 #include <algorithm>
 
 #include "cuda/host/planners.h"
@@ -15,8 +15,8 @@ namespace {
 // Fewer queries leave most of a CTA's rows empty.
 constexpr int64_t kFewQueries = 16;
 
-// Places the planes of q, k and v, and of dout if there are four, behind `bytes` of the workspace. Whether one launch writes them and TMA describes
-// them.
+// Places the planes of q, k and v, and of dout if there are four, behind `bytes` of the workspace. Whether one launch
+// writes them and TMA describes them.
 template <size_t kCount>
 bool place_planes(const Problem &p, size_t (&offsets)[kCount], size_t &bytes) {
   const PlaneShape shapes[4] = {{p.q_lengths, p.batch, p.heads_q, p.head_dim},
@@ -59,7 +59,8 @@ bool plan_sm90_fp32(const ForwardProblem &p, const Needs &needs, const Device &d
   return false;
 }
 
-// A CTA has 128 queries with all of their keys. CUDA cores have a quarter of the speed of tensor cores, but divide keys among CTAs.
+// A CTA has 128 queries with all of their keys. CUDA cores have a quarter of the speed of tensor cores, but divide keys
+// among CTAs.
 bool beats_sm90_fp32(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90_fp32) {
   constexpr int64_t kTimesFaster = 4;
   return p.q_lengths.max_len <= kFewQueries ||

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes the planes of bf16 parts of fp32 tensors. A CTA has kSplitRows rows of one head; a thread takes eight columns of a row at a time.
+// Writes the planes of bf16 parts of fp32 tensors. A CTA has kSplitRows rows of one head; a thread takes eight columns of
+// a row at a time.
 #include "cuda/common/bf16_parts.cuh"
 #include "cuda/common/operand.h"
 #include "cuda/kernels/bf16_planes/planes.h"

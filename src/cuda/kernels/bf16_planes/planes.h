@@ -11,8 +11,8 @@ namespace fa::cuda {
 constexpr int kSplitRows = 64, kSplitThreads = 256, kMaxSplitTensors = 4;
 constexpr int64_t kMaxPlaneBytes = int64_t{1} << 40;  // of one plane: the strides that TMA takes
 
-// Planes of a tensor, (3, batch, heads, rows, pitch) of bf16. Packed: batch is 1, and rows are those of the whole tensor. Rows of a padded tensor
-// that are not used are zero, and so are columns from the last one to the pitch.
+// Planes of a tensor, (3, batch, heads, rows, pitch) of bf16. Packed: batch is 1, and rows are those of the whole tensor.
+// Rows of a padded tensor that are not used are zero, and so are columns from the last one to the pitch.
 struct PlaneShape {
   int64_t batch, heads, rows, columns, pitch;
 

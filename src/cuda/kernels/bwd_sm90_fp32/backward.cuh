@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention backward of fp32 operands on Hopper's tensor cores, with the accuracy of fp32 products.
 //
-// Operands are the sums of three bf16 planes, and products are six products of planes (fwd_sm90_fp32/forward.cuh). A CTA owns 128 rows, 64 for each
-// consumer warpgroup, and streams tiles of 64 rows of the other side:
+// Operands are the sums of three bf16 planes, and products are six products of planes (fwd_sm90_fp32/forward.cuh). A CTA
+// owns 128 rows, 64 for each consumer warpgroup, and streams tiles of 64 rows of the other side:
 //
 // | gradients | own rows | streamed, in order | products, rows of scores are own rows                            |
 // |-----------|----------|--------------------|------------------------------------------------------------------|
 // | dq        | Q, dO    | K, V, K            | S = Q K^T, dP = dO V^T, dq += dS K                               |
 // | dk and dv | K, V     | Q, dO, dO, Q       | S^T = K Q^T, dv += P^T dO, dP^T = V dO^T, dk += dS^T Q           |
 //
-// P and dS are A operands in registers, as planes. That is 7 products in place of 5, and needs no additions between CTAs: results are the same in every
-// run. Streamed planes pass through a pipeline atom by atom, as often as they are used: shared memory is full of own rows.
+// P and dS are A operands in registers, as planes. That is 7 products in place of 5, and needs no additions between CTAs:
+// results are the same in every run. Streamed planes pass through a pipeline atom by atom, as often as they are used:
+// shared memory is full of own rows.
 //
 // The product of a tile with P or dS begins with zero, and is added to its gradient in fp32.
 #pragma once
@@ -153,7 +154,8 @@ class Backward {
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
-  // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration: there is no register for them.
+  // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration: there is no
+  // register for them.
   template <bool kOwnsQueries, typename F>
   __device__ __forceinline__ void for_each_tile(F f) const {
     const int heads = kOwnsQueries ? 1 : static_cast<int>(p_.group);
@@ -236,8 +238,8 @@ class Backward {
   // Products
   // ------------------------------------------------------------------------------------------------------------------
 
-  // scores = own rows times the transposed tile. A plane is released when the products with the next one have been started; `last` are the stages of
-  // the one that is still read, where `pending`.
+  // scores = own rows times the transposed tile. A plane is released when the products with the next one have been
+  // started; `last` are the stages of the one that is still read, where `pending`.
   __device__ __forceinline__ void start_scores(float (&scores)[32], int operand, Pipeline &pipe, int (&last)[C::kAtoms],
                                                bool pending) const {
     fence_operand(scores);
@@ -271,8 +273,8 @@ class Backward {
       for (int a = 0; a < C::kAtoms; ++a) last[a] = stages[a];
     }
   }
-  // A short pipeline releases stages that are still read if the next one has not arrived, for its load may wait for them. Returns whether they are
-  // still held.
+  // A short pipeline releases stages that are still read if the next one has not arrived, for its load may wait for them.
+  // Returns whether they are still held.
   static constexpr bool kReleasesEarly = C::kStages < 8 * C::kAtoms;
   template <int kCount>
   __device__ __forceinline__ bool release_if_waiting(const int (&stages)[kCount], const Pipeline &pipe, bool held) const {
@@ -514,7 +516,8 @@ class Backward {
       exponentiate<false>(acc, head, first, partial, OfColumns{lse(at) + Fragment::first_key(lane_) * 4});
       split_fragment(acc, x);
       add_product<false>(dv, acc, x, pipe, g_.dout, head, first, static_cast<int>(p_.head_dim_v));
-      // P again, in fewer registers than its parts. The sum makes the compiler compute it before the wait of the next products.
+      // P again, in fewer registers than its parts. The sum makes the compiler compute it before the wait of the next
+      // products.
       float ds[32], sum = 0.f;
 #pragma unroll
       for (int n = 0; n < 32; ++n) {

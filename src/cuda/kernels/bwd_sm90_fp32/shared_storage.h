@@ -24,7 +24,8 @@ struct BackwardWork {
   Rows q, k;
 };
 
-// Planes of rows lie in swizzle atoms of 64 columns. Streamed planes pass atom by atom through one pipeline, in the order in which they are used.
+// Planes of rows lie in swizzle atoms of 64 columns. Streamed planes pass atom by atom through one pipeline, in the order
+// in which they are used.
 template <int kD, int kStages>
 struct BackwardStorage {
   static constexpr int kOwnAtomBytes = kOwnRows * 128, kAtomBytes = kTileRows * 128;

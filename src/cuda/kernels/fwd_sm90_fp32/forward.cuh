@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact attention forward of fp32 operands on Hopper's tensor cores, with the accuracy of fp32 products.
 //
-// Q, K and V are the sums of three bf16 planes (common/bf16_parts.cuh), which split() has written to the workspace. A product of two of them
-// is six products of planes. A CTA owns 128 queries of a head:
+// Q, K and V are the sums of three bf16 planes (common/bf16_parts.cuh), which split() has written to the workspace. A
+// product of two of them is six products of planes. A CTA owns 128 queries of a head:
 //
 //   producer warp:             loads the planes of Q, and those of K and V through one pipeline
 //   consumer warpgroups (2):   64 queries each: S = Q K^T, masks, P = exp(S - m), P as three planes in registers, out += P V
 //
-// wgmma truncates sums, so that a long chain of additions loses accuracy, always in the same direction. Two rules keep chains short: the small
-// products of planes are added before the product of the first planes, and P V of each KV tile begins with zero and is added to out in fp32.
+// wgmma truncates sums, so that a long chain of additions loses accuracy, always in the same direction. Two rules keep
+// chains short: the small products of planes are added before the product of the first planes, and P V of each KV tile
+// begins with zero and is added to out in fp32.
 //
-// The planes of a number that is not finite are that number and zeros, and zero times infinity is NaN. Where a visible score or a sum of P V is
-// not finite, the warp computes it again from the tensors themselves, over the visible pairs alone.
+// The planes of a number that is not finite are that number and zeros, and zero times infinity is NaN. Where a visible
+// score or a sum of P V is not finite, the warp computes it again from the tensors themselves, over the visible pairs
+// alone.
 #pragma once
 
 #include "cuda/common/bf16_parts.cuh"

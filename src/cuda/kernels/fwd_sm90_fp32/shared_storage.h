@@ -21,7 +21,8 @@ struct ForwardWork {
   } q, k;
 };
 
-// A plane of rows lies in swizzle atoms of 64 columns. Planes of K and V pass through one pipeline, in the order in which they are used.
+// A plane of rows lies in swizzle atoms of 64 columns. Planes of K and V pass through one pipeline, in the order in which
+// they are used.
 template <int kD, int kKeys, int kStages>
 struct ForwardStorage {
   static constexpr int kQPlaneBytes = kRows * kD * 2, kPlaneBytes = kKeys * kD * 2;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward kernels of fp32 operands on Hopper's tensor cores: one row per kernel, read by the build, the plan and the launcher.
+// The forward kernels of fp32 operands on Hopper's tensor cores: one row per kernel, read by the build, the plan and the
+// launcher.
 #pragma once
 
 #include <cstdint>
