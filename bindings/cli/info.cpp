@@ -43,6 +43,7 @@ const std::vector<Feature> &features() {
       {"deterministic", [](Spec &s) { s.deterministic = true; }},
       {"batch-invariant", [](Spec &s) { s.batch_invariant = true; }},
       {"same bits", [](Spec &s) { s.same_bits = true; }},
+      {"fp32 products", [](Spec &s) { s.fp32_products = true; }},
   };
   return all;
 }

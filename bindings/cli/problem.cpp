@@ -59,6 +59,7 @@ std::string describe(const Spec &s) {
   if (s.deterministic) text += ", deterministic";
   if (s.batch_invariant) text += ", batch-invariant";
   if (s.same_bits) text += ", same bits";
+  if (s.fp32_products) text += ", fp32 products";
   return text;
 }
 
@@ -121,6 +122,7 @@ SpecOptions::SpecOptions(Options &options) {
   options.flag("--deterministic", "equal bits in every run", s.deterministic);
   options.flag("--batch-invariant", "bits do not depend on the rest of the batch", s.batch_invariant);
   options.flag("--same-bits", "bits of a row do not depend on the rest of the call", s.same_bits);
+  options.flag("--fp32-products", "no products of fp32 on tensor cores", s.fp32_products);
   options.integer("--splits", "N", "key splits, 0 = automatic", s.num_splits, 0, 1 << 20);
 }
 
@@ -237,6 +239,7 @@ Problem::Problem(const Spec &s) : spec(s) {
   if (s.deterministic) a.flags |= FA_FLAG_DETERMINISTIC;
   if (s.batch_invariant) a.flags |= FA_FLAG_BATCH_INVARIANT;
   if (s.same_bits) a.flags |= FA_FLAG_SAME_BITS;
+  if (s.fp32_products) a.flags |= FA_FLAG_FP32_PRODUCTS;
   if (backward) {
     fa_gradients &g = gradients;
     add_rows("dout", g.dout, s.rows_q, s.heads_q, s.dim_v, false);

@@ -31,7 +31,7 @@ struct Spec {
   int64_t page_size = 0;               // 0 = keys are not paged
   bool packed = false;                 // (total, heads, head_dim) with cu_seqlens
   bool heads_first = false;            // memory is (batch, heads, rows, head_dim)
-  bool deterministic = false, batch_invariant = false, same_bits = false;
+  bool deterministic = false, batch_invariant = false, same_bits = false, fp32_products = false;
   int64_t num_splits = 0;
 };
 

@@ -72,6 +72,8 @@ type Attention struct {
 	// it stores its tensors. It is for the CPU.
 	Deterministic, BatchInvariant, SameBits bool
 
+	FP32Products bool // fp32 operands are multiplied as they are, not as sums of bf16 numbers on tensor cores; always so on the CPU
+
 	NumSplits int // CUDA, a hint: number of KV splits for short queries; 0 = automatic
 
 	MaxLogit Tensor // (heads) float32: Forward writes the largest visible logit of each head, Backward ignores it
@@ -121,6 +123,9 @@ func (ctx *Context) fillAttention(raw *C.fa_attention, a *Attention, out, lse *T
 	}
 	if a.SameBits {
 		raw.flags |= C.FA_FLAG_SAME_BITS
+	}
+	if a.FP32Products {
+		raw.flags |= C.FA_FLAG_FP32_PRODUCTS
 	}
 	if (a.DropoutSeedAt != 0 || a.DropoutOffsetAt != 0) && !ctx.cuda {
 		return &Error{Status: ErrInvalidArgument, Text: "DropoutSeedAt and DropoutOffsetAt are addresses of a device; a context of the CPU " +

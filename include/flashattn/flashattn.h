@@ -610,7 +610,13 @@ enum {
    * arithmetic and what it does not cover. Refused with ::FA_ERROR_UNSUPPORTED: CUDA contexts, `dropout_p`, `seqstart_k`,
    * `score`, `kv_indices`, `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks. @since 0.1
    */
-  FA_FLAG_SAME_BITS = 4
+  FA_FLAG_SAME_BITS = 4,
+  /**
+   * fp32 operands are multiplied as they are, by fp32 multiply-adds. Without it CUDA kernels may multiply them on tensor cores, as
+   * sums of three bf16 numbers: several times as fast, with an error of the same size (docs/numerics.md). Always true on the CPU,
+   * and without effect on operands of other types. @since 0.1
+   */
+  FA_FLAG_FP32_PRODUCTS = 8
 };
 
 /** @brief Kinds of a slice, the last column of `fa_attention.slices`. @since 0.1 */
@@ -662,7 +668,7 @@ enum {
 typedef struct fa_attention {
   /** sizeof(fa_attention), as set by fa_attention_init(). */
   uint32_t struct_size;
-  /** ::FA_FLAG_DETERMINISTIC, ::FA_FLAG_BATCH_INVARIANT and ::FA_FLAG_SAME_BITS, or'ed; or 0. */
+  /** ::FA_FLAG_DETERMINISTIC, ::FA_FLAG_BATCH_INVARIANT, ::FA_FLAG_SAME_BITS and ::FA_FLAG_FP32_PRODUCTS, or'ed; or 0. */
   uint32_t flags;
 
   /** Queries, (b, s_q, h_q, d) or (total_q, h_q, d). The stride of d must be 1. fp32, fp16 or bf16; in forward also fp8 if k is

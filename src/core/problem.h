@@ -229,6 +229,7 @@ struct Problem {
   bool deterministic = false;
   bool batch_invariant = false;
   bool same_bits = false;
+  bool fp32_products = false;
 
   // Whether logits need more than the scale.
   FA_HD bool score_terms() const {

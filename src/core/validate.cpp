@@ -169,10 +169,11 @@ class Normaliser {
 
  private:
   fa_status options() {
-    constexpr uint32_t kFlags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT | FA_FLAG_SAME_BITS;
+    constexpr uint32_t kFlags = FA_FLAG_DETERMINISTIC | FA_FLAG_BATCH_INVARIANT | FA_FLAG_SAME_BITS | FA_FLAG_FP32_PRODUCTS;
     if (a_.flags & ~kFlags) {
       return fail(error_, FA_ERROR_INVALID_ARGUMENT, "flags is 0x%x; bits 0x%x are unknown", a_.flags, a_.flags & ~kFlags);
     }
+    p_.fp32_products = a_.flags & FA_FLAG_FP32_PRODUCTS;
     p_.same_bits = a_.flags & FA_FLAG_SAME_BITS;
     p_.deterministic = p_.same_bits || (a_.flags & FA_FLAG_DETERMINISTIC);
     p_.batch_invariant = p_.same_bits || (a_.flags & FA_FLAG_BATCH_INVARIANT);

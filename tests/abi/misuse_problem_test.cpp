@@ -344,7 +344,7 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
   };
   constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
 
-  for (const uint32_t flags : {8u, 0x80000000u, 0xFFFFFFFFu}) {
+  for (const uint32_t flags : {16u, 0x80000000u, 0xFFFFFFFFu}) {
     char value[16];
     std::snprintf(value, sizeof value, "0x%x", flags);
     add("flags", kInvalid, {"flags", value}, [=](fa_attention &a) { a.flags = flags; });

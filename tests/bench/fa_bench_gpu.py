@@ -4,7 +4,7 @@
 
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 
-Data is random-normal bf16, times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
+Data is random-normal bf16 (section fp32: fp32), times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
 faster ours is, and `x FA4` where the package flash-attn-4 is installed; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
 with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
 run the kernels for that chip, plain ones too, whatever the device is. In the section fp8, ours and the published FA3 take e4m3 operands,
@@ -58,7 +58,8 @@ def inputs(case):
     if case.page:
         rows_k = (case.batch * case.pages, case.page)
     sizes = ((*rows_q, case.heads_q, case.head_dim), (*rows_k, case.heads_k, case.head_dim), (*rows_k, case.heads_k, case.d_v))
-    q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    dtype = torch.float32 if case.section == cases.FP32 else torch.bfloat16
+    q, k, v = (torch.randn(size, device="cuda", dtype=dtype) for size in sizes)
     if case.latent:
         return [q, k, k[..., : case.d_v]]
     return [q, quantised(case, k), quantised(case, v)]

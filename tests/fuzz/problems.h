@@ -185,7 +185,7 @@ class Maker {
     if (one_in(3)) a.softcap = 10.0f;
     if (one_in(3)) a.dropout_p = 0.3f, a.dropout_seed = random_();
     if (one_in(6)) a.dropout_seed = 0, a.dropout_seed_ptr = static_cast<uint64_t *>(place(inputs_, 0, 1));
-    a.flags = static_cast<uint32_t>(below(4));
+    a.flags = static_cast<uint32_t>(below(4)) | (one_in(6) ? uint32_t{FA_FLAG_FP32_PRODUCTS} : 0);
     if (one_in(8)) by_index(a, batch, seq_q, packed);
 
     g.dout = rows(in, seq_q, heads_q, dv);

@@ -140,6 +140,31 @@ TEST_F(Graphs, FirstCallInsideACapture) {
   });
 }
 
+// Plain scores of fp32, which Hopper multiplies on tensor cores: planes of the operands are in the workspace. The memory
+// of fp16 rows is taken for fp32 of half as many columns.
+TEST_F(Graphs, Fp32) {
+  SmallProblem p(128);
+  fa_attention attention = p.attention;
+  fa_gradients gradients = p.gradients;
+  for (fa_tensor *t : {&attention.q, &attention.k, &attention.v, &attention.out, &gradients.dout, &gradients.dq, &gradients.dk,
+                       &gradients.dv}) {
+    t->dtype = FA_FLOAT32;
+    t->shape[2] /= 2;
+    for (int n = 0; n < 2; ++n) t->stride[n] /= 2;
+  }
+  attention.bias = attention.block_mask = attention.alibi_slopes = gradients.dbias = fa_tensor{};
+  attention.block_size_q = attention.block_size_k = 0;
+  attention.dropout_p = 0;
+  attention.dropout_seed_ptr = attention.dropout_offset_ptr = nullptr;
+  const auto call = [&] {
+    EXPECT_EQ(fa_forward(context_, &attention, nullptr, 0, stream_), FA_OK) << fa_last_error(context_);
+    EXPECT_EQ(fa_backward(context_, &attention, &gradients, nullptr, 0, stream_), FA_OK) << fa_last_error(context_);
+  };
+  call();
+  const Graph graph(stream_, call);
+  compare(p, graph, call);
+}
+
 TEST_F(Graphs, FirstCallAfterPrepare) {
   SmallProblem p(100);
   ASSERT_EQ(fa_forward_prepare(context_, &p.attention), FA_OK) << fa_last_error(context_);

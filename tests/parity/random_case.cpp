@@ -165,7 +165,7 @@ Case random_case(std::mt19937_64 &rng) {
   c.dlse = dice.chance(40);
   c.backward = c.lse != 0 && c.page_size == 0;
   if (dice.chance(15)) c.skipped_gradients = dice.between(0, 31) & ~dice.one_of({1, 2, 4});  // one is left
-  c.flags = dice.between(0, 3);
+  c.flags = dice.between(0, 3) | (dice.chance(10) ? FA_FLAG_FP32_PRODUCTS : 0);
   c.num_splits = dice.one_of({0, 0, 0, 1, 2, 3});
   c.own_workspace = dice.chance(30);
   // Rows of a broadcast tensor share memory. If one query sees such a row and another does not, it cannot hold NaN.

@@ -196,6 +196,8 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             }
           }
           set_dtype(p, Dtype::f32);
+          const ForwardPlan forward_of_fp32 = forward_plan(p, device);
+          forward.insert({forward_of_fp32.family, forward_of_fp32.shape});
           const BackwardPlan of_fp32 = backward_plan(backward_of(p), device);
           backward.insert({of_fp32.family, of_fp32.shape});
         }
@@ -471,6 +473,7 @@ TEST(CudaPlan, MasksAsDataGetACellMap) {
   for (const auto &[name, set] : options()) {
     MaskedProblem p = problem(1000, 1000, 64);
     set_dtype(p, Dtype::f32);
+    p.fp32_products = true;  // the same kernel with and without a mask
     const size_t plain = backward_plan(backward_of(p), h200()).workspace_bytes;
     set(p);
     const BackwardPlan plan = backward_plan(backward_of(p), h200());

@@ -91,7 +91,8 @@ class Explain(CliTest):
             (["--block-mask", "64x64"], "block mask 64x64"), (["--alibi"], "alibi"), (["--sink"], "sink"),
             (["--alibi", "--alibi-log-scale", "0.5"], "logarithmic alibi"),
             (["--dropout", "0.1"], "dropout"), (["--packed"], "packed"), (["--heads-first"], "heads first"),
-            (["--deterministic"], "deterministic"), (["--batch-invariant"], "batch-invariant"), (["--same-bits"], "same bits"), (["--splits", "2"], ""),
+            (["--deterministic"], "deterministic"), (["--batch-invariant"], "batch-invariant"), (["--same-bits"], "same bits"),
+            (["--fp32-products"], "fp32 products"), (["--splits", "2"], ""),
             (["--scale", "0.5"], ""), (["--v", "1x256x8x80"], "v 1x256x8x80"), (["--dtype", "fp16"], "fp16"),
         ):
             for backward in ([], ["--backward"]):

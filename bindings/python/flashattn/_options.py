@@ -77,6 +77,8 @@ class Options:
     batch_invariant: bool = False
     #: The bits of a row of the results do not depend on the other rows of the call, nor on how it stores its tensors. On the CPU.
     same_bits: bool = False
+    #: fp32 operands are multiplied as they are, not as sums of bf16 numbers on tensor cores. Always so on the CPU.
+    fp32_products: bool = False
     #: A score function of the context, from `Context.score`.
     score: Optional[Score] = None
     #: What it reads: up to 8 pairs of a tensor and its access, "any" or some letters of "bhij" (sequence, head, query, key).
@@ -195,6 +197,7 @@ _SPECIAL: Dict[str, Callable] = {
     "deterministic": _set_flag(_abi.FLAG_DETERMINISTIC),
     "batch_invariant": _set_flag(_abi.FLAG_BATCH_INVARIANT),
     "same_bits": _set_flag(_abi.FLAG_SAME_BITS),
+    "fp32_products": _set_flag(_abi.FLAG_FP32_PRODUCTS),
 }
 _SCORE = {"score", "score_tensors", "score_scalars"}
 

@@ -50,7 +50,8 @@ TENSORS = (
 _NUMBERS = (
     "int causal=0, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0., float alibi_log_scale=0., "
     "float dropout_p=0., int block_size_q=0, int block_size_k=0, int max_seqlen_q=0, int max_seqlen_k=0, int num_splits=0, "
-    "bool deterministic=False, bool batch_invariant=False, bool same_bits=False"
+    "bool deterministic=False, bool batch_invariant=False, bool same_bits=False, "
+    "bool fp32_products=False"
 )
 _OPTIONS = ", ".join(f"Tensor? {name}=None" for name in TENSORS) + ", " + _NUMBERS
 _CAUSAL = {

@@ -102,6 +102,7 @@ def attention(
     deterministic: Optional[bool] = None,
     batch_invariant: bool = False,
     same_bits: bool = False,
+    fp32_products: bool = False,
     return_lse: bool = False,
 ) -> "Tensor | tuple[Tensor, Tensor]":
     """softmax(scale q k^T + ..., masked) v of (batch, rows, heads, head_dim), or of packed (total, heads, head_dim) with `cu_seqlens`.
@@ -166,6 +167,7 @@ def attention(
         ("deterministic", deterministic, None),
         ("batch_invariant", batch_invariant, False),
         ("same_bits", same_bits, False),
+        ("fp32_products", fp32_products, False),
     ):
         if given is not default and given != default:
             numbers[name] = given

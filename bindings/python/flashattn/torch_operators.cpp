@@ -270,7 +270,7 @@ constexpr char kNumbers[] =
     "int causal=0, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0., float "
     "alibi_log_scale=0., "
     "float dropout_p=0., int block_size_q=0, int block_size_k=0, int max_seqlen_q=0, int max_seqlen_k=0, int num_splits=0, "
-    "bool deterministic=False, bool batch_invariant=False, bool same_bits=False";
+    "bool deterministic=False, bool batch_invariant=False, bool same_bits=False, bool fp32_products=False";
 
 // Arguments of an operator, in the order of its schema. Every one has to be taken, since that frees what PyTorch allocated for it.
 class Arguments {
@@ -313,6 +313,7 @@ class Options {
     deterministic_ = given.take<bool>();
     batch_invariant_ = given.take<bool>();
     same_bits_ = given.take<bool>();
+    fp32_products_ = given.take<bool>();
   }
 
   const std::optional<Tensor> &bias() const { return tensors_[0]; }
@@ -346,6 +347,7 @@ class Options {
     if (deterministic_) problem.flags |= FA_FLAG_DETERMINISTIC;
     if (batch_invariant_) problem.flags |= FA_FLAG_BATCH_INVARIANT;
     if (same_bits_) problem.flags |= FA_FLAG_SAME_BITS;
+    if (fp32_products_) problem.flags |= FA_FLAG_FP32_PRODUCTS;
     return problem;
   }
 
@@ -368,7 +370,7 @@ class Options {
   std::optional<int64_t> window_left_, window_right_;
   std::optional<double> scale_;
   double softcap_, alibi_log_scale_, dropout_p_;
-  bool deterministic_, batch_invariant_, same_bits_;
+  bool deterministic_, batch_invariant_, same_bits_, fp32_products_;
 };
 
 // ----------------------------------------------------------------------------------------------------------- operators

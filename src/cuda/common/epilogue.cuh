@@ -5,6 +5,7 @@
 #include <math_constants.h>
 
 #include "core/problem.h"
+#include "cuda/common/exponential.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/common/scores.h"
@@ -29,10 +30,10 @@ struct RowResult {
   float factor, lse;
 };
 
-// Computes the results of rows from m (base 2) and l. `sink`: the attention sink of the head (natural logarithm), or null. A sink far above
+// Computes the results of rows from m (of the base) and l. `sink`: the attention sink of the head (natural logarithm), or null. A sink far above
 // every logit would overflow relative to m, so m is raised to it; out is then negligible. A row without visible keys has l = 0: out = 0,
 // lse = -inf. If a visible score is NaN, l and out are NaN.
-template <int kRows>
+template <class Base = Base2, int kRows>
 __device__ __forceinline__ void finalize_rows(const float (&max)[kRows], const float (&sum)[kRows], const float *sink,
                                               RowResult (&result)[kRows]) {
   // Every step handles all rows, without branches. The dependency chains of the rows then hide each other's latency.
@@ -40,19 +41,19 @@ __device__ __forceinline__ void finalize_rows(const float (&max)[kRows], const f
 #pragma unroll
   for (int r = 0; r < kRows; ++r) m[r] = max[r], l[r] = sum[r], factor[r] = 1.f;
   if (sink != nullptr) {
-    const float s = *sink * kLog2e;
+    const float s = *sink * Base::kLogit;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float raised = fmaxf(m[r], s);
-      factor[r] = exp2_approx(m[r] - raised);
-      l[r] = l[r] * factor[r] + exp2_approx(s - raised);
+      factor[r] = Base::exp(m[r] - raised);
+      l[r] = l[r] * factor[r] + Base::exp(s - raised);
       m[r] = raised;
     }
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    result[r].factor = l[r] == 0.f ? 0.f : __fdividef(factor[r], l[r]);
-    result[r].lse = l[r] == 0.f ? -CUDART_INF_F : (m[r] + __log2f(l[r])) * kLn2;
+    result[r].factor = l[r] == 0.f ? 0.f : Base::divide(factor[r], l[r]);
+    result[r].lse = l[r] == 0.f ? -CUDART_INF_F : Base::lse(m[r], l[r]);
   }
 }
 __device__ __forceinline__ RowResult finalize_row(float max, float sum, const float *sink) {

@@ -7,6 +7,7 @@
 #include <math_constants.h>
 
 #include "cuda/common/data_mask.cuh"
+#include "cuda/common/exponential.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
@@ -89,8 +90,5 @@ struct Pairs {
     return x;
   }
 };
-
-// e^x.
-__device__ __forceinline__ float exponential(float x) { return exp2_approx(x * kLog2e); }
 
 }  // namespace fa::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Online softmax of the queries that a lane holds, in base 2: a running maximum m and a row sum l per query.
+// Online softmax of the queries that a lane holds: a running maximum m and a row sum l per query. In base 2, or in base e (exponential.cuh).
 //
 //   for every KV tile:   update_max(S)      m may grow; out and l are rescaled by 2^(m_old - m)
 //                        exponentiate(S)    P = 2^(S scale - m), l += sum of P
@@ -15,6 +15,7 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/exponential.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/ptx.cuh"
@@ -48,7 +49,7 @@ struct OneWarp {
 };
 
 // kMaxChains: in how many chains a lane looks for its largest score: two, or one in kernels that have no register to spare.
-template <class Fragment, int kMaxChains = 2>
+template <class Fragment, int kMaxChains = 2, class Base = Base2>
 struct OnlineSoftmax {
   static constexpr int kRows = Fragment::kRows;
 
@@ -136,7 +137,7 @@ struct OnlineSoftmax {
   // m of row r to at least `to`. A row that is not raised is multiplied by 1, which keeps its bits.
   __device__ __forceinline__ void raise(int r, float to) {
     const float raised = fmaxf(max[r], to);
-    rescale[r] = exp2_approx(max[r] - raised);
+    rescale[r] = Base::exp(max[r] - raised);
     max[r] = raised;
     sum[r] *= rescale[r];
   }
@@ -152,7 +153,7 @@ struct OnlineSoftmax {
     for (int n = 0; n < Fragment::kElements; ++n) {
       const int r = Fragment::row(n);
       float &x = element(s, n);
-      const float p = exp2_approx(fmaf(x, c[r], -max[r]));
+      const float p = Base::exp(fmaf(x, c[r], -max[r]));
       chain[r][n / 4 % 2] += p;
       x = kMasked && x == -CUDART_INF_F ? kMaskedP : p;
     }
@@ -169,7 +170,7 @@ struct OnlineSoftmax {
   // caller adds that to `sum` once per tile: one long sum of single P would lose precision with many keys.
   template <bool kMasked>
   __device__ __forceinline__ float exponentiate_one(float x, int r, float scale, float (&tile_sum)[kRows]) const {
-    const float p = exp2_approx(fmaf(x, scale, -max[r]));
+    const float p = Base::exp(fmaf(x, scale, -max[r]));
     tile_sum[r] += p;
     return kMasked && x == -CUDART_INF_F ? kMaskedP : p;
   }

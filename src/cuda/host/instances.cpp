@@ -6,11 +6,13 @@
 #include "cuda/kernels/bwd_simt/backward.h"
 #include "cuda/kernels/bwd_sm80/backward.h"
 #include "cuda/kernels/bwd_sm90/backward.h"
+#include "cuda/kernels/bwd_sm90_fp32/backward.h"
 #include "cuda/kernels/decode/decode.h"
 #include "cuda/kernels/extend/extend.h"
 #include "cuda/kernels/fwd_simt/forward.h"
 #include "cuda/kernels/fwd_sm80/forward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
+#include "cuda/kernels/fwd_sm90_fp32/forward.h"
 #include "cuda/kernels/jvp_sm90/jvp.h"
 #include "cuda/kernels/mla/mla.h"
 
@@ -136,6 +138,18 @@ static constexpr Forward *kForward[][2] = {FA_MLA_TABLE(FA_MLA)};
 const void *kernel(int shape, Dtype dtype) { return call(kForward[shape][dtype == Dtype::bf16]); }
 }  // namespace mla
 
+namespace sm90_fp32 {
+using Forward = const void *();
+using Backward = const void *();
+FA_SM90_FP32_FORWARD_TABLE(FA_DECLARE_ANY_FORWARD)
+FA_SM90_FP32_BACKWARD_TABLE(FA_DECLARE_ANY_BACKWARD)
+static constexpr Forward *kForward[] = {FA_SM90_FP32_FORWARD_TABLE(FA_ANY_FORWARD)};
+static constexpr Backward *kBackward[] = {FA_SM90_FP32_BACKWARD_TABLE(FA_ANY_BACKWARD)};
+
+const void *forward_kernel(int shape) { return call(kForward[shape]); }
+const void *backward_kernel(int shape) { return call(kBackward[shape]); }
+}  // namespace sm90_fp32
+
 bool is_instance_built(const KernelRow &kernel, Dtype dtype) {
   const int shape = kernel.shape, bf16 = dtype == Dtype::bf16;
   const bool backward = kernel.pass == Pass::backward;
@@ -155,6 +169,8 @@ bool is_instance_built(const KernelRow &kernel, Dtype dtype) {
                               : extend::kForward[shape][bf16] != nullptr;
     case Family::mla:
       return mla::kForward[shape][bf16] != nullptr;
+    case Family::sm90_fp32:
+      return backward ? sm90_fp32::kBackward[shape] != nullptr : sm90_fp32::kForward[shape] != nullptr;
     case Family::none:
       break;
   }

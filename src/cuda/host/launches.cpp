@@ -16,10 +16,10 @@ using BackwardLauncher = fa_status (*)(const BackwardProblem &, const BackwardPl
                                        ErrorText &);
 
 // By Family. A null entry: the family has no kernel for the pass.
-constexpr ForwardLauncher kForward[] = {sm80::add_launches,   simt::add_launches,   sm90::add_launches,
-                                        decode::add_launches, extend::add_launches, mla::add_launches};
+constexpr ForwardLauncher kForward[] = {sm80::add_launches,   simt::add_launches, sm90::add_launches,     decode::add_launches,
+                                        extend::add_launches, mla::add_launches,  sm90_fp32::add_launches};
 constexpr BackwardLauncher kBackward[] = {
-    sm80::add_launches, simt::add_launches, sm90::add_launches, nullptr, nullptr, nullptr};
+    sm80::add_launches, simt::add_launches, sm90::add_launches, nullptr, nullptr, nullptr, sm90_fp32::add_launches};
 static_assert(std::size(kForward) == kNumFamilies && std::size(kBackward) == kNumFamilies);
 
 // Launches the kernels that build the cell map of the problem's masks, and describes the masks in `memory`.

@@ -74,6 +74,10 @@ FA_FORWARD_LAUNCHER;
 namespace mla {
 FA_FORWARD_LAUNCHER;
 }  // namespace mla
+namespace sm90_fp32 {
+FA_FORWARD_LAUNCHER;
+FA_BACKWARD_LAUNCHER;
+}  // namespace sm90_fp32
 #undef FA_FORWARD_LAUNCHER
 #undef FA_BACKWARD_LAUNCHER
 

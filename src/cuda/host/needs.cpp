@@ -56,6 +56,7 @@ Needs common_needs(const MaskedProblem &p) {
   add(p.batch_invariant, kBatchInvariant);
   add(p.batch_invariant && (p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr), kBatchInvariantVarlenQ);
   add(p.deterministic, kDeterministic);
+  add(p.fp32_products && needs.operands == kFp32, kFp32Products);
   add(p.k_lengths.total > INT32_MAX, kHugePackedKv);
   add(p.batch * p.heads_q == 0 || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0, kEmpty);
   add(needs.scores == kPlain, kPlainScores);

@@ -42,6 +42,7 @@ struct ForwardPlan {
   bool allow_early_dependents = true;  // decode: the next launch may start while this one runs (PDL)
   int32_t counters = 0;                // that the launch needs
   int32_t cluster = 0;                 // decode, mla: CTAs of a cluster that share a work tile; 0: no clusters
+  size_t planes_offset[3] = {};        // sm90_fp32: in the workspace, of q, k and v
   int64_t transposed_v_keys = 0;       // sm90, fp8: row length of the transposed copy of V, which is the workspace
   bool scored = false;                 // kernels are compiled with the score text
   bool cell_map = false;               // launches begin with those that build the cell map of masks as data (data_mask.h)
@@ -88,7 +89,8 @@ struct BackwardPlan {
   size_t row_delta_offset = 0;
   size_t dq_sum_offset = 0;
   size_t dq_semaphore_offset = 0;
-  const char *reason = "";  // why this kernel
+  size_t planes_offset[4] = {};  // sm90_fp32: in the workspace, of q, k, v and dout
+  const char *reason = "";       // why this kernel
 };
 
 struct JvpPlan {

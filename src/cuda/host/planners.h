@@ -16,6 +16,7 @@ bool plan_decode(const ForwardProblem &problem, const Needs &needs, const Device
 bool plan_extend(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
 bool plan_mla(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
 bool plan_sm90(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
+bool plan_sm90_fp32(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan);
 // The kernels that every device runs: sm80 (tensor cores) or, where none of these serves, simt (CUDA cores). FA_ERROR_NOT_BUILT where the
 // build has neither.
 fa_status plan_any_device(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan,
@@ -24,9 +25,14 @@ fa_status plan_any_device(const ForwardProblem &problem, const Needs &needs, con
 // Whether the kernel of `other` serves a problem better than Hopper's kernel of `sm90`.
 bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90);
 
+// The same for the kernels of fp32 operands.
+bool beats_sm90_fp32(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90_fp32);
+
 // Backward, the same. `found` says whether there is such a kernel.
 fa_status plan_backward_sm90(const BackwardProblem &problem, const Needs &needs, const Device &device, bool &found,
                              BackwardPlan &plan, ErrorText &error);
+fa_status plan_backward_sm90_fp32(const BackwardProblem &problem, const Needs &needs, const Device &device, bool &found,
+                                  BackwardPlan &plan, ErrorText &error);
 fa_status plan_backward_any_device(const BackwardProblem &problem, const Needs &needs, const Device &device, BackwardPlan &plan,
                                    ErrorText &error);
 

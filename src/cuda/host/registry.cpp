@@ -9,11 +9,13 @@
 #include "cuda/kernels/bwd_simt/backward_table.h"
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90_fp32/table.h"
 #include "cuda/kernels/decode/table.h"
 #include "cuda/kernels/extend/table.h"
 #include "cuda/kernels/fwd_simt/forward_table.h"
 #include "cuda/kernels/fwd_sm80/forward_table.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
+#include "cuda/kernels/fwd_sm90_fp32/table.h"
 #include "cuda/kernels/jvp_sm90/table.h"
 #include "cuda/kernels/mla/table.h"
 
@@ -132,6 +134,20 @@ constexpr auto kRows = concatenate(
               row.shared_bytes = shape.shared_bytes();
               row.rows = shape.rows();
             }),
+    rows_of(sm90_fp32::kForwardShapes, Family::sm90_fp32, Pass::forward,
+            [](KernelRow &row, const sm90_fp32::ForwardShape &shape) {
+              row.set = "sm90_fp32_fwd";
+              row.any_dtype = true;
+              row.head_dim = row.head_dim_v = shape.head_dim;
+              row.operands = kFp32;
+              // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
+              row.features = kDeterministic | kSeparateV | kLeftPadding | kPlainScores | kUnalignedRows | kNoTma;
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = shape.rows();
+            }),
     rows_of(sm80::kBackwardShapes, Family::sm80, Pass::backward,
             [](KernelRow &row, const sm80::BackwardShape &shape) {
               row.set = "sm80_bwd";
@@ -168,6 +184,20 @@ constexpr auto kRows = concatenate(
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
               row.rows = shape.keys();
+            }),
+    rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,
+            [](KernelRow &row, const sm90_fp32::BackwardShape &shape) {
+              row.set = "sm90_fp32_bwd";
+              row.any_dtype = true;
+              row.head_dim = row.head_dim_v = shape.head_dim;
+              row.operands = kFp32;
+              // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
+              row.features = kDeterministic | kSeparateV | kLeftPadding | kPlainScores | kUnalignedRows | kNoTma;
+              row.capability = 90;
+              row.sm90a = true;
+              row.threads = shape.threads();
+              row.shared_bytes = shape.shared_bytes();
+              row.rows = sm90_fp32::kOwnRows;
             }),
     rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &shape) {
       row.set = "sm90_jvp";
@@ -228,7 +258,7 @@ std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &nee
 }
 
 std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out) {
-  static constexpr const char *kFamilyNames[] = {"sm80", "simt", "sm90", "decode", "extend", "mla"};  // by Family
+  static constexpr const char *kFamilyNames[] = {"sm80", "simt", "sm90", "decode", "extend", "mla", "sm90"};  // by Family
   static_assert(std::size(kFamilyNames) == kNumFamilies);
   static constexpr const char *kPassNames[] = {"_fwd_", "_bwd_", "_jvp_"};  // by Pass
   static_assert(std::size(kPassNames) == kNumPasses);

@@ -13,7 +13,7 @@
 namespace fa::cuda {
 
 // Kernels that share their parameters, their planner and their launcher. `none` is the plan of a problem without work: it launches nothing.
-enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, none };
+enum class Family : int32_t { sm80, simt, sm90, decode, extend, mla, sm90_fp32, none };
 constexpr int kNumFamilies = static_cast<int>(Family::none);
 enum class Pass : int32_t { forward, backward, jvp };  // jvp: the forward-mode derivative
 constexpr int kNumPasses = 3;
@@ -45,7 +45,8 @@ constexpr FeatureSet kNoTma = 2048;  // q, k, v, bias (backward: dout; jvp: tang
 constexpr FeatureSet kLeftPadding = 4096;       // left padding that a kernel may skip (can_skip_left_padding)
 constexpr FeatureSet kFp32KeyGradients = 8192;  // dk or dv of fp32 with 16-bit operands
 constexpr FeatureSet kFp32RowResults = 16384;   // out or dq of fp32 with 16-bit operands
-constexpr FeatureSet kAnyFeatures = 32767;
+constexpr FeatureSet kFp32Products = 32768;     // FA_FLAG_FP32_PRODUCTS, with fp32 operands
+constexpr FeatureSet kAnyFeatures = 65535;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

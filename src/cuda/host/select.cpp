@@ -63,6 +63,7 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
 //   8-bit                 any                                           sm90 (fp8), any device
 //   16-bit, fp32          any                                           mla
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
+//   fp32                  any, unless beats_sm90_fp32() prefers it      sm90_fp32
 //   16-bit, fp32          any                                           extend, any device
 //
 // Rows are queries times the query heads of a group: decode kernels do best while one tile of them is enough.
@@ -84,6 +85,11 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     plan = sm90;
     return FA_OK;
   }
+  ForwardPlan fp32;
+  if (plan_sm90_fp32(p, needs, device, fp32) && (status != FA_OK || !beats_sm90_fp32(p, device, plan, fp32))) {
+    plan = fp32;
+    return FA_OK;
+  }
   ForwardPlan extend;
   if (!plan_extend(p, needs, device, extend)) return status;
   plan = extend;
@@ -95,6 +101,7 @@ fa_status choose(const BackwardProblem &b, const Needs &needs, const Device &dev
   bool found = false;
   plan = {};
   FA_RETURN_IF_ERROR(plan_backward_sm90(b, needs, device, found, plan, error));
+  if (!found) FA_RETURN_IF_ERROR(plan_backward_sm90_fp32(b, needs, device, found, plan, error));
   return found ? FA_OK : plan_backward_any_device(b, needs, device, plan, error);
 }
 

@@ -103,7 +103,8 @@ SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bia
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
 SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
-            "varlen", "fp8", "jvp")
+            "varlen", "fp8", "fp32", "jvp")
+FP32 = "fp32"  # the section whose operands are fp32
 
 
 def alibi_slopes(heads: int) -> List[float]:
@@ -273,6 +274,15 @@ def jvp(quick: bool) -> List[Case]:
     return rows + [square("jvp", "jvp", 128, True, 8192, 32, 8)]
 
 
+def fp32(quick: bool) -> List[Case]:
+    rows = [(64, 16, 16, True, 4096), (64, 16, 16, False, 8192), (128, 16, 16, True, 4096), (128, 16, 16, False, 4096)]
+    rows += [] if quick else [(128, 16, 4, True, 8192)]
+    return [
+        Case(FP32, direction, d, causal, n, n, 8192 // n, heads, heads_k)
+        for direction in ("forward", "backward") for d, heads, heads_k, causal, n in rows
+    ]
+
+
 def all_cases(sections, quick: bool, filters=()) -> List[Case]:
     """The rows of these sections whose name contains every filter."""
     makers = {
@@ -291,6 +301,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "varlen": lambda: varlen(quick),
         "fp8": lambda: fp8(quick),
         "jvp": lambda: jvp(quick),
+        "fp32": lambda: fp32(quick),
     }
     rows = [case for section in sections for case in makers[section]()]
     return [case for case in rows if all(text in f"{case.section}: {case.name} " for text in filters)]

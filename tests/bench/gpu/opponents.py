@@ -260,7 +260,7 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
         makers += [lambda kind=kind: kind(plain, q, k, v, bias) for kind in (Cudnn, Efficient) if plain.option in kind.options]
         makers += fa4
         makers += [lambda: Flex(plain, q, k, v, block_mask)] if plain.option in Flex.options else []
-        if case.section == "wide":  # the others have no kernels for it
+        if case.section in ("wide", cases.FP32):  # the others have no kernels for it
             makers = [lambda: Efficient(plain, q, k, v)]
     able = []
     for make in makers:

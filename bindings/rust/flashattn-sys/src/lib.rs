@@ -78,6 +78,7 @@ pub const FA_WINDOW_RIGHT: u32 = 2;
 pub const FA_FLAG_DETERMINISTIC: u32 = 1;
 pub const FA_FLAG_BATCH_INVARIANT: u32 = 2;
 pub const FA_FLAG_SAME_BITS: u32 = 4;
+pub const FA_FLAG_FP32_PRODUCTS: u32 = 8;
 pub const FA_APPEND_INTERLEAVED: u32 = 1;
 
 pub type fa_struct_kind = i32;

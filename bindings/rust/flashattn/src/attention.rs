@@ -248,6 +248,13 @@ impl<'a> Attention<'a> {
         self
     }
 
+    /// fp32 operands are multiplied as they are, not as sums of bf16 numbers on tensor cores. Always so on the CPU.
+    #[must_use]
+    pub fn fp32_products(mut self) -> Self {
+        self.raw.flags |= sys::FA_FLAG_FP32_PRODUCTS;
+        self
+    }
+
     pub(crate) fn with_results(&self, out: sys::fa_tensor, lse: sys::fa_tensor) -> sys::fa_attention {
         sys::fa_attention { out, lse, ..self.raw }
     }

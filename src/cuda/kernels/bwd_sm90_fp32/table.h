@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward kernels of fp32 operands on Hopper's tensor cores: one row per kernel, read like fwd_sm90_fp32/table.h.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/kernels/bwd_sm90_fp32/shared_storage.h"
+
+namespace fa::cuda::sm90_fp32 {
+
+struct BackwardShape {
+  const char *name;
+  int32_t head_dim;  // bucket of q, k and v
+  int32_t stages;    // of the pipeline of atoms
+  int32_t storage_bytes;
+
+  static constexpr int32_t threads() { return 384; }
+  constexpr int32_t shared_bytes() const { return storage_bytes; }
+};
+
+// X(name, head_dim, stages)
+#define FA_SM90_FP32_BACKWARD_TABLE(X) \
+  X(d64, 64, 16)                       \
+  X(d128, 128, 4)
+
+#define FA_SM90_FP32_SHAPE(name, head_dim, stages) {#name, head_dim, stages, sizeof(BackwardStorage<head_dim, stages>)},
+constexpr BackwardShape kBackwardShapes[] = {FA_SM90_FP32_BACKWARD_TABLE(FA_SM90_FP32_SHAPE)};
+#undef FA_SM90_FP32_SHAPE
+
+}  // namespace fa::cuda::sm90_fp32

@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exact attention forward of fp32 operands on Hopper's tensor cores, with the accuracy of fp32 products.
+//
+// Q, K and V are the sums of three bf16 planes (common/bf16_parts.cuh), which split() has written to the workspace. A
+// product of two of them is six products of planes. A CTA owns 128 queries of a head:
+//
+//   producer warp:             loads the planes of Q, and those of K and V through one pipeline
+//   consumer warpgroups (2):   64 queries each: S = Q K^T, masks, P = exp(S - m), P as three planes in registers, out += P V
+//
+// wgmma truncates sums, so that a long chain of additions loses accuracy, always in the same direction. Two rules keep
+// chains short: the small products of planes are added before the product of the first planes, and P V of each KV tile
+// begins with zero and is added to out in fp32.
+//
+// The planes of a number that is not finite are that number and zeros, and zero times infinity is NaN. Where a visible
+// score or a sum of P V is not finite, the warp computes it again from the tensors themselves, over the visible pairs
+// alone.
+#pragma once
+
+#include "cuda/common/bf16_parts.cuh"
+#include "cuda/common/epilogue.cuh"
+#include "cuda/common/mask.cuh"
+#include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90_fp32/forward.h"
+
+namespace fa::cuda::sm90_fp32 {
+
+template <int kD_, int kKeys_, int kStages_>
+struct ForwardConfig {
+  using Storage = ForwardStorage<kD_, kKeys_, kStages_>;
+  static constexpr int kD = kD_, kKeys = kKeys_, kStages = kStages_;
+  // Warpgroups: the producer, and two consumers.
+  static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kD % 64 == 0 && kKeys % 64 == 0);
+};
+
+template <class C>
+class Forward {
+ public:
+  __device__ __forceinline__ Forward(const ForwardParams &params, char *shared)
+      : a_(params),
+        p_(params.problem),
+        work_(reinterpret_cast<Storage *>(shared)->work),
+        smem_(smem_address(shared)),
+        lane_(static_cast<int>(threadIdx.x & 31)),
+        wg_(static_cast<int>(uniform(threadIdx.x / 128)) - 1) {}
+
+  __device__ __forceinline__ void run() const {
+    if (threadIdx.x == 0) {
+      describe_work();
+      init_barriers();
+    } else if (threadIdx.x == 32) {
+      for (const CUtensorMap *map : {&a_.q_map, &a_.k_map, &a_.v_map}) tma_prefetch_descriptor(map);
+    }
+    __syncthreads();
+    if (work_.row0 >= max(work_.q.len, work_.q.seq_slot)) return;  // past the end of a packed sequence
+    if (wg_ < 0) {
+      setmaxnreg_dealloc<C::kProducerRegisters>();
+      if (threadIdx.x < 32) produce();
+    } else {
+      setmaxnreg_alloc<C::kConsumerRegisters>();
+      consume();
+    }
+  }
+
+ private:
+  using Storage = typename C::Storage;
+  using Pipeline = PipelineState<C::kStages>;
+  using Scores = QkFragment<1, C::kKeys / 8>;  // of one warp
+  using Out = QkFragment<1, C::kD / 8>;
+  using Softmax = OnlineSoftmax<Scores, 2, BaseE>;
+  using Mma = Wgmma<__nv_bfloat16, C::kD>;
+  static constexpr int kPSteps = C::kKeys / 16;
+  using PPlanes = uint32_t[kPlanes][kPSteps][4];  // P of 64 queries, as A operands
+
+  __device__ __forceinline__ void describe_work() const {
+    const L2HeadOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
+    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
+    const ForwardWork::Rows queries = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)},
+                            keys = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    const int row0 = place.row_block * kRows;
+    const Diagonal<int32_t> diagonal(a_.limits, queries.len, keys.len);
+    const KeyRange seen = diagonal.visible_keys({row0, min(row0 + kRows, queries.len)});
+    const KeyRange tiles = seen.empty() ? KeyRange{0, 0} : tiles_touching<C::kKeys>(seen);
+    work_ = {place.batch,
+             place.head,
+             a_.group.quotient(place.head),
+             row0,
+             tiles.begin,
+             tiles.end,
+             place.row_block == a_.order.row_blocks - 1,
+             queries,
+             keys};
+  }
+
+  __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, work_.q.len, work_.k.len}; }
+  static __device__ __forceinline__ int consumer_warp() { return static_cast<int>(threadIdx.x >> 5) - 4; }
+  // Row r of this lane's two.
+  __device__ __forceinline__ int row(int r) const { return work_.row0 + consumer_warp() * 16 + (lane_ >> 2) + 8 * r; }
+  // Whether some pair of the warpgroup's rows and a KV tile is masked.
+  __device__ __forceinline__ bool is_partial(int key0) const {
+    const int row0 = work_.row0 + wg_ * 64;
+    return row0 + 64 > work_.q.len || !holds_tile<C::kKeys>(diagonal().interior_keys({row0, row0 + 64}), key0);
+  }
+  __device__ __forceinline__ KeyRange keys_of_row(int r) const { return keys_of_query(diagonal(), row(r)); }
+
+  __device__ __forceinline__ uint32_t q(int plane) const {
+    return smem_ + offsetof(Storage, q) + plane * Storage::kQPlaneBytes;
+  }
+  __device__ __forceinline__ uint32_t plane(int stage) const {
+    return smem_ + offsetof(Storage, plane) + stage * Storage::kPlaneBytes;
+  }
+  __device__ __forceinline__ uint32_t q_full() const { return smem_ + offsetof(Storage, q_full); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + offsetof(Storage, full) + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return smem_ + offsetof(Storage, empty) + stage * 8; }
+  __device__ __forceinline__ uint32_t first_s() const { return smem_ + offsetof(Storage, first_s); }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kWarps = 4;  // of a warpgroup
+    mbarrier_init(q_full(), 1);
+    mbarrier_init(first_s(), kWarps);
+    for (int n = 0; n < C::kStages; ++n) {
+      mbarrier_init(full(n), 1);
+      mbarrier_init(empty(n), 2 * kWarps);
+    }
+    mbarrier_init_fence();
+  }
+  __device__ __forceinline__ void release_warp(uint32_t barrier) const {
+    __syncwarp();
+    mbarrier_arrive_if(lane_ == 0, barrier);
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Producer warp
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void produce() const {
+    if (no_tiles()) return;
+    pdl_wait();
+    if (elect_one()) {
+      mbarrier_arrive_expect_tx(q_full(), kPlanes * Storage::kQPlaneBytes);
+#pragma unroll 1
+      for (int n = 0; n < kPlanes; ++n)
+#pragma unroll
+        for (int atom = 0; atom < C::kD / 64; ++atom)
+          tma_load_4d(q(n) + atom * kRows * 128, &a_.q_map, q_full(), atom * 64, work_.q.start + work_.row0, work_.head_q,
+                      n * a_.q_batch + (a_.q_batch > 1 ? work_.batch : 0), kEvictFirst);
+    }
+    Pipeline pipe;
+#pragma unroll 1
+    for (int tile = work_.tile_begin; tile < work_.tile_end; ++tile) {
+      load_planes(a_.k_map, tile, pipe);
+      load_planes(a_.v_map, tile, pipe);
+    }
+  }
+  __device__ __forceinline__ void load_planes(const CUtensorMap &map, int tile, Pipeline &pipe) const {
+#pragma unroll 1
+    for (int n = kPlanes - 1; n >= 0; --n) {
+      const int stage = pipe.stage();
+      mbarrier_wait(empty(stage), pipe.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(full(stage), Storage::kPlaneBytes);
+#pragma unroll
+        for (int atom = 0; atom < C::kD / 64; ++atom)
+          tma_load_4d(plane(stage) + atom * C::kKeys * 128, &map, full(stage), atom * 64, work_.k.start + tile * C::kKeys,
+                      work_.head_k, n * a_.k_batch + (a_.k_batch > 1 ? work_.batch : 0), kEvictLast);
+      }
+      pipe.advance();
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Consumer warpgroups
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void consume() const {
+    Softmax softmax;
+    softmax.reset();
+    float out[C::kD / 2];
+    clear(out);
+    Pipeline pipe;
+    if (!no_tiles()) {
+      mbarrier_wait(q_full(), 0);
+      // The second warpgroup begins later: then one computes P while the other one's products run.
+      if (wg_ == 1) mbarrier_wait(first_s(), 0);
+    }
+#pragma unroll 1
+    for (int tile = work_.tile_begin; tile < work_.tile_end; ++tile) {
+      float s[C::kKeys / 2];
+      compute_s(s, pipe);
+      if (wg_ == 0 && tile == work_.tile_begin) release_warp(first_s());
+      const int key0 = tile * C::kKeys;
+      const bool partial = is_partial(key0);
+      float tile_sum[2];
+      exponentiate(s, softmax, out, key0, partial, tile_sum);
+      if (__any_sync(~0u, (isnan(tile_sum[0]) && !isnan(softmax.sum[0])) || (isnan(tile_sum[1]) && !isnan(softmax.sum[1])))) {
+        compute_s_again(s, key0);
+        exponentiate(s, softmax, out, key0, partial, tile_sum);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) softmax.sum[r] += tile_sum[r];
+      PPlanes p;
+      split_fragment(s, p);
+      float of_tile[C::kD / 2];
+      compute_pv(of_tile, p, pipe);
+      if (adds_nonfinite(out, of_tile)) {
+        add_pv_again(out, p, key0);
+      } else {
+#pragma unroll
+        for (int n = 0; n < C::kD / 2; ++n) out[n] += of_tile[n];
+      }
+    }
+    store(out, softmax);
+  }
+
+  // S = Q K^T of a KV tile. A plane of K is released when the products with the next one have been started.
+  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe) const {
+    int last = 0;
+    fence_operand(s);
+#pragma unroll
+    for (int n = kPlanes - 1; n >= 0; --n) {
+      mbarrier_wait(full(pipe.stage()), pipe.phase());
+      const uint64_t b = descriptor_k_major(plane(pipe.stage()));
+      wgmma_fence();
+#pragma unroll
+      for (int i = kPlanes - 1 - n; i >= 0; --i) {
+        const uint64_t a = descriptor_k_major(q(i) + wg_ * 64 * 128);
+#pragma unroll
+        for (int k = 0; k < C::kD / 16; ++k)
+          Wgmma<__nv_bfloat16, C::kKeys>::ss_k_k(s, advance_descriptor(a, k / 4 * kRows * 128 + k % 4 * 32),
+                                                 advance_descriptor(b, k / 4 * C::kKeys * 128 + k % 4 * 32),
+                                                 n < kPlanes - 1 || k > 0);
+      }
+      wgmma_commit();
+      if (n < kPlanes - 1) {
+        wgmma_wait<1>();
+        release_warp(empty(last));
+      }
+      last = pipe.stage();
+      pipe.advance();
+    }
+    wgmma_wait<0>();
+    fence_operand(s);
+    release_warp(empty(last));
+  }
+
+  // S becomes P; raises the maximum, and rescales out.
+  __device__ __forceinline__ void exponentiate(float (&s)[C::kKeys / 2], Softmax &softmax, float (&out)[C::kD / 2], int key0,
+                                               bool partial, float (&tile_sum)[2]) const {
+    if (partial) mask_rows<Scores>(s, key0, lane_, [&](int r) { return keys_of_row(r); });
+    if (softmax.update_max(s, p_.softmax_scale, kRescaleThreshold * kLn2)) scale_rows<Out>(out, softmax.rescale);
+    if (partial) {
+      softmax.template exponentiate</*kMasked=*/true>(s, p_.softmax_scale, tile_sum);
+    } else {
+      softmax.template exponentiate</*kMasked=*/false>(s, p_.softmax_scale, tile_sum);
+    }
+  }
+
+  // P V of a KV tile.
+  __device__ __forceinline__ void compute_pv(float (&of_tile)[C::kD / 2], PPlanes &p, Pipeline &pipe) const {
+    int last = 0;
+    fence_operand(of_tile);
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
+#pragma unroll
+    for (int n = kPlanes - 1; n >= 0; --n) {
+      mbarrier_wait(full(pipe.stage()), pipe.phase());
+      const uint64_t b = descriptor_mn_major<C::kKeys>(plane(pipe.stage()));
+      wgmma_fence();
+#pragma unroll
+      for (int i = kPlanes - 1 - n; i >= 0; --i)
+#pragma unroll
+        for (int k = 0; k < kPSteps; ++k)
+          Mma::rs_mn(of_tile, p[i][k], advance_descriptor(b, k * 2048), n < kPlanes - 1 || k > 0);
+      wgmma_commit();
+      if (n < kPlanes - 1) {
+        wgmma_wait<1>();
+        release_warp(empty(last));
+      }
+      last = pipe.stage();
+      pipe.advance();
+    }
+    wgmma_wait<0>();
+    fence_operand(of_tile);
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
+    release_warp(empty(last));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Numbers that are not finite
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ const float *k_row(const Operand &t, int key) const {
+    return row_of_tensor<const float>(t, work_.batch, work_.k.start + key, work_.head_k);
+  }
+
+  // Whether row r of this lane sees a key.
+  __device__ __forceinline__ bool sees(int r, int key) const {
+    const KeyRange keys = keys_of_row(r);
+    return row(r) < work_.q.len && key >= keys.begin && key < keys.end;
+  }
+
+  // S of the visible pairs, from Q and K as they are. The registers are rotated past one place: a loop that is not unrolled.
+  __device__ __forceinline__ void compute_s_again(float (&s)[C::kKeys / 2], int key0) const {
+    const int columns = static_cast<int>(p_.head_dim);
+#pragma unroll 1
+    for (int n = 0; n < Scores::kElements; ++n) {
+      const int r = Scores::row(n), key = key0 + Scores::first_key(lane_) + Scores::key(n);
+      float x = -CUDART_INF_F;
+      if (sees(r, key)) {
+        const float *q_row = row_of_tensor<const float>(p_.q, work_.batch, work_.q.start + row(r), work_.head_q),
+                    *k_row = this->k_row(p_.k, key);
+        x = 0.f;
+#pragma unroll 1
+        for (int c = 0; c < columns; ++c) x = fmaf(q_row[c], k_row[c], x);
+      }
+#pragma unroll
+      for (int i = 0; i + 1 < Scores::kElements; ++i) s[i] = s[i + 1];
+      s[Scores::kElements - 1] = x;
+    }
+  }
+
+  // out += P V over the visible pairs, from V as it is.
+  __device__ __forceinline__ void add_pv_again(float (&out)[C::kD / 2], const PPlanes &p, int key0) const {
+    add_visible_pairs(
+        out, p, static_cast<int>(p_.head_dim_v), lane_, [&](int r, int n) { return sees(r, key0 + n); },
+        [&](int n) { return k_row(p_.v, key0 + n); });
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Epilogue
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Rows that are not used become zero, by the last row block of a sequence those beyond the grid, too.
+  __device__ __forceinline__ void store(float (&out)[C::kD / 2], Softmax &softmax) const {
+    softmax.reduce_sums();
+    RowResult result[2];
+    finalize_rows<BaseE>(softmax.max, softmax.sum, sink_of(p_, work_.head_q), result);
+    const int columns = static_cast<int>(p_.head_dim_v);
+    float *base = row_of_tensor<float>(p_.out, work_.batch, work_.q.start, work_.head_q);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool used = row(r) < work_.q.len;
+      if (!used) {
+#pragma unroll
+        for (int m = 0; m < Out::kKeysOfLane; ++m) out[Out::at(r, m)] = 0.f;
+      }
+      if (row(r) < work_.q.seq_slot) {
+        store_fragment_row_fp32<C::kD / 8>(
+            out, r, [&] { return base + row(r) * p_.out.seq_stride; }, columns, a_.vector_out, lane_ & 3, result[r].factor);
+        if (p_.lse.data != nullptr && Scores::leads(lane_))
+          *row_of_tensor(p_.lse, work_.batch, work_.q.start + row(r), work_.head_q) = used ? result[r].lse : -CUDART_INF_F;
+      }
+    }
+    if (work_.last_block == 0) return;
+    for (int row = work_.row0 + kRows + consumer_warp(); row < work_.q.seq_slot; row += 8) {
+      zero_row(reinterpret_cast<char *>(base + row * p_.out.seq_stride), Dtype::f32, columns);
+      if (p_.lse.data != nullptr && lane_ == 0)
+        *row_of_tensor(p_.lse, work_.batch, work_.q.start + row, work_.head_q) = -CUDART_INF_F;
+    }
+  }
+
+  const ForwardParams &a_;
+  const Problem &p_;
+  ForwardWork &work_;
+  const uint32_t smem_;
+  const int lane_, wg_;  // wg_ of the consumers, -1 is the producer
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char shared[];
+  Forward<C>(params, shared).run();
+#endif
+}
+
+}  // namespace fa::cuda::sm90_fp32

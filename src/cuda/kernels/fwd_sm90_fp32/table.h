@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward kernels of fp32 operands on Hopper's tensor cores: one row per kernel, read by the build, the plan and the
+// launcher.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/kernels/fwd_sm90_fp32/shared_storage.h"
+
+namespace fa::cuda::sm90_fp32 {
+
+struct ForwardShape {
+  const char *name;
+  int32_t head_dim;  // bucket of q, k and v
+  int32_t kv_tile;   // keys per KV tile
+  int32_t stages;    // of the pipeline of planes
+  int32_t storage_bytes;
+
+  static constexpr int32_t rows() { return kRows; }
+  static constexpr int32_t threads() { return 384; }
+  constexpr int32_t shared_bytes() const { return storage_bytes; }
+};
+
+// X(name, head_dim, kv_tile, stages)
+#define FA_SM90_FP32_FORWARD_TABLE(X) \
+  X(d64, 64, 128, 8)                  \
+  X(d128, 128, 64, 8)
+
+#define FA_SM90_FP32_SHAPE(name, head_dim, kv_tile, stages) \
+  {#name, head_dim, kv_tile, stages, sizeof(ForwardStorage<head_dim, kv_tile, stages>)},
+constexpr ForwardShape kForwardShapes[] = {FA_SM90_FP32_FORWARD_TABLE(FA_SM90_FP32_SHAPE)};
+#undef FA_SM90_FP32_SHAPE
+
+}  // namespace fa::cuda::sm90_fp32
