@@ -48,12 +48,14 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   work.max_splits = kMaxSplits;
   work.rows = shape.rows();
   work.columns = shape.head_dim_v;
+  // The rows of one listed query all see the same few keys. Two blocks of them that read these at the same time share the read of L2.
+  work.max_coscheduled_log2 = p.q_lengths.cu_pairs && row_blocks % 2 == 0 ? 1 : 0;
   plan_partition(work, p, plan);
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = tiles * plan.fixed_splits;
   // Where every work tile gets two partitions, as far as the host knows, the CTAs that have them are a cluster.
   const int32_t paired = find(true);
-  if (paired < mla::kNumShapes && plan.fixed_splits == 0 &&
+  if (paired < mla::kNumShapes && plan.fixed_splits == 0 && plan.coscheduled_log2 == 0 &&
       std::min<int64_t>(plan.max_partitions, tiles * (iterations - 1) >> plan.min_iterations_log2) == 2 * tiles) {
     plan.shape = paired;
     plan.cluster = 2;

@@ -53,7 +53,8 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores;
-              row.features = (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults) | left_padding_by_mask(shape.scores);
+              row.features =
+                  (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults & ~kUnevenRows) | left_padding_by_mask(shape.scores);
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();

@@ -43,7 +43,8 @@ constexpr FeatureSet kNoTma = 2048;               // q, k, v, bias (backward: do
 constexpr FeatureSet kLeftPadding = 4096;         // left padding that a kernel may skip (can_skip_left_padding)
 constexpr FeatureSet kFp32KeyGradients = 8192;    // dk or dv of fp32 with 16-bit operands
 constexpr FeatureSet kFp32RowResults = 16384;     // out or dq of fp32 with 16-bit operands
-constexpr FeatureSet kAnyFeatures = 32767;
+constexpr FeatureSet kUnevenRows = 32768;         // listed rows that are no multiples of one stride (key_lists.h)
+constexpr FeatureSet kAnyFeatures = 65535;
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

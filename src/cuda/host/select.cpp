@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cinttypes>
 
+#include "core/backend.h"
 #include "cuda/common/operand.h"
+#include "cuda/host/key_lists.h"
 #include "cuda/host/planners.h"
 #include "cuda/kernels/cell_map/cell_map.h"
 
@@ -131,9 +133,26 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
   return names.empty() ? "" : "; not aligned for 16-byte vectors: " + names;
 }
 
+// The plan of the single queries of a problem with kv_indices, and room for their page tables behind the rest of its workspace.
+fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  // A plan reads no addresses, but asks which tensors there are.
+  void *const workspace = reinterpret_cast<void *>(kWorkspaceAlignment);
+  ForwardProblem single;
+  KeyListParams params;
+  size_t bytes = 0;
+  FA_RETURN_IF_ERROR(check_limits(p, error));
+  FA_RETURN_IF_ERROR(list_keys(p, workspace, single, params, bytes, error));
+  FA_RETURN_IF_ERROR(plan_forward(single, device, plan, error));
+  plan.key_lists = true;
+  plan.key_lists_offset = align_up(plan.workspace_bytes);
+  plan.workspace_bytes = plan.key_lists_offset + bytes;
+  return FA_OK;
+}
+
 }  // namespace
 
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  if (p.key_indices.given) return plan_key_lists(p, device, plan, error);
   FA_RETURN_IF_ERROR(check_limits(p, error));
   const Needs needs = needs_of(p);
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
@@ -181,7 +200,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
-         (split ? "_split" : "");
+         (plan.key_lists ? "_listed" : "") + (split ? "_split" : "");
 }
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
@@ -193,7 +212,9 @@ std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
 }
 
 std::string reason_of(const ForwardPlan &plan) {
-  const std::string reason = plan.reason, out = by_elements({{"out", plan.vector.out}});
+  const std::string reason = std::string(plan.key_lists ? "every query is a sequence of the keys that it lists; " : "") +
+                             plan.reason,
+                    out = by_elements({{"out", plan.vector.out}});
   switch (plan.family) {
     case Family::sm90:
       return reason + (plan.tma_out ? "; TMA stores out" : "; registers store out") + (plan.tma_out ? "" : out);
@@ -221,9 +242,6 @@ std::string reason_of(const BackwardPlan &plan) {
 }
 
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
-  if (problem.key_indices.given) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "kv_indices is given, but CUDA has no kernel with it; CPU contexts have");
-  }
   FA_RETURN_IF_ERROR(plan_forward(static_cast<const ForwardProblem &>(problem), device, plan, error));
   plan.scored = problem.score != nullptr;
   return FA_OK;

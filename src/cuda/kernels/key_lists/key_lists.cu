@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CTA writes the table of one query: it drops entries that are no keys, and turns the others into the number of their row in memory.
+#include "cuda/common/ptx.cuh"
+#include "cuda/kernels/key_lists/key_lists.h"
+
+namespace fa::cuda {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * 32;
+constexpr int kRounds = 8;  // entries of a thread whose loads are in flight together
+
+// The sequence of a row of packed queries, and the row in it; sequence -1 if it belongs to none. All threads call it.
+__device__ int sequence_of_row(const KeyListParams &a, int64_t row) {
+  __shared__ int found;
+  if (threadIdx.x == 0) found = -1;
+  __syncthreads();
+  for (int b = static_cast<int>(threadIdx.x); b < a.batch; b += kThreads) {
+    const Sequence s = sequence_of(a.q_lengths, b);
+    if (row >= s.start && row - s.start < s.slot) found = b;
+  }
+  __syncthreads();
+  return found;
+}
+
+// The entry of key j, which exists, in the table of its query.
+__device__ int entry_of(const KeyListParams &a, int b, int64_t k_start, int j) {
+  int64_t outer = a.k_lengths.cu != nullptr ? 0 : b, row = k_start + j;
+  if (a.page_table != nullptr) {
+    const int page = a.page_size.quotient(j);
+    outer = a.page_table[b * a.page_table_batch_stride + page * a.page_table_page_stride];
+    row = j - page * static_cast<int>(a.page_size.value);
+  }
+  return static_cast<int>(outer * a.outer_step + row * a.row_step);
+}
+
+// Writes the keys of a list to `to`, and returns how many there are.
+__device__ int write_entries(const KeyListParams &a, const int32_t *list, int b, int32_t *to) {
+  // Keys that each warp has found in each round, then the number of those before.
+  __shared__ int counts[kRounds * kWarps];
+  __shared__ int found;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const Sequence keys = sequence_of(a.k_lengths, b);
+  int written = 0;
+  for (int64_t first = 0; first < a.lists.count; first += kRounds * kThreads) {
+    int entry[kRounds];
+    uint32_t exists[kRounds];
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const int64_t n = first + round * kThreads + static_cast<int>(threadIdx.x);
+      entry[round] = n < a.lists.count ? list[n * a.lists.entry_stride] : -1;
+    }
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const bool is_key = entry[round] >= 0 && entry[round] < keys.len;
+      if (is_key) entry[round] = entry_of(a, b, keys.start, entry[round]);
+      exists[round] = __ballot_sync(~0u, is_key);
+      if (lane == 0) counts[round * kWarps + warp] = __popc(exists[round]);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      const int own[2] = {counts[2 * lane], counts[2 * lane + 1]};
+      int sum = own[0] + own[1];
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += before;
+      }
+      counts[2 * lane] = sum - own[0] - own[1];
+      counts[2 * lane + 1] = sum - own[1];
+      if (lane == 31) found = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const int before = counts[round * kWarps + warp] + __popc(exists[round] & ((1u << lane) - 1));
+      if ((exists[round] >> lane & 1) != 0) to[written + before] = entry[round];
+    }
+    written += found;
+    __syncthreads();
+  }
+  return written;
+}
+static_assert(kRounds * kWarps == 64, "two counts for each lane of a warp");
+
+__global__ void __launch_bounds__(kThreads) key_lists(const __grid_constant__ KeyListParams a) {
+  // The launch before may still read the tables of its call in the same workspace.
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t query = blockIdx.x;
+  const bool packed = a.q_lengths.cu != nullptr;
+  const int b = packed ? sequence_of_row(a, query) : static_cast<int>(query / a.sequence_queries);
+  int64_t row = query - b * a.sequence_queries;
+  bool used = false;
+  if (b >= 0) {
+    const Sequence queries = sequence_of(a.q_lengths, b);
+    if (packed) row = query - queries.start;
+    used = row < queries.len;
+  }
+  int written = 0;
+  if (used) {
+    const int32_t *list = a.lists.data + (packed ? query : row) * a.lists.row_stride + b * a.lists.batch_stride;
+    written = write_entries(a, list, b, a.entries + query * a.lists.count);
+  }
+  if (threadIdx.x == 0) {
+    a.num_keys[query] = written;
+    a.used[query] = used ? 1 : 0;
+    a.places[2 * query] = packed ? 0 : b;
+    a.places[2 * query + 1] = packed ? (b >= 0 ? 1 : 0) : b + 1;
+  }
+  if (b < 0) return;
+#pragma unroll
+  for (const ListedDescale &descale : a.descales) {
+    if (descale.to == nullptr) continue;
+    for (int head = static_cast<int>(threadIdx.x); head < a.heads_k; head += kThreads)
+      descale.to[query * a.heads_k + head] = descale.from[b * descale.batch_stride + head * descale.head_stride];
+  }
+}
+
+}  // namespace
+
+Launch key_lists_launch(const KeyListParams &a) {
+  Launch launch{reinterpret_cast<const void *>(&key_lists), kThreads, 0, a.queries};
+  launch.pdl = true;
+  return launch;
+}
+
+}  // namespace fa::cuda
