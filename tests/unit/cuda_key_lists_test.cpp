@@ -47,11 +47,11 @@ struct Listed {
   KeyListParams params;
   size_t bytes = 0;
 
-  explicit Listed(const ForwardProblem &p) {
+  explicit Listed(const ForwardProblem &p, bool kernel_finds_keys = false) {
     ErrorText error;
-    EXPECT_EQ(list_keys(p, workspace, single, params, bytes, error), FA_OK) << error.text;
+    EXPECT_EQ(list_keys(p, kernel_finds_keys, workspace, single, params, bytes, error), FA_OK) << error.text;
   }
-  int64_t entry(int64_t outer, int64_t row) const { return outer * params.outer_step + row * params.row_step; }
+  int64_t entry(int64_t outer, int64_t row) const { return outer * params.keys.outer_step + row * params.keys.row_step; }
 };
 
 template <typename Tensor>
@@ -153,7 +153,7 @@ TEST(CudaKeyLists, MoreQueriesThanCtasAreRefused) {
   KeyListParams params;
   size_t bytes = 0;
   ErrorText error;
-  EXPECT_EQ(list_keys(p, workspace, single, params, bytes, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_EQ(list_keys(p, false, workspace, single, params, bytes, error), FA_ERROR_UNSUPPORTED);
   EXPECT_NE(std::strstr(error.text, "kv_indices"), nullptr) << error.text;
 }
 
@@ -161,7 +161,7 @@ TEST(CudaKeyLists, MoreQueriesThanCtasAreRefused) {
 TEST(CudaKeyLists, KernelsThatReadPagesServeThem) {
   const ForwardProblem few = listed(), wide = latent(128);
   EXPECT_EQ(kernel_name(few, forward_plan(few, h200())), "decode_fwd_bf16_d64_8_listed");
-  EXPECT_NE(kernel_name(wide, forward_plan(wide, h200())).find("mla_fwd_bf16_d576_listed"), std::string::npos);
+  EXPECT_EQ(kernel_name(wide, forward_plan(wide, h200())), "mla_fwd_bf16_d576l");
   ForwardProblem odd = listed();
   odd.v.batch_stride += 128;
   EXPECT_EQ(forward_plan(odd, h200()).family, Family::simt);
@@ -171,13 +171,35 @@ TEST(CudaKeyLists, KernelsThatReadPagesServeThem) {
   EXPECT_GE(plan.workspace_bytes, plan.key_lists_offset + Listed(few).bytes);
 }
 
-// The two blocks of rows of 128 heads read the same rows at the same time.
+// A kernel that finds the keys itself needs no tables, if the number of a query tells its sequence.
+TEST(CudaKeyLists, LatentCachesNeedNoTables) {
+  const ForwardPlan plan = forward_plan(latent(16), h200());
+  EXPECT_TRUE(plan.finds_listed_keys);
+  EXPECT_EQ(Listed(latent(16), true).bytes, size_t{0});
+  ForwardProblem bytes = latent(16);
+  bytes.k.dtype = bytes.v.dtype = Dtype::e4m3;
+  EXPECT_EQ(kernel_name(bytes, forward_plan(bytes, h200())), "mla_fwd_bf16_e4m3_d576l");
+  ForwardProblem used = latent(16), packed = latent(16);
+  used.q_lengths.used = reinterpret_cast<const int32_t *>(&unreadable);
+  packed.q_lengths.cu = &unreadable;
+  packed.q_lengths.total = 6;
+  for (const ForwardProblem &p : {used, packed}) {
+    const ForwardPlan tables = forward_plan(p, h200());
+    EXPECT_EQ(tables.family, Family::mla);
+    EXPECT_FALSE(tables.finds_listed_keys);
+    EXPECT_EQ(kernel_name(p, tables), "mla_fwd_bf16_d576_listed");
+  }
+}
+
+// The two blocks of rows of 128 heads read the same rows at the same time, with lists and without.
 TEST(CudaKeyLists, BlocksOfRowsGoTogether) {
+  ForwardProblem token = latent(128);
+  token.key_indices = {};
+  EXPECT_EQ(forward_plan(token, h200()).coscheduled_log2, 0);  // tokens may see different keys
+  token.q_lengths.max_len = 1;
+  EXPECT_EQ(forward_plan(token, h200()).coscheduled_log2, 1);
   EXPECT_EQ(forward_plan(latent(128), h200()).coscheduled_log2, 1);
   EXPECT_EQ(forward_plan(latent(64), h200()).coscheduled_log2, 0);
-  ForwardProblem dense = latent(128);
-  dense.key_indices = {};
-  EXPECT_EQ(forward_plan(dense, h200()).coscheduled_log2, 0);
 }
 
 // A query alone is the same in every batch, and needs no kernel for lengths that only the device knows.

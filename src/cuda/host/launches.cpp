@@ -55,8 +55,12 @@ fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, 
     ForwardProblem single;
     size_t bytes = 0;
     void *const tables = static_cast<char *>(memory.workspace) + plan.key_lists_offset;
-    FA_RETURN_IF_ERROR(list_keys(problem, tables, single, params, bytes, error));
-    launches.add("key list kernel", key_lists_launch(params), &params);
+    FA_RETURN_IF_ERROR(list_keys(problem, plan.finds_listed_keys, tables, single, params, bytes, error));
+    if (plan.finds_listed_keys) {
+      memory.listed_keys = &params.keys;
+    } else {
+      launches.add("key list kernel", key_lists_launch(params), &params);
+    }
     return make_launches(single, plan, memory, launches, error);
   }
   if (plan.cell_map) add_cell_map(problem, /*backward=*/false, plan.cell_map_offset, memory, launches);

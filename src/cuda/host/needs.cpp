@@ -88,6 +88,7 @@ Needs needs_of(const ForwardProblem &p) {
   }
   if (p.page_table != nullptr) needs.features |= kPagedKv;
   if (p.rows_per_page != 0) needs.features |= kUnevenRows;
+  if (p.finds_listed_keys) needs.features |= kListedKeys;
   if (p.num_splits > 1) needs.features |= kSplitKv;
   if (is_widened(p.out, p)) needs.features |= kFp32RowResults;
   if (is_quantised(p.k.dtype) && (p.k_descale.per_row || p.v_descale.per_row)) needs.features |= kDescalePerRow;

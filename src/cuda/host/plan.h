@@ -46,9 +46,10 @@ struct ForwardPlan {
   bool scored = false;                 // kernels are compiled with the score text
   bool cell_map = false;               // launches begin with those that build the cell map of masks as data (data_mask.h)
   size_t cell_map_offset = 0;          // in the workspace
-  bool key_lists =
-      false;  // the plan is of single queries; launches begin with the one that writes their page tables (key_lists.h)
-  size_t key_lists_offset = 0;  // in the workspace
+  // The plan is of single queries with a list of keys each (key_lists.h), and launches begin with the one that writes their page tables.
+  bool key_lists = false;
+  bool finds_listed_keys = false;  // the kernel reads the lists itself, and there are no tables
+  size_t key_lists_offset = 0;     // in the workspace
   // How the kernel reaches the tensors.
   bool tma_kv = false;   // TMA loads K and V; without it, cp.async gathers their rows
   bool tma_out = false;  // TMA stores out; without it, registers do

@@ -70,8 +70,10 @@ bool number_rows(ForwardProblem &single, const RowsOfK &k, EntrySteps &steps) {
 
 }  // namespace
 
-fa_status list_keys(const ForwardProblem &p, void *workspace, ForwardProblem &single, KeyListParams &params, size_t &bytes,
-                    ErrorText &error) {
+bool finds_listed_keys(const ForwardProblem &p) { return !is_packed(p.q_lengths) && p.q_lengths.used == nullptr; }
+
+fa_status list_keys(const ForwardProblem &p, bool kernel_finds_keys, void *workspace, ForwardProblem &single,
+                    KeyListParams &params, size_t &bytes, ErrorText &error) {
   const bool packed = is_packed(p.q_lengths);
   const int64_t rows = p.q_lengths.max_len, queries = packed ? p.q_lengths.total : p.batch * rows, count = p.key_indices.count;
   if (queries > INT32_MAX || count > INT32_MAX) {
@@ -85,41 +87,47 @@ fa_status list_keys(const ForwardProblem &p, void *workspace, ForwardProblem &si
     bytes += align_up(static_cast<size_t>(elements) * sizeof(T));
   };
   params = {};
-  params.lists = p.key_indices;
+  params.keys.lists = p.key_indices;
+  params.keys.k_lengths = p.k_lengths;
+  params.keys.page_table = p.page_table;
+  params.keys.page_table_batch_stride = p.page_table_batch_stride;
+  params.keys.page_table_page_stride = p.page_table_page_stride;
+  params.keys.page_size = Divisor(std::clamp<int64_t>(p.page_size, 1, int64_t{1} << 30));
+  params.keys.queries = Divisor(std::max<int64_t>(rows, 1));
   params.q_lengths = p.q_lengths;
-  params.k_lengths = p.k_lengths;
-  params.page_table = p.page_table;
-  params.page_table_batch_stride = p.page_table_batch_stride;
-  params.page_table_page_stride = p.page_table_page_stride;
-  params.page_size = Divisor(std::clamp<int64_t>(p.page_size, 1, int64_t{1} << 30));
   params.batch = static_cast<int32_t>(p.batch);
   params.heads_k = static_cast<int32_t>(p.heads_k);
   params.queries = queries;
-  params.sequence_queries = std::max<int64_t>(rows, 1);
-  take(params.entries, queries * count);
-  take(params.num_keys, queries);
-  take(params.used, queries);
-  take(params.places, 2 * queries);
+  if (!kernel_finds_keys) {
+    take(params.entries, queries * count);
+    take(params.num_keys, queries);
+    take(params.used, queries);
+    take(params.places, 2 * queries);
+  }
 
   single = p;
   single.batch = queries;
   single.q_lengths = {};
-  single.q_lengths.cu = params.places;
-  single.q_lengths.cu_is_64 = single.q_lengths.cu_pairs = true;
-  single.q_lengths.cu_stride = 2;
-  single.q_lengths.used = params.used;
   single.q_lengths.max_len = std::min<int64_t>(rows, 1);
-  single.q_lengths.total = queries;
   single.k_lengths = {};
-  single.k_lengths.used = params.num_keys;
   single.k_lengths.max_len = count;
-  single.page_table = params.entries;
+  single.page_table = p.key_indices.data;
+  if (!kernel_finds_keys) {
+    single.q_lengths.cu = params.places;
+    single.q_lengths.cu_is_64 = single.q_lengths.cu_pairs = true;
+    single.q_lengths.cu_stride = 2;
+    single.q_lengths.used = params.used;
+    single.q_lengths.total = queries;
+    single.k_lengths.used = params.num_keys;
+    single.page_table = params.entries;
+  }
   single.page_table_batch_stride = count;
   single.page_table_page_stride = 1;
   single.page_size = 1;
   single.num_pages = INT32_MAX;
   single.max_pages = count;
   single.key_indices = {};
+  single.finds_listed_keys = kernel_finds_keys;
   const auto place = [&](auto &tensor) {
     const int64_t sequence_stride = packed ? 0 : tensor.batch_stride - rows * tensor.seq_stride;
     tensor.batch_stride = tensor.seq_stride;
@@ -135,9 +143,9 @@ fa_status list_keys(const ForwardProblem &p, void *workspace, ForwardProblem &si
     steps = {k.rows, 1};
     single.rows_per_page = k.rows;
   }
-  params.outer_step = steps.outer_step;
-  params.row_step = steps.row_step;
-  for (size_t n = 0; n < std::size(kDescales); ++n) {
+  params.keys.outer_step = steps.outer_step;
+  params.keys.row_step = steps.row_step;
+  for (size_t n = 0; !kernel_finds_keys && n < std::size(kDescales); ++n) {
     Descale &descale = single.*kDescales[n];
     if (descale.factors.data == nullptr || descale.per_row) continue;
     ListedDescale &listed = params.descales[n];

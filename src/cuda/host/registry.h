@@ -45,6 +45,8 @@ constexpr FeatureSet kFp32KeyGradients = 8192;    // dk or dv of fp32 with 16-bi
 constexpr FeatureSet kFp32RowResults = 16384;     // out or dq of fp32 with 16-bit operands
 constexpr FeatureSet kUnevenRows = 32768;         // listed rows that are no multiples of one stride (key_lists.h)
 constexpr FeatureSet kAnyFeatures = 65535;
+constexpr FeatureSet kListedKeys =
+    65536;  // keys that the kernel finds in the lists of queries. Such kernels serve nothing else
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

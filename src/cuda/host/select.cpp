@@ -62,8 +62,8 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
 //                         at most 16 queries
 //   any                   any                                           decode
+//   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
-//   16-bit, fp32          any                                           mla
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
 //   16-bit, fp32          any                                           extend, any device
 //
@@ -77,8 +77,8 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     return FA_OK;
   }
   if (plan_decode(p, needs, device, plan)) return FA_OK;
-  if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   if (plan_mla(p, needs, device, plan)) return FA_OK;
+  if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, needs, device, sm90);
   const fa_status status = plan_any_device(p, needs, device, plan, error);
@@ -133,7 +133,8 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
   return names.empty() ? "" : "; not aligned for 16-byte vectors: " + names;
 }
 
-// The plan of the single queries of a problem with kv_indices, and room for their page tables behind the rest of its workspace.
+// The plan of the single queries of a problem with kv_indices, and room for their page tables behind the rest of its workspace. A kernel that
+// finds the keys by itself needs no tables.
 fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   // A plan reads no addresses, but asks which tensors there are.
   void *const workspace = reinterpret_cast<void *>(kWorkspaceAlignment);
@@ -141,7 +142,15 @@ fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardP
   KeyListParams params;
   size_t bytes = 0;
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  FA_RETURN_IF_ERROR(list_keys(p, workspace, single, params, bytes, error));
+  if (finds_listed_keys(p)) {
+    FA_RETURN_IF_ERROR(list_keys(p, /*kernel_finds_keys=*/true, workspace, single, params, bytes, error));
+    ErrorText no_kernel;
+    if (plan_forward(single, device, plan, no_kernel) == FA_OK) {
+      plan.key_lists = plan.finds_listed_keys = true;
+      return FA_OK;
+    }
+  }
+  FA_RETURN_IF_ERROR(list_keys(p, /*kernel_finds_keys=*/false, workspace, single, params, bytes, error));
   FA_RETURN_IF_ERROR(plan_forward(single, device, plan, error));
   plan.key_lists = true;
   plan.key_lists_offset = align_up(plan.workspace_bytes);
@@ -200,7 +209,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
-         (plan.key_lists ? "_listed" : "") + (split ? "_split" : "");
+         (plan.key_lists && !plan.finds_listed_keys ? "_listed" : "") + (split ? "_split" : "");
 }
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {

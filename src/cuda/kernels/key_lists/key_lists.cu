@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CTA writes the table of one query: it drops entries that are no keys, and turns the others into the number of their row in memory.
+#include "cuda/common/kv_loader.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/kernels/key_lists/key_lists.h"
 
@@ -22,38 +23,27 @@ __device__ int sequence_of_row(const KeyListParams &a, int64_t row) {
   return found;
 }
 
-// The entry of key j, which exists, in the table of its query.
-__device__ int entry_of(const KeyListParams &a, int b, int64_t k_start, int j) {
-  int64_t outer = a.k_lengths.cu != nullptr ? 0 : b, row = k_start + j;
-  if (a.page_table != nullptr) {
-    const int page = a.page_size.quotient(j);
-    outer = a.page_table[b * a.page_table_batch_stride + page * a.page_table_page_stride];
-    row = j - page * static_cast<int>(a.page_size.value);
-  }
-  return static_cast<int>(outer * a.outer_step + row * a.row_step);
-}
-
 // Writes the keys of a list to `to`, and returns how many there are.
-__device__ int write_entries(const KeyListParams &a, const int32_t *list, int b, int32_t *to) {
+__device__ int write_entries(const ListLocator &locator, int b, int64_t row, int32_t *to) {
   // Keys that each warp has found in each round, then the number of those before.
   __shared__ int counts[kRounds * kWarps];
   __shared__ int found;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const Sequence keys = sequence_of(a.k_lengths, b);
+  const Sequence keys = sequence_of(locator.keys.k_lengths, b);
+  const int64_t count = locator.keys.lists.count;
   int written = 0;
-  for (int64_t first = 0; first < a.lists.count; first += kRounds * kThreads) {
+  for (int64_t first = 0; first < count; first += kRounds * kThreads) {
     int entry[kRounds];
     uint32_t exists[kRounds];
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int64_t n = first + round * kThreads + static_cast<int>(threadIdx.x);
-      entry[round] = n < a.lists.count ? list[n * a.lists.entry_stride] : -1;
+      entry[round] = n < count ? *locator.address(b, row, n) : -1;
     }
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const bool is_key = entry[round] >= 0 && entry[round] < keys.len;
-      if (is_key) entry[round] = entry_of(a, b, keys.start, entry[round]);
-      exists[round] = __ballot_sync(~0u, is_key);
+      entry[round] = locator.entry(b, keys, entry[round]);
+      exists[round] = __ballot_sync(~0u, entry[round] >= 0);
       if (lane == 0) counts[round * kWarps + warp] = __popc(exists[round]);
     }
     __syncthreads();
@@ -88,18 +78,16 @@ __global__ void __launch_bounds__(kThreads) key_lists(const __grid_constant__ Ke
   pdl_wait();
   const int64_t query = blockIdx.x;
   const bool packed = a.q_lengths.cu != nullptr;
-  const int b = packed ? sequence_of_row(a, query) : static_cast<int>(query / a.sequence_queries);
-  int64_t row = query - b * a.sequence_queries;
+  const int b = packed ? sequence_of_row(a, query) : a.keys.queries.quotient(static_cast<int>(query));
+  const int64_t row = packed ? query : a.keys.queries.remainder(static_cast<int>(query));
   bool used = false;
   if (b >= 0) {
     const Sequence queries = sequence_of(a.q_lengths, b);
-    if (packed) row = query - queries.start;
-    used = row < queries.len;
+    used = row - (packed ? queries.start : 0) < queries.len;
   }
   int written = 0;
   if (used) {
-    const int32_t *list = a.lists.data + (packed ? query : row) * a.lists.row_stride + b * a.lists.batch_stride;
-    written = write_entries(a, list, b, a.entries + query * a.lists.count);
+    written = write_entries({a.keys}, b, row, a.entries + query * a.keys.lists.count);
   }
   if (threadIdx.x == 0) {
     a.num_keys[query] = written;

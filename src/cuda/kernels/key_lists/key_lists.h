@@ -3,8 +3,8 @@
 #pragma once
 
 #include "core/forward_problem.h"
-#include "cuda/common/divisor.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/listed_keys.h"
 
 namespace fa::cuda {
 
@@ -16,15 +16,10 @@ struct ListedDescale {
 };
 
 struct KeyListParams {
-  KeyIndices lists;
-  Lengths q_lengths, k_lengths;
-  const int32_t *page_table;  // of the problem; null: not paged
-  int64_t page_table_batch_stride, page_table_page_stride;
-  Divisor page_size;
+  ListedKeys keys;
+  Lengths q_lengths;
   int32_t batch, heads_k;
-  int64_t queries;               // of the launch: rows of packed queries, else batch times those of a sequence
-  int64_t sequence_queries;      // of a sequence; not packed
-  int64_t outer_step, row_step;  // the entry of row r of page or sequence o is o * outer_step + r * row_step
+  int64_t queries;  // of the launch: rows of packed queries, else batch times those of a sequence
   // What is written.
   int32_t *entries;   // (queries, lists.count): of the keys that exist, in the order of the list
   int32_t *num_keys;  // (queries)
