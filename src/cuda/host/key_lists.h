@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sparse attention by index as ordinary attention: every query becomes a sequence of its own, whose pages of one row are the keys that it lists. A
-// kernel writes the page tables to the workspace (kernels/key_lists), and every kernel that reads pages runs the rest.
+// Sparse attention by index as ordinary attention: every query becomes a sequence of its own, whose pages of one row are the keys that it
+// lists. A kernel writes the page tables to the workspace (kernels/key_lists), and every kernel that reads pages runs the rest.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,12 @@ namespace fa::cuda {
 // Makes the problem of single queries from one with kv_indices. The page tables and what belongs to them are `bytes` at `workspace`, which
 // `params` tells the kernel to write.
 //
-// Query n is row i of sequence b, and its row of q, out or lse is at b * batch_stride + i * seq_stride. As a packed sequence it begins at `place` b
-// of batch entry n, with strides such that n * stride + b * other stride is the same address. With packed queries the place is 0.
+// Query n is row i of sequence b, and its row of q, out or lse is at b * batch_stride + i * seq_stride. As a packed sequence it begins
+// at `place` b of batch entry n, with strides such that n * stride + b * other stride is the same address. With packed queries the
+// place is 0.
 //
-// With `kernel_finds_keys` nothing is written: the kernel reads lists itself (ListLocator), in place of the page table of `single`, and takes the place of
-// a query for its sequence. It masks entries that are no keys.
+// With `kernel_finds_keys` nothing is written: the kernel reads lists itself (ListLocator), in place of the page table of `single`, and
+// takes the place of a query for its sequence. It masks entries that are no keys.
 //
 // An entry of a table is a multiple of one stride of K, of V and of descales by row. Where their strides allow none, entries count rows over all
 // pages or sequences, of `rows_per_page` each; few kernels divide by it (kUnevenRows).

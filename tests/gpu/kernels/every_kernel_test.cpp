@@ -325,6 +325,12 @@ std::vector<Case> cases() {
       c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
       if (dtype == FA_BFLOAT16) c.page_size = 16;
       all.push_back(c);
+      c.nan_visible = 0;
+      c.descale = 1;
+      for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+        c.key_dtype = key_dtype;
+        all.push_back(c);
+      }
     }
   }
   // Lists of keys, by kernels of each family that reads pages. Latent rows in two blocks of one query, whose CTAs go together.
@@ -333,7 +339,11 @@ std::vector<Case> cases() {
                                                           {FA_FLOAT16, FA_FLOAT16, 80, 128},
                                                           {FA_BFLOAT16, FA_INT8, 16, 128},
                                                           {FA_FLOAT16, FA_FLOAT16, 128, 576},
-                                                          {FA_BFLOAT16, FA_BFLOAT16, 128, 576}}) {
+                                                          {FA_BFLOAT16, FA_BFLOAT16, 128, 576},
+                                                          {FA_FLOAT16, FA_INT8, 70, 576},
+                                                          {FA_FLOAT16, FA_FLOAT8_E4M3, 24, 576},
+                                                          {FA_BFLOAT16, FA_INT8, 24, 576},
+                                                          {FA_BFLOAT16, FA_FLOAT8_E4M3, 128, 576}}) {
     Case c;
     c.seed = seed_for("every kernel with lists of keys") + static_cast<int64_t>(all.size());
     c.dtype = dtype;

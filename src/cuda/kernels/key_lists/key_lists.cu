@@ -16,8 +16,7 @@ __device__ int sequence_of_row(const KeyListParams &a, int64_t row) {
   if (threadIdx.x == 0) found = -1;
   __syncthreads();
   for (int b = static_cast<int>(threadIdx.x); b < a.batch; b += kThreads) {
-    const Sequence s = sequence_of(a.q_lengths, b);
-    if (row >= s.start && row - s.start < s.slot) found = b;
+    if (row >= offset_of(a.q_lengths, b) && row < end_of(a.q_lengths, b)) found = b;
   }
   __syncthreads();
   return found;

@@ -224,12 +224,12 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     publish(rows_seen, stage, half);
   }
 
-  // The same for 8-bit K, which becomes fp16. The bytes arrive in the second half of the memory that they will fill, in chunks of eight rows and 64
-  // columns, and are widened in place from the first one on: chunk n goes to 1 KB from 1 KB n on, where no chunk behind it lies.
+  // The same for 8-bit K, which becomes fp16. The bytes arrive in the second half of the memory that they will fill, in parts of eight rows and 64
+  // columns, and are widened in place from the first one on: part n goes to 1 KB from 1 KB n on, where no part behind it lies.
   __device__ __forceinline__ void load_8bit(int64_t offset, uint32_t rows_seen, int stage, int half, uint32_t empty_parity,
                                             int next_page) const {
-    constexpr int kGroups = kHalf / 8, kChunkBytes = 8 * 64;
-    static_assert(2 * kChunkBytes == C::kAtomBytes && kGroups == 4);
+    constexpr int kGroups = kHalf / 8, kPartBytes = 8 * 64;
+    static_assert(2 * kPartBytes == C::kAtomBytes && kGroups == 4);
     const uint32_t tile = shared_tile(stage) + half * C::kHalfBytes,
                    bytes = tile + C::kHalfBytes / 2 + static_cast<uint32_t>(lane_) * 16;
     const int row = lane_ >> 2, vector = lane_ & 3, columns = static_cast<int>(p_.head_dim) - vector * 16;
@@ -242,7 +242,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       const int valid = rows_seen >> (group * 8 + row) & 1 ? columns : 0;
 #pragma unroll
       for (int atom = 0; atom < C::kAtoms; ++atom) {
-        cp_async_16(bytes + (group * C::kAtoms + atom) * kChunkBytes, atom * 64 < valid ? src + atom * 64 : src,
+        cp_async_16(bytes + (group * C::kAtoms + atom) * kPartBytes, atom * 64 < valid ? src + atom * 64 : src,
                     atom * 64 < valid ? 16 : 0);
       }
       cp_async_commit();
@@ -258,11 +258,11 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       if (group == 2) cp_async_wait<1>();
       if (group == 3) cp_async_wait<0>();
       const int first = group * C::kAtoms;
-      uint4 x = ld_shared_16(bytes + first * kChunkBytes);
+      uint4 x = ld_shared_16(bytes + first * kPartBytes);
 #pragma unroll
       for (int n = 0; n < C::kAtoms; ++n) {
         uint4 next = x;
-        if (n + 1 < C::kAtoms) next = ld_shared_16(bytes + (first + n + 1) * kChunkBytes);
+        if (n + 1 < C::kAtoms) next = ld_shared_16(bytes + (first + n + 1) * kPartBytes);
         __syncwarp();  // all lanes have read what is overwritten
         const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
           const HalfPairs a = widen_adjacent<C::kFormat>(low), b = widen_adjacent<C::kFormat>(high);
