@@ -145,9 +145,9 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       }
       page = next_page;
       if constexpr (C::k8BitKv) {
-        load_8bit(offset, rows_seen, stage, half, empty_parity, page);
+        load_8bit(offset, rows_seen, stage, half, empty_parity);
       } else {
-        load_gather(offset, rows_seen, stage, half, empty_parity, page);
+        load_gather(offset, rows_seen, stage, half, empty_parity);
       }
     }
   }
@@ -197,8 +197,8 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 
   // Gathers rows by cp.async, four at a time: a lane loads one of the eight 16-byte vectors of every atom. Lane i has the offset of row i from
   // where K begins; rows that are not in `rows_seen` become zero.
-  __device__ __forceinline__ void load_gather(int64_t offset, uint32_t rows_seen, int stage, int half, uint32_t empty_parity,
-                                              int next_page) const {
+  __device__ __forceinline__ void load_gather(int64_t offset, uint32_t rows_seen, int stage, int half,
+                                              uint32_t empty_parity) const {
     constexpr int kRowsAtOnce = 4, kLoads = kHalf / kSlices / kRowsAtOnce;
     const int vector = lane_ & 7, row = lane_ >> 3, columns = static_cast<int>(p_.head_dim) - vector * 8;
 #pragma unroll
@@ -219,15 +219,14 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       }
     }
     cp_async_commit();
-    prefetch_row(next_page);
     cp_async_wait<0>();
     publish(rows_seen, stage, half);
   }
 
   // The same for 8-bit K, which becomes fp16. The bytes arrive in the second half of the memory that they will fill, in parts of eight rows and 64
   // columns, and are widened in place from the first one on: part n goes to 1 KB from 1 KB n on, where no part behind it lies.
-  __device__ __forceinline__ void load_8bit(int64_t offset, uint32_t rows_seen, int stage, int half, uint32_t empty_parity,
-                                            int next_page) const {
+  __device__ __forceinline__ void load_8bit(int64_t offset, uint32_t rows_seen, int stage, int half,
+                                            uint32_t empty_parity) const {
     constexpr int kGroups = kHalf / 8, kPartBytes = 8 * 64;
     static_assert(2 * kPartBytes == C::kAtomBytes && kGroups == 4);
     const uint32_t tile = shared_tile(stage) + half * C::kHalfBytes,
@@ -247,7 +246,6 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       }
       cp_async_commit();
     }
-    prefetch_row(next_page);
     // Each lane widens the vectors that it has loaded, each to two neighbours.
     const int r = opaque(lane_) >> 2, v = opaque(lane_) & 3;
     const uint32_t to[2] = {tile + r * 128 + ((2 * v ^ r) << 4), tile + r * 128 + (((2 * v + 1) ^ r) << 4)};
@@ -276,15 +274,6 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     publish(rows_seen, stage, half);
   }
 
-  // Brings the row that this lane finds for the next tile to the L2 cache, where lists scatter them over memory.
-  __device__ __forceinline__ void prefetch_row(int page) const {
-    if (!C::kLists || page < 0) return;
-    const KvElement *row = static_cast<const KvElement *>(p_.k.data) + head_ * p_.k.head_stride + page * p_.k.batch_stride;
-#pragma unroll
-    for (int n = 0; n < C::kD * static_cast<int>(sizeof(KvElement)); n += 128)
-      if (n < static_cast<int>(p_.head_dim * sizeof(KvElement)))
-        asm volatile("prefetch.global.L2 [%0];\n" ::"l"(reinterpret_cast<const char *>(row) + n));
-  }
   // Publishes half a K tile.
   __device__ __forceinline__ void publish(uint32_t rows_seen, int stage, int half) const {
     if (C::kLists && lane_ == 0) st_shared_4(this->shared_listed(stage, half), rows_seen);
