@@ -232,8 +232,8 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     const uint32_t tile = shared_tile(stage) + half * C::kHalfBytes,
                    bytes = tile + C::kHalfBytes / 2 + static_cast<uint32_t>(lane_) * 16;
     const int row = lane_ >> 2, vector = lane_ & 3, columns = static_cast<int>(p_.head_dim) - vector * 16;
-    // The slices are released in order.
-    mbarrier_wait(empty(stage, half * kSlices + kSlices - 1), empty_parity);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
       const KvElement *src =
