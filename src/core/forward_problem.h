@@ -33,6 +33,8 @@ struct ForwardProblem : MaskedProblem {
   float *max_logit = nullptr;  // (heads_q), or null
   int64_t max_logit_stride = 0;
   KeyIndices key_indices;
+  // Pages are the keys that queries list, and the kernel finds them itself (cuda/host/key_lists.h).
+  bool finds_listed_keys = false;
   int64_t rows_per_page = 0;  // of k where page_table numbers rows over all pages, which are then its pages of one row; else 0
 };
 

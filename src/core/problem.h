@@ -124,6 +124,7 @@ struct Slices {
 struct Lengths {
   const void *cu = nullptr;  // (batch + 1) offsets, or null: padded
   bool cu_is_64 = false;
+  bool cu_pairs = false;          // `cu` has begin and end of each sequence, (batch, 2), and cu_stride is 2
   const int32_t *used = nullptr;  // (batch), or null
   int64_t used_stride = 1;
   int64_t cu_stride = 1;
@@ -143,11 +144,15 @@ struct Sequence {
   int64_t first = 0;
 };
 
-// cu_seqlens[n].
-FA_HD int64_t offset_of(const Lengths &lengths, int64_t n) {
-  const int64_t at = n * lengths.cu_stride;
+FA_HD int64_t offset_at(const Lengths &lengths, int64_t at) {
   return lengths.cu_is_64 ? static_cast<const int64_t *>(lengths.cu)[at]
                           : int64_t{static_cast<const int32_t *>(lengths.cu)[at]};
+}
+// cu_seqlens[n]: where sequence n begins.
+FA_HD int64_t offset_of(const Lengths &lengths, int64_t n) { return offset_at(lengths, n * lengths.cu_stride); }
+// Where sequence n ends.
+FA_HD int64_t end_of(const Lengths &lengths, int64_t n) {
+  return offset_at(lengths, (n + 1) * lengths.cu_stride - (lengths.cu_pairs ? 1 : 0));
 }
 
 FA_HD Sequence sequence_of(const Lengths &lengths, int64_t b) {
@@ -155,7 +160,7 @@ FA_HD Sequence sequence_of(const Lengths &lengths, int64_t b) {
   s.slot = lengths.max_len;
   if (lengths.cu != nullptr) {
     s.start = offset_of(lengths, b);
-    s.slot = offset_of(lengths, b + 1) - s.start;
+    s.slot = end_of(lengths, b) - s.start;
   }
   s.len = s.slot;
   if (lengths.used != nullptr) {

@@ -88,10 +88,11 @@ def contenders_of(case, context, before=None, alone=False):
         pages = None
         if case.page:
             pages = torch.randperm(case.batch * case.pages, device="cuda").view(case.batch, -1).to(torch.int32)
-        return library.Attention(context, q, k, v, case.causal, deterministic, cu, case.seqlen_q, option, pages=pages)
+        return library.Attention(context, q, k, v, case.causal, deterministic, cu, case.seqlen_q, option, pages=pages,
+                                 listed=case.listed)
 
     # Decoding goes round among enough inputs that the L2 cache holds none of them.
-    sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section == "decode" else 1)]
+    sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section in ("decode", "listed") and case.seqlen_q < 16 else 1)]
     contenders = {"ours": [ours(*tensors, case.option, case.deterministic) for tensors in sets]}
     if before is not None:
         contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]

@@ -222,6 +222,39 @@ TEST_F(Graphs, PagesChange) {
   }
 }
 
+// Lists of keys are read when the graph runs.
+TEST_F(Graphs, ListsChange) {
+  SmallProblem p(64, /*paged=*/true);
+  fa_attention &a = p.attention;
+  a.mask = FA_MASK_NONE;
+  a.bias = a.block_mask = a.alibi_slopes = fa_tensor{};
+  a.block_size_q = a.block_size_k = 0;
+  a.dropout_p = 0;
+  a.dropout_seed_ptr = a.dropout_offset_ptr = nullptr;
+  constexpr int64_t kEntries = 5;
+  std::vector<int32_t> lists(static_cast<size_t>(SmallProblem::kTotal * kEntries));
+  void *memory = nullptr;
+  check(cudaMalloc(&memory, lists.size() * sizeof lists[0]), "memory");
+  a.kv_indices = {memory, {SmallProblem::kTotal, kEntries}, {kEntries, 1}, FA_INT32, 2};
+  const auto call = [&] { forward(p, nullptr, 0); };
+  const Graph graph(stream_, call);
+  ASSERT_TRUE(graph.made());
+  std::vector<uint8_t> before;
+  for (const int32_t first : {0, 7, 60}) {  // beside entries that are no keys
+    for (size_t n = 0; n < lists.size(); ++n) lists[n] = n % 3 == 1 ? -1 : first + static_cast<int32_t>(n % 31);
+    check(cudaMemcpyAsync(memory, lists.data(), lists.size() * sizeof lists[0], cudaMemcpyHostToDevice, stream_), "upload");
+    p.poison(stream_);
+    graph.launch(stream_);
+    const std::vector<uint8_t> replayed = p.outputs(stream_);
+    p.poison(stream_);
+    call();
+    EXPECT_EQ(replayed, p.outputs(stream_)) << "keys from " << first << " on";
+    EXPECT_NE(replayed, before);
+    before = replayed;
+  }
+  check(cudaFree(memory), "free");
+}
+
 // A step of an inference engine, captured once: append a row to every cache, then attend. A replay uses the offsets, lengths and page tables
 // that are on the device when it runs.
 TEST_F(Graphs, AppendThenForward) {

@@ -29,13 +29,10 @@ class Backend {
     const auto narrow = [&](int64_t dtype) { return c.dtype == FA_FLOAT32 && (dtype == FA_FLOAT16 || dtype == FA_BFLOAT16); };
     if (!has_mixed_kernels() && narrow(c.key_dtype)) return "k.dtype";
     if (!has_mixed_kernels() && c.bias != 0 && narrow(c.bias_dtype)) return "bias.dtype";
-    if (!has_index_kernels() && c.key_indices != 0) return "kv_indices";
     return "";
   }
   // Whether there are kernels for fp32 queries with 16-bit keys or bias, and for fp32 rows and 16-bit caches.
   virtual bool has_mixed_kernels() const { return true; }
-  // Whether there are kernels for kv_indices.
-  virtual bool has_index_kernels() const { return true; }
   virtual fa_context context() = 0;
   virtual fa_stream stream() { return nullptr; }
 

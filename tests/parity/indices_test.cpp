@@ -87,17 +87,78 @@ TEST_P(Indices, Packed) {
   }
 }
 
+Case latent(const char *name) {
+  Case c = base(name);
+  c.dtype = FA_BFLOAT16;
+  c.heads_q = 16;
+  c.heads_k = 1;
+  c.head_dim = 576;
+  c.head_dim_v = 512;
+  c.v_in_k = 1;
+  return c;
+}
+
+// One block of rows of a query and several, whose lists end within a tile of keys, lists of several splits, and one that is shorter than a tile.
 TEST_P(Indices, LatentCaches) {
   for (const int64_t page_size : {0, 64}) {
-    Case c = base("indices: latent");
-    c.dtype = FA_BFLOAT16;
-    c.heads_q = 16;
-    c.heads_k = 1;
-    c.head_dim = 576;
-    c.head_dim_v = 512;
-    c.v_in_k = 1;
-    c.page_size = page_size;
+    for (const auto &[heads, entries] : {std::pair{16, 100}, {128, 100}, {128, 700}, {40, 7}}) {
+      Case c = latent("indices: latent");
+      c.page_size = page_size;
+      c.heads_q = heads;
+      c.key_indices = entries;
+      EXPECT_TRUE(check(backend(), c));
+      c.dtype = FA_FLOAT16;
+      c.sink = 1;
+      c.q.seqlen = 1;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+// Queries and keys in any layout: kernels that read lists by themselves, and those that cannot.
+TEST_P(Indices, LatentLayouts) {
+  for (int64_t n = 0; n < 8; ++n) {
+    Case c = latent("indices: latent layouts");
+    c.heads_q = n % 2 == 0 ? 128 : 70;
+    if (n == 1) c.q.layout = kBhsd;
+    if (n == 2) c.lse_odd = 1;
+    if (n == 3) c.q.used = {3, 0, 2};
+    if (n == 4 || n == 5) {
+      c.q.packed = 1;
+      c.q.slots = {1, 0, 5};
+    }
+    if (n == 5 || n == 6) {
+      c.k.packed = 1;
+      c.k.slots = {300, 20, 90};
+      c.k.used = {290, 20, 70};
+    }
+    if (n == 7) c.num_splits = 3;
     EXPECT_TRUE(check(backend(), c));
+    c.flags = FA_FLAG_BATCH_INVARIANT;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
+TEST_P(Indices, QuantisedLatentCaches) {
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+      for (const int64_t descale : {0, 1, 2}) {
+        Case c = latent("indices: quantised latent");
+        c.dtype = dtype;
+        c.key_dtype = key_dtype;
+        c.descale = descale;
+        c.heads_q = descale == 0 ? 128 : 24;
+        c.page_size = dtype == FA_FLOAT16 ? 64 : 0;
+        c.sink = 1;
+        EXPECT_TRUE(check(backend(), c));
+        c.q.packed = 1;
+        c.q.slots = {2, 3, 1};
+        EXPECT_TRUE(check(backend(), c));
+        c.key_indices = 0;  // and without lists
+        c.mask = FA_MASK_CAUSAL;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
   }
 }
 

@@ -236,10 +236,10 @@ TEST(CudaPlan, LatentWorkspace) {
       EXPECT_LE(plan.max_partitions, h200().multiprocessors);
       EXPECT_LE(plan.max_partitions, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
       if (batch == 64) {
-        EXPECT_EQ(plan.max_partitions, 128) << "shares that do not cross items";
+        EXPECT_EQ(plan.max_partitions << plan.coscheduled_log2, 128) << "shares that do not cross items";
       }
       EXPECT_EQ(plan.cluster, batch == 64 && heads < 128 ? 2 : 0) << "pairs where an item has two shares";
-      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(plan.max_partitions * 64) * (512 + 2) * 4);
+      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>((plan.max_partitions << plan.coscheduled_log2) * 64) * (512 + 2) * 4);
       p.batch_invariant = true;
       const ForwardPlan pieces = forward_plan(p, h200());
       EXPECT_EQ(pieces.cluster, 0);

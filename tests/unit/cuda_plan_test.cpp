@@ -184,6 +184,17 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
               forward.insert({plan.family, plan.shape});
             }
           }
+          // The same in bytes, and with lists of keys, which are masks of their own.
+          for (const Dtype dtype : {Dtype::bf16, Dtype::e4m3}) {
+            ForwardProblem latent = forward_of(mla);
+            latent.k.dtype = latent.v.dtype = dtype;
+            const ForwardPlan plan = forward_plan(latent, device);
+            forward.insert({plan.family, plan.shape});
+            if (has_data_mask(latent) || latent.general_score() || latent.band.right < Band::kUnlimited) continue;
+            latent.key_indices = {true, reinterpret_cast<const int32_t *>(&unreadable), 0, 512, 1, 512};
+            const ForwardPlan listed = forward_plan(latent, device);
+            forward.insert({listed.family, listed.shape});
+          }
           if (head_dim > 512) continue;  // forward alone
           for (const auto &[queries, keys] : {std::pair{1000, 1000}, {1000, 3000}, {30000, 30000}}) {
             p.q_lengths.max_len = queries;

@@ -170,8 +170,8 @@ Masks as data; rows and blocks count from 0, as in C:
 - `seqstart_k`: (batch) Int32, number of keys at the start of each sequence that are masked.
 - `slices`: (5, n) Int32, q_begin, q_end, k_begin, k_end and a kind (`SLICE_FULL`, `SLICE_CAUSAL`, `SLICE_INVERSE_CAUSAL`, `SLICE_BOTH_CAUSAL`); a pair in no
   slice is masked.
-- `kv_indices`: (n, rows of q, batch) Int32, the rows of k that each query sees, in all its heads, and no others; a negative number is none. Forward on the
-  CPU, without other masks, bias and dropout.
+- `kv_indices`: (n, rows of q, batch) Int32, the rows of k that each query sees, in all its heads, and no others; a negative number is none. Forward,
+  without other masks, bias and dropout.
 - `block_mask`: (blocks of k, blocks of q, heads or 1, batch or 1); or lists of the visible blocks of keys, Int32: `block_counts`, (blocks of q, heads or 1,
   batch or 1), and `block_indices`, (largest count, blocks of q, heads or 1, batch or 1). `block_size` = (rows of q, rows of k).
 """

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where keys and values lie in global memory: contiguous (padded or packed), or in the pages of a cache.
+// Where keys and values lie in global memory: contiguous (padded or packed), in the pages of a cache, or in rows of either that a query lists.
 #pragma once
 
 #include "core/problem.h"
 #include "cuda/common/divisor.h"
+#include "cuda/common/listed_keys.h"
 
 namespace fa::cuda {
 
@@ -33,6 +34,28 @@ struct KvLocator {
   template <int kRun>
   __device__ __forceinline__ bool whole_runs() const {
     return !paged() || static_cast<int>(page_size.value) % kRun == 0;
+  }
+};
+
+// Finds the keys that a query lists.
+struct ListLocator {
+  const ListedKeys &keys;
+
+  // The n-th entry of the list of row `row` of sequence b; packed queries are counted over the whole batch.
+  __device__ __forceinline__ const int32_t *address(int b, int64_t row, int64_t n) const {
+    const KeyIndices &lists = keys.lists;
+    return lists.data + b * lists.batch_stride + row * lists.row_stride + n * lists.entry_stride;
+  }
+  // The entry of key j of a sequence, -1 if it has no such key.
+  __device__ __forceinline__ int entry(int b, const Sequence &sequence, int j) const {
+    if (j < 0 || j >= sequence.len) return -1;
+    int64_t outer = keys.k_lengths.cu != nullptr ? 0 : b, row = sequence.start + j;
+    if (keys.page_table != nullptr) {
+      const int page = keys.page_size.quotient(j);
+      outer = keys.page_table[b * keys.page_table_batch_stride + page * keys.page_table_page_stride];
+      row = j - page * static_cast<int>(keys.page_size.value);
+    }
+    return static_cast<int>(outer * keys.outer_step + row * keys.row_step);
   }
 };
 

@@ -124,6 +124,15 @@ __device__ __forceinline__ void mask_rows(Scores &s, int key0, int lane, Keys ke
   for (int r = 0; r < Fragment::kRows; ++r) mask_row<Fragment>(s, r, keys(r), key0, opaque(lane));
 }
 
+// Scores of keys that do not exist become -inf. `first` and `second` have a bit for each key of a tile of at most 64 keys, the lowest bit first.
+template <class Fragment, typename Scores>
+__device__ __forceinline__ void mask_keys(Scores &s, uint32_t first, uint32_t second, int lane) {
+  const uint32_t exists[2] = {first >> Fragment::first_key(lane), second >> Fragment::first_key(lane)};
+#pragma unroll
+  for (int n = 0; n < Fragment::kElements; ++n)
+    if ((exists[Fragment::key(n) / 32] >> Fragment::key(n) % 32 & 1) == 0) element(s, n) = -CUDART_INF_F;
+}
+
 // The pair rule: query i sees key j if first <= j - i <= last, i < seqlen_q and j < seqlen_k.
 struct PairMask {
   int first, last, seqlen_q, seqlen_k;

@@ -31,6 +31,7 @@ namespace fa::cuda {
 #define FA_DECLARE_EXTEND(name, ...) FA_WEAK Forward extend_##name##_f16, extend_##name##_bf16;
 #define FA_DECLARE_EXTEND_8BIT(name, ...) FA_WEAK Forward8Bit extend_8bit_##name;
 #define FA_DECLARE_MLA(name, ...) FA_WEAK Forward mla_##name##_f16, mla_##name##_bf16;
+#define FA_DECLARE_MLA_8BIT(name, ...) FA_WEAK Forward8Bit mla_8bit_##name;
 // The same as elements of an array.
 #define FA_FORWARD(name, ...) {forward_##name##_f16, forward_##name##_bf16},
 #define FA_BACKWARD(name, ...) {backward_##name##_f16, backward_##name##_bf16},
@@ -42,6 +43,7 @@ namespace fa::cuda {
 #define FA_EXTEND(name, ...) {extend_##name##_f16, extend_##name##_bf16},
 #define FA_EXTEND_8BIT(name, ...) extend_8bit_##name,
 #define FA_MLA(name, ...) {mla_##name##_f16, mla_##name##_bf16},
+#define FA_MLA_8BIT(name, ...) mla_8bit_##name,
 
 namespace {
 
@@ -132,10 +134,16 @@ decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
 
 namespace mla {
 using Forward = const void *();
+using Forward8Bit = const void *(bool i8);
 FA_MLA_TABLE(FA_DECLARE_MLA)
+FA_MLA_8BIT_TABLE(FA_DECLARE_MLA_8BIT)
 static constexpr Forward *kForward[][2] = {FA_MLA_TABLE(FA_MLA)};
+static constexpr Forward8Bit *kForward8Bit[] = {FA_MLA_8BIT_TABLE(FA_MLA_8BIT)};
 
-const void *kernel(int shape, Dtype dtype) { return call(kForward[shape][dtype == Dtype::bf16]); }
+const void *kernel(int shape, Dtype queries, Dtype keys) {
+  return shape >= kFirst8Bit ? call(kForward8Bit[shape - kFirst8Bit], keys == Dtype::i8)
+                             : call(kForward[shape][queries == Dtype::bf16]);
+}
 }  // namespace mla
 
 namespace sm90_fp32 {
@@ -168,7 +176,7 @@ bool is_instance_built(const KernelRow &kernel, Dtype dtype) {
       return kernel.any_dtype ? extend::kForward8Bit[shape - extend::kFirst8Bit] != nullptr
                               : extend::kForward[shape][bf16] != nullptr;
     case Family::mla:
-      return mla::kForward[shape][bf16] != nullptr;
+      return kernel.any_dtype ? mla::kForward8Bit[shape - mla::kFirst8Bit] != nullptr : mla::kForward[shape][bf16] != nullptr;
     case Family::sm90_fp32:
       return backward ? sm90_fp32::kBackward[shape] != nullptr : sm90_fp32::kForward[shape] != nullptr;
     case Family::none:

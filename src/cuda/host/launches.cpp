@@ -4,6 +4,7 @@
 
 #include <iterator>
 
+#include "cuda/host/key_lists.h"
 #include "cuda/kernels/cell_map/cell_map.h"
 #include "cuda/kernels/max_logit/max_logit.h"
 
@@ -49,6 +50,19 @@ void skip_left_padding(MaskedProblem &p) {
 
 fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, LaunchMemory memory, Launches &launches,
                         ErrorText &error) {
+  if (problem.key_indices.given) {
+    auto &params = launches.make_params<KeyListParams>();
+    ForwardProblem single;
+    size_t bytes = 0;
+    void *const tables = static_cast<char *>(memory.workspace) + plan.key_lists_offset;
+    FA_RETURN_IF_ERROR(list_keys(problem, plan.finds_listed_keys, tables, single, params, bytes, error));
+    if (plan.finds_listed_keys) {
+      memory.listed_keys = &params.keys;
+    } else {
+      launches.add("key list kernel", key_lists_launch(params), &params);
+    }
+    return make_launches(single, plan, memory, launches, error);
+  }
   if (plan.cell_map) add_cell_map(problem, /*backward=*/false, plan.cell_map_offset, memory, launches);
   if (problem.max_logit != nullptr) {
     auto &params = launches.make_params<MaxLogitParams>();

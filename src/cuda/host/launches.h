@@ -7,6 +7,7 @@
 #include "core/status.h"
 #include "cuda/common/data_mask.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/listed_keys.h"
 #include "cuda/common/score_text.h"
 #include "cuda/host/driver.h"
 #include "cuda/host/plan.h"
@@ -28,6 +29,7 @@ struct LaunchMemory {
   int32_t *counters;                            // plan.counters, of Counters, for this launch alone
   DataMask mask;                                // of the problem, where plan.cell_map is set; make_launches() fills it in
   const ScoreTextLaunch *score_text = nullptr;  // where plan.scored is set
+  const ListedKeys *listed_keys = nullptr;      // where plan.finds_listed_keys is set; make_launches() fills it in
 };
 
 // Appends the launches of a plan by the launcher of its family.

@@ -12,12 +12,14 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   decode::set_params(p, plan, memory.workspace, params);
   params.counters = memory.counters;
   params.row_blocks_divisor = Divisor(plan.row_blocks);
+  params.listed = memory.listed_keys != nullptr ? *memory.listed_keys : ListedKeys{};
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
     FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));
   }
   launches.add("MLA kernel",
-               {kernel(plan.shape, p.q.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true, plan.cluster},
+               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true,
+                plan.cluster},
                &params);
   return FA_OK;
 }

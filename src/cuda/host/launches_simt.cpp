@@ -13,6 +13,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.row_blocks = plan.row_blocks;
   params.rows_per_token = plan.rows_per_token;
   params.num_splits = plan.num_splits;
+  params.rows_per_page = static_cast<int32_t>(p.rows_per_page);
   params.max_logit = p.max_logit;
   params.max_logit_stride = p.max_logit_stride;
   params.vector_q = plan.vector.q;

@@ -54,7 +54,9 @@ Needs common_needs(const MaskedProblem &p) {
   needs.out = p.out.dtype;
   const auto add = [&](bool asked, FeatureSet feature) { needs.features |= asked ? feature : 0; };
   add(p.batch_invariant, kBatchInvariant);
-  add(p.batch_invariant && (p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr), kBatchInvariantVarlenQ);
+  // Single queries of kv_indices (cu_pairs) have one length in any batch.
+  add(p.batch_invariant && !p.q_lengths.cu_pairs && (p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr),
+      kBatchInvariantVarlenQ);
   add(p.deterministic, kDeterministic);
   add(p.fp32_products && needs.operands == kFp32, kFp32Products);
   add(p.k_lengths.total > INT32_MAX, kHugePackedKv);
@@ -86,6 +88,8 @@ Needs needs_of(const ForwardProblem &p) {
     needs.features &= ~kPlainScores;
   }
   if (p.page_table != nullptr) needs.features |= kPagedKv;
+  if (p.rows_per_page != 0) needs.features |= kUnevenRows;
+  if (p.finds_listed_keys) needs.features |= kListedKeys;
   if (p.num_splits > 1) needs.features |= kSplitKv;
   if (is_widened(p.out, p)) needs.features |= kFp32RowResults;
   if (is_quantised(p.k.dtype) && (p.k_descale.per_row || p.v_descale.per_row)) needs.features |= kDescalePerRow;

@@ -31,7 +31,7 @@ struct ForwardPlan {
   // 2^min_iterations_log2 KV tiles; or, with fixed_splits > 0, every work tile into at most that many splits.
   int32_t max_partitions = 0;
   int32_t coscheduled_log2 =
-      0;  // stream-K: 2^coscheduled_log2 neighbouring KV heads are co-scheduled, each by a CTA of its own
+      0;  // stream-K: 2^coscheduled_log2 neighbouring work tiles are co-scheduled, each by a CTA of its own
   int32_t fixed_splits = 0;
   int32_t min_iterations_log2 = 0;
   // decode, extend with a combine kernel: work tiles that may be split, numbered through the problem or by partition, and the CTAs that
@@ -47,6 +47,10 @@ struct ForwardPlan {
   bool scored = false;                 // kernels are compiled with the score text
   bool cell_map = false;               // launches begin with those that build the cell map of masks as data (data_mask.h)
   size_t cell_map_offset = 0;          // in the workspace
+  // The plan is of single queries with a list of keys each (key_lists.h), and launches begin with the one that writes their page tables.
+  bool key_lists = false;
+  bool finds_listed_keys = false;  // the kernel reads the lists itself, and there are no tables
+  size_t key_lists_offset = 0;     // in the workspace
   // How the kernel reaches the tensors.
   bool tma_kv = false;   // TMA loads K and V; without it, cp.async gathers their rows
   bool tma_out = false;  // TMA stores out; without it, registers do

@@ -19,6 +19,7 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
     while (n < mla::kNumShapes && (kShapes[n].pairs != pairs || !can_run(kernels[static_cast<size_t>(n)], needs, device))) ++n;
     return n;
   };
+  const bool kv_8bit = is_quantised(p.k.dtype);
   const int32_t found = find(false);
   if (found == mla::kNumShapes) return false;
   const Shape &shape = kShapes[found];
@@ -48,19 +49,21 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   work.max_splits = kMaxSplits;
   work.rows = shape.rows();
   work.columns = shape.head_dim_v;
+  // The rows of one query all see the same keys. Two blocks of them that read these at the same time share what L2 reads.
+  work.max_coscheduled_log2 = p.q_lengths.max_len == 1 && row_blocks % 2 == 0 ? 1 : 0;
   plan_partition(work, p, plan);
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = tiles * plan.fixed_splits;
   // Where every work tile gets two partitions, as far as the host knows, the CTAs that have them are a cluster.
   const int32_t paired = find(true);
-  if (paired < mla::kNumShapes && plan.fixed_splits == 0 &&
+  if (paired < mla::kNumShapes && plan.fixed_splits == 0 && plan.coscheduled_log2 == 0 &&
       std::min<int64_t>(plan.max_partitions, tiles * (iterations - 1) >> plan.min_iterations_log2) == 2 * tiles) {
     plan.shape = paired;
     plan.cluster = 2;
     plan.max_partitions = static_cast<int32_t>(2 * tiles);
     plan.blocks = plan.max_partitions;
   }
-  plan.tma_kv = is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
+  plan.tma_kv = !kv_8bit && is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
   plan.reason = "MLA kernel: V is part of K, and the query heads share each KV tile";
   return true;
 }

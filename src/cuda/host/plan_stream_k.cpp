@@ -8,14 +8,14 @@
 namespace fa::cuda {
 namespace {
 
-// The number of partitions for `ctas` CTAs, and how many neighbouring heads are co-scheduled. A work tile is worth at most
+// The number of partitions for `ctas` CTAs, and how many neighbouring work tiles are co-scheduled. A work tile is worth at most
 // `max_partitions_per_tile` partitions.
 int64_t count_partitions(const StreamK &work, const Problem &p, int64_t ctas, int64_t max_partitions_per_tile,
                          ForwardPlan &plan) {
   int32_t &coscheduled_log2 = plan.coscheduled_log2;
   constexpr int64_t kMaxTilesPerPartition = 2;
   const auto fills_device = [&](int64_t partitions, int32_t log2) {
-    return p.heads_k % (1 << log2) == 0 && (partitions << log2) * 16 >= ctas * 15;
+    return work.tiles / p.batch % (1 << log2) == 0 && (partitions << log2) * 16 >= ctas * 15;
   };
   // Partitions of one or two whole work tiles, or of equal parts of one: a CTA that goes on to another work tile has to start anew.
   for (int32_t log2 = work.max_coscheduled_log2; work.uniform && log2 >= 0; --log2) {

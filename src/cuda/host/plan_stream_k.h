@@ -23,7 +23,7 @@ struct StreamK {
   int64_t max_splits;                 // by sequence
   int64_t rows, columns;              // of a partial
   bool uniform = false;               // partitions should end where work tiles end
-  int32_t max_coscheduled_log2 = 0;   // at most 2^this neighbouring KV heads may be co-scheduled
+  int32_t max_coscheduled_log2 = 0;   // at most 2^this neighbouring work tiles of a sequence may be co-scheduled
 };
 
 // At most, and such that a few heads are enough to fill the device.

@@ -56,7 +56,8 @@ constexpr auto kRows = concatenate(
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms : 0);
-              row.features = (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults) | left_padding_by_mask(shape.scores);
+              row.features =
+                  (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults & ~kUnevenRows) | left_padding_by_mask(shape.scores);
               row.capability = shape.capability;
               row.threads = shape.threads();
               row.shared_bytes = shape.shared_bytes();
@@ -124,10 +125,13 @@ constexpr auto kRows = concatenate(
             }),
     rows_of(mla::kShapes, Family::mla, Pass::forward,
             [](KernelRow &row, const mla::Shape &shape) {
-              row.set = "mla_fwd";
+              const bool kv_8bit = shape.kv_bytes == 1;
+              row.set = kv_8bit ? "mla_8bit_fwd" : "mla_fwd";
+              row.any_dtype = kv_8bit;
+              row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.head_dim = shape.head_dim;
               row.head_dim_v = shape.head_dim_v;
-              row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv;
+              row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv | (shape.lists ? kListedKeys : 0);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();

@@ -46,7 +46,10 @@ constexpr FeatureSet kLeftPadding = 4096;       // left padding that a kernel ma
 constexpr FeatureSet kFp32KeyGradients = 8192;  // dk or dv of fp32 with 16-bit operands
 constexpr FeatureSet kFp32RowResults = 16384;   // out or dq of fp32 with 16-bit operands
 constexpr FeatureSet kFp32Products = 32768;     // FA_FLAG_FP32_PRODUCTS, with fp32 operands
-constexpr FeatureSet kAnyFeatures = 65535;
+constexpr FeatureSet kUnevenRows = 65536;       // listed rows that are no multiples of one stride (key_lists.h)
+constexpr FeatureSet kAnyFeatures = 131071;
+constexpr FeatureSet kListedKeys =
+    131072;  // keys that the kernel finds in the lists of queries. Such kernels serve nothing else
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cinttypes>
 
+#include "core/backend.h"
 #include "cuda/common/operand.h"
+#include "cuda/host/key_lists.h"
 #include "cuda/host/planners.h"
 #include "cuda/kernels/cell_map/cell_map.h"
 
@@ -60,8 +62,8 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
 //                         at most 16 queries
 //   any                   any                                           decode
+//   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
-//   16-bit, fp32          any                                           mla
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
 //   fp32                  any, unless beats_sm90_fp32() prefers it      sm90_fp32
 //   16-bit, fp32          any                                           extend, any device
@@ -76,8 +78,8 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     return FA_OK;
   }
   if (plan_decode(p, needs, device, plan)) return FA_OK;
-  if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   if (plan_mla(p, needs, device, plan)) return FA_OK;
+  if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   ForwardPlan sm90;
   const bool hopper = plan_sm90(p, needs, device, sm90);
   const fa_status status = plan_any_device(p, needs, device, plan, error);
@@ -150,9 +152,35 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
   return names.empty() ? "" : "; not aligned for 16-byte vectors: " + names;
 }
 
+// The plan of the single queries of a problem with kv_indices, and room for their page tables behind the rest of its workspace. A kernel that
+// finds the keys by itself needs no tables.
+fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  // A plan reads no addresses, but asks which tensors there are.
+  void *const workspace = reinterpret_cast<void *>(kWorkspaceAlignment);
+  ForwardProblem single;
+  KeyListParams params;
+  size_t bytes = 0;
+  FA_RETURN_IF_ERROR(check_limits(p, error));
+  if (finds_listed_keys(p)) {
+    FA_RETURN_IF_ERROR(list_keys(p, /*kernel_finds_keys=*/true, workspace, single, params, bytes, error));
+    ErrorText no_kernel;
+    if (plan_forward(single, device, plan, no_kernel) == FA_OK) {
+      plan.key_lists = plan.finds_listed_keys = true;
+      return FA_OK;
+    }
+  }
+  FA_RETURN_IF_ERROR(list_keys(p, /*kernel_finds_keys=*/false, workspace, single, params, bytes, error));
+  FA_RETURN_IF_ERROR(plan_forward(single, device, plan, error));
+  plan.key_lists = true;
+  plan.key_lists_offset = align_up(plan.workspace_bytes);
+  plan.workspace_bytes = plan.key_lists_offset + bytes;
+  return FA_OK;
+}
+
 }  // namespace
 
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  if (p.key_indices.given) return plan_key_lists(p, device, plan, error);
   FA_RETURN_IF_ERROR(check_limits(p, error));
   const Needs needs = needs_of(p);
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
@@ -208,7 +236,7 @@ fa_status plan_jvp(const JvpProblem &j, const Device &device, JvpPlan &plan, Err
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
   const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
-         (split ? "_split" : "");
+         (plan.key_lists && !plan.finds_listed_keys ? "_listed" : "") + (split ? "_split" : "");
 }
 
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
@@ -225,7 +253,9 @@ std::string kernel_name(const JvpProblem &j, const JvpPlan &plan) {
 }
 
 std::string reason_of(const ForwardPlan &plan) {
-  const std::string reason = plan.reason, out = by_elements({{"out", plan.vector.out}});
+  const std::string reason = std::string(plan.key_lists ? "every query is a sequence of the keys that it lists; " : "") +
+                             plan.reason,
+                    out = by_elements({{"out", plan.vector.out}});
   switch (plan.family) {
     case Family::sm90:
       return reason + (plan.tma_out ? "; TMA stores out" : "; registers store out") + (plan.tma_out ? "" : out);
@@ -257,9 +287,6 @@ std::string reason_of(const JvpPlan &plan) {
 }
 
 fa_status plan_forward(const ScoredForward &problem, const Device &device, ForwardPlan &plan, ErrorText &error) {
-  if (problem.key_indices.given) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "kv_indices is given, but CUDA has no kernel with it; CPU contexts have");
-  }
   FA_RETURN_IF_ERROR(plan_forward(static_cast<const ForwardProblem &>(problem), device, plan, error));
   plan.scored = problem.score != nullptr;
   return FA_OK;

@@ -33,6 +33,7 @@ class Case:
     arch: int = 0  # 80: with kernels for sm_80 alone
     page: int = 0  # keys lie in pages of so many
     latent: bool = False  # values are the first columns of the keys
+    listed: int = 0  # keys that each query lists, at random (kv_indices)
 
     @property
     def d_v(self) -> int:
@@ -51,14 +52,15 @@ class Case:
             words.append(f"S{self.seqlen_q}")
         if self.heads_q != self.heads_k or self.section == "decode":
             words.append(f"H{self.heads_q}/{self.heads_k}")
-        words += [word for word in ("latent" if self.latent else "", f"page{self.page}" if self.page else "", self.option,
+        words += [word for word in ("latent" if self.latent else "", f"page{self.page}" if self.page else "",
+                                    f"listed{self.listed}" if self.listed else "", self.option,
                                     "deterministic" if self.deterministic else "") if word]
         return " ".join(words)
 
     @property
     def flops(self) -> float:
         """Products over visible pairs: half of them under a causal mask; backward and jvp count five products for forward's two."""
-        pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * self.seqlen_k
+        pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * (self.listed or self.seqlen_k)
         if self.option in SPARSE:
             visible, blocks = visible_blocks(self.option, self.seqlen_k)
             pairs *= visible / blocks
@@ -79,7 +81,8 @@ class Case:
     def key_bytes(self) -> int:
         """Bytes of the keys and values, 16-bit or quantised: what decoding has to read, without descales."""
         columns = self.head_dim + (0 if self.latent else self.d_v)
-        return (1 if self.option in QUANTISED else 2) * self.batch * self.seqlen_k * self.heads_k * columns
+        rows = self.seqlen_q * self.listed or self.seqlen_k
+        return (1 if self.option in QUANTISED else 2) * self.batch * rows * self.heads_k * columns
 
 
 DROPOUT, SOFTCAP = 0.1, 30.0  # their values where they are the option
@@ -103,7 +106,7 @@ SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bia
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
 SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
-            "varlen", "fp8", "fp32", "jvp")
+            "listed", "varlen", "fp8", "fp32", "jvp")
 FP32 = "fp32"  # the section whose operands are fp32
 
 
@@ -234,6 +237,21 @@ def decode(quick: bool) -> List[Case]:
                    paged(64, 8192, head_dim=64, heads=32, option="e4m3")]
 
 
+def listed(quick: bool) -> List[Case]:
+    """Sparse attention by index over latent caches, decoding and prefill, and over keys and values of groups of heads."""
+
+    def latent(batch, tokens, seqlen, heads, option=""):
+        return Case("listed", "forward", 576, False, tokens, seqlen, batch, heads, 1, head_dim_v=512, option=option, graph=tokens < 16,
+                    page=64, latent=True, listed=2048)
+
+    rows = [latent(128, 1, 32768, heads) for heads in ((128,) if quick else (16, 64, 128))] + [latent(1, 4096, 8192, 128)]
+    if quick:
+        return rows
+    rows += [latent(1, 4096, 131072, 128), latent(4, 1, 32768, 128), latent(64, 2, 32768, 128)]
+    rows += [latent(128, 1, 32768, heads, "e4m3") for heads in (16, 64, 128)] + [latent(1, 4096, 8192, 128, "e4m3")]
+    return rows + [Case("listed", "forward", 128, False, 1, 16384, 64, 32, 8, graph=True, page=16, listed=2048)]
+
+
 def random_lengths(seed: int, count: int = 64, mean: int = 1024) -> Tuple[int, ...]:
     """From 1 to 2 mean - 1, each as likely as any other, then moved until they add up to count * mean."""
     source = random.Random(seed)
@@ -298,6 +316,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "score": lambda: score(quick),
         "sm80": lambda: general("sm80", quick, 80),
         "decode": lambda: decode(quick),
+        "listed": lambda: listed(quick),
         "varlen": lambda: varlen(quick),
         "fp8": lambda: fp8(quick),
         "jvp": lambda: jvp(quick),

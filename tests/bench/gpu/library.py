@@ -71,7 +71,8 @@ class Attention:
     """One problem with its workspaces. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`; with
     `pages`, the page table, keys and values are (pages, page_size, heads, head_dim)."""
 
-    def __init__(self, context: Context, q, k, v, causal=False, deterministic=False, cu=None, longest=0, option="", seed=1, pages=None):
+    def __init__(self, context: Context, q, k, v, causal=False, deterministic=False, cu=None, longest=0, option="", seed=1, pages=None,
+                 listed=0):
         self.context = context
         rows = q.shape[:-1]
         self.out = torch.full((*rows, v.shape[-1]), float("nan"), dtype=q.dtype, device=q.device)
@@ -90,6 +91,11 @@ class Attention:
             a.max_seqlen_q = a.max_seqlen_k = longest
         if pages is not None:
             a.page_table = tensor(pages)
+        if listed:  # keys of a query's sequence, all different
+            keys = k.shape[1] * (pages.shape[1] if pages is not None else 1)
+            lists = [torch.randperm(keys, device=q.device)[:listed] for _ in range(rows[0] * rows[1])]
+            self.kept.append(torch.stack(lists).to(torch.int32).view(*rows[:2], listed))
+            a.kv_indices = tensor(self.kept[-1])
         self.bias = self.block_mask = None
         self._set(option, q, k, pages, seed)
         self.gradients = self.tangents = None

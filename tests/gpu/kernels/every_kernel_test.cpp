@@ -327,7 +327,47 @@ std::vector<Case> cases() {
       c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
       if (dtype == FA_BFLOAT16) c.page_size = 16;
       all.push_back(c);
+      c.nan_visible = 0;
+      c.descale = 1;
+      for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+        c.key_dtype = key_dtype;
+        all.push_back(c);
+      }
     }
+  }
+  // Lists of keys, by kernels of each family that reads pages. Latent rows in two blocks of one query, whose CTAs go together.
+  for (const auto &[dtype, key_dtype, heads, head_dim] : {std::tuple{FA_FLOAT32, FA_FLOAT32, 6, 64},
+                                                          {FA_BFLOAT16, FA_BFLOAT16, 6, 64},
+                                                          {FA_FLOAT16, FA_FLOAT16, 80, 128},
+                                                          {FA_BFLOAT16, FA_INT8, 16, 128},
+                                                          {FA_FLOAT16, FA_FLOAT16, 128, 576},
+                                                          {FA_BFLOAT16, FA_BFLOAT16, 128, 576},
+                                                          {FA_FLOAT16, FA_INT8, 70, 576},
+                                                          {FA_FLOAT16, FA_FLOAT8_E4M3, 24, 576},
+                                                          {FA_BFLOAT16, FA_INT8, 24, 576},
+                                                          {FA_BFLOAT16, FA_FLOAT8_E4M3, 128, 576}}) {
+    Case c;
+    c.seed = seed_for("every kernel with lists of keys") + static_cast<int64_t>(all.size());
+    c.dtype = dtype;
+    if (key_dtype != dtype) {
+      c.key_dtype = key_dtype;
+      c.descale = 1;
+    }
+    c.batch = 2;
+    c.heads_k = head_dim == 576 ? 1 : 2;
+    c.heads_q = heads;
+    c.head_dim = head_dim;
+    c.head_dim_v = std::min(head_dim, 512);
+    c.v_in_k = head_dim == 576;
+    c.q.seqlen = 3;
+    c.k.seqlen = 400;
+    c.k.used = {400, 130};
+    c.key_indices = 2300;  // more than a CTA takes at once
+    c.sink = 1;
+    c.backward = 0;
+    c.nan_keys = 1;
+    if (dtype == FA_BFLOAT16) c.page_size = 16;
+    all.push_back(c);
   }
   return all;
 }

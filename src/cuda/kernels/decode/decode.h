@@ -35,8 +35,8 @@ struct Params {
   // 2^min_iterations_log2 KV steps each. fixed_splits > 0: every work tile into at most `fixed_splits` splits of at least
   // 2^min_iterations_log2 KV steps each.
   int32_t max_partitions, fixed_splits, min_iterations_log2;
-  // Stream-K only: 2^coscheduled_log2 neighbouring KV heads form one work tile, and each partition has one CTA for each of
-  // these heads.
+  // Stream-K only: 2^coscheduled_log2 neighbouring KV heads, or blocks of rows of a head, form one work tile, and each partition
+  // has one CTA for each of them.
   int32_t coscheduled_log2;
   // Split-KV partials: out (partials, rows, head_dim), and maximum and row sum (partials, rows). The maximum is in base 2; out is not
   // divided by the row sum.

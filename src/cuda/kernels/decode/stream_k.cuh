@@ -12,9 +12,9 @@
 //   work unit   the part of one work tile that lies in one partition
 //
 // Iterations are numbered over the whole launch: by sequence, then by work tile, then by key. A CTA takes partitions in turn.
-// Work tiles that span several partitions leave split-KV partials in the workspace. With co-scheduled KV heads
-// (Params::coscheduled_log2) a work tile stands for 2^coscheduled_log2 neighbouring heads, and each partition has one CTA for
-// each of these heads.
+// Work tiles that span several partitions leave split-KV partials in the workspace. With co-scheduled work tiles
+// (Params::coscheduled_log2) a work tile stands for 2^coscheduled_log2 neighbouring ones, KV heads or blocks of rows of a head,
+// and each partition has one CTA for each of these.
 //
 // Every warp computes the split for itself; each lane holds one sequence.
 #pragma once
@@ -193,7 +193,7 @@ class StreamKScheduler {
   __device__ __forceinline__ int batch() const { return static_cast<int>(a_.problem.batch); }
   // work tiles of a sequence
   __device__ __forceinline__ int tiles() const {
-    return (static_cast<int>(a_.problem.heads_k) >> coscheduled_log2()) * a_.row_blocks;
+    return static_cast<int>(a_.problem.heads_k) * a_.row_blocks >> coscheduled_log2();
   }
 
   __device__ __forceinline__ SequenceTiles sequence(int b) const {

@@ -129,6 +129,7 @@ class Forward {
     r.page_entry_stride = p_.page_table_page_stride;
     r.page_stride = t.batch_stride * dtype_bytes(t.dtype);
     r.page_size = static_cast<int32_t>(min(p_.page_size, int64_t{INT32_MAX}));
+    r.rows_per_page = a_.rows_per_page;
     return r;
   }
 

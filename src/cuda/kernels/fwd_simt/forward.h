@@ -22,7 +22,8 @@ struct ForwardParams {
   float *split_lse;
   Descale q_descale, k_descale, v_descale;  // of quantised operands
   DataMask mask;
-  float *max_logit;  // (heads_q), or null
+  int32_t rows_per_page;  // ForwardProblem::rows_per_page
+  float *max_logit;       // (heads_q), or null
   int64_t max_logit_stride;
 };
 

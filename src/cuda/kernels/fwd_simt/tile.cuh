@@ -57,12 +57,22 @@ struct Rows {
   int64_t page_entry_stride = 0;
   int64_t page_stride = 0;
   int32_t page_size = 1;
+  int32_t rows_per_page = 0;  // ForwardProblem::rows_per_page
 
+  // How many strides of a page and of a row the r-th row of a paged operand is from the first row of the first page.
+  struct Place {
+    int page, row;
+  };
+  __device__ __forceinline__ Place place(int r) const {
+    const int n = r / page_size, entry = page_table[n * page_entry_stride];
+    if (rows_per_page > 0) return {entry / rows_per_page, entry % rows_per_page};
+    return {entry, r - n * page_size};
+  }
   __device__ __forceinline__ const char *row(int r) const {
     if (heads > 1) return base + r / heads * row_stride + r % heads * head_stride;
     if (page_table == nullptr) return base + r * row_stride;
-    const int page = r / page_size;
-    return base + page_table[page * page_entry_stride] * page_stride + (r - page * page_size) * row_stride;
+    const Place at = place(r);
+    return base + at.page * page_stride + at.row * row_stride;
   }
 };
 
@@ -180,8 +190,8 @@ struct HeadDescale {
   __device__ __forceinline__ float of(const Rows &rows, int r) const {
     if (base == nullptr) return 1.f;
     if (rows.page_table == nullptr || (row_stride | page_stride) == 0) return base[r * row_stride];
-    const int page = r / rows.page_size;
-    return base[rows.page_table[page * rows.page_entry_stride] * page_stride + (r - page * rows.page_size) * row_stride];
+    const Rows::Place at = rows.place(r);
+    return base[at.page * page_stride + at.row * row_stride];
   }
 };
 

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/mla/mla.h"
 
@@ -25,12 +27,16 @@ struct WorkUnitDescriptor : decode::WorkDescriptor {
   bool pair;
 };
 
-template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kQRegisterAtoms_, bool kPairs_>
+template <typename Element_, Format kFormat_, int kD_, int kDv_, int kKeys_, int kStages_, int kQRegisterAtoms_, bool kPairs_,
+          bool kLists_>
 struct Config {
-  using Element = Element_;
+  static constexpr Format kFormat = kFormat_;  // of K
+  static constexpr bool k8BitKv = kFormat != Format::same;
+  using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit K
+  using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
-  static constexpr bool k8BitKv = false;
   static constexpr bool kPairs = kPairs_;
+  static constexpr bool kLists = kLists_;  // keys are those that each query lists; else contiguous, or in pages
   // Row blocks are not interleaved first with last: all see about the same number of keys.
   static constexpr bool kInterleaveRowBlocks = false;
   using Storage = SharedStorage<kD, kDv, kKeys, kStages, kQRegisterAtoms>;
@@ -84,6 +90,11 @@ class Cta {
   __device__ __forceinline__ uint32_t shared_peer_stats(int row) const {
     return shared_ + offsetof(Storage, peer_stats) + row * 8;
   }
+  // 8-bit K: what S of a row is multiplied by. It lies where clusters, which such kernels do not have, exchange statistics.
+  __device__ __forceinline__ uint32_t shared_row_scale(int row) const {
+    static_assert(!C::kPairs || !C::k8BitKv);
+    return shared_peer_stats(row);
+  }
   // Vector n of this thread in the DSMEM buffer: those of all threads lie side by side.
   __device__ __forceinline__ uint32_t dsmem_buffer(int n) const {
     return shared_ + offsetof(Storage, k) + (n * C::kPvThreads + threadIdx.x) * 16;
@@ -91,6 +102,14 @@ class Cta {
   // Flags: P V must take the NaN-safe path; the rescale factor of some row is not 1.
   static constexpr uint32_t kNanSafe = 1, kRescaled = 2;
   __device__ __forceinline__ uint32_t shared_flags(int stage) const { return shared_ + offsetof(Storage, flags) + stage * 16; }
+  // Which keys of half a K tile exist. Lists of keys alone have others.
+  __device__ __forceinline__ uint32_t shared_listed(int stage, int half) const {
+    return shared_ + offsetof(Storage, listed) + stage * 8 + half * 4;
+  }
+  // The sequence that the descales of a work unit belong to.
+  __device__ __forceinline__ int descale_batch(const WorkUnitDescriptor &work) const {
+    return C::kLists ? static_cast<int>(work.q_start) : work.batch;
+  }
   // When all K tiles have been read: maximum and sum of each row of a partial, after room for the out of one partial.
   __device__ __forceinline__ uint32_t shared_partial_stats(int partial, int row) const {
     return shared_ + offsetof(Storage, k) + C::kPartialBytes + (partial * C::kRows + row) * 8;

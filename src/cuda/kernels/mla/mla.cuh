@@ -80,4 +80,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla(const __grid_constant__ Pa
 #endif
 }
 
+// The kernel of a row of the table, for one type of operands of the MMA and of K.
+template <typename Element, int kShapeIndex, Format kFormat = Format::same>
+const void *instance() {
+  constexpr Shape kShape = kShapes[kShapeIndex];
+  using ThisConfig = Config<Element, kFormat, kShape.head_dim, kShape.head_dim_v, kShape.keys, kShape.stages, kShape.held,
+                            kShape.pairs, kShape.lists>;
+  static_assert(sizeof(typename ThisConfig::Storage) == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
+  return reinterpret_cast<const void *>(&mla<ThisConfig>);
+}
+
 }  // namespace fa::cuda::mla

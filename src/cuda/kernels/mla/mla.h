@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include "cuda/common/listed_keys.h"
 #include "cuda/kernels/decode/decode.h"
 #include "cuda/kernels/mla/table.h"
 
@@ -12,12 +13,13 @@ namespace fa::cuda::mla {
 // The kernel's only parameter. Work is partitioned as for the decode kernels (decode/stream_k.cuh).
 struct Params : decode::Params {
   Divisor row_blocks_divisor;  // row_blocks
+  ListedKeys listed;           // where its lists are given, pages are the keys that each query lists
   // Tensor map of K in boxes of eight rows, where TMA can load it.
   bool tma_kv;
   CUtensorMap k_map;
 };
 
 // The kernel's address for cudaLaunchKernel, null if this build does not contain it. `shape` indexes kShapes.
-const void *kernel(int shape, Dtype dtype);
+const void *kernel(int shape, Dtype queries, Dtype keys);
 
 }  // namespace fa::cuda::mla

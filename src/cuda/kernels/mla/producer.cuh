@@ -15,7 +15,9 @@ template <class C>
 class Producer : private decode::WorkScheduler<Cta<C>> {
  public:
   using Base = decode::WorkScheduler<Cta<C>>;
-  using Element = typename C::Element;
+  using KvElement = typename C::KvElement;
+
+  using Scheduler = decode::StreamKScheduler<C, true>;  // recomputes values, since registers are scarce
 
   using Base::Base;
 
@@ -25,17 +27,21 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     uint32_t tile_count = 0, work_units = 0;  // of the CTA so far
     // Lengths on the device may still be written by the previous launch, and are read first. The other warps wait for a work unit.
     if (!decode::lengths_known<C>(p_)) pdl_wait();
-    decode::StreamKScheduler<C> work(a_);
+    Scheduler work(a_);
     this->for_each_work_unit(work, [&](int partition) {
       pdl_wait();
+      // A query with a list of its own is a sequence. Its place is that of the sequence whose keys it lists (host/key_lists.h).
+      if constexpr (C::kLists) q_start_ = a_.listed.queries.quotient(work_unit_.batch);
       bool pair = false;
       if (warp == 0) pair = publish_work_unit(work_units++, work, partition);
+      // The page table is read one of this warp's tiles ahead.
+      int page = page_of(kv_tile_ + static_cast<int>((tile_count & 1) ^ stage));
 #pragma unroll 1
       for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++tile_count) {
         // Q is loaded first: behind the K tiles of all CTAs memory would deliver it last.
         if (tile_count == 0) mbarrier_wait(this->q_requested(), 0);
-        if (static_cast<int>(tile_count & 1) == stage)
-          load_half(tile * C::kKeys + (warp & 1) * kHalf, stage, warp & 1, (tile_count >> 1 & 1) ^ 1);
+        if (static_cast<int>(tile_count & 1) != stage) continue;
+        load_half(tile, page, stage, warp & 1, (tile_count >> 1 & 1) ^ 1);
       }
       if (C::kPairs && pair) {
         // Tells the peer CTA that its out may be written to this CTA's first stage. That stage's barriers are at most one phase behind the
@@ -61,6 +67,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   using Base::kv_tile_end_;
   using Base::lane_;
   using Base::p_;
+  using Base::q_start_;
   using Base::rows_;
   using Base::shared_tile;
   using Base::work_unit_;
@@ -73,37 +80,38 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   }
 
   // Describes work unit n of this CTA. Returns whether its work tile is divided between the two CTAs of a cluster.
-  __device__ __forceinline__ bool publish_work_unit(uint32_t n, const decode::StreamKScheduler<C> &work, int partition) const {
+  __device__ __forceinline__ bool publish_work_unit(uint32_t n, const Scheduler &work, int partition) const {
     this->wait_descriptor_free(n);
     // The unit is number `index` of its work tile; `partials` units come before the last one, which combines them in groups of `group_size`.
     const int first_partition = work.partition_of(work_unit_.tile_begin), index = partition - first_partition,
               partials = work.partition_of(work_unit_.tile_end - 1) - first_partition,
               counter = work.counter(work_unit_, first_partition),
               group_size = a_.fixed_splits > 0 ? 1 : partials_per_group(partials);
+    const int own_partial = work.partial_of(a_, partition);
     const bool pair = C::kPairs && rows_ > 0 && partials == 1 && first_partition % 2 == 0 &&
                       work.partition_begin(first_partition) == work_unit_.tile_begin &&
                       work.partition_begin(first_partition + 2) == work_unit_.tile_end;
     if (lane_ == 0) {
       WorkUnitDescriptor &work_unit = this->descriptor(n & 1);
       this->fill_descriptor(work_unit);
-      work_unit.partial = partition;
+      work_unit.partial = own_partial;
       work_unit.counter = counter;
       work_unit.partials = index % group_size;
-      work_unit.first_partial = partition - work_unit.partials;
+      work_unit.first_partial = own_partial - work_unit.partials;
       work_unit.partial_step = 1;
-      work_unit.awaited_counter = partition;
+      work_unit.awaited_counter = own_partial;
       work_unit.pair = pair;
       if (C::kPairs && pair) {
         work_unit.tile_continues = false;
         work_unit.partials = 0;
       } else if (!work_unit.tile_continues) {
         work_unit.partials = (index + group_size - 1) / group_size;
-        work_unit.first_partial = partition - index;
+        work_unit.first_partial = own_partial - index;
         work_unit.partial_step = group_size;
         work_unit.awaited_counter = counter;
       } else if (index % group_size != group_size - 1 && index != partials - 1) {
         work_unit.partials = 0;
-        work_unit.counter = min(partition + group_size - 1 - index % group_size, partition - index + partials - 1);
+        work_unit.counter = min(own_partial + group_size - 1 - index % group_size, own_partial - index + partials - 1);
       }
       mbarrier_arrive(this->work_full(n & 1));
     }
@@ -117,24 +125,58 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 
   // Each warp loads half a K tile, as the slices of its half become free. TMA loads groups of eight rows. Where some of the rows do not exist
   // or are not visible to any token, cp.async gathers the others instead, four rows at a time.
-  __device__ __forceinline__ void load_half(int key0, int stage, int half, uint32_t empty_parity) const {
-    if (a_.tma_kv && key0 >= keys_.begin && key0 + kHalf <= keys_.end) {
-      load_tma(key0, stage, half, empty_parity);
+  // `page`: of this lane's key. It becomes that of this warp's next tile, which is loaded as soon as the address of the key is known.
+  __device__ __forceinline__ void load_half(int tile, int &page, int stage, int half, uint32_t empty_parity) const {
+    const int key0 = tile * C::kKeys + half * kHalf;
+    if (!C::kLists && a_.tma_kv && key0 >= keys_.begin && key0 + kHalf <= keys_.end) {
+      constexpr int kRowGroups = kHalf / 8;
+      const int row_group = lane_ & (kRowGroups - 1);
+      const KvPlace place = place_of(__shfl_sync(~0u, page, row_group * 8), key0 + row_group * 8);
+      page = page_of(tile + 2);
+      load_tma(place, stage, half, empty_parity);
     } else {
-      load_gather(key0, stage, half, empty_parity);
+      static_assert(kHalf == 32, "a lane finds the row of one key");
+      const int next_page = page_of(tile + 2);
+      const uint32_t rows_seen = __ballot_sync(~0u, page >= 0);
+      int64_t offset = head_ * p_.k.head_stride;
+      if (page >= 0) {
+        const KvPlace place = place_of(page, key0 + lane_);
+        offset += place.outer * p_.k.batch_stride + place.row * p_.k.seq_stride;
+      }
+      page = next_page;
+      if constexpr (C::k8BitKv) {
+        load_8bit(offset, rows_seen, stage, half, empty_parity);
+      } else {
+        load_gather(offset, rows_seen, stage, half, empty_parity);
+      }
     }
   }
 
-  // Where the row of a key of this work unit lies.
-  __device__ __forceinline__ KvPlace place_of(int key) const {
-    const KvLocator locator{p_, a_.page_size};
-    return locator.place(locator.page_of(work_unit_.batch, key), work_unit_.batch, k_start_, key);
+  // The page of this lane's key of a tile, -1 where no token sees it. The thread tells the warp's half of the tile: registers are scarce.
+  __device__ __forceinline__ int page_of(int tile) const {
+    const int key = tile * C::kKeys + (opaque(threadIdx.x) & (2 * kHalf - 1));
+    if constexpr (C::kLists) {
+      if (tile >= kv_tile_end_ || key >= a_.listed.lists.count) return -1;
+      const ListLocator locator{a_.listed};
+      int b = a_.listed.queries.quotient(work_unit_.batch);
+      const int j = *locator.address(b, a_.listed.queries.remainder(work_unit_.batch), key);
+      asm volatile("" : "+r"(b) : "r"(j));  // the sequence is looked up behind that load, when its address takes no registers
+      return locator.entry(b, sequence_of(a_.listed.k_lengths, b), j);
+    } else {
+      if (tile >= kv_tile_end_ || key < keys_.begin || key >= keys_.end) return -1;
+      return KvLocator{p_, a_.page_size}.page_of(work_unit_.batch, key);
+    }
+  }
+  // Where the row of a key of this work unit lies. Entries of lists are rows.
+  __device__ __forceinline__ KvPlace place_of(int page, int key) const {
+    if constexpr (C::kLists) return {page, 0};
+    return KvLocator{p_, a_.page_size}.place(page, work_unit_.batch, k_start_, key);
   }
 
-  __device__ __forceinline__ void load_tma(int key0, int stage, int half, uint32_t empty_parity) const {
+  // `place`: of the first row of this lane's group of rows.
+  __device__ __forceinline__ void load_tma(const KvPlace &place, int stage, int half, uint32_t empty_parity) const {
     constexpr int kRowGroups = kHalf / 8;
     const int row_group = lane_ & (kRowGroups - 1);
-    const KvPlace place = place_of(key0 + row_group * 8);
     mbarrier_wait(empty(stage, half * kSlices), empty_parity);
     if (lane_ == 0) {
       mbarrier_arrive_expect_tx(full(stage), C::kHalfBytes);
@@ -153,36 +195,88 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     }
   }
 
-  // Gathers rows by cp.async. A lane loads one of the eight 16-byte vectors of every atom, of eight rows. Missing rows become zero.
-  __device__ __forceinline__ void load_gather(int key0, int stage, int half, uint32_t empty_parity) const {
-    constexpr int kRowsPerLane = kHalf / 4;
-    const int vector = lane_ & 7, row = lane_ >> 3, first = key0 + row;
-    const Element *const head = row_of_tensor<Element>(p_.k, 0, 0, head_) + vector * 8, *src[kRowsPerLane];
-    uint32_t visible = 0;
+  // Gathers rows by cp.async, four at a time: a lane loads one of the eight 16-byte vectors of every atom. Lane i has the offset of row i from
+  // where K begins; rows that are not in `rows_seen` become zero.
+  __device__ __forceinline__ void load_gather(int64_t offset, uint32_t rows_seen, int stage, int half,
+                                              uint32_t empty_parity) const {
+    constexpr int kRowsAtOnce = 4, kLoads = kHalf / kSlices / kRowsAtOnce;
+    const int vector = lane_ & 7, row = lane_ >> 3, columns = static_cast<int>(p_.head_dim) - vector * 8;
 #pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int key = first + i * 4;
-      src[i] = head;
-      if (key < keys_.begin || key >= keys_.end) continue;
-      visible |= 1u << i;
-      const KvPlace place = place_of(key);
-      src[i] += place.outer * p_.k.batch_stride + place.row * p_.k.seq_stride;
-    }
-    const int columns = static_cast<int>(p_.head_dim) - vector * 8;
+    for (int slice = 0; slice < kSlices; ++slice) {
+      mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
+      for (int n = slice * kLoads; n < (slice + 1) * kLoads; ++n) {
+        const int row_in_group = row + n % 2 * kRowsAtOnce;
+        const KvElement *src =
+            static_cast<const KvElement *>(p_.k.data) + vector * 8 + __shfl_sync(~0u, offset, n * kRowsAtOnce + row);
+        const int valid = rows_seen >> (n * kRowsAtOnce + row) & 1 ? columns : 0;
+        const uint32_t dst = shared_tile(stage) + half * C::kHalfBytes + n / 2 * C::kRowGroupBytes + row_in_group * 128 +
+                             ((vector ^ row_in_group) << 4);
 #pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int valid = visible >> i & 1 ? columns : 0, row_in_group = row + i % 2 * 4;
-      const uint32_t dst = shared_tile(stage) + half * C::kHalfBytes + i / 2 * C::kRowGroupBytes + row_in_group * 128 +
-                           ((vector ^ row_in_group) << 4);
-#pragma unroll
-      for (int atom = 0; atom < C::kAtoms; ++atom) {
-        cp_async_16(dst + atom * C::kAtomBytes, atom * 64 < valid ? src[i] + atom * 64 : src[i], atom * 64 < valid ? 16 : 0);
+        for (int atom = 0; atom < C::kAtoms; ++atom) {
+          cp_async_16(dst + atom * C::kAtomBytes, atom * 64 < valid ? src + atom * 64 : src, atom * 64 < valid ? 16 : 0);
+        }
       }
     }
     cp_async_commit();
     cp_async_wait<0>();
+    publish(rows_seen, stage, half);
+  }
+
+  // The same for 8-bit K, which becomes fp16. The bytes arrive in the second half of the memory that they will fill, in parts of eight rows and 64
+  // columns, and are widened in place from the first one on: part n goes to 1 KB from 1 KB n on, where no part behind it lies.
+  __device__ __forceinline__ void load_8bit(int64_t offset, uint32_t rows_seen, int stage, int half,
+                                            uint32_t empty_parity) const {
+    constexpr int kGroups = kHalf / 8, kPartBytes = 8 * 64;
+    static_assert(2 * kPartBytes == C::kAtomBytes && kGroups == 4);
+    const uint32_t tile = shared_tile(stage) + half * C::kHalfBytes,
+                   bytes = tile + C::kHalfBytes / 2 + static_cast<uint32_t>(lane_) * 16;
+    const int row = lane_ >> 2, vector = lane_ & 3, columns = static_cast<int>(p_.head_dim) - vector * 16;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      const KvElement *src =
+          static_cast<const KvElement *>(p_.k.data) + vector * 16 + __shfl_sync(~0u, offset, group * 8 + row);
+      const int valid = rows_seen >> (group * 8 + row) & 1 ? columns : 0;
+#pragma unroll
+      for (int atom = 0; atom < C::kAtoms; ++atom) {
+        cp_async_16(bytes + (group * C::kAtoms + atom) * kPartBytes, atom * 64 < valid ? src + atom * 64 : src,
+                    atom * 64 < valid ? 16 : 0);
+      }
+      cp_async_commit();
+    }
+    // Each lane widens the vectors that it has loaded, each to two neighbours.
+    const int r = opaque(lane_) >> 2, v = opaque(lane_) & 3;
+    const uint32_t to[2] = {tile + r * 128 + ((2 * v ^ r) << 4), tile + r * 128 + (((2 * v + 1) ^ r) << 4)};
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      if (group == 0) cp_async_wait<3>();
+      if (group == 1) cp_async_wait<2>();
+      if (group == 2) cp_async_wait<1>();
+      if (group == 3) cp_async_wait<0>();
+      const int first = group * C::kAtoms;
+      uint4 x = ld_shared_16(bytes + first * kPartBytes);
+#pragma unroll
+      for (int n = 0; n < C::kAtoms; ++n) {
+        uint4 next = x;
+        if (n + 1 < C::kAtoms) next = ld_shared_16(bytes + (first + n + 1) * kPartBytes);
+        __syncwarp();  // all lanes have read what is overwritten
+        const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
+          const HalfPairs a = widen_adjacent<C::kFormat>(low), b = widen_adjacent<C::kFormat>(high);
+          st_shared_16(at + (first + n) * C::kAtomBytes, a.first, a.second, b.first, b.second);
+        };
+        store(to[0], x.x, x.y);
+        store(to[1], x.z, x.w);
+        x = next;
+      }
+    }
+    publish(rows_seen, stage, half);
+  }
+
+  // Publishes half a K tile.
+  __device__ __forceinline__ void publish(uint32_t rows_seen, int stage, int half) const {
+    if (C::kLists && lane_ == 0) st_shared_4(this->shared_listed(stage, half), rows_seen);
     fence_proxy_async();
     mbarrier_arrive(full(stage));
   }

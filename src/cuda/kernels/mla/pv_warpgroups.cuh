@@ -177,6 +177,10 @@ class PvWarpgroups {
     __syncwarp();
   }
 
+  // Two columns of out. With 8-bit K it has the type of the queries.
+  __device__ __forceinline__ uint32_t pack(float a, float b) const {
+    return C::k8BitKv && p_.q.dtype == Dtype::bf16 ? pack2<__nv_bfloat16>(a, b) : pack2<Element>(a, b);
+  }
   // Stores half of the columns to out. In a cluster the peer CTA's share of these columns is added first.
   template <int kHalf>
   __device__ __forceinline__ void store_half() {
@@ -190,7 +194,7 @@ class PvWarpgroups {
       Element *dst = reinterpret_cast<Element *>(uint64_t{row_epilogue.w} << 32 | row_epilogue.z) + first_column;
       const int columns = row < work_->rows ? static_cast<int>(p_.head_dim_v) - first_column : 0;
       store_fragment_row<Element, C::kColumns / 16>(out_[kHalf], r, dst, columns, a_.vector_out, opaque(lane_) & 3,
-                                                    [&](float a, float b) { return pack2<Element>(a * scale, b * scale); });
+                                                    [&](float a, float b) { return pack(a * scale, b * scale); });
     }
   }
 

@@ -20,6 +20,7 @@ struct SharedStorage {
   uint32_t epilogue[kRows][4];         // per row: scale of out before partials are added, final scale, address in global memory
   float peer_stats[kRows][2];          // cluster: maximum and sum of a row in the peer CTA, later the scale of its out
   uint32_t flags[kStages][4];          // one word per softmax warp
+  uint32_t listed[kStages][2];         // lists of keys: which keys of a K tile exist, a bit for each
   uint64_t full[kStages];              // a K tile has been loaded
   uint64_t empty[kStages][kSlices];    // both PV warpgroups have read these 16 keys of V
   uint64_t p_full[kStages][kSlices];   // P of these 16 keys is in shared memory

@@ -55,20 +55,27 @@ class SoftmaxWarpgroup {
     uint32_t q[C::kQRegisterAtoms * 4][4];
     load_q_registers(q);
     cp_async_wait<0>();
+    if constexpr (C::k8BitKv) prepare_q(q);
     fence_proxy_async();
     sync_softmax(1);
 #pragma unroll 1
     for (int tile = work_->kv_tile; tile < work_->kv_tile_end; ++tile, ++tile_count_) {
       const int key0 = tile * C::kKeys;
-      const bool masked = key0 < work_->interior.begin || key0 + C::kKeys > work_->interior.end;
+      bool masked = key0 < work_->interior.begin || key0 + C::kKeys > work_->interior.end;
       mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
+      if constexpr (C::kLists)
+        masked |= (ld_shared_4(cta_.shared_listed(stage(), 0)) & ld_shared_4(cta_.shared_listed(stage(), 1))) != ~0u;
       float s[C::kKeys / 2];
       qk(s, q);
+      if constexpr (C::k8BitKv) apply_row_scales(s);
       uint32_t flags = 0;
       if (masked) {
         // A NaN or Inf in a key makes S non-finite in every row.
         flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Cta<C>::kNanSafe : 0;
         apply_mask(s, key0);
+        if constexpr (C::kLists)
+          mask_keys<Fragment>(s, ld_shared_4(cta_.shared_listed(stage(), 0)), ld_shared_4(cta_.shared_listed(stage(), 1)),
+                              opaque(lane_));
       }
       // Lazy rescaling raises m only where P would exceed 2^8. That is rare, so out is hardly ever rescaled, and P does not wait for the
       // maxima of the other lanes of its row.
@@ -118,10 +125,11 @@ class SoftmaxWarpgroup {
         q[n + 1][r + 2] = x[3];
       }
   }
+  // Each warp loads its own rows.
   __device__ __forceinline__ void load_q() const {
-    const int vector = opaque(lane_) & 7;
+    const int vector = opaque(lane_) & 7, end = warp_ * 16 + 16;
 #pragma unroll 1
-    for (int row = warp_ * 4 + (opaque(lane_) >> 3); row < C::kRows; row += 16) {
+    for (int row = warp_ * 16 + (opaque(lane_) >> 3); row < end; row += 4) {
       const int first = C::kQRegisterAtoms * 64 + vector * 8,
                 columns = row < work_->rows ? static_cast<int>(p_.head_dim) - first : 0;
       const Element *src = q_at(min(row, work_->rows - 1));
@@ -133,6 +141,55 @@ class SoftmaxWarpgroup {
       }
     }
     cp_async_commit();
+  }
+  // 8-bit K: queries in bf16 become fp16, each row times a power of two of its own. S is multiplied by the inverse, and by the descale of K.
+  __device__ __forceinline__ void prepare_q(uint32_t (&q)[C::kQRegisterAtoms * 4][4]) {
+    const float descale = head_descale(a_.k_descale, cta_.descale_batch(*work_), work_->head);
+    if (p_.q.dtype != Dtype::bf16) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) st_shared_float(cta_.shared_row_scale(row_of(r)), descale);
+      return;
+    }
+    __syncwarp();  // the warp's rows have arrived
+    constexpr int kAtoms = C::kAtoms - C::kQRegisterAtoms;
+    const int quad = opaque(lane_) & 3;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r);
+      // The lane's two vectors of an atom. The four lanes of a row have all of it.
+      const auto vector = [&](int n) {
+        return cta_.shared_q() + n / 2 * C::kQAtomBytes + row * 128 + (((quad + n % 2 * 4) ^ (row & 7)) << 4);
+      };
+      uint32_t top = 0;
+#pragma unroll
+      for (int n = 0; n < C::kQRegisterAtoms * 4; ++n) top = max_exponent(max_exponent(top, q[n][r]), q[n][r + 2]);
+#pragma unroll 1
+      for (int n = 0; n < 2 * kAtoms; ++n) {
+        const uint4 x = ld_shared_16(vector(n));
+        top = max_exponent(max_exponent(max_exponent(max_exponent(top, x.x), x.y), x.z), x.w);
+      }
+      top = max(top, __shfl_xor_sync(~0u, top, 1));
+      top = max(top, __shfl_xor_sync(~0u, top, 2));
+      const Bf16ToFp16 conversion(top);
+      st_shared_float(cta_.shared_row_scale(row), descale * conversion.inverse);
+#pragma unroll
+      for (int n = 0; n < C::kQRegisterAtoms * 4; ++n) {
+        q[n][r] = conversion.convert(q[n][r]);
+        q[n][r + 2] = conversion.convert(q[n][r + 2]);
+      }
+#pragma unroll 1
+      for (int n = 0; n < 2 * kAtoms; ++n) {
+        const uint4 x = ld_shared_16(vector(n));
+        st_shared_16(vector(n), conversion.convert(x.x), conversion.convert(x.y), conversion.convert(x.z),
+                     conversion.convert(x.w));
+      }
+    }
+  }
+  __device__ __forceinline__ void apply_row_scales(float (&s)[C::kKeys / 2]) const {
+    const float scale[2] = {ld_shared_float(cta_.shared_row_scale(row_of(0))),
+                            ld_shared_float(cta_.shared_row_scale(row_of(1)))};
+#pragma unroll
+    for (int n = 0; n < C::kKeys / 2; ++n) s[n] *= scale[n / 2 % 2];
   }
   // A barrier of the softmax warps, passed twice per work unit.
   __device__ __forceinline__ void sync_softmax(uint32_t parity) const {
@@ -182,8 +239,9 @@ class SoftmaxWarpgroup {
   template <bool kMasked>
   __device__ __forceinline__ void exponentiate_and_store_p(float (&s)[C::kKeys / 2]) {
     const float c = exponent_scale(p_);
-    const uint32_t row_address = cta_.shared_p(stage()) + (warp_ * 16 + (lane_ & 15)) * 128;
-    store_rescale();
+    const int lane = opaque(lane_);  // registers are scarce
+    store_rescale(lane);
+    const uint32_t row_address = cta_.shared_p(stage()) + (warp_ * 16 + (lane & 15)) * 128;
     float tile_sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < C::kKeys / 16; ++n) {
@@ -195,10 +253,11 @@ class SoftmaxWarpgroup {
     softmax_.sum[0] += tile_sum[0];
     softmax_.sum[1] += tile_sum[1];
   }
-  __device__ __forceinline__ void store_rescale() const {
-    if (Fragment::leads(lane_)) {
-      st_shared_float(cta_.shared_rescale(stage(), row_of(0)), softmax_.rescale[0]);
-      st_shared_float(cta_.shared_rescale(stage(), row_of(1)), softmax_.rescale[1]);
+  __device__ __forceinline__ void store_rescale(int lane) const {
+    if (Fragment::leads(lane)) {
+      const uint32_t address = cta_.shared_rescale(stage(), warp_ * 16 + Fragment::query(lane, 0));
+      st_shared_float(address, softmax_.rescale[0]);
+      st_shared_float(address + 8 * 4, softmax_.rescale[1]);  // of row_of(1)
     }
   }
   __device__ __forceinline__ void release_p(int slice) const {
@@ -229,7 +288,8 @@ class SoftmaxWarpgroup {
         if (warp_ * 16 < work_->rows) cta_.partial_stats(work_->partial)[row] = stats[r];
         st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
-        const auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
+        auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
+        if constexpr (C::k8BitKv) factor *= head_descale(a_.v_descale, cta_.descale_batch(*work_), work_->head);
         const auto dst = reinterpret_cast<uint64_t>(cta_.rows_of(*work_).out_at(row));
         st_shared_16(epilogue, __float_as_uint(own_scale[r]), __float_as_uint(factor), static_cast<uint32_t>(dst),
                      static_cast<uint32_t>(dst >> 32));

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every MLA kernel that is built: one line per kernel, read by the build (one instance per line and dtype), by the plan and by the
-// launcher. README.md gives the reasons for the sizes.
+// The MLA kernels: one line per kernel, read by the build (one instance per line and dtype), by the plan and by the launcher. README.md gives the
+// reasons for the sizes. Those for 8-bit caches are in table_8bit.h.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/kernels/mla/shared_storage.h"
+#include "cuda/kernels/mla/table_8bit.h"
 
 namespace fa::cuda::mla {
 
@@ -19,6 +20,8 @@ struct Shape {
   int32_t stages;                        // K tiles in shared memory
   int32_t held;                          // swizzle atoms (64 columns) of Q in registers
   bool pairs;                            // clusters of two CTAs share a work tile
+  bool lists;                            // keys are those that each query lists
+  int32_t kv_bytes;                      // of an element of K
   int32_t storage_bytes, most_partials;  // SharedStorage
 
   constexpr int32_t rows() const { return 64; }
@@ -27,20 +30,31 @@ struct Shape {
   constexpr int32_t shared_bytes() const { return storage_bytes; }
 };
 
-// X(name, head_dim, head_dim_v, keys, stages, held, pairs)
+// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists)
 // The build looks for lines that begin with X(.
 // clang-format off
 #define FA_MLA_TABLE(X) \
-  X(d576, 576, 512, 64, 2, 4, false) \
-  X(d576p, 576, 512, 64, 2, 4, true)
+  X(d576, 576, 512, 64, 2, 4, false, false) \
+  X(d576p, 576, 512, 64, 2, 4, true, false) \
+  X(d576l, 576, 512, 64, 2, 4, false, true)
 
-#define FA_MLA_SHAPE(name, head_dim, head_dim_v, keys, stages, held, pairs)                 \
-  {#name, head_dim, head_dim_v, keys, stages, held, pairs,                                  \
+#define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists) \
+  {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, kv_bytes,                 \
    static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, keys, stages, held>)),   \
    SharedStorage<head_dim, head_dim_v, keys, stages, held>::most_partials()},
+#define FA_MLA_SHAPE(...) FA_MLA_SHAPE_OF(2, __VA_ARGS__)
+#define FA_MLA_8BIT_SHAPE(...) FA_MLA_SHAPE_OF(1, __VA_ARGS__)
 // clang-format on
-constexpr Shape kShapes[] = {FA_MLA_TABLE(FA_MLA_SHAPE)};
+constexpr Shape kShapes[] = {FA_MLA_TABLE(FA_MLA_SHAPE) FA_MLA_8BIT_TABLE(FA_MLA_8BIT_SHAPE)};
+#undef FA_MLA_8BIT_SHAPE
 #undef FA_MLA_SHAPE
+#undef FA_MLA_SHAPE_OF
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
+constexpr int first_8bit_shape() {
+  int n = 0;
+  while (kShapes[n].kv_bytes != 1) ++n;
+  return n;
+}
+constexpr int kFirst8Bit = first_8bit_shape();  // index of the first shape of table_8bit.h
 
 }  // namespace fa::cuda::mla
