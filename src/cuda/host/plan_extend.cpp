@@ -22,11 +22,13 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
     if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
     const bool few_tiles =
         p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()) * kManyPartials <= device.multiprocessors;
-    if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && few_tiles)) break;
+    if (kShapes[found].same_bits != p.same_bits) continue;
+    if (p.same_bits || kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && few_tiles)) break;
   }
   if (found == extend::kNumShapes) return false;
   const Shape &shape = kShapes[found];
-  const int64_t row_blocks = ceil_div(rows, shape.rows()), iterations = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  const int64_t step = shape.same_bits ? extend::kSegmentKeys : shape.keys, row_blocks = ceil_div(rows, shape.rows()),
+                iterations = ceil_div(p.k_lengths.max_len, step) + 1;
   if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
 
   plan.family = Family::extend;
@@ -49,7 +51,19 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   work.columns = shape.head_dim;
   work.uniform = in_step && is_uniform(p);
   work.max_coscheduled_log2 = in_step ? 3 : 0;
+  if (shape.same_bits) {
+    // Of each partition: the total that it hands over, and segments for which the total before them is not there yet. Each warp stores its
+    // rows, and M and L of them in place of eight columns.
+    constexpr int64_t kMostSlotBytes = int64_t{32} << 20;
+    work.rows = ceil_div(std::min(rows, work.rows), extend::kWarpRows) * extend::kWarpRows;
+    work.columns += 8;
+    plan.partial_warps = static_cast<int32_t>(work.rows / extend::kWarpRows);
+    plan.segment_slots = static_cast<int32_t>(
+        std::clamp<int64_t>(kMostSlotBytes / (work.ctas * work.rows * work.columns * 4), 1, std::min<int64_t>(iterations, 64)));
+    work.partials_per_partition = 1 + plan.segment_slots;
+  }
   plan_partition(work, p, plan);
+  if (shape.same_bits) plan.counters *= shape.rows() / extend::kWarpRows;
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
@@ -58,8 +72,9 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.
   plan.tma_kv = (kv_8bit || rows > extend::kWarpgroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
                 is_kv_tma_compatible(p, p.v, p.head_dim_v, extend::kBoxRows);
-  plan.reason =
-      "extend kernel: queries and the query heads of a group share each KV tile, and the keys are split over many CTAs";
+  plan.reason = shape.same_bits ? "extend kernel for FA_FLAG_SAME_BITS: segments of 1024 keys are folded in the order of their keys"
+                                : "extend kernel: queries and the query heads of a group share each KV tile, and the keys are "
+                                  "split over many CTAs";
   return true;
 }
 

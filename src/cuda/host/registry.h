@@ -44,6 +44,7 @@ constexpr FeatureSet kLeftPadding = 4096;         // left padding that a kernel 
 constexpr FeatureSet kFp32KeyGradients = 8192;    // dk or dv of fp32 with 16-bit operands
 constexpr FeatureSet kFp32RowResults = 16384;     // out or dq of fp32 with 16-bit operands
 constexpr FeatureSet kAnyFeatures = 32767;
+constexpr FeatureSet kSameBits = 32768;  // FA_FLAG_SAME_BITS: only kernels made for it offer this, and they serve nothing else
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

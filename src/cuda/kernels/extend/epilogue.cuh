@@ -54,7 +54,7 @@ class Epilogue {
                                       OnlineSoftmax<Fragment> &softmax)
       : cta_(cta), rows_(rows), out_(out), softmax_(softmax) {}
 
-  // Each warp does this on its own.
+  // Each warp does this on its own. Not for kernels for FA_FLAG_SAME_BITS, which end a segment by segments.cuh.
   __device__ __forceinline__ void store() {
     softmax_.reduce_sums();
     if constexpr (C::k8BitKv) {

@@ -33,6 +33,7 @@
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/extend/epilogue.cuh"
 #include "cuda/kernels/extend/producer.cuh"
+#include "cuda/kernels/extend/segments.cuh"
 
 namespace fa::cuda::extend {
 
@@ -72,6 +73,7 @@ class Consumer {
       return;
     }
     load_q();
+    if constexpr (C::kSameBits) segment_fold().begin_work_unit();
     softmax_.reset();
     clear(out_);
 #pragma unroll
@@ -92,6 +94,7 @@ class Consumer {
         masked = n < inner || n >= end_inner;
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
       }
+      if (C::kSameBits && n % C::kSegmentTiles == 0 && n > rows_.work->kv_tile) end_segment();
       const int key0 = n * C::kKvTile;
       if (p_pending_ || out_empty_) {
         process_kv_tile<true>(key0, masked);
@@ -100,7 +103,27 @@ class Consumer {
       }
     }
     if (p_pending_) finish_pv();
-    if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
+    if (rows_.first_row() >= rows_.work->rows) return;
+    const Epilogue<C> epilogue(cta_, rows_, out_, softmax_);
+    if constexpr (C::kSameBits) {
+      softmax_.reduce_sums();
+      if (segment_fold().finish(out_, softmax_)) epilogue.store_final();
+    } else {
+      epilogue.store();
+    }
+  }
+
+  __device__ __forceinline__ SegmentFold<C> segment_fold() { return {cta_, rows_, segments_}; }
+  // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile.
+  __device__ __forceinline__ void end_segment() {
+    if (p_pending_) finish_pv();
+    if (rows_.first_row() < rows_.work->rows) {
+      softmax_.reduce_sums();
+      segment_fold().add(out_, softmax_);
+    }
+    softmax_.reset();
+    out_empty_ = true;
+    p_pending_ = max_settled_ = false;
   }
 
   // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
@@ -159,14 +182,20 @@ class Consumer {
     bool rescaled;
     float tile_sum[2];
     const auto scale = [&](int r) { return exponent_scale(r); };
-    if (kHasPv && max_settled_ && !masked) {
+    if constexpr (C::kSameBits) {
+      if (masked) mask_tile(key0);
+      rescaled = (masked || !max_settled_) && raise_max_before(masked, scale);
+      if (masked) {
+        softmax_.template exponentiate<true>(s_, scale, tile_sum);
+      } else {
+        softmax_.template exponentiate<false>(s_, scale, tile_sum);
+      }
+      if (plain_scores()) rescaled = update_max_lazily(key0, tile_sum, masked);
+    } else if (kHasPv && max_settled_ && !masked) {
       softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
     } else if (masked) {
-      mask_rows<Fragment>(s_, key0, cta_.lane(), [&](int r) {
-        const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
-        return keys_of_query(diagonal, rows_.token_of(rows_.row_of(r)));
-      });
+      mask_tile(key0);
       rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
       softmax_.template exponentiate<true>(s_, scale, tile_sum);
     } else {
@@ -189,7 +218,19 @@ class Consumer {
     convert_p<Element>(s_, p_frag_);
     advance();
     p_pending_ = true;
-    if (!masked) max_settled_ = plain_scores();
+    if constexpr (C::kSameBits) {
+      if (!masked && !max_settled_)
+        max_settled_ = plain_scores() && !__any_sync(~0u, softmax_.max[0] == kNoMax || softmax_.max[1] == kNoMax);
+    } else if (!masked) {
+      max_settled_ = plain_scores();
+    }
+  }
+
+  __device__ __forceinline__ void mask_tile(int key0) {
+    mask_rows<Fragment>(s_, key0, cta_.lane(), [&](int r) {
+      const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
+      return keys_of_query(diagonal, rows_.token_of(rows_.row_of(r)));
+    });
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -313,7 +354,8 @@ class Consumer {
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
   // now by a power of two, which costs no accuracy. Rows whose P has overflowed fp32 get their scores recomputed. Only the
   // row's own P decides, so its bits do not depend on other rows.
-  __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2]) {
+  // `masked`: a partial tile, in which raise_max_before() has seen to it that nothing overflows.
+  __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2], bool masked = false) {
     constexpr float kRescaleThreshold =
         64.f;  // on the sum of a lane's 32 P: up to it each is a finite number of either 16-bit type
     if (!__any_sync(~0u, !(tile_sum[0] <= kRescaleThreshold) || !(tile_sum[1] <= kRescaleThreshold))) return false;
@@ -321,6 +363,7 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
+      if (C::kSameBits && masked) overflowed[r] = false;
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 1) != 0;
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 2) != 0;
     }
@@ -332,21 +375,22 @@ class Consumer {
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       if (overflowed[r]) {
-        softmax_.raise(r, most * scale[r]);
-        tile_sum[r] = 0.f;
+        raise_row(r, __fmul_rn(most, scale[r]));
+        float chain[2] = {0.f, 0.f};
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             s_[n + e] = exp2_approx(fmaf(s_[n + e], scale[r], -softmax_.max[r]));
-            tile_sum[r] += s_[n + e];
+            chain[n / 4 % 2] += s_[n + e];
           }
+        tile_sum[r] = chain[0] + chain[1];
       } else {
         const int exponent = most > kRescaleThreshold ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
         softmax_.rescale[r] = __int_as_float((127 - exponent) << 23);
         softmax_.max[r] += static_cast<float>(exponent);
-        softmax_.sum[r] *= softmax_.rescale[r];
-        tile_sum[r] *= softmax_.rescale[r];
+        softmax_.sum[r] = __fmul_rn(softmax_.sum[r], softmax_.rescale[r]);
+        tile_sum[r] = __fmul_rn(tile_sum[r], softmax_.rescale[r]);
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4) {
           s_[n] *= softmax_.rescale[r];
@@ -355,6 +399,66 @@ class Consumer {
       }
     }
     return true;
+  }
+  // As Softmax::raise(); the product is rounded whatever it is added to.
+  __device__ __forceinline__ void raise_row(int r, float to) {
+    const float raised = fmaxf(softmax_.max[r], to);
+    softmax_.rescale[r] = exp2_approx(__fsub_rn(softmax_.max[r], raised));
+    softmax_.sum[r] = __fmul_rn(softmax_.sum[r], softmax_.rescale[r]);
+    softmax_.max[r] = raised;
+  }
+
+  // For FA_FLAG_SAME_BITS, before P of a tile is computed: raises a row's maximum to its largest score where the row's own
+  // scores ask for it. Returns true if out must be rescaled.
+  //
+  //   row                                         raised
+  //   has seen no key of the segment              always
+  //   has score modifiers                         always
+  //   P of a lane would add up to infinity        always; full tiles find that out by update_max_lazily()
+  template <typename Scale>
+  __device__ __forceinline__ bool raise_max_before(bool masked, const Scale &scale) {
+    constexpr float kMayOverflow = 100.f;
+    const bool plain = plain_scores();
+    float top[2];
+    bool raises[2], wanted = false, may_overflow = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = __fmul_rn(Softmax::largest(s_, r), scale(r));
+      raises[r] = !plain || softmax_.max[r] == kNoMax;
+      may_overflow |= masked && !raises[r] && top[r] - softmax_.max[r] > kMayOverflow;
+      wanted |= raises[r];
+    }
+    if (!__any_sync(~0u, wanted || may_overflow)) return false;
+    Fragment::reduce(top, MaxOp{});
+    if (__any_sync(~0u, may_overflow)) {
+      wgmma_wait<0>();  // out is rescaled here
+      fence_operand(out_);
+      fence_operand(p_frag_);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float chain[2] = {0.f, 0.f};
+#pragma unroll
+        for (int n = 2 * r; n < kScores; n += 4)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) chain[n / 4 % 2] += exp2_approx(fmaf(s_[n + e], scale(r), -softmax_.max[r]));
+        bool overflows = !raises[r] && chain[0] + chain[1] == CUDART_INF_F;
+        overflows |= __shfl_xor_sync(~0u, overflows, 1) != 0;
+        overflows |= __shfl_xor_sync(~0u, overflows, 2) != 0;
+        if (overflows) {
+          raise_row(r, top[r]);
+          scale_row<OutFragment>(out_, r, softmax_.rescale[r]);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (raises[r]) {
+        raise_row(r, top[r]);
+      } else {
+        softmax_.rescale[r] = 1.f;
+      }
+    }
+    return !plain;
   }
   // Recomputes S of the overflowed rows with mma by this warp alone. K is read from global memory, since its stage has been
   // released.
@@ -440,6 +544,7 @@ class Consumer {
 
   const Cta<C> &cta_;
   WarpRows<C> rows_;
+  SegmentState segments_;  // for FA_FLAG_SAME_BITS
   float out_[C::kD / 2];
   Softmax softmax_;
   int tile_pos_ = 0;             // position of the next K

@@ -37,7 +37,7 @@ struct Config {
   static constexpr int kSlices = kKeys / 16;  // P of a KV tile is passed on, and the tile is released, in slices of 16 keys
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
-  static constexpr int kKvStep = kKeys;     // keys per iteration of the scheduler
+  static constexpr int kKvTile = kKeys, kKvStep = kKeys;  // the scheduler's: keys of a tile and per iteration
   static constexpr int kColumns = kDv / 2;  // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.

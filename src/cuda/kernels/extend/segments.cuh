@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels for FA_FLAG_SAME_BITS: the keys of a sequence are cut into segments of kSegmentKeys, counted from its first key. A
+// segment has a softmax of its own (m, l, out), which starts anew. The segments of a row are folded in the order of their keys:
+//
+//   M' = max(M, m),   L = l 2^(m - M') + L 2^(M - M'),   O = out 2^(m - M') + O 2^(M - M')      one fma each
+//
+// So the bits of a row do not depend on which CTA computed which of its segments, if those are folded from left to right by
+// this file alone. What a warp has folded so far, the total of its 16 rows, is in shared memory.
+//
+// A work tile may be cut at the end of any segment. The CTA with its front hands its total over in the workspace, and the CTA
+// with the next part folds its own segments behind it. Until the total has arrived, segments are stored in slots of the
+// workspace. When that happens is a matter of time, but not the order in which they are folded.
+#pragma once
+
+#include "cuda/common/combine.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/kernels/extend/epilogue.cuh"
+
+namespace fa::cuda::extend {
+
+// 2^(M - M') and 2^(m - M') of one row, whose M becomes M' and whose L takes l in. A segment of which the row sees no key has
+// m = kNoMax and l = 0, and changes nothing.
+struct FoldFactors {
+  float total, segment;
+};
+__device__ __forceinline__ FoldFactors fold_row(float &total_max, float &total_sum, float max, float sum) {
+  const float top = fmaxf(total_max, max);
+  const FoldFactors factors{exp2_approx(__fsub_rn(total_max, top)), exp2_approx(__fsub_rn(max, top))};
+  total_max = top;
+  total_sum = __fmaf_rn(sum, factors.segment, __fmul_rn(total_sum, factors.total));
+  return factors;
+}
+__device__ __forceinline__ float fold_out(const FoldFactors &factors, float total, float out) {
+  return __fmaf_rn(out, factors.segment, __fmul_rn(total, factors.total));
+}
+// Accumulators 4 n .. 4 n + 3 of a lane: two columns of its first row, then two of its second.
+__device__ __forceinline__ float4 fold_out(const FoldFactors (&factors)[2], const float4 &total, const float4 &out) {
+  return {fold_out(factors[0], total.x, out.x), fold_out(factors[0], total.y, out.y), fold_out(factors[1], total.z, out.z),
+          fold_out(factors[1], total.w, out.w)};
+}
+
+// Where a warp's total is, before the next segment of its work unit.
+struct SegmentState {
+  enum Total { none, handed_over, here } total;
+  int stored;  // segments in the workspace
+};
+
+template <class C>
+class SegmentFold {
+ public:
+  using Total = SegmentState::Total;
+  static constexpr int kVectors = C::kD / 8;  // of four accumulators, of a lane
+  using Softmax = OnlineSoftmax<QkFragment<1, C::kKvTile / 8>>;
+
+  __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows, SegmentState &state)
+      : cta_(cta), rows_(rows), state_(state) {}
+
+  __device__ __forceinline__ void begin_work_unit() {
+    state_.total = rows_.work->num_partials > 0 ? Total::handed_over : Total::none;
+    state_.stored = 0;
+  }
+
+  // Takes a segment that is not the work unit's last. Its row sums are those of the whole row.
+  __device__ __forceinline__ void add(const float (&out)[C::kD / 2], const Softmax &softmax) {
+    if (state_.total == Total::handed_over) {
+      if (state_.stored < cta_.params().segment_slots && !has_arrived()) {
+        store(slot(state_.stored++), out, softmax);
+        return;
+      }
+      receive();
+    }
+    const auto segment = [&](int j) { return vector_of(out, j); };
+    if (state_.total == Total::none) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) set_total(j, segment(j));
+      set_stats(softmax.max, softmax.sum);
+      state_.total = Total::here;
+    } else {
+      fold(segment, softmax.max, softmax.sum);
+    }
+  }
+
+  // The last segment of a work unit becomes the total of all. It is handed over if the work tile continues; then false is
+  // returned.
+  __device__ __forceinline__ bool finish(float (&out)[C::kD / 2], Softmax &softmax) {
+    if (state_.total == Total::handed_over) receive();
+    if (state_.total == Total::here) {
+      FoldFactors factors[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float2 stats = get_stats(r);
+        factors[r] = fold_row(stats.x, stats.y, softmax.max[r], softmax.sum[r]);
+        softmax.max[r] = stats.x;
+        softmax.sum[r] = stats.y;
+      }
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const float4 x = fold_out(factors, get_total(j), vector_of(out, j));
+        out[4 * j] = x.x, out[4 * j + 1] = x.y, out[4 * j + 2] = x.z, out[4 * j + 3] = x.w;
+      }
+    }
+    if (rows_.work->partial < 0) return true;
+    store(rows_.work->partial, out, softmax);
+    __syncwarp();  // all lanes have stored their part
+    if (cta_.lane() == 0) count_released(flag(rows_.work->partial));
+    return false;
+  }
+
+ private:
+  static __device__ __forceinline__ float4 vector_of(const float (&out)[C::kD / 2], int j) {
+    return {out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]};
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The total, in shared memory
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint32_t total_at(int j) const {
+    return cta_.total() + ((rows_.first_row() / 16 * kVectors + j) * 32 + cta_.lane()) * 16;
+  }
+  __device__ __forceinline__ float4 get_total(int j) const {
+    const uint4 x = ld_shared_16(total_at(j));
+    return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+  }
+  __device__ __forceinline__ void set_total(int j, const float4 &x) const {
+    st_shared_16(total_at(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+  }
+  // M and L of a row.
+  __device__ __forceinline__ uint32_t stats_at(int r) const { return cta_.total_stats() + rows_.row_of(r) * 8; }
+  __device__ __forceinline__ float2 get_stats(int r) const {
+    return {ld_shared_float(stats_at(r)), ld_shared_float(stats_at(r) + 4)};
+  }
+  __device__ __forceinline__ void set_stats(const float (&max)[2], const float (&sum)[2]) const {
+    __syncwarp();  // the lanes of a row have read what was there
+    if ((cta_.lane() & 3) == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        st_shared_float(stats_at(r), max[r]);
+        st_shared_float(stats_at(r) + 4, sum[r]);
+      }
+    }
+    __syncwarp();
+  }
+  template <typename Segment>
+  __device__ __forceinline__ void fold(const Segment &segment, const float (&max)[2], const float (&sum)[2]) const {
+    FoldFactors factors[2];
+    float total_max[2], total_sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 stats = get_stats(r);
+      total_max[r] = stats.x;
+      total_sum[r] = stats.y;
+      factors[r] = fold_row(total_max[r], total_sum[r], max[r], sum[r]);
+    }
+    set_stats(total_max, total_sum);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) set_total(j, fold_out(factors, get_total(j), segment(j)));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Totals and segments in the workspace: of each warp and lane, M and L of its two rows, then out
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float4 *partial_at(int partial) const {
+    return reinterpret_cast<float4 *>(cta_.params().partial_out) +
+           (int64_t{partial} * cta_.params().partial_warps + rows_.first_row() / 16) * ((kVectors + 1) * 32) + cta_.lane();
+  }
+  // The i-th segment of this work unit.
+  __device__ __forceinline__ int slot(int i) const {
+    return static_cast<int>(gridDim.x) + rows_.work->counter * cta_.params().segment_slots + i;
+  }
+  __device__ __forceinline__ void store(int partial, const float (&out)[C::kD / 2], const Softmax &softmax) const {
+    float4 *to = partial_at(partial);
+    to[0] = {softmax.max[0], softmax.sum[0], softmax.max[1], softmax.sum[1]};
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) to[(j + 1) * 32] = vector_of(out, j);
+  }
+
+  // Says that a warp has stored the total that it hands over, and is reset by the warp that takes it.
+  __device__ __forceinline__ int32_t *flag(int partial) const {
+    return cta_.params().counters + partial * (C::kRows / 16) + rows_.first_row() / 16;
+  }
+  __device__ __forceinline__ bool has_arrived() const {
+    int there = 0;
+    if (cta_.lane() == 0) there = load_acquire(flag(rows_.work->first_partial));
+    return __shfl_sync(~0u, there, 0) != 0;
+  }
+  // Waits for the total of the partition before, and folds the stored segments. CTAs wait for CTAs with lower numbers alone,
+  // which have started before them and hand over what begins in them before they wait themselves: they cannot deadlock.
+  __device__ __forceinline__ void receive() {
+    if (cta_.lane() == 0) {
+      int32_t *arrived = flag(rows_.work->first_partial);
+      while (load_acquire(arrived) == 0) __nanosleep(100);
+      *arrived = 0;
+    }
+    __syncwarp();
+    const float4 *from = partial_at(rows_.work->first_partial);
+    const float4 stats = __ldcg(from);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) set_total(j, __ldcg(from + (j + 1) * 32));
+    set_stats({stats.x, stats.z}, {stats.y, stats.w});
+#pragma unroll 1
+    for (int i = 0; i < state_.stored; ++i) {
+      const float4 *stored = partial_at(slot(i)), row = __ldcg(stored);
+      fold([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
+    }
+    state_.stored = 0;
+    state_.total = Total::here;
+  }
+
+  const Cta<C> &cta_;
+  const WarpRows<C> &rows_;
+  SegmentState &state_;
+};
+
+}  // namespace fa::cuda::extend
