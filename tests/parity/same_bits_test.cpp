@@ -24,8 +24,16 @@ class SameBits : public EveryBackend {
     fa_device_properties device;
     fa_device_properties_init(&device, sizeof device);
     ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
-    if (device.device_type != FA_DEVICE_CPU) GTEST_SKIP() << "FA_FLAG_SAME_BITS is for CPU contexts";
+    cuda_ = device.device_type == FA_DEVICE_CUDA;
+    if (backend().name() == "cuda_sm80" || (cuda_ && device.compute_capability < 90))
+      GTEST_SKIP() << "FA_FLAG_SAME_BITS on CUDA needs the kernels of Hopper";
   }
+  std::vector<int64_t> dtypes() const {
+    return cuda_ ? std::vector<int64_t>{FA_FLOAT16, FA_BFLOAT16} : std::vector<int64_t>{FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+  }
+  int32_t contract() const { return cuda_ ? 2 : 1; }
+
+  bool cuda_ = false;
 };
 
 // Compares rows and heads of a call with those of the call that computed the whole sequence at once.
@@ -53,13 +61,13 @@ TEST_P(SameBits, InEveryCall) {
   constexpr int64_t kCallsEach = 15;
   int64_t calls = 0;
   while (calls < num_calls()) {
-    const SameBitsProblem p = random_problem(rng);
+    const SameBitsProblem p = random_problem(rng, cuda_);
     const SameBitsSequence s = make_sequence(p, rng);
-    const SameBitsResult all = run(backend().context(), p, s, whole(p), rng);
+    const SameBitsResult all = run(backend(), p, s, whole(p), rng);
     ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
     for (int64_t n = 0; n < kCallsEach; ++n, ++calls) {
       const SameBitsCall c = random_call(p, rng);
-      const SameBitsResult part = run(backend().context(), p, s, c, rng);
+      const SameBitsResult part = run(backend(), p, s, c, rng);
       ASSERT_EQ(part.status, FA_OK) << part.error << ": " << describe(p) << ": " << describe(c);
       ASSERT_TRUE(equal(p, all, c, part));
     }
@@ -70,6 +78,8 @@ TEST_P(SameBits, InEveryCall) {
 // What the flag does not cover is refused by name, forward and backward; the rest reports the number of the contract.
 TEST_P(SameBits, Refusals) {
   Case c;
+  c.dtype = dtypes()[0];
+  c.head_dim = c.head_dim_v = 64;
   c.flags = FA_FLAG_SAME_BITS;
   c.dropout = 0.25;
   c.starts = {1, 2};
@@ -94,7 +104,7 @@ TEST_P(SameBits, Refusals) {
       EXPECT_EQ(fa_backward_query(backend().context(), &a, &gradients, &plans[1]), expected) << plans[1].reason;
       for (const fa_plan_info &plan : plans) {
         EXPECT_NE(std::string(plan.reason).find(name), std::string::npos) << plan.reason;
-        EXPECT_EQ(plan.same_bits_contract, expected == FA_OK ? 1 : 0);
+        EXPECT_EQ(plan.same_bits_contract, expected == FA_OK ? contract() : 0);
       }
       if (expected != FA_OK) continue;
       // A query reads no data: keys may be more than there is memory for.
@@ -116,15 +126,15 @@ TEST_P(SameBits, Refusals) {
 
 // The flag changes no more than rounding: results and gradients of few and of many rows, against the reference.
 TEST_P(SameBits, AreAccurate) {
-  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+  for (const int64_t dtype : dtypes()) {
     for (const auto &[queries, keys] : {std::pair{1, 1500}, {3, 300}, {20, 1100}, {130, 1200}}) {
       Case c = grouped_case("same bits: accurate", dtype, queries, keys);
       c.flags = FA_FLAG_SAME_BITS;
       c.mask = FA_MASK_CAUSAL;
       EXPECT_TRUE(check(backend(), c));
-      c.bias = c.sink = 1;
+      c.sink = 1;
       c.softcap = 5;
-      c.element_mask = 1;
+      if (!cuda_) c.bias = c.element_mask = 1;
       EXPECT_TRUE(check(backend(), c));
     }
   }
@@ -132,7 +142,7 @@ TEST_P(SameBits, AreAccurate) {
 
 // Gradients of a sequence alone and in a batch are equal.
 TEST_P(SameBits, OfGradientsInAnyBatch) {
-  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+  for (const int64_t dtype : dtypes()) {
     for (const int64_t rows : {1, 5, 130}) {
       Case c;
       c.seed = seed_for("same bits: gradients");
@@ -214,7 +224,7 @@ TEST_P(SameBits, FollowTheContract) {
     p.head_dim = std::min<int64_t>(p.head_dim, 80);
     p.head_dim_v = std::min<int64_t>(p.head_dim_v, 40);
     const SameBitsSequence s = make_sequence(p, rng);
-    const SameBitsResult all = run(backend().context(), p, s, whole(p), rng);
+    const SameBitsResult all = run(backend(), p, s, whole(p), rng);
     ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
     std::vector<Arithmetic> possible = arithmetics(device.cpu_isa, p);
     if (possible.empty()) GTEST_SKIP() << "the tests have no model of the arithmetic of cpu_isa " << device.cpu_isa;

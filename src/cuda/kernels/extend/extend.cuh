@@ -185,12 +185,13 @@ class Consumer {
     if constexpr (C::kSameBits) {
       if (masked) mask_tile(key0);
       rescaled = (masked || !max_settled_) && raise_max_before(masked, scale);
+      if (!rescaled) softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
       if (masked) {
         softmax_.template exponentiate<true>(s_, scale, tile_sum);
       } else {
         softmax_.template exponentiate<false>(s_, scale, tile_sum);
       }
-      if (plain_scores()) rescaled = update_max_lazily(key0, tile_sum, masked);
+      if (plain_scores()) rescaled |= update_max_lazily(key0, tile_sum, masked);
     } else if (kHasPv && max_settled_ && !masked) {
       softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
@@ -226,11 +227,12 @@ class Consumer {
     }
   }
 
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const {
+    return {cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k};
+  }
   __device__ __forceinline__ void mask_tile(int key0) {
-    mask_rows<Fragment>(s_, key0, cta_.lane(), [&](int r) {
-      const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
-      return keys_of_query(diagonal, rows_.token_of(rows_.row_of(r)));
-    });
+    mask_rows<Fragment>(s_, key0, cta_.lane(),
+                        [&](int r) { return keys_of_query(diagonal(), rows_.token_of(rows_.row_of(r))); });
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -354,7 +356,8 @@ class Consumer {
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
   // now by a power of two, which costs no accuracy. Rows whose P has overflowed fp32 get their scores recomputed. Only the
   // row's own P decides, so its bits do not depend on other rows.
-  // `masked`: a partial tile, in which raise_max_before() has seen to it that nothing overflows.
+  // For FA_FLAG_SAME_BITS rows count as overflowed from kLargestP on. `masked`: of a partial tile, in which
+  // raise_max_before() has raised them.
   __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2], bool masked = false) {
     constexpr float kRescaleThreshold =
         64.f;  // on the sum of a lane's 32 P: up to it each is a finite number of either 16-bit type
@@ -362,8 +365,11 @@ class Consumer {
     bool overflowed[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
-      if (C::kSameBits && masked) overflowed[r] = false;
+      if constexpr (C::kSameBits) {
+        overflowed[r] = !masked && Softmax::largest(s_, r) >= kLargestP;
+      } else {
+        overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
+      }
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 1) != 0;
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 2) != 0;
     }
@@ -387,14 +393,15 @@ class Consumer {
         tile_sum[r] = chain[0] + chain[1];
       } else {
         const int exponent = most > kRescaleThreshold ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
-        softmax_.rescale[r] = __int_as_float((127 - exponent) << 23);
+        const float factor = __int_as_float((127 - exponent) << 23);
+        softmax_.rescale[r] = C::kSameBits ? softmax_.rescale[r] * factor : factor;
         softmax_.max[r] += static_cast<float>(exponent);
-        softmax_.sum[r] = __fmul_rn(softmax_.sum[r], softmax_.rescale[r]);
-        tile_sum[r] = __fmul_rn(tile_sum[r], softmax_.rescale[r]);
+        softmax_.sum[r] = __fmul_rn(softmax_.sum[r], factor);
+        tile_sum[r] = __fmul_rn(tile_sum[r], factor);
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4) {
-          s_[n] *= softmax_.rescale[r];
-          s_[n + 1] *= softmax_.rescale[r];
+          s_[n] *= factor;
+          s_[n + 1] *= factor;
         }
       }
     }
@@ -408,57 +415,42 @@ class Consumer {
     softmax_.max[r] = raised;
   }
 
+  static constexpr float kLargestP = 0x1p64f;
   // For FA_FLAG_SAME_BITS, before P of a tile is computed: raises a row's maximum to its largest score where the row's own
   // scores ask for it. Returns true if out must be rescaled.
   //
   //   row                                         raised
   //   has seen no key of the segment              always
   //   has score modifiers                         always
-  //   P of a lane would add up to infinity        always; full tiles find that out by update_max_lazily()
+  //   has a P from kLargestP on                   in partial tiles; in full ones update_max_lazily() finds out
   template <typename Scale>
   __device__ __forceinline__ bool raise_max_before(bool masked, const Scale &scale) {
-    constexpr float kMayOverflow = 100.f;
     const bool plain = plain_scores();
     float top[2];
-    bool raises[2], wanted = false, may_overflow = false;
+    bool raises[2], large[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = __fmul_rn(Softmax::largest(s_, r), scale(r));
+      top[r] = Softmax::largest(s_, r);
       raises[r] = !plain || softmax_.max[r] == kNoMax;
-      may_overflow |= masked && !raises[r] && top[r] - softmax_.max[r] > kMayOverflow;
-      wanted |= raises[r];
+      large[r] = masked && !raises[r] && exp2_approx(fmaf(top[r], scale(r), -softmax_.max[r])) >= kLargestP;
     }
-    if (!__any_sync(~0u, wanted || may_overflow)) return false;
+    const bool any_large = __any_sync(~0u, large[0] || large[1]);
+    if (!any_large && !__any_sync(~0u, raises[0] || raises[1])) return false;
     Fragment::reduce(top, MaxOp{});
-    if (__any_sync(~0u, may_overflow)) {
-      wgmma_wait<0>();  // out is rescaled here
-      fence_operand(out_);
-      fence_operand(p_frag_);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float chain[2] = {0.f, 0.f};
-#pragma unroll
-        for (int n = 2 * r; n < kScores; n += 4)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) chain[n / 4 % 2] += exp2_approx(fmaf(s_[n + e], scale(r), -softmax_.max[r]));
-        bool overflows = !raises[r] && chain[0] + chain[1] == CUDART_INF_F;
-        overflows |= __shfl_xor_sync(~0u, overflows, 1) != 0;
-        overflows |= __shfl_xor_sync(~0u, overflows, 2) != 0;
-        if (overflows) {
-          raise_row(r, top[r]);
-          scale_row<OutFragment>(out_, r, softmax_.rescale[r]);
-        }
-      }
-    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (any_large) {
+        raises[r] |= large[r];
+        raises[r] |= __shfl_xor_sync(~0u, raises[r], 1) != 0;
+        raises[r] |= __shfl_xor_sync(~0u, raises[r], 2) != 0;
+      }
       if (raises[r]) {
-        raise_row(r, top[r]);
+        raise_row(r, __fmul_rn(top[r], scale(r)));
       } else {
         softmax_.rescale[r] = 1.f;
       }
     }
-    return !plain;
+    return !plain || any_large;
   }
   // Recomputes S of the overflowed rows with mma by this warp alone. K is read from global memory, since its stage has been
   // released.
@@ -544,7 +536,7 @@ class Consumer {
 
   const Cta<C> &cta_;
   WarpRows<C> rows_;
-  SegmentState segments_;  // for FA_FLAG_SAME_BITS
+  int segments_;  // for FA_FLAG_SAME_BITS: a SegmentState
   float out_[C::kD / 2];
   Softmax softmax_;
   int tile_pos_ = 0;             // position of the next K

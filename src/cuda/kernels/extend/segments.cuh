@@ -40,42 +40,38 @@ __device__ __forceinline__ float4 fold_out(const FoldFactors (&factors)[2], cons
           fold_out(factors[1], total.w, out.w)};
 }
 
-// Where a warp's total is, before the next segment of its work unit.
-struct SegmentState {
-  enum Total { none, handed_over, here } total;
-  int stored;  // segments in the workspace
-};
+// Where a warp's total is, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
+// work unit are in the workspace.
+enum SegmentState : int { kNoTotal = -2, kTotalHere = -1 };
 
 template <class C>
 class SegmentFold {
  public:
-  using Total = SegmentState::Total;
   static constexpr int kVectors = C::kD / 8;  // of four accumulators, of a lane
   using Softmax = OnlineSoftmax<QkFragment<1, C::kKvTile / 8>>;
 
-  __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows, SegmentState &state)
+  __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows, int &state)
       : cta_(cta), rows_(rows), state_(state) {}
 
   __device__ __forceinline__ void begin_work_unit() {
-    state_.total = rows_.work->num_partials > 0 ? Total::handed_over : Total::none;
-    state_.stored = 0;
+    state_ = rows_.work->num_partials > 0 ? 0 : kNoTotal;
   }
 
   // Takes a segment that is not the work unit's last. Its row sums are those of the whole row.
   __device__ __forceinline__ void add(const float (&out)[C::kD / 2], const Softmax &softmax) {
-    if (state_.total == Total::handed_over) {
-      if (state_.stored < cta_.params().segment_slots && !has_arrived()) {
-        store(slot(state_.stored++), out, softmax);
+    if (state_ >= 0) {
+      if (state_ < cta_.params().segment_slots && !has_arrived()) {
+        store(slot(state_++), out, softmax);
         return;
       }
       receive();
     }
     const auto segment = [&](int j) { return vector_of(out, j); };
-    if (state_.total == Total::none) {
+    if (state_ == kNoTotal) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) set_total(j, segment(j));
       set_stats(softmax.max, softmax.sum);
-      state_.total = Total::here;
+      state_ = kTotalHere;
     } else {
       fold(segment, softmax.max, softmax.sum);
     }
@@ -84,8 +80,8 @@ class SegmentFold {
   // The last segment of a work unit becomes the total of all. It is handed over if the work tile continues; then false is
   // returned.
   __device__ __forceinline__ bool finish(float (&out)[C::kD / 2], Softmax &softmax) {
-    if (state_.total == Total::handed_over) receive();
-    if (state_.total == Total::here) {
+    if (state_ >= 0) receive();
+    if (state_ == kTotalHere) {
       FoldFactors factors[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -108,6 +104,8 @@ class SegmentFold {
   }
 
  private:
+  static constexpr int kLoads = 4;  // from the workspace at once: out and Q take most registers
+
   static __device__ __forceinline__ float4 vector_of(const float (&out)[C::kD / 2], int j) {
     return {out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]};
   }
@@ -142,7 +140,7 @@ class SegmentFold {
     }
     __syncwarp();
   }
-  template <typename Segment>
+  template <int kUnroll = kVectors, typename Segment>
   __device__ __forceinline__ void fold(const Segment &segment, const float (&max)[2], const float (&sum)[2]) const {
     FoldFactors factors[2];
     float total_max[2], total_sum[2];
@@ -154,7 +152,7 @@ class SegmentFold {
       factors[r] = fold_row(total_max[r], total_sum[r], max[r], sum[r]);
     }
     set_stats(total_max, total_sum);
-#pragma unroll
+#pragma unroll kUnroll
     for (int j = 0; j < kVectors; ++j) set_total(j, fold_out(factors, get_total(j), segment(j)));
   }
 
@@ -197,21 +195,20 @@ class SegmentFold {
     __syncwarp();
     const float4 *from = partial_at(rows_.work->first_partial);
     const float4 stats = __ldcg(from);
-#pragma unroll
+#pragma unroll kLoads
     for (int j = 0; j < kVectors; ++j) set_total(j, __ldcg(from + (j + 1) * 32));
     set_stats({stats.x, stats.z}, {stats.y, stats.w});
 #pragma unroll 1
-    for (int i = 0; i < state_.stored; ++i) {
+    for (int i = 0; i < state_; ++i) {
       const float4 *stored = partial_at(slot(i)), row = __ldcg(stored);
-      fold([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
+      fold<kLoads>([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
     }
-    state_.stored = 0;
-    state_.total = Total::here;
+    state_ = kTotalHere;
   }
 
   const Cta<C> &cta_;
   const WarpRows<C> &rows_;
-  SegmentState &state_;
+  int &state_;  // a SegmentState
 };
 
 }  // namespace fa::cuda::extend
