@@ -123,6 +123,9 @@ class Cta {
   __device__ __forceinline__ uint32_t total_stats() const {
     return smem_ + C::kTotalsOffset + offsetof(typename C::Totals, stats);
   }
+  __device__ __forceinline__ uint32_t segment_state() const {
+    return smem_ + C::kTotalsOffset + offsetof(typename C::Totals, state);
+  }
 
   __device__ __forceinline__ KvLocator kv_locator() const { return {p_, a_.page_size}; }
 

@@ -73,7 +73,10 @@ class Consumer {
       return;
     }
     load_q();
-    if constexpr (C::kSameBits) segment_fold().begin_work_unit();
+    if constexpr (C::kSameBits) {
+      SegmentFold<C>(cta_, rows_).begin_work_unit();
+      discard();
+    }
     softmax_.reset();
     clear(out_);
 #pragma unroll
@@ -87,14 +90,19 @@ class Consumer {
 #pragma unroll 1
     for (int n = next_mask_change;; ++n) {
       if (p_pending_ && masked && rows_.work->several_tokens) nan_safe_pv_if_needed();
+      bool ends = false;
       if (n >= next_mask_change) {
         const int end = rows_.work->kv_tile_end, inner = (rows_.work->interior.begin + C::kKvTile - 1) / C::kKvTile,
                   end_inner = rows_.work->interior.end / C::kKvTile;
-        if (n >= end) break;  // the unit may have no tile that these rows see
+        ends = n >= end;  // the unit may have no tile that these rows see
+        if (!C::kSameBits && ends) break;
         masked = n < inner || n >= end_inner;
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
       }
-      if (C::kSameBits && n % C::kSegmentTiles == 0 && n > rows_.work->kv_tile) end_segment();
+      if (C::kSameBits && (ends || (n % C::kSegmentTiles == 0 && n > rows_.work->kv_tile))) {
+        end_segment(ends);
+        if (ends) return;
+      }
       const int key0 = n * C::kKvTile;
       if (p_pending_ || out_empty_) {
         process_kv_tile<true>(key0, masked);
@@ -103,27 +111,30 @@ class Consumer {
       }
     }
     if (p_pending_) finish_pv();
-    if (rows_.first_row() >= rows_.work->rows) return;
-    const Epilogue<C> epilogue(cta_, rows_, out_, softmax_);
-    if constexpr (C::kSameBits) {
-      softmax_.reduce_sums();
-      if (segment_fold().finish(out_, softmax_)) epilogue.store_final();
-    } else {
-      epilogue.store();
-    }
+    if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
   }
 
-  __device__ __forceinline__ SegmentFold<C> segment_fold() { return {cta_, rows_, segments_}; }
-  // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile.
-  __device__ __forceinline__ void end_segment() {
+  // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile. `last`: of the work unit.
+  __device__ __forceinline__ void end_segment(bool last) {
     if (p_pending_) finish_pv();
     if (rows_.first_row() < rows_.work->rows) {
       softmax_.reduce_sums();
-      segment_fold().add(out_, softmax_);
+      if (SegmentFold<C>(cta_, rows_).take(out_, softmax_, last))
+        Epilogue<C>(cta_, rows_, out_, softmax_).store_final();
     }
     softmax_.reset();
     out_empty_ = true;
     p_pending_ = max_settled_ = false;
+    discard();
+  }
+  // Nothing reads what S and P hold: their registers are free until the next tile.
+  __device__ __forceinline__ void discard() {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) asm volatile("" : "=f"(s_[n]));
+#pragma unroll
+    for (int n = 0; n < C::kRuns; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) asm volatile("" : "=r"(p_frag_[n][r]));
   }
 
   // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
@@ -184,14 +195,13 @@ class Consumer {
     const auto scale = [&](int r) { return exponent_scale(r); };
     if constexpr (C::kSameBits) {
       if (masked) mask_tile(key0);
-      rescaled = (masked || !max_settled_) && raise_max_before(masked, scale);
-      if (!rescaled) softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
+      raise_max_before(masked, scale);
       if (masked) {
         softmax_.template exponentiate<true>(s_, scale, tile_sum);
       } else {
         softmax_.template exponentiate<false>(s_, scale, tile_sum);
       }
-      if (plain_scores()) rescaled |= update_max_lazily(key0, tile_sum, masked);
+      rescaled = plain_scores() && update_max_lazily(key0, tile_sum, masked);
     } else if (kHasPv && max_settled_ && !masked) {
       softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
@@ -219,12 +229,7 @@ class Consumer {
     convert_p<Element>(s_, p_frag_);
     advance();
     p_pending_ = true;
-    if constexpr (C::kSameBits) {
-      if (!masked && !max_settled_)
-        max_settled_ = plain_scores() && !__any_sync(~0u, softmax_.max[0] == kNoMax || softmax_.max[1] == kNoMax);
-    } else if (!masked) {
-      max_settled_ = plain_scores();
-    }
+    if (!masked) max_settled_ = plain_scores();
   }
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const {
@@ -394,7 +399,7 @@ class Consumer {
       } else {
         const int exponent = most > kRescaleThreshold ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
         const float factor = __int_as_float((127 - exponent) << 23);
-        softmax_.rescale[r] = C::kSameBits ? softmax_.rescale[r] * factor : factor;
+        softmax_.rescale[r] = factor;
         softmax_.max[r] += static_cast<float>(exponent);
         softmax_.sum[r] = __fmul_rn(softmax_.sum[r], factor);
         tile_sum[r] = __fmul_rn(tile_sum[r], factor);
@@ -417,25 +422,27 @@ class Consumer {
 
   static constexpr float kLargestP = 0x1p64f;
   // For FA_FLAG_SAME_BITS, before P of a tile is computed: raises a row's maximum to its largest score where the row's own
-  // scores ask for it. Returns true if out must be rescaled.
+  // scores ask for it, and rescales out.
   //
   //   row                                         raised
   //   has seen no key of the segment              always
   //   has score modifiers                         always
   //   has a P from kLargestP on                   in partial tiles; in full ones update_max_lazily() finds out
   template <typename Scale>
-  __device__ __forceinline__ bool raise_max_before(bool masked, const Scale &scale) {
+  __device__ __forceinline__ void raise_max_before(bool masked, const Scale &scale) {
     const bool plain = plain_scores();
     float top[2];
     bool raises[2], large[2];
 #pragma unroll
+    for (int r = 0; r < 2; ++r) raises[r] = !plain || softmax_.max[r] == kNoMax;
+    if (!masked && !__any_sync(~0u, raises[0] || raises[1])) return;
+#pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = Softmax::largest(s_, r);
-      raises[r] = !plain || softmax_.max[r] == kNoMax;
       large[r] = masked && !raises[r] && exp2_approx(fmaf(top[r], scale(r), -softmax_.max[r])) >= kLargestP;
     }
     const bool any_large = __any_sync(~0u, large[0] || large[1]);
-    if (!any_large && !__any_sync(~0u, raises[0] || raises[1])) return false;
+    if (!any_large && !__any_sync(~0u, raises[0] || raises[1])) return;
     Fragment::reduce(top, MaxOp{});
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -450,7 +457,12 @@ class Consumer {
         softmax_.rescale[r] = 1.f;
       }
     }
-    return !plain || any_large;
+    if (plain && !any_large) return;  // out of these rows is 0
+    if (!__any_sync(~0u, softmax_.rescale[0] != 1.f || softmax_.rescale[1] != 1.f)) return;
+    wgmma_wait<0>();
+    fence_operand(out_);
+    fence_operand(p_frag_);
+    scale_rows<OutFragment>(out_, softmax_.rescale);
   }
   // Recomputes S of the overflowed rows with mma by this warp alone. K is read from global memory, since its stage has been
   // released.
@@ -536,7 +548,6 @@ class Consumer {
 
   const Cta<C> &cta_;
   WarpRows<C> rows_;
-  int segments_;  // for FA_FLAG_SAME_BITS: a SegmentState
   float out_[C::kD / 2];
   Softmax softmax_;
   int tile_pos_ = 0;             // position of the next K

@@ -40,7 +40,7 @@ __device__ __forceinline__ float4 fold_out(const FoldFactors (&factors)[2], cons
           fold_out(factors[1], total.w, out.w)};
 }
 
-// Where a warp's total is, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
+// Where a warp's total is, in shared memory because registers are scarce, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
 // work unit are in the workspace.
 enum SegmentState : int { kNoTotal = -2, kTotalHere = -1 };
 
@@ -50,49 +50,49 @@ class SegmentFold {
   static constexpr int kVectors = C::kD / 8;  // of four accumulators, of a lane
   using Softmax = OnlineSoftmax<QkFragment<1, C::kKvTile / 8>>;
 
-  __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows, int &state)
-      : cta_(cta), rows_(rows), state_(state) {}
+  __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows) : cta_(cta), rows_(rows) {}
 
   __device__ __forceinline__ void begin_work_unit() {
-    state_ = rows_.work->num_partials > 0 ? 0 : kNoTotal;
+    if (rows_.work->num_partials > 0) state_ = 0;
+    save_state();
   }
 
-  // Takes a segment that is not the work unit's last. Its row sums are those of the whole row.
-  __device__ __forceinline__ void add(const float (&out)[C::kD / 2], const Softmax &softmax) {
+  // Takes the next segment of the work unit, which is in registers; its row sums are those of the whole row. Returns true if it
+  // is the last one of the work tile: then the registers hold the total of all segments. The total of a work unit that ends
+  // before its work tile is handed over.
+  __device__ __forceinline__ bool take(float (&out)[C::kD / 2], Softmax &softmax, bool last) {
+    state_ = static_cast<int>(ld_shared_4(state_at()));
     if (state_ >= 0) {
-      if (state_ < cta_.params().segment_slots && !has_arrived()) {
+      if (!last && state_ < cta_.params().segment_slots && !has_arrived()) {
         store(slot(state_++), out, softmax);
-        return;
+        save_state();
+        return false;
       }
       receive();
     }
     const auto segment = [&](int j) { return vector_of(out, j); };
-    if (state_ == kNoTotal) {
+    if (state_ == kTotalHere) {
+      fold(segment, softmax.max, softmax.sum);
+    } else if (!last) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) set_total(j, segment(j));
       set_stats(softmax.max, softmax.sum);
-      state_ = kTotalHere;
-    } else {
-      fold(segment, softmax.max, softmax.sum);
     }
-  }
-
-  // The last segment of a work unit becomes the total of all. It is handed over if the work tile continues; then false is
-  // returned.
-  __device__ __forceinline__ bool finish(float (&out)[C::kD / 2], Softmax &softmax) {
-    if (state_ >= 0) receive();
+    if (!last) {
+      state_ = kTotalHere;
+      save_state();
+      return false;
+    }
     if (state_ == kTotalHere) {
-      FoldFactors factors[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float2 stats = get_stats(r);
-        factors[r] = fold_row(stats.x, stats.y, softmax.max[r], softmax.sum[r]);
+        const float2 stats = get_stats(r);
         softmax.max[r] = stats.x;
         softmax.sum[r] = stats.y;
       }
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        const float4 x = fold_out(factors, get_total(j), vector_of(out, j));
+        const float4 x = get_total(j);
         out[4 * j] = x.x, out[4 * j + 1] = x.y, out[4 * j + 2] = x.z, out[4 * j + 3] = x.w;
       }
     }
@@ -123,6 +123,12 @@ class SegmentFold {
   }
   __device__ __forceinline__ void set_total(int j, const float4 &x) const {
     st_shared_16(total_at(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+  }
+  __device__ __forceinline__ uint32_t state_at() const { return cta_.segment_state() + rows_.first_row() / 16 * 4; }
+  __device__ __forceinline__ void save_state() const {
+    __syncwarp();  // all lanes have read it
+    if (cta_.lane() == 0) st_shared_4(state_at(), static_cast<uint32_t>(state_));
+    __syncwarp();
   }
   // M and L of a row.
   __device__ __forceinline__ uint32_t stats_at(int r) const { return cta_.total_stats() + rows_.row_of(r) * 8; }
@@ -208,7 +214,7 @@ class SegmentFold {
 
   const Cta<C> &cta_;
   const WarpRows<C> &rows_;
-  int &state_;  // a SegmentState
+  int state_ = kNoTotal;  // of the warp: a SegmentState
 };
 
 }  // namespace fa::cuda::extend

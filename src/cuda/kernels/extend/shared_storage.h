@@ -51,6 +51,7 @@ template <int kHeadDim, int kWarpgroups>
 struct SegmentTotals {
   alignas(16) float out[kWarpgroups * 4][kHeadDim / 8][32][4];
   float stats[kWarpgroups * kWarpgroupRows][2];
+  int32_t state[kWarpgroups * 4];  // of each warp, a SegmentState
 };
 
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
