@@ -9,6 +9,19 @@
 
 namespace fa::cuda {
 
+namespace {
+
+constexpr int64_t kMostSegmentBytes = int64_t{256} << 20;
+
+// FA_FLAG_SAME_BITS: segments of a work tile, at most; and bytes of the partials of all.
+int64_t segments_of(const ForwardProblem &p) { return ceil_div(p.k_lengths.max_len, extend::kSegmentKeys) + 1; }
+int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
+  const int64_t tiles = p.batch * p.heads_k * ceil_div(p.q_lengths.max_len * p.group, shape.rows());
+  return tiles * segments_of(p) * shape.rows() * shape.head_dim * int64_t{sizeof(float)};
+}
+
+}  // namespace
+
 bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
   using extend::kShapes, extend::Shape;
   // With a few partials for each work tile the last CTA of the tile adds the others to its own; more are added by a combine kernel.
@@ -23,12 +36,14 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
     const bool few_tiles =
         p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()) * kManyPartials <= device.multiprocessors;
     if (kShapes[found].same_bits != p.same_bits) continue;
-    if (p.same_bits || kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && few_tiles)) break;
+    // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
+    const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, kShapes[found]) <= kMostSegmentBytes);
+    if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && combines)) break;
   }
   if (found == extend::kNumShapes) return false;
   const Shape &shape = kShapes[found];
-  const int64_t step = shape.same_bits ? extend::kSegmentKeys : shape.keys, row_blocks = ceil_div(rows, shape.rows()),
-                iterations = ceil_div(p.k_lengths.max_len, step) + 1;
+  const int64_t row_blocks = ceil_div(rows, shape.rows()),
+                iterations = shape.same_bits ? segments_of(p) : ceil_div(p.k_lengths.max_len, shape.keys) + 1;
   if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
 
   plan.family = Family::extend;
@@ -51,7 +66,10 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   work.columns = shape.head_dim;
   work.uniform = in_step && is_uniform(p);
   work.max_coscheduled_log2 = in_step ? 3 : 0;
-  if (shape.same_bits) {
+  if (shape.same_bits && shape.uses_combine_kernel) {
+    work.partials_per_partition =
+        static_cast<int32_t>(ceil_div(work.tiles * iterations, std::min(work.ctas, work.tiles * iterations)));
+  } else if (shape.same_bits) {
     // Of each partition: the total that it hands over, and segments for which the total before them is not there yet. Each warp stores its
     // rows, and M and L of them in place of eight columns.
     constexpr int64_t kMostSlotBytes = int64_t{32} << 20;
@@ -63,7 +81,7 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
     work.partials_per_partition = 1 + plan.segment_slots;
   }
   plan_partition(work, p, plan);
-  if (shape.same_bits) plan.counters *= shape.rows() / extend::kWarpRows;
+  if (plan.segment_slots > 0) plan.counters *= shape.rows() / extend::kWarpRows;
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.

@@ -17,7 +17,8 @@ using decode::Keys;
 // The work unit's result is a partial for `partial`. Or the unit ends its work tile: then kernels without a combine kernel
 // add `num_partials` partials, from number `first_partial` on, which are complete when the counter says so.
 // Kernels for FA_FLAG_SAME_BITS hand the total of the work tile over to `partial`. Where num_partials is 1, the unit continues
-// the total of `first_partial`. `counter` is the partition's own number, for its slots.
+// the total of `first_partial`. `counter` is the partition's own number, for its slots. With a combine kernel the unit has
+// num_partials segments, from number first_partial of the sequence on, whose partials are `partial` and every `counter` more.
 struct WorkUnitDescriptor : decode::WorkDescriptor {
   int partial;  // -1: no partial is stored
   int first_partial, num_partials, counter;

@@ -100,7 +100,7 @@ class Consumer {
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
       }
       if (C::kSameBits && (ends || (n % C::kSegmentTiles == 0 && n > rows_.work->kv_tile))) {
-        end_segment(ends);
+        end_segment(max(n - 1, 0) / C::kSegmentTiles, ends);
         if (ends) return;
       }
       const int key0 = n * C::kKvTile;
@@ -114,12 +114,13 @@ class Consumer {
     if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
   }
 
-  // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile. `last`: of the work unit.
-  __device__ __forceinline__ void end_segment(bool last) {
+  // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile. `segment` counts in the sequence; `last`: of the
+  // work unit.
+  __device__ __forceinline__ void end_segment(int segment, bool last) {
     if (p_pending_) finish_pv();
     if (rows_.first_row() < rows_.work->rows) {
       softmax_.reduce_sums();
-      if (SegmentFold<C>(cta_, rows_).take(out_, softmax_, last))
+      if (SegmentFold<C>(cta_, rows_).take(out_, softmax_, segment, last))
         Epilogue<C>(cta_, rows_, out_, softmax_).store_final();
     }
     softmax_.reset();

@@ -67,7 +67,12 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     if (lane_ == 0) {
       WorkUnitDescriptor &descriptor = this->descriptor(n & 1);
       this->fill_descriptor(descriptor);
-      if constexpr (C::kUsesCombineKernel) {
+      if constexpr (C::kUsesCombineKernel && C::kSameBits) {
+        descriptor.partial = work_unit.whole() ? -1 : scheduler.segment_partial(a_, work_unit.begin);
+        descriptor.first_partial = work_unit.first_step;
+        descriptor.num_partials = work_unit.end - work_unit.begin;
+        descriptor.counter = 1 << scheduler.coscheduled_log2();
+      } else if constexpr (C::kUsesCombineKernel) {
         descriptor.partial = work_unit.whole() ? -1 : scheduler.partial_of(a_, partition, begins_tile);
       } else if constexpr (C::kSameBits) {
         descriptor.counter = scheduler.partial_of(a_, partition);

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels for FA_FLAG_SAME_BITS: the keys of a sequence are cut into segments of kSegmentKeys, counted from its first key. A
-// segment has a softmax of its own (m, l, out), which starts anew. The segments of a row are folded in the order of their keys:
+// segment has a softmax of its own (m, l, out), which starts anew. The segments of a row are folded in the order of their keys
+// (common/combine.cuh), so its bits do not depend on which CTA computed which of them. What a warp has folded so far, the total
+// of its 16 rows, is in shared memory.
 //
-//   M' = max(M, m),   L = l 2^(m - M') + L 2^(M - M'),   O = out 2^(m - M') + O 2^(M - M')      one fma each
-//
-// So the bits of a row do not depend on which CTA computed which of its segments, if those are folded from left to right by
-// this file alone. What a warp has folded so far, the total of its 16 rows, is in shared memory.
-//
-// A work tile may be cut at the end of any segment. The CTA with its front hands its total over in the workspace, and the CTA
-// with the next part folds its own segments behind it. Until the total has arrived, segments are stored in slots of the
-// workspace. When that happens is a matter of time, but not the order in which they are folded.
+// A work tile may be cut at the end of any segment. Kernels without a combine kernel: the CTA with its front hands its total
+// over in the workspace, and the CTA with the next part folds its own segments behind it. Until the total has arrived, segments
+// are stored in slots of the workspace. When that happens is a matter of time, but not the order in which they are folded.
+// Kernels with a combine kernel store all segments of such a work tile for it.
 #pragma once
 
 #include "cuda/common/combine.cuh"
@@ -19,21 +17,6 @@
 
 namespace fa::cuda::extend {
 
-// 2^(M - M') and 2^(m - M') of one row, whose M becomes M' and whose L takes l in. A segment of which the row sees no key has
-// m = kNoMax and l = 0, and changes nothing.
-struct FoldFactors {
-  float total, segment;
-};
-__device__ __forceinline__ FoldFactors fold_row(float &total_max, float &total_sum, float max, float sum) {
-  const float top = fmaxf(total_max, max);
-  const FoldFactors factors{exp2_approx(__fsub_rn(total_max, top)), exp2_approx(__fsub_rn(max, top))};
-  total_max = top;
-  total_sum = __fmaf_rn(sum, factors.segment, __fmul_rn(total_sum, factors.total));
-  return factors;
-}
-__device__ __forceinline__ float fold_out(const FoldFactors &factors, float total, float out) {
-  return __fmaf_rn(out, factors.segment, __fmul_rn(total, factors.total));
-}
 // Accumulators 4 n .. 4 n + 3 of a lane: two columns of its first row, then two of its second.
 __device__ __forceinline__ float4 fold_out(const FoldFactors (&factors)[2], const float4 &total, const float4 &out) {
   return {fold_out(factors[0], total.x, out.x), fold_out(factors[0], total.y, out.y), fold_out(factors[1], total.z, out.z),
@@ -41,7 +24,7 @@ __device__ __forceinline__ float4 fold_out(const FoldFactors (&factors)[2], cons
 }
 
 // Where a warp's total is, in shared memory because registers are scarce, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
-// work unit are in the workspace.
+// work unit are in the workspace. With a combine kernel: so many segments are stored for it.
 enum SegmentState : int { kNoTotal = -2, kTotalHere = -1 };
 
 template <class C>
@@ -53,16 +36,21 @@ class SegmentFold {
   __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows) : cta_(cta), rows_(rows) {}
 
   __device__ __forceinline__ void begin_work_unit() {
-    if (rows_.work->num_partials > 0) state_ = 0;
+    if (C::kUsesCombineKernel ? rows_.work->partial >= 0 : rows_.work->num_partials > 0) state_ = 0;
     save_state();
   }
 
   // Takes the next segment of the work unit, which is in registers; its row sums are those of the whole row. Returns true if it
   // is the last one of the work tile: then the registers hold the total of all segments. The total of a work unit that ends
   // before its work tile is handed over.
-  __device__ __forceinline__ bool take(float (&out)[C::kD / 2], Softmax &softmax, bool last) {
+  __device__ __forceinline__ bool take(float (&out)[C::kD / 2], Softmax &softmax, int segment_number, bool last) {
     state_ = static_cast<int>(ld_shared_4(state_at()));
-    if (state_ >= 0) {
+    if constexpr (C::kUsesCombineKernel) {
+      if (rows_.work->partial >= 0) {
+        store_for_combine(out, softmax, segment_number, last);
+        return false;
+      }
+    } else if (state_ >= 0) {
       if (!last && state_ < cta_.params().segment_slots && !has_arrived()) {
         store(slot(state_++), out, softmax);
         save_state();
@@ -96,7 +84,7 @@ class SegmentFold {
         out[4 * j] = x.x, out[4 * j + 1] = x.y, out[4 * j + 2] = x.z, out[4 * j + 3] = x.w;
       }
     }
-    if (rows_.work->partial < 0) return true;
+    if (C::kUsesCombineKernel || rows_.work->partial < 0) return true;
     store(rows_.work->partial, out, softmax);
     __syncwarp();  // all lanes have stored their part
     if (cta_.lane() == 0) count_released(flag(rows_.work->partial));
@@ -180,6 +168,23 @@ class SegmentFold {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) to[(j + 1) * 32] = vector_of(out, j);
   }
+
+  // For the combine kernel, row-major. Of segments that have no tile that the CTA's rows see, m and l alone.
+  __device__ __forceinline__ void store_for_combine(float (&out)[C::kD / 2], Softmax &softmax, int segment_number, bool last) {
+    const int count = rows_.work->num_partials,
+              index = min(max(segment_number - rows_.work->first_partial, state_), count - 1);
+    const auto store_empty = [&](int end) {
+      for (; state_ < end; ++state_) {
+        float2 *stats = cta_.params().partial_stats + int64_t{partial_of(state_)} * C::kRows;
+        if ((cta_.lane() & 3) == 0) stats[rows_.row_of(0)] = stats[rows_.row_of(1)] = {kNoMax, 0.f};
+      }
+    };
+    store_empty(index);
+    Epilogue<C>(cta_, rows_, out, softmax).store_partials_by_row(partial_of(state_++));
+    if (last) store_empty(count);
+    save_state();
+  }
+  __device__ __forceinline__ int partial_of(int segment) const { return rows_.work->partial + segment * rows_.work->counter; }
 
   // Says that a warp has stored the total that it hands over, and is reset by the warp that takes it.
   __device__ __forceinline__ int32_t *flag(int partial) const {

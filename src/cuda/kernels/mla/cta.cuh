@@ -29,7 +29,7 @@ template <typename Element_, int kD_, int kDv_, int kKeys_, int kStages_, int kQ
 struct Config {
   using Element = Element_;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
-  static constexpr bool k8BitKv = false;
+  static constexpr bool k8BitKv = false, kSameBits = false;
   static constexpr bool kPairs = kPairs_;
   // Row blocks are not interleaved first with last: all see about the same number of keys.
   static constexpr bool kInterleaveRowBlocks = false;
