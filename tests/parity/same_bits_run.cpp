@@ -267,7 +267,7 @@ SameBitsCall random_call(const SameBitsProblem &p, Rng &rng) {
   c.storage = static_cast<Storage>(up_to(rng, 3));
   c.page_size = one_of<int64_t>(rng, {1, 3, 16, 64, 256, 1000});
   c.heads_outer = one_in(rng, 2);
-  const int64_t most = c.keys * (c.end_row - c.first_row) > 200000 ? 1 : 4;
+  const int64_t most = c.keys * (c.end_row - c.first_row) > 200000 ? 1 : one_in(rng, 6) ? 14 : 4;
   c.mates_before = one_in(rng, 2) ? up_to(rng, most) : 0;
   c.mates_after = one_in(rng, 2) ? up_to(rng, most) : 0;
   c.num_splits = one_of(rng, {0, 0, 1, 3, 64});
