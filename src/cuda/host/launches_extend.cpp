@@ -12,7 +12,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   decode::set_params(p, plan, memory.workspace, params);
   params.counters = memory.counters;
   params.row_blocks_divisor = Divisor(plan.row_blocks);
-  params.segment_slots = plan.segment_slots;
+  params.stored_segments = plan.stored_segments;
   params.partial_warps = plan.partial_warps;
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {

@@ -72,16 +72,16 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   } else if (shape.same_bits) {
     // Of each partition: the total that it hands over, and segments for which the total before them is not there yet. Each warp stores its
     // rows, and M and L of them in place of eight columns.
-    constexpr int64_t kMostSlotBytes = int64_t{32} << 20;
+    constexpr int64_t kMostStoredBytes = int64_t{32} << 20;
     work.rows = ceil_div(std::min(rows, work.rows), extend::kWarpRows) * extend::kWarpRows;
     work.columns += 8;
     plan.partial_warps = static_cast<int32_t>(work.rows / extend::kWarpRows);
-    plan.segment_slots = static_cast<int32_t>(
-        std::clamp<int64_t>(kMostSlotBytes / (work.ctas * work.rows * work.columns * 4), 1, std::min<int64_t>(iterations, 64)));
-    work.partials_per_partition = 1 + plan.segment_slots;
+    plan.stored_segments = static_cast<int32_t>(std::clamp<int64_t>(
+        kMostStoredBytes / (work.ctas * work.rows * work.columns * 4), 1, std::min<int64_t>(iterations, 64)));
+    work.partials_per_partition = 1 + plan.stored_segments;
   }
   plan_partition(work, p, plan);
-  if (plan.segment_slots > 0) plan.counters *= shape.rows() / extend::kWarpRows;
+  if (plan.stored_segments > 0) plan.counters *= shape.rows() / extend::kWarpRows;
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
@@ -90,9 +90,10 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.
   plan.tma_kv = (kv_8bit || rows > extend::kWarpgroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
                 is_kv_tma_compatible(p, p.v, p.head_dim_v, extend::kBoxRows);
-  plan.reason = shape.same_bits ? "extend kernel for FA_FLAG_SAME_BITS: segments of 1024 keys are folded in the order of their keys"
-                                : "extend kernel: queries and the query heads of a group share each KV tile, and the keys are "
-                                  "split over many CTAs";
+  plan.reason = shape.same_bits
+                    ? "extend kernel for FA_FLAG_SAME_BITS: segments of 1024 keys are folded in the order of their keys"
+                    : "extend kernel: queries and the query heads of a group share each KV tile, and the keys are "
+                      "split over many CTAs";
   return true;
 }
 

@@ -113,7 +113,9 @@ constexpr auto kRows = concatenate(
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV |
-                             (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ : kv_8bit ? 0 : kLeftPadding);
+                             (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ
+                              : kv_8bit       ? 0
+                                              : kLeftPadding);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();

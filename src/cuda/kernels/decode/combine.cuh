@@ -64,8 +64,8 @@ class Combine {
               end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
     if constexpr (C::kSameBits) {
       first_partial_ = tile.first_partition;
-      next_partial_ = first_partial_ + 1;
-      partial_step_ = 1;
+      partial_step_ = 1 << cta_.params.coscheduled_log2;
+      next_partial_ = first_partial_ + partial_step_;
     } else {
       first_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition, true);
       next_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 1, false);
@@ -173,9 +173,9 @@ class Combine {
 #pragma unroll
         for (int n = 0; n < kPartialsInFlight; ++n) {
           if (partial_stats_of[n].x == kNoMax) continue;  // sees no key: out is not stored
-          const FoldFactors factors = fold_row(stats.x, stats.y, partial_stats_of[n].x, partial_stats_of[n].y);
-          x = {fold_out(factors, x.x, partials[n].x), fold_out(factors, x.y, partials[n].y),
-               fold_out(factors, x.z, partials[n].z), fold_out(factors, x.w, partials[n].w)};
+          const FoldScales scales = fold_row(stats.x, stats.y, partial_stats_of[n].x, partial_stats_of[n].y);
+          x = {fold_out(scales, x.x, partials[n].x), fold_out(scales, x.y, partials[n].y), fold_out(scales, x.z, partials[n].z),
+               fold_out(scales, x.w, partials[n].w)};
         }
       } else {
         fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);

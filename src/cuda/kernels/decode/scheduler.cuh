@@ -130,9 +130,9 @@ class WorkScheduler : protected CtaState {
     }
     constexpr int kStepTiles = C::kKvStep / C::kKvTile;
     kv_tile_ = max(work_unit.first_step * kStepTiles, keys_.begin / C::kKvTile);
-    kv_tile_end_ = keys_.empty() ? kv_tile_
-                                 : min((work_unit.first_step + work_unit.steps) * kStepTiles,
-                                       (keys_.end + C::kKvTile - 1) / C::kKvTile);
+    kv_tile_end_ = keys_.empty()
+                       ? kv_tile_
+                       : min((work_unit.first_step + work_unit.steps) * kStepTiles, (keys_.end + C::kKvTile - 1) / C::kKvTile);
   }
 
  protected:

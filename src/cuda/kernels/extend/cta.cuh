@@ -17,7 +17,7 @@ using decode::Keys;
 // The work unit's result is a partial for `partial`. Or the unit ends its work tile: then kernels without a combine kernel
 // add `num_partials` partials, from number `first_partial` on, which are complete when the counter says so.
 // Kernels for FA_FLAG_SAME_BITS hand the total of the work tile over to `partial`. Where num_partials is 1, the unit continues
-// the total of `first_partial`. `counter` is the partition's own number, for its slots. With a combine kernel the unit has
+// the total of `first_partial`. `counter` is the partition's own number, for the segments that it stores. With a combine kernel the unit has
 // num_partials segments, from number first_partial of the sequence on, whose partials are `partial` and every `counter` more.
 struct WorkUnitDescriptor : decode::WorkDescriptor {
   int partial;  // -1: no partial is stored
@@ -56,8 +56,7 @@ struct Config {
   using Storage = SharedStorage<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>;
   using Totals = SegmentTotals<kD, kConsumerWarpgroups>;
   static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>();
-  static constexpr int kSharedBytes =
-      storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
+  static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
   static_assert(kKvTile == 128 && kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
 };
 

@@ -17,7 +17,7 @@ struct Params : decode::Params {
   bool tma_kv;
   // Kernels for FA_FLAG_SAME_BITS: in the workspace, segments that a work unit may store before it has the total of the segments
   // before, and the warps that have rows, each of which stores a part of a total or segment.
-  int32_t segment_slots, partial_warps;
+  int32_t stored_segments, partial_warps;
   CUtensorMap k_map, v_map;
 };
 

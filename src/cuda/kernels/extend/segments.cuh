@@ -6,7 +6,7 @@
 //
 // A work tile may be cut at the end of any segment. Kernels without a combine kernel: the CTA with its front hands its total
 // over in the workspace, and the CTA with the next part folds its own segments behind it. Until the total has arrived, segments
-// are stored in slots of the workspace. When that happens is a matter of time, but not the order in which they are folded.
+// are stored in the workspace. When that happens is a matter of time, but not the order in which they are folded.
 // Kernels with a combine kernel store all segments of such a work tile for it.
 #pragma once
 
@@ -18,9 +18,9 @@
 namespace fa::cuda::extend {
 
 // Accumulators 4 n .. 4 n + 3 of a lane: two columns of its first row, then two of its second.
-__device__ __forceinline__ float4 fold_out(const FoldFactors (&factors)[2], const float4 &total, const float4 &out) {
-  return {fold_out(factors[0], total.x, out.x), fold_out(factors[0], total.y, out.y), fold_out(factors[1], total.z, out.z),
-          fold_out(factors[1], total.w, out.w)};
+__device__ __forceinline__ float4 fold_out(const FoldScales (&scales)[2], const float4 &total, const float4 &out) {
+  return {fold_out(scales[0], total.x, out.x), fold_out(scales[0], total.y, out.y), fold_out(scales[1], total.z, out.z),
+          fold_out(scales[1], total.w, out.w)};
 }
 
 // Where a warp's total is, in shared memory because registers are scarce, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
@@ -51,8 +51,8 @@ class SegmentFold {
         return false;
       }
     } else if (state_ >= 0) {
-      if (!last && state_ < cta_.params().segment_slots && !has_arrived()) {
-        store(slot(state_++), out, softmax);
+      if (!last && state_ < cta_.params().stored_segments && !has_arrived()) {
+        store(stored_segment(state_++), out, softmax);
         save_state();
         return false;
       }
@@ -136,18 +136,18 @@ class SegmentFold {
   }
   template <int kUnroll = kVectors, typename Segment>
   __device__ __forceinline__ void fold(const Segment &segment, const float (&max)[2], const float (&sum)[2]) const {
-    FoldFactors factors[2];
+    FoldScales scales[2];
     float total_max[2], total_sum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float2 stats = get_stats(r);
       total_max[r] = stats.x;
       total_sum[r] = stats.y;
-      factors[r] = fold_row(total_max[r], total_sum[r], max[r], sum[r]);
+      scales[r] = fold_row(total_max[r], total_sum[r], max[r], sum[r]);
     }
     set_stats(total_max, total_sum);
 #pragma unroll kUnroll
-    for (int j = 0; j < kVectors; ++j) set_total(j, fold_out(factors, get_total(j), segment(j)));
+    for (int j = 0; j < kVectors; ++j) set_total(j, fold_out(scales, get_total(j), segment(j)));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ class SegmentFold {
            (int64_t{partial} * cta_.params().partial_warps + rows_.first_row() / 16) * ((kVectors + 1) * 32) + cta_.lane();
   }
   // The i-th segment of this work unit.
-  __device__ __forceinline__ int slot(int i) const {
-    return static_cast<int>(gridDim.x) + rows_.work->counter * cta_.params().segment_slots + i;
+  __device__ __forceinline__ int stored_segment(int i) const {
+    return static_cast<int>(gridDim.x) + rows_.work->counter * cta_.params().stored_segments + i;
   }
   __device__ __forceinline__ void store(int partial, const float (&out)[C::kD / 2], const Softmax &softmax) const {
     float4 *to = partial_at(partial);
@@ -171,8 +171,7 @@ class SegmentFold {
 
   // For the combine kernel, row-major. Of segments that have no tile that the CTA's rows see, m and l alone.
   __device__ __forceinline__ void store_for_combine(float (&out)[C::kD / 2], Softmax &softmax, int segment_number, bool last) {
-    const int count = rows_.work->num_partials,
-              index = min(max(segment_number - rows_.work->first_partial, state_), count - 1);
+    const int count = rows_.work->num_partials, index = min(max(segment_number - rows_.work->first_partial, state_), count - 1);
     const auto store_empty = [&](int end) {
       for (; state_ < end; ++state_) {
         float2 *stats = cta_.params().partial_stats + int64_t{partial_of(state_)} * C::kRows;
@@ -211,7 +210,7 @@ class SegmentFold {
     set_stats({stats.x, stats.z}, {stats.y, stats.w});
 #pragma unroll 1
     for (int i = 0; i < state_; ++i) {
-      const float4 *stored = partial_at(slot(i)), row = __ldcg(stored);
+      const float4 *stored = partial_at(stored_segment(i)), row = __ldcg(stored);
       fold<kLoads>([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
     }
     state_ = kTotalHere;

@@ -45,13 +45,14 @@ struct Shape {
   X(d128sp, 128, 2, 128, 5, 0, true, true)
 
 #define FA_EXTEND_SHAPE(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits) \
-  {#name,                                                                                                       \
-   head_dim,                                                                                                    \
-   consumer_warpgroups,                                                                                         \
-   kv_tile,                                                                                                     \
-   stages,                                                                                                      \
-   stages_8bit,                                                                                                 \
-   uses_combine_kernel, same_bits,                                                                                         \
+  {#name,                                                                                                                  \
+   head_dim,                                                                                                               \
+   consumer_warpgroups,                                                                                                    \
+   kv_tile,                                                                                                                \
+   stages,                                                                                                                 \
+   stages_8bit,                                                                                                            \
+   uses_combine_kernel,                                                                                                    \
+   same_bits,                                                                                                              \
    storage_bytes_of<head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit>(same_bits)},
 constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_8BIT_TABLE(FA_EXTEND_SHAPE)};
 #undef FA_EXTEND_SHAPE
