@@ -4,6 +4,9 @@
 #include <cstring>
 
 #include "parity/runner.h"
+#if defined(FA_TEST_CUDA)
+#include "parity/same_bits_cuda_model.h"
+#endif
 #include "parity/same_bits_model.h"
 #include "parity/same_bits_run.h"
 
@@ -187,6 +190,9 @@ TEST_P(SameBits, OfGradientsInAnyBatch) {
   }
 }
 
+// A way to compute a row.
+using Model = std::function<ModelRow(const SameBitsProblem &, const SameBitsSequence &, int64_t row, int64_t head)>;
+
 // The arithmetics that compute a problem on an instruction set; several where what runs cannot be told from outside.
 std::vector<Arithmetic> arithmetics(fa_cpu_isa isa, const SameBitsProblem &p) {
   using Products = Arithmetic::Products;
@@ -214,28 +220,40 @@ std::vector<Arithmetic> arithmetics(fa_cpu_isa isa, const SameBitsProblem &p) {
   return {};
 }
 
+std::vector<Model> models(const fa_device_properties &device, const SameBitsProblem &p) {
+  std::vector<Model> all;
+#if defined(FA_TEST_CUDA)
+  if (device.device_type == FA_DEVICE_CUDA) return {cuda_model_row};
+#endif
+  for (const Arithmetic &a : arithmetics(device.cpu_isa, p)) {
+    all.push_back([a](const SameBitsProblem &problem, const SameBitsSequence &s, int64_t row, int64_t head) {
+      return model_row(a, problem, s, row, head);
+    });
+  }
+  return all;
+}
+
 TEST_P(SameBits, FollowTheContract) {
   fa_device_properties device;
   fa_device_properties_init(&device, sizeof device);
   ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
-  if (cuda_) GTEST_SKIP() << "the tests have no model of the arithmetic of CUDA";
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: contract " + backend().name())));
   for (int64_t n = 0; n < scaled(16); ++n) {
-    SameBitsProblem p = random_problem(rng);
+    SameBitsProblem p = random_problem(rng, cuda_);
     p.head_dim = std::min<int64_t>(p.head_dim, 80);
     p.head_dim_v = std::min<int64_t>(p.head_dim_v, 40);
     const SameBitsSequence s = make_sequence(p, rng);
     const SameBitsResult all = run(backend(), p, s, whole(p), rng);
     ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
-    std::vector<Arithmetic> possible = arithmetics(device.cpu_isa, p);
+    std::vector<Model> possible = models(device, p);
     if (possible.empty()) GTEST_SKIP() << "the tests have no model of the arithmetic of cpu_isa " << device.cpu_isa;
     for (int64_t trial = 0; trial < 4; ++trial) {
       const int64_t row = trial == 0 ? p.rows - 1 : static_cast<int64_t>(rng() % static_cast<uint64_t>(p.rows));
       const int64_t head = static_cast<int64_t>(rng() % static_cast<uint64_t>(p.heads_q));
       const auto at = static_cast<size_t>(row * p.heads_q + head);
       std::string difference;
-      std::erase_if(possible, [&](const Arithmetic &a) {
-        const ModelRow model = model_row(a, p, s, row, head);
+      std::erase_if(possible, [&](const Model &compute) {
+        const ModelRow model = compute(p, s, row, head);
         const bool out = std::memcmp(model.out.data(), all.out.data() + at * model.out.size(), model.out.size()) == 0;
         const bool lse =
             std::memcmp(&model.lse, &all.lse[at], sizeof(float)) == 0 || (model.lse != model.lse && all.lse[at] != all.lse[at]);
