@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 
 #include "parity/device_math.h"
@@ -18,36 +17,30 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kNoMax
                 kLargestSum = 64;
 constexpr int64_t kTile = 128, kSegment = 1024, kStep = 16;
 
-int knob(const char *name, int otherwise) { return std::getenv(name) != nullptr ? std::atoi(std::getenv(name)) : otherwise; }
-
 // The exponent of a number's leading bit as its format stores it: subnormal numbers have that of the smallest normal one.
-int exponent_of(double x, int smallest) { return x == 0 ? smallest : std::max(std::ilogb(x), smallest); }
+int exponent_of(double x, int smallest) { return std::max(std::ilogb(x), smallest); }
 
 // A step of the tensor core: 16 products and the sum before, each cut off below 2^-25 of the largest exponent among them, are added exactly,
 // and the result is cut off to fp32. The exponent of a product is the sum of its operands' exponents.
 float step(const float *a, const float *b, int smallest, float sum) {
-  static const int fraction = knob("MODEL_F", 25), normal = knob("MODEL_N", 0);
-  int exponents[kStep + 1], largest = -100000;
-  for (int64_t n = 0; n <= kStep; ++n) {
-    const bool last = n == kStep;
-    if (last ? sum == 0 : a[n] == 0 || b[n] == 0) {
-      exponents[n] = -100000;
-      continue;
-    }
-    exponents[n] = last     ? exponent_of(sum, -126)
-                   : normal ? std::ilogb(double{a[n]} * b[n])
-                            : exponent_of(a[n], smallest) + exponent_of(b[n], smallest);
-    largest = std::max(largest, exponents[n]);
+  float plain = sum;
+  for (int64_t n = 0; n < kStep; ++n) plain += a[n] * b[n];
+  if (!std::isfinite(plain)) return plain;
+  constexpr int kFraction = 25, kNone = std::numeric_limits<int>::min();
+  int largest = kNone;
+  if (sum != 0) largest = exponent_of(sum, -126);
+  for (int64_t n = 0; n < kStep; ++n) {
+    if (a[n] != 0 && b[n] != 0) largest = std::max(largest, exponent_of(a[n], smallest) + exponent_of(b[n], smallest));
   }
-  if (largest == -100000) return 0;
+  if (largest == kNone) return 0;
   int64_t total = 0;
   for (int64_t n = 0; n <= kStep; ++n) {
     const double x = n == kStep ? double{sum} : double{a[n]} * b[n];
-    total += static_cast<int64_t>(std::trunc(std::ldexp(x, fraction - largest)));
+    total += static_cast<int64_t>(std::trunc(std::ldexp(x, kFraction - largest)));
   }
   if (total == 0) return 0;
   // Cut off to 24 bits, or to the last place of subnormal numbers.
-  const double exact = std::ldexp(static_cast<double>(total), largest - fraction);
+  const double exact = std::ldexp(static_cast<double>(total), largest - kFraction);
   const int last_place = std::max(std::ilogb(exact) - 23, -149);
   return static_cast<float>(std::ldexp(std::trunc(std::ldexp(exact, -last_place)), last_place));
 }
@@ -82,10 +75,12 @@ class Model {
       max = both;
     }
     ModelRow result;
+    const size_t size = reference::element_bytes(p_.dtype);
+    result.out.assign(out.size() * size, 0);
+    result.lse = -kInfinity;
+    if (sum == 0) return result;
     result.lse = (max + device_math(DeviceFunction::kLog2, {sum})[0]) * kLn2;
     factor = device_math(DeviceFunction::kQuotient, {factor}, {sum})[0];
-    const size_t size = reference::element_bytes(p_.dtype);
-    result.out.resize(out.size() * size);
     for (size_t c = 0; c < out.size(); ++c)
       reference::store(result.out.data() + c * size, p_.dtype, double{std::fma(out[c], factor, 0.0f)});
     return result;
@@ -176,7 +171,7 @@ class Model {
       float sums[4], most = 0;
       for (int64_t lane = 0; lane < 4; ++lane) most = std::max(most, sums[lane] = lane_sum(lane));
       if (plain() && most > kLargestSum) {
-        const int exponent = std::ilogb(most);
+        const int exponent = std::min(std::ilogb(most), 126);
         const float factor = std::ldexp(1.0f, -exponent);
         max_ += static_cast<float>(exponent);
         rescale(factor);
