@@ -38,7 +38,7 @@ struct Config {
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
   static constexpr int kKvTile = kKeys, kKvStep = kKeys;  // the scheduler's: keys of a tile and per iteration
-  static constexpr int kColumns = kDv / 2;  // columns of out in one PV warpgroup
+  static constexpr int kColumns = kDv / 2;                // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
   static constexpr int kAtoms = kD / 64, kAtomBytes = 8 * 128, kRowGroupBytes = kAtoms * kAtomBytes;
