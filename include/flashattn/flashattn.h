@@ -607,8 +607,10 @@ enum {
    * on the other rows of the call, nor on how it stores its tensors. One call for a whole sequence, several for its parts
    * (chunked prefill) and one for every token give equal bits; so do padded, packed and paged tensors, any batch, any
    * `num_splits`, any group of heads. This implies the two flags above, and backward is as they make it. docs/numerics.md has the
-   * arithmetic and what it does not cover. Refused with ::FA_ERROR_UNSUPPORTED: CUDA contexts, `dropout_p`, `seqstart_k`,
-   * `score`, `kv_indices`, `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks. @since 0.1
+   * arithmetic and what it does not cover. Refused with ::FA_ERROR_UNSUPPORTED: `dropout_p`, `seqstart_k`, `score`, `kv_indices`,
+   * `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks; on CUDA also devices other than Hopper, dtypes other than
+   * fp16 and bf16, head_dim above 128, `bias`, masks as data, `max_logit`, and rows that are not whole vectors of 16 bytes.
+   * @since 0.1
    */
   FA_FLAG_SAME_BITS = 4,
   /**
@@ -1027,7 +1029,7 @@ typedef struct fa_plan_info {
   /** Number of KV splits that the call would use; 1 = not split. */
   int32_t num_splits;
   /** With ::FA_FLAG_SAME_BITS the number of the arithmetic that the call would follow, 1 or more; else 0. Two libraries that
-   * report one number for an instruction set give the same bits. @since 0.1 */
+   * report one number for an instruction set, or for devices of one architecture, give the same bits. @since 0.1 */
   int32_t same_bits_contract;
   /** Name of the kernel, for people to read; "none" if no gradient is asked for; empty if `status` is not ::FA_OK. */
   char kernel[64];

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flashattn/flashattn.h"
+#include "parity/backend.h"
 
 namespace parity {
 
@@ -34,7 +35,8 @@ struct SameBitsProblem {
   // Whether the rows of a call have to be the last of its keys, because masks or scores count from there.
   bool aligned() const { return causal || window_left >= 0 || alibi; }
 };
-SameBitsProblem random_problem(std::mt19937_64 &rng);
+// `cuda`: one that CUDA kernels take.
+SameBitsProblem random_problem(std::mt19937_64 &rng, bool cuda = false);
 std::string describe(const SameBitsProblem &p);
 
 struct SameBitsSequence {
@@ -67,7 +69,7 @@ struct SameBitsResult {
   std::vector<float> lse;          // (rows of the call, heads of the call)
 };
 // What the call may not read is NaN; `rng` fills the other sequences of the batch.
-SameBitsResult run(fa_context context, const SameBitsProblem &p, const SameBitsSequence &s, const SameBitsCall &call,
+SameBitsResult run(Backend &backend, const SameBitsProblem &p, const SameBitsSequence &s, const SameBitsCall &call,
                    std::mt19937_64 &rng, uint32_t flags = FA_FLAG_SAME_BITS);
 
 }  // namespace parity

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <set>
 #include <string>
 #include <utility>
@@ -11,6 +12,7 @@
 
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/cell_map/cell_map.h"
+#include "cuda/kernels/extend/table.h"
 #include "cuda/kernels/fwd_sm80/forward_table.h"
 #include "unit/cuda_plans.h"
 
@@ -146,6 +148,17 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           const ForwardPlan of_fp8 = forward_plan(p, device);
           forward.insert({of_fp8.family, of_fp8.shape});
           set_dtype(p, Dtype::bf16);
+          for (const int64_t keys : {500, 9000}) {
+            MaskedProblem same = problem(500, keys, head_dim, head_dim_v);
+            set_dtype(same, Dtype::bf16);
+            same.same_bits = same.batch_invariant = same.deterministic = true;
+            for (const int64_t queries : {1, 500}) {
+              same.q_lengths.max_len = queries;
+              ForwardPlan plan;
+              ErrorText error;
+              if (plan_forward(forward_of(same), device, plan, error) == FA_OK) forward.insert({plan.family, plan.shape});
+            }
+          }
           for (const int64_t seqlen_q : {1, 4, 8, 16}) {
             MaskedProblem few = problem(seqlen_q, 1000, head_dim, head_dim_v);
             set(few);
@@ -450,15 +463,73 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
   }
 }
 
-TEST(CudaPlan, SameBitsAreRefused) {
-  MaskedProblem p = problem(64, 64, 128);
-  p.same_bits = true;
-  ForwardPlan forward;
-  BackwardPlan backward;
+// FA_FLAG_SAME_BITS on CUDA: the kernels of Hopper that are made for it, whatever the shape of the call, and a refusal that names what they do
+// not take. Without the flag nothing gets these kernels.
+TEST(CudaPlan, SameBitsHaveTheirKernels) {
+  for (const int64_t head_dim : {8, 64, 72, 128}) {
+    for (const auto &[queries, keys] : {std::pair{1, 1}, {1, 100000}, {16, 5000}, {700, 700}, {9000, 9000}}) {
+      for (const int32_t num_splits : {0, 1, 3, 64}) {
+        MaskedProblem p = problem(queries, keys, head_dim);
+        p.same_bits = p.batch_invariant = p.deterministic = true;
+        p.num_splits = num_splits;
+        p.softcap = head_dim == 72 ? 5.0f : 0.0f;
+        const ForwardPlan plan = forward_plan(p, h200());
+        ASSERT_EQ(plan.family, Family::extend);
+        EXPECT_TRUE(extend::kShapes[plan.shape].same_bits);
+        EXPECT_EQ(plan.fixed_splits, 0);
+        EXPECT_LE(plan.blocks, h200().multiprocessors);
+        p.num_splits = 0;
+        const ForwardPlan other = forward_plan(p, h200());
+        EXPECT_EQ(plan.workspace_bytes, other.workspace_bytes) << "num_splits is a hint that these kernels do not need";
+        p.same_bits = false;
+        const ForwardPlan without = forward_plan(p, h200());
+        EXPECT_FALSE(without.family == Family::extend && extend::kShapes[without.shape].same_bits);
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, SameBitsAreRefusedByName) {
+  Device ampere = h200();
+  ampere.sm90 = false;
+  const struct {
+    const char *text;
+    std::function<void(MaskedProblem &)> set;
+    Device device;
+  } cases[] = {
+      {"flags has FA_FLAG_SAME_BITS, which is not supported on CUDA but on Hopper", [](MaskedProblem &) {}, ampere},
+      {"q.dtype is float32", [](MaskedProblem &p) { set_dtype(p, Dtype::f32); }, h200()},
+      {"k.dtype is int8", [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8; }, h200()},
+      {"out.dtype is float32", [](MaskedProblem &p) { p.out.dtype = Dtype::f32; }, h200()},
+      {"head_dim is 136", [](MaskedProblem &p) { p.head_dim = 136; }, h200()},
+      {"bias is given", [](MaskedProblem &p) { set_bias(p); }, h200()},
+      {"block_mask is given", [](MaskedProblem &p) { set_block_mask(p, 64); }, h200()},
+      {"element_mask is given", [](MaskedProblem &p) { set_element_mask(p); }, h200()},
+      {"block_indices is given", [](MaskedProblem &p) { set_block_lists(p); }, h200()},
+      {"slices is given", [](MaskedProblem &p) { set_slices(p); }, h200()},
+      {"k has rows of 128 columns that are not whole vectors of 16 bytes", [](MaskedProblem &p) { p.k.seq_stride += 1; },
+       h200()},
+      {"k has 4294967296 packed rows", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }, h200()},
+  };
+  for (const auto &[text, set, device] : cases) {
+    MaskedProblem p = problem(64, 64, 128);
+    p.same_bits = p.batch_invariant = p.deterministic = true;
+    set(p);
+    ForwardPlan forward;
+    BackwardPlan backward;
+    ErrorText error;
+    EXPECT_EQ(plan_forward(forward_of(p), device, forward, error), FA_ERROR_UNSUPPORTED) << text;
+    EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
+    EXPECT_EQ(plan_backward(backward_of(p), device, backward, error), FA_ERROR_UNSUPPORTED) << text;
+    EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
+  }
+  ForwardProblem with_max = forward_of(problem(64, 64, 128));
+  with_max.same_bits = with_max.batch_invariant = with_max.deterministic = true;
+  with_max.max_logit = &unreadable;
+  ForwardPlan plan;
   ErrorText error;
-  EXPECT_EQ(plan_forward(forward_of(p), h200(), forward, error), FA_ERROR_UNSUPPORTED);
-  EXPECT_STREQ(error.text, "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA");
-  EXPECT_EQ(plan_backward(backward_of(p), h200(), backward, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_EQ(plan_forward(with_max, h200(), plan, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(error.text).find("max_logit is given"), std::string::npos) << error.text;
 }
 
 // Masks as data get a map of cells behind the rest of the workspace where the kernel reads one, and none elsewhere.

@@ -45,6 +45,26 @@ __device__ __forceinline__ void combine_partials(float4 &out, float2 &stats, con
   }
 }
 
+// FA_FLAG_SAME_BITS: partials are segments of keys, which are folded one by one into the total of those before them, M, L and O.
+// For every segment, with one fma each:
+//
+//   M' = max(M, m),   L = l 2^(m - M') + L 2^(M - M'),   O = out 2^(m - M') + O 2^(M - M')
+//
+// 2^(M - M') and 2^(m - M') of one row, whose M becomes M' and whose L takes l in. A segment of which the row sees no key has
+// m = kNoMax and l = 0, and changes nothing.
+struct FoldScales {
+  float total, segment;
+};
+__device__ __forceinline__ FoldScales fold_row(float &total_max, float &total_sum, float max, float sum) {
+  const float top = fmaxf(total_max, max);
+  const FoldScales scales{exp2_approx(__fsub_rn(total_max, top)), exp2_approx(__fsub_rn(max, top))};
+  total_max = top;
+  total_sum = __fmaf_rn(sum, scales.segment, __fmul_rn(total_sum, scales.total));
+  return scales;
+}
+__device__ __forceinline__ float fold_out(const FoldScales &scales, float total, float out) {
+  return __fmaf_rn(out, scales.segment, __fmul_rn(total, scales.total));
+}
 // Reads a counter of stored partials with acquire semantics. CTAs increment it after they have stored a partial (count_released). The CTA
 // that combines the partials waits for it.
 __device__ __forceinline__ int load_acquire(const int32_t *counter) {

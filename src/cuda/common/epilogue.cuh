@@ -41,12 +41,12 @@ __device__ __forceinline__ void finalize_rows(const float (&max)[kRows], const f
 #pragma unroll
   for (int r = 0; r < kRows; ++r) m[r] = max[r], l[r] = sum[r], factor[r] = 1.f;
   if (sink != nullptr) {
-    const float s = *sink * Base::kLogit;
+    const float s = __fmul_rn(*sink, Base::kLogit);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float raised = fmaxf(m[r], s);
       factor[r] = Base::exp(m[r] - raised);
-      l[r] = l[r] * factor[r] + Base::exp(s - raised);
+      l[r] = fmaf(l[r], factor[r], Base::exp(s - raised));
       m[r] = raised;
     }
   }
@@ -64,6 +64,13 @@ __device__ __forceinline__ RowResult finalize_row(float max, float sum, const fl
 }
 __device__ __forceinline__ const float *sink_of(const Problem &p, int head) {
   return p.sink != nullptr ? p.sink + head * p.sink_stride : nullptr;
+}
+
+// An element of out times the row's factor. Under FA_FLAG_SAME_BITS zeros are positive: what is added up where a row sees no key
+// may have either sign.
+template <bool kSameBits>
+__device__ __forceinline__ float scaled_out(float x, float factor) {
+  return kSameBits ? __fmaf_rn(x, factor, 0.f) : x * factor;
 }
 
 // One warp stores out = 0 and lse for a row that is not used or sees no key. `lse` is null if it is not asked for.

@@ -85,6 +85,15 @@ template <typename AnyPlan>
 int32_t num_splits(const AnyPlan &) {
   return 1;
 }
+// The arithmetic of FA_FLAG_SAME_BITS on CUDA (docs/numerics.md). A change that changes bits gets a new number.
+constexpr int32_t kSameBitsContract = 2;
+int32_t same_bits_contract(const ScoredForward &problem) { return problem.same_bits ? kSameBitsContract : 0; }
+int32_t same_bits_contract(const ScoredBackward &problem) { return problem.forward.same_bits ? kSameBitsContract : 0; }
+template <typename AnyProblem>
+int32_t same_bits_contract(const AnyProblem &) {
+  return 0;
+}
+
 int32_t num_counters(const ForwardPlan &plan) { return plan.counters; }
 int32_t num_counters(const JvpPlan &plan) { return plan.counters; }
 template <typename AnyPlan>
@@ -222,7 +231,7 @@ class CudaBackend final : public Backend, private StreamWork {
     PlanOf<AnyProblem> plan;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
     summary = {kernel_name(problem, plan), reason_of(plan) + state_of_score_text(problem, plan), plan.workspace_bytes,
-               num_splits(plan)};
+               num_splits(plan), same_bits_contract(problem)};
     return FA_OK;
   }
 

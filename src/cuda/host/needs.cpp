@@ -94,6 +94,8 @@ Needs needs_of(const ForwardProblem &p) {
   if (is_widened(p.out, p)) needs.features |= kFp32RowResults;
   if (is_quantised(p.k.dtype) && (p.k_descale.per_row || p.v_descale.per_row)) needs.features |= kDescalePerRow;
   if (!is_v_in_k(p)) needs.features |= kSeparateV;
+  // Of nothing there is nothing to order.
+  if (p.same_bits && (needs.features & kEmpty) == 0) needs.features |= kSameBits;
   needs.vector.out = has_16_byte_rows(p.out, p.head_dim_v);
   return needs;
 }

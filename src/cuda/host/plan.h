@@ -38,6 +38,8 @@ struct ForwardPlan {
   // combine their partials.
   int32_t split_tiles = 0;
   bool split_tiles_by_partition = false;
+  // extend for FA_FLAG_SAME_BITS: segments that a partition may store, and the warps that have rows.
+  int32_t stored_segments = 0, partial_warps = 0;
   int64_t combine_ctas = 0;
   bool allow_early_dependents = true;  // decode: the next launch may start while this one runs (PDL)
   int32_t counters = 0;                // that the launch needs

@@ -9,6 +9,19 @@
 
 namespace fa::cuda {
 
+namespace {
+
+constexpr int64_t kMostSegmentBytes = int64_t{256} << 20;
+
+// FA_FLAG_SAME_BITS: segments of a work tile, at most; and bytes of the partials of all.
+int64_t segments_of(const ForwardProblem &p) { return ceil_div(p.k_lengths.max_len, extend::kSegmentKeys) + 1; }
+int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
+  const int64_t tiles = p.batch * p.heads_k * ceil_div(p.q_lengths.max_len * p.group, shape.rows());
+  return tiles * segments_of(p) * shape.rows() * shape.head_dim * int64_t{sizeof(float)};
+}
+
+}  // namespace
+
 bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
   using extend::kShapes, extend::Shape;
   // With a few partials for each work tile the last CTA of the tile adds the others to its own; more are added by a combine kernel.
@@ -22,11 +35,15 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
     if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
     const bool few_tiles =
         p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()) * kManyPartials <= device.multiprocessors;
-    if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && few_tiles)) break;
+    if (kShapes[found].same_bits != p.same_bits) continue;
+    // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
+    const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, kShapes[found]) <= kMostSegmentBytes);
+    if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && combines)) break;
   }
   if (found == extend::kNumShapes) return false;
   const Shape &shape = kShapes[found];
-  const int64_t row_blocks = ceil_div(rows, shape.rows()), iterations = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  const int64_t row_blocks = ceil_div(rows, shape.rows()),
+                iterations = shape.same_bits ? segments_of(p) : ceil_div(p.k_lengths.max_len, shape.keys) + 1;
   if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
 
   plan.family = Family::extend;
@@ -49,7 +66,22 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   work.columns = shape.head_dim;
   work.uniform = in_step && is_uniform(p);
   work.max_coscheduled_log2 = in_step ? 3 : 0;
+  if (shape.same_bits && shape.uses_combine_kernel) {
+    work.partials_per_partition =
+        static_cast<int32_t>(ceil_div(work.tiles * iterations, std::min(work.ctas, work.tiles * iterations)));
+  } else if (shape.same_bits) {
+    // Of each partition: the total that it hands over, and segments for which the total before them is not there yet. Each warp stores its
+    // rows, and M and L of them in place of eight columns.
+    constexpr int64_t kMostStoredBytes = int64_t{32} << 20;
+    work.rows = ceil_div(std::min(rows, work.rows), extend::kWarpRows) * extend::kWarpRows;
+    work.columns += 8;
+    plan.partial_warps = static_cast<int32_t>(work.rows / extend::kWarpRows);
+    plan.stored_segments = static_cast<int32_t>(std::clamp<int64_t>(
+        kMostStoredBytes / (work.ctas * work.rows * work.columns * 4), 1, std::min<int64_t>(iterations, 64)));
+    work.partials_per_partition = 1 + plan.stored_segments;
+  }
   plan_partition(work, p, plan);
+  if (plan.stored_segments > 0) plan.counters *= shape.rows() / extend::kWarpRows;
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
@@ -58,8 +90,10 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.
   plan.tma_kv = (kv_8bit || rows > extend::kWarpgroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
                 is_kv_tma_compatible(p, p.v, p.head_dim_v, extend::kBoxRows);
-  plan.reason =
-      "extend kernel: queries and the query heads of a group share each KV tile, and the keys are split over many CTAs";
+  plan.reason = shape.same_bits
+                    ? "extend kernel for FA_FLAG_SAME_BITS: segments of 1024 keys are folded in the order of their keys"
+                    : "extend kernel: queries and the query heads of a group share each KV tile, and the keys are "
+                      "split over many CTAs";
   return true;
 }
 

@@ -31,8 +31,8 @@ constexpr int64_t kMaxSplits = 64, kBatchInvariantSplits = 16;
 // Work units of a launch are counted in 32 bits.
 constexpr int64_t kMaxWorkUnits = INT32_MAX / 2;
 
-// Whether splits depend on the sequence alone.
-inline bool splits_by_sequence(const Problem &p) { return p.num_splits > 0 || p.batch_invariant; }
+// Whether splits depend on the sequence alone. Kernels for FA_FLAG_SAME_BITS may be split anywhere (extend/segments.cuh).
+inline bool splits_by_sequence(const Problem &p) { return !p.same_bits && (p.num_splits > 0 || p.batch_invariant); }
 
 // Whether the host knows that all sequences see equally many keys, though perhaps not how many.
 bool is_uniform(const MaskedProblem &problem);

@@ -116,7 +116,10 @@ constexpr auto kRows = concatenate(
               row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
-              row.features = kCacheFeatures | kSeparateV | (kv_8bit ? 0 : kLeftPadding);
+              row.features = kCacheFeatures | kSeparateV |
+                             (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ
+                              : kv_8bit       ? 0
+                                              : kLeftPadding);
               row.capability = 90;
               row.sm90a = true;
               row.threads = shape.threads();

@@ -49,7 +49,8 @@ constexpr FeatureSet kFp32Products = 32768;     // FA_FLAG_FP32_PRODUCTS, with f
 constexpr FeatureSet kUnevenRows = 65536;       // listed rows that are no multiples of one stride (key_lists.h)
 constexpr FeatureSet kAnyFeatures = 131071;
 constexpr FeatureSet kListedKeys =
-    131072;  // keys that the kernel finds in the lists of queries. Such kernels serve nothing else
+    131072;                               // keys that the kernel finds in the lists of queries. Such kernels serve nothing else
+constexpr FeatureSet kSameBits = 262144;  // FA_FLAG_SAME_BITS: only kernels made for it offer this, and they serve nothing else
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;

@@ -33,7 +33,6 @@ fa_status plan_cell_map(const MaskedProblem &p, bool backward, Plan &plan, Error
 
 // What no CUDA kernel takes, whatever the pass.
 fa_status check_limits(const Problem &p, ErrorText &error) {
-  if (p.same_bits) return fail(error, FA_ERROR_UNSUPPORTED, "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA");
   constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
   if (p.q_lengths.max_len > kMaxRows || p.group > kMaxRows / std::max<int64_t>(p.q_lengths.max_len, 1) ||
       p.k_lengths.max_len > kMaxRows) {
@@ -56,8 +55,51 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
   return FA_OK;
 }
 
+// What FA_FLAG_SAME_BITS does not cover on CUDA, forward or backward, besides what core/validate.cpp refuses on every device.
+fa_status check_same_bits(const MaskedProblem &p, const Device &device, ErrorText &error) {
+  if (!p.same_bits) return FA_OK;
+  constexpr int64_t kMaxHeadDim = 128;
+  constexpr const char *kNames[] = {"float32", "float16", "bfloat16", "float8_e4m3", "int8"};  // by Dtype
+  const auto refuse = [&](const char *name) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, which FA_FLAG_SAME_BITS does not cover on CUDA", name);
+  };
+  if (!device.sm90) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA but on Hopper, with fa_config.cuda_arch 0 or 90");
+  }
+  for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"out", &p.out}}) {
+    if (tensor->dtype == Dtype::f16 || tensor->dtype == Dtype::bf16) continue;
+    return fail(error, FA_ERROR_UNSUPPORTED, "%s.dtype is %s; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA", name,
+                kNames[static_cast<int>(tensor->dtype)]);
+  }
+  if (p.head_dim > kMaxHeadDim || p.head_dim_v > kMaxHeadDim) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "head_dim is %" PRId64 ", and %" PRId64 " of v; FA_FLAG_SAME_BITS covers up to %" PRId64 " on CUDA", p.head_dim,
+                p.head_dim_v, kMaxHeadDim);
+  }
+  if (p.bias.data != nullptr) return refuse("bias");
+  if (p.block_mask.data != nullptr) return refuse("block_mask");
+  if (p.element_mask.given) return refuse("element_mask");
+  if (p.block_lists.given) return refuse("block_indices");
+  if (p.slices.given) return refuse("slices");
+  for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"v", &p.v}}) {
+    const int64_t columns = tensor == &p.v ? p.head_dim_v : p.head_dim;
+    if (has_16_byte_rows(*tensor, columns)) continue;
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "%s has rows of %" PRId64
+                " columns that are not whole vectors of 16 bytes; FA_FLAG_SAME_BITS covers only such rows on CUDA",
+                name, columns);
+  }
+  if (p.k_lengths.total > INT32_MAX) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "k has %" PRId64 " packed rows; FA_FLAG_SAME_BITS covers up to 2^31 - 1 on CUDA",
+                p.k_lengths.total);
+  }
+  return FA_OK;
+}
+
 // Forward: the first line that applies and has a kernel.
 //
+//   FA_FLAG_SAME_BITS     any                                           extend
 //   K and V               rows and queries                              kernels
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
 //                         at most 16 queries
@@ -73,6 +115,12 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   constexpr int64_t kFewRows = 32, kFewQueries = 16;
   const bool kv_8bit = is_quantised(p.k.dtype);
   plan = {};
+  if ((needs.features & kSameBits) != 0) {
+    if (plan_extend(p, needs, device, plan)) return FA_OK;
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "batch %" PRId64 " x %" PRId64 " heads are more than one launch of the kernel for FA_FLAG_SAME_BITS holds",
+                p.batch, p.heads_k);
+  }
   if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && p.q_lengths.max_len * p.group > kFewRows &&
       plan_extend(p, needs, device, plan)) {
     return FA_OK;
@@ -182,6 +230,10 @@ fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardP
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   if (p.key_indices.given) return plan_key_lists(p, device, plan, error);
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  FA_RETURN_IF_ERROR(check_same_bits(p, device, error));
+  if (p.same_bits && p.max_logit != nullptr) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "max_logit is given, which FA_FLAG_SAME_BITS does not cover on CUDA");
+  }
   const Needs needs = needs_of(p);
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
   FA_RETURN_IF_ERROR(plan_cell_map(p, /*backward=*/false, plan, error));
@@ -204,6 +256,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     return FA_OK;
   }
   FA_RETURN_IF_ERROR(check_limits(p, error));
+  FA_RETURN_IF_ERROR(check_same_bits(b.forward, device, error));
   constexpr int64_t kMaxBackward = 512;
   if (p.head_dim > kMaxBackward) {
     return fail(error, FA_ERROR_UNSUPPORTED, "head_dim is %" PRId64 "; CUDA kernels for backward go up to %" PRId64, p.head_dim,

@@ -305,6 +305,33 @@ std::vector<Case> cases() {
       }
     }
   }
+  // FA_FLAG_SAME_BITS: few work tiles, whose segments the combine kernel folds, and so many that CTAs hand totals over.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const int64_t batch : {2, 9}) {
+        Case c;
+        c.seed = seed_for("every kernel for same bits") + static_cast<int64_t>(all.size());
+        c.dtype = dtype;
+        c.flags = FA_FLAG_SAME_BITS;
+        c.batch = batch;
+        c.heads_k = batch == 2 ? 2 : 3;
+        c.heads_q = 2 * c.heads_k;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.q.seqlen = batch == 2 ? 7 : 20;
+        c.k.seqlen = 2200;
+        c.k.used = {2200, 1025};
+        for (int64_t b = 2; b < batch; ++b) c.k.used.push_back(300 * b - 550);
+        c.mask = FA_MASK_CAUSAL;
+        c.sink = 1;
+        c.backward = 0;
+        c.nan_keys = 1;
+        c.nan_visible = 3;
+        if (dtype == FA_BFLOAT16) c.page_size = 16;
+        c.own_workspace = batch == 2;
+        all.push_back(c);
+      }
+    }
+  }
   // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[heads, keys] : {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // the last one has two CTAs per row block

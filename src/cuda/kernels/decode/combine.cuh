@@ -8,6 +8,7 @@
 // partials, one warp sums all partials of its vectors. With many, the four warps of a CTA take a quarter of the partials each.
 #pragma once
 
+#include "cuda/common/softmax.cuh"
 #include "cuda/kernels/decode/epilogue.cuh"
 
 namespace fa::cuda::decode {
@@ -56,14 +57,20 @@ class Combine {
     cta_.set_split_tile(tile);
     const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = cta_.rows * kVectors;
     // By the number of partials alone: the order of the sum must not depend on the size of the launch.
-    const bool one_warp_per_slice = tile.num_partials <= kPartialsInFlight;
+    const bool one_warp_per_slice = C::kSameBits || tile.num_partials <= kPartialsInFlight;
     const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta,
               slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
               begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
               end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
-    first_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition, true);
-    next_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 1, false);
-    partial_step_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 2, false) - next_partial_;
+    if constexpr (C::kSameBits) {
+      first_partial_ = tile.first_partition;
+      partial_step_ = 1 << cta_.params.coscheduled_log2;
+      next_partial_ = first_partial_ + partial_step_;
+    } else {
+      first_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition, true);
+      next_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 1, false);
+      partial_step_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 2, false) - next_partial_;
+    }
     Vector v = vector(slice * 32 + cta_.lane_id);
     // Keeps the addresses' computation ahead of the wait.
     asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));
@@ -98,7 +105,7 @@ class Combine {
   }
 
  private:
-  static constexpr int kPartialsInFlight = 6;
+  static constexpr int kPartialsInFlight = C::kSameBits ? 8 : 6;
 
   // Recomputes the split by the scheduler's own arithmetic, before the wait for the main kernel.
   __device__ __forceinline__ SplitTile find_split_tile(int index) {
@@ -112,6 +119,10 @@ class Combine {
     tile.first_partition = scheduler.partition_of(cta_.work_unit.tile_begin);
     if (cta_.params.split_tiles_by_partition && tile.first_partition != n) return tile;
     tile.num_partials = scheduler.partition_of(cta_.work_unit.tile_end - 1) - tile.first_partition + 1;
+    if (C::kSameBits && tile.num_partials > 1) {
+      tile.first_partition = StreamKScheduler<C>::segment_partial(cta_.params, cta_.work_unit.tile_begin);
+      tile.num_partials = cta_.work_unit.tile_end - cta_.work_unit.tile_begin;
+    }
     tile.q_start = cta_.q_start;
     tile.batch = cta_.work_unit.batch;
     tile.head = cta_.head();
@@ -158,7 +169,17 @@ class Combine {
         partial_stats_of[n] = load_now(v.partial_stats + index * C::kRows);
         partials[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
       }
-      fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
+      if constexpr (C::kSameBits) {
+#pragma unroll
+        for (int n = 0; n < kPartialsInFlight; ++n) {
+          if (partial_stats_of[n].x == kNoMax) continue;  // sees no key: out is not stored
+          const FoldScales scales = fold_row(stats.x, stats.y, partial_stats_of[n].x, partial_stats_of[n].y);
+          x = {fold_out(scales, x.x, partials[n].x), fold_out(scales, x.y, partials[n].y), fold_out(scales, x.z, partials[n].z),
+               fold_out(scales, x.w, partials[n].w)};
+        }
+      } else {
+        fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
+      }
     }
   }
 

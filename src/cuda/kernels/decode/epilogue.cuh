@@ -87,7 +87,8 @@ class Epilogue {
       if (C::k8BitKv && cta_.problem.q.dtype == Dtype::bf16) return pack2<__nv_bfloat16>(a, b);
       return pack2<Element>(a, b);
     };
-    const uint2 words{pack(x.x * factor, x.y * factor), pack(x.z * factor, x.w * factor)};
+    const auto scaled = [&](float a) { return scaled_out<C::kSameBits>(a, factor); };
+    const uint2 words{pack(scaled(x.x), scaled(x.y)), pack(scaled(x.z), scaled(x.w))};
     if (cta_.params.vector_out) {
       *reinterpret_cast<uint2 *>(dst) = words;
     } else {

@@ -128,9 +128,11 @@ class WorkScheduler : protected CtaState {
       const Keys seen = diagonal().visible_keys(tokens_of_rows());
       keys_ = {uniform_int(seen.begin), uniform_int(seen.end)};
     }
-    kv_tile_ = max(work_unit.first_step, keys_.begin / C::kKvStep);
-    kv_tile_end_ =
-        keys_.empty() ? kv_tile_ : min(work_unit.first_step + work_unit.steps, (keys_.end + C::kKvStep - 1) / C::kKvStep);
+    constexpr int kStepTiles = C::kKvStep / C::kKvTile;
+    kv_tile_ = max(work_unit.first_step * kStepTiles, keys_.begin / C::kKvTile);
+    kv_tile_end_ = keys_.empty()
+                       ? kv_tile_
+                       : min((work_unit.first_step + work_unit.steps) * kStepTiles, (keys_.end + C::kKvTile - 1) / C::kKvTile);
   }
 
  protected:

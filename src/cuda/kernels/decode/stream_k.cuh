@@ -99,6 +99,11 @@ class StreamKScheduler {
   static __device__ __forceinline__ int partial_of(const Params &a, int partition, bool begins_here) {
     return a.fixed_splits > 0 ? partition : 2 * partial_of(a, partition) + begins_here;
   }
+  // The index for kernels for FA_FLAG_SAME_BITS with a combine kernel, in which every iteration, a segment of keys, of a split
+  // work tile has a partial.
+  static __device__ __forceinline__ int segment_partial(const Params &a, int iteration) {
+    return iteration << a.coscheduled_log2 | coscheduled_head(a);
+  }
   // The index for kernels whose partitions store at most one partial, because the CTA that ends a work tile adds the other
   // partials to its own.
   static __device__ __forceinline__ int partial_of(const Params &a, int partition) {
@@ -129,9 +134,12 @@ class StreamKScheduler {
   __device__ __forceinline__ void publish_tile(SplitTile tile, const WorkUnit &work_unit, int partition) const {
     tile.batch = work_unit.batch;
     tile.first_partition = partition;
-    tile.num_partials = work_unit.begin == work_unit.tile_begin && work_unit.end < work_unit.tile_end
-                            ? partition_of(work_unit.tile_end - 1) - partition + 1
-                            : 1;
+    const bool split = work_unit.begin == work_unit.tile_begin && work_unit.end < work_unit.tile_end;
+    tile.num_partials = split ? partition_of(work_unit.tile_end - 1) - partition + 1 : 1;
+    if (C::kSameBits && split) {
+      tile.first_partition = segment_partial(a_, work_unit.tile_begin);
+      tile.num_partials = work_unit.tile_end - work_unit.tile_begin;
+    }
     const int index = work_unit.batch * (tiles() << coscheduled_log2()) + work_unit.tile;
     a_.split_tile_infos[a_.split_tiles_by_partition ? static_cast<int>(blockIdx.x) : index] = tile;
   }

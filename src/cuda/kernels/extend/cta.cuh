@@ -16,6 +16,9 @@ using decode::Keys;
 
 // The work unit's result is a partial for `partial`. Or the unit ends its work tile: then kernels without a combine kernel
 // add `num_partials` partials, from number `first_partial` on, which are complete when the counter says so.
+// Kernels for FA_FLAG_SAME_BITS hand the total of the work tile over to `partial`. Where num_partials is 1, the unit continues
+// the total of `first_partial`. `counter` is the partition's own number, for the segments that it stores. With a combine kernel the unit has
+// num_partials segments, from number first_partial of the sequence on, whose partials are `partial` and every `counter` more.
 struct WorkUnitDescriptor : decode::WorkDescriptor {
   int partial;  // -1: no partial is stored
   int first_partial, num_partials, counter;
@@ -23,7 +26,7 @@ struct WorkUnitDescriptor : decode::WorkDescriptor {
 static_assert(sizeof(WorkUnitDescriptor) <= kDescriptorBytes);
 
 template <typename Element_, int kD_, int kConsumerWarpgroups_, int kKvTile_, int kStages_, Format kFormat_, int kStages8Bit_,
-          bool kUsesCombineKernel_>
+          bool kUsesCombineKernel_, bool kSameBits_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K and V
   static constexpr bool k8BitKv = kFormat != Format::same;
@@ -31,7 +34,11 @@ struct Config {
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;
   static constexpr int kRows = kConsumerWarpgroups * kWarpgroupRows, kThreads = (kConsumerWarpgroups + 1) * 128;
-  static constexpr int kKvStep = kKvTile;  // the KV step of the scheduler
+  // Segments of keys (segments.cuh).
+  static constexpr bool kSameBits = kSameBits_;
+  static constexpr int kSegmentTiles = kSegmentKeys / kKvTile;
+  // The KV step of the scheduler. Partitions begin and end with segments.
+  static constexpr int kKvStep = kSameBits ? kSegmentKeys : kKvTile;
   static constexpr bool kInterleaveRowBlocks = true;
   // For the combine kernel (decode/combine.cuh), which treats the CTA's rows as those of one warp.
   static constexpr bool kUsesCombineKernel = kUsesCombineKernel_, kHasRowBlocks = true;
@@ -47,7 +54,9 @@ struct Config {
   static constexpr int kProducerRegisters = k8BitKv && kD == 64 ? 56 : 40,
                        kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
   using Storage = SharedStorage<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>;
-  static constexpr int kSharedBytes = sizeof(Storage);
+  using Totals = SegmentTotals<kD, kConsumerWarpgroups>;
+  static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>();
+  static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
   static_assert(kKvTile == 128 && kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
 };
 
@@ -107,6 +116,15 @@ class Cta {
       return 0;
     else
       return smem_ + offsetof(typename C::Storage, row_scale) + row * 4;
+  }
+
+  // For FA_FLAG_SAME_BITS only: SegmentTotals.
+  __device__ __forceinline__ uint32_t total() const { return smem_ + C::kTotalsOffset; }
+  __device__ __forceinline__ uint32_t total_stats() const {
+    return smem_ + C::kTotalsOffset + offsetof(typename C::Totals, stats);
+  }
+  __device__ __forceinline__ uint32_t segment_state() const {
+    return smem_ + C::kTotalsOffset + offsetof(typename C::Totals, state);
   }
 
   __device__ __forceinline__ KvLocator kv_locator() const { return {p_, a_.page_size}; }

@@ -54,7 +54,7 @@ class Epilogue {
                                       OnlineSoftmax<Fragment> &softmax)
       : cta_(cta), rows_(rows), out_(out), softmax_(softmax) {}
 
-  // Each warp does this on its own.
+  // Each warp does this on its own. Not for kernels for FA_FLAG_SAME_BITS, which end a segment by segments.cuh.
   __device__ __forceinline__ void store() {
     softmax_.reduce_sums();
     if constexpr (C::k8BitKv) {
@@ -88,8 +88,11 @@ class Epilogue {
           finalize_row(softmax_.max[r], softmax_.sum[r], sink_of(cta_.problem(), rows_.head_of(stored_row)));
       store_fragment_row_at<Element, C::kD / 8>(
           out_, r, [&] { return rows_.out_at(stored_row); }, static_cast<int>(cta_.problem().head_dim_v),
-          cta_.params().vector_out, quad, [&](float a, float b) { return pack(a * result.factor, b * result.factor); }, ~0u,
-          row < rows_.work->rows);
+          cta_.params().vector_out, quad,
+          [&](float a, float b) {
+            return pack(scaled_out<C::kSameBits>(a, result.factor), scaled_out<C::kSameBits>(b, result.factor));
+          },
+          ~0u, row < rows_.work->rows);
       if (quad == 0 && row < rows_.work->rows && cta_.problem().lse.data != nullptr) *rows_.lse_at(row) = result.lse;
     }
   }

@@ -33,6 +33,7 @@
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/extend/epilogue.cuh"
 #include "cuda/kernels/extend/producer.cuh"
+#include "cuda/kernels/extend/segments.cuh"
 
 namespace fa::cuda::extend {
 
@@ -72,6 +73,10 @@ class Consumer {
       return;
     }
     load_q();
+    if constexpr (C::kSameBits) {
+      SegmentFold<C>(cta_, rows_).begin_work_unit();
+      discard();
+    }
     softmax_.reset();
     clear(out_);
 #pragma unroll
@@ -85,12 +90,18 @@ class Consumer {
 #pragma unroll 1
     for (int n = next_mask_change;; ++n) {
       if (p_pending_ && masked && rows_.work->several_tokens) nan_safe_pv_if_needed();
+      bool ends = false;
       if (n >= next_mask_change) {
         const int end = rows_.work->kv_tile_end, inner = (rows_.work->interior.begin + C::kKvTile - 1) / C::kKvTile,
                   end_inner = rows_.work->interior.end / C::kKvTile;
-        if (n >= end) break;  // the unit may have no tile that these rows see
+        ends = n >= end;  // the unit may have no tile that these rows see
+        if (!C::kSameBits && ends) break;
         masked = n < inner || n >= end_inner;
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
+      }
+      if (C::kSameBits && (ends || (n % C::kSegmentTiles == 0 && n > rows_.work->kv_tile))) {
+        end_segment(max(n - 1, 0) / C::kSegmentTiles, ends);
+        if (ends) return;
       }
       const int key0 = n * C::kKvTile;
       if (p_pending_ || out_empty_) {
@@ -101,6 +112,30 @@ class Consumer {
     }
     if (p_pending_) finish_pv();
     if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
+  }
+
+  // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile. `segment` counts in the sequence; `last`: of the
+  // work unit.
+  __device__ __forceinline__ void end_segment(int segment, bool last) {
+    if (p_pending_) finish_pv();
+    if (rows_.first_row() < rows_.work->rows) {
+      softmax_.reduce_sums();
+      if (SegmentFold<C>(cta_, rows_).take(out_, softmax_, segment, last))
+        Epilogue<C>(cta_, rows_, out_, softmax_).store_final();
+    }
+    softmax_.reset();
+    out_empty_ = true;
+    p_pending_ = max_settled_ = false;
+    discard();
+  }
+  // Nothing reads what S and P hold: their registers are free until the next tile.
+  __device__ __forceinline__ void discard() {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) asm volatile("" : "=f"(s_[n]));
+#pragma unroll
+    for (int n = 0; n < C::kRuns; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) asm volatile("" : "=r"(p_frag_[n][r]));
   }
 
   // K and V tiles alternate in one pipeline. tile_pos_ is the position of the next K and runs over two passes of the pipeline,
@@ -159,14 +194,20 @@ class Consumer {
     bool rescaled;
     float tile_sum[2];
     const auto scale = [&](int r) { return exponent_scale(r); };
-    if (kHasPv && max_settled_ && !masked) {
+    if constexpr (C::kSameBits) {
+      if (masked) mask_tile(key0);
+      raise_max_before(masked, scale);
+      if (masked) {
+        softmax_.template exponentiate<true>(s_, scale, tile_sum);
+      } else {
+        softmax_.template exponentiate<false>(s_, scale, tile_sum);
+      }
+      rescaled = plain_scores() && update_max_lazily(key0, tile_sum, masked);
+    } else if (kHasPv && max_settled_ && !masked) {
       softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
     } else if (masked) {
-      mask_rows<Fragment>(s_, key0, cta_.lane(), [&](int r) {
-        const Diagonal<int32_t> diagonal(cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k);
-        return keys_of_query(diagonal, rows_.token_of(rows_.row_of(r)));
-      });
+      mask_tile(key0);
       rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
       softmax_.template exponentiate<true>(s_, scale, tile_sum);
     } else {
@@ -190,6 +231,14 @@ class Consumer {
     advance();
     p_pending_ = true;
     if (!masked) max_settled_ = plain_scores();
+  }
+
+  __device__ __forceinline__ Diagonal<int32_t> diagonal() const {
+    return {cta_.params().limits, rows_.work->tokens, rows_.work->seqlen_k};
+  }
+  __device__ __forceinline__ void mask_tile(int key0) {
+    mask_rows<Fragment>(s_, key0, cta_.lane(),
+                        [&](int r) { return keys_of_query(diagonal(), rows_.token_of(rows_.row_of(r))); });
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -313,14 +362,20 @@ class Consumer {
   // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
   // now by a power of two, which costs no accuracy. Rows whose P has overflowed fp32 get their scores recomputed. Only the
   // row's own P decides, so its bits do not depend on other rows.
-  __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2]) {
+  // For FA_FLAG_SAME_BITS rows count as overflowed from kLargestP on. `masked`: of a partial tile, in which
+  // raise_max_before() has raised them.
+  __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2], bool masked = false) {
     constexpr float kRescaleThreshold =
         64.f;  // on the sum of a lane's 32 P: up to it each is a finite number of either 16-bit type
     if (!__any_sync(~0u, !(tile_sum[0] <= kRescaleThreshold) || !(tile_sum[1] <= kRescaleThreshold))) return false;
     bool overflowed[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
+      if constexpr (C::kSameBits) {
+        overflowed[r] = !masked && Softmax::largest(s_, r) >= kLargestP;
+      } else {
+        overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
+      }
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 1) != 0;
       overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 2) != 0;
     }
@@ -332,29 +387,83 @@ class Consumer {
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
       if (overflowed[r]) {
-        softmax_.raise(r, most * scale[r]);
-        tile_sum[r] = 0.f;
+        raise_row(r, __fmul_rn(most, scale[r]));
+        float chain[2] = {0.f, 0.f};
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             s_[n + e] = exp2_approx(fmaf(s_[n + e], scale[r], -softmax_.max[r]));
-            tile_sum[r] += s_[n + e];
+            chain[n / 4 % 2] += s_[n + e];
           }
+        tile_sum[r] = chain[0] + chain[1];
       } else {
         const int exponent = most > kRescaleThreshold ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
-        softmax_.rescale[r] = __int_as_float((127 - exponent) << 23);
+        const float factor = __int_as_float((127 - exponent) << 23);
+        softmax_.rescale[r] = factor;
         softmax_.max[r] += static_cast<float>(exponent);
-        softmax_.sum[r] *= softmax_.rescale[r];
-        tile_sum[r] *= softmax_.rescale[r];
+        softmax_.sum[r] = __fmul_rn(softmax_.sum[r], factor);
+        tile_sum[r] = __fmul_rn(tile_sum[r], factor);
 #pragma unroll
         for (int n = 2 * r; n < kScores; n += 4) {
-          s_[n] *= softmax_.rescale[r];
-          s_[n + 1] *= softmax_.rescale[r];
+          s_[n] *= factor;
+          s_[n + 1] *= factor;
         }
       }
     }
     return true;
+  }
+  // As Softmax::raise(); the product is rounded whatever it is added to.
+  __device__ __forceinline__ void raise_row(int r, float to) {
+    const float raised = fmaxf(softmax_.max[r], to);
+    softmax_.rescale[r] = exp2_approx(__fsub_rn(softmax_.max[r], raised));
+    softmax_.sum[r] = __fmul_rn(softmax_.sum[r], softmax_.rescale[r]);
+    softmax_.max[r] = raised;
+  }
+
+  static constexpr float kLargestP = 0x1p64f;
+  // For FA_FLAG_SAME_BITS, before P of a tile is computed: raises a row's maximum to its largest score where the row's own
+  // scores ask for it, and rescales out.
+  //
+  //   row                                         raised
+  //   has seen no key of the segment              always
+  //   has score modifiers                         always
+  //   has a P from kLargestP on                   in partial tiles; in full ones update_max_lazily() finds out
+  template <typename Scale>
+  __device__ __forceinline__ void raise_max_before(bool masked, const Scale &scale) {
+    const bool plain = plain_scores();
+    float top[2];
+    bool raises[2], large[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) raises[r] = !plain || softmax_.max[r] == kNoMax;
+    if (!masked && !__any_sync(~0u, raises[0] || raises[1])) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      top[r] = Softmax::largest(s_, r);
+      large[r] = masked && !raises[r] && exp2_approx(fmaf(top[r], scale(r), -softmax_.max[r])) >= kLargestP;
+    }
+    const bool any_large = __any_sync(~0u, large[0] || large[1]);
+    if (!any_large && !__any_sync(~0u, raises[0] || raises[1])) return;
+    Fragment::reduce(top, MaxOp{});
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (any_large) {
+        raises[r] |= large[r];
+        raises[r] |= __shfl_xor_sync(~0u, raises[r], 1) != 0;
+        raises[r] |= __shfl_xor_sync(~0u, raises[r], 2) != 0;
+      }
+      if (raises[r]) {
+        raise_row(r, __fmul_rn(top[r], scale(r)));
+      } else {
+        softmax_.rescale[r] = 1.f;
+      }
+    }
+    if (plain && !any_large) return;  // out of these rows is 0
+    if (!__any_sync(~0u, softmax_.rescale[0] != 1.f || softmax_.rescale[1] != 1.f)) return;
+    wgmma_wait<0>();
+    fence_operand(out_);
+    fence_operand(p_frag_);
+    scale_rows<OutFragment>(out_, softmax_.rescale);
   }
   // Recomputes S of the overflowed rows with mma by this warp alone. K is read from global memory, since its stage has been
   // released.

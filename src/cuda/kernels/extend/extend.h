@@ -15,6 +15,9 @@ struct Params : decode::Params {
   Divisor row_blocks_divisor;  // divides by row_blocks
   // Whether TMA loads what it can: runs of keys that all exist, as boxes.
   bool tma_kv;
+  // Kernels for FA_FLAG_SAME_BITS: in the workspace, segments that a work unit may store before it has the total of the segments
+  // before, and the warps that have rows, each of which stores a part of a total or segment.
+  int32_t stored_segments, partial_warps;
   CUtensorMap k_map, v_map;
 };
 

@@ -11,7 +11,7 @@ template <typename Element, int kShapeIndex, Format kFormat = Format::same>
 decode::Kernels instance() {
   constexpr Shape kShape = kShapes[kShapeIndex];
   using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
-                            kShape.stages_8bit, kShape.uses_combine_kernel>;
+                            kShape.stages_8bit, kShape.uses_combine_kernel, kShape.same_bits>;
   static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
   if constexpr (kFormat == Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
     return {reinterpret_cast<const void *>(&extend<ThisConfig>), instance<Element, kShapeIndex, Format::e4m3>().combine};

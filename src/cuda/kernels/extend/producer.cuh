@@ -63,12 +63,22 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     this->wait_descriptor_free(n);
     const decode::WorkUnit &work_unit = this->work_unit_;
     const bool begins_tile = work_unit.begin == work_unit.tile_begin;
-    const int first_partition = C::kUsesCombineKernel ? 0 : scheduler.partition_of(work_unit.tile_begin);
+    const int first_partition = C::kUsesCombineKernel || C::kSameBits ? 0 : scheduler.partition_of(work_unit.tile_begin);
     if (lane_ == 0) {
       WorkUnitDescriptor &descriptor = this->descriptor(n & 1);
       this->fill_descriptor(descriptor);
-      if constexpr (C::kUsesCombineKernel) {
+      if constexpr (C::kUsesCombineKernel && C::kSameBits) {
+        descriptor.partial = work_unit.whole() ? -1 : scheduler.segment_partial(a_, work_unit.begin);
+        descriptor.first_partial = work_unit.first_step;
+        descriptor.num_partials = work_unit.end - work_unit.begin;
+        descriptor.counter = 1 << scheduler.coscheduled_log2();
+      } else if constexpr (C::kUsesCombineKernel) {
         descriptor.partial = work_unit.whole() ? -1 : scheduler.partial_of(a_, partition, begins_tile);
+      } else if constexpr (C::kSameBits) {
+        descriptor.counter = scheduler.partial_of(a_, partition);
+        descriptor.partial = descriptor.tile_continues ? descriptor.counter : -1;
+        descriptor.first_partial = descriptor.counter - 1;
+        descriptor.num_partials = begins_tile ? 0 : 1;
       } else {
         descriptor.partial = descriptor.tile_continues ? scheduler.partial_of(a_, partition) : -1;
         descriptor.first_partial = scheduler.partial_of(a_, first_partition);

@@ -2,13 +2,16 @@
 // Shared memory of a CTA of the extend kernels. Host and device take its size from here.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 namespace fa::cuda::extend {
 
 constexpr int32_t kWarpgroupRows = 64;  // rows of a consumer warpgroup
+constexpr int32_t kWarpRows = 16;       // of a consumer warp
 constexpr int32_t kProducerWarps = 4;
+constexpr int32_t kSegmentKeys = 1024;    // of a segment of keys, for FA_FLAG_SAME_BITS
 constexpr int32_t kDescriptorBytes = 96;  // of a WorkUnitDescriptor
 
 // K and V tiles take one stage each in turn, as swizzle atoms of 64 columns. uint64_t members are mbarriers.
@@ -41,5 +44,25 @@ template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8B
 using SharedStorage =
     std::conditional_t<(kStages8Bit > 0), SharedStorage8Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>,
                        SharedStorage16Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>>;
+
+// Kernels for FA_FLAG_SAME_BITS: the total of the segments that are folded so far (segments.cuh), behind SharedStorage. `out`:
+// of each warp, four accumulators of each lane beside those of the other lanes. `stats`: M and L of the rows.
+template <int kHeadDim, int kWarpgroups>
+struct SegmentTotals {
+  alignas(16) float out[kWarpgroups * 4][kHeadDim / 8][32][4];
+  float stats[kWarpgroups * kWarpgroupRows][2];
+  int32_t state[kWarpgroups * 4];  // of each warp, a SegmentState
+};
+
+template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
+constexpr size_t segment_totals_offset() {
+  return (sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>) + 15) / 16 * 16;
+}
+template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
+constexpr size_t storage_bytes_of(bool same_bits) {
+  return same_bits ? segment_totals_offset<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>() +
+                         sizeof(SegmentTotals<kHeadDim, kWarpgroups>)
+                   : sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>);
+}
 
 }  // namespace fa::cuda::extend

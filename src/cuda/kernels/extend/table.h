@@ -23,7 +23,8 @@ struct Shape {
   // 8-bit KV: stages of the pipeline of 8-bit tiles, which are widened into the 16-bit pipeline. Else 0.
   int32_t stages_8bit;
   bool uses_combine_kernel;  // stores all partials of a work tile for the combine kernel instead of adding them to the last one
-  size_t storage_bytes;      // of SharedStorage
+  bool same_bits;            // for FA_FLAG_SAME_BITS, and for nothing else
+  size_t storage_bytes;      // of SharedStorage, and of SegmentTotals
 
   constexpr int32_t rows() const { return consumer_warpgroups * kWarpgroupRows; }
   // columns of a TMA box: a 128-byte swizzle atom, or, with 8-bit KV, which is widened anyway, all columns
@@ -32,22 +33,27 @@ struct Shape {
   constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
 };
 
-// X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel)
-#define FA_EXTEND_TABLE(X)          \
-  X(d64, 64, 2, 128, 14, 0, false)  \
-  X(d64p, 64, 2, 128, 14, 0, true)  \
-  X(d128, 128, 2, 128, 7, 0, false) \
-  X(d128p, 128, 2, 128, 7, 0, true)
+// X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits)
+#define FA_EXTEND_TABLE(X)                 \
+  X(d64, 64, 2, 128, 14, 0, false, false)  \
+  X(d64p, 64, 2, 128, 14, 0, true, false)  \
+  X(d128, 128, 2, 128, 7, 0, false, false) \
+  X(d128p, 128, 2, 128, 7, 0, true, false) \
+  X(d64s, 64, 2, 128, 12, 0, false, true)  \
+  X(d64sp, 64, 2, 128, 12, 0, true, true)  \
+  X(d128s, 128, 2, 128, 5, 0, false, true) \
+  X(d128sp, 128, 2, 128, 5, 0, true, true)
 
-#define FA_EXTEND_SHAPE(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel) \
-  {#name,                                                                                                       \
-   head_dim,                                                                                                    \
-   consumer_warpgroups,                                                                                         \
-   kv_tile,                                                                                                     \
-   stages,                                                                                                      \
-   stages_8bit,                                                                                                 \
-   uses_combine_kernel,                                                                                         \
-   sizeof(SharedStorage<head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit>)},
+#define FA_EXTEND_SHAPE(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits) \
+  {#name,                                                                                                                  \
+   head_dim,                                                                                                               \
+   consumer_warpgroups,                                                                                                    \
+   kv_tile,                                                                                                                \
+   stages,                                                                                                                 \
+   stages_8bit,                                                                                                            \
+   uses_combine_kernel,                                                                                                    \
+   same_bits,                                                                                                              \
+   storage_bytes_of<head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit>(same_bits)},
 constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_8BIT_TABLE(FA_EXTEND_SHAPE)};
 #undef FA_EXTEND_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);

@@ -4,9 +4,9 @@
 // the reasons for the sizes.
 #pragma once
 
-// X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel)
-#define FA_EXTEND_8BIT_TABLE(X)     \
-  X(d64, 64, 2, 128, 6, 12, false)  \
-  X(d64p, 64, 2, 128, 6, 12, true)  \
-  X(d128, 128, 2, 128, 4, 6, false) \
-  X(d128p, 128, 2, 128, 4, 6, true)
+// X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits)
+#define FA_EXTEND_8BIT_TABLE(X)            \
+  X(d64, 64, 2, 128, 6, 12, false, false)  \
+  X(d64p, 64, 2, 128, 6, 12, true, false)  \
+  X(d128, 128, 2, 128, 4, 6, false, false) \
+  X(d128p, 128, 2, 128, 4, 6, true, false)

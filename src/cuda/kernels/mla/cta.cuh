@@ -35,6 +35,7 @@ struct Config {
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit K
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
+  static constexpr bool kSameBits = false;
   static constexpr bool kPairs = kPairs_;
   static constexpr bool kLists = kLists_;  // keys are those that each query lists; else contiguous, or in pages
   // Row blocks are not interleaved first with last: all see about the same number of keys.
@@ -43,8 +44,8 @@ struct Config {
   static constexpr int kSlices = kKeys / 16;  // P of a KV tile is passed on, and the tile is released, in slices of 16 keys
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
-  static constexpr int kKvStep = kKeys;     // keys per iteration of the scheduler
-  static constexpr int kColumns = kDv / 2;  // columns of out in one PV warpgroup
+  static constexpr int kKvTile = kKeys, kKvStep = kKeys;  // the scheduler's: keys of a tile and per iteration
+  static constexpr int kColumns = kDv / 2;                // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
   static constexpr int kAtoms = kD / 64, kAtomBytes = 8 * 128, kRowGroupBytes = kAtoms * kAtomBytes;

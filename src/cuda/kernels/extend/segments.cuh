@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels for FA_FLAG_SAME_BITS: the keys of a sequence are cut into segments of kSegmentKeys, counted from its first key. A
+// segment has a softmax of its own (m, l, out), which starts anew. The segments of a row are folded in the order of their keys
+// (common/combine.cuh), so its bits do not depend on which CTA computed which of them. What a warp has folded so far, the total
+// of its 16 rows, is in shared memory.
+//
+// A work tile may be cut at the end of any segment. Kernels without a combine kernel: the CTA with its front hands its total
+// over in the workspace, and the CTA with the next part folds its own segments behind it. Until the total has arrived, segments
+// are stored in the workspace. When that happens is a matter of time, but not the order in which they are folded.
+// Kernels with a combine kernel store all segments of such a work tile for it.
+#pragma once
+
+#include "cuda/common/combine.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/kernels/extend/epilogue.cuh"
+
+namespace fa::cuda::extend {
+
+// Accumulators 4 n .. 4 n + 3 of a lane: two columns of its first row, then two of its second.
+__device__ __forceinline__ float4 fold_out(const FoldScales (&scales)[2], const float4 &total, const float4 &out) {
+  return {fold_out(scales[0], total.x, out.x), fold_out(scales[0], total.y, out.y), fold_out(scales[1], total.z, out.z),
+          fold_out(scales[1], total.w, out.w)};
+}
+
+// Where a warp's total is, in shared memory because registers are scarce, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
+// work unit are in the workspace. With a combine kernel: so many segments are stored for it.
+enum SegmentState : int { kNoTotal = -2, kTotalHere = -1 };
+
+template <class C>
+class SegmentFold {
+ public:
+  static constexpr int kVectors = C::kD / 8;  // of four accumulators, of a lane
+  using Softmax = OnlineSoftmax<QkFragment<1, C::kKvTile / 8>>;
+
+  __device__ __forceinline__ SegmentFold(const Cta<C> &cta, const WarpRows<C> &rows) : cta_(cta), rows_(rows) {}
+
+  __device__ __forceinline__ void begin_work_unit() {
+    if (C::kUsesCombineKernel ? rows_.work->partial >= 0 : rows_.work->num_partials > 0) state_ = 0;
+    save_state();
+  }
+
+  // Takes the next segment of the work unit, which is in registers; its row sums are those of the whole row. Returns true if it
+  // is the last one of the work tile: then the registers hold the total of all segments. The total of a work unit that ends
+  // before its work tile is handed over.
+  __device__ __forceinline__ bool take(float (&out)[C::kD / 2], Softmax &softmax, int segment_number, bool last) {
+    state_ = static_cast<int>(ld_shared_4(state_at()));
+    if constexpr (C::kUsesCombineKernel) {
+      if (rows_.work->partial >= 0) {
+        store_for_combine(out, softmax, segment_number, last);
+        return false;
+      }
+    } else if (state_ >= 0) {
+      if (!last && state_ < cta_.params().stored_segments && !has_arrived()) {
+        store(stored_segment(state_++), out, softmax);
+        save_state();
+        return false;
+      }
+      receive();
+    }
+    const auto segment = [&](int j) { return vector_of(out, j); };
+    if (state_ == kTotalHere) {
+      fold(segment, softmax.max, softmax.sum);
+    } else if (!last) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) set_total(j, segment(j));
+      set_stats(softmax.max, softmax.sum);
+    }
+    if (!last) {
+      state_ = kTotalHere;
+      save_state();
+      return false;
+    }
+    if (state_ == kTotalHere) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 stats = get_stats(r);
+        softmax.max[r] = stats.x;
+        softmax.sum[r] = stats.y;
+      }
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const float4 x = get_total(j);
+        out[4 * j] = x.x, out[4 * j + 1] = x.y, out[4 * j + 2] = x.z, out[4 * j + 3] = x.w;
+      }
+    }
+    if (C::kUsesCombineKernel || rows_.work->partial < 0) return true;
+    store(rows_.work->partial, out, softmax);
+    __syncwarp();  // all lanes have stored their part
+    if (cta_.lane() == 0) count_released(flag(rows_.work->partial));
+    return false;
+  }
+
+ private:
+  static constexpr int kLoads = 4;  // from the workspace at once: out and Q take most registers
+
+  static __device__ __forceinline__ float4 vector_of(const float (&out)[C::kD / 2], int j) {
+    return {out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]};
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // The total, in shared memory
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ uint32_t total_at(int j) const {
+    return cta_.total() + ((rows_.first_row() / 16 * kVectors + j) * 32 + cta_.lane()) * 16;
+  }
+  __device__ __forceinline__ float4 get_total(int j) const {
+    const uint4 x = ld_shared_16(total_at(j));
+    return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+  }
+  __device__ __forceinline__ void set_total(int j, const float4 &x) const {
+    st_shared_16(total_at(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+  }
+  __device__ __forceinline__ uint32_t state_at() const { return cta_.segment_state() + rows_.first_row() / 16 * 4; }
+  __device__ __forceinline__ void save_state() const {
+    __syncwarp();  // all lanes have read it
+    if (cta_.lane() == 0) st_shared_4(state_at(), static_cast<uint32_t>(state_));
+    __syncwarp();
+  }
+  // M and L of a row.
+  __device__ __forceinline__ uint32_t stats_at(int r) const { return cta_.total_stats() + rows_.row_of(r) * 8; }
+  __device__ __forceinline__ float2 get_stats(int r) const {
+    return {ld_shared_float(stats_at(r)), ld_shared_float(stats_at(r) + 4)};
+  }
+  __device__ __forceinline__ void set_stats(const float (&max)[2], const float (&sum)[2]) const {
+    __syncwarp();  // the lanes of a row have read what was there
+    if ((cta_.lane() & 3) == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        st_shared_float(stats_at(r), max[r]);
+        st_shared_float(stats_at(r) + 4, sum[r]);
+      }
+    }
+    __syncwarp();
+  }
+  template <int kUnroll = kVectors, typename Segment>
+  __device__ __forceinline__ void fold(const Segment &segment, const float (&max)[2], const float (&sum)[2]) const {
+    FoldScales scales[2];
+    float total_max[2], total_sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 stats = get_stats(r);
+      total_max[r] = stats.x;
+      total_sum[r] = stats.y;
+      scales[r] = fold_row(total_max[r], total_sum[r], max[r], sum[r]);
+    }
+    set_stats(total_max, total_sum);
+#pragma unroll kUnroll
+    for (int j = 0; j < kVectors; ++j) set_total(j, fold_out(scales, get_total(j), segment(j)));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Totals and segments in the workspace: of each warp and lane, M and L of its two rows, then out
+  // ------------------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ float4 *partial_at(int partial) const {
+    return reinterpret_cast<float4 *>(cta_.params().partial_out) +
+           (int64_t{partial} * cta_.params().partial_warps + rows_.first_row() / 16) * ((kVectors + 1) * 32) + cta_.lane();
+  }
+  // The i-th segment of this work unit.
+  __device__ __forceinline__ int stored_segment(int i) const {
+    return static_cast<int>(gridDim.x) + rows_.work->counter * cta_.params().stored_segments + i;
+  }
+  __device__ __forceinline__ void store(int partial, const float (&out)[C::kD / 2], const Softmax &softmax) const {
+    float4 *to = partial_at(partial);
+    to[0] = {softmax.max[0], softmax.sum[0], softmax.max[1], softmax.sum[1]};
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) to[(j + 1) * 32] = vector_of(out, j);
+  }
+
+  // For the combine kernel, row-major. Of segments that have no tile that the CTA's rows see, m and l alone.
+  __device__ __forceinline__ void store_for_combine(float (&out)[C::kD / 2], Softmax &softmax, int segment_number, bool last) {
+    const int count = rows_.work->num_partials, index = min(max(segment_number - rows_.work->first_partial, state_), count - 1);
+    const auto store_empty = [&](int end) {
+      for (; state_ < end; ++state_) {
+        float2 *stats = cta_.params().partial_stats + int64_t{partial_of(state_)} * C::kRows;
+        if ((cta_.lane() & 3) == 0) stats[rows_.row_of(0)] = stats[rows_.row_of(1)] = {kNoMax, 0.f};
+      }
+    };
+    store_empty(index);
+    Epilogue<C>(cta_, rows_, out, softmax).store_partials_by_row(partial_of(state_++));
+    if (last) store_empty(count);
+    save_state();
+  }
+  __device__ __forceinline__ int partial_of(int segment) const { return rows_.work->partial + segment * rows_.work->counter; }
+
+  // Says that a warp has stored the total that it hands over, and is reset by the warp that takes it.
+  __device__ __forceinline__ int32_t *flag(int partial) const {
+    return cta_.params().counters + partial * (C::kRows / 16) + rows_.first_row() / 16;
+  }
+  __device__ __forceinline__ bool has_arrived() const {
+    int there = 0;
+    if (cta_.lane() == 0) there = load_acquire(flag(rows_.work->first_partial));
+    return __shfl_sync(~0u, there, 0) != 0;
+  }
+  // Waits for the total of the partition before, and folds the stored segments. CTAs wait for CTAs with lower numbers alone,
+  // which have started before them and hand over what begins in them before they wait themselves: they cannot deadlock.
+  __device__ __forceinline__ void receive() {
+    if (cta_.lane() == 0) {
+      int32_t *arrived = flag(rows_.work->first_partial);
+      while (load_acquire(arrived) == 0) __nanosleep(100);
+      *arrived = 0;
+    }
+    __syncwarp();
+    const float4 *from = partial_at(rows_.work->first_partial);
+    const float4 stats = __ldcg(from);
+#pragma unroll kLoads
+    for (int j = 0; j < kVectors; ++j) set_total(j, __ldcg(from + (j + 1) * 32));
+    set_stats({stats.x, stats.z}, {stats.y, stats.w});
+#pragma unroll 1
+    for (int i = 0; i < state_; ++i) {
+      const float4 *stored = partial_at(stored_segment(i)), row = __ldcg(stored);
+      fold<kLoads>([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
+    }
+    state_ = kTotalHere;
+  }
+
+  const Cta<C> &cta_;
+  const WarpRows<C> &rows_;
+  int state_ = kNoTotal;  // of the warp: a SegmentState
+};
+
+}  // namespace fa::cuda::extend
