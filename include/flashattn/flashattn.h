@@ -813,8 +813,8 @@ typedef struct fa_attention {
   /** Sparse attention by index, (b, s_q, n) or, with packed queries, (total_q, n), int32 with any strides: the keys that each query
    * sees, the same ones in all its heads. An entry is the number of a row of the query's key sequence, through `page_table` if keys
    * are paged. Entries that are negative, or not below the used length, are no key. The order has no meaning, and a row that is
-   * listed twice counts twice. `mask`, `window`, masks as data, bias, ALiBi, dropout and `score` must be absent. Forward
-   * alone. Optional. */
+   * listed twice counts twice. `mask`, `window`, masks as data, bias, ALiBi, dropout and `score` must be absent. Forward alone.
+   * Optional. */
   fa_tensor kv_indices;
 } fa_attention;
 
