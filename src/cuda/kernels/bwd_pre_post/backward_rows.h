@@ -62,8 +62,18 @@ FA_HD int q_tiles_of_all_heads(const BackwardRows &params) {
 }
 // The first Q tile of query head `head` of sequence `b`. `rows`: q_tile_rows.
 FA_HD int first_q_tile_of(const BackwardRows &params, int b, int head, int rows) {
-  const SequenceQTiles tiles =
-      q_tiles_of_sequence(params.problem.forward, sequence_of(params.problem.forward.q_lengths, b), b, rows, params.q_tiles);
+  const Problem &p = params.problem.forward;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // `cu` of a backward problem has no pairs. Main loops for sm_90 have no registers for the question, those for sm_80 have.
+  Sequence q;
+  if (p.q_lengths.cu != nullptr) {
+    q.start = offset_of(p.q_lengths, b);
+    q.slot = offset_of(p.q_lengths, b + 1) - q.start;
+  }
+#else
+  const Sequence q = sequence_of(p.q_lengths, b);
+#endif
+  const SequenceQTiles tiles = q_tiles_of_sequence(p, q, b, rows, params.q_tiles);
   return tiles.begin + head * tiles.count;
 }
 // CTAs of the row kernel and the dq kernel: one for every Q tile. A second pass, which mostly ends at once, has no more than run at the same time.
