@@ -31,6 +31,13 @@ fa_status plan_cell_map(const MaskedProblem &p, bool backward, Plan &plan, Error
   return FA_OK;
 }
 
+const char *dtype_name(Dtype dtype) {
+  constexpr const char *kNames[] = {"float32", "float16", "bfloat16", "float8_e4m3", "int8"};
+  return kNames[static_cast<int>(dtype)];
+}
+
+bool is_16_bit(Dtype dtype) { return dtype == Dtype::f16 || dtype == Dtype::bf16; }
+
 // What no CUDA kernel takes, whatever the pass.
 fa_status check_limits(const Problem &p, ErrorText &error) {
   constexpr int64_t kMaxRows = Diagonal<int32_t>::kLongest;
@@ -40,17 +47,15 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
                 "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30 - 1024",
                 p.q_lengths.max_len, p.k_lengths.max_len);
   }
-  const auto name = [](Dtype dtype) { return dtype == Dtype::f16 ? "float16" : "bfloat16"; };
-  const auto is_16_bit = [](Dtype dtype) { return dtype == Dtype::f16 || dtype == Dtype::bf16; };
   if (p.q.dtype == Dtype::f32 && is_16_bit(p.k.dtype)) {
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "k.dtype is %s and q.dtype float32; CUDA kernels take 16-bit keys only with queries of the same dtype",
-                name(p.k.dtype));
+                dtype_name(p.k.dtype));
   }
   if (p.q.dtype == Dtype::f32 && p.bias.data != nullptr && is_16_bit(p.bias.dtype)) {
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "bias.dtype is %s and q.dtype float32; CUDA kernels take a 16-bit bias only with queries of the same dtype",
-                name(p.bias.dtype));
+                dtype_name(p.bias.dtype));
   }
   return FA_OK;
 }
@@ -59,7 +64,6 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
 fa_status check_same_bits(const MaskedProblem &p, const Device &device, ErrorText &error) {
   if (!p.same_bits) return FA_OK;
   constexpr int64_t kMaxHeadDim = 128;
-  constexpr const char *kNames[] = {"float32", "float16", "bfloat16", "float8_e4m3", "int8"};  // by Dtype
   const auto refuse = [&](const char *name) {
     return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, which FA_FLAG_SAME_BITS does not cover on CUDA", name);
   };
@@ -68,9 +72,9 @@ fa_status check_same_bits(const MaskedProblem &p, const Device &device, ErrorTex
                 "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA but on Hopper, with fa_config.cuda_arch 0 or 90");
   }
   for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"out", &p.out}}) {
-    if (tensor->dtype == Dtype::f16 || tensor->dtype == Dtype::bf16) continue;
+    if (is_16_bit(tensor->dtype)) continue;
     return fail(error, FA_ERROR_UNSUPPORTED, "%s.dtype is %s; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA", name,
-                kNames[static_cast<int>(tensor->dtype)]);
+                dtype_name(tensor->dtype));
   }
   if (p.head_dim > kMaxHeadDim || p.head_dim_v > kMaxHeadDim) {
     return fail(error, FA_ERROR_UNSUPPORTED,
