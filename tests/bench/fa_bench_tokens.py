@@ -5,9 +5,9 @@
     PYTHONPATH=bindings/python FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_tokens.py --device cuda
 
 The models have the shapes of GPT-2 with 124M parameters (12 layers, 12 heads of 64 columns) and of Llama 3.2 with 1B (16 layers, 32 heads and
-8 KV heads of 64 columns), random weights, in bf16. A training step is forward, loss, backward, without an optimiser; a prefill is forward alone.
-Each batch has --tokens tokens in sequences of each length. The weights, and with --compile the compiled model, are the same for both
-contenders, which take turns in random order; times are medians. --small: two narrow layers, to see that the script works.
+8 KV heads of 64 columns), random parameters, in bf16. A training step is forward, loss, backward, without an optimiser; a prefill is forward alone.
+Each batch has --tokens tokens in sequences of each length. The parameters, and with --compile the compiled model, are the same for both
+contenders, which run interleaved in random order; times are medians. --small: two narrow layers, to see that the script works.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Block(nn.Module):
         x = x + self.out(attended.transpose(1, 2).reshape(batch, rows, width))
         inner = self.up(self.norms[1](x))
         if s.gated:
-            gate, inner = inner.chunk(2, dim=-1)
+            gate, inner = inner.tensor_split(2, dim=-1)
             inner = F.silu(gate) * inner
         else:
             inner = F.gelu(inner)
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 def rotated(x, rotation):
     cosine, sine = rotation
-    first, second = x.chunk(2, dim=-1)
+    first, second = x.tensor_split(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
