@@ -510,6 +510,7 @@ TEST(CudaPlan, SameBitsAreRefusedByName) {
       {"k has rows of 128 columns that are not whole vectors of 16 bytes", [](MaskedProblem &p) { p.k.seq_stride += 1; },
        h200()},
       {"k has 4294967296 packed rows", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }, h200()},
+      {"FA_FLAG_SAME_BITS does not cover score terms 0x8 ", [](MaskedProblem &p) { p.dropout.threshold = 1; }, h200()},
   };
   for (const auto &[text, set, device] : cases) {
     MaskedProblem p = problem(64, 64, 128);

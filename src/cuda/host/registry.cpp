@@ -199,6 +199,20 @@ const FamilyRows &family_rows(Family family, Pass pass) {
   return kFamilyRows[static_cast<size_t>(family)][static_cast<size_t>(pass)];
 }
 
+constexpr KernelRow kSameBitsOffer = [] {
+  KernelRow offer;
+  offer.operands = 0;
+  for (const KernelRow &row : kRows) {
+    if ((row.features & kSameBits) == 0) continue;
+    offer.head_dim = std::max(offer.head_dim, row.head_dim);
+    offer.head_dim_v = std::max(offer.head_dim_v, row.head_dim_v);
+    offer.operands |= row.operands;
+    offer.scores |= row.scores;
+    offer.features |= row.features;
+  }
+  return offer;
+}();
+
 constexpr const char *kDtypeNames[] = {"f32", "f16", "bf16", "e4m3", "i8"};  // by Dtype
 const char *name_of(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
 
@@ -210,6 +224,8 @@ std::span<const KernelRow> kernels_of(Family family, Pass pass) {
   const FamilyRows &rows = family_rows(family, pass);
   return {kRows.data() + rows.first, rows.count};
 }
+
+const KernelRow &same_bits_offer() { return kSameBitsOffer; }
 
 std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs) {
   const FamilyRows &rows = family_rows(family, pass);
