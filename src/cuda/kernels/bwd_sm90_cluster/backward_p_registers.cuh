@@ -26,6 +26,9 @@ namespace fa::cuda::sm90 {
 template <class C>
 class BackwardPRegisters {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardPRegisters(const BackwardParams &params, char *shared) : cluster_(params, shared) {}
 
   __device__ __forceinline__ void run() {
@@ -413,14 +416,5 @@ class BackwardPRegisters {
 
   ClusterCta<C> cluster_;
 };
-
-template <class C>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
-    backward_p_registers(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardPRegisters<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

@@ -21,6 +21,9 @@ namespace fa::cuda::sm90 {
 template <class C>
 class BackwardPSmem {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardPSmem(const BackwardParams &params, char *shared) : exchange_(params, shared) {}
 
   __device__ __forceinline__ void run() {
@@ -263,14 +266,5 @@ class BackwardPSmem {
 
   PExchange<C> exchange_;
 };
-
-template <class C>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
-    backward_p_smem(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardPSmem<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

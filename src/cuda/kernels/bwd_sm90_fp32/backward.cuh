@@ -40,6 +40,9 @@ struct BackwardConfig {
 template <class C>
 class Backward {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ Backward(const BackwardParams &params, char *shared)
       : a_(params),
         g_(params.problem),
@@ -575,13 +578,5 @@ class Backward {
   const uint32_t smem_;
   const int lane_, wg_;  // wg_ of the consumers, -1 is the producer
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) backward(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  Backward<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90_fp32

@@ -50,6 +50,9 @@ struct SeparateConfig {
 template <class C>
 class BackwardSeparate {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardSeparate(const BackwardParams &params, char *shared)
       : cta_(params, shared), streamed_(*reinterpret_cast<StreamedTiles *>(shared + offsetof(Storage, streamed))) {}
 
@@ -564,13 +567,5 @@ class BackwardSeparate {
   BackwardCta<C> cta_;
   StreamedTiles &streamed_;
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) backward_separate(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardSeparate<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

@@ -40,6 +40,9 @@ struct ForwardConfig {
 template <class C>
 class Forward {
  public:
+  using Params = ForwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ Forward(const ForwardParams &params, char *shared)
       : a_(params),
         p_(params.problem),
@@ -371,13 +374,5 @@ class Forward {
   const uint32_t smem_;
   const int lane_, wg_;  // wg_ of the consumers, -1 is the producer
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  Forward<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90_fp32

@@ -41,6 +41,9 @@ struct WideConfig {
 template <class C>
 class ForwardWide {
  public:
+  using Params = ForwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ ForwardWide(const ForwardParams &params, char *shared)
       : a_(params),
         p_(params.problem),
@@ -499,13 +502,5 @@ class ForwardWide {
   KeyRange loaded_, tiles_,
       full_;  // KV tiles with visible pairs: of the cluster, of this CTA, and of these those without masked pairs
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) forward_wide(const __grid_constant__ ForwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  ForwardWide<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

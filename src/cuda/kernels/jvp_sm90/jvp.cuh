@@ -40,6 +40,9 @@ struct JvpConfig {
 template <class C>
 class Jvp {
  public:
+  using Params = JvpParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ Jvp(const JvpParams &params, char *shared)
       : a_(params),
         p_(params.problem),
@@ -517,13 +520,5 @@ class Jvp {
   float lse2_[2], tlse_[2];
   Pipeline pipe_;
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) jvp(const __grid_constant__ JvpParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  Jvp<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90
