@@ -220,14 +220,32 @@ class Forward {
     store(out, softmax);
   }
 
-  // S = Q K^T of a KV tile. A plane of K is released when the products with the next one have been started.
-  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe) const {
+  // The products with the planes of a KV tile, the smallest ones first: issue(n, tile) starts those with plane n. A plane is released when the
+  // products with the next one have been started, the last one by the caller: returns its stage.
+  template <typename Issue>
+  __device__ __forceinline__ int multiply_planes(Pipeline &pipe, Issue issue) const {
     int last = 0;
-    fence_operand(s);
 #pragma unroll
     for (int n = kPlanes - 1; n >= 0; --n) {
       mbarrier_wait(full(pipe.stage()), pipe.phase());
-      const uint64_t b = descriptor_k_major(plane(pipe.stage()));
+      issue(n, plane(pipe.stage()));
+      wgmma_commit();
+      if (n < kPlanes - 1) {
+        wgmma_wait<1>();
+        release_warp(empty(last));
+      }
+      last = pipe.stage();
+      pipe.advance();
+    }
+    wgmma_wait<0>();
+    return last;
+  }
+
+  // S = Q K^T of a KV tile.
+  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe) const {
+    fence_operand(s);
+    const int last = multiply_planes(pipe, [&](int n, uint32_t tile) {
+      const uint64_t b = descriptor_k_major(tile);
       wgmma_fence();
 #pragma unroll
       for (int i = kPlanes - 1 - n; i >= 0; --i) {
@@ -238,15 +256,7 @@ class Forward {
                                                  advance_descriptor(b, k / 4 * C::kKeys * 128 + k % 4 * 32),
                                                  n < kPlanes - 1 || k > 0);
       }
-      wgmma_commit();
-      if (n < kPlanes - 1) {
-        wgmma_wait<1>();
-        release_warp(empty(last));
-      }
-      last = pipe.stage();
-      pipe.advance();
-    }
-    wgmma_wait<0>();
+    });
     fence_operand(s);
     release_warp(empty(last));
   }
@@ -265,29 +275,18 @@ class Forward {
 
   // P V of a KV tile.
   __device__ __forceinline__ void compute_pv(float (&of_tile)[C::kD / 2], PPlanes &p, Pipeline &pipe) const {
-    int last = 0;
     fence_operand(of_tile);
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
-#pragma unroll
-    for (int n = kPlanes - 1; n >= 0; --n) {
-      mbarrier_wait(full(pipe.stage()), pipe.phase());
-      const uint64_t b = descriptor_mn_major<C::kKeys>(plane(pipe.stage()));
+    const int last = multiply_planes(pipe, [&](int n, uint32_t tile) {
+      const uint64_t b = descriptor_mn_major<C::kKeys>(tile);
       wgmma_fence();
 #pragma unroll
       for (int i = kPlanes - 1 - n; i >= 0; --i)
 #pragma unroll
         for (int k = 0; k < kPSteps; ++k)
           Mma::rs_mn(of_tile, p[i][k], advance_descriptor(b, k * 2048), n < kPlanes - 1 || k > 0);
-      wgmma_commit();
-      if (n < kPlanes - 1) {
-        wgmma_wait<1>();
-        release_warp(empty(last));
-      }
-      last = pipe.stage();
-      pipe.advance();
-    }
-    wgmma_wait<0>();
+    });
     fence_operand(of_tile);
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
