@@ -62,7 +62,7 @@ class Backward {
     }
     __syncthreads();
     const bool owns_queries = work_.owns_queries != 0;
-    const Rows &own = owns_queries ? work_.q : work_.k;
+    const SequenceRows &own = owns_queries ? work_.q : work_.k;
     if (work_.own0 >= max(own.len, own.seq_slot)) return;  // past the end of a packed sequence
     if (wg_ < 0) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
@@ -96,9 +96,8 @@ class Backward {
     const bool owns_queries = index >= a_.key_blocks;
     const L2HeadOrder &order = owns_queries ? a_.query_order : a_.key_order;
     const L2HeadOrder::Place place = order.at(owns_queries ? index - a_.key_blocks : index);
-    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
-    const Rows queries = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)},
-               keys = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    const SequenceRows queries = sequence_rows(sequence_of(p_.q_lengths, place.batch)),
+                       keys = sequence_rows(unpadded_keys(p_.k_lengths, place.batch));
     const int own0 = place.row_block * kOwnRows;
     const RangeOf<int32_t> rows{own0, min(own0 + kOwnRows, owns_queries ? queries.len : keys.len)};
     const Diagonal<int32_t> diagonal(a_.limits, queries.len, keys.len);
@@ -551,7 +550,7 @@ class Backward {
   template <bool kOwnsQueries>
   __device__ __forceinline__ void store(const Operand &t, Accumulator &gradient, float scale, int columns, bool vectors) const {
     if (t.data == nullptr) return;
-    const Rows rows = kOwnsQueries ? work_.q : work_.k;
+    const SequenceRows rows = kOwnsQueries ? work_.q : work_.k;
     float *base = row_of_tensor<float>(t, work_.batch, rows.start, work_.own_head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -81,9 +81,8 @@ class Forward {
 
   __device__ __forceinline__ void describe_work() const {
     const L2HeadOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
-    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
-    const ForwardWork::Rows queries = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)},
-                            keys = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    const SequenceRows queries = sequence_rows(sequence_of(p_.q_lengths, place.batch)),
+                       keys = sequence_rows(unpadded_keys(p_.k_lengths, place.batch));
     const int row0 = place.row_block * kRows;
     const Diagonal<int32_t> diagonal(a_.limits, queries.len, keys.len);
     const KeyRange seen = diagonal.visible_keys({row0, min(row0 + kRows, queries.len)});

@@ -16,6 +16,7 @@
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/sequence_rows.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -58,9 +59,8 @@ class ForwardWide {
     cluster_row0_ = place.row_block * kClusterRows;
     row0_ = cluster_row0_ + rank_ * 64;
     last_block_ = place.row_block == a_.order.row_blocks() - 1 && rank_ == 1;
-    const Sequence q = sequence_of(p_.q_lengths, batch_), k = unpadded_keys(p_.k_lengths, batch_);
-    q_ = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)};
-    k_ = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    q_ = sequence_rows(sequence_of(p_.q_lengths, batch_));
+    k_ = sequence_rows(unpadded_keys(p_.k_lengths, batch_));
     const Diagonal<int32_t> diagonal = this->diagonal();
     const auto tiles_of = [&](RangeOf<int32_t> rows) {
       const KeyRange keys = diagonal.visible_keys(rows);
@@ -495,10 +495,7 @@ class ForwardWide {
   const int lane_, warp_;  // warp_ within the warpgroup
   int rank_, batch_, head_q_, head_k_, cluster_row0_, row0_;
   bool last_block_;
-  struct Rows {
-    int start, seq_slot, len;  // as in Sequence
-  };
-  Rows q_, k_;
+  SequenceRows q_, k_;
   KeyRange loaded_, tiles_,
       full_;  // KV tiles with visible pairs: of the cluster, of this CTA, and of these those without masked pairs
 };
