@@ -44,14 +44,8 @@ class BackwardPRegisters {
       }
       for (int n = 0; n < 2; ++n) mbarrier_init(dq_full(n), 4);
       mbarrier_init(dq_empty(), 1);
-      for (int n = 0; n < C::kDoutStages; ++n) {
-        mbarrier_init(cluster_.dout_full(n), 1);
-        mbarrier_init(cluster_.dout_empty(n), 4);
-      }
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(cluster_.q_full(n), 1);
-        mbarrier_init(cluster_.q_empty(n), 8);
-      }
+      init_pipeline<C::kDoutStages>(cluster_.dout_full(0), cluster_.dout_empty(0), 4);
+      init_pipeline<C::kStages>(cluster_.q_full(0), cluster_.q_empty(0), 8);
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
       cluster_.prefetch_maps();

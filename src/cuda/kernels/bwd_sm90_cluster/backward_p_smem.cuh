@@ -31,8 +31,7 @@ class BackwardPSmem {
       cta().describe_work_tile(static_cast<int>(blockIdx.x) / 2, cta().work());
       mbarrier_init(cluster().k_full(), 1);
       mbarrier_init(cluster().v_full(), 1);
-      mbarrier_init(cluster().dout_full(0), 1);
-      mbarrier_init(cluster().dout_empty(0), 8);
+      init_pipeline<1>(cluster().dout_full(0), cluster().dout_empty(0), 8);
       mbarrier_init(exchange_.p_full(), 128);
       mbarrier_init(exchange_.p_empty(), 128);
       mbarrier_init(exchange_.vote(), C::kConsumerThreads);
@@ -42,10 +41,7 @@ class BackwardPSmem {
         mbarrier_init(cluster().ds_consumed(n), 4);
         mbarrier_init(cluster().ds_empty(n), 2);
       }
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(cluster().q_full(n), 1);
-        mbarrier_init(cluster().q_empty(n), 8);
-      }
+      init_pipeline<C::kStages>(cluster().q_full(0), cluster().q_empty(0), 8);
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
       cluster().prefetch_maps();

@@ -29,8 +29,7 @@ class BackwardPSmemPersistent {
     if (threadIdx.x == 0) {
       mbarrier_init(cluster().k_full(), 1);
       mbarrier_init(cluster().v_full(), 1);
-      mbarrier_init(cluster().dout_full(0), 1);
-      mbarrier_init(cluster().dout_empty(0), 8);
+      init_pipeline<1>(cluster().dout_full(0), cluster().dout_empty(0), 8);
       mbarrier_init(exchange_.p_full(), 128);
       mbarrier_init(exchange_.p_empty(), 128);
       mbarrier_init(exchange_.vote(), C::kConsumerThreads);
@@ -45,10 +44,7 @@ class BackwardPSmemPersistent {
         mbarrier_init(cluster().ds_empty(n), 8);
         st_shared_4(exchange_.vote_flag(n), 0);
       }
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(cluster().q_full(n), 1);
-        mbarrier_init(cluster().q_empty(n), 8);
-      }
+      init_pipeline<C::kStages>(cluster().q_full(0), cluster().q_empty(0), 8);
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
       cluster().prefetch_maps();

@@ -140,14 +140,8 @@ class Backward {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 8;  // of the consumers
     mbarrier_init(own_full(), 1);
-    for (int n = 0; n < C::kStages; ++n) {
-      mbarrier_init(full(n), 1);
-      mbarrier_init(empty(n), kWarps);
-    }
-    for (int n = 0; n < 2; ++n) {
-      mbarrier_init(stats_full(n), 1);
-      mbarrier_init(stats_empty(n), kWarps);
-    }
+    init_pipeline<C::kStages>(full(0), empty(0), kWarps);
+    init_pipeline<2>(stats_full(0), stats_empty(0), kWarps);
     mbarrier_init_fence();
   }
   __device__ __forceinline__ void release_warp(uint32_t barrier) const {

@@ -166,14 +166,8 @@ class BackwardSeparate {
       mbarrier_init(stats_full(n), 1);
       mbarrier_init(stats_empty(n), kWarps);
     }
-    for (int n = 0; n < (C::kTileStages + 1) * C::kAtoms; ++n) {
-      mbarrier_init(tile_full(0, n), 1);
-      mbarrier_init(tile_empty(0, n), kWarps);
-    }
-    for (int n = 0; n < C::kAtomStages; ++n) {
-      mbarrier_init(atom_full(n), 1);
-      mbarrier_init(atom_empty(n), kWarps);
-    }
+    init_pipeline<(C::kTileStages + 1) * C::kAtoms>(tile_full(0, 0), tile_empty(0, 0), kWarps);
+    init_pipeline<C::kAtomStages>(atom_full(0), atom_empty(0), kWarps);
     mbarrier_init(ds_full(), kWarps);
     mbarrier_init(ds_empty(), 2 * kWarps);
     mbarrier_init_fence();

@@ -125,10 +125,7 @@ class Forward {
     constexpr int kWarps = 4;  // of a warpgroup
     mbarrier_init(q_full(), 1);
     mbarrier_init(first_s(), kWarps);
-    for (int n = 0; n < C::kStages; ++n) {
-      mbarrier_init(full(n), 1);
-      mbarrier_init(empty(n), 2 * kWarps);
-    }
+    init_pipeline<C::kStages>(full(0), empty(0), 2 * kWarps);
     mbarrier_init_fence();
   }
   __device__ __forceinline__ void release_warp(uint32_t barrier) const {

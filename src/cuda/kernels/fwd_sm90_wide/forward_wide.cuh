@@ -150,19 +150,10 @@ class ForwardWide {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4;  // of the warpgroup that arrives
     mbarrier_init(q_full(), 1);
-    for (int n = 0; n < Storage::kKStages; ++n) {
-      mbarrier_init(k_full(n), 1);
-      mbarrier_init(k_empty(n), 2 * kWarps);  // of both CTAs
-    }
-    for (int n = 0; n < 2 * Storage::kVStages; ++n) {
-      mbarrier_init(v_full(0, n), 1);
-      mbarrier_init(v_empty(0, n), 2 * kWarps);
-    }
-    for (int n = 0; n < Storage::kPStages; ++n) {
-      // Every thread arrives: this orders the ordinary loads and stores of the rescale buffer, too.
-      mbarrier_init(p_full(n), 128);
-      mbarrier_init(p_empty(n), 256);
-    }
+    init_pipeline<Storage::kKStages>(k_full(0), k_empty(0), 2 * kWarps);  // of both CTAs
+    init_pipeline<2 * Storage::kVStages>(v_full(0, 0), v_empty(0, 0), 2 * kWarps);
+    // Every thread arrives: this orders the ordinary loads and stores of the rescale buffer, too.
+    init_pipeline<Storage::kPStages>(p_full(0), p_empty(0), /*empty_arrivals=*/256, /*full_arrivals=*/128);
     mbarrier_init_fence();
   }
   // For the producers of both CTAs, which load a stage again when neither needs it. Finished wgmmas have read the stage, so no release is

@@ -105,14 +105,8 @@ class Jvp {
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4 * C::kWarpgroups;
-    for (int wg = 0; wg < C::kWarpgroups; ++wg) {
-      mbarrier_init(q_full(wg), 1);
-      mbarrier_init(q_empty(wg), 4);
-    }
-    for (int n = 0; n < Storage::kWorkStages; ++n) {
-      mbarrier_init(work_full(n), 1);
-      mbarrier_init(work_empty(n), kWarps);
-    }
+    init_pipeline<C::kWarpgroups>(q_full(0), q_empty(0), 4);
+    init_pipeline<Storage::kWorkStages>(work_full(0), work_empty(0), kWarps);
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(k_full(n), 1);
       mbarrier_init(k_empty(n), kWarps);
