@@ -138,20 +138,10 @@ class ForwardWork final : public HeadWork {
       segment = n / kSegmentBlocks;
       products_.attend(head, st, n, keys_at(shared, n), values_at(shared, n), flags_at(shared, n));
     }
-    prefetch_results(head, block, 0, min64(st.rows, kRowsAhead));
     for (int64_t r = 0; r < st.rows; ++r) {
-      prefetch_results(head, block, r + kRowsAhead, min64(st.rows, r + kRowsAhead + 1));
       RowResult result = products_.row_result(st, r);
       if (folded) result = totals.fold(r, result);
       write_row(p_, head, head.head_k * p_.group + block.head(r), block.query(r), result);
-    }
-  }
-
-  // Where rows [begin, end) of a block will be written.
-  void prefetch_results(const Head &head, const QueryBlock &block, int64_t begin, int64_t end) const {
-    for (int64_t r = begin; r < end; ++r) {
-      prefetch_row(rows_of(p_.out, head.b, head.head_k * p_.group + block.head(r), head.queries.start).row(block.query(r)),
-                   p_.head_dim_v * dtype_bytes(p_.out.dtype));
     }
   }
 

@@ -50,17 +50,15 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
   st.dropout = take(layout.worker_dropout);
   begin_softmax(p, head, block, kMr, masks, take(layout.worker_rows), st);
   st.dim_v = round_up(p.head_dim_v, kWidth);
-  const auto row = [&](int64_t r) {
-    return rows_of(p.q, head.b, head.head_k * p.group + block.head(r), head.queries.start).row(block.query(r));
-  };
-  for (int64_t r0 = 0; r0 < st.rows; r0 += kMr) {
+  for (int64_t r0 = 0, strip = 0; r0 < st.rows; r0 += kMr, ++strip) {
     const int64_t n = min64(st.rows - r0, kMr);
-    for (int64_t r = r0 + kMr; r < min64(st.rows, r0 + 2 * kMr); ++r) prefetch_row(row(r), p.head_dim * dtype_bytes(p.q.dtype));
-    float *to = st.q + r0 * p.head_dim;
-    float factors[kMr] = {};
-    if (is_quantised(p.q.dtype)) std::fill_n(factors, kMr, factors_of(p, p.q_descale, head.b, head.head_k, 0).at(0));
     const char *rows[kMr];
-    for (int64_t r = r0; r < r0 + n; ++r) rows[r - r0] = row(r);
+    for (int64_t r = r0; r < r0 + n; ++r) {
+      rows[r - r0] = rows_of(p.q, head.b, head.head_k * p.group + block.head(r), head.queries.start).row(block.query(r));
+    }
+    float *to = st.q + strip * kMr * p.head_dim;
+    float factors[kMr];
+    if (is_quantised(p.q.dtype)) std::fill_n(factors, kMr, factors_of(p, p.q_descale, head.b, head.head_k, 0).at(0));
     for_key_dtype(p.q.dtype, [&]<class Element>() {
       for (int v = 0; v < kMr; v += kWidth) {
         const int lanes = kMr - v < kWidth ? kMr - v : kWidth;

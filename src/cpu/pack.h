@@ -43,9 +43,6 @@ FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
 FA_INLINE void prefetch_row(const char *row, int64_t bytes) {
   for (int64_t c = 0; c < bytes; c += 64) Simd::prefetch(row + c);
 }
-// Rows ahead of the one being packed or written that are fetched into the cache. Rows of one head lie a page or so apart, where processors do
-// not prefetch by themselves.
-constexpr int64_t kRowsAhead = 16;
 
 // Where the rows of one head of one sequence lie; rows are counted within the sequence.
 struct Rows {
@@ -70,12 +67,6 @@ struct Rows {
     return pages == nullptr ? end - j : min64(end - j, page_size - j % page_size);
   }
 };
-
-// Fetches the row kRowsAhead after row j, if it is before `end`.
-template <class Element>
-FA_INLINE void prefetch_ahead(const Rows &rows, int64_t j, int64_t end, int64_t dim) {
-  if (j + kRowsAhead < end) prefetch_row(rows.row(j + kRowsAhead), dim * static_cast<int64_t>(sizeof(typename Element::Type)));
-}
 
 // Rows of head h of sequence b, which starts at row `start` of the tensor.
 inline Rows rows_of(const Operand &x, int64_t b, int64_t h, int64_t start) {
@@ -155,8 +146,6 @@ __attribute__((noinline)) void pack_transposed(const Rows &keys, int64_t begin, 
     for (int v = 0; v < 2; ++v) {
       const int64_t first = j + v * kWidth;
       const int n = static_cast<int>(max64(min64(end - first, kWidth), 0));
-      for (int64_t ahead = first + kWidth; ahead < min64(end, first + 2 * kWidth); ++ahead)
-        prefetch_row(keys.row(ahead), dim * static_cast<int64_t>(sizeof(typename Element::Type)));
       const char *rows[kWidth];
       float of_rows[kWidth];
       for (int r = 0; r < n; ++r) {
@@ -175,7 +164,6 @@ inline bool pack_rows(const Rows &source, int64_t begin, int64_t end, int64_t di
                       const Factors &factors = {}) {
   F probe = Simd::zero();  // x * 0 summed: NaN as soon as one x is not finite
   for (int64_t j = begin; j < end; ++j) {
-    prefetch_ahead<Element>(source, j, end, dim);
     const auto *row = reinterpret_cast<const typename Element::Type *>(source.row(j));
     for (int64_t i = 0; i < dim; i += kWidth) {
       const int cols = static_cast<int>(min64(dim - i, kWidth));

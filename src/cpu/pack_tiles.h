@@ -127,8 +127,12 @@ FA_INLINE void parts_of(F a, F b, I (&parts)[kParts]) {
   }
 }
 
+// Rows ahead of the one being packed that are fetched into the cache; 0 where the caller does that. Rows of one head lie a page or so apart, where processors do not
+// prefetch by themselves.
+constexpr int64_t kRowsAhead = 16;
+
 // Rows for the left side of a product: tile (strip, step, half) has 16 rows of elements [32 step, 32 step + 32), two halves a strip of
-// 32 rows. `row(r)` is where row r begins, or null for a row of zeros; rows past `rows` are zero. kAhead is 0 where the caller prefetches.
+// 32 rows. `row(r)` is where row r begins, or null for a row of zeros; rows past `rows` are zero.
 template <class Seen = Magnitudes, int64_t kAhead = kRowsAhead, class What = WholeBf16, class RowOf>
 inline Seen pack_left(int64_t rows, int64_t dim, RowOf row, uint16_t *to) {
   Seen seen;
