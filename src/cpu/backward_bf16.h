@@ -260,7 +260,7 @@ class TileGradients : public BackwardMemory {
     float *s = s_strip(worker), *dp = dp_strip(worker);
     const Range seen{strip.panels.begin * kTilePanel, min64(strip.panels.end * kTilePanel, t.cols)};
     const TileStep step = tile_step_of(slot, worker, score, t, seen, strip.at, s);
-    const bool by_value = score.general || mask.by_data || strip.by_pair;
+    const bool by_value = score.general || score.dropout || mask.by_data || strip.by_pair;
     if (by_value) mask_tile(score, mask, t, s, l_.ld_tile);
     if (strip.by_pair) {
       add_pairs(x, worker, tile, strip, step);

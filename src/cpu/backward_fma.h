@@ -138,7 +138,7 @@ class FmaGradients : public BackwardMemory {
     }
 
     const TileStep step = tile_step_of(slot, worker, score, t, band.columns(0, t.rows), at, s);
-    const bool by_value = masked && (score.general || mask.by_data || by_pair);
+    const bool by_value = masked && (score.general || score.dropout || mask.by_data || by_pair);
     if (by_value) mask_tile(score, mask, t, s, l_.ld_tile);
     uint8_t *visible = nullptr;
     if (by_pair) {

@@ -270,8 +270,8 @@ FA_INLINE void for_step(MaskedBy masked_by, const TileStep &step, Body body) {
     case MaskedBy::kNothing:
       return options ? body.template operator()<MaskedBy::kNothing, true>()
                      : body.template operator()<MaskedBy::kNothing, false>();
-    case MaskedBy::kBand:
-      return options ? body.template operator()<MaskedBy::kBand, true>() : body.template operator()<MaskedBy::kBand, false>();
+    case MaskedBy::kBand:  // only problems without options
+      return body.template operator()<MaskedBy::kBand, false>();
     case MaskedBy::kValue:
       return body.template operator()<MaskedBy::kValue, true>();
   }
