@@ -69,9 +69,9 @@ struct TileBand {
   }
 };
 
-// The band as columns of the tile. The general score and masks as data mask by value, so their tiles are worked on as a whole.
+// The band as columns of the tile. Where pairs are masked by value, S of what lies outside the band may be anything until mask_tile.
 inline TileBand tile_band(const Score &score, const Tile &t, const TileMask &mask) {
-  if (mask.masking == Masking::kNone || mask.by_data || score.general) return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
+  if (mask.masking == Masking::kNone) return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
   const int64_t diagonal = t.row + score.band.shift(score.seqlen_q, score.seqlen_k) - t.col;
   return {diagonal - score.band.left, diagonal + score.band.right + 1, max64(score.first_key - t.col, 0), t.cols};
 }
@@ -270,7 +270,7 @@ FA_INLINE void for_step(MaskedBy masked_by, const TileStep &step, Body body) {
     case MaskedBy::kNothing:
       return options ? body.template operator()<MaskedBy::kNothing, true>()
                      : body.template operator()<MaskedBy::kNothing, false>();
-    case MaskedBy::kBand:  // only plain problems, which have no options
+    case MaskedBy::kBand:  // only problems without options
       return body.template operator()<MaskedBy::kBand, false>();
     case MaskedBy::kValue:
       return body.template operator()<MaskedBy::kValue, true>();

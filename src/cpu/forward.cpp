@@ -59,8 +59,14 @@ fa_cpu_isa isa_of(const MaskedProblem &p, const Machine &machine) {
 
 ForwardProducts products_of(fa_cpu_isa isa) { return multiplies_bf16(isa) ? ForwardProducts::kTiles : ForwardProducts::kFma; }
 
-ForwardLayout layout_of(const ScoredForward &p, fa_cpu_isa isa, int32_t tasks) {
-  return forward_layout(p, products_of(isa), isa == FA_CPU_ISA_AMX && p.q.dtype == Dtype::bf16, tasks);
+// AMX always has the largest blocks: what smaller ones cost there, where products take less time than reading packed keys, is not known.
+int64_t block_rows_of(const ScoredForward &p, fa_cpu_isa isa, const Machine &machine) {
+  return block_rows(p, products_of(isa), isa == FA_CPU_ISA_AMX ? 1 : machine.threads);
+}
+
+ForwardLayout layout_of(const ScoredForward &p, fa_cpu_isa isa, const Machine &machine, int32_t tasks) {
+  return forward_layout(p, products_of(isa), block_rows_of(p, isa, machine), isa == FA_CPU_ISA_AMX && p.q.dtype == Dtype::bf16,
+                        tasks);
 }
 
 const char *reason_of(ForwardMode mode) {
@@ -78,12 +84,11 @@ const char *reason_of(ForwardMode mode) {
 // Below this much work a second thread costs more than it brings.
 constexpr double kParallelFlops = 2e6;
 
-int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode mode, ForwardProducts products) {
+int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode mode, int64_t block_rows) {
   const double flops = 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.q_lengths.max_len) *
                        static_cast<double>(p.k_lengths.max_len) * static_cast<double>(p.head_dim + p.head_dim_v);
   if (flops < kParallelFlops) return 1;
-  const int64_t rows = block_rows(products);
-  const int64_t pieces = mode == ForwardMode::kTiled ? (p.group * p.q_lengths.max_len + rows - 1) / rows
+  const int64_t pieces = mode == ForwardMode::kTiled ? query_blocks(p.group, p.q_lengths.max_len, block_rows)
                                                      : (p.k_lengths.max_len + split_keys(mode) - 1) / split_keys(mode);
   return static_cast<int32_t>(std::clamp<int64_t>(p.batch * p.heads_k * std::max<int64_t>(pieces, 1), 1, machine.threads));
 }
@@ -97,8 +102,8 @@ Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
   const fa_cpu_isa isa = isa_of(problem, machine);
   plan.kernel = kernels_of(isa).names[static_cast<int>(mode)];
   plan.reason = reason_of(mode);
-  plan.tasks = worker_count(problem, machine, mode, products_of(isa));
-  const ForwardLayout layout = layout_of(problem, isa, plan.tasks);
+  plan.tasks = worker_count(problem, machine, mode, block_rows_of(problem, isa, machine));
+  const ForwardLayout layout = layout_of(problem, isa, machine, plan.tasks);
   plan.num_splits = mode == ForwardMode::kTiled ? 1 : static_cast<int32_t>(layout.max_splits);
   plan.workspace_bytes = layout.total_bytes;
   return plan;
@@ -109,7 +114,7 @@ bool forward(const ScoredForward &problem, const Machine &machine, const Plan &p
   const fa_cpu_isa isa = isa_of(problem, machine);
   ForwardJob job;
   job.problem = &problem;
-  job.layout = layout_of(problem, isa, plan.tasks);
+  job.layout = layout_of(problem, isa, machine, plan.tasks);
   job.workspace = static_cast<char *>(workspace);
   make_block_list_bits(problem, reinterpret_cast<uint64_t *>(job.workspace + job.layout.list_bits_at));
   Schedule schedule(workspace, job.layout.slots, problem.batch * problem.heads_k);

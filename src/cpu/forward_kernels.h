@@ -92,7 +92,7 @@ class ForwardWork final : public HeadWork {
   int64_t heads_per_block(const Head &head) const { return max64(layout_.block_rows / head.queries.len, 1); }
   int64_t row_blocks(const Head &head) const { return (head.queries.len + layout_.block_rows - 1) / layout_.block_rows; }
   int64_t head_blocks(const Head &head) const { return (p_.group + heads_per_block(head) - 1) / heads_per_block(head); }
-  int64_t query_blocks(const Head &head) const { return row_blocks(head) * head_blocks(head); }
+  int64_t query_blocks(const Head &head) const { return fa::cpu::query_blocks(p_.group, head.queries.len, layout_.block_rows); }
 
   // Where key block n of a head is packed.
   char *keys_at(char *shared, int64_t n) const { return shared + static_cast<size_t>(n) * layout_.key_block_bytes; }

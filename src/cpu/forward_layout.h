@@ -109,11 +109,16 @@ struct ForwardLayout {
 };
 
 ForwardMode forward_mode(const Problem &problem, int64_t rows);
-int64_t block_rows(ForwardProducts products);
+// Rows of a block of queries: kBlockRows or kTileBlockRows, or fewer whole strips where such blocks would leave some of `threads` idle. A row has
+// the same bits in any block.
+int64_t block_rows(const MaskedProblem &problem, ForwardProducts products, int32_t threads);
+// Blocks of `rows` rows that the queries of a key head are cut into: by rows if the sequence fills a block, else by heads of the group.
+int64_t query_blocks(int64_t group, int64_t queries, int64_t rows);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.
 int64_t vector_heads(const MaskedProblem &problem, int64_t rows);
-// `vector_tiles`: ForwardMode::kVector multiplies on the tile unit.
-ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, bool vector_tiles, int32_t tasks);
+// `block_rows`: the result of the function of that name. `vector_tiles`: ForwardMode::kVector multiplies on the tile unit.
+ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, int64_t block_rows, bool vector_tiles,
+                             int32_t tasks);
 
 }  // namespace fa::cpu
