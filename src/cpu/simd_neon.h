@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// NEON verbs of any 64-bit Arm processor; see cpu/simd.h. With FEAT_BF16 (a source compiled for it) also what the kernels for its matrix
-// products need.
+// NEON verbs of any 64-bit Arm processor; see cpu/simd.h. With FEAT_BF16 or FEAT_FHM (a source compiled for it) also what the kernels for its
+// products of 16-bit numbers need.
 #pragma once
 
 #include <arm_neon.h>
@@ -176,6 +176,11 @@ struct Simd {
     first = vzip1q_u32(a, b);
     rest = vzip2q_u32(a, b);
   }
+  // (a0, a2, b0, b2) and (a1, a3, b1, b3).
+  static FA_INLINE void separate(F a, F b, F &even, F &odd) {
+    even = vuzp1q_f32(a, b);
+    odd = vuzp2q_f32(a, b);
+  }
   static FA_INLINE void store_halves(uint16_t *first, uint16_t *second, I x) {
     vst1_u16(first, vget_low_u16(vreinterpretq_u16_u32(x)));
     vst1_u16(second, vget_high_u16(vreinterpretq_u16_u32(x)));
@@ -195,6 +200,22 @@ struct Simd {
   }
 #endif
 
+#if defined(__ARM_FEATURE_FP16_FML)
+  // c + a b of 2 * kWidth fp16 numbers: lane n takes products n, then kWidth + n. They are exact, sums are rounded as those of fp32.
+  static FA_INLINE F fma_f16(I a, I b, F c) {
+    const float16x8_t x = vreinterpretq_f16_u32(a), y = vreinterpretq_f16_u32(b);
+    return vfmlalq_high_f16(vfmlalq_low_f16(c, x, y), x, y);
+  }
+  // low + a_n b and high + a_n b for fp16 number n of a, and for the first kWidth of b and the others.
+  template <int n>
+  static FA_INLINE void fma_f16_lane(I a, I b, F &low, F &high) {
+    const float16x8_t x = vreinterpretq_f16_u32(a), y = vreinterpretq_f16_u32(b);
+    low = vfmlalq_laneq_low_f16(low, y, x, n);
+    high = vfmlalq_laneq_high_f16(high, y, x, n);
+  }
+#endif
+
+  static FA_INLINE F load_four(const float *p) { return load(p); }
   static FA_INLINE float32x2_t load_two(const float *p) { return vld1_f32(p); }
   // c + a_n b for lane n of a.
   template <int n>
