@@ -14,4 +14,11 @@
 FA_DECLARE_SIMD_CHECKS(portable)
 FA_DECLARE_SIMD_CHECKS(avx2)
 FA_DECLARE_SIMD_CHECKS(avx512)
+FA_DECLARE_SIMD_CHECKS(neon)
+FA_DECLARE_SIMD_CHECKS(sve256)
 #undef FA_DECLARE_SIMD_CHECKS
+
+namespace fa::cpu::neon_fhm {
+// Sums of products of fp16 numbers, of vectors and of a lane and a vector, that differ in a bit from those of the same numbers in fp32.
+int differing_products(uint32_t seed);
+}
