@@ -21,4 +21,4 @@ FA_DECLARE_SIMD_CHECKS(sve256)
 namespace fa::cpu::neon_fhm {
 // Sums of products of fp16 numbers, of vectors and of a lane and a vector, that differ in a bit from those of the same numbers in fp32.
 int differing_products(uint32_t seed);
-}
+}  // namespace fa::cpu::neon_fhm
