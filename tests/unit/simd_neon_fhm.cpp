@@ -41,10 +41,10 @@ int differing_products(uint32_t seed) {
     uint16_t a[kNumbers], b[kNumbers];
     float x[kNumbers], y[kNumbers], sums[kWidth], expected[kWidth];
     const auto next = [&] { return seed = seed * 1664525u + 1013904223u; };
-    for (int n = 0; n < kNumbers; ++n) {
-      // Any finite number, subnormal ones among them.
-      for (uint16_t *to : {a + n, b + n}) *to = static_cast<uint16_t>((next() >> 16) & (next() % 8 == 0 ? 0x83FFu : 0xBFFFu));
-    }
+    // Numbers below 2, one in eight of them subnormal.
+    const auto number = [&] { return static_cast<uint16_t>((next() >> 16) & (next() >> 29 == 0 ? 0x83FFu : 0xBFFFu)); };
+    for (uint16_t &x16 : a) x16 = number();
+    for (uint16_t &y16 : b) y16 = number();
     for (int n = 0; n < kNumbers; n += kWidth)
       Simd::store(x + n, Simd::load_f16(a + n)), Simd::store(y + n, Simd::load_f16(b + n));
     for (float &s : sums) s = static_cast<float>(static_cast<int32_t>(next())) * 0x1p-30f;
