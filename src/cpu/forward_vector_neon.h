@@ -178,26 +178,26 @@ class VectorTiles {
   // Rows of bytes as bf16.
   void widen(Dtype dtype, int64_t dim, Block &block) const {
     const int64_t ld = round_up(dim, kGroup);
-    const auto rows_as = [&]<class Element>() {
+    const auto rows_as = [&]<class Element>(auto whole_group) {
+      using Type = typename Element::Type;
       for (int64_t j = 0; j < kBlock; ++j) {
         if (j >= block.keys) {
           block.rows[j] = block.rows[block.keys - 1];
           continue;
         }
-        const auto *from = reinterpret_cast<const typename Element::Type *>(block.rows[j]);
+        const auto *from = reinterpret_cast<const Type *>(block.rows[j]);
         uint16_t *to = wide_ + j * ld;
         block.rows[j] = to;
         int64_t c = 0;
-        for (; c + kGroup <= dim; c += kGroup)
-          Simd::istore(reinterpret_cast<uint32_t *>(to + c),
-                       Simd::to_bf16(Element::load(from + c), Element::load(from + c + kWidth)));
+        for (; c + kGroup <= dim; c += kGroup) Simd::istore(reinterpret_cast<uint32_t *>(to + c), whole_group(from + c));
         if (c >= dim) continue;
-        const int n = static_cast<int>(dim - c), m = n < kWidth ? n : kWidth;
-        Simd::istore(reinterpret_cast<uint32_t *>(to + c),
-                     Simd::to_bf16(Element::load(from + c, m), Element::load(from + c + m, n - m)));
+        Type some[kGroup] = {};
+        __builtin_memcpy(some, from + c, static_cast<size_t>(dim - c));
+        Simd::istore(reinterpret_cast<uint32_t *>(to + c), whole_group(some));
       }
     };
-    dtype == Dtype::i8 ? rows_as.template operator()<ElementI8>() : rows_as.template operator()<ElementE4m3>();
+    dtype == Dtype::i8 ? rows_as.template operator()<ElementI8>([](const int8_t *p) { return Simd::i8_to_bf16(p); })
+                       : rows_as.template operator()<ElementE4m3>([](const uint8_t *p) { return Simd::e4m3_to_bf16(p); });
   }
 
   // Queries of head h: of each pair of rows, four columns of the first and the same four of the second. Whether bfmmla gets them right.
