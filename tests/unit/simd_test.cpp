@@ -79,6 +79,15 @@ TEST(Simd, SumsOfManyVectorsAreThoseOfEach) {
   }
 }
 
+TEST(Simd, BytesAreTheSameInBf16) {
+#if defined(FA_HAVE_NEON_BF16)
+  if (!fa::cpu::has_isa(FA_CPU_ISA_NEON_BF16)) GTEST_SKIP() << "the processor lacks FEAT_BF16";
+  EXPECT_EQ(fa::cpu::neon_bf16::differing_bytes(), 0);
+#else
+  GTEST_SKIP() << "built without FEAT_BF16";
+#endif
+}
+
 TEST(Simd, ProductsOfFp16AreThoseOfFp32) {
 #if defined(FA_HAVE_NEON_FHM)
   if (!fa::cpu::has_isa(FA_CPU_ISA_NEON_FHM)) GTEST_SKIP() << "the processor lacks FEAT_FHM";
