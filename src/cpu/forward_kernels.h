@@ -5,7 +5,8 @@
 #include "cpu/simd.h"
 #if defined(FA_BF16_UNIT)
 #include "cpu/forward_bf16.h"
-#else
+#endif
+#if !defined(FA_BF16_UNIT) || defined(FA_VECTOR_NEON)
 #include "cpu/forward_tiled.h"
 #endif
 #include "cpu/forward_vector.h"
@@ -201,6 +202,9 @@ void forward_worker(const ForwardJob &job, int32_t worker) {
   };
 #if defined(FA_TARGET_AMX)
   if (job.problem->q.dtype == Dtype::f16) return run.template operator()<TileProducts<ElementF16>>();
+#endif
+#if defined(FA_TARGET_NEON_BF16)
+  if (job.problem->k.dtype != Dtype::bf16) return run.template operator()<FmaProducts>();
 #endif
 #if defined(FA_BF16_UNIT)
   run.template operator()<TileProducts<ElementBf16>>();

@@ -60,7 +60,17 @@ int64_t time_of_blocks(const MaskedProblem &p, int64_t rows, int32_t threads) {
   return heads / threads * head + bound;
 }
 
-VectorTilesLayout vector_tiles_layout(const MaskedProblem &p) {
+VectorTilesLayout vector_tiles_layout(const MaskedProblem &p, VectorUnit unit) {
+  if (unit == VectorUnit::kNeon) {
+    const int64_t dim = round_up(p.head_dim, 8), dim_v = round_up(p.head_dim_v, 8);
+    // Rows of heads with one row each become two; others have an even number, or one row more.
+    const int64_t rows = std::max(2 * vector_heads(p, 1), kVectorScratchRows + kVectorScratchRows / 3);
+    VectorTilesLayout l;
+    l.queries = area(rows * dim / 2);
+    l.values = area(kVectorNeonKeys * std::max(dim, dim_v) / 2);
+    l.p = area(kVectorRows * kVectorNeonKeys / 2);
+    return l;
+  }
   constexpr int64_t kTileFloats = 256;
   const int64_t heads = vector_heads(p, kTileVectorRows), dim = round_up(p.head_dim, kTilePad),
                 dim_v = round_up(p.head_dim_v, kTilePad);
@@ -108,7 +118,7 @@ int64_t vector_heads(const MaskedProblem &p, int64_t rows) {
   return std::clamp<int64_t>(std::min(by_bytes, by_rows), 1, p.heads_k);
 }
 
-ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, int64_t block_rows, bool vector_tiles,
+ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, int64_t block_rows, VectorUnit unit,
                              int32_t tasks) {
   const int64_t max_rows = p.group * p.q_lengths.max_len;
   const int64_t max_keys = p.k_lengths.max_len;
@@ -164,7 +174,7 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);
   }
-  if (vector && vector_tiles) l.vector_tiles = vector_tiles_layout(p);
+  if (vector && unit != VectorUnit::kNone) l.vector_tiles = vector_tiles_layout(p, unit);
   if (masks_pairs(p, p.score)) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
   if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
   l.total_at = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p;

@@ -6,12 +6,14 @@
 #include "cpu/forward_split.h"
 #if defined(FA_TARGET_AMX)
 #include "cpu/forward_vector_tiles.h"
+#elif defined(FA_VECTOR_NEON)
+#include "cpu/forward_vector_neon.h"
 #endif
 
 namespace fa::cpu::FA_ISA {
 
-#if !defined(FA_TARGET_AMX)
-// Where there is no tile unit, vectors do all products.
+#if !defined(FA_TARGET_AMX) && !defined(FA_VECTOR_NEON)
+// Where there is neither, vectors of fp32 do all products.
 class VectorTiles {
  public:
   VectorTiles(const ForwardProblem &, const ForwardLayout &) {}
