@@ -10,9 +10,10 @@
 namespace fa::cpu {
 namespace {
 
-constexpr int64_t kMaxVector = 16;    // floats of the widest vector; panels are padded to it
-constexpr int64_t kWholeStrips = 48;  // rows that are whole strips (12 or 6) and whole vectors for every instruction set
-constexpr int64_t kTilePad = 32;      // head dims are padded to it in tiles of bf16
+constexpr int64_t kMaxVector = 16;     // floats of the widest vector; panels are padded to it
+constexpr int64_t kWholeStrips = 48;   // rows that are whole strips (12 or 6) and whole vectors for every instruction set
+constexpr int64_t kTilePad = 32;       // head dims are padded to it in tiles of bf16
+constexpr int64_t kPiecesPerTask = 4;  // under FA_FLAG_SAME_BITS: enough that tasks end at about the same time
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
@@ -73,6 +74,12 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
   const bool tiled = longest == ForwardMode::kTiled;
   const bool tiled_split = longest == ForwardMode::kTiledSplit || (tiled && !exact);
   const bool vector = longest == ForwardMode::kVector || (!exact && !p.same_bits);
+  const bool few_same = p.same_bits && (max_rows <= kVectorRows || !exact);
+  if (few_same) {
+    // Segments are few: heads are computed together only as far as that leaves work for all threads. Bits do not depend on it.
+    const int64_t pieces = p.batch * p.heads_k * std::max<int64_t>(ceil_div(max_keys, kSegmentKeys), 1);
+    l.most_heads = tasks == 1 ? p.heads_k : std::max<int64_t>(pieces / (kPiecesPerTask * tasks), 1);
+  }
   const int64_t blocks = std::max<int64_t>(ceil_div(max_keys, kBlockKeys), 1);
   if (tiled) {
     l.slot_keys = area_bytes(static_cast<size_t>(blocks) * l.key_block_bytes);
@@ -86,12 +93,13 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, b
     partials = std::max(partials, splits * rows * (2 + l.dim_v));
   };
   if (vector) reserve(ForwardMode::kVector, exact ? vector_heads(p, max_rows) * max_rows : kVectorScratchRows);
-  if (tiled_split) reserve(ForwardMode::kTiledSplit, std::min(max_rows, kBlockRows));
+  if (tiled_split)
+    reserve(ForwardMode::kTiledSplit, std::max(std::min(max_rows, kBlockRows), few_same ? kVectorScratchRows : 0));
   if (l.max_splits > 1) l.slot_partials = area(partials);
   l.slot_bytes = l.slot_keys + l.slot_values + l.slot_flags + l.slot_partials;
 
   const int64_t rows = std::max(std::min(round_up(max_rows, tiles ? kTileStripRows : kWholeStrips), l.block_rows),
-                                vector ? kVectorScratchRows : 0);
+                                vector || few_same ? kVectorScratchRows : 0);
   static_assert(kVectorScratchRows <= kTilePassStrips * kTileStripRows && kVectorSplitKeys <= kBlockKeys,
                 "a vector split fits where a tile does");
   // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.
