@@ -26,7 +26,7 @@ SOURCES = {"c": "bindings/c/**/*.c", "cpp": "bindings/cpp/*.cpp tests/reference/
            "julia": "bindings/julia/**/*.jl"}
 TOOLS = ("go", "julia", "pip", "cargo")
 # What the README's table shows: the language of the line. Lines in Python, and those of vLLM and SGLang, are run by bindings/python/tests/test_switch.py.
-SWITCHES = {"PyTorch": "python", "diffusers": "python", "transformers": "python", "vLLM 0.33": "python", "SGLang 0.5.23": "python", "JAX, on the CPU": "python", "NumPy": "python",
+SWITCHES = {"PyTorch": "python", "diffusers": "python", "transformers": "python", "vLLM 0.33": "python", "SGLang 0.5.23": "python", "JAX": "python", "NumPy": "python",
             "ONNX Runtime": "python", "llm.c": "sh", "ggml": "c", "C": "c", "C++": "cpp", "Rust": "rust", "candle": "rust", "Burn": "rust", "Go": "go", "Julia": "julia"}
 
 

@@ -75,8 +75,12 @@ const char *isa_name(fa_cpu_isa isa) {
       return "amx";
     case FA_CPU_ISA_NEON:
       return "neon";
+    case FA_CPU_ISA_NEON_FHM:
+      return "neon_fhm";
     case FA_CPU_ISA_NEON_BF16:
       return "neon_bf16";
+    case FA_CPU_ISA_SVE256:
+      return "sve256";
     default:
       return "auto";
   }
@@ -99,16 +103,19 @@ void DeviceChoice::declare(Options &options) {
                 });
   options.integer("--threads", "N", "CPU threads, 0 = all (0)", threads, 0, 4096);
   options.value(
-      "--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, avx512_bf16, amx, neon, neon_bf16",
+      "--isa", "NAME", "CPU kernels: auto, portable, avx2, avx512, avx512_bf16, amx, neon, neon_fhm, neon_bf16, sve256",
       [this](const auto &name, const auto &text) {
-        for (const fa_cpu_isa candidate : {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512,
-                                           FA_CPU_ISA_AVX512_BF16, FA_CPU_ISA_AMX, FA_CPU_ISA_NEON, FA_CPU_ISA_NEON_BF16}) {
+        for (const fa_cpu_isa candidate :
+             {FA_CPU_ISA_AUTO, FA_CPU_ISA_PORTABLE, FA_CPU_ISA_AVX2, FA_CPU_ISA_AVX512, FA_CPU_ISA_AVX512_BF16, FA_CPU_ISA_AMX,
+              FA_CPU_ISA_NEON, FA_CPU_ISA_NEON_FHM, FA_CPU_ISA_NEON_BF16, FA_CPU_ISA_SVE256}) {
           if (text == isa_name(candidate)) {
             isa = candidate;
             return;
           }
         }
-        throw UsageError(name + " needs auto, portable, avx2, avx512, avx512_bf16, amx, neon or neon_bf16, not '" + text + "'");
+        throw UsageError(name +
+                         " needs auto, portable, avx2, avx512, avx512_bf16, amx, neon, neon_fhm, neon_bf16 or sve256, not '" +
+                         text + "'");
       });
   options.integer("--arch", "N", "CUDA: no kernels newer than this capability, such as 80", cuda_arch, 0, 1 << 16);
 }

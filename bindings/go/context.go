@@ -69,7 +69,9 @@ const (
 	ISAAVX512BF16 CPUISA = C.FA_CPU_ISA_AVX512_BF16
 	ISAAMX        CPUISA = C.FA_CPU_ISA_AMX
 	ISANEON       CPUISA = C.FA_CPU_ISA_NEON
+	ISANEONFHM    CPUISA = C.FA_CPU_ISA_NEON_FHM
 	ISANEONBF16   CPUISA = C.FA_CPU_ISA_NEON_BF16
+	ISASVE256     CPUISA = C.FA_CPU_ISA_SVE256
 )
 
 func (isa CPUISA) String() string {
@@ -88,8 +90,12 @@ func (isa CPUISA) String() string {
 		return "amx"
 	case ISANEON:
 		return "neon"
+	case ISANEONFHM:
+		return "neon_fhm"
 	case ISANEONBF16:
 		return "neon_bf16"
+	case ISASVE256:
+		return "sve256"
 	}
 	return fmt.Sprintf("CPUISA(%d)", int32(isa))
 }

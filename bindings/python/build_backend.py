@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the wheel: the package and, if FLASHATTN_LIBRARY names it, libflashattn.so itself, stripped, with the extension for PyTorch where
-this interpreter has PyTorch and FLASHATTN_TORCH_EXTENSION is not 0. A PEP 517 backend without dependencies, so that `pip wheel .` needs no
+"""Builds the wheel: the package and, if FLASHATTN_LIBRARY names it, libflashattn.so itself, stripped, with the extensions for PyTorch and
+JAX where this interpreter has these and FLASHATTN_TORCH_EXTENSION or FLASHATTN_JAX_EXTENSION is not 0. A PEP 517 backend without dependencies, so that `pip wheel .` needs no
 network; also a program:
 
     python3 build_backend.py LIBRARY FOLDER      # prints the name of the wheel
@@ -33,11 +33,11 @@ def _project(key):
 
 # vLLM and SGLang look for their plugins here.
 ENTRY_POINTS = "[vllm.general_plugins]\nflashattn = flashattn.vllm:register\n\n[sglang.srt.plugins]\nflashattn = flashattn.sglang:register\n"
-HEADER = "include/flashattn/flashattn.h"  # for flashattn.build_torch
+HEADER = "include/flashattn/flashattn.h"  # for flashattn.build_torch and build_jax
 
 
 def _sources():
-    """The files of the package, without what flashattn.build_torch puts beside them."""
+    """The files of the package, without the extensions, which flashattn.build_torch and build_jax put beside them."""
     return [path for path in sorted((HERE / "flashattn").iterdir()) if path.is_file() and path.suffix != ".so"]
 
 
@@ -88,22 +88,21 @@ def _stripped(library):
         return copy.read_bytes()
 
 
-def _extension(machine):
-    """Name and bytes of the extension for PyTorch, or None, with a line that says why."""
-    if os.environ.get("FLASHATTN_TORCH_EXTENSION") == "0":
-        return None
-    if machine != os.uname().machine:
-        print(f"build_backend.py: the wheel has no extension for PyTorch: it would have to be built on {machine}", file=sys.stderr)
-        return None
-    spec = importlib.util.spec_from_file_location("build_torch", HERE / "flashattn/build_torch.py")
-    build_torch = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build_torch)
-    with tempfile.TemporaryDirectory() as folder:
+def _extensions(machine):
+    """Names and bytes of the extensions for PyTorch and JAX that can be built here, with a line that says why one cannot."""
+    spec = importlib.util.spec_from_file_location("_build", HERE / "flashattn/_build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    for framework in ("torch", "jax"):
+        if os.environ.get(f"FLASHATTN_{framework.upper()}_EXTENSION") == "0":
+            continue
         try:
-            return build_torch.NAME, build_torch.build(Path(folder)).read_bytes()
-        except build_torch.Unavailable as missing:
-            print(f"build_backend.py: the wheel has no extension for PyTorch: {missing}", file=sys.stderr)
-            return None
+            if machine != os.uname().machine:
+                raise build.Unavailable(f"it would have to be built on {machine}")
+            with tempfile.TemporaryDirectory() as folder:
+                yield build.name_of(framework), build.build(framework, Path(folder)).read_bytes()
+        except build.Unavailable as missing:
+            print(f"build_backend.py: the wheel has no extension for {framework}: {missing}", file=sys.stderr)
 
 
 # The newest symbols of libstdc++ that a system of each manylinux tag has: (3, 4, n), as auditwheel's policies say.
@@ -139,9 +138,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     if library:
         content = _stripped(library)
         binaries = {_soname(content): content}
-        extension = _extension(_machine(content))
-        if extension:
-            binaries.update([extension])
+        binaries.update(_extensions(_machine(content)))
         files.update({f"flashattn/{binary}": content for binary, content in binaries.items()})
         tag = f"py3-none-{_platform_tag(*binaries.values())}"
     files[f"{dist_info}/METADATA"] = _metadata().encode()

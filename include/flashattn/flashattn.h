@@ -190,8 +190,15 @@ enum {
   FA_CPU_ISA_AMX = 400,
   /** 64-bit Arm with NEON, which all of them have. @since 0.1 */
   FA_CPU_ISA_NEON = 500,
-  /** 64-bit Arm with FEAT_BF16: forward and backward of bf16 multiply bf16 (bfmmla), all else is as FA_CPU_ISA_NEON. @since 0.1 */
-  FA_CPU_ISA_NEON_BF16 = 550
+  /** 64-bit Arm with FEAT_FHM: forward of fp16 with up to 8 query rows per key head multiplies fp16 (fmlal), all else is as FA_CPU_ISA_NEON. FA_CPU_ISA_NEON_BF16
+   * does the same where the processor has both, and no SVE of 256 bits. @since 0.1 */
+  FA_CPU_ISA_NEON_FHM = 525,
+  /** 64-bit Arm with FEAT_BF16: forward and backward of bf16 multiply bf16 (bfmmla), and so does forward of bf16 queries, up to 8 rows per key head, over keys
+   * and values of int8 or e4m3. All else is as FA_CPU_ISA_NEON. @since 0.1 */
+  FA_CPU_ISA_NEON_BF16 = 550,
+  /** 64-bit Arm with SVE whose vectors have exactly 256 bits in the thread that creates the context. On such a processor FA_CPU_ISA_NEON_BF16 and
+   * FA_CPU_ISA_NEON_FHM compute all else as this. @since 0.1 */
+  FA_CPU_ISA_SVE256 = 600
 };
 
 /**

@@ -2,7 +2,7 @@
 # The CPU kernels are one set of sources compiled once per instruction set. The dispatcher chooses one at run time. The file
 # name decides the flags of a source: *_avx512.cpp is compiled for `avx512`; every file that is named after none of these must run on any
 # processor of the target.
-set(FA_ALL_CPU_ISAS avx2 avx512 avx512_bf16 amx neon neon_bf16)
+set(FA_ALL_CPU_ISAS avx2 avx512 avx512_bf16 amx neon neon_fhm neon_bf16 sve256)
 
 # The stack is aligned to 16 bytes on Windows, and GCC does not align variables in vector registers' size there (its bug 54412). The assembler
 # writes every vector move in the form that needs no alignment.
@@ -15,9 +15,14 @@ set(FA_AVX512_FLAGS ${FA_STACK_FLAGS} -mavx512f -mavx512bw -mavx512dq -mavx512vl
 set(FA_AVX512_BF16_FLAGS ${FA_AVX512_FLAGS} -mavx512bf16)
 # The tile instructions are written as assembly; only the conversion of P needs a flag of its own.
 set(FA_AMX_FLAGS ${FA_AVX512_BF16_FLAGS})
-# Every 64-bit Arm processor has NEON.
+# Every 64-bit Arm processor has NEON. GCC would load the rows of a product (cpu/gemm.h) long before they are needed, and spill sums.
 set(FA_NEON_FLAGS)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  set(FA_NEON_FLAGS -fno-schedule-insns)
+endif()
+set(FA_NEON_FHM_FLAGS -march=armv8.2-a+fp16fml ${FA_NEON_FLAGS})
 set(FA_NEON_BF16_FLAGS -march=armv8.2-a+bf16)
+set(FA_SVE256_FLAGS -march=armv8.2-a+sve -msve-vector-bits=256 ${FA_NEON_FLAGS})
 
 # Older compilers and assemblers lack some of these; the library is then built without them.
 include(CheckCXXSourceCompiles)
@@ -46,6 +51,20 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64|ARM64)$")
     int main() {
       const bfloat16x8_t x = vcvtq_low_bf16_f32(vdupq_n_f32(1.0f));
       return static_cast<int>(vgetq_lane_f32(vbfmmlaq_f32(vdupq_n_f32(0.0f), x, x), 0));
+    }")
+  fa_check_isa(neon_fhm
+    "#include <arm_neon.h>
+    int main() {
+      const float16x8_t x = vreinterpretq_f16_u32(vdupq_n_u32(0));
+      return static_cast<int>(vgetq_lane_f32(vfmlalq_low_f16(vdupq_n_f32(0.0f), x, x), 0));
+    }")
+  fa_check_isa(sve256
+    "#include <arm_sve.h>
+    typedef svfloat32_t F __attribute__((arm_sve_vector_bits(256)));
+    struct Member { F x; };
+    int main() {
+      const Member m = {svdup_n_f32(0.0f)};
+      return static_cast<int>(svmaxnmv_f32(svptrue_b32(), m.x));
     }")
 endif()
 string(REPLACE " " ";" FA_CPU_ISA_LIST "${FA_CPU_ISAS}")

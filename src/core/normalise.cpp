@@ -164,10 +164,11 @@ fa_status check_sizes(std::initializer_list<NamedSize> sizes, ErrorText &error) 
 }
 
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
-                         ErrorText &error) {
+                         std::initializer_list<NamedTensor> more, ErrorText &error) {
   // Most extents do not intersect, and then the tensors do not share memory.
-  constexpr size_t kMost = 32;
-  if (outputs.size() + others.size() > kMost) return fail(error, FA_ERROR_INTERNAL, "a call has more than %zu tensors", kMost);
+  constexpr size_t kMost = 40;
+  if (outputs.size() + others.size() + more.size() > kMost)
+    return fail(error, FA_ERROR_INTERNAL, "a call has more than %zu tensors", kMost);
   Extent extents[kMost];
   const NamedTensor *tensors[kMost];
   size_t count = 0;
@@ -181,6 +182,7 @@ fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initia
   add(outputs);
   const size_t written = count;
   add(others);
+  add(more);
   for (size_t output = 0; output < written; ++output) {
     for (size_t other = output + 1; other < count; ++other) {
       if (intersect(extents[output], extents[other]))

@@ -62,7 +62,11 @@ constexpr int64_t kSizeLimit = int64_t{1} << 40;
 
 // Checks that no output shares memory with another tensor, by the rule of overlap.h. Tensors may be absent.
 fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
-                         ErrorText &error);
+                         std::initializer_list<NamedTensor> more, ErrorText &error);
+inline fa_status check_distinct(std::initializer_list<NamedTensor> outputs, std::initializer_list<NamedTensor> others,
+                                ErrorText &error) {
+  return check_distinct(outputs, others, {}, error);
+}
 fa_status check_distinct(const NamedTensor &output, const NamedTensor &other, ErrorText &error);
 
 // Checks the values of offsets and used lengths, for devices whose memory the host can read. `suffix` completes their names in messages.

@@ -236,10 +236,8 @@ struct Problem {
   bool same_bits = false;
   bool fp32_products = false;
 
-  // Whether logits need more than the scale.
-  FA_HD bool score_terms() const {
-    return softcap > 0 || bias.data != nullptr || alibi_slopes != nullptr || dropout.threshold > 0;
-  }
+  // Whether logits need more than the scale. Dropout comes after the softmax.
+  FA_HD bool score_terms() const { return softcap > 0 || bias.data != nullptr || alibi_slopes != nullptr; }
   // Whether scores need more than scale, band and lengths.
   FA_HD bool general_score() const {
     return softcap > 0 || bias.data != nullptr || block_mask.data != nullptr || alibi_slopes != nullptr ||

@@ -18,6 +18,9 @@ Kernel kernel_of(fa_cpu_isa isa) {
   if (isa == FA_CPU_ISA_AVX512) return {avx512::append_rows, "cpu_append_avx512"};
   if (isa == FA_CPU_ISA_AVX2) return {avx2::append_rows, "cpu_append_avx2"};
 #elif defined(FA_HAVE_NEON)
+#if defined(FA_HAVE_SVE256)
+  if (isa == FA_CPU_ISA_SVE256) return {sve256::append_rows, "cpu_append_sve256"};
+#endif
   if (isa == FA_CPU_ISA_NEON) return {neon::append_rows, "cpu_append_neon"};
 #endif
   (void)isa;

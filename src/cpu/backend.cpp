@@ -210,7 +210,9 @@ fa_status create_cpu_backend(const fa_config &config, std::unique_ptr<Backend> &
     case FA_CPU_ISA_AVX512_BF16:
     case FA_CPU_ISA_AMX:
     case FA_CPU_ISA_NEON:
+    case FA_CPU_ISA_NEON_FHM:
     case FA_CPU_ISA_NEON_BF16:
+    case FA_CPU_ISA_SVE256:
       if (!cpu::has_isa(config.cpu_isa)) {
         return fail(error, FA_ERROR_ARCH,
                     "cpu_isa is %d, which this processor, its operating system or this build does not have",

@@ -258,8 +258,9 @@ class TileGradients : public BackwardMemory {
                  const TileMask &mask, const Strip &strip) const {
     const Tile &t = strip.pairs;
     float *s = s_strip(worker), *dp = dp_strip(worker);
-    const TileStep step = tile_step_of(slot, worker, score, t, strip.at, s);
-    const bool by_value = score.general || mask.by_data || strip.by_pair;
+    const Range seen{strip.panels.begin * kTilePanel, min64(strip.panels.end * kTilePanel, t.cols)};
+    const TileStep step = tile_step_of(slot, worker, score, t, seen, strip.at, s);
+    const bool by_value = score.general || score.dropout || mask.by_data || strip.by_pair;
     if (by_value) mask_tile(score, mask, t, s, l_.ld_tile);
     if (strip.by_pair) {
       add_pairs(x, worker, tile, strip, step);

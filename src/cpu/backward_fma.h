@@ -137,8 +137,8 @@ class FmaGradients : public BackwardMemory {
                       slot_array<float>(slot, l_.v_transposed) + t.col * p_.head_dim_v, dp, l_.ld_tile, prefetch);
     }
 
-    const TileStep step = tile_step_of(slot, worker, score, t, at, s);
-    const bool by_value = masked && (score.general || mask.by_data || by_pair);
+    const TileStep step = tile_step_of(slot, worker, score, t, band.columns(0, t.rows), at, s);
+    const bool by_value = masked && (score.general || score.dropout || mask.by_data || by_pair);
     if (by_value) mask_tile(score, mask, t, s, l_.ld_tile);
     uint8_t *visible = nullptr;
     if (by_pair) {

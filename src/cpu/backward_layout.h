@@ -125,5 +125,8 @@ bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void 
 namespace neon_bf16 {
 bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
 }
+namespace sve256 {
+bool backward(const ScoredBackward &problem, const BackwardLayout &layout, void *workspace, Parallel &parallel);
+}
 
 }  // namespace fa::cpu

@@ -81,8 +81,10 @@ class BackwardMemory {
     }
   }
 
-  // The step from S to P of a tile whose first row is row `at` of the packed ones. The general score turns S into logits here.
-  TileStep tile_step_of(int32_t slot, int32_t worker, const Score &score, const Tile &t, int64_t at, float *s) const {
+  // The step from S to P of a tile whose first row is row `at` of the packed ones. The general score turns S into logits here. No pair outside
+  // the columns `seen` is visible.
+  TileStep tile_step_of(int32_t slot, int32_t worker, const Score &score, const Tile &t, Range seen, int64_t at,
+                        float *s) const {
     TileStep step;
     step.multiplier = score.multiplier;
     step.lse2 = slot_array<float>(slot, l_.lse2) + at;
@@ -90,8 +92,10 @@ class BackwardMemory {
     step.ld = l_.ld_tile;
     float *derivative = needs_derivative(p_, b_.score) ? worker_array<float>(worker, l_.derivative_tile) : nullptr;
     float *dropout = score.dropout ? worker_array<float>(worker, l_.dropout_tile) : nullptr;
-    if (score.general) score_logits(score, t, s, l_.ld_tile, derivative);
-    if (score.dropout) dropout_scales(score, t, dropout, l_.ld_tile);
+    const Tile some{t.row, t.col + seen.begin, t.rows, seen.size()};
+    if (score.general)
+      score_logits(score, some, s + seen.begin, l_.ld_tile, derivative != nullptr ? derivative + seen.begin : nullptr);
+    if (score.dropout) dropout_scales(score, some, dropout + seen.begin, l_.ld_tile);
     step.derivative = derivative;
     step.dropout = dropout;
     return step;

@@ -69,9 +69,9 @@ struct TileBand {
   }
 };
 
-// The band as columns of the tile. The general score and masks as data mask by value, so their tiles are worked on as a whole.
+// The band as columns of the tile. Where pairs are masked by value, S of what lies outside the band may be anything until mask_tile.
 inline TileBand tile_band(const Score &score, const Tile &t, const TileMask &mask) {
-  if (mask.masking == Masking::kNone || mask.by_data || score.general) return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
+  if (mask.masking == Masking::kNone) return {-Band::kUnlimited, Band::kUnlimited, 0, t.cols};
   const int64_t diagonal = t.row + score.band.shift(score.seqlen_q, score.seqlen_k) - t.col;
   return {diagonal - score.band.left, diagonal + score.band.right + 1, max64(score.first_key - t.col, 0), t.cols};
 }
@@ -130,11 +130,13 @@ inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const
 
 // S of a tile from unpacked keys for the very short queries whose forward takes dot products. The tiled forward adds up a product in
 // the order of product_to_tile. Following the same order, S has the same rounding errors as in forward, and what the keys of a row
-// share of these cancels in S - lse, as it does in a softmax. (The tile unit sums S and S^T up in the same order.)
+// share of these cancels in S - lse, as it does in a softmax. (The tile unit sums S and S^T up in the same order, and so does bfmmla.)
 inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &queries) {
   const int64_t rows = queries.len * p.group;
 #if defined(FA_TARGET_AMX)
   if (rows >= kTileVectorRows && p.q.dtype == Dtype::bf16) return false;
+#elif defined(FA_TARGET_NEON_BF16)
+  if (p.q.dtype == Dtype::bf16) return false;
 #endif
   return forward_mode(p, rows) == ForwardMode::kVector;
 }
@@ -288,7 +290,7 @@ FA_INLINE void for_step(MaskedBy masked_by, const TileStep &step, Body body) {
     case MaskedBy::kNothing:
       return options ? body.template operator()<MaskedBy::kNothing, true>()
                      : body.template operator()<MaskedBy::kNothing, false>();
-    case MaskedBy::kBand:  // only plain problems, which have no options
+    case MaskedBy::kBand:  // only problems without options
       return body.template operator()<MaskedBy::kBand, false>();
     case MaskedBy::kValue:
       return body.template operator()<MaskedBy::kValue, true>();

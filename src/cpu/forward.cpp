@@ -43,6 +43,14 @@ const Kernels &kernels_of(fa_cpu_isa isa) {
   static constexpr Kernels kNeonBf16 = FA_KERNELS(neon_bf16);
   if (isa == FA_CPU_ISA_NEON_BF16) return kNeonBf16;
 #endif
+#if defined(FA_HAVE_NEON_FHM)
+  static constexpr Kernels kNeonFhm = FA_KERNELS(neon_fhm);
+  if (isa == FA_CPU_ISA_NEON_FHM) return kNeonFhm;
+#endif
+#if defined(FA_HAVE_SVE256)
+  static constexpr Kernels kSve256 = FA_KERNELS(sve256);
+  if (isa == FA_CPU_ISA_SVE256) return kSve256;
+#endif
   if (isa == FA_CPU_ISA_NEON) return kNeon;
 #endif
   (void)isa;
@@ -50,17 +58,48 @@ const Kernels &kernels_of(fa_cpu_isa isa) {
 }
 #undef FA_KERNELS
 
-// The instruction set whose kernels compute a problem.
-fa_cpu_isa isa_of(const MaskedProblem &p, const Machine &machine) {
+// What computes a problem. It depends on dtypes alone, not on lengths: a sequence has the same bits alone and in any batch.
+struct Choice {
+  fa_cpu_isa isa = FA_CPU_ISA_PORTABLE;
+  ForwardProducts products = ForwardProducts::kFma;
+  VectorUnit unit = VectorUnit::kNone;
+};
+
+Choice choose(const MaskedProblem &p, const Machine &machine) {
   const bool same = p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype;
-  const bool unit = p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && machine.isa == FA_CPU_ISA_AMX);
-  return same && unit ? machine.isa : vector_isa(machine.isa);
+  const bool amx = machine.isa == FA_CPU_ISA_AMX, neon_bf16 = machine.isa == FA_CPU_ISA_NEON_BF16;
+  if (same && multiplies_bf16(machine.isa) && (p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && amx))) {
+    const VectorUnit unit = neon_bf16                         ? VectorUnit::kNeon
+                            : amx && p.q.dtype == Dtype::bf16 ? VectorUnit::kTiles
+                                                              : VectorUnit::kNone;
+    return {machine.isa, ForwardProducts::kTiles, unit};
+  }
+  // Very few queries alone gain by the following, and FA_FLAG_SAME_BITS treats them as more. Vectors of 256 bits widen as they load, for fewer
+  // instructions.
+  if (!p.same_bits) {
+    const bool bytes = p.k.dtype == p.v.dtype && (p.k.dtype == Dtype::i8 || p.k.dtype == Dtype::e4m3);
+    if (neon_bf16 && p.q.dtype == Dtype::bf16 && bytes && vector_isa(machine.isa) == FA_CPU_ISA_NEON)
+      return {machine.isa, ForwardProducts::kFma, VectorUnit::kNeon};
+    if (same && p.q.dtype == Dtype::f16 && multiplies_f16(machine.isa))
+      return {FA_CPU_ISA_NEON_FHM, ForwardProducts::kFma, VectorUnit::kNeon};
+  }
+  return {vector_isa(machine.isa), ForwardProducts::kFma, VectorUnit::kNone};
 }
 
-ForwardProducts products_of(fa_cpu_isa isa) { return multiplies_bf16(isa) ? ForwardProducts::kTiles : ForwardProducts::kFma; }
+// AMX always has the largest blocks: what smaller ones cost there, where products take less time than reading packed keys, is not known.
+int64_t block_rows_of(const ScoredForward &p, const Choice &choice, const Machine &machine) {
+  return block_rows(p, choice.products, choice.isa == FA_CPU_ISA_AMX ? 1 : machine.threads);
+}
 
-ForwardLayout layout_of(const ScoredForward &p, fa_cpu_isa isa, int32_t tasks) {
-  return forward_layout(p, products_of(isa), isa == FA_CPU_ISA_AMX && p.q.dtype == Dtype::bf16, tasks);
+ForwardLayout layout_of(const ScoredForward &p, const Choice &choice, const Machine &machine, int32_t tasks) {
+  return forward_layout(p, choice.products, block_rows_of(p, choice, machine), choice.unit, tasks);
+}
+
+// The tiled kernels beside an instruction set that multiplies for ForwardMode::kVector alone are those of NEON.
+const char *name_of(const Choice &choice, ForwardMode mode) {
+  const bool of_neon =
+      choice.unit == VectorUnit::kNeon && choice.products == ForwardProducts::kFma && mode != ForwardMode::kVector;
+  return kernels_of(of_neon ? FA_CPU_ISA_NEON : choice.isa).names[static_cast<int>(mode)];
 }
 
 const char *reason_of(ForwardMode mode) {
@@ -78,12 +117,11 @@ const char *reason_of(ForwardMode mode) {
 // Below this much work a second thread costs more than it brings.
 constexpr double kParallelFlops = 2e6;
 
-int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode mode, ForwardProducts products) {
+int32_t worker_count(const MaskedProblem &p, const Machine &machine, ForwardMode mode, int64_t block_rows) {
   const double flops = 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.q_lengths.max_len) *
                        static_cast<double>(p.k_lengths.max_len) * static_cast<double>(p.head_dim + p.head_dim_v);
   if (flops < kParallelFlops) return 1;
-  const int64_t rows = block_rows(products);
-  const int64_t pieces = mode == ForwardMode::kTiled ? (p.group * p.q_lengths.max_len + rows - 1) / rows
+  const int64_t pieces = mode == ForwardMode::kTiled ? query_blocks(p.group, p.q_lengths.max_len, block_rows)
                                                      : (p.k_lengths.max_len + split_keys(mode) - 1) / split_keys(mode);
   return static_cast<int32_t>(std::clamp<int64_t>(p.batch * p.heads_k * std::max<int64_t>(pieces, 1), 1, machine.threads));
 }
@@ -94,11 +132,11 @@ Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
   if (problem.key_indices.given) return plan_indices(problem, machine);
   const ForwardMode mode = forward_mode(problem, problem.group * problem.q_lengths.max_len);
   Plan plan;
-  const fa_cpu_isa isa = isa_of(problem, machine);
-  plan.kernel = kernels_of(isa).names[static_cast<int>(mode)];
+  const Choice choice = choose(problem, machine);
+  plan.kernel = name_of(choice, mode);
   plan.reason = reason_of(mode);
-  plan.tasks = worker_count(problem, machine, mode, products_of(isa));
-  const ForwardLayout layout = layout_of(problem, isa, plan.tasks);
+  plan.tasks = worker_count(problem, machine, mode, block_rows_of(problem, choice, machine));
+  const ForwardLayout layout = layout_of(problem, choice, machine, plan.tasks);
   plan.num_splits = mode == ForwardMode::kTiled ? 1 : static_cast<int32_t>(layout.max_splits);
   plan.workspace_bytes = layout.total_bytes;
   return plan;
@@ -106,10 +144,10 @@ Plan plan_forward(const ScoredForward &problem, const Machine &machine) {
 
 bool forward(const ScoredForward &problem, const Machine &machine, const Plan &plan, void *workspace, Parallel &parallel) {
   if (problem.key_indices.given) return forward_indices(problem, machine, plan, workspace, parallel);
-  const fa_cpu_isa isa = isa_of(problem, machine);
+  const Choice choice = choose(problem, machine);
   ForwardJob job;
   job.problem = &problem;
-  job.layout = layout_of(problem, isa, plan.tasks);
+  job.layout = layout_of(problem, choice, machine, plan.tasks);
   job.workspace = static_cast<char *>(workspace);
   make_block_list_bits(problem, reinterpret_cast<uint64_t *>(job.workspace + job.layout.list_bits_at));
   Schedule schedule(workspace, job.layout.slots, problem.batch * problem.heads_k);
@@ -118,7 +156,7 @@ bool forward(const ScoredForward &problem, const Machine &machine, const Plan &p
   struct Context {
     const ForwardJob &job;
     const Kernels &kernels;
-  } context{job, kernels_of(isa)};
+  } context{job, kernels_of(choice.isa)};
   return parallel.run(
       plan.tasks,
       [](void *c, int32_t task) {

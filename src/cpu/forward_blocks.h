@@ -49,7 +49,7 @@ struct HeadRows {
 
 // Prefetches rows ahead of the pieces that are computed, and at the end of these the first ones of `then`. It does so
 //   into L2: into L1 few lines can be under way, fewer than memory needs
-//   in the order of memory, which the processor's own prefetching follows: each head of a piece takes a share of the keys, all heads of these
+//   in the order of memory, which the processor's own prefetching follows: all heads of a key, then those of the next
 //   a few lines for every block of sums, since a processor that waits to issue a line does not multiply
 class Ahead {
  public:
@@ -58,33 +58,31 @@ class Ahead {
       : now_(now),
         then_(then),
         distance_(max64(round_up(kPrefetchBytes / max64(now.heads * now.row_bytes, 1), kPieceKeys), kPieceKeys)),
-        lines_(static_cast<int>(kPieceKeys * (now.row_bytes / kLine + 1) / max64(steps, 1) + 1)) {}
+        lines_(static_cast<int>((kPieceKeys * (round_up(now.row_bytes, kLine) / kLine) - 1) / max64(steps, 1) + 1)) {}
 
-  // Begins the share of head h of a piece, of which every call of step() that follows takes a part.
-  FA_INLINE void begin(const KeyPiece &piece, int64_t h) {
+  // Begins what the calls of step() during a piece share.
+  void begin(const KeyPiece &piece) {
     finish();
     const int64_t first = piece.first + distance_;
-    key_ = max64(key_, first);  // shares follow one another
-    // 32 bits divide faster.
-    last_ = first + static_cast<uint32_t>(h + 1) * static_cast<uint32_t>(piece.count) / static_cast<uint32_t>(now_.heads);
+    key_ = max64(key_, first);
+    last_ = first + piece.count;
     next_key();
   }
   FA_INLINE void step() {
-    for (int i = 0; i < lines_ && at_ < end_; ++i) {
-      Simd::prefetch_l2(at_);
-      at_ += kLine;
-    }
-    if (at_ >= end_ && at_ != nullptr) next_row();
+    const char *at = at_;
+    for (int n = lines_; n > 0 && at < end_; --n, at += kLine) Simd::prefetch_l2(at);
+    at_ = at;
+    if (at >= end_ && at != nullptr) next_row();
   }
-  // What is left of the share.
-  FA_INLINE void finish() {
+  // What is left.
+  void finish() {
     while (at_ < end_) step();
   }
 
  private:
   static constexpr int64_t kLine = 64;
 
-  void next_row() {
+  __attribute__((noinline)) void next_row() {
     if (++head_ < heads_) {
       at_ = first_ += head_bytes_;
       end_ = first_ + row_bytes_;
@@ -106,12 +104,16 @@ class Ahead {
     heads_ = of->heads;
     head_bytes_ = of->head_bytes;
     row_bytes_ = of->row_bytes;
-    if (head_bytes_ == row_bytes_) {  // one run
-      row_bytes_ *= heads_;
-      heads_ = 1;
-    }
     at_ = first_ = of->rows.row(key);
-    end_ = first_ + row_bytes_;
+    if (head_bytes_ != row_bytes_) {
+      end_ = first_ + row_bytes_;
+      return;
+    }
+    // One run of all heads, and of the keys that follow without a gap.
+    const int64_t key_bytes = heads_ * row_bytes_;
+    heads_ = 1;
+    end_ = first_ + key_bytes;
+    while (key_ < last_ && ++key < of->keys.end && of->rows.row(key) == end_) end_ += key_bytes, ++key_;
   }
 
   const HeadRows &now_, &then_;
@@ -123,6 +125,8 @@ class Ahead {
 
 // Keys of add_weighted between two steps of Ahead.
 constexpr int kKeysUnrolled = 4;
+// Keys of bytes that it takes together, without a loop: widening them keeps the registers busy.
+constexpr int kByteKeys = 8;
 
 // In place of Ahead where nothing is prefetched.
 struct NoAhead {
@@ -155,7 +159,7 @@ struct WidenedProduct {
   using Key = typename Element::Type;
   using V = F;
   static constexpr int kColumns = kWidth;
-  static constexpr int kRows = std::is_same_v<Element, ElementE4m3> ? kMostBlockRows : 4;  // of a block, see dot_rows
+  static constexpr int kRows = sizeof(Key) == 1 ? kMostBlockRows : 4;  // of a block, see dot_rows
   static FA_INLINE V query(const Query *q) { return Simd::load(q); }
   static FA_INLINE V key(const Key *k) { return Element::load(k); }
   static FA_INLINE V key(const Key *k, int n) { return Element::load(k, n); }
@@ -264,11 +268,10 @@ inline void dot_products(const Rows &keys, int64_t begin, int64_t end, int64_t d
   });
 }
 
-// o_r += sum over `keys` keys of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on. Values of a quantised dtype are multiplied by
-// `factors` before, unless it is null.
-template <class Element, int ROWS, int NV, class Prefetch>
+// o_r += sum over KEYS keys, or `keys` keys if KEYS is 0, of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on.
+template <class Element, int KEYS, int ROWS, int NV, class Prefetch>
 FA_INLINE void add_weighted(const char *const *values, int keys, int64_t offset, int64_t c, const float *s, int64_t lds,
-                            float *o, int64_t ldo, const float *factors, Prefetch &ahead) {
+                            float *o, int64_t ldo, Prefetch &ahead) {
   F acc[ROWS][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -279,20 +282,25 @@ FA_INLINE void add_weighted(const char *const *values, int keys, int64_t offset,
     const auto *value = reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c;
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
-      F x = Element::load(value + v * kWidth);
-      if (Element::kQuantised && factors != nullptr) x = Simd::mul(x, Simd::set(factors[j]));
+      const F x = Element::load(value + v * kWidth);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) acc[r][v] = Simd::fma(Simd::set(s[r * lds + j]), x, acc[r][v]);
     }
   };
-  int j = 0;
-  for (; j + kKeysUnrolled <= keys; j += kKeysUnrolled) {
+  if constexpr (KEYS > 0) {
     ahead.step();
+#pragma GCC unroll 8
+    for (int j = 0; j < KEYS; ++j) add(j);
+  } else {
+    int j = 0;
+    for (; j + kKeysUnrolled <= keys; j += kKeysUnrolled) {
+      ahead.step();
 #pragma GCC unroll 4
-    for (int n = 0; n < kKeysUnrolled; ++n) add(j + n);
-  }
+      for (int n = 0; n < kKeysUnrolled; ++n) add(j + n);
+    }
 #pragma GCC unroll 1
-  for (; j < keys; ++j) add(j);
+    for (; j < keys; ++j) add(j);
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
@@ -303,12 +311,10 @@ FA_INLINE void add_weighted(const char *const *values, int keys, int64_t offset,
 // The same for the last n columns, fewer than a vector has. Few head dims have such columns: small code is worth more than fast code.
 template <class Element>
 __attribute__((noinline)) void add_weighted_tail(const char *const *values, int keys, int64_t offset, int64_t c, int n,
-                                                 const float *s, int64_t lds, int rows, float *o, int64_t ldo,
-                                                 const float *factors) {
+                                                 const float *s, int64_t lds, int rows, float *o, int64_t ldo) {
 #pragma GCC unroll 1
   for (int j = 0; j < keys; ++j) {
-    F x = Element::load(reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c, n);
-    if (Element::kQuantised && factors != nullptr) x = Simd::mul(x, Simd::set(factors[j]));
+    const F x = Element::load(reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c, n);
 #pragma GCC unroll 1
     for (int r = 0; r < rows; ++r)
       Simd::store(o + r * ldo + c, Simd::fma(Simd::set(s[r * lds + j]), x, Simd::load(o + r * ldo + c)));
@@ -316,30 +322,29 @@ __attribute__((noinline)) void add_weighted_tail(const char *const *values, int 
 }
 
 // The same for all `dim` columns.
-template <class Element, int ROWS, class Prefetch>
+template <class Element, int KEYS, int ROWS, class Prefetch>
 FA_INLINE void add_weighted_rows(const char *const *values, int keys, int64_t offset, int64_t dim, const float *s, int64_t lds,
-                                 float *o, int64_t ldo, const float *factors, Prefetch &ahead) {
+                                 float *o, int64_t ldo, Prefetch &ahead) {
   constexpr int kMost = kBlockSums / ROWS < 8 ? kBlockSums / ROWS : 8;
   const int64_t vectors = dim / kWidth;
   int64_t v = 0;
   for (; v + kMost <= vectors; v += kMost)
-    add_weighted<Element, ROWS, kMost>(values, keys, offset, v * kWidth, s, lds, o, ldo, factors, ahead);
+    add_weighted<Element, KEYS, ROWS, kMost>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   if constexpr (kMost > 2) {
     for (; v + 2 <= vectors; v += 2)
-      add_weighted<Element, ROWS, 2>(values, keys, offset, v * kWidth, s, lds, o, ldo, factors, ahead);
+      add_weighted<Element, KEYS, ROWS, 2>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   }
-  for (; v < vectors; ++v) add_weighted<Element, ROWS, 1>(values, keys, offset, v * kWidth, s, lds, o, ldo, factors, ahead);
+  for (; v < vectors; ++v) add_weighted<Element, KEYS, ROWS, 1>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   const int n = static_cast<int>(dim - vectors * kWidth);
-  if (n > 0) add_weighted_tail<Element>(values, keys, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo, factors);
+  if (n > 0) add_weighted_tail<Element>(values, keys, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo);
 }
 
 // The same for one key and one row, where a masked P is found among others.
 template <class Element>
-__attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o,
-                                                const float *factors = nullptr) {
+__attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o) {
   const char *const values[1] = {value};
   NoAhead ahead;
-  add_weighted_rows<Element, 1>(values, 1, 0, dim, s, 0, o, 0, factors, ahead);
+  add_weighted_rows<Element, 1, 1>(values, 1, 0, dim, s, 0, o, 0, ahead);
 }
 
 }  // namespace fa::cpu::FA_ISA

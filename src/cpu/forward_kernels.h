@@ -5,11 +5,12 @@
 #include "cpu/simd.h"
 #if defined(FA_BF16_UNIT)
 #include "cpu/forward_bf16.h"
-#else
+#endif
+#if !defined(FA_BF16_UNIT) || defined(FA_VECTOR_NEON)
 #include "cpu/forward_tiled.h"
 #endif
 #include "cpu/forward_vector.h"
-#if !defined(FA_TARGET_AMX) && !defined(FA_TARGET_NEON_BF16)
+#if !defined(FA_TARGET_AMX) && !defined(FA_VECTOR_NEON)
 #define FA_SAME_BITS_UNPACKED  // few rows of FA_FLAG_SAME_BITS need no packing
 #include "cpu/forward_same.h"
 #endif
@@ -96,7 +97,7 @@ class ForwardWork final : public HeadWork {
   int64_t heads_per_block(const Head &head) const { return max64(layout_.block_rows / head.queries.len, 1); }
   int64_t row_blocks(const Head &head) const { return (head.queries.len + layout_.block_rows - 1) / layout_.block_rows; }
   int64_t head_blocks(const Head &head) const { return (p_.group + heads_per_block(head) - 1) / heads_per_block(head); }
-  int64_t query_blocks(const Head &head) const { return row_blocks(head) * head_blocks(head); }
+  int64_t query_blocks(const Head &head) const { return fa::cpu::query_blocks(p_.group, head.queries.len, layout_.block_rows); }
 
   // Where key block n of a head is packed.
   char *keys_at(char *shared, int64_t n) const { return shared + static_cast<size_t>(n) * layout_.key_block_bytes; }
@@ -234,6 +235,9 @@ void forward_worker(const ForwardJob &job, int32_t worker) {
   };
 #if defined(FA_TARGET_AMX)
   if (job.problem->q.dtype == Dtype::f16) return run.template operator()<TileProducts<ElementF16>>();
+#endif
+#if defined(FA_TARGET_NEON_BF16)
+  if (job.problem->k.dtype != Dtype::bf16) return run.template operator()<FmaProducts>();
 #endif
 #if defined(FA_BF16_UNIT)
   run.template operator()<TileProducts<ElementBf16>>();

@@ -42,6 +42,8 @@ constexpr int64_t kVectorScratchRows = 64;
 // few enough for L1.
 constexpr int64_t kTileVectorRows = 5;
 constexpr int64_t kVectorTileKeys = 64;
+// Keys of a block of cpu/forward_vector_neon.h.
+constexpr int64_t kVectorNeonKeys = 32;
 
 // How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads. Under
 // FA_FLAG_SAME_BITS the first two give the same bits, and there is no third.
@@ -51,13 +53,20 @@ enum class ForwardMode {
   kVector       // very few rows: splits of unpacked keys
 };
 
+// What computes the products of kVector, of the problems that it takes: multiply-adds of fp32 compute the others.
+enum class VectorUnit {
+  kNone,
+  kTiles,  // cpu/forward_vector_tiles.h
+  kNeon    // cpu/forward_vector_neon.h
+};
+
 // What computes the products of kTiled and kTiledSplit.
 enum class ForwardProducts {
   kFma,   // fp32 multiply-adds on panels of floats
   kTiles  // on tiles of bf16: AMX, vdpbf16ps or bfmmla
 };
 
-// Bytes of what cpu/forward_vector_tiles.h keeps, in its order.
+// Bytes of what cpu/forward_vector_tiles.h keeps, in its order. cpu/forward_vector_neon.h has queries, values and P.
 struct VectorTilesLayout {
   size_t queries = 0;
   size_t keys = 0;
@@ -110,11 +119,16 @@ struct ForwardLayout {
 };
 
 ForwardMode forward_mode(const Problem &problem, int64_t rows);
-int64_t block_rows(ForwardProducts products);
+// Rows of a block of queries: kBlockRows or kTileBlockRows, or fewer whole strips where such blocks would leave some of `threads` idle. A row has
+// the same bits in any block.
+int64_t block_rows(const MaskedProblem &problem, ForwardProducts products, int32_t threads);
+// Blocks of `rows` rows that the queries of a key head are cut into: by rows if the sequence fills a block, else by heads of the group.
+int64_t query_blocks(int64_t group, int64_t queries, int64_t rows);
 int64_t split_keys(ForwardMode mode);
 // Key heads that ForwardMode::kVector computes together, each with `rows` rows.
 int64_t vector_heads(const MaskedProblem &problem, int64_t rows);
-// `vector_tiles`: ForwardMode::kVector multiplies on the tile unit.
-ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, bool vector_tiles, int32_t tasks);
+// `block_rows`: the result of the function of that name.
+ForwardLayout forward_layout(const ScoredForward &problem, ForwardProducts products, int64_t block_rows, VectorUnit unit,
+                             int32_t tasks);
 
 }  // namespace fa::cpu

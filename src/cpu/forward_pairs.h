@@ -42,8 +42,8 @@ FA_INLINE void add_pairs(const char *const *values, int pairs, int64_t c, int64_
 }
 
 // The same for any rows and all `dim` columns; rows of o have as many as a multiple of 2 kWidth.
-FA_INLINE void add_pair_rows(const char *const *values, int pairs, int64_t dim, int64_t rows, const uint32_t *p, int64_t ldp,
-                             float *o, int64_t ldo, Ahead &ahead) {
+__attribute__((noinline)) inline void add_pair_rows(const char *const *values, int pairs, int64_t dim, int64_t rows,
+                                                    const uint32_t *p, int64_t ldp, float *o, int64_t ldo, Ahead &ahead) {
   for_row_groups<kMostBlockRows>(
       rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
         constexpr int kMost = kBlockSums / ROWS / 2 < 4 ? kBlockSums / ROWS / 2 : 4;

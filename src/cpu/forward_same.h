@@ -19,7 +19,6 @@ struct WidenedChain {
   static constexpr int kColumns = kWidth, kQueries = 1;  // columns of a vector, and numbers of the query in a lane
   static constexpr bool kDescaled = Element::kQuantised;
   static FA_INLINE F load(const Key *k) { return Element::load(k); }
-  static FA_INLINE F load(const Key *k, int n) { return Element::load(k, n); }
   static FA_INLINE F add(const Query *q, F key, F sum) { return Simd::fma(Simd::set(*q), key, sum); }
 };
 #if defined(FA_TARGET_AVX512_BF16)
@@ -30,7 +29,6 @@ struct PairChain {
   static constexpr int kColumns = 2 * kWidth, kQueries = 2;
   static constexpr bool kDescaled = false;
   static FA_INLINE F load(const Key *k) { return Simd::from_bits(Simd::iload(reinterpret_cast<const uint32_t *>(k))); }
-  static FA_INLINE F load(const Key *k, int n) { return Simd::from_bits(load_pairs(k, 0, n)); }
   static FA_INLINE F add(const Query *q, F key, F sum) {
     uint32_t pair;
     __builtin_memcpy(&pair, q, sizeof pair);
@@ -39,41 +37,54 @@ struct PairChain {
 };
 #endif
 
-// S of ROWS queries (padded with zeros to whole vectors) and `count` <= kWidth keys; kWidth columns of s are written. Keys may have factors.
+// S of `rows` <= ROWS queries (padded with zeros to whole vectors) and `count` <= kWidth keys; kWidth columns of s are written. Keys may have
+// factors. Queries past the last one are the last one again.
 template <class Chain, int ROWS>
-FA_INLINE void chain_block(const char *const *keys, int count, int64_t offset, int64_t dim, const float *factors,
-                           const typename Chain::Query *q, int64_t ldq, float *s, int64_t lds, Ahead &ahead) {
+__attribute__((noinline)) void chain_block(const char *const *keys, int count, int64_t offset, int64_t dim,
+                                           const float *factors, const typename Chain::Query *q, int64_t ldq, int64_t rows,
+                                           float *s, int64_t lds, Ahead &ahead) {
+  using Key = typename Chain::Key;
+  const Key *at[kWidth];
+  const typename Chain::Query *queries[ROWS];
+  for (int j = 0; j < kWidth; ++j) at[j] = reinterpret_cast<const Key *>(keys[j < count ? j : count - 1] + offset);
+  for (int r = 0; r < ROWS; ++r) queries[r] = q + min64(r, rows - 1) * ldq;
+  Key last_columns[kWidth * Chain::kColumns];
   F acc[ROWS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) acc[r] = Simd::zero();
-  const auto step = [&](int64_t c, int lanes, auto load) __attribute__((always_inline)) {
+  for (int64_t c = 0; c < dim; c += Chain::kColumns) {
     ahead.step();
+    int lanes = kWidth;
+    int64_t from = c;
+    if (__builtin_expect(c + Chain::kColumns > dim, 0)) {
+      const int64_t n = dim - c;
+      from = 0;
+      if (Chain::kQueries == 1) lanes = static_cast<int>(n);
+      __builtin_memset(last_columns, 0, sizeof last_columns);
+      for (int j = 0; j < kWidth; ++j) {
+        Key *copy = last_columns + j * Chain::kColumns;
+        __builtin_memcpy(copy, at[j] + c, static_cast<size_t>(n) * sizeof(Key));
+        at[j] = copy;
+      }
+    }
     F tile[kWidth];
 #pragma GCC unroll 16
     for (int j = 0; j < kWidth; ++j) {
-      const int key = j < count ? j : count - 1;
-      tile[j] = load(reinterpret_cast<const typename Chain::Key *>(keys[key] + offset) + c);
-      if constexpr (Chain::kDescaled) tile[j] = Simd::mul(tile[j], Simd::set(factors[key]));
+      tile[j] = Chain::load(at[j] + from);
+      if constexpr (Chain::kDescaled) tile[j] = Simd::mul(tile[j], Simd::set(factors[j < count ? j : count - 1]));
     }
     Simd::transpose(tile);
 #pragma GCC unroll 16
     for (int i = 0; i < kWidth; ++i) {
       if (i >= lanes) break;
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) acc[r] = Chain::add(q + r * ldq + c + i * Chain::kQueries, tile[i], acc[r]);
+      for (int r = 0; r < ROWS; ++r) acc[r] = Chain::add(queries[r] + c + i * Chain::kQueries, tile[i], acc[r]);
     }
-  };
-  int64_t c = 0;
-  for (; c + Chain::kColumns <= dim; c += Chain::kColumns)
-    step(
-        c, kWidth, [](const auto *k) __attribute__((always_inline)) { return Chain::load(k); });
-  if (c < dim) {
-    const int n = static_cast<int>(dim - c);
-    step(
-        c, Chain::kQueries == 1 ? n : kWidth, [n](const auto *k) __attribute__((always_inline)) { return Chain::load(k, n); });
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) Simd::store(s + r * lds, acc[r]);
+  for (int r = 0; r < ROWS; ++r) {
+    if (r < rows) Simd::store(s + r * lds, acc[r]);
+  }
 }
 
 // The heads of a split and its keys, which lie in one segment.
@@ -156,19 +167,26 @@ class SameBitsSegment {
     const int64_t ldq = area_.ldq * Chain::kQueries, steps = (p_.head_dim + Chain::kColumns - 1) / Chain::kColumns;
     Ahead ahead(rows, next, steps);
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
+      ahead.begin(piece);
       for (int64_t h = 0; h < split_.count; ++h) {
-        ahead.begin(piece, h);
         float of_keys[kPieceKeys];
         if constexpr (Chain::kDescaled) factors_of_piece(factors, p_.k_descale, piece, h, of_keys);
         const auto *q = reinterpret_cast<const typename Chain::Query *>(area_.q) + h * split_.rows * ldq;
         float *s = area_.s + h * split_.rows * kBlockKeys + piece.first - first;
         for (int n = 0; n < piece.count; n += kWidth) {
           const int count = piece.count - n < kWidth ? piece.count - n : kWidth;
-          for_row_groups<kMostBlockRows>(
-              split_.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-                chain_block<Chain, ROWS>(piece.rows + n, count, h * rows.head_bytes, p_.head_dim, of_keys + n, q + r * ldq, ldq,
-                                         s + r * kBlockKeys + n, kBlockKeys, ahead);
-              });
+          const auto block = [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+            chain_block<Chain, ROWS>(piece.rows + n, count, h * rows.head_bytes, p_.head_dim,
+                                     Chain::kDescaled ? of_keys + n : nullptr, q + r * ldq, ldq, split_.rows - r,
+                                     s + r * kBlockKeys + n, kBlockKeys, ahead);
+          };
+          // Transposing takes longer than rows that nobody needs.
+          int64_t r = 0;
+          if constexpr (kMostBlockRows > 4) {
+            if (split_.rows > 4) block.template operator()<kMostBlockRows>(0), r = kMostBlockRows;
+          }
+          for (; split_.rows - r > 1; r += 4) block.template operator()<4>(r);
+          if (r < split_.rows) block.template operator()<1>(r);
         }
       }
     });
@@ -214,17 +232,37 @@ class SameBitsSegment {
     const Factors factors = factors_of(p_, p_.v_descale, head_.b, split_.first, head_.keys.start);
     Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / kWidth / kKeysUnrolled));
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
+      ahead.begin(piece);
       for (int64_t h = 0; h < split_.count; ++h) {
         const Range seen = seen_of(piece, first, h);
         if (seen.empty() || !chosen(h)) continue;
-        ahead.begin(piece, h);
-        float of_keys[kPieceKeys];
-        if constexpr (Element::kQuantised) factors_of_piece(factors, p_.v_descale, piece, h, of_keys);
-        add_values<Element>(
-            piece.rows + seen.begin, static_cast<int>(seen.size()), h * rows.head_bytes, p_.head_dim_v, split_.rows,
-            area_.s + h * split_.rows * kBlockKeys + piece.first - first + seen.begin, kBlockKeys,
-            area_.o + h * split_.rows * area_.ldo, area_.ldo, [&](int64_t) { return marked[strip_of_head(h)]; },
-            of_keys + seen.begin, ahead);
+        bool masked[kVectorRows];
+        for (int64_t r = 0; r < split_.rows; ++r) masked[r] = marked[strip_of_head(h)];
+        const int count = static_cast<int>(seen.size());
+        const float *w = area_.s + h * split_.rows * kBlockKeys + piece.first - first + seen.begin;
+        float *o = area_.o + h * split_.rows * area_.ldo;
+        if constexpr (Element::kQuantised) {
+          // Values times their factors, which every row of the head multiplies.
+          alignas(64) float scaled[kPieceKeys * kMaxHeadDimV];
+          const char *at[kPieceKeys];
+          float of_keys[kPieceKeys];
+          factors_of_piece(factors, p_.v_descale, piece, h, of_keys);
+          for (int n = 0; n < count; ++n) {
+            const int64_t key = seen.begin + n;
+            float *to = scaled + n * kMaxHeadDimV;
+            const auto *from = reinterpret_cast<const typename Element::Type *>(piece.rows[key] + h * rows.head_bytes);
+            for (int64_t c = 0; c < p_.head_dim_v; c += kWidth) {
+              const int lanes = static_cast<int>(min64(p_.head_dim_v - c, kWidth));
+              const F x = lanes == kWidth ? Element::load(from + c) : Element::load(from + c, lanes);
+              Simd::store(to + c, Simd::mul(x, Simd::set(of_keys[key])));
+            }
+            at[n] = reinterpret_cast<const char *>(to);
+          }
+          add_values<ElementF32>(at, count, 0, p_.head_dim_v, split_.rows, w, kBlockKeys, o, area_.ldo, masked, ahead);
+        } else {
+          add_values<Element>(piece.rows + seen.begin, count, h * rows.head_bytes, p_.head_dim_v, split_.rows, w, kBlockKeys, o,
+                              area_.ldo, masked, ahead);
+        }
       }
     });
     ahead.finish();
@@ -260,10 +298,10 @@ class SameBitsSegment {
     }
     Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth)));
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
+      ahead.begin(piece);
       for (int64_t h = 0; h < split_.count; ++h) {
         const Range seen = seen_of(piece, first, h);
         if (seen.empty() || as_floats[h]) continue;
-        ahead.begin(piece, h);
         const PieceValues values(piece, static_cast<int>(seen.begin), static_cast<int>(seen.end), h * rows.head_bytes);
         const int64_t strip_begin = st_.keys[strip_of_head(h)].begin / kNr * kNr;
         const auto *p = reinterpret_cast<const uint32_t *>(area_.s + h * split_.rows * kBlockKeys + strip_begin) +

@@ -8,12 +8,14 @@
 #include "cpu/forward_vector_tiles.h"
 #elif defined(FA_TARGET_AVX512_BF16)
 #include "cpu/forward_vector_pairs.h"
+#elif defined(FA_VECTOR_NEON)
+#include "cpu/forward_vector_neon.h"
 #endif
 
 namespace fa::cpu::FA_ISA {
 
-#if !defined(FA_TARGET_AMX) && !defined(FA_TARGET_AVX512_BF16)
-// Where nothing multiplies bf16, floats do all products.
+#if !defined(FA_TARGET_AMX) && !defined(FA_TARGET_AVX512_BF16) && !defined(FA_VECTOR_NEON)
+// Where nothing multiplies numbers of 16 bits, vectors of fp32 do all products.
 class VectorTiles {
  public:
   VectorTiles(const ForwardProblem &, const ForwardLayout &) {}
@@ -104,16 +106,17 @@ inline void vector_outputs(const ForwardProblem &p, const Head &head, const Vect
                            const VectorArea &area, const bool *masked, Range heads) {
   constexpr int64_t kLds = VectorArea::kLds;
   const HeadRows values = head_rows(p, p.v, head, split, split.keys), next = head_rows(p, p.k, head, split, after(head, split));
-  Ahead ahead(values, next, blocks_of(split.rows, kPieceKeys * p.head_dim_v / kWidth / kKeysUnrolled));
+  Ahead ahead(values, next,
+              blocks_of(split.rows, kPieceKeys * p.head_dim_v / kWidth /
+                                        (sizeof(typename Element::Type) == 1 ? kByteKeys : kKeysUnrolled)));
   clear_outputs(split, area, heads);
   for_visited_pieces(values.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
+    ahead.begin(piece);
     for (int64_t h = heads.begin; h < heads.end; ++h) {
-      ahead.begin(piece, h);
       const int64_t row = h * split.rows;
-      add_values<Element>(
-          piece.rows, piece.count, h * values.head_bytes, p.head_dim_v, split.rows,
-          area.s + row * kLds + piece.first - split.keys.begin, kLds, area.o + row * area.ldo, area.ldo,
-          [&](int64_t r) { return masked[row + r]; }, nullptr, ahead);
+      add_values<Element>(piece.rows, piece.count, h * values.head_bytes, p.head_dim_v, split.rows,
+                          area.s + row * kLds + piece.first - split.keys.begin, kLds, area.o + row * area.ldo, area.ldo,
+                          masked + row, ahead);
     }
   });
   ahead.finish();

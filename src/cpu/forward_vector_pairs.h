@@ -60,8 +60,8 @@ class VectorTiles {
     Ahead ahead(rows, next, blocks_of(split.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth)));
     clear_outputs(split, area, heads);
     for_visited_pieces(rows.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
+      ahead.begin(piece);
       for (int64_t h = heads.begin; h < heads.end; ++h) {
-        ahead.begin(piece, h);
         const int64_t row = h * split.rows;
         const PieceValues values(piece, 0, piece.count, h * rows.head_bytes);
         add_pair_rows(

@@ -43,7 +43,7 @@ FA_INLINE void multiply_by_lanes(int64_t k, const float *a, int64_t lda, const f
     };
 #pragma GCC unroll 3
     for (int r = 0; r < MR / 4 * 4; r += 4) {
-      const F x = Simd::load(a + r);
+      const F x = Simd::load_four(a + r);
       lane.template operator()<0>(r, x);
       lane.template operator()<1>(r, x);
       lane.template operator()<2>(r, x);
@@ -57,6 +57,45 @@ FA_INLINE void multiply_by_lanes(int64_t k, const float *a, int64_t lda, const f
     if constexpr (MR % 2 == 1) lane.template operator()<0>(MR - 1, Simd::set(a[MR - 1]));
   }
 }
+
+// The same for a row-major A, two of whose columns are taken at a time: four would leave no register for rows of B.
+template <int MR, int NV>
+FA_INLINE void multiply_rows_by_lanes(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, F (&acc)[MR][NV]) {
+  // Rows are reached from every fourth one by 1, 2 or 3 times lda: what one addressing mode can express.
+  constexpr int kBases = (MR + 3) / 4;
+  const float *base[kBases];
+#pragma GCC unroll 3
+  for (int n = 0; n < kBases; ++n) base[n] = opaque(a + 4 * n * lda);
+  const int64_t lda3 = opaque(3 * lda);
+  const auto at = [&](int r) __attribute__((always_inline)) { return base[r / 4] + (r % 4 == 3 ? lda3 : r % 4 * lda); };
+  int64_t i = 0;
+  for (; i + 2 <= k; i += 2, b += 2 * ldb) {
+    F row[2][NV];
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) {
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) row[n][v] = Simd::load(b + n * ldb + v * kWidth);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < MR; ++r) {
+      auto x = Simd::load_two(at(r));
+      asm("" : "+w"(x));  // GCC would load each element by itself
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) acc[r][v] = Simd::fma_lane<0>(x, row[0][v], acc[r][v]);
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) acc[r][v] = Simd::fma_lane<1>(x, row[1][v], acc[r][v]);
+    }
+#pragma GCC unroll 3
+    for (int n = 0; n < kBases; ++n) base[n] += 2;
+  }
+  if (i == k) return;
+#pragma GCC unroll 12
+  for (int r = 0; r < MR; ++r) {
+    const F x = Simd::set(*at(r));
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) acc[r][v] = Simd::fma(x, Simd::load(b + v * kWidth), acc[r][v]);
+  }
+}
 #endif
 
 // acc += A B for MR rows and NV vectors. A(r, i) is a[r * lda + i], or a[i * lda + r] if kTransA; row i of B
@@ -66,7 +105,8 @@ FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, 
 #if defined(FA_LANE_PRODUCTS)
   // Multiply-adds take an element of A from a lane of a vector of A, because broadcasting takes an issue slot from a multiply-add.
   if constexpr (kTransA) return multiply_by_lanes<MR, NV>(k, a, lda, b, ldb, acc);
-#endif
+  if constexpr (!kTransA) return multiply_rows_by_lanes<MR, NV>(k, a, lda, b, ldb, acc);
+#else
   // Row-major rows are reached from every fourth one by 1, 2 or 3 times lda: what one addressing mode can express.
   constexpr int kBases = kTransA ? 1 : (MR + 3) / 4;
   const float *base[kBases];
@@ -87,6 +127,7 @@ FA_INLINE void multiply(int64_t k, const float *a, int64_t lda, const float *b, 
     for (int n = 0; n < kBases; ++n) base[n] += kTransA ? lda : 1;
     b += ldb;
   }
+#endif
 }
 
 template <int MR, int NV, bool kTransA, Output kOutput>

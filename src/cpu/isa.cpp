@@ -13,6 +13,7 @@
 #include <unistd.h>
 #if defined(__aarch64__)
 #include <sys/auxv.h>
+#include <sys/prctl.h>
 #endif
 #endif
 
@@ -89,18 +90,34 @@ bool has_amx() {
 bool has_amx() { return false; }
 #endif
 
-#elif defined(FA_HAVE_NEON_BF16)
+#elif defined(FA_HAVE_NEON)
 
-// Linux names what every processor of the machine has, also where they differ, and only what it supports.
-bool has_neon_bf16() {
+// Linux names what every processor of the machine has, also where they differ, and only what it supports: bits of AT_HWCAP and AT_HWCAP2, whose
+// names older headers lack.
+[[maybe_unused]] bool has_features(unsigned long wanted, unsigned long wanted2 = 0) {
 #if defined(__linux__)
   constexpr unsigned long kArmv82 = 1ul << 7 | 1ul << 8 | 1ul << 12;  // CRC32, ATOMICS, ASIMDRDM: what compilers use of Armv8.2
-  constexpr unsigned long kBf16 = 1ul << 14;                          // HWCAP2_BF16, which older headers lack
-  return (getauxval(AT_HWCAP) & kArmv82) == kArmv82 && (getauxval(AT_HWCAP2) & kBf16) != 0;
+  wanted |= kArmv82;
+  return (getauxval(AT_HWCAP) & wanted) == wanted && (getauxval(AT_HWCAP2) & wanted2) == wanted2;
+#else
+  return (void)wanted, (void)wanted2, false;
+#endif
+}
+
+#if defined(FA_HAVE_SVE256)
+// Whether the vectors of the calling thread have exactly 256 bits. Other threads of the library inherit their length.
+bool has_sve256() {
+#if defined(__linux__)
+  constexpr unsigned long kFp16 = 1ul << 9 | 1ul << 10, kSve = 1ul << 22;  // FPHP and ASIMDHP, without which there is no SVE
+  constexpr int kGetLength = 51, kLengthMask = 0xFFFF;                     // PR_SVE_GET_VL, PR_SVE_VL_LEN_MASK
+  if (!has_features(kFp16 | kSve)) return false;
+  const int length = prctl(kGetLength);
+  return length > 0 && (length & kLengthMask) == 256 / 8;
 #else
   return false;
 #endif
 }
+#endif
 
 #endif
 
@@ -127,9 +144,17 @@ bool has_isa(fa_cpu_isa isa) {
 #elif defined(FA_HAVE_NEON)
     case FA_CPU_ISA_NEON:
       return true;  // compilers use it without asking
+#if defined(FA_HAVE_NEON_FHM)
+    case FA_CPU_ISA_NEON_FHM:
+      return has_features(1ul << 9 | 1ul << 10 | 1ul << 23);  // FPHP, ASIMDHP, ASIMDFHM
+#endif
 #if defined(FA_HAVE_NEON_BF16)
     case FA_CPU_ISA_NEON_BF16:
-      return has_neon_bf16();
+      return has_features(0, 1ul << 14);  // BF16
+#endif
+#if defined(FA_HAVE_SVE256)
+    case FA_CPU_ISA_SVE256:
+      return has_sve256();
 #endif
 #endif
     default:
@@ -143,7 +168,10 @@ fa_cpu_isa best_isa() {
   if (has_isa(FA_CPU_ISA_AVX512_BF16) && multiplies_bf16_faster()) return FA_CPU_ISA_AVX512_BF16;
   return vector_isa(FA_CPU_ISA_AMX);
 #else
-  return has_isa(FA_CPU_ISA_NEON_BF16) ? FA_CPU_ISA_NEON_BF16 : vector_isa(FA_CPU_ISA_NEON_BF16);
+  for (const fa_cpu_isa isa : {FA_CPU_ISA_NEON_BF16, FA_CPU_ISA_SVE256, FA_CPU_ISA_NEON_FHM}) {
+    if (has_isa(isa)) return isa;
+  }
+  return vector_isa(FA_CPU_ISA_NEON_BF16);
 #endif
 }
 
@@ -151,11 +179,16 @@ bool multiplies_bf16(fa_cpu_isa isa) {
   return isa == FA_CPU_ISA_AMX || isa == FA_CPU_ISA_AVX512_BF16 || isa == FA_CPU_ISA_NEON_BF16;
 }
 
+bool multiplies_f16(fa_cpu_isa isa) {
+  static const bool beside_bf16 = has_isa(FA_CPU_ISA_NEON_FHM) && vector_isa(FA_CPU_ISA_NEON_BF16) == FA_CPU_ISA_NEON;
+  return isa == FA_CPU_ISA_NEON_FHM || (isa == FA_CPU_ISA_NEON_BF16 && beside_bf16);
+}
+
 fa_cpu_isa vector_isa(fa_cpu_isa isa) {
-  if (!multiplies_bf16(isa)) return isa;
+  if (!multiplies_bf16(isa) && isa != FA_CPU_ISA_NEON_FHM) return isa;
   // Every call asks for this. The processor is asked once: in a virtual machine CPUID traps and takes microseconds.
   static const fa_cpu_isa best = []() -> fa_cpu_isa {
-    for (const fa_cpu_isa vectors : {FA_CPU_ISA_AVX512, FA_CPU_ISA_AVX2, FA_CPU_ISA_NEON}) {
+    for (const fa_cpu_isa vectors : {FA_CPU_ISA_AVX512, FA_CPU_ISA_AVX2, FA_CPU_ISA_SVE256, FA_CPU_ISA_NEON}) {
       if (has_isa(vectors)) return vectors;
     }
     return FA_CPU_ISA_PORTABLE;

@@ -63,5 +63,8 @@ bool jvp(const JvpProblem &problem, const JvpLayout &layout, void *workspace, Pa
 namespace neon {
 bool jvp(const JvpProblem &problem, const JvpLayout &layout, void *workspace, Parallel &parallel);
 }
+namespace sve256 {
+bool jvp(const JvpProblem &problem, const JvpLayout &layout, void *workspace, Parallel &parallel);
+}
 
 }  // namespace fa::cpu

@@ -24,7 +24,9 @@ fa_cpu_isa best_isa();
 bool has_isa(fa_cpu_isa isa);
 // Whether its kernels multiply numbers of bf16, and compute nothing else: AMX, AVX512_BF16 and NEON_BF16.
 bool multiplies_bf16(fa_cpu_isa isa);
-// What computes the problems for which `isa` has no kernels of its own: the best of the others where multiplies_bf16(isa).
+// Whether its kernels, or on this processor those beside them, multiply numbers of fp16 where a sequence has very few queries: NEON_FHM and NEON_BF16.
+bool multiplies_f16(fa_cpu_isa isa);
+// What computes the problems for which `isa` has no kernels of its own: the best of the others where multiplies_bf16(isa), and for NEON_FHM.
 fa_cpu_isa vector_isa(fa_cpu_isa isa);
 
 // How a problem will run: pure function of problem shape and machine, reads no tensor data (so lengths count at their maxima).

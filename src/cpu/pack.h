@@ -30,6 +30,13 @@ FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
 #if defined(FA_TARGET_AMX)
   dtype == Dtype::f16 ? body.template operator()<ElementF16>()
                       : body.template operator()<ElementBf16>();  // nothing else gets here
+#elif defined(FA_TARGET_NEON_BF16)
+  if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
+  dtype == Dtype::i8 ? body.template operator()<ElementI8>()
+                     : body.template operator()<ElementBf16>();  // nothing else gets here
+#elif defined(FA_TARGET_NEON_FHM)
+  (void)dtype;
+  body.template operator()<ElementF16>();  // this instruction set computes nothing else
 #elif defined(FA_BF16_UNIT)
   (void)dtype;
   body.template operator()<ElementBf16>();  // this instruction set computes nothing else

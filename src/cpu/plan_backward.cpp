@@ -69,6 +69,9 @@ Choice choose(const ScoredBackward &problem, const Machine &machine) {
   if (isa == FA_CPU_ISA_AVX512) return {avx512::backward, false, "cpu_backward_avx512", reason};
   if (isa == FA_CPU_ISA_AVX2) return {avx2::backward, false, "cpu_backward_avx2", reason};
 #elif defined(FA_HAVE_NEON)
+#if defined(FA_HAVE_SVE256)
+  if (isa == FA_CPU_ISA_SVE256) return {sve256::backward, false, "cpu_backward_sve256", reason};
+#endif
   if (isa == FA_CPU_ISA_NEON) return {neon::backward, false, "cpu_backward_neon", reason};
 #endif
   (void)isa;

@@ -30,6 +30,9 @@ Choice choose(const Machine &machine) {
   if (isa == FA_CPU_ISA_AVX512) return {avx512::jvp, "cpu_jvp_avx512"};
   if (isa == FA_CPU_ISA_AVX2) return {avx2::jvp, "cpu_jvp_avx2"};
 #elif defined(FA_HAVE_NEON)
+#if defined(FA_HAVE_SVE256)
+  if (isa == FA_CPU_ISA_SVE256) return {sve256::jvp, "cpu_jvp_sve256"};
+#endif
   if (isa == FA_CPU_ISA_NEON) return {neon::jvp, "cpu_jvp_neon"};
 #endif
   (void)isa;

@@ -159,6 +159,40 @@ inline void add_bias_row(float *x, const char *bias, int64_t stride, int64_t col
   }
 }
 
+// One row of raw products -> base-2 logits where a bias with adjacent columns is the only score term, to the bits of the general way: x[c] *
+// scale, then add_bias_row. The bias ends before the row does where the sequence of keys does.
+template <class Element>
+FA_INLINE void scale_and_add_bias_row(float *x, F scale, const char *bias, int64_t bias_cols, int64_t cols) {
+  const auto *row = reinterpret_cast<const typename Element::Type *>(bias);
+  const F log2e = Simd::set(kLog2e), minus_infinity = Simd::set(-kInfinity);
+  const auto add = [&](F y, F value) __attribute__((always_inline)) {
+    return Simd::select(Simd::eq(value, minus_infinity), minus_infinity, Simd::fma(value, log2e, Simd::mul(y, scale)));
+  };
+  int64_t c = 0;
+  for (; c + kWidth <= bias_cols; c += kWidth) Simd::store(x + c, add(Simd::load(x + c), Element::load(row + c)));
+  for (; c < cols; c += kWidth) {
+    const int n = static_cast<int>(min64(cols - c, kWidth));
+    const F value = c < bias_cols ? Element::load(row + c, static_cast<int>(bias_cols - c)) : Simd::zero();
+    Simd::store(x + c, add(Simd::load(x + c, n), value), n);
+  }
+}
+
+// Calls body.operator()<Element>() for the dtype of a bias.
+template <class Body>
+FA_INLINE void for_bias_dtype(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::f32:
+      return body.template operator()<ElementF32>();
+    case Dtype::f16:
+      return body.template operator()<ElementF16>();
+    case Dtype::bf16:
+      return body.template operator()<ElementBf16>();
+    case Dtype::e4m3:
+    case Dtype::i8:
+      return;
+  }
+}
+
 // One row of raw products -> what the user's function makes of the scaled products, for the keys that the row sees through band and lengths.
 // The others may be anything. With `derivative`, also writes that of the function.
 __attribute__((noinline)) inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, float *derivative) {
@@ -203,6 +237,14 @@ __attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t
   const float masked = s.user != nullptr ? -kInfinity : __builtin_nanf("");  // a function can mask, products cannot
   const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
   const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
+  if (bias_rows == t.rows && bias_cols > 0 && s.bias_col_stride == 1 && s.softcap == 0 && !s.has_alibi && s.user == nullptr) {
+    return for_bias_dtype(s.bias_dtype, [&]<class Element>() {
+      const auto bytes = static_cast<int64_t>(sizeof(typename Element::Type));
+      const char *first = s.bias + (t.row * s.bias_row_stride + t.col) * bytes;
+      for (int64_t r = 0; r < t.rows; ++r)
+        scale_and_add_bias_row<Element>(x + r * ld, log2e_scale, first + r * s.bias_row_stride * bytes, bias_cols, t.cols);
+    });
+  }
   for (int64_t r = 0; r < t.rows; ++r) {
     float *row = x + r * ld;
     float *slope_of_row = derivative != nullptr ? derivative + r * ld : nullptr;
@@ -235,20 +277,10 @@ __attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t
     }
     if (r < bias_rows && bias_cols > 0) {
       const int64_t offset = (t.row + r) * s.bias_row_stride + t.col * s.bias_col_stride;
-      switch (s.bias_dtype) {
-        case Dtype::f32:
-          add_bias_row<ElementF32>(row, s.bias + 4 * offset, s.bias_col_stride, bias_cols, masked);
-          break;
-        case Dtype::f16:
-          add_bias_row<ElementF16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols, masked);
-          break;
-        case Dtype::bf16:
-          add_bias_row<ElementBf16>(row, s.bias + 2 * offset, s.bias_col_stride, bias_cols, masked);
-          break;
-        case Dtype::e4m3:
-        case Dtype::i8:
-          break;
-      }
+      for_bias_dtype(s.bias_dtype, [&]<class Element>() {
+        add_bias_row<Element>(row, s.bias + offset * static_cast<int64_t>(sizeof(typename Element::Type)), s.bias_col_stride,
+                              bias_cols, masked);
+      });
     }
   }
 }

@@ -2,11 +2,12 @@
 // The vector vocabulary of the CPU kernels: one struct `Simd` of verbs per instruction set, and the functions written on top of them.
 //
 // Kernel sources are compiled once per instruction set, in files named *_amx.cpp, *_avx512_bf16.cpp, *_avx512.cpp, *_avx2.cpp,
-// *_neon_bf16.cpp, *_neon.cpp and *_portable.cpp. Such a file defines FA_TARGET_ and the name in capitals; this header then defines FA_ISA, the namespace inside fa::cpu
+// *_sve256.cpp, *_neon_bf16.cpp, *_neon_fhm.cpp, *_neon.cpp and *_portable.cpp. Such a file defines FA_TARGET_ and the name in capitals; this header then defines FA_ISA, the namespace inside fa::cpu
 // that everything compiled for that instruction set must live in. Nothing that the linker could merge between instruction sets may be
 // shared: kernels call no inline function from outside FA_ISA unless it is FA_HD (always inlined).
 //
-// AMX, AVX512_BF16 and NEON_BF16 compute forward and backward of bf16 alone (FA_BF16_UNIT). AMX kernels use the vectors of AVX-512. The tests also
+// AMX, AVX512_BF16 and NEON_BF16 compute forward and backward of bf16 alone (FA_BF16_UNIT), NEON_BF16 also forward of bf16 queries over keys of
+// bytes, NEON_FHM forward of fp16. AMX kernels use the vectors of AVX-512. The tests also
 // compile them with the model of the tile unit (cpu/tile.h), and then without AVX-512 for processors that lack it.
 #pragma once
 
@@ -18,7 +19,10 @@
 #if defined(FA_TARGET_AMX) || defined(FA_TARGET_AVX512_BF16) || defined(FA_TARGET_NEON_BF16)
 #define FA_BF16_UNIT
 #endif
-#if defined(FA_TARGET_NEON) || defined(FA_TARGET_NEON_BF16)
+#if defined(FA_TARGET_NEON_BF16) || defined(FA_TARGET_NEON_FHM)
+#define FA_VECTOR_NEON  // cpu/forward_vector_neon.h
+#endif
+#if defined(FA_TARGET_NEON) || defined(FA_VECTOR_NEON) || defined(FA_TARGET_SVE256)
 #define FA_LANE_PRODUCTS  // a multiply-add takes one factor from a lane of a vector (cpu/gemm.h)
 #endif
 
@@ -41,6 +45,12 @@
 #elif defined(FA_TARGET_NEON_BF16)
 #define FA_ISA neon_bf16
 #include "cpu/simd_neon.h"
+#elif defined(FA_TARGET_NEON_FHM)
+#define FA_ISA neon_fhm
+#include "cpu/simd_neon.h"
+#elif defined(FA_TARGET_SVE256)
+#define FA_ISA sve256
+#include "cpu/simd_sve256.h"
 #elif defined(FA_TARGET_NEON)
 #define FA_ISA neon
 #include "cpu/simd_neon.h"

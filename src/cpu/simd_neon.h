@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// NEON verbs of any 64-bit Arm processor; see cpu/simd.h. With FEAT_BF16 (a source compiled for it) also what the kernels for its matrix
-// products need.
+// NEON verbs of any 64-bit Arm processor; see cpu/simd.h. With FEAT_BF16 or FEAT_FHM (a source compiled for it) also what the kernels for its
+// products of 16-bit numbers need.
 #pragma once
 
 #include <arm_neon.h>
@@ -150,6 +150,18 @@ struct Simd {
   static FA_INLINE void store_bf16(uint16_t *p, F x) { vst1_u16(p, vreinterpret_u16_bf16(vcvt_bf16_f32(x))); }
   // 2 * kWidth elements rounded to bf16, a first.
   static FA_INLINE I to_bf16(F a, F b) { return vreinterpretq_u32_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(a), b)); }
+  // 2 * kWidth bytes as bf16, which has all of their numbers.
+  static FA_INLINE I i8_to_bf16(const int8_t *p) {
+    const int16x8_t x = vmovl_s8(vld1_s8(p));
+    return upper_halves(vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x)));
+  }
+  // By way of fp16, as load_e4m3.
+  static FA_INLINE I e4m3_to_bf16(const uint8_t *p) {
+    const uint16x8_t shifted = vreinterpretq_u16_s16(vshll_n_s8(vld1_s8(reinterpret_cast<const int8_t *>(p)), 7));
+    const uint16x8_t carry = vandq_u16(vaddq_u16(shifted, vdupq_n_u16(0x80)), vdupq_n_u16(0x4000));
+    const float16x8_t x = vreinterpretq_f16_u16(veorq_u16(shifted, carry));
+    return upper_halves(mul(vcvt_f32_f16(vget_low_f16(x)), set(256.0f)), mul(vcvt_high_f32_f16(x), set(256.0f)));
+  }
   // c + A B of 2 x 2 sums (row, column): a has two rows of four bf16 numbers, b two columns of four. The products of a row's first two
   // numbers are added to each other and then to c, then those of the last two. Every sum is rounded to odd: cut off, with the last bit set
   // where that changes it. Subnormal numbers are taken for zero, as operands and as results.
@@ -176,6 +188,15 @@ struct Simd {
     first = vzip1q_u32(a, b);
     rest = vzip2q_u32(a, b);
   }
+  // The upper 16 bits of each lane, those of a first: of numbers that fit in bf16.
+  static FA_INLINE I upper_halves(F a, F b) {
+    return vreinterpretq_u32_u16(vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b)));
+  }
+  // (a0, a2, b0, b2) and (a1, a3, b1, b3).
+  static FA_INLINE void separate(F a, F b, F &even, F &odd) {
+    even = vuzp1q_f32(a, b);
+    odd = vuzp2q_f32(a, b);
+  }
   static FA_INLINE void store_halves(uint16_t *first, uint16_t *second, I x) {
     vst1_u16(first, vget_low_u16(vreinterpretq_u16_u32(x)));
     vst1_u16(second, vget_high_u16(vreinterpretq_u16_u32(x)));
@@ -195,6 +216,22 @@ struct Simd {
   }
 #endif
 
+#if defined(__ARM_FEATURE_FP16_FML)
+  // c + a b of 2 * kWidth fp16 numbers: lane n takes products n, then kWidth + n. They are exact, sums are rounded as those of fp32.
+  static FA_INLINE F fma_f16(I a, I b, F c) {
+    const float16x8_t x = vreinterpretq_f16_u32(a), y = vreinterpretq_f16_u32(b);
+    return vfmlalq_high_f16(vfmlalq_low_f16(c, x, y), x, y);
+  }
+  // low + a_n b and high + a_n b for fp16 number n of a, and for the first kWidth of b and the others.
+  template <int n>
+  static FA_INLINE void fma_f16_lane(I a, I b, F &low, F &high) {
+    const float16x8_t x = vreinterpretq_f16_u32(a), y = vreinterpretq_f16_u32(b);
+    low = vfmlalq_laneq_low_f16(low, y, x, n);
+    high = vfmlalq_laneq_high_f16(high, y, x, n);
+  }
+#endif
+
+  static FA_INLINE F load_four(const float *p) { return load(p); }
   static FA_INLINE float32x2_t load_two(const float *p) { return vld1_f32(p); }
   // c + a_n b for lane n of a.
   template <int n>

@@ -13,7 +13,7 @@ import sys
 def main():
     checked, problems = 0, []
     for path in sys.argv[1:]:
-        isa = re.search(r"_(amx|avx2|avx512|avx512_bf16|neon|neon_bf16|portable)\.cpp\.o$", path)
+        isa = re.search(r"_(amx|avx2|avx512|avx512_bf16|neon|neon_bf16|neon_fhm|portable|sve256)\.cpp\.o$", path)
         if not isa:
             continue
         checked += 1

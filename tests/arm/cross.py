@@ -43,25 +43,43 @@ def emulate(folder, processor, program, *arguments, **how):
     return subprocess.run(["qemu-aarch64", "-L", SYSROOT, "-cpu", processor, str(Path(folder) / program), *arguments], **how)
 
 
-# The instruction set is chosen at run time: bf16 products where the processor has them, and a sentence where it is asked for what it lacks.
+# Processors that qemu has, with the features that count here: bf16 products, fp16 products in fp32, SVE of exactly 256 bits. `max` has SVE of 512.
+FEATURES = {"max": {"neon_bf16", "neon_fhm"}, "max,sve256=on": {"neon_bf16", "neon_fhm", "sve256"}, "cortex-a72": set()}
+
+
+# The kernel that must run a problem, or None: a refusal. `decoding`: one query per key head, otherwise 64.
+def expected_kernel(processor, asked, dtype, decoding):
+    features = FEATURES[processor] | {"portable", "neon"}
+    if asked == "auto":
+        asked = next(isa for isa in ("neon_bf16", "sve256", "neon_fhm", "neon") if isa in features)
+    if asked not in features:
+        return None
+    isa = asked
+    if asked in ("neon_bf16", "neon_fhm") and not (asked == "neon_bf16" and dtype == "bf16"):
+        isa = "sve256" if "sve256" in features else "neon"
+        if dtype == "fp16" and "neon_fhm" in features and (asked == "neon_fhm" or isa == "neon"):
+            isa = "neon_fhm" if decoding else "neon"
+    return f"cpu_fwd_{'vector' if decoding else 'split'}_{isa}"
+
+
+# The instruction set is chosen at run time, and a sentence comes where one is asked for that the processor lacks.
 def isa(folder):
     wrong = 0
-    for processor, has_bf16 in (("max", True), ("cortex-a72", False)):
-        best = "neon_bf16" if has_bf16 else "neon"
-        # What is asked for, and what must run: for bf16, and for fp16. None: a refusal.
-        for asked, bf16, fp16 in (("auto", best, "neon"), ("portable", "portable", "portable"), ("neon", "neon", "neon"),
-                                  ("neon_bf16", "neon_bf16" if has_bf16 else None, "neon" if has_bf16 else None), ("avx2", None, None)):
-            for dtype, expected in (("bf16", bf16), ("fp16", fp16)):
-                found = emulate(folder, processor, "bindings/cli/flashattn", "explain", "--q", "1x64x2x64", "--dtype", dtype, "--device", "cpu",
-                                "--isa", asked, capture_output=True, text=True)
-                said = found.stdout + found.stderr
-                kernels = re.findall(r"^kernel +(\S+)$", said, re.MULTILINE)
-                if expected is None:
-                    right = found.returncode != 0 and "FA_ERROR_ARCH: cpu_isa is" in said
-                else:
-                    right = found.returncode == 0 and kernels == [f"cpu_fwd_split_{expected}"]
-                print(f"{'ok' if right else 'WRONG'}: {processor}, --isa {asked}, {dtype}: {kernels or said.strip()}")
-                wrong += not right
+    for processor in FEATURES:
+        for asked in ("auto", "portable", "neon", "neon_fhm", "neon_bf16", "sve256", "avx2"):
+            for dtype in ("bf16", "fp16", "fp32") if asked in ("auto", "neon_bf16", "sve256") else ("bf16", "fp16"):
+                for decoding in (False, True):
+                    found = emulate(folder, processor, "bindings/cli/flashattn", "explain", "--q", "1x1x2x64" if decoding else "1x64x2x64", "--dtype",
+                                    dtype, "--device", "cpu", "--isa", asked, capture_output=True, text=True)
+                    said = found.stdout + found.stderr
+                    kernels = re.findall(r"^kernel +(\S+)$", said, re.MULTILINE)
+                    expected = expected_kernel(processor, asked, dtype, decoding)
+                    if expected is None:
+                        right = found.returncode != 0 and "FA_ERROR_ARCH: cpu_isa is" in said
+                    else:
+                        right = found.returncode == 0 and kernels == [expected]
+                    print(f"{'ok' if right else 'WRONG'}: {processor}, --isa {asked}, {dtype}: {kernels or said.strip()}")
+                    wrong += not right
     return 1 if wrong else 0
 
 

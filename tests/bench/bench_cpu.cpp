@@ -87,7 +87,8 @@ constexpr struct {
   fa_cpu_isa isa;
 } kIsas[] = {{"auto", FA_CPU_ISA_AUTO},     {"portable", FA_CPU_ISA_PORTABLE},       {"avx2", FA_CPU_ISA_AVX2},
              {"avx512", FA_CPU_ISA_AVX512}, {"avx512_bf16", FA_CPU_ISA_AVX512_BF16}, {"amx", FA_CPU_ISA_AMX},
-             {"neon", FA_CPU_ISA_NEON},     {"neon_bf16", FA_CPU_ISA_NEON_BF16}};
+             {"neon", FA_CPU_ISA_NEON},     {"neon_bf16", FA_CPU_ISA_NEON_BF16},     {"neon_fhm", FA_CPU_ISA_NEON_FHM},
+             {"sve256", FA_CPU_ISA_SVE256}};
 
 [[noreturn]] void die(const char *what, const char *detail) {
   std::fprintf(stderr, "fa_bench_cpu: %s: %s\n", what, detail);
@@ -542,7 +543,8 @@ Options parse(int argc, char **argv) {
           "  --filter   only rows whose name contains TEXT, such as 'backward', 'fp32', 'D128', 'causal', 'N2048 T1'; all must "
           "match\n"
           "  --threads  numbers of threads, each with rows of its own (default 1,2)\n"
-          "  --isa      instruction set: auto (default), portable, avx2, avx512, avx512_bf16, amx, neon or neon_bf16\n"
+          "  --isa      instruction set: auto (default), portable, avx2, avx512, avx512_bf16, amx, neon, neon_fhm, neon_bf16 "
+          "or sve256\n"
           "  --beside   forward and backward interleaved with runs of this instruction set; prints its time by that of --isa "
           "(medians)\n"
           "  --seconds  time for each row (default 1)\n"

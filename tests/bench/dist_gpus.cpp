@@ -2,10 +2,12 @@
 // Context parallelism over NCCL, one GPU a rank, all ranks threads of this process: what each GPU does as a share of what one
 // GPU does on the whole problem, measured in the same run, and how far the results of both are apart.
 //
-//   fa_bench_dist [--problem NAME] [--stages N] [--seconds S] [--graph 1]
+//   fa_bench_dist [--problem NAME] [--ranks N] [--way gather|ring|all_to_all] [--window N] [--stages N] [--seconds S] [--graph 1]
 //
-// --graph 1: the results that are compared come from a captured graph. FA_TEST_NCCL names the copy of NCCL. The column `share` is
-// the time of one GPU on the whole problem, divided by the number of ranks and by the time of the slowest rank.
+// --ranks: not all GPUs. --window: each query sees so many keys before its own. --graph 1: the results that are compared come from a captured
+// graph. FA_TEST_NCCL names the copy of NCCL; with tests/dist/slow_nccl.cpp every message is sent several times.
+// The column `share` is the time of one GPU on the whole problem, divided by the number of ranks and by the time of the slowest rank;
+// `predicted` is the same by dist_prediction.h, and `slowest` the time of the slowest rank by the mean of all.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -16,18 +18,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "bench/dist_prediction.h"
 #include "bench/dist_rows.h"
 #include "dist/nccl_for_tests.h"
 #include "flashattn/flashattn_dist.h"
 
 namespace {
 
-constexpr int64_t kHeads = 64, kKeyHeads = 8, kDim = 128;
+using namespace dist_bench;
 
 void check(cudaError_t result, const char *what) {
   if (result == cudaSuccess) return;
@@ -43,7 +45,8 @@ void check(fa_status status, fa_context context, const char *what) {
 struct Problem {
   std::string name;
   std::vector<int64_t> lengths;
-  bool compare = false;
+  bool compare = false;     // there is memory for the results of one GPU
+  int64_t window_left = 0;  // 0 = none
   int64_t rows() const {
     int64_t sum = 0;
     for (const int64_t length : lengths) sum += length;
@@ -51,21 +54,21 @@ struct Problem {
   }
   double pairs() const {
     double sum = 0;
-    for (const int64_t length : lengths) sum += 0.5 * static_cast<double>(length) * static_cast<double>(length + 1);
+    for (const int64_t length : lengths) {
+      const auto rows = static_cast<double>(length),
+                 unseen = window_left > 0 ? std::max(rows - 1 - double(window_left), 0.0) : 0.0;
+      sum += 0.5 * (rows * (rows + 1) - unseen * (unseen + 1));
+    }
     return sum;
   }
-};
-
-// A heavy tail: logarithms are uniform between 512 and 16k, and long documents rarer.
-std::vector<int64_t> packed_lengths(int64_t rows) {
-  std::mt19937_64 rng(28);
-  std::vector<int64_t> lengths;
-  for (int64_t rest = rows; rest > 0; rest -= lengths.back()) {
-    const double u = static_cast<double>(rng() >> 11) * 0x1p-53;
-    lengths.push_back(std::min(rest, static_cast<int64_t>(512 / std::pow(1 - u * (1 - 1.0 / 32), 1.0))));
+  // Both structs have these fields.
+  template <typename Struct>
+  void set_window(Struct &s) const {
+    if (window_left <= 0) return;
+    s.window = FA_WINDOW_LEFT;
+    s.window_left = window_left;
   }
-  return lengths;
-}
+};
 
 fa_tensor tensor(void *data, fa_dtype dtype, std::initializer_list<int64_t> shape) {
   fa_tensor t{};
@@ -198,6 +201,7 @@ Times run_single(const Problem &problem, double seconds, Rows &rows, int device 
   fa_attention &a = rows.attention;
   const int64_t longest = *std::max_element(problem.lengths.begin(), problem.lengths.end());
   fa_attention packed = a;
+  problem.set_window(packed);
   fa_gradients gradients = rows.gradients;
   packed.cu_seqlens_q = packed.cu_seqlens_k = tensor(cu, FA_INT64, {static_cast<int64_t>(offsets.size())});
   packed.max_seqlen_q = packed.max_seqlen_k = longest;
@@ -305,7 +309,8 @@ void compare_decoding(int ranks, int64_t batch, int64_t keys) {
 }
 
 struct DistResult {
-  Times times;                // of the slowest rank
+  Times times, mean;          // of the slowest rank, of all
+  Times predicted;            // share; 0 = the model does not know the way
   double difference[4] = {};  // rms of the difference to one GPU / rms: out, dq, dk, dv
   uint64_t workspace[2] = {};
   int stages = 0;
@@ -329,18 +334,10 @@ void run_captured(cudaStream_t stream, const Rows &rows, Calls calls) {
   cudaGraphDestroy(graph);
 }
 
-DistResult run_dist(const Problem &problem, int ranks, int stages, double seconds, Rows *whole, bool graph) {
-  fa_dist_problem p;
-  fa_dist_problem_init(&p, sizeof p);
-  p.lengths = problem.lengths.data();
-  p.num_documents = static_cast<int64_t>(problem.lengths.size());
-  p.heads_q = kHeads;
-  p.heads_k = kKeyHeads;
-  p.head_dim = p.head_dim_v = kDim;
-  p.mask = FA_MASK_CAUSAL;
-  p.dtype = FA_BFLOAT16;
-  p.num_ranks = ranks;
-  p.way = FA_DIST_GATHER;
+DistResult run_dist(const Problem &problem, int ranks, fa_dist_way way, int stages, double seconds, Rows *whole, bool graph) {
+  fa_dist_problem p = problem_of(problem.lengths, ranks);
+  problem.set_window(p);
+  p.way = way;
   p.num_stages = stages;
   fa_dist_layout layout = nullptr;
   check(fa_dist_plan(&p, &layout), nullptr, "fa_dist_plan");
@@ -353,6 +350,8 @@ DistResult run_dist(const Problem &problem, int ranks, int stages, double second
   DistResult result;
   result.stages = info.num_stages;
   result.imbalance = info.imbalance;
+  if (way == FA_DIST_GATHER && problem.window_left == 0)
+    result.predicted = {predict(info, false).share, predict(info, true).share};
   std::barrier meeting(ranks);
   std::atomic<int> shared{0};
   std::vector<Times> times(static_cast<size_t>(ranks));
@@ -363,6 +362,7 @@ DistResult run_dist(const Problem &problem, int ranks, int stages, double second
       const int64_t begin = info.rank_offsets[r], end = info.rank_offsets[r + 1];
       const std::vector<int64_t> mine(info.permutation + begin, info.permutation + end);
       Rows rows(r, mine);
+      problem.set_window(rows.attention);
       fa_context context = context_of(r);
       cudaStream_t stream;
       check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
@@ -430,6 +430,8 @@ DistResult run_dist(const Problem &problem, int ranks, int stages, double second
   for (const Times &t : times) {
     result.times.forward = std::max(result.times.forward, t.forward);
     result.times.backward = std::max(result.times.backward, t.backward);
+    result.mean.forward += t.forward / ranks;
+    result.mean.backward += t.backward / ranks;
   }
   for (int t = 0; t < 4; ++t) {
     double difference = 0, size = 0;
@@ -446,29 +448,67 @@ DistResult run_dist(const Problem &problem, int ranks, int stages, double second
 }  // namespace
 
 int main(int argc, char **argv) {
-  std::string only;
-  int stages = -1;
+  std::string only, way = "gather";
+  int stages = -1, most = 0;
   bool graph = false;
   double seconds = 0.25;
-  for (int n = 1; n + 1 < argc; n += 2) {
-    if (std::strcmp(argv[n], "--problem") == 0) only = argv[n + 1];
-    if (std::strcmp(argv[n], "--stages") == 0) stages = std::atoi(argv[n + 1]);
-    if (std::strcmp(argv[n], "--graph") == 0) graph = std::atoi(argv[n + 1]) != 0;
-    if (std::strcmp(argv[n], "--seconds") == 0) seconds = std::atof(argv[n + 1]);
+  int64_t window_left = 0;
+  const struct {
+    const char *name;
+    fa_dist_way way;
+  } ways[] = {{"gather", FA_DIST_GATHER}, {"ring", FA_DIST_RING}, {"all_to_all", FA_DIST_ALL_TO_ALL}};
+  for (int n = 1; n < argc; n += 2) {
+    const std::string name = argv[n];
+    const char *value = n + 1 < argc ? argv[n + 1] : nullptr;
+    if (value != nullptr && name == "--problem") {
+      only = value;
+    } else if (value != nullptr && name == "--stages") {
+      stages = std::atoi(value);
+    } else if (value != nullptr && name == "--graph") {
+      graph = std::atoi(value) != 0;
+    } else if (value != nullptr && name == "--seconds") {
+      seconds = std::atof(value);
+    } else if (value != nullptr && name == "--ranks") {
+      most = std::atoi(value);
+    } else if (value != nullptr && name == "--way") {
+      way = value;
+    } else if (value != nullptr && name == "--window") {
+      window_left = std::atoll(value);
+    } else {
+      std::fprintf(stderr, "%s: an option that there is not, or one without its value\n", argv[n]);
+      return 2;
+    }
+  }
+  const auto *chosen = std::find_if(std::begin(ways), std::end(ways), [&](const auto &w) { return w.name == way; });
+  if (chosen == std::end(ways)) {
+    std::fprintf(stderr, "--way %s: gather, ring or all_to_all\n", way.c_str());
+    return 2;
   }
   int ranks = 0;
   check(cudaGetDeviceCount(&ranks), "cudaGetDeviceCount");
+  if (most > ranks) {
+    std::fprintf(stderr, "--ranks %d: there are %d GPUs\n", most, ranks);
+    return 2;
+  }
+  if (most > 0) ranks = most;
   if (!dist_test::NcclForTests::instance().found()) {
     std::fprintf(stderr, "no NCCL: set FA_TEST_NCCL\n");
     return 1;
   }
   cudaDeviceProp device;
   check(cudaGetDeviceProperties(&device, 0), "properties");
-  std::printf("%d x %s, heads %d/%d, head_dim %d, bf16, causal\n", ranks, device.name, int{kHeads}, int{kKeyHeads}, int{kDim});
-  std::printf("| problem | stages | imbalance | one GPU, ms | ms | share | workspace, MB | rms difference out, dq, dk, dv |\n");
-  std::printf("|---|---|---|---|---|---|---|---|\n");
-  const Problem problems[] = {
-      {"16k", {16384}, true}, {"64k", {65536}, true}, {"packed128k", packed_lengths(131072), true}, {"256k", {262144}}};
+  std::printf("%d x %s, heads %d/%d, head_dim %d, bf16, causal", ranks, device.name, int{kHeads}, int{kKeyHeads}, int{kDim});
+  if (window_left > 0) std::printf(", window of %lld keys before the query's own", static_cast<long long>(window_left));
+  std::printf("; %s; pairs of numbers are forward / backward\n", way.c_str());
+  std::printf(
+      "| problem | stages | imbalance | one GPU, ms | ms | slowest | share | predicted | workspace, MB | rms difference out, "
+      "dq, dk, dv |\n");
+  std::printf("|---|---|---|---|---|---|---|---|---|---|\n");
+  const Problem problems[] = {{"16k", {16384}, true, window_left},
+                              {"64k", {65536}, true, window_left},
+                              {"packed128k", packed_lengths(131072), true, window_left},
+                              {"256k", {262144}, false, window_left},
+                              {"packed256k", packed_lengths(262144), false, window_left}};
   for (const Problem &problem : problems) {
     if (!only.empty() && problem.name != only) continue;
     Rows whole(0, range(problem.rows()));
@@ -484,16 +524,18 @@ int main(int argc, char **argv) {
     std::vector<int> tried = {0};
     if (stages >= 0)
       tried = {stages};
-    else if (problem.name != "256k")
+    else if (problem.rows() < 262144 && chosen->way == FA_DIST_GATHER)
       tried = {0, 1, 2};
     for (const int n : tried) {
-      const DistResult x = run_dist(problem, ranks, n, seconds, problem.compare ? &whole : nullptr, graph);
-      std::printf("| %s | %d%s | %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | %.0f / %.0f | %.1e %.1e %.1e %.1e |\n",
-                  problem.name.c_str(), x.stages, n == 0 ? " (plan)" : "", x.imbalance, single.forward, single.backward,
-                  x.times.forward, x.times.backward, single.forward / ranks / x.times.forward,
-                  single.backward / ranks / x.times.backward, static_cast<double>(x.workspace[0]) * 1e-6,
-                  static_cast<double>(x.workspace[1]) * 1e-6, x.difference[0], x.difference[1], x.difference[2],
-                  x.difference[3]);
+      const DistResult x = run_dist(problem, ranks, chosen->way, n, seconds, problem.compare ? &whole : nullptr, graph);
+      std::printf(
+          "| %s | %d%s | %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | %.2f / %.2f | %.0f / %.0f | %.1e %.1e "
+          "%.1e %.1e |\n",
+          problem.name.c_str(), x.stages, n == 0 ? " (plan)" : "", x.imbalance, single.forward, single.backward,
+          x.times.forward, x.times.backward, x.times.forward / x.mean.forward, x.times.backward / x.mean.backward,
+          single.forward / ranks / x.times.forward, single.backward / ranks / x.times.backward, x.predicted.forward,
+          x.predicted.backward, static_cast<double>(x.workspace[0]) * 1e-6, static_cast<double>(x.workspace[1]) * 1e-6,
+          x.difference[0], x.difference[1], x.difference[2], x.difference[3]);
       std::fflush(stdout);
     }
   }

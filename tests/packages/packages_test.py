@@ -73,7 +73,7 @@ def recipes(folder):
 
 def make_wheel(folder, machine):
     # Without the extension for PyTorch, whose needs are those of the compiler that builds it.
-    name = run(sys.executable, source / "bindings/python/build_backend.py", library, folder, FLASHATTN_TORCH_EXTENSION="0").strip()
+    name = run(sys.executable, source / "bindings/python/build_backend.py", library, folder, FLASHATTN_TORCH_EXTENSION="0", FLASHATTN_JAX_EXTENSION="0").strip()
     assert name == f"flashattn-{VERSION}-py3-none-manylinux_2_28_{machine}.whl", name
     wheel = folder / name
     with_cuda = b"backends=cpu cuda" in library.read_bytes()  # fa_build_info()

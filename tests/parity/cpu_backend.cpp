@@ -42,9 +42,11 @@ Backends cpu_backends() {
   const struct {
     fa_cpu_isa isa;
     const char *name;
-  } isas[] = {{FA_CPU_ISA_PORTABLE, "portable"},       {FA_CPU_ISA_AVX2, "avx2"}, {FA_CPU_ISA_AVX512, "avx512"},
-              {FA_CPU_ISA_AVX512_BF16, "avx512_bf16"}, {FA_CPU_ISA_AMX, "amx"},   {FA_CPU_ISA_NEON, "neon"},
-              {FA_CPU_ISA_NEON_BF16, "neon_bf16"}};
+  } isas[] = {{FA_CPU_ISA_PORTABLE, "portable"}, {FA_CPU_ISA_AVX2, "avx2"},
+              {FA_CPU_ISA_AVX512, "avx512"},     {FA_CPU_ISA_AVX512_BF16, "avx512_bf16"},
+              {FA_CPU_ISA_AMX, "amx"},           {FA_CPU_ISA_NEON, "neon"},
+              {FA_CPU_ISA_NEON_FHM, "neon_fhm"}, {FA_CPU_ISA_NEON_BF16, "neon_bf16"},
+              {FA_CPU_ISA_SVE256, "sve256"}};
   Backends backends;
   for (const auto &isa : isas) {
     for (int32_t threads : {1, 2, 3}) {

@@ -31,6 +31,24 @@ std::vector<Case> problems() {
     c.k.seqlen = 900;
     c.dtype = FA_BFLOAT16;
   });
+  // Blocks of queries are smaller with more threads: of one head, and of several heads of a group.
+  add("few blocks of queries", [](Case &c) {
+    c.batch = c.heads_q = c.heads_k = 1;
+    c.q.seqlen = c.k.seqlen = 300;
+    c.mask = FA_MASK_CAUSAL;
+    c.dropout = 0.2;
+  });
+  add("few blocks of a group of heads", [](Case &c) {
+    c.batch = c.heads_k = 1;
+    c.heads_q = 9;
+    c.q.seqlen = 21;
+    c.k.seqlen = 600;
+    c.mask = FA_MASK_CAUSAL;
+    c.softcap = 5;
+    c.element_mask = 3;
+    c.element_masked = 30;
+    c.dtype = FA_BFLOAT16;
+  });
   add("one query", [](Case &c) {
     c.heads_q = 8;
     c.q.seqlen = 1;

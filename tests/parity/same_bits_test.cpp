@@ -216,6 +216,8 @@ std::vector<Arithmetic> arithmetics(fa_cpu_isa isa, const SameBitsProblem &p) {
     const Products products = bf16 ? Products::kTiles : Products::kTilesOfParts;
     return {with(avx512, products), with(portable, products)};
   }
+#else
+  if (isa == FA_CPU_ISA_SVE256) return {avx2};
 #endif
   (void)portable, (void)avx2, (void)avx512, (void)with, (void)bf16, (void)fp16;
   return {};

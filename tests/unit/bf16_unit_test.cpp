@@ -174,14 +174,26 @@ TEST(Isa, AutoChoosesBf16ProductsWhereLinuxNamesThem) {
     if (line.rfind("Features", 0) == 0) features = line + " ";
   }
   if (features.empty()) GTEST_SKIP() << "/proc/cpuinfo says nothing of features";
+  const auto has = [&](const char *name) { return features.find(name) != std::string::npos; };
 #if defined(FA_HAVE_NEON_BF16)
-  const bool bf16 = features.find(" bf16 ") != std::string::npos;
+  const bool bf16 = has(" bf16 ");
 #else
   const bool bf16 = false;
 #endif
+#if defined(FA_HAVE_NEON_FHM)
+  const bool fhm = has(" asimdfhm ");
+#else
+  const bool fhm = false;
+#endif
   EXPECT_EQ(fa::cpu::has_isa(FA_CPU_ISA_NEON_BF16), bf16);
-  EXPECT_EQ(fa::cpu::best_isa(), bf16 ? FA_CPU_ISA_NEON_BF16 : FA_CPU_ISA_NEON);
-  EXPECT_EQ(fa::cpu::vector_isa(FA_CPU_ISA_NEON_BF16), FA_CPU_ISA_NEON);
+  EXPECT_EQ(fa::cpu::has_isa(FA_CPU_ISA_NEON_FHM), fhm);
+  const fa_cpu_isa fp32 = fa::cpu::has_isa(FA_CPU_ISA_SVE256) ? FA_CPU_ISA_SVE256 : FA_CPU_ISA_NEON;
+  EXPECT_TRUE(fp32 == FA_CPU_ISA_NEON || has(" sve "));
+  EXPECT_EQ(fa::cpu::best_isa(), bf16 ? FA_CPU_ISA_NEON_BF16 : fhm && fp32 == FA_CPU_ISA_NEON ? FA_CPU_ISA_NEON_FHM : fp32);
+  EXPECT_EQ(fa::cpu::vector_isa(FA_CPU_ISA_NEON_BF16), fp32);
+  EXPECT_EQ(fa::cpu::vector_isa(FA_CPU_ISA_NEON_FHM), fp32);
+  EXPECT_EQ(fa::cpu::multiplies_f16(FA_CPU_ISA_NEON_BF16), fhm && fp32 == FA_CPU_ISA_NEON);
+  EXPECT_FALSE(fa::cpu::multiplies_f16(FA_CPU_ISA_NEON));
   EXPECT_TRUE(fa::cpu::has_isa(FA_CPU_ISA_NEON));
   EXPECT_FALSE(fa::cpu::has_isa(FA_CPU_ISA_AVX2));
 }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/common/launch.h"
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/cell_map/cell_map.h"
 #include "cuda/kernels/extend/table.h"
@@ -510,6 +511,7 @@ TEST(CudaPlan, SameBitsAreRefusedByName) {
       {"k has rows of 128 columns that are not whole vectors of 16 bytes", [](MaskedProblem &p) { p.k.seq_stride += 1; },
        h200()},
       {"k has 4294967296 packed rows", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }, h200()},
+      {"FA_FLAG_SAME_BITS does not cover score terms 0x8 ", [](MaskedProblem &p) { p.dropout.threshold = 1; }, h200()},
   };
   for (const auto &[text, set, device] : cases) {
     MaskedProblem p = problem(64, 64, 128);
@@ -530,6 +532,24 @@ TEST(CudaPlan, SameBitsAreRefusedByName) {
   ErrorText error;
   EXPECT_EQ(plan_forward(with_max, h200(), plan, error), FA_ERROR_UNSUPPORTED);
   EXPECT_NE(std::string(error.text).find("max_logit is given"), std::string::npos) << error.text;
+}
+
+// A list of launches that is full takes no more, and says so.
+TEST(CudaPlan, AListOfLaunchesKnowsItsEnd) {
+  Launches launches;
+  const Launch launch{&unreadable, 32, 0, 1};
+  for (int n = 0; n < Launches::kMaxEntries; ++n) launches.add("kernel", launch, nullptr);
+  launches.add("no kernel", Launch{}, nullptr);
+  EXPECT_FALSE(launches.overflowed());
+  launches.add("kernel", launch, nullptr);
+  EXPECT_TRUE(launches.overflowed());
+  EXPECT_EQ(launches.end() - launches.begin(), Launches::kMaxEntries);
+
+  Launches parameters;
+  for (int n = 0; n < Launches::kMaxParams; ++n) parameters.make_params<int>();
+  EXPECT_FALSE(parameters.overflowed());
+  parameters.make_params<int>() = 1;
+  EXPECT_TRUE(parameters.overflowed());
 }
 
 // Masks as data get a map of cells behind the rest of the workspace where the kernel reads one, and none elsewhere.

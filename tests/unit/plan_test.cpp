@@ -74,6 +74,40 @@ TEST(Plan, ForwardOfBf16AndFp16) {
   }
 }
 
+// Very few queries of 16 bits run on Arm's instructions for these, more of them by fp32 multiply-adds, whatever else is in the call.
+TEST(Plan, FewQueriesOf16BitsOnArm) {
+  const struct {
+    fa_cpu_isa isa;
+    Dtype q, kv;
+    const char *few;
+  } cases[] = {{FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::bf16, "cpu_fwd_vector_neon_bf16"},
+               {FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::i8, "cpu_fwd_vector_neon_bf16"},
+               {FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::e4m3, "cpu_fwd_vector_neon_bf16"},
+               {FA_CPU_ISA_NEON_FHM, Dtype::f16, Dtype::f16, "cpu_fwd_vector_neon_fhm"}};
+  for (const auto &c : cases) {
+    if (!has_isa(c.isa) || (c.q != c.kv && vector_isa(c.isa) != FA_CPU_ISA_NEON)) continue;
+    for (const int64_t queries : {1, 2000}) {
+      ScoredForward p = problem(queries, 2000);
+      p.q.dtype = c.q;
+      p.k.dtype = p.v.dtype = c.kv;
+      const std::string kernel = plan_forward(p, Machine{c.isa, 2}).kernel;
+      if (queries == 1) {
+        EXPECT_EQ(kernel, c.few);
+      } else if (c.q != c.kv || c.q == Dtype::f16) {
+        EXPECT_EQ(kernel, "cpu_fwd_tiled_neon");
+      }
+      p.same_bits = true;
+      if (c.q != c.kv || c.q == Dtype::f16) {
+        const Plan vectors = plan_forward(p, Machine{vector_isa(c.isa), 2});
+        EXPECT_STREQ(plan_forward(p, Machine{c.isa, 2}).kernel, vectors.kernel);
+      }
+      p.same_bits = false;
+      p.q.dtype = Dtype::f32;
+      EXPECT_STREQ(plan_forward(p, Machine{c.isa, 2}).kernel, plan_forward(p, Machine{vector_isa(c.isa), 2}).kernel);
+    }
+  }
+}
+
 // Backward of bf16 runs on the unit that multiplies bf16, unless something that it does not compute is asked for.
 TEST(Plan, BackwardOfBf16) {
   const struct {

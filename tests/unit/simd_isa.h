@@ -14,4 +14,15 @@
 FA_DECLARE_SIMD_CHECKS(portable)
 FA_DECLARE_SIMD_CHECKS(avx2)
 FA_DECLARE_SIMD_CHECKS(avx512)
+FA_DECLARE_SIMD_CHECKS(neon)
+FA_DECLARE_SIMD_CHECKS(sve256)
 #undef FA_DECLARE_SIMD_CHECKS
+
+namespace fa::cpu::neon_bf16 {
+// Bytes, as int8 and as e4m3, that are another number in bf16 than in fp32.
+int differing_bytes();
+}  // namespace fa::cpu::neon_bf16
+namespace fa::cpu::neon_fhm {
+// Sums of products of fp16 numbers, of vectors and of a lane and a vector, that differ in a bit from those of the same numbers in fp32.
+int differing_products(uint32_t seed);
+}  // namespace fa::cpu::neon_fhm

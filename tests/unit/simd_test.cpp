@@ -37,10 +37,17 @@ struct Isa {
   void (*widen_bytes)(float (&e4m3)[256], float (&int8)[256]);
   int (*differing_sums)(uint32_t seed);
 };
-constexpr Isa kIsas[] = {{"portable", FA_CPU_ISA_PORTABLE, fa::cpu::portable::widen_bytes, fa::cpu::portable::differing_sums},
+constexpr Isa kIsas[] = {
+    {"portable", FA_CPU_ISA_PORTABLE, fa::cpu::portable::widen_bytes, fa::cpu::portable::differing_sums},
 #if defined(FA_HAVE_SIMD_AVX)
-                         {"avx2", FA_CPU_ISA_AVX2, fa::cpu::avx2::widen_bytes, fa::cpu::avx2::differing_sums},
-                         {"avx512", FA_CPU_ISA_AVX512, fa::cpu::avx512::widen_bytes, fa::cpu::avx512::differing_sums}
+    {"avx2", FA_CPU_ISA_AVX2, fa::cpu::avx2::widen_bytes, fa::cpu::avx2::differing_sums},
+    {"avx512", FA_CPU_ISA_AVX512, fa::cpu::avx512::widen_bytes, fa::cpu::avx512::differing_sums},
+#endif
+#if defined(FA_HAVE_SIMD_NEON)
+    {"neon", FA_CPU_ISA_NEON, fa::cpu::neon::widen_bytes, fa::cpu::neon::differing_sums},
+#endif
+#if defined(FA_HAVE_SVE256)
+    {"sve256", FA_CPU_ISA_SVE256, fa::cpu::sve256::widen_bytes, fa::cpu::sve256::differing_sums},
 #endif
 };
 
@@ -70,6 +77,25 @@ TEST(Simd, SumsOfManyVectorsAreThoseOfEach) {
     if (!fa::cpu::has_isa(isa.isa)) continue;
     EXPECT_EQ(isa.differing_sums(std::random_device()()), 0) << isa.name;
   }
+}
+
+TEST(Simd, BytesAreTheSameInBf16) {
+#if defined(FA_HAVE_NEON_BF16)
+  if (!fa::cpu::has_isa(FA_CPU_ISA_NEON_BF16)) GTEST_SKIP() << "the processor lacks FEAT_BF16";
+  EXPECT_EQ(fa::cpu::neon_bf16::differing_bytes(), 0);
+#else
+  GTEST_SKIP() << "built without FEAT_BF16";
+#endif
+}
+
+TEST(Simd, ProductsOfFp16AreThoseOfFp32) {
+#if defined(FA_HAVE_NEON_FHM)
+  if (!fa::cpu::has_isa(FA_CPU_ISA_NEON_FHM)) GTEST_SKIP() << "the processor lacks FEAT_FHM";
+  const uint32_t seed = std::random_device()();
+  EXPECT_EQ(fa::cpu::neon_fhm::differing_products(seed), 0) << "seed " << seed;
+#else
+  GTEST_SKIP() << "built without FEAT_FHM";
+#endif
 }
 
 }  // namespace

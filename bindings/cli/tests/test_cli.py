@@ -138,7 +138,7 @@ class Explain(CliTest):
         self.refused("--packed and --pages exclude each other", *q, "--packed", "--pages", "16")
         self.refused("more than 2^56 elements", "explain", "--q", "1000000x1000000x1000x512")
         self.refused("--device needs cpu, cuda, cuda:N or auto, not 'tpu'", *q, "--device", "tpu")
-        self.refused("--isa needs auto, portable, avx2, avx512, avx512_bf16, amx, neon or neon_bf16, not 'mmx'", *q, "--isa", "mmx")
+        self.refused("--isa needs auto, portable, avx2, avx512, avx512_bf16, amx, neon, neon_fhm, neon_bf16 or sve256, not 'mmx'", *q, "--isa", "mmx")
 
     def test_a_device_that_is_not_there(self):
         self.assertIn("FA_ERROR_", self.run_cli("explain", "--q", "1x64x8x64", "--device", "cuda:999", status=3))

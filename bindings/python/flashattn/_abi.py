@@ -32,7 +32,8 @@ ERROR_INVALID_ARGUMENT = 100
 
 DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA = 0, 1, 2
 CPU_ISAS: Dict[str, int] = {
-    "auto": 0, "portable": 100, "avx2": 200, "avx512": 300, "avx512_bf16": 350, "amx": 400, "neon": 500, "neon_bf16": 550,
+    "auto": 0, "portable": 100, "avx2": 200, "avx512": 300, "avx512_bf16": 350, "amx": 400, "neon": 500,
+    "neon_fhm": 525, "neon_bf16": 550, "sve256": 600,
 }
 MASK_NONE, MASK_CAUSAL, MASK_CAUSAL_TOP_LEFT = 0, 1, 2
 WINDOW_LEFT, WINDOW_RIGHT = 1, 2

@@ -10,7 +10,7 @@ from ctypes import c_char_p, c_int, c_void_p, py_object
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from . import _abi
-from ._dlpack import CAPSULE, CPU, VERSIONED_CAPSULE, DLManagedTensor, DLManagedTensorVersioned
+from ._dlpack import CAPSULE, CPU, VERSIONED_CAPSULE, DLManagedTensor, DLManagedTensorVersioned, python_function
 
 # For __array_interface__, and for one element as `struct` reads it.
 _TYPESTRS = {
@@ -41,10 +41,9 @@ def _deleter(managed: int) -> None:
     _exports.pop(managed, None)
 
 
-_is_valid = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
+_is_valid = python_function("PyCapsule_IsValid", c_int, c_void_p, c_char_p)
+_pointer = python_function("PyCapsule_GetPointer", c_void_p, c_void_p, c_char_p)
+_new_capsule = python_function("PyCapsule_New", py_object, c_void_p, c_char_p, c_void_p)
 
 
 @ctypes.CFUNCTYPE(None, c_void_p)

@@ -62,7 +62,7 @@ class Context:
     """One device with its settings. Used by one thread at a time; contexts are independent of each other.
 
     device: "cpu", "cuda", or "auto" (CUDA if there is a usable GPU). threads: CPU threads, 0 = all. cpu_isa: "auto", "portable",
-    "avx2", "avx512", "avx512_bf16", "amx", "neon" or "neon_bf16". log(level, message) receives a line for each failure and warning.
+    "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_fhm", "neon_bf16" or "sve256". log(level, message) receives a line for each failure and warning.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLPack's structs and numbers."""
+"""DLPack's structs and numbers, and functions of Python's C API."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 CPU = 1
 HOST_DEVICES = {CPU: "cpu", 3: "cuda_host"}
@@ -41,3 +42,8 @@ class DLManagedTensorVersioned(ctypes.Structure):
         ("flags", c_uint64),
         ("dl_tensor", DLTensor),
     ]
+
+
+def python_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of Python's C API, with types of its own: those of ctypes.pythonapi are shared by the process, and other packages set them."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))

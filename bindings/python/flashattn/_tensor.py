@@ -22,7 +22,15 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from . import _abi, _cuda
 from ._array import Array
-from ._dlpack import CAPSULE, CUDA_DEVICES, HOST_DEVICES, READ_ONLY_FLAG, VERSIONED_CAPSULE, DLManagedTensorVersioned
+from ._dlpack import (
+    CAPSULE,
+    CUDA_DEVICES,
+    HOST_DEVICES,
+    READ_ONLY_FLAG,
+    VERSIONED_CAPSULE,
+    DLManagedTensorVersioned,
+    python_function,
+)
 from ._error import check
 
 
@@ -169,10 +177,8 @@ def _from_torch(obj: Any, torch: Any) -> Optional[_abi.fa_tensor]:
 # ------------------------------------------------------------------------------------------------------------- DLPack
 
 
-_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
-_capsule_is_valid.restype, _capsule_is_valid.argtypes = c_int, [py_object, c_char_p]
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = c_void_p, [py_object, c_char_p]
+_capsule_is_valid = python_function("PyCapsule_IsValid", c_int, py_object, c_char_p)
+_capsule_pointer = python_function("PyCapsule_GetPointer", c_void_p, py_object, c_char_p)
 
 
 def _capsule(obj: Any, arguments: dict) -> Any:
@@ -228,10 +234,8 @@ class _Py_buffer(ctypes.Structure):
 
 
 _PyBUF_FULL_RO = 0x0100 | 0x0018 | 0x0004  # INDIRECT | STRIDES | FORMAT
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.restype, _get_buffer.argtypes = c_int, [py_object, POINTER(_Py_buffer), c_int]
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.restype, _release_buffer.argtypes = None, [POINTER(_Py_buffer)]
+_get_buffer = python_function("PyObject_GetBuffer", c_int, py_object, POINTER(_Py_buffer), c_int)
+_release_buffer = python_function("PyBuffer_Release", None, POINTER(_Py_buffer))
 
 
 class _HeldBuffer:

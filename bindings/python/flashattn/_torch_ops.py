@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from . import _abi
 from ._context import Context
 from ._error import Error
+from ._extension import FIND, Extension, address_in, find
 from ._options import problem_of
 from ._tensor import dtypes_of_torch
 from ._torch_vmap import Mapped
@@ -254,52 +255,22 @@ def _jvp_shapes(tq, tk, tv, out, lse, q, k, v, **_):
     return out.new_empty(out.shape), lse.new_empty(lse.shape)
 
 
-_FIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
-
-
 def _find(name: bytes) -> Optional[int]:
     """The address of a function of libflashattn, or of the part of PyTorch for CUDA."""
-    library = _abi.lib
-    if not name.startswith(b"fa_"):
-        try:
-            library = ctypes.CDLL("libtorch_cuda.so", os.RTLD_LAZY | os.RTLD_NOLOAD)
-        except OSError:
-            return None
-    function = getattr(library, name.decode(), None)
-    return (
-        ctypes.cast(function, ctypes.c_void_p).value if function is not None else None
-    )
+    if name.startswith(b"fa_"):
+        return find(name)
+    try:
+        return address_in(ctypes.CDLL("libtorch_cuda.so", os.RTLD_LAZY | os.RTLD_NOLOAD), name)
+    except OSError:
+        return None
 
 
 #: What the extension has beside the library's statuses.
 _EXCEPTIONS = {-1: TypeError, -2: ValueError, -3: OverflowError}
 
 
-class Extension:
-    """The extension in C++, if there is one for this library and this PyTorch; `reason` says why not."""
-
-    def __init__(self) -> None:
-        self.path = ""
-        self.reason = ""
-        self._loaded: Optional[ctypes.CDLL] = None
-        chosen = os.environ.get("FLASHATTN_TORCH_EXTENSION")
-        if chosen == "0":
-            self.reason = "FLASHATTN_TORCH_EXTENSION is 0"
-            return
-        path = chosen or os.path.join(
-            os.path.dirname(os.path.abspath(__file__)), "libflashattn_torch.so"
-        )
-        if not chosen and not os.path.exists(path):
-            self.reason = "it was not built: python3 -m flashattn.build_torch"
-            return
-        try:
-            self._load(path)
-        except (OSError, AttributeError, ImportError) as error:
-            self.reason = f"{path}: {error}"
-            if chosen:  # an explicit choice is not passed over
-                raise ImportError(
-                    f"FLASHATTN_TORCH_EXTENSION: {self.reason}"
-                ) from error
+class TorchExtension(Extension):
+    """The extension for PyTorch (torch_operators.cpp)."""
 
     def _load(self, path: str) -> None:
         loaded = ctypes.CDLL(path)
@@ -308,7 +279,7 @@ class Extension:
             for name in ("options", "register", "install", "failure")
         )
         options.restype = register.restype = install.restype = ctypes.c_char_p
-        register.argtypes, install.argtypes = [_FIND], [
+        register.argtypes, install.argtypes = [FIND], [
             ctypes.c_char_p,
             ctypes.c_int32,
             ctypes.c_int32,
@@ -320,13 +291,10 @@ class Extension:
             raise ImportError(
                 "it takes other options than this package gives; build it again"
             )
-        problem = register(_FIND(_find))
+        problem = register(FIND(_find))
         if problem is not None:
             raise ImportError(problem.decode())
-        self.path, self._loaded = path, loaded
-
-    def __bool__(self) -> bool:
-        return self._loaded is not None
+        self._loaded = loaded
 
     def install(self, key: str, of_cuda: bool, deterministic: bool) -> None:
         """Puts kernels over those of PyTorch's operators of the CPU or of CUDA, for a dispatch key."""
@@ -392,7 +360,7 @@ _jvp_op = _define(
     _jvp_shapes,
 )
 
-extension = Extension()
+extension = TorchExtension("torch")
 for _device in ("CPU", "CUDA"):
     _library.impl("jvp", _jvp, _device)
     if not extension:

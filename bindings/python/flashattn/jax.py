@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for JAX on the CPU: a function like jax.nn.dot_product_attention, differentiable, under jit, grad and vmap.
+"""Attention for JAX: a function like jax.nn.dot_product_attention, differentiable, under jit, grad, vmap and over several devices.
 
     from flashattn.jax import dot_product_attention
     out = dot_product_attention(query, key, value, is_causal=True)      # (batch, rows, heads, head_dim)
 
-JAX hands host arrays to the library (jax.pure_callback), so arrays of an accelerator travel to the host and back.
+XLA calls the library where the extension is there (`python3 -m flashattn.build_jax`), on the CPU and on CUDA; `extension` says whether it is, and
+`extension.reason` why not. Without it JAX hands host arrays to the library, so that arrays of an accelerator travel to the host and back.
 """
 
 from __future__ import annotations
@@ -16,53 +17,32 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-import flashattn
+from ._jax_call import Numbers, call, extension
 
-__all__ = ["dot_product_attention"]
+__all__ = ["dot_product_attention", "extension"]
 
-Settings = Tuple[Tuple[str, Any], ...]  # options of flashattn.forward, hashable
-
-
-def _tensors(bias: Any, sink: Any) -> Dict[str, Any]:
-    return {name: numpy.asarray(x) for name, x in (("bias", bias), ("sink", sink)) if x is not None}
+Names = Tuple[str, ...]  # of tensors besides q, k and v
 
 
-def _call_forward(settings: Settings, q: Any, k: Any, v: Any, bias: Any, sink: Any) -> Tuple[Any, Any]:
-    return flashattn.forward(numpy.asarray(q), numpy.asarray(k), numpy.asarray(v), **_tensors(bias, sink), **dict(settings))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(numbers: Numbers, names: Names, *tensors: Any) -> Tuple[Any, Any]:
+    out, lse = call(("q", "k", "v", *names), numbers, tensors)
+    return out, lse
 
 
-def _call_backward(
-    settings: Settings, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, sink: Any
-) -> Any:
-    dout, dlse, q, k, v, out, lse = (numpy.asarray(x) for x in (dout, dlse, q, k, v, out, lse))
-    return tuple(flashattn.backward(dout, q, k, v, out, lse, dlse=dlse, **_tensors(bias, sink), **dict(settings)))
+def _attention_forward(numbers: Numbers, names: Names, *tensors: Any) -> Any:
+    out, lse = _attention(numbers, names, *tensors)
+    return (out, lse), (out, lse, tensors)
 
 
-def _shape(like: Any) -> Any:
-    return None if like is None else jax.ShapeDtypeStruct(like.shape, like.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: Settings, q: Any, k: Any, v: Any, bias: Any, sink: Any) -> Tuple[Any, Any]:
-    batch, rows, heads, _ = q.shape
-    shapes = (
-        jax.ShapeDtypeStruct((batch, rows, heads, v.shape[-1]), q.dtype),
-        jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32),
-    )
-    call = functools.partial(_call_forward, settings)
-    return jax.pure_callback(call, shapes, q, k, v, bias, sink, vmap_method="sequential")
-
-
-def _attention_forward(settings: Settings, q: Any, k: Any, v: Any, bias: Any, sink: Any) -> Any:
-    out, lse = _attention(settings, q, k, v, bias, sink)
-    return (out, lse), (q, k, v, out, lse, bias, sink)
-
-
-def _attention_backward(settings: Settings, saved: Any, gradient: Any) -> Any:
-    q, k, v, out, lse, bias, sink = saved
-    shapes = tuple(_shape(x) for x in (q, k, v, bias, sink))
-    call = functools.partial(_call_backward, settings)
-    return jax.pure_callback(call, shapes, *gradient, q, k, v, out, lse, bias, sink, vmap_method="sequential")
+def _attention_backward(numbers: Numbers, names: Names, saved: Any, gradient: Any) -> Any:
+    out, lse, tensors = saved
+    inputs = ("dout", "dlse", "q", "k", "v", "out", "lse", *names)
+    gradients = call(inputs, numbers, (*gradient, *tensors[:3], out, lse, *tensors[3:]))
+    of_names = dict(zip([name for name in ("q", "k", "v", "bias", "sink") if name in inputs], gradients))
+    # Masks and lengths have none: JAX wants zeros of a type without values for them.
+    none = (numpy.zeros(x.shape, jax.dtypes.float0) for x in tensors)
+    return tuple(of_names.get(name, zero) for name, zero in zip(("q", "k", "v", *names), none))
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -77,15 +57,19 @@ def dot_product_attention(
     *,
     scale: Optional[float] = None,
     is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
     local_window_size: Optional[Union[int, Tuple[int, int]]] = None,
     return_residual: bool = False,
     softcap: float = 0.0,
     sink: Any = None,
+    deterministic: bool = False,
 ) -> Any:
     """jax.nn.dot_product_attention on (batch, rows, heads, head_dim) or (rows, heads, head_dim), and softcap and sink beside.
 
     bias is added to the logits, mask is True where a query sees a key; both are (batch or 1, heads or 1, rows of query or 1, rows of key).
-    Unlike there a row that sees no key gives 0. return_residual=True returns (out, lse) with lse as (batch, heads, rows).
+    Lengths are (batch), int32. Unlike there a row that sees no key, or past its length, gives 0. return_residual=True returns (out, lse) with
+    lse as (batch, heads, rows). deterministic=True: gradients have the same bits in every run; on the CPU they always do.
     """
     if query.ndim == 3:
         result = dot_product_attention(
@@ -96,23 +80,33 @@ def dot_product_attention(
             mask,
             scale=scale,
             is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
             local_window_size=local_window_size,
             return_residual=True,
             softcap=softcap,
             sink=sink,
+            deterministic=deterministic,
         )
         out, lse = (x[0] for x in result)
         return (out, lse) if return_residual else out
-    if mask is not None:
-        hidden = jnp.where(mask, 0, -jnp.inf).astype(query.dtype)
-        bias = hidden if bias is None else bias + hidden
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
-    settings: Dict[str, Any] = {"scale": scale, "softcap": softcap, "causal": "top_left" if is_causal else False}
+    numbers: Dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+    numbers["causal"] = "top_left" if is_causal else False
     if local_window_size is not None:
         # JAX counts positions from the first row and the first key; with as many of one as of the other that is the library's way.
-        if query.shape[1] != key.shape[1] and not is_causal:
-            raise ValueError("local_window_size needs as many rows of query as of key, or is_causal=True")
-        settings["window"] = local_window_size
-    out, lse = _attention(tuple(settings.items()), query, key, value, bias, sink)
+        has_lengths = query_seq_lengths is not None or key_value_seq_lengths is not None
+        if not is_causal and (has_lengths or query.shape[1] != key.shape[1]):
+            raise ValueError("local_window_size needs as many rows of query as of key, and no lengths, or is_causal=True")
+        numbers["window"] = local_window_size
+    given = {
+        "bias": bias,
+        "element_mask": None if mask is None else jnp.asarray(mask, bool),
+        "sink": sink,
+        "seqused_q": query_seq_lengths,
+        "seqused_k": key_value_seq_lengths,
+    }
+    tensors = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    out, lse = _attention(tuple(numbers.items()), tuple(tensors), query, key, value, *tensors.values())
     return (out, lse) if return_residual else out

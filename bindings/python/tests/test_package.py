@@ -34,7 +34,7 @@ class WheelTest(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
         cls.root = pathlib.Path(cls.folder.name)
-        cls.wheel = cls.root / cls.build(cls.root, FLASHATTN_TORCH_EXTENSION="0")
+        cls.wheel = cls.root / cls.build(cls.root, FLASHATTN_TORCH_EXTENSION="0", FLASHATTN_JAX_EXTENSION="0")
 
     @staticmethod
     def build(folder, **environment):
@@ -56,7 +56,19 @@ class WheelTest(unittest.TestCase):
             if path != record:
                 expected = base64.urlsafe_b64encode(hashlib.sha256(files[path]).digest()).rstrip(b"=").decode()
                 self.assertEqual((digest, size), ("sha256=" + expected, str(len(files[path]))))
-        for wanted in ("flashattn/libflashattn.so.0", "flashattn/py.typed", "flashattn/torch.py", "flashattn/transformers.py", "flashattn/vllm.py", "flashattn/sglang.py", "flashattn/jax.py", "flashattn/torch_operators.cpp", "flashattn/include/flashattn/flashattn.h"):
+        for wanted in (
+            "flashattn/libflashattn.so.0",
+            "flashattn/py.typed",
+            "flashattn/torch.py",
+            "flashattn/transformers.py",
+            "flashattn/vllm.py",
+            "flashattn/sglang.py",
+            "flashattn/jax.py",
+            "flashattn/torch_operators.cpp",
+            "flashattn/jax_handlers.cpp",
+            "flashattn/_build.py",
+            "flashattn/include/flashattn/flashattn.h",
+        ):
             self.assertIn(wanted, files)
         metadata = files[record.replace("RECORD", "METADATA")].decode()
         self.assertIn("\nVersion: " + self.wheel.name.split("-")[1] + "\n", metadata)
@@ -77,7 +89,7 @@ class WheelTest(unittest.TestCase):
 
     def test_equal_input_equal_wheel(self):
         again = self.root / "again"
-        name = self.build(again, FLASHATTN_TORCH_EXTENSION="0")
+        name = self.build(again, FLASHATTN_TORCH_EXTENSION="0", FLASHATTN_JAX_EXTENSION="0")
         self.assertEqual((again / name).read_bytes(), self.wheel.read_bytes())
 
     def test_unpacked_it_runs(self):
@@ -89,31 +101,39 @@ class WheelTest(unittest.TestCase):
             self.assertTrue(path.startswith(str(self.root / "unpacked")), path)
         self.assertIn("kernel cpu_", run(sys.executable, HERE / "examples/causal.py", PYTHONPATH=str(self.root / "unpacked")))
 
-    def test_with_the_extension_for_pytorch(self):
-        from flashattn import build_torch
+    def test_with_the_extensions(self):
+        from flashattn import _build
 
-        try:
-            build_torch.build(self.root / "torch")
-        except build_torch.Unavailable as missing:
-            self.skipTest(str(missing))
+        here = []
+        for framework in ("torch", "jax"):
+            try:
+                _build.build(framework, self.root / framework)
+                here.append(framework)
+            except _build.Unavailable as missing:
+                print(missing)
+        if not here:
+            self.skipTest("neither PyTorch nor JAX is there")
         first, second = self.root / "first", self.root / "second"
         name = self.build(first)
         self.assertEqual((first / self.build(second)).read_bytes(), (second / name).read_bytes())
-        # The extension asks for no newer system than the library does.
+        # The extensions ask for no newer system than the library does.
         self.assertEqual(name, self.wheel.name)
-        unpacked = self.root / "with_extension"
+        unpacked = self.root / "with_extensions"
         with zipfile.ZipFile(first / name) as archive:
             archive.extractall(unpacked)
-        own = unpacked / "flashattn" / build_torch.NAME
-        self.assertNotIn(str(HERE).encode(), own.read_bytes())
-        code = "from flashattn._torch_ops import extension; print(bool(extension), extension.path or extension.reason)"
-        environment = {"PYTHONPATH": str(unpacked)}
-        self.assertEqual(run(sys.executable, "-c", code, **environment), f"True {own}\n")
-        # Without it PyTorch still has its operators, and the package can build it.
-        own.unlink()
-        self.assertIn("False it was not built: python3 -m flashattn.build_torch", run(sys.executable, "-c", code, **environment))
-        self.assertEqual(run(sys.executable, "-m", "flashattn.build_torch", **environment), f"{own}\n")
-        self.assertEqual(run(sys.executable, "-c", code, **environment), f"True {own}\n")
+        for framework in here:
+            own = unpacked / "flashattn" / _build.name_of(framework)
+            self.assertNotIn(str(HERE).encode(), own.read_bytes())
+            module = {"torch": "_torch_ops", "jax": "jax"}[framework]
+            code = f"from flashattn.{module} import extension; print(bool(extension), extension.path or extension.reason)"
+            environment = {"PYTHONPATH": str(unpacked)}
+            self.assertEqual(run(sys.executable, "-c", code, **environment), f"True {own}\n")
+            # Without it the package still works, and can build it.
+            own.unlink()
+            command = f"flashattn.build_{framework}"
+            self.assertIn(f"False it was not built: python3 -m {command}", run(sys.executable, "-c", code, **environment))
+            self.assertEqual(run(sys.executable, "-m", command, **environment), f"{own}\n")
+            self.assertEqual(run(sys.executable, "-c", code, **environment), f"True {own}\n")
 
     @unittest.skipUnless(
         importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip"),
@@ -145,7 +165,9 @@ class ReadmeTest(unittest.TestCase):
         blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), flags=re.S)
         self.assertGreaterEqual(len(blocks), 3)
         for block in blocks:
-            needed = [name for name in ("numpy", "torch", "transformers", "jax") if re.search(rf"^import {name}\b", block, flags=re.M)]
+            needed = [
+                name for name in ("numpy", "torch", "transformers", "jax") if re.search(rf"^import {name}\b", block, flags=re.M)
+            ]
             with self.subTest(block=block.splitlines()[0]):
                 missing = [name for name in needed if not importlib.util.find_spec(name)]
                 if missing:

@@ -16,7 +16,7 @@ import torch
 
 import flashattn
 from flashattn import _torch_ops
-from flashattn._torch_ops import Extension, extension
+from flashattn._torch_ops import TorchExtension, extension
 from flashattn.torch import attention
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
@@ -268,7 +268,7 @@ class ExtensionTest(TorchCase):
                     ImportError,
                     "it takes other options than this package gives; build it again",
                 ):
-                    Extension()
+                    TorchExtension("torch")
 
 
 if __name__ == "__main__":

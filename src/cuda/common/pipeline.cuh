@@ -75,6 +75,16 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
   return passed != 0;
 }
 
+// The barriers of a pipeline's stages. The producer arrives at `full` once, the consumers at `empty` as often as said.
+template <int kStages>
+__device__ __forceinline__ void init_pipeline(uint32_t full, uint32_t empty, uint32_t empty_arrivals,
+                                              uint32_t full_arrivals = 1) {
+  for (int n = 0; n < kStages; ++n) {
+    mbarrier_init(full + n * 8, full_arrivals);
+    mbarrier_init(empty + n * 8, empty_arrivals);
+  }
+}
+
 // A position in a pipeline of kStages stages: the stage, and the phase of its barriers, which flips each time the pipeline wraps around.
 template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
 struct PipelineState {

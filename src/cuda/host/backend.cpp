@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cassert>
+#include <cinttypes>
 #include <cstdint>
 #include <cstdio>
 #include <type_traits>
@@ -302,7 +302,21 @@ class CudaBackend final : public Backend, private StreamWork {
     return load(launches, error);
   }
 
+  // Plans refuse what does not fit one list, or one grid.
+  static fa_status check(const Launches &launches, ErrorText &error) {
+    if (launches.overflowed()) {
+      return fail(error, FA_ERROR_INTERNAL, "the plan has more than %d launches, or parameters of more than %d",
+                  Launches::kMaxEntries, Launches::kMaxParams);
+    }
+    for (const auto &[what, launch, params] : launches) {
+      if (launch.blocks > INT32_MAX)
+        return fail(error, FA_ERROR_INTERNAL, "the grid of the %s has %" PRId64 " CTAs", what, launch.blocks);
+    }
+    return FA_OK;
+  }
+
   fa_status load(const Launches &launches, ErrorText &error) override {
+    FA_RETURN_IF_ERROR(check(launches, error));
     const Kernel *kernel = nullptr;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, kernel, error));
     return FA_OK;
@@ -430,6 +444,7 @@ class CudaBackend final : public Backend, private StreamWork {
 
   // All kernels are there before the first one runs: a call enqueues everything or nothing.
   fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) override {
+    FA_RETURN_IF_ERROR(check(launches, error));
     const Kernel *kernels[Launches::kMaxEntries];
     const Kernel **kernel = kernels;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
@@ -446,7 +461,6 @@ class CudaBackend final : public Backend, private StreamWork {
         attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
         attributes[count++].value.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
       }
-      assert(launch.blocks <= INT32_MAX);  // a plan refuses what one grid does not hold
       CUlaunchConfig config{};
       config.gridDimX = static_cast<unsigned>(launch.blocks);
       config.blockDimX = static_cast<unsigned>(launch.threads);

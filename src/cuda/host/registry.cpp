@@ -22,7 +22,13 @@
 namespace fa::cuda {
 namespace {
 
-// The rows of a table: `set(row, shape)` completes what the table's other kernels have in common.
+// Whether the kernels of a family are compiled for sm_90a.
+constexpr bool is_sm90a(Family family) {
+  return family == Family::sm90 || family == Family::extend || family == Family::mla || family == Family::sm90_fp32;
+}
+
+// The rows of a table. What a shape says by a member of the row's name is taken from there: head_dim, capability, threads(), ... The rest
+// `set(row, shape)` adds.
 template <typename Shape, size_t kCount, typename Set>
 constexpr auto rows_of(const Shape (&shapes)[kCount], Family family, Pass pass, Set set) {
   std::array<KernelRow, kCount> rows{};
@@ -31,6 +37,14 @@ constexpr auto rows_of(const Shape (&shapes)[kCount], Family family, Pass pass, 
     rows[n].family = family;
     rows[n].pass = pass;
     rows[n].shape = static_cast<int32_t>(n);
+    rows[n].sm90a = is_sm90a(family);
+    if (rows[n].sm90a) rows[n].capability = 90;
+    if constexpr (requires { shapes[n].head_dim; }) rows[n].head_dim = rows[n].head_dim_v = shapes[n].head_dim;
+    if constexpr (requires { shapes[n].head_dim_v; }) rows[n].head_dim_v = shapes[n].head_dim_v;
+    if constexpr (requires { shapes[n].capability; }) rows[n].capability = shapes[n].capability;
+    if constexpr (requires { shapes[n].threads(); }) rows[n].threads = shapes[n].threads();
+    if constexpr (requires { shapes[n].shared_bytes(); }) rows[n].shared_bytes = shapes[n].shared_bytes();
+    if constexpr (requires { shapes[n].rows(); }) rows[n].rows = shapes[n].rows();
     set(rows[n], shapes[n]);
   }
   return rows;
@@ -53,15 +67,9 @@ constexpr auto kRows = concatenate(
     rows_of(sm80::kForwardShapes, Family::sm80, Pass::forward,
             [](KernelRow &row, const sm80::ForwardShape &shape) {
               row.set = "sm80_fwd";
-              row.head_dim = shape.head_dim;
-              row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms : 0);
               row.features =
                   (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults & ~kUnevenRows) | left_padding_by_mask(shape.scores);
-              row.capability = shape.capability;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
-              row.rows = shape.rows();
             }),
     rows_of(simt::kForwardShapes, Family::simt, Pass::forward,
             [](KernelRow &row, const simt::ForwardShape &shape) {
@@ -72,13 +80,10 @@ constexpr auto kRows = concatenate(
               row.operands = kAnyOperands;
               row.scores = kAllAndScoreText;
               row.features = kAnyFeatures;
-              row.rows = shape.rows();
             }),
     rows_of(sm90::kForwardShapes, Family::sm90, Pass::forward,
             [](KernelRow &row, const sm90::ForwardShape &shape) {
               row.set = "sm90_fwd";
-              row.head_dim = shape.head_dim;
-              row.head_dim_v = shape.head_dim_v;
               row.operands = shape.fp8 ? kFp8 : k16Bit;
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's.
@@ -86,11 +91,6 @@ constexpr auto kRows = concatenate(
                   kDeterministic | kSeparateV |
                   (sm90::skips_left_padding(shape.groups, shape.fp8) ? kLeftPadding : left_padding_by_mask(shape.scores)) |
                   (shape.scores != kPlain ? 0 : kPlainScores);
-              row.capability = 90;
-              row.sm90a = true;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
-              row.rows = shape.rows();
             }),
     rows_of(decode::kShapes, Family::decode, Pass::forward,
             [](KernelRow &row, const decode::Shape &shape) {
@@ -98,33 +98,22 @@ constexpr auto kRows = concatenate(
               const bool kv_8bit = shape.kv_bytes == 1;
               row.set = kv_8bit ? "decode_8bit_fwd" : "decode_fwd";
               row.any_dtype = kv_8bit;
-              row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV | (kv_8bit ? 0 : kLeftPadding) | kHugePackedKv | kDescalePerRow;
               row.max_queries = shape.warp_rows == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
-              row.capability = shape.capability;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
-              row.rows = shape.rows();
             }),
     rows_of(extend::kShapes, Family::extend, Pass::forward,
             [](KernelRow &row, const extend::Shape &shape) {
               const bool kv_8bit = shape.stages_8bit > 0;
               row.set = kv_8bit ? "extend_8bit_fwd" : "extend_fwd";
               row.any_dtype = kv_8bit;
-              row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV |
                              (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ
                               : kv_8bit       ? 0
                                               : kLeftPadding);
-              row.capability = 90;
-              row.sm90a = true;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
-              row.rows = shape.rows();
             }),
     rows_of(mla::kShapes, Family::mla, Pass::forward,
             [](KernelRow &row, const mla::Shape &shape) {
@@ -132,39 +121,21 @@ constexpr auto kRows = concatenate(
               row.set = kv_8bit ? "mla_8bit_fwd" : "mla_fwd";
               row.any_dtype = kv_8bit;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
-              row.head_dim = shape.head_dim;
-              row.head_dim_v = shape.head_dim_v;
               row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv | (shape.lists ? kListedKeys : 0);
-              row.capability = 90;
-              row.sm90a = true;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
-              row.rows = shape.rows();
             }),
     rows_of(sm90_fp32::kForwardShapes, Family::sm90_fp32, Pass::forward,
-            [](KernelRow &row, const sm90_fp32::ForwardShape &shape) {
+            [](KernelRow &row, const sm90_fp32::ForwardShape &) {
               row.set = "sm90_fp32_fwd";
               row.any_dtype = true;
-              row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kFp32;
               // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
               row.features = kDeterministic | kSeparateV | kLeftPadding | kPlainScores | kUnalignedRows | kNoTma;
-              row.capability = 90;
-              row.sm90a = true;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
-              row.rows = shape.rows();
             }),
     rows_of(sm80::kBackwardShapes, Family::sm80, Pass::backward,
             [](KernelRow &row, const sm80::BackwardShape &shape) {
               row.set = "sm80_bwd";
-              row.head_dim = shape.head_dim;
-              row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms : 0);
               row.features = (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults) | left_padding_by_mask(shape.scores);
-              row.capability = shape.capability;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
               row.rows = shape.keys();
             }),
     rows_of(simt::kBackwardShapes, Family::simt, Pass::backward,
@@ -180,42 +151,25 @@ constexpr auto kRows = concatenate(
     rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward,
             [](KernelRow &row, const sm90::BackwardShape &shape) {
               row.set = "sm90_bwd";
-              row.head_dim = shape.head_dim;
-              row.head_dim_v = shape.head_dim_v;
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
               // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
               row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
                              (shape.ordered ? kDeterministic : 0);
-              row.capability = 90;
-              row.sm90a = true;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
               row.rows = shape.keys();
             }),
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,
-            [](KernelRow &row, const sm90_fp32::BackwardShape &shape) {
+            [](KernelRow &row, const sm90_fp32::BackwardShape &) {
               row.set = "sm90_fp32_bwd";
               row.any_dtype = true;
-              row.head_dim = row.head_dim_v = shape.head_dim;
               row.operands = kFp32;
               // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
               row.features = kDeterministic | kSeparateV | kLeftPadding | kPlainScores | kUnalignedRows | kNoTma;
-              row.capability = 90;
-              row.sm90a = true;
-              row.threads = shape.threads();
-              row.shared_bytes = shape.shared_bytes();
               row.rows = sm90_fp32::kOwnRows;
             }),
-    rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &shape) {
+    rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &) {
       row.set = "sm90_jvp";
-      row.head_dim = row.head_dim_v = shape.head_dim;
       row.features =
           kBatchInvariant | kBatchInvariantVarlenQ | kDeterministic | kEmpty | kPlainScores | kSeparateV | kLeftPadding;
-      row.capability = 90;
-      row.sm90a = true;
-      row.threads = shape.threads();
-      row.shared_bytes = shape.shared_bytes();
-      row.rows = shape.rows();
     }));
 
 // Column `capability` of the tables is what the build reads.
@@ -245,6 +199,20 @@ const FamilyRows &family_rows(Family family, Pass pass) {
   return kFamilyRows[static_cast<size_t>(family)][static_cast<size_t>(pass)];
 }
 
+constexpr KernelRow kSameBitsOffer = [] {
+  KernelRow offer;
+  offer.operands = 0;
+  for (const KernelRow &row : kRows) {
+    if ((row.features & kSameBits) == 0) continue;
+    offer.head_dim = std::max(offer.head_dim, row.head_dim);
+    offer.head_dim_v = std::max(offer.head_dim_v, row.head_dim_v);
+    offer.operands |= row.operands;
+    offer.scores |= row.scores;
+    offer.features |= row.features;
+  }
+  return offer;
+}();
+
 constexpr const char *kDtypeNames[] = {"f32", "f16", "bf16", "e4m3", "i8"};  // by Dtype
 const char *name_of(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
 
@@ -256,6 +224,8 @@ std::span<const KernelRow> kernels_of(Family family, Pass pass) {
   const FamilyRows &rows = family_rows(family, pass);
   return {kRows.data() + rows.first, rows.count};
 }
+
+const KernelRow &same_bits_offer() { return kSameBitsOffer; }
 
 std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs) {
   const FamilyRows &rows = family_rows(family, pass);

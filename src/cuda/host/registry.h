@@ -85,6 +85,8 @@ struct KernelRow {
 // All rows; the kernels of a family and pass lie together, in the order of their table, which is the order of preference.
 std::span<const KernelRow> all_kernels();
 std::span<const KernelRow> kernels_of(Family family, Pass pass);
+// What the kernels for FA_FLAG_SAME_BITS can do: head dims, operands, score terms and features that one of them offers.
+const KernelRow &same_bits_offer();
 
 // As the query names it, "sm80_fwd_bf16_d128", without what a plan adds ("_split", "_ordered").
 std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out);

@@ -3,6 +3,7 @@
 // (registry.h), unless its planner says otherwise.
 #include <algorithm>
 #include <cinttypes>
+#include <tuple>
 
 #include "core/backend.h"
 #include "cuda/common/operand.h"
@@ -60,45 +61,62 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
   return FA_OK;
 }
 
-// What FA_FLAG_SAME_BITS does not cover on CUDA, forward or backward, besides what core/validate.cpp refuses on every device.
-fa_status check_same_bits(const MaskedProblem &p, const Device &device, ErrorText &error) {
+// Refuses by name what no kernel for FA_FLAG_SAME_BITS offers. core/validate.cpp has refused what no device covers.
+fa_status check_same_bits(const ForwardProblem &p, const Needs &needs, const Device &device, ErrorText &error) {
   if (!p.same_bits) return FA_OK;
-  constexpr int64_t kMaxHeadDim = 128;
-  const auto refuse = [&](const char *name) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, which FA_FLAG_SAME_BITS does not cover on CUDA", name);
-  };
+  const KernelRow &offer = same_bits_offer();
+  const ScoreSet scores = needs.scores & ~offer.scores;
+  const FeatureSet features = needs.features & ~offer.features & ~kEmpty;
   if (!device.sm90) {
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA but on Hopper, with fa_config.cuda_arch 0 or 90");
   }
-  for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"out", &p.out}}) {
-    if (is_16_bit(tensor->dtype)) continue;
-    return fail(error, FA_ERROR_UNSUPPORTED, "%s.dtype is %s; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA", name,
-                dtype_name(tensor->dtype));
+  if ((needs.operands & ~offer.operands) != 0 || (features & kFp32RowResults) != 0) {
+    for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"out", &p.out}}) {
+      if (is_16_bit(tensor->dtype)) continue;
+      return fail(error, FA_ERROR_UNSUPPORTED, "%s.dtype is %s; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA", name,
+                  dtype_name(tensor->dtype));
+    }
   }
-  if (p.head_dim > kMaxHeadDim || p.head_dim_v > kMaxHeadDim) {
+  if (p.head_dim > offer.head_dim || p.head_dim_v > offer.head_dim_v) {
     return fail(error, FA_ERROR_UNSUPPORTED,
-                "head_dim is %" PRId64 ", and %" PRId64 " of v; FA_FLAG_SAME_BITS covers up to %" PRId64 " on CUDA", p.head_dim,
-                p.head_dim_v, kMaxHeadDim);
+                "head_dim is %" PRId64 ", and %" PRId64 " of v; FA_FLAG_SAME_BITS covers up to %d on CUDA", p.head_dim,
+                p.head_dim_v, int{offer.head_dim});
   }
-  if (p.bias.data != nullptr) return refuse("bias");
-  if (p.block_mask.data != nullptr) return refuse("block_mask");
-  if (p.element_mask.given) return refuse("element_mask");
-  if (p.block_lists.given) return refuse("block_indices");
-  if (p.slices.given) return refuse("slices");
-  for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"v", &p.v}}) {
-    const int64_t columns = tensor == &p.v ? p.head_dim_v : p.head_dim;
-    if (has_16_byte_rows(*tensor, columns)) continue;
+  const bool masks = (scores & (kBlockMask | kDataMask)) != 0;
+  for (const auto &[name, refused] : {std::pair{"bias", (scores & (kTileBias | kAnyBias)) != 0},
+                                      {"block_mask", masks && p.block_mask.data != nullptr},
+                                      {"element_mask", masks && p.element_mask.given},
+                                      {"block_indices", masks && p.block_lists.given},
+                                      {"slices", masks && p.slices.given},
+                                      {"max_logit", (scores & kMaxLogit) != 0}}) {
+    if (!refused) continue;
+    return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, which FA_FLAG_SAME_BITS does not cover on CUDA", name);
+  }
+  for (const auto &[name, tensor, columns] :
+       {std::tuple{"q", &p.q, p.head_dim}, {"k", &p.k, p.head_dim}, {"v", &p.v, p.head_dim_v}}) {
+    if ((features & kUnalignedRows) == 0 || has_16_byte_rows(*tensor, columns)) continue;
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "%s has rows of %" PRId64
                 " columns that are not whole vectors of 16 bytes; FA_FLAG_SAME_BITS covers only such rows on CUDA",
                 name, columns);
   }
-  if (p.k_lengths.total > INT32_MAX) {
+  if ((features & kHugePackedKv) != 0) {
     return fail(error, FA_ERROR_UNSUPPORTED, "k has %" PRId64 " packed rows; FA_FLAG_SAME_BITS covers up to 2^31 - 1 on CUDA",
                 p.k_lengths.total);
   }
+  if (scores != 0 || features != 0) {
+    return fail(error, FA_ERROR_UNSUPPORTED, "FA_FLAG_SAME_BITS does not cover score terms %#x and features %#x on CUDA",
+                unsigned{scores}, unsigned{features});
+  }
   return FA_OK;
+}
+// A backward covers what its forward does.
+fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorText &error) {
+  if (!b.forward.same_bits) return FA_OK;
+  ForwardProblem forward;
+  static_cast<MaskedProblem &>(forward) = b.forward;
+  return check_same_bits(forward, needs_of(forward), device, error);
 }
 
 // Forward: the first line that applies and has a kernel.
@@ -234,11 +252,8 @@ fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardP
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   if (p.key_indices.given) return plan_key_lists(p, device, plan, error);
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  FA_RETURN_IF_ERROR(check_same_bits(p, device, error));
-  if (p.same_bits && p.max_logit != nullptr) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "max_logit is given, which FA_FLAG_SAME_BITS does not cover on CUDA");
-  }
   const Needs needs = needs_of(p);
+  FA_RETURN_IF_ERROR(check_same_bits(p, needs, device, error));
   FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
   FA_RETURN_IF_ERROR(plan_cell_map(p, /*backward=*/false, plan, error));
   plan.vector = needs.vector;
@@ -260,7 +275,7 @@ fa_status plan_backward(const BackwardProblem &b, const Device &device, Backward
     return FA_OK;
   }
   FA_RETURN_IF_ERROR(check_limits(p, error));
-  FA_RETURN_IF_ERROR(check_same_bits(b.forward, device, error));
+  FA_RETURN_IF_ERROR(check_same_bits(b, device, error));
   constexpr int64_t kMaxBackward = 512;
   if (p.head_dim > kMaxBackward) {
     return fail(error, FA_ERROR_UNSUPPORTED, "head_dim is %" PRId64 "; CUDA kernels for backward go up to %" PRId64, p.head_dim,

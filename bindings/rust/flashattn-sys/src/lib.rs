@@ -44,7 +44,9 @@ pub const FA_CPU_ISA_AVX512: fa_cpu_isa = 300;
 pub const FA_CPU_ISA_AVX512_BF16: fa_cpu_isa = 350;
 pub const FA_CPU_ISA_AMX: fa_cpu_isa = 400;
 pub const FA_CPU_ISA_NEON: fa_cpu_isa = 500;
+pub const FA_CPU_ISA_NEON_FHM: fa_cpu_isa = 525;
 pub const FA_CPU_ISA_NEON_BF16: fa_cpu_isa = 550;
+pub const FA_CPU_ISA_SVE256: fa_cpu_isa = 600;
 
 pub type fa_log_level = i32;
 pub const FA_LOG_ERROR: fa_log_level = 1;

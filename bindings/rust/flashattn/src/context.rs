@@ -31,6 +31,10 @@ pub enum CpuIsa {
     Neon,
     /// 64-bit Arm with bf16 products (FEAT_BF16).
     NeonBf16,
+    /// 64-bit Arm with products of fp16 in fp32 (FEAT_FHM).
+    NeonFhm,
+    /// 64-bit Arm with SVE whose vectors have 256 bits.
+    Sve256,
 }
 
 /// Settings of a CPU context.
@@ -141,6 +145,8 @@ impl Context {
                 CpuIsa::Amx => sys::FA_CPU_ISA_AMX,
                 CpuIsa::Neon => sys::FA_CPU_ISA_NEON,
                 CpuIsa::NeonBf16 => sys::FA_CPU_ISA_NEON_BF16,
+                CpuIsa::NeonFhm => sys::FA_CPU_ISA_NEON_FHM,
+                CpuIsa::Sve256 => sys::FA_CPU_ISA_SVE256,
             },
             ..Default::default()
         };
@@ -228,6 +234,8 @@ impl Context {
                     sys::FA_CPU_ISA_AMX => CpuIsa::Amx,
                     sys::FA_CPU_ISA_NEON => CpuIsa::Neon,
                     sys::FA_CPU_ISA_NEON_BF16 => CpuIsa::NeonBf16,
+                    sys::FA_CPU_ISA_NEON_FHM => CpuIsa::NeonFhm,
+                    sys::FA_CPU_ISA_SVE256 => CpuIsa::Sve256,
                     _ => CpuIsa::Auto,
                 },
                 compute_capability: properties.compute_capability,

@@ -2,6 +2,7 @@
 // The kernels of a row of the table, for one dtype.
 #pragma once
 
+#include "cuda/common/sm90_kernel.cuh"
 #include "cuda/kernels/bwd_pre_post/backward_dq.cuh"
 #include "cuda/kernels/bwd_sm90/backward.cuh"
 #include "cuda/kernels/bwd_sm90_cluster/backward_p_registers.cuh"
@@ -30,17 +31,17 @@ struct ClusterConfigOf {
 template <typename Element, int kShapeIndex>
 struct BackwardMain<Element, kShapeIndex, Design::cluster_p_smem> {
   using Config = typename ClusterConfigOf<Element, kShapeIndex, true>::Type;
-  static constexpr auto kKernel = &backward_p_smem<Config>;
+  static constexpr auto kKernel = &sm90_cluster_kernel<BackwardPSmem<Config>>;
 };
 template <typename Element, int kShapeIndex>
 struct BackwardMain<Element, kShapeIndex, Design::cluster_p_smem_persistent> {
   using Config = PersistentClusterConfig<typename ClusterConfigOf<Element, kShapeIndex, true>::Type>;
-  static constexpr auto kKernel = &backward_p_smem_persistent<Config>;
+  static constexpr auto kKernel = &sm90_cluster_kernel<BackwardPSmemPersistent<Config>>;
 };
 template <typename Element, int kShapeIndex>
 struct BackwardMain<Element, kShapeIndex, Design::cluster_p_registers> {
   using Config = PersistentClusterConfig<typename ClusterConfigOf<Element, kShapeIndex, false>::Type>;
-  static constexpr auto kKernel = &backward_p_registers<Config>;
+  static constexpr auto kKernel = &sm90_cluster_kernel<BackwardPRegisters<Config>>;
 };
 
 template <typename Element, int kShapeIndex>
@@ -48,7 +49,7 @@ struct BackwardMain<Element, kShapeIndex, Design::separate> {
   static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   static_assert(kShape.head_dim == kShape.head_dim_v);
   using Config = SeparateConfig<Element, kShape.head_dim, kShape.stages, kShape.dout_stages, kShape.scores>;
-  static constexpr auto kKernel = &backward_separate<Config>;
+  static constexpr auto kKernel = &sm90_kernel<BackwardSeparate<Config>>;
 };
 
 template <typename Element, int kShapeIndex>

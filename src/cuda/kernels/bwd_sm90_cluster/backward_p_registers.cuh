@@ -26,6 +26,9 @@ namespace fa::cuda::sm90 {
 template <class C>
 class BackwardPRegisters {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardPRegisters(const BackwardParams &params, char *shared) : cluster_(params, shared) {}
 
   __device__ __forceinline__ void run() {
@@ -41,14 +44,8 @@ class BackwardPRegisters {
       }
       for (int n = 0; n < 2; ++n) mbarrier_init(dq_full(n), 4);
       mbarrier_init(dq_empty(), 1);
-      for (int n = 0; n < C::kDoutStages; ++n) {
-        mbarrier_init(cluster_.dout_full(n), 1);
-        mbarrier_init(cluster_.dout_empty(n), 4);
-      }
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(cluster_.q_full(n), 1);
-        mbarrier_init(cluster_.q_empty(n), 8);
-      }
+      init_pipeline<C::kDoutStages>(cluster_.dout_full(0), cluster_.dout_empty(0), 4);
+      init_pipeline<C::kStages>(cluster_.q_full(0), cluster_.q_empty(0), 8);
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
       cluster_.prefetch_maps();
@@ -413,14 +410,5 @@ class BackwardPRegisters {
 
   ClusterCta<C> cluster_;
 };
-
-template <class C>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
-    backward_p_registers(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardPRegisters<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

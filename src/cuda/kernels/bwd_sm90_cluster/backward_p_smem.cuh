@@ -21,6 +21,9 @@ namespace fa::cuda::sm90 {
 template <class C>
 class BackwardPSmem {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardPSmem(const BackwardParams &params, char *shared) : exchange_(params, shared) {}
 
   __device__ __forceinline__ void run() {
@@ -28,8 +31,7 @@ class BackwardPSmem {
       cta().describe_work_tile(static_cast<int>(blockIdx.x) / 2, cta().work());
       mbarrier_init(cluster().k_full(), 1);
       mbarrier_init(cluster().v_full(), 1);
-      mbarrier_init(cluster().dout_full(0), 1);
-      mbarrier_init(cluster().dout_empty(0), 8);
+      init_pipeline<1>(cluster().dout_full(0), cluster().dout_empty(0), 8);
       mbarrier_init(exchange_.p_full(), 128);
       mbarrier_init(exchange_.p_empty(), 128);
       mbarrier_init(exchange_.vote(), C::kConsumerThreads);
@@ -39,10 +41,7 @@ class BackwardPSmem {
         mbarrier_init(cluster().ds_consumed(n), 4);
         mbarrier_init(cluster().ds_empty(n), 2);
       }
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(cluster().q_full(n), 1);
-        mbarrier_init(cluster().q_empty(n), 8);
-      }
+      init_pipeline<C::kStages>(cluster().q_full(0), cluster().q_empty(0), 8);
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
       cluster().prefetch_maps();
@@ -263,14 +262,5 @@ class BackwardPSmem {
 
   PExchange<C> exchange_;
 };
-
-template <class C>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
-    backward_p_smem(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardPSmem<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

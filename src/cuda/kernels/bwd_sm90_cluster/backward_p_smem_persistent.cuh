@@ -20,14 +20,16 @@ namespace fa::cuda::sm90 {
 template <class C>
 class BackwardPSmemPersistent {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardPSmemPersistent(const BackwardParams &params, char *shared) : exchange_(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       mbarrier_init(cluster().k_full(), 1);
       mbarrier_init(cluster().v_full(), 1);
-      mbarrier_init(cluster().dout_full(0), 1);
-      mbarrier_init(cluster().dout_empty(0), 8);
+      init_pipeline<1>(cluster().dout_full(0), cluster().dout_empty(0), 8);
       mbarrier_init(exchange_.p_full(), 128);
       mbarrier_init(exchange_.p_empty(), 128);
       mbarrier_init(exchange_.vote(), C::kConsumerThreads);
@@ -42,10 +44,7 @@ class BackwardPSmemPersistent {
         mbarrier_init(cluster().ds_empty(n), 8);
         st_shared_4(exchange_.vote_flag(n), 0);
       }
-      for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(cluster().q_full(n), 1);
-        mbarrier_init(cluster().q_empty(n), 8);
-      }
+      init_pipeline<C::kStages>(cluster().q_full(0), cluster().q_empty(0), 8);
       mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
       cluster().prefetch_maps();
@@ -363,14 +362,5 @@ class BackwardPSmemPersistent {
 
   PExchange<C> exchange_;
 };
-
-template <class C>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(C::kThreads, 1)
-    backward_p_smem_persistent(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardPSmemPersistent<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

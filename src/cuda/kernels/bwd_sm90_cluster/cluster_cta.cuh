@@ -280,10 +280,7 @@ struct ClusterCta {
     mbarrier_init(loads_issued(), 1);
     mbarrier_init(next_full(), 1);
     mbarrier_init(next_empty(), 1);
-    for (int n = 0; n < 2; ++n) {
-      mbarrier_init(work_full(n), 1);
-      mbarrier_init(work_empty(n), readers);
-    }
+    init_pipeline<2>(work_full(0), work_empty(0), readers);
   }
 
   // Of the scheduler warp: describes work tile `work_index` when the one two before it has been released. Returns false behind

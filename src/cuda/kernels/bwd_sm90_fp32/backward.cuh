@@ -40,6 +40,9 @@ struct BackwardConfig {
 template <class C>
 class Backward {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ Backward(const BackwardParams &params, char *shared)
       : a_(params),
         g_(params.problem),
@@ -59,7 +62,7 @@ class Backward {
     }
     __syncthreads();
     const bool owns_queries = work_.owns_queries != 0;
-    const Rows &own = owns_queries ? work_.q : work_.k;
+    const SequenceRows &own = owns_queries ? work_.q : work_.k;
     if (work_.own0 >= max(own.len, own.seq_slot)) return;  // past the end of a packed sequence
     if (wg_ < 0) {
       setmaxnreg_dealloc<C::kProducerRegisters>();
@@ -93,9 +96,8 @@ class Backward {
     const bool owns_queries = index >= a_.key_blocks;
     const L2HeadOrder &order = owns_queries ? a_.query_order : a_.key_order;
     const L2HeadOrder::Place place = order.at(owns_queries ? index - a_.key_blocks : index);
-    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
-    const Rows queries = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)},
-               keys = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    const SequenceRows queries = sequence_rows(sequence_of(p_.q_lengths, place.batch)),
+                       keys = sequence_rows(unpadded_keys(p_.k_lengths, place.batch));
     const int own0 = place.row_block * kOwnRows;
     const RangeOf<int32_t> rows{own0, min(own0 + kOwnRows, owns_queries ? queries.len : keys.len)};
     const Diagonal<int32_t> diagonal(a_.limits, queries.len, keys.len);
@@ -138,14 +140,8 @@ class Backward {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 8;  // of the consumers
     mbarrier_init(own_full(), 1);
-    for (int n = 0; n < C::kStages; ++n) {
-      mbarrier_init(full(n), 1);
-      mbarrier_init(empty(n), kWarps);
-    }
-    for (int n = 0; n < 2; ++n) {
-      mbarrier_init(stats_full(n), 1);
-      mbarrier_init(stats_empty(n), kWarps);
-    }
+    init_pipeline<C::kStages>(full(0), empty(0), kWarps);
+    init_pipeline<2>(stats_full(0), stats_empty(0), kWarps);
     mbarrier_init_fence();
   }
   __device__ __forceinline__ void release_warp(uint32_t barrier) const {
@@ -548,7 +544,7 @@ class Backward {
   template <bool kOwnsQueries>
   __device__ __forceinline__ void store(const Operand &t, Accumulator &gradient, float scale, int columns, bool vectors) const {
     if (t.data == nullptr) return;
-    const Rows rows = kOwnsQueries ? work_.q : work_.k;
+    const SequenceRows rows = kOwnsQueries ? work_.q : work_.k;
     float *base = row_of_tensor<float>(t, work_.batch, rows.start, work_.own_head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -575,13 +571,5 @@ class Backward {
   const uint32_t smem_;
   const int lane_, wg_;  // wg_ of the consumers, -1 is the producer
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) backward(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  Backward<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90_fp32

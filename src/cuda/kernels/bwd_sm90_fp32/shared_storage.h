@@ -5,23 +5,20 @@
 #include <cstdint>
 
 #include "cuda/common/bf16_parts.h"
+#include "cuda/common/sequence_rows.h"
 
 namespace fa::cuda::sm90_fp32 {
 
 constexpr int kOwnRows = 128;  // of a CTA: 64 for each consumer warpgroup
 constexpr int kTileRows = 64;  // of the tiles that are streamed
 
-// A sequence of queries or keys, as in Sequence.
-struct Rows {
-  int32_t start, seq_slot, len;
-};
 // The work of a CTA, in shared memory: there is no register that could hold it.
 struct BackwardWork {
   int32_t batch, own_head, head_k;  // own_head: of the own rows
   int32_t own0;                     // first own row
   int32_t tile_begin, tile_end;     // streamed tiles with visible pairs
   int32_t owns_queries, last_block;
-  Rows q, k;
+  SequenceRows q, k;
 };
 
 // Planes of rows lie in swizzle atoms of 64 columns. Streamed planes pass atom by atom through one pipeline, in the order

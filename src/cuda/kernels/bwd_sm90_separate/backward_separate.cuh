@@ -50,6 +50,9 @@ struct SeparateConfig {
 template <class C>
 class BackwardSeparate {
  public:
+  using Params = BackwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ BackwardSeparate(const BackwardParams &params, char *shared)
       : cta_(params, shared), streamed_(*reinterpret_cast<StreamedTiles *>(shared + offsetof(Storage, streamed))) {}
 
@@ -163,14 +166,8 @@ class BackwardSeparate {
       mbarrier_init(stats_full(n), 1);
       mbarrier_init(stats_empty(n), kWarps);
     }
-    for (int n = 0; n < (C::kTileStages + 1) * C::kAtoms; ++n) {
-      mbarrier_init(tile_full(0, n), 1);
-      mbarrier_init(tile_empty(0, n), kWarps);
-    }
-    for (int n = 0; n < C::kAtomStages; ++n) {
-      mbarrier_init(atom_full(n), 1);
-      mbarrier_init(atom_empty(n), kWarps);
-    }
+    init_pipeline<(C::kTileStages + 1) * C::kAtoms>(tile_full(0, 0), tile_empty(0, 0), kWarps);
+    init_pipeline<C::kAtomStages>(atom_full(0), atom_empty(0), kWarps);
     mbarrier_init(ds_full(), kWarps);
     mbarrier_init(ds_empty(), 2 * kWarps);
     mbarrier_init_fence();
@@ -564,13 +561,5 @@ class BackwardSeparate {
   BackwardCta<C> cta_;
   StreamedTiles &streamed_;
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) backward_separate(const __grid_constant__ BackwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  BackwardSeparate<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

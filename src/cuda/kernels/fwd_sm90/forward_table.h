@@ -54,7 +54,7 @@ struct ForwardShape {
 //
 // With masks as data a work tile visits every KV tile that some row of it sees. At head_dim 128 two consumer warpgroups are for block masks with
 // blocks of 128 and for masks without blocks, one is for smaller blocks. At head_dim 64 one is for all: with blocks of 128 it is within 2 % of two.
-// Above head_dim 256 the pipelines' stages follow from shared memory (WideStorage).
+// Above head_dim 256 the columns of stages are 0: WideStorage fills the shared memory that there is.
 // X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8)
 // One kernel a line, as the build reads it:
 // clang-format off
@@ -85,10 +85,10 @@ struct ForwardShape {
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)      \
-  X(d320, 320, 320, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d384, 384, 384, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d512, 512, 512, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d512g, 512, 512, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false)
+  X(d320, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false)
 
 // clang-format on
 

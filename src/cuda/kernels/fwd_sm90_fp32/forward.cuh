@@ -40,6 +40,9 @@ struct ForwardConfig {
 template <class C>
 class Forward {
  public:
+  using Params = ForwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ Forward(const ForwardParams &params, char *shared)
       : a_(params),
         p_(params.problem),
@@ -78,9 +81,8 @@ class Forward {
 
   __device__ __forceinline__ void describe_work() const {
     const L2HeadOrder::Place place = a_.order.at(static_cast<int>(blockIdx.x));
-    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
-    const ForwardWork::Rows queries = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)},
-                            keys = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    const SequenceRows queries = sequence_rows(sequence_of(p_.q_lengths, place.batch)),
+                       keys = sequence_rows(unpadded_keys(p_.k_lengths, place.batch));
     const int row0 = place.row_block * kRows;
     const Diagonal<int32_t> diagonal(a_.limits, queries.len, keys.len);
     const KeyRange seen = diagonal.visible_keys({row0, min(row0 + kRows, queries.len)});
@@ -123,10 +125,7 @@ class Forward {
     constexpr int kWarps = 4;  // of a warpgroup
     mbarrier_init(q_full(), 1);
     mbarrier_init(first_s(), kWarps);
-    for (int n = 0; n < C::kStages; ++n) {
-      mbarrier_init(full(n), 1);
-      mbarrier_init(empty(n), 2 * kWarps);
-    }
+    init_pipeline<C::kStages>(full(0), empty(0), 2 * kWarps);
     mbarrier_init_fence();
   }
   __device__ __forceinline__ void release_warp(uint32_t barrier) const {
@@ -217,14 +216,32 @@ class Forward {
     store(out, softmax);
   }
 
-  // S = Q K^T of a KV tile. A plane of K is released when the products with the next one have been started.
-  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe) const {
+  // The products with the planes of a KV tile, the smallest ones first: issue(n, tile) starts those with plane n. A plane is released when the
+  // products with the next one have been started, the last one by the caller: returns its stage.
+  template <typename Issue>
+  __device__ __forceinline__ int multiply_planes(Pipeline &pipe, Issue issue) const {
     int last = 0;
-    fence_operand(s);
 #pragma unroll
     for (int n = kPlanes - 1; n >= 0; --n) {
       mbarrier_wait(full(pipe.stage()), pipe.phase());
-      const uint64_t b = descriptor_k_major(plane(pipe.stage()));
+      issue(n, plane(pipe.stage()));
+      wgmma_commit();
+      if (n < kPlanes - 1) {
+        wgmma_wait<1>();
+        release_warp(empty(last));
+      }
+      last = pipe.stage();
+      pipe.advance();
+    }
+    wgmma_wait<0>();
+    return last;
+  }
+
+  // S = Q K^T of a KV tile.
+  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe) const {
+    fence_operand(s);
+    const int last = multiply_planes(pipe, [&](int n, uint32_t tile) {
+      const uint64_t b = descriptor_k_major(tile);
       wgmma_fence();
 #pragma unroll
       for (int i = kPlanes - 1 - n; i >= 0; --i) {
@@ -235,15 +252,7 @@ class Forward {
                                                  advance_descriptor(b, k / 4 * C::kKeys * 128 + k % 4 * 32),
                                                  n < kPlanes - 1 || k > 0);
       }
-      wgmma_commit();
-      if (n < kPlanes - 1) {
-        wgmma_wait<1>();
-        release_warp(empty(last));
-      }
-      last = pipe.stage();
-      pipe.advance();
-    }
-    wgmma_wait<0>();
+    });
     fence_operand(s);
     release_warp(empty(last));
   }
@@ -262,29 +271,18 @@ class Forward {
 
   // P V of a KV tile.
   __device__ __forceinline__ void compute_pv(float (&of_tile)[C::kD / 2], PPlanes &p, Pipeline &pipe) const {
-    int last = 0;
     fence_operand(of_tile);
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
-#pragma unroll
-    for (int n = kPlanes - 1; n >= 0; --n) {
-      mbarrier_wait(full(pipe.stage()), pipe.phase());
-      const uint64_t b = descriptor_mn_major<C::kKeys>(plane(pipe.stage()));
+    const int last = multiply_planes(pipe, [&](int n, uint32_t tile) {
+      const uint64_t b = descriptor_mn_major<C::kKeys>(tile);
       wgmma_fence();
 #pragma unroll
       for (int i = kPlanes - 1 - n; i >= 0; --i)
 #pragma unroll
         for (int k = 0; k < kPSteps; ++k)
           Mma::rs_mn(of_tile, p[i][k], advance_descriptor(b, k * 2048), n < kPlanes - 1 || k > 0);
-      wgmma_commit();
-      if (n < kPlanes - 1) {
-        wgmma_wait<1>();
-        release_warp(empty(last));
-      }
-      last = pipe.stage();
-      pipe.advance();
-    }
-    wgmma_wait<0>();
+    });
     fence_operand(of_tile);
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
@@ -371,13 +369,5 @@ class Forward {
   const uint32_t smem_;
   const int lane_, wg_;  // wg_ of the consumers, -1 is the producer
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  Forward<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90_fp32

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/common/bf16_parts.h"
+#include "cuda/common/sequence_rows.h"
 
 namespace fa::cuda::sm90_fp32 {
 
@@ -16,9 +17,7 @@ struct ForwardWork {
   int32_t row0;                  // first query
   int32_t tile_begin, tile_end;  // KV tiles with visible pairs
   int32_t last_block;
-  struct Rows {
-    int32_t start, seq_slot, len;  // as in Sequence
-  } q, k;
+  SequenceRows q, k;
 };
 
 // A plane of rows lies in swizzle atoms of 64 columns. Planes of K and V pass through one pipeline, in the order in which

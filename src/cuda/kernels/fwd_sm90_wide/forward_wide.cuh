@@ -16,6 +16,7 @@
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/common/sequence_rows.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -41,6 +42,9 @@ struct WideConfig {
 template <class C>
 class ForwardWide {
  public:
+  using Params = ForwardParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ ForwardWide(const ForwardParams &params, char *shared)
       : a_(params),
         p_(params.problem),
@@ -55,9 +59,8 @@ class ForwardWide {
     cluster_row0_ = place.row_block * kClusterRows;
     row0_ = cluster_row0_ + rank_ * 64;
     last_block_ = place.row_block == a_.order.row_blocks() - 1 && rank_ == 1;
-    const Sequence q = sequence_of(p_.q_lengths, batch_), k = unpadded_keys(p_.k_lengths, batch_);
-    q_ = {static_cast<int>(q.start), static_cast<int>(q.slot), static_cast<int>(q.len)};
-    k_ = {static_cast<int>(k.start), static_cast<int>(k.slot), static_cast<int>(k.len)};
+    q_ = sequence_rows(sequence_of(p_.q_lengths, batch_));
+    k_ = sequence_rows(unpadded_keys(p_.k_lengths, batch_));
     const Diagonal<int32_t> diagonal = this->diagonal();
     const auto tiles_of = [&](RangeOf<int32_t> rows) {
       const KeyRange keys = diagonal.visible_keys(rows);
@@ -147,19 +150,10 @@ class ForwardWide {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4;  // of the warpgroup that arrives
     mbarrier_init(q_full(), 1);
-    for (int n = 0; n < Storage::kKStages; ++n) {
-      mbarrier_init(k_full(n), 1);
-      mbarrier_init(k_empty(n), 2 * kWarps);  // of both CTAs
-    }
-    for (int n = 0; n < 2 * Storage::kVStages; ++n) {
-      mbarrier_init(v_full(0, n), 1);
-      mbarrier_init(v_empty(0, n), 2 * kWarps);
-    }
-    for (int n = 0; n < Storage::kPStages; ++n) {
-      // Every thread arrives: this orders the ordinary loads and stores of the rescale buffer, too.
-      mbarrier_init(p_full(n), 128);
-      mbarrier_init(p_empty(n), 256);
-    }
+    init_pipeline<Storage::kKStages>(k_full(0), k_empty(0), 2 * kWarps);  // of both CTAs
+    init_pipeline<2 * Storage::kVStages>(v_full(0, 0), v_empty(0, 0), 2 * kWarps);
+    // Every thread arrives: this orders the ordinary loads and stores of the rescale buffer, too.
+    init_pipeline<Storage::kPStages>(p_full(0), p_empty(0), /*empty_arrivals=*/256, /*full_arrivals=*/128);
     mbarrier_init_fence();
   }
   // For the producers of both CTAs, which load a stage again when neither needs it. Finished wgmmas have read the stage, so no release is
@@ -492,20 +486,9 @@ class ForwardWide {
   const int lane_, warp_;  // warp_ within the warpgroup
   int rank_, batch_, head_q_, head_k_, cluster_row0_, row0_;
   bool last_block_;
-  struct Rows {
-    int start, seq_slot, len;  // as in Sequence
-  };
-  Rows q_, k_;
+  SequenceRows q_, k_;
   KeyRange loaded_, tiles_,
       full_;  // KV tiles with visible pairs: of the cluster, of this CTA, and of these those without masked pairs
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) forward_wide(const __grid_constant__ ForwardParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  ForwardWide<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

@@ -40,6 +40,9 @@ struct JvpConfig {
 template <class C>
 class Jvp {
  public:
+  using Params = JvpParams;
+  static constexpr int kThreads = C::kThreads;
+
   __device__ __forceinline__ Jvp(const JvpParams &params, char *shared)
       : a_(params),
         p_(params.problem),
@@ -73,10 +76,10 @@ class Jvp {
   using Pipeline = PipelineState<C::kStages>;
   using WorkPipeline = PipelineState<Storage::kWorkStages>;
 
-  __device__ __forceinline__ Diagonal<int32_t> diagonal(const JvpWorkTile &t) const { return {a_.limits, t.q_len, t.k_len}; }
+  __device__ __forceinline__ Diagonal<int32_t> diagonal(const JvpWorkTile &t) const { return {a_.limits, t.q.len, t.k_len}; }
   // KV tiles with a key that one of the queries [row, row + rows) sees. Without tangents there is nothing to look for.
   __device__ __forceinline__ KeyRange tiles_of(const JvpWorkTile &t, int row, int rows) const {
-    const KeyRange keys = diagonal(t).visible_keys({row, min(row + rows, t.q_len)});
+    const KeyRange keys = diagonal(t).visible_keys({row, min(row + rows, t.q.len)});
     return keys.empty() || !(a_.has_tq || a_.has_tk || a_.has_tv) ? KeyRange{0, 0} : tiles_touching<C::kKeys>(keys);
   }
   __device__ __forceinline__ KeyRange tiles_of(const JvpWorkTile &t) const { return tiles_of(t, t.row0, C::kRows); }
@@ -102,14 +105,8 @@ class Jvp {
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4 * C::kWarpgroups;
-    for (int wg = 0; wg < C::kWarpgroups; ++wg) {
-      mbarrier_init(q_full(wg), 1);
-      mbarrier_init(q_empty(wg), 4);
-    }
-    for (int n = 0; n < Storage::kWorkStages; ++n) {
-      mbarrier_init(work_full(n), 1);
-      mbarrier_init(work_empty(n), kWarps);
-    }
+    init_pipeline<C::kWarpgroups>(q_full(0), q_empty(0), 4);
+    init_pipeline<Storage::kWorkStages>(work_full(0), work_empty(0), kWarps);
     for (int n = 0; n < C::kStages; ++n) {
       mbarrier_init(k_full(n), 1);
       mbarrier_init(k_empty(n), kWarps);
@@ -136,7 +133,7 @@ class Jvp {
     for (int index = static_cast<int>(blockIdx.x); index < a_.tiles; index = next_tile(index)) {
       int head_k, k_start;
       const JvpWorkTile t = describe(index, head_k, k_start);
-      if (t.row0 >= max(t.q_len, t.q_rows)) continue;  // past the end of a packed sequence
+      if (t.row0 >= max(t.q.len, t.q.seq_slot)) continue;  // past the end of a packed sequence
       publish(t, work);
       const KeyRange tiles = tiles_of(t);
       if (tiles.empty()) continue;
@@ -159,17 +156,11 @@ class Jvp {
   }
   __device__ __forceinline__ JvpWorkTile describe(int index, int &head_k, int &k_start) const {
     const L2HeadOrder::Place place = a_.order.at(index);
-    const Sequence q = sequence_of(p_.q_lengths, place.batch), k = unpadded_keys(p_.k_lengths, place.batch);
+    const SequenceRows q = sequence_rows(sequence_of(p_.q_lengths, place.batch)),
+                       k = sequence_rows(unpadded_keys(p_.k_lengths, place.batch));
     head_k = a_.group.quotient(place.head);
-    k_start = static_cast<int>(k.start);
-    return {place.batch,
-            place.head,
-            place.row_block * C::kRows,
-            place.row_block == a_.order.row_blocks - 1,
-            static_cast<int>(q.start),
-            static_cast<int>(q.slot),
-            static_cast<int>(q.len),
-            static_cast<int>(k.len)};
+    k_start = k.start;
+    return {place.batch, place.head, place.row_block * C::kRows, place.row_block == a_.order.row_blocks - 1, q, k.len};
   }
   __device__ __forceinline__ void publish(const JvpWorkTile &t, WorkPipeline &work) const {
     mbarrier_wait(work_empty(work.stage()), work.phase() ^ 1);
@@ -193,7 +184,7 @@ class Jvp {
     const auto load_q = [&](int wg) {
       mbarrier_wait(q_empty(wg), q_phase ^ 1);
       if (elect_one()) {
-        const int row = t.q_start + t.row0 + wg * 64;
+        const int row = t.q.start + t.row0 + wg * 64;
         mbarrier_arrive_expect_tx(q_full(wg), (1 + a_.has_tq) * C::kTileBytes);
         load_tile(q(wg), a_.q_map, q_full(wg), row, t.head_q, batch_q, kEvictFirst);
         if (a_.has_tq) load_tile(tq(wg), a_.tq_map, q_full(wg), row, t.head_q, batch_q, kEvictFirst);
@@ -269,7 +260,7 @@ class Jvp {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(t, wg, r);
-      const float lse = row < t.q_len ? *row_of_tensor(p_.lse, t.batch, t.q_start + row, t.head_q) : -CUDART_INF_F;
+      const float lse = row < t.q.len ? *row_of_tensor(p_.lse, t.batch, t.q.start + row, t.head_q) : -CUDART_INF_F;
       lse2_[r] = lse == -CUDART_INF_F ? CUDART_INF_F : lse * kLog2e;
     }
   }
@@ -308,7 +299,7 @@ class Jvp {
   template <class Given>
   __device__ __forceinline__ void mainloop(const JvpWorkTile &t, int wg, const KeyRange &tiles) {
     const int row0 = t.row0 + wg * 64;
-    const KeyRange full = tiles_inside<C::kKeys>(diagonal(t).interior_keys({row0, min(row0 + 64, t.q_len)}));
+    const KeyRange full = tiles_inside<C::kKeys>(diagonal(t).interior_keys({row0, min(row0 + 64, t.q.len)}));
     const float scale = exponent_scale(p_);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -464,23 +455,23 @@ class Jvp {
   __device__ __forceinline__ void epilogue(const JvpWorkTile &t, int wg) {
     Fragment::reduce(tlse_, SumOp{});
     const int columns = static_cast<int>(p_.head_dim_v), quad = lane_ & 3;
-    const Element *out = row_of_tensor<Element>(p_.out, t.batch, t.q_start, t.head_q);
-    Element *tout = row_of_tensor<Element>(a_.tout, t.batch, t.q_start, t.head_q);
+    const Element *out = row_of_tensor<Element>(p_.out, t.batch, t.q.start, t.head_q);
+    Element *tout = row_of_tensor<Element>(a_.tout, t.batch, t.q.start, t.head_q);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of(t, wg, r);
-      const bool used = row < t.q_len;
+      const bool used = row < t.q.len;
       if (used && (a_.has_tq || a_.has_tk)) subtract_out(r, out + row * p_.out.seq_stride, columns);
-      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < t.q_rows)
-        *row_of_tensor(a_.tlse, t.batch, t.q_start + row, t.head_q) = used ? tlse_[r] : 0.f;
+      if (Fragment::leads(lane_) && a_.tlse.data != nullptr && row < t.q.seq_slot)
+        *row_of_tensor(a_.tlse, t.batch, t.q.start + row, t.head_q) = used ? tlse_[r] : 0.f;
       store_fragment_row_at<Element, C::kD / 8>(
           tout_, r, [&] { return tout + row * a_.tout.seq_stride; }, columns, a_.vector_tout, quad,
-          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < t.q_rows);
+          [](float x, float y) { return pack2<Element>(x, y); }, used ? ~0u : 0u, row < t.q.seq_slot);
     }
     if (!t.last_block || wg != C::kWarpgroups - 1) return;
-    for (int row = t.row0 + C::kRows + warp_; row < t.q_rows; row += 4)
+    for (int row = t.row0 + C::kRows + warp_; row < t.q.seq_slot; row += 4)
       store_zero_row(tout + row * a_.tout.seq_stride, columns,
-                     a_.tlse.data != nullptr ? row_of_tensor(a_.tlse, t.batch, t.q_start + row, t.head_q) : nullptr, 0.f,
+                     a_.tlse.data != nullptr ? row_of_tensor(a_.tlse, t.batch, t.q.start + row, t.head_q) : nullptr, 0.f,
                      lane_);
   }
   // Row r of the accumulator, in which this lane has two columns of every eight.
@@ -517,13 +508,5 @@ class Jvp {
   float lse2_[2], tlse_[2];
   Pipeline pipe_;
 };
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) jvp(const __grid_constant__ JvpParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char shared[];
-  Jvp<C>(params, shared).run();
-#endif
-}
 
 }  // namespace fa::cuda::sm90

@@ -4,14 +4,16 @@
 
 #include <cstdint>
 
+#include "cuda/common/sequence_rows.h"
+
 namespace fa::cuda::sm90 {
 
 // A block of queries of one head. The producer warp describes it to the consumers.
 struct JvpWorkTile {
   int batch, head_q;
-  int row0;                    // counted within the sequence; -1: there is no more work
-  bool last_block;             // of the sequence's head: it also zeroes the rows beyond the grid
-  int q_start, q_rows, q_len;  // of the sequence: its first row, the rows that belong to it, how many of them are used
+  int row0;         // counted within the sequence; -1: there is no more work
+  bool last_block;  // of the sequence's head: it also zeroes the rows beyond the grid
+  SequenceRows q;
   int k_len;
 };
 

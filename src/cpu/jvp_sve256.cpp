@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward-mode derivative for SVE with vectors of 256 bits.
+#define FA_TARGET_SVE256
+#include "cpu/jvp.h"
