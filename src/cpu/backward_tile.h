@@ -142,7 +142,25 @@ inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &quer
 }
 __attribute__((noinline)) inline void dot_products_to_tile(Dtype dtype, const Rows &keys, const Tile &t, int64_t dim,
                                                            const float *q, int64_t ldq, float *s, int64_t lds) {
-  for_dtype(dtype, [&]<class Element>() { dot_products<Element>(keys, t.col, t.col + t.cols, dim, q, ldq, t.rows, s, lds); });
+#if defined(FA_TARGET_AVX512_BF16)
+  QueryNumbers numbers;
+  for (int64_t r = 0; r < t.rows; ++r) {
+    for (int64_t c = 0; c < dim; c += kWidth) numbers.see(Simd::load(q + r * ldq + c));
+  }
+  if (numbers.moderate()) {
+    alignas(64) float rounded[kVectorRows * kMaxHeadDim];
+    const int64_t ld = round_up(dim, kWidth);
+    for (int64_t r = 0; r < t.rows; ++r) {
+      for (int64_t c = 0; c < ld; c += kWidth) Simd::store(rounded + r * ld + c, Simd::load(q + r * ldq + c));
+      round_in_place(rounded + r * ld, ld);
+    }
+    return dot_products<PairProduct>(keys, t.col, t.col + t.cols, dim, reinterpret_cast<const uint16_t *>(rounded), 2 * ld,
+                                     t.rows, s, lds);
+  }
+#endif
+  for_dtype(dtype, [&]<class Element>() {
+    dot_products<WidenedProduct<Element>>(keys, t.col, t.col + t.cols, dim, q, ldq, t.rows, s, lds);
+  });
 }
 
 template <bool kTransA, class Depth>

@@ -4,35 +4,137 @@
 // keys, and its lanes are added in one order (Simd::reduce_add), so that results do not depend on how keys and rows are grouped.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/pack.h"
 
 namespace fa::cpu::FA_ISA {
 
-// Keys that are handled together: enough independent sums to keep the multipliers busy, few enough memory streams.
-constexpr int kKeysTogether = 4;
-// Keys ahead of the current ones that are prefetched: the latency of memory over the time of a key.
-constexpr int64_t kPrefetchKeys = 8;
+// Keys that go through the products of a head together: enough that reading and writing sums of the output costs little, few enough that
+// the heads of a key are read soon after one another.
+constexpr int64_t kPieceKeys = 16;
+// Bytes of rows, all heads together, that are prefetched ahead of a piece: the latency of memory over the time of a byte.
+constexpr int64_t kPrefetchBytes = 32768;
 // Sums of a block, which leave registers for its operands, and the most rows of one.
 constexpr int kBlockSums = Simd::kRegisters == 32 ? 16 : 8;
 constexpr int kMostBlockRows = kBlockSums / 2;
 
-// Calls body.operator()<KEYS>(j, rows, ahead) for the keys [begin, end), kTogether or one at a time: rows are the KEYS rows from j on, ahead
-// those to prefetch.
-template <int kTogether, class Body>
-FA_INLINE void for_keys(const Rows &source, int64_t begin, int64_t end, Body body) {
-  const auto some = [&]<int KEYS>(int64_t j) __attribute__((always_inline)) {
-    const char *rows[KEYS], *ahead[KEYS];
-#pragma GCC unroll 8
-    for (int n = 0; n < KEYS; ++n) {
-      rows[n] = source.row(j + n);
-      ahead[n] = source.row(min64(j + n + kPrefetchKeys, end - 1));
-    }
-    body.template operator()<KEYS>(j, rows, ahead);
-  };
-  int64_t j = begin;
-  for (; j + kTogether <= end; j += kTogether) some.template operator()<kTogether>(j);
-  for (; j < end; ++j) some.template operator()<1>(j);
+// Rows of up to kPieceKeys keys from `first` on.
+struct KeyPiece {
+  int64_t first = 0;
+  int count = 0;
+  const char *rows[kPieceKeys];
+};
+
+// Calls body(piece) for the keys [begin, end) in pieces.
+template <class Body>
+FA_INLINE void for_pieces(const Rows &source, int64_t begin, int64_t end, Body body) {
+  KeyPiece piece;
+  for (int64_t j = begin; j < end; j += kPieceKeys) {
+    piece.first = j;
+    piece.count = static_cast<int>(min64(end - j, kPieceKeys));
+    for (int n = 0; n < piece.count; ++n) piece.rows[n] = source.row(j + n);
+    body(piece);
+  }
 }
+
+// Rows of some keys in all heads that are read together.
+struct HeadRows {
+  Rows rows;  // of the first head
+  Range keys;
+  int64_t heads = 0;
+  int64_t head_bytes = 0;  // from head to head
+  int64_t row_bytes = 0;   // of a head
+};
+
+// Prefetches rows ahead of the pieces that are computed, and at the end of these the first ones of `then`. It does so
+//   into L2: into L1 few lines can be under way, fewer than memory needs
+//   in the order of memory, which the processor's own prefetching follows: all heads of a key, then those of the next
+//   a few lines for every block of sums, since a processor that waits to issue a line does not multiply
+class Ahead {
+ public:
+  // Every head of a piece calls step() `steps` times or more.
+  Ahead(const HeadRows &now, const HeadRows &then, int64_t steps)
+      : now_(now),
+        then_(then),
+        distance_(max64(round_up(kPrefetchBytes / max64(now.heads * now.row_bytes, 1), kPieceKeys), kPieceKeys)),
+        lines_(static_cast<int>((kPieceKeys * (round_up(now.row_bytes, kLine) / kLine) - 1) / max64(steps, 1) + 1)) {}
+
+  // Begins what the calls of step() during a piece share.
+  void begin(const KeyPiece &piece) {
+    finish();
+    const int64_t first = piece.first + distance_;
+    key_ = max64(key_, first);
+    last_ = first + piece.count;
+    next_key();
+  }
+  FA_INLINE void step() {
+    const char *at = at_;
+    for (int n = lines_; n > 0 && at < end_; --n, at += kLine) Simd::prefetch_l2(at);
+    at_ = at;
+    if (at >= end_ && at != nullptr) next_row();
+  }
+  // What is left.
+  void finish() {
+    while (at_ < end_) step();
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  __attribute__((noinline)) void next_row() {
+    if (++head_ < heads_) {
+      at_ = first_ += head_bytes_;
+      end_ = first_ + row_bytes_;
+    } else {
+      next_key();
+    }
+  }
+  void next_key() {
+    at_ = end_ = nullptr;
+    if (key_ >= last_) return;
+    const HeadRows *of = &now_;
+    int64_t key = key_++;
+    if (key >= now_.keys.end) {
+      key += then_.keys.begin - now_.keys.end;
+      of = &then_;
+    }
+    if (key >= of->keys.end) return;
+    head_ = 0;
+    heads_ = of->heads;
+    head_bytes_ = of->head_bytes;
+    row_bytes_ = of->row_bytes;
+    at_ = first_ = of->rows.row(key);
+    if (head_bytes_ != row_bytes_) {
+      end_ = first_ + row_bytes_;
+      return;
+    }
+    // One run of all heads, and of the keys that follow without a gap.
+    const int64_t key_bytes = heads_ * row_bytes_;
+    heads_ = 1;
+    end_ = first_ + key_bytes;
+    while (key_ < last_ && ++key < of->keys.end && of->rows.row(key) == end_) end_ += key_bytes, ++key_;
+  }
+
+  const HeadRows &now_, &then_;
+  const int64_t distance_;
+  const int lines_;  // of a step
+  int64_t key_ = 0, last_ = 0, head_ = 0, heads_ = 0, head_bytes_ = 0, row_bytes_ = 0;
+  const char *first_ = nullptr, *at_ = nullptr, *end_ = nullptr;
+};
+
+// Keys of add_weighted between two steps of Ahead.
+constexpr int kKeysUnrolled = 4;
+// Keys of bytes that it takes together, without a loop: widening them keeps the registers busy.
+constexpr int kByteKeys = 8;
+
+// In place of Ahead where nothing is prefetched.
+struct NoAhead {
+  FA_INLINE void step() const {}
+};
+
+// Blocks of sums that `rows` rows and `vectors` keys, or vectors of keys, have.
+FA_INLINE int64_t blocks_of(int64_t rows, int64_t vectors) { return rows * vectors / kBlockSums; }
 
 // Calls body.operator()<ROWS>(r) for rows 0 .. rows - 1, kMost or a smaller power of two at a time.
 template <int kMost, class Body>
@@ -49,37 +151,83 @@ FA_INLINE void for_row_groups(int64_t rows, Body body) {
     if (r < rows) body.template operator()<1>(r);
   }
 }
-// Rows of a block of KEYS keys. The last keys of a run, which come one at a time, are not worth the code for several rows.
-template <int KEYS>
-constexpr int kRowsTogether = KEYS == 1 ? 1 : kMostBlockRows;
+
+// What dot_block multiplies: keys of an Element widened to floats, and queries that are floats.
+template <class Element>
+struct WidenedProduct {
+  using Query = float;
+  using Key = typename Element::Type;
+  using V = F;
+  static constexpr int kColumns = kWidth;
+  static constexpr int kRows = sizeof(Key) == 1 ? kMostBlockRows : 4;  // of a block, see dot_rows
+  static FA_INLINE V query(const Query *q) { return Simd::load(q); }
+  static FA_INLINE V key(const Key *k) { return Element::load(k); }
+  static FA_INLINE V key(const Key *k, int n) { return Element::load(k, n); }
+  static FA_INLINE F add(V x, V y, F sum) { return Simd::fma(x, y, sum); }
+};
+#if defined(FA_TARGET_AVX512_BF16)
+// Keys and queries of bf16, two columns in a lane.
+struct PairProduct {
+  using Query = uint16_t;
+  using Key = uint16_t;
+  using V = I;
+  static constexpr int kColumns = 2 * kWidth, kRows = 4;
+  static FA_INLINE V query(const Query *q) { return Simd::iload(reinterpret_cast<const uint32_t *>(q)); }
+  static FA_INLINE V key(const Key *k) { return Simd::iload(reinterpret_cast<const uint32_t *>(k)); }
+  static FA_INLINE V key(const Key *k, int n) {
+    uint32_t pairs[kWidth] = {};
+    __builtin_memcpy(pairs, k, static_cast<size_t>(n) * sizeof(Key));
+    return Simd::iload(pairs);
+  }
+  static FA_INLINE F add(V x, V y, F sum) { return Simd::dot_bf16(x, y, sum); }
+};
+#endif
 
 // s[r * lds + j] = q_r k_j for one block of ROWS queries (zero-padded to whole vectors) and KEYS keys.
-template <class Element, int KEYS, int ROWS>
-FA_INLINE void dot_block(const char *const *keys, int64_t offset, int64_t dim, const float *q, int64_t ldq, float *s,
-                         int64_t lds) {
+template <class Product, int KEYS, int ROWS, class Prefetch>
+FA_INLINE void dot_block(const char *const *keys, int64_t offset, int64_t dim, const typename Product::Query *q, int64_t ldq,
+                         float *s, int64_t lds, Prefetch &ahead) {
   static_assert(KEYS * ROWS <= kBlockSums);
+  using V = typename Product::V;
   F acc[ROWS * KEYS];
 #pragma GCC unroll 16
   for (int n = 0; n < ROWS * KEYS; ++n) acc[n] = Simd::zero();
   const auto step = [&](int64_t c, auto load) __attribute__((always_inline)) {
-    F y[KEYS];
-#pragma GCC unroll 4
-    for (int j = 0; j < KEYS; ++j) y[j] = load(reinterpret_cast<const typename Element::Type *>(keys[j] + offset) + c);
+    const auto key = [&](int j) __attribute__((always_inline)) {
+      return load(reinterpret_cast<const typename Product::Key *>(keys[j] + offset) + c);
+    };
+    // The side with fewer vectors stays in registers.
+    if constexpr (ROWS < KEYS) {
+      V x[ROWS];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      const F x = Simd::load(q + r * ldq + c);
-#pragma GCC unroll 4
-      for (int j = 0; j < KEYS; ++j) acc[r * KEYS + j] = Simd::fma(x, y[j], acc[r * KEYS + j]);
+      for (int r = 0; r < ROWS; ++r) x[r] = Product::query(q + r * ldq + c);
+#pragma GCC unroll 16
+      for (int j = 0; j < KEYS; ++j) {
+        const V y = key(j);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) acc[r * KEYS + j] = Product::add(x[r], y, acc[r * KEYS + j]);
+      }
+    } else {
+      V y[KEYS];
+#pragma GCC unroll 8
+      for (int j = 0; j < KEYS; ++j) y[j] = key(j);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const V x = Product::query(q + r * ldq + c);
+#pragma GCC unroll 8
+        for (int j = 0; j < KEYS; ++j) acc[r * KEYS + j] = Product::add(x, y[j], acc[r * KEYS + j]);
+      }
     }
   };
+  ahead.step();
   int64_t c = 0;
-  for (; c + kWidth <= dim; c += kWidth)
+  for (; c + Product::kColumns <= dim; c += Product::kColumns)
     step(
-        c, [](const auto *y) __attribute__((always_inline)) { return Element::load(y); });
+        c, [](const auto *y) __attribute__((always_inline)) { return Product::key(y); });
   if (c < dim) {
     const int n = static_cast<int>(dim - c);
     step(
-        c, [n](const auto *y) __attribute__((always_inline)) { return Element::load(y, n); });
+        c, [n](const auto *y) __attribute__((always_inline)) { return Product::key(y, n); });
   }
   float sums[ROWS * KEYS];
   Simd::reduce_add(acc, sums);
@@ -87,49 +235,71 @@ FA_INLINE void dot_block(const char *const *keys, int64_t offset, int64_t dim, c
   for (int r = 0; r < ROWS; ++r) __builtin_memcpy(s + r * lds, sums + r * KEYS, sizeof(float) * KEYS);
 }
 
-// The same for KEYS keys and any number of rows.
-template <class Element, int KEYS>
-FA_INLINE void dot_rows(const char *const (&keys)[KEYS], int64_t offset, int64_t dim, const float *q, int64_t ldq, int64_t rows,
-                        float *s, int64_t lds) {
-  for_row_groups<kRowsTogether<KEYS>>(
+// The same for `count` keys and any number of rows. Square blocks load least; more rows widen a key less often, which is worth it where
+// that takes many instructions.
+template <class Product, class Prefetch>
+FA_INLINE void dot_rows(const char *const *keys, int count, int64_t offset, int64_t dim, const typename Product::Query *q,
+                        int64_t ldq, int64_t rows, float *s, int64_t lds, Prefetch &ahead) {
+  for_row_groups<Product::kRows>(
       rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-        constexpr int kKeys = KEYS < kBlockSums / ROWS ? KEYS : kBlockSums / ROWS;
-#pragma GCC unroll 4
-        for (int n = 0; n < KEYS; n += kKeys)
-          dot_block<Element, kKeys, ROWS>(keys + n, offset, dim, q + r * ldq, ldq, s + r * lds + n, lds);
+        constexpr int kKeys = kBlockSums / ROWS;
+        const auto *x = q + r * ldq;
+        float *to = s + r * lds;
+        int n = 0;
+        for (; n + kKeys <= count; n += kKeys)
+          dot_block<Product, kKeys, ROWS>(keys + n, offset, dim, x, ldq, to + n, lds, ahead);
+        if constexpr (kKeys > 4) {
+          for (; n + 4 <= count; n += 4) dot_block<Product, 4, ROWS>(keys + n, offset, dim, x, ldq, to + n, lds, ahead);
+        }
+        for (; n < count; ++n) {  // not worth the code for several rows
+          for (int i = 0; i < ROWS; ++i)
+            dot_block<Product, 1, 1>(keys + n, offset, dim, x + i * ldq, ldq, to + i * lds + n, lds, ahead);
+        }
       });
 }
 
 // s[r * lds + j - begin] = q_r k_j for keys [begin, end) of one head.
-template <class Element>
-inline void dot_products(const Rows &keys, int64_t begin, int64_t end, int64_t dim, const float *q, int64_t ldq, int64_t rows,
-                         float *s, int64_t lds) {
-  for_keys<kKeysTogether>(keys, begin, end, [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&)[KEYS]) {
-    dot_rows<Element>(k, 0, dim, q, ldq, rows, s + j - begin, lds);
+template <class Product>
+inline void dot_products(const Rows &keys, int64_t begin, int64_t end, int64_t dim, const typename Product::Query *q,
+                         int64_t ldq, int64_t rows, float *s, int64_t lds) {
+  NoAhead ahead;
+  for_pieces(keys, begin, end, [&](const KeyPiece &piece) {
+    dot_rows<Product>(piece.rows, piece.count, 0, dim, q, ldq, rows, s + piece.first - begin, lds, ahead);
   });
 }
 
-// o_r += sum over KEYS keys of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on. Values of a quantised dtype are multiplied by
-// `factors` (KEYS) before, unless it is null.
-template <class Element, int KEYS, int ROWS, int NV>
-FA_INLINE void add_weighted(const char *const (&values)[KEYS], int64_t offset, int64_t c, const float *s, int64_t lds, float *o,
-                            int64_t ldo, const float *factors) {
+// o_r += sum over KEYS keys, or `keys` keys if KEYS is 0, of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on.
+template <class Element, int KEYS, int ROWS, int NV, class Prefetch>
+FA_INLINE void add_weighted(const char *const *values, int keys, int64_t offset, int64_t c, const float *s, int64_t lds,
+                            float *o, int64_t ldo, Prefetch &ahead) {
   F acc[ROWS][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) acc[r][v] = Simd::load(o + r * ldo + c + v * kWidth);
   }
-#pragma GCC unroll 8
-  for (int j = 0; j < KEYS; ++j) {
+  const auto add = [&](int j) __attribute__((always_inline)) {
     const auto *value = reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c;
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
-      F x = Element::load(value + v * kWidth);
-      if (Element::kQuantised && factors != nullptr) x = Simd::mul(x, Simd::set(factors[j]));
+      const F x = Element::load(value + v * kWidth);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) acc[r][v] = Simd::fma(Simd::set(s[r * lds + j]), x, acc[r][v]);
     }
+  };
+  if constexpr (KEYS > 0) {
+    ahead.step();
+#pragma GCC unroll 8
+    for (int j = 0; j < KEYS; ++j) add(j);
+  } else {
+    int j = 0;
+    for (; j + kKeysUnrolled <= keys; j += kKeysUnrolled) {
+      ahead.step();
+#pragma GCC unroll 4
+      for (int n = 0; n < kKeysUnrolled; ++n) add(j + n);
+    }
+#pragma GCC unroll 1
+    for (; j < keys; ++j) add(j);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -141,12 +311,10 @@ FA_INLINE void add_weighted(const char *const (&values)[KEYS], int64_t offset, i
 // The same for the last n columns, fewer than a vector has. Few head dims have such columns: small code is worth more than fast code.
 template <class Element>
 __attribute__((noinline)) void add_weighted_tail(const char *const *values, int keys, int64_t offset, int64_t c, int n,
-                                                 const float *s, int64_t lds, int rows, float *o, int64_t ldo,
-                                                 const float *factors) {
+                                                 const float *s, int64_t lds, int rows, float *o, int64_t ldo) {
 #pragma GCC unroll 1
   for (int j = 0; j < keys; ++j) {
-    F x = Element::load(reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c, n);
-    if (Element::kQuantised && factors != nullptr) x = Simd::mul(x, Simd::set(factors[j]));
+    const F x = Element::load(reinterpret_cast<const typename Element::Type *>(values[j] + offset) + c, n);
 #pragma GCC unroll 1
     for (int r = 0; r < rows; ++r)
       Simd::store(o + r * ldo + c, Simd::fma(Simd::set(s[r * lds + j]), x, Simd::load(o + r * ldo + c)));
@@ -154,28 +322,29 @@ __attribute__((noinline)) void add_weighted_tail(const char *const *values, int 
 }
 
 // The same for all `dim` columns.
-template <class Element, int KEYS, int ROWS>
-FA_INLINE void add_weighted_rows(const char *const (&values)[KEYS], int64_t offset, int64_t dim, const float *s, int64_t lds,
-                                 float *o, int64_t ldo, const float *factors = nullptr) {
+template <class Element, int KEYS, int ROWS, class Prefetch>
+FA_INLINE void add_weighted_rows(const char *const *values, int keys, int64_t offset, int64_t dim, const float *s, int64_t lds,
+                                 float *o, int64_t ldo, Prefetch &ahead) {
   constexpr int kMost = kBlockSums / ROWS < 8 ? kBlockSums / ROWS : 8;
   const int64_t vectors = dim / kWidth;
   int64_t v = 0;
   for (; v + kMost <= vectors; v += kMost)
-    add_weighted<Element, KEYS, ROWS, kMost>(values, offset, v * kWidth, s, lds, o, ldo, factors);
+    add_weighted<Element, KEYS, ROWS, kMost>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   if constexpr (kMost > 2) {
-    for (; v + 2 <= vectors; v += 2) add_weighted<Element, KEYS, ROWS, 2>(values, offset, v * kWidth, s, lds, o, ldo, factors);
+    for (; v + 2 <= vectors; v += 2)
+      add_weighted<Element, KEYS, ROWS, 2>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   }
-  for (; v < vectors; ++v) add_weighted<Element, KEYS, ROWS, 1>(values, offset, v * kWidth, s, lds, o, ldo, factors);
+  for (; v < vectors; ++v) add_weighted<Element, KEYS, ROWS, 1>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   const int n = static_cast<int>(dim - vectors * kWidth);
-  if (n > 0) add_weighted_tail<Element>(values, KEYS, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo, factors);
+  if (n > 0) add_weighted_tail<Element>(values, keys, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo);
 }
 
 // The same for one key and one row, where a masked P is found among others.
 template <class Element>
-__attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o,
-                                                const float *factors = nullptr) {
+__attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o) {
   const char *const values[1] = {value};
-  add_weighted_rows<Element, 1, 1>(values, 0, dim, s, 0, o, 0, factors);
+  NoAhead ahead;
+  add_weighted_rows<Element, 1, 1>(values, 1, 0, dim, s, 0, o, 0, ahead);
 }
 
 }  // namespace fa::cpu::FA_ISA

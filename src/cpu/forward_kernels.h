@@ -10,6 +10,10 @@
 #include "cpu/forward_tiled.h"
 #endif
 #include "cpu/forward_vector.h"
+#if !defined(FA_TARGET_AMX) && !defined(FA_VECTOR_NEON)
+#define FA_SAME_BITS_UNPACKED  // few rows of FA_FLAG_SAME_BITS need no packing
+#include "cpu/forward_same.h"
+#endif
 #include "cpu/merge_kernels.h"
 
 namespace fa::cpu::FA_ISA {
@@ -148,7 +152,16 @@ class ForwardWork final : public HeadWork {
 
   int64_t rows_of_head(const Head &head) const { return p_.group * head.queries.len; }
   int64_t heads_together(const Head &head) const {
-    return head.mode == ForwardMode::kVector ? vector_heads(p_, rows_of_head(head)) : 1;
+    if (head.mode == ForwardMode::kVector) return vector_heads(p_, rows_of_head(head));
+    return is_unpacked(head) ? min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads) : 1;
+  }
+  // Whether SameBitsSegment computes a head.
+  bool is_unpacked([[maybe_unused]] const Head &head) const {
+#if defined(FA_SAME_BITS_UNPACKED)
+    return head.mode == ForwardMode::kTiledSplit && rows_of_head(head) <= kVectorRows;
+#else
+    return false;
+#endif
   }
 
   void run_split(const Head &head, int64_t item, char *shared, char *scratch) {
@@ -177,6 +190,26 @@ class ForwardWork final : public HeadWork {
     if (head.mode == ForwardMode::kVector)
       return attend_vector(p_, layout_, masks(scratch), scratch, head, {head.head_k, heads, rows, keys}, tiles_, put);
 
+#if defined(FA_SAME_BITS_UNPACKED)
+    if (is_unpacked(head)) {
+      const VectorSplit split{head.head_k, heads, rows, keys};
+      SameBitsSegment segment(p_, layout_, masks(scratch), scratch, head, split);
+      if (segment.attend()) {
+        for (int64_t row = 0; row < heads * rows; ++row) put(row, segment.row_result(row));
+        return;
+      }
+    }
+#endif
+    for (int64_t h = 0; h < heads; ++h) {
+      Head one = head;
+      one.head_k += h;
+      run_packed(one, block, keys, scratch, [&](int64_t r, const RowResult &result) { put(h * rows + r, result); });
+    }
+  }
+
+  // A split of one head, whose keys are packed for it alone.
+  template <class Put>
+  void run_packed(const Head &head, const QueryBlock &block, Range keys, char *scratch, Put put) {
     typename Products::State st = products_.begin(scratch, masks(scratch), head, block);
     products_.begin_segment(st);
     char *packed_values = scratch + layout_.worker_bytes - layout_.worker_slices - layout_.worker_bits - layout_.worker_values;
@@ -185,7 +218,7 @@ class ForwardWork final : public HeadWork {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
       products_.attend_alone(head, st, n, packed_keys, packed_values);
     }
-    for (int64_t r = 0; r < rows; ++r) put(r, products_.row_result(st, r));
+    for (int64_t r = 0; r < block.rows(); ++r) put(r, products_.row_result(st, r));
   }
 
   const ScoredForward &p_;

@@ -19,6 +19,8 @@ constexpr int64_t kStripRows = 12;    // rows that are whole strips of fp32 for 
 constexpr int64_t kBlockOverhead = 1;
 // Blocks of each thread from which on the largest ones are shared well enough.
 constexpr int64_t kManyBlocks = 8;
+// Under FA_FLAG_SAME_BITS: enough that tasks end at about the same time.
+constexpr int64_t kPiecesPerTask = 4;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
@@ -138,6 +140,12 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
   const bool tiled = longest == ForwardMode::kTiled;
   const bool tiled_split = longest == ForwardMode::kTiledSplit || (tiled && !exact);
   const bool vector = longest == ForwardMode::kVector || (!exact && !p.same_bits);
+  const bool few_same = p.same_bits && (max_rows <= kVectorRows || !exact);
+  if (few_same) {
+    // Segments are few: heads are computed together only as far as that leaves work for all threads. Bits do not depend on it.
+    const int64_t pieces = p.batch * p.heads_k * std::max<int64_t>(ceil_div(max_keys, kSegmentKeys), 1);
+    l.most_heads = tasks == 1 ? p.heads_k : std::max<int64_t>(pieces / (kPiecesPerTask * tasks), 1);
+  }
   const int64_t blocks = std::max<int64_t>(ceil_div(max_keys, kBlockKeys), 1);
   if (tiled) {
     l.slot_keys = area_bytes(static_cast<size_t>(blocks) * l.key_block_bytes);
@@ -151,13 +159,14 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
     partials = std::max(partials, splits * rows * (2 + l.dim_v));
   };
   if (vector) reserve(ForwardMode::kVector, exact ? vector_heads(p, max_rows) * max_rows : kVectorScratchRows);
-  if (tiled_split) reserve(ForwardMode::kTiledSplit, std::min(max_rows, kBlockRows));
+  if (tiled_split)
+    reserve(ForwardMode::kTiledSplit, std::max(std::min(max_rows, kBlockRows), few_same ? kVectorScratchRows : 0));
   if (l.max_splits > 1) l.slot_partials = area(partials);
   l.slot_bytes = l.slot_keys + l.slot_values + l.slot_flags + l.slot_partials;
 
   // Of the largest block: kTiledSplit has as many rows whatever block_rows is.
   const int64_t rows = std::max(std::min(round_up(max_rows, tiles ? kTileStripRows : kWholeStrips), most_block_rows(products)),
-                                vector ? kVectorScratchRows : 0);
+                                vector || few_same ? kVectorScratchRows : 0);
   static_assert(kVectorScratchRows <= kTilePassStrips * kTileStripRows && kVectorSplitKeys <= kBlockKeys,
                 "a vector split fits where a tile does");
   // Strips of whole rows, or the rows of a vector split, each padded to whole vectors.

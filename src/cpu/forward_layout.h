@@ -82,6 +82,7 @@ struct ForwardLayout {
   int64_t block_rows = 0;  // rows of a block of queries
   int64_t dim_v = 0;       // head_dim_v rounded up to 16, with kTiles to 32
   int64_t max_splits = 1;  // of any sequence
+  int64_t most_heads = 1;  // key heads that a split of few rows computes together under FA_FLAG_SAME_BITS, at most
   int32_t slots = 1;
   size_t key_block_bytes = 0;    // of a packed block of keys
   size_t value_block_bytes = 0;  // of its values

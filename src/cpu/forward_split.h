@@ -45,11 +45,44 @@ struct VisitedKeys {
   }
 };
 
-// for_keys for each run; `first` is the first key of the split.
-template <int kTogether, class Body>
-FA_INLINE void for_visited_keys(const Rows &source, int64_t first, const VisitedKeys &visited, Body body) {
-  for (int n = 0; n < visited.count; ++n)
-    for_keys<kTogether>(source, first + visited.runs[n].begin, first + visited.runs[n].end, body);
+// for_pieces for each run; `first` is the first key of the split.
+template <class Body>
+FA_INLINE void for_visited_pieces(const Rows &source, int64_t first, const VisitedKeys &visited, Body body) {
+  for (int n = 0; n < visited.count; ++n) for_pieces(source, first + visited.runs[n].begin, first + visited.runs[n].end, body);
+}
+
+// O += P V of some rows of a head and `count` values, which lie at values[n] + offset. masked[r] says whether a P of row r may be
+// marked as masked.
+template <class Element>
+__attribute__((noinline)) void add_values(const char *const *values, int count, int64_t offset, int64_t dim, int64_t rows,
+                                          const float *p, int64_t ldp, float *o, int64_t ldo, const bool *masked,
+                                          Ahead &ahead) {
+  for_row_groups<kMostBlockRows>(
+      rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+        const float *w = p + r * ldp;
+        float *to = o + r * ldo;
+        bool some_masked = false;
+        for (int i = 0; i < ROWS; ++i) some_masked |= masked[r + i];
+        if (__builtin_expect(!some_masked, 1)) {
+          if constexpr (sizeof(typename Element::Type) == 1) {
+            int n = 0;
+            for (; n + kByteKeys <= count; n += kByteKeys)
+              add_weighted_rows<Element, kByteKeys, ROWS>(values + n, kByteKeys, offset, dim, w + n, ldp, to, ldo, ahead);
+            for (; n < count; ++n) {
+              for (int i = 0; i < ROWS; ++i) add_weighted_row<Element>(values[n] + offset, dim, w + i * ldp + n, to + i * ldo);
+            }
+          } else {
+            add_weighted_rows<Element, 0, ROWS>(values, count, offset, dim, w, ldp, to, ldo, ahead);
+          }
+          return;
+        }
+        for (int i = 0; i < ROWS; ++i) {
+          for (int n = 0; n < count; ++n) {
+            if (is_masked_p(w[i * ldp + n])) continue;
+            add_weighted_row<Element>(values[n] + offset, dim, w + i * ldp + n, to + i * ldo);
+          }
+        }
+      });
 }
 
 // A split in a worker's scratch memory. Row h * rows + r of each array is row r of head first + h.
@@ -60,6 +93,91 @@ struct VectorArea {
   int64_t ldq = 0;
   int64_t ldo = 0;
   static constexpr int64_t kLds = kVectorSplitKeys;
+};
+
+// The queries of the split, widened.
+inline void widen_queries(const ForwardProblem &p, const Head &head, const QueryBlock &block, const VectorSplit &split,
+                          const VectorArea &area) {
+  for (int64_t row = 0; row < split.count * split.rows; ++row) {
+    const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
+    const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
+    for_key_dtype(p.q.dtype, [&]<class Element>() {
+      const auto *from = reinterpret_cast<const typename Element::Type *>(from_row);
+      float factor = 1.0f;
+      if constexpr (Element::kQuantised) factor = factors_of(p, p.q_descale, head.b, h / p.group, 0).at(0);
+      for (int64_t c = 0; c < p.head_dim; c += kWidth) {
+        const int n = static_cast<int>(min64(p.head_dim - c, kWidth));
+        F x = n == kWidth ? Element::load(from + c) : Element::load(from + c, n);
+        if constexpr (Element::kQuantised) x = Simd::mul(x, Simd::set(factor));
+        Simd::store(area.q + row * area.ldq + c, x);
+      }
+    });
+  }
+}
+
+// Keys, or values, of the split's heads.
+inline HeadRows head_rows(const ForwardProblem &p, const Operand &x, const Head &head, const VectorSplit &split, Range keys) {
+  const int64_t bytes = dtype_bytes(x.dtype);
+  return {key_rows_of(p, x, head.b, split.first, head.keys.start), keys, split.count, x.head_stride * bytes,
+          (&x == &p.k ? p.head_dim : p.head_dim_v) * bytes};
+}
+
+// Raw S of heads [heads.begin, heads.end) of the split, whose queries are rows of ldq from q on.
+template <class Product>
+inline void vector_scores(const ForwardProblem &p, const Head &head, const VectorSplit &split, const VisitedKeys &visited,
+                          const VectorArea &area, Range heads, const typename Product::Query *q, int64_t ldq) {
+  const HeadRows keys = head_rows(p, p.k, head, split, split.keys), values = head_rows(p, p.v, head, split, split.keys);
+  Ahead ahead(keys, values, blocks_of(split.rows, kPieceKeys));
+  for_visited_pieces(keys.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
+    ahead.begin(piece);
+    for (int64_t h = heads.begin; h < heads.end; ++h) {
+      const int64_t row = h * split.rows;
+      dot_rows<Product>(piece.rows, piece.count, h * keys.head_bytes, p.head_dim, q + row * ldq, ldq, split.rows,
+                        area.s + row * VectorArea::kLds + piece.first - split.keys.begin, VectorArea::kLds, ahead);
+    }
+  });
+  ahead.finish();
+}
+
+// Keys after the split, which its worker may compute next.
+inline Range after(const Head &head, const VectorSplit &split) { return {split.keys.end, head.visible.end}; }
+
+inline void clear_outputs(const VectorSplit &split, const VectorArea &area, Range heads) {
+  for (int64_t i = heads.begin * split.rows * area.ldo; i < heads.end * split.rows * area.ldo; i += kWidth)
+    Simd::store(area.o + i, Simd::zero());
+}
+
+// Calls body(heads) for the maximal runs of heads for which `chosen` is kValue.
+template <bool kValue = true, class Body>
+FA_INLINE void for_runs_of(const bool *chosen, int64_t count, Body body) {
+  for (int64_t h = 0; h < count; ++h) {
+    if (chosen[h] != kValue) continue;
+    const int64_t first = h;
+    while (h < count && chosen[h] == kValue) ++h;
+    body(Range{first, h});
+  }
+}
+
+// What the queries of a head are like.
+struct QueryNumbers {
+  F least = Simd::set(1.0f), most = least, probe = Simd::zero();
+
+  FA_INLINE void see(F x) {
+    const F magnitude = Simd::abs(x);
+    most = Simd::max(magnitude, most);
+    least = Simd::select(Simd::eq(x, Simd::zero()), least, Simd::min(magnitude, least));
+    probe = Simd::fma(x, Simd::zero(), probe);  // NaN as soon as one x is not finite
+  }
+  // Whether none is subnormal, or 2^64 and more.
+  bool normal() const { return between(0x1p-126f); }
+  // Whether products of bf16 have S right, although the unit takes small numbers for zero.
+  bool moderate() const { return between(0x1p-100f); }
+
+ private:
+  bool between(float lowest) const {
+    return -Simd::reduce_max(Simd::sub(Simd::zero(), least)) >= lowest && Simd::reduce_max(most) < 0x1p64f &&
+           Simd::reduce_add(probe) == 0;
+  }
 };
 
 }  // namespace fa::cpu::FA_ISA

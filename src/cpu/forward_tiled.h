@@ -124,31 +124,9 @@ FA_INLINE void for_runs(int64_t n, Kind kind, Body body) {
   }
 }
 
-// The K^T panels of a block of keys: packed before, or packed when they are asked for, one at a time.
-struct Panels {
-  int64_t first = 0;  // key
-  const ForwardProblem *p = nullptr;
-  const float *packed = nullptr;  // (head_dim x kNr) each
-  Rows keys;                      // of panels that are not packed yet
-  Factors factors;
-  int64_t key_count = 0;
-  float *scratch = nullptr;  // head_dim x kNr
-
-  // Keys `first` + col .. of the sequence.
-  const float *at(int64_t col) const {
-    if (packed != nullptr) return packed + col * p->head_dim;
-    const int64_t begin = first + col, end = min64(begin + kNr, key_count);
-    for (int64_t j = end; j < min64(end + kNr, key_count); ++j)
-      prefetch_row(keys.row(j), p->head_dim * dtype_bytes(p->k.dtype));
-    for_key_dtype(p->k.dtype,
-                  [&]<class Element>() { pack_transposed<Element>(keys, begin, end, p->head_dim, scratch, factors); });
-    return scratch;
-  }
-};
-
 // P of one block of queries and one block of keys, after begin_keys: P replaces st.s, and row sums and corrections are up to date. With `mark` the P of
 // masked pairs are marked as such, in the strips that marked[] then names.
-inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, const Panels &panels, bool mark,
+inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, const KeyBlock &key, bool mark,
                     bool (&marked)[kMaxStrips]) {
   // Per strip: keys it works on, relative to the block; `cols` are these rounded outwards to panels.
   const Range *keys = st.keys;
@@ -165,8 +143,8 @@ inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, co
   }
 
   for (int64_t col = all_cols.begin; col < all_cols.end; col += kNr) {
-    const float *panel = panels.at(col);
-    const int64_t first = panels.first + col;
+    const float *panel = key.keys + col * p.head_dim;
+    const int64_t first = key.first + col;
     const auto kind = [&](int64_t strip) {
       if (keys[strip].empty() || col < cols[strip].begin || col >= cols[strip].end) return Masking::kAll;
       if (general) return Masking::kNone;  // masks come later
@@ -185,7 +163,7 @@ inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, co
   const float multiplier = general ? 1.0f : p.softmax_scale * kLog2e;
   for (int64_t strip = 0; strip < strips; ++strip) {
     if (keys[strip].empty()) continue;
-    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = panels.first + cols[strip].begin;
+    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr), first = key.first + cols[strip].begin;
     const int64_t n = cols[strip].size();
     float *s = st.s + r0 * kBlockKeys + cols[strip].begin;
     if (general) general_scores(p, head, st, r0, m, first, n, s);
@@ -201,11 +179,7 @@ inline void block_p(const MaskedProblem &p, const Head &head, BlockState &st, co
 // One block of queries against one packed block of keys, after begin_keys.
 inline void attend(const ForwardProblem &p, const Head &head, BlockState &st, const KeyBlock &key) {
   bool visible_only[kMaxStrips] = {};
-  Panels panels;
-  panels.first = key.first;
-  panels.p = &p;
-  panels.packed = key.keys;
-  block_p(p, head, st, panels, !key.finite, visible_only);
+  block_p(p, head, st, key, !key.finite, visible_only);
   const Range *keys = st.keys;
   const int64_t strips = (st.rows + kMr - 1) / kMr;
   for (int64_t strip = 0; strip < strips; ++strip) {
@@ -237,68 +211,6 @@ inline void attend(const ForwardProblem &p, const Head &head, BlockState &st, co
                                                            kBlockKeys, values + run_keys.begin * width,
                                                            st.o + r0 * st.dim_v + c, st.dim_v, st.correction + r0);
         });
-  }
-}
-
-// O += P V of the m rows from r0 on and the keys [seen.begin, seen.end) of the block that begins at key `first`, from values where they lie.
-template <class Element>
-__attribute__((noinline)) void add_values(const ForwardProblem &p, const Head &head, const BlockState &st, int64_t r0,
-                                          int64_t m, int64_t first, Range seen, bool marked) {
-  constexpr int64_t kBytes = sizeof(typename Element::Type);
-  const Rows values = key_rows_of(p, p.v, head.b, head.head_k, head.keys.start);
-  const Factors factors = factors_of(p, p.v_descale, head.b, head.head_k, head.keys.start);
-  for_keys<kKeysTogether>(values, first + seen.begin, first + seen.end,
-                          [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
-                            float of_keys[KEYS];
-                            for (int n = 0; n < KEYS; ++n) {
-                              prefetch_row(ahead[n], p.head_dim_v * kBytes);
-                              of_keys[n] = factors.at(j + n);
-                            }
-                            for_row_groups<KEYS == 1 ? 1 : 2>(
-                                m, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-                                  const float *w = st.s + (r0 + r) * kBlockKeys + j - first;
-                                  float *o = st.o + (r0 + r) * st.dim_v;
-                                  bool some_masked = false;
-                                  for (int i = 0; marked && i < ROWS; ++i) {
-                                    for (int n = 0; n < KEYS; ++n) some_masked |= is_masked_p(w[i * kBlockKeys + n]);
-                                  }
-                                  if (__builtin_expect(!some_masked, 1)) {
-                                    add_weighted_rows<Element, KEYS, ROWS>(v, 0, p.head_dim_v, w, kBlockKeys, o, st.dim_v,
-                                                                           of_keys);
-                                    return;
-                                  }
-                                  for (int i = 0; i < ROWS; ++i) {
-                                    for (int n = 0; n < KEYS; ++n) {
-                                      const float *one = w + i * kBlockKeys + n;
-                                      if (!is_masked_p(*one))
-                                        add_weighted_row<Element>(v[n], p.head_dim_v, one, o + i * st.dim_v, of_keys + n);
-                                    }
-                                  }
-                                });
-                          });
-}
-
-// The same as attend for very few rows and keys where they lie: packing would take longer than the products. `scratch` has head_dim x kNr floats.
-inline void attend_unpacked(const ForwardProblem &p, const Head &head, BlockState &st, int64_t first, float *scratch) {
-  Panels panels;
-  panels.first = first;
-  panels.p = &p;
-  panels.keys = key_rows_of(p, p.k, head.b, head.head_k, head.keys.start);
-  panels.factors = factors_of(p, p.k_descale, head.b, head.head_k, head.keys.start);
-  panels.key_count = head.keys.len;
-  panels.scratch = scratch;
-  bool marked[kMaxStrips] = {};
-  block_p(p, head, st, panels, /*mark=*/true, marked);
-  for (int64_t strip = 0; strip * kMr < st.rows; ++strip) {
-    const Range seen = st.keys[strip];
-    if (seen.empty()) continue;
-    const int64_t r0 = strip * kMr, m = min64(st.rows - r0, kMr);
-    for (int64_t r = r0; r < r0 + m; ++r) {
-      float *o = st.o + r * st.dim_v;
-      for (int64_t c = 0; c < st.dim_v; c += kWidth)
-        Simd::store(o + c, Simd::mul(Simd::set(st.correction[r]), Simd::load(o + c)));
-    }
-    for_key_dtype(p.v.dtype, [&]<class Element>() { add_values<Element>(p, head, st, r0, m, first, seen, marked[strip]); });
   }
 }
 
@@ -344,8 +256,7 @@ class FmaProducts {
 
   // Key block n, for a block of queries that shares it with no other. `keys` and `values` are scratch of a packed block.
   void attend_alone(const Head &head, State &st, int64_t n, char *keys, char *values) const {
-    if (st.rows > kVectorRows) return attend(head, st, n, keys, values, pack(head, n, keys, values));
-    attend_unpacked(p_, head, st, n * kBlockKeys, reinterpret_cast<float *>(keys));
+    attend(head, st, n, keys, values, pack(head, n, keys, values));
   }
 
   // The state of row r as a result.

@@ -6,20 +6,22 @@
 #include "cpu/forward_split.h"
 #if defined(FA_TARGET_AMX)
 #include "cpu/forward_vector_tiles.h"
+#elif defined(FA_TARGET_AVX512_BF16)
+#include "cpu/forward_vector_pairs.h"
 #elif defined(FA_VECTOR_NEON)
 #include "cpu/forward_vector_neon.h"
 #endif
 
 namespace fa::cpu::FA_ISA {
 
-#if !defined(FA_TARGET_AMX) && !defined(FA_VECTOR_NEON)
-// Where there is neither, vectors of fp32 do all products.
+#if !defined(FA_TARGET_AMX) && !defined(FA_TARGET_AVX512_BF16) && !defined(FA_VECTOR_NEON)
+// Where nothing multiplies numbers of 16 bits, vectors of fp32 do all products.
 class VectorTiles {
  public:
   VectorTiles(const ForwardProblem &, const ForwardLayout &) {}
   bool begin(char *, const VectorSplit &, const VectorArea &) const { return false; }
   void scores(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, bool *) const {}
-  void outputs(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, bool *) const {}
+  void outputs(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, const bool *, bool *) const {}
 };
 #endif
 
@@ -98,96 +100,26 @@ inline void scale_by_factors(const Factors &factors, int64_t head_stride, const 
   }
 }
 
-// Raw S of heads [heads.begin, heads.end) of the split.
-template <class Element>
-inline void vector_scores(const ForwardProblem &p, const Head &head, const VectorSplit &split, const VisitedKeys &visited,
-                          const VectorArea &area, Range heads) {
-  constexpr int64_t kBytes = sizeof(typename Element::Type), kLds = VectorArea::kLds;
-  const Rows rows = key_rows_of(p, p.k, head.b, split.first, head.keys.start);
-  for_visited_keys<kKeysTogether>(rows, split.keys.begin, visited,
-                                  [&]<int KEYS>(int64_t j, const char *const(&k)[KEYS], const char *const(&ahead)[KEYS]) {
-                                    for (int64_t h = heads.begin; h < heads.end; ++h) {
-                                      const int64_t offset = h * p.k.head_stride * kBytes, row = h * split.rows;
-                                      for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim * kBytes);
-                                      dot_rows<Element>(k, offset, p.head_dim, area.q + row * area.ldq, area.ldq, split.rows,
-                                                        area.s + row * kLds + j - split.keys.begin, kLds);
-                                    }
-                                  });
-}
-
-// O = P V of the same heads; masked[row] says whether a P of that row is marked as masked.
+// O = P V of heads [heads.begin, heads.end) of the split; masked[row] says whether a P of that row is marked as masked.
 template <class Element>
 inline void vector_outputs(const ForwardProblem &p, const Head &head, const VectorSplit &split, const VisitedKeys &visited,
                            const VectorArea &area, const bool *masked, Range heads) {
-  constexpr int64_t kBytes = sizeof(typename Element::Type), kLds = VectorArea::kLds;
-  const int64_t ldo = area.ldo;
-  const Rows rows = key_rows_of(p, p.v, head.b, split.first, head.keys.start);
-  for (int64_t i = heads.begin * split.rows * ldo; i < heads.end * split.rows * ldo; i += kWidth)
-    Simd::store(area.o + i, Simd::zero());
-  const auto add = [&]<int MOST_ROWS>() __attribute__((always_inline)) {
-    return [&]<int KEYS>(int64_t j, const char *const(&v)[KEYS], const char *const(&ahead)[KEYS]) {
-      for (int64_t h = heads.begin; h < heads.end; ++h) {
-        const int64_t offset = h * p.v.head_stride * kBytes;
-        for (int n = 0; n < KEYS; ++n) prefetch_row(ahead[n] + offset, p.head_dim_v * kBytes);
-        for_row_groups<KEYS == 1 ? 1 : MOST_ROWS>(
-            split.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-              const int64_t row = h * split.rows + r;
-              const float *w = area.s + row * kLds + j - split.keys.begin;
-              bool some_masked = false;
-              for (int i = 0; i < ROWS; ++i) some_masked |= masked[row + i];
-              if (__builtin_expect(!some_masked, 1)) {
-                add_weighted_rows<Element, KEYS, ROWS>(v, offset, p.head_dim_v, w, kLds, area.o + row * ldo, ldo);
-                return;
-              }
-              for (int i = 0; i < ROWS; ++i) {
-                for (int n = 0; n < KEYS; ++n) {
-                  if (is_masked_p(w[i * kLds + n])) continue;
-                  add_weighted_row<Element>(v[n] + offset, p.head_dim_v, w + i * kLds + n, area.o + (row + i) * ldo);
-                }
-              }
-            });
-      }
-    };
-  };
-  // Eight values together save loads and stores of the output. With few rows there is little to save, and prefetching as many rows of 16
-  // bits or more at once fills the processor's queues.
-  if constexpr (kBytes > 1) {
-    if (split.rows < 4) {
-      return for_visited_keys<kKeysTogether>(rows, split.keys.begin, visited, add.template operator()<2>());
+  constexpr int64_t kLds = VectorArea::kLds;
+  const HeadRows values = head_rows(p, p.v, head, split, split.keys), next = head_rows(p, p.k, head, split, after(head, split));
+  Ahead ahead(values, next,
+              blocks_of(split.rows, kPieceKeys * p.head_dim_v / kWidth /
+                                        (sizeof(typename Element::Type) == 1 ? kByteKeys : kKeysUnrolled)));
+  clear_outputs(split, area, heads);
+  for_visited_pieces(values.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
+    ahead.begin(piece);
+    for (int64_t h = heads.begin; h < heads.end; ++h) {
+      const int64_t row = h * split.rows;
+      add_values<Element>(piece.rows, piece.count, h * values.head_bytes, p.head_dim_v, split.rows,
+                          area.s + row * kLds + piece.first - split.keys.begin, kLds, area.o + row * area.ldo, area.ldo,
+                          masked + row, ahead);
     }
-  }
-  for_visited_keys<2 * kKeysTogether>(rows, split.keys.begin, visited, add.template operator()<kMostBlockRows>());
-}
-
-// The queries of the split, widened.
-inline void widen_queries(const ForwardProblem &p, const Head &head, const QueryBlock &block, const VectorSplit &split,
-                          const VectorArea &area) {
-  for (int64_t row = 0; row < split.count * split.rows; ++row) {
-    const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
-    const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
-    for_key_dtype(p.q.dtype, [&]<class Element>() {
-      const auto *from = reinterpret_cast<const typename Element::Type *>(from_row);
-      float factor = 1.0f;
-      if constexpr (Element::kQuantised) factor = factors_of(p, p.q_descale, head.b, h / p.group, 0).at(0);
-      for (int64_t c = 0; c < p.head_dim; c += kWidth) {
-        const int n = static_cast<int>(min64(p.head_dim - c, kWidth));
-        F x = n == kWidth ? Element::load(from + c) : Element::load(from + c, n);
-        if constexpr (Element::kQuantised) x = Simd::mul(x, Simd::set(factor));
-        Simd::store(area.q + row * area.ldq + c, x);
-      }
-    });
-  }
-}
-
-// Calls body(heads) for the maximal runs of heads that are not done.
-template <class Body>
-FA_INLINE void for_heads_left(const bool *done, int64_t count, Body body) {
-  for (int64_t h = 0; h < count; ++h) {
-    if (done[h]) continue;
-    const int64_t first = h;
-    while (h < count && !done[h]) ++h;
-    body(Range{first, h});
-  }
+  });
+  ahead.finish();
 }
 
 // All rows of the split's heads against its keys; put(row, result) takes their results. `tiles` does the products of what it takes.
@@ -201,7 +133,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
   const int64_t rows = split.count * split.rows, lds = VectorArea::kLds;
   VectorArea area;
   area.ldq = round_up(p.head_dim, kWidth);
-  area.ldo = round_up(p.head_dim_v, kWidth);
+  area.ldo = layout.dim_v;
   area.q = reinterpret_cast<float *>(scratch);
   area.s = reinterpret_cast<float *>(scratch + layout.worker_queries);
   area.o = reinterpret_cast<float *>(scratch + layout.worker_queries + layout.worker_scores);
@@ -220,7 +152,9 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
   for_key_dtype(p.k.dtype, [&]<class Element>() {
     bool done[kVectorScratchRows] = {};
     if (on_tiles) tiles.scores(head, split, visited, area, done);
-    for_heads_left(done, split.count, [&](Range heads) { vector_scores<Element>(p, head, split, visited, area, heads); });
+    for_runs_of<false>(done, split.count, [&](Range heads) {
+      vector_scores<WidenedProduct<Element>>(p, head, split, visited, area, heads, area.q, area.ldq);
+    });
     if constexpr (Element::kQuantised) {
       scale_by_factors<false>(factors_of(p, p.k_descale, head.b, split.first, head.keys.start), p.k_descale.factors.head_stride,
                               split, visited, area);
@@ -256,9 +190,9 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
       scale_by_factors<true>(factors_of(p, p.v_descale, head.b, split.first, head.keys.start), p.v_descale.factors.head_stride,
                              split, visited, area);
     }
-    if (on_tiles) tiles.outputs(head, split, visited, area, done);
-    for_heads_left(done, split.count,
-                   [&](Range heads) { vector_outputs<Element>(p, head, split, visited, area, masked, heads); });
+    if (on_tiles) tiles.outputs(head, split, visited, area, masked, done);
+    for_runs_of<false>(done, split.count,
+                       [&](Range heads) { vector_outputs<Element>(p, head, split, visited, area, masked, heads); });
   });
   for (int64_t row = 0; row < rows; ++row) put(row, results[row]);
 }

@@ -70,7 +70,8 @@ class VectorTiles {
   }
 
   // O = P V; done[h] says for which heads.
-  void outputs(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area, bool *done) {
+  void outputs(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area, const bool *,
+               bool *done) {
     for (int64_t i = 0; i < split.count * split.rows * area.ldo; i += kWidth) Simd::store(area.o + i, Simd::zero());
     const Rows rows = key_rows_of(p_, p_.v, head.b, split.first, head.keys.start);
     for_blocks(rows, p_.v, p_.head_dim_v, split, visited, [&](int64_t h, const Block &block) {

@@ -77,7 +77,8 @@ class VectorTiles {
   }
 
   // O = P V; done[h] says for which heads.
-  void outputs(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area, bool *done) {
+  void outputs(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area, const bool *,
+               bool *done) {
     for (int64_t i = 0; i < split.count * output_; i += kWidth) Simd::store(outputs_ + i, Simd::zero());
     const Rows values = key_rows_of(p_, p_.v, head.b, split.first, head.keys.start);
     for_blocks(split, visited, kVectorTileKeys, [&](Range block, Range next) {
@@ -138,20 +139,14 @@ class VectorTiles {
   // Queries of head h as the right operand, whose columns they are. Whether the unit gets them right.
   bool pack_queries(const VectorSplit &split, const VectorArea &area, int64_t h) {
     const int64_t ld = steps_ * kTileDepth;
-    F least = Simd::set(1.0f), most = least, probe = Simd::zero();
-    const auto see = [&](F x) __attribute__((always_inline)) {
-      const F magnitude = Simd::abs(x);
-      most = Simd::max(magnitude, most);
-      least = Simd::select(Simd::eq(x, Simd::zero()), least, Simd::min(magnitude, least));
-      probe = Simd::fma(x, Simd::zero(), probe);
-    };
+    QueryNumbers numbers;
     for (int64_t r = 0; r < split.rows; ++r) {
       const float *q = area.q + (h * split.rows + r) * area.ldq;
       for (int64_t c = 0; c < ld; c += 2 * kWidth) {
         const F x = c < area.ldq ? Simd::load(q + c) : Simd::zero();
         const F y = c + kWidth < area.ldq ? Simd::load(q + c + kWidth) : Simd::zero();
-        see(x);
-        see(y);
+        numbers.see(x);
+        numbers.see(y);
         store_rounded(keys_ + r * ld + c, x, y);
       }
     }
@@ -159,8 +154,7 @@ class VectorTiles {
     rows.data = reinterpret_cast<const char *>(keys_);
     rows.stride = ld * int64_t{sizeof(uint16_t)};
     pack_key_tiles(rows, 0, split.rows, ld, queries_of(h));
-    return -Simd::reduce_max(Simd::sub(Simd::zero(), least)) >= 0x1p-100f && Simd::reduce_max(most) < 0x1p64f &&
-           Simd::reduce_add(probe) == 0;
+    return numbers.moderate();
   }
 
   // S of head h and up to kScoreKeys keys.

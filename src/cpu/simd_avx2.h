@@ -187,6 +187,7 @@ struct Simd {
   }
 
   static FA_INLINE void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+  static FA_INLINE void prefetch_l2(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T1); }
 };
 
 }  // namespace fa::cpu::avx2

@@ -217,6 +217,7 @@ struct Simd {
   }
 
   static FA_INLINE void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+  static FA_INLINE void prefetch_l2(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T1); }
 
  private:
   // Lane n of 128 bits: the sum of the four lanes of x_n, in the order of reduce_add.

@@ -174,6 +174,7 @@ struct Simd {
   }
 
   static FA_INLINE void prefetch(const void *p) { __builtin_prefetch(p); }
+  static FA_INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
 
  private:
   static FA_INLINE svbool_t all() { return svptrue_b32(); }
