@@ -9,7 +9,7 @@
 
 namespace fa::cpu::FA_ISA {
 
-// Calls body.operator()<Element>() for a dtype of queries and results.
+// Calls body.operator()<Element>() for a dtype of queries, results and biases.
 template <class Body>
 FA_INLINE void for_dtype(Dtype dtype, Body body) {
   switch (dtype) {

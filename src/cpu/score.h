@@ -12,6 +12,7 @@
 #include "core/philox.h"
 #include "core/score.h"
 #include "cpu/data_mask.h"
+#include "cpu/pack.h"
 #include "cpu/simd.h"
 
 namespace fa::cpu::FA_ISA {
@@ -177,22 +178,6 @@ FA_INLINE void scale_and_add_bias_row(float *x, F scale, const char *bias, int64
   }
 }
 
-// Calls body.operator()<Element>() for the dtype of a bias.
-template <class Body>
-FA_INLINE void for_bias_dtype(Dtype dtype, Body body) {
-  switch (dtype) {
-    case Dtype::f32:
-      return body.template operator()<ElementF32>();
-    case Dtype::f16:
-      return body.template operator()<ElementF16>();
-    case Dtype::bf16:
-      return body.template operator()<ElementBf16>();
-    case Dtype::e4m3:
-    case Dtype::i8:
-      return;
-  }
-}
-
 // One row of raw products -> what the user's function makes of the scaled products, for the keys that the row sees through band and lengths.
 // The others may be anything. With `derivative`, also writes that of the function.
 __attribute__((noinline)) inline void user_scores(const Score &s, const Tile &t, int64_t row, float *x, float *derivative) {
@@ -238,7 +223,7 @@ __attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t
   const int64_t bias_rows = s.bias != nullptr ? min64(t.rows, s.seqlen_q - t.row) : 0;
   const int64_t bias_cols = min64(t.cols, s.seqlen_k - t.col);
   if (bias_rows == t.rows && bias_cols > 0 && s.bias_col_stride == 1 && s.softcap == 0 && !s.has_alibi && s.user == nullptr) {
-    return for_bias_dtype(s.bias_dtype, [&]<class Element>() {
+    return for_dtype(s.bias_dtype, [&]<class Element>() {
       const auto bytes = static_cast<int64_t>(sizeof(typename Element::Type));
       const char *first = s.bias + (t.row * s.bias_row_stride + t.col) * bytes;
       for (int64_t r = 0; r < t.rows; ++r)
@@ -277,7 +262,7 @@ __attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t
     }
     if (r < bias_rows && bias_cols > 0) {
       const int64_t offset = (t.row + r) * s.bias_row_stride + t.col * s.bias_col_stride;
-      for_bias_dtype(s.bias_dtype, [&]<class Element>() {
+      for_dtype(s.bias_dtype, [&]<class Element>() {
         add_bias_row<Element>(row, s.bias + offset * static_cast<int64_t>(sizeof(typename Element::Type)), s.bias_col_stride,
                               bias_cols, masked);
       });

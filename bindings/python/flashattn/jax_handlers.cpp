@@ -7,9 +7,10 @@
 #include <flashattn/flashattn.h>
 #include <xla/ffi/api/ffi.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
