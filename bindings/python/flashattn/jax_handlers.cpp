@@ -235,10 +235,12 @@ void compute(const Problem &p, int32_t device, fa_stream stream, ffi::ScratchAll
           context);
     bytes = info.workspace_bytes;
     if (bytes > 0) {
-      const auto memory = scratch->Allocate(bytes, 256);
+      // XLA refuses to promise more than 16 bytes of alignment.
+      constexpr size_t given = 16, wanted = 256;
+      const auto memory = scratch->Allocate(bytes + wanted - given, given);
       if (!memory)
         throw Failure{ffi::ErrorCode::kResourceExhausted, "XLA has no " + std::to_string(bytes) + " bytes of workspace"};
-      workspace = *memory;
+      workspace = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(*memory) + wanted - 1) / wanted * wanted);
     }
   }
   check(backward ? fa.backward(context, &p.attention, &p.gradients, workspace, bytes, stream)
