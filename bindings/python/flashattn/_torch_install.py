@@ -25,8 +25,10 @@ OPERATORS = {
         ),
     ),
     "CUDA": (
-        ("_scaled_dot_product_flash_attention", "default_for_cuda"),
-        ("_scaled_dot_product_flash_attention_backward", "default_for_cuda_backward"),
+        ("_scaled_dot_product_flash_attention", "default_for_flash"),
+        ("_scaled_dot_product_flash_attention_backward", "default_for_flash_backward"),
+        ("_scaled_dot_product_cudnn_attention", "default_for_cudnn"),
+        ("_scaled_dot_product_cudnn_attention_backward", "default_for_cudnn_backward"),
     ),
 }
 #: Arguments and results of these operators, as the kernels take them.
@@ -42,6 +44,12 @@ SCHEMAS = (
     "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
     "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
     "Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "aten::_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, "
+    "float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, "
+    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
+    "aten::_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -53,9 +61,7 @@ class Installation(NamedTuple):
 
 
 _fallbacks: Deque[str] = collections.deque(maxlen=64)
-_definitions: Dict[str, Any] = (
-    {}
-)  # by device, of the operators that run PyTorch's kernels
+_definitions: Dict[str, Any] = {}  # by device, of the operators that run PyTorch's kernels
 _handle: Any = None  # of an installation without PyTorch's registry
 
 
@@ -122,9 +128,10 @@ def _activate(devices: Tuple[str, ...], deterministic: bool) -> _Handle:
 def install(*, deterministic: bool = True) -> Installation:
     """Lets torch.nn.functional.scaled_dot_product_attention run on the library, on the CPU and, where there is one, on a GPU.
 
-    PyTorch chooses among its operators as before. Where it chooses flash attention, which takes no dropout on the CPU and no mask on CUDA,
-    the library computes it, forward and backward; what the library refuses goes to PyTorch's own kernel, and `fallbacks()` says why. The
-    operators do not say whether deterministic algorithms are wanted: gradients are, unless deterministic=False.
+    PyTorch chooses among its operators as before. Where it chooses flash attention, or cuDNN's, which it prefers on Hopper, the library
+    computes it, forward and backward; what the library refuses goes to PyTorch's own kernel, and `fallbacks()` says why. Flash attention
+    takes no mask on CUDA; the library refuses dropout there. The operators do not say whether deterministic algorithms are wanted:
+    gradients are, unless deterministic=False.
 
     In PyTorch's registry of flash implementations (torch.nn.attention.list_flash_attention_impls) the name is "flashattn". Returns the
     devices that are served, and why others are not; warns of those that this machine has. `uninstall()` takes it back.
@@ -136,25 +143,17 @@ def install(*, deterministic: bool = True) -> Installation:
     if devices:
         registry = torch.nn.attention
         if hasattr(registry, "register_flash_attention_impl"):
-            registry.register_flash_attention_impl(
-                NAME, register_fn=lambda: _activate(devices, deterministic)
-            )
+            registry.register_flash_attention_impl(NAME, register_fn=lambda: _activate(devices, deterministic))
             registry.activate_flash_attention_impl(NAME)
         else:
             _handle = _activate(devices, deterministic)
-    missed = [
-        reason
-        for device, reason in reasons.items()
-        if reason and (device == "cpu" or torch.cuda.is_available())
-    ]
+    missed = [reason for device, reason in reasons.items() if reason and (device == "cpu" or torch.cuda.is_available())]
     if missed:
         warnings.warn(
             f"flashattn.torch.install() leaves PyTorch its own attention: {'; '.join(missed)}",
             stacklevel=2,
         )
-    return Installation(
-        devices, "; ".join(reason for reason in reasons.values() if reason)
-    )
+    return Installation(devices, "; ".join(reason for reason in reasons.values() if reason))
 
 
 def uninstall() -> None:
@@ -164,9 +163,6 @@ def uninstall() -> None:
     if _handle is not None:
         _handle.remove()
         _handle = None
-    elif (
-        hasattr(registry, "current_flash_attention_impl")
-        and registry.current_flash_attention_impl() == NAME
-    ):
+    elif hasattr(registry, "current_flash_attention_impl") and registry.current_flash_attention_impl() == NAME:
         registry.restore_flash_attention_impl()
     _fallbacks.clear()

@@ -457,7 +457,8 @@ void backward(StableIValue *stack, uint64_t, uint64_t) {
 constexpr int kRowsFirst[] = {0, 2, 1, 3};
 bool deterministic_gradients;
 
-enum class Sdpa { kCpu, kCuda };  // _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention
+// _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, _scaled_dot_product_cudnn_attention
+enum class Sdpa { kCpu, kFlash, kCudnn };
 
 // Runs `ours`, or `theirs` with the reason where the library refuses the arguments.
 template <typename Ours, typename Theirs>
@@ -523,8 +524,8 @@ struct SdpaProblem {
       fail(kTypeError,
            "query has " + std::to_string(problem.q.shape[3]) + " columns and value " + std::to_string(problem.v.shape[3]));
     if (dropout_p != 0) fail(kTypeError, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
-    // Where there are not as many queries as keys, the CPU's operator aligns the first of both, the other the last.
-    if (is_causal) problem.mask = kind == Sdpa::kCpu ? FA_MASK_CAUSAL_TOP_LEFT : FA_MASK_CAUSAL;
+    // Where there are not as many queries as keys, the operator for flash attention on CUDA aligns the last of both, the others the first.
+    if (is_causal) problem.mask = kind == Sdpa::kFlash ? FA_MASK_CAUSAL : FA_MASK_CAUSAL_TOP_LEFT;
     if (scale) {
       problem.softmax_scale = static_cast<float>(*scale);
       if (!(problem.softmax_scale > 0)) fail(kValueError, "scale is " + std::to_string(*scale) + "; it must be positive");
@@ -542,22 +543,36 @@ struct SdpaProblem {
   SdpaProblem with_rows() const { return {kind, rows(query), rows(key), rows(value), dropout_p, is_causal, attn_mask, scale}; }
 };
 
-// (batch, heads, rows), in memory as these operators have it.
+// (batch, heads, rows), and one column for cuDNN's operator, in memory as these operators have it.
 Tensor new_lse(const SdpaProblem &problem) {
   constexpr int rows_first[] = {0, 2, 1};
   Sizes shape = shape_of(problem.query);
-  shape.pop_back();
+  if (problem.kind == Sdpa::kCudnn) {
+    shape.back() = 1;
+  } else {
+    shape.pop_back();
+  }
   return new_result(shape, strides_of(shape, problem.kind == Sdpa::kCpu ? rows_first : kInOrder), aoti_torch_dtype_float32(),
                     problem.device());
 }
 
-std::pair<Tensor, Tensor> sdpa_forward(const SdpaProblem &given) {
+fa_tensor view_lse(const Tensor &lse, const Device &device) {
+  fa_tensor result = view(lse, "logsumexp", device);
+  if (result.ndim == 4 && result.shape[3] == 1) result.ndim = 3;
+  return result;
+}
+
+// out, and lse where it is wanted.
+std::pair<Tensor, std::optional<Tensor>> sdpa_forward(const SdpaProblem &given, bool wants_lse = true) {
   const SdpaProblem sdpa = given.with_rows();
   const Device device = sdpa.device();
   fa_attention problem = sdpa.attention();
-  std::pair<Tensor, Tensor> results(empty_like(given.query, device), new_lse(sdpa));
+  std::pair<Tensor, std::optional<Tensor>> results(empty_like(given.query, device), std::nullopt);
   problem.out = rows_first(results.first, "out", device);
-  problem.lse = view(results.second, "logsumexp", device);
+  if (wants_lse) {
+    results.second = new_lse(sdpa);
+    problem.lse = view_lse(*results.second, device);
+  }
   const fa_context context = contexts.get(device);
   check(fa.forward(context, &problem, nullptr, 0, stream_of(device)), context);
   return results;
@@ -572,12 +587,12 @@ void sdpa_backward(const SdpaProblem &given, const Tensor &grad_out, const Tenso
   fa_attention problem = sdpa.attention();
   if (deterministic_gradients) problem.flags |= FA_FLAG_DETERMINISTIC;
   problem.out = rows_first(o, "out", device);
-  problem.lse = view(lse, "logsumexp", device);
+  problem.lse = view_lse(lse, device);
   fa_gradients gradients = {};
   gradients.struct_size = sizeof gradients;
   gradients.dout = rows_first(dout, "grad_out", device);
   const auto result = [&](const Tensor &like) {
-    if (given.kind == Sdpa::kCuda) return empty_like(like, device);
+    if (given.kind != Sdpa::kCpu) return empty_like(like, device);
     const Sizes shape = shape_of(like);
     return new_result(shape, strides_of(shape, kRowsFirst), torch_dtype(like), device);
   };
@@ -603,7 +618,7 @@ void cpu_forward(StableIValue *stack, uint64_t, uint64_t) {
       [&] {
         const auto [out, lse] = sdpa_forward(sdpa);
         stack[0] = from(out);
-        stack[1] = from(lse);
+        stack[1] = from(*lse);
       },
       [&](const std::string &reason) {
         call_default("flashattn::default_for_cpu",
@@ -631,10 +646,35 @@ void cpu_backward(StableIValue *stack, uint64_t, uint64_t) {
                  });
 }
 
-// What this operator returns beside out and lse: no offsets of sequences, the numbers of rows, and the random state and mask of dropout.
-void cuda_forward(StableIValue *stack, uint64_t, uint64_t) {
+StableIValue undefined() {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
+  return from(Tensor(handle));
+}
+
+// What nobody reads.
+StableIValue unused(const Sizes &shape, int32_t dtype, const Device &device) {
+  AtenTensorHandle handle = nullptr;
+  const Sizes strides(shape.size(), 1);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), dtype,
+                                                  device.type, device.index, &handle));
+  return from(Tensor(handle));
+}
+
+// What the operators for CUDA return: out, lse, no offsets of sequences, the numbers of rows. Random state and mask of dropout follow.
+void cuda_results(const SdpaProblem &sdpa, bool wants_lse, StableIValue *stack) {
+  const auto [out, lse] = sdpa_forward(sdpa, wants_lse);
+  stack[0] = from(out);
+  stack[1] = lse ? from(*lse) : undefined();
+  stack[2] = undefined();
+  stack[3] = undefined();
+  stack[4] = from(sdpa.query.size(2));
+  stack[5] = from(sdpa.key.size(2));
+}
+
+void flash_forward(StableIValue *stack, uint64_t, uint64_t) {
   Arguments given(stack);
-  SdpaProblem sdpa = {Sdpa::kCuda, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  SdpaProblem sdpa = {Sdpa::kFlash, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
   sdpa.dropout_p = given.take<double>();
   sdpa.is_causal = given.take<bool>();
   const bool return_debug_mask = given.take<bool>();
@@ -642,42 +682,24 @@ void cuda_forward(StableIValue *stack, uint64_t, uint64_t) {
   run_or_default(
       [&] {
         if (return_debug_mask) fail(kTypeError, "return_debug_mask is True");
-        const auto [out, lse] = sdpa_forward(sdpa);
+        cuda_results(sdpa, true, stack);
         const Device device = sdpa.device();
-        const auto undefined = [] {
-          AtenTensorHandle handle = nullptr;
-          TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
-          return from(Tensor(handle));
-        };
-        const auto unused = [&](const Sizes &shape, int32_t dtype) {
-          AtenTensorHandle handle = nullptr;
-          const Sizes strides(shape.size(), 1);
-          TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                                          dtype, device.type, device.index, &handle));
-          return from(Tensor(handle));
-        };
-        stack[0] = from(out);
-        stack[1] = from(lse);
-        stack[2] = undefined();
-        stack[3] = undefined();
-        stack[4] = from(sdpa.query.size(2));
-        stack[5] = from(sdpa.key.size(2));
-        stack[6] = unused({2}, aoti_torch_dtype_uint64());
-        stack[7] = unused({}, aoti_torch_dtype_uint64());
-        stack[8] = unused({0}, torch_dtype(sdpa.query));
+        stack[6] = unused({2}, aoti_torch_dtype_uint64(), device);
+        stack[7] = unused({}, aoti_torch_dtype_uint64(), device);
+        stack[8] = unused({0}, torch_dtype(sdpa.query), device);
       },
       [&](const std::string &reason) {
-        call_default("flashattn::default_for_cuda",
+        call_default("flashattn::default_for_flash",
                      {from(reason), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(sdpa.dropout_p),
                       from(sdpa.is_causal), from(return_debug_mask), from(sdpa.scale)},
                      9, stack);
       });
 }
 
-void cuda_backward(StableIValue *stack, uint64_t, uint64_t) {
+void flash_backward(StableIValue *stack, uint64_t, uint64_t) {
   Arguments given(stack);
   const Tensor grad_out = given.take<Tensor>();
-  SdpaProblem sdpa = {Sdpa::kCuda, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  SdpaProblem sdpa = {Sdpa::kFlash, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
   const Tensor out = given.take<Tensor>(), lse = given.take<Tensor>();
   const Tensor cum_seq_q = given.take<Tensor>(), cum_seq_k = given.take<Tensor>();
   const int64_t max_q = given.take<int64_t>(), max_k = given.take<int64_t>();
@@ -687,10 +709,60 @@ void cuda_backward(StableIValue *stack, uint64_t, uint64_t) {
   sdpa.scale = given.take<std::optional<double>>();
   run_or_default([&] { sdpa_backward(sdpa, grad_out, out, lse, stack); },
                  [&](const std::string &reason) {
-                   call_default("flashattn::default_for_cuda_backward",
+                   call_default("flashattn::default_for_flash_backward",
                                 {from(reason), from(grad_out), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(out),
                                  from(lse), from(cum_seq_q), from(cum_seq_k), from(max_q), from(max_k), from(sdpa.dropout_p),
                                  from(sdpa.is_causal), from(seed), from(offset), from(sdpa.scale)},
+                                3, stack);
+                 });
+}
+
+// PyTorch prefers cuDNN to flash attention on Hopper. Its operator takes a mask, too, which is added to the scores.
+void cudnn_forward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  SdpaProblem sdpa = {Sdpa::kCudnn, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  sdpa.attn_mask = given.take_optional();
+  const bool compute_log_sumexp = given.take<bool>();
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  const bool return_debug_mask = given.take<bool>();
+  sdpa.scale = given.take<std::optional<double>>();
+  run_or_default(
+      [&] {
+        if (return_debug_mask) fail(kTypeError, "return_debug_mask is True");
+        cuda_results(sdpa, compute_log_sumexp, stack);
+        const Device device = sdpa.device();
+        stack[6] = unused({}, aoti_torch_dtype_int64(), device);
+        stack[7] = unused({}, aoti_torch_dtype_int64(), device);
+        stack[8] = undefined();
+      },
+      [&](const std::string &reason) {
+        call_default(
+            "flashattn::default_for_cudnn",
+            {from(reason), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(sdpa.attn_mask), from(compute_log_sumexp),
+             from(sdpa.dropout_p), from(sdpa.is_causal), from(return_debug_mask), from(sdpa.scale)},
+            9, stack);
+      });
+}
+
+void cudnn_backward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  const Tensor grad_out = given.take<Tensor>();
+  SdpaProblem sdpa = {Sdpa::kCudnn, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  const Tensor out = given.take<Tensor>(), lse = given.take<Tensor>();
+  const Tensor seed = given.take<Tensor>(), offset = given.take<Tensor>(), attn_bias = given.take<Tensor>();
+  const Tensor cum_seq_q = given.take<Tensor>(), cum_seq_k = given.take<Tensor>();
+  const int64_t max_q = given.take<int64_t>(), max_k = given.take<int64_t>();
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  sdpa.scale = given.take<std::optional<double>>();
+  if (attn_bias.defined()) sdpa.attn_mask = attn_bias;
+  run_or_default([&] { sdpa_backward(sdpa, grad_out, out, lse, stack); },
+                 [&](const std::string &reason) {
+                   call_default("flashattn::default_for_cudnn_backward",
+                                {from(reason), from(grad_out), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(out),
+                                 from(lse), from(seed), from(offset), from(attn_bias), from(cum_seq_q), from(cum_seq_k),
+                                 from(max_q), from(max_k), from(sdpa.dropout_p), from(sdpa.is_causal), from(sdpa.scale)},
                                 3, stack);
                  });
 }
@@ -768,8 +840,10 @@ FA_EXPORT const char *flashattn_torch_install(const char *key, int32_t of_cuda, 
   try {
     auto kernels = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", key, __FILE__, __LINE__);
     if (of_cuda) {
-      kernels->impl("_scaled_dot_product_flash_attention", cuda_forward)
-          .impl("_scaled_dot_product_flash_attention_backward", cuda_backward);
+      kernels->impl("_scaled_dot_product_flash_attention", flash_forward)
+          .impl("_scaled_dot_product_flash_attention_backward", flash_backward)
+          .impl("_scaled_dot_product_cudnn_attention", cudnn_forward)
+          .impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
     } else {
       kernels->impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward)
           .impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward);

@@ -25,9 +25,7 @@ def in_float64(query, key, value, attn_mask=None, **options):
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.double()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return scaled_dot_product_attention(
-            query.double(), key.double(), value.double(), attn_mask, **options
-        )
+        return scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask, **options)
 
 
 def flash():
@@ -61,9 +59,7 @@ class WithoutTheExtensionTest(unittest.TestCase):
         )
 
 
-@unittest.skipUnless(
-    extension, f"the extension for PyTorch is not loaded: {extension.reason}"
-)
+@unittest.skipUnless(extension, f"the extension for PyTorch is not loaded: {extension.reason}")
 class InstallTest(TorchCase):
     def setUp(self):
         super().setUp()
@@ -88,42 +84,31 @@ class InstallTest(TorchCase):
     def test_like_float64(self):
         chance = random.Random(SEED)
         for device in DEVICES:
-            dtypes = (
-                (torch.float32, torch.float16, torch.bfloat16)
-                if device == "cpu"
-                else (torch.float16, torch.bfloat16)
-            )
+            dtypes = (torch.float32, torch.float16, torch.bfloat16) if device == "cpu" else (torch.float16, torch.bfloat16)
             for _ in range(60):
                 dtype = chance.choice(dtypes)
                 b, s, t, h, group = (chance.randint(1, n) for n in (3, 40, 60, 3, 2))
                 d = chance.choice((8, 16, 64))
-                if (
-                    device == "cuda"
-                ):  # flash attention there is for causal masks of as many keys as queries alone
-                    t = s
+                free = device == "cuda" and chance.random() < 0.5
+                backend = contextlib.nullcontext() if free else flash()
+                if device == "cuda" and not free:
+                    t = s  # flash attention there has causal masks of as many keys as queries alone
                 q, k, v = (
                     self.normal(*shape, device=device, dtype=dtype, grad=False)
                     for shape in ((b, h * group, s, d), *((b, h, t, d),) * 2)
                 )
-                if (
-                    chance.random() < 0.4
-                ):  # (batch, rows, heads, head_dim) in memory, as models have it
-                    q, k, v = (
-                        x.transpose(1, 2).contiguous().transpose(1, 2)
-                        for x in (q, k, v)
-                    )
+                if chance.random() < 0.4:  # (batch, rows, heads, head_dim) in memory, as models have it
+                    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
                 given = [x.requires_grad_() for x in (q, k, v)]
                 choices = [
                     {},
                     {"scale": (0.5 + chance.random()) / d**0.5},
                     {"is_causal": True},
                 ]
-                if device == "cpu":
-                    shape = [
-                        n if chance.random() < 0.7 else 1 for n in (b, h * group, s, t)
-                    ][chance.choice((0, 2)) :]
-                    mask = self.normal(*shape, dtype=dtype, grad=False)
-                    visible = self.coin(*shape)
+                if device == "cpu" or free:
+                    shape = [n if chance.random() < 0.7 else 1 for n in (b, h * group, s, t)][chance.choice((0, 2)) :]
+                    mask = self.normal(*shape, device=device, dtype=dtype, grad=False)
+                    visible = self.coin(*shape, device=device)
                     visible[..., 0] = True
                     choices += [
                         {"attn_mask": mask},
@@ -136,13 +121,9 @@ class InstallTest(TorchCase):
                     dtype=dtype,
                     shape=(b, h, group, s, t, d),
                     options=options.keys(),
-                ), flash():
-                    ours = scaled_dot_product_attention(
-                        *given, **options, enable_gqa=group > 1
-                    )
-                    self.assert_same(
-                        ours, in_float64(*given, **options, enable_gqa=group > 1), given
-                    )
+                ), backend:
+                    ours = scaled_dot_product_attention(*given, **options, enable_gqa=group > 1)
+                    self.assert_same(ours, in_float64(*given, **options, enable_gqa=group > 1), given)
                     self.assertEqual(flashattn.torch.fallbacks(), [])
 
     def test_results_lie_in_memory_as_pytorchs_do(self):
@@ -151,10 +132,7 @@ class InstallTest(TorchCase):
         for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)):
             for shape in ((2, 3, 5, 16), (1, 3, 5, 16), (2, 1, 1, 16)):
                 q, k, v = (
-                    self.normal(*shape, grad=False)
-                    .permute(order)
-                    .contiguous()
-                    .permute([order.index(n) for n in range(4)])
+                    self.normal(*shape, grad=False).permute(order).contiguous().permute([order.index(n) for n in range(4)])
                     for _ in range(3)
                 )
 
@@ -172,16 +150,11 @@ class InstallTest(TorchCase):
                 with self.own():
                     theirs = everything()
                 for mine, its in zip(ours, theirs):
-                    self.assertEqual(
-                        (mine.stride(), mine.dtype), (its.stride(), its.dtype)
-                    )
+                    self.assertEqual((mine.stride(), mine.dtype), (its.stride(), its.dtype))
                     torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
 
     def test_what_the_library_refuses_goes_to_pytorch(self):
-        given = [
-            self.normal(2, 4, n, 16).double().detach().requires_grad_()
-            for n in (13, 17, 17)
-        ]
+        given = [self.normal(2, 4, n, 16).double().detach().requires_grad_() for n in (13, 17, 17)]
         ours = scaled_dot_product_attention(*given, is_causal=True)
         gradients = torch.autograd.grad(ours.sum(), given)
         self.assertEqual(
@@ -199,9 +172,7 @@ class InstallTest(TorchCase):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
             for mine, its in zip(gradients, torch.autograd.grad(theirs.sum(), given)):
                 torch.testing.assert_close(mine, its, rtol=0, atol=0)
-        self.assertEqual(
-            flashattn.torch.fallbacks(), []
-        )  # a new installation begins anew
+        self.assertEqual(flashattn.torch.fallbacks(), [])  # a new installation begins anew
 
     def test_a_mask_reaches_pytorchs_kernel(self):
         given = [self.normal(1, 2, n, 8, grad=False).double() for n in (5, 9, 9)]
@@ -248,8 +219,7 @@ class InstallTest(TorchCase):
         def loss(x):
             q = x.unflatten(-1, (4, 8)).transpose(1, 2)
             return (
-                attention(x, x, x, None, False)[0].square().sum()
-                + scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+                attention(x, x, x, None, False)[0].square().sum() + scaled_dot_product_attention(q, q, q, is_causal=True).sum()
             )
 
         for run in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
@@ -258,9 +228,7 @@ class InstallTest(TorchCase):
             with self.own():
                 theirs = loss(x)
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(
-                    gradient, torch.autograd.grad(theirs, [x])[0], rtol=1e-4, atol=1e-4
-                )
+                torch.testing.assert_close(gradient, torch.autograd.grad(theirs, [x])[0], rtol=1e-4, atol=1e-4)
 
     def test_an_operator_of_another_pytorch_is_left_alone(self):
         flashattn.torch.uninstall()
@@ -269,9 +237,7 @@ class InstallTest(TorchCase):
             _torch_install.SCHEMAS[2:],
         )
         try:
-            with self.assertWarnsRegex(
-                UserWarning, "has an operator that this package does not know"
-            ):
+            with self.assertWarnsRegex(UserWarning, "has an operator that this package does not know"):
                 installation = flashattn.torch.install()
         finally:
             _torch_install.SCHEMAS = schemas
@@ -282,60 +248,88 @@ class InstallTest(TorchCase):
         )
         self.assertNotIn("torch_operators.cpp", kernels())
 
+    def assert_like_traced(self, mine, its):
+        """Results lie in memory as compiled programs expect."""
+        for one, other in zip(mine, its):
+            if one is None or not isinstance(one, torch.Tensor):
+                self.assertEqual(one, other)
+            else:
+                self.assertEqual(
+                    (one.shape, one.stride(), one.dtype),
+                    (other.shape, other.stride(), other.dtype),
+                )
+
     def test_kernels_of_cuda_on_the_cpu(self):
         """The kernels for CUDA's operators know no device: here they serve tensors of the CPU, for which PyTorch has no such kernels."""
         extension.install("CPU", True, True)
-        forward = torch.ops.aten._scaled_dot_product_flash_attention
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        chance = random.Random(SEED)
         for dtype in (torch.float32, torch.bfloat16):
-            for causal in (False, True):
+            for causal, masked in ((False, False), (True, False), (False, True)):
                 for rows_first in (False, True):
-                    given = [
-                        self.normal(2, h, 19, 16, dtype=dtype, grad=False)
-                        for h in (4, 2, 2)
-                    ]
+                    given = [self.normal(2, h, 19, 16, dtype=dtype, grad=False) for h in (4, 2, 2)]
                     if rows_first:
-                        given = [
-                            x.transpose(1, 2).contiguous().transpose(1, 2)
-                            for x in given
-                        ]
-                    given = [x.requires_grad_() for x in given]
-                    results = forward(*given, 0.0, causal, scale=0.3)
-                    (
-                        out,
-                        lse,
-                        starts_q,
-                        starts_k,
-                        rows_q,
-                        rows_k,
-                        state,
-                        unused,
-                        mask,
-                    ) = results
-                    expected = in_float64(
-                        *given, is_causal=causal, scale=0.3, enable_gqa=True
-                    )
-                    self.assert_same(out, expected, given)
-                    self.assertEqual(
-                        (starts_q, starts_k, rows_q, rows_k), (None, None, 19, 19)
-                    )
-                    plain = [x.detach() for x in given]
-                    with torch._subclasses.FakeTensorMode() as fake:
-                        traced = forward(
-                            *map(fake.from_tensor, plain), 0.0, causal, scale=0.3
-                        )
-                    for mine, its in zip(
-                        (out, lse, state, unused, mask),
-                        (traced[n] for n in (0, 1, 6, 7, 8)),
-                    ):
-                        self.assertEqual(
-                            (mine.shape, mine.stride(), mine.dtype),
-                            (its.shape, its.stride(), its.dtype),
-                        )
-                    out = forward(*given, 0.0, causal)[0]
-                    gradients = torch.autograd.grad(out, given, torch.ones_like(out))
-                    self.assertEqual(
-                        [x.stride() for x in gradients], [x.stride() for x in given]
-                    )
+                        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+                    plain = given
+                    given = [x.clone().requires_grad_() for x in given]
+                    mask = None
+                    if masked:
+                        shape = chance.choice(((19, 19), (2, 1, 19, 19), (1, 4, 1, 19)))
+                        mask = self.normal(*shape, dtype=dtype, grad=False)
+                    operators = {"cudnn": lambda *x: cudnn(*x, mask, True, 0.0, causal, scale=0.3)}
+                    if not masked:
+                        operators["flash"] = lambda *x: flash(*x, 0.0, causal, scale=0.3)
+                    for name, run in operators.items():
+                        with self.subTest(name, dtype=dtype, causal=causal, masked=masked):
+                            results = run(*given)
+                            expected = in_float64(
+                                *given,
+                                mask,
+                                is_causal=causal,
+                                scale=0.3,
+                                enable_gqa=True,
+                            )
+                            self.assert_same(results[0], expected, given)
+                            self.assertEqual(results[2:6], (None, None, 19, 19))
+                            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                                traced = run(*map(fake.from_tensor, plain))
+                            self.assert_like_traced(
+                                (*results[:2], *results[6:]),
+                                (*traced[:2], *traced[6:]),
+                            )
+                            out = run(*given)[0]
+                            gradients = torch.autograd.grad(out, given, torch.ones_like(out))
+                            self.assertEqual(
+                                [x.stride() for x in gradients],
+                                [x.stride() for x in given],
+                            )
+
+    def test_cudnn_without_lse_and_with_other_numbers_of_rows(self):
+        """Its causal mask begins at the first row and key, whatever the numbers of both."""
+        extension.install("CPU", True, True)
+        for rows, keys in ((5, 17), (17, 5)):
+            given = [self.normal(1, 2, n, 8, grad=False) for n in (rows, keys, keys)]
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, None, False, 0.0, True)
+            self.assertIsNone(lse)
+            torch.testing.assert_close(out.double(), in_float64(*given, is_causal=True), rtol=1e-4, atol=1e-4)
+
+    @unittest.skipUnless("cuda" in DEVICES, "needs a GPU")
+    def test_what_pytorch_chooses_on_a_gpu_is_served(self):
+        """Whichever operator PyTorch prefers there: the bits are the library's."""
+        for dtype in (torch.float16, torch.bfloat16):
+            for causal in (False, True):
+                given = [self.normal(2, 4, 100, 64, device="cuda", dtype=dtype) for _ in range(3)]
+                ours = scaled_dot_product_attention(*given, is_causal=causal)
+                direct = flashattn.torch.attention(*(x.transpose(1, 2) for x in given), causal=causal).transpose(1, 2)
+                torch.testing.assert_close(ours, direct, rtol=0, atol=0)
+                dout = self.normal(*ours.shape, device="cuda", dtype=dtype, grad=False)
+                for mine, its in zip(
+                    torch.autograd.grad(ours, given, dout),
+                    torch.autograd.grad(direct, given, dout),
+                ):
+                    torch.testing.assert_close(mine, its, rtol=0, atol=0)
+                self.assertEqual(flashattn.torch.fallbacks(), [])
 
 
 if __name__ == "__main__":
