@@ -109,11 +109,27 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
     FA_RETURN_IF_ERROR(session.wait(exchanges[n]));
     FA_RETURN_IF_ERROR(post(n + 2));
     const Stage &stage = schedule.stages[n];
-    for (const Attend &a : schedule.keys[stage.keys].attends) {
-      ForwardProblem piece;
-      static_cast<MaskedProblem &>(piece) = piece_of(local, stage, a, keys.k(n, a), keys.v(n, a));
-      FA_RETURN_IF_ERROR(merged ? merged->attend(piece, a) : session.run(piece));
+    const std::vector<Attend> &attends = schedule.keys[stage.keys].attends;
+    const auto piece = [&](const Attend &a) {
+      ForwardProblem problem;
+      static_cast<MaskedProblem &>(problem) = piece_of(local, stage, a, keys.k(n, a), keys.v(n, a));
+      return problem;
+    };
+    if (merged) {
+      for (const Attend &a : attends) FA_RETURN_IF_ERROR(merged->attend(piece(a), a));
+      continue;
     }
+    if (attends.empty()) continue;
+    // The calls do not depend on each other. That with the longest work tiles begins, and the others fill what it leaves idle.
+    const auto longest =
+        std::max_element(attends.begin(), attends.end(), [](const Attend &a, const Attend &b) { return a.keys < b.keys; });
+    const bool several = attends.size() > 1;
+    if (several) FA_RETURN_IF_ERROR(session.branch());
+    FA_RETURN_IF_ERROR(session.run(piece(*longest)));
+    for (auto a = attends.begin(); a != attends.end(); ++a) {
+      if (a != longest) FA_RETURN_IF_ERROR(session.run_beside(piece(*a)));
+    }
+    if (several) FA_RETURN_IF_ERROR(session.merge());
   }
   FA_RETURN_IF_ERROR(session.wait());  // a rank may send in the last exchange without computing
   return merged ? merged->finish() : FA_OK;

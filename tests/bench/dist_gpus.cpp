@@ -6,18 +6,24 @@
 //
 // --ranks: not all GPUs. --window: each query sees so many keys before its own. --graph 1: the results that are compared come from a captured
 // graph. FA_TEST_NCCL names the copy of NCCL; with tests/dist/slow_nccl.cpp every message is sent several times.
-// The column `share` is the time of one GPU on the whole problem, divided by the number of ranks and by the time of the slowest rank;
-// `predicted` is the same by dist_prediction.h, and `slowest` the time of the slowest rank by the mean of all.
+// The column `share` is the time of one GPU on the whole problem (all of them at once, in the mean), divided by the number of ranks and by
+// the time of the slowest rank; `predicted` is the same by dist_prediction.h, and `slowest` the time of the slowest rank by the mean of
+// all. Times are medians of rounds in which all contenders of a problem run, in random order.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -189,23 +195,29 @@ std::vector<int64_t> range(int64_t count) {
   return all;
 }
 
-Times run_single(const Problem &problem, double seconds, Rows &rows, int device = 0) {
-  check(cudaSetDevice(device), "cudaSetDevice");
-  fa_context context = context_of(device);
-  cudaStream_t stream;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+// One of the things that are compared, on one rank: what it computes on, and its two calls.
+struct Contender {
+  std::unique_ptr<Rows> rows;
+  std::function<void()> forward, backward;
+  std::function<void()> close;
+};
+
+// The whole problem on one GPU, as a caller without other GPUs computes it.
+Contender whole_problem(const Problem &problem, int device, fa_context context, cudaStream_t stream) {
+  Contender result;
+  result.rows = std::make_unique<Rows>(device, range(problem.rows()));
+  Rows &rows = *result.rows;
   std::vector<int64_t> offsets(1, 0);
   for (const int64_t length : problem.lengths) offsets.push_back(offsets.back() + length);
   void *cu = rows.take(offsets.size() * sizeof(int64_t));
   check(cudaMemcpy(cu, offsets.data(), offsets.size() * sizeof(int64_t), cudaMemcpyHostToDevice), "offsets");
-  fa_attention &a = rows.attention;
   const int64_t longest = *std::max_element(problem.lengths.begin(), problem.lengths.end());
-  fa_attention packed = a;
+  fa_attention packed = rows.attention;
   problem.set_window(packed);
   fa_gradients gradients = rows.gradients;
   packed.cu_seqlens_q = packed.cu_seqlens_k = tensor(cu, FA_INT64, {static_cast<int64_t>(offsets.size())});
   packed.max_seqlen_q = packed.max_seqlen_k = longest;
-  if (problem.lengths.size() == 1) {  // as a caller with one sequence would
+  if (problem.lengths.size() == 1) {
     for (fa_tensor *t :
          {&packed.q, &packed.k, &packed.v, &packed.out, &gradients.dout, &gradients.dq, &gradients.dk, &gradients.dv})
       *t = tensor(t->data, t->dtype, {1, t->shape[0], t->shape[1], t->shape[2]});
@@ -213,35 +225,10 @@ Times run_single(const Problem &problem, double seconds, Rows &rows, int device 
     packed.cu_seqlens_q = packed.cu_seqlens_k = fa_tensor{};
     packed.max_seqlen_q = packed.max_seqlen_k = 0;
   }
-  const auto alone = [](int count) { return count; };
-  Times times;
-  times.forward = time_of(
-      stream, seconds, [&] { check(fa_forward(context, &packed, nullptr, 0, stream), context, "fa_forward"); }, alone);
-  times.backward = time_of(
-      stream, seconds, [&] { check(fa_backward(context, &packed, &gradients, nullptr, 0, stream), context, "fa_backward"); },
-      alone);
-  cudaStreamDestroy(stream);
-  fa_destroy(context);
-  return times;
-}
-
-// The slowest of all GPUs, each with the whole problem, at the same time.
-Times run_on_all(const Problem &problem, int devices, double seconds) {
-  std::vector<Times> times(static_cast<size_t>(devices));
-  std::vector<std::thread> threads;
-  for (int d = 0; d < devices; ++d) {
-    threads.emplace_back([&, d] {
-      Rows rows(d, range(problem.rows()));
-      times[static_cast<size_t>(d)] = run_single(problem, seconds, rows, d);
-    });
-  }
-  for (std::thread &thread : threads) thread.join();
-  Times slowest;
-  for (const Times &t : times) {
-    slowest.forward = std::max(slowest.forward, t.forward);
-    slowest.backward = std::max(slowest.backward, t.backward);
-  }
-  return slowest;
+  result.forward = [=] { check(fa_forward(context, &packed, nullptr, 0, stream), context, "fa_forward"); };
+  result.backward = [=] { check(fa_backward(context, &packed, &gradients, nullptr, 0, stream), context, "fa_backward"); };
+  result.close = [] {};
+  return result;
 }
 
 // Milliseconds of decoding one token over a cache of `keys` rows, on one GPU and with the rows spread over all.
@@ -308,14 +295,33 @@ void compare_decoding(int ranks, int64_t batch, int64_t keys) {
               ms[1] * 1e3);
 }
 
-struct DistResult {
-  Times times, mean;          // of the slowest rank, of all
-  Times predicted;            // share; 0 = the model does not know the way
-  double difference[4] = {};  // rms of the difference to one GPU / rms: out, dq, dk, dv
-  uint64_t workspace[2] = {};
-  int stages = 0;
+// A setting of the plan, and what was seen of it.
+struct Setting {
+  int asked = 0, stages = 0;  // 0 asked: the plan's
   double imbalance = 0;
+  Times predicted;  // share; 0 = the model does not know the way
+  fa_dist_layout layout = nullptr;
+  fa_dist_layout_info info;
+  uint64_t workspace[2] = {};  // of rank 0
+  double difference[4] = {};   // rms of the difference to one GPU / rms: out, dq, dk, dv
 };
+
+Setting plan(const Problem &problem, int ranks, fa_dist_way way, int stages) {
+  Setting result;
+  fa_dist_problem p = problem_of(problem.lengths, ranks);
+  problem.set_window(p);
+  p.way = way;
+  p.num_stages = stages;
+  check(fa_dist_plan(&p, &result.layout), nullptr, "fa_dist_plan");
+  fa_dist_layout_info_init(&result.info, sizeof result.info);
+  fa_dist_layout_describe(result.layout, &result.info);
+  result.asked = stages;
+  result.stages = result.info.num_stages;
+  result.imbalance = result.info.imbalance;
+  if (way == FA_DIST_GATHER && problem.window_left == 0)
+    result.predicted = {predict(result.info, false).share, predict(result.info, true).share};
+  return result;
+}
 
 // Clears the results and computes them again from a graph.
 template <typename Calls>
@@ -334,120 +340,194 @@ void run_captured(cudaStream_t stream, const Rows &rows, Calls calls) {
   cudaGraphDestroy(graph);
 }
 
-DistResult run_dist(const Problem &problem, int ranks, fa_dist_way way, int stages, double seconds, Rows *whole, bool graph) {
-  fa_dist_problem p = problem_of(problem.lengths, ranks);
-  problem.set_window(p);
-  p.way = way;
-  p.num_stages = stages;
-  fa_dist_layout layout = nullptr;
-  check(fa_dist_plan(&p, &layout), nullptr, "fa_dist_plan");
-  fa_dist_layout_info info;
-  fa_dist_layout_info_init(&info, sizeof info);
-  fa_dist_layout_describe(layout, &info);
-  dist_test::NcclForTests &nccl = dist_test::NcclForTests::instance();
-  const std::vector<void *> &communicators = nccl.communicators(ranks);
+// A rank's share of the problem, by a setting.
+Contender over_ranks(const Problem &problem, Setting &setting, int rank, void *communicator, fa_context context,
+                     cudaStream_t stream, bool graph) {
+  Contender result;
+  const fa_dist_layout layout = setting.layout;
+  const int64_t begin = setting.info.rank_offsets[rank], end = setting.info.rank_offsets[rank + 1];
+  result.rows =
+      std::make_unique<Rows>(rank, std::vector<int64_t>(setting.info.permutation + begin, setting.info.permutation + end));
+  Rows &rows = *result.rows;
+  problem.set_window(rows.attention);
+  fa_dist_config config;
+  fa_dist_config_init(&config, sizeof config);
+  config.nccl_library = dist_test::NcclForTests::instance().library();
+  config.timeout_ms = 60000;
+  fa_dist dist = nullptr;
+  check(fa_dist_create(&dist, context, communicator, &config), context, "fa_dist_create");
+  check(fa_dist_prepare(dist, layout, &rows.attention, &rows.gradients), context, "fa_dist_prepare");
+  uint64_t bytes[2];
+  for (int pass = 0; pass < 2; ++pass) {
+    fa_dist_info query;
+    fa_dist_info_init(&query, sizeof query);
+    check(fa_dist_query(dist, layout, &rows.attention, pass ? &rows.gradients : nullptr, &query), context, "fa_dist_query");
+    bytes[pass] = query.workspace_bytes;
+    if (rank == 0) setting.workspace[pass] = query.workspace_bytes;
+  }
+  const size_t most = static_cast<size_t>(std::max(bytes[0], bytes[1]));
+  void *workspace = rows.take(most);
+  result.forward = [=, &rows] {
+    check(fa_dist_forward(dist, layout, &rows.attention, workspace, most, stream), context, "fa_dist_forward");
+  };
+  result.backward = [=, &rows] {
+    check(fa_dist_backward(dist, layout, &rows.attention, &rows.gradients, workspace, most, stream), context,
+          "fa_dist_backward");
+  };
+  result.close = [=, &rows, forward = result.forward, backward = result.backward] {
+    if (graph) {
+      run_captured(stream, rows, [&] {
+        forward();
+        backward();
+      });
+    }
+    check(fa_dist_status(dist), nullptr, "fa_dist_status");
+    fa_dist_destroy(dist);
+  };
+  return result;
+}
 
-  DistResult result;
-  result.stages = info.num_stages;
-  result.imbalance = info.imbalance;
-  if (way == FA_DIST_GATHER && problem.window_left == 0)
-    result.predicted = {predict(info, false).share, predict(info, true).share};
+// Sums of squares of differences, and of what one GPU gave, over some rows of a rank: four of each.
+std::array<double, 8> compare(const Rows &rows, const Rows &whole, const int64_t *numbers, int64_t count) {
+  std::array<double, 8> squares = {};
+  const fa_tensor *local[] = {&rows.attention.out, &rows.gradients.dq, &rows.gradients.dk, &rows.gradients.dv};
+  const fa_tensor *all[] = {&whole.attention.out, &whole.gradients.dq, &whole.gradients.dk, &whole.gradients.dv};
+  for (size_t t = 0; t < 4; ++t) {
+    for (int64_t n = 0; n < count; n += 61) {
+      const std::vector<float> x = rows.row(*local[t], n), y = whole.row(*all[t], numbers[n]);
+      for (size_t c = 0; c < x.size(); ++c) {
+        squares[t] += double{x[c] - y[c]} * double{x[c] - y[c]};
+        squares[4 + t] += double{y[c]} * double{y[c]};
+      }
+    }
+  }
+  return squares;
+}
+
+// Medians of milliseconds, a row for each contender: of the slowest rank, and of all in the mean.
+struct Measured {
+  Times slowest, mean;
+};
+
+// Contender 0 is the whole problem on every GPU at once, the others are the settings. All ranks run the same one at a time, in
+// an order that is new in each round, so that no contender has a cooler GPU than another.
+std::vector<Measured> measure(const Problem &problem, std::vector<Setting> &settings, int ranks, double seconds, bool graph) {
+  const size_t count = settings.size() + 1;
+  const std::vector<void *> &communicators = dist_test::NcclForTests::instance().communicators(ranks);
+  std::vector<std::vector<Contender>> contenders(static_cast<size_t>(ranks));
+  std::vector<std::vector<std::array<double, 2>>> medians(static_cast<size_t>(ranks),
+                                                          std::vector<std::array<double, 2>>(count));
+  std::vector<std::vector<std::array<double, 8>>> squares(static_cast<size_t>(ranks),
+                                                          std::vector<std::array<double, 8>>(count));
   std::barrier meeting(ranks);
   std::atomic<int> shared{0};
-  std::vector<Times> times(static_cast<size_t>(ranks));
-  std::vector<double> squares(static_cast<size_t>(ranks) * 8, 0);
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
-      const int64_t begin = info.rank_offsets[r], end = info.rank_offsets[r + 1];
-      const std::vector<int64_t> mine(info.permutation + begin, info.permutation + end);
-      Rows rows(r, mine);
-      problem.set_window(rows.attention);
-      fa_context context = context_of(r);
+      const size_t rank = static_cast<size_t>(r);
+      check(cudaSetDevice(r), "cudaSetDevice");
+      const fa_context context = context_of(r);
       cudaStream_t stream;
       check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-      fa_dist_config config;
-      fa_dist_config_init(&config, sizeof config);
-      config.nccl_library = nccl.library();
-      config.timeout_ms = 60000;
-      fa_dist dist = nullptr;
-      check(fa_dist_create(&dist, context, communicators[static_cast<size_t>(r)], &config), context, "fa_dist_create");
-      check(fa_dist_prepare(dist, layout, &rows.attention, &rows.gradients), context, "fa_dist_prepare");
-      uint64_t bytes[2];
-      for (int pass = 0; pass < 2; ++pass) {
-        fa_dist_info query;
-        fa_dist_info_init(&query, sizeof query);
-        check(fa_dist_query(dist, layout, &rows.attention, pass ? &rows.gradients : nullptr, &query), context, "fa_dist_query");
-        bytes[pass] = query.workspace_bytes;
-        if (r == 0) result.workspace[pass] = query.workspace_bytes;
-      }
-      const size_t most = static_cast<size_t>(std::max(bytes[0], bytes[1]));
-      void *workspace = rows.take(most);
-      const auto together = [&](int count) {
+      std::vector<Contender> &mine = contenders[rank];
+      mine.push_back(whole_problem(problem, r, context, stream));
+      for (Setting &setting : settings)
+        mine.push_back(over_ranks(problem, setting, r, communicators[rank], context, stream, graph));
+      const auto together = [&](int value) {
         meeting.arrive_and_wait();
-        if (r == 0) shared = count;
+        if (r == 0) shared = value;
         meeting.arrive_and_wait();
         return shared.load();
       };
-      times[static_cast<size_t>(r)].forward = time_of(
-          stream, seconds,
-          [&] { check(fa_dist_forward(dist, layout, &rows.attention, workspace, most, stream), context, "fa_dist_forward"); },
-          together);
-      times[static_cast<size_t>(r)].backward = time_of(
-          stream, seconds,
-          [&] {
-            check(fa_dist_backward(dist, layout, &rows.attention, &rows.gradients, workspace, most, stream), context,
-                  "fa_dist_backward");
-          },
-          together);
-      if (graph) {
-        run_captured(stream, rows, [&] {
-          check(fa_dist_forward(dist, layout, &rows.attention, workspace, most, stream), context, "fa_dist_forward");
-          check(fa_dist_backward(dist, layout, &rows.attention, &rows.gradients, workspace, most, stream), context,
-                "fa_dist_backward");
-        });
-      }
-      check(fa_dist_status(dist), nullptr, "fa_dist_status");
-      if (whole != nullptr) {
-        const fa_tensor *local[] = {&rows.attention.out, &rows.gradients.dq, &rows.gradients.dk, &rows.gradients.dv};
-        const fa_tensor *all[] = {&whole->attention.out, &whole->gradients.dq, &whole->gradients.dk, &whole->gradients.dv};
-        for (int t = 0; t < 4; ++t) {
-          for (int64_t n = 0; n < end - begin; n += 61) {
-            const std::vector<float> x = rows.row(*local[t], n), y = whole->row(*all[t], mine[static_cast<size_t>(n)]);
-            for (size_t c = 0; c < x.size(); ++c) {
-              squares[static_cast<size_t>(r * 8 + t)] += double{x[c] - y[c]} * double{x[c] - y[c]};
-              squares[static_cast<size_t>(r * 8 + 4 + t)] += double{y[c]} * double{y[c]};
-            }
-          }
+      cudaEvent_t begin, end;
+      check(cudaEventCreate(&begin), "event");
+      check(cudaEventCreate(&end), "event");
+      const auto time = [&](const std::function<void()> &call, int calls) {
+        check(cudaStreamSynchronize(stream), "a call");
+        together(0);
+        check(cudaEventRecord(begin, stream), "event");
+        for (int n = 0; n < calls; ++n) call();
+        check(cudaEventRecord(end, stream), "event");
+        check(cudaEventSynchronize(end), "a call");
+        float ms = 0;
+        check(cudaEventElapsedTime(&ms, begin, end), "event");
+        return double{ms} / calls;
+      };
+      std::mt19937 random(7);  // the same on all ranks
+      for (size_t pass = 0; pass < 2; ++pass) {
+        std::vector<std::vector<double>> times(count);
+        std::vector<int> calls(count);
+        double round = 0;
+        for (size_t c = 0; c < count; ++c) {
+          const std::function<void()> &call = pass ? mine[c].backward : mine[c].forward;
+          double first = time(call, 1);
+          if (first < 500) first = time(call, 1);  // without what the first call alone has to do
+          calls[c] = together(std::clamp(static_cast<int>(20 / first), 1, 20));
+          round += first * calls[c];
+        }
+        const int rounds = together(std::clamp(static_cast<int>(seconds * 1e3 * static_cast<double>(count) / round), 3, 30));
+        std::vector<size_t> order(count);
+        std::iota(order.begin(), order.end(), size_t{0});
+        for (int n = 0; n < rounds; ++n) {
+          std::shuffle(order.begin(), order.end(), random);
+          for (const size_t c : order) times[c].push_back(time(pass ? mine[c].backward : mine[c].forward, calls[c]));
+        }
+        for (size_t c = 0; c < count; ++c) {
+          std::nth_element(times[c].begin(), times[c].begin() + rounds / 2, times[c].end());
+          medians[rank][c][pass] = times[c][static_cast<size_t>(rounds / 2)];
         }
       }
-      fa_dist_destroy(dist);
+      for (Contender &contender : mine) contender.close();
+      check(cudaStreamSynchronize(stream), "the last call");
+      together(0);
+      if (problem.compare) {
+        for (size_t c = 1; c < count; ++c) {
+          const fa_dist_layout_info &info = settings[c - 1].info;
+          squares[rank][c] = compare(*mine[c].rows, *contenders[0][0].rows, info.permutation + info.rank_offsets[r],
+                                     info.rank_offsets[r + 1] - info.rank_offsets[r]);
+        }
+        together(0);
+      }
+      mine.clear();
+      cudaEventDestroy(begin);
+      cudaEventDestroy(end);
       cudaStreamDestroy(stream);
       fa_destroy(context);
     });
   }
   for (std::thread &thread : threads) thread.join();
-  for (const Times &t : times) {
-    result.times.forward = std::max(result.times.forward, t.forward);
-    result.times.backward = std::max(result.times.backward, t.backward);
-    result.mean.forward += t.forward / ranks;
-    result.mean.backward += t.backward / ranks;
-  }
-  for (int t = 0; t < 4; ++t) {
-    double difference = 0, size = 0;
-    for (int r = 0; r < ranks; ++r) {
-      difference += squares[static_cast<size_t>(r * 8 + t)];
-      size += squares[static_cast<size_t>(r * 8 + 4 + t)];
+  std::vector<Measured> results(count);
+  for (size_t c = 0; c < count; ++c) {
+    Measured &result = results[c];
+    for (const auto &rank : medians) {
+      result.slowest.forward = std::max(result.slowest.forward, rank[c][0]);
+      result.slowest.backward = std::max(result.slowest.backward, rank[c][1]);
+      result.mean.forward += rank[c][0] / ranks;
+      result.mean.backward += rank[c][1] / ranks;
     }
-    result.difference[t] = size > 0 ? std::sqrt(difference / size) : 0;
+    for (size_t t = 0; t < 4 && c > 0; ++t) {
+      double difference = 0, size = 0;
+      for (const auto &rank : squares) difference += rank[c][t], size += rank[c][4 + t];
+      settings[c - 1].difference[t] = size > 0 ? std::sqrt(difference / size) : 0;
+    }
   }
-  fa_dist_layout_destroy(layout);
-  return result;
+  return results;
 }
+
+void print(const char *format, double value) { value > 0 ? std::printf(format, value) : std::printf("-"); }
 
 }  // namespace
 
+constexpr const char *kUsage =
+    "fa_bench_dist [--problem 16k|64k|packed128k|256k|packed256k|decode] [--ranks N] [--way gather|ring|all_to_all] [--window "
+    "N]\n"
+    "              [--stages N] [--seconds S] [--graph 1]\n";
+
 int main(int argc, char **argv) {
+  if (argc == 2 && std::strcmp(argv[1], "--help") == 0) {
+    std::fputs(kUsage, stdout);
+    return 0;
+  }
   std::string only, way = "gather";
   int stages = -1, most = 0;
   bool graph = false;
@@ -475,7 +555,7 @@ int main(int argc, char **argv) {
     } else if (value != nullptr && name == "--window") {
       window_left = std::atoll(value);
     } else {
-      std::fprintf(stderr, "%s: an option that there is not, or one without its value\n", argv[n]);
+      std::fprintf(stderr, "%s: an option that there is not, or one without its value\n%s", argv[n], kUsage);
       return 2;
     }
   }
@@ -502,8 +582,7 @@ int main(int argc, char **argv) {
   std::printf("; %s; pairs of numbers are forward / backward\n", way.c_str());
   std::printf(
       "| problem | stages | imbalance | one GPU, ms | ms | slowest | share | predicted | workspace, MB | rms difference out, "
-      "dq, dk, dv |\n");
-  std::printf("|---|---|---|---|---|---|---|---|---|---|\n");
+      "dq, dk, dv |\n|---|---|---|---|---|---|---|---|---|---|\n");
   const Problem problems[] = {{"16k", {16384}, true, window_left},
                               {"64k", {65536}, true, window_left},
                               {"packed128k", packed_lengths(131072), true, window_left},
@@ -511,33 +590,34 @@ int main(int argc, char **argv) {
                               {"packed256k", packed_lengths(262144), false, window_left}};
   for (const Problem &problem : problems) {
     if (!only.empty() && problem.name != only) continue;
-    Rows whole(0, range(problem.rows()));
-    const Times single = run_single(problem, seconds, whole);
-    const double flops = 4 * problem.pairs() * kHeads * kDim;
-    std::printf("%s, %zu documents, one GPU: %.0f / %.0f TFLOP/s", problem.name.c_str(), problem.lengths.size(),
-                flops / single.forward * 1e-9, 2.5 * flops / single.backward * 1e-9);
-    if (problem.rows() < 262144) {
-      const Times all = run_on_all(problem, ranks, seconds);
-      std::printf("; the slowest of all with the same at once: %.3f / %.3f ms", all.forward, all.backward);
-    }
-    std::printf("\n");
     std::vector<int> tried = {0};
     if (stages >= 0)
       tried = {stages};
     else if (problem.rows() < 262144 && chosen->way == FA_DIST_GATHER)
       tried = {0, 1, 2};
-    for (const int n : tried) {
-      const DistResult x = run_dist(problem, ranks, chosen->way, n, seconds, problem.compare ? &whole : nullptr, graph);
-      std::printf(
-          "| %s | %d%s | %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | %.2f / %.2f | %.0f / %.0f | %.1e %.1e "
-          "%.1e %.1e |\n",
-          problem.name.c_str(), x.stages, n == 0 ? " (plan)" : "", x.imbalance, single.forward, single.backward,
-          x.times.forward, x.times.backward, x.times.forward / x.mean.forward, x.times.backward / x.mean.backward,
-          single.forward / ranks / x.times.forward, single.backward / ranks / x.times.backward, x.predicted.forward,
-          x.predicted.backward, static_cast<double>(x.workspace[0]) * 1e-6, static_cast<double>(x.workspace[1]) * 1e-6,
-          x.difference[0], x.difference[1], x.difference[2], x.difference[3]);
-      std::fflush(stdout);
+    std::vector<Setting> settings;
+    for (const int n : tried) settings.push_back(plan(problem, ranks, chosen->way, n));
+    const std::vector<Measured> seen = measure(problem, settings, ranks, seconds, graph);
+    const Times &single = seen[0].mean;
+    const double flops = 4 * problem.pairs() * kHeads * kDim;
+    std::printf("%s, %zu documents, one GPU: %.0f / %.0f TFLOP/s\n", problem.name.c_str(), problem.lengths.size(),
+                flops / single.forward * 1e-9, 2.5 * flops / single.backward * 1e-9);
+    for (size_t n = 0; n < settings.size(); ++n) {
+      const Setting &x = settings[n];
+      const Times &slowest = seen[n + 1].slowest, &mean = seen[n + 1].mean;
+      std::printf("| %s | %d%s | %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | %.3f / %.3f | ", problem.name.c_str(),
+                  x.stages, x.asked == 0 ? " (plan)" : "", x.imbalance, single.forward, single.backward, slowest.forward,
+                  slowest.backward, slowest.forward / mean.forward, slowest.backward / mean.backward,
+                  single.forward / ranks / slowest.forward, single.backward / ranks / slowest.backward);
+      print("%.2f", x.predicted.forward);
+      std::printf(" / ");
+      print("%.2f", x.predicted.backward);
+      std::printf(" | %.0f / %.0f |", static_cast<double>(x.workspace[0]) * 1e-6, static_cast<double>(x.workspace[1]) * 1e-6);
+      for (const double difference : x.difference) problem.compare ? std::printf(" %.1e", difference) : std::printf(" -");
+      std::printf(" |\n");
+      fa_dist_layout_destroy(x.layout);
     }
+    std::fflush(stdout);
   }
   if (only.empty() || only == "decode") {
     for (const int64_t keys : {int64_t{32768}, int64_t{131072}, int64_t{524288}}) compare_decoding(ranks, 1, keys);
