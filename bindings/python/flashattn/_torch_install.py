@@ -29,6 +29,8 @@ OPERATORS = {
         ("_scaled_dot_product_flash_attention_backward", "default_for_flash_backward"),
         ("_scaled_dot_product_cudnn_attention", "default_for_cudnn"),
         ("_scaled_dot_product_cudnn_attention_backward", "default_for_cudnn_backward"),
+        ("_scaled_dot_product_efficient_attention", "default_for_efficient"),
+        ("_scaled_dot_product_efficient_attention_backward", "default_for_efficient_backward"),
     ),
 }
 #: Arguments and results of these operators, as the kernels take them.
@@ -50,6 +52,12 @@ SCHEMAS = (
     "aten::_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
     "Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
     "SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)",
+    "aten::_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, "
+    "float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor philox_seed, "
+    "Tensor philox_offset)",
+    "aten::_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, "
+    "Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, "
+    "bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -128,10 +136,10 @@ def _activate(devices: Tuple[str, ...], deterministic: bool) -> _Handle:
 def install(*, deterministic: bool = True) -> Installation:
     """Lets torch.nn.functional.scaled_dot_product_attention run on the library, on the CPU and, where there is one, on a GPU.
 
-    PyTorch chooses among its operators as before. Where it chooses flash attention, or cuDNN's, which it prefers on Hopper, the library
-    computes it, forward and backward; what the library refuses goes to PyTorch's own kernel, and `fallbacks()` says why. Flash attention
-    takes no mask on CUDA; the library refuses dropout there. The operators do not say whether deterministic algorithms are wanted:
-    gradients are, unless deterministic=False.
+    PyTorch chooses among its operators as before: flash attention, on CUDA also cuDNN's and the efficient one, which serve masks and fp32.
+    The library computes all of them, forward and backward. What it refuses, such as dropout, goes to PyTorch's own kernel, and
+    `fallbacks()` says why. The operators do not say whether deterministic algorithms are wanted: gradients are, unless
+    deterministic=False.
 
     In PyTorch's registry of flash implementations (torch.nn.attention.list_flash_attention_impls) the name is "flashattn". Returns the
     devices that are served, and why others are not; warns of those that this machine has. `uninstall()` takes it back.

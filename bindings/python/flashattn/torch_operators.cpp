@@ -457,8 +457,8 @@ void backward(StableIValue *stack, uint64_t, uint64_t) {
 constexpr int kRowsFirst[] = {0, 2, 1, 3};
 bool deterministic_gradients;
 
-// _scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_flash_attention, _scaled_dot_product_cudnn_attention
-enum class Sdpa { kCpu, kFlash, kCudnn };
+// _scaled_dot_product_flash_attention_for_cpu, and on CUDA _scaled_dot_product_flash_attention, ..._cudnn_attention, ..._efficient_attention
+enum class Sdpa { kCpu, kFlash, kCudnn, kEfficient };
 
 // Runs `ours`, or `theirs` with the reason where the library refuses the arguments.
 template <typename Ours, typename Theirs>
@@ -519,8 +519,8 @@ struct SdpaProblem {
     problem.q = rows_first(query, "query", device);
     problem.k = rows_first(key, "key", device);
     problem.v = rows_first(value, "value", device);
-    // Results have the shape of query.
-    if (problem.v.shape[3] != problem.q.shape[3])
+    // The other operators' results have the shape of query.
+    if (problem.v.shape[3] != problem.q.shape[3] && kind != Sdpa::kEfficient)
       fail(kTypeError,
            "query has " + std::to_string(problem.q.shape[3]) + " columns and value " + std::to_string(problem.v.shape[3]));
     if (dropout_p != 0) fail(kTypeError, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
@@ -543,23 +543,30 @@ struct SdpaProblem {
   SdpaProblem with_rows() const { return {kind, rows(query), rows(key), rows(value), dropout_p, is_causal, attn_mask, scale}; }
 };
 
-// (batch, heads, rows), and one column for cuDNN's operator, in memory as these operators have it.
+// (batch, heads, rows), in memory as these operators have it: with one column for cuDNN's, with rows up to a multiple of 32 for the
+// efficient one.
 Tensor new_lse(const SdpaProblem &problem) {
   constexpr int rows_first[] = {0, 2, 1};
   Sizes shape = shape_of(problem.query);
-  if (problem.kind == Sdpa::kCudnn) {
-    shape.back() = 1;
-  } else {
-    shape.pop_back();
-  }
-  return new_result(shape, strides_of(shape, problem.kind == Sdpa::kCpu ? rows_first : kInOrder), aoti_torch_dtype_float32(),
-                    problem.device());
+  const int64_t rows = shape[2];
+  shape.pop_back();
+  if (problem.kind == Sdpa::kCudnn) shape.push_back(1);
+  if (problem.kind == Sdpa::kEfficient) shape[2] = (rows + 31) / 32 * 32;
+  const Tensor lse = new_result(shape, strides_of(shape, problem.kind == Sdpa::kCpu ? rows_first : kInOrder),
+                                aoti_torch_dtype_float32(), problem.device());
+  if (shape[2] != rows) TORCH_ERROR_CODE_CHECK(aoti_torch_aten_fill__Scalar(lse.get(), INFINITY));
+  return lse;
 }
 
-fa_tensor view_lse(const Tensor &lse, const Device &device) {
+fa_tensor view_lse(const Tensor &lse, const SdpaProblem &problem, const Device &device) {
   fa_tensor result = view(lse, "logsumexp", device);
-  if (result.ndim == 4 && result.shape[3] == 1) result.ndim = 3;
+  if (problem.kind == Sdpa::kCudnn && result.ndim == 4) result.ndim = 3;
+  if (problem.kind == Sdpa::kEfficient && result.ndim == 3) result.shape[2] = problem.query.size(2);
   return result;
+}
+
+Tensor new_rows_first(const Sizes &shape, int32_t dtype, const Device &device) {
+  return new_result(shape, strides_of(shape, kRowsFirst), dtype, device);
 }
 
 // out, and lse where it is wanted.
@@ -567,39 +574,44 @@ std::pair<Tensor, std::optional<Tensor>> sdpa_forward(const SdpaProblem &given, 
   const SdpaProblem sdpa = given.with_rows();
   const Device device = sdpa.device();
   fa_attention problem = sdpa.attention();
-  std::pair<Tensor, std::optional<Tensor>> results(empty_like(given.query, device), std::nullopt);
+  Sizes shape = shape_of(given.query);
+  shape[3] = given.value.size(3);
+  std::pair<Tensor, std::optional<Tensor>> results(given.kind == Sdpa::kEfficient
+                                                       ? new_rows_first(shape, torch_dtype(given.query), device)
+                                                       : empty_like(given.query, device),
+                                                   std::nullopt);
   problem.out = rows_first(results.first, "out", device);
   if (wants_lse) {
     results.second = new_lse(sdpa);
-    problem.lse = view_lse(*results.second, device);
+    problem.lse = view_lse(*results.second, sdpa, device);
   }
   const fa_context context = contexts.get(device);
   check(fa.forward(context, &problem, nullptr, 0, stream_of(device)), context);
   return results;
 }
 
-// Gradients of query, key and value, onto the stack.
-void sdpa_backward(const SdpaProblem &given, const Tensor &grad_out, const Tensor &out, const Tensor &lse,
-                   StableIValue *stack) {
+// Gradients of query, key and value, onto the stack. `dbias`, where it is wanted, has the shape of the mask.
+void sdpa_backward(const SdpaProblem &given, const Tensor &grad_out, const Tensor &out, const Tensor &lse, StableIValue *stack,
+                   const fa_tensor &dbias = {}) {
   const SdpaProblem sdpa = given.with_rows();
   const Device device = sdpa.device();
   const Tensor dout = rows(grad_out), o = rows(out);
   fa_attention problem = sdpa.attention();
   if (deterministic_gradients) problem.flags |= FA_FLAG_DETERMINISTIC;
   problem.out = rows_first(o, "out", device);
-  problem.lse = view_lse(lse, device);
+  problem.lse = view_lse(lse, sdpa, device);
   fa_gradients gradients = {};
   gradients.struct_size = sizeof gradients;
   gradients.dout = rows_first(dout, "grad_out", device);
   const auto result = [&](const Tensor &like) {
-    if (given.kind != Sdpa::kCpu) return empty_like(like, device);
-    const Sizes shape = shape_of(like);
-    return new_result(shape, strides_of(shape, kRowsFirst), torch_dtype(like), device);
+    if (given.kind == Sdpa::kFlash || given.kind == Sdpa::kCudnn) return empty_like(like, device);
+    return new_rows_first(shape_of(like), torch_dtype(like), device);
   };
   const Tensor dq = result(given.query), dk = result(given.key), dv = result(given.value);
   gradients.dq = rows_first(dq, "grad_query", device);
   gradients.dk = rows_first(dk, "grad_key", device);
   gradients.dv = rows_first(dv, "grad_value", device);
+  gradients.dbias = dbias;
   const fa_context context = contexts.get(device);
   check(fa.backward(context, &problem, &gradients, nullptr, 0, stream_of(device)), context);
   stack[0] = from(dq);
@@ -767,6 +779,72 @@ void cudnn_backward(StableIValue *stack, uint64_t, uint64_t) {
                  });
 }
 
+// What PyTorch chooses for fp32, and for masks where it does not prefer cuDNN.
+void efficient_forward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  SdpaProblem sdpa = {Sdpa::kEfficient, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  sdpa.attn_mask = given.take_optional();
+  const bool compute_log_sumexp = given.take<bool>();
+  sdpa.dropout_p = given.take<double>();
+  sdpa.is_causal = given.take<bool>();
+  sdpa.scale = given.take<std::optional<double>>();
+  run_or_default(
+      [&] {
+        const auto [out, lse] = sdpa_forward(sdpa, compute_log_sumexp);
+        const Device host = {aoti_torch_device_type_cpu(), 0};
+        stack[0] = from(out);
+        stack[1] =
+            lse ? from(*lse) : unused({sdpa.query.size(0), sdpa.query.size(1), 0}, aoti_torch_dtype_float32(), sdpa.device());
+        stack[2] = unused({}, aoti_torch_dtype_int64(), host);
+        stack[3] = unused({}, aoti_torch_dtype_int64(), host);
+      },
+      [&](const std::string &reason) {
+        call_default("flashattn::default_for_efficient",
+                     {from(reason), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(sdpa.attn_mask),
+                      from(compute_log_sumexp), from(sdpa.dropout_p), from(sdpa.is_causal), from(sdpa.scale)},
+                     4, stack);
+      });
+}
+
+void efficient_backward(StableIValue *stack, uint64_t, uint64_t) {
+  Arguments given(stack);
+  const Tensor grad_out = given.take<Tensor>();
+  SdpaProblem sdpa = {Sdpa::kEfficient, given.take<Tensor>(), given.take<Tensor>(), given.take<Tensor>()};
+  const Tensor attn_bias = given.take<Tensor>(), out = given.take<Tensor>(), lse = given.take<Tensor>();
+  const Tensor seed = given.take<Tensor>(), offset = given.take<Tensor>();
+  sdpa.dropout_p = given.take<double>();
+  const auto wanted = given.take<std::vector<bool>>();
+  sdpa.is_causal = given.take<bool>();
+  sdpa.scale = given.take<std::optional<double>>();
+  if (attn_bias.defined()) sdpa.attn_mask = attn_bias;
+  run_or_default(
+      [&] {
+        if (!attn_bias.defined() || wanted.size() != 4 || !wanted[3]) {
+          sdpa_backward(sdpa, grad_out, out, lse, stack);
+          stack[3] = undefined();
+          return;
+        }
+        // Rows of dbias begin at multiples of 16 elements.
+        const Sizes shape = shape_of(attn_bias);
+        Sizes strides(shape.size(), 1);
+        for (size_t n = shape.size() - 1; n-- > 0;)
+          strides[n] = strides[n + 1] * (n + 2 == shape.size() ? (shape[n + 1] + 15) / 16 * 16 : shape[n + 1]);
+        const Tensor dbias = new_result(shape, strides, torch_dtype(attn_bias), sdpa.device());
+        sdpa_backward(sdpa, grad_out, out, lse, stack, view(dbias, "grad_attn_bias", sdpa.device()));
+        stack[3] = from(dbias);
+      },
+      [&](const std::string &reason) {
+        bool mask[4] = {};
+        std::copy_n(wanted.begin(), std::min(wanted.size(), std::size(mask)), mask);
+        call_default(
+            "flashattn::default_for_efficient_backward",
+            {from(reason), from(grad_out), from(sdpa.query), from(sdpa.key), from(sdpa.value), from(attn_bias), from(out),
+             from(lse), from(seed), from(offset), from(sdpa.dropout_p),
+             from(torch::headeronly::HeaderOnlyArrayRef<bool>(mask, std::size(mask))), from(sdpa.is_causal), from(sdpa.scale)},
+            4, stack);
+      });
+}
+
 // Kernels over PyTorch's own. Never destroyed: PyTorch may be gone before this file's objects.
 std::vector<std::unique_ptr<StableLibrary>> &installed() {
   static auto *libraries = new std::vector<std::unique_ptr<StableLibrary>>;
@@ -843,7 +921,9 @@ FA_EXPORT const char *flashattn_torch_install(const char *key, int32_t of_cuda, 
       kernels->impl("_scaled_dot_product_flash_attention", flash_forward)
           .impl("_scaled_dot_product_flash_attention_backward", flash_backward)
           .impl("_scaled_dot_product_cudnn_attention", cudnn_forward)
-          .impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
+          .impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward)
+          .impl("_scaled_dot_product_efficient_attention", efficient_forward)
+          .impl("_scaled_dot_product_efficient_attention_backward", efficient_backward);
     } else {
       kernels->impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward)
           .impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward);

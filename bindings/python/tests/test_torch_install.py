@@ -2,6 +2,8 @@
 """flashattn.torch.install(): torch.nn.functional.scaled_dot_product_attention on the library, against float64; what goes to PyTorch's kernels."""
 
 import contextlib
+import itertools
+import math
 import os
 import pathlib
 import random
@@ -262,48 +264,44 @@ class InstallTest(TorchCase):
     def test_kernels_of_cuda_on_the_cpu(self):
         """The kernels for CUDA's operators know no device: here they serve tensors of the CPU, for which PyTorch has no such kernels."""
         extension.install("CPU", True, True)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        chance = random.Random(SEED)
-        for dtype in (torch.float32, torch.bfloat16):
-            for causal, masked in ((False, False), (True, False), (False, True)):
-                for rows_first in (False, True):
-                    given = [self.normal(2, h, 19, 16, dtype=dtype, grad=False) for h in (4, 2, 2)]
-                    if rows_first:
-                        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
-                    plain = given
-                    given = [x.clone().requires_grad_() for x in given]
-                    mask = None
-                    if masked:
-                        shape = chance.choice(((19, 19), (2, 1, 19, 19), (1, 4, 1, 19)))
-                        mask = self.normal(*shape, dtype=dtype, grad=False)
-                    operators = {"cudnn": lambda *x: cudnn(*x, mask, True, 0.0, causal, scale=0.3)}
-                    if not masked:
-                        operators["flash"] = lambda *x: flash(*x, 0.0, causal, scale=0.3)
-                    for name, run in operators.items():
-                        with self.subTest(name, dtype=dtype, causal=causal, masked=masked):
-                            results = run(*given)
-                            expected = in_float64(
-                                *given,
-                                mask,
-                                is_causal=causal,
-                                scale=0.3,
-                                enable_gqa=True,
-                            )
-                            self.assert_same(results[0], expected, given)
-                            self.assertEqual(results[2:6], (None, None, 19, 19))
-                            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                                traced = run(*map(fake.from_tensor, plain))
-                            self.assert_like_traced(
-                                (*results[:2], *results[6:]),
-                                (*traced[:2], *traced[6:]),
-                            )
-                            out = run(*given)[0]
-                            gradients = torch.autograd.grad(out, given, torch.ones_like(out))
-                            self.assertEqual(
-                                [x.stride() for x in gradients],
-                                [x.stride() for x in given],
-                            )
+        operators = torch.ops.aten
+        for dtype, causal, masked, rows_first in itertools.product(
+            (torch.float32, torch.bfloat16), (False, True), (False, True), (False, True)
+        ):
+            q, k, v = plain = [self.normal(2, h, 19, 16, dtype=dtype, grad=False) for h in (4, 2, 2)]
+            if rows_first:
+                plain = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
+            mask = self.normal(2, 1, 19, 19, dtype=dtype, grad=False) if masked else None
+            options = dict(is_causal=causal, scale=0.3)
+            runs = {
+                "cudnn": lambda *x, mask: operators._scaled_dot_product_cudnn_attention(*x, mask, True, **options),
+                "efficient": lambda *x, mask: operators._scaled_dot_product_efficient_attention(
+                    *x, None if mask is None else mask.expand(2, 4, 19, 19), True, **options
+                ),
+            }
+            if not masked:
+                runs["flash"] = lambda *x, mask: operators._scaled_dot_product_flash_attention(*x, **options)
+            for name, run in runs.items():
+                with self.subTest(name, dtype=dtype, causal=causal, masked=masked, rows_first=rows_first):
+                    given = [x.clone().requires_grad_() for x in plain]
+                    bias = mask
+                    if masked and name == "efficient":  # the only one whose mask may need a gradient
+                        bias = mask.clone().requires_grad_()
+                        given.append(bias)
+                    results = run(*given[:3], mask=bias)
+                    hidden = torch.ones(19, 19, dtype=torch.bool).triu(1) if causal else torch.zeros(19, 19, dtype=torch.bool)
+                    added = torch.zeros(19, 19).double() if bias is None else bias.double()
+                    expected = in_float64(*given[:3], added.masked_fill(hidden, -math.inf), scale=0.3, enable_gqa=True)
+                    self.assert_same(results[0], expected, given)
+                    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                        traced = run(*map(fake.from_tensor, plain), mask=mask)
+                    self.assert_like_traced(results, traced)
+                    out = run(*given[:3], mask=bias)[0]
+                    gradients = torch.autograd.grad(out, given[:3], torch.ones_like(out))
+                    for mine, its in zip(gradients, plain):
+                        if name == "efficient":
+                            its = its.transpose(1, 2).contiguous().transpose(1, 2)
+                        self.assertEqual(mine.stride(), its.stride())
 
     def test_cudnn_without_lse_and_with_other_numbers_of_rows(self):
         """Its causal mask begins at the first row and key, whatever the numbers of both."""
@@ -317,17 +315,19 @@ class InstallTest(TorchCase):
     @unittest.skipUnless("cuda" in DEVICES, "needs a GPU")
     def test_what_pytorch_chooses_on_a_gpu_is_served(self):
         """Whichever operator PyTorch prefers there: the bits are the library's."""
-        for dtype in (torch.float16, torch.bfloat16):
-            for causal in (False, True):
+        for dtype, causal, masked in itertools.product(
+            (torch.float32, torch.float16, torch.bfloat16), (False, True), (False, True)
+        ):
+            if causal and masked:
+                continue
+            with self.subTest(dtype=dtype, causal=causal, masked=masked):
                 given = [self.normal(2, 4, 100, 64, device="cuda", dtype=dtype) for _ in range(3)]
-                ours = scaled_dot_product_attention(*given, is_causal=causal)
-                direct = flashattn.torch.attention(*(x.transpose(1, 2) for x in given), causal=causal).transpose(1, 2)
+                mask = self.normal(2, 1, 100, 100, device="cuda", dtype=dtype, grad=False) if masked else None
+                ours = scaled_dot_product_attention(*given, mask, is_causal=causal)
+                direct = flashattn.torch.attention(*(x.transpose(1, 2) for x in given), causal=causal, bias=mask).transpose(1, 2)
                 torch.testing.assert_close(ours, direct, rtol=0, atol=0)
                 dout = self.normal(*ours.shape, device="cuda", dtype=dtype, grad=False)
-                for mine, its in zip(
-                    torch.autograd.grad(ours, given, dout),
-                    torch.autograd.grad(direct, given, dout),
-                ):
+                for mine, its in zip(torch.autograd.grad(ours, given, dout), torch.autograd.grad(direct, given, dout)):
                     torch.testing.assert_close(mine, its, rtol=0, atol=0)
                 self.assertEqual(flashattn.torch.fallbacks(), [])
 
