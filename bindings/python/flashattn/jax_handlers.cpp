@@ -48,9 +48,10 @@ struct Failure {
 void check(fa_status status, fa_context context) {
   if (status == FA_OK) return;
   const std::string text = fa.last_error(context);
-  const ffi::ErrorCode code = status < FA_ERROR_UNSUPPORTED ? ffi::ErrorCode::kInvalidArgument
-                              : status < FA_ERROR_NO_DEVICE ? ffi::ErrorCode::kUnimplemented
-                                                            : ffi::ErrorCode::kInternal;
+  const ffi::ErrorCode code = status < FA_ERROR_UNSUPPORTED      ? ffi::ErrorCode::kInvalidArgument
+                              : status < FA_ERROR_NO_DEVICE      ? ffi::ErrorCode::kUnimplemented
+                              : status == FA_ERROR_OUT_OF_MEMORY ? ffi::ErrorCode::kResourceExhausted
+                                                                 : ffi::ErrorCode::kInternal;
   throw Failure{code, std::string(fa.status_name(status)) + ": " + (text.empty() ? fa.status_description(status) : text)};
 }
 
