@@ -43,7 +43,8 @@ class RowDevice {
   // Copies device memory to the host. Waits for it, at most `timeout_ms` milliseconds; then FA_ERROR_TRANSPORT.
   virtual fa_status read(void *to, const void *from, size_t bytes, int64_t timeout_ms, fa_stream stream, ErrorText &error) = 0;
 
-  // A stream beside `stream`, whose later work follows all work that is in `stream` now; then `stream` follows all that is in it.
+  // A stream beside `stream`, whose later work follows all work that is in `stream` now, and comes before what is ready in `stream` at
+  // the same time. merge(): later work in `stream` follows all that is in it.
   virtual fa_status branch(fa_stream stream, fa_stream &beside, ErrorText &error) = 0;
   virtual fa_status merge(fa_stream stream, ErrorText &error) = 0;
 

@@ -123,13 +123,16 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
     // The calls do not depend on each other. That with the longest work tiles begins, and the others fill what it leaves idle.
     const auto longest =
         std::max_element(attends.begin(), attends.end(), [](const Attend &a, const Attend &b) { return a.keys < b.keys; });
-    const bool several = attends.size() > 1;
-    if (several) FA_RETURN_IF_ERROR(session.branch());
-    FA_RETURN_IF_ERROR(session.run(piece(*longest)));
-    for (auto a = attends.begin(); a != attends.end(); ++a) {
-      if (a != longest) FA_RETURN_IF_ERROR(session.run_beside(piece(*a)));
+    if (attends.size() == 1) {
+      FA_RETURN_IF_ERROR(session.run(piece(*longest)));
+      continue;
     }
-    if (several) FA_RETURN_IF_ERROR(session.merge());
+    FA_RETURN_IF_ERROR(session.branch());
+    FA_RETURN_IF_ERROR(session.run_beside(piece(*longest)));
+    for (auto a = attends.begin(); a != attends.end(); ++a) {
+      if (a != longest) FA_RETURN_IF_ERROR(session.run(piece(*a)));
+    }
+    FA_RETURN_IF_ERROR(session.merge());
   }
   FA_RETURN_IF_ERROR(session.wait());  // a rank may send in the last exchange without computing
   return merged ? merged->finish() : FA_OK;

@@ -348,18 +348,27 @@ void choose_way(const fa_dist_problem &p, Layout &l) {
   } else if (p.num_stages > 0) {
     l.num_stages = p.num_stages;
   } else {
-    // Every stage ends with CTAs that wait for the longest of them. What it hides, small messages are too short for.
-    constexpr int64_t kStageBytes = 64 << 20, kMostStages = 4;
+    // Every stage ends with CTAs that wait for the longest of them. What it hides, small messages are too short for; inside a host
+    // those of forward are, whatever their size, so that there its stages only bound the memory.
+    constexpr int64_t kStageBytes = 64 << 20, kHostStageBytes = 400 << 20, kMostStages = 4;
+    constexpr int32_t kHostRanks = 8;
     const int64_t bytes = *std::max_element(l.forward_bytes.begin(), l.forward_bytes.end());
-    l.num_stages = static_cast<int32_t>(std::clamp<int64_t>(bytes / kStageBytes, 1, std::min(l.heads_k, kMostStages)));
+    const auto stages_of = [&](int64_t stage_bytes) {
+      return static_cast<int32_t>(std::clamp<int64_t>(bytes / stage_bytes, 1, std::min(l.heads_k, kMostStages)));
+    };
+    l.num_stages = stages_of(kStageBytes);
+    l.forward_stages = l.num_ranks <= kHostRanks ? stages_of(kHostStageBytes) : l.num_stages;
     std::vector<bool> has_whole(l.num_ranks, false);
     for (const fa_dist_piece &x : l.pieces) has_whole[x.rank] = has_whole[x.rank] || x.whole;
-    l.short_first_stage = l.heads_k > l.num_stages && std::find(has_whole.begin(), has_whole.end(), false) != has_whole.end();
+    l.short_first_stage = l.num_ranks > kHostRanks && l.heads_k > l.num_stages &&
+                          std::find(has_whole.begin(), has_whole.end(), false) != has_whole.end();
   }
+  if (l.forward_stages == 0) l.forward_stages = l.num_stages;
   l.reason = std::string(l.by_heads()            ? "all-to-all by heads"
                          : l.way == FA_DIST_RING ? "ring of key rows"
                                                  : "gather by key heads") +
              " (" + why + "), " + std::to_string(l.num_stages) + " stages" +
+             (l.forward_stages != l.num_stages ? ", " + std::to_string(l.forward_stages) + " in forward" : "") +
              (l.short_first_stage ? ", the first divided in forward" : "");
 }
 
@@ -414,7 +423,7 @@ fa_status make_layout(const fa_dist_problem &p, Layout &l, ErrorText &error) {
   l.imbalance = total > 0 ? static_cast<double>(most) * l.num_ranks / total : 1;
   for (const int64_t value : {int64_t{p.flags}, p.heads_q, p.heads_k, p.head_dim, p.head_dim_v, int64_t{p.mask},
                               int64_t{p.window}, p.window_left, p.window_right, int64_t{p.dtype}, int64_t{p.num_ranks},
-                              int64_t{l.way}, int64_t{l.num_stages}, int64_t{l.short_first_stage}}) {
+                              int64_t{l.way}, int64_t{l.num_stages}, int64_t{l.forward_stages}, int64_t{l.short_first_stage}}) {
     l.digest = mix(l.digest, static_cast<uint64_t>(value));
   }
   for (const int64_t length : l.lengths) l.digest = mix(l.digest, static_cast<uint64_t>(length));

@@ -26,7 +26,8 @@ struct Layout {
   fa_dtype dtype = 0;
   int32_t num_ranks = 1;
   fa_dist_way way = FA_DIST_GATHER;
-  int32_t num_stages = 0;  // 0 if no document is cut
+  int32_t num_stages = 0;      // 0 if no document is cut
+  int32_t forward_stages = 0;  // of forward, which needs fewer inside a host
   // Forward begins with a stage of one key head: a rank without whole documents has nothing to compute while the first keys travel.
   bool short_first_stage = false;
 

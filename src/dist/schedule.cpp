@@ -122,11 +122,12 @@ Schedule make_schedule(const Layout &l, int32_t rank, bool forward) {
     s.sends = s.sends || !keys.out.empty();
     s.keys.push_back(std::move(keys));
   }
-  for (int32_t n = 0; n < l.num_stages && l.way != FA_DIST_ALL_TO_ALL; ++n) {
+  const int32_t num_stages = forward ? l.forward_stages : l.num_stages;
+  for (int32_t n = 0; n < num_stages && l.way != FA_DIST_ALL_TO_ALL; ++n) {
     if (s.ring) {
       s.stages.push_back({0, l.heads_k, n});
     } else {
-      s.stages.push_back({n * l.heads_k / l.num_stages, (n + 1) * l.heads_k / l.num_stages, 0});
+      s.stages.push_back({n * l.heads_k / num_stages, (n + 1) * l.heads_k / num_stages, 0});
     }
   }
 

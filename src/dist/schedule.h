@@ -92,7 +92,7 @@ struct Schedule {
   int64_t most_keys() const;
 };
 
-// `forward`: of forward, whose first stage may be divided (Layout::short_first_stage).
+// `forward`: of forward, whose stages may be others (Layout::forward_stages, Layout::short_first_stage).
 Schedule make_schedule(const Layout &layout, int32_t rank, bool forward);
 
 }  // namespace fa::dist

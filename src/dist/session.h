@@ -60,8 +60,8 @@ class Session {
   fa_status run(const BackwardProblem &problem) { return run_any(ScoredBackward{problem, nullptr}, in_stream()); }
   fa_status run(const MergeProblem &problem) { return run_any(problem, in_stream()); }
 
-  // A call beside those that run() starts until merge(): it follows what was in the stream at branch(), and what follows merge()
-  // follows it. Where the last work tiles of one call leave SMs idle, those of another run.
+  // A call beside those that run() starts until merge(), and in front of them: it follows what was in the stream at branch(), and what
+  // follows merge() follows it. Where the last work tiles of one call leave SMs idle, those of another run.
   fa_status branch() { return running() ? rows_.branch(stream_, beside_, error_) : FA_OK; }
   fa_status run_beside(const ForwardProblem &problem) {
     return run_any(ScoredForward{problem, nullptr}, {beside_, beside_workspace_, usage_.beside_bytes});

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <random>
 #include <string>
 
@@ -91,12 +92,16 @@ fa_dist_problem problem_of(const std::vector<int64_t> &lengths, int32_t ranks) {
 // The stages of src/dist/forward.cpp and backward.cpp. An exchange starts when every rank has reached it.
 Prediction predict(const fa_dist_layout_info &info, bool backward, double slowed) {
   const std::vector<Rank> ranks = ranks_of(info);
-  const int stages = std::max(info.num_stages, 1);
+  // Forward may have other stages (Layout::forward_stages), which only the reason says.
+  const std::string reason = info.reason;
+  const size_t other = reason.rfind(" in forward"), number = other == std::string::npos ? other : reason.rfind(", ", other);
+  const int in_forward = number == std::string::npos ? 0 : std::atoi(reason.c_str() + number + 2);
+  const int stages = std::max(!backward && in_forward > 0 ? in_forward : info.num_stages, 1);
   const double pair = 2 * (backward ? 5.0 : 2.0) * kDim * kHeads / (backward ? kBackwardRate : kForwardRate);  // seconds
   const double key_bytes = 2.0 * kDim * 2 * kKeyHeads, part_bytes = 2.0 * kDim * 4 * kKeyHeads / stages;
   // Forward may begin with one key head of the first stage (Layout::short_first_stage).
   std::vector<double> parts_of(static_cast<size_t>(stages), 1.0 / stages);
-  if (!backward && std::string(info.reason).find("divided") != std::string::npos) {
+  if (!backward && reason.find("divided") != std::string::npos) {
     parts_of[0] -= 1.0 / kKeyHeads;
     parts_of.insert(parts_of.begin(), 1.0 / kKeyHeads);
   }

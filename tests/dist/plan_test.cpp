@@ -154,22 +154,38 @@ TEST(Plan, WindowsNeedAHalo) {
   }
 }
 
-// Stages have at least 64 MB of keys, and forward begins with one head where a rank has nothing else to do. What the caller says is kept.
+// Stages have at least 64 MB of keys, in forward 400 MB inside a host. Between hosts forward begins with one head where a rank has nothing
+// else to do. What the caller says is kept.
 TEST(Plan, StagesAreFewAndLong) {
-  for (const auto &[rows, stages] : {std::pair<int64_t, int32_t>{16384, 1}, {65536, 2}, {262144, 4}}) {
-    const std::vector<int64_t> lengths = {rows};
-    fa_dist_problem p = problem(lengths, 2);
+  const struct {
+    int64_t rows;
+    int32_t ranks, stages;
+    const char *reason;
+  } rows[] = {{16384, 2, 1, "1 stages"},
+              {65536, 2, 2, "2 stages, 1 in forward"},
+              {262144, 2, 4, "4 stages, 1 in forward"},
+              {262144, 4, 4, "4 stages, 1 in forward"},
+              {524288, 8, 4, "4 stages"},
+              {65536, 16, 3, "3 stages, the first divided in forward"},
+              {262144, 16, 4, "4 stages, the first divided in forward"}};
+  for (const auto &row : rows) {
+    const std::vector<int64_t> lengths = {row.rows};
+    fa_dist_problem p = problem(lengths, row.ranks);
     p.heads_k = 8;
     p.head_dim = p.head_dim_v = 128;
     const LayoutHandle layout = plan(p);
     fa_dist_layout_info info = info_of(layout);
-    EXPECT_EQ(info.num_stages, stages) << rows;
-    EXPECT_NE(std::string(info.reason).find("divided"), std::string::npos) << info.reason;
+    EXPECT_EQ(info.num_stages, row.stages) << row.rows;
+    const auto stages_in_reason = [&] {
+      const std::string reason = info.reason;
+      return reason.substr(reason.find("), ") + 3);
+    };
+    EXPECT_EQ(stages_in_reason(), row.reason) << row.rows << " rows, " << row.ranks << " ranks";
     p.num_stages = 3;
     const LayoutHandle forced = plan(p);
     info = info_of(forced);
     EXPECT_EQ(info.num_stages, 3);
-    EXPECT_EQ(std::string(info.reason).find("divided"), std::string::npos) << info.reason;
+    EXPECT_EQ(stages_in_reason(), "3 stages");
   }
   const std::vector<int64_t> lengths = {5000, 500, 500};  // some whole ones on every rank
   fa_dist_problem p = problem(lengths, 2);

@@ -42,8 +42,10 @@ class DeviceRows final : public RowDevice {
     FA_RETURN_IF_ERROR(work_.check(driver_.cuCtxGetStreamPriorityRange(&least, &greatest), "stream of messages", error));
     FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreateWithPriority(&second_, CU_STREAM_NON_BLOCKING, greatest),
                                    "stream of messages", error));
-    for (CUstream *stream : {&own_, &beside_})
-      FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreate(stream, CU_STREAM_NON_BLOCKING), "stream", error));
+    // The longest of calls that run beside each other is to begin: of the work that is ready at once, that of this stream comes first.
+    FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreateWithPriority(&beside_, CU_STREAM_NON_BLOCKING, (least + greatest) / 2),
+                                   "stream", error));
+    FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreate(&own_, CU_STREAM_NON_BLOCKING), "stream", error));
     const auto make = [&](CUevent &event) {
       return work_.check(driver_.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "event of messages", error);
     };
