@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashattn.distributed over two gloo processes on the CPU, against attention over whole documents in fp64; and one of the processes killed."""
+"""flashattn.distributed over two gloo processes on the CPU, against attention over whole documents in fp64; and one of the processes killed.
+
+FLASHATTN_TEST_GROUP=nccl runs the processes on two GPUs instead.
+"""
 
 import multiprocessing
 import os
@@ -18,6 +21,8 @@ import flashattn
 from flashattn.distributed import Plan, Ranks
 
 GLOO = dist.is_available() and dist.is_gloo_available()
+GROUP = os.environ.get("FLASHATTN_TEST_GROUP", "gloo")
+DEVICE = "cuda" if GROUP == "nccl" else "cpu"  # the current one of a process
 RANKS, HEADS_Q, HEADS_K, DIM, DIM_V = 2, 4, 2, 16, 12
 LENGTHS = [90, 7, 40]
 SECONDS = 60  # until a process counts as hung
@@ -32,7 +37,14 @@ def inputs(seed):
     """q, k, v, sink and the gradients of out and lse for all rows, the same in every process."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(LENGTHS)
-    shapes = (rows, HEADS_Q, DIM), (rows, HEADS_K, DIM), (rows, HEADS_K, DIM_V), (HEADS_Q,), (rows, HEADS_Q, DIM_V), (HEADS_Q, rows)
+    shapes = (
+        (rows, HEADS_Q, DIM),
+        (rows, HEADS_K, DIM),
+        (rows, HEADS_K, DIM_V),
+        (HEADS_Q,),
+        (rows, HEADS_Q, DIM_V),
+        (HEADS_Q, rows),
+    )
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
@@ -75,7 +87,9 @@ CASES = [
 
 def join(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    if GROUP == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(GROUP, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
 
 
 def compute(rank, folder, seed):
@@ -87,16 +101,16 @@ def compute(rank, folder, seed):
             plan = plan_of(way, **of_plan)
             for again in range(2):
                 q, k, v, sink, dout, dlse = inputs(seed + again)
-                given = [plan.scatter(x, rank).requires_grad_() for x in (q, k, v)]
+                given = [plan.scatter(x, rank).to(DEVICE).requires_grad_() for x in (q, k, v)]
                 options = {**of_call}
                 if options.get("sink"):
-                    options["sink"] = sink.requires_grad_()
+                    options["sink"] = sink.to(DEVICE).requires_grad_()
                 out, lse = ranks.attention(plan, *given, **options, return_lse=True)
                 used = given + ([options["sink"]] if options.get("sink") is not None else [])
-                incoming = [plan.scatter(dout, rank), plan.scatter(dlse, rank, 1)]
-                results.append([x.detach() for x in (out, lse, *torch.autograd.grad([out, lse], used, incoming))])
+                incoming = [plan.scatter(dout, rank).to(DEVICE), plan.scatter(dlse, rank, 1).to(DEVICE)]
+                results.append([x.detach().cpu() for x in (out, lse, *torch.autograd.grad([out, lse], used, incoming))])
                 with torch.no_grad():
-                    results[-1].append(ranks.attention(plan, *given, **options))
+                    results[-1].append(ranks.attention(plan, *given, **options).cpu())
         ranks.status()
     torch.save(results, f"{folder}/results{rank}")
     dist.destroy_process_group()
@@ -106,7 +120,7 @@ def differ(rank, folder):
     """The ranks do not agree on softcap; afterwards they do."""
     join(rank, folder)
     plan = plan_of(causal=True)
-    q, k, v = (plan.scatter(x, rank) for x in inputs(5)[:3])
+    q, k, v = (plan.scatter(x, rank).to(DEVICE) for x in inputs(5)[:3])
     with Ranks(timeout=SECONDS) as ranks:
         try:
             ranks.attention(plan, q, k, v, softcap=float(rank))
@@ -138,6 +152,7 @@ def die(rank, folder):
 
 
 @unittest.skipUnless(GLOO, "this PyTorch has no gloo")
+@unittest.skipIf(GROUP == "nccl" and torch.cuda.device_count() < RANKS, "fewer GPUs than ranks")
 class RanksTest(unittest.TestCase):
     def run_ranks(self, body, *arguments, expected=(0, 0)):
         """What each process leaves behind; None for one that left nothing."""
@@ -180,6 +195,7 @@ class RanksTest(unittest.TestCase):
         for text in self.run_ranks(differ):
             self.assertRegex(text, "softcap is 0 on rank 0 and 1 on rank 1")
 
+    @unittest.skipIf(GROUP == "nccl", "NCCL notices a dead process late")
     def test_a_killed_rank(self):
         results = self.run_ranks(die, expected=(0, -signal.SIGKILL))
         self.assertEqual(results[0], ["FA_ERROR_TRANSPORT"] * 3)
