@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What context parallelism asks of a device besides attention: memory, work on rows, a second stream for messages, and
-// one for calls that may run beside others. On the
+// What context parallelism asks of a device besides attention: memory, work on rows, and a second stream for messages. On the
 // CPU every call returns when its work is done. On CUDA calls enqueue, unless they say that they wait.
 #pragma once
 
@@ -42,11 +41,6 @@ class RowDevice {
   virtual fa_status write(std::span<const int64_t> numbers, int64_t *to, fa_stream stream, ErrorText &error) = 0;
   // Copies device memory to the host. Waits for it, at most `timeout_ms` milliseconds; then FA_ERROR_TRANSPORT.
   virtual fa_status read(void *to, const void *from, size_t bytes, int64_t timeout_ms, fa_stream stream, ErrorText &error) = 0;
-
-  // A stream beside `stream`, whose later work follows all work that is in `stream` now, and comes before what is ready in `stream` at
-  // the same time. merge(): later work in `stream` follows all that is in it.
-  virtual fa_status branch(fa_stream stream, fa_stream &beside, ErrorText &error) = 0;
-  virtual fa_status merge(fa_stream stream, ErrorText &error) = 0;
 
   // A stream for work outside of the user's calls.
   virtual fa_stream own_stream() = 0;

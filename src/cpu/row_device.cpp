@@ -92,11 +92,6 @@ class HostRows final : public RowDevice {
     return FA_OK;
   }
 
-  fa_status branch(fa_stream stream, fa_stream &beside, ErrorText &) override {
-    beside = stream;
-    return FA_OK;
-  }
-  fa_status merge(fa_stream, ErrorText &) override { return FA_OK; }
   fa_stream own_stream() override { return nullptr; }
   fa_status fork(fa_stream, fa_stream &second, ErrorText &) override {
     second = nullptr;

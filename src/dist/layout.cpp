@@ -241,7 +241,7 @@ class Assignment {
 };
 
 // Joins neighbours on one rank, sorts pieces and gives them their local rows.
-void order_pieces(Layout &l, bool whole_first) {
+void order_pieces(Layout &l, bool reordered) {
   std::sort(l.pieces.begin(), l.pieces.end(), [](const fa_dist_piece &a, const fa_dist_piece &b) {
     return std::tie(a.rank, a.document, a.row_begin) < std::tie(b.rank, b.document, b.row_begin);
   });
@@ -260,9 +260,10 @@ void order_pieces(Layout &l, bool whole_first) {
     }
   }
   l.pieces = std::move(joined);
-  if (whole_first) {
-    std::stable_sort(l.pieces.begin(), l.pieces.end(), [](const fa_dist_piece &a, const fa_dist_piece &b) {
-      return std::tie(a.rank, b.whole) < std::tie(b.rank, a.whole);
+  // Whole documents first. Of a cut document the last piece comes first: its work tiles are the longest, and kernels begin with them.
+  if (reordered) {
+    std::sort(l.pieces.begin(), l.pieces.end(), [](const fa_dist_piece &a, const fa_dist_piece &b) {
+      return std::tie(a.rank, b.whole, a.document, b.row_begin) < std::tie(b.rank, a.whole, b.document, a.row_begin);
     });
   }
   l.piece_begin.assign(l.num_ranks + 1, l.pieces.size());

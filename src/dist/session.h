@@ -3,7 +3,6 @@
 // it takes the same steps without memory and messages, and says what they need. So a query cannot disagree with its call.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
@@ -18,11 +17,10 @@ namespace fa::dist {
 struct Usage {
   size_t buffer_bytes = 0;  // of the session itself
   size_t kernel_bytes = 0;  // largest workspace of a kernel, after the buffers
-  size_t beside_bytes = 0;  // the same of those that run beside others, after that
   uint64_t received_bytes = 0, sent_bytes = 0;
   int32_t launches = 0;
 
-  size_t workspace_bytes() const { return buffer_bytes + kernel_bytes + beside_bytes; }
+  size_t workspace_bytes() const { return buffer_bytes + kernel_bytes; }
 };
 
 class Session {
@@ -41,7 +39,6 @@ class Session {
         stream_(stream),
         base_(static_cast<char *>(workspace)),
         kernel_workspace_{base_ + usage.buffer_bytes, usage.kernel_bytes},
-        beside_workspace_{base_ + usage.buffer_bytes + usage.kernel_bytes, usage.beside_bytes},
         waited_(link.exchanges()) {}
 
   const Usage &usage() const { return usage_; }
@@ -56,17 +53,9 @@ class Session {
     return static_cast<Element *>(take(count, sizeof(Element)));
   }
 
-  fa_status run(const ForwardProblem &problem) { return run_any(ScoredForward{problem, nullptr}, in_stream()); }
-  fa_status run(const BackwardProblem &problem) { return run_any(ScoredBackward{problem, nullptr}, in_stream()); }
-  fa_status run(const MergeProblem &problem) { return run_any(problem, in_stream()); }
-
-  // A call beside those that run() starts until merge(), and in front of them: it follows what was in the stream at branch(), and what
-  // follows merge() follows it. Where the last work tiles of one call leave SMs idle, those of another run.
-  fa_status branch() { return running() ? rows_.branch(stream_, beside_, error_) : FA_OK; }
-  fa_status run_beside(const ForwardProblem &problem) {
-    return run_any(ScoredForward{problem, nullptr}, {beside_, beside_workspace_, usage_.beside_bytes});
-  }
-  fa_status merge() { return running() ? rows_.merge(stream_, error_) : FA_OK; }
+  fa_status run(const ForwardProblem &problem) { return run_any(ScoredForward{problem, nullptr}); }
+  fa_status run(const BackwardProblem &problem) { return run_any(ScoredBackward{problem, nullptr}); }
+  fa_status run(const MergeProblem &problem) { return run_any(problem); }
 
   // Work on rows; see RowDevice. `sum` takes any number of parts; more than kMostRowParts need `scratch`, fp32 of the same shape.
   fa_status copy(const RowShape &shape, const Operand &from, const Operand &to);
@@ -89,22 +78,13 @@ class Session {
  private:
   bool running() const { return pointers_ != nullptr; }
 
-  // Where a call runs, and the workspace that it needs there.
-  struct Place {
-    fa_stream stream;
-    const Workspace &workspace;
-    size_t &bytes;
-  };
-  Place in_stream() { return {stream_, kernel_workspace_, usage_.kernel_bytes}; }
-
   template <typename AnyProblem>
-  fa_status run_any(const AnyProblem &problem, const Place &place) {
+  fa_status run_any(const AnyProblem &problem) {
     ++usage_.launches;
-    if (running()) return backend_.run(problem, Call{*pointers_, place.workspace, place.stream}, error_);
+    if (running()) return backend_.run(problem, Call{*pointers_, kernel_workspace_, stream_}, error_);
     PlanSummary plan;
     FA_RETURN_IF_ERROR(backend_.plan(problem, plan, error_));
-    place.bytes =
-        std::max(place.bytes, (plan.workspace_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment);
+    if (plan.workspace_bytes > usage_.kernel_bytes) usage_.kernel_bytes = plan.workspace_bytes;
     return prepared_ != nullptr ? backend_.prepare(problem, *prepared_, error_) : FA_OK;
   }
 
@@ -114,10 +94,10 @@ class Session {
   ErrorText &error_;
   const Pointers *prepared_ = nullptr;
   const Pointers *pointers_ = nullptr;
-  fa_stream stream_ = nullptr, beside_ = nullptr;
+  fa_stream stream_ = nullptr;
   // A session that measures hands out addresses that nobody reads: aligned ones, since plans look at alignment.
   char *base_ = reinterpret_cast<char *>(kWorkspaceAlignment);
-  Workspace kernel_workspace_, beside_workspace_;
+  Workspace kernel_workspace_;
   Usage usage_;
   int64_t waited_ = 0;  // exchanges of the link that the session has waited for
 };

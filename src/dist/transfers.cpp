@@ -9,9 +9,8 @@ namespace {
 // Keys of cut documents that the queries of a rank see: disjoint ranges, by document and begin.
 std::vector<Slot> seen_by(const Layout &l, int32_t rank) {
   std::vector<Slot> seen;
-  for (size_t n = l.piece_begin[rank]; n < l.piece_begin[rank + 1]; ++n) {
-    const fa_dist_piece &p = l.pieces[n];
-    if (p.whole) continue;
+  for (const fa_dist_piece &p : l.cut) {
+    if (p.rank != rank) continue;
     // Pieces of a document come by row, and ranges of keys move right with the rows.
     if (!seen.empty() && seen.back().document == p.document && p.key_begin <= seen.back().end) {
       seen.back().end = std::max(seen.back().end, p.key_end);

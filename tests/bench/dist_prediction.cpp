@@ -26,6 +26,8 @@ struct Rank {
   double whole = 0, cut = 0;  // visible pairs of one head, in whole and in cut documents
   int64_t pieces = 0;         // of cut documents
   double keys = 0;            // of the longest work tiles of these pieces, one of each
+  int64_t calls = 0;          // of forward, where two pieces of a document are one call
+  double call_keys = 0;       // of the longest work tiles with which these calls end: those of a document's earlier piece
   Traffic rows;               // rows of other ranks that it sees
   Traffic parts;              // its own rows that other ranks see, once for each of them: so many gradients come back
 };
@@ -41,13 +43,24 @@ std::vector<Rank> ranks_of(const fa_dist_layout_info &info) {
         rank.whole += static_cast<double>(p.row_end) * static_cast<double>(p.row_end + 1) / 2;
       }
       rank.pieces += p.rank == r && !p.whole;
-      if (p.rank == r && !p.whole) rank.keys += static_cast<double>(p.key_end);
+      if (p.rank == r && !p.whole) {
+        const bool second = n > 0 && info.pieces[n - 1].rank == r && info.pieces[n - 1].document == p.document;
+        const double before = second ? static_cast<double>(info.pieces[n - 1].key_end) : 0,
+                     keys = static_cast<double>(p.key_end);
+        rank.keys += keys;
+        rank.calls += !second;
+        rank.call_keys += second ? std::min(before, keys) - before : keys;
+      }
       if (p.rank == r || p.whole) continue;
-      // Pieces of a rank come by row, and what they see moves right with them.
-      int64_t seen = 0, from = p.row_begin;
+      // By row: what pieces see moves right with them.
+      std::vector<fa_dist_piece> own;
       for (int64_t m = 0; m < info.num_pieces; ++m) {
-        const fa_dist_piece &mine = info.pieces[m];
-        if (mine.rank != r || mine.document != p.document) continue;
+        if (info.pieces[m].rank == r && info.pieces[m].document == p.document) own.push_back(info.pieces[m]);
+      }
+      std::sort(own.begin(), own.end(),
+                [](const fa_dist_piece &a, const fa_dist_piece &b) { return a.row_begin < b.row_begin; });
+      int64_t seen = 0, from = p.row_begin;
+      for (const fa_dist_piece &mine : own) {
         const int64_t begin = std::max(mine.key_begin, from), end = std::min(mine.key_end, p.row_end);
         if (begin >= end) continue;
         seen += end - begin;
@@ -135,7 +148,8 @@ Prediction predict(const fa_dist_layout_info &info, bool backward, double slowed
     for (size_t r = 0; r < ranks.size(); ++r) now[r] = std::max(now[r], arrival[r]);
     post(n + 1 < steps ? n + 1 : -1, backward && n > 0);
     for (size_t r = 0; r < ranks.size(); ++r) {
-      now[r] += pair * ranks[r].cut * part + static_cast<double>(ranks[r].pieces) * kLaunch + tail * ranks[r].keys;
+      now[r] += pair * ranks[r].cut * part + static_cast<double>(backward ? ranks[r].pieces : ranks[r].calls) * kLaunch +
+                tail * (backward ? ranks[r].keys : ranks[r].call_keys);
       // The sum of the gradients that have arrived: read the parts, write 16-bit rows.
       const double parts = ranks[r].parts.inside + ranks[r].parts.outside;
       if (backward) now[r] += parts * part_bytes * 1.5 / kMemory;

@@ -22,12 +22,10 @@ class DeviceRows final : public RowDevice {
     CurrentContext scope(driver_);
     if (work_.enter_primary(scope, error) != FA_OK) return;
     // Work that is still in a stream completes.
-    for (CUstream stream : {second_, beside_, own_}) {
+    for (CUstream stream : {second_, own_}) {
       if (stream != nullptr) driver_.cuStreamDestroy(stream);
     }
-    for (CUevent event : {forked_, branched_, merged_}) {
-      if (event != nullptr) driver_.cuEventDestroy(event);
-    }
+    if (forked_ != nullptr) driver_.cuEventDestroy(forked_);
     for (CUevent event : marks_) {
       if (event != nullptr) driver_.cuEventDestroy(event);
     }
@@ -42,14 +40,11 @@ class DeviceRows final : public RowDevice {
     FA_RETURN_IF_ERROR(work_.check(driver_.cuCtxGetStreamPriorityRange(&least, &greatest), "stream of messages", error));
     FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreateWithPriority(&second_, CU_STREAM_NON_BLOCKING, greatest),
                                    "stream of messages", error));
-    // The longest of calls that run beside each other is to begin: of the work that is ready at once, that of this stream comes first.
-    FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreateWithPriority(&beside_, CU_STREAM_NON_BLOCKING, (least + greatest) / 2),
-                                   "stream", error));
     FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamCreate(&own_, CU_STREAM_NON_BLOCKING), "stream", error));
     const auto make = [&](CUevent &event) {
       return work_.check(driver_.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "event of messages", error);
     };
-    for (CUevent *event : {&forked_, &branched_, &merged_}) FA_RETURN_IF_ERROR(make(*event));
+    FA_RETURN_IF_ERROR(make(forked_));
     for (CUevent &event : marks_) FA_RETURN_IF_ERROR(make(event));
     return FA_OK;
   }
@@ -155,17 +150,13 @@ class DeviceRows final : public RowDevice {
     return work_.check(driver_.cuStreamSynchronize(stream), "copy to the host", error);
   }
 
-  fa_status branch(fa_stream stream, fa_stream &beside, ErrorText &error) override {
-    FA_RETURN_IF_ERROR(follow(beside_, stream, branched_, stream, error));
-    beside = beside_;
-    return FA_OK;
-  }
-  fa_status merge(fa_stream stream, ErrorText &error) override { return follow(stream, beside_, merged_, stream, error); }
-
   fa_stream own_stream() override { return own_; }
 
   fa_status fork(fa_stream stream, fa_stream &second, ErrorText &error) override {
-    FA_RETURN_IF_ERROR(follow(second_, stream, forked_, stream, error));
+    CurrentContext scope(driver_);
+    FA_RETURN_IF_ERROR(work_.enter(stream, scope, error));
+    FA_RETURN_IF_ERROR(work_.check(driver_.cuEventRecord(forked_, stream), "order of messages", error));
+    FA_RETURN_IF_ERROR(work_.check(driver_.cuStreamWaitEvent(second_, forked_, 0), "order of messages", error));
     second = second_;
     return FA_OK;
   }
@@ -195,14 +186,6 @@ class DeviceRows final : public RowDevice {
   }
 
  private:
-  // Later work in `later` follows what is in `earlier` now. `given` is the caller's stream, one of both.
-  fa_status follow(fa_stream later, fa_stream earlier, CUevent event, fa_stream given, ErrorText &error) {
-    CurrentContext scope(driver_);
-    FA_RETURN_IF_ERROR(work_.enter(given, scope, error));
-    FA_RETURN_IF_ERROR(work_.check(driver_.cuEventRecord(event, earlier), "order of streams", error));
-    return work_.check(driver_.cuStreamWaitEvent(later, event, 0), "order of streams", error);
-  }
-
   CUevent mark_of(int64_t number) const { return marks_[static_cast<size_t>(number) % marks_.size()]; }
 
   template <typename Params>
@@ -223,8 +206,8 @@ class DeviceRows final : public RowDevice {
 
   StreamWork &work_;
   const Driver &driver_;
-  CUstream second_ = nullptr, beside_ = nullptr, own_ = nullptr;
-  CUevent forked_ = nullptr, branched_ = nullptr, merged_ = nullptr;
+  CUstream second_ = nullptr, own_ = nullptr;
+  CUevent forked_ = nullptr;
   // Of the last marks. A mark whose event serves a later one by now is joined with that.
   std::array<CUevent, 8> marks_{};
   std::mutex mutex_;        // of what is_done() reads
