@@ -51,15 +51,18 @@ class KeyGradient {
   }
 
   // Where an attention call of stage n writes, and what follows it.
-  Operand piece(int32_t n, const Attend &a) const {
+  Operand piece(int32_t n, const AttendCall &a) const {
     if (!wanted()) return {};
-    return contiguous(a.first ? slot_row(n, a.slot_row) : piece_, Dtype::f32, schedule_.stages[n].heads(), dim_);
-  }
-  fa_status add_piece(int32_t n, const Attend &a) {
-    if (!wanted() || a.first) return FA_OK;
-    const int64_t heads = schedule_.stages[n].heads();
     float *slots = slot_row(n, a.slot_row);
-    return session_.sum({a.keys, heads, dim_}, {slots, piece_}, contiguous(slots, Dtype::f32, heads, dim_));
+    Operand result = contiguous(a.first ? slots : piece_, Dtype::f32, schedule_.stages[n].heads(), dim_);
+    if (a.two()) result.batch_stride = piece_ - slots;
+    return result;
+  }
+  fa_status add_piece(int32_t n, const AttendCall &a) {
+    if (!wanted() || (a.first && !a.two())) return FA_OK;
+    const int64_t heads = schedule_.stages[n].heads(), keys = a.two() ? a.second_keys : a.keys;
+    float *slots = slot_row(n, a.slot_row);
+    return session_.sum({keys, heads, dim_}, {slots, piece_}, contiguous(slots, Dtype::f32, heads, dim_));
   }
 
   // Adds the messages that carry the gradients of stage n.
@@ -128,9 +131,11 @@ class QueryGradient {
     return summed() ? session_.zero(sum_, schedule_.cut_rows * row_ * static_cast<int64_t>(sizeof(float))) : FA_OK;
   }
 
-  Operand piece(const Stage &stage, const Attend &a) const {
+  Operand piece(const Stage &stage, const AttendCall &a) const {
     if (summed()) return contiguous(piece_, Dtype::f32, local_.forward.heads_q, local_.forward.head_dim);
-    return from_row(local_.dq, a.local_row, stage.head_begin * local_.forward.group);
+    Operand result = from_row(local_.dq, a.local_row, stage.head_begin * local_.forward.group);
+    a.set_batch(result);
+    return result;
   }
   fa_status add_piece(const Attend &a) {
     if (!summed()) return FA_OK;
@@ -170,6 +175,8 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       dv(session, schedule, local.dv, local.forward.head_dim_v);
   QueryGradient dq(session, schedule, local);
   FA_RETURN_IF_ERROR(dq.begin());
+  std::vector<AttendCall> calls;
+  FA_RETURN_IF_ERROR(join_calls(session, schedule, calls));
 
   std::vector<fa_dist_message> messages;
   // Starts the keys of stage n and the gradients of stage n - 2.
@@ -198,12 +205,14 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
     FA_RETURN_IF_ERROR(post(n + 1));
     const Stage &stage = schedule.stages[n];
     for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->begin(n));
-    for (const Attend &a : schedule.keys[stage.keys].attends) {
+    for (const AttendCall &a : schedule.ring ? calls_of(schedule.keys[stage.keys].attends) : calls) {
       BackwardProblem piece;
-      piece.forward = piece_of(local.forward, stage, a, keys.k(n, a), keys.v(n, a));
+      piece.forward = problem_of(local.forward, stage, a, keys.k(n, a), keys.v(n, a));
       const int64_t head = stage.head_begin * local.forward.group;
       piece.dout = from_row(local.dout, a.local_row, head);
       piece.dlse = from_row(local.dlse, a.local_row, head);
+      a.set_batch(piece.dout);
+      a.set_batch(piece.dlse);
       piece.dq = dq.piece(stage, a);
       piece.dk = dk.piece(n, a);
       piece.dv = dv.piece(n, a);

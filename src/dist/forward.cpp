@@ -80,41 +80,6 @@ class MergedRows {
   Rows sum_, part_;
 };
 
-// One attention call, over one piece or over two: of as many rows, one behind the other, which see the same first key.
-struct AttendCall : Attend {
-  const int64_t *keys_of_pieces = nullptr;  // of two: numbers of keys
-};
-
-// Two pieces of a zigzag as two sequences of one call. Each call ends with SMs that wait for its last work tiles, so that two take longer.
-// The first piece is the later one, with the longer work tiles.
-fa_status join_calls(Session &session, const std::vector<Attend> &attends, std::vector<AttendCall> &calls) {
-  for (size_t n = 0; n < attends.size(); ++n) {
-    AttendCall &call = calls.emplace_back(AttendCall{attends[n]});
-    if (n + 1 == attends.size()) break;
-    const Attend &a = attends[n], &b = attends[n + 1];
-    if (a.document != b.document || a.rows != b.rows || a.local_row + a.rows != b.local_row || a.slot_row != b.slot_row ||
-        a.keys < b.keys || a.band.left != b.band.left || a.band.right != b.band.right)
-      continue;
-    FA_RETURN_IF_ERROR(session.place({a.keys, b.keys}, call.keys_of_pieces));
-    ++n;
-  }
-  return FA_OK;
-}
-
-ForwardProblem problem_of(const ForwardProblem &local, const Stage &stage, const AttendCall &call, const Operand &k,
-                          const Operand &v) {
-  ForwardProblem p;
-  static_cast<MaskedProblem &>(p) = piece_of(local, stage, call, k, v);
-  if (call.keys_of_pieces == nullptr) return p;
-  p.batch = 2;
-  for (Operand *operand : {&p.q, &p.out}) operand->batch_stride = call.rows * operand->seq_stride;
-  p.lse.batch_stride = call.rows * p.lse.seq_stride;
-  // The low halves of the numbers.
-  p.k_lengths.used = reinterpret_cast<const int32_t *>(call.keys_of_pieces);
-  p.k_lengths.used_stride = 2;
-  return p;
-}
-
 }  // namespace
 
 fa_status forward(Session &session, const Schedule &schedule, const ForwardProblem &local) {
@@ -124,7 +89,7 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
   std::unique_ptr<MergedRows> merged;
   if (schedule.ring) merged = std::make_unique<MergedRows>(session, schedule, local);
   std::vector<AttendCall> calls;
-  if (!merged && stages > 0) FA_RETURN_IF_ERROR(join_calls(session, schedule.keys.front().attends, calls));
+  if (stages > 0) FA_RETURN_IF_ERROR(join_calls(session, schedule, calls));
 
   // Starts the keys of stages before `end` that are not on their way. Where exchanges are enqueued, those of the first three
   // stages are so before any kernel: one that waits beside a kernel of long CTAs, which fill the device, begins when that ends.
@@ -146,11 +111,11 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
     FA_RETURN_IF_ERROR(session.wait(exchanges[n]));
     FA_RETURN_IF_ERROR(post(n + 2));
     const Stage &stage = schedule.stages[n];
-    for (const AttendCall &call : calls)
-      FA_RETURN_IF_ERROR(session.run(problem_of(local, stage, call, keys.k(n, call), keys.v(n, call))));
-    if (merged == nullptr) continue;
-    for (const Attend &a : schedule.keys[stage.keys].attends)
-      FA_RETURN_IF_ERROR(merged->attend(problem_of(local, stage, {a}, keys.k(n, a), keys.v(n, a)), a));
+    for (const AttendCall &call : merged ? calls_of(schedule.keys[stage.keys].attends) : calls) {
+      ForwardProblem problem;
+      static_cast<MaskedProblem &>(problem) = problem_of(local, stage, call, keys.k(n, call), keys.v(n, call));
+      FA_RETURN_IF_ERROR(merged ? merged->attend(problem, call) : session.run(problem));
+    }
   }
   FA_RETURN_IF_ERROR(session.wait());  // a rank may send in the last exchange without computing
   return merged ? merged->finish() : FA_OK;

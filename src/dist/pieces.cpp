@@ -23,7 +23,30 @@ RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head) {
   return result;
 }
 
-MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Attend &a, const Operand &k, const Operand &v) {
+std::vector<AttendCall> calls_of(const std::vector<Attend> &attends) {
+  std::vector<AttendCall> calls;
+  for (const Attend &a : attends) calls.push_back({a});
+  return calls;
+}
+
+fa_status join_calls(Session &session, const Schedule &schedule, std::vector<AttendCall> &calls) {
+  if (schedule.ring || schedule.keys.empty()) return FA_OK;
+  for (const AttendCall &next : calls_of(schedule.keys.front().attends)) {
+    AttendCall *last = calls.empty() ? nullptr : &calls.back();
+    if (last == nullptr || last->two() || last->document != next.document || last->rows != next.rows ||
+        last->local_row + last->rows != next.local_row || last->slot_row != next.slot_row || last->keys < next.keys ||
+        last->band.left != next.band.left || last->band.right != next.band.right || !last->first || !next.own) {
+      calls.push_back(next);
+      continue;
+    }
+    last->second_keys = next.keys;
+    FA_RETURN_IF_ERROR(session.place({last->keys, next.keys}, last->keys_of_pieces));
+  }
+  return FA_OK;
+}
+
+MaskedProblem problem_of(const MaskedProblem &local, const Stage &stage, const AttendCall &a, const Operand &k,
+                         const Operand &v) {
   MaskedProblem p = local;
   const int64_t head = stage.head_begin * local.group;
   p.batch = 1;
@@ -42,6 +65,13 @@ MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Att
   if (p.alibi_slopes != nullptr) p.alibi_slopes += a.document * local.alibi_batch_stride + head * local.alibi_head_stride;
   p.alibi_batch_stride = 0;
   if (p.sink != nullptr) p.sink += head * local.sink_stride;
+  if (!a.two()) return p;
+  p.batch = 2;
+  for (Operand *operand : {&p.q, &p.out}) a.set_batch(*operand);
+  a.set_batch(p.lse);
+  // The low halves of the numbers.
+  p.k_lengths.used = reinterpret_cast<const int32_t *>(a.keys_of_pieces);
+  p.k_lengths.used_stride = 2;
   return p;
 }
 

@@ -2,6 +2,8 @@
 // Keys and values of the stages, and the attention problems over them.
 #pragma once
 
+#include <vector>
+
 #include "core/problem.h"
 #include "dist/schedule.h"
 #include "dist/session.h"
@@ -14,9 +16,29 @@ Operand contiguous(void *data, Dtype dtype, int64_t heads, int64_t dim);
 Operand from_row(const Operand &operand, int64_t row, int64_t head = 0);
 RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head = 0);
 
-// The problem of one attention call: the queries of `local` that `a` names, the heads of `stage`, and keys at `k` and `v`, rows of the
-// stage's buffers.
-MaskedProblem piece_of(const MaskedProblem &local, const Stage &stage, const Attend &a, const Operand &k, const Operand &v);
+// One attention call, over one piece or over two: of as many rows, one behind the other, which see the same first key.
+struct AttendCall : Attend {
+  const int64_t *keys_of_pieces = nullptr;  // of two: numbers of keys, in memory that kernels read
+  int64_t second_keys = 0;
+
+  bool two() const { return keys_of_pieces != nullptr; }
+  // Of an operand or scalar of queries: from one piece to the other.
+  template <typename Tensor>
+  void set_batch(Tensor &tensor) const {
+    if (two()) tensor.batch_stride = rows * tensor.seq_stride;
+  }
+};
+
+std::vector<AttendCall> calls_of(const std::vector<Attend> &attends);
+// The calls of every stage of FA_DIST_GATHER, whose stages see the same keys: the two pieces of a zigzag are two sequences of one call.
+// Each call ends with SMs that wait for its last work tiles, so that two calls take longer. The first piece is the later one of the
+// document, with the longer work tiles. No calls for other ways.
+fa_status join_calls(Session &session, const Schedule &schedule, std::vector<AttendCall> &calls);
+
+// The problem of a call: the queries of `local` that it names, the heads of `stage`, and keys at `k` and `v`, rows of the stage's
+// buffers.
+MaskedProblem problem_of(const MaskedProblem &local, const Stage &stage, const AttendCall &call, const Operand &k,
+                         const Operand &v);
 
 // The keys and values of two stages, those in use and those on their way; with `first_apart` also those of stage 0, so that
 // three stages may be on their way at the start.
