@@ -24,10 +24,8 @@ struct Traffic {
 
 struct Rank {
   double whole = 0, cut = 0;  // visible pairs of one head, in whole and in cut documents
-  int64_t pieces = 0;         // of cut documents
-  double keys = 0;            // of the longest work tiles of these pieces, one of each
-  int64_t calls = 0;          // of forward, where two pieces of a document are one call
-  double call_keys = 0;       // of the longest work tiles with which these calls end: those of a document's earlier piece
+  int64_t calls = 0;          // over cut documents; two pieces of a document are one call
+  double keys = 0;            // of the longest work tiles with which these calls end: those of a document's earlier piece
   Traffic rows;               // rows of other ranks that it sees
   Traffic parts;              // its own rows that other ranks see, once for each of them: so many gradients come back
 };
@@ -42,14 +40,11 @@ std::vector<Rank> ranks_of(const fa_dist_layout_info &info) {
       if (p.rank == r && p.whole) {  // causal: row i sees i + 1 keys
         rank.whole += static_cast<double>(p.row_end) * static_cast<double>(p.row_end + 1) / 2;
       }
-      rank.pieces += p.rank == r && !p.whole;
       if (p.rank == r && !p.whole) {
         const bool second = n > 0 && info.pieces[n - 1].rank == r && info.pieces[n - 1].document == p.document;
-        const double before = second ? static_cast<double>(info.pieces[n - 1].key_end) : 0,
-                     keys = static_cast<double>(p.key_end);
-        rank.keys += keys;
+        const double keys = static_cast<double>(p.key_end);
         rank.calls += !second;
-        rank.call_keys += second ? std::min(before, keys) - before : keys;
+        rank.keys += second ? keys - static_cast<double>(info.pieces[n - 1].key_end) : keys;
       }
       if (p.rank == r || p.whole) continue;
       // By row: what pieces see moves right with them.
@@ -148,8 +143,7 @@ Prediction predict(const fa_dist_layout_info &info, bool backward, double slowed
     for (size_t r = 0; r < ranks.size(); ++r) now[r] = std::max(now[r], arrival[r]);
     post(n + 1 < steps ? n + 1 : -1, backward && n > 0);
     for (size_t r = 0; r < ranks.size(); ++r) {
-      now[r] += pair * ranks[r].cut * part + static_cast<double>(backward ? ranks[r].pieces : ranks[r].calls) * kLaunch +
-                tail * (backward ? ranks[r].keys : ranks[r].call_keys);
+      now[r] += pair * ranks[r].cut * part + static_cast<double>(ranks[r].calls) * kLaunch + tail * ranks[r].keys;
       // The sum of the gradients that have arrived: read the parts, write 16-bit rows.
       const double parts = ranks[r].parts.inside + ranks[r].parts.outside;
       if (backward) now[r] += parts * part_bytes * 1.5 / kMemory;
