@@ -80,11 +80,17 @@ KeyBuffers::KeyBuffers(Session &session, const Schedule &schedule, const MaskedP
   int64_t heads[kPlaces] = {};
   for (int32_t n = 0; n < static_cast<int32_t>(schedule.stages.size()); ++n)
     heads[place_of(n)] = std::max(heads[place_of(n)], schedule.stages[n].heads());
+  for (int which = 0; which < 2; ++which) {
+    const Operand &from = which == 1 ? local.v : local.k;
+    const int64_t dim = which == 1 ? local.head_dim_v : local.head_dim;
+    as_they_are_[which] =
+        schedule.most_heads() == local.heads_k && from.head_stride == dim && from.seq_stride == local.heads_k * dim;
+  }
   for (int place = 0; place < kPlaces; ++place) {
     for (int which = 0; which < 2; ++which) {
       const int64_t row_bytes = heads[place] * (which == 1 ? local.head_dim_v : local.head_dim) * dtype_bytes(local.k.dtype);
       // All stages of a ring send the same rows and heads.
-      const bool sends = schedule.sends && !(schedule.ring && place > 0);
+      const bool sends = schedule.sends && !as_they_are_[which] && !(schedule.ring && place > 0);
       send_[place][which] = {session.take(sends ? schedule.cut_rows : 0, row_bytes), which == 1};
       keys_[place][which] = {session.take(schedule.most_slot_rows(), row_bytes), which == 1};
     }
@@ -99,9 +105,9 @@ fa_status KeyBuffers::post(int32_t n, std::vector<fa_dist_message> &messages) {
     const int64_t dim = which == 1 ? local_.head_dim_v : local_.head_dim;
     const Operand send = send_[schedule_.ring ? 0 : place_of(n)][which].operand(stage, local_),
                   slots = keys_[place_of(n)][which].operand(stage, local_);
-    const bool sent_before = schedule_.ring && n > 0;
+    const bool has_copy = as_they_are_[which] || (schedule_.ring && n > 0);
     for (const CutRange &range : schedule_.cut) {
-      if (sent_before || !schedule_.sends) break;
+      if (has_copy || !schedule_.sends) break;
       FA_RETURN_IF_ERROR(session_.copy({range.rows, stage.heads(), dim}, from_row(from, range.local_row, stage.head_begin),
                                        from_row(send, range.cut_row)));
     }
@@ -115,8 +121,8 @@ fa_status KeyBuffers::post(int32_t n, std::vector<fa_dist_message> &messages) {
       }
     }
     for (const Transfer &x : keys.out) {
-      messages.push_back(
-          {from_row(send, schedule_.cut_row(x.local_row)).data, static_cast<uint64_t>(x.rows * row_bytes), x.to, 0});
+      const Operand sent = as_they_are_[which] ? from_row(from, x.local_row) : from_row(send, schedule_.cut_row(x.local_row));
+      messages.push_back({sent.data, static_cast<uint64_t>(x.rows * row_bytes), x.to, 0});
     }
   }
   return FA_OK;

@@ -71,6 +71,7 @@ class KeyBuffers {
   const Schedule &schedule_;
   const MaskedProblem &local_;
   const bool first_apart_;
+  bool as_they_are_[2];  // k, v: messages are rows of the caller's tensor, since a stage has all heads and these lie in a row
   Buffer send_[kPlaces][2];  // k, v of this rank's cut rows
   Buffer keys_[kPlaces][2];  // k, v of the rows that it sees
 };
