@@ -136,9 +136,9 @@ struct NoAhead {
 // Vectors of 128 bits make long chains of sums, which the next block comes too late for.
 constexpr int kMostBlockVectors = kBlockSums < 8 ? kBlockSums : 8, kOneRowKeys = kWidth < 8 ? kBlockSums : 4;
 
-// Blocks of sums that `rows` rows and `vectors` keys, or vectors of values, have, if one row's have up to `most`.
+// Blocks of sums that `rows` rows and `vectors` keys, or vectors of values, have, if those of the last of an odd number of rows have `most`.
 FA_INLINE int64_t blocks_of(int64_t rows, int64_t vectors, int64_t most) {
-  return rows * vectors / (rows == 1 ? most : kBlockSums);
+  return rows / 2 * 2 * vectors / kBlockSums + rows % 2 * vectors / most;
 }
 
 // Calls body.operator()<ROWS>(r) for rows 0 .. rows - 1, kMost or a smaller power of two at a time.
