@@ -299,15 +299,23 @@ class SameBitsSegment {
     Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth), kMostBlockVectors));
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
       ahead.begin(piece);
+      const auto begin_of = [&](int64_t h) { return st_.keys[strip_of_head(h)].begin / kNr * kNr; };
+      const auto add = [&](const char *const *values, int64_t h, int64_t heads) {
+        const int64_t begin = begin_of(h);
+        const auto *p = reinterpret_cast<const uint32_t *>(area_.s + h * split_.rows * kBlockKeys + begin) +
+                        (piece.first - first - begin) / 2;
+        add_pair_rows(values, kPieceKeys / 2, 0, rows.head_bytes, heads, p_.head_dim_v, split_.rows, p, kBlockKeys,
+                      area_.o + h * split_.rows * area_.ldo, area_.ldo, ahead);
+      };
+      bool alike = !any;  // all heads see all of the piece, and have P in the same columns
+      for (int64_t h = 0; h < split_.count && alike; ++h)
+        alike = seen_of(piece, first, h).size() == kPieceKeys && begin_of(h) == begin_of(0);
+      if (alike) return add(piece.rows, 0, split_.count);
       for (int64_t h = 0; h < split_.count; ++h) {
         const Range seen = seen_of(piece, first, h);
         if (seen.empty() || as_floats[h]) continue;
         const PieceValues values(piece, static_cast<int>(seen.begin), static_cast<int>(seen.end), h * rows.head_bytes);
-        const int64_t strip_begin = st_.keys[strip_of_head(h)].begin / kNr * kNr;
-        const auto *p = reinterpret_cast<const uint32_t *>(area_.s + h * split_.rows * kBlockKeys + strip_begin) +
-                        (piece.first - first - strip_begin) / 2;
-        add_pair_rows(values.rows, kPieceKeys / 2, 0, 0, 1, p_.head_dim_v, split_.rows, p, kBlockKeys,
-                      area_.o + h * split_.rows * area_.ldo, area_.ldo, ahead);
+        add(values.rows, h, 1);
       }
     });
     ahead.finish();
